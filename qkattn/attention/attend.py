@@ -1,0 +1,76 @@
+"""The softmax core that every cell shares."""
+
+import jax
+import jax.numpy as jnp
+
+
+def visible(
+    num_queries: int,
+    num_keys: int,
+    *,
+    causal: bool,
+    valid_BS: jax.Array | None = None,
+    first_query: int | jax.Array = 0,
+) -> jax.Array:
+    """Which keys a query may read: mask_BTS (B is 1 where nothing depends on the row).
+
+    Args:
+      num_queries: T.
+      num_keys: S.
+      causal: query position t reads key positions s <= t only.
+      valid_BS: False on padding, which nobody reads.
+      first_query: position of the first query; behind a cache it is the cache's length.
+    """
+    mask_BTS = jnp.ones((1, num_queries, num_keys), bool)
+    if causal:
+        t_T1 = first_query + jnp.arange(num_queries)[:, None]
+        mask_BTS = (jnp.arange(num_keys)[None, :] <= t_T1)[None]
+    if valid_BS is not None:
+        mask_BTS = mask_BTS & valid_BS[:, None, :]
+    return mask_BTS
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """o[t, n] = sum_s softmax_s(scale * q[t, n] . k[s]) v[s]; the softmax in float32 or wider.
+
+    Keys and values may have fewer heads than the queries, each its own number that divides N, and
+    values may have another head size. A shared head is read in place, never copied to N heads.
+    A query that may read nothing gets the plain mean of the values, a finite number that no loss
+    should look at.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH: projected streams; K and H may differ between k and v.
+      mask_BTS: True where a query may read a key; B may be 1.
+      scale: factor on the logits.
+      dropout: rate at which probabilities are dropped; off without a key.
+      dropout_key: random key of the dropout.
+
+    Returns:
+      o_BTNH with the values' head size, in the dtype of v.
+    """
+    B, T, N, H = q_BTNH.shape
+    S, K = k_BSKH.shape[1:3]
+    logits_dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    s_BKMTS = jnp.einsum(
+        'BTKMH,BSKH->BKMTS',
+        q_BTNH.reshape(B, T, K, N // K, H),
+        k_BSKH,
+        preferred_element_type=logits_dtype,
+    )
+    s_BKMTS = jnp.where(mask_BTS[:, None, None], s_BKMTS * scale, jnp.finfo(logits_dtype).min / 2)
+    p_BNTS = jax.nn.softmax(s_BKMTS, axis=-1).astype(v_BSKH.dtype).reshape(B, N, T, S)
+    if dropout and dropout_key is not None:
+        keep_BNTS = jax.random.bernoulli(dropout_key, 1 - dropout, p_BNTS.shape)
+        p_BNTS = jnp.where(keep_BNTS, p_BNTS / (1 - dropout), 0)
+    K = v_BSKH.shape[2]
+    o_BTKMH = jnp.einsum('BKMTS,BSKH->BTKMH', p_BNTS.reshape(B, K, N // K, T, S), v_BSKH)
+    return o_BTKMH.reshape(B, T, N, -1)

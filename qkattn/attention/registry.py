@@ -1,0 +1,115 @@
+"""Names of Scores and Values, and how a name with options becomes a class.
+
+A name is `qk`, or carries options as in `low_rank(rank=8)`, or points to a class of your own by
+import path, `my_package.my_module:MyScore`. A cell is `score/value`.
+"""
+
+import ast
+import difflib
+import importlib
+import inspect
+from typing import Any
+
+from qkattn.attention import score as scores
+from qkattn.attention import value as values
+from qkattn.attention.spec import AttentionSpec, SpecError
+
+SCORES: dict[str, type[scores.Score]] = {
+    'qk': scores.QK,
+    'merged': scores.Merged,
+    'shared_qk': scores.SharedQK,
+    'query_free': scores.QueryFree,
+    'key_free': scores.KeyFree,
+}
+
+VALUES: dict[str, type[values.Value]] = {
+    'vo': values.VO,
+    'no_v': values.NoV,
+    'no_o': values.NoO,
+    'no_vo': values.NoVO,
+}
+
+
+def find_score(text: str) -> tuple[type[scores.Score], dict[str, Any]]:
+    """The class and options that `text` names; SpecError lists the known names otherwise."""
+    return _find(text, SCORES, scores.Score)
+
+
+def find_value(text: str) -> tuple[type[values.Value], dict[str, Any]]:
+    """The class and options that `text` names; SpecError lists the known names otherwise."""
+    return _find(text, VALUES, values.Value)
+
+
+def parse_cell(text: str) -> tuple[str, str]:
+    """'score/value' -> (score, value), both checked to exist."""
+    score, slash, value = text.partition('/')
+    if not slash:
+        raise SpecError(f'cell {text!r} must be written score/value, e.g. qk/vo')
+    find_score(score)
+    find_value(value)
+    return score, value
+
+
+def check(spec: AttentionSpec) -> None:
+    """Raises SpecError, in one sentence, where the cell of `spec` cannot be built."""
+    score, _ = find_score(spec.score)
+    value, _ = find_value(spec.value)
+    score.check(spec)
+    value.check(spec)
+    if spec.num_kv_heads < spec.num_heads and not (score.uses_kv_heads or value.uses_kv_heads):
+        raise SpecError(
+            f'num_kv_heads={spec.num_kv_heads} changes nothing in {spec.score}/{spec.value}, '
+            f'which has no key or value heads to share; leave it at num_heads={spec.num_heads}'
+        )
+
+
+def _find(text: str, known: dict[str, type], base: type) -> tuple[type, dict[str, Any]]:
+    kind = base.__name__
+    name, options = _parse(text, kind)
+    if ':' in name:
+        found = _import(name, kind)
+        if not (inspect.isclass(found) and issubclass(found, base)):
+            raise SpecError(f'{name!r} is not a subclass of qkattn.attention.{kind}')
+    elif name in known:
+        found = known[name]
+    else:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f', did you mean {near[0]!r}?' if near else ';'
+        raise SpecError(
+            f'unknown {kind.lower()} {name!r}{hint} known are {", ".join(known)}, '
+            'or an import path package.module:Class'
+        )
+    accepted = [p for p in inspect.signature(found.__init__).parameters][2:]
+    accepted = [p for p in accepted if p != 'key']
+    for option in options:
+        if option not in accepted:
+            raise SpecError(
+                f'{name} has no option {option!r}; it takes {", ".join(accepted) or "none"}'
+            )
+    return found, options
+
+
+def _parse(text: str, kind: str) -> tuple[str, dict[str, Any]]:
+    """Splits 'name(option=literal, ...)'."""
+    name, parenthesis, _ = text.partition('(')
+    if not parenthesis:
+        return name, {}
+    try:
+        call = ast.parse('f' + text[len(name) :], mode='eval').body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        return name, {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError):
+        raise SpecError(
+            f'{kind.lower()} {text!r} must be written name(option=value, ...) with literal values'
+        ) from None
+
+
+def _import(path: str, kind: str) -> Any:
+    module, _, name = path.partition(':')
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise SpecError(f'{kind.lower()} {path!r}: no module named {error.name!r}') from error
+    except AttributeError as error:
+        raise SpecError(f'{kind.lower()} {path!r}: {module} has no {name!r}') from error
