@@ -40,14 +40,19 @@ class Score(nnx.Module):
       weights: number of weights in the letters of the spec (biases left out); a test evaluates it.
       source: where the form comes from.
       uses_kv_heads: whether num_kv_heads changes this Score.
+      supports_rope: whether rotating queries and keys by position keeps the form's meaning; the
+        full-width merged and identity maps have no canonical rotary form.
       scale: factor on q k^T.
+      rope_size: how many of the last channels of q and k are rotated; None is all.
     """
 
     equation: ClassVar[str]
     weights: ClassVar[str]
     source: ClassVar[str]
     uses_kv_heads: ClassVar[bool] = False
+    supports_rope: ClassVar[bool] = True
     scale: float
+    rope_size: int | None = None
 
     @classmethod
     def check(cls, spec: AttentionSpec) -> None:
@@ -115,6 +120,7 @@ class Merged(Score):
     equation = 'W_QK[n]'
     weights = 'N*D*D'
     source = 'Luong et al. 2015, eq. 8 ("general")'
+    supports_rope = False
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         D, N = spec.d_model, spec.num_heads

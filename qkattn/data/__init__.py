@@ -1,0 +1,1 @@
+"""Data as a pure function: batch = f(dataset, seed, step), without TensorFlow."""

@@ -1,0 +1,231 @@
+"""A tokenised corpus: one memory-mapped file of token ids per split, checked whenever it is opened.
+
+On disk, `<data_dir>/tokens/<name>/<version>/<tokenizer>/<split>.bin` holds the ids of all documents
+of a split, a separator after each; `<split>.json` beside it says what they are and their sha256.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from qkattn.config import ConfigError
+from qkattn.data.files import locked, replacing
+from qkattn.data.tokenizer import Tokenizer
+
+SPLITS = ('train', 'validation', 'test')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitInfo:
+    """What a token file holds.
+
+    Attributes:
+      dataset, version, tokenizer, split: where the tokens come from.
+      dtype: of one token id, in the byte order of the machine.
+      num_documents: documents, each followed by a separator.
+      num_tokens: token ids, separators included.
+      num_bytes: bytes of text that the tokens stand for, one per separator.
+      unigram_nats_per_token: entropy of the token frequencies of this split.
+      fingerprint: sha256 of the file.
+    """
+
+    dataset: str
+    version: str
+    tokenizer: str
+    split: str
+    dtype: str
+    num_documents: int
+    num_tokens: int
+    num_bytes: int
+    unigram_nats_per_token: float
+    fingerprint: str
+
+
+class DamagedCache(Exception):
+    """A token file is not what its description says, or one of the two is missing or unreadable."""
+
+
+class TokenDataset:
+    """Token ids of the splits of one corpus.
+
+    Attributes:
+      name: e.g. 'stdlib'.
+      version: of the text, e.g. 'py3.11.7-1.0.0'.
+      tokenizer: turns ids back into text and counts their bytes.
+      vocab_size: ids are in [0, vocab_size).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        tokenizer: Tokenizer,
+        splits: Mapping[str, tuple[np.ndarray, SplitInfo]],
+    ):
+        self.name = name
+        self.version = version
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
+        self._splits = dict(splits)
+
+    def _split(self, split: str) -> tuple[np.ndarray, SplitInfo]:
+        if split not in self._splits:
+            raise ConfigError(
+                f'split={split!r} is not in dataset {self.name!r}; valid: '
+                f'{", ".join(map(repr, self._splits))}.'
+            )
+        return self._splits[split]
+
+    def split(self, split: str) -> np.ndarray:
+        """Token ids of a split, one-dimensional, memory-mapped and read-only.
+
+        Raises:
+          ConfigError: for an unknown split.
+        """
+        return self._split(split)[0]
+
+    def info(self, split: str) -> SplitInfo:
+        """Counts and fingerprint of a split."""
+        return self._split(split)[1]
+
+    def identity(self) -> dict[str, Any]:
+        """What a result has to carry to say which data it is about; JSON."""
+        return {
+            'name': self.name,
+            'version': self.version,
+            'tokenizer': self.tokenizer.name,
+            'fingerprints': {
+                split: info.fingerprint for split, (_, info) in sorted(self._splits.items())
+            },
+        }
+
+    def bits_per_byte(self, split: str, nats_per_token: float) -> float:
+        """Converts a mean loss over `split` from nats per token to bits per byte of text."""
+        info = self.info(split)
+        return nats_per_token * info.num_tokens / (info.num_bytes * math.log(2))
+
+    def unigram_bits_per_byte(self, split: str) -> float:
+        """Loss of the best model that knows nothing but the token frequencies of `split` itself."""
+        return self.bits_per_byte(split, self.info(split).unigram_nats_per_token)
+
+
+def open_dataset(
+    data_dir: Path,
+    *,
+    name: str,
+    version: str,
+    tokenizer: Tokenizer,
+    documents: Callable[[], Mapping[str, Iterable[bytes]]],
+) -> TokenDataset:
+    """Opens the token files under `data_dir` and writes them first where they are missing.
+
+    A damaged file is reported (absl warning) and written again. Any number of processes may call
+    this at the same time.
+
+    Args:
+      documents: yields the texts of each of SPLITS in a fixed order; called only to write files.
+
+    Raises:
+      ConfigError: if files have to be written and `data_dir` cannot be.
+    """
+    directory = data_dir / 'tokens' / name / version / tokenizer.name
+    described = {
+        'dataset': name,
+        'version': version,
+        'tokenizer': tokenizer.name,
+        'dtype': str(np.min_scalar_type(tokenizer.vocab_size - 1)),
+    }
+
+    def open_all() -> dict[str, tuple[np.ndarray, SplitInfo]]:
+        return {split: _open_split(directory, described | {'split': split}) for split in SPLITS}
+
+    try:
+        # Without the lock first, so that a finished cache may be on a read-only disk.
+        splits = open_all()
+    except (FileNotFoundError, DamagedCache):
+        with locked(directory / 'lock'):
+            try:
+                splits = open_all()
+            except (FileNotFoundError, DamagedCache) as error:
+                if isinstance(error, DamagedCache):
+                    logging.warning('%s It is written again.', error)
+                logging.info('Writing tokens of %s %s to %s', name, version, directory)
+                texts = documents()
+                for split in SPLITS:
+                    _write_split(directory, described | {'split': split}, tokenizer, texts[split])
+                splits = open_all()
+    return TokenDataset(name, version, tokenizer, splits)
+
+
+def _paths(directory: Path, split: str) -> tuple[Path, Path]:
+    return directory / f'{split}.bin', directory / f'{split}.json'
+
+
+def _write_split(
+    directory: Path, described: dict[str, str], tokenizer: Tokenizer, texts: Iterable[bytes]
+) -> None:
+    counts_V = np.zeros(tokenizer.vocab_size, np.int64)
+    digest = hashlib.sha256()
+    num_documents = num_bytes = 0
+    tokens_path, info_path = _paths(directory, described['split'])
+    with replacing(tokens_path) as path, path.open('wb') as file:
+        for text in texts:
+            ids = np.append(tokenizer.encode(text), tokenizer.separator).astype(described['dtype'])
+            file.write(ids.tobytes())
+            digest.update(ids.tobytes())
+            counts_V += np.bincount(ids, minlength=tokenizer.vocab_size)
+            num_bytes += tokenizer.num_bytes(ids)
+            num_documents += 1
+    num_tokens = int(counts_V.sum())
+    frequencies = counts_V[counts_V > 0] / max(num_tokens, 1)
+    info = SplitInfo(
+        **described,
+        num_documents=num_documents,
+        num_tokens=num_tokens,
+        num_bytes=num_bytes,
+        unigram_nats_per_token=-float(np.sum(frequencies * np.log(frequencies))),
+        fingerprint=digest.hexdigest(),
+    )
+    # Last, because a description stands for a finished token file.
+    with replacing(info_path) as path:
+        path.write_text(json.dumps(dataclasses.asdict(info), indent=2) + '\n')
+
+
+def _open_split(directory: Path, described: dict[str, str]) -> tuple[np.ndarray, SplitInfo]:
+    tokens_path, info_path = _paths(directory, described['split'])
+    # os.path, because Path.exists raises where a directory may not be entered.
+    if not os.path.exists(tokens_path) and not os.path.exists(info_path):
+        raise FileNotFoundError(tokens_path)
+
+    def damaged(what: str) -> DamagedCache:
+        return DamagedCache(f'The token cache {str(tokens_path)!r} is damaged: {what}.')
+
+    try:
+        info = SplitInfo(**json.loads(info_path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise damaged(f'its description {info_path.name!r} cannot be read ({error})') from error
+    for field, expected in described.items():
+        if getattr(info, field) != expected:
+            raise damaged(f'{field} is {getattr(info, field)!r}, not {expected!r}')
+    try:
+        with tokens_path.open('rb') as file:
+            fingerprint = hashlib.file_digest(file, 'sha256').hexdigest()
+            size = file.tell()
+    except OSError as error:
+        raise damaged(f'it cannot be read ({error})') from error
+    expected_size = info.num_tokens * np.dtype(info.dtype).itemsize
+    if size != expected_size:
+        raise damaged(f'it holds {size} bytes, not {expected_size}')
+    if fingerprint != info.fingerprint:
+        raise damaged(f'its sha256 is {fingerprint}, not {info.fingerprint}')
+    if not info.num_tokens:
+        return np.zeros(0, info.dtype), info
+    return np.memmap(tokens_path, info.dtype, mode='r'), info

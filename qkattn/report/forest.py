@@ -1,0 +1,195 @@
+"""Forest plots: one line per variant with mean, interval and seeds, for losses and differences."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from qkattn.report.load import Study
+from qkattn.report.style import (
+    INK,
+    MUTED,
+    SURFACE,
+    WIDTH,
+    Rendered,
+    VariantStyle,
+    render,
+    short,
+)
+from qkattn.report.summary import Estimate, Row
+
+
+def final_losses(study: Study, rows: Sequence[Row], look: dict[str, VariantStyle]) -> Rendered:
+    """Val loss per variant: a dot per seed, mean and t interval, a line at the baseline's mean."""
+
+    def baseline_line(ax: Axes, of_size: Sequence[Row]) -> None:
+        for row in of_size:
+            if row.is_baseline and row.val_loss:
+                ax.axvline(row.val_loss.mean, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+
+    figure = _forest(
+        study,
+        rows,
+        look,
+        value=lambda row: row.val_loss,
+        seeds=lambda row: [trial.val_loss for trial in row.chosen],
+        reference=baseline_line,
+        reference_name=f'baseline mean ({short(study.baseline)})' if study.baseline else None,
+        xlabel='val loss (nats/token)',
+        skip=None,
+        sharex=False,
+    )
+    return render(
+        figure,
+        'losses',
+        'Final loss',
+        'Validation loss at the end of training, best variant at the top; left is better. Each '
+        'variant is shown at its best learning rate.',
+    )
+
+
+def differences(study: Study, rows: Sequence[Row], look: dict[str, VariantStyle]) -> Rendered:
+    """Paired difference to the baseline per variant, with its t interval and one dot per seed."""
+    baselines = {
+        row.size: {trial.seed: trial.val_loss for trial in row.chosen}
+        for row in rows
+        if row.is_baseline
+    }
+
+    def seeds(row: Row) -> list[float]:
+        if row.difference is None:
+            return []
+        baseline = baselines[row.size]
+        return [t.val_loss - baseline[t.seed] for t in row.chosen if t.seed in baseline]
+
+    figure = _forest(
+        study,
+        rows,
+        look,
+        value=lambda row: row.difference,
+        seeds=seeds,
+        reference=lambda ax, _: ax.axvline(0, color=INK, linewidth=1, linestyle=(0, (4, 2))),
+        reference_name='no difference',
+        xlabel='difference in val loss (nats/token)',
+        skip=study.baseline,
+        sharex=True,
+    )
+    return render(
+        figure,
+        'differences',
+        'Difference to the baseline',
+        f'Val loss minus that of {study.baseline}, seed by seed; right of zero is worse. Pairing '
+        'removes what all variants share at a seed, so this is usually sharper.',
+    )
+
+
+def _forest(
+    study: Study,
+    rows: Sequence[Row],
+    look: dict[str, VariantStyle],
+    *,
+    value: Callable[[Row], Estimate | None],
+    seeds: Callable[[Row], list[float]],
+    reference: Callable[[Axes, Sequence[Row]], object],
+    reference_name: str | None,
+    xlabel: str,
+    skip: str | None,
+    sharex: bool,
+) -> Figure:
+    by_place = {(row.variant, row.size): row for row in rows}
+    variants = [variant for variant in study.variants if variant != skip]
+
+    def rank(variant: str) -> float:
+        found = [by_place.get((variant, size)) for size in study.sizes]
+        means = [value(row).mean for row in found if row and value(row)]
+        return sum(means) / len(means) if means else math.inf
+
+    variants.sort(key=rank)
+    sizes = study.sizes
+    num_columns = min(len(sizes), 3)
+    num_rows = math.ceil(len(sizes) / num_columns)
+    width = WIDTH if num_columns == 1 else 2.4 + 2.5 * num_columns
+    height = num_rows * (0.23 * len(variants) + 0.75) + 0.55
+    figure = Figure(figsize=(width, height), layout='constrained')
+    grid = figure.subplots(num_rows, num_columns, sharex=sharex, sharey=True, squeeze=False)
+    intervals = False
+    for ax, size in zip(grid.flat, sizes, strict=False):
+        for y, variant in enumerate(variants):
+            row = by_place.get((variant, size))
+            estimate = value(row) if row else None
+            if estimate is None:
+                reason = _reason(study, variant, size, row)
+                ax.annotate(
+                    reason,
+                    (0.02, y),
+                    xycoords=('axes fraction', 'data'),
+                    va='center',
+                    fontsize=8,
+                    color=MUTED,
+                    style='italic',
+                    zorder=5,
+                    bbox={'facecolor': SURFACE, 'edgecolor': 'none', 'pad': 1},
+                )
+                continue
+            style = look[variant]
+            if estimate.low is not None:
+                intervals = True
+                ax.plot([estimate.low, estimate.high], [y, y], color=style.colour, linewidth=2)
+            # Below the interval: on top of it they would be hidden.
+            ax.scatter(
+                seeds(row),
+                [y + 0.27] * len(seeds(row)),
+                s=8,
+                color=style.colour,
+                alpha=0.55,
+                linewidths=0,
+                zorder=3,
+            )
+            ax.plot(
+                estimate.mean,
+                y,
+                marker=style.marker,
+                markersize=6.5,
+                color=style.colour,
+                markeredgecolor=SURFACE,
+                markeredgewidth=0.8,
+                zorder=4,
+            )
+        reference(ax, [row for row in rows if row.size == size])
+        ax.set_yticks(range(len(variants)), [short(variant) for variant in variants])
+        ax.set_ylim(len(variants) - 0.4, -0.6)
+        ax.tick_params(axis='y', length=0)
+        ax.xaxis.set_major_locator(MaxNLocator(5 if num_columns == 1 else 3))
+        ax.set_xlabel(xlabel)
+        ax.tick_params(labelbottom=True)
+        if len(sizes) > 1:
+            ax.set_title(short(size))
+    for ax in list(grid.flat)[len(sizes) :]:
+        ax.set_visible(False)
+    handles = [_handle(marker='o', markersize=6.5, label='mean over seeds')]
+    handles.append(_handle(marker='o', markersize=3, alpha=0.55, label='one seed'))
+    if intervals:
+        handles.append(Line2D([], [], color=MUTED, linewidth=2, label='95 % t interval'))
+    if reference_name:
+        dashed = (0, (4, 2))
+        handles.append(
+            Line2D([], [], color=INK, linewidth=1, linestyle=dashed, label=reference_name)
+        )
+    figure.legend(handles=handles, loc='outside lower center', ncols=2 if width < 6.7 else 4)
+    return figure
+
+
+def _handle(**keywords: object) -> Line2D:
+    return Line2D([], [], color=MUTED, linestyle='none', markeredgewidth=0, **keywords)
+
+
+def _reason(study: Study, variant: str, size: str, row: Row | None) -> str:
+    if row is not None and not row.chosen:
+        return 'diverged'
+    if row is not None:
+        return 'no seed in common with the baseline'
+    declared = any((cell.variant, cell.size) == (variant, size) for cell in study.cells)
+    return 'no result yet' if declared else 'not in the grid'

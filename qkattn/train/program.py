@@ -1,0 +1,187 @@
+"""The compiled programs of a run, and the choice of how they are lifted over trials."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qkattn.config import Config
+from qkattn.train import sharding
+from qkattn.train.step import eval_step, graph_of, init_stack, train_steps
+
+LIFTINGS = ('map', 'vmap')
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A run's train and eval programs on its mesh.
+
+    Attributes:
+      mesh: (trial, data, fsdp, tensor).
+      lifting: 'vmap' or 'map'.
+      abstract_state: ShapeDtypeStructs with shardings, the target of a restore.
+      hyper: seed, learning_rate and weight_decay of each trial, on the mesh.
+      train: (state, tokens_CXABT1) -> (state, metrics [C, X]); the state given is consumed.
+      evaluate: (state, batch) -> summed loss [X], nats.
+      init: () -> state before step 0.
+      compile_seconds: time to compile `train`.
+      measured: seconds per step by lifting, where it was chosen by measurement.
+    """
+
+    mesh: Mesh
+    lifting: str
+    abstract_state: dict
+    hyper: dict[str, jax.Array]
+    train: Callable[[dict, jax.Array], tuple[dict, dict]]
+    evaluate: Callable[[dict, dict], jax.Array]
+    init: Callable[[], dict]
+    compile_seconds: float
+    measured: dict[str, float]
+
+
+def tokens_shape(config: Config) -> tuple[int, ...]:
+    """[C, X, A, B, T + 1] of one dispatch: steps, trials, microbatches, sequences, tokens."""
+    train = config.train
+    return (
+        train.steps_per_dispatch,
+        len(config.trials.trials()),
+        train.accumulation,
+        train.batch_size // train.accumulation,
+        config.model.context + 1,
+    )
+
+
+def local_rows(config: Config, mesh: Mesh) -> slice:
+    """The rows of the global batch that this process's devices hold.
+
+    Row r of a batch is sequence r // A of microbatch r % A, so that these rows are consecutive.
+    """
+    shape = tokens_shape(config)
+    parts = sharding.batch_sharding(mesh).addressable_devices_indices_map(shape).values()
+    bounds = [part[3].indices(shape[3]) for part in parts]
+    return slice(min(b[0] for b in bounds) * shape[2], max(b[1] for b in bounds) * shape[2])
+
+
+def place_tokens(config: Config, mesh: Mesh, local_CXBT1: np.ndarray, rows: slice) -> jax.Array:
+    """The global tokens_CXABT1 of one dispatch from the rows read here.
+
+    The batch is cut into microbatches here rather than in the program, where the cut would move
+    rows between devices.
+    """
+    shape = (len(local_CXBT1), *tokens_shape(config)[1:])
+    C, X, A, B, T1 = shape
+    local_CXABT1 = np.swapaxes(local_CXBT1.reshape(C, X, -1, A, T1), 2, 3)
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[3].indices(B)
+        first = rows.start // A
+        return local_CXABT1[index[0], index[1], :, start - first : stop - first]
+
+    return jax.make_array_from_callback(shape, sharding.batch_sharding(mesh), part)
+
+
+def place_everywhere(mesh: Mesh, tree: Any) -> Any:
+    """Numpy values on every device of the mesh."""
+    replicated = NamedSharding(mesh, P())
+    return jax.tree.map(
+        lambda a: jax.make_array_from_callback(np.shape(a), replicated, lambda i: a[i]), tree
+    )
+
+
+def build(config: Config, lifting: str | None = None) -> Program:
+    """Compiles the run's programs.
+
+    Args:
+      config: validated.
+      lifting: pins the choice that an earlier start of the same run recorded; None goes by
+        config.train.lifting, measuring where that is 'auto'.
+
+    Raises:
+      ConfigError: the mesh needs more devices than there are.
+    """
+    mesh = sharding.make_mesh(config.mesh)
+    trials = config.trials.trials()
+    hyper = {
+        'seed': np.array([t['seed'] for t in trials], np.uint32),
+        'learning_rate': np.array([t['learning_rate'] for t in trials], np.float32),
+        'weight_decay': np.array([t['weight_decay'] for t in trials], np.float32),
+    }
+    over_trials = NamedSharding(mesh, P('trial'))
+    hyper = {
+        name: jax.make_array_from_callback(value.shape, over_trials, lambda i, v=value: v[i])
+        for name, value in hyper.items()
+    }
+    abstract = jax.eval_shape(lambda: init_stack(config, hyper['seed']))
+    shardings = sharding.state_shardings(abstract, mesh)
+    abstract = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
+    )
+    tokens = jax.ShapeDtypeStruct(
+        tokens_shape(config), jnp.int32, sharding=sharding.batch_sharding(mesh)
+    )
+    replicated = NamedSharding(mesh, P())
+    init = jax.jit(lambda seeds: init_stack(config, seeds), out_shardings=shardings)
+    graph = graph_of(config)
+
+    def compiled(kind: str) -> tuple[Callable, float]:
+        start = time.perf_counter()
+        steps = jax.jit(
+            train_steps(config, graph, kind, mesh),
+            donate_argnums=0,
+            out_shardings=(shardings, replicated),
+        )
+        return steps.lower(abstract, hyper, tokens).compile(), time.perf_counter() - start
+
+    wanted = lifting or config.train.lifting
+    if wanted == 'auto' and len(trials) == 1:
+        wanted = 'vmap'
+    measured: dict[str, float] = {}
+    if wanted == 'auto':
+        programs = {kind: compiled(kind) for kind in LIFTINGS}
+        for kind, (steps, _) in programs.items():
+            measured[kind] = _seconds_per_step(config, mesh, steps, init, hyper)
+        wanted = min(measured, key=measured.get)
+        log.info('lifting %s chosen; seconds per step: %s', wanted, measured)
+        steps, compile_seconds = programs[wanted]
+    else:
+        steps, compile_seconds = compiled(wanted)
+
+    evaluate = jax.jit(eval_step(config, graph, wanted, mesh), out_shardings=replicated)
+    return Program(
+        mesh=mesh,
+        lifting=wanted,
+        abstract_state=abstract,
+        hyper=hyper,
+        train=lambda state, tokens: steps(state, hyper, tokens),
+        evaluate=lambda state, batch: evaluate(state['trials']['params'], batch),
+        init=lambda: init(hyper['seed']),
+        compile_seconds=compile_seconds,
+        measured=measured,
+    )
+
+
+def _seconds_per_step(
+    config: Config, mesh: Mesh, steps: Callable, init: Callable, hyper: dict
+) -> float:
+    """The faster of two timed dispatches on scratch state and constant tokens."""
+    shape = tokens_shape(config)
+    rows = local_rows(config, mesh)
+    local = np.zeros((*shape[:2], rows.stop - rows.start, shape[-1]), np.int32)
+    tokens = place_tokens(config, mesh, local, rows)
+    state = jax.block_until_ready(init(hyper['seed']))
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        state, metrics = steps(state, hyper, tokens)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) / config.train.steps_per_dispatch

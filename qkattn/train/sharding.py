@@ -1,0 +1,91 @@
+"""Where arrays live: one table from the letters in a parameter's name to the axes of the mesh."""
+
+import functools
+import logging
+import re
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qkattn.config import ConfigError, MeshConfig
+
+# Candidates in order: the first letter of the name that divides is split over the mesh axis.
+# D is never split over tensor: with the embedding split V over fsdp and D over tensor, jaxlib
+# 0.10.2 and 0.12.0 return wrong sums from a scan over microbatches on a mesh of all three axes.
+CANDIDATES = {'fsdp': 'VDER', 'tensor': 'NKFH'}
+
+BATCH_AXES = ('data', 'fsdp')
+
+log = logging.getLogger(__name__)
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """The mesh (trial, data, fsdp, tensor) over the first devices.
+
+    Raises:
+      ConfigError: more devices asked for than there are.
+    """
+    shape = (config.trial, config.data, config.fsdp, config.tensor)
+    wanted, devices = config.trial * config.data * config.fsdp * config.tensor, jax.devices()
+    if wanted > len(devices):
+        raise ConfigError(
+            f'mesh {dict(zip(("trial", "data", "fsdp", "tensor"), shape, strict=True))} needs '
+            f'{wanted} devices, but there are {len(devices)}'
+        )
+    if wanted < len(devices):
+        log.warning('the mesh uses %d of %d devices', wanted, len(devices))
+    names = ('trial', 'data', 'fsdp', 'tensor')
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=devices[:wanted])
+
+
+def letters(path: str, num_axes: int) -> str:
+    """One letter per axis: X for trials, L for layers, then those that the name ends with.
+
+    'params/blocks/mlp/w_in_DF' with 4 axes -> 'XLDF'. A leaf that is no parameter has only X.
+    """
+    found = re.search(r'(?:^|/)[wbg](?:_[a-z]+)*_([A-Z]+)$', path)
+    own = found[1] if found else ''
+    leading = 'XL' if re.search(r'(^|/)blocks/', path) and own else 'X'
+    return (leading + own).ljust(num_axes, '.')[:num_axes]
+
+
+def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The partition of one leaf of the train state, whose first axis is X."""
+    names = letters(path, len(shape))
+    if len(names) != len(shape):
+        raise ValueError(f'{path} has shape {shape}, but its name says {names}')
+    axes: dict[str, str | None] = {'X': 'trial'}
+    for mesh_axis, candidates in CANDIDATES.items():
+        present = [c for c in candidates if c in names and c not in axes]
+        if mesh.shape[mesh_axis] == 1 or not present:
+            continue
+        fitting = [c for c in present if shape[names.index(c)] % mesh.shape[mesh_axis] == 0]
+        if fitting[:1] != present[:1]:
+            taken = f'split over {fitting[0]}' if fitting else 'replicated'
+            size = shape[names.index(present[0])]
+            where = f'{mesh_axis}={mesh.shape[mesh_axis]}'
+            _say_once(f'{path}: {present[0]}={size} does not divide over {where}; {taken}')
+        if fitting:
+            axes[fitting[0]] = mesh_axis
+    return P(*(axes.get(letter) for letter in names))
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.info(message)
+
+
+def state_shardings(state: dict, mesh: Mesh) -> dict:
+    """A NamedSharding for every leaf of an (abstract) train state; `step` is replicated."""
+
+    def one(path, leaf):
+        path = jax.tree_util.keystr(path, simple=True, separator='/')
+        return NamedSharding(mesh, P() if path == 'step' else spec(path, leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """For tokens_CXABT1: trials over `trial`, sequences of a microbatch over `data` and `fsdp`."""
+    return NamedSharding(mesh, P(None, 'trial', None, BATCH_AXES))

@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+
+from qkattn.data import pipeline
+from qkattn.data.tokens import SplitInfo, TokenDataset
+
+
+class Numbers:
+    """A tokenizer of numbers; token i of a split is i, so that a token tells its position."""
+
+    name = 'numbers'
+    vocab_size = 65536
+    separator = 0
+
+    def num_bytes(self, ids):
+        return 2 * np.size(ids)
+
+
+@pytest.fixture(scope='session')
+def numbers():
+    """Makes datasets whose splits are np.arange(size): numbers(train=100, validation=20)."""
+
+    def make(**sizes: int) -> TokenDataset:
+        splits = {}
+        for split, size in sizes.items():
+            info = SplitInfo(
+                dataset='numbers',
+                version='1',
+                tokenizer='numbers',
+                split=split,
+                dtype='uint16',
+                num_documents=1,
+                num_tokens=size,
+                num_bytes=2 * size,
+                unigram_nats_per_token=float(np.log(size)),
+                fingerprint='',
+            )
+            splits[split] = (np.arange(size, dtype=np.uint16), info)
+        return TokenDataset('numbers', '1', Numbers(), splits)
+
+    return make
+
+
+@pytest.fixture(scope='session')
+def data_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp('data')
+
+
+@pytest.fixture(scope='session')
+def stdlib(data_dir):
+    return pipeline.load('stdlib', data_dir)

@@ -1,0 +1,152 @@
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from absl import logging
+
+from qkattn.config import ConfigError
+from qkattn.data.tokenizer import ByteTokenizer
+from qkattn.data.tokens import open_dataset
+
+TEXTS = {'train': [b'aab', b'c'], 'validation': [b'abcd'], 'test': []}
+
+
+class Corpus:
+    """Opens TEXTS under a directory and counts how often the texts are asked for."""
+
+    def __init__(self, data_dir):
+        self.data_dir = data_dir
+        self.num_builds = 0
+        self.directory = data_dir / 'tokens' / 'letters' / '1.2' / 'bytes'
+
+    def documents(self):
+        self.num_builds += 1
+        return TEXTS
+
+    def open(self):
+        return open_dataset(
+            self.data_dir,
+            name='letters',
+            version='1.2',
+            tokenizer=ByteTokenizer(),
+            documents=self.documents,
+        )
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return Corpus(tmp_path)
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    messages = []
+    monkeypatch.setattr(logging, 'warning', lambda text, *args: messages.append(text % args))
+    return messages
+
+
+def test_documents_end_with_a_separator(corpus):
+    dataset = corpus.open()
+    assert dataset.split('train').tobytes() == b'aab\0c\0'
+    assert dataset.split('validation').tobytes() == b'abcd\0'
+    assert dataset.split('train').dtype == np.uint8
+    assert len(dataset.split('test')) == 0
+    info = dataset.info('train')
+    assert (info.num_documents, info.num_tokens, info.num_bytes) == (2, 6, 6)
+    assert not dataset.split('train').flags.writeable
+
+
+def test_unigram_bits_per_byte(corpus):
+    # Frequencies 2, 1, 1, 2 of 6.
+    expected = 2 * (2 / 6) * math.log2(6 / 2) + 2 * (1 / 6) * math.log2(6)
+    assert corpus.open().unigram_bits_per_byte('train') == pytest.approx(expected, rel=1e-12)
+
+
+def test_bits_per_byte_counts_bytes_not_tokens(numbers):
+    # Two bytes per token: n bits per token are n / 2 bits per byte.
+    dataset = numbers(train=64)
+    assert dataset.bits_per_byte('train', 3 * math.log(2)) == pytest.approx(1.5)
+    assert dataset.unigram_bits_per_byte('train') == pytest.approx(3)
+
+
+def test_identity_is_json_and_tells_data_apart(corpus):
+    identity = corpus.open().identity()
+    assert json.loads(json.dumps(identity)) == identity
+    assert identity['name'] == 'letters'
+    assert identity['version'] == '1.2'
+    assert identity['tokenizer'] == 'bytes'
+    assert len(set(identity['fingerprints'].values())) == 3
+    assert set(identity['fingerprints']) == {'train', 'validation', 'test'}
+
+
+def test_unknown_split_lists_the_known(corpus):
+    with pytest.raises(ConfigError, match="split='val' .* valid: 'train', 'validation', 'test'"):
+        corpus.open().split('val')
+
+
+def test_reopening_reads_the_cache(corpus, warnings):
+    first = corpus.open().identity()
+    (corpus.directory / 'lock').unlink()
+    assert corpus.open().identity() == first
+    assert corpus.num_builds == 1
+    # Without the lock, so a cache on a read-only disk can be read.
+    assert not (corpus.directory / 'lock').exists()
+    assert not warnings
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def relabel(path):
+    path.write_text(path.read_text().replace('"1.2"', '"1.1"'))
+
+
+@pytest.mark.parametrize(
+    ('file', 'damage', 'says'),
+    [
+        ('train.bin', flip, 'its sha256 is'),
+        ('validation.bin', cut, 'it holds 4 bytes, not 5'),
+        ('train.bin', lambda path: path.unlink(), 'it cannot be read'),
+        ('train.json', lambda path: path.unlink(), "its description 'train.json' cannot be read"),
+        ('train.json', cut, None),
+        ('train.json', lambda path: path.write_text('{'), 'cannot be read'),
+        ('train.json', lambda path: path.write_text('{"split": "train"}'), 'cannot be read'),
+        ('train.json', relabel, "version is '1.1', not '1.2'"),
+    ],
+)
+def test_a_damaged_cache_is_named_and_written_again(corpus, warnings, file, damage, says):
+    before = corpus.open()
+    identity, train = before.identity(), before.split('train').tobytes()
+    damage(corpus.directory / file)
+    after = corpus.open()
+    assert after.identity() == identity
+    assert after.split('train').tobytes() == train
+    if says is None:  # The final newline of a description carries nothing.
+        assert not warnings
+    else:
+        (warning,) = warnings
+        assert re.search(f'token cache .*{file[:-5]}.* is damaged: .*{re.escape(says)}', warning)
+        assert '\n' not in warning
+
+
+def test_an_interrupted_write_is_finished_by_the_next(corpus, monkeypatch, warnings):
+    def interrupted():
+        yield b'aab'
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(TEXTS, 'train', interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        corpus.open()
+    monkeypatch.setitem(TEXTS, 'train', [b'aab', b'c'])
+    assert corpus.open().split('train').tobytes() == b'aab\0c\0'
+    assert not list(corpus.directory.glob('*.tmp'))
+    assert not warnings

@@ -1,0 +1,62 @@
+"""Runs the scripts as a user does, in a process, on a study that takes seconds."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+STUDY = """
+from qkattn.config import *
+
+def get_config():
+    return to_config_dict(
+        Study(
+            name='small',
+            base=Config(
+                model=ModelConfig(num_layers=1, num_heads=2, context=16),
+                data=DataConfig(eval_sequences=8),
+                optimizer=OptimizerConfig(warmup_steps=2),
+                train=TrainConfig(num_steps=20, batch_size=4, steps_per_dispatch=5, log_every=5,
+                                  eval_every=10, checkpoint_every=10, lifting='map'),
+                trials=TrialsConfig(seeds=(0, 1)),
+            ),
+            variants=('qk/vo', 'shared_qk/vo'),
+            sizes=('d_model=32',),
+            tolerance=5e-3,
+        )
+    )
+"""
+
+RUN = """
+from qkattn.config import *
+
+def get_config():
+    return to_config_dict(Config())
+"""
+
+
+@pytest.fixture
+def script(tmp_path, tmp_path_factory):
+    """script('ablate', '--flag=1', ...) -> the finished process, in an empty directory."""
+    (tmp_path / 'study.py').write_text(STUDY)
+    (tmp_path / 'run.py').write_text(RUN)
+    data = tmp_path_factory.getbasetemp() / 'scripts-data'
+
+    def run(name: str, *flags: str, **popen) -> subprocess.CompletedProcess:
+        path = os.pathsep.join([str(ROOT), *popen.pop('path', [])])
+        env = {**os.environ, 'PYTHONPATH': path, 'QKATTN_DATA': str(data)}
+        return subprocess.run(
+            [sys.executable, '-m', f'experiments.{name}', *flags],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            **popen,
+        )
+
+    return run

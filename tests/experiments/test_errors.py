@@ -1,0 +1,29 @@
+"""Bad input ends in one sentence and exit code 2, before anything compiles."""
+
+import pytest
+
+CASES = [
+    ('ablate', [], '--config=FILE.py is required'),
+    ('ablate', ['--config=missing.py'], 'missing.py'),
+    ('ablate', ['--config=run.py', '--workdir=w'], 'not a Study; run it with python -m'),
+    ('train', ['--config=study.py', '--workdir=w'], 'not a Config; run it with python -m'),
+    ('ablate', ['--config=study.py'], '--workdir=DIRECTORY is required'),
+    ('ablate', ['--config=study.py', '--config.variant=x'], 'variant'),
+    ('ablate', ['--config=study.py', '--config.fill=heads', '--dry_run'], "fill='heads'"),
+    ('train', ['--config=run.py', '--config.model.width=3'], 'width'),
+    ('train', ['--config=run.py', '--config.model.d_model=wide'], 'd_model'),
+    ('train', ['--config=run.py', '--workdir=w', '--config.model.score=qq'], "score 'qq'"),
+    ('train', ['--config=run.py', '--workdir=w', '--config.data.name=books'], 'books'),
+    ('train', ['--config=run.py', '--workdir=w', '--config.mesh.data=16'], 'needs 16 devices'),
+    ('train', ['--config=run.py', '--workdir=w', 'extra'], "unknown argument 'extra'"),
+    ('train', ['--config=run.py', '--workdri=w'], 'workdri'),
+]
+
+
+@pytest.mark.parametrize(('name', 'flags', 'message'), CASES, ids=lambda c: str(c)[-40:])
+def test_bad_input_is_one_sentence(script, name, flags, message):
+    done = script(name, *flags)
+    said = done.stderr.strip()
+    assert done.returncode == 2, said
+    assert message in said and 'Traceback' not in said
+    assert len([line for line in said.splitlines() if line]) == 1, said
