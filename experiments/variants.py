@@ -1,0 +1,18 @@
+"""Prints the catalogue of attention factorizations.
+
+python -m experiments.variants
+"""
+
+from absl import flags
+
+from qkattn import catalogue, cli
+
+MARKDOWN = flags.DEFINE_bool('markdown', False, "Print the README's tables instead.")
+
+
+def main() -> None:
+    print(catalogue.markdown() if MARKDOWN.value else catalogue.text())
+
+
+if __name__ == '__main__':
+    cli.run(main)

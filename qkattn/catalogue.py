@@ -1,0 +1,153 @@
+"""The catalogue of Scores and Values, read off the classes themselves."""
+
+import dataclasses
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+
+from qkattn import budget
+from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, SpecError, registry
+from qkattn.config import ModelConfig
+
+# Small enough to trace in no time; every cell that needs a power of two or even sizes exists.
+REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
+
+BEGIN, END = '<!-- catalogue: python -m experiments.variants --markdown -->', '<!-- end -->'
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One Score or Value.
+
+    Attributes:
+      name: in the registry, with the options that the reference form is given.
+      options: keyword arguments that the class takes, with defaults.
+      equation, weights, source: from the class.
+      cache: floats per token in letters, from the arrays that it remembers.
+      rope: whether rotary positions may be used; None for a Value, which they do not touch.
+      counted: weights of the circuit at the reference size.
+      flops: forward FLOPs per token of the reference model with this circuit.
+    """
+
+    name: str
+    options: str
+    equation: str
+    weights: str
+    source: str
+    cache: str
+    rope: bool | None
+    counted: int
+    flops: float
+
+
+def partner(name: str, cls: type) -> tuple[str, str]:
+    """The cell (score, value) in which a circuit is shown: beside the standard other one."""
+    if name in SCORES and SCORES[name] is cls:
+        return name, 'vo'
+    needs = getattr(cls, 'partner', 'qk')
+    return needs, name
+
+
+def entries() -> list[Entry]:
+    """Every registered Score, then every Value."""
+    return [_entry(n, c) for n, c in SCORES.items()] + [_entry(n, c) for n, c in VALUES.items()]
+
+
+def _entry(name: str, cls: type) -> Entry:
+    score, value = partner(name, cls)
+    model = dataclasses.replace(REFERENCE, score=score, value=value)
+    is_score = issubclass(cls, registry.scores.Score)
+    layer = jax.eval_shape(lambda: Attention(model.attention, key=jax.random.key(0)))
+    circuit = layer.score if is_score else layer.value
+    return Entry(
+        name=name,
+        options=_options(cls),
+        equation=cls.equation,
+        weights=cls.weights,
+        source=cls.source,
+        cache=_cache(model.attention, is_score),
+        rope=cls.supports_rope if is_score else None,
+        counted=sum(leaf.size for leaf in jax.tree.leaves(circuit)),
+        flops=budget.flops_per_token(model),
+    )
+
+
+def _options(cls: type) -> str:
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]
+    return ', '.join(
+        p.name if p.default is p.empty else f'{p.name}={p.default!r}'
+        for p in parameters
+        if p.name != 'key'
+    )
+
+
+def _cache(spec: AttentionSpec, is_score: bool) -> str:
+    """'K*H' from {'k_BSKH': ...}: the letters after B and S, as many as are held."""
+    layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
+    y_BSD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
+    keys = jax.eval_shape(lambda layer, y: layer.score.remember(y), layer, y_BSD)
+    both = jax.eval_shape(lambda layer, y: layer.remember(y), layer, y_BSD)
+    held = keys if is_score else {name: a for name, a in both.items() if name not in keys}
+    terms = [re.search(r'_BS([A-Z]+)$', name)[1] for name in held]
+    return ' + '.join('*'.join(term) for term in terms) or '0'
+
+
+def markdown() -> str:
+    """The tables of the README."""
+    out = []
+    for kind, known in (('Score', SCORES), ('Value', VALUES)):
+        letter = 'A[n]' if kind == 'Score' else 'B[n]'
+        head = f'| {kind} | {letter} | weights | cache, floats per token |'
+        rule = '|---|---|---|---|'
+        if kind == 'Score':
+            head, rule = head + ' RoPE |', rule + '---|'
+        out += [head, rule]
+        for entry in (e for e in entries() if e.name in known and _is(kind, e)):
+            row = f'| `{entry.name}` | {entry.equation} | {entry.weights} | {entry.cache} |'
+            out.append(row + (f' {"yes" if entry.rope else "no"} |' if kind == 'Score' else ''))
+        out.append('')
+    return '\n'.join(out).replace('*', '·')
+
+
+def _is(kind: str, entry: Entry) -> bool:
+    return (entry.rope is not None) == (kind == 'Score')
+
+
+def text() -> str:
+    """The whole catalogue for a terminal, a paragraph per circuit."""
+    lines = [
+        f'reference: d_model D={REFERENCE.d_model}, heads N=K={REFERENCE.num_heads}, '
+        f'head size H={REFERENCE.attention.head_size}, context {REFERENCE.context}; '
+        'FLOPs are those of a forward pass of the one-layer model with the circuit',
+    ]
+    for entry in entries():
+        kind = 'Value' if entry.rope is None else 'Score'
+        name = f'{entry.name}({entry.options})' if entry.options else entry.name
+        lines += [
+            '',
+            f'{kind} {name}',
+            f'  equation  {entry.equation}',
+            f'  weights   {entry.weights} = {entry.counted:,}',
+            f'  FLOPs     {entry.flops:,.0f} per token',
+            f'  cache     {entry.cache} floats per token'
+            + ('' if kind == 'Score' else ' beyond what the Score holds'),
+            *([f'  RoPE      {"yes" if entry.rope else "no"}'] if kind == 'Score' else []),
+            f'  source    {entry.source}',
+        ]
+    return '\n'.join(lines)
+
+
+def cells() -> list[tuple[str, str]]:
+    """Every (score, value) of the registries that can be built at the reference size."""
+    found = []
+    for score in SCORES:
+        for value in VALUES:
+            spec = dataclasses.replace(REFERENCE, score=score, value=value).attention
+            try:
+                registry.check(spec)
+            except SpecError:
+                continue
+            found.append((score, value))
+    return found
