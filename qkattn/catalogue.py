@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from qkattn import budget
 from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, SpecError, registry
@@ -92,6 +93,21 @@ def _cache(spec: AttentionSpec, is_score: bool) -> str:
     held = keys if is_score else {name: a for name, a in both.items() if name not in keys}
     terms = [re.search(r'_BS([A-Z]+)$', name)[1] for name in held]
     return ' + '.join('*'.join(term) for term in terms) or '0'
+
+
+def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
+    """What the letters of `weights` stand for: sizes of the spec, and axes of the parameters.
+
+    Raises:
+      ValueError: a parameter's name gives a letter another size than the spec or another parameter.
+    """
+    sizes = spec.letters
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(circuit))):
+        name = path[-1].key
+        for letter, size in zip(name.rsplit('_', 1)[1], leaf.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(f'{name}: {letter} is {size} here and {sizes[letter]} elsewhere')
+    return sizes
 
 
 def markdown() -> str:

@@ -38,7 +38,9 @@ class ModelConfig:
       context: longest sequence in tokens.
       vocab_size: V.
       norm: 'layernorm' (Ba et al. 2016) or 'rmsnorm' (Zhang & Sennrich 2019).
-      positions: 'learned' absolute embeddings or 'none'.
+      positions: 'learned' or 'sinusoidal' embeddings added to the tokens', 'rope' or 'alibi' inside
+        attention, or 'none'.
+      qk_norm, score_scale, logit_cap, window: options of attention, see AttentionSpec.
       biases: biases in projections, MLP and layer norms.
       tied_embeddings: the output matrix is the transposed input embedding.
       dropout: rate on embeddings, attention probabilities and both branches of a block.
@@ -59,7 +61,11 @@ class ModelConfig:
     context: int = 128
     vocab_size: int = 256
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
-    positions: Literal['learned', 'none'] = 'learned'
+    positions: Literal['learned', 'sinusoidal', 'rope', 'alibi', 'none'] = 'learned'
+    qk_norm: bool = False
+    score_scale: float = 1.0
+    logit_cap: float | None = None
+    window: int | None = None
     biases: bool = False
     tied_embeddings: bool = True
     dropout: float = 0.0
@@ -94,6 +100,11 @@ class ModelConfig:
             head_size=self.head_size or self.d_model // self.num_heads,
             biases=self.biases,
             residual_gain=(2 * self.num_layers) ** -0.5,
+            positions=self.positions if self.positions in ('rope', 'alibi') else 'none',
+            qk_norm=self.qk_norm,
+            score_scale=self.score_scale,
+            logit_cap=self.logit_cap,
+            window=self.window,
         )
 
 

@@ -10,3 +10,9 @@ os.environ['XLA_FLAGS'] = (
     + ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 )
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        '--cell', action='append', help='run the contract suite on score/value only; repeatable'
+    )

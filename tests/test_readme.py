@@ -1,16 +1,16 @@
 """What the README shows is what the project does."""
 
 import importlib
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from qkattn import catalogue, study
-from qkattn.attention import Attention, oracle, visible
-from qkattn.config import ConfigError, ModelConfig, Study, from_config_dict, validate
+from qkattn.config import ConfigError, Study, from_config_dict, validate
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
@@ -35,23 +35,23 @@ def example(tmp_path, monkeypatch):
     sys.modules.pop('signed_diagonal', None)
 
 
-def test_the_example_variant_is_right_and_takes_part_in_a_study(example):
-    model = ModelConfig(d_model=32, score=example)
-    layer = Attention(model.attention, key=jax.random.key(0))
-    layer.score.w_diagonal_NH[...] = jax.random.normal(jax.random.key(1), (4, 8))
-    x_BTD = jax.random.normal(jax.random.key(2), (2, 6, 32))
-    mask_BTS = visible(6, 6, causal=True)
-    want = oracle.attention(
-        layer.score.matrix(),
-        layer.value.matrix(layer.score),
-        x_BTD,
-        x_BTD,
-        mask_BTS,
-        scale=layer.score.scale,
-    )
-    assert abs(layer(x_BTD, mask_BTS) - want).max() < 1e-5
+def test_the_example_takes_part_in_a_study(example):
     (cell,) = study.expand(Study(variants=(f'{example}/vo',)))
     assert abs(cell.match.residual) <= 1e-3
+
+
+def test_the_example_keeps_the_contract(example, tmp_path):
+    done = subprocess.run(
+        [sys.executable, '-m', 'pytest', '-q', 'tests/attention/test_contract.py']
+        + ['-p', 'no:cacheprovider', f'--cell={example}/vo'],
+        cwd=ROOT,
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    assert 'contract suite: 1 cells run' in done.stdout
 
 
 def test_every_path_and_module_that_it_names_exists():

@@ -11,6 +11,7 @@ def visible(
     causal: bool,
     valid_BS: jax.Array | None = None,
     first_query: int | jax.Array = 0,
+    window: int | None = None,
 ) -> jax.Array:
     """Which keys a query may read: mask_BTS (B is 1 where nothing depends on the row).
 
@@ -20,11 +21,15 @@ def visible(
       causal: query position t reads key positions s <= t only.
       valid_BS: False on padding, which nobody reads.
       first_query: position of the first query; behind a cache it is the cache's length.
+      window: positions further than this many from the query, itself included, are not read.
     """
+    t_T1 = first_query + jnp.arange(num_queries)[:, None]
+    s_1S = jnp.arange(num_keys)[None, :]
     mask_BTS = jnp.ones((1, num_queries, num_keys), bool)
     if causal:
-        t_T1 = first_query + jnp.arange(num_queries)[:, None]
-        mask_BTS = (jnp.arange(num_keys)[None, :] <= t_T1)[None]
+        mask_BTS = (s_1S <= t_T1)[None]
+    if window is not None:
+        mask_BTS = mask_BTS & (jnp.abs(t_T1 - s_1S) < window)[None]
     if valid_BS is not None:
         mask_BTS = mask_BTS & valid_BS[:, None, :]
     return mask_BTS
@@ -36,7 +41,9 @@ def attend(
     v_BSKH: jax.Array,
     mask_BTS: jax.Array,
     *,
-    scale: float,
+    scale: float | jax.Array,
+    bias_NTS: jax.Array | None = None,
+    logit_cap: float | None = None,
     dropout: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
@@ -51,6 +58,8 @@ def attend(
       q_BTNH, k_BSKH, v_BSKH: projected streams; K and H may differ between k and v.
       mask_BTS: True where a query may read a key; B may be 1.
       scale: factor on the logits.
+      bias_NTS: added to the scaled (and capped) logits.
+      logit_cap: c in c tanh(logit / c); None is off.
       dropout: rate at which probabilities are dropped; off without a key.
       dropout_key: random key of the dropout.
 
@@ -66,7 +75,12 @@ def attend(
         k_BSKH,
         preferred_element_type=logits_dtype,
     )
-    s_BKMTS = jnp.where(mask_BTS[:, None, None], s_BKMTS * scale, jnp.finfo(logits_dtype).min / 2)
+    s_BKMTS = s_BKMTS * scale
+    if logit_cap is not None:
+        s_BKMTS = logit_cap * jnp.tanh(s_BKMTS / logit_cap)
+    if bias_NTS is not None:
+        s_BKMTS = s_BKMTS + bias_NTS.reshape(K, N // K, T, S)
+    s_BKMTS = jnp.where(mask_BTS[:, None, None], s_BKMTS, jnp.finfo(logits_dtype).min / 2)
     p_BNTS = jax.nn.softmax(s_BKMTS, axis=-1).astype(v_BSKH.dtype).reshape(B, N, T, S)
     if dropout and dropout_key is not None:
         keep_BNTS = jax.random.bernoulli(dropout_key, 1 - dropout, p_BNTS.shape)

@@ -1,10 +1,12 @@
-"""One attention layer: a cell of the Score x Value grid."""
+"""One attention layer: a cell of the Score x Value grid, with the options that all cells share."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import registry
 from qkattn.attention.attend import attend
+from qkattn.attention.rope import linear_bias, rotate_last
 from qkattn.attention.score import Memory
 from qkattn.attention.spec import AttentionSpec
 
@@ -12,16 +14,27 @@ from qkattn.attention.spec import AttentionSpec
 class Attention(nnx.Module):
     """out_t = sum_n sum_s softmax_s(scale * x_t A[n] y_s^T) y_s B[n].
 
+    Between the projections and the softmax act, in this order: QK-norm, rotary positions, the
+    scale, the logit cap, linear position biases, the mask. What is remembered is what the Score
+    and the Value remember, before any of these.
+
     Raises:
-      SpecError: an unknown name, or a cell that these sizes do not allow.
+      SpecError: an unknown name, or a cell that these sizes and options do not allow.
     """
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         registry.check(spec)
         score, score_options = registry.find_score(spec.score)
         value, value_options = registry.find_value(spec.value)
+        self.spec = spec
         self.score = score(spec, key=key, **score_options)
         self.value = value(spec, key=key, **value_options)
+        size = 0
+        if spec.qk_norm:
+            x_BTD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
+            size = jax.eval_shape(self.score.queries, x_BTD).shape[-1]
+        self.g_q_H = nnx.Param(jnp.ones((size,), jnp.float32)) if spec.qk_norm else None
+        self.g_k_H = nnx.Param(jnp.ones((size,), jnp.float32)) if spec.qk_norm else None
 
     def remember(self, y_BSD: jax.Array) -> Memory:
         """All that later queries need of y: exactly what a decoding cache holds."""
@@ -33,16 +46,37 @@ class Attention(nnx.Module):
         memory: Memory,
         mask_BTS: jax.Array,
         *,
+        first_query: int | jax.Array = 0,
         dropout: float = 0.0,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Answers the queries of x from the memory; out_BTD."""
+        """Answers the queries of x from the memory; out_BTD.
+
+        Args:
+          mask_BTS: True where a query may read a key.
+          first_query: position of the first query; keys are at positions 0 to S - 1.
+        """
+        spec = self.spec
+        q_BTNH, k_BSKH = self.score.queries(x_BTD), self.score.keys(memory)
+        t_T = first_query + jnp.arange(q_BTNH.shape[1])
+        s_S = jnp.arange(k_BSKH.shape[1])
+        if spec.qk_norm:
+            q_BTNH, k_BSKH = _unit(q_BTNH, self.g_q_H), _unit(k_BSKH, self.g_k_H)
+        if spec.positions == 'rope':
+            q_BTNH = rotate_last(q_BTNH, t_T, self.score.rope_size)
+            k_BSKH = rotate_last(k_BSKH, s_S, self.score.rope_size)
+        if self.score.hides_self:
+            others_BTS = mask_BTS & (t_T[:, None] != s_S[None, :])
+            mask_BTS = jnp.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
+        biased = spec.positions == 'alibi'
         o_BTNH = attend(
-            self.score.queries(x_BTD),
-            self.score.keys(memory),
+            q_BTNH,
+            k_BSKH,
             self.value.values(memory, self.score),
             mask_BTS,
-            scale=self.score.scale,
+            scale=self.score.scale * spec.score_scale,
+            bias_NTS=linear_bias(q_BTNH.shape[2], t_T, s_S) if biased else None,
+            logit_cap=spec.logit_cap,
             dropout=dropout,
             dropout_key=dropout_key,
         )
@@ -54,3 +88,10 @@ class Attention(nnx.Module):
         """Self-attention, or cross-attention to y where it is given."""
         memory = self.remember(x_BTD if y_BSD is None else y_BSD)
         return self.read(x_BTD, memory, mask_BTS, **dropout)
+
+
+def _unit(x_BTNH: jax.Array, g_H: nnx.Param) -> jax.Array:
+    """x / rms(x) * gain over the head size, in float32 or wider."""
+    wide = x_BTNH.astype(jnp.promote_types(x_BTNH.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
+    return wide.astype(x_BTNH.dtype) * g_H[...]

@@ -6,6 +6,32 @@ It shares no code with the fast path and reads only A[n], B[n] and the scale, in
 import numpy as np
 
 
+def logits(A_NDE: np.ndarray, x_BTD: np.ndarray, y_BSD: np.ndarray, *, scale: float) -> np.ndarray:
+    """s_BNTS = scale * x_t A[n] y_s^T. Matrices with D + 1 rows act on (x, 1) and (y, 1)."""
+    A_NDE = np.asarray(A_NDE, np.float64)
+    x_BTE, y_BSE = (_with_ones(z, A_NDE.shape[1]) for z in (x_BTD, y_BSD))
+    s_BNTS = np.zeros((len(x_BTE), len(A_NDE), x_BTE.shape[1], y_BSE.shape[1]))
+    for b, n, t, s in np.ndindex(*s_BNTS.shape):
+        s_BNTS[b, n, t, s] = scale * x_BTE[b, t] @ A_NDE[n] @ y_BSE[b, s]
+    return s_BNTS
+
+
+def mix(
+    s_BNTS: np.ndarray, B_NDE: np.ndarray, y_BSD: np.ndarray, mask_BTS: np.ndarray
+) -> np.ndarray:
+    """out_BTD = sum_n sum_s softmax_s(s[n, t, s]) y_s B[n], over the visible s only."""
+    s_BNTS, B_NDE = np.asarray(s_BNTS, np.float64), np.asarray(B_NDE, np.float64)
+    y_BSE = _with_ones(y_BSD, B_NDE.shape[1])
+    B, N, T, S = s_BNTS.shape
+    mask_BTS = np.broadcast_to(mask_BTS, (B, T, S))
+    out_BTD = np.zeros((B, T, B_NDE.shape[2]))
+    for b, n, t in np.ndindex(B, N, T):
+        read = mask_BTS[b, t]
+        p_S = np.exp(s_BNTS[b, n, t, read] - s_BNTS[b, n, t, read].max())
+        out_BTD[b, t] += (p_S / p_S.sum()) @ y_BSE[b, read] @ B_NDE[n]
+    return out_BTD
+
+
 def attention(
     A_NDE: np.ndarray,
     B_NDE: np.ndarray,
@@ -15,18 +41,34 @@ def attention(
     *,
     scale: float,
 ) -> np.ndarray:
-    """out_BTD. Matrices with D + 1 rows act on (x, 1): the homogeneous form of biases."""
-    A_NDE, B_NDE, x_BTD, y_BSD = (np.asarray(a, np.float64) for a in (A_NDE, B_NDE, x_BTD, y_BSD))
-    D = x_BTD.shape[-1]
-    ones = [np.concatenate([z, np.ones((*z.shape[:-1], 1))], -1) for z in (x_BTD, y_BSD)]
-    x_score, y_score = ones if A_NDE.shape[1] > D else (x_BTD, y_BSD)
-    y_value = ones[1] if B_NDE.shape[1] > D else y_BSD
-    mask_BTS = np.broadcast_to(mask_BTS, (len(x_BTD), x_BTD.shape[1], y_BSD.shape[1]))
-    out_BTD = np.zeros_like(x_BTD)
-    for b, t in np.ndindex(*x_BTD.shape[:2]):
-        read = mask_BTS[b, t]
-        for A_DE, B_DE in zip(A_NDE, B_NDE, strict=True):
-            s_S = scale * (x_score[b, t] @ A_DE @ y_score[b, read].T)
-            p_S = np.exp(s_S - s_S.max())
-            out_BTD[b, t] += (p_S / p_S.sum()) @ y_value[b, read] @ B_DE
-    return out_BTD
+    """out_BTD of both equations."""
+    return mix(logits(A_NDE, x_BTD, y_BSD, scale=scale), B_NDE, y_BSD, mask_BTS)
+
+
+def rotary_logits(
+    q_BTNH: np.ndarray, k_BSKH: np.ndarray, *, scale: float, rope_size: int | None = None
+) -> np.ndarray:
+    """s_BNTS of queries and keys whose last `rope_size` channels are rotated by position.
+
+    Pairs (h, h + H/2) are complex numbers; position t turns them by exp(i t / 10000^(2 h / H)),
+    so that a pair contributes Re(q conj(k) exp(i (t - s) w)). Su et al. 2021, eq. 16.
+    """
+    q_BTNH, k_BSKH = np.asarray(q_BTNH, np.float64), np.asarray(k_BSKH, np.float64)
+    (B, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
+    keep = 0 if rope_size is None else H - rope_size
+    half = (H - keep) // 2
+    s_BNTS = np.zeros((B, N, T, S))
+    for b, n, t, s in np.ndindex(*s_BNTS.shape):
+        q_H, k_H = q_BTNH[b, t, n], k_BSKH[b, s, n * k_BSKH.shape[2] // N]
+        pairs = [z[keep : keep + half] + 1j * z[keep + half :] for z in (q_H, k_H)]
+        turn = np.exp(1j * (t - s) * 10_000.0 ** (-np.arange(half) / half))
+        plain = q_H[:keep] @ k_H[:keep]
+        s_BNTS[b, n, t, s] = scale * (plain + (pairs[0] * pairs[1].conj() * turn).real.sum())
+    return s_BNTS
+
+
+def _with_ones(z_BTD: np.ndarray, width: int) -> np.ndarray:
+    z_BTD = np.asarray(z_BTD, np.float64)
+    if z_BTD.shape[-1] == width:
+        return z_BTD
+    return np.concatenate([z_BTD, np.ones((*z_BTD.shape[:-1], 1))], -1)

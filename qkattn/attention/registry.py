@@ -52,15 +52,22 @@ def parse_cell(text: str) -> tuple[str, str]:
 
 def check(spec: AttentionSpec) -> None:
     """Raises SpecError, in one sentence, where the cell of `spec` cannot be built."""
-    score, _ = find_score(spec.score)
-    value, _ = find_value(spec.value)
-    score.check(spec)
-    value.check(spec)
+    score, score_options = find_score(spec.score)
+    value, value_options = find_value(spec.value)
+    score.check(spec, **score_options)
+    value.check(spec, **value_options)
     if spec.num_kv_heads < spec.num_heads and not (score.uses_kv_heads or value.uses_kv_heads):
         raise SpecError(
             f'num_kv_heads={spec.num_kv_heads} changes nothing in {spec.score}/{spec.value}, '
             f'which has no key or value heads to share; leave it at num_heads={spec.num_heads}'
         )
+    if spec.positions == 'rope' and not score.supports_rope:
+        raise SpecError(
+            f'{spec.score} has no rotary form, so positions=rope cannot be used with it; '
+            'use none, learned, sinusoidal or alibi'
+        )
+    if spec.positions == 'rope' and spec.head_size % 2:
+        raise SpecError(f'head_size={spec.head_size} must be even for positions=rope')
 
 
 def _find(text: str, known: dict[str, type], base: type) -> tuple[type, dict[str, Any]]:

@@ -42,8 +42,11 @@ class Score(nnx.Module):
       uses_kv_heads: whether num_kv_heads changes this Score.
       supports_rope: whether rotating queries and keys by position keeps the form's meaning; the
         full-width merged and identity maps have no canonical rotary form.
+      bilinear: whether the logits are x A[n] y^T. Where not, `reference_logits` takes the place
+        of `matrix`.
       scale: factor on q k^T.
       rope_size: how many of the last channels of q and k are rotated; None is all.
+      hides_self: whether a query reads itself only where nothing else is visible.
     """
 
     equation: ClassVar[str]
@@ -51,12 +54,14 @@ class Score(nnx.Module):
     source: ClassVar[str]
     uses_kv_heads: ClassVar[bool] = False
     supports_rope: ClassVar[bool] = True
+    bilinear: ClassVar[bool] = True
     scale: float
     rope_size: int | None = None
+    hides_self: bool = False
 
     @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
-        """Raises SpecError where this Score cannot be built with `spec`."""
+    def check(cls, spec: AttentionSpec, **options) -> None:
+        """Raises SpecError where this Score cannot be built with `spec` and its own options."""
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """q_BTNH of the asking stream."""
@@ -86,6 +91,8 @@ class QK(Score):
     weights = 'D*N*H + D*K*H'
     source = 'Vaswani et al. 2017; Shazeer 2019; Ainslie et al. 2023'
     uses_kv_heads = True
+    query_weight = 'w_q_DNH'
+    key_weight = 'w_k_DKH'
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
@@ -156,6 +163,8 @@ class SharedQK(Score):
     equation = 'W_Q[n] W_Q[n]^T'
     weights = 'D*N*H'
     source = 'Kitaev et al. 2020, section 2; Courtois et al. 2024 ("symmetric")'
+    query_weight = 'w_q_DNH'
+    key_weight = 'w_q_DNH'
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
@@ -189,7 +198,7 @@ class QueryFree(Score):
     uses_kv_heads = True
 
     @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
+    def check(cls, spec: AttentionSpec, **options) -> None:
         require_slices(spec, 'query_free')
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
@@ -225,7 +234,7 @@ class KeyFree(Score):
     source = 'mirror image of query_free'
 
     @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
+    def check(cls, spec: AttentionSpec, **options) -> None:
         require_slices(spec, 'key_free')
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import zlib
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,13 @@ class AttentionSpec:
       biases: whether every projection adds a bias.
       residual_gain: factor on the initial standard deviation of the last matrix of the OV circuit,
         1/sqrt(2 L) in a network of L layers (Radford et al. 2019, section 2.3).
+      positions: what tells positions apart inside the layer: 'rope', 'alibi' or 'none' (positions
+        that are added to the stream are the model's matter).
+      qk_norm: queries and keys are divided by their root mean square and multiplied by a learned
+        gain (Henry et al. 2020; Dehghani et al. 2023), before they are rotated.
+      score_scale: factor on the logits beside the Score's own scale.
+      logit_cap: c in c tanh(logit / c) (Gemma 2, 2024); None is off.
+      window: a query reads at most this many positions, itself included; None is all.
     """
 
     score: str = 'qk'
@@ -36,6 +44,11 @@ class AttentionSpec:
     head_size: int
     biases: bool = False
     residual_gain: float = 1.0
+    positions: Literal['none', 'rope', 'alibi'] = 'none'
+    qk_norm: bool = False
+    score_scale: float = 1.0
+    logit_cap: float | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for field in ('d_model', 'num_heads', 'num_kv_heads', 'head_size'):
@@ -46,6 +59,14 @@ class AttentionSpec:
             raise SpecError(
                 f'num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}'
             )
+        if self.positions not in ('none', 'rope', 'alibi'):
+            raise SpecError(f'positions={self.positions!r} must be none, rope or alibi')
+        if not self.score_scale > 0:
+            raise SpecError(f'score_scale={self.score_scale} must be above 0')
+        if self.logit_cap is not None and not self.logit_cap > 0:
+            raise SpecError(f'logit_cap={self.logit_cap} must be above 0, or None')
+        if self.window is not None and self.window < 1:
+            raise SpecError(f'window={self.window} must be at least 1, or None')
 
     @property
     def letters(self) -> dict[str, int]:

@@ -33,8 +33,8 @@ class Value(nnx.Module):
     uses_kv_heads: ClassVar[bool] = False
 
     @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
-        """Raises SpecError where this Value cannot be built with `spec`."""
+    def check(cls, spec: AttentionSpec, **options) -> None:
+        """Raises SpecError where this Value cannot be built with `spec` and its own options."""
 
     def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
         """What a decoding cache must hold of y for `values`, beyond what the Score holds."""
@@ -103,7 +103,7 @@ class NoV(Value):
     source = 'Hosseini & Hosseini 2024, arXiv 2403.01643'
 
     @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
+    def check(cls, spec: AttentionSpec, **options) -> None:
         require_slices(spec, 'no_v')
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
@@ -137,7 +137,7 @@ class NoO(Value):
     uses_kv_heads = True
 
     @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
+    def check(cls, spec: AttentionSpec, **options) -> None:
         require_slices(spec, 'no_o')
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
@@ -168,7 +168,7 @@ class NoVO(Value):
     source = 'He & Hofmann 2024, arXiv 2311.01906'
 
     @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
+    def check(cls, spec: AttentionSpec, **options) -> None:
         require_slices(spec, 'no_vo')
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qkattn.config import Config
@@ -17,6 +17,8 @@ from qkattn.train import sharding
 from qkattn.train.step import eval_step, graph_of, init_stack, train_steps
 
 LIFTINGS = ('map', 'vmap')
+
+HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,30 @@ class Program:
     init: Callable[[], dict]
     compile_seconds: float
     measured: dict[str, float]
+
+
+def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, dict, Any]:
+    """ShapeDtypeStructs with shardings of the train program's state, hyper and tokens.
+
+    On an AbstractMesh nothing needs a device: with these a step lowers for a pod from any machine.
+    """
+    trials = len(config.trials.trials())
+    over_trials = NamedSharding(mesh, P('trial'))
+    hyper = {
+        name: jax.ShapeDtypeStruct((trials,), dtype, sharding=over_trials)
+        for name, dtype in HYPER.items()
+    }
+    seeds = jax.ShapeDtypeStruct((trials,), HYPER['seed'])
+    state = jax.eval_shape(lambda seeds: init_stack(config, seeds), seeds)
+    state = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        state,
+        sharding.state_shardings(state, mesh),
+    )
+    tokens = jax.ShapeDtypeStruct(
+        tokens_shape(config), jnp.int32, sharding=sharding.batch_sharding(mesh)
+    )
+    return state, hyper, tokens
 
 
 def tokens_shape(config: Config) -> tuple[int, ...]:
@@ -110,24 +136,16 @@ def build(config: Config, lifting: str | None = None) -> Program:
     """
     mesh = sharding.make_mesh(config.mesh)
     trials = config.trials.trials()
+    abstract, abstract_hyper, tokens = abstract_inputs(config, mesh)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
     hyper = {
-        'seed': np.array([t['seed'] for t in trials], np.uint32),
-        'learning_rate': np.array([t['learning_rate'] for t in trials], np.float32),
-        'weight_decay': np.array([t['weight_decay'] for t in trials], np.float32),
+        name: jax.make_array_from_callback(
+            wanted.shape,
+            wanted.sharding,
+            np.array([trial[name] for trial in trials], wanted.dtype).__getitem__,
+        )
+        for name, wanted in abstract_hyper.items()
     }
-    over_trials = NamedSharding(mesh, P('trial'))
-    hyper = {
-        name: jax.make_array_from_callback(value.shape, over_trials, lambda i, v=value: v[i])
-        for name, value in hyper.items()
-    }
-    abstract = jax.eval_shape(lambda: init_stack(config, hyper['seed']))
-    shardings = sharding.state_shardings(abstract, mesh)
-    abstract = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
-    )
-    tokens = jax.ShapeDtypeStruct(
-        tokens_shape(config), jnp.int32, sharding=sharding.batch_sharding(mesh)
-    )
     replicated = NamedSharding(mesh, P())
     init = jax.jit(lambda seeds: init_stack(config, seeds), out_shardings=shardings)
     graph = graph_of(config)

@@ -5,7 +5,7 @@ import logging
 import re
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qkattn.config import ConfigError, MeshConfig
@@ -50,7 +50,7 @@ def letters(path: str, num_axes: int) -> str:
     return (leading + own).ljust(num_axes, '.')[:num_axes]
 
 
-def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     """The partition of one leaf of the train state, whose first axis is X."""
     names = letters(path, len(shape))
     if len(names) != len(shape):
@@ -76,7 +76,7 @@ def _say_once(message: str) -> None:
     log.info(message)
 
 
-def state_shardings(state: dict, mesh: Mesh) -> dict:
+def state_shardings(state: dict, mesh: Mesh | AbstractMesh) -> dict:
     """A NamedSharding for every leaf of an (abstract) train state; `step` is replicated."""
 
     def one(path, leaf):
@@ -86,6 +86,6 @@ def state_shardings(state: dict, mesh: Mesh) -> dict:
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """For tokens_CXABT1: trials over `trial`, sequences of a microbatch over `data` and `fsdp`."""
     return NamedSharding(mesh, P(None, 'trial', None, BATCH_AXES))

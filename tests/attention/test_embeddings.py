@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_cells import D, H, N, T, make, streams
+from test_contract import D, H, N, T, make, stream
 
 from qkattn.attention import visible
 
@@ -43,18 +43,18 @@ LIFTS = {
 }
 
 
-@pytest.mark.parametrize('cell', LIFTS, ids='/'.join)
-def test_standard_attention_contains(cell):
-    tied = make(*cell)
-    standard = copied(make('qk', 'vo', seed=9), tied, LIFTS[cell])
-    x_BTD, _ = streams()
+@pytest.mark.parametrize('tied_cell', LIFTS, ids='/'.join)
+def test_standard_attention_contains(tied_cell):
+    tied = make(tied_cell)
+    standard = copied(make(('qk', 'vo'), seed=9), tied, LIFTS[tied_cell])
+    x_BTD = stream()
     mask_BTS = visible(T, T, causal=True)
     got, want = standard(x_BTD, mask_BTS), tied(x_BTD, mask_BTS)
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 def test_merged_contains_standard():
-    standard = make('qk', 'vo')
+    standard = make(('qk', 'vo'))
     rescale = (D / H) ** 0.5  # the two differ in their scale on the logits
 
     def merge(a):
@@ -65,17 +65,17 @@ def test_merged_contains_standard():
             ('value', 'w_o_NHD', a.value.w_o_NHD[...]),
         ]
 
-    merged = copied(make('merged', 'vo', seed=9), standard, merge)
-    x_BTD, _ = streams()
+    merged = copied(make(('merged', 'vo'), seed=9), standard, merge)
+    x_BTD = stream()
     mask_BTS = visible(T, T, causal=True)
     want = standard(x_BTD, mask_BTS)
     np.testing.assert_allclose(merged(x_BTD, mask_BTS), want, atol=1e-5 * np.abs(want).max())
 
 
 def test_grouped_heads_are_repeated_heads():
-    few = make('qk', 'vo', num_kv_heads=2)
+    few = make(('qk', 'vo'), num_kv_heads=2)
     many = copied(
-        make('qk', 'vo', seed=9),
+        make(('qk', 'vo'), seed=9),
         few,
         lambda a: [
             ('score', 'w_q_DNH', a.score.w_q_DNH[...]),
@@ -84,18 +84,18 @@ def test_grouped_heads_are_repeated_heads():
             ('value', 'w_o_NHD', a.value.w_o_NHD[...]),
         ],
     )
-    x_BTD, _ = streams()
+    x_BTD = stream()
     mask_BTS = visible(T, T, causal=True)
     want = few(x_BTD, mask_BTS)
     np.testing.assert_allclose(many(x_BTD, mask_BTS), want, atol=1e-5 * np.abs(want).max())
 
 
 def test_shared_logits_are_symmetric():
-    attention = make('shared_qk', 'vo')
+    attention = make(('shared_qk', 'vo'))
     A_NDE = attention.score.matrix()
     np.testing.assert_allclose(A_NDE, jnp.swapaxes(A_NDE, 1, 2), atol=1e-6)
     assert jnp.linalg.eigvalsh(A_NDE).min() > -1e-5
-    other = make('qk', 'vo').score.matrix()
+    other = make(('qk', 'vo')).score.matrix()
     assert jnp.abs(other - jnp.swapaxes(other, 1, 2)).max() > 0.1
 
 

@@ -1,0 +1,50 @@
+"""Positions that act inside attention: rotary embeddings and linear biases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def rotate(x_BTNH: jax.Array, positions_T: jax.Array, base: float = 10_000.0) -> jax.Array:
+    """Rotates channel pairs (h, h + H/2) of position t by the angle t / base^(2 h / H).
+
+    Inner products of rotated queries and keys depend on the distance t - s only.
+    Su et al. 2021 (RoFormer), section 3.2, in the half-split layout.
+    """
+    half = x_BTNH.shape[-1] // 2
+    dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+    frequency_H = jnp.asarray(base ** (-np.arange(half) / half), dtype)
+    angle_T1H = positions_T[:, None, None].astype(dtype) * frequency_H
+    cos_T1H, sin_T1H = jnp.cos(angle_T1H), jnp.sin(angle_T1H)
+    a_BTNH, b_BTNH = x_BTNH[..., :half].astype(dtype), x_BTNH[..., half:].astype(dtype)
+    turned = [a_BTNH * cos_T1H - b_BTNH * sin_T1H, a_BTNH * sin_T1H + b_BTNH * cos_T1H]
+    return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+
+
+def rotate_last(x_BTNH: jax.Array, positions_T: jax.Array, size: int | None) -> jax.Array:
+    """`rotate` on the last `size` channels (None is all), the others left as they are."""
+    keep = 0 if size is None else x_BTNH.shape[-1] - size
+    turned = rotate(x_BTNH[..., keep:], positions_T)
+    return jnp.concatenate([x_BTNH[..., :keep], turned], axis=-1) if keep else turned
+
+
+def linear_bias(num_heads: int, t_T: jax.Array, s_S: jax.Array) -> jax.Array:
+    """ALiBi, bias_NTS = -slope[n] |t - s| with slopes 2^(-8 (n + 1) / N).
+
+    Press et al. 2022, section 3; their slopes for a power of two, used for every N.
+    """
+    slope_N = 2.0 ** (-8.0 * np.arange(1, num_heads + 1) / num_heads)
+    distance_TS = jnp.abs(t_T[:, None] - s_S[None, :])
+    return -jnp.asarray(slope_N, jnp.float32)[:, None, None] * distance_TS
+
+
+def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
+    """Fixed absolute positions_TD of unit variance: sqrt(2) times sin and cos halves.
+
+    Vaswani et al. 2017, section 3.5, with the halves side by side.
+    """
+    half = (d_model + 1) // 2
+    frequency_D = 10_000.0 ** (-np.arange(half) / half)
+    angle_TD = positions_T[:, None].astype(jnp.float32) * jnp.asarray(frequency_D, jnp.float32)
+    both_TD = jnp.concatenate([jnp.sin(angle_TD), jnp.cos(angle_TD)], axis=-1)
+    return 2**0.5 * both_TD[:, :d_model]
