@@ -30,6 +30,11 @@ def abstract_model(config: ModelConfig) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, key=jax.random.key(0)))
 
 
+def abstract_params(config: ModelConfig) -> dict:
+    """The parameter tree with shapes in place of arrays."""
+    return nnx.to_pure_dict(nnx.state(abstract_model(config)))
+
+
 def group_of(path: str) -> str:
     """The budget group of a parameter by its path, e.g. 'blocks/mlp/w_in_DF' -> 'mlp'."""
     *modules, name = path.split('/')
@@ -47,8 +52,7 @@ def group_of(path: str) -> str:
 def count(config: ModelConfig) -> dict[str, int]:
     """Weights per group and their total, as counted on the parameter tree."""
     weights = dict.fromkeys(GROUPS, 0)
-    params = nnx.to_pure_dict(nnx.state(abstract_model(config)))
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
     for path, leaf in leaves:
         path = jax.tree_util.keystr(path, simple=True, separator='/')
         weights[group_of(path)] += math.prod(leaf.shape)

@@ -157,6 +157,8 @@ class TrainConfig:
       log_every, eval_every, checkpoint_every: in steps, multiples of steps_per_dispatch.
       lifting: how the step is lifted over trials: 'vmap' (side by side), 'map' (one after another
         inside the program), or 'auto': the faster in a short measurement, recorded and kept.
+      init_from: weights directory or run directory (its first trial) that all trials start from;
+        None draws initial weights from the seeds.
     """
 
     num_steps: int = 1000
@@ -167,6 +169,7 @@ class TrainConfig:
     eval_every: int = 100
     checkpoint_every: int = 100
     lifting: Literal['auto', 'vmap', 'map'] = 'auto'
+    init_from: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,7 +260,7 @@ def validate(config: Config) -> None:
         raise ConfigError(f'model: {error}') from error
 
     for field in dataclasses.fields(train):
-        if field.name != 'lifting':
+        if field.name not in ('lifting', 'init_from'):
             _at_least(f'train.{field.name}', getattr(train, field.name), 1)
     if train.batch_size % train.accumulation:
         raise ConfigError(

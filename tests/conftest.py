@@ -11,8 +11,59 @@ os.environ['XLA_FLAGS'] = (
 )
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
+import dataclasses
+
+import pytest
+
+from qkattn.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrialsConfig,
+)
+from qkattn.data import pipeline
+
 
 def pytest_addoption(parser):
     parser.addoption(
         '--cell', action='append', help='run the contract suite on score/value only; repeatable'
     )
+
+
+@pytest.fixture(scope='session')
+def data_dir(tmp_path_factory):
+    """The default dataset, prepared once."""
+    path = tmp_path_factory.mktemp('data')
+    pipeline.load('stdlib', path)
+    return str(path)
+
+
+@pytest.fixture
+def tiny(data_dir):
+    """A run of two trials, accumulation on; fields are replaced as in tiny(train={...})."""
+
+    def make(**sections) -> Config:
+        config = Config(
+            model=ModelConfig(d_model=32, num_layers=2, num_heads=2, context=16),
+            data=DataConfig(data_dir=data_dir, eval_sequences=8),
+            optimizer=OptimizerConfig(warmup_steps=2),
+            train=TrainConfig(
+                num_steps=12,
+                batch_size=8,
+                accumulation=2,
+                steps_per_dispatch=1,
+                log_every=1,
+                eval_every=4,
+                checkpoint_every=4,
+                lifting='map',
+            ),
+            trials=TrialsConfig(seeds=(0, 1), learning_rates=(1e-2,)),
+        )
+        for name, fields in sections.items():
+            section = dataclasses.replace(getattr(config, name), **fields)
+            config = dataclasses.replace(config, **{name: section})
+        return config
+
+    return make

@@ -29,10 +29,12 @@ class Checkpoints:
     array data would otherwise load without a word.
     """
 
-    def __init__(self, directory: Path):
-        """Opens `directory` (absolute), empties its trash and clears unfinished saves."""
+    def __init__(self, directory: Path, *, read_only: bool = False):
+        """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves."""
         self._directory = directory
-        shutil.rmtree(directory / TRASH, ignore_errors=True)
+        self._read_only = read_only
+        if not read_only:
+            shutil.rmtree(directory / TRASH, ignore_errors=True)
         newest = preservation_policy.LatestN(2)
         best = preservation_policy.BestN(get_metric_fn=_rank, reverse=True, n=1)
         self._manager = ocp.CheckpointManager(
@@ -42,8 +44,9 @@ class Checkpoints:
                 best_mode='min',
                 preservation_policy=preservation_policy.AnyPreservationPolicy([newest, best]),
                 todelete_subdir=TRASH,
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=not read_only,
                 enable_async_checkpointing=True,
+                read_only=read_only,
             ),
         )
 
@@ -108,7 +111,8 @@ class Checkpoints:
         """Waits for the last save."""
         self._manager.wait_until_finished()
         self._manager.close()
-        shutil.rmtree(self._directory / TRASH, ignore_errors=True)
+        if not self._read_only:
+            shutil.rmtree(self._directory / TRASH, ignore_errors=True)
 
 
 def checksums(state: dict) -> dict[str, int]:

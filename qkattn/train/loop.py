@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qkattn import budget, runlog
+from qkattn import budget, runlog, weights
 from qkattn.config import Config, ConfigError, fingerprint, to_json, validate
 from qkattn.data import pipeline as data
 from qkattn.data.tokens import TokenDataset
@@ -105,10 +105,14 @@ class _Run:
 
     def _build(self) -> Program:
         """Compiles; the lifting is chosen once per run, since the last bits depend on it."""
+        params = None
+        if self.config.train.init_from is not None:
+            _, params = weights.load(self.config.train.init_from)
+            weights.check(self.config.model, params, self.config.train.init_from)
         path = self.directory.path / 'lifting.json'
         if path.exists():
-            return programs.build(self.config, runlog.read_json(path)['lifting'])
-        program = programs.build(self.config)
+            return programs.build(self.config, runlog.read_json(path)['lifting'], params)
+        program = programs.build(self.config, params=params)
         measured = {'lifting': program.lifting, 'seconds_per_step': program.measured}
         runlog.write_json(path, measured)
         return program

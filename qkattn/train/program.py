@@ -123,13 +123,14 @@ def place_everywhere(mesh: Mesh, tree: Any) -> Any:
     )
 
 
-def build(config: Config, lifting: str | None = None) -> Program:
+def build(config: Config, lifting: str | None = None, params: dict | None = None) -> Program:
     """Compiles the run's programs.
 
     Args:
       config: validated.
       lifting: pins the choice that an earlier start of the same run recorded; None goes by
         config.train.lifting, measuring where that is 'auto'.
+      params: what all trials start from; None draws from their seeds.
 
     Raises:
       ConfigError: the mesh needs more devices than there are.
@@ -181,10 +182,23 @@ def build(config: Config, lifting: str | None = None) -> Program:
         hyper=hyper,
         train=lambda state, tokens: steps(state, hyper, tokens),
         evaluate=lambda state, batch: evaluate(state['trials']['params'], batch),
-        init=lambda: init(hyper['seed']),
+        init=lambda: _start_from(params, init(hyper['seed'])),
         compile_seconds=compile_seconds,
         measured=measured,
     )
+
+
+def _start_from(params: dict | None, state: dict) -> dict:
+    """The fresh state, with `params` in every trial."""
+    if params is None:
+        return state
+
+    def place(given, fresh):
+        stacked = np.broadcast_to(np.asarray(given, fresh.dtype), fresh.shape)
+        return jax.make_array_from_callback(fresh.shape, fresh.sharding, lambda i: stacked[i])
+
+    placed = jax.tree.map(place, params, state['trials']['params'])
+    return {**state, 'trials': {**state['trials'], 'params': placed}}
 
 
 def _seconds_per_step(

@@ -1,0 +1,61 @@
+"""Which cells the contract suite runs on.
+
+Every score with `vo`, `qk` with every value, every pair that shares a matrix and a seeded sample of
+the rest are quick; all other cells carry the mark `slow`. `--cell=score/value` runs one cell, which
+may be named by import path.
+"""
+
+import random
+import re
+
+import pytest
+
+from qkattn import catalogue
+from qkattn.attention import SCORES, VALUES, parse_cell
+
+SAMPLE = 12
+
+
+def shares(value: str) -> bool:
+    return bool(getattr(VALUES[value], 'shares', ()))
+
+
+def cells() -> list:
+    known = catalogue.cells()
+    quick = {
+        (s, v)
+        for s, v in known
+        if v == 'vo' or (s, v) == catalogue.partner(v, VALUES[v]) or shares(v)
+    }
+    rest = sorted(set(known) - quick)
+    quick |= set(random.Random(0).sample(rest, min(SAMPLE, len(rest))))
+    return [
+        pytest.param(cell, id='/'.join(cell), marks=() if cell in quick else pytest.mark.slow)
+        for cell in known
+    ]
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.module.__name__ == 'test_contract':
+        named = metafunc.config.getoption('--cell')
+        chosen = [pytest.param(parse_cell(c), id=c) for c in named] if named else cells()
+        metafunc.parametrize('cell', chosen)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many cells were held to the contract, and how many there are."""
+    done = {
+        match[1]
+        for report in terminalreporter.stats.get('passed', [])
+        if (
+            match := re.search(
+                r'test_contract\.py::test_\w+\[([^\]]+/[^\]]+?)(?:-[a-z_]+)?\]', report.nodeid
+            )
+        )
+    }
+    if done:
+        known = len(catalogue.cells())
+        terminalreporter.write_line(
+            f'contract suite: {len(done)} cells run, {known} registered '
+            f'({len(SCORES)} scores, {len(VALUES)} values)'
+        )
