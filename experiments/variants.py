@@ -8,10 +8,14 @@ from absl import flags
 from qkattn import catalogue, cli
 
 MARKDOWN = flags.DEFINE_bool('markdown', False, "Print the README's tables instead.")
+CONVERSIONS = flags.DEFINE_bool('conversions', False, 'Print measured errors of conversions.')
 
 
 def main() -> None:
-    print(catalogue.markdown() if MARKDOWN.value else catalogue.text())
+    if CONVERSIONS.value:
+        print(catalogue.conversion_table())
+    else:
+        print(catalogue.markdown() if MARKDOWN.value else catalogue.text())
 
 
 if __name__ == '__main__':

@@ -14,6 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from qkattn.attention import registry
+from qkattn.attention.spec import SpecError
 from qkattn.config import ConfigError, ModelConfig
 from qkattn.model import Decoder
 
@@ -171,21 +173,37 @@ def match(
     def counted(candidate: ModelConfig) -> int:
         return matched_weights(count(candidate), which)
 
-    try:
-        low, high = 1, 2
-        while counted(at(high * step)) < target:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if counted(at(middle * step)) < target else (low, middle)
-    except ValueError as error:  # a Score or Value that ties d_model to other sizes
-        raise MatchError(
-            f'd_model of {config.score}/{config.value} cannot be solved for: {error}'
-        ) from error
+    def usable(m: int) -> bool:
+        try:
+            registry.check(at(m * step).attention)
+        except SpecError:
+            return False
+        return True
 
-    nearest = min((low, high), key=lambda m: abs(counted(at(m * step)) - target))
-    widths = [m * step for m in range(max(1, nearest - 8), nearest + 9)]
-    widths.sort(key=lambda width: abs(width - nearest * step))
+    def next_usable(m: int) -> int | None:
+        """Some cells allow few widths, such as powers of two or one given by head_size."""
+        return next((k for k in range(m, 2 * m + 512 // step + 2) if usable(k)), None)
+
+    def reaches(m: int) -> bool:
+        k = next_usable(m)
+        return k is None or counted(at(k * step)) >= target
+
+    low, high = 0, 1
+    while not reaches(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    around = [next((k for k in range(low, 0, -1) if usable(k)), None), next_usable(high)]
+    around = [k for k in around if k is not None]
+    if not around:
+        try:
+            registry.check(at(step).attention)
+        except SpecError as error:
+            raise MatchError(f'{config.score}/{config.value} has no width: {error}') from error
+    nearest = min(around, key=lambda k: abs(counted(at(k * step)) - target))
+    steps = {*around, *(k for k in range(max(1, nearest - 8), nearest + 9) if usable(k))}
+    widths = sorted((k * step for k in steps), key=lambda width: abs(width - nearest * step))
     tried = []
     for d_model in widths if fill else widths[:1]:
         candidate = at(d_model)

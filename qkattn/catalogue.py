@@ -9,10 +9,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn import budget
-from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, SpecError, registry
+from qkattn.attention import (
+    SCORES,
+    VALUES,
+    Attention,
+    AttentionSpec,
+    SpecError,
+    convert,
+    registry,
+    visible,
+)
 from qkattn.config import ModelConfig
+from qkattn.model.convert import LAYERWISE
 
 # Small enough to trace in no time; every cell that needs a power of two or even sizes exists.
+# Ranks at which the lossy conversions are shown.
+LOSSY = {'truncate': {'rank': 2}, 'truncate_vo': {'rank': 2}}
+
 REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
 BEGIN, END = '<!-- catalogue: python -m experiments.variants --markdown -->', '<!-- end -->'
@@ -30,6 +43,7 @@ class Entry:
       rope: whether rotary positions may be used; None for a Value, which they do not touch.
       counted: weights of the circuit at the reference size.
       flops: forward FLOPs per token of the reference model with this circuit.
+      exact: conversions of that cell that keep its function, as measured.
     """
 
     name: str
@@ -41,6 +55,7 @@ class Entry:
     rope: bool | None
     counted: int
     flops: float
+    exact: list[str]
 
 
 def partner(name: str, cls: type) -> tuple[str, str]:
@@ -51,12 +66,12 @@ def partner(name: str, cls: type) -> tuple[str, str]:
     return needs, name
 
 
-def entries() -> list[Entry]:
-    """Every registered Score, then every Value."""
-    return [_entry(n, c) for n, c in SCORES.items()] + [_entry(n, c) for n, c in VALUES.items()]
+def entries(*, measure: bool = False) -> list[Entry]:
+    """Every registered Score, then every Value; with their exact conversions where measured."""
+    return [_entry(n, c, measure) for known in (SCORES, VALUES) for n, c in known.items()]
 
 
-def _entry(name: str, cls: type) -> Entry:
+def _entry(name: str, cls: type, measure: bool) -> Entry:
     score, value = partner(name, cls)
     model = dataclasses.replace(REFERENCE, score=score, value=value)
     is_score = issubclass(cls, registry.scores.Score)
@@ -72,6 +87,7 @@ def _entry(name: str, cls: type) -> Entry:
         rope=cls.supports_rope if is_score else None,
         counted=sum(leaf.size for leaf in jax.tree.leaves(circuit)),
         flops=budget.flops_per_token(model),
+        exact=exact(conversions(score, value)) if measure else [],
     )
 
 
@@ -93,6 +109,57 @@ def _cache(spec: AttentionSpec, is_score: bool) -> str:
     held = keys if is_score else {name: a for name, a in both.items() if name not in keys}
     terms = [re.search(r'_BS([A-Z]+)$', name)[1] for name in held]
     return ' + '.join('*'.join(term) for term in terms) or '0'
+
+
+def conversions(score: str, value: str) -> dict[str, float | str]:
+    """What each conversion does to a layer of this cell, with parameters drawn at random.
+
+    Returns:
+      By name: the largest relative change of the layer's output, in float64, or the sentence with
+      which the conversion is refused.
+    """
+    with jax.enable_x64(True):
+        spec = dataclasses.replace(REFERENCE, score=score, value=value).attention
+        layer = Attention(spec, key=jax.random.key(0))
+        leaves, tree = jax.tree.flatten(layer)
+        keys = jax.random.split(jax.random.key(1), max(1, len(leaves)))
+        leaves = [
+            a.astype(jnp.float64) + 0.1 * jax.random.normal(k, a.shape, jnp.float64)
+            for a, k in zip(leaves, keys, strict=False)
+        ]
+        layer = jax.tree.unflatten(tree, leaves)
+        x_BTD = jax.random.normal(jax.random.key(2), (2, 9, spec.d_model), jnp.float64)
+        mask_BTS = visible(9, 9, causal=True)
+        want = layer(x_BTD, mask_BTS)
+        out: dict[str, float | str] = {}
+        for name in LAYERWISE:
+            try:
+                got = getattr(convert, name)(layer, **LOSSY.get(name, {}))
+            except convert.ConversionError as error:
+                out[name] = str(error)
+                continue
+            got = (got[0] if isinstance(got, tuple) else got)(x_BTD, mask_BTS)
+            out[name] = float(jnp.abs(got - want).max() / jnp.abs(want).max())
+        return out
+
+
+def exact(measured: dict[str, float | str]) -> list[str]:
+    """The conversions that kept the function."""
+    return [n for n, e in measured.items() if isinstance(e, float) and e < 1e-9]
+
+
+def conversion_table() -> str:
+    """Measured errors of every conversion of every circuit beside the standard other one."""
+    lines = [
+        'largest relative change of the output, float64; - where the conversion is refused',
+        '',
+    ]
+    for entry_name, cls in (*SCORES.items(), *VALUES.items()):
+        cell = partner(entry_name, cls)
+        done = {n: e for n, e in conversions(*cell).items() if isinstance(e, float)}
+        words = ', '.join(f'{n} {e:.0e}' for n, e in done.items())
+        lines.append(f'{"/".join(cell):32s} {words or "-"}')
+    return '\n'.join(lines)
 
 
 def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
@@ -138,7 +205,7 @@ def text() -> str:
         f'head size H={REFERENCE.attention.head_size}, context {REFERENCE.context}; '
         'FLOPs are those of a forward pass of the one-layer model with the circuit',
     ]
-    for entry in entries():
+    for entry in entries(measure=True):
         kind = 'Value' if entry.rope is None else 'Score'
         name = f'{entry.name}({entry.options})' if entry.options else entry.name
         lines += [
@@ -150,6 +217,7 @@ def text() -> str:
             f'  cache     {entry.cache} floats per token'
             + ('' if kind == 'Score' else ' beyond what the Score holds'),
             *([f'  RoPE      {"yes" if entry.rope else "no"}'] if kind == 'Score' else []),
+            f'  exact     {", ".join(entry.exact) or "no conversion"}',
             f'  source    {entry.source}',
         ]
     return '\n'.join(lines)

@@ -1,12 +1,11 @@
 """Counts against formulas worked out by hand, and equal-weight solutions."""
 
 import dataclasses
-import itertools
 
 import jax
 import pytest
 
-from qkattn import budget
+from qkattn import budget, catalogue
 from qkattn.attention import SCORES, VALUES
 from qkattn.config import ModelConfig
 from qkattn.model import Decoder
@@ -86,14 +85,30 @@ MEDIUM = ModelConfig(d_model=128, num_layers=2, num_heads=4)
 TARGET = budget.count(MEDIUM)['total']
 
 
-@pytest.mark.parametrize(('score', 'value'), list(itertools.product(SCORES, VALUES)))
-def test_every_cell_is_matched(score, value):
+SHOWN = [catalogue.partner(n, c) for n, c in (*SCORES.items(), *VALUES.items())]
+
+
+@pytest.mark.parametrize(('score', 'value'), SHOWN, ids='/'.join)
+def test_every_circuit_is_matched(score, value):
     found = budget.match(dataclasses.replace(MEDIUM, score=score, value=value), TARGET)
     assert abs(found.residual) <= 1e-3
     assert found.weights == budget.count(found.config)
     assert found.residual == found.weights['total'] / TARGET - 1
-    # the MLP keeps its proportion: the second knob only takes up the rest
-    assert abs(found.config.mlp_width / found.config.d_model - 4) < 0.4
+    # the MLP about keeps its proportion: the second knob only takes up the rest
+    assert abs(found.config.mlp_width / found.config.d_model - 4) < (
+        0.4 if value != 'hadamard' else 2
+    )
+
+
+@pytest.mark.parametrize(
+    ('fields', 'd_model'),
+    [({'value': 'hadamard'}, 128), ({'score': 'query_free', 'head_size': 32}, 128)],
+    ids=['powers of two', 'one width'],
+)
+def test_a_cell_of_few_widths_takes_the_rest_from_d_ff(fields, d_model):
+    found = budget.match(dataclasses.replace(MEDIUM, **fields), TARGET)
+    assert found.config.d_model == d_model
+    assert abs(found.residual) <= 1e-3
 
 
 @pytest.mark.parametrize(
@@ -112,6 +127,14 @@ def test_odd_shapes_are_matched(fields):
     found = budget.match(dataclasses.replace(MEDIUM, **fields), TARGET)
     assert abs(found.residual) <= 1e-3
     assert found.config.d_model % (found.config.num_heads if 'head_size' not in fields else 1) == 0
+
+
+def test_a_neighbouring_width_is_taken_where_the_nearest_is_too_coarse():
+    config = dataclasses.replace(MEDIUM, score='merged')
+    nearest = budget.match(config, TARGET)
+    finer = budget.match(config, TARGET, tolerance=1e-4)
+    assert abs(nearest.residual) > 1e-4 >= abs(finer.residual)
+    assert abs(finer.config.d_model - nearest.config.d_model) == 4
 
 
 def test_non_embedding_weights_can_be_matched():
@@ -134,10 +157,10 @@ def test_the_baseline_matches_itself():
         ({}, TARGET, {'fill': None, 'tolerance': 1e-9, 'multiple_of': 64}, None),
         ({'score': 'shared_qk'}, TARGET, {'fill': None}, 'd_model alone is too coarse'),
         ({'score': 'shared_qk'}, TARGET + 1, {'tolerance': 1e-7}, 'one step of d_ff is .* weights'),
-        ({'score': 'query_free', 'head_size': 32}, TARGET, {}, 'cannot be solved for'),
+        ({'score': 'query_free', 'value': 'low_rank(rank=0)'}, TARGET, {}, 'has no width: .*rank'),
         ({'num_heads': 64, 'd_model': 64}, 5000, {}, 'more than 5000 weights at d_ff=1'),
     ],
-    ids=['coarse but exact', 'no fill', 'tolerance', 'slices', 'too small'],
+    ids=['coarse but exact', 'no fill', 'tolerance', 'no width', 'too small'],
 )
 def test_a_request_that_cannot_be_met_names_the_constraint(fields, target, kwargs, message):
     config = dataclasses.replace(MEDIUM, **fields)

@@ -47,6 +47,7 @@ class Attention(nnx.Module):
         mask_BTS: jax.Array,
         *,
         first_query: int | jax.Array = 0,
+        cross: bool = False,
         dropout: float = 0.0,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
@@ -55,6 +56,7 @@ class Attention(nnx.Module):
         Args:
           mask_BTS: True where a query may read a key.
           first_query: position of the first query; keys are at positions 0 to S - 1.
+          cross: the memory is of another stream, in which no position is the query's own.
         """
         spec = self.spec
         q_BTNH, k_BSKH = self.score.queries(x_BTD), self.score.keys(memory)
@@ -65,7 +67,7 @@ class Attention(nnx.Module):
         if spec.positions == 'rope':
             q_BTNH = rotate_last(q_BTNH, t_T, self.score.rope_size)
             k_BSKH = rotate_last(k_BSKH, s_S, self.score.rope_size)
-        if self.score.hides_self:
+        if self.score.hides_self and not cross:
             others_BTS = mask_BTS & (t_T[:, None] != s_S[None, :])
             mask_BTS = jnp.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
         biased = spec.positions == 'alibi'
@@ -86,8 +88,9 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, mask_BTS: jax.Array, *, y_BSD: jax.Array | None = None, **dropout
     ) -> jax.Array:
         """Self-attention, or cross-attention to y where it is given."""
-        memory = self.remember(x_BTD if y_BSD is None else y_BSD)
-        return self.read(x_BTD, memory, mask_BTS, **dropout)
+        cross = y_BSD is not None
+        memory = self.remember(y_BSD if cross else x_BTD)
+        return self.read(x_BTD, memory, mask_BTS, cross=cross, **dropout)
 
 
 def _unit(x_BTNH: jax.Array, g_H: nnx.Param) -> jax.Array:

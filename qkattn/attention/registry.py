@@ -11,15 +11,41 @@ import inspect
 from typing import Any
 
 from qkattn.attention import score as scores
+from qkattn.attention import (
+    score_composed,
+    score_identity,
+    score_latent,
+    score_nonlinear,
+    score_rank,
+    score_symmetric,
+    value_hadamard,
+    value_latent,
+)
 from qkattn.attention import value as values
+from qkattn.attention import value_factored as factored
+from qkattn.attention import value_tied as tied
 from qkattn.attention.spec import AttentionSpec, SpecError
 
 SCORES: dict[str, type[scores.Score]] = {
     'qk': scores.QK,
     'merged': scores.Merged,
-    'shared_qk': scores.SharedQK,
+    'shared_qk': score_symmetric.FairSharedQK,
+    'symmetric': score_symmetric.Symmetric,
+    'pairwise': score_symmetric.Pairwise,
+    'symmetric_skew': score_symmetric.SymmetricSkew,
     'query_free': scores.QueryFree,
     'key_free': scores.KeyFree,
+    'neither': score_identity.Neither,
+    'query_free_full': score_identity.QueryFreeFull,
+    'neither_full': score_identity.NeitherFull,
+    'low_rank': score_rank.LowRank,
+    'full_size': score_rank.FullSize,
+    'gauge_fixed': score_rank.GaugeFixed,
+    'frozen': score_rank.Frozen,
+    'double': score_composed.Double,
+    'collaborative': score_composed.Collaborative,
+    'nonlinear_query': score_nonlinear.NonlinearQuery,
+    'latent': score_latent.Latent,
 }
 
 VALUES: dict[str, type[values.Value]] = {
@@ -27,6 +53,19 @@ VALUES: dict[str, type[values.Value]] = {
     'no_v': values.NoV,
     'no_o': values.NoO,
     'no_vo': values.NoVO,
+    'merged_vo': factored.MergedVO,
+    'low_rank': factored.LowRank,
+    'gauge_fixed': factored.GaugeFixed,
+    'double': factored.Double,
+    'hadamard': value_hadamard.Hadamard,
+    'k_is_v': tied.KIsV,
+    'q_is_v': tied.QIsV,
+    'v_is_k_transposed': tied.VIsKTransposed,
+    'o_is_v': tied.OIsV,
+    'o_is_k': tied.OIsK,
+    'o_is_q': tied.OIsQ,
+    'subspace': tied.Subspace,
+    'latent': value_latent.Latent,
 }
 
 
@@ -72,7 +111,7 @@ def check(spec: AttentionSpec) -> None:
 
 def _find(text: str, known: dict[str, type], base: type) -> tuple[type, dict[str, Any]]:
     kind = base.__name__
-    name, options = _parse(text, kind)
+    name, options = parse_call(text, kind)
     if ':' in name:
         found = _import(name, kind)
         if not (inspect.isclass(found) and issubclass(found, base)):
@@ -96,8 +135,8 @@ def _find(text: str, known: dict[str, type], base: type) -> tuple[type, dict[str
     return found, options
 
 
-def _parse(text: str, kind: str) -> tuple[str, dict[str, Any]]:
-    """Splits 'name(option=literal, ...)'."""
+def parse_call(text: str, kind: str) -> tuple[str, dict[str, Any]]:
+    """Splits 'name(option=literal, ...)'; SpecError names what `kind` it should have been."""
     name, parenthesis, _ = text.partition('(')
     if not parenthesis:
         return name, {}

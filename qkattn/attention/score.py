@@ -7,6 +7,7 @@ Initial weights make the off-diagonal logits of independent unit-variance inputs
 deviation 1 in every Score; weights that look alike at birth do not decide a comparison.
 """
 
+import dataclasses
 from typing import ClassVar
 
 import jax
@@ -15,6 +16,7 @@ from flax import nnx
 
 from qkattn.attention.spec import (
     AttentionSpec,
+    SpecError,
     bias,
     grouped,
     heads_of,
@@ -122,6 +124,10 @@ class Merged(Score):
 
     Weights N D^2; more than the factored 2 D N H whenever D > 2 H. The one key head of width D is
     shared by all query heads and is never copied to them. Luong et al. 2015, "general".
+
+    Args:
+      init: 'dense' draws every entry; 'product' starts from W_Q[n] W_K[n]^T of rank H, the very
+        logits with which `qk` starts under the same seed, and leaves the rank free to grow.
     """
 
     equation = 'W_QK[n]'
@@ -129,9 +135,19 @@ class Merged(Score):
     source = 'Luong et al. 2015, eq. 8 ("general")'
     supports_rope = False
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+    @classmethod
+    def check(cls, spec: AttentionSpec, *, init: str = 'dense') -> None:
+        if init not in ('dense', 'product'):
+            raise SpecError(f"merged(init={init!r}) must be 'dense' or 'product'")
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array, init: str = 'dense'):
         D, N = spec.d_model, spec.num_heads
-        self.w_qk_DNE = weight(key, 'w_qk_DNE', (D, N, D), D**-0.5)
+        if init == 'product':
+            A_NDE = QK(dataclasses.replace(spec, biases=False), key=key).matrix()
+            rescale = (D / spec.head_size) ** 0.5  # the scale on the logits differs from that of qk
+            self.w_qk_DNE = nnx.Param(rescale * jnp.moveaxis(A_NDE, 0, 1))
+        else:
+            self.w_qk_DNE = weight(key, 'w_qk_DNE', (D, N, D), D**-0.5)
         self.b_q_NE = bias(spec, (N, D))
         self.scale = D**-0.5
 

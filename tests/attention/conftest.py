@@ -5,13 +5,14 @@ the rest are quick; all other cells carry the mark `slow`. `--cell=score/value` 
 may be named by import path.
 """
 
+import dataclasses
 import random
 import re
 
 import pytest
 
 from qkattn import catalogue
-from qkattn.attention import SCORES, VALUES, parse_cell
+from qkattn.attention import SCORES, VALUES, SpecError, parse_cell, registry
 
 SAMPLE = 12
 
@@ -38,8 +39,17 @@ def cells() -> list:
 def pytest_generate_tests(metafunc):
     if metafunc.module.__name__ == 'test_contract':
         named = metafunc.config.getoption('--cell')
-        chosen = [pytest.param(parse_cell(c), id=c) for c in named] if named else cells()
+        chosen = [pytest.param(_checked(c), id=c) for c in named] if named else cells()
         metafunc.parametrize('cell', chosen)
+
+
+def _checked(text: str) -> tuple[str, str]:
+    try:
+        score, value = parse_cell(text)
+        registry.check(dataclasses.replace(catalogue.REFERENCE, score=score, value=value).attention)
+    except SpecError as error:
+        raise pytest.UsageError(f'--cell={text}: {error}') from error
+    return score, value
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -58,6 +58,7 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(script
     second = script('ablate', *flags, f'--config.variants={variants}', path=[str(tmp_path)])
     assert second.returncode == 0, second.stderr
     assert (cell / 'result.json').stat().st_mtime_ns == written
+    assert len(runlog.read_json(cell / 'provenance.json')['starts']) == 1  # not even opened
     results = [json.loads(line) for line in (out / 'results.jsonl').read_text().splitlines()]
     assert len(results) == 6 and results[-1]['variant'] == 'outside_score:SignedDiagonal/vo'
     assert len(runlog.read_metrics(next(out.glob('cells/outside*')) / 'metrics.jsonl')) == 6

@@ -140,6 +140,9 @@ def test_dropout_depends_on_seed_and_step_only(tiny):
     np.testing.assert_array_equal(first['loss'], again['loss'])
     _, without = one_step(tiny(), tokens)
     assert np.abs(np.asarray(first['loss'] - without['loss'])).min() > 1e-4
+    still = tiny(model={'dropout': 0.1}, trials={'learning_rates': (0.0,)})
+    losses_CX = np.asarray(one_step(still, tokens, steps=2)[1]['loss'])
+    assert np.abs(losses_CX[0] - losses_CX[1]).min() > 1e-4  # other units at another step
 
 
 @pytest.mark.parametrize(('remat', 'unroll'), [(True, None), (False, 1), (True, 1)])

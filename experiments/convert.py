@@ -1,0 +1,64 @@
+"""Rewrites the attention of a trained or published model, exactly where that is possible.
+
+python -m experiments.convert --source=runs/small --apply=fold_gains --apply=merge --out=runs/merged
+
+The source is a run directory, a weights directory, a directory or .safetensors file of GPT-2
+weights in the Hugging Face layout, or a nanoGPT .pt file. --out is a weights directory (train on
+with --config.train.init_from=DIR), or with --layout=gpt2 one that Hugging Face transformers loads.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+
+from qkattn import cli, pretrained, weights
+from qkattn.attention.convert import ConversionError
+from qkattn.config import ConfigError
+from qkattn.model import convert
+
+SOURCE = flags.DEFINE_string('source', None, 'What to convert.')
+TRIAL = flags.DEFINE_integer('trial', 0, 'Which trial of a run.')
+NUM_HEADS = flags.DEFINE_integer('num_heads', None, 'Heads of weights that come without settings.')
+APPLY = flags.DEFINE_multi_string(
+    'apply', [], 'Conversion, e.g. merge or truncate(rank=8); in turn.'
+)
+OUT = flags.DEFINE_string('out', None, 'Directory to write.')
+LAYOUT = flags.DEFINE_enum('layout', 'qkattn', ['qkattn', 'gpt2'], 'Layout of --out.')
+
+
+def main() -> None:
+    if SOURCE.value is None:
+        raise ConfigError(f'--source is required; conversions are {", ".join(convert.CONVERSIONS)}')
+    if OUT.value is not None and (Path(OUT.value) / weights.WEIGHTS).exists():
+        raise ConfigError(f'{OUT.value} already holds weights; give another directory')
+    source = pretrained.load_any(SOURCE.value, trial=TRIAL.value, num_heads=NUM_HEADS.value)
+    config, params = source
+    length = min(config.context, 64)
+    tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (4, length))
+    print(f'{SOURCE.value}: {config.score}/{config.value}, {config.num_layers} layers')
+    for text in APPLY.value:
+        before = config, params
+        try:
+            config, params, notes = convert.apply(text, config, params)
+        except ConversionError as error:
+            raise ConfigError(f'{text} is refused: {error}') from error
+        print('\n'.join(notes), end='\n' if notes else '')
+        moved = convert.logit_error(before, (config, params), tokens_BT)
+        print(f'{text}: {config.score}/{config.value}, largest relative logit change {moved:.2e}')
+    if OUT.value is None:
+        return
+    if LAYOUT.value == 'gpt2':
+        pretrained.save_gpt2(config, params, OUT.value)
+    else:
+        origin = {'source': Path(SOURCE.value).name, 'trial': TRIAL.value, 'applied': APPLY.value}
+        weights.save(OUT.value, config, params, origin=origin)
+    print(
+        f'wrote {OUT.value} ({json.dumps({"score": config.score, "value": config.value})}); '
+        "without optimizer state: Adam's moments belong to single entries and do not transform"
+    )
+
+
+if __name__ == '__main__':
+    cli.run(main)

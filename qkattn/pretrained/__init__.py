@@ -1,0 +1,8 @@
+"""Weights of published models: import, analysis or conversion, export."""
+
+from qkattn.pretrained.gpt2 import load_gpt2, save_gpt2
+from qkattn.pretrained.layout import LayoutError
+from qkattn.pretrained.nanogpt import load_nanogpt
+from qkattn.pretrained.source import load_any
+
+__all__ = ['LayoutError', 'load_any', 'load_gpt2', 'load_nanogpt', 'save_gpt2']

@@ -1,0 +1,201 @@
+"""Values that own their matrices: the options, sizes and relations of each."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+from test_contract import D, H, N, T, causal, error, make, reference, stream
+
+from qkattn.attention import Attention, AttentionSpec, SpecError, registry, visible
+from qkattn.attention.value_factored import fixed_columns
+from qkattn.attention.value_hadamard import factors, transform
+
+COLUMNS = ((5, 0, 31, 7, 9, 30, 2, 3), *(tuple(range(8)),) * 3)
+FORMS = [
+    'merged_vo',
+    'merged_vo(init="product")',
+    'low_rank(rank=3)',
+    'low_rank(rank=20)',
+    'gauge_fixed',
+    'gauge_fixed(init="product")',
+    f'gauge_fixed(columns={COLUMNS})',
+    'double',
+    'double(size=5)',
+    'hadamard',
+    'hadamard(odd="dct")',
+]
+
+
+def wide(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.float64), tree)
+
+
+def fresh(value: str, **options) -> Attention:
+    return make(('qk', value), moved=False, **options)
+
+
+@pytest.mark.parametrize(
+    ('biases', 'num_kv_heads'), [(False, N), (True, 2)], ids=['plain', 'biased-grouped']
+)
+@pytest.mark.parametrize('value', FORMS)
+def test_it_equals_the_oracle(value, biases, num_kv_heads):
+    with jax.enable_x64(True):
+        layer = wide(make(('qk', value), biases=biases, num_kv_heads=num_kv_heads))
+        x_BTD, y_BSD = wide(stream()), wide(stream(5, seed=6))
+        assert error(layer(x_BTD, causal()), reference(layer, x_BTD, x_BTD, causal())) < 1e-12
+        across_BTS = visible(T, 5, causal=False)
+        got = layer(x_BTD, across_BTS, y_BSD=y_BSD)
+        assert error(got, reference(layer, x_BTD, y_BSD, across_BTS)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ('cell', 'weights', 'floats'),
+    [
+        (('qk', 'merged_vo'), 2 * D * N * H + N * D * D, N * H + D),
+        (('merged', 'merged_vo'), 2 * N * D * D, D),
+        (('key_free', 'merged_vo'), D * N * H + N * D * D, D),
+        (('qk', 'low_rank(rank=3)'), 2 * D * N * H + 2 * D * N * 3, N * H + N * 3),
+        (('qk', 'gauge_fixed'), 4 * D * N * H - N * H * H, 2 * N * H),
+        (('qk', 'double(size=5)'), 3 * D * N * H + D * 5 + 5 * N * H, 2 * N * H),
+        (('qk', 'double'), 4 * D * N * H + D * D, 2 * N * H),
+        (('qk', 'hadamard'), 3 * D * N * H + D, 2 * N * H),
+    ],
+    ids=lambda cell: '/'.join(cell) if isinstance(cell, tuple) else None,
+)
+def test_whole_cell_weights_and_memory(cell, weights, floats):
+    layer = make(cell)
+    assert sum(leaf.size for leaf in jax.tree.leaves(layer)) == weights
+    memory = layer.remember(jnp.zeros((1, 1, D)))
+    assert sum(a.size for a in memory.values()) == floats
+
+
+@pytest.mark.parametrize(('d_model', 'num_heads', 'gain'), [(64, 4, 1.0), (256, 1, 0.25)])
+@pytest.mark.parametrize('value', ['vo', *FORMS[:4], 'gauge_fixed', 'double', 'hadamard', 'o_is_v'])
+def test_initial_outputs_have_the_residual_gain_as_standard_deviation(
+    value, d_model, num_heads, gain
+):
+    """For heads that each read their own unit-normal y."""
+    sizes = {'d_model': d_model, 'num_heads': num_heads, 'num_kv_heads': num_heads}
+    spec = AttentionSpec(value=value, head_size=d_model // num_heads, residual_gain=gain, **sizes)
+    if value == 'gauge_fixed' and num_heads == 1:
+        spec = dataclasses.replace(spec, head_size=d_model // 4)
+    B_NDE = Attention(spec, key=jax.random.key(3)).value.matrix(None)
+    assert float(jnp.sqrt(jnp.square(B_NDE).sum() / d_model)) == pytest.approx(gain, rel=0.1)
+
+
+def test_merged_and_gauge_fixed_contain_the_standard_pair():
+    """Product initialization is that of `vo`: the same function under the same key."""
+    with jax.enable_x64(True):
+        want_NDE = wide(fresh('vo')).value.matrix(None)
+        merged = wide(fresh('merged_vo(init="product")'))
+        fixed = wide(fresh('gauge_fixed(init="product")'))
+        assert error(merged.value.matrix(None), np.asarray(want_NDE)) < 1e-6
+        assert error(fixed.value.matrix(None), np.asarray(want_NDE)) < 1e-4
+        assert np.linalg.matrix_rank(merged.value.matrix(None), tol=1e-5).tolist() == [H] * N
+        dense_NDE = fresh('merged_vo').value.matrix(None)
+        assert np.linalg.matrix_rank(dense_NDE, tol=1e-5).tolist() == [D] * N
+
+
+def test_the_block_is_the_identity_and_the_rest_is_free():
+    for value, columns in (
+        ('gauge_fixed', fixed_columns(fresh('vo').spec)),
+        (f'gauge_fixed(columns={COLUMNS})', COLUMNS),
+    ):
+        circuit = make(('qk', value)).value
+        w_o_NHD = np.asarray(circuit.output_matrix(None))
+        for w_o_HD, fixed in zip(w_o_NHD, columns, strict=True):
+            np.testing.assert_array_equal(w_o_HD[:, fixed], np.eye(H))
+        free = [[d for d in range(D) if d not in fixed] for fixed in columns]
+        got = np.stack([w[:, f] for w, f in zip(w_o_NHD, free, strict=True)])
+        np.testing.assert_array_equal(got, circuit.w_o_NHC[...])
+
+
+def test_heads_wrap_around_the_stream():
+    spec = AttentionSpec(d_model=10, num_heads=3, num_kv_heads=3, head_size=4)
+    assert fixed_columns(spec) == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 0, 1))
+
+
+def test_low_rank_contains_and_is_contained():
+    full, thin = fresh('vo'), make(('qk', 'low_rank(rank=3)'))
+    same = make(('qk', f'low_rank(rank={H})'))
+    same.value.w_v_DKR[...] = full.value.w_v_DKH[...]
+    same.value.w_o_NRD[...] = full.value.w_o_NHD[...]
+    np.testing.assert_array_equal(same.value.matrix(None), full.value.matrix(None))
+    full.value.w_v_DKH[...] = jnp.pad(thin.value.w_v_DKR[...], ((0, 0), (0, 0), (0, H - 3)))
+    full.value.w_o_NHD[...] = jnp.pad(thin.value.w_o_NRD[...], ((0, 0), (0, H - 3), (0, 0)))
+    assert error(thin.value.matrix(None), np.asarray(full.value.matrix(None))) < 1e-6
+    assert np.linalg.matrix_rank(thin.value.matrix(None), tol=1e-4).tolist() == [3] * N
+
+
+@pytest.mark.parametrize('num_kv_heads', [N, 2])
+def test_double_folds_into_the_standard_pair(num_kv_heads):
+    with jax.enable_x64(True):
+        double = wide(make(('qk', 'double'), num_kv_heads=num_kv_heads, biases=True))
+        folded = wide(make(('qk', 'vo'), num_kv_heads=num_kv_heads, biases=True))
+        one, own = double.value, folded.value
+        own.w_v_DKH[...] = jnp.einsum('DR,RKH->DKH', one.w_v_outer_DR[...], one.w_v_RKH[...])
+        own.b_v_KH[...] = one.b_v_KH[...] + jnp.einsum(
+            'R,RKH->KH', one.b_v_outer_R[...], one.w_v_RKH[...]
+        )
+        own.w_o_NHD[...], own.b_o_D[...] = one.w_o_NHD[...], one.b_o_D[...]
+        x_BTD = wide(stream())
+        assert error(folded(x_BTD, causal()), np.asarray(double(x_BTD, causal()))) < 1e-12
+
+
+@pytest.mark.parametrize('d_model', [8, 32, 256])
+def test_hadamard_is_the_standard_pair_with_that_output_matrix(d_model):
+    options = {'d_model': d_model, 'head_size': d_model // N, 'biases': True}
+    fixed, free = make(('qk', 'hadamard'), **options), make(('qk', 'vo'), **options)
+    T_DE = scipy.linalg.hadamard(d_model) / d_model**0.5
+    assert np.abs(transform(d_model) - T_DE).max() < 1e-15
+    free.value.w_v_DKH[...] = fixed.value.w_v_DKH[...]
+    free.value.b_v_KH[...], free.value.b_o_D[...] = fixed.value.b_v_KH[...], fixed.value.b_o_D[...]
+    w_o_DE = T_DE * np.asarray(fixed.value.g_o_D[...])
+    free.value.w_o_NHD[...] = jnp.asarray(w_o_DE, jnp.float32).reshape(N, -1, d_model)
+    for name in ('w_q_DNH', 'w_k_DKH', 'b_q_NH', 'b_k_KH'):
+        getattr(free.score, name)[...] = getattr(fixed.score, name)[...]
+    x_BTD = stream(d_model=d_model)
+    assert error(fixed(x_BTD, causal()), np.asarray(free(x_BTD, causal()))) < 1e-5
+
+
+@pytest.mark.parametrize('d_model', [12, 33, 40, 96, 768])
+def test_the_transform_is_orthogonal_where_no_hadamard_matrix_is(d_model):
+    T_DE = transform(d_model)
+    assert np.abs(T_DE @ T_DE.T - np.eye(d_model)).max() < 1e-12
+    twos = d_model & -d_model
+    assert np.kron(scipy.linalg.hadamard(twos), np.eye(d_model // twos)).shape == T_DE.shape
+    # Every output reads every head: no block of the transform is zero.
+    heads = next(n for n in range(2, d_model + 1) if d_model % n == 0)
+    assert (np.abs(T_DE.reshape(heads, -1, d_model)).max(1) > 1e-3).all()
+    left, right = factors(768)
+    assert len(left) * len(right) == 768 and max(len(left), len(right)) <= 48
+
+
+@pytest.mark.parametrize(
+    ('value', 'change', 'message'),
+    [
+        (
+            'merged_vo(init="other")',
+            {},
+            r"merged_vo\(init='other'\) must be one of 'dense', 'product'",
+        ),
+        ('low_rank(rank=0)', {}, r'low_rank\(rank=0\) must be a whole number from 1 to d_model=32'),
+        ('low_rank(rank=2.5)', {}, r'low_rank\(rank=2.5\) must be a whole number'),
+        ('double(size=0)', {}, r'double\(size=0\) must be a whole number'),
+        ('gauge_fixed', {'num_heads': 1, 'num_kv_heads': 1, 'head_size': D}, 'below d_model'),
+        ('gauge_fixed(init="x")', {}, "must be one of 'dense', 'product'"),
+        ('gauge_fixed(columns=((0, 1),))', {}, 'for each of num_heads=4 heads, head_size=8'),
+        (f'gauge_fixed(columns={((0,) * 8,) * 4})', {}, 'different columns below d_model=32'),
+        ('hadamard', {'head_size': 16}, 'hadamard uses slices'),
+        ('hadamard', {'d_model': 24, 'head_size': 6}, 'power of two, not 24; the nearest are 16'),
+        ('hadamard(odd="no")', {}, "must be one of 'refuse', 'dct'"),
+    ],
+)
+def test_bad_options_are_refused_in_one_sentence(value, change, message):
+    sizes = {'d_model': D, 'num_heads': N, 'num_kv_heads': N, 'head_size': H, **change}
+    with pytest.raises(SpecError, match=message) as refusal:
+        registry.check(AttentionSpec(value=value, **sizes))
+    assert '\n' not in str(refusal.value)

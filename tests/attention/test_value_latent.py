@@ -1,0 +1,86 @@
+"""The value side of latent attention, which reads the latent that its Score keeps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_contract import D, H, N, T, causal, error, make, reference, stream
+
+from qkattn.attention import SpecError, attend, visible
+from qkattn.attention.value_latent import latent_size
+
+R, G = 6, 4
+CELL = (f'latent(size={R})', 'latent')
+ROTARY = (f'latent(size={R}, query_size=10, rope_size={G})', 'latent')
+
+
+def wide(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.float64), tree)
+
+
+@pytest.mark.parametrize('biases', [False, True], ids=['plain', 'biases'])
+def test_it_equals_the_oracle(biases):
+    with jax.enable_x64(True):
+        layer = wide(make(CELL, biases=biases))
+        x_BTD, y_BSD = wide(stream()), wide(stream(5, seed=6))
+        assert error(layer(x_BTD, causal()), reference(layer, x_BTD, x_BTD, causal())) < 1e-12
+        across_BTS = visible(T, 5, causal=False)
+        got = layer(x_BTD, across_BTS, y_BSD=y_BSD)
+        assert error(got, reference(layer, x_BTD, y_BSD, across_BTS)) < 1e-12
+
+
+def test_the_latent_is_the_only_cache_and_is_owned_once():
+    layer = make(CELL)
+    assert latent_size(layer.spec) == R
+    weights = sum(leaf.size for leaf in jax.tree.leaves(layer))
+    assert weights == 2 * D * N * H + D * R + 2 * R * N * H
+    memory = layer.remember(jnp.zeros((1, 1, D)))
+    assert {name: a.shape for name, a in memory.items()} == {'latent_BSR': (1, 1, R)}
+    memory = make(ROTARY, positions='rope').remember(jnp.zeros((1, 1, D)))
+    assert sum(a.size for a in memory.values()) == R + G
+
+
+def test_the_down_projection_receives_both_gradients():
+    with jax.enable_x64(True):
+        layer, x_BTD = wide(make(CELL)), wide(stream())
+        untied = wide(make(('qk', 'vo'), seed=9))
+        down, score, value = layer.score.w_down_DR[...], layer.score, layer.value
+        untied.score.w_q_DNH[...] = score.w_q_DNH[...]
+        untied.score.w_k_DKH[...] = jnp.einsum('DR,RNH->DNH', down, score.w_k_RNH[...])
+        untied.value.w_v_DKH[...] = jnp.einsum('DR,RNH->DNH', down, value.w_up_v_RNH[...])
+        untied.value.w_o_NHD[...] = value.w_o_NHD[...]
+
+        def loss(layer):
+            return jnp.sin(layer(x_BTD, causal())).sum()
+
+        assert float(loss(layer)) == pytest.approx(float(loss(untied)), rel=1e-12)
+        own, parts = jax.grad(loss)(layer), jax.grad(loss)(untied)
+        by_keys = jnp.einsum('DNH,RNH->DR', parts.score.w_k_DKH[...], score.w_k_RNH[...])
+        by_values = jnp.einsum('DNH,RNH->DR', parts.value.w_v_DKH[...], value.w_up_v_RNH[...])
+        assert error(own.score.w_down_DR[...], np.asarray(by_keys + by_values)) < 1e-12
+        assert np.abs(by_keys).max() > 1e-3 and np.abs(by_values).max() > 1e-3
+
+
+@pytest.mark.parametrize('biases', [False, True], ids=['plain', 'biases'])
+def test_the_absorbed_form_is_the_same_attention(biases):
+    """One key head and one value head, both the latent: what a decoder would run."""
+    with jax.enable_x64(True):
+        layer, x_BTD = wide(make(CELL, biases=biases)), wide(stream())
+        score, value = layer.score, layer.value
+        memory = layer.remember(x_BTD)
+        v_BS1R = value.absorbed_values(memory, score)
+        assert v_BS1R.shape == (2, T, 1, R)
+        o_BTNR = attend(
+            score.absorbed_queries(x_BTD),
+            score.absorbed_keys(memory),
+            v_BS1R,
+            causal(),
+            scale=score.scale,
+        )
+        got = value.absorbed_output(o_BTNR, score)
+        assert error(got, np.asarray(layer(x_BTD, causal()))) < 1e-12
+
+
+def test_a_score_without_a_latent_is_refused():
+    with pytest.raises(SpecError, match='qk keeps none; use it as latent/latent'):
+        make(('qk', 'latent'))

@@ -1,0 +1,269 @@
+"""Values that read their Score: one owner, one count, one gradient, one cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_contract import D, H, N, T, causal, error, make, reference, stream
+
+from qkattn.attention import SCORES, Attention, AttentionSpec, SpecError, registry, visible
+from qkattn.attention.value_tied import lent_by, lent_with_bias
+
+CELLS = [
+    ('qk', 'k_is_v'),
+    ('shared_qk', 'k_is_v'),
+    ('qk', 'q_is_v'),
+    ('qk', 'v_is_k_transposed'),
+    ('shared_qk', 'v_is_k_transposed'),
+    ('qk', 'o_is_v'),
+    ('qk', 'o_is_k'),
+    ('qk', 'o_is_q'),
+    ('qk', 'subspace'),
+    ('shared_qk', 'subspace'),
+]
+IDS = ['/'.join(cell) for cell in CELLS]
+GAIN = 0.5  # a residual gain other than 1, which `subspace` applies as its step size
+
+
+def wide(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.float64), tree)
+
+
+def transposed(w_DNH):
+    return w_DNH.reshape(D, D).T.reshape(w_DNH.shape)
+
+
+def outward(w_DKH):
+    return jnp.moveaxis(jnp.repeat(w_DKH, N // w_DKH.shape[1], axis=1), 0, -1)
+
+
+def inward(w_NHD, num_kv_heads):
+    """The transpose of `outward`: heads of a group add up."""
+    w_DNH = jnp.moveaxis(w_NHD, -1, 0)
+    return w_DNH.reshape(D, num_kv_heads, -1, H).sum(2)
+
+
+def lifted(cell, layer):
+    """w_q, w_k, w_v, w_o of the standard layer that is the same function."""
+    score, value = layer.score, layer.value
+    q = score.w_q_DNH[...]
+    k = q if cell[0] == 'shared_qk' else score.w_k_DKH[...]
+    return {
+        'k_is_v': lambda: (q, k, k, value.w_o_NHD[...]),
+        'q_is_v': lambda: (q, k, q, value.w_o_NHD[...]),
+        'v_is_k_transposed': lambda: (q, k, transposed(k), value.w_o_NHD[...]),
+        'o_is_v': lambda: (q, k, value.w_v_DKH[...], outward(value.w_v_DKH[...])),
+        'o_is_k': lambda: (q, k, value.w_v_DKH[...], outward(k)),
+        'o_is_q': lambda: (q, k, value.w_v_DKH[...], outward(q)),
+        'subspace': lambda: (q, k, k, GAIN * outward(k)),
+    }[cell[1]]()
+
+
+# From the gradients q, k, v, o of the standard layer: (owner, parameter, what it must receive).
+SUMS = {
+    ('qk', 'k_is_v'): ('score', 'w_k_DKH', lambda q, k, v, o: k + v),
+    ('shared_qk', 'k_is_v'): ('score', 'w_q_DNH', lambda q, k, v, o: q + k + v),
+    ('qk', 'q_is_v'): ('score', 'w_q_DNH', lambda q, k, v, o: q + v),
+    ('qk', 'v_is_k_transposed'): ('score', 'w_k_DKH', lambda q, k, v, o: k + transposed(v)),
+    ('shared_qk', 'v_is_k_transposed'): (
+        'score',
+        'w_q_DNH',
+        lambda q, k, v, o: q + k + transposed(v),
+    ),
+    ('qk', 'o_is_v'): ('value', 'w_v_DKH', lambda q, k, v, o: v + inward(o, N)),
+    ('qk', 'o_is_k'): ('score', 'w_k_DKH', lambda q, k, v, o: k + inward(o, N)),
+    ('qk', 'o_is_q'): ('score', 'w_q_DNH', lambda q, k, v, o: q + inward(o, N)),
+    ('qk', 'subspace'): ('score', 'w_k_DKH', lambda q, k, v, o: k + v + GAIN * inward(o, N)),
+    ('shared_qk', 'subspace'): (
+        'score',
+        'w_q_DNH',
+        lambda q, k, v, o: q + k + v + GAIN * inward(o, N),
+    ),
+}
+
+
+def standard(weights):
+    layer = wide(make(('qk', 'vo'), seed=9))
+    score, value = layer.score, layer.value
+    for owner, name, new in zip(
+        (score, score, value, value),
+        ('w_q_DNH', 'w_k_DKH', 'w_v_DKH', 'w_o_NHD'),
+        weights,
+        strict=True,
+    ):
+        parameter = getattr(owner, name)
+        parameter[...] = new
+    return layer
+
+
+def loss(layer, x_BTD):
+    return jnp.sin(layer(x_BTD, causal())).sum()
+
+
+@pytest.mark.parametrize('cell', CELLS, ids=IDS)
+def test_it_is_standard_attention_with_tied_weights(cell):
+    with jax.enable_x64(True):
+        layer, x_BTD = wide(make(cell, residual_gain=GAIN)), wide(stream())
+        want = np.asarray(standard(lifted(cell, layer))(x_BTD, causal()))
+        assert error(layer(x_BTD, causal()), want) < 1e-12
+
+
+@pytest.mark.parametrize('cell', CELLS, ids=IDS)
+def test_a_shared_matrix_receives_the_gradients_of_all_its_uses(cell):
+    with jax.enable_x64(True):
+        layer, x_BTD = wide(make(cell, residual_gain=GAIN)), wide(stream())
+        tied = jax.grad(loss)(layer, x_BTD)
+        untied = jax.grad(loss)(standard(lifted(cell, layer)), x_BTD)
+        owner, name, total = SUMS[cell]
+        parts = (
+            untied.score.w_q_DNH[...],
+            untied.score.w_k_DKH[...],
+            untied.value.w_v_DKH[...],
+            untied.value.w_o_NHD[...],
+        )
+        got, want = getattr(getattr(tied, owner), name)[...], np.asarray(total(*parts))
+        assert error(got, want) < 1e-12
+        for part in parts:  # every use counts
+            assert np.abs(part).max() > 1e-3 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+    ('biases', 'num_kv_heads'), [(False, N), (True, 2)], ids=['plain', 'biased-grouped']
+)
+@pytest.mark.parametrize('cell', CELLS, ids=IDS)
+def test_it_equals_the_oracle(cell, biases, num_kv_heads):
+    value = registry.find_value(cell[1])[0]
+    groups = SCORES[cell[0]].uses_kv_heads or value.uses_kv_heads
+    if num_kv_heads < N and (not groups or cell[1] == 'v_is_k_transposed'):
+        with pytest.raises(SpecError, match='num_kv_heads'):
+            make(cell, num_kv_heads=num_kv_heads)
+        return
+    layer = make(cell, biases=biases, num_kv_heads=num_kv_heads)
+    x_BTD, y_BSD = stream(), stream(5, seed=6)
+    across_BTS = visible(T, 5, causal=False)
+    with jax.enable_x64(True):
+        layer, x_BTD, y_BSD = wide((layer, x_BTD, y_BSD))
+        got = layer(x_BTD, causal())
+        assert error(got, reference(layer, x_BTD, x_BTD, causal())) < 1e-12
+        got = layer(x_BTD, across_BTS, y_BSD=y_BSD)
+        assert error(got, reference(layer, x_BTD, y_BSD, across_BTS)) < 1e-12
+
+
+M = D * N * H  # weights of one projection
+
+
+@pytest.mark.parametrize(
+    ('cell', 'weights', 'floats'),
+    [
+        (('qk', 'k_is_v'), 3 * M, N * H),
+        (('shared_qk', 'k_is_v'), 2 * M, N * H),
+        (('qk', 'q_is_v'), 3 * M, 2 * N * H),
+        (('qk', 'v_is_k_transposed'), 3 * M, 2 * N * H),
+        (('qk', 'o_is_v'), 3 * M, 2 * N * H),
+        (('qk', 'o_is_k'), 3 * M, 2 * N * H),
+        (('qk', 'o_is_q'), 3 * M, 2 * N * H),
+        (('qk', 'subspace'), 2 * M, N * H),
+        (('shared_qk', 'subspace'), M, N * H),
+    ],
+    ids=lambda cell: '/'.join(cell) if isinstance(cell, tuple) else None,
+)
+def test_nothing_is_stored_or_remembered_twice(cell, weights, floats):
+    layer = make(cell)
+    assert sum(leaf.size for leaf in jax.tree.leaves(layer)) == weights
+    memory = layer.remember(jnp.zeros((1, 1, D)))
+    assert sum(a.size for a in memory.values()) == floats
+
+
+def test_grouped_keys_are_the_only_cache_of_tied_values():
+    memory = make(('qk', 'k_is_v'), num_kv_heads=2).remember(jnp.zeros((1, 1, D)))
+    assert {name: a.shape for name, a in memory.items()} == {'k_BSKH': (1, 1, 2, H)}
+
+
+def test_values_are_not_rotated_with_the_keys():
+    with jax.enable_x64(True):
+        x_BTD = wide(stream())
+        tied = wide(make(('qk', 'k_is_v'), positions='rope'))
+        weights = lifted(('qk', 'k_is_v'), tied)
+        untied = standard(weights)
+        rotary = wide(make(('qk', 'vo'), seed=9, positions='rope'))
+        for name in ('w_q_DNH', 'w_k_DKH'):
+            getattr(rotary.score, name)[...] = getattr(untied.score, name)[...]
+        for name in ('w_v_DKH', 'w_o_NHD'):
+            getattr(rotary.value, name)[...] = getattr(untied.value, name)[...]
+        want = np.asarray(rotary(x_BTD, causal()))
+        assert error(tied(x_BTD, causal()), want) < 1e-12
+        assert error(untied(x_BTD, causal()), want) > 1e-2
+
+
+@pytest.mark.parametrize(('d_model', 'num_heads', 'gain'), [(64, 4, 1.0), (256, 1, 0.25)])
+@pytest.mark.parametrize('value', ['k_is_v', 'q_is_v', 'v_is_k_transposed', 'o_is_k', 'o_is_q'])
+def test_initial_outputs_have_the_residual_gain_as_standard_deviation(
+    value, d_model, num_heads, gain
+):
+    """For heads that each read their own unit-normal y."""
+    sizes = {'d_model': d_model, 'num_heads': num_heads, 'num_kv_heads': num_heads}
+    head_size = d_model // num_heads
+    spec = AttentionSpec(value=value, head_size=head_size, residual_gain=gain, **sizes)
+    layer = Attention(spec, key=jax.random.key(3))
+    B_NDE = layer.value.matrix(layer.score)
+    assert float(jnp.sqrt(jnp.square(B_NDE).sum() / d_model)) == pytest.approx(gain, rel=0.1)
+
+
+@pytest.mark.parametrize('num_heads', [1, 8])
+def test_the_subspace_output_is_as_large_as_the_keys_make_it(num_heads):
+    d_model = 256
+    head_size = d_model // num_heads
+    spec = AttentionSpec(
+        score='qk',
+        value='subspace',
+        d_model=d_model,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        residual_gain=GAIN,
+    )
+    layer = Attention(spec, key=jax.random.key(3))
+    std = float(jnp.sqrt(jnp.square(layer.value.matrix(layer.score)).sum() / d_model))
+    assert std == pytest.approx(GAIN * (1 + head_size / d_model) ** 0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ('which', 'score'),
+    [(w, s) for w in ('key_weight', 'query_weight') for s, c in SCORES.items() if lent_by(c, w)],
+)
+def test_what_a_score_lends_is_its_projection(which, score):
+    circuit = make((score, 'vo'), biases=True).score
+    y_BSD = stream()
+    w_DKH, b_KH = lent_with_bias(circuit, which)
+    memory = circuit.remember(y_BSD)
+    got = circuit.keys(memory) if which == 'key_weight' else circuit.queries(y_BSD)
+    want = np.einsum('BSD,DKH->BSKH', y_BSD, w_DKH[...]) + np.asarray(b_KH[...])
+    assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ('score', 'value', 'message'),
+    [
+        ('merged', 'k_is_v', 'k_is_v reads the key matrix of its score, and merged lends none'),
+        ('merged', 'q_is_v', 'reads the query matrix.*scores that do are qk, shared_qk'),
+        ('key_free', 'subspace', 'reads the key matrix.*scores that do are qk'),
+        ('merged', 'o_is_k', 'reads the key matrix'),
+        ('shared_qk', 'q_is_v', 'is the key matrix: write k_is_v in place of q_is_v'),
+        ('shared_qk', 'o_is_q', 'is the key matrix: write o_is_k in place of o_is_q'),
+    ],
+)
+def test_a_score_that_lends_nothing_is_refused_in_one_sentence(score, value, message):
+    sizes = {'d_model': D, 'num_heads': N, 'num_kv_heads': N, 'head_size': H}
+    with pytest.raises(SpecError, match=message) as refusal:
+        registry.check(AttentionSpec(score=score, value=value, **sizes))
+    assert '\n' not in str(refusal.value)
+
+
+def test_a_transposed_key_matrix_must_be_square():
+    sizes = {'d_model': D, 'num_heads': N, 'num_kv_heads': 2, 'head_size': H}
+    with pytest.raises(SpecError, match='num_kv_heads must be num_heads=4, not 2'):
+        registry.check(AttentionSpec(value='v_is_k_transposed', **sizes))
+    with pytest.raises(SpecError, match='v_is_k_transposed uses slices'):
+        registry.check(
+            AttentionSpec(value='v_is_k_transposed', **{**sizes, 'num_kv_heads': 4, 'head_size': 4})
+        )

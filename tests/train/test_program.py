@@ -1,0 +1,60 @@
+"""The choice of lifting, and placement of what each process reads."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from qkattn import runlog
+from qkattn.config import MeshConfig
+from qkattn.train import program, sharding, train
+
+
+def test_auto_measures_both_liftings_and_keeps_the_faster(tiny, tmp_path, monkeypatch):
+    config = tiny(train={'lifting': 'auto'})
+    seconds = iter([0.2, 0.1])
+    monkeypatch.setattr(program, '_seconds_per_step', lambda *a: next(seconds))
+    train(config, tmp_path)
+    assert runlog.read_json(tmp_path / 'lifting.json') == {
+        'lifting': 'vmap',
+        'seconds_per_step': {'map': 0.2, 'vmap': 0.1},
+    }
+    # A later start takes the recorded choice without measuring (the iterator is used up).
+    (tmp_path / 'result.json').unlink()
+    assert train(config, tmp_path)[0]['lifting'] == 'vmap'
+
+
+def test_the_measurement_is_of_seconds(tiny):
+    built = program.build(tiny(train={'lifting': 'auto'}))
+    assert set(built.measured) == {'map', 'vmap'}
+    assert built.lifting == min(built.measured, key=built.measured.get)
+    assert all(1e-5 < s < 10 for s in built.measured.values())
+
+
+def test_one_trial_is_not_measured(tiny):
+    built = program.build(tiny(train={'lifting': 'auto'}, trials={'seeds': (0,)}))
+    assert built.lifting == 'vmap' and built.measured == {}
+
+
+def test_rows_become_microbatches_in_turn(tiny):
+    config = dataclasses.replace(tiny(), mesh=MeshConfig(trial=2, data=2, fsdp=2))
+    mesh = sharding.make_mesh(config.mesh)
+    rows = program.local_rows(config, mesh)
+    assert rows == slice(0, 8)
+    local_CXBT1 = np.arange(1 * 2 * 8 * 17, dtype=np.int32).reshape(1, 2, 8, 17)
+    placed = program.place_tokens(config, mesh, local_CXBT1, rows)
+    assert placed.shape == (1, 2, 2, 4, 17)
+    for a in range(2):
+        np.testing.assert_array_equal(placed[0, :, a], local_CXBT1[0, :, a::2])
+    assert len({str(s.index) for s in placed.addressable_shards}) == 8
+
+
+def test_initial_trials_are_those_of_their_seeds(tiny):
+    state = program.build(tiny(trials={'seeds': (3, 4)}), 'vmap').init()
+    alone = program.build(tiny(trials={'seeds': (4,)}), 'vmap').init()
+    for stacked, one in zip(
+        jax.tree.leaves(state['trials']['params']),
+        jax.tree.leaves(alone['trials']['params']),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(stacked[1], one[0])
