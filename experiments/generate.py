@@ -1,10 +1,11 @@
 """Continues a text with a trained model.
 
-python -m experiments.generate --workdir=runs/small --prompt='def main(' --num_tokens=100
+python -m experiments.generate --source=runs/small --prompt='def main(' --num_tokens=100
+
+The source is whatever experiments.convert reads. The tokenizer is that of the run's data, or of
+--data where the source is weights alone.
 """
 
-import fcntl
-import logging
 from pathlib import Path
 
 import jax
@@ -12,16 +13,18 @@ import jax.numpy as jnp
 from absl import flags
 from flax import nnx
 
-from qkattn import cli, decode, records
-from qkattn.config import Config, ConfigError, from_json
+from qkattn import cli, decode, pretrained, runlog
+from qkattn.budget import abstract_model
+from qkattn.config import Config, ConfigError, DataConfig, from_json
 from qkattn.data import pipeline
-from qkattn.model import Decoder
-from qkattn.train.checkpoint import Checkpoints
-from qkattn.train.step import graph_of, init_stack
 
-WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a training run.')
+SOURCE = flags.DEFINE_string('source', None, 'A training run, or weights.')
+DATA = flags.DEFINE_string('data', DataConfig.name, 'Whose tokenizer to use for weights alone.')
 TRIAL = flags.DEFINE_integer('trial', 0, 'Which trial of the run, in the order of its results.')
 PROMPT = flags.DEFINE_string('prompt', None, 'Text to continue; without one a document begins.')
+PROMPT_TOKENS = flags.DEFINE_string(
+    'prompt_tokens', None, 'Token ids to continue, as in "12 7 301"; ids come out.'
+)
 PROMPT_FILE = flags.DEFINE_string('prompt_file', None, 'File with the text to continue.')
 NUM_TOKENS = flags.DEFINE_integer('num_tokens', 64, 'Tokens to add.')
 TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Divides the logits; 0 is greedy.')
@@ -29,19 +32,36 @@ TOP_K = flags.DEFINE_integer('top_k', None, 'Draw from the k likeliest tokens on
 TOP_P = flags.DEFINE_float('top_p', None, 'Draw from the likeliest tokens that make up p only.')
 SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.')
 
-log = logging.getLogger('qkattn.generate')
-
 
 def main() -> None:
-    if WORKDIR.value is None:
-        raise ConfigError('--workdir=DIRECTORY is required')
-    config, model = restore(Path(WORKDIR.value).absolute(), TRIAL.value)
-    tokenizer = pipeline.load(config.data.name, config.data.data_dir).tokenizer
+    if SOURCE.value is None:
+        raise ConfigError('--source=DIRECTORY is required')
+    config, params = pretrained.load_any(SOURCE.value, trial=TRIAL.value)
+    dtype = jnp.dtype(config.compute_dtype)
+    params = jax.tree.map(lambda p: jnp.asarray(p, dtype), params)
+    model = nnx.merge(nnx.graphdef(abstract_model(config)), params)
+    if PROMPT_TOKENS.value is not None:
+        print(' '.join(map(str, continued(model, token_ids(), config.vocab_size))))
+        return
+    source = data_of(Path(SOURCE.value))
+    tokenizer = pipeline.load(source.name, source.data_dir).tokenizer
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f'tokenizer {tokenizer.name} of {source.name} has {tokenizer.vocab_size} tokens and '
+            f'the model {config.vocab_size}; give --prompt_tokens'
+        )
     text = prompt()
     try:
         ids = tokenizer.encode(text).tolist() or [tokenizer.separator]
     except ValueError as error:
         raise ConfigError(f'the prompt cannot be encoded: {error}') from error
+    added = continued(model, ids, tokenizer.vocab_size)
+    # Together, because a character may begin in the prompt and end behind it.
+    print(tokenizer.decode((ids if text else []) + added))
+
+
+def continued(model: nnx.Module, ids: list[int], vocab_size: int) -> list[int]:
+    """The tokens that follow `ids`, by the flags."""
     tokens_BT = decode.generate(
         model,
         [ids],
@@ -50,11 +70,19 @@ def main() -> None:
         temperature=TEMPERATURE.value,
         top_k=TOP_K.value,
         top_p=TOP_P.value,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=vocab_size,
     )
-    # Together, because a character may begin in the prompt and end behind it.
-    ids = ids if text else []
-    print(tokenizer.decode(ids + tokens_BT[0].tolist()))
+    return tokens_BT[0].tolist()
+
+
+def token_ids() -> list[int]:
+    """--prompt_tokens as numbers."""
+    try:
+        return [int(word) for word in PROMPT_TOKENS.value.split()]
+    except ValueError as error:
+        raise ConfigError(
+            f'--prompt_tokens={PROMPT_TOKENS.value!r} must be whole numbers'
+        ) from error
 
 
 def prompt() -> str:
@@ -69,47 +97,12 @@ def prompt() -> str:
         raise ConfigError(f'--prompt_file={PROMPT_FILE.value} cannot be read: {error}') from error
 
 
-def restore(workdir: Path, trial: int) -> tuple[Config, Decoder]:
-    """The run's config and one trial's model, from the newest sound checkpoint, on one device.
-
-    Raises:
-      ConfigError: no run is there, it is being trained, or it has no such trial.
-      CheckpointError: its checkpoints are damaged.
-    """
-    path = workdir / 'config.json'
-    if not path.exists() or not (workdir / 'checkpoints').is_dir():
-        raise ConfigError(f'--workdir={workdir} holds no training run with checkpoints')
-    config = from_json(Config, records.read_json(path)['config'])
-    trials = config.trials.trials()
-    if not 0 <= trial < len(trials):
-        raise ConfigError(f'--trial={trial} must be from 0 to {len(trials) - 1}')
-    seeds = jnp.array([t['seed'] for t in trials], jnp.uint32)
-    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one_device),
-        jax.eval_shape(lambda: init_stack(config, seeds)),
-    )
-    with open(workdir / 'lock', 'a') as lock:
-        try:
-            # Opening checkpoints clears unfinished saves, which must not be those of a live run.
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f'--workdir={workdir} is being trained; wait or stop it') from error
-        checkpoints = Checkpoints(workdir / 'checkpoints')
-        try:
-            found = checkpoints.restore(target)
-        finally:
-            checkpoints.close()
-    if found is None:
-        raise ConfigError(f'--workdir={workdir} has no checkpoint yet')
-    state = jax.tree.map(lambda a: a[trial], found[0]['trials'])
-    named = ', '.join(f'{name}={value}' for name, value in trials[trial].items())
-    log.info('step %d, trial %d: %s', int(found[0]['step']), trial, named)
-    if not state['alive']:
-        log.warning('trial %d diverged; these are its last finite weights', trial)
-    dtype = jnp.dtype(config.model.compute_dtype)
-    params = jax.tree.map(lambda p: p.astype(dtype), state['params'])
-    return config, nnx.merge(graph_of(config), params)
+def data_of(source: Path) -> DataConfig:
+    """The data that a run was trained on, or --data."""
+    path = source / 'config.json'
+    if not (source / 'checkpoints').is_dir() or not path.exists():
+        return DataConfig(name=DATA.value)
+    return from_json(Config, runlog.read_json(path)['config']).data
 
 
 if __name__ == '__main__':

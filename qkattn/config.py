@@ -38,6 +38,7 @@ class ModelConfig:
       context: longest sequence in tokens.
       vocab_size: V.
       norm: 'layernorm' (Ba et al. 2016) or 'rmsnorm' (Zhang & Sennrich 2019).
+      activation: of the MLP: 'gelu' (exact) or 'gelu_tanh' (its tanh form, as in GPT-2).
       positions: 'learned' or 'sinusoidal' embeddings added to the tokens', 'rope' or 'alibi' inside
         attention, or 'none'.
       qk_norm, score_scale, logit_cap, window: options of attention, see AttentionSpec.
@@ -61,6 +62,7 @@ class ModelConfig:
     context: int = 128
     vocab_size: int = 256
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
+    activation: Literal['gelu', 'gelu_tanh'] = 'gelu_tanh'
     positions: Literal['learned', 'sinusoidal', 'rope', 'alibi', 'none'] = 'learned'
     qk_norm: bool = False
     score_scale: float = 1.0

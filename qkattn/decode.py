@@ -103,18 +103,19 @@ def _extend(
     first: jax.Array,
 ) -> tuple[jax.Array, Memory]:
     """Block number `index`, whose attention reads the memory, x in its slots from `first` on."""
-    y_BTD = block.attention_norm(x_BTD)
-    memory = {
-        name: jax.lax.dynamic_update_slice(
-            memory[name], added[None], (index, 0, first) + (0,) * (added.ndim - 2)
-        )
-        for name, added in block.attention.remember(y_BTD).items()
-    }
-    own = {
-        name: jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for name, a in memory.items()
-    }
-    x_BTD = x_BTD + block.attention.read(y_BTD, own, mask_BTS, first_query=first)
-    return x_BTD + block.mlp(block.mlp_norm(x_BTD)), memory
+    written = {}
+
+    def attend(y_BTD: jax.Array) -> jax.Array:
+        for name, added in block.attention.remember(y_BTD).items():
+            where = (index, 0, first) + (0,) * (added.ndim - 2)
+            written[name] = jax.lax.dynamic_update_slice(memory[name], added[None], where)
+        own = {
+            name: jax.lax.dynamic_index_in_dim(a, index, keepdims=False)
+            for name, a in written.items()
+        }
+        return block.attention.read(y_BTD, own, mask_BTS, first_query=first)
+
+    return block.around(attend, x_BTD), written
 
 
 def choose(

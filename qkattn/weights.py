@@ -6,7 +6,7 @@
 Conversions and imports write such directories; `train.init_from` starts a run from one.
 """
 
-import dataclasses
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from qkattn.budget import abstract_params
 from qkattn.config import Config, ConfigError, ModelConfig, from_json, to_json
 
 WEIGHTS, ABOUT = 'model.safetensors', 'qkattn.json'
+
+log = logging.getLogger(__name__)
 
 
 def save(
@@ -103,5 +105,7 @@ def _load_run(path: Path, trial: int) -> tuple[ModelConfig, dict]:
         checkpoints.close()
     if found is None:
         raise ConfigError(f'{path} has no checkpoint yet')
+    if not found[0]['trials']['alive'][trial]:
+        log.warning('trial %d of %s diverged; these are its last finite weights', trial, path)
     params = jax.tree.map(lambda a: np.asarray(a[trial]), found[0]['trials']['params'])
-    return dataclasses.replace(config.model), params
+    return config.model, params

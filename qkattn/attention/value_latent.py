@@ -33,12 +33,12 @@ class Latent(Composed):
     R N H + N H D. No cache of its own: the Score holds the latent, R floats a token.
     `values` writes the values of all heads out; `absorbed_values` and `absorbed_output` are the
     same map with one value head that is the latent itself, the cheaper form in decoding.
-    DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2, eq. 11.
+    DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2.
     """
 
     equation = 'W_D W_UV[n] W_O[n]'
     weights = 'R*N*H + N*H*D'
-    source = 'DeepSeek-AI 2024, arXiv 2405.04434, eq. 11'
+    source = 'DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2'
     shares = ('w_down_DR',)
     partner = 'latent'
 

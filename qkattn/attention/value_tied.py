@@ -178,7 +178,7 @@ class OIsV(Composed):
 
     equation = 'W_V[n] W_V[n]^T'
     weights = 'D*K*H'
-    source = 'OV counterpart of shared_qk; Yu et al. 2023, arXiv 2306.01129, eq. 11'
+    source = 'OV counterpart of shared_qk; Yu et al. 2023, arXiv 2306.01129 (MSSA)'
     uses_kv_heads = True
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
@@ -244,13 +244,13 @@ class Subspace(Tied):
     """B[n] = c W_K[n] W_K[n]^T: keys, values and output are one matrix, which the Score owns.
 
     No weights and no cache of its own. With the score shared_qk all four are one: the multi-head
-    subspace attention of CRATE, Yu et al. 2023, arXiv 2306.01129, eq. 11, which contracts the
+    subspace attention of CRATE, Yu et al. 2023, arXiv 2306.01129 (MSSA), which contracts the
     stream onto the subspaces U[n]. c is the fixed number `residual_gain`, there the step size.
     """
 
     equation = 'c W_K[n] W_K[n]^T'
     weights = '0'
-    source = 'Yu et al. 2023, arXiv 2306.01129, eq. 11'
+    source = 'Yu et al. 2023, arXiv 2306.01129 (MSSA)'
     shares = ('key_weight',)
     partner = 'shared_qk'
 

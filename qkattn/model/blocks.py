@@ -1,5 +1,7 @@
 """The parts of a transformer around attention: norm, MLP, block, and the stack of layers."""
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -32,10 +34,11 @@ class Norm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """gelu(x W_in + b_in) W_out + b_out; weights 2 D F. Hendrycks & Gimpel 2016 (tanh form)."""
+    """gelu(x W_in + b_in) W_out + b_out; weights 2 D F. Hendrycks & Gimpel 2016."""
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         D, F = config.d_model, config.mlp_width
+        self.approximate = config.activation == 'gelu_tanh'
         self.w_in_DF = weight(key, 'w_in_DF', (D, F), D**-0.5)
         self.w_out_FD = weight(key, 'w_out_FD', (F, D), (2 * config.num_layers * F) ** -0.5)
         self.b_in_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if config.biases else None
@@ -45,7 +48,7 @@ class MLP(nnx.Module):
         hidden_BTF = x_BTD @ self.w_in_DF[...]
         if self.b_in_F is not None:
             hidden_BTF = hidden_BTF + self.b_in_F[...]
-        out_BTD = jax.nn.gelu(hidden_BTF) @ self.w_out_FD[...]
+        out_BTD = jax.nn.gelu(hidden_BTF, self.approximate) @ self.w_out_FD[...]
         return out_BTD if self.b_out_D is None else out_BTD + self.b_out_D[...]
 
 
@@ -70,12 +73,21 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mask_BTS: jax.Array, dropout_key: jax.Array | None = None
     ) -> jax.Array:
-        keys = [None] * 3 if dropout_key is None else jax.random.split(dropout_key, 3)
-        attention_BTD = self.attention(
-            self.attention_norm(x_BTD), mask_BTS, dropout=self.dropout, dropout_key=keys[0]
+        attention_key, *keys = (
+            [None] * 3 if dropout_key is None else jax.random.split(dropout_key, 3)
         )
-        x_BTD = x_BTD + drop(attention_BTD, self.dropout, keys[1])
-        return x_BTD + drop(self.mlp(self.mlp_norm(x_BTD)), self.dropout, keys[2])
+
+        def attend(y_BTD: jax.Array) -> jax.Array:
+            return self.attention(y_BTD, mask_BTS, dropout=self.dropout, dropout_key=attention_key)
+
+        return self.around(attend, x_BTD, keys)
+
+    def around(
+        self, attend: Callable, x_BTD: jax.Array, keys: Sequence[jax.Array | None] = (None, None)
+    ) -> jax.Array:
+        """The block with `attend` (normed stream -> what is added) as its attention."""
+        x_BTD = x_BTD + drop(attend(self.attention_norm(x_BTD)), self.dropout, keys[0])
+        return x_BTD + drop(self.mlp(self.mlp_norm(x_BTD)), self.dropout, keys[1])
 
 
 def stack_blocks(config: ModelConfig, *, key: jax.Array) -> Block:

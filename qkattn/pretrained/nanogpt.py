@@ -1,6 +1,6 @@
 """GPT-2's layout with matrices of torch.nn.Linear, as nanoGPT and its descendants save it."""
 
-import logging
+import dataclasses
 import os
 import pickle
 from collections.abc import Mapping
@@ -25,17 +25,14 @@ ARGUMENTS = {
     'bias': 'biases',
 }
 
-log = logging.getLogger(__name__)
-
 
 def load_nanogpt(
     source: str | os.PathLike[str] | Mapping[str, Any], *, num_heads: int | None = None
 ) -> tuple[ModelConfig, dict]:
     """Reads nanoGPT weights as a model config and the parameters of its Decoder, in float32.
 
-    Models with and without biases, padded vocabularies, tied or untied output matrices. nanoGPT
-    applies the exact GELU since June 2023, the Decoder its tanh form, which differs by up to
-    5e-4: expect logits close to those of the original, not equal.
+    Models with and without biases, padded vocabularies, tied or untied output matrices. The
+    config has the exact GELU, which is what nanoGPT's MLP applies (`nn.GELU()`).
 
     Args:
       source: a checkpoint .pt (needs torch, and loads tensors and plain values only), a
@@ -65,8 +62,7 @@ def load_nanogpt(
     }
     config = config_of(tensors, num_heads=num_heads)
     _check_arguments(arguments, config)
-    log.info('nanoGPT weights: tanh GELU stands in for the exact one, logits differ slightly')
-    return config, to_params(config, tensors)
+    return dataclasses.replace(config, activation='gelu'), to_params(config, tensors)
 
 
 def _check_arguments(arguments: Mapping[str, Any] | None, config: ModelConfig) -> None:

@@ -161,6 +161,15 @@ def test_hadamard_is_the_standard_pair_with_that_output_matrix(d_model):
     assert error(fixed(x_BTD, causal()), np.asarray(free(x_BTD, causal()))) < 1e-5
 
 
+@pytest.mark.parametrize('d_model', [12, 20, 24])
+def test_other_widths_equal_the_oracle(d_model):
+    with jax.enable_x64(True):
+        options = {'d_model': d_model, 'head_size': d_model // N, 'biases': True}
+        layer = wide(make(('qk', 'hadamard(odd="dct")'), **options))
+        x_BTD = wide(stream(d_model=d_model))
+        assert error(layer(x_BTD, causal()), reference(layer, x_BTD, x_BTD, causal())) < 1e-12
+
+
 @pytest.mark.parametrize('d_model', [12, 33, 40, 96, 768])
 def test_the_transform_is_orthogonal_where_no_hadamard_matrix_is(d_model):
     T_DE = transform(d_model)

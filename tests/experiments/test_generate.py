@@ -1,7 +1,5 @@
 """Text from a trained run: the same for the same seed, another for another trial; refusals."""
 
-import fcntl
-
 TINY = """
 from qkattn.config import *
 
@@ -25,7 +23,7 @@ def test_a_run_continues_a_prompt(script, tmp_path):
     (tmp_path / 'prompt.txt').write_text('def f')
 
     def text(*flags):
-        done = script('generate', '--workdir=w', '--num_tokens=16', *flags)
+        done = script('generate', '--source=w', '--num_tokens=16', *flags)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -34,15 +32,14 @@ def test_a_run_continues_a_prompt(script, tmp_path):
     assert text('--prompt_file=prompt.txt', '--seed=5') == by_flag
     assert text('--prompt=def f', '--seed=5', '--trial=1') != by_flag
 
+    ids = script('generate', '--source=w', '--num_tokens=8', '--prompt_tokens=100 101')
+    assert len(ids.stdout.split()) == 8
+
     for flags, said in (
-        (['--workdir=w', '--trial=2'], '--trial=2 must be from 0 to 1'),
-        (['--workdir=absent'], 'holds no training run'),
-        (['--workdir=w', '--prompt=a', '--prompt_file=prompt.txt'], 'exclude each other'),
+        (['--source=w', '--trial=2'], 'trial=2 must be in [0, 2)'),
+        (['--source=absent'], 'absent does not exist'),
+        (['--source=w', '--prompt_tokens=a b'], 'must be whole numbers'),
+        (['--source=w', '--prompt=a', '--prompt_file=prompt.txt'], 'exclude each other'),
     ):
         done = script('generate', *flags)
         assert done.returncode == 2 and said in done.stderr and 'Traceback' not in done.stderr
-
-    with open(tmp_path / 'w' / 'lock') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        done = script('generate', '--workdir=w')
-        assert done.returncode == 2 and 'is being trained' in done.stderr
