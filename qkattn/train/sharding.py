@@ -13,7 +13,7 @@ from qkattn.config import ConfigError, MeshConfig
 # Candidates in order: the first letter of the name that divides is split over the mesh axis.
 # D is never split over tensor: with the embedding split V over fsdp and D over tensor, jaxlib
 # 0.10.2 and 0.12.0 return wrong sums from a scan over microbatches on a mesh of all three axes.
-CANDIDATES = {'fsdp': 'VDER', 'tensor': 'NKFH'}
+CANDIDATES = {'fsdp': 'VDERC', 'tensor': 'NKFH'}
 
 BATCH_AXES = ('data', 'fsdp')
 

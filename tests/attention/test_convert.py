@@ -1,6 +1,5 @@
 """Conversions keep the function where they say so; where they refuse, they would not keep it."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
