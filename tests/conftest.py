@@ -13,6 +13,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import dataclasses
 
+import jax
 import pytest
 
 from qkattn.config import (
@@ -67,3 +68,10 @@ def tiny(data_dir):
         return config
 
     return make
+
+
+@pytest.fixture(autouse=True, scope='module')
+def compiled_programs_are_let_go():
+    """Compiled programs of a module are of no use to the next and would fill the memory."""
+    yield
+    jax.clear_caches()

@@ -74,12 +74,15 @@ def train(
     for split in ('train', 'validation', 'test'):
         data.num_windows(dataset, split, config.model.context)  # refuses a split that is too short
 
+    if jax.process_count() > 1:
+        raise ConfigError(f'a run is one process, but this job has {jax.process_count()}')
+
     opened = runlog.RunDirectory.open(workdir, to_json(config), fingerprint(config), command)
-    with opened as directory:
+    with opened as directory, runlog.StopRequest() as stop:
         result_path = directory.path / 'result.json'
         if result_path.exists():
             return runlog.read_json(result_path)
-        results = _Run(config, dataset, directory, description, cells_left).run()
+        results = _Run(config, dataset, directory, stop, description, cells_left).run()
         runlog.write_json(result_path, results)
         return results
 
@@ -92,10 +95,11 @@ class _Run:
         config: Config,
         dataset: TokenDataset,
         directory: runlog.RunDirectory,
+        stop: runlog.StopRequest,
         description: str,
         cells_left: int | None,
     ):
-        self.config, self.dataset, self.directory = config, dataset, directory
+        self.config, self.dataset, self.directory, self.stop = config, dataset, directory, stop
         self.trials = config.trials.trials()
         self.program = self._build()
         self.checkpoints = Checkpoints(directory.path / 'checkpoints')
@@ -124,10 +128,9 @@ class _Run:
             self.checkpoints.close()
 
     def _run(self) -> list[dict[str, Any]]:
-        config, program, metrics = self.config, self.program, self.directory.metrics
-        train = config.train
+        config, program, train = self.config, self.program, self.config.train
         state, step, clock = self._restore()
-        metrics.rewind(step, every=train.log_every)
+        self.directory.metrics.rewind(step, every=train.log_every)
         rows = programs.local_rows(config, program.mesh)
         batches = data.TrainBatches(
             self.dataset,
@@ -146,32 +149,44 @@ class _Run:
             tokens_per_step=self.tokens_per_step,
             cells_left=self.cells_left,
         )
-        val_loss = math.inf
-        with batches, progress, runlog.StopRequest() as stop:
+        val_loss, held = math.inf, None
+        with batches, progress:
             started, since = time.perf_counter(), step
             for tokens_CXBT1 in batches:
                 tokens = programs.place_tokens(config, program.mesh, tokens_CXBT1, rows)
                 state, measured = program.train(state, tokens)
+                # Metrics are fetched one dispatch late, so that the device never waits for them.
+                held = self._record(held)
                 step += train.steps_per_dispatch
                 progress.update(step, measured['loss'][-1])
-                evaluating = step % train.eval_every == 0
-                saving = step % train.checkpoint_every == 0 or step == train.num_steps
                 if step % train.log_every == 0:
-                    metrics.append(_train_record(step, measured))
-                if not (evaluating or saving or stop.requested):
+                    held = step, measured
+                evaluating = step % train.eval_every == 0
+                stopping = self.stop.requested and step < train.num_steps
+                saving = stopping or step % train.checkpoint_every == 0 or step == train.num_steps
+                if not (evaluating or saving):
                     continue
+                held = self._record(held)
                 jax.block_until_ready(state)
                 clock.add(time.perf_counter() - started, (step - since) * self.tokens_per_step)
                 if evaluating:
                     losses_X = self._evaluate(state, 'validation')
-                    metrics.append(self._eval_record(step, losses_X))
+                    self.directory.metrics.append(self._eval_record(step, losses_X))
                     val_loss = float(np.mean(losses_X))
-                if saving or stop.requested:
+                if saving:
                     self._save(step, state, val_loss, clock)
-                if stop.requested and step < train.num_steps:
+                if stopping:
                     raise Stopped(f'stopped at step {step} of {train.num_steps}, state saved')
                 started, since = time.perf_counter(), step
         return self._results(state, clock)
+
+    def _record(self, held: tuple[int, dict[str, jax.Array]] | None) -> None:
+        """Writes the metrics of a dispatch: means over its steps, for each trial."""
+        if held is None:
+            return
+        step, measured = held
+        means = {name: np.asarray(v_CX, np.float64).mean(0) for name, v_CX in measured.items()}
+        self.directory.metrics.append({'kind': 'train', 'step': step, **means})
 
     def _restore(self) -> tuple[dict, int, _Clock]:
         found = self.checkpoints.restore(self.program.abstract_state)
@@ -267,11 +282,3 @@ class _Run:
                 result[f'{short}_bits_per_byte'] = self.dataset.bits_per_byte(split, loss)
             results.append(result)
         return runlog.to_jsonable(results)
-
-
-def _train_record(step: int, measured: dict[str, jax.Array]) -> dict[str, Any]:
-    """Means over the steps of the last dispatch, for each trial."""
-    means = {
-        name: np.asarray(values_CX, np.float64).mean(0) for name, values_CX in measured.items()
-    }
-    return {'kind': 'train', 'step': step, **means}
