@@ -198,9 +198,10 @@ def match(
     around = [k for k in around if k is not None]
     if not around:
         try:
-            registry.check(at(step).attention)
+            registry.check(config.attention)
         except SpecError as error:
-            raise MatchError(f'{config.score}/{config.value} has no width: {error}') from error
+            raise MatchError(f'{config.score}/{config.value} cannot be built: {error}') from error
+        raise MatchError(f'{config.score}/{config.value} has no width in steps of {step}')
     nearest = min(around, key=lambda k: abs(counted(at(k * step)) - target))
     steps = {*around, *(k for k in range(max(1, nearest - 8), nearest + 9) if usable(k))}
     widths = sorted((k * step for k in steps), key=lambda width: abs(width - nearest * step))

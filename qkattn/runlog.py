@@ -40,12 +40,38 @@ __all__ = [
     'RunDirectory',
     'RunDirectoryError',
     'StopRequest',
+    'make_directory',
     'read_json',
     'read_metrics',
     'to_jsonable',
     'write_json',
     'write_text',
 ]
+
+
+def make_directory(path: str | os.PathLike) -> Path:
+    """Creates `path`, unless it is there, and returns it absolute.
+
+    Raises:
+      RunDirectoryError: a URL, or out of reach.
+    """
+    if '://' in os.fspath(path):
+        raise RunDirectoryError(
+            f'workdir={os.fspath(path)} is a URL; give a directory on a mounted file system.'
+        )
+    directory = Path(path).absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    return directory
+
+
+def _unusable(directory: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f'workdir={directory} cannot be used ({error.strerror}); '
+        'give a directory that this user can write to.'
+    )
 
 
 class RunDirectory:
@@ -85,20 +111,12 @@ class RunDirectory:
           RunDirectoryError: in use by a live process, out of reach, or damaged.
           ConfigError: holds a run of another configuration; the message lists the differences.
         """
-        if '://' in os.fspath(path):
-            raise RunDirectoryError(
-                f'workdir={os.fspath(path)} is a URL; give a directory on a mounted file system.'
-            )
-        directory = Path(path).absolute()
+        directory = make_directory(path)
         with contextlib.ExitStack() as stack:
             try:
-                directory.mkdir(parents=True, exist_ok=True)
                 lock = stack.enter_context(open(directory / 'lock', 'a+'))
             except OSError as error:
-                raise RunDirectoryError(
-                    f'workdir={directory} cannot be used ({error.strerror}); '
-                    'give a directory that this user can write to.'
-                ) from error
+                raise _unusable(directory, error) from error
             _acquire(lock, directory)
             resumed = _check_config(directory, config, config_hash)
             _record_start(directory / 'provenance.json', command)

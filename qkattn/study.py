@@ -127,8 +127,7 @@ def run(study: Study, workdir: str | Path, *, command: list[str] | None = None) 
     earlier one stopped.
     """
     cells = expand(study)
-    path = Path(workdir).absolute()
-    path.mkdir(parents=True, exist_ok=True)
+    path = runlog.make_directory(workdir)
     runlog.write_json(path / 'study.json', describe(study, cells, command))
     for number, cell in enumerate(cells):
         if not (path / cell.directory / 'result.json').exists():

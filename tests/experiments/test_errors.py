@@ -10,6 +10,9 @@ CASES = [
     ('ablate', ['--config=study.py'], '--workdir=DIRECTORY is required'),
     ('ablate', ['--config=study.py', '--config.variant=x'], 'variant'),
     ('ablate', ['--config=study.py', '--config.fill=heads', '--dry_run'], "fill='heads'"),
+    ('ablate', ['--config=study.py', '--workdir=gs://bucket/x'], 'gs://bucket/x is a URL'),
+    ('ablate', ['--config=study.py', '--workdir=/proc/x'], '/proc/x cannot be used'),
+    ('train', ['--config=run.py', '--workdir=gs://bucket/x'], 'gs://bucket/x is a URL'),
     ('train', ['--config=run.py', '--config.model.width=3'], 'width'),
     ('train', ['--config=run.py', '--config.model.d_model=wide'], 'd_model'),
     ('train', ['--config=run.py', '--workdir=w', '--config.model.score=qq'], "score 'qq'"),
@@ -21,9 +24,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(('name', 'flags', 'message'), CASES, ids=lambda c: str(c)[-40:])
-def test_bad_input_is_one_sentence(script, name, flags, message):
+def test_bad_input_is_one_sentence(script, tmp_path, name, flags, message):
     done = script(name, *flags)
     said = done.stderr.strip()
     assert done.returncode == 2, said
     assert message in said and 'Traceback' not in said
     assert len([line for line in said.splitlines() if line]) == 1, said
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != '.py') in (
+        [],
+        ['__pycache__'],
+        ['w'],
+    )
