@@ -157,7 +157,12 @@ def test_the_baseline_matches_itself():
         ({}, TARGET, {'fill': None, 'tolerance': 1e-9, 'multiple_of': 64}, None),
         ({'score': 'shared_qk'}, TARGET, {'fill': None}, 'd_model alone is too coarse'),
         ({'score': 'shared_qk'}, TARGET + 1, {'tolerance': 1e-7}, 'one step of d_ff is .* weights'),
-        ({'score': 'query_free', 'value': 'low_rank(rank=0)'}, TARGET, {}, 'cannot be built: .*rank'),
+        (
+            {'score': 'query_free', 'value': 'low_rank(rank=0)'},
+            TARGET,
+            {},
+            'cannot be built: .*rank',
+        ),
         ({'num_heads': 64, 'd_model': 64}, 5000, {}, 'more than 5000 weights at d_ff=1'),
     ],
     ids=['coarse but exact', 'no fill', 'tolerance', 'no width', 'too small'],
