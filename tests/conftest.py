@@ -12,6 +12,7 @@ os.environ['XLA_FLAGS'] = (
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import dataclasses
+import re
 
 import jax
 import pytest
@@ -75,3 +76,25 @@ def compiled_programs_are_let_go():
     """Compiled programs of a module are of no use to the next and would fill the memory."""
     yield
     jax.clear_caches()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many cells were held to the contract of tests/attention, and how many there are."""
+    from qkattn import catalogue
+    from qkattn.attention import SCORES, VALUES
+
+    done = {
+        match[1]
+        for report in terminalreporter.stats.get('passed', [])
+        if (
+            match := re.search(
+                r'test_contract\.py::test_\w+\[([^\]]+/[^\]]+?)(?:-[a-z_]+)?\]', report.nodeid
+            )
+        )
+    }
+    if done:
+        known = len(catalogue.cells())
+        terminalreporter.write_line(
+            f'contract suite: {len(done)} cells run, {known} registered '
+            f'({len(SCORES)} scores, {len(VALUES)} values)'
+        )

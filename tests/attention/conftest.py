@@ -7,12 +7,11 @@ may be named by import path.
 
 import dataclasses
 import random
-import re
 
 import pytest
 
 from qkattn import catalogue
-from qkattn.attention import SCORES, VALUES, SpecError, parse_cell, registry
+from qkattn.attention import VALUES, SpecError, parse_cell, registry
 
 SAMPLE = 12
 
@@ -50,22 +49,3 @@ def _checked(text: str) -> tuple[str, str]:
     except SpecError as error:
         raise pytest.UsageError(f'--cell={text}: {error}') from error
     return score, value
-
-
-def pytest_terminal_summary(terminalreporter):
-    """How many cells were held to the contract, and how many there are."""
-    done = {
-        match[1]
-        for report in terminalreporter.stats.get('passed', [])
-        if (
-            match := re.search(
-                r'test_contract\.py::test_\w+\[([^\]]+/[^\]]+?)(?:-[a-z_]+)?\]', report.nodeid
-            )
-        )
-    }
-    if done:
-        known = len(catalogue.cells())
-        terminalreporter.write_line(
-            f'contract suite: {len(done)} cells run, {known} registered '
-            f'({len(SCORES)} scores, {len(VALUES)} values)'
-        )
