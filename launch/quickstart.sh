@@ -10,9 +10,9 @@ set -euo pipefail
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 root=${here%/*}
 venv=${QKATTN_VENV:-$root/.venv}
-[[ $venv == /* ]] || venv=$PWD/$venv
+[[ $venv == /* ]] || venv=${PWD%/}/$venv
 runs=${QKATTN_RUNS:-$root/runs}
-[[ $runs == /* ]] || runs=$PWD/$runs
+[[ $runs == /* ]] || runs=${PWD%/}/$runs
 
 bash "$here/venv.sh"
 cd "$root"

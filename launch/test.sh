@@ -11,7 +11,7 @@ set -euo pipefail
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 root=${here%/*}
 venv=${QKATTN_VENV:-$root/.venv}
-[[ $venv == /* ]] || venv=$PWD/$venv
+[[ $venv == /* ]] || venv=${PWD%/}/$venv
 
 selection=(-m 'not slow')
 # A test worker imports jax and compiles with its own threads: more than a few only wait for memory.

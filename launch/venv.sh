@@ -12,7 +12,7 @@ set -euo pipefail
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 root=${here%/*}
 venv=${QKATTN_VENV:-$root/.venv}
-[[ $venv == /* ]] || venv=$PWD/$venv
+[[ $venv == /* ]] || venv=${PWD%/}/$venv
 stamp=$venv/qkattn-stamp
 owner=$venv/made-by-qkattn
 

@@ -59,7 +59,8 @@ def make_directory(path: str | os.PathLike) -> Path:
         raise RunDirectoryError(
             f'workdir={os.fspath(path)} is a URL; give a directory on a mounted file system.'
         )
-    directory = Path(path).absolute()
+    # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
+    directory = Path('/' + os.path.abspath(path).lstrip('/'))
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -113,3 +113,9 @@ def test_provenance_gains_one_entry_per_start(tmp_path):
     assert set(starts[0]['versions']) == set(provenance.RECORDED_VERSIONS)
     assert starts[0]['devices']['count'] >= 1
     assert starts[0]['started'] <= starts[1]['started']
+
+
+def test_two_leading_slashes_become_one(tmp_path):
+    doubled = '/' + str(tmp_path / 'run')
+    assert doubled.startswith('//')
+    assert runlog.make_directory(doubled) == tmp_path / 'run'
