@@ -91,7 +91,7 @@ def _leave(sentence: str, code: int = runlog.EXIT_CONFIG) -> None:
 def _log_to_stderr() -> None:
     """The package's own messages, one line each; libraries keep their thresholds."""
     if not flags.FLAGS['verbosity'].present:
-        absl.logging.set_verbosity(absl.logging.WARNING)  # orbax tells every step of every save
+        absl.logging.set_verbosity(absl.logging.ERROR)  # orbax tells every step of every save
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter('%(message)s'))
     logger = logging.getLogger('qkattn')

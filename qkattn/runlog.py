@@ -43,10 +43,19 @@ __all__ = [
     'make_directory',
     'read_json',
     'read_metrics',
+    'require_local',
     'to_jsonable',
     'write_json',
     'write_text',
 ]
+
+
+def require_local(path: str | os.PathLike) -> None:
+    """Raises RunDirectoryError where `path` is a URL."""
+    if '://' in os.fspath(path):
+        raise RunDirectoryError(
+            f'workdir={os.fspath(path)} is a URL; give a directory on a mounted file system.'
+        )
 
 
 def make_directory(path: str | os.PathLike) -> Path:
@@ -55,10 +64,7 @@ def make_directory(path: str | os.PathLike) -> Path:
     Raises:
       RunDirectoryError: a URL, or out of reach.
     """
-    if '://' in os.fspath(path):
-        raise RunDirectoryError(
-            f'workdir={os.fspath(path)} is a URL; give a directory on a mounted file system.'
-        )
+    require_local(path)
     # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
     directory = Path('/' + os.path.abspath(path).lstrip('/'))
     try:

@@ -7,6 +7,7 @@ of a split, a separator after each; `<split>.json` beside it says what they are 
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import logging
 
 from qkattn.config import ConfigError
 from qkattn.data.files import locked, replacing
 from qkattn.data.tokenizer import Tokenizer
 
 SPLITS = ('train', 'validation', 'test')
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ def open_dataset(
 ) -> TokenDataset:
     """Opens the token files under `data_dir` and writes them first where they are missing.
 
-    A damaged file is reported (absl warning) and written again. Any number of processes may call
+    A damaged file is reported (a warning) and written again. Any number of processes may call
     this at the same time.
 
     Args:
@@ -156,8 +158,8 @@ def open_dataset(
                 splits = open_all()
             except (FileNotFoundError, DamagedCache) as error:
                 if isinstance(error, DamagedCache):
-                    logging.warning('%s It is written again.', error)
-                logging.info('Writing tokens of %s %s to %s', name, version, directory)
+                    log.warning('%s It is written again.', error)
+                log.info('Writing tokens of %s %s to %s', name, version, directory)
                 texts = documents()
                 for split in SPLITS:
                     _write_split(directory, described | {'split': split}, tokenizer, texts[split])

@@ -65,6 +65,7 @@ def train(
       Stopped: SIGTERM or Ctrl-C came; the state is saved.
     """
     validate(config)
+    runlog.require_local(workdir)
     dataset = data.load(config.data.name, config.data.data_dir)
     if dataset.vocab_size > config.model.vocab_size:
         raise ConfigError(

@@ -4,9 +4,9 @@ import re
 
 import numpy as np
 import pytest
-from absl import logging
 
 from qkattn.config import ConfigError
+from qkattn.data import tokens
 from qkattn.data.tokenizer import ByteTokenizer
 from qkattn.data.tokens import open_dataset
 
@@ -43,7 +43,7 @@ def corpus(tmp_path):
 @pytest.fixture
 def warnings(monkeypatch):
     messages = []
-    monkeypatch.setattr(logging, 'warning', lambda text, *args: messages.append(text % args))
+    monkeypatch.setattr(tokens.log, 'warning', lambda text, *args: messages.append(text % args))
     return messages
 
 
