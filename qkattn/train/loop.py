@@ -15,6 +15,7 @@ from qkattn.config import Config, ConfigError, fingerprint, to_json, validate
 from qkattn.data import pipeline as data
 from qkattn.data.tokens import TokenDataset
 from qkattn.train import program as programs
+from qkattn.train import sharding
 from qkattn.train.checkpoint import CheckpointError, Checkpoints
 from qkattn.train.program import Program
 
@@ -66,6 +67,7 @@ def train(
     """
     validate(config)
     runlog.require_local(workdir)
+    sharding.require_devices(config.mesh)
     dataset = data.load(config.data.name, config.data.data_dir)
     if dataset.vocab_size > config.model.vocab_size:
         raise ConfigError(

@@ -1,7 +1,9 @@
 """Where arrays live: one table from the letters in a parameter's name to the axes of the mesh."""
 
+import dataclasses
 import functools
 import logging
+import math
 import re
 
 import jax
@@ -20,19 +22,24 @@ BATCH_AXES = ('data', 'fsdp')
 log = logging.getLogger(__name__)
 
 
+def require_devices(config: MeshConfig) -> None:
+    """Raises ConfigError where the mesh needs more devices than there are."""
+    wanted, present = math.prod(dataclasses.astuple(config)), len(jax.devices())
+    if wanted > present:
+        raise ConfigError(
+            f'mesh {dataclasses.asdict(config)} needs {wanted} devices, but there are {present}'
+        )
+
+
 def make_mesh(config: MeshConfig) -> Mesh:
     """The mesh (trial, data, fsdp, tensor) over the first devices.
 
     Raises:
       ConfigError: more devices asked for than there are.
     """
+    require_devices(config)
     shape = (config.trial, config.data, config.fsdp, config.tensor)
-    wanted, devices = config.trial * config.data * config.fsdp * config.tensor, jax.devices()
-    if wanted > len(devices):
-        raise ConfigError(
-            f'mesh {dict(zip(("trial", "data", "fsdp", "tensor"), shape, strict=True))} needs '
-            f'{wanted} devices, but there are {len(devices)}'
-        )
+    wanted, devices = math.prod(shape), jax.devices()
     if wanted < len(devices):
         log.warning('the mesh uses %d of %d devices', wanted, len(devices))
     names = ('trial', 'data', 'fsdp', 'tensor')
