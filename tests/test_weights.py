@@ -35,6 +35,8 @@ def test_training_goes_on_from_a_run_and_from_a_directory(tiny, tmp_path):
     train(tiny(), tmp_path / 'first')
     model, params = weights.load(tmp_path / 'first', trial=1)
     assert model == tiny().model
+    _, other = weights.load(tmp_path / 'first', trial=0)
+    assert (other['w_embedding_VD'] != params['w_embedding_VD']).any()
     weights.save(tmp_path / 'w', model, params, origin={})
     on = tiny(train={'init_from': str(tmp_path / 'w')}, trials={'seeds': (0,)})
     train(on, tmp_path / 'second')
