@@ -20,6 +20,7 @@ from flax import traverse_util
 from qkattn import runlog
 from qkattn.budget import abstract_params
 from qkattn.config import Config, ConfigError, ModelConfig, from_json, to_json
+from qkattn.data.files import replacing
 
 WEIGHTS, ABOUT = 'model.safetensors', 'qkattn.json'
 
@@ -40,9 +41,8 @@ def save(
     path.mkdir(parents=True, exist_ok=True)
     flat = traverse_util.flatten_dict(params, sep='.')
     flat = {name: np.ascontiguousarray(leaf) for name, leaf in flat.items()}
-    part = path / f'{WEIGHTS}.part'
-    safetensors.numpy.save_file(flat, part)
-    os.replace(part, path / WEIGHTS)
+    with replacing(path / WEIGHTS) as part:
+        safetensors.numpy.save_file(flat, part)
     runlog.write_json(path / ABOUT, {'model': to_json(model), 'origin': origin})
     return path
 
