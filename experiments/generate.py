@@ -1,22 +1,21 @@
-"""Continues a text with a trained model.
+"""Continues a text with a trained language model.
 
 python -m experiments.generate --source=runs/small --prompt='def main(' --num_tokens=100
 
 The source is whatever experiments.convert reads. The tokenizer is that of the run's data, or of
---data where the source is weights alone.
+--data where the source is weights alone. With --beam the likeliest continuation is searched for
+instead of drawn.
 """
 
-from pathlib import Path
-
 import jax
-import jax.numpy as jnp
+import numpy as np
 from absl import flags
-from flax import nnx
 
-from qkattn import cli, decode, pretrained, runlog
-from qkattn.budget import abstract_model
-from qkattn.config import Config, ConfigError, DataConfig, from_json
-from qkattn.data import pipeline
+from qkattn import cli, pretrained
+from qkattn.config import ConfigError, DataConfig
+from qkattn.data.load import tokenizer_of
+from qkattn.generate import generate, search
+from qkattn.model import Decoder, Encoder
 
 SOURCE = flags.DEFINE_string('source', None, 'A training run, or weights.')
 DATA = flags.DEFINE_string('data', DataConfig.name, 'Whose tokenizer to use for weights alone.')
@@ -31,38 +30,48 @@ TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Divides the logits; 0 is g
 TOP_K = flags.DEFINE_integer('top_k', None, 'Draw from the k likeliest tokens only.')
 TOP_P = flags.DEFINE_float('top_p', None, 'Draw from the likeliest tokens that make up p only.')
 SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.')
+BEAM = flags.DEFINE_integer('beam', None, 'Hypotheses of a beam search up to the next separator.')
+LENGTH_PENALTY = flags.DEFINE_float('length_penalty', 1.0, 'Of the beam search.')
 
 
 def main() -> None:
     if SOURCE.value is None:
         raise ConfigError('--source=DIRECTORY is required')
-    config, params = pretrained.load_any(SOURCE.value, trial=TRIAL.value)
-    dtype = jnp.dtype(config.compute_dtype)
-    params = jax.tree.map(lambda p: jnp.asarray(p, dtype), params)
-    model = nnx.merge(nnx.graphdef(abstract_model(config)), params)
-    if PROMPT_TOKENS.value is not None:
-        print(' '.join(map(str, continued(model, token_ids(), config.vocab_size))))
-        return
-    source = data_of(Path(SOURCE.value))
-    tokenizer = pipeline.load(source.name, source.data_dir).tokenizer
-    if tokenizer.vocab_size > config.vocab_size:
+    model = pretrained.load_model(SOURCE.value, trial=TRIAL.value)
+    if not isinstance(model, Decoder) or isinstance(model, Encoder):
         raise ConfigError(
-            f'tokenizer {tokenizer.name} of {source.name} has {tokenizer.vocab_size} tokens and '
-            f'the model {config.vocab_size}; give --prompt_tokens'
+            f'--source={SOURCE.value} is a model of kind {model.config.kind!r}; only a decoder '
+            'continues text (experiments.translate runs an encoder_decoder)'
         )
-    text = prompt()
+    if PROMPT_TOKENS.value is not None:
+        if BEAM.value is not None:
+            raise ConfigError('--beam needs a tokenizer, so it excludes --prompt_tokens')
+        print(' '.join(map(str, drawn(model, token_ids(), model.config.vocab_size))))
+        return
+    config = pretrained.settings_of(SOURCE.value)
+    data = DataConfig(name=DATA.value) if config is None else config.data
+    tokenizer = tokenizer_of(data)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ConfigError(
+            f'tokenizer {tokenizer.name} of {data.name} has {tokenizer.vocab_size} tokens and '
+            f'the model {model.config.vocab_size}; give --prompt_tokens'
+        )
+    text = cli.text_of(PROMPT, PROMPT_FILE)
     try:
         ids = tokenizer.encode(text).tolist() or [tokenizer.separator]
     except ValueError as error:
         raise ConfigError(f'the prompt cannot be encoded: {error}') from error
-    added = continued(model, ids, tokenizer.vocab_size)
+    if BEAM.value is None:
+        added = drawn(model, ids, tokenizer.vocab_size)
+    else:
+        added = searched(model, ids, tokenizer.separator, tokenizer.vocab_size)
     # Together, because a character may begin in the prompt and end behind it.
     print(tokenizer.decode((ids if text else []) + added))
 
 
-def continued(model: nnx.Module, ids: list[int], vocab_size: int) -> list[int]:
-    """The tokens that follow `ids`, by the flags."""
-    tokens_BT = decode.generate(
+def drawn(model: Decoder, ids: list[int], vocab_size: int) -> list[int]:
+    """Tokens that follow `ids`, drawn as the flags say."""
+    tokens_BT = generate(
         model,
         [ids],
         NUM_TOKENS.value,
@@ -75,6 +84,21 @@ def continued(model: nnx.Module, ids: list[int], vocab_size: int) -> list[int]:
     return tokens_BT[0].tolist()
 
 
+def searched(model: Decoder, ids: list[int], separator: int, vocab_size: int) -> list[int]:
+    """The likeliest tokens that follow `ids`, up to the separator."""
+    found = search(
+        model,
+        [ids],
+        NUM_TOKENS.value,
+        separator=separator,
+        beam=BEAM.value,
+        length_penalty=LENGTH_PENALTY.value,
+        vocab_size=vocab_size,
+    )
+    best_T = np.asarray(found.tokens_BKT[0, 0])
+    return best_T[best_T != separator].tolist()
+
+
 def token_ids() -> list[int]:
     """--prompt_tokens as numbers."""
     try:
@@ -83,26 +107,6 @@ def token_ids() -> list[int]:
         raise ConfigError(
             f'--prompt_tokens={PROMPT_TOKENS.value!r} must be whole numbers'
         ) from error
-
-
-def prompt() -> str:
-    """The text of --prompt or --prompt_file; '' without either."""
-    if PROMPT_FILE.value is None:
-        return '' if PROMPT.value is None else PROMPT.value
-    if PROMPT.value is not None:
-        raise ConfigError('--prompt and --prompt_file exclude each other')
-    try:
-        return Path(PROMPT_FILE.value).read_text(encoding='utf-8')
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f'--prompt_file={PROMPT_FILE.value} cannot be read: {error}') from error
-
-
-def data_of(source: Path) -> DataConfig:
-    """The data that a run was trained on, or --data."""
-    path = source / 'config.json'
-    if not (source / 'checkpoints').is_dir() or not path.exists():
-        return DataConfig(name=DATA.value)
-    return from_json(Config, runlog.read_json(path)['config']).data
 
 
 if __name__ == '__main__':

@@ -3,12 +3,14 @@
 python -m experiments.train --config=configs/small.py --workdir=runs/small
 """
 
+from typing import Any
+
 from absl import flags
 
 from qkattn import cli
 from qkattn.config import Config, ConfigError
 from qkattn.train import train
-from qkattn.train.loop import FINISHED
+from qkattn.train.results import FINISHED, PREFIXES
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same one resumes.')
@@ -22,9 +24,28 @@ def main() -> None:
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
         print(f'{trial} {result["status"]}', end='')
         if result['status'] == FINISHED:
-            losses = (result['val_bits_per_byte'], result['test_bits_per_byte'])
-            print(': validation {:.4f}, test {:.4f} bits/byte'.format(*losses), end='')
+            reached = [f'{split} {" ".join(said)}' for split, said in summary(result).items()]
+            print(f': {", ".join(reached)}', end='')
         print()
+
+
+def summary(result: dict[str, Any]) -> dict[str, list[str]]:
+    """What a finished trial reached, split by split, as far as it was measured."""
+    formats = {
+        'loss': '{:.4f} nats/token',
+        'bits_per_byte': '{:.4f} bits/byte',
+        'accuracy': '{:.2%} right',
+        'bleu': 'BLEU {:.2f}',
+    }
+    return {
+        split: [
+            said.format(result[f'{short}_{name}'])
+            for name, said in formats.items()
+            if f'{short}_{name}' in result and result[f'{short}_{name}'] is not None
+        ]
+        for split, short in PREFIXES.items()
+        if result[f'{short}_loss'] is not None
+    }
 
 
 if __name__ == '__main__':

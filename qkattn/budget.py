@@ -5,7 +5,6 @@ program, the cache on the arrays that a layer remembers, all by abstract evaluat
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -17,19 +16,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from qkattn.attention import registry
 from qkattn.attention.spec import SpecError
 from qkattn.config import ConfigError, ModelConfig
-from qkattn.model import Decoder
+from qkattn.model import Decoder, EncoderDecoder, abstract_model
 
 GROUPS = ('embedding', 'attention', 'mlp', 'norm')
 
 
 class MatchError(ConfigError):
     """No configuration meets the weight target, and why."""
-
-
-@functools.lru_cache(maxsize=4096)
-def abstract_model(config: ModelConfig) -> Decoder:
-    """The model with shapes in place of arrays; nothing is allocated."""
-    return nnx.eval_shape(lambda: Decoder(config, key=jax.random.key(0)))
 
 
 def abstract_params(config: ModelConfig) -> dict:
@@ -40,13 +33,12 @@ def abstract_params(config: ModelConfig) -> dict:
 def group_of(path: str) -> str:
     """The budget group of a parameter by its path, e.g. 'blocks/mlp/w_in_DF' -> 'mlp'."""
     *modules, name = path.split('/')
-    module = modules[-1] if modules else ''
-    if module.endswith('norm'):
+    if modules and modules[-1].endswith('norm'):
         return 'norm'
     for group in ('attention', 'mlp'):
-        if group in modules:
+        if any(module.endswith(group) for module in modules):
             return group
-    if not modules and name.startswith(('w_embedding', 'w_position', 'w_output')):
+    if modules in ([], ['encoder']) and name.startswith(('w_embedding', 'w_position', 'w_output')):
         return 'embedding'
     raise ValueError(f'parameter {path} belongs to no budget group of {", ".join(GROUPS)}')
 
@@ -67,10 +59,13 @@ def flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations of all matrix products in one forward pass, per token.
 
     Counted on the traced program at the full context, two per multiply-add; masked positions are
-    computed and count. A training step costs about three times as much.
+    computed and count. A training step costs about three times as much. In an encoder-decoder, per
+    target token, the encoding of a full source included.
     """
-    tokens_BT = jax.ShapeDtypeStruct((1, config.context), jnp.int32)
-    jaxpr = jax.make_jaxpr(lambda model, tokens: model(tokens))(abstract_model(config), tokens_BT)
+    inputs = {'tokens_BT': jax.ShapeDtypeStruct((1, config.context), jnp.int32)}
+    if config.kind == 'encoder_decoder':
+        inputs['source_BS'] = jax.ShapeDtypeStruct((1, config.encoder.context), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda model, inputs: model(**inputs))(abstract_model(config), inputs)
     return _matmul_flops(jaxpr.jaxpr) / config.context
 
 
@@ -103,16 +98,25 @@ def _is_jaxpr(value: object) -> bool:
 
 
 def cache_floats_per_token(config: ModelConfig) -> int:
-    """Numbers that decoding must keep per past token, over all layers."""
-    block = abstract_model(dataclasses.replace(config, num_layers=1)).blocks
+    """Numbers that decoding must keep per past token, over all layers.
+
+    In an encoder-decoder, of one target token and one source token together; an encoder, which
+    decodes nothing, keeps none.
+    """
+    if config.kind == 'encoder':
+        return 0
+    one_layer = abstract_model(dataclasses.replace(config, num_layers=1))
     y_BSD = jax.ShapeDtypeStruct((1, 1, config.d_model), jnp.float32)
 
-    def remember(block, y_BSD):
-        layer = jax.tree.map(lambda stacked: stacked[0], block)
-        return layer.attention.remember(y_BSD)
+    def remember(model: Decoder | EncoderDecoder, y_BSD: jax.Array) -> list[dict]:
+        layer = jax.tree.map(lambda stacked: stacked[0], model.blocks)
+        read = [layer.attention]
+        if config.kind == 'encoder_decoder':
+            read.append(layer.cross_attention)
+        return [attention.remember(y_BSD) for attention in read]
 
-    memory = jax.eval_shape(remember, block, y_BSD)
-    return config.num_layers * sum(math.prod(array.shape) for array in memory.values())
+    memories = jax.tree.leaves(jax.eval_shape(remember, one_layer, y_BSD))
+    return config.num_layers * sum(math.prod(array.shape) for array in memories)
 
 
 @dataclasses.dataclass(frozen=True)

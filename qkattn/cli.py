@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import absl.logging
 from absl import app, flags
@@ -39,6 +40,18 @@ def read_config(flag: flags.FlagHolder, kind: type[Config] | type[Study]) -> Con
             f'run it with python -m {script}'
         )
     return config
+
+
+def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
+    """What one of two flags gives, the second as the name of a file; '' without either."""
+    if file.value is None:
+        return '' if text.value is None else text.value
+    if text.value is not None:
+        raise ConfigError(f'--{text.name} and --{file.name} exclude each other')
+    try:
+        return Path(file.value).read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 
 
 def command(script: str) -> list[str]:

@@ -7,7 +7,6 @@ fields are overridden on the command line as `--config.model.d_model=256`.
 import dataclasses
 import hashlib
 import json
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -15,8 +14,7 @@ from typing import Any, Literal
 
 from ml_collections import config_dict
 
-from qkattn.attention import registry
-from qkattn.attention.spec import AttentionSpec, SpecError
+from qkattn.model_config import ModelConfig
 
 
 class ConfigError(ValueError):
@@ -24,104 +22,42 @@ class ConfigError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A pre-norm decoder-only language model.
-
-    Attributes:
-      score, value: the attention cell; names, names with options, or import paths.
-      d_model: D, width of the residual stream.
-      num_layers: L.
-      num_heads: N, query heads.
-      num_kv_heads: K, key and value heads; None is num_heads.
-      head_size: H; None is d_model / num_heads.
-      d_ff: F, width of the MLP; None is 4 d_model.
-      context: longest sequence in tokens.
-      vocab_size: V.
-      norm: 'layernorm' (Ba et al. 2016) or 'rmsnorm' (Zhang & Sennrich 2019).
-      activation: of the MLP: 'gelu' (exact) or 'gelu_tanh' (its tanh form, as in GPT-2).
-      positions: 'learned' or 'sinusoidal' embeddings added to the tokens', 'rope' or 'alibi' inside
-        attention, or 'none'.
-      qk_norm, score_scale, logit_cap, window: options of attention, see AttentionSpec.
-      biases: biases in projections, MLP and layer norms.
-      tied_embeddings: the output matrix is the transposed input embedding.
-      dropout: rate on embeddings, attention probabilities and both branches of a block.
-      remat: recompute a layer's activations in the backward pass.
-      scan_unroll: layers unrolled per iteration of the scan over layers; None unrolls all of them
-        below 12 layers (a rolled scan costs speed) and none from 12 on (it saves compile time).
-      compute_dtype: 'float32' or 'bfloat16'; parameters stay in float32.
-    """
-
-    score: str = 'qk'
-    value: str = 'vo'
-    d_model: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    head_size: int | None = None
-    d_ff: int | None = None
-    context: int = 128
-    vocab_size: int = 256
-    norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
-    activation: Literal['gelu', 'gelu_tanh'] = 'gelu_tanh'
-    positions: Literal['learned', 'sinusoidal', 'rope', 'alibi', 'none'] = 'learned'
-    qk_norm: bool = False
-    score_scale: float = 1.0
-    logit_cap: float | None = None
-    window: int | None = None
-    biases: bool = False
-    tied_embeddings: bool = True
-    dropout: float = 0.0
-    remat: bool = False
-    scan_unroll: int | None = None
-    compute_dtype: Literal['float32', 'bfloat16'] = 'float32'
-
-    @property
-    def mlp_width(self) -> int:
-        return 4 * self.d_model if self.d_ff is None else self.d_ff
-
-    @property
-    def unroll(self) -> int:
-        if self.scan_unroll is not None:
-            return self.scan_unroll
-        return self.num_layers if self.num_layers < 12 else 1
-
-    @property
-    def attention(self) -> AttentionSpec:
-        """The attention layer; SpecError where its sizes do not fit together."""
-        if self.head_size is None and self.d_model % self.num_heads:
-            raise SpecError(
-                f'd_model={self.d_model} must be a multiple of num_heads={self.num_heads}, '
-                'or head_size must be given'
-            )
-        return AttentionSpec(
-            score=self.score,
-            value=self.value,
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
-            head_size=self.head_size or self.d_model // self.num_heads,
-            biases=self.biases,
-            residual_gain=(2 * self.num_layers) ** -0.5,
-            positions=self.positions if self.positions in ('rope', 'alibi') else 'none',
-            qk_norm=self.qk_norm,
-            score_scale=self.score_scale,
-            logit_cap=self.logit_cap,
-            window=self.window,
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What is read.
 
     Attributes:
-      name: a dataset of qkattn.data, e.g. 'stdlib'.
+      name: 'stdlib', 'tiny_shakespeare' or 'text' for language models; 'multi30k', 'cldr' or
+        'parallel' for translation; 'tfds:NAME' or 'tfds:NAME/CONFIG' for either; or a probe with
+        its options, as in 'recall(pairs=8)'. See qkattn/data/README.md.
       data_dir: where prepared data is cached; None is $QKATTN_DATA or ~/.cache/qkattn.
-      eval_sequences: sequences per evaluation, evenly spaced over the split; None is all.
+      manual_dir: where files that were fetched by hand lie, instead of a download.
+      path: the files of 'text' and 'parallel'.
+      languages: source and target of a translation set, as in 'en-de'.
+      feature: which feature of a tfds set is its text, where it has several.
+      lowercase: text is lower-cased before it is tokenised.
+      tokenizer: 'bytes', 'characters' or 'bpe'; the latter two are learned from the training
+        split, and for translation from both languages together.
+      tokenizer_size: pieces of a 'bpe' vocabulary.
+      mask_rate: part of the tokens that an encoder has to restore.
+      shift_windows: windows of text begin at an offset drawn for every epoch, so that a token is
+        not always seen behind the same context.
+      drop_long: sentence pairs that do not fit into the model are left out, from evaluation too;
+        otherwise they are an error.
+      eval_sequences: rows per evaluation, evenly spaced over the split; None is all.
     """
 
     name: str = 'stdlib'
     data_dir: str | None = None
+    manual_dir: str | None = None
+    path: str | None = None
+    languages: str | None = None
+    feature: str | None = None
+    lowercase: bool = False
+    tokenizer: Literal['bytes', 'characters', 'bpe'] = 'bytes'
+    tokenizer_size: int = 8192
+    mask_rate: float = 0.15
+    shift_windows: bool = False
+    drop_long: bool = False
     eval_sequences: int | None = None
 
 
@@ -131,15 +67,16 @@ class OptimizerConfig:
 
     Attributes:
       warmup_steps: steps from 0 to the peak learning rate.
-      schedule: 'linear' or 'cosine' decay to final_fraction of the peak at the last step, or
-        'constant'.
-      final_fraction: learning rate at the end over the peak.
+      schedule: 'linear' or 'cosine' decay to final_fraction of the peak at the last step,
+        'constant', or 'inverse_sqrt', sqrt(W / step) behind a warm-up of W steps (Vaswani et al.
+        2017, section 5.3), which no number of steps ends.
+      final_fraction: learning rate at the end over the peak, of 'linear' and 'cosine'.
       beta1, beta2, epsilon: Adam's.
       clip_norm: gradients are scaled down to this global norm; None is off.
     """
 
     warmup_steps: int = 100
-    schedule: Literal['linear', 'cosine', 'constant'] = 'linear'
+    schedule: Literal['linear', 'cosine', 'constant', 'inverse_sqrt'] = 'linear'
     final_fraction: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.99
@@ -155,6 +92,8 @@ class TrainConfig:
       num_steps: optimizer steps.
       batch_size: sequences per step and trial.
       accumulation: microbatches per step, weighted by their tokens.
+      label_smoothing: weight of the uniform distribution in the training target (Szegedy et al.
+        2016, section 7); evaluation is without.
       steps_per_dispatch: steps compiled into one program call.
       log_every, eval_every, checkpoint_every: in steps, multiples of steps_per_dispatch.
       lifting: how the step is lifted over trials: 'vmap' (side by side), 'map' (one after another
@@ -166,6 +105,7 @@ class TrainConfig:
     num_steps: int = 1000
     batch_size: int = 16
     accumulation: int = 1
+    label_smoothing: float = 0.0
     steps_per_dispatch: int = 10
     log_every: int = 10
     eval_every: int = 100
@@ -198,6 +138,21 @@ class TrialsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """How translations are searched for when a run ends and by experiments.translate.
+
+    Attributes:
+      beam: hypotheses kept; 1 is greedy.
+      length_penalty: a in score / length^a.
+      max_sources: sentences of each split that are translated for BLEU; None is all.
+    """
+
+    beam: int = 5
+    length_penalty: float = 1.0
+    max_sources: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Devices along each axis; their product is the number of devices used."""
 
@@ -216,6 +171,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     trials: TrialsConfig = TrialsConfig()
+    decode: DecodeConfig = DecodeConfig()
     mesh: MeshConfig = MeshConfig()
 
 
@@ -245,75 +201,6 @@ class Study:
     tolerance: float = 1e-3
 
 
-def validate(config: Config) -> None:
-    """Raises ConfigError for the first setting that cannot work."""
-    model, train, optimizer = config.model, config.train, config.optimizer
-    for section in dataclasses.fields(config):
-        _check_types(section.name, getattr(config, section.name))
-    for name in ('num_layers', 'num_heads', 'context', 'vocab_size', 'd_model', 'mlp_width'):
-        _at_least(f'model.{name}', getattr(model, name), 1)
-    if not 0 <= model.dropout < 1:
-        raise ConfigError(f'model.dropout={model.dropout} must be at least 0 and below 1')
-    if model.scan_unroll is not None:
-        _at_least('model.scan_unroll', model.scan_unroll, 1)
-    try:
-        registry.check(model.attention)
-    except SpecError as error:
-        raise ConfigError(f'model: {error}') from error
-
-    for field in dataclasses.fields(train):
-        if field.name not in ('lifting', 'init_from'):
-            _at_least(f'train.{field.name}', getattr(train, field.name), 1)
-    if train.batch_size % train.accumulation:
-        raise ConfigError(
-            f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
-        )
-    for name in ('num_steps', 'log_every', 'eval_every', 'checkpoint_every'):
-        # A record or a checkpoint between two dispatches would be one that nobody can resume to.
-        unit = 'steps_per_dispatch' if name in ('num_steps', 'log_every') else 'log_every'
-        if getattr(train, name) % getattr(train, unit):
-            raise ConfigError(
-                f'train.{name}={getattr(train, name)} must be a multiple of '
-                f'train.{unit}={getattr(train, unit)}'
-            )
-    if not 0 <= optimizer.warmup_steps < train.num_steps:
-        raise ConfigError(
-            f'optimizer.warmup_steps={optimizer.warmup_steps} must be at least 0 and below '
-            f'train.num_steps={train.num_steps}'
-        )
-    for name in ('beta1', 'beta2', 'final_fraction'):
-        if not 0 <= getattr(optimizer, name) <= 1:
-            raise ConfigError(f'optimizer.{name}={getattr(optimizer, name)} must be in [0, 1]')
-    if optimizer.clip_norm is not None and not optimizer.clip_norm > 0:
-        raise ConfigError(f'optimizer.clip_norm={optimizer.clip_norm} must be above 0, or None')
-
-    trials = config.trials
-    for name in ('seeds', 'learning_rates', 'weight_decays'):
-        values = getattr(trials, name)
-        if not values or len(set(values)) != len(values):
-            raise ConfigError(f'trials.{name}={values} must hold at least one value, none twice')
-        if not all(math.isfinite(v) and v >= 0 for v in values):
-            raise ConfigError(f'trials.{name}={values} must be finite and not negative')
-    if max(trials.seeds) >= 2**31:
-        raise ConfigError(f'trials.seeds={trials.seeds} must be below 2**31')
-    if config.data.eval_sequences is not None:
-        _at_least('data.eval_sequences', config.data.eval_sequences, 1)
-
-    mesh = config.mesh
-    for field in dataclasses.fields(mesh):
-        _at_least(f'mesh.{field.name}', getattr(mesh, field.name), 1)
-    if len(trials.trials()) % mesh.trial:
-        raise ConfigError(
-            f'mesh.trial={mesh.trial} must divide the number of trials, {len(trials.trials())}'
-        )
-    microbatch = train.batch_size // train.accumulation
-    if microbatch % (mesh.data * mesh.fsdp):
-        raise ConfigError(
-            f'mesh.data * mesh.fsdp = {mesh.data * mesh.fsdp} must divide the microbatch of '
-            f'{microbatch} sequences (train.batch_size / train.accumulation)'
-        )
-
-
 def to_json(config: Any) -> dict[str, Any]:
     """The config as plain JSON values."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
@@ -339,9 +226,13 @@ def from_json(cls: type, values: Mapping[str, Any], where: str = '') -> Any:
 
 
 def fingerprint(config: Config) -> str:
-    """Hash of what a run computes: every field but the mesh, which only says where."""
+    """Hash of what a run computes: every field but those that only say where.
+
+    These are the mesh and the directories of data, whose contents a run checks by fingerprints of
+    their own.
+    """
     values = to_json(config)
-    del values['mesh']
+    del values['mesh'], values['data']['data_dir'], values['data']['manual_dir']
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -353,7 +244,7 @@ def to_config_dict(config: Config | Study) -> config_dict.ConfigDict:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             value = to_config_dict(value)
-        elif type(None) in (options := _options(types_by_field[field.name])):
+        elif type(None) in (options := concrete_types(types_by_field[field.name])):
             concrete = next(o for o in options if o is not type(None))
             reference = config_dict.placeholder(concrete)
             reference.set(value)
@@ -368,39 +259,10 @@ def from_config_dict(values: config_dict.ConfigDict) -> Config | Study:
     return from_json(cls, values.to_dict())
 
 
-def _options(annotation: Any) -> list[type]:
+def concrete_types(annotation: Any) -> list[type]:
     """The concrete types that a field may hold; a Literal counts as the type of its values."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return [o for arm in typing.get_args(annotation) for o in _options(arm)]
+        return [o for arm in typing.get_args(annotation) for o in concrete_types(arm)]
     if typing.get_origin(annotation) is Literal:
         return [type(typing.get_args(annotation)[0])]
     return [typing.get_origin(annotation) or annotation]
-
-
-def _literals(annotation: Any) -> tuple[Any, ...]:
-    if typing.get_origin(annotation) is Literal:
-        return typing.get_args(annotation)
-    return tuple(v for arm in typing.get_args(annotation) for v in _literals(arm))
-
-
-def _check_types(where: str, section: Any) -> None:
-    types_by_field = typing.get_type_hints(type(section))
-    for name, expected in types_by_field.items():
-        value, options = getattr(section, name), _options(expected)
-        fits = isinstance(value, tuple(options)) or (float in options and isinstance(value, int))
-        if not fits or (isinstance(value, bool) and bool not in options):
-            wanted = ' or '.join('None' if o is type(None) else o.__name__ for o in options)
-            raise ConfigError(f'{where}.{name}={value!r} must be of type {wanted}')
-        literals = _literals(expected)
-        if literals and value is not None and value not in literals and type(None) not in options:
-            raise ConfigError(f'{where}.{name}={value!r} must be one of {", ".join(literals)}')
-        if typing.get_origin(expected) is tuple:
-            item = typing.get_args(expected)[0]
-            accepted = (int, float) if item is float else item
-            if any(isinstance(v, bool) or not isinstance(v, accepted) for v in value):
-                raise ConfigError(f'{where}.{name}={value!r} must hold {item.__name__} values')
-
-
-def _at_least(where: str, number: int, least: int) -> None:
-    if number < least:
-        raise ConfigError(f'{where}={number} must be at least {least}')

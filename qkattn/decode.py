@@ -1,21 +1,17 @@
-"""Generation with a cache: each layer keeps what it remembers of past tokens, nothing else.
+"""Decoding with a cache: each layer keeps what it remembers of past tokens, nothing else.
 
 The cache of a layer is exactly what `Attention.remember` returns, so its size is that of the cell:
 keys and values, the stream itself where both are raw, a latent where that is all there is.
 """
 
-import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from qkattn.attention import visible
 from qkattn.attention.score import Memory
-from qkattn.config import ConfigError
-from qkattn.model import Decoder
+from qkattn.model import Decoder, EncoderDecoder
 from qkattn.model.blocks import Block
 
 
@@ -26,29 +22,49 @@ class Cache(NamedTuple):
       memory: arrays [L, B, S, ...] by name, S slots for tokens; slots not filled yet hold zeros.
       start_B: the slot of each row's first token; slots before it are padding.
       length: slots filled.
+      source: what the decoder's blocks remember of the encoder's output, arrays [L, B, S, ...];
+        None without an encoder.
+      valid_BS: False on the padding of the source; None without an encoder.
     """
 
     memory: Memory
     start_B: jax.Array
     length: jax.Array
+    source: Memory | None = None
+    valid_BS: jax.Array | None = None
 
 
-def init_cache(model: Decoder, batch: int, length: int) -> Cache:
+def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> Cache:
     """An empty cache of `length` slots for `batch` rows; the model may be abstract."""
 
-    def remember(model: Decoder) -> Memory:
+    def remember(model: Decoder | EncoderDecoder) -> Memory:
         layer = jax.tree.map(lambda stacked: stacked[0], model.blocks)
-        return layer.attention.remember(model.embed(jnp.zeros((batch, length), jnp.int32)))
+        return layer.attention.remember(model.embed(jnp.zeros((batch, 1), jnp.int32)))
 
     L = model.config.num_layers
     memory = {
-        name: jnp.zeros((L, *array.shape), array.dtype)
+        name: jnp.zeros((L, batch, length, *array.shape[2:]), array.dtype)
         for name, array in jax.eval_shape(remember, model).items()
     }
     return Cache(memory, jnp.zeros(batch, jnp.int32), jnp.int32(0))
 
 
-def prefill(model: Decoder, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+def read_source(
+    model: EncoderDecoder, source_BS: jax.Array, valid_BS: jax.Array, length: int
+) -> Cache:
+    """Encodes the source; a cache with `length` slots for target tokens.
+
+    Args:
+      valid_BS: False on padding, which stands behind the tokens of a row.
+    """
+    y_BSD = model.encode(source_BS, valid_BS.astype(jnp.int32))
+    source = jax.vmap(lambda block: block.cross_attention.remember(y_BSD))(model.blocks)
+    return init_cache(model, len(source_BS), length)._replace(source=source, valid_BS=valid_BS)
+
+
+def prefill(
+    model: Decoder | EncoderDecoder, tokens_BT: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
     """Reads T tokens at once behind those in the cache.
 
     Rows of different lengths are padded on the left, `cache.start_B` slots each; a row's logits
@@ -62,36 +78,54 @@ def prefill(model: Decoder, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Arr
     S = next(iter(cache.memory.values())).shape[2]
     slots_T, first = cache.length + jnp.arange(T), cache.length
     positions_BT = jnp.maximum(slots_T - cache.start_B[:, None], 0)
-    x_BTD = _embed(model, tokens_BT, positions_BT)
+    x_BTD = model.embed(tokens_BT, positions_BT)
     valid_BS = jnp.arange(S) >= cache.start_B[:, None]
     mask_BTS = visible(
         T, S, causal=True, valid_BS=valid_BS, first_query=first, window=model.config.window
     )
 
     def layer(carry, inputs):
-        return _extend(*inputs, *carry, mask_BTS, first), None
+        block, index, source = inputs
+        asked = {}
+        if source is not None:
+            mask_B1S = cache.valid_BS[:, None]
+
+            def ask(z_BTD: jax.Array) -> jax.Array:
+                return block.cross_attention.read(z_BTD, source, mask_B1S, cross=True)
+
+            asked = {'ask': ask}
+        return _extend(block, index, *carry, mask_BTS, first, **asked), None
 
     # The whole cache is carried and written in place; scanned over, all of it would be copied.
-    layers = (model.blocks, jnp.arange(model.config.num_layers))
+    layers = (model.blocks, jnp.arange(model.config.num_layers), cache.source)
     (x_BTD, memory), _ = jax.lax.scan(
         layer, (x_BTD, cache.memory), layers, unroll=model.config.unroll
     )
-    logits_BV = model.logits(x_BTD[:, -1:])[:, 0]
-    return logits_BV, Cache(memory, cache.start_B, first + T)
+    logits_BV = model.logits(model.end(x_BTD[:, -1:]))[:, 0]
+    return logits_BV, cache._replace(memory=memory, length=first + T)
 
 
-def decode_step(model: Decoder, tokens_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+def decode_step(
+    model: Decoder | EncoderDecoder, tokens_B: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
     """Reads one token a row; see `prefill`."""
     return prefill(model, tokens_B[:, None], cache)
 
 
-def _embed(model: Decoder, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-    """Decoder.embed where every token has a position of its own."""
+def take_rows(cache: Cache, rows_M: jax.Array) -> Cache:
+    """The cache with row rows_M[m] as its row m.
 
-    def one(token: jax.Array, position: jax.Array) -> jax.Array:
-        return model.embed(token[None, None], position)[0, 0]
-
-    return jax.vmap(jax.vmap(one))(tokens_BT, positions_BT)
+    Where the number of rows stays the same, a row has to come from one with the same source, which
+    is then left where it is.
+    """
+    memory = jax.tree.map(lambda array: array[:, rows_M], cache.memory)
+    taken = cache._replace(memory=memory, start_B=cache.start_B[rows_M])
+    if cache.source is None or len(rows_M) == len(cache.start_B):
+        return taken
+    return taken._replace(
+        source=jax.tree.map(lambda array: array[:, rows_M], cache.source),
+        valid_BS=cache.valid_BS[rows_M],
+    )
 
 
 def _extend(
@@ -101,6 +135,7 @@ def _extend(
     memory: Memory,
     mask_BTS: jax.Array,
     first: jax.Array,
+    **asked,
 ) -> tuple[jax.Array, Memory]:
     """Block number `index`, whose attention reads the memory, x in its slots from `first` on."""
     written = {}
@@ -115,162 +150,4 @@ def _extend(
         }
         return block.attention.read(y_BTD, own, mask_BTS, first_query=first)
 
-    return block.around(attend, x_BTD), written
-
-
-def choose(
-    logits_BV: jax.Array,
-    keys_B: jax.Array,
-    *,
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
-) -> jax.Array:
-    """The next token of each row; ties go to the lower id.
-
-    Args:
-      logits_BV: of the next token.
-      keys_B: a random key for each row.
-      temperature: divides the logits; 0 takes the largest.
-      top_k: only the k likeliest tokens (Fan et al. 2018).
-      top_p: of these, renormalized, only the fewest whose probabilities reach p (Holtzman et al.
-        2020, nucleus sampling).
-    """
-    if temperature == 0:
-        return jnp.argmax(logits_BV, -1)
-    order_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)
-    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, -1) / temperature
-    if top_k is not None:
-        sorted_BV = jnp.where(jnp.arange(sorted_BV.shape[-1]) < top_k, sorted_BV, -jnp.inf)
-    if top_p is not None:
-        p_BV = jax.nn.softmax(sorted_BV, -1)
-        before_BV = jnp.cumsum(p_BV, -1) - p_BV
-        # The likeliest token stays whatever rounding makes of the sum before it.
-        kept_BV = (before_BV < top_p).at[:, 0].set(True)
-        sorted_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
-    ranks_B = jax.vmap(jax.random.categorical)(keys_B, sorted_BV)
-    return jnp.take_along_axis(order_BV, ranks_B[:, None], -1)[:, 0]
-
-
-def generate(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]] | np.ndarray,
-    num_tokens: int,
-    *,
-    key: jax.Array | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    vocab_size: int | None = None,
-) -> jax.Array:
-    """Continues each prompt by `num_tokens` tokens; tokens_BT without the prompts, int32.
-
-    One compiled program for each shape and set of options. A row depends on its own prompt, its
-    index and the key only, not on what else is in the batch.
-
-    Args:
-      prompts: token ids of each row; rows may differ in length.
-      key: required unless greedy.
-      temperature, top_k, top_p: see `choose`; temperature 0 is greedy decoding.
-      vocab_size: ids from here on are never chosen; None is all that the model has.
-
-    Raises:
-      ConfigError: an option out of range, an id that the model does not know, or more tokens than
-        model.context; the last token generated takes no room, as nothing comes after it.
-    """
-    V = model.config.vocab_size if vocab_size is None else vocab_size
-    _check_options(model, num_tokens, key, temperature, top_k, top_p, V)
-    tokens_BT, start_B = _left_padded(prompts, model.config.vocab_size)
-    room, needed = model.config.context, tokens_BT.shape[1] + num_tokens - 1
-    if needed > room:
-        raise ConfigError(
-            f'a prompt of {tokens_BT.shape[1]} tokens and num_tokens={num_tokens} need {needed} '
-            f'positions, more than model.context={room}'
-        )
-    return _generate(
-        model,
-        tokens_BT,
-        start_B,
-        jax.random.key(0) if key is None else key,
-        num_tokens=num_tokens,
-        temperature=float(temperature),
-        top_k=None if top_k is None else min(top_k, V),
-        top_p=top_p,
-        vocab_size=V,
-    )
-
-
-@functools.partial(
-    jax.jit, static_argnames=('num_tokens', 'temperature', 'top_k', 'top_p', 'vocab_size')
-)
-def _generate(
-    model: Decoder,
-    tokens_BT: jax.Array,
-    start_B: jax.Array,
-    key: jax.Array,
-    *,
-    num_tokens: int,
-    vocab_size: int,
-    **options,
-) -> jax.Array:
-    B, T = tokens_BT.shape
-
-    def next_tokens(logits_BV: jax.Array, i: jax.Array) -> jax.Array:
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, i), jnp.arange(B))
-        return choose(logits_BV[:, :vocab_size], keys_B, **options).astype(jnp.int32)
-
-    def step(carry, i):
-        tokens_B, cache = carry
-        logits_BV, cache = decode_step(model, tokens_B, cache)
-        tokens_B = next_tokens(logits_BV, i)
-        return (tokens_B, cache), tokens_B
-
-    cache = init_cache(model, B, T + num_tokens - 1)._replace(start_B=start_B)
-    logits_BV, cache = prefill(model, tokens_BT, cache)
-    first_B = next_tokens(logits_BV, jnp.int32(0))
-    _, rest_TB = jax.lax.scan(step, (first_B, cache), jnp.arange(1, num_tokens))
-    return jnp.concatenate([first_B[:, None], rest_TB.T], axis=1)
-
-
-def _left_padded(
-    prompts: Sequence[Sequence[int]] | np.ndarray, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts that end in the last column, and where each begins."""
-    rows = [np.asarray(prompt) for prompt in prompts]
-    if not rows or any(row.ndim != 1 or not row.size for row in rows):
-        raise ConfigError('prompts must hold at least one row, each of at least one token id')
-    for i, row in enumerate(rows):
-        if not np.issubdtype(row.dtype, np.integer):
-            raise ConfigError(f'prompts[{i}] is of {row.dtype}, but token ids are integers')
-        for unknown in row[(row < 0) | (row >= vocab_size)][:1]:
-            raise ConfigError(f'prompts[{i}] holds id {unknown}; ids are 0 to {vocab_size - 1}')
-    T = max(len(row) for row in rows)
-    tokens_BT = np.stack([np.pad(row.astype(np.int32), (T - len(row), 0)) for row in rows])
-    return tokens_BT, np.array([T - len(row) for row in rows], np.int32)
-
-
-def _check_options(
-    model: Decoder,
-    num_tokens: int,
-    key: jax.Array | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    vocab_size: int,
-) -> None:
-    if num_tokens < 1:
-        raise ConfigError(f'num_tokens={num_tokens} must be at least 1')
-    if not 0 <= temperature < float('inf'):
-        raise ConfigError(f'temperature={temperature} must be 0 (greedy) or above, and finite')
-    if temperature and key is None:
-        raise ConfigError(f'key is required to sample at temperature={temperature}')
-    if temperature == 0 and (top_k, top_p) != (None, None):
-        raise ConfigError('top_k and top_p change nothing at temperature=0; leave them out')
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f'top_k={top_k} must be at least 1, or None')
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f'top_p={top_p} must be above 0 and at most 1, or None')
-    if not 1 <= vocab_size <= model.config.vocab_size:
-        raise ConfigError(
-            f'vocab_size={vocab_size} must be from 1 to model.vocab_size={model.config.vocab_size}'
-        )
+    return block.around(attend, x_BTD, **asked), written

@@ -11,8 +11,9 @@ from typing import Any
 from qkattn import budget, runlog
 from qkattn.attention import registry
 from qkattn.attention.spec import SpecError
-from qkattn.config import Config, ConfigError, ModelConfig, Study, fingerprint, validate
+from qkattn.config import Config, ConfigError, ModelConfig, Study, fingerprint
 from qkattn.train import train
+from qkattn.validate import validate
 
 
 @dataclasses.dataclass(frozen=True)

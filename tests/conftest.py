@@ -25,7 +25,7 @@ from qkattn.config import (
     TrainConfig,
     TrialsConfig,
 )
-from qkattn.data import pipeline
+from qkattn.data.load import load
 
 
 def pytest_addoption(parser):
@@ -38,7 +38,7 @@ def pytest_addoption(parser):
 def data_dir(tmp_path_factory):
     """The default dataset, prepared once."""
     path = tmp_path_factory.mktemp('data')
-    pipeline.load('stdlib', path)
+    load(DataConfig(data_dir=str(path)))
     return str(path)
 
 

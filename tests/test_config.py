@@ -14,8 +14,8 @@ from qkattn.config import (
     from_json,
     to_config_dict,
     to_json,
-    validate,
 )
+from qkattn.validate import validate
 
 
 def changed(**sections) -> Config:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from qkattn import catalogue, study
-from qkattn.config import ConfigError, Study, from_config_dict, validate
+from qkattn.config import ConfigError, Study, from_config_dict
+from qkattn.validate import validate
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()

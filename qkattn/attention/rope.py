@@ -41,10 +41,12 @@ def linear_bias(num_heads: int, t_T: jax.Array, s_S: jax.Array) -> jax.Array:
 def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
     """Fixed absolute positions_TD of unit variance: sqrt(2) times sin and cos halves.
 
+    T may be any number of axes.
+
     Vaswani et al. 2017, section 3.5, with the halves side by side.
     """
     half = (d_model + 1) // 2
     frequency_D = 10_000.0 ** (-np.arange(half) / half)
-    angle_TD = positions_T[:, None].astype(jnp.float32) * jnp.asarray(frequency_D, jnp.float32)
+    angle_TD = positions_T[..., None].astype(jnp.float32) * jnp.asarray(frequency_D, jnp.float32)
     both_TD = jnp.concatenate([jnp.sin(angle_TD), jnp.cos(angle_TD)], axis=-1)
     return 2**0.5 * both_TD[:, :d_model]

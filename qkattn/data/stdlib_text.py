@@ -3,9 +3,7 @@
 Bytes differ between interpreter versions, so the version is part of the config name.
 """
 
-import contextlib
 import hashlib
-import io
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -13,7 +11,10 @@ from pathlib import Path, PurePosixPath
 
 import tensorflow_datasets as tfds
 
-from qkattn.data.files import locked
+from qkattn.config import DataConfig
+from qkattn.data import builders
+from qkattn.data.corpus import Corpus
+from qkattn.data.files import data_root
 
 # Tests, vendored and site packages; what distributions put into packages of their own or leave
 # out; tables that a program wrote.
@@ -126,14 +127,7 @@ def version() -> str:
 
 def prepare(data_dir: Path) -> tfds.core.DatasetBuilder:
     """The builder, prepared under `data_dir`; safe to call from many processes at once."""
-    with locked(data_dir / 'stdlib_text.lock'):
-        # Created inside the lock: a builder remembers what was on disk when it was created.
-        builder = StdlibText(data_dir=data_dir)
-        # Standard output belongs to the program's results, and a second needs no progress bar.
-        tfds.disable_progress_bar()
-        with contextlib.redirect_stdout(io.StringIO()):
-            builder.download_and_prepare(file_format='array_record')
-    return builder
+    return builders.prepare(lambda: StdlibText(data_dir=data_dir), data_dir=data_dir)
 
 
 def documents(data_dir: Path) -> dict[str, Iterable[bytes]]:
@@ -143,15 +137,15 @@ def documents(data_dir: Path) -> dict[str, Iterable[bytes]]:
       RuntimeError: while iterating, if the prepared files are damaged.
     """
     builder = prepare(data_dir)
+    return {split: builders.texts(builder, split, 'text') for split in SPLITS}
 
-    def texts(split: str) -> Iterator[bytes]:
-        try:
-            for example in builder.as_data_source(split):
-                yield example['text']
-        except RuntimeError as error:
-            raise RuntimeError(
-                f'The prepared dataset at {str(builder.data_dir)!r} cannot be read ({error}); '
-                'delete that directory and it is prepared again.'
-            ) from error
 
-    return {split: texts(split) for split in SPLITS}
+def corpus(config: DataConfig) -> Corpus:
+    """The corpus; its files are prepared when documents are asked for."""
+    return Corpus(
+        name='stdlib',
+        version=version(),
+        languages=(),
+        splits=SPLITS,
+        documents=lambda language: documents(data_root(config.data_dir)),
+    )

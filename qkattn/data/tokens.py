@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -78,6 +77,11 @@ class TokenDataset:
         self.vocab_size = tokenizer.vocab_size
         self._splits = dict(splits)
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits there are, 'train' first."""
+        return tuple(self._splits)
+
     def _split(self, split: str) -> tuple[np.ndarray, SplitInfo]:
         if split not in self._splits:
             raise ConfigError(
@@ -109,14 +113,10 @@ class TokenDataset:
             },
         }
 
-    def bits_per_byte(self, split: str, nats_per_token: float) -> float:
-        """Converts a mean loss over `split` from nats per token to bits per byte of text."""
+    def bytes_per_token(self, split: str) -> float:
+        """Bytes of text per token of a split, on average."""
         info = self.info(split)
-        return nats_per_token * info.num_tokens / (info.num_bytes * math.log(2))
-
-    def unigram_bits_per_byte(self, split: str) -> float:
-        """Loss of the best model that knows nothing but the token frequencies of `split` itself."""
-        return self.bits_per_byte(split, self.info(split).unigram_nats_per_token)
+        return info.num_bytes / info.num_tokens
 
 
 def open_dataset(
@@ -126,6 +126,7 @@ def open_dataset(
     version: str,
     tokenizer: Tokenizer,
     documents: Callable[[], Mapping[str, Iterable[bytes]]],
+    splits: tuple[str, ...] = SPLITS,
 ) -> TokenDataset:
     """Opens the token files under `data_dir` and writes them first where they are missing.
 
@@ -133,7 +134,8 @@ def open_dataset(
     this at the same time.
 
     Args:
-      documents: yields the texts of each of SPLITS in a fixed order; called only to write files.
+      documents: yields the texts of each split in a fixed order; called only to write files.
+      splits: what there is of SPLITS.
 
     Raises:
       ConfigError: if files have to be written and `data_dir` cannot be.
@@ -147,24 +149,24 @@ def open_dataset(
     }
 
     def open_all() -> dict[str, tuple[np.ndarray, SplitInfo]]:
-        return {split: _open_split(directory, described | {'split': split}) for split in SPLITS}
+        return {split: _open_split(directory, described | {'split': split}) for split in splits}
 
     try:
         # Without the lock first, so that a finished cache may be on a read-only disk.
-        splits = open_all()
+        opened = open_all()
     except (FileNotFoundError, DamagedCache):
         with locked(directory / 'lock'):
             try:
-                splits = open_all()
+                opened = open_all()
             except (FileNotFoundError, DamagedCache) as error:
                 if isinstance(error, DamagedCache):
                     log.warning('%s It is written again.', error)
                 log.info('Writing tokens of %s %s to %s', name, version, directory)
                 texts = documents()
-                for split in SPLITS:
+                for split in splits:
                     _write_split(directory, described | {'split': split}, tokenizer, texts[split])
-                splits = open_all()
-    return TokenDataset(name, version, tokenizer, splits)
+                opened = open_all()
+    return TokenDataset(name, version, tokenizer, opened)
 
 
 def _paths(directory: Path, split: str) -> tuple[Path, Path]:

@@ -1,5 +1,6 @@
 """The parts of a transformer around attention: norm, MLP, block, and the stack of layers."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -33,22 +34,33 @@ class Norm(nnx.Module):
         return out_BTD if self.b_D is None else out_BTD + self.b_D[...]
 
 
+ACTIVATIONS = {
+    'gelu': functools.partial(jax.nn.gelu, approximate=False),
+    'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+    'relu': jax.nn.relu,
+}
+
+
 class MLP(nnx.Module):
-    """gelu(x W_in + b_in) W_out + b_out; weights 2 D F. Hendrycks & Gimpel 2016."""
+    """f(x W_in + b_in) W_out + b_out; weights 2 D F.
+
+    f is GELU (Hendrycks & Gimpel 2016) or ReLU.
+    """
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         D, F = config.d_model, config.mlp_width
-        self.approximate = config.activation == 'gelu_tanh'
+        self.activation, self.dropout = config.activation, config.activation_dropout
         self.w_in_DF = weight(key, 'w_in_DF', (D, F), D**-0.5)
-        self.w_out_FD = weight(key, 'w_out_FD', (F, D), (2 * config.num_layers * F) ** -0.5)
+        self.w_out_FD = weight(key, 'w_out_FD', (F, D), (config.num_branches * F) ** -0.5)
         self.b_in_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if config.biases else None
         self.b_out_D = nnx.Param(jnp.zeros((D,), jnp.float32)) if config.biases else None
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         hidden_BTF = x_BTD @ self.w_in_DF[...]
         if self.b_in_F is not None:
             hidden_BTF = hidden_BTF + self.b_in_F[...]
-        out_BTD = jax.nn.gelu(hidden_BTF, self.approximate) @ self.w_out_FD[...]
+        hidden_BTF = drop(ACTIVATIONS[self.activation](hidden_BTF), self.dropout, dropout_key)
+        out_BTD = hidden_BTF @ self.w_out_FD[...]
         return out_BTD if self.b_out_D is None else out_BTD + self.b_out_D[...]
 
 
@@ -61,10 +73,13 @@ def drop(x_BTD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Xiong et al. 2020)."""
+    """Attention, then an MLP, each a residual branch f beside the stream x.
+
+    x + f(norm(x)) (pre-norm, Xiong et al. 2020) or norm(x + f(x)) (post-norm, Vaswani et al. 2017).
+    """
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
-        self.dropout = config.dropout
+        self.config = config
         self.attention_norm = Norm(config)
         self.attention = Attention(config.attention, key=key)
         self.mlp_norm = Norm(config)
@@ -73,26 +88,93 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mask_BTS: jax.Array, dropout_key: jax.Array | None = None
     ) -> jax.Array:
-        attention_key, *keys = (
-            [None] * 3 if dropout_key is None else jax.random.split(dropout_key, 3)
-        )
+        attention_key, *keys = split_key(dropout_key, 3)
 
         def attend(y_BTD: jax.Array) -> jax.Array:
-            return self.attention(y_BTD, mask_BTS, dropout=self.dropout, dropout_key=attention_key)
+            return self.attention(
+                y_BTD,
+                mask_BTS,
+                dropout=self.config.probability_dropout,
+                dropout_key=attention_key,
+            )
 
         return self.around(attend, x_BTD, keys)
 
     def around(
         self, attend: Callable, x_BTD: jax.Array, keys: Sequence[jax.Array | None] = (None, None)
     ) -> jax.Array:
-        """The block with `attend` (normed stream -> what is added) as its attention."""
-        x_BTD = x_BTD + drop(attend(self.attention_norm(x_BTD)), self.dropout, keys[0])
-        return x_BTD + drop(self.mlp(self.mlp_norm(x_BTD)), self.dropout, keys[1])
+        """The block with `attend` (what the branch reads -> what it adds) as its attention."""
+        x_BTD = self.add(attend, self.attention_norm, x_BTD, keys[0])
+        return self.add_mlp(x_BTD, keys[1])
+
+    def add(
+        self, branch: Callable, norm: Norm, x_BTD: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
+        """One residual branch with its norm and dropout."""
+        rate = self.config.dropout
+        if self.config.norm_position == 'post':
+            return norm(x_BTD + drop(branch(x_BTD), rate, key))
+        return x_BTD + drop(branch(norm(x_BTD)), rate, key)
+
+    def add_mlp(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+        inner_key = None if key is None else jax.random.fold_in(key, 1)
+        return self.add(lambda y_BTD: self.mlp(y_BTD, inner_key), self.mlp_norm, x_BTD, key)
 
 
-def stack_blocks(config: ModelConfig, *, key: jax.Array) -> Block:
+class CrossBlock(Block):
+    """A Block that, between its attention and its MLP, also reads the output of an encoder."""
+
+    def __init__(self, config: ModelConfig, *, key: jax.Array):
+        super().__init__(config, key=key)
+        self.cross_norm = Norm(config)
+        # A key of its own: parameters are drawn by name, and both attentions have the same names.
+        self.cross_attention = Attention(config.cross_attention, key=jax.random.fold_in(key, 1))
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        mask_BTS: jax.Array,
+        dropout_key: jax.Array | None = None,
+        *,
+        y_BSD: jax.Array,
+        cross_mask_BTS: jax.Array,
+    ) -> jax.Array:
+        """As Block; y_BSD is the encoder's output."""
+        attention_key, cross_key, *keys = split_key(dropout_key, 5)
+        rate = self.config.probability_dropout
+
+        def attend(z_BTD: jax.Array) -> jax.Array:
+            return self.attention(z_BTD, mask_BTS, dropout=rate, dropout_key=attention_key)
+
+        def ask(z_BTD: jax.Array) -> jax.Array:
+            return self.cross_attention(
+                z_BTD, cross_mask_BTS, y_BSD=y_BSD, dropout=rate, dropout_key=cross_key
+            )
+
+        return self.around(attend, x_BTD, keys, ask=ask)
+
+    def around(
+        self,
+        attend: Callable,
+        x_BTD: jax.Array,
+        keys: Sequence[jax.Array | None] = (None, None, None),
+        *,
+        ask: Callable,
+    ) -> jax.Array:
+        """The block with `attend` and `ask` as its self- and cross-attention."""
+        x_BTD = self.add(attend, self.attention_norm, x_BTD, keys[0])
+        x_BTD = self.add(ask, self.cross_norm, x_BTD, keys[1])
+        return self.add_mlp(x_BTD, keys[2])
+
+
+def split_key(key: jax.Array | None, count: int) -> Sequence[jax.Array | None]:
+    """That many keys; that many times None without one."""
+    return [None] * count if key is None else jax.random.split(key, count)
+
+
+def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block] = Block) -> Block:
     """L blocks as one, every parameter with a leading axis L."""
-    return jax.vmap(lambda key: Block(config, key=key))(jax.random.split(key, config.num_layers))
+    return jax.vmap(lambda key: kind(config, key=key))(jax.random.split(key, config.num_layers))
 
 
 def run_blocks(
@@ -102,12 +184,17 @@ def run_blocks(
     *,
     config: ModelConfig,
     dropout_key: jax.Array | None = None,
+    **shared: jax.Array,
 ) -> jax.Array:
-    """Passes x through the stack, layer after layer, in one scan."""
+    """Passes x through the stack, layer after layer, in one scan.
+
+    Args:
+      shared: further arguments of the blocks, the same for all of them.
+    """
 
     def layer(x_BTD, inputs):
         block, key = inputs
-        return block(x_BTD, mask_BTS, key), None
+        return block(x_BTD, mask_BTS, key, **shared), None
 
     if config.remat:
         layer = jax.checkpoint(layer, prevent_cse=False)

@@ -13,8 +13,8 @@ from qkattn.attention import Attention, convert
 from qkattn.attention.convert import ConversionError
 from qkattn.attention.registry import parse_call
 from qkattn.attention.spec import AttentionSpec, SpecError
-from qkattn.budget import abstract_model
 from qkattn.config import ConfigError, ModelConfig
+from qkattn.model.build import with_params
 
 # Conversions of single layers that make sense in a whole model. `fold_gains` also rewrites norms.
 LAYERWISE = (
@@ -55,7 +55,12 @@ def apply(text: str, config: ModelConfig, params: dict) -> tuple[ModelConfig, di
         raise ConfigError(str(error)) from error
     if name not in CONVERSIONS:
         raise ConfigError(f'unknown conversion {name!r}; known are {", ".join(CONVERSIONS)}')
-    model = nnx.merge(nnx.graphdef(abstract_model(config)), jax.tree.map(jnp.asarray, params))
+    if config.kind == 'encoder_decoder':
+        raise ConfigError(
+            'conversions rewrite the one stack of a decoder or an encoder, but model.kind is '
+            'encoder_decoder'
+        )
+    model = with_params(config, jax.tree.map(jnp.asarray, params))
     if name == 'fold_gains':
         if options:
             raise ConfigError('fold_gains takes no options')
@@ -80,7 +85,7 @@ def logit_error(
     """Largest difference of the two models' logits, relative to the largest logit."""
     logits = []
     for config, params in (before, after):
-        model = nnx.merge(nnx.graphdef(abstract_model(config)), jax.tree.map(jnp.asarray, params))
+        model = with_params(config, jax.tree.map(jnp.asarray, params))
         logits.append(np.asarray(jax.jit(lambda m, t: m(t))(model, tokens_BT), np.float64))
     return float(np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max())
 

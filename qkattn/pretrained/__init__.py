@@ -3,6 +3,14 @@
 from qkattn.pretrained.gpt2 import load_gpt2, save_gpt2
 from qkattn.pretrained.layout import LayoutError
 from qkattn.pretrained.nanogpt import load_nanogpt
-from qkattn.pretrained.source import load_any
+from qkattn.pretrained.source import load_any, load_model, settings_of
 
-__all__ = ['LayoutError', 'load_any', 'load_gpt2', 'load_nanogpt', 'save_gpt2']
+__all__ = [
+    'LayoutError',
+    'load_any',
+    'load_gpt2',
+    'load_model',
+    'load_nanogpt',
+    'save_gpt2',
+    'settings_of',
+]

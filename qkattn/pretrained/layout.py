@@ -9,14 +9,13 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
 from qkattn.attention import SpecError
 from qkattn.config import ConfigError, ModelConfig
-from qkattn.model import Decoder
+from qkattn.model import abstract_model
 
 Tensors = dict[str, np.ndarray]
 
@@ -220,6 +219,6 @@ def to_tensors(config: ModelConfig, params: dict) -> Tensors:
 
 
 def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    abstract = nnx.eval_shape(lambda: Decoder(config, key=jax.random.key(0)))
+    abstract = abstract_model(config)
     flat = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(abstract)), sep='/')
     return {path: leaf.shape for path, leaf in flat.items()}

@@ -3,8 +3,13 @@
 import os
 from pathlib import Path
 
-from qkattn import weights
-from qkattn.config import ConfigError, ModelConfig
+import jax
+import jax.numpy as jnp
+
+from qkattn import runlog, weights
+from qkattn.config import Config, ConfigError, ModelConfig, from_json
+from qkattn.model import with_params
+from qkattn.model.transformer import Transformer
 from qkattn.pretrained.gpt2 import load_gpt2
 from qkattn.pretrained.nanogpt import load_nanogpt
 
@@ -31,3 +36,18 @@ def load_any(
     if path.is_file() or (not (path / weights.ABOUT).exists() and any(path.glob('*.safetensors*'))):
         return load_gpt2(path, num_heads=num_heads)
     return weights.load(path, trial)
+
+
+def load_model(source: str | os.PathLike[str], *, trial: int = 0) -> Transformer:
+    """The model of `load_any`, ready to compute in its own dtype."""
+    config, params = load_any(source, trial=trial)
+    dtype = jnp.dtype(config.compute_dtype)
+    return with_params(config, jax.tree.map(lambda p: jnp.asarray(p, dtype), params))
+
+
+def settings_of(source: str | os.PathLike[str]) -> Config | None:
+    """The settings of the run that lies at `source`; None where weights alone do."""
+    path = Path(source) / 'config.json'
+    if not (Path(source) / 'checkpoints').is_dir() or not path.exists():
+        return None
+    return from_json(Config, runlog.read_json(path)['config'])

@@ -1,4 +1,4 @@
-"""Forest plots: one line per variant with mean, interval and seeds, for losses and differences."""
+"""Forest plots: mean, interval and seeds of each variant, for scores, losses, differences."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from qkattn.report.load import Study
+from qkattn.report.measures import Measure
 from qkattn.report.style import (
     INK,
     MUTED,
@@ -24,30 +25,56 @@ from qkattn.report.summary import Estimate, Row
 
 def final_losses(study: Study, rows: Sequence[Row], look: dict[str, VariantStyle]) -> Rendered:
     """Val loss per variant: a dot per seed, mean and t interval, a line at the baseline's mean."""
-
-    def baseline_line(ax: Axes, of_size: Sequence[Row]) -> None:
-        for row in of_size:
-            if row.is_baseline and row.val_loss:
-                ax.axvline(row.val_loss.mean, color=INK, linewidth=1, linestyle=(0, (4, 2)))
-
-    figure = _forest(
-        study,
-        rows,
-        look,
-        value=lambda row: row.val_loss,
-        seeds=lambda row: [trial.val_loss for trial in row.chosen],
-        reference=baseline_line,
-        reference_name=f'baseline mean ({short(study.baseline)})' if study.baseline else None,
-        xlabel='val loss (nats/token)',
-        skip=None,
-        sharex=False,
-    )
+    figure = _levels(study, rows, look, Measure('val_loss', 'val loss', 'nats/token'))
     return render(
         figure,
         'losses',
         'Final loss',
         'Validation loss at the end of training, best variant at the top; left is better. Each '
         'variant is shown at its best learning rate.',
+    )
+
+
+def final_scores(
+    study: Study, rows: Sequence[Row], look: dict[str, VariantStyle], measure: Measure
+) -> Rendered:
+    """The same of a score that is better when higher."""
+    figure = _levels(study, rows, look, measure, higher_is_better=True)
+    name = f'{measure.name[:1].upper()}{measure.name[1:]}'
+    return render(
+        figure,
+        'scores',
+        name,
+        f'{name} at the end of training, best variant at the top; right is better. Each variant is '
+        'shown at the learning rate with its lowest val loss.',
+    )
+
+
+def _levels(
+    study: Study,
+    rows: Sequence[Row],
+    look: dict[str, VariantStyle],
+    measure: Measure,
+    higher_is_better: bool = False,
+) -> Figure:
+    def baseline_line(ax: Axes, of_size: Sequence[Row]) -> None:
+        for row in of_size:
+            if row.is_baseline and (value := measure.over_seeds(row)):
+                ax.axvline(value.mean, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+
+    return _forest(
+        study,
+        rows,
+        look,
+        value=measure.over_seeds,
+        seeds=measure.of_seeds,
+        reference=baseline_line,
+        reference_name=f'baseline mean ({short(study.baseline)})' if study.baseline else None,
+        xlabel=measure.axis,
+        skip=None,
+        absent='not measured for every seed',
+        sharex=False,
+        higher_is_better=higher_is_better,
     )
 
 
@@ -75,6 +102,7 @@ def differences(study: Study, rows: Sequence[Row], look: dict[str, VariantStyle]
         reference_name='no difference',
         xlabel='difference in val loss (nats/token)',
         skip=study.baseline,
+        absent='no seed in common with the baseline',
         sharex=True,
     )
     return render(
@@ -97,7 +125,9 @@ def _forest(
     reference_name: str | None,
     xlabel: str,
     skip: str | None,
+    absent: str,
     sharex: bool,
+    higher_is_better: bool = False,
 ) -> Figure:
     by_place = {(row.variant, row.size): row for row in rows}
     variants = [variant for variant in study.variants if variant != skip]
@@ -105,7 +135,8 @@ def _forest(
     def rank(variant: str) -> float:
         found = [by_place.get((variant, size)) for size in study.sizes]
         means = [value(row).mean for row in found if row and value(row)]
-        return sum(means) / len(means) if means else math.inf
+        mean = sum(means) / len(means) if means else math.inf
+        return -mean if means and higher_is_better else mean
 
     variants.sort(key=rank)
     sizes = study.sizes
@@ -121,7 +152,7 @@ def _forest(
             row = by_place.get((variant, size))
             estimate = value(row) if row else None
             if estimate is None:
-                reason = _reason(study, variant, size, row)
+                reason = _reason(study, variant, size, row, absent)
                 ax.annotate(
                     reason,
                     (0.02, y),
@@ -186,10 +217,10 @@ def _handle(**keywords: object) -> Line2D:
     return Line2D([], [], color=MUTED, linestyle='none', markeredgewidth=0, **keywords)
 
 
-def _reason(study: Study, variant: str, size: str, row: Row | None) -> str:
+def _reason(study: Study, variant: str, size: str, row: Row | None, absent: str) -> str:
     if row is not None and not row.chosen:
         return 'diverged'
     if row is not None:
-        return 'no seed in common with the baseline'
+        return absent
     declared = any((cell.variant, cell.size) == (variant, size) for cell in study.cells)
     return 'no result yet' if declared else 'not in the grid'

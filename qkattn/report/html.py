@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from qkattn.report.load import Study
+from qkattn.report.notes import notes
 from qkattn.report.page import STYLESHEET
+from qkattn.report.records import corpora
 from qkattn.report.style import Rendered
 from qkattn.report.summary import Row
-from qkattn.report.tables import columns_of, notes, si
+from qkattn.report.tables import columns_of, si
 
 # A value that differs in every cell, such as a starting time, is not listed for every one.
 MAX_VALUES = 3
@@ -26,7 +28,7 @@ class Section:
 
 def report_page(study: Study, rows: Sequence[Row], figures: Sequence[Rendered]) -> str:
     """The whole report as an HTML document."""
-    main = [figure for figure in figures if figure.stem in ('losses', 'differences')]
+    main = [figure for figure in figures if figure.stem in ('scores', 'losses', 'differences')]
     others = [figure for figure in figures if figure not in main]
     several = len(study.sizes) > 1
     sections = [
@@ -100,7 +102,7 @@ def key_facts(study: Study, rows: Sequence[Row]) -> list[tuple[str, str]]:
     facts = [
         ('baseline', study.baseline or 'none'),
         ('grid', f'{done} of {len(study.cells)} cells, {len(trials)} trials'),
-        ('data', each(f'{t.data["name"]} {t.data["version"]}' for t in trials)),
+        ('data', each(data_name(t.data) for t in trials)),
         ('weights', f'{weights}, {matching.replace("_", "-")}'),
         (
             'training',
@@ -113,6 +115,17 @@ def key_facts(study: Study, rows: Sequence[Row]) -> list[tuple[str, str]]:
     ]
     diverged = sum(not trial.finished for trial in trials)
     return facts + ([('diverged', f'{diverged} of {len(trials)} trials')] if diverged else [])
+
+
+def data_name(data: Mapping[str, object]) -> str:
+    """'stdlib 3.11', 'copy 1 (length=16)' or, for parallel text, 'a/de -> a/en 1.0'."""
+    sides = corpora(data)
+    versions = dict.fromkeys(str(side['version']) for side in sides)
+    name = f'{" → ".join(side["name"] for side in sides)} {" → ".join(versions)}'
+    match data:
+        case {'options': {**options}} if options:
+            return f'{name} ({", ".join(f"{k}={_plain(v)}" for k, v in options.items())})'
+    return name
 
 
 def _device(provenance: Mapping[str, object]) -> str:

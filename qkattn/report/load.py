@@ -6,15 +6,11 @@ directory per cell with `metrics.jsonl` and, written last, `result.json` (its tr
 
 import dataclasses
 import json
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from qkattn.report.curves import Curve, json_lines, read_curve
 from qkattn.report.records import (
-    NUMBER,
     OPTIONAL,
     TEXT,
     ReportError,
@@ -22,14 +18,6 @@ from qkattn.report.records import (
     check_fields,
     parse_trial,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """Evaluations of one cell: steps [E], bits/byte [E, X] with NaN where a trial has diverged."""
-
-    steps_E: np.ndarray
-    val_bits_per_byte_EX: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +90,7 @@ def load_study(directory: str | Path) -> Study:
         detail = f' ({problems[0].removesuffix(".")})' if problems else ''
         raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
     _check_rows(cells, problems)
+    _check_scores(cells, problems)
     command = declared['command']
     return Study(
         directory=directory,
@@ -136,18 +125,6 @@ def _read_declaration(path: Path) -> dict[str, Any]:
     return declared
 
 
-def _json_lines(path: Path, label: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yields ('file:line', object); lines that are not JSON become problems."""
-    with path.open(encoding='utf-8', errors='replace') as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f'{label}:{number}', json.loads(line)
-            except ValueError as error:
-                problems.append(f'{label}:{number} is not JSON ({error}) and was left out.')
-
-
 def _read_results(
     path: Path, entries: list[dict[str, str]], problems: list[str]
 ) -> dict[str, dict[tuple, Trial]]:
@@ -156,7 +133,7 @@ def _read_results(
     if not path.is_file():
         problems.append(f'{path.name} does not exist.')
         return trials
-    for place, record in _json_lines(path, path.name, problems):
+    for place, record in json_lines(path, path.name, problems):
         try:
             trial = parse_trial(record)
             if trial.cell not in declared:
@@ -207,7 +184,7 @@ def _read_cell(
             # result.json is in trial order, which is the order of the columns of metrics.jsonl.
             extra = {key: trial for key, trial in trials.items() if key not in own}
             trials = {key: trials.get(key, trial) for key, trial in own.items()} | extra
-    curve, progress = _read_curve(cell_directory, entry, len(trials), problems)
+    curve, progress = read_curve(cell_directory, entry, len(trials), problems)
     return Cell(
         name=entry['cell'],
         variant=entry['variant'],
@@ -254,36 +231,20 @@ def _check_rows(cells: tuple[Cell, ...], problems: list[str]) -> None:
                 )
 
 
-def _read_curve(
-    directory: Path, entry: dict[str, str], num_trials: int, problems: list[str]
-) -> tuple[Curve | None, str]:
-    path = directory / 'metrics.jsonl'
-    if not path.is_file():
-        return None, 'not started'
-    label = f'{entry["directory"]}/{path.name}'
-    steps, rows, last_step, bad = [], [], 0, []
-    for place, record in _json_lines(path, label, bad):
-        try:
-            check_fields(record, {'kind': TEXT, 'step': (int,)})
-            last_step = max(last_step, record['step'])
-            if record['kind'] != 'eval':
-                continue
-            check_fields(record, {'val_bits_per_byte': (list,)})
-            row = [math.nan if value is None else value for value in record['val_bits_per_byte']]
-            for value in row:
-                if isinstance(value, bool) or not isinstance(value, NUMBER):
-                    raise ValueError(f"field 'val_bits_per_byte' holds {value!r}")
-            if num_trials and len(row) != num_trials:
-                raise ValueError(f'{len(row)} evaluations for {num_trials} trials')
-            if steps and record['step'] <= steps[-1]:
-                raise ValueError(f'step {record["step"]} follows step {steps[-1]}')
-            steps.append(record['step'])
-            rows.append(row)
-        except ValueError as error:
-            bad.append(f'{place} was left out: {error}.')
-    problems += bad[:2]
-    if bad[2:]:
-        problems.append(f'{label}: {len(bad[2:])} more lines were left out.')
-    if not steps or not num_trials:
-        return None, f'unfinished, last logged step {last_step}'
-    return Curve(np.asarray(steps), np.asarray(rows, dtype=np.float64)), 'finished'
+def _check_scores(cells: tuple[Cell, ...], problems: list[str]) -> None:
+    """Names translation scores that may not be compared: otherwise made, or of other sentences."""
+    for name, fields in (
+        ('BLEU signatures', ('val_bleu_signature', 'test_bleu_signature')),
+        ('chrF signatures', ('val_chrf_signature', 'test_chrf_signature')),
+        ('numbers of validation sentences', ('val_num_sentences',)),
+        ('numbers of test sentences', ('test_num_sentences',)),
+    ):
+        places: dict[Any, str] = {}
+        for cell in cells:
+            for trial in cell.trials:
+                for value in (getattr(trial, field) for field in fields):
+                    if value is not None:
+                        places.setdefault(value, f'{cell.variant!r} at {cell.size!r}')
+        if len(places) > 1:
+            listed = ', '.join(f'{value} ({place})' for value, place in places.items())
+            problems.append(f'{name} differ, so the scores of these rows do not compare: {listed}.')

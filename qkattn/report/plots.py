@@ -10,8 +10,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from qkattn.report.forest import differences, final_losses
+from qkattn.report.forest import differences, final_losses, final_scores
 from qkattn.report.load import Study
+from qkattn.report.measures import losses, scores
 from qkattn.report.style import (
     GRID,
     INK,
@@ -34,10 +35,13 @@ MAX_LINES = 8
 
 
 def figures(study: Study, rows: Sequence[Row]) -> tuple[Rendered, ...]:
-    """All figures that the results allow, the main one (final losses) first."""
+    """All figures that the results allow, the main ones (final scores and losses) first."""
     look = styles(study.variants, study.baseline)
     made = []
     with rc():
+        # One of the scores: what else there is stands in the table.
+        for measure in scores(rows)[:1]:
+            made.append(final_scores(study, rows, look, measure))
         if any(row.chosen for row in rows):
             made.append(final_losses(study, rows, look))
         if any(row.difference for row in rows):
@@ -53,13 +57,13 @@ def figures(study: Study, rows: Sequence[Row]) -> tuple[Rendered, ...]:
     return tuple(made)
 
 
-def _curve(study: Study, row: Row) -> tuple[np.ndarray, np.ndarray] | None:
-    """Steps [E] and bits/byte [seeds, E] of the row's chosen trials, at the steps all share."""
+def _curve(study: Study, row: Row, field: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Steps [E] and `field` [seeds, E] of the row's chosen trials, at the steps all share."""
     found = []
     for cell in study.cells:
         for index, trial in enumerate(cell.trials):
             if cell.curve is not None and any(trial is chosen for chosen in row.chosen):
-                values = cell.curve.val_bits_per_byte_EX[:, index]
+                values = getattr(cell.curve, f'{field}_EX')[:, index]
                 found.append(dict(zip(cell.curve.steps_E.tolist(), values, strict=True)))
     if not found:
         return None
@@ -71,8 +75,9 @@ def _curve(study: Study, row: Row) -> tuple[np.ndarray, np.ndarray] | None:
 def learning_curves(
     study: Study, rows: Sequence[Row], look: dict[str, VariantStyle], stem: str
 ) -> Rendered | None:
-    """Val bits/byte over training of one size: mean line and min-max band over seeds."""
-    curves = {row.variant: curve for row in rows if (curve := _curve(study, row))}
+    """Val loss over training of one size: mean line and min-max band over seeds."""
+    measure = losses(rows)[0]
+    curves = {row.variant: curve for row in rows if (curve := _curve(study, row, measure.field))}
     if not curves:
         return None
     example = {row.variant: row.chosen[0] for row in rows if row.chosen}
@@ -81,7 +86,7 @@ def learning_curves(
     xlabel = 'training tokens' if by_tokens else 'training step'
     curves = {v: (x * rates[v] if by_tokens else x, y) for v, (x, y) in curves.items()}
     draw = _one_panel if len(curves) <= MAX_LINES else _small_multiples
-    figure, limits = draw(study, curves, look, xlabel)
+    figure, limits = draw(study, curves, look, xlabel, measure.axis)
     size = f' at {rows[0].size}' if len(study.sizes) > 1 else ''
     banded = any(len(y) > 1 for _, y in curves.values())
     cut = any(float(np.nanmax(y)) > limits[1] for _, y in curves.values())
@@ -89,7 +94,7 @@ def learning_curves(
         figure,
         stem,
         f'Learning curves{size}',
-        'Validation bits/byte during training'
+        f'{measure.axis.replace("val", "Validation", 1)} during training'
         + (': mean over seeds, band from lowest to highest seed.' if banded else ', one seed.')
         + (' The first evaluations lie above the axis.' if cut else ''),
     )
@@ -120,6 +125,7 @@ def _one_panel(
     curves: dict[str, tuple[np.ndarray, np.ndarray]],
     look: dict[str, VariantStyle],
     xlabel: str,
+    ylabel: str,
 ) -> tuple[Figure, tuple[float, float]]:
     figure = Figure(figsize=(WIDTH, 4.2), layout='constrained')
     ax = figure.subplots()
@@ -131,7 +137,7 @@ def _one_panel(
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
     ax.margins(x=0.01)
     ax.set_xlabel(xlabel)
-    ax.set_ylabel('val bits/byte')
+    ax.set_ylabel(ylabel)
     label_right(
         ax, [(x[-1], float(y[:, -1].mean()), v, look[v].colour) for v, (x, y) in curves.items()]
     )
@@ -143,6 +149,7 @@ def _small_multiples(
     curves: dict[str, tuple[np.ndarray, np.ndarray]],
     look: dict[str, VariantStyle],
     xlabel: str,
+    ylabel: str,
 ) -> tuple[Figure, tuple[float, float]]:
     variants = [variant for variant in curves if variant != study.baseline]
     num_columns = 4
@@ -168,7 +175,7 @@ def _small_multiples(
         if index + num_columns >= len(variants):
             ax.tick_params(labelbottom=True)
     figure.supxlabel(xlabel, fontsize=9)
-    figure.supylabel('val bits/byte', fontsize=9)
+    figure.supylabel(ylabel, fontsize=9)
     handles = [Line2D([], [], color=look[variants[0]].colour, label='the variant named above')]
     if study.baseline in curves:
         name = f'baseline {short(study.baseline)}'

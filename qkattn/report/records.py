@@ -14,7 +14,11 @@ class ReportError(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One trained model. Losses are nats/token and None where the trial diverged.
+    """One trained model. Scores are None where there is no such number or the trial diverged.
+
+    Losses are nats/token; accuracy (part of the targets that are the likeliest token), solved (part
+    of the rows in which every target is) and exact match are between 0 and 1, BLEU and chrF between
+    0 and 100. All from BLEU on, on either split, are there for translation only.
 
     `settings` holds every trial setting but the seed, sorted by name: trials that share it are
     repetitions of each other. Seconds and tokens/second are the whole cell's, all trials together.
@@ -46,6 +50,22 @@ class Trial:
     data: Mapping[str, Any]
     eval_tokens: int | None
     provenance: Mapping[str, Any]
+    val_accuracy: float | None = None
+    val_solved: float | None = None
+    val_bleu: float | None = None
+    val_chrf: float | None = None
+    val_exact_match: float | None = None
+    val_num_sentences: int | None = None
+    val_bleu_signature: str | None = None
+    val_chrf_signature: str | None = None
+    test_accuracy: float | None = None
+    test_solved: float | None = None
+    test_bleu: float | None = None
+    test_chrf: float | None = None
+    test_exact_match: float | None = None
+    test_num_sentences: int | None = None
+    test_bleu_signature: str | None = None
+    test_chrf_signature: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -85,6 +105,28 @@ _TRIAL_FIELDS: dict[str, tuple[type, ...]] = {
     'eval_tokens': (int,) + OPTIONAL,
     'provenance': MAPPING,
 }
+# Each with val_ or test_ before it; a record may lack them.
+_SCORES: dict[str, tuple[type, ...]] = {
+    'accuracy': NUMBER,
+    'solved': NUMBER,
+    'bleu': NUMBER,
+    'chrf': NUMBER,
+    'exact_match': NUMBER,
+    'num_sentences': (int,),
+    'bleu_signature': TEXT,
+    'chrf_signature': TEXT,
+}
+_OPTIONAL_FIELDS = {
+    f'{split}_{name}': types + OPTIONAL
+    for split in ('val', 'test')
+    for name, types in _SCORES.items()
+}
+# Losses and scores: where a finished trial has them, they are numbers one can average.
+_FINITE = tuple(
+    f'{split}_{name}'
+    for split in ('val', 'test')
+    for name in ('loss', 'bits_per_byte', *(n for n, types in _SCORES.items() if types == NUMBER))
+)
 
 
 def check_fields(record: Any, fields: Mapping[str, tuple[type, ...]]) -> None:
@@ -103,18 +145,36 @@ def check_fields(record: Any, fields: Mapping[str, tuple[type, ...]]) -> None:
 def parse_trial(record: Any) -> Trial:
     """A trial from one object of results.jsonl; raises ValueError that names the bad field."""
     check_fields(record, _TRIAL_FIELDS)
+    optional = {name: types for name, types in _OPTIONAL_FIELDS.items() if name in record}
+    check_fields(record, optional)
     check_fields(record['trial'], {'seed': (int,), 'learning_rate': NUMBER})
     check_fields(record['weights'], {'attention': (int,), 'total': (int,)})
     check_fields(record['config'], {'d_model': (int,), 'd_ff': (int,)})
-    check_fields(record['data'], {'name': TEXT, 'version': TEXT})
-    if record['status'] not in ('finished', 'diverged'):
-        raise ValueError(f"field 'status' is {record['status']!r}, expected finished or diverged")
-    for name in ('val_loss', 'val_bits_per_byte') if record['status'] == 'finished' else ():
-        if record[name] is None or not math.isfinite(record[name]):
-            raise ValueError(f'field {name!r} of a finished trial is {record[name]}')
-    settings = tuple(sorted((k, v) for k, v in record['trial'].items() if k != 'seed'))
-    values = {name: record[name] for name in _TRIAL_FIELDS if name != 'trial'}
+    if 'source' in record['data'] or 'target' in record['data']:
+        check_fields(record['data'], {'source': MAPPING, 'target': MAPPING})
+    for data in corpora(record['data']):
+        check_fields(data, {'name': TEXT, 'version': (str, int)})
+    values = {name: record[name] for name in (*_TRIAL_FIELDS, *optional) if name != 'trial'}
+    _check_outcome(values)
     trial = record['trial']
+    settings = tuple(sorted((k, v) for k, v in trial.items() if k != 'seed'))
     return Trial(
         seed=trial['seed'], learning_rate=trial['learning_rate'], settings=settings, **values
     )
+
+
+def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Identities of what a trial was trained on: source and target of parallel text, else one."""
+    return (data['source'], data['target']) if 'source' in data else (data,)
+
+
+def _check_outcome(values: Mapping[str, Any]) -> None:
+    if values['status'] not in ('finished', 'diverged'):
+        raise ValueError(f"field 'status' is {values['status']!r}, expected finished or diverged")
+    if values['status'] == 'diverged':
+        return
+    if values['val_loss'] is None:
+        raise ValueError("field 'val_loss' of a finished trial is None")
+    for name in _FINITE:
+        if name in values and values[name] is not None and not math.isfinite(values[name]):
+            raise ValueError(f'field {name!r} of a finished trial is {values[name]}')

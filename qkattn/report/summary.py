@@ -42,7 +42,7 @@ class Row:
     """One variant at one size, at its best learning rate.
 
     `trials` are all its trials, `chosen` the finished ones at the best setting (empty when every
-    trial diverged). Losses are nats/token; `difference` is val loss minus the baseline's at the
+    trial diverged). `val_loss` is nats/token; `difference` is val loss minus the baseline's at the
     same size, paired by seed, and None for the baseline and where no seed is shared.
     """
 
@@ -52,8 +52,6 @@ class Row:
     trials: tuple[Trial, ...]
     chosen: tuple[Trial, ...]
     val_loss: Estimate | None
-    val_bits_per_byte: Estimate | None
-    test_bits_per_byte: Estimate | None
     difference: Estimate | None
 
     @property
@@ -79,6 +77,11 @@ class Row:
     @property
     def num_diverged(self) -> int:
         return sum(not trial.finished for trial in self.trials)
+
+    def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
+        """`scale` times a number of the chosen trials; None unless every one of them has it."""
+        values = [getattr(trial, field) for trial in self.chosen]
+        return estimate([scale * v for v in values]) if values and None not in values else None
 
     def of_cells(self, field: str) -> list[float]:
         """A per-cell number, once for each cell the row's trials ran in."""
@@ -130,19 +133,12 @@ def paired_difference(chosen: Sequence[Trial], baseline: dict[int, Trial]) -> Es
 
 def _row(trials: tuple[Trial, ...], is_baseline: bool, baseline: dict[int, Trial]) -> Row:
     chosen = best_setting(trials)
-
-    def over_seeds(field: str) -> Estimate | None:
-        values = [getattr(trial, field) for trial in chosen]
-        return estimate(values) if values and None not in values else None
-
     return Row(
         variant=trials[0].variant,
         size=trials[0].size,
         is_baseline=is_baseline,
         trials=trials,
         chosen=chosen,
-        val_loss=over_seeds('val_loss'),
-        val_bits_per_byte=over_seeds('val_bits_per_byte'),
-        test_bits_per_byte=over_seeds('test_bits_per_byte'),
+        val_loss=estimate([trial.val_loss for trial in chosen]) if chosen else None,
         difference=None if is_baseline else paired_difference(chosen, baseline),
     )

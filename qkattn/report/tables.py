@@ -1,4 +1,4 @@
-"""The summary table as aligned text, Markdown and CSV, and the notes that belong under it."""
+"""The summary table as aligned text, Markdown and CSV."""
 
 import csv
 import dataclasses
@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from qkattn.report.load import Study
+from qkattn.report.measures import Measure, losses, scores
+from qkattn.report.notes import notes
 from qkattn.report.summary import Estimate, Row
 
 NONE = '-'
@@ -42,10 +44,11 @@ def si(value: float | None, digits: int = 3) -> str:
     return text + prefixes[index]
 
 
-def _mean_sd(value: Estimate | None) -> str:
+def _mean_sd(value: Estimate | None, decimals: int) -> str:
     if value is None:
         return NONE
-    return f'{value.mean:.4f}' if value.sd is None else f'{value.mean:.4f} ± {value.sd:.4f}'
+    mean = f'{value.mean:.{decimals}f}'
+    return mean if value.sd is None else f'{mean} ± {value.sd:.{decimals}f}'
 
 
 def _difference(row: Row) -> str:
@@ -73,13 +76,11 @@ def _residual(row: Row) -> str:
     return NONE if residual is None else f'{100 * residual:+.3f}'
 
 
-# What was found stands left of what it cost, so that it is in sight on a narrow screen.
-COLUMNS = (
+NAMES = (
     Column(('variant', ''), lambda row: row.variant, left=True),
     Column(('size', ''), lambda row: row.size, left=True),
-    Column(('val bits/byte', 'mean ± sd'), lambda row: _mean_sd(row.val_bits_per_byte)),
-    Column(('difference in val loss,', 'nats/token [95 % t interval]'), _difference),
-    Column(('test bits/byte', 'mean ± sd'), lambda row: _mean_sd(row.test_bits_per_byte)),
+)
+COSTS = (
     Column(('seeds', ''), lambda row: str(len(row.chosen))),
     Column(('learning', 'rate'), _learning_rate),
     Column(('weights', ''), lambda row: f'{row.example.weights["total"]:,}'),
@@ -95,12 +96,27 @@ COLUMNS = (
 )
 
 
+def _measured(measure: Measure) -> Column:
+    return Column(
+        (measure.heading, 'mean ± sd'),
+        lambda row: _mean_sd(measure.over_seeds(row), measure.decimals),
+    )
+
+
 def columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
-    """The columns, with a heading that promises an interval only where there is one."""
-    if any(row.difference and row.difference.low is not None for row in rows):
-        return COLUMNS
-    narrow = Column(('difference in', 'val loss, nats/token'), _difference)
-    return tuple(narrow if column.text is _difference else column for column in COLUMNS)
+    """The columns that mean something here; an interval is promised only where there is one.
+
+    What was found stands left of what it cost, so that it is in sight on a narrow screen.
+    """
+    interval = any(row.difference and row.difference.low is not None for row in rows)
+    heading = (
+        ('difference in val loss,', 'nats/token [95 % t interval]')
+        if interval
+        else ('difference in', 'val loss, nats/token')
+    )
+    val, *test = map(_measured, losses(rows))
+    found = (*map(_measured, scores(rows)), val, Column(heading, _difference), *test)
+    return (*NAMES, *found, *COSTS)
 
 
 def text_table(rows: Sequence[Row]) -> str:
@@ -143,20 +159,18 @@ def markdown_table(rows: Sequence[Row]) -> str:
     )
 
 
-_ESTIMATES = ('val_loss', 'val_bits_per_byte', 'test_bits_per_byte', 'difference')
-
-
 def csv_table(rows: Sequence[Row]) -> str:
     """Unrounded numbers, one line per row; an empty field means there is no such number."""
     out = io.StringIO()
-    records = [_record(row) for row in rows]
+    fields = [measure.field for measure in losses(rows) + scores(rows)]
+    records = [_record(row, fields) for row in rows]
     writer = csv.DictWriter(out, fieldnames=list(records[0]), lineterminator='\n')
     writer.writeheader()
     writer.writerows(records)
     return out.getvalue()
 
 
-def _record(row: Row) -> dict[str, object]:
+def _record(row: Row, fields: Sequence[str]) -> dict[str, object]:
     trial = row.example
     record: dict[str, object] = {
         'variant': row.variant,
@@ -175,8 +189,10 @@ def _record(row: Row) -> dict[str, object]:
         'learning_rate_at_edge': int(row.at_edge),
         'seeds': ' '.join(str(seed) for seed in sorted(t.seed for t in row.chosen)),
     }
-    for name in _ESTIMATES:
-        value: Estimate | None = getattr(row, name)
+    estimates = {'val_loss': row.val_loss}
+    estimates |= {name: row.over_seeds(name) for name in fields}
+    estimates['difference'] = row.difference
+    for name, value in estimates.items():
         for part in ('mean', 'sd', 'low', 'high', 'n'):
             record[f'{name}_{part}'] = None if value is None else getattr(value, part)
     return record | {
@@ -186,71 +202,6 @@ def _record(row: Row) -> dict[str, object]:
         'diverged': row.num_diverged,
         'trials': len(row.trials),
     }
-
-
-def notes(study: Study, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Sentences under the table: what the numbers are, and what they do not show."""
-    said = []
-    if study.baseline is not None:
-        said.append(
-            f'Difference: val loss minus that of {study.baseline} at the same size, paired by '
-            'seed, in nats/token; above zero is worse than the baseline.'
-        )
-        said += [
-            f'No difference at {size}: the baseline {study.baseline} has no finished trial there.'
-            for size in study.sizes
-            if not any(row.is_baseline and row.chosen for row in rows if row.size == size)
-        ]
-    counts = sorted({len(row.chosen) for row in rows if row.chosen})
-    if counts and counts[-1] > 1:
-        n = '-'.join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-        said.append(
-            f'Intervals (95 %, Student t) over {n} seeds are descriptive: they are not corrected '
-            'for the number of comparisons and are no verdict.'
-        )
-    else:
-        said.append('One seed: no interval can be given, and a difference may be seed noise.')
-    said.append(_learning_rate_note(rows))
-    if any(row.at_edge for row in rows):
-        said.append(
-            '* The best learning rate is the smallest or largest that was run, so it is not '
-            'bracketed.'
-        )
-    diverged = sum(row.num_diverged for row in rows)
-    if diverged:
-        total = sum(len(row.trials) for row in rows)
-        said.append(f'{diverged} of {total} trials diverged; they are counted and never averaged.')
-    residuals = [abs(row.example.residual) for row in rows if row.example.residual is not None]
-    if study.matched is not None and residuals:
-        said.append(
-            f'Weights are matched in {study.matched.replace("_", "-")} count; the largest residual '
-            f'is {100 * max(residuals):.3f} %.'
-        )
-    elif study.matched is None:
-        said.append('Weights are not matched between variants.')
-    said.append('FLOPs/token are those of a forward pass.')
-    said.append("tokens/s and cell s are the whole cell's, all its trials together, training only.")
-    if study.missing:
-        names = ', '.join(f'{c.variant} at {c.size} ({c.progress})' for c in study.missing)
-        said.append(f'Missing cells, {len(study.missing)} of {len(study.cells)}: {names}.')
-    return tuple(said)
-
-
-def _learning_rate_note(rows: Sequence[Row]) -> str:
-    tuned = [row for row in rows if len(row.learning_rates) > 1]
-    if not tuned:
-        rates = sorted({rate for row in rows for rate in row.learning_rates})
-        listed = ', '.join(f'{rate:g}' for rate in rates)
-        return f'The learning rate was not tuned per arm: each ran at one only ({listed}).'
-    listed = ', '.join(f'{rate:g}' for rate in sorted({r for t in tuned for r in t.learning_rates}))
-    said = (
-        f'Each row is shown at the learning rate with its lowest mean val loss, of {listed}; the '
-        'same seeds chose it, so the loss is slightly optimistic.'
-    )
-    if len(tuned) < len(rows):
-        names = ', '.join(f'{r.variant} at {r.size}' for r in rows if len(r.learning_rates) == 1)
-        said += f' Not tuned, one learning rate only: {names}.'
-    return said
 
 
 def report_text(study: Study, rows: Sequence[Row]) -> str:

@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from qkattn import budget, runlog, weights
-from qkattn.config import Config, ConfigError, fingerprint, to_json, validate
-from qkattn.data import pipeline as data
-from qkattn.data.tokens import TokenDataset
+from qkattn import runlog, weights
+from qkattn.config import Config, ConfigError, fingerprint, to_json
+from qkattn.data.load import rows_of
+from qkattn.data.pipeline import TrainBatches
+from qkattn.data.rows import Rows
 from qkattn.train import program as programs
-from qkattn.train import sharding
+from qkattn.train import results, sharding
 from qkattn.train.checkpoint import CheckpointError, Checkpoints
+from qkattn.train.evaluation import Evaluation, evaluate
 from qkattn.train.program import Program
-
-# Trial outcomes in a result.
-FINISHED, DIVERGED = 'finished', 'diverged'
+from qkattn.validate import validate
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +68,7 @@ def train(
     validate(config)
     runlog.require_local(workdir)
     sharding.require_devices(config.mesh)
-    dataset = data.load(config.data.name, config.data.data_dir)
-    if dataset.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f'model.vocab_size={config.model.vocab_size} is too small for dataset {dataset.name}, '
-            f'whose tokenizer {dataset.tokenizer.name} has {dataset.vocab_size} tokens'
-        )
-    for split in ('train', 'validation', 'test'):
-        data.num_windows(dataset, split, config.model.context)  # refuses a split that is too short
-
+    rows = rows_of(config)
     if jax.process_count() > 1:
         raise ConfigError(f'a run is one process, but this job has {jax.process_count()}')
 
@@ -85,9 +77,9 @@ def train(
         result_path = directory.path / 'result.json'
         if result_path.exists():
             return runlog.read_json(result_path)
-        results = _Run(config, dataset, directory, stop, description, cells_left).run()
-        runlog.write_json(result_path, results)
-        return results
+        reached = _Run(config, rows, directory, stop, description, cells_left).run()
+        runlog.write_json(result_path, reached)
+        return reached
 
 
 class _Run:
@@ -96,13 +88,13 @@ class _Run:
     def __init__(
         self,
         config: Config,
-        dataset: TokenDataset,
+        rows: Rows,
         directory: runlog.RunDirectory,
         stop: runlog.StopRequest,
         description: str,
         cells_left: int | None,
     ):
-        self.config, self.dataset, self.directory, self.stop = config, dataset, directory, stop
+        self.config, self.rows, self.directory, self.stop = config, rows, directory, stop
         self.trials = config.trials.trials()
         self.program = self._build()
         self.checkpoints = Checkpoints(directory.path / 'checkpoints')
@@ -134,16 +126,15 @@ class _Run:
         config, program, train = self.config, self.program, self.config.train
         state, step, clock = self._restore()
         self.directory.metrics.rewind(step, every=train.log_every)
-        rows = programs.local_rows(config, program.mesh)
-        batches = data.TrainBatches(
-            self.dataset,
+        part = programs.local_rows(config, program.mesh)
+        batches = TrainBatches(
+            self.rows,
             seeds=[trial['seed'] for trial in self.trials],
             batch_size=train.batch_size,
-            length=config.model.context,
             start_step=step,
             num_steps=train.num_steps - step,
             steps_per_read=train.steps_per_dispatch,
-            rows=rows,
+            part=part,
         )
         progress = runlog.Progress(
             train.num_steps,
@@ -155,9 +146,9 @@ class _Run:
         val_loss, held = math.inf, None
         with batches, progress:
             started, since = time.perf_counter(), step
-            for tokens_CXBT1 in batches:
-                tokens = programs.place_tokens(config, program.mesh, tokens_CXBT1, rows)
-                state, measured = program.train(state, tokens)
+            for local in batches:
+                batch = programs.place_batch(config, program.mesh, local, part)
+                state, measured = program.train(state, batch)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
                 held = self._record(held)
                 step += train.steps_per_dispatch
@@ -173,9 +164,9 @@ class _Run:
                 jax.block_until_ready(state)
                 clock.add(time.perf_counter() - started, (step - since) * self.tokens_per_step)
                 if evaluating:
-                    losses_X = self._evaluate(state, 'validation')
-                    self.directory.metrics.append(self._eval_record(step, losses_X))
-                    val_loss = float(np.mean(losses_X))
+                    reached = self._evaluate(state, 'validation')
+                    self.directory.metrics.append(results.of_evaluation(step, reached))
+                    val_loss = float(np.mean(reached.loss_X))
                 if saving:
                     self._save(step, state, val_loss, clock)
                 if stopping:
@@ -196,10 +187,10 @@ class _Run:
         if found is None:
             return self.program.init(), 0, _Clock(0.0)
         state, record = found
-        if record['data'] != self.dataset.identity():
+        if record['data'] != self.rows.identity():
             raise CheckpointError(
                 f'{self.directory.path} was trained on {record["data"]}, but the dataset is '
-                f'{self.dataset.identity()}; use the interpreter and data that it began with, '
+                f'{self.rows.identity()}; use the interpreter and data that it began with, '
                 'or another workdir'
             )
         step = int(state['step'])
@@ -210,78 +201,23 @@ class _Run:
     def _save(self, step: int, state: dict, val_loss: float, clock: _Clock) -> None:
         # The metrics reach the disk before the checkpoint does: a resumed file has no gap.
         self.directory.metrics.flush()
-        record = {'data': self.dataset.identity(), 'train_seconds': clock.seconds}
+        record = {'data': self.rows.identity(), 'train_seconds': clock.seconds}
         self.checkpoints.save(step, state, record, val_loss)
 
-    def _evaluate(self, state: dict, split: str) -> np.ndarray:
-        """Mean loss over the split for each trial, in nats per token."""
-        settings = {
-            'length': self.config.model.context,
-            'max_sequences': self.config.data.eval_sequences,
-        }
-        batch_size = self.config.train.batch_size
-        sums = [
-            self.program.evaluate(state, programs.place_everywhere(self.program.mesh, batch))
-            for batch in data.eval_batches(self.dataset, split, batch_size=batch_size, **settings)
-        ]
-        total_X = np.sum([np.asarray(s, np.float64) for s in sums], axis=0)
-        losses_X = total_X / data.eval_tokens(self.dataset, split, **settings)
-        return np.where(np.asarray(state['trials']['alive']), losses_X, np.nan)
+    def _evaluate(self, state: dict, split: str) -> Evaluation:
+        return evaluate(self.config, self.program, self.rows, state, split)
 
     def _provenance(self) -> dict[str, Any]:
         """What made the numbers; who and where stays in provenance.json."""
         start = runlog.read_json(self.directory.path / 'provenance.json')['starts'][-1]
         return {name: start[name] for name in ('git', 'python', 'versions', 'devices')}
 
-    def _eval_record(self, step: int, losses_X: np.ndarray) -> dict[str, Any]:
-        return {
-            'kind': 'eval',
-            'step': step,
-            'val_loss': losses_X,
-            'val_bits_per_byte': [self.dataset.bits_per_byte('validation', x) for x in losses_X],
-        }
-
     def _results(self, state: dict, clock: _Clock) -> list[dict[str, Any]]:
-        config, model = self.config, self.config.model
-        common = {
-            'num_steps': config.train.num_steps,
-            'num_tokens': config.train.num_steps * config.train.batch_size * model.context,
-            'weights': budget.count(model),
-            'config': {
-                'd_model': model.d_model,
-                'd_ff': model.mlp_width,
-                'num_layers': model.num_layers,
-                'num_heads': model.num_heads,
-                'num_kv_heads': model.attention.num_kv_heads,
-                'head_size': model.attention.head_size,
-            },
-            'config_hash': fingerprint(config),
-            'flops_per_token': budget.flops_per_token(model),
-            'cache_floats_per_token': budget.cache_floats_per_token(model),
+        costs = {
             'train_seconds': clock.seconds,
             'compile_seconds': self.program.compile_seconds,
             'tokens_per_second': clock.tokens_per_second,
             'lifting': self.program.lifting,
-            'data': {
-                **self.dataset.identity(),
-                'unigram_bits_per_byte': self.dataset.unigram_bits_per_byte('validation'),
-            },
-            'eval_tokens': data.eval_tokens(
-                self.dataset,
-                'validation',
-                length=model.context,
-                max_sequences=config.data.eval_sequences,
-            ),
-            'provenance': self._provenance(),
         }
-        losses = {name: self._evaluate(state, name) for name in ('validation', 'test')}
-        results = []
-        for x, trial in enumerate(self.trials):
-            alive = bool(np.asarray(state['trials']['alive'])[x])
-            result = {'trial': trial, 'status': FINISHED if alive else DIVERGED, **common}
-            for split, short in (('validation', 'val'), ('test', 'test')):
-                loss = float(losses[split][x])
-                result[f'{short}_loss'] = loss
-                result[f'{short}_bits_per_byte'] = self.dataset.bits_per_byte(split, loss)
-            results.append(result)
-        return runlog.to_jsonable(results)
+        reached = {split: self._evaluate(state, split) for split in self.rows.splits[1:]}
+        return results.of_trials(self.config, self.rows, state, reached, costs, self._provenance())

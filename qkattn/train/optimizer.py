@@ -11,7 +11,7 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Fraction of the peak learning rate at step 0, 1, ..., num_steps - 1.
 
     Step s < W of the warm-up has (s + 1) / (W + 1), so that no step is wasted at zero; the decay
-    reaches final_fraction after the last step.
+    reaches final_fraction after the last step, but for 'inverse_sqrt', which is sqrt(W / s).
     """
     warmup = config.warmup_steps
     decay_steps = num_steps - warmup
@@ -19,6 +19,7 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
         'linear': optax.schedules.linear_schedule(1.0, config.final_fraction, decay_steps),
         'cosine': optax.schedules.cosine_decay_schedule(1.0, decay_steps, config.final_fraction),
         'constant': optax.schedules.constant_schedule(1.0),
+        'inverse_sqrt': lambda steps: jnp.sqrt(warmup / (warmup + steps)),
     }[config.schedule]
     if not warmup:
         return decay

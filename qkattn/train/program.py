@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -32,8 +31,9 @@ class Program:
       lifting: 'vmap' or 'map'.
       abstract_state: ShapeDtypeStructs with shardings, the target of a restore.
       hyper: seed, learning_rate and weight_decay of each trial, on the mesh.
-      train: (state, tokens_CXABT1) -> (state, metrics [C, X]); the state given is consumed.
-      evaluate: (state, batch) -> summed loss [X], nats.
+      train: (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]); the state given is
+        consumed.
+      evaluate: (state, batch [B, ...]) -> sums [X] of `step.measure`.
       init: () -> state before step 0.
       compile_seconds: time to compile `train`.
       measured: seconds per step by lifting, where it was chosen by measurement.
@@ -43,15 +43,15 @@ class Program:
     lifting: str
     abstract_state: dict
     hyper: dict[str, jax.Array]
-    train: Callable[[dict, jax.Array], tuple[dict, dict]]
-    evaluate: Callable[[dict, dict], jax.Array]
+    train: Callable[[dict, dict], tuple[dict, dict]]
+    evaluate: Callable[[dict, dict], dict]
     init: Callable[[], dict]
     compile_seconds: float
     measured: dict[str, float]
 
 
 def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, dict, Any]:
-    """ShapeDtypeStructs with shardings of the train program's state, hyper and tokens.
+    """ShapeDtypeStructs with shardings of the train program's state, hyper and batch.
 
     On an AbstractMesh nothing needs a device: with these a step lowers for a pod from any machine.
     """
@@ -68,49 +68,72 @@ def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, di
         state,
         sharding.state_shardings(state, mesh),
     )
-    tokens = jax.ShapeDtypeStruct(
-        tokens_shape(config), jnp.int32, sharding=sharding.batch_sharding(mesh)
-    )
-    return state, hyper, tokens
+    leading = leading_shape(config)
+    placed = sharding.batch_sharding(mesh)
+    batch = {
+        name: jax.ShapeDtypeStruct((*leading, length), dtype, sharding=placed)
+        for name, (length, dtype) in row_shapes(config).items()
+    }
+    return state, hyper, batch
 
 
-def tokens_shape(config: Config) -> tuple[int, ...]:
-    """[C, X, A, B, T + 1] of one dispatch: steps, trials, microbatches, sequences, tokens."""
+def row_shapes(config: Config) -> dict[str, tuple[int, np.dtype]]:
+    """Length and type of the arrays of one row: what `Rows.read` gives for this kind of model."""
+    T, integer = config.model.context, np.dtype(np.int32)
+    shapes = {
+        'tokens_BT': (T, integer),
+        'targets_BT': (T, integer),
+        'weights_BT': (T, np.dtype(np.float32)),
+    }
+    if config.model.kind == 'encoder_decoder':
+        S = config.model.encoder.context
+        shapes |= {'source_BS': (S, integer), 'source_segments_BS': (S, integer)}
+        shapes['segments_BT'] = (T, integer)
+    return shapes
+
+
+def leading_shape(config: Config) -> tuple[int, int, int, int]:
+    """[C, X, A, B] of one dispatch: steps, trials, microbatches, rows."""
     train = config.train
     return (
         train.steps_per_dispatch,
         len(config.trials.trials()),
         train.accumulation,
         train.batch_size // train.accumulation,
-        config.model.context + 1,
     )
 
 
 def local_rows(config: Config, mesh: Mesh) -> slice:
     """The rows of the global batch that this process's devices hold.
 
-    Row r of a batch is sequence r // A of microbatch r % A, so that these rows are consecutive.
+    Row r of a batch is row r // A of microbatch r % A, so that these rows are consecutive.
     """
-    shape = tokens_shape(config)
+    shape = leading_shape(config)
     parts = sharding.batch_sharding(mesh).addressable_devices_indices_map(shape).values()
     bounds = [part[3].indices(shape[3]) for part in parts]
     return slice(min(b[0] for b in bounds) * shape[2], max(b[1] for b in bounds) * shape[2])
 
 
-def place_tokens(config: Config, mesh: Mesh, local_CXBT1: np.ndarray, rows: slice) -> jax.Array:
-    """The global tokens_CXABT1 of one dispatch from the rows read here.
+def place_batch(
+    config: Config, mesh: Mesh, local: dict[str, np.ndarray], rows: slice
+) -> dict[str, jax.Array]:
+    """The global batch [C, X, A, B, ...] of one dispatch from the rows [C, X, ...] read here.
 
     The batch is cut into microbatches here rather than in the program, where the cut would move
     rows between devices.
     """
-    shape = (len(local_CXBT1), *tokens_shape(config)[1:])
-    C, X, A, B, T1 = shape
-    local_CXABT1 = np.swapaxes(local_CXBT1.reshape(C, X, -1, A, T1), 2, 3)
+    return {name: _place(config, mesh, array, rows) for name, array in local.items()}
+
+
+def _place(config: Config, mesh: Mesh, local_CXBT: np.ndarray, rows: slice) -> jax.Array:
+    shape = (len(local_CXBT), *leading_shape(config)[1:], local_CXBT.shape[-1])
+    C, X, A, B, T = shape
+    local_CXABT = np.swapaxes(local_CXBT.reshape(C, X, -1, A, T), 2, 3)
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         start, stop, _ = index[3].indices(B)
         first = rows.start // A
-        return local_CXABT1[index[0], index[1], :, start - first : stop - first]
+        return local_CXABT[index[0], index[1], :, start - first : stop - first]
 
     return jax.make_array_from_callback(shape, sharding.batch_sharding(mesh), part)
 
@@ -137,7 +160,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
     """
     mesh = sharding.make_mesh(config.mesh)
     trials = config.trials.trials()
-    abstract, abstract_hyper, tokens = abstract_inputs(config, mesh)
+    abstract, abstract_hyper, batch = abstract_inputs(config, mesh)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
     hyper = {
         name: jax.make_array_from_callback(
@@ -158,7 +181,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
             donate_argnums=0,
             out_shardings=(shardings, replicated),
         )
-        return steps.lower(abstract, hyper, tokens).compile(), time.perf_counter() - start
+        return steps.lower(abstract, hyper, batch).compile(), time.perf_counter() - start
 
     wanted = lifting or config.train.lifting
     if wanted == 'auto' and len(trials) == 1:
@@ -180,7 +203,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
         lifting=wanted,
         abstract_state=abstract,
         hyper=hyper,
-        train=lambda state, tokens: steps(state, hyper, tokens),
+        train=lambda state, batch: steps(state, hyper, batch),
         evaluate=lambda state, batch: evaluate(state['trials']['params'], batch),
         init=lambda: _start_from(params, init(hyper['seed'])),
         compile_seconds=compile_seconds,
@@ -204,16 +227,19 @@ def _start_from(params: dict | None, state: dict) -> dict:
 def _seconds_per_step(
     config: Config, mesh: Mesh, steps: Callable, init: Callable, hyper: dict
 ) -> float:
-    """The faster of two timed dispatches on scratch state and constant tokens."""
-    shape = tokens_shape(config)
+    """The faster of two timed dispatches on scratch state and constant rows."""
     rows = local_rows(config, mesh)
-    local = np.zeros((*shape[:2], rows.stop - rows.start, shape[-1]), np.int32)
-    tokens = place_tokens(config, mesh, local, rows)
+    leading = (*leading_shape(config)[:2], rows.stop - rows.start)
+    local = {
+        name: np.ones((*leading, length), dtype)
+        for name, (length, dtype) in row_shapes(config).items()
+    }
+    batch = place_batch(config, mesh, local, rows)
     state = jax.block_until_ready(init(hyper['seed']))
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
-        state, metrics = steps(state, hyper, tokens)
+        state, metrics = steps(state, hyper, batch)
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - start)
     return min(seconds) / config.train.steps_per_dispatch

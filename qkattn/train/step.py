@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qkattn.config import Config
-from qkattn.model import Decoder
+from qkattn.model import abstract_model, build
 from qkattn.train.optimizer import adamw, schedule
 from qkattn.train.sharding import BATCH_AXES
 
@@ -21,12 +21,12 @@ from qkattn.train.sharding import BATCH_AXES
 
 def graph_of(config: Config) -> nnx.GraphDef:
     """The model without its numbers."""
-    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, key=jax.random.key(0))))
+    return nnx.graphdef(abstract_model(config.model))
 
 
 def init_trial(config: Config, seed: jax.Array) -> dict:
     """Fresh parameters and optimizer state of one trial."""
-    params = nnx.to_pure_dict(nnx.state(Decoder(config.model, key=jax.random.key(seed))))
+    params = nnx.to_pure_dict(nnx.state(build(config.model, key=jax.random.key(seed))))
     opt_state = adamw(config.optimizer, jnp.float32(0), jnp.float32(0)).init(params)
     return {'params': params, 'opt_state': opt_state, 'alive': jnp.bool(True)}
 
@@ -37,24 +37,51 @@ def init_stack(config: Config, seeds: jax.Array) -> dict:
     return {'step': jnp.int32(0), 'trials': trials}
 
 
-def language_batch(tokens_ABT1: jax.Array) -> dict[str, jax.Array]:
-    """Windows of T + 1 tokens, in A microbatches, as inputs, targets and weights."""
-    return {
-        'tokens_BT': tokens_ABT1[..., :-1],
-        'targets_BT': tokens_ABT1[..., 1:],
-        'weights_BT': jnp.ones(tokens_ABT1[..., 1:].shape, jnp.float32),
-    }
+def predict(
+    config: Config, graph: nnx.GraphDef, params: dict, batch: dict, dropout_key: jax.Array | None
+) -> jax.Array:
+    """logits_BTV: the model on everything in the batch but targets and weights."""
+    dtype = jnp.dtype(config.model.compute_dtype)
+    model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(dtype), params))
+    inputs = {k: v for k, v in batch.items() if k not in ('targets_BT', 'weights_BT')}
+    return model(**inputs, dropout_key=dropout_key)
 
 
 def loss_sum(
     config: Config, graph: nnx.GraphDef, params: dict, batch: dict, dropout_key: jax.Array | None
 ) -> jax.Array:
-    """Sum over the batch of weight times cross-entropy, in nats."""
-    dtype = jnp.dtype(config.model.compute_dtype)
-    model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(dtype), params))
-    logits_BTV = model(batch['tokens_BT'], dropout_key=dropout_key)
+    """Sum over the batch of weight times loss, in nats.
+
+    The loss is (1 - e) times the cross-entropy of the target plus e times the mean cross-entropy of
+    all V tokens, e = train.label_smoothing.
+    """
+    logits_BTV = predict(config, graph, params, batch, dropout_key)
     nats_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch['targets_BT'])
+    if epsilon := config.train.label_smoothing:
+        uniform_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
+        nats_BT = (1 - epsilon) * nats_BT + epsilon * uniform_BT
     return jnp.sum(nats_BT * batch['weights_BT'])
+
+
+def measure(config: Config, graph: nnx.GraphDef, params: dict, batch: dict) -> dict:
+    """Sums over the batch, without dropout or smoothing.
+
+    Returns:
+      nats: weight times cross-entropy; correct: weight of the targets that are the likeliest token;
+      solved: rows all of whose targets are, as far as they have any; weight; rows.
+    """
+    logits_BTV = predict(config, graph, params, batch, None)
+    targets_BT, weights_BT = batch['targets_BT'], batch['weights_BT']
+    nats_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+    correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
+    used_B = weights_BT.any(-1)
+    return {
+        'nats': jnp.sum(nats_BT * weights_BT),
+        'correct': jnp.sum(correct_BT * weights_BT),
+        'solved': jnp.sum(used_B & (correct_BT | (weights_BT == 0)).all(-1)),
+        'weight': jnp.sum(weights_BT),
+        'rows': jnp.sum(used_B),
+    }
 
 
 def gradients(
@@ -91,11 +118,13 @@ def train_trial(
       step: number of steps done, the same for all trials.
       trial: its state.
       hyper: 'seed', 'learning_rate' (peak), 'weight_decay', scalars.
-      batch: tokens_BT, targets_BT, weights_BT, each with a leading axis of microbatches.
+      batch: tokens_BT, targets_BT, weights_BT and the model's other inputs, each with a leading
+        axis of microbatches.
 
     Returns:
       The next state, or the old one with alive=False where loss or gradient is not finite; and
-      loss (nats per token), gradient, parameter and update norms, learning rate.
+      loss (nats per token, smoothed where the config says so), gradient, parameter and update
+      norms, learning rate.
     """
     key = None
     if config.model.dropout:
@@ -149,34 +178,33 @@ def lift(one: Callable, lifting: str, mesh: Mesh) -> Callable:
 
 def train_steps(
     config: Config, graph: nnx.GraphDef, lifting: str, mesh: Mesh
-) -> Callable[[dict, dict, jax.Array], tuple[dict, dict]]:
-    """The program (state, hyper, tokens_CXABT1) -> (state, metrics [C, X]) of C steps."""
+) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
+    """The program (state, hyper, batch [C, X, A, B, ...]) -> (state, metrics [C, X]) of C steps."""
 
-    def one_step(state, hyper, tokens_XABT1):
-        def one(trial, hyper, tokens_ABT1):
-            batch = language_batch(tokens_ABT1)
+    def one_step(state, hyper, batch):
+        def one(trial, hyper, batch):
             return train_trial(config, graph, state['step'], trial, hyper, batch)
 
-        trials, metrics = lift(one, lifting, mesh)(state['trials'], hyper, tokens_XABT1)
+        trials, metrics = lift(one, lifting, mesh)(state['trials'], hyper, batch)
         return {'step': state['step'] + 1, 'trials': trials}, metrics
 
-    def many_steps(state, hyper, tokens_CXABT1):
-        return jax.lax.scan(lambda s, tokens: one_step(s, hyper, tokens), state, tokens_CXABT1)
+    def many_steps(state, hyper, batches):
+        return jax.lax.scan(lambda s, batch: one_step(s, hyper, batch), state, batches)
 
     return many_steps
 
 
 def eval_step(
     config: Config, graph: nnx.GraphDef, lifting: str, mesh: Mesh
-) -> Callable[[dict, dict], jax.Array]:
-    """The program (params of X trials, one batch) -> summed loss [X] in nats, without dropout."""
+) -> Callable[[dict, dict], dict]:
+    """The program (params of X trials, one batch) -> the sums of `measure`, each [X]."""
     batch_spec = jax.sharding.NamedSharding(mesh, P(BATCH_AXES))
 
     def evaluate(params, batch):
         batch = jax.lax.with_sharding_constraint(batch, batch_spec)
 
         def one(params):
-            return loss_sum(config, graph, params, batch, None)
+            return measure(config, graph, params, batch)
 
         return lift(one, lifting, mesh)(params)
 

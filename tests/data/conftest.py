@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from qkattn.data import pipeline
+from qkattn.config import DataConfig
+from qkattn.data.load import load
 from qkattn.data.tokens import SplitInfo, TokenDataset
 
 
@@ -48,4 +49,4 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def stdlib(data_dir):
-    return pipeline.load('stdlib', data_dir)
+    return load(DataConfig(data_dir=str(data_dir)))

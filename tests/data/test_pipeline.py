@@ -6,26 +6,40 @@ import pytest
 
 from qkattn.config import ConfigError
 from qkattn.data import pipeline
+from qkattn.data.rows import LanguageRows
 
-TRAIN = {'batch_size': 6, 'length': 7}
+TRAIN = {'batch_size': 6}
+
+
+def windows(dataset):
+    return LanguageRows(dataset, 7)
+
+
+def tokens_BT1(batch):
+    """Windows as they lie in the text: the inputs and the last target."""
+    return np.concatenate([batch['tokens_BT'], batch['targets_BT'][..., -1:]], axis=-1)
 
 
 def first_tokens(dataset, seed, steps, **settings):
     """First token of every row of consecutive steps, one after another."""
     return np.concatenate(
         [
-            pipeline.train_batch(dataset, seed=seed, step=step, **(TRAIN | settings))[:, 0]
+            pipeline.train_batch(windows(dataset), seed=seed, step=step, **(TRAIN | settings))[
+                'tokens_BT'
+            ][:, 0]
             for step in steps
         ]
     )
 
 
 def test_rows_are_windows_of_consecutive_tokens(numbers):
-    tokens_BT1 = pipeline.train_batch(numbers(train=500), seed=1, step=3, **TRAIN)
-    assert tokens_BT1.shape == (6, 8)
-    assert tokens_BT1.dtype == np.int32
-    assert (np.diff(tokens_BT1, axis=1) == 1).all()
-    assert (tokens_BT1[:, 0] % 7 == 0).all()
+    batch = pipeline.train_batch(windows(numbers(train=500)), seed=1, step=3, **TRAIN)
+    assert {a.dtype for a in (batch['tokens_BT'], batch['targets_BT'])} == {np.dtype(np.int32)}
+    assert tokens_BT1(batch).shape == (6, 8)
+    assert (np.diff(tokens_BT1(batch), axis=1) == 1).all()
+    assert (batch['targets_BT'] == batch['tokens_BT'] + 1).all()
+    assert (batch['tokens_BT'][:, 0] % 7 == 0).all()
+    assert (batch['weights_BT'] == 1).all() and batch['weights_BT'].dtype == np.float32
 
 
 def test_an_epoch_visits_every_window_once_and_the_next_reshuffles(numbers):
@@ -74,10 +88,13 @@ def test_order_is_the_same_for_ever(numbers):
 
 FRESH = """
 import sys
+from qkattn.config import DataConfig
 from qkattn.data import pipeline
-dataset = pipeline.load('stdlib', sys.argv[1])
-batch = pipeline.train_batch(dataset, seed=3, step=12345, batch_size=4, length=64)
-sys.stdout.buffer.write(batch.tobytes())
+from qkattn.data.load import load
+from qkattn.data.rows import LanguageRows
+rows = LanguageRows(load(DataConfig(data_dir=sys.argv[1])), 64)
+batch = pipeline.train_batch(rows, seed=3, step=12345, batch_size=4)
+sys.stdout.buffer.write(batch['targets_BT'].tobytes())
 """
 
 
@@ -85,75 +102,89 @@ def test_a_fresh_process_reads_the_same(stdlib, data_dir):
     fresh = subprocess.run(
         [sys.executable, '-c', FRESH, str(data_dir)], capture_output=True, check=True, timeout=120
     )
-    batch = pipeline.train_batch(stdlib, seed=3, step=12345, batch_size=4, length=64)
-    assert fresh.stdout == batch.tobytes()
+    batch = pipeline.train_batch(LanguageRows(stdlib, 64), seed=3, step=12345, batch_size=4)
+    assert fresh.stdout == batch['targets_BT'].tobytes()
 
 
 @pytest.mark.parametrize('num_hosts', [1, 2, 3, 6])
 def test_hosts_together_read_the_global_batch(numbers, num_hosts):
-    dataset = numbers(train=500)
-    whole = pipeline.train_batch(dataset, seed=2, step=9, **TRAIN)
+    rows = windows(numbers(train=500))
+    whole = pipeline.train_batch(rows, seed=2, step=9, **TRAIN)
     share = 6 // num_hosts
     parts = [
-        pipeline.train_batch(
-            dataset, seed=2, step=9, **TRAIN, rows=slice(h * share, (h + 1) * share)
-        )
+        pipeline.train_batch(rows, seed=2, step=9, **TRAIN, part=slice(h * share, (h + 1) * share))
         for h in range(num_hosts)
     ]
-    assert {part.shape for part in parts} == {(share, 8)}
-    assert np.array_equal(np.concatenate(parts), whole)
+    for name, array in whole.items():
+        assert {part[name].shape for part in parts} == {(share, 7)}
+        assert np.array_equal(np.concatenate([part[name] for part in parts]), array)
 
 
 def test_train_batches_are_train_batch_of_seed_and_step(numbers):
-    dataset = numbers(train=500)
-    settings = TRAIN | {'rows': slice(2, 5)}
+    rows = windows(numbers(train=500))
+    settings = TRAIN | {'part': slice(2, 5)}
     with pipeline.TrainBatches(
-        dataset, seeds=(4, 0, 4), start_step=11, num_steps=8, steps_per_read=3, **settings
+        rows, seeds=(4, 0, 4), start_step=11, num_steps=8, steps_per_read=3, **settings
     ) as batches:
-        reads = list(batches)
-    assert [r.shape for r in reads] == [(3, 3, 3, 8), (3, 3, 3, 8), (2, 3, 3, 8)]
-    tokens_CXBT1 = np.concatenate(reads)
-    assert tokens_CXBT1.dtype == np.int32
+        reads = [batch['tokens_BT'] for batch in batches]
+    assert [r.shape for r in reads] == [(3, 3, 3, 7), (3, 3, 3, 7), (2, 3, 3, 7)]
+    tokens_CXBT = np.concatenate(reads)
+    assert tokens_CXBT.dtype == np.int32
     for c, step in enumerate(range(11, 19)):
         for x, seed in enumerate((4, 0, 4)):
-            expected = pipeline.train_batch(dataset, seed=seed, step=step, **settings)
-            assert np.array_equal(tokens_CXBT1[c, x], expected)
+            expected = pipeline.train_batch(rows, seed=seed, step=step, **settings)
+            assert np.array_equal(tokens_CXBT[c, x], expected['tokens_BT'])
+
+
+class Draws:
+    """Rows that tell what they were asked for."""
+
+    splits = ('train', 'validation')
+
+    def count(self, split):
+        return 5
+
+    def read(self, split, rows_B, draws_B2):
+        return {'rows': rows_B[:, None], 'draws': draws_B2}
+
+
+def test_a_row_is_told_its_seed_and_its_place_in_the_endless_sequence():
+    batch = pipeline.train_batch(Draws(), seed=7, step=3, batch_size=4)
+    assert batch['draws'].tolist() == [[7, 12], [7, 13], [7, 14], [7, 15]]
+    assert batch['draws'].dtype == np.uint64
+    part = pipeline.train_batch(Draws(), seed=7, step=3, batch_size=4, part=slice(2, 4))
+    assert part['draws'].tolist() == [[7, 14], [7, 15]]
+    (batch,) = pipeline.eval_batches(Draws(), 'validation', batch_size=5)
+    assert batch['draws'].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [0, 4]]
 
 
 def test_train_batches_refuses_before_reading(numbers):
+    rows = LanguageRows(numbers(train=500), 500)
     with pytest.raises(ConfigError, match='length=500 is too long'):
-        pipeline.TrainBatches(numbers(train=500), seeds=(0,), num_steps=1, batch_size=1, length=500)
+        pipeline.TrainBatches(rows, seeds=(0,), num_steps=1, batch_size=1)
     with pytest.raises(ConfigError, match='seed=-1 is out of range'):
-        pipeline.TrainBatches(numbers(train=500), seeds=(0, -1), num_steps=1, **TRAIN)
+        pipeline.TrainBatches(windows(numbers(train=500)), seeds=(0, -1), num_steps=1, **TRAIN)
 
 
 @pytest.mark.parametrize(
     ('change', 'says'),
     [
-        ({'length': 0}, 'length=0 is too small'),
-        ({'length': 30}, "length=30 is too long for split 'train' .* 30 tokens; .* at most 29"),
         ({'batch_size': 0}, 'batch_size=0 is too small'),
-        ({'rows': slice(6, 9)}, r'rows=slice\(6, 9, None\) selects no row of a batch of 6'),
+        ({'part': slice(6, 9)}, r'part=slice\(6, 9, None\) selects no row of a batch of 6'),
         ({'seed': 2**32}, 'seed=4294967296 is out of range'),
         ({'step': -1}, 'step=-1 is negative'),
     ],
 )
 def test_bad_settings_are_one_sentence(numbers, change, says):
     with pytest.raises(ConfigError, match=says) as caught:
-        pipeline.train_batch(numbers(train=30), **{'seed': 0, 'step': 0} | TRAIN | change)
+        pipeline.train_batch(windows(numbers(train=30)), **{'seed': 0, 'step': 0} | TRAIN | change)
     assert '\n' not in str(caught.value)
-
-
-def test_the_longest_length_reads_the_one_window(numbers):
-    dataset = numbers(train=30)
-    batch = pipeline.train_batch(dataset, seed=0, step=0, batch_size=2, length=29)
-    assert batch.tolist() == [list(range(30))] * 2
 
 
 def test_eval_predicts_every_token_once_and_pads_the_last_batch(numbers):
     # 10 windows of 7, 3 tokens over.
-    dataset = numbers(validation=74)
-    batches = list(pipeline.eval_batches(dataset, 'validation', batch_size=4, length=7))
+    rows = windows(numbers(validation=74))
+    batches = list(pipeline.eval_batches(rows, 'validation', batch_size=4))
     assert len(batches) == 3
     targets = []
     for batch in batches:
@@ -168,35 +199,23 @@ def test_eval_predicts_every_token_once_and_pads_the_last_batch(numbers):
         assert (batch['targets_BT'] - batch['tokens_BT'] == real).all()
         targets += batch['targets_BT'][real].tolist()
     assert targets == list(range(1, 71))
-    assert pipeline.eval_tokens(dataset, 'validation', length=7) == 70
     assert batches[-1]['weights_BT'].sum() == 2 * 7
 
 
-def test_the_last_token_of_a_split_starts_no_window(numbers):
-    # 70 tokens are 69 targets: 9 windows of 7, not 10.
-    dataset = numbers(train=70, validation=70)
-    assert pipeline.num_windows(dataset, 'train', 7) == 9
-    assert pipeline.eval_tokens(dataset, 'validation', length=7) == 63
-    (batch,) = pipeline.eval_batches(dataset, 'validation', batch_size=9, length=7)
-    assert batch['targets_BT'].max() == 63
-
-
 def test_eval_subset_is_evenly_spaced(numbers):
-    dataset = numbers(validation=701)
-    (batch,) = pipeline.eval_batches(dataset, 'validation', batch_size=8, length=7, max_sequences=8)
+    rows = windows(numbers(validation=701))
+    (batch,) = pipeline.eval_batches(rows, 'validation', batch_size=8, max_rows=8)
     starts = batch['tokens_BT'][:, 0] // 7
     assert starts.tolist() == [0, 12, 25, 37, 50, 62, 75, 87]
-    assert pipeline.eval_tokens(dataset, 'validation', length=7, max_sequences=8) == 56
-    assert pipeline.eval_tokens(dataset, 'validation', length=7, max_sequences=999) == 700
+    assert len(pipeline.eval_rows(rows, 'validation', 999)) == 100
 
 
 def test_eval_rows_of_hosts_make_the_global_batches(numbers):
-    dataset = numbers(validation=74)
-    settings = {'batch_size': 4, 'length': 7}
-    whole = list(pipeline.eval_batches(dataset, 'validation', **settings))
+    rows = windows(numbers(validation=74))
+    whole = list(pipeline.eval_batches(rows, 'validation', batch_size=4))
     parts = [
-        list(pipeline.eval_batches(dataset, 'validation', **settings, rows=rows))
-        for rows in (slice(0, 2), slice(2, 4))
+        list(pipeline.eval_batches(rows, 'validation', batch_size=4, part=part))
+        for part in (slice(0, 2), slice(2, 4))
     ]
     for batch, first, second in zip(whole, *parts, strict=True):
         for name, array in batch.items():
@@ -204,36 +223,12 @@ def test_eval_rows_of_hosts_make_the_global_batches(numbers):
 
 
 def test_eval_refuses_at_the_call(numbers):
-    dataset = numbers(validation=74)
+    rows = windows(numbers(validation=74))
     for change, says in (
         ({'batch_size': 0}, 'batch_size=0'),
-        ({'length': 74}, 'length=74 is too long'),
-        ({'max_sequences': 0}, 'max_sequences=0 is too small'),
+        ({'max_rows': 0}, 'max_rows=0 is too small'),
         ({'split': 'train'}, "split='train' is not in dataset 'numbers'; valid: 'validation'"),
     ):
-        settings = {'split': 'validation', 'batch_size': 4, 'length': 7} | change
+        settings = {'split': 'validation', 'batch_size': 4} | change
         with pytest.raises(ConfigError, match=says):
-            pipeline.eval_batches(dataset, **settings)
-
-
-def test_load_names_the_known_datasets():
-    with pytest.raises(ConfigError, match="data.name='c4' is not a known dataset; valid: 'stdlib'"):
-        pipeline.load('c4')
-
-
-def test_load_says_that_a_directory_cannot_be_written(tmp_path):
-    (tmp_path / 'file').write_text('')
-    with pytest.raises(ConfigError, match='cannot be written'):
-        pipeline.load('stdlib', tmp_path / 'file' / 'below')
-
-
-def test_load_uses_the_environment(stdlib, data_dir, monkeypatch):
-    monkeypatch.setenv('QKATTN_DATA', str(data_dir))
-    assert pipeline.load('stdlib').identity() == stdlib.identity()
-
-
-def test_stdlib_reads_as_source_code(stdlib):
-    batch = pipeline.train_batch(stdlib, seed=0, step=0, batch_size=64, length=256)
-    assert 'self' in stdlib.tokenizer.decode(batch.ravel())
-    assert 4.0 < stdlib.unigram_bits_per_byte('train') < 5.0
-    assert pipeline.eval_tokens(stdlib, 'validation', length=128) > 100_000
+            pipeline.eval_batches(rows, **settings)

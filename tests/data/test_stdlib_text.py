@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qkattn.data import pipeline, stdlib_text
+from qkattn.config import DataConfig
+from qkattn.data import stdlib_text
+from qkattn.data.load import load
 
 ROOT = Path(sysconfig.get_path('stdlib'))
 
@@ -73,12 +75,14 @@ def test_damaged_prepared_files_are_named(tmp_path):
 RACE = """
 import json, sys
 from pathlib import Path
-from qkattn.data import pipeline, stdlib_text
+from qkattn.config import DataConfig
+from qkattn.data import stdlib_text
+from qkattn.data.load import load
 print('ready', flush=True)
 sys.stdin.readline()
 if sys.argv[2] == 'prepare':
     stdlib_text.prepare(Path(sys.argv[1]))
-dataset = pipeline.load('stdlib', sys.argv[1])
+dataset = load(DataConfig(data_dir=sys.argv[1]))
 tokens = sum(map(int, dataset.split('train')[:1000]))
 print(json.dumps([dataset.identity(), tokens, 'tensorflow' in sys.modules]))
 """
@@ -113,18 +117,20 @@ def test_processes_that_race_for_an_empty_directory_agree(stdlib, tmp_path):
 
 KILLED = """
 import os, sys
-from qkattn.data import pipeline, stdlib_text
+from qkattn.config import DataConfig
+from qkattn.data import stdlib_text
+from qkattn.data.load import load
 
 def dies(self, root, paths):
     yield paths[0], {'path': paths[0], 'text': b'half'}
     os._exit(9)
 
 stdlib_text.StdlibText._generate_examples = dies
-pipeline.load('stdlib', sys.argv[1])
+load(DataConfig(data_dir=sys.argv[1]))
 """
 
 
 def test_killed_preparation_is_done_again(stdlib, tmp_path):
     killed = subprocess.run([sys.executable, '-c', KILLED, str(tmp_path)], timeout=120)
     assert killed.returncode == 9
-    assert pipeline.load('stdlib', tmp_path).identity() == stdlib.identity()
+    assert load(DataConfig(data_dir=str(tmp_path))).identity() == stdlib.identity()

@@ -58,17 +58,15 @@ def test_documents_end_with_a_separator(corpus):
     assert not dataset.split('train').flags.writeable
 
 
-def test_unigram_bits_per_byte(corpus):
+def test_unigram_entropy(corpus):
     # Frequencies 2, 1, 1, 2 of 6.
-    expected = 2 * (2 / 6) * math.log2(6 / 2) + 2 * (1 / 6) * math.log2(6)
-    assert corpus.open().unigram_bits_per_byte('train') == pytest.approx(expected, rel=1e-12)
+    expected = 2 * (2 / 6) * math.log(6 / 2) + 2 * (1 / 6) * math.log(6)
+    found = corpus.open().info('train').unigram_nats_per_token
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_bits_per_byte_counts_bytes_not_tokens(numbers):
-    # Two bytes per token: n bits per token are n / 2 bits per byte.
-    dataset = numbers(train=64)
-    assert dataset.bits_per_byte('train', 3 * math.log(2)) == pytest.approx(1.5)
-    assert dataset.unigram_bits_per_byte('train') == pytest.approx(3)
+def test_bytes_per_token(numbers):
+    assert numbers(train=64).bytes_per_token('train') == 2.0
 
 
 def test_identity_is_json_and_tells_data_apart(corpus):

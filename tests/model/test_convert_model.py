@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from qkattn.attention.convert import ConversionError
-from qkattn.budget import abstract_model, abstract_params
+from qkattn.budget import abstract_params
 from qkattn.config import ConfigError, ModelConfig
-from qkattn.decode import generate
-from qkattn.model import convert
+from qkattn.generate import generate
+from qkattn.model import abstract_model, convert
 
 CONFIG = ModelConfig(d_model=32, num_layers=3, num_heads=4, context=24, vocab_size=50, biases=True)
 TOKENS = np.random.default_rng(1).integers(0, 50, (2, 20))

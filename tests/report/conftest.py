@@ -65,6 +65,51 @@ def trial_record(
     return record | changes
 
 
+def translation_record(variant: str, bleu: float | None = 30.0, **changes: object) -> dict:
+    """A trial that was scored on translations; None is one that diverged, which has no scores."""
+    sides = {
+        side: {'name': f'pairs-de-en/{language}', 'version': '1.0.0', 'tokenizer': 'bpe'}
+        for side, language in (('source', 'de'), ('target', 'en'))
+    }
+    record = trial_record(variant, **{'val_loss': None if bleu is None else 2.0} | changes)
+    record['data'] = sides | {
+        'packing': {'version': 1, 'source_length': 64, 'length': 64},
+        'dropped_pairs': {'train': 7},
+        'unigram_loss': 6.1,
+        'unigram_bits_per_byte': 2.5,
+    }
+    for split, less in (('val', 1.0), ('test', 0.0)) if bleu is not None else ():
+        record |= {
+            f'{split}_accuracy': 0.5,
+            f'{split}_solved': 0.125,
+            f'{split}_bleu': bleu - less,
+            f'{split}_chrf': bleu + 20 - less,
+            f'{split}_exact_match': bleu / 200,
+            f'{split}_num_sentences': 1000 if split == 'test' else 1014,
+            f'{split}_bleu_signature': 'nrefs:1|case:lc|tok:13a|version:2.5.1',
+            f'{split}_chrf_signature': 'nrefs:1|case:lc|nc:6|version:2.5.1',
+        }
+    return record | {name: value for name, value in changes.items() if name in record}
+
+
+def probe_record(variant: str, accuracy: float | None = 0.5, **changes: object) -> dict:
+    """A trial on a synthetic task: no bytes, so no bits/byte."""
+    loss = None if accuracy is None else 1 - accuracy
+    record = trial_record(variant, **{'val_loss': loss} | changes)
+    record |= {'val_bits_per_byte': None, 'test_bits_per_byte': None}
+    record['data'] = {
+        'name': 'recall',
+        'version': 1,
+        'options': {'pairs': 8, 'length': 32},
+        'unigram_loss': 2.77,
+        'unigram_bits_per_byte': None,
+    }
+    for split in ('val', 'test'):
+        record[f'{split}_accuracy'] = accuracy
+        record[f'{split}_solved'] = None if accuracy is None else accuracy / 4
+    return record | {name: value for name, value in changes.items() if name in record}
+
+
 def cell_name(variant: str, size: str) -> str:
     kept = ''.join(c if c.isalnum() or c in '-_' else '_' for c in f'{variant}-{size}')
     return f'{kept[:60]}-{len(variant)}'
@@ -112,17 +157,22 @@ def write_study(
 
 
 def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
-    """Curves that fall to each final bits/byte; a diverged trial's is null from the third on."""
+    """Curves that fall to each final loss; a diverged trial's is null from the third on.
+
+    bits/byte are those of one byte a token, or null where no trial has any.
+    """
     lines = []
     num_steps = records[0]['num_steps']
+    in_bytes = any(record['val_bits_per_byte'] is not None for record in records)
     for index in range(1, num_evals + 1):
         step = num_steps * index // num_evals
-        fall = 3.0 * (num_steps / step - 1) / num_evals
-        finals = [record['val_bits_per_byte'] for record in records]
-        bits = [(5.0 if index < 3 else None) if f is None else f + fall for f in finals]
-        loss = [None if b is None else b * NATS_PER_BIT for b in bits]
+        fall = 2.0 * (num_steps / step - 1) / num_evals
+        finals = [record['val_loss'] for record in records]
+        loss = [(3.5 if index < 3 else None) if f is None else f + fall for f in finals]
+        bits = [None if nats is None else nats / NATS_PER_BIT for nats in loss]
         lines.append({'kind': 'train', 'step': step, 'loss': loss, 'grad_norm': loss})
-        lines.append({'kind': 'eval', 'step': step, 'val_loss': loss, 'val_bits_per_byte': bits})
+        evaluation = {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None}
+        lines.append({'kind': 'eval', 'step': step, **evaluation})
     text = ''.join(json.dumps(line) + '\n' for line in lines)
     (directory / 'metrics.jsonl').write_text(text)
 

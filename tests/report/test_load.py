@@ -2,11 +2,19 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from qkattn.report import ReportError, load_study
 
-from .conftest import cell_name, trial_record, write_metrics, write_study
+from .conftest import (
+    cell_name,
+    probe_record,
+    translation_record,
+    trial_record,
+    write_metrics,
+    write_study,
+)
 
 
 def test_reads_declaration_and_trials(study_dir):
@@ -104,8 +112,11 @@ def test_bad_metrics_lines_are_named(study_dir):
     write_study(study_dir, [trial_record('qk/vo')])
     name = cell_name('qk/vo', 'd_model=128')
     with (study_dir / name / 'metrics.jsonl').open('a') as file:
-        file.write('{"kind": "eval", "step": 400, "val_bits_per_byte": [2.0]}\n')
-        file.write('{"kind": "eval", "step": 401, "val_bits_per_byte": [2.0, 2.0]}\n')
+        for step, loss in ((400, '[2.0]'), (401, '[2.0, 2.0]')):
+            file.write(
+                f'{{"kind": "eval", "step": {step}, "val_loss": {loss}, '
+                f'"val_bits_per_byte": {loss}}}\n'
+            )
         file.write('{"kind": "ev\n')
     study = load_study(study_dir)
     assert study.cells[0].curve.steps_E.tolist() == list(range(40, 401, 40))
@@ -126,3 +137,42 @@ def test_nothing_to_report_is_one_sentence(tmp_path, study_dir):
     (study_dir / 'study.json').write_text('{"name": "x"}')
     with pytest.raises(ReportError, match="field 'question' is missing"):
         load_study(study_dir)
+
+
+def test_curves_without_bytes(study_dir):
+    records = [probe_record('qk/vo', seed=0), probe_record('qk/vo', None, seed=1)]
+    study = load_study(write_study(study_dir, records, num_evals=4))
+    curve = study.cells[0].curve
+    assert study.problems == () and curve.steps_E.tolist() == [100, 200, 300, 400]
+    assert curve.val_loss_EX[-1, 0] == 0.5
+    assert np.isnan(curve.val_loss_EX).tolist() == [[False, False]] * 2 + [[False, True]] * 2
+    assert np.isnan(curve.val_bits_per_byte_EX).all() and curve.val_bits_per_byte_EX.shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'said'),
+    [
+        ({'val_loss': [1.0, 'x']}, "field 'val_loss' holds 'x'"),
+        ({'val_bits_per_byte': [1.0]}, '2 losses, but bits/byte of 1 trials'),
+        ({'val_bits_per_byte': 1.0}, "field 'val_bits_per_byte' is 1.0, expected list or null"),
+    ],
+)
+def test_bad_evaluations_are_named(study_dir, changes, said):
+    write_study(study_dir, [trial_record('qk/vo', seed=s) for s in (0, 1)])
+    line = {'kind': 'eval', 'step': 401, 'val_loss': [1.0, 1.0], 'val_bits_per_byte': None}
+    with (study_dir / cell_name('qk/vo', 'd_model=128') / 'metrics.jsonl').open('a') as file:
+        file.write(json.dumps(line | changes) + '\n')
+    (problem,) = load_study(study_dir).problems
+    assert problem.endswith(f'metrics.jsonl:21 was left out: {said}.')
+
+
+def test_scores_that_do_not_compare_are_named(study_dir):
+    other = translation_record('b/vo', test_bleu_signature='tok:intl', test_num_sentences=500)
+    study = load_study(write_study(study_dir, [translation_record('qk/vo'), other]))
+    assert study.problems == (
+        'BLEU signatures differ, so the scores of these rows do not compare: '
+        "nrefs:1|case:lc|tok:13a|version:2.5.1 ('qk/vo' at 'd_model=128'), "
+        "tok:intl ('b/vo' at 'd_model=128').",
+        'numbers of test sentences differ, so the scores of these rows do not compare: '
+        "1000 ('qk/vo' at 'd_model=128'), 500 ('b/vo' at 'd_model=128').",
+    )

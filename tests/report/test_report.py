@@ -92,7 +92,8 @@ def test_page_shows_facts_table_and_missing_cells(report):
     assert 'Does attention need all four matrices' in text
     assert '6 of 7 cells, 13 trials' in text and 'stdlib 3.11.7' in text and '2 x cpu' in text
     row = next(row for row in summarise(study) if row.variant == 'merged_qk/vo')
-    assert f'{row.val_bits_per_byte.mean:.4f} ± {row.val_bits_per_byte.sd:.4f}' in text
+    bits = row.over_seeds('val_bits_per_byte')
+    assert f'{bits.mean:.4f} ± {bits.sd:.4f}' in text
     assert f'{row.example.weights["total"]:,}' in text and 'abc1234' in text
     assert 'qk_merged_vo-d_model_64-12 qk/merged_vo d_model=64 not started' in text
 

@@ -27,8 +27,8 @@ def test_mean_sd_and_paired_interval(study_dir):
     mean = 6.55 / 3
     sd = math.sqrt(sum((v - mean) ** 2 for v in other) / 2)
     assert row.val_loss.sd == pytest.approx(sd)
-    assert row.val_bits_per_byte.mean == pytest.approx(mean / math.log(2))
-    assert row.test_bits_per_byte.mean == pytest.approx((mean + 0.1) / math.log(2))
+    assert row.over_seeds('val_bits_per_byte').mean == pytest.approx(mean / math.log(2))
+    assert row.over_seeds('test_bits_per_byte').mean == pytest.approx((mean + 0.1) / math.log(2))
     # Differences 0.05, 0.02, 0.08: mean 0.05, sd 0.03.
     assert row.difference.mean == pytest.approx(0.05)
     assert row.difference.sd == pytest.approx(0.03)

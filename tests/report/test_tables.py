@@ -1,15 +1,21 @@
 """The printed tables: every number recomputed from the records, and the notes under them."""
 
 import csv
+import hashlib
 import io
+import shutil
 import statistics
+from pathlib import Path
 
 import pytest
 
-from qkattn.report import load_study, report_text, summarise
-from qkattn.report.tables import csv_table, markdown_table, notes, si, text_table
+from qkattn.report import load_study, report_text, summarise, write_report
+from qkattn.report.notes import notes
+from qkattn.report.tables import csv_table, markdown_table, si, text_table
 
-from .conftest import trial_record, write_study
+from .conftest import probe_record, translation_record, trial_record, write_study
+
+QUICKSTART = Path(__file__).parents[2] / 'experiments/results/quickstart'
 
 LOSSES = {'qk/vo': (2.00, 2.10, 2.30), 'merged_qk/vo': (2.05, 2.12, 2.38)}
 
@@ -59,6 +65,77 @@ def test_every_number_of_the_table(study):
         'cell s': '12.5',
         'diverged': '1/4',
     }
+
+
+def test_the_quickstart_prints_as_committed(tmp_path):
+    for name in ('study.json', 'results.jsonl'):
+        shutil.copy(QUICKSTART / name, tmp_path)
+    write_report(tmp_path)
+    for name in ('table.md', 'table.csv'):
+        assert (tmp_path / name).read_bytes() == (QUICKSTART / name).read_bytes(), name
+    text = (tmp_path / 'table.txt').read_bytes()
+    assert hashlib.sha256(text).hexdigest() == (
+        '8404b8b9ea7a8e5981768470d5491f8f2300761624f78982a407db877d6a298e'
+    )
+
+
+def found(table):
+    """Headings and cells between the names and the number of seeds, of the last row."""
+    lines = [cells(line) for line in table.splitlines()]
+    end = lines[0].index('seeds')
+    return dict(zip(lines[0][2:end], lines[-1][2:end], strict=True))
+
+
+@pytest.fixture
+def translation(study_dir):
+    records = [
+        translation_record(variant, bleu, seed=seed)
+        for variant, scores in (('qk/vo', (30, 32)), ('b/vo', (20.5, 21.5)))
+        for seed, bleu in enumerate(scores)
+    ]
+    return load_study(write_study(study_dir, [*records, translation_record('b/vo', None, seed=2)]))
+
+
+def test_translation_table(translation):
+    assert found(markdown_table(summarise(translation))) == {
+        'test BLEU mean ± sd': '21.00 ± 0.71',
+        'test chrF mean ± sd': '41.00 ± 0.71',
+        'test exact match, % mean ± sd': '10.50 ± 0.35',
+        'val bits/byte mean ± sd': '2.8854 ± 0.0000',
+        'difference in val loss, nats/token [95 % t interval]': '+0.0000 [+0.0000, +0.0000]',
+        'test bits/byte mean ± sd': '3.0297 ± 0.0000',
+    }
+
+
+def test_translation_notes_say_once_how_scores_were_made(translation):
+    text = report_text(translation, summarise(translation))
+    bleu = 'BLEU: test split, from 0 to 100, 1,000 sentences, signature '
+    assert text.count(f'{bleu}nrefs:1|case:lc|tok:13a|version:2.5.1.\n') == 1
+    assert text.count('signature nrefs:1|case:lc|nc:6|version:2.5.1.\n') == 1
+    assert 'Accuracy' not in text and '!' not in text
+
+
+def test_translation_csv_is_in_the_units_of_the_records(translation):
+    row = list(csv.DictReader(io.StringIO(csv_table(summarise(translation)))))[1]
+    assert (row['test_bleu_mean'], row['test_exact_match_mean']) == ('21.0', '0.105')
+    assert not any(name.startswith(('val_bleu', 'test_accuracy', 'test_loss')) for name in row)
+
+
+def test_probe_table(study_dir):
+    records = [
+        probe_record(variant, accuracy) for variant, accuracy in (('qk/vo', 0.75), ('b/vo', 0.5))
+    ]
+    study = load_study(write_study(study_dir, records))
+    assert found(markdown_table(summarise(study))) == {
+        'test accuracy, % mean ± sd': '50.00',
+        'test solved, % mean ± sd': '12.50',
+        'val loss, nats/token mean ± sd': '0.5000',
+        'difference in val loss, nats/token': '+0.2500',
+        'test loss, nats/token mean ± sd': '0.6000',
+    }
+    assert 'Accuracy: the part of the targets' in ' '.join(notes(study, summarise(study)))
+    row = next(csv.DictReader(io.StringIO(csv_table(summarise(study)))))
+    assert row['test_accuracy_mean'] == '0.75' and 'val_bits_per_byte_mean' not in row
 
 
 def test_csv_holds_unrounded_numbers(study):

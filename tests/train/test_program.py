@@ -41,11 +41,11 @@ def test_rows_become_microbatches_in_turn(tiny):
     mesh = sharding.make_mesh(config.mesh)
     rows = program.local_rows(config, mesh)
     assert rows == slice(0, 8)
-    local_CXBT1 = np.arange(1 * 2 * 8 * 17, dtype=np.int32).reshape(1, 2, 8, 17)
-    placed = program.place_tokens(config, mesh, local_CXBT1, rows)
-    assert placed.shape == (1, 2, 2, 4, 17)
+    local_CXBT = np.arange(1 * 2 * 8 * 16, dtype=np.int32).reshape(1, 2, 8, 16)
+    placed = program.place_batch(config, mesh, {'tokens_BT': local_CXBT}, rows)['tokens_BT']
+    assert placed.shape == (1, 2, 2, 4, 16)
     for a in range(2):
-        np.testing.assert_array_equal(placed[0, :, a], local_CXBT1[0, :, a::2])
+        np.testing.assert_array_equal(placed[0, :, a], local_CXBT[0, :, a::2])
     assert len({str(s.index) for s in placed.addressable_shards}) == 8
 
 

@@ -73,13 +73,18 @@ MESHES = [
 )
 def test_losses_do_not_depend_on_the_mesh(tiny, mesh, lifting, capfd):
     config = tiny(train={'num_steps': 3, 'accumulation': 2, 'steps_per_dispatch': 3})
-    rows_CXBT1 = np.random.default_rng(0).integers(0, 256, (3, 2, 8, 17)).astype(np.int32)
+    tokens_CXBT1 = np.random.default_rng(0).integers(0, 256, (3, 2, 8, 17)).astype(np.int32)
+    local = {
+        'tokens_BT': tokens_CXBT1[..., :-1],
+        'targets_BT': tokens_CXBT1[..., 1:],
+        'weights_BT': np.ones((3, 2, 8, 16), np.float32),
+    }
 
     def run(mesh):
         built = program.build(dataclasses.replace(config, mesh=mesh), lifting)
         rows = program.local_rows(config, built.mesh)
-        tokens = program.place_tokens(config, built.mesh, rows_CXBT1, rows)
-        return built, *built.train(built.init(), tokens)
+        batch = program.place_batch(config, built.mesh, local, rows)
+        return built, *built.train(built.init(), batch)
 
     _, _, want = run(MeshConfig())
     built, state, got = run(mesh)

@@ -11,8 +11,17 @@ from qkattn.train import program, sharding, step
 
 
 def tokens_XABT1(config, seed=0):
-    shape = (len(config.trials.trials()), *program.tokens_shape(config)[2:])
+    shape = (*program.leading_shape(config)[1:], config.model.context + 1)
     return np.random.default_rng(seed).integers(0, 256, shape).astype(np.int32)
+
+
+def language_batch(tokens_ABT1):
+    """Windows of T + 1 tokens as inputs, targets and weights."""
+    return {
+        'tokens_BT': tokens_ABT1[..., :-1],
+        'targets_BT': tokens_ABT1[..., 1:],
+        'weights_BT': jnp.ones(tokens_ABT1[..., 1:].shape, jnp.float32),
+    }
 
 
 def one_step(config, tokens, lifting='vmap', mesh=None, steps=1):
@@ -26,7 +35,7 @@ def one_step(config, tokens, lifting='vmap', mesh=None, steps=1):
     }
     state = jax.jit(lambda seeds: step.init_stack(config, seeds))(hyper['seed'])
     program = jax.jit(step.train_steps(config, step.graph_of(config), lifting, mesh))
-    return program(state, hyper, jnp.broadcast_to(tokens, (steps, *tokens.shape)))
+    return program(state, hyper, language_batch(jnp.broadcast_to(tokens, (steps, *tokens.shape))))
 
 
 GOLDEN = {
@@ -60,7 +69,7 @@ def test_accumulation_is_one_large_batch(tiny, accumulation):
 def test_accumulation_weighs_by_tokens(tiny):
     config = tiny()
     params, graph = params_of(config), step.graph_of(config)
-    batch = step.language_batch(jnp.asarray(tokens_XABT1(config)[0]))
+    batch = language_batch(jnp.asarray(tokens_XABT1(config)[0]))
     # The two microbatches hold very different numbers of tokens.
     weights_ABT = np.ones((2, 4, 16), np.float32)
     weights_ABT[0, :, 2:] = 0
@@ -162,7 +171,7 @@ def params_of(config):
 
 
 def loss_of(config):
-    batch = step.language_batch(jnp.asarray(tokens_XABT1(config)[0, 0]))
+    batch = language_batch(jnp.asarray(tokens_XABT1(config)[0, 0]))
     graph, key = step.graph_of(config), jax.random.key(0)
     return lambda params: step.loss_sum(config, graph, params, batch, key)
 

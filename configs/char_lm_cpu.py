@@ -1,0 +1,40 @@
+"""Characters of tiny_shakespeare on a CPU: a published baseline of language models.
+
+Source: nanoGPT's README, "I only have a macbook" (karpathy/nanoGPT): 4 layers, 4 heads, width 128,
+context 64, batches of 12, 2,000 steps of AdamW from 1e-3 to 1e-4 (cosine, 100 steps warm-up),
+beta2 0.99, weight decay 0.1, no dropout. The last 10 % of the file are the validation split.
+
+Published: validation loss 1.88 nats/character, on a sample of 20 batches; here it is of the whole
+split.
+
+python -m experiments.train --config=configs/char_lm_cpu.py --workdir=runs/char_lm_cpu
+"""
+
+from qkattn.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrialsConfig,
+    to_config_dict,
+)
+
+
+def get_config():
+    return to_config_dict(
+        Config(
+            model=ModelConfig(
+                d_model=128,
+                num_layers=4,
+                num_heads=4,
+                context=64,
+                vocab_size=67,
+                activation='gelu',
+            ),
+            data=DataConfig(name='tiny_shakespeare', tokenizer='characters'),
+            optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1),
+            train=TrainConfig(num_steps=2000, batch_size=12, eval_every=200, checkpoint_every=200),
+            trials=TrialsConfig(learning_rates=(1e-3,)),
+        )
+    )

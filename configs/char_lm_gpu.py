@@ -1,0 +1,41 @@
+"""Characters of tiny_shakespeare on one GPU: a published baseline of language models.
+
+Source: config/train_shakespeare_char.py of nanoGPT: 6 layers, 6 heads, width 384, context 256,
+batches of 64, 5,000 steps of AdamW from 1e-3 to 1e-4 (cosine, 100 steps warm-up), beta2 0.99,
+weight decay 0.1, dropout 0.2. The last 10 % of the file are the validation split.
+
+Published: best validation loss 1.4697 nats/character, on a sample of 200 batches; here it is of
+the whole split. Not run yet: 82 epochs of 10.7 million weights take days on a CPU.
+
+python -m experiments.train --config=configs/char_lm_gpu.py --workdir=runs/char_lm_gpu
+"""
+
+from qkattn.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrialsConfig,
+    to_config_dict,
+)
+
+
+def get_config():
+    return to_config_dict(
+        Config(
+            model=ModelConfig(
+                d_model=384,
+                num_layers=6,
+                num_heads=6,
+                context=256,
+                vocab_size=67,
+                activation='gelu',
+                dropout=0.2,
+            ),
+            data=DataConfig(name='tiny_shakespeare', tokenizer='characters', shift_windows=True),
+            optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1),
+            train=TrainConfig(num_steps=5000, batch_size=64, eval_every=250, checkpoint_every=250),
+            trials=TrialsConfig(learning_rates=(1e-3,)),
+        )
+    )

@@ -1,0 +1,116 @@
+"""From settings to data: the corpus, its tokenizer, its token files, and the rows of a task."""
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+from qkattn.config import Config, ConfigError, DataConfig
+from qkattn.data import probes
+from qkattn.data.corpus import Corpus, find
+from qkattn.data.files import data_root
+from qkattn.data.masked import MaskedRows
+from qkattn.data.pairs import PairDataset, TranslationRows
+from qkattn.data.rows import LanguageRows, Rows
+from qkattn.data.tokenizer import Tokenizer
+from qkattn.data.tokens import TokenDataset, open_dataset
+from qkattn.data.vocabulary import open_tokenizer
+
+TASKS = {
+    'decoder': 'a language model of text, or a causal probe',
+    'encoder': 'a masked language model of text, or a labelling probe',
+    'encoder_decoder': 'translation of a set with data.languages',
+}
+
+
+def load(config: DataConfig) -> TokenDataset | PairDataset:
+    """Opens the dataset, preparing it under its data directory the first time.
+
+    Raises:
+      ConfigError: a dataset that is unknown, cannot be had, or cannot be tokenised as asked.
+    """
+    root = data_root(config.data_dir)
+    corpus = find(config)
+    tokenizer = _tokenizer(config, corpus, root)
+    sides = [_tokens(corpus, tokenizer, root, language) for language in corpus.languages or (None,)]
+    return PairDataset(*sides) if corpus.languages else sides[0]
+
+
+def tokenizer_of(config: DataConfig) -> Tokenizer:
+    """The dataset's tokenizer, learned from its training split the first time."""
+    return _tokenizer(config, find(config), data_root(config.data_dir))
+
+
+def rows_of(config: Config) -> Rows:
+    """The rows that the configured model trains on: its kind says which task that is.
+
+    Raises:
+      ConfigError: as `load`; data that is of no use to this kind of model; a vocabulary that the
+        model does not have room for; a split that is too short.
+    """
+    data, model = config.data, config.model
+    rows = _rows(config)
+    if rows.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f'model.vocab_size={model.vocab_size} is too small for dataset {data.name!r} with '
+            f'data.tokenizer={data.tokenizer!r}, which has {rows.vocab_size} ids'
+        )
+    for split in rows.splits:
+        rows.count(split)  # refuses a split that is too short
+    return rows
+
+
+def _rows(config: Config) -> Rows:
+    data, model = config.data, config.model
+
+    def unfit(what: str) -> ConfigError:
+        return ConfigError(
+            f'data.name={data.name!r} is {what}, but model.kind={model.kind!r} needs '
+            f'{TASKS[model.kind]}'
+        )
+
+    if probes.is_probe(data.name):
+        rows = probes.find(data.name)
+        if model.kind != ('decoder' if rows.causal else 'encoder'):
+            raise unfit('a causal probe' if rows.causal else 'a labelling probe')
+        if rows.length != model.context:
+            raise ConfigError(
+                f'model.context={model.context} must equal the length of the rows of '
+                f'{data.name!r}, {rows.length}'
+            )
+        return rows
+    if (model.kind == 'encoder_decoder') != bool(find(data).languages):
+        raise unfit('a translation set' if find(data).languages else 'text in one language')
+    dataset = load(data)
+    if model.kind == 'encoder_decoder':
+        return TranslationRows(
+            dataset, model.encoder.context, model.context, drop_long=data.drop_long
+        )
+    if model.kind == 'encoder':
+        return MaskedRows(dataset, model.context, data.mask_rate)
+    return LanguageRows(dataset, model.context, shift=data.shift_windows)
+
+
+def _tokenizer(config: DataConfig, corpus: Corpus, root: Path) -> Tokenizer:
+    def training_texts() -> Iterable[bytes]:
+        languages = corpus.languages or (None,)
+        return itertools.chain.from_iterable(corpus.documents(x)['train'] for x in languages)
+
+    return open_tokenizer(
+        root,
+        kind=config.tokenizer,
+        size=config.tokenizer_size,
+        name=corpus.name,
+        version=corpus.version,
+        texts=training_texts,
+    )
+
+
+def _tokens(corpus: Corpus, tokenizer: Tokenizer, root: Path, language: str | None) -> TokenDataset:
+    return open_dataset(
+        root,
+        name=corpus.name if language is None else f'{corpus.name}/{language}',
+        version=corpus.version,
+        tokenizer=tokenizer,
+        documents=lambda: corpus.documents(language),
+        splits=corpus.splits,
+    )

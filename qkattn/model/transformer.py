@@ -1,0 +1,110 @@
+"""What all models share: embedding, positions, one stack of blocks, output."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qkattn.attention.rope import sinusoids
+from qkattn.attention.spec import weight
+from qkattn.config import ModelConfig
+from qkattn.model.blocks import Block, Norm, drop, run_blocks, split_key, stack_blocks
+
+
+class Stream(nnx.Module):
+    """Tokens to a residual stream, through a stack of blocks, to its end.
+
+    Weights: V D (embedding) + T D (learned positions) + L blocks + D (norm behind the last block,
+    with pre-norm only).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        key: jax.Array,
+        block: type[Block] = Block,
+        own_embedding: bool = True,
+    ):
+        D, V = config.d_model, config.vocab_size
+        self.config = config
+        self.w_embedding_VD = (
+            weight(key, 'w_embedding_VD', (V, D), D**-0.5) if own_embedding else None
+        )
+        learned = config.positions == 'learned'
+        self.w_position_TD = (
+            weight(key, 'w_position_TD', (config.context, D), D**-0.5) if learned else None
+        )
+        self.blocks = stack_blocks(config, key=key, kind=block)
+        self.final_norm = Norm(config) if config.norm_position == 'pre' else None
+
+    def embed(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        *,
+        w_embedding_VD: jax.Array | None = None,
+    ) -> jax.Array:
+        """Token embeddings plus the positions that are added to the stream.
+
+        Args:
+          positions_BT: of each token; None numbers every row from 0.
+          w_embedding_VD: read instead of an embedding of its own.
+        """
+        table_VD = self.w_embedding_VD[...] if w_embedding_VD is None else w_embedding_VD
+        x_BTD = table_VD[tokens_BT]
+        T, D = x_BTD.shape[1:]
+        if self.w_position_TD is not None:
+            w_position_TD = self.w_position_TD[...]
+            x_BTD = x_BTD + (
+                w_position_TD[:T] if positions_BT is None else w_position_TD[positions_BT]
+            )
+        elif self.config.positions == 'sinusoidal':
+            t_BT = jnp.arange(T) if positions_BT is None else positions_BT
+            # Scaled like the token embeddings, whose elements have variance 1 / D.
+            x_BTD = x_BTD + (sinusoids(t_BT, D) * D**-0.5).astype(x_BTD.dtype)
+        return x_BTD * D**0.5 if self.config.scale_embeddings else x_BTD
+
+    def run(
+        self,
+        x_BTD: jax.Array,
+        mask_BTS: jax.Array,
+        dropout_key: jax.Array | None = None,
+        **shared: jax.Array,
+    ) -> jax.Array:
+        """From the embedded tokens to what the last block leaves, normed."""
+        embedding_key, blocks_key = split_key(dropout_key, 2)
+        x_BTD = drop(x_BTD, self.config.dropout, embedding_key)
+        x_BTD = run_blocks(
+            self.blocks, x_BTD, mask_BTS, config=self.config, dropout_key=blocks_key, **shared
+        )
+        return self.end(x_BTD)
+
+    def end(self, x_BTD: jax.Array) -> jax.Array:
+        """The norm behind the last block."""
+        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+
+    def require_room(self, tokens_BT: jax.Array, field: str = 'model.context') -> None:
+        """Raises ValueError for more positions than the stream has."""
+        if tokens_BT.shape[1] > self.config.context:
+            raise ValueError(
+                f'{tokens_BT.shape[1]} tokens do not fit into {field}={self.config.context}'
+            )
+
+
+class Transformer(Stream):
+    """A Stream and the matrix that turns it into logits.
+
+    Weights: a Stream's, and D V more where the output matrix is not the transposed embedding.
+    """
+
+    def __init__(self, config: ModelConfig, *, key: jax.Array, block: type[Block] = Block):
+        super().__init__(config, key=key, block=block)
+        D, V = config.d_model, config.vocab_size
+        tied = config.tied_embeddings
+        self.w_output_DV = None if tied else weight(key, 'w_output_DV', (D, V), D**-0.5)
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Float32 logits_BTV of the stream behind the last block's norm."""
+        w_output_DV = self.w_embedding_VD[...].T if self.w_output_DV is None else self.w_output_DV
+        dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        return jnp.dot(x_BTD, w_output_DV[...], preferred_element_type=dtype)

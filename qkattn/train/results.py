@@ -1,0 +1,108 @@
+"""What a run leaves for reports: one object per trial, and one per evaluation on the way."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qkattn import budget, runlog
+from qkattn.config import Config, fingerprint
+from qkattn.data.pairs import TranslationRows
+from qkattn.data.rows import Rows
+from qkattn.evaluate import bits_per_byte
+from qkattn.model import with_params
+from qkattn.train.evaluation import Evaluation
+from qkattn.translate import score_split
+
+# Trial outcomes.
+FINISHED, DIVERGED = 'finished', 'diverged'
+
+PREFIXES = {'validation': 'val', 'test': 'test'}
+MEASURES = ('loss', 'bits_per_byte', 'accuracy', 'solved')
+
+
+def of_trials(
+    config: Config,
+    rows: Rows,
+    state: dict,
+    reached: Mapping[str, Evaluation],
+    costs: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """The results of a finished run, in trial order; JSON.
+
+    Args:
+      reached: the last evaluation of each split but 'train'.
+      costs: seconds and the like, of the whole run.
+      provenance: what made the numbers; who and where stays in provenance.json.
+    """
+    model = config.model
+    unigram, size = rows.unigram_nats('validation'), rows.bytes_per_token('validation')
+    common = {
+        'num_steps': config.train.num_steps,
+        'num_tokens': config.train.num_steps * config.train.batch_size * model.context,
+        'weights': budget.count(model),
+        'config': {
+            'd_model': model.d_model,
+            'd_ff': model.mlp_width,
+            'num_layers': model.num_layers,
+            'num_heads': model.num_heads,
+            'num_kv_heads': model.attention.num_kv_heads,
+            'head_size': model.attention.head_size,
+        },
+        'config_hash': fingerprint(config),
+        'flops_per_token': budget.flops_per_token(model),
+        'cache_floats_per_token': budget.cache_floats_per_token(model),
+        **costs,
+        'data': {
+            **rows.identity(),
+            'unigram_loss': unigram,
+            'unigram_bits_per_byte': (
+                None if unigram is None or size is None else bits_per_byte(unigram, size)
+            ),
+        },
+        'eval_tokens': reached['validation'].num_targets,
+        'provenance': provenance,
+    }
+    alive_X = np.asarray(state['trials']['alive'])
+    found = []
+    for x, trial in enumerate(config.trials.trials()):
+        result = {'trial': trial, 'status': FINISHED if alive_X[x] else DIVERGED, **common}
+        for split, prefix in PREFIXES.items():
+            result |= _of_split(reached.get(split), prefix, x)
+        if alive_X[x] and isinstance(rows, TranslationRows):
+            result |= _translation_scores(config, rows, state, x)
+        found.append(result)
+    return runlog.to_jsonable(found)
+
+
+def of_evaluation(step: int, reached: Evaluation) -> dict[str, Any]:
+    """The record of an evaluation on the validation split, for all trials."""
+    measured = {f'val_{name}': getattr(reached, f'{name}_X') for name in MEASURES}
+    return {'kind': 'eval', 'step': step, **measured}
+
+
+def _of_split(reached: Evaluation | None, prefix: str, x: int) -> dict[str, float | None]:
+    """One trial on one split; None for each measure where there is no such split."""
+    values = [None if reached is None else getattr(reached, f'{name}_X') for name in MEASURES]
+    return {
+        f'{prefix}_{name}': None if value is None else float(value[x])
+        for name, value in zip(MEASURES, values, strict=True)
+    }
+
+
+def _translation_scores(
+    config: Config, rows: TranslationRows, state: dict, x: int
+) -> dict[str, Any]:
+    """BLEU and the like of one trial, on one device."""
+    params = jax.tree.map(lambda a: jnp.asarray(np.asarray(a[x])), state['trials']['params'])
+    model = with_params(config.model, params)
+    scores = {}
+    for split in rows.splits[1:]:
+        found = score_split(
+            model, rows.pairs, split, config.decode, lowercase=config.data.lowercase
+        )
+        scores |= {f'{PREFIXES[split]}_{name}': value for name, value in found.items()}
+    return scores
