@@ -32,12 +32,12 @@ def get_config():
                     num_layers=2,
                     num_heads=4,
                     context=64,
-                    vocab_size=2000,
+                    vocab_size=1000,
                     dropout=0.1,
                     attention_dropout=0.0,
                 ),
                 data=DataConfig(
-                    name='cldr', languages='en-de', tokenizer='bpe', tokenizer_size=2000
+                    name='cldr', languages='en-de', tokenizer='bpe', tokenizer_size=1000
                 ),
                 optimizer=OptimizerConfig(warmup_steps=100, beta2=0.98),
                 train=TrainConfig(
@@ -51,7 +51,7 @@ def get_config():
                     lifting='map',
                 ),
                 trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,), weight_decays=(0.0,)),
-                decode=DecodeConfig(beam=4, max_sources=1000),
+                decode=DecodeConfig(beam=4, max_sources=320),
             ),
             baseline='qk/vo',
             variants=(
@@ -61,6 +61,6 @@ def get_config():
                 'qk/vo?encoder_cell=qk/no_v',
                 'qk/vo?encoder_cell=qk/no_o',
             ),
-            sizes=('d_model=96',),
+            sizes=('d_model=64',),
         )
     )
