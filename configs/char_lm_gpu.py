@@ -5,7 +5,7 @@ batches of 64, 5,000 steps of AdamW from 1e-3 to 1e-4 (cosine, 100 steps warm-up
 weight decay 0.1, dropout 0.2. The last 10 % of the file are the validation split.
 
 Published: best validation loss 1.4697 nats/character, on a sample of 200 batches; here it is of
-the whole split. Not run yet: 82 epochs of 10.7 million weights take days on a CPU.
+the whole split. Not run: no accelerator was at hand.
 
 python -m experiments.train --config=configs/char_lm_gpu.py --workdir=runs/char_lm_gpu
 """

@@ -33,6 +33,7 @@ def summary(result: dict[str, Any]) -> dict[str, list[str]]:
     """What a finished trial reached, split by split, as far as it was measured."""
     formats = {
         'loss': '{:.4f} nats/token',
+        'perplexity': 'perplexity {:.4g}',
         'bits_per_byte': '{:.4f} bits/byte',
         'accuracy': '{:.2%} right',
         'bleu': 'BLEU {:.2f}',

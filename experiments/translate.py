@@ -19,6 +19,7 @@ from qkattn.config import Config, ConfigError, DecodeConfig
 from qkattn.data.load import load, tokenizer_of
 from qkattn.records import write_text
 from qkattn.translate import score_split, translate
+from qkattn.validate import check_decode
 
 SOURCE = flags.DEFINE_string('source', None, 'A training run of an encoder-decoder.')
 TRIAL = flags.DEFINE_integer('trial', 0, 'Which trial of the run, in the order of its results.')
@@ -47,9 +48,15 @@ def main() -> None:
     decode = dataclasses.replace(
         config.decode, **{name: value for name, value in given.items() if value is not None}
     )
+    check_decode(decode)
     if SCORE.value is not None:
+        for flag in (TEXT, FILE, OUT):
+            if flag.value is not None:
+                raise ConfigError(f'--score and --{flag.name} exclude each other')
         score(config, decode)
         return
+    if MAX_SOURCES.value is not None:
+        raise ConfigError('--max_sources is of --score; leave it out')
     # An empty line stays an empty line, so that output line i belongs to input line i.
     lines = cli.text_of(TEXT, FILE).split('\n')
     if lines[-1] == '':

@@ -70,8 +70,9 @@ def generate(
       vocab_size: ids from here on are never chosen; None is all that the model has.
 
     Raises:
-      ConfigError: an option out of range, an id that the model does not know, or more tokens than
-        model.context; the last token generated takes no room, as nothing comes after it.
+      ConfigError: no decoder, an option out of range, an id that the model does not know, or more
+        tokens than model.context; the last token generated takes no room, as nothing comes after
+        it.
     """
     V = model.config.vocab_size if vocab_size is None else vocab_size
     _check_options(key, temperature, top_k, top_p)
@@ -171,6 +172,10 @@ def _fitting(
     vocab_size: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The prompts, padded, where the model has room for them and for `num_tokens` more."""
+    if model.config.kind != 'decoder':
+        raise ConfigError(
+            f'model.kind={model.config.kind!r} does not continue text; it must be decoder'
+        )
     if num_tokens < 1:
         raise ConfigError(f'num_tokens={num_tokens} must be at least 1')
     if not 1 <= vocab_size <= model.config.vocab_size:

@@ -31,7 +31,7 @@ def translate(
     """The best hypothesis for each source, in the order given.
 
     Raises:
-      ConfigError: no encoder-decoder; a source that cannot be encoded or is longer than
+      ConfigError: no encoder-decoder; a source that is empty, cannot be encoded or is longer than
         model.source_context; an option of the search out of range.
     """
     encoded = []
@@ -40,6 +40,8 @@ def translate(
             encoded.append(tokenizer.encode(source))
         except ValueError as error:
             raise ConfigError(f'source {i + 1} cannot be encoded: {error}') from error
+        if not len(encoded[-1]):
+            raise ConfigError(f'source {i + 1} is empty; it must hold at least one token')
     found = translate_ids(model, encoded, tokenizer.separator, config, tokenizer.vocab_size)
     return [tokenizer.decode(ids) for ids in found]
 

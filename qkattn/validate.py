@@ -11,6 +11,7 @@ from qkattn.config import (
     Config,
     ConfigError,
     DataConfig,
+    DecodeConfig,
     ModelConfig,
     OptimizerConfig,
     TrainConfig,
@@ -28,14 +29,19 @@ def validate(config: Config) -> None:
     _check_optimizer(config.optimizer, config.train.num_steps)
     _check_trials(config.trials)
     _check_data(config.data)
-    _at_least('decode.beam', config.decode.beam, 1)
-    if config.decode.max_sources is not None:
-        _at_least('decode.max_sources', config.decode.max_sources, 1)
-    if not 0 <= config.decode.length_penalty < math.inf:
-        raise ConfigError(
-            f'decode.length_penalty={config.decode.length_penalty} must be at least 0 and finite'
-        )
+    check_decode(config.decode)
     _check_mesh(config)
+
+
+def check_decode(decode: DecodeConfig) -> None:
+    """Raises ConfigError for the first setting of a search that cannot work."""
+    _at_least('decode.beam', decode.beam, 1)
+    if decode.max_sources is not None:
+        _at_least('decode.max_sources', decode.max_sources, 1)
+    if not 0 <= decode.length_penalty < math.inf:
+        raise ConfigError(
+            f'decode.length_penalty={decode.length_penalty} must be at least 0 and finite'
+        )
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -11,7 +11,7 @@ from qkattn import budget, catalogue, decode
 from qkattn.attention import SCORES, VALUES
 from qkattn.config import ModelConfig
 from qkattn.generate import generate
-from qkattn.model import Decoder, abstract_model
+from qkattn.model import Decoder, EncoderDecoder, abstract_model, build
 
 # Rolled layers compile faster; an output matrix of its own keeps tokens from predicting themselves.
 CONFIG = ModelConfig(
@@ -106,3 +106,110 @@ def test_a_cache_in_bfloat16_takes_half_the_room():
     cache = decode.init_cache(model, 1, 4)
     assert {array.dtype for array in cache.memory.values()} == {jnp.dtype(jnp.bfloat16)}
     assert generate(model, TOKENS[:, :2], 1).shape == (2, 1)
+
+
+PAIRS = dataclasses.replace(CONFIG, kind='encoder_decoder', num_encoder_layers=1, d_ff=None)
+# The second row is shorter.
+SOURCES = np.random.default_rng(2).integers(0, 50, (2, 9))
+VALID = np.arange(9) < np.array([[9], [4]])
+
+
+def make_pairs(**fields) -> EncoderDecoder:
+    """As `make`, with an encoder."""
+    model = build(dataclasses.replace(PAIRS, **fields), key=jax.random.key(0))
+    model.w_embedding_VD[...] *= 5
+    return model
+
+
+@jax.jit
+def begin(model, source_BS, valid_BS):
+    return decode.read_source(model, source_BS, valid_BS, TOKENS.shape[1])
+
+
+SITES = [
+    *(
+        {
+            'score': own[0],
+            'value': own[1],
+            'cross_cell': '/'.join(asked),
+            'encoder_cell': '/'.join(e),
+        }
+        for own, asked, e in zip(CELLS[::6], CELLS[2::6], CELLS[4::6], strict=True)
+    ),
+    {'score': 'latent(rope_size=4)', 'cross_cell': 'latent/latent', 'positions': 'rope'},
+    {
+        'score': 'merged',
+        'value': 'no_vo',
+        'cross_cell': 'shared_qk(self_mask=True)/k_is_v',
+        'positions': 'alibi',
+    },
+    {'positions': 'sinusoidal', 'scale_embeddings': True, 'norm_position': 'post'},
+    {'positions': 'rope', 'num_kv_heads': 1, 'window': 3, 'biases': True, 'qk_norm': True},
+    {'shared_embeddings': False, 'scan_unroll': 2, 'activation': 'relu', 'norm': 'rmsnorm'},
+]
+
+
+@pytest.mark.parametrize('fields', SITES, ids=lambda fields: '-'.join(map(str, fields.values())))
+def test_an_encoder_decoder_reads_its_cache_as_it_reads_the_sequence(fields):
+    model = make_pairs(**fields)
+    want_BTV = np.asarray(
+        jax.jit(EncoderDecoder.__call__)(
+            model, TOKENS, source_BS=SOURCES, source_segments_BS=VALID.astype(np.int32)
+        )
+    )
+    assert np.std(want_BTV) > 0.1
+    tolerance = 1e-5 * np.abs(want_BTV).max()
+    for chunk in (1,) if 'encoder_cell' in fields else (2, 6):
+        cache = begin(model, SOURCES, VALID)
+        for first in range(0, 12, chunk):
+            logits_BV, cache = read(model, TOKENS[:, first : first + chunk], cache)
+            want_BV = want_BTV[:, first + chunk - 1]
+            np.testing.assert_allclose(logits_BV, want_BV, atol=tolerance)
+    assert int(cache.length) == 12
+
+
+def test_the_padding_of_a_source_is_never_read():
+    model = make_pairs()
+    other = np.where(VALID, SOURCES, 7)
+    caches = [begin(model, source_BS, VALID) for source_BS in (SOURCES, other)]
+    want, got = (read(model, TOKENS[:, :3], cache)[0] for cache in caches)
+    np.testing.assert_array_equal(got, want)
+    short = begin(model, SOURCES[1:, :4], VALID[1:, :4])
+    alone = read(model, TOKENS[1:, :3], short)[0]
+    np.testing.assert_allclose(alone, want[1:], atol=1e-5 * np.abs(want).max())
+    whole = read(model, TOKENS[:, :3], begin(model, SOURCES, np.ones_like(VALID)))[0]
+    assert np.abs(whole[1] - want[1]).max() > 1e-2
+
+
+def test_a_reordered_cache_goes_on_as_the_rows_it_came_from():
+    model = make_pairs()
+    _, cache = read(model, TOKENS[:, :5], begin(model, SOURCES, VALID))
+    rows = [1, 1, 0]
+    got = read(model, TOKENS[rows, 5:7], decode.take_rows(cache, jnp.array(rows)))[0]
+    want = read(model, TOKENS[:, 5:7], cache)[0][np.array(rows)]
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    # Hypotheses of a source change places; their source stays.
+    four = decode.take_rows(cache, jnp.array([0, 0, 1, 1]))
+    tokens_BT = np.random.default_rng(3).integers(0, 50, (4, 2))
+    _, four = read(model, tokens_BT, four)
+    rows = [1, 1, 3, 2]
+    got = read(model, TOKENS[[0, 1, 0, 1], 6:8], decode.take_rows(four, jnp.array(rows)))[0]
+    # The same, read anew.
+    sources = np.array([0, 0, 1, 1])
+    anew = begin(model, SOURCES[sources], VALID[sources])
+    before_BT = np.concatenate([TOKENS[sources, :5], tokens_BT[rows]], axis=1)
+    _, anew = read(model, before_BT, anew)
+    want = read(model, TOKENS[[0, 1, 0, 1], 6:8], anew)[0]
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    assert np.abs(got[0] - got[1]).max() > 1e-2
+
+
+def test_the_rows_of_a_decoder_are_reordered_with_their_padding():
+    model = make()
+    start_B = jnp.array([2, 0], jnp.int32)
+    cache = decode.init_cache(model, 2, 12)._replace(start_B=start_B)
+    _, cache = read(model, TOKENS[:, :5], cache)
+    want = read(model, TOKENS[:, 5:7], cache)[0]
+    taken = decode.take_rows(cache, jnp.array([1, 0]))
+    got = read(model, TOKENS[::-1, 5:7], taken)[0]
+    np.testing.assert_allclose(got, want[::-1], atol=1e-5 * np.abs(want).max())

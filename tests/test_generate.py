@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from qkattn.config import ConfigError, ModelConfig
-from qkattn.generate import choose, generate
-from qkattn.model import Decoder
+from qkattn.generate import choose, generate, search
+from qkattn.model import Decoder, build
 
 CONFIG = ModelConfig(
     d_model=32,
@@ -135,3 +135,77 @@ def test_bad_input_is_one_sentence(change, said):
     arguments = {'prompts': TOKENS[:, :4], 'num_tokens': 2} | change
     with pytest.raises(ConfigError, match=said):
         generate(make(), **arguments)
+
+
+@pytest.mark.parametrize('cell', [('qk', 'vo'), ('merged', 'no_vo')])
+def test_a_beam_of_one_is_greedy_up_to_the_separator(cell):
+    model = make(score=cell[0], value=cell[1])
+    prompts_BT = np.random.default_rng(1).integers(0, 50, (40, 4))
+    greedy_BT = np.asarray(generate(model, prompts_BT, 9))
+    # A separator that greedy decoding meets early in some rows, late in others, never in most.
+    separator = int(np.bincount(greedy_BT[:, 1:].ravel(), minlength=50).argmax())
+    found = search(model, prompts_BT, 9, separator=separator, beam=1)
+    ended = 0
+    for got_T, length, want_T in zip(
+        found.tokens_BKT[:, 0], found.lengths_BK[:, 0], greedy_BT, strict=True
+    ):
+        ends = np.flatnonzero(want_T == separator)
+        want_T = want_T[: ends[0] + 1] if len(ends) else want_T
+        assert length == len(want_T)
+        np.testing.assert_array_equal(got_T[:length], want_T)
+        assert (np.asarray(got_T[length:]) == separator).all()
+        ended += bool(len(ends))
+    assert 0 < ended < 40
+
+
+def test_scores_of_a_beam_are_those_of_the_uncached_model():
+    model = make()
+    prompts = [TOKENS[0, :4], TOKENS[1, :2]]  # of different lengths
+    found = search(model, prompts, 8, separator=3, beam=4, length_penalty=0.7, vocab_size=45)
+    logits = jax.jit(Decoder.__call__)
+    lengths_BK = np.asarray(found.lengths_BK)
+    assert len(np.unique(lengths_BK)) > 1
+    for b, k in np.ndindex(2, 4):
+        added = np.asarray(found.tokens_BKT[b, k, : lengths_BK[b, k]])
+        assert added.max() < 45
+        whole = np.concatenate([prompts[b], added])[:12]
+        padded = np.pad(whole, (0, 12 - len(whole)))[None]
+        logits_TV = np.asarray(logits(model, padded)[0, :, :45], np.float64)
+        nats_TV = logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
+        places = len(prompts[b]) - 1 + np.arange(len(added))
+        want = nats_TV[places, added].sum() / len(added) ** 0.7
+        np.testing.assert_allclose(found.scores_BK[b, k], want, rtol=1e-4)
+    assert (np.diff(found.scores_BK, axis=1) <= 0).all()
+    greedy = search(model, prompts, 8, separator=3, beam=1, length_penalty=0.7, vocab_size=45)
+    assert (found.scores_BK[:, 0] >= greedy.scores_BK[:, 0]).all()
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        ({'beam': 0}, 'beam=0 must be at least 1'),
+        ({'separator': 50}, 'separator=50 must be an id from 0 to 49'),
+        ({'separator': 9, 'vocab_size': 9}, 'separator=9 must be an id from 0 to 8'),
+        ({'length_penalty': float('nan')}, 'length_penalty=nan must be finite'),
+        ({'num_tokens': 10}, '4 tokens and num_tokens=10 need 13 positions, .*model.context=12'),
+        ({'num_tokens': 0}, 'num_tokens=0 must be at least 1'),
+        ({'vocab_size': 51}, 'vocab_size=51 must be from 1 to model.vocab_size=50'),
+        ({'prompts': [[1, 50]]}, r'prompts\[0\] holds id 50; ids are 0 to 49'),
+        ({'prompts': [[]]}, 'at least one token id'),
+    ],
+    ids=str,
+)
+def test_a_bad_search_is_one_sentence(change, said):
+    arguments = {'prompts': TOKENS[:, :4], 'num_tokens': 2, 'separator': 0, 'beam': 2} | change
+    with pytest.raises(ConfigError, match=said) as caught:
+        search(make(), **arguments)
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('kind', ['encoder', 'encoder_decoder'])
+def test_only_a_decoder_continues_text(kind):
+    model = build(dataclasses.replace(CONFIG, kind=kind), key=jax.random.key(0))
+    with pytest.raises(ConfigError, match=f"model.kind='{kind}' .* must be decoder"):
+        generate(model, TOKENS[:, :4], 2)
+    with pytest.raises(ConfigError, match=f"model.kind='{kind}' .* must be decoder"):
+        search(model, TOKENS[:, :4], 2, separator=0, beam=2)

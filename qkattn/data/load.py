@@ -50,9 +50,11 @@ def rows_of(config: Config) -> Rows:
     data, model = config.data, config.model
     rows = _rows(config)
     if rows.vocab_size > model.vocab_size:
+        how = '' if probes.is_probe(data.name) else f' with data.tokenizer={data.tokenizer!r}'
+        mask = ', the mask included' if isinstance(rows, MaskedRows) else ''
         raise ConfigError(
-            f'model.vocab_size={model.vocab_size} is too small for dataset {data.name!r} with '
-            f'data.tokenizer={data.tokenizer!r}, which has {rows.vocab_size} ids'
+            f'model.vocab_size={model.vocab_size} is too small for dataset {data.name!r}{how}, '
+            f'which has {rows.vocab_size} ids{mask}'
         )
     for split in rows.splits:
         rows.count(split)  # refuses a split that is too short

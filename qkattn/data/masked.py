@@ -41,7 +41,7 @@ class MaskedRows(TextRows):
         num_tokens = len(self.dataset.split(split))
         if num_tokens < self.length:
             raise ConfigError(
-                f'length={self.length!r} is too long for split {split!r} of dataset '
+                f'model.context={self.length!r} is too long for split {split!r} of dataset '
                 f'{self.dataset.name!r} with {num_tokens} tokens; it must be at most {num_tokens}.'
             )
         return num_tokens // self.length

@@ -55,7 +55,7 @@ class TextRows:
 
     def __init__(self, dataset: TokenDataset, length: int):
         if length < 1:
-            raise ConfigError(f'length={length!r} is too small; it must be at least 1.')
+            raise ConfigError(f'model.context={length!r} is too small; it must be at least 1.')
         self.dataset, self.length = dataset, length
         self.splits = dataset.splits
         self.vocab_size = dataset.vocab_size
@@ -91,7 +91,7 @@ class LanguageRows(TextRows):
         needed = 2 * self.length if shifted else self.length + 1
         if num_tokens < needed:
             raise ConfigError(
-                f'length={self.length!r} is too long for split {split!r} of dataset '
+                f'model.context={self.length!r} is too long for split {split!r} of dataset '
                 f'{self.dataset.name!r} with {num_tokens} tokens; it must be at most '
                 f'{max(num_tokens // 2 if shifted else num_tokens - 1, 0)}.'
             )

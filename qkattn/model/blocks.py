@@ -1,6 +1,7 @@
 """The parts of a transformer around attention: norm, MLP, block, and the stack of layers."""
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -127,8 +128,9 @@ class CrossBlock(Block):
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         super().__init__(config, key=key)
         self.cross_norm = Norm(config)
-        # A key of its own: parameters are drawn by name, and both attentions have the same names.
-        self.cross_attention = Attention(config.cross_attention, key=jax.random.fold_in(key, 1))
+        self.cross_attention = Attention(
+            config.cross_attention, key=key_of_part(key, 'cross_attention')
+        )
 
     def __call__(
         self,
@@ -165,6 +167,14 @@ class CrossBlock(Block):
         x_BTD = self.add(attend, self.attention_norm, x_BTD, keys[0])
         x_BTD = self.add(ask, self.cross_norm, x_BTD, keys[1])
         return self.add_mlp(x_BTD, keys[2])
+
+
+def key_of_part(key: jax.Array, name: str) -> jax.Array:
+    """A key for a part whose parameters have the names of another part's, by which they are drawn.
+
+    Folded with a name, not with a small number: fold_in(key, 1) is split(key, 2)[1], a layer's key.
+    """
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def split_key(key: jax.Array | None, count: int) -> Sequence[jax.Array | None]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from qkattn.attention import visible
 from qkattn.config import ModelConfig
-from qkattn.model.blocks import CrossBlock, split_key
+from qkattn.model.blocks import CrossBlock, key_of_part, split_key
 from qkattn.model.transformer import Stream, Transformer
 
 
@@ -21,10 +21,9 @@ class EncoderDecoder(Transformer):
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         super().__init__(config, key=key, block=CrossBlock)
-        # A key of its own: parameters are drawn by name, and both stacks have the same names.
         self.encoder = Stream(
             config.encoder,
-            key=jax.random.fold_in(key, 1),
+            key=key_of_part(key, 'encoder'),
             own_embedding=not config.shared_embeddings,
         )
 

@@ -11,7 +11,7 @@ from qkattn import budget, runlog
 from qkattn.config import Config, fingerprint
 from qkattn.data.pairs import TranslationRows
 from qkattn.data.rows import Rows
-from qkattn.evaluate import bits_per_byte
+from qkattn.evaluate import bits_per_byte, perplexity
 from qkattn.model import with_params
 from qkattn.train.evaluation import Evaluation
 from qkattn.translate import score_split
@@ -87,10 +87,13 @@ def of_evaluation(step: int, reached: Evaluation) -> dict[str, Any]:
 def _of_split(reached: Evaluation | None, prefix: str, x: int) -> dict[str, float | None]:
     """One trial on one split; None for each measure where there is no such split."""
     values = [None if reached is None else getattr(reached, f'{name}_X') for name in MEASURES]
-    return {
-        f'{prefix}_{name}': None if value is None else float(value[x])
+    measured = {
+        name: None if value is None else float(value[x])
         for name, value in zip(MEASURES, values, strict=True)
     }
+    loss = measured['loss']
+    measured['perplexity'] = None if loss is None else perplexity(loss)
+    return {f'{prefix}_{name}': value for name, value in measured.items()}
 
 
 def _translation_scores(

@@ -132,7 +132,7 @@ def test_identity_and_units(batch, numbers):
     [
         ({'mask_rate': 0.0}, r'data.mask_rate=0.0 is out of range; .* between 0 and 1'),
         ({'mask_rate': 1.0}, 'data.mask_rate=1.0 is out of range'),
-        ({'length': 0}, 'length=0 is too small'),
+        ({'length': 0}, 'model.context=0 is too small'),
     ],
 )
 def test_bad_settings_are_one_sentence(numbers, settings, says):

@@ -160,7 +160,7 @@ def test_a_row_is_told_its_seed_and_its_place_in_the_endless_sequence():
 
 def test_train_batches_refuses_before_reading(numbers):
     rows = LanguageRows(numbers(train=500), 500)
-    with pytest.raises(ConfigError, match='length=500 is too long'):
+    with pytest.raises(ConfigError, match='model.context=500 is too long'):
         pipeline.TrainBatches(rows, seeds=(0,), num_steps=1, batch_size=1)
     with pytest.raises(ConfigError, match='seed=-1 is out of range'):
         pipeline.TrainBatches(windows(numbers(train=500)), seeds=(0, -1), num_steps=1, **TRAIN)

@@ -34,9 +34,9 @@ def test_the_longest_length_reads_the_one_window(numbers):
 @pytest.mark.parametrize(
     ('length', 'shift', 'says'),
     [
-        (0, False, 'length=0 is too small'),
-        (30, False, "length=30 is too long for split 'train' .* 30 tokens; .* at most 29"),
-        (16, True, "length=16 is too long for split 'train' .* 30 tokens; .* at most 15"),
+        (0, False, 'model.context=0 is too small'),
+        (30, False, "model.context=30 is too long for split 'train' .* 30 tokens; .* at most 29"),
+        (16, True, "model.context=16 is too long for split 'train' .* 30 tokens; .* at most 15"),
     ],
 )
 def test_bad_lengths_are_one_sentence(numbers, length, shift, says):

@@ -1,5 +1,13 @@
 """Text from a trained run: the same for the same seed, another for another trial; refusals."""
 
+import jax
+import numpy as np
+from flax import nnx
+
+from qkattn import weights
+from qkattn.config import ModelConfig
+from qkattn.model import build
+
 TINY = """
 from qkattn.config import *
 
@@ -35,11 +43,33 @@ def test_a_run_continues_a_prompt(script, tmp_path):
     ids = script('generate', '--source=w', '--num_tokens=8', '--prompt_tokens=100 101')
     assert len(ids.stdout.split()) == 8
 
+    # A beam of 1 is greedy decoding, up to the separator; the text has none.
+    searched = text('--prompt=def f', '--beam=1')
+    assert searched == text('--prompt=def f', '--temperature=0')
+    # Without a prompt a document begins, and the separator that it begins with is not shown.
+    assert '\0' not in text('--beam=2')
+
     for flags, said in (
+        (['--source=w', '--prompt_tokens=1', '--beam=2'], '--beam needs a tokenizer'),
+        (['--source=w', '--prompt=a', '--beam=0', '--num_tokens=4'], 'beam=0 must be at least 1'),
+        (['--source=w', '--prompt=a\udc80'], 'cannot be encoded'),
         (['--source=w', '--trial=2'], 'trial=2 must be in [0, 2)'),
         (['--source=absent'], 'absent does not exist'),
         (['--source=w', '--prompt_tokens=a b'], 'must be whole numbers'),
         (['--source=w', '--prompt=a', '--prompt_file=prompt.txt'], 'exclude each other'),
     ):
         done = script('generate', *flags)
+        assert done.returncode == 2 and said in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_other_kinds_of_models_do_not_continue_text(script, tmp_path):
+    for kind, said in (
+        ('encoder', "is a model of kind 'encoder'; only a decoder continues text"),
+        ('encoder_decoder', "is a model of kind 'encoder_decoder'; only a decoder continues text"),
+    ):
+        config = ModelConfig(kind=kind, num_layers=1, num_heads=2, context=8, d_model=16)
+        model = build(config, key=jax.random.key(0))
+        params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+        weights.save(tmp_path / kind, config, params, origin={})
+        done = script('generate', f'--source={kind}', '--prompt_tokens=1 2')
         assert done.returncode == 2 and said in done.stderr and 'Traceback' not in done.stderr

@@ -1,0 +1,100 @@
+"""The slow reference: a transformer's forward pass in float64 numpy, one layer after another.
+
+It shares no code with the models: attention is the oracle's, from A[n] and B[n] alone.
+"""
+
+import jax
+import numpy as np
+from scipy.special import erf
+
+from qkattn.attention import oracle
+
+ACTIVATIONS = {
+    'relu': lambda x: np.maximum(x, 0),
+    'gelu': lambda x: x * (1 + erf(x / 2**0.5)) / 2,
+    'gelu_tanh': lambda x: x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+}
+
+
+def shaken(model, size: float = 0.3):
+    """The model with every parameter off its initial value, gains and biases too."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda a: a + (size * rng.standard_normal(a.shape)).astype(np.float32), model
+    )
+
+
+def run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
+    """From embedded tokens to what the norm behind the last block leaves."""
+    config = stream.config
+    for index in range(config.num_layers):
+        block = jax.tree.map(lambda stacked, index=index: stacked[index], stream.blocks)
+
+        def attend(z_BTD, block=block):
+            return _attention(block.attention, z_BTD, z_BTD, mask_BTS)
+
+        def ask(z_BTD, block=block):
+            return _attention(block.cross_attention, z_BTD, y_BSD, cross_mask_BTS)
+
+        def mlp(z_BTD, block=block):
+            hidden_BTF = z_BTD @ _array(block.mlp.w_in_DF) + _bias(block.mlp.b_in_F)
+            hidden_BTF = ACTIVATIONS[config.activation](hidden_BTF)
+            return hidden_BTF @ _array(block.mlp.w_out_FD) + _bias(block.mlp.b_out_D)
+
+        branches = [(attend, block.attention_norm), (mlp, block.mlp_norm)]
+        if y_BSD is not None:
+            branches.insert(1, (ask, block.cross_norm))
+        for branch, norm in branches:
+            if config.norm_position == 'pre':
+                x_BTD = x_BTD + branch(_norm(config, norm, x_BTD))
+            else:
+                x_BTD = _norm(config, norm, x_BTD + branch(x_BTD))
+    return _norm(config, stream.final_norm, x_BTD) if config.norm_position == 'pre' else x_BTD
+
+
+def embed(stream, tokens_BT, positions_BT, table_VD=None) -> np.ndarray:
+    """Tokens and positions, looked up one by one."""
+    config = stream.config
+    D = config.d_model
+    table_VD = _array(stream.w_embedding_VD if table_VD is None else table_VD)
+    x_BTD = np.zeros((*tokens_BT.shape, D))
+    for b, t in np.ndindex(*tokens_BT.shape):
+        x_BTD[b, t] = table_VD[tokens_BT[b, t]]
+        position = positions_BT[b, t]
+        if config.positions == 'learned':
+            x_BTD[b, t] += _array(stream.w_position_TD)[position]
+        elif config.positions == 'sinusoidal':
+            for i in range(D // 2):
+                angle = position / 10_000 ** (2 * i / D)
+                x_BTD[b, t, i] += np.sin(angle) * (2 / D) ** 0.5
+                x_BTD[b, t, D // 2 + i] += np.cos(angle) * (2 / D) ** 0.5
+    return x_BTD * D**0.5 if config.scale_embeddings else x_BTD
+
+
+def logits(model, x_BTD) -> np.ndarray:
+    if model.config.tied_embeddings:
+        return x_BTD @ _array(model.w_embedding_VD).T
+    return x_BTD @ _array(model.w_output_DV)
+
+
+def _attention(layer, x_BTD, y_BSD, mask_BTS):
+    A_NDE, B_NDE = layer.score.matrix(), layer.value.matrix(layer.score)
+    scale = layer.score.scale * layer.spec.score_scale
+    return oracle.attention(
+        np.asarray(A_NDE), np.asarray(B_NDE), x_BTD, y_BSD, mask_BTS, scale=scale
+    )
+
+
+def _norm(config, norm, x_BTD):
+    if config.norm == 'layernorm':
+        x_BTD = x_BTD - x_BTD.mean(-1, keepdims=True)
+    unit_BTD = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + 1e-5)
+    return unit_BTD * _array(norm.g_D) + _bias(norm.b_D)
+
+
+def _array(parameter):
+    return np.asarray(parameter[...], np.float64)
+
+
+def _bias(parameter):
+    return 0 if parameter is None else _array(parameter)

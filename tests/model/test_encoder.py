@@ -1,0 +1,178 @@
+"""The encoder: both directions, padding, the numbers of a slow reference, where dropout acts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import slow_transformer as slow
+
+from qkattn.attention import visible
+from qkattn.config import ModelConfig
+from qkattn.model import Decoder, Encoder, build
+from qkattn.model.blocks import MLP, Block
+
+CONFIG = ModelConfig(
+    kind='encoder',
+    d_model=16,
+    num_layers=2,
+    num_heads=2,
+    context=7,
+    vocab_size=11,
+    d_ff=24,
+    scan_unroll=1,
+)
+TOKENS = np.random.default_rng(0).integers(0, 11, (2, 7))
+
+
+def make(**fields) -> Encoder:
+    return build(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
+
+
+def logits_of(model, tokens_BT, **options):
+    return np.asarray(jax.jit(type(model).__call__)(model, tokens_BT, **options))
+
+
+@pytest.mark.parametrize('score', ['qk', 'shared_qk'])
+def test_every_position_reads_every_other(score):
+    model = make(score=score)
+    assert isinstance(model, Encoder)
+    want = logits_of(model, TOKENS)
+    for t in (0, 3, 6):
+        other = TOKENS.copy()
+        other[:, t] = (other[:, t] + 1) % 11
+        moved_BT = np.abs(logits_of(model, other) - want).max(-1)
+        assert (moved_BT > 1e-5).all(), t
+    # The decoder of the same weights does not.
+    decoder = Decoder(dataclasses.replace(model.config, kind='decoder'), key=jax.random.key(0))
+    assert np.array_equal(logits_of(decoder, TOKENS)[:, :6], logits_of(decoder, other)[:, :6])
+
+
+def test_padding_is_never_read_wherever_it_stands():
+    model = make()
+    valid_BT = np.ones((2, 7), bool)
+    valid_BT[0, 5:] = valid_BT[1, :2] = False
+    want = logits_of(model, TOKENS, valid_BT=valid_BT)
+    got = logits_of(model, np.where(valid_BT, TOKENS, 3), valid_BT=valid_BT)
+    np.testing.assert_array_equal(got[valid_BT], want[valid_BT])
+    assert np.isfinite(got).all()
+    shorter = logits_of(model, TOKENS[:1, :5])
+    np.testing.assert_allclose(want[:1, :5], shorter, atol=1e-5)
+    assert np.abs(logits_of(model, TOKENS) - want)[valid_BT].max() > 1e-3
+
+
+def test_a_window_reaches_both_ways():
+    model = make(window=2, num_layers=1)
+    want = logits_of(model, TOKENS)
+    other = TOKENS.copy()
+    other[:, 3] = (other[:, 3] + 1) % 11
+    moved_BT = np.abs(logits_of(model, other) - want).max(-1) > 1e-6
+    assert moved_BT.tolist() == [[False, False, True, True, True, False, False]] * 2
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
+        {'norm_position': 'pre', 'activation': 'gelu', 'positions': 'learned'},
+        {
+            'norm_position': 'post',
+            'activation': 'relu',
+            'positions': 'sinusoidal',
+            'scale_embeddings': True,
+            'biases': True,
+        },
+        {
+            'norm_position': 'post',
+            'positions': 'learned',
+            'norm': 'rmsnorm',
+            'scale_embeddings': True,
+            'tied_embeddings': False,
+        },
+        {'norm_position': 'pre', 'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
+        {'score': 'merged', 'value': 'no_v', 'biases': True, 'positions': 'none'},
+    ],
+    ids=lambda fields: '-'.join(map(str, fields.values())),
+)
+@pytest.mark.parametrize('kind', ['encoder', 'decoder'])
+def test_the_numbers_are_those_of_the_slow_reference(fields, kind):
+    model = slow.shaken(make(kind=kind, **fields))
+    valid_BT = np.arange(7) < np.array([[7], [4]])
+    mask_BTS = np.broadcast_to(valid_BT[:, None], (2, 7, 7))
+    if kind == 'decoder':
+        mask_BTS = mask_BTS & np.tri(7, dtype=bool)
+    x_BTD = slow.embed(model, TOKENS, np.broadcast_to(np.arange(7), (2, 7)))
+    want = slow.logits(model, slow.run(model, x_BTD, mask_BTS))
+    got = logits_of(model, TOKENS, valid_BT=valid_BT)
+    np.testing.assert_allclose(got[valid_BT], want[valid_BT], atol=2e-5 * np.abs(want).max())
+    assert model.final_norm is None or model.config.norm_position == 'pre'
+
+
+X_BTD = np.random.default_rng(1).standard_normal((2, 7, 16)).astype(np.float32)
+
+
+def branch(parts: str, key, **fields):
+    """What a block adds to the stream, with only the branches in `parts` at work."""
+    config = dataclasses.replace(CONFIG, d_ff=16, **fields)
+    block = Block(config, key=jax.random.key(0))
+    if 'attention' not in parts:
+        block.attention.value.w_o_NHD[...] *= 0
+    block.mlp.w_out_FD[...] = jnp.eye(16) * ('mlp' in parts)
+    mask_BTS = visible(7, 7, causal=False)
+    return np.asarray(block(X_BTD, mask_BTS, key)) - X_BTD
+
+
+def is_a_part_of(got, want):
+    """Which elements are left, each twice as large, and none other than that."""
+    left = np.abs(got) > 1e-6
+    np.testing.assert_allclose(got[left], 2 * want[left], rtol=1e-3, atol=1e-5)
+    return left.mean()
+
+
+def test_dropout_acts_on_whole_branches():
+    key = jax.random.key(7)
+    for parts in ('attention', 'mlp'):
+        want = branch(parts, None, dropout=0.5, attention_dropout=0.0)
+        got = branch(parts, key, dropout=0.5, attention_dropout=0.0)
+        assert 0.3 < is_a_part_of(got, want) < 0.7
+    # With probabilities dropped as well, what is left is not twice what it was.
+    both = branch('attention', key, dropout=0.5)
+    left = np.abs(both) > 1e-6
+    want = branch('attention', None)
+    assert np.abs(both[left] - 2 * want[left]).max() > 1e-2
+
+
+def test_dropout_of_probabilities_acts_on_attention_alone():
+    fields = {'dropout': 0.0, 'attention_dropout': 0.5}
+    key = jax.random.key(7)
+    np.testing.assert_array_equal(branch('mlp', key, **fields), branch('mlp', None))
+    assert np.abs(branch('attention', key, **fields) - branch('attention', None)).max() > 1e-2
+
+
+def test_dropout_of_activations_acts_on_the_hidden_layer_alone():
+    fields = {'activation_dropout': 0.5}
+    key = jax.random.key(7)
+    np.testing.assert_array_equal(branch('attention', key, **fields), branch('attention', None))
+    hidden = branch('mlp', None)
+    assert 0.3 < is_a_part_of(branch('mlp', key, **fields), hidden) < 0.7
+    mlp = MLP(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
+    many = np.stack([mlp(X_BTD, jax.random.key(i)) for i in range(200)]).mean(0)
+    np.testing.assert_allclose(many, mlp(X_BTD), atol=0.5)
+    # Drawn apart from the branch's own: a quarter of the elements is left by both.
+    both = branch('mlp', key, dropout=0.5, attention_dropout=0.0, **fields)
+    assert 0.15 < (np.abs(both) > 1e-6).mean() < 0.35
+
+
+def test_embeddings_are_dropped_too_and_only_with_a_key():
+    model = make(dropout=0.5)
+    model.blocks.attention.value.w_o_NHD[...] *= 0
+    model.blocks.mlp.w_out_FD[...] *= 0
+    first, second = (logits_of(model, TOKENS, dropout_key=jax.random.key(i)) for i in (0, 1))
+    assert np.abs(first - second).max() > 1e-2
+    plain = make()
+    np.testing.assert_array_equal(logits_of(make(dropout=0.5), TOKENS), logits_of(plain, TOKENS))
+
+
+def test_a_sequence_longer_than_the_context_is_refused():
+    with pytest.raises(ValueError, match='8 tokens do not fit into model.context=7'):
+        make()(jnp.zeros((1, 8), int))

@@ -1,0 +1,384 @@
+"""The encoder-decoder: a slow reference, packed rows, what may reach a logit, what it costs."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import slow_transformer as slow
+
+from qkattn import budget, decode
+from qkattn.config import ModelConfig
+from qkattn.model import EncoderDecoder, abstract_model, build
+from qkattn.model.encoder_decoder import positions_of
+
+CONFIG = ModelConfig(
+    kind='encoder_decoder',
+    d_model=16,
+    num_layers=2,
+    num_encoder_layers=1,
+    num_heads=2,
+    context=10,
+    source_context=12,
+    vocab_size=13,
+    d_ff=24,
+    scan_unroll=1,
+)
+# Three pairs, of so many source and target tokens; one of a single token on both sides.
+SIZES = [(4, 5), (1, 1), (5, 3)]
+
+
+def make(**fields) -> EncoderDecoder:
+    """A model whose embeddings are large enough that every token matters."""
+    model = build(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
+    model.w_embedding_VD[...] *= 4
+    return model
+
+
+logits_of = jax.jit(EncoderDecoder.__call__)
+
+
+def packed() -> dict[str, np.ndarray]:
+    """All pairs in one row, and padding behind them."""
+    rng = np.random.default_rng(0)
+    batch = {}
+    for side, (tokens, segments) in enumerate(
+        [('source_BS', 'source_segments_BS'), ('tokens_BT', 'segments_BT')]
+    ):
+        length = (CONFIG.source_context, CONFIG.context)[side]
+        numbers = np.repeat(np.arange(1, 4), [size[side] for size in SIZES])
+        batch[segments] = np.pad(numbers, (0, length - len(numbers)))[None]
+        batch[tokens] = rng.integers(0, 13, (1, length))
+    return batch
+
+
+def unpacked(batch) -> dict[str, np.ndarray]:
+    """Pair i in row i, alone and from the beginning."""
+    out = {name: np.zeros((3, array.shape[1]), int) for name, array in batch.items()}
+    for tokens, segments in [('source_BS', 'source_segments_BS'), ('tokens_BT', 'segments_BT')]:
+        for i in range(3):
+            own = batch[tokens][batch[segments] == i + 1]
+            out[tokens][i, : len(own)] = own
+            out[segments][i, : len(own)] = 1
+    return out
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
+        {'norm_position': 'pre', 'activation': 'gelu', 'positions': 'learned'},
+        {
+            'norm_position': 'post',
+            'activation': 'relu',
+            'positions': 'sinusoidal',
+            'scale_embeddings': True,
+            'biases': True,
+        },
+        {
+            'norm_position': 'post',
+            'encoder_cell': 'merged/no_vo',
+            'cross_cell': 'key_free/no_v',
+            'shared_embeddings': False,
+            'tied_embeddings': False,
+        },
+        {'norm': 'rmsnorm', 'biases': True, 'shared_embeddings': False},
+    ],
+    ids=str,
+)
+def test_the_numbers_are_those_of_the_slow_reference(fields):
+    model = slow.shaken(make(**fields), 0.2)
+    batch = packed()
+    want = reference(model, **batch)
+    got = np.asarray(logits_of(model, **batch))
+    used_BT = batch['segments_BT'] > 0
+    np.testing.assert_allclose(got[used_BT], want[used_BT], atol=2e-5 * np.abs(want).max())
+    assert np.std(want[used_BT]) > 0.1
+
+
+def reference(model, source_BS, source_segments_BS, tokens_BT, segments_BT):
+    def pairs(segments_BT, segments_BS):
+        mask_BTS = np.zeros((1, segments_BT.shape[1], segments_BS.shape[1]), bool)
+        for b, t, s in np.ndindex(*mask_BTS.shape):
+            # Padding reads something, so that the oracle has a softmax to take; nobody reads it.
+            mask_BTS[b, t, s] = segments_BT[b, t] in (segments_BS[b, s], 0)
+        return mask_BTS
+
+    def places(segments_BT):
+        seen, out = {}, []
+        for segment in segments_BT[0]:
+            out.append(seen.get(segment, 0))
+            seen[segment] = out[-1] + 1
+        return np.array([out])
+
+    shared = model.config.shared_embeddings
+    x_BSD = slow.embed(
+        model.encoder,
+        source_BS,
+        places(source_segments_BS),
+        model.w_embedding_VD if shared else None,
+    )
+    y_BSD = slow.run(model.encoder, x_BSD, pairs(source_segments_BS, source_segments_BS))
+    T = tokens_BT.shape[1]
+    x_BTD = slow.run(
+        model,
+        slow.embed(model, tokens_BT, places(segments_BT)),
+        pairs(segments_BT, segments_BT) & np.tri(T, dtype=bool),
+        y_BSD,
+        pairs(segments_BT, source_segments_BS),
+    )
+    return slow.logits(model, x_BTD)
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
+        {'positions': 'learned'},
+        {'positions': 'sinusoidal', 'scale_embeddings': True},
+        {'positions': 'rope'},
+        {'positions': 'alibi'},
+        {'positions': 'none'},
+        {'positions': 'rope', 'window': 2},
+        {
+            'positions': 'alibi',
+            'score': 'shared_qk(self_mask=True)',
+            'value': 'k_is_v',
+            'norm_position': 'post',
+        },
+        {
+            'positions': 'learned',
+            'cross_cell': 'shared_qk(self_mask=True)/vo',
+            'encoder_cell': 'latent/latent',
+        },
+    ],
+    ids=str,
+)
+def test_packed_pairs_are_to_the_model_what_they_are_alone(fields):
+    model = make(**fields)
+    batch = packed()
+    alone = unpacked(batch)
+    together = np.asarray(logits_of(model, **batch))[0]
+    apart = np.asarray(logits_of(model, **alone))
+    for i in range(3):
+        want = apart[i, alone['segments_BT'][i] > 0]
+        got = together[batch['segments_BT'][0] == i + 1]
+        np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+    # And a pair is what it is without any segments, in a row of its own length.
+    source, target = SIZES[0]
+    bare = logits_of(
+        model,
+        tokens_BT=batch['tokens_BT'][:, :target],
+        source_BS=batch['source_BS'][:, :source],
+    )
+    np.testing.assert_allclose(together[:target], bare[0], atol=2e-5 * np.abs(bare).max())
+
+
+def test_positions_count_from_the_beginning_of_each_pair():
+    got = positions_of(jnp.array([[1, 1, 1, 2, 3, 3, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]))
+    assert got.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
+
+
+@pytest.mark.parametrize('positions', ['learned', 'rope'])
+def test_other_pairs_and_padding_never_reach_a_logit(positions):
+    model = make(positions=positions)
+    batch = packed()
+    want = np.asarray(logits_of(model, **batch))
+    for segment in range(4):  # 0 is padding
+        other = {name: array.copy() for name, array in batch.items()}
+        for tokens, segments in [('source_BS', 'source_segments_BS'), ('tokens_BT', 'segments_BT')]:
+            here = other[segments] == segment
+            other[tokens][here] = (other[tokens][here] + 5) % 13
+        got = np.asarray(logits_of(model, **other))
+        untouched = (batch['segments_BT'] != segment) & (batch['segments_BT'] > 0)
+        np.testing.assert_array_equal(got[untouched], want[untouched])
+        if segment:
+            moved = np.abs(got - want)[batch['segments_BT'] == segment].max(-1)
+            assert (moved > 1e-4).all()
+        assert np.isfinite(got).all()
+
+
+def test_the_target_is_read_causally_and_the_source_is_not():
+    model = make(score='shared_qk')
+    rng = np.random.default_rng(1)
+    tokens_BT, source_BS = rng.integers(0, 13, (2, 10)), rng.integers(0, 13, (2, 12))
+    want = np.asarray(logits_of(model, tokens_BT=tokens_BT, source_BS=source_BS))
+    other = tokens_BT.copy()
+    other[:, 6] = (other[:, 6] + 1) % 13
+    got = np.asarray(logits_of(model, tokens_BT=other, source_BS=source_BS))
+    np.testing.assert_array_equal(got[:, :6], want[:, :6])
+    assert (np.abs(got - want)[:, 6:].max(-1) > 1e-5).all()
+    for s in (0, 11):
+        other = source_BS.copy()
+        other[:, s] = (other[:, s] + 1) % 13
+        got = np.asarray(logits_of(model, tokens_BT=tokens_BT, source_BS=other))
+        assert (np.abs(got - want).max(-1) > 1e-5).all()
+        moved_BSD = np.abs(model.encode(other) - model.encode(source_BS))
+        assert (moved_BSD.max(-1) > 1e-5).all()
+
+
+def test_each_site_takes_its_own_cell():
+    model = abstract_model(
+        dataclasses.replace(
+            CONFIG, score='shared_qk', encoder_cell='merged/no_vo', cross_cell='key_free/no_v'
+        )
+    )
+    sites = (model.blocks.attention, model.encoder.blocks.attention, model.blocks.cross_attention)
+    cells = [(site.spec.score, site.spec.value) for site in sites]
+    assert cells == [('shared_qk', 'vo'), ('merged', 'no_vo'), ('key_free', 'no_v')]
+    own = abstract_model(dataclasses.replace(CONFIG, score='shared_qk', positions='rope'))
+    sites = (own.blocks.attention, own.encoder.blocks.attention, own.blocks.cross_attention)
+    assert {site.spec.score for site in sites} == {'shared_qk'}
+    assert [site.spec.positions for site in sites] == ['rope', 'rope', 'none']
+
+
+D, F, V, T, S = 16, 24, 13, 10, 12
+
+
+@pytest.mark.parametrize(
+    ('fields', 'attention', 'embedding', 'norm'),
+    [
+        ({}, (2 + 1 + 2) * 4 * D * D, V * D + T * D + S * D, 2 * 3 * D + D + 2 * D + D),
+        (
+            {'encoder_cell': 'merged/no_vo', 'cross_cell': 'key_free/no_v'},
+            2 * 4 * D * D + 1 * 2 * D * D + 2 * 2 * D * D,
+            V * D + T * D + S * D,
+            10 * D,
+        ),
+        (
+            {'shared_embeddings': False, 'positions': 'rope', 'norm_position': 'post'},
+            5 * 4 * D * D,
+            2 * V * D,
+            8 * D,
+        ),
+        (
+            {'tied_embeddings': False, 'positions': 'none', 'biases': True},
+            # q, k, v and o add a vector each; both directions of the MLP as well.
+            5 * (4 * D * D + 4 * D),
+            2 * V * D,
+            20 * D,
+        ),
+        (
+            {'tied_embeddings': False, 'shared_embeddings': False, 'positions': 'none'},
+            5 * 4 * D * D,
+            3 * V * D,
+            10 * D,
+        ),
+    ],
+    ids=['equal cells', 'three cells', 'separate', 'untied', 'all three'],
+)
+def test_weights_by_hand(fields, attention, embedding, norm):
+    config = dataclasses.replace(CONFIG, **fields)
+    mlp = 3 * (2 * D * F + (F + D if config.biases else 0))
+    total = attention + embedding + norm + mlp
+    assert budget.count(config) == {
+        'embedding': embedding,
+        'attention': attention,
+        'mlp': mlp,
+        'norm': norm,
+        'total': total,
+    }
+    real = jax.tree.leaves(build(config, key=jax.random.key(0)))
+    assert sum(leaf.size for leaf in real) == total
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
+        {'cross_cell': 'merged/vo'},
+        {'encoder_cell': 'key_free/no_v'},
+        {'score': 'shared_qk', 'encoder_cell': 'merged/vo', 'cross_cell': 'query_free/no_o'},
+        {'shared_embeddings': False, 'score': 'low_rank(rank=2)'},
+        {'cross_cell': 'qk/hadamard'},
+    ],
+    ids=str,
+)
+def test_models_of_other_cells_are_made_equally_large(fields):
+    base = dataclasses.replace(CONFIG, d_model=64, d_ff=256, num_heads=4, vocab_size=100)
+    target = budget.count(base)['total']
+    found = budget.match(dataclasses.replace(base, **fields), target)
+    assert abs(found.weights['total'] / target - 1) <= 1e-3
+    assert found.weights == budget.count(found.config)
+    assert all(getattr(found.config, name) == value for name, value in fields.items())
+
+
+def test_no_two_parts_start_from_the_same_numbers():
+    model = make(shared_embeddings=False, num_encoder_layers=2, source_context=10)
+    parts = {
+        'self': model.blocks.attention,
+        'cross': model.blocks.cross_attention,
+        'encoder': model.encoder.blocks.attention,
+    }
+    matrices = [part.score.w_q_DNH[i] for part in parts.values() for i in range(2)]
+    matrices += [part.score.w_k_DKH[i] for part in parts.values() for i in range(2)]
+    pairs = [
+        *((a, b) for i, a in enumerate(matrices) for b in matrices[:i]),
+        (model.w_embedding_VD[...], model.encoder.w_embedding_VD[...]),
+        (model.w_position_TD[...], model.encoder.w_position_TD[...]),
+        *(
+            (model.blocks.mlp.w_in_DF[i], model.encoder.blocks.mlp.w_in_DF[j])
+            for i in range(2)
+            for j in range(2)
+        ),
+    ]
+    for a, b in pairs:
+        assert a.shape == b.shape
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.5
+
+
+def test_flops_by_hand():
+    attention, mlp = 8 * D * D, 4 * D * F
+    encoder = S * (attention + 4 * S * D + mlp)
+    # Of the cross-attention, queries and output are per target token, keys and values per source.
+    decoder = T * (attention + 4 * T * D + 4 * D * D + 4 * S * D + mlp) + S * 4 * D * D
+    assert budget.flops_per_token(CONFIG) == (encoder + 2 * decoder) / T + 2 * D * V
+
+
+@pytest.mark.parametrize(
+    ('fields', 'floats'),
+    [
+        ({}, 2 * 4 * D),
+        ({'num_kv_heads': 1}, 2 * 2 * D),
+        ({'cross_cell': 'merged/no_v'}, 2 * 3 * D),
+        ({'encoder_cell': 'merged/no_v'}, 2 * 4 * D),
+    ],
+    ids=str,
+)
+def test_the_cache_is_what_decoding_holds(fields, floats):
+    config = dataclasses.replace(CONFIG, **fields)
+    assert budget.cache_floats_per_token(config) == floats
+    cache = jax.eval_shape(
+        lambda model: decode.read_source(
+            model, jnp.zeros((3, 5), jnp.int32), jnp.ones((3, 5), bool), 7
+        ),
+        abstract_model(config),
+    )
+    held = [
+        sum(math.prod(array.shape) for array in jax.tree.leaves(memory)) / (3 * length)
+        for memory, length in ((cache.memory, 7), (cache.source, 5))
+    ]
+    assert sum(held) == floats
+
+
+def test_dropout_acts_on_both_sides_with_numbers_of_their_own():
+    model = make(dropout=0.5, num_layers=1)
+    batch = packed()
+    plain, first, second = (
+        np.asarray(logits_of(model, **batch, dropout_key=key))
+        for key in (None, jax.random.key(0), jax.random.key(1))
+    )
+    assert np.abs(first - plain).max() > 0.1 and np.abs(first - second).max() > 0.1
+    y_BSD = [model.encode(batch['source_BS'], dropout_key=k) for k in (None, jax.random.key(0))]
+    assert np.abs(y_BSD[0] - y_BSD[1]).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ('tokens', 'source', 'said'),
+    [
+        (11, 12, '11 tokens do not fit into model.context=10'),
+        (10, 13, '13 tokens do not fit into model.source_context=12'),
+    ],
+)
+def test_more_tokens_than_there_is_room_for_are_refused(tokens, source, said):
+    with pytest.raises(ValueError, match=said):
+        make()(jnp.zeros((1, tokens), int), source_BS=jnp.zeros((1, source), int))

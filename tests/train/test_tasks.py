@@ -1,0 +1,328 @@
+"""Whole runs of every task, what they leave behind, and what may enter a loss."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn.config import Config, MeshConfig
+from qkattn.data import pipeline
+from qkattn.data.load import rows_of
+from qkattn.evaluate import bits_per_byte
+from qkattn.train import evaluation, program, step, train
+from qkattn.train.optimizer import schedule
+
+PAIRS = [
+    (f'{a} {b}', f'{b} und {a}')
+    for a in ('one', 'two', 'three', 'four', 'five', 'six')
+    for b in ('ox', 'cat', 'hen', 'dog', 'rat')
+]
+
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+    path = tmp_path_factory.mktemp('pairs')
+    for split, pairs in (('train', PAIRS[:24]), ('validation', PAIRS[24:])):
+        for side, language in enumerate(('en', 'de')):
+            text = ''.join(f'{pair[side]}\n' for pair in pairs)
+            (path / f'{split}.{language}').write_text(text)
+    return path
+
+
+@pytest.fixture
+def task(tiny, files, tmp_path_factory):
+    """task('masked', model={...}): a tiny run of two trials."""
+    cache = str(tmp_path_factory.getbasetemp() / 'task-data')
+    own = {
+        'language': ({}, {}),
+        'masked': ({'kind': 'encoder', 'vocab_size': 257}, {}),
+        'translation': (
+            {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24},
+            {'name': 'parallel', 'path': str(files), 'languages': 'en-de', 'data_dir': cache},
+        ),
+        'causal probe': ({'context': 7}, {'name': 'recall(pairs=2, keys=4, values=4)'}),
+        'labelling probe': (
+            {'kind': 'encoder', 'context': 4},
+            {'name': 'successor(keys=4, payloads=2)'},
+        ),
+    }
+
+    def make(name: str, **sections) -> Config:
+        model, data = own[name]
+        model = {'num_layers': 1, 'd_model': 16, 'scan_unroll': 1} | model
+        sections = {
+            **sections,
+            'model': model | sections.get('model', {}),
+            'data': data | sections.get('data', {}),
+            'train': {'num_steps': 8} | sections.get('train', {}),
+            'decode': {'beam': 2} | sections.get('decode', {}),
+        }
+        return tiny(**sections)
+
+    return make
+
+
+TASKS = ['masked', 'translation', 'causal probe', 'labelling probe']
+
+
+@pytest.mark.parametrize('name', TASKS)
+def test_a_run_leaves_plausible_results_and_the_same_ones_again(task, name, tmp_path):
+    config = task(name)
+    first, second = (train(config, tmp_path / which) for which in 'ab')
+    # All but times.
+    for a, b in zip(first, second, strict=True):
+        differ = {key for key in a if a[key] != b[key]}
+        assert differ <= {'train_seconds', 'compile_seconds', 'tokens_per_second'}
+    metrics = [(tmp_path / which / 'metrics.jsonl').read_text() for which in 'ab']
+    assert metrics[0] == metrics[1]
+    assert train(config, tmp_path / 'a') == first  # a finished run
+
+    probe, translation = 'probe' in name, name == 'translation'
+    rows = rows_of(config)
+    for result in first:
+        assert result['status'] == 'finished'
+        for prefix in ('val',) if translation else ('val', 'test'):
+            loss = result[f'{prefix}_loss']
+            assert 0.3 < loss < 1.3 * math.log(config.model.vocab_size)
+            assert 0 <= result[f'{prefix}_accuracy'] <= 1 and 0 <= result[f'{prefix}_solved'] <= 1
+            size = result[f'{prefix}_bits_per_byte']
+            if probe:
+                assert size is None
+            else:
+                split = {'val': 'validation', 'test': 'test'}[prefix]
+                assert size == pytest.approx(bits_per_byte(loss, rows.bytes_per_token(split)))
+        assert (result['data']['unigram_bits_per_byte'] is None) == probe
+        assert result['data']['unigram_loss'] == pytest.approx(rows.unigram_nats('validation'))
+        names = {key for key in result if 'bleu' in key or 'exact' in key}
+        if translation:
+            assert names == {'val_bleu', 'val_bleu_signature', 'val_exact_match'}
+            assert result['val_num_sentences'] == 6
+            assert 0 <= result['val_bleu'] <= 100 and 0 <= result['val_exact_match'] <= 1
+            assert result['test_loss'] is result['test_accuracy'] is None
+            assert result['eval_tokens'] == sum(len(de) + 1 for _, de in PAIRS[24:])
+        else:
+            assert names == set()
+        if name == 'masked':
+            assert result['eval_tokens'] == 8 * round(0.15 * 16)
+            assert result['data']['masking']['rate'] == 0.15
+        assert result['cache_floats_per_token'] == (
+            0 if config.model.kind == 'encoder' else 64 if translation else 32
+        )
+    assert first[0]['val_loss'] != first[1]['val_loss']
+    records = [json.loads(line) for line in metrics[0].splitlines()]
+    assert [r['step'] for r in records if r['kind'] == 'eval'] == [4, 8]
+    last = [r for r in records if r['kind'] == 'eval'][-1]
+    for field in ('loss', 'accuracy', 'solved'):
+        assert last[f'val_{field}'] == [result[f'val_{field}'] for result in first]
+
+
+def params_of(config):
+    return step.init_trial(config, jnp.uint32(0))['params']
+
+
+def loss_and_gradients(config, batch, key=None):
+    graph = step.graph_of(config)
+    batch = jax.tree.map(lambda a: jnp.asarray(a)[None], batch)
+    function = jax.jit(lambda params: step.gradients(config, graph, params, batch, key))
+    return function(params_of(config))
+
+
+def assert_same(got, want, rtol=0.0):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+
+
+def batch_of(config, count=3):
+    rows = rows_of(config)
+    return pipeline.train_batch(rows, seed=0, step=0, batch_size=count)
+
+
+def test_padding_never_enters_a_loss_or_a_gradient(task):
+    config = task('translation')
+    batch = batch_of(config)
+    padding_BT, padding_BS = batch['segments_BT'] == 0, batch['source_segments_BS'] == 0
+    assert padding_BT.any() and padding_BS.any()
+    want = loss_and_gradients(config, batch)
+    other = batch | {
+        'tokens_BT': np.where(padding_BT, 77, batch['tokens_BT']),
+        'targets_BT': np.where(padding_BT, 99, batch['targets_BT']),
+        'source_BS': np.where(padding_BS, 55, batch['source_BS']),
+    }
+    # Bitwise, but for the embeddings that padding looked up: their gradient is 0 anyhow.
+    assert_same(loss_and_gradients(config, other), want, rtol=1e-6)
+    real = batch | {'targets_BT': np.where(padding_BT, batch['targets_BT'], 99)}
+    assert abs(loss_and_gradients(config, real)[0] - want[0]) > 0.1
+
+
+@pytest.mark.parametrize('name', ['translation', 'masked', 'causal probe'])
+def test_rows_of_padding_change_nothing(task, name):
+    config = task(name)
+    batch = batch_of(config)
+    want = loss_and_gradients(config, batch)
+    padded = {
+        key: np.concatenate([array, np.zeros_like(array), np.zeros_like(array)])
+        for key, array in batch.items()
+    }
+    assert_same(loss_and_gradients(config, padded), want, rtol=1e-5)
+    doubled = {key: np.concatenate([array, array]) for key, array in batch.items()}
+    assert_same(loss_and_gradients(config, doubled), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['masked', 'translation', 'causal probe'])
+def test_targets_of_no_weight_change_nothing(task, name):
+    config = task(name)
+    batch = batch_of(config)
+    other = batch | {
+        'targets_BT': np.where(batch['weights_BT'] > 0, batch['targets_BT'], 3).astype(np.int32)
+    }
+    assert_same(loss_and_gradients(config, other), loss_and_gradients(config, batch))
+
+
+def log_probabilities(config, params, batch):
+    logits_BTV = jax.jit(
+        lambda params: step.predict(config, step.graph_of(config), params, batch, None)
+    )(params)
+    wide_BTV = np.asarray(logits_BTV, np.float64)
+    return wide_BTV - np.log(np.exp(wide_BTV).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize('name', ['translation', 'masked'])
+def test_label_smoothing_is_a_mixture_with_the_uniform_distribution(task, name):
+    smooth = task(name, train={'label_smoothing': 0.1})
+    batch = batch_of(smooth)
+    params = params_of(smooth)
+    nats_BTV = -log_probabilities(smooth, params, batch)
+    # Cross-entropy with 0.9 of the target and 0.1 of everything, word for word.
+    total, weight = 0.0, batch['weights_BT'].sum()
+    for b, t in zip(*np.nonzero(batch['weights_BT']), strict=True):
+        target_V = np.full(nats_BTV.shape[-1], 0.1 / nats_BTV.shape[-1])
+        target_V[batch['targets_BT'][b, t]] += 0.9
+        total += target_V @ nats_BTV[b, t]
+    loss, _ = loss_and_gradients(smooth, batch)
+    np.testing.assert_allclose(loss, total / weight, rtol=1e-5)
+    plain, _ = loss_and_gradients(task(name), batch)
+    assert abs(plain - loss) > 1e-3
+    graph = step.graph_of(smooth)
+    sums = step.measure(smooth, graph, params, batch)
+    np.testing.assert_allclose(sums['nats'] / sums['weight'], plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['translation', 'masked', 'labelling probe'])
+def test_an_evaluation_is_a_mean_over_targets(task, name):
+    # 5 rows at a time do not divide the rows that there are.
+    config = task(
+        name,
+        model={'dropout': 0.5},
+        train={'batch_size': 5, 'accumulation': 1, 'label_smoothing': 0.2},
+        trials={'seeds': (0, 7)},
+        data={'eval_sequences': None if name == 'translation' else 12},
+    )
+    rows = rows_of(config)
+    built = program.build(config)
+    state = built.init()
+    state['trials']['alive'] = jnp.array([True, True])
+    got = evaluation.evaluate(config, built, rows, state, 'validation')
+    numbers = pipeline.eval_rows(rows, 'validation', config.data.eval_sequences)
+    draws_B2 = np.stack([np.zeros_like(numbers), numbers], axis=1).astype(np.uint64)
+    batch = rows.read('validation', numbers, draws_B2)
+    weights_BT, targets_BT = batch['weights_BT'], batch['targets_BT']
+    for x in range(2):
+        params = jax.tree.map(lambda a, x=x: a[x], state['trials']['params'])
+        found_BTV = log_probabilities(config, params, batch)
+        nats_BT = -np.take_along_axis(found_BTV, targets_BT[..., None], -1)[..., 0]
+        right_BT = found_BTV.argmax(-1) == targets_BT
+        used = weights_BT > 0
+        np.testing.assert_allclose(got.loss_X[x], nats_BT[used].mean(), rtol=1e-5)
+        np.testing.assert_allclose(got.accuracy_X[x], right_BT[used].mean(), rtol=1e-6)
+        solved = [right_BT[b, used[b]].all() for b in range(len(used))]
+        np.testing.assert_allclose(got.solved_X[x], np.mean(solved), rtol=1e-6)
+    assert got.num_targets == weights_BT.sum()
+    state['trials']['alive'] = jnp.array([True, False])
+    dead = evaluation.evaluate(config, built, rows, state, 'validation')
+    assert dead.loss_X[0] == got.loss_X[0]
+    assert np.isnan([dead.loss_X[1], dead.accuracy_X[1], dead.solved_X[1]]).all()
+
+
+def test_a_row_is_solved_when_all_its_targets_are(task):
+    config = task('labelling probe', model={'vocab_size': 8})
+    batch = batch_of(config, 4)
+    params = params_of(config)
+    best_BT = log_probabilities(config, params, batch).argmax(-1).astype(np.int32)
+    targets_BT, weights_BT = best_BT.copy(), np.ones((4, 4), np.float32)
+    targets_BT[1, 2] = (targets_BT[1, 2] + 1) % 8
+    targets_BT[2, 3] = (targets_BT[2, 3] + 1) % 8
+    weights_BT[2, 3] = 0  # wrong where nobody asks
+    weights_BT[3] = 0  # no row at all
+    sums = step.measure(
+        config,
+        step.graph_of(config),
+        params,
+        batch | {'targets_BT': targets_BT, 'weights_BT': weights_BT},
+    )
+    found = {name: float(value) for name, value in sums.items() if name != 'nats'}
+    assert found == {'correct': 10, 'solved': 2, 'weight': 11, 'rows': 3}
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [{'attention_dropout': 0.5}, {'activation_dropout': 0.5}, {'dropout': 0.5}],
+    ids=str,
+)
+def test_each_kind_of_dropout_acts_in_training(task, fields):
+    """Alone too."""
+    config, plain = task('masked', model=fields), task('masked')
+    batch = jax.tree.map(lambda a: jnp.asarray(a)[None], batch_of(config))
+
+    def loss_of(config):
+        trial = step.init_trial(config, jnp.uint32(0))
+        hyper = {'seed': jnp.uint32(0), 'learning_rate': 0.0, 'weight_decay': 0.0}
+        function = jax.jit(
+            lambda trial: step.train_trial(
+                config, step.graph_of(config), jnp.int32(0), trial, hyper, batch
+            )[1]['loss']
+        )
+        return float(function(trial))
+
+    assert abs(loss_of(config) - loss_of(plain)) > 1e-4
+
+
+def test_the_inverse_square_root_schedule(task):
+    optimizer = dataclasses.replace(
+        task('masked').optimizer, schedule='inverse_sqrt', warmup_steps=4
+    )
+    at = schedule(optimizer, 1000)
+    steps = [0, 1, 3, 4, 16, 64, 400]
+    want = [1 / 5, 2 / 5, 4 / 5, 1, 1 / 2, 1 / 4, 1 / 10]
+    np.testing.assert_allclose(at(jnp.array(steps)), want, rtol=1e-6)
+    # How long a run is does not matter.
+    np.testing.assert_allclose(schedule(optimizer, 50)(jnp.array(steps)), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize('name', ['masked', 'translation'])
+def test_eight_devices_lose_what_one_does(task, name):
+    config = task(name, train={'num_steps': 3, 'steps_per_dispatch': 3}, trials={'seeds': (0,)})
+    rows = rows_of(config)
+
+    def run(mesh):
+        split = dataclasses.replace(config, mesh=mesh)
+        built = program.build(split, 'vmap')
+        part = program.local_rows(split, built.mesh)
+        with pipeline.TrainBatches(
+            rows, seeds=[0], batch_size=8, num_steps=3, steps_per_read=3, part=part
+        ) as batches:
+            (local,) = batches
+        state, metrics = built.train(
+            built.init(), program.place_batch(split, built.mesh, local, part)
+        )
+        reached = evaluation.evaluate(split, built, rows, state, 'validation')
+        return np.asarray(metrics['loss']), reached
+
+    want, want_reached = run(MeshConfig())
+    got, got_reached = run(MeshConfig(data=2, fsdp=2, tensor=2))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(got_reached.loss_X, want_reached.loss_X, atol=1e-5)
+    assert got_reached.num_targets == want_reached.num_targets
