@@ -1,8 +1,8 @@
 """A control that must fail: one symmetric head without positions cannot point in one direction.
 
-The probe `successor` asks, at every key of a shuffled set, for the payload of the next key around a
-circle. A symmetric score gives the pair (k, k + 1) one number, so it cannot prefer the successor at
-every key; see `Successor` in qkattn/data/probe_tasks.py, also for how far an MLP helps. The pairwise
+The probe `successor` asks, at every key of a shuffled set, for the payload of the next key around
+a circle. A symmetric score gives the pair (k, k + 1) one number, so it cannot prefer the successor
+at every key; see `Successor` in qkattn/data/probe_tasks.py, also for how far an MLP helps. The pairwise
 score shares its matrix too, but is not symmetric.
 
 python -m experiments.ablate --config=configs/direction.py --workdir=runs/direction
