@@ -2,8 +2,8 @@
 
 The probe `successor` asks, at every key of a shuffled set, for the payload of the next key around
 a circle. A symmetric score gives the pair (k, k + 1) one number, so it cannot prefer the successor
-at every key; see `Successor` in qkattn/data/probe_tasks.py, also for how far an MLP helps. The pairwise
-score shares its matrix too, but is not symmetric.
+at every key; see `Successor` in qkattn/data/probe_tasks.py, also for how far an MLP helps. The
+pairwise score shares its matrix too, but is not symmetric.
 
 python -m experiments.ablate --config=configs/direction.py --workdir=runs/direction
 """

@@ -212,7 +212,7 @@ def test_label_smoothing_is_a_mixture_with_the_uniform_distribution(task, name):
 
 
 @pytest.mark.parametrize('name', ['translation', 'masked', 'labelling probe'])
-def test_an_evaluation_is_a_mean_over_targets(task, name):
+def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch):
     # 5 rows at a time do not divide the rows that there are.
     config = task(
         name,
@@ -222,6 +222,8 @@ def test_an_evaluation_is_a_mean_over_targets(task, name):
         data={'eval_sequences': None if name == 'translation' else 12},
     )
     rows = rows_of(config)
+    if 'probe' not in name:
+        monkeypatch.setattr(rows, 'bytes_per_token', {'validation': 2.0}.__getitem__)
     built = program.build(config)
     state = built.init()
     state['trials']['alive'] = jnp.array([True, True])
@@ -241,6 +243,8 @@ def test_an_evaluation_is_a_mean_over_targets(task, name):
         solved = [right_BT[b, used[b]].all() for b in range(len(used))]
         np.testing.assert_allclose(got.solved_X[x], np.mean(solved), rtol=1e-6)
     assert got.num_targets == weights_BT.sum()
+    bits_X = None if 'probe' in name else pytest.approx(got.loss_X / math.log(2) / 2)
+    assert got.bits_per_byte_X == bits_X
     state['trials']['alive'] = jnp.array([True, False])
     dead = evaluation.evaluate(config, built, rows, state, 'validation')
     assert dead.loss_X[0] == got.loss_X[0]
