@@ -179,7 +179,7 @@ def match(
 
     def usable(m: int) -> bool:
         try:
-            registry.check(at(m * step).attention)
+            _check_sites(at(m * step))
         except SpecError:
             return False
         return True
@@ -202,7 +202,7 @@ def match(
     around = [k for k in around if k is not None]
     if not around:
         try:
-            registry.check(config.attention)
+            _check_sites(config)
         except SpecError as error:
             raise MatchError(f'{config.score}/{config.value} cannot be built: {error}') from error
         raise MatchError(f'{config.score}/{config.value} has no width in steps of {step}')
@@ -239,6 +239,11 @@ def match(
         f'(d_model={best.config.d_model} in steps of {step}, d_ff={best.config.mlp_width}), '
         f'above the tolerance of {tolerance:.3%}: {reason}'
     )
+
+
+def _check_sites(config: ModelConfig) -> None:
+    for spec in config.sites().values():
+        registry.check(spec())
 
 
 def table(rows: dict[str, Match]) -> str:

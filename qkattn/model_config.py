@@ -1,6 +1,7 @@
 """The settings of a model; part of `qkattn.config`, where everything else imports them from."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 from qkattn.attention import registry
@@ -97,6 +98,11 @@ class ModelConfig:
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property
+    def drops(self) -> bool:
+        """Whether training draws random numbers for dropout of any kind."""
+        return bool(self.dropout or self.probability_dropout or self.activation_dropout)
+
+    @property
     def unroll(self) -> int:
         if self.scan_unroll is not None:
             return self.scan_unroll
@@ -120,6 +126,14 @@ class ModelConfig:
         positions = self.positions if self.positions not in ('rope', 'alibi') else 'none'
         cell = self._cell(self.cross_cell)
         return dataclasses.replace(self, positions=positions, window=None, **cell).attention
+
+    def sites(self) -> dict[str, Callable[[], AttentionSpec]]:
+        """What makes the layer of each attention site, by the settings that name its cell."""
+        found = {'model': lambda: self.attention}
+        if self.kind == 'encoder_decoder':
+            found['model.encoder_cell'] = lambda: self.encoder.attention
+            found['model.cross_cell'] = lambda: self.cross_attention
+        return found
 
     def _cell(self, text: str | None) -> dict[str, str]:
         """score and value of 'score/value'; SpecError where it is no cell."""

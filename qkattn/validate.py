@@ -63,11 +63,7 @@ def _check_model(model: ModelConfig) -> None:
             )
         if isinstance(value, int):
             _at_least(f'model.{name}', value, 1)
-    sites = {'model': lambda: model.attention}
-    if both:
-        sites['model.encoder_cell'] = lambda: model.encoder.attention
-        sites['model.cross_cell'] = lambda: model.cross_attention
-    for where, spec in sites.items():
+    for where, spec in model.sites().items():
         try:
             registry.check(spec())
         except SpecError as error:

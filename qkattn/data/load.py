@@ -22,6 +22,10 @@ TASKS = {
 }
 
 
+# What text has and a probe has not.
+PROBE_FIELDS = ('manual_dir', 'path', 'languages', 'feature', 'lowercase', 'tokenizer')
+
+
 def load(config: DataConfig) -> TokenDataset | PairDataset:
     """Opens the dataset, preparing it under its data directory the first time.
 
@@ -71,6 +75,7 @@ def _rows(config: Config) -> Rows:
         )
 
     if probes.is_probe(data.name):
+        _require_defaults(data, PROBE_FIELDS)
         rows = probes.find(data.name)
         if model.kind != ('decoder' if rows.causal else 'encoder'):
             raise unfit('a causal probe' if rows.causal else 'a labelling probe')
@@ -90,6 +95,17 @@ def _rows(config: Config) -> Rows:
     if model.kind == 'encoder':
         return MaskedRows(dataset, model.context, data.mask_rate)
     return LanguageRows(dataset, model.context, shift=data.shift_windows)
+
+
+def _require_defaults(data: DataConfig, fields: tuple[str, ...]) -> None:
+    """Raises ConfigError for a setting that would stand in a record without having an effect."""
+    for field in fields:
+        value, default = getattr(data, field), getattr(DataConfig, field)
+        if value != default:
+            raise ConfigError(
+                f'data.{field}={value!r} means nothing to data.name={data.name!r}; leave it '
+                f'{default!r}.'
+            )
 
 
 def _tokenizer(config: DataConfig, corpus: Corpus, root: Path) -> Tokenizer:

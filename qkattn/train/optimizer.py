@@ -19,7 +19,7 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
         'linear': optax.schedules.linear_schedule(1.0, config.final_fraction, decay_steps),
         'cosine': optax.schedules.cosine_decay_schedule(1.0, decay_steps, config.final_fraction),
         'constant': optax.schedules.constant_schedule(1.0),
-        'inverse_sqrt': lambda steps: jnp.sqrt(warmup / (warmup + steps)),
+        'inverse_sqrt': lambda steps: jnp.sqrt(warmup / (warmup + jnp.maximum(steps, 0))),
     }[config.schedule]
     if not warmup:
         return decay

@@ -127,7 +127,7 @@ def train_trial(
       norms, learning rate.
     """
     key = None
-    if config.model.dropout:
+    if config.model.drops:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(hyper['seed']), 1), step)
     loss, grads = gradients(config, graph, trial['params'], batch, key)
     grad_norm = optax.tree.norm(grads)
