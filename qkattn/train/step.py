@@ -56,11 +56,22 @@ def loss_sum(
     all V tokens, e = train.label_smoothing.
     """
     logits_BTV = predict(config, graph, params, batch, dropout_key)
-    nats_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch['targets_BT'])
+    nats_BT = cross_entropy(logits_BTV, batch['targets_BT'])
     if epsilon := config.train.label_smoothing:
         uniform_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
         nats_BT = (1 - epsilon) * nats_BT + epsilon * uniform_BT
     return jnp.sum(nats_BT * batch['weights_BT'])
+
+
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """-log softmax(logits)[target], nats_BT.
+
+    The target's logit is picked by a mask: picked by index, as optax does it, its gradient is a
+    scatter, for which XLA copies all logits to every device where V is split (fsdp).
+    """
+    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
+    picked_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
+    return jax.nn.logsumexp(logits_BTV, -1) - picked_BT
 
 
 def measure(config: Config, graph: nnx.GraphDef, params: dict, batch: dict) -> dict:
@@ -72,7 +83,7 @@ def measure(config: Config, graph: nnx.GraphDef, params: dict, batch: dict) -> d
     """
     logits_BTV = predict(config, graph, params, batch, None)
     targets_BT, weights_BT = batch['targets_BT'], batch['weights_BT']
-    nats_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+    nats_BT = cross_entropy(logits_BTV, targets_BT)
     correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
     used_B = weights_BT.any(-1)
     return {

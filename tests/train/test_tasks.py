@@ -307,7 +307,7 @@ def test_the_inverse_square_root_schedule(task):
 
 
 @pytest.mark.parametrize('name', ['masked', 'translation'])
-def test_eight_devices_lose_what_one_does(task, name):
+def test_eight_devices_lose_what_one_does(task, name, capfd):
     config = task(name, train={'num_steps': 3, 'steps_per_dispatch': 3}, trials={'seeds': (0,)})
     rows = rows_of(config)
 
@@ -330,3 +330,4 @@ def test_eight_devices_lose_what_one_does(task, name):
     np.testing.assert_allclose(got, want, atol=1e-5)
     np.testing.assert_allclose(got_reached.loss_X, want_reached.loss_X, atol=1e-5)
     assert got_reached.num_targets == want_reached.num_targets
+    assert 'rematerialization' not in capfd.readouterr().err
