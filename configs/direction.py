@@ -5,6 +5,9 @@ a circle. A symmetric score gives the pair (k, k + 1) one number, so it cannot p
 at every key; see `Successor` in qkattn/data/probe_tasks.py, also for how far an MLP helps. The
 pairwise score shares its matrix too, but is not symmetric.
 
+Found: standard and pairwise scores 100 % right, symmetric ones 91 % and 88 %; 4 minutes on two CPU
+cores that other work shared (experiments/results).
+
 python -m experiments.ablate --config=configs/direction.py --workdir=runs/direction
 """
 

@@ -1,6 +1,8 @@
 """What the README shows is what the project does."""
 
+import csv
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -74,3 +76,59 @@ def test_every_config_is_valid(path):
     except ConfigError as error:
         pytest.fail(str(error))
     assert namespace['__doc__']
+
+
+RESULTS = ROOT / 'experiments/results'
+
+
+def recipe(config: str) -> str:
+    """The line of the README's table of recipes."""
+    (line,) = [x for x in README.splitlines() if x.startswith(f'| `configs/{config}.py`')]
+    return line
+
+
+def rows_of_table(study_name: str) -> dict[str, dict[str, str]]:
+    lines = (RESULTS / study_name / 'table.csv').read_text().splitlines()
+    return {row['variant']: row for row in csv.DictReader(lines)}
+
+
+def test_the_character_model_is_as_good_as_its_log_says():
+    (result,) = json.loads((RESULTS / 'char_lm_cpu/result.json').read_text())
+    assert f'**{result["val_loss"]:.4f}** nats' in recipe('char_lm_cpu')
+    assert f'{result["weights"]["total"]:,} weights' in recipe('char_lm_cpu')
+
+
+def test_the_translator_is_as_good_as_its_log_says():
+    lines = (RESULTS / 'multi30k_tiny/scores.jsonl').read_text().splitlines()
+    scores = {score['step']: score for score in map(json.loads, lines)}
+    assert f'**{scores[4000]["bleu"]:.2f}** at step 4,000' in recipe('multi30k_tiny')
+    assert f'{scores[3500]["bleu"]:.2f} at step 3,500' in recipe('multi30k_tiny')
+    assert scores[4000]['bleu_signature'].startswith('nrefs:1|case:lc|eff:no|tok:13a')
+    table = (RESULTS / 'multi30k_tiny/README.md').read_text()
+    assert ' | '.join(f'{score["bleu"]:.2f}' for score in scores.values()) in table
+
+
+@pytest.mark.parametrize(
+    ('study_name', 'variants'),
+    [
+        ('mlm_small', ['shared_qk/vo']),
+        (
+            'translation_small',
+            [f'qk/vo?encoder_cell={cell}' for cell in ('shared_qk/vo', 'qk/no_v', 'qk/no_o')],
+        ),
+    ],
+)
+def test_differences_are_those_of_the_tables(study_name, variants):
+    rows = rows_of_table(study_name)
+    for variant in variants:
+        mean, low, high = (
+            float(rows[variant][f'difference_{name}']) for name in ('mean', 'low', 'high')
+        )
+        assert f'{mean:+.3f} [{low:+.3f}, {high:+.3f}]' in recipe(study_name), variant
+
+
+def test_accuracies_of_the_control_are_those_of_its_table():
+    rows = rows_of_table('direction')
+    for variant in ('qk/vo', 'symmetric/vo', 'shared_qk/vo'):
+        said = f'{float(rows[variant]["test_accuracy_mean"]):.1%}'.replace('%', ' %')
+        assert f'`{variant}` {said}' in recipe('direction'), (variant, said)
