@@ -49,11 +49,13 @@ def main() -> None:
         print(' '.join(map(str, drawn(model, token_ids(), model.config.vocab_size))))
         return
     config = pretrained.settings_of(SOURCE.value)
-    data = DataConfig(name=DATA.value) if config is None else config.data
-    tokenizer = tokenizer_of(data)
+    if config is None:
+        tokenizer = tokenizer_of(DataConfig(name=DATA.value))
+    else:
+        tokenizer = pretrained.tokenizer_of_run(SOURCE.value, config)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ConfigError(
-            f'tokenizer {tokenizer.name} of {data.name} has {tokenizer.vocab_size} tokens and '
+            f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and '
             f'the model {model.config.vocab_size}; give --prompt_tokens'
         )
     text = cli.text_of(PROMPT, PROMPT_FILE)

@@ -16,7 +16,7 @@ from absl import flags
 
 from qkattn import cli, pretrained
 from qkattn.config import Config, ConfigError, DecodeConfig
-from qkattn.data.load import load, tokenizer_of
+from qkattn.data.load import load
 from qkattn.records import write_text
 from qkattn.translate import score_split, translate
 from qkattn.validate import check_decode
@@ -68,8 +68,9 @@ def main() -> None:
     filled = [line for line in lines if line.strip()]
     if OUT.value is not None and Path(OUT.value).exists():
         raise ConfigError(f'--out={OUT.value} exists; name a file that does not')
+    tokenizer = pretrained.tokenizer_of_run(SOURCE.value, config)
     model = pretrained.load_model(SOURCE.value, trial=TRIAL.value)
-    found = iter(translate(model, tokenizer_of(config.data), filled, decode))
+    found = iter(translate(model, tokenizer, filled, decode))
     text = ''.join(f'{next(found) if line.strip() else ""}\n' for line in lines)
     if OUT.value is None:
         print(text, end='')
@@ -82,6 +83,7 @@ def score(config: Config, decode: DecodeConfig) -> None:
     pairs = load(config.data)
     if SCORE.value not in pairs.splits:
         raise ConfigError(f'--score={SCORE.value} must be one of {", ".join(pairs.splits)}')
+    pretrained.tokenizer_of_run(SOURCE.value, config)  # refuses data that has changed
     model = pretrained.load_model(SOURCE.value, trial=TRIAL.value)
     found = score_split(model, pairs, SCORE.value, decode, lowercase=config.data.lowercase)
     print(json.dumps({'split': SCORE.value, **dataclasses.asdict(decode), **found}, indent=2))

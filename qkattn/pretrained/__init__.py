@@ -3,7 +3,7 @@
 from qkattn.pretrained.gpt2 import load_gpt2, save_gpt2
 from qkattn.pretrained.layout import LayoutError
 from qkattn.pretrained.nanogpt import load_nanogpt
-from qkattn.pretrained.source import load_any, load_model, settings_of
+from qkattn.pretrained.source import load_any, load_model, settings_of, tokenizer_of_run
 
 __all__ = [
     'LayoutError',
@@ -13,4 +13,5 @@ __all__ = [
     'load_nanogpt',
     'save_gpt2',
     'settings_of',
+    'tokenizer_of_run',
 ]

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from qkattn import runlog, weights
 from qkattn.config import Config, ConfigError, ModelConfig, from_json
+from qkattn.data.load import tokenizer_of
+from qkattn.data.tokenizer import Tokenizer
 from qkattn.model import with_params
 from qkattn.model.transformer import Transformer
 from qkattn.pretrained.gpt2 import load_gpt2
@@ -51,3 +53,28 @@ def settings_of(source: str | os.PathLike[str]) -> Config | None:
     if not (Path(source) / 'checkpoints').is_dir() or not path.exists():
         return None
     return from_json(Config, runlog.read_json(path)['config'])
+
+
+def tokenizer_of_run(source: str | os.PathLike[str], config: Config) -> Tokenizer:
+    """The tokenizer that the run at `source` was trained with.
+
+    Raises:
+      ConfigError: the data has changed since, and with it the vocabulary that it gives.
+    """
+    from qkattn.train.checkpoint import Checkpoints  # train starts from weights, so not at the top
+
+    tokenizer = tokenizer_of(config.data)
+    checkpoints = Checkpoints(Path(source).absolute() / 'checkpoints', read_only=True)
+    try:
+        record = checkpoints.record()
+    finally:
+        checkpoints.close()
+    if record is not None:
+        data = record['data']
+        trained_with = data.get('source', data)['tokenizer']
+        if tokenizer.name != trained_with:
+            raise ConfigError(
+                f'{source} was trained with the tokenizer {trained_with}, but its data, which has '
+                f'changed since, gives {tokenizer.name}; put the data back as it was'
+            )
+    return tokenizer

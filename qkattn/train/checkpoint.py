@@ -104,6 +104,15 @@ class Checkpoints:
             )
         return None
 
+    def record(self) -> dict[str, Any] | None:
+        """The JSON record of the newest checkpoint, without its state; None if there is none."""
+        steps = self.steps()
+        if not steps:
+            return None
+        return self._manager.restore(
+            steps[-1], args=ocp.args.Composite(record=ocp.args.JsonRestore())
+        ).record
+
     def discard_after(self, step: int) -> None:
         """Deletes the (damaged) steps beyond `step`, which training will write again."""
         for later in [s for s in self.steps() if s > step]:

@@ -128,3 +128,20 @@ def test_bad_input_is_one_sentence(script, run, tmp_path, flags, said):
     assert said in done.stderr and 'Traceback' not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / 'x').exists()
+
+
+def test_a_vocabulary_that_the_run_did_not_have_is_refused(script, run):
+    path, _ = run
+    files = [path.parent / f'train.{language}' for language in ('en', 'xx')]
+    before = [file.read_text() for file in files]
+    try:
+        for file, text in zip(files, before, strict=True):
+            file.write_text(f'{text}\nzebu')
+        done = script('translate', f'--source={path}', '--text=cat')
+    finally:
+        for file, text in zip(files, before, strict=True):
+            file.write_text(text)
+    assert done.returncode == 2
+    (said,) = [line for line in done.stderr.splitlines() if 'was trained with' in line]
+    assert 'tokenizer characters-' in said and 'put the data back as it was' in said
+    assert done.stdout == ''
