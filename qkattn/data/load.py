@@ -32,8 +32,11 @@ def load(config: DataConfig) -> TokenDataset | PairDataset:
     Raises:
       ConfigError: a dataset that is unknown, cannot be had, or cannot be tokenised as asked.
     """
+    return _open(config, find(config))
+
+
+def _open(config: DataConfig, corpus: Corpus) -> TokenDataset | PairDataset:
     root = data_root(config.data_dir)
-    corpus = find(config)
     tokenizer = _tokenizer(config, corpus, root)
     sides = [_tokens(corpus, tokenizer, root, language) for language in corpus.languages or (None,)]
     return PairDataset(*sides) if corpus.languages else sides[0]
@@ -85,9 +88,10 @@ def _rows(config: Config) -> Rows:
                 f'{data.name!r}, {rows.length}'
             )
         return rows
-    if (model.kind == 'encoder_decoder') != bool(find(data).languages):
-        raise unfit('a translation set' if find(data).languages else 'text in one language')
-    dataset = load(data)
+    corpus = find(data)
+    if (model.kind == 'encoder_decoder') != bool(corpus.languages):
+        raise unfit('a translation set' if corpus.languages else 'text in one language')
+    dataset = _open(data, corpus)
     if model.kind == 'encoder_decoder':
         return TranslationRows(
             dataset, model.encoder.context, model.context, drop_long=data.drop_long
