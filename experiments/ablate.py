@@ -1,28 +1,34 @@
-"""Runs a weight-matched ablation and writes its report.
+"""Runs an ablation at equal cost, alone or beside other workers, and writes its report.
 
-python -m experiments.ablate --config=configs/quickstart.py --workdir=runs/quickstart
+python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small
+
+The same command resumes. Started several times, on one or on many machines that share the
+directory, each takes cells that no other works on.
 """
 
 from absl import flags
 
-from qkattn import cli, report, study
+from qkattn import claims, cli, estimate, report, study, worker
 from qkattn.config import ConfigError, Study
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Study directory; the same one resumes.')
-DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cells and their weights, then stop.')
+DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
+EXPIRY = flags.DEFINE_float(
+    'claim_expiry', claims.EXPIRY, 'Seconds without a sign of life before a worker counts as dead.'
+)
 
 
 def main() -> None:
     config = cli.read_config(CONFIG, Study)
-    cells = study.expand(config)
-    trials = len(config.base.trials.trials())
-    print(f'{config.name}: {len(cells)} cells of {trials} trials\n{study.table(cells)}', flush=True)
+    arms = study.arms(config)
+    print(f'{config.name}: {len(arms)} arms\n{study.table(arms)}', flush=True)
     if DRY_RUN.value:
+        print(f'\n{estimate.text(config, arms)}')
         return
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
-    path = study.run(config, WORKDIR.value, command=cli.command('ablate'))
+    path = worker.run(config, WORKDIR.value, command=cli.command('ablate'), expiry=EXPIRY.value)
     page = report.write_report(path)
     print(f'\n{(path / "table.txt").read_text()}\nreport: {page}')
 

@@ -1,28 +1,22 @@
-"""What a model costs, counted on the real thing: weights, FLOPs, cache; and equal-weight configs.
+"""What a model costs, counted on the real thing: weights, FLOPs, cache.
 
 Nothing here is a formula: weights are counted on the parameter tree, FLOPs on the traced
 program, the cache on the arrays that a layer remembers, all by abstract evaluation.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from qkattn.attention import registry
-from qkattn.attention.spec import SpecError
-from qkattn.config import ConfigError, ModelConfig
+from qkattn.config import ModelConfig
 from qkattn.model import Decoder, EncoderDecoder, abstract_model
 
 GROUPS = ('embedding', 'attention', 'mlp', 'norm')
-
-
-class MatchError(ConfigError):
-    """No configuration meets the weight target, and why."""
 
 
 def abstract_params(config: ModelConfig) -> dict:
@@ -119,163 +113,23 @@ def cache_floats_per_token(config: ModelConfig) -> int:
     return config.num_layers * sum(math.prod(array.shape) for array in memories)
 
 
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """A config whose weights equal a target.
-
-    Attributes:
-      config: with d_model and d_ff solved for.
-      weights: counted, by group.
-      target: weights asked for.
-      residual: (counted - target) / target, of the weights that were to be equal.
-    """
-
-    config: ModelConfig
-    weights: dict[str, int]
-    target: int
-    residual: float
-
-
-def matched_weights(weights: dict[str, int], which: str) -> int:
-    """The count that is made equal: 'total', or 'non_embedding'."""
+@functools.lru_cache(maxsize=1024)
+def measured(config: ModelConfig, which: str) -> float | int:
+    """What is made equal: 'total' or 'non_embedding' weights, 'flops' or 'cache' per token."""
+    if which == 'flops':
+        return flops_per_token(config)
+    if which == 'cache':
+        return cache_floats_per_token(config)
+    if which not in ('total', 'non_embedding'):
+        raise ValueError(f'which={which!r} must be total, non_embedding, flops or cache')
+    weights = count(config)
     return weights['total'] - (weights['embedding'] if which == 'non_embedding' else 0)
 
 
-def match(
-    config: ModelConfig,
-    target: int,
-    *,
-    which: str = 'total',
-    fill: str | None = 'd_ff',
-    tolerance: float = 1e-3,
-    multiple_of: int | None = None,
-) -> Match:
-    """Solves d_model, then the second knob, so that the counted weights equal `target`.
+def __getattr__(name: str) -> object:
+    """The names that callers still import from here."""
+    if name in ('Match', 'MatchError', 'match', 'table'):
+        from qkattn import matching
 
-    d_model goes to the multiple of `multiple_of` nearest to the target with d_ff in the proportion
-    that `config` has; d_ff then takes up what is left. Where one step of d_ff is still too coarse,
-    neighbouring widths are tried, nearest proportion first.
-
-    Args:
-      config: the variant; its d_model is only where the search starts.
-      target: weights to reach.
-      which: 'total' or 'non_embedding'.
-      fill: 'd_ff', or None to accept what d_model alone reaches.
-      tolerance: largest |residual| accepted.
-      multiple_of: step of d_model; None is num_heads, or 1 where head_size is set.
-
-    Raises:
-      MatchError: names the constraint that stops the search.
-    """
-    step = multiple_of or (1 if config.head_size else config.num_heads)
-    ratio = config.mlp_width / config.d_model
-
-    def at(d_model: int, d_ff: int | None = None) -> ModelConfig:
-        width = max(1, round(ratio * d_model)) if d_ff is None else d_ff
-        return dataclasses.replace(config, d_model=d_model, d_ff=width)
-
-    def counted(candidate: ModelConfig) -> int:
-        return matched_weights(count(candidate), which)
-
-    def usable(m: int) -> bool:
-        try:
-            _check_sites(at(m * step))
-        except SpecError:
-            return False
-        return True
-
-    def next_usable(m: int) -> int | None:
-        """Some cells allow few widths, such as powers of two or one given by head_size."""
-        return next((k for k in range(m, 2 * m + 512 // step + 2) if usable(k)), None)
-
-    def reaches(m: int) -> bool:
-        k = next_usable(m)
-        return k is None or counted(at(k * step)) >= target
-
-    low, high = 0, 1
-    while not reaches(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reaches(middle) else (middle, high)
-    around = [next((k for k in range(low, 0, -1) if usable(k)), None), next_usable(high)]
-    around = [k for k in around if k is not None]
-    if not around:
-        try:
-            _check_sites(config)
-        except SpecError as error:
-            raise MatchError(f'{config.score}/{config.value} cannot be built: {error}') from error
-        raise MatchError(f'{config.score}/{config.value} has no width in steps of {step}')
-    nearest = min(around, key=lambda k: abs(counted(at(k * step)) - target))
-    steps = {*around, *(k for k in range(max(1, nearest - 8), nearest + 9) if usable(k))}
-    widths = sorted((k * step for k in steps), key=lambda width: abs(width - nearest * step))
-    tried = []
-    for d_model in widths if fill else widths[:1]:
-        candidate = at(d_model)
-        if fill:
-            base = counted(candidate)
-            per_unit = counted(at(d_model, candidate.mlp_width + 1)) - base
-            d_ff = candidate.mlp_width + round((target - base) / per_unit)
-            if d_ff < 1:
-                continue
-            candidate = at(d_model, d_ff)
-        weights = count(candidate)
-        residual = matched_weights(weights, which) / target - 1
-        tried.append(Match(candidate, weights, target, residual))
-        if abs(residual) <= tolerance:
-            return tried[-1]
-    if not tried:
-        raise MatchError(
-            f'{config.score}/{config.value} has more than {target} weights at d_ff=1 and '
-            f'd_model={widths[0]} (steps of {step}): raise the target'
-        )
-    best = min(tried, key=lambda found: abs(found.residual))
-    reason = 'd_model alone is too coarse and the second knob is off (fill=None)'
-    if fill:
-        unit = 2 * config.num_layers * best.config.d_model
-        reason = f'one step of d_ff is {unit} weights, {unit / target:.2%} of the target'
-    raise MatchError(
-        f'{config.score}/{config.value} reaches {target} weights only to {best.residual:+.3%} '
-        f'(d_model={best.config.d_model} in steps of {step}, d_ff={best.config.mlp_width}), '
-        f'above the tolerance of {tolerance:.3%}: {reason}'
-    )
-
-
-def _check_sites(config: ModelConfig) -> None:
-    for spec in config.sites().values():
-        registry.check(spec())
-
-
-def table(rows: dict[str, Match]) -> str:
-    """Weights by group, residual, FLOPs and cache of each variant, as aligned text."""
-    header = (
-        'variant',
-        'd_model',
-        'd_ff',
-        *GROUPS,
-        'total',
-        'residual',
-        'FLOP/token',
-        'cache/token',
-    )
-    lines = [header]
-    for name, found in rows.items():
-        lines.append(
-            (
-                name,
-                f'{found.config.d_model}',
-                f'{found.config.mlp_width}',
-                *(f'{found.weights[group]:,}' for group in (*GROUPS, 'total')),
-                f'{found.residual:+.4%}',
-                f'{flops_per_token(found.config):,.0f}',
-                f'{cache_floats_per_token(found.config):,}',
-            )
-        )
-    widths = np.array([[len(cell) for cell in line] for line in lines]).max(0)
-    return '\n'.join(
-        '  '.join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+        return getattr(matching, name)
+    raise AttributeError(name)

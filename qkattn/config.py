@@ -176,18 +176,45 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TuningConfig:
+    """How each arm of a study finds settings of its own before its verdict.
+
+    The grids are trials.learning_rates, trials.weight_decays and score_scales. One with several
+    values is tuned: it must be geometric (a factor of 2 is usual) and is extended by its own factor
+    until its best value has a worse one on both sides.
+
+    Attributes:
+      seeds: of the screening trials; none of trials.seeds, which are kept for the verdict. Empty:
+        nothing is tuned, every combination is run with trials.seeds, and there is no verdict.
+      max_points: most values tried of each setting; an arm that needs more is reported as not
+        bracketed.
+      score_scales: factors on the score's own scale.
+    """
+
+    seeds: tuple[int, ...] = ()
+    max_points: int = 9
+    score_scales: tuple[float, ...] = (1.0,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """A weight-matched ablation: variants x sizes, each cell trained as one run.
+    """An ablation at equal cost: arms x sizes, each arm at settings of its own.
 
     Attributes:
       name, question: for the report.
-      base: what all cells share.
-      baseline: the variant whose weight count the others are matched to.
+      base: what all arms share; trials.seeds are those of the verdict, trials.learning_rates and
+        trials.weight_decays the grids.
+      baseline: the variant that the others are matched to and compared with.
       variants: 'score/value', with model fields as in 'qk/vo?num_kv_heads=1'.
       sizes: model fields of the baseline at each size, as in 'd_model=128&num_layers=2'.
-      match: which weights are made equal: 'total', 'non_embedding', or None for equal shapes.
-      fill: the second knob that takes up what d_model leaves: 'd_ff' or None.
+      match: what is made equal: 'total' or 'non_embedding' weights, 'flops' per token, 'cache'
+        bytes per token, or None for equal shapes.
+      destinations: where the weights go that a variant saves, each of them an arm of its own:
+        'd_model', 'd_ff', 'num_heads' (of the baseline's size), 'num_layers'.
+      fill: the second knob that takes up what the first leaves: 'd_ff' or None.
       tolerance: largest |residual| accepted, relative to the target.
+      tuning: how settings are found.
+      margin: differences of the loss below it, in nats per token, count as none (equivalence).
     """
 
     name: str = 'study'
@@ -196,9 +223,12 @@ class Study:
     baseline: str = 'qk/vo'
     variants: tuple[str, ...] = ('qk/vo',)
     sizes: tuple[str, ...] = ('d_model=128',)
-    match: Literal['total', 'non_embedding'] | None = 'total'
+    match: Literal['total', 'non_embedding', 'flops', 'cache'] | None = 'total'
+    destinations: tuple[str, ...] = ('d_model',)
     fill: Literal['d_ff'] | None = 'd_ff'
     tolerance: float = 1e-3
+    tuning: TuningConfig = TuningConfig()
+    margin: float = 0.005
 
 
 def to_json(config: Any) -> dict[str, Any]:

@@ -22,6 +22,10 @@ class RunDirectoryError(ConfigError):
     """A run directory cannot be used as asked: it is in use, out of reach, or damaged."""
 
 
+class InUseError(RunDirectoryError):
+    """A live process holds the run directory."""
+
+
 def to_jsonable(value: Any) -> Any:
     """Returns `value` in JSON's own types; numbers that are not finite become None.
 

@@ -23,6 +23,7 @@ from qkattn.config import ConfigError
 from qkattn.progress import EXIT_CONFIG, EXIT_REQUEUE, Progress, StopRequest
 from qkattn.provenance import describe_start
 from qkattn.records import (
+    InUseError,
     MetricsFile,
     RunDirectoryError,
     read_json,
@@ -35,6 +36,7 @@ from qkattn.records import (
 __all__ = [
     'EXIT_CONFIG',
     'EXIT_REQUEUE',
+    'InUseError',
     'MetricsFile',
     'Progress',
     'RunDirectory',
@@ -115,7 +117,8 @@ class RunDirectory:
           command: the command line, recorded; None: not recorded.
 
         Raises:
-          RunDirectoryError: in use by a live process, out of reach, or damaged.
+          InUseError: a live process holds it.
+          RunDirectoryError: out of reach, or damaged.
           ConfigError: holds a run of another configuration; the message lists the differences.
         """
         directory = make_directory(path)
@@ -153,7 +156,7 @@ def _acquire(lock: TextIO, directory: Path) -> None:
     except BlockingIOError as error:
         lock.seek(0)
         holder = lock.read().strip() or 'another process'
-        raise RunDirectoryError(
+        raise InUseError(
             f'workdir={directory} is in use by {holder}; wait for it, stop it, or give another one.'
         ) from error
     except OSError as error:

@@ -1,45 +1,41 @@
-"""A study: variants x sizes as cells of equal weight count, each trained as one stack of trials."""
+"""The arms of a study: variants x destinations x sizes, each as costly as the baseline."""
 
 import ast
 import dataclasses
-import json
-import re
+import math
 import typing
-from pathlib import Path
 from typing import Any
 
-from qkattn import budget, runlog
+from qkattn import budget, matching
 from qkattn.attention import registry
 from qkattn.attention.spec import SpecError
-from qkattn.config import Config, ConfigError, ModelConfig, Study, fingerprint
-from qkattn.train import train
-from qkattn.validate import validate
+from qkattn.config import ConfigError, ModelConfig, Study
+from qkattn.validate import check_types, validate
+
+DESTINATIONS = ('d_model', 'd_ff', 'num_heads', 'num_layers')
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
-    """One point of the grid.
+class Arm:
+    """One contestant at one size.
 
     Attributes:
-      variant, size: as written in the study.
-      config: the run, its widths solved for.
-      match: how near its weights are to the baseline's.
+      variant: as written in the study.
+      destination: where the weights go that it saves; None for the baseline, which saves none.
+      size: as written in the study.
+      label: the variant, with its destination where the study has several.
+      match: the model, solved to equal the baseline, and how near it comes.
     """
 
     variant: str
+    destination: str | None
     size: str
-    config: Config
-    match: budget.Match
+    label: str
+    match: matching.Match
 
     @property
-    def id(self) -> str:
-        return fingerprint(self.config)
-
-    @property
-    def directory(self) -> str:
-        """Relative to the study: readable, and one per configuration."""
-        words = re.sub(r'[^\w.=]+', '-', f'{self.variant}-{self.size}').strip('-')
-        return f'cells/{words}-{self.id}'
+    def model(self) -> ModelConfig:
+        return self.match.config
 
 
 def parse_fields(text: str, where: str) -> dict[str, Any]:
@@ -70,109 +66,158 @@ def parse_variant(text: str) -> dict[str, Any]:
     return {'score': score, 'value': value, **parse_fields(fields, f'variant {text!r}')}
 
 
-def expand(study: Study) -> list[Cell]:
-    """The cells, sizes outermost, every config validated and matched; nothing compiles.
+def arms(study: Study) -> list[Arm]:
+    """Every arm, sizes outermost, validated and matched; nothing compiles.
 
     Raises:
       ConfigError: a variant, a size or a setting that cannot work; MatchError among them.
     """
-    for name in ('variants', 'sizes'):
-        values = getattr(study, name)
-        if not values or len(set(values)) != len(values):
-            raise ConfigError(f'{name}={values} must hold at least one entry, none twice')
-    if study.match not in ('total', 'non_embedding', None):
-        raise ConfigError(f'match={study.match!r} must be total, non_embedding or None')
-    if study.fill not in ('d_ff', None):
-        raise ConfigError(f'fill={study.fill!r} must be d_ff or None')
-    if study.tolerance <= 0:
-        raise ConfigError(f'tolerance={study.tolerance} must be above 0')
-    cells = []
+    _check(study)
+    found = []
     for size in study.sizes:
         at_size = parse_fields(size, f'size {size!r}')
 
         def model(variant: str, at_size: dict = at_size) -> ModelConfig:
             return dataclasses.replace(study.base.model, **at_size, **parse_variant(variant))
 
-        baseline = dataclasses.replace(study.base, model=model(study.baseline))
-        validate(baseline)
-        target = budget.count(baseline.model)
+        baseline = model(study.baseline)
+        validate(dataclasses.replace(study.base, model=baseline))
+        which = study.match or 'total'
+        target = budget.measured(baseline, which)
         for variant in study.variants:
-            found = _matched(study, model(variant), target)
-            config = dataclasses.replace(study.base, model=found.config)
-            validate(config)
-            cells.append(Cell(variant, size, config, found))
-    return cells
+            if variant == study.baseline:
+                exact = matching.Match(baseline, budget.count(baseline), target, 0.0)
+                found.append(Arm(variant, None, size, variant, exact))
+                continue
+            for destination in study.destinations:
+                match = _matched(study, model(variant), target, destination)
+                validate(dataclasses.replace(study.base, model=match.config))
+                label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
+                found.append(Arm(variant, destination, size, label, match))
+    seen: dict[ModelConfig, Arm] = {}
+    for arm in found:
+        explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
+        if (same := seen.setdefault(explicit, arm)) is not arm:
+            raise ConfigError(f'{same.label!r} and {arm.label!r} at {arm.size!r} are one model')
+    return found
 
 
-def _matched(study: Study, model: ModelConfig, target: dict[str, int]) -> budget.Match:
-    which = study.match or 'total'
-    wanted = budget.matched_weights(target, which)
+def _matched(study: Study, model: ModelConfig, target: float, destination: str) -> matching.Match:
     if study.match is None:
-        weights = budget.count(model)
-        return budget.Match(model, weights, wanted, weights['total'] / wanted - 1)
-    return budget.match(model, wanted, which=which, fill=study.fill, tolerance=study.tolerance)
-
-
-def table(cells: list[Cell]) -> str:
-    """Weights, residual, FLOPs and cache of all cells."""
-    one_size = len({cell.size for cell in cells}) == 1
-    return budget.table(
-        {cell.variant if one_size else f'{cell.variant} {cell.size}': cell.match for cell in cells}
+        reached = budget.measured(model, 'total')
+        return matching.Match(model, budget.count(model), target, reached / target - 1)
+    return matching.match(
+        model,
+        target,
+        which=study.match,
+        fill=study.fill,
+        tolerance=study.tolerance,
+        destination=destination,
     )
 
 
-def run(study: Study, workdir: str | Path, *, command: list[str] | None = None) -> Path:
-    """Trains every cell that is not finished and returns the study's directory.
-
-    Each finished cell is in results.jsonl before the next begins; the same call goes on where an
-    earlier one stopped.
-    """
-    cells = expand(study)
-    path = runlog.make_directory(workdir)
-    runlog.write_json(path / 'study.json', describe(study, cells, command))
-    for number, cell in enumerate(cells):
-        if not (path / cell.directory / 'result.json').exists():
-            train(
-                cell.config,
-                path / cell.directory,
-                command=command,
-                description=f'{cell.variant} {cell.size}',
-                cells_left=len(cells) - number - 1,
-            )
-        _write_results(study, cells, path)
-    return path
-
-
-def describe(study: Study, cells: list[Cell], command: list[str] | None) -> dict[str, Any]:
-    """What study.json says: the declared grid, whether trained or not."""
+def grids(study: Study) -> dict[str, tuple[float, ...]]:
+    """The values of each setting that an arm finds for itself, in the order of tuning."""
+    trials = study.base.trials
     return {
-        'name': study.name,
-        'question': study.question,
-        'baseline': study.baseline,
-        'variants': study.variants,
-        'sizes': study.sizes,
-        'matched': study.match,
-        'cells': [
-            {'cell': c.id, 'variant': c.variant, 'size': c.size, 'directory': c.directory}
-            for c in cells
-        ],
-        'command': ' '.join(command) if command else None,
+        'learning_rate': trials.learning_rates,
+        'weight_decay': trials.weight_decays,
+        'score_scale': study.tuning.score_scales,
     }
 
 
-def _write_results(study: Study, cells: list[Cell], path: Path) -> None:
-    lines = []
-    for cell in cells:
-        result = path / cell.directory / 'result.json'
-        if not result.exists():
-            continue
-        about = {
-            'study': study.name,
-            'cell': cell.id,
-            'variant': cell.variant,
-            'size': cell.size,
-            'target_weights': cell.match.target,
-            'residual': cell.match.residual if study.match else None,
-        }
-        lines += [json.dumps({**about, **trial}) + '\n' for trial in runlog.read_json(result)]
-    runlog.write_text(path / 'results.jsonl', ''.join(lines))
+def is_tuned(study: Study) -> bool:
+    return bool(study.tuning.seeds)
+
+
+def ratio(values: tuple[float, ...]) -> float:
+    """The factor between neighbours of a geometric grid."""
+    return values[1] / values[0]
+
+
+def _check(study: Study) -> None:
+    check_types('study', study)
+    check_types('tuning', study.tuning)
+    for name in ('variants', 'sizes', 'destinations'):
+        values = getattr(study, name)
+        if not values or len(set(values)) != len(values):
+            raise ConfigError(f'{name}={values} must hold at least one entry, none twice')
+    for name, valid in (
+        ('match', ('total', 'non_embedding', 'flops', 'cache', None)),
+        ('fill', ('d_ff', None)),
+    ):
+        if getattr(study, name) not in valid:
+            said = ', '.join(map(str, valid[:-1]))
+            raise ConfigError(f'{name}={getattr(study, name)!r} must be {said} or None')
+    for destination in study.destinations:
+        if destination not in DESTINATIONS:
+            raise ConfigError(
+                f'destinations={study.destinations} must be of {", ".join(DESTINATIONS)}'
+            )
+    if study.match is None and len(study.destinations) > 1:
+        raise ConfigError(
+            f'destinations={study.destinations} mean nothing with match=None: nothing is moved'
+        )
+    for name in ('tolerance', 'margin'):
+        if not getattr(study, name) > 0:
+            raise ConfigError(f'{name}={getattr(study, name)} must be above 0')
+    if is_tuned(study):
+        _check_tuning(study)
+    elif study.tuning.score_scales != (1.0,):
+        raise ConfigError(
+            f'tuning.score_scales={study.tuning.score_scales} is tuned with tuning.seeds, '
+            'which is empty'
+        )
+
+
+def _check_tuning(study: Study) -> None:
+    tuning, trials = study.tuning, study.base.trials
+    if study.baseline not in study.variants:
+        raise ConfigError(
+            f'variants={study.variants} must hold the baseline {study.baseline!r}, '
+            'without which there is no verdict'
+        )
+    if shared := sorted(set(tuning.seeds) & set(trials.seeds)):
+        raise ConfigError(
+            f'tuning.seeds and trials.seeds share {shared[0]}: settings that a seed has chosen '
+            'look better on it, so the verdict needs other seeds'
+        )
+    seeds = tuning.seeds
+    if len(set(seeds)) != len(seeds) or not all(0 <= seed < 2**31 for seed in seeds):
+        raise ConfigError(f'tuning.seeds={seeds} must be from 0 to 2**31 - 1, none twice')
+    for knob, values in grids(study).items():
+        if len(values) > tuning.max_points:
+            raise ConfigError(
+                f'tuning.max_points={tuning.max_points} must be at least {len(values)}, '
+                f'the number of values of {knob}'
+            )
+        if not values or len(values) > 1 and not _is_geometric(values):
+            raise ConfigError(
+                f'{knob} is tuned over {values}, which must be at least one value, ascending by '
+                'one factor above 1, as in (0.001, 0.002, 0.004)'
+            )
+        if not all(math.isfinite(value) and value > 0 for value in values) and len(values) > 1:
+            raise ConfigError(f'{knob} is tuned over {values}, which must be above 0 and finite')
+    for stack, seeds in (('tuning.seeds', tuning.seeds), ('trials.seeds', trials.seeds)):
+        if len(seeds) % study.base.mesh.trial:
+            raise ConfigError(
+                f'mesh.trial={study.base.mesh.trial} must divide the number of {stack}, '
+                f'{len(seeds)}'
+            )
+
+
+def _is_geometric(values: tuple[float, ...]) -> bool:
+    if values[0] <= 0 or values[1] <= values[0]:
+        return False
+    return all(
+        math.isclose(right / left, ratio(values), rel_tol=1e-3)
+        for left, right in zip(values, values[1:], strict=False)
+    )
+
+
+def table(found: list[Arm]) -> str:
+    """Weights, residual, FLOPs and cache of all arms."""
+    one_size = len({arm.size for arm in found}) == 1
+    return budget.table(
+        {arm.label if one_size else f'{arm.label} {arm.size}': arm.match for arm in found}
+    )

@@ -23,7 +23,7 @@ from qkattn.config import (
 def validate(config: Config) -> None:
     """Raises ConfigError for the first setting that cannot work."""
     for section in dataclasses.fields(config):
-        _check_types(section.name, getattr(config, section.name))
+        check_types(section.name, getattr(config, section.name))
     _check_model(config.model)
     _check_train(config.train)
     _check_optimizer(config.optimizer, config.train.num_steps)
@@ -151,7 +151,8 @@ def _literals(annotation: Any) -> tuple[Any, ...]:
     return tuple(v for arm in typing.get_args(annotation) for v in _literals(arm))
 
 
-def _check_types(where: str, section: Any) -> None:
+def check_types(where: str, section: Any) -> None:
+    """Raises ConfigError where a field of a dataclass holds a value of another type."""
     types_by_field = typing.get_type_hints(type(section))
     for name, expected in types_by_field.items():
         value, options = getattr(section, name), concrete_types(expected)

@@ -39,8 +39,8 @@ def example(tmp_path, monkeypatch):
 
 
 def test_the_example_takes_part_in_a_study(example):
-    (cell,) = study.expand(Study(variants=(f'{example}/vo',)))
-    assert abs(cell.match.residual) <= 1e-3
+    (arm,) = study.arms(Study(variants=(f'{example}/vo',)))
+    assert abs(arm.match.residual) <= 1e-3
 
 
 def test_the_example_keeps_the_contract(example, tmp_path):
@@ -72,7 +72,7 @@ def test_every_config_is_valid(path):
     exec(compile(path.read_text(), path, 'exec'), namespace)
     config = from_config_dict(namespace['get_config']())
     try:
-        study.expand(config) if isinstance(config, Study) else validate(config)
+        study.arms(config) if isinstance(config, Study) else validate(config)
     except ConfigError as error:
         pytest.fail(str(error))
     assert namespace['__doc__']

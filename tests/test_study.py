@@ -1,11 +1,12 @@
-"""Variants x sizes become cells of equal weight count."""
+"""Variants x destinations x sizes become arms of equal cost."""
 
 import dataclasses
 
 import pytest
 
 from qkattn import study
-from qkattn.config import Config, ConfigError, ModelConfig, Study
+from qkattn.config import Config, ConfigError, MeshConfig, ModelConfig, Study, TuningConfig
+from qkattn.config import TrialsConfig as Trials
 
 STUDY = Study(
     base=Config(model=ModelConfig(num_layers=2)),
@@ -15,29 +16,54 @@ STUDY = Study(
 
 
 def test_the_grid_is_expanded_and_matched():
-    cells = study.expand(STUDY)
-    assert [(c.variant, c.size) for c in cells] == [
+    arms = study.arms(STUDY)
+    assert [(a.label, a.size) for a in arms] == [
         (v, s) for s in STUDY.sizes for v in STUDY.variants
     ]
-    targets = {c.size: c.match.target for c in cells}
-    for cell in cells:
-        assert abs(cell.match.weights['total'] / targets[cell.size] - 1) <= 1e-3
-        assert cell.config.model == cell.match.config
-    assert cells[0].config.model.d_model == 64 and cells[0].match.residual == 0
-    assert cells[2].config.model.num_kv_heads == 1
-    assert cells[4].config.model.num_layers == 3 and cells[4].config.model.value == 'no_v'
-    assert len({c.id for c in cells}) == len({c.directory for c in cells}) == 6
+    targets = {a.size: a.match.target for a in arms}
+    for arm in arms:
+        assert abs(arm.match.weights['total'] / targets[arm.size] - 1) <= 1e-3
+    assert arms[0].model.d_model == 64 and arms[0].match.residual == 0
+    assert arms[0].destination is None and arms[1].destination == 'd_model'
+    assert arms[2].model.num_kv_heads == 1
+    assert arms[4].model.num_layers == 3 and arms[4].model.value == 'no_v'
 
 
 def test_without_matching_the_shapes_are_equal():
-    cells = study.expand(dataclasses.replace(STUDY, match=None))
-    assert {c.config.model.d_model for c in cells[:3]} == {64}
-    assert cells[1].match.residual < -0.05
+    arms = study.arms(dataclasses.replace(STUDY, match=None))
+    assert {a.model.d_model for a in arms[:3]} == {64}
+    assert arms[1].match.residual < -0.05
 
 
-def test_directories_are_readable_and_safe():
-    cell = study.expand(STUDY)[2]
-    assert cell.directory == f'cells/qk-vo-num_kv_heads=1-d_model=64-{cell.id}'
+def test_every_destination_is_an_arm_and_the_baseline_is_one():
+    destinations = ('d_model', 'd_ff', 'num_heads', 'num_layers')
+    wanted = dataclasses.replace(
+        STUDY, variants=('qk/vo', 'qk/vo?num_kv_heads=1'), destinations=destinations
+    )
+    arms = study.arms(dataclasses.replace(wanted, sizes=('d_model=128&num_layers=12',)))
+    assert [a.label for a in arms] == [
+        'qk/vo',
+        *(f'qk/vo?num_kv_heads=1 [{destination}]' for destination in destinations),
+    ]
+    widths = [
+        (a.model.d_model, a.model.mlp_width, a.model.num_heads, a.model.num_layers) for a in arms
+    ]
+    base = widths[0]
+    assert widths[1][0] > base[0]
+    assert widths[2][1] > base[1] and widths[2][0] == base[0]
+    assert widths[3][2] > base[2] and widths[3][0] == base[0]
+    assert widths[4][3] > base[3] and widths[4][0] == base[0]
+
+
+TUNED = dataclasses.replace(
+    STUDY,
+    base=Config(trials=Trials(seeds=(0, 1), learning_rates=(1e-3, 2e-3, 4e-3))),
+    tuning=TuningConfig(seeds=(10, 11)),
+)
+
+
+def trials(**fields) -> dict:
+    return {'base': dataclasses.replace(TUNED.base, trials=Trials(**fields))}
 
 
 @pytest.mark.parametrize(
@@ -49,18 +75,51 @@ def test_directories_are_readable_and_safe():
         ({'variants': ('qk/vo?num_heads',)}, "'num_heads' must be a model field"),
         ({'variants': ()}, 'must hold at least one entry'),
         ({'variants': ('qk/vo', 'qk/vo')}, 'none twice'),
+        ({'variants': ('qk/vo', 'qk/vo?num_heads=4')}, 'are one model'),
         ({'sizes': ('width=3',)}, "'width=3' must be a model field"),
         ({'sizes': ('d_model=66',)}, 'd_model=66 must be a multiple of num_heads=4'),
         ({'sizes': ('d_model=wide',)}, "model.d_model='wide' must be of type int"),
         ({'baseline': 'qk/no'}, "variant 'qk/no': unknown value 'no'"),
-        ({'match': 'flops'}, "match='flops' must be total, non_embedding or None"),
+        ({'match': 'bytes'}, "match='bytes' must be total, non_embedding, flops, cache or None"),
         ({'fill': 'heads'}, "fill='heads' must be d_ff or None"),
+        ({'destinations': ('width',)}, 'must be of d_model, d_ff, num_heads, num_layers'),
+        ({'destinations': ('d_ff', 'd_model'), 'match': None}, 'nothing is moved'),
         ({'tolerance': 0.0}, 'tolerance=0.0 must be above 0'),
+        ({'margin': -1.0}, 'margin=-1.0 must be above 0'),
         ({'variants': ('shared_qk/vo',), 'fill': None}, 'd_model alone is too coarse'),
+        ({'tuning': TuningConfig(score_scales=(1.0, 2.0))}, 'tuning.seeds, which is empty'),
     ],
     ids=str,
 )
 def test_a_wrong_study_is_one_sentence(fields, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        study.expand(dataclasses.replace(STUDY, **fields))
+        study.arms(dataclasses.replace(STUDY, **fields))
     assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'variants': ('shared_qk/vo',)}, "must hold the baseline 'qk/vo'"),
+        ({'tuning': TuningConfig(seeds=(1, 2))}, 'share 1: settings that a seed has chosen'),
+        ({'tuning': TuningConfig(seeds=(5, 5))}, 'from 0 to 2.*31 - 1, none twice'),
+        ({'tuning': TuningConfig(seeds=(-1,))}, 'from 0 to 2.*31 - 1, none twice'),
+        ({'tuning': TuningConfig(seeds=(5,), max_points=2)}, 'must be at least 3'),
+        ({'tuning': TuningConfig(seeds=(5,), score_scales=())}, 'at least one value'),
+        (trials(learning_rates=(1e-3, 2e-3, 3e-3)), 'ascending by one factor above 1'),
+        (trials(learning_rates=(2e-3, 1e-3)), 'ascending by one factor above 1'),
+        (trials(weight_decays=(0.0, 0.1)), 'ascending by one factor above 1'),
+    ],
+    ids=str,
+)
+def test_a_study_that_cannot_be_tuned_is_one_sentence(fields, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        study.arms(dataclasses.replace(TUNED, **fields))
+    assert '\n' not in str(caught.value)
+
+
+def test_the_mesh_divides_every_stack():
+    base = dataclasses.replace(TUNED.base, mesh=MeshConfig(trial=2))
+    wanted = dataclasses.replace(TUNED, base=base, tuning=TuningConfig(seeds=(10, 11, 12)))
+    with pytest.raises(ConfigError, match='must divide the number of tuning.seeds, 3'):
+        study.arms(wanted)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from qkattn.data.rows import Rows
 from qkattn.train import program as programs
 from qkattn.train import results, sharding
 from qkattn.train.checkpoint import CheckpointError, Checkpoints
-from qkattn.train.evaluation import Evaluation, evaluate
+from qkattn.train.evaluation import Evaluation, evaluate, induction
 from qkattn.train.program import Program
 from qkattn.validate import validate
 
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 
 class Stopped(Exception):
     """Training stopped on request, with a checkpoint saved; the same command goes on from it."""
+
+
+class Lost(Exception):
+    """The run belongs to another process; nothing was saved since the last checkpoint."""
 
 
 @dataclasses.dataclass
@@ -54,16 +59,23 @@ def train(
     command: list[str] | None = None,
     description: str = 'train',
     cells_left: int | None = None,
+    lost: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Trains the stack of trials to its end and returns one result per trial, in trial order.
 
     A finished run returns its results at once; an unfinished one goes on from its newest sound
     checkpoint, bitwise as if it had never stopped (same devices, same versions).
 
+    Args:
+      command: the command line, recorded.
+      description, cells_left: for the progress bar.
+      lost: asked after every dispatch whether another process has taken the run over.
+
     Raises:
       ConfigError: a setting that cannot work, or a workdir of another configuration or in use.
       CheckpointError: the checkpoints are damaged, or belong to other data.
       Stopped: SIGTERM or Ctrl-C came; the state is saved.
+      Lost: the run was taken over.
     """
     validate(config)
     runlog.require_local(workdir)
@@ -77,7 +89,7 @@ def train(
         result_path = directory.path / 'result.json'
         if result_path.exists():
             return runlog.read_json(result_path)
-        reached = _Run(config, rows, directory, stop, description, cells_left).run()
+        reached = _Run(config, rows, directory, stop, description, cells_left, lost).run()
         runlog.write_json(result_path, reached)
         return reached
 
@@ -93,12 +105,13 @@ class _Run:
         stop: runlog.StopRequest,
         description: str,
         cells_left: int | None,
+        lost: Callable[[], bool],
     ):
         self.config, self.rows, self.directory, self.stop = config, rows, directory, stop
         self.trials = config.trials.trials()
         self.program = self._build()
         self.checkpoints = Checkpoints(directory.path / 'checkpoints')
-        self.description, self.cells_left = description, cells_left
+        self.description, self.cells_left, self.lost = description, cells_left, lost
         train = config.train
         self.tokens_per_step = len(self.trials) * train.batch_size * config.model.context
 
@@ -152,6 +165,8 @@ class _Run:
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
                 held = self._record(held)
                 step += train.steps_per_dispatch
+                if self.lost():
+                    raise Lost(f'{self.directory.path} was taken over at step {step}')
                 progress.update(step, measured['loss'][-1])
                 if step % train.log_every == 0:
                     held = step, measured
@@ -220,4 +235,7 @@ class _Run:
             'lifting': self.program.lifting,
         }
         reached = {split: self._evaluate(state, split) for split in self.rows.splits[1:]}
-        return results.of_trials(self.config, self.rows, state, reached, costs, self._provenance())
+        repeated = induction(self.config, self.program, self.rows, state)
+        return results.of_trials(
+            self.config, self.rows, state, reached, repeated, costs, self._provenance()
+        )

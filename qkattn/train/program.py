@@ -190,7 +190,12 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
     if wanted == 'auto':
         programs = {kind: compiled(kind) for kind in LIFTINGS}
         for kind, (steps, _) in programs.items():
-            measured[kind] = _seconds_per_step(config, mesh, steps, init, hyper)
+            measured[kind] = _seconds_per_step(
+                config,
+                mesh,
+                lambda state, batch, steps=steps: steps(state, hyper, batch),
+                lambda: init(hyper['seed']),
+            )
         wanted = min(measured, key=measured.get)
         log.info('lifting %s chosen; seconds per step: %s', wanted, measured)
         steps, compile_seconds = programs[wanted]
@@ -211,6 +216,15 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
     )
 
 
+def warm_up(config: Config) -> tuple[float, float]:
+    """Seconds per step of the whole stack, measured on constant rows, and seconds to compile."""
+    program = build(config)
+    if program.measured:
+        return program.measured[program.lifting], program.compile_seconds
+    steps = _seconds_per_step(config, program.mesh, program.train, program.init)
+    return steps, program.compile_seconds
+
+
 def _start_from(params: dict | None, state: dict) -> dict:
     """The fresh state, with `params` in every trial."""
     if params is None:
@@ -224,9 +238,7 @@ def _start_from(params: dict | None, state: dict) -> dict:
     return {**state, 'trials': {**state['trials'], 'params': placed}}
 
 
-def _seconds_per_step(
-    config: Config, mesh: Mesh, steps: Callable, init: Callable, hyper: dict
-) -> float:
+def _seconds_per_step(config: Config, mesh: Mesh, steps: Callable, init: Callable) -> float:
     """The faster of two timed dispatches on scratch state and constant rows."""
     rows = local_rows(config, mesh)
     leading = (*leading_shape(config)[:2], rows.stop - rows.start)
@@ -235,11 +247,11 @@ def _seconds_per_step(
         for name, (length, dtype) in row_shapes(config).items()
     }
     batch = place_batch(config, mesh, local, rows)
-    state = jax.block_until_ready(init(hyper['seed']))
+    state = jax.block_until_ready(init())
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
-        state, metrics = steps(state, hyper, batch)
+        state, metrics = steps(state, batch)
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - start)
     return min(seconds) / config.train.steps_per_dispatch

@@ -13,13 +13,14 @@ from qkattn.data.pairs import TranslationRows
 from qkattn.data.rows import Rows
 from qkattn.evaluate import bits_per_byte, perplexity
 from qkattn.model import with_params
-from qkattn.train.evaluation import Evaluation
+from qkattn.train.evaluation import Evaluation, Induction
 from qkattn.translate import score_split
 
 # Trial outcomes.
 FINISHED, DIVERGED = 'finished', 'diverged'
 
 PREFIXES = {'validation': 'val', 'test': 'test'}
+# Of an evaluation on the way; a result has more.
 MEASURES = ('loss', 'bits_per_byte', 'accuracy', 'solved')
 
 
@@ -28,6 +29,7 @@ def of_trials(
     rows: Rows,
     state: dict,
     reached: Mapping[str, Evaluation],
+    induction: Induction | None,
     costs: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
@@ -35,6 +37,7 @@ def of_trials(
 
     Args:
       reached: the last evaluation of each split but 'train'.
+      induction: on the validation split, where there is such a thing.
       costs: seconds and the like, of the whole run.
       provenance: what made the numbers; who and where stays in provenance.json.
     """
@@ -64,6 +67,7 @@ def of_trials(
             ),
         },
         'eval_tokens': reached['validation'].num_targets,
+        'eval_rows': reached['validation'].num_rows,
         'provenance': provenance,
     }
     alive_X = np.asarray(state['trials']['alive'])
@@ -72,6 +76,7 @@ def of_trials(
         result = {'trial': trial, 'status': FINISHED if alive_X[x] else DIVERGED, **common}
         for split, prefix in PREFIXES.items():
             result |= _of_split(reached.get(split), prefix, x)
+        result |= _of_induction(induction, x)
         if alive_X[x] and isinstance(rows, TranslationRows):
             result |= _translation_scores(config, rows, state, x)
         found.append(result)
@@ -86,14 +91,23 @@ def of_evaluation(step: int, reached: Evaluation) -> dict[str, Any]:
 
 def _of_split(reached: Evaluation | None, prefix: str, x: int) -> dict[str, float | None]:
     """One trial on one split; None for each measure where there is no such split."""
-    values = [None if reached is None else getattr(reached, f'{name}_X') for name in MEASURES]
+    names = (*MEASURES, 'loss_se')
+    values = [None if reached is None else getattr(reached, f'{name}_X') for name in names]
     measured = {
         name: None if value is None else float(value[x])
-        for name, value in zip(MEASURES, values, strict=True)
+        for name, value in zip(names, values, strict=True)
     }
     loss = measured['loss']
     measured['perplexity'] = None if loss is None else perplexity(loss)
     return {f'{prefix}_{name}': value for name, value in measured.items()}
+
+
+def _of_induction(found: Induction | None, x: int) -> dict[str, float | None]:
+    """One trial of the induction probe; None where it means nothing."""
+    return {
+        'val_induction_gain': None if found is None else float(found.gain_X[x]),
+        'val_induction_accuracy': None if found is None else float(found.accuracy_X[x]),
+    }
 
 
 def _translation_scores(

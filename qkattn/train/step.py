@@ -79,19 +79,27 @@ def measure(config: Config, graph: nnx.GraphDef, params: dict, batch: dict) -> d
 
     Returns:
       nats: weight times cross-entropy; correct: weight of the targets that are the likeliest token;
-      solved: rows all of whose targets are, as far as they have any; weight; rows.
+      solved: rows all of whose targets are, as far as they have any; weight; rows; and over rows,
+      with their weight w and excess e, the nats above the batch's mean loss times w: ee, ew and ww.
     """
     logits_BTV = predict(config, graph, params, batch, None)
     targets_BT, weights_BT = batch['targets_BT'], batch['weights_BT']
     nats_BT = cross_entropy(logits_BTV, targets_BT)
     correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
     used_B = weights_BT.any(-1)
+    nats_B, weight_B = jnp.sum(nats_BT * weights_BT, -1), jnp.sum(weights_BT, -1)
+    nats, weight = nats_B.sum(), weight_B.sum()
+    # Rows differ little from their mean: squares of nats themselves would cancel in float32.
+    excess_B = nats_B - nats / jnp.maximum(weight, 1) * weight_B
     return {
-        'nats': jnp.sum(nats_BT * weights_BT),
+        'nats': nats,
         'correct': jnp.sum(correct_BT * weights_BT),
         'solved': jnp.sum(used_B & (correct_BT | (weights_BT == 0)).all(-1)),
-        'weight': jnp.sum(weights_BT),
+        'weight': weight,
         'rows': jnp.sum(used_B),
+        'ee': jnp.sum(excess_B**2),
+        'ew': jnp.sum(excess_B * weight_B),
+        'ww': jnp.sum(weight_B**2),
     }
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,23 +41,41 @@ def get_config():
 
 
 @pytest.fixture
-def script(tmp_path, tmp_path_factory):
-    """script('ablate', '--flag=1', ...) -> the finished process, in an empty directory."""
+def start(tmp_path, tmp_path_factory):
+    """start('ablate', '--flag=1', ...) -> the process, just started in an empty directory."""
     (tmp_path / 'study.py').write_text(STUDY)
     (tmp_path / 'run.py').write_text(RUN)
     data = tmp_path_factory.getbasetemp() / 'scripts-data'
+    started = []
+
+    def run(name: str, *flags: str, path: Sequence[str] = (), **popen) -> subprocess.Popen:
+        packages = os.pathsep.join([str(ROOT), *path])
+        env = {**os.environ, 'PYTHONPATH': packages, 'QKATTN_DATA': str(data)}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, '-m', f'experiments.{name}', *flags],
+                cwd=tmp_path,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                **popen,
+            )
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def script(start):
+    """script('ablate', '--flag=1', ...) -> the finished process."""
 
     def run(name: str, *flags: str, **popen) -> subprocess.CompletedProcess:
-        path = os.pathsep.join([str(ROOT), *popen.pop('path', [])])
-        env = {**os.environ, 'PYTHONPATH': path, 'QKATTN_DATA': str(data)}
-        return subprocess.run(
-            [sys.executable, '-m', f'experiments.{name}', *flags],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            **popen,
-        )
+        process = start(name, *flags, **popen)
+        stdout, stderr = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     return run

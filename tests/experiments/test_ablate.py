@@ -1,6 +1,7 @@
 """An ablation from the command line: results, report, resume, a variant from outside."""
 
 import json
+import time
 
 from qkattn import runlog
 
@@ -67,5 +68,83 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(script
 def test_a_dry_run_prints_the_cells_and_writes_nothing(script, tmp_path):
     done = script('ablate', '--config=study.py', '--dry_run')
     assert done.returncode == 0, done.stderr
-    assert 'small: 2 cells of 2 trials' in done.stdout and 'residual' in done.stdout
+    assert 'small: 2 arms' in done.stdout and 'residual' in done.stdout
+    # 2 trials of 20 steps of 4 rows of 16 tokens, for each of two cells.
+    assert '2 cells     4 trials  5.12e+03 tokens' in done.stdout and 'about 0:00' in done.stdout
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != '.py') in ([], ['__pycache__'])
+
+
+TUNED = """
+from qkattn.config import *
+
+def get_config():
+    return to_config_dict(
+        Study(
+            name='tuned',
+            base=Config(
+                model=ModelConfig(num_layers=1, num_heads=2, context=16),
+                data=DataConfig(eval_sequences=8),
+                optimizer=OptimizerConfig(warmup_steps=2),
+                train=TrainConfig(num_steps=200, batch_size=4, steps_per_dispatch=5, log_every=5,
+                                  eval_every=20, checkpoint_every=20, lifting='map'),
+                trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3, 8e-3)),
+            ),
+            variants=('qk/vo', 'shared_qk/vo'),
+            sizes=('d_model=32',),
+            tolerance=5e-3,
+            tuning=TuningConfig(seeds=(10, 11), max_points=4),
+        )
+    )
+"""
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_two_workers_and_a_kill_leave_every_cell_exactly_once(script, start, tmp_path):
+    (tmp_path / 'tuned.py').write_text(TUNED)
+    out = tmp_path / 'shared'
+    flags = ('--config=tuned.py', '--workdir=shared', '--claim_expiry=3')
+    workers = [start('ablate', *flags), start('ablate', *flags)]
+    victim = killed_in_the_middle_of_a_cell(out, workers)
+    workers.remove(victim)
+    told, errors = workers[0].communicate(timeout=240)
+    assert workers[0].returncode == 0, errors
+    assert 'report:' in told
+
+    plan, results = lines(out / 'plan.jsonl'), lines(out / 'results.jsonl')
+    assert [c['stage'] for c in plan if c['variant'] == 'qk/vo'][-1] == 'verdict'
+    assert [r['cell'] for r in results] == [c['cell'] for c in plan for _ in range(c['trials'])]
+    starts = []
+    for cell in plan:
+        directory = out / cell['directory']
+        steps = [r['step'] for r in runlog.read_metrics(directory / 'metrics.jsonl')]
+        assert sorted(set(steps)) == list(range(5, 205, 5))
+        # An evaluation and its training record share a step; nothing else is there twice.
+        assert len(steps) == 40 + 10
+        starts.append(len(runlog.read_json(directory / 'provenance.json')['starts']))
+    assert sorted(starts)[-1] == 2 and sorted(starts)[:-1] == [1] * (len(plan) - 1)
+
+    alone = script('ablate', '--config=tuned.py', '--workdir=alone')
+    assert alone.returncode == 0, alone.stderr
+    assert [(r['cell'], r['trial'], r['val_loss']) for r in results] == [
+        (r['cell'], r['trial'], r['val_loss']) for r in lines(tmp_path / 'alone' / 'results.jsonl')
+    ]
+
+
+def killed_in_the_middle_of_a_cell(out, workers):
+    """Kills -9 the worker of the first cell that has saved a checkpoint, and returns it."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for saved in out.glob('cells/*/checkpoints/[0-9]*'):
+            cell = saved.parents[1]
+            if not (cell / 'result.json').exists():
+                pid = int((cell / 'lock').read_text().split()[1])
+                (victim,) = [worker for worker in workers if worker.pid == pid]
+                victim.kill()
+                victim.communicate()
+                return victim
+        assert all(worker.poll() is None for worker in workers), workers[0].communicate()
+        time.sleep(0.01)
+    raise AssertionError('no cell has saved a checkpoint')

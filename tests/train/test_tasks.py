@@ -267,8 +267,8 @@ def test_a_row_is_solved_when_all_its_targets_are(task):
         params,
         batch | {'targets_BT': targets_BT, 'weights_BT': weights_BT},
     )
-    found = {name: float(value) for name, value in sums.items() if name != 'nats'}
-    assert found == {'correct': 10, 'solved': 2, 'weight': 11, 'rows': 3}
+    found = {name: float(sums[name]) for name in ('correct', 'solved', 'weight', 'rows', 'ww')}
+    assert found == {'correct': 10, 'solved': 2, 'weight': 11, 'rows': 3, 'ww': 16 + 16 + 9}
 
 
 @pytest.mark.parametrize(

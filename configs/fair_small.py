@@ -1,0 +1,58 @@
+"""Which of W_Q, W_K, W_V, W_O does a small causal language model need, at equal total weights?
+
+The fair protocol on two CPU cores: every arm tunes its learning rate on a factor-2 grid with seeds
+of its own, extended until it is bracketed, and is compared on eight fresh seeds.
+
+python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small
+"""
+
+from qkattn.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Study,
+    TrainConfig,
+    TrialsConfig,
+    TuningConfig,
+    to_config_dict,
+)
+
+
+def get_config():
+    return to_config_dict(
+        Study(
+            name='fair_small',
+            question='Which of W_Q, W_K, W_V, W_O does a small causal language model need?',
+            base=Config(
+                model=ModelConfig(num_layers=2, num_heads=4, context=64),
+                data=DataConfig(eval_sequences=1024),
+                optimizer=OptimizerConfig(warmup_steps=120),
+                train=TrainConfig(
+                    num_steps=1200,
+                    batch_size=16,
+                    steps_per_dispatch=20,
+                    log_every=100,
+                    eval_every=300,
+                    checkpoint_every=300,
+                    lifting='map',
+                ),
+                trials=TrialsConfig(
+                    seeds=(0, 1, 2, 3, 4, 5, 6, 7), learning_rates=(2e-3, 4e-3, 8e-3, 1.6e-2)
+                ),
+            ),
+            baseline='qk/vo',
+            variants=(
+                'qk/vo',
+                'query_free/vo',
+                'key_free/vo',
+                'shared_qk/vo',
+                'qk/no_v',
+                'qk/no_o',
+                'qk/k_is_v',
+                'qk/vo?num_kv_heads=1',
+            ),
+            sizes=('d_model=96',),
+            tuning=TuningConfig(seeds=(100, 101)),
+        )
+    )
