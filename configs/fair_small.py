@@ -27,14 +27,14 @@ def get_config():
             base=Config(
                 model=ModelConfig(num_layers=2, num_heads=4, context=64),
                 data=DataConfig(eval_sequences=1024),
-                optimizer=OptimizerConfig(warmup_steps=120),
+                optimizer=OptimizerConfig(warmup_steps=100),
                 train=TrainConfig(
-                    num_steps=1200,
+                    num_steps=1000,
                     batch_size=16,
-                    steps_per_dispatch=20,
-                    log_every=100,
-                    eval_every=300,
-                    checkpoint_every=300,
+                    steps_per_dispatch=25,
+                    log_every=50,
+                    eval_every=250,
+                    checkpoint_every=250,
                     lifting='map',
                 ),
                 trials=TrialsConfig(

@@ -82,8 +82,9 @@ def arms(study: Study) -> list[Arm]:
 
         baseline = model(study.baseline)
         validate(dataclasses.replace(study.base, model=baseline))
-        which = study.match or 'total'
-        target = budget.measured(baseline, which)
+        if study.match is not None:
+            baseline = dataclasses.replace(baseline, d_ff=baseline.mlp_width)
+        target = budget.measured(baseline, study.match or 'total')
         for variant in study.variants:
             if variant == study.baseline:
                 exact = matching.Match(baseline, budget.count(baseline), target, 0.0)
