@@ -22,7 +22,7 @@ EXPIRY = flags.DEFINE_float(
 def main() -> None:
     config = cli.read_config(CONFIG, Study)
     arms = study.arms(config)
-    print(f'{config.name}: {len(arms)} arms\n{study.table(arms)}', flush=True)
+    print(f'{config.name}: {len(arms)} arms\n{study.table(arms, config.match)}', flush=True)
     if DRY_RUN.value:
         print(f'\n{estimate.text(config, arms)}')
         return

@@ -1,6 +1,7 @@
-"""Reports on a study: prints its table and writes table.txt, .md, .csv, plots and report.html.
+"""Reports on a study: prints its table and writes tables, figures and report.html beside it.
 
-python -m experiments.report --study=runs/quickstart
+python -m experiments.report --study=runs/fair_small
+python -m experiments.report --study=runs/fair_small --export=results/fair_small   # to keep
 """
 
 from pathlib import Path
@@ -8,8 +9,12 @@ from pathlib import Path
 from absl import flags
 
 from qkattn import cli, report
+from qkattn.report.export import export
 
 STUDY = flags.DEFINE_string('study', None, 'Directory of the study, as written by ablate.')
+EXPORT = flags.DEFINE_string(
+    'export', None, 'Directory to copy the small files to, all that a report is made from.'
+)
 
 
 def main() -> None:
@@ -17,6 +22,8 @@ def main() -> None:
         raise report.ReportError('--study=DIRECTORY is required')
     page = report.write_report(STUDY.value)
     print(f'{Path(page).with_name("table.txt").read_text()}\nreport: {page}')
+    if EXPORT.value is not None:
+        print(f'exported to {export(STUDY.value, EXPORT.value)}')
 
 
 if __name__ == '__main__':

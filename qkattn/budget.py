@@ -124,12 +124,3 @@ def measured(config: ModelConfig, which: str) -> float | int:
         raise ValueError(f'which={which!r} must be total, non_embedding, flops or cache')
     weights = count(config)
     return weights['total'] - (weights['embedding'] if which == 'non_embedding' else 0)
-
-
-def __getattr__(name: str) -> object:
-    """The names that callers still import from here."""
-    if name in ('Match', 'MatchError', 'match', 'table'):
-        from qkattn import matching
-
-        return getattr(matching, name)
-    raise AttributeError(name)

@@ -261,8 +261,14 @@ def fingerprint(config: Config) -> str:
     These are the mesh and the directories of data, whose contents a run checks by fingerprints of
     their own.
     """
-    values = to_json(config)
-    del values['mesh'], values['data']['data_dir'], values['data']['manual_dir']
+    return fingerprint_of(to_json(config))
+
+
+def fingerprint_of(values: Mapping[str, Any]) -> str:
+    """The fingerprint of a config that was written down by `to_json`."""
+    values = {name: value for name, value in values.items() if name != 'mesh'}
+    where = ('data_dir', 'manual_dir')
+    values['data'] = {k: v for k, v in values['data'].items() if k not in where}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 

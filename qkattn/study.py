@@ -12,8 +12,6 @@ from qkattn.attention.spec import SpecError
 from qkattn.config import ConfigError, ModelConfig, Study
 from qkattn.validate import check_types, validate
 
-DESTINATIONS = ('d_model', 'd_ff', 'num_heads', 'num_layers')
-
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
@@ -90,6 +88,7 @@ def arms(study: Study) -> list[Arm]:
                 exact = matching.Match(baseline, budget.count(baseline), target, 0.0)
                 found.append(Arm(variant, None, size, variant, exact))
                 continue
+            check_types(f'variant {variant!r}: model', model(variant))
             for destination in study.destinations:
                 match = _matched(study, model(variant), target, destination)
                 validate(dataclasses.replace(study.base, model=match.config))
@@ -151,9 +150,9 @@ def _check(study: Study) -> None:
             said = ', '.join(map(str, valid[:-1]))
             raise ConfigError(f'{name}={getattr(study, name)!r} must be {said} or None')
     for destination in study.destinations:
-        if destination not in DESTINATIONS:
+        if destination not in matching.DESTINATIONS:
             raise ConfigError(
-                f'destinations={study.destinations} must be of {", ".join(DESTINATIONS)}'
+                f'destinations={study.destinations} must be of {", ".join(matching.DESTINATIONS)}'
             )
     if study.match is None and len(study.destinations) > 1:
         raise ConfigError(
@@ -216,9 +215,8 @@ def _is_geometric(values: tuple[float, ...]) -> bool:
     )
 
 
-def table(found: list[Arm]) -> str:
-    """Weights, residual, FLOPs and cache of all arms."""
+def table(found: list[Arm], equal: str | None) -> str:
+    """Weights, residual, FLOPs and cache of all arms, under a line that says what is equal."""
     one_size = len({arm.size for arm in found}) == 1
-    return budget.table(
-        {arm.label if one_size else f'{arm.label} {arm.size}': arm.match for arm in found}
-    )
+    rows = {arm.label if one_size else f'{arm.label} {arm.size}': arm.match for arm in found}
+    return matching.table(rows, equal)

@@ -41,10 +41,9 @@ def run(
     """
     contestants = arms(study)
     path = runlog.make_directory(workdir)
+    runlog.write_json(path / 'study.json', plan.declaration(study, contestants, command))
     while True:
         known = _write_plan(study, contestants, path)
-        declared = plan.declaration(study, contestants, command, known)
-        runlog.write_json(path / 'study.json', declared)
         left = [cell for cell in known if _results(path, cell) is None]
         if not left:
             return path

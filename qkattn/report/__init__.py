@@ -1,19 +1,28 @@
-"""Reports: the files of a study directory in; a table, plots and one HTML page out."""
+"""Reports: the files of a study directory in; tables, plots and one HTML page out."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from qkattn.report.csvfile import csv_table
 from qkattn.report.files import write_atomic
+from qkattn.report.findings import Findings, find
 from qkattn.report.html import report_page
+from qkattn.report.latex import latex_table
 from qkattn.report.load import Study, load_study
 from qkattn.report.plots import figures
 from qkattn.report.records import ReportError
+from qkattn.report.style import Rendered
 from qkattn.report.summary import Row, summarise
-from qkattn.report.tables import csv_table, report_markdown, report_text
+from qkattn.report.tables import headline, report_markdown, report_text
 
 __all__ = [
+    'Findings',
     'ReportError',
     'Row',
     'Study',
+    'documents',
+    'find',
+    'headline',
     'load_study',
     'report_text',
     'summarise',
@@ -21,18 +30,34 @@ __all__ = [
 ]
 
 
+def documents(study: Study) -> dict[str, str]:
+    """Everything that is printed of a study but its figures, by file name; report.html is last."""
+    found = find(study, summarise(study))
+    return _documents(study, found, figures(study, found))
+
+
+def _documents(study: Study, found: Findings, drawn: Sequence[Rendered]) -> dict[str, str]:
+    return {
+        'table.txt': report_text(study, found),
+        'table.md': report_markdown(study, found),
+        'table.csv': csv_table(found),
+        'table.tex': latex_table(study, found),
+        'report.html': report_page(study, found, drawn),
+    }
+
+
 def write_report(study_dir: str | Path) -> Path:
-    """Writes report.html, table.txt, table.md, table.csv and plots/*.png into the study directory.
+    """Writes report.html, table.txt, .md, .csv and .tex, and plots/ into the study directory.
 
     Returns the path of report.html, which is written last. Raises ReportError when the directory is
     no study or holds no result.
     """
     study = load_study(study_dir)
-    rows = summarise(study)
-    drawn = figures(study, rows)
+    found = find(study, summarise(study))
+    drawn = figures(study, found)
     for figure in drawn:
         write_atomic(study.directory / 'plots' / f'{figure.stem}.png', figure.png)
-    write_atomic(study.directory / 'table.txt', report_text(study, rows))
-    write_atomic(study.directory / 'table.md', report_markdown(study, rows))
-    write_atomic(study.directory / 'table.csv', csv_table(rows))
-    return write_atomic(study.directory / 'report.html', report_page(study, rows, drawn))
+        write_atomic(study.directory / 'plots' / f'{figure.stem}.svg', figure.paper_svg)
+    for name, text in _documents(study, found, drawn).items():
+        written = write_atomic(study.directory / name, text)
+    return written

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,14 +36,19 @@ def json_lines(path: Path, label: str, problems: list[str]) -> Iterator[tuple[st
                 problems.append(f'{label}:{number} is not JSON ({error}) and was left out.')
 
 
+class _Planned(Protocol):
+    directory: str
+    config: Mapping[str, Any]
+
+
 def read_curve(
-    directory: Path, entry: dict[str, str], num_trials: int, problems: list[str]
+    directory: Path, cell: _Planned, num_trials: int, problems: list[str]
 ) -> tuple[Curve | None, str]:
     """The curve of a cell with `num_trials` results, and how far the cell has come, in words."""
     path = directory / 'metrics.jsonl'
     if not path.is_file():
-        return None, 'not started'
-    label = f'{entry["directory"]}/{path.name}'
+        return None, 'finished' if num_trials else 'not started'
+    label = f'{cell.directory}/{path.name}'
     steps, losses, bits, last_step, bad = [], [], [], 0, []
     for place, record in json_lines(path, label, bad):
         try:
@@ -69,8 +74,10 @@ def read_curve(
     problems += bad[:2]
     if bad[2:]:
         problems.append(f'{label}: {len(bad[2:])} more lines were left out.')
-    if not steps or not num_trials:
-        return None, f'unfinished, last logged step {last_step}'
+    if not num_trials:
+        return None, f'step {last_step} of {cell.config["train"]["num_steps"]}'
+    if not steps:
+        return None, 'finished'
     return Curve(np.asarray(steps), np.asarray(losses, float), np.asarray(bits, float)), 'finished'
 
 

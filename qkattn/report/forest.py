@@ -8,9 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from qkattn.report.findings import Findings
 from qkattn.report.load import Study
 from qkattn.report.measures import Measure
 from qkattn.report.style import (
+    DASHED,
     INK,
     MUTED,
     SURFACE,
@@ -20,7 +22,8 @@ from qkattn.report.style import (
     render,
     short,
 )
-from qkattn.report.summary import Estimate, Row
+from qkattn.report.summary import Row
+from qkattn.stats import Difference, Estimate
 
 
 def final_losses(study: Study, rows: Sequence[Row], look: dict[str, VariantStyle]) -> Rendered:
@@ -30,8 +33,8 @@ def final_losses(study: Study, rows: Sequence[Row], look: dict[str, VariantStyle
         figure,
         'losses',
         'Final loss',
-        'Validation loss at the end of training, best variant at the top; left is better. Each '
-        'variant is shown at its best learning rate.',
+        'Validation loss at the end of training, best variant at the top; left is better. '
+        + _settings(study),
     )
 
 
@@ -45,9 +48,15 @@ def final_scores(
         figure,
         'scores',
         name,
-        f'{name} at the end of training, best variant at the top; right is better. Each variant is '
-        'shown at the learning rate with its lowest val loss.',
+        f'{name} at the end of training, best variant at the top; right is better. '
+        + _settings(study),
     )
+
+
+def _settings(study: Study) -> str:
+    if study.tuning is not None:
+        return 'The seeds are those of the verdict, each variant at its own tuned settings.'
+    return 'Each variant is shown at the learning rate with its lowest mean val loss.'
 
 
 def _levels(
@@ -60,7 +69,7 @@ def _levels(
     def baseline_line(ax: Axes, of_size: Sequence[Row]) -> None:
         for row in of_size:
             if row.is_baseline and (value := measure.over_seeds(row)):
-                ax.axvline(value.mean, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+                ax.axvline(value.mean, color=INK, linewidth=1, linestyle=DASHED)
 
     return _forest(
         study,
@@ -78,27 +87,16 @@ def _levels(
     )
 
 
-def differences(study: Study, rows: Sequence[Row], look: dict[str, VariantStyle]) -> Rendered:
+def differences(study: Study, found: Findings, look: dict[str, VariantStyle]) -> Rendered:
     """Paired difference to the baseline per variant, with its t interval and one dot per seed."""
-    baselines = {
-        row.size: {trial.seed: trial.val_loss for trial in row.chosen}
-        for row in rows
-        if row.is_baseline
-    }
-
-    def seeds(row: Row) -> list[float]:
-        if row.difference is None:
-            return []
-        baseline = baselines[row.size]
-        return [t.val_loss - baseline[t.seed] for t in row.chosen if t.seed in baseline]
-
+    arms = {(arm.row.variant, arm.row.size): arm for arm in found.arms}
     figure = _forest(
         study,
-        rows,
+        found.rows,
         look,
-        value=lambda row: row.difference,
-        seeds=seeds,
-        reference=lambda ax, _: ax.axvline(0, color=INK, linewidth=1, linestyle=(0, (4, 2))),
+        value=lambda row: arms[row.variant, row.size].difference,
+        seeds=lambda row: arms[row.variant, row.size].differences,
+        reference=lambda ax, _: ax.axvline(0, color=INK, linewidth=1, linestyle=DASHED),
         reference_name='no difference',
         xlabel='difference in val loss (nats/token)',
         skip=study.baseline,
@@ -119,8 +117,8 @@ def _forest(
     rows: Sequence[Row],
     look: dict[str, VariantStyle],
     *,
-    value: Callable[[Row], Estimate | None],
-    seeds: Callable[[Row], list[float]],
+    value: Callable[[Row], Estimate | Difference | None],
+    seeds: Callable[[Row], Sequence[float]],
     reference: Callable[[Axes, Sequence[Row]], object],
     reference_name: str | None,
     xlabel: str,
@@ -152,9 +150,8 @@ def _forest(
             row = by_place.get((variant, size))
             estimate = value(row) if row else None
             if estimate is None:
-                reason = _reason(study, variant, size, row, absent)
                 ax.annotate(
-                    reason,
+                    reason(study, (variant, size), row, absent),
                     (0.02, y),
                     xycoords=('axes fraction', 'data'),
                     va='center',
@@ -205,9 +202,8 @@ def _forest(
     if intervals:
         handles.append(Line2D([], [], color=MUTED, linewidth=2, label='95 % t interval'))
     if reference_name:
-        dashed = (0, (4, 2))
         handles.append(
-            Line2D([], [], color=INK, linewidth=1, linestyle=dashed, label=reference_name)
+            Line2D([], [], color=INK, linewidth=1, linestyle=DASHED, label=reference_name)
         )
     figure.legend(handles=handles, loc='outside lower center', ncols=2 if width < 6.7 else 4)
     return figure
@@ -217,10 +213,13 @@ def _handle(**keywords: object) -> Line2D:
     return Line2D([], [], color=MUTED, linestyle='none', markeredgewidth=0, **keywords)
 
 
-def _reason(study: Study, variant: str, size: str, row: Row | None, absent: str) -> str:
-    if row is not None and not row.chosen:
-        return 'diverged'
-    if row is not None:
+def reason(study: Study, place: tuple[str, str], row: Row | None, absent: str) -> str:
+    """Why an arm at a size has no number to draw; `absent` where it has finished trials."""
+    if row is not None and row.chosen:
         return absent
-    declared = any((cell.variant, cell.size) == (variant, size) for cell in study.cells)
-    return 'no result yet' if declared else 'not in the grid'
+    if row is not None and row.verdicts:
+        return 'stopped early' if any(t.finished for t in row.verdicts) else 'diverged'
+    if place not in study.arms:
+        return 'not in the grid'
+    progress = [cell.progress for cell in study.missing if (cell.variant, cell.size) == place]
+    return progress[-1] if progress and progress[-1] != 'not started' else 'no result yet'

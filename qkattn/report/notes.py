@@ -2,30 +2,98 @@
 
 from collections.abc import Sequence
 
+from qkattn.report.columns import induction_of
+from qkattn.report.equality import QUANTITIES
+from qkattn.report.findings import NO_VERDICT, Findings
 from qkattn.report.load import Study
 from qkattn.report.measures import scores, shown
+from qkattn.report.numbers import counted, listed, span, words
 from qkattn.report.summary import Row
+from qkattn.stats import LEVEL, POWER
 
 
-def notes(study: Study, rows: Sequence[Row]) -> tuple[str, ...]:
+def notes(study: Study, findings: Findings) -> tuple[str, ...]:
     """Sentences under the table: what the numbers are, and what they do not show."""
-    said = []
-    if study.baseline is not None:
+    rows = findings.rows
+    said = [*_difference_notes(study, rows)]
+    said += _verdict_notes(study, findings) if study.tuning else _descriptive_notes(rows)
+    said += _budget_notes(study, rows)
+    said += [remark.text for remark in findings.remarks]
+    said += _reasons(findings)
+    said += _score_notes(rows)
+    if induction_of(rows):
         said.append(
-            f'Difference: val loss minus that of {study.baseline} at the same size, paired by '
-            'seed, in nats/token; above zero is worse than the baseline.'
+            'Induction: how much lower the loss of a random pattern is at its repetition (gain), '
+            'and the part of its tokens that are then the likeliest (accuracy).'
         )
-        said += [
-            f'No difference at {size}: the baseline {study.baseline} has no finished trial there.'
-            for size in study.sizes
-            if not any(row.is_baseline and row.chosen for row in rows if row.size == size)
-        ]
-    counts = sorted({len(row.chosen) for row in rows if row.chosen})
-    if counts and counts[-1] > 1:
-        n = '-'.join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    said.append('FLOPs/token are those of a forward pass.')
+    said.append("tokens/s and cell s are the whole cell's, all its trials together, training only.")
+    said += _scaling_notes(study, findings)
+    if study.missing:
+        names = ', '.join(f'{m.variant} at {m.size} ({m.progress})' for m in study.missing)
+        said.append(f'Missing, {len(study.missing)}: {names}.')
+    return tuple(said)
+
+
+def _difference_notes(study: Study, rows: Sequence[Row]) -> list[str]:
+    if study.baseline is None:
+        return []
+    said = [
+        f'Difference: val loss minus that of {study.baseline} at the same size, paired by seed, in '
+        'nats/token; above zero is worse than the baseline. "unpaired": no seed is shared (Welch).'
+    ]
+    return said + [
+        f'No difference at {size}: the baseline {study.baseline} has no finished trial there.'
+        for size in study.sizes
+        if not any(row.is_baseline and row.chosen for row in rows if row.size == size)
+    ]
+
+
+def _verdict_notes(study: Study, findings: Findings) -> list[str]:
+    """How a word in the verdict column comes about."""
+    tuning = study.tuning
+    number = findings.num_comparisons
+    said = [
+        f'Verdicts: t tests of the differences, corrected after Holm over all '
+        f'{counted(number, "comparison")} of the study, so that with probability {LEVEL:g} none of '
+        'the words better and worse is false. Equivalent: two one-sided tests, corrected alike, '
+        f'put the difference within {study.margin:g} nats/token. Undecided is not equivalent.',
+        f'Detectable difference: what would be found with probability {POWER:g} after that '
+        'correction, at the spread between seeds that was seen; each interval is 95 % by itself.',
+        f'Settings ({listed(map(words, tuning.knobs)) or "none"}) were tuned per arm on screening '
+        f'seeds {listed(tuning.seeds)}; losses and differences are over the verdict seeds '
+        f'{listed(study.seeds)} alone.',
+    ]
+    if any(not arm.bracketed for arm in findings.arms):
         said.append(
-            f'Intervals (95 %, Student t) over {n} seeds are descriptive: they are not corrected '
-            'for the number of comparisons and are no verdict.'
+            '* Not bracketed: no worse value was tried on one side, so a better one may lie there.'
+        )
+    if any(bowl.sensitivity is not None for arm in findings.arms for bowl in arm.bowls.values()):
+        said.append(
+            'Learning rate sensitivity: mean loss over the screened values minus the lowest, in '
+            'nats/token; it compares arms only as far as their grids agree.'
+        )
+    return said
+
+
+def _reasons(findings: Findings) -> list[str]:
+    """Why an arm is neither better nor worse nor equivalent, each reason once."""
+    arms: dict[tuple[str, str], list[str]] = {}
+    for arm in findings.arms:
+        if arm.verdict and arm.verdict.word in ('undecided', NO_VERDICT):
+            arms.setdefault((arm.verdict.word, arm.verdict.reason), []).append(arm.row.name)
+    return [
+        f'{word.capitalize()}, {listed(names)}: {reason}.' for (word, reason), names in arms.items()
+    ]
+
+
+def _descriptive_notes(rows: Sequence[Row]) -> list[str]:
+    said = []
+    counts = {len(row.chosen) for row in rows if row.chosen}
+    if max(counts, default=0) > 1:
+        said.append(
+            f'Intervals (95 %, Student t) over {span(counts)} seeds are descriptive: they are '
+            'not corrected for the number of comparisons and are no verdict.'
         )
     else:
         said.append('One seed: no interval can be given, and a difference may be seed noise.')
@@ -35,25 +103,47 @@ def notes(study: Study, rows: Sequence[Row]) -> tuple[str, ...]:
             '* The best learning rate is the smallest or largest that was run, so it is not '
             'bracketed.'
         )
-    diverged = sum(row.num_diverged for row in rows)
-    if diverged:
-        total = sum(len(row.trials) for row in rows)
-        said.append(f'{diverged} of {total} trials diverged; they are counted and never averaged.')
+    return said
+
+
+def _budget_notes(study: Study, rows: Sequence[Row]) -> list[str]:
     residuals = [abs(row.example.residual) for row in rows if row.example.residual is not None]
-    if study.matched is not None and residuals:
+    if study.matched is None:
+        return ['Weights are not matched between variants; only the shapes are those given.']
+    if not residuals:
+        return []
+    said = [
+        f'Matched between arms: {QUANTITIES[study.matched]}; the largest residual is '
+        f'{100 * max(residuals):.3f} %.'
+    ]
+    if len(study.destinations) > 1:
         said.append(
-            f'Weights are matched in {study.matched.replace("_", "-")} count; the largest residual '
-            f'is {100 * max(residuals):.3f} %.'
+            f'In brackets: where the weights go that a variant saves '
+            f'({listed(study.destinations)}); each is an arm of its own.'
         )
-    elif study.matched is None:
-        said.append('Weights are not matched between variants.')
-    said += _score_notes(rows)
-    said.append('FLOPs/token are those of a forward pass.')
-    said.append("tokens/s and cell s are the whole cell's, all its trials together, training only.")
-    if study.missing:
-        names = ', '.join(f'{c.variant} at {c.size} ({c.progress})' for c in study.missing)
-        said.append(f'Missing cells, {len(study.missing)} of {len(study.cells)}: {names}.')
-    return tuple(said)
+    return said
+
+
+def _scaling_notes(study: Study, findings: Findings) -> list[str]:
+    """Multipliers, or once each why there are none."""
+    said, problems = [], {}
+    for found in findings.scaling:
+        if found.variant == study.baseline and found.fit.problem:
+            problems.setdefault(found.fit.problem, []).append(found.variant)
+        if found.multiplier is None:
+            continue
+        if found.multiplier.problem:
+            problems.setdefault(found.multiplier.problem, []).append(found.variant)
+            continue
+        said.append(
+            f'One weight of {found.variant} is worth {found.multiplier.value:.3g} '
+            f'[{found.multiplier.low:.3g}, {found.multiplier.high:.3g}] of {study.baseline}, by '
+            f"the law of loss against size fitted to the baseline's {len(study.sizes)} sizes."
+        )
+    for problem, variants in problems.items():
+        if not problem.startswith('no multiplier without a fit of the baseline'):
+            said.append(f'No law of size for {listed(variants)}: {problem.removesuffix(".")}.')
+    return said
 
 
 def _score_notes(rows: Sequence[Row]) -> list[str]:

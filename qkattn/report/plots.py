@@ -1,4 +1,4 @@
-"""The figures of a study; here: learning curves and loss against weights."""
+"""The figures of a study; here: learning curves."""
 
 import math
 from collections.abc import Sequence
@@ -8,16 +8,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from qkattn.report.bowls import bowls_figure
+from qkattn.report.findings import Findings
 from qkattn.report.forest import differences, final_losses, final_scores
 from qkattn.report.load import Study
 from qkattn.report.measures import losses, scores
+from qkattn.report.numbers import si
+from qkattn.report.retrieval import retrieval_figure
+from qkattn.report.scaling_plot import loss_against_weights, multipliers
 from qkattn.report.style import (
     GRID,
     INK,
-    MUTED,
-    SURFACE,
     WIDTH,
     Rendered,
     VariantStyle,
@@ -28,33 +31,58 @@ from qkattn.report.style import (
     styles,
 )
 from qkattn.report.summary import Row
-from qkattn.report.tables import si
+from qkattn.report.verdict_plot import verdict_forest
 
 # More lines than this in one panel cannot be told apart: each variant then gets its own panel.
 MAX_LINES = 8
 
 
-def figures(study: Study, rows: Sequence[Row]) -> tuple[Rendered, ...]:
-    """All figures that the results allow, the main ones (final scores and losses) first."""
+def figures(study: Study, found: Findings) -> tuple[Rendered, ...]:
+    """All figures that the results allow, the main ones first."""
+    rows = found.rows
+    # Arms without a result have a style too: their place is in every figure.
     look = styles(study.variants, study.baseline)
-    made = []
+    made: list[Rendered | None] = []
     with rc():
+        if study.tuning:
+            made.append(verdict_forest(study, found, look))
         # One of the scores: what else there is stands in the table.
         for measure in scores(rows)[:1]:
             made.append(final_scores(study, rows, look, measure))
         if any(row.chosen for row in rows):
             made.append(final_losses(study, rows, look))
-        if any(row.difference for row in rows):
-            made.append(differences(study, rows, look))
-        several = len(study.sizes) > 1
-        for index, size in enumerate(study.sizes):
+        if not study.tuning and any(arm.difference for arm in found.arms):
+            made.append(differences(study, found, look))
+        made += _of_bowls(study, found, look)
+        for size, suffix in _sizes(study):
             of_size = [row for row in rows if row.size == size]
-            suffix = f'_{index + 1}' if several else ''
-            curves = learning_curves(study, of_size, look, f'curves{suffix}')
-            made += [curves] if curves else []
+            made.append(learning_curves(study, of_size, look, f'curves{suffix}'))
         if any(row.chosen for row in rows):
-            made.append(loss_against_weights(study, rows, look))
-    return tuple(made)
+            made.append(loss_against_weights(study, found, look))
+        made.append(multipliers(study, found, look))
+        made.append(retrieval_figure(study, found, look))
+    return tuple(figure for figure in made if figure is not None)
+
+
+def _sizes(study: Study) -> list[tuple[str, str]]:
+    """Each size and what its figures' names end with."""
+    several = len(study.sizes) > 1
+    return [(s, f'_{index + 1}' if several else '') for index, s in enumerate(study.sizes)]
+
+
+def _of_bowls(study: Study, found: Findings, look: dict[str, VariantStyle]) -> list[Rendered]:
+    made = []
+    for knob in ('learning_rate', 'weight_decay', 'score_scale'):
+        for size, suffix in _sizes(study):
+            of_size = {
+                arm.row.variant: arm.bowls[knob]
+                for arm in found.arms
+                if arm.row.size == size and knob in arm.bowls
+            }
+            if of_size:
+                name = size if len(study.sizes) > 1 else None
+                made.append(bowls_figure(knob, of_size, look, f'bowl_{knob}{suffix}', name))
+    return made
 
 
 def _curve(study: Study, row: Row, field: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -195,78 +223,3 @@ def _envelope(
         return None
     means = np.array([y.mean(axis=0) for _, y in curves])
     return x, means.min(axis=0), means.max(axis=0)
-
-
-def loss_against_weights(
-    study: Study, rows: Sequence[Row], look: dict[str, VariantStyle]
-) -> Rendered:
-    """Mean val loss against total weights, all sizes; a line joins the sizes of one variant."""
-    points: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.chosen:
-            points.setdefault(row.variant, []).append(row)
-    figure = Figure(figsize=(WIDTH, max(4.2, 0.172 * len(points) + 1.2)), layout='constrained')
-    ax = figure.subplots()
-    labels = []
-    for variant, of_variant in points.items():
-        style = look[variant]
-        of_variant.sort(key=lambda row: row.example.weights['total'])
-        x = [row.example.weights['total'] for row in of_variant]
-        y = [row.val_loss.mean for row in of_variant]
-        ax.plot(
-            x,
-            y,
-            color=style.colour,
-            marker=style.marker,
-            linestyle=style.dashes,
-            linewidth=1.2,
-            markersize=6,
-            markeredgecolor=SURFACE,
-            markeredgewidth=0.7,
-        )
-        for row in of_variant:
-            losses = [trial.val_loss for trial in row.chosen]
-            weights = [row.example.weights['total']] * len(losses)
-            ax.scatter(weights, losses, s=9, color=style.colour, alpha=0.6, linewidths=0, zorder=3)
-        labels.append((x[-1], y[-1], variant, style.colour))
-    # Any other target counts other weights than this axis does.
-    matched = study.matched == 'total'
-    targets = sorted({row.example.target_weights for row in rows} - {None}) if matched else []
-    for target in targets:
-        ax.axvline(target, color=MUTED, linewidth=1, linestyle=(0, (4, 2)), zorder=1)
-    ax.set_ylim(ax.get_ylim())
-    label_right(ax, labels)
-    _weight_axis(ax, rows, targets)
-    ax.set_ylabel('val loss (nats/token)')
-    at_equal = ' The dashed line marks the target count.' if targets else ''
-    return render(
-        figure,
-        'loss_weights',
-        'Loss against weights',
-        'Mean val loss against the number of weights counted on the parameter tree; small dots are '
-        f'seeds.{at_equal}',
-    )
-
-
-def _weight_axis(ax: Axes, rows: Sequence[Row], targets: Sequence[int]) -> None:
-    totals = [row.example.weights['total'] for row in rows] + list(targets)
-    sizes = list(dict.fromkeys(row.size for row in rows))
-    ax.set_xlabel('total weights')
-    if len(sizes) > 1:
-        ax.set_xscale('log')
-        ticks = [
-            float(np.median([r.example.weights['total'] for r in rows if r.size == size]))
-            for size in sizes
-        ]
-        ax.xaxis.set_major_locator(FixedLocator(ticks))
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
-        ax.set_xlabel('total weights (log scale)')
-        return
-    # At least 1 % to either side, so that counts that are nearly equal look nearly equal.
-    middle, spread = (min(totals) + max(totals)) / 2, max(totals) - min(totals)
-    half = max(0.01 * middle, 0.6 * spread)
-    ax.set_xlim(middle - half, middle + half)
-    ax.xaxis.set_major_locator(MaxNLocator(4))
-    digits = 3 if half > 0.05 * middle else 4
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value, digits)))

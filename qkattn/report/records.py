@@ -20,13 +20,20 @@ class Trial:
     of the rows in which every target is) and exact match are between 0 and 1, BLEU and chrF between
     0 and 100. All from BLEU on, on either split, are there for translation only.
 
-    `settings` holds every trial setting but the seed, sorted by name: trials that share it are
-    repetitions of each other. Seconds and tokens/second are the whole cell's, all trials together.
+    `variant` is the arm's label: the variant, with where its saved weights go in brackets where
+    the study has several destinations. `stage` and `knob` are those of the trial's cell.
+    `settings` holds every trial setting but the seed, sorted by name: trials of a cell that share
+    it are repetitions of each other. `score_scale` is the model's, which no trial setting holds.
+    Seconds and tokens/second are the whole cell's, all trials together. `val_loss_se` is the
+    standard error of the loss over the evaluated rows, in nats/token.
     """
 
     cell: str
     variant: str
     size: str
+    stage: str
+    knob: str | None
+    config_hash: str
     seed: int
     learning_rate: float
     settings: tuple[tuple[str, Any], ...]
@@ -50,6 +57,11 @@ class Trial:
     data: Mapping[str, Any]
     eval_tokens: int | None
     provenance: Mapping[str, Any]
+    score_scale: float | None = None
+    eval_rows: int | None = None
+    val_loss_se: float | None = None
+    val_induction_gain: float | None = None
+    val_induction_accuracy: float | None = None
     val_accuracy: float | None = None
     val_solved: float | None = None
     val_bleu: float | None = None
@@ -83,6 +95,9 @@ _TRIAL_FIELDS: dict[str, tuple[type, ...]] = {
     'cell': TEXT,
     'variant': TEXT,
     'size': TEXT,
+    'stage': TEXT,
+    'knob': TEXT + OPTIONAL,
+    'config_hash': TEXT,
     'trial': MAPPING,
     'status': TEXT,
     'num_steps': (int,),
@@ -120,13 +135,29 @@ _OPTIONAL_FIELDS = {
     f'{split}_{name}': types + OPTIONAL
     for split in ('val', 'test')
     for name, types in _SCORES.items()
+} | {
+    'eval_rows': (int,) + OPTIONAL,
+    'val_loss_se': NUMBER + OPTIONAL,
+    'val_induction_gain': NUMBER + OPTIONAL,
+    'val_induction_accuracy': NUMBER + OPTIONAL,
 }
 # Losses and scores: where a finished trial has them, they are numbers one can average.
-_FINITE = tuple(
-    f'{split}_{name}'
-    for split in ('val', 'test')
-    for name in ('loss', 'bits_per_byte', *(n for n, types in _SCORES.items() if types == NUMBER))
+_FINITE = (
+    *(
+        f'{split}_{name}'
+        for split in ('val', 'test')
+        for name in (
+            'loss',
+            'bits_per_byte',
+            *(n for n, types in _SCORES.items() if types == NUMBER),
+        )
+    ),
+    'val_loss_se',
+    'val_induction_gain',
+    'val_induction_accuracy',
 )
+SINGLE, SCREENING, VERDICT = STAGES = ('single', 'screening', 'verdict')
+KNOBS = ('learning_rate', 'weight_decay', 'score_scale')
 
 
 def check_fields(record: Any, fields: Mapping[str, tuple[type, ...]]) -> None:
@@ -154,13 +185,30 @@ def parse_trial(record: Any) -> Trial:
         check_fields(record['data'], {'source': MAPPING, 'target': MAPPING})
     for data in corpora(record['data']):
         check_fields(data, {'name': TEXT, 'version': (str, int)})
+    check_stage(record)
     values = {name: record[name] for name in (*_TRIAL_FIELDS, *optional) if name != 'trial'}
     _check_outcome(values)
+    if values['config_hash'] != values['cell']:
+        raise ValueError(
+            f'its config_hash {values["config_hash"]!r} is not that of the planned cell '
+            f'{values["cell"]!r}, so it was trained with other settings'
+        )
     trial = record['trial']
     settings = tuple(sorted((k, v) for k, v in trial.items() if k != 'seed'))
     return Trial(
         seed=trial['seed'], learning_rate=trial['learning_rate'], settings=settings, **values
     )
+
+
+def check_stage(record: Mapping[str, Any]) -> None:
+    """Raises ValueError unless stage and knob of a record are known and fit together."""
+    stage, knob = record['stage'], record['knob']
+    if stage not in STAGES:
+        raise ValueError(f"field 'stage' is {stage!r}, expected {', '.join(STAGES)}")
+    valid = KNOBS if stage == SCREENING else (None,)
+    if knob not in valid:
+        listed = ', '.join('null' if name is None else name for name in valid)
+        raise ValueError(f"field 'knob' is {knob!r}, expected {listed} at stage {stage!r}")
 
 
 def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

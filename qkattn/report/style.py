@@ -26,6 +26,8 @@ DASHES: tuple[Any, ...] = (
     (0, (8, 2)),
     (0, (2.5, 1, 1, 1, 1, 1)),
 )
+# Of reference lines.
+DASHED = (0, (4, 2))
 LINE_POINTS = 11.5
 # Inches of a figure with one panel.
 WIDTH = 6.6
@@ -47,6 +49,7 @@ _RC = {
     'legend.frameon': False,
     'axes.spines.top': False,
     'axes.spines.right': False,
+    'axes.facecolor': 'none',
     'axes.edgecolor': MUTED,
     'axes.labelcolor': INK,
     'text.color': INK,
@@ -78,13 +81,18 @@ class VariantStyle:
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """One figure: file stem, heading, a sentence on how to read it, PNG bytes and inline SVG."""
+    """One figure: file stem, heading, a sentence on how to read it, PNG bytes and two SVGs.
+
+    `svg` is an element of the page, its colours CSS variables; `paper_svg` is a document of its own
+    on white, its colours concrete.
+    """
 
     stem: str
     title: str
     caption: str
     png: bytes
     svg: str
+    paper_svg: str
 
 
 def rc() -> Any:
@@ -151,12 +159,24 @@ def label_right(ax: Axes, labels: Sequence[tuple[float, float, str, str]]) -> No
 
 
 def render(figure: Figure, stem: str, title: str, caption: str) -> Rendered:
-    """Renders `figure` (inside `rc()`) to PNG on white and to SVG with CSS variables as colours."""
+    """Renders `figure` (inside `rc()`) to PNG and SVG on white and to SVG with CSS variables."""
     png = io.BytesIO()
     figure.savefig(png, format='png', dpi=160, facecolor='white', metadata={'Software': None})
+    # The layout is found, and is the same in every format; finding it takes as long as drawing.
+    figure.set_layout_engine(None)
     svg = io.BytesIO()
-    figure.savefig(svg, format='svg', transparent=True)
-    return Rendered(stem, title, caption, png.getvalue(), _inline(svg.getvalue().decode(), stem))
+    # No date: the same numbers give the same bytes.
+    figure.savefig(svg, format='svg', facecolor='none', metadata={'Date': None})
+    document = svg.getvalue().decode()
+    return Rendered(
+        stem, title, caption, png.getvalue(), _inline(document, stem), _on_white(document)
+    )
+
+
+def _on_white(svg: str) -> str:
+    """An SVG document with a white page behind the figure."""
+    page = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    return re.sub(r'<svg\b[^>]*>', rf'\g<0>\n {page}', svg, count=1).replace(SURFACE, '#ffffff')
 
 
 def _inline(svg: str, stem: str) -> str:

@@ -1,63 +1,50 @@
-"""What a study's rows say: best learning rate, means and intervals over seeds, paired differences.
-
-Everything printed, plotted or put into HTML is computed here, once.
-"""
+"""What a study's rows say: the trials behind each number, means and intervals over seeds."""
 
 import dataclasses
 import statistics
 from collections.abc import Sequence
 
-import numpy as np
-from scipy import stats
-
 from qkattn.report.load import Study
-from qkattn.report.records import Trial
+from qkattn.report.records import SCREENING, VERDICT, Trial
+from qkattn.stats import Estimate, estimate
 
-LEVEL = 0.95
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """Mean over n values; sd (n - 1 in the denominator) and t interval only when n >= 2."""
-
-    mean: float
-    n: int
-    sd: float | None
-    low: float | None
-    high: float | None
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of `values`, with sd and 95 % t interval of the mean when there are two or more."""
-    mean, n = statistics.fmean(values), len(values)
-    if n < 2:
-        return Estimate(mean, n, None, None, None)
-    sd = float(np.std(values, ddof=1))
-    half = float(stats.t.ppf(0.5 + LEVEL / 2, n - 1)) * sd / n**0.5
-    return Estimate(mean, n, sd, mean - half, mean + half)
+__all__ = ['Estimate', 'Row', 'best_setting', 'estimate', 'summarise']
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One variant at one size, at its best learning rate.
+    """One variant at one size, at its tuned setting.
 
-    `trials` are all its trials, `chosen` the finished ones at the best setting (empty when every
-    trial diverged). `val_loss` is nats/token; `difference` is val loss minus the baseline's at the
-    same size, paired by seed, and None for the baseline and where no seed is shared.
+    `trials` are all its trials. `verdicts` are those that the row's numbers may come from: of its
+    verdict cell, never of a screening one; in a study without tuning, all. `chosen` are the trials
+    among them that finished, without tuning those at the best setting (empty when every trial
+    diverged or none has run). `val_loss` is nats/token.
     """
 
     variant: str
     size: str
     is_baseline: bool
     trials: tuple[Trial, ...]
+    verdicts: tuple[Trial, ...]
     chosen: tuple[Trial, ...]
     val_loss: Estimate | None
-    difference: Estimate | None
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.variant, self.size
+
+    @property
+    def name(self) -> str:
+        return f'{self.variant} at {self.size}'
+
+    @property
+    def screening(self) -> tuple[Trial, ...]:
+        return tuple(trial for trial in self.trials if trial.stage == SCREENING)
 
     @property
     def example(self) -> Trial:
         """A trial to read what all of the row share: config, weights, costs."""
-        return self.chosen[0] if self.chosen else self.trials[0]
+        return (self.chosen or self.verdicts or self.trials)[0]
 
     @property
     def learning_rate(self) -> float | None:
@@ -70,13 +57,16 @@ class Row:
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best of several learning rates is the smallest or largest that was run."""
-        rates = self.learning_rates
+        """Whether the best of several learning rates is the smallest or largest that was run.
+
+        Of a study without tuning; with it, `Bowl.bracketed` says more.
+        """
+        rates = sorted({trial.learning_rate for trial in self.verdicts})
         return len(rates) > 1 and self.learning_rate in (rates[0], rates[-1])
 
     @property
     def num_diverged(self) -> int:
-        return sum(not trial.finished for trial in self.trials)
+        return sum(not trial.finished for trial in self.verdicts)
 
     def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
         """`scale` times a number of the chosen trials; None unless every one of them has it."""
@@ -84,26 +74,23 @@ class Row:
         return estimate([scale * v for v in values]) if values and None not in values else None
 
     def of_cells(self, field: str) -> list[float]:
-        """A per-cell number, once for each cell the row's trials ran in."""
-        values = {trial.cell: getattr(trial, field) for trial in self.trials}
+        """A per-cell number, once for each cell that the row's `verdicts` ran in."""
+        values = {trial.cell: getattr(trial, field) for trial in self.verdicts}
         return [value for value in values.values() if value is not None]
 
 
 def summarise(study: Study) -> tuple[Row, ...]:
     """One row per (size, variant) with results, in the study's order, the baseline first."""
     order = sorted(study.variants, key=lambda variant: variant != study.baseline)
-    rows = []
-    for size in study.sizes:
-        baseline: dict[int, Trial] = {}
-        for variant in order:
-            trials = tuple(t for t in study.trials if (t.variant, t.size) == (variant, size))
-            if not trials:
-                continue
-            row = _row(trials, variant == study.baseline, baseline)
-            if row.is_baseline:
-                baseline = {trial.seed: trial for trial in row.chosen}
-            rows.append(row)
-    return tuple(rows)
+    by_place: dict[tuple[str, str], list[Trial]] = {}
+    for trial in study.trials:
+        by_place.setdefault((trial.variant, trial.size), []).append(trial)
+    return tuple(
+        _row(study, tuple(by_place[variant, size]))
+        for size in study.sizes
+        for variant in order
+        if (variant, size) in by_place
+    )
 
 
 def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
@@ -123,22 +110,26 @@ def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     return min(candidates, key=lambda ts: statistics.fmean(t.val_loss for t in ts))
 
 
-def paired_difference(chosen: Sequence[Trial], baseline: dict[int, Trial]) -> Estimate | None:
-    """Val loss minus the baseline's (nats/token) over the seeds that both finished."""
-    differences = [
-        trial.val_loss - baseline[trial.seed].val_loss for trial in chosen if trial.seed in baseline
-    ]
-    return estimate(differences) if differences else None
+def stopped_early(study: Study, trial: Trial) -> bool:
+    """Whether the trial has trained for fewer steps than its config says."""
+    return trial.num_steps < study.by_name[trial.cell].config['train']['num_steps']
 
 
-def _row(trials: tuple[Trial, ...], is_baseline: bool, baseline: dict[int, Trial]) -> Row:
-    chosen = best_setting(trials)
+def _row(study: Study, trials: tuple[Trial, ...]) -> Row:
+    own = [trial for trial in trials if trial.stage != SCREENING]
+    if own and own[-1].stage == VERDICT:
+        # The plan goes on: a verdict cell that it lists later is the one at the tuned settings.
+        own = [trial for trial in own if trial.cell == own[-1].cell]
+        chosen = tuple(t for t in own if t.finished and not stopped_early(study, t))
+    else:
+        chosen = best_setting(own)
+    variant, size = trials[0].variant, trials[0].size
     return Row(
-        variant=trials[0].variant,
-        size=trials[0].size,
-        is_baseline=is_baseline,
+        variant=variant,
+        size=size,
+        is_baseline=variant == study.baseline,
         trials=trials,
+        verdicts=tuple(own),
         chosen=chosen,
         val_loss=estimate([trial.val_loss for trial in chosen]) if chosen else None,
-        difference=None if is_baseline else paired_difference(chosen, baseline),
     )

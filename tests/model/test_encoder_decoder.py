@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import slow_transformer as slow
 
-from qkattn import budget, decode
+from qkattn import budget, decode, matching
 from qkattn.config import ModelConfig
 from qkattn.model import EncoderDecoder, abstract_model, build
 from qkattn.model.encoder_decoder import positions_of
@@ -296,7 +296,7 @@ def test_weights_by_hand(fields, attention, embedding, norm):
 def test_models_of_other_cells_are_made_equally_large(fields):
     base = dataclasses.replace(CONFIG, d_model=64, d_ff=256, num_heads=4, vocab_size=100)
     target = budget.count(base)['total']
-    found = budget.match(dataclasses.replace(base, **fields), target)
+    found = matching.match(dataclasses.replace(base, **fields), target)
     assert abs(found.weights['total'] / target - 1) <= 1e-3
     assert found.weights == budget.count(found.config)
     assert all(getattr(found.config, name) == value for name, value in fields.items())

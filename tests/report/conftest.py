@@ -1,13 +1,29 @@
 """A synthetic study: files as training writes them, with numbers a test can recompute by hand."""
 
+import dataclasses
 import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from qkattn.config import Config, ModelConfig, OptimizerConfig, TrainConfig, TrialsConfig, to_json
+
 # What the study adds to the results that training writes.
-STUDY_FIELDS = ('study', 'cell', 'variant', 'size', 'target_weights', 'residual')
+STUDY_FIELDS = (
+    'study',
+    'cell',
+    'variant',
+    'size',
+    'stage',
+    'knob',
+    'target_weights',
+    'residual',
+)
 NATS_PER_BIT = 0.6931471805599453
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+SCREENING_SEEDS, VERDICT_SEEDS = (100, 101), tuple(range(8))
 
 
 def trial_record(
@@ -18,17 +34,23 @@ def trial_record(
     val_loss: float | None = 2.0,
     d_model: int = 128,
     cell: str | None = None,
+    stage: str = 'single',
+    knob: str | None = None,
     **changes: object,
 ) -> dict:
+    cell = cell if cell is not None else cell_name(variant, size, stage, knob)
     attention, mlp = 4 * 4 * d_model**2 - 10 * len(variant), 8 * 4 * d_model**2
     weights = {'embedding': 256 * d_model, 'attention': attention, 'mlp': mlp, 'norm': 9 * d_model}
     weights['total'] = sum(weights.values())
     target = 16 * 3 * d_model**2 + 265 * d_model
     record = {
         'study': 'synthetic',
-        'cell': cell if cell is not None else cell_name(variant, size),
+        'cell': cell,
+        'config_hash': cell,
         'variant': variant,
         'size': size,
+        'stage': stage,
+        'knob': knob,
         'trial': {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': 0.1},
         'status': 'diverged' if val_loss is None else 'finished',
         'num_steps': 400,
@@ -56,6 +78,8 @@ def trial_record(
         'lifting': 'map',
         'data': {'name': 'stdlib', 'version': '3.11.7', 'unigram_bits_per_byte': 4.53},
         'eval_tokens': 65536,
+        'eval_rows': 512,
+        'val_loss_se': None if val_loss is None else 0.0125,
         'provenance': {
             'git': {'commit': 'abc1234', 'dirty': False},
             'versions': {'jax': '0.10.2'},
@@ -110,50 +134,175 @@ def probe_record(variant: str, accuracy: float | None = 0.5, **changes: object) 
     return record | {name: value for name, value in changes.items() if name in record}
 
 
-def cell_name(variant: str, size: str) -> str:
-    kept = ''.join(c if c.isalnum() or c in '-_' else '_' for c in f'{variant}-{size}')
-    return f'{kept[:60]}-{len(variant)}'
+def cell_name(variant: str, size: str, stage: str = 'single', knob: str | None = None) -> str:
+    parts = [variant, size] + [part for part in (stage, knob) if part not in ('single', None)]
+    kept = ''.join(c if c.isalnum() or c in '-_' else '_' for c in '-'.join(parts))
+    return f'{kept[:90]}-{len(variant)}'
+
+
+def tuned_arm(
+    variant: str,
+    size: str = 'd_model=128',
+    losses: Sequence[float | None] = (2.0,) * 8,
+    optimum: float = 4e-3,
+    rates: Sequence[float] = RATES,
+    diverged_rates: Sequence[float] = (),
+    learning_rate: float | None = None,
+    seeds: Sequence[int] = VERDICT_SEEDS,
+    screening_seeds: Sequence[int] = SCREENING_SEEDS,
+    **changes: object,
+) -> list[dict]:
+    """Screening and verdict trials of one arm.
+
+    Screening losses are an exact parabola in ln(rate) with its vertex at `optimum`, one level per
+    seed; the verdict ran at `learning_rate` (the optimum where it is None), one of `losses` a seed.
+    """
+    level = min((loss for loss in losses if loss is not None), default=2.0)
+    screening = [
+        trial_record(
+            variant,
+            size,
+            seed,
+            rate,
+            None
+            if rate in diverged_rates
+            else level + 0.01 * place + 0.1 * math.log(rate / optimum) ** 2,
+            stage='screening',
+            knob='learning_rate',
+            **changes,
+        )
+        for rate in rates
+        for place, seed in enumerate(screening_seeds)
+    ]
+    rate = optimum if learning_rate is None else learning_rate
+    return screening + [
+        trial_record(variant, size, seed, rate, loss, stage='verdict', **changes)
+        for seed, loss in zip(seeds, losses, strict=False)
+    ]
+
+
+def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Path:
+    """A study with tuning, of records that `tuned_arm` made."""
+    tuning = {
+        'seeds': list(SCREENING_SEEDS),
+        'max_points': 9,
+        'learning_rates': list(RATES),
+        'weight_decays': [0.1],
+        'score_scales': [1.0],
+    }
+    return write_study(directory, records, **{'tuning': tuning} | keywords)
+
+
+def cell_config(variant: str, size: str, records: Sequence[dict]) -> Config:
+    """The resolved config of a cell with these trials."""
+
+    def each(name: str) -> tuple:
+        return tuple(dict.fromkeys(record['trial'][name] for record in records))
+
+    score, _, value = variant.partition('?')[0].partition(' ')[0].partition('/')
+    shape = records[0]['config'] if records else {'d_model': 128, 'd_ff': 512}
+    return Config(
+        model=dataclasses.replace(ModelConfig(score=score, value=value), **shape),
+        optimizer=OptimizerConfig(schedule='linear'),
+        train=TrainConfig(num_steps=records[0]['num_steps'] if records else 400),
+        trials=TrialsConfig(
+            seeds=each('seed') if records else VERDICT_SEEDS,
+            learning_rates=each('learning_rate') if records else RATES,
+            weight_decays=each('weight_decay') if records else (0.1,),
+        ),
+    )
+
+
+def plan_line(
+    variant: str,
+    size: str,
+    records: Sequence[dict] = (),
+    stage: str = 'single',
+    knob: str | None = None,
+    name: str | None = None,
+    baseline: str | None = 'qk/vo',
+) -> dict:
+    name = cell_name(variant, size, stage, knob) if name is None else name
+    return {
+        'cell': name,
+        'variant': variant,
+        'size': size,
+        'destination': None if variant == baseline else 'd_model',
+        'stage': stage,
+        'knob': knob,
+        'directory': name,
+        'trials': len(records) or 8,
+        'target': records[0]['target_weights'] if records else 1000000,
+        'residual': records[0]['residual'] if records else 0.0,
+        'config': to_json(cell_config(variant, size, records)),
+    }
 
 
 def write_study(
     directory: Path,
     records: list[dict],
     baseline: str | None = 'qk/vo',
-    declared: list[tuple[str, str]] = (),
+    declared: Sequence[tuple] = (),
     num_evals: int = 10,
     **changes: object,
 ) -> Path:
-    """Writes the study `records` make up; `declared` adds (variant, size) cells without results."""
+    """Writes the study that `records` make up.
+
+    `declared` adds cells without results, (variant, size) or (variant, size, stage, knob);
+    `changes` are fields of study.json.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     cells: dict[str, list[dict]] = {}
     for record in records:
         cells.setdefault(record['cell'], []).append(record)
-    grid = [
-        {'cell': name, 'variant': rs[0]['variant'], 'size': rs[0]['size'], 'directory': name}
+    plan = [
+        plan_line(*(rs[0][f] for f in ('variant', 'size')), rs, rs[0]['stage'], rs[0]['knob'], name)
         for name, rs in cells.items()
     ]
-    for variant, size in declared:
-        name = cell_name(variant, size)
-        grid.append({'cell': name, 'variant': variant, 'size': size, 'directory': name})
+    plan += [plan_line(variant, size, (), *rest) for variant, size, *rest in declared]
+    arms = list(dict.fromkeys((line['variant'], line['size']) for line in plan))
     study = {
         'name': 'synthetic',
         'question': 'Does attention need all four matrices at equal weights?',
         'baseline': baseline,
-        'variants': list(dict.fromkeys(entry['variant'] for entry in grid)),
-        'sizes': list(dict.fromkeys(entry['size'] for entry in grid)),
+        'variants': list(dict.fromkeys(variant for variant, _ in arms)),
+        'sizes': list(dict.fromkeys(size for _, size in arms)),
         'matched': 'total',
-        'cells': grid,
+        'fill': 'd_ff',
+        'tolerance': 1e-3,
+        'margin': 0.005,
+        'destinations': ['d_model'],
+        'seeds': list(VERDICT_SEEDS),
+        'tuning': None,
+        'arms': [{'variant': variant, 'size': size} for variant, size in arms],
         'command': 'python -m experiments.ablate --config=configs/synthetic.py',
     }
     (directory / 'study.json').write_text(json.dumps(study | changes))
-    lines = [json.dumps(record) for record in records]
-    (directory / 'results.jsonl').write_text(''.join(line + '\n' for line in lines))
+    write_lines(directory / 'plan.jsonl', plan)
+    write_lines(directory / 'results.jsonl', records)
     for name, of_cell in cells.items():
         (directory / name).mkdir(exist_ok=True)
         own = [{k: v for k, v in record.items() if k not in STUDY_FIELDS} for record in of_cell]
         (directory / name / 'result.json').write_text(json.dumps(own))
         write_metrics(directory / name, of_cell, num_evals)
     return directory
+
+
+def write_lines(path: Path, records: Sequence[Mapping]) -> None:
+    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+
+
+def edit_plan(directory: Path, cell: str, **changes: object) -> None:
+    """Changes a cell's line in plan.jsonl; 'train__num_steps' is a setting of its config."""
+    lines = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
+    (line,) = [line for line in lines if line['cell'] == cell]
+    for name, value in changes.items():
+        part, _, field = name.partition('__')
+        if field:
+            line['config'][part][field] = value
+        else:
+            line[name] = value
+    write_lines(directory / 'plan.jsonl', lines)
 
 
 def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:

@@ -9,11 +9,16 @@ from qkattn.report import ReportError, load_study
 
 from .conftest import (
     cell_name,
+    edit_plan,
+    plan_line,
     probe_record,
     translation_record,
     trial_record,
+    tuned_arm,
+    write_lines,
     write_metrics,
     write_study,
+    write_tuned,
 )
 
 
@@ -35,7 +40,7 @@ def test_missing_cells_say_how_far_they_are(study_dir):
     assert [cell.variant for cell in missing] == ['merged_qk/vo', 'qk/merged_vo']
     assert [cell.progress for cell in missing] == [
         'not started',
-        'unfinished, last logged step 400',
+        'step 400 of 400',
     ]
 
 
@@ -48,11 +53,21 @@ def test_missing_cells_say_how_far_they_are(study_dir):
         (json.dumps(trial_record('qk/vo', seed=1, num_steps='many')), "'num_steps' is 'many'"),
         (json.dumps(trial_record('qk/vo', seed=1, status='lost')), "'status' is 'lost'"),
         (json.dumps(trial_record('qk/vo', seed=1, val_loss=float('nan'))), "'val_loss' of a fin"),
-        (json.dumps(trial_record('other', seed=1)), 'is not declared in study.json'),
+        (json.dumps(trial_record('other', seed=1)), 'is not in plan.jsonl'),
+        (json.dumps(trial_record('qk/vo', seed=1, residual=0.5)), 'residual 0.5 contradicts plan'),
+        (json.dumps(trial_record('qk/vo', seed=1, stage='final')), "'stage' is 'final', expected"),
+        (
+            json.dumps(trial_record('qk/vo', seed=1, knob='width')),
+            "field 'knob' is 'width', expected null at stage 'single'",
+        ),
+        (
+            json.dumps(trial_record('qk/vo', seed=1, config_hash='0123')),
+            "its config_hash '0123' is not that of the planned cell",
+        ),
         (json.dumps(trial_record('qk/vo', val_loss=1.5)), 'repeats an earlier line'),
         (
             json.dumps(trial_record('x', seed=1, cell=cell_name('qk/vo', 'd_model=128'))),
-            "variant 'x' contradicts study.json",
+            "variant 'x' contradicts plan.jsonl",
         ),
     ],
 )
@@ -176,3 +191,105 @@ def test_scores_that_do_not_compare_are_named(study_dir):
         'numbers of test sentences differ, so the scores of these rows do not compare: '
         "1000 ('qk/vo' at 'd_model=128'), 500 ('b/vo' at 'd_model=128').",
     )
+
+
+def test_missing_arms_say_how_far_their_chain_has_come(study_dir):
+    size = 'd_model=128'
+    records = tuned_arm('qk/vo') + tuned_arm('a/vo')[:10] + tuned_arm('b/vo')[:10]
+    declared = [
+        ('b/vo', size, 'verdict'),
+        ('c/vo', size, 'screening', 'learning_rate'),
+        ('d/vo', size, 'screening', 'learning_rate'),
+    ]
+    arms = [{'variant': f'{v}/vo', 'size': size} for v in ('qk', 'a', 'b', 'c', 'd', 'e')]
+    variants = [arm['variant'] for arm in arms]
+    write_tuned(study_dir, records, declared=declared, arms=arms, variants=variants)
+    running = cell_name('c/vo', size, 'screening', 'learning_rate')
+    edit_plan(study_dir, running, train__num_steps=800)
+    (study_dir / running).mkdir()
+    write_metrics(study_dir / running, [trial_record('c/vo', num_steps=300)], num_evals=3)
+    found = load_study(study_dir).missing
+    assert [(arm.variant, arm.progress) for arm in found] == [
+        ('a/vo', 'verdict not started'),
+        ('b/vo', 'verdict not started'),
+        ('c/vo', 'screening of learning_rate, step 300 of 800'),
+        ('d/vo', 'screening of learning_rate not started'),
+        ('e/vo', 'not started'),
+    ]
+    assert [arm.name is None for arm in found] == [True, False, False, False, True]
+
+
+def test_reads_plan_and_tuning(study_dir):
+    study = load_study(write_tuned(study_dir, tuned_arm('qk/vo')))
+    screening, verdict = study.cells
+    assert (screening.stage, screening.knob) == ('screening', 'learning_rate')
+    assert (verdict.stage, verdict.knob, verdict.num_trials) == ('verdict', None, 8)
+    assert verdict.config['train']['num_steps'] == 400 and verdict.progress == 'finished'
+    assert study.tuning.seeds == (100, 101) and study.tuning.knobs == ('learning_rate',)
+    assert study.trials[0].score_scale == 1.0 and study.trials[0].val_loss_se == 0.0125
+    assert study.arms == (('qk/vo', 'd_model=128'),) and study.margin == 0.005
+
+
+GOOD = plan_line('b/vo', 'd_model=128')
+
+
+@pytest.mark.parametrize(
+    ('line', 'said'),
+    [
+        ('{"cell": ', 'plan.jsonl:2 is not JSON'),
+        ('{}', "plan.jsonl:2 was left out: field 'cell' is missing"),
+        (json.dumps(GOOD | {'variant': 'z/vo'}), "'z/vo' at 'd_model=128' is no arm that study"),
+        (json.dumps(GOOD | {'stage': 'screening'}), "field 'knob' is None, expected learning_rate"),
+        (json.dumps(GOOD | {'config': {}}), "field 'model' is missing"),
+        (
+            json.dumps(plan_line('b/vo', 'd_model=128', name=cell_name('qk/vo', 'd_model=128'))),
+            'is planned twice, differently',
+        ),
+    ],
+)
+def test_bad_plan_lines_are_named_and_left_out(study_dir, line, said):
+    arms = [{'variant': v, 'size': 'd_model=128'} for v in ('qk/vo', 'b/vo')]
+    write_study(study_dir, [trial_record('qk/vo')], arms=arms, variants=['qk/vo', 'b/vo'])
+    with (study_dir / 'plan.jsonl').open('a') as file:
+        file.write(line + '\n')
+    study = load_study(study_dir)
+    assert len(study.trials) == 1 and len(study.problems) == 1
+    assert said in study.problems[0] and study.problems[0].startswith('plan.jsonl:2')
+
+
+def test_a_study_without_a_plan_is_named(study_dir):
+    write_study(study_dir, [trial_record('qk/vo')])
+    (study_dir / 'plan.jsonl').unlink()
+    with pytest.raises(ReportError, match=r'no results yet \(plan.jsonl does not exist'):
+        load_study(study_dir)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'said'),
+    [
+        ({'margin': None}, "field 'margin' is None, expected int or float"),
+        ({'tuning': {'seeds': [1]}}, "field 'max_points' is missing"),
+        ({'arms': [{'variant': 'z', 'size': 'd_model=128'}]}, "an arm has variant 'z', which is"),
+    ],
+)
+def test_a_bad_declaration_is_one_sentence(study_dir, changes, said):
+    write_study(study_dir, [trial_record('qk/vo')], **changes)
+    with pytest.raises(ReportError) as raised:
+        load_study(study_dir)
+    assert said in str(raised.value)
+
+
+def test_one_seed_and_setting_may_be_screened_in_two_cells(study_dir):
+    records = tuned_arm('qk/vo')
+    again = trial_record(
+        'qk/vo', seed=100, learning_rate=4e-3, stage='screening', knob='weight_decay'
+    )
+    study = load_study(write_tuned(study_dir, [*records, again]))
+    assert len(study.trials) == 19 and study.problems == ()
+
+
+def test_results_of_a_cell_that_is_not_planned_are_left_out(study_dir):
+    write_study(study_dir, [trial_record('qk/vo')])
+    write_lines(study_dir / 'plan.jsonl', [GOOD])
+    with pytest.raises(ReportError, match='has no results yet'):
+        load_study(study_dir)

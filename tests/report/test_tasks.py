@@ -1,15 +1,13 @@
 """Pages of studies that are no language models: translation and synthetic tasks."""
 
 import pytest
-from matplotlib.figure import Figure
 
-from qkattn.report import load_study, summarise, write_report
-from qkattn.report import style as report_style
-from qkattn.report.html import data_name
+from qkattn.report import find, load_study, summarise, write_report
+from qkattn.report.facts import data_name
 from qkattn.report.plots import figures
 
 from .conftest import probe_record, translation_record, trial_record, write_study
-from .test_report import Page, assert_drawn
+from .pages import Page, assert_drawn, capture_figures
 
 KINDS = {'translation': translation_record, 'probe': probe_record, 'language': trial_record}
 
@@ -27,16 +25,7 @@ def study_of(kind, directory):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The matplotlib figures behind a report, by the name of their file."""
-    made: dict[str, Figure] = {}
-
-    def render(figure, stem, title, caption):
-        made[stem] = figure
-        return report_style.Rendered(stem, title, caption, b'', '')
-
-    monkeypatch.setattr('qkattn.report.plots.render', render)
-    monkeypatch.setattr('qkattn.report.forest.render', render)
-    return made
+    return capture_figures(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +38,9 @@ def drawn(monkeypatch):
 )
 def test_axes_say_what_is_drawn(study_dir, drawn, kind, score, curve):
     study = load_study(study_of(kind, study_dir))
-    captions = {figure.stem: figure.caption for figure in figures(study, summarise(study))}
+    captions = {
+        figure.stem: figure.caption for figure in figures(study, find(study, summarise(study)))
+    }
     assert drawn['curves'].axes[0].get_ylabel() == curve
     assert captions['curves'].startswith(curve.replace('val', 'Validation', 1))
     assert drawn['losses'].axes[0].get_xlabel() == 'val loss (nats/token)'
@@ -61,14 +52,14 @@ def test_axes_say_what_is_drawn(study_dir, drawn, kind, score, curve):
 @pytest.mark.parametrize('kind', ['translation', 'probe'])
 def test_the_highest_score_is_at_the_top(study_dir, drawn, kind):
     study = load_study(study_of(kind, study_dir))
-    figures(study, summarise(study))
+    figures(study, find(study, summarise(study)))
     labels = [label.get_text() for label in drawn['scores'].axes[0].get_yticklabels()]
     assert labels == ['b/vo', 'qk/vo', 'c/vo']
 
 
 def test_curves_end_at_the_final_loss(study_dir, drawn):
     study = load_study(study_of('probe', study_dir))
-    figures(study, summarise(study))
+    figures(study, find(study, summarise(study)))
     ends = sorted(line.get_ydata()[-1] for line in drawn['curves'].axes[0].lines)
     assert ends == pytest.approx([0.245, 0.495, 0.745])
 
@@ -76,7 +67,7 @@ def test_curves_end_at_the_final_loss(study_dir, drawn):
 def test_many_variants_without_bytes_name_the_unit(study_dir, drawn):
     records = [probe_record(f'v{i}/vo', accuracy=0.5 + i / 100) for i in range(10)]
     study = load_study(write_study(study_dir, records, baseline='v0/vo'))
-    figures(study, summarise(study))
+    figures(study, find(study, summarise(study)))
     assert drawn['curves'].get_supylabel() == 'val loss (nats/token)'
 
 
@@ -99,7 +90,7 @@ def test_page(study_dir, kind, data, heading):
 def test_a_variant_without_scores_is_drawn_as_such(study_dir, drawn):
     records = [translation_record('qk/vo'), trial_record('b/vo')]
     study = load_study(write_study(study_dir, records))
-    figures(study, summarise(study))
+    figures(study, find(study, summarise(study)))
     said = [text.get_text() for text in drawn['scores'].axes[0].texts]
     assert said == ['not measured for every seed']
 

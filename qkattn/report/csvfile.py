@@ -1,0 +1,101 @@
+"""The summary as CSV: unrounded numbers, one line per arm, for other programs."""
+
+import csv
+import io
+from collections.abc import Sequence
+
+from qkattn.report.columns import induction_of, mean, value_of
+from qkattn.report.findings import Arm, Findings
+from qkattn.report.measures import losses, scores
+from qkattn.report.records import KNOBS
+
+
+def csv_table(findings: Findings) -> str:
+    """An empty field means there is no such number."""
+    rows = findings.rows
+    measures = (*losses(rows), *scores(rows), *induction_of(rows))
+    groups = dict.fromkeys(group for row in rows for group in row.example.weights)
+    multipliers = {of.variant: of.multiplier for of in findings.scaling}
+    records = []
+    for arm in findings.arms:
+        record = _record(arm, [measure.field for measure in measures])
+        weights = arm.row.example.weights
+        record |= {f'weights_{group}': weights.get(group) for group in groups if group != 'total'}
+        if multipliers:
+            found = multipliers.get(arm.row.variant)
+            for part in ('value', 'low', 'high'):
+                record[f'multiplier_{part}'] = found and getattr(found, part)
+        records.append(record)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(records[0]), lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+def _record(arm: Arm, fields: Sequence[str]) -> dict[str, object]:
+    row, trial = arm.row, arm.row.example
+    record: dict[str, object] = {
+        'variant': row.variant,
+        'size': row.size,
+        'is_baseline': int(row.is_baseline),
+        **_judged(arm),
+        'd_model': trial.config['d_model'],
+        'd_ff': trial.config['d_ff'],
+        'weights': trial.weights['total'],
+        'target_weights': trial.target_weights,
+        'residual': trial.residual,
+        'flops_per_token': trial.flops_per_token,
+        'cache_floats_per_token': trial.cache_floats_per_token,
+        'learning_rate': value_of(arm, 'learning_rate') if arm.bowls else row.learning_rate,
+        'learning_rates_run': ' '.join(f'{rate:g}' for rate in row.learning_rates),
+        'learning_rate_at_edge': int(row.at_edge),
+        'seeds': ' '.join(str(seed) for seed in sorted(t.seed for t in row.chosen)),
+        'screening_seeds': ' '.join(str(seed) for seed in sorted({t.seed for t in row.screening})),
+    }
+    for knob in KNOBS:
+        record |= _tuned(knob, arm)
+    estimates = {'val_loss': row.val_loss}
+    estimates |= {name: row.over_seeds(name) for name in fields}
+    for name, value in estimates.items():
+        for part in ('mean', 'sd', 'low', 'high', 'n'):
+            record[f'{name}_{part}'] = None if value is None else getattr(value, part)
+    errors = [t.val_loss_se for t in row.chosen if t.val_loss_se is not None]
+    return record | {
+        'val_loss_se': mean(errors),
+        'eval_tokens': trial.eval_tokens,
+        'tokens_per_second': mean(row.of_cells('tokens_per_second')),
+        'train_seconds': sum(row.of_cells('train_seconds')),
+        'compile_seconds': sum(row.of_cells('compile_seconds')),
+        'diverged': row.num_diverged,
+        'trials': len(row.verdicts),
+        'screening_diverged': sum(not trial.finished for trial in row.screening),
+        'screening_trials': len(row.screening),
+    }
+
+
+def _judged(arm: Arm) -> dict[str, object]:
+    """The verdict and the difference it is about."""
+    record = {'verdict': arm.verdict.word if arm.verdict else None}
+    record['reason'] = arm.verdict.reason if arm.verdict else None
+    for part in ('mean', 'sd', 'low', 'high', 'n', 'bootstrap_low', 'bootstrap_high', 'p'):
+        record[f'difference_{part}'] = arm.difference and getattr(arm.difference, part)
+    for part in ('p_equivalence', 'detectable', 'margin'):
+        record[part] = arm.difference and getattr(arm.difference, part)
+    for part in ('p_holm', 'p_equivalence_holm', 'detectable'):
+        name = part if part != 'detectable' else 'detectable_holm'
+        record[name] = arm.verdict and getattr(arm.verdict, part)
+    record['paired'] = arm.difference and int(arm.difference.paired)
+    return record
+
+
+def _tuned(knob: str, arm: Arm) -> dict[str, object]:
+    """What the screening says of one knob."""
+    found = arm.bowls.get(knob)
+    record: dict[str, object] = {}
+    if knob != 'learning_rate':
+        record[knob] = value_of(arm, knob)
+    parts = ('optimum', 'optimum_low', 'optimum_high', 'sensitivity')
+    record |= {f'{knob}_{part}': found and getattr(found, part) for part in parts}
+    record[f'{knob}_bracketed'] = found and int(found.bracketed)
+    return record

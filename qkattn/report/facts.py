@@ -1,0 +1,128 @@
+"""What a reader wants to know first: a strip of names and values, and provenance in full."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+
+from qkattn.report import elements
+from qkattn.report.findings import Findings
+from qkattn.report.load import Study
+from qkattn.report.numbers import si, words
+from qkattn.report.records import corpora
+
+# A value that differs in every cell, such as a starting time, is not listed for every one.
+MAX_VALUES = 3
+
+
+def key_facts(study: Study, found: Findings) -> list[tuple[str, str]]:
+    """(name, value) texts about the whole study."""
+    trials = study.trials
+    done = sum(bool(cell.trials) for cell in study.cells)
+    unplanned = sum(cell.name is None for cell in study.missing)
+    weights = _span(row.example.weights['total'] for row in found.rows)
+    matching = 'not matched' if study.matched is None else f'{words(study.matched)} matched'
+    finished = [trial for trial in trials if trial.finished] or trials
+    facts = [
+        ('baseline', study.baseline or 'none'),
+        ('grid', f'{done} of {len(study.cells) + unplanned} cells, {len(trials):,} trials'),
+        ('data', _each(data_name(t.data) for t in trials)),
+        ('weights', f'{weights}, {matching.replace("non embedding", "non-embedding")}'),
+        (
+            'training',
+            f'{_span(t.num_steps for t in finished)} steps, '
+            f'{_span(t.num_tokens for t in finished)} tokens a trial',
+        ),
+        *_settings(study),
+        ('device', _each(_device(t.provenance) for t in trials)),
+    ]
+    diverged = sum(not trial.finished for trial in trials)
+    return facts + ([('diverged', f'{diverged} of {len(trials)} trials')] if diverged else [])
+
+
+def _settings(study: Study) -> list[tuple[str, str]]:
+    """Seeds and what was tuned with which; for a study without tuning, what was run."""
+    if study.tuning is None:
+        rates = sorted({trial.learning_rate for trial in study.trials})
+        return [
+            ('learning rates', _each(f'{rate:g}' for rate in rates)),
+            ('seeds', _each(sorted({trial.seed for trial in study.trials}))),
+        ]
+    return [
+        ('tuned for each arm', ', '.join(map(words, study.tuning.knobs)) or 'nothing'),
+        ('screening seeds', _each(study.tuning.seeds)),
+        ('verdict seeds', _each(study.seeds)),
+        ('margin of equivalence', f'±{study.margin:g} nats/token'),
+    ]
+
+
+def _each(values: Iterable[object]) -> str:
+    return ', '.join(dict.fromkeys(str(value) for value in values))
+
+
+def _span(values: Iterable[float]) -> str:
+    values = sorted(values)
+    return '–'.join(dict.fromkeys((si(values[0]), si(values[-1]))))
+
+
+def data_name(data: Mapping[str, object]) -> str:
+    """'stdlib 3.11', 'copy 1 (length=16)' or, for parallel text, 'a/de -> a/en 1.0'."""
+    sides = corpora(data)
+    versions = dict.fromkeys(str(side['version']) for side in sides)
+    name = f'{" → ".join(side["name"] for side in sides)} {" → ".join(versions)}'
+    match data:
+        case {'options': {**options}} if options:
+            return f'{name} ({", ".join(f"{k}={_plain(v)}" for k, v in options.items())})'
+    return name
+
+
+def _device(provenance: Mapping[str, object]) -> str:
+    match provenance:
+        case {'devices': {'kind': kind, 'count': count}}:
+            return f'{count} x {kind}'
+        case {'device': device}:
+            return _plain(device)
+    return 'not recorded'
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _flat(record: Mapping[str, object], prefix: str = '') -> Iterator[tuple[str, str]]:
+    """(name, text) of every value, 'outer: inner' for nested mappings."""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f'{prefix}{name}: ')
+        else:
+            yield f'{prefix}{name}', _plain(value)
+
+
+def provenance_html(study: Study) -> str:
+    """What ran where: each recorded value, with the number of cells when they differ."""
+    facts: dict[str, dict[str, set[str]]] = {}
+    for trial in study.trials:
+        recorded = {
+            'data': trial.data,
+            'eval tokens': trial.eval_tokens,
+            'trials run as': trial.lifting,
+            **trial.provenance,
+        }
+        for name, text in _flat(recorded):
+            facts.setdefault(name, {}).setdefault(text, set()).add(trial.cell)
+    done = {trial.cell for trial in study.trials}
+    lines = [('command', escape(study.command))] if study.command else []
+    for name, values in facts.items():
+        if name == 'command' and study.command:
+            continue
+        texts = [
+            escape(text)
+            + (f' <small>({len(cells)} of {len(done)} cells)</small>' if len(values) > 1 else '')
+            for text, cells in list(values.items())[:MAX_VALUES]
+        ]
+        texts += [f'and {len(values) - MAX_VALUES} more'] if len(values) > MAX_VALUES else []
+        lines.append((name, '<br>'.join(texts)))
+    body = [
+        f'<tr><th scope="row">{escape(name)}</th><td class="left wrap">{text}</td></tr>'
+        for name, text in lines
+    ]
+    return elements.table('', body, kind='plain')

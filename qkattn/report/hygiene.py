@@ -1,0 +1,237 @@
+"""Checks of a study's own rules: what a reader has to know, and what stands in a verdict's way.
+
+Only validation and test measurements are ever read as results; training losses are not.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from qkattn.bowl import Bowl
+from qkattn.report import equality
+from qkattn.report.load import Study
+from qkattn.report.numbers import counted, listed, si, span, words
+from qkattn.report.records import KNOBS, SCREENING, SINGLE, VERDICT, Trial
+from qkattn.report.summary import Row, stopped_early
+
+# Schedules that still train at a high learning rate when they end; others end at final_fraction.
+UNANNEALED = ('constant', 'inverse_sqrt')
+MAX_FINAL_FRACTION = 0.1
+ENOUGH_SEEDS = 5
+# Verdicts run at the value that the screening trials choose, rounded to three digits.
+SAME_VALUE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """A finding: `clause` is a sentence but for its subject, which `arm` is; None is the study.
+
+    `blocks` says that the arm, or with no arm every one, gets no verdict. `differs` names what is
+    not the same in all arms that are compared, where that enters results.
+    """
+
+    clause: str
+    blocks: bool = False
+    arm: tuple[str, str] | None = None
+    differs: str | None = None
+
+    @property
+    def text(self) -> str:
+        return f'{self.clause}.' if self.arm is None else f'{" at ".join(self.arm)}: {self.clause}.'
+
+
+def check(
+    study: Study, rows: Sequence[Row], bowls: Mapping[tuple, Mapping[str, Bowl]]
+) -> tuple[Remark, ...]:
+    """All remarks, the blocking ones first; `bowls` are by row and knob."""
+    found: list[Remark] = [*_tuned(study), *_seeds(study)]
+    for row in rows:
+        found += _unfinished(study, row)
+        found += _incomplete(study, row)
+        found += _budget(study, row)
+        found += _bracketed(study, row, bowls[row.place])
+        found += _verdict_cells(study, row, bowls[row.place])
+    found += [Remark(*difference) for difference in equality.differences(study, rows)]
+    found += _few_seeds(study, rows)
+    found += _diverged(rows)
+    found += _evaluation(rows)
+    return tuple(sorted(_merged(found, len(rows)), key=lambda remark: not remark.blocks))
+
+
+def _merged(remarks: Sequence[Remark], num_rows: int) -> list[Remark]:
+    """What is said about every arm is said once."""
+    arms: dict[Remark, set] = {}
+    for remark in remarks:
+        arms.setdefault(dataclasses.replace(remark, arm=None), set()).add(remark.arm)
+    common = {r for r, of in arms.items() if len(of - {None}) == num_rows > 1}
+    merged = {}
+    for remark in remarks:
+        of_all = dataclasses.replace(remark, arm=None)
+        if remark.arm is not None and of_all in common:
+            remark = dataclasses.replace(of_all, clause=f'every arm: {remark.clause}')
+        merged[remark] = None
+    return list(merged)
+
+
+def _tuned(study: Study) -> Iterable[Remark]:
+    if study.tuning is not None and 'learning_rate' not in study.tuning.knobs:
+        rates = ', '.join(f'{rate:g}' for rate in study.tuning.learning_rates)
+        yield Remark(f'the learning rate is not tuned per arm: its grid is {rates} only', True)
+
+
+def _seeds(study: Study) -> Iterable[Remark]:
+    """Seeds that chose a setting flatter it."""
+    if study.tuning is None:
+        return
+    screening = set(study.tuning.seeds) | _of_stage(study.trials, SCREENING)
+    verdict = set(study.seeds) | _of_stage(study.trials, VERDICT)
+    if both := sorted(screening & verdict):
+        yield Remark(
+            f'screening and verdict share seed{"s" * (len(both) > 1)} {listed(both)}, which makes '
+            'the tuned settings look better than they are',
+            True,
+        )
+
+
+def _of_stage(trials: Iterable[Trial], stage: str) -> set[int]:
+    return {trial.seed for trial in trials if trial.stage == stage}
+
+
+def _unfinished(study: Study, row: Row) -> Iterable[Remark]:
+    short = [t for t in row.verdicts if t.finished and stopped_early(study, t)]
+    if short:
+        planned = study.by_name[short[0].cell].config['train']['num_steps']
+        yield Remark(
+            f'{counted(len(short), "trial")} of {len(row.verdicts)} stopped at step '
+            f'{short[0].num_steps:,} of {planned:,} and are no part of a verdict',
+            len(short) == len(row.verdicts),
+            row.place,
+        )
+    optimizer = study.by_name[row.example.cell].config['optimizer']
+    schedule, final = optimizer['schedule'], optimizer['final_fraction']
+    if schedule in UNANNEALED:
+        ends = f'the {words(schedule)} schedule does not anneal the learning rate'
+    elif final > MAX_FINAL_FRACTION:
+        ends = f'the learning rate ends at {final:g} of its peak, above {MAX_FINAL_FRACTION:g}'
+    else:
+        return
+    yield Remark(f'{ends}, so its losses are not those of a finished training', True, row.place)
+
+
+def _incomplete(study: Study, row: Row) -> Iterable[Remark]:
+    for cell in dict.fromkeys(trial.cell for trial in row.trials):
+        planned = study.by_name[cell]
+        if len(planned.trials) < planned.num_trials:
+            stage = '' if planned.stage == SINGLE else f'{planned.stage} '
+            yield Remark(
+                f'{len(planned.trials)} of {planned.num_trials} {stage}trials of cell {cell} have '
+                'readable results',
+                arm=row.place,
+            )
+
+
+def _budget(study: Study, row: Row) -> Iterable[Remark]:
+    residual = row.example.residual
+    if study.matched is None or residual is None:
+        return
+    name = equality.QUANTITIES[study.matched]
+    if abs(residual) > study.tolerance:
+        yield Remark(
+            f'{name} differ by {100 * residual:+.3g} %, above the tolerance '
+            f'{100 * study.tolerance:.3g} %: no verdict at equal {name}',
+            True,
+            row.place,
+        )
+    counted_weights, target = row.example.weights['total'], row.example.target_weights
+    if study.matched == 'total' and abs(counted_weights / target - 1 - residual) > 1e-6:
+        yield Remark(
+            f'its results count {counted_weights:,} weights, the plan says {residual:+.3%} of '
+            f'{target:,}',
+            True,
+            row.place,
+        )
+
+
+def _bracketed(study: Study, row: Row, bowls: Mapping[str, Bowl]) -> Iterable[Remark]:
+    """Not blocking as such: which words it leaves is decided with the verdict."""
+    for knob in study.tuning.knobs if study.tuning else ():
+        if knob in bowls and not bowls[knob].bracketed:
+            bowl = bowls[knob]
+            yield Remark(
+                f'{words(knob)} not bracketed, the best of {bowl.values[0]:g} to '
+                f'{bowl.values[-1]:g} is {bowl.best:g}',
+                False,
+                row.place,
+            )
+
+
+def _verdict_cells(study: Study, row: Row, bowls: Mapping[str, Bowl]) -> Iterable[Remark]:
+    """The verdict has to be at what the screening trials chose."""
+    if study.tuning is None or not row.verdicts:
+        return
+    for knob in study.tuning.knobs:
+        if knob not in bowls:
+            clause = f'its screening of the {words(knob)} has no results to choose a value by'
+            yield Remark(clause, True, row.place)
+            continue
+        ran, chosen = setting(row.verdicts[0], knob), bowls[knob].chosen
+        if abs(ran / chosen - 1) > SAME_VALUE:
+            yield Remark(
+                f'the verdict ran at {words(knob)} {ran:g}, the screening trials choose {chosen:g}',
+                True,
+                row.place,
+            )
+    if len({trial.settings for trial in row.verdicts}) > 1:
+        yield Remark('its verdict trials ran at more than one setting', True, row.place)
+    older = {t.cell for t in row.trials if t.stage == VERDICT} - {row.verdicts[0].cell}
+    if older:
+        clause = f'of {len(older) + 1} verdict cells, the last in the plan counts'
+        yield Remark(clause, False, row.place)
+
+
+def setting(trial: Trial, knob: str) -> float:
+    """The trial's value of a knob."""
+    return trial.score_scale if knob == KNOBS[2] else dict(trial.settings)[knob]
+
+
+def _few_seeds(study: Study, rows: Sequence[Row]) -> Iterable[Remark]:
+    if study.tuning is None:
+        return
+    few = [row for row in rows if row.verdicts and len(row.chosen) < ENOUGH_SEEDS]
+    counts = {len(row.chosen) for row in few}
+    if few:
+        names = 'all arms' if len(few) == len(rows) else listed(row.name for row in few)
+        yield Remark(
+            f'Verdicts rest on {span(counts)} seed{"s" * (counts != {1})} (fewer than '
+            f'{ENOUGH_SEEDS}) for {names}'
+        )
+
+
+def _diverged(rows: Sequence[Row]) -> Iterable[Remark]:
+    found = []
+    for row in rows:
+        parts = []
+        for stage, trials in (('screening ', row.screening), ('verdict ', row.verdicts)):
+            lost = sum(not trial.finished for trial in trials)
+            stage = stage if row.screening else ''
+            parts += [f'{lost} of {counted(len(trials), f"{stage}trial")}'] if lost else []
+        found += [f'{row.name} {listed(parts)}'] if parts else []
+    if found:
+        yield Remark(f'Diverged, counted and never averaged: {"; ".join(found)}')
+
+
+def _evaluation(rows: Sequence[Row]) -> Iterable[Remark]:
+    chosen = [trial for row in rows for trial in row.chosen]
+    tokens = {trial.eval_tokens for trial in chosen} - {None}
+    if not tokens:
+        return
+    size = ' or '.join(f'{number:,}' for number in sorted(tokens))
+    eval_rows = ' or '.join(f'{n:,}' for n in sorted({t.eval_rows for t in chosen} - {None}))
+    said = f'Val losses are over {size} tokens' + (f' in {eval_rows} rows' if eval_rows else '')
+    errors = sorted(t.val_loss_se for t in chosen if t.val_loss_se is not None)
+    if errors:
+        said += (
+            f', which leaves each a sampling error of {si(errors[len(errors) // 2], 2)} nats/token '
+            '(standard error over rows). All arms are evaluated on the same tokens, so most of it '
+            'cancels in a difference; intervals are over seeds and do not hold what is left of it'
+        )
+    yield Remark(said)

@@ -1,0 +1,125 @@
+"""Holds what is printed against the logs: tables, report and README are what the files give.
+
+Links of a chain, so that no number can stand anywhere that was not measured:
+
+    plan.jsonl                                 a cell's name is the hash of its config
+    metrics.jsonl of a cell -> results.jsonl   the losses of the last evaluation are the results
+    results.jsonl -> table.*, report.html      made again, they are the same character by character
+    study directory -> a page's headline       the block between its two marks is made again
+
+Figures are left out: a drawing library may place a pixel otherwise.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from qkattn.config import fingerprint_of
+from qkattn.report import documents
+from qkattn.report.files import write_atomic
+from qkattn.report.findings import find
+from qkattn.report.load import Study, load_study
+from qkattn.report.records import ReportError
+from qkattn.report.summary import summarise
+from qkattn.report.tables import headline
+
+BLOCK = re.compile(r'(<!-- headline: (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
+NUMBER = re.compile(r'\d+(?:[.,]\d+)*')
+_DRAWING = re.compile(r'<svg.*?</svg>', re.DOTALL)
+
+
+def check_study(directory: str | Path) -> int:
+    """Checks the reports of a study against its logs and returns how many numbers they print.
+
+    Raises:
+      ReportError: the first thing that differs, and where.
+    """
+    study = load_study(directory)
+    if study.problems:
+        raise ReportError(f'{study.directory}: {study.problems[0]}')
+    for sentence in _unlike_their_logs(study):
+        raise ReportError(f'{study.directory}: {sentence}')
+    count = 0
+    for name, wanted in documents(study).items():
+        path = study.directory / name
+        if not path.is_file():
+            raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
+        found = path.read_text(encoding='utf-8')
+        if place := _difference(found, wanted):
+            raise ReportError(f'{path} is not what its logs give, {place}')
+        count += len(NUMBER.findall(_DRAWING.sub('', found)))
+    return count
+
+
+def check_page(path: str | Path, *, write: bool = False) -> int:
+    """Checks the headlines of a Markdown page and returns how many there are.
+
+    A headline stands between `<!-- headline: DIRECTORY -->` (relative to the page) and
+    `<!-- end -->`.
+
+    Args:
+      write: puts what the studies give in place of what stands there.
+
+    Raises:
+      ReportError: a headline that its study does not give.
+    """
+    path = Path(path)
+    text = path.read_text(encoding='utf-8')
+
+    def made(match: re.Match) -> str:
+        study = load_study(path.parent / match[2])
+        return f'{match[1]}{headline(study, find(study, summarise(study)))}{match[4]}'
+
+    wanted = BLOCK.sub(made, text)
+    if write:
+        write_atomic(path, wanted)
+    elif place := _difference(text, wanted):
+        raise ReportError(f'{path} is not what its studies give, {place}')
+    return len(BLOCK.findall(text))
+
+
+def _unlike_their_logs(study: Study) -> Iterator[str]:
+    """Trials whose result is not the last evaluation of their cell's log."""
+    for cell in study.cells:
+        if fingerprint_of(cell.config) != cell.name:
+            yield f'cell {cell.name} of plan.jsonl is not the hash of its config'
+        if not cell.trials:
+            continue
+        path = study.directory / cell.directory / 'metrics.jsonl'
+        if not path.is_file():
+            yield f'cell {cell.name} has results, but {path.name} is missing'
+            continue
+        records = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+        last = [record for record in records if record['kind'] == 'eval'][-1]
+        for trial, logged in zip(cell.trials, last['val_loss'], strict=True):
+            if last['step'] != trial.num_steps:
+                yield f'cell {cell.name} was last evaluated at step {last["step"]}'
+            elif not _same(trial.val_loss, logged):
+                yield (
+                    f'seed {trial.seed} of cell {cell.name} has val loss {trial.val_loss}, '
+                    f'but {logged} in its log'
+                )
+
+
+def _same(result: float | None, logged: float | None) -> bool:
+    if result is None or logged is None:
+        return result is logged
+    return math.isclose(result, logged, rel_tol=1e-9)
+
+
+def _difference(found: str, wanted: str) -> str | None:
+    """'line 3: 'a', but they give 'b'', or None where both are the same but for drawings."""
+    lines = [_DRAWING.sub('', text).splitlines() for text in (found, wanted)]
+    for number, (line, other) in enumerate(zip(*lines, strict=False), start=1):
+        if line != other:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(line, other, strict=False)) if a != b),
+                min(len(line), len(other)),
+            )
+            part = slice(max(at - 20, 0), at + 40)
+            return f'line {number}: {line[part]!r}, but they give {other[part]!r}'
+    if len(lines[0]) != len(lines[1]):
+        return f'it has {len(lines[0])} lines, but they give {len(lines[1])}'
+    return None

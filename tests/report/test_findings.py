@@ -1,0 +1,250 @@
+"""Verdicts, and the words for them: every number recomputed by hand."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from qkattn.report import find, load_study, summarise
+from qkattn.report.findings import NO_VERDICT
+
+from .conftest import RATES, edit_plan, trial_record, tuned_arm, write_study, write_tuned
+
+BASE = 2 + 0.05 * np.arange(8)
+NOISE = 0.001 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
+
+
+def found_in(directory):
+    study = load_study(directory)
+    return find(study, summarise(study))
+
+
+def arm(variant, delta, **keywords):
+    return tuned_arm(variant, losses=list(BASE + delta + NOISE * (delta != 0)), **keywords)
+
+
+def words(found):
+    return {a.row.variant: a.verdict.word for a in found.arms if a.verdict}
+
+
+def reason(found, variant):
+    (verdict,) = [a.verdict for a in found.arms if a.row.variant == variant]
+    return verdict.reason
+
+
+@pytest.fixture
+def three(study_dir):
+    records = arm('qk/vo', 0) + arm('b/vo', -0.03) + arm('c/vo', 0.02) + arm('d/vo', 0.0004)
+    return write_tuned(study_dir, records)
+
+
+def test_verdicts_by_hand(three):
+    found = found_in(three)
+    assert words(found) == {'b/vo': 'better', 'c/vo': 'worse', 'd/vo': 'equivalent'}
+    b = found.arms[1]
+    differences = NOISE - 0.03
+    assert b.differences == pytest.approx(differences.tolist())
+    error = differences.std(ddof=1) / 8**0.5
+    half = stats.t.ppf(0.975, 7) * error
+    assert (b.difference.low, b.difference.high) == pytest.approx(
+        (differences.mean() - half, differences.mean() + half)
+    )
+    raw = [
+        2 * stats.t.sf(abs((NOISE + delta).mean()) / (NOISE.std(ddof=1) / 8**0.5), 7)
+        for delta in (-0.03, 0.02, 0.0004)
+    ]
+    # Holm: the smallest times 3, the next times 2, the largest as it is.
+    assert [a.verdict.p_holm for a in found.arms[1:]] == pytest.approx(
+        [3 * raw[0], 2 * raw[1], raw[2]], rel=1e-6
+    )
+    assert found.num_comparisons == 3 and found.arms[0].verdict is None
+
+
+def test_sentences_of_the_first_screen(three):
+    found = found_in(three)
+    half = stats.t.ppf(0.975, 7) * NOISE.std(ddof=1) / 8**0.5
+    low, high = NOISE.mean() - 0.03 - half, NOISE.mean() - 0.03 + half
+    (said,) = found.sentences
+    assert said.startswith(
+        'At equal total weights (820k), each arm at its own tuned learning rate, 8 fresh seeds: '
+        f'b/vo (-0.030 [{low:+.3f}, {high:+.3f}]) is better than qk/vo; c/vo (+0.020 ['
+    )
+    assert said.endswith('is equivalent to qk/vo (within 0.005 nats/token).')
+    assert found.held_equal == (
+        'Equal total weights (820k, within 0.1 %); same data, training (400 steps) and evaluation '
+        'set; each arm at its own tuned learning rate.'
+    )
+    assert found.scaling == ()
+
+
+def test_all_comparisons_of_all_sizes_are_one_family(study_dir):
+    records = [
+        record
+        for variant, d in itertools.product(('qk/vo', 'b/vo', 'c/vo'), (64, 128))
+        for record in arm(variant, 0 if variant == 'qk/vo' else 0.02, size=f's{d}', d_model=d)
+    ]
+    found = found_in(write_tuned(study_dir, records))
+    assert found.num_comparisons == 4
+    p = 2 * stats.t.sf(0.02 / (NOISE.std(ddof=1) / 8**0.5), 7)
+    assert NOISE.mean() == pytest.approx(0.000125)
+    assert found.arms[1].verdict.p_holm == pytest.approx(4 * p, rel=0.05)
+    assert [said.partition(',')[0] for said in found.sentences] == [
+        'At equal total weights (214k at s64)',
+        'At equal total weights (820k at s128)',
+    ]
+    assert 'there are 2' in found.scaling[0].fit.problem
+    assert [s.variant for s in found.scaling] == ['qk/vo', 'b/vo', 'c/vo']
+
+
+def test_scaling_over_four_sizes(study_dir):
+    records = []
+    for d in (32, 64, 128, 256):
+        weights = trial_record('qk/vo', d_model=d)['weights']['total']
+        for variant, worth in (('qk/vo', 1.0), ('b/vo', 1.5)):
+            law = 1.5 + 40 * (worth * weights) ** -0.4
+            losses = list(law + 0.0002 * (np.arange(8) - 3.5))
+            records += tuned_arm(variant, f's{d}', losses, d_model=d)
+    base, other = found_in(write_tuned(study_dir, records)).scaling
+    assert base.fit.problem is None and base.multiplier is None
+    assert base.fit.a.value == pytest.approx(0.4, rel=0.01)
+    assert other.multiplier.problem is None
+    assert other.multiplier.value == pytest.approx(1.5, rel=0.01)
+
+
+def test_sizes_with_a_diverged_seed_are_left_out_of_the_scaling(study_dir):
+    records = arm('qk/vo', 0, size='s64', d_model=64)
+    records += tuned_arm('qk/vo', 's128', [None, *BASE[1:]])
+    (scaling,) = found_in(write_tuned(study_dir, records)).scaling
+    assert len(scaling.fit.sizes) == 1
+
+
+def test_bowls_come_from_screening_trials(three):
+    bowl = found_in(three).arms[1].bowls['learning_rate']
+    assert bowl.values == RATES and bowl.bracketed
+    assert bowl.optimum == pytest.approx(4e-3) and bowl.chosen == 4e-3
+    assert len(bowl.losses[0]) == 2
+
+
+def test_every_knob_has_its_bowl(study_dir):
+    tuning = {
+        'seeds': [100, 101],
+        'max_points': 9,
+        'learning_rates': list(RATES),
+        'weight_decays': [0.05, 0.1, 0.2],
+        'score_scales': [0.5, 1.0, 2.0],
+    }
+    records = arm('qk/vo', 0)
+    for decay, scale in itertools.product((0.05, 0.1, 0.2), (0.5, 1.0, 2.0)):
+        for seed in (100, 101):
+            if scale == 1.0:
+                record = trial_record('qk/vo', stage='screening', knob='weight_decay', seed=seed)
+                record['val_loss'] = 2 + np.log(decay / 0.1) ** 2
+            elif decay == 0.1:
+                name = f'scale-{scale}'
+                record = trial_record(
+                    'qk/vo', stage='screening', knob='score_scale', seed=seed, cell=name
+                )
+                record['config_hash'], record['val_loss'] = name, 3.0
+            else:
+                continue
+            record['trial'] |= {'learning_rate': 4e-3, 'weight_decay': decay}
+            records.append(record)
+    for seed in (100, 101):
+        record = trial_record('qk/vo', stage='screening', knob='score_scale', seed=seed, cell='one')
+        record['trial']['learning_rate'] = 4e-3
+        records.append(record)
+    write_tuned(study_dir, records, tuning=tuning)
+    for scale in (0.5, 2.0):
+        edit_plan(study_dir, f'scale-{scale}', model__score_scale=scale)
+    bowls = found_in(study_dir).arms[0].bowls
+    assert list(bowls) == ['learning_rate', 'weight_decay', 'score_scale']
+    assert bowls['weight_decay'].values == (0.05, 0.1, 0.2)
+    assert bowls['weight_decay'].chosen == pytest.approx(0.1)
+    assert bowls['score_scale'].values == (0.5, 1.0, 2.0)
+    assert bowls['score_scale'].means == pytest.approx((3.0, 2.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ('delta', 'loose', 'word'),
+    [
+        (0.02, 'arm', 'undecided'),
+        (-0.02, 'arm', 'better'),
+        (0.0004, 'arm', 'undecided'),
+        (0.02, 'baseline', 'worse'),
+        (-0.02, 'baseline', 'undecided'),
+        (0.0004, 'baseline', 'undecided'),
+    ],
+)
+def test_an_optimum_beyond_the_grid_forbids_words(study_dir, delta, loose, word):
+    edge = {'optimum': 16e-3}
+    records = arm('qk/vo', 0, **(edge if loose == 'baseline' else {}))
+    records += arm('b/vo', delta, **(edge if loose == 'arm' else {}))
+    found = found_in(write_tuned(study_dir, records))
+    assert words(found) == {'b/vo': word}
+    said = 'learning rate not bracketed'
+    assert (said if loose == 'arm' else f"the baseline's {said}") in reason(found, 'b/vo')
+    assert ('may lie beyond' in reason(found, 'b/vo')) == (word == 'undecided')
+    assert found.arms[0].bracketed == (loose == 'arm')
+
+
+def test_divergence_never_helps(study_dir):
+    records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *(BASE[1:] - 0.03 + NOISE[1:])])
+    found = found_in(write_tuned(study_dir, records))
+    assert words(found) == {'b/vo': 'undecided'}
+    assert found.arms[1].difference.n == 7 and found.arms[1].row.num_diverged == 1
+
+
+def test_no_shared_seed_is_said_and_tested_unpaired(study_dir):
+    records = arm('qk/vo', 0) + arm('b/vo', 0.5, seeds=range(20, 28))
+    found = found_in(write_tuned(study_dir, records))
+    difference = found.arms[1].difference
+    assert not difference.paired and found.arms[1].differences == ()
+    p = stats.ttest_ind(BASE + 0.5 + NOISE, BASE, equal_var=False).pvalue
+    assert difference.p == pytest.approx(p)
+
+
+def test_arms_without_their_verdict_cell(study_dir):
+    records = arm('qk/vo', 0) + arm('b/vo', 0.02) + arm('c/vo', 0.02)[:10]
+    found = found_in(write_tuned(study_dir, records))
+    assert words(found) == {'b/vo': 'worse', 'c/vo': NO_VERDICT}
+    assert reason(found, 'c/vo') == 'its verdict trials have no results yet'
+    assert found.num_comparisons == 1
+    assert found.sentences[-1] == '1 arm of 3 has no verdict trials so far.'
+
+
+def test_nothing_can_be_said_before_the_baseline_has_its_verdict(study_dir):
+    found = found_in(write_tuned(study_dir, arm('qk/vo', 0)[:10] + arm('b/vo', 0.02)))
+    assert words(found) == {'b/vo': NO_VERDICT}
+    assert reason(found, 'b/vo') == 'the baseline qk/vo has no verdict trials there'
+
+
+def test_many_arms_are_counted_in_the_sentence(study_dir):
+    records = arm('qk/vo', 0)
+    for index in range(8):
+        records += arm(f'v{index}/vo', 0.02 + 0.01 * index)
+    (said,) = found_in(write_tuned(study_dir, records)).sentences
+    assert said.count('[') == 5 and 'and 3 more arms are worse than qk/vo.' in said
+    assert said.index('v0/vo') < said.index('v4/vo') and 'v5/vo' not in said
+
+
+@pytest.mark.parametrize(
+    ('rates', 'why'),
+    [
+        ((1e-3,), 'the learning rate was not tuned per arm, all ran at 0.001'),
+        ((1e-3, 2e-3), 'the learning rate of each arm was chosen by the seeds that its loss is'),
+    ],
+)
+def test_a_study_without_tuning_describes(study_dir, rates, why):
+    records = [
+        trial_record(variant, seed=seed, learning_rate=rate, val_loss=loss + 0.01 * seed * place)
+        for rate in rates
+        for place, (variant, loss) in enumerate((('qk/vo', 2.0), ('b/vo', 2.5), ('c/vo', 1.5)))
+        for seed in (0, 1)
+    ]
+    found = found_in(write_study(study_dir, records))
+    first, second = found.sentences
+    assert first.startswith(f'No verdict: {why}')
+    assert second.startswith('Differences to qk/vo, nats/token (descriptive, below zero is better)')
+    assert second.index('c/vo -0.490') < second.index('b/vo +0.505')
+    assert all(a.verdict is None for a in found.arms) and found.num_comparisons == 0

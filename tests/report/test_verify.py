@@ -1,0 +1,151 @@
+"""A number that the logs do not give is found, wherever it stands."""
+
+import json
+
+import pytest
+
+from qkattn import report
+from qkattn.config import fingerprint_of
+from qkattn.report import ReportError
+from qkattn.report.export import export
+from qkattn.report.verify import check_page, check_study
+
+from .conftest import trial_record, tuned_arm, write_lines, write_study, write_tuned
+
+
+def renamed(directory):
+    """The cells named by the hashes of their configs, as the planner names them."""
+    lines = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
+    names = {line['cell']: fingerprint_of(line['config']) for line in lines}
+    for line in lines:
+        line['cell'] = names[line['cell']]
+    write_lines(directory / 'plan.jsonl', lines)
+    results = [json.loads(line) for line in (directory / 'results.jsonl').read_text().splitlines()]
+    for result in results:
+        result['cell'] = result['config_hash'] = names[result['cell']]
+    write_lines(directory / 'results.jsonl', results)
+    for line in lines:
+        path = directory / line['directory'] / 'result.json'
+        own = json.loads(path.read_text())
+        path.write_text(json.dumps([{**o, 'config_hash': line['cell']} for o in own]))
+    return directory
+
+
+@pytest.fixture(scope='module')
+def written(tmp_path_factory):
+    """A tuned study with its report, to be copied."""
+    arms = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
+    records = [
+        record
+        for place, (variant, loss) in enumerate(arms.items())
+        for record in tuned_arm(
+            variant, losses=[loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
+        )
+    ]
+    directory = renamed(write_tuned(tmp_path_factory.mktemp('verify') / 'study', records))
+    report.write_report(directory)
+    return directory
+
+
+@pytest.fixture
+def study(written, tmp_path):
+    return export(written, tmp_path / 'kept')
+
+
+def test_a_report_is_what_its_logs_give(study):
+    # Three arms with a dozen numbers each, in five files.
+    assert check_study(study) > 5 * 3 * 12
+
+
+def test_what_is_exported_is_small_and_enough(written, study):
+    names = {str(path.relative_to(study)) for path in study.rglob('*') if path.is_file()}
+    logs = {name for name in names if name.endswith('metrics.jsonl')}
+    assert len(logs) == 6 and not any('result.json' in name.split('/') for name in names)
+    assert {name for name in names - logs if not name.startswith('plots/')} == {
+        *('study.json', 'plan.jsonl', 'results.jsonl', 'report.html'),
+        *(f'table.{kind}' for kind in ('txt', 'md', 'csv', 'tex')),
+    }
+    kinds = {
+        json.loads(line)['kind'] for log in logs for line in (study / log).read_text().splitlines()
+    }
+    assert kinds == {'eval'}
+    before = (written / 'report.html').read_text()
+    report.write_report(study)
+    assert (study / 'report.html').read_text() == before
+
+
+def test_an_export_does_not_overwrite_something_else(written, tmp_path):
+    (tmp_path / 'mine.txt').write_text('precious')
+    with pytest.raises(ReportError, match='holds something else than study'):
+        export(written, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ['mine.txt']
+    other = write_study(tmp_path / 'other', [trial_record('qk/vo')], name='another')
+    with pytest.raises(ReportError, match='holds something else than study'):
+        export(written, other)
+    assert export(written, export(written, tmp_path / 'twice')) == tmp_path / 'twice'
+
+
+@pytest.mark.parametrize('name', ['table.txt', 'table.md', 'table.csv', 'table.tex', 'report.html'])
+def test_one_digit_changed_by_hand_is_found(study, name):
+    text = (study / name).read_text()
+    # The mean difference of no_v, -0.094 or so, as far as each file prints it.
+    at = text.index('0.09')
+    (study / name).write_text(f'{text[:at]}0.08{text[at + 4 :]}')
+    with pytest.raises(ReportError, match=f'{name} is not what its logs give, line .*0.08'):
+        check_study(study)
+
+
+def test_a_missing_table_is_found(study):
+    (study / 'table.tex').unlink()
+    with pytest.raises(ReportError, match='table.tex does not exist'):
+        check_study(study)
+
+
+def edit(path, change):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    write_lines(path, lines)
+
+
+def test_a_result_that_is_not_in_the_log_is_found(study):
+    def better(lines):
+        lines[-1]['val_loss'] -= 0.001
+
+    edit(study / 'results.jsonl', better)
+    report.write_report(study)
+    with pytest.raises(ReportError, match=r'has val loss 1\.9\d+, but 1\.9\d+ in its log'):
+        check_study(study)
+
+
+def test_a_log_that_stops_early_is_found(study):
+    log = next(study.rglob('metrics.jsonl'))
+    log.write_text(''.join(log.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(ReportError, match='was last evaluated at step 360'):
+        check_study(study)
+    log.unlink()
+    with pytest.raises(ReportError, match='metrics.jsonl is missing'):
+        check_study(study)
+
+
+def test_a_config_changed_after_the_run_is_found(study):
+    def slower(lines):
+        lines[0]['config']['optimizer']['warmup_steps'] += 1
+
+    edit(study / 'plan.jsonl', slower)
+    with pytest.raises(ReportError, match='is not the hash of its config'):
+        check_study(study)
+
+
+def test_a_headline_is_written_and_checked(study, tmp_path):
+    page = tmp_path / 'README.md'
+    page.write_text('before\n<!-- headline: kept -->\n<!-- end -->\nafter 1.5\n')
+    with pytest.raises(ReportError, match='README.md is not what its studies give, line 3'):
+        check_page(page)
+    assert check_page(page, write=True) == 1
+    text = page.read_text()
+    assert text.startswith('before\n<!-- headline: kept -->\n| arm') and 'after 1.5' in text
+    assert '| qk/no_v | -0.09' in text and '| better |' in text
+    assert check_page(page) == 1
+    page.write_text(text.replace('-0.09', '-0.10', 1))
+    with pytest.raises(ReportError, match='not what its studies give'):
+        check_page(page)

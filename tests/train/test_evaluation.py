@@ -1,0 +1,258 @@
+"""What an evaluation makes of the sums that a program returns."""
+
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn import budget
+from qkattn.config import MeshConfig
+from qkattn.data import pipeline, repeats
+from qkattn.data.load import rows_of
+from qkattn.train import evaluation, program, results, sharding, step, train
+
+
+def direct_se(nats_R, weights_R):
+    """The formula, word for word, in float64."""
+    nats_R, weights_R = np.asarray(nats_R, np.float64), np.asarray(weights_R, np.float64)
+    used = weights_R > 0
+    R, loss = used.sum(), nats_R.sum() / weights_R.sum()
+    squares = (nats_R - loss * weights_R)[used] ** 2
+    return math.sqrt(R / (R - 1) * squares.sum()) / weights_R.sum()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """measured(nats_BT, targets_BT, weights_BT): what `step.measure` sums up of given losses."""
+
+    def make(nats_BT, weights_BT):
+        nats_BT, weights_BT = np.float32(nats_BT), np.float32(weights_BT)
+        monkeypatch.setattr(step, 'predict', lambda *_: jnp.zeros((*nats_BT.shape, 2)))
+        monkeypatch.setattr(step, 'cross_entropy', lambda *_: jnp.asarray(nats_BT))
+        batch = {'targets_BT': jnp.zeros(nats_BT.shape, jnp.int32), 'weights_BT': weights_BT}
+        return jax.jit(lambda: step.measure(None, None, None, batch))()
+
+    return make
+
+
+def joined(batches):
+    """Sums [P, 1] of P batches, as an evaluation of one trial holds them."""
+    return {name: np.array([[np.float64(sums[name])] for sums in batches]) for name in batches[0]}
+
+
+@pytest.mark.parametrize('spread', [1.0, 0.1, 0.003])
+@pytest.mark.parametrize('unequal', [False, True])
+def test_the_standard_error_is_that_of_a_ratio_over_rows(measured, spread, unequal):
+    """Rows of 256 targets at 3 nats, which differ much or hardly at all."""
+    rng = np.random.default_rng(0)
+    nats_PBT = 3 + spread * (rng.normal(size=(5, 16, 1)) + rng.normal(size=(5, 16, 256)))
+    lengths_PB = rng.integers(1, 257, (5, 16)) if unequal else np.full((5, 16), 256)
+    weights_PBT = (np.arange(256) < lengths_PB[..., None]).astype(np.float32)
+    weights_PBT[4, 7:] = 0  # rows of padding
+    sums = joined([measured(*pair) for pair in zip(nats_PBT, weights_PBT, strict=True)])
+    nats_PB = (np.float32(nats_PBT).astype(np.float64) * weights_PBT).sum(-1)
+    want = direct_se(nats_PB.ravel(), weights_PBT.sum(-1).ravel())
+    np.testing.assert_allclose(evaluation.standard_error(sums), [want], rtol=1e-4)
+    if not unequal:  # that of a mean of independent row means
+        mean_R = (nats_PB / 256).ravel()[: 4 * 16 + 7]
+        assert want == pytest.approx(mean_R.std(ddof=1) / math.sqrt(len(mean_R)), rel=1e-9)
+
+
+def test_a_single_row_has_no_standard_error_and_equal_rows_have_none_to_speak_of(measured):
+    one, weights = np.array([[1.0, 2.0], [9.0, 9.0]]), np.array([[1.0, 1.0], [0.0, 0.0]])
+    assert np.isnan(evaluation.standard_error(joined([measured(one, weights)]))).all()
+    # 1 + 2 and 2 + 3 nats of two targets each: se = sqrt(2 / 1 * (1 + 1)) / 4.
+    two = measured([[1.0, 2.0], [2.0, 3.0]], np.ones((2, 2)))
+    np.testing.assert_allclose(evaluation.standard_error(joined([two])), [0.5], rtol=1e-6)
+    same = measured(np.full((2, 2), 1.5), np.ones((2, 2)))
+    assert evaluation.standard_error(joined([same])) == [0.0]
+
+
+def test_the_sums_do_not_depend_on_how_rows_are_batched(measured):
+    rng = np.random.default_rng(1)
+    nats_BT, weights_BT = rng.gamma(2, 1, (12, 8)), (rng.random((12, 8)) < 0.6).astype(np.float32)
+    wanted = evaluation.standard_error(joined([measured(nats_BT, weights_BT)]))
+    for size in (1, 5):
+        parts = [slice(at, at + size) for at in range(0, 12, size)]
+        sums = joined([measured(nats_BT[part], weights_BT[part]) for part in parts])
+        np.testing.assert_allclose(evaluation.standard_error(sums), wanted, rtol=1e-5)
+
+
+def stub(answer, num_trials=2):
+    """A program whose trials all predict what `answer(tokens_BT)`, logits_BTV, says."""
+    sums = jax.jit(lambda batch: step.measure(None, None, None, batch))
+
+    def evaluate(state, batch):
+        found = sums({**batch, 'logits_BTV': answer(np.asarray(batch['tokens_BT']))})
+        return {name: np.repeat(np.asarray(a)[None], num_trials) for name, a in found.items()}
+
+    return SimpleNamespace(mesh=sharding.make_mesh(MeshConfig()), evaluate=evaluate)
+
+
+@pytest.fixture
+def stubbed(monkeypatch):
+    monkeypatch.setattr(step, 'predict', lambda _c, _g, _p, batch, _k: batch['logits_BTV'])
+    return stub
+
+
+def copying(half, sure):
+    """A model that predicts what stood H - 1 positions ago, its logit `sure` above the others."""
+
+    def answer(tokens_BT):
+        again_BT = np.roll(tokens_BT, half - 1, axis=1)
+        again_BT[:, : half - 1] = 0
+        return np.where(again_BT[..., None] == np.arange(256), np.float32(sure), np.float32(0))
+
+    return answer
+
+
+def alive(*flags):
+    return {'trials': {'alive': np.array(flags)}}
+
+
+@pytest.mark.parametrize('context', [16, 17])
+def test_a_model_that_copies_gains_and_one_that_does_not_does_not(tiny, stubbed, context):
+    config = tiny(model={'context': context}, train={'batch_size': 24, 'accumulation': 1})
+    rows, half = rows_of(config), (context + 1) // 2
+    found = evaluation.induction(config, stubbed(copying(half, 30.0)), rows, alive(True, True))
+    np.testing.assert_allclose(found.accuracy_X, [1, 1])
+    # The first copy was never seen before: token 0 is guessed, which no text holds.
+    np.testing.assert_allclose(found.gain_X, 30, atol=0.01)
+    # Half a guess: the gain is the difference of two closed forms.
+    half_sure = evaluation.induction(config, stubbed(copying(half, 5.0)), rows, alive(True, True))
+    np.testing.assert_allclose(half_sure.gain_X, 5, rtol=1e-5)
+    # Blind to its window: every copy costs the same, and only one token is ever right.
+    r_BH = repeats.sequences(rows)
+    values, counts = np.unique(r_BH[:, 1:], return_counts=True)
+    common = values[counts.argmax()]
+    always = np.zeros((24, context, 256), np.float32)
+    always[..., common] = 3.0
+    blind = evaluation.induction(config, stubbed(lambda _: always), rows, alive(True, False))
+    np.testing.assert_allclose(blind.gain_X, [0, np.nan], atol=1e-6)
+    part = counts.max() / r_BH[:, 1:].size
+    np.testing.assert_allclose(blind.accuracy_X, [part, np.nan], rtol=1e-6)
+
+
+def test_every_arm_is_shown_the_same(tiny):
+    """Whatever its width, depth, heads, variant and batches."""
+    shown = []
+    for model, train_fields in (
+        ({}, {}),
+        ({'d_model': 64, 'num_layers': 1, 'num_heads': 4}, {'batch_size': 2, 'accumulation': 1}),
+    ):
+        config = tiny(model=model, train=train_fields)
+        seen = []
+
+        def evaluate(state, batch, seen=seen):
+            seen.append(jax.tree.map(np.asarray, batch))
+            names = ('nats', 'correct', 'solved', 'weight', 'rows', 'ee', 'ew', 'ww')
+            return {name: np.ones(2) for name in names}
+
+        fake = SimpleNamespace(mesh=sharding.make_mesh(MeshConfig()), evaluate=evaluate)
+        evaluation.induction(config, fake, rows_of(config), alive(True, True))
+        # 64 rows fill the batches of both sizes: one copy after the other.
+        shown.append({name: np.concatenate([b[name] for b in seen]) for name in seen[0]})
+    assert shown[0]['tokens_BT'].shape == (128, 16)
+    for name, array in shown[0].items():
+        np.testing.assert_array_equal(array, shown[1][name])
+
+
+@pytest.mark.parametrize(
+    'sections',
+    [
+        {'model': {'kind': 'encoder', 'vocab_size': 257}},
+        {'model': {'context': 7}},
+        {'model': {'context': 7}, 'data': {'name': 'recall(pairs=2, keys=4, values=4)'}},
+        {'model': {'context': 32}, 'data': {'name': 'induction'}},
+    ],
+    ids=['encoder', 'short', 'short probe', 'probe'],
+)
+def test_where_repeats_mean_nothing_there_is_no_probe(tiny, sections):
+    config = tiny(**sections)
+    assert evaluation.induction(config, None, rows_of(config), alive(True, True)) is None
+
+
+def reached(config, mesh, lifting):
+    split = dataclasses.replace(config, mesh=mesh)
+    built, rows = program.build(split, lifting), rows_of(split)
+    state = built.init()
+    return (
+        evaluation.evaluate(split, built, rows, state, 'validation'),
+        evaluation.induction(split, built, rows, state),
+    )
+
+
+def test_other_meshes_and_liftings_measure_the_same(tiny):
+    config = tiny(model={'num_layers': 1}, train={'batch_size': 8})
+    want, want_induction = reached(config, MeshConfig(), 'map')
+    for mesh, lifting in (
+        (MeshConfig(trial=2, data=2, fsdp=2), 'map'),
+        (MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
+    ):
+        got, got_induction = reached(config, mesh, lifting)
+        np.testing.assert_allclose(got.loss_se_X, want.loss_se_X, rtol=1e-4)
+        np.testing.assert_allclose(got_induction.gain_X, want_induction.gain_X, atol=1e-5)
+        np.testing.assert_allclose(got_induction.accuracy_X, want_induction.accuracy_X, atol=2e-3)
+        assert got.num_rows == want.num_rows == 8
+
+
+def test_a_run_leaves_both_in_its_results_and_a_diverged_trial_neither(tiny, tmp_path):
+    config = tiny(
+        model={'num_layers': 1, 'd_model': 16},
+        trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)},
+        train={'num_steps': 4},
+    )
+    fine, diverged = train(config, tmp_path / 'run')
+    assert fine['eval_rows'] == diverged['eval_rows'] == 8
+    assert fine['eval_tokens'] == 8 * 16
+    names = ('val_loss_se', 'test_loss_se', 'val_induction_gain', 'val_induction_accuracy')
+    assert [diverged[name] for name in names] == [None] * 4
+    assert all(math.isfinite(fine[name]) for name in names)
+    assert 0 < fine['val_loss_se'] < 0.5 and 0 <= fine['val_induction_accuracy'] <= 1
+    records = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').open()]
+    (record,) = [record for record in records if record['kind'] == 'eval']
+    assert set(record) == {
+        *('kind', 'step', 'val_loss', 'val_bits_per_byte', 'val_accuracy', 'val_solved')
+    }
+
+
+def test_a_real_model_is_measured_row_by_row(tiny):
+    """Against the logits of the same parameters, read one row at a time in float64."""
+    config = tiny(model={'num_layers': 1}, train={'batch_size': 3, 'accumulation': 1})
+    built, rows = program.build(config), rows_of(config)
+    state = built.init()
+    got = evaluation.evaluate(config, built, rows, state, 'validation')
+    numbers_R = pipeline.eval_rows(rows, 'validation', 8)
+    batch = rows.read('validation', numbers_R, np.zeros((8, 2), np.uint64))
+    graph = step.graph_of(config)
+    for x in range(2):
+        params = jax.tree.map(lambda a, x=x: a[x], state['trials']['params'])
+        logits_RTV = step.predict(config, graph, params, batch, None)
+        nats_RT = np.asarray(step.cross_entropy(logits_RTV, batch['targets_BT']), np.float64)
+        want = direct_se(nats_RT.sum(-1), np.full(8, 16))
+        np.testing.assert_allclose(got.loss_se_X[x], want, rtol=1e-4)
+
+
+def test_a_result_without_a_test_split_or_a_probe_holds_null(tiny):
+    config = tiny(trials={'seeds': (0,)})
+    one = evaluation.Evaluation(
+        loss_X=np.array([2.0]),
+        loss_se_X=np.array([np.nan]),
+        bits_per_byte_X=None,
+        accuracy_X=np.array([0.5]),
+        solved_X=np.array([0.0]),
+        num_targets=16,
+        num_rows=1,
+    )
+    (result,) = results.of_trials(
+        config, rows_of(config), alive(True), {'validation': one}, None, {}, {}
+    )
+    for name in ('val_loss_se', 'test_loss_se', 'val_induction_gain', 'val_induction_accuracy'):
+        assert result[name] is None
+    assert result['val_loss'] == 2.0 and result['eval_rows'] == 1
+    assert result['weights'] == budget.count(config.model)
