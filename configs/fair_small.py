@@ -1,7 +1,7 @@
 """Which of W_Q, W_K, W_V, W_O does a small causal language model need, at equal total weights?
 
 The fair protocol on two CPU cores: every arm tunes its learning rate on a factor-2 grid with seeds
-of its own, extended until it is bracketed, and is compared on eight fresh seeds.
+of its own, extended until it is bracketed, and is compared on sixteen fresh seeds.
 
 python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small
 """
@@ -38,7 +38,7 @@ def get_config():
                     lifting='map',
                 ),
                 trials=TrialsConfig(
-                    seeds=(0, 1, 2, 3, 4, 5, 6, 7), learning_rates=(2e-3, 4e-3, 8e-3, 1.6e-2)
+                    seeds=tuple(range(16)), learning_rates=(2e-3, 4e-3, 8e-3, 1.6e-2)
                 ),
             ),
             baseline='qk/vo',

@@ -200,12 +200,15 @@ def judge(
     differences: Mapping[str, Difference | None],
     *,
     diverged: Mapping[str, tuple[int, int]] | None = None,
+    planned: int = 0,
     level: float = LEVEL,
 ) -> dict[str, Verdict]:
     """A verdict on every arm against the same baseline.
 
     `differences` are by arm, None where no seed finished in both; `diverged` gives the numbers of
-    verdict trials that diverged, (the arm's, the baseline's), and arms left out had none.
+    verdict trials that diverged, (the arm's, the baseline's), and arms left out had none. `planned`
+    counts the comparisons that will have been made in the end: those that are still missing are
+    corrected for (as p = 1), so that no arm loses its word because others have finished.
 
     Holm's method is applied to the difference tests of all arms with at least 3 pairs, and
     separately to their equivalence tests: in each of the two families, a false word has probability
@@ -219,14 +222,16 @@ def judge(
     if unknown := sorted(set(diverged) - set(differences)):
         raise ValueError(f'diverged names {unknown}; the arms are {sorted(differences)}.')
     tested = {arm: d for arm, d in differences.items() if d is not None and d.n >= MIN_PAIRS}
-    p_differ = dict(zip(tested, holm([d.p for d in tested.values()]), strict=True))
-    p_same = dict(zip(tested, holm([d.p_equivalence for d in tested.values()]), strict=True))
+    family = max(planned, len(tested))
+    missing = [1.0] * (family - len(tested))
+    p_differ = holm([*(d.p for d in tested.values()), *missing])
+    p_same = holm([*(d.p_equivalence for d in tested.values()), *missing])
+    adjusted = dict(zip(tested, zip(p_differ, p_same, strict=True), strict=False))
     verdicts = {}
     for arm, difference in differences.items():
         lost = diverged.get(arm, (0, 0))
         if arm in tested:
-            adjusted = p_differ[arm], p_same[arm]
-            verdicts[arm] = _verdict(difference, *adjusted, len(tested), 1 - level, lost)
+            verdicts[arm] = _verdict(difference, *adjusted[arm], family, 1 - level, lost)
         else:
             n = difference.n if difference else 0
             reason = f'{n} finished seed{"s" * (n != 1)} in both, a verdict needs {MIN_PAIRS}'

@@ -326,3 +326,15 @@ def test_bootstrap_intervals_cover_less_at_few_seeds(n, expected):
     values = np.random.default_rng(8).normal(0.01, 0.02, (count, n))
     ends = [stats.bootstrap(x, resamples=999) for x in values]
     assert _within(np.mean([low <= 0.01 <= high for low, high in ends]), expected, count, errors=3)
+
+
+def test_comparisons_that_are_still_missing_are_corrected_for():
+    differences = {'a': stats.paired([0.010, 0.012, 0.011, 0.013, 0.008], resamples=None)}
+    alone = stats.judge(differences)['a']
+    among = stats.judge(differences, planned=7)['a']
+    assert among.p_holm == pytest.approx(7 * alone.p_holm)
+    assert among.detectable > alone.detectable and 'over 7 arms' in among.reason
+    # The others come, and find nothing: the word stays what it was.
+    nothing = stats.paired([0.02, -0.02, 0.01, -0.01, 0.0], resamples=None)
+    whole = stats.judge(differences | {str(i): nothing for i in range(6)}, planned=7)
+    assert whole['a'] == among

@@ -78,7 +78,7 @@ class Findings:
       remarks: all hygiene findings, the blocking ones first.
       scaling: per variant, in the study's order; empty for fewer than two sizes, and where a
         remark blocks every arm.
-      num_comparisons: tests that Holm's correction is over.
+      num_comparisons: declared arms but the baselines, which Holm's correction is over.
     """
 
     arms: tuple[Arm, ...]
@@ -115,7 +115,7 @@ def find(study: Study, rows: Sequence[Row]) -> Findings:
         held_equal=sentences.held_equal(study, arms, remarks),
         remarks=remarks,
         scaling=_scaling(study, arms, remarks),
-        num_comparisons=sum(verdict.p_holm is not None for verdict in verdicts.values()),
+        num_comparisons=num_comparisons(study),
     )
 
 
@@ -159,7 +159,7 @@ def _difference(
 def _verdicts(
     study: Study, arms: Sequence[Arm], remarks: Sequence[Remark]
 ) -> dict[tuple[str, str], stats.Verdict]:
-    """Of every arm but the baselines; all comparisons of the study are one family."""
+    """Of every arm but the baselines; all comparisons that are declared are one family."""
     by_place = {arm.row.place: arm for arm in arms}
     of_study = [remark.clause for remark in remarks if remark.blocks and remark.arm is None]
     found, judged, diverged = {}, {}, {}
@@ -173,12 +173,19 @@ def _verdicts(
             continue
         judged[arm.row.name] = arm.difference
         diverged[arm.row.name] = (arm.row.num_diverged, baseline.row.num_diverged)
-    verdicts = stats.judge(judged, diverged=diverged)
+    verdicts = stats.judge(judged, diverged=diverged, planned=num_comparisons(study))
     for arm in arms:
         if arm.row.name in verdicts:
             baseline = by_place[study.baseline, arm.row.size]
             found[arm.row.place] = _as_tuned(verdicts[arm.row.name], arm, baseline)
     return found
+
+
+def num_comparisons(study: Study) -> int:
+    """Arms that are declared, finished or not, without the baselines; 0 without tuning."""
+    return (
+        0 if study.tuning is None else sum(variant != study.baseline for variant, _ in study.arms)
+    )
 
 
 def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> list[str]:
