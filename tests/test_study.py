@@ -2,11 +2,15 @@
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from qkattn import study
 from qkattn.config import Config, ConfigError, MeshConfig, ModelConfig, Study, TuningConfig
 from qkattn.config import TrialsConfig as Trials
+from qkattn.model import build
 
 STUDY = Study(
     base=Config(model=ModelConfig(num_layers=2)),
@@ -123,3 +127,17 @@ def test_the_mesh_divides_every_stack():
     wanted = dataclasses.replace(TUNED, base=base, tuning=TuningConfig(seeds=(10, 11, 12)))
     with pytest.raises(ConfigError, match='must divide the number of tuning.seeds, 3'):
         study.arms(wanted)
+
+
+def test_arms_start_from_the_same_values_where_tensors_are_the_same():
+    same_shapes = dataclasses.replace(STUDY, match=None, sizes=STUDY.sizes[:1])
+    first, *others = (
+        dict(jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model))))
+        for model in (build(arm.model, key=jax.random.key(5)) for arm in study.arms(same_shapes))
+    )
+    for other in others:
+        # What a matrix of a cell has to start from belongs to the cell.
+        shared = [path for path in first if 'attention' not in jax.tree_util.keystr(path)]
+        assert len(shared) >= 5
+        for path in shared:
+            np.testing.assert_array_equal(first[path], other[path])
