@@ -6,6 +6,8 @@ The same command resumes. Started several times, on one or on many machines that
 directory, each takes cells that no other works on.
 """
 
+import math
+
 from absl import flags
 
 from qkattn import claims, cli, estimate, report, study, worker
@@ -21,6 +23,8 @@ EXPIRY = flags.DEFINE_float(
 
 def main() -> None:
     config = cli.read_config(CONFIG, Study)
+    if not 0 < EXPIRY.value < math.inf:
+        raise ConfigError(f'--claim_expiry={EXPIRY.value} must be above 0 seconds and finite')
     arms = study.arms(config)
     print(f'{config.name}: {len(arms)} arms\n{study.table(arms, config.match)}', flush=True)
     if DRY_RUN.value:

@@ -1,4 +1,4 @@
-"""Asserts every number of committed reports, and of the README's headlines, against the logs.
+"""Holds every number of committed reports, and of the README's headlines, against the logs.
 
 python -m experiments.verify                        # all studies under experiments/results
 python -m experiments.verify --write                # puts the headlines into the README
@@ -9,24 +9,33 @@ from pathlib import Path
 from absl import flags
 
 from qkattn import cli
-from qkattn.report import verify
+from qkattn.report import ReportError, verify
 
 ROOT = Path(__file__).parents[1]
 
 RESULTS = flags.DEFINE_string(
     'results', str(ROOT / 'experiments/results'), 'Directory of study directories.'
 )
-PAGE = flags.DEFINE_string('page', str(ROOT / 'README.md'), 'Markdown page with headlines.')
+PAGE = flags.DEFINE_string(
+    'page', str(ROOT / 'README.md'), 'Markdown page with headlines; --page= checks none.'
+)
 WRITE = flags.DEFINE_bool('write', False, 'Write the headlines instead of checking them.')
 
 
 def main() -> None:
     if WRITE.value:
         print(f'{PAGE.value}: {verify.check_page(PAGE.value, write=True)} headlines written')
-    for declaration in sorted(Path(RESULTS.value).glob('*/study.json')):
+    declarations = sorted(Path(RESULTS.value).glob('*/study.json'))
+    if not declarations:
+        raise ReportError(f'--results={RESULTS.value} holds no study directory')
+    for declaration in declarations:
         count = verify.check_study(declaration.parent)
         print(f'{declaration.parent.name}: {count:,} numbers are what the logs give')
-    print(f'{Path(PAGE.value).name}: {verify.check_page(PAGE.value)} headlines are')
+    if PAGE.value:
+        count = verify.check_page(PAGE.value)
+        if not count:
+            raise ReportError(f'--page={PAGE.value} holds no headline')
+        print(f'{Path(PAGE.value).name}: {count} headlines are what their studies give')
 
 
 if __name__ == '__main__':

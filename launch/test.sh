@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Lint, formatting and tests: everything a change has to pass.
+# Lint, formatting, committed numbers and tests: everything a change has to pass.
 #
 #   launch/test.sh                     all quick tests
 #   launch/test.sh -m slow             the slow ones
 #   launch/test.sh tests/test_x.py -x  any pytest arguments
 #
-# PYTHON and QKATTN_VENV: see launch/venv.sh. Exit code 0 only when all three pass.
+# PYTHON and QKATTN_VENV: see launch/venv.sh. Exit code 0 only when all pass.
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -28,6 +28,7 @@ cd "$root"
 failed=()
 "$venv/bin/python" -m ruff check --output-format concise . || failed+=('ruff check')
 "$venv/bin/python" -m ruff format --check --output-format concise . || failed+=('ruff format')
+"$venv/bin/python" -m experiments.verify || failed+=('experiments.verify')
 # The expansions keep an empty array legal under `set -u` in bash 4.3 and older.
 "$venv/bin/python" -m pytest ${workers[@]+"${workers[@]}"} ${selection[@]+"${selection[@]}"} "$@" ||
   failed+=('pytest')

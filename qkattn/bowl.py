@@ -76,6 +76,18 @@ class Bowl:
         rounded = float(f'{self.optimum:.3g}')
         return rounded if self.values[i - 1] < rounded < self.values[i + 1] else self.best
 
+    @property
+    def at_worst(self) -> float | None:
+        """Nats by which the parabola at the farther end of the optimum's interval is above its low.
+
+        What the optimum loses, to second order, should the true one be there; None without the
+        interval.
+        """
+        if self.optimum_low is None:
+            return None
+        farther = max(self.optimum / self.optimum_low, self.optimum_high / self.optimum)
+        return self.curvature / 2 * math.log(farther) ** 2
+
 
 def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Bowl:
     """The bowl of `losses`: value -> seed -> loss, where None (or not finite) means diverged.

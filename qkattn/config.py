@@ -83,6 +83,11 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     clip_norm: float | None = 1.0
 
+    @property
+    def anneals(self) -> bool:
+        """Whether the learning rate comes down to a tenth of its peak or less."""
+        return self.schedule in ('linear', 'cosine') and self.final_fraction <= 0.1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -179,21 +184,22 @@ class Config:
 class TuningConfig:
     """How each arm of a study finds settings of its own before its verdict.
 
-    The grids are trials.learning_rates, trials.weight_decays and score_scales. One with several
-    values is tuned: it must be geometric (a factor of 2 is usual) and is extended by its own factor
-    until its best value has a worse one on both sides.
+    The grids are trials.learning_rates, trials.weight_decays and score_scales. Those with several
+    values are tuned, one after another, each at the middle of the grids still to come: they must
+    ascend by one factor (2 is usual) and are extended by it until the best value has a worse one on
+    both sides.
 
     Attributes:
       seeds: of the screening trials; none of trials.seeds, which are kept for the verdict. Empty:
         nothing is tuned, every combination is run with trials.seeds, and there is no verdict.
       max_points: most values tried of each setting; an arm that needs more is reported as not
         bracketed.
-      score_scales: factors on the score's own scale.
+      score_scales: grid of model.score_scale; empty leaves it as it is.
     """
 
     seeds: tuple[int, ...] = ()
     max_points: int = 9
-    score_scales: tuple[float, ...] = (1.0,)
+    score_scales: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -63,8 +63,8 @@ def cost(cells: list[Cell], speeds: dict[str, Speed]) -> Cost:
 def text(study: Study, arms: list[Arm]) -> str:
     """The plan's costs stage by stage, and what may be added; compiles one program per size."""
     least = plan.least(study, arms)
-    first = {}
-    for cell in least:
+    first: dict[str, Cell] = {}
+    for cell in sorted(least, key=lambda cell: cell.arm.variant != study.baseline):
         first.setdefault(cell.arm.size, cell)
     started = time.perf_counter()
     speeds = {size: measure(cell) for size, cell in first.items()}
@@ -80,7 +80,7 @@ def text(study: Study, arms: list[Arm]) -> str:
     if is_tuned(study):
         seeds = len(study.tuning.seeds)
         of_trial = least[0].tokens // len(least[0].config.trials.trials())
-        tuned = [values for values in grids(study).values() if len(values) > 1]
+        tuned = [values for values in grids(study, arms[0]).values() if len(values) > 1]
         more = sum(study.tuning.max_points - len(values) for values in tuned)
         lines.append(
             f'each value that a grid has to be extended by adds {seeds} trials, '

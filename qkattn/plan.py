@@ -10,16 +10,14 @@ on it without talking to each other.
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from qkattn import bowl, records
+from qkattn import records
 from qkattn.config import Config, Study, TrialsConfig, fingerprint, to_json
-from qkattn.study import Arm, grids, is_tuned, ratio
+from qkattn.study import Arm, grids, is_tuned
 from qkattn.train.results import FINISHED
-
-SINGLE, SCREENING, VERDICT = 'single', 'screening', 'verdict'
+from qkattn.tuning import SCREENING, SINGLE, VERDICT, Settings, tune
 
 # The results of a cell, one per trial; None while it is not finished.
 Results = Callable[['Cell'], list[dict[str, Any]] | None]
@@ -65,73 +63,55 @@ def chain(study: Study, arm: Arm, results: Results) -> Iterator[Cell]:
     if not is_tuned(study):
         yield Cell(arm, SINGLE, None, dataclasses.replace(study.base, model=arm.model))
         return
-    settings = {knob: values[len(values) // 2] for knob, values in grids(study).items()}
-    for knob, values in grids(study).items():
-        if len(values) == 1:
-            continue
-        factor, losses = ratio(values), {}
-        while values:
-            stacks = _stacks(knob, values)
-            cells = [
-                _cell(study, arm, SCREENING, knob, settings | {knob: stack}) for stack in stacks
-            ]
-            yield from cells
-            finished = [results(cell) for cell in cells]
-            if None in finished:
-                return
-            for stack, trials in zip(stacks, finished, strict=True):
-                _collect(losses, knob, stack, trials)
-            found = bowl.fit(losses)
-            values = bowl.next_values(found, factor, study.tuning.max_points)
-        settings[knob] = found.chosen
-    yield _cell(study, arm, VERDICT, None, settings)
+    measured: dict[Settings, dict[int, float | None]] = {}
+    while True:
+        found = tune(grids(study, arm), study.tuning.max_points, measured)
+        if found.knob is None:
+            yield _cell(study, arm, VERDICT, None, [found.settings])
+            return
+        wanted = [found.at(value) for value in found.values]
+        cells = [_cell(study, arm, SCREENING, found.knob, s) for s in _stacks(found.knob, wanted)]
+        yield from cells
+        finished = [results(cell) for cell in cells]
+        if None in finished:
+            return
+        for cell, trials in zip(cells, finished, strict=True):
+            _collect(measured, cell, trials)
 
 
-def _stacks(knob: str, values: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """Values that one program can train side by side: the score scale is compiled into it."""
-    return [(value,) for value in values] if knob == 'score_scale' else [values]
+def _stacks(knob: str, wanted: list[Settings]) -> list[list[Settings]]:
+    """What one program can train side by side: the score scale is compiled into it."""
+    return [[settings] for settings in wanted] if knob == 'score_scale' else [wanted]
 
 
-def _cell(
-    study: Study, arm: Arm, stage: str, knob: str | None, settings: Mapping[str, Any]
-) -> Cell:
-    def values(name: str) -> tuple[float, ...]:
-        value = settings[name]
-        return value if isinstance(value, tuple) else (value,)
-
-    (score_scale,) = values('score_scale')
-    model = arm.model
-    if len(study.tuning.score_scales) > 1:
-        model = dataclasses.replace(model, score_scale=model.score_scale * score_scale)
+def _cell(study: Study, arm: Arm, stage: str, knob: str | None, stack: list[Settings]) -> Cell:
+    learning_rates, weight_decays, score_scales = (
+        tuple(dict.fromkeys(values)) for values in zip(*stack, strict=True)
+    )
+    (score_scale,) = score_scales
     trials = TrialsConfig(
         seeds=study.tuning.seeds if stage == SCREENING else study.base.trials.seeds,
-        learning_rates=values('learning_rate'),
-        weight_decays=values('weight_decay'),
+        learning_rates=learning_rates,
+        weight_decays=weight_decays,
     )
+    model = dataclasses.replace(arm.model, score_scale=score_scale)
     return Cell(arm, stage, knob, dataclasses.replace(study.base, model=model, trials=trials))
 
 
 def _collect(
-    losses: dict[float, dict[int, float | None]],
-    knob: str,
-    stack: tuple[float, ...],
-    trials: list[dict[str, Any]],
+    measured: dict[Settings, dict[int, float | None]], cell: Cell, trials: list[dict[str, Any]]
 ) -> None:
-    """Adds loss by seed for each value of the knob; None for a trial that diverged."""
+    """Adds loss by seed for each of the cell's settings; None for a trial that diverged."""
     for trial in trials:
         of = trial['trial']
-        value = stack[0] if knob == 'score_scale' else of[knob]
+        settings = (of['learning_rate'], of['weight_decay'], cell.config.model.score_scale)
         loss = trial['val_loss'] if trial['status'] == FINISHED else None
-        losses.setdefault(value, {})[of['seed']] = loss
+        measured.setdefault(settings, {})[of['seed']] = loss
 
 
 def cells(study: Study, arms: list[Arm], results: Results) -> list[Cell]:
-    """Every cell that is known now, arm by arm, each once."""
-    known = {}
-    for arm in arms:
-        for cell in chain(study, arm, results):
-            known.setdefault(cell.id, cell)
-    return list(known.values())
+    """Every cell that is known now, arm by arm."""
+    return [cell for arm in arms for cell in chain(study, arm, results)]
 
 
 def least(study: Study, arms: list[Arm]) -> list[Cell]:
@@ -139,15 +119,14 @@ def least(study: Study, arms: list[Arm]) -> list[Cell]:
     if not is_tuned(study):
         return cells(study, arms, lambda cell: None)
     found = []
-    middle = {knob: values[len(values) // 2] for knob, values in grids(study).items()}
     for arm in arms:
-        for knob, values in grids(study).items():
+        grid = grids(study, arm)
+        middle = tune(grid, study.tuning.max_points, {}).settings
+        for place, (knob, values) in enumerate(grid.items()):
             if len(values) > 1:
-                found += [
-                    _cell(study, arm, SCREENING, knob, middle | {knob: stack})
-                    for stack in _stacks(knob, values)
-                ]
-        found.append(_cell(study, arm, VERDICT, None, middle))
+                wanted = [(*middle[:place], value, *middle[place + 1 :]) for value in values]
+                found += [_cell(study, arm, SCREENING, knob, s) for s in _stacks(knob, wanted)]
+        found.append(_cell(study, arm, VERDICT, None, [middle]))
     return found
 
 
@@ -156,7 +135,7 @@ def declaration(study: Study, arms: list[Arm], command: list[str] | None) -> dic
     tuning = None
     if is_tuned(study):
         tuning = {'seeds': study.tuning.seeds, 'max_points': study.tuning.max_points}
-        tuning |= {f'{knob}s': values for knob, values in grids(study).items()}
+        tuning |= {f'{knob}s': values for knob, values in grids(study, arms[0]).items()}
     return {
         'name': study.name,
         'question': study.question,
@@ -208,13 +187,11 @@ def about(study: Study, cell: Cell) -> dict[str, Any]:
     }
 
 
-def result_lines(study: Study, known: list[Cell], directory: Path) -> str:
+def result_lines(study: Study, known: list[Cell], results: Results) -> str:
     """results.jsonl: a line per trial of every finished cell."""
     found = []
     for cell in known:
-        path = directory / cell.directory / 'result.json'
-        if path.exists():
-            of = {'study': study.name, 'cell': cell.id, **about(study, cell)}
-            of['target_weights'] = of.pop('target')
-            found += [json.dumps({**of, **trial}) + '\n' for trial in records.read_json(path)]
+        of = {'study': study.name, 'cell': cell.id, **about(study, cell)}
+        of['target_weights'] = of.pop('target')
+        found += [json.dumps({**of, **trial}) + '\n' for trial in results(cell) or []]
     return ''.join(found)

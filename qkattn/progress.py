@@ -154,6 +154,9 @@ class StopRequest:
     def __enter__(self) -> 'StopRequest':
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
+        # A request that has come to an enclosing one holds here too.
+        outer = [getattr(handler, '__self__', None) for handler in self._previous.values()]
+        self.requested |= any(isinstance(o, StopRequest) and o.requested for o in outer)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -71,6 +72,8 @@ def make_directory(path: str | os.PathLike) -> Path:
     directory = Path('/' + os.path.abspath(path).lstrip('/'))
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass  # permissions alone do not say whether a file system takes files
     except OSError as error:
         raise _unusable(directory, error) from error
     return directory

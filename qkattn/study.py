@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import math
 import typing
 from typing import Any
 
@@ -11,6 +10,7 @@ from qkattn.attention import registry
 from qkattn.attention.spec import SpecError
 from qkattn.config import ConfigError, ModelConfig, Study
 from qkattn.validate import check_types, validate
+from qkattn.validate_study import validate_study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +70,15 @@ def arms(study: Study) -> list[Arm]:
     Raises:
       ConfigError: a variant, a size or a setting that cannot work; MatchError among them.
     """
-    _check(study)
+    validate_study(study)
     found = []
     for size in study.sizes:
         at_size = parse_fields(size, f'size {size!r}')
 
         def model(variant: str, at_size: dict = at_size) -> ModelConfig:
-            return dataclasses.replace(study.base.model, **at_size, **parse_variant(variant))
+            own = parse_variant(variant)
+            _check_fields(study, variant, own, at_size)
+            return dataclasses.replace(study.base.model, **at_size, **own)
 
         baseline = model(study.baseline)
         validate(dataclasses.replace(study.base, model=baseline))
@@ -102,6 +104,15 @@ def arms(study: Study) -> list[Arm]:
     return found
 
 
+def _check_fields(study: Study, variant: str, own: dict, at_size: dict) -> None:
+    if twice := sorted(own.keys() & at_size.keys()):
+        raise ConfigError(f'variant {variant!r} and sizes both set {twice[0]}')
+    if 'score_scale' in own and study.tuning.score_scales:
+        raise ConfigError(
+            f'variant {variant!r} sets score_scale, which tuning.score_scales would find for it'
+        )
+
+
 def _matched(study: Study, model: ModelConfig, target: float, destination: str) -> matching.Match:
     if study.match is None:
         reached = budget.measured(model, 'total')
@@ -116,103 +127,18 @@ def _matched(study: Study, model: ModelConfig, target: float, destination: str) 
     )
 
 
-def grids(study: Study) -> dict[str, tuple[float, ...]]:
-    """The values of each setting that an arm finds for itself, in the order of tuning."""
+def grids(study: Study, arm: Arm) -> dict[str, tuple[float, ...]]:
+    """The values of each setting that an arm finds for itself; a single one is not tuned."""
     trials = study.base.trials
     return {
         'learning_rate': trials.learning_rates,
         'weight_decay': trials.weight_decays,
-        'score_scale': study.tuning.score_scales,
+        'score_scale': study.tuning.score_scales or (arm.model.score_scale,),
     }
 
 
 def is_tuned(study: Study) -> bool:
     return bool(study.tuning.seeds)
-
-
-def ratio(values: tuple[float, ...]) -> float:
-    """The factor between neighbours of a geometric grid."""
-    return values[1] / values[0]
-
-
-def _check(study: Study) -> None:
-    check_types('study', study)
-    check_types('tuning', study.tuning)
-    for name in ('variants', 'sizes', 'destinations'):
-        values = getattr(study, name)
-        if not values or len(set(values)) != len(values):
-            raise ConfigError(f'{name}={values} must hold at least one entry, none twice')
-    for name, valid in (
-        ('match', ('total', 'non_embedding', 'flops', 'cache', None)),
-        ('fill', ('d_ff', None)),
-    ):
-        if getattr(study, name) not in valid:
-            said = ', '.join(map(str, valid[:-1]))
-            raise ConfigError(f'{name}={getattr(study, name)!r} must be {said} or None')
-    for destination in study.destinations:
-        if destination not in matching.DESTINATIONS:
-            raise ConfigError(
-                f'destinations={study.destinations} must be of {", ".join(matching.DESTINATIONS)}'
-            )
-    if study.match is None and len(study.destinations) > 1:
-        raise ConfigError(
-            f'destinations={study.destinations} mean nothing with match=None: nothing is moved'
-        )
-    for name in ('tolerance', 'margin'):
-        if not getattr(study, name) > 0:
-            raise ConfigError(f'{name}={getattr(study, name)} must be above 0')
-    if is_tuned(study):
-        _check_tuning(study)
-    elif study.tuning.score_scales != (1.0,):
-        raise ConfigError(
-            f'tuning.score_scales={study.tuning.score_scales} is tuned with tuning.seeds, '
-            'which is empty'
-        )
-
-
-def _check_tuning(study: Study) -> None:
-    tuning, trials = study.tuning, study.base.trials
-    if study.baseline not in study.variants:
-        raise ConfigError(
-            f'variants={study.variants} must hold the baseline {study.baseline!r}, '
-            'without which there is no verdict'
-        )
-    if shared := sorted(set(tuning.seeds) & set(trials.seeds)):
-        raise ConfigError(
-            f'tuning.seeds and trials.seeds share {shared[0]}: settings that a seed has chosen '
-            'look better on it, so the verdict needs other seeds'
-        )
-    seeds = tuning.seeds
-    if len(set(seeds)) != len(seeds) or not all(0 <= seed < 2**31 for seed in seeds):
-        raise ConfigError(f'tuning.seeds={seeds} must be from 0 to 2**31 - 1, none twice')
-    for knob, values in grids(study).items():
-        if len(values) > tuning.max_points:
-            raise ConfigError(
-                f'tuning.max_points={tuning.max_points} must be at least {len(values)}, '
-                f'the number of values of {knob}'
-            )
-        if not values or len(values) > 1 and not _is_geometric(values):
-            raise ConfigError(
-                f'{knob} is tuned over {values}, which must be at least one value, ascending by '
-                'one factor above 1, as in (0.001, 0.002, 0.004)'
-            )
-        if not all(math.isfinite(value) and value > 0 for value in values) and len(values) > 1:
-            raise ConfigError(f'{knob} is tuned over {values}, which must be above 0 and finite')
-    for stack, seeds in (('tuning.seeds', tuning.seeds), ('trials.seeds', trials.seeds)):
-        if len(seeds) % study.base.mesh.trial:
-            raise ConfigError(
-                f'mesh.trial={study.base.mesh.trial} must divide the number of {stack}, '
-                f'{len(seeds)}'
-            )
-
-
-def _is_geometric(values: tuple[float, ...]) -> bool:
-    if values[0] <= 0 or values[1] <= values[0]:
-        return False
-    return all(
-        math.isclose(right / left, ratio(values), rel_tol=1e-3)
-        for left, right in zip(values, values[1:], strict=False)
-    )
 
 
 def table(found: list[Arm], equal: str | None) -> str:

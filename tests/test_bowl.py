@@ -113,6 +113,19 @@ def test_three_values_and_one_seed_have_no_interval():
     assert two.loss.low is not None and two.optimum_low is not None
 
 
+def test_at_worst_is_the_parabola_at_the_farther_end_of_the_interval():
+    rng = np.random.default_rng(1)
+    found = bowl.fit(_losses(loss=lambda v, s: _loss(v, s) + rng.normal(0, 0.03)))
+    x = math.log(found.optimum)
+    ends = [math.log(end) - x for end in (found.optimum_low, found.optimum_high)]
+    excess = [found.curvature / 2 * end**2 for end in ends]
+    assert abs(excess[0] - excess[1]) > 1e-4  # Fieller's interval is not symmetric
+    assert found.at_worst == pytest.approx(max(excess))
+    assert bowl.fit(_losses()).at_worst == pytest.approx(0.0, abs=1e-9)
+    assert bowl.fit(_losses(GRID[1:4], seeds=(0,))).at_worst is None
+    assert bowl.fit(_losses(GRID[:2])).at_worst is None
+
+
 def test_a_ridge_has_no_optimum():
     found = _fit_means(2.0, 2.2, 2.25, 2.2, 2.1)
     assert found.curvature < 0

@@ -132,3 +132,13 @@ def test_a_second_interrupt_ends_the_process_at_once():
 
 def test_exit_codes_are_those_that_launchers_know():
     assert (runlog.EXIT_CONFIG, runlog.EXIT_REQUEUE) == (2, 75)
+
+
+def test_a_request_to_an_enclosing_one_holds_inside():
+    with runlog.StopRequest() as outer:
+        with runlog.StopRequest() as inner:
+            assert not inner.requested
+        signal.raise_signal(signal.SIGTERM)
+        with runlog.StopRequest() as inner:
+            assert inner.requested
+        assert outer.requested

@@ -1,6 +1,7 @@
 """Variants x destinations x sizes become arms of equal cost."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -61,13 +62,19 @@ def test_every_destination_is_an_arm_and_the_baseline_is_one():
 
 TUNED = dataclasses.replace(
     STUDY,
-    base=Config(trials=Trials(seeds=(0, 1), learning_rates=(1e-3, 2e-3, 4e-3))),
+    base=Config(trials=Trials(seeds=(0, 1, 2, 3), learning_rates=(1e-3, 2e-3, 4e-3))),
     tuning=TuningConfig(seeds=(10, 11)),
 )
 
 
 def trials(**fields) -> dict:
-    return {'base': dataclasses.replace(TUNED.base, trials=Trials(**fields))}
+    changed = dataclasses.replace(TUNED.base.trials, **fields)
+    return {'base': dataclasses.replace(TUNED.base, trials=changed)}
+
+
+def optimizer(**fields) -> dict:
+    changed = dataclasses.replace(TUNED.base.optimizer, **fields)
+    return {'base': dataclasses.replace(TUNED.base, optimizer=changed)}
 
 
 @pytest.mark.parametrize(
@@ -89,9 +96,13 @@ def trials(**fields) -> dict:
         ({'destinations': ('width',)}, 'must be of d_model, d_ff, num_heads, num_layers'),
         ({'destinations': ('d_ff', 'd_model'), 'match': None}, 'nothing is moved'),
         ({'tolerance': 0.0}, 'tolerance=0.0 must be above 0'),
-        ({'margin': -1.0}, 'margin=-1.0 must be above 0'),
+        ({'margin': -1.0}, 'margin=-1.0 must be above 0 and finite'),
+        ({'margin': math.inf}, 'margin=inf must be above 0 and finite'),
+        ({'variants': ('qk/vo', 'qk/vo?d_model=8')}, 'and sizes both set d_model'),
+        ({'sizes': ('score=merged',)}, 'and sizes both set score'),
+        ({'variants': ('qk/vo', 'qk/vo?num_heads=[4]')}, r'num_heads=\[4\] must be of type int'),
         ({'variants': ('shared_qk/vo',), 'fill': None}, 'd_model alone is too coarse'),
-        ({'tuning': TuningConfig(score_scales=(1.0, 2.0))}, 'tuning.seeds, which is empty'),
+        ({'tuning': TuningConfig(score_scales=(1.0, 2.0))}, 'of which there are none'),
     ],
     ids=str,
 )
@@ -109,10 +120,21 @@ def test_a_wrong_study_is_one_sentence(fields, message):
         ({'tuning': TuningConfig(seeds=(5, 5))}, 'from 0 to 2.*31 - 1, none twice'),
         ({'tuning': TuningConfig(seeds=(-1,))}, 'from 0 to 2.*31 - 1, none twice'),
         ({'tuning': TuningConfig(seeds=(5,), max_points=2)}, 'must be at least 3'),
-        ({'tuning': TuningConfig(seeds=(5,), score_scales=())}, 'at least one value'),
-        (trials(learning_rates=(1e-3, 2e-3, 3e-3)), 'ascending by one factor above 1'),
-        (trials(learning_rates=(2e-3, 1e-3)), 'ascending by one factor above 1'),
-        (trials(weight_decays=(0.0, 0.1)), 'ascending by one factor above 1'),
+        ({'tuning': TuningConfig(seeds=(5,), score_scales=(1.0,))}, 'must be a grid, or empty'),
+        (
+            {
+                'tuning': TuningConfig(seeds=(5,), score_scales=(0.5, 1.0)),
+                'variants': ('qk/vo', 'qk/vo?score_scale=2.0'),
+            },
+            'sets score_scale, which tuning.score_scales would find',
+        ),
+        (trials(learning_rates=(1e-3,)), 'must be a grid to tune on'),
+        (trials(learning_rates=(1e-3, 2e-3, 3e-3)), 'must ascend by one factor'),
+        (trials(learning_rates=(2e-3, 1e-3)), 'must ascend by one factor'),
+        (trials(weight_decays=(0.0, 0.1)), r'trials.weight_decays=\(0.0, 0.1\) must ascend'),
+        (trials(seeds=(0, 1)), r'trials.seeds=\(0, 1\) must be at least 3 for a verdict'),
+        (optimizer(schedule='constant'), 'does not anneal'),
+        (optimizer(final_fraction=0.2), 'does not anneal'),
     ],
     ids=str,
 )

@@ -3,19 +3,29 @@
 import dataclasses
 import json
 import os
+import signal
 import time
 
 import pytest
 
 from qkattn import claims, plan, runlog, study, worker
-from qkattn.config import Config, ModelConfig, Study, TrialsConfig, TuningConfig
+from qkattn.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    Study,
+    TrialsConfig,
+    TuningConfig,
+    from_json,
+)
+from qkattn.train.checkpoint import CheckpointError
 from qkattn.train.loop import Lost, Stopped
 
 STUDY = Study(
     name='small',
     base=Config(
         model=ModelConfig(num_layers=1, context=16),
-        trials=TrialsConfig(seeds=(0, 1), learning_rates=(1e-3, 2e-3, 4e-3)),
+        trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3, 4e-3)),
     ),
     variants=('qk/vo', 'shared_qk/vo'),
     sizes=('d_model=32',),
@@ -30,7 +40,9 @@ def trained(monkeypatch):
     done = []
 
     def train(config, workdir, *, lost, **_):
-        assert not (workdir / 'result.json').exists() and not lost()
+        assert not lost()
+        if (workdir / 'result.json').exists():
+            return runlog.read_json(workdir / 'result.json')
         workdir.mkdir(parents=True)
         results = [
             {
@@ -101,9 +113,92 @@ def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
     path = tmp_path / 'out'
     single = dataclasses.replace(STUDY, tuning=TuningConfig(), variants=('qk/vo',))
     (cell,) = plan.cells(single, study.arms(single), lambda cell: None)
-    stop = runlog.StopRequest()
-    stop.requested = True
-    monkeypatch.setattr(worker.runlog, 'StopRequest', lambda: stop)
+    monkeypatch.setattr(worker.time, 'sleep', lambda _: signal.raise_signal(signal.SIGTERM))
     with claims.claim(path / 'claims', cell.id, expiry=60.0), pytest.raises(Stopped):
         worker.run(single, path, expiry=60.0)
     assert not trained
+
+
+def test_a_request_between_cells_is_heard(trained, tmp_path, monkeypatch):
+    train = worker.train
+
+    def stopped_after_the_first(*arguments, **keywords):
+        train(*arguments, **keywords)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(worker, 'train', stopped_after_the_first)
+    with pytest.raises(Stopped, match='between two cells'):
+        worker.run(STUDY, tmp_path / 'out')
+    assert len(trained) == 1 and not claims.holders(tmp_path / 'out/claims')
+
+
+def test_a_cell_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path, monkeypatch):
+    train = worker.train
+
+    def broken(config, workdir, **keywords):
+        if config.model.score == 'qk':
+            raise CheckpointError('every checkpoint is damaged')
+        return train(config, workdir, **keywords)
+
+    monkeypatch.setattr(worker, 'train', broken)
+    with pytest.raises(ConfigError, match='1 cells could not be trained: .*damaged'):
+        worker.run(STUDY, tmp_path / 'out')
+    assert len(trained) == 3
+
+
+def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, monkeypatch):
+    """Another worker ends the last open cell just after the plan was made without it."""
+    one = dataclasses.replace(STUDY, variants=('qk/vo',))
+    write_text = runlog.write_text
+
+    def others_are_quick(path, text):
+        write_text(path, text)
+        for line in text.splitlines() if path.name == 'plan.jsonl' else ():
+            planned = json.loads(line)
+            directory = path.parent / planned['directory']
+            if planned['stage'] == 'screening' and not directory.exists():
+                config = from_json(Config, planned['config'])
+                worker.train(config, directory, lost=lambda: False)
+
+    monkeypatch.setattr(worker.runlog, 'write_text', others_are_quick)
+    path = worker.run(one, tmp_path / 'out')
+    stages = [json.loads(x)['stage'] for x in (path / 'plan.jsonl').read_text().splitlines()]
+    assert stages == ['screening', 'screening', 'verdict']
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'margin': 0.01}, 'another margin, 0.005 instead of 0.01'),
+        ({'tuning': TuningConfig(seeds=(10, 11))}, 'another tuning'),
+        (
+            {
+                'base': dataclasses.replace(
+                    STUDY.base,
+                    trials=dataclasses.replace(STUDY.base.trials, seeds=(0, 1, 2, 3)),
+                )
+            },
+            r'another seeds, \[0, 1, 2\] instead of \[0, 1, 2, 3\]',
+        ),
+        ({'variants': ('qk/vo', 'qk/no_v')}, "whose variants have 'shared_qk/vo'"),
+    ],
+    ids=['margin', 'tuning', 'seeds', 'variants'],
+)
+def test_a_directory_keeps_the_study_that_it_began_with(trained, tmp_path, fields, message):
+    path = worker.run(STUDY, tmp_path / 'out')
+    before = {p: p.read_bytes() for p in path.glob('*.json*')}
+    with pytest.raises(ConfigError, match=message):
+        worker.run(dataclasses.replace(STUDY, **fields), path)
+    assert {p: p.read_bytes() for p in path.glob('*.json*')} == before
+
+
+def test_a_study_may_grow(trained, tmp_path):
+    worker.run(STUDY, tmp_path / 'out')
+    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/no_v'))
+    worker.run(more, tmp_path / 'out')
+    assert len(trained) == 9
+
+
+def test_a_directory_that_takes_no_files_is_one_sentence(trained):
+    with pytest.raises(runlog.RunDirectoryError, match='workdir=/proc cannot be used'):
+        worker.run(STUDY, '/proc')

@@ -12,17 +12,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from qkattn.bowl import REACH, Bowl
-from qkattn.report.style import (
-    DASHED,
-    INK,
-    MUTED,
-    SURFACE,
-    WIDTH,
-    Rendered,
-    VariantStyle,
-    render,
-    short,
-)
+from qkattn.report import marks
+from qkattn.report.style import INK, MUTED, SURFACE, WIDTH, Rendered, VariantStyle, render, short
 
 COLUMNS = 4
 # Panels share their y axis unless the ranges that show each bowl differ by more than this factor.
@@ -45,25 +36,20 @@ def bowls_figure(
     shared = _shared(list(windows.values()))
     width = max(WIDTH, 2.1 * columns + 0.6)
     figure = Figure(figsize=(width, 1.75 * rows + 0.95), layout='constrained')
-    grid = figure.subplots(rows, columns, sharex=True, sharey=shared is not None, squeeze=False)
+    axes = marks.panels(figure, rows, columns, len(bowls), sharex=True, sharey=shared is not None)
     values = sorted({value for bowl in bowls.values() for value in bowl.values})
-    for index, ax in enumerate(grid.flat):
-        ax.set_visible(index < len(bowls))
-        # A panel with nothing below it carries the column's tick labels.
-        if index + columns >= len(bowls):
-            ax.tick_params(labelbottom=True)
     drawn: set[str] = set()
-    for ax, (arm, bowl) in zip(grid.flat, bowls.items(), strict=False):
+    for ax, (arm, bowl) in zip(axes, bowls.items(), strict=True):
         _value_axis(ax, values)
-        ax.set_ylim(shared or windows[arm])
+        own = windows[arm] if math.isfinite(windows[arm][0]) else (0.0, 1.0)
+        ax.set_ylim(shared or own)
         ax.yaxis.set_major_locator(MaxNLocator(4))
         ax.set_title(short(arm, 23), fontsize=8.5)
         drawn |= _draw(ax, bowl, look[arm])
     name = knob.replace('_', ' ')
     figure.supxlabel(f'{name} (log scale)', fontsize=9)
     figure.supylabel('val loss (nats/token)', fontsize=9)
-    handles = _handles(drawn)
-    figure.legend(handles=handles, loc='outside upper center', ncols=4)
+    figure.legend(handles=_handles(drawn), loc='outside upper center', ncols=4)
     at = f' at {size}' if size else ''
     return render(
         figure,
@@ -84,7 +70,7 @@ def _near(bowl: Bowl, reach: int = REACH) -> tuple[float, ...]:
 
 
 def _window(bowl: Bowl) -> tuple[float, float]:
-    """Y limits that show the bowl: its lowest loss and what rises from it nearby."""
+    """Y limits that show the bowl, its lowest loss and what rises nearby; NaN without any loss."""
     seeds = {v: losses for v, losses in zip(bowl.values, bowl.losses, strict=True) if losses}
     if not seeds:
         return math.nan, math.nan
@@ -124,21 +110,11 @@ def _draw(ax: Axes, bowl: Bowl, style: VariantStyle) -> set[str]:
     top = high - 0.04 * (high - low)
     for value, losses in zip(bowl.values, bowl.losses, strict=True):
         seen = [loss for loss in losses if loss <= top]
-        ax.scatter([value] * len(seen), seen, s=8, color=style.colour, alpha=0.6, linewidths=0)
+        marks.seed_dots(ax, [value] * len(seen), seen, style)
     means = dict(zip(bowl.values, bowl.means, strict=True))
     seen = {value: mean for value, mean in means.items() if mean <= top}
-    ax.plot(
-        list(seen),
-        list(seen.values()),
-        color=style.colour,
-        marker=style.marker,
-        linestyle='none',
-        markersize=5,
-        markeredgecolor=SURFACE,
-        markeredgewidth=0.7,
-        zorder=4,
-        label='mean',
-    )
+    mark = marks.mean_mark(style, 5)
+    ax.plot(list(seen), list(seen.values()), linestyle='none', label='mean', **mark)
     diverged = [value for value, mean in means.items() if math.isinf(mean)]
     above = [value for value in means if value not in seen and value not in diverged]
     _at_top(ax, above, '^', style.colour, 'above')
@@ -146,7 +122,7 @@ def _draw(ax: Axes, bowl: Bowl, style: VariantStyle) -> set[str]:
     drawn = _draw_fit(ax, bowl, style)
     if len(diverged) < len(means):
         drawn.add('chosen')
-        ax.axvline(bowl.chosen, color=INK, linewidth=1, linestyle=DASHED, zorder=2, label='chosen')
+        ax.axvline(bowl.chosen, label='chosen', **marks.REFERENCE)
         bounded = 'interval' in drawn
         interval = f' [{bowl.optimum_low:.3g}, {bowl.optimum_high:.3g}]' if bounded else ''
         _say(ax, f'{bowl.chosen:.3g}{interval}', 0.04, fontsize=7.5)
@@ -154,8 +130,8 @@ def _draw(ax: Axes, bowl: Bowl, style: VariantStyle) -> set[str]:
             _say(ax, 'not bracketed', 0.15, fontweight='bold', fontsize=8)
     else:
         _say(ax, 'diverged at every value', 0.4, fontweight='bold', fontsize=8)
-    marks = {'diverged': diverged, 'above': above}
-    return drawn | {name for name, found in marks.items() if found}
+    at_top = {'diverged': diverged, 'above': above}
+    return drawn | {name for name, found in at_top.items() if found}
 
 
 def _say(ax: Axes, text: str, y: float, **font: object) -> None:
@@ -201,17 +177,15 @@ def _draw_fit(ax: Axes, bowl: Bowl, style: VariantStyle) -> set[str]:
 
 
 def _handles(drawn: set[str]) -> list[Line2D | Patch]:
-    dots = {'color': MUTED, 'linestyle': 'none', 'markeredgewidth': 0}
     cross = {'color': INK, 'linestyle': 'none', 'marker': 'x', 'markersize': 5}
     known = {
         'fit': Line2D([], [], color=MUTED, linewidth=1.3, label='parabola'),
-        'chosen': Line2D([], [], color=INK, linewidth=1, linestyle=DASHED, label='chosen value'),
+        'chosen': Line2D([], [], label='chosen value', **marks.REFERENCE),
         'interval': Patch(color=INK, alpha=0.1, label='95 % interval of the optimum'),
         'diverged': Line2D([], [], label='a seed diverged', markeredgewidth=1.3, **cross),
-        'above': Line2D([], [], marker='^', markersize=5, label='mean above the axis', **dots),
+        'above': marks.dot_handle('mean above the axis', 5, marker='^'),
     }
     return [
-        Line2D([], [], marker='o', markersize=5, label='mean', **dots),
-        Line2D([], [], marker='o', markersize=3, alpha=0.6, label='one seed', **dots),
+        *marks.mean_handles(intervals=False, size=5),
         *(handle for name, handle in known.items() if name in drawn),
     ]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from qkattn.report.findings import Arm, Findings
 from qkattn.report.measures import Measure, losses, scores
 from qkattn.report.numbers import NONE, interval, mean_sd, p_value, si, words
-from qkattn.report.records import KNOBS
 from qkattn.report.summary import Row
+from qkattn.tuning import KNOBS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +119,7 @@ def tuned_value(arm: Arm, knob: str, span: bool = True) -> str:
 def value_of(arm: Arm, knob: str) -> float | None:
     """What the verdict ran at, or what the screening has chosen so far."""
     if arm.row.verdicts:
-        trial = arm.row.verdicts[0]
-        return trial.score_scale if knob == KNOBS[2] else dict(trial.settings)[knob]
+        return arm.row.verdicts[0].at[KNOBS.index(knob)]
     return arm.bowls[knob].chosen if knob in arm.bowls else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from qkattn.report.columns import induction_of, mean, value_of
 from qkattn.report.findings import Arm, Findings
 from qkattn.report.measures import losses, scores
-from qkattn.report.records import KNOBS
+from qkattn.tuning import KNOBS
 
 
 def csv_table(findings: Findings) -> str:
@@ -95,7 +95,7 @@ def _tuned(knob: str, arm: Arm) -> dict[str, object]:
     record: dict[str, object] = {}
     if knob != 'learning_rate':
         record[knob] = value_of(arm, knob)
-    parts = ('optimum', 'optimum_low', 'optimum_high', 'sensitivity')
+    parts = ('optimum', 'optimum_low', 'optimum_high', 'sensitivity', 'at_worst')
     record |= {f'{knob}_{part}': found and getattr(found, part) for part in parts}
     record[f'{knob}_bracketed'] = found and int(found.bracketed)
     return record

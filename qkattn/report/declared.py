@@ -8,7 +8,6 @@ from typing import Any
 
 from qkattn.report.curves import json_lines
 from qkattn.report.records import (
-    KNOBS,
     MAPPING,
     NUMBER,
     OPTIONAL,
@@ -17,6 +16,7 @@ from qkattn.report.records import (
     check_fields,
     check_stage,
 )
+from qkattn.tuning import KNOBS, VERDICT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,14 @@ class Tuning:
     score_scales: tuple[float, ...]
 
     @property
+    def grids(self) -> dict[str, tuple[float, ...]]:
+        """Where the search for each setting starts, in the order of tuning."""
+        return {knob: getattr(self, f'{knob}s') for knob in KNOBS}
+
+    @property
     def knobs(self) -> tuple[str, ...]:
         """The settings that are tuned: those with more than one value."""
-        return tuple(knob for knob in KNOBS if len(getattr(self, f'{knob}s')) > 1)
+        return tuple(knob for knob, values in self.grids.items() if len(values) > 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +112,9 @@ def read_declaration(path: Path) -> dict[str, Any]:
     try:
         declared = json.loads(path.read_text(encoding='utf-8'))
         check_fields(declared, _STUDY_FIELDS)
+        _check_seeds(declared['seeds'])
         if declared['tuning'] is not None:
-            check_fields(declared['tuning'], _TUNING_FIELDS)
+            _check_tuning(declared['tuning'])
         for arm in declared['arms']:
             _check_arm(arm, declared)
     except ValueError as error:
@@ -129,6 +135,25 @@ def _tuples(tuning: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
+def _check_tuning(tuning: Mapping[str, Any]) -> None:
+    check_fields(tuning, _TUNING_FIELDS)
+    _check_seeds(tuning['seeds'])
+    for name in (f'{knob}s' for knob in KNOBS):
+        values = tuning[name]
+        for value in values:
+            check_fields({name: value}, {name: NUMBER})
+        if not values or len(values) > 1 and sorted({v for v in values if v > 0}) != values:
+            raise ValueError(
+                f'field {name!r} of its tuning is {values}, expected one value or several, '
+                'ascending from above 0'
+            )
+
+
+def _check_seeds(seeds: list) -> None:
+    if not seeds or not all(type(seed) is int for seed in seeds):
+        raise ValueError(f"field 'seeds' is {seeds}, expected whole numbers, at least one")
+
+
 def _check_arm(arm: Any, declared: Mapping[str, Any]) -> None:
     check_fields(arm, {'variant': TEXT, 'size': TEXT})
     for field in ('variant', 'size'):
@@ -144,6 +169,7 @@ def read_plan(
 ) -> dict[str, Planned]:
     """The cells known so far, by name, in the plan's order; bad lines become problems."""
     planned: dict[str, Planned] = {}
+    verdicts: dict[tuple[str, str], str] = {}
     if not path.is_file():
         problems.append(f'{path.name} does not exist, so no cell is known.')
         return planned
@@ -154,8 +180,16 @@ def read_plan(
                 raise ValueError(
                     f'{cell.variant!r} at {cell.size!r} is no arm that study.json declares'
                 )
-            if planned.setdefault(cell.name, cell) != cell:
+            if planned.get(cell.name, cell) != cell:
                 raise ValueError(f'cell {cell.name!r} is planned twice, differently')
+            if cell.stage == VERDICT:
+                first = verdicts.setdefault((cell.variant, cell.size), cell.name)
+                if first != cell.name:
+                    raise ValueError(
+                        f'{cell.variant!r} at {cell.size!r} has its verdict in cell {first!r} '
+                        f'already, {cell.name!r} would be a second one'
+                    )
+            planned[cell.name] = cell
         except ValueError as error:
             problems.append(f'{place} was left out: {error}.')
     return planned
@@ -167,5 +201,6 @@ def _planned(record: Any) -> Planned:
     for part, fields in _CONFIG_FIELDS.items():
         check_fields(record['config'], {part: MAPPING})
         check_fields(record['config'][part], fields)
+    _check_seeds(record['config']['trials']['seeds'])
     values = {name: record[name] for name in _PLAN_FIELDS if name not in ('cell', 'trials')}
     return Planned(name=record['cell'], num_trials=record['trials'], **values)

@@ -6,8 +6,8 @@ from typing import Any
 
 from qkattn.report.declared import Planned
 from qkattn.report.load import Study
-from qkattn.report.records import SCREENING
 from qkattn.report.summary import Row
+from qkattn.tuning import SCREENING
 
 # What a study matches, as a noun in the plural.
 QUANTITIES = {

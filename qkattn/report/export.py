@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from qkattn.report.files import write_atomic
-from qkattn.report.load import load_study
+from qkattn.report.load import Study, load_study
 from qkattn.report.records import ReportError
 
 FILES = ('study.json', 'plan.jsonl', 'results.jsonl', 'report.html')
@@ -13,30 +13,46 @@ FILES = ('study.json', 'plan.jsonl', 'results.jsonl', 'report.html')
 def export(study_dir: str | Path, destination: str | Path) -> Path:
     """Writes the study's declaration, plan, results, evaluations, tables, report and figures.
 
-    Left out are checkpoints, locks and claims, the training records of metrics.jsonl, and
+    Left out are checkpoints, locks and claims, the training records of finished cells, and
     provenance.json, which names machines and users.
 
     Raises:
       ReportError: no study, or `destination` holds something else.
     """
     study, destination = load_study(study_dir), Path(destination)
-    if destination.exists() and any(destination.iterdir()):
-        there = destination / 'study.json'
-        if not there.is_file() or json.loads(there.read_text())['name'] != study.name:
-            raise ReportError(
-                f'{str(destination)!r} holds something else than study {study.name!r}; '
-                'give an empty directory.'
-            )
+    _check_destination(study, destination)
     source = study.directory
     figures = [path for path in source.glob('plots/*') if path.suffix in ('.png', '.svg')]
-    tables = [path for path in source.glob('table.*') if path.suffix != '.part']
-    for path in (*(source / name for name in FILES), *figures, *tables):
+    for path in (*(source / name for name in FILES), *source.glob('table.*'), *figures):
         if path.is_file():
             write_atomic(destination / path.relative_to(source), path.read_bytes())
     for cell in study.cells:
-        log = study.directory / cell.directory / 'metrics.jsonl'
-        if cell.trials and log.is_file():
-            lines = log.read_text(encoding='utf-8').splitlines(keepends=True)
-            kept = [line for line in lines if json.loads(line)['kind'] == 'eval']
-            write_atomic(destination / log.relative_to(source), ''.join(kept))
+        log = source / cell.directory / 'metrics.jsonl'
+        if not log.is_file():
+            continue
+        lines = log.read_text(encoding='utf-8').splitlines(keepends=True)
+        if cell.trials:
+            lines = [line for line in lines if json.loads(line)['kind'] == 'eval']
+        write_atomic(destination / log.relative_to(source), ''.join(lines))
     return destination
+
+
+def _check_destination(study: Study, destination: Path) -> None:
+    """Raises unless it is empty, absent, or holds an earlier export of the same study."""
+    if destination.resolve() == study.directory.resolve():
+        raise ReportError(f'{str(destination)!r} is the study itself; give another directory.')
+    if destination.exists() and not destination.is_dir():
+        raise ReportError(f'{str(destination)!r} is a file; give a directory.')
+    if not destination.is_dir() or not any(destination.iterdir()):
+        return
+    if (destination / 'cells').is_dir() and any(destination.glob('cells/*/checkpoints')):
+        raise ReportError(f'{str(destination)!r} holds a study that was run there; give another.')
+    try:
+        name = json.loads((destination / 'study.json').read_text(encoding='utf-8'))['name']
+    except (OSError, ValueError, KeyError, TypeError):
+        name = None
+    if name != study.name:
+        raise ReportError(
+            f'{str(destination)!r} holds something else than study {study.name!r}; '
+            'give an empty directory.'
+        )

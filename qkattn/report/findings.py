@@ -7,11 +7,11 @@ Computed once from the rows, for every table, figure and page; all statistics ar
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from qkattn import bowl, scaling, stats
+from qkattn import bowl, scaling, stats, tuning
 from qkattn.report import hygiene, sentences
 from qkattn.report.hygiene import Remark
 from qkattn.report.load import Study
-from qkattn.report.numbers import words
+from qkattn.report.numbers import listed, words
 from qkattn.report.records import Trial
 from qkattn.report.summary import Row
 
@@ -31,8 +31,9 @@ class Arm:
         None for the baseline and where either has no finished trial.
       verdict: its word is better, worse, equivalent, undecided or no verdict; None for the baseline
         and in a study without tuning.
-      bowls: the screening trials of each tuned knob, by its name.
+      bowls: of the knobs that were screened, in the order of tuning.
       remarks: hygiene findings about this arm alone.
+      caveats: what its tuning and the baseline's leave open, in clauses of the verdict's reason.
     """
 
     row: Row
@@ -41,16 +42,37 @@ class Arm:
     verdict: stats.Verdict | None
     bowls: Mapping[str, bowl.Bowl]
     remarks: tuple[Remark, ...]
+    caveats: tuple[str, ...] = ()
 
     @property
     def bracketed(self) -> bool:
         """Whether every knob that was tuned has its best value bracketed."""
-        return all(found.bracketed for found in self.bowls.values())
+        return not self.loose
+
+    @property
+    def loose(self) -> tuple[str, ...]:
+        """Names of the knobs that are not bracketed, in words."""
+        return tuple(words(knob) for knob, found in self.bowls.items() if not found.bracketed)
 
     @property
     def blocks(self) -> tuple[str, ...]:
         """Why this arm, by itself, gets no verdict, in clauses."""
         return tuple(remark.clause for remark in self.remarks if remark.blocks)
+
+    @property
+    def unfit(self) -> str | None:
+        """Why its mean is no point of a law of size, in a word or two; None where it is one.
+
+        A mean of the seeds that did not diverge flatters an arm, and settings that are not the best
+        make it look worse.
+        """
+        if not self.row.chosen:
+            return 'no losses'
+        if self.row.num_diverged:
+            return 'diverged trials'
+        if self.blocks:
+            return 'not comparable'
+        return f'{listed(self.loose)} not bracketed' if self.loose else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +98,8 @@ class Findings:
       sentences: what was found, in plain words, for the first screen.
       held_equal: one sentence: what all arms have in common.
       remarks: all hygiene findings, the blocking ones first.
-      scaling: per variant, in the study's order; empty for fewer than two sizes, and where a
-        remark blocks every arm.
+      scaling: per variant, in the study's order, of the sizes at which it is fit for it; empty for
+        fewer than two sizes, and where a remark blocks every arm.
       num_comparisons: declared arms but the baselines, which Holm's correction is over.
     """
 
@@ -95,20 +117,16 @@ class Findings:
 
 def find(study: Study, rows: Sequence[Row]) -> Findings:
     """Everything that `rows`, of `summarise`, say."""
-    bowls = {row.place: _bowls(study, row) for row in rows}
-    remarks = hygiene.check(study, rows, bowls)
+    tuned = {row.place: _tuned(study, row) for row in rows} if study.tuning else {}
+    remarks = hygiene.check(study, rows, tuned)
     arms = []
     for row in rows:
         differences, difference = _difference(study, row, _baseline(rows, row))
         own = tuple(remark for remark in remarks if remark.arm == row.place)
-        arms.append(Arm(row, differences, difference, None, bowls[row.place], own))
-    verdicts = _verdicts(study, arms, remarks) if study.tuning else {}
-    arms = [
-        dataclasses.replace(arm, verdict=verdicts[arm.row.place])
-        if arm.row.place in verdicts
-        else arm
-        for arm in arms
-    ]
+        bowls = tuned[row.place].bowls if tuned else {}
+        arms.append(Arm(row, differences, difference, None, bowls, own))
+    if study.tuning:
+        arms = _judged(study, arms, remarks)
     return Findings(
         arms=tuple(arms),
         sentences=sentences.found(study, arms, remarks),
@@ -126,20 +144,20 @@ def _baseline(rows: Sequence[Row], row: Row) -> Row | None:
     return next((other for other in rows if other.is_baseline and other.size == row.size), None)
 
 
-def _bowls(study: Study, row: Row) -> dict[str, bowl.Bowl]:
-    """One for each tuned knob whose screening has a value that all its seeds were run at."""
-    found = {}
-    for knob in study.tuning.knobs if study.tuning else ():
-        losses: dict[float, dict[int, float | None]] = {}
-        for trial in row.screening:
-            if trial.knob == knob:
-                loss = trial.val_loss if trial.finished else None
-                losses.setdefault(hygiene.setting(trial, knob), {})[trial.seed] = loss
-        seeds = {seed for of_value in losses.values() for seed in of_value}
-        whole = {value: of for value, of in losses.items() if of.keys() == seeds}
-        if whole:
-            found[knob] = bowl.fit(whole)
-    return found
+def _tuned(study: Study, row: Row) -> tuning.Tuning:
+    """How far the row's screening has come, of the settings at which every screening seed ran."""
+    own = dict(zip(tuning.KNOBS, (row.screening or row.trials)[0].at, strict=True))
+    grids = {
+        knob: values if len(values) > 1 else (own[knob],)
+        for knob, values in study.tuning.grids.items()
+    }
+    measured: dict[tuning.Settings, dict[int, float | None]] = {}
+    for trial in row.screening:
+        if trial.seed in study.tuning.seeds:
+            loss = trial.val_loss if trial.finished else None
+            measured.setdefault(trial.at, {})[trial.seed] = loss
+    whole = {at: of for at, of in measured.items() if len(of) == len(set(study.tuning.seeds))}
+    return tuning.tune(grids, study.tuning.max_points, whole)
 
 
 def _difference(
@@ -156,28 +174,32 @@ def _difference(
     return (), stats.welch([t.val_loss for t in own], list(losses.values()), study.margin)
 
 
-def _verdicts(
-    study: Study, arms: Sequence[Arm], remarks: Sequence[Remark]
-) -> dict[tuple[str, str], stats.Verdict]:
-    """Of every arm but the baselines; all comparisons that are declared are one family."""
+def _judged(study: Study, arms: Sequence[Arm], remarks: Sequence[Remark]) -> list[Arm]:
+    """All but the baselines with a verdict; all comparisons that are declared are one family."""
     by_place = {arm.row.place: arm for arm in arms}
+    baselines = {arm.row.place: by_place.get((study.baseline, arm.row.size)) for arm in arms}
     of_study = [remark.clause for remark in remarks if remark.blocks and remark.arm is None]
-    found, judged, diverged = {}, {}, {}
+    reasons = {
+        arm.row.place: [*of_study, *arm.blocks, *_lacking(study, arm, baselines[arm.row.place])]
+        for arm in arms
+        if not arm.row.is_baseline
+    }
+    judged = [by_place[place] for place, why in reasons.items() if not why]
+    verdicts = stats.judge(
+        {arm.row.name: arm.difference for arm in judged},
+        diverged={
+            arm.row.name: (arm.row.num_diverged, baselines[arm.row.place].row.num_diverged)
+            for arm in judged
+        },
+        planned=num_comparisons(study),
+    )
+    found = []
     for arm in arms:
-        if arm.row.is_baseline:
-            continue
-        baseline = by_place.get((study.baseline, arm.row.size))
-        reasons = [*of_study, *arm.blocks, *_lacking(study, arm, baseline)]
-        if reasons:
-            found[arm.row.place] = stats.Verdict(NO_VERDICT, None, None, '; '.join(reasons))
-            continue
-        judged[arm.row.name] = arm.difference
-        diverged[arm.row.name] = (arm.row.num_diverged, baseline.row.num_diverged)
-    verdicts = stats.judge(judged, diverged=diverged, planned=num_comparisons(study))
-    for arm in arms:
-        if arm.row.name in verdicts:
-            baseline = by_place[study.baseline, arm.row.size]
-            found[arm.row.place] = _as_tuned(verdicts[arm.row.name], arm, baseline)
+        if why := '; '.join(reasons.get(arm.row.place, ())):
+            arm = dataclasses.replace(arm, verdict=stats.Verdict(NO_VERDICT, None, None, why))
+        elif not arm.row.is_baseline:
+            arm = _as_tuned(arm, baselines[arm.row.place], verdicts[arm.row.name])
+        found.append(arm)
     return found
 
 
@@ -200,40 +222,40 @@ def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> list[str]:
     return reasons
 
 
-def _as_tuned(verdict: stats.Verdict, arm: Arm, baseline: Arm) -> stats.Verdict:
-    """The verdict, with only the words that knobs which are not bracketed leave.
+def _as_tuned(arm: Arm, baseline: Arm, verdict: stats.Verdict) -> Arm:
+    """The arm with its verdict, and only such a word as the tuning leaves.
 
-    A better value may lie beyond those that were tried: then an arm may be better than it looks,
-    and the baseline too.
+    Where a knob is not bracketed, a better value may lie beyond those that were tried: then an arm
+    may be better than it looks, and the baseline too.
     """
-    loose = [_not_bracketed(arm), _not_bracketed(baseline)]
-    forbidden = {'equivalent'} if any(loose) else set()
-    forbidden |= {'worse'} if loose[0] else set()
-    forbidden |= {'better'} if loose[1] else set()
-    said = [
-        f'{whose}{" and ".join(knobs)} not bracketed'
-        for whose, knobs in zip(('', "the baseline's "), loose, strict=True)
-        if knobs
-    ]
+    whose = {'its ': arm, "the baseline's ": baseline}
+    forbidden = {'worse'} if arm.loose else set()
+    forbidden |= {'better'} if baseline.loose else set()
+    forbidden |= {'equivalent'} if forbidden else set()
+    said = [f'{its}{listed(of.loose)} not bracketed' for its, of in whose.items() if of.loose]
     if verdict.word in forbidden:
         said.append(f'it would be {verdict.word}, but a better value may lie beyond those tried')
-    word = 'undecided' if verdict.word in forbidden else verdict.word
-    reason = '; '.join([verdict.reason, *said])
-    return dataclasses.replace(verdict, word=word, reason=reason)
-
-
-def _not_bracketed(arm: Arm) -> list[str]:
-    return [words(knob) for knob, found in arm.bowls.items() if not found.bracketed]
+        verdict = dataclasses.replace(verdict, word='undecided')
+    elif verdict.word in ('better', 'worse'):
+        said += [
+            f'{its}{words(knob)} may be off by more than that: {found.at_worst:.2g} nats/token at '
+            "the farther end of the optimum's interval"
+            for its, of in whose.items()
+            for knob, found in of.bowls.items()
+            if found.at_worst is not None and found.at_worst > abs(arm.difference.mean)
+        ]
+    verdict = dataclasses.replace(verdict, reason='; '.join([verdict.reason, *said]))
+    return dataclasses.replace(arm, verdict=verdict, caveats=tuple(said))
 
 
 def _scaling(study: Study, arms: Sequence[Arm], remarks: Sequence[Remark]) -> tuple[Scaling, ...]:
-    """Of the sizes at which every seed finished: a mean of the others flatters an arm."""
+    """Of every variant at the sizes at which it is fit for it."""
     blocked = any(remark.blocks and remark.arm is None for remark in remarks)
     if blocked or len(study.sizes) < 2:
         return ()
     points: dict[str, list[Row]] = {variant: [] for variant in study.variants}
     for arm in arms:
-        if arm.row.chosen and not arm.row.num_diverged and not arm.blocks:
+        if arm.unfit is None:
             points[arm.row.variant].append(arm.row)
     curves = {
         variant: (

@@ -8,20 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from qkattn.report import marks
 from qkattn.report.findings import Findings
 from qkattn.report.load import Study
 from qkattn.report.measures import Measure
-from qkattn.report.style import (
-    DASHED,
-    INK,
-    MUTED,
-    SURFACE,
-    WIDTH,
-    Rendered,
-    VariantStyle,
-    render,
-    short,
-)
+from qkattn.report.style import WIDTH, Rendered, VariantStyle, render, short
 from qkattn.report.summary import Row
 from qkattn.stats import Difference, Estimate
 
@@ -69,7 +60,7 @@ def _levels(
     def baseline_line(ax: Axes, of_size: Sequence[Row]) -> None:
         for row in of_size:
             if row.is_baseline and (value := measure.over_seeds(row)):
-                ax.axvline(value.mean, color=INK, linewidth=1, linestyle=DASHED)
+                ax.axvline(value.mean, **marks.REFERENCE)
 
     return _forest(
         study,
@@ -96,7 +87,7 @@ def differences(study: Study, found: Findings, look: dict[str, VariantStyle]) ->
         look,
         value=lambda row: arms[row.variant, row.size].difference,
         seeds=lambda row: arms[row.variant, row.size].differences,
-        reference=lambda ax, _: ax.axvline(0, color=INK, linewidth=1, linestyle=DASHED),
+        reference=lambda ax, _: ax.axvline(0, **marks.REFERENCE),
         reference_name='no difference',
         xlabel='difference in val loss (nats/token)',
         skip=study.baseline,
@@ -143,74 +134,30 @@ def _forest(
     width = WIDTH if num_columns == 1 else 2.4 + 2.5 * num_columns
     height = num_rows * (0.23 * len(variants) + 0.75) + 0.55
     figure = Figure(figsize=(width, height), layout='constrained')
-    grid = figure.subplots(num_rows, num_columns, sharex=sharex, sharey=True, squeeze=False)
+    axes = marks.panels(figure, num_rows, num_columns, len(sizes), sharex=sharex, sharey=True)
     intervals = False
-    for ax, size in zip(grid.flat, sizes, strict=False):
+    for ax, size in zip(axes, sizes, strict=True):
         for y, variant in enumerate(variants):
             row = by_place.get((variant, size))
             estimate = value(row) if row else None
             if estimate is None:
-                ax.annotate(
-                    reason(study, (variant, size), row, absent),
-                    (0.02, y),
-                    xycoords=('axes fraction', 'data'),
-                    va='center',
-                    fontsize=8,
-                    color=MUTED,
-                    style='italic',
-                    zorder=5,
-                    bbox={'facecolor': SURFACE, 'edgecolor': 'none', 'pad': 1},
-                )
+                marks.reason_text(ax, y, reason(study, (variant, size), row, absent))
                 continue
-            style = look[variant]
-            if estimate.low is not None:
-                intervals = True
-                ax.plot([estimate.low, estimate.high], [y, y], color=style.colour, linewidth=2)
-            # Below the interval: on top of it they would be hidden.
-            ax.scatter(
-                seeds(row),
-                [y + 0.27] * len(seeds(row)),
-                s=8,
-                color=style.colour,
-                alpha=0.55,
-                linewidths=0,
-                zorder=3,
-            )
-            ax.plot(
-                estimate.mean,
-                y,
-                marker=style.marker,
-                markersize=6.5,
-                color=style.colour,
-                markeredgecolor=SURFACE,
-                markeredgewidth=0.8,
-                zorder=4,
-            )
+            intervals |= estimate.low is not None
+            ends = estimate.low, estimate.high
+            marks.estimate_line(ax, y, look[variant], estimate.mean, *ends, seeds(row))
         reference(ax, [row for row in rows if row.size == size])
-        ax.set_yticks(range(len(variants)), [short(variant) for variant in variants])
-        ax.set_ylim(len(variants) - 0.4, -0.6)
-        ax.tick_params(axis='y', length=0)
+        marks.name_lines(ax, variants)
         ax.xaxis.set_major_locator(MaxNLocator(5 if num_columns == 1 else 3))
         ax.set_xlabel(xlabel)
         ax.tick_params(labelbottom=True)
         if len(sizes) > 1:
             ax.set_title(short(size))
-    for ax in list(grid.flat)[len(sizes) :]:
-        ax.set_visible(False)
-    handles = [_handle(marker='o', markersize=6.5, label='mean over seeds')]
-    handles.append(_handle(marker='o', markersize=3, alpha=0.55, label='one seed'))
-    if intervals:
-        handles.append(Line2D([], [], color=MUTED, linewidth=2, label='95 % t interval'))
+    handles = marks.mean_handles(intervals, mean='mean over seeds')
     if reference_name:
-        handles.append(
-            Line2D([], [], color=INK, linewidth=1, linestyle=DASHED, label=reference_name)
-        )
+        handles.append(Line2D([], [], label=reference_name, **marks.REFERENCE))
     figure.legend(handles=handles, loc='outside lower center', ncols=2 if width < 6.7 else 4)
     return figure
-
-
-def _handle(**keywords: object) -> Line2D:
-    return Line2D([], [], color=MUTED, linestyle='none', markeredgewidth=0, **keywords)
 
 
 def reason(study: Study, place: tuple[str, str], row: Row | None, absent: str) -> str:

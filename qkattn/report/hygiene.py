@@ -6,19 +6,17 @@ Only validation and test measurements are ever read as results; training losses 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from qkattn.bowl import Bowl
 from qkattn.report import equality
 from qkattn.report.load import Study
 from qkattn.report.numbers import counted, listed, si, span, words
-from qkattn.report.records import KNOBS, SCREENING, SINGLE, VERDICT, Trial
+from qkattn.report.records import Trial
 from qkattn.report.summary import Row, stopped_early
+from qkattn.tuning import KNOBS, SCREENING, SINGLE, VERDICT, Tuning
 
 # Schedules that still train at a high learning rate when they end; others end at final_fraction.
 UNANNEALED = ('constant', 'inverse_sqrt')
 MAX_FINAL_FRACTION = 0.1
 ENOUGH_SEEDS = 5
-# Verdicts run at the value that the screening trials choose, rounded to three digits.
-SAME_VALUE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +38,18 @@ class Remark:
 
 
 def check(
-    study: Study, rows: Sequence[Row], bowls: Mapping[tuple, Mapping[str, Bowl]]
+    study: Study, rows: Sequence[Row], tuned: Mapping[tuple[str, str], Tuning]
 ) -> tuple[Remark, ...]:
-    """All remarks, the blocking ones first; `bowls` are by row and knob."""
+    """All remarks, the blocking ones first; `tuned` is by row, and empty without tuning."""
     found: list[Remark] = [*_tuned(study), *_seeds(study)]
     for row in rows:
         found += _unfinished(study, row)
         found += _incomplete(study, row)
         found += _budget(study, row)
-        found += _bracketed(study, row, bowls[row.place])
-        found += _verdict_cells(study, row, bowls[row.place])
+        if study.tuning:
+            found += _planned_seeds(study, row)
+            found += _bracketed(row, tuned[row.place])
+            found += _settings(study, row, tuned[row.place])
     found += [Remark(*difference) for difference in equality.differences(study, rows)]
     found += _few_seeds(study, rows)
     found += _diverged(rows)
@@ -125,7 +125,8 @@ def _incomplete(study: Study, row: Row) -> Iterable[Remark]:
             yield Remark(
                 f'{len(planned.trials)} of {planned.num_trials} {stage}trials of cell {cell} have '
                 'readable results',
-                arm=row.place,
+                planned.stage == VERDICT,
+                row.place,
             )
 
 
@@ -151,11 +152,25 @@ def _budget(study: Study, row: Row) -> Iterable[Remark]:
         )
 
 
-def _bracketed(study: Study, row: Row, bowls: Mapping[str, Bowl]) -> Iterable[Remark]:
+def _planned_seeds(study: Study, row: Row) -> Iterable[Remark]:
+    """Seeds that were picked are no fresh ones."""
+    declared = {SCREENING: study.tuning.seeds, VERDICT: study.seeds}
+    for cell in study.cells:
+        if (cell.variant, cell.size) != row.place or cell.stage not in declared:
+            continue
+        ran, wanted = cell.config['trials']['seeds'], declared[cell.stage]
+        if sorted(ran) != sorted(wanted):
+            yield Remark(
+                f'its {cell.stage} ran on seeds {listed(ran)}, the study declares {listed(wanted)}',
+                True,
+                row.place,
+            )
+
+
+def _bracketed(row: Row, tuned: Tuning) -> Iterable[Remark]:
     """Not blocking as such: which words it leaves is decided with the verdict."""
-    for knob in study.tuning.knobs if study.tuning else ():
-        if knob in bowls and not bowls[knob].bracketed:
-            bowl = bowls[knob]
+    for knob, bowl in tuned.bowls.items():
+        if not bowl.bracketed:
             yield Remark(
                 f'{words(knob)} not bracketed, the best of {bowl.values[0]:g} to '
                 f'{bowl.values[-1]:g} is {bowl.best:g}',
@@ -164,33 +179,30 @@ def _bracketed(study: Study, row: Row, bowls: Mapping[str, Bowl]) -> Iterable[Re
             )
 
 
-def _verdict_cells(study: Study, row: Row, bowls: Mapping[str, Bowl]) -> Iterable[Remark]:
-    """The verdict has to be at what the screening trials chose."""
-    if study.tuning is None or not row.verdicts:
+def _settings(study: Study, row: Row, tuned: Tuning) -> Iterable[Remark]:
+    """The verdict has to be at what the screening trials choose."""
+    if not row.verdicts:
         return
-    for knob in study.tuning.knobs:
-        if knob not in bowls:
-            clause = f'its screening of the {words(knob)} has no results to choose a value by'
-            yield Remark(clause, True, row.place)
-            continue
-        ran, chosen = setting(row.verdicts[0], knob), bowls[knob].chosen
-        if abs(ran / chosen - 1) > SAME_VALUE:
-            yield Remark(
-                f'the verdict ran at {words(knob)} {ran:g}, the screening trials choose {chosen:g}',
-                True,
-                row.place,
-            )
-    if len({trial.settings for trial in row.verdicts}) > 1:
+    if tuned.knob is not None:
+        lacking = ', '.join(f'{value:g}' for value in tuned.values)
+        yield Remark(
+            f'its screening of the {words(tuned.knob)} lacks results at {lacking} to choose a '
+            'value by',
+            True,
+            row.place,
+        )
+    else:
+        for knob, ran, found in zip(KNOBS, row.verdicts[0].at, tuned.settings, strict=True):
+            if ran != found:
+                screened = 'choose' if knob in study.tuning.knobs else 'ran at'
+                yield Remark(
+                    f'the verdict ran at {words(knob)} {ran:.12g}, the screening trials '
+                    f'{screened} {found:.12g}',
+                    True,
+                    row.place,
+                )
+    if len({trial.at for trial in row.verdicts}) > 1:
         yield Remark('its verdict trials ran at more than one setting', True, row.place)
-    older = {t.cell for t in row.trials if t.stage == VERDICT} - {row.verdicts[0].cell}
-    if older:
-        clause = f'of {len(older) + 1} verdict cells, the last in the plan counts'
-        yield Remark(clause, False, row.place)
-
-
-def setting(trial: Trial, knob: str) -> float:
-    """The trial's value of a knob."""
-    return trial.score_scale if knob == KNOBS[2] else dict(trial.settings)[knob]
 
 
 def _few_seeds(study: Study, rows: Sequence[Row]) -> Iterable[Remark]:

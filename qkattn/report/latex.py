@@ -8,8 +8,8 @@ from qkattn.report.findings import Arm, Findings
 from qkattn.report.load import Study
 from qkattn.report.measures import losses
 from qkattn.report.numbers import NONE, counted, interval, listed, mean_sd, p_value, span, words
-from qkattn.report.records import KNOBS
 from qkattn.report.sentences import budget
+from qkattn.tuning import KNOBS
 
 _ESCAPES = {
     '\\': r'\textbackslash{}',

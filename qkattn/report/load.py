@@ -14,7 +14,8 @@ from typing import Any
 from qkattn.report.curves import Curve, json_lines, read_curve
 from qkattn.report.declared import Planned, Tuning, read_declaration, read_plan
 from qkattn.report.missing import Missing, missing
-from qkattn.report.records import SINGLE, ReportError, Trial, check_fields, parse_trial
+from qkattn.report.records import ReportError, Trial, check_fields, parse_trial
+from qkattn.tuning import SINGLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,9 @@ def _of_plan(trial: Trial, cell: Planned) -> Trial:
                 f'{field} {getattr(trial, field)!r} contradicts plan.jsonl, where cell '
                 f'{cell.name!r} has {planned!r}'
             )
+    seeds = cell.config['trials']['seeds']
+    if trial.seed not in seeds:
+        raise ValueError(f'seed {trial.seed} is not one of cell {cell.name!r}, which has {seeds}')
     return dataclasses.replace(trial, score_scale=cell.config['model']['score_scale'])
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from qkattn.report.records import SINGLE, VERDICT
+from qkattn.tuning import SINGLE, VERDICT
 
 
 @dataclasses.dataclass(frozen=True)

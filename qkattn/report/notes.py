@@ -64,6 +64,13 @@ def _verdict_notes(study: Study, findings: Findings) -> list[str]:
         f'seeds {listed(tuning.seeds)}; losses and differences are over the verdict seeds '
         f'{listed(study.seeds)} alone.',
     ]
+    if len(tuning.knobs) > 1:
+        said.append(
+            f'They were tuned one after another ({", ".join(map(words, tuning.knobs))}): each with '
+            'those before it at what was found for them and those behind it at the middle of their '
+            'grids, and not again.'
+        )
+    said.append(_given_settings(findings))
     if any(not arm.bracketed for arm in findings.arms):
         said.append(
             '* Not bracketed: no worse value was tried on one side, so a better one may lie there.'
@@ -76,11 +83,30 @@ def _verdict_notes(study: Study, findings: Findings) -> list[str]:
     return said
 
 
+def _given_settings(findings: Findings) -> str:
+    """What intervals and words leave out: how well the settings are known, and on which rows."""
+    bowls = [(arm, knob, bowl) for arm in findings.arms for knob, bowl in arm.bowls.items()]
+    known = [(bowl.at_worst, arm, knob) for arm, knob, bowl in bowls if bowl.at_worst is not None]
+    missed = 'by how much screening may have missed the best ones is not known'
+    if known:
+        most, arm, knob = max(known, key=lambda found: found[0])
+        missed = (
+            'screening may have missed the best ones (within the 95 % intervals of the optima) by '
+            f'up to {most:.2g} nats/token ({words(knob)} of {arm.row.name})'
+        )
+        if unknown := len(bowls) - len(known):
+            missed += f', and {unknown} of {len(bowls)} optima by an unknown amount'
+    rows = 'screening and verdict are evaluated on the same validation rows'
+    if any(trial.test_loss is not None for row in findings.rows for trial in row.chosen):
+        rows += ", while the test column's rows have chosen nothing"
+    return f'Intervals and words are given the settings found: {missed}; {rows}.'
+
+
 def _reasons(findings: Findings) -> list[str]:
-    """Why an arm is neither better nor worse nor equivalent, each reason once."""
+    """Why an arm is neither better nor worse nor equivalent, or not for sure; each reason once."""
     arms: dict[tuple[str, str], list[str]] = {}
     for arm in findings.arms:
-        if arm.verdict and arm.verdict.word in ('undecided', NO_VERDICT):
+        if arm.verdict and (arm.verdict.word in ('undecided', NO_VERDICT) or arm.caveats):
             arms.setdefault((arm.verdict.word, arm.verdict.reason), []).append(arm.row.name)
     return [
         f'{word.capitalize()}, {listed(names)}: {reason}.' for (word, reason), names in arms.items()
@@ -127,6 +153,7 @@ def _budget_notes(study: Study, rows: Sequence[Row]) -> list[str]:
 def _scaling_notes(study: Study, findings: Findings) -> list[str]:
     """Multipliers, or once each why there are none."""
     said, problems = [], {}
+    sizes = {found.variant: len(found.fit.sizes) for found in findings.scaling}
     for found in findings.scaling:
         if found.variant == study.baseline and found.fit.problem:
             problems.setdefault(found.fit.problem, []).append(found.variant)
@@ -138,11 +165,19 @@ def _scaling_notes(study: Study, findings: Findings) -> list[str]:
         said.append(
             f'One weight of {found.variant} is worth {found.multiplier.value:.3g} '
             f'[{found.multiplier.low:.3g}, {found.multiplier.high:.3g}] of {study.baseline}, by '
-            f"the law of loss against size fitted to the baseline's {len(study.sizes)} sizes."
+            f"the law of loss against size fitted to the baseline's {sizes[study.baseline]} sizes."
         )
     for problem, variants in problems.items():
         if not problem.startswith('no multiplier without a fit of the baseline'):
             said.append(f'No law of size for {listed(variants)}: {problem.removesuffix(".")}.')
+    left_out = [f'{arm.row.name} ({arm.unfit})' for arm in findings.arms if arm.unfit]
+    if findings.scaling and left_out:
+        said.append(f'Left out of the laws of size: {listed(left_out)}.')
+    if any(not found.fit.problem for found in findings.scaling) and study.tuning is None:
+        said.append(
+            'The laws of size are descriptive: the learning rate was not tuned with seeds of its '
+            'own.'
+        )
     return said
 
 

@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from qkattn.report import marks
 from qkattn.report.bowls import bowls_figure
 from qkattn.report.findings import Findings
 from qkattn.report.forest import differences, final_losses, final_scores
@@ -183,10 +184,10 @@ def _small_multiples(
     num_columns = 4
     num_rows = math.ceil(len(variants) / num_columns)
     figure = Figure(figsize=(WIDTH + 1.2, 1.45 * num_rows + 0.7), layout='constrained')
-    grid = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False)
+    axes = marks.panels(figure, num_rows, num_columns, len(variants), sharex=True, sharey=True)
     limits = _limits(curves)
     envelope = _envelope(list(curves.values()))
-    for ax, variant in zip(grid.flat, variants, strict=False):
+    for ax, variant in zip(axes, variants, strict=True):
         if envelope is not None:
             ax.fill_between(*envelope, color=GRID, linewidth=0, zorder=1)
         if study.baseline in curves:
@@ -197,11 +198,6 @@ def _small_multiples(
         ax.set_ylim(limits)
         ax.xaxis.set_major_locator(MaxNLocator(2))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
-    for index, ax in enumerate(grid.flat):
-        ax.set_visible(index < len(variants))
-        # A panel with nothing below it carries the column's tick labels.
-        if index + num_columns >= len(variants):
-            ax.tick_params(labelbottom=True)
     figure.supxlabel(xlabel, fontsize=9)
     figure.supylabel(ylabel, fontsize=9)
     handles = [Line2D([], [], color=look[variants[0]].colour, label='the variant named above')]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qkattn.config import ConfigError
+from qkattn.tuning import KNOBS, SCREENING, STAGES, Settings
 
 
 class ReportError(ConfigError):
@@ -84,6 +85,11 @@ class Trial:
         return self.status == 'finished'
 
     @property
+    def at(self) -> Settings:
+        """Its value of every knob."""
+        return self.learning_rate, dict(self.settings)['weight_decay'], self.score_scale
+
+    @property
     def key(self) -> tuple:
         """What makes the trial one of its cell."""
         return self.seed, self.settings
@@ -156,8 +162,6 @@ _FINITE = (
     'val_induction_gain',
     'val_induction_accuracy',
 )
-SINGLE, SCREENING, VERDICT = STAGES = ('single', 'screening', 'verdict')
-KNOBS = ('learning_rate', 'weight_decay', 'score_scale')
 
 
 def check_fields(record: Any, fields: Mapping[str, tuple[type, ...]]) -> None:
@@ -178,7 +182,7 @@ def parse_trial(record: Any) -> Trial:
     check_fields(record, _TRIAL_FIELDS)
     optional = {name: types for name, types in _OPTIONAL_FIELDS.items() if name in record}
     check_fields(record, optional)
-    check_fields(record['trial'], {'seed': (int,), 'learning_rate': NUMBER})
+    check_fields(record['trial'], {'seed': (int,), 'learning_rate': NUMBER, 'weight_decay': NUMBER})
     check_fields(record['weights'], {'attention': (int,), 'total': (int,)})
     check_fields(record['config'], {'d_model': (int,), 'd_ff': (int,)})
     if 'source' in record['data'] or 'target' in record['data']:

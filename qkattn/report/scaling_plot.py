@@ -5,28 +5,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    MaxNLocator,
-    NullLocator,
-)
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from qkattn.report import marks
 from qkattn.report.findings import Findings, Scaling
 from qkattn.report.load import Study
 from qkattn.report.numbers import si
-from qkattn.report.style import (
-    DASHED,
-    INK,
-    MUTED,
-    SURFACE,
-    WIDTH,
-    Rendered,
-    VariantStyle,
-    label_right,
-    render,
-    short,
-)
+from qkattn.report.style import MUTED, WIDTH, Rendered, VariantStyle, label_right, render
 from qkattn.report.summary import Row
 
 
@@ -81,7 +66,7 @@ def weights_figure(
                 label=f'law of {variant}',
             )
     for target in targets:
-        ax.axvline(target, color=MUTED, linewidth=1, linestyle=DASHED, zorder=1)
+        ax.axvline(target, **marks.REFERENCE | {'color': MUTED})
     if fits:
         ax.set_yscale('log')
         ax.yaxis.set_major_locator(MaxNLocator(7))
@@ -100,30 +85,11 @@ def _draw(
     """Points of one arm; returns its label at the largest size, for `label_right`."""
     x = [row.example.weights['total'] for row in of_variant]
     y = [row.val_loss.mean for row in of_variant]
-    ax.plot(
-        x,
-        y,
-        color=style.colour,
-        marker=style.marker,
-        linestyle='none' if fitted else style.dashes,
-        linewidth=0.8,
-        markersize=6,
-        markeredgecolor=SURFACE,
-        markeredgewidth=0.7,
-        zorder=4,
-        label=variant,
-    )
+    dashes = 'none' if fitted else style.dashes
+    ax.plot(x, y, linestyle=dashes, linewidth=0.8, label=variant, **marks.mean_mark(style, 6))
     for weights, row in zip(x, of_variant, strict=True):
         losses = [trial.val_loss for trial in row.chosen]
-        ax.scatter(
-            [weights] * len(losses),
-            losses,
-            s=9,
-            color=style.colour,
-            alpha=0.6,
-            linewidths=0,
-            zorder=3,
-        )
+        marks.seed_dots(ax, [weights] * len(losses), losses, style)
     return x[-1], y[-1], variant, style.colour
 
 
@@ -172,52 +138,15 @@ def multiplier_figure(compared: Sequence[Scaling], look: Mapping[str, VariantSty
     order = known + [scaling for scaling in compared if scaling.multiplier.problem]
     figure = Figure(figsize=(WIDTH, 0.27 * len(order) + 0.75), layout='constrained')
     ax = figure.subplots()
-    ax.axvline(1, color=INK, linewidth=1, linestyle=DASHED, zorder=1)
+    ax.axvline(1, **marks.REFERENCE)
     for y, scaling in enumerate(known):
         style, found = look[scaling.variant], scaling.multiplier
-        ax.plot([found.low, found.high], [y, y], color=style.colour, linewidth=2)
-        ax.scatter(
-            found.by_size,
-            [y + 0.28] * len(found.by_size),
-            s=8,
-            color=style.colour,
-            alpha=0.6,
-            linewidths=0,
-        )
-        ax.plot(
-            found.value,
-            y,
-            marker=style.marker,
-            markersize=6.5,
-            color=style.colour,
-            markeredgecolor=SURFACE,
-            markeredgewidth=0.8,
-            zorder=4,
-        )
-        ax.annotate(
-            f'{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]',
-            (1.0, y),
-            xytext=(8, 0),
-            xycoords=('axes fraction', 'data'),
-            textcoords='offset points',
-            va='center',
-            fontsize=8,
-            annotation_clip=False,
-        )
+        marks.estimate_line(ax, y, style, found.value, found.low, found.high, found.by_size)
+        text = f'{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]'
+        marks.text_right(ax, y, text, fontsize=8)
     for y in range(len(known), len(order)):
-        ax.annotate(
-            'no number: see the table',
-            (0.02, y),
-            xycoords=('axes fraction', 'data'),
-            va='center',
-            fontsize=8,
-            color=MUTED,
-            style='italic',
-            bbox={'facecolor': SURFACE, 'edgecolor': 'none', 'pad': 1},
-        )
-    ax.set_yticks(range(len(order)), [short(scaling.variant) for scaling in order])
-    ax.set_ylim(len(order) - 0.4, -0.6)
-    ax.tick_params(axis='y', length=0)
+        marks.reason_text(ax, y, 'no number: see the table')
+    marks.name_lines(ax, [scaling.variant for scaling in order])
     ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.set_xlabel('baseline weights per weight of the arm')
     return figure

@@ -26,8 +26,6 @@ DASHES: tuple[Any, ...] = (
     (0, (8, 2)),
     (0, (2.5, 1, 1, 1, 1, 1)),
 )
-# Of reference lines.
-DASHED = (0, (4, 2))
 LINE_POINTS = 11.5
 # Inches of a figure with one panel.
 WIDTH = 6.6

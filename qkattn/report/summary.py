@@ -5,8 +5,9 @@ import statistics
 from collections.abc import Sequence
 
 from qkattn.report.load import Study
-from qkattn.report.records import SCREENING, VERDICT, Trial
+from qkattn.report.records import Trial
 from qkattn.stats import Estimate, estimate
+from qkattn.tuning import SCREENING, SINGLE, VERDICT
 
 __all__ = ['Estimate', 'Row', 'best_setting', 'estimate', 'summarise']
 
@@ -116,10 +117,8 @@ def stopped_early(study: Study, trial: Trial) -> bool:
 
 
 def _row(study: Study, trials: tuple[Trial, ...]) -> Row:
-    own = [trial for trial in trials if trial.stage != SCREENING]
-    if own and own[-1].stage == VERDICT:
-        # The plan goes on: a verdict cell that it lists later is the one at the tuned settings.
-        own = [trial for trial in own if trial.cell == own[-1].cell]
+    own = tuple(t for t in trials if t.stage == (VERDICT if study.tuning else SINGLE))
+    if study.tuning:
         chosen = tuple(t for t in own if t.finished and not stopped_early(study, t))
     else:
         chosen = best_setting(own)
@@ -129,7 +128,7 @@ def _row(study: Study, trials: tuple[Trial, ...]) -> Row:
         size=size,
         is_baseline=variant == study.baseline,
         trials=trials,
-        verdicts=tuple(own),
+        verdicts=own,
         chosen=chosen,
         val_loss=estimate([trial.val_loss for trial in chosen]) if chosen else None,
     )

@@ -7,7 +7,7 @@ from qkattn.report.findings import Findings
 from qkattn.report.load import Study
 from qkattn.report.notes import notes
 from qkattn.report.numbers import interval, mean_sd, si
-from qkattn.report.records import KNOBS
+from qkattn.tuning import KNOBS
 
 __all__ = [
     'Column',

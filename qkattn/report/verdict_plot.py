@@ -5,26 +5,17 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from qkattn.report import marks
 from qkattn.report.findings import NO_VERDICT, Findings
 from qkattn.report.forest import reason
 from qkattn.report.load import Study
-from qkattn.report.style import (
-    DASHED,
-    GRID,
-    INK,
-    MUTED,
-    SURFACE,
-    Rendered,
-    VariantStyle,
-    render,
-    short,
-)
+from qkattn.report.style import GRID, INK, MUTED, Rendered, VariantStyle, render, short
 from qkattn.stats import Difference
 
 # Inches: the arms' names, the plot, and the numbers and words right of it.
@@ -79,9 +70,8 @@ def verdict_forest(
     of_arms = lines(study, found)
     if not of_arms:
         return None
-    figure = forest(of_arms, look, study.margin)
     return render(
-        figure,
+        forest(of_arms, look, study.margin),
         'verdicts',
         'Difference to the baseline',
         f'Val loss minus that of {study.baseline}, paired by fresh seed, each arm at its own tuned '
@@ -100,29 +90,25 @@ def forest(of_arms: Sequence[Line], look: Mapping[str, VariantStyle], margin: fl
     width = NAMES + (PANEL + NUMBERS + WORDS if single else columns * (2.1 + WORDS))
     line = LINE if len(arms) <= MANY else CLOSE
     figure = Figure(figsize=(width, rows * (line * len(arms) + 0.7) + 0.4), layout='constrained')
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    axes = marks.panels(figure, rows, columns, len(sizes), sharex=True, sharey=True)
     by_place = {(line.arm, line.size): line for line in of_arms}
-    for ax, size in zip(grid.flat, sizes, strict=False):
+    for ax, size in zip(axes, sizes, strict=True):
         ax.axvspan(-margin, margin, color=GRID, alpha=0.75, linewidth=0, zorder=0, label='margin')
-        ax.axvline(0, color=INK, linewidth=1, linestyle=DASHED, zorder=1)
+        ax.axvline(0, **marks.REFERENCE)
         for y, arm in enumerate(arms):
             if (arm, size) in by_place:
                 _draw(ax, y, by_place[arm, size], look[arm], reach, numbers=single)
         if single:
-            _right_of(ax, -0.85, 0, 'mean [95 % interval]', fontsize=8, color=MUTED)
-            _right_of(ax, -0.85, NUMBERS, 'verdict', fontsize=8, color=MUTED)
+            marks.text_right(ax, -0.85, 'mean [95 % interval]', fontsize=8, color=MUTED)
+            marks.text_right(ax, -0.85, 'verdict', NUMBERS, fontsize=8, color=MUTED)
         ax.set_xlim(reach)
-        ax.set_ylim(len(arms) - 0.4, -0.6)
-        ax.set_yticks(range(len(arms)), [short(arm) for arm in arms])
-        ax.tick_params(axis='y', length=0)
+        marks.name_lines(ax, arms)
         ax.tick_params(labelbottom=True)
         ax.grid(visible=False, axis='y')
         ax.xaxis.set_major_locator(MaxNLocator(6 if single else 4))
         ax.set_xlabel('difference in val loss (nats/token)' if single else 'nats/token')
         if not single:
             ax.set_title(short(size))
-    for ax in list(grid.flat)[len(sizes) :]:
-        ax.set_visible(False)
     _legend(figure, of_arms, margin, wide=width > 6.7)
     return figure
 
@@ -159,64 +145,26 @@ def _draw(
     ax: Axes, y: int, line: Line, style: VariantStyle, reach: tuple[float, float], numbers: bool
 ) -> None:
     decided = line.word not in UNDECIDED
-    _right_of(
+    marks.text_right(
         ax,
         y,
-        numbers * NUMBERS,
         line.word,
+        numbers * NUMBERS,
         color=INK if decided else MUTED,
         fontweight='bold' if decided else 'normal',
     )
     found = line.difference
     if found is None:
-        ax.annotate(
-            line.absent,
-            (0.02, y),
-            xycoords=('axes fraction', 'data'),
-            va='center',
-            fontsize=8,
-            color=MUTED,
-            style='italic',
-            zorder=5,
-            bbox={'facecolor': SURFACE, 'edgecolor': 'none', 'pad': 1},
-        )
+        marks.reason_text(ax, y, line.absent)
         return
     if numbers:
-        _right_of(ax, y, 0, _numbers(line), fontsize=8)
+        marks.text_right(ax, y, _numbers(line), fontsize=8)
     low, high = reach
-    if found.low is not None:
-        ends = [min(max(end, low), high) for end in (found.low, found.high)]
-        ax.plot(ends, [y, y], color=style.colour, linewidth=2, solid_capstyle='butt')
-    seen = [seed for seed in line.seeds if low <= seed <= high]
-    ax.scatter(
-        seen, [y + 0.28] * len(seen), s=8, color=style.colour, alpha=0.6, linewidths=0, zorder=3
-    )
     beyond = '>' if found.mean > high else '<' if found.mean < low else None
-    ax.plot(
-        min(max(found.mean, low), high),
-        y,
-        marker=beyond or style.marker,
-        markersize=6.5,
-        color=style.colour,
-        markeredgecolor=SURFACE,
-        markeredgewidth=0.8,
-        zorder=4,
-        clip_on=False,
-    )
-
-
-def _right_of(ax: Axes, y: float, inches: float, text: str, **font: object) -> None:
-    """Writes `text` so far right of the axes."""
-    ax.annotate(
-        text,
-        (1.0, y),
-        xytext=(8 + 72 * inches, 0),
-        xycoords=('axes fraction', 'data'),
-        textcoords='offset points',
-        va='center',
-        annotation_clip=False,
-        **font,
-    )
+    style = dataclasses.replace(style, marker=beyond or style.marker)
+    ends = (None, None) if found.low is None else np.clip((found.low, found.high), low, high)
+    seen = [seed for seed in line.seeds if low <= seed <= high]
+    marks.estimate_line(ax, y, style, min(max(found.mean, low), high), *ends, seen)
 
 
 def _numbers(line: Line) -> str:
@@ -227,12 +175,10 @@ def _numbers(line: Line) -> str:
 
 
 def _legend(figure: Figure, of_arms: Sequence[Line], margin: float, wide: bool) -> None:
-    dots = {'color': MUTED, 'linestyle': 'none', 'markeredgewidth': 0, 'marker': 'o'}
-    handles = [
-        Line2D([], [], markersize=6.5, label='mean', **dots),
-        Line2D([], [], markersize=3, alpha=0.6, label='one seed', **dots),
-    ]
-    if any(line.difference and line.difference.low is not None for line in of_arms):
-        handles.append(Line2D([], [], color=MUTED, linewidth=2, label='95 % t interval'))
-    handles.append(Patch(color=GRID, label=f'±{margin:g}, equivalent inside'))
-    figure.legend(handles=handles, loc='outside lower center', ncols=4 if wide else 2)
+    intervals = any(line.difference and line.difference.low is not None for line in of_arms)
+    margin_handle = Patch(color=GRID, label=f'±{margin:g}, equivalent inside')
+    figure.legend(
+        handles=[*marks.mean_handles(intervals), margin_handle],
+        loc='outside lower center',
+        ncols=4 if wide else 2,
+    )

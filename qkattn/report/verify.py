@@ -3,14 +3,13 @@
 Links of a chain, so that no number can stand anywhere that was not measured:
 
     plan.jsonl                                 a cell's name is the hash of its config
-    metrics.jsonl of a cell -> results.jsonl   the losses of the last evaluation are the results
+    metrics.jsonl of a cell -> results.jsonl   the last evaluation's measures are the results
     results.jsonl -> table.*, report.html      made again, they are the same character by character
     study directory -> a page's headline       the block between its two marks is made again
 
 Figures are left out: a drawing library may place a pixel otherwise.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -18,12 +17,16 @@ from pathlib import Path
 
 from qkattn.config import fingerprint_of
 from qkattn.report import documents
+from qkattn.report.curves import json_lines
 from qkattn.report.files import write_atomic
 from qkattn.report.findings import find
 from qkattn.report.load import Study, load_study
 from qkattn.report.records import ReportError
 from qkattn.report.summary import summarise
 from qkattn.report.tables import headline
+
+# What a run logs of the validation split as it trains.
+MEASURES = ('val_loss', 'val_bits_per_byte', 'val_accuracy', 'val_solved')
 
 BLOCK = re.compile(r'(<!-- headline: (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 NUMBER = re.compile(r'\d+(?:[.,]\d+)*')
@@ -66,7 +69,10 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
       ReportError: a headline that its study does not give.
     """
     path = Path(path)
-    text = path.read_text(encoding='utf-8')
+    try:
+        text = path.read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
 
     def made(match: re.Match) -> str:
         study = load_study(path.parent / match[2])
@@ -81,7 +87,7 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
 
 
 def _unlike_their_logs(study: Study) -> Iterator[str]:
-    """Trials whose result is not the last evaluation of their cell's log."""
+    """Cells that are not what they say, and trials whose result is not their log's last entry."""
     for cell in study.cells:
         if fingerprint_of(cell.config) != cell.name:
             yield f'cell {cell.name} of plan.jsonl is not the hash of its config'
@@ -91,16 +97,24 @@ def _unlike_their_logs(study: Study) -> Iterator[str]:
         if not path.is_file():
             yield f'cell {cell.name} has results, but {path.name} is missing'
             continue
-        records = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
-        last = [record for record in records if record['kind'] == 'eval'][-1]
-        for trial, logged in zip(cell.trials, last['val_loss'], strict=True):
-            if last['step'] != trial.num_steps:
-                yield f'cell {cell.name} was last evaluated at step {last["step"]}'
-            elif not _same(trial.val_loss, logged):
-                yield (
-                    f'seed {trial.seed} of cell {cell.name} has val loss {trial.val_loss}, '
-                    f'but {logged} in its log'
-                )
+        problems: list[str] = []
+        records = [record for _, record in json_lines(path, path.name, problems)]
+        evaluations = [record for record in records if record['kind'] == 'eval']
+        yield from (f'cell {cell.name}: {problem}' for problem in problems)
+        if not evaluations or evaluations[-1]['step'] != cell.trials[0].num_steps:
+            yield f'cell {cell.name} was not evaluated at its last step'
+            continue
+        for name in MEASURES:
+            logged = evaluations[-1][name] or [None] * len(cell.trials)
+            if len(logged) != len(cell.trials):
+                yield f'cell {cell.name} has {len(cell.trials)} trials, but {len(logged)} logged'
+                break
+            for trial, value in zip(cell.trials, logged, strict=True):
+                if not _same(getattr(trial, name), value):
+                    yield (
+                        f'seed {trial.seed} of cell {cell.name} has {name} {getattr(trial, name)}, '
+                        f'but {value} in its log'
+                    )
 
 
 def _same(result: float | None, logged: float | None) -> bool:

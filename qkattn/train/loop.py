@@ -90,6 +90,8 @@ def train(
         if result_path.exists():
             return runlog.read_json(result_path)
         reached = _Run(config, rows, directory, stop, description, cells_left, lost).run()
+        if lost():
+            raise Lost(f'{directory.path} was taken over before its results were written')
         runlog.write_json(result_path, reached)
         return reached
 
@@ -235,6 +237,8 @@ class _Run:
             'lifting': self.program.lifting,
         }
         reached = {split: self._evaluate(state, split) for split in self.rows.splits[1:]}
+        if self.lost():
+            raise Lost(f'{self.directory.path} was taken over after its last step')
         repeated = induction(self.config, self.program, self.rows, state)
         return results.of_trials(
             self.config, self.rows, state, reached, repeated, costs, self._provenance()

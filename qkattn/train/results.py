@@ -41,11 +41,11 @@ def of_trials(
       costs: seconds and the like, of the whole run.
       provenance: what made the numbers; who and where stays in provenance.json.
     """
-    model = config.model
+    model, num_steps = config.model, int(state['step'])
     unigram, size = rows.unigram_nats('validation'), rows.bytes_per_token('validation')
     common = {
-        'num_steps': config.train.num_steps,
-        'num_tokens': config.train.num_steps * config.train.batch_size * model.context,
+        'num_steps': num_steps,
+        'num_tokens': num_steps * config.train.batch_size * model.context,
         'weights': budget.count(model),
         'config': {
             'd_model': model.d_model,
@@ -73,11 +73,13 @@ def of_trials(
     alive_X = np.asarray(state['trials']['alive'])
     found = []
     for x, trial in enumerate(config.trials.trials()):
-        result = {'trial': trial, 'status': FINISHED if alive_X[x] else DIVERGED, **common}
+        # The last update, too, may have left what cannot be evaluated.
+        finite = bool(alive_X[x] and np.isfinite(reached['validation'].loss_X[x]))
+        result = {'trial': trial, 'status': FINISHED if finite else DIVERGED, **common}
         for split, prefix in PREFIXES.items():
-            result |= _of_split(reached.get(split), prefix, x)
-        result |= _of_induction(induction, x)
-        if alive_X[x] and isinstance(rows, TranslationRows):
+            result |= _of_split(reached.get(split) if finite else None, prefix, x)
+        result |= _of_induction(induction if finite else None, x)
+        if finite and isinstance(rows, TranslationRows):
             result |= _translation_scores(config, rows, state, x)
         found.append(result)
     return runlog.to_jsonable(found)

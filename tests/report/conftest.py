@@ -182,14 +182,19 @@ def tuned_arm(
 
 
 def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Path:
-    """A study with tuning, of records that `tuned_arm` made."""
+    """A study with tuning, of records that `tuned_arm` made.
+
+    Grids are those of `RATES` and may not grow; `tuning__seeds` is a field of the tuning.
+    """
     tuning = {
         'seeds': list(SCREENING_SEEDS),
-        'max_points': 9,
+        'max_points': len(RATES),
         'learning_rates': list(RATES),
         'weight_decays': [0.1],
         'score_scales': [1.0],
     }
+    own = [name for name in keywords if name.startswith('tuning__')]
+    tuning |= {name.removeprefix('tuning__'): keywords.pop(name) for name in own}
     return write_study(directory, records, **{'tuning': tuning} | keywords)
 
 
@@ -312,6 +317,9 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
     """
     lines = []
     num_steps = records[0]['num_steps']
+    scores = {
+        name: [record.get(name) for record in records] for name in ('val_accuracy', 'val_solved')
+    }
     in_bytes = any(record['val_bits_per_byte'] is not None for record in records)
     for index in range(1, num_evals + 1):
         step = num_steps * index // num_evals
@@ -320,7 +328,7 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
         loss = [(3.5 if index < 3 else None) if f is None else f + fall for f in finals]
         bits = [None if nats is None else nats / NATS_PER_BIT for nats in loss]
         lines.append({'kind': 'train', 'step': step, 'loss': loss, 'grad_norm': loss})
-        evaluation = {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None}
+        evaluation = {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None, **scores}
         lines.append({'kind': 'eval', 'step': step, **evaluation})
     text = ''.join(json.dumps(line) + '\n' for line in lines)
     (directory / 'metrics.jsonl').write_text(text)

@@ -137,6 +137,9 @@ def test_bowls_show_screening_losses_fit_and_choice(study_dir, drawn):
     _, found, _ = draw(write_tuned(study_dir, arms()))
     axes = drawn['bowl_learning_rate'].axes
     assert [ax.get_title(loc='left') for ax in axes[:5]] == [a.row.variant for a in found.arms]
+    assert [ax.get_visible() for ax in axes] == [True] * 5 + [False] * 3
+    at_bottom = [ax.xaxis.get_tick_params()['labelbottom'] for ax in axes[:5]]
+    assert at_bottom == [False] + [True] * 4
     bowl = found.arms[0].bowls['learning_rate']
     seeds = [sorted(dots.get_offsets()[:, 1]) for dots in axes[0].collections]
     assert seeds == [sorted(losses) for losses in bowl.losses]

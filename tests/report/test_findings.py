@@ -8,8 +8,18 @@ from scipy import stats
 
 from qkattn.report import find, load_study, summarise
 from qkattn.report.findings import NO_VERDICT
+from qkattn.report.notes import notes
+from qkattn.tuning import tune
 
-from .conftest import RATES, edit_plan, trial_record, tuned_arm, write_study, write_tuned
+from .conftest import (
+    RATES,
+    cell_name,
+    edit_plan,
+    trial_record,
+    tuned_arm,
+    write_study,
+    write_tuned,
+)
 
 BASE = 2 + 0.05 * np.arange(8)
 NOISE = 0.001 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
@@ -97,15 +107,21 @@ def test_all_comparisons_of_all_sizes_are_one_family(study_dir):
     assert [s.variant for s in found.scaling] == ['qk/vo', 'b/vo', 'c/vo']
 
 
-def test_scaling_over_four_sizes(study_dir):
+def scaled(widths, loose=None):
+    """Two arms by width on a law of size; the baseline is not bracketed at the `loose` one."""
     records = []
-    for d in (32, 64, 128, 256):
+    for d in widths:
         weights = trial_record('qk/vo', d_model=d)['weights']['total']
         for variant, worth in (('qk/vo', 1.0), ('b/vo', 1.5)):
             law = 1.5 + 40 * (worth * weights) ** -0.4
             losses = list(law + 0.0002 * (np.arange(8) - 3.5))
-            records += tuned_arm(variant, f's{d}', losses, d_model=d)
-    base, other = found_in(write_tuned(study_dir, records)).scaling
+            optimum = 16e-3 if (variant, d) == ('qk/vo', loose) else 4e-3
+            records += tuned_arm(variant, f's{d}', losses, optimum, d_model=d)
+    return records
+
+
+def test_scaling_over_four_sizes(study_dir):
+    base, other = found_in(write_tuned(study_dir, scaled((32, 64, 128, 256)))).scaling
     assert base.fit.problem is None and base.multiplier is None
     assert base.fit.a.value == pytest.approx(0.4, rel=0.01)
     assert other.multiplier.problem is None
@@ -119,6 +135,40 @@ def test_sizes_with_a_diverged_seed_are_left_out_of_the_scaling(study_dir):
     assert len(scaling.fit.sizes) == 1
 
 
+def test_sizes_that_are_not_bracketed_are_left_out_of_the_scaling_and_named(study_dir):
+    write_tuned(study_dir, scaled((32, 64, 128, 256, 512), loose=128))
+    found = found_in(study_dir)
+    assert [len(scaling.fit.sizes) for scaling in found.scaling] == [4, 5]
+    said = notes(load_study(study_dir), found)
+    assert 'Left out of the laws of size: qk/vo at s128 (learning rate not bracketed).' in said
+    assert any("fitted to the baseline's 4 sizes" in note for note in said)
+    assert not any('laws of size are descriptive' in note for note in said)
+
+
+def test_why_an_arm_is_no_point_of_a_law(study_dir):
+    records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *BASE[1:]])
+    records += arm('c/vo', 0.1, optimum=16e-3) + arm('d/vo', 0.1)[:10]
+    records += arm('e/vo', 0.1, learning_rate=1e-3)
+    assert [a.unfit for a in found_in(write_tuned(study_dir, records)).arms] == [
+        None,
+        'diverged trials',
+        'learning rate not bracketed',
+        'no losses',
+        'not comparable',
+    ]
+
+
+def test_laws_without_tuning_are_called_descriptive(study_dir):
+    verdicts = [r for r in scaled((32, 64, 128, 256)) if r['stage'] == 'verdict']
+    single = [r | {'stage': 'single', 'cell': f'{r["cell"]}-single'} for r in verdicts]
+    for record in single:
+        record['config_hash'] = record['cell']
+    write_study(study_dir, single)
+    found = found_in(study_dir)
+    assert all(scaling.fit.problem is None for scaling in found.scaling)
+    assert any('laws of size are descriptive' in n for n in notes(load_study(study_dir), found))
+
+
 def test_bowls_come_from_screening_trials(three):
     bowl = found_in(three).arms[1].bowls['learning_rate']
     assert bowl.values == RATES and bowl.bracketed
@@ -126,43 +176,127 @@ def test_bowls_come_from_screening_trials(three):
     assert len(bowl.losses[0]) == 2
 
 
-def test_every_knob_has_its_bowl(study_dir):
-    tuning = {
-        'seeds': [100, 101],
-        'max_points': 9,
-        'learning_rates': list(RATES),
-        'weight_decays': [0.05, 0.1, 0.2],
-        'score_scales': [0.5, 1.0, 2.0],
-    }
+GRIDS = {
+    'learning_rate': RATES,
+    'weight_decay': (0.05, 0.1, 0.2),
+    'score_scale': (0.5, 1.0, 2.0),
+}
+OPTIMA = (4e-3, 0.3, 1.25)
+
+
+def write_chain(directory, variant='qk/vo'):
+    """Trials as they are asked for one after another, the verdict at what was found."""
+    cells, measured = {}, {}
+    while (asked := tune(GRIDS, 5, measured)).knob:
+        for at in map(asked.at, asked.values):
+            away = sum(np.log(value / best) ** 2 for value, best in zip(at, OPTIMA, strict=True))
+            measured[at] = {seed: 2 + 0.1 * away + 0.01 * seed for seed in (100, 101)}
+            cells[at] = asked.knob, measured[at]
+    cells[asked.settings] = None, dict(enumerate(BASE))
+    records = [
+        trial_record(
+            variant,
+            stage='screening' if knob else 'verdict',
+            knob=knob,
+            seed=seed,
+            val_loss=loss,
+            cell=f'cell {at}',
+            trial={'seed': seed, 'learning_rate': at[0], 'weight_decay': at[1]},
+        )
+        for at, (knob, of) in cells.items()
+        for seed, loss in of.items()
+    ]
+    grids = {f'tuning__{knob}s': values for knob, values in GRIDS.items()}
+    write_tuned(directory, records, **grids)
+    for at in cells:
+        edit_plan(directory, f'cell {at}', model__score_scale=at[2])
+    return asked
+
+
+def test_bowls_and_settings_are_those_that_the_plan_comes_to(study_dir):
+    """A rate on the grid is chosen, so that one trial belongs to the bowls of two knobs."""
+    asked = write_chain(study_dir)
+    (arm,) = found_in(study_dir).arms
+    assert arm.bowls == asked.bowls and list(arm.bowls) == list(GRIDS)
+    assert arm.bowls['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
+    assert asked.settings == pytest.approx(OPTIMA, rel=1e-2) and asked.settings[0] == 4e-3
+    assert arm.blocks == () and arm.bracketed
+
+
+def test_the_middle_of_what_is_tuned_later_is_where_bowls_are_read(study_dir):
+    """Trials of the same knob elsewhere are none of its bowl."""
     records = arm('qk/vo', 0)
-    for decay, scale in itertools.product((0.05, 0.1, 0.2), (0.5, 1.0, 2.0)):
-        for seed in (100, 101):
-            if scale == 1.0:
-                record = trial_record('qk/vo', stage='screening', knob='weight_decay', seed=seed)
-                record['val_loss'] = 2 + np.log(decay / 0.1) ** 2
-            elif decay == 0.1:
-                name = f'scale-{scale}'
-                record = trial_record(
-                    'qk/vo', stage='screening', knob='score_scale', seed=seed, cell=name
-                )
-                record['config_hash'], record['val_loss'] = name, 3.0
-            else:
-                continue
-            record['trial'] |= {'learning_rate': 4e-3, 'weight_decay': decay}
-            records.append(record)
     for seed in (100, 101):
-        record = trial_record('qk/vo', stage='screening', knob='score_scale', seed=seed, cell='one')
-        record['trial']['learning_rate'] = 4e-3
-        records.append(record)
-    write_tuned(study_dir, records, tuning=tuning)
-    for scale in (0.5, 2.0):
-        edit_plan(study_dir, f'scale-{scale}', model__score_scale=scale)
-    bowls = found_in(study_dir).arms[0].bowls
-    assert list(bowls) == ['learning_rate', 'weight_decay', 'score_scale']
-    assert bowls['weight_decay'].values == (0.05, 0.1, 0.2)
-    assert bowls['weight_decay'].chosen == pytest.approx(0.1)
-    assert bowls['score_scale'].values == (0.5, 1.0, 2.0)
-    assert bowls['score_scale'].means == pytest.approx((3.0, 2.0, 3.0))
+        elsewhere = trial_record(
+            'qk/vo', stage='screening', knob='learning_rate', seed=seed, val_loss=0.1, cell='x'
+        )
+        elsewhere['trial'] |= {'learning_rate': 32e-3, 'weight_decay': 0.3}
+        records.append(elsewhere)
+    bowl = found_in(write_tuned(study_dir, records)).arms[0].bowls['learning_rate']
+    assert bowl.values == RATES and bowl.best == 4e-3
+
+
+def test_values_that_lack_a_screening_seed_have_no_bowl(study_dir):
+    records = arm('qk/vo', 0)
+    del records[2]
+    found = found_in(write_tuned(study_dir, records)).arms[0]
+    assert found.bowls == {}
+    assert found.blocks == (
+        'its screening of the learning rate lacks results at 0.002 to choose a value by',
+    )
+
+
+def test_a_knob_of_one_value_is_where_the_arm_has_it(study_dir):
+    variant = 'b/vo?score_scale=2.0'
+    write_tuned(study_dir, arm('qk/vo', 0) + arm(variant, 0.02))
+    for stage, knob in (('screening', 'learning_rate'), ('verdict', None)):
+        name = cell_name(variant, 'd_model=128', stage, knob)
+        edit_plan(study_dir, name, model__score_scale=2.0)
+    found = found_in(study_dir)
+    assert words(found) == {variant: 'worse'} and found.arms[1].bowls['learning_rate'].bracketed
+
+
+@pytest.fixture
+def vague(study_dir):
+    """Writes two arms, one of them with a noisy screening; the words, its bowl and the reason."""
+
+    def write(delta, noisy):
+        records = arm('qk/vo', 0) + arm('b/vo', delta)
+        noise = np.random.default_rng(0).normal(0, 0.07, 10)
+        for record, extra in zip(
+            [r for r in records if r['stage'] == 'screening' and r['variant'] == noisy],
+            noise,
+            strict=True,
+        ):
+            record['val_loss'] += extra
+        chosen = found_in(write_tuned(study_dir, records))
+        at = next(a for a in chosen.arms if a.row.variant == noisy)
+        rate = at.bowls['learning_rate'].chosen
+        for record in records:
+            if record['stage'] == 'verdict' and record['variant'] == noisy:
+                record['trial']['learning_rate'] = rate
+        return found_in(write_tuned(study_dir, records)), at.bowls['learning_rate'].at_worst
+
+    return write
+
+
+@pytest.mark.parametrize(('noisy', 'whose'), [('b/vo', 'its '), ('qk/vo', "the baseline's ")])
+@pytest.mark.parametrize(('delta', 'word'), [(0.02, 'worse'), (-0.02, 'better'), (0.5, 'worse')])
+def test_what_screening_may_have_missed_stands_with_the_word(
+    study_dir, vague, noisy, whose, delta, word
+):
+    found, at_worst = vague(delta, noisy)
+    assert 0.02 < at_worst < 0.5 and words(found) == {'b/vo': word}
+    said = (
+        f'{whose}learning rate may be off by more than that: {at_worst:.2g} nats/token at the '
+        "farther end of the optimum's interval"
+    )
+    assert found.arms[1].caveats == ((said,) if abs(delta) < 0.1 else ())
+    assert reason(found, 'b/vo').endswith(f'; {said}') == (abs(delta) < 0.1)
+    noted = [note for note in notes(load_study(study_dir), found) if said in note]
+    assert [note.partition(':')[0] for note in noted] == (
+        [f'{word.capitalize()}, b/vo at d_model=128'] if abs(delta) < 0.1 else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,6 +333,7 @@ def test_no_shared_seed_is_said_and_tested_unpaired(study_dir):
     records = arm('qk/vo', 0) + arm('b/vo', 0.5, seeds=range(20, 28))
     found = found_in(write_tuned(study_dir, records))
     difference = found.arms[1].difference
+    assert words(found) == {'b/vo': NO_VERDICT}
     assert not difference.paired and found.arms[1].differences == ()
     p = stats.ttest_ind(BASE + 0.5 + NOISE, BASE, equal_var=False).pvalue
     assert difference.p == pytest.approx(p)

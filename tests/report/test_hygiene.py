@@ -9,7 +9,6 @@ from qkattn.report import find, load_study, summarise
 from qkattn.report.findings import NO_VERDICT
 
 from .conftest import (
-    SCREENING_SEEDS,
     cell_name,
     edit_plan,
     trial_record,
@@ -224,8 +223,71 @@ def test_results_of_other_settings_are_refused(study_dir):
     study = load_study(study_dir)
     assert "its config_hash 'other' is not that of the planned cell" in study.problems[0]
     _, words, said = checked(study_dir)
-    assert words['c/vo'] == 'worse'
+    assert words == {'b/vo': 'worse', 'c/vo': NO_VERDICT}
     assert '7 of 8 verdict trials of cell c_vo-d_model_128-verdict-4 have readable results' in said
+
+
+def lose(directory, cell, **changes):
+    """`changes` one result of a cell in both places where it stands."""
+    for path, is_list in ((directory / 'results.jsonl', False), (directory / cell, True)):
+        path = path / 'result.json' if is_list else path
+        text = path.read_text()
+        records = json.loads(text) if is_list else list(map(json.loads, text.splitlines()))
+        of_cell = [record for record in records if record['config_hash'] == cell]
+        of_cell[-1] |= changes
+        path.write_text(json.dumps(records)) if is_list else write_lines(path, records)
+
+
+@pytest.mark.parametrize('changes', [{'val_loss': float('nan')}, {'val_loss': None}])
+@pytest.mark.parametrize(
+    ('variant', 'words'),
+    [
+        ('b/vo', {'b/vo': NO_VERDICT, 'c/vo': 'worse'}),
+        ('qk/vo', {'b/vo': NO_VERDICT, 'c/vo': NO_VERDICT}),
+    ],
+)
+def test_a_finished_trial_without_a_loss_withholds_the_verdict(study_dir, variant, words, changes):
+    """Dropped, it would leave the mean of the others: those that did well."""
+    write_tuned(study_dir, records_of())
+    lose(study_dir, VERDICT[variant], **changes)
+    found, judged, said = checked(study_dir)
+    assert judged == words
+    clause = f'7 of 8 verdict trials of cell {VERDICT[variant]} have readable results'
+    assert f'{variant} at d_model=128: {clause}.' in said
+    assert clause in found.arms[1].verdict.reason
+
+
+def test_results_that_a_descriptive_study_lacks_are_a_remark(study_dir):
+    write_study(study_dir, [trial_record('qk/vo', seed=seed) for seed in (0, 1)])
+    lose(study_dir, cell_name('qk/vo', SIZE), val_loss=None)
+    (remark,) = [r for r in checked(study_dir)[0].remarks if 'readable' in r.text]
+    assert remark.text.startswith('qk/vo at d_model=128: 1 of 2 trials') and not remark.blocks
+
+
+@pytest.mark.parametrize(
+    ('stage', 'knob', 'seeds', 'clause'),
+    [
+        (
+            'verdict',
+            None,
+            list(range(9)),
+            'its verdict ran on seeds 0, 1, 2, 3, 4, 5, 6, 7 and 8, the study declares 0, 1, 2, 3, '
+            '4, 5, 6 and 7',
+        ),
+        (
+            'screening',
+            'learning_rate',
+            [100, 101, 102],
+            'its screening ran on seeds 100, 101 and 102, the study declares 100 and 101',
+        ),
+    ],
+)
+def test_seeds_are_those_that_were_declared(study_dir, stage, knob, seeds, clause):
+    write_tuned(study_dir, records_of())
+    edit_plan(study_dir, cell_name('b/vo', SIZE, stage, knob), trials__seeds=seeds)
+    found, words, _ = checked(study_dir)
+    assert words == {'b/vo': NO_VERDICT, 'c/vo': 'worse'}
+    assert found.arms[1].blocks == (clause,)
 
 
 def test_training_losses_are_not_read(study_dir):
@@ -275,14 +337,12 @@ def test_unmatched_weights_are_said_and_judged(study_dir):
 
 
 def test_screening_seeds_give_no_verdict(study_dir):
-    tuning = {
-        'seeds': [100, 7],
-        'max_points': 9,
-        'learning_rates': [1e-3, 2e-3],
-        'weight_decays': [0.1],
-        'score_scales': [1.0],
-    }
-    found, words, _ = checked(write_tuned(study_dir, records_of(), tuning=tuning))
+    records = [
+        record
+        for place, variant in enumerate(VERDICT)
+        for record in tuned_arm(variant, losses=list(BASE + place), screening_seeds=(100, 7))
+    ]
+    found, words, _ = checked(write_tuned(study_dir, records, tuning__seeds=[100, 7]))
     assert set(words.values()) == {NO_VERDICT}
     assert found.sentences == (
         'No verdict: screening and verdict share seed 7, which makes the tuned settings look '
@@ -308,31 +368,47 @@ def test_verdict_trials_at_several_settings_give_none(study_dir):
 
 
 def test_a_learning_rate_grid_of_one_value_is_not_tuned(study_dir):
-    tuning = {
-        'seeds': list(SCREENING_SEEDS),
-        'max_points': 9,
-        'learning_rates': [4e-3],
-        'weight_decays': [0.1, 0.2],
-        'score_scales': [1.0],
-    }
-    _, words, said = checked(write_tuned(study_dir, records_of(), tuning=tuning))
+    grids = {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]}
+    _, words, said = checked(write_tuned(study_dir, records_of(), **grids))
     assert set(words.values()) == {NO_VERDICT}
     assert 'the learning rate is not tuned per arm: its grid is 0.004 only.' in said
 
 
-def test_the_verdict_has_to_run_at_what_the_screening_chooses(study_dir):
+@pytest.mark.parametrize('rate', [8e-3, 4.000001e-3])
+def test_the_verdict_has_to_run_at_what_the_screening_chooses(study_dir, rate):
     records = tuned_arm('qk/vo', losses=list(BASE))
-    records += tuned_arm('b/vo', losses=list(BASE + 0.02), learning_rate=8e-3)
+    records += tuned_arm('b/vo', losses=list(BASE + 0.02), learning_rate=rate)
     _, words, said = checked(write_tuned(study_dir, records))
     assert words == {'b/vo': NO_VERDICT}
-    assert 'the verdict ran at learning rate 0.008, the screening trials choose 0.004.' in said
+    assert f'the verdict ran at learning rate {rate}, the screening trials choose 0.004.' in said
+
+
+def test_the_verdict_has_to_run_at_the_settings_that_were_not_tuned(study_dir):
+    records = records_of()
+    for record in records:
+        if record['stage'] == 'verdict':
+            record['trial'] = record['trial'] | {'weight_decay': 0.2}
+    _, words, said = checked(write_tuned(study_dir, records))
+    assert words == {'b/vo': NO_VERDICT, 'c/vo': NO_VERDICT}
+    assert 'the verdict ran at weight decay 0.2, the screening trials ran at 0.1.' in said
+
+
+def test_a_verdict_before_its_tuning_has_ended_is_none(study_dir):
+    records = tuned_arm('qk/vo', losses=list(BASE))
+    records += tuned_arm('b/vo', losses=list(BASE + 0.02), optimum=16e-3)
+    _, words, said = checked(write_tuned(study_dir, records, tuning__max_points=9))
+    assert words == {'b/vo': NO_VERDICT}
+    assert 'its screening of the learning rate lacks results at 0.032 to choose a value by.' in said
+    verdictless = write_tuned(study_dir / 'b', records[:-8], tuning__max_points=9)
+    assert 'lacks results at' not in checked(verdictless)[2]
 
 
 def test_a_verdict_without_its_screening_is_none(study_dir):
     records = tuned_arm('qk/vo', losses=list(BASE)) + tuned_arm('b/vo', losses=list(BASE + 1))[10:]
     _, words, said = checked(write_tuned(study_dir, records))
     assert words == {'b/vo': NO_VERDICT}
-    assert 'its screening of the learning rate has no results to choose a value by.' in said
+    lacking = '0.001, 0.002, 0.004, 0.008, 0.016'
+    assert f'screening of the learning rate lacks results at {lacking} to choose' in said
 
 
 def test_grids_without_both_ends_are_named(study_dir):
@@ -347,8 +423,9 @@ def test_grids_without_both_ends_are_named(study_dir):
 
 def test_few_seeds_are_said(study_dir):
     records = tuned_arm('qk/vo', losses=BASE[:4]) + tuned_arm('b/vo', losses=BASE[:4] + 0.02)
-    said = checked(write_tuned(study_dir, records))[2]
+    _, words, said = checked(write_tuned(study_dir, records, seeds=[0, 1, 2, 3]))
     assert 'Verdicts rest on 4 seeds (fewer than 5) for all arms.' in said
+    assert words == {'b/vo': 'worse'}
 
 
 def test_divergence_is_counted_by_arm_and_stage(study_dir):

@@ -231,6 +231,13 @@ def test_reads_plan_and_tuning(study_dir):
 
 
 GOOD = plan_line('b/vo', 'd_model=128')
+TUNING = {
+    'seeds': [9],
+    'max_points': 5,
+    'learning_rates': [1.0],
+    'weight_decays': [0.0],
+    'score_scales': [1.0],
+}
 
 
 @pytest.mark.parametrize(
@@ -257,6 +264,31 @@ def test_bad_plan_lines_are_named_and_left_out(study_dir, line, said):
     assert said in study.problems[0] and study.problems[0].startswith('plan.jsonl:2')
 
 
+def test_a_second_verdict_of_an_arm_is_refused(study_dir):
+    records = tuned_arm('qk/vo', losses=[3.0] * 8)
+    records += [
+        trial_record('qk/vo', seed=s, val_loss=2.0, stage='verdict', cell='later') for s in range(8)
+    ]
+    study = load_study(write_tuned(study_dir, records))
+    assert [cell.stage for cell in study.cells] == ['screening', 'verdict']
+    assert {trial.val_loss for trial in study.trials if trial.stage == 'verdict'} == {3.0}
+    first = cell_name('qk/vo', 'd_model=128', 'verdict')
+    assert study.problems[0] == (
+        f"plan.jsonl:3 was left out: 'qk/vo' at 'd_model=128' has its verdict in cell {first!r} "
+        "already, 'later' would be a second one."
+    )
+
+
+def test_a_seed_that_its_cell_does_not_have_is_refused(study_dir):
+    write_study(study_dir, [trial_record('qk/vo', seed=s) for s in (0, 1)])
+    cell = cell_name('qk/vo', 'd_model=128')
+    edit_plan(study_dir, cell, trials__seeds=[0, 2])
+    study = load_study(study_dir)
+    assert [trial.seed for trial in study.trials] == [0]
+    said = f'seed 1 is not one of cell {cell!r}, which has [0, 2].'
+    assert study.problems[0] == f'results.jsonl:2 was left out: {said}'
+
+
 def test_a_study_without_a_plan_is_named(study_dir):
     write_study(study_dir, [trial_record('qk/vo')])
     (study_dir / 'plan.jsonl').unlink()
@@ -269,6 +301,12 @@ def test_a_study_without_a_plan_is_named(study_dir):
     [
         ({'margin': None}, "field 'margin' is None, expected int or float"),
         ({'tuning': {'seeds': [1]}}, "field 'max_points' is missing"),
+        ({'tuning': TUNING | {'seeds': []}}, "field 'seeds' is [], expected whole numbers"),
+        ({'seeds': ['a']}, "field 'seeds' is ['a'], expected whole numbers, at least one"),
+        ({'tuning': TUNING | {'weight_decays': []}}, "'weight_decays' of its tuning is [], exp"),
+        ({'tuning': TUNING | {'learning_rates': [2, 1]}}, 'is [2, 1], expected one value or sev'),
+        ({'tuning': TUNING | {'weight_decays': [0, 1]}}, 'is [0, 1], expected one value or sever'),
+        ({'tuning': TUNING | {'score_scales': ['x']}}, "field 'score_scales' is 'x', expected int"),
         ({'arms': [{'variant': 'z', 'size': 'd_model=128'}]}, "an arm has variant 'z', which is"),
     ],
 )

@@ -40,6 +40,7 @@ def test_a_finished_trial_needs_no_bytes_and_no_test_split():
         ({'val_num_sentences': 1.5}, "field 'val_num_sentences' is 1.5, expected int or null"),
         ({'test_bleu_signature': 1}, "field 'test_bleu_signature' is 1, expected str or null"),
         ({'val_loss': None}, "field 'val_loss' of a finished trial is None"),
+        ({'trial': {'seed': 0, 'learning_rate': 1.0}}, "field 'weight_decay' is missing"),
         ({'val_loss': math.inf}, "field 'val_loss' of a finished trial is inf"),
         ({'val_bits_per_byte': math.nan}, "field 'val_bits_per_byte' of a finished trial is nan"),
         ({'test_chrf': math.nan}, "field 'test_chrf' of a finished trial is nan"),

@@ -143,13 +143,13 @@ def test_an_arm_that_is_only_screened_has_no_loss(study_dir):
     assert row.example.weights['total'] > 0 and row.num_diverged == 0
 
 
-def test_of_several_verdict_cells_the_last_planned_counts(study_dir):
+def test_trials_of_other_stages_are_no_verdict(study_dir):
     records = tuned_arm('qk/vo', losses=[3.0] * 8)
-    records += [
-        trial_record('qk/vo', seed=s, val_loss=2.0, stage='verdict', cell='later') for s in range(8)
-    ]
+    records += [trial_record('qk/vo', seed=s, val_loss=2.0) for s in range(8)]
     (row,) = summarise(load_study(write_tuned(study_dir, records)))
-    assert row.val_loss.mean == 2.0 and len(row.chosen) == 8
+    assert row.val_loss.mean == 3.0 and len(row.chosen) == len(row.verdicts) == 8
+    (row,) = summarise(load_study(write_study(study_dir / 'b', records)))
+    assert row.val_loss.mean == 2.0 and len(row.chosen) == len(row.verdicts) == 8
 
 
 def test_trials_that_stopped_early_are_not_chosen(study_dir):

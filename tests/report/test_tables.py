@@ -7,6 +7,7 @@ import shutil
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qkattn.report import find, headline, load_study, report_text, summarise, write_report
@@ -275,6 +276,7 @@ def test_csv_of_a_study_with_tuning(tuned):
         ('detectable', arm.difference.detectable),
         ('detectable_holm', arm.verdict.detectable),
         ('learning_rate_optimum', arm.bowls['learning_rate'].optimum),
+        ('learning_rate_at_worst', arm.bowls['learning_rate'].at_worst),
         ('weights_mlp', 8 * 4 * 128**2),
         ('val_loss_se', 0.0125),
         ('learning_rate', 3e-3),
@@ -316,6 +318,37 @@ def test_notes_of_a_study_with_tuning(tuned):
         'screening seeds 100 and 101; losses and differences are over the verdict seeds 0' in said
     )
     assert 'Not bracketed' not in said and 'descriptive' not in said
+    assert 'one after another' not in said
+
+
+def test_what_intervals_do_not_hold_is_noted(study_dir):
+    """The largest at_worst of two noisy bowls, and of a third that bounds nothing."""
+    records = [r for v in ('qk/vo', 'b/vo', 'c/vo') for r in tuned_arm(v, losses=LOSSES_OF_8)]
+    for place, sd in enumerate((0.01, 0.05, 2.0)):
+        noise = np.random.default_rng(0).normal(0, sd, 10)
+        for record, extra in zip(records[18 * place :], noise, strict=False):
+            record['val_loss'] += extra
+    study = load_study(write_tuned(study_dir, records))
+    found = of(study)
+    at_worst = [arm.bowls['learning_rate'].at_worst for arm in found.arms]
+    assert at_worst[2] is None and at_worst[1] > at_worst[0]
+    assert (
+        'Intervals and words are given the settings found: screening may have missed the best ones '
+        f'(within the 95 % intervals of the optima) by up to {at_worst[1]:.2g} nats/token '
+        '(learning rate of b/vo at d_model=128), and 1 of 3 optima by an unknown amount; screening '
+        "and verdict are evaluated on the same validation rows, while the test column's rows have "
+        'chosen nothing.'
+    ) in notes(study, found)
+
+
+def test_several_knobs_are_tuned_one_after_another(study_dir):
+    grids = {'tuning__weight_decays': [0.1, 0.2], 'tuning__score_scales': [1.0, 2.0]}
+    study = load_study(write_tuned(study_dir, tuned_arm('qk/vo'), **grids))
+    assert (
+        'They were tuned one after another (learning rate, weight decay, score scale): each with '
+        'those before it at what was found for them and those behind it at the middle of their '
+        'grids, and not again.'
+    ) in notes(study, of(study))
 
 
 def test_an_arm_that_is_only_screened_is_in_every_table(study_dir):

@@ -53,8 +53,9 @@ def test_axes_say_what_is_drawn(study_dir, drawn, kind, score, curve):
 def test_the_highest_score_is_at_the_top(study_dir, drawn, kind):
     study = load_study(study_of(kind, study_dir))
     figures(study, find(study, summarise(study)))
-    labels = [label.get_text() for label in drawn['scores'].axes[0].get_yticklabels()]
-    assert labels == ['b/vo', 'qk/vo', 'c/vo']
+    (ax,) = drawn['scores'].axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ['b/vo', 'qk/vo', 'c/vo']
+    assert ax.yaxis_inverted()
 
 
 def test_curves_end_at_the_final_loss(study_dir, drawn):

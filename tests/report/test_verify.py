@@ -79,6 +79,10 @@ def test_an_export_does_not_overwrite_something_else(written, tmp_path):
     with pytest.raises(ReportError, match='holds something else than study'):
         export(written, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ['mine.txt']
+    with pytest.raises(ReportError, match='is a file; give a directory'):
+        export(written, tmp_path / 'mine.txt')
+    with pytest.raises(ReportError, match='is the study itself'):
+        export(written, written)
     other = write_study(tmp_path / 'other', [trial_record('qk/vo')], name='another')
     with pytest.raises(ReportError, match='holds something else than study'):
         export(written, other)
@@ -113,14 +117,14 @@ def test_a_result_that_is_not_in_the_log_is_found(study):
 
     edit(study / 'results.jsonl', better)
     report.write_report(study)
-    with pytest.raises(ReportError, match=r'has val loss 1\.9\d+, but 1\.9\d+ in its log'):
+    with pytest.raises(ReportError, match=r'has val_loss 1\.9\d+, but 1\.9\d+ in its log'):
         check_study(study)
 
 
 def test_a_log_that_stops_early_is_found(study):
     log = next(study.rglob('metrics.jsonl'))
     log.write_text(''.join(log.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(ReportError, match='was last evaluated at step 360'):
+    with pytest.raises(ReportError, match='was not evaluated at its last step'):
         check_study(study)
     log.unlink()
     with pytest.raises(ReportError, match='metrics.jsonl is missing'):
@@ -149,3 +153,21 @@ def test_a_headline_is_written_and_checked(study, tmp_path):
     page.write_text(text.replace('-0.09', '-0.10', 1))
     with pytest.raises(ReportError, match='not what its studies give'):
         check_page(page)
+
+
+def test_the_log_of_an_unfinished_cell_is_kept_whole(written, tmp_path):
+    lines = (written / 'results.jsonl').read_text().splitlines(keepends=True)
+    last = json.loads(lines[-1])['cell']
+    (unfinished,) = [
+        json.loads(line)['directory']
+        for line in (written / 'plan.jsonl').read_text().splitlines()
+        if json.loads(line)['cell'] == last
+    ]
+    kept = export(written, tmp_path / 'part')
+    (kept / 'results.jsonl').write_text(''.join(x for x in lines if last not in x))
+    log = (written / unfinished / 'metrics.jsonl').read_text()
+    (kept / unfinished / 'metrics.jsonl').write_text(log)
+    report.write_report(kept)
+    again = export(kept, tmp_path / 'again')
+    assert (again / unfinished / 'metrics.jsonl').read_text() == log
+    assert check_study(again) > 100

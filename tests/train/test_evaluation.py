@@ -112,7 +112,7 @@ def copying(half, sure):
 
 
 def alive(*flags):
-    return {'trials': {'alive': np.array(flags)}}
+    return {'step': np.int32(7), 'trials': {'alive': np.array(flags)}}
 
 
 @pytest.mark.parametrize('context', [16, 17])
@@ -255,4 +255,28 @@ def test_a_result_without_a_test_split_or_a_probe_holds_null(tiny):
     for name in ('val_loss_se', 'test_loss_se', 'val_induction_gain', 'val_induction_accuracy'):
         assert result[name] is None
     assert result['val_loss'] == 2.0 and result['eval_rows'] == 1
+    assert result['num_steps'] == 7 and result['status'] == 'finished'
     assert result['weights'] == budget.count(config.model)
+
+
+def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny):
+    """The gradient of the last step was finite, the parameters behind it are not."""
+    config = tiny(trials={'seeds': (0, 1)})
+    values_X = np.array([2.0, np.inf])
+    late = evaluation.Evaluation(
+        loss_X=values_X,
+        loss_se_X=np.array([0.1, np.nan]),
+        bits_per_byte_X=None,
+        accuracy_X=np.array([0.5, 0.0]),
+        solved_X=np.array([0.0, 0.0]),
+        num_targets=16,
+        num_rows=8,
+    )
+    both = {'validation': late, 'test': late}
+    probe = evaluation.Induction(gain_X=values_X, accuracy_X=values_X)
+    fine, diverged = results.of_trials(
+        config, rows_of(config), alive(True, True), both, probe, {}, {}
+    )
+    assert (fine['status'], diverged['status']) == ('finished', 'diverged')
+    for name in ('val_loss', 'test_accuracy', 'val_induction_gain'):
+        assert fine[name] is not None and diverged[name] is None
