@@ -3,6 +3,10 @@
 The fair protocol on two CPU cores: every arm tunes its learning rate on a factor-2 grid with seeds
 of its own, extended until it is bracketed, and is compared on sixteen fresh seeds.
 
+Found: without W_O, or with one key and value head, better; without W_V or W_Q undecided; without
+W_K, with keys as values, and with one matrix for queries and keys worse. 51 minutes of training on
+two CPU cores that other work shared (experiments/results).
+
 python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small
 """
 

@@ -32,6 +32,11 @@ def seed_dots(ax: Axes, x: Sequence[float], y: Sequence[float], style: VariantSt
     ax.scatter(x, y, s=8, color=style.colour, alpha=0.6, linewidths=0, zorder=3)
 
 
+def seeds_beyond(ax: Axes, y: float, style: VariantStyle, edge: float, marker: str) -> None:
+    """Draws one arrowhead at the edge of the axes for the seeds that lie beyond it."""
+    ax.plot(edge, y + 0.28, marker=marker, markersize=3.5, color=style.colour, clip_on=False)
+
+
 def estimate_line(
     ax: Axes,
     y: float,

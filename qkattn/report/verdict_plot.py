@@ -23,7 +23,7 @@ NAMES, PANEL, NUMBERS, WORDS = 2.0, 3.5, 1.72, 0.9
 # Inches of an arm's line, and of each where there are many arms.
 LINE, CLOSE, MANY = 0.26, 0.2, 15
 # An interval that reaches this many times further than is usual is cut off at the edge.
-FAR = 3.0
+FAR = 6.0
 # Words that say that nothing was decided are set lighter than the others.
 UNDECIDED = ('undecided', NO_VERDICT)
 
@@ -165,6 +165,12 @@ def _draw(
     ends = (None, None) if found.low is None else np.clip((found.low, found.high), low, high)
     seen = [seed for seed in line.seeds if low <= seed <= high]
     marks.estimate_line(ax, y, style, min(max(found.mean, low), high), *ends, seen)
+    for marker, edge, cut in (
+        ('<', low, any(seed < low for seed in line.seeds)),
+        ('>', high, any(seed > high for seed in line.seeds)),
+    ):
+        if cut:
+            marks.seeds_beyond(ax, y, style, edge, marker)
 
 
 def _numbers(line: Line) -> str:
