@@ -100,7 +100,10 @@ def arms(study: Study) -> list[Arm]:
     for arm in found:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
         if (same := seen.setdefault(explicit, arm)) is not arm:
-            raise ConfigError(f'{same.label!r} and {arm.label!r} at {arm.size!r} are one model')
+            raise ConfigError(
+                f'{same.label!r} and {arm.label!r} at {arm.size!r} are one model; leave one out, or '
+                'take sizes whose steps are finer than what is saved'
+            )
     return found
 
 

@@ -380,6 +380,6 @@ def test_a_directory_that_cannot_be_written_is_refused_in_one_sentence(tmp_path)
         finally:
             os.seteuid(user)
         assert str(refusal.value) == (
-            f'{directory} cannot hold claims (Permission denied); '
-            'give a workdir that this user can write to.'
+            f'workdir={directory} cannot be used (Permission denied); '
+            'give a directory that this user can write to.'
         )
