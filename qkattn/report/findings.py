@@ -114,6 +114,13 @@ class Findings:
     def rows(self) -> tuple[Row, ...]:
         return tuple(arm.row for arm in self.arms)
 
+    @property
+    def without_scaling(self) -> str | None:
+        """Why a study of several sizes has no law of size at all; None where it has one size."""
+        if self.scaling or len({arm.row.size for arm in self.arms}) < 2:
+            return None
+        return 'No law of size: no arm has a size whose losses may be used for one.'
+
 
 def find(study: Study, rows: Sequence[Row]) -> Findings:
     """Everything that `rows`, of `summarise`, say."""

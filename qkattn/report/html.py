@@ -141,4 +141,6 @@ def _drawn(
 def _scaling(found: Findings, figures: Sequence[Rendered]) -> str:
     own = [figure for figure in figures if figure.stem in ('loss_weights', 'multipliers')]
     drawn = figures_html(own, heading=len(own) > 1) if own else ''
+    if found.without_scaling:
+        drawn += items([found.without_scaling], 'notes')
     return drawn + (sections.scaling_html(found) if found.scaling else '')

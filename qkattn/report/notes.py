@@ -170,8 +170,10 @@ def _scaling_notes(study: Study, findings: Findings) -> list[str]:
     for problem, variants in problems.items():
         if not problem.startswith('no multiplier without a fit of the baseline'):
             said.append(f'No law of size for {listed(variants)}: {problem.removesuffix(".")}.')
+    if findings.without_scaling:
+        said.append(findings.without_scaling)
     left_out = [f'{arm.row.name} ({arm.unfit})' for arm in findings.arms if arm.unfit]
-    if findings.scaling and left_out:
+    if left_out and (findings.scaling or findings.without_scaling):
         said.append(f'Left out of the laws of size: {listed(left_out)}.')
     if any(not found.fit.problem for found in findings.scaling) and study.tuning is None:
         said.append(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qkattn.report import find, load_study, summarise
+from qkattn.report import find, load_study, summarise, write_report
 from qkattn.report.findings import NO_VERDICT
 from qkattn.report.notes import notes
 from qkattn.tuning import tune
@@ -143,6 +143,22 @@ def test_sizes_that_are_not_bracketed_are_left_out_of_the_scaling_and_named(stud
     assert 'Left out of the laws of size: qk/vo at s128 (learning rate not bracketed).' in said
     assert any("fitted to the baseline's 4 sizes" in note for note in said)
     assert not any('laws of size are descriptive' in note for note in said)
+
+
+def test_sizes_of_which_none_can_be_used_say_so(study_dir):
+    records = [
+        record
+        for size, d_model in (('s64', 64), ('s128', 128))
+        for record in tuned_arm('qk/vo', size, [None, *BASE[1:]], d_model=d_model)
+    ]
+    found = found_in(write_tuned(study_dir, records))
+    assert found.scaling == () and found.without_scaling.startswith('No law of size')
+    said = notes(load_study(study_dir), found)
+    assert found.without_scaling in said
+    assert any(note.startswith('Left out of the laws of size: qk/vo at s64') for note in said)
+    assert found.without_scaling in write_report(study_dir).read_text()
+    one = found_in(write_tuned(study_dir / 'one', tuned_arm('qk/vo', 's64', d_model=64)))
+    assert one.without_scaling is None
 
 
 def test_why_an_arm_is_no_point_of_a_law(study_dir):
