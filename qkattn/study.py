@@ -101,8 +101,8 @@ def arms(study: Study) -> list[Arm]:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
         if (same := seen.setdefault(explicit, arm)) is not arm:
             raise ConfigError(
-                f'{same.label!r} and {arm.label!r} at {arm.size!r} are one model; leave one out, or '
-                'take sizes whose steps are finer than what is saved'
+                f'{same.label!r} and {arm.label!r} at {arm.size!r} are one model; leave one out, '
+                'or take sizes whose steps are finer than what is saved'
             )
     return found
 
