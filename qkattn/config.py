@@ -61,6 +61,10 @@ class DataConfig:
     eval_sequences: int | None = None
 
 
+# Schedules that come down to final_fraction, and how far down counts as annealed.
+DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019) with linear warm-up, then decay.
@@ -86,7 +90,7 @@ class OptimizerConfig:
     @property
     def anneals(self) -> bool:
         """Whether the learning rate comes down to a tenth of its peak or less."""
-        return self.schedule in ('linear', 'cosine') and self.final_fraction <= 0.1
+        return self.schedule in DECAYS and self.final_fraction <= ANNEALED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,19 +4,18 @@ Any number of workers, processes or jobs, may share a study's directory: one cel
 of them at a time, and a cell whose worker died is taken over from its last checkpoint.
 """
 
-import contextlib
-import fcntl
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from qkattn import claims, plan, runlog
 from qkattn.config import ConfigError, Study
+from qkattn.data.files import locked
+from qkattn.data.load import rows_of
 from qkattn.plan import Cell
 from qkattn.study import Arm, arms
-from qkattn.train import train
+from qkattn.train import sharding, train
 from qkattn.train.checkpoint import CheckpointError
 from qkattn.train.loop import Lost, Stopped
 
@@ -52,6 +51,10 @@ def run(
     _declare(path, declared)
     failed: dict[str, str] = {}
     with runlog.StopRequest() as stop:
+        for cell in _write_plan(study, contestants, path)[:1]:
+            # What all cells share and cannot work is said once, not cell by cell.
+            sharding.require_devices(cell.config.mesh)
+            rows_of(cell.config)
         while True:
             if stop.requested:
                 raise Stopped('stopped between two cells')
@@ -68,17 +71,9 @@ def run(
     return path
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """What is read and what is written belong together, whoever else writes."""
-    with open(path / 'lock', 'a') as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _declare(path: Path, declared: dict[str, Any]) -> None:
     """Writes study.json, unless the directory holds a study that this one does not extend."""
-    with _locked(path):
+    with locked(path / 'lock'):
         if (path / 'study.json').exists():
             there = runlog.read_json(path / 'study.json')
             if there.keys() != declared.keys():
@@ -111,7 +106,8 @@ def _write_plan(study: Study, contestants: list[Arm], path: Path) -> list[Cell]:
             found[cell.directory] = runlog.read_json(result) if result.exists() else None
         return found[cell.directory]
 
-    with _locked(path):
+    # What is read and what is written belong together, whoever else writes.
+    with locked(path / 'lock'):
         known = plan.cells(study, contestants, results)
         runlog.write_text(path / 'plan.jsonl', plan.lines(study, known))
         runlog.write_text(path / 'results.jsonl', plan.result_lines(study, known, results))

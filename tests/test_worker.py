@@ -57,6 +57,7 @@ def trained(monkeypatch):
         return results
 
     monkeypatch.setattr(worker, 'train', train)
+    monkeypatch.setattr(worker, 'rows_of', lambda config: None)
     return done
 
 
@@ -202,3 +203,13 @@ def test_a_study_may_grow(trained, tmp_path):
 def test_a_directory_that_takes_no_files_is_one_sentence(trained):
     with pytest.raises(runlog.RunDirectoryError, match='workdir=/proc cannot be used'):
         worker.run(STUDY, '/proc')
+
+
+def test_what_no_cell_can_do_without_is_said_once(trained, tmp_path, monkeypatch):
+    def absent(config):
+        raise ConfigError(f'no data {config.data.name}')
+
+    monkeypatch.setattr(worker, 'rows_of', absent)
+    with pytest.raises(ConfigError, match='^no data stdlib$'):
+        worker.run(STUDY, tmp_path / 'out')
+    assert not trained

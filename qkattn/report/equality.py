@@ -6,6 +6,7 @@ from typing import Any
 
 from qkattn.report.declared import Planned
 from qkattn.report.load import Study
+from qkattn.report.records import flat
 from qkattn.report.summary import Row
 from qkattn.tuning import SCREENING
 
@@ -76,24 +77,16 @@ def declared_factors(study: Study) -> set[str]:
 def _settings(cell: Planned, allowed: set[str]) -> dict[str, Any]:
     return {
         name: value
-        for name, value in _flat(cell.config)
+        for name, value in flat(cell.config)
         if name not in allowed and not name.startswith(_PLACES)
     }
 
 
 def _measured(row: Row) -> dict[str, Any]:
     example = row.example
-    found = {f'data.{name}': value for name, value in _flat(example.data)}
+    found = {f'data.{name}': value for name, value in flat(example.data)}
     found |= {'eval tokens': example.eval_tokens, 'eval rows': example.eval_rows}
     return found | {'target': example.target_weights}
-
-
-def _flat(record: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f'{prefix}{name}.')
-        else:
-            yield f'{prefix}{name}', value
 
 
 def _compared(
@@ -142,7 +135,7 @@ def _software(rows: Iterable[Row]) -> Iterator[Found]:
     facts: dict[str, dict[str, set[str]]] = {}
     dirty = False
     for trial in (trial for row in rows for trial in row.trials):
-        recorded = dict(_flat(trial.provenance))
+        recorded = dict(flat(trial.provenance))
         dirty = dirty or recorded.get('git.dirty') is True
         kept = {
             name: value

@@ -1,14 +1,14 @@
 """What a reader wants to know first: a strip of names and values, and provenance in full."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 
 from qkattn.report import elements
 from qkattn.report.findings import Findings
 from qkattn.report.load import Study
 from qkattn.report.numbers import si, words
-from qkattn.report.records import corpora
+from qkattn.report.records import corpora, flat
 
 # A value that differs in every cell, such as a starting time, is not listed for every one.
 MAX_VALUES = 3
@@ -88,15 +88,6 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _flat(record: Mapping[str, object], prefix: str = '') -> Iterator[tuple[str, str]]:
-    """(name, text) of every value, 'outer: inner' for nested mappings."""
-    for name, value in record.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f'{prefix}{name}: ')
-        else:
-            yield f'{prefix}{name}', _plain(value)
-
-
 def provenance_html(study: Study) -> str:
     """What ran where: each recorded value, with the number of cells when they differ."""
     facts: dict[str, dict[str, set[str]]] = {}
@@ -107,8 +98,8 @@ def provenance_html(study: Study) -> str:
             'trials run as': trial.lifting,
             **trial.provenance,
         }
-        for name, text in _flat(recorded):
-            facts.setdefault(name, {}).setdefault(text, set()).add(trial.cell)
+        for name, value in flat(recorded, ': '):
+            facts.setdefault(name, {}).setdefault(_plain(value), set()).add(trial.cell)
     done = {trial.cell for trial in study.trials}
     lines = [('command', escape(study.command))] if study.command else []
     for name, values in facts.items():

@@ -6,6 +6,7 @@ Only validation and test measurements are ever read as results; training losses 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from qkattn.config import ANNEALED, DECAYS, OptimizerConfig
 from qkattn.report import equality
 from qkattn.report.load import Study
 from qkattn.report.numbers import counted, listed, si, span, words
@@ -13,9 +14,6 @@ from qkattn.report.records import Trial
 from qkattn.report.summary import Row, stopped_early
 from qkattn.tuning import KNOBS, SCREENING, SINGLE, VERDICT, Tuning
 
-# Schedules that still train at a high learning rate when they end; others end at final_fraction.
-UNANNEALED = ('constant', 'inverse_sqrt')
-MAX_FINAL_FRACTION = 0.1
 ENOUGH_SEEDS = 5
 
 
@@ -106,14 +104,13 @@ def _unfinished(study: Study, row: Row) -> Iterable[Remark]:
             len(short) == len(row.verdicts),
             row.place,
         )
-    optimizer = study.by_name[row.example.cell].config['optimizer']
-    schedule, final = optimizer['schedule'], optimizer['final_fraction']
-    if schedule in UNANNEALED:
-        ends = f'the {words(schedule)} schedule does not anneal the learning rate'
-    elif final > MAX_FINAL_FRACTION:
-        ends = f'the learning rate ends at {final:g} of its peak, above {MAX_FINAL_FRACTION:g}'
-    else:
+    planned = study.by_name[row.example.cell].config['optimizer']
+    schedule, final = planned['schedule'], planned['final_fraction']
+    if OptimizerConfig(schedule=schedule, final_fraction=final).anneals:
         return
+    ends = f'the {words(schedule)} schedule does not anneal the learning rate'
+    if schedule in DECAYS:
+        ends = f'the learning rate ends at {final:g} of its peak, above {ANNEALED:g}'
     yield Remark(f'{ends}, so its losses are not those of a finished training', True, row.place)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qkattn.config import ConfigError
@@ -202,6 +202,17 @@ def parse_trial(record: Any) -> Trial:
     return Trial(
         seed=trial['seed'], learning_rate=trial['learning_rate'], settings=settings, **values
     )
+
+
+def flat(
+    record: Mapping[str, Any], separator: str = '.', prefix: str = ''
+) -> Iterator[tuple[str, Any]]:
+    """(name, value) of every value that is no mapping itself, named 'outer.inner'."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, separator, f'{prefix}{name}{separator}')
+        else:
+            yield f'{prefix}{name}', value
 
 
 def check_stage(record: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ CASES = [
     ('ablate', ['--config=study.py', '--workdir=/proc'], 'workdir=/proc cannot be used'),
     ('ablate', ['--config=study.py', '--claim_expiry=0', '--dry_run'], '--claim_expiry=0.0 must'),
     ('ablate', ['--config=study.py', '--config.tuning.seeds=(7,)', '--dry_run'], 'a grid to tune'),
+    ('ablate', ['--config=study.py', '--workdir=w', '--config.base.data.name=books'], 'books'),
     ('report', ['--study=absent'], "'absent' does not exist"),
     ('report', ['--study=study.py'], "'study.py' does not exist"),
     ('verify', ['--results=absent'], '--results=absent holds no study directory'),
