@@ -59,10 +59,10 @@ def get_config():
             baseline='qk/vo',
             variants=(
                 'qk/vo',
-                'qk/vo?encoder_cell=shared_qk/vo',
-                'qk/vo?encoder_cell=query_free/vo',
-                'qk/vo?encoder_cell=qk/no_v',
-                'qk/vo?encoder_cell=qk/no_o',
+                'qk/vo?encoder_variant=shared_qk/vo',
+                'qk/vo?encoder_variant=query_free/vo',
+                'qk/vo?encoder_variant=qk/no_v',
+                'qk/vo?encoder_variant=qk/no_o',
             ),
             sizes=('d_model=64',),
         )

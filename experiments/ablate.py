@@ -3,30 +3,34 @@
 python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small
 
 The same command resumes. Started several times, on one or on many machines that share the
-directory, each takes cells that no other works on.
+directory, each takes runs that no other works on.
 """
 
 import math
 
 from absl import flags
 
-from qkattn import claims, cli, estimate, report, study, worker
-from qkattn.config import ConfigError, Study
+from qkattn import report
+from qkattn.config import Study
+from qkattn.errors import ConfigError
+from qkattn.run import cli, leases
+from qkattn.study import estimate, worker
+from qkattn.study.arms import build_arms, table
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Study directory; the same one resumes.')
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
 EXPIRY = flags.DEFINE_float(
-    'claim_expiry', claims.EXPIRY, 'Seconds without a sign of life before a worker counts as dead.'
+    'lease_expiry', leases.EXPIRY, 'Seconds without a sign of life before a worker counts as dead.'
 )
 
 
 def main() -> None:
     config = cli.read_config(CONFIG, Study)
     if not 0 < EXPIRY.value < math.inf:
-        raise ConfigError(f'--claim_expiry={EXPIRY.value} must be above 0 seconds and finite')
-    arms = study.arms(config)
-    print(f'{config.name}: {len(arms)} arms\n{study.table(arms, config.match)}', flush=True)
+        raise ConfigError(f'--lease_expiry={EXPIRY.value} must be above 0 seconds and finite')
+    arms = build_arms(config)
+    print(f'{config.name}: {len(arms)} arms\n{table(arms, config.match)}', flush=True)
     if DRY_RUN.value:
         print(f'\n{estimate.text(config, arms)}')
         return

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from qkattn import cli, pretrained, weights
-from qkattn.attention.convert import ConversionError
-from qkattn.config import ConfigError
-from qkattn.model import convert
+from qkattn import pretrained
+from qkattn.convert import whole_model
+from qkattn.errors import ConfigError, ConversionError
+from qkattn.run import cli
+from qkattn.train import exported
 
 SOURCE = flags.DEFINE_string('source', None, 'What to convert.')
 TRIAL = flags.DEFINE_integer('trial', 0, 'Which trial of a run.')
@@ -30,8 +31,10 @@ LAYOUT = flags.DEFINE_enum('layout', 'qkattn', ['qkattn', 'gpt2'], 'Layout of --
 
 def main() -> None:
     if SOURCE.value is None:
-        raise ConfigError(f'--source is required; conversions are {", ".join(convert.CONVERSIONS)}')
-    if OUT.value is not None and (Path(OUT.value) / weights.WEIGHTS).exists():
+        raise ConfigError(
+            f'--source is required; conversions are {", ".join(whole_model.CONVERSIONS)}'
+        )
+    if OUT.value is not None and (Path(OUT.value) / exported.WEIGHTS).exists():
         raise ConfigError(f'{OUT.value} already holds weights; give another directory')
     source = pretrained.load_any(SOURCE.value, trial=TRIAL.value, num_heads=NUM_HEADS.value)
     config, params = source
@@ -41,11 +44,11 @@ def main() -> None:
     for text in APPLY.value:
         before = config, params
         try:
-            config, params, notes = convert.apply(text, config, params)
+            config, params, notes = whole_model.apply(text, config, params)
         except ConversionError as error:
             raise ConfigError(f'{text} is refused: {error}') from error
         print('\n'.join(notes), end='\n' if notes else '')
-        moved = convert.logit_error(before, (config, params), tokens_BT)
+        moved = whole_model.logit_error(before, (config, params), tokens_BT)
         print(f'{text}: {config.score}/{config.value}, largest relative logit change {moved:.2e}')
     if OUT.value is None:
         return
@@ -53,7 +56,7 @@ def main() -> None:
         pretrained.save_gpt2(config, params, OUT.value)
     else:
         origin = {'source': Path(SOURCE.value).name, 'trial': TRIAL.value, 'applied': APPLY.value}
-        weights.save(OUT.value, config, params, origin=origin)
+        exported.save(OUT.value, config, params, origin=origin)
     print(
         f'wrote {OUT.value} ({json.dumps({"score": config.score, "value": config.value})}); '
         "without optimizer state: Adam's moments belong to single entries and do not transform"

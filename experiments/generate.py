@@ -11,11 +11,13 @@ import jax
 import numpy as np
 from absl import flags
 
-from qkattn import cli, pretrained
-from qkattn.config import ConfigError, DataConfig
+from qkattn import pretrained
+from qkattn.config import DataConfig
 from qkattn.data.load import tokenizer_of
-from qkattn.generate import generate, search
+from qkattn.decode.generate import generate, search
+from qkattn.errors import ConfigError
 from qkattn.model import Decoder, Encoder
+from qkattn.run import cli
 
 SOURCE = flags.DEFINE_string('source', None, 'A training run, or weights.')
 DATA = flags.DEFINE_string('data', DataConfig.name, 'Whose tokenizer to use for weights alone.')

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from absl import flags
 
-from qkattn import cli, report
+from qkattn import report
+from qkattn.errors import ReportError
 from qkattn.report.export import export
+from qkattn.run import cli
 
 STUDY = flags.DEFINE_string('study', None, 'Directory of the study, as written by ablate.')
 EXPORT = flags.DEFINE_string(
@@ -19,7 +21,7 @@ EXPORT = flags.DEFINE_string(
 
 def main() -> None:
     if STUDY.value is None:
-        raise report.ReportError('--study=DIRECTORY is required')
+        raise ReportError('--study=DIRECTORY is required')
     page = report.write_report(STUDY.value)
     print(f'{Path(page).with_name("table.txt").read_text()}\nreport: {page}')
     if EXPORT.value is not None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from absl import flags
 
-from qkattn import cli
-from qkattn.config import Config, ConfigError
+from qkattn.config import Config
+from qkattn.errors import ConfigError
+from qkattn.run import cli
 from qkattn.train import train
 from qkattn.train.results import FINISHED, PREFIXES
 

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from absl import flags
 
-from qkattn import cli, pretrained
-from qkattn.config import Config, ConfigError, DecodeConfig
+from qkattn import pretrained
+from qkattn.config import Config, DecodeConfig
+from qkattn.config.validate import check_decode
 from qkattn.data.load import load
-from qkattn.records import write_text
-from qkattn.translate import score_split, translate
-from qkattn.validate import check_decode
+from qkattn.decode.translate import score_split, translate
+from qkattn.errors import ConfigError
+from qkattn.run import cli
+from qkattn.run.records import write_text
 
 SOURCE = flags.DEFINE_string('source', None, 'A training run of an encoder-decoder.')
 TRIAL = flags.DEFINE_integer('trial', 0, 'Which trial of the run, in the order of its results.')

@@ -5,7 +5,8 @@ python -m experiments.variants
 
 from absl import flags
 
-from qkattn import catalogue, cli
+from qkattn.run import cli
+from qkattn.study import catalogue
 
 MARKDOWN = flags.DEFINE_bool('markdown', False, "Print the README's tables instead.")
 CONVERSIONS = flags.DEFINE_bool('conversions', False, 'Print measured errors of conversions.')

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from absl import flags
 
-from qkattn import cli
-from qkattn.report import ReportError, verify
+from qkattn.errors import ReportError
+from qkattn.report import verify
+from qkattn.run import cli
 
 ROOT = Path(__file__).parents[1]
 

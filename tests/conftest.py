@@ -80,8 +80,8 @@ def compiled_programs_are_let_go():
 
 def pytest_terminal_summary(terminalreporter):
     """How many cells were held to the contract of tests/attention, and how many there are."""
-    from qkattn import catalogue
     from qkattn.attention import SCORES, VALUES
+    from qkattn.study import catalogue
 
     done = {
         match[1]

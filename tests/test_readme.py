@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from qkattn import catalogue, study
-from qkattn.config import ConfigError, Study, from_config_dict
-from qkattn.validate import validate
+from qkattn.config import Study, from_config_dict
+from qkattn.errors import ConfigError
+from qkattn.model.sites import validate
+from qkattn.study import catalogue
+from qkattn.study.arms import build_arms
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
@@ -39,7 +41,7 @@ def example(tmp_path, monkeypatch):
 
 
 def test_the_example_takes_part_in_a_study(example):
-    (arm,) = study.arms(Study(variants=(f'{example}/vo',)))
+    (arm,) = build_arms(Study(variants=(f'{example}/vo',)))
     assert abs(arm.match.residual) <= 1e-3
 
 
@@ -72,7 +74,7 @@ def test_every_config_is_valid(path):
     exec(compile(path.read_text(), path, 'exec'), namespace)
     config = from_config_dict(namespace['get_config']())
     try:
-        study.arms(config) if isinstance(config, Study) else validate(config)
+        build_arms(config) if isinstance(config, Study) else validate(config)
     except ConfigError as error:
         pytest.fail(str(error))
     assert namespace['__doc__']
@@ -95,7 +97,7 @@ def rows_of_table(study_name: str) -> dict[str, dict[str, str]]:
 def test_the_character_model_is_as_good_as_its_log_says():
     (result,) = json.loads((RESULTS / 'char_lm_cpu/result.json').read_text())
     assert f'**{result["val_loss"]:.4f}** nats' in recipe('char_lm_cpu')
-    assert f'{result["weights"]["total"]:,} weights' in recipe('char_lm_cpu')
+    assert f'{result["parameters"]["total"]:,} weights' in recipe('char_lm_cpu')
 
 
 def test_the_translator_is_as_good_as_its_log_says():
@@ -114,7 +116,7 @@ def test_the_translator_is_as_good_as_its_log_says():
         ('mlm_small', ['shared_qk/vo']),
         (
             'translation_small',
-            [f'qk/vo?encoder_cell={cell}' for cell in ('shared_qk/vo', 'qk/no_v', 'qk/no_o')],
+            [f'qk/vo?encoder_variant={cell}' for cell in ('shared_qk/vo', 'qk/no_v', 'qk/no_o')],
         ),
     ],
 )

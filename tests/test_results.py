@@ -50,7 +50,7 @@ def headline() -> dict[str, list[str]]:
     text = (ROOT / 'README.md').read_text()
     (block,) = re.findall(r'<!-- headline: \S+ -->\n(.*?)<!-- end -->', text, re.DOTALL)
     rows = [line.strip('| ').split(' | ') for line in block.splitlines() if line.startswith('|')]
-    return {cells[0]: cells[1:] for cells in rows[2:]}
+    return {runs[0]: runs[1:] for runs in rows[2:]}
 
 
 def holm(p: dict[str, float]) -> dict[str, float]:
@@ -114,10 +114,10 @@ def test_rates_are_the_vertices_of_their_bowls(headline):
 
 
 def test_verdict_trials_ran_at_the_rates_and_weights_that_are_printed(headline):
-    weights = {}
+    parameters = {}
     for result in lines(FAIR / 'results.jsonl'):
-        weights[result['variant']] = result['weights']['total']
+        parameters[result['variant']] = result['parameters']['total']
         if result['stage'] == 'verdict':
             assert f'{result["trial"]["learning_rate"]:g}' == headline[result['variant']][2]
-    target = weights['qk/vo']
-    assert all(abs(total / target - 1) <= 1e-3 for total in weights.values())
+    target = parameters['qk/vo']
+    assert all(abs(total / target - 1) <= 1e-3 for total in parameters.values())

@@ -2,10 +2,11 @@
 
 from qkattn.attention.attend import attend, visible
 from qkattn.attention.attention import Attention
-from qkattn.attention.registry import SCORES, VALUES, parse_cell
-from qkattn.attention.score import Score
-from qkattn.attention.spec import AttentionSpec, SpecError
-from qkattn.attention.value import Value
+from qkattn.attention.registry import SCORES, VALUES, parse_variant
+from qkattn.attention.scores.score import Score
+from qkattn.attention.spec import AttentionSpec
+from qkattn.attention.values.value import Value
+from qkattn.errors import SpecError
 
 __all__ = [
     'SCORES',
@@ -16,6 +17,6 @@ __all__ = [
     'SpecError',
     'Value',
     'attend',
-    'parse_cell',
+    'parse_variant',
     'visible',
 ]

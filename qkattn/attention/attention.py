@@ -7,7 +7,7 @@ from flax import nnx
 from qkattn.attention import registry
 from qkattn.attention.attend import attend
 from qkattn.attention.rope import linear_bias, rotate_last
-from qkattn.attention.score import Memory
+from qkattn.attention.scores.score import Memory
 from qkattn.attention.spec import AttentionSpec
 
 

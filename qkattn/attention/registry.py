@@ -4,48 +4,39 @@ A name is `qk`, or carries options as in `low_rank(rank=8)`, or points to a clas
 import path, `my_package.my_module:MyScore`. A cell is `score/value`.
 """
 
-import ast
 import difflib
 import importlib
 import inspect
 from typing import Any
 
-from qkattn.attention import score as scores
-from qkattn.attention import (
-    score_composed,
-    score_identity,
-    score_latent,
-    score_nonlinear,
-    score_rank,
-    score_symmetric,
-    value_hadamard,
-    value_latent,
-)
-from qkattn.attention import value as values
-from qkattn.attention import value_factored as factored
-from qkattn.attention import value_tied as tied
-from qkattn.attention.spec import AttentionSpec, SpecError
+from qkattn.attention.scores import composed, identity, key_latents, nonlinear, rank, symmetric
+from qkattn.attention.scores import score as scores
+from qkattn.attention.spec import AttentionSpec
+from qkattn.attention.values import factored, hadamard, tied, value_latents
+from qkattn.attention.values import value as values
+from qkattn.config.calls import parse_call, split_variant
+from qkattn.errors import SpecError
 
 SCORES: dict[str, type[scores.Score]] = {
     'qk': scores.QK,
     'merged': scores.Merged,
-    'shared_qk': score_symmetric.FairSharedQK,
-    'symmetric': score_symmetric.Symmetric,
-    'pairwise': score_symmetric.Pairwise,
-    'symmetric_skew': score_symmetric.SymmetricSkew,
+    'shared_qk': symmetric.FairSharedQK,
+    'symmetric': symmetric.Symmetric,
+    'pairwise': symmetric.Pairwise,
+    'symmetric_skew': symmetric.SymmetricSkew,
     'query_free': scores.QueryFree,
     'key_free': scores.KeyFree,
-    'neither': score_identity.Neither,
-    'query_free_full': score_identity.QueryFreeFull,
-    'neither_full': score_identity.NeitherFull,
-    'low_rank': score_rank.LowRank,
-    'full_size': score_rank.FullSize,
-    'gauge_fixed': score_rank.GaugeFixed,
-    'frozen': score_rank.Frozen,
-    'double': score_composed.Double,
-    'collaborative': score_composed.Collaborative,
-    'nonlinear_query': score_nonlinear.NonlinearQuery,
-    'latent': score_latent.Latent,
+    'neither': identity.Neither,
+    'query_free_full': identity.QueryFreeFull,
+    'neither_full': identity.NeitherFull,
+    'low_rank': rank.LowRank,
+    'full_size': rank.FullSize,
+    'gauge_fixed': rank.GaugeFixed,
+    'frozen': rank.Frozen,
+    'double': composed.Double,
+    'collaborative': composed.Collaborative,
+    'nonlinear_query': nonlinear.NonlinearQuery,
+    'latent': key_latents.Latent,
 }
 
 VALUES: dict[str, type[values.Value]] = {
@@ -57,7 +48,7 @@ VALUES: dict[str, type[values.Value]] = {
     'low_rank': factored.LowRank,
     'gauge_fixed': factored.GaugeFixed,
     'double': factored.Double,
-    'hadamard': value_hadamard.Hadamard,
+    'hadamard': hadamard.Hadamard,
     'k_is_v': tied.KIsV,
     'q_is_v': tied.QIsV,
     'v_is_k_transposed': tied.VIsKTransposed,
@@ -65,7 +56,7 @@ VALUES: dict[str, type[values.Value]] = {
     'o_is_k': tied.OIsK,
     'o_is_q': tied.OIsQ,
     'subspace': tied.Subspace,
-    'latent': value_latent.Latent,
+    'latent': value_latents.Latent,
 }
 
 
@@ -79,11 +70,9 @@ def find_value(text: str) -> tuple[type[values.Value], dict[str, Any]]:
     return _find(text, VALUES, values.Value)
 
 
-def parse_cell(text: str) -> tuple[str, str]:
+def parse_variant(text: str) -> tuple[str, str]:
     """'score/value' -> (score, value), both checked to exist."""
-    score, slash, value = text.partition('/')
-    if not slash:
-        raise SpecError(f'cell {text!r} must be written score/value, e.g. qk/vo')
+    score, value = split_variant(text)
     find_score(score)
     find_value(value)
     return score, value
@@ -133,22 +122,6 @@ def _find(text: str, known: dict[str, type], base: type) -> tuple[type, dict[str
                 f'{name} has no option {option!r}; it takes {", ".join(accepted) or "none"}'
             )
     return found, options
-
-
-def parse_call(text: str, kind: str) -> tuple[str, dict[str, Any]]:
-    """Splits 'name(option=literal, ...)'; SpecError names what `kind` it should have been."""
-    name, parenthesis, _ = text.partition('(')
-    if not parenthesis:
-        return name, {}
-    try:
-        call = ast.parse('f' + text[len(name) :], mode='eval').body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError
-        return name, {k.arg: ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError):
-        raise SpecError(
-            f'{kind.lower()} {text!r} must be written name(option=value, ...) with literal values'
-        ) from None
 
 
 def _import(path: str, kind: str) -> Any:

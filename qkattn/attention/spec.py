@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-
-class SpecError(ValueError):
-    """An attention layer that cannot be built, said in one sentence."""
+from qkattn.errors import SpecError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,16 +4,17 @@ import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
-from qkattn.config import Config, ConfigError, DataConfig
-from qkattn.data import probes
-from qkattn.data.corpus import Corpus, find
-from qkattn.data.files import data_root
-from qkattn.data.masked import MaskedRows
-from qkattn.data.pairs import PairDataset, TranslationRows
-from qkattn.data.rows import LanguageRows, Rows
-from qkattn.data.tokenizer import Tokenizer
+from qkattn.config import Config, DataConfig
+from qkattn.data.cache import data_root
+from qkattn.data.corpora.corpus import Corpus, find
+from qkattn.data.tasks import probes
+from qkattn.data.tasks.masked import MaskedRows
+from qkattn.data.tasks.pairs import PairDataset, TranslationRows
+from qkattn.data.tasks.rows import LanguageRows, Rows
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.data.tokenizers.vocabulary import open_tokenizer
 from qkattn.data.tokens import TokenDataset, open_dataset
-from qkattn.data.vocabulary import open_tokenizer
+from qkattn.errors import ConfigError
 
 TASKS = {
     'decoder': 'a language model of text, or a causal probe',

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import grain
 import numpy as np
 
-from qkattn.config import ConfigError
 from qkattn.data.prefetch import StepBatches
-from qkattn.data.rows import Batch, Rows
+from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.errors import ConfigError
 
 
 def train_batch(

@@ -7,7 +7,7 @@ import grain
 import jax
 import numpy as np
 
-from qkattn.config import ConfigError
+from qkattn.errors import ConfigError
 
 
 class _Reads:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from qkattn.config import ConfigError
-from qkattn.data.files import locked, replacing
-from qkattn.data.tokenizer import Tokenizer
+from qkattn.data.cache import locked, replacing
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.errors import ConfigError
 
 SPLITS = ('train', 'validation', 'test')
 

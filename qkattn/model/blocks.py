@@ -11,6 +11,7 @@ from flax import nnx
 from qkattn.attention import Attention
 from qkattn.attention.spec import weight
 from qkattn.config import ModelConfig
+from qkattn.model.sites import attention_spec
 
 
 class Norm(nnx.Module):
@@ -82,7 +83,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         self.config = config
         self.attention_norm = Norm(config)
-        self.attention = Attention(config.attention, key=key)
+        self.attention = Attention(attention_spec(config), key=key)
         self.mlp_norm = Norm(config)
         self.mlp = MLP(config, key=key)
 
@@ -129,7 +130,7 @@ class CrossBlock(Block):
         super().__init__(config, key=key)
         self.cross_norm = Norm(config)
         self.cross_attention = Attention(
-            config.cross_attention, key=key_of_part(key, 'cross_attention')
+            attention_spec(config.cross), key=key_of_part(key, 'cross_attention')
         )
 
     def __call__(

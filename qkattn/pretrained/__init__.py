@@ -1,7 +1,7 @@
 """Weights of published models: import, analysis or conversion, export."""
 
+from qkattn.errors import LayoutError
 from qkattn.pretrained.gpt2 import load_gpt2, save_gpt2
-from qkattn.pretrained.layout import LayoutError
 from qkattn.pretrained.nanogpt import load_nanogpt
 from qkattn.pretrained.source import load_any, load_model, settings_of, tokenizer_of_run
 

@@ -11,7 +11,8 @@ import numpy as np
 import safetensors
 from safetensors.numpy import load_file
 
-from qkattn.pretrained.layout import LayoutError, Tensors
+from qkattn.errors import LayoutError
+from qkattn.pretrained.layout import Tensors
 
 # What wrappers put in front: torch.compile, DataParallel, and the Hugging Face model with a head.
 PREFIXES = ('_orig_mod.', 'module.', 'transformer.')

@@ -14,9 +14,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from qkattn.config import ModelConfig
-from qkattn.data.files import replacing
+from qkattn.data.cache import replacing
+from qkattn.errors import LayoutError
 from qkattn.pretrained.files import cleaned, find_safetensors, read_json, read_safetensors
-from qkattn.pretrained.layout import HEAD, LayoutError, config_of, to_params, to_tensors
+from qkattn.pretrained.layout import HEAD, config_of, to_params, to_tensors
 
 # What transformers assumes where config.json is silent, as the published files often are.
 DEFAULTS = {

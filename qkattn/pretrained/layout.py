@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from qkattn.attention import SpecError
-from qkattn.config import ConfigError, ModelConfig
+from qkattn.config import ModelConfig
+from qkattn.errors import LayoutError, SpecError
 from qkattn.model import abstract_model
+from qkattn.model.sites import attention_spec
 
 Tensors = dict[str, np.ndarray]
 
@@ -67,14 +68,10 @@ LAYER = {
 HEAD = 'lm_head.weight'  # [V, D]; a second name of wte.weight where embeddings are tied
 
 
-class LayoutError(ConfigError):
-    """Weights or a model that do not fit GPT-2's layout, in one sentence that names what."""
-
-
 def require_gpt2(config: ModelConfig) -> None:
     """Raises LayoutError for the first setting that GPT-2's layout has no place for."""
     try:
-        _ = config.attention
+        attention_spec(config)
     except SpecError as error:
         raise LayoutError(f'model: {error}') from error
     sizes = {'num_kv_heads': config.num_heads, 'head_size': config.d_model // config.num_heads}

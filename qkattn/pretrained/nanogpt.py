@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from qkattn.config import ModelConfig
+from qkattn.errors import LayoutError
 from qkattn.pretrained.files import cleaned, read_safetensors
-from qkattn.pretrained.layout import LayoutError, config_of, to_params
+from qkattn.pretrained.layout import config_of, to_params
 
 # nn.Linear keeps [outputs, inputs].
 TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')

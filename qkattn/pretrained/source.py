@@ -6,14 +6,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from qkattn import runlog, weights
-from qkattn.config import Config, ConfigError, ModelConfig, from_json
+from qkattn.config import Config, ModelConfig, from_json
 from qkattn.data.load import tokenizer_of
-from qkattn.data.tokenizer import Tokenizer
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from qkattn.model.transformer import Transformer
 from qkattn.pretrained.gpt2 import load_gpt2
 from qkattn.pretrained.nanogpt import load_nanogpt
+from qkattn.run import run_directory
+from qkattn.train import exported
 
 
 def load_any(
@@ -35,9 +37,11 @@ def load_any(
         raise ConfigError(f'{path} does not exist')
     if path.suffix == '.pt':
         return load_nanogpt(path, num_heads=num_heads)
-    if path.is_file() or (not (path / weights.ABOUT).exists() and any(path.glob('*.safetensors*'))):
+    if path.is_file() or (
+        not (path / exported.ABOUT).exists() and any(path.glob('*.safetensors*'))
+    ):
         return load_gpt2(path, num_heads=num_heads)
-    return weights.load(path, trial)
+    return exported.load(path, trial)
 
 
 def load_model(source: str | os.PathLike[str], *, trial: int = 0) -> Transformer:
@@ -52,7 +56,7 @@ def settings_of(source: str | os.PathLike[str]) -> Config | None:
     path = Path(source) / 'config.json'
     if not (Path(source) / 'checkpoints').is_dir() or not path.exists():
         return None
-    return from_json(Config, runlog.read_json(path)['config'])
+    return from_json(Config, run_directory.read_json(path)['config'])
 
 
 def tokenizer_of_run(source: str | os.PathLike[str], config: Config) -> Tokenizer:
@@ -61,7 +65,7 @@ def tokenizer_of_run(source: str | os.PathLike[str], config: Config) -> Tokenize
     Raises:
       ConfigError: the data has changed since, and with it the vocabulary that it gives.
     """
-    from qkattn.train.checkpoint import Checkpoints  # train starts from weights, so not at the top
+    from qkattn.train.checkpoint import Checkpoints
 
     tokenizer = tokenizer_of(config.data)
     checkpoints = Checkpoints(Path(source).absolute() / 'checkpoints', read_only=True)

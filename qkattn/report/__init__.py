@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from qkattn.errors import ReportError
 from qkattn.report.csvfile import csv_table
+from qkattn.report.figures.plots import figures
+from qkattn.report.figures.style import Rendered
 from qkattn.report.files import write_atomic
-from qkattn.report.findings import Findings, find
 from qkattn.report.html import report_page
 from qkattn.report.latex import latex_table
-from qkattn.report.load import Study, load_study
-from qkattn.report.plots import figures
-from qkattn.report.records import ReportError
-from qkattn.report.style import Rendered
-from qkattn.report.summary import Row, summarise
 from qkattn.report.tables import headline, report_markdown, report_text
+from qkattn.verdict.findings import Findings, find
+from qkattn.verdict.load import Study, load_study
+from qkattn.verdict.summary import Row, summarise
 
 __all__ = [
     'Findings',

@@ -1,14 +1,14 @@
-"""The columns of the summary table: a heading of two short lines and the text of an arm's cell."""
+"""The columns of the summary table: a heading of two short lines and the text of an arm's run."""
 
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 
-from qkattn.report.findings import Arm, Findings
-from qkattn.report.measures import Measure, losses, scores
 from qkattn.report.numbers import NONE, interval, mean_sd, p_value, si, words
-from qkattn.report.summary import Row
-from qkattn.tuning import KNOBS
+from qkattn.study.tuning import KNOBS
+from qkattn.verdict.findings import Arm, Findings
+from qkattn.verdict.measures import Measure, losses, scores
+from qkattn.verdict.summary import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,14 +170,14 @@ _SCREENED = (
     _SEEDS,
 )
 _COSTS = (
-    Column(('weights', ''), lambda arm: f'{arm.row.example.weights["total"]:,}'),
+    Column(('parameters', ''), lambda arm: f'{arm.row.example.parameters["total"]:,}'),
     Column(('residual', '%'), _residual),
-    Column(('attention', 'weights'), lambda arm: f'{arm.row.example.weights["attention"]:,}'),
+    Column(('attention', 'parameters'), lambda arm: f'{arm.row.example.parameters["attention"]:,}'),
     Column(('d_model', ''), lambda arm: str(arm.row.example.config['d_model'])),
     Column(('d_ff', ''), lambda arm: str(arm.row.example.config['d_ff'])),
     Column(('FLOPs', '/token'), lambda arm: si(arm.row.example.flops_per_token)),
     Column(('cache', 'floats/token'), lambda arm: si(arm.row.example.cache_floats_per_token)),
-    Column(('tokens', '/s'), lambda arm: si(mean(arm.row.of_cells('tokens_per_second')))),
-    Column(('cell', 's'), lambda arm: si(sum(arm.row.of_cells('train_seconds')))),
+    Column(('tokens', '/s'), lambda arm: si(mean(arm.row.of_runs('tokens_per_second')))),
+    Column(('run', 's'), lambda arm: si(sum(arm.row.of_runs('train_seconds')))),
     Column(('diverged', ''), _diverged),
 )

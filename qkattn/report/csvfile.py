@@ -5,22 +5,24 @@ import io
 from collections.abc import Sequence
 
 from qkattn.report.columns import induction_of, mean, value_of
-from qkattn.report.findings import Arm, Findings
-from qkattn.report.measures import losses, scores
-from qkattn.tuning import KNOBS
+from qkattn.study.tuning import KNOBS
+from qkattn.verdict.findings import Arm, Findings
+from qkattn.verdict.measures import losses, scores
 
 
 def csv_table(findings: Findings) -> str:
     """An empty field means there is no such number."""
     rows = findings.rows
     measures = (*losses(rows), *scores(rows), *induction_of(rows))
-    groups = dict.fromkeys(group for row in rows for group in row.example.weights)
+    groups = dict.fromkeys(group for row in rows for group in row.example.parameters)
     multipliers = {of.variant: of.multiplier for of in findings.scaling}
     records = []
     for arm in findings.arms:
         record = _record(arm, [measure.field for measure in measures])
-        weights = arm.row.example.weights
-        record |= {f'weights_{group}': weights.get(group) for group in groups if group != 'total'}
+        parameters = arm.row.example.parameters
+        record |= {
+            f'weights_{group}': parameters.get(group) for group in groups if group != 'total'
+        }
         if multipliers:
             found = multipliers.get(arm.row.variant)
             for part in ('value', 'low', 'high'):
@@ -42,8 +44,8 @@ def _record(arm: Arm, fields: Sequence[str]) -> dict[str, object]:
         **_judged(arm),
         'd_model': trial.config['d_model'],
         'd_ff': trial.config['d_ff'],
-        'weights': trial.weights['total'],
-        'target_weights': trial.target_weights,
+        'parameters': trial.parameters['total'],
+        'target_parameters': trial.target_parameters,
         'residual': trial.residual,
         'flops_per_token': trial.flops_per_token,
         'cache_floats_per_token': trial.cache_floats_per_token,
@@ -64,9 +66,9 @@ def _record(arm: Arm, fields: Sequence[str]) -> dict[str, object]:
     return record | {
         'val_loss_se': mean(errors),
         'eval_tokens': trial.eval_tokens,
-        'tokens_per_second': mean(row.of_cells('tokens_per_second')),
-        'train_seconds': sum(row.of_cells('train_seconds')),
-        'compile_seconds': sum(row.of_cells('compile_seconds')),
+        'tokens_per_second': mean(row.of_runs('tokens_per_second')),
+        'train_seconds': sum(row.of_runs('train_seconds')),
+        'compile_seconds': sum(row.of_runs('compile_seconds')),
         'diverged': row.num_diverged,
         'trials': len(row.verdicts),
         'screening_diverged': sum(not trial.finished for trial in row.screening),

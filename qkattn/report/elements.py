@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from qkattn.report.style import Rendered
+from qkattn.report.figures.style import Rendered
 
 # Letters of a name from which on it is broken into lines.
 LONG = 36
@@ -25,7 +25,7 @@ def figures_html(figures: Sequence[Rendered], kind: str = 'pair', heading: bool 
 
 
 def table(head: str, body: Sequence[str], kind: str = '') -> str:
-    """A table that scrolls by itself, from the cells of its head and its whole rows (HTML)."""
+    """A table that scrolls by itself, from the runs of its head and its whole rows (HTML)."""
     heading = f'<thead><tr>{head}</tr></thead>' if head else ''
     kind = f' class="{kind}"' if kind else ''
     rows = ''.join(body)
@@ -34,22 +34,20 @@ def table(head: str, body: Sequence[str], kind: str = '') -> str:
 
 
 def heading(name: str, left: bool = False, small: str = '') -> str:
-    """One cell of a table's head, `small` set lighter below the name."""
+    """One run of a table's head, `small` set lighter below the name."""
     lighter = f' <span>{escape(small)}</span>' if small else ''
     return f'<th scope="col"{left_class(left)}>{escape(name)}{lighter}</th>'
 
 
-def row(name: str, cells: Sequence[str], left: Sequence[int] = (), kind: str = '') -> str:
-    """One row from texts; cells at the places in `left` are aligned to the left."""
+def row(name: str, runs: Sequence[str], left: Sequence[int] = (), kind: str = '') -> str:
+    """One row from texts; runs at the places in `left` are aligned to the left."""
     kind = f' class="{kind}"' if kind else ''
-    rest = ''.join(
-        f'<td{left_class(i in left)}>{escape(text)}</td>' for i, text in enumerate(cells)
-    )
+    rest = ''.join(f'<td{left_class(i in left)}>{escape(text)}</td>' for i, text in enumerate(runs))
     return f'<tr{kind}>{name_html(name)}{rest}</tr>'
 
 
 def name_html(name: str) -> str:
-    """The first cell of a row; a long name is broken into lines of its own width."""
+    """The first run of a row; a long name is broken into lines of its own width."""
     text = escape(name)
     whole = text if len(name) <= LONG else f'<span class="long">{text}</span>'
     return f'<th scope="row">{whole}</th>'

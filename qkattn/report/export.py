@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from qkattn.errors import ReportError
 from qkattn.report.files import write_atomic
-from qkattn.report.load import Study, load_study
-from qkattn.report.records import ReportError
+from qkattn.verdict.load import Study, load_study
 
 FILES = ('study.json', 'plan.jsonl', 'results.jsonl', 'report.html')
 
@@ -13,7 +13,7 @@ FILES = ('study.json', 'plan.jsonl', 'results.jsonl', 'report.html')
 def export(study_dir: str | Path, destination: str | Path) -> Path:
     """Writes the study's declaration, plan, results, evaluations, tables, report and figures.
 
-    Left out are checkpoints, locks and claims, the training records of finished cells, and
+    Left out are checkpoints, locks and claims, the training records of finished runs, and
     provenance.json, which names machines and users.
 
     Raises:
@@ -26,12 +26,12 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     for path in (*(source / name for name in FILES), *source.glob('table.*'), *figures):
         if path.is_file():
             write_atomic(destination / path.relative_to(source), path.read_bytes())
-    for cell in study.cells:
-        log = source / cell.directory / 'metrics.jsonl'
+    for run in study.runs:
+        log = source / run.directory / 'metrics.jsonl'
         if not log.is_file():
             continue
         lines = log.read_text(encoding='utf-8').splitlines(keepends=True)
-        if cell.trials:
+        if run.trials:
             lines = [line for line in lines if json.loads(line)['kind'] == 'eval']
         write_atomic(destination / log.relative_to(source), ''.join(lines))
     return destination
@@ -45,7 +45,7 @@ def _check_destination(study: Study, destination: Path) -> None:
         raise ReportError(f'{str(destination)!r} is a file; give a directory.')
     if not destination.is_dir() or not any(destination.iterdir()):
         return
-    if (destination / 'cells').is_dir() and any(destination.glob('cells/*/checkpoints')):
+    if (destination / 'runs').is_dir() and any(destination.glob('runs/*/checkpoints')):
         raise ReportError(f'{str(destination)!r} holds a study that was run there; give another.')
     try:
         name = json.loads((destination / 'study.json').read_text(encoding='utf-8'))['name']

@@ -5,28 +5,28 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 from qkattn.report import elements
-from qkattn.report.findings import Findings
-from qkattn.report.load import Study
 from qkattn.report.numbers import si, words
-from qkattn.report.records import corpora, flat
+from qkattn.verdict.findings import Findings
+from qkattn.verdict.load import Study
+from qkattn.verdict.trials import corpora, flat
 
-# A value that differs in every cell, such as a starting time, is not listed for every one.
+# A value that differs in every run, such as a starting time, is not listed for every one.
 MAX_VALUES = 3
 
 
 def key_facts(study: Study, found: Findings) -> list[tuple[str, str]]:
     """(name, value) texts about the whole study."""
     trials = study.trials
-    done = sum(bool(cell.trials) for cell in study.cells)
-    unplanned = sum(cell.name is None for cell in study.missing)
-    weights = _span(row.example.weights['total'] for row in found.rows)
+    done = sum(bool(run.trials) for run in study.runs)
+    unplanned = sum(run.name is None for run in study.missing)
+    parameters = _span(row.example.parameters['total'] for row in found.rows)
     matching = 'not matched' if study.matched is None else f'{words(study.matched)} matched'
     finished = [trial for trial in trials if trial.finished] or trials
     facts = [
         ('baseline', study.baseline or 'none'),
-        ('grid', f'{done} of {len(study.cells) + unplanned} cells, {len(trials):,} trials'),
+        ('grid', f'{done} of {len(study.runs) + unplanned} runs, {len(trials):,} trials'),
         ('data', _each(data_name(t.data) for t in trials)),
-        ('weights', f'{weights}, {matching.replace("non embedding", "non-embedding")}'),
+        ('parameters', f'{parameters}, {matching.replace("non embedding", "non-embedding")}'),
         (
             'training',
             f'{_span(t.num_steps for t in finished)} steps, '
@@ -89,7 +89,7 @@ def _plain(value: object) -> str:
 
 
 def provenance_html(study: Study) -> str:
-    """What ran where: each recorded value, with the number of cells when they differ."""
+    """What ran where: each recorded value, with the number of runs when they differ."""
     facts: dict[str, dict[str, set[str]]] = {}
     for trial in study.trials:
         recorded = {
@@ -99,16 +99,16 @@ def provenance_html(study: Study) -> str:
             **trial.provenance,
         }
         for name, value in flat(recorded, ': '):
-            facts.setdefault(name, {}).setdefault(_plain(value), set()).add(trial.cell)
-    done = {trial.cell for trial in study.trials}
+            facts.setdefault(name, {}).setdefault(_plain(value), set()).add(trial.run)
+    done = {trial.run for trial in study.trials}
     lines = [('command', escape(study.command))] if study.command else []
     for name, values in facts.items():
         if name == 'command' and study.command:
             continue
         texts = [
             escape(text)
-            + (f' <small>({len(cells)} of {len(done)} cells)</small>' if len(values) > 1 else '')
-            for text, cells in list(values.items())[:MAX_VALUES]
+            + (f' <small>({len(runs)} of {len(done)} runs)</small>' if len(values) > 1 else '')
+            for text, runs in list(values.items())[:MAX_VALUES]
         ]
         texts += [f'and {len(values) - MAX_VALUES} more'] if len(values) > MAX_VALUES else []
         lines.append((name, '<br>'.join(texts)))

@@ -8,12 +8,12 @@ from html import escape
 from qkattn.report import sections
 from qkattn.report.elements import figure_html, figures_html, items
 from qkattn.report.facts import key_facts, provenance_html
-from qkattn.report.findings import Findings
-from qkattn.report.load import Study
+from qkattn.report.figures.style import Rendered
 from qkattn.report.notes import notes
 from qkattn.report.page import STYLESHEET
-from qkattn.report.style import Rendered
-from qkattn.stats import WORDS
+from qkattn.stats.inference import WORDS
+from qkattn.verdict.findings import Findings
+from qkattn.verdict.load import Study
 
 # The figure of the first screen is the first of these that was drawn.
 FIRST = ('verdicts', 'differences', 'losses')
@@ -47,12 +47,12 @@ def report_page(study: Study, found: Findings, figures: Sequence[Rendered]) -> s
         ),
         _drawn(figures, 'tuning', 'Tuning', 'bowl', 'stack'),
         _drawn(figures, 'curves', 'Learning curves', 'curves', 'pair'),
-        Section('scaling', 'Loss against weights', _scaling(found, figures)),
+        Section('scaling', 'Loss against parameters', _scaling(found, figures)),
         _drawn(figures, 'retrieval', 'Retrieval', 'retrieval', 'stack', heading=False),
-        Section('groups', 'Weights by group', sections.weights_html(found.rows)),
+        Section('groups', 'Parameters by group', sections.parameters_html(found.rows)),
         Section('costs', 'Costs', sections.costs_html(found.rows)),
         Section('hygiene', 'Hygiene', sections.hygiene_html(found)),
-        Section('missing', 'Missing cells', sections.missing_html(study)),
+        Section('missing', 'Missing runs', sections.missing_html(study)),
         Section('provenance', 'Provenance', provenance_html(study)),
     ]
     lead = _lead(study, found, first)
@@ -139,7 +139,7 @@ def _drawn(
 
 
 def _scaling(found: Findings, figures: Sequence[Rendered]) -> str:
-    own = [figure for figure in figures if figure.stem in ('loss_weights', 'multipliers')]
+    own = [figure for figure in figures if figure.stem in ('loss_parameters', 'multipliers')]
     drawn = figures_html(own, heading=len(own) > 1) if own else ''
     if found.without_scaling:
         drawn += items([found.without_scaling], 'notes')

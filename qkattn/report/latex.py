@@ -4,12 +4,12 @@ import re
 from collections.abc import Sequence
 
 from qkattn.report.columns import tuned_value
-from qkattn.report.findings import Arm, Findings
-from qkattn.report.load import Study
-from qkattn.report.measures import losses
 from qkattn.report.numbers import NONE, counted, interval, listed, mean_sd, p_value, span, words
 from qkattn.report.sentences import budget
-from qkattn.tuning import KNOBS
+from qkattn.study.tuning import KNOBS
+from qkattn.verdict.findings import Arm, Findings
+from qkattn.verdict.load import Study
+from qkattn.verdict.measures import losses
 
 _ESCAPES = {
     '\\': r'\textbackslash{}',
@@ -113,7 +113,7 @@ def _columns(study: Study, findings: Findings) -> list[tuple]:
     columns = [('arm', True, lambda arm: arm.row.variant)]
     if len(study.sizes) > 1:
         columns.append(('size', True, lambda arm: arm.row.size))
-    columns.append(('weights', False, lambda arm: f'{arm.row.example.weights["total"]:,}'))
+    columns.append(('parameters', False, lambda arm: f'{arm.row.example.parameters["total"]:,}'))
     loss = losses(findings.rows)[0]
     columns.append((escape(loss.heading), False, lambda arm: mean_sd(loss.over_seeds(arm.row), 4)))
     if study.baseline is not None:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from qkattn.report.columns import induction_of
-from qkattn.report.equality import QUANTITIES
-from qkattn.report.findings import NO_VERDICT, Findings
-from qkattn.report.load import Study
-from qkattn.report.measures import scores, shown
 from qkattn.report.numbers import counted, listed, span, words
-from qkattn.report.summary import Row
-from qkattn.stats import LEVEL, POWER
+from qkattn.stats.inference import LEVEL, POWER
+from qkattn.verdict.equality import QUANTITIES
+from qkattn.verdict.findings import NO_VERDICT, Findings
+from qkattn.verdict.load import Study
+from qkattn.verdict.measures import scores, shown
+from qkattn.verdict.summary import Row
 
 
 def notes(study: Study, findings: Findings) -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def notes(study: Study, findings: Findings) -> tuple[str, ...]:
             'and the part of its tokens that are then the likeliest (accuracy).'
         )
     said.append('FLOPs/token are those of a forward pass.')
-    said.append("tokens/s and cell s are the whole cell's, all its trials together, training only.")
+    said.append("tokens/s and run s are the whole run's, all its trials together, training only.")
     said += _scaling_notes(study, findings)
     if study.missing:
         names = ', '.join(f'{m.variant} at {m.size} ({m.progress})' for m in study.missing)
@@ -135,7 +135,7 @@ def _descriptive_notes(rows: Sequence[Row]) -> list[str]:
 def _budget_notes(study: Study, rows: Sequence[Row]) -> list[str]:
     residuals = [abs(row.example.residual) for row in rows if row.example.residual is not None]
     if study.matched is None:
-        return ['Weights are not matched between variants; only the shapes are those given.']
+        return ['Parameters are not matched between variants; only the shapes are those given.']
     if not residuals:
         return []
     said = [
@@ -144,7 +144,7 @@ def _budget_notes(study: Study, rows: Sequence[Row]) -> list[str]:
     ]
     if len(study.destinations) > 1:
         said.append(
-            f'In brackets: where the weights go that a variant saves '
+            f'In brackets: where the parameters go that a variant saves '
             f'({listed(study.destinations)}); each is an arm of its own.'
         )
     return said

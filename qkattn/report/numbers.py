@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from qkattn.stats import Difference, Estimate
+from qkattn.stats.inference import Difference, Estimate
 
 NONE = '-'
 

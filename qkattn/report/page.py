@@ -1,6 +1,6 @@
 """The report page's stylesheet; it takes its colours from `style`, as the figures do."""
 
-from qkattn.report.style import GRID, HUES, HUES_DARK, INK, MUTED, SURFACE
+from qkattn.report.figures.style import GRID, HUES, HUES_DARK, INK, MUTED, SURFACE
 
 
 def _variables(ink: str, muted: str, grid: str, surface: str, hues: tuple[str, ...]) -> str:

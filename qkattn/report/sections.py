@@ -1,16 +1,16 @@
-"""The parts of the page that are tables: results, scaling, weights, costs, hygiene, what lacks."""
+"""Tables of the page: results, scaling, parameters, costs, hygiene, what is missing."""
 
 from collections.abc import Sequence
 from html import escape
 
 from qkattn.report import elements
 from qkattn.report.columns import columns_of
-from qkattn.report.findings import Findings, Scaling
-from qkattn.report.load import Study
+from qkattn.report.figures.style import HUES
 from qkattn.report.numbers import NONE, si
-from qkattn.report.style import HUES
-from qkattn.report.summary import Row
-from qkattn.scaling import Interval
+from qkattn.stats.scaling import Interval
+from qkattn.verdict.findings import Findings, Scaling
+from qkattn.verdict.load import Study
+from qkattn.verdict.summary import Row
 
 
 def table_html(found: Findings) -> str:
@@ -73,11 +73,11 @@ def _interval(number: Interval, digits: str = '.3f') -> str:
     return f'{number.value:{digits}} [{number.low:{digits}}, {number.high:{digits}}]'
 
 
-def weights_html(rows: Sequence[Row]) -> str:
-    """Weights of each row by group: counts and a bar, to one scale at each size."""
-    groups = list(dict.fromkeys(g for row in rows for g in row.example.weights if g != 'total'))
+def parameters_html(rows: Sequence[Row]) -> str:
+    """Parameters of each row by group: counts and a bar, to one scale at each size."""
+    groups = list(dict.fromkeys(g for row in rows for g in row.example.parameters if g != 'total'))
     largest = {
-        size: max(r.example.weights['total'] for r in rows if r.size == size)
+        size: max(r.example.parameters['total'] for r in rows if r.size == size)
         for size in dict.fromkeys(row.size for row in rows)
     }
     legend = ''.join(
@@ -87,15 +87,15 @@ def weights_html(rows: Sequence[Row]) -> str:
     head = ''.join(f'<th scope="col">{escape(group)}</th>' for group in (*groups, 'total'))
     body = []
     for row in rows:
-        weights = row.example.weights
+        parameters = row.example.parameters
         bars = ''.join(
             f'<i class="group-{i % len(HUES)}" '
-            f'style="width:{100 * weights[group] / largest[row.size]:.2f}%"></i>'
+            f'style="width:{100 * parameters[group] / largest[row.size]:.2f}%"></i>'
             for i, group in enumerate(groups)
-            if group in weights
+            if group in parameters
         )
         counts = ''.join(
-            f'<td>{weights[group]:,}</td>' if group in weights else '<td>-</td>'
+            f'<td>{parameters[group]:,}</td>' if group in parameters else '<td>-</td>'
             for group in (*groups, 'total')
         )
         body.append(
@@ -140,16 +140,16 @@ def hygiene_html(found: Findings) -> str:
 
 
 def missing_html(study: Study) -> str:
-    """The arms and cells without results, and how far each has come."""
+    """The arms and runs without results, and how far each has come."""
     if not study.missing:
-        return f'<p>None: all {len(study.cells)} cells have results.</p>'
+        return f'<p>None: all {len(study.runs)} runs have results.</p>'
     head = ''.join(
-        elements.heading(name, left=True) for name in ('cell', 'variant', 'size', 'state')
+        elements.heading(name, left=True) for name in ('run', 'variant', 'size', 'state')
     )
     body = [
         elements.row(
-            cell.name or 'not planned yet', [cell.variant, cell.size, cell.progress], (0, 1, 2)
+            run.name or 'not planned yet', [run.variant, run.size, run.progress], (0, 1, 2)
         )
-        for cell in study.missing
+        for run in study.missing
     ]
     return elements.table(head, body)

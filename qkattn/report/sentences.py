@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qkattn.report.equality import QUANTITIES
-from qkattn.report.hygiene import Remark
-from qkattn.report.load import Study
 from qkattn.report.numbers import counted, interval, listed, si, span, words
-from qkattn.report.summary import Row
-from qkattn.stats import WORDS
+from qkattn.stats.inference import WORDS
+from qkattn.verdict.equality import QUANTITIES
+from qkattn.verdict.hygiene import Remark
+from qkattn.verdict.load import Study
+from qkattn.verdict.summary import Row
 
 if TYPE_CHECKING:
-    from qkattn.report.findings import Arm
+    from qkattn.verdict.findings import Arm
 
 # More arms than this are counted in a sentence, not named; the table names all.
 MAX_NAMED = 5
@@ -29,9 +29,9 @@ def held_equal(study: Study, arms: Sequence['Arm'], remarks: Sequence[Remark]) -
 
 
 def budget(study: Study, arms: Sequence['Arm']) -> str:
-    """'Equal total weights (252k, within 0.1 %)'."""
+    """'Equal total parameters (252k, within 0.1 %)'."""
     if study.matched is None:
-        return 'Weights are not matched'
+        return 'Parameters are not matched'
     residuals = [arm.row.example.residual for arm in arms]
     beyond = sum(abs(residual) > study.tolerance for residual in residuals if residual is not None)
     but = f' but for {counted(beyond, "arm")}' if beyond else ''
@@ -41,7 +41,7 @@ def budget(study: Study, arms: Sequence['Arm']) -> str:
 
 def targets(study: Study, arms: Sequence['Arm']) -> str:
     """'252k', or with its size where there are several."""
-    found = {arm.row.size: arm.row.example.target_weights for arm in arms}
+    found = {arm.row.size: arm.row.example.target_parameters for arm in arms}
     if len(found) == 1:
         return si(*found.values())
     return ', '.join(f'{si(target)} at {size}' for size, target in found.items())
@@ -77,12 +77,12 @@ def found(study: Study, arms: Sequence['Arm'], remarks: Sequence[Remark]) -> tup
 
 
 def _setting(study: Study, of_size: Sequence['Arm']) -> str:
-    """'At equal total weights (252k), each arm at its own tuned learning rate, 8 fresh seeds'."""
+    """'At equal total parameters (252k), each arm at its own tuned rate, 8 fresh seeds'."""
     size = of_size[0].row.size
     where = f' at {size}' if len(study.sizes) > 1 else ''
-    equal = 'Weights not matched'
+    equal = 'Parameters not matched'
     if study.matched is not None:
-        target = si(of_size[0].row.example.target_weights)
+        target = si(of_size[0].row.example.target_parameters)
         equal = f'At equal {QUANTITIES[study.matched]} ({target}{where})'
     elif where:
         equal += where

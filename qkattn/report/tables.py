@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from qkattn.report.columns import Column, columns_of, tuned_value
-from qkattn.report.findings import Findings
-from qkattn.report.load import Study
 from qkattn.report.notes import notes
 from qkattn.report.numbers import interval, mean_sd, si
-from qkattn.tuning import KNOBS
+from qkattn.study.tuning import KNOBS
+from qkattn.verdict.findings import Findings
+from qkattn.verdict.load import Study
 
 __all__ = [
     'Column',
@@ -29,12 +29,12 @@ def text_table(findings: Findings) -> str:
         [column.heading[1] for column in columns],
         *([_one_line(column.text(arm)) for column in columns] for arm in findings.arms),
     ]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    widths = [max(map(len, runs)) for runs in zip(*lines, strict=True)]
     rule = ['-' * width for width in widths]
     return '\n'.join(
         '  '.join(
-            cell.ljust(width) if column.left else cell.rjust(width)
-            for cell, width, column in zip(line, widths, columns, strict=True)
+            run.ljust(width) if column.left else run.rjust(width)
+            for run, width, column in zip(line, widths, columns, strict=True)
         ).rstrip()
         for line in [*lines[:2], rule, *lines[2:]]
     )
@@ -55,8 +55,8 @@ def markdown_table(findings: Findings) -> str:
 
 
 def _pipes(titles: Sequence[str], left: Sequence[bool], lines: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str]) -> str:
-        escaped = (_one_line(c).replace('\\', '\\\\').replace('|', '\\|') for c in cells)
+    def line(runs: Sequence[str]) -> str:
+        escaped = (_one_line(c).replace('\\', '\\\\').replace('|', '\\|') for c in runs)
         return f'| {" | ".join(escaped)} |'
 
     rule = line([':--' if is_left else '--:' for is_left in left])

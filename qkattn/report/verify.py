@@ -2,8 +2,8 @@
 
 Links of a chain, so that no number can stand anywhere that was not measured:
 
-    plan.jsonl                                 a cell's name is the hash of its config
-    metrics.jsonl of a cell -> results.jsonl   the last evaluation's measures are the results
+    plan.jsonl                                 a run's name is the hash of its config
+    metrics.jsonl of a run -> results.jsonl   the last evaluation's measures are the results
     results.jsonl -> table.*, report.html      made again, they say the same, to nine digits
     study directory -> a page's headline       the block between its two marks is made again
 
@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qkattn.config import fingerprint_of
+from qkattn.errors import ReportError
 from qkattn.report import documents
-from qkattn.report.curves import json_lines
 from qkattn.report.files import write_atomic
-from qkattn.report.findings import find
-from qkattn.report.load import Study, load_study
-from qkattn.report.records import ReportError
-from qkattn.report.summary import summarise
 from qkattn.report.tables import headline
+from qkattn.verdict.curves import json_lines
+from qkattn.verdict.findings import find
+from qkattn.verdict.load import Study, load_study
+from qkattn.verdict.summary import summarise
 
 # What a run logs of the validation split as it trains.
 MEASURES = ('val_loss', 'val_bits_per_byte', 'val_accuracy', 'val_solved')
@@ -88,32 +88,32 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
 
 
 def _unlike_their_logs(study: Study) -> Iterator[str]:
-    """Cells that are not what they say, and trials whose result is not their log's last entry."""
-    for cell in study.cells:
-        if fingerprint_of(cell.config) != cell.name:
-            yield f'cell {cell.name} of plan.jsonl is not the hash of its config'
-        if not cell.trials:
+    """Runs that are not what they say, and trials whose result is not their log's last entry."""
+    for run in study.runs:
+        if fingerprint_of(run.config) != run.name:
+            yield f'run {run.name} of plan.jsonl is not the hash of its config'
+        if not run.trials:
             continue
-        path = study.directory / cell.directory / 'metrics.jsonl'
+        path = study.directory / run.directory / 'metrics.jsonl'
         if not path.is_file():
-            yield f'cell {cell.name} has results, but {path.name} is missing'
+            yield f'run {run.name} has results, but {path.name} is missing'
             continue
         problems: list[str] = []
         records = [record for _, record in json_lines(path, path.name, problems)]
         evaluations = [record for record in records if record['kind'] == 'eval']
-        yield from (f'cell {cell.name}: {problem}' for problem in problems)
-        if not evaluations or evaluations[-1]['step'] != cell.trials[0].num_steps:
-            yield f'cell {cell.name} was not evaluated at its last step'
+        yield from (f'run {run.name}: {problem}' for problem in problems)
+        if not evaluations or evaluations[-1]['step'] != run.trials[0].num_steps:
+            yield f'run {run.name} was not evaluated at its last step'
             continue
         for name in MEASURES:
-            logged = evaluations[-1][name] or [None] * len(cell.trials)
-            if len(logged) != len(cell.trials):
-                yield f'cell {cell.name} has {len(cell.trials)} trials, but {len(logged)} logged'
+            logged = evaluations[-1][name] or [None] * len(run.trials)
+            if len(logged) != len(run.trials):
+                yield f'run {run.name} has {len(run.trials)} trials, but {len(logged)} logged'
                 break
-            for trial, value in zip(cell.trials, logged, strict=True):
+            for trial, value in zip(run.trials, logged, strict=True):
                 if not _same(getattr(trial, name), value):
                     yield (
-                        f'seed {trial.seed} of cell {cell.name} has {name} {getattr(trial, name)}, '
+                        f'seed {trial.seed} of run {run.name} has {name} {getattr(trial, name)}, '
                         f'but {value} in its log'
                     )
 

@@ -12,13 +12,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from qkattn.errors import CheckpointError
+
 TRASH = 'trash'
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointError(RuntimeError):
-    """No checkpoint can be used, or one belongs to other data."""
 
 
 class Checkpoints:

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from qkattn.config import Config
-from qkattn.data import pipeline, repeats
-from qkattn.data.rows import Batch, Rows
-from qkattn.evaluate import bits_per_byte
+from qkattn.data import pipeline
+from qkattn.data.tasks import repeats
+from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.decode.translation_scores import bits_per_byte
 from qkattn.train import program as programs
 from qkattn.train.program import Program
 

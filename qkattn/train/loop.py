@@ -11,27 +11,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from qkattn import runlog, weights
-from qkattn.config import Config, ConfigError, fingerprint, to_json
+from qkattn.config import Config, fingerprint, to_json
 from qkattn.data.load import rows_of
 from qkattn.data.pipeline import TrainBatches
-from qkattn.data.rows import Rows
+from qkattn.data.tasks.rows import Rows
+from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
+from qkattn.model.sites import validate
+from qkattn.run import run_directory
+from qkattn.train import exported, results, sharding
 from qkattn.train import program as programs
-from qkattn.train import results, sharding
-from qkattn.train.checkpoint import CheckpointError, Checkpoints
+from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.evaluation import Evaluation, evaluate, induction
 from qkattn.train.program import Program
-from qkattn.validate import validate
 
 log = logging.getLogger(__name__)
-
-
-class Stopped(Exception):
-    """Training stopped on request, with a checkpoint saved; the same command goes on from it."""
-
-
-class Lost(Exception):
-    """The run belongs to another process; nothing was saved since the last checkpoint."""
 
 
 @dataclasses.dataclass
@@ -58,7 +51,7 @@ def train(
     *,
     command: list[str] | None = None,
     description: str = 'train',
-    cells_left: int | None = None,
+    runs_left: int | None = None,
     lost: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Trains the stack of trials to its end and returns one result per trial, in trial order.
@@ -68,7 +61,7 @@ def train(
 
     Args:
       command: the command line, recorded.
-      description, cells_left: for the progress bar.
+      description, runs_left: for the progress bar.
       lost: asked after every dispatch whether another process has taken the run over.
 
     Raises:
@@ -78,21 +71,21 @@ def train(
       Lost: the run was taken over.
     """
     validate(config)
-    runlog.require_local(workdir)
+    run_directory.require_local(workdir)
     sharding.require_devices(config.mesh)
     rows = rows_of(config)
     if jax.process_count() > 1:
         raise ConfigError(f'a run is one process, but this job has {jax.process_count()}')
 
-    opened = runlog.RunDirectory.open(workdir, to_json(config), fingerprint(config), command)
-    with opened as directory, runlog.StopRequest() as stop:
+    opened = run_directory.RunDirectory.open(workdir, to_json(config), fingerprint(config), command)
+    with opened as directory, run_directory.StopRequest() as stop:
         result_path = directory.path / 'result.json'
         if result_path.exists():
-            return runlog.read_json(result_path)
-        reached = _Run(config, rows, directory, stop, description, cells_left, lost).run()
+            return run_directory.read_json(result_path)
+        reached = _Run(config, rows, directory, stop, description, runs_left, lost).run()
         if lost():
             raise Lost(f'{directory.path} was taken over before its results were written')
-        runlog.write_json(result_path, reached)
+        run_directory.write_json(result_path, reached)
         return reached
 
 
@@ -103,17 +96,17 @@ class _Run:
         self,
         config: Config,
         rows: Rows,
-        directory: runlog.RunDirectory,
-        stop: runlog.StopRequest,
+        directory: run_directory.RunDirectory,
+        stop: run_directory.StopRequest,
         description: str,
-        cells_left: int | None,
+        runs_left: int | None,
         lost: Callable[[], bool],
     ):
         self.config, self.rows, self.directory, self.stop = config, rows, directory, stop
         self.trials = config.trials.trials()
         self.program = self._build()
         self.checkpoints = Checkpoints(directory.path / 'checkpoints')
-        self.description, self.cells_left, self.lost = description, cells_left, lost
+        self.description, self.runs_left, self.lost = description, runs_left, lost
         train = config.train
         self.tokens_per_step = len(self.trials) * train.batch_size * config.model.context
 
@@ -121,14 +114,14 @@ class _Run:
         """Compiles; the lifting is chosen once per run, since the last bits depend on it."""
         params = None
         if self.config.train.init_from is not None:
-            _, params = weights.load(self.config.train.init_from)
-            weights.check(self.config.model, params, self.config.train.init_from)
+            _, params = exported.load(self.config.train.init_from)
+            exported.check(self.config.model, params, self.config.train.init_from)
         path = self.directory.path / 'lifting.json'
         if path.exists():
-            return programs.build(self.config, runlog.read_json(path)['lifting'], params)
+            return programs.build(self.config, run_directory.read_json(path)['lifting'], params)
         program = programs.build(self.config, params=params)
         measured = {'lifting': program.lifting, 'seconds_per_step': program.measured}
-        runlog.write_json(path, measured)
+        run_directory.write_json(path, measured)
         return program
 
     def run(self) -> list[dict[str, Any]]:
@@ -151,12 +144,12 @@ class _Run:
             steps_per_read=train.steps_per_dispatch,
             part=part,
         )
-        progress = runlog.Progress(
+        progress = run_directory.Progress(
             train.num_steps,
             self.description,
             start_step=step,
             tokens_per_step=self.tokens_per_step,
-            cells_left=self.cells_left,
+            runs_left=self.runs_left,
         )
         val_loss, held = math.inf, None
         with batches, progress:
@@ -226,7 +219,7 @@ class _Run:
 
     def _provenance(self) -> dict[str, Any]:
         """What made the numbers; who and where stays in provenance.json."""
-        start = runlog.read_json(self.directory.path / 'provenance.json')['starts'][-1]
+        start = run_directory.read_json(self.directory.path / 'provenance.json')['starts'][-1]
         return {name: start[name] for name in ('git', 'python', 'versions', 'devices')}
 
     def _results(self, state: dict, clock: _Clock) -> list[dict[str, Any]]:

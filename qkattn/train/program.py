@@ -83,7 +83,7 @@ def row_shapes(config: Config) -> dict[str, tuple[int, np.dtype]]:
     shapes = {
         'tokens_BT': (T, integer),
         'targets_BT': (T, integer),
-        'weights_BT': (T, np.dtype(np.float32)),
+        'loss_weights_BT': (T, np.dtype(np.float32)),
     }
     if config.model.kind == 'encoder_decoder':
         S = config.model.encoder.context

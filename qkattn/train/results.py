@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qkattn import budget, runlog
 from qkattn.config import Config, fingerprint
-from qkattn.data.pairs import TranslationRows
-from qkattn.data.rows import Rows
-from qkattn.evaluate import bits_per_byte, perplexity
-from qkattn.model import with_params
+from qkattn.data.tasks.pairs import TranslationRows
+from qkattn.data.tasks.rows import Rows
+from qkattn.decode.translate import score_split
+from qkattn.decode.translation_scores import bits_per_byte, perplexity
+from qkattn.model import cost, with_params
+from qkattn.model.sites import attention_spec
+from qkattn.run import run_directory
 from qkattn.train.evaluation import Evaluation, Induction
-from qkattn.translate import score_split
 
 # Trial outcomes.
 FINISHED, DIVERGED = 'finished', 'diverged'
@@ -46,18 +47,18 @@ def of_trials(
     common = {
         'num_steps': num_steps,
         'num_tokens': num_steps * config.train.batch_size * model.context,
-        'weights': budget.count(model),
+        'parameters': cost.count(model),
         'config': {
             'd_model': model.d_model,
             'd_ff': model.mlp_width,
             'num_layers': model.num_layers,
             'num_heads': model.num_heads,
-            'num_kv_heads': model.attention.num_kv_heads,
-            'head_size': model.attention.head_size,
+            'num_kv_heads': attention_spec(model).num_kv_heads,
+            'head_size': attention_spec(model).head_size,
         },
         'config_hash': fingerprint(config),
-        'flops_per_token': budget.flops_per_token(model),
-        'cache_floats_per_token': budget.cache_floats_per_token(model),
+        'flops_per_token': cost.flops_per_token(model),
+        'cache_floats_per_token': cost.cache_floats_per_token(model),
         **costs,
         'data': {
             **rows.identity(),
@@ -82,7 +83,7 @@ def of_trials(
         if finite and isinstance(rows, TranslationRows):
             result |= _translation_scores(config, rows, state, x)
         found.append(result)
-    return runlog.to_jsonable(found)
+    return run_directory.to_jsonable(found)
 
 
 def of_evaluation(step: int, reached: Evaluation) -> dict[str, Any]:

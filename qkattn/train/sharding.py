@@ -10,7 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qkattn.config import ConfigError, MeshConfig
+from qkattn.config import MeshConfig
+from qkattn.errors import ConfigError
 
 # Candidates in order: the first letter of the name that divides is split over the mesh axis.
 # D is never split over tensor: with the embedding split V over fsdp and D over tensor, jaxlib

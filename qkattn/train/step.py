@@ -43,7 +43,7 @@ def predict(
     """logits_BTV: the model on everything in the batch but targets and weights."""
     dtype = jnp.dtype(config.model.compute_dtype)
     model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(dtype), params))
-    inputs = {k: v for k, v in batch.items() if k not in ('targets_BT', 'weights_BT')}
+    inputs = {k: v for k, v in batch.items() if k not in ('targets_BT', 'loss_weights_BT')}
     return model(**inputs, dropout_key=dropout_key)
 
 
@@ -60,7 +60,7 @@ def loss_sum(
     if epsilon := config.train.label_smoothing:
         uniform_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
         nats_BT = (1 - epsilon) * nats_BT + epsilon * uniform_BT
-    return jnp.sum(nats_BT * batch['weights_BT'])
+    return jnp.sum(nats_BT * batch['loss_weights_BT'])
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -83,18 +83,18 @@ def measure(config: Config, graph: nnx.GraphDef, params: dict, batch: dict) -> d
       with their weight w and excess e, the nats above the batch's mean loss times w: ee, ew and ww.
     """
     logits_BTV = predict(config, graph, params, batch, None)
-    targets_BT, weights_BT = batch['targets_BT'], batch['weights_BT']
+    targets_BT, loss_weights_BT = batch['targets_BT'], batch['loss_weights_BT']
     nats_BT = cross_entropy(logits_BTV, targets_BT)
     correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
-    used_B = weights_BT.any(-1)
-    nats_B, weight_B = jnp.sum(nats_BT * weights_BT, -1), jnp.sum(weights_BT, -1)
+    used_B = loss_weights_BT.any(-1)
+    nats_B, weight_B = jnp.sum(nats_BT * loss_weights_BT, -1), jnp.sum(loss_weights_BT, -1)
     nats, weight = nats_B.sum(), weight_B.sum()
     # Rows differ little from their mean: squares of nats themselves would cancel in float32.
     excess_B = nats_B - nats / jnp.maximum(weight, 1) * weight_B
     return {
         'nats': nats,
-        'correct': jnp.sum(correct_BT * weights_BT),
-        'solved': jnp.sum(used_B & (correct_BT | (weights_BT == 0)).all(-1)),
+        'correct': jnp.sum(correct_BT * loss_weights_BT),
+        'solved': jnp.sum(used_B & (correct_BT | (loss_weights_BT == 0)).all(-1)),
         'weight': weight,
         'rows': jnp.sum(used_B),
         'ee': jnp.sum(excess_B**2),
@@ -111,7 +111,7 @@ def gradients(
     Sums of losses and gradients are accumulated and divided once by all tokens, so a microbatch
     weighs as much as it has tokens.
     """
-    count = batch['weights_BT'].shape[0]
+    count = batch['loss_weights_BT'].shape[0]
     grad = jax.value_and_grad(functools.partial(loss_sum, config, graph))
     if count == 1:
         total = grad(params, jax.tree.map(lambda a: a[0], batch), key)
@@ -124,7 +124,7 @@ def gradients(
 
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
         total, _ = jax.lax.scan(add, zero, (batch, keys))
-    total_weight = jnp.maximum(batch['weights_BT'].sum(), 1)
+    total_weight = jnp.maximum(batch['loss_weights_BT'].sum(), 1)
     return jax.tree.map(lambda a: a / total_weight, total)
 
 
@@ -137,8 +137,8 @@ def train_trial(
       step: number of steps done, the same for all trials.
       trial: its state.
       hyper: 'seed', 'learning_rate' (peak), 'weight_decay', scalars.
-      batch: tokens_BT, targets_BT, weights_BT and the model's other inputs, each with a leading
-        axis of microbatches.
+      batch: tokens_BT, targets_BT, loss_weights_BT and the model's other inputs, each with a
+        leading axis of microbatches.
 
     Returns:
       The next state, or the old one with alive=False where loss or gradient is not finite; and

@@ -10,8 +10,10 @@ import random
 
 import pytest
 
-from qkattn import catalogue
-from qkattn.attention import VALUES, SpecError, parse_cell, registry
+from qkattn.attention import VALUES, parse_variant, registry
+from qkattn.errors import SpecError
+from qkattn.model.sites import attention_spec
+from qkattn.study import catalogue
 
 SAMPLE = 12
 
@@ -36,7 +38,7 @@ def cells() -> list:
 
 
 def pytest_generate_tests(metafunc):
-    if metafunc.module.__name__ == 'test_contract':
+    if metafunc.module.__name__.endswith('test_contract'):
         named = metafunc.config.getoption('--cell')
         chosen = [pytest.param(_checked(c), id=c) for c in named] if named else cells()
         metafunc.parametrize('cell', chosen)
@@ -44,8 +46,10 @@ def pytest_generate_tests(metafunc):
 
 def _checked(text: str) -> tuple[str, str]:
     try:
-        score, value = parse_cell(text)
-        registry.check(dataclasses.replace(catalogue.REFERENCE, score=score, value=value).attention)
+        score, value = parse_variant(text)
+        registry.check(
+            attention_spec(dataclasses.replace(catalogue.REFERENCE, score=score, value=value))
+        )
     except SpecError as error:
         raise pytest.UsageError(f'--cell={text}: {error}') from error
     return score, value

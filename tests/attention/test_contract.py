@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from qkattn import catalogue
-from qkattn.attention import Attention, AttentionSpec, SpecError, oracle, registry, visible
+from qkattn.attention import Attention, AttentionSpec, oracle, registry, visible
 from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, TrialsConfig
+from qkattn.errors import SpecError
+from qkattn.study import catalogue
 from qkattn.train import program, sharding
 from qkattn.train.step import graph_of, train_steps
 

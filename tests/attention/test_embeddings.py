@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_contract import D, H, N, T, make, stream
 
 from qkattn.attention import visible
+from tests.attention.test_contract import D, H, N, T, make, stream
 
 
 def copied(into, source, copies):

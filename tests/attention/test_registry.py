@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from qkattn.attention import Attention, AttentionSpec, Score, SpecError, parse_cell, registry
+from qkattn.attention import Attention, AttentionSpec, Score, parse_variant, registry
+from qkattn.errors import SpecError
 
 SIZES = {'d_model': 32, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': 8}
 
@@ -28,20 +29,20 @@ def outside(tmp_path, monkeypatch):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(SpecError, match="unknown score 'qq'.*qk, merged, shared_qk"):
-        parse_cell('qq/vo')
+        parse_variant('qq/vo')
     with pytest.raises(SpecError, match="unknown value 'no_w', did you mean 'no_v'"):
-        parse_cell('qk/no_w')
+        parse_variant('qk/no_w')
 
 
 @pytest.mark.parametrize('text', ['qk', 'qk(rank=)/vo', 'qk(2)/vo'])
 def test_a_malformed_cell_says_how_to_write_it(text):
     with pytest.raises(SpecError, match='must be written'):
-        parse_cell(text)
+        parse_variant(text)
 
 
 def test_an_unknown_option_lists_what_the_class_takes():
     with pytest.raises(SpecError, match="qk has no option 'rank'; it takes none"):
-        parse_cell('qk(rank=3)/vo')
+        parse_variant('qk(rank=3)/vo')
 
 
 def test_a_class_outside_the_package_takes_its_options(outside):

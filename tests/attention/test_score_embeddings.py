@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_contract import D, H, N, make, stream
-from test_score_options import VARIANTS
 
 from qkattn.attention import SCORES, Attention, AttentionSpec, Score, oracle
+from tests.attention.test_contract import D, H, N, make, stream
+from tests.attention.test_score_options import VARIANTS
 
 P_DNH = np.eye(D).reshape(D, N, H)
 

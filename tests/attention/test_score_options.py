@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_contract as contract
-from test_contract import D, H, N, T, causal, make, stream
 
-from qkattn.attention import SCORES, AttentionSpec, SpecError, registry
-from qkattn.attention.score import SharedQK
+from qkattn.attention import SCORES, AttentionSpec, registry
+from qkattn.attention.scores.score import SharedQK
+from qkattn.errors import SpecError
+from tests.attention import test_contract as contract
+from tests.attention.test_contract import D, H, N, T, causal, make, stream
 
 VARIANTS = [
     'merged(init="product")',

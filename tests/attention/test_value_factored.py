@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from test_contract import D, H, N, T, causal, error, make, reference, stream
 
-from qkattn.attention import Attention, AttentionSpec, SpecError, registry, visible
-from qkattn.attention.value_factored import fixed_columns
-from qkattn.attention.value_hadamard import factors, transform
+from qkattn.attention import Attention, AttentionSpec, registry, visible
+from qkattn.attention.values.factored import fixed_columns
+from qkattn.attention.values.hadamard import factors, transform
+from qkattn.errors import SpecError
+from tests.attention.test_contract import D, H, N, T, causal, error, make, reference, stream
 
 COLUMNS = ((5, 0, 31, 7, 9, 30, 2, 3), *(tuple(range(8)),) * 3)
 FORMS = [

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_contract import D, H, N, T, causal, error, make, reference, stream
 
-from qkattn.attention import SpecError, attend, visible
-from qkattn.attention.value_latent import latent_size
+from qkattn.attention import attend, visible
+from qkattn.attention.values.value_latents import latent_size
+from qkattn.errors import SpecError
+from tests.attention.test_contract import D, H, N, T, causal, error, make, reference, stream
 
 R, G = 6, 4
 CELL = (f'latent(size={R})', 'latent')

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_contract import D, H, N, T, causal, error, make, reference, stream
 
-from qkattn.attention import SCORES, Attention, AttentionSpec, SpecError, registry, visible
-from qkattn.attention.value_tied import lent_by, lent_with_bias
+from qkattn.attention import SCORES, Attention, AttentionSpec, registry, visible
+from qkattn.attention.values.tied import lent_by, lent_with_bias
+from qkattn.errors import SpecError
+from tests.attention.test_contract import D, H, N, T, causal, error, make, reference, stream
 
 CELLS = [
     ('qk', 'k_is_v'),

@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qkattn.config import ConfigError
-from qkattn.data.files import data_root, locked, replacing
+from qkattn.data.cache import data_root, locked, replacing
+from qkattn.errors import ConfigError
 
 
 def test_data_root_prefers_the_argument_then_the_environment(monkeypatch, tmp_path):

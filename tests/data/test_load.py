@@ -5,13 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from qkattn.config import Config, ConfigError, DataConfig, ModelConfig
+from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.data.load import load, rows_of, tokenizer_of
-from qkattn.data.masked import MaskedRows
-from qkattn.data.pairs import PairDataset, TranslationRows
-from qkattn.data.probes import ProbeRows
-from qkattn.data.rows import LanguageRows
+from qkattn.data.tasks.masked import MaskedRows
+from qkattn.data.tasks.pairs import PairDataset, TranslationRows
+from qkattn.data.tasks.probes import ProbeRows
+from qkattn.data.tasks.rows import LanguageRows
 from qkattn.data.tokens import TokenDataset
+from qkattn.errors import ConfigError
 
 LINES = {
     'en': [f'the {n} dog{"s" * (n > 1)} run home' for n in range(40)],
@@ -72,8 +73,8 @@ def test_the_kind_of_model_says_what_the_rows_are(config_of, kind, what, rows_ty
     assert type(rows) is rows_type
     assert rows.splits == ('train', 'validation', 'test')
     batch = rows.read('validation', np.arange(2) % 1, np.zeros((2, 2), np.uint64))
-    assert set(batch) == {'tokens_BT', 'targets_BT', 'weights_BT'} | names
-    assert batch['weights_BT'].any()
+    assert set(batch) == {'tokens_BT', 'targets_BT', 'loss_weights_BT'} | names
+    assert batch['loss_weights_BT'].any()
     lengths = {name: array.shape[1] for name, array in batch.items()}
     T = {'causal probe': 7, 'labelling probe': 4}.get(what, 40)
     assert lengths == {name: 60 if name.startswith('source') else T for name in lengths}
@@ -229,7 +230,7 @@ def test_settings_reach_the_rows(config_of):
     )
     masked = rows_of(config_of('encoder', 'text', data={'mask_rate': 0.5}))
     batch = masked.read('train', np.arange(3), np.zeros((3, 2), np.uint64))
-    assert batch['weights_BT'].sum() == 3 * 20
+    assert batch['loss_weights_BT'].sum() == 3 * 20
     assert isinstance(load(config_of('decoder', 'text').data), TokenDataset)
 
 

@@ -4,9 +4,9 @@ import sys
 import numpy as np
 import pytest
 
-from qkattn.config import ConfigError
 from qkattn.data import pipeline
-from qkattn.data.rows import LanguageRows
+from qkattn.data.tasks.rows import LanguageRows
+from qkattn.errors import ConfigError
 
 TRAIN = {'batch_size': 6}
 
@@ -39,7 +39,7 @@ def test_rows_are_windows_of_consecutive_tokens(numbers):
     assert (np.diff(tokens_BT1(batch), axis=1) == 1).all()
     assert (batch['targets_BT'] == batch['tokens_BT'] + 1).all()
     assert (batch['tokens_BT'][:, 0] % 7 == 0).all()
-    assert (batch['weights_BT'] == 1).all() and batch['weights_BT'].dtype == np.float32
+    assert (batch['loss_weights_BT'] == 1).all() and batch['loss_weights_BT'].dtype == np.float32
 
 
 def test_an_epoch_visits_every_window_once_and_the_next_reshuffles(numbers):
@@ -191,15 +191,15 @@ def test_eval_predicts_every_token_once_and_pads_the_last_batch(numbers):
         assert {name: a.shape for name, a in batch.items()} == {
             'tokens_BT': (4, 7),
             'targets_BT': (4, 7),
-            'weights_BT': (4, 7),
+            'loss_weights_BT': (4, 7),
         }
         assert [a.dtype.name for a in batch.values()] == ['int32', 'int32', 'float32']
-        real = batch['weights_BT'] == 1
-        assert (real | (batch['weights_BT'] == 0)).all()
+        real = batch['loss_weights_BT'] == 1
+        assert (real | (batch['loss_weights_BT'] == 0)).all()
         assert (batch['targets_BT'] - batch['tokens_BT'] == real).all()
         targets += batch['targets_BT'][real].tolist()
     assert targets == list(range(1, 71))
-    assert batches[-1]['weights_BT'].sum() == 2 * 7
+    assert batches[-1]['loss_weights_BT'].sum() == 2 * 7
 
 
 def test_eval_subset_is_evenly_spaced(numbers):

@@ -3,8 +3,8 @@ import threading
 import numpy as np
 import pytest
 
-from qkattn.config import ConfigError
 from qkattn.data.prefetch import StepBatches
+from qkattn.errors import ConfigError
 
 
 def read(seed, step):

@@ -5,10 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from qkattn.config import ConfigError
 from qkattn.data import tokens
-from qkattn.data.tokenizer import ByteTokenizer
+from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.data.tokens import open_dataset
+from qkattn.errors import ConfigError
 
 TEXTS = {'train': [b'aab', b'c'], 'validation': [b'abcd'], 'test': []}
 

@@ -3,7 +3,7 @@
 import json
 import time
 
-from qkattn import runlog
+from qkattn.run import run_directory
 
 OUTSIDE = '''
 """Keys and queries from one matrix, the queries turned by a signed diagonal."""
@@ -52,25 +52,25 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(script
     assert (out / 'report.html').stat().st_size > 10_000
     assert 'shared_qk/vo' in first.stdout and 'report:' in first.stdout
 
-    (cell,) = out.glob('cells/qk-vo-*')
-    written = (cell / 'result.json').stat().st_mtime_ns
+    (run,) = out.glob('runs/qk-vo-*')
+    written = (run / 'result.json').stat().st_mtime_ns
     (tmp_path / 'outside_score.py').write_text(OUTSIDE)
     variants = '("qk/vo", "shared_qk/vo", "outside_score:SignedDiagonal/vo")'
     second = script('ablate', *flags, f'--config.variants={variants}', path=[str(tmp_path)])
     assert second.returncode == 0, second.stderr
-    assert (cell / 'result.json').stat().st_mtime_ns == written
-    assert len(runlog.read_json(cell / 'provenance.json')['starts']) == 1  # not even opened
+    assert (run / 'result.json').stat().st_mtime_ns == written
+    assert len(run_directory.read_json(run / 'provenance.json')['starts']) == 1  # not even opened
     results = [json.loads(line) for line in (out / 'results.jsonl').read_text().splitlines()]
     assert len(results) == 6 and results[-1]['variant'] == 'outside_score:SignedDiagonal/vo'
-    assert len(runlog.read_metrics(next(out.glob('cells/outside*')) / 'metrics.jsonl')) == 6
+    assert len(run_directory.read_metrics(next(out.glob('runs/outside*')) / 'metrics.jsonl')) == 6
 
 
 def test_a_dry_run_prints_the_cells_and_writes_nothing(script, tmp_path):
     done = script('ablate', '--config=study.py', '--dry_run')
     assert done.returncode == 0, done.stderr
     assert 'small: 2 arms' in done.stdout and 'residual' in done.stdout
-    # 2 trials of 20 steps of 4 rows of 16 tokens, for each of two cells.
-    assert '2 cells     4 trials  5.12e+03 tokens' in done.stdout and 'about 0:00' in done.stdout
+    # 2 trials of 20 steps of 4 rows of 16 tokens, for each of two runs.
+    assert '2 runs     4 trials  5.12e+03 tokens' in done.stdout and 'about 0:00' in done.stdout
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != '.py') in ([], ['__pycache__'])
 
 
@@ -105,9 +105,9 @@ def lines(path):
 def test_two_workers_and_a_kill_leave_every_cell_exactly_once(script, start, tmp_path):
     (tmp_path / 'tuned.py').write_text(TUNED)
     out = tmp_path / 'shared'
-    flags = ('--config=tuned.py', '--workdir=shared', '--claim_expiry=3')
+    flags = ('--config=tuned.py', '--workdir=shared', '--lease_expiry=3')
     workers = [start('ablate', *flags), start('ablate', *flags)]
-    victim = killed_in_the_middle_of_a_cell(out, workers)
+    victim = killed_in_the_middle_of_a_run(out, workers)
     workers.remove(victim)
     told, errors = workers[0].communicate(timeout=240)
     assert workers[0].returncode == 0, errors
@@ -115,36 +115,36 @@ def test_two_workers_and_a_kill_leave_every_cell_exactly_once(script, start, tmp
 
     plan, results = lines(out / 'plan.jsonl'), lines(out / 'results.jsonl')
     assert [c['stage'] for c in plan if c['variant'] == 'qk/vo'][-1] == 'verdict'
-    assert [r['cell'] for r in results] == [c['cell'] for c in plan for _ in range(c['trials'])]
+    assert [r['run'] for r in results] == [c['run'] for c in plan for _ in range(c['trials'])]
     starts = []
-    for cell in plan:
-        directory = out / cell['directory']
-        steps = [r['step'] for r in runlog.read_metrics(directory / 'metrics.jsonl')]
+    for run in plan:
+        directory = out / run['directory']
+        steps = [r['step'] for r in run_directory.read_metrics(directory / 'metrics.jsonl')]
         assert sorted(set(steps)) == list(range(5, 205, 5))
         # An evaluation and its training record share a step; nothing else is there twice.
         assert len(steps) == 40 + 10
-        starts.append(len(runlog.read_json(directory / 'provenance.json')['starts']))
+        starts.append(len(run_directory.read_json(directory / 'provenance.json')['starts']))
     assert sorted(starts)[-1] == 2 and sorted(starts)[:-1] == [1] * (len(plan) - 1)
 
     alone = script('ablate', '--config=tuned.py', '--workdir=alone')
     assert alone.returncode == 0, alone.stderr
-    assert [(r['cell'], r['trial'], r['val_loss']) for r in results] == [
-        (r['cell'], r['trial'], r['val_loss']) for r in lines(tmp_path / 'alone' / 'results.jsonl')
+    assert [(r['run'], r['trial'], r['val_loss']) for r in results] == [
+        (r['run'], r['trial'], r['val_loss']) for r in lines(tmp_path / 'alone' / 'results.jsonl')
     ]
 
 
-def killed_in_the_middle_of_a_cell(out, workers):
-    """Kills -9 the worker of the first cell that has saved a checkpoint, and returns it."""
+def killed_in_the_middle_of_a_run(out, workers):
+    """Kills -9 the worker of the first run that has saved a checkpoint, and returns it."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        for saved in out.glob('cells/*/checkpoints/[0-9]*'):
-            cell = saved.parents[1]
-            if not (cell / 'result.json').exists():
-                pid = int((cell / 'lock').read_text().split()[1])
+        for saved in out.glob('runs/*/checkpoints/[0-9]*'):
+            run = saved.parents[1]
+            if not (run / 'result.json').exists():
+                pid = int((run / 'lock').read_text().split()[1])
                 (victim,) = [worker for worker in workers if worker.pid == pid]
                 victim.kill()
                 victim.communicate()
                 return victim
         assert all(worker.poll() is None for worker in workers), workers[0].communicate()
         time.sleep(0.01)
-    raise AssertionError('no cell has saved a checkpoint')
+    raise AssertionError('no run has saved a checkpoint')

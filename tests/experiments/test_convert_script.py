@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 
-from qkattn import weights
-from qkattn.budget import abstract_params
 from qkattn.config import ModelConfig
+from qkattn.model.cost import abstract_params
 from qkattn.pretrained import load_gpt2, save_gpt2
+from qkattn.train import exported
 
 RUN = """
 from qkattn.config import *
@@ -60,7 +60,7 @@ def test_a_gpt2_model_is_merged_and_writes_the_same_text(script, tmp_path):
     )
     save_gpt2(config, params, tmp_path / 'gpt2')
     succeed(script('convert', '--source=gpt2', '--apply=merge', '--out=merged'))
-    assert weights.load(tmp_path / 'merged')[0].score == 'merged'
+    assert exported.load(tmp_path / 'merged')[0].score == 'merged'
     greedy = ('--prompt_tokens=5 17 80', '--num_tokens=16', '--temperature=0')
     want = succeed(script('generate', '--source=gpt2', *greedy))
     assert len(want.split()) == 16

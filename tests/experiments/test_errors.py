@@ -13,7 +13,7 @@ CASES = [
     ('ablate', ['--config=study.py', '--workdir=gs://bucket/x'], 'gs://bucket/x is a URL'),
     ('ablate', ['--config=study.py', '--workdir=/proc/x'], '/proc/x cannot be used'),
     ('ablate', ['--config=study.py', '--workdir=/proc'], 'workdir=/proc cannot be used'),
-    ('ablate', ['--config=study.py', '--claim_expiry=0', '--dry_run'], '--claim_expiry=0.0 must'),
+    ('ablate', ['--config=study.py', '--lease_expiry=0', '--dry_run'], '--lease_expiry=0.0 must'),
     ('ablate', ['--config=study.py', '--config.tuning.seeds=(7,)', '--dry_run'], 'a grid to tune'),
     ('ablate', ['--config=study.py', '--workdir=w', '--config.base.data.name=books'], 'books'),
     ('report', ['--study=absent'], "'absent' does not exist"),

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from qkattn import weights
 from qkattn.config import ModelConfig
 from qkattn.model import build
+from qkattn.train import exported
 
 TINY = """
 from qkattn.config import *
@@ -70,6 +70,6 @@ def test_other_kinds_of_models_do_not_continue_text(script, tmp_path):
         config = ModelConfig(kind=kind, num_layers=1, num_heads=2, context=8, d_model=16)
         model = build(config, key=jax.random.key(0))
         params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-        weights.save(tmp_path / kind, config, params, origin={})
+        exported.save(tmp_path / kind, config, params, origin={})
         done = script('generate', f'--source={kind}', '--prompt_tokens=1 2')
         assert done.returncode == 2 and said in done.stderr and 'Traceback' not in done.stderr

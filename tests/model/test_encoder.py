@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import slow_transformer as slow
 
 from qkattn.attention import visible
 from qkattn.config import ModelConfig
 from qkattn.model import Decoder, Encoder, build
 from qkattn.model.blocks import MLP, Block
+from tests.model import slow_transformer as slow
 
 CONFIG = ModelConfig(
     kind='encoder',

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import slow_transformer as slow
 
-from qkattn import budget, decode, matching
 from qkattn.config import ModelConfig
-from qkattn.model import EncoderDecoder, abstract_model, build
+from qkattn.decode import cached
+from qkattn.model import EncoderDecoder, abstract_model, build, cost
 from qkattn.model.encoder_decoder import positions_of
+from qkattn.study import matching
+from tests.model import slow_transformer as slow
 
 CONFIG = ModelConfig(
     kind='encoder_decoder',
@@ -78,8 +79,8 @@ def unpacked(batch) -> dict[str, np.ndarray]:
         },
         {
             'norm_position': 'post',
-            'encoder_cell': 'merged/no_vo',
-            'cross_cell': 'key_free/no_v',
+            'encoder_variant': 'merged/no_vo',
+            'cross_variant': 'key_free/no_v',
             'shared_embeddings': False,
             'tied_embeddings': False,
         },
@@ -148,8 +149,8 @@ def reference(model, source_BS, source_segments_BS, tokens_BT, segments_BT):
         },
         {
             'positions': 'learned',
-            'cross_cell': 'shared_qk(self_mask=True)/vo',
-            'encoder_cell': 'latent/latent',
+            'cross_variant': 'shared_qk(self_mask=True)/vo',
+            'encoder_variant': 'latent/latent',
         },
     ],
     ids=str,
@@ -220,7 +221,7 @@ def test_the_target_is_read_causally_and_the_source_is_not():
 def test_each_site_takes_its_own_cell():
     model = abstract_model(
         dataclasses.replace(
-            CONFIG, score='shared_qk', encoder_cell='merged/no_vo', cross_cell='key_free/no_v'
+            CONFIG, score='shared_qk', encoder_variant='merged/no_vo', cross_variant='key_free/no_v'
         )
     )
     sites = (model.blocks.attention, model.encoder.blocks.attention, model.blocks.cross_attention)
@@ -240,7 +241,7 @@ D, F, V, T, S = 16, 24, 13, 10, 12
     [
         ({}, (2 + 1 + 2) * 4 * D * D, V * D + T * D + S * D, 2 * 3 * D + D + 2 * D + D),
         (
-            {'encoder_cell': 'merged/no_vo', 'cross_cell': 'key_free/no_v'},
+            {'encoder_variant': 'merged/no_vo', 'cross_variant': 'key_free/no_v'},
             2 * 4 * D * D + 1 * 2 * D * D + 2 * 2 * D * D,
             V * D + T * D + S * D,
             10 * D,
@@ -271,7 +272,7 @@ def test_weights_by_hand(fields, attention, embedding, norm):
     config = dataclasses.replace(CONFIG, **fields)
     mlp = 3 * (2 * D * F + (F + D if config.biases else 0))
     total = attention + embedding + norm + mlp
-    assert budget.count(config) == {
+    assert cost.count(config) == {
         'embedding': embedding,
         'attention': attention,
         'mlp': mlp,
@@ -285,20 +286,20 @@ def test_weights_by_hand(fields, attention, embedding, norm):
 @pytest.mark.parametrize(
     'fields',
     [
-        {'cross_cell': 'merged/vo'},
-        {'encoder_cell': 'key_free/no_v'},
-        {'score': 'shared_qk', 'encoder_cell': 'merged/vo', 'cross_cell': 'query_free/no_o'},
+        {'cross_variant': 'merged/vo'},
+        {'encoder_variant': 'key_free/no_v'},
+        {'score': 'shared_qk', 'encoder_variant': 'merged/vo', 'cross_variant': 'query_free/no_o'},
         {'shared_embeddings': False, 'score': 'low_rank(rank=2)'},
-        {'cross_cell': 'qk/hadamard'},
+        {'cross_variant': 'qk/hadamard'},
     ],
     ids=str,
 )
 def test_models_of_other_cells_are_made_equally_large(fields):
     base = dataclasses.replace(CONFIG, d_model=64, d_ff=256, num_heads=4, vocab_size=100)
-    target = budget.count(base)['total']
+    target = cost.count(base)['total']
     found = matching.match(dataclasses.replace(base, **fields), target)
     assert abs(found.weights['total'] / target - 1) <= 1e-3
-    assert found.weights == budget.count(found.config)
+    assert found.weights == cost.count(found.config)
     assert all(getattr(found.config, name) == value for name, value in fields.items())
 
 
@@ -331,7 +332,7 @@ def test_flops_by_hand():
     encoder = S * (attention + 4 * S * D + mlp)
     # Of the cross-attention, queries and output are per target token, keys and values per source.
     decoder = T * (attention + 4 * T * D + 4 * D * D + 4 * S * D + mlp) + S * 4 * D * D
-    assert budget.flops_per_token(CONFIG) == (encoder + 2 * decoder) / T + 2 * D * V
+    assert cost.flops_per_token(CONFIG) == (encoder + 2 * decoder) / T + 2 * D * V
 
 
 @pytest.mark.parametrize(
@@ -339,16 +340,16 @@ def test_flops_by_hand():
     [
         ({}, 2 * 4 * D),
         ({'num_kv_heads': 1}, 2 * 2 * D),
-        ({'cross_cell': 'merged/no_v'}, 2 * 3 * D),
-        ({'encoder_cell': 'merged/no_v'}, 2 * 4 * D),
+        ({'cross_variant': 'merged/no_v'}, 2 * 3 * D),
+        ({'encoder_variant': 'merged/no_v'}, 2 * 4 * D),
     ],
     ids=str,
 )
 def test_the_cache_is_what_decoding_holds(fields, floats):
     config = dataclasses.replace(CONFIG, **fields)
-    assert budget.cache_floats_per_token(config) == floats
+    assert cost.cache_floats_per_token(config) == floats
     cache = jax.eval_shape(
-        lambda model: decode.read_source(
+        lambda model: cached.read_source(
             model, jnp.zeros((3, 5), jnp.int32), jnp.ones((3, 5), bool), 7
         ),
         abstract_model(config),

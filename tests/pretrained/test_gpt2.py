@@ -11,8 +11,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from qkattn.config import ModelConfig
+from qkattn.errors import LayoutError
 from qkattn.model import Decoder
-from qkattn.pretrained import LayoutError, load_gpt2, save_gpt2
+from qkattn.pretrained import load_gpt2, save_gpt2
 
 from .reference import TOKENS, D, F, L, N, T, V, forward, make_tensors
 

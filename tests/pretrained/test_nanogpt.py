@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from qkattn.pretrained import LayoutError, load_gpt2, load_nanogpt
+from qkattn.errors import LayoutError
+from qkattn.pretrained import load_gpt2, load_nanogpt
 
 from .reference import TOKENS, D, L, N, T, V, exact_gelu, forward, make_tensors
 from .test_gpt2 import logits

@@ -13,12 +13,12 @@ from qkattn.config import Config, ModelConfig, OptimizerConfig, TrainConfig, Tri
 # What the study adds to the results that training writes.
 STUDY_FIELDS = (
     'study',
-    'cell',
+    'run',
     'variant',
     'size',
     'stage',
     'knob',
-    'target_weights',
+    'target_parameters',
     'residual',
 )
 NATS_PER_BIT = 0.6931471805599453
@@ -33,20 +33,25 @@ def trial_record(
     learning_rate: float = 1e-3,
     val_loss: float | None = 2.0,
     d_model: int = 128,
-    cell: str | None = None,
+    run: str | None = None,
     stage: str = 'single',
     knob: str | None = None,
     **changes: object,
 ) -> dict:
-    cell = cell if cell is not None else cell_name(variant, size, stage, knob)
+    run = run if run is not None else run_name(variant, size, stage, knob)
     attention, mlp = 4 * 4 * d_model**2 - 10 * len(variant), 8 * 4 * d_model**2
-    weights = {'embedding': 256 * d_model, 'attention': attention, 'mlp': mlp, 'norm': 9 * d_model}
-    weights['total'] = sum(weights.values())
+    parameters = {
+        'embedding': 256 * d_model,
+        'attention': attention,
+        'mlp': mlp,
+        'norm': 9 * d_model,
+    }
+    parameters['total'] = sum(parameters.values())
     target = 16 * 3 * d_model**2 + 265 * d_model
     record = {
         'study': 'synthetic',
-        'cell': cell,
-        'config_hash': cell,
+        'run': run,
+        'config_hash': run,
         'variant': variant,
         'size': size,
         'stage': stage,
@@ -55,9 +60,9 @@ def trial_record(
         'status': 'diverged' if val_loss is None else 'finished',
         'num_steps': 400,
         'num_tokens': 400 * 768,
-        'weights': weights,
-        'target_weights': target,
-        'residual': weights['total'] / target - 1,
+        'parameters': parameters,
+        'target_parameters': target,
+        'residual': parameters['total'] / target - 1,
         'config': {
             'd_model': d_model,
             'd_ff': 4 * d_model,
@@ -66,7 +71,7 @@ def trial_record(
             'num_kv_heads': 4,
             'head_size': d_model // 4,
         },
-        'flops_per_token': 6 * weights['total'],
+        'flops_per_token': 6 * parameters['total'],
         'cache_floats_per_token': 8 * d_model,
         'val_loss': val_loss,
         'val_bits_per_byte': None if val_loss is None else val_loss / NATS_PER_BIT,
@@ -134,7 +139,7 @@ def probe_record(variant: str, accuracy: float | None = 0.5, **changes: object) 
     return record | {name: value for name, value in changes.items() if name in record}
 
 
-def cell_name(variant: str, size: str, stage: str = 'single', knob: str | None = None) -> str:
+def run_name(variant: str, size: str, stage: str = 'single', knob: str | None = None) -> str:
     parts = [variant, size] + [part for part in (stage, knob) if part not in ('single', None)]
     kept = ''.join(c if c.isalnum() or c in '-_' else '_' for c in '-'.join(parts))
     return f'{kept[:90]}-{len(variant)}'
@@ -198,8 +203,8 @@ def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Pat
     return write_study(directory, records, **{'tuning': tuning} | keywords)
 
 
-def cell_config(variant: str, size: str, records: Sequence[dict]) -> Config:
-    """The resolved config of a cell with these trials."""
+def run_config(variant: str, size: str, records: Sequence[dict]) -> Config:
+    """The resolved config of a run with these trials."""
 
     def each(name: str) -> tuple:
         return tuple(dict.fromkeys(record['trial'][name] for record in records))
@@ -227,9 +232,9 @@ def plan_line(
     name: str | None = None,
     baseline: str | None = 'qk/vo',
 ) -> dict:
-    name = cell_name(variant, size, stage, knob) if name is None else name
+    name = run_name(variant, size, stage, knob) if name is None else name
     return {
-        'cell': name,
+        'run': name,
         'variant': variant,
         'size': size,
         'destination': None if variant == baseline else 'd_model',
@@ -237,9 +242,9 @@ def plan_line(
         'knob': knob,
         'directory': name,
         'trials': len(records) or 8,
-        'target': records[0]['target_weights'] if records else 1000000,
+        'target': records[0]['target_parameters'] if records else 1000000,
         'residual': records[0]['residual'] if records else 0.0,
-        'config': to_json(cell_config(variant, size, records)),
+        'config': to_json(run_config(variant, size, records)),
     }
 
 
@@ -253,22 +258,22 @@ def write_study(
 ) -> Path:
     """Writes the study that `records` make up.
 
-    `declared` adds cells without results, (variant, size) or (variant, size, stage, knob);
+    `declared` adds runs without results, (variant, size) or (variant, size, stage, knob);
     `changes` are fields of study.json.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    cells: dict[str, list[dict]] = {}
+    runs: dict[str, list[dict]] = {}
     for record in records:
-        cells.setdefault(record['cell'], []).append(record)
+        runs.setdefault(record['run'], []).append(record)
     plan = [
         plan_line(*(rs[0][f] for f in ('variant', 'size')), rs, rs[0]['stage'], rs[0]['knob'], name)
-        for name, rs in cells.items()
+        for name, rs in runs.items()
     ]
     plan += [plan_line(variant, size, (), *rest) for variant, size, *rest in declared]
     arms = list(dict.fromkeys((line['variant'], line['size']) for line in plan))
     study = {
         'name': 'synthetic',
-        'question': 'Does attention need all four matrices at equal weights?',
+        'question': 'Does attention need all four matrices at equal parameters?',
         'baseline': baseline,
         'variants': list(dict.fromkeys(variant for variant, _ in arms)),
         'sizes': list(dict.fromkeys(size for _, size in arms)),
@@ -285,11 +290,11 @@ def write_study(
     (directory / 'study.json').write_text(json.dumps(study | changes))
     write_lines(directory / 'plan.jsonl', plan)
     write_lines(directory / 'results.jsonl', records)
-    for name, of_cell in cells.items():
+    for name, of_run in runs.items():
         (directory / name).mkdir(exist_ok=True)
-        own = [{k: v for k, v in record.items() if k not in STUDY_FIELDS} for record in of_cell]
+        own = [{k: v for k, v in record.items() if k not in STUDY_FIELDS} for record in of_run]
         (directory / name / 'result.json').write_text(json.dumps(own))
-        write_metrics(directory / name, of_cell, num_evals)
+        write_metrics(directory / name, of_run, num_evals)
     return directory
 
 
@@ -297,10 +302,10 @@ def write_lines(path: Path, records: Sequence[Mapping]) -> None:
     path.write_text(''.join(json.dumps(record) + '\n' for record in records))
 
 
-def edit_plan(directory: Path, cell: str, **changes: object) -> None:
-    """Changes a cell's line in plan.jsonl; 'train__num_steps' is a setting of its config."""
+def edit_plan(directory: Path, run: str, **changes: object) -> None:
+    """Changes a run's line in plan.jsonl; 'train__num_steps' is a setting of its config."""
     lines = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
-    (line,) = [line for line in lines if line['cell'] == cell]
+    (line,) = [line for line in lines if line['run'] == run]
     for name, value in changes.items():
         part, _, field = name.partition('__')
         if field:

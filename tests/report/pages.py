@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from qkattn.report.style import Rendered
+from qkattn.report.figures.style import Rendered
 
 VOID = {'meta', 'br', 'link', 'img', 'input', 'hr'}
 

@@ -8,9 +8,9 @@ import pytest
 from matplotlib.axes import Axes
 
 from qkattn.report import find, load_study, summarise
-from qkattn.report.plots import figures
-from qkattn.report.style import SVG_COLOURS, rc, styles
-from qkattn.report.verdict_plot import Line, forest
+from qkattn.report.figures.plots import figures
+from qkattn.report.figures.style import SVG_COLOURS, rc, styles
+from qkattn.report.figures.verdict_plot import Line, forest
 
 from .conftest import RATES, edit_plan, tuned_arm, write_tuned
 from .pages import capture_figures
@@ -106,7 +106,7 @@ def test_diverged_verdict_trials_are_counted(study_dir, drawn):
 def test_an_arm_without_finished_trials_says_why(study_dir, drawn):
     short = [r | {'num_steps': 40} for r in tuned_arm('short/vo', losses=shifted(0.0))]
     path = write_tuned(study_dir, [*arms(), *tuned_arm('lost/vo', losses=[None] * 8), *short])
-    edit_plan(path, short[-1]['cell'], train__num_steps=400)
+    edit_plan(path, short[-1]['run'], train__num_steps=400)
     draw(path)
     for stem in ('verdicts', 'losses'):
         said = texts(drawn[stem].axes[0])
@@ -180,12 +180,12 @@ def test_bowls_share_an_axis_only_where_it_shows_them(study_dir, drawn):
 
 
 def scaled(multiplier):
-    """Losses of a law in weights, of an arm whose weights count for `multiplier` each."""
+    """Losses of a law in parameters, of an arm whose parameters count for `multiplier` each."""
     records = []
     for size, d in SIZES.items():
-        weights = tuned_arm('qk/vo', size, BASE, d_model=d)[0]['weights']['total']
+        parameters = tuned_arm('qk/vo', size, BASE, d_model=d)[0]['parameters']['total']
         for variant, factor in (('qk/vo', 1.0), ('b/vo', multiplier)):
-            loss = 1.5 + 30 * (factor * weights) ** -0.3
+            loss = 1.5 + 30 * (factor * parameters) ** -0.3
             seeds = [loss + 1e-4 * math.sin(7 * seed + d) for seed in range(8)]
             records += tuned_arm(variant, size, seeds, d_model=d)
     return records
@@ -193,7 +193,7 @@ def scaled(multiplier):
 
 def test_scaling_draws_the_law_and_the_multiplier(study_dir, drawn):
     _, found, _ = draw(write_tuned(study_dir, scaled(1.2)))
-    (ax,) = drawn['loss_weights'].axes
+    (ax,) = drawn['loss_parameters'].axes
     (law,) = [scaling.fit for scaling in found.scaling if scaling.variant == 'b/vo']
     curve = line(ax, 'law of b/vo')
     assert curve.get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
@@ -207,7 +207,7 @@ def test_no_law_no_curve(study_dir, drawn):
     two = [r for r in scaled(1.2) if r['size'] in list(SIZES)[:2]]
     _, found, _ = draw(write_tuned(study_dir, two))
     assert all(scaling.fit.problem for scaling in found.scaling)
-    (ax,) = drawn['loss_weights'].axes
+    (ax,) = drawn['loss_parameters'].axes
     assert not [ln for ln in ax.lines if str(ln.get_label()).startswith('law')]
     assert 'multipliers' not in drawn
 

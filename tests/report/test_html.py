@@ -143,7 +143,7 @@ def test_one_arm_and_untuned_studies_have_pages(study_dir):
     assert 'No verdict' in text and 'aria-label="Final loss"' in html
     single = [r for r in arms() if r['stage'] == 'verdict']
     single = [
-        r | {'stage': 'single', 'cell': r['cell'] + 's', 'config_hash': r['cell'] + 's'}
+        r | {'stage': 'single', 'run': r['run'] + 's', 'config_hash': r['run'] + 's'}
         for r in single
     ]
     html, text = read(write_tuned(study_dir / 'b', single, tuning=None))

@@ -23,7 +23,7 @@ def body(table):
 
 
 def assert_compiles(table):
-    """Braces balance, environments nest, nothing active is left bare, every line has its cells."""
+    """Braces balance, environments nest, nothing active is left bare, every line has its runs."""
     plain = re.sub(r'\\[{}%&#$_\\]', '', table)
     depth = 0
     for character in plain:
@@ -68,7 +68,7 @@ def test_table(tuned):
 def test_caption_says_what_is_equal(tuned):
     caption = re.search(r'\\caption\{(.*)\}\n', table_of(tuned)).group(1)
     assert caption.startswith(r'synthetic: Are 100 \% of the W\_O needed? \{no\} Difference:')
-    assert r'Equal total weights (820k, within 0.1 \%).' in caption
+    assert r'Equal total parameters (820k, within 0.1 \%).' in caption
     assert 'Learning rate tuned per arm on other seeds; 8 seeds' in caption
     assert 'p after Holm over 1 comparison; equivalence margin 0.005 nats/token.' in caption
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from qkattn.report import ReportError, find, load_study, summarise, write_report
-from qkattn.report.plots import figures
-from qkattn.report.style import HUES, HUES_DARK, SVG_COLOURS, short, styles
+from qkattn.errors import ReportError
+from qkattn.report import find, load_study, summarise, write_report
+from qkattn.report.figures.plots import figures
+from qkattn.report.figures.style import HUES, HUES_DARK, SVG_COLOURS, short, styles
 
 from .conftest import trial_record, write_study
 from .pages import Page, assert_drawn
@@ -56,15 +57,15 @@ def test_references_inside_figures_resolve(report):
     assert wanted and wanted <= set(page.ids)
 
 
-def test_page_shows_facts_table_and_missing_cells(report):
+def test_page_shows_facts_table_and_missing_runs(report):
     text = ' '.join(' '.join(Page(report.read_text()).text).split())
     study = load_study(report.parent)
     assert 'Does attention need all four matrices' in text
-    assert '6 of 7 cells, 13 trials' in text and 'stdlib 3.11.7' in text and '2 x cpu' in text
+    assert '6 of 7 runs, 13 trials' in text and 'stdlib 3.11.7' in text and '2 x cpu' in text
     row = next(row for row in summarise(study) if row.variant == 'merged_qk/vo')
     bits = row.over_seeds('val_bits_per_byte')
     assert f'{bits.mean:.4f} ± {bits.sd:.4f}' in text
-    assert f'{row.example.weights["total"]:,}' in text and 'abc1234' in text
+    assert f'{row.example.parameters["total"]:,}' in text and 'abc1234' in text
     assert 'qk_merged_vo-d_model_64-12 qk/merged_vo d_model=64 not started' in text
 
 
@@ -90,7 +91,7 @@ def test_hostile_names_are_escaped(study_dir):
 
 def test_pngs_are_drawn(report):
     plots = sorted((report.parent / 'plots').glob('*.png'))
-    names = ['curves_1', 'curves_2', 'differences', 'loss_weights', 'losses']
+    names = ['curves_1', 'curves_2', 'differences', 'loss_parameters', 'losses']
     assert [path.stem for path in plots] == names
     drawn = sorted(path.name for path in (report.parent / 'plots').iterdir())
     assert drawn == sorted(f'{name}.{kind}' for name in names for kind in ('png', 'svg'))
@@ -168,7 +169,7 @@ def test_provenance_is_flat_and_short(study_dir):
     text = ' '.join(Page(write_report(write_study(study_dir, records)).read_text()).text)
     text = ' '.join(text.split())
     assert 'device 8 x H200' in text and 'git: commit abc' in text
-    assert '12:02 (1 of 5 cells) and 2 more' in text and '12:03' not in text
+    assert '12:02 (1 of 5 runs) and 2 more' in text and '12:03' not in text
 
 
 def luminance(colour: str) -> float:

@@ -46,17 +46,17 @@ def of(study):
     return find(study, summarise(study))
 
 
-def cells(line):
-    return [cell.strip() for cell in line.strip('|').split(' | ')]
+def runs(line):
+    return [run.strip() for run in line.strip('|').split(' | ')]
 
 
 def test_every_number_of_the_table(study):
     lines = markdown_table(of(study)).splitlines()
-    printed = dict(zip(cells(lines[0]), cells(lines[3]), strict=True))
+    printed = dict(zip(runs(lines[0]), runs(lines[3]), strict=True))
     record = trial_record('merged_qk/vo')
     bits = [loss / 0.6931471805599453 for loss in LOSSES['merged_qk/vo']]
     test_bits = [(loss + 0.1) / 0.6931471805599453 for loss in LOSSES['merged_qk/vo']]
-    weights = record['weights']
+    parameters = record['parameters']
     assert printed == {
         'variant': 'merged_qk/vo',
         'size': 'd_model=128',
@@ -68,15 +68,15 @@ def test_every_number_of_the_table(study):
         ),
         'seeds': '3',
         'learning rate': '0.001*',
-        'weights': f'{weights["total"]:,}',
+        'parameters': f'{parameters["total"]:,}',
         'residual %': f'{100 * record["residual"]:+.3f}',
-        'attention weights': f'{weights["attention"]:,}',
+        'attention parameters': f'{parameters["attention"]:,}',
         'd_model': '128',
         'd_ff': '512',
-        'FLOPs /token': f'{6 * weights["total"] / 1e6:.2f}M',
+        'FLOPs /token': f'{6 * parameters["total"] / 1e6:.2f}M',
         'cache floats/token': '1.02k',
         'tokens /s': '123k',
-        'cell s': '12.5',
+        'run s': '12.5',
         'diverged': '1/4',
     }
 
@@ -90,8 +90,8 @@ def test_the_quickstart_prints_as_committed(tmp_path):
 
 
 def found(table):
-    """Headings and cells between the names and the number of seeds, of the last row."""
-    lines = [cells(line) for line in table.splitlines()]
+    """Headings and runs between the names and the number of seeds, of the last row."""
+    lines = [runs(line) for line in table.splitlines()]
     end = lines[0].index('seeds')
     return dict(zip(lines[0][2:end], lines[-1][2:end], strict=True))
 
@@ -173,7 +173,7 @@ def test_notes(study):
     assert 'Missing, 1: qk/merged_vo at d_model=128 (not started).' in said
     assert 'lowest mean val loss, of 0.001, 0.003' in said
     assert 'Not tuned, one learning rate only: qk/vo at d_model=128.' in said
-    assert 'Matched between arms: total weights; the largest residual is 0.015 %.' in said
+    assert 'Matched between arms: total parameters; the largest residual is 0.015 %.' in said
 
 
 def test_single_seed_prints_no_interval(study_dir):
@@ -183,7 +183,7 @@ def test_single_seed_prints_no_interval(study_dir):
     assert '+0.2500' in text and '[' not in text and ' ± 0' not in text
     assert 'One seed: no interval can be given' in text
     assert 'not tuned per arm: each ran at one only (0.001)' in text
-    assert 'Weights are not matched' in text
+    assert 'Parameters are not matched' in text
 
 
 def test_problems_are_printed(study_dir):
@@ -232,7 +232,7 @@ def tuned(study_dir):
 
 def test_the_table_of_a_study_with_tuning(tuned):
     lines = markdown_table(of(tuned)).splitlines()
-    printed = dict(zip(cells(lines[0]), cells(lines[3]), strict=True))
+    printed = dict(zip(runs(lines[0]), runs(lines[3]), strict=True))
     # Differences -0.020 to -0.027: mean -0.0235, sd 0.0024495, t 0.975 at 7 is 2.3646.
     assert printed['difference in val loss, nats/token [95 % t interval]'] == (
         '-0.0235 [-0.0255, -0.0215]'
@@ -257,7 +257,7 @@ def test_the_table_of_a_study_with_tuning(tuned):
 def test_detectable_difference_is_that_after_holm(tuned):
     found = of(tuned)
     lines = markdown_table(found).splitlines()
-    printed = dict(zip(cells(lines[0]), cells(lines[3]), strict=True))
+    printed = dict(zip(runs(lines[0]), runs(lines[3]), strict=True))
     verdict = found.arms[1].verdict
     assert printed['detectable difference'] == f'{verdict.detectable:.4f}'
     assert verdict.detectable > found.arms[1].difference.detectable
@@ -289,7 +289,7 @@ def test_csv_of_a_study_with_tuning(tuned):
 def test_headline(tuned):
     found = of(tuned)
     table, _, sentence = headline(tuned, found).rstrip().rpartition('\n\n')
-    lines = [cells(line.removesuffix(' |')) for line in table.splitlines()]
+    lines = [runs(line.removesuffix(' |')) for line in table.splitlines()]
     titles = ['arm', 'difference in val loss, nats/token [95 %]', 'verdict', 'tuned learning rate']
     assert lines[0] == titles
     assert [line[0].removeprefix('| ') for line in lines[2:]] == ['qk/vo', 'b/vo', 'c/vo']
@@ -366,5 +366,5 @@ def test_first_lines_are_what_was_found(tuned):
     found = of(tuned)
     lines = report_text(tuned, found).splitlines()
     assert lines[3 : 3 + len(found.sentences)] == list(found.sentences)
-    edit_plan(tuned.directory, tuned.cells[3].name, residual=0.5)
+    edit_plan(tuned.directory, tuned.runs[3].name, residual=0.5)
     assert load_study(tuned.directory).problems

@@ -4,7 +4,7 @@ import pytest
 
 from qkattn.report import find, load_study, summarise, write_report
 from qkattn.report.facts import data_name
-from qkattn.report.plots import figures
+from qkattn.report.figures.plots import figures
 
 from .conftest import probe_record, translation_record, trial_record, write_study
 from .pages import Page, assert_drawn, capture_figures
@@ -83,7 +83,7 @@ def test_page(study_dir, kind, data, heading):
     path = write_report(study_of(kind, study_dir))
     page = Page(path.read_text())
     text = ' '.join(' '.join(page.text).split())
-    assert f'data {data} weights' in text and f'Results {heading} ' in text
+    assert f'data {data} parameters' in text and f'Results {heading} ' in text
     assert len(page.ids) == len(set(page.ids))
     assert_drawn(study_dir / 'plots' / 'scores.png', least=0.01)
 

@@ -7,7 +7,7 @@ import pytest
 
 from qkattn import report
 from qkattn.config import fingerprint_of
-from qkattn.report import ReportError
+from qkattn.errors import ReportError
 from qkattn.report.export import export
 from qkattn.report.verify import check_page, check_study
 
@@ -15,20 +15,20 @@ from .conftest import trial_record, tuned_arm, write_lines, write_study, write_t
 
 
 def renamed(directory):
-    """The cells named by the hashes of their configs, as the planner names them."""
+    """The runs named by the hashes of their configs, as the planner names them."""
     lines = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
-    names = {line['cell']: fingerprint_of(line['config']) for line in lines}
+    names = {line['run']: fingerprint_of(line['config']) for line in lines}
     for line in lines:
-        line['cell'] = names[line['cell']]
+        line['run'] = names[line['run']]
     write_lines(directory / 'plan.jsonl', lines)
     results = [json.loads(line) for line in (directory / 'results.jsonl').read_text().splitlines()]
     for result in results:
-        result['cell'] = result['config_hash'] = names[result['cell']]
+        result['run'] = result['config_hash'] = names[result['run']]
     write_lines(directory / 'results.jsonl', results)
     for line in lines:
         path = directory / line['directory'] / 'result.json'
         own = json.loads(path.read_text())
-        path.write_text(json.dumps([{**o, 'config_hash': line['cell']} for o in own]))
+        path.write_text(json.dumps([{**o, 'config_hash': line['run']} for o in own]))
     return directory
 
 
@@ -172,11 +172,11 @@ def test_a_headline_is_written_and_checked(study, tmp_path):
 
 def test_the_log_of_an_unfinished_cell_is_kept_whole(written, tmp_path):
     lines = (written / 'results.jsonl').read_text().splitlines(keepends=True)
-    last = json.loads(lines[-1])['cell']
+    last = json.loads(lines[-1])['run']
     (unfinished,) = [
         json.loads(line)['directory']
         for line in (written / 'plan.jsonl').read_text().splitlines()
-        if json.loads(line)['cell'] == last
+        if json.loads(line)['run'] == last
     ]
     kept = export(written, tmp_path / 'part')
     (kept / 'results.jsonl').write_text(''.join(x for x in lines if last not in x))

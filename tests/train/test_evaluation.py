@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn import budget
 from qkattn.config import MeshConfig
-from qkattn.data import pipeline, repeats
+from qkattn.data import pipeline
 from qkattn.data.load import rows_of
+from qkattn.data.tasks import repeats
+from qkattn.model import cost
 from qkattn.train import evaluation, program, results, sharding, step, train
 
 
@@ -28,13 +29,16 @@ def direct_se(nats_R, weights_R):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """measured(nats_BT, targets_BT, weights_BT): what `step.measure` sums up of given losses."""
+    """measured(nats_BT, targets_BT, loss_weights_BT): the sums of `step.measure`."""
 
-    def make(nats_BT, weights_BT):
-        nats_BT, weights_BT = np.float32(nats_BT), np.float32(weights_BT)
+    def make(nats_BT, loss_weights_BT):
+        nats_BT, loss_weights_BT = np.float32(nats_BT), np.float32(loss_weights_BT)
         monkeypatch.setattr(step, 'predict', lambda *_: jnp.zeros((*nats_BT.shape, 2)))
         monkeypatch.setattr(step, 'cross_entropy', lambda *_: jnp.asarray(nats_BT))
-        batch = {'targets_BT': jnp.zeros(nats_BT.shape, jnp.int32), 'weights_BT': weights_BT}
+        batch = {
+            'targets_BT': jnp.zeros(nats_BT.shape, jnp.int32),
+            'loss_weights_BT': loss_weights_BT,
+        }
         return jax.jit(lambda: step.measure(None, None, None, batch))()
 
     return make
@@ -75,11 +79,14 @@ def test_a_single_row_has_no_standard_error_and_equal_rows_have_none_to_speak_of
 
 def test_the_sums_do_not_depend_on_how_rows_are_batched(measured):
     rng = np.random.default_rng(1)
-    nats_BT, weights_BT = rng.gamma(2, 1, (12, 8)), (rng.random((12, 8)) < 0.6).astype(np.float32)
-    wanted = evaluation.standard_error(joined([measured(nats_BT, weights_BT)]))
+    nats_BT, loss_weights_BT = (
+        rng.gamma(2, 1, (12, 8)),
+        (rng.random((12, 8)) < 0.6).astype(np.float32),
+    )
+    wanted = evaluation.standard_error(joined([measured(nats_BT, loss_weights_BT)]))
     for size in (1, 5):
         parts = [slice(at, at + size) for at in range(0, 12, size)]
-        sums = joined([measured(nats_BT[part], weights_BT[part]) for part in parts])
+        sums = joined([measured(nats_BT[part], loss_weights_BT[part]) for part in parts])
         np.testing.assert_allclose(evaluation.standard_error(sums), wanted, rtol=1e-5)
 
 
@@ -256,7 +263,7 @@ def test_a_result_without_a_test_split_or_a_probe_holds_null(tiny):
         assert result[name] is None
     assert result['val_loss'] == 2.0 and result['eval_rows'] == 1
     assert result['num_steps'] == 7 and result['status'] == 'finished'
-    assert result['weights'] == budget.count(config.model)
+    assert result['weights'] == cost.count(config.model)
 
 
 def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from qkattn import runlog
+from qkattn.errors import Lost
+from qkattn.run import run_directory
 from qkattn.train import train
-from qkattn.train.loop import Lost
 
 
 def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(tiny, tmp_path):
@@ -22,5 +22,5 @@ def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(tiny, tmp_path):
     again = train(tiny(), tmp_path / 'run')
     whole = train(tiny(), tmp_path / 'whole')
     assert [r['val_loss'] for r in again] == [r['val_loss'] for r in whole]
-    steps = [r['step'] for r in runlog.read_metrics(tmp_path / 'run/metrics.jsonl')]
+    steps = [r['step'] for r in run_directory.read_metrics(tmp_path / 'run/metrics.jsonl')]
     assert steps == sorted(steps) and steps.count(5) == 1

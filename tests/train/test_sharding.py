@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from qkattn.config import ConfigError, MeshConfig
+from qkattn.config import MeshConfig
+from qkattn.errors import ConfigError
 from qkattn.train import program, sharding
 
 
@@ -77,7 +78,7 @@ def test_losses_do_not_depend_on_the_mesh(tiny, mesh, lifting, capfd):
     local = {
         'tokens_BT': tokens_CXBT1[..., :-1],
         'targets_BT': tokens_CXBT1[..., 1:],
-        'weights_BT': np.ones((3, 2, 8, 16), np.float32),
+        'loss_weights_BT': np.ones((3, 2, 8, 16), np.float32),
     }
 
     def run(mesh):

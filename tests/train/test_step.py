@@ -20,7 +20,7 @@ def language_batch(tokens_ABT1):
     return {
         'tokens_BT': tokens_ABT1[..., :-1],
         'targets_BT': tokens_ABT1[..., 1:],
-        'weights_BT': jnp.ones(tokens_ABT1[..., 1:].shape, jnp.float32),
+        'loss_weights_BT': jnp.ones(tokens_ABT1[..., 1:].shape, jnp.float32),
     }
 
 
@@ -73,7 +73,7 @@ def test_accumulation_weighs_by_tokens(tiny):
     # The two microbatches hold very different numbers of tokens.
     weights_ABT = np.ones((2, 4, 16), np.float32)
     weights_ABT[0, :, 2:] = 0
-    batch['weights_BT'] = jnp.asarray(weights_ABT)
+    batch['loss_weights_BT'] = jnp.asarray(weights_ABT)
     loss, grads = step.gradients(config, graph, params, batch, None)
     whole = jax.tree.map(lambda a: a.reshape(-1, 16), batch)
 

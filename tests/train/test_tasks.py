@@ -12,7 +12,7 @@ import pytest
 from qkattn.config import Config, MeshConfig
 from qkattn.data import pipeline
 from qkattn.data.load import rows_of
-from qkattn.evaluate import bits_per_byte
+from qkattn.decode.translation_scores import bits_per_byte
 from qkattn.train import evaluation, program, step, train
 from qkattn.train.optimizer import schedule
 
@@ -177,7 +177,9 @@ def test_targets_of_no_weight_change_nothing(task, name):
     config = task(name)
     batch = batch_of(config)
     other = batch | {
-        'targets_BT': np.where(batch['weights_BT'] > 0, batch['targets_BT'], 3).astype(np.int32)
+        'targets_BT': np.where(batch['loss_weights_BT'] > 0, batch['targets_BT'], 3).astype(
+            np.int32
+        )
     }
     assert_same(loss_and_gradients(config, other), loss_and_gradients(config, batch))
 
@@ -197,8 +199,8 @@ def test_label_smoothing_is_a_mixture_with_the_uniform_distribution(task, name):
     params = params_of(smooth)
     nats_BTV = -log_probabilities(smooth, params, batch)
     # Cross-entropy with 0.9 of the target and 0.1 of everything, word for word.
-    total, weight = 0.0, batch['weights_BT'].sum()
-    for b, t in zip(*np.nonzero(batch['weights_BT']), strict=True):
+    total, weight = 0.0, batch['loss_weights_BT'].sum()
+    for b, t in zip(*np.nonzero(batch['loss_weights_BT']), strict=True):
         target_V = np.full(nats_BTV.shape[-1], 0.1 / nats_BTV.shape[-1])
         target_V[batch['targets_BT'][b, t]] += 0.9
         total += target_V @ nats_BTV[b, t]
@@ -231,18 +233,18 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch):
     numbers = pipeline.eval_rows(rows, 'validation', config.data.eval_sequences)
     draws_B2 = np.stack([np.zeros_like(numbers), numbers], axis=1).astype(np.uint64)
     batch = rows.read('validation', numbers, draws_B2)
-    weights_BT, targets_BT = batch['weights_BT'], batch['targets_BT']
+    loss_weights_BT, targets_BT = batch['loss_weights_BT'], batch['targets_BT']
     for x in range(2):
         params = jax.tree.map(lambda a, x=x: a[x], state['trials']['params'])
         found_BTV = log_probabilities(config, params, batch)
         nats_BT = -np.take_along_axis(found_BTV, targets_BT[..., None], -1)[..., 0]
         right_BT = found_BTV.argmax(-1) == targets_BT
-        used = weights_BT > 0
+        used = loss_weights_BT > 0
         np.testing.assert_allclose(got.loss_X[x], nats_BT[used].mean(), rtol=1e-5)
         np.testing.assert_allclose(got.accuracy_X[x], right_BT[used].mean(), rtol=1e-6)
         solved = [right_BT[b, used[b]].all() for b in range(len(used))]
         np.testing.assert_allclose(got.solved_X[x], np.mean(solved), rtol=1e-6)
-    assert got.num_targets == weights_BT.sum()
+    assert got.num_targets == loss_weights_BT.sum()
     bits_X = None if 'probe' in name else pytest.approx(got.loss_X / math.log(2) / 2)
     assert got.bits_per_byte_X == bits_X
     state['trials']['alive'] = jnp.array([True, False])
@@ -256,16 +258,16 @@ def test_a_row_is_solved_when_all_its_targets_are(task):
     batch = batch_of(config, 4)
     params = params_of(config)
     best_BT = log_probabilities(config, params, batch).argmax(-1).astype(np.int32)
-    targets_BT, weights_BT = best_BT.copy(), np.ones((4, 4), np.float32)
+    targets_BT, loss_weights_BT = best_BT.copy(), np.ones((4, 4), np.float32)
     targets_BT[1, 2] = (targets_BT[1, 2] + 1) % 8
     targets_BT[2, 3] = (targets_BT[2, 3] + 1) % 8
-    weights_BT[2, 3] = 0  # wrong where nobody asks
-    weights_BT[3] = 0  # no row at all
+    loss_weights_BT[2, 3] = 0  # wrong where nobody asks
+    loss_weights_BT[3] = 0  # no row at all
     sums = step.measure(
         config,
         step.graph_of(config),
         params,
-        batch | {'targets_BT': targets_BT, 'weights_BT': weights_BT},
+        batch | {'targets_BT': targets_BT, 'loss_weights_BT': loss_weights_BT},
     )
     found = {name: float(sums[name]) for name in ('correct', 'solved', 'weight', 'rows', 'ww')}
     assert found == {'correct': 10, 'solved': 2, 'weight': 11, 'rows': 3, 'ww': 16 + 16 + 9}

@@ -1,0 +1,157 @@
+"""Keys from a latent: the score side of multi-head latent attention."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qkattn.attention.options import composed, require_whole
+from qkattn.attention.scores.score import Memory, Score
+from qkattn.attention.spec import AttentionSpec, bias, homogeneous, project, weight
+from qkattn.errors import SpecError
+
+
+class Latent(Score):
+    """A[n] = W_Q[n] W_K[n]^T W_D^T: the keys of all heads are read from one latent c = y W_D.
+
+    Weights D R + R N H for the keys and D N H for the queries, or D C + C N H through a query
+    latent of size C. With rope_size G, every head gets G more channels that alone are rotated:
+    D G for one key that all heads share, D N G (or C N G) for the queries.
+
+    The cache holds c, R floats a token ('latent_BSR'), and the shared rotary key before rotation, G
+    floats ('rope_BSG'). The down projection is `w_down_DR` (bias `b_down_R`); a Value that reads
+    the same latent uses these and memory['latent_BSR'], and owns neither. `keys` writes the keys
+    of all heads out, which is the cheaper form in training; `absorbed_queries` and `absorbed_keys`
+    are the same attention with one key head that is the latent itself, the cheaper form in
+    decoding.
+
+    The latents are not normalised here, so that the form stays bilinear. With selectors for W_K
+    and R = K H it is grouped `qk`. DeepSeek-AI 2024, arXiv 2405.04434, section 2.1 and
+    appendix C, without their norms on the latents.
+
+    Args:
+      size: R, 1 to D; None is D // 2.
+      query_size: C, 1 to D; None is no query latent.
+      rope_size: G, even; needed with, and only with, positions=rope, since a rotation between W_Q
+        and W_K would have to act on the latent.
+    """
+
+    equation = 'W_Q[n] W_K[n]^T W_D^T'
+    weights = 'D*R + R*N*H + D*N*H'
+    source = 'DeepSeek-AI 2024, arXiv 2405.04434, section 2.1'
+
+    @classmethod
+    def check(
+        cls, spec: AttentionSpec, *, size: Any = None, query_size: Any = None, rope_size: Any = None
+    ) -> None:
+        for option, number in (('size', size), ('query_size', query_size)):
+            if number is not None:
+                require_whole('latent', option, number, 1, spec.d_model, 'd_model')
+        if spec.positions == 'rope' and rope_size is None:
+            raise SpecError(
+                'latent keys cannot be rotated themselves: positions=rope needs '
+                'latent(rope_size=G), an even number of extra channels, '
+                f'e.g. {max(2, spec.head_size // 4 * 2)}'
+            )
+        if rope_size is None:
+            return
+        require_whole('latent', 'rope_size', rope_size, 2, None, '')
+        if rope_size % 2:
+            raise SpecError(f'latent(rope_size={rope_size}) must be even')
+        if spec.positions != 'rope':
+            raise SpecError(
+                f'latent(rope_size={rope_size}) rotates channels, so it needs positions=rope, not '
+                f'{spec.positions}'
+            )
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        key: jax.Array,
+        size: int | None = None,
+        query_size: int | None = None,
+        rope_size: int | None = None,
+    ):
+        D, N, H = spec.d_model, spec.num_heads, spec.head_size
+        R, C, G = (max(1, D // 2) if size is None else size), query_size, rope_size
+        self.w_down_DR = weight(key, 'w_down_DR', (D, R), D**-0.5)
+        self.w_k_RNH = weight(key, 'w_k_RNH', (R, N, H), R**-0.5)
+        self.b_down_R = bias(spec, (R,))
+        self.b_k_NH = bias(spec, (N, H))
+        self.w_q_down_DC = weight(key, 'w_q_down_DC', (D, C), D**-0.5) if C else None
+        self.w_q_CNH = weight(key, 'w_q_CNH', (C, N, H), C**-0.5) if C else None
+        self.w_q_DNH = None if C else weight(key, 'w_q_DNH', (D, N, H), D**-0.5)
+        self.b_q_down_C = bias(spec, (C,)) if C else None
+        self.b_q_NH = bias(spec, (N, H))
+        both = C and G
+        self.w_q_rope_CNG = weight(key, 'w_q_rope_CNG', (C, N, G), C**-0.5) if both else None
+        self.w_q_rope_DNG = weight(key, 'w_q_rope_DNG', (D, N, G), D**-0.5) if G and not C else None
+        self.w_k_rope_DG = weight(key, 'w_k_rope_DG', (D, G), D**-0.5) if G else None
+        self.b_q_rope_NG = bias(spec, (N, G)) if G else None
+        self.b_k_rope_G = bias(spec, (G,)) if G else None
+        self.rope_size = rope_size
+        asking = ('D*C + C*N*(H + G)' if G else 'D*C + C*N*H') if C else 'D*N*(H + G)'
+        asking = asking if C or G else 'D*N*H'
+        self.weights = f'D*R + R*N*H + {asking}' + (' + D*G' if G else '')
+        self.scale = (H + (G or 0)) ** -0.5
+        self.spec = spec
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        w_q, w_rope = self.w_q_DNH, self.w_q_rope_DNG
+        if self.w_q_down_DC is not None:
+            x_BTD = project(x_BTD, self.w_q_down_DC, self.b_q_down_C)
+            w_q, w_rope = self.w_q_CNH, self.w_q_rope_CNG
+        q_BTNH = project(x_BTD, w_q, self.b_q_NH)
+        if w_rope is None:
+            return q_BTNH
+        return jnp.concatenate([q_BTNH, project(x_BTD, w_rope, self.b_q_rope_NG)], axis=-1)
+
+    def remember(self, y_BSD: jax.Array) -> Memory:
+        memory = {'latent_BSR': project(y_BSD, self.w_down_DR, self.b_down_R)}
+        if self.w_k_rope_DG is not None:
+            memory['rope_BSG'] = project(y_BSD, self.w_k_rope_DG, self.b_k_rope_G)
+        return memory
+
+    def keys(self, memory: Memory) -> jax.Array:
+        k_BSNH = project(memory['latent_BSR'], self.w_k_RNH, self.b_k_NH)
+        if self.rope_size is None:
+            return k_BSNH
+        rope_BSNG = jnp.broadcast_to(
+            memory['rope_BSG'][:, :, None, :], (*k_BSNH.shape[:3], self.rope_size)
+        )
+        return jnp.concatenate([k_BSNH, rope_BSNG], axis=-1)
+
+    def absorbed_queries(self, x_BTD: jax.Array) -> jax.Array:
+        """Queries against the latent: W_K[n] moved to them; [B, T, N, R (+ G)].
+
+        b_K is left out: it moves all logits of a query alike, and softmax ignores it. Queries
+        and keys so absorbed have another root mean square, so QK-norm cannot be applied to them.
+        """
+        q_BTNH, H = self.queries(x_BTD), self.spec.head_size
+        q_BTNR = jnp.einsum('BTNH,RNH->BTNR', q_BTNH[..., :H], self.w_k_RNH[...])
+        return jnp.concatenate([q_BTNR, q_BTNH[..., H:]], axis=-1)
+
+    def absorbed_keys(self, memory: Memory) -> jax.Array:
+        """The one key head of the absorbed form, [B, S, 1, R (+ G)]: what is remembered, as is."""
+        parts = [memory['latent_BSR']]
+        if self.rope_size is not None:
+            parts.append(memory['rope_BSG'])
+        return jnp.concatenate(parts, axis=-1)[:, :, None, :]
+
+    def matrix(self) -> jax.Array:
+        """A_NDD; rotary channels count as at distance 0."""
+        k_DNH = composed(homogeneous(self.w_down_DR, self.b_down_R), self.w_k_RNH, self.b_k_NH)
+        w_rope = self.w_q_rope_DNG
+        if self.w_q_down_DC is None:
+            q_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
+            q_DNG = None if w_rope is None else homogeneous(w_rope, self.b_q_rope_NG)
+        else:
+            down_DC, w_rope = homogeneous(self.w_q_down_DC, self.b_q_down_C), self.w_q_rope_CNG
+            q_DNH = composed(down_DC, self.w_q_CNH, self.b_q_NH)
+            q_DNG = None if w_rope is None else composed(down_DC, w_rope, self.b_q_rope_NG)
+        A_NDE = jnp.einsum('DNH,ENH->NDE', q_DNH, k_DNH)
+        if q_DNG is None:
+            return A_NDE
+        k_DG = homogeneous(self.w_k_rope_DG, self.b_k_rope_G)
+        return A_NDE + jnp.einsum('DNG,EG->NDE', q_DNG, k_DG)

@@ -1,0 +1,179 @@
+"""Scores W_Q W_K^T of other ranks, with fewer free weights, or with none that train."""
+
+import jax
+import jax.numpy as jnp
+
+from qkattn.attention.options import require_whole
+from qkattn.attention.scores.score import Memory, Score
+from qkattn.attention.spec import AttentionSpec, bias, grouped, homogeneous, project, weight
+from qkattn.errors import SpecError
+
+
+class LowRank(Score):
+    """A[n] = W_Q[n] W_K[n]^T of rank <= R, whatever the head size of the values is.
+
+    Weights D N R + D K R. R < H are thin keys; R > H are keys wider than the values; num_heads and
+    R together leave the size of query and key heads free of D / N. R = H is `qk`. Zero columns
+    turn a small R into a larger one exactly, up to the scale. Rotary positions need an even R.
+    Bhojanapalli et al. 2020, arXiv 2002.07028 (head size set apart from D / N).
+
+    Args:
+      rank: R, 1 to D; None is H // 2, but at least 1.
+    """
+
+    equation = 'W_Q[n] W_K[n]^T, rank R'
+    weights = 'D*N*R + D*K*R'
+    source = 'Bhojanapalli et al. 2020, arXiv 2002.07028'
+    uses_kv_heads = True
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, *, rank: int | None = None) -> None:
+        if rank is not None:
+            require_whole('low_rank', 'rank', rank, 1, spec.d_model, 'd_model')
+        rank = cls.default_rank(spec) if rank is None else rank
+        if spec.positions == 'rope' and rank % 2:
+            raise SpecError(f'low_rank(rank={rank}) must have an even rank for positions=rope')
+
+    @staticmethod
+    def default_rank(spec: AttentionSpec) -> int:
+        """Half the head size."""
+        return min(max(1, spec.head_size // 2), spec.d_model)
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array, rank: int | None = None):
+        D, N, K = spec.d_model, spec.num_heads, spec.num_kv_heads
+        R = self.default_rank(spec) if rank is None else rank
+        self.w_q_DNR = weight(key, 'w_q_DNR', (D, N, R), D**-0.5)
+        self.w_k_DKR = weight(key, 'w_k_DKR', (D, K, R), D**-0.5)
+        self.b_q_NR = bias(spec, (N, R))
+        self.b_k_KR = bias(spec, (K, R))
+        self.scale = R**-0.5
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        return project(x_BTD, self.w_q_DNR, self.b_q_NR)
+
+    def remember(self, y_BSD: jax.Array) -> Memory:
+        return {'k_BSKR': project(y_BSD, self.w_k_DKR, self.b_k_KR)}
+
+    def keys(self, memory: Memory) -> jax.Array:
+        return memory['k_BSKR']
+
+    def matrix(self) -> jax.Array:
+        q_DNR = homogeneous(self.w_q_DNR, self.b_q_NR)
+        k_DNR = grouped(homogeneous(self.w_k_DKR, self.b_k_KR), q_DNR.shape[1])
+        return jnp.einsum('DNR,ENR->NDE', q_DNR, k_DNR)
+
+
+class FullSize(LowRank):
+    """A[n] = W_Q[n] W_K[n]^T with query and key heads as wide as the stream, rank <= D.
+
+    Weights D N D + D K D: the functions of `merged` at twice its weights (K = N), and keys of
+    width D for every head in the cache. `low_rank(rank=D)` by another name.
+    """
+
+    equation = 'W_Q[n] W_K[n]^T, rank D'
+    weights = 'D*N*D + D*K*D'
+    source = 'Vaswani et al. 2017 with d_k = d_model'
+
+    @classmethod
+    def check(cls, spec: AttentionSpec) -> None:
+        if spec.positions == 'rope' and spec.d_model % 2:
+            raise SpecError(f'd_model={spec.d_model} must be even for full_size with rope')
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+        super().__init__(spec, key=key, rank=spec.d_model)
+
+
+class GaugeFixed(Score):
+    """A[n] = W_Q[n] [I; F[n]]^T: an H x H block of W_K[n] is the identity and is not stored.
+
+    Weights D N H + (D - H) K H. For any invertible M, W_Q M^T and W_K M^-1 have the same product,
+    so that H^2 weights of each key head are redundant: this form has the functions of `qk` (where
+    the block is invertible) without them. The block of head n begins at row n H (modulo D), so that
+    heads copy different coordinates. Rotary positions do not commute with M; this form would be a
+    smaller class than `qk` there. Keys have variance 2 - H / D at birth, which W_Q makes up for.
+    Graef et al., MatShrink (transformer-tricks), there as a rewrite of trained weights.
+    """
+
+    equation = 'W_Q[n] [I; F[n]]^T'
+    weights = 'D*N*H + (D - H)*K*H'
+    source = 'MatShrink, github.com/OpenMachine-ai/transformer-tricks'
+    uses_kv_heads = True
+    supports_rope = False
+
+    @classmethod
+    def check(cls, spec: AttentionSpec) -> None:
+        if spec.head_size > spec.d_model:
+            raise SpecError(
+                f'gauge_fixed needs an H x H block of a D x H matrix, so head_size='
+                f'{spec.head_size} must be at most d_model={spec.d_model}'
+            )
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+        D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
+        C = D - H  # rows of W_K that stay free
+        std = D**-0.5
+        self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), std * (2 - H / D) ** -0.5)
+        self.w_k_free_CKH = weight(key, 'w_k_free_CKH', (C, K, H), std) if C else None
+        self.b_q_NH = bias(spec, (N, H))
+        self.b_k_KH = bias(spec, (K, H))
+        self.scale = H**-0.5
+        self.spec = spec
+
+    def w_k_DKH(self) -> jax.Array:
+        """W_K with its blocks put in: row (n H + i) mod D of head n is row i of [I; F[n]]."""
+        K, H = self.spec.num_kv_heads, self.spec.head_size
+        w_DKH = jnp.broadcast_to(jnp.eye(H, dtype=self.w_q_DNH.dtype)[:, None], (H, K, H))
+        if self.w_k_free_CKH is not None:
+            w_DKH = jnp.concatenate([w_DKH, self.w_k_free_CKH[...]])
+        return jnp.stack([jnp.roll(w_DKH[:, n], n * H, axis=0) for n in range(K)], axis=1)
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        return project(x_BTD, self.w_q_DNH, self.b_q_NH)
+
+    def remember(self, y_BSD: jax.Array) -> Memory:
+        return {'k_BSKH': project(y_BSD, self.w_k_DKH(), self.b_k_KH)}
+
+    def keys(self, memory: Memory) -> jax.Array:
+        return memory['k_BSKH']
+
+    def matrix(self) -> jax.Array:
+        q_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
+        k_DNH = grouped(homogeneous(self.w_k_DKH(), self.b_k_KH), q_DNH.shape[1])
+        return jnp.einsum('DNH,ENH->NDE', q_DNH, k_DNH)
+
+
+class Frozen(Score):
+    """A[n] = W_Q[n] W_K[n]^T with both matrices as they were drawn: nothing to learn.
+
+    Weights D N H + D K H, none trained; it starts as `qk` does under the same seed. Biases, where
+    the spec has them, do train: a frozen zero would be no bias. Dong et al. 2025, arXiv 2506.01115.
+    """
+
+    equation = 'W_Q[n] W_K[n]^T, fixed'
+    weights = 'D*N*H + D*K*H'
+    source = 'Dong et al. 2025, arXiv 2506.01115'
+    uses_kv_heads = True
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+        D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
+        self.w_frozen_q_DNH = weight(key, 'w_q_DNH', (D, N, H), D**-0.5)
+        self.w_frozen_k_DKH = weight(key, 'w_k_DKH', (D, K, H), D**-0.5)
+        self.b_q_NH = bias(spec, (N, H))
+        self.b_k_KH = bias(spec, (K, H))
+        self.scale = H**-0.5
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        w_q_DNH = jax.lax.stop_gradient(self.w_frozen_q_DNH[...])
+        return project(x_BTD, w_q_DNH, self.b_q_NH)
+
+    def remember(self, y_BSD: jax.Array) -> Memory:
+        w_k_DKH = jax.lax.stop_gradient(self.w_frozen_k_DKH[...])
+        return {'k_BSKH': project(y_BSD, w_k_DKH, self.b_k_KH)}
+
+    def keys(self, memory: Memory) -> jax.Array:
+        return memory['k_BSKH']
+
+    def matrix(self) -> jax.Array:
+        q_DNH = homogeneous(self.w_frozen_q_DNH, self.b_q_NH)
+        k_DNH = grouped(homogeneous(self.w_frozen_k_DKH, self.b_k_KH), q_DNH.shape[1])
+        return jnp.einsum('DNH,ENH->NDE', q_DNH, k_DNH)

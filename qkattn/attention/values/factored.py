@@ -1,0 +1,287 @@
+"""Values that own all their matrices: B[n] merged, thin, gauge-fixed, or factored once more."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qkattn.attention.options import composed, require_one_of, require_whole
+from qkattn.attention.scores.score import Memory, Score
+from qkattn.attention.spec import AttentionSpec, bias, grouped, homogeneous, project, weight
+from qkattn.attention.values.value import VO, Value
+from qkattn.errors import SpecError
+
+INITS = ('dense', 'product')
+
+
+class Composed(Value):
+    """B[n] = V[n] O[n], for a subclass that says what V and O are; O may be owned by the Score.
+
+    A subclass defines `remember`, `values`, `value_matrix` and `output_matrix`, and owns b_o_D.
+    """
+
+    b_o_D: nnx.Param | None
+
+    def value_matrix(self, score: Score) -> jax.Array:
+        """v_DKH with values(remember(y)) = y v; with biases one more row, for (y, 1)."""
+        raise NotImplementedError
+
+    def output_matrix(self, score: Score) -> jax.Array:
+        """o_NHD, which maps the mixed values of head n to the stream."""
+        raise NotImplementedError
+
+    def output(self, o_BTNH: jax.Array, score: Score) -> jax.Array:
+        out_BTD = jnp.einsum('BTNH,NHD->BTD', o_BTNH, self.output_matrix(score))
+        return out_BTD if self.b_o_D is None else out_BTD + self.b_o_D[...]
+
+    def matrix(self, score: Score) -> jax.Array:
+        w_o_NHD = self.output_matrix(score)
+        v_DNH = grouped(self.value_matrix(score), w_o_NHD.shape[0])
+        B_NDE = jnp.einsum('DNH,NHE->NDE', v_DNH, w_o_NHD)
+        # The probabilities of a head sum to 1, so one head carries the output bias of all.
+        return B_NDE if self.b_o_D is None else B_NDE.at[0, -1].add(self.b_o_D[...])
+
+
+class MergedVO(Value):
+    """B[n] = W_OV[n], full rank: one D x D matrix a head; the values are the stream itself.
+
+    Weights N D^2, more than the factored 2 D N H whenever D > 2 H. The cache holds the stream
+    once, D floats, shared with a Score that reads it too; all query heads read one value head of
+    width D. Elhage et al. 2021 (the OV circuit).
+
+    Args:
+      init: 'dense' draws every entry; 'product' starts from W_V[n] W_O[n] of rank H, the very map
+        with which `vo` starts under the same seed, and leaves the rank free to grow.
+    """
+
+    equation = 'W_OV[n]'
+    weights = 'N*D*D'
+    source = 'Elhage et al. 2021, section "Splitting attention heads into circuits"'
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, *, init: str = 'dense') -> None:
+        require_one_of('merged_vo', 'init', init, INITS)
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array, init: str = 'dense'):
+        D, N = spec.d_model, spec.num_heads
+        if init == 'dense':
+            std = spec.residual_gain * (D * N) ** -0.5
+            self.w_ov_NDE = weight(key, 'w_ov_NDE', (N, D, D), std)
+        else:
+            factored = VO(spec, key=key)
+            v_DNH = grouped(factored.w_v_DKH[...], N)
+            self.w_ov_NDE = nnx.Param(jnp.einsum('DNH,NHE->NDE', v_DNH, factored.w_o_NHD[...]))
+        self.b_o_D = bias(spec, (D,))
+
+    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+        return {'x_BSD': y_BSD}
+
+    def values(self, memory: Memory, score: Score) -> jax.Array:
+        return memory['x_BSD'][:, :, None, :]
+
+    def output(self, o_BTND: jax.Array, score: Score) -> jax.Array:
+        out_BTE = jnp.einsum('BTND,NDE->BTE', o_BTND, self.w_ov_NDE[...])
+        return out_BTE if self.b_o_D is None else out_BTE + self.b_o_D[...]
+
+    def matrix(self, score: Score) -> jax.Array:
+        B_NDE = self.w_ov_NDE[...]
+        if self.b_o_D is None:
+            return B_NDE
+        return jnp.pad(B_NDE, ((0, 0), (0, 1), (0, 0))).at[0, -1].add(self.b_o_D[...])
+
+
+class LowRank(Composed):
+    """B[n] = W_V[n] W_O[n] of rank <= R, with R free of the head size of the Score.
+
+    Weights D K R + N R D; cache K R. R = H is `vo`. Bhojanapalli et al. 2020, arXiv 2002.07028
+    (head size set apart from D / N, there for queries and keys as well).
+
+    Args:
+      rank: R, 1 to D; None is H // 2, but at least 1.
+    """
+
+    equation = 'W_V[n] W_O[n], rank R'
+    weights = 'D*K*R + N*R*D'
+    source = 'Bhojanapalli et al. 2020, arXiv 2002.07028'
+    uses_kv_heads = True
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, *, rank: int | None = None) -> None:
+        if rank is not None:
+            require_whole('low_rank', 'rank', rank, 1, spec.d_model, 'd_model')
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array, rank: int | None = None):
+        D, N, K = spec.d_model, spec.num_heads, spec.num_kv_heads
+        R = min(max(1, spec.head_size // 2), D) if rank is None else rank
+        self.w_v_DKR = weight(key, 'w_v_DKR', (D, K, R), D**-0.5)
+        self.w_o_NRD = weight(key, 'w_o_NRD', (N, R, D), spec.residual_gain * (N * R) ** -0.5)
+        self.b_v_KR = bias(spec, (K, R))
+        self.b_o_D = bias(spec, (D,))
+
+    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+        return {'v_BSKR': project(y_BSD, self.w_v_DKR, self.b_v_KR)}
+
+    def values(self, memory: Memory, score: Score) -> jax.Array:
+        return memory['v_BSKR']
+
+    def value_matrix(self, score: Score) -> jax.Array:
+        return homogeneous(self.w_v_DKR, self.b_v_KR)
+
+    def output_matrix(self, score: Score) -> jax.Array:
+        return self.w_o_NRD[...]
+
+
+class GaugeFixed(Composed):
+    """B[n] = W_V[n] [I, W_O[n]]: H of the D columns of each W_O[n] are the identity.
+
+    W_V[n] M and M^-1 W_O[n] give the same B[n] for every invertible H x H matrix M, so a head of
+    `vo` has H^2 weights too many; fixing a block of W_O[n] removes them and nothing else, with
+    any positions, as long as that block of the unrestricted W_O[n] is invertible. Weights
+    D N H + N H (D - H); only the C = D - H free columns are stored. Cache N H.
+    Per head M is free only where the head has its own W_V, so there are always N value heads.
+
+    OpenMachine transformer-tricks, "MatShrink", there as a rewrite of trained weights.
+
+    Args:
+      init: 'dense' draws free columns with the expected norm of the fixed ones, 1; 'product' starts
+        from the weights that `vo` has under the same seed (the same function; the inverse of a
+        random block can be large).
+      columns: the H fixed columns of each head; None is, for head n, the H that start at n H,
+        modulo D.
+    """
+
+    equation = 'W_V[n] [I, W_O[n]]'
+    weights = 'D*N*H + N*H*(D-H)'
+    source = 'OpenMachine transformer-tricks, "MatShrink"'
+
+    @classmethod
+    def check(
+        cls,
+        spec: AttentionSpec,
+        *,
+        init: str = 'dense',
+        columns: tuple[tuple[int, ...], ...] | None = None,
+    ) -> None:
+        D, N, H = spec.d_model, spec.num_heads, spec.head_size
+        require_one_of('gauge_fixed', 'init', init, INITS)
+        if H >= D:
+            raise SpecError(
+                f'gauge_fixed fixes head_size={H} of d_model={D} columns, which leaves no free '
+                'one; head_size must be below d_model (without free columns it is no_o)'
+            )
+        if columns is None:
+            return
+        if [sorted(set(fixed) & set(range(D))) for fixed in columns] != [
+            sorted(fixed) for fixed in columns
+        ] or [len(fixed) for fixed in columns] != [H] * N:
+            raise SpecError(
+                f'gauge_fixed(columns={columns!r}) must hold, for each of num_heads={N} heads, '
+                f'head_size={H} different columns below d_model={D}'
+            )
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        key: jax.Array,
+        init: str = 'dense',
+        columns: tuple[tuple[int, ...], ...] | None = None,
+    ):
+        D, N, H = spec.d_model, spec.num_heads, spec.head_size
+        self.columns = columns or fixed_columns(spec)
+        if init == 'dense':
+            w_v_DNH = weight(key, 'w_v_DNH', (D, N, H), spec.residual_gain * (D * N) ** -0.5)
+            self.w_v_DNH = w_v_DNH
+            self.w_o_NHC = weight(key, 'w_o_NHC', (N, H, D - H), H**-0.5)
+        else:
+            factored = VO(spec, key=key)
+            block_NHH, rest_NHC = split_columns(factored.w_o_NHD[...], self.columns)
+            v_DNH = grouped(factored.w_v_DKH[...], N)
+            self.w_v_DNH = nnx.Param(jnp.einsum('DNH,NHG->DNG', v_DNH, block_NHH))
+            self.w_o_NHC = nnx.Param(jnp.linalg.solve(block_NHH, rest_NHC))
+        self.b_v_NH = bias(spec, (N, H))
+        self.b_o_D = bias(spec, (D,))
+
+    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+        return {'v_BSNH': project(y_BSD, self.w_v_DNH, self.b_v_NH)}
+
+    def values(self, memory: Memory, score: Score) -> jax.Array:
+        return memory['v_BSNH']
+
+    def value_matrix(self, score: Score) -> jax.Array:
+        return homogeneous(self.w_v_DNH, self.b_v_NH)
+
+    def output_matrix(self, score: Score) -> jax.Array:
+        free_NHC = self.w_o_NHC[...]
+        N, H, _ = free_NHC.shape
+        identity_NHH = jnp.broadcast_to(jnp.eye(H, dtype=free_NHC.dtype), (N, H, H))
+        ordered_NHD = jnp.concatenate([identity_NHH, free_NHC], axis=-1)
+        place_ND = np.argsort(_order_ND(self.columns, ordered_NHD.shape[-1]), axis=-1)
+        return jnp.take_along_axis(ordered_NHD, place_ND[:, None, :], axis=-1)
+
+
+def fixed_columns(spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
+    """The default fixed columns: for head n the H that start at n H, modulo D."""
+    D, N, H = spec.d_model, spec.num_heads, spec.head_size
+    return tuple(tuple((n * H + h) % D for h in range(H)) for n in range(N))
+
+
+def split_columns(
+    w_o_NHD: jax.Array, columns: tuple[tuple[int, ...], ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The fixed block_NHH and the free rest_NHC of W_O."""
+    order_ND = _order_ND(columns, w_o_NHD.shape[-1])
+    ordered_NHD = jnp.take_along_axis(w_o_NHD, order_ND[:, None, :], axis=-1)
+    return ordered_NHD[..., : len(columns[0])], ordered_NHD[..., len(columns[0]) :]
+
+
+def _order_ND(columns: tuple[tuple[int, ...], ...], d_model: int) -> np.ndarray:
+    """Per head the fixed columns as given, then the free ones in ascending order."""
+    everything = np.arange(d_model)
+    return np.stack([np.append(fixed, np.setdiff1d(everything, fixed)) for fixed in columns])
+
+
+class Double(Composed):
+    """B[n] = O_V W_V[n] W_O[n]: all heads read one shared projection, then their own.
+
+    O_V is D x R, W_V[n] is R x H; weights D R + R K H + N H D; cache K H. With R >= D it folds into
+    `vo` exactly (O_V W_V[n] is the W_V of `vo`), so that only training differs: an
+    over-parameterized layer, cf. Arora et al. 2018, arXiv 1802.06509.
+
+    Args:
+      size: R; None is D.
+    """
+
+    equation = 'O_V W_V[n] W_O[n]'
+    weights = 'D*R + R*K*H + N*H*D'
+    source = 'over-parameterization: Arora et al. 2018, arXiv 1802.06509'
+    uses_kv_heads = True
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, *, size: int | None = None) -> None:
+        if size is not None:
+            require_whole('double', 'size', size, 1, None, '')
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array, size: int | None = None):
+        D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
+        R = D if size is None else size
+        self.w_v_outer_DR = weight(key, 'w_v_outer_DR', (D, R), D**-0.5)
+        self.w_v_RKH = weight(key, 'w_v_RKH', (R, K, H), R**-0.5)
+        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), spec.residual_gain * (N * H) ** -0.5)
+        self.b_v_outer_R = bias(spec, (R,))
+        self.b_v_KH = bias(spec, (K, H))
+        self.b_o_D = bias(spec, (D,))
+
+    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+        outer_BSR = project(y_BSD, self.w_v_outer_DR, self.b_v_outer_R)
+        return {'v_BSKH': project(outer_BSR, self.w_v_RKH, self.b_v_KH)}
+
+    def values(self, memory: Memory, score: Score) -> jax.Array:
+        return memory['v_BSKH']
+
+    def value_matrix(self, score: Score) -> jax.Array:
+        outer_DR = homogeneous(self.w_v_outer_DR, self.b_v_outer_R)
+        return composed(outer_DR, self.w_v_RKH, self.b_v_KH)
+
+    def output_matrix(self, score: Score) -> jax.Array:
+        return self.w_o_NHD[...]

@@ -1,0 +1,50 @@
+"""Every setting of a run or a study: typed, frozen, validated before anything compiles.
+
+A config file is a Python file with `get_config()`, which returns a `Config` or a `Study`; single
+fields are overridden on the command line as `--config.model.d_model=256`.
+"""
+
+from qkattn.config.model_config import ModelConfig
+from qkattn.config.run_config import (
+    ANNEALED,
+    DECAYS,
+    Config,
+    DataConfig,
+    DecodeConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrialsConfig,
+)
+from qkattn.config.serialize import (
+    concrete_types,
+    fingerprint,
+    fingerprint_of,
+    from_config_dict,
+    from_json,
+    to_config_dict,
+    to_json,
+)
+from qkattn.config.study_config import Study, TuningConfig
+
+__all__ = [
+    'ANNEALED',
+    'DECAYS',
+    'Config',
+    'DataConfig',
+    'DecodeConfig',
+    'MeshConfig',
+    'ModelConfig',
+    'OptimizerConfig',
+    'Study',
+    'TrainConfig',
+    'TrialsConfig',
+    'TuningConfig',
+    'concrete_types',
+    'fingerprint',
+    'fingerprint_of',
+    'from_config_dict',
+    'from_json',
+    'to_config_dict',
+    'to_json',
+]

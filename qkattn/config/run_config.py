@@ -1,0 +1,169 @@
+"""The settings of a run, typed and frozen; `qkattn.config` exports them."""
+
+import dataclasses
+from typing import Any, Literal
+
+from qkattn.config.model_config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read.
+
+    Attributes:
+      name: 'stdlib', 'tiny_shakespeare' or 'text' for language models; 'multi30k', 'cldr' or
+        'parallel' for translation; 'tfds:NAME' or 'tfds:NAME/CONFIG' for either; or a probe with
+        its options, as in 'recall(pairs=8)'. See qkattn/data/README.md.
+      data_dir: where prepared data is cached; None is $QKATTN_DATA or ~/.cache/qkattn.
+      manual_dir: where files that were fetched by hand lie, instead of a download.
+      path: the files of 'text' and 'parallel'.
+      languages: source and target of a translation set, as in 'en-de'.
+      feature: which feature of a tfds set is its text, where it has several.
+      lowercase: text is lower-cased before it is tokenised.
+      tokenizer: 'bytes', 'characters' or 'bpe'; the latter two are learned from the training
+        split, and for translation from both languages together.
+      tokenizer_size: pieces of a 'bpe' vocabulary.
+      mask_rate: part of the tokens that an encoder has to restore.
+      shift_windows: windows of text begin at an offset drawn for every epoch, so that a token is
+        not always seen behind the same context.
+      drop_long: sentence pairs that do not fit into the model are left out, from evaluation too;
+        otherwise they are an error.
+      eval_sequences: rows per evaluation, evenly spaced over the split; None is all.
+    """
+
+    name: str = 'stdlib'
+    data_dir: str | None = None
+    manual_dir: str | None = None
+    path: str | None = None
+    languages: str | None = None
+    feature: str | None = None
+    lowercase: bool = False
+    tokenizer: Literal['bytes', 'characters', 'bpe'] = 'bytes'
+    tokenizer_size: int = 8192
+    mask_rate: float = 0.15
+    shift_windows: bool = False
+    drop_long: bool = False
+    eval_sequences: int | None = None
+
+
+# Schedules that come down to final_fraction, and how far down counts as annealed.
+DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019) with linear warm-up, then decay.
+
+    Attributes:
+      warmup_steps: steps from 0 to the peak learning rate.
+      schedule: 'linear' or 'cosine' decay to final_fraction of the peak at the last step,
+        'constant', or 'inverse_sqrt', sqrt(W / step) behind a warm-up of W steps (Vaswani et al.
+        2017, section 5.3), which no number of steps ends.
+      final_fraction: learning rate at the end over the peak, of 'linear' and 'cosine'.
+      beta1, beta2, epsilon: Adam's.
+      clip_norm: gradients are scaled down to this global norm; None is off.
+    """
+
+    warmup_steps: int = 100
+    schedule: Literal['linear', 'cosine', 'constant', 'inverse_sqrt'] = 'linear'
+    final_fraction: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    epsilon: float = 1e-8
+    clip_norm: float | None = 1.0
+
+    @property
+    def anneals(self) -> bool:
+        """Whether the learning rate comes down to a tenth of its peak or less."""
+        return self.schedule in DECAYS and self.final_fraction <= ANNEALED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+      num_steps: optimizer steps.
+      batch_size: sequences per step and trial.
+      accumulation: microbatches per step, weighted by their tokens.
+      label_smoothing: weight of the uniform distribution in the training target (Szegedy et al.
+        2016, section 7); evaluation is without.
+      steps_per_dispatch: steps compiled into one program call.
+      log_every, eval_every, checkpoint_every: in steps, multiples of steps_per_dispatch.
+      lifting: how the step is lifted over trials: 'vmap' (side by side), 'map' (one after another
+        inside the program), or 'auto': the faster in a short measurement, recorded and kept.
+      init_from: weights directory or run directory (its first trial) that all trials start from;
+        None draws initial weights from the seeds.
+    """
+
+    num_steps: int = 1000
+    batch_size: int = 16
+    accumulation: int = 1
+    label_smoothing: float = 0.0
+    steps_per_dispatch: int = 10
+    log_every: int = 10
+    eval_every: int = 100
+    checkpoint_every: int = 100
+    lifting: Literal['auto', 'vmap', 'map'] = 'auto'
+    init_from: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrialsConfig:
+    """The stack of a run: every combination of the three, learning rate outermost.
+
+    Attributes:
+      seeds: of initial weights, data order and dropout.
+      learning_rates: peaks.
+      weight_decays: decoupled, on matrices and embeddings only.
+    """
+
+    seeds: tuple[int, ...] = (0,)
+    learning_rates: tuple[float, ...] = (2e-3,)
+    weight_decays: tuple[float, ...] = (0.1,)
+
+    def trials(self) -> list[dict[str, Any]]:
+        return [
+            {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': weight_decay}
+            for learning_rate in self.learning_rates
+            for weight_decay in self.weight_decays
+            for seed in self.seeds
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """How translations are searched for when a run ends and by experiments.translate.
+
+    Attributes:
+      beam: hypotheses kept; 1 is greedy.
+      length_penalty: a in score / length^a.
+      max_sources: sentences of each split that are translated for BLEU; None is all.
+    """
+
+    beam: int = 5
+    length_penalty: float = 1.0
+    max_sources: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices along each axis; their product is the number of devices used."""
+
+    trial: int = 1
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run: X trials of one architecture."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    trials: TrialsConfig = TrialsConfig()
+    decode: DecodeConfig = DecodeConfig()
+    mesh: MeshConfig = MeshConfig()

@@ -1,0 +1,88 @@
+"""Configs as JSON, as hashes, and as the ConfigDict that the command line overrides."""
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ml_collections import config_dict
+
+from qkattn.config.run_config import Config
+from qkattn.config.study_config import Study
+from qkattn.errors import ConfigError
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """The config as plain JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_json(cls: type, values: Mapping[str, Any], where: str = '') -> Any:
+    """Builds `cls` from nested values; an unknown or ill-typed field raises ConfigError."""
+    types_by_field = typing.get_type_hints(cls)
+    if unknown := sorted(set(values) - set(types_by_field)):
+        raise ConfigError(
+            f'unknown field {where}{unknown[0]}; known are {", ".join(types_by_field)}'
+        )
+    built = {}
+    for name, value in values.items():
+        expected = types_by_field[name]
+        if dataclasses.is_dataclass(expected):
+            built[name] = from_json(expected, value, f'{where}{name}.')
+        elif typing.get_origin(expected) is tuple and isinstance(value, (list, tuple)):
+            built[name] = tuple(value)
+        else:
+            built[name] = value
+    return cls(**built)
+
+
+def fingerprint(config: Config) -> str:
+    """Hash of what a run computes: every field but those that only say where.
+
+    These are the mesh and the directories of data, whose contents a run checks by fingerprints of
+    their own.
+    """
+    return fingerprint_of(to_json(config))
+
+
+def fingerprint_of(values: Mapping[str, Any]) -> str:
+    """The fingerprint of a config that was written down by `to_json`."""
+    values = {name: value for name, value in values.items() if name != 'mesh'}
+    where = ('data_dir', 'manual_dir')
+    values['data'] = {k: v for k, v in values['data'].items() if k not in where}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def to_config_dict(config: Config | Study) -> config_dict.ConfigDict:
+    """The config as a locked ConfigDict whose optional fields keep their type for overrides."""
+    out = config_dict.ConfigDict()
+    types_by_field = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = to_config_dict(value)
+        elif type(None) in (options := concrete_types(types_by_field[field.name])):
+            concrete = next(o for o in options if o is not type(None))
+            reference = config_dict.placeholder(concrete)
+            reference.set(value)
+            value = reference
+        out[field.name] = value
+    return out.lock()
+
+
+def from_config_dict(values: config_dict.ConfigDict) -> Config | Study:
+    """Back to the dataclass, after overrides."""
+    cls = Study if 'variants' in values else Config
+    return from_json(cls, values.to_dict())
+
+
+def concrete_types(annotation: Any) -> list[type]:
+    """The concrete types that a field may hold; a Literal counts as the type of its values."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return [o for arm in typing.get_args(annotation) for o in concrete_types(arm)]
+    if typing.get_origin(annotation) is Literal:
+        return [type(typing.get_args(annotation)[0])]
+    return [typing.get_origin(annotation) or annotation]

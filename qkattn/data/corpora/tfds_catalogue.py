@@ -1,0 +1,190 @@
+"""Any text or translation set of the tfds catalogue: 'tfds:NAME' or 'tfds:NAME/CONFIG'."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+import tensorflow_datasets as tfds
+
+from qkattn.config import DataConfig
+from qkattn.data.cache import data_root
+from qkattn.data.corpora import builders
+from qkattn.data.corpora.corpus import Corpus
+from qkattn.errors import ConfigError
+
+# Names under which the catalogue has the splits of a corpus.
+SPLITS = {'train': ('train',), 'validation': ('validation', 'dev', 'valid'), 'test': ('test',)}
+# What the source of a builder says if it cannot prepare without a package.
+PACKAGES = {'apache_beam': r'\bapache_beam\b|BeamBasedBuilder', 'tensorflow': r'\btf\.[a-z_]+\.\w'}
+
+
+def corpus(languages: tuple[str, ...], config: DataConfig) -> Corpus:
+    """The corpus of a catalogue set, prepared under `config.data_dir` where it is not yet.
+
+    Args:
+      languages: source and target of a translation set; () for text.
+
+    Raises:
+      ConfigError: for an unknown set, config, language or feature; for a set that cannot be
+        prepared here; for one without a train and a validation split.
+    """
+    data_dir = data_root(config.data_dir)
+    create = _creator(config.name, str(data_dir))
+    name = config.name.removeprefix('tfds:').partition('/')[0]
+    advice = (
+        'prepare it on a machine that can (file_format=array_record) and copy '
+        f'{str(data_dir / name)!r} from there'
+    )
+    try:
+        builder = create()
+    except ImportError as error:
+        raise ConfigError(builders.needs_package(config.name, error, advice)) from error
+    if not builders.is_prepared(builder):
+        _check_preparable(builder, config, advice)
+    feature = _text_feature(builder, languages, config)
+    builder = builders.prepare(
+        create, data_dir=data_dir, manual_dir=config.manual_dir, advice=advice, progress=True
+    )
+    found = _splits(builder, config)
+
+    def documents(language: str | None) -> dict[str, Iterator[bytes]]:
+        path = (*feature, language) if languages else feature
+        return {split: builders.texts(builder, name, *path) for split, name in found.items()}
+
+    parts = ('tfds', config.name.removeprefix('tfds:'), *(languages or feature))
+    return Corpus(
+        name=re.sub(r'[^\w.-]', '-', '-'.join(parts)),
+        version=str(builder.version),
+        languages=languages,
+        splits=tuple(found),
+        documents=documents,
+    )
+
+
+def _creator(full_name: str, data_dir: str) -> Callable[[], tfds.core.DatasetBuilder]:
+    """A function that makes the builder of 'tfds:NAME/CONFIG'."""
+    match = re.fullmatch(r'tfds:(\w+)(?:/([\w.+-]+))?', full_name)
+    if match is None:
+        raise ConfigError(
+            f"data.name={full_name!r} is not of the form 'tfds:NAME' or 'tfds:NAME/CONFIG'."
+        )
+    name, wanted = match.groups()
+    # Their names are unknown to tfds before these are imported.
+    importlib.import_module('tensorflow_datasets.text')
+    importlib.import_module('tensorflow_datasets.translate')
+
+    def create() -> tfds.core.DatasetBuilder:
+        return tfds.builder(f'{name}/{wanted}' if wanted else name, data_dir=data_dir)
+
+    try:
+        cls = tfds.builder_cls(name)
+    except tfds.core.registered.DatasetNotFoundError as error:
+        try:
+            # A set that was prepared elsewhere needs no code, only its files.
+            create()
+        except tfds.core.registered.DatasetNotFoundError:
+            close = difflib.get_close_matches(name, tfds.core.registered.list_imported_builders())
+            hint = f'; did you mean {", ".join(map(repr, close))}?' if close else '.'
+            raise ConfigError(
+                f'data.name={full_name!r}: the tfds catalogue has no {name!r} and there is none in '
+                f'{data_dir!r}{hint}'
+            ) from error
+        return create
+    names = list(dict.fromkeys(c.name for c in cls.BUILDER_CONFIGS))
+    if wanted is None and len(names) > 1:
+        raise ConfigError(
+            f'data.name={full_name!r} has several configs; name one, as in '
+            f'{f"{full_name}/{names[0]}"!r}; valid: {_some(names, wanted)}.'
+        )
+    if wanted is not None and wanted not in names:
+        raise ConfigError(
+            f'data.name={full_name!r}: {name!r} has no config {wanted!r}; valid: '
+            f'{_some(names, wanted) or "none"}.'
+        )
+    return create
+
+
+def _some(names: list[str], wanted: str | None) -> str:
+    """At most ten of the names, those like `wanted` first."""
+    close = difflib.get_close_matches(wanted or '', names, 10)
+    chosen = list(dict.fromkeys([*close, *names]))[:10]
+    return ', '.join(chosen) + (' and others' if len(names) > 10 else '')
+
+
+def _text_feature(
+    builder: tfds.core.DatasetBuilder, languages: tuple[str, ...], config: DataConfig
+) -> tuple[str, ...]:
+    """Where the text is in an example: (feature,), or () for a set that is one Translation."""
+    features = builder.info.features
+    if any(isinstance(f, tfds.features.TranslationVariableLanguages) for f in features.values()):
+        raise ConfigError(
+            f'data.name={config.name!r}: its languages vary from example to example; choose a set '
+            'with the same languages in all.'
+        )
+    if isinstance(features, tfds.features.Translation):
+        translations = {(): features}
+    else:
+        translations = {
+            (name,): f for name, f in features.items() if isinstance(f, tfds.features.Translation)
+        }
+    if languages:
+        if config.feature is not None:
+            raise ConfigError(
+                f'data.feature={config.feature!r} is for text; of a translation set, only '
+                'data.languages is given.'
+            )
+        for path, feature in translations.items():
+            if set(languages) <= set(feature.keys()):
+                return path
+        known = [language for feature in translations.values() for language in feature]
+        raise ConfigError(
+            f'data.languages={config.languages!r} are not in {config.name!r}; valid: '
+            f'{", ".join(map(repr, known)) or "none, it is no translation set"}.'
+        )
+    texts = [name for name, f in features.items() if isinstance(f, tfds.features.Text)]
+    if translations:
+        known = ', '.join(map(repr, next(iter(translations.values())).keys()))
+        raise ConfigError(
+            f'data.languages=None: {config.name!r} is a translation set; give source and target, '
+            f'two of {known}.'
+        )
+    if config.feature in texts:
+        return (config.feature,)
+    if config.feature is None and len(texts) == 1:
+        return (texts[0],)
+    raise ConfigError(
+        f'data.feature={config.feature!r} does not say which text of {config.name!r} is meant; '
+        f'valid: {", ".join(map(repr, texts)) or "none, it has no text feature"}.'
+    )
+
+
+def _check_preparable(builder: tfds.core.DatasetBuilder, config: DataConfig, advice: str) -> None:
+    """Says before a download of gigabytes what would stop the preparation after it."""
+    modules = {cls.__module__ for cls in type(builder).__mro__}
+    source = '\n'.join(
+        inspect.getsource(sys.modules[module])
+        for module in modules
+        if re.match(r'tensorflow_datasets\.(?!core\b)', module)
+    )
+    for package, pattern in PACKAGES.items():
+        if re.search(pattern, source) and importlib.util.find_spec(package) is None:
+            raise ConfigError(builders.needs_package(config.name, package, advice))
+
+
+def _splits(builder: tfds.core.DatasetBuilder, config: DataConfig) -> dict[str, str]:
+    available = list(builder.info.splits)
+    found = {}
+    for split, names in SPLITS.items():
+        present = [name for name in names if name in available]
+        if present:
+            found[split] = present[0]
+        elif split != 'test':
+            raise ConfigError(
+                f'data.name={config.name!r} has no {split} split, only '
+                f'{", ".join(map(repr, available))}; choose a set that has one.'
+            )
+    return found

@@ -1,0 +1,227 @@
+"""The synthetic tasks: what a row of each is made of."""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from qkattn.errors import ConfigError
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class Sizes(NamedTuple):
+    """Ids (answers too), ids that an answer may have, uniform numbers that a row is made of."""
+
+    vocabulary: int
+    answers: int
+    draws: int
+
+
+class Probe:
+    """A task; the fields of the dataclass are its options.
+
+    Its `sizes` are Sizes; `make` turns uniform numbers in [0, 1) of shape [rows, sizes.draws] into
+    tokens_BT, targets_BT and loss_weights_BT.
+
+    Attributes:
+      causal: whether the row is a sequence whose next tokens a decoder predicts, or a set of tokens
+        that an encoder labels.
+      least: the smallest value of each option.
+    """
+
+    causal: ClassVar[bool] = True
+    least: ClassVar[dict[str, int]]
+
+    def check(self) -> None:
+        """Raises ConfigError where the options do not fit together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copy(Probe):
+    """x_1 .. x_n, a separator, x_1 .. x_n; the second half is predicted.
+
+    Args:
+      length: n.
+      symbols: what the x are drawn from, independently.
+    """
+
+    least = {'length': 1, 'symbols': 2}
+    length: int = 16
+    symbols: int = 64
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(vocabulary=self.symbols + 1, answers=self.symbols, draws=self.length)
+
+    def make(self, u_BU: np.ndarray) -> Arrays:
+        x_BN = _whole(u_BU, self.symbols)
+        separator_B1 = np.full((len(u_BU), 1), self.symbols)
+        sequence_BT1 = np.concatenate([x_BN, separator_B1, self.again(x_BN)], axis=1)
+        return _predict(sequence_BT1, np.arange(2 * self.length) >= self.length)
+
+    def again(self, x_BN: np.ndarray) -> np.ndarray:
+        return x_BN
+
+
+class Reversal(Copy):
+    """x_1 .. x_n, a separator, x_n .. x_1; the second half is predicted. Options as of Copy."""
+
+    def again(self, x_BN: np.ndarray) -> np.ndarray:
+        return x_BN[:, ::-1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Induction(Probe):
+    """Random symbols, with some bigrams `a b` that occur twice; after the second a, b is predicted.
+
+    All other symbols of a row occur once, so that the answer is what followed the only earlier a
+    (Olsson et al. 2022). Bigrams do not overlap; their two places in the row are random.
+
+    Args:
+      length: tokens of a row.
+      repeats: bigrams that occur twice.
+      symbols: what the symbols of a row are drawn from, without replacement.
+    """
+
+    least = {'length': 1, 'repeats': 1, 'symbols': 2}
+    length: int = 32
+    repeats: int = 4
+    symbols: int = 64
+
+    def check(self) -> None:
+        if self.length + 1 < 4 * self.repeats:
+            raise ConfigError(
+                f'data.name: induction(length={self.length}) has no room for repeats='
+                f'{self.repeats} bigrams twice; length must be at least {4 * self.repeats - 1}.'
+            )
+        if self.symbols < self.length + 1 - 2 * self.repeats:
+            raise ConfigError(
+                f'data.name: induction(symbols={self.symbols}) has too few symbols for length='
+                f'{self.length} with repeats={self.repeats}; symbols must be at least '
+                f'{self.length + 1 - 2 * self.repeats}.'
+            )
+
+    @property
+    def sizes(self) -> Sizes:
+        units = self.length + 1 - 2 * self.repeats
+        return Sizes(vocabulary=self.symbols, answers=self.symbols, draws=self.symbols + units)
+
+    def make(self, u_BU: np.ndarray) -> Arrays:
+        B, R = len(u_BU), self.repeats
+        symbols_BV = np.argsort(u_BU[:, : self.symbols], axis=1)
+        # Units 0 .. 2R - 1 are the R bigrams twice, symbols 2r and 2r + 1; others are single.
+        units_BN = np.argsort(u_BU[:, self.symbols :], axis=1)
+        units_BT1 = np.repeat(units_BN, np.where(units_BN.ravel() < 2 * R, 2, 1))
+        units_BT1 = units_BT1.reshape(B, self.length + 1)
+        second_BT1 = np.diff(units_BT1, axis=1, prepend=-1) == 0
+        symbol_BT1 = np.where(units_BT1 < 2 * R, units_BT1 % R * 2 + second_BT1, units_BT1)
+        sequence_BT1 = np.take_along_axis(symbols_BV, symbol_BT1, axis=1)
+        same_BTT = sequence_BT1[:, :-1, None] == sequence_BT1[:, None, :-1]
+        seen_BT = np.tril(same_BTT, -1).any(-1)
+        return _predict(sequence_BT1, seen_BT & ~second_BT1[:, :-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recall(Probe):
+    """Key-value pairs, then every key again in a random order, each followed by its value.
+
+    The values of the second half are predicted: multi-query associative recall (Arora et al. 2023).
+
+    Args:
+      pairs: keys in a row, all different.
+      keys: what the keys are drawn from.
+      values: what the values are drawn from, independently; other ids than the keys'.
+    """
+
+    least = {'pairs': 1, 'keys': 1, 'values': 2}
+    pairs: int = 8
+    keys: int = 32
+    values: int = 32
+
+    def check(self) -> None:
+        if self.pairs > self.keys:
+            raise ConfigError(
+                f'data.name: recall(pairs={self.pairs}) needs that many keys, but keys='
+                f'{self.keys}; keys must be at least {self.pairs}.'
+            )
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(
+            vocabulary=self.keys + self.values,
+            answers=self.values,
+            draws=self.keys + 2 * self.pairs,
+        )
+
+    def make(self, u_BU: np.ndarray) -> Arrays:
+        P = self.pairs
+        u_keys_BK, u_values_BP, u_order_BP = np.split(u_BU, [self.keys, self.keys + P], axis=1)
+        keys_BP = np.argsort(u_keys_BK, axis=1)[:, :P]
+        values_BP = self.keys + _whole(u_values_BP, self.values)
+        pairs_BP2 = np.stack([keys_BP, values_BP], axis=2)
+        asked_BP2 = np.take_along_axis(pairs_BP2, np.argsort(u_order_BP, axis=1)[..., None], axis=1)
+        sequence_BT1 = np.concatenate([pairs_BP2, asked_BP2], axis=1).reshape(len(u_BU), -1)
+        t_T = np.arange(4 * P - 1)
+        return _predict(sequence_BT1, (t_T >= 2 * P) & (t_T % 2 == 0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Successor(Probe):
+    """All keys of a circle in a random order, each with a payload; the next key's is the label.
+
+    Token key * payloads + payload stands for both; the label of key k is the payload that key
+    (k + 1) mod keys has in this row. Positions say nothing.
+
+    The task tells directions apart. To read its successor and not its predecessor, every k needs
+    s(k, k + 1) > s(k, k - 1). A symmetric score has s(k, k - 1) = s(k - 1, k), so that the scores
+    would have to grow with every step around the circle, which ends where it began. One head with
+    a symmetric score, without positions, thus points at the successors of all keys but one, at
+    best, and guesses the last label: accuracy 1 - (1 - 1 / payloads) / keys. Only an MLP that takes
+    a mixture of both neighbours' values apart gets further. It was learned within a thousand steps
+    with 6 keys at width 64 and with 8 at width 128, but not with 16 keys at either width: few keys
+    in a wide model do not tell the scores apart.
+
+    Args:
+      keys: on the circle, and tokens of a row.
+      payloads: what the payloads are drawn from, independently.
+    """
+
+    causal = False
+    least = {'keys': 3, 'payloads': 2}
+    keys: int = 16
+    payloads: int = 16
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(
+            vocabulary=self.keys * self.payloads, answers=self.payloads, draws=2 * self.keys
+        )
+
+    def make(self, u_BU: np.ndarray) -> Arrays:
+        u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
+        keys_BT = np.argsort(u_order_BT, axis=1)
+        payloads_BK = _whole(u_payloads_BK, self.payloads)
+        tokens_BT = keys_BT * self.payloads + np.take_along_axis(payloads_BK, keys_BT, axis=1)
+        targets_BT = np.take_along_axis(payloads_BK, (keys_BT + 1) % self.keys, axis=1)
+        return tokens_BT, targets_BT, np.ones(keys_BT.shape)
+
+
+PROBES: dict[str, type[Probe]] = {
+    'copy': Copy,
+    'reversal': Reversal,
+    'induction': Induction,
+    'recall': Recall,
+    'successor': Successor,
+}
+
+
+def _whole(u: np.ndarray, number: int) -> np.ndarray:
+    """Uniform numbers in [0, 1) as uniform whole numbers in [0, number)."""
+    return (u * number).astype(np.int64)
+
+
+def _predict(sequence_BT1: np.ndarray, predicted: np.ndarray) -> Arrays:
+    """Next-token prediction of a sequence where `predicted`, per position or position and row."""
+    tokens_BT, targets_BT = sequence_BT1[:, :-1], sequence_BT1[:, 1:]
+    return tokens_BT, targets_BT, np.broadcast_to(predicted, tokens_BT.shape)

@@ -1,0 +1,122 @@
+"""Synthetic tasks whose answers are known exactly, for one ability of attention at a time.
+
+A task is named by a call, e.g. 'recall(pairs=8)'. Rows are made up from random numbers when they
+are read: training never sees a row twice but by chance, validation and test are fixed.
+"""
+
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+import numpy as np
+
+from qkattn.config.calls import parse_call
+from qkattn.data.tasks.probe_tasks import PROBES, Probe
+from qkattn.data.tasks.rows import Batch
+from qkattn.errors import ConfigError, SpecError
+
+# Changes whenever the same draws would make other rows.
+VERSION = 1
+TRAIN_ROWS = 2**24
+EVAL_ROWS = 1024
+SPLITS = ('train', 'validation', 'test')
+
+
+def is_probe(text: str) -> bool:
+    """Whether `text` is the name of a probe, with options or without."""
+    return text.partition('(')[0] in PROBES
+
+
+def find(text: str) -> 'ProbeRows':
+    """The rows of the probe that `text` names, e.g. 'recall(pairs=8)'.
+
+    Raises:
+      ConfigError: an unknown probe or option, or an option out of range.
+    """
+    try:
+        name, options = parse_call(text, 'probe')
+    except SpecError as error:
+        raise ConfigError(f'data.name: {error}') from None
+    if name not in PROBES:
+        near = difflib.get_close_matches(name, PROBES, n=1)
+        hint = f', did you mean {near[0]!r}?' if near else ';'
+        raise ConfigError(
+            f'data.name={text!r} is not a known probe{hint} known are {", ".join(PROBES)}.'
+        )
+    kind = PROBES[name]
+    known = [field.name for field in dataclasses.fields(kind)]
+    for option, value in options.items():
+        if option not in known:
+            raise ConfigError(
+                f'data.name={text!r}: {name} has no option {option!r}; it takes {", ".join(known)}.'
+            )
+        least = kind.least[option]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(
+                f'data.name={text!r}: {option}={value!r} must be a whole number of at least '
+                f'{least}.'
+            )
+    probe = kind(**options)
+    probe.check()
+    return ProbeRows(name, probe)
+
+
+class ProbeRows:
+    """Endless training rows and 1,024 fixed rows each for validation and test.
+
+    A training row is a function of its draws only, an evaluation row of its split and number; the
+    three splits read different parts of their generators' streams.
+
+    Attributes:
+      causal: whether a decoder predicts next tokens, or an encoder labels the tokens of the row.
+      length: tokens of a row.
+      options: of the task, all of them.
+    """
+
+    splits = SPLITS
+
+    def __init__(self, name: str, probe: Probe):
+        self.name = name
+        self.options = dataclasses.asdict(probe)
+        self.causal = probe.causal
+        self.vocab_size = probe.sizes.vocabulary
+        self._probe = probe
+        self.length = self.read('validation', np.arange(1), np.zeros((1, 2)))['tokens_BT'].shape[1]
+
+    def _place(self, split: str) -> int:
+        if split not in SPLITS:
+            raise ConfigError(
+                f'split={split!r} is not in probe {self.name!r}; valid: '
+                f'{", ".join(map(repr, SPLITS))}.'
+            )
+        return SPLITS.index(split)
+
+    def count(self, split: str) -> int:
+        return EVAL_ROWS if self._place(split) else TRAIN_ROWS
+
+    def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
+        place = self._place(split)
+        if place:
+            rows_B = np.asarray(rows_B)
+            draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1)
+        u_BU = np.empty((len(draws_B2), self._probe.sizes.draws))
+        for draws_2, u_U in zip(np.asarray(draws_B2, np.uint64), u_BU, strict=True):
+            # A counter's high word sets the splits 2^192 draws apart.
+            generator = np.random.Philox(key=draws_2, counter=place << 192)
+            np.random.Generator(generator).random(out=u_U)
+        tokens_BT, targets_BT, loss_weights_BT = self._probe.make(u_BU)
+        return {
+            'tokens_BT': tokens_BT.astype(np.int32),
+            'targets_BT': targets_BT.astype(np.int32),
+            'loss_weights_BT': loss_weights_BT.astype(np.float32),
+        }
+
+    def identity(self) -> dict[str, Any]:
+        return {'name': self.name, 'version': VERSION, 'options': self.options}
+
+    def bytes_per_token(self, split: str) -> None:
+        return None
+
+    def unigram_nats(self, split: str) -> float:
+        return math.log(self._probe.sizes.answers)

@@ -1,0 +1,65 @@
+"""Text without structure, shown twice: what can be predicted of it was read in the same window."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from qkattn.data.pipeline import eval_batches, eval_rows
+from qkattn.data.tasks.rows import Batch, Rows
+
+# Rows at most, of as many rows of the validation split.
+NUM_ROWS = 64
+# Copies in a shorter row would be of too few tokens to be recognised.
+MIN_LENGTH = 8
+SEED = 0
+
+Copy = Literal['first', 'second']
+
+
+def sequences(rows: Rows) -> np.ndarray | None:
+    """r_BH, H = (T + 1) // 2: validation tokens in a random order, int32.
+
+    The tokens of up to NUM_ROWS rows, evenly spaced over the split, are shuffled across all of
+    them: the corpus's frequencies are left, and neither its order nor its topics. A function of the
+    rows only, so the same for everything that is trained on them.
+
+    Returns:
+      None where T < MIN_LENGTH, and where a row leaves tokens unpredicted (weight 0): what a model
+      says after a token that it was never asked about means nothing. All causal probes do that.
+    """
+    count = len(eval_rows(rows, 'validation', NUM_ROWS))
+    batch = next(eval_batches(rows, 'validation', batch_size=count, max_rows=NUM_ROWS))
+    tokens_BT = batch['tokens_BT']
+    length = tokens_BT.shape[1]
+    if length < MIN_LENGTH or not (batch['loss_weights_BT'] == 1).all():
+        return None
+    half = (length + 1) // 2
+    shuffled = np.random.default_rng(SEED).permutation(tokens_BT.ravel())
+    return shuffled[: count * half].reshape(count, half)
+
+
+def batches(r_BH: np.ndarray, length: int, copy: Copy, *, batch_size: int) -> Iterator[Batch]:
+    """Batches of rows r_1 .. r_H r_1 .. r_H, of which one copy's r_2 .. r_H are targets.
+
+    Nothing says which token begins the second copy, so r_1 is a target of neither. Rows that pad
+    the last batch to `batch_size` hold zeros, weights too.
+
+    Args:
+      r_BH: what is shown twice.
+      length: T of the batches, 2 H - 1 or 2 H; in 2 H, the last position predicts nothing.
+      copy: 'first' or 'second'; tokens and targets are the same for both.
+    """
+    count, half = r_BH.shape
+    shown_BT1 = np.zeros((-(-count // batch_size) * batch_size, length + 1), np.int32)
+    shown_BT1[:count, : 2 * half] = np.tile(r_BH, 2)
+    loss_weights_BT = np.zeros((len(shown_BT1), length), np.float32)
+    start = 0 if copy == 'first' else half
+    loss_weights_BT[:count, start : start + half - 1] = 1
+    for at in range(0, len(shown_BT1), batch_size):
+        part = slice(at, at + batch_size)
+        yield {
+            'tokens_BT': shown_BT1[part, :-1],
+            'targets_BT': shown_BT1[part, 1:],
+            'loss_weights_BT': loss_weights_BT[part],
+        }

@@ -1,0 +1,224 @@
+"""Continuations of prompts by a language model: sampled, greedy, or searched for."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qkattn.decode.beam import Hypotheses, beam_search
+from qkattn.decode.cached import decode_step, init_cache, prefill, take_rows
+from qkattn.errors import ConfigError
+from qkattn.model import Decoder
+
+
+def choose(
+    logits_BV: jax.Array,
+    keys_B: jax.Array,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> jax.Array:
+    """The next token of each row; ties go to the lower id.
+
+    Args:
+      logits_BV: of the next token.
+      keys_B: a random key for each row.
+      temperature: divides the logits; 0 takes the largest.
+      top_k: only the k likeliest tokens (Fan et al. 2018).
+      top_p: of these, renormalized, only the fewest whose probabilities reach p (Holtzman et al.
+        2020, nucleus sampling).
+    """
+    if temperature == 0:
+        return jnp.argmax(logits_BV, -1)
+    order_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)
+    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, -1) / temperature
+    if top_k is not None:
+        sorted_BV = jnp.where(jnp.arange(sorted_BV.shape[-1]) < top_k, sorted_BV, -jnp.inf)
+    if top_p is not None:
+        p_BV = jax.nn.softmax(sorted_BV, -1)
+        before_BV = jnp.cumsum(p_BV, -1) - p_BV
+        # The likeliest token stays whatever rounding makes of the sum before it.
+        kept_BV = (before_BV < top_p).at[:, 0].set(True)
+        sorted_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
+    ranks_B = jax.vmap(jax.random.categorical)(keys_B, sorted_BV)
+    return jnp.take_along_axis(order_BV, ranks_B[:, None], -1)[:, 0]
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]] | np.ndarray,
+    num_tokens: int,
+    *,
+    key: jax.Array | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    vocab_size: int | None = None,
+) -> jax.Array:
+    """Continues each prompt by `num_tokens` tokens; tokens_BT without the prompts, int32.
+
+    One compiled program for each shape and set of options. A row depends on its own prompt, its
+    index and the key only, not on what else is in the batch.
+
+    Args:
+      prompts: token ids of each row; rows may differ in length.
+      key: required unless greedy.
+      temperature, top_k, top_p: see `choose`; temperature 0 is greedy decoding.
+      vocab_size: ids from here on are never chosen; None is all that the model has.
+
+    Raises:
+      ConfigError: no decoder, an option out of range, an id that the model does not know, or more
+        tokens than model.context; the last token generated takes no room, as nothing comes after
+        it.
+    """
+    V = model.config.vocab_size if vocab_size is None else vocab_size
+    _check_options(key, temperature, top_k, top_p)
+    tokens_BT, start_B = _fitting(model, prompts, num_tokens, V)
+    return _generate(
+        model,
+        tokens_BT,
+        start_B,
+        jax.random.key(0) if key is None else key,
+        num_tokens=num_tokens,
+        temperature=float(temperature),
+        top_k=None if top_k is None else min(top_k, V),
+        top_p=top_p,
+        vocab_size=V,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=('num_tokens', 'temperature', 'top_k', 'top_p', 'vocab_size')
+)
+def _generate(
+    model: Decoder,
+    tokens_BT: jax.Array,
+    start_B: jax.Array,
+    key: jax.Array,
+    *,
+    num_tokens: int,
+    vocab_size: int,
+    **options,
+) -> jax.Array:
+    B, T = tokens_BT.shape
+
+    def next_tokens(logits_BV: jax.Array, i: jax.Array) -> jax.Array:
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, i), jnp.arange(B))
+        return choose(logits_BV[:, :vocab_size], keys_B, **options).astype(jnp.int32)
+
+    def step(carry, i):
+        tokens_B, cache = carry
+        logits_BV, cache = decode_step(model, tokens_B, cache)
+        tokens_B = next_tokens(logits_BV, i)
+        return (tokens_B, cache), tokens_B
+
+    cache = init_cache(model, B, T + num_tokens - 1)._replace(start_B=start_B)
+    logits_BV, cache = prefill(model, tokens_BT, cache)
+    first_B = next_tokens(logits_BV, jnp.int32(0))
+    _, rest_TB = jax.lax.scan(step, (first_B, cache), jnp.arange(1, num_tokens))
+    return jnp.concatenate([first_B[:, None], rest_TB.T], axis=1)
+
+
+def search(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]] | np.ndarray,
+    num_tokens: int,
+    *,
+    separator: int,
+    beam: int,
+    length_penalty: float = 1.0,
+    vocab_size: int | None = None,
+) -> Hypotheses:
+    """The likeliest continuations of each prompt, up to the separator or `num_tokens` tokens.
+
+    Raises:
+      ConfigError: as `generate` and `beam_search`.
+    """
+    V = model.config.vocab_size if vocab_size is None else vocab_size
+    tokens_BT, start_B = _fitting(model, prompts, num_tokens, V)
+    return _search(
+        model,
+        tokens_BT,
+        start_B,
+        num_tokens=num_tokens,
+        separator=separator,
+        beam=beam,
+        length_penalty=length_penalty,
+        vocab_size=V,
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=('num_tokens', 'separator', 'beam', 'length_penalty', 'vocab_size'),
+)
+def _search(
+    model: Decoder, tokens_BT: jax.Array, start_B: jax.Array, *, num_tokens: int, **options
+) -> Hypotheses:
+    B, T = tokens_BT.shape
+    cache = init_cache(model, B, T + num_tokens - 1)._replace(start_B=start_B)
+    logits_BV, cache = prefill(model, tokens_BT, cache)
+    step = functools.partial(decode_step, model)
+    return beam_search(logits_BV, cache, step, take_rows, num_tokens=num_tokens, **options)
+
+
+def _fitting(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]] | np.ndarray,
+    num_tokens: int,
+    vocab_size: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts, padded, where the model has room for them and for `num_tokens` more."""
+    if model.config.kind != 'decoder':
+        raise ConfigError(
+            f'model.kind={model.config.kind!r} does not continue text; it must be decoder'
+        )
+    if num_tokens < 1:
+        raise ConfigError(f'num_tokens={num_tokens} must be at least 1')
+    if not 1 <= vocab_size <= model.config.vocab_size:
+        raise ConfigError(
+            f'vocab_size={vocab_size} must be from 1 to model.vocab_size={model.config.vocab_size}'
+        )
+    tokens_BT, start_B = _left_padded(prompts, model.config.vocab_size)
+    room, needed = model.config.context, tokens_BT.shape[1] + num_tokens - 1
+    if needed > room:
+        raise ConfigError(
+            f'a prompt of {tokens_BT.shape[1]} tokens and num_tokens={num_tokens} need {needed} '
+            f'positions, more than model.context={room}'
+        )
+    return tokens_BT, start_B
+
+
+def _left_padded(
+    prompts: Sequence[Sequence[int]] | np.ndarray, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts that end in the last column, and where each begins."""
+    rows = [np.asarray(prompt) for prompt in prompts]
+    if not rows or any(row.ndim != 1 or not row.size for row in rows):
+        raise ConfigError('prompts must hold at least one row, each of at least one token id')
+    for i, row in enumerate(rows):
+        if not np.issubdtype(row.dtype, np.integer):
+            raise ConfigError(f'prompts[{i}] is of {row.dtype}, but token ids are integers')
+        for unknown in row[(row < 0) | (row >= vocab_size)][:1]:
+            raise ConfigError(f'prompts[{i}] holds id {unknown}; ids are 0 to {vocab_size - 1}')
+    T = max(len(row) for row in rows)
+    tokens_BT = np.stack([np.pad(row.astype(np.int32), (T - len(row), 0)) for row in rows])
+    return tokens_BT, np.array([T - len(row) for row in rows], np.int32)
+
+
+def _check_options(
+    key: jax.Array | None, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    if not 0 <= temperature < float('inf'):
+        raise ConfigError(f'temperature={temperature} must be 0 (greedy) or above, and finite')
+    if temperature and key is None:
+        raise ConfigError(f'key is required to sample at temperature={temperature}')
+    if temperature == 0 and (top_k, top_p) != (None, None):
+        raise ConfigError('top_k and top_p change nothing at temperature=0; leave them out')
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f'top_k={top_k} must be at least 1, or None')
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f'top_p={top_p} must be above 0 and at most 1, or None')

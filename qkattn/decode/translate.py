@@ -1,0 +1,143 @@
+"""Translation with a trained encoder-decoder: sentences in, sentences out, and their scores."""
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qkattn.config import DecodeConfig
+from qkattn.data.tasks.pairs import PairDataset
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.decode.beam import Hypotheses, beam_search
+from qkattn.decode.cached import decode_step, prefill, read_source, take_rows
+from qkattn.decode.translation_scores import translation_scores
+from qkattn.errors import ConfigError
+from qkattn.model import EncoderDecoder
+
+# Sources of about the same length share a batch, padded to a multiple of this many tokens, so that
+# there are few shapes to compile.
+WIDTH_STEP = 16
+BATCH_SIZE = 64
+
+log = logging.getLogger(__name__)
+
+
+def translate(
+    model: EncoderDecoder, tokenizer: Tokenizer, sources: Sequence[str], config: DecodeConfig
+) -> list[str]:
+    """The best hypothesis for each source, in the order given.
+
+    Raises:
+      ConfigError: no encoder-decoder; a source that is empty, cannot be encoded or is longer than
+        model.source_context; an option of the search out of range.
+    """
+    encoded = []
+    for i, source in enumerate(sources):
+        try:
+            encoded.append(tokenizer.encode(source))
+        except ValueError as error:
+            raise ConfigError(f'source {i + 1} cannot be encoded: {error}') from error
+        if not len(encoded[-1]):
+            raise ConfigError(f'source {i + 1} is empty; it must hold at least one token')
+    found = translate_ids(model, encoded, tokenizer.separator, config, tokenizer.vocab_size)
+    return [tokenizer.decode(ids) for ids in found]
+
+
+def translate_ids(
+    model: EncoderDecoder,
+    sources: Sequence[np.ndarray],
+    separator: int,
+    config: DecodeConfig,
+    vocab_size: int,
+) -> list[np.ndarray]:
+    """`translate` on token ids; neither sources nor translations have the separator."""
+    if not isinstance(model, EncoderDecoder):
+        raise ConfigError(
+            f'model.kind={model.config.kind!r} does not translate; it must be encoder_decoder'
+        )
+    room = model.config.encoder.context
+    for i, source in enumerate(sources):
+        if len(source) + 1 > room:
+            raise ConfigError(
+                f'source {i + 1} has {len(source)} tokens, but model.source_context={room} has '
+                f'room for {room - 1} and the separator'
+            )
+    by_length = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+    found: list[np.ndarray] = [np.zeros(0, np.int32)] * len(sources)
+    for first in range(0, len(sources), BATCH_SIZE):
+        chosen = by_length[first : first + BATCH_SIZE]
+        width = max(len(sources[i]) for i in chosen) + 1
+        width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, room)
+        source_BS = np.zeros((BATCH_SIZE, width), np.int32)
+        valid_BS = np.zeros((BATCH_SIZE, width), bool)
+        for row, i in enumerate(chosen):
+            ids = np.append(sources[i], separator)
+            source_BS[row, : len(ids)], valid_BS[row, : len(ids)] = ids, True
+        best = _search(
+            model,
+            source_BS,
+            valid_BS,
+            beam=config.beam,
+            length_penalty=config.length_penalty,
+            separator=separator,
+            vocab_size=vocab_size,
+        )
+        tokens_BT, lengths_B = (
+            np.asarray(best.tokens_BKT[:, 0]),
+            np.asarray(best.lengths_BK[:, 0]),
+        )
+        for row, i in enumerate(chosen):
+            ids = tokens_BT[row, : lengths_B[row]]
+            found[i] = ids[ids != separator]
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=('beam', 'length_penalty', 'separator', 'vocab_size'))
+def _search(
+    model: EncoderDecoder,
+    source_BS: jax.Array,
+    valid_BS: jax.Array,
+    *,
+    separator: int,
+    **options,
+) -> Hypotheses:
+    length = model.config.context
+    cache = read_source(model, source_BS, valid_BS, length)
+    start_B1 = jnp.full((len(source_BS), 1), separator, jnp.int32)
+    logits_BV, cache = prefill(model, start_B1, cache)
+    step = functools.partial(decode_step, model)
+    return beam_search(
+        logits_BV, cache, step, take_rows, num_tokens=length, separator=separator, **options
+    )
+
+
+def score_split(
+    model: EncoderDecoder,
+    pairs: PairDataset,
+    split: str,
+    config: DecodeConfig,
+    *,
+    lowercase: bool,
+) -> dict[str, Any]:
+    """Translates a split and scores it: see `evaluate.translation_scores`.
+
+    The first `config.max_sources` sentences, in file order. A source that is longer than the model
+    has room for is cut, so that the score is of the whole set all the same; the log says how many.
+    """
+    tokenizer = pairs.source.tokenizer
+    sources, targets = (side[: config.max_sources] for side in pairs.sentences(split))
+    room = model.config.encoder.context - 1
+    cut = sum(len(source) > room for source in sources)
+    if cut:
+        log.warning('%d sources of split %r are cut to %d tokens', cut, split, room)
+    sources = [source[:room] for source in sources]
+    found = translate_ids(model, sources, tokenizer.separator, config, tokenizer.vocab_size)
+    return translation_scores(
+        [tokenizer.decode(ids) for ids in found],
+        [tokenizer.decode(ids) for ids in targets],
+        lowercase=lowercase,
+    )

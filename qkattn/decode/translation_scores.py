@@ -1,0 +1,85 @@
+"""Metrics on text, and losses in other units."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from qkattn.errors import ConfigError
+
+# The other tokenizers of sacrebleu download models or need further packages.
+TOKENIZERS = ('13a', 'intl', 'char', 'zh', 'none')
+
+
+def translation_scores(
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    *,
+    lowercase: bool = False,
+    tokenize: str = '13a',
+) -> dict[str, float | int | str]:
+    """Scores of a whole test set, with one reference a sentence.
+
+    Args:
+      hypotheses: detokenized text, as a reader would see it.
+      references: as many, in the same order.
+      lowercase: all scores ignore case.
+      tokenize: how BLEU splits words, one of TOKENIZERS; chrF has no words.
+
+    Returns:
+      bleu: corpus BLEU in percent (Papineni et al. 2002), as computed by sacrebleu (Post 2018).
+      chrf: corpus chrF2 in percent (Popović 2015), by sacrebleu.
+      bleu_signature, chrf_signature: what must be equal for scores to be comparable.
+      exact_match: the fraction of hypotheses that are their reference, character by character.
+      num_sentences: how many were scored.
+
+    Raises:
+      ConfigError: no sentences, unequally many, or an unknown tokenizer.
+    """
+    from sacrebleu.metrics import BLEU, CHRF  # only needed where text is scored
+
+    if tokenize not in TOKENIZERS:
+        raise ConfigError(f'tokenize={tokenize!r} must be one of {", ".join(TOKENIZERS)}')
+    if len(hypotheses) != len(references):
+        raise ConfigError(
+            f'{len(hypotheses)} hypotheses cannot be scored against {len(references)} references; '
+            'there must be one for each'
+        )
+    if not len(hypotheses):
+        raise ConfigError('hypotheses must hold at least one sentence')
+    bleu = BLEU(lowercase=lowercase, tokenize=tokenize)
+    chrf = CHRF(lowercase=lowercase)
+    scores = {
+        'bleu': bleu.corpus_score(hypotheses, [references]).score,
+        'chrf': chrf.corpus_score(hypotheses, [references]).score,
+    }
+    same = [
+        hypothesis.lower() == reference.lower() if lowercase else hypothesis == reference
+        for hypothesis, reference in zip(hypotheses, references, strict=True)
+    ]
+    return scores | {
+        'bleu_signature': str(bleu.get_signature()),
+        'chrf_signature': str(chrf.get_signature()),
+        'exact_match': sum(same) / len(same),
+        'num_sentences': len(same),
+    }
+
+
+def perplexity(nats_per_token: float) -> float:
+    """exp(nats per token), of a mean over all tokens of a data set; inf beyond the largest float.
+
+    The mean comes first: the mean of several batches' perplexities is larger.
+    """
+    with np.errstate(over='ignore'):
+        return float(np.exp(np.float64(nats_per_token)))
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """nats_per_token / (ln 2 * bytes_per_token), which unlike nats does not depend on tokens.
+
+    Raises:
+      ConfigError: bytes_per_token is not above 0.
+    """
+    if not bytes_per_token > 0:
+        raise ConfigError(f'bytes_per_token={bytes_per_token} must be above 0')
+    return float(nats_per_token) / (math.log(2) * bytes_per_token)

@@ -1,0 +1,48 @@
+"""The errors that qkattn raises on purpose.
+
+Each message is one sentence: the field, the value, what would be valid.
+"""
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work."""
+
+
+class SpecError(ValueError):
+    """An attention layer that cannot be built."""
+
+
+class ConversionError(ValueError):
+    """An attention layer or model that cannot be rewritten as asked."""
+
+
+class MatchError(ConfigError):
+    """No model of a variant costs what the baseline does."""
+
+
+class RunDirectoryError(ConfigError):
+    """A run directory cannot be used: it is in use, out of reach, or damaged."""
+
+
+class InUseError(RunDirectoryError):
+    """A live process holds the run directory."""
+
+
+class LayoutError(ConfigError):
+    """A published model that cannot be read into, or written from, a `ModelConfig`."""
+
+
+class ReportError(ConfigError):
+    """A directory that is no study, or a file in it that cannot be read."""
+
+
+class CheckpointError(RuntimeError):
+    """Checkpoints that are damaged, or belong to other data."""
+
+
+class Stopped(Exception):
+    """Training stopped on request, with a checkpoint saved; the same command resumes it."""
+
+
+class Lost(Exception):
+    """The run belongs to another process; nothing was saved since the last checkpoint."""

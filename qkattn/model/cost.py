@@ -1,0 +1,126 @@
+"""What a model costs, counted on the real thing: parameters, FLOPs, cache.
+
+Nothing here is a formula: parameters are counted on the parameter tree, FLOPs on the traced
+program, the cache on the arrays that a layer remembers, all by abstract evaluation.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from qkattn.config import ModelConfig
+from qkattn.model import Decoder, EncoderDecoder, abstract_model
+
+GROUPS = ('embedding', 'attention', 'mlp', 'norm')
+
+
+def abstract_params(config: ModelConfig) -> dict:
+    """The parameter tree with shapes in place of arrays."""
+    return nnx.to_pure_dict(nnx.state(abstract_model(config)))
+
+
+def group_of(path: str) -> str:
+    """The budget group of a parameter by its path, e.g. 'blocks/mlp/w_in_DF' -> 'mlp'."""
+    *modules, name = path.split('/')
+    if modules and modules[-1].endswith('norm'):
+        return 'norm'
+    for group in ('attention', 'mlp'):
+        if any(module.endswith(group) for module in modules):
+            return group
+    if modules in ([], ['encoder']) and name.startswith(('w_embedding', 'w_position', 'w_output')):
+        return 'embedding'
+    raise ValueError(f'parameter {path} belongs to no budget group of {", ".join(GROUPS)}')
+
+
+def count(config: ModelConfig) -> dict[str, int]:
+    """Parameters per group and their total, as counted on the parameter tree."""
+    parameters = dict.fromkeys(GROUPS, 0)
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
+    for path, leaf in leaves:
+        path = jax.tree_util.keystr(path, simple=True, separator='/')
+        parameters[group_of(path)] += math.prod(leaf.shape)
+    total = sum(math.prod(leaf.shape) for _, leaf in leaves)
+    assert sum(parameters.values()) == total, (parameters, total)
+    return {**parameters, 'total': total}
+
+
+def flops_per_token(config: ModelConfig) -> float:
+    """Floating-point operations of all matrix products in one forward pass, per token.
+
+    Counted on the traced program at the full context, two per multiply-add; masked positions are
+    computed and count. A training step costs about three times as much. In an encoder-decoder, per
+    target token, the encoding of a full source included.
+    """
+    inputs = {'tokens_BT': jax.ShapeDtypeStruct((1, config.context), jnp.int32)}
+    if config.kind == 'encoder_decoder':
+        inputs['source_BS'] = jax.ShapeDtypeStruct((1, config.encoder.context), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda model, inputs: model(**inputs))(abstract_model(config), inputs)
+    return _matmul_flops(jaxpr.jaxpr) / config.context
+
+
+def _matmul_flops(jaxpr: Jaxpr) -> int:
+    """Sums the dot_generals; a value computed twice is counted once, as the compiler merges it."""
+    flops, values, seen = 0, {}, set()
+    for equation in jaxpr.eqns:
+        inputs = tuple(
+            repr(v) if isinstance(v, Literal) else values.get(v, id(v)) for v in equation.invars
+        )
+        value = hash((equation.primitive.name, str(equation.params), inputs))
+        values.update({out: (value, i) for i, out in enumerate(equation.outvars)})
+        if value in seen:
+            continue
+        seen.add(value)
+        if equation.primitive.name == 'dot_general':
+            (contracted, _), _ = equation.params['dimension_numbers']
+            left = equation.invars[0].aval.shape
+            out = equation.outvars[0].aval.shape
+            flops += 2 * math.prod(out) * math.prod(left[axis] for axis in contracted)
+        repeats = equation.params['length'] if equation.primitive.name == 'scan' else 1
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                flops += repeats * _matmul_flops(getattr(inner, 'jaxpr', inner))
+    return flops
+
+
+def _is_jaxpr(value: object) -> bool:
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def cache_floats_per_token(config: ModelConfig) -> int:
+    """Numbers that decoding must keep per past token, over all layers.
+
+    In an encoder-decoder, of one target token and one source token together; an encoder, which
+    decodes nothing, keeps none.
+    """
+    if config.kind == 'encoder':
+        return 0
+    one_layer = abstract_model(dataclasses.replace(config, num_layers=1))
+    y_BSD = jax.ShapeDtypeStruct((1, 1, config.d_model), jnp.float32)
+
+    def remember(model: Decoder | EncoderDecoder, y_BSD: jax.Array) -> list[dict]:
+        layer = jax.tree.map(lambda stacked: stacked[0], model.blocks)
+        read = [layer.attention]
+        if config.kind == 'encoder_decoder':
+            read.append(layer.cross_attention)
+        return [attention.remember(y_BSD) for attention in read]
+
+    memories = jax.tree.leaves(jax.eval_shape(remember, one_layer, y_BSD))
+    return config.num_layers * sum(math.prod(array.shape) for array in memories)
+
+
+@functools.lru_cache(maxsize=1024)
+def measured(config: ModelConfig, which: str) -> float | int:
+    """What is made equal: 'total' or 'non_embedding' parameters, 'flops' or 'cache' per token."""
+    if which == 'flops':
+        return flops_per_token(config)
+    if which == 'cache':
+        return cache_floats_per_token(config)
+    if which not in ('total', 'non_embedding'):
+        raise ValueError(f'which={which!r} must be total, non_embedding, flops or cache')
+    parameters = count(config)
+    return parameters['total'] - (parameters['embedding'] if which == 'non_embedding' else 0)

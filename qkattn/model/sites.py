@@ -1,0 +1,52 @@
+"""The attention layers of a model configuration: one specification per site."""
+
+from collections.abc import Callable
+
+from qkattn.attention import registry
+from qkattn.attention.spec import AttentionSpec
+from qkattn.config import Config, ModelConfig
+from qkattn.config.validate import validate_settings
+from qkattn.errors import ConfigError, SpecError
+
+
+def attention_spec(config: ModelConfig) -> AttentionSpec:
+    """The self-attention layer; SpecError where its sizes do not fit together."""
+    if config.head_size is None and config.d_model % config.num_heads:
+        raise SpecError(
+            f'd_model={config.d_model} must be a multiple of num_heads={config.num_heads}, '
+            'or head_size must be given'
+        )
+    return AttentionSpec(
+        score=config.score,
+        value=config.value,
+        d_model=config.d_model,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_heads if config.num_kv_heads is None else config.num_kv_heads,
+        head_size=config.head_size or config.d_model // config.num_heads,
+        biases=config.biases,
+        residual_gain=config.num_branches**-0.5,
+        positions=config.positions if config.positions in ('rope', 'alibi') else 'none',
+        qk_norm=config.qk_norm,
+        score_scale=config.score_scale,
+        logit_cap=config.logit_cap,
+        window=config.window,
+    )
+
+
+def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
+    """A function that makes each attention site's specification, by the setting that names it."""
+    found = {'model': lambda: attention_spec(config)}
+    if config.kind == 'encoder_decoder':
+        found['model.encoder_variant'] = lambda: attention_spec(config.encoder)
+        found['model.cross_variant'] = lambda: attention_spec(config.cross)
+    return found
+
+
+def validate(config: Config) -> None:
+    """Raises ConfigError for the first setting of a run that cannot work; nothing compiles."""
+    validate_settings(config)
+    for where, spec in sites(config.model).items():
+        try:
+            registry.check(spec())
+        except SpecError as error:
+            raise ConfigError(f'{where}: {error}') from error

@@ -1,0 +1,220 @@
+"""JSON files that survive crashes: whole files replaced in one step, and the metrics log.
+
+Everything written here is strict JSON (no NaN, no Infinity).
+"""
+
+import dataclasses
+import json
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from qkattn.errors import RunDirectoryError
+
+
+def to_jsonable(value: Any) -> Any:
+    """Returns `value` in JSON's own types; numbers that are not finite become None.
+
+    Takes numbers, strings, None, mappings, sequences, paths, dataclasses, numpy and jax scalars and
+    arrays (any shape, as nested lists).
+
+    Raises:
+      TypeError: something else, e.g. a function or a complex number.
+    """
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        listed = np.asarray(value).tolist()
+        if isinstance(listed, bool | int | float | str | list):
+            return to_jsonable(listed)
+    elif value is None or isinstance(value, bool | int | str):
+        return value
+    elif isinstance(value, float):
+        return value if math.isfinite(value) else None
+    elif isinstance(value, Path):
+        return str(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {f.name: to_jsonable(getattr(value, f.name)) for f in fields}
+    elif isinstance(value, Mapping):
+        return {_key(k): to_jsonable(v) for k, v in value.items()}
+    elif isinstance(value, list | tuple):
+        return [to_jsonable(v) for v in value]
+    raise TypeError(f'{value!r} of type {type(value).__name__} has no JSON form')
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, str | int) and not isinstance(key, bool):
+        return str(key)
+    raise TypeError(f'{key!r} cannot be a JSON key; use a string or an integer')
+
+
+def _dumps(value: Any, **options: Any) -> str:
+    return json.dumps(to_jsonable(value), allow_nan=False, **options)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Writes `data` to `path` so that a crash leaves the old file or the whole of the next."""
+    temporary = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.tmp')
+    try:
+        with open(temporary, 'xb') as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Writes `to_jsonable(value)` to `path`, indented, replacing the file in one step.
+
+    Raises:
+      TypeError: `value` has no JSON form; the file is untouched.
+    """
+    write_text(path, _dumps(value, indent=2) + '\n')
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Writes `text` to `path` in UTF-8, replacing the file in one step."""
+    _replace(Path(path), text.encode())
+
+
+def read_json(path: str | os.PathLike) -> Any:
+    """Reads a file written by `write_json`.
+
+    Raises:
+      RunDirectoryError: the file is not JSON.
+    """
+    path = Path(path)
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise RunDirectoryError(
+            f'{path} is damaged ({error}); restore it from a copy or use another run directory.'
+        ) from error
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Reads a metrics file, also one that is being written: an unfinished last line is left out.
+
+    Raises:
+      RunDirectoryError: another line is damaged, has no integer `step`, or goes back in steps.
+    """
+    return [record for record, _ in _parse(Path(path))]
+
+
+def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+    """Returns (record, line with its newline) for every complete line."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    parsed: list[tuple[dict[str, Any], bytes]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            complete = line.endswith(b'\n') and isinstance(record, dict)
+        except ValueError:
+            complete = False
+        if not complete and number == len(lines):
+            break
+        if not complete or type(record.get('step')) is not int:
+            raise RunDirectoryError(
+                f'{path}, line {number} is not a JSON object with an integer "step"; '
+                'restore the file from a copy or use another run directory.'
+            )
+        if parsed and record['step'] < parsed[-1][0]['step']:
+            raise RunDirectoryError(
+                f'{path}, line {number} goes back to step {record["step"]} from step '
+                f'{parsed[-1][0]["step"]}; restore the file from a copy or use another run '
+                'directory.'
+            )
+        parsed.append((record, line))
+    return parsed
+
+
+class MetricsFile:
+    """Appends records to a JSON Lines file whose steps never go back."""
+
+    def __init__(self, path: str | os.PathLike):
+        """Opens `path`, or creates it; an unfinished last line is dropped.
+
+        Raises:
+          RunDirectoryError: a line other than the last is damaged.
+        """
+        self.path = Path(path)
+        self._file = open(self.path, 'ab')  # noqa: SIM115 (open for the life of the object)
+        self._keep(None)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes one line, which then survives the death of this process.
+
+        Args:
+          record: numbers, strings, arrays; `step` (an integer, steps done) is required.
+
+        Raises:
+          ValueError: `step` is missing, or smaller than in the line before: call `rewind` first.
+          TypeError: a value has no JSON form.
+        """
+        line = to_jsonable(record)
+        step = line.get('step')
+        if type(step) is not int:
+            raise ValueError(f'a metrics record needs an integer "step", not {step!r}.')
+        if self.last_step is not None and step < self.last_step:
+            raise ValueError(f'{self.path} is at step {self.last_step}; step {step} would repeat.')
+        self._file.write(_dumps(line).encode() + b'\n')
+        self._file.flush()
+        self.last_step = step
+
+    def flush(self) -> None:
+        """Waits until all lines are on the disk; call it before a checkpoint is committed."""
+        os.fsync(self._file.fileno())
+
+    def rewind(self, step: int, every: int | None = None) -> None:
+        """Drops what was recorded after `step`, so that training resumed there repeats nothing.
+
+        Args:
+          step: steps done in the checkpoint being resumed; 0 when starting over.
+          every: steps between records. With it the remaining file is also checked for gaps: each
+            multiple of `every` up to `step` must be there. None: not checked.
+
+        Raises:
+          RunDirectoryError: the file is damaged, or records are missing.
+        """
+        if every is not None:
+            present = {record['step'] for record, _ in _parse(self.path)}
+            missing = [s for s in range(every, step + 1, every) if s not in present]
+            if missing:
+                raise RunDirectoryError(
+                    f'{self.path} has no record of {len(missing)} steps up to {step}, the first at '
+                    f'{missing[0]}; restore the file from a copy or use another run directory.'
+                )
+        self._keep(step)
+
+    def close(self) -> None:
+        """Flushes and closes; may be called twice."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def _keep(self, last_step: int | None) -> None:
+        kept = [
+            (record['step'], line)
+            for record, line in _parse(self.path)
+            if last_step is None or record['step'] <= last_step
+        ]
+        data = b''.join(line for _, line in kept)
+        if len(data) != self.path.stat().st_size:
+            _replace(self.path, data)
+            self._file.close()
+            self._file = open(self.path, 'ab')  # noqa: SIM115
+        self.last_step: int | None = kept[-1][0] if kept else None
+        """Steps done at the last record; None while there is none."""

@@ -1,0 +1,241 @@
+"""The run directory: one owner, one configuration, where it came from, and its metrics.
+
+    workdir/lock             held by the live process that uses the directory
+    workdir/config.json      {"hash": ..., "config": ...}, written once
+    workdir/provenance.json  {"starts": [...]}, one entry per start or resume
+    workdir/metrics.jsonl    one JSON object per line, steps never decreasing
+
+Readers need no lock: at any moment they see a whole file, except for the last line of
+metrics.jsonl, which `read_metrics` leaves out while it is being written.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from qkattn.errors import ConfigError, InUseError, RunDirectoryError
+from qkattn.run.progress import EXIT_CONFIG, EXIT_REQUEUE, Progress, StopRequest
+from qkattn.run.provenance import describe_start
+from qkattn.run.records import (
+    MetricsFile,
+    read_json,
+    read_metrics,
+    to_jsonable,
+    write_json,
+    write_text,
+)
+
+__all__ = [
+    'EXIT_CONFIG',
+    'EXIT_REQUEUE',
+    'InUseError',
+    'MetricsFile',
+    'Progress',
+    'RunDirectory',
+    'RunDirectoryError',
+    'StopRequest',
+    'make_directory',
+    'read_json',
+    'read_metrics',
+    'require_local',
+    'to_jsonable',
+    'write_json',
+    'write_text',
+]
+
+
+def require_local(path: str | os.PathLike) -> None:
+    """Raises RunDirectoryError where `path` is a URL."""
+    if '://' in os.fspath(path):
+        raise RunDirectoryError(
+            f'workdir={os.fspath(path)} is a URL; give a directory on a mounted file system.'
+        )
+
+
+def make_directory(path: str | os.PathLike) -> Path:
+    """Creates `path`, unless it is there, and returns it absolute.
+
+    Raises:
+      RunDirectoryError: a URL, or out of reach.
+    """
+    require_local(path)
+    # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
+    directory = Path('/' + os.path.abspath(path).lstrip('/'))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass  # permissions alone do not say whether a file system takes files
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    return directory
+
+
+def _unusable(directory: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f'workdir={directory} cannot be used ({error.strerror}); '
+        'give a directory that this user can write to.'
+    )
+
+
+class RunDirectory:
+    """A run directory held by this process; make one with `RunDirectory.open`.
+
+    In a job of several processes only process 0 holds it.
+    """
+
+    def __init__(self, path: Path, resumed: bool, metrics: MetricsFile, lock: contextlib.ExitStack):
+        self.path = path
+        """Absolute."""
+        self.resumed = resumed
+        """Whether the directory already held a run of this configuration."""
+        self.metrics = metrics
+        """The writer of metrics.jsonl; `rewind` it to the restored checkpoint before appending."""
+        self._lock = lock
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike,
+        config: Mapping[str, Any],
+        config_hash: str,
+        command: list[str] | None = None,
+    ) -> 'RunDirectory':
+        """Creates or resumes a run directory; a context manager.
+
+        Call it after `jax.distributed.initialize()`: the devices are recorded.
+
+        Args:
+          path: the directory, on a mounted file system.
+          config: the resolved configuration.
+          config_hash: decides whether a directory belongs to this configuration.
+          command: the command line, recorded; None: not recorded.
+
+        Raises:
+          InUseError: a live process holds it.
+          RunDirectoryError: out of reach, or damaged.
+          ConfigError: holds a run of another configuration; the message lists the differences.
+        """
+        directory = make_directory(path)
+        with contextlib.ExitStack() as stack:
+            try:
+                lock = stack.enter_context(open(directory / 'lock', 'a+'))
+            except OSError as error:
+                raise _unusable(directory, error) from error
+            _acquire(lock, directory)
+            resumed = _check_config(directory, config, config_hash)
+            _record_start(directory / 'provenance.json', command)
+            metrics = MetricsFile(directory / 'metrics.jsonl')
+            stack.callback(metrics.close)
+            return cls(directory, resumed, metrics, stack.pop_all())
+
+    def close(self) -> None:
+        """Closes the metrics and gives the directory free; may be called twice."""
+        self._lock.close()
+
+    def __enter__(self) -> 'RunDirectory':
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _acquire(lock: TextIO, directory: Path) -> None:
+    """Locks for the life of this process: the kernel lets go when it dies, however it dies.
+
+    Children made by os.fork share the lock and keep it until they end; other programs that this
+    process starts do not.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or 'another process'
+        raise InUseError(
+            f'workdir={directory} is in use by {holder}; wait for it, stop it, or give another one.'
+        ) from error
+    except OSError as error:
+        raise RunDirectoryError(
+            f'workdir={directory} is on a file system without locks ({error.strerror}); '
+            'give a directory on one that has them.'
+        ) from error
+    lock.seek(0)
+    lock.truncate()
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
+    lock.write(f'process {os.getpid()} on {socket.gethostname()} since {started}\n')
+    lock.flush()
+
+
+def _check_config(directory: Path, config: Mapping[str, Any], config_hash: str) -> bool:
+    """Writes config.json, or checks the one found; returns whether there was one."""
+    path = directory / 'config.json'
+    if not path.exists():
+        orphans = [n for n in ('metrics.jsonl', 'checkpoints') if (directory / n).exists()]
+        if orphans:
+            raise RunDirectoryError(
+                f'workdir={directory} holds {" and ".join(orphans)} but no config.json to resume '
+                'from; restore it from a copy or give another directory.'
+            )
+        write_json(path, {'hash': config_hash, 'config': config})
+        return False
+    found = read_json(path)
+    if not isinstance(found, dict) or not {'hash', 'config'} <= found.keys():
+        raise RunDirectoryError(
+            f'{path} has no "hash" and "config"; restore it from a copy or give another directory.'
+        )
+    if found['hash'] == config_hash:
+        return True
+    differences = list(_differences(found['config'], to_jsonable(config)))
+    if not differences:
+        differences = [
+            f'hash: {found["hash"]} -> {config_hash} (no field differs, so the file was '
+            'edited, or the hash was made by other code)'
+        ]
+    raise ConfigError(
+        f'workdir={directory} holds a run of another configuration:\n  '
+        + '\n  '.join(differences)
+        + '\nSet these fields back to resume it, or give another workdir.'
+    )
+
+
+def _differences(old: Any, new: Any) -> Iterator[str]:
+    """Yields 'path: old -> new' for every field that differs; lists are compared by position."""
+    old_leaves, new_leaves = dict(_leaves(old)), dict(_leaves(new))
+    for path in old_leaves | new_leaves:
+        texts = [
+            json.dumps(leaves[path]) if path in leaves else 'absent'
+            for leaves in (old_leaves, new_leaves)
+        ]
+        if texts[0] != texts[1]:
+            yield f'{path}: {texts[0]} -> {texts[1]}'
+
+
+def _leaves(value: Any, path: str = '') -> Iterator[tuple[str, Any]]:
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    children = list(items)
+    if not children:
+        yield path, value
+    for key, child in children:
+        yield from _leaves(child, f'{path}.{key}' if path else str(key))
+
+
+def _record_start(path: Path, command: list[str] | None) -> None:
+    starts = []
+    if path.exists():
+        found = read_json(path)
+        if not isinstance(found, dict) or not isinstance(found.get('starts'), list):
+            raise RunDirectoryError(
+                f'{path} has no list "starts"; restore it from a copy or give another directory.'
+            )
+        starts = found['starts']
+    write_json(path, {'starts': [*starts, describe_start(command)]})

@@ -1,0 +1,226 @@
+"""The bowl: loss against one positive setting (learning rate, weight decay, score scale).
+
+A setting is screened on a geometric grid, every value with the same seeds. Around the best value
+the loss of seed s at value v is read as a parabola in x = ln(v / best) with a level per seed,
+
+    L_s(v) = a_s + b x + c x^2 + noise,
+
+so that what a seed is worth at every value (its data order, its initial weights) cancels. The
+optimum is the vertex x* = -b / 2c. Losses are in nats per token, values in their own unit.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from scipy import stats
+
+from qkattn.stats.inference import LEVEL, Estimate
+
+REACH = 2  # grid steps to either side of the best value that the parabola is fitted to
+MIN_VALUES = 3  # a parabola has three coefficients
+MAX_LOG = 100.0  # an interval wider than a factor e^100 bounds nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Bowl:
+    """What the screening trials say about one setting.
+
+    `losses` holds, value by value, the losses of the seeds that finished, in the order of seeds;
+    `means` is their mean, and infinite where a seed diverged: a mean over the lucky seeds would
+    flatter the value. `best` is the grid value of the lowest mean (the smallest of equals; the
+    smallest value of all where every value diverged). `bracketed` says that a worse value stands
+    on both sides of it, a diverged one counting as worse.
+
+    `curvature` is 2c, the second derivative of the loss by ln(value), and None with fewer than
+    three values to fit. `optimum`, and `loss`, the fitted loss there, are None too where the
+    parabola is not convex or its vertex lies outside the values it was fitted to. `loss` is the
+    mean over these seeds: `n` counts the losses fitted, `sd` is the residual standard deviation,
+    and the t interval does not hold the spread between seeds. `optimum_low` and `optimum_high` are
+    None where the data do not bound the optimum. Intervals are 95 %; they need residual degrees of
+    freedom, so one seed at three values has none. They know noise and misfit only as residuals: a
+    bowl that is not a parabola moves the vertex by more than they say.
+
+    `sensitivity` is the mean over the grid of (mean loss - lowest), where the lowest is the lower
+    of the best observed mean and the fitted one, and the `num_diverged` values at which a seed
+    diverged count as the worst finite mean; None for a single value or where nothing finished. It
+    follows the learning-rate sensitivity of Wortsman et al. 2023 (arXiv:2309.14322), who average
+    min(loss, loss at initialization) - lowest over a fixed range of three decades. Here the range
+    is the grid, so arms whose grids were extended differently do not compare, and divergence is
+    penalised less.
+    """
+
+    values: tuple[float, ...]
+    losses: tuple[tuple[float, ...], ...]
+    means: tuple[float, ...]
+    best: float
+    bracketed: bool
+    optimum: float | None
+    curvature: float | None
+    loss: Estimate | None
+    optimum_low: float | None
+    optimum_high: float | None
+    sensitivity: float | None
+    num_diverged: int
+
+    @property
+    def chosen(self) -> float:
+        """The value to train at: the optimum where it lies between best's neighbours, else best.
+
+        The optimum is rounded to three significant digits.
+        """
+        i = self.values.index(self.best)
+        if self.optimum is None or i in (0, len(self.values) - 1):
+            return self.best
+        rounded = float(f'{self.optimum:.3g}')
+        return rounded if self.values[i - 1] < rounded < self.values[i + 1] else self.best
+
+    @property
+    def at_worst(self) -> float | None:
+        """Nats by which the parabola at the farther end of the optimum's interval is above its low.
+
+        What the optimum loses, to second order, should the true one be there; None without the
+        interval.
+        """
+        if self.optimum_low is None:
+            return None
+        farther = max(self.optimum / self.optimum_low, self.optimum_high / self.optimum)
+        return self.curvature / 2 * math.log(farther) ** 2
+
+
+def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Bowl:
+    """The bowl of `losses`: value -> seed -> loss, where None (or not finite) means diverged.
+
+    The parabola is fitted by least squares to the values within two grid steps of the best at which
+    every seed finished. The optimum's interval is Fieller's (1954): all x at which the slope
+    b + 2 c x does not differ from zero by a t test with the residual degrees of freedom.
+
+    Raises ValueError for no values, a value that is not positive, or values with different seeds.
+    """
+    values = tuple(sorted(losses))
+    if not values:
+        raise ValueError('losses is empty; a bowl needs at least one value.')
+    if not all(0 < value < math.inf for value in values):
+        raise ValueError(f'values are {values}; a bowl is drawn over positive, finite values.')
+    seeds = sorted(losses[values[0]])
+    for value in values:
+        if sorted(losses[value]) != seeds or not seeds:
+            raise ValueError(
+                f'value {value:g} has seeds {sorted(losses[value])}; every value needs the same '
+                f'seeds, here {seeds}, and at least one.'
+            )
+    finite = tuple(
+        tuple(y for y in (losses[v][s] for s in seeds) if y is not None and math.isfinite(y))
+        for v in values
+    )
+    means = tuple(math.fsum(ys) / len(ys) if len(ys) == len(seeds) else math.inf for ys in finite)
+    i = means.index(min(means))
+    parabola = _parabola(values, finite, means, i)
+    lowest = min(means[i], parabola.loss.mean if parabola.loss else math.inf)
+    return Bowl(
+        values=values,
+        losses=finite,
+        means=means,
+        best=values[i],
+        bracketed=_worse(means[:i], means[i]) and _worse(means[i + 1 :], means[i]),
+        **vars(parabola),
+        sensitivity=_sensitivity(means, lowest),
+        num_diverged=sum(math.isinf(m) for m in means),
+    )
+
+
+def next_values(bowl: Bowl, grid_ratio: float, max_points: int) -> tuple[float, ...]:
+    """The values to screen next, ascending; () once the best is bracketed or max_points are tried.
+
+    On each side of the best without a worse value the grid grows by one step of `grid_ratio` (> 1)
+    beyond its end, downwards first where `max_points` leaves room for one only. Where every value
+    diverged it grows downwards. Raises ValueError for a ratio that is not above 1.
+    """
+    if not grid_ratio > 1:
+        raise ValueError(f'grid_ratio is {grid_ratio}; the grid can grow by a ratio above 1 only.')
+    room = max(max_points - len(bowl.values), 0)
+    i = bowl.values.index(bowl.best)
+    lowest = bowl.means[i]
+    steps = []
+    if not _worse(bowl.means[:i], lowest):
+        steps.append(bowl.values[0] / grid_ratio)
+    if not _worse(bowl.means[i + 1 :], lowest) and math.isfinite(lowest):
+        steps.append(bowl.values[-1] * grid_ratio)
+    return tuple(float(f'{value:.10g}') for value in steps[:room])  # 0.1 * 3 is 0.3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parabola:
+    curvature: float | None = None
+    optimum: float | None = None
+    optimum_low: float | None = None
+    optimum_high: float | None = None
+    loss: Estimate | None = None
+
+
+def _worse(means: tuple[float, ...], lowest: float) -> bool:
+    return any(mean > lowest for mean in means)
+
+
+def _sensitivity(means: tuple[float, ...], lowest: float) -> float | None:
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if len(means) < 2 or not finite:
+        return None
+    return math.fsum(min(mean, max(finite)) - lowest for mean in means) / len(means)
+
+
+def _parabola(
+    values: tuple[float, ...],
+    losses: tuple[tuple[float, ...], ...],
+    means: tuple[float, ...],
+    i: int,
+) -> _Parabola:
+    near = range(max(i - REACH, 0), min(i + REACH + 1, len(values)))
+    fitted = [j for j in near if math.isfinite(means[j])]
+    if len(fitted) < MIN_VALUES:
+        return _Parabola()
+    x = np.log([values[j] / values[i] for j in fitted])
+    losses_VS = np.array([losses[j] for j in fitted])
+    V, S = losses_VS.shape
+    x_N, losses_N = np.repeat(x, S), losses_VS.ravel()
+    design_NP = np.column_stack([np.tile(np.eye(S), (V, 1)), x_N, x_N**2])
+    coefficients_P = np.linalg.lstsq(design_NP, losses_N)[0]
+    b, c = coefficients_P[S:]
+    if not (c > 0 and x[0] <= -b / (2 * c) <= x[-1]):
+        return _Parabola(curvature=float(2 * c))
+    vertex = -b / (2 * c)
+    at_vertex_P = np.array([1 / S] * S + [vertex, vertex**2])
+    level = float(at_vertex_P @ coefficients_P)
+    found = _Parabola(
+        curvature=float(2 * c),
+        optimum=float(values[i] * math.exp(vertex)),
+        loss=Estimate(level, V * S, None, None, None),
+    )
+    df = V * S - (S + 2)
+    if df == 0:
+        return found
+    variance = float(np.sum((losses_N - design_NP @ coefficients_P) ** 2)) / df
+    covariance_PP = variance * np.linalg.inv(design_NP.T @ design_NP)
+    t = float(stats.t.ppf(0.5 + LEVEL / 2, df))
+    # To first order the vertex's own error does not move the loss there: the slope is zero.
+    half = t * float(at_vertex_P @ covariance_PP @ at_vertex_P) ** 0.5
+    low, high = _fieller(b, c, t**2 * covariance_PP[S:, S:])
+    return dataclasses.replace(
+        found,
+        loss=Estimate(level, V * S, variance**0.5, level - half, level + half),
+        optimum_low=None if low is None else values[i] * math.exp(low),
+        optimum_high=None if high is None else values[i] * math.exp(high),
+    )
+
+
+def _fieller(b: float, c: float, bound: np.ndarray) -> tuple[float | None, float | None]:
+    """Ends of {x: (b + 2 c x)^2 <= (1, 2x) bound (1, 2x)^T}; (None, None) where it is unbounded."""
+    quadratic = 4 * (c**2 - bound[1, 1])
+    linear = 4 * (b * c - bound[0, 1])
+    constant = b**2 - bound[0, 0]
+    if quadratic <= 0:
+        return None, None
+    root = max(linear**2 - 4 * quadratic * constant, 0.0) ** 0.5
+    low, high = (float((-linear + sign * root) / (2 * quadratic)) for sign in (-1, 1))
+    return (low, high) if max(-low, high) < MAX_LOG else (None, None)

@@ -1,0 +1,103 @@
+"""What a study will cost, before it begins: tokens, FLOPs, and time from a measured warm-up."""
+
+import dataclasses
+import datetime
+import time
+
+from qkattn.config import Study
+from qkattn.model import cost as model_cost
+from qkattn.study import plan
+from qkattn.study.arms import Arm, grids, is_tuned
+from qkattn.study.plan import PlannedRun
+from qkattn.train import program
+
+# A training step costs a forward pass and a backward pass of two.
+STEP_PER_FORWARD = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of some runs together: trials, training tokens, training FLOPs, seconds."""
+
+    runs: int
+    trials: int
+    tokens: int
+    flops: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """What the warm-up of one size measured: FLOP/s of training, seconds to compile."""
+
+    flops_per_second: float
+    compile_seconds: float
+
+
+def flops(run: PlannedRun) -> float:
+    """Training FLOPs of all trials of a run, matrix products only."""
+    return STEP_PER_FORWARD * model_cost.flops_per_token(run.config.model) * run.tokens
+
+
+def measure(run: PlannedRun) -> Speed:
+    """Compiles the run's program and times two dispatches on rows of constants."""
+    seconds, compile_seconds = program.warm_up(run.config)
+    per_step = flops(run) / run.config.train.num_steps
+    return Speed(per_step / seconds, compile_seconds)
+
+
+def cost(runs: list[PlannedRun], speeds: dict[str, Speed]) -> Cost:
+    """Of `runs`, at the speed (by size) of the baseline; evaluation is not in it."""
+    return Cost(
+        runs=len(runs),
+        trials=sum(len(run.config.trials.trials()) for run in runs),
+        tokens=sum(run.tokens for run in runs),
+        flops=sum(flops(run) for run in runs),
+        seconds=sum(
+            flops(run) / speeds[run.arm.size].flops_per_second
+            + speeds[run.arm.size].compile_seconds
+            for run in runs
+        ),
+    )
+
+
+def text(study: Study, arms: list[Arm]) -> str:
+    """The plan's costs stage by stage, and what may be added; compiles one program per size."""
+    least = plan.least(study, arms)
+    first: dict[str, PlannedRun] = {}
+    for run in sorted(least, key=lambda run: run.arm.variant != study.baseline):
+        first.setdefault(run.arm.size, run)
+    started = time.perf_counter()
+    speeds = {size: measure(run) for size, run in first.items()}
+    took = time.perf_counter() - started
+    stages = list(dict.fromkeys((run.stage, run.knob) for run in least))
+    lines = []
+    for stage, knob in stages:
+        of_stage = [run for run in least if (run.stage, run.knob) == (stage, knob)]
+        name = f'{stage} ({knob})' if knob else stage
+        lines.append(f'{name:<28}{_said(cost(of_stage, speeds))}')
+    total = cost(least, speeds)
+    lines.append(f'{"total":<28}{_said(total)}')
+    if is_tuned(study):
+        seeds = len(study.tuning.seeds)
+        of_trial = least[0].tokens // len(least[0].config.trials.trials())
+        tuned = [values for values in grids(study, arms[0]).values() if len(values) > 1]
+        more = sum(study.tuning.max_points - len(values) for values in tuned)
+        lines.append(
+            f'each value that a grid has to be extended by adds {seeds} trials, '
+            f'{seeds * of_trial:.3g} tokens; at most {more} values per arm'
+        )
+    lines.append(
+        f'time is for one worker on this machine, from a warm-up of {took:.0f} s'
+        f' ({", ".join(f"{s.flops_per_second:.3g} FLOP/s at {z}" for z, s in speeds.items())}),'
+        ' without evaluation'
+    )
+    return '\n'.join(lines)
+
+
+def _said(found: Cost) -> str:
+    duration = datetime.timedelta(seconds=round(found.seconds))
+    return (
+        f'{found.runs:>4} runs {found.trials:>5} trials  {found.tokens:>8.3g} tokens  '
+        f'{found.flops:>8.3g} FLOPs  about {duration}'
+    )

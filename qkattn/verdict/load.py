@@ -1,0 +1,229 @@
+"""Reads a study directory into frozen dataclasses: a partial grid is fine, a bad line is named.
+
+A study is `study.json` (the declared arms), `plan.jsonl` (one object per run known so far),
+`results.jsonl` (one object per trial) and one directory per run with `metrics.jsonl` and, written
+last, `result.json` (its trials in order).
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qkattn.errors import ReportError
+from qkattn.study.tuning import SINGLE
+from qkattn.verdict.curves import Curve, json_lines, read_curve
+from qkattn.verdict.declared import Planned, Tuning, read_declaration, read_plan
+from qkattn.verdict.missing import Missing, missing
+from qkattn.verdict.trials import Trial, check_fields, parse_trial
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun(Planned):
+    """A planned run and its results. `progress` says how far it has come, 'step 30 of 80'."""
+
+    trials: tuple[Trial, ...]
+    curve: Curve | None
+    progress: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A study as its files describe it.
+
+    `variants` are labels of arms; `arms` are (variant, size). `tuning` is None where nothing is
+    tuned. `runs` are those of the plan. `problems` are sentences about what could not be read.
+    """
+
+    directory: Path
+    name: str
+    question: str | None
+    baseline: str | None
+    variants: tuple[str, ...]
+    sizes: tuple[str, ...]
+    matched: str | None
+    fill: str | None
+    tolerance: float
+    margin: float
+    destinations: tuple[str, ...]
+    seeds: tuple[int, ...]
+    tuning: Tuning | None
+    arms: tuple[tuple[str, str], ...]
+    command: str | None
+    runs: tuple[PlannedRun, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        return tuple(trial for run in self.runs for trial in run.trials)
+
+    @property
+    def missing(self) -> tuple[Missing, ...]:
+        """Declared arms without their result, and planned runs that are not finished."""
+        return missing(self.arms, self.runs, tuned=self.tuning is not None)
+
+    @property
+    def by_name(self) -> dict[str, PlannedRun]:
+        return {run.name: run for run in self.runs}
+
+
+def load_study(directory: str | Path) -> Study:
+    """Reads the study in `directory`.
+
+    Raises ReportError, in one sentence, when the directory or `study.json` is missing or unreadable
+    or when no trial has a result. Everything else that is wrong ends up in `Study.problems`.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ReportError(f'study directory {str(directory)!r} does not exist.')
+    declared = read_declaration(directory / 'study.json')
+    problems: list[str] = []
+    planned = read_plan(directory / 'plan.jsonl', declared['arms'], problems)
+    trials = _read_results(directory / 'results.jsonl', planned, problems)
+    runs = tuple(_read_run(directory, run, trials[name], problems) for name, run in planned.items())
+    if not any(run.trials for run in runs):
+        detail = f' ({problems[0].removesuffix(".")})' if problems else ''
+        raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
+    _check_rows(runs, problems)
+    _check_scores(runs, problems)
+    return Study(directory=directory, **declared, runs=runs, problems=tuple(problems))
+
+
+def _read_results(
+    path: Path, planned: Mapping[str, Planned], problems: list[str]
+) -> dict[str, dict[tuple, Trial]]:
+    trials: dict[str, dict[tuple, Trial]] = {name: {} for name in planned}
+    if not path.is_file():
+        problems.append(f'{path.name} does not exist.')
+        return trials
+    for place, record in json_lines(path, path.name, problems):
+        try:
+            trial = parse_trial(record)
+            if trial.run not in planned:
+                raise ValueError(f'run {trial.run!r} is not in plan.jsonl')
+            trial = _of_plan(trial, planned[trial.run])
+            known = trials[trial.run].setdefault(trial.key, trial)
+            if known != trial:
+                raise ValueError(
+                    f'run {trial.run!r} seed {trial.seed} repeats an earlier line with other '
+                    'numbers'
+                )
+        except ValueError as error:
+            problems.append(f'{place} was left out: {error}.')
+    return trials
+
+
+def _of_plan(trial: Trial, run: Planned) -> Trial:
+    """The trial with what only its run knows; ValueError where the two contradict each other."""
+    about = ('variant', 'size', 'stage', 'knob')
+    for field, planned in [(field, getattr(run, field)) for field in about] + [
+        ('target_parameters', run.target),
+        ('residual', run.residual),
+    ]:
+        if getattr(trial, field) != planned:
+            raise ValueError(
+                f'{field} {getattr(trial, field)!r} contradicts plan.jsonl, where run '
+                f'{run.name!r} has {planned!r}'
+            )
+    seeds = run.config['trials']['seeds']
+    if trial.seed not in seeds:
+        raise ValueError(f'seed {trial.seed} is not one of run {run.name!r}, which has {seeds}')
+    return dataclasses.replace(trial, score_scale=run.config['model']['score_scale'])
+
+
+def _read_run(
+    directory: Path, planned: Planned, trials: dict[tuple, Trial], problems: list[str]
+) -> PlannedRun:
+    run_directory = directory / planned.directory
+    result_path = run_directory / 'result.json'
+    label = f'{planned.directory}/result.json'
+    if result_path.is_file():
+        try:
+            records = json.loads(result_path.read_text(encoding='utf-8'))
+            if not isinstance(records, list):
+                raise ValueError(f'expected a list, found {type(records).__name__}')
+            own = {trial.key: trial for trial in (_own_trial(r, planned) for r in records)}
+        except ValueError as error:
+            problems.append(f'{label} was left out: {error}.')
+        else:
+            trials = _joined(planned, trials, own, label, problems)
+    curve, progress = read_curve(run_directory, planned, len(trials), problems)
+    return PlannedRun(
+        **vars(planned), trials=tuple(trials.values()), curve=curve, progress=progress
+    )
+
+
+def _joined(
+    planned: Planned,
+    trials: Mapping[tuple, Trial],
+    own: Mapping[tuple, Trial],
+    label: str,
+    problems: list[str],
+) -> dict[tuple, Trial]:
+    for key, trial in trials.items():
+        if key in own and own[key] != trial:
+            problems.append(
+                f'{label} and results.jsonl disagree on seed {trial.seed} at learning rate '
+                f'{trial.learning_rate:g}; results.jsonl is shown.'
+            )
+    if own.keys() - trials.keys():
+        problems.append(
+            f'results.jsonl lacks {len(own.keys() - trials.keys())} of the {len(own)} trials of '
+            f'run {planned.name!r}; they were taken from {label}.'
+        )
+    # result.json is in trial order, which is the order of the columns of metrics.jsonl.
+    extra = {key: trial for key, trial in trials.items() if key not in own}
+    return {key: trials.get(key, trial) for key, trial in own.items()} | extra
+
+
+def _own_trial(record: Any, run: Planned) -> Trial:
+    """A trial of result.json, which need not repeat what only the study knows about its run."""
+    about = {name: getattr(run, name) for name in ('variant', 'size', 'stage', 'knob')}
+    about |= {'run': run.name, 'target_parameters': run.target, 'residual': run.residual}
+    check_fields(record, {})
+    trial = parse_trial(about | record)
+    if trial.run != run.name:
+        raise ValueError(f'it holds a trial of run {trial.run!r}')
+    return _of_plan(trial, run)
+
+
+def _check_rows(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
+    """Names what would make a row (variant x size) spread over several runs mean two things."""
+    owners: dict[tuple, Trial] = {}
+    shapes: dict[tuple, Trial] = {}
+    for run in runs:
+        for trial in run.trials:
+            place = f'{run.variant!r} at {run.size!r}'
+            if run.stage == SINGLE:
+                owner = owners.setdefault((run.variant, run.size, trial.key), trial)
+                if owner is not trial:
+                    raise ReportError(
+                        f'runs {owner.run!r} and {run.name!r} both hold seed {trial.seed} of '
+                        f'{place} with the same settings; one seed cannot count twice.'
+                    )
+            first = shapes.setdefault((run.variant, run.size), trial)
+            if (first.parameters, first.config) != (trial.parameters, trial.config):
+                problems.append(
+                    f'trials of {place} differ in parameters or config: runs {first.run!r} and '
+                    f'{run.name!r}; the table shows those of the chosen trials.'
+                )
+
+
+def _check_scores(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
+    """Names translation scores that may not be compared: otherwise made, or of other sentences."""
+    for name, fields in (
+        ('BLEU signatures', ('val_bleu_signature', 'test_bleu_signature')),
+        ('chrF signatures', ('val_chrf_signature', 'test_chrf_signature')),
+        ('numbers of validation sentences', ('val_num_sentences',)),
+        ('numbers of test sentences', ('test_num_sentences',)),
+    ):
+        places: dict[Any, str] = {}
+        for run in runs:
+            for trial in run.trials:
+                for value in (getattr(trial, field) for field in fields):
+                    if value is not None:
+                        places.setdefault(value, f'{run.variant!r} at {run.size!r}')
+        if len(places) > 1:
+            listed = ', '.join(f'{value} ({place})' for value, place in places.items())
+            problems.append(f'{name} differ, so the scores of these rows do not compare: {listed}.')

@@ -1,0 +1,189 @@
+import collections
+import hashlib
+import json
+import re
+import subprocess
+import sys
+
+import babel
+import pytest
+from babel import localedata
+
+from qkattn.config import DataConfig
+from qkattn.data.corpora import cldr
+from qkattn.data.corpora.corpus import find
+from qkattn.errors import ConfigError
+
+
+@pytest.fixture(scope='module')
+def pairs():
+    return list(cldr.pairs('en', 'de'))
+
+
+@pytest.fixture(scope='module')
+def translations(pairs):
+    return {source: target for _, source, target in pairs}
+
+
+def digest(pairs):
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def test_every_category_is_well_represented(pairs):
+    sizes = collections.Counter(category for category, _, _ in pairs)
+    assert set(sizes) == set(cldr.CATEGORIES)
+    assert min(sizes.values()) > 800
+    assert 40_000 < len(pairs) < 65_000
+
+
+def test_sources_are_distinct_and_not_their_translation(pairs, translations):
+    assert len(translations) == len(pairs)
+    assert all(source != target for source, target in translations.items())
+
+
+def test_texts_are_short_and_tidy(pairs):
+    for _, *texts in pairs:
+        for text in texts:
+            assert 0 < len(text.encode()) <= 120
+            # One kind of space, and no empty items.
+            assert text == ' '.join(text.split())
+            assert not re.search(r'[\s][^\S ]|[^\S ]', text)
+
+
+def test_translations_are_right(translations):
+    # Written down from CLDR, one or two of each category; they hold whatever is drawn.
+    known = {
+        'Germany': 'Deutschland',
+        'US Dollar': 'US-Dollar',
+        'Austrian German': 'Österreichisches Deutsch',
+        'Central European Standard Time': 'Mitteleuropäische Normalzeit',
+        '1 kilometer': '1 Kilometer',
+        'in 5 months': 'in 5 Monaten',
+        '5 months': '5 Monate',
+        '1 second ago': 'vor 1 Sekunde',
+        '1 Swiss franc': '1 Schweizer Franken',
+    }
+    assert {source: translations.get(source) for source in known} == known
+    months = {'March': 'März', 'May': 'Mai', 'October': 'Oktober', 'December': 'Dezember'}
+    days = {'Monday': 'Montag', 'Wednesday': 'Mittwoch', 'Sunday': 'Sonntag'}
+    seen = 0
+    for source, target in translations.items():
+        if match := re.fullmatch(r'(\w+day), (\w+) (\d+), (\d+)', source):
+            day, month, number, year = match.groups()
+            if day in days and month in months:
+                assert target == f'{days[day]}, {number}. {months[month]} {year}'
+                seen += 1
+        elif match := re.fullmatch(r'([\d,]+)(\.\d+)? US dollars', source):
+            assert target == f'{match[1].replace(",", ".")} US-Dollar'
+    assert seen > 50
+
+
+def test_one_form_has_one_translation(translations):
+    """What reads alike in the source is translated alike, so there is a rule to learn."""
+    shapes = collections.defaultdict(set)
+    for source, target in translations.items():
+        # As in 'May 2, 2001', which is both the long form and the one with short months.
+        form = re.sub(r'\d+', '0', re.sub('^(?!May)[A-Z][a-z]{2} ', 'Mmm ', source))
+        if form in ('Mmm 0, 0', 'May 0, 0', '0/0/0', 'in 0 days', '0 – 0 PM'):
+            shapes[form].add(re.sub(r'\d+', '0', target))
+    assert shapes == {
+        'Mmm 0, 0': {'0.0.0'},
+        'May 0, 0': {'0. Mai 0'},
+        '0/0/0': {'0.0.0'},
+        'in 0 days': {'in 0 Tagen'},
+        '0 – 0 PM': {'0 – 0 Uhr PM'},
+    }
+
+
+def test_splits_are_about_90_5_5_and_follow_the_source(pairs):
+    sizes = collections.Counter(cldr.place(source)[0] for _, source, _ in pairs)
+    assert 0.88 < sizes['train'] / len(pairs) < 0.92
+    assert 0.04 < sizes['validation'] / len(pairs) < 0.06
+    # The same in every version of the package, or published results lose meaning.
+    assert cldr.place('Germany')[0] == 'train'
+    assert cldr.place('2 days')[0] == 'validation'
+    assert cldr.place('10 days')[0] == 'test'
+
+
+FRESH = """
+import hashlib, json
+from qkattn.data import cldr
+print(hashlib.sha256(json.dumps(list(cldr.pairs('en', 'de'))).encode()).hexdigest())
+"""
+
+
+def test_neither_machine_nor_process_decide_what_is_drawn(pairs):
+    environment = {'TZ': 'Asia/Tokyo', 'LC_ALL': 'fr_FR.UTF-8', 'LANGUAGE': 'fr'}
+    fresh = subprocess.run(
+        ['env', *(f'{k}={v}' for k, v in environment.items()), sys.executable, '-c', FRESH],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert fresh.stdout.strip() == digest(pairs)
+    if babel.__version__ == '2.18.0':
+        # Written down, so that texts do not change under the same version.
+        assert digest(pairs) == 'cfc420ea1d450ea950bfbf583cf003794b80a2008a6af4197871c769c3096796'
+
+
+@pytest.mark.parametrize('languages', [('de', 'en'), ('fr', 'ja'), ('zh_Hans', 'pt_BR')])
+def test_other_languages_have_a_corpus_too(monkeypatch, languages):
+    # A few of each category are enough to see that nothing fails.
+    monkeypatch.setattr(cldr, 'CATEGORIES', few(cldr.CATEGORIES))
+    assert len(list(cldr.pairs(*languages))) > 600
+
+
+@pytest.mark.parametrize('language', ['root', 'cic', 'ltg', 'nus', 'agq', 'la', 'ar', 'my'])
+def test_languages_of_which_little_is_known_do_not_fail(monkeypatch, language):
+    assert localedata.exists(language)
+    monkeypatch.setattr(cldr, 'CATEGORIES', few(cldr.CATEGORIES))
+    assert len(list(cldr.pairs('en', language))) > 200
+
+
+def few(categories):
+    def some(says):
+        return lambda rng, pair: (say for i, say in enumerate(says(rng, pair)) if i % 29 == 0)
+
+    return {name: some(says) for name, says in categories.items()}
+
+
+def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, tmp_path, capfd, caplog):
+    corpus = find(DataConfig(name='cldr', languages='en-de', data_dir=str(tmp_path)))
+    assert (corpus.name, corpus.languages) == ('cldr-en-de', ('en', 'de'))
+    assert corpus.version == f'babel{babel.__version__}-{cldr.Cldr.VERSION}'
+    assert corpus.splits == ('train', 'validation', 'test')
+    assert not list(tmp_path.iterdir()), 'find() prepares nothing'
+    sides = [corpus.documents(language) for language in corpus.languages]
+    categories = {source: category for category, source, _ in pairs}
+    # The small splits; reading all of train takes seconds.
+    for split in ('validation', 'test'):
+        texts = [[text.decode() for text in side[split]] for side in sides]
+        expected = {(s, t) for _, s, t in pairs if cldr.place(s)[0] == split}
+        assert len(texts[0]) == len(expected)
+        assert set(zip(*texts, strict=True)) == expected
+        assert {categories[source] for source in texts[0][:150]} == set(categories.values())
+    assert next(iter(sides[0]['train'])).decode() in categories
+    # Standard output belongs to results, and tfds warns of configs that it does not know.
+    assert capfd.readouterr().out == ''
+    assert not [record for record in caplog.records if record.levelname == 'WARNING']
+
+
+def test_a_language_has_one_name(tmp_path):
+    corpus = find(DataConfig(name='cldr', languages='EN-zh_CN', data_dir=str(tmp_path)))
+    assert corpus.languages == ('en', 'zh_Hans_CN')
+    assert corpus.name == 'cldr-en-zh_Hans_CN'
+
+
+@pytest.mark.parametrize(
+    ('languages', 'says'),
+    [
+        ('en-xx', "CLDR has no 'xx'; valid: .* 'en', 'de', 'fr'"),
+        ('english-de', "CLDR has no 'english'"),
+        ('en-EN', "data.languages='en-EN' names one language twice"),
+    ],
+)
+def test_languages_that_cannot_be_are_one_sentence(languages, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        find(DataConfig(name='cldr', languages=languages))
+    assert '\n' not in str(caught.value)

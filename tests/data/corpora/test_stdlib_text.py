@@ -1,0 +1,136 @@
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from qkattn.config import DataConfig
+from qkattn.data.corpora import stdlib_text
+from qkattn.data.load import load
+
+ROOT = Path(sysconfig.get_path('stdlib'))
+
+
+def test_corpus_is_the_library_without_tests_and_tables():
+    paths = stdlib_text.module_paths(ROOT)
+    assert {'json/decoder.py', 'argparse.py', 'asyncio/tasks.py'} <= set(paths)
+    assert paths == sorted(paths)
+    left_out = {'test', 'tests', 'encodings', 'tkinter', 'idlelib', 'pydoc_data', 'site-packages'}
+    assert not [path for path in paths if left_out & set(path.split('/'))]
+    assert not [path for path in paths if '_sysconfigdata' in path]
+    assert len(paths) > 200
+
+
+def test_no_library_on_disk_is_one_sentence(tmp_path):
+    with pytest.raises(FileNotFoundError, match='holds no source files'):
+        stdlib_text.module_paths(tmp_path)
+
+
+def test_splits_are_about_90_5_5_and_follow_the_module_name():
+    splits = [stdlib_text.split_of(f'module_{i}.py') for i in range(4000)]
+    assert 0.88 < splits.count('train') / 4000 < 0.92
+    assert 0.04 < splits.count('validation') / 4000 < 0.06
+    assert 0.04 < splits.count('test') / 4000 < 0.06
+    for i in range(100):
+        assert stdlib_text.split_of(f'm{i}.py') == stdlib_text.split_of(f'm{i}/__init__.py')
+    # The same in every version of the package and of Python, or published results lose meaning.
+    assert stdlib_text.split_of('json/decoder.py') == 'train'
+    assert stdlib_text.split_of('http/client.py') == 'validation'
+    assert stdlib_text.split_of('json/tool.py') == 'test'
+
+
+def test_prepared_splits_are_disjoint_complete_and_in_order(stdlib, data_dir):
+    builder = stdlib_text.prepare(data_dir)
+    splits = {
+        split: [example['path'].decode() for example in builder.as_data_source(split)]
+        for split in stdlib_text.SPLITS
+    }
+    for split, paths in splits.items():
+        assert paths and paths == sorted(paths)
+        assert {stdlib_text.split_of(path) for path in paths} == {split}
+    assert sorted(sum(splits.values(), [])) == stdlib_text.module_paths(ROOT)
+
+
+def test_tokens_are_the_bytes_of_the_files(stdlib):
+    paths = [p for p in stdlib_text.module_paths(ROOT) if stdlib_text.split_of(p) == 'test']
+    expected = b''.join((ROOT / path).read_bytes() + b'\0' for path in paths)
+    assert stdlib.split('test').tobytes() == expected
+
+
+def test_version_names_the_interpreter_and_the_builder(stdlib):
+    python = '.'.join(map(str, sys.version_info[:3]))
+    assert stdlib.version == f'py{python}-{stdlib_text.StdlibText.VERSION}'
+
+
+def test_damaged_prepared_files_are_named(tmp_path):
+    builder = stdlib_text.prepare(tmp_path)
+    (path,) = Path(builder.data_dir).glob('*-train.array_record*')
+    path.write_bytes(path.read_bytes()[:100_000])
+    with pytest.raises(RuntimeError, match=f'{builder.data_dir}.*delete that directory'):
+        list(stdlib_text.documents(tmp_path)['train'])
+
+
+RACE = """
+import json, sys
+from pathlib import Path
+from qkattn.config import DataConfig
+from qkattn.data import stdlib_text
+from qkattn.data.load import load
+print('ready', flush=True)
+sys.stdin.readline()
+if sys.argv[2] == 'prepare':
+    stdlib_text.prepare(Path(sys.argv[1]))
+dataset = load(DataConfig(data_dir=sys.argv[1]))
+tokens = sum(map(int, dataset.split('train')[:1000]))
+print(json.dumps([dataset.identity(), tokens, 'tensorflow' in sys.modules]))
+"""
+
+
+def test_processes_that_race_for_an_empty_directory_agree(stdlib, tmp_path):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, '-c', RACE, str(tmp_path), first],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for first in ('prepare', 'load', 'prepare', 'load')
+    ]
+    for process in processes:
+        assert process.stdout.readline() == 'ready\n', process.communicate()
+    for process in processes:
+        process.stdin.write('\n')
+        process.stdin.flush()
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        # The rest of standard output, so preparation prints nothing there.
+        assert json.loads(out) == [
+            stdlib.identity(),
+            sum(map(int, stdlib.split('train')[:1000])),
+            False,
+        ]
+
+
+KILLED = """
+import os, sys
+from qkattn.config import DataConfig
+from qkattn.data import stdlib_text
+from qkattn.data.load import load
+
+def dies(self, root, paths):
+    yield paths[0], {'path': paths[0], 'text': b'half'}
+    os._exit(9)
+
+stdlib_text.StdlibText._generate_examples = dies
+load(DataConfig(data_dir=sys.argv[1]))
+"""
+
+
+def test_killed_preparation_is_done_again(stdlib, tmp_path):
+    killed = subprocess.run([sys.executable, '-c', KILLED, str(tmp_path)], timeout=120)
+    assert killed.returncode == 9
+    assert load(DataConfig(data_dir=str(tmp_path))).identity() == stdlib.identity()

@@ -1,0 +1,259 @@
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from qkattn.config import DataConfig
+from qkattn.data.corpora import tfds_catalogue
+from qkattn.data.corpora.corpus import find
+from qkattn.errors import ConfigError
+from tests.data.web import unplug
+
+SENTENCES = [{'en': f'number {i}', 'de': f'Nummer {i}', 'fr': f'le {i}'} for i in range(300)]
+
+
+class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Splits of SENTENCES, with the features and names that a subclass asks for."""
+
+    VERSION = tfds.core.Version('2.1.0')
+    SPLITS = ('train', 'validation', 'test')
+
+    def _info(self):
+        return tfds.core.DatasetInfo(builder=self, features=self.features(), disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {split: self._generate_examples(split) for split in self.SPLITS}
+
+    def _generate_examples(self, split):
+        for number, sentence in enumerate(SENTENCES):
+            yield number, self.example(sentence | {'split': split})
+
+
+class QkattnText(Local):
+    SPLITS = ('train', 'dev')
+
+    def features(self):
+        return tfds.features.FeaturesDict(
+            {'text': tfds.features.Text(), 'n': tfds.features.Scalar(np.int64)}
+        )
+
+    def example(self, sentence):
+        return {'text': f'{sentence["split"]} {sentence["en"]}', 'n': 1}
+
+
+class QkattnTexts(Local):
+    def features(self):
+        return tfds.features.FeaturesDict({x: tfds.features.Text() for x in ('title', 'body')})
+
+    def example(self, sentence):
+        return {'title': sentence['en'], 'body': sentence['de']}
+
+
+class QkattnPairs(Local):
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in ('first', 'second.1')]
+
+    def features(self):
+        return tfds.features.Translation(languages=['de', 'en', 'fr'])
+
+    def example(self, sentence):
+        return {x: sentence[x] for x in ('de', 'en', 'fr')}
+
+
+class QkattnInner(QkattnPairs):
+    BUILDER_CONFIGS = []
+
+    def features(self):
+        return tfds.features.FeaturesDict(
+            {'id': tfds.features.Text(), 'sentences': super().features()}
+        )
+
+    def example(self, sentence):
+        return {'id': sentence['split'], 'sentences': super().example(sentence)}
+
+
+class QkattnNumbers(Local):
+    SPLITS = ('train', 'test')
+
+    def features(self):
+        return tfds.features.FeaturesDict({'n': tfds.features.Scalar(np.int64)})
+
+    def example(self, sentence):
+        return {'n': 1}
+
+
+class QkattnNoValidation(QkattnText):
+    SPLITS = ('train', 'test')
+
+
+class QkattnVarying(Local):
+    def features(self):
+        return tfds.features.FeaturesDict(
+            {'talk': tfds.features.Text(), 'all': tfds.features.TranslationVariableLanguages()}
+        )
+
+
+class QkattnByHand(QkattnText):
+    MANUAL_DOWNLOAD_INSTRUCTIONS = 'Ask the\n  authors.'
+
+    def _split_generators(self, dl_manager):
+        assert (dl_manager.manual_dir / 'x').exists()
+        return super()._split_generators(dl_manager)
+
+
+CLASSES = {cls.name: cls for cls in Local.__subclasses__() + QkattnText.__subclasses__()}
+CLASSES['qkattn_inner'] = QkattnInner
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    for name, cls in CLASSES.items():
+        monkeypatch.setitem(tfds.core.registered._DATASET_REGISTRY, name, cls)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    def make(name, **options):
+        return find(DataConfig(name=f'tfds:{name}', data_dir=str(tmp_path / 'data'), **options))
+
+    return make
+
+
+def test_text_set_with_another_name_of_its_validation_split(corpus):
+    found = corpus('qkattn_text')
+    assert (found.name, found.version) == ('tfds-qkattn_text-text', '2.1.0')
+    assert (found.languages, found.splits) == ((), ('train', 'validation'))
+    documents = {split: list(texts) for split, texts in found.documents(None).items()}
+    assert documents == {
+        'train': [f'train number {i}'.encode() for i in range(300)],
+        'validation': [f'dev number {i}'.encode() for i in range(300)],
+    }
+    assert 'tensorflow' not in sys.modules
+
+
+def test_one_of_several_texts_is_named(corpus):
+    with pytest.raises(ConfigError, match="data.feature=None .* valid: 'title', 'body'"):
+        corpus('qkattn_texts')
+    with pytest.raises(ConfigError, match="data.feature='author' .* valid: 'title', 'body'"):
+        corpus('qkattn_texts', feature='author')
+    found = corpus('qkattn_texts', feature='body')
+    assert found.name == 'tfds-qkattn_texts-body'
+    assert list(found.documents(None)['test'])[7] == b'Nummer 7'
+
+
+@pytest.mark.parametrize('name', ['qkattn_pairs/second.1', 'qkattn_inner'])
+def test_translation_set_in_the_direction_asked_for(corpus, name):
+    found = corpus(name, languages='fr-en')
+    assert found.name == f'tfds-{name.replace("/", "-")}-fr-en'
+    assert found.languages == ('fr', 'en')
+    assert found.splits == ('train', 'validation', 'test')
+    for language in found.languages:
+        assert list(found.documents(language)['validation']) == [
+            sentence[language].encode() for sentence in SENTENCES
+        ]
+
+
+def test_languages_have_to_fit(corpus):
+    with pytest.raises(ConfigError, match="languages='en-es' are not in .*valid: 'de', 'en', 'fr'"):
+        corpus('qkattn_inner', languages='en-es')
+    with pytest.raises(ConfigError, match='languages=None.*is a translation set; .*two of'):
+        corpus('qkattn_inner')
+    with pytest.raises(ConfigError, match='valid: none, it is no translation set'):
+        corpus('qkattn_text', languages='en-de')
+    with pytest.raises(ConfigError, match="data.feature='id' is for text"):
+        corpus('qkattn_inner', languages='en-de', feature='id')
+    with pytest.raises(ConfigError, match='languages vary from example to example'):
+        corpus('qkattn_varying')
+
+
+def test_sets_that_are_no_use_are_refused(corpus):
+    with pytest.raises(ConfigError, match='valid: none, it has no text feature'):
+        corpus('qkattn_numbers')
+    with pytest.raises(ConfigError, match="has no validation split, only 'train', 'test'"):
+        corpus('qkattn_no_validation')
+
+
+def test_prepared_set_is_not_prepared_again(corpus, monkeypatch):
+    corpus('qkattn_text')
+    monkeypatch.setattr(QkattnText, '_split_generators', None)
+    assert len(list(corpus('qkattn_text').documents(None)['train'])) == 300
+
+
+def test_copied_set_needs_no_code(corpus, monkeypatch, tmp_path):
+    corpus('qkattn_pairs/first', languages='de-en')
+    monkeypatch.delitem(tfds.core.registered._DATASET_REGISTRY, 'qkattn_pairs')
+    with pytest.raises(ConfigError, match="has no 'qkattn_pairs' and there is none in"):
+        find(DataConfig(name='tfds:qkattn_pairs/first', data_dir=str(tmp_path), languages='de-en'))
+    (tmp_path / 'data' / 'qkattn_pairs.lock').unlink()
+    shutil.move(tmp_path / 'data', tmp_path / 'copy')
+    found = find(
+        DataConfig(
+            name='tfds:qkattn_pairs/first', data_dir=str(tmp_path / 'copy'), languages='de-en'
+        )
+    )
+    assert list(found.documents('de')['test'])[0] == b'Nummer 0'
+
+
+def test_names_are_checked_first(corpus):
+    for name in ('', 'a/b/c', 'wmt14_translate/de-en:1.0.0', 'huggingface:squad', '../x'):
+        with pytest.raises(ConfigError, match="is not of the form 'tfds:NAME' or"):
+            corpus(name)
+    with pytest.raises(ConfigError, match="no 'wmt14_translat' .*did you mean 'wmt14_translate'"):
+        corpus('wmt14_translat/de-en', languages='de-en')
+    with pytest.raises(ConfigError, match="has no config 'de-es'; valid: .*de-en"):
+        corpus('wmt14_translate/de-es', languages='de-es')
+    with pytest.raises(
+        ConfigError, match="name one, as in 'tfds:wmt14_translate/cs-en'; valid: cs"
+    ):
+        corpus('wmt14_translate', languages='de-en')
+    with pytest.raises(ConfigError, match="'qkattn_text' has no config 'x'; valid: none"):
+        corpus('qkattn_text/x')
+
+
+@pytest.mark.parametrize(
+    ('name', 'languages', 'url'),
+    [
+        ('wmt14_translate/de-en', 'de-en', r'http://www.statmt.org/wmt13/\S+'),
+        ('ted_hrlr_translate/pt_to_en', 'en-pt', r'http://www.phontron.com/\S+'),
+        ('imdb_reviews/plain_text', None, r'http://ai.stanford.edu/\S+'),
+    ],
+)
+def test_without_network_the_sentence_says_what_to_do(
+    corpus, tmp_path, monkeypatch, name, languages, url
+):
+    unplug(monkeypatch)
+    directory = tmp_path / 'data' / name.partition('/')[0]
+    with pytest.raises(ConfigError, match=rf"{url} cannot be .*copy '{directory}' from there\.$"):
+        corpus(name, languages=languages)
+    assert not list(directory.rglob('dataset_info.json'))
+
+
+@pytest.mark.parametrize(
+    ('name', 'package'),
+    [
+        ('lm1b', 'tensorflow'),
+        ('tiny_shakespeare', 'tensorflow'),
+        ('wiki40b/en', 'apache-beam'),
+        ('wikipedia/20230601.en', 'apache-beam'),
+        ('c4/en', 'apache-beam'),
+    ],
+)
+def test_missing_packages_are_said_before_the_download(corpus, monkeypatch, name, package):
+    looked_for = []
+
+    def missing(module):
+        looked_for.append(module)
+
+    monkeypatch.setattr(tfds_catalogue.importlib.util, 'find_spec', missing)
+    asked = unplug(monkeypatch)
+    with pytest.raises(ConfigError, match=f'needs {package}: pip install {package}, or prepare it'):
+        corpus(name)
+    assert not asked and looked_for
+
+
+def test_files_to_be_fetched_by_hand_are_described(corpus, tmp_path):
+    with pytest.raises(ConfigError, match=r'data.manual_dir=None: .* by hand: Ask the authors\.'):
+        corpus('qkattn_by_hand')
+    (tmp_path / 'x').write_text('')
+    assert corpus('qkattn_by_hand', manual_dir=str(tmp_path)).splits == ('train', 'validation')

@@ -1,0 +1,258 @@
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from qkattn.data.tasks.pairs import PairDataset, TranslationRows
+from qkattn.data.tokens import SplitInfo, TokenDataset
+from qkattn.errors import ConfigError
+
+SEPARATOR = 3
+SOURCE_LENGTH, LENGTH = 24, 20
+
+
+class Words:
+    name = 'words'
+    vocab_size = 60_000
+    separator = SEPARATOR
+
+
+def side(name: str, sentences: dict[str, list[np.ndarray]], tokenizer=Words) -> TokenDataset:
+    splits = {}
+    for split, documents in sentences.items():
+        tokens = np.concatenate(
+            [np.zeros(0, int), *(np.append(document, SEPARATOR) for document in documents)]
+        ).astype(np.uint16)
+        info = SplitInfo(
+            dataset=name,
+            version='1',
+            tokenizer='words',
+            split=split,
+            dtype='uint16',
+            num_documents=len(documents),
+            num_tokens=len(tokens),
+            num_bytes=3 * len(tokens),
+            unigram_nats_per_token=1.5,
+            fingerprint=name + split,
+        )
+        splits[split] = (tokens, info)
+    return TokenDataset(name, '1', tokenizer(), splits)
+
+
+def sentences(count: int, longest: int, seed: int) -> list[np.ndarray]:
+    """Sentences of 0 to `longest` tokens, no two alike; 0 is an ordinary id."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, longest + 1, count)
+    return [np.where((ids := rng.integers(0, 60_000, size)) == SEPARATOR, 0, ids) for size in sizes]
+
+
+@pytest.fixture(scope='module')
+def parallel():
+    """500 training pairs of up to 23 and 19 tokens, as long as the lengths of a row allow."""
+    return PairDataset(
+        side('a', {'train': sentences(500, 23, 0), 'validation': sentences(50, 23, 1)}),
+        side('b', {'train': sentences(500, 19, 2), 'validation': sentences(50, 19, 3)}),
+    )
+
+
+@pytest.fixture(scope='module')
+def rows(parallel):
+    return TranslationRows(parallel, SOURCE_LENGTH, LENGTH)
+
+
+def read(rows, split='train', chosen=None):
+    rows_B = np.arange(rows.count(split)) if chosen is None else np.array(chosen)
+    return rows.read(split, rows_B, np.zeros((len(rows_B), 2), np.uint64))
+
+
+def unpack(batch):
+    """The pairs of a batch as (source, target input, target output), row after row."""
+    for row in range(len(batch['tokens_BT'])):
+        source_segments, segments = batch['source_segments_BS'][row], batch['segments_BT'][row]
+        for segment in range(1, source_segments.max() + 1):
+            yield (
+                batch['source_BS'][row, source_segments == segment].tolist(),
+                batch['tokens_BT'][row, segments == segment].tolist(),
+                batch['targets_BT'][row, segments == segment].tolist(),
+            )
+
+
+@pytest.mark.parametrize('split', ['train', 'validation'])
+def test_every_pair_is_in_one_row_whole_and_with_its_own_translation(parallel, rows, split):
+    found = sorted(unpack(read(rows, split)))
+    expected = sorted(
+        (
+            [*source, SEPARATOR],
+            [SEPARATOR, *target],
+            [*target, SEPARATOR],
+        )
+        for source, target in zip(*parallel.sentences(split), strict=True)
+    )
+    assert found == expected
+
+
+def test_shapes_and_types(rows):
+    batch = read(rows, chosen=[3, 0, 3])
+    assert {name: (a.shape, a.dtype.name) for name, a in batch.items()} == {
+        'source_BS': ((3, SOURCE_LENGTH), 'int32'),
+        'source_segments_BS': ((3, SOURCE_LENGTH), 'int32'),
+        'tokens_BT': ((3, LENGTH), 'int32'),
+        'targets_BT': ((3, LENGTH), 'int32'),
+        'segments_BT': ((3, LENGTH), 'int32'),
+        'loss_weights_BT': ((3, LENGTH), 'float32'),
+    }
+    for name, array in read(rows).items():
+        assert np.array_equal(batch[name], array[[3, 0, 3]])
+
+
+def test_padding_is_zeros_behind_the_pairs(rows):
+    batch = read(rows)
+    assert np.array_equal(batch['loss_weights_BT'], (batch['segments_BT'] > 0).astype(np.float32))
+    for segments, *arrays in (
+        (batch['source_segments_BS'], batch['source_BS']),
+        (batch['segments_BT'], batch['tokens_BT'], batch['targets_BT']),
+    ):
+        padding = segments == 0
+        assert padding.any()
+        for array in arrays:
+            assert not array[padding].any()
+        # Segments count 1, 2, ..; once padding begins nothing follows.
+        steps = np.diff(segments, axis=1)
+        assert (segments[:, 0] == 1).all()
+        assert ((steps == 0) | (steps == 1) | (segments[:, 1:] == 0)).all()
+        assert (padding[:, 1:] >= padding[:, :-1]).all()
+
+
+def test_rows_are_well_filled(rows):
+    # A pair takes 12 and 10 tokens on average, about two fit into a row.
+    weights = read(rows)['loss_weights_BT']
+    assert weights.mean() > 0.85
+
+
+def test_the_packing_is_fixed_and_shuffled(parallel, rows):
+    again = TranslationRows(parallel, SOURCE_LENGTH, LENGTH)
+    for name, array in read(rows).items():
+        assert np.array_equal(read(again)[name], array)
+    first = [source for source, _, _ in unpack(read(rows, 'validation'))]
+    in_file_order = [[*s, SEPARATOR] for s in parallel.sentences('validation')[0]]
+    assert first != in_file_order
+    # Written down, so that a library that draws differently does not go unnoticed.
+    assert [in_file_order.index(source) for source in first[:8]] == [0, 43, 38, 9, 21, 33, 4, 2]
+
+
+def test_neighbours_in_the_file_do_not_share_rows(parallel):
+    numbers = [np.array([i + 10]) for i in range(1000)]
+    pairs = PairDataset(side('a', {'train': numbers}), side('b', {'train': numbers}))
+    source_BS = read(TranslationRows(pairs, 20, 20))['source_BS']
+    assert source_BS.shape == (100, 20)
+    # Ten pairs of two tokens: the mean distance of two random numbers below n is n / 3.
+    distances = np.abs(np.diff(source_BS[:, ::2], axis=1))
+    assert distances.mean() == pytest.approx(333, rel=0.1)
+
+
+def test_a_pair_as_long_as_a_row_fits():
+    pairs = PairDataset(
+        side('a', {'train': [np.arange(10, 17)]}), side('b', {'train': [np.arange(20, 25)]})
+    )
+    rows = TranslationRows(pairs, 8, 6)
+    batch = read(rows)
+    assert batch['source_BS'].tolist() == [[10, 11, 12, 13, 14, 15, 16, SEPARATOR]]
+    assert batch['tokens_BT'].tolist() == [[SEPARATOR, 20, 21, 22, 23, 24]]
+    assert batch['targets_BT'].tolist() == [[20, 21, 22, 23, 24, SEPARATOR]]
+    for lengths in ((7, 6), (8, 5)):
+        with pytest.raises(ConfigError):
+            TranslationRows(pairs, *lengths)
+
+
+def test_long_pairs_are_refused_in_one_sentence(parallel):
+    with pytest.raises(ConfigError) as caught:
+        TranslationRows(parallel, 22, LENGTH)
+    long = sum(
+        len(source) > 21
+        for split in ('train', 'validation')
+        for source in parallel.sentences(split)[0]
+    )
+    assert str(caught.value).startswith(
+        f'{long} of 550 sentence pairs are longer than model.source_context=22 or '
+        'model.context=20 tokens; the longest source has 24 and the longest target 20 '
+    )
+    assert 'data.drop_long=True' in str(caught.value)
+    assert '\n' not in str(caught.value)
+
+
+def test_long_pairs_are_dropped_counted_and_said(parallel, rows, monkeypatch):
+    logged = []
+    monkeypatch.setattr(
+        logging.getLogger('qkattn.data.tasks.pairs'),
+        'info',
+        lambda text, *args: logged.append(text % args),
+    )
+    short = TranslationRows(parallel, 22, 16, drop_long=True)
+    kept = {
+        split: [
+            [*source, SEPARATOR]
+            for source, target in zip(*parallel.sentences(split), strict=True)
+            if len(source) < 22 and len(target) < 16
+        ]
+        for split in ('train', 'validation')
+    }
+    for split, expected in kept.items():
+        assert sorted(source for source, _, _ in unpack(read(short, split))) == sorted(expected)
+    dropped = {'train': 500 - len(kept['train']), 'validation': 50 - len(kept['validation'])}
+    assert min(dropped.values()) > 0
+    assert short.identity()['dropped_pairs'] == dropped
+    assert logged == [
+        f'drop_long: {dropped[split]} of {total} pairs of split {split!r} are left out of training '
+        'and evaluation'
+        for split, total in (('train', 500), ('validation', 50))
+    ]
+    # Decoding still sees them all.
+    assert len(parallel.sentences('train')[0]) == 500
+    assert rows.identity()['dropped_pairs'] == {'train': 0, 'validation': 0}
+
+
+def test_sentences_are_in_file_order_without_separators(parallel):
+    for found, expected in zip(
+        parallel.sentences('validation'), (sentences(50, 23, 1), sentences(50, 19, 3)), strict=True
+    ):
+        assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
+        assert any(len(ids) == 0 for ids in found)
+
+
+def test_identity_and_units(parallel, rows):
+    identity = rows.identity()
+    assert json.loads(json.dumps(identity)) == identity
+    assert identity['source']['fingerprints']['train'] == 'atrain'
+    assert identity['target']['fingerprints']['train'] == 'btrain'
+    assert identity != TranslationRows(parallel, SOURCE_LENGTH, LENGTH + 1).identity()
+    assert rows.splits == ('train', 'validation')
+    assert rows.vocab_size == 60_000
+    assert rows.bytes_per_token('train') == 3
+    assert rows.unigram_nats('train') == 1.5
+
+
+def test_sides_that_do_not_match_are_refused():
+    five, four = ({'train': sentences(n, 9, 0)} for n in (5, 4))
+    with pytest.raises(ConfigError, match="'train' has 5 sentences in source 'a' but 4 in .* 'b'"):
+        PairDataset(side('a', five), side('b', four))
+
+    class Others(Words):
+        name = 'others'
+
+    with pytest.raises(ConfigError, match="tokenizers 'words' and 'others'; .* the same"):
+        PairDataset(side('a', five), side('b', five, Others))
+
+
+def test_bad_settings_are_one_sentence(parallel, rows):
+    for lengths, says in (((0, 9), 'model.source_context=0 is'), ((9, 0), 'model.context=0 is')):
+        with pytest.raises(ConfigError, match=says):
+            TranslationRows(parallel, *lengths)
+    with pytest.raises(ConfigError, match="split='test' is not in .* valid: 'train', 'validation'"):
+        rows.count('test')
+    empty = {'train': [np.arange(10, 19)], 'validation': []}
+    pairs = PairDataset(side('a', empty), side('b', empty))
+    with pytest.raises(ConfigError, match="split 'validation' .* has no sentence pair"):
+        TranslationRows(pairs, 10, 10).count('validation')
+    with pytest.raises(ConfigError, match=r"split 'train' .* has no .* fits .* of 1\."):
+        TranslationRows(pairs, 9, 9, drop_long=True).count('train')

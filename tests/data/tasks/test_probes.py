@@ -1,0 +1,213 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from qkattn.data.tasks import probes
+from qkattn.errors import ConfigError
+
+SMALL = [
+    'copy(length=5, symbols=7)',
+    'reversal(length=5, symbols=7)',
+    'induction(length=23, repeats=3, symbols=18)',
+    'recall(pairs=4, keys=6, values=3)',
+    'successor(keys=4, payloads=3)',
+]
+ALL = [*probes.PROBES, *SMALL]
+
+
+def read(name, split='train', count=300, seed=5):
+    rows_B = np.arange(count)
+    draws_B2 = np.stack([np.full(count, seed), rows_B], axis=1).astype(np.uint64)
+    return probes.find(name).read(split, rows_B, draws_B2)
+
+
+def examples(name):
+    """Per row the lists tokens, targets, and the positions that are predicted."""
+    batch = read(name)
+    for tokens, targets, weights in zip(*batch.values(), strict=True):
+        yield tokens.tolist(), targets.tolist(), np.flatnonzero(weights).tolist()
+
+
+@pytest.mark.parametrize('name', ALL)
+@pytest.mark.parametrize('split', probes.SPLITS)
+def test_shapes_types_and_range(name, split):
+    rows = probes.find(name)
+    batch = read(name, split, count=200)
+    assert {key: (a.shape, a.dtype.name) for key, a in batch.items()} == {
+        'tokens_BT': ((200, rows.length), 'int32'),
+        'targets_BT': ((200, rows.length), 'int32'),
+        'loss_weights_BT': ((200, rows.length), 'float32'),
+    }
+    for ids in (batch['tokens_BT'], batch['targets_BT']):
+        assert ids.min() >= 0
+        assert ids.max() < rows.vocab_size
+    # Every row asks the same number of questions, and weights are 0 or 1.
+    assert set(np.unique(batch['loss_weights_BT'])) <= {0, 1}
+    assert len(set(batch['loss_weights_BT'].sum(1))) == 1
+    assert batch['loss_weights_BT'].sum() > 0
+
+
+@pytest.mark.parametrize('name', SMALL)
+def test_every_id_and_every_answer_turns_up(name):
+    rows = probes.find(name)
+    batch = read(name)
+    answers = np.unique(batch['targets_BT'][batch['loss_weights_BT'] == 1])
+    used = np.unique(np.concatenate([batch['tokens_BT'].ravel(), answers]))
+    assert used.tolist() == list(range(rows.vocab_size))
+    assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
+    assert rows.bytes_per_token('train') is None
+
+
+@pytest.mark.parametrize('name', [name for name in SMALL if probes.find(name).causal])
+def test_causal_tasks_predict_next_tokens(name):
+    batch = read(name)
+    assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
+
+
+@pytest.mark.parametrize('name', SMALL[:2])
+def test_copy_and_reversal(name):
+    for tokens, targets, predicted in examples(name):
+        x = tokens[:5]
+        assert max(x) < 7
+        assert tokens[5] == 7
+        assert predicted == [5, 6, 7, 8, 9]
+        assert targets[5:] == (x if name.startswith('copy') else x[::-1])
+
+
+def test_induction_asks_what_followed_the_only_earlier_occurrence():
+    places = set()
+    for tokens, targets, predicted in examples(SMALL[2]):
+        assert len(predicted) == 3
+        for position in predicted:
+            earlier = [s for s in range(position) if tokens[s] == tokens[position]]
+            assert len(earlier) == 1
+            assert targets[earlier[0]] == targets[position]
+            places.add((earlier[0], position))
+        # 24 tokens: three bigrams twice, the other twelve symbols once.
+        sequence = [*tokens, targets[-1]]
+        counts = sorted(sequence.count(symbol) for symbol in set(sequence))
+        assert counts == [1] * 12 + [2] * 6
+    assert len(places) > 100
+    assert min(s for s, _ in places) == 0
+    assert max(t for _, t in places) == 22
+
+
+def test_recall_asks_for_every_key_once():
+    orders = set()
+    for tokens, targets, predicted in examples(SMALL[3]):
+        sequence = [*tokens, targets[-1]]
+        value_of = dict(zip(sequence[:8:2], sequence[1:8:2], strict=True))
+        assert len(value_of) == 4
+        assert max(value_of) < 6 <= min(value_of.values())
+        assert predicted == [8, 10, 12, 14]
+        asked = [tokens[t] for t in predicted]
+        assert sorted(asked) == sorted(value_of)
+        assert [targets[t] for t in predicted] == [value_of[key] for key in asked]
+        orders.add(tuple(list(value_of).index(key) for key in asked))
+    assert len(orders) == 24
+
+
+def test_successor_labels_with_the_payload_of_the_next_key():
+    orders = set()
+    for tokens, targets, predicted in examples(SMALL[4]):
+        assert predicted == [0, 1, 2, 3]
+        payload_of = dict(divmod(token, 3) for token in tokens)
+        assert sorted(payload_of) == [0, 1, 2, 3]
+        assert targets == [payload_of[(token // 3 + 1) % 4] for token in tokens]
+        orders.add(tuple(token // 3 for token in tokens))
+    assert len(orders) == 24
+
+
+@pytest.mark.parametrize('name', probes.PROBES)
+def test_training_rows_are_functions_of_their_draws(name):
+    rows = probes.find(name)
+    assert rows.count('train') >= 2**24
+    batch = read(name, count=50)
+    assert len(np.unique(batch['tokens_BT'], axis=0)) == 50
+    again = rows.read('train', np.array([9, 9]), np.array([[5, 7], [7, 5]], np.uint64))
+    for key, array in batch.items():
+        assert np.array_equal(again[key][0], array[7])
+    assert not np.array_equal(again['tokens_BT'][0], again['tokens_BT'][1])
+
+
+@pytest.mark.parametrize('name', probes.PROBES)
+def test_evaluation_rows_are_fixed_and_not_those_of_training(name):
+    rows = probes.find(name)
+    assert rows.count('validation') == rows.count('test') == 1024
+    rows_B = np.array([3, 0])
+    drawn = np.array([[1, 2], [3, 4]], np.uint64)
+    one = read(name, 'validation', count=4, seed=0)
+    for key, array in rows.read('validation', rows_B, drawn).items():
+        assert np.array_equal(array, one[key][[3, 0]])
+    # The same numbers mean other rows in each split.
+    tokens = [read(name, split, count=40, seed=0)['tokens_BT'] for split in probes.SPLITS]
+    assert len(np.unique(np.concatenate(tokens), axis=0)) == 120
+
+
+def test_rows_are_the_same_for_ever():
+    # Written down, so that a library that draws differently does not go unnoticed.
+    assert read(SMALL[0], count=1)['tokens_BT'].tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
+
+
+def test_identity_tells_every_option():
+    identity = probes.find('recall(pairs=5)').identity()
+    assert json.loads(json.dumps(identity)) == identity
+    assert identity == {
+        'name': 'recall',
+        'version': 1,
+        'options': {'pairs': 5, 'keys': 32, 'values': 32},
+    }
+
+
+def test_names():
+    assert probes.is_probe('copy')
+    assert probes.is_probe('copy(length=3)')
+    assert not probes.is_probe('stdlib')
+    assert [name for name in probes.PROBES if not probes.find(name).causal] == ['successor']
+    assert probes.find('copy()').identity() == probes.find('copy').identity()
+
+
+@pytest.mark.parametrize(
+    ('name', 'says'),
+    [
+        ('recal(pairs=2)', "data.name='recal.*' is not a known probe, did you mean 'recall'"),
+        ('xyz', "data.name='xyz' is not a known probe; known are copy, reversal"),
+        ('copy(', r"data.name: probe 'copy\(' must be written name\(option=value"),
+        ('copy(size=3)', "copy has no option 'size'; it takes length, symbols"),
+        ('copy(length=0)', 'length=0 must be a whole number of at least 1'),
+        ('copy(length=2.5)', 'length=2.5 must be a whole number'),
+        ('copy(length=True)', 'length=True must be a whole number'),
+        ('copy(symbols=1)', 'symbols=1 must be a whole number of at least 2'),
+        ('induction(length=14)', r'length=14\) has no room for repeats=4 .* at least 15'),
+        ('induction(symbols=24)', r'symbols=24\) has too few .* at least 25'),
+        ('recall(pairs=33)', r'recall\(pairs=33\) needs that many .* keys=32; .* at least 33'),
+        ('successor(keys=2)', 'keys=2 must be a whole number of at least 3'),
+    ],
+)
+def test_bad_names_are_one_sentence(name, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        probes.find(name)
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'induction(length=15)',
+        'induction(symbols=25)',
+        'induction(length=3, repeats=1, symbols=2)',
+        'recall(pairs=32)',
+        'recall(pairs=1, keys=1, values=2)',
+        'successor(keys=3, payloads=2)',
+        'copy(length=1, symbols=2)',
+    ],
+)
+def test_the_smallest_and_tightest_options_work(name):
+    assert read(name)['loss_weights_BT'].any()
+
+
+def test_unknown_split():
+    with pytest.raises(ConfigError, match="split='dev' is not in probe 'copy'; valid: 'train'"):
+        probes.find('copy').count('dev')

@@ -1,0 +1,89 @@
+import hashlib
+
+import numpy as np
+import pytest
+
+from qkattn.data.tasks import probes, repeats
+from qkattn.data.tasks.rows import LanguageRows
+
+LENGTHS = (8, 9, 16, 17)
+
+
+@pytest.fixture
+def text(numbers):
+    """Rows of T tokens in which every token of the split is another number."""
+
+    def make(length: int, tokens: int = 3000) -> LanguageRows:
+        return LanguageRows(numbers(train=100, validation=tokens), length)
+
+    return make
+
+
+def whole(r_BH, length, copy, batch_size=8):
+    found = list(repeats.batches(r_BH, length, copy, batch_size=batch_size))
+    return {name: np.concatenate([batch[name] for batch in found]) for name in found[0]}
+
+
+@pytest.mark.parametrize('length', LENGTHS)
+def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order(text, length):
+    rows = text(length)
+    r_BH = repeats.sequences(rows)
+    assert r_BH.shape == (64, (length + 1) // 2) and r_BH.dtype == np.int32
+    # Every token is a number of its own: none is read twice, and none keeps its neighbour.
+    assert len(np.unique(r_BH)) == r_BH.size
+    assert (np.diff(r_BH, axis=1) == 1).mean() < 0.02
+    numbers_B = np.arange(64) * rows.count('validation') // 64
+    first = rows.read('validation', numbers_B, np.zeros((64, 2), np.uint64))['tokens_BT'][0, 0]
+    pool = {first + number * length + t for number in numbers_B.tolist() for t in range(length)}
+    assert set(r_BH.ravel().tolist()) <= pool
+    # Shuffled across rows: the tokens of one come from many.
+    assert len(np.unique((r_BH[0] - first) // length)) > 2
+    np.testing.assert_array_equal(repeats.sequences(text(length)), r_BH)
+
+
+def test_the_order_never_changes(text):
+    digest = hashlib.sha256(repeats.sequences(text(16)).astype('<i4').tobytes()).hexdigest()
+    assert digest[:16] == '31739a6c26ddd7b2'
+
+
+def test_a_small_split_gives_the_rows_that_it_has(text):
+    assert repeats.sequences(text(8, tokens=8 * 5 + 1)).shape == (5, 4)
+    assert repeats.sequences(text(9, tokens=10)).shape == (1, 5)
+
+
+@pytest.mark.parametrize('length', LENGTHS)
+@pytest.mark.parametrize('batch_size', [3, 4, 64])
+def test_each_copy_asks_for_all_tokens_but_the_first(length, batch_size):
+    half = (length + 1) // 2
+    r_BH = np.arange(1, 1 + 4 * half, dtype=np.int32).reshape(4, half)
+    for copy in ('first', 'second'):
+        found = list(repeats.batches(r_BH, length, copy, batch_size=batch_size))
+        assert len(found) == -(-4 // batch_size)
+        for batch in found:
+            assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(
+                ('tokens_BT', 'targets_BT', 'loss_weights_BT'), (batch_size, length)
+            )
+            kinds = [batch[name].dtype for name in ('tokens_BT', 'targets_BT', 'loss_weights_BT')]
+            assert kinds == [np.int32, np.int32, np.float32]
+        batch = whole(r_BH, length, copy, batch_size)
+        assert not any(array[4:].any() for array in batch.values())
+        for r_H, tokens_T, targets_T, weights_T in zip(
+            r_BH, *(array[:4] for array in batch.values()), strict=True
+        ):
+            twice = [*r_H, *r_H]
+            assert tokens_T.tolist() == twice[:length]
+            assert targets_T.tolist() == (twice[1:] + [0])[:length]
+            asked = np.flatnonzero(weights_T)
+            assert targets_T[asked].tolist() == r_H[1:].tolist()
+            assert weights_T[asked].tolist() == [1] * (half - 1)
+            begin = 0 if copy == 'first' else half
+            assert asked.tolist() == list(range(begin, begin + half - 1))
+            # What is asked for follows the token before it, in this copy.
+            assert tokens_T[asked].tolist() == r_H[:-1].tolist()
+
+
+def test_short_rows_and_probes_have_none(text):
+    assert repeats.sequences(text(7)) is None
+    assert repeats.sequences(text(8)) is not None
+    for name in ('recall', 'copy', 'induction'):
+        assert repeats.sequences(probes.find(name)) is None

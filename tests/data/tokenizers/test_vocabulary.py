@@ -1,0 +1,223 @@
+import json
+import os
+import re
+
+import pytest
+
+from qkattn.data.tokenizers import vocabulary
+from qkattn.data.tokenizers.bpe import BPETokenizer
+from qkattn.data.tokenizers.characters import CharacterTokenizer
+from qkattn.data.tokenizers.tokenizer import ByteTokenizer
+from qkattn.data.tokenizers.vocabulary import open_tokenizer
+from qkattn.errors import ConfigError
+from tests.processes import start_python
+
+TEXTS = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
+OTHER = [b'she sells sea shells by the sea shore\n' * 4]
+KINDS = ('characters', 'bpe')
+
+
+class Cache:
+    """Opens tokenizers of TEXTS under a directory and counts how often the texts are asked for."""
+
+    def __init__(self, data_dir):
+        self.data_dir = data_dir
+        self.root = data_dir / 'tokenizers' / 'rhymes' / '1.2'
+        self.texts = TEXTS
+        self.num_trained = 0
+
+    def open(self, kind, size=280):
+        def texts():
+            self.num_trained += 1
+            return iter(self.texts)
+
+        return open_tokenizer(
+            self.data_dir, kind=kind, size=size, name='rhymes', version='1.2', texts=texts
+        )
+
+    def directory(self, kind):
+        return self.root / ('bpe-280' if kind == 'bpe' else kind)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return Cache(tmp_path)
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    messages = []
+    monkeypatch.setattr(vocabulary.log, 'warning', lambda text, *args: messages.append(text % args))
+    return messages
+
+
+def test_bytes_need_no_disk_and_no_text(cache):
+    assert isinstance(cache.open('bytes'), ByteTokenizer)
+    assert cache.num_trained == 0
+    assert not list(cache.data_dir.iterdir())
+
+
+def test_each_kind_is_its_tokenizer(cache):
+    assert cache.open('characters').name == CharacterTokenizer.train(TEXTS).name
+    assert cache.open('bpe').name == BPETokenizer.train(TEXTS, 280).name
+    assert cache.open('bpe', 275).vocab_size == 275
+    assert sorted(path.name for path in cache.root.iterdir()) == [
+        'bpe-275',
+        'bpe-280',
+        'characters',
+    ]
+
+
+def test_an_unknown_kind_lists_the_known(cache):
+    with pytest.raises(ConfigError, match="data.tokenizer='words' .* 'bytes', 'characters', 'bpe'"):
+        cache.open('words')
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_reopening_reads_the_cache(cache, warnings, kind):
+    first = cache.open(kind)
+    (cache.directory(kind) / 'lock').unlink()
+    again = cache.open(kind)
+    assert again.name == first.name
+    assert again.encode('peter').tolist() == first.encode('peter').tolist()
+    assert cache.num_trained == 1
+    # Without the lock, so a cache on a read-only disk can be read.
+    assert not (cache.directory(kind) / 'lock').exists()
+    assert not warnings
+
+
+def test_the_description_says_what_it_is(cache):
+    cache.open('bpe')
+    cache.open('characters')
+    bpe, characters = (
+        json.loads((cache.directory(kind) / 'about.json').read_text())
+        for kind in ('bpe', 'characters')
+    )
+    assert (bpe['kind'], bpe['size'], characters['size']) == ('bpe', 280, None)
+    assert re.fullmatch(r'sentencepiece [\d.]+', bpe['trained_by'])
+    assert bpe['text_sha256'] == characters['text_sha256']
+    assert bpe['model_sha256'][:12] in cache.open('bpe').name
+    # Every byte counts, and where documents end.
+    for size, texts in ((275, [b''.join(TEXTS)]), (276, [TEXTS[0][::-1], TEXTS[1]])):
+        cache.texts = texts
+        cache.open('bpe', size)
+        about = json.loads((cache.root / f'bpe-{size}' / 'about.json').read_text())
+        assert about['text_sha256'] != bpe['text_sha256']
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def relabel(path):
+    path.write_text(re.sub('"kind": "[a-z]+"', '"kind": "words"', path.read_text()))
+
+
+DAMAGES = [
+    ('tokenizer.model', flip, 'the sha256 of tokenizer.model is'),
+    ('tokenizer.model', lambda path: path.write_bytes(b''), 'the sha256 of tokenizer.model is'),
+    ('tokenizer.model', os.unlink, 'tokenizer.model cannot be read'),
+    ('about.json', os.unlink, 'about.json cannot be read'),
+    ('about.json', lambda path: path.write_text('{'), 'about.json cannot be read'),
+    ('about.json', lambda path: path.write_text('{"kind": "bpe"}'), 'about.json cannot be read'),
+    ('about.json', lambda path: path.write_text('[]'), 'about.json cannot be read'),
+    ('about.json', relabel, "kind is 'words', not"),
+]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize(('file', 'damage', 'says'), DAMAGES)
+def test_a_damaged_cache_is_named_and_trained_again(cache, warnings, kind, file, damage, says):
+    before = cache.open(kind)
+    files = {p.name: p.read_bytes() for p in cache.directory(kind).iterdir()}
+    damage(cache.directory(kind) / file)
+    assert cache.open(kind).name == before.name
+    assert {p.name: p.read_bytes() for p in cache.directory(kind).iterdir()} == files
+    assert cache.num_trained == 2
+    (warning,) = warnings
+    assert re.search(f'{re.escape(str(cache.directory(kind)))}.* is damaged: {says}', warning)
+    assert '\n' not in warning
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_vocabulary_is_not_replaced_by_that_of_other_text(cache, warnings, kind):
+    cache.open(kind)
+    flip(cache.directory(kind) / 'tokenizer.model')
+    cache.texts = OTHER
+    for _ in range(2):  # The refusal leaves no file that the next opening would take.
+        with pytest.raises(ConfigError, match='the training text is not what it was') as caught:
+            cache.open(kind)
+        assert f'{str(cache.directory(kind))!r}' in str(caught.value)
+        assert '\n' not in str(caught.value)
+    cache.texts = TEXTS
+    cache.open(kind)
+
+
+def test_a_vocabulary_is_not_replaced_by_that_of_another_trainer(cache, warnings, monkeypatch):
+    cache.open('bpe')
+    flip(cache.directory('bpe') / 'tokenizer.model')
+    other = BPETokenizer.train(OTHER, 280)
+
+    def train(texts, size):
+        assert list(texts) == TEXTS
+        return other
+
+    monkeypatch.setattr(BPETokenizer, 'train', train)
+    with pytest.raises(ConfigError, match='learns another one from the same text .* delete that'):
+        cache.open('bpe')
+
+
+def test_an_interrupted_training_is_done_by_the_next(cache, warnings):
+    def interrupted():
+        yield TEXTS[0]
+        raise KeyboardInterrupt
+
+    cache.texts = interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        cache.open('bpe')
+    cache.texts = TEXTS
+    assert cache.open('bpe').name == BPETokenizer.train(TEXTS, 280).name
+    assert not warnings
+
+
+def test_a_size_that_cannot_be_leaves_nothing_behind(cache):
+    with pytest.raises(ConfigError, match='data.tokenizer_size=100000 .* at most'):
+        cache.open('bpe', 100_000)
+    assert [path.name for path in (cache.root / 'bpe-100000').iterdir()] == ['lock']
+
+
+def test_a_directory_that_cannot_be_written_is_one_sentence(cache):
+    (cache.data_dir / 'tokenizers').write_text('')
+    with pytest.raises(ConfigError, match='cannot be written'):
+        cache.open('bpe')
+
+
+RACE = """
+    import sys, time
+    from pathlib import Path
+    from qkattn.data.vocabulary import open_tokenizer
+    root = Path(sys.argv[1])
+
+    def texts():
+        with (root / 'trained').open('a') as file:
+            file.write('x')
+        return [b'peter piper picked a peck of pickled peppers ' * 500]
+
+    print('ready', flush=True)
+    while not (root / 'go').exists():
+        time.sleep(0.001)
+    print(open_tokenizer(root, kind='bpe', size=280, name='n', version='v', texts=texts).name)
+"""
+
+
+def test_of_processes_that_race_one_trains(tmp_path):
+    processes = [start_python(RACE, tmp_path) for _ in range(3)]
+    for process in processes:
+        assert process.stdout.readline() == 'ready\n', process.communicate()
+    (tmp_path / 'go').touch()
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, outputs
+    assert len({out for out, _ in outputs}) == 1
+    assert (tmp_path / 'trained').read_text() == 'x'

@@ -1,0 +1,310 @@
+"""Beam search against greedy decoding, plain Python, and every hypothesis there is."""
+
+import functools
+import itertools
+import queue
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn.decode import beam
+from qkattn.errors import ConfigError
+
+V, T, SEPARATOR = 3, 4, 1
+
+
+def random_tree(seed, batch=3, vocab=V, length=T, scale=2.0):
+    """Logits after every prefix of every row; see `child` for the numbers of the prefixes."""
+    nodes = sum(vocab**t for t in range(length))
+    return np.random.default_rng(seed).normal(size=(batch, nodes, vocab)).astype('f4') * scale
+
+
+def child(node, token, vocab):
+    return node * vocab + token + 1
+
+
+@functools.partial(jax.jit, static_argnames=('counted', 'separator', 'options'))
+def _search(tree_BNV, counted, separator, options):
+    B, _, vocab = tree_BNV.shape
+
+    def step(tokens_M, cache):
+        row_M, node_M = cache
+        if counted is not None:
+            jax.debug.callback(counted.put, tokens_M.shape[0])
+        node_M = child(node_M, tokens_M, vocab)
+        return tree_BNV[row_M, node_M], (row_M, node_M)
+
+    def reorder(cache, rows_M):
+        return jax.tree.map(lambda a: a[rows_M], cache)
+
+    cache = (jnp.arange(B), jnp.zeros(B, jnp.int32))
+    return beam.beam_search(
+        tree_BNV[:, 0], cache, step, reorder, separator=separator, **dict(options)
+    )
+
+
+def search(tree_BNV, separator=SEPARATOR, counted=None, **options):
+    options = tuple(({'num_tokens': T} | options).items())
+    return jax.tree.map(np.asarray, _search(jnp.asarray(tree_BNV), counted, separator, options))
+
+
+def nats(logits_V):
+    """Log-probabilities; -inf where all logits are."""
+    largest = logits_V.max()
+    if largest == -np.inf:
+        return np.float64(logits_V)
+    shifted_V = np.float64(logits_V) - largest
+    return shifted_V - np.log(np.exp(shifted_V).sum())
+
+
+def every_hypothesis(tree_NV, length_penalty, num_tokens=T):
+    """(score, tokens) of all hypotheses that have a probability, best first."""
+    found = []
+    for tokens in itertools.product(range(V), repeat=num_tokens):
+        length = tokens.index(SEPARATOR) + 1 if SEPARATOR in tokens else num_tokens
+        if any(token != SEPARATOR for token in tokens[length:]):
+            continue
+        node, total = 0, 0.0
+        for token in tokens[:length]:
+            total += nats(tree_NV[node])[token]
+            node = child(node, token, V)
+        if total > -np.inf:
+            found.append((total / length**length_penalty, list(tokens)))
+    return sorted(found, reverse=True)
+
+
+def plain_search(tree_NV, beam_size, length_penalty, num_tokens=T):
+    """What `beam_search` does, one row and one hypothesis at a time, without stopping early."""
+    vocab = tree_NV.shape[1]
+    alive, finished = [(0.0, 0, [])], []
+    for t in range(num_tokens):
+        grown = [
+            (total + nats(tree_NV[node])[token], child(node, token, vocab), [*tokens, token])
+            for total, node, tokens in alive
+            for token in range(vocab)
+        ]
+        grown = sorted(grown, key=lambda one: -one[0])[: 2 * beam_size]
+        if len(finished) < beam_size:
+            finished += [
+                (total / (t + 1) ** length_penalty, tokens)
+                for total, _, tokens in grown[:beam_size]
+                if tokens[-1] == SEPARATOR
+            ]
+        alive = [one for one in grown if one[2][-1] != SEPARATOR][:beam_size]
+    if len(finished) < beam_size:
+        finished += [(total / num_tokens**length_penalty, tokens) for total, _, tokens in alive]
+    return sorted(finished, key=lambda one: -one[0])[:beam_size]
+
+
+def check(got, b, want):
+    """Row b of the hypotheses found is the list of (score, tokens) `want`."""
+    num_tokens = got.tokens_BKT.shape[2]
+    for k, (score, tokens) in enumerate(want):
+        padded = tokens + [SEPARATOR] * (num_tokens - len(tokens))
+        assert got.tokens_BKT[b, k].tolist() == padded
+        length = padded.index(SEPARATOR) + 1 if SEPARATOR in padded else num_tokens
+        assert got.lengths_BK[b, k] == length
+        np.testing.assert_allclose(got.scores_BK[b, k], score, rtol=2e-5)
+
+
+@pytest.mark.parametrize('length_penalty', [0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize('seed', range(4))
+def test_a_wide_beam_finds_every_hypothesis_in_order(seed, length_penalty):
+    tree_BNV = random_tree(seed)
+    got = search(tree_BNV, beam=V**T, length_penalty=length_penalty)
+    for b in range(3):
+        want = every_hypothesis(tree_BNV[b], length_penalty)
+        assert len(want) == 1 + 2 + 4 + 8 + 16
+        check(got, b, want)
+        # The places left over.
+        assert np.all(got.scores_BK[b, len(want) :] == -np.inf)
+        assert np.all(got.lengths_BK[b, len(want) :] == 0)
+        assert np.all(got.tokens_BKT[b, len(want) :] == SEPARATOR)
+
+
+@pytest.mark.parametrize(('beam_size', 'length_penalty'), [(1, 1.0), (2, 0.0), (3, 1.0), (5, 1.7)])
+def test_a_narrow_beam_is_the_plain_algorithm_run_to_the_end(beam_size, length_penalty):
+    tree_BNV = random_tree(7, batch=40, vocab=5, length=5)
+    got = search(tree_BNV, beam=beam_size, num_tokens=5, length_penalty=length_penalty)
+    assert len(np.unique(got.lengths_BK)) == 5
+    for b in range(40):
+        check(got, b, plain_search(tree_BNV[b], beam_size, length_penalty, 5))
+
+
+def greedy(tree_NV, num_tokens):
+    node, tokens = 0, []
+    while SEPARATOR not in tokens and len(tokens) < num_tokens:
+        tokens.append(int(tree_NV[node].argmax()))
+        node = child(node, tokens[-1], tree_NV.shape[1])
+    return tokens + [SEPARATOR] * (num_tokens - len(tokens))
+
+
+def test_a_beam_of_one_is_greedy_to_the_last_bit():
+    tree_BNV = random_tree(1, batch=50, vocab=6, scale=0.1)
+    # Differences that are gone once the probabilities are normalized; and exact ties.
+    tree_BNV[:25] = (np.round(tree_BNV[:25] * 10) + 0) * np.float32(2**-30)
+    got = search(tree_BNV, beam=1)
+    for b in range(50):
+        assert got.tokens_BKT[b, 0].tolist() == greedy(tree_BNV[b], T)
+    assert len(np.unique(got.lengths_BK)) == T
+
+
+def two_paths():
+    """Token 0 is likelier than 2 at first, but 2 then ends for sure. Log-probabilities."""
+    tree_NV = np.full((1 + V, V), np.log(1 / 3), np.float32)
+    tree_NV[0] = np.log([0.5, 0.1, 0.4])
+    tree_NV[child(0, 2, V)] = np.log([0.005, 0.99, 0.005])
+    return tree_NV[None]
+
+
+def test_a_beam_finds_what_greedy_decoding_misses():
+    narrow = search(two_paths(), beam=1, num_tokens=2)
+    wide = search(two_paths(), beam=2, num_tokens=2)
+    assert narrow.tokens_BKT[0, 0].tolist() == [0, 0]
+    assert wide.tokens_BKT[0, 0].tolist() == [2, SEPARATOR]
+    np.testing.assert_allclose(wide.scores_BK[0, 0], np.log(0.4 * 0.99) / 2, rtol=1e-5)
+    assert wide.scores_BK[0, 0] > narrow.scores_BK[0, 0]
+
+
+def test_the_length_penalty_is_the_power_of_the_length_that_divides():
+    ends, longer = [SEPARATOR] * 2, [2, SEPARATOR]
+    plain = search(two_paths(), beam=3, num_tokens=2, length_penalty=0.0)
+    assert plain.tokens_BKT[0, 0].tolist() == longer
+    np.testing.assert_allclose(plain.scores_BK[0, 0], np.log(0.396), rtol=1e-5)
+    # Below zero it favours short ones: 4 * log 0.396 is -3.7, and log 0.1 is -2.3.
+    short = search(two_paths(), beam=3, num_tokens=2, length_penalty=-2.0)
+    assert short.tokens_BKT[0, :2].tolist() == [ends, longer]
+    np.testing.assert_allclose(short.scores_BK[0, :2], np.log([0.1, 0.396**4]), rtol=1e-5)
+
+
+def test_unfinished_hypotheses_compete_only_where_places_are_left():
+    tree_NV = np.full((1 + V, V), np.log(1 / 3), np.float32)
+    tree_NV[0] = np.log([0.001, 0.3, 0.699])
+    tree_NV[child(0, 2, V)] = np.log([0.001, 0.3, 0.699])
+    two = search(tree_NV[None], beam=2, num_tokens=2, length_penalty=0.0)
+    # Both places are taken when the likeliest of all, [2, 2], reaches the end.
+    assert two.tokens_BKT[0].tolist() == [[SEPARATOR, SEPARATOR], [2, SEPARATOR]]
+    three = search(tree_NV[None], beam=3, num_tokens=2, length_penalty=0.0)
+    assert three.tokens_BKT[0].tolist() == [[2, 2], [SEPARATOR, SEPARATOR], [2, SEPARATOR]]
+    assert three.lengths_BK[0].tolist() == [2, 1, 2]
+
+
+def test_a_row_does_not_notice_its_mates():
+    tree_BNV = random_tree(2, batch=24)
+    tree_BNV[:, :, SEPARATOR] += np.linspace(-6, 6, 24, dtype=np.float32)[:, None]
+    together = search(tree_BNV, beam=2)
+    assert together.lengths_BK.min() == 1 and together.lengths_BK.max() == T
+    for b in range(24):
+        # Alone, a row stops as soon as it is over; together they all run to the end.
+        jax.tree.map(
+            lambda alone, all_, b=b: np.testing.assert_array_equal(alone[0], all_[b]),
+            search(tree_BNV[b : b + 1], beam=2),
+            together,
+        )
+
+
+def rows_read(tree_BNV, beam_size):
+    """How many rows each step of a search read, and the search's result."""
+    counted = queue.SimpleQueue()
+    got = search(tree_BNV, beam=beam_size, counted=counted)
+    jax.effects_barrier()
+    return [int(counted.get()) for _ in range(counted.qsize())], got
+
+
+@pytest.mark.parametrize(('beam_size', 'steps'), [(1, 0), (2, 1)])
+def test_the_search_stops_when_all_rows_are_over(beam_size, steps):
+    tree_BNV = random_tree(0)
+    tree_BNV[:, :, SEPARATOR] += 20
+    # The logits of the first token are given.
+    counts, got = rows_read(tree_BNV, beam_size)
+    assert counts == [3 * beam_size] * steps
+    assert got.lengths_BK[:, 0].tolist() == [1, 1, 1]
+    tree_BNV[1, :, SEPARATOR] -= 40
+    counts, got = rows_read(tree_BNV, beam_size)
+    # Nothing comes after the last token, so that it is not read.
+    assert counts == [3 * beam_size] * (T - 1)
+    assert got.lengths_BK[:, 0].tolist() == [1, T, 1]
+
+
+def test_minus_infinity_is_never_chosen_and_never_nan():
+    tree_BNV = random_tree(3, batch=12)
+    rng = np.random.default_rng(3)
+    tree_BNV[rng.random(tree_BNV.shape) < 0.4] = -np.inf
+    tree_BNV[0, 0] = -np.inf
+    for beam_size in (1, 2, V**T):
+        got = search(tree_BNV, beam=beam_size, length_penalty=0.5)
+        assert not np.any(np.isnan(got.scores_BK))
+        for b in range(12):
+            want = plain_search(tree_BNV[b], beam_size, 0.5)
+            want = [one for one in want if one[0] > -np.inf]
+            check(got, b, want)
+            assert np.all(got.scores_BK[b, len(want) :] == -np.inf)
+            assert np.all(got.lengths_BK[b, len(want) :] == 0)
+        assert np.all(got.lengths_BK[0] == 0)
+
+
+@pytest.mark.parametrize('wrong', [np.nan, -np.nan, np.inf])
+def test_logits_that_are_no_logits_show(wrong):
+    tree_BNV = random_tree(3, batch=2)
+    tree_BNV[1, 0, 0] = wrong
+    got = search(tree_BNV, beam=2)
+    assert np.all(np.isfinite(got.scores_BK[0])) and np.all(np.isnan(got.scores_BK[1]))
+
+
+def test_ties_go_to_the_lower_beam_then_to_the_lower_id():
+    flat_BNV = np.zeros((1, 13, V), np.float32)
+    got = search(flat_BNV, separator=2, beam=2, num_tokens=2)
+    assert got.tokens_BKT[0].tolist() == [[0, 0], [0, 1]]
+    got = search(flat_BNV, separator=0, beam=2, num_tokens=2, length_penalty=0.0)
+    assert got.tokens_BKT[0].tolist() == [[0, 0], [1, 0]]
+    # -log 3 a token, whatever the length: those that finished first come first.
+    got = search(flat_BNV, separator=0, beam=3, num_tokens=3)
+    assert got.tokens_BKT[0].tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
+    assert np.ptp(got.scores_BK) == 0
+
+
+def test_ids_beyond_the_tokenizer_are_left_out_altogether():
+    tree_BNV = random_tree(5, vocab=V)
+    padded_BNV = np.full((3, 1 + 6 + 36 + 216, 6), 50, np.float32)
+    for length in range(T):
+        for prefix in itertools.product(range(V), repeat=length):
+            inner = functools.reduce(lambda node, token: child(node, token, V), prefix, 0)
+            outer = functools.reduce(lambda node, token: child(node, token, 6), prefix, 0)
+            padded_BNV[:, outer, :V] = tree_BNV[:, inner]
+    want, got = search(tree_BNV, beam=4), search(padded_BNV, beam=4, vocab_size=V)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_logits_in_bfloat16_are_added_up_in_float32():
+    tree_BNV = jnp.asarray(random_tree(6), jnp.bfloat16)
+    got = search(tree_BNV, beam=3)
+    assert got.scores_BK.dtype == np.float32 and got.tokens_BKT.dtype == np.int32
+    for b in range(3):
+        check(got, b, plain_search(np.float32(tree_BNV[b]), 3, 1.0))
+
+
+def test_one_token_and_a_vocabulary_of_one():
+    got = search(random_tree(0), beam=5, num_tokens=1)
+    for b in range(3):
+        check(got, b, every_hypothesis(random_tree(0)[b], 1.0, num_tokens=1))
+    got = search(np.zeros((1, 4, 1), np.float32), separator=0, beam=2)
+    assert got.lengths_BK.tolist() == [[1, 0]] and got.scores_BK.tolist() == [[0, -np.inf]]
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        ({'beam': 0}, 'beam=0 must be at least 1'),
+        ({'num_tokens': 0}, 'num_tokens=0 must be at least 1'),
+        ({'length_penalty': float('nan')}, 'length_penalty=nan must be finite'),
+        ({'vocab_size': 4}, 'vocab_size=4 must be from 1 to the 3 logits'),
+        ({'vocab_size': 0}, 'vocab_size=0 must be from 1'),
+        ({'separator': 3}, 'separator=3 must be an id from 0 to 2'),
+        ({'vocab_size': 1}, 'separator=1 must be an id from 0 to 0'),
+    ],
+)
+def test_bad_input_is_one_sentence(change, said):
+    with pytest.raises(ConfigError, match=said):
+        search(random_tree(0), **{'beam': 2} | change)

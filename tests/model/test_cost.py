@@ -1,0 +1,102 @@
+"""Counts against formulas worked out by hand."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from qkattn.config import ModelConfig
+from qkattn.model import Decoder, cost
+
+BASE = ModelConfig(d_model=64, num_layers=3, num_heads=4, context=32, vocab_size=100)
+
+
+def test_weights_of_the_standard_model():
+    D, L, V, T, F = 64, 3, 100, 32, 256
+    assert cost.count(BASE) == {
+        'embedding': V * D + T * D,
+        'attention': L * 4 * D * D,
+        'mlp': L * 2 * D * F,
+        'norm': L * 2 * D + D,
+        'total': V * D + T * D + L * (4 * D * D + 2 * D * F + 2 * D) + D,
+    }
+
+
+def test_options_add_what_they_should():
+    def extra(**fields):
+        return cost.count(dataclasses.replace(BASE, **fields))['total'] - cost.count(BASE)['total']
+
+    assert extra(tied_embeddings=False) == 64 * 100
+    assert extra(positions='none') == -32 * 64
+    # 7 layer-norm biases; q, k, v, o and the MLP's two in each of 3 layers
+    assert extra(biases=True) == 7 * 64 + 3 * (4 * 64 + 256 + 64)
+    assert extra(biases=True) - extra(biases=True, norm='rmsnorm') == 7 * 64
+    assert extra(context=64) == 32 * 64
+
+
+def test_the_abstract_count_is_the_count_of_the_arrays():
+    real = jax.tree.leaves(Decoder(BASE, key=jax.random.key(0)))
+    assert sum(leaf.size for leaf in real) == cost.count(BASE)['total']
+
+
+def test_a_parameter_of_no_group_is_refused():
+    with pytest.raises(ValueError, match='w_extra_D belongs to no budget group'):
+        cost.group_of('w_extra_D')
+
+
+@pytest.mark.parametrize(
+    ('fields', 'flops'),
+    [
+        ({}, 3 * (8 * 64 * 64 + 4 * 64 * 256 + 4 * 32 * 64) + 2 * 64 * 100),
+        # one matrix less, though queries and keys come from the same product
+        ({'score': 'shared_qk'}, 3 * (6 * 64 * 64 + 4 * 64 * 256 + 4 * 32 * 64) + 2 * 64 * 100),
+        (
+            {'score': 'merged'},
+            3 * (2 * 4 * 64 * 64 + 4 * 64 * 64 + 4 * 64 * 256 + 2 * 32 * 4 * 64 + 2 * 32 * 64)
+            + 2 * 64 * 100,
+        ),
+        ({'scan_unroll': 1}, 3 * (8 * 64 * 64 + 4 * 64 * 256 + 4 * 32 * 64) + 2 * 64 * 100),
+    ],
+    ids=['qk', 'shared_qk', 'merged', 'rolled'],
+)
+def test_flops(fields, flops):
+    assert cost.flops_per_token(dataclasses.replace(BASE, **fields)) == flops
+
+
+@pytest.mark.parametrize(
+    ('fields', 'floats'),
+    [
+        ({}, 3 * 2 * 64),
+        ({'num_kv_heads': 1}, 3 * 2 * 16),
+        ({'score': 'key_free'}, 3 * 2 * 64),
+        ({'score': 'key_free', 'value': 'no_v'}, 3 * 64),
+        ({'score': 'merged', 'value': 'no_vo'}, 3 * 64),
+    ],
+)
+def test_cache(fields, floats):
+    assert cost.cache_floats_per_token(dataclasses.replace(BASE, **fields)) == floats
+
+
+@pytest.mark.parametrize(
+    ('which', 'value'),
+    [
+        ('total', 64 * 100 + 32 * 64 + 3 * (4 * 64 * 64 + 2 * 64 * 256 + 2 * 64) + 64),
+        ('non_embedding', 3 * (4 * 64 * 64 + 2 * 64 * 256 + 2 * 64) + 64),
+        ('flops', 3 * (8 * 64 * 64 + 4 * 64 * 256 + 4 * 32 * 64) + 2 * 64 * 100),
+        ('cache', 3 * 2 * 64),
+    ],
+)
+def test_what_can_be_made_equal(which, value):
+    assert cost.measured(BASE, which) == value
+
+
+def test_an_unknown_measure_is_refused():
+    with pytest.raises(ValueError, match="which='memory' must be total, non_embedding, flops"):
+        cost.measured(BASE, 'memory')
+
+
+def test_a_config_is_measured_once(monkeypatch):
+    config = dataclasses.replace(BASE, d_ff=77)
+    first = cost.measured(config, 'flops')
+    monkeypatch.setattr(cost, 'flops_per_token', None)
+    assert cost.measured(dataclasses.replace(BASE, d_ff=77), 'flops') == first

@@ -1,0 +1,144 @@
+"""Progress with a clock that is set by hand, and stop requests with real signals."""
+
+import io
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn.run import run_directory
+from tests.processes import start_python
+
+
+class Clock:
+    def __init__(self):
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_plain_progress_writes_whole_lines_at_intervals():
+    clock, stream = Clock(), io.StringIO()
+    progress = run_directory.Progress(
+        100, 'qk.vo', start_step=40, tokens_per_step=1000, stream=stream, clock=clock, runs_left=3
+    )
+    assert stream.getvalue() == ''
+    for step in range(41, 101):
+        progress.update(step, loss=jnp.float32(2.5))
+        clock.seconds += 0.5
+    progress.close()
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        'qk.vo: step 41/100, loss 2.5000, 3 runs left',
+        'qk.vo: step 61/100, loss 2.5000, 2,000 tokens/s, 3 runs left, 00:19 to go',
+        'qk.vo: step 81/100, loss 2.5000, 2,000 tokens/s, 3 runs left, 00:09 to go',
+        'qk.vo: step 100/100, loss 2.5000, 1,967 tokens/s, 3 runs left',
+    ]
+
+
+def test_progress_fetches_the_loss_only_when_it_is_shown():
+    fetched = []
+
+    class Loss:
+        def __array__(self, dtype=None, copy=None):
+            fetched.append(1)
+            return np.asarray(1.0, dtype)
+
+    clock = Clock()
+    with run_directory.Progress(10, 'x', stream=io.StringIO(), clock=clock) as progress:
+        for step in range(1, 11):
+            progress.update(step, Loss())
+    assert len(fetched) == 2
+
+
+@pytest.mark.parametrize(
+    ('loss', 'text'),
+    [
+        (2.0, 'loss 2.0000'),
+        (np.array([2.5, 2.0]), 'loss 2.0000 to 2.5000'),
+        (np.array([2.5, np.nan, 2.0]), 'loss 2.0000 to 2.5000 (1 of 3 trials not finite)'),
+        (np.nan, 'loss not finite'),
+        (None, 'step 1/2'),
+    ],
+)
+def test_progress_shows_the_range_over_trials(loss, text):
+    stream = io.StringIO()
+    with run_directory.Progress(2, 'x', stream=stream, clock=Clock()) as progress:
+        progress.update(1, loss)
+    assert stream.getvalue().strip().endswith(text)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_is_one_bar():
+    clock, stream = Clock(), Terminal()
+    with run_directory.Progress(
+        4, 'run', start_step=1, tokens_per_step=10, stream=stream, clock=clock
+    ) as progress:
+        for step in (2, 3, 4):
+            clock.seconds += 1
+            progress.update(step, 1.5)
+    text = stream.getvalue()
+    assert text.startswith('\rcell:  25%')
+    last = text.rstrip('\n').rsplit('\r', 1)[-1]
+    assert 'run: 100%' in last
+    assert '4/4' in last
+    assert 'loss 1.5000' in last
+    assert '10 tokens/s' in last
+    assert text.count('\n') == 1
+
+
+WAIT_FOR_STOP = """
+    import signal, sys, time
+    from qkattn import progress
+    with progress.StopRequest() as stop:
+        print('ready', flush=True)
+        while not stop.requested:
+            time.sleep(0.01)
+        print('saving', flush=True)
+        if sys.argv[1] == 'wait':
+            time.sleep(60)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    sys.exit(progress.EXIT_REQUEUE)
+"""
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_sets_the_flag_and_the_process_ends_in_order(number):
+    process = start_python(WAIT_FOR_STOP, 'leave')
+    assert process.stdout.readline() == 'ready\n', process.stderr.read()
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert (output, process.returncode) == ('saving\n', 75), errors
+    assert ('press Ctrl-C again' in errors) == (number == signal.SIGINT)
+
+
+def test_a_second_interrupt_ends_the_process_at_once():
+    process = start_python(WAIT_FOR_STOP, 'wait')
+    assert process.stdout.readline() == 'ready\n', process.stderr.read()
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == 'saving\n'
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert 'KeyboardInterrupt' in errors
+    assert process.returncode == -signal.SIGINT
+
+
+def test_exit_codes_are_those_that_launchers_know():
+    assert (run_directory.EXIT_CONFIG, run_directory.EXIT_REQUEUE) == (2, 75)
+
+
+def test_a_request_to_an_enclosing_one_holds_inside():
+    with run_directory.StopRequest() as outer:
+        with run_directory.StopRequest() as inner:
+            assert not inner.requested
+        signal.raise_signal(signal.SIGTERM)
+        with run_directory.StopRequest() as inner:
+            assert inner.requested
+        assert outer.requested

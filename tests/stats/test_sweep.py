@@ -1,0 +1,322 @@
+"""The bowl around a setting: the parabola, its intervals, and how the grid grows."""
+
+import math
+
+import numpy as np
+import pytest
+
+from qkattn.stats import sweep
+
+OPTIMUM = 0.0037
+GRID = tuple(0.001 * 2.0**k for k in range(5))
+
+
+def _loss(value, seed=0, curvature=0.06):
+    """A parabola in ln(value) around OPTIMUM, plus a level per seed."""
+    return 2.0 + 0.05 * seed + curvature / 2 * math.log(value / OPTIMUM) ** 2
+
+
+def _losses(values=GRID, seeds=(0, 1, 2), loss=_loss):
+    return {value: {seed: loss(value, seed) for seed in seeds} for value in values}
+
+
+def _fit_means(*means, values=GRID):
+    """The bowl of one seed with these losses at the first values of a grid."""
+    return sweep.fit({v: {0: mean} for v, mean in zip(values, means, strict=False)})
+
+
+# The parabola.
+
+
+def test_a_noiseless_parabola_is_recovered():
+    found = sweep.fit(_losses())
+    assert found.values == GRID
+    assert found.best == 0.004
+    assert found.bracketed
+    assert found.optimum == pytest.approx(OPTIMUM)
+    assert found.curvature == pytest.approx(0.06)
+    assert found.loss.mean == pytest.approx(2.05)  # of seeds 0, 1, 2
+    assert (found.loss.n, found.num_diverged) == (15, 0)
+    assert found.loss.sd == pytest.approx(0.0, abs=1e-9)
+    ends = (found.optimum_low, found.optimum_high)
+    assert ends == pytest.approx((OPTIMUM, OPTIMUM), rel=1e-4)
+    assert found.chosen == 0.0037
+
+
+def test_the_order_of_values_and_seeds_does_not_matter():
+    turned = {value: dict(reversed(seeds.items())) for value, seeds in _losses().items()}
+    assert sweep.fit(dict(reversed(turned.items()))) == sweep.fit(_losses())
+
+
+def test_levels_of_seeds_cancel():
+    rng = np.random.default_rng(0)
+    noise = {(v, s): rng.normal(0, 0.003) for v in GRID for s in range(3)}
+    plain = sweep.fit(_losses(loss=lambda v, s: _loss(v, 0) + noise[v, s]))
+    spread = sweep.fit(_losses(loss=lambda v, s: _loss(v, 0) + noise[v, s] + (0.0, 0.7, -0.4)[s]))
+    for field in ('optimum', 'optimum_low', 'optimum_high', 'curvature', 'sensitivity'):
+        assert getattr(spread, field) == pytest.approx(getattr(plain, field))
+    assert spread.loss.mean == pytest.approx(plain.loss.mean + 0.1)
+    assert spread.loss.sd == pytest.approx(plain.loss.sd)
+    assert spread.loss.high - spread.loss.low == pytest.approx(plain.loss.high - plain.loss.low)
+
+
+def test_one_seed_is_the_parabola_through_the_means():
+    losses = (2.21, 2.05, 2.02, 2.06, 2.30)
+    found = _fit_means(*losses)
+    c, b, a = np.polyfit(np.log(np.array(GRID) / 0.004), losses, 2)
+    assert found.curvature == pytest.approx(2 * c)
+    assert found.optimum == pytest.approx(0.004 * math.exp(-b / (2 * c)))
+    assert found.loss.mean == pytest.approx(a - b**2 / (4 * c))
+    assert found.optimum_low < found.optimum < found.optimum_high
+
+
+def test_fiellers_interval_is_where_the_slope_is_not_significant():
+    """At its ends, the slope of the fitted parabola is the t quantile times its standard error."""
+    rng = np.random.default_rng(1)
+    found = sweep.fit(_losses(loss=lambda v, s: _loss(v, s) + rng.normal(0, 0.004)))
+    means = np.array(found.losses)
+    x = np.log(np.array(GRID) / 0.004)
+    centred = (means - means.mean(axis=0)).ravel()  # removes the level of each seed
+    design = np.column_stack([x - x.mean(), x**2 - np.mean(x**2)]).repeat(3, axis=0)
+    (b, c), residual, _, _ = np.linalg.lstsq(design, centred)
+    covariance = residual[0] / (15 - 5) * np.linalg.inv(design.T @ design)
+    for end in (found.optimum_low, found.optimum_high):
+        slope = np.array([1.0, 2 * math.log(end / 0.004)])
+        t = abs(slope @ (b, c)) / (slope @ covariance @ slope) ** 0.5
+        assert t == pytest.approx(2.228139, rel=1e-5)  # the 97.5 % quantile at 10 degrees
+
+
+def test_only_values_within_two_steps_of_the_best_are_fitted():
+    far = {value: {0: 9.0} for value in (0.00025, 0.0005, 0.032, 0.064)}
+    near = sweep.fit({v: {0: _loss(v)} for v in (0.001, 0.002, 0.004, 0.008, 0.016)})
+    found = sweep.fit({**far, **{v: {0: _loss(v)} for v in GRID}})
+    assert found.best == 0.004
+    assert (found.optimum, found.loss) == (near.optimum, near.loss)
+    assert found.sensitivity > near.sensitivity
+
+
+def test_fewer_than_three_values_are_not_fitted():
+    found = sweep.fit(_losses(GRID[:2]))
+    assert (found.optimum, found.curvature, found.loss) == (None, None, None)
+    assert found.chosen == found.best == 0.002
+    assert found.sensitivity == pytest.approx((_loss(0.001) - _loss(0.002)) / 2)
+    single = sweep.fit({0.1: {0: 2.0}})
+    assert (single.best, single.sensitivity, single.bracketed) == (0.1, None, False)
+
+
+def test_three_values_and_one_seed_have_no_interval():
+    found = sweep.fit(_losses(GRID[1:4], seeds=(0,)))
+    assert found.optimum == pytest.approx(OPTIMUM)
+    assert found.loss.mean == pytest.approx(2.0)
+    assert (found.loss.low, found.loss.sd, found.optimum_low) == (None, None, None)
+    two = sweep.fit(_losses(GRID[1:4], seeds=(0, 1)))
+    assert two.loss.low is not None and two.optimum_low is not None
+
+
+def test_at_worst_is_the_parabola_at_the_farther_end_of_the_interval():
+    rng = np.random.default_rng(1)
+    found = sweep.fit(_losses(loss=lambda v, s: _loss(v, s) + rng.normal(0, 0.03)))
+    x = math.log(found.optimum)
+    ends = [math.log(end) - x for end in (found.optimum_low, found.optimum_high)]
+    excess = [found.curvature / 2 * end**2 for end in ends]
+    assert abs(excess[0] - excess[1]) > 1e-4  # Fieller's interval is not symmetric
+    assert found.at_worst == pytest.approx(max(excess))
+    assert sweep.fit(_losses()).at_worst == pytest.approx(0.0, abs=1e-9)
+    assert sweep.fit(_losses(GRID[1:4], seeds=(0,))).at_worst is None
+    assert sweep.fit(_losses(GRID[:2])).at_worst is None
+
+
+def test_a_ridge_has_no_optimum():
+    found = _fit_means(2.0, 2.2, 2.25, 2.2, 2.1)
+    assert found.curvature < 0
+    assert (found.optimum, found.loss, found.optimum_low) == (None, None, None)
+    assert found.chosen == found.best == 0.001
+
+
+def test_a_vertex_beyond_the_values_is_not_an_optimum():
+    found = _fit_means(2.30, 2.20, 2.12, 2.06, 2.02)
+    assert found.curvature > 0
+    assert found.optimum is None
+    assert (found.chosen, found.bracketed) == (0.016, False)
+
+
+def test_an_optimum_that_the_data_do_not_bound_has_no_interval():
+    found = _fit_means(2.05, 2.07, 2.00, 2.07, 2.06)  # a shallow parabola, far from the points
+    assert found.curvature > 0 and found.optimum is not None
+    assert (found.optimum_low, found.optimum_high) == (None, None)
+    assert found.loss.low < found.loss.mean < found.loss.high
+
+
+# Divergence and sensitivity.
+
+
+def test_a_value_at_which_a_seed_diverged_is_worse_than_any_and_not_fitted():
+    losses = _losses()
+    losses[0.008][1] = None
+    losses[0.016] = {0: None, 1: float('nan'), 2: float('inf')}
+    losses[0.008][0] = losses[0.008][2] = 1.0  # the lucky seeds
+    found = sweep.fit(losses)
+    assert found.num_diverged == 2
+    assert found.means[3:] == (math.inf, math.inf)
+    assert found.losses[3:] == ((1.0, 1.0), ())
+    assert (found.best, found.bracketed) == (0.004, True)
+    assert found.optimum == pytest.approx(OPTIMUM)
+    worst = found.means[0]
+    expected = np.mean([worst, found.means[1], found.means[2], worst, worst]) - 2.05
+    assert found.sensitivity == pytest.approx(expected)
+
+
+def test_a_vertex_in_the_gap_towards_a_diverged_value_is_not_chosen():
+    found = sweep.fit({0.0005: {0: 2.4}, 0.001: {0: 2.2}, 0.002: {0: 2.1}, 0.004: {0: None}})
+    assert found.curvature > 0 and found.bracketed
+    assert found.chosen == found.best == 0.002
+
+
+def test_sensitivity_is_the_mean_excess_over_the_lowest():
+    found = sweep.fit(_losses())
+    excess = [_loss(value) - 2.0 for value in GRID]
+    assert found.sensitivity == pytest.approx(np.mean(excess))
+    above = _fit_means(2.3, 2.2, 2.0, 2.2, 2.3)  # the parabola passes above the best mean
+    assert above.loss.mean > 2.0
+    assert above.sensitivity == pytest.approx(0.2)
+
+
+def test_a_bowl_where_everything_diverged():
+    found = sweep.fit({0.1: {0: None, 1: None}, 0.2: {0: 3.0, 1: None}})
+    assert (found.best, found.chosen, found.bracketed) == (0.1, 0.1, False)
+    assert (found.num_diverged, found.sensitivity, found.optimum) == (2, None, None)
+    assert sweep.next_values(found, 2.0, 9) == (0.05,)
+
+
+@pytest.mark.parametrize(
+    ('losses', 'message'),
+    [
+        ({}, 'losses is empty'),
+        ({0.0: {0: 1.0}, 0.1: {0: 1.0}}, r'values are \(0.0, 0.1\)'),
+        ({0.1: {0: 1.0}, 0.2: {0: 1.0, 1: 2.0}}, r'value 0.2 has seeds \[0, 1\]'),
+        ({0.1: {}}, 'at least one'),
+    ],
+)
+def test_bad_losses_are_refused(losses, message):
+    with pytest.raises(ValueError, match=message):
+        sweep.fit(losses)
+
+
+# The grid.
+
+
+@pytest.mark.parametrize(
+    ('means', 'bracketed', 'expected'),
+    [
+        ((2.0,), False, (0.0005, 0.002)),
+        ((2.0, 2.1), False, (0.0005,)),
+        ((2.1, 2.0), False, (0.004,)),
+        ((2.2, 2.1, 2.0), False, (0.008,)),
+        ((2.2, 2.0, 2.1), True, ()),
+        ((2.0, 2.1, 2.2), False, (0.0005,)),
+        ((2.1, 2.0, None), True, ()),
+        ((2.0, None, None), False, (0.0005,)),
+        ((None, 2.0), False, (0.004,)),
+        ((None, 2.0, 2.1), True, ()),
+        ((None, None, None), False, (0.0005,)),
+        ((2.1, 2.0, 2.0), False, (0.008,)),  # equals do not bracket
+        ((2.0, 2.0, 2.1), False, (0.0005,)),
+        ((2.0, 2.0), False, (0.0005, 0.004)),
+        ((2.1, 2.0, 2.0, 2.1), True, ()),
+    ],
+)
+def test_the_grid_grows_where_no_worse_value_stands(means, bracketed, expected):
+    found = _fit_means(*means)
+    assert found.bracketed == bracketed
+    assert sweep.next_values(found, 2.0, 9) == expected
+    assert sweep.next_values(found, 2.0, len(means)) == ()
+    assert sweep.next_values(found, 2.0, len(means) + 1) == expected[:1]
+
+
+def test_steps_are_the_ratio_without_rounding_noise():
+    assert sweep.next_values(_fit_means(2.0, values=(0.1,)), 3.0, 9) == (0.03333333333, 0.3)
+    with pytest.raises(ValueError, match='grid_ratio is 1.0'):
+        sweep.next_values(_fit_means(2.0), 1.0, 9)
+
+
+def _screen(loss, start, ratio=2.0, max_points=9):
+    """Screens until there is nothing left to try; returns the bowl and every batch of values."""
+    batches = [tuple(start)]
+    losses = {value: loss(value) for value in start}
+    while step := sweep.next_values(sweep.fit(losses), ratio, max_points):
+        assert not set(step) & set(losses)
+        batches.append(step)
+        losses.update({value: loss(value) for value in step})
+    return sweep.fit(losses), batches
+
+
+@pytest.mark.parametrize('start', [(0.001,), (0.0001, 0.0002), (0.02, 0.04), (0.002, 0.004, 0.008)])
+def test_screening_ends_bracketed_around_the_optimum(start):
+    found, _ = _screen(lambda v: {0: _loss(v, 0), 1: _loss(v, 1)}, start)
+    assert found.bracketed
+    i = found.values.index(found.best)
+    assert found.values[i - 1] < OPTIMUM < found.values[i + 1]
+    ratios = np.array(found.values[1:]) / np.array(found.values[:-1])
+    assert ratios == pytest.approx(np.full(len(ratios), 2.0))
+    assert found.chosen == 0.0037
+
+
+def test_screening_stops_at_max_points_and_says_so():
+    found, batches = _screen(lambda v: {0: _loss(v)}, (1.0, 2.0), max_points=5)
+    assert found.values == (0.125, 0.25, 0.5, 1.0, 2.0)
+    assert batches[1:] == [(0.5,), (0.25,), (0.125,)]
+    assert (found.bracketed, found.chosen) == (False, 0.125)
+    flat, _ = _screen(lambda v: {0: 2.0}, (1.0,), max_points=6)
+    assert (len(flat.values), flat.bracketed, flat.chosen) == (6, False, flat.best)
+
+
+def test_screening_from_above_the_stable_values():
+    """From where everything diverges the grid comes down to a bracketed value below the cliff."""
+    found, _ = _screen(lambda v: {0: _loss(v) if v < 0.01 else None}, (0.05, 0.1))
+    assert found.bracketed and found.chosen == 0.0037
+    cliff, _ = _screen(lambda v: {0: _loss(v) if v < 0.002 else None}, (0.0008, 0.0016))
+    assert (cliff.best, cliff.bracketed, cliff.chosen) == (0.0016, True, 0.0016)
+
+
+# Simulated screenings.
+
+
+def test_intervals_cover_the_optimum_and_the_loss_there():
+    rng = np.random.default_rng(3)
+    trials, curvature = 1500, 0.06
+    true = np.array([[_loss(v, s, curvature) for s in range(3)] for v in GRID])
+    covered, loss_covered, bounded = [], [], 0
+    for losses in true + rng.normal(0, 0.006, (trials, *true.shape)):
+        found = sweep.fit(
+            {v: dict(enumerate(row)) for v, row in zip(GRID, losses.tolist(), strict=True)}
+        )
+        loss_covered.append(found.loss.low <= 2.05 <= found.loss.high)
+        if found.optimum_low is not None:
+            bounded += 1
+            covered.append(found.optimum_low <= OPTIMUM <= found.optimum_high)
+    assert bounded >= 0.99 * trials
+    slack = 4 * (0.05 * 0.95 / trials) ** 0.5
+    assert np.mean(covered) == pytest.approx(0.95, abs=slack)
+    assert np.mean(loss_covered) == pytest.approx(0.95, abs=slack)
+
+
+def test_the_chosen_value_stays_between_the_neighbours_of_the_best():
+    rng = np.random.default_rng(4)
+    kinds = {'vertex': 0, 'best': 0}
+    for _ in range(1500):
+        count = int(rng.integers(1, 8))
+        values = np.cumprod(rng.choice([1.01, 1.3, 2.0], count)) * 0.001
+        level = rng.normal(2.0, 0.01, (count, 2)) + 0.02 * np.log(values / OPTIMUM)[:, None] ** 2
+        losses = {
+            v: {s: None if rng.random() < 0.1 else float(y) for s, y in enumerate(row)}
+            for v, row in zip(values.tolist(), level, strict=True)
+        }
+        found = sweep.fit(losses)
+        i = found.values.index(found.best)
+        if found.chosen == found.best:
+            kinds['best'] += 1
+            continue
+        kinds['vertex'] += 1
+        assert found.values[i - 1] < found.chosen < found.values[i + 1]
+        assert 0 < i < len(found.values) - 1
+    assert min(kinds.values()) > 100

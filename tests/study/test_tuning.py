@@ -1,0 +1,75 @@
+"""Settings are found one after another, from nothing but what was measured."""
+
+import math
+
+import pytest
+
+from qkattn.study.tuning import KNOBS, Tuning, tune
+
+GRIDS = {
+    'learning_rate': (1e-3, 2e-3, 4e-3),
+    'weight_decay': (0.1,),
+    'score_scale': (0.5, 1.0, 2.0),
+}
+
+
+def losses(settings, optimum):
+    away = sum(math.log(s / o) ** 2 for s, o in zip(settings, optimum, strict=True))
+    return {seed: 2 + 0.01 * seed + 0.1 * away for seed in (10, 11)}
+
+
+def followed(grids, max_points, optimum) -> tuple[Tuning, dict, list]:
+    """Measures what is asked for until nothing is."""
+    measured, asked = {}, []
+    while True:
+        found = tune(grids, max_points, measured)
+        if found.knob is None:
+            return found, measured, asked
+        asked.append((found.knob, found.values))
+        for value in found.values:
+            assert found.at(value) not in measured
+            measured[found.at(value)] = losses(found.at(value), optimum)
+
+
+def test_nothing_is_measured_twice_and_every_knob_is_found():
+    found, measured, asked = followed(GRIDS, 9, (2.2e-3, 0.3, 0.9))
+    assert [knob for knob, _ in asked] == ['learning_rate', 'score_scale']
+    assert found.settings == (pytest.approx(2.2e-3, rel=1e-9), 0.1, pytest.approx(0.9, rel=1e-9))
+    assert list(found.bowls) == ['learning_rate', 'score_scale']
+    assert all(bowl.bracketed for bowl in found.bowls.values())
+    assert {settings[1] for settings in measured} == {0.1}
+
+
+def test_what_an_earlier_knob_has_measured_is_not_asked_for_again():
+    # The best rate is the last one that may be tried: no vertex, and its point at scale 1 is known.
+    found, _, asked = followed(GRIDS, 4, (1.0, 0.1, 1.1))
+    assert asked == [
+        ('learning_rate', (1e-3, 2e-3, 4e-3)),
+        ('learning_rate', (8e-3,)),
+        ('score_scale', (0.5, 2.0)),
+    ]
+    assert not found.bowls['learning_rate'].bracketed and found.settings[0] == 8e-3
+    assert found.bowls['score_scale'].values == (0.5, 1.0, 2.0)
+    assert found.settings[2] == pytest.approx(1.1, rel=1e-9)
+
+
+def test_more_measurements_than_asked_for_change_nothing():
+    found, measured, _ = followed(GRIDS, 9, (2.2e-3, 0.3, 0.9))
+    other = {(3e-3, 0.1, 1.0): {10: 0.0, 11: 0.0}, (2e-3, 0.2, 1.0): {10: 0.0, 11: 0.0}}
+    assert tune(GRIDS, 9, measured | other) == found
+
+
+def test_half_a_grid_says_what_is_missing():
+    first = (1e-3, 0.1, 1.0)
+    found = tune(GRIDS, 9, {first: losses(first, (2e-3, 0.1, 1.0))})
+    assert (found.knob, found.values, found.bowls) == ('learning_rate', (2e-3, 4e-3), {})
+    assert dict(zip(KNOBS, found.settings, strict=True)) == {
+        'learning_rate': 2e-3,
+        'weight_decay': 0.1,
+        'score_scale': 1.0,
+    }
+
+
+def test_settings_of_single_values_are_left_alone():
+    grids = {'learning_rate': (3e-3,), 'weight_decay': (0.0,), 'score_scale': (0.7,)}
+    assert tune(grids, 1, {}) == Tuning({}, (3e-3, 0.0, 0.7), None, ())

@@ -1,0 +1,208 @@
+"""Workers share a study: every run once, whatever the others do."""
+
+import dataclasses
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from qkattn.config import Config, ModelConfig, Study, TrialsConfig, TuningConfig, from_json
+from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, RunDirectoryError, Stopped
+from qkattn.run import leases, run_directory
+from qkattn.study import plan, worker
+from qkattn.study.arms import build_arms
+
+STUDY = Study(
+    name='small',
+    base=Config(
+        model=ModelConfig(num_layers=1, context=16),
+        trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3, 4e-3)),
+    ),
+    variants=('qk/vo', 'shared_qk/vo'),
+    sizes=('d_model=32',),
+    tolerance=1e-2,
+    tuning=TuningConfig(seeds=(10,)),
+)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The directories trained in, in order; a stand-in for training that is best at 4e-3."""
+    done = []
+
+    def train(config, workdir, *, lost, **_):
+        assert not lost()
+        if (workdir / 'result.json').exists():
+            return run_directory.read_json(workdir / 'result.json')
+        workdir.mkdir(parents=True)
+        results = [
+            {
+                'trial': trial,
+                'status': 'finished',
+                'val_loss': abs(trial['learning_rate'] - 4e-3) + trial['seed'],
+            }
+            for trial in config.trials.trials()
+        ]
+        run_directory.write_json(workdir / 'result.json', results)
+        done.append(workdir.name)
+        return results
+
+    monkeypatch.setattr(worker, 'train', train)
+    monkeypatch.setattr(worker, 'rows_of', lambda config: None)
+    return done
+
+
+def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
+    path = worker.run(STUDY, tmp_path / 'out', command=['x'])
+    lines = [json.loads(line) for line in (path / 'plan.jsonl').read_text().splitlines()]
+    assert [(line['variant'], line['stage']) for line in lines] == [
+        (variant, stage)
+        for variant in STUDY.variants
+        for stage in ('screening', 'screening', 'verdict')
+    ]
+    assert sorted(trained) == sorted(os.path.basename(line['directory']) for line in lines)
+    results = [json.loads(line) for line in (path / 'results.jsonl').read_text().splitlines()]
+    assert [r['run'] for r in results] == [
+        line['run'] for line in lines for _ in range(line['trials'])
+    ]
+    assert run_directory.read_json(path / 'study.json')['name'] == 'small'
+    assert not leases.holders(path / 'leases')
+
+    worker.run(STUDY, path)
+    assert len(trained) == len(lines)
+
+
+def test_a_held_cell_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path):
+    path = tmp_path / 'out'
+    first = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
+    held = leases.claim(path / 'leases', first.id, expiry=2.0)
+    os.utime(next((path / 'leases').iterdir()), None)
+    started = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, '_wait', lambda *_: held.release())
+        worker.run(STUDY, path, expiry=2.0)
+    assert time.monotonic() - started < 2
+    # The other arm came first, to its end.
+    assert [name.startswith('shared_qk') for name in trained] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize('error', [InUseError('in use'), Lost('taken over')], ids=str)
+def test_a_cell_that_is_in_use_or_lost_is_tried_again_later(trained, tmp_path, monkeypatch, error):
+    train, refused = worker.train, []
+
+    def once(config, workdir, **keywords):
+        if not refused:
+            refused.append(workdir.name)
+            raise error
+        return train(config, workdir, **keywords)
+
+    monkeypatch.setattr(worker, 'train', once)
+    worker.run(STUDY, tmp_path / 'out')
+    assert len(trained) == 6 and trained.count(refused[0]) == 1 and trained[0] != refused[0]
+
+
+def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
+    path = tmp_path / 'out'
+    single = dataclasses.replace(STUDY, tuning=TuningConfig(), variants=('qk/vo',))
+    (run,) = plan.runs(single, build_arms(single), lambda run: None)
+    monkeypatch.setattr(worker.time, 'sleep', lambda _: signal.raise_signal(signal.SIGTERM))
+    with leases.claim(path / 'leases', run.id, expiry=60.0), pytest.raises(Stopped):
+        worker.run(single, path, expiry=60.0)
+    assert not trained
+
+
+def test_a_request_between_cells_is_heard(trained, tmp_path, monkeypatch):
+    train = worker.train
+
+    def stopped_after_the_first(*arguments, **keywords):
+        train(*arguments, **keywords)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(worker, 'train', stopped_after_the_first)
+    with pytest.raises(Stopped, match='between two runs'):
+        worker.run(STUDY, tmp_path / 'out')
+    assert len(trained) == 1 and not leases.holders(tmp_path / 'out/claims')
+
+
+def test_a_cell_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path, monkeypatch):
+    train = worker.train
+
+    def broken(config, workdir, **keywords):
+        if config.model.score == 'qk':
+            raise CheckpointError('every checkpoint is damaged')
+        return train(config, workdir, **keywords)
+
+    monkeypatch.setattr(worker, 'train', broken)
+    with pytest.raises(ConfigError, match='1 runs could not be trained: .*damaged'):
+        worker.run(STUDY, tmp_path / 'out')
+    assert len(trained) == 3
+
+
+def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, monkeypatch):
+    """Another worker ends the last open run just after the plan was made without it."""
+    one = dataclasses.replace(STUDY, variants=('qk/vo',))
+    write_text = run_directory.write_text
+
+    def others_are_quick(path, text):
+        write_text(path, text)
+        for line in text.splitlines() if path.name == 'plan.jsonl' else ():
+            planned = json.loads(line)
+            directory = path.parent / planned['directory']
+            if planned['stage'] == 'screening' and not directory.exists():
+                config = from_json(Config, planned['config'])
+                worker.train(config, directory, lost=lambda: False)
+
+    monkeypatch.setattr(worker.runlog, 'write_text', others_are_quick)
+    path = worker.run(one, tmp_path / 'out')
+    stages = [json.loads(x)['stage'] for x in (path / 'plan.jsonl').read_text().splitlines()]
+    assert stages == ['screening', 'screening', 'verdict']
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'margin': 0.01}, 'another margin, 0.005 instead of 0.01'),
+        ({'tuning': TuningConfig(seeds=(10, 11))}, 'another tuning'),
+        (
+            {
+                'base': dataclasses.replace(
+                    STUDY.base,
+                    trials=dataclasses.replace(STUDY.base.trials, seeds=(0, 1, 2, 3)),
+                )
+            },
+            r'another seeds, \[0, 1, 2\] instead of \[0, 1, 2, 3\]',
+        ),
+        ({'variants': ('qk/vo', 'qk/no_v')}, "whose variants have 'shared_qk/vo'"),
+    ],
+    ids=['margin', 'tuning', 'seeds', 'variants'],
+)
+def test_a_directory_keeps_the_study_that_it_began_with(trained, tmp_path, fields, message):
+    path = worker.run(STUDY, tmp_path / 'out')
+    before = {p: p.read_bytes() for p in path.glob('*.json*')}
+    with pytest.raises(ConfigError, match=message):
+        worker.run(dataclasses.replace(STUDY, **fields), path)
+    assert {p: p.read_bytes() for p in path.glob('*.json*')} == before
+
+
+def test_a_study_may_grow(trained, tmp_path):
+    worker.run(STUDY, tmp_path / 'out')
+    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/no_v'))
+    worker.run(more, tmp_path / 'out')
+    assert len(trained) == 9
+
+
+def test_a_directory_that_takes_no_files_is_one_sentence(trained):
+    with pytest.raises(RunDirectoryError, match='workdir=/proc cannot be used'):
+        worker.run(STUDY, '/proc')
+
+
+def test_what_no_cell_can_do_without_is_said_once(trained, tmp_path, monkeypatch):
+    def absent(config):
+        raise ConfigError(f'no data {config.data.name}')
+
+    monkeypatch.setattr(worker, 'rows_of', absent)
+    with pytest.raises(ConfigError, match='^no data stdlib$'):
+        worker.run(STUDY, tmp_path / 'out')
+    assert not trained

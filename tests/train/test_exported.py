@@ -1,0 +1,73 @@
+"""Models by themselves: saved, loaded, taken from a run, trained further."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from qkattn.config import ModelConfig
+from qkattn.errors import ConfigError
+from qkattn.model.cost import abstract_params
+from qkattn.run import run_directory
+from qkattn.train import exported, train
+
+MODEL = ModelConfig(d_model=32, num_layers=2, num_heads=2, context=16)
+
+
+def params_of(model: ModelConfig) -> dict:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda a: rng.standard_normal(a.shape).astype(np.float32), abstract_params(model)
+    )
+
+
+def test_a_directory_returns_what_was_saved_and_is_not_overwritten(tmp_path):
+    params = params_of(MODEL)
+    exported.save(tmp_path / 'w', MODEL, params, origin={'made': 'here'})
+    model, loaded = exported.load(tmp_path / 'w')
+    assert model == MODEL
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    with pytest.raises(ConfigError, match='already holds weights'):
+        exported.save(tmp_path / 'w', MODEL, params, origin={})
+
+
+def test_training_goes_on_from_a_run_and_from_a_directory(tiny, tmp_path):
+    train(tiny(), tmp_path / 'first')
+    model, params = exported.load(tmp_path / 'first', trial=1)
+    assert model == tiny().model
+    _, other = exported.load(tmp_path / 'first', trial=0)
+    assert (other['w_embedding_VD'] != params['w_embedding_VD']).any()
+    exported.save(tmp_path / 'w', model, params, origin={})
+    on = tiny(train={'init_from': str(tmp_path / 'w')}, trials={'seeds': (0,)})
+    train(on, tmp_path / 'second')
+    losses = [
+        [
+            r['loss'][-1]
+            for r in run_directory.read_metrics(tmp_path / d / 'metrics.jsonl')
+            if 'loss' in r
+        ]
+        for d in ('first', 'second')
+    ]
+    assert losses[1][0] < losses[0][0] - 0.5  # it starts where the first run ended
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'value': 'no_v'}, 'has no place for parameter blocks.attention.value.w_v_DKH'),
+        ({'tied_embeddings': False}, 'lacks parameter w_output_DV'),
+        ({'d_ff': 100}, r'blocks.mlp.w_in_DF is \(2, 32, 128\), not \(2, 32, 100\)'),
+    ],
+)
+def test_other_parameters_are_refused_by_name(change, message):
+    with pytest.raises(ConfigError, match=message):
+        exported.check(dataclasses.replace(MODEL, **change), params_of(MODEL), 'w')
+
+
+def test_a_wrong_path_or_trial_is_one_sentence(tiny, tmp_path):
+    with pytest.raises(ConfigError, match='holds neither weights .* nor a run'):
+        exported.load(tmp_path)
+    train(tiny(train={'num_steps': 4}), tmp_path / 'run')
+    with pytest.raises(ConfigError, match=r'trial=2 must be in \[0, 2\)'):
+        exported.load(tmp_path / 'run', trial=2)

@@ -1,0 +1,1 @@
+from tests.report.conftest import *  # noqa: F403
