@@ -11,8 +11,8 @@ from qkattn.report import find, load_study, summarise
 from qkattn.report.figures.plots import figures
 from qkattn.report.figures.style import SVG_COLOURS, rc, styles
 from qkattn.report.figures.verdict_plot import Line, forest
+from tests.studies import RATES, edit_plan, tuned_arm, write_tuned
 
-from .conftest import RATES, edit_plan, tuned_arm, write_tuned
 from .pages import capture_figures
 
 BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))

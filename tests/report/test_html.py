@@ -6,8 +6,8 @@ import pytest
 
 from qkattn.report import find, load_study, summarise, write_report
 from qkattn.report.html import MAX_BLOCKING, _stressed
+from tests.studies import tuned_arm, write_tuned
 
-from .conftest import tuned_arm, write_tuned
 from .pages import Page
 from .test_figures import BASE, arms, scaled, shifted
 

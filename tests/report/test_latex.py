@@ -6,8 +6,7 @@ import pytest
 
 from qkattn.report import find, load_study, summarise
 from qkattn.report.latex import escape, latex_table
-
-from .conftest import trial_record, tuned_arm, write_study, write_tuned
+from tests.studies import trial_record, tuned_arm, write_study, write_tuned
 
 HOSTILE = r'a_b/v%o?x=1&y=$2#{~^\<--"|é→' + '\n' + chr(0x4E00)
 

@@ -11,8 +11,8 @@ from qkattn.errors import ReportError
 from qkattn.report import find, load_study, summarise, write_report
 from qkattn.report.figures.plots import figures
 from qkattn.report.figures.style import HUES, HUES_DARK, SVG_COLOURS, short, styles
+from tests.studies import trial_record, write_study
 
-from .conftest import trial_record, write_study
 from .pages import Page, assert_drawn
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,7 @@ from qkattn.report import find, headline, load_study, report_text, summarise, wr
 from qkattn.report.csvfile import csv_table
 from qkattn.report.notes import notes
 from qkattn.report.tables import markdown_table, si, text_table
-
-from .conftest import (
+from tests.studies import (
     edit_plan,
     probe_record,
     translation_record,

@@ -5,8 +5,8 @@ import pytest
 from qkattn.report import find, load_study, summarise, write_report
 from qkattn.report.facts import data_name
 from qkattn.report.figures.plots import figures
+from tests.studies import probe_record, translation_record, trial_record, write_study
 
-from .conftest import probe_record, translation_record, trial_record, write_study
 from .pages import Page, assert_drawn, capture_figures
 
 KINDS = {'translation': translation_record, 'probe': probe_record, 'language': trial_record}

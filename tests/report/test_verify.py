@@ -10,8 +10,7 @@ from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
 from qkattn.report.export import export
 from qkattn.report.verify import check_page, check_study
-
-from .conftest import trial_record, tuned_arm, write_lines, write_study, write_tuned
+from tests.studies import trial_record, tuned_arm, write_lines, write_study, write_tuned
 
 
 def renamed(directory):

@@ -1,1 +1,10 @@
-from tests.report.conftest import *  # noqa: F403
+"""A directory for a synthetic study."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def study_dir(tmp_path: Path) -> Path:
+    return tmp_path / 'study'

@@ -10,7 +10,7 @@ from qkattn.report import find, load_study, summarise, write_report
 from qkattn.report.notes import notes
 from qkattn.study.tuning import tune
 from qkattn.verdict.findings import NO_VERDICT
-from tests.report.conftest import (
+from tests.studies import (
     RATES,
     edit_plan,
     run_name,

@@ -7,7 +7,7 @@ import pytest
 
 from qkattn.report import find, load_study, summarise
 from qkattn.verdict.findings import NO_VERDICT
-from tests.report.conftest import (
+from tests.studies import (
     edit_plan,
     run_name,
     trial_record,

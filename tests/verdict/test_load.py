@@ -7,7 +7,7 @@ import pytest
 
 from qkattn.errors import ReportError
 from qkattn.report import load_study
-from tests.report.conftest import (
+from tests.studies import (
     edit_plan,
     plan_line,
     probe_record,

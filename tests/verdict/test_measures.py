@@ -4,7 +4,7 @@ import pytest
 
 from qkattn.report import load_study, summarise
 from qkattn.verdict.measures import losses, scores
-from tests.report.conftest import probe_record, translation_record, trial_record, write_study
+from tests.studies import probe_record, translation_record, trial_record, write_study
 
 NO_TEST = dict.fromkeys(
     f'test_{name}'

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from qkattn.report import find, load_study, summarise
-from tests.report.conftest import VERDICT_SEEDS, trial_record, tuned_arm, write_study, write_tuned
+from tests.studies import VERDICT_SEEDS, trial_record, tuned_arm, write_study, write_tuned
 
 # 0.975 quantiles of Student's t from printed tables, at 1 and 2 degrees of freedom.
 T_1, T_2 = 12.706, 4.303

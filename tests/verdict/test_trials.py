@@ -5,7 +5,7 @@ import math
 import pytest
 
 from qkattn.verdict.trials import parse_trial
-from tests.report.conftest import probe_record, translation_record, trial_record
+from tests.studies import probe_record, translation_record, trial_record
 
 SCORES = ('accuracy', 'solved', 'bleu', 'chrf', 'exact_match', 'num_sentences')
 

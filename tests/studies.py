@@ -1,0 +1,337 @@
+"""A synthetic study: files as training writes them, with numbers a test can recompute by hand."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from qkattn.config import Config, ModelConfig, OptimizerConfig, TrainConfig, TrialsConfig, to_json
+
+# What the study adds to the results that training writes.
+STUDY_FIELDS = (
+    'study',
+    'run',
+    'variant',
+    'size',
+    'stage',
+    'knob',
+    'target_parameters',
+    'residual',
+)
+NATS_PER_BIT = 0.6931471805599453
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+SCREENING_SEEDS, VERDICT_SEEDS = (100, 101), tuple(range(8))
+
+
+def trial_record(
+    variant: str,
+    size: str = 'd_model=128',
+    seed: int = 0,
+    learning_rate: float = 1e-3,
+    val_loss: float | None = 2.0,
+    d_model: int = 128,
+    run: str | None = None,
+    stage: str = 'single',
+    knob: str | None = None,
+    **changes: object,
+) -> dict:
+    run = run if run is not None else run_name(variant, size, stage, knob)
+    attention, mlp = 4 * 4 * d_model**2 - 10 * len(variant), 8 * 4 * d_model**2
+    parameters = {
+        'embedding': 256 * d_model,
+        'attention': attention,
+        'mlp': mlp,
+        'norm': 9 * d_model,
+    }
+    parameters['total'] = sum(parameters.values())
+    target = 16 * 3 * d_model**2 + 265 * d_model
+    record = {
+        'study': 'synthetic',
+        'run': run,
+        'config_hash': run,
+        'variant': variant,
+        'size': size,
+        'stage': stage,
+        'knob': knob,
+        'trial': {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': 0.1},
+        'status': 'diverged' if val_loss is None else 'finished',
+        'num_steps': 400,
+        'num_tokens': 400 * 768,
+        'parameters': parameters,
+        'target_parameters': target,
+        'residual': parameters['total'] / target - 1,
+        'config': {
+            'd_model': d_model,
+            'd_ff': 4 * d_model,
+            'num_layers': 4,
+            'num_heads': 4,
+            'num_kv_heads': 4,
+            'head_size': d_model // 4,
+        },
+        'flops_per_token': 6 * parameters['total'],
+        'cache_floats_per_token': 8 * d_model,
+        'val_loss': val_loss,
+        'val_bits_per_byte': None if val_loss is None else val_loss / NATS_PER_BIT,
+        'test_loss': None if val_loss is None else val_loss + 0.1,
+        'test_bits_per_byte': None if val_loss is None else (val_loss + 0.1) / NATS_PER_BIT,
+        'train_seconds': 12.5,
+        'compile_seconds': 3.25,
+        'tokens_per_second': 123456.0,
+        'lifting': 'map',
+        'data': {'name': 'stdlib', 'version': '3.11.7', 'unigram_bits_per_byte': 4.53},
+        'eval_tokens': 65536,
+        'eval_rows': 512,
+        'val_loss_se': None if val_loss is None else 0.0125,
+        'provenance': {
+            'git': {'commit': 'abc1234', 'dirty': False},
+            'versions': {'jax': '0.10.2'},
+            'devices': {'platform': 'cpu', 'kind': 'cpu', 'count': 2},
+        },
+    }
+    return record | changes
+
+
+def translation_record(variant: str, bleu: float | None = 30.0, **changes: object) -> dict:
+    """A trial that was scored on translations; None is one that diverged, which has no scores."""
+    sides = {
+        side: {'name': f'pairs-de-en/{language}', 'version': '1.0.0', 'tokenizer': 'bpe'}
+        for side, language in (('source', 'de'), ('target', 'en'))
+    }
+    record = trial_record(variant, **{'val_loss': None if bleu is None else 2.0} | changes)
+    record['data'] = sides | {
+        'packing': {'version': 1, 'source_length': 64, 'length': 64},
+        'dropped_pairs': {'train': 7},
+        'unigram_loss': 6.1,
+        'unigram_bits_per_byte': 2.5,
+    }
+    for split, less in (('val', 1.0), ('test', 0.0)) if bleu is not None else ():
+        record |= {
+            f'{split}_accuracy': 0.5,
+            f'{split}_solved': 0.125,
+            f'{split}_bleu': bleu - less,
+            f'{split}_chrf': bleu + 20 - less,
+            f'{split}_exact_match': bleu / 200,
+            f'{split}_num_sentences': 1000 if split == 'test' else 1014,
+            f'{split}_bleu_signature': 'nrefs:1|case:lc|tok:13a|version:2.5.1',
+            f'{split}_chrf_signature': 'nrefs:1|case:lc|nc:6|version:2.5.1',
+        }
+    return record | {name: value for name, value in changes.items() if name in record}
+
+
+def probe_record(variant: str, accuracy: float | None = 0.5, **changes: object) -> dict:
+    """A trial on a synthetic task: no bytes, so no bits/byte."""
+    loss = None if accuracy is None else 1 - accuracy
+    record = trial_record(variant, **{'val_loss': loss} | changes)
+    record |= {'val_bits_per_byte': None, 'test_bits_per_byte': None}
+    record['data'] = {
+        'name': 'recall',
+        'version': 1,
+        'options': {'pairs': 8, 'length': 32},
+        'unigram_loss': 2.77,
+        'unigram_bits_per_byte': None,
+    }
+    for split in ('val', 'test'):
+        record[f'{split}_accuracy'] = accuracy
+        record[f'{split}_solved'] = None if accuracy is None else accuracy / 4
+    return record | {name: value for name, value in changes.items() if name in record}
+
+
+def run_name(variant: str, size: str, stage: str = 'single', knob: str | None = None) -> str:
+    parts = [variant, size] + [part for part in (stage, knob) if part not in ('single', None)]
+    kept = ''.join(c if c.isalnum() or c in '-_' else '_' for c in '-'.join(parts))
+    return f'{kept[:90]}-{len(variant)}'
+
+
+def tuned_arm(
+    variant: str,
+    size: str = 'd_model=128',
+    losses: Sequence[float | None] = (2.0,) * 8,
+    optimum: float = 4e-3,
+    rates: Sequence[float] = RATES,
+    diverged_rates: Sequence[float] = (),
+    learning_rate: float | None = None,
+    seeds: Sequence[int] = VERDICT_SEEDS,
+    screening_seeds: Sequence[int] = SCREENING_SEEDS,
+    **changes: object,
+) -> list[dict]:
+    """Screening and verdict trials of one arm.
+
+    Screening losses are an exact parabola in ln(rate) with its vertex at `optimum`, one level per
+    seed; the verdict ran at `learning_rate` (the optimum where it is None), one of `losses` a seed.
+    """
+    level = min((loss for loss in losses if loss is not None), default=2.0)
+    screening = [
+        trial_record(
+            variant,
+            size,
+            seed,
+            rate,
+            None
+            if rate in diverged_rates
+            else level + 0.01 * place + 0.1 * math.log(rate / optimum) ** 2,
+            stage='screening',
+            knob='learning_rate',
+            **changes,
+        )
+        for rate in rates
+        for place, seed in enumerate(screening_seeds)
+    ]
+    rate = optimum if learning_rate is None else learning_rate
+    return screening + [
+        trial_record(variant, size, seed, rate, loss, stage='verdict', **changes)
+        for seed, loss in zip(seeds, losses, strict=False)
+    ]
+
+
+def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Path:
+    """A study with tuning, of records that `tuned_arm` made.
+
+    Grids are those of `RATES` and may not grow; `tuning__seeds` is a field of the tuning.
+    """
+    tuning = {
+        'seeds': list(SCREENING_SEEDS),
+        'max_points': len(RATES),
+        'learning_rates': list(RATES),
+        'weight_decays': [0.1],
+        'score_scales': [1.0],
+    }
+    own = [name for name in keywords if name.startswith('tuning__')]
+    tuning |= {name.removeprefix('tuning__'): keywords.pop(name) for name in own}
+    return write_study(directory, records, **{'tuning': tuning} | keywords)
+
+
+def run_config(variant: str, size: str, records: Sequence[dict]) -> Config:
+    """The resolved config of a run with these trials."""
+
+    def each(name: str) -> tuple:
+        return tuple(dict.fromkeys(record['trial'][name] for record in records))
+
+    score, _, value = variant.partition('?')[0].partition(' ')[0].partition('/')
+    shape = records[0]['config'] if records else {'d_model': 128, 'd_ff': 512}
+    return Config(
+        model=dataclasses.replace(ModelConfig(score=score, value=value), **shape),
+        optimizer=OptimizerConfig(schedule='linear'),
+        train=TrainConfig(num_steps=records[0]['num_steps'] if records else 400),
+        trials=TrialsConfig(
+            seeds=each('seed') if records else VERDICT_SEEDS,
+            learning_rates=each('learning_rate') if records else RATES,
+            weight_decays=each('weight_decay') if records else (0.1,),
+        ),
+    )
+
+
+def plan_line(
+    variant: str,
+    size: str,
+    records: Sequence[dict] = (),
+    stage: str = 'single',
+    knob: str | None = None,
+    name: str | None = None,
+    baseline: str | None = 'qk/vo',
+) -> dict:
+    name = run_name(variant, size, stage, knob) if name is None else name
+    return {
+        'run': name,
+        'variant': variant,
+        'size': size,
+        'destination': None if variant == baseline else 'd_model',
+        'stage': stage,
+        'knob': knob,
+        'directory': name,
+        'trials': len(records) or 8,
+        'target': records[0]['target_parameters'] if records else 1000000,
+        'residual': records[0]['residual'] if records else 0.0,
+        'config': to_json(run_config(variant, size, records)),
+    }
+
+
+def write_study(
+    directory: Path,
+    records: list[dict],
+    baseline: str | None = 'qk/vo',
+    declared: Sequence[tuple] = (),
+    num_evals: int = 10,
+    **changes: object,
+) -> Path:
+    """Writes the study that `records` make up.
+
+    `declared` adds runs without results, (variant, size) or (variant, size, stage, knob);
+    `changes` are fields of study.json.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, list[dict]] = {}
+    for record in records:
+        runs.setdefault(record['run'], []).append(record)
+    plan = [
+        plan_line(*(rs[0][f] for f in ('variant', 'size')), rs, rs[0]['stage'], rs[0]['knob'], name)
+        for name, rs in runs.items()
+    ]
+    plan += [plan_line(variant, size, (), *rest) for variant, size, *rest in declared]
+    arms = list(dict.fromkeys((line['variant'], line['size']) for line in plan))
+    study = {
+        'name': 'synthetic',
+        'question': 'Does attention need all four matrices at equal parameters?',
+        'baseline': baseline,
+        'variants': list(dict.fromkeys(variant for variant, _ in arms)),
+        'sizes': list(dict.fromkeys(size for _, size in arms)),
+        'matched': 'total',
+        'fill': 'd_ff',
+        'tolerance': 1e-3,
+        'margin': 0.005,
+        'destinations': ['d_model'],
+        'seeds': list(VERDICT_SEEDS),
+        'tuning': None,
+        'arms': [{'variant': variant, 'size': size} for variant, size in arms],
+        'command': 'python -m experiments.ablate --config=configs/synthetic.py',
+    }
+    (directory / 'study.json').write_text(json.dumps(study | changes))
+    write_lines(directory / 'plan.jsonl', plan)
+    write_lines(directory / 'results.jsonl', records)
+    for name, of_run in runs.items():
+        (directory / name).mkdir(exist_ok=True)
+        own = [{k: v for k, v in record.items() if k not in STUDY_FIELDS} for record in of_run]
+        (directory / name / 'result.json').write_text(json.dumps(own))
+        write_metrics(directory / name, of_run, num_evals)
+    return directory
+
+
+def write_lines(path: Path, records: Sequence[Mapping]) -> None:
+    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+
+
+def edit_plan(directory: Path, run: str, **changes: object) -> None:
+    """Changes a run's line in plan.jsonl; 'train__num_steps' is a setting of its config."""
+    lines = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
+    (line,) = [line for line in lines if line['run'] == run]
+    for name, value in changes.items():
+        part, _, field = name.partition('__')
+        if field:
+            line['config'][part][field] = value
+        else:
+            line[name] = value
+    write_lines(directory / 'plan.jsonl', lines)
+
+
+def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
+    """Curves that fall to each final loss; a diverged trial's is null from the third on.
+
+    bits/byte are those of one byte a token, or null where no trial has any.
+    """
+    lines = []
+    num_steps = records[0]['num_steps']
+    scores = {
+        name: [record.get(name) for record in records] for name in ('val_accuracy', 'val_solved')
+    }
+    in_bytes = any(record['val_bits_per_byte'] is not None for record in records)
+    for index in range(1, num_evals + 1):
+        step = num_steps * index // num_evals
+        fall = 2.0 * (num_steps / step - 1) / num_evals
+        finals = [record['val_loss'] for record in records]
+        loss = [(3.5 if index < 3 else None) if f is None else f + fall for f in finals]
+        bits = [None if nats is None else nats / NATS_PER_BIT for nats in loss]
+        lines.append({'kind': 'train', 'step': step, 'loss': loss, 'grad_norm': loss})
+        evaluation = {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None, **scores}
+        lines.append({'kind': 'eval', 'step': step, **evaluation})
+    text = ''.join(json.dumps(line) + '\n' for line in lines)
+    (directory / 'metrics.jsonl').write_text(text)
