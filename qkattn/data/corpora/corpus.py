@@ -85,7 +85,7 @@ def _corpus(kind: str, config: DataConfig) -> Corpus:
     # Imported when asked for: a user of one dataset needs no packages of another.
     if kind in ('stdlib', 'tiny_shakespeare'):
         module = 'stdlib_text' if kind == 'stdlib' else kind
-        return importlib.import_module(f'qkattn.data.{module}').corpus(config)
+        return importlib.import_module(f'qkattn.data.corpora.{module}').corpus(config)
     if kind in ('text', 'parallel'):
         own_files = importlib.import_module('qkattn.data.corpora.own_files')
         if kind == 'text':
@@ -95,7 +95,7 @@ def _corpus(kind: str, config: DataConfig) -> Corpus:
         catalogue = importlib.import_module('qkattn.data.corpora.tfds_catalogue')
         languages = parse_languages(config.languages) if config.languages else ()
         return catalogue.corpus(languages, config)
-    module = importlib.import_module(f'qkattn.data.{kind}')
+    module = importlib.import_module(f'qkattn.data.corpora.{kind}')
     return module.corpus(parse_languages(config.languages), config)
 
 
