@@ -9,9 +9,10 @@ from absl import flags
 
 from qkattn.config import Config
 from qkattn.errors import ConfigError
+from qkattn.metrics import PREFIXES
 from qkattn.run import cli
 from qkattn.train import train
-from qkattn.train.results import FINISHED, PREFIXES
+from qkattn.train.results import FINISHED
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same one resumes.')

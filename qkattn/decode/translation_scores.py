@@ -1,9 +1,6 @@
-"""Metrics on text, and losses in other units."""
+"""Scores of translations, by sacrebleu."""
 
-import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from qkattn.errors import ConfigError
 
@@ -63,23 +60,3 @@ def translation_scores(
         'exact_match': sum(same) / len(same),
         'num_sentences': len(same),
     }
-
-
-def perplexity(nats_per_token: float) -> float:
-    """exp(nats per token), of a mean over all tokens of a data set; inf beyond the largest float.
-
-    The mean comes first: the mean of several batches' perplexities is larger.
-    """
-    with np.errstate(over='ignore'):
-        return float(np.exp(np.float64(nats_per_token)))
-
-
-def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """nats_per_token / (ln 2 * bytes_per_token), which unlike nats does not depend on tokens.
-
-    Raises:
-      ConfigError: bytes_per_token is not above 0.
-    """
-    if not bytes_per_token > 0:
-        raise ConfigError(f'bytes_per_token={bytes_per_token} must be above 0')
-    return float(nats_per_token) / (math.log(2) * bytes_per_token)

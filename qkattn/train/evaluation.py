@@ -10,7 +10,7 @@ from qkattn.config import Config
 from qkattn.data import pipeline
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.rows import Batch, Rows
-from qkattn.decode.translation_scores import bits_per_byte
+from qkattn.metrics import bits_per_byte
 from qkattn.train import program as programs
 from qkattn.train.program import Program
 

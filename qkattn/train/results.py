@@ -11,7 +11,7 @@ from qkattn.config import Config, fingerprint
 from qkattn.data.tasks.pairs import TranslationRows
 from qkattn.data.tasks.rows import Rows
 from qkattn.decode.translate import score_split
-from qkattn.decode.translation_scores import bits_per_byte, perplexity
+from qkattn.metrics import PREFIXES, bits_per_byte, perplexity
 from qkattn.model import cost, with_params
 from qkattn.model.sites import attention_spec
 from qkattn.run import run_directory
@@ -20,7 +20,6 @@ from qkattn.train.evaluation import Evaluation, Induction
 # Trial outcomes.
 FINISHED, DIVERGED = 'finished', 'diverged'
 
-PREFIXES = {'validation': 'val', 'test': 'test'}
 # Of an evaluation on the way; a result has more.
 MEASURES = ('loss', 'bits_per_byte', 'accuracy', 'solved')
 

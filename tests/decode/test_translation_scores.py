@@ -98,28 +98,3 @@ for tokenize in translation_scores.TOKENIZERS:
 assert 'sacrebleu' in sys.modules
 """
     subprocess.run([sys.executable, '-c', program], check=True)
-
-
-def test_perplexity_of_a_uniform_guess_is_the_vocabulary():
-    assert translation_scores.perplexity(math.log(50)) == pytest.approx(50)
-    assert translation_scores.perplexity(0.0) == 1.0
-
-
-def test_perplexity_beyond_every_float_is_infinite(recwarn):
-    assert (
-        translation_scores.perplexity(1e4) == math.inf
-        and translation_scores.perplexity(math.inf) == math.inf
-    )
-    assert math.isnan(translation_scores.perplexity(math.nan))
-    assert not recwarn.list
-
-
-def test_bits_per_byte_of_a_uniform_guess():
-    assert translation_scores.bits_per_byte(math.log(256), 1.0) == pytest.approx(8)
-    assert translation_scores.bits_per_byte(math.log(2**12), 4.0) == pytest.approx(3)
-
-
-@pytest.mark.parametrize('wrong', [0.0, -1.0, math.nan])
-def test_bits_per_byte_need_bytes(wrong):
-    with pytest.raises(ConfigError, match=f'bytes_per_token={wrong} must be above 0'):
-        translation_scores.bits_per_byte(1.0, wrong)

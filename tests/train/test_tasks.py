@@ -12,7 +12,7 @@ import pytest
 from qkattn.config import Config, MeshConfig
 from qkattn.data import pipeline
 from qkattn.data.load import rows_of
-from qkattn.decode.translation_scores import bits_per_byte
+from qkattn.metrics import bits_per_byte
 from qkattn.train import evaluation, program, step, train
 from qkattn.train.optimizer import schedule
 
