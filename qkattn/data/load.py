@@ -48,6 +48,18 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
     return _tokenizer(config, find(config), data_root(config.data_dir))
 
 
+def task_of(config: Config) -> type[Rows]:
+    """The class of the rows that `rows_of` returns, known without any data."""
+    if probes.is_probe(config.data.name):
+        return probes.ProbeRows
+    by_kind = {
+        'decoder': LanguageRows,
+        'encoder': MaskedRows,
+        'encoder_decoder': TranslationRows,
+    }
+    return by_kind[config.model.kind]
+
+
 def rows_of(config: Config) -> Rows:
     """The rows that the configured model trains on: its kind says which task that is.
 

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qkattn.config import Config
+from qkattn.data.load import task_of
 from qkattn.train import sharding
 from qkattn.train.step import eval_step, graph_of, init_stack, train_steps
 
@@ -72,24 +73,9 @@ def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, di
     placed = sharding.batch_sharding(mesh)
     batch = {
         name: jax.ShapeDtypeStruct((*leading, length), dtype, sharding=placed)
-        for name, (length, dtype) in row_shapes(config).items()
+        for name, (length, dtype) in task_of(config).array_shapes(config.model).items()
     }
     return state, hyper, batch
-
-
-def row_shapes(config: Config) -> dict[str, tuple[int, np.dtype]]:
-    """Length and type of the arrays of one row: what `Rows.read` gives for this kind of model."""
-    T, integer = config.model.context, np.dtype(np.int32)
-    shapes = {
-        'tokens_BT': (T, integer),
-        'targets_BT': (T, integer),
-        'loss_weights_BT': (T, np.dtype(np.float32)),
-    }
-    if config.model.kind == 'encoder_decoder':
-        S = config.model.encoder.context
-        shapes |= {'source_BS': (S, integer), 'source_segments_BS': (S, integer)}
-        shapes['segments_BT'] = (T, integer)
-    return shapes
 
 
 def leading_shape(config: Config) -> tuple[int, int, int, int]:
@@ -244,7 +230,7 @@ def _seconds_per_step(config: Config, mesh: Mesh, steps: Callable, init: Callabl
     leading = (*leading_shape(config)[:2], rows.stop - rows.start)
     local = {
         name: np.ones((*leading, length), dtype)
-        for name, (length, dtype) in row_shapes(config).items()
+        for name, (length, dtype) in task_of(config).array_shapes(config.model).items()
     }
     batch = place_batch(config, mesh, local, rows)
     state = jax.block_until_ready(init())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.config import Config, DataConfig, ModelConfig
-from qkattn.data.load import load, rows_of, tokenizer_of
+from qkattn.data.load import load, rows_of, task_of, tokenizer_of
 from qkattn.data.tasks.masked import MaskedRows
 from qkattn.data.tasks.pairs import PairDataset, TranslationRows
 from qkattn.data.tasks.probes import ProbeRows
@@ -69,12 +69,15 @@ def config_of(files, tmp_path):
     ],
 )
 def test_the_kind_of_model_says_what_the_rows_are(config_of, kind, what, rows_type, names):
-    rows = rows_of(config_of(kind, what, model={'source_context': 60} if names else {}))
-    assert type(rows) is rows_type
+    config = config_of(kind, what, model={'source_context': 60} if names else {})
+    rows = rows_of(config)
+    assert type(rows) is rows_type is task_of(config)
     assert rows.splits == ('train', 'validation', 'test')
     batch = rows.read('validation', np.arange(2) % 1, np.zeros((2, 2), np.uint64))
     assert set(batch) == {'tokens_BT', 'targets_BT', 'loss_weights_BT'} | names
     assert batch['loss_weights_BT'].any()
+    shapes = {name: (array.shape[1], array.dtype) for name, array in batch.items()}
+    assert shapes == rows_type.array_shapes(config.model)
     lengths = {name: array.shape[1] for name, array in batch.items()}
     T = {'causal probe': 7, 'labelling probe': 4}.get(what, 40)
     assert lengths == {name: 60 if name.startswith('source') else T for name in lengths}

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from qkattn.data.tasks.rows import Batch
+from qkattn.config import ModelConfig
+from qkattn.data.tasks.rows import ArrayShapes, Batch, token_shapes
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 
@@ -146,6 +147,13 @@ class TranslationRows:
             split: _pack(sizes[split], np.flatnonzero(fits[split]), (source_length, length))
             for split in self.splits
         }
+
+    @staticmethod
+    def array_shapes(model: ModelConfig) -> ArrayShapes:
+        """The arrays that `read` returns."""
+        S, T, integer = model.encoder.context, model.context, np.dtype(np.int32)
+        source = {'source_BS': (S, integer), 'source_segments_BS': (S, integer)}
+        return token_shapes(model) | source | {'segments_BT': (T, integer)}
 
     def _report_long(self, sizes: dict[str, np.ndarray], drop_long: bool) -> None:
         if not drop_long:

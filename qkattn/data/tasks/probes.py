@@ -13,7 +13,7 @@ import numpy as np
 
 from qkattn.config.calls import parse_call
 from qkattn.data.tasks.probe_tasks import PROBES, Probe
-from qkattn.data.tasks.rows import Batch
+from qkattn.data.tasks.rows import Batch, token_shapes
 from qkattn.errors import ConfigError, SpecError
 
 # Changes whenever the same draws would make other rows.
@@ -75,6 +75,8 @@ class ProbeRows:
     """
 
     splits = SPLITS
+
+    array_shapes = staticmethod(token_shapes)
 
     def __init__(self, name: str, probe: Probe):
         self.name = name

@@ -25,14 +25,20 @@ def sequences(rows: Rows) -> np.ndarray | None:
     rows only, so the same for everything that is trained on them.
 
     Returns:
-      None where T < MIN_LENGTH, and where a row leaves tokens unpredicted (weight 0): what a model
-      says after a token that it was never asked about means nothing. All causal probes do that.
+      None where T < MIN_LENGTH, and where the rows are not plain next-token prediction: where there
+      are inputs besides the tokens, where targets are not the tokens that follow, or where some have
+      weight 0 (as in all causal probes), so that the model never learned to predict them.
     """
     count = len(eval_rows(rows, 'validation', NUM_ROWS))
     batch = next(eval_batches(rows, 'validation', batch_size=count, max_rows=NUM_ROWS))
     tokens_BT = batch['tokens_BT']
     length = tokens_BT.shape[1]
-    if length < MIN_LENGTH or not (batch['loss_weights_BT'] == 1).all():
+    next_token = (
+        batch.keys() == {'tokens_BT', 'targets_BT', 'loss_weights_BT'}
+        and (batch['targets_BT'][:, :-1] == tokens_BT[:, 1:]).all()
+        and (batch['loss_weights_BT'] == 1).all()
+    )
+    if length < MIN_LENGTH or not next_token:
         return None
     half = (length + 1) // 2
     shuffled = np.random.default_rng(SEED).permutation(tokens_BT.ravel())

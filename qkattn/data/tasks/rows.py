@@ -4,10 +4,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from qkattn.config import ModelConfig
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 
 Batch = dict[str, np.ndarray]
+# Length and type of a row's arrays by the names of a Batch.
+ArrayShapes = dict[str, tuple[int, np.dtype]]
 
 
 class Rows(Protocol):
@@ -20,6 +23,10 @@ class Rows(Protocol):
 
     splits: tuple[str, ...]
     vocab_size: int
+
+    @staticmethod
+    def array_shapes(model: ModelConfig) -> ArrayShapes:
+        """The arrays that `read` returns, known from the model alone."""
 
     def count(self, split: str) -> int:
         """Rows in a split; of 'train', the rows of an epoch.
@@ -50,8 +57,20 @@ class Rows(Protocol):
         """Loss per target of the best model that knows nothing but frequencies, if known."""
 
 
+def token_shapes(model: ModelConfig) -> ArrayShapes:
+    """The arrays of rows whose only input is tokens_BT."""
+    T, integer = model.context, np.dtype(np.int32)
+    return {
+        'tokens_BT': (T, integer),
+        'targets_BT': (T, integer),
+        'loss_weights_BT': (T, np.dtype(np.float32)),
+    }
+
+
 class TextRows:
     """What windows of a text have in common, whichever of its tokens are to be predicted."""
+
+    array_shapes = staticmethod(token_shapes)
 
     def __init__(self, dataset: TokenDataset, length: int):
         if length < 1:
