@@ -3,7 +3,7 @@
 from qkattn.attention.attend import attend, visible
 from qkattn.attention.attention import Attention
 from qkattn.attention.registry import SCORES, VALUES, parse_variant
-from qkattn.attention.scores.score import Score
+from qkattn.attention.scores.score import Cache, Score
 from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values.value import Value
 from qkattn.errors import SpecError
@@ -13,6 +13,7 @@ __all__ = [
     'VALUES',
     'Attention',
     'AttentionSpec',
+    'Cache',
     'Score',
     'SpecError',
     'Value',

@@ -7,7 +7,7 @@ from flax import nnx
 from qkattn.attention import registry
 from qkattn.attention.attend import attend
 from qkattn.attention.rope import linear_bias, rotate_last
-from qkattn.attention.scores.score import Memory
+from qkattn.attention.scores.score import Cache
 from qkattn.attention.spec import AttentionSpec
 
 
@@ -36,14 +36,14 @@ class Attention(nnx.Module):
         self.g_q_H = nnx.Param(jnp.ones((size,), jnp.float32)) if spec.qk_norm else None
         self.g_k_H = nnx.Param(jnp.ones((size,), jnp.float32)) if spec.qk_norm else None
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
-        """All that later queries need of y: exactly what a decoding cache holds."""
-        return {**self.score.remember(y_BSD), **self.value.remember(y_BSD, self.score)}
+    def cached(self, y_BSD: jax.Array) -> Cache:
+        """What a decoding cache holds of y: the arrays from which keys and values are computed."""
+        return {**self.score.cached(y_BSD), **self.value.cached(y_BSD, self.score)}
 
-    def read(
+    def attend_to(
         self,
         x_BTD: jax.Array,
-        memory: Memory,
+        cache: Cache,
         mask_BTS: jax.Array,
         *,
         first_query: int | jax.Array = 0,
@@ -51,15 +51,15 @@ class Attention(nnx.Module):
         dropout: float = 0.0,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Answers the queries of x from the memory; out_BTD.
+        """Attends from x to cached keys and values; out_BTD.
 
         Args:
           mask_BTS: True where a query may read a key.
           first_query: position of the first query; keys are at positions 0 to S - 1.
-          cross: the memory is of another stream, in which no position is the query's own.
+          cross: the cache is of another stream, in which no position is the query's own.
         """
         spec = self.spec
-        q_BTNH, k_BSKH = self.score.queries(x_BTD), self.score.keys(memory)
+        q_BTNH, k_BSKH = self.score.queries(x_BTD), self.score.keys(cache)
         t_T = first_query + jnp.arange(q_BTNH.shape[1])
         s_S = jnp.arange(k_BSKH.shape[1])
         if spec.qk_norm:
@@ -74,7 +74,7 @@ class Attention(nnx.Module):
         o_BTNH = attend(
             q_BTNH,
             k_BSKH,
-            self.value.values(memory, self.score),
+            self.value.values(cache, self.score),
             mask_BTS,
             scale=self.score.scale * spec.score_scale,
             bias_NTS=linear_bias(q_BTNH.shape[2], t_T, s_S) if biased else None,
@@ -89,8 +89,8 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Self-attention, or cross-attention to y where it is given."""
         cross = y_BSD is not None
-        memory = self.remember(y_BSD if cross else x_BTD)
-        return self.read(x_BTD, memory, mask_BTS, cross=cross, **dropout)
+        cache = self.cached(y_BSD if cross else x_BTD)
+        return self.attend_to(x_BTD, cache, mask_BTS, cross=cross, **dropout)
 
 
 def _unit(x_BTNH: jax.Array, g_H: nnx.Param) -> jax.Array:

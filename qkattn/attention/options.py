@@ -1,12 +1,9 @@
-"""What several Scores need: checks of their options and products of projections with biases."""
+"""Checks of sizes and options that several variants share."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-
+from qkattn.attention.spec import AttentionSpec
 from qkattn.errors import SpecError
 
 
@@ -26,7 +23,10 @@ def require_one_of(who: str, option: str, word: Any, words: Sequence[Any]) -> No
         )
 
 
-def composed(inner_DR: jax.Array, w_RNH: jax.Array, b_NH: nnx.Param | None) -> jax.Array:
-    """The homogeneous matrix of x -> (x inner) W + b, where `inner_DR` is homogeneous itself."""
-    both_DNH = jnp.tensordot(inner_DR, w_RNH[...], axes=1)
-    return both_DNH if b_NH is None else both_DNH.at[-1].add(b_NH[...])
+def require_slices(spec: AttentionSpec, who: str) -> None:
+    """Raises unless the heads are slices of the stream, N H = D."""
+    if spec.num_heads * spec.head_size != spec.d_model:
+        raise SpecError(
+            f'{who} uses slices of the stream as heads, so num_heads * head_size must equal '
+            f'd_model={spec.d_model}, not {spec.num_heads} * {spec.head_size}'
+        )

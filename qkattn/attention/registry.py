@@ -9,23 +9,31 @@ import importlib
 import inspect
 from typing import Any
 
-from qkattn.attention.scores import composed, identity, key_latents, nonlinear, rank, symmetric
-from qkattn.attention.scores import score as scores
+from qkattn.attention.scores import (
+    identity,
+    key_latents,
+    nonlinear,
+    qk,
+    rank,
+    shared_projections,
+    symmetric,
+)
+from qkattn.attention.scores.score import Score
 from qkattn.attention.spec import AttentionSpec
-from qkattn.attention.values import factored, hadamard, tied, value_latents
-from qkattn.attention.values import value as values
+from qkattn.attention.values import factored, hadamard, slices, tied, value_latents, vo
+from qkattn.attention.values.value import Value
 from qkattn.config.calls import parse_call, split_variant
 from qkattn.errors import SpecError
 
-SCORES: dict[str, type[scores.Score]] = {
-    'qk': scores.QK,
-    'merged': scores.Merged,
+SCORES: dict[str, type[Score]] = {
+    'qk': qk.QK,
+    'merged': qk.Merged,
     'shared_qk': symmetric.FairSharedQK,
     'symmetric': symmetric.Symmetric,
     'pairwise': symmetric.Pairwise,
     'symmetric_skew': symmetric.SymmetricSkew,
-    'query_free': scores.QueryFree,
-    'key_free': scores.KeyFree,
+    'query_free': identity.QueryFree,
+    'key_free': identity.KeyFree,
     'neither': identity.Neither,
     'query_free_full': identity.QueryFreeFull,
     'neither_full': identity.NeitherFull,
@@ -33,18 +41,18 @@ SCORES: dict[str, type[scores.Score]] = {
     'full_size': rank.FullSize,
     'gauge_fixed': rank.GaugeFixed,
     'frozen': rank.Frozen,
-    'double': composed.Double,
-    'collaborative': composed.Collaborative,
+    'double': shared_projections.Double,
+    'collaborative': shared_projections.Collaborative,
     'nonlinear_query': nonlinear.NonlinearQuery,
     'latent': key_latents.Latent,
 }
 
-VALUES: dict[str, type[values.Value]] = {
-    'vo': values.VO,
-    'no_v': values.NoV,
-    'no_o': values.NoO,
-    'no_vo': values.NoVO,
-    'merged_vo': factored.MergedVO,
+VALUES: dict[str, type[Value]] = {
+    'vo': vo.VO,
+    'no_v': slices.NoV,
+    'no_o': slices.NoO,
+    'no_vo': slices.NoVO,
+    'merged_vo': vo.MergedVO,
     'low_rank': factored.LowRank,
     'gauge_fixed': factored.GaugeFixed,
     'double': factored.Double,
@@ -60,14 +68,14 @@ VALUES: dict[str, type[values.Value]] = {
 }
 
 
-def find_score(text: str) -> tuple[type[scores.Score], dict[str, Any]]:
+def find_score(text: str) -> tuple[type[Score], dict[str, Any]]:
     """The class and options that `text` names; SpecError lists the known names otherwise."""
-    return _find(text, SCORES, scores.Score)
+    return _find(text, SCORES, Score)
 
 
-def find_value(text: str) -> tuple[type[values.Value], dict[str, Any]]:
+def find_value(text: str) -> tuple[type[Value], dict[str, Any]]:
     """The class and options that `text` names; SpecError lists the known names otherwise."""
-    return _find(text, VALUES, values.Value)
+    return _find(text, VALUES, Value)
 
 
 def parse_variant(text: str) -> tuple[str, str]:

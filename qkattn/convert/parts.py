@@ -65,10 +65,10 @@ def factors(layer: Attention) -> Factors:
         score, value = layer.score, layer.value
 
         def keys(y_BSD):
-            return score.keys(score.remember(y_BSD))
+            return score.keys(score.cached(y_BSD))
 
         def values(y_BSD):
-            return value.values(layer.remember(y_BSD), score)
+            return value.values(layer.cached(y_BSD), score)
 
         found = {}
         for name, project in (('queries', score.queries), ('keys', keys), ('values', values)):

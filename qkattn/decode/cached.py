@@ -1,6 +1,6 @@
 """Decoding with a cache: each layer keeps what it remembers of past tokens, nothing else.
 
-The cache of a layer is exactly what `Attention.remember` returns, so its size is that of the cell:
+The cache of a layer is exactly what `Attention.cached` returns, so its size is that of the cell:
 keys and values, the stream itself where both are raw, a latent where that is all there is.
 """
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from qkattn.attention import Cache as LayerCache
 from qkattn.attention import visible
-from qkattn.attention.scores.score import Memory
 from qkattn.model import Decoder, EncoderDecoder
 from qkattn.model.blocks import Block
 
@@ -27,19 +27,19 @@ class Cache(NamedTuple):
       valid_BS: False on the padding of the source; None without an encoder.
     """
 
-    memory: Memory
+    memory: LayerCache
     start_B: jax.Array
     length: jax.Array
-    source: Memory | None = None
+    source: LayerCache | None = None
     valid_BS: jax.Array | None = None
 
 
 def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> Cache:
     """An empty cache of `length` slots for `batch` rows; the model may be abstract."""
 
-    def remember(model: Decoder | EncoderDecoder) -> Memory:
+    def remember(model: Decoder | EncoderDecoder) -> LayerCache:
         layer = jax.tree.map(lambda stacked: stacked[0], model.blocks)
-        return layer.attention.remember(model.embed(jnp.zeros((batch, 1), jnp.int32)))
+        return layer.attention.cached(model.embed(jnp.zeros((batch, 1), jnp.int32)))
 
     L = model.config.num_layers
     memory = {
@@ -58,7 +58,7 @@ def read_source(
       valid_BS: False on padding, which stands behind the tokens of a row.
     """
     y_BSD = model.encode(source_BS, valid_BS.astype(jnp.int32))
-    source = jax.vmap(lambda block: block.cross_attention.remember(y_BSD))(model.blocks)
+    source = jax.vmap(lambda block: block.cross_attention.cached(y_BSD))(model.blocks)
     return init_cache(model, len(source_BS), length)._replace(source=source, valid_BS=valid_BS)
 
 
@@ -91,7 +91,7 @@ def prefill(
             mask_B1S = cache.valid_BS[:, None]
 
             def ask(z_BTD: jax.Array) -> jax.Array:
-                return block.cross_attention.read(z_BTD, source, mask_B1S, cross=True)
+                return block.cross_attention.attend_to(z_BTD, source, mask_B1S, cross=True)
 
             asked = {'ask': ask}
         return _extend(block, index, *carry, mask_BTS, first, **asked), None
@@ -132,22 +132,22 @@ def _extend(
     block: Block,
     index: jax.Array,
     x_BTD: jax.Array,
-    memory: Memory,
+    memory: LayerCache,
     mask_BTS: jax.Array,
     first: jax.Array,
     **asked,
-) -> tuple[jax.Array, Memory]:
+) -> tuple[jax.Array, LayerCache]:
     """Block number `index`, whose attention reads the memory, x in its slots from `first` on."""
     written = {}
 
     def attend(y_BTD: jax.Array) -> jax.Array:
-        for name, added in block.attention.remember(y_BTD).items():
+        for name, added in block.attention.cached(y_BTD).items():
             where = (index, 0, first) + (0,) * (added.ndim - 2)
             written[name] = jax.lax.dynamic_update_slice(memory[name], added[None], where)
         own = {
             name: jax.lax.dynamic_index_in_dim(a, index, keepdims=False)
             for name, a in written.items()
         }
-        return block.attention.read(y_BTD, own, mask_BTS, first_query=first)
+        return block.attention.attend_to(y_BTD, own, mask_BTS, first_query=first)
 
     return block.around(attend, x_BTD, **asked), written

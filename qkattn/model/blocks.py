@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import Attention
-from qkattn.attention.spec import weight
+from qkattn.attention.parameters import weight
 from qkattn.config import ModelConfig
 from qkattn.model.sites import attention_spec
 

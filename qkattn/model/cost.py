@@ -107,7 +107,7 @@ def cache_floats_per_token(config: ModelConfig) -> int:
         read = [layer.attention]
         if config.kind == 'encoder_decoder':
             read.append(layer.cross_attention)
-        return [attention.remember(y_BSD) for attention in read]
+        return [attention.cached(y_BSD) for attention in read]
 
     memories = jax.tree.leaves(jax.eval_shape(remember, one_layer, y_BSD))
     return config.num_layers * sum(math.prod(array.shape) for array in memories)

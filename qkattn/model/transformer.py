@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from qkattn.attention.parameters import weight
 from qkattn.attention.rope import sinusoids
-from qkattn.attention.spec import weight
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block, Norm, drop, run_blocks, split_key, stack_blocks
 

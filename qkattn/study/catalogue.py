@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, registry, visible
+from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, Score, registry, visible
 from qkattn.config import ModelConfig
 from qkattn.convert import layer as convert
 from qkattn.convert.whole_model import LAYERWISE
@@ -68,14 +68,14 @@ def entries(*, measure: bool = False) -> list[Entry]:
 def _entry(name: str, cls: type, measure: bool) -> Entry:
     score, value = partner(name, cls)
     model = dataclasses.replace(REFERENCE, score=score, value=value)
-    is_score = issubclass(cls, registry.scores.Score)
+    is_score = issubclass(cls, Score)
     layer = jax.eval_shape(lambda: Attention(attention_spec(model), key=jax.random.key(0)))
     circuit = layer.score if is_score else layer.value
     return Entry(
         name=name,
         options=_options(cls),
         equation=cls.equation,
-        weights=cls.weights,
+        weights=cls.parameter_count,
         source=cls.source,
         cache=_cache(attention_spec(model), is_score),
         rope=cls.supports_rope if is_score else None,
@@ -98,8 +98,8 @@ def _cache(spec: AttentionSpec, is_score: bool) -> str:
     """'K*H' from {'k_BSKH': ...}: the letters after B and S, as many as are held."""
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     y_BSD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
-    keys = jax.eval_shape(lambda layer, y: layer.score.remember(y), layer, y_BSD)
-    both = jax.eval_shape(lambda layer, y: layer.remember(y), layer, y_BSD)
+    keys = jax.eval_shape(lambda layer, y: layer.score.cached(y), layer, y_BSD)
+    both = jax.eval_shape(lambda layer, y: layer.cached(y), layer, y_BSD)
     held = keys if is_score else {name: a for name, a in both.items() if name not in keys}
     terms = [re.search(r'_BS([A-Z]+)$', name)[1] for name in held]
     return ' + '.join('*'.join(term) for term in terms) or '0'

@@ -134,7 +134,7 @@ def test_weights_equal_the_documented_formula(cell):
         for circuit in (layer.score, layer.value):
             letters = catalogue.letters(circuit, layer.spec)
             counted = sum(leaf.size for leaf in jax.tree.leaves(circuit))
-            assert counted == eval(circuit.weights, letters), (circuit.weights, letters)
+            assert counted == eval(circuit.parameter_count, letters), letters
 
 
 def test_initial_logits_have_unit_standard_deviation(cell):
@@ -145,7 +145,7 @@ def test_initial_logits_have_unit_standard_deviation(cell):
             options = {'d_model': d_model, 'head_size': d_model // N, 'moved': False}
             score = make(cell, seed=seed, **options).score
             x_BTD, y_BSD = (stream(96, seed=s, d_model=d_model) for s in (seed + 50, seed + 90))
-            q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.remember(y_BSD))
+            q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(y_BSD))
             k_BSNH = jnp.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
             stds.append(score.scale * jnp.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH).std())
         assert 0.9 < np.mean(stds) < 1.1, (d_model, stds)
@@ -193,7 +193,7 @@ def test_cached_decoding_equals_the_whole(cell, positions):
         return
     x_BTD = stream()
     want = np.asarray(layer(x_BTD, causal()))
-    pieces = [layer.remember(x_BTD[:, t : t + 1]) for t in range(T)]
+    pieces = [layer.cached(x_BTD[:, t : t + 1]) for t in range(T)]
     for t in range(T):
         # Positions that are not written yet hold rubbish, which nobody may read.
         cache = {
@@ -203,7 +203,7 @@ def test_cached_decoding_equals_the_whole(cell, positions):
             for name in pieces[0]
         }
         mask_BTS = visible(1, t + 2, causal=True, first_query=t)
-        got = layer.read(x_BTD[:, t : t + 1], cache, mask_BTS, first_query=t)
+        got = layer.attend_to(x_BTD[:, t : t + 1], cache, mask_BTS, first_query=t)
         assert np.abs(np.asarray(got)[:, 0] - want[:, t]).max() < 1e-5 * np.abs(want).max()
 
 
@@ -216,7 +216,7 @@ def test_rotary_positions_equal_the_complex_form(cell):
     score, x_BTD, mask_BTS = layer.score, stream(), causal()
     s_BNTS = oracle.rotary_logits(
         score.queries(x_BTD),
-        score.keys(score.remember(x_BTD)),
+        score.keys(score.cached(x_BTD)),
         scale=score.scale,
         rope_size=score.rope_size,
     )
@@ -230,7 +230,7 @@ def test_rotary_positions_equal_the_complex_form(cell):
 def logits_with_options(layer: Attention, x_BTD) -> np.ndarray:
     """s_BNTS in plain numpy from queries and keys: QK-norm, scales, cap, linear biases."""
     score, spec = layer.score, layer.spec
-    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.remember(x_BTD))
+    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(x_BTD))
     q_BTNH, k_BSKH = np.asarray(q_BTNH, np.float64), np.asarray(k_BSKH, np.float64)
     if spec.qk_norm:
         q_BTNH, k_BSKH = (

@@ -10,7 +10,7 @@ from qkattn.errors import SpecError
 SIZES = {'d_model': 32, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': 8}
 
 OUTSIDE = """
-from qkattn.attention.score import QK
+from qkattn.attention.scores.qk import QK
 class Scaled(QK):
     def __init__(self, spec, *, key, factor=1.0):
         super().__init__(spec, key=key)

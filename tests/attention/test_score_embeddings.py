@@ -36,7 +36,7 @@ def put(score: Score, **parameters) -> Score:
 def logits(score: Score) -> np.ndarray:
     """s_BNTS from what is cached, with the scale."""
     x_BTD, y_BSD = (stream(seed=s).astype(jnp.float64) for s in (5, 6))
-    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.remember(y_BSD))
+    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(y_BSD))
     k_BSNH = jnp.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
     return np.asarray(score.scale * jnp.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH))
 
@@ -263,7 +263,7 @@ def test_a_gauge_with_nothing_free_reads_the_stream():
     fixed = score_of('gauge_fixed', biases=False, num_heads=1, num_kv_heads=1, head_size=D)
     assert fixed.w_k_free_CKH is None
     y_BSD = stream().astype(jnp.float64)
-    np.testing.assert_array_equal(fixed.remember(y_BSD)['k_BSKH'][:, :, 0], y_BSD)
+    np.testing.assert_array_equal(fixed.cached(y_BSD)['k_BSKH'][:, :, 0], y_BSD)
 
 
 def test_frozen_starts_as_qk():
@@ -287,7 +287,7 @@ def test_a_latent_with_selectors_is_grouped_qk(num_kv_heads):
         b_q_NH=qk.b_q_NH[...],
     )
     assert_same(latent, qk)
-    assert sum(a.size for a in latent.remember(stream()[:1, :1]).values()) == K * H
+    assert sum(a.size for a in latent.cached(stream()[:1, :1]).values()) == K * H
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_a_latent_with_selectors_is_grouped_qk(num_kv_heads):
 def test_absorbed_queries_give_the_same_logits(text, positions, biases):
     score = score_of(text, positions=positions, biases=biases)
     x_BTD, y_BSD = (stream(seed=s).astype(jnp.float64) for s in (5, 6))
-    memory = score.remember(y_BSD)
+    memory = score.cached(y_BSD)
     q_BTNR, k_BSKR = score.absorbed_queries(x_BTD), score.absorbed_keys(memory)
     held = sum(a.shape[-1] for a in memory.values())
     assert k_BSKR.shape == (*y_BSD.shape[:2], 1, held) and q_BTNR.shape[-1] == held

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.attention import SCORES, AttentionSpec, registry
-from qkattn.attention.scores.score import SharedQK
+from qkattn.attention.scores.symmetric import SharedQK
 from qkattn.errors import SpecError
 from tests.attention import test_contract as contract
 from tests.attention.test_contract import D, H, N, T, causal, make, stream
@@ -68,7 +68,7 @@ def test_initial_logits_have_unit_standard_deviation(score, num_heads, d_model):
     for seed in range(6 if d_model == 64 else 2):
         circuit = cls(spec, key=jax.random.key(seed), **options)
         x_BTD, y_BSD = (stream(64, seed=seed + s, d_model=d_model) for s in (50, 90))
-        q_BTNH, k_BSKH = circuit.queries(x_BTD), circuit.keys(circuit.remember(y_BSD))
+        q_BTNH, k_BSKH = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
         q_BTKMH = q_BTNH.reshape(*q_BTNH.shape[:2], k_BSKH.shape[2], -1, q_BTNH.shape[3])
         s_BKMTS = circuit.scale * jnp.einsum('BTKMH,BSKH->BKMTS', q_BTKMH, k_BSKH)
         stds.append(float(s_BKMTS.std()))
@@ -79,7 +79,7 @@ def test_rotary_channels_are_part_of_the_scale():
     sizes = {'d_model': 256, 'head_size': 32, 'positions': 'rope', 'moved': False}
     score = make(('latent(rope_size=64)', 'vo'), **sizes).score
     x_BTD, y_BSD = (stream(64, seed=s, d_model=256) for s in (5, 6))
-    q_BTNH, k_BSNH = score.queries(x_BTD), score.keys(score.remember(y_BSD))
+    q_BTNH, k_BSNH = score.queries(x_BTD), score.keys(score.cached(y_BSD))
     std = float(score.scale * jnp.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH).std())
     assert 0.9 < std < 1.1, std
 
@@ -105,7 +105,7 @@ def self_logits(score: str, d_model: int = 256) -> np.ndarray:
     )
     circuit = cls(spec, key=jax.random.key(0), **options)
     x_BTD = stream(64, d_model=d_model)
-    q_BTNH, k_BSNH = circuit.queries(x_BTD), circuit.keys(circuit.remember(x_BTD))
+    q_BTNH, k_BSNH = circuit.queries(x_BTD), circuit.keys(circuit.cached(x_BTD))
     k_BSNH = jnp.broadcast_to(k_BSNH, q_BTNH.shape)
     return np.asarray(circuit.scale * (q_BTNH * k_BSNH).sum(-1))
 
@@ -129,12 +129,12 @@ def test_the_diagonal_is_as_documented(score, mean, std):
 
 def test_key_norm_makes_keys_of_length_one():
     score = make(('shared_qk(key_norm=True)', 'vo'), biases=True).score
-    k_BSNH = score.keys(score.remember(stream()))
+    k_BSNH = score.keys(score.cached(stream()))
     np.testing.assert_allclose(jnp.linalg.norm(k_BSNH, axis=-1), 1.0, rtol=1e-5)
     with pytest.raises(NotImplementedError, match='not bilinear'):
         score.matrix()
     score = make(('shared_qk(key_norm=True)', 'vo')).score
-    gradient = jax.grad(lambda y: score.keys(score.remember(y)).sum())(jnp.zeros((1, 1, D)))
+    gradient = jax.grad(lambda y: score.keys(score.cached(y)).sum())(jnp.zeros((1, 1, D)))
     assert np.isfinite(gradient).all()
 
 

@@ -69,7 +69,7 @@ def test_it_equals_the_oracle(value, biases, num_kv_heads):
 def test_whole_cell_weights_and_memory(cell, weights, floats):
     layer = make(cell)
     assert sum(leaf.size for leaf in jax.tree.leaves(layer)) == weights
-    memory = layer.remember(jnp.zeros((1, 1, D)))
+    memory = layer.cached(jnp.zeros((1, 1, D)))
     assert sum(a.size for a in memory.values()) == floats
 
 

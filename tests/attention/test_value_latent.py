@@ -35,9 +35,9 @@ def test_the_latent_is_the_only_cache_and_is_owned_once():
     assert latent_size(layer.spec) == R
     weights = sum(leaf.size for leaf in jax.tree.leaves(layer))
     assert weights == 2 * D * N * H + D * R + 2 * R * N * H
-    memory = layer.remember(jnp.zeros((1, 1, D)))
+    memory = layer.cached(jnp.zeros((1, 1, D)))
     assert {name: a.shape for name, a in memory.items()} == {'latent_BSR': (1, 1, R)}
-    memory = make(ROTARY, positions='rope').remember(jnp.zeros((1, 1, D)))
+    memory = make(ROTARY, positions='rope').cached(jnp.zeros((1, 1, D)))
     assert sum(a.size for a in memory.values()) == R + G
 
 
@@ -68,7 +68,7 @@ def test_the_absorbed_form_is_the_same_attention(biases):
     with jax.enable_x64(True):
         layer, x_BTD = wide(make(CELL, biases=biases)), wide(stream())
         score, value = layer.score, layer.value
-        memory = layer.remember(x_BTD)
+        memory = layer.cached(x_BTD)
         v_BS1R = value.absorbed_values(memory, score)
         assert v_BS1R.shape == (2, T, 1, R)
         o_BTNR = attend(

@@ -171,12 +171,12 @@ M = D * N * H  # weights of one projection
 def test_nothing_is_stored_or_remembered_twice(cell, weights, floats):
     layer = make(cell)
     assert sum(leaf.size for leaf in jax.tree.leaves(layer)) == weights
-    memory = layer.remember(jnp.zeros((1, 1, D)))
+    memory = layer.cached(jnp.zeros((1, 1, D)))
     assert sum(a.size for a in memory.values()) == floats
 
 
 def test_grouped_keys_are_the_only_cache_of_tied_values():
-    memory = make(('qk', 'k_is_v'), num_kv_heads=2).remember(jnp.zeros((1, 1, D)))
+    memory = make(('qk', 'k_is_v'), num_kv_heads=2).cached(jnp.zeros((1, 1, D)))
     assert {name: a.shape for name, a in memory.items()} == {'k_BSKH': (1, 1, 2, H)}
 
 
@@ -236,7 +236,7 @@ def test_what_a_score_lends_is_its_projection(which, score):
     circuit = make((score, 'vo'), biases=True).score
     y_BSD = stream()
     w_DKH, b_KH = lent_with_bias(circuit, which)
-    memory = circuit.remember(y_BSD)
+    memory = circuit.cached(y_BSD)
     got = circuit.keys(memory) if which == 'key_weight' else circuit.queries(y_BSD)
     want = np.einsum('BSD,DKH->BSKH', y_BSD, w_DKH[...]) + np.asarray(b_KH[...])
     assert error(got, want) < 1e-5

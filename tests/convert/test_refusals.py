@@ -48,7 +48,7 @@ def test_one_matrix_has_no_room_for_a_rotation():
 
 def rotated_logits(score):
     x_BTD = stream(d_model=64).astype(jnp.float64)
-    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.remember(x_BTD))
+    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(x_BTD))
     q_BTNH, k_BSKH = (rotate(a, jnp.arange(T)) for a in (q_BTNH, k_BSKH))
     k_BSNH = jnp.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
     return score.scale * np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)

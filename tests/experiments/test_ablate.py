@@ -10,11 +10,11 @@ OUTSIDE = '''
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from qkattn.attention.score import SharedQK
+from qkattn.attention.scores.symmetric import SharedQK
 
 class SignedDiagonal(SharedQK):
     equation = 'W[n] L[n] W[n]^T'
-    weights = 'D*N*H + N*H'
+    parameter_count = 'D*N*H + N*H'
     source = 'this test'
 
     def __init__(self, spec, *, key):
@@ -24,7 +24,7 @@ class SignedDiagonal(SharedQK):
     def queries(self, x_BTD):
         return super().queries(x_BTD) * self.w_diagonal_NH[...]
 
-    def remember(self, y_BSD):
+    def cached(self, y_BSD):
         return {'k_BSNH': super().queries(y_BSD)}
 
     def matrix(self):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from qkattn.attention import SCORES, VALUES, AttentionSpec, Score
-from qkattn.attention.spec import weight
+from qkattn.attention.parameters import weight
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 from qkattn.study import catalogue
@@ -46,7 +46,7 @@ def test_the_cache_in_letters_is_the_cache_in_floats(name):
     letters = catalogue.letters(layer.score, attention_spec(model))
     shown = eval(entry.cache, letters) if entry.cache != '0' else 0
     y_BSD = jax.ShapeDtypeStruct((1, 1, model.d_model), jnp.float32)
-    held = jax.eval_shape(lambda layer, y: layer.score.remember(y), layer, y_BSD)
+    held = jax.eval_shape(lambda layer, y: layer.score.cached(y), layer, y_BSD)
     assert shown == sum(a.size for a in held.values())
     # beside no_vo, which reads the stream, a Score that remembers the stream adds nothing
     both = cost.cache_floats_per_token(dataclasses.replace(model, value='no_vo'))

@@ -3,17 +3,90 @@
 import jax
 import jax.numpy as jnp
 
-from qkattn.attention.scores.score import Memory, Score
-from qkattn.attention.spec import (
-    AttentionSpec,
+from qkattn.attention.options import require_slices
+from qkattn.attention.parameters import (
     bias,
+    grouped,
     heads_of,
     homogeneous,
     project,
-    require_slices,
     slices_DNH,
     weight,
 )
+from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.spec import AttentionSpec
+
+
+class QueryFree(Score):
+    """A[n] = P[n] W_K[n]^T: no W_Q; the query of head n is the n-th slice of the stream.
+
+    Weights D K H; needs N H = D. Karbevski & Mijoski 2025, arXiv 2510.23912 (W_Q = I).
+    """
+
+    equation = 'P[n] W_K[n]^T'
+    parameter_count = 'D*K*H'
+    source = 'Karbevski & Mijoski 2025, arXiv 2510.23912'
+    uses_kv_heads = True
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, **options) -> None:
+        require_slices(spec, 'query_free')
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+        D, K, H = spec.d_model, spec.num_kv_heads, spec.head_size
+        self.w_k_DKH = weight(key, 'w_k_DKH', (D, K, H), D**-0.5)
+        self.b_k_KH = bias(spec, (K, H))
+        self.scale = H**-0.5
+        self.spec = spec
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        return heads_of(x_BTD, self.spec.num_heads)
+
+    def cached(self, y_BSD: jax.Array) -> Cache:
+        return {'k_BSKH': project(y_BSD, self.w_k_DKH, self.b_k_KH)}
+
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSKH']
+
+    def matrix(self) -> jax.Array:
+        k_DNH = grouped(homogeneous(self.w_k_DKH, self.b_k_KH), self.spec.num_heads)
+        return jnp.einsum('DNH,ENH->NDE', slices_DNH(self.spec), k_DNH)
+
+
+class KeyFree(Score):
+    """A[n] = W_Q[n] P[n]^T: no W_K; the key of head n is the n-th slice of the memory.
+
+    Weights D N H; needs N H = D. The cache holds the stream itself, D floats a token, and shares
+    it with a Value that reads the stream too.
+    """
+
+    equation = 'W_Q[n] P[n]^T'
+    parameter_count = 'D*N*H'
+    source = 'mirror image of query_free'
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, **options) -> None:
+        require_slices(spec, 'key_free')
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+        D, N, H = spec.d_model, spec.num_heads, spec.head_size
+        self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), D**-0.5)
+        self.b_q_NH = bias(spec, (N, H))
+        self.scale = H**-0.5
+        self.spec = spec
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        return project(x_BTD, self.w_q_DNH, self.b_q_NH)
+
+    def cached(self, y_BSD: jax.Array) -> Cache:
+        return {'x_BSD': y_BSD}
+
+    def keys(self, cache: Cache) -> jax.Array:
+        return heads_of(cache['x_BSD'], self.spec.num_heads)
+
+    def matrix(self) -> jax.Array:
+        q_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
+        return jnp.einsum('DNH,ENH->NDE', q_DNH, slices_DNH(self.spec))
 
 
 class QueryFreeFull(Score):
@@ -27,7 +100,7 @@ class QueryFreeFull(Score):
     """
 
     equation = 'W_K[n]^T, D x D'
-    weights = 'N*D*D'
+    parameter_count = 'N*D*D'
     source = 'Karbevski & Mijoski 2025, arXiv 2510.23912, at full width'
     supports_rope = False
 
@@ -42,11 +115,11 @@ class QueryFreeFull(Score):
         B, T, D = x_BTD.shape
         return jnp.broadcast_to(x_BTD[:, :, None, :], (B, T, self.spec.num_heads, D))
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         return {'k_BSND': project(y_BSD, self.w_k_DNE, self.b_k_NE)}
 
-    def keys(self, memory: Memory) -> jax.Array:
-        return memory['k_BSND']
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSND']
 
     def matrix(self) -> jax.Array:
         A_NED = jnp.transpose(homogeneous(self.w_k_DNE, self.b_k_NE), (1, 2, 0))
@@ -64,7 +137,7 @@ class Neither(Score):
     """
 
     equation = 'P[n] P[n]^T'
-    weights = '0'
+    parameter_count = '0'
     source = 'query_free and key_free together'
 
     @classmethod
@@ -78,11 +151,11 @@ class Neither(Score):
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         return heads_of(x_BTD, self.spec.num_heads)
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         return {'x_BSD': y_BSD}
 
-    def keys(self, memory: Memory) -> jax.Array:
-        return heads_of(memory['x_BSD'], self.spec.num_heads)
+    def keys(self, cache: Cache) -> jax.Array:
+        return heads_of(cache['x_BSD'], self.spec.num_heads)
 
     def matrix(self) -> jax.Array:
         P_DNH = slices_DNH(self.spec)
@@ -98,7 +171,7 @@ class NeitherFull(Score):
     """
 
     equation = 'I'
-    weights = '0'
+    parameter_count = '0'
     source = 'Luong et al. 2015, eq. 8 ("dot")'
     supports_rope = False
 
@@ -108,11 +181,11 @@ class NeitherFull(Score):
 
     queries = QueryFreeFull.queries
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         return {'x_BSD': y_BSD}
 
-    def keys(self, memory: Memory) -> jax.Array:
-        return memory['x_BSD'][:, :, None, :]
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['x_BSD'][:, :, None, :]
 
     def matrix(self) -> jax.Array:
         D, N = self.spec.d_model, self.spec.num_heads

@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qkattn.attention.options import composed, require_whole
-from qkattn.attention.scores.score import Memory, Score
-from qkattn.attention.spec import AttentionSpec, bias, homogeneous, project, weight
+from qkattn.attention.options import require_whole
+from qkattn.attention.parameters import bias, composed, homogeneous, project, weight
+from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.spec import AttentionSpec
 from qkattn.errors import SpecError
 
 
@@ -20,7 +21,7 @@ class Latent(Score):
 
     The cache holds c, R floats a token ('latent_BSR'), and the shared rotary key before rotation, G
     floats ('rope_BSG'). The down projection is `w_down_DR` (bias `b_down_R`); a Value that reads
-    the same latent uses these and memory['latent_BSR'], and owns neither. `keys` writes the keys
+    the same latent uses these and cache['latent_BSR'], and owns neither. `keys` writes the keys
     of all heads out, which is the cheaper form in training; `absorbed_queries` and `absorbed_keys`
     are the same attention with one key head that is the latent itself, the cheaper form in
     decoding.
@@ -37,7 +38,7 @@ class Latent(Score):
     """
 
     equation = 'W_Q[n] W_K[n]^T W_D^T'
-    weights = 'D*R + R*N*H + D*N*H'
+    parameter_count = 'D*R + R*N*H + D*N*H'
     source = 'DeepSeek-AI 2024, arXiv 2405.04434, section 2.1'
 
     @classmethod
@@ -93,7 +94,7 @@ class Latent(Score):
         self.rope_size = rope_size
         asking = ('D*C + C*N*(H + G)' if G else 'D*C + C*N*H') if C else 'D*N*(H + G)'
         asking = asking if C or G else 'D*N*H'
-        self.weights = f'D*R + R*N*H + {asking}' + (' + D*G' if G else '')
+        self.parameter_count = f'D*R + R*N*H + {asking}' + (' + D*G' if G else '')
         self.scale = (H + (G or 0)) ** -0.5
         self.spec = spec
 
@@ -107,18 +108,18 @@ class Latent(Score):
             return q_BTNH
         return jnp.concatenate([q_BTNH, project(x_BTD, w_rope, self.b_q_rope_NG)], axis=-1)
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
-        memory = {'latent_BSR': project(y_BSD, self.w_down_DR, self.b_down_R)}
+    def cached(self, y_BSD: jax.Array) -> Cache:
+        cache = {'latent_BSR': project(y_BSD, self.w_down_DR, self.b_down_R)}
         if self.w_k_rope_DG is not None:
-            memory['rope_BSG'] = project(y_BSD, self.w_k_rope_DG, self.b_k_rope_G)
-        return memory
+            cache['rope_BSG'] = project(y_BSD, self.w_k_rope_DG, self.b_k_rope_G)
+        return cache
 
-    def keys(self, memory: Memory) -> jax.Array:
-        k_BSNH = project(memory['latent_BSR'], self.w_k_RNH, self.b_k_NH)
+    def keys(self, cache: Cache) -> jax.Array:
+        k_BSNH = project(cache['latent_BSR'], self.w_k_RNH, self.b_k_NH)
         if self.rope_size is None:
             return k_BSNH
         rope_BSNG = jnp.broadcast_to(
-            memory['rope_BSG'][:, :, None, :], (*k_BSNH.shape[:3], self.rope_size)
+            cache['rope_BSG'][:, :, None, :], (*k_BSNH.shape[:3], self.rope_size)
         )
         return jnp.concatenate([k_BSNH, rope_BSNG], axis=-1)
 
@@ -132,11 +133,11 @@ class Latent(Score):
         q_BTNR = jnp.einsum('BTNH,RNH->BTNR', q_BTNH[..., :H], self.w_k_RNH[...])
         return jnp.concatenate([q_BTNR, q_BTNH[..., H:]], axis=-1)
 
-    def absorbed_keys(self, memory: Memory) -> jax.Array:
+    def absorbed_keys(self, cache: Cache) -> jax.Array:
         """The one key head of the absorbed form, [B, S, 1, R (+ G)]: what is remembered, as is."""
-        parts = [memory['latent_BSR']]
+        parts = [cache['latent_BSR']]
         if self.rope_size is not None:
-            parts.append(memory['rope_BSG'])
+            parts.append(cache['rope_BSG'])
         return jnp.concatenate(parts, axis=-1)[:, :, None, :]
 
     def matrix(self) -> jax.Array:

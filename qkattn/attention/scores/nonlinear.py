@@ -8,17 +8,10 @@ import numpy as np
 import scipy.special
 from flax import nnx
 
-from qkattn.attention.options import require_one_of, require_whole
-from qkattn.attention.scores.score import Memory, Score
-from qkattn.attention.spec import (
-    AttentionSpec,
-    bias,
-    grouped,
-    heads_of,
-    project,
-    require_slices,
-    weight,
-)
+from qkattn.attention.options import require_one_of, require_slices, require_whole
+from qkattn.attention.parameters import bias, grouped, heads_of, project, weight
+from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.spec import AttentionSpec
 
 EPSILON = 1e-5  # of both norms
 
@@ -37,7 +30,7 @@ class NonlinearQuery(Score):
     """
 
     equation = '(I + f)/2 P[n] W_K[n]^T'
-    weights = '2*D*R + 2*D + D*K*H'
+    parameter_count = '2*D*R + 2*D + D*K*H'
     source = 'Karbevski 2026, arXiv 2603.13381'
     uses_kv_heads = True
     bilinear = False
@@ -85,11 +78,11 @@ class NonlinearQuery(Score):
             f_BTD = f_BTD + self.b_out_D[...]
         return heads_of((x_BTD + f_BTD) / 2 if self.residual else f_BTD, self.spec.num_heads)
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         return {'k_BSKH': project(y_BSD, self.w_k_DKH, self.b_k_KH)}
 
-    def keys(self, memory: Memory) -> jax.Array:
-        return memory['k_BSKH']
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSKH']
 
     def matrix(self) -> jax.Array:
         raise NotImplementedError('nonlinear_query is not bilinear and has no matrix')

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from qkattn.attention.options import require_whole
-from qkattn.attention.scores.score import Memory, Score
-from qkattn.attention.spec import AttentionSpec, bias, grouped, homogeneous, project, weight
+from qkattn.attention.parameters import bias, grouped, homogeneous, project, weight
+from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.spec import AttentionSpec
 from qkattn.errors import SpecError
 
 
@@ -22,7 +23,7 @@ class LowRank(Score):
     """
 
     equation = 'W_Q[n] W_K[n]^T, rank R'
-    weights = 'D*N*R + D*K*R'
+    parameter_count = 'D*N*R + D*K*R'
     source = 'Bhojanapalli et al. 2020, arXiv 2002.07028'
     uses_kv_heads = True
 
@@ -51,11 +52,11 @@ class LowRank(Score):
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         return project(x_BTD, self.w_q_DNR, self.b_q_NR)
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         return {'k_BSKR': project(y_BSD, self.w_k_DKR, self.b_k_KR)}
 
-    def keys(self, memory: Memory) -> jax.Array:
-        return memory['k_BSKR']
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSKR']
 
     def matrix(self) -> jax.Array:
         q_DNR = homogeneous(self.w_q_DNR, self.b_q_NR)
@@ -71,7 +72,7 @@ class FullSize(LowRank):
     """
 
     equation = 'W_Q[n] W_K[n]^T, rank D'
-    weights = 'D*N*D + D*K*D'
+    parameter_count = 'D*N*D + D*K*D'
     source = 'Vaswani et al. 2017 with d_k = d_model'
 
     @classmethod
@@ -95,7 +96,7 @@ class GaugeFixed(Score):
     """
 
     equation = 'W_Q[n] [I; F[n]]^T'
-    weights = 'D*N*H + (D - H)*K*H'
+    parameter_count = 'D*N*H + (D - H)*K*H'
     source = 'MatShrink, github.com/OpenMachine-ai/transformer-tricks'
     uses_kv_heads = True
     supports_rope = False
@@ -130,11 +131,11 @@ class GaugeFixed(Score):
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         return project(x_BTD, self.w_q_DNH, self.b_q_NH)
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         return {'k_BSKH': project(y_BSD, self.w_k_DKH(), self.b_k_KH)}
 
-    def keys(self, memory: Memory) -> jax.Array:
-        return memory['k_BSKH']
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSKH']
 
     def matrix(self) -> jax.Array:
         q_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
@@ -150,7 +151,7 @@ class Frozen(Score):
     """
 
     equation = 'W_Q[n] W_K[n]^T, fixed'
-    weights = 'D*N*H + D*K*H'
+    parameter_count = 'D*N*H + D*K*H'
     source = 'Dong et al. 2025, arXiv 2506.01115'
     uses_kv_heads = True
 
@@ -166,12 +167,12 @@ class Frozen(Score):
         w_q_DNH = jax.lax.stop_gradient(self.w_frozen_q_DNH[...])
         return project(x_BTD, w_q_DNH, self.b_q_NH)
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         w_k_DKH = jax.lax.stop_gradient(self.w_frozen_k_DKH[...])
         return {'k_BSKH': project(y_BSD, w_k_DKH, self.b_k_KH)}
 
-    def keys(self, memory: Memory) -> jax.Array:
-        return memory['k_BSKH']
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSKH']
 
     def matrix(self) -> jax.Array:
         q_DNH = homogeneous(self.w_frozen_q_DNH, self.b_q_NH)

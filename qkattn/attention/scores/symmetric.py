@@ -9,9 +9,45 @@ import numpy as np
 from flax import nnx
 
 from qkattn.attention.options import require_one_of, require_whole
-from qkattn.attention.scores.score import Memory, Score, SharedQK
-from qkattn.attention.spec import AttentionSpec, bias, homogeneous, project, weight
+from qkattn.attention.parameters import bias, homogeneous, project, weight
+from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.spec import AttentionSpec
 from qkattn.errors import SpecError
+
+
+class SharedQK(Score):
+    """A[n] = W[n] W[n]^T, symmetric and positive semi-definite: one matrix for queries and keys.
+
+    Weights D N H. Off the diagonal x W W^T y has variance H (1 + H/D) std^4 D^2, hence the
+    standard deviation below. On the diagonal the logit is |x W|^2 * scale, about
+    sqrt(H) / sqrt(1 + H/D): every token first reads itself. Kitaev et al. 2020 (Reformer) hide
+    the diagonal for that reason; here it is visible.
+    """
+
+    equation = 'W_Q[n] W_Q[n]^T'
+    parameter_count = 'D*N*H'
+    source = 'Kitaev et al. 2020, section 2; Courtois et al. 2024 ("symmetric")'
+    query_weight = 'w_q_DNH'
+    key_weight = 'w_q_DNH'
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+        D, N, H = spec.d_model, spec.num_heads, spec.head_size
+        self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), D**-0.5 * (1 + H / D) ** -0.25)
+        self.b_q_NH = bias(spec, (N, H))
+        self.scale = H**-0.5
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        return project(x_BTD, self.w_q_DNH, self.b_q_NH)
+
+    def cached(self, y_BSD: jax.Array) -> Cache:
+        return {'k_BSNH': self.queries(y_BSD)}
+
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSNH']
+
+    def matrix(self) -> jax.Array:
+        w_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
+        return jnp.einsum('DNH,ENH->NDE', w_DNH, w_DNH)
 
 
 class FairSharedQK(SharedQK):
@@ -46,7 +82,7 @@ class FairSharedQK(SharedQK):
         learned = temperature == 'learned'
         self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32)) if learned else None
         if learned:
-            self.weights = f'{SharedQK.weights} + N'
+            self.parameter_count = f'{SharedQK.parameter_count} + N'
         if key_norm:  # x W W^T y / |y W| has variance sqrt(1 + H/D)
             self.scale = (1 + H / D) ** -0.25
         if temperature is not None and not learned:
@@ -82,11 +118,11 @@ class FairSharedQK(SharedQK):
         q_BTNH = super().queries(x_BTD)
         return q_BTNH if self.g_temperature_N is None else q_BTNH * self.g_temperature_N[:, None]
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         return {'k_BSNH': super().queries(y_BSD)}
 
-    def keys(self, memory: Memory) -> jax.Array:
-        k_BSNH = memory['k_BSNH']
+    def keys(self, cache: Cache) -> jax.Array:
+        k_BSNH = cache['k_BSNH']
         if not self.key_norm:
             return k_BSNH
         wide_BSNH = k_BSNH.astype(jnp.promote_types(k_BSNH.dtype, jnp.float32))
@@ -130,7 +166,7 @@ class Symmetric(SharedQK):
     """
 
     equation = 'W[n] L[n] W[n]^T'
-    weights = 'D*N*H + N*H'
+    parameter_count = 'D*N*H + N*H'
     source = 'Courtois et al. 2024, arXiv 2406.06366, with a signed diagonal'
     supports_rope = False
     query_weight = None
@@ -145,7 +181,7 @@ class Symmetric(SharedQK):
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         return super().queries(x_BTD) * self.g_sign_NH[...]
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         return {'k_BSNH': super().queries(y_BSD)}
 
     def matrix(self) -> jax.Array:
@@ -163,7 +199,7 @@ class Pairwise(SharedQK):
     """
 
     equation = 'W[n] F[n] W[n]^T'
-    weights = 'D*N*H + N*H*H'
+    parameter_count = 'D*N*H + N*H*H'
     source = 'Courtois et al. 2024, arXiv 2406.06366 ("pairwise")'
     query_weight = None
 
@@ -177,7 +213,7 @@ class Pairwise(SharedQK):
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         return jnp.einsum('BTNH,NHG->BTNG', super().queries(x_BTD), self.w_form_NHG[...])
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         return {'k_BSNH': super().queries(y_BSD)}
 
     def matrix(self) -> jax.Array:
@@ -199,7 +235,7 @@ class SymmetricSkew(Score):
     """
 
     equation = 'W[n] L[n] W[n]^T + U[n] V[n]^T - V[n] U[n]^T'
-    weights = 'D*N*R + N*R + 2*D*N*C'
+    parameter_count = 'D*N*R + N*R + 2*D*N*C'
     source = 'the split of a matrix into its symmetric and skew parts; no published use known'
     supports_rope = False
 
@@ -241,7 +277,7 @@ class SymmetricSkew(Score):
         self.b_right_NC = bias(spec, (N, C)) if C else None
         self.scale = (R + 2 * C) ** -0.5
         parts = (R and 'D*N*R + N*R', C and '2*D*N*C')
-        self.weights = ' + '.join(part for part in parts if part)
+        self.parameter_count = ' + '.join(part for part in parts if part)
 
     def _projections(self, x_BTD: jax.Array) -> list[jax.Array]:
         """x W, x U and x V, as far as there are any."""
@@ -260,16 +296,16 @@ class SymmetricSkew(Score):
             parts[-1] = -parts[-1]
         return jnp.concatenate(parts, axis=-1)
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         parts = self._projections(y_BSD)
-        memory = {} if self.w_symmetric_DNR is None else {'symmetric_BSNR': parts[0]}
+        cache = {} if self.w_symmetric_DNR is None else {'symmetric_BSNR': parts[0]}
         if self.w_left_DNC is not None:
-            memory['left_BSNC'], memory['right_BSNC'] = parts[-2:]
-        return memory
+            cache['left_BSNC'], cache['right_BSNC'] = parts[-2:]
+        return cache
 
-    def keys(self, memory: Memory) -> jax.Array:
+    def keys(self, cache: Cache) -> jax.Array:
         order = ('symmetric_BSNR', 'right_BSNC', 'left_BSNC')
-        return jnp.concatenate([memory[name] for name in order if name in memory], axis=-1)
+        return jnp.concatenate([cache[name] for name in order if name in cache], axis=-1)
 
     def matrix(self) -> jax.Array:
         parts = []

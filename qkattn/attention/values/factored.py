@@ -5,92 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qkattn.attention.options import composed, require_one_of, require_whole
-from qkattn.attention.scores.score import Memory, Score
-from qkattn.attention.spec import AttentionSpec, bias, grouped, homogeneous, project, weight
-from qkattn.attention.values.value import VO, Value
+from qkattn.attention.options import require_one_of, require_whole
+from qkattn.attention.parameters import bias, composed, grouped, homogeneous, project, weight
+from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.spec import AttentionSpec
+from qkattn.attention.values.value import Factored
+from qkattn.attention.values.vo import VO
 from qkattn.errors import SpecError
 
-INITS = ('dense', 'product')
 
-
-class Composed(Value):
-    """B[n] = V[n] O[n], for a subclass that says what V and O are; O may be owned by the Score.
-
-    A subclass defines `remember`, `values`, `value_matrix` and `output_matrix`, and owns b_o_D.
-    """
-
-    b_o_D: nnx.Param | None
-
-    def value_matrix(self, score: Score) -> jax.Array:
-        """v_DKH with values(remember(y)) = y v; with biases one more row, for (y, 1)."""
-        raise NotImplementedError
-
-    def output_matrix(self, score: Score) -> jax.Array:
-        """o_NHD, which maps the mixed values of head n to the stream."""
-        raise NotImplementedError
-
-    def output(self, o_BTNH: jax.Array, score: Score) -> jax.Array:
-        out_BTD = jnp.einsum('BTNH,NHD->BTD', o_BTNH, self.output_matrix(score))
-        return out_BTD if self.b_o_D is None else out_BTD + self.b_o_D[...]
-
-    def matrix(self, score: Score) -> jax.Array:
-        w_o_NHD = self.output_matrix(score)
-        v_DNH = grouped(self.value_matrix(score), w_o_NHD.shape[0])
-        B_NDE = jnp.einsum('DNH,NHE->NDE', v_DNH, w_o_NHD)
-        # The probabilities of a head sum to 1, so one head carries the output bias of all.
-        return B_NDE if self.b_o_D is None else B_NDE.at[0, -1].add(self.b_o_D[...])
-
-
-class MergedVO(Value):
-    """B[n] = W_OV[n], full rank: one D x D matrix a head; the values are the stream itself.
-
-    Weights N D^2, more than the factored 2 D N H whenever D > 2 H. The cache holds the stream
-    once, D floats, shared with a Score that reads it too; all query heads read one value head of
-    width D. Elhage et al. 2021 (the OV circuit).
-
-    Args:
-      init: 'dense' draws every entry; 'product' starts from W_V[n] W_O[n] of rank H, the very map
-        with which `vo` starts under the same seed, and leaves the rank free to grow.
-    """
-
-    equation = 'W_OV[n]'
-    weights = 'N*D*D'
-    source = 'Elhage et al. 2021, section "Splitting attention heads into circuits"'
-
-    @classmethod
-    def check(cls, spec: AttentionSpec, *, init: str = 'dense') -> None:
-        require_one_of('merged_vo', 'init', init, INITS)
-
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array, init: str = 'dense'):
-        D, N = spec.d_model, spec.num_heads
-        if init == 'dense':
-            std = spec.residual_gain * (D * N) ** -0.5
-            self.w_ov_NDE = weight(key, 'w_ov_NDE', (N, D, D), std)
-        else:
-            factored = VO(spec, key=key)
-            v_DNH = grouped(factored.w_v_DKH[...], N)
-            self.w_ov_NDE = nnx.Param(jnp.einsum('DNH,NHE->NDE', v_DNH, factored.w_o_NHD[...]))
-        self.b_o_D = bias(spec, (D,))
-
-    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
-        return {'x_BSD': y_BSD}
-
-    def values(self, memory: Memory, score: Score) -> jax.Array:
-        return memory['x_BSD'][:, :, None, :]
-
-    def output(self, o_BTND: jax.Array, score: Score) -> jax.Array:
-        out_BTE = jnp.einsum('BTND,NDE->BTE', o_BTND, self.w_ov_NDE[...])
-        return out_BTE if self.b_o_D is None else out_BTE + self.b_o_D[...]
-
-    def matrix(self, score: Score) -> jax.Array:
-        B_NDE = self.w_ov_NDE[...]
-        if self.b_o_D is None:
-            return B_NDE
-        return jnp.pad(B_NDE, ((0, 0), (0, 1), (0, 0))).at[0, -1].add(self.b_o_D[...])
-
-
-class LowRank(Composed):
+class LowRank(Factored):
     """B[n] = W_V[n] W_O[n] of rank <= R, with R free of the head size of the Score.
 
     Weights D K R + N R D; cache K R. R = H is `vo`. Bhojanapalli et al. 2020, arXiv 2002.07028
@@ -101,7 +25,7 @@ class LowRank(Composed):
     """
 
     equation = 'W_V[n] W_O[n], rank R'
-    weights = 'D*K*R + N*R*D'
+    parameter_count = 'D*K*R + N*R*D'
     source = 'Bhojanapalli et al. 2020, arXiv 2002.07028'
     uses_kv_heads = True
 
@@ -118,11 +42,11 @@ class LowRank(Composed):
         self.b_v_KR = bias(spec, (K, R))
         self.b_o_D = bias(spec, (D,))
 
-    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         return {'v_BSKR': project(y_BSD, self.w_v_DKR, self.b_v_KR)}
 
-    def values(self, memory: Memory, score: Score) -> jax.Array:
-        return memory['v_BSKR']
+    def values(self, cache: Cache, score: Score) -> jax.Array:
+        return cache['v_BSKR']
 
     def value_matrix(self, score: Score) -> jax.Array:
         return homogeneous(self.w_v_DKR, self.b_v_KR)
@@ -131,7 +55,7 @@ class LowRank(Composed):
         return self.w_o_NRD[...]
 
 
-class GaugeFixed(Composed):
+class GaugeFixed(Factored):
     """B[n] = W_V[n] [I, W_O[n]]: H of the D columns of each W_O[n] are the identity.
 
     W_V[n] M and M^-1 W_O[n] give the same B[n] for every invertible H x H matrix M, so a head of
@@ -151,7 +75,7 @@ class GaugeFixed(Composed):
     """
 
     equation = 'W_V[n] [I, W_O[n]]'
-    weights = 'D*N*H + N*H*(D-H)'
+    parameter_count = 'D*N*H + N*H*(D-H)'
     source = 'OpenMachine transformer-tricks, "MatShrink"'
 
     @classmethod
@@ -163,7 +87,7 @@ class GaugeFixed(Composed):
         columns: tuple[tuple[int, ...], ...] | None = None,
     ) -> None:
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        require_one_of('gauge_fixed', 'init', init, INITS)
+        require_one_of('gauge_fixed', 'init', init, ('dense', 'product'))
         if H >= D:
             raise SpecError(
                 f'gauge_fixed fixes head_size={H} of d_model={D} columns, which leaves no free '
@@ -202,11 +126,11 @@ class GaugeFixed(Composed):
         self.b_v_NH = bias(spec, (N, H))
         self.b_o_D = bias(spec, (D,))
 
-    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         return {'v_BSNH': project(y_BSD, self.w_v_DNH, self.b_v_NH)}
 
-    def values(self, memory: Memory, score: Score) -> jax.Array:
-        return memory['v_BSNH']
+    def values(self, cache: Cache, score: Score) -> jax.Array:
+        return cache['v_BSNH']
 
     def value_matrix(self, score: Score) -> jax.Array:
         return homogeneous(self.w_v_DNH, self.b_v_NH)
@@ -241,7 +165,7 @@ def _order_ND(columns: tuple[tuple[int, ...], ...], d_model: int) -> np.ndarray:
     return np.stack([np.append(fixed, np.setdiff1d(everything, fixed)) for fixed in columns])
 
 
-class Double(Composed):
+class Double(Factored):
     """B[n] = O_V W_V[n] W_O[n]: all heads read one shared projection, then their own.
 
     O_V is D x R, W_V[n] is R x H; weights D R + R K H + N H D; cache K H. With R >= D it folds into
@@ -253,7 +177,7 @@ class Double(Composed):
     """
 
     equation = 'O_V W_V[n] W_O[n]'
-    weights = 'D*R + R*K*H + N*H*D'
+    parameter_count = 'D*R + R*K*H + N*H*D'
     source = 'over-parameterization: Arora et al. 2018, arXiv 1802.06509'
     uses_kv_heads = True
 
@@ -272,12 +196,12 @@ class Double(Composed):
         self.b_v_KH = bias(spec, (K, H))
         self.b_o_D = bias(spec, (D,))
 
-    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         outer_BSR = project(y_BSD, self.w_v_outer_DR, self.b_v_outer_R)
         return {'v_BSKH': project(outer_BSR, self.w_v_RKH, self.b_v_KH)}
 
-    def values(self, memory: Memory, score: Score) -> jax.Array:
-        return memory['v_BSKH']
+    def values(self, cache: Cache, score: Score) -> jax.Array:
+        return cache['v_BSKH']
 
     def value_matrix(self, score: Score) -> jax.Array:
         outer_DR = homogeneous(self.w_v_outer_DR, self.b_v_outer_R)

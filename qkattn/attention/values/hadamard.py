@@ -9,10 +9,12 @@ import scipy.fft
 import scipy.linalg
 from flax import nnx
 
-from qkattn.attention.options import require_one_of
+from qkattn.attention.options import require_one_of, require_slices
+from qkattn.attention.parameters import bias, grouped, homogeneous, weight
 from qkattn.attention.scores.score import Score
-from qkattn.attention.spec import AttentionSpec, bias, grouped, homogeneous, require_slices, weight
-from qkattn.attention.values.value import VO, Value
+from qkattn.attention.spec import AttentionSpec
+from qkattn.attention.values.value import Value
+from qkattn.attention.values.vo import VO
 from qkattn.errors import SpecError
 
 
@@ -32,7 +34,7 @@ class Hadamard(Value):
     """
 
     equation = 'W_V[n] T[n] diag(g)'
-    weights = 'D*K*H + D'
+    parameter_count = 'D*K*H + D'
     source = 'Aggarwal & Kumar 2026, arXiv 2603.08343'
     uses_kv_heads = True
 
@@ -55,7 +57,7 @@ class Hadamard(Value):
         self.b_o_D = bias(spec, (D,))
         self.num_heads = spec.num_heads
 
-    remember = VO.remember
+    cached = VO.cached
     values = VO.values
 
     def output(self, o_BTNH: jax.Array, score: Score) -> jax.Array:

@@ -2,7 +2,7 @@
 
 The Score owns the matrix. It is stored, counted and trained once: its gradient is the sum of both
 uses. A Score names what it can lend in two class attributes, `key_weight` and `query_weight`: the
-parameter W_DKH (or W_DNH) with keys(remember(y)) = y W + b, and likewise for queries.
+parameter W_DKH (or W_DNH) with keys(cached(y)) = y W + b, and likewise for queries.
 """
 
 from typing import ClassVar
@@ -10,17 +10,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from qkattn.attention.scores.score import Memory, Score
-from qkattn.attention.spec import (
-    AttentionSpec,
-    bias,
-    grouped,
-    homogeneous,
-    project,
-    require_slices,
-    weight,
-)
-from qkattn.attention.values.factored import Composed
+from qkattn.attention.options import require_slices
+from qkattn.attention.parameters import bias, grouped, homogeneous, project, weight
+from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.spec import AttentionSpec
+from qkattn.attention.values.value import Factored
 from qkattn.errors import SpecError
 
 
@@ -40,7 +34,7 @@ def lent_with_bias(score: Score, which: str) -> tuple[jax.Array, jax.Array | Non
     return getattr(score, name), getattr(score, 'b' + name[1:].replace('_D', '_', 1))
 
 
-class Tied(Composed):
+class Tied(Factored):
     """Base of the Values that read a matrix of their Score.
 
     Attributes:
@@ -81,7 +75,7 @@ class KIsV(Tied):
     """
 
     equation = 'W_K[n] W_O[n]'
-    weights = 'N*H*D'
+    parameter_count = 'N*H*D'
     source = 'Kayyam et al. 2026, arXiv 2606.04032'
     shares = ('key_weight',)
 
@@ -90,11 +84,11 @@ class KIsV(Tied):
         self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), spec.residual_gain * (N * H) ** -0.5)
         self.b_o_D = bias(spec, (D,))
 
-    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         return {}
 
-    def values(self, memory: Memory, score: Score) -> jax.Array:
-        return score.keys(memory)
+    def values(self, cache: Cache, score: Score) -> jax.Array:
+        return score.keys(cache)
 
     def value_matrix(self, score: Score) -> jax.Array:
         return homogeneous(*lent_with_bias(score, 'key_weight'))
@@ -113,11 +107,11 @@ class QIsV(KIsV):
     source = 'mirror image of k_is_v'
     shares = ('query_weight',)
 
-    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         return {'v_BSNH': project(y_BSD, *lent_with_bias(score, 'query_weight'))}
 
-    def values(self, memory: Memory, score: Score) -> jax.Array:
-        return memory['v_BSNH']
+    def values(self, cache: Cache, score: Score) -> jax.Array:
+        return cache['v_BSNH']
 
     def value_matrix(self, score: Score) -> jax.Array:
         return homogeneous(*lent_with_bias(score, 'query_weight'))
@@ -130,7 +124,7 @@ class VIsKTransposed(Tied):
     """
 
     equation = '(W_K^T)[n] W_O[n]'
-    weights = 'N*H*D'
+    parameter_count = 'N*H*D'
     source = 'transpose-tied counterpart of k_is_v'
     shares = ('key_weight',)
 
@@ -150,11 +144,11 @@ class VIsKTransposed(Tied):
         self.b_v_NH = bias(spec, (N, H))
         self.b_o_D = bias(spec, (D,))
 
-    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         return {'v_BSNH': project(y_BSD, _transposed(score), self.b_v_NH)}
 
-    def values(self, memory: Memory, score: Score) -> jax.Array:
-        return memory['v_BSNH']
+    def values(self, cache: Cache, score: Score) -> jax.Array:
+        return cache['v_BSNH']
 
     def value_matrix(self, score: Score) -> jax.Array:
         return homogeneous(_transposed(score), self.b_v_NH)
@@ -169,7 +163,7 @@ def _transposed(score: Score) -> jax.Array:
     return w_k_DNH.reshape(len(w_k_DNH), -1).T.reshape(w_k_DNH.shape)
 
 
-class OIsV(Composed):
+class OIsV(Factored):
     """B[n] = W_V[n] W_V[n]^T, symmetric and positive semi-definite: a head writes where it reads.
 
     Weights D K H; cache K H. The standard deviation below gives the output the variance that it
@@ -177,7 +171,7 @@ class OIsV(Composed):
     """
 
     equation = 'W_V[n] W_V[n]^T'
-    weights = 'D*K*H'
+    parameter_count = 'D*K*H'
     source = 'OV counterpart of shared_qk; Yu et al. 2023, arXiv 2306.01129 (MSSA)'
     uses_kv_heads = True
 
@@ -189,11 +183,11 @@ class OIsV(Composed):
         self.b_o_D = bias(spec, (D,))
         self.num_heads = N
 
-    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         return {'v_BSKH': project(y_BSD, self.w_v_DKH, self.b_v_KH)}
 
-    def values(self, memory: Memory, score: Score) -> jax.Array:
-        return memory['v_BSKH']
+    def values(self, cache: Cache, score: Score) -> jax.Array:
+        return cache['v_BSKH']
 
     def value_matrix(self, score: Score) -> jax.Array:
         return homogeneous(self.w_v_DKH, self.b_v_KH)
@@ -209,7 +203,7 @@ class OIsK(Tied):
     """
 
     equation = 'W_V[n] W_K[n]^T'
-    weights = 'D*K*H'
+    parameter_count = 'D*K*H'
     source = 'transpose-tied W_O and W_K'
     uses_kv_heads = True
     shares = ('key_weight',)
@@ -221,7 +215,7 @@ class OIsK(Tied):
         self.b_o_D = bias(spec, (D,))
         self.num_heads = N
 
-    remember = OIsV.remember
+    cached = OIsV.cached
     values = OIsV.values
     value_matrix = OIsV.value_matrix
 
@@ -249,7 +243,7 @@ class Subspace(Tied):
     """
 
     equation = 'c W_K[n] W_K[n]^T'
-    weights = '0'
+    parameter_count = '0'
     source = 'Yu et al. 2023, arXiv 2306.01129 (MSSA)'
     shares = ('key_weight',)
     partner = 'shared_qk'
@@ -259,7 +253,7 @@ class Subspace(Tied):
         self.num_heads = spec.num_heads
         self.step = spec.residual_gain
 
-    remember = KIsV.remember
+    cached = KIsV.cached
     values = KIsV.values
     value_matrix = KIsV.value_matrix
 

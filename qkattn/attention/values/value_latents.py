@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention.options import composed
-from qkattn.attention.scores.score import Memory, Score
-from qkattn.attention.spec import AttentionSpec, bias, homogeneous, project, weight
-from qkattn.attention.values.factored import Composed
+from qkattn.attention.parameters import bias, composed, homogeneous, project, weight
+from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.spec import AttentionSpec
+from qkattn.attention.values.value import Factored
 from qkattn.errors import SpecError
 
 
@@ -20,7 +20,7 @@ def latent_size(spec: AttentionSpec) -> int | None:
     return score.w_down_DR.shape[1] if hasattr(score, 'w_down_DR') else None
 
 
-class Latent(Composed):
+class Latent(Factored):
     """B[n] = W_D W_UV[n] W_O[n]: values are read from the latent that the Score remembers.
 
     W_D (D x R) belongs to the score `latent`; here are W_UV[n] (R x H) and W_O[n]: weights
@@ -31,7 +31,7 @@ class Latent(Composed):
     """
 
     equation = 'W_D W_UV[n] W_O[n]'
-    weights = 'R*N*H + N*H*D'
+    parameter_count = 'R*N*H + N*H*D'
     source = 'DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2'
     shares = ('w_down_DR',)
     partner = 'latent'
@@ -51,15 +51,15 @@ class Latent(Composed):
         self.b_v_NH = bias(spec, (N, H))
         self.b_o_D = bias(spec, (D,))
 
-    def remember(self, y_BSD: jax.Array, score: Score) -> Memory:
+    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         return {}
 
-    def values(self, memory: Memory, score: Score) -> jax.Array:
-        return project(memory['latent_BSR'], self.w_up_v_RNH, self.b_v_NH)
+    def values(self, cache: Cache, score: Score) -> jax.Array:
+        return project(cache['latent_BSR'], self.w_up_v_RNH, self.b_v_NH)
 
-    def absorbed_values(self, memory: Memory, score: Score) -> jax.Array:
+    def absorbed_values(self, cache: Cache, score: Score) -> jax.Array:
         """The one value head of the absorbed form, [B, S, 1, R]: what is remembered, as is."""
-        return memory['latent_BSR'][:, :, None, :]
+        return cache['latent_BSR'][:, :, None, :]
 
     def absorbed_output(self, o_BTNR: jax.Array, score: Score) -> jax.Array:
         """out_BTD from mixed latents.

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention.options import composed, require_one_of, require_whole
-from qkattn.attention.scores.score import Memory, Score
-from qkattn.attention.spec import AttentionSpec, bias, grouped, homogeneous, project, weight
+from qkattn.attention.options import require_one_of, require_whole
+from qkattn.attention.parameters import bias, composed, grouped, homogeneous, project, weight
+from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.spec import AttentionSpec
 
 
 class Double(Score):
@@ -25,7 +26,7 @@ class Double(Score):
     """
 
     equation = 'O_Q W_Q[n] (O_K W_K[n])^T'
-    weights = 'D*R + R*N*H + D*R + R*K*H'
+    parameter_count = 'D*R + R*N*H + D*R + R*K*H'
     source = 'over-parameterised linear maps, Arora et al. 2018, arXiv 1802.06509'
     uses_kv_heads = True
 
@@ -52,7 +53,7 @@ class Double(Score):
         self.b_q_NH = bias(spec, (N, H))
         self.b_k_KH = bias(spec, (K, H))
         sides = ('D*R + R*N*H' if q else 'D*N*H', 'D*R + R*K*H' if k else 'D*K*H')
-        self.weights = ' + '.join(sides)
+        self.parameter_count = ' + '.join(sides)
         self.scale = H**-0.5
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
@@ -61,14 +62,14 @@ class Double(Score):
         x_BTR = project(x_BTD, self.w_q_outer_DR, self.b_q_outer_R)
         return project(x_BTR, self.w_q_RNH, self.b_q_NH)
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         if self.w_k_outer_DR is None:
             return {'k_BSKH': project(y_BSD, self.w_k_DKH, self.b_k_KH)}
         y_BSR = project(y_BSD, self.w_k_outer_DR, self.b_k_outer_R)
         return {'k_BSKH': project(y_BSR, self.w_k_RKH, self.b_k_KH)}
 
-    def keys(self, memory: Memory) -> jax.Array:
-        return memory['k_BSKH']
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSKH']
 
     def folded(self) -> tuple[jax.Array, jax.Array]:
         """W_Q and W_K of the `qk` with the same function, homogeneous where there are biases."""
@@ -101,7 +102,7 @@ class Collaborative(Score):
     """
 
     equation = 'W_Q diag(m[n]) W_K^T'
-    weights = '2*D*R + N*R'
+    parameter_count = '2*D*R + N*R'
     source = 'Cordonnier et al. 2020, arXiv 2006.16362'
     supports_rope = False
 
@@ -124,11 +125,11 @@ class Collaborative(Score):
         q_BTR = project(x_BTD, self.w_q_DR, self.b_q_R)
         return q_BTR[:, :, None, :] * self.w_mixing_NR[...]
 
-    def remember(self, y_BSD: jax.Array) -> Memory:
+    def cached(self, y_BSD: jax.Array) -> Cache:
         return {'k_BSR': project(y_BSD, self.w_k_DR, self.b_k_R)}
 
-    def keys(self, memory: Memory) -> jax.Array:
-        return memory['k_BSR'][:, :, None, :]
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSR'][:, :, None, :]
 
     def matrix(self) -> jax.Array:
         q_DR = homogeneous(self.w_q_DR, self.b_q_R)
