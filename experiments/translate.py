@@ -21,7 +21,7 @@ from qkattn.data.load import load
 from qkattn.decode.translate import score_split, translate
 from qkattn.errors import ConfigError
 from qkattn.run import cli
-from qkattn.run.records import write_text
+from qkattn.run.files import write_atomic
 
 SOURCE = flags.DEFINE_string('source', None, 'A training run of an encoder-decoder.')
 TRIAL = flags.DEFINE_integer('trial', 0, 'Which trial of the run, in the order of its results.')
@@ -77,7 +77,7 @@ def main() -> None:
     if OUT.value is None:
         print(text, end='')
     else:
-        write_text(Path(OUT.value), text)
+        write_atomic(OUT.value, text)
 
 
 def score(config: Config, decode: DecodeConfig) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from qkattn.data.cache import locked, replacing
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
+from qkattn.run.files import locked, replacing, write_atomic
 
 SPLITS = ('train', 'validation', 'test')
 
@@ -199,8 +199,7 @@ def _write_split(
         fingerprint=digest.hexdigest(),
     )
     # Last, because a description stands for a finished token file.
-    with replacing(info_path) as path:
-        path.write_text(json.dumps(dataclasses.asdict(info), indent=2) + '\n')
+    write_atomic(info_path, json.dumps(dataclasses.asdict(info), indent=2) + '\n')
 
 
 def _open_split(directory: Path, described: dict[str, str]) -> tuple[np.ndarray, SplitInfo]:

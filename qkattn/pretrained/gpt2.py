@@ -14,10 +14,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from qkattn.config import ModelConfig
-from qkattn.data.cache import replacing
 from qkattn.errors import LayoutError
 from qkattn.pretrained.files import cleaned, find_safetensors, read_json, read_safetensors
 from qkattn.pretrained.layout import HEAD, config_of, to_params, to_tensors
+from qkattn.run.files import replacing, write_atomic
 
 # What transformers assumes where config.json is silent, as the published files often are.
 DEFAULTS = {
@@ -129,8 +129,8 @@ def save_gpt2(config: ModelConfig, params: dict, directory: str | os.PathLike[st
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / 'model.safetensors') as path:
         save_file(named, path, metadata={'format': 'pt'})
-    with replacing(directory / 'config.json') as path:
-        path.write_text(json.dumps(_description(config), indent=2, sort_keys=True) + '\n')
+    described = json.dumps(_description(config), indent=2, sort_keys=True)
+    write_atomic(directory / 'config.json', described + '\n')
     return directory
 
 

@@ -7,10 +7,10 @@ from qkattn.errors import ReportError
 from qkattn.report.csvfile import csv_table
 from qkattn.report.figures.plots import figures
 from qkattn.report.figures.style import Rendered
-from qkattn.report.files import write_atomic
 from qkattn.report.html import report_page
 from qkattn.report.latex import latex_table
 from qkattn.report.tables import headline, report_markdown, report_text
+from qkattn.run.files import write_atomic
 from qkattn.verdict.findings import Findings, find
 from qkattn.verdict.load import Study, load_study
 from qkattn.verdict.summary import Row, summarise

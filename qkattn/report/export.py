@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from qkattn.errors import ReportError
-from qkattn.report.files import write_atomic
+from qkattn.run.files import write_atomic
 from qkattn.verdict.load import Study, load_study
 
 FILES = ('study.json', 'plan.jsonl', 'results.jsonl', 'report.html')

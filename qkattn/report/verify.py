@@ -18,8 +18,8 @@ from pathlib import Path
 from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
 from qkattn.report import documents
-from qkattn.report.files import write_atomic
 from qkattn.report.tables import headline
+from qkattn.run.files import write_atomic
 from qkattn.verdict.curves import json_lines
 from qkattn.verdict.findings import find
 from qkattn.verdict.load import Study, load_study

@@ -12,7 +12,7 @@ from ml_collections import config_flags
 
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.errors import CheckpointError, ConfigError, Stopped
-from qkattn.run import run_directory
+from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE
 
 
 def define_config() -> flags.FlagHolder:
@@ -74,7 +74,7 @@ def run(main: Callable[[], None]) -> None:
         except (ConfigError, CheckpointError) as error:
             _leave(str(error))
         except Stopped as stopped:
-            _leave(f'{stopped}; the same command goes on', run_directory.EXIT_REQUEUE)
+            _leave(f'{stopped}; the same command goes on', EXIT_REQUEUE)
 
     try:
         app.run(wrapped, flags_parser=_parse)
@@ -95,7 +95,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
     return rest
 
 
-def _leave(sentence: str, code: int = run_directory.EXIT_CONFIG) -> None:
+def _leave(sentence: str, code: int = EXIT_CONFIG) -> None:
     print(sentence, file=sys.stderr)
     sys.exit(code)
 

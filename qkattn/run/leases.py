@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ConfigError, RunDirectoryError
-from qkattn.run.run_directory import make_directory
+from qkattn.run.files import make_directory
 
 EXPIRY = 300.0
 """Seconds: longer than a network file system hesitates, shorter than a run usually takes."""

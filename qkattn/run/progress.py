@@ -1,7 +1,5 @@
-"""What a running job tells its terminal and its launcher: progress, stop requests, exit codes."""
+"""The progress display of a run: a bar on a terminal, plain lines elsewhere."""
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -9,12 +7,6 @@ from typing import Any, TextIO
 
 import numpy as np
 import tqdm
-
-EXIT_CONFIG = 2
-"""The configuration is wrong: launchers must not try again."""
-
-EXIT_REQUEUE = 75
-"""Stopped on request with a checkpoint saved: launchers start the same command again."""
 
 # Often enough for the eye; seldom enough that fetching the loss never holds up the accelerator.
 _BAR_EVERY_SECONDS = 0.2
@@ -133,40 +125,3 @@ def _loss_text(loss: Any) -> str:
     text = f'{low:.4f}' if values.size == 1 else f'{low:.4f} to {high:.4f}'
     diverged = values.size - finite.size
     return f'{text} ({diverged} of {values.size} trials not finite)' if diverged else text
-
-
-class StopRequest:
-    """Turns SIGTERM and the first Ctrl-C into a flag, so that the loop can save and leave in order.
-
-        with StopRequest() as stop:
-            while not stop.requested: ...
-
-    A second Ctrl-C interrupts at once. The handlers found on entry come back on exit. Use it in the
-    main thread of a job that did not call `jax.distributed.initialize()`; after that call jax
-    listens to SIGTERM itself, and a handler installed here would make it deaf.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        """True once a signal has arrived."""
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> 'StopRequest':
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._handle)
-        # A request that has come to an enclosing one holds here too.
-        outer = [getattr(handler, '__self__', None) for handler in self._previous.values()]
-        self.requested |= any(isinstance(o, StopRequest) and o.requested for o in outer)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python and cannot be put back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        self.requested = True
-        if number == signal.SIGINT:
-            # os.write, because a handler may interrupt a print halfway.
-            os.write(2, b'\nstopping after this step; press Ctrl-C again to stop at once\n')
-            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""JSON files that survive crashes: whole files replaced in one step, and the metrics log.
+"""JSON files that survive crashes: whole files replaced atomically, and the metrics log.
 
 Everything written here is strict JSON (no NaN, no Infinity).
 """
@@ -7,15 +7,17 @@ import dataclasses
 import json
 import math
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from qkattn.errors import RunDirectoryError
+from qkattn.run.files import write_atomic
+
+# How a trial ended: `status` of each entry of result.json.
+FINISHED, DIVERGED = 'finished', 'diverged'
 
 
 def to_jsonable(value: Any) -> Any:
@@ -27,7 +29,7 @@ def to_jsonable(value: Any) -> Any:
     Raises:
       TypeError: something else, e.g. a function or a complex number.
     """
-    if isinstance(value, np.generic | np.ndarray | jax.Array):
+    if hasattr(value, '__array__'):
         listed = np.asarray(value).tolist()
         if isinstance(listed, bool | int | float | str | list):
             return to_jsonable(listed)
@@ -57,37 +59,13 @@ def _dumps(value: Any, **options: Any) -> str:
     return json.dumps(to_jsonable(value), allow_nan=False, **options)
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Writes `data` to `path` so that a crash leaves the old file or the whole of the next."""
-    temporary = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.tmp')
-    try:
-        with open(temporary, 'xb') as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Writes `to_jsonable(value)` to `path`, indented, replacing the file in one step.
+    """Writes `to_jsonable(value)` to `path`, indented, replacing the file atomically.
 
     Raises:
       TypeError: `value` has no JSON form; the file is untouched.
     """
-    write_text(path, _dumps(value, indent=2) + '\n')
-
-
-def write_text(path: str | os.PathLike, text: str) -> None:
-    """Writes `text` to `path` in UTF-8, replacing the file in one step."""
-    _replace(Path(path), text.encode())
+    write_atomic(path, _dumps(value, indent=2) + '\n')
 
 
 def read_json(path: str | os.PathLike) -> Any:
@@ -213,7 +191,7 @@ class MetricsFile:
         ]
         data = b''.join(line for _, line in kept)
         if len(data) != self.path.stat().st_size:
-            _replace(self.path, data)
+            write_atomic(self.path, data)
             self._file.close()
             self._file = open(self.path, 'ab')  # noqa: SIM115
         self.last_step: int | None = kept[-1][0] if kept else None

@@ -11,77 +11,17 @@ metrics.jsonl, which `read_metrics` leaves out while it is being written.
 
 import contextlib
 import datetime
-import fcntl
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError
-from qkattn.run.progress import EXIT_CONFIG, EXIT_REQUEUE, Progress, StopRequest
+from qkattn.run.files import locked, make_directory
 from qkattn.run.provenance import describe_start
-from qkattn.run.records import (
-    MetricsFile,
-    read_json,
-    read_metrics,
-    to_jsonable,
-    write_json,
-    write_text,
-)
-
-__all__ = [
-    'EXIT_CONFIG',
-    'EXIT_REQUEUE',
-    'InUseError',
-    'MetricsFile',
-    'Progress',
-    'RunDirectory',
-    'RunDirectoryError',
-    'StopRequest',
-    'make_directory',
-    'read_json',
-    'read_metrics',
-    'require_local',
-    'to_jsonable',
-    'write_json',
-    'write_text',
-]
-
-
-def require_local(path: str | os.PathLike) -> None:
-    """Raises RunDirectoryError where `path` is a URL."""
-    if '://' in os.fspath(path):
-        raise RunDirectoryError(
-            f'workdir={os.fspath(path)} is a URL; give a directory on a mounted file system.'
-        )
-
-
-def make_directory(path: str | os.PathLike) -> Path:
-    """Creates `path`, unless it is there, and returns it absolute.
-
-    Raises:
-      RunDirectoryError: a URL, or out of reach.
-    """
-    require_local(path)
-    # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
-    directory = Path('/' + os.path.abspath(path).lstrip('/'))
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass  # permissions alone do not say whether a file system takes files
-    except OSError as error:
-        raise _unusable(directory, error) from error
-    return directory
-
-
-def _unusable(directory: Path, error: OSError) -> RunDirectoryError:
-    return RunDirectoryError(
-        f'workdir={directory} cannot be used ({error.strerror}); '
-        'give a directory that this user can write to.'
-    )
+from qkattn.run.records import MetricsFile, read_json, to_jsonable, write_json
 
 
 class RunDirectory:
@@ -124,11 +64,7 @@ class RunDirectory:
         """
         directory = make_directory(path)
         with contextlib.ExitStack() as stack:
-            try:
-                lock = stack.enter_context(open(directory / 'lock', 'a+'))
-            except OSError as error:
-                raise _unusable(directory, error) from error
-            _acquire(lock, directory)
+            _acquire(stack, directory)
             resumed = _check_config(directory, config, config_hash)
             _record_start(directory / 'provenance.json', command)
             metrics = MetricsFile(directory / 'metrics.jsonl')
@@ -146,24 +82,15 @@ class RunDirectory:
         self.close()
 
 
-def _acquire(lock: TextIO, directory: Path) -> None:
-    """Locks for the life of this process: the kernel lets go when it dies, however it dies.
-
-    Children made by os.fork share the lock and keep it until they end; other programs that this
-    process starts do not.
-    """
+def _acquire(stack: contextlib.ExitStack, directory: Path) -> None:
+    """Locks the directory until `stack` closes, and writes who holds it into the lock file."""
+    path = directory / 'lock'
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = stack.enter_context(locked(path, wait=False))
     except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or 'another process'
+        holder = path.read_text().strip() or 'another process'
         raise InUseError(
-            f'workdir={directory} is in use by {holder}; wait for it, stop it, or give another one.'
-        ) from error
-    except OSError as error:
-        raise RunDirectoryError(
-            f'workdir={directory} is on a file system without locks ({error.strerror}); '
-            'give a directory on one that has them.'
+            f'workdir={directory} is in use by {holder}; wait for it, stop it, or give another one'
         ) from error
     lock.seek(0)
     lock.truncate()

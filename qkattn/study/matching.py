@@ -142,16 +142,16 @@ def match(
 def _values(config: ModelConfig, knob: Knob, target: float, which: str) -> list[int]:
     """The values that may reach the target, nearest first."""
 
-    def cost(multiple: int) -> float:
+    def measured(multiple: int) -> float:
         return cost.measured(knob.at(multiple * knob.step), which)
 
     def reaches(multiple: int) -> bool:
         m = knob.next_usable(multiple)
-        return m is None or cost(m) >= target
+        return m is None or measured(m) >= target
 
     cell = f'{config.score}/{config.value}'
     first, far = knob.next_usable(1), knob.next_usable(16)
-    if None not in (first, far) and first != far and cost(first) == cost(far):
+    if None not in (first, far) and first != far and measured(first) == measured(far):
         raise MatchError(f'{knob.name} changes nothing in the {UNITS[which]} of {cell}')
     low, high = 0, 1
     while not reaches(high):
@@ -164,7 +164,7 @@ def _values(config: ModelConfig, knob: Knob, target: float, which: str) -> list[
     if not around:
         _check_buildable(config)
         raise MatchError(f'{cell} has no {knob.name} in steps of {knob.step}')
-    nearest = min(around, key=lambda m: abs(cost(m) - target))
+    nearest = min(around, key=lambda m: abs(measured(m) - target))
     near = {*around, *(m for m in range(max(1, nearest - 8), nearest + 9) if knob.usable(m))}
     return sorted((m * knob.step for m in near), key=lambda v: abs(v - nearest * knob.step))
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.config import Study
-from qkattn.data.cache import locked
 from qkattn.data.load import rows_of
 from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, Stopped
-from qkattn.run import leases, run_directory
+from qkattn.run import leases
+from qkattn.run.files import check_directory, locked, make_directory, write_atomic
+from qkattn.run.records import read_json, to_jsonable, write_json
+from qkattn.run.signals import StopRequest
 from qkattn.study import plan
 from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun
@@ -23,6 +25,8 @@ from qkattn.train import sharding, train
 GROWS = ('variants', 'sizes', 'arms', 'question', 'command')
 
 log = logging.getLogger(__name__)
+
+_Known = tuple[list[PlannedRun], list[PlannedRun], plan.Results]
 
 
 def run(
@@ -45,23 +49,23 @@ def run(
       ConfigError: a setting or a directory that cannot work; in the end, for runs that could not.
       Stopped: SIGTERM or Ctrl-C came; the state is saved.
     """
-    contestants = build_arms(study)
-    path = run_directory.make_directory(workdir)
-    declared = run_directory.to_jsonable(plan.declaration(study, contestants, command))
-    _declare(path, declared)
+    arms = build_arms(study)
+    path = check_directory(workdir)
     failed: dict[str, str] = {}
-    with run_directory.StopRequest() as stop:
-        for run in _write_plan(study, contestants, path)[:1]:
-            # What all runs share and cannot work is said once, not run by run.
+    with StopRequest() as stop:
+        # Before the directory is created, so that a refused study leaves nothing behind.
+        for run in _known(study, arms, path)[1][:1]:
             sharding.require_devices(run.config.mesh)
             rows_of(run.config)
+        path = make_directory(path)
+        _declare(path, to_jsonable(plan.declaration(study, arms, command)))
         while True:
             if stop.requested:
                 raise Stopped('stopped between two runs')
-            left = [c for c in _write_plan(study, contestants, path) if c.id not in failed]
+            left = [run for run in _write_plan(study, arms, path) if run.id not in failed]
             if not left:
                 break
-            if not any(_work(path, c, command, len(left) - 1, expiry, failed) for c in left):
+            if not any(_work(path, run, command, len(left) - 1, expiry, failed) for run in left):
                 _wait(path, expiry, stop)
     if failed:
         raise ConfigError(
@@ -75,7 +79,7 @@ def _declare(path: Path, declared: dict[str, Any]) -> None:
     """Writes study.json, unless the directory holds a study that this one does not extend."""
     with locked(path / 'lock'):
         if (path / 'study.json').exists():
-            there = run_directory.read_json(path / 'study.json')
+            there = read_json(path / 'study.json')
             if there.keys() != declared.keys():
                 raise ConfigError(
                     f'{path / "study.json"} does not declare a study; give another workdir'
@@ -92,26 +96,32 @@ def _declare(path: Path, declared: dict[str, Any]) -> None:
                         f'workdir={path} holds a study whose {name} have {gone[0]!r}; they may '
                         'grow but not shrink: put it back or give another workdir'
                     )
-        run_directory.write_json(path / 'study.json', declared)
+        write_json(path / 'study.json', declared)
 
 
-def _write_plan(study: Study, contestants: list[Arm], path: Path) -> list[PlannedRun]:
-    """Writes what is known to plan.jsonl and results.jsonl; returns the runs without result."""
-    found: dict[str, list[dict[str, Any]] | None] = {}
+def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
+    """Returns every run known so far, those of them without a result, and the results."""
+    read: dict[str, list[dict[str, Any]] | None] = {}
 
     def results(run: PlannedRun) -> list[dict[str, Any]] | None:
-        # Each is looked for once: what is planned and what is left must not be of two moments.
-        if run.directory not in found:
+        # Each file is read once, so that the plan and the runs left are of the same moment.
+        if run.directory not in read:
             result = path / run.directory / 'result.json'
-            found[run.directory] = run_directory.read_json(result) if result.exists() else None
-        return found[run.directory]
+            read[run.directory] = read_json(result) if result.exists() else None
+        return read[run.directory]
 
-    # What is read and what is written belong together, whoever else writes.
+    runs = plan.runs(study, arms, results)
+    return runs, [run for run in runs if results(run) is None], results
+
+
+def _write_plan(study: Study, arms: list[Arm], path: Path) -> list[PlannedRun]:
+    """Writes what is known to plan.jsonl and results.jsonl; returns the runs without a result."""
+    # Results are read and the files written under one lock, whoever else writes.
     with locked(path / 'lock'):
-        known = plan.runs(study, contestants, results)
-        run_directory.write_text(path / 'plan.jsonl', plan.lines(study, known))
-        run_directory.write_text(path / 'results.jsonl', plan.result_lines(study, known, results))
-    return [run for run in known if results(run) is None]
+        runs, left, results = _known(study, arms, path)
+        write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
+        write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
+    return left
 
 
 def _work(
@@ -145,7 +155,7 @@ def _work(
     return True
 
 
-def _wait(path: Path, expiry: float, stop: run_directory.StopRequest) -> None:
+def _wait(path: Path, expiry: float, stop: StopRequest) -> None:
     """Until a claim may have been given up, or a result may have come."""
     holders = leases.holders(path / 'leases', expiry=expiry)
     held = '; '.join(f'{run} by {who}' for run, who in holders.items())

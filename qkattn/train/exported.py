@@ -18,10 +18,10 @@ import safetensors.numpy
 from flax import traverse_util
 
 from qkattn.config import Config, ModelConfig, from_json, to_json
-from qkattn.data.cache import replacing
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
-from qkattn.run import run_directory
+from qkattn.run.files import replacing
+from qkattn.run.records import read_json, write_json
 
 WEIGHTS, ABOUT = 'model.safetensors', 'qkattn.json'
 
@@ -44,7 +44,7 @@ def save(
     flat = {name: np.ascontiguousarray(leaf) for name, leaf in flat.items()}
     with replacing(path / WEIGHTS) as part:
         safetensors.numpy.save_file(flat, part)
-    run_directory.write_json(path / ABOUT, {'model': to_json(model), 'origin': origin})
+    write_json(path / ABOUT, {'model': to_json(model), 'origin': origin})
     return path
 
 
@@ -81,7 +81,7 @@ def check(model: ModelConfig, params: dict, where: str) -> None:
 
 
 def _load_directory(path: Path) -> tuple[ModelConfig, dict]:
-    model = from_json(ModelConfig, run_directory.read_json(path / ABOUT)['model'], 'model.')
+    model = from_json(ModelConfig, read_json(path / ABOUT)['model'], 'model.')
     try:
         flat = safetensors.numpy.load_file(path / WEIGHTS)
     except (OSError, safetensors.SafetensorError) as error:
@@ -92,7 +92,7 @@ def _load_directory(path: Path) -> tuple[ModelConfig, dict]:
 def _load_run(path: Path, trial: int) -> tuple[ModelConfig, dict]:
     from qkattn.train import checkpoint, step
 
-    config = from_json(Config, run_directory.read_json(path / 'config.json')['config'])
+    config = from_json(Config, read_json(path / 'config.json')['config'])
     trials = len(config.trials.trials())
     if not 0 <= trial < trials:
         raise ConfigError(f'trial={trial} must be in [0, {trials}), the trials of {path}')

@@ -17,7 +17,11 @@ from qkattn.data.pipeline import TrainBatches
 from qkattn.data.tasks.rows import Rows
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.model.sites import validate
-from qkattn.run import run_directory
+from qkattn.run.files import check_directory
+from qkattn.run.progress import Progress
+from qkattn.run.records import read_json, write_json
+from qkattn.run.run_directory import RunDirectory
+from qkattn.run.signals import StopRequest
 from qkattn.train import exported, results, sharding
 from qkattn.train import program as programs
 from qkattn.train.checkpoint import Checkpoints
@@ -71,21 +75,21 @@ def train(
       Lost: the run was taken over.
     """
     validate(config)
-    run_directory.require_local(workdir)
+    check_directory(workdir)
     sharding.require_devices(config.mesh)
     rows = rows_of(config)
     if jax.process_count() > 1:
         raise ConfigError(f'a run is one process, but this job has {jax.process_count()}')
 
-    opened = run_directory.RunDirectory.open(workdir, to_json(config), fingerprint(config), command)
-    with opened as directory, run_directory.StopRequest() as stop:
+    opened = RunDirectory.open(workdir, to_json(config), fingerprint(config), command)
+    with opened as directory, StopRequest() as stop:
         result_path = directory.path / 'result.json'
         if result_path.exists():
-            return run_directory.read_json(result_path)
+            return read_json(result_path)
         reached = _Run(config, rows, directory, stop, description, runs_left, lost).run()
         if lost():
             raise Lost(f'{directory.path} was taken over before its results were written')
-        run_directory.write_json(result_path, reached)
+        write_json(result_path, reached)
         return reached
 
 
@@ -96,8 +100,8 @@ class _Run:
         self,
         config: Config,
         rows: Rows,
-        directory: run_directory.RunDirectory,
-        stop: run_directory.StopRequest,
+        directory: RunDirectory,
+        stop: StopRequest,
         description: str,
         runs_left: int | None,
         lost: Callable[[], bool],
@@ -118,10 +122,10 @@ class _Run:
             exported.check(self.config.model, params, self.config.train.init_from)
         path = self.directory.path / 'lifting.json'
         if path.exists():
-            return programs.build(self.config, run_directory.read_json(path)['lifting'], params)
+            return programs.build(self.config, read_json(path)['lifting'], params)
         program = programs.build(self.config, params=params)
         measured = {'lifting': program.lifting, 'seconds_per_step': program.measured}
-        run_directory.write_json(path, measured)
+        write_json(path, measured)
         return program
 
     def run(self) -> list[dict[str, Any]]:
@@ -144,7 +148,7 @@ class _Run:
             steps_per_read=train.steps_per_dispatch,
             part=part,
         )
-        progress = run_directory.Progress(
+        progress = Progress(
             train.num_steps,
             self.description,
             start_step=step,
@@ -219,7 +223,7 @@ class _Run:
 
     def _provenance(self) -> dict[str, Any]:
         """What made the numbers; who and where stays in provenance.json."""
-        start = run_directory.read_json(self.directory.path / 'provenance.json')['starts'][-1]
+        start = read_json(self.directory.path / 'provenance.json')['starts'][-1]
         return {name: start[name] for name in ('git', 'python', 'versions', 'devices')}
 
     def _results(self, state: dict, clock: _Clock) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from qkattn.decode.translate import score_split
 from qkattn.metrics import PREFIXES, bits_per_byte, perplexity
 from qkattn.model import cost, with_params
 from qkattn.model.sites import attention_spec
-from qkattn.run import run_directory
+from qkattn.run.records import to_jsonable
 from qkattn.train.evaluation import Evaluation, Induction
 
 # Trial outcomes.
@@ -82,7 +82,7 @@ def of_trials(
         if finite and isinstance(rows, TranslationRows):
             result |= _translation_scores(config, rows, state, x)
         found.append(result)
-    return run_directory.to_jsonable(found)
+    return to_jsonable(found)
 
 
 def of_evaluation(step: int, reached: Evaluation) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 import time
 
-from qkattn.run import run_directory
+from qkattn.run.records import read_json, read_metrics
 
 OUTSIDE = '''
 """Keys and queries from one matrix, the queries turned by a signed diagonal."""
@@ -59,10 +59,10 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(script
     second = script('ablate', *flags, f'--config.variants={variants}', path=[str(tmp_path)])
     assert second.returncode == 0, second.stderr
     assert (run / 'result.json').stat().st_mtime_ns == written
-    assert len(run_directory.read_json(run / 'provenance.json')['starts']) == 1  # not even opened
+    assert len(read_json(run / 'provenance.json')['starts']) == 1  # not even opened
     results = [json.loads(line) for line in (out / 'results.jsonl').read_text().splitlines()]
     assert len(results) == 6 and results[-1]['variant'] == 'outside_score:SignedDiagonal/vo'
-    assert len(run_directory.read_metrics(next(out.glob('runs/outside*')) / 'metrics.jsonl')) == 6
+    assert len(read_metrics(next(out.glob('runs/outside*')) / 'metrics.jsonl')) == 6
 
 
 def test_a_dry_run_prints_the_cells_and_writes_nothing(script, tmp_path):
@@ -119,11 +119,11 @@ def test_two_workers_and_a_kill_leave_every_cell_exactly_once(script, start, tmp
     starts = []
     for run in plan:
         directory = out / run['directory']
-        steps = [r['step'] for r in run_directory.read_metrics(directory / 'metrics.jsonl')]
+        steps = [r['step'] for r in read_metrics(directory / 'metrics.jsonl')]
         assert sorted(set(steps)) == list(range(5, 205, 5))
         # An evaluation and its training record share a step; nothing else is there twice.
         assert len(steps) == 40 + 10
-        starts.append(len(run_directory.read_json(directory / 'provenance.json')['starts']))
+        starts.append(len(read_json(directory / 'provenance.json')['starts']))
     assert sorted(starts)[-1] == 2 and sorted(starts)[:-1] == [1] * (len(plan) - 1)
 
     alone = script('ablate', '--config=tuned.py', '--workdir=alone')

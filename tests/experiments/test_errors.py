@@ -37,8 +37,6 @@ def test_bad_input_is_one_sentence(script, tmp_path, name, flags, message):
     assert done.returncode == 2, said
     assert message in said and 'Traceback' not in said
     assert len([line for line in said.splitlines() if line]) == 1, said
-    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != '.py') in (
-        [],
-        ['__pycache__'],
-        ['w'],
-    )
+    # Importing the config may cache its bytecode; nothing else is left behind.
+    left = {p.name for p in tmp_path.iterdir() if p.suffix != '.py'}
+    assert left <= {'__pycache__'}, left

@@ -18,7 +18,7 @@ HOUR = 3600.0
 
 RACE = """
     import os, sys, time
-    from qkattn import claims
+    from qkattn.run import leases
     directory, runs = sys.argv[1], sys.argv[2:]
     print('ready', flush=True)
     while not os.path.exists(directory + '/go'):
@@ -30,7 +30,7 @@ RACE = """
 
 HOLD = """
     import sys, time
-    from qkattn import claims
+    from qkattn.run import leases
     with leases.claim(sys.argv[1], 'run', expiry=float(sys.argv[2])) as claim:
         print('holding', flush=True)
         end = time.monotonic() + 20
@@ -261,7 +261,7 @@ def test_a_forked_child_holds_nothing_and_an_unreleased_claim_keeps_no_process_a
     process = start_python(
         """
         import os, sys
-        from qkattn import claims
+        from qkattn.run import leases
         with leases.claim(sys.argv[1], 'left', expiry=60) as claim:
             child = os.fork()
             if child == 0:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.run import run_directory
+from qkattn.run.progress import Progress
+from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
 from tests.processes import start_python
 
 
@@ -21,7 +22,7 @@ class Clock:
 
 def test_plain_progress_writes_whole_lines_at_intervals():
     clock, stream = Clock(), io.StringIO()
-    progress = run_directory.Progress(
+    progress = Progress(
         100, 'qk.vo', start_step=40, tokens_per_step=1000, stream=stream, clock=clock, runs_left=3
     )
     assert stream.getvalue() == ''
@@ -47,7 +48,7 @@ def test_progress_fetches_the_loss_only_when_it_is_shown():
             return np.asarray(1.0, dtype)
 
     clock = Clock()
-    with run_directory.Progress(10, 'x', stream=io.StringIO(), clock=clock) as progress:
+    with Progress(10, 'x', stream=io.StringIO(), clock=clock) as progress:
         for step in range(1, 11):
             progress.update(step, Loss())
     assert len(fetched) == 2
@@ -65,7 +66,7 @@ def test_progress_fetches_the_loss_only_when_it_is_shown():
 )
 def test_progress_shows_the_range_over_trials(loss, text):
     stream = io.StringIO()
-    with run_directory.Progress(2, 'x', stream=stream, clock=Clock()) as progress:
+    with Progress(2, 'x', stream=stream, clock=Clock()) as progress:
         progress.update(1, loss)
     assert stream.getvalue().strip().endswith(text)
 
@@ -77,14 +78,14 @@ class Terminal(io.StringIO):
 
 def test_progress_on_a_terminal_is_one_bar():
     clock, stream = Clock(), Terminal()
-    with run_directory.Progress(
+    with Progress(
         4, 'run', start_step=1, tokens_per_step=10, stream=stream, clock=clock
     ) as progress:
         for step in (2, 3, 4):
             clock.seconds += 1
             progress.update(step, 1.5)
     text = stream.getvalue()
-    assert text.startswith('\rcell:  25%')
+    assert text.startswith('\rrun:  25%')
     last = text.rstrip('\n').rsplit('\r', 1)[-1]
     assert 'run: 100%' in last
     assert '4/4' in last
@@ -95,8 +96,8 @@ def test_progress_on_a_terminal_is_one_bar():
 
 WAIT_FOR_STOP = """
     import signal, sys, time
-    from qkattn import progress
-    with progress.StopRequest() as stop:
+    from qkattn.run.signals import EXIT_REQUEUE, StopRequest
+    with StopRequest() as stop:
         print('ready', flush=True)
         while not stop.requested:
             time.sleep(0.01)
@@ -105,7 +106,7 @@ WAIT_FOR_STOP = """
             time.sleep(60)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    sys.exit(progress.EXIT_REQUEUE)
+    sys.exit(EXIT_REQUEUE)
 """
 
 
@@ -131,14 +132,14 @@ def test_a_second_interrupt_ends_the_process_at_once():
 
 
 def test_exit_codes_are_those_that_launchers_know():
-    assert (run_directory.EXIT_CONFIG, run_directory.EXIT_REQUEUE) == (2, 75)
+    assert (EXIT_CONFIG, EXIT_REQUEUE) == (2, 75)
 
 
 def test_a_request_to_an_enclosing_one_holds_inside():
-    with run_directory.StopRequest() as outer:
-        with run_directory.StopRequest() as inner:
+    with StopRequest() as outer:
+        with StopRequest() as inner:
             assert not inner.requested
         signal.raise_signal(signal.SIGTERM)
-        with run_directory.StopRequest() as inner:
+        with StopRequest() as inner:
             assert inner.requested
         assert outer.requested

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from qkattn.errors import ConfigError, RunDirectoryError
-from qkattn.run import provenance, run_directory
+from qkattn.run import provenance
+from qkattn.run.run_directory import RunDirectory
 from tests.processes import start_python
 
 CONFIG = {'seed': 0, 'model': {'d_model': 64, 'mesh': [1, 2]}}
 
 HOLD_DIRECTORY = """
     import sys, time
-    from qkattn import runlog
-    with run_directory.RunDirectory.open(sys.argv[1], {'seed': 0}, 'hash') as run:
+    from qkattn.run.run_directory import RunDirectory
+    with RunDirectory.open(sys.argv[1], {'seed': 0}, 'hash') as run:
         for step in range(1, 6):
             run.metrics.append({'step': step})
         print('holding', flush=True)
@@ -27,34 +28,34 @@ def test_a_directory_in_use_is_refused_until_its_process_is_killed(tmp_path):
     try:
         assert holder.stdout.readline() == 'holding\n', holder.stderr.read()
         with pytest.raises(RunDirectoryError) as refusal:
-            run_directory.RunDirectory.open(tmp_path / 'run', {'seed': 0}, 'hash')
+            RunDirectory.open(tmp_path / 'run', {'seed': 0}, 'hash')
         assert str(tmp_path / 'run') in str(refusal.value)
         assert f'process {holder.pid} on ' in str(refusal.value)
         assert '\n' not in str(refusal.value)
     finally:
         holder.kill()
         holder.communicate()
-    with run_directory.RunDirectory.open(tmp_path / 'run', {'seed': 0}, 'hash') as run:
+    with RunDirectory.open(tmp_path / 'run', {'seed': 0}, 'hash') as run:
         assert run.resumed
         # What was appended before kill -9 is there although nothing was flushed or closed.
         assert run.metrics.last_step == 5
 
 
 def test_a_directory_is_free_after_close_and_after_a_refused_config(tmp_path):
-    with run_directory.RunDirectory.open(tmp_path, CONFIG, 'a') as run:
+    with RunDirectory.open(tmp_path, CONFIG, 'a') as run:
         assert not run.resumed
         assert run.path.is_absolute()
     with pytest.raises(ConfigError):
-        run_directory.RunDirectory.open(tmp_path, {'seed': 1}, 'b')
-    run_directory.RunDirectory.open(tmp_path, CONFIG, 'a').close()
+        RunDirectory.open(tmp_path, {'seed': 1}, 'b')
+    RunDirectory.open(tmp_path, CONFIG, 'a').close()
 
 
 def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path):
-    run_directory.RunDirectory.open(tmp_path, CONFIG, 'a').close()
+    RunDirectory.open(tmp_path, CONFIG, 'a').close()
     before = (tmp_path / 'config.json').read_bytes()
     changed = {'seed': 1, 'model': {'d_model': 64, 'mesh': [1, 4, 8]}, 'note': None}
     with pytest.raises(ConfigError) as refusal:
-        run_directory.RunDirectory.open(tmp_path, changed, 'b')
+        RunDirectory.open(tmp_path, changed, 'b')
     listed = [line.strip() for line in str(refusal.value).splitlines()[1:-1]]
     assert listed == [
         'seed: 0 -> 1',
@@ -67,16 +68,16 @@ def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path)
 
 
 def test_another_hash_of_the_same_fields_says_so(tmp_path):
-    run_directory.RunDirectory.open(tmp_path, CONFIG, 'a').close()
+    RunDirectory.open(tmp_path, CONFIG, 'a').close()
     with pytest.raises(ConfigError, match=r'hash: a -> b \(no field differs'):
-        run_directory.RunDirectory.open(tmp_path, CONFIG, 'b')
+        RunDirectory.open(tmp_path, CONFIG, 'b')
 
 
 def test_config_json_is_written_once(tmp_path):
-    run_directory.RunDirectory.open(tmp_path, CONFIG, 'a').close()
+    RunDirectory.open(tmp_path, CONFIG, 'a').close()
     path = tmp_path / 'config.json'
     written = (path.stat().st_ino, path.stat().st_mtime_ns)
-    run_directory.RunDirectory.open(tmp_path, CONFIG, 'a').close()
+    RunDirectory.open(tmp_path, CONFIG, 'a').close()
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == written
     assert json.loads(path.read_text()) == {'hash': 'a', 'config': CONFIG}
 
@@ -85,35 +86,29 @@ def test_config_json_is_written_once(tmp_path):
 def test_a_damaged_config_json_is_named(tmp_path, content):
     (tmp_path / 'config.json').write_text(content)
     with pytest.raises(RunDirectoryError, match=r'config\.json'):
-        run_directory.RunDirectory.open(tmp_path, CONFIG, 'a')
+        RunDirectory.open(tmp_path, CONFIG, 'a')
 
 
 def test_a_run_without_its_config_is_not_adopted(tmp_path):
     (tmp_path / 'checkpoints').mkdir()
     with pytest.raises(RunDirectoryError, match='holds checkpoints but no config.json'):
-        run_directory.RunDirectory.open(tmp_path, CONFIG, 'a')
+        RunDirectory.open(tmp_path, CONFIG, 'a')
 
 
 def test_a_path_that_cannot_be_a_directory_is_refused_in_one_sentence(tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(RunDirectoryError, match=r'file/run cannot be used \(Not a directory'):
-        run_directory.RunDirectory.open(tmp_path / 'file' / 'run', CONFIG, 'a')
+        RunDirectory.open(tmp_path / 'file' / 'run', CONFIG, 'a')
     with pytest.raises(RunDirectoryError, match=r'gs://bucket/run is a URL'):
-        run_directory.RunDirectory.open('gs://bucket/run', CONFIG, 'a')
+        RunDirectory.open('gs://bucket/run', CONFIG, 'a')
 
 
 def test_provenance_gains_one_entry_per_start(tmp_path):
-    run_directory.RunDirectory.open(tmp_path, CONFIG, 'a', ['train', '--first']).close()
-    run_directory.RunDirectory.open(tmp_path, CONFIG, 'a', ['train', '--second']).close()
+    RunDirectory.open(tmp_path, CONFIG, 'a', ['train', '--first']).close()
+    RunDirectory.open(tmp_path, CONFIG, 'a', ['train', '--second']).close()
     starts = json.loads((tmp_path / 'provenance.json').read_text())['starts']
     assert [start['command'] for start in starts] == [['train', '--first'], ['train', '--second']]
     assert starts[0]['versions']['numpy'] == np.__version__
     assert set(starts[0]['versions']) == set(provenance.RECORDED_VERSIONS)
     assert starts[0]['devices']['count'] >= 1
     assert starts[0]['started'] <= starts[1]['started']
-
-
-def test_two_leading_slashes_become_one(tmp_path):
-    doubled = '/' + str(tmp_path / 'run')
-    assert doubled.startswith('//')
-    assert run_directory.make_directory(doubled) == tmp_path / 'run'

@@ -10,7 +10,8 @@ import pytest
 
 from qkattn.config import Config, ModelConfig, Study, TrialsConfig, TuningConfig, from_json
 from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, RunDirectoryError, Stopped
-from qkattn.run import leases, run_directory
+from qkattn.run import leases
+from qkattn.run.records import read_json, write_json
 from qkattn.study import plan, worker
 from qkattn.study.arms import build_arms
 
@@ -35,7 +36,7 @@ def trained(monkeypatch):
     def train(config, workdir, *, lost, **_):
         assert not lost()
         if (workdir / 'result.json').exists():
-            return run_directory.read_json(workdir / 'result.json')
+            return read_json(workdir / 'result.json')
         workdir.mkdir(parents=True)
         results = [
             {
@@ -45,7 +46,7 @@ def trained(monkeypatch):
             }
             for trial in config.trials.trials()
         ]
-        run_directory.write_json(workdir / 'result.json', results)
+        write_json(workdir / 'result.json', results)
         done.append(workdir.name)
         return results
 
@@ -67,7 +68,7 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     assert [r['run'] for r in results] == [
         line['run'] for line in lines for _ in range(line['trials'])
     ]
-    assert run_directory.read_json(path / 'study.json')['name'] == 'small'
+    assert read_json(path / 'study.json')['name'] == 'small'
     assert not leases.holders(path / 'leases')
 
     worker.run(STUDY, path)
@@ -143,10 +144,10 @@ def test_a_cell_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_pat
 def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, monkeypatch):
     """Another worker ends the last open run just after the plan was made without it."""
     one = dataclasses.replace(STUDY, variants=('qk/vo',))
-    write_text = run_directory.write_text
+    write_atomic = worker.write_atomic
 
     def others_are_quick(path, text):
-        write_text(path, text)
+        write_atomic(path, text)
         for line in text.splitlines() if path.name == 'plan.jsonl' else ():
             planned = json.loads(line)
             directory = path.parent / planned['directory']
@@ -154,7 +155,7 @@ def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, m
                 config = from_json(Config, planned['config'])
                 worker.train(config, directory, lost=lambda: False)
 
-    monkeypatch.setattr(worker.runlog, 'write_text', others_are_quick)
+    monkeypatch.setattr(worker, 'write_atomic', others_are_quick)
     path = worker.run(one, tmp_path / 'out')
     stages = [json.loads(x)['stage'] for x in (path / 'plan.jsonl').read_text().splitlines()]
     assert stages == ['screening', 'screening', 'verdict']
@@ -205,4 +206,4 @@ def test_what_no_cell_can_do_without_is_said_once(trained, tmp_path, monkeypatch
     monkeypatch.setattr(worker, 'rows_of', absent)
     with pytest.raises(ConfigError, match='^no data stdlib$'):
         worker.run(STUDY, tmp_path / 'out')
-    assert not trained
+    assert not trained and not (tmp_path / 'out').exists()

@@ -9,7 +9,7 @@ import pytest
 from qkattn.config import ModelConfig
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
-from qkattn.run import run_directory
+from qkattn.run.records import read_metrics
 from qkattn.train import exported, train
 
 MODEL = ModelConfig(d_model=32, num_layers=2, num_heads=2, context=16)
@@ -44,7 +44,7 @@ def test_training_goes_on_from_a_run_and_from_a_directory(tiny, tmp_path):
     losses = [
         [
             r['loss'][-1]
-            for r in run_directory.read_metrics(tmp_path / d / 'metrics.jsonl')
+            for r in read_metrics(tmp_path / d / 'metrics.jsonl')
             if 'loss' in r
         ]
         for d in ('first', 'second')

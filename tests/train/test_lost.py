@@ -3,7 +3,7 @@
 import pytest
 
 from qkattn.errors import Lost
-from qkattn.run import run_directory
+from qkattn.run.records import read_metrics
 from qkattn.train import train
 
 
@@ -22,5 +22,5 @@ def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(tiny, tmp_path):
     again = train(tiny(), tmp_path / 'run')
     whole = train(tiny(), tmp_path / 'whole')
     assert [r['val_loss'] for r in again] == [r['val_loss'] for r in whole]
-    steps = [r['step'] for r in run_directory.read_metrics(tmp_path / 'run/metrics.jsonl')]
+    steps = [r['step'] for r in read_metrics(tmp_path / 'run/metrics.jsonl')]
     assert steps == sorted(steps) and steps.count(5) == 1

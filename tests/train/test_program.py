@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from qkattn.config import MeshConfig
-from qkattn.run import run_directory
+from qkattn.run.records import read_json
 from qkattn.train import program, sharding, train
 
 
@@ -15,7 +15,7 @@ def test_auto_measures_both_liftings_and_keeps_the_faster(tiny, tmp_path, monkey
     seconds = iter([0.2, 0.1])
     monkeypatch.setattr(program, '_seconds_per_step', lambda *a: next(seconds))
     train(config, tmp_path)
-    assert run_directory.read_json(tmp_path / 'lifting.json') == {
+    assert read_json(tmp_path / 'lifting.json') == {
         'lifting': 'vmap',
         'seconds_per_step': {'map': 0.2, 'vmap': 0.1},
     }

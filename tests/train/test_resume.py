@@ -16,7 +16,8 @@ import pytest
 from qkattn import data
 from qkattn.config import to_json
 from qkattn.errors import CheckpointError, ConfigError
-from qkattn.run import run_directory
+from qkattn.run.records import read_json, read_metrics
+from qkattn.run.signals import EXIT_REQUEUE
 from qkattn.train import checkpoint, loop, train
 from qkattn.train.checkpoint import Checkpoints
 
@@ -41,8 +42,8 @@ def start(config, workdir) -> subprocess.Popen:
 
 def outcome(workdir: Path) -> dict:
     """Everything of a finished run that must not depend on interruptions."""
-    records = run_directory.read_metrics(workdir / 'metrics.jsonl')
-    results = run_directory.read_json(workdir / 'result.json')
+    records = read_metrics(workdir / 'metrics.jsonl')
+    results = read_json(workdir / 'result.json')
     kept = ('trial', 'status', 'val_loss', 'test_loss', 'num_tokens')
     return {'metrics': records, 'results': [{k: r[k] for k in kept} for r in results]}
 
@@ -112,9 +113,9 @@ def test_sigterm_saves_and_asks_to_be_started_again(tiny, straight, tmp_path):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == run_directory.EXIT_REQUEUE, process.stderr.read()
+    assert process.wait(120) == EXIT_REQUEUE, process.stderr.read()
     saved = max(int(p.name) for p in (tmp_path / 'run' / 'checkpoints').iterdir())
-    assert run_directory.read_metrics(metrics)[-1]['step'] == saved < 40
+    assert read_metrics(metrics)[-1]['step'] == saved < 40
     process = start(config, tmp_path / 'run')
     assert process.wait(300) == 0, process.stderr.read()
     assert outcome(tmp_path / 'run') == outcome(straight(config))
@@ -140,7 +141,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tiny, tmp_path, c
     metrics = [
         [
             {k: v for k, v in r.items()}
-            for r in run_directory.read_metrics(tmp_path / d / 'metrics.jsonl')
+            for r in read_metrics(tmp_path / d / 'metrics.jsonl')
         ]
         for d in 'ab'
     ]

@@ -16,8 +16,8 @@ import requests
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download import checksums, download_manager, downloader
 
-from qkattn.data.cache import locked
 from qkattn.errors import ConfigError
+from qkattn.run.files import locked
 
 # Seconds to connect, and of silence while reading, after which a download counts as failed.
 TIMEOUT = (10, 60)

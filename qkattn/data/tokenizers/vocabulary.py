@@ -13,11 +13,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from qkattn.data.cache import locked, replacing
 from qkattn.data.tokenizers.bpe import BPETokenizer
 from qkattn.data.tokenizers.characters import CharacterTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from qkattn.errors import ConfigError
+from qkattn.run.files import locked, write_atomic
 
 KINDS = ('bytes', 'characters', 'bpe')
 
@@ -171,11 +171,9 @@ def _train(
             f'cannot be restored, because {reason}; delete that directory to train another one.'
         )
     model_path, about_path = _paths(directory)
-    with replacing(model_path) as path:
-        path.write_bytes(model)
+    write_atomic(model_path, model)
     # Last, because a description stands for a finished model.
-    with replacing(about_path) as path:
-        path.write_text(json.dumps(dataclasses.asdict(about), indent=2) + '\n')
+    write_atomic(about_path, json.dumps(dataclasses.asdict(about), indent=2) + '\n')
 
 
 def _hashed(texts: Iterable[bytes], digest: 'hashlib._Hash') -> Iterator[bytes]:

@@ -1,0 +1,136 @@
+"""Directories, atomic writes and file locks on a shared file system."""
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from qkattn.errors import ConfigError, RunDirectoryError
+
+
+def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    """Writes `content` (text as UTF-8) to `path` and returns the path.
+
+    A reader, or a crash, sees the old file or the whole of this one, which is on the disk when the
+    call returns. Several processes may write the same path. Missing directories are created.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
+        # open(), unlike tempfile, gives the file the permissions that the umask allows.
+        with open(temporary, 'xb') as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def replacing(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Path]:
+    """Yields a temporary path beside `path` that replaces it atomically when the block succeeds.
+
+    For files that a library writes, or that do not fit in memory. The temporary name is fixed, so
+    that the next writer overwrites what a killed one left; two writers need a lock.
+    """
+    path = Path(path)
+    return _replacing(path, f'{path.name}.tmp')
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, name: str) -> Iterator[Path]:
+    temporary = path.with_name(name)
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: str | os.PathLike[str], *, wait: bool = True) -> Iterator[TextIO]:
+    """Holds an exclusive lock on the file `path`, created where missing; yields the open file.
+
+    The kernel releases the lock when the holder dies, however it dies. Children made by os.fork
+    share it and keep it until they end; other programs that this process starts do not.
+
+    Args:
+      wait: for another holder to release the lock; otherwise BlockingIOError is raised.
+
+    Raises:
+      ConfigError: the directory of `path` cannot be written, or its file system has no locks.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, 'a+', encoding='utf-8')
+    except OSError as error:
+        raise ConfigError(
+            f'{path.parent} cannot be written ({error.strerror}); give a directory that this user '
+            'can write to, as workdir for results or as data_dir or QKATTN_DATA for data'
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f'{path.parent} is on a file system without locks ({error.strerror}); '
+                'give a directory on one that has them'
+            ) from error
+        yield file
+
+
+def require_local(path: str | os.PathLike[str]) -> None:
+    """Raises RunDirectoryError where `path` is a URL."""
+    if '://' in os.fspath(path):
+        raise RunDirectoryError(
+            f'workdir={os.fspath(path)} is a URL; give a directory on a mounted file system'
+        )
+
+
+def check_directory(path: str | os.PathLike[str]) -> Path:
+    """Returns `path` made absolute if files can be written there; creates nothing.
+
+    Raises:
+      RunDirectoryError: a URL, or neither `path` nor its nearest existing parent takes files.
+    """
+    require_local(path)
+    # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
+    directory = Path('/' + os.path.abspath(path).lstrip('/'))
+    existing = next(p for p in (directory, *directory.parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass  # permissions alone do not say whether a file system takes files
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    return directory
+
+
+def make_directory(path: str | os.PathLike[str]) -> Path:
+    """Creates `path`, unless it exists, and returns it absolute; raises as `check_directory`."""
+    directory = check_directory(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    return directory
+
+
+def _unusable(directory: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f'workdir={directory} cannot be used ({error.strerror}); '
+        'give a directory that this user can write to'
+    )

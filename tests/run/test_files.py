@@ -1,0 +1,127 @@
+"""Atomic writes, locks and directories, on real files and with writers that fail or are killed."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from qkattn.errors import ConfigError, RunDirectoryError
+from qkattn.run.files import check_directory, locked, make_directory, replacing, write_atomic
+from tests.processes import start_python
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / 'file'
+    path.write_text('before')
+    return path
+
+
+def names(directory):
+    return [path.name for path in directory.iterdir()]
+
+
+def test_write_atomic_replaces_text_and_bytes_with_the_mode_that_the_umask_gives(file):
+    umask = os.umask(0o027)
+    try:
+        assert write_atomic(file, 'ä') == file
+    finally:
+        os.umask(umask)
+    assert file.read_bytes() == 'ä'.encode()
+    assert file.stat().st_mode & 0o777 == 0o640
+    below = file.parent / 'a' / 'b'
+    assert write_atomic(below, b'\xff').read_bytes() == b'\xff' and names(below.parent) == ['b']
+
+
+@pytest.mark.parametrize('call', ['fsync', 'replace'])
+def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch, call):
+    def fail(*_):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match='No space left'):
+        write_atomic(file, 'after')
+    assert file.read_text() == 'before' and names(file.parent) == ['file']
+
+
+def test_a_block_that_fails_leaves_the_file_as_it_was(file):
+    with pytest.raises(KeyError), replacing(file) as temporary:
+        temporary.write_text('half')
+        raise KeyError
+    assert file.read_text() == 'before' and names(file.parent) == ['file']
+    with replacing(file) as temporary:
+        temporary.write_text('after')
+    assert file.read_text() == 'after' and names(file.parent) == ['file']
+
+
+def test_what_a_killed_writer_leaves_is_overwritten(file):
+    source = """
+        import os, signal, sys
+        from qkattn.run.files import replacing
+        with replacing(sys.argv[1]) as temporary:
+            temporary.write_text('half of it')
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    process = start_python(source, file)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert file.read_text() == 'before' and len(names(file.parent)) == 2
+    with replacing(file) as temporary:
+        temporary.write_text('after')
+    assert file.read_text() == 'after' and names(file.parent) == ['file']
+
+
+def test_a_lock_excludes_others(tmp_path):
+    path = tmp_path / 'count'
+    path.write_text('0')
+
+    def add_one(_):
+        with locked(tmp_path / 'new' / 'lock'):
+            count = int(path.read_text())
+            time.sleep(0.01)
+            path.write_text(str(count + 1))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add_one, range(8)))
+    assert path.read_text() == '8'
+    with locked(path), pytest.raises(BlockingIOError), locked(path, wait=False):
+        pass
+    with locked(path, wait=False):
+        pass
+
+
+def test_a_lock_that_cannot_be_made_is_one_sentence(file):
+    with (
+        pytest.raises(ConfigError, match='file/below cannot be written .*workdir') as refusal,
+        locked(file / 'below' / 'lock'),
+    ):
+        pass
+    assert '\n' not in str(refusal.value)
+
+
+@pytest.mark.parametrize('function', [check_directory, make_directory])
+@pytest.mark.parametrize(
+    ('path', 'message'),
+    [
+        ('gs://bucket/run', 'gs://bucket/run is a URL'),
+        ('file/run', r'file/run cannot be used \(Not a directory\)'),
+        ('/proc/run', 'workdir=/proc/run cannot be used'),
+        ('/proc', 'workdir=/proc cannot be used'),
+    ],
+)
+def test_a_directory_that_takes_no_files_is_one_sentence(
+    file, monkeypatch, function, path, message
+):
+    monkeypatch.chdir(file.parent)
+    with pytest.raises(RunDirectoryError, match=message) as refusal:
+        function(path)
+    assert '\n' not in str(refusal.value) and names(file.parent) == ['file']
+
+
+def test_a_directory_is_checked_without_a_trace_and_made_absolute(tmp_path):
+    doubled = '/' + str(tmp_path / 'a' / 'run')
+    assert check_directory(doubled) == tmp_path / 'a' / 'run' and names(tmp_path) == []
+    assert make_directory(doubled) == tmp_path / 'a' / 'run'
+    assert names(tmp_path / 'a' / 'run') == []
