@@ -2,7 +2,7 @@
 
 The probe `successor` asks, at every key of a shuffled set, for the payload of the next key around
 a circle. A symmetric score gives the pair (k, k + 1) one number, so it cannot prefer the successor
-at every key; see `Successor` in qkattn/data/probe_tasks.py, also for how far an MLP helps. The
+at every key; see `Successor` in qkattn/data/tasks/probe_tasks.py, also for how far an MLP helps. The
 pairwise score shares its matrix too, but is not symmetric.
 
 Found: standard and pairwise scores 100 % right, symmetric ones 91 % and 88 %; 4 minutes on two CPU

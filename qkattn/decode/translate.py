@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.config import DecodeConfig
-from qkattn.data.tasks.pairs import PairDataset
+from qkattn.data.parallel import PairDataset
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.decode.beam import Hypotheses, beam_search
 from qkattn.decode.cached import decode_step, prefill, read_source, take_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.config import Study
-from qkattn.data.load import rows_of
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, Stopped
 from qkattn.run import leases
 from qkattn.run.files import check_directory, locked, make_directory, write_atomic

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from qkattn.config import Config, fingerprint, to_json
-from qkattn.data.load import rows_of
 from qkattn.data.pipeline import TrainBatches
 from qkattn.data.tasks.rows import Rows
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.model.sites import validate
 from qkattn.run.files import check_directory

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qkattn.config import Config
-from qkattn.data.load import task_of
+from qkattn.data.tasks.task_registry import task_of
 from qkattn.train import sharding
 from qkattn.train.step import eval_step, graph_of, init_stack, train_steps
 

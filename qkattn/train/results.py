@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.config import Config, fingerprint
-from qkattn.data.tasks.pairs import TranslationRows
 from qkattn.data.tasks.rows import Rows
+from qkattn.data.tasks.translation import TranslationRows
 from qkattn.decode.translate import score_split
 from qkattn.metrics import PREFIXES, bits_per_byte, perplexity
 from qkattn.model import cost, with_params

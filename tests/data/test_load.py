@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from qkattn.config import Config, DataConfig, ModelConfig
-from qkattn.data.load import load, rows_of, task_of, tokenizer_of
+from qkattn.data.load import load, tokenizer_of
+from qkattn.data.parallel import PairDataset
+from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.masked import MaskedRows
-from qkattn.data.tasks.pairs import PairDataset, TranslationRows
-from qkattn.data.tasks.probes import ProbeRows
-from qkattn.data.tasks.rows import LanguageRows
+from qkattn.data.tasks.probes import CausalProbeRows, LabellingProbeRows
+from qkattn.data.tasks.task_registry import TASKS, rows_of, task_of
+from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 
@@ -57,9 +59,9 @@ def config_of(files, tmp_path):
     ('kind', 'what', 'rows_type', 'names'),
     [
         ('decoder', 'text', LanguageRows, set()),
-        ('decoder', 'causal probe', ProbeRows, set()),
+        ('decoder', 'causal probe', CausalProbeRows, set()),
         ('encoder', 'text', MaskedRows, set()),
-        ('encoder', 'labelling probe', ProbeRows, set()),
+        ('encoder', 'labelling probe', LabellingProbeRows, set()),
         (
             'encoder_decoder',
             'parallel',
@@ -72,12 +74,13 @@ def test_the_kind_of_model_says_what_the_rows_are(config_of, kind, what, rows_ty
     config = config_of(kind, what, model={'source_context': 60} if names else {})
     rows = rows_of(config)
     assert type(rows) is rows_type is task_of(config)
+    assert rows_type in TASKS
     assert rows.splits == ('train', 'validation', 'test')
     batch = rows.read('validation', np.arange(2) % 1, np.zeros((2, 2), np.uint64))
     assert set(batch) == {'tokens_BT', 'targets_BT', 'loss_weights_BT'} | names
+    stated = rows_type.array_shapes(config.model)
+    assert {name: (a.shape[1], a.dtype) for name, a in batch.items()} == stated
     assert batch['loss_weights_BT'].any()
-    shapes = {name: (array.shape[1], array.dtype) for name, array in batch.items()}
-    assert shapes == rows_type.array_shapes(config.model)
     lengths = {name: array.shape[1] for name, array in batch.items()}
     T = {'causal probe': 7, 'labelling probe': 4}.get(what, 40)
     assert lengths == {name: 60 if name.startswith('source') else T for name in lengths}
@@ -86,13 +89,13 @@ def test_the_kind_of_model_says_what_the_rows_are(config_of, kind, what, rows_ty
 @pytest.mark.parametrize(
     ('kind', 'what', 'said'),
     [
-        ('encoder_decoder', 'text', "'text' is text in one language, .* needs translation of"),
-        ('decoder', 'parallel', "'parallel' is a translation set, .* needs a language model"),
-        ('encoder', 'parallel', "'parallel' is a translation set, .* needs a masked language"),
+        ('encoder_decoder', 'text', "'text' is text in one language, .* needs a translation set"),
+        ('decoder', 'parallel', "'parallel' is a translation set, .* or a causal probe"),
+        ('encoder', 'parallel', "'parallel' is a translation set, .* or a labelling probe"),
         ('encoder', 'causal probe', "'recall.*' is a causal probe, .* a labelling probe"),
-        ('encoder_decoder', 'causal probe', 'is a causal probe, .* needs translation'),
+        ('encoder_decoder', 'causal probe', 'is a causal probe, .* needs a translation set'),
         ('decoder', 'labelling probe', "'successor.*' is a labelling probe, .* a causal probe"),
-        ('encoder_decoder', 'labelling probe', 'is a labelling probe, .* needs translation'),
+        ('encoder_decoder', 'labelling probe', 'is a labelling probe, .* needs a translation set'),
     ],
 )
 def test_data_of_no_use_to_the_model_is_refused(config_of, kind, what, said):
@@ -109,28 +112,28 @@ def refused(config: Config, said: str) -> None:
 @pytest.mark.parametrize(
     ('kind', 'what', 'model', 'data', 'said'),
     [
-        ('decoder', 'causal probe', {'context': 8}, {}, 'model.context=8 must equal .*, 7$'),
-        ('encoder', 'labelling probe', {'context': 3}, {}, 'model.context=3 must equal .*, 4$'),
+        ('decoder', 'causal probe', {'context': 8}, {}, 'model.context=8 must equal .*, 7.$'),
+        ('encoder', 'labelling probe', {'context': 3}, {}, 'model.context=3 must equal .*, 4.$'),
         (
             'decoder',
             'causal probe',
             {'vocab_size': 7},
             {},
-            r"model.vocab_size=7 is too small for dataset 'recall\(.*\)', which has 8 ids$",
+            r"model.vocab_size=7 is too small for data.name='recall\(.*\)', whose rows hold 8 ",
         ),
         (
             'encoder',
             'text',
             {'vocab_size': 256},
             {},
-            "vocab_size=256 .* data.tokenizer='bytes', which has 257 ids, the mask included",
+            "vocab_size=256 is too small .* at least 257",
         ),
         (
             'decoder',
             'text',
             {'vocab_size': 20},
             {'tokenizer': 'characters'},
-            "vocab_size=20 is too small for dataset 'text' with data.tokenizer='characters'",
+            "vocab_size=20 is too small for data.name='text'",
         ),
         (
             'decoder',
@@ -140,14 +143,14 @@ def refused(config: Config, said: str) -> None:
             'data.tokenizer_size=5000',
         ),
         ('decoder', 'causal probe', {}, {'name': 'recal(pairs=2)'}, 'recal'),
-        ('decoder', 'causal probe', {}, {'lowercase': True}, 'data.lowercase=True means nothing'),
-        ('encoder', 'labelling probe', {}, {'path': 'x.txt'}, "data.path='x.txt' means nothing"),
+        ('decoder', 'causal probe', {}, {'lowercase': True}, 'data.lowercase=True has no effect'),
+        ('encoder', 'labelling probe', {}, {'path': 'x.txt'}, "data.path='x.txt' has no effect"),
         ('decoder', 'causal probe', {}, {'tokenizer': 'bpe'}, "leave it 'bytes'"),
         ('decoder', 'causal probe', {}, {'name': 'recall(pears=2)'}, "no option 'pears'"),
         ('decoder', 'text', {}, {'name': 'txet'}, "'txet' is not a known dataset.*'text'"),
         ('decoder', 'text', {}, {'path': None}, 'data.path=None: .* needs the file or directory'),
         ('decoder', 'text', {}, {'path': 'absent'}, "data.path='absent' does not exist"),
-        ('decoder', 'text', {}, {'languages': 'en-de'}, "languages='en-de' means nothing to"),
+        ('decoder', 'text', {}, {'languages': 'en-de'}, "languages='en-de' has no effect on"),
         ('encoder_decoder', 'parallel', {}, {'languages': None}, 'needs source and target'),
         ('encoder_decoder', 'parallel', {}, {'languages': 'en'}, 'is not a pair'),
         ('encoder_decoder', 'parallel', {}, {'languages': 'en-fr'}, 'train.fr.* is missing'),

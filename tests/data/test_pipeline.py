@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from qkattn.data import pipeline
-from qkattn.data.tasks.rows import LanguageRows
+from qkattn.data.tasks.language import LanguageRows
 from qkattn.errors import ConfigError
 
 TRAIN = {'batch_size': 6}
@@ -91,7 +91,7 @@ import sys
 from qkattn.config import DataConfig
 from qkattn.data import pipeline
 from qkattn.data.load import load
-from qkattn.data.rows import LanguageRows
+from qkattn.data.tasks.language import LanguageRows
 rows = LanguageRows(load(DataConfig(data_dir=sys.argv[1])), 64)
 batch = pipeline.train_batch(rows, seed=3, step=12345, batch_size=4)
 sys.stdout.buffer.write(batch['targets_BT'].tobytes())

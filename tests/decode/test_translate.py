@@ -15,7 +15,7 @@ from qkattn.config import (
     TrainConfig,
     TrialsConfig,
 )
-from qkattn.data.tasks.pairs import PairDataset
+from qkattn.data.parallel import PairDataset
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.data.tokens import SplitInfo, TokenDataset
 from qkattn.decode import translate, translation_scores

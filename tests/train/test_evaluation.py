@@ -12,8 +12,8 @@ import pytest
 
 from qkattn.config import MeshConfig
 from qkattn.data import pipeline
-from qkattn.data.load import rows_of
 from qkattn.data.tasks import repeats
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.model import cost
 from qkattn.train import evaluation, program, results, sharding, step, train
 

@@ -11,7 +11,7 @@ import pytest
 
 from qkattn.config import Config, MeshConfig
 from qkattn.data import pipeline
-from qkattn.data.load import rows_of
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.metrics import bits_per_byte
 from qkattn.train import evaluation, program, step, train
 from qkattn.train.optimizer import schedule

@@ -47,14 +47,11 @@ class Corpus:
     documents: Callable[[str | None], Mapping[str, Iterable[bytes]]]
 
 
-def find(config: DataConfig) -> Corpus:
-    """The corpus that `config` names.
-
-    Nothing is downloaded before its `documents` are asked for, except for 'tfds:...': which splits
-    such a set has is known only once it is prepared.
+def check(config: DataConfig) -> str:
+    """The key in SETTINGS of the dataset that `config` names, its settings checked.
 
     Raises:
-      ConfigError: for an unknown dataset, for a setting that it needs, does not take or cannot use.
+      ConfigError: an unknown dataset, a setting that it needs or does not take.
     """
     kind = 'tfds' if config.name.startswith('tfds:') else config.name
     if kind not in SETTINGS or config.name == 'tfds':
@@ -69,7 +66,7 @@ def find(config: DataConfig) -> Corpus:
         value = getattr(config, field)
         if value is not None and field not in SETTINGS[kind]:
             raise ConfigError(
-                f'data.{field}={value!r} means nothing to data.name={config.name!r}; leave it None.'
+                f'data.{field}={value!r} has no effect on data.name={config.name!r}; leave it None.'
             )
     for field, needed in SETTINGS[kind].items():
         value = getattr(config, field)
@@ -77,7 +74,19 @@ def find(config: DataConfig) -> Corpus:
             raise ConfigError(
                 f'data.{field}={value!r}: data.name={config.name!r} needs {MEANING[field]}.'
             )
-    corpus = _corpus(kind, config)
+    return kind
+
+
+def find(config: DataConfig) -> Corpus:
+    """The corpus that `config` names.
+
+    Nothing is downloaded before its `documents` are read, except for 'tfds:...': which splits such
+    a set has is known only once it is prepared.
+
+    Raises:
+      ConfigError: as `check`; a setting that the dataset cannot use.
+    """
+    corpus = _corpus(check(config), config)
     return _lowered(corpus) if config.lowercase else corpus
 
 

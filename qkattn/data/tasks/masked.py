@@ -1,10 +1,13 @@
 """Windows of text with some tokens hidden, to be restored from both sides."""
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from qkattn.data.tasks.rows import Batch, TextRows
+from qkattn.config import Config
+from qkattn.data.load import load_text
+from qkattn.data.tasks.language import TextRows
+from qkattn.data.tasks.rows import Batch
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 
@@ -25,6 +28,12 @@ class MaskedRows(TextRows):
     Raises:
       ConfigError: a mask_rate or a length out of range.
     """
+
+    kind: ClassVar[str] = 'encoder'
+
+    @classmethod
+    def open(cls, config: Config) -> Self:
+        return cls(load_text(config.data), config.model.context, config.data.mask_rate)
 
     def __init__(self, dataset: TokenDataset, length: int, mask_rate: float = 0.15):
         super().__init__(dataset, length)

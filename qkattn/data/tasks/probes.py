@@ -7,13 +7,14 @@ are read: training never sees a row twice but by chance, validation and test are
 import dataclasses
 import difflib
 import math
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from qkattn.config import Config, DataConfig
 from qkattn.config.calls import parse_call
 from qkattn.data.tasks.probe_tasks import PROBES, Probe
-from qkattn.data.tasks.rows import Batch, token_shapes
+from qkattn.data.tasks.rows import Batch, DataForm, token_shapes
 from qkattn.errors import ConfigError, SpecError
 
 # Changes whenever the same draws would make other rows.
@@ -21,6 +22,8 @@ VERSION = 1
 TRAIN_ROWS = 2**24
 EVAL_ROWS = 1024
 SPLITS = ('train', 'validation', 'test')
+# Settings of text that a probe has no use for.
+TEXT_SETTINGS = ('manual_dir', 'path', 'languages', 'feature', 'lowercase', 'tokenizer')
 
 
 def is_probe(text: str) -> bool:
@@ -28,8 +31,8 @@ def is_probe(text: str) -> bool:
     return text.partition('(')[0] in PROBES
 
 
-def find(text: str) -> 'ProbeRows':
-    """The rows of the probe that `text` names, e.g. 'recall(pairs=8)'.
+def find(text: str) -> tuple[str, Probe]:
+    """The name and the task of a probe, e.g. of 'recall(pairs=8)'.
 
     Raises:
       ConfigError: an unknown probe or option, or an option out of range.
@@ -59,7 +62,7 @@ def find(text: str) -> 'ProbeRows':
             )
     probe = kind(**options)
     probe.check()
-    return ProbeRows(name, probe)
+    return name, probe
 
 
 class ProbeRows:
@@ -69,19 +72,36 @@ class ProbeRows:
     three splits read different parts of their generators' streams.
 
     Attributes:
-      causal: whether a decoder predicts next tokens, or an encoder labels the tokens of the row.
       length: tokens of a row.
       options: of the task, all of them.
     """
 
     splits = SPLITS
+    pairs: None = None
 
     array_shapes = staticmethod(token_shapes)
+
+    @classmethod
+    def open(cls, config: Config) -> Self:
+        data, model = config.data, config.model
+        for field in TEXT_SETTINGS:
+            value, default = getattr(data, field), getattr(DataConfig, field)
+            if value != default:
+                raise ConfigError(
+                    f'data.{field}={value!r} has no effect on data.name={data.name!r}; leave it '
+                    f'{default!r}.'
+                )
+        rows = cls(*find(data.name))
+        if rows.length != model.context:
+            raise ConfigError(
+                f'model.context={model.context} must equal the length of the rows of '
+                f'{data.name!r}, {rows.length}.'
+            )
+        return rows
 
     def __init__(self, name: str, probe: Probe):
         self.name = name
         self.options = dataclasses.asdict(probe)
-        self.causal = probe.causal
         self.vocab_size = probe.sizes.vocabulary
         self._probe = probe
         self.length = self.read('validation', np.arange(1), np.zeros((1, 2)))['tokens_BT'].shape[1]
@@ -122,3 +142,17 @@ class ProbeRows:
 
     def unigram_nats(self, split: str) -> float:
         return math.log(self._probe.sizes.answers)
+
+
+class CausalProbeRows(ProbeRows):
+    """Rows of a probe whose next tokens a decoder predicts."""
+
+    kind: ClassVar[str] = 'decoder'
+    data: ClassVar[DataForm] = 'a causal probe'
+
+
+class LabellingProbeRows(ProbeRows):
+    """Rows of a probe whose tokens an encoder labels."""
+
+    kind: ClassVar[str] = 'encoder'
+    data: ClassVar[DataForm] = 'a labelling probe'

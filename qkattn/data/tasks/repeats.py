@@ -25,9 +25,9 @@ def sequences(rows: Rows) -> np.ndarray | None:
     rows only, so the same for everything that is trained on them.
 
     Returns:
-      None where T < MIN_LENGTH, and where the rows are not plain next-token prediction: where there
-      are inputs besides the tokens, where targets are not the tokens that follow, or where some have
-      weight 0 (as in all causal probes), so that the model never learned to predict them.
+      None where T < MIN_LENGTH, and where the rows are not plain next-token prediction: they have
+      inputs besides the tokens, targets that are not the tokens that follow, or targets with loss
+      weight 0 (as in all causal probes), which the model never learned to predict.
     """
     count = len(eval_rows(rows, 'validation', NUM_ROWS))
     batch = next(eval_batches(rows, 'validation', batch_size=count, max_rows=NUM_ROWS))

@@ -1,32 +1,52 @@
-"""What training reads: fixed-shape examples by number, whatever the task."""
+"""The interface between tasks and training: fixed-shape examples by number."""
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 
-from qkattn.config import ModelConfig
-from qkattn.data.tokens import TokenDataset
-from qkattn.errors import ConfigError
+from qkattn.config import Config, ModelConfig
+from qkattn.data.parallel import PairDataset
 
 Batch = dict[str, np.ndarray]
-# Length and type of a row's arrays by the names of a Batch.
+# Length and dtype of each array of a row.
 ArrayShapes = dict[str, tuple[int, np.dtype]]
+DataForm = Literal[
+    'text in one language', 'a translation set', 'a causal probe', 'a labelling probe'
+]
+
+INT, FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class Rows(Protocol):
-    """A dataset, made ready for a task and a model's lengths.
+    """A task: a dataset, cut into rows for a kind of model.
 
     Attributes:
+      kind: the model.kind that the task trains.
+      data: the form of data that it reads.
       splits: 'train', 'validation' and, where the data has one, 'test'.
       vocab_size: ids are in [0, vocab_size).
+      pairs: the parallel text that a trained model is asked to translate; None in other tasks.
     """
 
+    kind: ClassVar[str]
+    data: ClassVar[DataForm]
     splits: tuple[str, ...]
     vocab_size: int
 
+    @property
+    def pairs(self) -> PairDataset | None: ...
+
     @staticmethod
     def array_shapes(model: ModelConfig) -> ArrayShapes:
-        """The arrays that `read` returns, known from the model alone."""
+        """Length and dtype of the arrays of one row, by name; needs no data."""
+
+    @classmethod
+    def open(cls, config: Config) -> Self:
+        """The rows of a configuration whose data has the form `data`.
+
+        Raises:
+          ConfigError: data that cannot be opened, or that does not fit the model.
+        """
 
     def count(self, split: str) -> int:
         """Rows in a split; of 'train', the rows of an epoch.
@@ -36,100 +56,28 @@ class Rows(Protocol):
         """
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        """The rows of these numbers, always in the same shapes.
+        """Reads rows by number, as arrays [B, length] of `array_shapes`.
 
         Args:
-          draws_B2: uint64; a row's randomness, if it has any, comes from its pair of numbers only:
-            the seed, and the place in the endless training sequence (or the row in an evaluation).
+          draws_B2: uint64; all randomness of a row comes from its pair of numbers: the seed, and
+            the position in the endless training sequence (in an evaluation, 0 and the row).
 
         Returns:
-          tokens_BT and targets_BT, int32; loss_weights_BT, float32, 0 where nothing is to be
-          predicted; and the model's other inputs by the names of its arguments.
+          tokens_BT and targets_BT; loss_weights_BT, 0 where nothing is predicted; and the model's
+          other inputs by the names of its arguments.
         """
 
     def identity(self) -> dict[str, Any]:
-        """What a result has to carry to say which data it is about; JSON."""
+        """Identifies the data in results and checkpoints; JSON."""
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Bytes of text that a target stands for, on average; None where bytes mean nothing."""
+        """Mean bytes of text per target; None where rows are not text."""
 
     def unigram_nats(self, split: str) -> float | None:
-        """Loss per target of the best model that knows nothing but frequencies, if known."""
+        """Loss per target of the best model that knows only frequencies, if known."""
 
 
 def token_shapes(model: ModelConfig) -> ArrayShapes:
     """The arrays of rows whose only input is tokens_BT."""
-    T, integer = model.context, np.dtype(np.int32)
-    return {
-        'tokens_BT': (T, integer),
-        'targets_BT': (T, integer),
-        'loss_weights_BT': (T, np.dtype(np.float32)),
-    }
-
-
-class TextRows:
-    """What windows of a text have in common, whichever of its tokens are to be predicted."""
-
-    array_shapes = staticmethod(token_shapes)
-
-    def __init__(self, dataset: TokenDataset, length: int):
-        if length < 1:
-            raise ConfigError(f'model.context={length!r} is too small; it must be at least 1.')
-        self.dataset, self.length = dataset, length
-        self.splits = dataset.splits
-        self.vocab_size = dataset.vocab_size
-
-    def identity(self) -> dict[str, Any]:
-        return self.dataset.identity()
-
-    def bytes_per_token(self, split: str) -> float:
-        return self.dataset.bytes_per_token(split)
-
-    def unigram_nats(self, split: str) -> float:
-        return self.dataset.info(split).unigram_nats_per_token
-
-
-class LanguageRows(TextRows):
-    """Windows of text, each token predicted from those before it in its window.
-
-    Window w of a split holds tokens [w*length, (w+1)*length]: length + 1 tokens, of which the last
-    is the first of window w + 1, so every token but the first of the split is a target exactly
-    once. The fewer than `length` targets that fill no window are left out.
-
-    With `shift`, training windows begin `offset` tokens later, 0 <= offset < length, drawn anew for
-    every (seed, epoch), and there is one window less.
-    """
-
-    def __init__(self, dataset: TokenDataset, length: int, *, shift: bool = False):
-        super().__init__(dataset, length)
-        self.shift = shift
-
-    def count(self, split: str) -> int:
-        num_tokens = len(self.dataset.split(split))
-        shifted = self.shift and split == 'train'
-        needed = 2 * self.length if shifted else self.length + 1
-        if num_tokens < needed:
-            raise ConfigError(
-                f'model.context={self.length!r} is too long for split {split!r} of dataset '
-                f'{self.dataset.name!r} with {num_tokens} tokens; it must be at most '
-                f'{max(num_tokens // 2 if shifted else num_tokens - 1, 0)}.'
-            )
-        return (num_tokens - needed) // self.length + 1
-
-    def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        first_B = rows_B * self.length
-        if self.shift and split == 'train':
-            epochs_B = draws_B2[:, 1] // self.count(split)
-            offsets = {
-                (seed, epoch): np.random.default_rng((seed, epoch)).integers(self.length)
-                for seed, epoch in {*zip(draws_B2[:, 0].tolist(), epochs_B.tolist(), strict=True)}
-            }
-            keys = zip(draws_B2[:, 0].tolist(), epochs_B.tolist(), strict=True)
-            first_B = first_B + np.array([offsets[key] for key in keys])
-        positions_BT1 = first_B[:, None] + np.arange(self.length + 1)
-        tokens_BT1 = np.asarray(self.dataset.split(split))[positions_BT1].astype(np.int32)
-        return {
-            'tokens_BT': tokens_BT1[:, :-1],
-            'targets_BT': tokens_BT1[:, 1:],
-            'loss_weights_BT': np.ones((len(rows_B), self.length), np.float32),
-        }
+    T = model.context
+    return {'tokens_BT': (T, INT), 'targets_BT': (T, INT), 'loss_weights_BT': (T, FLOAT)}

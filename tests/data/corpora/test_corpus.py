@@ -45,7 +45,7 @@ def test_close_name_is_proposed():
     ],
 )
 def test_settings_without_effect_are_refused(name, field, value):
-    with pytest.raises(ConfigError, match=f"data.{field}='{value}' means nothing to .*{name}"):
+    with pytest.raises(ConfigError, match=f"data.{field}='{value}' has no effect on .*{name}"):
         find(DataConfig(name=name, **{field: value}))
 
 

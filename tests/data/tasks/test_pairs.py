@@ -4,7 +4,8 @@ import logging
 import numpy as np
 import pytest
 
-from qkattn.data.tasks.pairs import PairDataset, TranslationRows
+from qkattn.data.parallel import PairDataset
+from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokens import SplitInfo, TokenDataset
 from qkattn.errors import ConfigError
 
@@ -184,7 +185,7 @@ def test_long_pairs_are_refused_in_one_sentence(parallel):
 def test_long_pairs_are_dropped_counted_and_said(parallel, rows, monkeypatch):
     logged = []
     monkeypatch.setattr(
-        logging.getLogger('qkattn.data.tasks.pairs'),
+        logging.getLogger('qkattn.data.tasks.translation'),
         'info',
         lambda text, *args: logged.append(text % args),
     )

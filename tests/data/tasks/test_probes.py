@@ -17,10 +17,14 @@ SMALL = [
 ALL = [*probes.PROBES, *SMALL]
 
 
+def opened(name: str) -> probes.ProbeRows:
+    return probes.ProbeRows(*probes.find(name))
+
+
 def read(name, split='train', count=300, seed=5):
     rows_B = np.arange(count)
     draws_B2 = np.stack([np.full(count, seed), rows_B], axis=1).astype(np.uint64)
-    return probes.find(name).read(split, rows_B, draws_B2)
+    return opened(name).read(split, rows_B, draws_B2)
 
 
 def examples(name):
@@ -33,7 +37,7 @@ def examples(name):
 @pytest.mark.parametrize('name', ALL)
 @pytest.mark.parametrize('split', probes.SPLITS)
 def test_shapes_types_and_range(name, split):
-    rows = probes.find(name)
+    rows = opened(name)
     batch = read(name, split, count=200)
     assert {key: (a.shape, a.dtype.name) for key, a in batch.items()} == {
         'tokens_BT': ((200, rows.length), 'int32'),
@@ -51,7 +55,7 @@ def test_shapes_types_and_range(name, split):
 
 @pytest.mark.parametrize('name', SMALL)
 def test_every_id_and_every_answer_turns_up(name):
-    rows = probes.find(name)
+    rows = opened(name)
     batch = read(name)
     answers = np.unique(batch['targets_BT'][batch['loss_weights_BT'] == 1])
     used = np.unique(np.concatenate([batch['tokens_BT'].ravel(), answers]))
@@ -60,7 +64,7 @@ def test_every_id_and_every_answer_turns_up(name):
     assert rows.bytes_per_token('train') is None
 
 
-@pytest.mark.parametrize('name', [name for name in SMALL if probes.find(name).causal])
+@pytest.mark.parametrize('name', [name for name in SMALL if probes.find(name)[1].causal])
 def test_causal_tasks_predict_next_tokens(name):
     batch = read(name)
     assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
@@ -122,7 +126,7 @@ def test_successor_labels_with_the_payload_of_the_next_key():
 
 @pytest.mark.parametrize('name', probes.PROBES)
 def test_training_rows_are_functions_of_their_draws(name):
-    rows = probes.find(name)
+    rows = opened(name)
     assert rows.count('train') >= 2**24
     batch = read(name, count=50)
     assert len(np.unique(batch['tokens_BT'], axis=0)) == 50
@@ -134,7 +138,7 @@ def test_training_rows_are_functions_of_their_draws(name):
 
 @pytest.mark.parametrize('name', probes.PROBES)
 def test_evaluation_rows_are_fixed_and_not_those_of_training(name):
-    rows = probes.find(name)
+    rows = opened(name)
     assert rows.count('validation') == rows.count('test') == 1024
     rows_B = np.array([3, 0])
     drawn = np.array([[1, 2], [3, 4]], np.uint64)
@@ -152,7 +156,7 @@ def test_rows_are_the_same_for_ever():
 
 
 def test_identity_tells_every_option():
-    identity = probes.find('recall(pairs=5)').identity()
+    identity = opened('recall(pairs=5)').identity()
     assert json.loads(json.dumps(identity)) == identity
     assert identity == {
         'name': 'recall',
@@ -165,8 +169,8 @@ def test_names():
     assert probes.is_probe('copy')
     assert probes.is_probe('copy(length=3)')
     assert not probes.is_probe('stdlib')
-    assert [name for name in probes.PROBES if not probes.find(name).causal] == ['successor']
-    assert probes.find('copy()').identity() == probes.find('copy').identity()
+    assert [name for name in probes.PROBES if not probes.find(name)[1].causal] == ['successor']
+    assert opened('copy()').identity() == opened('copy').identity()
 
 
 @pytest.mark.parametrize(
@@ -210,4 +214,4 @@ def test_the_smallest_and_tightest_options_work(name):
 
 def test_unknown_split():
     with pytest.raises(ConfigError, match="split='dev' is not in probe 'copy'; valid: 'train'"):
-        probes.find('copy').count('dev')
+        opened('copy').count('dev')

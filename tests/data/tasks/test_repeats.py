@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qkattn.data.tasks import probes, repeats
-from qkattn.data.tasks.rows import LanguageRows
+from qkattn.data.tasks.language import LanguageRows
 
 LENGTHS = (8, 9, 16, 17)
 
@@ -86,4 +86,4 @@ def test_short_rows_and_probes_have_none(text):
     assert repeats.sequences(text(7)) is None
     assert repeats.sequences(text(8)) is not None
     for name in ('recall', 'copy', 'induction'):
-        assert repeats.sequences(probes.find(name)) is None
+        assert repeats.sequences(probes.CausalProbeRows(*probes.find(name))) is None

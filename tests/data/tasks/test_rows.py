@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from qkattn.data.tasks.rows import LanguageRows
+from qkattn.data.tasks.language import LanguageRows
 from qkattn.errors import ConfigError
 
 
