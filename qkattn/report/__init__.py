@@ -11,28 +11,24 @@ from qkattn.report.html import report_page
 from qkattn.report.latex import latex_table
 from qkattn.report.tables import headline, report_markdown, report_text
 from qkattn.run.files import write_atomic
-from qkattn.verdict.findings import Findings, find
-from qkattn.verdict.load import Study, load_study
-from qkattn.verdict.summary import Row, summarise
+from qkattn.verdict import Findings, Study, find, load_study
 
 __all__ = [
     'Findings',
     'ReportError',
-    'Row',
     'Study',
     'documents',
     'find',
     'headline',
     'load_study',
     'report_text',
-    'summarise',
     'write_report',
 ]
 
 
 def documents(study: Study) -> dict[str, str]:
     """Everything that is printed of a study but its figures, by file name; report.html is last."""
-    found = find(study, summarise(study))
+    found = find(study)
     return _documents(study, found, figures(study, found))
 
 
@@ -53,7 +49,7 @@ def write_report(study_dir: str | Path) -> Path:
     no study or holds no result.
     """
     study = load_study(study_dir)
-    found = find(study, summarise(study))
+    found = find(study)
     drawn = figures(study, found)
     for figure in drawn:
         write_atomic(study.directory / 'plots' / f'{figure.stem}.png', figure.png)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from qkattn.report.numbers import NONE, interval, mean_sd, p_value, si, words
 from qkattn.study.tuning import KNOBS
-from qkattn.verdict.findings import Arm, Findings
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.findings import Findings
 from qkattn.verdict.measures import Measure, losses, scores
-from qkattn.verdict.summary import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ def columns_of(findings: Findings) -> tuple[Column, ...]:
     The verdict and what was found stand left of what it cost, so that they are in sight on a narrow
     screen.
     """
-    rows = findings.rows
-    tuned = any(arm.verdict for arm in findings.arms) or any(row.screening for row in rows)
+    rows = findings.arms
+    tuned = any(arm.verdict for arm in findings.arms) or any(row.screening_trials for row in rows)
     val, *test = map(_measured, losses(rows))
     difference = Column(_difference_heading(findings), _difference)
     induction = [_measured(measure) for measure in induction_of(rows)]
@@ -42,7 +42,7 @@ def columns_of(findings: Findings) -> tuple[Column, ...]:
     return (*_NAMES, *found, _SEEDS, _RATE, *_COSTS)
 
 
-def induction_of(rows: Sequence[Row]) -> tuple[Measure, ...]:
+def induction_of(rows: Sequence[Arm]) -> tuple[Measure, ...]:
     """What a repetition in the context gains: of decoders that were probed for it."""
     measures = (
         Measure('val_induction_gain', 'induction gain', 'nats/token', decimals=3),
@@ -59,14 +59,14 @@ def _difference_heading(findings: Findings) -> tuple[str, str]:
 
 
 def _difference(arm: Arm) -> str:
-    if arm.row.is_baseline:
+    if arm.is_baseline:
         return 'baseline'
     unpaired = arm.difference is not None and not arm.difference.paired
     return interval(arm.difference) + (' unpaired' if unpaired else '')
 
 
 def _verdict(arm: Arm) -> str:
-    return NONE if arm.verdict is None else arm.verdict.word
+    return NONE if arm.verdict is None else arm.verdict.decision.value
 
 
 def _adjusted(arm: Arm) -> str:
@@ -84,15 +84,15 @@ def detectable(arm: Arm) -> float | None:
 
 
 def _single_rate(arm: Arm) -> str:
-    rate = arm.row.learning_rate
-    return NONE if rate is None else f'{rate:g}{"*" if arm.row.at_edge else ""}'
+    rate = arm.learning_rate
+    return NONE if rate is None else f'{rate:g}{"*" if arm.at_edge else ""}'
 
 
 def _knobs(findings: Findings) -> list[Column]:
     """Each tuned setting, marked where it is not bracketed, with the interval of its optimum."""
     columns = []
     for knob in ('learning_rate', *KNOBS[1:]):
-        if knob != 'learning_rate' and not any(knob in arm.bowls for arm in findings.arms):
+        if knob != 'learning_rate' and not any(knob in arm.sweeps for arm in findings.arms):
             continue
 
         def text(arm: Arm, knob: str = knob) -> str:
@@ -107,9 +107,9 @@ def tuned_value(arm: Arm, knob: str, span: bool = True) -> str:
     value = value_of(arm, knob)
     if value is None:
         return NONE
-    if knob not in arm.bowls:
+    if knob not in arm.sweeps:
         return f'{value:g}'
-    bowl = arm.bowls[knob]
+    bowl = arm.sweeps[knob]
     mark = '' if bowl.bracketed else '*'
     if not span or bowl.optimum_low is None or bowl.optimum_high is None:
         return f'{value:g}{mark}'
@@ -118,28 +118,28 @@ def tuned_value(arm: Arm, knob: str, span: bool = True) -> str:
 
 def value_of(arm: Arm, knob: str) -> float | None:
     """What the verdict ran at, or what the screening has chosen so far."""
-    if arm.row.verdicts:
-        return arm.row.verdicts[0].at[KNOBS.index(knob)]
-    return arm.bowls[knob].chosen if knob in arm.bowls else None
+    if arm.verdict_trials:
+        return arm.verdict_trials[0].at[KNOBS.index(knob)]
+    return arm.sweeps[knob].chosen if knob in arm.sweeps else None
 
 
 def _sensitivity(arm: Arm) -> str:
-    bowl = arm.bowls.get('learning_rate')
+    bowl = arm.sweeps.get('learning_rate')
     return NONE if bowl is None or bowl.sensitivity is None else f'{bowl.sensitivity:.3f}'
 
 
 def _residual(arm: Arm) -> str:
-    residual = arm.row.example.residual
+    residual = arm.example.residual
     return NONE if residual is None else f'{100 * residual:+.3f}'
 
 
 def _diverged(arm: Arm) -> str:
-    return f'{arm.row.num_diverged}/{len(arm.row.verdicts)}'
+    return f'{arm.num_diverged}/{len(arm.verdict_trials)}'
 
 
 def _screening_diverged(arm: Arm) -> str:
-    lost = sum(not trial.finished for trial in arm.row.screening)
-    return f'{lost}/{len(arm.row.screening)}'
+    lost = sum(not trial.finished for trial in arm.screening_trials)
+    return f'{lost}/{len(arm.screening_trials)}'
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -149,20 +149,20 @@ def mean(values: Sequence[float]) -> float | None:
 def _measured(measure: Measure) -> Column:
     return Column(
         (measure.heading, 'mean ± sd'),
-        lambda arm: mean_sd(measure.over_seeds(arm.row), measure.decimals),
+        lambda arm: mean_sd(measure.over_seeds(arm), measure.decimals),
     )
 
 
 _NAMES = (
-    Column(('variant', ''), lambda arm: arm.row.variant, left=True),
-    Column(('size', ''), lambda arm: arm.row.size, left=True),
+    Column(('variant', ''), lambda arm: arm.variant, left=True),
+    Column(('size', ''), lambda arm: arm.size, left=True),
 )
 _VERDICT = Column(('verdict', ''), _verdict, left=True)
 _TESTS = (
     Column(('p', 'after Holm'), _adjusted),
     Column(('detectable', 'difference'), _detectable),
 )
-_SEEDS = Column(('seeds', ''), lambda arm: str(len(arm.row.chosen)))
+_SEEDS = Column(('seeds', ''), lambda arm: str(len(arm.chosen)))
 _RATE = Column(('learning', 'rate'), _single_rate)
 _SCREENED = (
     Column(('learning rate', 'sensitivity'), _sensitivity),
@@ -170,14 +170,14 @@ _SCREENED = (
     _SEEDS,
 )
 _COSTS = (
-    Column(('parameters', ''), lambda arm: f'{arm.row.example.parameters["total"]:,}'),
+    Column(('parameters', ''), lambda arm: f'{arm.example.parameters["total"]:,}'),
     Column(('residual', '%'), _residual),
-    Column(('attention', 'parameters'), lambda arm: f'{arm.row.example.parameters["attention"]:,}'),
-    Column(('d_model', ''), lambda arm: str(arm.row.example.config['d_model'])),
-    Column(('d_ff', ''), lambda arm: str(arm.row.example.config['d_ff'])),
-    Column(('FLOPs', '/token'), lambda arm: si(arm.row.example.flops_per_token)),
-    Column(('cache', 'floats/token'), lambda arm: si(arm.row.example.cache_floats_per_token)),
-    Column(('tokens', '/s'), lambda arm: si(mean(arm.row.of_runs('tokens_per_second')))),
-    Column(('run', 's'), lambda arm: si(sum(arm.row.of_runs('train_seconds')))),
+    Column(('attention', 'parameters'), lambda arm: f'{arm.example.parameters["attention"]:,}'),
+    Column(('d_model', ''), lambda arm: str(arm.example.config['d_model'])),
+    Column(('d_ff', ''), lambda arm: str(arm.example.config['d_ff'])),
+    Column(('FLOPs', '/token'), lambda arm: si(arm.example.flops_per_token)),
+    Column(('cache', 'floats/token'), lambda arm: si(arm.example.cache_floats_per_token)),
+    Column(('tokens', '/s'), lambda arm: si(mean(arm.of_runs('tokens_per_second')))),
+    Column(('run', 's'), lambda arm: si(sum(arm.of_runs('train_seconds')))),
     Column(('diverged', ''), _diverged),
 )

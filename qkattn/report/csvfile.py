@@ -5,26 +5,27 @@ import io
 from collections.abc import Sequence
 
 from qkattn.report.columns import induction_of, mean, value_of
+from qkattn.report.sentences import reason
 from qkattn.study.tuning import KNOBS
-from qkattn.verdict.findings import Arm, Findings
+from qkattn.verdict import Arm, Findings
 from qkattn.verdict.measures import losses, scores
 
 
 def csv_table(findings: Findings) -> str:
     """An empty field means there is no such number."""
-    rows = findings.rows
+    rows = findings.arms
     measures = (*losses(rows), *scores(rows), *induction_of(rows))
     groups = dict.fromkeys(group for row in rows for group in row.example.parameters)
     multipliers = {of.variant: of.multiplier for of in findings.scaling}
     records = []
     for arm in findings.arms:
         record = _record(arm, [measure.field for measure in measures])
-        parameters = arm.row.example.parameters
+        parameters = arm.example.parameters
         record |= {
             f'weights_{group}': parameters.get(group) for group in groups if group != 'total'
         }
         if multipliers:
-            found = multipliers.get(arm.row.variant)
+            found = multipliers.get(arm.variant)
             for part in ('value', 'low', 'high'):
                 record[f'multiplier_{part}'] = found and getattr(found, part)
         records.append(record)
@@ -36,7 +37,7 @@ def csv_table(findings: Findings) -> str:
 
 
 def _record(arm: Arm, fields: Sequence[str]) -> dict[str, object]:
-    row, trial = arm.row, arm.row.example
+    row, trial = arm, arm.example
     record: dict[str, object] = {
         'variant': row.variant,
         'size': row.size,
@@ -49,11 +50,13 @@ def _record(arm: Arm, fields: Sequence[str]) -> dict[str, object]:
         'residual': trial.residual,
         'flops_per_token': trial.flops_per_token,
         'cache_floats_per_token': trial.cache_floats_per_token,
-        'learning_rate': value_of(arm, 'learning_rate') if arm.bowls else row.learning_rate,
+        'learning_rate': value_of(arm, 'learning_rate') if arm.sweeps else row.learning_rate,
         'learning_rates_run': ' '.join(f'{rate:g}' for rate in row.learning_rates),
         'learning_rate_at_edge': int(row.at_edge),
         'seeds': ' '.join(str(seed) for seed in sorted(t.seed for t in row.chosen)),
-        'screening_seeds': ' '.join(str(seed) for seed in sorted({t.seed for t in row.screening})),
+        'screening_seeds': ' '.join(
+            str(seed) for seed in sorted({t.seed for t in row.screening_trials})
+        ),
     }
     for knob in KNOBS:
         record |= _tuned(knob, arm)
@@ -70,16 +73,16 @@ def _record(arm: Arm, fields: Sequence[str]) -> dict[str, object]:
         'train_seconds': sum(row.of_runs('train_seconds')),
         'compile_seconds': sum(row.of_runs('compile_seconds')),
         'diverged': row.num_diverged,
-        'trials': len(row.verdicts),
-        'screening_diverged': sum(not trial.finished for trial in row.screening),
-        'screening_trials': len(row.screening),
+        'trials': len(row.verdict_trials),
+        'screening_diverged': sum(not trial.finished for trial in row.screening_trials),
+        'screening_trials': len(row.screening_trials),
     }
 
 
 def _judged(arm: Arm) -> dict[str, object]:
     """The verdict and the difference it is about."""
-    record = {'verdict': arm.verdict.word if arm.verdict else None}
-    record['reason'] = arm.verdict.reason if arm.verdict else None
+    record = {'verdict': arm.verdict.decision.value if arm.verdict else None}
+    record['reason'] = reason(arm.verdict) if arm.verdict else None
     for part in ('mean', 'sd', 'low', 'high', 'n', 'bootstrap_low', 'bootstrap_high', 'p'):
         record[f'difference_{part}'] = arm.difference and getattr(arm.difference, part)
     for part in ('p_equivalence', 'detectable', 'margin'):
@@ -93,7 +96,7 @@ def _judged(arm: Arm) -> dict[str, object]:
 
 def _tuned(knob: str, arm: Arm) -> dict[str, object]:
     """What the screening says of one knob."""
-    found = arm.bowls.get(knob)
+    found = arm.sweeps.get(knob)
     record: dict[str, object] = {}
     if knob != 'learning_rate':
         record[knob] = value_of(arm, knob)

@@ -19,7 +19,7 @@ def key_facts(study: Study, found: Findings) -> list[tuple[str, str]]:
     trials = study.trials
     done = sum(bool(run.trials) for run in study.runs)
     unplanned = sum(run.name is None for run in study.missing)
-    parameters = _span(row.example.parameters['total'] for row in found.rows)
+    parameters = _span(row.example.parameters['total'] for row in found.arms)
     matching = 'not matched' if study.matched is None else f'{words(study.matched)} matched'
     finished = [trial for trial in trials if trial.finished] or trials
     facts = [

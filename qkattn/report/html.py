@@ -11,6 +11,7 @@ from qkattn.report.facts import key_facts, provenance_html
 from qkattn.report.figures.style import Rendered
 from qkattn.report.notes import notes
 from qkattn.report.page import STYLESHEET
+from qkattn.report.sentences import NO_SCALING_LAW, found_in, held_equal, remark_text
 from qkattn.stats.inference import WORDS
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
@@ -49,8 +50,8 @@ def report_page(study: Study, found: Findings, figures: Sequence[Rendered]) -> s
         _drawn(figures, 'curves', 'Learning curves', 'curves', 'pair'),
         Section('scaling', 'Loss against parameters', _scaling(found, figures)),
         _drawn(figures, 'retrieval', 'Retrieval', 'retrieval', 'stack', heading=False),
-        Section('groups', 'Parameters by group', sections.parameters_html(found.rows)),
-        Section('costs', 'Costs', sections.costs_html(found.rows)),
+        Section('groups', 'Parameters by group', sections.parameters_html(found.arms)),
+        Section('costs', 'Costs', sections.costs_html(found.arms)),
         Section('hygiene', 'Hygiene', sections.hygiene_html(found)),
         Section('missing', 'Missing runs', sections.missing_html(study)),
         Section('provenance', 'Provenance', provenance_html(study)),
@@ -79,19 +80,21 @@ def page(title: str, lead: str, parts: Iterable[Section]) -> str:
 def _lead(study: Study, found: Findings, first: Rendered | None) -> str:
     """The first screen: question, verdict, what stands in its way, the main figure, key facts."""
     question = f'<p class="question">{escape(study.question)}</p>' if study.question else ''
-    said = ''.join(f'<p>{_stressed(sentence)}</p>' for sentence in found.sentences)
+    sentences = found_in(study, found)
+    said = ''.join(f'<p>{_stressed(sentence)}</p>' for sentence in sentences)
     facts = ''.join(
         f'<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>'
         for name, value in key_facts(study, found)
     )
-    several = len(found.sentences) > 2
+    several = len(sentences) > 2
     wide = len(study.sizes) > 1 or first is None
     drawn = figure_html(first, heading=False) if first else '<p>No trial has finished.</p>'
     return (
         f'{question}<div class="verdict{" many" if several else ""}">{said}</div>{_blocking(found)}'
         f'{items(study.problems, "problems")}'
         f'<div class="screen{" wide" if wide else ""}"><div>{drawn}'
-        f'<p class="equal">{escape(found.held_equal)}</p></div><dl class="facts">{facts}</dl></div>'
+        f'<p class="equal">{escape(held_equal(study, found))}</p></div>'
+        f'<dl class="facts">{facts}</dl></div>'
     )
 
 
@@ -103,7 +106,7 @@ def _stressed(sentence: str) -> str:
 
 
 def _blocking(found: Findings) -> str:
-    texts = [remark.text for remark in found.remarks if remark.blocks]
+    texts = [remark_text(remark) for remark in found.remarks if remark.blocks]
     if not texts:
         return ''
     more = len(texts) - MAX_BLOCKING
@@ -115,7 +118,7 @@ def _blocking(found: Findings) -> str:
 
 def _notes(study: Study, found: Findings) -> list[str]:
     """The notes of the table, without the remarks: they have a section."""
-    remarks = {remark.text for remark in found.remarks}
+    remarks = {remark_text(remark) for remark in found.remarks}
     return [note for note in notes(study, found) if note not in remarks]
 
 
@@ -141,6 +144,6 @@ def _drawn(
 def _scaling(found: Findings, figures: Sequence[Rendered]) -> str:
     own = [figure for figure in figures if figure.stem in ('loss_parameters', 'multipliers')]
     drawn = figures_html(own, heading=len(own) > 1) if own else ''
-    if found.without_scaling:
-        drawn += items([found.without_scaling], 'notes')
+    if found.lacks_scaling:
+        drawn += items([NO_SCALING_LAW], 'notes')
     return drawn + (sections.scaling_html(found) if found.scaling else '')

@@ -7,7 +7,7 @@ from qkattn.report.columns import tuned_value
 from qkattn.report.numbers import NONE, counted, interval, listed, mean_sd, p_value, span, words
 from qkattn.report.sentences import budget
 from qkattn.study.tuning import KNOBS
-from qkattn.verdict.findings import Arm, Findings
+from qkattn.verdict import Arm, Findings
 from qkattn.verdict.load import Study
 from qkattn.verdict.measures import losses
 
@@ -59,9 +59,9 @@ def latex_table(study: Study, findings: Findings) -> str:
     head = ' & '.join(title for title, _, _ in columns)
     places = ''.join('l' if left else 'r' for _, left, _ in columns)
     groups = [
-        [arm for arm in findings.arms if arm.row.size == size]
+        [arm for arm in findings.arms if arm.size == size]
         for size in study.sizes
-        if any(arm.row.size == size for arm in findings.arms)
+        if any(arm.size == size for arm in findings.arms)
     ]
     bodies = (''.join(_line(columns, arm) for arm in group) for group in groups)
     return (
@@ -92,7 +92,7 @@ def caption(study: Study, findings: Findings) -> str:
             '95 % interval; below zero is better.'
         )
     said.append(f'{budget(study, findings.arms)}.')
-    counts = {len(row.chosen) for row in findings.rows if row.chosen}
+    counts = {len(row.chosen) for row in findings.arms if row.chosen}
     seeds = f'{span(counts)} seed{"s" * (counts != {1})}'
     if study.tuning is None:
         said.append(f'{seeds}; the learning rate was not tuned separately: no verdicts.')
@@ -103,26 +103,28 @@ def caption(study: Study, findings: Findings) -> str:
             f'{counted(findings.num_comparisons, "comparison")}; equivalence margin '
             f'{study.margin:g} nats/token.'
         )
-    if any(not arm.bracketed for arm in findings.arms):
+    if any(arm.not_bracketed for arm in findings.arms):
         said.append('*: not bracketed.')
     return ' '.join(said)
 
 
 def _columns(study: Study, findings: Findings) -> list[tuple]:
     """(heading in LaTeX, whether left-aligned, text of an arm)."""
-    columns = [('arm', True, lambda arm: arm.row.variant)]
+    columns = [('arm', True, lambda arm: arm.variant)]
     if len(study.sizes) > 1:
-        columns.append(('size', True, lambda arm: arm.row.size))
-    columns.append(('parameters', False, lambda arm: f'{arm.row.example.parameters["total"]:,}'))
-    loss = losses(findings.rows)[0]
-    columns.append((escape(loss.heading), False, lambda arm: mean_sd(loss.over_seeds(arm.row), 4)))
+        columns.append(('size', True, lambda arm: arm.size))
+    columns.append(('parameters', False, lambda arm: f'{arm.example.parameters["total"]:,}'))
+    loss = losses(findings.arms)[0]
+    columns.append((escape(loss.heading), False, lambda arm: mean_sd(loss.over_seeds(arm), 4)))
     if study.baseline is not None:
         columns.append(('difference', False, _difference))
     if study.tuning is not None:
         columns.append(('$p$', False, lambda arm: p_value(arm.verdict and arm.verdict.p_holm)))
-        columns.append(('verdict', True, lambda arm: arm.verdict.word if arm.verdict else NONE))
+        columns.append(
+            ('verdict', True, lambda arm: arm.verdict.decision.value if arm.verdict else NONE)
+        )
     for knob in KNOBS:
-        if any(knob in arm.bowls for arm in findings.arms):
+        if any(knob in arm.sweeps for arm in findings.arms):
             columns.append(
                 (escape(words(knob)), False, lambda arm, k=knob: tuned_value(arm, k, span=False))
             )
@@ -130,7 +132,7 @@ def _columns(study: Study, findings: Findings) -> list[tuple]:
 
 
 def _difference(arm: Arm) -> str:
-    return 'baseline' if arm.row.is_baseline else interval(arm.difference)
+    return 'baseline' if arm.is_baseline else interval(arm.difference)
 
 
 def _line(columns: Sequence[tuple], arm: Arm) -> str:

@@ -4,21 +4,31 @@ from collections.abc import Sequence
 
 from qkattn.report.columns import induction_of
 from qkattn.report.numbers import counted, listed, span, words
+from qkattn.report.sentences import (
+    NO_SCALING_LAW,
+    QUANTITIES,
+    at,
+    not_scaled,
+    progress,
+    reason,
+    remark_text,
+)
 from qkattn.stats.inference import LEVEL, POWER
-from qkattn.verdict.equality import QUANTITIES
-from qkattn.verdict.findings import NO_VERDICT, Findings
+from qkattn.verdict import Decision, Findings
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.load import Study
 from qkattn.verdict.measures import scores, shown
-from qkattn.verdict.summary import Row
+
+UNDECIDED = (Decision.UNDECIDED, Decision.NO_VERDICT)
 
 
 def notes(study: Study, findings: Findings) -> tuple[str, ...]:
     """Sentences under the table: what the numbers are, and what they do not show."""
-    rows = findings.rows
+    rows = findings.arms
     said = [*_difference_notes(study, rows)]
     said += _verdict_notes(study, findings) if study.tuning else _descriptive_notes(rows)
     said += _budget_notes(study, rows)
-    said += [remark.text for remark in findings.remarks]
+    said += [remark_text(remark) for remark in findings.remarks]
     said += _reasons(findings)
     said += _score_notes(rows)
     if induction_of(rows):
@@ -30,12 +40,12 @@ def notes(study: Study, findings: Findings) -> tuple[str, ...]:
     said.append("tokens/s and run s are the whole run's, all its trials together, training only.")
     said += _scaling_notes(study, findings)
     if study.missing:
-        names = ', '.join(f'{m.variant} at {m.size} ({m.progress})' for m in study.missing)
+        names = ', '.join(f'{m.variant} at {m.size} ({progress(m)})' for m in study.missing)
         said.append(f'Missing, {len(study.missing)}: {names}.')
     return tuple(said)
 
 
-def _difference_notes(study: Study, rows: Sequence[Row]) -> list[str]:
+def _difference_notes(study: Study, rows: Sequence[Arm]) -> list[str]:
     if study.baseline is None:
         return []
     said = [
@@ -71,11 +81,11 @@ def _verdict_notes(study: Study, findings: Findings) -> list[str]:
             'grids, and not again.'
         )
     said.append(_given_settings(findings))
-    if any(not arm.bracketed for arm in findings.arms):
+    if any(arm.not_bracketed for arm in findings.arms):
         said.append(
             '* Not bracketed: no worse value was tried on one side, so a better one may lie there.'
         )
-    if any(bowl.sensitivity is not None for arm in findings.arms for bowl in arm.bowls.values()):
+    if any(bowl.sensitivity is not None for arm in findings.arms for bowl in arm.sweeps.values()):
         said.append(
             'Learning rate sensitivity: mean loss over the screened values minus the lowest, in '
             'nats/token; it compares arms only as far as their grids agree.'
@@ -85,19 +95,19 @@ def _verdict_notes(study: Study, findings: Findings) -> list[str]:
 
 def _given_settings(findings: Findings) -> str:
     """What intervals and words leave out: how well the settings are known, and on which rows."""
-    bowls = [(arm, knob, bowl) for arm in findings.arms for knob, bowl in arm.bowls.items()]
+    bowls = [(arm, knob, bowl) for arm in findings.arms for knob, bowl in arm.sweeps.items()]
     known = [(bowl.at_worst, arm, knob) for arm, knob, bowl in bowls if bowl.at_worst is not None]
     missed = 'by how much screening may have missed the best ones is not known'
     if known:
         most, arm, knob = max(known, key=lambda found: found[0])
         missed = (
             'screening may have missed the best ones (within the 95 % intervals of the optima) by '
-            f'up to {most:.2g} nats/token ({words(knob)} of {arm.row.name})'
+            f'up to {most:.2g} nats/token ({words(knob)} of {at(arm.place)})'
         )
         if unknown := len(bowls) - len(known):
             missed += f', and {unknown} of {len(bowls)} optima by an unknown amount'
     rows = 'screening and verdict are evaluated on the same validation rows'
-    if any(trial.test_loss is not None for row in findings.rows for trial in row.chosen):
+    if any(trial.test_loss is not None for row in findings.arms for trial in row.chosen):
         rows += ", while the test column's rows have chosen nothing"
     return f'Intervals and words are given the settings found: {missed}; {rows}.'
 
@@ -106,14 +116,16 @@ def _reasons(findings: Findings) -> list[str]:
     """Why an arm is neither better nor worse nor equivalent, or not for sure; each reason once."""
     arms: dict[tuple[str, str], list[str]] = {}
     for arm in findings.arms:
-        if arm.verdict and (arm.verdict.word in ('undecided', NO_VERDICT) or arm.caveats):
-            arms.setdefault((arm.verdict.word, arm.verdict.reason), []).append(arm.row.name)
+        if arm.verdict and (arm.verdict.decision in UNDECIDED or arm.verdict.caveats):
+            arms.setdefault((arm.verdict.decision.value, reason(arm.verdict)), []).append(
+                at(arm.place)
+            )
     return [
         f'{word.capitalize()}, {listed(names)}: {reason}.' for (word, reason), names in arms.items()
     ]
 
 
-def _descriptive_notes(rows: Sequence[Row]) -> list[str]:
+def _descriptive_notes(rows: Sequence[Arm]) -> list[str]:
     said = []
     counts = {len(row.chosen) for row in rows if row.chosen}
     if max(counts, default=0) > 1:
@@ -132,7 +144,7 @@ def _descriptive_notes(rows: Sequence[Row]) -> list[str]:
     return said
 
 
-def _budget_notes(study: Study, rows: Sequence[Row]) -> list[str]:
+def _budget_notes(study: Study, rows: Sequence[Arm]) -> list[str]:
     residuals = [abs(row.example.residual) for row in rows if row.example.residual is not None]
     if study.matched is None:
         return ['Parameters are not matched between variants; only the shapes are those given.']
@@ -170,10 +182,10 @@ def _scaling_notes(study: Study, findings: Findings) -> list[str]:
     for problem, variants in problems.items():
         if not problem.startswith('no multiplier without a fit of the baseline'):
             said.append(f'No law of size for {listed(variants)}: {problem.removesuffix(".")}.')
-    if findings.without_scaling:
-        said.append(findings.without_scaling)
-    left_out = [f'{arm.row.name} ({arm.unfit})' for arm in findings.arms if arm.unfit]
-    if left_out and (findings.scaling or findings.without_scaling):
+    if findings.lacks_scaling:
+        said.append(NO_SCALING_LAW)
+    left_out = [f'{at(arm.place)} ({not_scaled(arm)})' for arm in findings.arms if arm.not_scaled]
+    if left_out and (findings.scaling or findings.lacks_scaling):
         said.append(f'Left out of the laws of size: {listed(left_out)}.')
     if any(not found.fit.problem for found in findings.scaling) and study.tuning is None:
         said.append(
@@ -183,7 +195,7 @@ def _scaling_notes(study: Study, findings: Findings) -> list[str]:
     return said
 
 
-def _score_notes(rows: Sequence[Row]) -> list[str]:
+def _score_notes(rows: Sequence[Arm]) -> list[str]:
     """What the scores in the table are, each sentence only where its score is shown."""
     said = []
     fields = {measure.field for measure in scores(rows)}
@@ -200,7 +212,7 @@ def _score_notes(rows: Sequence[Row]) -> list[str]:
     return said
 
 
-def _made(rows: Sequence[Row], split: str, metric: str) -> str:
+def _made(rows: Sequence[Arm], split: str, metric: str) -> str:
     """', 1,000 sentences, signature ...', of the two what is recorded."""
 
     def each(field: str) -> list:
@@ -214,7 +226,7 @@ def _made(rows: Sequence[Row], split: str, metric: str) -> str:
     )
 
 
-def _learning_rate_note(rows: Sequence[Row]) -> str:
+def _learning_rate_note(rows: Sequence[Arm]) -> str:
     tuned = [row for row in rows if len(row.learning_rates) > 1]
     if not tuned:
         rates = sorted({rate for row in rows for rate in row.learning_rates})

@@ -7,10 +7,11 @@ from qkattn.report import elements
 from qkattn.report.columns import columns_of
 from qkattn.report.figures.style import HUES
 from qkattn.report.numbers import NONE, si
+from qkattn.report.sentences import progress, reason, remark_text
 from qkattn.stats.scaling import Interval
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings, Scaling
 from qkattn.verdict.load import Study
-from qkattn.verdict.summary import Row
 
 
 def table_html(found: Findings) -> str:
@@ -23,7 +24,7 @@ def table_html(found: Findings) -> str:
             columns[0].text(arm),
             [column.text(arm) for column in columns[1:]],
             left,
-            'baseline' if arm.row.is_baseline else '',
+            'baseline' if arm.is_baseline else '',
         )
         for arm in found.arms
     ]
@@ -36,7 +37,7 @@ def verdicts_html(found: Findings) -> str:
     head = ''.join(elements.heading(name, left=True) for name in ('arm', 'size', 'verdict', 'why'))
     body = [
         elements.row(
-            arm.row.variant, [arm.row.size, arm.verdict.word, arm.verdict.reason], (0, 1, 2)
+            arm.variant, [arm.size, arm.verdict.decision.value, reason(arm.verdict)], (0, 1, 2)
         )
         for arm in judged
     ]
@@ -73,7 +74,7 @@ def _interval(number: Interval, digits: str = '.3f') -> str:
     return f'{number.value:{digits}} [{number.low:{digits}}, {number.high:{digits}}]'
 
 
-def parameters_html(rows: Sequence[Row]) -> str:
+def parameters_html(rows: Sequence[Arm]) -> str:
     """Parameters of each row by group: counts and a bar, to one scale at each size."""
     groups = list(dict.fromkeys(g for row in rows for g in row.example.parameters if g != 'total'))
     largest = {
@@ -108,7 +109,7 @@ def parameters_html(rows: Sequence[Row]) -> str:
     return f'<p class="legend">{legend}</p>' + elements.table(head, body)
 
 
-def costs_html(rows: Sequence[Row]) -> str:
+def costs_html(rows: Sequence[Arm]) -> str:
     """FLOPs and cache of each row, and how many times the baseline's at the same size."""
     baselines = {row.size: row.example for row in rows if row.is_baseline}
     head = ''.join(elements.heading(name, left=True) for name in ('variant', 'size'))
@@ -131,9 +132,9 @@ def hygiene_html(found: Findings) -> str:
     if not found.remarks:
         return '<p>No remark.</p>'
     body = ''.join(
-        f'<li class="blocks"><strong>blocks a verdict:</strong> {escape(remark.text)}</li>'
+        f'<li class="blocks"><strong>blocks a verdict:</strong> {escape(remark_text(remark))}</li>'
         if remark.blocks
-        else f'<li>{escape(remark.text)}</li>'
+        else f'<li>{escape(remark_text(remark))}</li>'
         for remark in found.remarks
     )
     return f'<ul class="notes">{body}</ul>'
@@ -148,7 +149,7 @@ def missing_html(study: Study) -> str:
     )
     body = [
         elements.row(
-            run.name or 'not planned yet', [run.variant, run.size, run.progress], (0, 1, 2)
+            run.name or 'not planned yet', [run.variant, run.size, progress(run)], (0, 1, 2)
         )
         for run in study.missing
     ]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from qkattn.report.columns import Column, columns_of, tuned_value
 from qkattn.report.notes import notes
 from qkattn.report.numbers import interval, mean_sd, si
+from qkattn.report.sentences import found_in, held_equal
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
@@ -69,7 +70,7 @@ def headline(study: Study, findings: Findings) -> str:
     Arms in the order of their difference, the baseline first, size by size.
     """
     several = len(study.sizes) > 1
-    knobs = [knob for knob in KNOBS if any(knob in arm.bowls for arm in findings.arms)]
+    knobs = [knob for knob in KNOBS if any(knob in arm.sweeps for arm in findings.arms)]
     titles = ['arm', *(['size'] if several else [])]
     titles += ['difference in val loss, nats/token [95 %]' if study.baseline else 'val loss']
     titles += ['verdict'] if study.tuning else []
@@ -77,34 +78,34 @@ def headline(study: Study, findings: Findings) -> str:
     ordered = sorted(
         findings.arms,
         key=lambda arm: (
-            study.sizes.index(arm.row.size),
-            not arm.row.is_baseline,
+            study.sizes.index(arm.size),
+            not arm.is_baseline,
             arm.difference is None,
             arm.difference.mean if arm.difference else 0.0,
         ),
     )
     lines = []
     for arm in ordered:
-        line = [arm.row.variant, *([arm.row.size] if several else [])]
-        if arm.row.is_baseline:
-            line.append(f'baseline, val loss {mean_sd(arm.row.val_loss, 4)}')
+        line = [arm.variant, *([arm.size] if several else [])]
+        if arm.is_baseline:
+            line.append(f'baseline, val loss {mean_sd(arm.val_loss, 4)}')
         elif study.baseline:
             line.append(interval(arm.difference))
         else:
-            line.append(mean_sd(arm.row.val_loss, 4))
+            line.append(mean_sd(arm.val_loss, 4))
         if study.tuning:
-            line.append(arm.verdict.word if arm.verdict else '')
+            line.append(arm.verdict.decision.value if arm.verdict else '')
         line += [tuned_value(arm, knob, span=False) for knob in knobs]
         lines.append(line)
     names = 2 if several else 1
     table = _pipes(titles, [place < names for place in range(len(titles))], lines)
-    return f'{table}\n\n{_one_line(findings.held_equal)}\n'
+    return f'{table}\n\n{_one_line(held_equal(study, findings))}\n'
 
 
 def report_text(study: Study, findings: Findings) -> str:
     """What a terminal shows: heading, what was found, table, notes and problems."""
     heading = [f'study {study.name}'] + ([study.question] if study.question else [])
-    found = [*findings.sentences, findings.held_equal]
+    found = [*found_in(study, findings), held_equal(study, findings)]
     problems = [f'! {problem}' for problem in study.problems]
     rest = [*notes(study, findings), *problems]
     return '\n'.join([*heading, '', *found, '', text_table(findings), '', *rest]) + '\n'
@@ -115,7 +116,7 @@ def report_markdown(study: Study, findings: Findings) -> str:
     parts = [f'# {_one_line(study.name)}', '']
     if study.question:
         parts += [_one_line(study.question), '']
-    for sentence in (*findings.sentences, findings.held_equal):
+    for sentence in (*found_in(study, findings), held_equal(study, findings)):
         parts += [_one_line(sentence), '']
     parts += [markdown_table(findings), '']
     parts += [f'- {_one_line(note)}' for note in (*notes(study, findings), *study.problems)]

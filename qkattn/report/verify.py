@@ -23,7 +23,6 @@ from qkattn.run.files import write_atomic
 from qkattn.verdict.curves import json_lines
 from qkattn.verdict.findings import find
 from qkattn.verdict.load import Study, load_study
-from qkattn.verdict.summary import summarise
 
 # What a run logs of the validation split as it trains.
 MEASURES = ('val_loss', 'val_bits_per_byte', 'val_accuracy', 'val_solved')
@@ -77,7 +76,7 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
 
     def made(match: re.Match) -> str:
         study = load_study(path.parent / match[2])
-        return f'{match[1]}{headline(study, find(study, summarise(study)))}{match[4]}'
+        return f'{match[1]}{headline(study, find(study))}{match[4]}'
 
     wanted = BLOCK.sub(made, text)
     if write:

@@ -43,11 +43,11 @@ class _Planned(Protocol):
 
 def read_curve(
     directory: Path, run: _Planned, num_trials: int, problems: list[str]
-) -> tuple[Curve | None, str]:
-    """The curve of a run with `num_trials` results, and how far the run has come, in words."""
+) -> tuple[Curve | None, int | None]:
+    """The curve of a run with `num_trials` results, and the last step that it has logged."""
     path = directory / 'metrics.jsonl'
     if not path.is_file():
-        return None, 'finished' if num_trials else 'not started'
+        return None, None
     label = f'{run.directory}/{path.name}'
     steps, losses, bits, last_step, bad = [], [], [], 0, []
     for place, record in json_lines(path, label, bad):
@@ -74,11 +74,9 @@ def read_curve(
     problems += bad[:2]
     if bad[2:]:
         problems.append(f'{label}: {len(bad[2:])} more lines were left out.')
-    if not num_trials:
-        return None, f'step {last_step} of {run.config["train"]["num_steps"]}'
-    if not steps:
-        return None, 'finished'
-    return Curve(np.asarray(steps), np.asarray(losses, float), np.asarray(bits, float)), 'finished'
+    if not num_trials or not steps:
+        return None, last_step
+    return Curve(np.asarray(steps), np.asarray(losses, float), np.asarray(bits, float)), last_step
 
 
 def _per_trial(record: dict[str, Any], field: str) -> list[float]:

@@ -1,22 +1,15 @@
 """What differs between arms that are compared, beyond what the study says differs."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qkattn.study.tuning import SCREENING
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.codes import Remark, RemarkCode
 from qkattn.verdict.declared import Planned
 from qkattn.verdict.load import Study
-from qkattn.verdict.summary import Row
 from qkattn.verdict.trials import flat
 
-# What a study matches, as a noun in the plural.
-QUANTITIES = {
-    'total': 'total parameters',
-    'non_embedding': 'non-embedding parameters',
-    'flops': 'FLOPs per token',
-    'cache': 'cache floats per token',
-}
 # The factors of every study, and the shapes that matching solves for.
 _FACTORS = (
     'score',
@@ -40,27 +33,24 @@ _PROGRAM = (
 )
 # Seeds pair where they are shared, whatever else there is.
 _HARMLESS = (*_PROGRAM, 'trials.seeds')
-MAX_NAMES = 3
-
-# clause, whether it blocks, the arm it is about, what differs where that enters results
-Found = tuple[str, bool, tuple[str, str] | None, str | None]
+_SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
 
-def differences(study: Study, rows: Sequence[Row]) -> Iterator[Found]:
+def differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     """Settings, data and software that differ between the arms of a size.
 
-    One clause for each that differs, with its values and arms; where it enters results, one more
+    One remark for each that differs, with its values and arms; where it enters results, one more
     for each arm that differs from the baseline, which gets no verdict.
     """
-    runs = {row.place: study.by_name[row.example.run] for row in rows}
+    runs = {arm.place: study.by_name[arm.example.run] for arm in arms}
     allowed = declared_factors(study)
     for size in study.sizes:
-        of_size = [row for row in rows if row.size == size and row.verdicts]
-        settings = {row.variant: _settings(runs[row.place], allowed) for row in of_size}
+        of_size = [arm for arm in arms if arm.size == size and arm.verdict_trials]
+        settings = {arm.variant: _settings(runs[arm.place], allowed) for arm in of_size}
         yield from _compared(study, size, settings, _HARMLESS)
-        measured = {row.variant: _measured(row) for row in of_size}
+        measured = {arm.variant: _measured(arm) for arm in of_size}
         yield from _compared(study, size, measured, ())
-    yield from _software(rows)
+    yield from _software(arms)
 
 
 def declared_factors(study: Study) -> set[str]:
@@ -82,75 +72,59 @@ def _settings(run: Planned, allowed: set[str]) -> dict[str, Any]:
     }
 
 
-def _measured(row: Row) -> dict[str, Any]:
-    example = row.example
+def _measured(arm: Arm) -> dict[str, Any]:
+    example = arm.example
     found = {f'data.{name}': value for name, value in flat(example.data)}
-    found |= {'eval tokens': example.eval_tokens, 'eval rows': example.eval_rows}
-    return found | {'target': example.target_parameters}
+    found |= {'eval_tokens': example.eval_tokens, 'eval_rows': example.eval_rows}
+    return found | {'target_parameters': example.target_parameters}
 
 
 def _compared(
     study: Study, size: str, of_arms: Mapping[str, Mapping[str, Any]], harmless: Sequence[str]
-) -> Iterator[Found]:
-    where = f' at {size}' if len(study.sizes) > 1 else ''
+) -> Iterator[Remark]:
     absent = dict.fromkeys((name for of in of_arms.values() for name in of), 'absent')
-    of_arms = {arm: absent | of for arm, of in of_arms.items()}
+    of_arms = {variant: absent | of for variant, of in of_arms.items()}
     for name in absent:
-        values = {arm: of[name] for arm, of in of_arms.items()}
-        if len(set(map(repr, values.values()))) == 1:
+        values = {variant: str(of[name]) for variant, of in of_arms.items()}
+        kinds = {variant: repr(of[name]) for variant, of in of_arms.items()}
+        if len(set(kinds.values())) == 1:
             continue
-        enters = None if name in harmless else name
-        yield f'{name} differs between arms{where}: {_by_value(values)}', False, None, enters
+        data = {
+            'name': name,
+            'size': size if len(study.sizes) > 1 else None,
+            'values': _by_value(values),
+            'harmless': name in harmless,
+        }
+        yield Remark(RemarkCode.DIFFERS, data)
         if name in harmless or study.baseline not in values:
             continue
-        for arm, value in values.items():
-            if repr(value) != repr(values[study.baseline]):
-                clause = (
-                    f"{name} is {_short(value)}, the baseline's {_short(values[study.baseline])}"
-                )
-                yield clause, True, (arm, size), None
+        for variant, value in values.items():
+            if kinds[variant] != kinds[study.baseline]:
+                data = {'name': name, 'value': value, 'baseline': values[study.baseline]}
+                yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, (variant, size))
 
 
-def _by_value(values: Mapping[str, Any]) -> str:
-    """'800 (qk/vo), 400 (shared_qk/vo and 2 more)'."""
-    arms: dict[str, list[str]] = {}
-    for arm, value in values.items():
-        arms.setdefault(_short(value), []).append(arm)
-    return ', '.join(f'{value} ({_few(names)})' for value, names in arms.items())
+def _by_value(values: Mapping[Any, str]) -> dict[str, tuple]:
+    by_value: dict[str, tuple] = {}
+    for key, value in values.items():
+        by_value[value] = (*by_value.get(value, ()), key)
+    return by_value
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f' and {len(names) - MAX_NAMES} more' if len(names) > MAX_NAMES else ''
-    return ', '.join(names[:MAX_NAMES]) + more
-
-
-def _short(value: Any) -> str:
-    """A hash by its first digits; null as Python and the config files write it."""
-    text = str(value)
-    return f'{text[:12]}…' if re.fullmatch(r'[0-9a-f]{32,}', text) else text
-
-
-def _software(rows: Iterable[Row]) -> Iterator[Found]:
+def _software(arms: Sequence[Arm]) -> Iterator[Remark]:
     """Versions, devices and commits; they explain a difference, and seldom are one."""
-    facts: dict[str, dict[str, set[str]]] = {}
+    facts: dict[str, dict[str, set[tuple[str, str, str]]]] = {}
     dirty = False
-    for trial in (trial for row in rows for trial in row.trials):
+    for trial in (trial for arm in arms for trial in arm.trials):
         recorded = dict(flat(trial.provenance))
         dirty = dirty or recorded.get('git.dirty') is True
-        kept = {
-            name: value
-            for name, value in recorded.items()
-            if name.startswith('versions.')
-            or name in ('python', 'git.commit', 'devices.kind', 'devices.platform')
-        }
-        for name, value in kept.items():
-            stage = ' (screening)' if trial.stage == SCREENING else ''
-            place = f'{trial.variant} at {trial.size}{stage}'
-            facts.setdefault(name, {}).setdefault(_short(value), set()).add(place)
+        for name, value in recorded.items():
+            if name.startswith('versions.') or name in _SOFTWARE:
+                place = trial.variant, trial.size, trial.stage
+                facts.setdefault(name, {}).setdefault(str(value), set()).add(place)
     for name, values in facts.items():
         if len(values) > 1:
-            texts = (f'{value} ({_few(sorted(places))})' for value, places in values.items())
-            yield f'{name} differs between runs: {", ".join(texts)}', False, None, None
+            data = {'name': name, 'values': {v: tuple(sorted(of)) for v, of in values.items()}}
+            yield Remark(RemarkCode.SOFTWARE_DIFFERS, data)
     if dirty:
-        clause = 'Some results come from a working tree with changes that no commit holds'
-        yield clause, False, None, None
+        yield Remark(RemarkCode.UNCOMMITTED_CHANGES)

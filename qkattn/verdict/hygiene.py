@@ -4,243 +4,188 @@ Only validation and test measurements are ever read as results; training losses 
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from qkattn.config import ANNEALED, DECAYS, OptimizerConfig
-from qkattn.report.numbers import counted, listed, si, span, words
-from qkattn.study.tuning import KNOBS, SCREENING, SINGLE, VERDICT, Tuning
+from qkattn.study.tuning import KNOBS, SCREENING, SINGLE, VERDICT
 from qkattn.verdict import equality
+from qkattn.verdict.arms import Arm, stopped_early
+from qkattn.verdict.codes import Remark, RemarkCode
 from qkattn.verdict.load import Study
-from qkattn.verdict.summary import Row, stopped_early
 from qkattn.verdict.trials import Trial
 
 ENOUGH_SEEDS = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Remark:
-    """A finding: `clause` is a sentence but for its subject, which `arm` is; None is the study.
-
-    `blocks` says that the arm, or with no arm every one, gets no verdict. `differs` names what is
-    not the same in all arms that are compared, where that enters results.
-    """
-
-    clause: str
-    blocks: bool = False
-    arm: tuple[str, str] | None = None
-    differs: str | None = None
-
-    @property
-    def text(self) -> str:
-        return f'{self.clause}.' if self.arm is None else f'{" at ".join(self.arm)}: {self.clause}.'
-
-
-def check(
-    study: Study, rows: Sequence[Row], tuned: Mapping[tuple[str, str], Tuning]
-) -> tuple[Remark, ...]:
-    """All remarks, the blocking ones first; `tuned` is by row, and empty without tuning."""
-    found: list[Remark] = [*_tuned(study), *_seeds(study)]
-    for row in rows:
-        found += _unfinished(study, row)
-        found += _incomplete(study, row)
-        found += _budget(study, row)
+def check(study: Study, arms: Sequence[Arm]) -> tuple[Remark, ...]:
+    """All remarks, the blocking ones first."""
+    found: list[Remark] = [*_learning_rate_tuned(study), *_separate_seeds(study)]
+    for arm in arms:
+        found += _trained_to_the_end(study, arm)
+        found += _complete(study, arm)
+        found += _matched(study, arm)
         if study.tuning:
-            found += _planned_seeds(study, row)
-            found += _bracketed(row, tuned[row.place])
-            found += _settings(study, row, tuned[row.place])
-    found += [Remark(*difference) for difference in equality.differences(study, rows)]
-    found += _few_seeds(study, rows)
-    found += _diverged(rows)
-    found += _evaluation(rows)
-    return tuple(sorted(_merged(found, len(rows)), key=lambda remark: not remark.blocks))
+            found += _planned_seeds(study, arm)
+            found += _bracketed(arm)
+            found += _at_chosen_settings(study, arm)
+    found += equality.differences(study, arms)
+    found += _few_seeds(study, arms)
+    found += _diverged(arms)
+    found += _evaluation(arms)
+    return tuple(sorted(_merged(found, len(arms)), key=lambda remark: not remark.blocks))
 
 
-def _merged(remarks: Sequence[Remark], num_rows: int) -> list[Remark]:
-    """What is said about every arm is said once."""
-    arms: dict[Remark, set] = {}
+def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
+    """The remarks without repetitions, a finding that all arms share as one for every arm."""
+    merged: list[Remark] = []
     for remark in remarks:
-        arms.setdefault(dataclasses.replace(remark, arm=None), set()).add(remark.arm)
-    common = {r for r, of in arms.items() if len(of - {None}) == num_rows > 1}
-    merged = {}
-    for remark in remarks:
-        of_all = dataclasses.replace(remark, arm=None)
-        if remark.arm is not None and of_all in common:
-            remark = dataclasses.replace(of_all, clause=f'every arm: {remark.clause}')
-        merged[remark] = None
-    return list(merged)
+        same = [r for r in remarks if dataclasses.replace(r, arm=remark.arm) == remark and r.arm]
+        if remark.arm and len({other.arm for other in same}) == num_arms > 1:
+            remark = dataclasses.replace(remark, arm=None, every_arm=True)
+        if remark not in merged:
+            merged.append(remark)
+    return merged
 
 
-def _tuned(study: Study) -> Iterable[Remark]:
+def _learning_rate_tuned(study: Study) -> Iterator[Remark]:
     if study.tuning is not None and 'learning_rate' not in study.tuning.knobs:
-        rates = ', '.join(f'{rate:g}' for rate in study.tuning.learning_rates)
-        yield Remark(f'the learning rate is not tuned per arm: its grid is {rates} only', True)
+        data = {'learning_rates': study.tuning.learning_rates}
+        yield Remark(RemarkCode.LEARNING_RATE_NOT_TUNED, data, blocks=True)
 
 
-def _seeds(study: Study) -> Iterable[Remark]:
+def _separate_seeds(study: Study) -> Iterator[Remark]:
     """Seeds that chose a setting flatter it."""
     if study.tuning is None:
         return
-    screening = set(study.tuning.seeds) | _of_stage(study.trials, SCREENING)
-    verdict = set(study.seeds) | _of_stage(study.trials, VERDICT)
+    screening = set(study.tuning.seeds) | _seeds_at(study.trials, SCREENING)
+    verdict = set(study.seeds) | _seeds_at(study.trials, VERDICT)
     if both := sorted(screening & verdict):
-        yield Remark(
-            f'screening and verdict share seed{"s" * (len(both) > 1)} {listed(both)}, which makes '
-            'the tuned settings look better than they are',
-            True,
-        )
+        yield Remark(RemarkCode.SHARED_SEEDS, {'seeds': tuple(both)}, blocks=True)
 
 
-def _of_stage(trials: Iterable[Trial], stage: str) -> set[int]:
+def _seeds_at(trials: Iterable[Trial], stage: str) -> set[int]:
     return {trial.seed for trial in trials if trial.stage == stage}
 
 
-def _unfinished(study: Study, row: Row) -> Iterable[Remark]:
-    short = [t for t in row.verdicts if t.finished and stopped_early(study, t)]
+def _trained_to_the_end(study: Study, arm: Arm) -> Iterator[Remark]:
+    short = [t for t in arm.verdict_trials if t.finished and stopped_early(study, t)]
     if short:
-        planned = study.by_name[short[0].run].config['train']['num_steps']
-        yield Remark(
-            f'{counted(len(short), "trial")} of {len(row.verdicts)} stopped at step '
-            f'{short[0].num_steps:,} of {planned:,} and are no part of a verdict',
-            len(short) == len(row.verdicts),
-            row.place,
-        )
-    planned = study.by_name[row.example.run].config['optimizer']
+        data = {
+            'stopped': len(short),
+            'trials': len(arm.verdict_trials),
+            'step': short[0].num_steps,
+            'num_steps': study.by_name[short[0].run].config['train']['num_steps'],
+        }
+        all_of_them = len(short) == len(arm.verdict_trials)
+        yield Remark(RemarkCode.STOPPED_EARLY, data, all_of_them, arm.place)
+    planned = study.by_name[arm.example.run].config['optimizer']
     schedule, final = planned['schedule'], planned['final_fraction']
-    if OptimizerConfig(schedule=schedule, final_fraction=final).anneals:
-        return
-    ends = f'the {words(schedule)} schedule does not anneal the learning rate'
-    if schedule in DECAYS:
-        ends = f'the learning rate ends at {final:g} of its peak, above {ANNEALED:g}'
-    yield Remark(f'{ends}, so its losses are not those of a finished training', True, row.place)
+    if not OptimizerConfig(schedule=schedule, final_fraction=final).anneals:
+        data = {
+            'schedule': schedule,
+            'final_fraction': final if schedule in DECAYS else None,
+            'limit': ANNEALED,
+        }
+        yield Remark(RemarkCode.NOT_ANNEALED, data, True, arm.place)
 
 
-def _incomplete(study: Study, row: Row) -> Iterable[Remark]:
-    for run in dict.fromkeys(trial.run for trial in row.trials):
-        planned = study.by_name[run]
-        if len(planned.trials) < planned.num_trials:
-            stage = '' if planned.stage == SINGLE else f'{planned.stage} '
-            yield Remark(
-                f'{len(planned.trials)} of {planned.num_trials} {stage}trials of run {run} have '
-                'readable results',
-                planned.stage == VERDICT,
-                row.place,
-            )
+def _complete(study: Study, arm: Arm) -> Iterator[Remark]:
+    for name in dict.fromkeys(trial.run for trial in arm.trials):
+        run = study.by_name[name]
+        if len(run.trials) < run.num_trials:
+            data = {
+                'readable': len(run.trials),
+                'planned': run.num_trials,
+                'stage': None if run.stage == SINGLE else run.stage,
+                'run': name,
+            }
+            yield Remark(RemarkCode.MISSING_RESULTS, data, run.stage == VERDICT, arm.place)
 
 
-def _budget(study: Study, row: Row) -> Iterable[Remark]:
-    residual = row.example.residual
+def _matched(study: Study, arm: Arm) -> Iterator[Remark]:
+    residual = arm.example.residual
     if study.matched is None or residual is None:
         return
-    name = equality.QUANTITIES[study.matched]
     if abs(residual) > study.tolerance:
-        yield Remark(
-            f'{name} differ by {100 * residual:+.3g} %, above the tolerance '
-            f'{100 * study.tolerance:.3g} %: no verdict at equal {name}',
-            True,
-            row.place,
-        )
-    counted_weights, target = row.example.parameters['total'], row.example.target_parameters
-    if study.matched == 'total' and abs(counted_weights / target - 1 - residual) > 1e-6:
-        yield Remark(
-            f'its results count {counted_weights:,} parameters, the plan says {residual:+.3%} of '
-            f'{target:,}',
-            True,
-            row.place,
-        )
+        data = {'matched': study.matched, 'residual': residual, 'tolerance': study.tolerance}
+        yield Remark(RemarkCode.OVER_TOLERANCE, data, True, arm.place)
+    parameters, target = arm.example.parameters['total'], arm.example.target_parameters
+    if study.matched == 'total' and abs(parameters / target - 1 - residual) > 1e-6:
+        data = {'parameters': parameters, 'target': target, 'residual': residual}
+        yield Remark(RemarkCode.OTHER_PARAMETER_COUNT, data, True, arm.place)
 
 
-def _planned_seeds(study: Study, row: Row) -> Iterable[Remark]:
+def _planned_seeds(study: Study, arm: Arm) -> Iterator[Remark]:
     """Seeds that were picked are no fresh ones."""
     declared = {SCREENING: study.tuning.seeds, VERDICT: study.seeds}
     for run in study.runs:
-        if (run.variant, run.size) != row.place or run.stage not in declared:
+        if (run.variant, run.size) != arm.place or run.stage not in declared:
             continue
-        ran, wanted = run.config['trials']['seeds'], declared[run.stage]
-        if sorted(ran) != sorted(wanted):
-            yield Remark(
-                f'its {run.stage} ran on seeds {listed(ran)}, the study declares {listed(wanted)}',
-                True,
-                row.place,
-            )
+        seeds = {'actual': tuple(run.config['trials']['seeds']), 'declared': declared[run.stage]}
+        if sorted(seeds['actual']) != sorted(seeds['declared']):
+            yield Remark(RemarkCode.OTHER_SEEDS, {'stage': run.stage} | seeds, True, arm.place)
 
 
-def _bracketed(row: Row, tuned: Tuning) -> Iterable[Remark]:
-    """Not blocking as such: which words it leaves is decided with the verdict."""
-    for knob, bowl in tuned.bowls.items():
-        if not bowl.bracketed:
-            yield Remark(
-                f'{words(knob)} not bracketed, the best of {bowl.values[0]:g} to '
-                f'{bowl.values[-1]:g} is {bowl.best:g}',
-                False,
-                row.place,
-            )
+def _bracketed(arm: Arm) -> Iterator[Remark]:
+    """Not blocking as such: which decisions it leaves is decided with the verdict."""
+    for knob in arm.not_bracketed:
+        sweep = arm.sweeps[knob]
+        data = {'knob': knob, 'low': sweep.values[0], 'high': sweep.values[-1], 'best': sweep.best}
+        yield Remark(RemarkCode.NOT_BRACKETED, data, False, arm.place)
 
 
-def _settings(study: Study, row: Row, tuned: Tuning) -> Iterable[Remark]:
-    """The verdict has to be at what the screening trials choose."""
-    if not row.verdicts:
+def _at_chosen_settings(study: Study, arm: Arm) -> Iterator[Remark]:
+    """The verdict has to run at what the screening trials choose."""
+    if not arm.verdict_trials:
         return
-    if tuned.knob is not None:
-        lacking = ', '.join(f'{value:g}' for value in tuned.values)
-        yield Remark(
-            f'its screening of the {words(tuned.knob)} lacks results at {lacking} to choose a '
-            'value by',
-            True,
-            row.place,
-        )
+    tuning = arm.tuning
+    if tuning.knob is not None:
+        data = {'knob': tuning.knob, 'values': tuning.values}
+        yield Remark(RemarkCode.SCREENING_INCOMPLETE, data, True, arm.place)
     else:
-        for knob, ran, found in zip(KNOBS, row.verdicts[0].at, tuned.settings, strict=True):
-            if ran != found:
-                screened = 'choose' if knob in study.tuning.knobs else 'ran at'
-                yield Remark(
-                    f'the verdict ran at {words(knob)} {ran:.12g}, the screening trials '
-                    f'{screened} {found:.12g}',
-                    True,
-                    row.place,
-                )
-    if len({trial.at for trial in row.verdicts}) > 1:
-        yield Remark('its verdict trials ran at more than one setting', True, row.place)
+        for knob, actual, expected in zip(
+            KNOBS, arm.verdict_trials[0].at, tuning.settings, strict=True
+        ):
+            if actual != expected:
+                data = {'knob': knob, 'actual': actual, 'expected': expected}
+                data['tuned'] = knob in study.tuning.knobs
+                yield Remark(RemarkCode.OTHER_SETTING, data, True, arm.place)
+    if len({trial.at for trial in arm.verdict_trials}) > 1:
+        yield Remark(RemarkCode.SEVERAL_SETTINGS, {}, True, arm.place)
 
 
-def _few_seeds(study: Study, rows: Sequence[Row]) -> Iterable[Remark]:
-    if study.tuning is None:
-        return
-    few = [row for row in rows if row.verdicts and len(row.chosen) < ENOUGH_SEEDS]
-    counts = {len(row.chosen) for row in few}
-    if few:
-        names = 'all arms' if len(few) == len(rows) else listed(row.name for row in few)
-        yield Remark(
-            f'Verdicts rest on {span(counts)} seed{"s" * (counts != {1})} (fewer than '
-            f'{ENOUGH_SEEDS}) for {names}'
-        )
+def _few_seeds(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    few = [arm for arm in arms if arm.verdict_trials and len(arm.chosen) < ENOUGH_SEEDS]
+    if study.tuning and few:
+        data = {
+            'counts': tuple(sorted({len(arm.chosen) for arm in few})),
+            'enough': ENOUGH_SEEDS,
+            'arms': None if len(few) == len(arms) else tuple(arm.place for arm in few),
+        }
+        yield Remark(RemarkCode.FEW_SEEDS, data)
 
 
-def _diverged(rows: Sequence[Row]) -> Iterable[Remark]:
+def _diverged(arms: Sequence[Arm]) -> Iterator[Remark]:
     found = []
-    for row in rows:
-        parts = []
-        for stage, trials in (('screening ', row.screening), ('verdict ', row.verdicts)):
-            lost = sum(not trial.finished for trial in trials)
-            stage = stage if row.screening else ''
-            parts += [f'{lost} of {counted(len(trials), f"{stage}trial")}'] if lost else []
-        found += [f'{row.name} {listed(parts)}'] if parts else []
-    if found:
-        yield Remark(f'Diverged, counted and never averaged: {"; ".join(found)}')
-
-
-def _evaluation(rows: Sequence[Row]) -> Iterable[Remark]:
-    chosen = [trial for row in rows for trial in row.chosen]
-    tokens = {trial.eval_tokens for trial in chosen} - {None}
-    if not tokens:
-        return
-    size = ' or '.join(f'{number:,}' for number in sorted(tokens))
-    eval_rows = ' or '.join(f'{n:,}' for n in sorted({t.eval_rows for t in chosen} - {None}))
-    said = f'Val losses are over {size} tokens' + (f' in {eval_rows} rows' if eval_rows else '')
-    errors = sorted(t.val_loss_se for t in chosen if t.val_loss_se is not None)
-    if errors:
-        said += (
-            f', which leaves each a sampling error of {si(errors[len(errors) // 2], 2)} nats/token '
-            '(standard error over rows). All arms are evaluated on the same tokens, so most of it '
-            'cancels in a difference; intervals are over seeds and do not hold what is left of it'
+    for arm in arms:
+        counts = tuple(
+            (stage if arm.screening_trials else None, sum(not t.finished for t in of), len(of))
+            for stage, of in ((SCREENING, arm.screening_trials), (VERDICT, arm.verdict_trials))
+            if not all(trial.finished for trial in of)
         )
-    yield Remark(said)
+        found += [(arm.place, counts)] if counts else []
+    if found:
+        yield Remark(RemarkCode.DIVERGED, {'arms': tuple(found)})
+
+
+def _evaluation(arms: Sequence[Arm]) -> Iterator[Remark]:
+    chosen = [trial for arm in arms for trial in arm.chosen]
+    tokens = {trial.eval_tokens for trial in chosen} - {None}
+    if tokens:
+        errors = sorted(t.val_loss_se for t in chosen if t.val_loss_se is not None)
+        data = {
+            'tokens': tuple(sorted(tokens)),
+            'rows': tuple(sorted({t.eval_rows for t in chosen} - {None})),
+            'standard_error': errors[len(errors) // 2] if errors else None,
+        }
+        yield Remark(RemarkCode.EVALUATION, data)

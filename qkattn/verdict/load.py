@@ -12,20 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
-from qkattn.study.tuning import SINGLE
+from qkattn.study.tuning import SINGLE, VERDICT
 from qkattn.verdict.curves import Curve, json_lines, read_curve
 from qkattn.verdict.declared import Planned, Tuning, read_declaration, read_plan
-from qkattn.verdict.missing import Missing, missing
 from qkattn.verdict.trials import Trial, check_fields, parse_trial
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun(Planned):
-    """A planned run and its results. `progress` says how far it has come, 'step 30 of 80'."""
+    """A planned run and its results; `step` is the last one that it has logged, if any."""
 
     trials: tuple[Trial, ...]
     curve: Curve | None
-    progress: str
+    step: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """An arm or a planned run without results.
+
+    Attributes:
+      name: the run's; None where none is planned yet.
+      stage, knob: what it is for; None for an arm of which nothing is planned.
+      step: the last one logged, of `num_steps`; None where it has not started.
+    """
+
+    name: str | None
+    variant: str
+    size: str
+    stage: str | None
+    knob: str | None = None
+    step: int | None = None
+    num_steps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +79,26 @@ class Study:
     @property
     def missing(self) -> tuple[Missing, ...]:
         """Declared arms without their result, and planned runs that are not finished."""
-        return missing(self.arms, self.runs, tuned=self.tuning is not None)
+        found = []
+        last = SINGLE if self.tuning is None else VERDICT
+        for variant, size in self.arms:
+            own = [run for run in self.runs if (run.variant, run.size) == (variant, size)]
+            waiting = [run for run in own if not run.trials]
+            found += [
+                Missing(
+                    run.name,
+                    variant,
+                    size,
+                    run.stage,
+                    run.knob,
+                    run.step,
+                    run.config['train']['num_steps'],
+                )
+                for run in waiting
+            ]
+            if not waiting and not any(run.stage == last for run in own):
+                found.append(Missing(None, variant, size, last if own else None))
+        return tuple(found)
 
     @property
     def by_name(self) -> dict[str, PlannedRun]:
@@ -148,10 +185,8 @@ def _read_run(
             problems.append(f'{label} was left out: {error}.')
         else:
             trials = _joined(planned, trials, own, label, problems)
-    curve, progress = read_curve(run_directory, planned, len(trials), problems)
-    return PlannedRun(
-        **vars(planned), trials=tuple(trials.values()), curve=curve, progress=progress
-    )
+    curve, step = read_curve(run_directory, planned, len(trials), problems)
+    return PlannedRun(**vars(planned), trials=tuple(trials.values()), curve=curve, step=step)
 
 
 def _joined(

@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from qkattn.verdict.summary import Estimate, Row
+from qkattn.stats.inference import Estimate
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.trials import Trial
 
 
@@ -25,37 +26,37 @@ class Measure:
     def axis(self) -> str:
         return f'{self.name} ({self.unit})' if self.unit else self.name
 
-    def over_seeds(self, row: Row) -> Estimate | None:
-        return row.over_seeds(self.field, self.scale)
+    def over_seeds(self, arm: Arm) -> Estimate | None:
+        return arm.over_seeds(self.field, self.scale)
 
-    def of_seeds(self, row: Row) -> list[float]:
+    def of_seeds(self, arm: Arm) -> list[float]:
         """Of each chosen trial that has it."""
-        values = [getattr(trial, self.field) for trial in row.chosen]
+        values = [getattr(trial, self.field) for trial in arm.chosen]
         return [self.scale * value for value in values if value is not None]
 
 
-def shown(rows: Sequence[Row]) -> list[Trial]:
+def shown(arms: Sequence[Arm]) -> list[Trial]:
     """The trials that all means are over."""
-    return [trial for row in rows for trial in row.chosen]
+    return [trial for arm in arms for trial in arm.chosen]
 
 
-def has(rows: Sequence[Row], field: str) -> bool:
-    return any(getattr(trial, field) is not None for trial in shown(rows))
+def has(arms: Sequence[Arm], field: str) -> bool:
+    return any(getattr(trial, field) is not None for trial in shown(arms))
 
 
-def losses(rows: Sequence[Row]) -> tuple[Measure, ...]:
+def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
     """Validation loss, then that of the test split where there is one.
 
     In bits/byte, so that tokenizers compare, or in nats/token where targets are not text.
     """
-    if has(rows, 'val_bits_per_byte'):
+    if has(arms, 'val_bits_per_byte'):
         both = [Measure(f'{s}_bits_per_byte', f'{s} bits/byte') for s in ('val', 'test')]
     else:
         both = [Measure(f'{s}_loss', f'{s} loss', 'nats/token') for s in ('val', 'test')]
-    return tuple(both if has(rows, both[1].field) else both[:1])
+    return tuple(both if has(arms, both[1].field) else both[:1])
 
 
-def scores(rows: Sequence[Row]) -> tuple[Measure, ...]:
+def scores(arms: Sequence[Arm]) -> tuple[Measure, ...]:
     """What is better when higher, of the test split where there is one; the main one first.
 
     BLEU, chrF and exact match of translations; accuracy and solved rows where targets are not text.
@@ -68,10 +69,10 @@ def scores(rows: Sequence[Row]) -> tuple[Measure, ...]:
         ('accuracy', 'accuracy', '%', 100.0),
         ('solved', 'solved', '%', 100.0),
     ):
-        if name in ('accuracy', 'solved') and has(rows, 'val_bits_per_byte'):
+        if name in ('accuracy', 'solved') and has(arms, 'val_bits_per_byte'):
             continue
-        split = 'test' if has(rows, f'test_{name}') else 'val'
-        if has(rows, f'{split}_{name}'):
+        split = 'test' if has(arms, f'test_{name}') else 'val'
+        if has(arms, f'{split}_{name}'):
             measure = Measure(f'{split}_{name}', f'{split} {label}', unit, scale, decimals=2)
             found.append(measure)
     return tuple(found)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from qkattn.report import find, load_study, summarise
+from qkattn.report import find, load_study
 from qkattn.report.figures.plots import figures
 from qkattn.report.figures.style import SVG_COLOURS, rc, styles
 from qkattn.report.figures.verdict_plot import Line, forest
@@ -42,7 +42,7 @@ def drawn(monkeypatch):
 
 def draw(path):
     study = load_study(path)
-    found = find(study, summarise(study))
+    found = find(study)
     return study, found, {figure.stem: figure for figure in figures(study, found)}
 
 
@@ -74,7 +74,7 @@ def test_forest_has_a_line_for_every_declared_arm(study_dir, drawn):
 def test_forest_draws_seeds_intervals_and_margin(study_dir, drawn):
     _, found, _ = draw(write_tuned(study_dir, arms(), margin=0.004))
     (ax,) = drawn['verdicts'].axes
-    by_name = {arm.row.variant: arm for arm in found.arms}
+    by_name = {arm.variant: arm for arm in found.arms}
     for name, dots in zip(labels(ax), ax.collections, strict=True):
         seen = sorted(dots.get_offsets()[:, 0])
         assert seen == pytest.approx(sorted(by_name[name].differences))
@@ -137,11 +137,11 @@ def test_only_a_baseline_has_no_forest(study_dir, drawn):
 def test_bowls_show_screening_losses_fit_and_choice(study_dir, drawn):
     _, found, _ = draw(write_tuned(study_dir, arms()))
     axes = drawn['bowl_learning_rate'].axes
-    assert [ax.get_title(loc='left') for ax in axes[:5]] == [a.row.variant for a in found.arms]
+    assert [ax.get_title(loc='left') for ax in axes[:5]] == [a.variant for a in found.arms]
     assert [ax.get_visible() for ax in axes] == [True] * 5 + [False] * 3
     at_bottom = [ax.xaxis.get_tick_params()['labelbottom'] for ax in axes[:5]]
     assert at_bottom == [False] + [True] * 4
-    bowl = found.arms[0].bowls['learning_rate']
+    bowl = found.arms[0].sweeps['learning_rate']
     seeds = [sorted(dots.get_offsets()[:, 1]) for dots in axes[0].collections]
     assert seeds == [sorted(losses) for losses in bowl.losses]
     assert list(line(axes[0], 'mean').get_xdata()) == list(RATES)

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from qkattn.report import find, load_study, summarise, write_report
+from qkattn.report import find, load_study, write_report
 from qkattn.report.html import MAX_BLOCKING, _stressed
+from qkattn.report.sentences import reason, remark_text
 from tests.studies import tuned_arm, write_tuned
 
 from .pages import Page
@@ -77,20 +78,20 @@ def test_every_declared_arm_is_named(report, page):
 
 def test_every_verdict_has_its_reason(report, page):
     study = load_study(report)
-    judged = [arm for arm in find(study, summarise(study)).arms if arm.verdict]
+    judged = [arm for arm in find(study).arms if arm.verdict]
     results = part(page[0], 'results')
     assert len(judged) == 5
     for arm in judged:
-        assert f'{arm.row.size} {arm.verdict.word} {arm.verdict.reason}' in results
+        assert f'{arm.size} {arm.verdict.decision.value} {reason(arm.verdict)}' in results
 
 
 def test_remarks_are_told_once(report, page):
     study = load_study(report)
-    remarks = find(study, summarise(study)).remarks
+    remarks = find(study).remarks
     assert remarks
     for remark in remarks:
-        assert remark.text in part(page[0], 'hygiene')
-        assert remark.text not in part(page[0], 'table')
+        assert remark_text(remark) in part(page[0], 'hygiene')
+        assert remark_text(remark) not in part(page[0], 'table')
 
 
 def test_what_blocks_stands_after_the_verdict(study_dir):
@@ -100,13 +101,13 @@ def test_what_blocks_stands_after_the_verdict(study_dir):
     path = write_tuned(study_dir, records, seeds=list(range(95, 103)))
     html, _ = read(path)
     study = load_study(path)
-    blocking = [r for r in find(study, summarise(study)).remarks if r.blocks]
+    blocking = [r for r in find(study).remarks if r.blocks]
     assert 0 < len(blocking) <= MAX_BLOCKING
     box = html.index('In the way of a verdict')
     assert html.index('class="verdict"') < box < html.index('<svg')
     for remark in blocking:
-        assert remark.text in html[box : html.index('<svg')]
-        assert f'blocks a verdict: {remark.text}' in part(html, 'hygiene')
+        assert remark_text(remark) in html[box : html.index('<svg')]
+        assert f'blocks a verdict: {remark_text(remark)}' in part(html, 'hygiene')
 
 
 def test_nothing_blocks_no_box(page):

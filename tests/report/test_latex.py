@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from qkattn.report import find, load_study, summarise
+from qkattn.report import find, load_study
 from qkattn.report.latex import escape, latex_table
 from tests.studies import trial_record, tuned_arm, write_study, write_tuned
 
@@ -13,7 +13,7 @@ HOSTILE = r'a_b/v%o?x=1&y=$2#{~^\<--"|é→' + '\n' + chr(0x4E00)
 
 def table_of(directory):
     study = load_study(directory)
-    return latex_table(study, find(study, summarise(study)))
+    return latex_table(study, find(study))
 
 
 def body(table):

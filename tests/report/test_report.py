@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qkattn.errors import ReportError
-from qkattn.report import find, load_study, summarise, write_report
+from qkattn.report import find, load_study, write_report
 from qkattn.report.figures.plots import figures
 from qkattn.report.figures.style import HUES, HUES_DARK, SVG_COLOURS, short, styles
 from tests.studies import trial_record, write_study
@@ -62,7 +62,7 @@ def test_page_shows_facts_table_and_missing_runs(report):
     study = load_study(report.parent)
     assert 'Does attention need all four matrices' in text
     assert '6 of 7 runs, 13 trials' in text and 'stdlib 3.11.7' in text and '2 x cpu' in text
-    row = next(row for row in summarise(study) if row.variant == 'merged_qk/vo')
+    row = next(row for row in find(study).arms if row.variant == 'merged_qk/vo')
     bits = row.over_seeds('val_bits_per_byte')
     assert f'{bits.mean:.4f} ± {bits.sd:.4f}' in text
     assert f'{row.example.parameters["total"]:,}' in text and 'abc1234' in text
@@ -129,7 +129,7 @@ def test_target_line_only_where_the_axis_counts_it(study_dir, matched):
 def test_many_variants_get_their_own_panels(study_dir):
     variants = ['qk/vo'] + [f'variant_{index}/vo' for index in range(29)]
     study = load_study(write_study(study_dir, grid(variants, sizes=(64,)), num_evals=4))
-    drawn = {figure.stem: figure for figure in figures(study, find(study, summarise(study)))}
+    drawn = {figure.stem: figure for figure in figures(study, find(study))}
     path = study_dir / 'curves.png'
     path.write_bytes(drawn['curves'].png)
     assert_drawn(path, least=0.01)

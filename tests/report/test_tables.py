@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkattn.report import find, headline, load_study, report_text, summarise, write_report
+from qkattn.report import find, headline, load_study, report_text, write_report
 from qkattn.report.csvfile import csv_table
 from qkattn.report.notes import notes
+from qkattn.report.sentences import found_in, held_equal
 from qkattn.report.tables import markdown_table, si, text_table
 from tests.studies import (
     edit_plan,
@@ -42,7 +43,7 @@ def study(study_dir):
 
 
 def of(study):
-    return find(study, summarise(study))
+    return find(study)
 
 
 def runs(line):
@@ -274,8 +275,8 @@ def test_csv_of_a_study_with_tuning(tuned):
         ('p_equivalence_holm', arm.verdict.p_equivalence_holm),
         ('detectable', arm.difference.detectable),
         ('detectable_holm', arm.verdict.detectable),
-        ('learning_rate_optimum', arm.bowls['learning_rate'].optimum),
-        ('learning_rate_at_worst', arm.bowls['learning_rate'].at_worst),
+        ('learning_rate_optimum', arm.sweeps['learning_rate'].optimum),
+        ('learning_rate_at_worst', arm.sweeps['learning_rate'].at_worst),
         ('weights_mlp', 8 * 4 * 128**2),
         ('val_loss_se', 0.0125),
         ('learning_rate', 3e-3),
@@ -293,7 +294,7 @@ def test_headline(tuned):
     assert lines[0] == titles
     assert [line[0].removeprefix('| ') for line in lines[2:]] == ['qk/vo', 'b/vo', 'c/vo']
     assert lines[3][1:] == ['-0.0235 [-0.0255, -0.0215]', 'better', '0.003']
-    assert sentence == found.held_equal
+    assert sentence == held_equal(tuned, found)
 
 
 def test_headline_of_a_study_without_tuning(study):
@@ -329,7 +330,7 @@ def test_what_intervals_do_not_hold_is_noted(study_dir):
             record['val_loss'] += extra
     study = load_study(write_tuned(study_dir, records))
     found = of(study)
-    at_worst = [arm.bowls['learning_rate'].at_worst for arm in found.arms]
+    at_worst = [arm.sweeps['learning_rate'].at_worst for arm in found.arms]
     assert at_worst[2] is None and at_worst[1] > at_worst[0]
     assert (
         'Intervals and words are given the settings found: screening may have missed the best ones '
@@ -364,6 +365,6 @@ def test_an_arm_that_is_only_screened_is_in_every_table(study_dir):
 def test_first_lines_are_what_was_found(tuned):
     found = of(tuned)
     lines = report_text(tuned, found).splitlines()
-    assert lines[3 : 3 + len(found.sentences)] == list(found.sentences)
+    assert lines[3 : 3 + len(found_in(tuned, found))] == list(found_in(tuned, found))
     edit_plan(tuned.directory, tuned.runs[3].name, residual=0.5)
     assert load_study(tuned.directory).problems

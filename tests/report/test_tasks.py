@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkattn.report import find, load_study, summarise, write_report
+from qkattn.report import find, load_study, write_report
 from qkattn.report.facts import data_name
 from qkattn.report.figures.plots import figures
 from tests.studies import probe_record, translation_record, trial_record, write_study
@@ -38,9 +38,7 @@ def drawn(monkeypatch):
 )
 def test_axes_say_what_is_drawn(study_dir, drawn, kind, score, curve):
     study = load_study(study_of(kind, study_dir))
-    captions = {
-        figure.stem: figure.caption for figure in figures(study, find(study, summarise(study)))
-    }
+    captions = {figure.stem: figure.caption for figure in figures(study, find(study))}
     assert drawn['curves'].axes[0].get_ylabel() == curve
     assert captions['curves'].startswith(curve.replace('val', 'Validation', 1))
     assert drawn['losses'].axes[0].get_xlabel() == 'val loss (nats/token)'
@@ -52,7 +50,7 @@ def test_axes_say_what_is_drawn(study_dir, drawn, kind, score, curve):
 @pytest.mark.parametrize('kind', ['translation', 'probe'])
 def test_the_highest_score_is_at_the_top(study_dir, drawn, kind):
     study = load_study(study_of(kind, study_dir))
-    figures(study, find(study, summarise(study)))
+    figures(study, find(study))
     (ax,) = drawn['scores'].axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ['b/vo', 'qk/vo', 'c/vo']
     assert ax.yaxis_inverted()
@@ -60,7 +58,7 @@ def test_the_highest_score_is_at_the_top(study_dir, drawn, kind):
 
 def test_curves_end_at_the_final_loss(study_dir, drawn):
     study = load_study(study_of('probe', study_dir))
-    figures(study, find(study, summarise(study)))
+    figures(study, find(study))
     ends = sorted(line.get_ydata()[-1] for line in drawn['curves'].axes[0].lines)
     assert ends == pytest.approx([0.245, 0.495, 0.745])
 
@@ -68,7 +66,7 @@ def test_curves_end_at_the_final_loss(study_dir, drawn):
 def test_many_variants_without_bytes_name_the_unit(study_dir, drawn):
     records = [probe_record(f'v{i}/vo', accuracy=0.5 + i / 100) for i in range(10)]
     study = load_study(write_study(study_dir, records, baseline='v0/vo'))
-    figures(study, find(study, summarise(study)))
+    figures(study, find(study))
     assert drawn['curves'].get_supylabel() == 'val loss (nats/token)'
 
 
@@ -91,7 +89,7 @@ def test_page(study_dir, kind, data, heading):
 def test_a_variant_without_scores_is_drawn_as_such(study_dir, drawn):
     records = [translation_record('qk/vo'), trial_record('b/vo')]
     study = load_study(write_study(study_dir, records))
-    figures(study, find(study, summarise(study)))
+    figures(study, find(study))
     said = [text.get_text() for text in drawn['scores'].axes[0].texts]
     assert said == ['not measured for every seed']
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qkattn.report import find, load_study, summarise, write_report
+from qkattn.report import find, load_study, sentences, write_report
 from qkattn.report.notes import notes
 from qkattn.study.tuning import tune
-from qkattn.verdict.findings import NO_VERDICT
+from qkattn.verdict import NotScaled
 from tests.studies import (
     RATES,
     edit_plan,
@@ -24,9 +24,23 @@ BASE = 2 + 0.05 * np.arange(8)
 NOISE = 0.001 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
 
 
+class Said:
+    """Findings with their prose."""
+
+    def __init__(self, study, found):
+        self.found = found
+        self.sentences = sentences.found_in(study, found)
+        self.held_equal = sentences.held_equal(study, found)
+        self.without_scaling = sentences.NO_SCALING_LAW if found.lacks_scaling else None
+
+    def __getattr__(self, name):
+        return getattr(self.found, name)
+
+
 def found_in(directory):
     study = load_study(directory)
-    return find(study, summarise(study))
+    found = find(study)
+    return Said(study, found)
 
 
 def arm(variant, delta, **keywords):
@@ -34,12 +48,12 @@ def arm(variant, delta, **keywords):
 
 
 def words(found):
-    return {a.row.variant: a.verdict.word for a in found.arms if a.verdict}
+    return {a.variant: a.verdict.decision.value for a in found.arms if a.verdict}
 
 
 def reason(found, variant):
-    (verdict,) = [a.verdict for a in found.arms if a.row.variant == variant]
-    return verdict.reason
+    (verdict,) = [a.verdict for a in found.arms if a.variant == variant]
+    return sentences.reason(verdict)
 
 
 @pytest.fixture
@@ -164,12 +178,12 @@ def test_why_an_arm_is_no_point_of_a_law(study_dir):
     records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *BASE[1:]])
     records += arm('c/vo', 0.1, optimum=16e-3) + arm('d/vo', 0.1)[:10]
     records += arm('e/vo', 0.1, learning_rate=1e-3)
-    assert [a.unfit for a in found_in(write_tuned(study_dir, records)).arms] == [
+    assert [a.not_scaled for a in found_in(write_tuned(study_dir, records)).arms] == [
         None,
-        'diverged trials',
-        'learning rate not bracketed',
-        'no losses',
-        'not comparable',
+        NotScaled.DIVERGED,
+        NotScaled.NOT_BRACKETED,
+        NotScaled.NO_LOSSES,
+        NotScaled.BLOCKED,
     ]
 
 
@@ -185,7 +199,7 @@ def test_laws_without_tuning_are_called_descriptive(study_dir):
 
 
 def test_bowls_come_from_screening_trials(three):
-    bowl = found_in(three).arms[1].bowls['learning_rate']
+    bowl = found_in(three).arms[1].sweeps['learning_rate']
     assert bowl.values == RATES and bowl.bracketed
     assert bowl.optimum == pytest.approx(4e-3) and bowl.chosen == 4e-3
     assert len(bowl.losses[0]) == 2
@@ -232,10 +246,10 @@ def test_bowls_and_settings_are_those_that_the_plan_comes_to(study_dir):
     """A rate on the grid is chosen, so that one trial belongs to the bowls of two knobs."""
     asked = write_chain(study_dir)
     (arm,) = found_in(study_dir).arms
-    assert arm.bowls == asked.bowls and list(arm.bowls) == list(GRIDS)
-    assert arm.bowls['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
+    assert arm.sweeps == asked.bowls and list(arm.sweeps) == list(GRIDS)
+    assert arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
     assert asked.settings == pytest.approx(OPTIMA, rel=1e-2) and asked.settings[0] == 4e-3
-    assert arm.blocks == () and arm.bracketed
+    assert arm.blocks == arm.not_bracketed == ()
 
 
 def test_the_middle_of_what_is_tuned_later_is_where_bowls_are_read(study_dir):
@@ -247,7 +261,7 @@ def test_the_middle_of_what_is_tuned_later_is_where_bowls_are_read(study_dir):
         )
         elsewhere['trial'] |= {'learning_rate': 32e-3, 'weight_decay': 0.3}
         records.append(elsewhere)
-    bowl = found_in(write_tuned(study_dir, records)).arms[0].bowls['learning_rate']
+    bowl = found_in(write_tuned(study_dir, records)).arms[0].sweeps['learning_rate']
     assert bowl.values == RATES and bowl.best == 4e-3
 
 
@@ -255,8 +269,8 @@ def test_values_that_lack_a_screening_seed_have_no_bowl(study_dir):
     records = arm('qk/vo', 0)
     del records[2]
     found = found_in(write_tuned(study_dir, records)).arms[0]
-    assert found.bowls == {}
-    assert found.blocks == (
+    assert found.sweeps == {}
+    assert tuple(map(sentences.clause, found.blocks)) == (
         'its screening of the learning rate lacks results at 0.002 to choose a value by',
     )
 
@@ -268,7 +282,7 @@ def test_a_knob_of_one_value_is_where_the_arm_has_it(study_dir):
         name = run_name(variant, 'd_model=128', stage, knob)
         edit_plan(study_dir, name, model__score_scale=2.0)
     found = found_in(study_dir)
-    assert words(found) == {variant: 'worse'} and found.arms[1].bowls['learning_rate'].bracketed
+    assert words(found) == {variant: 'worse'} and found.arms[1].sweeps['learning_rate'].bracketed
 
 
 @pytest.fixture
@@ -285,12 +299,12 @@ def vague(study_dir):
         ):
             record['val_loss'] += extra
         chosen = found_in(write_tuned(study_dir, records))
-        at = next(a for a in chosen.arms if a.row.variant == noisy)
-        rate = at.bowls['learning_rate'].chosen
+        at = next(a for a in chosen.arms if a.variant == noisy)
+        rate = at.sweeps['learning_rate'].chosen
         for record in records:
             if record['stage'] == 'verdict' and record['variant'] == noisy:
                 record['trial']['learning_rate'] = rate
-        return found_in(write_tuned(study_dir, records)), at.bowls['learning_rate'].at_worst
+        return found_in(write_tuned(study_dir, records)), at.sweeps['learning_rate'].at_worst
 
     return write
 
@@ -306,7 +320,9 @@ def test_what_screening_may_have_missed_stands_with_the_word(
         f'{whose}learning rate may be off by more than that: {at_worst:.2g} nats/token at the '
         "farther end of the optimum's interval"
     )
-    assert found.arms[1].caveats == ((said,) if abs(delta) < 0.1 else ())
+    assert tuple(sentences._reason(c, 1) for c in found.arms[1].verdict.caveats) == (
+        (said,) if abs(delta) < 0.1 else ()
+    )
     assert reason(found, 'b/vo').endswith(f'; {said}') == (abs(delta) < 0.1)
     noted = [note for note in notes(load_study(study_dir), found) if said in note]
     assert [note.partition(':')[0] for note in noted] == (
@@ -334,21 +350,21 @@ def test_an_optimum_beyond_the_grid_forbids_words(study_dir, delta, loose, word)
     said = 'learning rate not bracketed'
     assert (said if loose == 'arm' else f"the baseline's {said}") in reason(found, 'b/vo')
     assert ('may lie beyond' in reason(found, 'b/vo')) == (word == 'undecided')
-    assert found.arms[0].bracketed == (loose == 'arm')
+    assert (not found.arms[0].not_bracketed) == (loose == 'arm')
 
 
 def test_divergence_never_helps(study_dir):
     records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *(BASE[1:] - 0.03 + NOISE[1:])])
     found = found_in(write_tuned(study_dir, records))
     assert words(found) == {'b/vo': 'undecided'}
-    assert found.arms[1].difference.n == 7 and found.arms[1].row.num_diverged == 1
+    assert found.arms[1].difference.n == 7 and found.arms[1].num_diverged == 1
 
 
 def test_no_shared_seed_is_said_and_tested_unpaired(study_dir):
     records = arm('qk/vo', 0) + arm('b/vo', 0.5, seeds=range(20, 28))
     found = found_in(write_tuned(study_dir, records))
     difference = found.arms[1].difference
-    assert words(found) == {'b/vo': NO_VERDICT}
+    assert words(found) == {'b/vo': 'no verdict'}
     assert not difference.paired and found.arms[1].differences == ()
     p = stats.ttest_ind(BASE + 0.5 + NOISE, BASE, equal_var=False).pvalue
     assert difference.p == pytest.approx(p)
@@ -357,7 +373,7 @@ def test_no_shared_seed_is_said_and_tested_unpaired(study_dir):
 def test_arms_without_their_verdict_run(study_dir):
     records = arm('qk/vo', 0) + arm('b/vo', 0.02) + arm('c/vo', 0.02)[:10]
     found = found_in(write_tuned(study_dir, records))
-    assert words(found) == {'b/vo': 'worse', 'c/vo': NO_VERDICT}
+    assert words(found) == {'b/vo': 'worse', 'c/vo': 'no verdict'}
     assert reason(found, 'c/vo') == 'its verdict trials have no results yet'
     # The arm that is still to come is corrected for already.
     assert found.num_comparisons == 2
@@ -367,7 +383,7 @@ def test_arms_without_their_verdict_run(study_dir):
 
 def test_nothing_can_be_said_before_the_baseline_has_its_verdict(study_dir):
     found = found_in(write_tuned(study_dir, arm('qk/vo', 0)[:10] + arm('b/vo', 0.02)))
-    assert words(found) == {'b/vo': NO_VERDICT}
+    assert words(found) == {'b/vo': 'no verdict'}
     assert reason(found, 'b/vo') == 'the baseline qk/vo has no verdict trials there'
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from qkattn.errors import ReportError
 from qkattn.report import load_study
+from qkattn.report.sentences import progress
 from tests.studies import (
     edit_plan,
     plan_line,
@@ -38,7 +39,7 @@ def test_missing_cells_say_how_far_they_are(study_dir):
     write_metrics(running, [trial_record('qk/merged_vo')], num_evals=4)
     missing = load_study(study_dir).missing
     assert [run.variant for run in missing] == ['merged_qk/vo', 'qk/merged_vo']
-    assert [run.progress for run in missing] == [
+    assert [progress(run) for run in missing] == [
         'not started',
         'step 400 of 400',
     ]
@@ -209,7 +210,7 @@ def test_missing_arms_say_how_far_their_chain_has_come(study_dir):
     (study_dir / running).mkdir()
     write_metrics(study_dir / running, [trial_record('c/vo', num_steps=300)], num_evals=3)
     found = load_study(study_dir).missing
-    assert [(arm.variant, arm.progress) for arm in found] == [
+    assert [(arm.variant, progress(arm)) for arm in found] == [
         ('a/vo', 'verdict not started'),
         ('b/vo', 'verdict not started'),
         ('c/vo', 'screening of learning_rate, step 300 of 800'),
@@ -224,7 +225,7 @@ def test_reads_plan_and_tuning(study_dir):
     screening, verdict = study.runs
     assert (screening.stage, screening.knob) == ('screening', 'learning_rate')
     assert (verdict.stage, verdict.knob, verdict.num_trials) == ('verdict', None, 8)
-    assert verdict.config['train']['num_steps'] == 400 and verdict.progress == 'finished'
+    assert verdict.config['train']['num_steps'] == 400 and verdict.step == 400
     assert study.tuning.seeds == (100, 101) and study.tuning.knobs == ('learning_rate',)
     assert study.trials[0].score_scale == 1.0 and study.trials[0].val_loss_se == 0.0125
     assert study.arms == (('qk/vo', 'd_model=128'),) and study.margin == 0.005

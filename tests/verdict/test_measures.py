@@ -2,7 +2,8 @@
 
 import pytest
 
-from qkattn.report import load_study, summarise
+from qkattn.report import load_study
+from qkattn.verdict.arms import arms_of
 from qkattn.verdict.measures import losses, scores
 from tests.studies import probe_record, translation_record, trial_record, write_study
 
@@ -43,7 +44,7 @@ NO_TEST = dict.fromkeys(
     ],
 )
 def test_what_is_shown_follows_from_the_fields(study_dir, record, shown, scored):
-    rows = summarise(load_study(write_study(study_dir, [record])))
+    rows = arms_of(load_study(write_study(study_dir, [record])))
     headings = [measure.heading for measure in losses(rows)]
     assert headings == (shown or ['val bits/byte', 'test bits/byte'])
     assert [measure.heading for measure in scores(rows)] == scored
@@ -51,7 +52,7 @@ def test_what_is_shown_follows_from_the_fields(study_dir, record, shown, scored)
 
 def test_parts_are_printed_in_percent(study_dir):
     records = [probe_record('qk/vo', accuracy, seed=s) for s, accuracy in enumerate((0.5, 0.75))]
-    rows = summarise(load_study(write_study(study_dir, records)))
+    rows = arms_of(load_study(write_study(study_dir, records)))
     accuracy = scores(rows)[0]
     value = accuracy.over_seeds(rows[0])
     assert (value.mean, value.n) == (62.5, 2)
@@ -62,6 +63,6 @@ def test_parts_are_printed_in_percent(study_dir):
 def test_a_seed_without_the_number_leaves_no_mean(study_dir):
     records = [translation_record('qk/vo', seed=0), translation_record('qk/vo', seed=1)]
     del records[1]['test_bleu']
-    rows = summarise(load_study(write_study(study_dir, records)))
+    rows = arms_of(load_study(write_study(study_dir, records)))
     assert scores(rows)[0].over_seeds(rows[0]) is None
     assert scores(rows)[0].of_seeds(rows[0]) == [30.0]

@@ -10,14 +10,15 @@ from matplotlib.ticker import MaxNLocator
 
 from qkattn.report.figures import marks
 from qkattn.report.figures.style import WIDTH, Rendered, VariantStyle, render, short
+from qkattn.report.sentences import progress
 from qkattn.stats.inference import Difference, Estimate
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 from qkattn.verdict.measures import Measure
-from qkattn.verdict.summary import Row
 
 
-def final_losses(study: Study, rows: Sequence[Row], look: dict[str, VariantStyle]) -> Rendered:
+def final_losses(study: Study, rows: Sequence[Arm], look: dict[str, VariantStyle]) -> Rendered:
     """Val loss per variant: a dot per seed, mean and t interval, a line at the baseline's mean."""
     figure = _levels(study, rows, look, Measure('val_loss', 'val loss', 'nats/token'))
     return render(
@@ -30,7 +31,7 @@ def final_losses(study: Study, rows: Sequence[Row], look: dict[str, VariantStyle
 
 
 def final_scores(
-    study: Study, rows: Sequence[Row], look: dict[str, VariantStyle], measure: Measure
+    study: Study, rows: Sequence[Arm], look: dict[str, VariantStyle], measure: Measure
 ) -> Rendered:
     """The same of a score that is better when higher."""
     figure = _levels(study, rows, look, measure, higher_is_better=True)
@@ -52,12 +53,12 @@ def _settings(study: Study) -> str:
 
 def _levels(
     study: Study,
-    rows: Sequence[Row],
+    rows: Sequence[Arm],
     look: dict[str, VariantStyle],
     measure: Measure,
     higher_is_better: bool = False,
 ) -> Figure:
-    def baseline_line(ax: Axes, of_size: Sequence[Row]) -> None:
+    def baseline_line(ax: Axes, of_size: Sequence[Arm]) -> None:
         for row in of_size:
             if row.is_baseline and (value := measure.over_seeds(row)):
                 ax.axvline(value.mean, **marks.REFERENCE)
@@ -80,10 +81,10 @@ def _levels(
 
 def differences(study: Study, found: Findings, look: dict[str, VariantStyle]) -> Rendered:
     """Paired difference to the baseline per variant, with its t interval and one dot per seed."""
-    arms = {(arm.row.variant, arm.row.size): arm for arm in found.arms}
+    arms = {(arm.variant, arm.size): arm for arm in found.arms}
     figure = _forest(
         study,
-        found.rows,
+        found.arms,
         look,
         value=lambda row: arms[row.variant, row.size].difference,
         seeds=lambda row: arms[row.variant, row.size].differences,
@@ -105,12 +106,12 @@ def differences(study: Study, found: Findings, look: dict[str, VariantStyle]) ->
 
 def _forest(
     study: Study,
-    rows: Sequence[Row],
+    rows: Sequence[Arm],
     look: dict[str, VariantStyle],
     *,
-    value: Callable[[Row], Estimate | Difference | None],
-    seeds: Callable[[Row], Sequence[float]],
-    reference: Callable[[Axes, Sequence[Row]], object],
+    value: Callable[[Arm], Estimate | Difference | None],
+    seeds: Callable[[Arm], Sequence[float]],
+    reference: Callable[[Axes, Sequence[Arm]], object],
     reference_name: str | None,
     xlabel: str,
     skip: str | None,
@@ -160,13 +161,13 @@ def _forest(
     return figure
 
 
-def reason(study: Study, place: tuple[str, str], row: Row | None, absent: str) -> str:
+def reason(study: Study, place: tuple[str, str], row: Arm | None, absent: str) -> str:
     """Why an arm at a size has no number to draw; `absent` where it has finished trials."""
     if row is not None and row.chosen:
         return absent
-    if row is not None and row.verdicts:
-        return 'stopped early' if any(t.finished for t in row.verdicts) else 'diverged'
+    if row is not None and row.verdict_trials:
+        return 'stopped early' if any(t.finished for t in row.verdict_trials) else 'diverged'
     if place not in study.arms:
         return 'not in the grid'
-    progress = [run.progress for run in study.missing if (run.variant, run.size) == place]
-    return progress[-1] if progress and progress[-1] != 'not started' else 'no result yet'
+    missing = [progress(run) for run in study.missing if (run.variant, run.size) == place]
+    return missing[-1] if missing and missing[-1] != 'not started' else 'no result yet'

@@ -29,10 +29,10 @@ from qkattn.report.figures.style import (
 from qkattn.report.figures.sweep_plot import bowls_figure
 from qkattn.report.figures.verdict_plot import verdict_forest
 from qkattn.report.numbers import si
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 from qkattn.verdict.measures import losses, scores
-from qkattn.verdict.summary import Row
 
 # More lines than this in one panel cannot be told apart: each variant then gets its own panel.
 MAX_LINES = 8
@@ -40,7 +40,7 @@ MAX_LINES = 8
 
 def figures(study: Study, found: Findings) -> tuple[Rendered, ...]:
     """All figures that the results allow, the main ones first."""
-    rows = found.rows
+    rows = found.arms
     # Arms without a result have a style too: their place is in every figure.
     look = styles(study.variants, study.baseline)
     made: list[Rendered | None] = []
@@ -76,9 +76,9 @@ def _of_bowls(study: Study, found: Findings, look: dict[str, VariantStyle]) -> l
     for knob in ('learning_rate', 'weight_decay', 'score_scale'):
         for size, suffix in _sizes(study):
             of_size = {
-                arm.row.variant: arm.bowls[knob]
+                arm.variant: arm.sweeps[knob]
                 for arm in found.arms
-                if arm.row.size == size and knob in arm.bowls
+                if arm.size == size and knob in arm.sweeps
             }
             if of_size:
                 name = size if len(study.sizes) > 1 else None
@@ -86,7 +86,7 @@ def _of_bowls(study: Study, found: Findings, look: dict[str, VariantStyle]) -> l
     return made
 
 
-def _curve(study: Study, row: Row, field: str) -> tuple[np.ndarray, np.ndarray] | None:
+def _curve(study: Study, row: Arm, field: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Steps [E] and `field` [seeds, E] of the row's chosen trials, at the steps all share."""
     found = []
     for run in study.runs:
@@ -102,7 +102,7 @@ def _curve(study: Study, row: Row, field: str) -> tuple[np.ndarray, np.ndarray] 
 
 
 def learning_curves(
-    study: Study, rows: Sequence[Row], look: dict[str, VariantStyle], stem: str
+    study: Study, rows: Sequence[Arm], look: dict[str, VariantStyle], stem: str
 ) -> Rendered | None:
     """Val loss over training of one size: mean line and min-max band over seeds."""
     measure = losses(rows)[0]

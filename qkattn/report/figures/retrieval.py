@@ -8,10 +8,10 @@ from matplotlib.ticker import MaxNLocator
 
 from qkattn.report.figures import marks
 from qkattn.report.figures.style import WIDTH, Rendered, VariantStyle, render, short
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 from qkattn.verdict.measures import Measure
-from qkattn.verdict.summary import Row
 
 LOSS = Measure('val_loss', 'val loss', 'nats/token')
 GAIN = Measure('val_induction_gain', 'induction gain', 'nats/token')
@@ -22,7 +22,7 @@ def retrieval_figure(
     study: Study, found: Findings, look: Mapping[str, VariantStyle]
 ) -> Rendered | None:
     """Loss and probe side by side, a line of panels for each size; None where nobody was probed."""
-    measured = [arm.row for arm in found.arms if GAIN.over_seeds(arm.row)]
+    measured = [arm for arm in found.arms if GAIN.over_seeds(arm)]
     if not measured:
         return None
     return render(
@@ -36,7 +36,7 @@ def retrieval_figure(
 
 
 def beside_loss(
-    rows: Sequence[Row], look: Mapping[str, VariantStyle], baseline: str | None
+    rows: Sequence[Arm], look: Mapping[str, VariantStyle], baseline: str | None
 ) -> Figure:
     """The figure of `retrieval_figure`."""
     sizes = list(dict.fromkeys(row.size for row in rows))

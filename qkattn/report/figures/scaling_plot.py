@@ -10,9 +10,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from qkattn.report.figures import marks
 from qkattn.report.figures.style import MUTED, WIDTH, Rendered, VariantStyle, label_right, render
 from qkattn.report.numbers import si
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings, Scaling
 from qkattn.verdict.load import Study
-from qkattn.verdict.summary import Row
 
 
 def loss_against_parameters(
@@ -21,9 +21,9 @@ def loss_against_parameters(
     """Mean val loss against total parameters, all sizes; with the fitted law where there is one."""
     fits = {scaling.variant: scaling for scaling in found.scaling if not scaling.fit.problem}
     # Any other target counts other parameters than this axis does.
-    targets = {row.example.target_parameters for row in found.rows} - {None}
+    targets = {row.example.target_parameters for row in found.arms} - {None}
     targets = sorted(targets) if study.matched == 'total' else []
-    figure = weights_figure(found.rows, fits, targets, look)
+    figure = weights_figure(found.arms, fits, targets, look)
     at_equal = ' The dashed line marks the target count.' if targets else ''
     law = ' Curves are the fitted laws E + A N^-a; thin lines only join points.' if fits else ''
     return render(
@@ -36,13 +36,13 @@ def loss_against_parameters(
 
 
 def weights_figure(
-    rows: Sequence[Row],
+    rows: Sequence[Arm],
     fits: Mapping[str, Scaling],
     targets: Sequence[int],
     look: Mapping[str, VariantStyle],
 ) -> Figure:
     """The figure of `loss_against_parameters`."""
-    points: dict[str, list[Row]] = {}
+    points: dict[str, list[Arm]] = {}
     for row in rows:
         if row.chosen:
             points.setdefault(row.variant, []).append(row)
@@ -80,7 +80,7 @@ def weights_figure(
 
 
 def _draw(
-    ax: Axes, variant: str, of_variant: Sequence[Row], fitted: bool, style: VariantStyle
+    ax: Axes, variant: str, of_variant: Sequence[Arm], fitted: bool, style: VariantStyle
 ) -> tuple[float, float, str, str]:
     """Points of one arm; returns its label at the largest size, for `label_right`."""
     x = [row.example.parameters['total'] for row in of_variant]
@@ -93,7 +93,7 @@ def _draw(
     return x[-1], y[-1], variant, style.colour
 
 
-def _weight_axis(ax: Axes, rows: Sequence[Row], targets: Sequence[int]) -> None:
+def _weight_axis(ax: Axes, rows: Sequence[Arm], targets: Sequence[int]) -> None:
     totals = [row.example.parameters['total'] for row in rows] + list(targets)
     sizes = list(dict.fromkeys(row.size for row in rows))
     ax.set_xlabel('total parameters')

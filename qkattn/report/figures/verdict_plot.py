@@ -15,7 +15,7 @@ from qkattn.report.figures import marks
 from qkattn.report.figures.forest import reason
 from qkattn.report.figures.style import GRID, INK, MUTED, Rendered, VariantStyle, render, short
 from qkattn.stats.inference import Difference
-from qkattn.verdict.findings import NO_VERDICT, Findings
+from qkattn.verdict import Decision, Findings
 from qkattn.verdict.load import Study
 
 # Inches: the arms' names, the plot, and the numbers and words right of it.
@@ -25,7 +25,7 @@ LINE, CLOSE, MANY = 0.26, 0.2, 15
 # An interval that reaches this many times further than is usual is cut off at the edge.
 FAR = 6.0
 # Words that say that nothing was decided are set lighter than the others.
-UNDECIDED = ('undecided', NO_VERDICT)
+UNDECIDED = (Decision.UNDECIDED.value, Decision.NO_VERDICT.value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +43,20 @@ class Line:
 
 def lines(study: Study, found: Findings) -> list[Line]:
     """Every arm of the study but the baseline, with or without results."""
-    by_place = {(arm.row.variant, arm.row.size): arm for arm in found.arms}
+    by_place = {(arm.variant, arm.size): arm for arm in found.arms}
     made = []
     for place in study.arms:
         if place[0] == study.baseline:
             continue
         arm = by_place.get(place)
-        row = arm.row if arm else None
         made.append(
             Line(
                 *place,
                 difference=arm.difference if arm else None,
                 seeds=arm.differences if arm else (),
-                word=arm.verdict.word if arm and arm.verdict else '',
-                num_diverged=row.num_diverged if row else 0,
-                absent=reason(study, place, row, 'the baseline has not finished'),
+                word=arm.verdict.decision.value if arm and arm.verdict else '',
+                num_diverged=arm.num_diverged if arm else 0,
+                absent=reason(study, place, arm, 'the baseline has not finished'),
             )
         )
     return made

@@ -4,20 +4,21 @@ import math
 
 import pytest
 
-from qkattn.report import find, load_study, summarise
+from qkattn.report import find, load_study
+from qkattn.verdict.arms import arms_of
 from tests.studies import VERDICT_SEEDS, trial_record, tuned_arm, write_study, write_tuned
 
 # 0.975 quantiles of Student's t from printed tables, at 1 and 2 degrees of freedom.
 T_1, T_2 = 12.706, 4.303
 
 
-def rows_of(study_dir, records, **keywords):
-    return summarise(load_study(write_study(study_dir, records, **keywords)))
+def arms_in(study_dir, records, **keywords):
+    return arms_of(load_study(write_study(study_dir, records, **keywords)))
 
 
 def differences_of(study_dir, records):
     study = load_study(write_study(study_dir, records))
-    return [arm.difference for arm in find(study, summarise(study)).arms]
+    return [arm.difference for arm in find(study).arms]
 
 
 def test_mean_sd_and_paired_interval(study_dir):
@@ -25,7 +26,7 @@ def test_mean_sd_and_paired_interval(study_dir):
     records = [trial_record('qk/vo', seed=s, val_loss=v) for s, v in enumerate(base)]
     # The other variant's seeds come in another order than the baseline's.
     records += [trial_record('b/vo', seed=s, val_loss=other[s]) for s in (2, 0, 1)]
-    baseline, row = rows_of(study_dir, records)
+    baseline, row = arms_in(study_dir, records)
     assert baseline.is_baseline
     assert baseline.val_loss.mean == pytest.approx(6.4 / 3)
     mean = 6.55 / 3
@@ -57,13 +58,13 @@ def test_single_seed_has_no_interval(study_dir):
     records = [trial_record('qk/vo'), trial_record('b/vo', val_loss=2.25)]
     difference = differences_of(study_dir, records)[1]
     assert difference.mean == pytest.approx(0.25) and difference.low is None
-    assert rows_of(study_dir, records)[1].val_loss.sd is None
+    assert arms_in(study_dir, records)[1].val_loss.sd is None
 
 
 def test_diverged_trials_are_counted_not_averaged(study_dir):
     records = [trial_record('qk/vo', seed=s, val_loss=v) for s, v in ((0, 2.0), (1, None))]
     records += [trial_record('b/vo', seed=s, val_loss=None) for s in (0, 1)]
-    baseline, dead = rows_of(study_dir, records)
+    baseline, dead = arms_in(study_dir, records)
     assert (baseline.val_loss.mean, baseline.val_loss.n) == (2.0, 1)
     assert (baseline.num_diverged, len(baseline.trials)) == (1, 2)
     assert dead.val_loss is None and dead.learning_rate is None
@@ -78,7 +79,7 @@ def test_best_learning_rate_by_mean_val_loss(study_dir):
         for rate, values in losses.items()
         for seed, loss in enumerate(values)
     ]
-    (row,) = rows_of(study_dir, records)
+    (row,) = arms_in(study_dir, records)
     # 1e-3 holds the lowest single loss that finished everywhere, 1e-2 a lucky seed: neither wins.
     assert row.learning_rate == 3e-3
     assert row.val_loss.mean == pytest.approx(2.15)
@@ -88,7 +89,7 @@ def test_best_learning_rate_by_mean_val_loss(study_dir):
 
 def test_edge_of_the_grid_is_marked(study_dir):
     records = [trial_record('qk/vo', learning_rate=r, val_loss=v) for r, v in ((1, 3), (2, 2))]
-    (row,) = rows_of(study_dir, records)
+    (row,) = arms_in(study_dir, records)
     assert row.learning_rate == 2 and row.at_edge
 
 
@@ -106,7 +107,7 @@ def test_baseline_of_the_same_size_comes_first(study_dir):
         trial_record(variant, f'd_model={d}', val_loss=loss, d_model=d)
         for variant, d, loss in (('b/vo', 64, 3.5), ('b/vo', 128, 2.5), ('qk/vo', 64, 3.0))
     ]
-    rows = rows_of(study_dir, records)
+    rows = arms_in(study_dir, records)
     assert [(row.variant, row.size) for row in rows] == [
         ('qk/vo', 'd_model=64'),
         ('b/vo', 'd_model=64'),
@@ -119,7 +120,7 @@ def test_baseline_of_the_same_size_comes_first(study_dir):
 def test_cell_numbers_count_once_per_run(study_dir):
     records = [trial_record('qk/vo', seed=s, run='a', train_seconds=10.0) for s in (0, 1)]
     records += [trial_record('qk/vo', seed=2, run='b', train_seconds=7.0)]
-    (row,) = rows_of(study_dir, records)
+    (row,) = arms_in(study_dir, records)
     assert row.of_runs('train_seconds') == [10.0, 7.0]
 
 
@@ -128,32 +129,32 @@ def test_screening_trials_never_count(study_dir):
     records = tuned_arm('qk/vo', losses=losses)
     for record in records[:10]:
         record['val_loss'] = 0.5  # far below the verdict's
-    (row,) = summarise(load_study(write_tuned(study_dir, records)))
+    (row,) = arms_of(load_study(write_tuned(study_dir, records)))
     assert [trial.seed for trial in row.chosen] == list(VERDICT_SEEDS)
-    assert {trial.stage for trial in row.verdicts} == {'verdict'}
+    assert {trial.stage for trial in row.verdict_trials} == {'verdict'}
     assert row.val_loss.mean == pytest.approx(2.035) and row.val_loss.n == 8
-    assert len(row.screening) == 10 and len(row.trials) == 18
+    assert len(row.screening_trials) == 10 and len(row.trials) == 18
     assert row.learning_rate == 4e-3 and not row.at_edge
 
 
 def test_an_arm_that_is_only_screened_has_no_loss(study_dir):
-    (row,) = summarise(load_study(write_tuned(study_dir, tuned_arm('qk/vo')[:10])))
-    assert row.chosen == row.verdicts == () and row.val_loss is None
+    (row,) = arms_of(load_study(write_tuned(study_dir, tuned_arm('qk/vo')[:10])))
+    assert row.chosen == row.verdict_trials == () and row.val_loss is None
     assert row.example.parameters['total'] > 0 and row.num_diverged == 0
 
 
 def test_trials_of_other_stages_are_no_verdict(study_dir):
     records = tuned_arm('qk/vo', losses=[3.0] * 8)
     records += [trial_record('qk/vo', seed=s, val_loss=2.0) for s in range(8)]
-    (row,) = summarise(load_study(write_tuned(study_dir, records)))
-    assert row.val_loss.mean == 3.0 and len(row.chosen) == len(row.verdicts) == 8
-    (row,) = summarise(load_study(write_study(study_dir / 'b', records)))
-    assert row.val_loss.mean == 2.0 and len(row.chosen) == len(row.verdicts) == 8
+    (row,) = arms_of(load_study(write_tuned(study_dir, records)))
+    assert row.val_loss.mean == 3.0 and len(row.chosen) == len(row.verdict_trials) == 8
+    (row,) = arms_of(load_study(write_study(study_dir / 'b', records)))
+    assert row.val_loss.mean == 2.0 and len(row.chosen) == len(row.verdict_trials) == 8
 
 
 def test_trials_that_stopped_early_are_not_chosen(study_dir):
     records = tuned_arm('qk/vo', losses=[1.0] + [2.0] * 7)
     records[10]['num_steps'] = 399
     write_tuned(study_dir, [*records[:10], *records[11:], records[10]])
-    (row,) = summarise(load_study(study_dir))
-    assert len(row.verdicts) == 8 and len(row.chosen) == 7 and row.val_loss.mean == 2.0
+    (row,) = arms_of(load_study(study_dir))
+    assert len(row.verdict_trials) == 8 and len(row.chosen) == 7 and row.val_loss.mean == 2.0

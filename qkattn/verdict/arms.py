@@ -1,0 +1,194 @@
+"""Arms of a study: the trials behind each number, means and intervals over seeds."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+
+from qkattn.stats.inference import Difference, Estimate, estimate
+from qkattn.stats.sweep import Bowl
+from qkattn.study import tuning
+from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
+from qkattn.verdict.codes import NotScaled, Remark, Verdict
+from qkattn.verdict.load import Study
+from qkattn.verdict.trials import Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One variant at one size, at its tuned settings, and what was found about it.
+
+    Attributes:
+      trials: all of them.
+      verdict_trials: those that the arm's numbers may come from: of its verdict run, never of a
+        screening one; in a study without tuning, all.
+      chosen: those of verdict_trials that finished, without tuning those at the best setting; empty
+        where every trial diverged or none has run.
+      val_loss: mean over `chosen`, nats/token.
+      tuning: how far its screening has come; None in a study without tuning.
+      differences: val loss minus the baseline's (nats/token), one for each shared seed; empty where
+        none is shared.
+      difference: what these say; of independent samples (`paired` False) where no seed is shared.
+        None for the baseline and where either has no finished trial.
+      verdict: None for the baseline and in a study without tuning.
+      remarks: hygiene findings about this arm alone.
+    """
+
+    variant: str
+    size: str
+    is_baseline: bool
+    trials: tuple[Trial, ...]
+    verdict_trials: tuple[Trial, ...]
+    chosen: tuple[Trial, ...]
+    val_loss: Estimate | None
+    tuning: Tuning | None = None
+    differences: tuple[float, ...] = ()
+    difference: Difference | None = None
+    verdict: Verdict | None = None
+    remarks: tuple[Remark, ...] = ()
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.variant, self.size
+
+    @property
+    def screening_trials(self) -> tuple[Trial, ...]:
+        return tuple(trial for trial in self.trials if trial.stage == SCREENING)
+
+    @property
+    def example(self) -> Trial:
+        """A trial to read what all of the arm share: config, parameters, costs."""
+        return (self.chosen or self.verdict_trials or self.trials)[0]
+
+    @property
+    def learning_rate(self) -> float | None:
+        return self.chosen[0].learning_rate if self.chosen else None
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """All learning rates that were run, ascending."""
+        return tuple(sorted({trial.learning_rate for trial in self.trials}))
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best of several learning rates is the smallest or largest that was run.
+
+        Of a study without tuning; with it, `bracketed` says more.
+        """
+        rates = sorted({trial.learning_rate for trial in self.verdict_trials})
+        return len(rates) > 1 and self.learning_rate in (rates[0], rates[-1])
+
+    @property
+    def num_diverged(self) -> int:
+        return sum(not trial.finished for trial in self.verdict_trials)
+
+    @property
+    def sweeps(self) -> Mapping[str, Bowl]:
+        """By knob, of those that were screened, in the order of tuning."""
+        return self.tuning.bowls if self.tuning else {}
+
+    @property
+    def not_bracketed(self) -> tuple[str, ...]:
+        """The tuned knobs whose best value may lie beyond those tried."""
+        return tuple(knob for knob, sweep in self.sweeps.items() if not sweep.bracketed)
+
+    @property
+    def blocks(self) -> tuple[Remark, ...]:
+        """Why this arm, by itself, gets no verdict."""
+        return tuple(remark for remark in self.remarks if remark.blocks)
+
+    @property
+    def not_scaled(self) -> NotScaled | None:
+        """Why its mean is not a point of a scaling law; None where it is one.
+
+        A mean of the seeds that did not diverge flatters an arm, and settings that are not the best
+        make it look worse.
+        """
+        if not self.chosen:
+            return NotScaled.NO_LOSSES
+        if self.num_diverged:
+            return NotScaled.DIVERGED
+        if self.blocks:
+            return NotScaled.BLOCKED
+        return NotScaled.NOT_BRACKETED if self.not_bracketed else None
+
+    def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
+        """`scale` times a number of the chosen trials; None unless every one of them has it."""
+        values = [getattr(trial, field) for trial in self.chosen]
+        return estimate([scale * v for v in values]) if values and None not in values else None
+
+    def of_runs(self, field: str) -> list[float]:
+        """A per-run number, once for each run of `verdict_trials`."""
+        values = {trial.run: getattr(trial, field) for trial in self.verdict_trials}
+        return [value for value in values.values() if value is not None]
+
+
+def arms_of(study: Study) -> tuple[Arm, ...]:
+    """One arm per (size, variant) with results, in the study's order, the baseline first."""
+    order = sorted(study.variants, key=lambda variant: variant != study.baseline)
+    by_place: dict[tuple[str, str], list[Trial]] = {}
+    for trial in study.trials:
+        by_place.setdefault((trial.variant, trial.size), []).append(trial)
+    return tuple(
+        _arm(study, tuple(by_place[variant, size]))
+        for size in study.sizes
+        for variant in order
+        if (variant, size) in by_place
+    )
+
+
+def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """The finished trials at the setting with the lowest mean val loss.
+
+    A setting at which a seed diverged is considered only when no setting finished all its seeds:
+    its mean would be one over the lucky seeds.
+    """
+    by_setting: dict[tuple, list[Trial]] = {}
+    for trial in trials:
+        by_setting.setdefault(trial.settings, []).append(trial)
+    finished = {s: tuple(t for t in ts if t.finished) for s, ts in by_setting.items()}
+    complete = [ts for s, ts in finished.items() if len(ts) == len(by_setting[s])]
+    candidates = complete or [ts for ts in finished.values() if ts]
+    if not candidates:
+        return ()
+    return min(candidates, key=lambda ts: statistics.fmean(t.val_loss for t in ts))
+
+
+def stopped_early(study: Study, trial: Trial) -> bool:
+    """Whether the trial has trained for fewer steps than its config says."""
+    return trial.num_steps < study.by_name[trial.run].config['train']['num_steps']
+
+
+def _arm(study: Study, trials: tuple[Trial, ...]) -> Arm:
+    own = tuple(t for t in trials if t.stage == (VERDICT if study.tuning else SINGLE))
+    if study.tuning:
+        chosen = tuple(t for t in own if t.finished and not stopped_early(study, t))
+    else:
+        chosen = best_setting(own)
+    variant, size = trials[0].variant, trials[0].size
+    return Arm(
+        variant=variant,
+        size=size,
+        is_baseline=variant == study.baseline,
+        trials=trials,
+        verdict_trials=own,
+        chosen=chosen,
+        val_loss=estimate([trial.val_loss for trial in chosen]) if chosen else None,
+        tuning=_tuning(study, trials) if study.tuning else None,
+    )
+
+
+def _tuning(study: Study, trials: Sequence[Trial]) -> Tuning:
+    """How far the screening has come, of the settings at which every screening seed ran."""
+    screening = [trial for trial in trials if trial.stage == SCREENING]
+    own = dict(zip(tuning.KNOBS, (screening or trials)[0].at, strict=True))
+    grids = {
+        knob: values if len(values) > 1 else (own[knob],)
+        for knob, values in study.tuning.grids.items()
+    }
+    measured: dict[tuning.Settings, dict[int, float | None]] = {}
+    for trial in screening:
+        if trial.seed in study.tuning.seeds:
+            loss = trial.val_loss if trial.finished else None
+            measured.setdefault(trial.at, {})[trial.seed] = loss
+    complete = {at: of for at, of in measured.items() if len(of) == len(set(study.tuning.seeds))}
+    return tuning.tune(grids, study.tuning.max_points, complete)
