@@ -5,22 +5,9 @@ Compiled programs are kept between test runs and shared by the workers of one, i
 machine type. JAX keys them by program, flags and version; an unreadable entry is compiled again.
 """
 
-import hashlib
 import os
-import platform
-from pathlib import Path
 
-
-def programs_directory() -> Path:
-    """Returns the directory of compiled programs: in the user's cache, by the CPU's features."""
-    features = platform.machine() + platform.processor()
-    cpuinfo = Path('/proc/cpuinfo')
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        features += next((x for x in lines if x.startswith(('flags', 'Features'))), '')
-    cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-    return Path(cache, 'qkattn-tests', hashlib.sha256(features.encode()).hexdigest()[:16])
-
+from tests.compiled_programs import programs_directory
 
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(programs_directory()))
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'

@@ -1,0 +1,17 @@
+"""Where the test suite keeps compiled programs; imported before JAX."""
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+
+def programs_directory() -> Path:
+    """Returns the directory of compiled programs: in the user's cache, by the CPU's features."""
+    features = platform.machine() + platform.processor()
+    cpuinfo = Path('/proc/cpuinfo')
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        features += next((x for x in lines if x.startswith(('flags', 'Features'))), '')
+    cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    return Path(cache, 'qkattn-tests', hashlib.sha256(features.encode()).hexdigest()[:16])
