@@ -13,7 +13,7 @@ FILES = ('study.json', 'plan.jsonl', 'results.jsonl', 'report.html')
 def export(study_dir: str | Path, destination: str | Path) -> Path:
     """Writes the study's declaration, plan, results, evaluations, tables, report and figures.
 
-    Left out are checkpoints, locks and claims, the training records of finished runs, and
+    Left out are checkpoints, locks and leases, the training records of finished runs, and
     provenance.json, which names machines and users.
 
     Raises:

@@ -1,19 +1,19 @@
-"""Which process works on which run: claims of many processes and hosts in one shared directory.
+"""Leases: which process trains which run, among many processes and hosts that share a directory.
 
-    claims/CELL.N   a run's claim number N = 0, 1, 2, ...: JSON {host, pid, started, expiry}
+    leases/RUN.N   lease number N = 0, 1, 2, ... of a run: JSON {host, pid, started, expiry}
 
-The highest number counts. The holder touches its file again and again; a file that was not touched
-for `expiry` seconds is expired, and whoever creates the next number has the run. Exclusive
-creation lets exactly one process succeed, and nothing is renamed or deleted, so there is no race to
-lose. The files of finished runs stay: each is about a hundred bytes.
+The highest number is in force. The holder touches its file at regular intervals; a file that was
+not touched for `expiry` seconds has expired, and whoever creates the next number holds the run.
+Exclusive creation succeeds in exactly one process, and nothing is renamed or deleted, so there is
+no race. The files of finished runs stay, about a hundred bytes each.
 
-Ages compare times that the file system stamped (a claim's against that of a file made for the
-purpose), because the clocks of hosts differ. A holder measures its own silence with a clock that
-only runs forward, and gives up before anybody else may take over; so at most one process at a time
-sees its claim as not lost. Where a file system's clock jumps, or is each host's own and these
-differ by more than expiry / 8, two may see it so until the next heartbeat.
+Ages compare timestamps of the file system (of the lease, and of a file created for the purpose),
+because clocks of hosts differ. The holder measures the time since its last heartbeat with a
+monotonic clock and gives up before anybody else may take over, so at most one process at a time
+sees its lease as not lost. On a file system whose clock jumps, or differs between hosts by more
+than expiry / 8, two may see it so until the next heartbeat.
 
-A claim says that its process lives, not that its work gets ahead.
+A lease shows that its process is alive, not that its training makes progress.
 """
 
 import contextlib
@@ -34,25 +34,25 @@ from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.run.files import make_directory
 
 EXPIRY = 300.0
-"""Seconds: longer than a network file system hesitates, shorter than a run usually takes."""
+"""Seconds; longer than a network file system stalls, shorter than most runs."""
 
 _BEATS = 8
-"""Heartbeats per expiry; the holder gives up one beat before its claim expires."""
+"""Heartbeats per expiry; the holder gives up one heartbeat before its lease expires."""
 
-# Where there is a clock that also counts the time a suspended machine sleeps, it is this one.
+# CLOCK_BOOTTIME, where there is one, also counts the time for which a machine is suspended.
 _CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)
 
 
-class Claim:
-    """A run held by this process; made by `claim`, a context manager.
+class Lease:
+    """The right of this process to train a run; returned by `acquire`, a context manager.
 
-    A daemon thread keeps it alive until `release`. A child made by os.fork holds nothing: there
+    A daemon thread renews it until `release`. A child made by os.fork does not hold it: there
     `lost` is True and `release` does nothing.
     """
 
     def __init__(self, path: Path, content: bytes, expiry: float, created: float):
         self.path = path
-        """The claim's file."""
+        """The file of the lease."""
         self._content = content
         self._pid = os.getpid()
         self._patience = expiry * (_BEATS - 1) / _BEATS
@@ -60,17 +60,17 @@ class Claim:
         self._lost = False
         self._released = threading.Event()
         self._thread = threading.Thread(
-            target=self._keep_alive, args=(expiry / _BEATS,), name=f'claim {path.name}', daemon=True
+            target=self._keep_alive, args=(expiry / _BEATS,), name=f'lease {path.name}', daemon=True
         )
         self._thread.start()
 
     @property
     def lost(self) -> bool:
-        """Whether the run is, or may soon be, somebody else's; once True it stays so.
+        """Whether another process holds the run, or soon may; stays True.
 
-        True when somebody took the run over, when the claim's file vanished or was replaced, and
-        when no heartbeat succeeded for 7/8 of the expiry (a paused process, a file system that is
-        gone). After `release` it keeps saying what it said then.
+        True once the run was taken over, the file was deleted or replaced, or no heartbeat
+        succeeded for 7/8 of the expiry (a paused process, an unreachable file system). `release`
+        freezes the value.
         """
         if os.getpid() != self._pid:
             return True
@@ -79,21 +79,21 @@ class Claim:
         return self._lost
 
     def release(self) -> None:
-        """Frees the run at once and ends the heartbeat; may be called twice.
+        """Frees the run and stops the heartbeat; may be called twice.
 
-        Where the file system fails the run becomes free when the claim expires.
+        If the file system fails, the run becomes free when the lease expires.
         """
         if os.getpid() != self._pid or self._released.is_set():
             return
         self._lost = self.lost
         self._released.set()
-        # A heartbeat under way would take back what is written here.
+        # A heartbeat in progress would undo the write below.
         self._thread.join()
         with contextlib.suppress(OSError):
             if _read(self.path)[1] == self._content:
                 os.utime(self.path, (0, 0))
 
-    def __enter__(self) -> 'Claim':
+    def __enter__(self) -> 'Lease':
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -101,7 +101,7 @@ class Claim:
 
     def _keep_alive(self, interval: float) -> None:
         while not self._released.wait(interval) and not self.lost:
-            # What fails is tried again at the next beat; `lost` counts the time.
+            # A failed heartbeat is retried at the next interval; `lost` keeps the time.
             with contextlib.suppress(OSError):
                 self._beat()
 
@@ -115,32 +115,31 @@ class Claim:
             self._lost = True
             return
         os.utime(self.path)
-        # Asked after the touch: one that came too late proves nothing.
+        # A touch that came too late does not renew the lease.
         if not self.lost:
             self._beaten = start
 
 
-def claim(directory: Path, run: str, *, expiry: float = EXPIRY) -> Claim | None:
-    """Claims a run, unless somebody else holds it.
+def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | None:
+    """Acquires the lease of a run unless another process holds it.
 
-    Look again whether the run is finished once you hold it: its last holder may have finished it
-    in the meantime.
+    Check afterwards whether the run is finished: its last holder may just have finished it.
 
     Args:
-      directory: shared by all workers; created where it is missing.
+      directory: shared by all workers; created if missing.
       run: a name without slashes.
-      expiry: seconds without a heartbeat after which others may take the run over. A claim that is
-        there goes by the expiry that its holder wrote into it.
+      expiry: seconds without a heartbeat after which others may take the run over. An existing
+        lease expires by the value that its holder wrote.
 
     Returns:
-      The claim; None where the run is held.
+      The lease; None if the run is held.
 
     Raises:
       ConfigError: `expiry` is not a positive number.
       RunDirectoryError: `directory` cannot be written.
     """
     if not (math.isfinite(expiry) and expiry > 0):
-        raise ConfigError(f'expiry={expiry} must be a positive number of seconds.')
+        raise ConfigError(f'expiry={expiry} must be a positive, finite number of seconds')
     directory = make_directory(directory)
     content = _content(expiry)
     with _usable(directory):
@@ -149,21 +148,21 @@ def claim(directory: Path, run: str, *, expiry: float = EXPIRY) -> Claim | None:
             number += 1
             path = directory / f'{run}.{number}'
             created = _seconds()
-            # Where it is there somebody was faster, or the listing was an old one: look at it too.
+            # If it exists, another process was faster or the listing was stale: check it as well.
             with contextlib.suppress(FileExistsError):
                 _create(path, content)
-                return Claim(path, content, expiry, created)
+                return Lease(path, content, expiry, created)
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Who holds a run; as text, 'process 12 on host, 35 s ago'.
+    """The process that holds a run; as text, 'process 12 on host, 35 s ago'.
 
     Attributes:
-      name: 'process 12 on host'; 'an unknown process' where it died before it wrote its name.
+      name: 'process 12 on host'; 'an unknown process' if it died before it wrote its name.
       age: seconds since the last heartbeat.
-      free_in: seconds until the claim expires if no further heartbeat comes.
+      free_in: seconds until the lease expires without another heartbeat.
     """
 
     name: str
@@ -175,11 +174,11 @@ class Holder:
 
 
 def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, Holder]:
-    """Returns who holds which run; free runs are left out.
+    """Returns the holder of each run that is held.
 
     Args:
-      directory: as given to `claim`; nobody holds anything where there is none.
-      expiry: seconds, for claims whose holder died before it wrote its own.
+      directory: as for `acquire`; it need not exist.
+      expiry: seconds, for leases whose holder died before it wrote its own.
 
     Raises:
       RunDirectoryError: `directory` cannot be read or written.
@@ -188,11 +187,11 @@ def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, Holder]:
     if not directory.exists():
         return {}
     with _usable(directory):
-        found = {
+        all_runs = {
             run: _holder(directory / f'{run}.{number}', expiry)
             for run, number in sorted(_highest(directory).items())
         }
-    return {run: holder for run, holder in found.items() if holder is not None}
+    return {run: holder for run, holder in all_runs.items() if holder is not None}
 
 
 def _seconds() -> float:
@@ -205,8 +204,8 @@ def _usable(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunDirectoryError(
-            f'{directory} cannot hold claims ({error.strerror}); '
-            'give a workdir that this user can write to.'
+            f'{directory} cannot hold leases ({error.strerror}); '
+            'give a workdir that this user can write to'
         ) from error
 
 
@@ -221,7 +220,7 @@ def _content(expiry: float) -> bytes:
 
 
 def _create(path: Path, content: bytes) -> None:
-    """Creates `path`; FileExistsError where it is there. A crash may leave it without content."""
+    """Creates `path` or raises FileExistsError. A crash may leave the file empty."""
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
         os.write(file, content)
@@ -247,16 +246,16 @@ def _highest(directory: Path) -> dict[str, int]:
 def _read(path: Path) -> tuple[float, bytes]:
     """Returns (mtime, content).
 
-    The file is opened for its mtime too: NFS answers a plain stat from a cache that may be a minute
-    old, and an open from the server.
+    The mtime is read from the open file, because NFS answers a plain stat from a cache that may be
+    a minute old, but an open from the server.
     """
     with open(path, 'rb') as file:
         return os.fstat(file.fileno()).st_mtime, file.read()
 
 
 def _holder(path: Path, expiry: float) -> Holder | None:
-    """Who holds the claim `path`; None where it expired, was released, or is gone."""
-    # The present before the claim's time: a heartbeat in between makes the claim younger.
+    """The holder of the lease `path`; None if it expired, was released or deleted."""
+    # Read before the lease, so that a heartbeat in between can only lower its age.
     with tempfile.TemporaryFile(dir=path.parent) as file:
         now = os.fstat(file.fileno()).st_mtime
     try:

@@ -1,4 +1,4 @@
-"""Works on a study: claims a run, trains it, looks what is known now, until nothing is left.
+"""Works on a study: leases a run, trains it, looks what is known now, until nothing is left.
 
 Any number of workers, processes or jobs, may share a study's directory: one run is trained by one
 of them at a time, and a run whose worker died is taken over from its last checkpoint.
@@ -133,10 +133,10 @@ def _work(
     failed: dict[str, str],
 ) -> bool:
     """Trains the run unless somebody else does; says whether the plan may have changed."""
-    claim = leases.claim(path / 'leases', run.id, expiry=expiry)
-    if claim is None:
+    lease = leases.acquire(path / 'leases', run.id, expiry=expiry)
+    if lease is None:
         return False
-    with claim:
+    with lease:
         try:
             train(
                 run.config,
@@ -144,7 +144,7 @@ def _work(
                 command=command,
                 description=f'{run.arm.label} {run.arm.size} {run.knob or run.stage}',
                 runs_left=runs_left,
-                lost=lambda: claim.lost,
+                lost=lambda: lease.lost,
             )
         except (InUseError, Lost) as error:
             log.warning('%s; going on with another run', error)
@@ -156,7 +156,7 @@ def _work(
 
 
 def _wait(path: Path, expiry: float, stop: StopRequest) -> None:
-    """Until a claim may have been given up, or a result may have come."""
+    """Until a lease may have been given up, or a result may have come."""
     holders = leases.holders(path / 'leases', expiry=expiry)
     held = '; '.join(f'{run} by {who}' for run, who in holders.items())
     log.info('waiting for other workers: %s', held)

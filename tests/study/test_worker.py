@@ -78,7 +78,7 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
 def test_a_held_cell_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path):
     path = tmp_path / 'out'
     first = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
-    held = leases.claim(path / 'leases', first.id, expiry=2.0)
+    held = leases.acquire(path / 'leases', first.id, expiry=2.0)
     os.utime(next((path / 'leases').iterdir()), None)
     started = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
@@ -109,7 +109,7 @@ def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
     single = dataclasses.replace(STUDY, tuning=TuningConfig(), variants=('qk/vo',))
     (run,) = plan.runs(single, build_arms(single), lambda run: None)
     monkeypatch.setattr(worker.time, 'sleep', lambda _: signal.raise_signal(signal.SIGTERM))
-    with leases.claim(path / 'leases', run.id, expiry=60.0), pytest.raises(Stopped):
+    with leases.acquire(path / 'leases', run.id, expiry=60.0), pytest.raises(Stopped):
         worker.run(single, path, expiry=60.0)
     assert not trained
 
@@ -124,7 +124,7 @@ def test_a_request_between_cells_is_heard(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(worker, 'train', stopped_after_the_first)
     with pytest.raises(Stopped, match='between two runs'):
         worker.run(STUDY, tmp_path / 'out')
-    assert len(trained) == 1 and not leases.holders(tmp_path / 'out/claims')
+    assert len(trained) == 1 and not leases.holders(tmp_path / 'out/leases')
 
 
 def test_a_cell_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path, monkeypatch):
