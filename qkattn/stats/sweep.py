@@ -1,11 +1,11 @@
-"""The bowl: loss against one positive setting (learning rate, weight decay, score scale).
+"""Sweeps: loss against one positive setting (learning rate, weight decay, score scale).
 
 A setting is screened on a geometric grid, every value with the same seeds. Around the best value
-the loss of seed s at value v is read as a parabola in x = ln(v / best) with a level per seed,
+the loss of seed s at value v is modelled as a parabola in x = ln(v / best) with a level per seed,
 
     L_s(v) = a_s + b x + c x^2 + noise,
 
-so that what a seed is worth at every value (its data order, its initial weights) cancels. The
+so that the effect of a seed common to all values (data order, initialization) cancels. The
 optimum is the vertex x* = -b / 2c. Losses are in nats per token, values in their own unit.
 """
 
@@ -24,30 +24,30 @@ MAX_LOG = 100.0  # an interval wider than a factor e^100 bounds nothing
 
 
 @dataclasses.dataclass(frozen=True)
-class Bowl:
-    """What the screening trials say about one setting.
+class Sweep:
+    """The screening of one setting: losses, best value, fitted optimum.
 
-    `losses` holds, value by value, the losses of the seeds that finished, in the order of seeds;
-    `means` is their mean, and infinite where a seed diverged: a mean over the lucky seeds would
-    flatter the value. `best` is the grid value of the lowest mean (the smallest of equals; the
-    smallest value of all where every value diverged). `bracketed` says that a worse value stands
-    on both sides of it, a diverged one counting as worse.
+    `losses` holds, for each value, the losses of the seeds that finished, in the order of seeds;
+    `means` is their mean, infinite where a seed diverged, since the mean of the others would be
+    biased low. `best` is the grid value of the lowest mean (of ties the smallest; the smallest
+    value if all diverged). `bracketed`: there is a worse value on both sides of it; a diverged one
+    counts as worse.
 
-    `curvature` is 2c, the second derivative of the loss by ln(value), and None with fewer than
-    three values to fit. `optimum`, and `loss`, the fitted loss there, are None too where the
-    parabola is not convex or its vertex lies outside the values it was fitted to. `loss` is the
-    mean over these seeds: `n` counts the losses fitted, `sd` is the residual standard deviation,
-    and the t interval does not hold the spread between seeds. `optimum_low` and `optimum_high` are
-    None where the data do not bound the optimum. Intervals are 95 %; they need residual degrees of
-    freedom, so one seed at three values has none. They know noise and misfit only as residuals: a
-    bowl that is not a parabola moves the vertex by more than they say.
+    `curvature` is 2c, the second derivative of the loss by ln(value); None with fewer than three
+    values to fit. `optimum` and the fitted loss there, `loss`, are also None if the parabola is not
+    convex or its vertex lies outside the fitted values. `loss` is the mean over these seeds: `n`
+    counts the fitted losses, `sd` is the residual standard deviation, and the t interval excludes
+    the spread between seeds. `optimum_low` and `optimum_high` are None if the data do not bound the
+    optimum. Intervals are 95 % and need residual degrees of freedom, which one seed at three values
+    does not leave. They account for noise and misfit only through residuals: where the loss is not
+    a parabola, the error of the vertex exceeds them.
 
-    `sensitivity` is the mean over the grid of (mean loss - lowest), where the lowest is the lower
-    of the best observed mean and the fitted one, and the `num_diverged` values at which a seed
-    diverged count as the worst finite mean; None for a single value or where nothing finished. It
+    `sensitivity` is the mean over the grid of (mean loss - lowest), where lowest is the smaller of
+    the best observed mean and the fitted minimum, and the `num_diverged` values at which a seed
+    diverged count with the worst finite mean; None for a single value or if nothing finished. It
     follows the learning-rate sensitivity of Wortsman et al. 2023 (arXiv:2309.14322), who average
     min(loss, loss at initialization) - lowest over a fixed range of three decades. Here the range
-    is the grid, so arms whose grids were extended differently do not compare, and divergence is
+    is the grid, so arms with differently extended grids are not comparable, and divergence is
     penalised less.
     """
 
@@ -66,7 +66,7 @@ class Bowl:
 
     @property
     def chosen(self) -> float:
-        """The value to train at: the optimum where it lies between best's neighbours, else best.
+        """The value to train at: the optimum if it lies between the neighbours of best, else best.
 
         The optimum is rounded to three significant digits.
         """
@@ -80,8 +80,8 @@ class Bowl:
     def at_worst(self) -> float | None:
         """Nats by which the parabola at the farther end of the optimum's interval is above its low.
 
-        What the optimum loses, to second order, should the true one be there; None without the
-        interval.
+        To second order, the loss of `optimum` over the true optimum if that lies there; None
+        without an interval.
         """
         if self.optimum_low is None:
             return None
@@ -89,8 +89,8 @@ class Bowl:
         return self.curvature / 2 * math.log(farther) ** 2
 
 
-def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Bowl:
-    """The bowl of `losses`: value -> seed -> loss, where None (or not finite) means diverged.
+def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
+    """Fits `losses`: value -> seed -> loss, where None or a non-finite loss means diverged.
 
     The parabola is fitted by least squares to the values within two grid steps of the best at which
     every seed finished. The optimum's interval is Fieller's (1954): all x at which the slope
@@ -100,15 +100,15 @@ def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Bowl:
     """
     values = tuple(sorted(losses))
     if not values:
-        raise ValueError('losses is empty; a bowl needs at least one value.')
+        raise ValueError('losses is empty; a sweep needs at least one value')
     if not all(0 < value < math.inf for value in values):
-        raise ValueError(f'values are {values}; a bowl is drawn over positive, finite values.')
+        raise ValueError(f'values are {values}; a sweep needs positive, finite values')
     seeds = sorted(losses[values[0]])
     for value in values:
         if sorted(losses[value]) != seeds or not seeds:
             raise ValueError(
                 f'value {value:g} has seeds {sorted(losses[value])}; every value needs the same '
-                f'seeds, here {seeds}, and at least one.'
+                f'seeds, here {seeds}, and at least one'
             )
     finite = tuple(
         tuple(y for y in (losses[v][s] for s in seeds) if y is not None and math.isfinite(y))
@@ -118,7 +118,7 @@ def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Bowl:
     i = means.index(min(means))
     parabola = _parabola(values, finite, means, i)
     lowest = min(means[i], parabola.loss.mean if parabola.loss else math.inf)
-    return Bowl(
+    return Sweep(
         values=values,
         losses=finite,
         means=means,
@@ -130,23 +130,23 @@ def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Bowl:
     )
 
 
-def next_values(bowl: Bowl, grid_ratio: float, max_points: int) -> tuple[float, ...]:
-    """The values to screen next, ascending; () once the best is bracketed or max_points are tried.
+def next_values(sweep: Sweep, grid_ratio: float, max_points: int) -> tuple[float, ...]:
+    """The values to screen next, ascending; () if the best is bracketed or max_points are tried.
 
-    On each side of the best without a worse value the grid grows by one step of `grid_ratio` (> 1)
-    beyond its end, downwards first where `max_points` leaves room for one only. Where every value
-    diverged it grows downwards. Raises ValueError for a ratio that is not above 1.
+    On each side of the best that has no worse value, the grid grows by one step of `grid_ratio`
+    (> 1) beyond its end, downwards first if `max_points` leaves room for one only. If every value
+    diverged, it grows downwards. Raises ValueError for a ratio that is not above 1.
     """
     if not grid_ratio > 1:
-        raise ValueError(f'grid_ratio is {grid_ratio}; the grid can grow by a ratio above 1 only.')
-    room = max(max_points - len(bowl.values), 0)
-    i = bowl.values.index(bowl.best)
-    lowest = bowl.means[i]
+        raise ValueError(f'grid_ratio is {grid_ratio}; it must be above 1')
+    room = max(max_points - len(sweep.values), 0)
+    i = sweep.values.index(sweep.best)
+    lowest = sweep.means[i]
     steps = []
-    if not _worse(bowl.means[:i], lowest):
-        steps.append(bowl.values[0] / grid_ratio)
-    if not _worse(bowl.means[i + 1 :], lowest) and math.isfinite(lowest):
-        steps.append(bowl.values[-1] * grid_ratio)
+    if not _worse(sweep.means[:i], lowest):
+        steps.append(sweep.values[0] / grid_ratio)
+    if not _worse(sweep.means[i + 1 :], lowest) and math.isfinite(lowest):
+        steps.append(sweep.values[-1] * grid_ratio)
     return tuple(float(f'{value:.10g}') for value in steps[:room])  # 0.1 * 3 is 0.3
 
 
@@ -192,14 +192,14 @@ def _parabola(
     vertex = -b / (2 * c)
     at_vertex_P = np.array([1 / S] * S + [vertex, vertex**2])
     level = float(at_vertex_P @ coefficients_P)
-    found = _Parabola(
+    parabola = _Parabola(
         curvature=float(2 * c),
         optimum=float(values[i] * math.exp(vertex)),
         loss=Estimate(level, V * S, None, None, None),
     )
     df = V * S - (S + 2)
     if df == 0:
-        return found
+        return parabola
     variance = float(np.sum((losses_N - design_NP @ coefficients_P) ** 2)) / df
     covariance_PP = variance * np.linalg.inv(design_NP.T @ design_NP)
     t = float(stats.t.ppf(0.5 + LEVEL / 2, df))
@@ -207,7 +207,7 @@ def _parabola(
     half = t * float(at_vertex_P @ covariance_PP @ at_vertex_P) ** 0.5
     low, high = _fieller(b, c, t**2 * covariance_PP[S:, S:])
     return dataclasses.replace(
-        found,
+        parabola,
         loss=Estimate(level, V * S, variance**0.5, level - half, level + half),
         optimum_low=None if low is None else values[i] * math.exp(low),
         optimum_high=None if high is None else values[i] * math.exp(high),

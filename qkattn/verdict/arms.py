@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from qkattn.stats.inference import Difference, Estimate, estimate
-from qkattn.stats.sweep import Bowl
+from qkattn.stats.sweep import Sweep
 from qkattn.study import tuning
 from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
 from qkattn.verdict.codes import NotScaled, Remark, Verdict
@@ -82,9 +82,9 @@ class Arm:
         return sum(not trial.finished for trial in self.verdict_trials)
 
     @property
-    def sweeps(self) -> Mapping[str, Bowl]:
+    def sweeps(self) -> Mapping[str, Sweep]:
         """By knob, of those that were screened, in the order of tuning."""
-        return self.tuning.bowls if self.tuning else {}
+        return self.tuning.sweeps if self.tuning else {}
 
     @property
     def not_bracketed(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The bowl around a setting: the parabola, its intervals, and how the grid grows."""
+"""Sweeps of one setting: the parabola, its intervals, and how the grid grows."""
 
 import math
 
@@ -21,7 +21,7 @@ def _losses(values=GRID, seeds=(0, 1, 2), loss=_loss):
 
 
 def _fit_means(*means, values=GRID):
-    """The bowl of one seed with these losses at the first values of a grid."""
+    """The sweep of one seed with these losses at the first values of a grid."""
     return sweep.fit({v: {0: mean} for v, mean in zip(values, means, strict=False)})
 
 
@@ -181,7 +181,7 @@ def test_sensitivity_is_the_mean_excess_over_the_lowest():
     assert above.sensitivity == pytest.approx(0.2)
 
 
-def test_a_bowl_where_everything_diverged():
+def test_a_sweep_where_everything_diverged():
     found = sweep.fit({0.1: {0: None, 1: None}, 0.2: {0: 3.0, 1: None}})
     assert (found.best, found.chosen, found.bracketed) == (0.1, 0.1, False)
     assert (found.num_diverged, found.sensitivity, found.optimum) == (2, None, None)
@@ -240,7 +240,7 @@ def test_steps_are_the_ratio_without_rounding_noise():
 
 
 def _screen(loss, start, ratio=2.0, max_points=9):
-    """Screens until there is nothing left to try; returns the bowl and every batch of values."""
+    """Screens until there is nothing left to try; returns the sweep and every batch of values."""
     batches = [tuple(start)]
     losses = {value: loss(value) for value in start}
     while step := sweep.next_values(sweep.fit(losses), ratio, max_points):

@@ -35,8 +35,8 @@ def test_nothing_is_measured_twice_and_every_knob_is_found():
     found, measured, asked = followed(GRIDS, 9, (2.2e-3, 0.3, 0.9))
     assert [knob for knob, _ in asked] == ['learning_rate', 'score_scale']
     assert found.settings == (pytest.approx(2.2e-3, rel=1e-9), 0.1, pytest.approx(0.9, rel=1e-9))
-    assert list(found.bowls) == ['learning_rate', 'score_scale']
-    assert all(bowl.bracketed for bowl in found.bowls.values())
+    assert list(found.sweeps) == ['learning_rate', 'score_scale']
+    assert all(sweep.bracketed for sweep in found.sweeps.values())
     assert {settings[1] for settings in measured} == {0.1}
 
 
@@ -48,8 +48,8 @@ def test_what_an_earlier_knob_has_measured_is_not_asked_for_again():
         ('learning_rate', (8e-3,)),
         ('score_scale', (0.5, 2.0)),
     ]
-    assert not found.bowls['learning_rate'].bracketed and found.settings[0] == 8e-3
-    assert found.bowls['score_scale'].values == (0.5, 1.0, 2.0)
+    assert not found.sweeps['learning_rate'].bracketed and found.settings[0] == 8e-3
+    assert found.sweeps['score_scale'].values == (0.5, 1.0, 2.0)
     assert found.settings[2] == pytest.approx(1.1, rel=1e-9)
 
 
@@ -62,7 +62,7 @@ def test_more_measurements_than_asked_for_change_nothing():
 def test_half_a_grid_says_what_is_missing():
     first = (1e-3, 0.1, 1.0)
     found = tune(GRIDS, 9, {first: losses(first, (2e-3, 0.1, 1.0))})
-    assert (found.knob, found.values, found.bowls) == ('learning_rate', (2e-3, 4e-3), {})
+    assert (found.knob, found.values, found.sweeps) == ('learning_rate', (2e-3, 4e-3), {})
     assert dict(zip(KNOBS, found.settings, strict=True)) == {
         'learning_rate': 2e-3,
         'weight_decay': 0.1,

@@ -22,7 +22,7 @@ from qkattn.report.figures.style import (
     render,
     short,
 )
-from qkattn.stats.sweep import REACH, Bowl
+from qkattn.stats.sweep import REACH, Sweep
 
 COLUMNS = 4
 # Panels share their y axis unless the ranges that show each bowl differ by more than this factor.
@@ -33,7 +33,7 @@ CUT = 3.0
 
 def bowls_figure(
     knob: str,
-    bowls: Mapping[str, Bowl],
+    bowls: Mapping[str, Sweep],
     look: Mapping[str, VariantStyle],
     stem: str,
     size: str | None,
@@ -72,13 +72,13 @@ def bowls_figure(
     )
 
 
-def _near(bowl: Bowl, reach: int = REACH) -> tuple[float, ...]:
+def _near(bowl: Sweep, reach: int = REACH) -> tuple[float, ...]:
     """Values within `reach` grid steps of the best; the default is what a parabola is fitted to."""
     place = bowl.values.index(bowl.best)
     return bowl.values[max(place - reach, 0) : place + reach + 1]
 
 
-def _window(bowl: Bowl) -> tuple[float, float]:
+def _window(bowl: Sweep) -> tuple[float, float]:
     """Y limits that show the bowl, its lowest loss and what rises nearby; NaN without any loss."""
     seeds = {v: losses for v, losses in zip(bowl.values, bowl.losses, strict=True) if losses}
     if not seeds:
@@ -113,7 +113,7 @@ def _value_axis(ax: Axes, values: Sequence[float]) -> None:
     ax.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw(ax: Axes, bowl: Bowl, style: VariantStyle) -> set[str]:
+def _draw(ax: Axes, bowl: Sweep, style: VariantStyle) -> set[str]:
     """Draws one arm; returns which of the marks that need explaining it made."""
     low, high = ax.get_ylim()
     top = high - 0.04 * (high - low)
@@ -170,7 +170,7 @@ def _at_top(ax: Axes, values: Sequence[float], marker: str, colour: str, label: 
     )
 
 
-def _draw_fit(ax: Axes, bowl: Bowl, style: VariantStyle) -> set[str]:
+def _draw_fit(ax: Axes, bowl: Sweep, style: VariantStyle) -> set[str]:
     drawn = set()
     if bowl.optimum_low is not None and bowl.optimum_high is not None:
         drawn.add('interval')
