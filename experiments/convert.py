@@ -14,7 +14,7 @@ import numpy as np
 from absl import flags
 
 from qkattn import pretrained
-from qkattn.convert import whole_model
+from qkattn.convert import CONVERSIONS, convert_model, logit_error, parse_conversion
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.run import cli
 from qkattn.train import exported
@@ -31,9 +31,9 @@ LAYOUT = flags.DEFINE_enum('layout', 'qkattn', ['qkattn', 'gpt2'], 'Layout of --
 
 def main() -> None:
     if SOURCE.value is None:
-        raise ConfigError(
-            f'--source is required; conversions are {", ".join(whole_model.CONVERSIONS)}'
-        )
+        raise ConfigError(f'--source is required; conversions are {", ".join(CONVERSIONS)}')
+    for text in APPLY.value:
+        parse_conversion(text)  # refuses a misspelled conversion before anything is loaded
     if OUT.value is not None and (Path(OUT.value) / exported.WEIGHTS).exists():
         raise ConfigError(f'{OUT.value} already holds weights; give another directory')
     source = pretrained.load_any(SOURCE.value, trial=TRIAL.value, num_heads=NUM_HEADS.value)
@@ -44,12 +44,16 @@ def main() -> None:
     for text in APPLY.value:
         before = config, params
         try:
-            config, params, notes = whole_model.apply(text, config, params)
+            config, params, errors = convert_model(text, config, params)
         except ConversionError as error:
             raise ConfigError(f'{text} is refused: {error}') from error
-        print('\n'.join(notes), end='\n' if notes else '')
-        moved = whole_model.logit_error(before, (config, params), tokens_BT)
-        print(f'{text}: {config.score}/{config.value}, largest relative logit change {moved:.2e}')
+        for layer, error in enumerate(errors):
+            print(
+                f'layer {layer}: rank {error.rank} leaves out {error.relative:.3e} of the norm of '
+                f'the matrices (Eckart-Young), measured error {error.measured:.3e}'
+            )
+        change = logit_error(before, (config, params), tokens_BT)
+        print(f'{text}: {config.score}/{config.value}, largest relative logit change {change:.2e}')
     if OUT.value is None:
         return
     if LAYOUT.value == 'gpt2':

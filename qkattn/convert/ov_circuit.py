@@ -1,93 +1,85 @@
-"""Conversions of the OV circuit, which nothing between W_V and W_O can disturb: any positions,
-QK-norm and masks are left as they are. The Score is kept.
-"""
+"""Conversions of the OV circuit: W_V and W_O merged, factored anew, or with fewer free parameters.
 
-import dataclasses
+Nothing acts between W_V and W_O, so any positions, QK-norm and masks stay. The Score is kept.
+"""
 
 import numpy as np
 import scipy.linalg
 
 from qkattn.attention.attention import Attention
 from qkattn.attention.values.factored import fixed_columns
-from qkattn.convert.parts import (
-    blank,
-    dtype_of,
-    factors,
-    fill,
-    keep,
-    repeated,
-    require_one_kv_head_each,
-    respecified,
-    tolerance,
-)
-from qkattn.convert.qk_circuit import Truncation, balanced, inverted
+from qkattn.convert.factors import extract_factors, repeat_heads
+from qkattn.convert.preconditions import inverse, require_multi_head
+from qkattn.convert.target import empty_layer, fill, respecified, tolerance
+from qkattn.convert.truncation import Truncation, balanced_factors, relative_error
 from qkattn.errors import ConversionError
 
 
 def merge_vo(layer: Attention) -> Attention:
-    """Any Value -> `merged_vo`: W_OV[n] = W_V[n] W_O[n], and b_V W_O joins b_O. Exact."""
-    B_NDE, b_E = factors(layer).output_matrices()
-    target = blank(respecified(layer.spec, value='merged_vo'), layer)
-    fill(target.value, dtype_of(layer), w_ov_NDE=B_NDE, b_o_D=b_E)
-    keep(target.score, layer.score)
-    return target
+    """Any Value -> `merged_vo`: W_OV[n] = W_V[n] W_O[n], and b_V W_O is added to b_O. Exact."""
+    B_NDE, b_E = extract_factors(layer).output_matrices()
+    target = empty_layer(respecified(layer.spec, value='merged_vo'), layer)
+    return fill(target, layer, value={'w_ov_NDE': B_NDE, 'b_o_D': b_E})
 
 
-def unmerge_vo(layer: Attention, rank: int | None = None) -> Attention:
+def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
     """Any Value -> `vo`, or `low_rank(rank=)` where `rank` is not the head size. Exact.
 
-    Balanced factors from the singular values of B[n]; b_V is 0 in the result.
+    The factors are balanced, W_V = U S^1/2 and W_O = S^1/2 V^T with B[n] = U S V^T; b_V is 0.
 
     Raises:
       ConversionError: shared key heads, or B[n] of a head has a higher rank (use `truncate_vo`).
     """
-    target, lost = truncate_vo(layer, layer.spec.head_size if rank is None else rank)
+    target, lost = truncate_vo(layer, rank=layer.spec.head_size if rank is None else rank)
     if lost.relative > tolerance(layer):
         raise ConversionError(
             f'B[n] has a rank above {lost.rank}: cutting it there loses {lost.relative:.2e} of its '
-            'norm; ask for a higher rank, or for the error with truncate_vo'
+            'norm; use a higher rank, or truncate_vo, which reports the error'
         )
     return target
 
 
-def truncate_vo(layer: Attention, rank: int) -> tuple[Attention, Truncation]:
-    """The best `vo` or `low_rank(rank=)` of that rank, and what it loses.
+def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, Truncation]:
+    """The best `vo` or `low_rank(rank=)` of that rank, and its error.
 
     Raises:
       ConversionError: shared key heads.
     """
-    require_one_kv_head_each(layer, 'unmerge_vo')
+    require_multi_head(layer, 'unmerge_vo')
     spec = layer.spec
     value = 'vo' if rank == spec.head_size else f'low_rank(rank={rank})'
-    target = blank(respecified(spec, value=value), layer)
-    B_NDE, b_E = factors(layer).output_matrices()
-    left_DNR, right_ENR, lost = balanced(B_NDE, rank)
+    target = empty_layer(respecified(spec, value=value), layer)
+    B_NDE, b_E = extract_factors(layer).output_matrices()
+    left_DNR, right_ENR, frobenius_N = balanced_factors(B_NDE, rank)
     y_SD = np.random.default_rng(0).normal(size=(256, spec.d_model))
-    want_NSE = np.einsum('SD,NDE->NSE', y_SD, B_NDE)
-    got_NSE = np.einsum('SD,DNR,ENR->NSE', y_SD, left_DNR, right_ENR, optimize=True)
-    measured = float(np.linalg.norm(got_NSE - want_NSE) / np.linalg.norm(want_NSE))
-    letter = 'H' if value == 'vo' else 'R'
-    fill(
-        target.value,
-        dtype_of(layer),
-        **{
-            f'w_v_DK{letter}': left_DNR,
-            f'w_o_N{letter}D': np.moveaxis(right_ENR, 0, -1),
-            f'b_v_K{letter}': np.zeros(left_DNR.shape[1:]),
-            'b_o_D': b_E,
-        },
+    exact_NSE = np.einsum('SD,NDE->NSE', y_SD, B_NDE)
+    truncated_NSE = np.einsum('SD,DNR,ENR->NSE', y_SD, left_DNR, right_ENR, optimize=True)
+    lost = Truncation(
+        rank=rank,
+        frobenius_N=frobenius_N,
+        relative=float(np.linalg.norm(frobenius_N) / np.linalg.norm(B_NDE)),
+        measured=relative_error(truncated_NSE, exact_NSE),
     )
-    keep(target.score, layer.score)
-    return target, dataclasses.replace(lost, measured=measured)
+    letter = 'H' if value == 'vo' else 'R'
+    arrays = {
+        f'w_v_DK{letter}': left_DNR,
+        f'w_o_N{letter}D': np.moveaxis(right_ENR, 0, -1),
+        f'b_v_K{letter}': np.zeros(left_DNR.shape[1:]),
+        'b_o_D': b_E,
+    }
+    return fill(target, layer, value=arrays), lost
 
 
 def gauge_fix_vo(layer: Attention, *, pivot: bool = True) -> Attention:
     """`vo` -> `gauge_fixed`: W_V M and M^-1 W_O, where M^-1 W_O holds an identity block. Exact.
 
-    M is the block of W_O that becomes the identity, inverted in float64. With `pivot` a QR
-    factorization with column pivoting picks the columns of each head, which keeps M^-1 small and
-    the numbers fit for low precision; the picks are part of the target's name, so layers with
-    different picks cannot be stacked. Without, they are those that `gauge_fixed` fixes by itself.
+    M is the block of W_O that becomes the identity; it is inverted in float64.
+
+    Args:
+      pivot: True takes the columns that a QR factorization with column pivoting picks for each
+        head, which keeps M^-1 W_O small enough for low precision; the columns are an option of the
+        target, so layers with different columns cannot be stacked. False takes the columns that
+        `gauge_fixed` fixes by default.
 
     Raises:
       ConversionError: a Value other than vo, head_size = d_model, or M is singular to working
@@ -99,12 +91,12 @@ def gauge_fix_vo(layer: Attention, *, pivot: bool = True) -> Attention:
     if spec.head_size >= spec.d_model:
         raise ConversionError(
             f'gauge_fix_vo at head_size={spec.head_size} and d_model={spec.d_model} would leave no '
-            'weight of W_O free; convert to no_o by hand'
+            'parameter of W_O free; convert to no_o by hand'
         )
-    parts = factors(layer)
+    factors = extract_factors(layer)
     N, H = spec.num_heads, spec.head_size
-    w_v, w_o = repeated(parts.w_v_DKH, N).copy(), parts.w_o_NHD
-    b_v = repeated(parts.b_v_KH[None], N)[0].copy()
+    w_v, w_o = repeat_heads(factors.w_v_DKH, N).copy(), factors.w_o_NHD
+    b_v = repeat_heads(factors.b_v_KH[None], N)[0].copy()
     columns = fixed_columns(spec)
     if pivot:
         picks = [scipy.linalg.qr(w, mode='r', pivoting=True)[1][:H] for w in w_o]
@@ -113,17 +105,9 @@ def gauge_fix_vo(layer: Attention, *, pivot: bool = True) -> Attention:
     for n in range(N):
         M_HH = w_o[n][:, columns[n]]
         rest_HC = np.delete(w_o[n], columns[n], axis=1)
-        free.append(inverted(M_HH, f'the block of W_O of head {n}') @ rest_HC)
+        free.append(inverse(M_HH, f'the block of W_O of head {n}') @ rest_HC)
         w_v[:, n], b_v[n] = w_v[:, n] @ M_HH, b_v[n] @ M_HH
     value = f'gauge_fixed(columns={columns})' if pivot else 'gauge_fixed'
-    target = blank(respecified(spec, value=value), layer)
-    fill(
-        target.value,
-        dtype_of(layer),
-        w_v_DNH=w_v,
-        w_o_NHC=np.stack(free),
-        b_v_NH=b_v,
-        b_o_D=parts.b_o_D,
-    )
-    keep(target.score, layer.score)
-    return target
+    target = empty_layer(respecified(spec, value=value), layer)
+    arrays = {'w_v_DNH': w_v, 'w_o_NHC': np.stack(free), 'b_v_NH': b_v, 'b_o_D': factors.b_o_D}
+    return fill(target, layer, value=arrays)

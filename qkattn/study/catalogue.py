@@ -10,16 +10,12 @@ from flax import nnx
 
 from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, Score, registry, visible
 from qkattn.config import ModelConfig
-from qkattn.convert import layer as convert
-from qkattn.convert.whole_model import LAYERWISE
+from qkattn.convert import CONVERSIONS
 from qkattn.errors import ConversionError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 
 # Small enough to trace in no time; every cell that needs a power of two or even sizes exists.
-# Ranks at which the lossy conversions are shown.
-LOSSY = {'truncate': {'rank': 2}, 'truncate_vo': {'rank': 2}}
-
 REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
 BEGIN, END = '<!-- catalogue: python -m experiments.variants --markdown -->', '<!-- end -->'
@@ -126,13 +122,15 @@ def conversions(score: str, value: str) -> dict[str, float | str]:
         mask_BTS = visible(9, 9, causal=True)
         want = layer(x_BTD, mask_BTS)
         out: dict[str, float | str] = {}
-        for name in LAYERWISE:
+        for name, conversion in CONVERSIONS.items():
+            if conversion.takes_norm:
+                continue
             try:
-                got = getattr(convert, name)(layer, **LOSSY.get(name, {}))
+                converted, _ = conversion(layer, **conversion.example)
             except ConversionError as error:
                 out[name] = str(error)
                 continue
-            got = (got[0] if isinstance(got, tuple) else got)(x_BTD, mask_BTS)
+            got = converted(x_BTD, mask_BTS)
             out[name] = float(jnp.abs(got - want).max() / jnp.abs(want).max())
         return out
 
@@ -146,6 +144,10 @@ def conversion_table() -> str:
     """Measured errors of every conversion of every circuit beside the standard other one."""
     lines = [
         'largest relative change of the output, float64; - where the conversion is refused',
+        *(
+            f'{circuit}: {", ".join(n for n, c in CONVERSIONS.items() if c.circuit == circuit)}'
+            for circuit in ('QK', 'OV', 'both')
+        ),
         '',
     ]
     for entry_name, cls in (*SCORES.items(), *VALUES.items()):

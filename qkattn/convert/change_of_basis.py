@@ -1,15 +1,16 @@
-"""W_Q = I by a change of the basis of the residual stream, in networks that have a free basis."""
+"""W_Q = I by a change of basis of the residual stream, in networks whose basis is free."""
 
 import dataclasses
 
 import numpy as np
 
+from qkattn.convert.preconditions import inverse
 from qkattn.errors import ConversionError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BareLayer:
-    """Attention, then an MLP f(x w_in) w_out; all in the basis of the stream."""
+    """Attention, then an MLP f(x w_in) w_out, as arrays."""
 
     w_q_DNH: np.ndarray
     w_k_DKH: np.ndarray
@@ -24,13 +25,13 @@ class BareNetwork:
     """A transformer without biases, as arrays.
 
     Attributes:
-      embedding_VD: rows that enter the stream (a learned position table is changed like it).
+      embedding_VD: token embeddings; a learned position table changes basis in the same way.
       layers: from the first to the last.
-      w_output_DV: from the stream to the logits.
+      w_output_DV: maps the stream to the logits.
       norm: before attention and before the MLP: 'none', 'rmsnorm' or 'layernorm', without gains
-        (fold them first); there is none before the output.
-      attention_skip: whether x + attention(x), or attention(x) alone.
-      mlp_skip: whether x + mlp(x), or mlp(x) alone.
+        (fold them first). There is no final norm.
+      attention_skip: x + attention(x) if True, attention(x) if False.
+      mlp_skip: x + mlp(x) if True, mlp(x) if False.
     """
 
     embedding_VD: np.ndarray
@@ -42,13 +43,14 @@ class BareNetwork:
 
 
 def queries_to_identity(network: BareNetwork) -> BareNetwork:
-    """The same function with W_Q = I in every layer: head n asks with slice n of the stream.
+    """The same function with W_Q = I in every layer: the query of head n is slice n of the stream.
 
-    With T = W_Q of a layer: what writes its input (the embedding, or the MLP before) <- W T;
-    W_K, W_V and the MLP's w_in <- T^-1 W; W_O <- W_O T. Queries, keys and values keep their
-    numbers, so any positions and QK-norm may stay. The condition number of T amplifies rounding.
-    A skip around the MLP carries one basis through all layers, to the output: exact where all share
-    one W_Q.
+    With T = W_Q of a layer, the matrix that writes its input (the embedding, or the w_out of the
+    MLP before) becomes W T; W_K, W_V and the layer's w_in become T^-1 W; W_O becomes W_O T.
+    Queries, keys and values keep their numbers, so positions and QK-norm may be any. The condition
+    number of T amplifies rounding errors. A skip around the MLP carries one basis through all
+    layers up to the output, which is exact where all layers have the same W_Q.
+
     Karbevski & Mijoski 2025, arXiv 2510.23912, theorems 4.1 to 4.3; Graef 2024, arXiv 2404.12362.
 
     Raises:
@@ -56,11 +58,13 @@ def queries_to_identity(network: BareNetwork) -> BareNetwork:
         commute with (LayerNorm never, RMSNorm unless T is orthogonal); N H != D; or a W_Q that
         cannot be inverted.
     """
-    bases = [_basis(number, layer, network.norm) for number, layer in enumerate(network.layers)]
+    bases = [
+        _query_basis(number, layer, network.norm) for number, layer in enumerate(network.layers)
+    ]
     if network.mlp_skip and any(np.abs(T_DD - bases[0]).max() > 0 for T_DD in bases):
         raise ConversionError(
-            'a skip around the MLP carries one basis of the stream through all layers, which can '
-            'make one W_Q the identity, and the layers have different ones'
+            'a skip around the MLP carries one basis of the stream through all layers, and no '
+            'single basis makes the W_Q of all layers the identity where they differ'
         )
     D = len(bases[0])
     last_DD = bases[0] if network.mlp_skip else np.eye(D)
@@ -85,27 +89,23 @@ def queries_to_identity(network: BareNetwork) -> BareNetwork:
     )
 
 
-def _basis(number: int, layer: BareLayer, norm: str) -> np.ndarray:
+def _query_basis(number: int, layer: BareLayer, norm: str) -> np.ndarray:
     """W_Q of a layer as a change of basis T_DD that the norm allows."""
     D, N, H = layer.w_q_DNH.shape
     if norm == 'layernorm':
         raise ConversionError(
-            'LayerNorm subtracts the mean over channels, which a change of basis moves elsewhere'
+            'LayerNorm subtracts the mean over channels, which depends on the basis of the stream'
         )
     if N * H != D:
         raise ConversionError(
             f'W_Q of layer {number} is {D} x {N * H}, and only a square one is a change of basis'
         )
     T_DD = np.asarray(layer.w_q_DNH, np.float64).reshape(D, D)
-    condition = np.linalg.cond(T_DD)
-    if not condition < 1e8:
-        raise ConversionError(
-            f'W_Q of layer {number} cannot be inverted: its condition number is {condition:.1e}'
-        )
-    off = np.abs(T_DD @ T_DD.T - np.eye(D)).max()
-    if norm == 'rmsnorm' and off > 1e-10:
+    inverse(T_DD, f'W_Q of layer {number}')
+    deviation = np.abs(T_DD @ T_DD.T - np.eye(D)).max()
+    if norm == 'rmsnorm' and deviation > 1e-10:
         raise ConversionError(
             f'RMSNorm commutes with orthogonal maps only, and W_Q of layer {number} is not '
-            f'orthogonal: |W_Q W_Q^T - I| reaches {off:.1e}'
+            f'orthogonal: |W_Q W_Q^T - I| reaches {deviation:.1e}'
         )
     return T_DD

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from qkattn.convert.layer import BareLayer, BareNetwork, queries_to_identity
+from qkattn.convert import BareLayer, BareNetwork, queries_to_identity
 from qkattn.errors import ConversionError
 
 D, N, K, H, F, V, T, L = 32, 4, 2, 8, 40, 11, 9, 3

@@ -1,0 +1,107 @@
+"""The factors W_Q, W_K, W_V, W_O of any linear variant, in float64."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qkattn.attention.attention import Attention
+from qkattn.errors import ConversionError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Factors:
+    """Queries x W_Q + b_Q, keys y W_K + b_K, values y W_V + b_V, output sum_n o_n W_O[n] + b_O.
+
+    All arrays are float64. Numbers of heads and head sizes are those that the variant computes
+    with: `merged` has one key head of size D.
+
+    Attributes:
+      scale: factor on q k^T, the product of the Score's scale and the spec's score_scale.
+    """
+
+    w_q_DNH: np.ndarray
+    b_q_NH: np.ndarray
+    w_k_DKH: np.ndarray
+    b_k_KH: np.ndarray
+    w_v_DKH: np.ndarray
+    b_v_KH: np.ndarray
+    w_o_NHD: np.ndarray
+    b_o_D: np.ndarray
+    scale: float
+
+    def logit_matrices(self) -> np.ndarray:
+        """A_NED of the logits (x, 1) A[n] y^T; row D + 1 comes from the bias of the queries.
+
+        The bias of the keys adds the same to all logits of a query, which softmax ignores.
+        """
+        q_ENH = np.concatenate([self.w_q_DNH, self.b_q_NH[None]])
+        k_DNH = repeat_heads(self.w_k_DKH, q_ENH.shape[1])
+        return self.scale * np.einsum('ENH,DNH->NED', q_ENH, k_DNH)
+
+    def output_matrices(self) -> tuple[np.ndarray, np.ndarray]:
+        """B_NDE = W_V[n] W_O[n], and the output bias b_E = b_O + sum_n b_V[n] W_O[n]."""
+        N = len(self.w_o_NHD)
+        B_NDE = np.einsum('DNH,NHE->NDE', repeat_heads(self.w_v_DKH, N), self.w_o_NHD)
+        b_v_NH = repeat_heads(self.b_v_KH[None], N)[0]
+        return B_NDE, self.b_o_D + np.einsum('NH,NHE->E', b_v_NH, self.w_o_NHD)
+
+
+def extract_factors(layer: Attention) -> Factors:
+    """The factors of a layer, measured by applying its projections to a basis of the stream.
+
+    Raises:
+      ConversionError: queries, keys or values are not linear in the stream.
+    """
+    spec, D = layer.spec, layer.spec.d_model
+    with jax.enable_x64(True):
+        layer = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), layer)
+        score, value = layer.score, layer.value
+
+        def keys(y_BSD: jax.Array) -> jax.Array:
+            return score.keys(score.cached(y_BSD))
+
+        def values(y_BSD: jax.Array) -> jax.Array:
+            return value.values(layer.cached(y_BSD), score)
+
+        variant = f'{spec.score}/{spec.value}'
+        w_q, b_q = _affine_map(score.queries, D, f'the queries of {variant}')
+        w_k, b_k = _affine_map(keys, D, f'the keys of {variant}')
+        w_v, b_v = _affine_map(values, D, f'the values of {variant}')
+        N, H = spec.num_heads, w_v.shape[-1]
+        b_o_D = np.asarray(value.output(jnp.zeros((1, 1, N, H)), score))[0, 0]
+        w_o_NHD = np.zeros((N, H, D))
+        for n in range(N):
+            o_BTNH = jnp.zeros((1, H, N, H)).at[0, :, n].set(jnp.eye(H))
+            w_o_NHD[n] = np.asarray(value.output(o_BTNH, score))[0] - b_o_D
+    return Factors(
+        w_q_DNH=w_q,
+        b_q_NH=b_q,
+        w_k_DKH=w_k,
+        b_k_KH=b_k,
+        w_v_DKH=w_v,
+        b_v_KH=b_v,
+        w_o_NHD=w_o_NHD,
+        b_o_D=b_o_D,
+        scale=float(score.scale) * spec.score_scale,
+    )
+
+
+def _affine_map(
+    project: Callable[[jax.Array], jax.Array], d_model: int, what: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """w_DNH and b_NH of project(x) = x w + b; ConversionError where it is not affine."""
+    probe_SD = np.concatenate([np.zeros((1, d_model)), np.eye(d_model), 2 * np.ones((1, d_model))])
+    projected_SNH = np.asarray(project(jnp.asarray(probe_SD)[None]))[0]
+    b_NH, w_DNH = projected_SNH[0], projected_SNH[1:-1] - projected_SNH[0]
+    expected_NH = 2 * w_DNH.sum(0) + b_NH
+    if np.abs(projected_SNH[-1] - expected_NH).max() > 1e-9 * (1 + np.abs(projected_SNH).max()):
+        raise ConversionError(f'{what} are not linear in the stream, so they have no matrix')
+    return w_DNH, b_NH
+
+
+def repeat_heads(w_DKH: np.ndarray, num_heads: int) -> np.ndarray:
+    """Each of K heads N / K times in a row."""
+    return np.repeat(w_DKH, num_heads // w_DKH.shape[1], axis=1)

@@ -1,0 +1,108 @@
+"""Conversion of a whole model: one conversion in the attention of every layer."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qkattn.attention import Attention
+from qkattn.attention.spec import AttentionSpec
+from qkattn.config import ModelConfig
+from qkattn.convert.conversions import Conversion, parse_conversion
+from qkattn.convert.truncation import Truncation
+from qkattn.errors import ConfigError, ConversionError, SpecError
+from qkattn.model.blocks import Norm
+from qkattn.model.build import with_params
+from qkattn.model.sites import attention_spec
+
+
+def convert_model(
+    text: str, config: ModelConfig, params: dict[str, Any]
+) -> tuple[ModelConfig, dict[str, Any], list[Truncation]]:
+    """Applies the conversion that `text` names, e.g. 'merge' or 'truncate(rank=8)'.
+
+    Returns:
+      The config and parameters of the converted model, and the error in each layer of a lossy
+      conversion.
+
+    Raises:
+      ConfigError: an unknown conversion or option.
+      ConversionError: a precondition does not hold.
+    """
+    conversion, options = parse_conversion(text)
+    if config.kind == 'encoder_decoder':
+        raise ConfigError(
+            'conversions rewrite the single stack of a decoder or an encoder, but model.kind is '
+            'encoder_decoder'
+        )
+    model = with_params(config, jax.tree.map(jnp.asarray, params))
+    layers: list[Attention] = []
+    errors: list[Truncation] = []
+    for index in range(config.num_layers):
+        try:
+            layer, truncation = _convert_layer(model, index, conversion, options)
+        except (ConversionError, SpecError) as error:
+            raise ConversionError(f'layer {index}: {error}') from error
+        layers.append(layer)
+        if truncation is not None:
+            errors.append(truncation)
+        if layer.spec != layers[0].spec:
+            raise ConversionError(
+                f'layer {index} would become {layer.spec.score}/{layer.spec.value} and layer 0 '
+                f'{layers[0].spec.score}/{layers[0].spec.value}, but a stack has one variant'
+            )
+    model.blocks.attention = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    if conversion.takes_norm:
+        _reset(model.blocks.attention_norm)
+    converted = _config_with(config, layers[0].spec)
+    return converted, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))), errors
+
+
+def logit_error(
+    before: tuple[ModelConfig, dict], after: tuple[ModelConfig, dict], tokens_BT: np.ndarray
+) -> float:
+    """Largest difference of the two models' logits, relative to the largest logit."""
+    logits = []
+    for config, params in (before, after):
+        model = with_params(config, jax.tree.map(jnp.asarray, params))
+        logits.append(np.asarray(jax.jit(lambda m, t: m(t))(model, tokens_BT), np.float64))
+    return float(np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max())
+
+
+def _convert_layer(
+    model: Any, index: int, conversion: Conversion, options: dict[str, Any]
+) -> tuple[Attention, Truncation | None]:
+    layer = jax.tree.map(lambda stacked: stacked[index], model.blocks.attention)
+    if not conversion.takes_norm:
+        return conversion(layer, **{**conversion.in_stack, **options})
+    norm = model.blocks.attention_norm
+    bias_D = None if norm.b_D is None else np.asarray(norm.b_D[index])
+    converted, truncation = conversion(layer, np.asarray(norm.g_D[index]), bias_D, **options)
+    if converted.spec.biases and not model.config.biases:
+        raise ConversionError('the bias of a norm folds into a model with biases only')
+    return converted, truncation
+
+
+def _reset(norm: Norm) -> None:
+    norm.g_D[...] = jnp.ones_like(norm.g_D[...])
+    if norm.b_D is not None:
+        norm.b_D[...] = jnp.zeros_like(norm.b_D[...])
+
+
+def _config_with(config: ModelConfig, spec: AttentionSpec) -> ModelConfig:
+    """The model whose attention layers have `spec`."""
+    converted = dataclasses.replace(
+        config,
+        score=spec.score,
+        value=spec.value,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        score_scale=spec.score_scale,
+        d_ff=config.mlp_width,
+    )
+    if attention_spec(converted) != spec:
+        raise ConversionError(f'no model setting gives layers of {spec}')
+    return converted

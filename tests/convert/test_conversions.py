@@ -1,0 +1,366 @@
+"""Conversions keep the function exactly; where one is refused, it would not keep it."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn import convert
+from qkattn.attention import Attention
+from qkattn.attention.rope import rotate
+from qkattn.config.calls import split_variant
+from qkattn.convert import CONVERSIONS, parse_conversion
+from qkattn.errors import ConfigError, ConversionError
+from tests.attention.test_contract import N, T, causal, error, make, stream
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def cast(layer, dtype=jnp.float64) -> Attention:
+    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a), dtype), layer)
+
+
+def layer_of(variant: str, **options) -> Attention:
+    options = {'d_model': 64, 'head_size': 16, 'biases': True, **options}
+    return cast(make(split_variant(variant), **options))
+
+
+def apply(conversions: str, layer: Attention) -> Attention:
+    """Applies conversions, written as on the command line and separated by spaces."""
+    for text in conversions.split(' '):
+        conversion, options = parse_conversion(text)
+        layer, truncation = conversion(layer, **options)
+        assert truncation is None
+    return layer
+
+
+def difference(converted: Attention, layer: Attention) -> float:
+    """Of the outputs, relative to the largest."""
+    leaves = jax.tree.leaves(layer)
+    dtype = leaves[0].dtype if leaves else jnp.float64
+    x_BTD = stream(d_model=layer.spec.d_model).astype(dtype)
+    return error(converted(x_BTD, causal()), np.asarray(layer(x_BTD, causal())))
+
+
+def low_rank_merged(rank: int) -> Attention:
+    """`merged` whose A[n] have that rank, biases included."""
+    layer = layer_of('merged/vo')
+    left_key, right_key = jax.random.split(jax.random.key(8))
+    left_ENR = jax.random.normal(left_key, (65, N, rank), jnp.float64)
+    right_DNR = jax.random.normal(right_key, (64, N, rank), jnp.float64) / 64
+    A_END = jnp.einsum('ENR,DNR->END', left_ENR, right_DNR)
+    layer.score.w_qk_DNE[...] = A_END[:-1]
+    layer.score.b_q_NE[...] = A_END[-1]
+    return layer
+
+
+def symmetric_merged(positive: int, negative: int = 0) -> Attention:
+    """`merged` without biases whose A[n] are symmetric with that many eigenvalues of each sign."""
+    layer = layer_of('merged/vo', biases=False)
+    signs_R = jnp.array([1.0] * positive + [-1.0] * negative)
+    w_DNR = jax.random.normal(jax.random.key(8), (64, N, len(signs_R)), jnp.float64) / 8
+    A_DNE = jnp.einsum('DNR,R,ENR->DNE', w_DNR, signs_R, w_DNR)
+    layer.score.w_qk_DNE[...] = (A_DNE + jnp.transpose(A_DNE, (2, 1, 0))) / 2
+    return layer
+
+
+SPECIAL = {
+    'merged of rank 16': lambda: low_rank_merged(16),
+    'merged of rank 5': lambda: low_rank_merged(5),
+    'indefinite': lambda: symmetric_merged(9, 7),
+    'definite': lambda: symmetric_merged(16),
+}
+ROPE = {'positions': 'rope'}
+GROUPED = {'num_kv_heads': 2}
+ALIBI = {'positions': 'alibi', 'score_scale': 0.7}
+NORMED = {'qk_norm': True, 'logit_cap': 2.0, 'positions': 'rope', 'score_scale': 0.7}
+
+# Conversions, the source and its options, the variant of the target. float32 layers are also
+# tested where something is inverted, factored or multiplied.
+FLOAT32 = [
+    ('merge', 'qk/vo', ALIBI, 'merged/vo'),
+    ('unmerge', 'merged of rank 16', {}, 'qk/vo'),
+    ('gauge_fix_qk', 'qk/vo', ALIBI, 'gauge_fixed/vo'),
+    ('gauge_fix_qk(pivot=True)', 'qk/vo', GROUPED, 'qk/vo'),
+    ('to_symmetric', 'indefinite', {}, 'symmetric/vo'),
+    ('merge_vo', 'qk/vo', NORMED, 'qk/merged_vo'),
+    ('merge_vo unmerge_vo', 'qk/hadamard', ROPE, 'qk/vo'),
+    ('gauge_fix_vo(pivot=False)', 'qk/vo', NORMED, 'qk/gauge_fixed'),
+    ('gauge_fix_vo', 'qk/vo', {**ROPE, **GROUPED}, None),
+    ('fold_double', 'double/double(size=70)', {**NORMED, **GROUPED}, 'qk/vo'),
+    ('gqa_to_latent', 'qk/vo', {**ALIBI, **GROUPED}, 'latent(size=64)/latent'),
+]
+EXACT = [
+    *FLOAT32,
+    ('merge', 'qk/vo', GROUPED, 'merged/vo'),
+    ('merge', 'pairwise/no_v', {}, 'merged/no_v'),
+    ('merge unmerge', 'qk/vo', ALIBI, 'qk/vo'),
+    ('unmerge(rank=5)', 'merged of rank 5', {}, 'low_rank(rank=5)/vo'),
+    ('gauge_fix_qk', 'qk/vo', GROUPED, 'gauge_fixed/vo'),
+    ('to_symmetric', 'shared_qk/no_v', {}, 'symmetric/no_v'),
+    ('to_shared', 'definite', {}, 'shared_qk/vo'),
+    ('to_collaborative', 'qk/vo', {**ALIBI, **GROUPED}, 'collaborative/vo'),
+    ('merge_vo', 'qk/vo', {**GROUPED, **ROPE}, 'qk/merged_vo'),
+    ('merge_vo', 'qk/k_is_v', ROPE, 'qk/merged_vo'),
+    ('merge_vo unmerge_vo(rank=5)', 'merged/low_rank(rank=5)', {}, 'merged/low_rank(rank=5)'),
+    ('merge_vo unmerge', 'qk/vo', {'d_model': 8}, 'qk/merged_vo'),  # a rank above d_model
+    ('fold_double', 'double(which="k")/no_o', ROPE, 'qk/no_o'),
+    ('fold_double', 'merged/double(size=9)', {}, 'merged/vo'),
+    ('gqa_to_mha', 'qk/vo', {**NORMED, **GROUPED}, 'qk/vo'),
+    ('fold_biases', 'qk/vo', {**ALIBI, **GROUPED}, 'qk/vo'),
+    ('fold_biases(keys=False)', 'qk/vo', NORMED, 'qk/vo'),
+]
+
+
+@pytest.mark.parametrize(('conversions', 'source', 'options', 'variant'), EXACT, ids=str)
+def test_the_target_computes_the_same_function(conversions, source, options, variant):
+    layer = SPECIAL[source]() if source in SPECIAL else layer_of(source, **options)
+    before = [np.asarray(a).copy() for a in jax.tree.leaves(layer)]
+    converted = apply(conversions, layer)
+    assert variant in (None, f'{converted.spec.score}/{converted.spec.value}')
+    assert difference(converted, layer) < 1e-12
+    for a, b in zip(jax.tree.leaves(layer), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    if (conversions, source, options, variant) in FLOAT32:
+        narrow = cast(layer, jnp.float32)
+        converted = apply(conversions, narrow)
+        assert {a.dtype for a in jax.tree.leaves(converted)} == {np.dtype('float32')}
+        assert difference(converted, narrow) < 1e-4
+
+
+CAPPED = {'score_scale': 0.7, 'logit_cap': 3.0}
+STANDARD = [
+    *((f'{s}/vo', CAPPED) for s in ('merged', 'shared_qk', 'symmetric', 'pairwise')),
+    *((f'{s}/vo', CAPPED) for s in ('query_free', 'key_free', 'query_free_full', 'neither_full')),
+    *((f'{s}/vo', CAPPED) for s in ('low_rank(rank=6)', 'full_size', 'gauge_fixed', 'frozen')),
+    *((f'{s}/vo', CAPPED) for s in ('double', 'collaborative', 'symmetric_skew')),
+    ('latent(size=20, query_size=9)/latent', CAPPED),
+    ("shared_qk(temperature='learned')/k_is_v", CAPPED),
+    ('neither/no_vo', CAPPED),
+    ('query_free/no_o', CAPPED),
+    *((f'qk/{v}', CAPPED) for v in ('vo', 'no_v', 'no_o', 'merged_vo', 'low_rank(rank=5)')),
+    *((f'qk/{v}', CAPPED) for v in ('gauge_fixed', 'double', 'hadamard', 'k_is_v', 'q_is_v')),
+    *((f'qk/{v}', CAPPED) for v in ('v_is_k_transposed', 'o_is_v', 'o_is_k', 'o_is_q')),
+    ('qk/low_rank(rank=20)', CAPPED),
+    ('shared_qk/subspace', CAPPED),
+    ('qk/k_is_v', GROUPED),
+    *(
+        (variant, options)
+        for options in (ROPE, NORMED)
+        for variant in (
+            'qk/k_is_v',
+            'shared_qk/k_is_v',
+            'shared_qk/subspace',
+            'query_free/no_v',
+            'double/o_is_v',
+            'qk/low_rank(rank=5)',
+            'low_rank(rank=20)/vo',
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(('variant', 'options'), STANDARD, ids=str)
+def test_standard_attention_represents_every_linear_variant(variant, options):
+    layer = layer_of(variant, **options)
+    target = convert.to_standard(layer)
+    assert (target.spec.score, target.spec.value) == ('qk', 'vo')
+    assert target.spec.num_kv_heads == options.get('num_kv_heads', N)
+    assert difference(target, layer) < 1e-12
+
+
+@pytest.mark.parametrize('biases', [False, True], ids=['plain', 'biases'])
+@pytest.mark.parametrize('options', [{}, NORMED], ids=['plain', 'rope, norm and cap'])
+def test_gains_and_biases_of_the_norm_fold_into_the_projections(biases, options):
+    layer = layer_of('qk/vo', **{'biases': biases, 'num_kv_heads': 2, **options})
+    rng = np.random.default_rng(3)
+    gain_D, bias_D = 1 + rng.normal(size=64) / 3, rng.normal(size=64)
+    x_BTD = stream(d_model=64).astype(jnp.float64)
+    for bias in (None, bias_D):
+        folded = convert.fold_gains(layer, gain_D, bias)
+        assert folded.spec.biases == (biases or bias is not None)
+        scaled_BTD = x_BTD * gain_D + (0 if bias is None else bias)
+        expected = np.asarray(layer(scaled_BTD, causal()))
+        assert error(folded(x_BTD, causal()), expected) < 1e-12
+        assert error(layer(x_BTD, causal()), expected) > 1e-2
+
+
+def test_biases_fold_into_the_output_bias():
+    folded = convert.fold_biases(layer_of('qk/vo'))
+    assert np.abs(folded.value.b_v_KH[...]).max() == np.abs(folded.score.b_k_KH[...]).max() == 0
+    assert np.abs(folded.value.b_o_D[...]).max() > 0.01
+
+
+def test_unmerged_factors_are_balanced():
+    layer = layer_of('qk/vo', biases=False)
+    score = apply('merge unmerge', layer).score
+    q_DNH, k_DNH = score.w_q_DNH[...], score.w_k_DKH[...]
+    for w_DNH in (q_DNH, k_DNH):
+        gram_NHH = np.einsum('DNH,DNG->NHG', w_DNH, w_DNH)
+        assert np.abs(gram_NHH * (1 - np.eye(16))).max() < 1e-12 * np.abs(gram_NHH).max()
+    np.testing.assert_allclose((q_DNH**2).sum(0), (k_DNH**2).sum(0), rtol=1e-11)
+    squares = (layer.score.w_q_DNH[...] ** 2).sum() + (layer.score.w_k_DKH[...] ** 2).sum()
+    assert (q_DNH**2).sum() + (k_DNH**2).sum() < squares
+
+
+@pytest.mark.parametrize('rank', [2, 8, 15])
+def test_truncation_loses_what_eckart_and_young_prove(rank):
+    layer = layer_of('qk/vo', biases=False)
+    by_score, by_value = convert.truncate(layer, rank=rank), convert.truncate_vo(layer, rank=rank)
+    assert difference(by_score[0], layer) > 1e-2
+    matrices = [
+        (layer.score.scale * layer.score.matrix(), by_score[0].score.scale, by_score),
+        (layer.value.matrix(None), 1.0, by_value),
+    ]
+    for exact_NDE, scale, (target, lost) in matrices:
+        circuit = target.score if lost is by_score[1] else target.value
+        cut_NDE = circuit.matrix() if lost is by_score[1] else circuit.matrix(None)
+        s_NR = np.linalg.svd(exact_NDE, compute_uv=False)
+        tail_N = np.sqrt((s_NR[:, rank:] ** 2).sum(-1))
+        cut_N = np.linalg.norm(scale * np.asarray(cut_NDE) - exact_NDE, axis=(1, 2))
+        np.testing.assert_allclose(lost.frobenius_N, tail_N, rtol=1e-9)
+        np.testing.assert_allclose(lost.frobenius_N, cut_N, rtol=1e-9)
+        assert lost.relative == pytest.approx(np.linalg.norm(cut_N) / np.linalg.norm(exact_NDE))
+        assert lost.measured == pytest.approx(lost.relative, rel=0.15)
+    for exact in (convert.unmerge, convert.unmerge_vo):
+        with pytest.raises(ConversionError, match=f'rank above {rank}'):
+            exact(layer, rank=rank)
+
+
+def test_gauge_fixing_removes_h_squared_parameters_a_head_and_pivoting_keeps_them_small():
+    layer = layer_of('qk/vo', biases=False)
+    plain_qk, pivoted_qk = (convert.gauge_fix_qk(layer, pivot=pivot) for pivot in (False, True))
+    plain_vo, pivoted_vo = (convert.gauge_fix_vo(layer, pivot=pivot) for pivot in (False, True))
+    for pivoted, plain in (
+        (pivoted_qk.score.w_k_DKH, plain_qk.score.w_k_free_CKH),
+        (pivoted_vo.value.w_o_NHC, plain_vo.value.w_o_NHC),
+    ):
+        assert np.abs(pivoted[...]).max() < 4 < np.abs(plain[...]).max()
+    both = convert.gauge_fix_vo(plain_qk)
+    sizes = [sum(a.size for a in jax.tree.leaves(one)) for one in (layer, both)]
+    assert sizes[0] - sizes[1] == 2 * N * 16 * 16
+    assert difference(both, layer) < 1e-12
+
+
+def under(layer: Attention, **options) -> Attention:
+    """The same parameters with other options of the layer, whatever that does to the function."""
+    spec = dataclasses.replace(layer.spec, **options)
+    target = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
+    return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(layer))
+
+
+def rotated_logits(score):
+    x_BTD = stream(d_model=64).astype(jnp.float64)
+    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(x_BTD))
+    q_BTNH, k_BSKH = (rotate(a, jnp.arange(T)) for a in (q_BTNH, k_BSKH))
+    k_BSNH = jnp.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
+    return score.scale * np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
+
+
+def test_rewriting_the_qk_circuit_does_not_commute_with_rope():
+    layer = layer_of('qk/vo', biases=False)
+    fixed, merged = convert.gauge_fix_qk(layer, pivot=True), convert.merge(layer)
+    exact = rotated_logits(layer.score)
+    for converted in (fixed, merged):
+        assert difference(converted, layer) < 1e-12
+        logits = rotated_logits(converted.score)
+        assert np.linalg.norm(logits - exact) / np.linalg.norm(exact) > 0.3
+    assert difference(under(fixed, **ROPE), under(layer, **ROPE)) > 1e-2
+    # Rewriting the OV circuit does.
+    fixed = convert.gauge_fix_vo(layer, pivot=False)
+    assert difference(under(fixed, **ROPE), under(layer, **ROPE)) < 1e-12
+
+
+def test_the_bias_of_the_keys_matters_under_rope_and_under_a_cap():
+    layer = layer_of('qk/vo')
+    folded = convert.fold_biases(layer)
+    layer.score.b_k_KH[...] = folded.score.b_k_KH[...] + 1.0
+    assert difference(convert.fold_biases(layer), layer) < 1e-12
+    for options in (ROPE, {'logit_cap': 1.0}):
+        assert difference(under(folded, **options), under(layer, **options)) > 1e-2
+
+
+def singular() -> Attention:
+    layer = layer_of('qk/vo')
+    layer.score.w_k_DKH[:, 1, 0] = layer.score.w_k_DKH[:, 1, 1]
+    return layer
+
+
+SPECIAL |= {'singular': singular, 'symmetric of rank 17': lambda: symmetric_merged(17)}
+FREE_LOGITS = ('merge', 'unmerge', 'gauge_fix_qk', 'to_symmetric', 'to_shared', 'to_collaborative')
+CAP, NORM = {'logit_cap': 2.0}, {'qk_norm': True}
+REFUSED = [
+    *((c, 'qk/vo', ROPE, 'RoPE rotates queries and keys between') for c in FREE_LOGITS),
+    *((c, 'qk/vo', NORM, 'QK-norm divides') for c in FREE_LOGITS),
+    ('gqa_to_latent', 'qk/vo', ROPE, 'rotate between the latent'),
+    ('fold_biases', 'qk/vo', ROPE, 'RoPE rotates'),
+    ('fold_biases', 'qk/vo', CAP, 'but logit_cap=2.0 does not'),
+    ('merge', 'qk/vo', CAP, 'but logit_cap=2.0 does not'),
+    ('merge', 'qk/k_is_v', {}, 'k_is_v reads a matrix of qk, which merge replaces'),
+    ('merge', 'shared_qk(self_mask=True)/vo', {}, 'masks the diagonal'),
+    ('to_standard', 'shared_qk(self_mask=True)/vo', {}, 'masks the diagonal'),
+    ('merge', 'shared_qk(key_norm=True)/vo', {}, 'is not bilinear'),
+    ('to_standard', 'shared_qk(key_norm=True)/vo', {}, 'is not bilinear'),
+    ('to_standard', 'nonlinear_query/vo', {}, 'is not bilinear'),
+    ('unmerge', 'qk/vo', GROUPED, 'gqa_to_mha first'),
+    ('unmerge_vo', 'qk/vo', GROUPED, 'gqa_to_mha first'),
+    ('unmerge', 'merged/vo', {}, 'rank above 16'),
+    ('unmerge_vo', 'qk/merged_vo', {}, 'rank above 16'),
+    ('to_symmetric', 'qk/vo', {}, r'A\[n\] is not symmetric'),
+    ('to_shared', 'indefinite', {}, 'negative eigenvalues'),
+    ('to_symmetric', 'symmetric of rank 17', {}, 'rank above head_size=16'),
+    ('gauge_fix_qk', 'merged/vo', {}, 'starts from the score qk'),
+    ('to_collaborative', 'merged/vo', {}, 'starts from the score qk'),
+    ('gauge_fix_vo', 'qk/no_v', {}, 'starts from the value vo'),
+    ('fold_double', 'qk/vo', {}, 'no double projection to fold'),
+    ('gqa_to_mha', 'query_free/vo', {}, 'starts from qk/vo'),
+    ('gqa_to_latent', 'qk/vo', {}, '= 128, wider than the stream'),
+    ('to_standard', 'qk/low_rank(rank=20)', ROPE, 'queries of size 16 would be widened to the 20'),
+    ('to_standard', 'latent(size=20, rope_size=4)/latent', ROPE, 'rotates 4 of 20 channels'),
+    ('gauge_fix_qk', 'singular', {}, 'key head 1 cannot be inverted'),
+]
+
+
+def test_a_refusal_names_the_reason_in_one_sentence():
+    layers = {}
+    for conversion, source, options, reason in REFUSED:
+        case = source, str(options)
+        if case not in layers:
+            layers[case] = SPECIAL[source]() if source in SPECIAL else layer_of(source, **options)
+        with pytest.raises(ConversionError, match=reason) as refusal:
+            apply(conversion, layers[case])
+        assert '\n' not in str(refusal.value), conversion
+    with pytest.raises(ConversionError, match='starts from qk/vo'):
+        convert.fold_gains(layer_of('query_free/vo'), np.ones(64))
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('fold', "unknown conversion 'fold'; known are to_standard"),
+        ('truncate', "truncate requires the option 'rank'"),
+        ('merge(rank=2)', "merge has no option 'rank'; it takes none"),
+        ('gauge_fix_qk(pivots=True)', "no option 'pivots'; it takes pivot"),
+        ('fold_gains(gain_D=1)', "no option 'gain_D'"),
+        ('merge(', 'must be written name'),
+    ],
+)
+def test_a_conversion_that_is_written_wrongly_is_one_sentence(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_conversion(text)
+
+
+def test_the_registry_agrees_with_the_functions():
+    for name, conversion in CONVERSIONS.items():
+        assert conversion.function.__name__ == name
+        for options in (conversion.in_stack, conversion.example):
+            assert options.keys() <= inspect.signature(conversion.function).parameters.keys()
+        conversion.check_options({**conversion.in_stack, **conversion.example})
+        assert conversion.lossy == name.startswith('truncate')
