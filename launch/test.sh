@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, formatting, committed numbers and tests: everything a change has to pass.
+# Lint, formatting, types, committed numbers and tests: everything a change has to pass.
 #
 #   launch/test.sh                     all quick tests
 #   launch/test.sh -m slow             the slow ones
@@ -15,7 +15,8 @@ venv=${QKATTN_VENV:-$root/.venv}
 
 selection=(-m 'not slow')
 # A test worker imports jax and compiles with its own threads: more than a few only wait for memory.
-workers=(-n auto --maxprocesses 4)
+# Workers take whole stretches of the suite, so that fixtures of a module are made once.
+workers=(-n auto --maxprocesses 4 --dist worksteal)
 for argument in "$@"; do
   case $argument in
     -m | -m[!-]*) selection=() ;;
@@ -28,6 +29,7 @@ cd "$root"
 failed=()
 "$venv/bin/python" -m ruff check --output-format concise . || failed+=('ruff check')
 "$venv/bin/python" -m ruff format --check --output-format concise . || failed+=('ruff format')
+"$venv/bin/python" -m mypy || failed+=('mypy')
 "$venv/bin/python" -m experiments.verify || failed+=('experiments.verify')
 # The expansions keep an empty array legal under `set -u` in bash 4.3 and older.
 "$venv/bin/python" -m pytest ${workers[@]+"${workers[@]}"} ${selection[@]+"${selection[@]}"} "$@" ||
