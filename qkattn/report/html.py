@@ -12,7 +12,7 @@ from qkattn.report.figures.style import Rendered
 from qkattn.report.notes import notes
 from qkattn.report.page import STYLESHEET
 from qkattn.report.sentences import NO_SCALING_LAW, found_in, held_equal, remark_text
-from qkattn.stats.inference import WORDS
+from qkattn.stats.inference import Decision
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
@@ -22,7 +22,7 @@ FIRST = ('verdicts', 'differences', 'losses')
 MAX_BLOCKING = 4
 
 # The words of verdicts where they are said, not where they are explained.
-_SAID = re.compile(rf'\b(is|are) ({"|".join(WORDS)})(?= than| to|[:;.])')
+_SAID = re.compile(rf'\b(is|are) ({"|".join(d.value for d in Decision)})(?= than| to|[:;.])')
 _NONE = re.compile(r'\b[Nn]o verdict\b(?! trials)')
 
 

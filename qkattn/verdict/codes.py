@@ -5,15 +5,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-
-class Decision(enum.Enum):
-    """What a verdict comes to, in the order in which verdicts are listed."""
-
-    BETTER = 'better'
-    WORSE = 'worse'
-    EQUIVALENT = 'equivalent'
-    UNDECIDED = 'undecided'
-    NO_VERDICT = 'no verdict'
+from qkattn.stats.inference import Decision
 
 
 class RemarkCode(enum.Enum):

@@ -132,13 +132,13 @@ def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> list[Reason]:
     return reasons
 
 
-def _verdict(arm: Arm, baseline: Arm, judged: inference.Verdict, num_comparisons: int) -> Verdict:
+def _verdict(arm: Arm, baseline: Arm, judged: inference.Judgement, num_comparisons: int) -> Verdict:
     """Of the tests; only such a decision as the tuning leaves.
 
     Where a knob is not bracketed, a better value may lie beyond those that were tried: then an arm
     may be better than it looks, and the baseline too.
     """
-    decision = Decision(judged.word)
+    decision = judged.decision
     reasons = _reasons(arm, baseline, judged)
     whose = {'arm': arm, 'baseline': baseline}
     caveats = [
@@ -172,7 +172,7 @@ def _verdict(arm: Arm, baseline: Arm, judged: inference.Verdict, num_comparisons
     )
 
 
-def _reasons(arm: Arm, baseline: Arm, judged: inference.Verdict) -> tuple[Reason, ...]:
+def _reasons(arm: Arm, baseline: Arm, judged: inference.Judgement) -> tuple[Reason, ...]:
     """Of the decision that the tests alone come to."""
     difference, p = arm.difference, judged.p_holm
     reasons = []
@@ -185,12 +185,12 @@ def _reasons(arm: Arm, baseline: Arm, judged: inference.Verdict) -> tuple[Reason
     side = Decision.BETTER if difference.mean < 0 else Decision.WORSE
     differs = p <= 1 - inference.LEVEL
     p_same = judged.p_equivalence_holm
-    if judged.word == Decision.EQUIVALENT.value:
+    if judged.decision is Decision.EQUIVALENT:
         reasons.append(Reason(ReasonCode.EQUIVALENT, {'p': p_same}))
         if differs:
             data = {'side': side, 'margin': difference.margin, 'p': p}
             reasons.append(Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data))
-    elif judged.word == side.value:
+    elif judged.decision is side:
         reasons.append(Reason(ReasonCode.DIFFERENT, {'p': p}))
     elif differs:
         reasons.append(Reason(ReasonCode.DIFFERENT_BUT_DIVERGED, {'side': side, 'p': p}))

@@ -1,4 +1,4 @@
-"""Differences and verdicts: closed forms against scipy, and error rates in simulated studies."""
+"""Differences and decisions: closed forms against scipy, and error rates in simulated studies."""
 
 import itertools
 import warnings
@@ -8,6 +8,7 @@ import pytest
 from scipy import stats as scipy_stats
 
 from qkattn.stats import inference
+from qkattn.stats.inference import Decision, Judgement
 
 SEEDS = 8
 ARMS = 6
@@ -26,14 +27,14 @@ def _studies(count, true=(0.0,) * ARMS, sd=0.02, rng_seed=0):
     return arms - baseline
 
 
-def _judged(study, **options):
-    return inference.judge(
-        {str(i): inference.paired(arm, resamples=None, **options) for i, arm in enumerate(study)}
-    )
+BETTER, WORSE, EQUIVALENT, UNDECIDED, _ = Decision
 
 
-def _words(study, **options):
-    return [verdict.word for verdict in _judged(study, **options).values()]
+def _decisions(study):
+    """The decisions on all arms of a study, and on its first arm alone."""
+    differences = {i: inference.paired(arm, resamples=None) for i, arm in enumerate(study)}
+    whole = [judged.decision for judged in inference.judge(differences).values()]
+    return whole, inference.judge({0: differences[0]})[0].decision
 
 
 # Closed forms.
@@ -184,7 +185,7 @@ def test_holm_rejects_what_its_definition_rejects():
             assert [p in rejected for p in p_values] == [p <= alpha for p in adjusted]
 
 
-# Words.
+# Decisions.
 
 
 def _difference(mean, spread=0.001, n=8):
@@ -192,32 +193,31 @@ def _difference(mean, spread=0.001, n=8):
     return inference.paired([mean + spread * (-1) ** i for i in range(n)], resamples=None)
 
 
-def test_the_words():
-    verdicts = inference.judge(
+def test_the_decisions():
+    noisy = _difference(0.001, spread=0.05)
+    judged = inference.judge(
         {
             'lower': _difference(-0.02),
             'higher': _difference(0.02),
             'same': _difference(0.0),
             'near': _difference(0.003),
-            'noisy': _difference(0.001, spread=0.05),
+            'noisy': noisy,
         }
     )
-    assert [v.word for v in verdicts.values()] == [
-        'better',
-        'worse',
-        'equivalent',
-        'equivalent',
-        'undecided',
+    assert [judgement.decision for judgement in judged.values()] == [
+        BETTER,
+        WORSE,
+        EQUIVALENT,
+        EQUIVALENT,
+        UNDECIDED,
     ]
-    assert set(v.word for v in verdicts.values()) == set(inference.WORDS)
-    assert verdicts['lower'].reason == 'p < 0.001 after Holm over 5 arms'
-    assert verdicts['same'].reason == 'equivalence p < 0.001 after Holm over 5 arms'
-    assert verdicts['near'].reason.endswith('; worse by less than 0.005 nats, p < 0.001')
-    noisy = verdicts['noisy']
-    assert f'differences from {noisy.detectable:.2g} up would have been found' in noisy.reason
-    assert noisy.detectable > _difference(0.001, spread=0.05).detectable
-    alone = inference.judge({'lower': _difference(-0.02)})['lower']
-    assert (alone.word, alone.reason) == ('better', 'p < 0.001')
+    assert judged['near'].p_holm < 0.001
+    error = np.std([0.05, -0.05] * 4, ddof=1) / 8**0.5
+    assert judged['noisy'].detectable == pytest.approx(
+        inference.detectable_difference(error, 7, 0.05 / 5)
+    )
+    assert judged['noisy'].detectable > noisy.detectable
+    assert inference.judge({'lower': _difference(-0.02)})['lower'].decision is BETTER
 
 
 def test_p_values_are_adjusted_apart_for_differences_and_for_equivalence():
@@ -232,88 +232,80 @@ def test_p_values_are_adjusted_apart_for_differences_and_for_equivalence():
 def test_the_level_decides():
     difference = {'arm': inference.paired([0.01, 0.02, 0.005, 0.03, 0.012], resamples=None)}
     assert 0.01 < difference['arm'].p < 0.05
-    assert inference.judge(difference)['arm'].word == 'worse'
-    assert inference.judge(difference, level=0.99)['arm'].word == 'undecided'
+    assert inference.judge(difference)['arm'].decision is WORSE
+    assert inference.judge(difference, level=0.99)['arm'].decision is UNDECIDED
 
 
 def test_fewer_than_three_pairs_decide_nothing_and_do_not_count_as_a_test():
-    verdicts = inference.judge(
-        {'a': _difference(0.02), 'two': _difference(0.02, 1e-9, n=2), 'none': None}
-    )
-    assert verdicts['a'].reason == 'p < 0.001'
-    assert verdicts['two'] == inference.Verdict(
-        'undecided', None, None, '2 finished seeds in both, a verdict needs 3'
-    )
-    assert verdicts['none'].reason == '0 finished seeds in both, a verdict needs 3'
-    assert inference.judge({'three': _difference(0.02, 1e-4, n=3)})['three'].word == 'worse'
+    arm = _difference(0.02)
+    judged = inference.judge({'a': arm, 'two': _difference(0.02, 1e-9, n=2), 'none': None})
+    assert judged['a'].p_holm == arm.p
+    assert judged['two'] == judged['none'] == Judgement(UNDECIDED, None, None, None)
+    assert inference.judge({'three': _difference(0.02, 1e-4, n=3)})['three'].decision is WORSE
 
 
 @pytest.mark.parametrize(
-    ('mean', 'lost', 'word'),
+    ('mean', 'diverged', 'decision'),
     [
-        (-0.02, (1, 0), 'undecided'),
-        (0.02, (1, 0), 'worse'),
-        (0.0, (1, 0), 'undecided'),
-        (0.003, (1, 0), 'worse'),  # not equivalent any more, and significantly above zero
-        (-0.02, (0, 2), 'better'),
-        (0.02, (0, 2), 'undecided'),
-        (0.0, (0, 2), 'undecided'),
-        (-0.02, (1, 1), 'undecided'),
-        (0.02, (1, 1), 'undecided'),
-        (0.0, (0, 0), 'equivalent'),
+        (-0.02, (1, 0), UNDECIDED),
+        (0.02, (1, 0), WORSE),
+        (0.0, (1, 0), UNDECIDED),
+        (0.003, (1, 0), WORSE),  # not equivalent any more, and significantly above zero
+        (-0.02, (0, 2), BETTER),
+        (0.02, (0, 2), UNDECIDED),
+        (0.0, (0, 2), UNDECIDED),
+        (-0.02, (1, 1), UNDECIDED),
+        (0.02, (1, 1), UNDECIDED),
+        (0.0, (0, 0), EQUIVALENT),
     ],
 )
-def test_divergence_never_helps(mean, lost, word):
-    verdict = inference.judge({'arm': _difference(mean)}, diverged={'arm': lost})['arm']
-    assert verdict.word == word
-    assert (f'{lost[0]} of its trials diverged' in verdict.reason) == (lost[0] > 0)
-    assert (f"{lost[1]} of the baseline's trials diverged" in verdict.reason) == (lost[1] > 0)
+def test_divergence_never_helps(mean, diverged, decision):
+    judged = inference.judge({'arm': _difference(mean)}, diverged={'arm': diverged})
+    assert judged['arm'].decision is decision
 
 
 # Simulated studies.
 
 
 def test_studies_without_a_difference_rarely_find_one():
-    count = 2000
-    studies = _studies(count)
-    found = [{'better', 'worse'} & set(_words(study)) != set() for study in studies]
-    rate = np.mean(found)
+    count = 1000
+    decided = [_decisions(study) for study in _studies(count)]
+    rate = np.mean([bool({BETTER, WORSE} & set(whole)) for whole, _ in decided])
     assert rate <= 0.05 or _within(rate, 0.05, count)
     assert rate >= 0.02  # Holm over arms that share a baseline costs power, not all of it
-    alone = [_words(study[:1]) != ['undecided'] for study in studies]
-    assert _within(np.mean(alone), 0.05, count)
+    assert _within(np.mean([alone is not UNDECIDED for _, alone in decided]), 0.05, count)
 
 
-def test_studies_at_the_margin_rarely_say_equivalent():
-    count = 2000
+def test_studies_at_the_margin_are_rarely_equivalent():
+    count = 1000
     studies = _studies(count, true=(inference.MARGIN,) * ARMS, sd=0.003)
-    rate = np.mean(['equivalent' in _words(study) for study in studies])
+    decided = [_decisions(study) for study in studies]
+    rate = np.mean([EQUIVALENT in whole for whole, _ in decided])
     assert rate <= 0.05 or _within(rate, 0.05, count)
-    alone = np.mean([_words(study[:1]) == ['equivalent'] for study in studies])
-    assert _within(alone, 0.05, count)
+    assert _within(np.mean([alone is EQUIVALENT for _, alone in decided]), 0.05, count)
 
 
 def test_equal_arms_with_little_noise_are_equivalent():
-    words = [word for study in _studies(200, sd=0.003) for word in _words(study)]
-    assert words.count('equivalent') >= 0.95 * len(words)
+    decisions = [d for study in _studies(200, sd=0.003) for d in _decisions(study)[0]]
+    assert decisions.count(EQUIVALENT) >= 0.95 * len(decisions)
 
 
 def test_effects_of_the_detectable_size_are_found_four_times_in_five():
-    count, sd = 3000, 0.01
+    count, sd = 1000, 0.01
     error = sd / SEEDS**0.5
     effect = inference.detectable_difference(error, SEEDS - 1)
     studies = _studies(count, true=(-effect,), sd=sd)
-    rate = np.mean([_words(study) == ['better'] for study in studies])
+    rate = np.mean([_decisions(study)[0] == [BETTER] for study in studies])
     assert _within(rate, inference.POWER, count)
-    # The figure of a verdict holds for the hardest step: one effect among arms without any.
+    # `detectable` of a judgement holds for the strictest level: one effect among arms without any.
     effect = inference.detectable_difference(error, SEEDS - 1, 0.05 / ARMS)
-    studies = _studies(1500, true=(effect,) + (0.0,) * (ARMS - 1), sd=sd)
-    rate = np.mean([_words(study)[0] == 'worse' for study in studies])
-    assert _within(rate, inference.POWER, 1500)
+    studies = _studies(count, true=(effect,) + (0.0,) * (ARMS - 1), sd=sd)
+    rate = np.mean([_decisions(study)[0][0] is WORSE for study in studies])
+    assert _within(rate, inference.POWER, count)
 
 
 def test_t_intervals_cover_the_truth():
-    count = 3000
+    count = 2000
     rng = np.random.default_rng(7)
     found = [inference.paired(x, resamples=None) for x in rng.normal(0.01, 0.02, (count, SEEDS))]
     assert _within(np.mean([d.low <= 0.01 <= d.high for d in found]), inference.LEVEL, count)
@@ -335,8 +327,8 @@ def test_comparisons_that_are_still_missing_are_corrected_for():
     alone = inference.judge(differences)['a']
     among = inference.judge(differences, planned=7)['a']
     assert among.p_holm == pytest.approx(7 * alone.p_holm)
-    assert among.detectable > alone.detectable and 'over 7 arms' in among.reason
-    # The others come, and find nothing: the word stays what it was.
+    assert among.detectable > alone.detectable
+    # The others come, and find nothing: the decision stays what it was.
     nothing = inference.paired([0.02, -0.02, 0.01, -0.01, 0.0], resamples=None)
     whole = inference.judge(differences | {str(i): nothing for i in range(6)}, planned=7)
     assert whole['a'] == among
