@@ -1,9 +1,23 @@
-"""The directory that holds prepared data."""
+"""The directory of prepared data, and how it is filled: once, under a lock, checked when opened."""
 
+import hashlib
+import json
+import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from qkattn.errors import ConfigError
+from qkattn.run.files import locked
+
+T = TypeVar('T')
+
+log = logging.getLogger(__name__)
+
+
+class DamagedCache(Exception):
+    """A cached file is not what its description states, or one of the two cannot be read."""
 
 
 def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -19,3 +33,65 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
             'mounted directory.'
         )
     return Path(chosen or '~/.cache/qkattn').expanduser().absolute()
+
+
+def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], None]) -> T:
+    """Returns `opened()`; where there is nothing to open yet, one process prepares it first.
+
+    Any number of processes may call this at the same time.
+
+    Args:
+      lock: a file that the preparing process holds; the others wait for it.
+      opened: raises FileNotFoundError where nothing is there, and DamagedCache, which is logged as
+        a warning, where something is that has to be prepared again.
+      prepare: makes what `opened` opens.
+
+    Raises:
+      ConfigError: if something has to be prepared and the directory of `lock` cannot be written.
+    """
+    try:
+        # Without the lock first, so that a finished cache may be on a read-only disk.
+        return opened()
+    except (FileNotFoundError, DamagedCache):
+        with locked(lock):
+            try:
+                return opened()
+            except FileNotFoundError:
+                pass
+            except DamagedCache as error:
+                log.warning('%s It is prepared again.', error)
+            prepare()
+            return opened()
+
+
+def read_description(path: Path, kind: Callable[..., T], expected: Mapping[str, Any]) -> T:
+    """The dataclass `kind` that the JSON file `path` holds.
+
+    Args:
+      expected: values that some of its fields must have.
+
+    Raises:
+      DamagedCache: it cannot be read, or holds other values.
+    """
+    try:
+        described = kind(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedCache(f'{str(path)!r} is damaged: it cannot be read ({error}).') from error
+    for field, value in expected.items():
+        if getattr(described, field) != value:
+            raise DamagedCache(
+                f'{str(path)!r} is damaged: {field} is {getattr(described, field)!r}, not '
+                f'{value!r}.'
+            )
+    return described
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    """Raises DamagedCache unless the file can be read and has this sha256."""
+    try:
+        with path.open('rb') as file:
+            sha256 = hashlib.file_digest(file, 'sha256').hexdigest()
+    except OSError as error:
+        raise DamagedCache(f'{str(path)!r} is damaged: it cannot be read ({error}).') from error
+    if sha256 != expected:
+        raise DamagedCache(f'{str(path)!r} is damaged: its sha256 is {sha256}, not {expected}.')

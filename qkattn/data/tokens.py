@@ -1,7 +1,7 @@
 """A tokenised corpus: one memory-mapped file of token ids per split, checked whenever it is opened.
 
 On disk, `<data_dir>/tokens/<name>/<version>/<tokenizer>/<split>.bin` holds the ids of all documents
-of a split, a separator after each; `<split>.json` beside it says what they are and their sha256.
+of a split, a separator after each; `<split>.json` beside it describes them, with their sha256.
 """
 
 import dataclasses
@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from qkattn.data.cache import check_sha256, prepared_once, read_description
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
-from qkattn.run.files import locked, replacing, write_atomic
+from qkattn.run.files import replacing, write_atomic
 
 SPLITS = ('train', 'validation', 'test')
 
@@ -29,7 +30,7 @@ class SplitInfo:
     """What a token file holds.
 
     Attributes:
-      dataset, version, tokenizer, split: where the tokens come from.
+      dataset, version, tokenizer, split: the source of the tokens.
       dtype: of one token id, in the byte order of the machine.
       num_documents: documents, each followed by a separator.
       num_tokens: token ids, separators included.
@@ -48,10 +49,6 @@ class SplitInfo:
     num_bytes: int
     unigram_nats_per_token: float
     fingerprint: str
-
-
-class DamagedCache(Exception):
-    """A token file is not what its description says, or one of the two is missing or unreadable."""
 
 
 class TokenDataset:
@@ -79,7 +76,7 @@ class TokenDataset:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The splits there are, 'train' first."""
+        """The names of the splits, 'train' first."""
         return tuple(self._splits)
 
     def _split(self, split: str) -> tuple[np.ndarray, SplitInfo]:
@@ -103,7 +100,7 @@ class TokenDataset:
         return self._split(split)[1]
 
     def identity(self) -> dict[str, Any]:
-        """What a result has to carry to say which data it is about; JSON."""
+        """Identifies the data in results and checkpoints; JSON."""
         return {
             'name': self.name,
             'version': self.version,
@@ -130,12 +127,12 @@ def open_dataset(
 ) -> TokenDataset:
     """Opens the token files under `data_dir` and writes them first where they are missing.
 
-    A damaged file is reported (a warning) and written again. Any number of processes may call
-    this at the same time.
+    A damaged file is logged as a warning and written again. Any number of processes may call this
+    at the same time.
 
     Args:
       documents: yields the texts of each split in a fixed order; called only to write files.
-      splits: what there is of SPLITS.
+      splits: those of SPLITS that the corpus has.
 
     Raises:
       ConfigError: if files have to be written and `data_dir` cannot be.
@@ -148,25 +145,17 @@ def open_dataset(
         'dtype': str(np.min_scalar_type(tokenizer.vocab_size - 1)),
     }
 
-    def open_all() -> dict[str, tuple[np.ndarray, SplitInfo]]:
-        return {split: _open_split(directory, described | {'split': split}) for split in splits}
+    def opened() -> TokenDataset:
+        files = {split: _open_split(directory, described | {'split': split}) for split in splits}
+        return TokenDataset(name, version, tokenizer, files)
 
-    try:
-        # Without the lock first, so that a finished cache may be on a read-only disk.
-        opened = open_all()
-    except (FileNotFoundError, DamagedCache):
-        with locked(directory / 'lock'):
-            try:
-                opened = open_all()
-            except (FileNotFoundError, DamagedCache) as error:
-                if isinstance(error, DamagedCache):
-                    log.warning('%s It is written again.', error)
-                log.info('Writing tokens of %s %s to %s', name, version, directory)
-                texts = documents()
-                for split in splits:
-                    _write_split(directory, described | {'split': split}, tokenizer, texts[split])
-                opened = open_all()
-    return TokenDataset(name, version, tokenizer, opened)
+    def write() -> None:
+        log.info('Writing tokens of %s %s to %s', name, version, directory)
+        texts = documents()
+        for split in splits:
+            _write_split(directory, described | {'split': split}, tokenizer, texts[split])
+
+    return prepared_once(directory / 'lock', opened, write)
 
 
 def _paths(directory: Path, split: str) -> tuple[Path, Path]:
@@ -207,28 +196,8 @@ def _open_split(directory: Path, described: dict[str, str]) -> tuple[np.ndarray,
     # os.path, because Path.exists raises where a directory may not be entered.
     if not os.path.exists(tokens_path) and not os.path.exists(info_path):
         raise FileNotFoundError(tokens_path)
-
-    def damaged(what: str) -> DamagedCache:
-        return DamagedCache(f'The token cache {str(tokens_path)!r} is damaged: {what}.')
-
-    try:
-        info = SplitInfo(**json.loads(info_path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise damaged(f'its description {info_path.name!r} cannot be read ({error})') from error
-    for field, expected in described.items():
-        if getattr(info, field) != expected:
-            raise damaged(f'{field} is {getattr(info, field)!r}, not {expected!r}')
-    try:
-        with tokens_path.open('rb') as file:
-            fingerprint = hashlib.file_digest(file, 'sha256').hexdigest()
-            size = file.tell()
-    except OSError as error:
-        raise damaged(f'it cannot be read ({error})') from error
-    expected_size = info.num_tokens * np.dtype(info.dtype).itemsize
-    if size != expected_size:
-        raise damaged(f'it holds {size} bytes, not {expected_size}')
-    if fingerprint != info.fingerprint:
-        raise damaged(f'its sha256 is {fingerprint}, not {info.fingerprint}')
+    info = read_description(info_path, SplitInfo, described)
+    check_sha256(tokens_path, info.fingerprint)
     if not info.num_tokens:
         return np.zeros(0, info.dtype), info
-    return np.memmap(tokens_path, info.dtype, mode='r'), info
+    return np.memmap(tokens_path, info.dtype, mode='r', shape=(info.num_tokens,)), info

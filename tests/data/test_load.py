@@ -126,7 +126,7 @@ def refused(config: Config, said: str) -> None:
             'text',
             {'vocab_size': 256},
             {},
-            "vocab_size=256 is too small .* at least 257",
+            'vocab_size=256 is too small .* at least 257',
         ),
         (
             'decoder',

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from qkattn.data.tokenizers import vocabulary
+from qkattn.data import cache as data_cache
 from qkattn.data.tokenizers.bpe import BPETokenizer
 from qkattn.data.tokenizers.characters import CharacterTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
@@ -26,7 +26,7 @@ class Cache:
         self.texts = TEXTS
         self.num_trained = 0
 
-    def open(self, kind, size=280):
+    def open(self, kind, size=270):
         def texts():
             self.num_trained += 1
             return iter(self.texts)
@@ -36,7 +36,7 @@ class Cache:
         )
 
     def directory(self, kind):
-        return self.root / ('bpe-280' if kind == 'bpe' else kind)
+        return self.root / ('byte-bpe-270' if kind == 'bpe' else kind)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def cache(tmp_path):
 @pytest.fixture
 def warnings(monkeypatch):
     messages = []
-    monkeypatch.setattr(vocabulary.log, 'warning', lambda text, *args: messages.append(text % args))
+    monkeypatch.setattr(data_cache.log, 'warning', lambda text, *args: messages.append(text % args))
     return messages
 
 
@@ -59,11 +59,11 @@ def test_bytes_need_no_disk_and_no_text(cache):
 
 def test_each_kind_is_its_tokenizer(cache):
     assert cache.open('characters').name == CharacterTokenizer.train(TEXTS).name
-    assert cache.open('bpe').name == BPETokenizer.train(TEXTS, 280).name
-    assert cache.open('bpe', 275).vocab_size == 275
+    assert cache.open('bpe').name == BPETokenizer.train(TEXTS, 270).name
+    assert cache.open('bpe', 265).vocab_size == 265
     assert sorted(path.name for path in cache.root.iterdir()) == [
-        'bpe-275',
-        'bpe-280',
+        'byte-bpe-265',
+        'byte-bpe-270',
         'characters',
     ]
 
@@ -93,15 +93,15 @@ def test_the_description_says_what_it_is(cache):
         json.loads((cache.directory(kind) / 'about.json').read_text())
         for kind in ('bpe', 'characters')
     )
-    assert (bpe['kind'], bpe['size'], characters['size']) == ('bpe', 280, None)
-    assert re.fullmatch(r'sentencepiece [\d.]+', bpe['trained_by'])
+    assert (bpe['kind'], bpe['size'], characters['size']) == ('bpe', 270, None)
+    assert re.fullmatch(r'tokenizers [\d.]+', bpe['trained_by'])
     assert bpe['text_sha256'] == characters['text_sha256']
     assert bpe['model_sha256'][:12] in cache.open('bpe').name
     # Every byte counts, and where documents end.
-    for size, texts in ((275, [b''.join(TEXTS)]), (276, [TEXTS[0][::-1], TEXTS[1]])):
+    for size, texts in ((265, [b''.join(TEXTS)]), (266, [TEXTS[0][::-1], TEXTS[1]])):
         cache.texts = texts
         cache.open('bpe', size)
-        about = json.loads((cache.root / f'bpe-{size}' / 'about.json').read_text())
+        about = json.loads((cache.root / f'byte-bpe-{size}' / 'about.json').read_text())
         assert about['text_sha256'] != bpe['text_sha256']
 
 
@@ -116,13 +116,13 @@ def relabel(path):
 
 
 DAMAGES = [
-    ('tokenizer.model', flip, 'the sha256 of tokenizer.model is'),
-    ('tokenizer.model', lambda path: path.write_bytes(b''), 'the sha256 of tokenizer.model is'),
-    ('tokenizer.model', os.unlink, 'tokenizer.model cannot be read'),
-    ('about.json', os.unlink, 'about.json cannot be read'),
-    ('about.json', lambda path: path.write_text('{'), 'about.json cannot be read'),
-    ('about.json', lambda path: path.write_text('{"kind": "bpe"}'), 'about.json cannot be read'),
-    ('about.json', lambda path: path.write_text('[]'), 'about.json cannot be read'),
+    ('tokenizer.json', flip, 'its sha256 is'),
+    ('tokenizer.json', lambda path: path.write_bytes(b''), 'its sha256 is'),
+    ('tokenizer.json', os.unlink, 'it cannot be read'),
+    ('about.json', os.unlink, 'it cannot be read'),
+    ('about.json', lambda path: path.write_text('{'), 'it cannot be read'),
+    ('about.json', lambda path: path.write_text('{"kind": "bpe"}'), 'it cannot be read'),
+    ('about.json', lambda path: path.write_text('[]'), 'it cannot be read'),
     ('about.json', relabel, "kind is 'words', not"),
 ]
 
@@ -144,10 +144,10 @@ def test_a_damaged_cache_is_named_and_trained_again(cache, warnings, kind, file,
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_vocabulary_is_not_replaced_by_that_of_other_text(cache, warnings, kind):
     cache.open(kind)
-    flip(cache.directory(kind) / 'tokenizer.model')
+    flip(cache.directory(kind) / 'tokenizer.json')
     cache.texts = OTHER
     for _ in range(2):  # The refusal leaves no file that the next opening would take.
-        with pytest.raises(ConfigError, match='the training text is not what it was') as caught:
+        with pytest.raises(ConfigError, match='the training text has changed') as caught:
             cache.open(kind)
         assert f'{str(cache.directory(kind))!r}' in str(caught.value)
         assert '\n' not in str(caught.value)
@@ -157,8 +157,8 @@ def test_a_vocabulary_is_not_replaced_by_that_of_other_text(cache, warnings, kin
 
 def test_a_vocabulary_is_not_replaced_by_that_of_another_trainer(cache, warnings, monkeypatch):
     cache.open('bpe')
-    flip(cache.directory('bpe') / 'tokenizer.model')
-    other = BPETokenizer.train(OTHER, 280)
+    flip(cache.directory('bpe') / 'tokenizer.json')
+    other = BPETokenizer.train(OTHER, 270)
 
     def train(texts, size):
         assert list(texts) == TEXTS
@@ -178,14 +178,14 @@ def test_an_interrupted_training_is_done_by_the_next(cache, warnings):
     with pytest.raises(KeyboardInterrupt):
         cache.open('bpe')
     cache.texts = TEXTS
-    assert cache.open('bpe').name == BPETokenizer.train(TEXTS, 280).name
+    assert cache.open('bpe').name == BPETokenizer.train(TEXTS, 270).name
     assert not warnings
 
 
 def test_a_size_that_cannot_be_leaves_nothing_behind(cache):
     with pytest.raises(ConfigError, match='data.tokenizer_size=100000 .* at most'):
         cache.open('bpe', 100_000)
-    assert [path.name for path in (cache.root / 'bpe-100000').iterdir()] == ['lock']
+    assert [path.name for path in (cache.root / 'byte-bpe-100000').iterdir()] == ['lock']
 
 
 def test_a_directory_that_cannot_be_written_is_one_sentence(cache):
@@ -197,7 +197,7 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(cache):
 RACE = """
     import sys, time
     from pathlib import Path
-    from qkattn.data.vocabulary import open_tokenizer
+    from qkattn.data.tokenizers.vocabulary import open_tokenizer
     root = Path(sys.argv[1])
 
     def texts():
@@ -208,7 +208,7 @@ RACE = """
     print('ready', flush=True)
     while not (root / 'go').exists():
         time.sleep(0.001)
-    print(open_tokenizer(root, kind='bpe', size=280, name='n', version='v', texts=texts).name)
+    print(open_tokenizer(root, kind='bpe', size=270, name='n', version='v', texts=texts).name)
 """
 
 
