@@ -1,11 +1,12 @@
-"""Attention as a grid: a Score (which position to read) times a Value (what to move)."""
+"""Attention layers, each the product of a Score (the QK circuit) and a Value (the OV circuit)."""
 
 from qkattn.attention.attend import attend, visible
 from qkattn.attention.attention import Attention
+from qkattn.attention.norm import rms_norm
 from qkattn.attention.registry import SCORES, VALUES, parse_variant
 from qkattn.attention.scores.score import Cache, Score
 from qkattn.attention.spec import AttentionSpec
-from qkattn.attention.values.value import Value
+from qkattn.attention.values.value import Factored, Value
 from qkattn.errors import SpecError
 
 __all__ = [
@@ -14,10 +15,12 @@ __all__ = [
     'Attention',
     'AttentionSpec',
     'Cache',
+    'Factored',
     'Score',
     'SpecError',
     'Value',
     'attend',
     'parse_variant',
+    'rms_norm',
     'visible',
 ]

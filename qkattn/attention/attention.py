@@ -1,4 +1,6 @@
-"""One attention layer: a cell of the Score x Value grid, with the options that all cells share."""
+"""One attention layer: a Score and a Value, with the options that all variants share."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,7 @@ from flax import nnx
 
 from qkattn.attention import registry
 from qkattn.attention.attend import attend
+from qkattn.attention.norm import rms_norm
 from qkattn.attention.rope import linear_bias, rotate_last
 from qkattn.attention.scores.score import Cache
 from qkattn.attention.spec import AttentionSpec
@@ -15,20 +18,16 @@ class Attention(nnx.Module):
     """out_t = sum_n sum_s softmax_s(scale * x_t A[n] y_s^T) y_s B[n].
 
     Between the projections and the softmax act, in this order: QK-norm, rotary positions, the
-    scale, the logit cap, linear position biases, the mask. What is remembered is what the Score
-    and the Value remember, before any of these.
+    scale, the logit cap, linear position biases, the mask. The cache holds what the Score and the
+    Value cache, before any of these.
 
     Raises:
-      SpecError: an unknown name, or a cell that these sizes and options do not allow.
+      SpecError: an unknown name, or a variant that cannot be built with these sizes and options.
     """
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
-        registry.check(spec)
-        score, score_options = registry.find_score(spec.score)
-        value, value_options = registry.find_value(spec.value)
         self.spec = spec
-        self.score = score(spec, key=key, **score_options)
-        self.value = value(spec, key=key, **value_options)
+        self.score, self.value = registry.build(spec, key=key)
         size = 0
         if spec.qk_norm:
             x_BTD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
@@ -37,7 +36,7 @@ class Attention(nnx.Module):
         self.g_k_H = nnx.Param(jnp.ones((size,), jnp.float32)) if spec.qk_norm else None
 
     def cached(self, y_BSD: jax.Array) -> Cache:
-        """What a decoding cache holds of y: the arrays from which keys and values are computed."""
+        """The arrays [B, S, ...] from which keys and values are computed, for a decoding cache."""
         return {**self.score.cached(y_BSD), **self.value.cached(y_BSD, self.score)}
 
     def attend_to(
@@ -51,33 +50,34 @@ class Attention(nnx.Module):
         dropout: float = 0.0,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends from x to cached keys and values; out_BTD.
+        """Attends from x to cached keys and values; returns out_BTD.
 
         Args:
-          mask_BTS: True where a query may read a key.
+          mask_BTS: True where a query may attend to a key.
           first_query: position of the first query; keys are at positions 0 to S - 1.
-          cross: the cache is of another stream, in which no position is the query's own.
+          cross: whether the cache is of another stream, so that no position is the query's own.
+          dropout: rate at which attention probabilities are dropped; off without a key.
         """
         spec = self.spec
         q_BTNH, k_BSKH = self.score.queries(x_BTD), self.score.keys(cache)
         t_T = first_query + jnp.arange(q_BTNH.shape[1])
         s_S = jnp.arange(k_BSKH.shape[1])
         if spec.qk_norm:
-            q_BTNH, k_BSKH = _unit(q_BTNH, self.g_q_H), _unit(k_BSKH, self.g_k_H)
+            q_BTNH = rms_norm(q_BTNH, epsilon=1e-6) * self.g_q_H[...]
+            k_BSKH = rms_norm(k_BSKH, epsilon=1e-6) * self.g_k_H[...]
         if spec.positions == 'rope':
             q_BTNH = rotate_last(q_BTNH, t_T, self.score.rope_size)
             k_BSKH = rotate_last(k_BSKH, s_S, self.score.rope_size)
         if self.score.hides_self and not cross:
             others_BTS = mask_BTS & (t_T[:, None] != s_S[None, :])
             mask_BTS = jnp.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
-        biased = spec.positions == 'alibi'
         o_BTNH = attend(
             q_BTNH,
             k_BSKH,
             self.value.values(cache, self.score),
             mask_BTS,
             scale=self.score.scale * spec.score_scale,
-            bias_NTS=linear_bias(q_BTNH.shape[2], t_T, s_S) if biased else None,
+            bias_NTS=linear_bias(spec.num_heads, t_T, s_S) if spec.positions == 'alibi' else None,
             logit_cap=spec.logit_cap,
             dropout=dropout,
             dropout_key=dropout_key,
@@ -85,16 +85,14 @@ class Attention(nnx.Module):
         return self.value.output(o_BTNH, self.score)
 
     def __call__(
-        self, x_BTD: jax.Array, mask_BTS: jax.Array, *, y_BSD: jax.Array | None = None, **dropout
+        self,
+        x_BTD: jax.Array,
+        mask_BTS: jax.Array,
+        *,
+        y_BSD: jax.Array | None = None,
+        **dropout: Any,
     ) -> jax.Array:
-        """Self-attention, or cross-attention to y where it is given."""
+        """Self-attention, or cross-attention to y where it is given; `dropout` as in attend_to."""
         cross = y_BSD is not None
         cache = self.cached(y_BSD if cross else x_BTD)
         return self.attend_to(x_BTD, cache, mask_BTS, cross=cross, **dropout)
-
-
-def _unit(x_BTNH: jax.Array, g_H: nnx.Param) -> jax.Array:
-    """x / rms(x) * gain over the head size, in float32 or wider."""
-    wide = x_BTNH.astype(jnp.promote_types(x_BTNH.dtype, jnp.float32))
-    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
-    return wide.astype(x_BTNH.dtype) * g_H[...]

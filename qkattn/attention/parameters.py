@@ -1,4 +1,4 @@
-"""How parameters are initialized and multiplied: helpers of the Scores and Values."""
+"""Initialization and linear algebra of the parameters of Scores and Values."""
 
 import zlib
 
@@ -10,10 +10,10 @@ from qkattn.attention.spec import AttentionSpec
 
 
 def weight(key: jax.Array, name: str, shape: tuple[int, ...], std: float) -> nnx.Param:
-    """A normal(0, std^2) matrix.
+    """A matrix with entries from normal(0, std^2), in float32.
 
-    The key is folded with the parameter's name, so that two factorizations which share a tensor
-    (same name, same shape) start from the same numbers under the same seed.
+    The key is folded with the parameter's name, so that factorizations which share a tensor (same
+    name, same shape) initialize it alike under the same seed.
     """
     own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
     return nnx.Param(std * jax.random.normal(own_key, shape, jnp.float32))
@@ -25,14 +25,25 @@ def bias(spec: AttentionSpec, shape: tuple[int, ...]) -> nnx.Param | None:
 
 
 def project(x_BTD: jax.Array, w_DNH: jax.Array, b_NH: jax.Array | None = None) -> jax.Array:
-    """x W + b: contracts the last axis of x with the first of W, whatever the others are."""
+    """x W + b: contracts the last axis of x with the first axis of W."""
     out = jnp.tensordot(x_BTD, w_DNH[...], axes=1)
     return out if b_NH is None else out + b_NH[...]
 
 
 def homogeneous(w_DNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:
-    """[W; b]: W acting on (x, 1), so that a biased projection is again one matrix."""
+    """[W; b], the matrix of x W + b in homogeneous coordinates (x, 1); W itself without a bias."""
     return w_DNH[...] if b_NH is None else jnp.concatenate([w_DNH[...], b_NH[...][None]])
+
+
+def composed(inner_DR: jax.Array, w_RNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:
+    """The homogeneous matrix of (x inner) W + b, where `inner_DR` is homogeneous itself."""
+    both_DNH = jnp.tensordot(inner_DR, w_RNH[...], axes=1)
+    return both_DNH if b_NH is None else both_DNH.at[-1].add(b_NH[...])
+
+
+def grouped(w_DKH: jax.Array, num_heads: int) -> jax.Array:
+    """Repeats each of K heads N/K times: query head n uses key head n // (N/K)."""
+    return jnp.repeat(w_DKH, num_heads // w_DKH.shape[1], axis=1)
 
 
 def heads_of(x_BTD: jax.Array, num_heads: int) -> jax.Array:
@@ -41,20 +52,9 @@ def heads_of(x_BTD: jax.Array, num_heads: int) -> jax.Array:
 
 
 def slices_DNH(spec: AttentionSpec) -> jax.Array:
-    """The constant selectors P with heads_of(x) = x P, as one matrix per head."""
+    """The constant selectors P with heads_of(x) = x P; with biases one more row of zeros."""
     d_model, num_heads = spec.d_model, spec.num_heads
     identity_DNH = jnp.eye(d_model).reshape(d_model, num_heads, -1)
     if not spec.biases:
         return identity_DNH
     return jnp.concatenate([identity_DNH, jnp.zeros_like(identity_DNH[:1])])
-
-
-def grouped(w_DKH: jax.Array, num_heads: int) -> jax.Array:
-    """Repeats each of K heads N/K times: query head n reads key head n // (N/K)."""
-    return jnp.repeat(w_DKH, num_heads // w_DKH.shape[1], axis=1)
-
-
-def composed(inner_DR: jax.Array, w_RNH: jax.Array, b_NH: nnx.Param | None) -> jax.Array:
-    """The homogeneous matrix of x -> (x inner) W + b, where `inner_DR` is homogeneous itself."""
-    both_DNH = jnp.tensordot(inner_DR, w_RNH[...], axes=1)
-    return both_DNH if b_NH is None else both_DNH.at[-1].add(b_NH[...])

@@ -1,13 +1,15 @@
-"""Names of Scores and Values, and how a name with options becomes a class.
+"""Names of Scores and Values, and how a pair of them is checked and built.
 
-A name is `qk`, or carries options as in `low_rank(rank=8)`, or points to a class of your own by
-import path, `my_package.my_module:MyScore`. A cell is `score/value`.
+A name is `qk`, carries options as in `low_rank(rank=8)`, or is the import path of a class outside
+the package, `my_package.my_module:MyScore`. A variant is `score/value`.
 """
 
 import difflib
 import importlib
 import inspect
 from typing import Any
+
+import jax
 
 from qkattn.attention.scores import (
     identity,
@@ -28,7 +30,7 @@ from qkattn.errors import SpecError
 SCORES: dict[str, type[Score]] = {
     'qk': qk.QK,
     'merged': qk.Merged,
-    'shared_qk': symmetric.FairSharedQK,
+    'shared_qk': symmetric.SharedQK,
     'symmetric': symmetric.Symmetric,
     'pairwise': symmetric.Pairwise,
     'symmetric_skew': symmetric.SymmetricSkew,
@@ -69,28 +71,48 @@ VALUES: dict[str, type[Value]] = {
 
 
 def find_score(text: str) -> tuple[type[Score], dict[str, Any]]:
-    """The class and options that `text` names; SpecError lists the known names otherwise."""
+    """The class and the options that `text` names.
+
+    Raises:
+      SpecError: an unknown name or option; the message lists the known ones.
+    """
     return _find(text, SCORES, Score)
 
 
 def find_value(text: str) -> tuple[type[Value], dict[str, Any]]:
-    """The class and options that `text` names; SpecError lists the known names otherwise."""
+    """As `find_score`, for Values."""
     return _find(text, VALUES, Value)
 
 
 def parse_variant(text: str) -> tuple[str, str]:
-    """'score/value' -> (score, value), both checked to exist."""
+    """'score/value' -> (score, value); SpecError where one is unknown."""
     score, value = split_variant(text)
     find_score(score)
     find_value(value)
     return score, value
 
 
+def options_of(cls: type[Score] | type[Value]) -> dict[str, Any]:
+    """The options of a class and their defaults."""
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != 'key'}
+
+
+def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
+    """The checked and initialized circuits of one layer; SpecError as in `check`."""
+    check(spec)
+    score_class, score_options = find_score(spec.score)
+    value_class, value_options = find_value(spec.value)
+    score = score_class(spec, key=key, **score_options)
+    return score, value_class(spec, score, key=key, **value_options)
+
+
 def check(spec: AttentionSpec) -> None:
-    """Raises SpecError, in one sentence, where the cell of `spec` cannot be built."""
+    """Raises SpecError, in one sentence, where the variant of `spec` cannot be built."""
     score, score_options = find_score(spec.score)
     value, value_options = find_value(spec.value)
     score.check(spec, **score_options)
+    _check_sharing(spec, score, score_options, value)
     value.check(spec, **value_options)
     if spec.num_kv_heads < spec.num_heads and not (score.uses_kv_heads or value.uses_kv_heads):
         raise SpecError(
@@ -104,6 +126,32 @@ def check(spec: AttentionSpec) -> None:
         )
     if spec.positions == 'rope' and spec.head_size % 2:
         raise SpecError(f'head_size={spec.head_size} must be even for positions=rope')
+
+
+def _check_sharing(
+    spec: AttentionSpec, score: type[Score], options: dict[str, Any], value: type[Value]
+) -> None:
+    """Raises SpecError where the Value shares a projection that the Score does not have."""
+    for which in value.shares:
+        if which not in score.shareable:
+            able = [name for name, known in SCORES.items() if which in known.shareable]
+            raise SpecError(
+                f'the value {spec.value} uses the {which} projection of its score, and '
+                f'{spec.score} has none to share; scores that have one are {", ".join(able)}'
+            )
+    if not value.shares:
+        return
+    if value.shares == ('query',) and score.shareable['query'] == score.shareable.get('key'):
+        raise SpecError(
+            f'in {spec.score} the query matrix is the key matrix: write '
+            f'{spec.value.replace("q", "k", 1)} in place of {spec.value}'
+        )
+    abstract = jax.eval_shape(lambda: score(spec, key=jax.random.key(0), **options))
+    if not abstract.bilinear:
+        raise SpecError(
+            f'the value {spec.value} shares a projection of its score, so it cannot be used with '
+            f'{spec.score}, which is not bilinear'
+        )
 
 
 def _find(text: str, known: dict[str, type], base: type) -> tuple[type, dict[str, Any]]:
@@ -122,8 +170,7 @@ def _find(text: str, known: dict[str, type], base: type) -> tuple[type, dict[str
             f'unknown {kind.lower()} {name!r}{hint} known are {", ".join(known)}, '
             'or an import path package.module:Class'
         )
-    accepted = [p for p in inspect.signature(found.__init__).parameters][2:]
-    accepted = [p for p in accepted if p != 'key']
+    accepted = options_of(found)
     for option in options:
         if option not in accepted:
             raise SpecError(

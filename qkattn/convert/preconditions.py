@@ -15,7 +15,7 @@ def qk_factors(layer: Attention, conversion: str) -> Factors:
         that shares a matrix of the Score, or a logit cap together with a bias of the keys.
     """
     require_free_logits(layer, conversion)
-    if getattr(layer.value, 'shares', ()):
+    if layer.value.shares:
         raise ConversionError(
             f'{layer.spec.value} reads a matrix of {layer.spec.score}, which {conversion} '
             'replaces; convert with to_standard first'

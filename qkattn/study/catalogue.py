@@ -52,8 +52,7 @@ def partner(name: str, cls: type) -> tuple[str, str]:
     """The cell (score, value) in which a circuit is shown: beside the standard other one."""
     if name in SCORES and SCORES[name] is cls:
         return name, 'vo'
-    needs = getattr(cls, 'partner', 'qk')
-    return needs, name
+    return cls.partner, name
 
 
 def entries(*, measure: bool = False) -> list[Entry]:
@@ -71,7 +70,7 @@ def _entry(name: str, cls: type, measure: bool) -> Entry:
         name=name,
         options=_options(cls),
         equation=cls.equation,
-        weights=cls.parameter_count,
+        weights=circuit.parameter_count,
         source=cls.source,
         cache=_cache(attention_spec(model), is_score),
         rope=cls.supports_rope if is_score else None,

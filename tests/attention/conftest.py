@@ -19,7 +19,7 @@ SAMPLE = 12
 
 
 def shares(value: str) -> bool:
-    return bool(getattr(VALUES[value], 'shares', ()))
+    return bool(VALUES[value].shares)
 
 
 def cells() -> list:

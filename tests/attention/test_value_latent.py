@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from qkattn.attention import attend, visible
-from qkattn.attention.values.value_latents import latent_size
 from qkattn.errors import SpecError
 from tests.attention.test_contract import D, H, N, T, causal, error, make, reference, stream
 
@@ -32,7 +31,6 @@ def test_it_equals_the_oracle(biases):
 
 def test_the_latent_is_the_only_cache_and_is_owned_once():
     layer = make(CELL)
-    assert latent_size(layer.spec) == R
     weights = sum(leaf.size for leaf in jax.tree.leaves(layer))
     assert weights == 2 * D * N * H + D * R + 2 * R * N * H
     memory = layer.cached(jnp.zeros((1, 1, D)))
@@ -83,5 +81,7 @@ def test_the_absorbed_form_is_the_same_attention(biases):
 
 
 def test_a_score_without_a_latent_is_refused():
-    with pytest.raises(SpecError, match='qk keeps none; use it as latent/latent'):
+    with pytest.raises(
+        SpecError, match='qk has none to share; scores that have one are latent'
+    ):
         make(('qk', 'latent'))

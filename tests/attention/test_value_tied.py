@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from qkattn.attention import SCORES, Attention, AttentionSpec, registry, visible
-from qkattn.attention.values.tied import lent_by, lent_with_bias
 from qkattn.errors import SpecError
 from tests.attention.test_contract import D, H, N, T, causal, error, make, reference, stream
 
@@ -230,14 +229,14 @@ def test_the_subspace_output_is_as_large_as_the_keys_make_it(num_heads):
 
 @pytest.mark.parametrize(
     ('which', 'score'),
-    [(w, s) for w in ('key_weight', 'query_weight') for s, c in SCORES.items() if lent_by(c, w)],
+    [(w, s) for w in ('key', 'query') for s, c in SCORES.items() if w in c.shareable],
 )
-def test_what_a_score_lends_is_its_projection(which, score):
+def test_a_shareable_projection_computes_keys_or_queries(which, score):
     circuit = make((score, 'vo'), biases=True).score
     y_BSD = stream()
-    w_DKH, b_KH = lent_with_bias(circuit, which)
+    w_DKH, b_KH = circuit.shared(which)
     memory = circuit.cached(y_BSD)
-    got = circuit.keys(memory) if which == 'key_weight' else circuit.queries(y_BSD)
+    got = circuit.keys(memory) if which == 'key' else circuit.queries(y_BSD)
     want = np.einsum('BSD,DKH->BSKH', y_BSD, w_DKH[...]) + np.asarray(b_KH[...])
     assert error(got, want) < 1e-5
 
@@ -245,15 +244,19 @@ def test_what_a_score_lends_is_its_projection(which, score):
 @pytest.mark.parametrize(
     ('score', 'value', 'message'),
     [
-        ('merged', 'k_is_v', 'k_is_v reads the key matrix of its score, and merged lends none'),
-        ('merged', 'q_is_v', 'reads the query matrix.*scores that do are qk, shared_qk'),
-        ('key_free', 'subspace', 'reads the key matrix.*scores that do are qk'),
-        ('merged', 'o_is_k', 'reads the key matrix'),
+        (
+            'merged',
+            'k_is_v',
+            'k_is_v uses the key projection of its score, and merged has none',
+        ),
+        ('merged', 'q_is_v', 'uses the query projection.*scores that have one are qk, shared_qk'),
+        ('key_free', 'subspace', 'uses the key projection.*scores that have one are qk'),
+        ('merged', 'o_is_k', 'uses the key projection'),
         ('shared_qk', 'q_is_v', 'is the key matrix: write k_is_v in place of q_is_v'),
         ('shared_qk', 'o_is_q', 'is the key matrix: write o_is_k in place of o_is_q'),
     ],
 )
-def test_a_score_that_lends_nothing_is_refused_in_one_sentence(score, value, message):
+def test_a_score_without_the_projection_is_refused_in_one_sentence(score, value, message):
     sizes = {'d_model': D, 'num_heads': N, 'num_kv_heads': N, 'head_size': H}
     with pytest.raises(SpecError, match=message) as refusal:
         registry.check(AttentionSpec(score=score, value=value, **sizes))

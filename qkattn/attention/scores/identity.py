@@ -1,4 +1,4 @@
-"""Scores with fewer learned maps: the stream itself asks, or is asked, or both."""
+"""Scores with an identity in place of W_Q, of W_K, or of both."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from qkattn.attention.spec import AttentionSpec
 
 
 class QueryFree(Score):
-    """A[n] = P[n] W_K[n]^T: no W_Q; the query of head n is the n-th slice of the stream.
+    """A[n] = P[n] W_K[n]^T: no W_Q; the query of head n is the n-th slice of the stream, x P[n].
 
-    Weights D K H; needs N H = D. Karbevski & Mijoski 2025, arXiv 2510.23912 (W_Q = I).
+    Parameters: D K H. Needs N H = D. Karbevski & Mijoski 2025, arXiv 2510.23912 (W_Q = I).
     """
 
     equation = 'P[n] W_K[n]^T'
@@ -29,7 +29,7 @@ class QueryFree(Score):
     uses_kv_heads = True
 
     @classmethod
-    def check(cls, spec: AttentionSpec, **options) -> None:
+    def check(cls, spec: AttentionSpec) -> None:
         require_slices(spec, 'query_free')
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
@@ -54,10 +54,10 @@ class QueryFree(Score):
 
 
 class KeyFree(Score):
-    """A[n] = W_Q[n] P[n]^T: no W_K; the key of head n is the n-th slice of the memory.
+    """A[n] = W_Q[n] P[n]^T: no W_K; the key of head n is the n-th slice of the stream, y P[n].
 
-    Weights D N H; needs N H = D. The cache holds the stream itself, D floats a token, and shares
-    it with a Value that reads the stream too.
+    Parameters: D N H. Needs N H = D. The cache holds the stream, D floats per token, and shares it
+    with a Value that caches the stream too.
     """
 
     equation = 'W_Q[n] P[n]^T'
@@ -65,7 +65,7 @@ class KeyFree(Score):
     source = 'mirror image of query_free'
 
     @classmethod
-    def check(cls, spec: AttentionSpec, **options) -> None:
+    def check(cls, spec: AttentionSpec) -> None:
         require_slices(spec, 'key_free')
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
@@ -89,13 +89,42 @@ class KeyFree(Score):
         return jnp.einsum('DNH,ENH->NDE', q_DNH, slices_DNH(self.spec))
 
 
-class QueryFreeFull(Score):
-    """A[n] = W_K[n]^T with W_K[n] D x D: every head asks with the whole stream, x W_K[n]^T y^T.
+class Neither(Score):
+    """A[n] = P[n] P[n]^T: neither W_Q nor W_K; head n compares the n-th slices of x and y.
 
-    Weights N D^2. `merged` with its matrix on the side of the keys, hence the same functions; but
-    each head caches a key of its own width D, N D floats a token, where `merged` caches the stream
-    once. (A key-free Score of full width, x W_Q[n] y^T, is `merged` itself, cache included.)
-    A bias on the keys moves all logits of a query alike, and softmax ignores it.
+    No parameters. Needs N H = D. Logits are symmetric; a token's logit with itself is
+    |x P[n]|^2 * scale, about sqrt(H), where other logits have standard deviation 1. The control for
+    `query_free` and `key_free`, of which it has both identities.
+    """
+
+    equation = 'P[n] P[n]^T'
+    parameter_count = '0'
+    source = 'query_free and key_free together'
+
+    @classmethod
+    def check(cls, spec: AttentionSpec) -> None:
+        require_slices(spec, 'neither')
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+        self.scale = spec.head_size**-0.5
+        self.spec = spec
+
+    queries = QueryFree.queries
+    cached = KeyFree.cached
+    keys = KeyFree.keys
+
+    def matrix(self) -> jax.Array:
+        P_DNH = slices_DNH(self.spec)
+        return jnp.einsum('DNH,ENH->NDE', P_DNH, P_DNH)
+
+
+class QueryFreeFull(Score):
+    """A[n] = W_K[n]^T with W_K[n] D x D: the query of every head is the whole stream.
+
+    Parameters: N D^2. The same functions as `merged`, with the matrix on the side of the keys: each
+    head caches a key of its own, N D floats per token, where `merged` caches the stream once. (A
+    key-free Score of full width is `merged` itself.) A bias on the keys moves all logits of a query
+    alike, which the softmax ignores.
     The full-width reading of Karbevski & Mijoski 2025, arXiv 2510.23912 (W_Q = I).
     """
 
@@ -125,49 +154,15 @@ class QueryFreeFull(Score):
         A_NED = jnp.transpose(homogeneous(self.w_k_DNE, self.b_k_NE), (1, 2, 0))
         if self.b_k_NE is None:
             return A_NED
-        return jnp.pad(A_NED, ((0, 0), (0, 1), (0, 0)))  # the raw query has no constant part
-
-
-class Neither(Score):
-    """A[n] = P[n] P[n]^T: neither W_Q nor W_K; head n compares the n-th slices. No weights.
-
-    Needs N H = D. Logits are symmetric, and a token reads itself with |x P[n]|^2 * scale, about
-    sqrt(H) at birth, against a standard deviation of 1 elsewhere. The control for query_free and
-    key_free: what is left when both are.
-    """
-
-    equation = 'P[n] P[n]^T'
-    parameter_count = '0'
-    source = 'query_free and key_free together'
-
-    @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
-        require_slices(spec, 'neither')
-
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
-        self.scale = spec.head_size**-0.5
-        self.spec = spec
-
-    def queries(self, x_BTD: jax.Array) -> jax.Array:
-        return heads_of(x_BTD, self.spec.num_heads)
-
-    def cached(self, y_BSD: jax.Array) -> Cache:
-        return {'x_BSD': y_BSD}
-
-    def keys(self, cache: Cache) -> jax.Array:
-        return heads_of(cache['x_BSD'], self.spec.num_heads)
-
-    def matrix(self) -> jax.Array:
-        P_DNH = slices_DNH(self.spec)
-        return jnp.einsum('DNH,ENH->NDE', P_DNH, P_DNH)
+        return jnp.pad(A_NED, ((0, 0), (0, 1), (0, 0)))  # queries have no bias
 
 
 class NeitherFull(Score):
-    """A[n] = I: x y^T over the whole stream, with no weights. All heads have the same pattern.
+    """A[n] = I: the logits are x y^T over the whole stream, the same for all heads.
 
-    N heads are then one pattern with an OV circuit sum_n B[n]: more heads widen what is moved,
-    never what is looked for. They are allowed so that num_heads can stay as in the other arms. A
-    token reads itself with |x|^2 * scale, about sqrt(D) at birth.
+    No parameters. All heads then have one attention pattern, whose OV circuit is sum_n B[n]; N > 1
+    is allowed so that num_heads can stay as in the other variants of a study. A token's logit with
+    itself is |x|^2 * scale, about sqrt(D).
     """
 
     equation = 'I'
@@ -180,9 +175,7 @@ class NeitherFull(Score):
         self.spec = spec
 
     queries = QueryFreeFull.queries
-
-    def cached(self, y_BSD: jax.Array) -> Cache:
-        return {'x_BSD': y_BSD}
+    cached = KeyFree.cached
 
     def keys(self, cache: Cache) -> jax.Array:
         return cache['x_BSD'][:, :, None, :]

@@ -1,4 +1,4 @@
-"""Keys from a latent: the score side of multi-head latent attention."""
+"""The score side of multi-head latent attention: keys computed from a latent."""
 
 from typing import Any
 
@@ -13,33 +13,32 @@ from qkattn.errors import SpecError
 
 
 class Latent(Score):
-    """A[n] = W_Q[n] W_K[n]^T W_D^T: the keys of all heads are read from one latent c = y W_D.
+    """A[n] = W_Q[n] W_K[n]^T W_D^T: the keys of all heads are computed from one latent c = y W_D.
 
-    Weights D R + R N H for the keys and D N H for the queries, or D C + C N H through a query
-    latent of size C. With rope_size G, every head gets G more channels that alone are rotated:
-    D G for one key that all heads share, D N G (or C N G) for the queries.
+    Parameters: D R + R N H for the keys and D N H for the queries, or D C + C N H through a query
+    latent of size C. With rope_size G every head has G more channels, which alone are rotated: D G
+    for one key that all heads share, D N G (or C N G) for the queries. Matrices that act on a
+    latent have std R^-1/2 or C^-1/2, its size in place of D.
 
-    The cache holds c, R floats a token ('latent_BSR'), and the shared rotary key before rotation, G
-    floats ('rope_BSG'). The down projection is `w_down_DR` (bias `b_down_R`); a Value that reads
-    the same latent uses these and cache['latent_BSR'], and owns neither. `keys` writes the keys
-    of all heads out, which is the cheaper form in training; `absorbed_queries` and `absorbed_keys`
-    are the same attention with one key head that is the latent itself, the cheaper form in
-    decoding.
+    The cache holds c, R floats per token ('latent_BSR'), and the shared rotary key before rotation,
+    G floats ('rope_BSG'). `keys` writes out the keys of all heads, which is cheaper in training;
+    `absorbed_queries` and `absorbed_keys` are the same attention with the latent as its only key
+    head, which is cheaper in decoding.
 
-    The latents are not normalised here, so that the form stays bilinear. With selectors for W_K
-    and R = K H it is grouped `qk`. DeepSeek-AI 2024, arXiv 2405.04434, section 2.1 and
-    appendix C, without their norms on the latents.
+    Latents are not normalized, so that the form stays bilinear. With selectors for W_K and R = K H
+    this is grouped `qk`. DeepSeek-AI 2024, arXiv 2405.04434, section 2.1 and appendix C, without
+    their norms on the latents.
 
     Args:
       size: R, 1 to D; None is D // 2.
       query_size: C, 1 to D; None is no query latent.
-      rope_size: G, even; needed with, and only with, positions=rope, since a rotation between W_Q
-        and W_K would have to act on the latent.
+      rope_size: G, even; required with positions='rope' and invalid otherwise, since a rotation
+        between W_Q and W_K would have to act on the latent.
     """
 
     equation = 'W_Q[n] W_K[n]^T W_D^T'
-    parameter_count = 'D*R + R*N*H + D*N*H'
     source = 'DeepSeek-AI 2024, arXiv 2405.04434, section 2.1'
+    shareable = {'latent': ('w_down_DR', 'b_down_R')}
 
     @classmethod
     def check(
@@ -91,12 +90,19 @@ class Latent(Score):
         self.w_k_rope_DG = weight(key, 'w_k_rope_DG', (D, G), D**-0.5) if G else None
         self.b_q_rope_NG = bias(spec, (N, G)) if G else None
         self.b_k_rope_G = bias(spec, (G,)) if G else None
-        self.rope_size = rope_size
-        asking = ('D*C + C*N*(H + G)' if G else 'D*C + C*N*H') if C else 'D*N*(H + G)'
-        asking = asking if C or G else 'D*N*H'
-        self.parameter_count = f'D*R + R*N*H + {asking}' + (' + D*G' if G else '')
         self.scale = (H + (G or 0)) ** -0.5
         self.spec = spec
+
+    @property
+    def parameter_count(self) -> str:
+        rotary = '' if self.rope_size is None else ' + D*G'
+        size = 'H' if self.rope_size is None else '(H + G)'
+        queries = f'D*N*{size}' if self.w_q_down_DC is None else f'D*C + C*N*{size}'
+        return f'D*R + R*N*H + {queries}{rotary}'
+
+    @property
+    def rope_size(self) -> int | None:
+        return None if self.w_k_rope_DG is None else self.w_k_rope_DG.shape[-1]
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         w_q, w_rope = self.w_q_DNH, self.w_q_rope_DNG
@@ -124,24 +130,24 @@ class Latent(Score):
         return jnp.concatenate([k_BSNH, rope_BSNG], axis=-1)
 
     def absorbed_queries(self, x_BTD: jax.Array) -> jax.Array:
-        """Queries against the latent: W_K[n] moved to them; [B, T, N, R (+ G)].
+        """Queries for the latent as key, q W_K[n]^T: [B, T, N, R (+ G)].
 
-        b_K is left out: it moves all logits of a query alike, and softmax ignores it. Queries
-        and keys so absorbed have another root mean square, so QK-norm cannot be applied to them.
+        b_K is left out: it moves all logits of a query alike, which the softmax ignores. QK-norm
+        cannot be applied to absorbed queries and keys, whose root mean square is another.
         """
         q_BTNH, H = self.queries(x_BTD), self.spec.head_size
         q_BTNR = jnp.einsum('BTNH,RNH->BTNR', q_BTNH[..., :H], self.w_k_RNH[...])
         return jnp.concatenate([q_BTNR, q_BTNH[..., H:]], axis=-1)
 
     def absorbed_keys(self, cache: Cache) -> jax.Array:
-        """The one key head of the absorbed form, [B, S, 1, R (+ G)]: what is remembered, as is."""
+        """The only key head of the absorbed form, the cache itself: [B, S, 1, R (+ G)]."""
         parts = [cache['latent_BSR']]
         if self.rope_size is not None:
             parts.append(cache['rope_BSG'])
         return jnp.concatenate(parts, axis=-1)[:, :, None, :]
 
     def matrix(self) -> jax.Array:
-        """A_NDD; rotary channels count as at distance 0."""
+        """A_NDD, with the rotary channels at distance 0."""
         k_DNH = composed(homogeneous(self.w_down_DR, self.b_down_R), self.w_k_RNH, self.b_k_NH)
         w_rope = self.w_q_rope_DNG
         if self.w_q_down_DC is None:

@@ -8,25 +8,26 @@ import numpy as np
 import scipy.special
 from flax import nnx
 
+from qkattn.attention.norm import rms_norm
 from qkattn.attention.options import require_one_of, require_slices, require_whole
-from qkattn.attention.parameters import bias, grouped, heads_of, project, weight
+from qkattn.attention.parameters import bias, heads_of, project, weight
 from qkattn.attention.scores.score import Cache, Score
 from qkattn.attention.spec import AttentionSpec
 
-EPSILON = 1e-5  # of both norms
+EPSILON = 1e-5  # in both norms
 
 
 class NonlinearQuery(Score):
-    """s[n] = Q(x) P[n] W_K[n]^T y^T with Q(x) = (x + f(x)) / 2: query_free with an MLP on its side.
+    """s[n] = Q(x) P[n] W_K[n]^T y^T with Q(x) = (x + f(x)) / 2: `query_free` with an MLP for W_Q.
 
-    f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2), both norms with a gain. Weights 2 D R + 2 D + D K H;
-    at R = D / 2 those of `qk` (K = N) but for the gains. Needs N H = D. Queries of 'residual' have
-    variance 1/2 at birth, so that the scale is sqrt(2 / H) in place of sqrt(1 / H).
+    f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2), both norms with a gain. Parameters:
+    2 D R + 2 D + D K H; at R = D / 2 and K = N those of `qk` and 2 D gains. Needs N H = D. With
+    form='residual', queries have variance 1/2 at initialization, so the scale is sqrt(2 / H).
     Karbevski 2026, arXiv 2603.13381.
 
     Args:
       form: 'residual', as above, or 'bottleneck', Q(x) = f(x).
-      rank: R, width of f, at least 1; None is D // 2.
+      rank: R, the width of f, at least 1; None is D // 2.
     """
 
     equation = '(I + f)/2 P[n] W_K[n]^T'
@@ -58,17 +59,15 @@ class NonlinearQuery(Score):
         self.g_in_D = nnx.Param(jnp.ones((D,), jnp.float32))
         self.g_out_D = nnx.Param(jnp.ones((D,), jnp.float32))
         self.b_in_R = bias(spec, (R,))
-        self.b_out_D = bias(spec, (D,))  # of the layer norm; one before it would be a second
+        self.b_out_D = bias(spec, (D,))
         self.b_k_KH = bias(spec, (K, H))
         self.residual = form == 'residual'
         self.scale = (2 / H if self.residual else 1 / H) ** 0.5
         self.spec = spec
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
-        mean_BT1 = jnp.square(wide_BTD).mean(-1, keepdims=True)
-        normed_BTD = (wide_BTD * jax.lax.rsqrt(mean_BT1 + EPSILON)).astype(x_BTD.dtype)
-        hidden_BTR = project(normed_BTD * self.g_in_D[...], self.w_in_DR, self.b_in_R)
+        normed_BTD = rms_norm(x_BTD, epsilon=EPSILON) * self.g_in_D[...]
+        hidden_BTR = project(normed_BTD, self.w_in_DR, self.b_in_R)
         f_BTD = jax.nn.gelu(hidden_BTR, approximate=False) @ self.w_out_RD[...]
         f_BTD = jax.nn.standardize(
             f_BTD.astype(jnp.promote_types(f_BTD.dtype, jnp.float32)), epsilon=EPSILON
@@ -87,11 +86,9 @@ class NonlinearQuery(Score):
     def matrix(self) -> jax.Array:
         raise NotImplementedError('nonlinear_query is not bilinear and has no matrix')
 
-    def reference_logits(self, x_BTD: jax.Array, y_BSD: jax.Array) -> np.ndarray:
-        """s_BNTS without the scale, in float64, one token and one head at a time."""
-
-        def array(parameter: nnx.Param | None) -> np.ndarray | float:
-            return 0.0 if parameter is None else np.asarray(parameter[...], np.float64)
+    def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
+        def array(parameter: nnx.Param | None) -> np.ndarray:
+            return np.zeros(()) if parameter is None else np.asarray(parameter[...], np.float64)
 
         x_BTD, y_BSD = np.asarray(x_BTD, np.float64), np.asarray(y_BSD, np.float64)
         q_BTD = np.zeros_like(x_BTD)
@@ -104,10 +101,8 @@ class NonlinearQuery(Score):
             f_D = f_D * array(self.g_out_D) + array(self.b_out_D)
             q_BTD[b, t] = (x_D + f_D) / 2 if self.residual else f_D
         N, H = self.spec.num_heads, self.spec.head_size
-        k_BSNH = np.tensordot(y_BSD, array(self.w_k_DKH), axes=1) + array(self.b_k_KH)
-        k_BSNH = np.asarray(grouped(k_BSNH.reshape(-1, *k_BSNH.shape[2:]), N)).reshape(
-            *k_BSNH.shape[:2], N, H
-        )
+        k_BSKH = np.tensordot(y_BSD, array(self.w_k_DKH), axes=1) + array(self.b_k_KH)
+        k_BSNH = np.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
         heads = [
             q_BTD[..., n * H : (n + 1) * H] @ np.swapaxes(k_BSNH[:, :, n], 1, 2) for n in range(N)
         ]

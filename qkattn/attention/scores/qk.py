@@ -1,4 +1,4 @@
-"""Scores with two matrices, W_Q and W_K, or with their product as one."""
+"""Scores with two matrices, W_Q and W_K, or with their product as one matrix."""
 
 import dataclasses
 
@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from qkattn.attention.options import require_one_of
 from qkattn.attention.parameters import bias, grouped, homogeneous, project, weight
 from qkattn.attention.scores.score import Cache, Score
 from qkattn.attention.spec import AttentionSpec
-from qkattn.errors import SpecError
 
 
 class QK(Score):
     """A[n] = W_Q[n] W_K[n]^T, rank <= H: standard multi-head attention.
 
-    Weights D N H + D K H. With K < N, heads share keys in groups of N / K.
+    Parameters: D N H + D K H. With K < N, groups of N / K query heads share a key head.
     Vaswani et al. 2017, section 3.2.2; Shazeer 2019 (K = 1); Ainslie et al. 2023 (K < N).
     """
 
@@ -23,8 +23,7 @@ class QK(Score):
     parameter_count = 'D*N*H + D*K*H'
     source = 'Vaswani et al. 2017; Shazeer 2019; Ainslie et al. 2023'
     uses_kv_heads = True
-    query_weight = 'w_q_DNH'
-    key_weight = 'w_k_DKH'
+    shareable = {'query': ('w_q_DNH', 'b_q_NH'), 'key': ('w_k_DKH', 'b_k_KH')}
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
@@ -50,14 +49,14 @@ class QK(Score):
 
 
 class Merged(Score):
-    """A[n] = W_QK[n], full rank: one D x D matrix a head; the keys are the stream itself.
+    """A[n] = W_QK[n], one D x D matrix of full rank per head; the keys are the stream itself.
 
-    Weights N D^2; more than the factored 2 D N H whenever D > 2 H. The one key head of width D is
-    shared by all query heads and is never copied to them. Luong et al. 2015, "general".
+    Parameters: N D^2, more than the 2 D N H of `qk` (K = N) whenever D > 2 H. All query heads read
+    one key head of width D. Luong et al. 2015, "general".
 
     Args:
-      init: 'dense' draws every entry; 'product' starts from W_Q[n] W_K[n]^T of rank H, the very
-        logits with which `qk` starts under the same seed, and leaves the rank free to grow.
+      init: 'dense' draws every entry independently; 'product' starts from W_Q[n] W_K[n]^T of rank
+        H, the initial logits of `qk` under the same seed, and lets the rank grow in training.
     """
 
     equation = 'W_QK[n]'
@@ -67,14 +66,13 @@ class Merged(Score):
 
     @classmethod
     def check(cls, spec: AttentionSpec, *, init: str = 'dense') -> None:
-        if init not in ('dense', 'product'):
-            raise SpecError(f"merged(init={init!r}) must be 'dense' or 'product'")
+        require_one_of('merged', 'init', init, ('dense', 'product'))
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array, init: str = 'dense'):
         D, N = spec.d_model, spec.num_heads
         if init == 'product':
             A_NDE = QK(dataclasses.replace(spec, biases=False), key=key).matrix()
-            rescale = (D / spec.head_size) ** 0.5  # the scale on the logits differs from that of qk
+            rescale = (D / spec.head_size) ** 0.5  # from the scale H^-1/2 of qk to D^-1/2
             self.w_qk_DNE = nnx.Param(rescale * jnp.moveaxis(A_NDE, 0, 1))
         else:
             self.w_qk_DNE = weight(key, 'w_qk_DNE', (D, N, D), D**-0.5)
@@ -94,4 +92,4 @@ class Merged(Score):
         A_NDE = jnp.moveaxis(homogeneous(self.w_qk_DNE, self.b_q_NE), 1, 0)
         if self.b_q_NE is None:
             return A_NDE
-        return jnp.pad(A_NDE, ((0, 0), (0, 0), (0, 1)))  # the raw key has no constant part
+        return jnp.pad(A_NDE, ((0, 0), (0, 0), (0, 1)))  # keys have no bias

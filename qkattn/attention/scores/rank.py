@@ -1,4 +1,6 @@
-"""Scores W_Q W_K^T of other ranks, with fewer free weights, or with none that train."""
+"""Scores W_Q W_K^T of another rank, without redundant parameters, or with fixed ones."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +13,11 @@ from qkattn.errors import SpecError
 
 
 class LowRank(Score):
-    """A[n] = W_Q[n] W_K[n]^T of rank <= R, whatever the head size of the values is.
+    """A[n] = W_Q[n] W_K[n]^T of rank <= R, where R is independent of the head size of the values.
 
-    Weights D N R + D K R. R < H are thin keys; R > H are keys wider than the values; num_heads and
-    R together leave the size of query and key heads free of D / N. R = H is `qk`. Zero columns
-    turn a small R into a larger one exactly, up to the scale. Rotary positions need an even R.
-    Bhojanapalli et al. 2020, arXiv 2002.07028 (head size set apart from D / N).
+    Parameters: D N R + D K R. R < H gives thin keys, R > H keys wider than the values, R = H is
+    `qk`. Zero columns extend a small R to a larger one exactly, up to the scale. Rotary positions
+    need an even R. Bhojanapalli et al. 2020, arXiv 2002.07028 (head size set apart from D / N).
 
     Args:
       rank: R, 1 to D; None is H // 2, but at least 1.
@@ -67,8 +68,8 @@ class LowRank(Score):
 class FullSize(LowRank):
     """A[n] = W_Q[n] W_K[n]^T with query and key heads as wide as the stream, rank <= D.
 
-    Weights D N D + D K D: the functions of `merged` at twice its weights (K = N), and keys of
-    width D for every head in the cache. `low_rank(rank=D)` by another name.
+    Parameters: D N D + D K D. The functions of `merged` at twice its parameters (K = N), with keys
+    of width D for every key head in the cache. The same as low_rank(rank=D).
     """
 
     equation = 'W_Q[n] W_K[n]^T, rank D'
@@ -76,7 +77,7 @@ class FullSize(LowRank):
     source = 'Vaswani et al. 2017 with d_k = d_model'
 
     @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
+    def check(cls, spec: AttentionSpec, **options: Any) -> None:
         if spec.positions == 'rope' and spec.d_model % 2:
             raise SpecError(f'd_model={spec.d_model} must be even for full_size with rope')
 
@@ -87,12 +88,13 @@ class FullSize(LowRank):
 class GaugeFixed(Score):
     """A[n] = W_Q[n] [I; F[n]]^T: an H x H block of W_K[n] is the identity and is not stored.
 
-    Weights D N H + (D - H) K H. For any invertible M, W_Q M^T and W_K M^-1 have the same product,
-    so that H^2 weights of each key head are redundant: this form has the functions of `qk` (where
-    the block is invertible) without them. The block of head n begins at row n H (modulo D), so that
-    heads copy different coordinates. Rotary positions do not commute with M; this form would be a
-    smaller class than `qk` there. Keys have variance 2 - H / D at birth, which W_Q makes up for.
-    Graef et al., MatShrink (transformer-tricks), there as a rewrite of trained weights.
+    Parameters: D N H + (D - H) K H. For any invertible M, W_Q M^T and W_K M^-1 have the same
+    product, so H^2 parameters of each key head of `qk` are redundant: this form has the same
+    functions (where the block is invertible) without them. The block of head n begins at row n H
+    (modulo D), so that heads copy different coordinates. Rotary positions do not commute with M,
+    so with them the form would be a smaller class than `qk`. Keys have variance 2 - H / D at
+    initialization, so W_Q has std D^-1/2 (2 - H / D)^-1/2.
+    Graef et al., MatShrink (transformer-tricks), there as a rewrite of trained parameters.
     """
 
     equation = 'W_Q[n] [I; F[n]]^T'
@@ -111,7 +113,7 @@ class GaugeFixed(Score):
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
-        C = D - H  # rows of W_K that stay free
+        C = D - H  # free rows of W_K
         std = D**-0.5
         self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), std * (2 - H / D) ** -0.5)
         self.w_k_free_CKH = weight(key, 'w_k_free_CKH', (C, K, H), std) if C else None
@@ -121,7 +123,7 @@ class GaugeFixed(Score):
         self.spec = spec
 
     def w_k_DKH(self) -> jax.Array:
-        """W_K with its blocks put in: row (n H + i) mod D of head n is row i of [I; F[n]]."""
+        """W_K with its identity blocks: row (n H + i) mod D of head n is row i of [I; F[n]]."""
         K, H = self.spec.num_kv_heads, self.spec.head_size
         w_DKH = jnp.broadcast_to(jnp.eye(H, dtype=self.w_q_DNH.dtype)[:, None], (H, K, H))
         if self.w_k_free_CKH is not None:
@@ -144,10 +146,10 @@ class GaugeFixed(Score):
 
 
 class Frozen(Score):
-    """A[n] = W_Q[n] W_K[n]^T with both matrices as they were drawn: nothing to learn.
+    """A[n] = W_Q[n] W_K[n]^T with both matrices fixed at their initial values.
 
-    Weights D N H + D K H, none trained; it starts as `qk` does under the same seed. Biases, where
-    the spec has them, do train: a frozen zero would be no bias. Dong et al. 2025, arXiv 2506.01115.
+    Parameters: D N H + D K H, none trained; the initial values are those of `qk` under the same
+    seed. Biases do train: a bias fixed at zero would be none. Dong et al. 2025, arXiv 2506.01115.
     """
 
     equation = 'W_Q[n] W_K[n]^T, fixed'

@@ -1,15 +1,18 @@
-"""Scores: ways to write A[n] in the logits  s[n, t, s] = scale * x_t A[n] y_s^T  (QK circuit).
+"""The interface of a Score, one way to write A[n] in the logits scale * x_t A[n] y_s^T.
 
-x is the normed stream that asks, y the memory that is read (y = x in self-attention). With
-biases, x and y stand for (x, 1) and (y, 1), and A[n] has one more row and column.
+x is the normed stream of the queries, y that of the keys (y = x in self-attention). With biases, x
+and y stand for (x, 1) and (y, 1), and A[n] has one more row and column.
 
-Initial weights make the off-diagonal logits of independent unit-variance inputs have standard
-deviation 1 in every Score; weights that look alike at birth do not decide a comparison.
+Every Score initializes its parameters so that the logits of independent x and y of unit variance
+have standard deviation 1. Differences in training then come from the form of A[n], not from the
+size of the first logits.
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
+import numpy as np
 from flax import nnx
 
 from qkattn.attention.spec import AttentionSpec
@@ -18,52 +21,82 @@ Cache = dict[str, jax.Array]
 
 
 class Score(nnx.Module):
-    """Interface of a factorization of A[n].
+    """A factorization of A[n].
 
-    A subclass sets the class attributes, builds its parameters in
-    `__init__(spec, *, key, **options)`, and defines the four methods. Parameters are named
-    `w_` (matrices) or `b_` (biases), then their axes: `w_q_DNH`.
+    A subclass builds its parameters in `__init__(spec, *, key, **options)`, sets `scale`, and
+    overrides what differs from the defaults below. Parameters are named by role and axes: matrices
+    `w_q_DNH`, biases `b_q_NH`, gains `g_q_H`; the axes decide how they are sharded. Where options
+    do not change a property, a subclass may override it with a class attribute:
+    `parameter_count = 'D*N*H'`.
 
     Attributes:
       equation: A[n] as text.
-      parameter_count: number of parameters in letters, biases left out; a test evaluates it.
       source: where the form comes from.
       uses_kv_heads: whether num_kv_heads changes this Score.
-      supports_rope: whether rotating queries and keys by position keeps the form's meaning; the
-        full-width merged and identity maps have no canonical rotary form.
-      bilinear: whether the logits are x A[n] y^T. Where not, `reference_logits` takes the place
-        of `matrix`.
+      supports_rope: whether queries and keys may be rotated by position; full-width merged and
+        identity maps have no canonical rotary form.
+      shareable: the projections that a Value may use, as the attribute names of matrix and bias:
+        'query' and 'key' for x W + b = queries(x) and y W + b = keys(cached(y)), 'latent' for a
+        latent y W + b that is cached as 'latent_BSR'.
       scale: factor on q k^T.
-      rope_size: how many of the last channels of q and k are rotated; None is all.
-      hides_self: whether a query reads itself only where nothing else is visible.
     """
 
     equation: ClassVar[str]
-    parameter_count: ClassVar[str]
     source: ClassVar[str]
     uses_kv_heads: ClassVar[bool] = False
     supports_rope: ClassVar[bool] = True
-    bilinear: ClassVar[bool] = True
+    shareable: ClassVar[Mapping[str, tuple[str, str]]] = {}
     scale: float
-    rope_size: int | None = None
-    hides_self: bool = False
+
+    @property
+    def parameter_count(self) -> str:
+        """The number of parameters without biases, in the letters of their axes: 'D*N*H'."""
+        raise NotImplementedError
+
+    @property
+    def bilinear(self) -> bool:
+        """Whether the logits are scale * x A[n] y^T; else `reference_logits` replaces `matrix`."""
+        return True
+
+    @property
+    def rope_size(self) -> int | None:
+        """How many of the last channels of queries and keys are rotated; None is all."""
+        return None
+
+    @property
+    def hides_self(self) -> bool:
+        """Whether a query attends to its own position only where no other one is visible."""
+        return False
 
     @classmethod
-    def check(cls, spec: AttentionSpec, **options) -> None:
-        """Raises SpecError where this Score cannot be built with `spec` and its own options."""
+    def check(cls, spec: AttentionSpec, *args: Any, **options: Any) -> None:
+        """Raises SpecError where this Score cannot be built with `spec` and these options."""
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        """q_BTNH of the asking stream."""
+        """q_BTNH."""
         raise NotImplementedError
 
     def cached(self, y_BSD: jax.Array) -> Cache:
-        """What a decoding cache must hold of y for `keys`; equal names hold equal arrays."""
+        """The arrays [B, S, ...] from which `keys` are computed: what a decoding cache holds.
+
+        A name ends in the axes of its array, as in 'k_BSKH'. A Score and a Value that cache an
+        array under the same name share it, so equal names must mean equal arrays.
+        """
         raise NotImplementedError
 
     def keys(self, cache: Cache) -> jax.Array:
-        """k_BSKH from what is remembered."""
+        """k_BSKH, where K divides N."""
         raise NotImplementedError
 
     def matrix(self) -> jax.Array:
-        """A_NDD, without the scale; (D+1) x (D+1) in homogeneous coordinates with biases."""
+        """A_NDD without the scale; (D+1) x (D+1) in homogeneous coordinates with biases."""
         raise NotImplementedError
+
+    def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
+        """s_BNTS / scale in float64, computed independently of `queries` and `keys`."""
+        raise NotImplementedError
+
+    def shared(self, which: str) -> tuple[jax.Array, jax.Array | None]:
+        """Matrix and bias of a shareable projection; the bias is None without biases."""
+        matrix, bias = self.shareable[which]
+        return getattr(self, matrix), getattr(self, bias)

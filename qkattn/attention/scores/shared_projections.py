@@ -15,10 +15,11 @@ from qkattn.attention.spec import AttentionSpec
 class Double(Score):
     """A[n] = (O_Q W_Q[n]) (O_K W_K[n])^T: a matrix shared by all heads, then one per head.
 
-    Weights D R + R N H for the queries and D R + R K H for the keys; a side that `which` leaves
-    alone is that of `qk`, D N H or D K H. Each side folds into one matrix, W <- O W, so that with
-    R >= D the functions are those of `qk` and only training differs; R < min(D, N H) is also a
-    rank limit across heads. The cache holds the finished keys.
+    Parameters: D R + R N H for the queries and D R + R K H for the keys; a side that `which` leaves
+    out is that of `qk`, D N H or D K H. Each side folds into one matrix, O W[n], so that with
+    R >= D the functions are those of `qk` and only training differs; R < min(D, N H) also limits
+    the rank across heads. W has std R^-1/2, which keeps its output as large as its input. The cache
+    holds the finished keys.
 
     Args:
       size: R; None is D.
@@ -26,8 +27,7 @@ class Double(Score):
     """
 
     equation = 'O_Q W_Q[n] (O_K W_K[n])^T'
-    parameter_count = 'D*R + R*N*H + D*R + R*K*H'
-    source = 'over-parameterised linear maps, Arora et al. 2018, arXiv 1802.06509'
+    source = 'over-parameterized linear maps, Arora et al. 2018, arXiv 1802.06509'
     uses_kv_heads = True
 
     @classmethod
@@ -52,9 +52,12 @@ class Double(Score):
         self.b_k_outer_R = bias(spec, (R,)) if k else None
         self.b_q_NH = bias(spec, (N, H))
         self.b_k_KH = bias(spec, (K, H))
-        sides = ('D*R + R*N*H' if q else 'D*N*H', 'D*R + R*K*H' if k else 'D*K*H')
-        self.parameter_count = ' + '.join(sides)
         self.scale = H**-0.5
+
+    @property
+    def parameter_count(self) -> str:
+        queries = 'D*N*H' if self.w_q_outer_DR is None else 'D*R + R*N*H'
+        return queries + ' + ' + ('D*K*H' if self.w_k_outer_DR is None else 'D*R + R*K*H')
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         if self.w_q_outer_DR is None:
@@ -89,11 +92,11 @@ class Double(Score):
 
 
 class Collaborative(Score):
-    """A[n] = W_Q diag(m[n]) W_K^T: all heads share W_Q and W_K; each weighs their columns.
+    """A[n] = W_Q diag(m[n]) W_K^T: all heads share W_Q and W_K, and each has its own mixing m[n].
 
-    Weights 2 D R + N R. The cache holds one key of width R for all heads; the queries carry the
-    mixing. With R = N H and m[n] the indicator of the n-th block of H columns it is `qk`.
-    The mixing starts as random signs: heads differ, and none is louder than another. It commutes
+    Parameters: 2 D R + N R. The cache holds one key of width R for all heads; the mixing acts on
+    the queries. With R = N H and m[n] the indicator of the n-th block of H columns this is `qk`.
+    m starts as random signs, so that heads differ and all have logits of the same size. It commutes
     with rotary positions only where m[n] is equal on the two channels of a pair.
     Cordonnier et al. 2020, arXiv 2006.16362; their content bias is a bias on the queries here.
 

@@ -18,75 +18,25 @@ from qkattn.errors import SpecError
 class SharedQK(Score):
     """A[n] = W[n] W[n]^T, symmetric and positive semi-definite: one matrix for queries and keys.
 
-    Weights D N H. Off the diagonal x W W^T y has variance H (1 + H/D) std^4 D^2, hence the
-    standard deviation below. On the diagonal the logit is |x W|^2 * scale, about
-    sqrt(H) / sqrt(1 + H/D): every token first reads itself. Kitaev et al. 2020 (Reformer) hide
-    the diagonal for that reason; here it is visible.
+    Parameters: D N H, and N more with temperature='learned'. x W W^T y has variance
+    H (1 + H/D) std^4 D^2 for independent x and y, hence std = D^-1/2 (1 + H/D)^-1/4. A token's
+    logit with itself is |x W|^2 * scale, about sqrt(H) / sqrt(1 + H/D), so that at initialization
+    every token attends to itself first; the options counter that.
+    Kitaev et al. 2020 (Reformer), section 2, which uses key_norm and self_mask; Courtois et al.
+    2024 ("symmetric").
+
+    Args:
+      key_norm: whether keys are divided by their length, k = q / |q|, after the cache, which holds
+        q. A token's logit with itself stays as large, but no key is longer than another. Not
+        bilinear in x and y.
+      self_mask: whether a token attends to itself only where nothing else is visible.
+      temperature: a number that divides the logits; 'learned' multiplies those of head n by a gain
+        that starts at 1; None is off.
     """
 
     equation = 'W_Q[n] W_Q[n]^T'
-    parameter_count = 'D*N*H'
     source = 'Kitaev et al. 2020, section 2; Courtois et al. 2024 ("symmetric")'
-    query_weight = 'w_q_DNH'
-    key_weight = 'w_q_DNH'
-
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), D**-0.5 * (1 + H / D) ** -0.25)
-        self.b_q_NH = bias(spec, (N, H))
-        self.scale = H**-0.5
-
-    def queries(self, x_BTD: jax.Array) -> jax.Array:
-        return project(x_BTD, self.w_q_DNH, self.b_q_NH)
-
-    def cached(self, y_BSD: jax.Array) -> Cache:
-        return {'k_BSNH': self.queries(y_BSD)}
-
-    def keys(self, cache: Cache) -> jax.Array:
-        return cache['k_BSNH']
-
-    def matrix(self) -> jax.Array:
-        w_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
-        return jnp.einsum('DNH,ENH->NDE', w_DNH, w_DNH)
-
-
-class FairSharedQK(SharedQK):
-    """`SharedQK` with what may make up for its heavy diagonal; all off is SharedQK itself.
-
-    Weights D N H, and N more with temperature='learned'. Kitaev et al. 2020, section 2, use
-    key_norm and self_mask.
-
-    Args:
-      key_norm: keys of length 1, k = q / |q| (the cache still holds q). A token reads itself
-        with |q| * scale, sqrt(H) / sqrt(1 + H/D) as without it, but no key is longer than another.
-        Not bilinear in x and y.
-      self_mask: a token reads itself only where nothing else is visible.
-      temperature: a number divides the logits (1 / temperature is then their standard deviation
-        at birth); 'learned' multiplies those of head n by a gain that starts at 1; None is off.
-    """
-
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        *,
-        key: jax.Array,
-        key_norm: bool = False,
-        self_mask: bool = False,
-        temperature: float | str | None = None,
-    ):
-        super().__init__(spec, key=key)
-        H, D, N = spec.head_size, spec.d_model, spec.num_heads
-        self.key_norm = key_norm
-        self.bilinear = not key_norm
-        self.hides_self = self_mask
-        learned = temperature == 'learned'
-        self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32)) if learned else None
-        if learned:
-            self.parameter_count = f'{SharedQK.parameter_count} + N'
-        if key_norm:  # x W W^T y / |y W| has variance sqrt(1 + H/D)
-            self.scale = (1 + H / D) ** -0.25
-        if temperature is not None and not learned:
-            self.scale = self.scale / temperature
+    shareable = {'query': ('w_q_DNH', 'b_q_NH'), 'key': ('w_q_DNH', 'b_q_NH')}
 
     @classmethod
     def check(
@@ -97,8 +47,6 @@ class FairSharedQK(SharedQK):
         self_mask: Any = False,
         temperature: Any = None,
     ) -> None:
-        from qkattn.attention.registry import find_value
-
         require_one_of('shared_qk', 'key_norm', key_norm, (False, True))
         require_one_of('shared_qk', 'self_mask', self_mask, (False, True))
         number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
@@ -108,18 +56,46 @@ class FairSharedQK(SharedQK):
                 f"shared_qk(temperature={temperature!r}) must be a number above 0, 'learned' "
                 'or None'
             )
-        if key_norm and 'key_weight' in getattr(find_value(spec.value)[0], 'shares', ()):
-            raise SpecError(
-                f'the keys of shared_qk(key_norm=True) are not linear in the stream, so the value '
-                f'{spec.value} cannot use them'
-            )
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        key: jax.Array,
+        key_norm: bool = False,
+        self_mask: bool = False,
+        temperature: float | str | None = None,
+    ):
+        D, N, H = spec.d_model, spec.num_heads, spec.head_size
+        self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), D**-0.5 * (1 + H / D) ** -0.25)
+        self.b_q_NH = bias(spec, (N, H))
+        learned = temperature == 'learned'
+        self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32)) if learned else None
+        self.key_norm = key_norm
+        self.self_mask = self_mask
+        # With key_norm, x W W^T y / |y W| has variance sqrt(1 + H/D).
+        self.scale = (1 + H / D) ** -0.25 if key_norm else H**-0.5
+        if isinstance(temperature, (int, float)):
+            self.scale = self.scale / temperature
+
+    @property
+    def parameter_count(self) -> str:
+        return 'D*N*H' if self.g_temperature_N is None else 'D*N*H + N'
+
+    @property
+    def bilinear(self) -> bool:
+        return not self.key_norm
+
+    @property
+    def hides_self(self) -> bool:
+        return self.self_mask
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        q_BTNH = super().queries(x_BTD)
+        q_BTNH = project(x_BTD, self.w_q_DNH, self.b_q_NH)
         return q_BTNH if self.g_temperature_N is None else q_BTNH * self.g_temperature_N[:, None]
 
     def cached(self, y_BSD: jax.Array) -> Cache:
-        return {'k_BSNH': super().queries(y_BSD)}
+        return {'k_BSNH': project(y_BSD, self.w_q_DNH, self.b_q_NH)}
 
     def keys(self, cache: Cache) -> jax.Array:
         k_BSNH = cache['k_BSNH']
@@ -132,13 +108,13 @@ class FairSharedQK(SharedQK):
     def matrix(self) -> jax.Array:
         if self.key_norm:
             raise NotImplementedError('shared_qk(key_norm=True) is not bilinear and has no matrix')
-        A_NDE = super().matrix()
-        return (
-            A_NDE if self.g_temperature_N is None else A_NDE * self.g_temperature_N[:, None, None]
-        )
+        w_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
+        A_NDE = jnp.einsum('DNH,ENH->NDE', w_DNH, w_DNH)
+        if self.g_temperature_N is None:
+            return A_NDE
+        return A_NDE * self.g_temperature_N[:, None, None]
 
-    def reference_logits(self, x_BTD: jax.Array, y_BSD: jax.Array) -> np.ndarray:
-        """s_BNTS without the scale, in float64, one head at a time."""
+    def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
         w_DNH = np.asarray(self.w_q_DNH[...], np.float64)
         N, H = w_DNH.shape[1:]
         b_NH = np.zeros((N, H)) if self.b_q_NH is None else np.asarray(self.b_q_NH[...], np.float64)
@@ -156,20 +132,20 @@ class FairSharedQK(SharedQK):
         return np.stack(heads, axis=1)
 
 
-class Symmetric(SharedQK):
-    """A[n] = W[n] L[n] W[n]^T, symmetric but not definite: L[n] a learned signed diagonal.
+class Symmetric(Score):
+    """A[n] = W[n] L[n] W[n]^T, symmetric but not definite: L[n] is a learned signed diagonal.
 
-    Weights D N H + N H. L begins as +1, -1, +1, ..., so that a token does not prefer itself: logits
-    on the diagonal have mean 0 (H even) and variance 2. Every symmetric A[n] of rank <= H can be
-    written so. The form is symmetric under rotary positions only where L is equal on the two
-    channels of a pair. The indefinite counterpart of Courtois et al. 2024 ("symmetric").
+    Parameters: D N H + N H. L starts as +1, -1, +1, ..., so that a token does not prefer itself:
+    its logit with itself has mean 0 (H even) and variance 2. Every symmetric A[n] of rank <= H has
+    this form. Rotary positions keep it symmetric only where L is equal on the two channels of a
+    pair. The indefinite counterpart of Courtois et al. 2024 ("symmetric").
     """
 
     equation = 'W[n] L[n] W[n]^T'
     parameter_count = 'D*N*H + N*H'
     source = 'Courtois et al. 2024, arXiv 2406.06366, with a signed diagonal'
     supports_rope = False
-    query_weight = None
+    shareable = {'key': ('w_q_DNH', 'b_q_NH')}
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
@@ -179,29 +155,32 @@ class Symmetric(SharedQK):
         self.scale = H**-0.5
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        return super().queries(x_BTD) * self.g_sign_NH[...]
+        return project(x_BTD, self.w_q_DNH, self.b_q_NH) * self.g_sign_NH[...]
 
     def cached(self, y_BSD: jax.Array) -> Cache:
-        return {'k_BSNH': super().queries(y_BSD)}
+        return {'k_BSNH': project(y_BSD, self.w_q_DNH, self.b_q_NH)}
+
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSNH']
 
     def matrix(self) -> jax.Array:
         w_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
         return jnp.einsum('DNH,NH,ENH->NDE', w_DNH, self.g_sign_NH[...], w_DNH)
 
 
-class Pairwise(SharedQK):
+class Pairwise(Score):
     """A[n] = W[n] F[n] W[n]^T with a free H x H form F[n]: neither symmetric nor definite.
 
-    Weights D N H + N H^2. `qk` whose W_Q[n] = W[n] F[n] and W_K[n] = W[n] span the same columns.
-    F has normal entries of standard deviation H^-1/2: F drawn with deviation 1, as in the paper's
-    code, makes logits sqrt(H) times as large. F is a form, not a projection, and has no bias.
+    Parameters: D N H + N H^2. This is `qk` with W_Q[n] = W[n] F[n] and W_K[n] = W[n], which span
+    the same columns. F has std H^-1/2, which makes W F as large as W; with std 1, as in the paper's
+    code, logits are sqrt(H) times as large. F has no bias.
     Courtois et al. 2024, arXiv 2406.06366 ("pairwise").
     """
 
     equation = 'W[n] F[n] W[n]^T'
     parameter_count = 'D*N*H + N*H*H'
     source = 'Courtois et al. 2024, arXiv 2406.06366 ("pairwise")'
-    query_weight = None
+    shareable = {'key': ('w_q_DNH', 'b_q_NH')}
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
@@ -211,10 +190,11 @@ class Pairwise(SharedQK):
         self.scale = H**-0.5
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        return jnp.einsum('BTNH,NHG->BTNG', super().queries(x_BTD), self.w_form_NHG[...])
+        w_BTNH = project(x_BTD, self.w_q_DNH, self.b_q_NH)
+        return jnp.einsum('BTNH,NHG->BTNG', w_BTNH, self.w_form_NHG[...])
 
-    def cached(self, y_BSD: jax.Array) -> Cache:
-        return {'k_BSNH': super().queries(y_BSD)}
+    cached = Symmetric.cached
+    keys = Symmetric.keys
 
     def matrix(self) -> jax.Array:
         w_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
@@ -224,18 +204,18 @@ class Pairwise(SharedQK):
 class SymmetricSkew(Score):
     """A[n] = W L W^T + (U V^T - V U^T): a symmetric part, rank <= R, and a skew one, rank <= 2 C.
 
-    Weights D N (R + 2 C) + N R; the cache holds y W, y U and y V, N (R + 2 C) floats a token. Every
-    A[n] is such a sum at R = D and C = D / 2; a `qk` head of size H is one at R = 2 H and C = H.
-    L begins as +1, -1, ... as in `symmetric`; the skew part is 0 on the diagonal. Under rotary
-    positions the two parts mix.
+    Parameters: D N R + N R + 2 D N C. The cache holds y W, y U and y V, N (R + 2 C) floats per
+    token. Every A[n] has this form at R = D and C = D / 2; a `qk` head of size H has it at R = 2 H
+    and C = H. L starts as +1, -1, ... as in `symmetric`; the skew part is 0 on the diagonal. Rotary
+    positions mix the two parts.
 
     Args:
       symmetric_rank: R, 0 to D; None is H.
-      skew_rank: C, 0 to D // 2; None is H // 2, which gives the weights of `qk` (for even H).
+      skew_rank: C, 0 to D // 2; None is H // 2, which gives the parameter count of `qk` with K = N
+        (H even) but for the N R signs.
     """
 
     equation = 'W[n] L[n] W[n]^T + U[n] V[n]^T - V[n] U[n]^T'
-    parameter_count = 'D*N*R + N*R + 2*D*N*C'
     source = 'the split of a matrix into its symmetric and skew parts; no published use known'
     supports_rope = False
 
@@ -276,11 +256,14 @@ class SymmetricSkew(Score):
         self.b_left_NC = bias(spec, (N, C)) if C else None
         self.b_right_NC = bias(spec, (N, C)) if C else None
         self.scale = (R + 2 * C) ** -0.5
-        parts = (R and 'D*N*R + N*R', C and '2*D*N*C')
-        self.parameter_count = ' + '.join(part for part in parts if part)
+
+    @property
+    def parameter_count(self) -> str:
+        symmetric = [] if self.w_symmetric_DNR is None else ['D*N*R + N*R']
+        return ' + '.join(symmetric + ([] if self.w_left_DNC is None else ['2*D*N*C']))
 
     def _projections(self, x_BTD: jax.Array) -> list[jax.Array]:
-        """x W, x U and x V, as far as there are any."""
+        """x W, x U and x V, without those of rank 0."""
         named = (
             (self.w_symmetric_DNR, self.b_symmetric_NR),
             (self.w_left_DNC, self.b_left_NC),
@@ -317,7 +300,7 @@ class SymmetricSkew(Score):
             v_DNC = homogeneous(self.w_right_DNC, self.b_right_NC)
             half_NDE = jnp.einsum('DNC,ENC->NDE', u_DNC, v_DNC)
             parts.append(half_NDE - jnp.swapaxes(half_NDE, 1, 2))
-        return sum(parts)
+        return sum(parts[1:], start=parts[0])
 
 
 def _signs(num_heads: int, size: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Values that own all their matrices: B[n] merged, thin, gauge-fixed, or factored once more."""
+"""Values W_V W_O of another rank, without redundant parameters, or with a third matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,11 @@ from qkattn.errors import SpecError
 
 
 class LowRank(Factored):
-    """B[n] = W_V[n] W_O[n] of rank <= R, with R free of the head size of the Score.
+    """B[n] = W_V[n] W_O[n] of rank <= R, where R is independent of the head size of the Score.
 
-    Weights D K R + N R D; cache K R. R = H is `vo`. Bhojanapalli et al. 2020, arXiv 2002.07028
-    (head size set apart from D / N, there for queries and keys as well).
+    Parameters: D K R + N R D; the cache holds K R floats per token. R = H is `vo`.
+    Bhojanapalli et al. 2020, arXiv 2002.07028 (head size set apart from D / N, there for queries
+    and keys as well).
 
     Args:
       rank: R, 1 to D; None is H // 2, but at least 1.
@@ -34,7 +35,9 @@ class LowRank(Factored):
         if rank is not None:
             require_whole('low_rank', 'rank', rank, 1, spec.d_model, 'd_model')
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array, rank: int | None = None):
+    def __init__(
+        self, spec: AttentionSpec, score: Score, *, key: jax.Array, rank: int | None = None
+    ):
         D, N, K = spec.d_model, spec.num_heads, spec.num_kv_heads
         R = min(max(1, spec.head_size // 2), D) if rank is None else rank
         self.w_v_DKR = weight(key, 'w_v_DKR', (D, K, R), D**-0.5)
@@ -58,18 +61,17 @@ class LowRank(Factored):
 class GaugeFixed(Factored):
     """B[n] = W_V[n] [I, W_O[n]]: H of the D columns of each W_O[n] are the identity.
 
-    W_V[n] M and M^-1 W_O[n] give the same B[n] for every invertible H x H matrix M, so a head of
-    `vo` has H^2 weights too many; fixing a block of W_O[n] removes them and nothing else, with
-    any positions, as long as that block of the unrestricted W_O[n] is invertible. Weights
-    D N H + N H (D - H); only the C = D - H free columns are stored. Cache N H.
-    Per head M is free only where the head has its own W_V, so there are always N value heads.
-
-    OpenMachine transformer-tricks, "MatShrink", there as a rewrite of trained weights.
+    Parameters: D N H + N H (D - H); only the C = D - H free columns are stored. W_V[n] M and
+    M^-1 W_O[n] have the same product for every invertible H x H matrix M, so H^2 parameters of each
+    head of `vo` are redundant: this form has the same functions (where that block of W_O[n] is
+    invertible) without them, with any positions. M is free per head only where the head has its own
+    W_V, so there are always N value heads, N H floats per token in the cache.
+    Graef et al., MatShrink (transformer-tricks), there as a rewrite of trained parameters.
 
     Args:
-      init: 'dense' draws free columns with the expected norm of the fixed ones, 1; 'product' starts
-        from the weights that `vo` has under the same seed (the same function; the inverse of a
-        random block can be large).
+      init: 'dense' draws the free columns with std H^-1/2, which gives them the norm of the fixed
+        ones, 1, and W_V with std residual_gain (D N)^-1/2; 'product' starts from the parameters of
+        `vo` under the same seed (the same function; the inverse of a random block can be large).
       columns: the H fixed columns of each head; None is, for head n, the H that start at n H,
         modulo D.
     """
@@ -106,6 +108,7 @@ class GaugeFixed(Factored):
     def __init__(
         self,
         spec: AttentionSpec,
+        score: Score,
         *,
         key: jax.Array,
         init: str = 'dense',
@@ -118,9 +121,9 @@ class GaugeFixed(Factored):
             self.w_v_DNH = w_v_DNH
             self.w_o_NHC = weight(key, 'w_o_NHC', (N, H, D - H), H**-0.5)
         else:
-            factored = VO(spec, key=key)
-            block_NHH, rest_NHC = split_columns(factored.w_o_NHD[...], self.columns)
-            v_DNH = grouped(factored.w_v_DKH[...], N)
+            vo = VO(spec, score, key=key)
+            block_NHH, rest_NHC = split_columns(vo.w_o_NHD[...], self.columns)
+            v_DNH = grouped(vo.w_v_DKH[...], N)
             self.w_v_DNH = nnx.Param(jnp.einsum('DNH,NHG->DNG', v_DNH, block_NHH))
             self.w_o_NHC = nnx.Param(jnp.linalg.solve(block_NHH, rest_NHC))
         self.b_v_NH = bias(spec, (N, H))
@@ -168,9 +171,9 @@ def _order_ND(columns: tuple[tuple[int, ...], ...], d_model: int) -> np.ndarray:
 class Double(Factored):
     """B[n] = O_V W_V[n] W_O[n]: all heads read one shared projection, then their own.
 
-    O_V is D x R, W_V[n] is R x H; weights D R + R K H + N H D; cache K H. With R >= D it folds into
-    `vo` exactly (O_V W_V[n] is the W_V of `vo`), so that only training differs: an
-    over-parameterized layer, cf. Arora et al. 2018, arXiv 1802.06509.
+    Parameters: D R + R K H + N H D, with O_V D x R and W_V[n] R x H; the cache holds K H floats per
+    token. O_V W_V[n] folds into one matrix, so that with R >= D the functions are those of `vo` and
+    only training differs. W_V has std R^-1/2, which keeps its output as large as its input.
 
     Args:
       size: R; None is D.
@@ -186,7 +189,9 @@ class Double(Factored):
         if size is not None:
             require_whole('double', 'size', size, 1, None, '')
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array, size: int | None = None):
+    def __init__(
+        self, spec: AttentionSpec, score: Score, *, key: jax.Array, size: int | None = None
+    ):
         D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
         R = D if size is None else size
         self.w_v_outer_DR = weight(key, 'w_v_outer_DR', (D, R), D**-0.5)

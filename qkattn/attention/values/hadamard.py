@@ -19,18 +19,18 @@ from qkattn.errors import SpecError
 
 
 class Hadamard(Value):
-    """B[n] = W_V[n] T[n] diag(g): W_O is a fixed orthogonal transform T and a learned diagonal.
+    """B[n] = W_V[n] T[n] diag(g): W_O is a fixed orthogonal transform T and a learned diagonal g.
 
-    T is the normalized Walsh-Hadamard matrix of the concatenated heads; weights D K H + D,
-    cache K H. Needs N H = D and a D that is a power of two, so d_model cannot be solved for
-    freely when weights are matched. The transform is applied as two small factors, D (D1 + D2)
-    products a token with D1 D2 = D.
+    Parameters: D K H + D; the cache holds K H floats per token. T is the normalized Walsh-Hadamard
+    matrix of the concatenated heads, applied as two small factors in D (D1 + D2) multiplications
+    per token, D1 D2 = D. g starts at residual_gain. Needs N H = D and a D that is a power of two,
+    which limits the d_model that can match a parameter count.
     Aggarwal & Kumar 2026, arXiv 2603.08343; their affine rescaling is g with the bias b_O.
 
     Args:
-      odd: what becomes of D = 2^a m with an odd m > 1: 'refuse', or 'dct' for the Kronecker product
-        of the Hadamard matrix of 2^a and the orthonormal cosine matrix of m, as fixed and as
-        orthogonal, but with entries of several magnitudes.
+      odd: for D = 2^a m with an odd m > 1, 'refuse', or 'dct' for the Kronecker product of the
+        Hadamard matrix of 2^a and the orthonormal cosine matrix of m: also fixed and orthogonal,
+        with entries of several magnitudes.
     """
 
     equation = 'W_V[n] T[n] diag(g)'
@@ -49,7 +49,7 @@ class Hadamard(Value):
                 f'are {power} and {2 * power}, and hadamard(odd="dct") takes every d_model'
             )
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array, odd: str = 'refuse'):
+    def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array, odd: str = 'refuse'):
         D, K, H = spec.d_model, spec.num_kv_heads, spec.head_size
         self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), D**-0.5)
         self.b_v_KH = bias(spec, (K, H))

@@ -12,9 +12,9 @@ from qkattn.attention.values.vo import VO
 
 
 class NoV(Factored):
-    """B[n] = P[n] W_O[n]: no W_V; head n moves the n-th slice of the memory.
+    """B[n] = P[n] W_O[n]: no W_V; the value of head n is the n-th slice of the stream, y P[n].
 
-    Weights N H D; needs N H = D. Hosseini & Hosseini 2024, arXiv 2403.01643 ("optimised").
+    Parameters: N H D. Needs N H = D. Hosseini & Hosseini 2024, arXiv 2403.01643 ("optimised").
     """
 
     equation = 'P[n] W_O[n]'
@@ -22,10 +22,10 @@ class NoV(Factored):
     source = 'Hosseini & Hosseini 2024, arXiv 2403.01643'
 
     @classmethod
-    def check(cls, spec: AttentionSpec, **options) -> None:
+    def check(cls, spec: AttentionSpec) -> None:
         require_slices(spec, 'no_v')
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+    def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
         self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), spec.residual_gain * (N * H) ** -0.5)
         self.b_o_D = bias(spec, (D,))
@@ -47,7 +47,8 @@ class NoV(Factored):
 class NoO(Value):
     """B[n] = W_V[n] P[n]^T: no W_O; head n writes to the n-th slice of the stream.
 
-    Weights D K H; needs N H = D.
+    Parameters: D K H. Needs N H = D. W_V has std residual_gain D^-1/2, as the last matrix of the
+    OV circuit.
     """
 
     equation = 'W_V[n] P[n]^T'
@@ -56,10 +57,10 @@ class NoO(Value):
     uses_kv_heads = True
 
     @classmethod
-    def check(cls, spec: AttentionSpec, **options) -> None:
+    def check(cls, spec: AttentionSpec) -> None:
         require_slices(spec, 'no_o')
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+    def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         D, K, H = spec.d_model, spec.num_kv_heads, spec.head_size
         self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), spec.residual_gain * D**-0.5)
         self.b_v_KH = bias(spec, (K, H))
@@ -77,9 +78,10 @@ class NoO(Value):
 
 
 class NoVO(Value):
-    """B[n] = P[n] P[n]^T: neither W_V nor W_O; head n copies the n-th slice. No weights.
+    """B[n] = P[n] P[n]^T: neither W_V nor W_O; head n copies the n-th slice of the stream.
 
-    Needs N H = D. He & Hofmann 2024, arXiv 2311.01906 remove both (in a block of another shape).
+    No parameters, and so no residual_gain. Needs N H = D.
+    He & Hofmann 2024, arXiv 2311.01906, remove both, in a block of another shape.
     """
 
     equation = 'P[n] P[n]^T'
@@ -87,10 +89,10 @@ class NoVO(Value):
     source = 'He & Hofmann 2024, arXiv 2311.01906'
 
     @classmethod
-    def check(cls, spec: AttentionSpec, **options) -> None:
+    def check(cls, spec: AttentionSpec) -> None:
         require_slices(spec, 'no_vo')
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+    def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         self.spec = spec
 
     cached = NoV.cached

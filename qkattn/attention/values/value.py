@@ -1,10 +1,13 @@
-"""Values: ways to write B[n] in  out_t = sum_n sum_s p[n, t, s] y_s B[n]  (OV circuit).
+"""The interface of a Value, one way to write B[n] in out_t = sum_n sum_s p[n, t, s] y_s B[n].
 
-Every method receives the layer's Score, so that a Value may read a matrix that the Score owns
-(K = V and the like) without a second copy of it.
+Every method receives the Score of the layer, so that a Value can use a projection that the Score
+owns (K = V and the like): it is stored, counted and trained once.
+
+Every Value initializes its parameters so that heads which each attend to one y of unit variance
+have outputs whose sum has standard deviation `spec.residual_gain`, except where it says otherwise.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +19,42 @@ from qkattn.attention.spec import AttentionSpec
 
 
 class Value(nnx.Module):
-    """Interface of a factorization of B[n]; class attributes as in Score."""
+    """A factorization of B[n].
+
+    A subclass builds its parameters in `__init__(spec, score, *, key, **options)` and overrides
+    what differs from the defaults below; parameters are named as in a Score.
+
+    Attributes:
+      equation: B[n] as text.
+      parameter_count: the number of parameters without biases, in letters. What the Score owns
+        counts there.
+      source: where the form comes from.
+      uses_kv_heads: whether num_kv_heads changes this Value.
+      shares: the projections of the Score that this Value uses, as named in `Score.shareable`.
+      partner: the registered Score with which the Value is documented.
+    """
 
     equation: ClassVar[str]
     parameter_count: ClassVar[str]
     source: ClassVar[str]
     uses_kv_heads: ClassVar[bool] = False
+    shares: ClassVar[tuple[str, ...]] = ()
+    partner: ClassVar[str] = 'qk'
 
     @classmethod
-    def check(cls, spec: AttentionSpec, **options) -> None:
-        """Raises SpecError where this Value cannot be built with `spec` and its own options."""
+    def check(cls, spec: AttentionSpec, *args: Any, **options: Any) -> None:
+        """Raises SpecError where this Value cannot be built with `spec` and these options."""
 
     def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
-        """What a decoding cache must hold of y for `values`, beyond what the Score holds."""
+        """The arrays from which `values` are computed, beyond what the Score caches."""
         raise NotImplementedError
 
     def values(self, cache: Cache, score: Score) -> jax.Array:
-        """v_BSKH from what is remembered."""
+        """v_BSKH, where K divides N, from the cache of Score and Value together."""
         raise NotImplementedError
 
     def output(self, o_BTNH: jax.Array, score: Score) -> jax.Array:
-        """out_BTD from the mixed values."""
+        """out_BTD from the values that each head has averaged."""
         raise NotImplementedError
 
     def matrix(self, score: Score) -> jax.Array:
@@ -45,19 +63,19 @@ class Value(nnx.Module):
 
 
 class Factored(Value):
-    """B[n] = V[n] O[n], for a subclass that says what V and O are; O may be owned by the Score.
+    """A Value of the form B[n] = V[n] O[n], where the Score may own V or O.
 
-    A subclass defines `remember`, `values`, `value_matrix` and `output_matrix`, and owns b_o_D.
+    A subclass defines `cached`, `values`, `value_matrix` and `output_matrix`, and owns b_o_D.
     """
 
     b_o_D: nnx.Param | None
 
     def value_matrix(self, score: Score) -> jax.Array:
-        """v_DKH with values(cached(y)) = y v; with biases one more row, for (y, 1)."""
+        """v_DKH with y v = values(cached(y)); (D+1) rows with biases."""
         raise NotImplementedError
 
     def output_matrix(self, score: Score) -> jax.Array:
-        """o_NHD, which maps the mixed values of head n to the stream."""
+        """o_NHD."""
         raise NotImplementedError
 
     def output(self, o_BTNH: jax.Array, score: Score) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Values with two matrices, W_V and W_O, or with their product as one."""
+"""Values with two matrices, W_V and W_O, or with their product as one matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ from qkattn.attention.values.value import Factored, Value
 
 
 class VO(Factored):
-    """B[n] = W_V[n] W_O[n], rank <= H: standard. Weights D K H + N H D.
+    """B[n] = W_V[n] W_O[n], rank <= H: standard multi-head attention.
 
+    Parameters: D K H + N H D. W_O has std residual_gain (N H)^-1/2, since it adds up N H channels.
     Vaswani et al. 2017, section 3.2.2.
     """
 
@@ -22,7 +23,7 @@ class VO(Factored):
     source = 'Vaswani et al. 2017'
     uses_kv_heads = True
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+    def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
         self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), D**-0.5)
         self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), spec.residual_gain * (N * H) ** -0.5)
@@ -43,15 +44,16 @@ class VO(Factored):
 
 
 class MergedVO(Value):
-    """B[n] = W_OV[n], full rank: one D x D matrix a head; the values are the stream itself.
+    """B[n] = W_OV[n], one D x D matrix of full rank per head; the values are the stream itself.
 
-    Weights N D^2, more than the factored 2 D N H whenever D > 2 H. The cache holds the stream
-    once, D floats, shared with a Score that reads it too; all query heads read one value head of
-    width D. Elhage et al. 2021 (the OV circuit).
+    Parameters: N D^2, more than the 2 D N H of `vo` (K = N) whenever D > 2 H. The cache holds the
+    stream, D floats per token, shared with a Score that caches it too; all query heads read one
+    value head of width D. W_OV has std residual_gain (D N)^-1/2, since N heads of D channels add
+    up. Elhage et al. 2021 (the OV circuit).
 
     Args:
-      init: 'dense' draws every entry; 'product' starts from W_V[n] W_O[n] of rank H, the very map
-        with which `vo` starts under the same seed, and leaves the rank free to grow.
+      init: 'dense' draws every entry independently; 'product' starts from W_V[n] W_O[n] of rank H,
+        the initial map of `vo` under the same seed, and lets the rank grow in training.
     """
 
     equation = 'W_OV[n]'
@@ -62,15 +64,15 @@ class MergedVO(Value):
     def check(cls, spec: AttentionSpec, *, init: str = 'dense') -> None:
         require_one_of('merged_vo', 'init', init, ('dense', 'product'))
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array, init: str = 'dense'):
+    def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array, init: str = 'dense'):
         D, N = spec.d_model, spec.num_heads
         if init == 'dense':
             std = spec.residual_gain * (D * N) ** -0.5
             self.w_ov_NDE = weight(key, 'w_ov_NDE', (N, D, D), std)
         else:
-            factored = VO(spec, key=key)
-            v_DNH = grouped(factored.w_v_DKH[...], N)
-            self.w_ov_NDE = nnx.Param(jnp.einsum('DNH,NHE->NDE', v_DNH, factored.w_o_NHD[...]))
+            vo = VO(spec, score, key=key)
+            v_DNH = grouped(vo.w_v_DKH[...], N)
+            self.w_ov_NDE = nnx.Param(jnp.einsum('DNH,NHE->NDE', v_DNH, vo.w_o_NHD[...]))
         self.b_o_D = bias(spec, (D,))
 
     def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
