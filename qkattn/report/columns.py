@@ -8,7 +8,7 @@ from qkattn.report.numbers import NONE, interval, mean_sd, p_value, si, words
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
-from qkattn.verdict.measures import Measure, losses, scores
+from qkattn.verdict.measures import Measure, losses, probes, scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,21 +34,12 @@ def columns_of(findings: Findings) -> tuple[Column, ...]:
     tuned = any(arm.verdict for arm in findings.arms) or any(row.screening_trials for row in rows)
     val, *test = map(_measured, losses(rows))
     difference = Column(_difference_heading(findings), _difference)
-    induction = [_measured(measure) for measure in induction_of(rows)]
+    induction = [_measured(measure) for measure in probes(rows)]
     if tuned:
         found = (_VERDICT, difference, *_TESTS, val, *map(_measured, scores(rows)), *induction)
         return (*_NAMES, *found, *test, *_knobs(findings), *_SCREENED, *_COSTS)
     found = (*map(_measured, scores(rows)), val, difference, *test, *induction)
     return (*_NAMES, *found, _SEEDS, _RATE, *_COSTS)
-
-
-def induction_of(rows: Sequence[Arm]) -> tuple[Measure, ...]:
-    """What a repetition in the context gains: of decoders that were probed for it."""
-    measures = (
-        Measure('val_induction_gain', 'induction gain', 'nats/token', decimals=3),
-        Measure('val_induction_accuracy', 'induction accuracy', '%', 100.0, 1),
-    )
-    return tuple(m for m in measures if any(m.of_seeds(row) for row in rows))
 
 
 def _difference_heading(findings: Findings) -> tuple[str, str]:

@@ -4,17 +4,17 @@ import csv
 import io
 from collections.abc import Sequence
 
-from qkattn.report.columns import induction_of, mean, value_of
+from qkattn.report.columns import mean, value_of
 from qkattn.report.sentences import reason
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict import Arm, Findings
-from qkattn.verdict.measures import losses, scores
+from qkattn.verdict.measures import losses, probes, scores
 
 
 def csv_table(findings: Findings) -> str:
     """An empty field means there is no such number."""
     rows = findings.arms
-    measures = (*losses(rows), *scores(rows), *induction_of(rows))
+    measures = (*losses(rows), *scores(rows), *probes(rows))
     groups = dict.fromkeys(group for row in rows for group in row.example.parameters)
     multipliers = {of.variant: of.multiplier for of in findings.scaling}
     records = []
@@ -65,7 +65,7 @@ def _record(arm: Arm, fields: Sequence[str]) -> dict[str, object]:
     for name, value in estimates.items():
         for part in ('mean', 'sd', 'low', 'high', 'n'):
             record[f'{name}_{part}'] = None if value is None else getattr(value, part)
-    errors = [t.val_loss_se for t in row.chosen if t.val_loss_se is not None]
+    errors = [e for t in row.chosen if (e := t.metrics['val_loss_se']) is not None]
     return record | {
         'val_loss_se': mean(errors),
         'eval_tokens': trial.eval_tokens,

@@ -8,7 +8,8 @@ from qkattn.report import elements
 from qkattn.report.numbers import si, words
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
-from qkattn.verdict.trials import corpora, flat
+from qkattn.verdict.reading import flat
+from qkattn.verdict.trials import corpora
 
 # A value that differs in every run, such as a starting time, is not listed for every one.
 MAX_VALUES = 3

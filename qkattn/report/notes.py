@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from qkattn.report.columns import induction_of
 from qkattn.report.numbers import counted, listed, span, words
 from qkattn.report.sentences import (
     NO_SCALING_LAW,
@@ -17,7 +16,7 @@ from qkattn.stats.inference import LEVEL, POWER
 from qkattn.verdict import Decision, Findings
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.load import Study
-from qkattn.verdict.measures import scores, shown
+from qkattn.verdict.measures import probes, scores
 
 UNDECIDED = (Decision.UNDECIDED, Decision.NO_VERDICT)
 
@@ -31,7 +30,7 @@ def notes(study: Study, findings: Findings) -> tuple[str, ...]:
     said += [remark_text(remark) for remark in findings.remarks]
     said += _reasons(findings)
     said += _score_notes(rows)
-    if induction_of(rows):
+    if probes(rows):
         said.append(
             'Induction: how much lower the loss of a random pattern is at its repetition (gain), '
             'and the part of its tokens that are then the likeliest (accuracy).'
@@ -107,7 +106,7 @@ def _given_settings(findings: Findings) -> str:
         if unknown := len(bowls) - len(known):
             missed += f', and {unknown} of {len(bowls)} optima by an unknown amount'
     rows = 'screening and verdict are evaluated on the same validation rows'
-    if any(trial.test_loss is not None for row in findings.arms for trial in row.chosen):
+    if any(trial.metrics['test_loss'] is not None for row in findings.arms for trial in row.chosen):
         rows += ", while the test column's rows have chosen nothing"
     return f'Intervals and words are given the settings found: {missed}; {rows}.'
 
@@ -216,7 +215,9 @@ def _made(rows: Sequence[Arm], split: str, metric: str) -> str:
     """', 1,000 sentences, signature ...', of the two what is recorded."""
 
     def each(field: str) -> list:
-        values = dict.fromkeys(getattr(trial, f'{split}_{field}') for trial in shown(rows))
+        values = dict.fromkeys(
+            trial.metrics[f'{split}_{field}'] for arm in rows for trial in arm.chosen
+        )
         return [value for value in values if value is not None]
 
     sentences = ' or '.join(f'{number:,}' for number in each('num_sentences'))

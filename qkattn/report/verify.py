@@ -20,9 +20,9 @@ from qkattn.errors import ReportError
 from qkattn.report import documents
 from qkattn.report.tables import headline
 from qkattn.run.files import write_atomic
-from qkattn.verdict.curves import json_lines
 from qkattn.verdict.findings import find
 from qkattn.verdict.load import Study, load_study
+from qkattn.verdict.reading import json_lines
 
 # What a run logs of the validation split as it trains.
 MEASURES = ('val_loss', 'val_bits_per_byte', 'val_accuracy', 'val_solved')
@@ -110,9 +110,9 @@ def _unlike_their_logs(study: Study) -> Iterator[str]:
                 yield f'run {run.name} has {len(run.trials)} trials, but {len(logged)} logged'
                 break
             for trial, value in zip(run.trials, logged, strict=True):
-                if not _same(getattr(trial, name), value):
+                if not _same(trial.metrics[name], value):
                     yield (
-                        f'seed {trial.seed} of run {run.name} has {name} {getattr(trial, name)}, '
+                        f'seed {trial.seed} of run {run.name} has {name} {trial.metrics[name]}, '
                         f'but {value} in its log'
                     )
 

@@ -112,8 +112,8 @@ class Arm:
         return NotScaled.NOT_BRACKETED if self.not_bracketed else None
 
     def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
-        """`scale` times a number of the chosen trials; None unless every one of them has it."""
-        values = [getattr(trial, field) for trial in self.chosen]
+        """`scale` times a metric of the chosen trials; None unless every one of them has it."""
+        values = [trial.metrics[field] for trial in self.chosen]
         return estimate([scale * v for v in values]) if values and None not in values else None
 
     def of_runs(self, field: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""What a study declares and has planned: study.json, and plan.jsonl with one line per run."""
+"""What a study declares and plans: study.json, and plan.jsonl with one line per run."""
 
 import dataclasses
 import json
@@ -8,8 +8,8 @@ from typing import Any
 
 from qkattn.errors import ReportError
 from qkattn.study.tuning import KNOBS, VERDICT
-from qkattn.verdict.curves import json_lines
-from qkattn.verdict.trials import MAPPING, NUMBER, OPTIONAL, TEXT, check_fields, check_stage
+from qkattn.verdict import reading
+from qkattn.verdict.trials import check_stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,36 @@ class Tuning:
 
 
 @dataclasses.dataclass(frozen=True)
+class Declaration:
+    """A study as study.json declares it.
+
+    `arms` are (variant, size), where a variant names the destination of saved parameters, too, if
+    the study has several. `matched` and `fill` are None where nothing is matched, `tuning` where
+    nothing is tuned.
+    """
+
+    name: str
+    question: str | None
+    baseline: str | None
+    variants: tuple[str, ...]
+    sizes: tuple[str, ...]
+    matched: str | None
+    fill: str | None
+    tolerance: float
+    margin: float
+    destinations: tuple[str, ...]
+    seeds: tuple[int, ...]
+    tuning: Tuning | None
+    arms: tuple[tuple[str, str], ...]
+    command: str | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Planned:
     """One line of plan.jsonl.
 
-    `variant` is the arm's label, `directory` is relative to the study, `target` and `residual` are
-    None where nothing is matched, `config` is the resolved config as JSON.
+    `directory` is relative to the study, `target` and `residual` are None where nothing is matched,
+    `config` is the resolved config as JSON.
     """
 
     name: str
@@ -54,107 +79,64 @@ class Planned:
     config: Mapping[str, Any]
 
 
-_STUDY_FIELDS: dict[str, tuple[type, ...]] = {
-    'name': TEXT,
-    'question': TEXT + OPTIONAL,
-    'baseline': TEXT + OPTIONAL,
-    'variants': (list,),
-    'sizes': (list,),
-    'matched': TEXT + OPTIONAL,
-    'fill': TEXT + OPTIONAL,
-    'tolerance': NUMBER,
-    'margin': NUMBER,
-    'destinations': (list,),
-    'seeds': (list,),
-    'tuning': MAPPING + OPTIONAL,
-    'arms': (list,),
-    'command': (str, list) + OPTIONAL,
-}
-_TUNING_FIELDS: dict[str, tuple[type, ...]] = {
-    'seeds': (list,),
-    'max_points': (int,),
-    'learning_rates': (list,),
-    'weight_decays': (list,),
-    'score_scales': (list,),
-}
-_PLAN_FIELDS: dict[str, tuple[type, ...]] = {
-    'run': TEXT,
-    'variant': TEXT,
-    'size': TEXT,
-    'destination': TEXT + OPTIONAL,
-    'stage': TEXT,
-    'knob': TEXT + OPTIONAL,
-    'directory': TEXT,
-    'trials': (int,),
-    'target': NUMBER + OPTIONAL,
-    'residual': NUMBER + OPTIONAL,
-    'config': MAPPING,
-}
-_CONFIG_FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
-    'model': {'score_scale': NUMBER},
-    'optimizer': {'schedule': TEXT, 'final_fraction': NUMBER},
-    'train': {'num_steps': (int,)},
-    'trials': {'seeds': (list,)},
+_CONFIG = {
+    'model': {'score_scale': float},
+    'optimizer': {'schedule': str, 'final_fraction': float},
+    'train': {'num_steps': int},
+    'trials': {'seeds': tuple[int, ...]},
 }
 
 
-def read_declaration(path: Path) -> dict[str, Any]:
-    """study.json, its lists as tuples; ReportError, in one sentence, where it cannot be read."""
+def read_declaration(path: Path) -> Declaration:
+    """Reads study.json; raises ReportError, in one sentence, where it cannot be read."""
     if not path.is_file():
         raise ReportError(f'{str(path)!r} does not exist, so this is not a study directory.')
     try:
-        declared = json.loads(path.read_text(encoding='utf-8'))
-        check_fields(declared, _STUDY_FIELDS)
-        _check_seeds(declared['seeds'])
-        if declared['tuning'] is not None:
-            _check_tuning(declared['tuning'])
-        for arm in declared['arms']:
-            _check_arm(arm, declared)
+        return _declaration(json.loads(path.read_text(encoding='utf-8')))
     except ValueError as error:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
-    command, tuning = declared['command'], declared['tuning']
-    values = {
-        name: tuple(declared[name]) if types == (list,) else declared[name]
-        for name, types in _STUDY_FIELDS.items()
-    }
-    values['arms'] = tuple((arm['variant'], arm['size']) for arm in declared['arms'])
-    values['command'] = ' '.join(command) if isinstance(command, list) else command
-    values['tuning'] = None if tuning is None else Tuning(**_tuples(tuning))
-    return values
 
 
-def _tuples(tuning: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: tuning[name] for name in _TUNING_FIELDS}
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+def _declaration(record: Any) -> Declaration:
+    schema = {'tuning': dict | None, 'arms': tuple[dict, ...], 'command': str | list | None}
+    reading.check(record, {'name': str, 'question': str | None} | schema)
+    for arm in record['arms']:
+        reading.check(arm, {'variant': str, 'size': str})
+    command = record['command']
+    declared = reading.read(
+        Declaration,
+        record,
+        tuning=None if record['tuning'] is None else _tuning(record['tuning']),
+        arms=tuple((arm['variant'], arm['size']) for arm in record['arms']),
+        command=' '.join(command) if isinstance(command, list) else command,
+    )
+    _check_seeds(declared.seeds)
+    for variant, size in declared.arms:
+        for field, value in (('variant', variant), ('size', size)):
+            valid = getattr(declared, f'{field}s')
+            if value not in valid:
+                raise ValueError(
+                    f'an arm has {field} {value!r}, which is not one of {field}s {list(valid)}'
+                )
+    return declared
 
 
-def _check_tuning(tuning: Mapping[str, Any]) -> None:
-    check_fields(tuning, _TUNING_FIELDS)
-    _check_seeds(tuning['seeds'])
-    for name in (f'{knob}s' for knob in KNOBS):
-        values = tuning[name]
-        for value in values:
-            check_fields({name: value}, {name: NUMBER})
-        if not values or len(values) > 1 and sorted({v for v in values if v > 0}) != values:
+def _tuning(record: Any) -> Tuning:
+    tuning = reading.read(Tuning, record)
+    _check_seeds(tuning.seeds)
+    for knob, values in tuning.grids.items():
+        several = len(values) > 1
+        if not values or several and tuple(sorted({v for v in values if v > 0})) != values:
             raise ValueError(
-                f'field {name!r} of its tuning is {values}, expected one value or several, '
+                f"field '{knob}s' of its tuning is {list(values)}, expected one value or several, "
                 'ascending from above 0'
             )
+    return tuning
 
 
-def _check_seeds(seeds: list) -> None:
-    if not seeds or not all(type(seed) is int for seed in seeds):
-        raise ValueError(f"field 'seeds' is {seeds}, expected whole numbers, at least one")
-
-
-def _check_arm(arm: Any, declared: Mapping[str, Any]) -> None:
-    check_fields(arm, {'variant': TEXT, 'size': TEXT})
-    for field in ('variant', 'size'):
-        if arm[field] not in declared[f'{field}s']:
-            raise ValueError(
-                f'an arm has {field} {arm[field]!r}, which is not one of {field}s '
-                f'{declared[f"{field}s"]}'
-            )
+def _check_seeds(seeds: tuple[int, ...]) -> None:
+    if not seeds:
+        raise ValueError("field 'seeds' is [], expected at least one whole number")
 
 
 def read_plan(
@@ -166,21 +148,20 @@ def read_plan(
     if not path.is_file():
         problems.append(f'{path.name} does not exist, so no run is known.')
         return planned
-    for place, record in json_lines(path, path.name, problems):
+    for place, record in reading.json_lines(path, path.name, problems):
         try:
             run = _planned(record)
+            arm = f'{run.variant!r} at {run.size!r}'
             if (run.variant, run.size) not in arms:
-                raise ValueError(
-                    f'{run.variant!r} at {run.size!r} is no arm that study.json declares'
-                )
+                raise ValueError(f'{arm} is no arm that study.json declares')
             if planned.get(run.name, run) != run:
                 raise ValueError(f'run {run.name!r} is planned twice, differently')
             if run.stage == VERDICT:
                 first = verdicts.setdefault((run.variant, run.size), run.name)
                 if first != run.name:
                     raise ValueError(
-                        f'{run.variant!r} at {run.size!r} has its verdict in run {first!r} '
-                        f'already, {run.name!r} would be a second one'
+                        f'{arm} has its verdict in run {first!r} already, {run.name!r} would be a '
+                        'second one'
                     )
             planned[run.name] = run
         except ValueError as error:
@@ -189,11 +170,8 @@ def read_plan(
 
 
 def _planned(record: Any) -> Planned:
-    check_fields(record, _PLAN_FIELDS)
-    check_stage(record)
-    for part, fields in _CONFIG_FIELDS.items():
-        check_fields(record['config'], {part: MAPPING})
-        check_fields(record['config'][part], fields)
-    _check_seeds(record['config']['trials']['seeds'])
-    values = {name: record[name] for name in _PLAN_FIELDS if name not in ('run', 'trials')}
-    return Planned(name=record['run'], num_trials=record['trials'], **values)
+    reading.check(record, {'run': str, 'trials': int, 'config': _CONFIG})
+    run = reading.read(Planned, record, name=record['run'], num_trials=record['trials'])
+    check_stage(run.stage, run.knob)
+    _check_seeds(run.config['trials']['seeds'])
+    return run

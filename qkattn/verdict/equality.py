@@ -8,7 +8,7 @@ from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import Remark, RemarkCode
 from qkattn.verdict.declared import Planned
 from qkattn.verdict.load import Study
-from qkattn.verdict.trials import flat
+from qkattn.verdict.reading import flat
 
 # The factors of every study, and the shapes that matching solves for.
 _FACTORS = (

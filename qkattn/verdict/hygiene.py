@@ -182,7 +182,7 @@ def _evaluation(arms: Sequence[Arm]) -> Iterator[Remark]:
     chosen = [trial for arm in arms for trial in arm.chosen]
     tokens = {trial.eval_tokens for trial in chosen} - {None}
     if tokens:
-        errors = sorted(t.val_loss_se for t in chosen if t.val_loss_se is not None)
+        errors = sorted(e for t in chosen if (e := t.metrics['val_loss_se']) is not None)
         data = {
             'tokens': tuple(sorted(tokens)),
             'rows': tuple(sorted({t.eval_rows for t in chosen} - {None})),

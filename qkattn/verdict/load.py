@@ -13,9 +13,10 @@ from typing import Any
 
 from qkattn.errors import ReportError
 from qkattn.study.tuning import SINGLE, VERDICT
-from qkattn.verdict.curves import Curve, json_lines, read_curve
-from qkattn.verdict.declared import Planned, Tuning, read_declaration, read_plan
-from qkattn.verdict.trials import Trial, check_fields, parse_trial
+from qkattn.verdict import reading
+from qkattn.verdict.curves import Curve, read_curve
+from qkattn.verdict.declared import Declaration, Planned, read_declaration, read_plan
+from qkattn.verdict.trials import Trial, parse_trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,28 +48,13 @@ class Missing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Study:
+class Study(Declaration):
     """A study as its files describe it.
 
-    `variants` are labels of arms; `arms` are (variant, size). `tuning` is None where nothing is
-    tuned. `runs` are those of the plan. `problems` are sentences about what could not be read.
+    `runs` are those of the plan. `problems` are sentences about what could not be read.
     """
 
     directory: Path
-    name: str
-    question: str | None
-    baseline: str | None
-    variants: tuple[str, ...]
-    sizes: tuple[str, ...]
-    matched: str | None
-    fill: str | None
-    tolerance: float
-    margin: float
-    destinations: tuple[str, ...]
-    seeds: tuple[int, ...]
-    tuning: Tuning | None
-    arms: tuple[tuple[str, str], ...]
-    command: str | None
     runs: tuple[PlannedRun, ...]
     problems: tuple[str, ...]
 
@@ -116,7 +102,7 @@ def load_study(directory: str | Path) -> Study:
         raise ReportError(f'study directory {str(directory)!r} does not exist.')
     declared = read_declaration(directory / 'study.json')
     problems: list[str] = []
-    planned = read_plan(directory / 'plan.jsonl', declared['arms'], problems)
+    planned = read_plan(directory / 'plan.jsonl', declared.arms, problems)
     trials = _read_results(directory / 'results.jsonl', planned, problems)
     runs = tuple(_read_run(directory, run, trials[name], problems) for name, run in planned.items())
     if not any(run.trials for run in runs):
@@ -124,7 +110,7 @@ def load_study(directory: str | Path) -> Study:
         raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
     _check_rows(runs, problems)
     _check_scores(runs, problems)
-    return Study(directory=directory, **declared, runs=runs, problems=tuple(problems))
+    return Study(directory=directory, **vars(declared), runs=runs, problems=tuple(problems))
 
 
 def _read_results(
@@ -134,7 +120,7 @@ def _read_results(
     if not path.is_file():
         problems.append(f'{path.name} does not exist.')
         return trials
-    for place, record in json_lines(path, path.name, problems):
+    for place, record in reading.json_lines(path, path.name, problems):
         try:
             trial = parse_trial(record)
             if trial.run not in planned:
@@ -216,7 +202,7 @@ def _own_trial(record: Any, run: Planned) -> Trial:
     """A trial of result.json, which need not repeat what only the study knows about its run."""
     about = {name: getattr(run, name) for name in ('variant', 'size', 'stage', 'knob')}
     about |= {'run': run.name, 'target_parameters': run.target, 'residual': run.residual}
-    check_fields(record, {})
+    reading.check(record, {})
     trial = parse_trial(about | record)
     if trial.run != run.name:
         raise ValueError(f'it holds a trial of run {trial.run!r}')
@@ -256,7 +242,7 @@ def _check_scores(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
         places: dict[Any, str] = {}
         for run in runs:
             for trial in run.trials:
-                for value in (getattr(trial, field) for field in fields):
+                for value in (trial.metrics[field] for field in fields):
                     if value is not None:
                         places.setdefault(value, f'{run.variant!r} at {run.size!r}')
         if len(places) > 1:

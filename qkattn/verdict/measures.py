@@ -1,22 +1,38 @@
-"""What the trials of a study are measured by: which numbers they have decides what is shown."""
+"""The metrics of a study that are shown: those that its trials have."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from qkattn.metrics import METRICS, Metric
 from qkattn.stats.inference import Estimate
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.trials import Trial
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A number of a trial and how it is printed: `scale` times it, with so many decimals."""
+    """A metric on one split, 'val' or 'test', in the unit in which it is printed."""
 
-    field: str
-    name: str
-    unit: str | None = None
-    scale: float = 1.0
-    decimals: int = 4
+    metric: Metric
+    split: str
+
+    @property
+    def field(self) -> str:
+        return self.metric.field(self.split)
+
+    @property
+    def name(self) -> str:
+        """With the split, where it is measured on several."""
+        label = self.metric.label
+        return f'{self.split} {label}' if len(self.metric.prefixes) > 1 else label
+
+    @property
+    def unit(self) -> str | None:
+        """None where there is none, or the name says it."""
+        return None if self.metric.unit == self.metric.label else self.metric.unit
+
+    @property
+    def decimals(self) -> int:
+        return self.metric.decimals
 
     @property
     def heading(self) -> str:
@@ -27,21 +43,18 @@ class Measure:
         return f'{self.name} ({self.unit})' if self.unit else self.name
 
     def over_seeds(self, arm: Arm) -> Estimate | None:
-        return arm.over_seeds(self.field, self.scale)
+        return arm.over_seeds(self.field, self.metric.scale)
 
     def of_seeds(self, arm: Arm) -> list[float]:
         """Of each chosen trial that has it."""
-        values = [getattr(trial, self.field) for trial in arm.chosen]
-        return [self.scale * value for value in values if value is not None]
+        values = [trial.metrics[self.field] for trial in arm.chosen]
+        return [self.metric.scale * value for value in values if value is not None]
 
 
-def shown(arms: Sequence[Arm]) -> list[Trial]:
-    """The trials that all means are over."""
-    return [trial for arm in arms for trial in arm.chosen]
-
-
-def has(arms: Sequence[Arm], field: str) -> bool:
-    return any(getattr(trial, field) is not None for trial in shown(arms))
+def measure_of(field: str) -> Measure:
+    """The measure of a field such as 'val_loss'."""
+    split, _, name = field.partition('_')
+    return Measure(METRICS[name], split)
 
 
 def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
@@ -49,30 +62,31 @@ def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
 
     In bits/byte, so that tokenizers compare, or in nats/token where targets are not text.
     """
-    if has(arms, 'val_bits_per_byte'):
-        both = [Measure(f'{s}_bits_per_byte', f'{s} bits/byte') for s in ('val', 'test')]
-    else:
-        both = [Measure(f'{s}_loss', f'{s} loss', 'nats/token') for s in ('val', 'test')]
-    return tuple(both if has(arms, both[1].field) else both[:1])
+    metric = METRICS['bits_per_byte' if _is_text(arms) else 'loss']
+    val, test = (Measure(metric, split) for split in ('val', 'test'))
+    return (val, test) if _has(arms, test) else (val,)
 
 
 def scores(arms: Sequence[Arm]) -> tuple[Measure, ...]:
-    """What is better when higher, of the test split where there is one; the main one first.
+    """What is better when higher, of the test split where there is one; the main one first."""
+    return tuple(_shown(arms, 'score'))
 
-    BLEU, chrF and exact match of translations; accuracy and solved rows where targets are not text.
-    """
-    found = []
-    for name, label, unit, scale in (
-        ('bleu', 'BLEU', None, 1.0),
-        ('chrf', 'chrF', None, 1.0),
-        ('exact_match', 'exact match', '%', 100.0),
-        ('accuracy', 'accuracy', '%', 100.0),
-        ('solved', 'solved', '%', 100.0),
-    ):
-        if name in ('accuracy', 'solved') and has(arms, 'val_bits_per_byte'):
-            continue
-        split = 'test' if has(arms, f'test_{name}') else 'val'
-        if has(arms, f'{split}_{name}'):
-            measure = Measure(f'{split}_{name}', f'{split} {label}', unit, scale, decimals=2)
-            found.append(measure)
-    return tuple(found)
+
+def probes(arms: Sequence[Arm]) -> tuple[Measure, ...]:
+    """Properties of the trained models that were probed for."""
+    return tuple(_shown(arms, 'probe'))
+
+
+def _shown(arms: Sequence[Arm], role: str) -> Iterator[Measure]:
+    for metric in METRICS.values():
+        if metric.role == role and (metric.for_text or not _is_text(arms)):
+            on_splits = [Measure(metric, split) for split in reversed(metric.prefixes)]
+            yield from [one for one in on_splits if _has(arms, one)][:1]
+
+
+def _has(arms: Sequence[Arm], shown: Measure) -> bool:
+    return any(shown.of_seeds(arm) for arm in arms)
+
+
+def _is_text(arms: Sequence[Arm]) -> bool:
+    return _has(arms, Measure(METRICS['bits_per_byte'], 'val'))

@@ -13,22 +13,26 @@ SCORES = ('accuracy', 'solved', 'bleu', 'chrf', 'exact_match', 'num_sentences')
 def test_scores_that_are_absent_are_none():
     trial = parse_trial(trial_record('qk/vo'))
     for split in ('val', 'test'):
-        assert [getattr(trial, f'{split}_{name}') for name in SCORES] == [None] * 6
-        assert getattr(trial, f'{split}_bleu_signature') is None
+        assert [trial.metrics[f'{split}_{name}'] for name in SCORES] == [None] * 6
+        assert trial.metrics[f'{split}_bleu_signature'] is None
 
 
 def test_translation_scores_are_read():
     trial = parse_trial(translation_record('qk/vo', bleu=30.0))
-    assert [getattr(trial, f'val_{name}') for name in SCORES] == [0.5, 0.125, 29, 49, 0.15, 1014]
-    assert [getattr(trial, f'test_{name}') for name in SCORES] == [0.5, 0.125, 30, 50, 0.15, 1000]
-    assert trial.test_chrf_signature == 'nrefs:1|case:lc|nc:6|version:2.5.1'
+    assert [trial.metrics[f'val_{name}'] for name in SCORES] == [0.5, 0.125, 29, 49, 0.15, 1014]
+    assert [trial.metrics[f'test_{name}'] for name in SCORES] == [0.5, 0.125, 30, 50, 0.15, 1000]
+    assert trial.metrics['test_chrf_signature'] == 'nrefs:1|case:lc|nc:6|version:2.5.1'
 
 
 def test_a_finished_trial_needs_no_bytes_and_no_test_split():
     none = dict.fromkeys(f'test_{name}' for name in ('loss', 'accuracy', 'solved'))
     trial = parse_trial(probe_record('qk/vo', accuracy=0.75, **none))
-    assert (trial.val_loss, trial.val_bits_per_byte, trial.val_accuracy) == (0.25, None, 0.75)
-    assert trial.test_loss is None and trial.test_accuracy is None
+    assert [trial.metrics[f'val_{n}'] for n in ('loss', 'bits_per_byte', 'accuracy')] == [
+        0.25,
+        None,
+        0.75,
+    ]
+    assert trial.metrics['test_loss'] is None and trial.metrics['test_accuracy'] is None
 
 
 @pytest.mark.parametrize(

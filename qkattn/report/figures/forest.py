@@ -15,12 +15,12 @@ from qkattn.stats.inference import Difference, Estimate
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
-from qkattn.verdict.measures import Measure
+from qkattn.verdict.measures import Measure, measure_of
 
 
 def final_losses(study: Study, rows: Sequence[Arm], look: dict[str, VariantStyle]) -> Rendered:
     """Val loss per variant: a dot per seed, mean and t interval, a line at the baseline's mean."""
-    figure = _levels(study, rows, look, Measure('val_loss', 'val loss', 'nats/token'))
+    figure = _levels(study, rows, look, measure_of('val_loss'))
     return render(
         figure,
         'losses',

@@ -92,7 +92,7 @@ def _curve(study: Study, row: Arm, field: str) -> tuple[np.ndarray, np.ndarray] 
     for run in study.runs:
         for index, trial in enumerate(run.trials):
             if run.curve is not None and any(trial is chosen for chosen in row.chosen):
-                values = getattr(run.curve, f'{field}_EX')[:, index]
+                values = run.curve.values_EX[field][:, index]
                 found.append(dict(zip(run.curve.steps_E.tolist(), values, strict=True)))
     if not found:
         return None

@@ -11,11 +11,11 @@ from qkattn.report.figures.style import WIDTH, Rendered, VariantStyle, render, s
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
-from qkattn.verdict.measures import Measure
+from qkattn.verdict.measures import measure_of
 
-LOSS = Measure('val_loss', 'val loss', 'nats/token')
-GAIN = Measure('val_induction_gain', 'induction gain', 'nats/token')
-ACCURACY = Measure('val_induction_accuracy', 'induction accuracy', '%', 100.0)
+LOSS = measure_of('val_loss')
+GAIN = measure_of('val_induction_gain')
+ACCURACY = measure_of('val_induction_accuracy')
 
 
 def retrieval_figure(
