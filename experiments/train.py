@@ -9,7 +9,7 @@ from absl import flags
 
 from qkattn.config import Config
 from qkattn.errors import ConfigError
-from qkattn.metrics import PREFIXES
+from qkattn.metrics import METRICS, PREFIXES
 from qkattn.run import cli
 from qkattn.train import train
 from qkattn.train.results import FINISHED
@@ -26,29 +26,20 @@ def main() -> None:
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
         print(f'{trial} {result["status"]}', end='')
         if result['status'] == FINISHED:
-            reached = [f'{split} {" ".join(said)}' for split, said in summary(result).items()]
-            print(f': {", ".join(reached)}', end='')
+            splits = [f'{split} {", ".join(texts)}' for split, texts in summary(result).items()]
+            print(f': {"; ".join(splits)}', end='')
         print()
 
 
 def summary(result: dict[str, Any]) -> dict[str, list[str]]:
-    """What a finished trial reached, split by split, as far as it was measured."""
-    formats = {
-        'loss': '{:.4f} nats/token',
-        'perplexity': 'perplexity {:.4g}',
-        'bits_per_byte': '{:.4f} bits/byte',
-        'accuracy': '{:.2%} right',
-        'bleu': 'BLEU {:.2f}',
-    }
-    return {
-        split: [
-            said.format(result[f'{short}_{name}'])
-            for name, said in formats.items()
-            if f'{short}_{name}' in result and result[f'{short}_{name}'] is not None
-        ]
-        for split, short in PREFIXES.items()
-        if result[f'{short}_loss'] is not None
-    }
+    """The printed metrics of a finished trial by split."""
+    texts: dict[str, list[str]] = {split: [] for split in PREFIXES}
+    for metric in METRICS.values():
+        for split, prefix in PREFIXES.items():
+            field = f'{prefix}_{metric.name}'
+            if metric.role != 'error' and field in result and result[field] is not None:
+                texts[split].append(metric.text(result[field]))
+    return {split: text for split, text in texts.items() if text}
 
 
 if __name__ == '__main__':

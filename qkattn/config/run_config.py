@@ -52,24 +52,29 @@ DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019) with linear warm-up, then decay.
+    """The optimizer, and the learning rate over the steps: linear warm-up, then a schedule.
 
     Attributes:
+      name: 'adamw' (Loshchilov & Hutter 2019), 'muon' (Jordan et al. 2024; parameters outside the
+        blocks, biases and gains by Adam) or 'sgd' (with momentum).
       warmup_steps: steps from 0 to the peak learning rate.
       schedule: 'linear' or 'cosine' decay to final_fraction of the peak at the last step,
         'constant', or 'inverse_sqrt', sqrt(W / step) behind a warm-up of W steps (Vaswani et al.
         2017, section 5.3), which no number of steps ends.
       final_fraction: learning rate at the end over the peak, of 'linear' and 'cosine'.
-      beta1, beta2, epsilon: Adam's.
+      beta1, beta2, epsilon: of Adam; Muon reads epsilon too.
+      momentum: of 'muon' and 'sgd'.
       clip_norm: gradients are scaled down to this global norm; None is off.
     """
 
+    name: str = 'adamw'
     warmup_steps: int = 100
-    schedule: Literal['linear', 'cosine', 'constant', 'inverse_sqrt'] = 'linear'
+    schedule: str = 'linear'
     final_fraction: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.99
     epsilon: float = 1e-8
+    momentum: float = 0.95
     clip_norm: float | None = 1.0
 
     @property

@@ -96,7 +96,7 @@ def _check_optimizer(optimizer: OptimizerConfig, num_steps: int) -> None:
             'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt, '
             'which is measured in warm-ups'
         )
-    for name in ('beta1', 'beta2', 'final_fraction'):
+    for name in ('beta1', 'beta2', 'momentum', 'final_fraction'):
         if not 0 <= getattr(optimizer, name) <= 1:
             raise ConfigError(f'optimizer.{name}={getattr(optimizer, name)} must be in [0, 1]')
     if optimizer.clip_norm is not None and not optimizer.clip_norm > 0:

@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qkattn.config import DecodeConfig
+from qkattn.config import Config, DecodeConfig
 from qkattn.data.parallel import PairDataset
+from qkattn.data.tasks.rows import Rows
+from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.decode.beam import Hypotheses, beam_search
 from qkattn.decode.cached import decode_step, prefill, read_source, take_rows
 from qkattn.decode.translation_scores import translation_scores
 from qkattn.errors import ConfigError
-from qkattn.model import EncoderDecoder
+from qkattn.metrics import PREFIXES
+from qkattn.model import EncoderDecoder, with_params
 
 # Sources of about the same length share a batch, padded to a multiple of this many tokens, so that
 # there are few shapes to compile.
@@ -141,3 +144,22 @@ def score_split(
         [tokenizer.decode(ids) for ids in targets],
         lowercase=lowercase,
     )
+
+
+def score_trial(config: Config, rows: Rows, params: dict) -> dict[str, Any] | None:
+    """`score_split` of every split but 'train' with one trial's parameters, by result field.
+
+    Returns:
+      None where the rows are not parallel text.
+    """
+    if not isinstance(rows, TranslationRows):
+        return None
+    model = with_params(config.model, params)
+    lowercase = config.data.lowercase
+    return {
+        f'{PREFIXES[split]}_{name}': value
+        for split in rows.splits[1:]
+        for name, value in score_split(
+            model, rows.pairs, split, config.decode, lowercase=lowercase
+        ).items()
+    }

@@ -25,7 +25,9 @@ from qkattn.run.signals import StopRequest
 from qkattn.train import exported, results, sharding
 from qkattn.train import program as programs
 from qkattn.train.checkpoint import Checkpoints
-from qkattn.train.evaluation import Evaluation, evaluate, induction
+from qkattn.train.measurements import evaluate
+from qkattn.train.optimizer import check_optimizer
+from qkattn.train.placement import local_rows, place_batch
 from qkattn.train.program import Program
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ def train(
       Lost: the run was taken over.
     """
     validate(config)
+    check_optimizer(config.optimizer)
     check_directory(workdir)
     sharding.require_devices(config.mesh)
     rows = rows_of(config)
@@ -138,7 +141,7 @@ class _Run:
         config, program, train = self.config, self.program, self.config.train
         state, step, clock = self._restore()
         self.directory.metrics.rewind(step, every=train.log_every)
-        part = programs.local_rows(config, program.mesh)
+        part = local_rows(config, program.mesh)
         batches = TrainBatches(
             self.rows,
             seeds=[trial['seed'] for trial in self.trials],
@@ -159,7 +162,7 @@ class _Run:
         with batches, progress:
             started, since = time.perf_counter(), step
             for local in batches:
-                batch = programs.place_batch(config, program.mesh, local, part)
+                batch = place_batch(config, program.mesh, local, part)
                 state, measured = program.train(state, batch)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
                 held = self._record(held)
@@ -178,9 +181,9 @@ class _Run:
                 jax.block_until_ready(state)
                 clock.add(time.perf_counter() - started, (step - since) * self.tokens_per_step)
                 if evaluating:
-                    reached = self._evaluate(state, 'validation')
+                    reached = evaluate(config, program, self.rows, state, 'validation')
                     self.directory.metrics.append(results.of_evaluation(step, reached))
-                    val_loss = float(np.mean(reached.loss_X))
+                    val_loss = float(np.mean(reached.values['loss']))
                 if saving:
                     self._save(step, state, val_loss, clock)
                 if stopping:
@@ -218,9 +221,6 @@ class _Run:
         record = {'data': self.rows.identity(), 'train_seconds': clock.seconds}
         self.checkpoints.save(step, state, record, val_loss)
 
-    def _evaluate(self, state: dict, split: str) -> Evaluation:
-        return evaluate(self.config, self.program, self.rows, state, split)
-
     def _provenance(self) -> dict[str, Any]:
         """What made the numbers; who and where stays in provenance.json."""
         start = read_json(self.directory.path / 'provenance.json')['starts'][-1]
@@ -233,10 +233,12 @@ class _Run:
             'tokens_per_second': clock.tokens_per_second,
             'lifting': self.program.lifting,
         }
-        reached = {split: self._evaluate(state, split) for split in self.rows.splits[1:]}
+        reached = {
+            split: evaluate(self.config, self.program, self.rows, state, split)
+            for split in self.rows.splits[1:]
+        }
         if self.lost():
             raise Lost(f'{self.directory.path} was taken over after its last step')
-        repeated = induction(self.config, self.program, self.rows, state)
         return results.of_trials(
-            self.config, self.rows, state, reached, repeated, costs, self._provenance()
+            self.config, self.program, self.rows, state, reached, costs, self._provenance()
         )

@@ -1,4 +1,4 @@
-"""The compiled programs of a run, and the choice of how they are lifted over trials."""
+"""The compiled programs of a run."""
 
 import dataclasses
 import logging
@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 from qkattn.config import Config
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.train import sharding
-from qkattn.train.step import eval_step, graph_of, init_stack, train_steps
-
-LIFTINGS = ('map', 'vmap')
+from qkattn.train.evaluation import eval_step
+from qkattn.train.lifting import LIFTINGS, seconds_per_dispatch
+from qkattn.train.placement import constant_batch, leading_shape
+from qkattn.train.step import init_stack, train_steps
 
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
 
@@ -32,9 +33,8 @@ class Program:
       lifting: 'vmap' or 'map'.
       abstract_state: ShapeDtypeStructs with shardings, the target of a restore.
       hyper: seed, learning_rate and weight_decay of each trial, on the mesh.
-      train: (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]); the state given is
-        consumed.
-      evaluate: (state, batch [B, ...]) -> sums [X] of `step.measure`.
+      train: (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]); donates its state.
+      evaluate: (state, batch [B, ...]) -> sums [X] of `evaluation.measure`.
       init: () -> state before step 0.
       compile_seconds: time to compile `train`.
       measured: seconds per step by lifting, where it was chosen by measurement.
@@ -69,67 +69,12 @@ def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, di
         state,
         sharding.state_shardings(state, mesh),
     )
-    leading = leading_shape(config)
     placed = sharding.batch_sharding(mesh)
     batch = {
-        name: jax.ShapeDtypeStruct((*leading, length), dtype, sharding=placed)
+        name: jax.ShapeDtypeStruct((*leading_shape(config), length), dtype, sharding=placed)
         for name, (length, dtype) in task_of(config).array_shapes(config.model).items()
     }
     return state, hyper, batch
-
-
-def leading_shape(config: Config) -> tuple[int, int, int, int]:
-    """[C, X, A, B] of one dispatch: steps, trials, microbatches, rows."""
-    train = config.train
-    return (
-        train.steps_per_dispatch,
-        len(config.trials.trials()),
-        train.accumulation,
-        train.batch_size // train.accumulation,
-    )
-
-
-def local_rows(config: Config, mesh: Mesh) -> slice:
-    """The rows of the global batch that this process's devices hold.
-
-    Row r of a batch is row r // A of microbatch r % A, so that these rows are consecutive.
-    """
-    shape = leading_shape(config)
-    parts = sharding.batch_sharding(mesh).addressable_devices_indices_map(shape).values()
-    bounds = [part[3].indices(shape[3]) for part in parts]
-    return slice(min(b[0] for b in bounds) * shape[2], max(b[1] for b in bounds) * shape[2])
-
-
-def place_batch(
-    config: Config, mesh: Mesh, local: dict[str, np.ndarray], rows: slice
-) -> dict[str, jax.Array]:
-    """The global batch [C, X, A, B, ...] of one dispatch from the rows [C, X, ...] read here.
-
-    The batch is cut into microbatches here rather than in the program, where the cut would move
-    rows between devices.
-    """
-    return {name: _place(config, mesh, array, rows) for name, array in local.items()}
-
-
-def _place(config: Config, mesh: Mesh, local_CXBT: np.ndarray, rows: slice) -> jax.Array:
-    shape = (len(local_CXBT), *leading_shape(config)[1:], local_CXBT.shape[-1])
-    C, X, A, B, T = shape
-    local_CXABT = np.swapaxes(local_CXBT.reshape(C, X, -1, A, T), 2, 3)
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        start, stop, _ = index[3].indices(B)
-        first = rows.start // A
-        return local_CXABT[index[0], index[1], :, start - first : stop - first]
-
-    return jax.make_array_from_callback(shape, sharding.batch_sharding(mesh), part)
-
-
-def place_everywhere(mesh: Mesh, tree: Any) -> Any:
-    """Numpy values on every device of the mesh."""
-    replicated = NamedSharding(mesh, P())
-    return jax.tree.map(
-        lambda a: jax.make_array_from_callback(np.shape(a), replicated, lambda i: a[i]), tree
-    )
 
 
 def build(config: Config, lifting: str | None = None, params: dict | None = None) -> Program:
@@ -137,9 +82,9 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
 
     Args:
       config: validated.
-      lifting: pins the choice that an earlier start of the same run recorded; None goes by
-        config.train.lifting, measuring where that is 'auto'.
-      params: what all trials start from; None draws from their seeds.
+      lifting: the choice that an earlier start of the same run recorded; None follows
+        config.train.lifting, with a measurement where that is 'auto'.
+      params: initial parameters of all trials; None draws them from the seeds.
 
     Raises:
       ConfigError: the mesh needs more devices than there are.
@@ -158,40 +103,34 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
     }
     replicated = NamedSharding(mesh, P())
     init = jax.jit(lambda seeds: init_stack(config, seeds), out_shardings=shardings)
-    graph = graph_of(config)
 
     def compiled(kind: str) -> tuple[Callable, float]:
         start = time.perf_counter()
         steps = jax.jit(
-            train_steps(config, graph, kind, mesh),
+            train_steps(config, kind, mesh),
             donate_argnums=0,
             out_shardings=(shardings, replicated),
         )
         return steps.lower(abstract, hyper, batch).compile(), time.perf_counter() - start
 
-    wanted = lifting or config.train.lifting
-    if wanted == 'auto' and len(trials) == 1:
-        wanted = 'vmap'
+    kinds: tuple[str, ...] = (lifting or config.train.lifting,)
+    if kinds == ('auto',):
+        kinds = LIFTINGS if len(trials) > 1 else ('vmap',)
+    programs = {kind: compiled(kind) for kind in kinds}
     measured: dict[str, float] = {}
-    if wanted == 'auto':
-        programs = {kind: compiled(kind) for kind in LIFTINGS}
-        for kind, (steps, _) in programs.items():
-            measured[kind] = _seconds_per_step(
-                config,
-                mesh,
-                lambda state, batch, steps=steps: steps(state, hyper, batch),
-                lambda: init(hyper['seed']),
-            )
-        wanted = min(measured, key=measured.get)
-        log.info('lifting %s chosen; seconds per step: %s', wanted, measured)
-        steps, compile_seconds = programs[wanted]
-    else:
-        steps, compile_seconds = compiled(wanted)
+    if len(kinds) > 1:
+        scratch = constant_batch(config, mesh)
+        for kind, (run, _) in programs.items():
+            seconds = seconds_per_dispatch(run, lambda: (init(hyper['seed']), hyper, scratch))
+            measured[kind] = seconds / config.train.steps_per_dispatch
+        log.info('seconds per step by lifting: %s', measured)
+    chosen = min(measured, key=lambda kind: measured[kind]) if measured else kinds[0]
+    steps, compile_seconds = programs[chosen]
 
-    evaluate = jax.jit(eval_step(config, graph, wanted, mesh), out_shardings=replicated)
+    evaluate = jax.jit(eval_step(config, chosen, mesh), out_shardings=replicated)
     return Program(
         mesh=mesh,
-        lifting=wanted,
+        lifting=chosen,
         abstract_state=abstract,
         hyper=hyper,
         train=lambda state, batch: steps(state, hyper, batch),
@@ -203,16 +142,17 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
 
 
 def warm_up(config: Config) -> tuple[float, float]:
-    """Seconds per step of the whole stack, measured on constant rows, and seconds to compile."""
+    """Seconds per step of the whole stack, timed on constant rows, and seconds to compile."""
     program = build(config)
     if program.measured:
         return program.measured[program.lifting], program.compile_seconds
-    steps = _seconds_per_step(config, program.mesh, program.train, program.init)
-    return steps, program.compile_seconds
+    batch = constant_batch(config, program.mesh)
+    seconds = seconds_per_dispatch(program.train, lambda: (program.init(), batch))
+    return seconds / config.train.steps_per_dispatch, program.compile_seconds
 
 
 def _start_from(params: dict | None, state: dict) -> dict:
-    """The fresh state, with `params` in every trial."""
+    """The initial state, with `params` in every trial."""
     if params is None:
         return state
 
@@ -222,22 +162,3 @@ def _start_from(params: dict | None, state: dict) -> dict:
 
     placed = jax.tree.map(place, params, state['trials']['params'])
     return {**state, 'trials': {**state['trials'], 'params': placed}}
-
-
-def _seconds_per_step(config: Config, mesh: Mesh, steps: Callable, init: Callable) -> float:
-    """The faster of two timed dispatches on scratch state and constant rows."""
-    rows = local_rows(config, mesh)
-    leading = (*leading_shape(config)[:2], rows.stop - rows.start)
-    local = {
-        name: np.ones((*leading, length), dtype)
-        for name, (length, dtype) in task_of(config).array_shapes(config.model).items()
-    }
-    batch = place_batch(config, mesh, local, rows)
-    state = jax.block_until_ready(init())
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        state, metrics = steps(state, batch)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - start)
-    return min(seconds) / config.train.steps_per_dispatch

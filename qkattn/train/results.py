@@ -9,27 +9,23 @@ import numpy as np
 
 from qkattn.config import Config, fingerprint
 from qkattn.data.tasks.rows import Rows
-from qkattn.data.tasks.translation import TranslationRows
-from qkattn.decode.translate import score_split
-from qkattn.metrics import PREFIXES, bits_per_byte, perplexity
-from qkattn.model import cost, with_params
+from qkattn.metrics import EVALUATED, METRICS, PREFIXES, bits_per_byte
+from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 from qkattn.run.records import to_jsonable
-from qkattn.train.evaluation import Evaluation, Induction
+from qkattn.train.measurements import STACK_MEASUREMENTS, TRIAL_MEASUREMENTS, Evaluation
+from qkattn.train.program import Program
 
 # Trial outcomes.
 FINISHED, DIVERGED = 'finished', 'diverged'
 
-# Of an evaluation on the way; a result has more.
-MEASURES = ('loss', 'bits_per_byte', 'accuracy', 'solved')
-
 
 def of_trials(
     config: Config,
+    program: Program,
     rows: Rows,
     state: dict,
     reached: Mapping[str, Evaluation],
-    induction: Induction | None,
     costs: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
@@ -37,9 +33,8 @@ def of_trials(
 
     Args:
       reached: the last evaluation of each split but 'train'.
-      induction: on the validation split, where there is such a thing.
-      costs: seconds and the like, of the whole run.
-      provenance: what made the numbers; who and where stays in provenance.json.
+      costs: seconds, tokens per second and lifting, of the whole run.
+      provenance: of the software and devices; user and host stay in provenance.json.
     """
     model, num_steps = config.model, int(state['step'])
     unigram, size = rows.unigram_nats('validation'), rows.bytes_per_token('validation')
@@ -70,58 +65,40 @@ def of_trials(
         'eval_rows': reached['validation'].num_rows,
         'provenance': provenance,
     }
+    measured: dict[str, np.ndarray] = {}
+    for measure_stack in STACK_MEASUREMENTS:
+        measured |= measure_stack(config, program, rows, state) or {}
     alive_X = np.asarray(state['trials']['alive'])
-    found = []
+    loss_X = reached['validation'].values['loss']
+    results = []
     for x, trial in enumerate(config.trials.trials()):
-        # The last update, too, may have left what cannot be evaluated.
-        finite = bool(alive_X[x] and np.isfinite(reached['validation'].loss_X[x]))
+        # A finite gradient in the last step may still have left parameters with an infinite loss.
+        finite = bool(alive_X[x] and np.isfinite(loss_X[x]))
         result = {'trial': trial, 'status': FINISHED if finite else DIVERGED, **common}
         for split, prefix in PREFIXES.items():
             result |= _of_split(reached.get(split) if finite else None, prefix, x)
-        result |= _of_induction(induction if finite else None, x)
-        if finite and isinstance(rows, TranslationRows):
-            result |= _translation_scores(config, rows, state, x)
-        found.append(result)
-    return to_jsonable(found)
+        result |= {name: float(v_X[x]) if finite else None for name, v_X in measured.items()}
+        for measure_trial in TRIAL_MEASUREMENTS if finite else ():
+            result |= measure_trial(config, rows, _params(state, x)) or {}
+        results.append(result)
+    return to_jsonable(results)
 
 
 def of_evaluation(step: int, reached: Evaluation) -> dict[str, Any]:
     """The record of an evaluation on the validation split, for all trials."""
-    measured = {f'val_{name}': getattr(reached, f'{name}_X') for name in MEASURES}
-    return {'kind': 'eval', 'step': step, **measured}
+    logged = {m.field('val'): reached.values[m.name] for m in METRICS.values() if m.logged}
+    return {'kind': 'eval', 'step': step, **logged}
 
 
 def _of_split(reached: Evaluation | None, prefix: str, x: int) -> dict[str, float | None]:
-    """One trial on one split; None for each measure where there is no such split."""
-    names = (*MEASURES, 'loss_se')
-    values = [None if reached is None else getattr(reached, f'{name}_X') for name in names]
-    measured = {
-        name: None if value is None else float(value[x])
-        for name, value in zip(names, values, strict=True)
-    }
-    loss = measured['loss']
-    measured['perplexity'] = None if loss is None else perplexity(loss)
-    return {f'{prefix}_{name}': value for name, value in measured.items()}
+    """Every evaluated metric of one trial on one split; None where there is no value."""
+    measured = {}
+    for name, metric in EVALUATED.items():
+        values_X = None if reached is None else reached.values[name]
+        measured[metric.field(prefix)] = None if values_X is None else float(values_X[x])
+    return measured
 
 
-def _of_induction(found: Induction | None, x: int) -> dict[str, float | None]:
-    """One trial of the induction probe; None where it means nothing."""
-    return {
-        'val_induction_gain': None if found is None else float(found.gain_X[x]),
-        'val_induction_accuracy': None if found is None else float(found.accuracy_X[x]),
-    }
-
-
-def _translation_scores(
-    config: Config, rows: TranslationRows, state: dict, x: int
-) -> dict[str, Any]:
-    """BLEU and the like of one trial, on one device."""
-    params = jax.tree.map(lambda a: jnp.asarray(np.asarray(a[x])), state['trials']['params'])
-    model = with_params(config.model, params)
-    scores = {}
-    for split in rows.splits[1:]:
-        found = score_split(
-            model, rows.pairs, split, config.decode, lowercase=config.data.lowercase
-        )
-        scores |= {f'{PREFIXES[split]}_{name}': value for name, value in found.items()}
-    return scores
+def _params(state: dict, x: int) -> dict:
+    """One trial's parameters, on one device."""
+    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a[x])), state['trials']['params'])

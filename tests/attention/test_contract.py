@@ -13,7 +13,7 @@ from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, TrialsCo
 from qkattn.errors import SpecError
 from qkattn.study import catalogue
 from qkattn.train import program, sharding
-from qkattn.train.step import graph_of, train_steps
+from qkattn.train.step import train_steps
 
 D, N, H, T = 32, 4, 8, 7
 
@@ -291,7 +291,7 @@ def test_a_train_step_lowers_for_a_pod_without_devices(cell):
     names = ('trial', 'data', 'fsdp', 'tensor')
     mesh = AbstractMesh((2, 4, 4, 4), names, axis_types=(AxisType.Auto,) * 4)
     state, hyper, tokens = program.abstract_inputs(config, mesh)
-    step = jax.jit(train_steps(config, graph_of(config), 'vmap', mesh))
+    step = jax.jit(train_steps(config, 'vmap', mesh))
     lowered = step.trace(state, hyper, tokens).lower(lowering_platforms=('tpu',))
     assert 'dot_general' in lowered.as_text()
     after, metrics = lowered.out_info

@@ -6,16 +6,17 @@ import math
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qkattn import metrics
 from qkattn.config import MeshConfig
 from qkattn.data import pipeline
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.task_registry import rows_of
+from qkattn.metrics import losses
 from qkattn.model import cost
-from qkattn.train import evaluation, program, results, sharding, step, train
+from qkattn.train import evaluation, measurements, program, results, sharding, step, train
 
 
 def direct_se(nats_R, weights_R):
@@ -27,21 +28,13 @@ def direct_se(nats_R, weights_R):
     return math.sqrt(R / (R - 1) * squares.sum()) / weights_R.sum()
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    """measured(nats_BT, targets_BT, loss_weights_BT): the sums of `step.measure`."""
-
-    def make(nats_BT, loss_weights_BT):
-        nats_BT, loss_weights_BT = np.float32(nats_BT), np.float32(loss_weights_BT)
-        monkeypatch.setattr(step, 'predict', lambda *_: jnp.zeros((*nats_BT.shape, 2)))
-        monkeypatch.setattr(step, 'cross_entropy', lambda *_: jnp.asarray(nats_BT))
-        batch = {
-            'targets_BT': jnp.zeros(nats_BT.shape, jnp.int32),
-            'loss_weights_BT': loss_weights_BT,
-        }
-        return jax.jit(lambda: step.measure(None, None, None, batch))()
-
-    return make
+def measured(nats_BT, loss_weights_BT):
+    """The sums of one batch, as computed in float32 inside a program."""
+    nats_BT, weights_BT = np.float32(nats_BT), np.float32(loss_weights_BT)
+    correct_BT = np.zeros(nats_BT.shape, bool)
+    return jax.jit(lambda *arrays: metrics.batch_sums(metrics.Predictions(None, None, *arrays)))(
+        weights_BT, nats_BT, correct_BT
+    )
 
 
 def joined(batches):
@@ -51,7 +44,7 @@ def joined(batches):
 
 @pytest.mark.parametrize('spread', [1.0, 0.1, 0.003])
 @pytest.mark.parametrize('unequal', [False, True])
-def test_the_standard_error_is_that_of_a_ratio_over_rows(measured, spread, unequal):
+def test_the_standard_error_is_that_of_a_ratio_over_rows(spread, unequal):
     """Rows of 256 targets at 3 nats, which differ much or hardly at all."""
     rng = np.random.default_rng(0)
     nats_PBT = 3 + spread * (rng.normal(size=(5, 16, 1)) + rng.normal(size=(5, 16, 256)))
@@ -61,38 +54,38 @@ def test_the_standard_error_is_that_of_a_ratio_over_rows(measured, spread, unequ
     sums = joined([measured(*pair) for pair in zip(nats_PBT, weights_PBT, strict=True)])
     nats_PB = (np.float32(nats_PBT).astype(np.float64) * weights_PBT).sum(-1)
     want = direct_se(nats_PB.ravel(), weights_PBT.sum(-1).ravel())
-    np.testing.assert_allclose(evaluation.standard_error(sums), [want], rtol=1e-4)
+    np.testing.assert_allclose(losses.standard_error(sums), [want], rtol=1e-4)
     if not unequal:  # that of a mean of independent row means
         mean_R = (nats_PB / 256).ravel()[: 4 * 16 + 7]
         assert want == pytest.approx(mean_R.std(ddof=1) / math.sqrt(len(mean_R)), rel=1e-9)
 
 
-def test_a_single_row_has_no_standard_error_and_equal_rows_have_none_to_speak_of(measured):
+def test_a_single_row_has_no_standard_error_and_equal_rows_have_none_to_speak_of():
     one, weights = np.array([[1.0, 2.0], [9.0, 9.0]]), np.array([[1.0, 1.0], [0.0, 0.0]])
-    assert np.isnan(evaluation.standard_error(joined([measured(one, weights)]))).all()
+    assert np.isnan(losses.standard_error(joined([measured(one, weights)]))).all()
     # 1 + 2 and 2 + 3 nats of two targets each: se = sqrt(2 / 1 * (1 + 1)) / 4.
     two = measured([[1.0, 2.0], [2.0, 3.0]], np.ones((2, 2)))
-    np.testing.assert_allclose(evaluation.standard_error(joined([two])), [0.5], rtol=1e-6)
+    np.testing.assert_allclose(losses.standard_error(joined([two])), [0.5], rtol=1e-6)
     same = measured(np.full((2, 2), 1.5), np.ones((2, 2)))
-    assert evaluation.standard_error(joined([same])) == [0.0]
+    assert losses.standard_error(joined([same])) == [0.0]
 
 
-def test_the_sums_do_not_depend_on_how_rows_are_batched(measured):
+def test_the_sums_do_not_depend_on_how_rows_are_batched():
     rng = np.random.default_rng(1)
     nats_BT, loss_weights_BT = (
         rng.gamma(2, 1, (12, 8)),
         (rng.random((12, 8)) < 0.6).astype(np.float32),
     )
-    wanted = evaluation.standard_error(joined([measured(nats_BT, loss_weights_BT)]))
+    wanted = losses.standard_error(joined([measured(nats_BT, loss_weights_BT)]))
     for size in (1, 5):
         parts = [slice(at, at + size) for at in range(0, 12, size)]
         sums = joined([measured(nats_BT[part], loss_weights_BT[part]) for part in parts])
-        np.testing.assert_allclose(evaluation.standard_error(sums), wanted, rtol=1e-5)
+        np.testing.assert_allclose(losses.standard_error(sums), wanted, rtol=1e-5)
 
 
 def stub(answer, num_trials=2):
     """A program whose trials all predict what `answer(tokens_BT)`, logits_BTV, says."""
-    sums = jax.jit(lambda batch: step.measure(None, None, None, batch))
+    sums = jax.jit(lambda batch: evaluation.measure(None, None, batch))
 
     def evaluate(state, batch):
         found = sums({**batch, 'logits_BTV': answer(np.asarray(batch['tokens_BT']))})
@@ -103,7 +96,7 @@ def stub(answer, num_trials=2):
 
 @pytest.fixture
 def stubbed(monkeypatch):
-    monkeypatch.setattr(step, 'predict', lambda _c, _g, _p, batch, _k: batch['logits_BTV'])
+    monkeypatch.setattr(step, 'predict', lambda _c, _p, batch: batch['logits_BTV'])
     return stub
 
 
@@ -118,20 +111,27 @@ def copying(half, sure):
     return answer
 
 
+def induction_of(*args):
+    found = measurements.induction(*args)
+    return found and SimpleNamespace(
+        gain_X=found['val_induction_gain'], accuracy_X=found['val_induction_accuracy']
+    )
+
+
 def alive(*flags):
-    return {'step': np.int32(7), 'trials': {'alive': np.array(flags)}}
+    return {'step': np.int32(7), 'trials': {'alive': np.array(flags), 'params': {}}}
 
 
 @pytest.mark.parametrize('context', [16, 17])
 def test_a_model_that_copies_gains_and_one_that_does_not_does_not(tiny, stubbed, context):
     config = tiny(model={'context': context}, train={'batch_size': 24, 'accumulation': 1})
     rows, half = rows_of(config), (context + 1) // 2
-    found = evaluation.induction(config, stubbed(copying(half, 30.0)), rows, alive(True, True))
+    found = induction_of(config, stubbed(copying(half, 30.0)), rows, alive(True, True))
     np.testing.assert_allclose(found.accuracy_X, [1, 1])
     # The first copy was never seen before: token 0 is guessed, which no text holds.
     np.testing.assert_allclose(found.gain_X, 30, atol=0.01)
     # Half a guess: the gain is the difference of two closed forms.
-    half_sure = evaluation.induction(config, stubbed(copying(half, 5.0)), rows, alive(True, True))
+    half_sure = induction_of(config, stubbed(copying(half, 5.0)), rows, alive(True, True))
     np.testing.assert_allclose(half_sure.gain_X, 5, rtol=1e-5)
     # Blind to its window: every copy costs the same, and only one token is ever right.
     r_BH = repeats.sequences(rows)
@@ -139,7 +139,7 @@ def test_a_model_that_copies_gains_and_one_that_does_not_does_not(tiny, stubbed,
     common = values[counts.argmax()]
     always = np.zeros((24, context, 256), np.float32)
     always[..., common] = 3.0
-    blind = evaluation.induction(config, stubbed(lambda _: always), rows, alive(True, False))
+    blind = induction_of(config, stubbed(lambda _: always), rows, alive(True, False))
     np.testing.assert_allclose(blind.gain_X, [0, np.nan], atol=1e-6)
     part = counts.max() / r_BH[:, 1:].size
     np.testing.assert_allclose(blind.accuracy_X, [part, np.nan], rtol=1e-6)
@@ -157,11 +157,10 @@ def test_every_arm_is_shown_the_same(tiny):
 
         def evaluate(state, batch, seen=seen):
             seen.append(jax.tree.map(np.asarray, batch))
-            names = ('nats', 'correct', 'solved', 'weight', 'rows', 'ee', 'ew', 'ww')
-            return {name: np.ones(2) for name in names}
+            return {name: np.ones(2) for name in ('nats', 'correct', 'weight')}
 
         fake = SimpleNamespace(mesh=sharding.make_mesh(MeshConfig()), evaluate=evaluate)
-        evaluation.induction(config, fake, rows_of(config), alive(True, True))
+        induction_of(config, fake, rows_of(config), alive(True, True))
         # 64 rows fill the batches of both sizes: one copy after the other.
         shown.append({name: np.concatenate([b[name] for b in seen]) for name in seen[0]})
     assert shown[0]['tokens_BT'].shape == (128, 16)
@@ -173,15 +172,16 @@ def test_every_arm_is_shown_the_same(tiny):
     'sections',
     [
         {'model': {'kind': 'encoder', 'vocab_size': 257}},
+        {'model': {'kind': 'encoder', 'vocab_size': 257}, 'data': {'mask_rate': 0.99}},
         {'model': {'context': 7}},
         {'model': {'context': 7}, 'data': {'name': 'recall(pairs=2, keys=4, values=4)'}},
         {'model': {'context': 32}, 'data': {'name': 'induction'}},
     ],
-    ids=['encoder', 'short', 'short probe', 'probe'],
+    ids=['encoder', 'all masked', 'short', 'short probe', 'probe'],
 )
 def test_where_repeats_mean_nothing_there_is_no_probe(tiny, sections):
     config = tiny(**sections)
-    assert evaluation.induction(config, None, rows_of(config), alive(True, True)) is None
+    assert induction_of(config, None, rows_of(config), alive(True, True)) is None
 
 
 def reached(config, mesh, lifting):
@@ -189,8 +189,8 @@ def reached(config, mesh, lifting):
     built, rows = program.build(split, lifting), rows_of(split)
     state = built.init()
     return (
-        evaluation.evaluate(split, built, rows, state, 'validation'),
-        evaluation.induction(split, built, rows, state),
+        measurements.evaluate(split, built, rows, state, 'validation'),
+        induction_of(split, built, rows, state),
     )
 
 
@@ -202,7 +202,7 @@ def test_other_meshes_and_liftings_measure_the_same(tiny):
         (MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
     ):
         got, got_induction = reached(config, mesh, lifting)
-        np.testing.assert_allclose(got.loss_se_X, want.loss_se_X, rtol=1e-4)
+        np.testing.assert_allclose(got.values['loss_se'], want.values['loss_se'], rtol=1e-4)
         np.testing.assert_allclose(got_induction.gain_X, want_induction.gain_X, atol=1e-5)
         np.testing.assert_allclose(got_induction.accuracy_X, want_induction.accuracy_X, atol=2e-3)
         assert got.num_rows == want.num_rows == 8
@@ -233,56 +233,46 @@ def test_a_real_model_is_measured_row_by_row(tiny):
     config = tiny(model={'num_layers': 1}, train={'batch_size': 3, 'accumulation': 1})
     built, rows = program.build(config), rows_of(config)
     state = built.init()
-    got = evaluation.evaluate(config, built, rows, state, 'validation')
+    got = measurements.evaluate(config, built, rows, state, 'validation')
     numbers_R = pipeline.eval_rows(rows, 'validation', 8)
     batch = rows.read('validation', numbers_R, np.zeros((8, 2), np.uint64))
-    graph = step.graph_of(config)
     for x in range(2):
         params = jax.tree.map(lambda a, x=x: a[x], state['trials']['params'])
-        logits_RTV = step.predict(config, graph, params, batch, None)
+        logits_RTV = step.predict(config, params, batch)
         nats_RT = np.asarray(step.cross_entropy(logits_RTV, batch['targets_BT']), np.float64)
         want = direct_se(nats_RT.sum(-1), np.full(8, 16))
-        np.testing.assert_allclose(got.loss_se_X[x], want, rtol=1e-4)
+        np.testing.assert_allclose(got.values['loss_se'][x], want, rtol=1e-4)
 
 
-def test_a_result_without_a_test_split_or_a_probe_holds_null(tiny):
-    config = tiny(trials={'seeds': (0,)})
-    one = evaluation.Evaluation(
-        loss_X=np.array([2.0]),
-        loss_se_X=np.array([np.nan]),
-        bits_per_byte_X=None,
-        accuracy_X=np.array([0.5]),
-        solved_X=np.array([0.0]),
-        num_targets=16,
-        num_rows=1,
+def values_of(**metrics_X):
+    """An evaluation with these metrics; the others are not defined."""
+    return measurements.Evaluation(
+        values={name: None for name in metrics.EVALUATED} | metrics_X, num_targets=16, num_rows=1
     )
+
+
+def test_a_metric_without_a_value_is_null_and_a_measurement_that_does_not_apply_absent(tiny):
+    config = tiny(model={'context': 7}, trials={'seeds': (0,)})
+    one = values_of(loss=np.array([2.0]), loss_se=np.array([np.nan]))
     (result,) = results.of_trials(
-        config, rows_of(config), alive(True), {'validation': one}, None, {}, {}
+        config, None, rows_of(config), alive(True), {'validation': one}, {}, {}
     )
-    for name in ('val_loss_se', 'test_loss_se', 'val_induction_gain', 'val_induction_accuracy'):
-        assert result[name] is None
+    assert result['val_loss_se'] is result['test_loss_se'] is result['val_bits_per_byte'] is None
+    assert not [name for name in result if 'induction' in name or 'bleu' in name]
     assert result['val_loss'] == 2.0 and result['eval_rows'] == 1
     assert result['num_steps'] == 7 and result['status'] == 'finished'
-    assert result['weights'] == cost.count(config.model)
+    assert result['parameters'] == cost.count(config.model)
 
 
-def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny):
-    """The gradient of the last step was finite, the parameters behind it are not."""
+def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny, monkeypatch):
+    """The gradient of the last step was finite, the parameters after it are not."""
     config = tiny(trials={'seeds': (0, 1)})
     values_X = np.array([2.0, np.inf])
-    late = evaluation.Evaluation(
-        loss_X=values_X,
-        loss_se_X=np.array([0.1, np.nan]),
-        bits_per_byte_X=None,
-        accuracy_X=np.array([0.5, 0.0]),
-        solved_X=np.array([0.0, 0.0]),
-        num_targets=16,
-        num_rows=8,
-    )
-    both = {'validation': late, 'test': late}
-    probe = evaluation.Induction(gain_X=values_X, accuracy_X=values_X)
+    late = values_of(loss=values_X, accuracy=np.array([0.5, 0.0]))
+    probe = {'val_induction_gain': values_X}
+    monkeypatch.setattr(results, 'STACK_MEASUREMENTS', (lambda *_: probe, lambda *_: None))
     fine, diverged = results.of_trials(
-        config, rows_of(config), alive(True, True), both, probe, {}, {}
+        config, None, rows_of(config), alive(True, True), {'validation': late, 'test': late}, {}, {}
     )
     assert (fine['status'], diverged['status']) == ('finished', 'diverged')
     for name in ('val_loss', 'test_accuracy', 'val_induction_gain'):

@@ -42,11 +42,7 @@ def test_training_goes_on_from_a_run_and_from_a_directory(tiny, tmp_path):
     on = tiny(train={'init_from': str(tmp_path / 'w')}, trials={'seeds': (0,)})
     train(on, tmp_path / 'second')
     losses = [
-        [
-            r['loss'][-1]
-            for r in read_metrics(tmp_path / d / 'metrics.jsonl')
-            if 'loss' in r
-        ]
+        [r['loss'][-1] for r in read_metrics(tmp_path / d / 'metrics.jsonl') if 'loss' in r]
         for d in ('first', 'second')
     ]
     assert losses[1][0] < losses[0][0] - 0.5  # it starts where the first run ended

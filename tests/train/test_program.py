@@ -7,13 +7,13 @@ import numpy as np
 
 from qkattn.config import MeshConfig
 from qkattn.run.records import read_json
-from qkattn.train import program, sharding, train
+from qkattn.train import placement, program, sharding, train
 
 
 def test_auto_measures_both_liftings_and_keeps_the_faster(tiny, tmp_path, monkeypatch):
     config = tiny(train={'lifting': 'auto'})
     seconds = iter([0.2, 0.1])
-    monkeypatch.setattr(program, '_seconds_per_step', lambda *a: next(seconds))
+    monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *a: next(seconds))
     train(config, tmp_path)
     assert read_json(tmp_path / 'lifting.json') == {
         'lifting': 'vmap',
@@ -39,10 +39,10 @@ def test_one_trial_is_not_measured(tiny):
 def test_rows_become_microbatches_in_turn(tiny):
     config = dataclasses.replace(tiny(), mesh=MeshConfig(trial=2, data=2, fsdp=2))
     mesh = sharding.make_mesh(config.mesh)
-    rows = program.local_rows(config, mesh)
+    rows = placement.local_rows(config, mesh)
     assert rows == slice(0, 8)
     local_CXBT = np.arange(1 * 2 * 8 * 16, dtype=np.int32).reshape(1, 2, 8, 16)
-    placed = program.place_batch(config, mesh, {'tokens_BT': local_CXBT}, rows)['tokens_BT']
+    placed = placement.place_batch(config, mesh, {'tokens_BT': local_CXBT}, rows)['tokens_BT']
     assert placed.shape == (1, 2, 2, 4, 16)
     for a in range(2):
         np.testing.assert_array_equal(placed[0, :, a], local_CXBT[0, :, a::2])

@@ -139,10 +139,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tiny, tmp_path, c
     assert [r['val_loss'] for r in got] == [r['val_loss'] for r in want]
     assert 'checkpoint 12 is damaged' in caplog.text
     metrics = [
-        [
-            {k: v for k, v in r.items()}
-            for r in read_metrics(tmp_path / d / 'metrics.jsonl')
-        ]
+        [{k: v for k, v in r.items()} for r in read_metrics(tmp_path / d / 'metrics.jsonl')]
         for d in 'ab'
     ]
     assert metrics[0] == metrics[1]

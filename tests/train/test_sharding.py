@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from qkattn.config import MeshConfig
 from qkattn.errors import ConfigError
-from qkattn.train import program, sharding
+from qkattn.train import placement, program, sharding
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_losses_do_not_depend_on_the_mesh(tiny, mesh, lifting, capfd):
 
     def run(mesh):
         built = program.build(dataclasses.replace(config, mesh=mesh), lifting)
-        rows = program.local_rows(config, built.mesh)
-        batch = program.place_batch(config, built.mesh, local, rows)
+        rows = placement.local_rows(config, built.mesh)
+        batch = placement.place_batch(config, built.mesh, local, rows)
         return built, *built.train(built.init(), batch)
 
     _, _, want = run(MeshConfig())

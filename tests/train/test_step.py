@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from qkattn.config import MeshConfig
-from qkattn.train import program, sharding, step
+from qkattn.train import placement, sharding, step
 
 
 def tokens_XABT1(config, seed=0):
-    shape = (*program.leading_shape(config)[1:], config.model.context + 1)
+    shape = (*placement.leading_shape(config)[1:], config.model.context + 1)
     return np.random.default_rng(seed).integers(0, 256, shape).astype(np.int32)
 
 
@@ -34,7 +33,7 @@ def one_step(config, tokens, lifting='vmap', mesh=None, steps=1):
         'weight_decay': jnp.array([t['weight_decay'] for t in trials], jnp.float32),
     }
     state = jax.jit(lambda seeds: step.init_stack(config, seeds))(hyper['seed'])
-    program = jax.jit(step.train_steps(config, step.graph_of(config), lifting, mesh))
+    program = jax.jit(step.train_steps(config, lifting, mesh))
     return program(state, hyper, language_batch(jnp.broadcast_to(tokens, (steps, *tokens.shape))))
 
 
@@ -68,17 +67,17 @@ def test_accumulation_is_one_large_batch(tiny, accumulation):
 
 def test_accumulation_weighs_by_tokens(tiny):
     config = tiny()
-    params, graph = params_of(config), step.graph_of(config)
+    params = params_of(config)
     batch = language_batch(jnp.asarray(tokens_XABT1(config)[0]))
     # The two microbatches hold very different numbers of tokens.
     weights_ABT = np.ones((2, 4, 16), np.float32)
     weights_ABT[0, :, 2:] = 0
     batch['loss_weights_BT'] = jnp.asarray(weights_ABT)
-    loss, grads = step.gradients(config, graph, params, batch, None)
+    loss, grads = step.gradients(config, params, batch, None)
     whole = jax.tree.map(lambda a: a.reshape(-1, 16), batch)
 
     def mean_loss(params):
-        return step.loss_sum(config, graph, params, whole, None) / weights_ABT.sum()
+        return step.loss_sum(config, params, whole, None) / weights_ABT.sum()
 
     want_loss, want_grads = jax.value_and_grad(mean_loss)(params)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
@@ -172,8 +171,8 @@ def params_of(config):
 
 def loss_of(config):
     batch = language_batch(jnp.asarray(tokens_XABT1(config)[0, 0]))
-    graph, key = step.graph_of(config), jax.random.key(0)
-    return lambda params: step.loss_sum(config, graph, params, batch, key)
+    key = jax.random.key(0)
+    return lambda params: step.loss_sum(config, params, batch, key)
 
 
 def test_the_first_loss_is_that_of_an_even_guess(tiny):
@@ -181,4 +180,3 @@ def test_the_first_loss_is_that_of_an_even_guess(tiny):
     config = tiny()
     _, metrics = one_step(config, tokens_XABT1(config))
     assert np.log(256) < metrics['loss'].min() < metrics['loss'].max() < np.log(256) + 1
-    assert isinstance(step.graph_of(config), nnx.GraphDef)

@@ -13,7 +13,7 @@ from qkattn.config import Config, MeshConfig
 from qkattn.data import pipeline
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.metrics import bits_per_byte
-from qkattn.train import evaluation, program, step, train
+from qkattn.train import evaluation, measurements, placement, program, step, train
 from qkattn.train.optimizer import schedule
 
 PAIRS = [
@@ -125,9 +125,8 @@ def params_of(config):
 
 
 def loss_and_gradients(config, batch, key=None):
-    graph = step.graph_of(config)
     batch = jax.tree.map(lambda a: jnp.asarray(a)[None], batch)
-    function = jax.jit(lambda params: step.gradients(config, graph, params, batch, key))
+    function = jax.jit(lambda params: step.gradients(config, params, batch, key))
     return function(params_of(config))
 
 
@@ -185,9 +184,7 @@ def test_targets_of_no_weight_change_nothing(task, name):
 
 
 def log_probabilities(config, params, batch):
-    logits_BTV = jax.jit(
-        lambda params: step.predict(config, step.graph_of(config), params, batch, None)
-    )(params)
+    logits_BTV = jax.jit(lambda params: step.predict(config, params, batch))(params)
     wide_BTV = np.asarray(logits_BTV, np.float64)
     return wide_BTV - np.log(np.exp(wide_BTV).sum(-1, keepdims=True))
 
@@ -208,8 +205,7 @@ def test_label_smoothing_is_a_mixture_with_the_uniform_distribution(task, name):
     np.testing.assert_allclose(loss, total / weight, rtol=1e-5)
     plain, _ = loss_and_gradients(task(name), batch)
     assert abs(plain - loss) > 1e-3
-    graph = step.graph_of(smooth)
-    sums = step.measure(smooth, graph, params, batch)
+    sums = evaluation.measure(smooth, params, batch)
     np.testing.assert_allclose(sums['nats'] / sums['weight'], plain, rtol=1e-5)
 
 
@@ -229,7 +225,7 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch):
     built = program.build(config)
     state = built.init()
     state['trials']['alive'] = jnp.array([True, True])
-    got = evaluation.evaluate(config, built, rows, state, 'validation')
+    got = measurements.evaluate(config, built, rows, state, 'validation')
     numbers = pipeline.eval_rows(rows, 'validation', config.data.eval_sequences)
     draws_B2 = np.stack([np.zeros_like(numbers), numbers], axis=1).astype(np.uint64)
     batch = rows.read('validation', numbers, draws_B2)
@@ -240,17 +236,22 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch):
         nats_BT = -np.take_along_axis(found_BTV, targets_BT[..., None], -1)[..., 0]
         right_BT = found_BTV.argmax(-1) == targets_BT
         used = loss_weights_BT > 0
-        np.testing.assert_allclose(got.loss_X[x], nats_BT[used].mean(), rtol=1e-5)
-        np.testing.assert_allclose(got.accuracy_X[x], right_BT[used].mean(), rtol=1e-6)
+        np.testing.assert_allclose(got.values['loss'][x], nats_BT[used].mean(), rtol=1e-5)
+        np.testing.assert_allclose(got.values['accuracy'][x], right_BT[used].mean(), rtol=1e-6)
         solved = [right_BT[b, used[b]].all() for b in range(len(used))]
-        np.testing.assert_allclose(got.solved_X[x], np.mean(solved), rtol=1e-6)
+        np.testing.assert_allclose(got.values['solved'][x], np.mean(solved), rtol=1e-6)
     assert got.num_targets == loss_weights_BT.sum()
-    bits_X = None if 'probe' in name else pytest.approx(got.loss_X / math.log(2) / 2)
-    assert got.bits_per_byte_X == bits_X
+    if 'probe' in name:
+        assert got.values['bits_per_byte'] is None
+    else:
+        bits_X = got.values['loss'] / math.log(2) / 2
+        np.testing.assert_allclose(got.values['bits_per_byte'], bits_X, rtol=1e-12)
     state['trials']['alive'] = jnp.array([True, False])
-    dead = evaluation.evaluate(config, built, rows, state, 'validation')
-    assert dead.loss_X[0] == got.loss_X[0]
-    assert np.isnan([dead.loss_X[1], dead.accuracy_X[1], dead.solved_X[1]]).all()
+    dead = measurements.evaluate(config, built, rows, state, 'validation')
+    assert dead.values['loss'][0] == got.values['loss'][0]
+    assert np.isnan(
+        [dead.values['loss'][1], dead.values['accuracy'][1], dead.values['solved'][1]]
+    ).all()
 
 
 def test_a_row_is_solved_when_all_its_targets_are(task):
@@ -263,14 +264,22 @@ def test_a_row_is_solved_when_all_its_targets_are(task):
     targets_BT[2, 3] = (targets_BT[2, 3] + 1) % 8
     loss_weights_BT[2, 3] = 0  # wrong where nobody asks
     loss_weights_BT[3] = 0  # no row at all
-    sums = step.measure(
+    sums = evaluation.measure(
         config,
-        step.graph_of(config),
         params,
         batch | {'targets_BT': targets_BT, 'loss_weights_BT': loss_weights_BT},
     )
-    found = {name: float(sums[name]) for name in ('correct', 'solved', 'weight', 'rows', 'ww')}
-    assert found == {'correct': 10, 'solved': 2, 'weight': 11, 'rows': 3, 'ww': 16 + 16 + 9}
+    found = {
+        name: float(sums[name])
+        for name in ('correct', 'solved', 'weight', 'rows', 'weight_squared')
+    }
+    assert found == {
+        'correct': 10,
+        'solved': 2,
+        'weight': 11,
+        'rows': 3,
+        'weight_squared': 16 + 16 + 9,
+    }
 
 
 @pytest.mark.parametrize(
@@ -287,9 +296,7 @@ def test_each_kind_of_dropout_acts_in_training(task, fields):
         trial = step.init_trial(config, jnp.uint32(0))
         hyper = {'seed': jnp.uint32(0), 'learning_rate': 0.0, 'weight_decay': 0.0}
         function = jax.jit(
-            lambda trial: step.train_trial(
-                config, step.graph_of(config), jnp.int32(0), trial, hyper, batch
-            )[1]['loss']
+            lambda trial: step.train_trial(config, jnp.int32(0), trial, hyper, batch)[1]['loss']
         )
         return float(function(trial))
 
@@ -316,20 +323,20 @@ def test_eight_devices_lose_what_one_does(task, name, capfd):
     def run(mesh):
         split = dataclasses.replace(config, mesh=mesh)
         built = program.build(split, 'vmap')
-        part = program.local_rows(split, built.mesh)
+        part = placement.local_rows(split, built.mesh)
         with pipeline.TrainBatches(
             rows, seeds=[0], batch_size=8, num_steps=3, steps_per_read=3, part=part
         ) as batches:
             (local,) = batches
         state, metrics = built.train(
-            built.init(), program.place_batch(split, built.mesh, local, part)
+            built.init(), placement.place_batch(split, built.mesh, local, part)
         )
-        reached = evaluation.evaluate(split, built, rows, state, 'validation')
+        reached = measurements.evaluate(split, built, rows, state, 'validation')
         return np.asarray(metrics['loss']), reached
 
     want, want_reached = run(MeshConfig())
     got, got_reached = run(MeshConfig(data=2, fsdp=2, tensor=2))
     np.testing.assert_allclose(got, want, atol=1e-5)
-    np.testing.assert_allclose(got_reached.loss_X, want_reached.loss_X, atol=1e-5)
+    np.testing.assert_allclose(got_reached.values['loss'], want_reached.values['loss'], atol=1e-5)
     assert got_reached.num_targets == want_reached.num_targets
     assert 'rematerialization' not in capfd.readouterr().err

@@ -1,0 +1,103 @@
+"""What a trained stack reaches: evaluations of a split, and the measurements when a run ends.
+
+A measurement is one function here or in decode/, its line in STACK_MEASUREMENTS or
+TRIAL_MEASUREMENTS, and its outputs in qkattn.metrics.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from qkattn import metrics
+from qkattn.config import Config
+from qkattn.data import pipeline
+from qkattn.data.tasks import repeats
+from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.decode.translate import score_trial
+from qkattn.train.placement import place_everywhere
+from qkattn.train.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """X trials on one split.
+
+    Attributes:
+      values: [X] by the name of a metric, NaN for trials that diverged; None where the metric is
+        not defined.
+      num_targets: evaluated targets; padding is none.
+      num_rows: rows with at least one target.
+    """
+
+    values: Mapping[str, np.ndarray | None]
+    num_targets: int
+    num_rows: int
+
+
+def evaluate(config: Config, program: Program, rows: Rows, state: dict, split: str) -> Evaluation:
+    """Evaluates every trial on the split, or on data.eval_sequences rows of it."""
+    batches = pipeline.eval_batches(
+        rows, split, batch_size=config.train.batch_size, max_rows=config.data.eval_sequences
+    )
+    sums = _sums(program, state, batches)
+    alive_X = _alive(state)
+    values = metrics.values(sums, rows.bytes_per_token(split))
+    return Evaluation(
+        values={name: None if v_X is None else alive_X * v_X for name, v_X in values.items()},
+        num_targets=int(sums['weight'].sum(0)[0]),
+        num_rows=int(sums['rows'].sum(0)[0]),
+    )
+
+
+def induction(
+    config: Config, program: Program, rows: Rows, state: dict
+) -> dict[str, np.ndarray] | None:
+    """How the trials use what stands earlier in their context; NaN for trials that diverged.
+
+    Random tokens are shown twice (Olsson et al. 2022, 'In-context learning and induction heads');
+    only a model that finds them again in its context does better on the second copy.
+
+    Returns:
+      None where the rows have no such `repeats.sequences`.
+    """
+    r_BH = repeats.sequences(rows)
+    if r_BH is None:
+        return None
+
+    def total(copy: repeats.Copy) -> dict[str, np.ndarray]:
+        batches = repeats.batches(
+            r_BH, config.model.context, copy, batch_size=config.train.batch_size
+        )
+        return {name: parts_PX.sum(0) for name, parts_PX in _sums(program, state, batches).items()}
+
+    first, second = total('first'), total('second')
+    alive_X = _alive(state)
+    gain_X = first['nats'] / first['weight'] - second['nats'] / second['weight']
+    return {
+        'val_induction_gain': alive_X * gain_X,
+        'val_induction_accuracy': alive_X * second['correct'] / second['weight'],
+    }
+
+
+# (config, program, rows, state) -> [X] by field, or None where it does not apply.
+STACK_MEASUREMENTS: tuple[
+    Callable[[Config, Program, Rows, dict], dict[str, np.ndarray] | None], ...
+] = (induction,)
+# (config, rows, one trial's parameters) -> value by field, or None where it does not apply.
+TRIAL_MEASUREMENTS: tuple[Callable[[Config, Rows, dict], dict[str, Any] | None], ...] = (
+    score_trial,
+)
+
+
+def _sums(program: Program, state: dict, batches: Iterable[Batch]) -> metrics.Sums:
+    """Sums over P batches for X trials, each [P, X] in float64."""
+    parts = [program.evaluate(state, place_everywhere(program.mesh, batch)) for batch in batches]
+    return jax.tree.map(lambda *sums: np.asarray(sums, np.float64), *parts)
+
+
+def _alive(state: dict) -> np.ndarray:
+    """1 for a trial, NaN for one that diverged."""
+    return np.where(np.asarray(state['trials']['alive']), 1.0, np.nan)
