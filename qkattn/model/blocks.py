@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention import Attention
+from qkattn.attention import Attention, rms_norm
 from qkattn.attention.parameters import weight
 from qkattn.config import ModelConfig
 from qkattn.model.sites import attention_spec
@@ -31,8 +31,7 @@ class Norm(nnx.Module):
         wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
         if self.centered:
             wide_BTD = wide_BTD - wide_BTD.mean(-1, keepdims=True)
-        scale_BT1 = jax.lax.rsqrt(jnp.square(wide_BTD).mean(-1, keepdims=True) + 1e-5)
-        out_BTD = (wide_BTD * scale_BT1).astype(x_BTD.dtype) * self.g_D[...]
+        out_BTD = rms_norm(wide_BTD, epsilon=1e-5).astype(x_BTD.dtype) * self.g_D[...]
         return out_BTD if self.b_D is None else out_BTD + self.b_D[...]
 
 
