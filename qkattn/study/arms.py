@@ -13,6 +13,7 @@ from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.study import matching
 from qkattn.study.validate_study import validate_study
+from qkattn.train.optimizer import check_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,7 @@ def build_arms(study: Study) -> list[Arm]:
     Raises:
       ConfigError: a variant, a size or a setting that cannot work; MatchError among them.
     """
+    check_optimizer(study.base.optimizer)
     validate_study(study)
     found = []
     for size in study.sizes:

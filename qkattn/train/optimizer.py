@@ -47,10 +47,11 @@ def adamw(
 def muon(
     config: OptimizerConfig, learning_rate: jax.Array, weight_decay: jax.Array
 ) -> optax.GradientTransformation:
-    """Muon for the matrices of the blocks, Adam for all other parameters (Jordan et al. 2024).
+    """Muon for the matrices of the blocks (Jordan et al. 2024), Adam for all other parameters.
 
-    Updates of matrices are scaled to the root mean square of Adam's (Liu et al. 2025, 'Muon is
-    scalable for LLM training'), so that learning rates compare. Each head is a matrix of its own.
+    Both with Nesterov momentum, as in optax. Updates of matrices are scaled to the root mean square
+    of Adam's (Liu et al. 2025, 'Muon is scalable for LLM training'), so that learning rates
+    compare. Each head is a matrix of its own.
     """
     return optax.chain(
         optax.contrib.muon(

@@ -106,7 +106,6 @@ def test_what_can_work_is_let_through(sections):
             {'optimizer': {'schedule': 'inverse_sqrt', 'warmup_steps': 0}},
             'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt',
         ),
-        ({'optimizer': {'schedule': 'step'}}, "schedule='step' must be one of linear, cosine, "),
         ({'decode': {'beam': 0}}, 'decode.beam=0 must be at least 1'),
         ({'decode': {'beam': 2.5}}, 'decode.beam=2.5 must be of type int'),
         ({'decode': {'max_sources': 0}}, 'decode.max_sources=0 must be at least 1'),

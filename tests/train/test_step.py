@@ -116,19 +116,6 @@ def test_a_diverged_trial_is_frozen_and_the_others_go_on(tiny):
     np.testing.assert_allclose(metrics['loss'][:, 0], want['loss'][:, 0], rtol=1e-5)
 
 
-def test_weight_decay_touches_matrices_only(tiny):
-    config = tiny(model={'biases': True})
-    params = step.init_trial(config, jnp.uint32(0))['params']
-    from qkattn.train.optimizer import decayed
-
-    flags = jax.tree_util.tree_leaves_with_path(decayed(params))
-    names = {path[-1].key: flag for path, flag in flags}
-    assert {n for n, flag in names.items() if not flag} == {
-        *('g_D', 'b_D', 'b_q_NH', 'b_k_KH', 'b_v_KH', 'b_o_D', 'b_in_F', 'b_out_D')
-    }
-    assert names['w_q_DNH'] and names['w_embedding_VD']
-
-
 def test_bfloat16_computes_near_float32_and_keeps_float32_parameters(tiny):
     config = tiny()
     half = tiny(model={'compute_dtype': 'bfloat16'})

@@ -14,7 +14,6 @@ from qkattn.data import pipeline
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.metrics import bits_per_byte
 from qkattn.train import evaluation, measurements, placement, program, step, train
-from qkattn.train.optimizer import schedule
 
 PAIRS = [
     (f'{a} {b}', f'{b} und {a}')
@@ -301,18 +300,6 @@ def test_each_kind_of_dropout_acts_in_training(task, fields):
         return float(function(trial))
 
     assert abs(loss_of(config) - loss_of(plain)) > 1e-4
-
-
-def test_the_inverse_square_root_schedule(task):
-    optimizer = dataclasses.replace(
-        task('masked').optimizer, schedule='inverse_sqrt', warmup_steps=4
-    )
-    at = schedule(optimizer, 1000)
-    steps = [0, 1, 3, 4, 16, 64, 400]
-    want = [1 / 5, 2 / 5, 4 / 5, 1, 1 / 2, 1 / 4, 1 / 10]
-    np.testing.assert_allclose(at(jnp.array(steps)), want, rtol=1e-6)
-    # How long a run is does not matter.
-    np.testing.assert_allclose(schedule(optimizer, 50)(jnp.array(steps)), want, rtol=1e-6)
 
 
 @pytest.mark.parametrize('name', ['masked', 'translation'])
