@@ -11,8 +11,10 @@ from qkattn.report.sentences import (
     progress,
     reason,
     remark_text,
+    scaling_problem,
 )
 from qkattn.stats.inference import LEVEL, POWER
+from qkattn.stats.scaling import ProblemCode
 from qkattn.verdict import Decision, Findings
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.load import Study
@@ -163,15 +165,17 @@ def _budget_notes(study: Study, rows: Sequence[Arm]) -> list[str]:
 
 def _scaling_notes(study: Study, findings: Findings) -> list[str]:
     """Multipliers, or once each why there are none."""
-    said, problems = [], {}
+    said: list[str] = []
+    problems: dict[str, list[str]] = {}
     sizes = {found.variant: len(found.fit.sizes) for found in findings.scaling}
     for found in findings.scaling:
         if found.variant == study.baseline and found.fit.problem:
-            problems.setdefault(found.fit.problem, []).append(found.variant)
+            problems.setdefault(scaling_problem(found.fit.problem), []).append(found.variant)
         if found.multiplier is None:
             continue
-        if found.multiplier.problem:
-            problems.setdefault(found.multiplier.problem, []).append(found.variant)
+        if refused := found.multiplier.problem:
+            if refused.code is not ProblemCode.NO_BASELINE_LAW:
+                problems.setdefault(scaling_problem(refused), []).append(found.variant)
             continue
         said.append(
             f'One weight of {found.variant} is worth {found.multiplier.value:.3g} '
@@ -179,8 +183,7 @@ def _scaling_notes(study: Study, findings: Findings) -> list[str]:
             f"the law of loss against size fitted to the baseline's {sizes[study.baseline]} sizes."
         )
     for problem, variants in problems.items():
-        if not problem.startswith('no multiplier without a fit of the baseline'):
-            said.append(f'No law of size for {listed(variants)}: {problem.removesuffix(".")}.')
+        said.append(f'No scaling law for {listed(variants)}: {problem}.')
     if findings.lacks_scaling:
         said.append(NO_SCALING_LAW)
     left_out = [f'{at(arm.place)} ({not_scaled(arm)})' for arm in findings.arms if arm.not_scaled]

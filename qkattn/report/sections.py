@@ -7,7 +7,7 @@ from qkattn.report import elements
 from qkattn.report.columns import columns_of
 from qkattn.report.figures.style import HUES
 from qkattn.report.numbers import NONE, si
-from qkattn.report.sentences import progress, reason, remark_text
+from qkattn.report.sentences import progress, reason, remark_text, scaling_problem
 from qkattn.stats.scaling import Interval
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings, Scaling
@@ -66,7 +66,7 @@ def _scaling(scaling: Scaling) -> str:
     if worth and not worth.problem:
         number = _interval(Interval(worth.value, worth.low, worth.high))
     problems = [law.problem, worth.problem if worth else None]
-    why = '; '.join(dict.fromkeys(problem for problem in problems if problem))
+    why = '; '.join(dict.fromkeys(scaling_problem(problem) for problem in problems if problem))
     return elements.row(scaling.variant, [*fitted, number, why], (5,))
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from qkattn.report.numbers import counted, interval, listed, si, span, words
+from qkattn.stats.scaling import Problem, ProblemCode
 from qkattn.verdict import (
     Arm,
     Decision,
@@ -420,3 +421,51 @@ def _reason(why: Reason, num_comparisons: int) -> str:
 
 def _p(p: float) -> str:
     return 'p < 0.001' if p < 0.001 else f'p = {p:.3f}'
+
+
+def scaling_problem(problem: Problem) -> str:
+    """Why there is no scaling law, or no multiplier, in a clause."""
+    data = problem.data
+    match problem.code:
+        case ProblemCode.FEW_SIZES:
+            return f'a scaling law needs {data["needed"]} sizes or more, there are {data["sizes"]}'
+        case ProblemCode.NARROW_SPAN:
+            return (
+                f'the sizes span a factor of {data["factor"]:.3g}, a scaling law needs '
+                f'{data["needed"]:g}'
+            )
+        case ProblemCode.NOT_FALLING:
+            (first, last), (small, large) = data['losses'], data['parameters']
+            return (
+                f'the loss does not fall with size: {first:.4f} nats at {small:,.0f} parameters, '
+                f'{last:.4f} at {large:,.0f}'
+            )
+        case ProblemCode.POOR_FIT:
+            return (
+                f'the law explains too little: R^2 is {data["r_squared"]:.3f}, below '
+                f'{data["needed"]:g}'
+            )
+        case ProblemCode.EXPONENT_NEAR_ZERO | ProblemCode.EXPONENT_LOOSE as code:
+            near_zero = code is ProblemCode.EXPONENT_NEAR_ZERO
+            doubt = 'distinguish the exponent from zero' if near_zero else 'determine the exponent'
+            return (
+                f'the sizes do not {doubt}: {data["value"]:.3g}, with a 95 % interval from '
+                f'{data["low"]:.2g} to {data["high"]:.2g}'
+            )
+        case ProblemCode.NO_BASELINE_LAW:
+            return f'the baseline has no scaling law: {scaling_problem(data["problem"])}'
+        case ProblemCode.SINGLE_LOSS:
+            return 'a multiplier from a single loss of the arm has no interval'
+        case ProblemCode.EXTRAPOLATED:
+            beyond = 'less' if data['end'] == 'smallest' else 'more'
+            return (
+                f'the loss of {data["loss"]:.4f} nats at {data["parameters"]:,.0f} parameters is '
+                f'that of a baseline of {beyond} than {data["factor"]:g} times its {data["end"]} '
+                'size, where its law is extrapolated'
+            )
+        case ProblemCode.INTERVAL_EXTRAPOLATED:
+            return (
+                f'the interval around a multiplier of {data["value"]:.3g} reaches sizes at which '
+                "the baseline's law is extrapolated"
+            )
+    raise AssertionError(problem.code)

@@ -125,7 +125,7 @@ def test_scaling_prints_numbers_or_the_sentence(study_dir):
     assert re.search(r'b/vo 1\.\d{3} \[.*\] .* 1\.(19|20)\d \[1\.', part(html, 'scaling'))
     few = [r for r in scaled(1.2) if r['size'] in ('d_model=32', 'd_model=64')]
     html, _ = read(write_tuned(study_dir / 'few', few))
-    assert 'a law of size needs 4 sizes or more, there are 2' in part(html, 'scaling')
+    assert 'a scaling law needs 4 sizes or more, there are 2' in part(html, 'scaling')
 
 
 def test_costs_are_relative_to_the_baseline(study_dir):

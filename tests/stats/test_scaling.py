@@ -3,6 +3,7 @@ import pytest
 from scipy import optimize, stats
 
 from qkattn.stats import scaling
+from qkattn.stats.scaling import Problem, ProblemCode
 
 E, A, EXPONENT = 1.2, 30.0, 0.3
 SIZES = np.geomspace(1e5, 3.2e6, 5)
@@ -149,7 +150,7 @@ def test_the_order_of_sizes_does_not_matter():
     assert shuffled == scaling.multiplier((SIZES, losses), (SIZES, losses))
 
 
-def test_an_arm_that_is_the_baseline_is_worth_one_weight_per_weight():
+def test_an_arm_that_is_the_baseline_is_worth_one_parameter_per_parameter():
     losses = noisy(np.random.default_rng(5), SIZES)
     same = scaling.multiplier((SIZES, losses), (SIZES, losses))
     assert same.problem is None
@@ -207,66 +208,71 @@ def test_an_arm_whose_worth_differs_by_size_has_a_wider_interval():
 
 
 ROUGH = (2.0, 1.6, 1.9, 1.5, 1.7)
+NOISE = 0.01 * np.random.default_rng(0).normal(size=5)
 
 
 @pytest.mark.parametrize(
-    ('sizes', 'losses', 'sentence'),
+    ('sizes', 'losses', 'code', 'data'),
     [
-        (SIZES[:3], law(SIZES[:3]), '4 sizes or more, there are 3'),
-        ([1e5, 1e5, 2e5, 9e5], law([1e5, 1e5, 2e5, 9e5]), '4 sizes or more, there are 3'),
-        (SIZES**0.3, law(SIZES), 'span a factor of 2.83, a law of size needs 4'),
+        (SIZES[:3], law(SIZES[:3]), ProblemCode.FEW_SIZES, {'sizes': 3, 'needed': 4}),
+        (
+            [1e5, 1e5, 2e5, 9e5],
+            law([1e5, 1e5, 2e5, 9e5]),
+            ProblemCode.FEW_SIZES,
+            {'sizes': 3, 'needed': 4},
+        ),
+        (SIZES**0.3, law(SIZES), ProblemCode.NARROW_SPAN, {'factor': 32**0.3, 'needed': 4}),
         (
             SIZES,
             law(SIZES[::-1]),
-            'does not fall with size: 1.5354 nats at 100,000 parameters, 2.1487',
+            ProblemCode.NOT_FALLING,
+            {'losses': law(SIZES[[-1, 0]]).tolist(), 'parameters': [1e5, 3.2e6]},
         ),
-        (SIZES, np.full(5, 1.5), 'does not fall with size'),
-        (SIZES, ROUGH, r'R\^2 is 0.\d\d\d, below 0.95'),
-        (SIZES, 3 - np.log(SIZES / 1e5) * 0.1, 'do not fix the exponent: '),
-        (SIZES, (2.0, 1.2, 1.2, 1.2, 1.2), 'do not fix the exponent: 4, '),
-        (SIZES, 3 * SIZES**-0.015, r'do not tell the exponent from zero: 0.015\d*, '),
+        (SIZES, np.full(5, 1.5), ProblemCode.NOT_FALLING, {}),
+        (SIZES, ROUGH, ProblemCode.POOR_FIT, {'needed': 0.95}),
+        (SIZES, 3 - np.log(SIZES / 1e5) * 0.1 + NOISE, ProblemCode.EXPONENT_LOOSE, {}),
+        (SIZES, (2.0, 1.2, 1.2, 1.2, 1.2), ProblemCode.EXPONENT_LOOSE, {'value': 4.0}),
+        (SIZES, 3 * SIZES**-0.015, ProblemCode.EXPONENT_NEAR_ZERO, {'value': 0.015}),
     ],
     ids=['sizes', 'twice', 'span', 'rising', 'flat', 'rough', 'logarithm', 'step', 'slow'],
 )
-def test_too_little_to_tell_is_refused_in_a_sentence(sizes, losses, sentence):
-    if sentence.startswith('do not fix') and len(set(losses)) > 2:
-        rng = np.random.default_rng(0)
-        losses = np.asarray(losses) + 0.01 * rng.normal(size=len(losses))
+def test_losses_that_determine_no_law_are_refused(sizes, losses, code, data):
     rows = np.asarray(losses)[:, None]
     fit = scaling.fit(sizes, rows)
-    assert fit.problem is not None
-    pytest.raises(ValueError, fit.loss, 1e5).match(sentence)
+    assert fit.problem.code is code
+    for name, value in data.items():
+        assert fit.problem.data[name] == pytest.approx(value, rel=1e-4)
+    with pytest.raises(ValueError, match='no law for 100,000 parameters'):
+        fit.loss(1e5)
     assert fit.E is fit.A is fit.a is fit.residual_rms is fit.r_squared is None
     assert fit.losses == pytest.approx(tuple(losses))
     found = scaling.multiplier((SIZES, law(SIZES)[:, None]), (sizes, rows))
-    assert fit.problem in found.problem
-    assert found.problem.startswith('no multiplier without a fit of the baseline: ')
+    assert found.problem == Problem(ProblemCode.NO_BASELINE_LAW, {'problem': fit.problem})
     assert found.value is found.low is found.high is None
     assert found.by_size == ()
 
 
 def test_an_exponent_whose_interval_is_wider_than_itself_is_refused():
-    """The same means twice: seeds that differ little fix the exponent, seeds that differ do not."""
+    """The same means twice: seeds that differ little determine the exponent, others do not."""
     spread = np.array([-1, 0, 1])
     rows = law(SIZES)[:, None] + spread * 0.002
     assert scaling.fit(SIZES, rows).problem is None
-    wide = scaling.fit(SIZES, law(SIZES)[:, None] + spread * 0.06)
-    assert wide.problem.startswith('the sizes do not fix the exponent: 0.3, with a 95 % interval')
+    wide = scaling.fit(SIZES, law(SIZES)[:, None] + spread * 0.06).problem
+    assert wide.code is ProblemCode.EXPONENT_LOOSE
+    assert wide.data['value'] == pytest.approx(EXPONENT, rel=1e-4)
+    assert wide.data['high'] - wide.data['low'] > wide.data['value']
 
 
 @pytest.mark.parametrize(
-    ('worth', 'sentence'),
-    [
-        (2.1, 'more than 2 times its largest size'),
-        (0.45, 'less than 1/2 of its smallest size'),
-        (np.inf, 'more than 2 times its largest size'),
-    ],
+    ('worth', 'end', 'factor'),
+    [(2.1, 'largest', 2.0), (0.45, 'smallest', 0.5), (np.inf, 'largest', 2.0)],
 )
-def test_no_multiplier_where_the_baseline_is_extrapolated(worth, sentence):
+def test_no_multiplier_where_the_baseline_is_extrapolated(worth, end, factor):
     arm = law(np.maximum(worth * SIZES, 1))[:, None] - (1 if np.isinf(worth) else 0)
     found = scaling.multiplier((SIZES, arm), (SIZES, law(SIZES)[:, None]))
-    assert sentence in found.problem
-    assert found.value is None
+    assert found.problem.code is ProblemCode.EXTRAPOLATED and found.value is None
+    assert (found.problem.data['end'], found.problem.data['factor']) == (end, factor)
+    assert found.problem.data['loss'] in arm
 
 
 def test_no_multiplier_where_only_its_interval_reaches_past_the_baseline():
@@ -274,14 +280,15 @@ def test_no_multiplier_where_only_its_interval_reaches_past_the_baseline():
     sizes = SIZES[-1:]
     near = law(1.9 * sizes)[:, None] + np.array([-1, 0, 1]) * 0.01
     found = scaling.multiplier((sizes, near), baseline)
-    assert found.problem.startswith('the interval around a multiplier of 1.9')
+    assert found.problem.code is ProblemCode.INTERVAL_EXTRAPOLATED
+    assert found.problem.data['value'] == pytest.approx(1.9, rel=0.02)
     assert found.value is found.low is None
 
 
 def test_no_multiplier_from_a_single_loss():
     baseline = (SIZES, noisy(np.random.default_rng(0), SIZES))
     found = scaling.multiplier((SIZES[:1], law(SIZES[:1])[:, None]), baseline)
-    assert found.problem == 'a multiplier from a single loss of the arm has no interval'
+    assert found.problem == Problem(ProblemCode.SINGLE_LOSS)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_all_comparisons_of_all_sizes_are_one_family(study_dir):
         'At equal total parameters (214k at s64)',
         'At equal total parameters (820k at s128)',
     ]
-    assert 'there are 2' in found.scaling[0].fit.problem
+    assert found.scaling[0].fit.problem.data == {'sizes': 2, 'needed': 4}
     assert [s.variant for s in found.scaling] == ['qk/vo', 'b/vo', 'c/vo']
 
 
