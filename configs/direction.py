@@ -1,14 +1,15 @@
 """A control that must fail: one symmetric head without positions cannot point in one direction.
 
-The probe `successor` asks, at every key of a shuffled set, for the payload of the next key around
-a circle. A symmetric score gives the pair (k, k + 1) one number, so it cannot prefer the successor
-at every key; see `Successor` in qkattn/data/tasks/probe_tasks.py, also for how far an MLP helps. The
-pairwise score shares its matrix too, but is not symmetric.
+The probe `successor` shows a shuffled set of keys and asks at every key for the payload of the next
+key around a circle. A symmetric score gives the pair (k, k + 1) one number, so it cannot prefer the
+successor at every key; `Successor` in qkattn/data/tasks/probe_tasks.py shows the bound, and how far
+an MLP helps. The pairwise score shares its matrix too, but is not symmetric.
 
-Found: standard and pairwise scores 100 % right, symmetric ones 91 % and 88 %; 4 minutes on two CPU
-cores that other work shared (experiments/results).
+    python -m experiments.ablate --config=configs/direction.py --workdir=runs/direction
 
-python -m experiments.ablate --config=configs/direction.py --workdir=runs/direction
+Expected: standard and pairwise scores 100 % correct, symmetric ones 91 % and 88 %; see
+experiments/results/direction.
+Time: four minutes on two busy CPU cores.
 """
 
 from qkattn.config import (

@@ -1,13 +1,14 @@
-"""Which of W_Q, W_K, W_V, W_O does a small causal language model need, at equal total weights?
+"""Which of W_Q, W_K, W_V, W_O does a small causal language model need, at equal parameter count?
 
-The fair protocol on two CPU cores: every arm tunes its learning rate on a factor-2 grid with seeds
-of its own, extended until it is bracketed, and is compared on sixteen fresh seeds.
+The full protocol on two CPU cores: every arm tunes its learning rate on a factor-2 grid with its
+own seeds, extended until the optimum is bracketed, and is compared on sixteen fresh seeds.
 
-Found: without W_O, or with one key and value head, better; without W_V or W_Q undecided; without
-W_K, with keys as values, and with one matrix for queries and keys worse. 51 minutes of training on
-two CPU cores that other work shared (experiments/results).
+    python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small
 
-python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small
+Expected: better without W_O or with one key/value head; undecided without W_V or W_Q; worse without
+W_K, with keys as values, and with one matrix for queries and keys; see
+experiments/results/fair_small.
+Time: 51 minutes of training on two busy CPU cores.
 """
 
 from qkattn.config import (

@@ -1,6 +1,9 @@
-"""One small model, three seeds: standard attention on the embedded text.
+"""One small decoder with standard attention on the embedded text, three seeds.
 
-python -m experiments.train --config=configs/small.py --workdir=runs/small
+    python -m experiments.train --config=configs/small.py --workdir=runs/small
+
+Expected: runs/small/result.json with one object per seed; the base of the examples in docs/.
+Time: not logged; 1,000 steps of 836,736 parameters take minutes on two CPU cores.
 """
 
 from qkattn.config import Config, ModelConfig, TrainConfig, TrialsConfig, to_config_dict

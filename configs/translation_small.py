@@ -1,14 +1,15 @@
 """Translation of the embedded phrases, English to German: which matrices does an encoder need?
 
-The encoder's self-attention is what varies; the decoder and its attention to the encoder stay
-standard. The question is C2 to C5 of a public discussion: on the encoder side of a translation
-model, W_Q W_Q^T instead of W_Q W_K^T, W_V or W_O dropped, were "never better than about break-even
-at equal total weights".
+The variant of the encoder's self-attention changes; the decoder and its cross-attention stay
+standard. A public discussion claims that on the encoder side W_Q W_Q^T instead of W_Q W_K^T, or
+dropping W_V or W_O, is "never better than about break-even at equal total weights".
 
-Found: at 3 seeds and one learning rate, no cell loses to the standard one, and those without W_V or
-W_O gain 0.03 nats; half an hour on two CPU cores that other work shared (experiments/results).
+    python -m experiments.ablate --config=configs/translation_small.py \\
+        --workdir=runs/translation_small
 
-python -m experiments.ablate --config=configs/translation_small.py --workdir=runs/translation_small
+Expected: over 3 seeds at one learning rate no variant is worse than the standard one, and those
+without W_V or W_O gain 0.03 nats; see experiments/results/translation_small.
+Time: half an hour on two CPU cores.
 """
 
 from qkattn.config import (

@@ -38,7 +38,7 @@ from qkattn.data.load import load
 
 def pytest_addoption(parser):
     parser.addoption(
-        '--cell', action='append', help='run the contract suite on score/value only; repeatable'
+        '--variant', action='append', help='run the contract tests on score/value only; repeatable'
     )
 
 
@@ -91,7 +91,7 @@ def compiled_programs_are_dropped():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How many cells were held to the contract of tests/attention, and how many there are."""
+    """Prints how many variants passed the contract tests, and how many are registered."""
     from qkattn.attention import SCORES, VALUES
     from qkattn.study import catalogue
 
@@ -107,6 +107,6 @@ def pytest_terminal_summary(terminalreporter):
     if done:
         known = len(catalogue.cells())
         terminalreporter.write_line(
-            f'contract suite: {len(done)} cells run, {known} registered '
+            f'contract tests: {len(done)} variant{"s" * (len(done) != 1)} run, {known} registered '
             f'({len(SCORES)} scores, {len(VALUES)} values)'
         )

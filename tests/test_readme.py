@@ -1,10 +1,11 @@
-"""What the README shows is what the project does."""
+"""What README.md and docs/ show is what the project does."""
 
 import csv
 import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,20 +20,33 @@ from qkattn.study.arms import build_arms
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
+VARIANTS = (ROOT / 'docs/variants.md').read_text()
+RECIPES = (ROOT / 'docs/recipes.md').read_text()
+PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted(ROOT.glob('docs/*.md'))]
+SCRIPTS = ('ablate', 'convert', 'generate', 'report', 'train', 'translate', 'variants', 'verify')
 
 
-def between(begin: str, end: str) -> str:
-    assert README.count(begin) == 1, begin
-    return README.split(begin)[1].split(end)[0].strip()
+def between(text: str, begin: str, end: str) -> str:
+    assert text.count(begin) == 1, begin
+    return text.split(begin)[1].split(end)[0].strip()
 
 
 def test_the_tables_are_generated():
-    assert between(catalogue.BEGIN, catalogue.END) == catalogue.markdown().strip()
+    assert between(VARIANTS, catalogue.BEGIN, catalogue.END) == catalogue.markdown().strip()
+    excerpt = [x for x in between(README, '## Variants', '## ').splitlines() if x[:3] == '| `']
+    rows = VARIANTS.splitlines()
+    assert len(excerpt) == 6 and all(line in rows for line in excerpt)
+    counted = re.search(r'Six of (\d+) scores and values', README)
+    assert int(counted[1]) == len(catalogue.SCORES) + len(catalogue.VALUES)
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 130
 
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    code = between('<!-- example: signed_diagonal.py -->\n```python', '```')
+    code = between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
     (tmp_path / 'signed_diagonal.py').write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -45,27 +59,105 @@ def test_the_example_takes_part_in_a_study(example):
     assert abs(arm.match.residual) <= 1e-3
 
 
-def test_the_example_keeps_the_contract(example, tmp_path):
+def test_the_example_passes_the_contract_tests(example, tmp_path):
     done = subprocess.run(
         [sys.executable, '-m', 'pytest', '-q', 'tests/attention/test_contract.py']
-        + ['-p', 'no:cacheprovider', f'--cell={example}/vo'],
+        + ['-p', 'no:cacheprovider', f'--variant={example}/vo'],
         cwd=ROOT,
         env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), str(tmp_path)])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout
-    assert 'contract suite: 1 cells run' in done.stdout
+    assert 'contract tests: 1 variant run' in done.stdout
 
 
-def test_every_path_and_module_that_it_names_exists():
-    for path in re.findall(r'`((?:qkattn|experiments|configs|tests|launch)/[\w./]*)`', README):
+@pytest.mark.parametrize('page', PAGES, ids=lambda p: p.stem)
+def test_every_path_that_a_page_names_exists(page):
+    text = page.read_text()
+    for path in re.findall(r'`((?:qkattn|experiments|configs|tests|launch|docs)/[\w./]*)`', text):
         assert (ROOT / path).exists(), path
-    for module in re.findall(r'-m (experiments\.\w+)', README):
-        assert importlib.util.find_spec(module), module
-    for image in re.findall(r'!\[[^]]*\]\(([^)]+)\)', README):
-        assert (ROOT / image).exists(), image
+    for link in re.findall(r'\]\(([^)#]+)\)', text):
+        assert link.startswith('https://') or (page.parent / link).exists(), link
+
+
+# Commands: every line of every ```sh block
+
+OTHER_COMMANDS = (
+    'git clone ',  # of this repository
+    'qkattn/launch/quickstart.sh',  # tests/test_setup.py; log in experiments/results/quickstart
+    'qkattn/launch/test.sh',
+    'launch/test.sh',
+    '.venv/bin/python -m pytest ',  # the example runs above
+    '.venv/bin/python -m mypy',
+    '.venv/bin/python -m ruff ',
+)
+
+
+def commands() -> list[str]:
+    """Every command of every page, its continuation lines joined."""
+    blocks = [b for page in PAGES for b in re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)]
+    lines = '\n'.join(blocks).replace('\\\n', ' ').splitlines()
+    stripped = [shlex.join(shlex.split(line, comments=True)) for line in lines]
+    return [x.removeprefix('PYTHONPATH=. ') for x in stripped if x]
+
+
+# In a process of its own, because every script defines flags of the same names: a fork per command.
+PARSE = """
+import importlib, json, os, sys, traceback
+from absl import flags
+from qkattn.config import Config, Study
+from qkattn.model.sites import validate
+from qkattn.run import cli
+from qkattn.study.arms import build_arms
+
+def check(script, argv):
+    module = importlib.import_module(f'experiments.{script}')
+    sys.argv = [script, *argv]  # config_flags reads overrides from it
+    rest = flags.FLAGS(sys.argv)
+    assert len(rest) == 1, rest
+    if script == 'ablate':
+        build_arms(cli.read_config(module.CONFIG, Study))
+    if script == 'train':
+        validate(cli.read_config(module.CONFIG, Config))
+
+failed = []
+for script, *argv in json.load(sys.stdin):
+    if (child := os.fork()) == 0:
+        try:
+            check(script, argv)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+    if os.waitpid(child, 0)[1]:
+        failed.append([script, *argv])
+sys.exit(f'failed: {failed}' if failed else 0)
+"""
+
+
+def test_every_command_is_accepted(example, tmp_path):
+    """Flags are parsed by the scripts' own parsers; settings and arms are built and validated."""
+    ours = []
+    for command in commands():
+        match = re.match(r'\.venv/bin/python -m experiments\.(\w+)', command)
+        if match:
+            ours.append([match[1], *shlex.split(command)[3:]])
+        else:
+            assert command.startswith(OTHER_COMMANDS), command
+    assert {script for script, *_ in ours} == set(SCRIPTS)
+    done = subprocess.run(
+        [sys.executable, '-c', PARSE],
+        input=json.dumps(ours),
+        cwd=ROOT,
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'configs').glob('*.py')), ids=lambda p: p.stem)
@@ -77,15 +169,19 @@ def test_every_config_is_valid(path):
         build_arms(config) if isinstance(config, Study) else validate(config)
     except ConfigError as error:
         pytest.fail(str(error))
-    assert namespace['__doc__']
+    script = 'ablate' if isinstance(config, Study) else 'train'
+    for part in (f'-m experiments.{script} --config=configs/{path.name}', 'Expected', 'Time'):
+        assert part in namespace['__doc__'], part
 
+
+# Numbers of docs/recipes.md
 
 RESULTS = ROOT / 'experiments/results'
 
 
 def recipe(config: str) -> str:
-    """The line of the README's table of recipes."""
-    (line,) = [x for x in README.splitlines() if x.startswith(f'| `configs/{config}.py`')]
+    """The line of the table of recipes."""
+    (line,) = [x for x in RECIPES.splitlines() if x.startswith(f'| `configs/{config}.py`')]
     return line
 
 
@@ -97,7 +193,7 @@ def rows_of_table(study_name: str) -> dict[str, dict[str, str]]:
 def test_the_character_model_is_as_good_as_its_log_says():
     (result,) = json.loads((RESULTS / 'char_lm_cpu/result.json').read_text())
     assert f'**{result["val_loss"]:.4f}** nats' in recipe('char_lm_cpu')
-    assert f'{result["parameters"]["total"]:,} weights' in recipe('char_lm_cpu')
+    assert f'{result["parameters"]["total"]:,} parameters' in recipe('char_lm_cpu')
 
 
 def test_the_translator_is_as_good_as_its_log_says():
@@ -116,7 +212,7 @@ def test_the_translator_is_as_good_as_its_log_says():
         ('mlm_small', ['shared_qk/vo']),
         (
             'translation_small',
-            [f'qk/vo?encoder_variant={cell}' for cell in ('shared_qk/vo', 'qk/no_v', 'qk/no_o')],
+            [f'qk/vo?encoder_variant={x}' for x in ('shared_qk/vo', 'qk/no_v', 'qk/no_o')],
         ),
     ],
 )
@@ -132,5 +228,5 @@ def test_differences_are_those_of_the_tables(study_name, variants):
 def test_accuracies_of_the_control_are_those_of_its_table():
     rows = rows_of_table('direction')
     for variant in ('qk/vo', 'symmetric/vo', 'shared_qk/vo'):
-        said = f'{float(rows[variant]["test_accuracy_mean"]):.1%}'.replace('%', ' %')
-        assert f'`{variant}` {said}' in recipe('direction'), (variant, said)
+        accuracy = f'{float(rows[variant]["test_accuracy_mean"]):.1%}'.replace('%', ' %')
+        assert f'`{variant}` {accuracy}' in recipe('direction'), (variant, accuracy)

@@ -13,7 +13,7 @@ class DataConfig:
     Attributes:
       name: 'stdlib', 'tiny_shakespeare' or 'text' for language models; 'multi30k', 'cldr' or
         'parallel' for translation; 'tfds:NAME' or 'tfds:NAME/CONFIG' for either; or a probe with
-        its options, as in 'recall(pairs=8)'. See qkattn/data/README.md.
+        its options, as in 'recall(pairs=8)'. See docs/data.md.
       data_dir: where prepared data is cached; None is $QKATTN_DATA or ~/.cache/qkattn.
       manual_dir: where files that were fetched by hand lie, instead of a download.
       path: the files of 'text' and 'parallel'.

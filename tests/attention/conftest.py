@@ -1,8 +1,8 @@
 """Which cells the contract suite runs on.
 
 Every score with `vo`, `qk` with every value, every pair that shares a matrix and a seeded sample of
-the rest are quick; all other cells carry the mark `slow`. `--cell=score/value` runs one cell, which
-may be named by import path.
+the rest are quick; all other variants are marked `slow`. `--variant=score/value` runs one variant,
+which may be named by import path.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def cells() -> list:
 
 def pytest_generate_tests(metafunc):
     if metafunc.module.__name__.endswith('test_contract'):
-        named = metafunc.config.getoption('--cell')
+        named = metafunc.config.getoption('--variant')
         chosen = [pytest.param(_checked(c), id=c) for c in named] if named else cells()
         metafunc.parametrize('cell', chosen)
 
@@ -51,5 +51,5 @@ def _checked(text: str) -> tuple[str, str]:
             attention_spec(dataclasses.replace(catalogue.REFERENCE, score=score, value=value))
         )
     except SpecError as error:
-        raise pytest.UsageError(f'--cell={text}: {error}') from error
+        raise pytest.UsageError(f'--variant={text}: {error}') from error
     return score, value
