@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from qkattn.report import find, load_study
+from qkattn.verdict import find, load_study
 from qkattn.verdict.arms import arms_of
 from tests.studies import VERDICT_SEEDS, trial_record, tuned_arm, write_study, write_tuned
 

@@ -1,4 +1,4 @@
-"""Verdicts, and the words for them: every number recomputed by hand."""
+"""Verdicts: every number recomputed by hand, every decision with the codes of its reasons."""
 
 import itertools
 
@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qkattn.report import find, load_study, sentences, write_report
-from qkattn.report.notes import notes
 from qkattn.study.tuning import tune
-from qkattn.verdict import NotScaled
+from qkattn.verdict import Decision, NotScaled, ReasonCode, RemarkCode, find, load_study
 from tests.studies import (
     RATES,
     edit_plan,
@@ -20,40 +18,30 @@ from tests.studies import (
     write_tuned,
 )
 
+BETTER, WORSE, EQUIVALENT, UNDECIDED, NO_VERDICT = Decision
 BASE = 2 + 0.05 * np.arange(8)
 NOISE = 0.001 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
 
 
-class Said:
-    """Findings with their prose."""
-
-    def __init__(self, study, found):
-        self.found = found
-        self.sentences = sentences.found_in(study, found)
-        self.held_equal = sentences.held_equal(study, found)
-        self.without_scaling = sentences.NO_SCALING_LAW if found.lacks_scaling else None
-
-    def __getattr__(self, name):
-        return getattr(self.found, name)
-
-
 def found_in(directory):
-    study = load_study(directory)
-    found = find(study)
-    return Said(study, found)
+    return find(load_study(directory))
 
 
 def arm(variant, delta, **keywords):
     return tuned_arm(variant, losses=list(BASE + delta + NOISE * (delta != 0)), **keywords)
 
 
-def words(found):
-    return {a.variant: a.verdict.decision.value for a in found.arms if a.verdict}
+def decisions(found):
+    return {a.variant: a.verdict.decision for a in found.arms if a.verdict}
 
 
-def reason(found, variant):
+def verdict_of(found, variant):
     (verdict,) = [a.verdict for a in found.arms if a.variant == variant]
-    return sentences.reason(verdict)
+    return verdict
+
+
+def codes(reasons):
+    return [reason.code for reason in reasons]
 
 
 @pytest.fixture
@@ -64,7 +52,7 @@ def three(study_dir):
 
 def test_verdicts_by_hand(three):
     found = found_in(three)
-    assert words(found) == {'b/vo': 'better', 'c/vo': 'worse', 'd/vo': 'equivalent'}
+    assert decisions(found) == {'b/vo': BETTER, 'c/vo': WORSE, 'd/vo': EQUIVALENT}
     b = found.arms[1]
     differences = NOISE - 0.03
     assert b.differences == pytest.approx(differences.tolist())
@@ -81,24 +69,15 @@ def test_verdicts_by_hand(three):
     assert [a.verdict.p_holm for a in found.arms[1:]] == pytest.approx(
         [3 * raw[0], 2 * raw[1], raw[2]], rel=1e-6
     )
-    assert found.num_comparisons == 3 and found.arms[0].verdict is None
-
-
-def test_sentences_of_the_first_screen(three):
-    found = found_in(three)
-    half = stats.t.ppf(0.975, 7) * NOISE.std(ddof=1) / 8**0.5
-    low, high = NOISE.mean() - 0.03 - half, NOISE.mean() - 0.03 + half
-    (said,) = found.sentences
-    assert said.startswith(
-        'At equal total parameters (820k), each arm at its own tuned learning rate, 8 fresh seeds: '
-        f'b/vo (-0.030 [{low:+.3f}, {high:+.3f}]) is better than qk/vo; c/vo (+0.020 ['
-    )
-    assert said.endswith('is equivalent to qk/vo (within 0.005 nats/token).')
-    assert found.held_equal == (
-        'Equal total parameters (820k, within 0.1 %); same data, training (400 steps) and '
-        'evaluation set; each arm at its own tuned learning rate.'
-    )
-    assert found.scaling == ()
+    assert found.num_comparisons == 3 and found.arms[0].verdict is None and found.scaling == ()
+    reasons = [a.verdict.reasons for a in found.arms[1:]]
+    assert [codes(of) for of in reasons] == [
+        [ReasonCode.DIFFERENT],
+        [ReasonCode.DIFFERENT],
+        [ReasonCode.EQUIVALENT],
+    ]
+    assert reasons[0][0].data == {'p': b.verdict.p_holm}
+    assert reasons[2][0].data == {'p': found.arms[3].verdict.p_equivalence_holm}
 
 
 def test_all_comparisons_of_all_sizes_are_one_family(study_dir):
@@ -112,10 +91,6 @@ def test_all_comparisons_of_all_sizes_are_one_family(study_dir):
     p = 2 * stats.t.sf(0.02 / (NOISE.std(ddof=1) / 8**0.5), 7)
     assert NOISE.mean() == pytest.approx(0.000125)
     assert found.arms[1].verdict.p_holm == pytest.approx(4 * p, rel=0.05)
-    assert [said.partition(',')[0] for said in found.sentences] == [
-        'At equal total parameters (214k at s64)',
-        'At equal total parameters (820k at s128)',
-    ]
     assert found.scaling[0].fit.problem.data == {'sizes': 2, 'needed': 4}
     assert [s.variant for s in found.scaling] == ['qk/vo', 'b/vo', 'c/vo']
 
@@ -148,30 +123,23 @@ def test_sizes_with_a_diverged_seed_are_left_out_of_the_scaling(study_dir):
     assert len(scaling.fit.sizes) == 1
 
 
-def test_sizes_that_are_not_bracketed_are_left_out_of_the_scaling_and_named(study_dir):
-    write_tuned(study_dir, scaled((32, 64, 128, 256, 512), loose=128))
-    found = found_in(study_dir)
+def test_sizes_that_are_not_bracketed_are_left_out_of_the_scaling(study_dir):
+    found = found_in(write_tuned(study_dir, scaled((32, 64, 128, 256, 512), loose=128)))
     assert [len(scaling.fit.sizes) for scaling in found.scaling] == [4, 5]
-    said = notes(load_study(study_dir), found)
-    assert 'Left out of the laws of size: qk/vo at s128 (learning rate not bracketed).' in said
-    assert any("fitted to the baseline's 4 sizes" in note for note in said)
-    assert not any('laws of size are descriptive' in note for note in said)
+    (left_out,) = [a for a in found.arms if a.not_scaled]
+    assert (left_out.place, left_out.not_scaled) == (('qk/vo', 's128'), NotScaled.NOT_BRACKETED)
 
 
-def test_sizes_of_which_none_can_be_used_say_so(study_dir):
+def test_whether_no_size_of_several_can_be_used(study_dir):
     records = [
         record
         for size, d_model in (('s64', 64), ('s128', 128))
         for record in tuned_arm('qk/vo', size, [None, *BASE[1:]], d_model=d_model)
     ]
     found = found_in(write_tuned(study_dir, records))
-    assert found.scaling == () and found.without_scaling.startswith('No law of size')
-    said = notes(load_study(study_dir), found)
-    assert found.without_scaling in said
-    assert any(note.startswith('Left out of the laws of size: qk/vo at s64') for note in said)
-    assert found.without_scaling in write_report(study_dir).read_text()
+    assert found.scaling == () and found.lacks_scaling
     one = found_in(write_tuned(study_dir / 'one', tuned_arm('qk/vo', 's64', d_model=64)))
-    assert one.without_scaling is None
+    assert one.scaling == () and not one.lacks_scaling
 
 
 def test_why_an_arm_is_no_point_of_a_law(study_dir):
@@ -187,15 +155,13 @@ def test_why_an_arm_is_no_point_of_a_law(study_dir):
     ]
 
 
-def test_laws_without_tuning_are_called_descriptive(study_dir):
+def test_scaling_without_tuning(study_dir):
     verdicts = [r for r in scaled((32, 64, 128, 256)) if r['stage'] == 'verdict']
     single = [r | {'stage': 'single', 'run': f'{r["run"]}-single'} for r in verdicts]
     for record in single:
         record['config_hash'] = record['run']
-    write_study(study_dir, single)
-    found = found_in(study_dir)
+    found = found_in(write_study(study_dir, single))
     assert all(scaling.fit.problem is None for scaling in found.scaling)
-    assert any('laws of size are descriptive' in n for n in notes(load_study(study_dir), found))
 
 
 def test_bowls_come_from_screening_trials(three):
@@ -270,9 +236,9 @@ def test_values_that_lack_a_screening_seed_have_no_bowl(study_dir):
     del records[2]
     found = found_in(write_tuned(study_dir, records)).arms[0]
     assert found.sweeps == {}
-    assert tuple(map(sentences.clause, found.blocks)) == (
-        'its screening of the learning rate lacks results at 0.002 to choose a value by',
-    )
+    (remark,) = found.blocks
+    assert remark.code is RemarkCode.SCREENING_INCOMPLETE
+    assert remark.data == {'knob': 'learning_rate', 'values': (0.002,)}
 
 
 def test_a_knob_of_one_value_is_where_the_arm_has_it(study_dir):
@@ -282,7 +248,7 @@ def test_a_knob_of_one_value_is_where_the_arm_has_it(study_dir):
         name = run_name(variant, 'd_model=128', stage, knob)
         edit_plan(study_dir, name, model__score_scale=2.0)
     found = found_in(study_dir)
-    assert words(found) == {variant: 'worse'} and found.arms[1].sweeps['learning_rate'].bracketed
+    assert decisions(found) == {variant: WORSE} and found.arms[1].sweeps['learning_rate'].bracketed
 
 
 @pytest.fixture
@@ -309,62 +275,99 @@ def vague(study_dir):
     return write
 
 
-@pytest.mark.parametrize(('noisy', 'whose'), [('b/vo', 'its '), ('qk/vo', "the baseline's ")])
-@pytest.mark.parametrize(('delta', 'word'), [(0.02, 'worse'), (-0.02, 'better'), (0.5, 'worse')])
-def test_what_screening_may_have_missed_stands_with_the_word(
-    study_dir, vague, noisy, whose, delta, word
-):
+@pytest.mark.parametrize(('noisy', 'whose'), [('b/vo', 'arm'), ('qk/vo', 'baseline')])
+@pytest.mark.parametrize(('delta', 'decision'), [(0.02, WORSE), (-0.02, BETTER), (0.5, WORSE)])
+def test_what_screening_may_have_missed_is_a_caveat(vague, noisy, whose, delta, decision):
     found, at_worst = vague(delta, noisy)
-    assert 0.02 < at_worst < 0.5 and words(found) == {'b/vo': word}
-    said = (
-        f'{whose}learning rate may be off by more than that: {at_worst:.2g} nats/token at the '
-        "farther end of the optimum's interval"
-    )
-    assert tuple(sentences._reason(c, 1) for c in found.arms[1].verdict.caveats) == (
-        (said,) if abs(delta) < 0.1 else ()
-    )
-    assert reason(found, 'b/vo').endswith(f'; {said}') == (abs(delta) < 0.1)
-    noted = [note for note in notes(load_study(study_dir), found) if said in note]
-    assert [note.partition(':')[0] for note in noted] == (
-        [f'{word.capitalize()}, b/vo at d_model=128'] if abs(delta) < 0.1 else []
-    )
+    assert 0.02 < at_worst < 0.5 and decisions(found) == {'b/vo': decision}
+    caveats = verdict_of(found, 'b/vo').caveats
+    assert codes(caveats) == [ReasonCode.IMPRECISE_OPTIMUM] * (abs(delta) < 0.1)
+    data = {'whose': whose, 'knob': 'learning_rate', 'nats': at_worst}
+    assert all(caveat.data == data for caveat in caveats)
 
 
 @pytest.mark.parametrize(
-    ('delta', 'loose', 'word'),
+    ('delta', 'loose', 'decision'),
     [
-        (0.02, 'arm', 'undecided'),
-        (-0.02, 'arm', 'better'),
-        (0.0004, 'arm', 'undecided'),
-        (0.02, 'baseline', 'worse'),
-        (-0.02, 'baseline', 'undecided'),
-        (0.0004, 'baseline', 'undecided'),
+        (0.02, 'arm', UNDECIDED),
+        (-0.02, 'arm', BETTER),
+        (0.0004, 'arm', UNDECIDED),
+        (0.02, 'baseline', WORSE),
+        (-0.02, 'baseline', UNDECIDED),
+        (0.0004, 'baseline', UNDECIDED),
     ],
 )
-def test_an_optimum_beyond_the_grid_forbids_words(study_dir, delta, loose, word):
+def test_an_optimum_beyond_the_grid_forbids_decisions(study_dir, delta, loose, decision):
     edge = {'optimum': 16e-3}
     records = arm('qk/vo', 0, **(edge if loose == 'baseline' else {}))
     records += arm('b/vo', delta, **(edge if loose == 'arm' else {}))
     found = found_in(write_tuned(study_dir, records))
-    assert words(found) == {'b/vo': word}
-    said = 'learning rate not bracketed'
-    assert (said if loose == 'arm' else f"the baseline's {said}") in reason(found, 'b/vo')
-    assert ('may lie beyond' in reason(found, 'b/vo')) == (word == 'undecided')
-    assert (not found.arms[0].not_bracketed) == (loose == 'arm')
+    assert decisions(found) == {'b/vo': decision}
+    caveats = verdict_of(found, 'b/vo').caveats
+    expected = [ReasonCode.NOT_BRACKETED] + [ReasonCode.BEYOND_GRID] * (decision is UNDECIDED)
+    assert codes(caveats)[:2] == expected
+    assert caveats[0].data == {'whose': loose, 'knobs': ('learning_rate',)}
+    if decision is UNDECIDED:
+        by_tests = EQUIVALENT if delta == 0.0004 else WORSE if delta > 0 else BETTER
+        assert caveats[1].data == {'decision': by_tests}
+    assert [bool(a.not_bracketed) for a in found.arms] == [loose == 'baseline', loose == 'arm']
 
 
-def test_divergence_never_helps(study_dir):
-    records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *(BASE[1:] - 0.03 + NOISE[1:])])
+@pytest.mark.parametrize(
+    ('loser', 'delta', 'decision', 'reason'),
+    [
+        ('b/vo', -0.03, UNDECIDED, ReasonCode.DIFFERENT_BUT_DIVERGED),
+        ('b/vo', 0.03, WORSE, ReasonCode.DIFFERENT),
+        ('qk/vo', 0.03, UNDECIDED, ReasonCode.DIFFERENT_BUT_DIVERGED),
+        ('qk/vo', -0.03, BETTER, ReasonCode.DIFFERENT),
+    ],
+)
+def test_divergence_never_helps(study_dir, loser, delta, decision, reason):
+    losses = {'qk/vo': list(BASE), 'b/vo': list(BASE + delta + NOISE)}
+    losses[loser][0] = None
+    records = [r for variant, of in losses.items() for r in tuned_arm(variant, losses=of)]
     found = found_in(write_tuned(study_dir, records))
-    assert words(found) == {'b/vo': 'undecided'}
-    assert found.arms[1].difference.n == 7 and found.arms[1].num_diverged == 1
+    assert decisions(found) == {'b/vo': decision} and found.arms[1].difference.n == 7
+    assert [a.num_diverged for a in found.arms] == [loser == 'qk/vo', loser == 'b/vo']
+    reasons = verdict_of(found, 'b/vo').reasons
+    assert codes(reasons) == [ReasonCode.DIVERGED, reason]
+    assert reasons[0].data == {'arm': int(loser == 'b/vo'), 'baseline': int(loser == 'qk/vo')}
 
 
-def test_no_shared_seed_is_said_and_tested_unpaired(study_dir):
+def test_two_pairs_decide_nothing(study_dir):
+    losses = [2.0, 2.1, *[None] * 6]
+    records = tuned_arm('qk/vo', losses=losses) + arm('b/vo', 0.02)
+    verdict = verdict_of(found_in(write_tuned(study_dir, records)), 'b/vo')
+    assert verdict.decision is UNDECIDED and verdict.p_holm is verdict.detectable is None
+    assert codes(verdict.reasons) == [ReasonCode.DIVERGED, ReasonCode.FEW_PAIRS]
+    assert verdict.reasons[1].data == {'n': 2, 'needed': 3}
+
+
+@pytest.mark.parametrize(
+    ('losses', 'decision', 'reasons'),
+    [
+        (BASE + 0.002 + NOISE / 10, EQUIVALENT, ['EQUIVALENT', 'DIFFERENT_WITHIN_MARGIN']),
+        (BASE + 0.01 * (-1) ** np.arange(8), UNDECIDED, ['NOT_SHOWN']),
+    ],
+)
+def test_reasons_of_small_and_of_noisy_differences(study_dir, losses, decision, reasons):
+    records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=list(losses))
+    verdict = verdict_of(found_in(write_tuned(study_dir, records)), 'b/vo')
+    assert verdict.decision is decision
+    assert [reason.code.name for reason in verdict.reasons] == reasons
+    p, p_same = verdict.p_holm, verdict.p_equivalence_holm
+    assert verdict.reasons[-1].data == (
+        {'side': WORSE, 'margin': 0.005, 'p': p}
+        if decision is EQUIVALENT
+        else {'p': p, 'p_equivalence': p_same, 'detectable': verdict.detectable}
+    )
+
+
+def test_without_a_shared_seed_arms_are_compared_unpaired(study_dir):
     records = arm('qk/vo', 0) + arm('b/vo', 0.5, seeds=range(20, 28))
     found = found_in(write_tuned(study_dir, records))
     difference = found.arms[1].difference
-    assert words(found) == {'b/vo': 'no verdict'}
+    assert decisions(found) == {'b/vo': NO_VERDICT}
     assert not difference.paired and found.arms[1].differences == ()
     p = stats.ttest_ind(BASE + 0.5 + NOISE, BASE, equal_var=False).pvalue
     assert difference.p == pytest.approx(p)
@@ -373,46 +376,30 @@ def test_no_shared_seed_is_said_and_tested_unpaired(study_dir):
 def test_arms_without_their_verdict_run(study_dir):
     records = arm('qk/vo', 0) + arm('b/vo', 0.02) + arm('c/vo', 0.02)[:10]
     found = found_in(write_tuned(study_dir, records))
-    assert words(found) == {'b/vo': 'worse', 'c/vo': 'no verdict'}
-    assert reason(found, 'c/vo') == 'its verdict trials have no results yet'
+    assert decisions(found) == {'b/vo': WORSE, 'c/vo': NO_VERDICT}
+    assert codes(verdict_of(found, 'c/vo').reasons) == [ReasonCode.NO_VERDICT_TRIALS]
     # The arm that is still to come is corrected for already.
-    assert found.num_comparisons == 2
-    assert reason(found, 'b/vo').endswith('after Holm over 2 arms')
-    assert found.sentences[-1] == '1 arm of 3 has no verdict trials so far.'
+    assert found.num_comparisons == verdict_of(found, 'b/vo').num_comparisons == 2
+    assert verdict_of(found, 'b/vo').p_holm == pytest.approx(2 * found.arms[1].difference.p)
 
 
-def test_nothing_can_be_said_before_the_baseline_has_its_verdict(study_dir):
+def test_no_verdict_before_the_baseline_has_its_own(study_dir):
     found = found_in(write_tuned(study_dir, arm('qk/vo', 0)[:10] + arm('b/vo', 0.02)))
-    assert words(found) == {'b/vo': 'no verdict'}
-    assert reason(found, 'b/vo') == 'the baseline qk/vo has no verdict trials there'
+    assert decisions(found) == {'b/vo': NO_VERDICT}
+    (reason,) = verdict_of(found, 'b/vo').reasons
+    assert reason.code is ReasonCode.NO_BASELINE_TRIALS and reason.data == {'baseline': 'qk/vo'}
 
 
-def test_many_arms_are_counted_in_the_sentence(study_dir):
-    records = arm('qk/vo', 0)
-    for index in range(8):
-        records += arm(f'v{index}/vo', 0.02 + 0.01 * index)
-    (said,) = found_in(write_tuned(study_dir, records)).sentences
-    assert said.count('[') == 5 and 'and 3 more arms are worse than qk/vo.' in said
-    assert said.index('v0/vo') < said.index('v4/vo') and 'v5/vo' not in said
-
-
-@pytest.mark.parametrize(
-    ('rates', 'why'),
-    [
-        ((1e-3,), 'the learning rate was not tuned per arm, all ran at 0.001'),
-        ((1e-3, 2e-3), 'the learning rate of each arm was chosen by the seeds that its loss is'),
-    ],
-)
-def test_a_study_without_tuning_describes(study_dir, rates, why):
+def test_a_study_without_tuning_has_differences_and_no_verdict(study_dir):
     records = [
-        trial_record(variant, seed=seed, learning_rate=rate, val_loss=loss + 0.01 * seed * place)
-        for rate in rates
+        trial_record(variant, seed=seed, val_loss=loss + 0.01 * seed * place)
         for place, (variant, loss) in enumerate((('qk/vo', 2.0), ('b/vo', 2.5), ('c/vo', 1.5)))
         for seed in (0, 1)
     ]
     found = found_in(write_study(study_dir, records))
-    first, second = found.sentences
-    assert first.startswith(f'No verdict: {why}')
-    assert second.startswith('Differences to qk/vo, nats/token (descriptive, below zero is better)')
-    assert second.index('c/vo -0.490') < second.index('b/vo +0.505')
+    assert [a.difference and round(a.difference.mean, 3) for a in found.arms] == [
+        None,
+        0.505,
+        -0.49,
+    ]
     assert all(a.verdict is None for a in found.arms) and found.num_comparisons == 0

@@ -1,13 +1,14 @@
-"""Every rule that a verdict has to keep: broken once, named, and the verdict withheld."""
+"""Every rule that a verdict has to keep: broken once, reported, and the verdict withheld."""
 
 import json
-import types
 
 import numpy as np
 import pytest
 
-from qkattn.report import find, load_study, sentences
+from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
 from tests.studies import (
+    SCREENING_SEEDS,
+    VERDICT_SEEDS,
     edit_plan,
     run_name,
     trial_record,
@@ -19,58 +20,105 @@ from tests.studies import (
 
 BASE = 2 + 0.05 * np.arange(8)
 SIZE = 'd_model=128'
+B = 'b/vo', SIZE
 VERDICT = {v: run_name(v, SIZE, 'verdict') for v in ('qk/vo', 'b/vo', 'c/vo')}
+WORSE, NO_VERDICT = Decision.WORSE, Decision.NO_VERDICT
+JUDGED = {'b/vo': WORSE, 'c/vo': WORSE}
+WITHHELD = {'b/vo': NO_VERDICT, 'c/vo': WORSE}
+ALL_WITHHELD = {'b/vo': NO_VERDICT, 'c/vo': NO_VERDICT}
+EVALUATION = {'tokens': (65536,), 'rows': (512,), 'standard_error': 0.0125}
 
 
-def records_of(**changes):
-    """Three arms; `changes` are of the verdict trials of b/vo."""
+def records_of(stage='verdict', variant='b/vo', **changes):
+    """Three arms; `changes` are of the trials of one of them at one stage (None: at all)."""
     records = [
         record
-        for place, variant in enumerate(VERDICT)
-        for record in tuned_arm(variant, losses=list(BASE + 0.02 * place))
+        for place, name in enumerate(VERDICT)
+        for record in tuned_arm(name, losses=list(BASE + 0.02 * place))
     ]
     for record in records:
-        if record['run'] == VERDICT['b/vo']:
+        if record['variant'] == variant and stage in (None, record['stage']):
             record |= changes
     return records
 
 
+def two(**second):
+    """The baseline and b/vo, 0.02 nats worse."""
+    return tuned_arm('qk/vo', losses=list(BASE)) + tuned_arm(
+        'b/vo', **{'losses': list(BASE + 0.02)} | second
+    )
+
+
 def checked(directory):
-    """The findings, the words by variant, and all remarks as one text."""
-    study = load_study(directory)
-    found = find(study)
-    words = {arm.variant: arm.verdict.decision.value for arm in found.arms if arm.verdict}
-    said = '\n'.join(map(sentences.remark_text, found.remarks))
-    found = types.SimpleNamespace(
-        **vars(found),
-        sentences=sentences.found_in(study, found),
-        held_equal=sentences.held_equal(study, found),
-    )
-    return found, words, said
+    """The findings, the decisions by variant, and the remarks but for that on the evaluation."""
+    found = find(load_study(directory))
+    decisions = {arm.variant: arm.verdict.decision for arm in found.arms if arm.verdict}
+    remarks = [r for r in found.remarks if r.code is not RemarkCode.EVALUATION]
+    return found, decisions, remarks
 
 
-def test_a_clean_study_has_nothing_but_its_evaluation_to_say(study_dir):
-    found, words, said = checked(write_tuned(study_dir, records_of()))
-    assert words == {'b/vo': 'worse', 'c/vo': 'worse'}
-    assert said == (
-        'Val losses are over 65,536 tokens in 512 rows, which leaves each a sampling error of '
-        '0.013 nats/token (standard error over rows). All arms are evaluated on the same tokens, '
-        'so most of it cancels in a difference; intervals are over seeds and do not hold what is '
-        'left of it.'
-    )
-    assert not any(remark.blocks for remark in found.remarks)
+def data_of(remarks, code):
+    """The data of the only remark of this code."""
+    (remark,) = [remark for remark in remarks if remark.code is code]
+    return remark.data
 
 
-def test_trials_that_stopped_early_get_no_verdict(study_dir):
+def test_a_clean_study_has_nothing_but_its_evaluation_to_report(study_dir):
+    found, decisions, remarks = checked(write_tuned(study_dir, records_of()))
+    assert decisions == JUDGED and remarks == []
+    assert found.remarks == (Remark(RemarkCode.EVALUATION, EVALUATION),)
+
+
+def test_the_standard_error_is_the_median_of_those_recorded(study_dir):
+    records = records_of()
+    for record, error in zip(
+        (r for r in records if r['stage'] == 'verdict'), range(24), strict=True
+    ):
+        record |= {'val_loss_se': float(error), 'eval_tokens': 10 + error % 2}
+    data = data_of(find(load_study(write_tuned(study_dir, records))).remarks, RemarkCode.EVALUATION)
+    assert data == {'tokens': (10, 11), 'rows': (512,), 'standard_error': 12.0}
+
+
+@pytest.mark.parametrize(
+    ('changes', 'code', 'data'),
+    [
+        (
+            {'train__num_steps': 800},
+            RemarkCode.STOPPED_EARLY,
+            {'stopped': 8, 'trials': 8, 'step': 400, 'num_steps': 800},
+        ),
+        (
+            {'optimizer__schedule': 'inverse_sqrt'},
+            RemarkCode.NOT_ANNEALED,
+            {'schedule': 'inverse_sqrt', 'final_fraction': None, 'limit': 0.1},
+        ),
+        (
+            {'optimizer__schedule': 'constant'},
+            RemarkCode.NOT_ANNEALED,
+            {'schedule': 'constant', 'final_fraction': None, 'limit': 0.1},
+        ),
+        (
+            {'optimizer__final_fraction': 0.2},
+            RemarkCode.NOT_ANNEALED,
+            {'schedule': 'linear', 'final_fraction': 0.2, 'limit': 0.1},
+        ),
+        (
+            {'trials__seeds': [*VERDICT_SEEDS, 8]},
+            RemarkCode.OTHER_SEEDS,
+            {'stage': 'verdict', 'actual': (*VERDICT_SEEDS, 8), 'declared': VERDICT_SEEDS},
+        ),
+    ],
+)
+def test_runs_that_break_a_rule_get_no_verdict(study_dir, changes, code, data):
     write_tuned(study_dir, records_of())
-    edit_plan(study_dir, VERDICT['b/vo'], train__num_steps=800)
-    found, words, said = checked(study_dir)
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'worse'}
-    assert (
-        'b/vo at d_model=128: 8 trials of 8 stopped at step 400 of 800 and are no part of a '
-        'verdict.' in said
-    )
-    assert found.arms[1].chosen == ()
+    edit_plan(study_dir, VERDICT['b/vo'], **changes)
+    found, decisions, remarks = checked(study_dir)
+    assert decisions == WITHHELD
+    assert found.arms[1].blocks[0] == Remark(code, data, blocks=True, arm=B)
+    assert found.arms[1].verdict.reasons == found.arms[1].blocks
+    assert [remark for remark in remarks if remark.blocks] == remarks[: len(found.arms[1].blocks)]
+    if code is RemarkCode.STOPPED_EARLY:
+        assert found.arms[1].chosen == ()
 
 
 def test_one_trial_that_stopped_early_is_left_out(study_dir):
@@ -78,56 +126,39 @@ def test_one_trial_that_stopped_early_is_left_out(study_dir):
     next(r for r in records if r['run'] == VERDICT['b/vo'])['num_steps'] = 100
     write_tuned(study_dir, records)
     edit_plan(study_dir, VERDICT['b/vo'], train__num_steps=400)
-    found, words, said = checked(study_dir)
-    assert words['b/vo'] == 'worse' and found.arms[1].difference.n == 7
-    assert '1 trial of 8 stopped at step 100 of 400' in said
-
-
-@pytest.mark.parametrize(
-    ('changes', 'clause'),
-    [
-        (
-            {'optimizer__schedule': 'inverse_sqrt'},
-            'the inverse sqrt schedule does not anneal the learning rate',
-        ),
-        ({'optimizer__schedule': 'constant'}, 'the constant schedule does not anneal'),
-        ({'optimizer__final_fraction': 0.2}, 'the learning rate ends at 0.2 of its peak'),
-    ],
-)
-def test_trainings_that_are_not_annealed_get_no_verdict(study_dir, changes, clause):
-    write_tuned(study_dir, records_of())
-    edit_plan(study_dir, VERDICT['b/vo'], **changes)
-    _, words, said = checked(study_dir)
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'worse'}
-    assert f'b/vo at d_model=128: {clause}' in said
+    found, decisions, remarks = checked(study_dir)
+    assert decisions == JUDGED and found.arms[1].difference.n == 7
+    data = {'stopped': 1, 'trials': 8, 'step': 100, 'num_steps': 400}
+    assert remarks == [Remark(RemarkCode.STOPPED_EARLY, data, arm=B)]
 
 
 def test_a_final_fraction_of_a_tenth_is_annealed(study_dir):
     write_tuned(study_dir, records_of())
     for run in VERDICT.values():
         edit_plan(study_dir, run, optimizer__final_fraction=0.1)
-    assert checked(study_dir)[1] == {'b/vo': 'worse', 'c/vo': 'worse'}
+    assert checked(study_dir)[1] == JUDGED
 
 
 def test_what_blocks_the_baseline_blocks_every_arm(study_dir):
     write_tuned(study_dir, records_of())
     edit_plan(study_dir, VERDICT['qk/vo'], optimizer__schedule='constant')
-    found, words, _ = checked(study_dir)
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'no verdict'}
-    assert 'the baseline qk/vo: the constant schedule' in sentences.reason(found.arms[1].verdict)
+    found, decisions, _ = checked(study_dir)
+    assert decisions == ALL_WITHHELD
+    reason = found.arms[1].verdict.reasons[-1]
+    assert reason.code is ReasonCode.BASELINE_BLOCKED
+    assert reason.data == {'baseline': 'qk/vo', 'remarks': found.arms[0].blocks}
 
 
-def test_what_holds_for_every_arm_is_said_once(study_dir):
+def test_what_holds_for_every_arm_is_one_remark(study_dir):
     write_tuned(study_dir, records_of())
     for run in VERDICT.values():
         edit_plan(study_dir, run, optimizer__schedule='constant')
-    found, words, said = checked(study_dir)
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'no verdict'}
-    assert said.count('anneal') == 1 and said.startswith('every arm: the constant schedule')
-    assert found.sentences == (f'No verdict: {sentences.clause(found.remarks[0])}.',)
+    found, decisions, (remark,) = checked(study_dir)
+    assert decisions == ALL_WITHHELD and found.blocks == (remark,)
+    assert remark.code is RemarkCode.NOT_ANNEALED and remark.arm is None and remark.every_arm
 
 
-def test_losses_that_no_verdict_may_use_give_no_law_of_size(study_dir):
+def test_losses_that_no_verdict_may_use_give_no_scaling_law(study_dir):
     records = tuned_arm('qk/vo', 's64', BASE, d_model=64) + tuned_arm('qk/vo', 's128', BASE)
     write_tuned(study_dir, records)
     assert len(checked(study_dir)[0].scaling) == 1
@@ -136,26 +167,32 @@ def test_losses_that_no_verdict_may_use_give_no_law_of_size(study_dir):
     assert checked(study_dir)[0].scaling == ()
 
 
+def differs(name, most, one, harmless=False):
+    values = {most: ('qk/vo', 'c/vo'), one: ('b/vo',)}
+    data = {'name': name, 'size': None, 'values': values, 'harmless': harmless}
+    return Remark(RemarkCode.DIFFERS, data)
+
+
 @pytest.mark.parametrize(
     ('changes', 'name', 'values'),
     [
-        ({'train__num_steps': 200}, 'train.num_steps', '400 (qk/vo, c/vo), 200 (b/vo)'),
-        ({'train__init_from': 'runs/a'}, 'train.init_from', 'None (qk/vo, c/vo), runs/a (b/vo)'),
-        ({'optimizer__beta2': 0.5}, 'optimizer.beta2', '0.99 (qk/vo, c/vo), 0.5 (b/vo)'),
-        ({'model__positions': 'rope'}, 'model.positions', 'learned (qk/vo, c/vo), rope (b/vo)'),
+        ({'train__num_steps': 200}, 'train.num_steps', ('400', '200')),
+        ({'train__init_from': 'runs/a'}, 'train.init_from', ('None', 'runs/a')),
+        ({'optimizer__beta2': 0.5}, 'optimizer.beta2', ('0.99', '0.5')),
+        ({'model__positions': 'rope'}, 'model.positions', ('learned', 'rope')),
         # A score scale or weight decay that is not tuned is no arm's own.
-        ({'model__score_scale': 2.0}, 'model.score_scale', '1.0 (qk/vo, c/vo), 2.0 (b/vo)'),
-        ({'trials__weight_decays': [1]}, 'trials.weight_decays', '[0.1] (qk/vo, c/vo), [1] (b/vo)'),
-        ({'data__lowercase': True}, 'data.lowercase', 'False (qk/vo, c/vo), True (b/vo)'),
+        ({'model__score_scale': 2.0}, 'model.score_scale', ('1.0', '2.0')),
+        ({'trials__weight_decays': [1]}, 'trials.weight_decays', ('[0.1]', '[1]')),
+        ({'data__lowercase': True}, 'data.lowercase', ('False', 'True')),
     ],
 )
 def test_settings_that_differ_are_listed_and_block(study_dir, changes, name, values):
     write_tuned(study_dir, records_of())
     edit_plan(study_dir, VERDICT['b/vo'], **changes)
-    found, words, said = checked(study_dir)
-    assert f'{name} differs between arms: {values}.' in said
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'worse'}
-    assert found.held_equal.count(f'but for {name};') == 1
+    found, decisions, remarks = checked(study_dir)
+    assert decisions == WITHHELD and differs(name, *values) in remarks
+    data = {'name': name, 'value': values[1], 'baseline': values[0]}
+    assert Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, B) in found.arms[1].blocks
 
 
 @pytest.mark.parametrize(
@@ -170,55 +207,69 @@ def test_settings_that_differ_are_listed_and_block(study_dir, changes, name, val
 def test_declared_factors_and_places_may_differ(study_dir, changes):
     write_tuned(study_dir, records_of())
     edit_plan(study_dir, VERDICT['b/vo'], **changes)
-    _, words, said = checked(study_dir)
-    assert 'differs' not in said and words == {'b/vo': 'worse', 'c/vo': 'worse'}
+    assert checked(study_dir)[1:] == (JUDGED, [])
 
 
 def test_fields_of_a_variant_and_tuned_knobs_may_differ(study_dir):
-    records = records_of()
+    records = records_of(stage=None, variant='b/vo', changed=True)
     for record in records:
-        if record['variant'] == 'b/vo':
+        if record.pop('changed', False):
             record['variant'] = 'b/vo?norm=rmsnorm&num_kv_heads=1 [d_ff]'
     write_tuned(study_dir, records)
     edit_plan(study_dir, VERDICT['b/vo'], model__norm='rmsnorm', model__num_kv_heads=1)
-    assert 'differs' not in checked(study_dir)[2]
+    assert checked(study_dir)[2] == []
 
 
 def test_settings_of_the_program_are_listed_and_do_not_block(study_dir):
     write_tuned(study_dir, records_of())
     edit_plan(study_dir, VERDICT['b/vo'], train__lifting='vmap')
-    found, words, said = checked(study_dir)
-    assert 'train.lifting differs between arms: auto (qk/vo, c/vo), vmap (b/vo).' in said
-    assert words == {'b/vo': 'worse', 'c/vo': 'worse'} and 'but for' not in found.held_equal
+    listed = [differs('train.lifting', 'auto', 'vmap', harmless=True)]
+    assert checked(study_dir)[1:] == (JUDGED, listed)
+
+
+DATA = {'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}
 
 
 @pytest.mark.parametrize(
-    ('changes', 'clause'),
+    ('changes', 'name', 'values'),
     [
-        (
-            {'data': {'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}},
-            "data.version is 3.12, the baseline's 3.11.7",
-        ),
-        ({'eval_tokens': 4096}, "eval_tokens is 4096, the baseline's 65536"),
+        ({'data': DATA}, 'data.version', ('3.11.7', '3.12')),
+        ({'eval_tokens': 4096}, 'eval_tokens', ('65536', '4096')),
     ],
 )
-def test_other_data_gets_no_verdict(study_dir, changes, clause):
-    found, words, said = checked(write_tuned(study_dir, records_of(**changes)))
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'worse'}
-    assert (
-        tuple(map(sentences.clause, found.arms[1].blocks)) == (clause,)
-        and f'b/vo at d_model=128: {clause}.' in said
-    )
+def test_other_data_gets_no_verdict(study_dir, changes, name, values):
+    found, decisions, remarks = checked(write_tuned(study_dir, records_of(**changes)))
+    data = {'name': name, 'value': values[1], 'baseline': values[0]}
+    assert decisions == WITHHELD and differs(name, *values) in remarks
+    assert found.arms[1].blocks == (Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, B),)
+
+
+def test_values_that_differ_are_of_one_size(study_dir):
+    records = [
+        record
+        for size, d_model in (('s64', 64), ('s128', 128))
+        for variant in ('qk/vo', 'b/vo')
+        for record in tuned_arm(variant, size, BASE, d_model=d_model, eval_tokens=d_model)
+    ]
+    write_tuned(study_dir, records)
+    edit_plan(study_dir, run_name('b/vo', 's64', 'verdict'), train__lifting='vmap')
+    _, _, (remark,) = checked(study_dir)
+    assert (remark.data['name'], remark.data['size']) == ('train.lifting', 's64')
 
 
 def test_software_that_differs_is_named_and_does_not_block(study_dir):
     provenance = trial_record('x')['provenance']
     provenance |= {'git': {'commit': 'f' * 40, 'dirty': True}, 'versions': {'jax': '0.12.0'}}
-    _, words, said = checked(write_tuned(study_dir, records_of(provenance=provenance)))
-    assert 'git.commit differs between runs: ' in said and 'ffffffffffff… (b/vo at' in said
-    assert 'versions.jax differs between runs: ' in said
-    assert 'a working tree with changes that no commit holds' in said
-    assert words == {'b/vo': 'worse', 'c/vo': 'worse'}
+    _, decisions, remarks = checked(write_tuned(study_dir, records_of(provenance=provenance)))
+    assert decisions == JUDGED and not any(remark.blocks for remark in remarks)
+    commit, jax, dirty = remarks
+    assert (commit.code, dirty.code) == (
+        RemarkCode.SOFTWARE_DIFFERS,
+        RemarkCode.UNCOMMITTED_CHANGES,
+    )
+    assert (commit.data['name'], jax.data['name']) == ('git.commit', 'versions.jax')
+    assert commit.data['values']['f' * 40] == (('b/vo', SIZE, 'verdict'),)
+    assert ('b/vo', SIZE, 'screening') in jax.data['values']['0.10.2']
 
 
 def test_results_of_other_settings_are_refused(study_dir):
@@ -228,11 +279,10 @@ def test_results_of_other_settings_are_refused(study_dir):
     records[-1]['config_hash'] = 'other'
     write_lines(path, records)
     (study_dir / VERDICT['c/vo'] / 'result.json').unlink()
-    study = load_study(study_dir)
-    assert "its config_hash 'other' is not that of the planned run" in study.problems[0]
-    _, words, said = checked(study_dir)
-    assert words == {'b/vo': 'worse', 'c/vo': 'no verdict'}
-    assert '7 of 8 verdict trials of run c_vo-d_model_128-verdict-4 have readable results' in said
+    assert "its config_hash 'other' is not that of the" in load_study(study_dir).problems[0]
+    _, decisions, remarks = checked(study_dir)
+    assert decisions == {'b/vo': WORSE, 'c/vo': NO_VERDICT}
+    assert data_of(remarks, RemarkCode.MISSING_RESULTS)['readable'] == 7
 
 
 def lose(directory, run, **changes):
@@ -246,59 +296,34 @@ def lose(directory, run, **changes):
         path.write_text(json.dumps(records)) if is_list else write_lines(path, records)
 
 
-@pytest.mark.parametrize('changes', [{'val_loss': float('nan')}, {'val_loss': None}])
-@pytest.mark.parametrize(
-    ('variant', 'words'),
-    [
-        ('b/vo', {'b/vo': 'no verdict', 'c/vo': 'worse'}),
-        ('qk/vo', {'b/vo': 'no verdict', 'c/vo': 'no verdict'}),
-    ],
-)
-def test_a_finished_trial_without_a_loss_withholds_the_verdict(study_dir, variant, words, changes):
+@pytest.mark.parametrize('loss', [float('nan'), None])
+@pytest.mark.parametrize(('variant', 'decisions'), [('b/vo', WITHHELD), ('qk/vo', ALL_WITHHELD)])
+def test_a_finished_trial_without_a_loss_withholds_the_verdict(study_dir, variant, decisions, loss):
     """Dropped, it would leave the mean of the others: those that did well."""
     write_tuned(study_dir, records_of())
-    lose(study_dir, VERDICT[variant], **changes)
-    found, judged, said = checked(study_dir)
-    assert judged == words
-    clause = f'7 of 8 verdict trials of run {VERDICT[variant]} have readable results'
-    assert f'{variant} at d_model=128: {clause}.' in said
-    assert clause in sentences.reason(found.arms[1].verdict)
+    lose(study_dir, VERDICT[variant], val_loss=loss)
+    _, judged, remarks = checked(study_dir)
+    data = {'readable': 7, 'planned': 8, 'stage': 'verdict', 'run': VERDICT[variant]}
+    assert judged == decisions
+    assert remarks == [Remark(RemarkCode.MISSING_RESULTS, data, True, (variant, SIZE))]
 
 
 def test_results_that_a_descriptive_study_lacks_are_a_remark(study_dir):
     write_study(study_dir, [trial_record('qk/vo', seed=seed) for seed in (0, 1)])
-    lose(study_dir, run_name('qk/vo', SIZE), val_loss=None)
-    (remark,) = [r for r in checked(study_dir)[0].remarks if 'readable' in sentences.clause(r)]
-    assert (
-        sentences.remark_text(remark).startswith('qk/vo at d_model=128: 1 of 2 trials')
-        and not remark.blocks
-    )
+    run = run_name('qk/vo', SIZE)
+    lose(study_dir, run, val_loss=None)
+    data = {'readable': 1, 'planned': 2, 'stage': None, 'run': run}
+    assert checked(study_dir)[2] == [Remark(RemarkCode.MISSING_RESULTS, data, arm=('qk/vo', SIZE))]
 
 
-@pytest.mark.parametrize(
-    ('stage', 'knob', 'seeds', 'clause'),
-    [
-        (
-            'verdict',
-            None,
-            list(range(9)),
-            'its verdict ran on seeds 0, 1, 2, 3, 4, 5, 6, 7 and 8, the study declares 0, 1, 2, 3, '
-            '4, 5, 6 and 7',
-        ),
-        (
-            'screening',
-            'learning_rate',
-            [100, 101, 102],
-            'its screening ran on seeds 100, 101 and 102, the study declares 100 and 101',
-        ),
-    ],
-)
-def test_seeds_are_those_that_were_declared(study_dir, stage, knob, seeds, clause):
+def test_screening_seeds_are_those_that_were_declared(study_dir):
     write_tuned(study_dir, records_of())
-    edit_plan(study_dir, run_name('b/vo', SIZE, stage, knob), trials__seeds=seeds)
-    found, words, _ = checked(study_dir)
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'worse'}
-    assert tuple(map(sentences.clause, found.arms[1].blocks)) == (clause,)
+    run = run_name('b/vo', SIZE, 'screening', 'learning_rate')
+    edit_plan(study_dir, run, trials__seeds=[*SCREENING_SEEDS, 102])
+    found, decisions, _ = checked(study_dir)
+    data = {'stage': 'screening', 'actual': (*SCREENING_SEEDS, 102), 'declared': SCREENING_SEEDS}
+    assert decisions == WITHHELD
+    assert found.arms[1].blocks == (Remark(RemarkCode.OTHER_SEEDS, data, True, B),)
 
 
 def test_training_losses_are_not_read(study_dir):
@@ -309,56 +334,43 @@ def test_training_losses_are_not_read(study_dir):
         write_lines(path, [{**line, 'loss': [0.0]} for line in lines])
     after = checked(study_dir)[0]
     assert [arm.difference for arm in after.arms] == [arm.difference for arm in before.arms]
-    assert [row.val_loss for row in after.arms] == [row.val_loss for row in before.arms]
+    assert [arm.val_loss for arm in after.arms] == [arm.val_loss for arm in before.arms]
 
 
-def test_weights_beyond_the_tolerance_get_no_verdict(study_dir):
-    records = records_of()
-    for record in records:
-        if record['variant'] == 'b/vo':
-            record['parameters'] |= {'total': round(1.004 * record['target_parameters'])}
-            record['residual'] = record['parameters']['total'] / record['target_parameters'] - 1
-    found, words, said = checked(write_tuned(study_dir, records))
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'worse'}
-    assert (
-        'b/vo at d_model=128: total parameters differ by +0.4 %, above the tolerance 0.1 %: no '
-        'verdict at equal total parameters.' in said
-    )
-    assert '(820k, within 0.1 % but for 1 arm)' in found.held_equal
+def test_parameters_beyond_the_tolerance_get_no_verdict(study_dir):
+    target = trial_record('b/vo')['target_parameters']
+    total = round(1.004 * target)
+    parameters = trial_record('b/vo')['parameters'] | {'total': total}
+    changes = {'parameters': parameters, 'residual': total / target - 1}
+    _, decisions, remarks = checked(write_tuned(study_dir, records_of(stage=None, **changes)))
+    data = {'matched': 'total', 'residual': total / target - 1, 'tolerance': 1e-3}
+    assert decisions == WITHHELD and remarks == [Remark(RemarkCode.OVER_TOLERANCE, data, True, B)]
 
 
-def test_weights_that_contradict_the_plan_get_no_verdict(study_dir):
-    records = records_of()
-    for record in records:
-        if record['variant'] == 'b/vo':
-            record['parameters'] = record['parameters'] | {'total': 900000}
-    _, words, said = checked(write_tuned(study_dir, records))
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'worse'}
-    assert 'its results count 900,000 parameters, the plan says' in said
+def test_parameters_that_contradict_the_plan_get_no_verdict(study_dir):
+    record = trial_record('b/vo')
+    parameters = record['parameters'] | {'total': 900000}
+    records = records_of(stage=None, parameters=parameters)
+    _, decisions, remarks = checked(write_tuned(study_dir, records))
+    data = {'parameters': 900000, 'target': record['target_parameters']}
+    data['residual'] = record['residual']
+    assert decisions == WITHHELD
+    assert remarks == [Remark(RemarkCode.OTHER_PARAMETER_COUNT, data, True, B)]
 
 
-def test_unmatched_weights_are_said_and_judged(study_dir):
+def test_unmatched_parameters_are_judged(study_dir):
     records = records_of()
     for record in records:
         record |= {'target_parameters': None, 'residual': None}
-    found, words, _ = checked(write_tuned(study_dir, records, matched=None))
-    assert words == {'b/vo': 'worse', 'c/vo': 'worse'}
-    assert found.held_equal.startswith('Parameters are not matched; same data')
-    assert found.sentences[0].startswith('Parameters not matched, each arm at its own')
+    assert checked(write_tuned(study_dir, records, matched=None))[1:] == (JUDGED, [])
 
 
-def test_screening_seeds_give_no_verdict(study_dir):
-    records = [
-        record
-        for place, variant in enumerate(VERDICT)
-        for record in tuned_arm(variant, losses=list(BASE + place), screening_seeds=(100, 7))
-    ]
-    found, words, _ = checked(write_tuned(study_dir, records, tuning__seeds=[100, 7]))
-    assert set(words.values()) == {'no verdict'}
-    assert found.sentences == (
-        'No verdict: screening and verdict share seed 7, which makes the tuned settings look '
-        'better than they are.',
-    )
+def test_declared_screening_seeds_give_no_verdict(study_dir):
+    records = two(screening_seeds=(100, 7))[18:] + tuned_arm('qk/vo', screening_seeds=(100, 7))
+    found, decisions, _ = checked(write_tuned(study_dir, records, tuning__seeds=[100, 7]))
+    assert decisions == {'b/vo': NO_VERDICT}
+    assert found.blocks == (Remark(RemarkCode.SHARED_SEEDS, {'seeds': (7,)}, True),)
+    assert found.arms[1].verdict.reasons == found.blocks
 
 
 @pytest.mark.parametrize(('stage', 'old', 'new'), [('screening', 100, 3), ('verdict', 3, 101)])
@@ -367,31 +379,32 @@ def test_seeds_that_the_results_share_are_found_too(study_dir, stage, old, new):
     for record in records:
         if record['stage'] == stage and record['trial']['seed'] == old:
             record['trial']['seed'] = new
-    assert f'share seed {new}' in checked(write_tuned(study_dir, records))[2]
+    remarks = checked(write_tuned(study_dir, records))[2]
+    assert data_of(remarks, RemarkCode.SHARED_SEEDS) == {'seeds': (new,)}
 
 
 def test_verdict_trials_at_several_settings_give_none(study_dir):
     records = records_of()
     next(r for r in records if r['run'] == VERDICT['b/vo'])['trial']['weight_decay'] = 0.2
-    _, words, said = checked(write_tuned(study_dir, records))
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'worse'}
-    assert 'b/vo at d_model=128: its verdict trials ran at more than one setting.' in said
+    _, decisions, remarks = checked(write_tuned(study_dir, records))
+    assert decisions == WITHHELD
+    assert Remark(RemarkCode.SEVERAL_SETTINGS, {}, True, B) in remarks
 
 
 def test_a_learning_rate_grid_of_one_value_is_not_tuned(study_dir):
     grids = {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]}
-    _, words, said = checked(write_tuned(study_dir, records_of(), **grids))
-    assert set(words.values()) == {'no verdict'}
-    assert 'the learning rate is not tuned per arm: its grid is 0.004 only.' in said
+    found, decisions, _ = checked(write_tuned(study_dir, records_of(), **grids))
+    assert decisions == ALL_WITHHELD
+    data = {'learning_rates': (4e-3,)}
+    assert found.blocks[0] == Remark(RemarkCode.LEARNING_RATE_NOT_TUNED, data, True)
 
 
 @pytest.mark.parametrize('rate', [8e-3, 4.000001e-3])
 def test_the_verdict_has_to_run_at_what_the_screening_chooses(study_dir, rate):
-    records = tuned_arm('qk/vo', losses=list(BASE))
-    records += tuned_arm('b/vo', losses=list(BASE + 0.02), learning_rate=rate)
-    _, words, said = checked(write_tuned(study_dir, records))
-    assert words == {'b/vo': 'no verdict'}
-    assert f'the verdict ran at learning rate {rate}, the screening trials choose 0.004.' in said
+    _, decisions, remarks = checked(write_tuned(study_dir, two(learning_rate=rate)))
+    data = {'knob': 'learning_rate', 'actual': rate, 'expected': 4e-3, 'tuned': True}
+    assert decisions == {'b/vo': NO_VERDICT}
+    assert remarks == [Remark(RemarkCode.OTHER_SETTING, data, True, B)]
 
 
 def test_the_verdict_has_to_run_at_the_settings_that_were_not_tuned(study_dir):
@@ -399,59 +412,59 @@ def test_the_verdict_has_to_run_at_the_settings_that_were_not_tuned(study_dir):
     for record in records:
         if record['stage'] == 'verdict':
             record['trial'] = record['trial'] | {'weight_decay': 0.2}
-    _, words, said = checked(write_tuned(study_dir, records))
-    assert words == {'b/vo': 'no verdict', 'c/vo': 'no verdict'}
-    assert 'the verdict ran at weight decay 0.2, the screening trials ran at 0.1.' in said
+    _, decisions, remarks = checked(write_tuned(study_dir, records))
+    data = {'knob': 'weight_decay', 'actual': 0.2, 'expected': 0.1, 'tuned': False}
+    assert decisions == ALL_WITHHELD
+    assert data_of(remarks, RemarkCode.OTHER_SETTING) == data
 
 
 def test_a_verdict_before_its_tuning_has_ended_is_none(study_dir):
-    records = tuned_arm('qk/vo', losses=list(BASE))
-    records += tuned_arm('b/vo', losses=list(BASE + 0.02), optimum=16e-3)
-    _, words, said = checked(write_tuned(study_dir, records, tuning__max_points=9))
-    assert words == {'b/vo': 'no verdict'}
-    assert 'its screening of the learning rate lacks results at 0.032 to choose a value by.' in said
-    verdictless = write_tuned(study_dir / 'b', records[:-8], tuning__max_points=9)
-    assert 'lacks results at' not in checked(verdictless)[2]
+    records = two(optimum=16e-3)
+    _, decisions, remarks = checked(write_tuned(study_dir, records, tuning__max_points=9))
+    assert decisions == {'b/vo': NO_VERDICT}
+    data = {'knob': 'learning_rate', 'values': (0.032,)}
+    assert Remark(RemarkCode.SCREENING_INCOMPLETE, data, True, B) in remarks
+    without_verdict = write_tuned(study_dir / 'b', records[:-8], tuning__max_points=9)
+    assert [r.code for r in checked(without_verdict)[2]] == [RemarkCode.NOT_BRACKETED]
 
 
 def test_a_verdict_without_its_screening_is_none(study_dir):
-    records = tuned_arm('qk/vo', losses=list(BASE)) + tuned_arm('b/vo', losses=list(BASE + 1))[10:]
-    _, words, said = checked(write_tuned(study_dir, records))
-    assert words == {'b/vo': 'no verdict'}
-    lacking = '0.001, 0.002, 0.004, 0.008, 0.016'
-    assert f'screening of the learning rate lacks results at {lacking} to choose' in said
+    _, decisions, remarks = checked(write_tuned(study_dir, two()[:18] + two()[28:]))
+    assert decisions == {'b/vo': NO_VERDICT}
+    values = data_of(remarks, RemarkCode.SCREENING_INCOMPLETE)['values']
+    assert values == (0.001, 0.002, 0.004, 0.008, 0.016)
 
 
 def test_grids_without_both_ends_are_named(study_dir):
-    records = tuned_arm('qk/vo', losses=list(BASE))
-    records += tuned_arm('b/vo', losses=list(BASE + 0.02), optimum=16e-3)
-    said = checked(write_tuned(study_dir, records))[2]
-    assert (
-        'b/vo at d_model=128: learning rate not bracketed, the best of 0.001 to 0.016 is 0.016.'
-        in said
-    )
+    remarks = checked(write_tuned(study_dir, two(optimum=16e-3)))[2]
+    data = {'knob': 'learning_rate', 'low': 0.001, 'high': 0.016, 'best': 0.016}
+    assert remarks == [Remark(RemarkCode.NOT_BRACKETED, data, arm=B)]
 
 
-def test_few_seeds_are_said(study_dir):
-    records = tuned_arm('qk/vo', losses=BASE[:4]) + tuned_arm('b/vo', losses=BASE[:4] + 0.02)
-    _, words, said = checked(write_tuned(study_dir, records, seeds=[0, 1, 2, 3]))
-    assert 'Verdicts rest on 4 seeds (fewer than 5) for all arms.' in said
-    assert words == {'b/vo': 'worse'}
+@pytest.mark.parametrize(('seeds', 'few'), [(4, True), (5, False)])
+def test_few_seeds_are_a_remark(study_dir, seeds, few):
+    records = [r for r in two() if r['stage'] == 'screening' or r['trial']['seed'] < seeds]
+    _, decisions, remarks = checked(write_tuned(study_dir, records, seeds=list(range(seeds))))
+    assert decisions == {'b/vo': WORSE}
+    data = {'counts': (seeds,), 'enough': 5, 'arms': None}
+    assert remarks == ([Remark(RemarkCode.FEW_SEEDS, data)] if few else [])
+
+
+def test_few_seeds_of_one_arm_name_it(study_dir):
+    remarks = checked(write_tuned(study_dir, two(losses=[2.0] * 4 + [None] * 4)))[2]
+    assert data_of(remarks, RemarkCode.FEW_SEEDS) == {'counts': (4,), 'enough': 5, 'arms': (B,)}
 
 
 def test_divergence_is_counted_by_arm_and_stage(study_dir):
-    records = tuned_arm('qk/vo', losses=list(BASE))
     losses = [None, *(BASE[1:] + 0.02)]
-    records += tuned_arm('b/vo', losses=losses, diverged_rates=(16e-3,))
-    said = checked(write_tuned(study_dir, records))[2]
-    assert (
-        'Diverged, counted and never averaged: b/vo at d_model=128 2 of 10 screening trials and 1 '
-        'of 8 verdict trials.' in said
-    )
+    remarks = checked(write_tuned(study_dir, two(losses=losses, diverged_rates=(16e-3,))))[2]
+    counts = (('screening', 2, 10), ('verdict', 1, 8))
+    assert remarks == [Remark(RemarkCode.DIVERGED, {'arms': ((B, counts),)})]
 
 
 def test_a_study_without_tuning_is_checked_too(study_dir):
     records = [trial_record('qk/vo'), trial_record('b/vo', eval_tokens=4096, val_loss=None)]
-    said = checked(write_study(study_dir, records))[2]
-    assert 'eval_tokens differs between arms: 65536 (qk/vo), 4096 (b/vo).' in said
-    assert 'b/vo at d_model=128 1 of 1 trial.' in said
+    remarks = checked(write_study(study_dir, records))[2]
+    values = {'65536': ('qk/vo',), '4096': ('b/vo',)}
+    assert data_of(remarks, RemarkCode.DIFFERS)['values'] == values
+    assert data_of(remarks, RemarkCode.DIVERGED) == {'arms': ((B, ((None, 1, 1),)),)}

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.errors import ReportError
-from qkattn.report import load_study
-from qkattn.report.sentences import progress
+from qkattn.verdict import load_study
 from tests.studies import (
     edit_plan,
     plan_line,
@@ -39,9 +38,9 @@ def test_missing_cells_say_how_far_they_are(study_dir):
     write_metrics(running, [trial_record('qk/merged_vo')], num_evals=4)
     missing = load_study(study_dir).missing
     assert [run.variant for run in missing] == ['merged_qk/vo', 'qk/merged_vo']
-    assert [progress(run) for run in missing] == [
-        'not started',
-        'step 400 of 400',
+    assert [(run.stage, run.step, run.num_steps) for run in missing] == [
+        ('single', None, 400),
+        ('single', 400, 400),
     ]
 
 
@@ -214,12 +213,12 @@ def test_missing_arms_say_how_far_their_chain_has_come(study_dir):
     (study_dir / running).mkdir()
     write_metrics(study_dir / running, [trial_record('c/vo', num_steps=300)], num_evals=3)
     found = load_study(study_dir).missing
-    assert [(arm.variant, progress(arm)) for arm in found] == [
-        ('a/vo', 'verdict not started'),
-        ('b/vo', 'verdict not started'),
-        ('c/vo', 'screening of learning_rate, step 300 of 800'),
-        ('d/vo', 'screening of learning_rate not started'),
-        ('e/vo', 'not started'),
+    assert [(arm.variant, arm.stage, arm.knob, arm.step, arm.num_steps) for arm in found] == [
+        ('a/vo', 'verdict', None, None, None),
+        ('b/vo', 'verdict', None, None, 400),
+        ('c/vo', 'screening', 'learning_rate', 300, 800),
+        ('d/vo', 'screening', 'learning_rate', None, 400),
+        ('e/vo', None, None, None, None),
     ]
     assert [arm.name is None for arm in found] == [True, False, False, False, True]
 

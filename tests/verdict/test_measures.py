@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkattn.report import load_study
+from qkattn.verdict import load_study
 from qkattn.verdict.arms import arms_of
 from qkattn.verdict.measures import losses, scores
 from tests.studies import probe_record, translation_record, trial_record, write_study
