@@ -1,14 +1,15 @@
-"""Continuations of prompts by a language model: sampled, greedy, or searched for."""
+"""Continuations of prompts by a language model: sampling, greedy decoding, beam search."""
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qkattn.decode.beam import Hypotheses, beam_search
-from qkattn.decode.cached import decode_step, init_cache, prefill, take_rows
+from qkattn.decode.kv_cache import KVCache, decode_step, init_cache, prefill, take_rows
 from qkattn.errors import ConfigError
 from qkattn.model import Decoder
 
@@ -26,10 +27,10 @@ def choose(
     Args:
       logits_BV: of the next token.
       keys_B: a random key for each row.
-      temperature: divides the logits; 0 takes the largest.
-      top_k: only the k likeliest tokens (Fan et al. 2018).
-      top_p: of these, renormalized, only the fewest whose probabilities reach p (Holtzman et al.
-        2020, nucleus sampling).
+      temperature: divides the logits; 0 takes the argmax.
+      top_k: samples from the k most probable tokens only (Fan et al. 2018).
+      top_p: samples, after top_k, from the smallest set of tokens whose renormalized probabilities
+        sum to at least p (nucleus sampling, Holtzman et al. 2020).
     """
     if temperature == 0:
         return jnp.argmax(logits_BV, -1)
@@ -40,7 +41,7 @@ def choose(
     if top_p is not None:
         p_BV = jax.nn.softmax(sorted_BV, -1)
         before_BV = jnp.cumsum(p_BV, -1) - p_BV
-        # The likeliest token stays whatever rounding makes of the sum before it.
+        # Rounding of the sum before it must not exclude the most probable token.
         kept_BV = (before_BV < top_p).at[:, 0].set(True)
         sorted_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
     ranks_B = jax.vmap(jax.random.categorical)(keys_B, sorted_BV)
@@ -58,25 +59,25 @@ def generate(
     top_p: float | None = None,
     vocab_size: int | None = None,
 ) -> jax.Array:
-    """Continues each prompt by `num_tokens` tokens; tokens_BT without the prompts, int32.
+    """Continues each prompt by `num_tokens` tokens; int32 tokens_BT without the prompts.
 
-    One compiled program for each shape and set of options. A row depends on its own prompt, its
-    index and the key only, not on what else is in the batch.
+    Compiles one program per shape and set of options. A row depends on its own prompt, its index
+    and the key only, not on the rest of the batch.
 
     Args:
       prompts: token ids of each row; rows may differ in length.
-      key: required unless greedy.
+      key: required unless the temperature is 0.
       temperature, top_k, top_p: see `choose`; temperature 0 is greedy decoding.
-      vocab_size: ids from here on are never chosen; None is all that the model has.
+      vocab_size: ids from here on are never generated; None allows all ids of the model.
 
     Raises:
-      ConfigError: no decoder, an option out of range, an id that the model does not know, or more
-        tokens than model.context; the last token generated takes no room, as nothing comes after
-        it.
+      ConfigError: a model that is no decoder, an option out of range, an id outside the vocabulary,
+        or more tokens than model.context. The last generated token needs no position, since it is
+        not fed back.
     """
     V = model.config.vocab_size if vocab_size is None else vocab_size
     _check_options(key, temperature, top_k, top_p)
-    tokens_BT, start_B = _fitting(model, prompts, num_tokens, V)
+    tokens_BT, start_B = _prepare(model, prompts, num_tokens, V)
     return _generate(
         model,
         tokens_BT,
@@ -101,7 +102,7 @@ def _generate(
     *,
     num_tokens: int,
     vocab_size: int,
-    **options,
+    **options: Any,
 ) -> jax.Array:
     B, T = tokens_BT.shape
 
@@ -109,7 +110,9 @@ def _generate(
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, i), jnp.arange(B))
         return choose(logits_BV[:, :vocab_size], keys_B, **options).astype(jnp.int32)
 
-    def step(carry, i):
+    def step(
+        carry: tuple[jax.Array, KVCache], i: jax.Array
+    ) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
         tokens_B, cache = carry
         logits_BV, cache = decode_step(model, tokens_B, cache)
         tokens_B = next_tokens(logits_BV, i)
@@ -132,13 +135,17 @@ def search(
     length_penalty: float = 1.0,
     vocab_size: int | None = None,
 ) -> Hypotheses:
-    """The likeliest continuations of each prompt, up to the separator or `num_tokens` tokens.
+    """The best continuations of each prompt by beam search, up to `num_tokens` tokens.
+
+    Args:
+      separator, beam, length_penalty: see `beam_search`.
+      vocab_size: see `generate`.
 
     Raises:
-      ConfigError: as `generate` and `beam_search`.
+      ConfigError: as for `generate` and `beam_search`.
     """
     V = model.config.vocab_size if vocab_size is None else vocab_size
-    tokens_BT, start_B = _fitting(model, prompts, num_tokens, V)
+    tokens_BT, start_B = _prepare(model, prompts, num_tokens, V)
     return _search(
         model,
         tokens_BT,
@@ -156,7 +163,7 @@ def search(
     static_argnames=('num_tokens', 'separator', 'beam', 'length_penalty', 'vocab_size'),
 )
 def _search(
-    model: Decoder, tokens_BT: jax.Array, start_B: jax.Array, *, num_tokens: int, **options
+    model: Decoder, tokens_BT: jax.Array, start_B: jax.Array, *, num_tokens: int, **options: Any
 ) -> Hypotheses:
     B, T = tokens_BT.shape
     cache = init_cache(model, B, T + num_tokens - 1)._replace(start_B=start_B)
@@ -165,13 +172,13 @@ def _search(
     return beam_search(logits_BV, cache, step, take_rows, num_tokens=num_tokens, **options)
 
 
-def _fitting(
+def _prepare(
     model: Decoder,
     prompts: Sequence[Sequence[int]] | np.ndarray,
     num_tokens: int,
     vocab_size: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts, padded, where the model has room for them and for `num_tokens` more."""
+    """The padded prompts and their first slots; checks that they and `num_tokens` more fit."""
     if model.config.kind != 'decoder':
         raise ConfigError(
             f'model.kind={model.config.kind!r} does not continue text; it must be decoder'
@@ -195,7 +202,7 @@ def _fitting(
 def _left_padded(
     prompts: Sequence[Sequence[int]] | np.ndarray, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts that end in the last column, and where each begins."""
+    """The prompts, aligned on the last column, and the column where each begins."""
     rows = [np.asarray(prompt) for prompt in prompts]
     if not rows or any(row.ndim != 1 or not row.size for row in rows):
         raise ConfigError('prompts must hold at least one row, each of at least one token id')
@@ -217,7 +224,7 @@ def _check_options(
     if temperature and key is None:
         raise ConfigError(f'key is required to sample at temperature={temperature}')
     if temperature == 0 and (top_k, top_p) != (None, None):
-        raise ConfigError('top_k and top_p change nothing at temperature=0; leave them out')
+        raise ConfigError('top_k and top_p have no effect at temperature=0; leave them out')
     if top_k is not None and top_k < 1:
         raise ConfigError(f'top_k={top_k} must be at least 1, or None')
     if top_p is not None and not 0 < top_p <= 1:

@@ -1,4 +1,4 @@
-"""Translation with a trained encoder-decoder: sentences in, sentences out, and their scores."""
+"""Translation of sentences with a trained encoder-decoder, and scores of a split."""
 
 import functools
 import logging
@@ -15,14 +15,14 @@ from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.decode.beam import Hypotheses, beam_search
-from qkattn.decode.cached import decode_step, prefill, read_source, take_rows
+from qkattn.decode.kv_cache import decode_step, encode_source, prefill, take_rows
 from qkattn.decode.translation_scores import translation_scores
 from qkattn.errors import ConfigError
 from qkattn.metrics import PREFIXES
 from qkattn.model import EncoderDecoder, with_params
 
-# Sources of about the same length share a batch, padded to a multiple of this many tokens, so that
-# there are few shapes to compile.
+# Sources of similar length share a batch, padded to a multiple of this many tokens, so that few
+# shapes are compiled.
 WIDTH_STEP = 16
 BATCH_SIZE = 64
 
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 def translate(
     model: EncoderDecoder, tokenizer: Tokenizer, sources: Sequence[str], config: DecodeConfig
 ) -> list[str]:
-    """The best hypothesis for each source, in the order given.
+    """The best hypothesis for each source, in the order of `sources`.
 
     Raises:
-      ConfigError: no encoder-decoder; a source that is empty, cannot be encoded or is longer than
-        model.source_context; an option of the search out of range.
+      ConfigError: a model that is no encoder-decoder; a source that is empty, cannot be encoded or
+        is longer than model.source_context; an option of the search out of range.
     """
     encoded = []
     for i, source in enumerate(sources):
@@ -46,8 +46,8 @@ def translate(
             raise ConfigError(f'source {i + 1} cannot be encoded: {error}') from error
         if not len(encoded[-1]):
             raise ConfigError(f'source {i + 1} is empty; it must hold at least one token')
-    found = translate_ids(model, encoded, tokenizer.separator, config, tokenizer.vocab_size)
-    return [tokenizer.decode(ids) for ids in found]
+    translations = translate_ids(model, encoded, tokenizer.separator, config, tokenizer.vocab_size)
+    return [tokenizer.decode(ids) for ids in translations]
 
 
 def translate_ids(
@@ -57,7 +57,7 @@ def translate_ids(
     config: DecodeConfig,
     vocab_size: int,
 ) -> list[np.ndarray]:
-    """`translate` on token ids; neither sources nor translations have the separator."""
+    """`translate` for token ids; neither sources nor translations end with the separator."""
     if not isinstance(model, EncoderDecoder):
         raise ConfigError(
             f'model.kind={model.config.kind!r} does not translate; it must be encoder_decoder'
@@ -70,7 +70,7 @@ def translate_ids(
                 f'room for {room - 1} and the separator'
             )
     by_length = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    found: list[np.ndarray] = [np.zeros(0, np.int32)] * len(sources)
+    translations: list[np.ndarray] = [np.zeros(0, np.int32)] * len(sources)
     for first in range(0, len(sources), BATCH_SIZE):
         chosen = by_length[first : first + BATCH_SIZE]
         width = max(len(sources[i]) for i in chosen) + 1
@@ -89,14 +89,11 @@ def translate_ids(
             separator=separator,
             vocab_size=vocab_size,
         )
-        tokens_BT, lengths_B = (
-            np.asarray(best.tokens_BKT[:, 0]),
-            np.asarray(best.lengths_BK[:, 0]),
-        )
+        tokens_BT, lengths_B = np.asarray(best.tokens_BKT[:, 0]), np.asarray(best.lengths_BK[:, 0])
         for row, i in enumerate(chosen):
             ids = tokens_BT[row, : lengths_B[row]]
-            found[i] = ids[ids != separator]
-    return found
+            translations[i] = ids[ids != separator]
+    return translations
 
 
 @functools.partial(jax.jit, static_argnames=('beam', 'length_penalty', 'separator', 'vocab_size'))
@@ -106,10 +103,10 @@ def _search(
     valid_BS: jax.Array,
     *,
     separator: int,
-    **options,
+    **options: Any,
 ) -> Hypotheses:
     length = model.config.context
-    cache = read_source(model, source_BS, valid_BS, length)
+    cache = encode_source(model, source_BS, valid_BS, length)
     start_B1 = jnp.full((len(source_BS), 1), separator, jnp.int32)
     logits_BV, cache = prefill(model, start_B1, cache)
     step = functools.partial(decode_step, model)
@@ -126,21 +123,27 @@ def score_split(
     *,
     lowercase: bool,
 ) -> dict[str, Any]:
-    """Translates a split and scores it: see `evaluate.translation_scores`.
+    """Translates the first `config.max_sources` sentences of a split: see `translation_scores`.
 
-    The first `config.max_sources` sentences, in file order. A source that is longer than the model
-    has room for is cut, so that the score is of the whole set all the same; the log says how many.
+    A source that is longer than model.source_context is truncated, so that the scores are still
+    those of the whole split; the log says how many are.
     """
     tokenizer = pairs.source.tokenizer
     sources, targets = (side[: config.max_sources] for side in pairs.sentences(split))
     room = model.config.encoder.context - 1
-    cut = sum(len(source) > room for source in sources)
-    if cut:
-        log.warning('%d sources of split %r are cut to %d tokens', cut, split, room)
+    truncated = sum(len(source) > room for source in sources)
+    if truncated:
+        log.warning(
+            '%d of %d sources of split %r truncated to %d tokens',
+            truncated,
+            len(sources),
+            split,
+            room,
+        )
     sources = [source[:room] for source in sources]
-    found = translate_ids(model, sources, tokenizer.separator, config, tokenizer.vocab_size)
+    translations = translate_ids(model, sources, tokenizer.separator, config, tokenizer.vocab_size)
     return translation_scores(
-        [tokenizer.decode(ids) for ids in found],
+        [tokenizer.decode(ids) for ids in translations],
         [tokenizer.decode(ids) for ids in targets],
         lowercase=lowercase,
     )

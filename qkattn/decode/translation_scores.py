@@ -1,10 +1,12 @@
-"""Scores of translations, by sacrebleu."""
+"""BLEU and chrF of translations, computed by sacrebleu."""
 
 from collections.abc import Sequence
 
+from sacrebleu.metrics import BLEU, CHRF
+
 from qkattn.errors import ConfigError
 
-# The other tokenizers of sacrebleu download models or need further packages.
+# The other tokenizers of sacrebleu download models or require further packages.
 TOKENIZERS = ('13a', 'intl', 'char', 'zh', 'none')
 
 
@@ -15,26 +17,24 @@ def translation_scores(
     lowercase: bool = False,
     tokenize: str = '13a',
 ) -> dict[str, float | int | str]:
-    """Scores of a whole test set, with one reference a sentence.
+    """Scores of a whole test set, with one reference per sentence.
 
     Args:
-      hypotheses: detokenized text, as a reader would see it.
-      references: as many, in the same order.
-      lowercase: all scores ignore case.
-      tokenize: how BLEU splits words, one of TOKENIZERS; chrF has no words.
+      hypotheses: detokenized text.
+      references: detokenized text, one per hypothesis, in the same order.
+      lowercase: whether all scores ignore case.
+      tokenize: the tokenizer of BLEU, one of TOKENIZERS; chrF needs none.
 
     Returns:
       bleu: corpus BLEU in percent (Papineni et al. 2002), as computed by sacrebleu (Post 2018).
-      chrf: corpus chrF2 in percent (Popović 2015), by sacrebleu.
-      bleu_signature, chrf_signature: what must be equal for scores to be comparable.
-      exact_match: the fraction of hypotheses that are their reference, character by character.
-      num_sentences: how many were scored.
+      chrf: corpus chrF2 in percent (Popović 2015), as computed by sacrebleu.
+      bleu_signature, chrf_signature: sacrebleu's settings; scores are comparable where they agree.
+      exact_match: fraction of the hypotheses that equal their reference, character by character.
+      num_sentences: number of sentences.
 
     Raises:
-      ConfigError: no sentences, unequally many, or an unknown tokenizer.
+      ConfigError: no sentences, a reference missing or too many, or an unknown tokenizer.
     """
-    from sacrebleu.metrics import BLEU, CHRF  # only needed where text is scored
-
     if tokenize not in TOKENIZERS:
         raise ConfigError(f'tokenize={tokenize!r} must be one of {", ".join(TOKENIZERS)}')
     if len(hypotheses) != len(references):

@@ -1,6 +1,7 @@
-"""Continuations: sampling as defined, greedy and beam as the uncached model has them."""
+"""Continuations: sampling as defined; greedy and beam search as by the uncached model."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from qkattn.config import ModelConfig
 from qkattn.decode.generate import choose, generate, search
 from qkattn.errors import ConfigError
-from qkattn.model import Decoder, build
+from qkattn.model import Decoder, abstract_model
 
 CONFIG = ModelConfig(
     d_model=32,
@@ -25,28 +26,42 @@ CONFIG = ModelConfig(
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 12))
 
 
-def make(**fields) -> Decoder:
+@functools.cache
+def make(score='qk', value='vo') -> Decoder:
     """A model whose embeddings are large enough that every token and position matters."""
-    model = Decoder(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
+    config = dataclasses.replace(CONFIG, score=score, value=value)
+    model = Decoder(config, key=jax.random.key(0))
     model.w_embedding_VD[...] *= 5
     return model
 
 
+uncached = jax.jit(Decoder.__call__)
+
+
 def uncached_greedy(model, prompt_BT, num_tokens):
     tokens_BT = np.pad(prompt_BT, ((0, 0), (0, num_tokens)))
-    logits = jax.jit(Decoder.__call__)
     for t in range(prompt_BT.shape[1], tokens_BT.shape[1]):
-        tokens_BT[:, t] = logits(model, tokens_BT[:, :12])[:, t - 1].argmax(-1)
+        tokens_BT[:, t] = uncached(model, tokens_BT[:, :12])[:, t - 1].argmax(-1)
     return tokens_BT[:, prompt_BT.shape[1] :]
 
 
-@pytest.mark.parametrize('cell', [('qk', 'vo'), ('merged', 'vo'), ('key_free', 'no_vo')])
-def test_greedy_tokens_are_those_without_a_cache(cell):
-    model = make(score=cell[0], value=cell[1])
+@pytest.mark.parametrize('variant', ['qk/vo', 'merged/vo', 'key_free/no_vo'])
+def test_greedy_tokens_are_those_without_a_cache_and_of_a_beam_of_one(variant):
+    model = make(*variant.split('/'))
     prompts_BT = np.random.default_rng(1).integers(0, 50, (40, 4))
-    got = generate(model, prompts_BT, 9)  # fills the context: the last one is not read
-    np.testing.assert_array_equal(got, uncached_greedy(model, prompts_BT, 9))
-    assert len(np.unique(got)) > 3
+    # 9 tokens fill the context, since the last one is not fed back.
+    greedy_BT = np.asarray(generate(model, prompts_BT, 9))
+    np.testing.assert_array_equal(greedy_BT, uncached_greedy(model, prompts_BT, 9))
+    assert len(np.unique(greedy_BT)) > 3
+    # A separator that greedy decoding reaches early in some rows, late in others, never in most.
+    separator = int(np.bincount(greedy_BT[:, 1:].ravel(), minlength=50).argmax())
+    found = search(model, prompts_BT, 9, separator=separator, beam=1)
+    ended_BT = np.cumsum(greedy_BT == separator, axis=1) > 0
+    assert 0 < ended_BT.any(axis=1).sum() < 40
+    np.testing.assert_array_equal(found.tokens_BKT[:, 0], np.where(ended_BT, separator, greedy_BT))
+    np.testing.assert_array_equal(
+        found.lengths_BK[:, 0], np.minimum((~ended_BT).sum(axis=1) + 1, 9)
+    )
 
 
 def test_sampling_depends_on_the_key_and_on_nothing_else():
@@ -106,64 +121,17 @@ def test_draws_follow_the_defined_distribution(temperature, top_k, top_p):
     np.testing.assert_allclose(got_V, want_V, atol=4 * (0.25 / count) ** 0.5)
 
 
-def test_ids_beyond_the_tokenizer_are_never_chosen():
+def test_ids_beyond_the_tokenizer_are_never_sampled():
     tokens = generate(
         make(), TOKENS[:, :2], 8, key=jax.random.key(0), temperature=9.0, vocab_size=5
     )
     assert set(np.unique(tokens)) <= set(range(5)) and len(np.unique(tokens)) > 2
 
 
-@pytest.mark.parametrize(
-    ('change', 'said'),
-    [
-        ({'num_tokens': 10}, '4 tokens and num_tokens=10 need 13 positions, .*model.context=12'),
-        ({'num_tokens': 0}, 'num_tokens=0 must be at least 1'),
-        ({'temperature': -1.0}, 'temperature=-1.0'),
-        ({'temperature': float('nan')}, 'temperature=nan'),
-        ({'temperature': 1.0}, 'key is required'),
-        ({'top_k': 3}, 'change nothing at temperature=0'),
-        ({'temperature': 1.0, 'key': jax.random.key(0), 'top_k': 0}, 'top_k=0'),
-        ({'temperature': 1.0, 'key': jax.random.key(0), 'top_p': 1.5}, 'top_p=1.5'),
-        ({'vocab_size': 51}, 'vocab_size=51'),
-        ({'prompts': [[1, 50]]}, r'prompts\[0\] holds id 50; ids are 0 to 49'),
-        ({'prompts': [[1], [-1]]}, r'prompts\[1\] holds id -1'),
-        ({'prompts': [[1.5]]}, r'prompts\[0\] is of float64'),
-        ({'prompts': [[]]}, 'at least one token id'),
-        ({'prompts': []}, 'at least one row'),
-    ],
-)
-def test_bad_input_is_one_sentence(change, said):
-    arguments = {'prompts': TOKENS[:, :4], 'num_tokens': 2} | change
-    with pytest.raises(ConfigError, match=said):
-        generate(make(), **arguments)
-
-
-@pytest.mark.parametrize('cell', [('qk', 'vo'), ('merged', 'no_vo')])
-def test_a_beam_of_one_is_greedy_up_to_the_separator(cell):
-    model = make(score=cell[0], value=cell[1])
-    prompts_BT = np.random.default_rng(1).integers(0, 50, (40, 4))
-    greedy_BT = np.asarray(generate(model, prompts_BT, 9))
-    # A separator that greedy decoding meets early in some rows, late in others, never in most.
-    separator = int(np.bincount(greedy_BT[:, 1:].ravel(), minlength=50).argmax())
-    found = search(model, prompts_BT, 9, separator=separator, beam=1)
-    ended = 0
-    for got_T, length, want_T in zip(
-        found.tokens_BKT[:, 0], found.lengths_BK[:, 0], greedy_BT, strict=True
-    ):
-        ends = np.flatnonzero(want_T == separator)
-        want_T = want_T[: ends[0] + 1] if len(ends) else want_T
-        assert length == len(want_T)
-        np.testing.assert_array_equal(got_T[:length], want_T)
-        assert (np.asarray(got_T[length:]) == separator).all()
-        ended += bool(len(ends))
-    assert 0 < ended < 40
-
-
 def test_scores_of_a_beam_are_those_of_the_uncached_model():
     model = make()
     prompts = [TOKENS[0, :4], TOKENS[1, :2]]  # of different lengths
     found = search(model, prompts, 8, separator=3, beam=4, length_penalty=0.7, vocab_size=45)
-    logits = jax.jit(Decoder.__call__)
     lengths_BK = np.asarray(found.lengths_BK)
     assert len(np.unique(lengths_BK)) > 1
     for b, k in np.ndindex(2, 4):
@@ -171,42 +139,55 @@ def test_scores_of_a_beam_are_those_of_the_uncached_model():
         assert added.max() < 45
         whole = np.concatenate([prompts[b], added])[:12]
         padded = np.pad(whole, (0, 12 - len(whole)))[None]
-        logits_TV = np.asarray(logits(model, padded)[0, :, :45], np.float64)
+        logits_TV = np.asarray(uncached(model, padded)[0, :, :45], np.float64)
         nats_TV = logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
-        places = len(prompts[b]) - 1 + np.arange(len(added))
-        want = nats_TV[places, added].sum() / len(added) ** 0.7
+        positions = len(prompts[b]) - 1 + np.arange(len(added))
+        want = nats_TV[positions, added].sum() / len(added) ** 0.7
         np.testing.assert_allclose(found.scores_BK[b, k], want, rtol=1e-4)
     assert (np.diff(found.scores_BK, axis=1) <= 0).all()
     greedy = search(model, prompts, 8, separator=3, beam=1, length_penalty=0.7, vocab_size=45)
     assert (found.scores_BK[:, 0] >= greedy.scores_BK[:, 0]).all()
 
 
-@pytest.mark.parametrize(
-    ('change', 'said'),
-    [
-        ({'beam': 0}, 'beam=0 must be at least 1'),
-        ({'separator': 50}, 'separator=50 must be an id from 0 to 49'),
-        ({'separator': 9, 'vocab_size': 9}, 'separator=9 must be an id from 0 to 8'),
-        ({'length_penalty': float('nan')}, 'length_penalty=nan must be finite'),
-        ({'num_tokens': 10}, '4 tokens and num_tokens=10 need 13 positions, .*model.context=12'),
-        ({'num_tokens': 0}, 'num_tokens=0 must be at least 1'),
-        ({'vocab_size': 51}, 'vocab_size=51 must be from 1 to model.vocab_size=50'),
-        ({'prompts': [[1, 50]]}, r'prompts\[0\] holds id 50; ids are 0 to 49'),
-        ({'prompts': [[]]}, 'at least one token id'),
-    ],
-    ids=str,
-)
-def test_a_bad_search_is_one_sentence(change, said):
-    arguments = {'prompts': TOKENS[:, :4], 'num_tokens': 2, 'separator': 0, 'beam': 2} | change
-    with pytest.raises(ConfigError, match=said) as caught:
-        search(make(), **arguments)
-    assert '\n' not in str(caught.value)
+FITS = [
+    ({'num_tokens': 10}, '4 tokens and num_tokens=10 need 13 positions, .*model.context=12'),
+    ({'num_tokens': 0}, 'num_tokens=0 must be at least 1'),
+    ({'vocab_size': 51}, 'vocab_size=51 must be from 1 to model.vocab_size=50'),
+    ({'prompts': [[1, 50]]}, r'prompts\[0\] holds id 50; ids are 0 to 49'),
+    ({'prompts': [[1], [-1]]}, r'prompts\[1\] holds id -1'),
+    ({'prompts': [[1.5]]}, r'prompts\[0\] is of float64'),
+    ({'prompts': [[]]}, 'at least one token id'),
+    ({'prompts': []}, 'at least one row'),
+]
+SAMPLE = {'temperature': 1.0, 'key': jax.random.key(0)}
+BEAM = {'separator': 0, 'beam': 2}
+REFUSED = [
+    *((generate, change, message) for change, message in FITS),
+    (generate, {'temperature': -1.0}, 'temperature=-1.0'),
+    (generate, {'temperature': float('nan')}, 'temperature=nan'),
+    (generate, {'temperature': 1.0}, 'key is required'),
+    (generate, {'top_k': 3}, 'no effect at temperature=0'),
+    (generate, {**SAMPLE, 'top_k': 0}, 'top_k=0'),
+    (generate, {**SAMPLE, 'top_p': 1.5}, 'top_p=1.5'),
+    *((search, BEAM | change, message) for change, message in FITS),
+    (search, BEAM | {'beam': 0}, 'beam=0 must be at least 1'),
+    (search, BEAM | {'separator': 50}, 'separator=50 must be an id from 0 to 49'),
+    (search, {'separator': 9, 'beam': 2, 'vocab_size': 9}, 'separator=9 must be an id from 0 to 8'),
+    (search, BEAM | {'length_penalty': float('nan')}, 'length_penalty=nan must be finite'),
+]
+
+
+@pytest.mark.parametrize(('function', 'change', 'message'), REFUSED)
+def test_bad_input_is_one_sentence(function, change, message):
+    arguments = {'prompts': TOKENS[:, :4], 'num_tokens': 2} | change
+    with pytest.raises(ConfigError, match=message) as refusal:
+        function(make(), **arguments)
+    assert '\n' not in str(refusal.value)
 
 
 @pytest.mark.parametrize('kind', ['encoder', 'encoder_decoder'])
 def test_only_a_decoder_continues_text(kind):
-    model = build(dataclasses.replace(CONFIG, kind=kind), key=jax.random.key(0))
-    with pytest.raises(ConfigError, match=f"model.kind='{kind}' .* must be decoder"):
-        generate(model, TOKENS[:, :4], 2)
-    with pytest.raises(ConfigError, match=f"model.kind='{kind}' .* must be decoder"):
-        search(model, TOKENS[:, :4], 2, separator=0, beam=2)
+    model = abstract_model(dataclasses.replace(CONFIG, kind=kind))
+    for function, options in ((generate, {}), (search, BEAM)):
+        with pytest.raises(ConfigError, match=f"model.kind='{kind}' .* must be decoder"):
+            function(model, TOKENS[:, :4], 2, **options)

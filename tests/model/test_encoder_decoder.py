@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qkattn.config import ModelConfig
-from qkattn.decode import cached
+from qkattn.decode import kv_cache
 from qkattn.model import EncoderDecoder, abstract_model, build, cost
 from qkattn.model.encoder_decoder import positions_of
 from qkattn.study import matching
@@ -349,14 +349,14 @@ def test_the_cache_is_what_decoding_holds(fields, floats):
     config = dataclasses.replace(CONFIG, **fields)
     assert cost.cache_floats_per_token(config) == floats
     cache = jax.eval_shape(
-        lambda model: cached.read_source(
+        lambda model: kv_cache.encode_source(
             model, jnp.zeros((3, 5), jnp.int32), jnp.ones((3, 5), bool), 7
         ),
         abstract_model(config),
     )
     held = [
-        sum(math.prod(array.shape) for array in jax.tree.leaves(memory)) / (3 * length)
-        for memory, length in ((cache.memory, 7), (cache.source, 5))
+        sum(math.prod(array.shape) for array in jax.tree.leaves(arrays)) / (3 * length)
+        for arrays, length in ((cache.layers, 7), (cache.source, 5))
     ]
     assert sum(held) == floats
 

@@ -1,0 +1,143 @@
+"""Decoding with a key/value cache.
+
+The cache of a layer holds exactly what `Attention.cached` returns, so its size is that of the
+variant: keys and values, the stream itself where both are its slices, a latent where both are
+rebuilt from one.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from qkattn.attention import Cache, visible
+from qkattn.model import Decoder, EncoderDecoder
+from qkattn.model.blocks import Block, CrossBlock
+
+
+class KVCache(NamedTuple):
+    """The cached keys and values of all layers.
+
+    Attributes:
+      layers: arrays [L, B, S, ...] by name, with S slots for tokens; unfilled slots are zero.
+      start_B: slot of each row's first token; slots before it are padding.
+      length: number of filled slots.
+      source: cached keys and values of the encoder's output for cross-attention, arrays
+        [L, B, S, ...] by name; None without an encoder.
+      source_valid_BS: False on the padding of the source; None without an encoder.
+    """
+
+    layers: Cache
+    start_B: jax.Array
+    length: jax.Array
+    source: Cache | None = None
+    source_valid_BS: jax.Array | None = None
+
+
+def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCache:
+    """An empty cache of `length` slots for `batch` rows; the model may be abstract."""
+
+    def cached(model: Decoder | EncoderDecoder) -> Cache:
+        layer = jax.tree.map(lambda stacked: stacked[0], model.blocks)
+        return layer.attention.cached(model.embed(jnp.zeros((batch, 1), jnp.int32)))
+
+    L = model.config.num_layers
+    layers = {
+        name: jnp.zeros((L, batch, length, *array.shape[2:]), array.dtype)
+        for name, array in jax.eval_shape(cached, model).items()
+    }
+    return KVCache(layers, jnp.zeros(batch, jnp.int32), jnp.int32(0))
+
+
+def encode_source(
+    model: EncoderDecoder, source_BS: jax.Array, valid_BS: jax.Array, length: int
+) -> KVCache:
+    """Runs the encoder and caches its keys and values, with `length` slots for target tokens.
+
+    Args:
+      valid_BS: False on padding, which follows the tokens of a row.
+    """
+    y_BSD = model.encode(source_BS, valid_BS.astype(jnp.int32))
+    source = jax.vmap(lambda block: block.cross_attention.cached(y_BSD))(model.blocks)
+    cache = init_cache(model, len(source_BS), length)
+    return cache._replace(source=source, source_valid_BS=valid_BS)
+
+
+def prefill(
+    model: Decoder | EncoderDecoder, tokens_BT: jax.Array, cache: KVCache
+) -> tuple[jax.Array, KVCache]:
+    """Appends T tokens to the cache in one pass.
+
+    Rows of different lengths are padded on the left, by `cache.start_B` slots each; a row's logits
+    do not depend on its padding.
+
+    Returns:
+      logits_BV of the token after the last one, in float32 or wider, and the longer cache. The
+      cache needs T free slots: inside jit an overflow is not detected.
+    """
+    T = tokens_BT.shape[1]
+    S = next(iter(cache.layers.values())).shape[2]
+    slots_T, first = cache.length + jnp.arange(T), cache.length
+    positions_BT = jnp.maximum(slots_T - cache.start_B[:, None], 0)
+    x_BTD = model.embed(tokens_BT, positions_BT)
+    valid_BS = jnp.arange(S) >= cache.start_B[:, None]
+    mask_BTS = visible(
+        T, S, causal=True, valid_BS=valid_BS, first_query=first, window=model.config.window
+    )
+
+    def layer(
+        carry: tuple[jax.Array, Cache], inputs: tuple[Block, jax.Array, Cache]
+    ) -> tuple[tuple[jax.Array, Cache], None]:
+        x_BTD, layers = carry
+        block, index, source = inputs
+        updated: Cache = {}
+
+        def attend(z_BTD: jax.Array) -> jax.Array:
+            for name, array in block.attention.cached(z_BTD).items():
+                start = (index, 0, first) + (0,) * (array.ndim - 2)
+                updated[name] = jax.lax.dynamic_update_slice(layers[name], array[None], start)
+            own = {
+                name: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+                for name, array in updated.items()
+            }
+            return block.attention.attend_to(z_BTD, own, mask_BTS, first_query=first)
+
+        if not isinstance(block, CrossBlock):
+            return (block.around(attend, x_BTD), updated), None
+        cross_attention, valid_B1S = block.cross_attention, cache.source_valid_BS[:, None]
+
+        def cross_attend(z_BTD: jax.Array) -> jax.Array:
+            return cross_attention.attend_to(z_BTD, source, valid_B1S, cross=True)
+
+        return (block.around(attend, x_BTD, ask=cross_attend), updated), None
+
+    # The whole cache is carried and updated in place; as an input of the scan it would be copied.
+    inputs = (model.blocks, jnp.arange(model.config.num_layers), cache.source)
+    (x_BTD, layers), _ = jax.lax.scan(
+        layer, (x_BTD, cache.layers), inputs, unroll=model.config.unroll
+    )
+    logits_BV = model.logits(model.end(x_BTD[:, -1:]))[:, 0]
+    return logits_BV, cache._replace(layers=layers, length=first + T)
+
+
+def decode_step(
+    model: Decoder | EncoderDecoder, tokens_B: jax.Array, cache: KVCache
+) -> tuple[jax.Array, KVCache]:
+    """Appends one token per row; see `prefill`."""
+    return prefill(model, tokens_B[:, None], cache)
+
+
+def take_rows(cache: KVCache, rows_M: jax.Array) -> KVCache:
+    """The cache whose row m is row rows_M[m].
+
+    Where the number of rows stays the same, the sources stay in place, so a row may only come from
+    a row with the same source.
+    """
+
+    def take(arrays: Cache) -> Cache:
+        return jax.tree.map(lambda array: array[:, rows_M], arrays)
+
+    taken = cache._replace(layers=take(cache.layers), start_B=cache.start_B[rows_M])
+    if cache.source is None or len(rows_M) == len(cache.start_B):
+        return taken
+    return taken._replace(source=take(cache.source), source_valid_BS=cache.source_valid_BS[rows_M])

@@ -1,0 +1,185 @@
+"""Decoding with a key/value cache gives the logits of the uncached model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn.attention import SCORES, VALUES
+from qkattn.config import ModelConfig
+from qkattn.decode import kv_cache
+from qkattn.model import Decoder, EncoderDecoder, build, cost
+from qkattn.study import catalogue
+
+# Rolled layers compile faster; an output matrix of its own keeps tokens from predicting themselves.
+CONFIG = ModelConfig(
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    context=12,
+    vocab_size=50,
+    d_ff=32,
+    tied_embeddings=False,
+    scan_unroll=1,
+)
+TOKENS = np.random.default_rng(0).integers(0, 50, (2, 12))
+CHUNK = 3  # every test appends that many tokens at a time, so that each model compiles once
+VARIANTS = sorted({catalogue.partner(n, c) for known in (SCORES, VALUES) for n, c in known.items()})
+
+
+def make(**fields) -> Decoder | EncoderDecoder:
+    """A model whose embeddings are large enough that every token and position matters."""
+    model = build(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
+    model.w_embedding_VD[...] *= 5
+    return model
+
+
+prefill = jax.jit(kv_cache.prefill)
+uncached = jax.jit(lambda model, *args, **kwargs: model(*args, **kwargs))
+
+
+def last_logits(model, tokens_BT, cache, chunk=CHUNK):
+    """Logits after each chunk of the tokens."""
+    logits = []
+    for first in range(0, tokens_BT.shape[1], chunk):
+        logits_BV, cache = prefill(model, tokens_BT[:, first : first + chunk], cache)
+        logits.append(logits_BV)
+    assert int(cache.length) == tokens_BT.shape[1]
+    return np.stack(logits, axis=1)
+
+
+def assert_close(actual, expected):
+    assert np.std(expected) > 0.1
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(('score', 'value'), VARIANTS)
+def test_every_variant_decodes_from_a_cache_of_the_documented_size(score, value):
+    positions = 'rope' if SCORES[score].supports_rope else 'alibi'
+    if score == 'latent':
+        score = 'latent(rope_size=4)'
+    model = make(score=score, value=value, positions=positions)
+    cache = kv_cache.init_cache(model, *TOKENS.shape)
+    assert_close(last_logits(model, TOKENS, cache, chunk=1), np.asarray(uncached(model, TOKENS)))
+    assert all(array.shape[:3] == (2, *TOKENS.shape) for array in cache.layers.values())
+    cached_bytes = sum(array.nbytes for array in cache.layers.values())
+    assert cached_bytes == cost.cache_floats_per_token(model.config) * 4 * TOKENS.size
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
+        {'positions': 'learned'},
+        {'positions': 'rope'},
+        {'positions': 'alibi', 'window': 3},
+        {'positions': 'sinusoidal', 'norm': 'rmsnorm'},
+        {'positions': 'none', 'qk_norm': True, 'logit_cap': 5.0},
+        {'biases': True, 'num_kv_heads': 2, 'tied_embeddings': True},
+        {'score': 'latent', 'value': 'latent', 'scan_unroll': 2},
+    ],
+    ids=str,
+)
+def test_options_act_through_the_cache_and_padding_does_not(fields):
+    model = make(**fields)
+    expected = np.asarray(uncached(model, TOKENS))
+    cache = kv_cache.init_cache(model, *TOKENS.shape)
+    assert_close(last_logits(model, TOKENS, cache), expected[:, CHUNK - 1 :: CHUNK])
+    # Row 0 starts at slot 4, behind padding.
+    padded = np.stack([np.r_[[9] * 4, TOKENS[0, :8]], TOKENS[1]])
+    cache = cache._replace(start_B=jnp.array([4, 0], jnp.int32))
+    actual = last_logits(model, padded, cache)
+    assert_close(actual[1], expected[1, CHUNK - 1 :: CHUNK])
+    assert_close(actual[0, 1:], expected[0, [1, 4, 7]])
+
+
+def test_rows_move_with_their_padding():
+    model = make(positions='learned')
+    cache = kv_cache.init_cache(model, *TOKENS.shape)
+    _, cache = prefill(model, TOKENS[:, :3], cache._replace(start_B=jnp.array([2, 0], jnp.int32)))
+    expected = prefill(model, TOKENS[:, 3:6], cache)[0]
+    swapped = kv_cache.take_rows(cache, jnp.array([1, 0]))
+    assert_close(prefill(model, TOKENS[::-1, 3:6], swapped)[0], np.asarray(expected)[::-1])
+
+
+def test_a_cache_in_bfloat16_stays_in_bfloat16():
+    model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make())
+    cache = kv_cache.init_cache(model, 2, 4)
+    logits_BV, longer = jax.eval_shape(kv_cache.prefill, model, TOKENS[:, :2], cache)
+    assert logits_BV.dtype == jnp.float32
+    for arrays in (cache.layers, longer.layers):
+        assert {array.dtype for array in arrays.values()} == {jnp.dtype(jnp.bfloat16)}
+
+
+PAIRS = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'd_ff': None}
+# The second row is shorter.
+SOURCES = np.random.default_rng(2).integers(0, 50, (2, 9))
+VALID = np.arange(9) < np.array([[9], [4]])
+SITES = [
+    *(
+        {
+            'score': own[0],
+            'value': own[1],
+            'cross_variant': '/'.join(cross),
+            'encoder_variant': '/'.join(encoder),
+        }
+        for own, cross, encoder in zip(VARIANTS[::6], VARIANTS[2::6], VARIANTS[4::6], strict=True)
+    ),
+    {'score': 'latent(rope_size=4)', 'cross_variant': 'latent/latent', 'positions': 'rope'},
+    {
+        'score': 'merged',
+        'value': 'no_vo',
+        'cross_variant': 'shared_qk(self_mask=True)/k_is_v',
+        'positions': 'alibi',
+    },
+    {'positions': 'sinusoidal', 'scale_embeddings': True, 'norm_position': 'post'},
+    {'positions': 'rope', 'num_kv_heads': 1, 'window': 3, 'biases': True, 'qk_norm': True},
+    {'shared_embeddings': False, 'scan_unroll': 2, 'activation': 'relu', 'norm': 'rmsnorm'},
+]
+
+
+@jax.jit
+def encode(model, source_BS, valid_BS):
+    return kv_cache.encode_source(model, source_BS, valid_BS, TOKENS.shape[1])
+
+
+def uncached_pairs(model, source_BS, valid_BS):
+    segments_BS = valid_BS.astype(np.int32)
+    return np.asarray(uncached(model, TOKENS, source_BS=source_BS, source_segments_BS=segments_BS))
+
+
+@pytest.mark.parametrize('fields', SITES, ids=lambda fields: '-'.join(map(str, fields.values())))
+def test_an_encoder_decoder_decodes_from_its_cache(fields):
+    model = make(**PAIRS | fields)
+    expected = uncached_pairs(model, SOURCES, VALID)
+    actual = last_logits(model, TOKENS, encode(model, SOURCES, VALID))
+    assert_close(actual, expected[:, CHUNK - 1 :: CHUNK])
+
+
+def test_the_padding_of_a_source_has_no_effect():
+    model = make(**PAIRS)
+    other, unpadded = np.where(VALID, SOURCES, 7), np.ones_like(VALID)
+    expected, actual, whole = (
+        prefill(model, TOKENS[:, :CHUNK], encode(model, source_BS, valid_BS))[0]
+        for source_BS, valid_BS in ((SOURCES, VALID), (other, VALID), (SOURCES, unpadded))
+    )
+    np.testing.assert_array_equal(actual, expected)
+    assert np.abs(whole[1] - expected[1]).max() > 1e-2
+    alone = uncached_pairs(model, np.stack([SOURCES[1, :4]] * 2), np.ones((2, 4), bool))
+    assert_close(expected[1], alone[1, CHUNK - 1])
+
+
+def test_reordered_rows_continue_as_the_rows_that_they_came_from():
+    """First to more rows than before, then among the rows of each source."""
+    model, rng = make(**PAIRS), np.random.default_rng(3)
+    first, second, third = rng.integers(0, 50, (3, 4, CHUNK))
+    sources, among = np.array([1, 1, 0, 0]), np.array([1, 1, 3, 2])
+    _, cache = prefill(model, first[:2], encode(model, SOURCES, VALID))
+    _, cache = prefill(model, second, kv_cache.take_rows(cache, jnp.array(sources)))
+    actual = prefill(model, third, kv_cache.take_rows(cache, jnp.array(among)))[0]
+    # The same tokens without reordering.
+    cache = encode(model, SOURCES[sources], VALID[sources])
+    tokens = np.concatenate([first[sources], second[among], third], axis=1)
+    assert_close(actual, last_logits(model, tokens, cache)[:, -1])
+    assert np.abs(actual[0] - actual[1]).max() > 1e-2
