@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# From a fresh clone to a first verdict: installs what is needed, then runs the quickstart study.
+# From a fresh clone to a first report: installs the requirements, then runs the quickstart study.
 #
 #   launch/quickstart.sh [flags of experiments.ablate]
 #
 #   QKATTN_RUNS  directory for results (default: runs in the repository)
-# The same command again resumes the study. PYTHON and QKATTN_VENV: see launch/venv.sh.
+# The same command resumes the study. PYTHON and QKATTN_VENV: see launch/venv.sh.
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)

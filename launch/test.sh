@@ -14,8 +14,8 @@ venv=${QKATTN_VENV:-$root/.venv}
 [[ $venv == /* ]] || venv=${PWD%/}/$venv
 
 selection=(-m 'not slow')
-# A test worker imports jax and compiles with its own threads: more than a few only wait for memory.
-# Workers take whole stretches of the suite, so that fixtures of a module are made once.
+# Every worker imports JAX and compiles on several threads; more than four compete for memory.
+# Each worker takes consecutive tests, so that most module fixtures are built once.
 workers=(-n auto --maxprocesses 4 --dist worksteal)
 for argument in "$@"; do
   case $argument in

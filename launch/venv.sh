@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes or reuses the virtual environment that every launcher here runs in.
+# Creates or reuses the virtual environment that every launcher here runs in.
 #
 #   launch/venv.sh
 #
 # Needs Python >= 3.11 with its venv module, and a network for pip.
 #   PYTHON       interpreter to use (default: the environment's own, else 3.12, 3.11 or what PATH has)
-#   QKATTN_VENV  where the environment lives (default: .venv in the repository)
-# Exit codes: 0 ready, 1 the installation failed, 2 something to put right first.
+#   QKATTN_VENV  directory of the environment (default: .venv in the repository)
+# Exit codes: 0 ready, 1 installation failed, 2 wrong setting or missing prerequisite.
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -45,8 +45,8 @@ choose_python() {
   fail 'no Python >= 3.11 found on PATH; install one or set PYTHON to its path.'
 }
 
-# What the environment was made from. Its own place and the repository's are part of it: neither
-# an environment nor an editable installation survives being copied elsewhere.
+# What the environment was created from. Its own path and the repository's are included: neither an
+# environment nor an editable installation survives being copied elsewhere.
 describe() {
   "$1" -I - "$venv" "$root" <<'PYTHON_SOURCE'
 import hashlib, pathlib, platform, sys
@@ -73,11 +73,11 @@ if is_ready; then
   exit 0
 fi
 
-# One installation at a time. The lock sits on a file that exists anyway, and is inherited by pip:
-# after a kill the next call waits for what is left of the last one, then starts afresh.
+# One installation at a time. The lock is held on a file that exists anyway, and pip inherits it:
+# after a kill, the next call waits for a pip that is still running, then starts over.
 if command -v flock >/dev/null; then
   exec 9<"$root/requirements.txt"
-  flock -n 9 || { say 'waiting for another installation to end'; flock 9; }
+  flock -n 9 || { say 'waiting for another installation to finish'; flock 9; }
   if is_ready; then
     say "using $venv"
     exit 0
@@ -88,18 +88,18 @@ if [[ -e $venv ]]; then
   if [[ ! -e $owner && -n $(ls -A "$venv" 2>&1) ]]; then
     fail "$venv exists and was not made by this script; remove it or set QKATTN_VENV to another path."
   fi
-  # The interpreter found may be the one about to be removed.
+  # The chosen interpreter may be the one about to be removed.
   if [[ $python == "$venv/bin/python" ]]; then
     python=$("$python" -I -c 'import os, sys; print(os.path.realpath(sys.executable))')
   fi
-  say "$venv is incomplete or out of date; making it again"
+  say "$venv is incomplete or out of date; recreating it"
   rm -rf "$venv"
 fi
 
-say "making $venv with $("$python" -I -c 'import sys; print("Python", sys.version.split()[0])')"
+say "creating $venv with $("$python" -I -c 'import sys; print("Python", sys.version.split()[0])')"
 mkdir -p "$venv"
 : >"$owner"
-"$python" -I -m venv "$venv" || fail "$python could not make $venv; the reason is above." 1
+"$python" -I -m venv "$venv" || fail "$python could not create $venv; the reason is above." 1
 
 pip=("$venv/bin/python" -I -m pip --disable-pip-version-check --quiet)
 started=$SECONDS
@@ -109,7 +109,7 @@ say 'installing requirements.txt (a few minutes the first time)'
 "${pip[@]}" install --no-deps -e "$root" ||
   fail 'pip could not install the package itself; the reason is above. Run this again to retry.' 1
 
-# Written last and in one step: an environment without it is made again.
+# Written last and atomically: an environment without it is recreated.
 printf '%s\n' "$wanted" >"$stamp.part"
 mv "$stamp.part" "$stamp"
 say "ready after $((SECONDS - started)) s"

@@ -211,7 +211,7 @@ def test_the_environment_is_reused_until_its_inputs_change(sandbox):
     assert not (sandbox.venv / 'left-over').exists()
 
 
-def test_an_interrupted_installation_is_made_again(sandbox):
+def test_an_interrupted_installation_is_recreated(sandbox):
     sandbox.add_python()
     failed = sandbox.run(FAKE_PIP_STATUS=1)
     assert failed.returncode == 1
@@ -223,15 +223,15 @@ def test_an_interrupted_installation_is_made_again(sandbox):
     assert sandbox.pip_calls() == 3
     (sandbox.venv / 'bin' / 'python').unlink()
     assert sandbox.run().returncode == 0
-    assert sandbox.pip_calls() == 5, 'an environment whose interpreter is gone is made again'
+    assert sandbox.pip_calls() == 5, 'an environment whose interpreter is gone is recreated'
 
 
-def test_a_copied_environment_is_made_again(sandbox, tmp_path):
+def test_a_copied_environment_is_recreated(sandbox, tmp_path):
     sandbox.add_python()
     assert sandbox.run().returncode == 0
     shutil.copytree(sandbox.venv, tmp_path / 'copy')
     result = sandbox.run(QKATTN_VENV=tmp_path / 'copy')
-    assert 'making it again' in result.stderr
+    assert 'recreating it' in result.stderr
     assert sandbox.pip_calls() == 4
 
 
@@ -241,22 +241,22 @@ def test_a_copied_tree_gets_its_own_environment(sandbox, tmp_path):
     shutil.copytree(sandbox.root, tmp_path / 'copy')
     sandbox.root = tmp_path / 'copy'
     result = sandbox.run()
-    assert 'making it again' in result.stderr
+    assert 'recreating it' in result.stderr
     assert sandbox.pip_calls() == 4
     # The editable installation points to one tree, so two trees cannot share an environment.
     result = sandbox.run(QKATTN_VENV=tmp_path / 'a tree' / '.venv')
-    assert 'making it again' in result.stderr
+    assert 'recreating it' in result.stderr
     assert sandbox.pip_calls() == 6
 
 
 def test_a_directory_that_the_script_did_not_make_is_left_alone(sandbox, tmp_path):
     sandbox.add_python()
-    precious = tmp_path / 'home'
-    precious.mkdir()
-    (precious / 'thesis').touch()
-    result = sandbox.run(QKATTN_VENV=precious)
+    unrelated = tmp_path / 'home'
+    unrelated.mkdir()
+    (unrelated / 'thesis').touch()
+    result = sandbox.run(QKATTN_VENV=unrelated)
     assert result.returncode == 2
     assert 'was not made by this script' in result.stderr
-    assert os.listdir(precious) == ['thesis']
+    assert os.listdir(unrelated) == ['thesis']
     assert sandbox.run(QKATTN_VENV=tmp_path / 'elsewhere').returncode == 0
     assert not sandbox.venv.exists()
