@@ -39,10 +39,8 @@ FORBIDDEN = {'run': {'attention', 'model', 'data', 'train'}}
 
 # Found today and to be put right; empty when the rules hold everywhere.
 KNOWN = {
-    'qkattn/decode/translation_scores.py: import inside a block',
     'qkattn/pretrained/source.py: import inside a block',
     'qkattn/report/sentences.py: over 330 lines',
-    'qkattn/stats/scaling.py: over 330 lines',
     'qkattn/train/exported.py: import inside a block',
 }
 
