@@ -86,11 +86,16 @@ def read_description(path: Path, kind: Callable[..., T], expected: Mapping[str, 
     return described
 
 
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal."""
+    with path.open('rb') as file:
+        return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
 def check_sha256(path: Path, expected: str) -> None:
     """Raises DamagedCache unless the file can be read and has this sha256."""
     try:
-        with path.open('rb') as file:
-            sha256 = hashlib.file_digest(file, 'sha256').hexdigest()
+        sha256 = sha256_of(path)
     except OSError as error:
         raise DamagedCache(f'{str(path)!r} is damaged: it cannot be read ({error}).') from error
     if sha256 != expected:

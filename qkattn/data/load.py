@@ -6,7 +6,8 @@ from pathlib import Path
 
 from qkattn.config import DataConfig
 from qkattn.data.cache import data_root
-from qkattn.data.corpora.corpus import Corpus, find
+from qkattn.data.corpora.corpus import Corpus
+from qkattn.data.corpora.corpus_registry import find
 from qkattn.data.parallel import PairDataset
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import open_tokenizer

@@ -30,9 +30,9 @@ class PairDataset:
         self.splits = tuple(split for split in source.splits if split in target.splits)
         self.vocab_size = source.vocab_size
         self.separator = source.tokenizer.separator
-        self._bounds = {}
+        self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for split in self.splits:
-            sides = [self._document_bounds(side, split) for side in (source, target)]
+            sides = self._document_bounds(source, split), self._document_bounds(target, split)
             num_source, num_target = (len(bounds) - 1 for bounds in sides)
             if num_source != num_target:
                 raise ConfigError(
@@ -40,7 +40,7 @@ class PairDataset:
                     f'{num_target} in target {target.name!r}; line i of one must translate line i '
                     'of the other.'
                 )
-            self._bounds[split] = tuple(sides)
+            self._bounds[split] = sides
 
     def _document_bounds(self, side: TokenDataset, split: str) -> np.ndarray:
         ends_I = np.flatnonzero(side.split(split) == self.separator) + 1
@@ -63,15 +63,16 @@ class PairDataset:
 
     def sentences(self, split: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """All source and all target sentences in file order, without separators."""
-        return tuple(
-            [tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:] - 1, strict=True)]
-            for tokens, bounds in zip(
-                (self.source.split(split), self.target.split(split)),
-                self.bounds(split),
-                strict=True,
-            )
+        source_bounds, target_bounds = self.bounds(split)
+        return (
+            _sentences(self.source.split(split), source_bounds),
+            _sentences(self.target.split(split), target_bounds),
         )
 
     def identity(self) -> dict[str, Any]:
-        """What a result has to carry to say which data it is about; JSON."""
+        """Identifies the data in results and checkpoints; JSON."""
         return {'source': self.source.identity(), 'target': self.target.identity()}
+
+
+def _sentences(tokens: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
+    return [tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:] - 1, strict=True)]

@@ -9,22 +9,21 @@ part of the corpus version.
 import datetime
 import functools
 import hashlib
+import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from random import Random
+from typing import Literal
 
 import babel
-import tensorflow_datasets as tfds
 from babel import Locale, UnknownLocaleError, dates, lists, localedata, numbers, units
 
 from qkattn.config import DataConfig
-from qkattn.data.cache import data_root
-from qkattn.data.corpora import builders
-from qkattn.data.corpora.corpus import Corpus
+from qkattn.data.corpora.corpus import Corpus, parse_languages
 from qkattn.errors import ConfigError
 
-SIDES = ('source', 'target')
+# Of the nine categories and the split by the sha256 of the source text.
+VERSION = '1.0.0'
 SPLITS = ('train', 'validation', 'test')
 BABEL = f'babel{babel.__version__}'
 # Longer texts on either side are left out; fewer than 1 % are.
@@ -130,7 +129,10 @@ def _numbers(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
         )
         for width in widths:
             yield functools.partial(
-                numbers.format_compact_decimal, number, format_type=width, fraction_digits=1
+                numbers.format_compact_decimal,
+                number,
+                format_type=width,  # type: ignore[arg-type]
+                fraction_digits=1,
             )
 
 
@@ -159,35 +161,40 @@ def _units(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
 
 def _names(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
     for field in ('territories', 'languages', 'currencies', 'scripts', 'variants'):
-        for key in _shared(pair, lambda locale, field=field: getattr(locale, field)):
+        for key in _shared(pair, operator.attrgetter(field)):
             yield functools.partial(_name, field, key)
     for identifier in sorted(localedata.locale_identifiers()):
         spoken = Locale.parse(identifier)
-        yield lambda locale, spoken=spoken: spoken.get_display_name(locale)
+        yield functools.partial(_locale_name, spoken)
     for zone in _shared(pair, lambda locale: locale.meta_zones):
         for kind in ('generic', 'standard', 'daylight'):
-            yield lambda locale, zone=zone, kind=kind: _zone_name(locale, zone, kind)
+            yield functools.partial(_zone_name, zone, kind)
 
 
 def _name(field: str, key: str, locale: Locale) -> str:
     return getattr(locale, field)[key]
 
 
-def _zone_name(locale: Locale, zone: str, kind: str) -> str:
+def _locale_name(named: Locale, locale: Locale) -> str | None:
+    return named.get_display_name(locale)
+
+
+def _zone_name(zone: str, kind: str, locale: Locale) -> str:
     names = locale.meta_zones[zone]
     return names['long'][kind] if 'long' in names and kind in names['long'] else ''
 
 
 def _lists(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
-    def listed(items: list[Say], style: str) -> Say:
+    def listed(items: Sequence[Say], style: Literal['standard', 'or']) -> Say:
         return lambda locale: lists.format_list(
             [say(locale=locale) for say in items], style, locale
         )
 
     known = _shared(pair, lambda locale: locale.list_patterns)
-    styles = [style for style in ('standard', 'or') if style in known]
+    both: tuple[Literal['standard', 'or'], ...] = ('standard', 'or')
+    styles = [style for style in both if style in known]
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
-        known = _shared(pair, lambda locale, field=field: getattr(locale, field))
+        known = _shared(pair, operator.attrgetter(field))
         # A few languages name next to nothing.
         for _ in range(count if len(known) >= 4 else 0):
             keys = rng.sample(known, rng.choice((2, 2, 3, 3, 4)))
@@ -247,63 +254,41 @@ def place(source: str) -> tuple[str, int]:
     return 'train' if percent < 90 else 'validation' if percent < 95 else 'test', rank
 
 
-class Cldr(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Translation pairs said by Babel from CLDR: {'source': text, 'target': text}."""
-
-    VERSION = tfds.core.Version('1.0.0')
-    RELEASE_NOTES = {'1.0.0': 'Nine categories, split by the sha256 of the source text.'}
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        return tfds.core.DatasetInfo(
-            builder=self,
-            description=self.__doc__,
-            features=tfds.features.FeaturesDict({side: tfds.features.Text() for side in SIDES}),
-            disable_shuffling=True,
-        )
-
-    def _split_generators(
-        self, dl_manager: tfds.download.DownloadManager
-    ) -> dict[str, Iterator[tuple[int, dict[str, str]]]]:
-        source, target, _ = self.builder_config.name.split('-')
-        placed = sorted(
-            (*place(source), source, target) for _, source, target in pairs(source, target)
-        )
-        return {
-            split: self._generate_examples([texts for name, _, *texts in placed if name == split])
-            for split in SPLITS
-        }
-
-    def _generate_examples(self, placed: list[list[str]]) -> Iterator[tuple[int, dict[str, str]]]:
-        for number, texts in enumerate(placed):
-            yield number, dict(zip(SIDES, texts, strict=True))
-
-
-def corpus(languages: tuple[str, str], config: DataConfig) -> Corpus:
-    """The corpus of a pair of languages, source first; prepared when documents are asked for.
+def corpus(config: DataConfig) -> Corpus:
+    """The corpus of a pair of languages, source first; composed when it is read.
 
     Raises:
       ConfigError: for a language that Babel does not know.
     """
-    languages = tuple(_identifier(language, config) for language in languages)
+    source, target = parse_languages(config)
+    languages = _identifier(source, config), _identifier(target, config)
     if languages[0] == languages[1]:
         raise ConfigError(
             f'data.languages={config.languages!r} names one language twice; source and target must '
             'differ.'
         )
 
-    def documents(language: str) -> dict[str, Iterator[bytes]]:
-        data_dir = data_root(config.data_dir)
-        builder = builders.prepare(lambda: _builder(languages, data_dir), data_dir=data_dir)
-        side = SIDES[languages.index(language)]
-        return {split: builders.texts(builder, split, side) for split in SPLITS}
+    def documents(language: str | None) -> dict[str, list[bytes]]:
+        side = languages.index(str(language))
+        texts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+        for split, _, *sides in _placed(languages):
+            texts[split].append(sides[side].encode())
+        return texts
 
     return Corpus(
         name='cldr-' + '-'.join(languages),
-        version=f'{BABEL}-{Cldr.VERSION}',
+        version=f'{BABEL}-{VERSION}',
         languages=languages,
         splits=SPLITS,
         documents=documents,
     )
+
+
+# The two sides are read one after the other, for the vocabulary and for the tokens.
+@functools.lru_cache(maxsize=1)
+def _placed(languages: tuple[str, str]) -> list[tuple[str, int, str, str]]:
+    """Split, rank, source and target of all pairs, in order."""
+    return sorted((*place(source), source, target) for _, source, target in pairs(*languages))
 
 
 def _identifier(language: str, config: DataConfig) -> str:
@@ -315,10 +300,3 @@ def _identifier(language: str, config: DataConfig) -> str:
             f'data.languages={config.languages!r}: CLDR has no {language!r}; valid: two of '
             "Babel's locales, such as 'en', 'de', 'fr', 'pt_BR' or 'zh_Hans'."
         ) from error
-
-
-def _builder(languages: tuple[str, str], data_dir: Path) -> Cldr:
-    # All pairs of locales would be a million configs, and tfds warns of one that is not listed.
-    config = tfds.core.BuilderConfig(name='-'.join((*languages, BABEL)))
-    listed = type(Cldr)('Cldr', (Cldr,), {'BUILDER_CONFIGS': [config]}, skip_registration=True)
-    return listed(config=config, data_dir=data_dir)

@@ -13,10 +13,10 @@ import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, NamedTuple, cast
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import Corpus
+from qkattn.data.corpora.corpus import Corpus, parse_languages
 from qkattn.errors import ConfigError
 
 SPLITS = ('train', 'validation', 'test')
@@ -52,7 +52,7 @@ def text(config: DataConfig) -> Corpus:
     for split, file in paths.items():
         digest.update(f'{split} {_scan(file, config).sha256}\n'.encode())
 
-    def documents(language: None) -> dict[str, Iterable[bytes]]:
+    def documents(language: str | None) -> dict[str, Iterable[bytes]]:
         if path.is_dir():
             return {split: _whole(file) for split, file in paths.items()}
         return {split: [part] for split, part in zip(SPLITS, _cut(path), strict=True)}
@@ -66,7 +66,7 @@ def text(config: DataConfig) -> Corpus:
     )
 
 
-def parallel(languages: tuple[str, str], config: DataConfig) -> Corpus:
+def parallel(config: DataConfig) -> Corpus:
     """The corpus 'parallel': a directory with train.en, train.de, validation.en and so on.
 
     A line is a document. Pairs of blank lines are left out.
@@ -75,6 +75,7 @@ def parallel(languages: tuple[str, str], config: DataConfig) -> Corpus:
       ConfigError: for files that are missing, empty, damaged, not UTF-8 or of unequal numbers of
         lines; while documents are read, for a line that is blank in one language only.
     """
+    languages = parse_languages(config)
     path = _existing(config)
     if not path.is_dir():
         raise ConfigError(
@@ -105,8 +106,8 @@ def parallel(languages: tuple[str, str], config: DataConfig) -> Corpus:
         for language, scan in zip(languages, scans, strict=True):
             digest.update(f'{split}.{language} {scan.sha256}\n'.encode())
 
-    def documents(language: str) -> dict[str, Iterator[bytes]]:
-        wanted = languages.index(language)
+    def documents(language: str | None) -> dict[str, Iterator[bytes]]:
+        wanted = languages.index(str(language))
         return {split: _side([side[split] for side in sides], wanted) for split in sides[0]}
 
     return Corpus(
@@ -151,8 +152,8 @@ def _split_files(directory: Path, suffix: str) -> dict[str, Path]:
     return found
 
 
-def _open(path: Path) -> BinaryIO:
-    return gzip.open(path, 'rb') if path.suffix == '.gz' else path.open('rb')
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, 'rb')) if path.suffix == '.gz' else path.open('rb')
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:

@@ -1,7 +1,6 @@
 """Any text or translation set of the tfds catalogue: 'tfds:NAME' or 'tfds:NAME/CONFIG'."""
 
 import difflib
-import importlib
 import importlib.util
 import inspect
 import re
@@ -9,29 +8,29 @@ import sys
 from collections.abc import Callable, Iterator
 
 import tensorflow_datasets as tfds
+import tensorflow_datasets.text
+import tensorflow_datasets.translate
 
 from qkattn.config import DataConfig
 from qkattn.data.cache import data_root
-from qkattn.data.corpora import builders
-from qkattn.data.corpora.corpus import Corpus
+from qkattn.data.corpora import tfds_prepare
+from qkattn.data.corpora.corpus import Corpus, parse_languages
 from qkattn.errors import ConfigError
 
 # Names under which the catalogue has the splits of a corpus.
 SPLITS = {'train': ('train',), 'validation': ('validation', 'dev', 'valid'), 'test': ('test',)}
-# What the source of a builder says if it cannot prepare without a package.
+# How the source of a builder shows that it cannot prepare without a package.
 PACKAGES = {'apache_beam': r'\bapache_beam\b|BeamBasedBuilder', 'tensorflow': r'\btf\.[a-z_]+\.\w'}
 
 
-def corpus(languages: tuple[str, ...], config: DataConfig) -> Corpus:
-    """The corpus of a catalogue set, prepared under `config.data_dir` where it is not yet.
-
-    Args:
-      languages: source and target of a translation set; () for text.
+def corpus(config: DataConfig) -> Corpus:
+    """The corpus of a catalogue set, prepared under `config.data_dir` the first time.
 
     Raises:
       ConfigError: for an unknown set, config, language or feature; for a set that cannot be
         prepared here; for one without a train and a validation split.
     """
+    languages = parse_languages(config) if config.languages else ()
     data_dir = data_root(config.data_dir)
     create = _creator(config.name, str(data_dir))
     name = config.name.removeprefix('tfds:').partition('/')[0]
@@ -42,18 +41,18 @@ def corpus(languages: tuple[str, ...], config: DataConfig) -> Corpus:
     try:
         builder = create()
     except ImportError as error:
-        raise ConfigError(builders.needs_package(config.name, error, advice)) from error
-    if not builders.is_prepared(builder):
+        raise ConfigError(tfds_prepare.needs_package(config.name, error, advice)) from error
+    if not tfds_prepare.is_prepared(builder):
         _check_preparable(builder, config, advice)
     feature = _text_feature(builder, languages, config)
-    builder = builders.prepare(
-        create, data_dir=data_dir, manual_dir=config.manual_dir, advice=advice, progress=True
+    builder = tfds_prepare.prepare(
+        create, data_dir=data_dir, manual_dir=config.manual_dir, advice=advice
     )
     found = _splits(builder, config)
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
-        path = (*feature, language) if languages else feature
-        return {split: builders.texts(builder, name, *path) for split, name in found.items()}
+        path = feature if language is None else (*feature, language)
+        return {split: tfds_prepare.texts(builder, name, *path) for split, name in found.items()}
 
     parts = ('tfds', config.name.removeprefix('tfds:'), *(languages or feature))
     return Corpus(
@@ -73,20 +72,17 @@ def _creator(full_name: str, data_dir: str) -> Callable[[], tfds.core.DatasetBui
             f"data.name={full_name!r} is not of the form 'tfds:NAME' or 'tfds:NAME/CONFIG'."
         )
     name, wanted = match.groups()
-    # Their names are unknown to tfds before these are imported.
-    importlib.import_module('tensorflow_datasets.text')
-    importlib.import_module('tensorflow_datasets.translate')
 
     def create() -> tfds.core.DatasetBuilder:
         return tfds.builder(f'{name}/{wanted}' if wanted else name, data_dir=data_dir)
 
     try:
         cls = tfds.builder_cls(name)
-    except tfds.core.registered.DatasetNotFoundError as error:
+    except tfds.core.DatasetNotFoundError as error:
         try:
             # A set that was prepared elsewhere needs no code, only its files.
             create()
-        except tfds.core.registered.DatasetNotFoundError:
+        except tfds.core.DatasetNotFoundError:
             close = difflib.get_close_matches(name, tfds.core.registered.list_imported_builders())
             hint = f'; did you mean {", ".join(map(repr, close))}?' if close else '.'
             raise ConfigError(
@@ -125,6 +121,7 @@ def _text_feature(
             f'data.name={config.name!r}: its languages vary from example to example; choose a set '
             'with the same languages in all.'
         )
+    translations: dict[tuple[str, ...], tfds.features.Translation]
     if isinstance(features, tfds.features.Translation):
         translations = {(): features}
     else:
@@ -147,10 +144,10 @@ def _text_feature(
         )
     texts = [name for name, f in features.items() if isinstance(f, tfds.features.Text)]
     if translations:
-        known = ', '.join(map(repr, next(iter(translations.values())).keys()))
+        first = ', '.join(map(repr, next(iter(translations.values())).keys()))
         raise ConfigError(
             f'data.languages=None: {config.name!r} is a translation set; give source and target, '
-            f'two of {known}.'
+            f'two of {first}.'
         )
     if config.feature in texts:
         return (config.feature,)
@@ -163,7 +160,7 @@ def _text_feature(
 
 
 def _check_preparable(builder: tfds.core.DatasetBuilder, config: DataConfig, advice: str) -> None:
-    """Says before a download of gigabytes what would stop the preparation after it."""
+    """Raises ConfigError before a download of gigabytes for what would stop the preparation."""
     modules = {cls.__module__ for cls in type(builder).__mro__}
     source = '\n'.join(
         inspect.getsource(sys.modules[module])
@@ -172,7 +169,7 @@ def _check_preparable(builder: tfds.core.DatasetBuilder, config: DataConfig, adv
     )
     for package, pattern in PACKAGES.items():
         if re.search(pattern, source) and importlib.util.find_spec(package) is None:
-            raise ConfigError(builders.needs_package(config.name, package, advice))
+            raise ConfigError(tfds_prepare.needs_package(config.name, package, advice))
 
 
 def _splits(builder: tfds.core.DatasetBuilder, config: DataConfig) -> dict[str, str]:

@@ -4,9 +4,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from qkattn.config import Config
+from qkattn.config import Config, ModelConfig
 from qkattn.data.load import load_text
-from qkattn.data.tasks.rows import Batch, DataForm, token_shapes
+from qkattn.data.tasks.rows import ArrayShapes, Batch, DataForm, token_shapes
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 
@@ -17,7 +17,9 @@ class TextRows:
     data: ClassVar[DataForm] = 'text in one language'
     pairs: None = None
 
-    array_shapes = staticmethod(token_shapes)
+    @staticmethod
+    def array_shapes(model: ModelConfig) -> ArrayShapes:
+        return token_shapes(model)
 
     def __init__(self, dataset: TokenDataset, length: int):
         if length < 1:

@@ -1,5 +1,6 @@
 """The synthetic tasks: what a row of each is made of."""
 
+import abc
 import dataclasses
 from typing import ClassVar, NamedTuple
 
@@ -11,18 +12,16 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Sizes(NamedTuple):
-    """Ids (answers too), ids that an answer may have, uniform numbers that a row is made of."""
+    """Ids in all, ids that an answer may have, and uniform numbers that a row is made of."""
 
     vocabulary: int
     answers: int
     draws: int
 
 
-class Probe:
-    """A task; the fields of the dataclass are its options.
-
-    Its `sizes` are Sizes; `make` turns uniform numbers in [0, 1) of shape [rows, sizes.draws] into
-    tokens_BT, targets_BT and loss_weights_BT.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probe(abc.ABC):
+    """A synthetic task; the fields of the dataclass are its options.
 
     Attributes:
       causal: whether the row is a sequence whose next tokens a decoder predicts, or a set of tokens
@@ -33,8 +32,17 @@ class Probe:
     causal: ClassVar[bool] = True
     least: ClassVar[dict[str, int]]
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  most tasks have nothing to check
         """Raises ConfigError where the options do not fit together."""
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> Sizes:
+        """Sizes of a row, from the options."""
+
+    @abc.abstractmethod
+    def make(self, u_BU: np.ndarray) -> Arrays:
+        """tokens_BT, targets_BT and loss_weights_BT from uniform numbers [rows, sizes.draws]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,8 +120,8 @@ class Induction(Probe):
         symbols_BV = np.argsort(u_BU[:, : self.symbols], axis=1)
         # Units 0 .. 2R - 1 are the R bigrams twice, symbols 2r and 2r + 1; others are single.
         units_BN = np.argsort(u_BU[:, self.symbols :], axis=1)
-        units_BT1 = np.repeat(units_BN, np.where(units_BN.ravel() < 2 * R, 2, 1))
-        units_BT1 = units_BT1.reshape(B, self.length + 1)
+        lengths = np.where(units_BN.ravel() < 2 * R, 2, 1)
+        units_BT1 = np.repeat(units_BN, lengths).reshape(B, self.length + 1)
         second_BT1 = np.diff(units_BT1, axis=1, prepend=-1) == 0
         symbol_BT1 = np.where(units_BT1 < 2 * R, units_BT1 % R * 2 + second_BT1, units_BT1)
         sequence_BT1 = np.take_along_axis(symbols_BV, symbol_BT1, axis=1)

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from qkattn.config import Config, DataConfig
+from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.config.calls import parse_call
 from qkattn.data.tasks.probe_tasks import PROBES, Probe
-from qkattn.data.tasks.rows import Batch, DataForm, token_shapes
+from qkattn.data.tasks.rows import ArrayShapes, Batch, DataForm, token_shapes
 from qkattn.errors import ConfigError, SpecError
 
 # Changes whenever the same draws would make other rows.
@@ -76,10 +76,12 @@ class ProbeRows:
       options: of the task, all of them.
     """
 
-    splits = SPLITS
+    splits: tuple[str, ...] = SPLITS
     pairs: None = None
 
-    array_shapes = staticmethod(token_shapes)
+    @staticmethod
+    def array_shapes(model: ModelConfig) -> ArrayShapes:
+        return token_shapes(model)
 
     @classmethod
     def open(cls, config: Config) -> Self:

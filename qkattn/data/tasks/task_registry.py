@@ -1,7 +1,7 @@
 """Every task that there is; `rows_of` opens the one that a configuration trains on."""
 
 from qkattn.config import Config, DataConfig
-from qkattn.data.corpora import corpus
+from qkattn.data.corpora import corpus_registry
 from qkattn.data.tasks import probes
 from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.masked import MaskedRows
@@ -58,5 +58,5 @@ def _form(data: DataConfig) -> DataForm:
     if probes.is_probe(data.name):
         _, probe = probes.find(data.name)
         return 'a causal probe' if probe.causal else 'a labelling probe'
-    corpus.check(data)
+    corpus_registry.check(data)
     return 'a translation set' if data.languages else 'text in one language'

@@ -15,18 +15,23 @@ def valid_text(text: str | bytes) -> str:
     """The text as a str that can be written as UTF-8.
 
     Raises:
-      ValueError: where it is no valid UTF-8; names the byte offset.
+      ValueError: where it is not valid UTF-8; names the byte offset.
     """
+    if isinstance(text, str):
+        return _with_utf8(text)
     try:
-        if isinstance(text, bytes):
-            return text.decode()
-        text.encode()
-        return text
+        return text.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f'text is no valid UTF-8 at byte {error.start} ({error.reason}); this tokenizer reads '
             'UTF-8 only.'
         ) from error
+
+
+def _with_utf8(text: str) -> str:
+    try:
+        text.encode()
+        return text
     except UnicodeEncodeError as error:
         offset = len(text[: error.start].encode())
         raise ValueError(

@@ -5,7 +5,7 @@ import pytest
 
 from qkattn.config import DataConfig
 from qkattn.data.corpora import own_files
-from qkattn.data.corpora.corpus import find
+from qkattn.data.corpora.corpus_registry import find
 from qkattn.errors import ConfigError
 
 

@@ -41,47 +41,24 @@ def test_splits_are_about_90_5_5_and_follow_the_module_name():
     assert stdlib_text.split_of('json/tool.py') == 'test'
 
 
-def test_prepared_splits_are_disjoint_complete_and_in_order(stdlib, data_dir):
-    builder = stdlib_text.prepare(data_dir)
-    splits = {
-        split: [example['path'].decode() for example in builder.as_data_source(split)]
-        for split in stdlib_text.SPLITS
-    }
-    for split, paths in splits.items():
-        assert paths and paths == sorted(paths)
-        assert {stdlib_text.split_of(path) for path in paths} == {split}
-    assert sorted(sum(splits.values(), [])) == stdlib_text.module_paths(ROOT)
-
-
-def test_tokens_are_the_bytes_of_the_files(stdlib):
-    paths = [p for p in stdlib_text.module_paths(ROOT) if stdlib_text.split_of(p) == 'test']
+@pytest.mark.parametrize('split', stdlib_text.SPLITS)
+def test_tokens_are_the_bytes_of_the_files_of_a_split_in_order(stdlib, split):
+    paths = [p for p in stdlib_text.module_paths(ROOT) if stdlib_text.split_of(p) == split]
     expected = b''.join((ROOT / path).read_bytes() + b'\0' for path in paths)
-    assert stdlib.split('test').tobytes() == expected
+    assert paths and stdlib.split(split).tobytes() == expected
 
 
-def test_version_names_the_interpreter_and_the_builder(stdlib):
+def test_version_names_the_interpreter_and_the_selection(stdlib):
     python = '.'.join(map(str, sys.version_info[:3]))
-    assert stdlib.version == f'py{python}-{stdlib_text.StdlibText.VERSION}'
-
-
-def test_damaged_prepared_files_are_named(tmp_path):
-    builder = stdlib_text.prepare(tmp_path)
-    (path,) = Path(builder.data_dir).glob('*-train.array_record*')
-    path.write_bytes(path.read_bytes()[:100_000])
-    with pytest.raises(RuntimeError, match=f'{builder.data_dir}.*delete that directory'):
-        list(stdlib_text.documents(tmp_path)['train'])
+    assert stdlib.version == f'py{python}-{stdlib_text.VERSION}'
 
 
 RACE = """
 import json, sys
-from pathlib import Path
 from qkattn.config import DataConfig
-from qkattn.data import stdlib_text
 from qkattn.data.load import load
 print('ready', flush=True)
 sys.stdin.readline()
-if sys.argv[2] == 'prepare':
-    stdlib_text.prepare(Path(sys.argv[1]))
 dataset = load(DataConfig(data_dir=sys.argv[1]))
 tokens = sum(map(int, dataset.split('train')[:1000]))
 print(json.dumps([dataset.identity(), tokens, 'tensorflow' in sys.modules]))
@@ -91,13 +68,13 @@ print(json.dumps([dataset.identity(), tokens, 'tensorflow' in sys.modules]))
 def test_processes_that_race_for_an_empty_directory_agree(stdlib, tmp_path):
     processes = [
         subprocess.Popen(
-            [sys.executable, '-c', RACE, str(tmp_path), first],
+            [sys.executable, '-c', RACE, str(tmp_path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for first in ('prepare', 'load', 'prepare', 'load')
+        for _ in range(3)
     ]
     for process in processes:
         assert process.stdout.readline() == 'ready\n', process.communicate()
@@ -118,14 +95,14 @@ def test_processes_that_race_for_an_empty_directory_agree(stdlib, tmp_path):
 KILLED = """
 import os, sys
 from qkattn.config import DataConfig
-from qkattn.data import stdlib_text
+from qkattn.data.corpora import stdlib_text
 from qkattn.data.load import load
 
-def dies(self, root, paths):
-    yield paths[0], {'path': paths[0], 'text': b'half'}
+def dies(root, paths):
+    yield b'half'
     os._exit(9)
 
-stdlib_text.StdlibText._generate_examples = dies
+stdlib_text._texts = dies
 load(DataConfig(data_dir=sys.argv[1]))
 """
 

@@ -1,13 +1,15 @@
+import json
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora import tfds_catalogue
-from qkattn.data.corpora.corpus import find
+from qkattn.data.corpora import tfds_catalogue, tfds_prepare
+from qkattn.data.corpora.corpus_registry import find
 from qkattn.errors import ConfigError
 from tests.data.web import unplug
 
@@ -102,16 +104,6 @@ class QkattnByHand(QkattnText):
         return super()._split_generators(dl_manager)
 
 
-CLASSES = {cls.name: cls for cls in Local.__subclasses__() + QkattnText.__subclasses__()}
-CLASSES['qkattn_inner'] = QkattnInner
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    for name, cls in CLASSES.items():
-        monkeypatch.setitem(tfds.core.registered._DATASET_REGISTRY, name, cls)
-
-
 @pytest.fixture
 def corpus(tmp_path):
     def make(name, **options):
@@ -180,19 +172,21 @@ def test_prepared_set_is_not_prepared_again(corpus, monkeypatch):
     assert len(list(corpus('qkattn_text').documents(None)['train'])) == 300
 
 
-def test_copied_set_needs_no_code(corpus, monkeypatch, tmp_path):
-    corpus('qkattn_pairs/first', languages='de-en')
-    monkeypatch.delitem(tfds.core.registered._DATASET_REGISTRY, 'qkattn_pairs')
-    with pytest.raises(ConfigError, match="has no 'qkattn_pairs' and there is none in"):
-        find(DataConfig(name='tfds:qkattn_pairs/first', data_dir=str(tmp_path), languages='de-en'))
-    (tmp_path / 'data' / 'qkattn_pairs.lock').unlink()
-    shutil.move(tmp_path / 'data', tmp_path / 'copy')
-    found = find(
-        DataConfig(
-            name='tfds:qkattn_pairs/first', data_dir=str(tmp_path / 'copy'), languages='de-en'
-        )
+class QkattnElsewhere(QkattnPairs, skip_registration=True):
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name='first')]
+
+
+def test_copied_set_needs_no_code(tmp_path):
+    config = DataConfig(
+        name='tfds:qkattn_elsewhere/first', data_dir=str(tmp_path / 'data'), languages='de-en'
     )
-    assert list(found.documents('de')['test'])[0] == b'Nummer 0'
+    with pytest.raises(ConfigError, match="has no 'qkattn_elsewhere' and there is none in"):
+        find(config)
+    elsewhere = QkattnElsewhere(config='first', data_dir=tmp_path / 'made')
+    elsewhere.download_and_prepare(file_format='array_record')
+    shutil.move(tmp_path / 'made', tmp_path / 'data')
+    assert list(find(config).documents('de')['test'])[0] == b'Nummer 0'
+    assert not (tmp_path / 'data' / 'qkattn_elsewhere.lock').exists()
 
 
 def test_names_are_checked_first(corpus):
@@ -212,19 +206,19 @@ def test_names_are_checked_first(corpus):
 
 
 @pytest.mark.parametrize(
-    ('name', 'languages', 'url'),
+    ('name', 'languages'),
     [
-        ('wmt14_translate/de-en', 'de-en', r'http://www.statmt.org/wmt13/\S+'),
-        ('ted_hrlr_translate/pt_to_en', 'en-pt', r'http://www.phontron.com/\S+'),
-        ('imdb_reviews/plain_text', None, r'http://ai.stanford.edu/\S+'),
+        ('wmt14_translate/de-en', 'de-en'),
+        ('ted_hrlr_translate/pt_to_en', 'en-pt'),
+        ('imdb_reviews/plain_text', None),
     ],
 )
 def test_without_network_the_sentence_says_what_to_do(
-    corpus, tmp_path, monkeypatch, name, languages, url
+    corpus, tmp_path, monkeypatch, name, languages
 ):
     unplug(monkeypatch)
     directory = tmp_path / 'data' / name.partition('/')[0]
-    with pytest.raises(ConfigError, match=rf"{url} cannot be .*copy '{directory}' from there\.$"):
+    with pytest.raises(ConfigError, match=rf"http\S+ cannot be .*copy '{directory}' from there\.$"):
         corpus(name, languages=languages)
     assert not list(directory.rglob('dataset_info.json'))
 
@@ -257,3 +251,59 @@ def test_files_to_be_fetched_by_hand_are_described(corpus, tmp_path):
         corpus('qkattn_by_hand')
     (tmp_path / 'x').write_text('')
     assert corpus('qkattn_by_hand', manual_dir=str(tmp_path)).splits == ('train', 'validation')
+
+
+def test_what_a_killed_preparation_left_is_removed(corpus, tmp_path):
+    data = tmp_path / 'data'
+    for left in ('qkattn_text/incomplete.ABC_2.1.0', 'downloads/qkattn_text/somewhere.tmp.123'):
+        (data / left).mkdir(parents=True)
+        (data / left / 'part').write_bytes(bytes(100))
+    corpus('qkattn_text')
+    assert not [p for p in data.rglob('*') if 'incomplete' in p.name or '.tmp.' in p.name]
+    with tfds.core.utils.incomplete_dir(str(tmp_path / '1.0.0')) as path:
+        assert list(tmp_path.glob('incomplete.*')) == [Path(path)]
+
+
+def test_a_failed_preparation_is_one_sentence_and_leaves_nothing(corpus, tmp_path, monkeypatch):
+    def failing(self, dl_manager):
+        raise ValueError('Artifact http://x has wrong checksum.\n\nTo debug, ...')
+
+    monkeypatch.setattr(QkattnText, '_split_generators', failing)
+    with pytest.raises(ConfigError, match=r'Error: .* wrong checksum\.\); prepare it') as said:
+        corpus('qkattn_text')
+    assert '\n' not in str(said.value)
+    assert not [p for p in (tmp_path / 'data').rglob('*') if p.name == '2.1.0']
+
+
+def test_missing_package_is_named(corpus, monkeypatch):
+    def needing(self, dl_manager):
+        import apache_beam  # noqa: F401
+
+    monkeypatch.setattr(QkattnText, '_split_generators', needing)
+    monkeypatch.setitem(sys.modules, 'apache_beam', None)
+    with pytest.raises(ConfigError, match='needs apache-beam: pip install apache-beam, or prepare'):
+        corpus('qkattn_text')
+    inner = ModuleNotFoundError("No module named 'tensorflow'", name='tensorflow')
+    outer = ImportError('Failed to construct it')
+    outer.__cause__ = inner
+    needs = tfds_prepare.needs_package
+    assert 'pip install tensorflow' in needs('x', outer, 'do this')
+    assert 'broken binary' in needs('x', ImportError('broken binary'), 'do this')
+
+
+def test_files_that_cannot_be_read_are_named(corpus, tmp_path):
+    texts = corpus('qkattn_text').documents(None)
+    directory = tmp_path / 'data' / 'qkattn_text' / '2.1.0'
+    info = directory / 'dataset_info.json'
+    values = json.loads(info.read_text())
+    assert values['fileFormat'] == 'array_record'
+    (path,) = directory.glob('*-train.array_record*')
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(RuntimeError, match=f'{directory}.*delete that directory'):
+        list(texts['train'])
+    info.write_text(json.dumps(values | {'fileFormat': 'tfrecord'}))
+    with pytest.raises(ConfigError, match='was prepared as tfrecord; delete that directory'):
+        list(corpus('qkattn_text').documents(None)['train'])
+    info.unlink()
+    with pytest.raises(ConfigError, match=r'qkattn_text/2.1.0.*holds no dataset.*delete it'):
+        corpus('qkattn_text')

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora import builders, tiny_shakespeare
-from qkattn.data.corpora.corpus import find
+from qkattn.data.corpora import tiny_shakespeare
+from qkattn.data.corpora.corpus_registry import find
+from qkattn.data.corpora.downloads import SourceFile
 from qkattn.errors import ConfigError
 from tests.data.web import unplug
 
@@ -22,14 +23,12 @@ def corpus(tmp_path, manual_dir):
 
 def test_first_nine_tenths_of_the_characters_train(tmp_path, monkeypatch):
     content = PLAY.encode()
-    file = builders.SourceFile(
-        tiny_shakespeare.FILE.url, hashlib.sha256(content).hexdigest(), len(content)
-    )
+    file = SourceFile(tiny_shakespeare.FILE.url, hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(tiny_shakespeare, 'FILE', file)
     (tmp_path / 'input.txt').write_bytes(content)
     found = corpus(tmp_path, str(tmp_path))
     assert (found.name, found.languages) == ('tiny_shakespeare', ())
-    assert found.version == str(tiny_shakespeare.TinyShakespeareText.VERSION)
+    assert found.version == tiny_shakespeare.VERSION
     assert not (tmp_path / 'data').exists()
     documents = found.documents(None)
     assert tuple(documents) == found.splits == ('train', 'validation')
