@@ -1,9 +1,9 @@
-"""Configs of equal cost: one knob of the shape is solved for, a second one takes up the rest."""
+"""Models of equal cost: one dimension is solved for, then d_ff absorbs the rounding residual."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-
-import numpy as np
+from typing import Any
 
 from qkattn.attention import registry
 from qkattn.config import ModelConfig
@@ -11,7 +11,7 @@ from qkattn.errors import MatchError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import sites
 
-# What is made equal, with the word for one unit of it.
+# The costs that can be made equal, and their units.
 UNITS = {
     'total': 'parameters',
     'non_embedding': 'non-embedding parameters',
@@ -27,9 +27,9 @@ class Match:
 
     Attributes:
       config: with the destination and d_ff solved for.
-      parameters: counted, by group.
-      target: asked for, in the unit of what is equalised.
-      residual: (measured - target) / target, of what was to be equal.
+      parameters: counts by group.
+      target: in the unit of the cost that is made equal.
+      residual: (cost - target) / target.
     """
 
     config: ModelConfig
@@ -39,13 +39,13 @@ class Match:
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob:
-    """A whole number of the shape that is turned until the target is met.
+class Dimension:
+    """An integer of the model's shape that is solved for.
 
     Attributes:
       name: the field of ModelConfig.
-      step: its values are the multiples of this.
-      at: the config at a value, every other size held or, for d_ff under d_model, in proportion.
+      step: its values are multiples of this.
+      at: the config at a value; the other dimensions stay, but d_ff scales with d_model.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Knob:
     at: Callable[[int], ModelConfig]
 
     def usable(self, multiple: int) -> bool:
-        """Some cells allow few values, such as powers of two or one given by head_size."""
+        """Whether the variant can be built at step * multiple; some need e.g. powers of two."""
         try:
             _check_sites(self.at(multiple * self.step))
         except SpecError:
@@ -75,47 +75,47 @@ def match(
     multiple_of: int | None = None,
     destination: str = 'd_model',
 ) -> Match:
-    """Solves `destination`, then the second knob, so that the measured cost equals `target`.
+    """Solves `destination`, then `fill`, so that the cost equals `target`.
 
-    The destination goes to the usable value nearest to the target; d_ff then takes up what is
-    left. Where one step of d_ff is still too coarse, neighbouring values are tried, nearest first.
+    The destination takes the usable value nearest to the target; d_ff then absorbs the residual. If
+    one unit of d_ff is too coarse for that, neighbouring values are tried, nearest first.
 
-    - 'd_model': d_ff keeps the proportion to it that `config` has, the number of heads stays.
-    - 'd_ff': nothing else moves, and `fill` has no part in it.
-    - 'num_heads': the size of a head stays; so does num_kv_heads where it is given.
-    - 'num_layers': in an encoder-decoder the encoder keeps its depth where num_encoder_layers is
-      given, and else has as many layers as the decoder.
+    - 'd_model': d_ff keeps its ratio to d_model; the number of heads stays.
+    - 'd_ff': all other dimensions stay; `fill` has no effect.
+    - 'num_heads': the head size stays; so does num_kv_heads where it is set.
+    - 'num_layers': in an encoder-decoder the encoder keeps its depth if num_encoder_layers is set,
+      and otherwise is as deep as the decoder.
 
-    A cache does not depend on d_ff, so `fill` is off for it. Heads and layers are coarse: where a
-    variant saves less than half a step, they would stay and d_ff take everything, which is another
-    destination and refused.
+    The cache does not depend on d_ff, so `fill` is off for it. Heads and layers are coarse: if a
+    variant saves less than half a step, they would stay and d_ff would absorb everything, which is
+    another destination, so it is refused.
 
     Args:
-      config: the variant; its value of the destination is only where the search starts.
-      target: to reach, in parameters, FLOP per token or cached numbers per token.
+      config: the variant; its value of the destination is only a starting point.
+      target: in parameters, FLOP per token or cached numbers per token.
       which: 'total' or 'non_embedding' parameters, 'flops' or 'cache', see `cost.measured`.
-      fill: 'd_ff', or None to accept what the destination alone reaches.
+      fill: 'd_ff', or None to accept the residual of the destination.
       tolerance: largest |residual| accepted.
-      multiple_of: step of the destination; None is the smallest that the config allows: of d_model
-        num_heads, or 1 where head_size is set; of num_heads num_kv_heads where set; else 1.
-      destination: the knob that takes what a variant saves, or gives what it costs.
+      multiple_of: step of the destination; None is the smallest that the config allows: num_heads
+        for d_model, or 1 if head_size is set; num_kv_heads for num_heads if set; otherwise 1.
+      destination: the dimension that receives what the variant saves, or gives what it costs.
 
     Raises:
-      MatchError: names the constraint that stops the search.
+      MatchError: no such model; names the constraint.
     """
     _check_request(config, target, which, fill, destination)
-    cell, unit = f'{config.score}/{config.value}', UNITS[which]
-    knob = _knob(config, destination, multiple_of)
+    variant, unit = f'{config.score}/{config.value}', UNITS[which]
+    dimension = _dimension(config, destination, multiple_of)
     if destination != 'd_model':
-        _check_moves(config, knob)
+        _check_movable(config, dimension)
     fills = bool(fill) and destination != 'd_ff' and which != 'cache'
-    values = _values(config, knob, target, which)
-    tried = []
+    values = _values(config, dimension, target, which)
+    tried: list[Match] = []
     for value in values if fills else values[:1]:
-        candidate = knob.at(value)
+        candidate = dimension.at(value)
         if fills:
-            left = target - cost.measured(candidate, which)
-            d_ff = candidate.mlp_width + round(left / _one_width(candidate, which))
+            missing = target - cost.measured(candidate, which)
+            d_ff = candidate.mlp_width + round(missing / _one_width(candidate, which))
             if d_ff < 1:
                 continue
             candidate = dataclasses.replace(candidate, d_ff=d_ff)
@@ -123,53 +123,65 @@ def match(
         tried.append(Match(candidate, cost.count(candidate), target, residual))
         if abs(residual) <= tolerance:
             if destination in ('num_heads', 'num_layers'):
-                _check_moved(config, tried[-1], knob, which, tolerance)
+                _check_moved(config, tried[-1], dimension, which, tolerance)
             return tried[-1]
     if not tried:
         raise MatchError(
-            f'{cell} has more than {target:.0f} {unit} at d_ff=1 and '
-            f'{knob.name}={values[0]} (steps of {knob.step}): raise the target'
+            f'{variant} has more than {target:.0f} {unit} at d_ff=1 and '
+            f'{dimension.name}={values[0]} (steps of {dimension.step}): raise the target'
         )
-    best = min(tried, key=lambda found: abs(found.residual))
-    width = '' if knob.name == 'd_ff' else f', d_ff={best.config.mlp_width}'
+    best = min(tried, key=lambda candidate: abs(candidate.residual))
+    width = '' if dimension.name == 'd_ff' else f', d_ff={best.config.mlp_width}'
     raise MatchError(
-        f'{cell} reaches {target:.0f} {unit} only to {best.residual:+.3%} '
-        f'({knob.name}={getattr(best.config, knob.name)} in steps of {knob.step}{width}), '
-        f'above the tolerance of {tolerance:.3%}: {_reason(best, knob, which, fills)}'
+        f'{variant} reaches {target:.0f} {unit} only to {best.residual:+.3%} '
+        f'({dimension.name}={getattr(best.config, dimension.name)} in steps of '
+        f'{dimension.step}{width}), above the tolerance of {tolerance:.3%}: '
+        f'{_reason(best, dimension, which, fills)}'
     )
 
 
-def _values(config: ModelConfig, knob: Knob, target: float, which: str) -> list[int]:
-    """The values that may reach the target, nearest first."""
+def _values(config: ModelConfig, dimension: Dimension, target: float, which: str) -> list[int]:
+    """Values that may reach the target, nearest first."""
 
+    @functools.cache
     def measured(multiple: int) -> float:
-        return cost.measured(knob.at(multiple * knob.step), which)
+        return cost.measured(dimension.at(multiple * dimension.step), which)
 
     def reaches(multiple: int) -> bool:
-        m = knob.next_usable(multiple)
+        m = dimension.next_usable(multiple)
         return m is None or measured(m) >= target
 
-    cell = f'{config.score}/{config.value}'
-    first, far = knob.next_usable(1), knob.next_usable(16)
+    variant = f'{config.score}/{config.value}'
+    first, far = dimension.next_usable(1), dimension.next_usable(16)
     if None not in (first, far) and first != far and measured(first) == measured(far):
-        raise MatchError(f'{knob.name} changes nothing in the {UNITS[which]} of {cell}')
-    low, high = 0, 1
+        raise MatchError(f'{dimension.name} changes nothing in the {UNITS[which]} of {variant}')
+    # Outwards from the config's own value, then by bisection: every cost is a trace of the model.
+    given = getattr(config, dimension.name) or config.mlp_width
+    low, high, stride = 0, max(1, given // dimension.step), 1
     while not reaches(high):
-        low, high = high, 2 * high
+        low, high, stride = high, high + stride, 2 * stride
+    if low == 0:
+        while high > stride and reaches(high - stride):
+            high, stride = high - stride, 2 * stride
+        low = max(high - stride, 0)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if reaches(middle) else (middle, high)
-    around = [next((m for m in range(low, 0, -1) if knob.usable(m)), None), knob.next_usable(high)]
-    around = [m for m in around if m is not None]
+    below = next((m for m in range(low, 0, -1) if dimension.usable(m)), None)
+    around = [m for m in (below, dimension.next_usable(high)) if m is not None]
     if not around:
         _check_buildable(config)
-        raise MatchError(f'{cell} has no {knob.name} in steps of {knob.step}')
+        raise MatchError(f'{variant} has no {dimension.name} in steps of {dimension.step}')
     nearest = min(around, key=lambda m: abs(measured(m) - target))
-    near = {*around, *(m for m in range(max(1, nearest - 8), nearest + 9) if knob.usable(m))}
-    return sorted((m * knob.step for m in near), key=lambda v: abs(v - nearest * knob.step))
+    near = {
+        *around,
+        *(m for m in range(max(1, nearest - 8), nearest + 9) if dimension.usable(m)),
+    }
+    values = (m * dimension.step for m in near)
+    return sorted(values, key=lambda v: abs(v - nearest * dimension.step))
 
 
-def _knob(config: ModelConfig, destination: str, multiple_of: int | None) -> Knob:
+def _dimension(config: ModelConfig, destination: str, multiple_of: int | None) -> Dimension:
     if destination == 'd_model':
         ratio = config.mlp_width / config.d_model
 
@@ -177,15 +189,14 @@ def _knob(config: ModelConfig, destination: str, multiple_of: int | None) -> Kno
             d_ff = max(1, round(ratio * d_model))
             return dataclasses.replace(config, d_model=d_model, d_ff=d_ff)
 
-        return Knob(
-            destination, multiple_of or (1 if config.head_size else config.num_heads), at_width
-        )
-    held = {'d_ff': config.mlp_width}
+        smallest = 1 if config.head_size else config.num_heads
+        return Dimension(destination, multiple_of or smallest, at_width)
+    held: dict[str, Any] = {'d_ff': config.mlp_width}
     smallest = 1
     if destination == 'num_heads':
         held['head_size'] = config.head_size or config.d_model // config.num_heads
         smallest = config.num_kv_heads or 1
-    return Knob(
+    return Dimension(
         destination,
         multiple_of or smallest,
         lambda value: dataclasses.replace(config, **{**held, destination: value}),
@@ -193,19 +204,19 @@ def _knob(config: ModelConfig, destination: str, multiple_of: int | None) -> Kno
 
 
 def _one_width(config: ModelConfig, which: str) -> float:
-    """What one more unit of d_ff costs."""
+    """The cost of one more unit of d_ff."""
     wider = dataclasses.replace(config, d_ff=config.mlp_width + 1)
     return cost.measured(wider, which) - cost.measured(config, which)
 
 
-def _reason(best: Match, knob: Knob, which: str, fills: bool) -> str:
+def _reason(best: Match, dimension: Dimension, which: str, fills: bool) -> str:
     if which == 'cache':
-        return f'{knob.name} alone is too coarse, and d_ff changes nothing in the cache'
-    if not fills and knob.name != 'd_ff':
-        return f'{knob.name} alone is too coarse and the second knob is off (fill=None)'
-    if knob.name == 'd_ff' and best.config.mlp_width == knob.step and best.residual > 0:
-        return f'd_ff would have to fall below {knob.step}; choose another destination'
-    step = (knob.step if knob.name == 'd_ff' else 1) * _one_width(best.config, which)
+        return f'{dimension.name} alone is too coarse, and d_ff changes nothing in the cache'
+    if not fills and dimension.name != 'd_ff':
+        return f'{dimension.name} alone is too coarse and d_ff is fixed (fill=None)'
+    if dimension.name == 'd_ff' and best.config.mlp_width == dimension.step and best.residual > 0:
+        return f'd_ff would have to fall below {dimension.step}; choose another destination'
+    step = (dimension.step if dimension.name == 'd_ff' else 1) * _one_width(best.config, which)
     return f'one step of d_ff is {step:.0f} {UNITS[which]}, {step / best.target:.2%} of the target'
 
 
@@ -222,27 +233,29 @@ def _check_request(
     for name in ('d_model', 'num_heads', 'num_kv_heads', 'head_size', 'num_layers', 'd_ff'):
         size = getattr(config, name)
         if size is not None and (not isinstance(size, int) or size < 1):
-            raise MatchError(f'{name}={size!r} must be a whole number of at least 1')
+            raise MatchError(f'{name}={size!r} must be an integer of at least 1')
     if which == 'cache':
         if config.kind == 'encoder':
-            raise MatchError('an encoder keeps no cache that could be made equal')
+            raise MatchError("which='cache' needs a decoder: an encoder keeps no cache")
         if destination == 'd_ff':
-            raise MatchError('d_ff changes nothing in the cache, so it cannot be its destination')
+            raise MatchError(
+                "destination='d_ff' changes nothing in the cache; choose another destination"
+            )
     if not target > 0:
         raise MatchError(f'target={target} must be above 0')
 
 
-def _check_moves(config: ModelConfig, knob: Knob) -> None:
-    """Raises where the knob has no other value than the one that `config` gives it."""
+def _check_movable(config: ModelConfig, dimension: Dimension) -> None:
+    """Raises if the dimension has no usable value besides that of `config`."""
     _check_buildable(config)
-    if knob.name != 'num_heads':
+    if dimension.name != 'num_heads':
         return
     given = config.num_heads
-    others = range(1, 2 * given // knob.step + 2)
-    if any(knob.usable(m) for m in others if m * knob.step != given):
+    others = range(1, 2 * given // dimension.step + 2)
+    if any(dimension.usable(m) for m in others if m * dimension.step != given):
         return
     try:
-        _check_sites(knob.at(given + knob.step))
+        _check_sites(dimension.at(given + dimension.step))
     except SpecError as error:
         raise MatchError(
             f'{config.score}/{config.value} takes no other num_heads than {given}: {error}'
@@ -250,17 +263,18 @@ def _check_moves(config: ModelConfig, knob: Knob) -> None:
 
 
 def _check_moved(
-    config: ModelConfig, found: Match, knob: Knob, which: str, tolerance: float
+    config: ModelConfig, found: Match, dimension: Dimension, which: str, tolerance: float
 ) -> None:
-    """Raises where d_ff alone took up a gap that was meant for `knob`."""
-    given = getattr(config, knob.name)
+    """Raises if d_ff alone absorbed a gap that was meant for `dimension`."""
+    given = getattr(config, dimension.name)
     gap = cost.measured(config, which) / found.target - 1
-    if getattr(found.config, knob.name) != given or abs(gap) <= tolerance:
+    if getattr(found.config, dimension.name) != given or abs(gap) <= tolerance:
         return
-    step = cost.measured(knob.at(given + knob.step), which) - cost.measured(config, which)
+    step = cost.measured(dimension.at(given + dimension.step), which) - cost.measured(config, which)
     raise MatchError(
-        f'{config.score}/{config.value} is {gap:+.2%} from the target and one step of {knob.name} '
-        f'{step / found.target:.2%}, so {knob.name} would stay at {given} and d_ff take it all: '
+        f'{config.score}/{config.value} is {gap:+.2%} from the target and one step of '
+        f'{dimension.name} {step / found.target:.2%}, so {dimension.name} would stay at {given} '
+        'and d_ff absorb it all: '
         'use the destination d_ff'
     )
 
@@ -280,30 +294,27 @@ def _check_sites(config: ModelConfig) -> None:
 def table(rows: dict[str, Match], equal: str | None = None) -> str:
     """Shape, parameters by group, residual, FLOPs and cache of each variant, as aligned text.
 
-    `equal` is what was made equal, as `which` of `match`, for a first line that says so.
+    `equal`: the cost that was made equal, as `which` of `match`, for a first line that states it.
     """
-    sizes = ('d_model', 'd_ff', 'heads', 'layers')
     groups = (*cost.GROUPS, 'total')
-    lines = [('variant', *sizes, *groups, 'residual', 'FLOP/token', 'cache/token')]
-    for name, found in rows.items():
-        config = found.config
-        shape = (config.d_model, config.mlp_width, config.num_heads, config.num_layers)
+    shape = ('d_model', 'd_ff', 'heads', 'layers')
+    lines = [['variant', *shape, *groups, 'residual', 'FLOP/token', 'cache/token']]
+    for name, matched in rows.items():
+        config = matched.config
+        sizes = (config.d_model, config.mlp_width, config.num_heads, config.num_layers)
         lines.append(
-            (
+            [
                 name,
-                *(str(size) for size in shape),
-                *(f'{found.parameters[group]:,}' for group in groups),
-                f'{found.residual:+.4%}',
+                *map(str, sizes),
+                *(f'{matched.parameters[group]:,}' for group in groups),
+                f'{matched.residual:+.4%}',
                 f'{cost.flops_per_token(config):,.0f}',
                 f'{cost.cache_floats_per_token(config):,}',
-            )
+            ]
         )
-    widths = np.array([[len(cell) for cell in line] for line in lines]).max(0)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = '\n'.join(
-        '  '.join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
+        '  '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
         for line in lines
     )
     return text if equal is None else f'equal: {UNITS[equal]}\n{text}'

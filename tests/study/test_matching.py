@@ -17,8 +17,8 @@ TARGET = cost.count(MEDIUM)['total']
 SMALL = ModelConfig(d_model=96, num_layers=2, num_heads=4, context=64)
 DEEP = ModelConfig(d_model=128, num_layers=4, num_heads=4)
 
-# d_model and d_ff of each cell made equal to qk/vo: SMALL by total parameters, by non-embedding
-# parameters, DEEP by both. The identity of a finished run hangs on them.
+# d_model and d_ff of each variant made equal to qk/vo: SMALL by total parameters, by non-embedding
+# parameters, DEEP by both. The hashes of finished runs depend on them.
 SOLVED = """
 qk/vo                    96 384     96 384    128 512    128 512
 merged/vo                88 372     88 364    120 462    120 459
@@ -58,10 +58,10 @@ latent/latent            96 408    100 378    132 512    132 514
 """
 
 WIDTHS = {
-    cell: [
+    variant: [
         (int(d_model), int(d_ff)) for d_model, d_ff in zip(widths[::2], widths[1::2], strict=True)
     ]
-    for cell, *widths in map(str.split, SOLVED.strip().splitlines())
+    for variant, *widths in map(str.split, SOLVED.strip().splitlines())
 }
 
 SHOWN = [catalogue.partner(n, c) for n, c in (*SCORES.items(), *VALUES.items())]
@@ -80,36 +80,28 @@ def test_every_circuit_is_matched(score, value):
             assert found.parameters == cost.count(found.config)
             d_model, d_ff = next(solved, (found.config.d_model, found.config.d_ff))
             assert found.config == dataclasses.replace(config, d_model=d_model, d_ff=d_ff)
-            # the MLP about keeps its proportion: the second knob only takes up the rest
+            # d_ff about keeps its ratio: it absorbs only the rounding residual
             assert value == 'hadamard' or abs(d_ff / d_model - 4) < 0.4
 
 
 @pytest.mark.parametrize(
     ('fields', 'd_model'),
-    [({'value': 'hadamard'}, 128), ({'score': 'query_free', 'head_size': 32}, 128)],
-    ids=['powers of two', 'one width'],
-)
-def test_a_cell_of_few_widths_takes_the_rest_from_d_ff(fields, d_model):
-    found = matching.match(dataclasses.replace(MEDIUM, **fields), TARGET)
-    assert found.config.d_model == d_model
-    assert abs(found.residual) <= 1e-3
-
-
-@pytest.mark.parametrize(
-    'fields',
     [
-        {'num_heads': 3, 'd_model': 99},
-        {'num_heads': 6, 'num_kv_heads': 2, 'd_model': 90},
-        {'num_heads': 7, 'd_model': 70, 'score': 'shared_qk'},
-        {'num_heads': 8, 'num_kv_heads': 1, 'd_model': 128},
-        {'head_size': 24, 'score': 'merged'},
-        {'biases': True, 'tied_embeddings': False, 'norm': 'rmsnorm'},
+        ({'value': 'hadamard'}, 128),  # powers of two
+        ({'score': 'query_free', 'head_size': 32}, 128),  # one width
+        ({'num_heads': 3, 'd_model': 99}, None),
+        ({'num_heads': 6, 'num_kv_heads': 2, 'd_model': 90}, None),
+        ({'num_heads': 7, 'd_model': 70, 'score': 'shared_qk'}, None),
+        ({'num_heads': 8, 'num_kv_heads': 1, 'd_model': 128}, None),
+        ({'head_size': 24, 'score': 'merged'}, None),
+        ({'biases': True, 'tied_embeddings': False, 'norm': 'rmsnorm'}, None),
     ],
     ids=str,
 )
-def test_odd_shapes_are_matched(fields):
+def test_odd_shapes_are_matched(fields, d_model):
     found = matching.match(dataclasses.replace(MEDIUM, **fields), TARGET)
     assert abs(found.residual) <= 1e-3
+    assert d_model in (None, found.config.d_model)
     assert found.config.d_model % (found.config.num_heads if 'head_size' not in fields else 1) == 0
 
 
@@ -119,20 +111,6 @@ def test_a_neighbouring_width_is_taken_where_the_nearest_is_too_coarse():
     finer = matching.match(config, TARGET, tolerance=1e-4)
     assert abs(nearest.residual) > 1e-4 >= abs(finer.residual)
     assert abs(finer.config.d_model - nearest.config.d_model) == 4
-
-
-def test_non_embedding_weights_can_be_matched():
-    target = cost.measured(MEDIUM, 'non_embedding')
-    found = matching.match(
-        dataclasses.replace(MEDIUM, score='shared_qk'), target, which='non_embedding'
-    )
-    parameters = found.parameters
-    assert abs((parameters['total'] - parameters['embedding']) / target - 1) <= 1e-3
-    assert parameters['total'] > TARGET
-
-
-def test_the_baseline_matches_itself():
-    assert matching.match(MEDIUM, TARGET).config == dataclasses.replace(MEDIUM, d_ff=512)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +161,9 @@ TWELVE = dataclasses.replace(SMALL, num_layers=12)
         ('num_layers', {'num_layers', 'd_ff'}),
     ],
 )
-@pytest.mark.parametrize('cell', ['shared_qk/vo', 'merged/vo'])
-def test_a_destination_moves_and_every_other_size_stays(cell, destination, moved, which):
-    score, value = cell.split('/')
+@pytest.mark.parametrize('variant', ['shared_qk/vo', 'merged/vo'])
+def test_a_destination_moves_and_every_other_size_stays(variant, destination, moved, which):
+    score, value = variant.split('/')
     target = cost.measured(TWELVE, which)
     config = dataclasses.replace(TWELVE, score=score, value=value)
     found = matching.match(config, target, which=which, destination=destination)
@@ -207,7 +185,7 @@ def solve(fields, destination, base=SMALL, **kwargs):
     return matching.match(config, target, destination=destination, **kwargs).config
 
 
-def test_weights_saved_by_one_matrix_widen_the_mlp_by_half_a_width():
+def test_parameters_saved_by_one_matrix_widen_the_mlp_by_half_a_width():
     # 2 L D d_ff = L D^2
     assert solve({'score': 'query_free'}, 'd_ff').d_ff == 384 + 96 // 2
 
@@ -243,7 +221,7 @@ def test_a_cache_is_made_equal_without_d_ff(fields, destination, expected):
     assert cost.cache_floats_per_token(found) == cost.cache_floats_per_token(SMALL)
 
 
-def test_equal_flops_are_not_equal_weights():
+def test_equal_flops_are_not_equal_parameters():
     found = solve({'score': 'merged'}, 'd_ff', which='flops')
     assert cost.flops_per_token(found) == cost.flops_per_token(SMALL)
     assert abs(cost.count(found)['total'] / cost.count(SMALL)['total'] - 1) > 0.1
@@ -305,8 +283,8 @@ def test_a_step_of_the_destination_can_be_given():
             'more than .* parameters at d_ff=1 and num_layers=1',
         ),
         ({'score': 'shared_qk'}, 'num_heads', {'fill': None}, 'num_heads alone is too coarse'),
-        ({'value': 'latent'}, 'd_ff', {}, 'qk/latent cannot be built: .*latent of its score'),
-        ({}, 'd_ff', {'which': 'cache'}, 'd_ff changes nothing in the cache'),
+        ({'value': 'latent'}, 'd_ff', {}, 'qk/latent cannot be built: .*latent'),
+        ({}, 'd_ff', {'which': 'cache'}, "'d_ff' changes nothing in the cache"),
         ({'score': 'full_size'}, 'num_layers', {'which': 'cache'}, 'too coarse, and d_ff changes'),
         (
             {},
@@ -323,7 +301,7 @@ def test_a_step_of_the_destination_can_be_given():
         ({}, 'd_ff', {'which': 'memory', 'target': 1}, "which='memory' must be one of total, "),
         ({}, 'd_ff', {'fill': 'd_model'}, "fill='d_model' must be one of d_ff, None"),
         ({}, 'd_ff', {'target': 0}, 'target=0 must be above 0'),
-        ({'num_heads': 0}, 'num_heads', {}, 'num_heads=0 must be a whole number of at least 1'),
+        ({'num_heads': 0}, 'num_heads', {}, 'num_heads=0 must be an integer of at least 1'),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -346,12 +324,8 @@ def test_the_table_shows_the_shape_and_what_is_equal():
     assert matching.table({'qk/vo': found}, 'flops') == f'equal: FLOP per token\n{plain}'
     header, row = (line.split() for line in plain.splitlines())
     shown = dict(zip(header, row, strict=True))
-    assert [shown[name] for name in ('d_model', 'd_ff', 'heads', 'layers')] == [
-        '96',
-        '384',
-        '4',
-        '2',
-    ]
+    shape = [shown[name] for name in ('d_model', 'd_ff', 'heads', 'layers')]
+    assert shape == ['96', '384', '4', '2']
     assert shown['FLOP/token'] == '540,672'
     assert shown['cache/token'] == '384'
     assert shown['total'] == '252,384'
