@@ -155,7 +155,7 @@ def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
 
 def stopped_early(study: Study, trial: Trial) -> bool:
     """Whether the trial has trained for fewer steps than its config says."""
-    return trial.num_steps < study.by_name[trial.run].config['train']['num_steps']
+    return trial.num_steps < study.by_name[trial.run].num_steps
 
 
 def _arm(study: Study, trials: tuple[Trial, ...]) -> Arm:

@@ -7,6 +7,9 @@ from typing import Any
 
 from qkattn.stats.inference import Decision
 
+# Variant and size of an arm.
+Place = tuple[str, str]
+
 
 class RemarkCode(enum.Enum):
     """A hygiene finding; the members of `Remark.data` are in brackets."""
@@ -74,8 +77,14 @@ class Remark:
     code: RemarkCode
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     blocks: bool = False
-    arm: tuple[str, str] | None = None
+    arm: Place | None = None
     every_arm: bool = False
+
+    @classmethod
+    def of(
+        cls, code: RemarkCode, arm: Place | None = None, blocks: bool = False, /, **data: Any
+    ) -> 'Remark':
+        return cls(code, data, blocks, arm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +93,10 @@ class Reason:
 
     code: ReasonCode
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, code: ReasonCode, /, **data: Any) -> 'Reason':
+        return cls(code, data)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,6 +78,10 @@ class Planned:
     residual: float | None
     config: Mapping[str, Any]
 
+    @property
+    def num_steps(self) -> int:
+        return self.config['train']['num_steps']
+
 
 _CONFIG = {
     'model': {'score_scale': float},

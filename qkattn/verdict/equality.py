@@ -6,23 +6,15 @@ from typing import Any
 
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import Remark, RemarkCode
-from qkattn.verdict.declared import Planned
 from qkattn.verdict.load import Study
 from qkattn.verdict.reading import flat
 
 # The factors of every study, and the shapes that matching solves for.
-_FACTORS = (
-    'score',
-    'value',
-    'd_model',
-    'd_ff',
-    'num_heads',
-    'head_size',
-    'num_layers',
-)
+_FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
 # Where things lie and what runs them: they do not enter a result, or only by rounding.
 _PLACES = ('mesh', 'data.data_dir', 'data.manual_dir')
-_PROGRAM = (
+# The last: seeds pair where they are shared, whatever else there is.
+_HARMLESS = (
     'train.steps_per_dispatch',
     'train.log_every',
     'train.eval_every',
@@ -30,9 +22,8 @@ _PROGRAM = (
     'train.lifting',
     'model.remat',
     'model.scan_unroll',
+    'trials.seeds',
 )
-# Seeds pair where they are shared, whatever else there is.
-_HARMLESS = (*_PROGRAM, 'trials.seeds')
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
 
@@ -42,14 +33,12 @@ def differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     One remark for each that differs, with its values and arms; where it enters results, one more
     for each arm that differs from the baseline, which gets no verdict.
     """
-    runs = {arm.place: study.by_name[arm.example.run] for arm in arms}
-    allowed = declared_factors(study)
+    factors = declared_factors(study)
     for size in study.sizes:
         of_size = [arm for arm in arms if arm.size == size and arm.verdict_trials]
-        settings = {arm.variant: _settings(runs[arm.place], allowed) for arm in of_size}
-        yield from _compared(study, size, settings, _HARMLESS)
-        measured = {arm.variant: _measured(arm) for arm in of_size}
-        yield from _compared(study, size, measured, ())
+        yield from _compared(
+            study, size, {arm.variant: _facts(study, arm, factors) for arm in of_size}
+        )
     yield from _software(arms)
 
 
@@ -64,51 +53,47 @@ def declared_factors(study: Study) -> set[str]:
     return fields
 
 
-def _settings(run: Planned, allowed: set[str]) -> dict[str, Any]:
+def _facts(study: Study, arm: Arm, factors: set[str]) -> dict[str, Any]:
+    """Settings of the arm's run, and the data it was measured on."""
+    example = arm.example
+    settings = flat(study.by_name[example.run].config)
     return {
-        name: value
-        for name, value in flat(run.config)
-        if name not in allowed and not name.startswith(_PLACES)
+        **{n: v for n, v in settings if n not in factors and not n.startswith(_PLACES)},
+        **{f'data.{name}': value for name, value in flat(example.data)},
+        'eval_tokens': example.eval_tokens,
+        'eval_rows': example.eval_rows,
+        'target_parameters': example.target_parameters,
     }
 
 
-def _measured(arm: Arm) -> dict[str, Any]:
-    example = arm.example
-    found = {f'data.{name}': value for name, value in flat(example.data)}
-    found |= {'eval_tokens': example.eval_tokens, 'eval_rows': example.eval_rows}
-    return found | {'target_parameters': example.target_parameters}
-
-
-def _compared(
-    study: Study, size: str, of_arms: Mapping[str, Mapping[str, Any]], harmless: Sequence[str]
-) -> Iterator[Remark]:
-    absent = dict.fromkeys((name for of in of_arms.values() for name in of), 'absent')
-    of_arms = {variant: absent | of for variant, of in of_arms.items()}
-    for name in absent:
-        values = {variant: str(of[name]) for variant, of in of_arms.items()}
-        kinds = {variant: repr(of[name]) for variant, of in of_arms.items()}
-        if len(set(kinds.values())) == 1:
+def _compared(study: Study, size: str, of_arms: Mapping[str, dict[str, Any]]) -> Iterator[Remark]:
+    for name in dict.fromkeys(name for of in of_arms.values() for name in of):
+        values = {variant: of.get(name, 'absent') for variant, of in of_arms.items()}
+        if len(set(map(repr, values.values()))) == 1:
             continue
-        data = {
-            'name': name,
-            'size': size if len(study.sizes) > 1 else None,
-            'values': _by_value(values),
-            'harmless': name in harmless,
-        }
-        yield Remark(RemarkCode.DIFFERS, data)
-        if name in harmless or study.baseline not in values:
-            continue
+        by_value: dict[str, tuple[str, ...]] = {}
         for variant, value in values.items():
-            if kinds[variant] != kinds[study.baseline]:
-                data = {'name': name, 'value': value, 'baseline': values[study.baseline]}
-                yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, (variant, size))
-
-
-def _by_value(values: Mapping[Any, str]) -> dict[str, tuple]:
-    by_value: dict[str, tuple] = {}
-    for key, value in values.items():
-        by_value[value] = (*by_value.get(value, ()), key)
-    return by_value
+            by_value[str(value)] = (*by_value.get(str(value), ()), variant)
+        yield Remark.of(
+            RemarkCode.DIFFERS,
+            name=name,
+            size=size if len(study.sizes) > 1 else None,
+            values=by_value,
+            harmless=name in _HARMLESS,
+        )
+        if name in _HARMLESS or study.baseline not in values:
+            continue
+        baseline = values[study.baseline]
+        for variant, value in values.items():
+            if repr(value) != repr(baseline):
+                yield Remark.of(
+                    RemarkCode.DIFFERS_FROM_BASELINE,
+                    (variant, size),
+                    True,
+                    name=name,
+                    value=str(value),
+                    baseline=str(baseline),
+                )
 
 
 def _software(arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -124,7 +109,7 @@ def _software(arms: Sequence[Arm]) -> Iterator[Remark]:
                 facts.setdefault(name, {}).setdefault(str(value), set()).add(place)
     for name, values in facts.items():
         if len(values) > 1:
-            data = {'name': name, 'values': {v: tuple(sorted(of)) for v, of in values.items()}}
-            yield Remark(RemarkCode.SOFTWARE_DIFFERS, data)
+            sorted_values = {value: tuple(sorted(of)) for value, of in values.items()}
+            yield Remark.of(RemarkCode.SOFTWARE_DIFFERS, name=name, values=sorted_values)
     if dirty:
-        yield Remark(RemarkCode.UNCOMMITTED_CHANGES)
+        yield Remark.of(RemarkCode.UNCOMMITTED_CHANGES)

@@ -5,14 +5,13 @@ Computed once from the files, for every table, figure and page; all statistics a
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 from qkattn.stats import inference, scaling
+from qkattn.stats.inference import Judgement
 from qkattn.verdict import hygiene
 from qkattn.verdict.arms import Arm, arms_of
-from qkattn.verdict.codes import Decision, Reason, ReasonCode, Remark, Verdict
+from qkattn.verdict.codes import Decision, Place, Reason, ReasonCode, Remark, Verdict
 from qkattn.verdict.load import Study
-from qkattn.verdict.trials import Trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,26 +94,23 @@ def _compared(study: Study, arm: Arm, baseline: Arm | None) -> Arm:
 def _judged(study: Study, found: Findings) -> tuple[Arm, ...]:
     """All but the baselines with a verdict; all comparisons that are declared are one family."""
     baselines = {arm.size: arm for arm in found.arms if arm.is_baseline}
-    reasons = {
+    reasons: dict[Place, tuple[Reason | Remark, ...]] = {
         arm.place: (*found.blocks, *arm.blocks, *_lacking(study, arm, baselines.get(arm.size)))
         for arm in found.arms
         if not arm.is_baseline
     }
-    tested = {arm.place: arm for arm in found.arms if reasons.get(arm.place) == ()}
-    diverged = {
-        place: (arm.num_diverged, baselines[arm.size].num_diverged) for place, arm in tested.items()
-    }
+    tested = [arm for arm in found.arms if reasons.get(arm.place) == ()]
     judged = inference.judge(
-        {place: arm.difference for place, arm in tested.items()},
-        diverged=diverged,
+        {arm.place: arm.difference for arm in tested},
+        diverged={
+            arm.place: (arm.num_diverged, baselines[arm.size].num_diverged) for arm in tested
+        },
         planned=found.num_comparisons,
     )
-    verdicts = {
-        place: Verdict(Decision.NO_VERDICT, why) for place, why in reasons.items() if why
-    } | {
-        place: _verdict(arm, baselines[arm.size], judged[place], found.num_comparisons)
-        for place, arm in tested.items()
-    }
+    verdicts = {place: Verdict(Decision.NO_VERDICT, why) for place, why in reasons.items()}
+    for arm in tested:
+        verdict = _tested(arm, baselines[arm.size], judged[arm.place], found.num_comparisons)
+        verdicts[arm.place] = _as_tuned(verdict, arm, baselines[arm.size])
     return tuple(dataclasses.replace(arm, verdict=verdicts.get(arm.place)) for arm in found.arms)
 
 
@@ -122,111 +118,89 @@ def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> list[Reason]:
     """What a verdict needs of both and is not there."""
     reasons = []
     if not arm.verdict_trials:
-        reasons.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
-    of_baseline = {'baseline': study.baseline}
+        reasons.append(Reason.of(ReasonCode.NO_VERDICT_TRIALS))
     if baseline is None or not baseline.verdict_trials:
-        reasons.append(Reason(ReasonCode.NO_BASELINE_TRIALS, of_baseline))
-    elif baseline.blocks:
-        data = of_baseline | {'remarks': baseline.blocks}
-        reasons.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
+        reasons.append(Reason.of(ReasonCode.NO_BASELINE_TRIALS, baseline=study.baseline))
+    elif why := baseline.blocks:
+        reasons.append(Reason.of(ReasonCode.BASELINE_BLOCKED, baseline=study.baseline, remarks=why))
     return reasons
 
 
-def _verdict(arm: Arm, baseline: Arm, judged: inference.Judgement, num_comparisons: int) -> Verdict:
-    """Of the tests; only such a decision as the tuning leaves.
+def _tested(arm: Arm, baseline: Arm, judged: Judgement, num_comparisons: int) -> Verdict:
+    """The verdict by the tests alone, with its reasons."""
+    difference, p, p_same = arm.difference, judged.p_holm, judged.p_equivalence_holm
+    reasons = []
+    if arm.num_diverged or baseline.num_diverged:
+        counts = {'arm': arm.num_diverged, 'baseline': baseline.num_diverged}
+        reasons.append(Reason.of(ReasonCode.DIVERGED, **counts))
+    if difference is None or p is None:
+        n = difference.n if difference else 0
+        reasons.append(Reason.of(ReasonCode.FEW_PAIRS, n=n, needed=inference.MIN_PAIRS))
+    else:
+        side = Decision.BETTER if difference.mean < 0 else Decision.WORSE
+        differs = p <= 1 - inference.LEVEL
+        if judged.decision is Decision.EQUIVALENT:
+            reasons.append(Reason.of(ReasonCode.EQUIVALENT, p=p_same))
+            if differs:
+                data = {'side': side, 'margin': difference.margin, 'p': p}
+                reasons.append(Reason.of(ReasonCode.DIFFERENT_WITHIN_MARGIN, **data))
+        elif judged.decision is side:
+            reasons.append(Reason.of(ReasonCode.DIFFERENT, p=p))
+        elif differs:
+            reasons.append(Reason.of(ReasonCode.DIFFERENT_BUT_DIVERGED, side=side, p=p))
+        else:
+            data = {'p': p, 'p_equivalence': p_same, 'detectable': judged.detectable}
+            reasons.append(Reason.of(ReasonCode.NOT_SHOWN, **data))
+    return Verdict(reasons=tuple(reasons), **vars(judged), num_comparisons=num_comparisons)
+
+
+def _as_tuned(verdict: Verdict, arm: Arm, baseline: Arm) -> Verdict:
+    """The verdict with its caveats, and only such a decision as the tuning leaves.
 
     Where a knob is not bracketed, a better value may lie beyond those that were tried: then an arm
     may be better than it looks, and the baseline too.
     """
-    decision = judged.decision
-    reasons = _reasons(arm, baseline, judged)
     whose = {'arm': arm, 'baseline': baseline}
     caveats = [
-        Reason(ReasonCode.NOT_BRACKETED, {'whose': name, 'knobs': of.not_bracketed})
+        Reason.of(ReasonCode.NOT_BRACKETED, whose=name, knobs=of.not_bracketed)
         for name, of in whose.items()
         if of.not_bracketed
     ]
+    decision = verdict.decision
     forbidden = {Decision.WORSE} if arm.not_bracketed else set()
     forbidden |= {Decision.BETTER} if baseline.not_bracketed else set()
     forbidden |= {Decision.EQUIVALENT} if forbidden else set()
     if decision in forbidden:
-        caveats.append(Reason(ReasonCode.BEYOND_GRID, {'decision': decision}))
+        caveats.append(Reason.of(ReasonCode.BEYOND_GRID, decision=decision))
         decision = Decision.UNDECIDED
     elif decision in (Decision.BETTER, Decision.WORSE):
         caveats += [
-            Reason(
-                ReasonCode.IMPRECISE_OPTIMUM, {'whose': name, 'knob': knob, 'nats': sweep.at_worst}
-            )
+            Reason.of(ReasonCode.IMPRECISE_OPTIMUM, whose=name, knob=knob, nats=nats)
             for name, of in whose.items()
             for knob, sweep in of.sweeps.items()
-            if sweep.at_worst is not None and sweep.at_worst > abs(arm.difference.mean)
+            if (nats := sweep.at_worst) is not None and nats > abs(arm.difference.mean)
         ]
-    return Verdict(
-        decision,
-        reasons,
-        tuple(caveats),
-        judged.p_holm,
-        judged.p_equivalence_holm,
-        judged.detectable,
-        num_comparisons,
-    )
-
-
-def _reasons(arm: Arm, baseline: Arm, judged: inference.Judgement) -> tuple[Reason, ...]:
-    """Of the decision that the tests alone come to."""
-    difference, p = arm.difference, judged.p_holm
-    reasons = []
-    if arm.num_diverged or baseline.num_diverged:
-        data = {'arm': arm.num_diverged, 'baseline': baseline.num_diverged}
-        reasons.append(Reason(ReasonCode.DIVERGED, data))
-    if p is None:
-        data = {'n': difference.n if difference else 0, 'needed': inference.MIN_PAIRS}
-        return (*reasons, Reason(ReasonCode.FEW_PAIRS, data))
-    side = Decision.BETTER if difference.mean < 0 else Decision.WORSE
-    differs = p <= 1 - inference.LEVEL
-    p_same = judged.p_equivalence_holm
-    if judged.decision is Decision.EQUIVALENT:
-        reasons.append(Reason(ReasonCode.EQUIVALENT, {'p': p_same}))
-        if differs:
-            data = {'side': side, 'margin': difference.margin, 'p': p}
-            reasons.append(Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data))
-    elif judged.decision is side:
-        reasons.append(Reason(ReasonCode.DIFFERENT, {'p': p}))
-    elif differs:
-        reasons.append(Reason(ReasonCode.DIFFERENT_BUT_DIVERGED, {'side': side, 'p': p}))
-    else:
-        data = {'p': p, 'p_equivalence': p_same, 'detectable': judged.detectable}
-        reasons.append(Reason(ReasonCode.NOT_SHOWN, data))
-    return tuple(reasons)
+    return dataclasses.replace(verdict, decision=decision, caveats=tuple(caveats))
 
 
 def _scaling(study: Study, found: Findings) -> tuple[Scaling, ...]:
     """Of every variant over the sizes at which it is fit for it."""
     if found.blocks or len(study.sizes) < 2:
         return ()
-    points: dict[str, list[Arm]] = {variant: [] for variant in study.variants}
-    for arm in found.arms:
-        if arm.not_scaled is None:
-            points[arm.variant].append(arm)
-    curves = {
-        variant: (
-            [arm.example.parameters['total'] for arm in of],
-            [_by_seed(arm.chosen) for arm in of],
-        )
-        for variant, of in points.items()
-        if of
-    }
+    curves = {}
+    for variant in study.variants:
+        fit_for_it = [a for a in found.arms if a.variant == variant and a.not_scaled is None]
+        if fit_for_it:
+            losses = [
+                [t.val_loss for t in sorted(arm.chosen, key=lambda t: t.seed)] for arm in fit_for_it
+            ]
+            curves[variant] = [arm.example.parameters['total'] for arm in fit_for_it], losses
+    baseline = curves.get(study.baseline)
     return tuple(
         Scaling(
             variant,
             scaling.fit(*curve),
-            scaling.multiplier(curve, curves[study.baseline])
-            if study.baseline in curves and variant != study.baseline
-            else None,
+            scaling.multiplier(curve, baseline) if baseline and curve is not baseline else None,
         )
         for variant, curve in curves.items()
     )
-
-
-def _by_seed(trials: Sequence[Trial]) -> list[float]:
-    return [trial.val_loss for trial in sorted(trials, key=lambda trial: trial.seed)]

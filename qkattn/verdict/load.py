@@ -18,6 +18,20 @@ from qkattn.verdict.curves import Curve, read_curve
 from qkattn.verdict.declared import Declaration, Planned, read_declaration, read_plan
 from qkattn.verdict.trials import Trial, parse_trial
 
+# What a trial and the planned run that it belongs to both state, and the plan's names for it.
+_SHARED = {name: name for name in ('variant', 'size', 'stage', 'knob', 'residual')} | {
+    'run': 'name',
+    'target_parameters': 'target',
+}
+# Of translation scores: those with other values were made otherwise, or of other sentences.
+_MUST_AGREE = {
+    'BLEU signatures': ('val_bleu_signature', 'test_bleu_signature'),
+    'chrF signatures': ('val_chrf_signature', 'test_chrf_signature'),
+    'numbers of validation sentences': ('val_num_sentences',),
+    'numbers of test sentences': ('test_num_sentences',),
+}
+_Trials = dict[tuple, Trial]
+
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun(Planned):
@@ -65,26 +79,18 @@ class Study(Declaration):
     @property
     def missing(self) -> tuple[Missing, ...]:
         """Declared arms without their result, and planned runs that are not finished."""
-        found = []
+        missing = []
         last = SINGLE if self.tuning is None else VERDICT
-        for variant, size in self.arms:
-            own = [run for run in self.runs if (run.variant, run.size) == (variant, size)]
+        for arm in self.arms:
+            own = [run for run in self.runs if (run.variant, run.size) == arm]
             waiting = [run for run in own if not run.trials]
-            found += [
-                Missing(
-                    run.name,
-                    variant,
-                    size,
-                    run.stage,
-                    run.knob,
-                    run.step,
-                    run.config['train']['num_steps'],
-                )
+            missing += [
+                Missing(run.name, *arm, run.stage, run.knob, run.step, run.num_steps)
                 for run in waiting
             ]
             if not waiting and not any(run.stage == last for run in own):
-                found.append(Missing(None, variant, size, last if own else None))
-        return tuple(found)
+                missing.append(Missing(None, *arm, last if own else None))
+        return tuple(missing)
 
     @property
     def by_name(self) -> dict[str, PlannedRun]:
@@ -108,15 +114,15 @@ def load_study(directory: str | Path) -> Study:
     if not any(run.trials for run in runs):
         detail = f' ({problems[0].removesuffix(".")})' if problems else ''
         raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
-    _check_rows(runs, problems)
+    _check_arms(runs, problems)
     _check_scores(runs, problems)
     return Study(directory=directory, **vars(declared), runs=runs, problems=tuple(problems))
 
 
 def _read_results(
     path: Path, planned: Mapping[str, Planned], problems: list[str]
-) -> dict[str, dict[tuple, Trial]]:
-    trials: dict[str, dict[tuple, Trial]] = {name: {} for name in planned}
+) -> dict[str, _Trials]:
+    trials: dict[str, _Trials] = {name: {} for name in planned}
     if not path.is_file():
         problems.append(f'{path.name} does not exist.')
         return trials
@@ -126,8 +132,7 @@ def _read_results(
             if trial.run not in planned:
                 raise ValueError(f'run {trial.run!r} is not in plan.jsonl')
             trial = _of_plan(trial, planned[trial.run])
-            known = trials[trial.run].setdefault(trial.key, trial)
-            if known != trial:
+            if trials[trial.run].setdefault(trial.key, trial) != trial:
                 raise ValueError(
                     f'run {trial.run!r} seed {trial.seed} repeats an earlier line with other '
                     'numbers'
@@ -139,11 +144,7 @@ def _read_results(
 
 def _of_plan(trial: Trial, run: Planned) -> Trial:
     """The trial with what only its run knows; ValueError where the two contradict each other."""
-    about = ('variant', 'size', 'stage', 'knob')
-    for field, planned in [(field, getattr(run, field)) for field in about] + [
-        ('target_parameters', run.target),
-        ('residual', run.residual),
-    ]:
+    for field, planned in ((field, getattr(run, name)) for field, name in _SHARED.items()):
         if getattr(trial, field) != planned:
             raise ValueError(
                 f'{field} {getattr(trial, field)!r} contradicts plan.jsonl, where run '
@@ -156,11 +157,11 @@ def _of_plan(trial: Trial, run: Planned) -> Trial:
 
 
 def _read_run(
-    directory: Path, planned: Planned, trials: dict[tuple, Trial], problems: list[str]
+    directory: Path, planned: Planned, trials: _Trials, problems: list[str]
 ) -> PlannedRun:
     run_directory = directory / planned.directory
     result_path = run_directory / 'result.json'
-    label = f'{planned.directory}/result.json'
+    label = f'{planned.directory}/{result_path.name}'
     if result_path.is_file():
         try:
             records = json.loads(result_path.read_text(encoding='utf-8'))
@@ -175,42 +176,35 @@ def _read_run(
     return PlannedRun(**vars(planned), trials=tuple(trials.values()), curve=curve, step=step)
 
 
-def _joined(
-    planned: Planned,
-    trials: Mapping[tuple, Trial],
-    own: Mapping[tuple, Trial],
-    label: str,
-    problems: list[str],
-) -> dict[tuple, Trial]:
-    for key, trial in trials.items():
-        if key in own and own[key] != trial:
-            problems.append(
-                f'{label} and results.jsonl disagree on seed {trial.seed} at learning rate '
-                f'{trial.learning_rate:g}; results.jsonl is shown.'
-            )
-    if own.keys() - trials.keys():
-        problems.append(
-            f'results.jsonl lacks {len(own.keys() - trials.keys())} of the {len(own)} trials of '
-            f'run {planned.name!r}; they were taken from {label}.'
-        )
-    # result.json is in trial order, which is the order of the columns of metrics.jsonl.
-    extra = {key: trial for key, trial in trials.items() if key not in own}
-    return {key: trials.get(key, trial) for key, trial in own.items()} | extra
-
-
 def _own_trial(record: Any, run: Planned) -> Trial:
     """A trial of result.json, which need not repeat what only the study knows about its run."""
-    about = {name: getattr(run, name) for name in ('variant', 'size', 'stage', 'knob')}
-    about |= {'run': run.name, 'target_parameters': run.target, 'residual': run.residual}
     reading.check(record, {})
-    trial = parse_trial(about | record)
+    trial = parse_trial({field: getattr(run, name) for field, name in _SHARED.items()} | record)
     if trial.run != run.name:
         raise ValueError(f'it holds a trial of run {trial.run!r}')
     return _of_plan(trial, run)
 
 
-def _check_rows(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
-    """Names what would make a row (variant x size) spread over several runs mean two things."""
+def _joined(
+    planned: Planned, trials: _Trials, own: _Trials, label: str, problems: list[str]
+) -> _Trials:
+    for key, trial in trials.items():
+        if own.get(key, trial) != trial:
+            problems.append(
+                f'{label} and results.jsonl disagree on seed {trial.seed} at learning rate '
+                f'{trial.learning_rate:g}; results.jsonl is shown.'
+            )
+    if absent := own.keys() - trials.keys():
+        problems.append(
+            f'results.jsonl lacks {len(absent)} of the {len(own)} trials of run {planned.name!r}; '
+            f'they were taken from {label}.'
+        )
+    # result.json is in trial order, which is the order of the columns of metrics.jsonl.
+    return {key: trials.get(key, trial) for key, trial in (own | trials).items()}
+
+
+def _check_arms(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
+    """Names what would make an arm (variant, size) spread over several runs mean two things."""
     owners: dict[tuple, Trial] = {}
     shapes: dict[tuple, Trial] = {}
     for run in runs:
@@ -232,19 +226,13 @@ def _check_rows(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
 
 
 def _check_scores(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
-    """Names translation scores that may not be compared: otherwise made, or of other sentences."""
-    for name, fields in (
-        ('BLEU signatures', ('val_bleu_signature', 'test_bleu_signature')),
-        ('chrF signatures', ('val_chrf_signature', 'test_chrf_signature')),
-        ('numbers of validation sentences', ('val_num_sentences',)),
-        ('numbers of test sentences', ('test_num_sentences',)),
-    ):
+    """Names translation scores that may not be compared."""
+    trials = [trial for run in runs for trial in run.trials]
+    for name, fields in _MUST_AGREE.items():
         places: dict[Any, str] = {}
-        for run in runs:
-            for trial in run.trials:
-                for value in (trial.metrics[field] for field in fields):
-                    if value is not None:
-                        places.setdefault(value, f'{run.variant!r} at {run.size!r}')
+        for trial, field in ((trial, field) for trial in trials for field in fields):
+            if (value := trial.metrics[field]) is not None:
+                places.setdefault(value, f'{trial.variant!r} at {trial.size!r}')
         if len(places) > 1:
             listed = ', '.join(f'{value} ({place})' for value, place in places.items())
             problems.append(f'{name} differ, so the scores of these rows do not compare: {listed}.')

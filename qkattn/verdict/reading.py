@@ -37,9 +37,10 @@ def read(cls: type[T], record: Any, **given: Any) -> T:
     """
     check(record, {})
     hints = typing.get_type_hints(cls)
+    fields: tuple[dataclasses.Field, ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [
         field.name
-        for field in dataclasses.fields(cls)
+        for field in fields
         if field.name not in given and (field.name in record or _is_required(field))
     ]
     check(record, {name: hints[name] for name in names})
