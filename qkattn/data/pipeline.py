@@ -63,7 +63,7 @@ class TrainBatches(StepBatches):
         def read(seed: int, step: int) -> Batch:
             return train_batch(rows, seed=seed, step=step, batch_size=batch_size, part=part)
 
-        # Reading once here moves an error of the settings from the thread to the caller.
+        # Raises errors in the settings here instead of in the thread.
         for seed in seeds:
             read(seed, 0)
         super().__init__(
@@ -85,7 +85,7 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Batches over a split in a fixed order; every row once.
 
-    Rows that pad the last batch to `batch_size` hold zeros, weights too.
+    Rows that pad the last batch to `batch_size` hold zeros, loss weights included.
 
     Args:
       max_rows: reads that many rows, evenly spaced over the split; None is all.
@@ -111,7 +111,7 @@ def eval_batches(
 
 
 def eval_rows(rows: Rows, split: str, max_rows: int | None = None) -> np.ndarray:
-    """The numbers of the rows that `eval_batches` reads."""
+    """Numbers of the rows that `eval_batches` reads."""
     available = rows.count(split)
     if max_rows is None:
         return np.arange(available)

@@ -3,7 +3,8 @@ import pytest
 
 from qkattn.config import DataConfig
 from qkattn.data.load import load
-from qkattn.data.tokens import SplitInfo, TokenDataset
+from qkattn.data.tokens import TokenDataset
+from tests.data.datasets import token_dataset
 
 
 class Numbers:
@@ -22,22 +23,8 @@ def numbers():
     """Makes datasets whose splits are np.arange(size): numbers(train=100, validation=20)."""
 
     def make(**sizes: int) -> TokenDataset:
-        splits = {}
-        for split, size in sizes.items():
-            info = SplitInfo(
-                dataset='numbers',
-                version='1',
-                tokenizer='numbers',
-                split=split,
-                dtype='uint16',
-                num_documents=1,
-                num_tokens=size,
-                num_bytes=2 * size,
-                unigram_nats_per_token=float(np.log(size)),
-                fingerprint='',
-            )
-            splits[split] = (np.arange(size, dtype=np.uint16), info)
-        return TokenDataset('numbers', '1', Numbers(), splits)
+        splits = {split: np.arange(size, dtype=np.uint16) for split, size in sizes.items()}
+        return token_dataset('numbers', Numbers(), splits)
 
     return make
 

@@ -1,6 +1,6 @@
 import json
 import math
-import re
+import os
 
 import numpy as np
 import pytest
@@ -113,11 +113,8 @@ def relabel(path):
     [
         ('train.bin', flip, 'its sha256 is'),
         ('validation.bin', cut, 'its sha256 is'),
-        ('train.bin', lambda path: path.unlink(), 'it cannot be read'),
-        ('train.json', lambda path: path.unlink(), 'it cannot be read'),
-        ('train.json', cut, None),
-        ('train.json', lambda path: path.write_text('{'), 'cannot be read'),
-        ('train.json', lambda path: path.write_text('{"split": "train"}'), 'cannot be read'),
+        ('train.bin', os.unlink, 'it cannot be read'),
+        ('train.json', os.unlink, 'it cannot be read'),
         ('train.json', relabel, "version is '1.1', not '1.2'"),
     ],
 )
@@ -128,12 +125,8 @@ def test_a_damaged_cache_is_named_and_written_again(corpus, warnings, file, dama
     after = corpus.open()
     assert after.identity() == identity
     assert after.split('train').tobytes() == train
-    if says is None:  # The final newline of a description carries nothing.
-        assert not warnings
-    else:
-        (warning,) = warnings
-        assert re.search(f'{file[:5]}.* is damaged: .*{re.escape(says)}', warning)
-        assert '\n' not in warning
+    (warning,) = warnings
+    assert f'{str(corpus.directory / file)!r} is damaged: {says}' in warning
 
 
 def test_an_interrupted_write_is_finished_by_the_next(corpus, monkeypatch, warnings):

@@ -1,9 +1,9 @@
 """Translation pairs from Unicode's locale data (CLDR): no download, in any two of its languages.
 
-Babel says the same date, interval, delay, amount, measure, name or list in both languages. Word
-order, inflection and vocabulary differ as in real text, and each source has one right translation;
-it is a test bed, no benchmark of machine translation. Texts depend on Babel's version, so that is
-part of the corpus version.
+Babel formats the same date, interval, delay, amount, measure, name or list in both languages. Word
+order, inflection and vocabulary differ as in real text, and each source has one correct
+translation. It is a test bed, not a benchmark of machine translation. Texts depend on Babel's
+version, which is therefore part of the corpus version.
 """
 
 import datetime
@@ -29,8 +29,8 @@ BABEL = f'babel{babel.__version__}'
 # Longer texts on either side are left out; fewer than 1 % are.
 MAX_BYTES = 120
 
-# Says one thing in the language of the locale: say(locale=...).
-Say = Callable[..., str]
+# Formats one value in the language of a locale: phrase(locale=...).
+Phrase = Callable[..., str]
 
 # Without weeks of the year, which start on different days, and time zones.
 SKELETONS = (
@@ -40,14 +40,14 @@ SKELETONS = (
 TIME_SKELETONS = ('EHm', 'EBhm', 'Ehm', 'Bhm', 'Bh', 'h')
 INTERVALS = ('yMMMEd', 'yMMMd', 'yMMMM', 'yMEd', 'MMMEd', 'MMMd', 'MEd')
 TIME_INTERVALS = ('Hm', 'hm', 'h', 'H')
-# Up to what the next larger unit takes over.
+# Amounts of each unit that are not written in the next larger one.
 DELTAS = {'seconds': 50, 'minutes': 50, 'hours': 20, 'days': 5, 'weeks': 3, 'months': 10}
 RATES = ('duration-second', 'duration-minute', 'duration-hour', 'duration-day', 'duration-week')
 RATED = ('length', 'volume', 'mass', 'energy', 'digital')
 
 
 def _shared(pair: tuple[Locale, Locale], names: Callable[[Locale], Iterable[str]]) -> list[str]:
-    """What both languages have a name for, in the same order on every machine."""
+    """Names that both languages have, in the same order on every machine."""
     return sorted(set(names(pair[0])).intersection(names(pair[1])))
 
 
@@ -57,9 +57,9 @@ def _moment(rng: Random) -> datetime.datetime:
     )
 
 
-# Every value is said in every form, one form after another: where two forms read alike in the
-# source, the first then gives the translation for all values, and there is a rule to learn.
-def _dates(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
+# Every value is formatted in every form, one form after another: where two forms read alike in the
+# source, the first gives the translation of all values, so that there is a rule to learn.
+def _dates(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
     known = _shared(pair, lambda locale: locale.datetime_skeletons)
     for _ in range(800):
         moment = _moment(rng)
@@ -70,7 +70,7 @@ def _dates(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
                 yield functools.partial(dates.format_skeleton, skeleton, moment)
 
 
-def _times(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
+def _times(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
     known = _shared(pair, lambda locale: locale.datetime_skeletons)
     for _ in range(600):
         moment = _moment(rng)
@@ -81,7 +81,7 @@ def _times(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
                 yield functools.partial(dates.format_skeleton, skeleton, moment)
 
 
-def _intervals(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
+def _intervals(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
     known = _shared(pair, lambda locale: filter(None, locale.interval_formats))
     for number in range(900):
         start = _moment(rng)
@@ -95,7 +95,7 @@ def _intervals(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
                 yield functools.partial(dates.format_interval, start, end, skeleton)
 
 
-def _deltas(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
+def _deltas(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
     days = {'months': 30.5, 'years': 365.25}
     for unit, most in {**DELTAS, 'years': 99}.items():
         for amount in range(1, most + 1):
@@ -108,7 +108,7 @@ def _deltas(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
                 yield functools.partial(dates.format_timedelta, signed, add_direction=True)
 
 
-def _amounts(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
+def _amounts(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
     for currency in _shared(pair, lambda locale: locale.currencies):
         for amount in [1, *(rng.randrange(2, 10 ** rng.randrange(1, 7)) for _ in range(16))]:
             yield functools.partial(
@@ -119,7 +119,7 @@ def _amounts(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
             yield functools.partial(numbers.format_currency, cents / 100, currency)
 
 
-def _numbers(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
+def _numbers(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
     widths = _shared(pair, lambda locale: locale.compact_decimal_formats)
     for _ in range(700):
         number = rng.randrange(1, 10 ** rng.randrange(4, 13))
@@ -136,20 +136,20 @@ def _numbers(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
             )
 
 
-def _measure(rng: Random, unit: str) -> Say:
+def _measure(rng: Random, unit: str) -> Phrase:
     number = rng.choice((rng.randrange(1, 100), rng.randrange(1, 10**5), rng.randrange(99) / 10))
     return functools.partial(units.format_unit, number, unit)
 
 
-def _units(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
+def _units(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
     for unit in _shared(pair, lambda locale: locale.unit_display_names):
         for number in range(24):
-            say = (
+            phrase = (
                 functools.partial(units.format_unit, 1, unit) if not number else _measure(rng, unit)
             )
-            yield functools.partial(say, length='long')
+            yield functools.partial(phrase, length='long')
             if number < 8:
-                yield functools.partial(say, length='short')
+                yield functools.partial(phrase, length='short')
         if unit.startswith(RATED):
             for rate in RATES:
                 for _ in range(5):
@@ -159,13 +159,13 @@ def _units(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
                     )  # fmt: skip
 
 
-def _names(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
+def _names(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
     for field in ('territories', 'languages', 'currencies', 'scripts', 'variants'):
         for key in _shared(pair, operator.attrgetter(field)):
             yield functools.partial(_name, field, key)
     for identifier in sorted(localedata.locale_identifiers()):
-        spoken = Locale.parse(identifier)
-        yield functools.partial(_locale_name, spoken)
+        named_locale = Locale.parse(identifier)
+        yield functools.partial(_locale_name, named_locale)
     for zone in _shared(pair, lambda locale: locale.meta_zones):
         for kind in ('generic', 'standard', 'daylight'):
             yield functools.partial(_zone_name, zone, kind)
@@ -184,10 +184,10 @@ def _zone_name(zone: str, kind: str, locale: Locale) -> str:
     return names['long'][kind] if 'long' in names and kind in names['long'] else ''
 
 
-def _lists(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
-    def listed(items: Sequence[Say], style: Literal['standard', 'or']) -> Say:
+def _lists(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
+    def listed(items: Sequence[Phrase], style: Literal['standard', 'or']) -> Phrase:
         return lambda locale: lists.format_list(
-            [say(locale=locale) for say in items], style, locale
+            [phrase(locale=locale) for phrase in items], style, locale
         )
 
     known = _shared(pair, lambda locale: locale.list_patterns)
@@ -209,7 +209,7 @@ def _lists(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Say]:
         yield listed(items, rng.choice(styles))
 
 
-CATEGORIES: Mapping[str, Callable[[Random, tuple[Locale, Locale]], Iterator[Say]]] = {
+CATEGORIES: Mapping[str, Callable[[Random, tuple[Locale, Locale]], Iterator[Phrase]]] = {
     'dates': _dates,
     'times': _times,
     'intervals': _intervals,
@@ -225,13 +225,13 @@ CATEGORIES: Mapping[str, Callable[[Random, tuple[Locale, Locale]], Iterator[Say]
 def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str, str]]:
     """Category, source text and target text; every source text once, none equal to its target.
 
-    Nothing but the languages and Babel's version decides what comes out.
+    The result depends on the languages and Babel's version only.
     """
     locales = Locale.parse(source_language), Locale.parse(target_language)
     seen = set()
-    for category, says in CATEGORIES.items():
-        for say in says(Random(f'cldr {category}'), locales):
-            source, target = (_tidy(say(locale=locale)) for locale in locales)
+    for category, phrases in CATEGORIES.items():
+        for phrase in phrases(Random(f'cldr {category}'), locales):
+            source, target = (_tidy(phrase(locale=locale)) for locale in locales)
             if not source or not target or source == target or source in seen:
                 continue
             seen.add(source)
@@ -240,7 +240,7 @@ def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str
 
 
 def _tidy(text: str | None) -> str:
-    # Locale data has nine kinds of space, of which a reader sees one.
+    # Locale data has nine kinds of space that look alike.
     return re.sub(r'\s+', ' ', text or '').strip()
 
 

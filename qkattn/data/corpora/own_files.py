@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Scan(NamedTuple):
-    """What reading a file through tells about it."""
+    """Result of reading a file through."""
 
     sha256: str
     num_lines: int
@@ -173,7 +173,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _scan(path: Path, config: DataConfig) -> Scan:
-    """Reads a file through and refuses one that is no text."""
+    """Reads a file through; raises ConfigError if it is not text."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -181,7 +181,7 @@ def _scan(path: Path, config: DataConfig) -> Scan:
     return _scan_blocks(path, config.tokenizer == 'bytes', stat.st_size, stat.st_mtime_ns)
 
 
-# A run asks for its corpus more than once.
+# A run opens its corpus more than once.
 @functools.lru_cache
 def _scan_blocks(path: Path, without_byte_0: bool, size: int, mtime_ns: int) -> Scan:
     digest = hashlib.sha256()
@@ -212,7 +212,7 @@ def _scan_blocks(path: Path, without_byte_0: bool, size: int, mtime_ns: int) -> 
 
 
 def _whole(path: Path) -> Iterator[bytes]:
-    # The signature that some editors put in front of UTF-8 is no text.
+    # The byte order mark that some editors put in front of UTF-8 is not text.
     yield b''.join(_blocks(path)).removeprefix(codecs.BOM_UTF8)
 
 

@@ -12,10 +12,9 @@ from qkattn.errors import ConfigError
 
 
 class TextRows:
-    """Windows of `length` tokens of a text, whichever of them are predicted."""
+    """Windows of `length` tokens of a text; subclasses choose which of them are predicted."""
 
     data: ClassVar[DataForm] = 'text in one language'
-    pairs: None = None
 
     @staticmethod
     def array_shapes(model: ModelConfig) -> ArrayShapes:
@@ -46,7 +45,7 @@ class LanguageRows(TextRows):
     once. The fewer than `length` targets that fill no window are left out.
 
     With `shift`, training windows begin `offset` tokens later, 0 <= offset < length, drawn anew for
-    every (seed, epoch), and there is one window less.
+    every (seed, epoch), and there is one window fewer.
     """
 
     kind: ClassVar[str] = 'decoder'

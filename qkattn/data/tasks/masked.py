@@ -1,4 +1,4 @@
-"""Windows of text with some tokens hidden, to be restored from both sides."""
+"""Masked language modelling: hidden tokens are restored from both sides."""
 
 from typing import Any, ClassVar, Self
 

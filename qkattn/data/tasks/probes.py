@@ -1,7 +1,7 @@
-"""Synthetic tasks whose answers are known exactly, for one ability of attention at a time.
+"""Synthetic tasks whose answers are known exactly, each for one ability of attention.
 
-A task is named by a call, e.g. 'recall(pairs=8)'. Rows are made up from random numbers when they
-are read: training never sees a row twice but by chance, validation and test are fixed.
+A task is named by a call, e.g. 'recall(pairs=8)'. Rows are generated from random numbers when they
+are read: training rows repeat only by chance, validation and test rows are fixed.
 """
 
 import dataclasses
@@ -77,7 +77,6 @@ class ProbeRows:
     """
 
     splits: tuple[str, ...] = SPLITS
-    pairs: None = None
 
     @staticmethod
     def array_shapes(model: ModelConfig) -> ArrayShapes:

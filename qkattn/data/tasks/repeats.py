@@ -1,4 +1,4 @@
-"""Text without structure, shown twice: what can be predicted of it was read in the same window."""
+"""Random tokens shown twice, so that the second copy can be predicted from the first alone."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -8,9 +8,9 @@ import numpy as np
 from qkattn.data.pipeline import eval_batches, eval_rows
 from qkattn.data.tasks.rows import Batch, Rows
 
-# Rows at most, of as many rows of the validation split.
+# Upper bound, of sequences and of the validation rows that their tokens come from.
 NUM_ROWS = 64
-# Copies in a shorter row would be of too few tokens to be recognised.
+# Copies in shorter rows have too few tokens to be recognized.
 MIN_LENGTH = 8
 SEED = 0
 
@@ -21,8 +21,8 @@ def sequences(rows: Rows) -> np.ndarray | None:
     """r_BH, H = (T + 1) // 2: validation tokens in a random order, int32.
 
     The tokens of up to NUM_ROWS rows, evenly spaced over the split, are shuffled across all of
-    them: the corpus's frequencies are left, and neither its order nor its topics. A function of the
-    rows only, so the same for everything that is trained on them.
+    them, which keeps the corpus's token frequencies but neither its order nor its topics. The
+    result depends on the rows only, so it is the same for every model that is trained on them.
 
     Returns:
       None where T < MIN_LENGTH, and where the rows are not plain next-token prediction: they have
@@ -48,11 +48,11 @@ def sequences(rows: Rows) -> np.ndarray | None:
 def batches(r_BH: np.ndarray, length: int, copy: Copy, *, batch_size: int) -> Iterator[Batch]:
     """Batches of rows r_1 .. r_H r_1 .. r_H, of which one copy's r_2 .. r_H are targets.
 
-    Nothing says which token begins the second copy, so r_1 is a target of neither. Rows that pad
-    the last batch to `batch_size` hold zeros, weights too.
+    The first token of the second copy cannot be predicted, so r_1 is a target of neither. Rows that
+    pad the last batch to `batch_size` hold zeros, loss weights included.
 
     Args:
-      r_BH: what is shown twice.
+      r_BH: the sequences that are shown twice.
       length: T of the batches, 2 H - 1 or 2 H; in 2 H, the last position predicts nothing.
       copy: 'first' or 'second'; tokens and targets are the same for both.
     """

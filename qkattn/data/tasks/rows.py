@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 import numpy as np
 
 from qkattn.config import Config, ModelConfig
-from qkattn.data.parallel import PairDataset
 
 Batch = dict[str, np.ndarray]
 # Length and dtype of each array of a row.
@@ -25,16 +24,12 @@ class Rows(Protocol):
       data: the form of data that it reads.
       splits: 'train', 'validation' and, where the data has one, 'test'.
       vocab_size: ids are in [0, vocab_size).
-      pairs: the parallel text that a trained model is asked to translate; None in other tasks.
     """
 
     kind: ClassVar[str]
     data: ClassVar[DataForm]
     splits: tuple[str, ...]
     vocab_size: int
-
-    @property
-    def pairs(self) -> PairDataset | None: ...
 
     @staticmethod
     def array_shapes(model: ModelConfig) -> ArrayShapes:

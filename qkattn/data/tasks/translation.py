@@ -21,8 +21,8 @@ class TranslationRows:
     A source x_1 .. x_m enters as itself and the separator, m + 1 tokens; a target y_1 .. y_n enters
     as the separator and itself and is predicted as itself and the separator, n + 1 tokens. Rows
     hold whole pairs, numbered from 1 in `source_segments_BS` and `segments_BT`, where 0 is padding
-    (token 0, weight 0). Which pairs share a row depends on the data and the two lengths only, so
-    that a row is to training what a window is to text; every pair is in exactly one row.
+    (token 0, loss weight 0). Which pairs share a row depends on the data and the two lengths only;
+    every pair is in exactly one row.
 
     Args:
       pairs: the parallel text.

@@ -87,7 +87,7 @@ class BPETokenizer:
 
     @classmethod
     def load(cls, model: bytes) -> Self:
-        """From what `model` returned."""
+        """Restores the tokenizer from the bytes that `model` returned."""
         return cls(model)
 
     def model(self) -> bytes:
@@ -98,7 +98,7 @@ class BPETokenizer:
         """Ids of the sub-words.
 
         Raises:
-          ValueError: if the text is no valid UTF-8; names the byte offset.
+          ValueError: if the text is not valid UTF-8; names the byte offset.
         """
         lines = _lines(valid_text(text))
         ids = [np.empty(0, self._dtype)]
@@ -108,7 +108,7 @@ class BPETokenizer:
         return np.concatenate(ids)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text; a separator reads as U+0000, bytes that are no valid UTF-8 as U+FFFD."""
+        """The text; a separator becomes U+0000, bytes that are not valid UTF-8 become U+FFFD."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def num_bytes(self, ids: Sequence[int] | np.ndarray) -> int:

@@ -23,7 +23,7 @@ def valid_text(text: str | bytes) -> str:
         return text.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f'text is no valid UTF-8 at byte {error.start} ({error.reason}); this tokenizer reads '
+            f'text is not valid UTF-8 at byte {error.start} ({error.reason}); this tokenizer reads '
             'UTF-8 only.'
         ) from error
 
@@ -43,9 +43,9 @@ def _with_utf8(text: str) -> str:
 class CharacterTokenizer:
     """One id per code point of the training text, in order; then the unknown; then the separator.
 
-    All characters that the training text lacks share one id. It reads back as U+FFFD and has lost
-    its length: it counts as one byte, the least a character can have, so that bits per byte of text
-    with unknown characters are never flattered. A separator reads back as U+0000.
+    All characters that the training text lacks share one id, which decodes to U+FFFD and counts as
+    one byte, the least a character can have, so that unknown characters never improve bits per
+    byte. A separator decodes to U+0000.
     """
 
     def __init__(self, characters: str):
@@ -67,7 +67,7 @@ class CharacterTokenizer:
         """The tokenizer of the characters of `texts`.
 
         Raises:
-          ValueError: if a text is no valid UTF-8.
+          ValueError: if a text is not valid UTF-8.
         """
         characters: set[str] = set()
         for text in texts:
@@ -76,18 +76,18 @@ class CharacterTokenizer:
 
     @classmethod
     def load(cls, model: bytes) -> Self:
-        """From what `model` returned."""
+        """Restores the tokenizer from the bytes that `model` returned."""
         return cls(json.loads(model)['characters'])
 
     def model(self) -> bytes:
-        """Everything that the tokenizer is, as JSON."""
+        """The tokenizer as JSON."""
         return json.dumps({'characters': self._characters}).encode() + b'\n'
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids, one per character.
 
         Raises:
-          ValueError: if the text is no valid UTF-8; names the byte offset.
+          ValueError: if the text is not valid UTF-8; names the byte offset.
         """
         return self._ids_by_code[np.frombuffer(valid_text(text).encode('utf-32-le'), '<u4')]
 

@@ -7,13 +7,13 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """What the data layer asks of a tokenizer.
+    """Maps text to token ids and back.
 
     Attributes:
       name: part of the cache path and of every result; two tokenizers that map any text
         differently have different names.
       vocab_size: ids are in [0, vocab_size).
-      separator: the id written after each document; `encode` never returns it.
+      separator: the id that follows each document; `encode` never returns it.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
         """Token ids of `text`, one-dimensional, in the narrowest unsigned dtype that holds them."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`; bytes that are no valid UTF-8 become U+FFFD."""
+        """The text of `ids`; bytes that are not valid UTF-8 become U+FFFD."""
 
     def num_bytes(self, ids: Sequence[int] | np.ndarray) -> int:
         """Bytes of text that `ids` stand for; a separator counts as one byte."""

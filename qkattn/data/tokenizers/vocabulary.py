@@ -72,7 +72,7 @@ def open_tokenizer(
     Raises:
       ConfigError: for an unknown kind; for a size that the text cannot fill; if there is something
         to train and `data_dir` cannot be written; if a damaged cache cannot be restored as it was.
-      ValueError: if a training text is no valid UTF-8.
+      ValueError: if a training text is not valid UTF-8.
     """
     if kind == 'bytes':
         return ByteTokenizer()

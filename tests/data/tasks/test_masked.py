@@ -5,6 +5,7 @@ import pytest
 
 from qkattn.data.tasks.masked import MaskedRows
 from qkattn.errors import ConfigError
+from tests.data.datasets import token_dataset
 
 LENGTH = 20
 
@@ -76,24 +77,10 @@ def test_eighty_ten_ten(batch):
 
 
 def test_a_separator_is_chosen_but_never_drawn():
-    from qkattn.data.tokens import SplitInfo, TokenDataset
-
     class Letters:
         name, vocab_size, separator = 'letters', 4, 2
 
-    info = SplitInfo(
-        dataset='letters',
-        version='1',
-        tokenizer='letters',
-        split='train',
-        dtype='uint8',
-        num_documents=1,
-        num_tokens=6000,
-        num_bytes=6000,
-        unigram_nats_per_token=0.0,
-        fingerprint='',
-    )
-    dataset = TokenDataset('letters', '1', Letters(), {'train': (np.full(6000, 2, np.uint8), info)})
+    dataset = token_dataset('letters', Letters(), {'train': np.full(6000, 2, np.uint8)})
     rows = MaskedRows(dataset, 10, 0.5)
     read = rows.read('train', np.arange(600), draws(np.arange(600)))
     replaced = read['tokens_BT'][read['tokens_BT'] != 2]

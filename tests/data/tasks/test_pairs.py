@@ -6,8 +6,9 @@ import pytest
 
 from qkattn.data.parallel import PairDataset
 from qkattn.data.tasks.translation import TranslationRows
-from qkattn.data.tokens import SplitInfo, TokenDataset
+from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
+from tests.data.datasets import token_dataset
 
 SEPARATOR = 3
 SOURCE_LENGTH, LENGTH = 24, 20
@@ -20,25 +21,12 @@ class Words:
 
 
 def side(name: str, sentences: dict[str, list[np.ndarray]], tokenizer=Words) -> TokenDataset:
-    splits = {}
-    for split, documents in sentences.items():
-        tokens = np.concatenate(
-            [np.zeros(0, int), *(np.append(document, SEPARATOR) for document in documents)]
-        ).astype(np.uint16)
-        info = SplitInfo(
-            dataset=name,
-            version='1',
-            tokenizer='words',
-            split=split,
-            dtype='uint16',
-            num_documents=len(documents),
-            num_tokens=len(tokens),
-            num_bytes=3 * len(tokens),
-            unigram_nats_per_token=1.5,
-            fingerprint=name + split,
-        )
-        splits[split] = (tokens, info)
-    return TokenDataset(name, '1', tokenizer(), splits)
+    tokens = {
+        split: np.concatenate([np.zeros(0, int), *(np.append(x, SEPARATOR) for x in documents)])
+        for split, documents in sentences.items()
+    }
+    splits = {split: ids.astype(np.uint16) for split, ids in tokens.items()}
+    return token_dataset(name, tokenizer(), splits, bytes_per_token=3)
 
 
 def sentences(count: int, longest: int, seed: int) -> list[np.ndarray]:
@@ -230,7 +218,7 @@ def test_identity_and_units(parallel, rows):
     assert rows.splits == ('train', 'validation')
     assert rows.vocab_size == 60_000
     assert rows.bytes_per_token('train') == 3
-    assert rows.unigram_nats('train') == 1.5
+    assert rows.unigram_nats('train') == parallel.target.info('train').unigram_nats_per_token
 
 
 def test_sides_that_do_not_match_are_refused():

@@ -164,5 +164,5 @@ def test_no_text_is_one_sentence(texts):
 
 def test_text_that_is_no_unicode_is_one_sentence(tokenizer):
     for use in (tokenizer.encode, lambda text: BPETokenizer.train([text], 300)):
-        with pytest.raises(ValueError, match='no valid UTF-8 at byte 1'):
+        with pytest.raises(ValueError, match='not valid UTF-8 at byte 1'):
             use(b'a\xff')

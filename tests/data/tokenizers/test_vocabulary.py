@@ -10,7 +10,6 @@ from qkattn.data.tokenizers.characters import CharacterTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.data.tokenizers.vocabulary import open_tokenizer
 from qkattn.errors import ConfigError
-from tests.processes import start_python
 
 TEXTS = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
 OTHER = [b'she sells sea shells by the sea shore\n' * 4]
@@ -115,20 +114,16 @@ def relabel(path):
     path.write_text(re.sub('"kind": "[a-z]+"', '"kind": "words"', path.read_text()))
 
 
-DAMAGES = [
-    ('tokenizer.json', flip, 'its sha256 is'),
-    ('tokenizer.json', lambda path: path.write_bytes(b''), 'its sha256 is'),
-    ('tokenizer.json', os.unlink, 'it cannot be read'),
-    ('about.json', os.unlink, 'it cannot be read'),
-    ('about.json', lambda path: path.write_text('{'), 'it cannot be read'),
-    ('about.json', lambda path: path.write_text('{"kind": "bpe"}'), 'it cannot be read'),
-    ('about.json', lambda path: path.write_text('[]'), 'it cannot be read'),
-    ('about.json', relabel, "kind is 'words', not"),
-]
-
-
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize(('file', 'damage', 'says'), DAMAGES)
+@pytest.mark.parametrize(
+    ('file', 'damage', 'says'),
+    [
+        ('tokenizer.json', flip, 'its sha256 is'),
+        ('tokenizer.json', os.unlink, 'it cannot be read'),
+        ('about.json', os.unlink, 'it cannot be read'),
+        ('about.json', relabel, "kind is 'words', not"),
+    ],
+)
 def test_a_damaged_cache_is_named_and_trained_again(cache, warnings, kind, file, damage, says):
     before = cache.open(kind)
     files = {p.name: p.read_bytes() for p in cache.directory(kind).iterdir()}
@@ -137,8 +132,7 @@ def test_a_damaged_cache_is_named_and_trained_again(cache, warnings, kind, file,
     assert {p.name: p.read_bytes() for p in cache.directory(kind).iterdir()} == files
     assert cache.num_trained == 2
     (warning,) = warnings
-    assert re.search(f'{re.escape(str(cache.directory(kind)))}.* is damaged: {says}', warning)
-    assert '\n' not in warning
+    assert f'{str(cache.directory(kind) / file)!r} is damaged: {says}' in warning
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -182,42 +176,7 @@ def test_an_interrupted_training_is_done_by_the_next(cache, warnings):
     assert not warnings
 
 
-def test_a_size_that_cannot_be_leaves_nothing_behind(cache):
-    with pytest.raises(ConfigError, match='data.tokenizer_size=100000 .* at most'):
-        cache.open('bpe', 100_000)
-    assert [path.name for path in (cache.root / 'byte-bpe-100000').iterdir()] == ['lock']
-
-
 def test_a_directory_that_cannot_be_written_is_one_sentence(cache):
     (cache.data_dir / 'tokenizers').write_text('')
     with pytest.raises(ConfigError, match='cannot be written'):
         cache.open('bpe')
-
-
-RACE = """
-    import sys, time
-    from pathlib import Path
-    from qkattn.data.tokenizers.vocabulary import open_tokenizer
-    root = Path(sys.argv[1])
-
-    def texts():
-        with (root / 'trained').open('a') as file:
-            file.write('x')
-        return [b'peter piper picked a peck of pickled peppers ' * 500]
-
-    print('ready', flush=True)
-    while not (root / 'go').exists():
-        time.sleep(0.001)
-    print(open_tokenizer(root, kind='bpe', size=270, name='n', version='v', texts=texts).name)
-"""
-
-
-def test_of_processes_that_race_one_trains(tmp_path):
-    processes = [start_python(RACE, tmp_path) for _ in range(3)]
-    for process in processes:
-        assert process.stdout.readline() == 'ready\n', process.communicate()
-    (tmp_path / 'go').touch()
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3, outputs
-    assert len({out for out, _ in outputs}) == 1
-    assert (tmp_path / 'trained').read_text() == 'x'
