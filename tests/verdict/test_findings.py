@@ -164,11 +164,11 @@ def test_scaling_without_tuning(study_dir):
     assert all(scaling.fit.problem is None for scaling in found.scaling)
 
 
-def test_bowls_come_from_screening_trials(three):
-    bowl = found_in(three).arms[1].sweeps['learning_rate']
-    assert bowl.values == RATES and bowl.bracketed
-    assert bowl.optimum == pytest.approx(4e-3) and bowl.chosen == 4e-3
-    assert len(bowl.losses[0]) == 2
+def test_sweeps_come_from_screening_trials(three):
+    sweep = found_in(three).arms[1].sweeps['learning_rate']
+    assert sweep.values == RATES and sweep.bracketed
+    assert sweep.optimum == pytest.approx(4e-3) and sweep.chosen == 4e-3
+    assert len(sweep.losses[0]) == 2
 
 
 GRIDS = {
@@ -208,18 +208,18 @@ def write_chain(directory, variant='qk/vo'):
     return asked
 
 
-def test_bowls_and_settings_are_those_that_the_plan_comes_to(study_dir):
-    """A rate on the grid is chosen, so that one trial belongs to the bowls of two knobs."""
+def test_sweeps_and_settings_are_those_that_the_plan_comes_to(study_dir):
+    """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
     asked = write_chain(study_dir)
     (arm,) = found_in(study_dir).arms
-    assert arm.sweeps == asked.sweeps and list(arm.sweeps) == list(GRIDS)
+    assert arm.sweeps == asked.bowls and list(arm.sweeps) == list(GRIDS)
     assert arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
     assert asked.settings == pytest.approx(OPTIMA, rel=1e-2) and asked.settings[0] == 4e-3
     assert arm.blocks == arm.not_bracketed == ()
 
 
-def test_the_middle_of_what_is_tuned_later_is_where_bowls_are_read(study_dir):
-    """Trials of the same knob elsewhere are none of its bowl."""
+def test_the_middle_of_what_is_tuned_later_is_where_sweeps_are_read(study_dir):
+    """Trials of the same knob elsewhere are none of its sweep."""
     records = arm('qk/vo', 0)
     for seed in (100, 101):
         elsewhere = trial_record(
@@ -227,11 +227,20 @@ def test_the_middle_of_what_is_tuned_later_is_where_bowls_are_read(study_dir):
         )
         elsewhere['trial'] |= {'learning_rate': 32e-3, 'weight_decay': 0.3}
         records.append(elsewhere)
-    bowl = found_in(write_tuned(study_dir, records)).arms[0].sweeps['learning_rate']
-    assert bowl.values == RATES and bowl.best == 4e-3
+    sweep = found_in(write_tuned(study_dir, records)).arms[0].sweeps['learning_rate']
+    assert sweep.values == RATES and sweep.best == 4e-3
 
 
-def test_values_that_lack_a_screening_seed_have_no_bowl(study_dir):
+def test_seeds_that_were_not_declared_enter_no_sweep(study_dir):
+    records = arm('qk/vo', 0)
+    for rate in (1e-3, 2e-3):
+        lucky = {'learning_rate': rate, 'seed': 102, 'val_loss': 0.1}
+        records.append(trial_record('qk/vo', stage='screening', knob='learning_rate', **lucky))
+    sweep = found_in(write_tuned(study_dir, records)).arms[0].sweeps['learning_rate']
+    assert sweep.values == RATES and sweep.best == 4e-3
+
+
+def test_values_that_lack_a_screening_seed_have_no_sweep(study_dir):
     records = arm('qk/vo', 0)
     del records[2]
     found = found_in(write_tuned(study_dir, records)).arms[0]
@@ -253,7 +262,7 @@ def test_a_knob_of_one_value_is_where_the_arm_has_it(study_dir):
 
 @pytest.fixture
 def vague(study_dir):
-    """Writes two arms, one of them with a noisy screening; the words, its bowl and the reason."""
+    """Writes two arms, one of them with a noisy screening; the words, its sweep and the reason."""
 
     def write(delta, noisy):
         records = arm('qk/vo', 0) + arm('b/vo', delta)

@@ -1,67 +1,33 @@
-"""One line of results.jsonl: what it may lack, and what is said about what it may not."""
+"""One result: what it may lack, and the message for what it may not."""
 
 import math
 
 import pytest
 
+from qkattn.metrics import result_fields
 from qkattn.verdict.trials import parse_trial
 from tests.studies import probe_record, translation_record, trial_record
 
 SCORES = ('accuracy', 'solved', 'bleu', 'chrf', 'exact_match', 'num_sentences')
+SIDE = {'name': 'x', 'version': '1'}
+LOSSES = ('loss', 'bits_per_byte')
 
 
-def test_scores_that_are_absent_are_none():
-    trial = parse_trial(trial_record('qk/vo'))
-    for split in ('val', 'test'):
-        assert [trial.metrics[f'{split}_{name}'] for name in SCORES] == [None] * 6
-        assert trial.metrics[f'{split}_bleu_signature'] is None
-
-
-def test_translation_scores_are_read():
+def test_metrics_are_those_that_are_declared():
     trial = parse_trial(translation_record('qk/vo', bleu=30.0))
+    assert trial.metrics.keys() == result_fields().keys()
     assert [trial.metrics[f'val_{name}'] for name in SCORES] == [0.5, 0.125, 29, 49, 0.15, 1014]
     assert [trial.metrics[f'test_{name}'] for name in SCORES] == [0.5, 0.125, 30, 50, 0.15, 1000]
     assert trial.metrics['test_chrf_signature'] == 'nrefs:1|case:lc|nc:6|version:2.5.1'
+    without = parse_trial(trial_record('qk/vo')).metrics
+    assert {without[f'{split}_{name}'] for split in ('val', 'test') for name in SCORES} == {None}
 
 
 def test_a_finished_trial_needs_no_bytes_and_no_test_split():
     none = dict.fromkeys(f'test_{name}' for name in ('loss', 'accuracy', 'solved'))
-    trial = parse_trial(probe_record('qk/vo', accuracy=0.75, **none))
-    assert [trial.metrics[f'val_{n}'] for n in ('loss', 'bits_per_byte', 'accuracy')] == [
-        0.25,
-        None,
-        0.75,
-    ]
-    assert trial.metrics['test_loss'] is None and trial.metrics['test_accuracy'] is None
-
-
-@pytest.mark.parametrize(
-    ('changes', 'said'),
-    [
-        ({'val_bleu': '30'}, "field 'val_bleu' is '30', expected int or float or null"),
-        ({'test_solved': True}, "field 'test_solved' is True, expected int or float or null"),
-        ({'val_num_sentences': 1.5}, "field 'val_num_sentences' is 1.5, expected int or null"),
-        ({'test_bleu_signature': 1}, "field 'test_bleu_signature' is 1, expected str or null"),
-        ({'val_loss': None}, "field 'val_loss' of a finished trial is None"),
-        ({'trial': {'seed': 0, 'learning_rate': 1.0}}, "field 'weight_decay' is missing"),
-        ({'val_loss': math.inf}, "field 'val_loss' of a finished trial is inf"),
-        ({'val_bits_per_byte': math.nan}, "field 'val_bits_per_byte' of a finished trial is nan"),
-        ({'test_chrf': math.nan}, "field 'test_chrf' of a finished trial is nan"),
-        ({'val_loss_se': math.inf}, "field 'val_loss_se' of a finished trial is inf"),
-        (
-            {'val_induction_gain': 'x'},
-            "field 'val_induction_gain' is 'x', expected int or float or",
-        ),
-        (
-            {'stage': 'screening'},
-            "field 'knob' is None, expected learning_rate, weight_decay, scor",
-        ),
-    ],
-)
-def test_bad_scores_are_named(changes, said):
-    with pytest.raises(ValueError) as raised:
-        parse_trial(translation_record('qk/vo') | changes)
-    assert str(raised.value).startswith(said)
+    metrics = parse_trial(probe_record('qk/vo', accuracy=0.75, **none)).metrics
+    assert (metrics['val_loss'], metrics['val_accuracy']) == (0.25, 0.75)
+    assert {metrics[name] for name in ('val_bits_per_byte', 'test_loss', 'test_accuracy')} == {None}
 
 
 def test_a_diverged_trial_may_have_nothing():
@@ -69,20 +35,49 @@ def test_a_diverged_trial_may_have_nothing():
     assert not parse_trial(probe_record('qk/vo', accuracy=None)).finished
 
 
-SIDE = {'name': 'x', 'version': '1'}
-
-
 @pytest.mark.parametrize(
-    ('data', 'said'),
+    ('changes', 'message'),
     [
-        ({'name': 'x'}, "field 'version' is missing"),
-        ({'source': SIDE}, "field 'target' is missing"),
-        ({'target': SIDE}, "field 'source' is missing"),
-        ({'source': SIDE, 'target': {'name': 'x'}}, "field 'version' is missing"),
-        ({'source': 'x', 'target': SIDE}, "field 'source' is 'x', expected dict"),
+        ({'num_steps': 'many'}, "field 'num_steps' is 'many', expected int"),
+        ({'val_bleu': '30'}, "field 'val_bleu' is '30', expected int or float or null"),
+        ({'test_solved': True}, "field 'test_solved' is True, expected int or float or null"),
+        ({'val_num_sentences': 1.5}, "field 'val_num_sentences' is 1.5, expected int or null"),
+        ({'test_bleu_signature': 1}, "field 'test_bleu_signature' is 1, expected str or null"),
+        (
+            {'val_induction_gain': 'x'},
+            "field 'val_induction_gain' is 'x', expected int or float",
+        ),
+        ({'trial': {'seed': 0, 'learning_rate': 1.0}}, "field 'weight_decay' is missing"),
+        ({'parameters': {'total': 1}}, "field 'attention' is missing"),
+        ({'status': 'lost'}, "field 'status' is 'lost', expected finished or diverged"),
+        ({'val_loss': None}, "field 'val_loss' of a finished trial is None"),
+        ({'val_loss': math.inf}, "field 'val_loss' of a finished trial is inf"),
+        ({'val_bits_per_byte': math.nan}, "field 'val_bits_per_byte' of a finished trial is nan"),
+        ({'test_chrf': math.nan}, "field 'test_chrf' of a finished trial is nan"),
+        ({'val_loss_se': math.inf}, "field 'val_loss_se' of a finished trial is inf"),
+        ({'stage': 'final'}, "field 'stage' is 'final', expected screening, verdict, single"),
+        (
+            {'stage': 'screening'},
+            "field 'knob' is None, expected learning_rate, weight_decay",
+        ),
+        ({'knob': 'width'}, "field 'knob' is 'width', expected null at stage 'single'"),
+        ({'config_hash': '0123'}, "its config_hash '0123' is not that of the planned run"),
+        ({'data': {'name': 'x'}}, "field 'version' is missing"),
+        ({'data': {'source': SIDE}}, "field 'target' is missing"),
+        ({'data': {'target': SIDE}}, "field 'source' is missing"),
+        ({'data': {'source': SIDE, 'target': {'name': 'x'}}}, "field 'version' is missing"),
+        ({'data': {'source': 'x', 'target': SIDE}}, "field 'source' is 'x', expected dict"),
     ],
 )
-def test_data_that_is_not_named_is_refused(data, said):
+def test_what_is_wrong_is_named(changes, message):
     with pytest.raises(ValueError) as raised:
-        parse_trial(trial_record('qk/vo', data=data))
-    assert str(raised.value) == said
+        parse_trial(translation_record('qk/vo') | changes)
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize('field', ['run', 'status', 'data', *(f'test_{name}' for name in LOSSES)])
+def test_a_field_that_every_result_has_may_not_be_absent(field):
+    record = trial_record('qk/vo')
+    del record[field]
+    with pytest.raises(ValueError, match=f"field '{field}' is missing"):
+        parse_trial(record)
