@@ -1,4 +1,4 @@
-"""What every experiment script does around its main: messages, exit codes, config files."""
+"""Shared by the experiment scripts: config flags, messages and exit codes."""
 
 import logging
 import os
@@ -16,19 +16,19 @@ from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE
 
 
 def define_config() -> flags.FlagHolder:
-    """The flag --config=FILE.py, whose single fields --config.a.b=VALUE overrides."""
+    """The flag --config=FILE.py, whose fields --config.a.b=VALUE overrides."""
     return config_flags.DEFINE_config_file(
         'config', None, 'Python file whose get_config() returns the settings.', lock_config=True
     )
 
 
 def read_config(flag: flags.FlagHolder, kind: type[Config] | type[Study]) -> Config | Study:
-    """The settings after overrides; ConfigError where the file holds the other kind."""
+    """The settings after overrides; ConfigError if the file holds the other kind of config."""
     if flag.value is None:
         raise ConfigError('--config=FILE.py is required, e.g. --config=configs/quickstart.py')
     try:
         config = from_config_dict(flag.value)
-    except OSError as error:  # config_flags loads the file when it is first looked at
+    except OSError as error:  # config_flags loads the file on first access
         path = config_flags.get_config_filename(flags.FLAGS['config'])
         reason = str(error).strip().splitlines()[-1].strip()
         raise ConfigError(f'--config={path} cannot be loaded: {reason}') from error
@@ -42,7 +42,7 @@ def read_config(flag: flags.FlagHolder, kind: type[Config] | type[Study]) -> Con
 
 
 def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
-    """What one of two flags gives, the second as the name of a file; '' without either."""
+    """The value of `text`, or the content of the file that `file` names; '' without either."""
     if file.value is None:
         return '' if text.value is None else text.value
     if text.value is not None:
@@ -59,10 +59,10 @@ def command(script: str) -> list[str]:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs `main` under absl with the exit codes that launchers go by.
+    """Runs `main` under absl with the exit codes that launchers act on.
 
-    0 done; 75 stopped on request with a checkpoint saved (start the same command again); 2 a
-    setting or a workdir that cannot work (do not try again); 1 anything else.
+    0 done; 75 stopped on request with a checkpoint saved (run the same command again); 2 an
+    impossible setting or workdir (do not retry); 1 anything else.
     """
 
     def wrapped(argv: Sequence[str]) -> None:
@@ -74,13 +74,13 @@ def run(main: Callable[[], None]) -> None:
         except (ConfigError, CheckpointError) as error:
             _leave(str(error))
         except Stopped as stopped:
-            _leave(f'{stopped}; the same command goes on', EXIT_REQUEUE)
+            _leave(f'{stopped}; the same command resumes', EXIT_REQUEUE)
 
     try:
         app.run(wrapped, flags_parser=_parse)
     except (flags.Error, AttributeError, TypeError, ValueError) as error:
-        # While flags are parsed, these are an unknown flag or field, or a value of another type;
-        # anything later is a bug and keeps its traceback.
+        # During parsing these are unknown flags or fields, or values of a wrong type; any later one
+        # is a bug and keeps its traceback.
         if _parsed:
             raise
         _leave(str(error).splitlines()[0])
@@ -101,9 +101,9 @@ def _leave(sentence: str, code: int = EXIT_CONFIG) -> None:
 
 
 def _log_to_stderr() -> None:
-    """The package's own messages, one line each; libraries keep their thresholds."""
+    """Prints the package's messages, one line each; libraries keep their thresholds."""
     if not flags.FLAGS['verbosity'].present:
-        absl.logging.set_verbosity(absl.logging.ERROR)  # orbax tells every step of every save
+        absl.logging.set_verbosity(absl.logging.ERROR)  # orbax logs every step of every save
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter('%(message)s'))
     logger = logging.getLogger('qkattn')

@@ -20,10 +20,10 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    # Written by open(), not tempfile, so that the permissions are those that the umask allows.
     with _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
-        # open(), unlike tempfile, gives the file the permissions that the umask allows.
-        with open(temporary, 'xb') as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+        temporary.write_bytes(data)
     return path
 
 
@@ -74,7 +74,7 @@ def locked(path: str | os.PathLike[str], *, wait: bool = True) -> Iterator[TextI
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, 'a+', encoding='utf-8')
+        file = open(path, 'a+', encoding='utf-8')  # noqa: SIM115 (closed below)
     except OSError as error:
         raise ConfigError(
             f'{path.parent} cannot be written ({error.strerror}); give a directory that this user '

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import numpy as np
 import tqdm
 
-# Often enough for the eye; seldom enough that fetching the loss never holds up the accelerator.
+# Fetching the loss more often could stall the accelerator.
 _BAR_EVERY_SECONDS = 0.2
 
 
@@ -16,7 +16,7 @@ class Progress:
     """Steps, loss, tokens per second and time left: a bar on a terminal, plain lines elsewhere.
 
     `update` may be called after every step: the loss stays on the device until it is shown. In a
-    job of several processes only process 0 should make one.
+    job of several processes only process 0 should create one.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         runs_left: int | None = None,
     ):
-        """Starts showing nothing until the first `update`.
+        """Shows nothing until the first `update`.
 
         Args:
-          total_steps: the step at which the job ends.
-          description: what is running, e.g. the run's name.
-          start_step: steps done before this process started, e.g. by the run being resumed.
-          tokens_per_step: tokens that one step consumes (all trials together); None: not shown.
+          total_steps: the last step of the run.
+          description: of the run.
+          start_step: steps done before this process started.
+          tokens_per_step: summed over trials; None: not shown.
           plain_every_seconds: seconds between lines where `stream` is not a terminal.
           stream: where to write; None: standard error.
           clock: seconds, from any origin.
@@ -66,14 +66,14 @@ class Progress:
         self._next_time = -np.inf
 
     def update(self, step: int, loss: Any = None) -> None:
-        """Reports that `step` steps are done.
+        """Updates the display.
 
         Args:
-          step: steps done since the beginning of the run, resumed ones included.
-          loss: in nats per token; a number or an array over trials, of which the range is shown.
+          step: steps done since the start of the run, including resumed ones.
+          loss: in nats per token; a number, or an array over trials, whose range is shown.
         """
         now = self._clock()
-        # Rates count from the first report on: the time before it is mostly compilation.
+        # Rates are measured from the first report: the time before it is mostly compilation.
         if self._first is None:
             self._first = (step, now)
         self._step, self._loss = step, loss
@@ -103,7 +103,7 @@ class Progress:
         if self._tokens_per_step is not None and rate > 0:
             notes.append(f'{rate * self._tokens_per_step:,.0f} tokens/s')
         if self._runs_left is not None:
-            notes.append(f'{self._runs_left} runs left')
+            notes.append(f'{self._runs_left} run{"s" * (self._runs_left != 1)} left')
         if self._plain:
             if rate > 0 and self._step < self._total:
                 left = tqdm.tqdm.format_interval((self._total - self._step) / rate)

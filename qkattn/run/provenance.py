@@ -1,4 +1,4 @@
-"""What a number came from: code, versions, devices, command line."""
+"""Provenance of results: code, versions, devices, command line."""
 
 import datetime
 import importlib.metadata
@@ -56,9 +56,9 @@ def git_state(directory: Path) -> dict[str, Any]:
     """Returns the checkout that the package in `directory` belongs to.
 
     Returns:
-      {'commit': full hash, 'dirty': whether files differ from it or are untracked}, or, where
-      there is no such checkout, {'commit': None, 'dirty': None, 'reason': why}. A package
-      installed into an environment inside somebody else's checkout does not belong to it.
+      {'commit': full hash, 'dirty': whether files differ from it or are untracked}; without such a
+      checkout {'commit': None, 'dirty': None, 'reason': why}. A package installed into an
+      environment inside another repository's checkout does not belong to it.
     """
     try:
         _git(directory, 'ls-files', '--error-unmatch', '__init__.py')

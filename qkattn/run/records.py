@@ -129,11 +129,13 @@ class MetricsFile:
           RunDirectoryError: a line other than the last is damaged.
         """
         self.path = Path(path)
+        self.last_step: int | None = None
+        """Steps done at the last record; None without records."""
         self._file = open(self.path, 'ab')  # noqa: SIM115 (open for the life of the object)
         self._keep(None)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line, which then survives the death of this process.
+        """Writes one line, which survives the death of this process.
 
         Args:
           record: numbers, strings, arrays; `step` (an integer, steps done) is required.
@@ -153,16 +155,16 @@ class MetricsFile:
         self.last_step = step
 
     def flush(self) -> None:
-        """Waits until all lines are on the disk; call it before a checkpoint is committed."""
+        """Syncs all lines to disk; call it before a checkpoint is committed."""
         os.fsync(self._file.fileno())
 
     def rewind(self, step: int, every: int | None = None) -> None:
-        """Drops what was recorded after `step`, so that training resumed there repeats nothing.
+        """Drops records after `step`, so that training resumed there repeats none.
 
         Args:
           step: steps done in the checkpoint being resumed; 0 when starting over.
-          every: steps between records. With it the remaining file is also checked for gaps: each
-            multiple of `every` up to `step` must be there. None: not checked.
+          every: steps between records. If given, each multiple of `every` up to `step` must be in
+            the file.
 
         Raises:
           RunDirectoryError: the file is damaged, or records are missing.
@@ -172,8 +174,9 @@ class MetricsFile:
             missing = [s for s in range(every, step + 1, every) if s not in present]
             if missing:
                 raise RunDirectoryError(
-                    f'{self.path} has no record of {len(missing)} steps up to {step}, the first at '
-                    f'{missing[0]}; restore the file from a copy or use another run directory.'
+                    f'{self.path} has no record of {len(missing)} '
+                    f'step{"s" * (len(missing) > 1)} up to {step}, the first at {missing[0]}; '
+                    'restore the file from a copy or use another run directory'
                 )
         self._keep(step)
 
@@ -194,5 +197,4 @@ class MetricsFile:
             write_atomic(self.path, data)
             self._file.close()
             self._file = open(self.path, 'ab')  # noqa: SIM115
-        self.last_step: int | None = kept[-1][0] if kept else None
-        """Steps done at the last record; None while there is none."""
+        self.last_step = kept[-1][0] if kept else None

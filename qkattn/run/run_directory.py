@@ -1,12 +1,12 @@
-"""The run directory: one owner, one configuration, where it came from, and its metrics.
+"""The run directory: one owner, one configuration, provenance and metrics.
 
     workdir/lock             held by the live process that uses the directory
     workdir/config.json      {"hash": ..., "config": ...}, written once
     workdir/provenance.json  {"starts": [...]}, one entry per start or resume
     workdir/metrics.jsonl    one JSON object per line, steps never decreasing
 
-Readers need no lock: at any moment they see a whole file, except for the last line of
-metrics.jsonl, which `read_metrics` leaves out while it is being written.
+Readers need no lock: they always see whole files, except for the last line of metrics.jsonl, which
+`read_metrics` leaves out while it is being written.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class RunDirectory:
         self.resumed = resumed
         """Whether the directory already held a run of this configuration."""
         self.metrics = metrics
-        """The writer of metrics.jsonl; `rewind` it to the restored checkpoint before appending."""
+        """Of metrics.jsonl; `rewind` to the restored checkpoint before appending."""
         self._lock = lock
 
     @classmethod
@@ -72,7 +72,7 @@ class RunDirectory:
             return cls(directory, resumed, metrics, stack.pop_all())
 
     def close(self) -> None:
-        """Closes the metrics and gives the directory free; may be called twice."""
+        """Closes the metrics and releases the directory; may be called twice."""
         self._lock.close()
 
     def __enter__(self) -> 'RunDirectory':
@@ -100,7 +100,7 @@ def _acquire(stack: contextlib.ExitStack, directory: Path) -> None:
 
 
 def _check_config(directory: Path, config: Mapping[str, Any], config_hash: str) -> bool:
-    """Writes config.json, or checks the one found; returns whether there was one."""
+    """Writes config.json, or checks the existing one; returns whether it existed."""
     path = directory / 'config.json'
     if not path.exists():
         orphans = [n for n in ('metrics.jsonl', 'checkpoints') if (directory / n).exists()]
@@ -122,7 +122,7 @@ def _check_config(directory: Path, config: Mapping[str, Any], config_hash: str) 
     if not differences:
         differences = [
             f'hash: {found["hash"]} -> {config_hash} (no field differs, so the file was '
-            'edited, or the hash was made by other code)'
+            'edited, or the hash computed by other code)'
         ]
     raise ConfigError(
         f'workdir={directory} holds a run of another configuration:\n  '

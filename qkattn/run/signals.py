@@ -5,21 +5,21 @@ import signal
 from typing import Any
 
 EXIT_CONFIG = 2
-"""The configuration is wrong: launchers must not try again."""
+"""An impossible setting or directory: launchers must not retry."""
 
 EXIT_REQUEUE = 75
-"""Stopped on request with a checkpoint saved: launchers start the same command again."""
+"""Stopped on request with a checkpoint saved: launchers run the same command again."""
 
 
 class StopRequest:
-    """Turns SIGTERM and the first Ctrl-C into a flag, so that the loop can save and leave in order.
+    """Turns SIGTERM and the first Ctrl-C into a flag, so that a loop can save and exit.
 
         with StopRequest() as stop:
             while not stop.requested: ...
 
-    A second Ctrl-C interrupts at once. The handlers found on entry come back on exit. Use it in the
-    main thread of a job that did not call `jax.distributed.initialize()`; after that call jax
-    listens to SIGTERM itself, and a handler installed here would make it deaf.
+    A second Ctrl-C interrupts at once. Previous handlers are restored on exit. Use it in the main
+    thread of a job that did not call `jax.distributed.initialize()`: after that call jax handles
+    SIGTERM itself, and a handler installed here would replace its own.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class StopRequest:
     def __enter__(self) -> 'StopRequest':
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
-        # A request that has come to an enclosing one holds here too.
+        # A request that an enclosing instance has received holds here, too.
         outer = [getattr(handler, '__self__', None) for handler in self._previous.values()]
         self.requested |= any(isinstance(o, StopRequest) and o.requested for o in outer)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python and cannot be put back.
+            # None is a handler that was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""The arms of a study: variants x destinations x sizes, each as costly as the baseline."""
+"""The arms of a study: variants x destinations x sizes, each matched in cost to the baseline."""
 
 import ast
 import dataclasses
@@ -18,14 +18,14 @@ from qkattn.train.optimizer import check_optimizer
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One contestant at one size.
+    """A variant at one size and one destination of the parameters it saves.
 
     Attributes:
       variant: as written in the study.
-      destination: where the parameters go that it saves; None for the baseline, which saves none.
+      destination: the dimension that receives the saved parameters; None for the baseline.
       size: as written in the study.
-      label: the variant, with its destination where the study has several.
-      match: the model, solved to equal the baseline, and how near it comes.
+      label: the variant, with its destination if the study has several.
+      match: the model, solved to cost what the baseline does, and the residual.
     """
 
     variant: str
@@ -59,9 +59,9 @@ def parse_fields(text: str, where: str) -> dict[str, Any]:
 
 def parse_variant(text: str) -> dict[str, Any]:
     """'score/value?field=value' as model fields."""
-    cell, _, fields = text.partition('?')
+    name, _, fields = text.partition('?')
     try:
-        score, value = registry.parse_variant(cell)
+        score, value = registry.parse_variant(name)
     except SpecError as error:
         raise ConfigError(f'variant {text!r}: {error}') from error
     return {'score': score, 'value': value, **parse_fields(fields, f'variant {text!r}')}
@@ -71,11 +71,11 @@ def build_arms(study: Study) -> list[Arm]:
     """Every arm, sizes outermost, validated and matched; nothing compiles.
 
     Raises:
-      ConfigError: a variant, a size or a setting that cannot work; MatchError among them.
+      ConfigError: an impossible variant, size or setting; a MatchError where no model matches.
     """
     check_optimizer(study.base.optimizer)
     validate_study(study)
-    found = []
+    arms = []
     for size in study.sizes:
         at_size = parse_fields(size, f'size {size!r}')
 
@@ -92,32 +92,30 @@ def build_arms(study: Study) -> list[Arm]:
         for variant in study.variants:
             if variant == study.baseline:
                 exact = matching.Match(baseline, cost.count(baseline), target, 0.0)
-                found.append(Arm(variant, None, size, variant, exact))
+                arms.append(Arm(variant, None, size, variant, exact))
                 continue
             check_types(f'variant {variant!r}: model', model(variant))
             for destination in study.destinations:
                 match = _matched(study, model(variant), target, destination)
                 validate(dataclasses.replace(study.base, model=match.config))
                 label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
-                found.append(Arm(variant, destination, size, label, match))
+                arms.append(Arm(variant, destination, size, label, match))
     seen: dict[ModelConfig, Arm] = {}
-    for arm in found:
+    for arm in arms:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
         if (same := seen.setdefault(explicit, arm)) is not arm:
             raise ConfigError(
-                f'{same.label!r} and {arm.label!r} at {arm.size!r} are one model; leave one out, '
-                'or take sizes whose steps are finer than what is saved'
+                f'{same.label!r} and {arm.label!r} at {arm.size!r} are the same model; leave one '
+                'out, or choose sizes whose steps are finer than the parameters saved'
             )
-    return found
+    return arms
 
 
 def _check_fields(study: Study, variant: str, own: dict, at_size: dict) -> None:
     if twice := sorted(own.keys() & at_size.keys()):
         raise ConfigError(f'variant {variant!r} and sizes both set {twice[0]}')
     if 'score_scale' in own and study.tuning.score_scales:
-        raise ConfigError(
-            f'variant {variant!r} sets score_scale, which tuning.score_scales would find for it'
-        )
+        raise ConfigError(f'variant {variant!r} sets score_scale, which tuning.score_scales tunes')
 
 
 def _matched(study: Study, model: ModelConfig, target: float, destination: str) -> matching.Match:
@@ -135,7 +133,7 @@ def _matched(study: Study, model: ModelConfig, target: float, destination: str) 
 
 
 def grids(study: Study, arm: Arm) -> dict[str, tuple[float, ...]]:
-    """The values of each setting that an arm finds for itself; a single one is not tuned."""
+    """The grid of each tuned setting; a single value is not tuned."""
     trials = study.base.trials
     return {
         'learning_rate': trials.learning_rates,
@@ -148,8 +146,8 @@ def is_tuned(study: Study) -> bool:
     return bool(study.tuning.seeds)
 
 
-def table(found: list[Arm], equal: str | None) -> str:
-    """Parameters, residual, FLOPs and cache of all arms, under a line that says what is equal."""
-    one_size = len({arm.size for arm in found}) == 1
-    rows = {arm.label if one_size else f'{arm.label} {arm.size}': arm.match for arm in found}
+def table(arms: list[Arm], equal: str | None) -> str:
+    """Parameters, residual, FLOPs and cache of all arms, under a line that states what is equal."""
+    one_size = len({arm.size for arm in arms}) == 1
+    rows = {arm.label if one_size else f'{arm.label} {arm.size}': arm.match for arm in arms}
     return matching.table(rows, equal)

@@ -1,4 +1,4 @@
-"""What a study will cost, before it begins: tokens, FLOPs, and time from a measured warm-up."""
+"""The cost of a study before it starts: tokens, FLOPs, and time from a measured warm-up."""
 
 import dataclasses
 import datetime
@@ -17,7 +17,7 @@ STEP_PER_FORWARD = 3
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of some runs together: trials, training tokens, training FLOPs, seconds."""
+    """Sums over runs: trials, training tokens, training FLOPs, seconds."""
 
     runs: int
     trials: int
@@ -28,7 +28,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What the warm-up of one size measured: FLOP/s of training, seconds to compile."""
+    """Measured by the warm-up of one size: FLOP/s of training, seconds to compile."""
 
     flops_per_second: float
     compile_seconds: float
@@ -47,7 +47,7 @@ def measure(run: PlannedRun) -> Speed:
 
 
 def cost(runs: list[PlannedRun], speeds: dict[str, Speed]) -> Cost:
-    """Of `runs`, at the speed (by size) of the baseline; evaluation is not in it."""
+    """The cost of `runs` at the baseline's speed, by size; without evaluation."""
     return Cost(
         runs=len(runs),
         trials=sum(len(run.config.trials.trials()) for run in runs),
@@ -62,7 +62,7 @@ def cost(runs: list[PlannedRun], speeds: dict[str, Speed]) -> Cost:
 
 
 def text(study: Study, arms: list[Arm]) -> str:
-    """The plan's costs stage by stage, and what may be added; compiles one program per size."""
+    """The cost of the plan by stage, and what may be added; compiles one program per size."""
     least = plan.least(study, arms)
     first: dict[str, PlannedRun] = {}
     for run in sorted(least, key=lambda run: run.arm.variant != study.baseline):
@@ -75,16 +75,16 @@ def text(study: Study, arms: list[Arm]) -> str:
     for stage, knob in stages:
         of_stage = [run for run in least if (run.stage, run.knob) == (stage, knob)]
         name = f'{stage} ({knob})' if knob else stage
-        lines.append(f'{name:<28}{_said(cost(of_stage, speeds))}')
+        lines.append(f'{name:<28}{_cost_text(cost(of_stage, speeds))}')
     total = cost(least, speeds)
-    lines.append(f'{"total":<28}{_said(total)}')
+    lines.append(f'{"total":<28}{_cost_text(total)}')
     if is_tuned(study):
         seeds = len(study.tuning.seeds)
         of_trial = least[0].tokens // len(least[0].config.trials.trials())
         tuned = [values for values in grids(study, arms[0]).values() if len(values) > 1]
         more = sum(study.tuning.max_points - len(values) for values in tuned)
         lines.append(
-            f'each value that a grid has to be extended by adds {seeds} trials, '
+            f'each value that extends a grid adds {seeds} trials, '
             f'{seeds * of_trial:.3g} tokens; at most {more} values per arm'
         )
     lines.append(
@@ -95,9 +95,9 @@ def text(study: Study, arms: list[Arm]) -> str:
     return '\n'.join(lines)
 
 
-def _said(found: Cost) -> str:
-    duration = datetime.timedelta(seconds=round(found.seconds))
+def _cost_text(cost: Cost) -> str:
+    duration = datetime.timedelta(seconds=round(cost.seconds))
     return (
-        f'{found.runs:>4} runs {found.trials:>5} trials  {found.tokens:>8.3g} tokens  '
-        f'{found.flops:>8.3g} FLOPs  about {duration}'
+        f'{cost.runs:>4} runs {cost.trials:>5} trials  {cost.tokens:>8.3g} tokens  '
+        f'{cost.flops:>8.3g} FLOPs  about {duration}'
     )

@@ -1,10 +1,10 @@
-"""What a study trains: for each arm a chain of runs, the next link given by the results so far.
+"""The runs of a study: for each arm a chain, continued from the results of its finished runs.
 
-    screening of the learning rate -> more of it until bracketed -> the same for weight decay and
-    score scale, where they are tuned -> the verdict, on fresh seeds at what was found
+    screening of the learning rate -> larger grids until bracketed -> the same for weight decay and
+    score scale if they are tuned -> the verdict runs, on other seeds at the chosen settings
 
-The plan is a function of the study and of the results of finished runs, so that all workers agree
-on it without talking to each other.
+The plan is a function of the study and of the results of finished runs, so all workers derive the
+same plan.
 """
 
 import dataclasses
@@ -14,22 +14,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from qkattn.config import Config, Study, TrialsConfig, fingerprint, to_json
-from qkattn.run import records
+from qkattn.run.records import FINISHED, to_jsonable
 from qkattn.study.arms import Arm, grids, is_tuned
-from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Settings, tune
-from qkattn.train.results import FINISHED
+from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Settings, tune, with_knob
 
-# The results of a run, one per trial; None while it is not finished.
+# The results of a run, one per trial; None until it is finished.
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """One run: an arm at one stage, trained as one stack of trials.
+    """A run: an arm at one stage, trained as one stack of trials.
 
     Attributes:
-      arm: whose it is.
-      stage: 'screening' for settings, 'verdict' at those found, or 'single' where nothing is tuned.
+      arm: the arm.
+      stage: 'screening', 'verdict' at the tuned settings, or 'single' in a study without tuning.
       knob: the setting that is screened.
       config: resolved.
     """
@@ -52,25 +51,28 @@ class PlannedRun:
 
     @property
     def tokens(self) -> int:
-        """Training tokens of all its trials together."""
+        """Training tokens, summed over trials."""
         train = self.config.train
         of_trial = train.num_steps * train.batch_size * self.config.model.context
         return of_trial * len(self.config.trials.trials())
 
 
 def chain(study: Study, arm: Arm, results: Results) -> Iterator[PlannedRun]:
-    """The runs of an arm as far as they are known: up to the first that is not finished."""
+    """The runs of an arm known so far: up to the first unfinished ones."""
     if not is_tuned(study):
         yield PlannedRun(arm, SINGLE, None, dataclasses.replace(study.base, model=arm.model))
         return
     measured: dict[Settings, dict[int, float | None]] = {}
     while True:
-        found = tune(grids(study, arm), study.tuning.max_points, measured)
-        if found.knob is None:
-            yield _run(study, arm, VERDICT, None, [found.settings])
+        tuning = tune(grids(study, arm), study.tuning.max_points, measured)
+        if tuning.knob is None:
+            yield _run(study, arm, VERDICT, None, [tuning.settings])
             return
-        wanted = [found.at(value) for value in found.values]
-        runs = [_run(study, arm, SCREENING, found.knob, s) for s in _stacks(found.knob, wanted)]
+        settings = [tuning.at(value) for value in tuning.values]
+        runs = [
+            _run(study, arm, SCREENING, tuning.knob, stack)
+            for stack in _stacks(tuning.knob, settings)
+        ]
         yield from runs
         finished = [results(run) for run in runs]
         if None in finished:
@@ -79,9 +81,9 @@ def chain(study: Study, arm: Arm, results: Results) -> Iterator[PlannedRun]:
             _collect(measured, run, trials)
 
 
-def _stacks(knob: str, wanted: list[Settings]) -> list[list[Settings]]:
-    """What one program can train side by side: the score scale is compiled into it."""
-    return [[settings] for settings in wanted] if knob == 'score_scale' else [wanted]
+def _stacks(knob: str, settings: list[Settings]) -> list[list[Settings]]:
+    """The settings by program: the score scale is compiled in, so each value needs its own."""
+    return [[one] for one in settings] if knob == 'score_scale' else [settings]
 
 
 def _run(study: Study, arm: Arm, stage: str, knob: str | None, stack: list[Settings]) -> PlannedRun:
@@ -101,7 +103,7 @@ def _run(study: Study, arm: Arm, stage: str, knob: str | None, stack: list[Setti
 def _collect(
     measured: dict[Settings, dict[int, float | None]], run: PlannedRun, trials: list[dict[str, Any]]
 ) -> None:
-    """Adds loss by seed for each of the run's settings; None for a trial that diverged."""
+    """Adds the loss by seed for each of the run's settings; None for a diverged trial."""
     for trial in trials:
         of = trial['trial']
         settings = (of['learning_rate'], of['weight_decay'], run.config.model.score_scale)
@@ -110,28 +112,28 @@ def _collect(
 
 
 def runs(study: Study, arms: list[Arm], results: Results) -> list[PlannedRun]:
-    """Every run that is known now, arm by arm."""
+    """Every run known so far, arm by arm."""
     return [run for arm in arms for run in chain(study, arm, results)]
 
 
 def least(study: Study, arms: list[Arm]) -> list[PlannedRun]:
-    """The runs that there will be at least: the grids as declared, and one verdict per arm."""
+    """The minimum of runs: the grids as declared, and one verdict run per arm."""
     if not is_tuned(study):
         return runs(study, arms, lambda run: None)
-    found = []
+    planned = []
     for arm in arms:
         grid = grids(study, arm)
         middle = tune(grid, study.tuning.max_points, {}).settings
-        for place, (knob, values) in enumerate(grid.items()):
+        for knob, values in grid.items():
             if len(values) > 1:
-                wanted = [(*middle[:place], value, *middle[place + 1 :]) for value in values]
-                found += [_run(study, arm, SCREENING, knob, s) for s in _stacks(knob, wanted)]
-        found.append(_run(study, arm, VERDICT, None, [middle]))
-    return found
+                stacks = _stacks(knob, [with_knob(middle, knob, value) for value in values])
+                planned += [_run(study, arm, SCREENING, knob, stack) for stack in stacks]
+        planned.append(_run(study, arm, VERDICT, None, [middle]))
+    return planned
 
 
 def declaration(study: Study, arms: list[Arm], command: list[str] | None) -> dict[str, Any]:
-    """What study.json says, whether trained or not."""
+    """The content of study.json."""
     tuning = None
     if is_tuned(study):
         tuning = {'seeds': study.tuning.seeds, 'max_points': study.tuning.max_points}
@@ -158,7 +160,7 @@ def lines(study: Study, known: list[PlannedRun]) -> str:
     """plan.jsonl: a line per run, with its resolved config."""
     return ''.join(
         json.dumps(
-            records.to_jsonable(
+            to_jsonable(
                 {
                     'run': run.id,
                     **about(study, run),
@@ -175,7 +177,7 @@ def lines(study: Study, known: list[PlannedRun]) -> str:
 
 
 def about(study: Study, run: PlannedRun) -> dict[str, Any]:
-    """What the study knows of a run and its run does not."""
+    """The fields of a run that its own directory does not hold."""
     match = run.arm.match
     return {
         'variant': run.arm.label,
@@ -189,9 +191,9 @@ def about(study: Study, run: PlannedRun) -> dict[str, Any]:
 
 def result_lines(study: Study, known: list[PlannedRun], results: Results) -> str:
     """results.jsonl: a line per trial of every finished run."""
-    found = []
+    text = []
     for run in known:
-        of = {'study': study.name, 'run': run.id, **about(study, run)}
-        of['target_parameters'] = of.pop('target')
-        found += [json.dumps({**of, **trial}) + '\n' for trial in results(run) or []]
-    return ''.join(found)
+        fields = {'study': study.name, 'run': run.id, **about(study, run)}
+        fields['target_parameters'] = fields.pop('target')
+        text += [json.dumps({**fields, **trial}) + '\n' for trial in results(run) or []]
+    return ''.join(text)

@@ -1,4 +1,4 @@
-"""What makes a study impossible, found before anything compiles."""
+"""Checks of a study's own settings, before anything compiles."""
 
 import math
 
@@ -10,7 +10,7 @@ from qkattn.study import matching
 
 
 def validate_study(study: Study) -> None:
-    """Raises ConfigError for the first setting of its own, not of its runs, that cannot work."""
+    """Raises ConfigError for the first impossible setting of the study itself, not of its runs."""
     check_types('study', study)
     check_types('tuning', study.tuning)
     for name in ('variants', 'sizes', 'destinations'):
@@ -19,8 +19,8 @@ def validate_study(study: Study) -> None:
             raise ConfigError(f'{name}={values} must hold at least one entry, none twice')
     for name, valid in (('match', (*matching.UNITS, None)), ('fill', ('d_ff', None))):
         if getattr(study, name) not in valid:
-            said = ', '.join(map(str, valid[:-1]))
-            raise ConfigError(f'{name}={getattr(study, name)!r} must be {said} or None')
+            options = ', '.join(map(str, valid[:-1]))
+            raise ConfigError(f'{name}={getattr(study, name)!r} must be {options} or None')
     for destination in study.destinations:
         if destination not in matching.DESTINATIONS:
             raise ConfigError(
@@ -28,7 +28,7 @@ def validate_study(study: Study) -> None:
             )
     if study.match is None and len(study.destinations) > 1:
         raise ConfigError(
-            f'destinations={study.destinations} mean nothing with match=None: nothing is moved'
+            f'destinations={study.destinations} have no effect with match=None; give one'
         )
     for name in ('tolerance', 'margin'):
         if not 0 < getattr(study, name) < math.inf:
@@ -38,8 +38,7 @@ def validate_study(study: Study) -> None:
         _check_verdict(study)
     elif study.tuning.score_scales:
         raise ConfigError(
-            f'tuning.score_scales={study.tuning.score_scales} are screened with tuning.seeds, '
-            'of which there are none'
+            f'tuning.score_scales={study.tuning.score_scales} need tuning.seeds to be screened with'
         )
 
 
@@ -50,18 +49,18 @@ def _check_tuning(study: Study) -> None:
         raise ConfigError(f'tuning.seeds={seeds} must be from 0 to 2**31 - 1, none twice')
     if shared := sorted(set(seeds) & set(trials.seeds)):
         raise ConfigError(
-            f'tuning.seeds and trials.seeds share {shared[0]}: settings that a seed has chosen '
-            'look better on it, so the verdict needs other seeds'
+            f'tuning.seeds and trials.seeds share {shared[0]}: settings tuned on a seed look '
+            'better on it, so the verdict needs other seeds'
         )
     if len(trials.learning_rates) < 2:
         raise ConfigError(
-            f'trials.learning_rates={trials.learning_rates} must be a grid to tune on with '
+            f'trials.learning_rates={trials.learning_rates} must be a grid with '
             'tuning.seeds, as in (0.001, 0.002, 0.004)'
         )
     if len(tuning.score_scales) == 1:
         raise ConfigError(
             f'tuning.score_scales={tuning.score_scales} must be a grid, or empty for the '
-            "models' own; a single one is base.model.score_scale"
+            "model's own; set a single value as base.model.score_scale"
         )
     for name, values in (
         ('trials.learning_rates', trials.learning_rates),
@@ -70,8 +69,7 @@ def _check_tuning(study: Study) -> None:
     ):
         if len(values) > 1 and not _is_geometric(values):
             raise ConfigError(
-                f'{name}={values} must ascend by one factor to be tuned on, '
-                'as in (0.001, 0.002, 0.004)'
+                f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)'
             )
         if len(values) > tuning.max_points:
             raise ConfigError(
@@ -81,12 +79,11 @@ def _check_tuning(study: Study) -> None:
 
 
 def _check_verdict(study: Study) -> None:
-    """What no training could make up for."""
+    """Settings without which training gives no verdict."""
     trials, optimizer = study.base.trials, study.base.optimizer
     if study.baseline not in study.variants:
         raise ConfigError(
-            f'variants={study.variants} must hold the baseline {study.baseline!r}, '
-            'without which there is no verdict'
+            f'variants={study.variants} must contain the baseline {study.baseline!r} for a verdict'
         )
     if len(trials.seeds) < MIN_PAIRS:
         raise ConfigError(
@@ -96,8 +93,8 @@ def _check_verdict(study: Study) -> None:
     if not optimizer.anneals:
         raise ConfigError(
             f'optimizer.schedule={optimizer.schedule} with final_fraction='
-            f'{optimizer.final_fraction} does not anneal, and losses before the anneal give no '
-            'verdict: take linear or cosine, to 0.1 or less'
+            f'{optimizer.final_fraction} does not anneal, which a verdict needs; use linear or '
+            'cosine with final_fraction=0.1 or less'
         )
     for name, seeds in (('tuning.seeds', study.tuning.seeds), ('trials.seeds', trials.seeds)):
         if len(seeds) % study.base.mesh.trial:

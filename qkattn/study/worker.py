@@ -1,7 +1,7 @@
-"""Works on a study: leases a run, trains it, looks what is known now, until nothing is left.
+"""A worker of a study: acquires the lease of a run, trains it, extends the plan, and repeats.
 
-Any number of workers, processes or jobs, may share a study's directory: one run is trained by one
-of them at a time, and a run whose worker died is taken over from its last checkpoint.
+Any number of workers may share a study's directory. A run is trained by one of them at a time, and
+the run of a worker that died is resumed from its last checkpoint.
 """
 
 import logging
@@ -21,8 +21,8 @@ from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.train import sharding, train
 
-# What a study may add to a directory that holds it already: what is there keeps its meaning.
-GROWS = ('variants', 'sizes', 'arms', 'question', 'command')
+# Fields of study.json that may differ when a directory is used again.
+EXTENSIBLE = ('variants', 'sizes', 'arms', 'question', 'command')
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +38,15 @@ def run(
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
-    The same call goes on where an earlier one stopped, and works beside others. Where other
-    workers hold all runs that are left, it waits for them. A run that cannot be trained does not
-    keep the others from being.
+    The same call resumes, and may run beside other workers; while they hold all runs that are left,
+    it waits. A run that cannot be trained does not stop the others.
 
     Args:
-      expiry: seconds without a sign of life after which a worker counts as dead.
+      expiry: seconds without a heartbeat after which a worker counts as dead.
 
     Raises:
-      ConfigError: a setting or a directory that cannot work; in the end, for runs that could not.
-      Stopped: SIGTERM or Ctrl-C came; the state is saved.
+      ConfigError: an impossible setting or directory; at the end, if runs could not be trained.
+      Stopped: on SIGTERM or Ctrl-C, with the state saved.
     """
     arms = build_arms(study)
     path = check_directory(workdir)
@@ -69,29 +68,29 @@ def run(
                 _wait(path, expiry, stop)
     if failed:
         raise ConfigError(
-            f'{len(failed)} runs could not be trained: '
+            f'{len(failed)} run{"s" * (len(failed) > 1)} could not be trained: '
             + '; '.join(f'{run}: {reason}' for run, reason in failed.items())
         )
     return path
 
 
 def _declare(path: Path, declared: dict[str, Any]) -> None:
-    """Writes study.json, unless the directory holds a study that this one does not extend."""
+    """Writes study.json; raises if the directory holds a study that this one does not extend."""
     with locked(path / 'lock'):
         if (path / 'study.json').exists():
-            there = read_json(path / 'study.json')
-            if there.keys() != declared.keys():
+            earlier = read_json(path / 'study.json')
+            if earlier.keys() != declared.keys():
                 raise ConfigError(
                     f'{path / "study.json"} does not declare a study; give another workdir'
                 )
-            for name in sorted(declared.keys() - set(GROWS)):
-                if there[name] != declared[name]:
+            for name in sorted(declared.keys() - set(EXTENSIBLE)):
+                if earlier[name] != declared[name]:
                     raise ConfigError(
-                        f'workdir={path} holds a study with another {name}, {there[name]} instead '
-                        f'of {declared[name]}; set it back or give another workdir'
+                        f'workdir={path} holds a study with another {name}, {earlier[name]} '
+                        f'instead of {declared[name]}; set it back or give another workdir'
                     )
             for name in ('variants', 'sizes'):
-                if gone := [value for value in there[name] if value not in declared[name]]:
+                if gone := [value for value in earlier[name] if value not in declared[name]]:
                     raise ConfigError(
                         f'workdir={path} holds a study whose {name} have {gone[0]!r}; they may '
                         'grow but not shrink: put it back or give another workdir'
@@ -132,7 +131,7 @@ def _work(
     expiry: float,
     failed: dict[str, str],
 ) -> bool:
-    """Trains the run unless somebody else does; says whether the plan may have changed."""
+    """Trains the run unless another worker does; returns whether the plan may have changed."""
     lease = leases.acquire(path / 'leases', run.id, expiry=expiry)
     if lease is None:
         return False
@@ -147,10 +146,10 @@ def _work(
                 lost=lambda: lease.lost,
             )
         except (InUseError, Lost) as error:
-            log.warning('%s; going on with another run', error)
+            log.warning('%s; continuing with another run', error)
             return False
         except (ConfigError, CheckpointError) as error:
-            log.error('run %s is left out: %s', run.directory, error)
+            log.error('skipping %s: %s', run.directory, error)
             failed[run.id] = str(error)
     return True
 

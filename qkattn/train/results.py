@@ -12,12 +12,9 @@ from qkattn.data.tasks.rows import Rows
 from qkattn.metrics import EVALUATED, METRICS, PREFIXES, bits_per_byte
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
-from qkattn.run.records import to_jsonable
+from qkattn.run.records import DIVERGED, FINISHED, to_jsonable
 from qkattn.train.measurements import STACK_MEASUREMENTS, TRIAL_MEASUREMENTS, Evaluation
 from qkattn.train.program import Program
-
-# Trial outcomes.
-FINISHED, DIVERGED = 'finished', 'diverged'
 
 
 def of_trials(

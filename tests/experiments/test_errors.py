@@ -14,7 +14,7 @@ CASES = [
     ('ablate', ['--config=study.py', '--workdir=/proc/x'], '/proc/x cannot be used'),
     ('ablate', ['--config=study.py', '--workdir=/proc'], 'workdir=/proc cannot be used'),
     ('ablate', ['--config=study.py', '--lease_expiry=0', '--dry_run'], '--lease_expiry=0.0 must'),
-    ('ablate', ['--config=study.py', '--config.tuning.seeds=(7,)', '--dry_run'], 'a grid to tune'),
+    ('ablate', ['--config=study.py', '--config.tuning.seeds=(7,)', '--dry_run'], 'must be a grid'),
     ('ablate', ['--config=study.py', '--workdir=w', '--config.base.data.name=books'], 'books'),
     ('report', ['--study=absent'], "'absent' does not exist"),
     ('report', ['--study=study.py'], "'study.py' does not exist"),

@@ -173,7 +173,7 @@ def test_rewind_detects_gaps(tmp_path):
     path = tmp_path / 'metrics.jsonl'
     write_steps(path, [5, 10, 20, 25])
     metrics = MetricsFile(path)
-    with pytest.raises(RunDirectoryError, match='no record of 1 steps up to 20.*at 15'):
+    with pytest.raises(RunDirectoryError, match='no record of 1 step up to 20.*at 15'):
         metrics.rewind(20, every=5)
     with pytest.raises(RunDirectoryError, match='no record of 2 steps up to 30.*at 15'):
         metrics.rewind(30, every=5)

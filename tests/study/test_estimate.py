@@ -1,4 +1,4 @@
-"""What a plan costs: counted, and timed by a warm-up."""
+"""The cost of a plan: counted, and timed by a warm-up."""
 
 import dataclasses
 

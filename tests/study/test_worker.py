@@ -75,7 +75,7 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     assert len(trained) == len(lines)
 
 
-def test_a_held_cell_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path):
+def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path):
     path = tmp_path / 'out'
     first = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
     held = leases.acquire(path / 'leases', first.id, expiry=2.0)
@@ -90,7 +90,7 @@ def test_a_held_cell_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_pa
 
 
 @pytest.mark.parametrize('error', [InUseError('in use'), Lost('taken over')], ids=str)
-def test_a_cell_that_is_in_use_or_lost_is_tried_again_later(trained, tmp_path, monkeypatch, error):
+def test_a_run_that_is_in_use_or_lost_is_tried_again_later(trained, tmp_path, monkeypatch, error):
     train, refused = worker.train, []
 
     def once(config, workdir, **keywords):
@@ -114,7 +114,7 @@ def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
     assert not trained
 
 
-def test_a_request_between_cells_is_heard(trained, tmp_path, monkeypatch):
+def test_a_request_between_runs_is_heard(trained, tmp_path, monkeypatch):
     train = worker.train
 
     def stopped_after_the_first(*arguments, **keywords):
@@ -127,7 +127,7 @@ def test_a_request_between_cells_is_heard(trained, tmp_path, monkeypatch):
     assert len(trained) == 1 and not leases.holders(tmp_path / 'out/leases')
 
 
-def test_a_cell_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path, monkeypatch):
+def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path, monkeypatch):
     train = worker.train
 
     def broken(config, workdir, **keywords):
@@ -136,7 +136,7 @@ def test_a_cell_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_pat
         return train(config, workdir, **keywords)
 
     monkeypatch.setattr(worker, 'train', broken)
-    with pytest.raises(ConfigError, match='1 runs could not be trained: .*damaged'):
+    with pytest.raises(ConfigError, match='1 run could not be trained: .*damaged'):
         worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == 3
 
@@ -199,7 +199,7 @@ def test_a_directory_that_takes_no_files_is_one_sentence(trained):
         worker.run(STUDY, '/proc')
 
 
-def test_what_no_cell_can_do_without_is_said_once(trained, tmp_path, monkeypatch):
+def test_what_no_run_can_do_without_is_said_once(trained, tmp_path, monkeypatch):
     def absent(config):
         raise ConfigError(f'no data {config.data.name}')
 
