@@ -212,7 +212,7 @@ def test_sweeps_and_settings_are_those_that_the_plan_comes_to(study_dir):
     """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
     asked = write_chain(study_dir)
     (arm,) = found_in(study_dir).arms
-    assert arm.sweeps == asked.bowls and list(arm.sweeps) == list(GRIDS)
+    assert arm.sweeps == asked.sweeps and list(arm.sweeps) == list(GRIDS)
     assert arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
     assert asked.settings == pytest.approx(OPTIMA, rel=1e-2) and asked.settings[0] == 4e-3
     assert arm.blocks == arm.not_bracketed == ()
