@@ -2,9 +2,10 @@
 
 python -m experiments.convert --source=runs/small --apply=fold_gains --apply=merge --out=runs/merged
 
-The source is a run directory, a weights directory, a directory or .safetensors file of GPT-2
-weights in the Hugging Face layout, or a nanoGPT .pt file. --out is a weights directory (train on
-with --config.train.init_from=DIR), or with --layout=gpt2 one that Hugging Face transformers loads.
+The source is a run directory, a directory of exported parameters, a directory or .safetensors file
+of a GPT-2 in the Hugging Face layout, or a nanoGPT .pt file. --out is a directory of exported
+parameters, from which training continues with --config.train.init_from=DIR, or with --layout=gpt2
+a directory that Hugging Face transformers loads.
 """
 
 import json
@@ -19,13 +20,13 @@ from qkattn.errors import ConfigError, ConversionError
 from qkattn.run import cli
 from qkattn.train import exported
 
-SOURCE = flags.DEFINE_string('source', None, 'What to convert.')
-TRIAL = flags.DEFINE_integer('trial', 0, 'Which trial of a run.')
-NUM_HEADS = flags.DEFINE_integer('num_heads', None, 'Heads of weights that come without settings.')
+SOURCE = flags.DEFINE_string('source', None, 'Model to convert.')
+TRIAL = flags.DEFINE_integer('trial', 0, 'Index of the trial of a run.')
+NUM_HEADS = flags.DEFINE_integer('num_heads', None, 'Heads of published files without a config.')
 APPLY = flags.DEFINE_multi_string(
-    'apply', [], 'Conversion, e.g. merge or truncate(rank=8); in turn.'
+    'apply', [], 'Conversion, e.g. merge or truncate(rank=8); repeatable, applied in order.'
 )
-OUT = flags.DEFINE_string('out', None, 'Directory to write.')
+OUT = flags.DEFINE_string('out', None, 'Directory to write to.')
 LAYOUT = flags.DEFINE_enum('layout', 'qkattn', ['qkattn', 'gpt2'], 'Layout of --out.')
 
 
@@ -47,10 +48,10 @@ def main() -> None:
             config, params, errors = convert_model(text, config, params)
         except ConversionError as error:
             raise ConfigError(f'{text} is refused: {error}') from error
-        for layer, error in enumerate(errors):
+        for layer, lost in enumerate(errors):
             print(
-                f'layer {layer}: rank {error.rank} leaves out {error.relative:.3e} of the norm of '
-                f'the matrices (Eckart-Young), measured error {error.measured:.3e}'
+                f'layer {layer}: rank {lost.rank} leaves out {lost.relative:.3e} of the norm of '
+                f'the matrices (Eckart-Young), measured error {lost.measured:.3e}'
             )
         change = logit_error(before, (config, params), tokens_BT)
         print(f'{text}: {config.score}/{config.value}, largest relative logit change {change:.2e}')
@@ -63,7 +64,7 @@ def main() -> None:
         exported.save(OUT.value, config, params, origin=origin)
     print(
         f'wrote {OUT.value} ({json.dumps({"score": config.score, "value": config.value})}); '
-        "without optimizer state: Adam's moments belong to single entries and do not transform"
+        "without optimizer state: Adam's second moments do not transform with the parameters"
     )
 
 

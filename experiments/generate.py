@@ -2,9 +2,9 @@
 
 python -m experiments.generate --source=runs/small --prompt='def main(' --num_tokens=100
 
-The source is whatever experiments.convert reads. The tokenizer is that of the run's data, or of
---data where the source is weights alone. With --beam the likeliest continuation is searched for
-instead of drawn.
+The source is any that experiments.convert reads. The tokenizer is that of the run's data, or that
+of --data for a source without data. With --beam the continuation is found by beam search instead
+of sampling.
 """
 
 import jax
@@ -19,21 +19,27 @@ from qkattn.errors import ConfigError
 from qkattn.model import Decoder, Encoder
 from qkattn.run import cli
 
-SOURCE = flags.DEFINE_string('source', None, 'A training run, or weights.')
-DATA = flags.DEFINE_string('data', DataConfig.name, 'Whose tokenizer to use for weights alone.')
-TRIAL = flags.DEFINE_integer('trial', 0, 'Which trial of the run, in the order of its results.')
-PROMPT = flags.DEFINE_string('prompt', None, 'Text to continue; without one a document begins.')
+SOURCE = flags.DEFINE_string('source', None, 'Model that continues the text.')
+DATA = flags.DEFINE_string(
+    'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
+)
+TRIAL = flags.DEFINE_integer('trial', 0, 'Index of the trial of a run.')
+PROMPT = flags.DEFINE_string('prompt', None, 'Text to continue; a new document without one.')
 PROMPT_TOKENS = flags.DEFINE_string(
-    'prompt_tokens', None, 'Token ids to continue, as in "12 7 301"; ids come out.'
+    'prompt_tokens', None, 'Token ids to continue, as in "12 7 301"; prints ids.'
 )
 PROMPT_FILE = flags.DEFINE_string('prompt_file', None, 'File with the text to continue.')
 NUM_TOKENS = flags.DEFINE_integer('num_tokens', 64, 'Tokens to add.')
-TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Divides the logits; 0 is greedy.')
-TOP_K = flags.DEFINE_integer('top_k', None, 'Draw from the k likeliest tokens only.')
-TOP_P = flags.DEFINE_float('top_p', None, 'Draw from the likeliest tokens that make up p only.')
-SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.')
-BEAM = flags.DEFINE_integer('beam', None, 'Hypotheses of a beam search up to the next separator.')
-LENGTH_PENALTY = flags.DEFINE_float('length_penalty', 1.0, 'Of the beam search.')
+TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Divides the logits; 0 is greedy decoding.')
+TOP_K = flags.DEFINE_integer('top_k', None, 'Sample from the k most probable tokens only.')
+TOP_P = flags.DEFINE_float(
+    'top_p', None, 'Sample from the most probable tokens that sum to p only.'
+)
+SEED = flags.DEFINE_integer('seed', 0, 'Random seed of the sampling.')
+BEAM = flags.DEFINE_integer('beam', None, 'Hypotheses of a beam search that ends at a separator.')
+LENGTH_PENALTY = flags.DEFINE_float(
+    'length_penalty', 1.0, 'a in score / length^a of the beam search.'
+)
 
 
 def main() -> None:
@@ -47,8 +53,8 @@ def main() -> None:
         )
     if PROMPT_TOKENS.value is not None:
         if BEAM.value is not None:
-            raise ConfigError('--beam needs a tokenizer, so it excludes --prompt_tokens')
-        print(' '.join(map(str, drawn(model, token_ids(), model.config.vocab_size))))
+            raise ConfigError('--beam requires a tokenizer, so it excludes --prompt_tokens')
+        print(' '.join(map(str, sampled(model, token_ids(), model.config.vocab_size))))
         return
     config = pretrained.settings_of(SOURCE.value)
     if config is None:
@@ -66,15 +72,15 @@ def main() -> None:
     except ValueError as error:
         raise ConfigError(f'the prompt cannot be encoded: {error}') from error
     if BEAM.value is None:
-        added = drawn(model, ids, tokenizer.vocab_size)
+        added = sampled(model, ids, tokenizer.vocab_size)
     else:
         added = searched(model, ids, tokenizer.separator, tokenizer.vocab_size)
-    # Together, because a character may begin in the prompt and end behind it.
+    # Decoded together, since a character may start in the prompt and end after it.
     print(tokenizer.decode((ids if text else []) + added))
 
 
-def drawn(model: Decoder, ids: list[int], vocab_size: int) -> list[int]:
-    """Tokens that follow `ids`, drawn as the flags say."""
+def sampled(model: Decoder, ids: list[int], vocab_size: int) -> list[int]:
+    """Tokens sampled after `ids`, with the settings of the flags."""
     tokens_BT = generate(
         model,
         [ids],
@@ -89,7 +95,7 @@ def drawn(model: Decoder, ids: list[int], vocab_size: int) -> list[int]:
 
 
 def searched(model: Decoder, ids: list[int], separator: int, vocab_size: int) -> list[int]:
-    """The likeliest tokens that follow `ids`, up to the separator."""
+    """The best continuation of `ids` by beam search, up to the separator."""
     found = search(
         model,
         [ids],
@@ -104,7 +110,7 @@ def searched(model: Decoder, ids: list[int], separator: int, vocab_size: int) ->
 
 
 def token_ids() -> list[int]:
-    """--prompt_tokens as numbers."""
+    """The ids in --prompt_tokens."""
     try:
         return [int(word) for word in PROMPT_TOKENS.value.split()]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Weights of published models: import, analysis or conversion, export."""
+"""Published models: parameters read from, and written to, the layouts of GPT-2 and nanoGPT."""
 
 from qkattn.errors import LayoutError
 from qkattn.pretrained.gpt2 import load_gpt2, save_gpt2

@@ -1,4 +1,4 @@
-"""GPT-2 as Hugging Face stores it: model.safetensors and config.json.
+"""GPT-2 as stored by Hugging Face: model.safetensors and config.json.
 
 The Decoder with score 'qk', value 'vo', layer norm and learned positions is GPT-2: pre-norm,
 tanh GELU (`gelu_new`), scale H^-0.5, norm epsilon 1e-5. Radford et al. 2019.
@@ -15,12 +15,12 @@ from safetensors.numpy import save_file
 
 from qkattn.config import ModelConfig
 from qkattn.errors import LayoutError
-from qkattn.pretrained.files import cleaned, find_safetensors, read_json, read_safetensors
 from qkattn.pretrained.layout import HEAD, config_of, to_params, to_tensors
+from qkattn.pretrained.tensors import find_safetensors, normalized, read_json, read_safetensors
 from qkattn.run.files import replacing, write_atomic
 
-# What transformers assumes where config.json is silent, as the published files often are.
-DEFAULTS = {
+# The defaults of transformers for what config.json leaves out, as the published files often do.
+DEFAULTS: dict[str, Any] = {
     'model_type': 'gpt2',
     'activation_function': 'gelu_new',
     'layer_norm_epsilon': 1e-5,
@@ -30,8 +30,8 @@ DEFAULTS = {
     'n_inner': None,
     'tie_word_embeddings': True,
 }
-# The values with which that model is the Decoder; 'gelu_pytorch_tanh' is the same function.
-ONLY = {
+# The only values at which GPT-2 is the Decoder; 'gelu_pytorch_tanh' is the same function.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     'model_type': ('gpt2',),
     'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
     'layer_norm_epsilon': (1e-5,),
@@ -44,21 +44,22 @@ ONLY = {
 def load_gpt2(
     source: str | os.PathLike[str] | Mapping[str, Any], *, num_heads: int | None = None
 ) -> tuple[ModelConfig, dict]:
-    """Reads GPT-2 weights as a model config and the parameters of its Decoder, in float32.
+    """Reads a GPT-2 as a model config and the float32 parameters of its Decoder.
 
-    Names may start with `transformer.`; saved attention masks are passed over; float16 and
-    bfloat16 are widened. Dropout belongs to training, not to weights, and is 0 in the config.
+    Names may start with `transformer.`; saved attention masks are ignored; float16 and bfloat16
+    are widened. Dropout is not part of a trained model and is 0 in the config.
 
     Args:
       source: a directory with model.safetensors (or its index) and config.json, a .safetensors
         file, beside which config.json is read where there is one, or a dictionary of numpy, jax
         or torch arrays by name.
-      num_heads: N, required where there is no config.json, since no tensor shows it.
+      num_heads: N, required without a config.json, since the shapes do not determine it.
 
     Raises:
-      LayoutError: the weights or their config.json are not a GPT-2; it names what is not.
+      LayoutError: the tensors or the config.json are not those of a GPT-2.
     """
     described = None
+    named: Mapping[str, Any]
     if isinstance(source, Mapping):
         named = source
     else:
@@ -70,10 +71,10 @@ def load_gpt2(
         elif (path.parent / 'config.json').exists():
             described = read_json(path.parent / 'config.json')
         named = read_safetensors(path)
-    tensors = cleaned(named)
+    tensors = normalized(named)
     if described is None:
         if num_heads is None:
-            raise LayoutError('num_heads is required: there is no config.json beside the weights')
+            raise LayoutError('num_heads is required: there is no config.json beside the tensors')
         config = config_of(tensors, num_heads=num_heads)
     else:
         config = _described_config(described, tensors, num_heads)
@@ -83,9 +84,9 @@ def load_gpt2(
 def _described_config(
     described: Mapping[str, Any], tensors: Mapping[str, np.ndarray], num_heads: int | None
 ) -> ModelConfig:
-    """The config that config.json and the tensors agree on."""
+    """The config of the tensors, which has to agree with config.json."""
     described = DEFAULTS | dict(described)
-    for name, accepted in ONLY.items():
+    for name, accepted in SUPPORTED.items():
         if described[name] not in accepted:
             raise LayoutError(
                 f'config.json: {name}={described[name]!r} is not supported, only {accepted[0]!r}'
@@ -99,14 +100,14 @@ def _described_config(
         )
     tied = described['tie_word_embeddings']
     config = config_of(tensors, num_heads=described['n_head'], tied=tied)
-    found = _description(config)
+    actual = _description(config)
     if described['n_inner'] is None:
         described['n_inner'] = 4 * described['n_embd']
     for name in ('n_embd', 'n_layer', 'n_positions', 'n_inner', 'vocab_size'):
-        if described[name] != found[name]:
+        if described[name] != actual[name]:
             raise LayoutError(
                 f'config.json: {name}={described[name]} does not fit the tensors, which have '
-                f'{found[name]}'
+                f'{actual[name]}'
             )
     return config
 
@@ -114,14 +115,14 @@ def _described_config(
 def save_gpt2(config: ModelConfig, params: dict, directory: str | os.PathLike[str]) -> Path:
     """Writes model.safetensors and config.json, which Hugging Face transformers loads as GPT-2.
 
-    Exact in float32. A model without biases is written with biases of zero, since that layout
-    knows no other; loaded again, it has biases.
+    Exact in float32. A model without biases is written with zero biases, which the layout requires,
+    so that it has biases when it is read again.
 
     Returns:
-      The directory, created where it is missing.
+      The directory, which is created if missing.
 
     Raises:
-      LayoutError: GPT-2's layout has no place for a setting, or `params` are not of `config`.
+      LayoutError: GPT-2's layout cannot hold a setting, or `params` are not those of `config`.
     """
     tensors = to_tensors(config, params)
     named = {name if name == HEAD else f'transformer.{name}': t for name, t in tensors.items()}
@@ -135,7 +136,7 @@ def save_gpt2(config: ModelConfig, params: dict, directory: str | os.PathLike[st
 
 
 def _description(config: ModelConfig) -> dict[str, Any]:
-    """The config as transformers writes it."""
+    """The contents of config.json."""
     described = DEFAULTS | {
         'architectures': ['GPT2LMHeadModel'],
         'n_embd': config.d_model,
@@ -147,7 +148,7 @@ def _description(config: ModelConfig) -> dict[str, Any]:
         'tie_word_embeddings': config.tied_embeddings,
         **dict.fromkeys(('attn_pdrop', 'embd_pdrop', 'resid_pdrop'), config.dropout),
     }
-    # Where none is given, transformers takes id 50256, the end of text of the published GPT-2.
+    # The default of transformers is id 50256, the end of text of the published GPT-2.
     if config.vocab_size <= 50256:
         described |= {'bos_token_id': None, 'eos_token_id': None}
     return described

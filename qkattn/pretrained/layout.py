@@ -1,8 +1,8 @@
-"""GPT-2's tensors by their published names, and the same numbers as a Decoder's parameters.
+"""The layout of GPT-2's tensors, and its map to the parameters of a Decoder.
 
-Names are those of Radford et al. 2019 as Hugging Face writes them, without the `transformer.` in
-front. Matrices act from the right, [inputs, outputs]; c_attn holds W_Q, W_K and W_V side by side,
-each with its heads one after another.
+Tensors have the names of Hugging Face's GPT-2 (Radford et al. 2019), without the prefix
+`transformer.`. Matrices are [inputs, outputs]; c_attn concatenates W_Q, W_K and W_V, each with its
+heads in order.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from qkattn.model.sites import attention_spec
 
 Tensors = dict[str, np.ndarray]
 
-# Settings that GPT-2's layout holds at any value; all others must be what GPT-2 has.
+# Settings that may have any value in GPT-2's layout; the others have to be those of GPT-2.
 FREE = (
     'd_model',
     'num_layers',
@@ -36,7 +36,7 @@ FREE = (
     'compute_dtype',
 )
 
-# Which parameters a tensor holds, side by side along its last axis.
+# The parameters in each tensor, concatenated along its last axis.
 OUTER = {
     'wte.weight': ['w_embedding_VD'],
     'wpe.weight': ['w_position_TD'],
@@ -69,29 +69,26 @@ HEAD = 'lm_head.weight'  # [V, D]; a second name of wte.weight where embeddings 
 
 
 def require_gpt2(config: ModelConfig) -> None:
-    """Raises LayoutError for the first setting that GPT-2's layout has no place for."""
+    """Raises LayoutError for the first setting that GPT-2's layout cannot hold."""
     try:
         attention_spec(config)
     except SpecError as error:
         raise LayoutError(f'model: {error}') from error
-    sizes = {'num_kv_heads': config.num_heads, 'head_size': config.d_model // config.num_heads}
-    free = {name: getattr(config, name) for name in FREE}
-    gpt2 = ModelConfig(
-        score='qk', value='vo', norm='layernorm', positions='learned', **sizes, **free
-    )
-    given = {name: size for name, size in sizes.items() if getattr(config, name) is None}
-    config = dataclasses.replace(config, **given)
-    for field in dataclasses.fields(config):
-        value, only = getattr(config, field.name), getattr(gpt2, field.name)
-        if value != only:
+    gpt2 = dataclasses.asdict(ModelConfig(score='qk', value='vo', norm='layernorm'))
+    gpt2 |= {'positions': 'learned', **{name: getattr(config, name) for name in FREE}}
+    gpt2 |= {'num_kv_heads': config.num_heads, 'head_size': config.d_model // config.num_heads}
+    for name, supported in gpt2.items():
+        value = getattr(config, name)
+        derived = name in ('num_kv_heads', 'head_size') and value is None
+        if value != supported and not derived:
             raise LayoutError(
-                f'model.{field.name}={value!r} has no place in the GPT-2 layout, which holds '
-                f'{field.name}={only!r} only'
+                f'model.{name}={value!r} has no place in the GPT-2 layout, which supports '
+                f'{name}={supported!r} only'
             )
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a model, by name."""
+    """The shapes of the tensors of a model, by name."""
     D, F, V, T = config.d_model, config.mlp_width, config.vocab_size, config.context
     sizes = dict.fromkeys((*OUTER, *LAYER), (D,)) | {
         'wte.weight': (V, D),
@@ -113,19 +110,19 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def config_of(
     tensors: Mapping[str, np.ndarray], *, num_heads: int, tied: bool | None = None
 ) -> ModelConfig:
-    """Reads every size off the tensors but the number of heads, which leaves no trace in them.
+    """The config of the tensors: all sizes follow from their shapes, except the number of heads.
 
     Args:
-      tied: whether lm_head.weight is a second name of wte.weight; None goes by its numbers.
+      tied: whether lm_head.weight is a second name of wte.weight; None compares the two.
 
     Raises:
-      LayoutError: a tensor is missing, has another shape, or is none of GPT-2's.
+      LayoutError: a tensor is missing, has a wrong shape, or does not belong to GPT-2.
     """
     for name in ('wte.weight', 'wpe.weight', 'h.0.mlp.c_fc.weight'):
         if name not in tensors:
             raise LayoutError(f'tensor {name!r} is missing')
         if tensors[name].ndim != 2:
-            raise LayoutError(f'tensor {name!r} has shape {tensors[name].shape}, not two axes')
+            raise LayoutError(f'tensor {name!r} has shape {tensors[name].shape}, not a matrix')
     same = HEAD in tensors and np.array_equal(tensors[HEAD], tensors['wte.weight'])
     if tied is None:
         tied = same or HEAD not in tensors
@@ -150,7 +147,7 @@ def config_of(
         if tensors[name].shape != shape:
             hint = ''
             if tensors[name].shape == shape[::-1]:
-                hint = '; load_gpt2 reads matrices as [inputs, outputs], load_nanogpt transposed'
+                hint = '; load_gpt2 expects [inputs, outputs], load_nanogpt the transpose'
             raise LayoutError(f'tensor {name!r} has shape {tensors[name].shape}, not {shape}{hint}')
     unexpected = sorted(set(tensors) - set(expected) - ({HEAD} if tied else set()))
     if unexpected:
@@ -160,21 +157,21 @@ def config_of(
 
 
 def to_params(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict:
-    """The parameters of Decoder(config), float32, from tensors that `config_of` accepts."""
+    """The float32 parameters of Decoder(config), from tensors that `config_of` accepts."""
     target = _parameter_shapes(config)
     flat = {}
 
-    def put(tensor: np.ndarray, paths: list[str]) -> None:
+    def split(tensor: np.ndarray, paths: list[str]) -> None:
         for path, part in zip(paths, np.split(tensor, len(paths), axis=-1), strict=True):
             flat[path] = jnp.asarray(part.reshape(target[path]))
 
     for name, paths in OUTER.items():
         if paths[0] in target:
-            put(tensors[name], paths)
+            split(tensors[name], paths)
     for name, paths in LAYER.items():
         paths = [f'blocks/{path}' for path in paths]
         if paths[0] in target:
-            put(np.stack([tensors[f'h.{i}.{name}'] for i in range(config.num_layers)]), paths)
+            split(np.stack([tensors[f'h.{i}.{name}'] for i in range(config.num_layers)]), paths)
     if not config.tied_embeddings:
         flat['w_output_DV'] = jnp.asarray(tensors[HEAD].T)
     assert set(flat) == set(target), set(flat) ^ set(target)
@@ -182,10 +179,10 @@ def to_params(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict:
 
 
 def to_tensors(config: ModelConfig, params: dict) -> Tensors:
-    """The tensors of `params`, float32; a model without biases gets biases of zero.
+    """The float32 tensors of `params`; a model without biases gets zero biases.
 
     Raises:
-      LayoutError: `config` does not fit GPT-2's layout, or `params` are not those of `config`.
+      LayoutError: GPT-2's layout cannot hold `config`, or `params` are not those of `config`.
     """
     require_gpt2(config)
     flat, target = traverse_util.flatten_dict(params, sep='/'), _parameter_shapes(config)
@@ -196,19 +193,20 @@ def to_tensors(config: ModelConfig, params: dict) -> Tensors:
             raise LayoutError(
                 f'parameter {path!r} has shape {flat[path].shape}, but the config gives {shape}'
             )
-    tensors, wanted = {}, shapes(dataclasses.replace(config, biases=True))
+    tensors: Tensors = {}
+    expected = shapes(dataclasses.replace(config, biases=True))
 
-    def joined(paths: list[str], shape: tuple[int, ...]) -> np.ndarray:
+    def concatenated(paths: list[str], shape: tuple[int, ...]) -> np.ndarray:
         if paths[0] not in target:
             return np.zeros(shape, np.float32)
         parts = [np.asarray(flat[path], np.float32).reshape(*shape[:-1], -1) for path in paths]
         return np.concatenate(parts, axis=-1)
 
     for name, paths in OUTER.items():
-        tensors[name] = joined(paths, wanted[name])
+        tensors[name] = concatenated(paths, expected[name])
     for name, paths in LAYER.items():
-        shape = (config.num_layers, *wanted[f'h.0.{name}'])
-        layers = joined([f'blocks/{path}' for path in paths], shape)
+        shape = (config.num_layers, *expected[f'h.0.{name}'])
+        layers = concatenated([f'blocks/{path}' for path in paths], shape)
         tensors |= {f'h.{i}.{name}': layer for i, layer in enumerate(layers)}
     if not config.tied_embeddings:
         tensors[HEAD] = np.ascontiguousarray(np.asarray(flat['w_output_DV'], np.float32).T)

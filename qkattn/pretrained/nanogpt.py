@@ -1,6 +1,7 @@
-"""GPT-2's layout with matrices of torch.nn.Linear, as nanoGPT and its descendants save it."""
+"""GPT-2's layout with transposed matrices, as saved by nanoGPT and its descendants."""
 
 import dataclasses
+import importlib
 import os
 import pickle
 from collections.abc import Mapping
@@ -11,12 +12,12 @@ import numpy as np
 
 from qkattn.config import ModelConfig
 from qkattn.errors import LayoutError
-from qkattn.pretrained.files import cleaned, read_safetensors
 from qkattn.pretrained.layout import config_of, to_params
+from qkattn.pretrained.tensors import normalized, read_safetensors
 
-# nn.Linear keeps [outputs, inputs].
+# torch.nn.Linear stores [outputs, inputs].
 TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
-# nanoGPT's arguments as fields of ModelConfig; dropout belongs to training.
+# nanoGPT's arguments and the fields of ModelConfig; dropout is not part of a trained model.
 ARGUMENTS = {
     'block_size': 'context',
     'vocab_size': 'vocab_size',
@@ -30,25 +31,21 @@ ARGUMENTS = {
 def load_nanogpt(
     source: str | os.PathLike[str] | Mapping[str, Any], *, num_heads: int | None = None
 ) -> tuple[ModelConfig, dict]:
-    """Reads nanoGPT weights as a model config and the parameters of its Decoder, in float32.
+    """Reads a nanoGPT as a model config and the float32 parameters of its Decoder.
 
-    Models with and without biases, padded vocabularies, tied or untied output matrices. The
-    config has the exact GELU, which is what nanoGPT's MLP applies (`nn.GELU()`).
+    Models may have biases or none, a padded vocabulary, a tied or an untied output matrix. The
+    config has the exact GELU of nanoGPT's MLP (`nn.GELU()`).
 
     Args:
-      source: a checkpoint .pt (needs torch, and loads tensors and plain values only), a
+      source: a checkpoint .pt (requires torch, and loads tensors and plain values only), a
         .safetensors file, or a dictionary: of arrays by name, or a whole checkpoint with 'model'
         and 'model_args'. Arrays may be numpy, jax or torch.
-      num_heads: N, required where there are no 'model_args', since no tensor shows it.
+      num_heads: N, required without 'model_args', since the shapes do not determine it.
 
     Raises:
-      LayoutError: the weights are not of this layout, or torch is needed and missing.
+      LayoutError: the tensors are not of this layout, or torch is required and missing.
     """
-    if isinstance(source, Mapping):
-        loaded = source
-    else:
-        path = Path(source)
-        loaded = read_safetensors(path) if path.suffix == '.safetensors' else _read_torch(path)
+    loaded = source if isinstance(source, Mapping) else _read(Path(source))
     arguments = None
     if 'model' in loaded and isinstance(loaded['model'], Mapping):
         arguments = loaded.get('model_args')
@@ -56,10 +53,10 @@ def load_nanogpt(
     if arguments is not None and num_heads is None:
         num_heads = arguments['n_head']
     if num_heads is None:
-        raise LayoutError("num_heads is required: there are no 'model_args' with the weights")
+        raise LayoutError("num_heads is required: there are no 'model_args' beside the tensors")
     tensors = {
         name: np.ascontiguousarray(tensor.T) if name.endswith(TRANSPOSED) else tensor
-        for name, tensor in cleaned(loaded).items()
+        for name, tensor in normalized(loaded).items()
     }
     config = config_of(tensors, num_heads=num_heads)
     _check_arguments(arguments, config)
@@ -67,25 +64,29 @@ def load_nanogpt(
 
 
 def _check_arguments(arguments: Mapping[str, Any] | None, config: ModelConfig) -> None:
-    """What a checkpoint says about itself must be what its tensors show."""
+    """Requires the arguments in a checkpoint to agree with its tensors."""
     for name, value in ({} if arguments is None else arguments).items():
         if name == 'dropout':
             continue
         if name not in ARGUMENTS:
             raise LayoutError(f'model_args: {name}={value!r} is not an argument of nanoGPT')
-        found = getattr(config, ARGUMENTS[name])
-        if found != value:
+        actual = getattr(config, ARGUMENTS[name])
+        if actual != value:
             raise LayoutError(
-                f'model_args: {name}={value!r} does not fit the tensors, which have {found!r}'
+                f'model_args: {name}={value!r} does not fit the tensors, which have {actual!r}'
             )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    return read_safetensors(path) if path.suffix == '.safetensors' else _read_torch(path)
 
 
 def _read_torch(path: Path) -> dict[str, Any]:
     try:
-        import torch
+        torch = importlib.import_module('torch')  # optional, and slow to import
     except ImportError as error:
         raise LayoutError(
-            f'{path.name} needs torch to be read: install torch, or save the weights as '
+            f'{path.name} can only be read with torch: install torch, or save the tensors as '
             'safetensors or as a dictionary of numpy arrays'
         ) from error
     try:

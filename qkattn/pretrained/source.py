@@ -1,5 +1,6 @@
-"""Models from wherever they are: runs, weights directories, published files."""
+"""Models by path: runs, exported parameters, published files."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -16,21 +17,22 @@ from qkattn.pretrained.gpt2 import load_gpt2
 from qkattn.pretrained.nanogpt import load_nanogpt
 from qkattn.run.records import read_json
 from qkattn.train import exported
+from qkattn.train.checkpoint import Checkpoints
 
 
 def load_any(
     source: str | os.PathLike[str], *, trial: int = 0, num_heads: int | None = None
 ) -> tuple[ModelConfig, dict]:
-    """Settings and parameters of a model, its kind told by what lies at `source`.
+    """The config and parameters of the model at `source`, whose kind follows from its files.
 
     Args:
-      source: a run directory or a weights directory; a directory or .safetensors file of GPT-2
-        weights in the Hugging Face layout; a nanoGPT .pt checkpoint.
-      trial: which trial of a run.
-      num_heads: for weights that come without settings.
+      source: a run directory or a directory of exported parameters; a directory or .safetensors
+        file of a GPT-2 in the Hugging Face layout; a nanoGPT .pt checkpoint.
+      trial: index of the trial of a run.
+      num_heads: for published files without a config.
 
     Raises:
-      ConfigError: nothing of these kinds, or the file is damaged or of another layout.
+      ConfigError: `source` is none of these, or it is damaged or of another layout.
     """
     path = Path(source)
     if not path.exists():
@@ -45,14 +47,14 @@ def load_any(
 
 
 def load_model(source: str | os.PathLike[str], *, trial: int = 0) -> Transformer:
-    """The model of `load_any`, ready to compute in its own dtype."""
+    """The model of `load_any`, with parameters in its compute dtype."""
     config, params = load_any(source, trial=trial)
     dtype = jnp.dtype(config.compute_dtype)
     return with_params(config, jax.tree.map(lambda p: jnp.asarray(p, dtype), params))
 
 
 def settings_of(source: str | os.PathLike[str]) -> Config | None:
-    """The settings of the run that lies at `source`; None where weights alone do."""
+    """The config of the run at `source`; None if `source` is not a run directory."""
     path = Path(source) / 'config.json'
     if not (Path(source) / 'checkpoints').is_dir() or not path.exists():
         return None
@@ -63,22 +65,18 @@ def tokenizer_of_run(source: str | os.PathLike[str], config: Config) -> Tokenize
     """The tokenizer that the run at `source` was trained with.
 
     Raises:
-      ConfigError: the data has changed since, and with it the vocabulary that it gives.
+      ConfigError: the data has changed since the run, and its vocabulary with it.
     """
-    from qkattn.train.checkpoint import Checkpoints
-
     tokenizer = tokenizer_of(config.data)
-    checkpoints = Checkpoints(Path(source).absolute() / 'checkpoints', read_only=True)
-    try:
+    directory = Path(source).absolute() / 'checkpoints'
+    with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
         record = checkpoints.record()
-    finally:
-        checkpoints.close()
     if record is not None:
         data = record['data']
         trained_with = data.get('source', data)['tokenizer']
         if tokenizer.name != trained_with:
             raise ConfigError(
-                f'{source} was trained with the tokenizer {trained_with}, but its data, which has '
-                f'changed since, gives {tokenizer.name}; put the data back as it was'
+                f'{source} was trained with the tokenizer {trained_with}, but its data has changed '
+                f'since then and gives {tokenizer.name}; restore the data'
             )
     return tokenizer

@@ -1,12 +1,15 @@
 """Runs the scripts as a user does, in a process, on a study that takes seconds."""
 
+import logging
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from absl import app, flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,5 +80,31 @@ def script(start):
         process = start(name, *flags, **popen)
         stdout, stderr = process.communicate(timeout=300)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    return run
+
+
+@pytest.fixture
+def script_here(tmp_path, tmp_path_factory, monkeypatch, capsys):
+    """As `script`, but in this process, where imports and compiled programs are kept."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('QKATTN_DATA', str(tmp_path_factory.getbasetemp() / 'scripts-data'))
+    app.define_help_flags()
+    known, logger = set(flags.FLAGS), logging.getLogger('qkattn')
+
+    def run(name: str, *arguments: str) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, 'argv', [name, *arguments])
+        handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+        try:
+            runpy.run_module(f'experiments.{name}', run_name='__main__')
+            code = 0
+        except SystemExit as stopped:
+            code = stopped.code or 0
+        finally:
+            for flag in set(flags.FLAGS) - known:
+                delattr(flags.FLAGS, flag)
+            flags.FLAGS.unparse_flags()
+            logger.handlers, logger.level, logger.propagate = handlers, level, propagate
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
     return run

@@ -1,28 +1,16 @@
-"""Checkpoints and GPT-2 files converted from the command line; the text stays the same."""
+"""Runs and GPT-2 files converted from the command line; the generated text stays the same."""
+
+import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 from qkattn.config import ModelConfig
+from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.pretrained import load_gpt2, save_gpt2
-from qkattn.train import exported
-
-RUN = """
-from qkattn.config import *
-
-def get_config():
-    return to_config_dict(
-        Config(
-            model=ModelConfig(num_layers=2, num_heads=2, context=24, d_model=32),
-            data=DataConfig(eval_sequences=8),
-            optimizer=OptimizerConfig(warmup_steps=2),
-            train=TrainConfig(num_steps=20, batch_size=4, steps_per_dispatch=10, log_every=10,
-                              eval_every=20, checkpoint_every=20, lifting='map'),
-            trials=TrialsConfig(seeds=(0, 1)),
-        )
-    )
-"""
+from qkattn.train import exported, train
 
 
 def succeed(done):
@@ -30,27 +18,31 @@ def succeed(done):
     return done.stdout
 
 
-def test_a_run_is_converted_writes_the_same_text_and_trains_on(script, tmp_path):
-    (tmp_path / 'small.py').write_text(RUN)
-    succeed(script('train', '--config=small.py', '--workdir=run'))
+def test_a_run_is_converted_generates_the_same_text_and_trains_on(
+    script, script_here, tiny, tmp_path
+):
+    config = tiny(model={'context': 24})
+    train(config, tmp_path / 'run')
     flags = ('--source=run', '--trial=1', '--apply=merge', '--out=merged')
-    said = succeed(script('convert', *flags))
-    assert 'merge: merged/vo, largest relative logit change' in said
-    assert float(said.split('logit change ')[1].split()[0]) < 1e-4
-    assert 'without optimizer state' in said
-    greedy = ('--prompt=def f(', '--num_tokens=12', '--temperature=0')
-    want = succeed(script('generate', '--source=run', '--trial=1', *greedy))
-    assert succeed(script('generate', '--source=merged', *greedy)) == want
+    printed = succeed(script('convert', *flags))
+    assert 'merge: merged/vo, largest relative logit change' in printed
+    assert float(printed.split('logit change ')[1].split()[0]) < 1e-4
+    assert 'without optimizer state' in printed
+    greedy = ('--prompt=def f(', '--num_tokens=12', '--temperature=0', f'--data={config.data.name}')
+    text = succeed(script_here('generate', '--source=run', '--trial=1', *greedy))
+    assert succeed(script_here('generate', '--source=merged', *greedy)) == text
 
-    again = script('convert', *flags)
-    assert again.returncode == 2 and 'already holds weights' in again.stderr
-    on = ('--config.model.score=merged', '--config.train.init_from=merged', '--workdir=on')
-    succeed(script('train', '--config=small.py', *on))
-    other = script('train', '--config=small.py', '--workdir=w', '--config.train.init_from=merged')
-    assert other.returncode == 2 and 'parameter blocks.attention.score' in other.stderr
+    again = script_here('convert', *flags)
+    assert again.returncode == 2 and 'already holds' in again.stderr
+    init_from = dataclasses.replace(config.train, init_from=str(tmp_path / 'merged'))
+    other = dataclasses.replace(config, train=init_from)
+    with pytest.raises(ConfigError, match='parameter blocks.attention.score'):
+        train(other, tmp_path / 'other')
+    merged = dataclasses.replace(config.model, score='merged')
+    train(dataclasses.replace(other, model=merged), tmp_path / 'on')
 
 
-def test_a_gpt2_model_is_merged_and_writes_the_same_text(script, tmp_path):
+def test_a_gpt2_model_is_merged_and_generates_the_same_text(script_here, tmp_path):
     config = ModelConfig(
         d_model=32, num_layers=2, num_heads=4, context=24, vocab_size=90, biases=True
     )
@@ -59,18 +51,22 @@ def test_a_gpt2_model_is_merged_and_writes_the_same_text(script, tmp_path):
         lambda a: (0.3 * rng.standard_normal(a.shape)).astype(np.float32), abstract_params(config)
     )
     save_gpt2(config, params, tmp_path / 'gpt2')
-    succeed(script('convert', '--source=gpt2', '--apply=merge', '--out=merged'))
+    succeed(script_here('convert', '--source=gpt2', '--apply=merge', '--out=merged'))
     assert exported.load(tmp_path / 'merged')[0].score == 'merged'
     greedy = ('--prompt_tokens=5 17 80', '--num_tokens=16', '--temperature=0')
-    want = succeed(script('generate', '--source=gpt2', *greedy))
-    assert len(want.split()) == 16
-    assert succeed(script('generate', '--source=merged', *greedy)) == want
+    text = succeed(script_here('generate', '--source=gpt2', *greedy))
+    assert len(text.split()) == 16
+    assert succeed(script_here('generate', '--source=merged', *greedy)) == text
 
-    succeed(script('convert', '--source=gpt2', '--layout=gpt2', '--out=copy'))
-    _, copied = load_gpt2(tmp_path / 'copy')
-    jax.tree.map(np.testing.assert_array_equal, copied, params)
-    flags = ('--source=merged', '--layout=gpt2', '--out=no')
-    refused = script('convert', *flags)
-    assert refused.returncode == 2 and "score='merged' has no place" in refused.stderr
-    refused = script('convert', '--source=gpt2', '--apply=to_shared')
-    assert refused.returncode == 2 and 'to_shared is refused: layer 0' in refused.stderr
+    succeed(script_here('convert', '--source=gpt2', '--layout=gpt2', '--out=copy'))
+    jax.tree.map(np.testing.assert_array_equal, load_gpt2(tmp_path / 'copy')[1], params)
+    printed = succeed(script_here('convert', '--source=gpt2', '--apply=truncate(rank=2)'))
+    assert 'layer 1: rank 2 leaves out' in printed and 'wrote' not in printed
+    for flags, message in (
+        (['--source=merged', '--layout=gpt2', '--out=no'], "score='merged' has no place"),
+        (['--source=gpt2', '--apply=to_shared'], 'to_shared is refused: layer 0'),
+        (['--source=absent', '--apply=merg'], "unknown conversion 'merg'"),
+        ([], '--source is required; conversions are to_standard, merge'),
+    ):
+        done = script_here('convert', *flags)
+        assert done.returncode == 2 and message in done.stderr and 'Traceback' not in done.stderr

@@ -34,6 +34,7 @@ def run(tmp_path_factory):
             num_heads=2,
             context=16,
             vocab_size=32,
+            scan_unroll=1,
         ),
         data=DataConfig(
             name='parallel',
@@ -59,15 +60,15 @@ def run(tmp_path_factory):
     return path / 'run', results
 
 
-def test_text_and_files_are_translated_line_by_line(script, run, tmp_path):
+def test_text_and_files_are_translated_line_by_line(script, script_here, run, tmp_path):
     source = f'--source={run[0]}'
 
-    def out(*flags):
-        done = script('translate', source, *flags)
+    def out(*flags, start=script_here):
+        done = start('translate', source, *flags)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    both = out('--text=cat dog\nhen ox')
+    both = out('--text=cat dog\nhen ox', start=script)
     assert both.count('\n') == 2 and both.endswith('\n') and len(both) > 4
     # The run is of lower-cased text. The last line needs no end.
     (tmp_path / 'in.en').write_text('CAT Dog\n\n   \nhen ox')
@@ -76,33 +77,26 @@ def test_text_and_files_are_translated_line_by_line(script, run, tmp_path):
     assert (tmp_path / 'out.xx').read_text() == f'{first}\n\n\n{second}\n'
     assert out('--text=cat dog\nhen ox', '--trial=1', '--beam=1') != both
 
-    done = script('translate', source, '--text=cat', '--out=out.xx')
+    done = script_here('translate', source, '--text=cat', '--out=out.xx')
     assert done.returncode == 2 and '--out=out.xx exists' in done.stderr
     assert (tmp_path / 'out.xx').read_text().startswith(first)
 
 
-def test_scores_are_those_of_the_run(script, run):
+def test_scores_are_those_of_the_run(script_here, run):
     path, results = run
-    done = script('translate', f'--source={path}', '--score=validation', '--trial=1')
+    done = script_here('translate', f'--source={path}', '--score=validation', '--trial=1')
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found['split'] == 'validation' and found['beam'] == 2 and found['max_sources'] is None
+    scores = json.loads(done.stdout)
+    assert scores['split'] == 'validation' and scores['beam'] == 2 and scores['max_sources'] is None
     for name in ('bleu', 'chrf', 'exact_match', 'num_sentences'):
-        assert found[name] == pytest.approx(results[1][f'val_{name}'])
-    done = script(
-        'translate',
-        f'--source={path}',
-        '--score=train',
-        '--max_sources=7',
-        '--beam=1',
-        '--length_penalty=0.5',
-    )
-    found = json.loads(done.stdout)
-    assert (found['num_sentences'], found['beam'], found['length_penalty']) == (7, 1, 0.5)
+        assert scores[name] == pytest.approx(results[1][f'val_{name}'])
+    flags = ('--score=train', '--max_sources=7', '--beam=1', '--length_penalty=0.5')
+    scores = json.loads(script_here('translate', f'--source={path}', *flags).stdout)
+    assert (scores['num_sentences'], scores['beam'], scores['length_penalty']) == (7, 1, 0.5)
 
 
 @pytest.mark.parametrize(
-    ('flags', 'said'),
+    ('flags', 'message'),
     [
         (['--source=absent', '--text=a'], '--source=absent is not the directory of a training run'),
         (['--text=a'], '--source=DIRECTORY is required'),
@@ -116,32 +110,32 @@ def test_scores_are_those_of_the_run(script, run):
         (['--score=validation', '--max_sources=-1'], 'decode.max_sources=-1 must be at least 1'),
         (['--score=validation', '--text=cat'], '--score and --text exclude each other'),
         (['--score=validation', '--out=x'], '--score and --out exclude each other'),
-        (['--text=cat', '--max_sources=1'], '--max_sources is of --score'),
+        (['--text=cat', '--max_sources=1'], '--max_sources applies to --score only'),
     ],
     ids=str,
 )
-def test_bad_input_is_one_sentence(script, run, tmp_path, flags, said):
-    if not any(flag.startswith('--source') for flag in flags) and said[:8] != '--source':
+def test_bad_input_is_one_sentence(script_here, run, tmp_path, flags, message):
+    if not any(flag.startswith('--source') for flag in flags) and message[:8] != '--source':
         flags = [f'--source={run[0]}', *flags]
-    done = script('translate', *flags)
+    done = script_here('translate', *flags)
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr and 'Traceback' not in done.stderr
+    assert message in done.stderr and 'Traceback' not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / 'x').exists()
 
 
-def test_a_vocabulary_that_the_run_did_not_have_is_refused(script, run):
+def test_a_vocabulary_that_the_run_did_not_have_is_refused(script_here, run):
     path, _ = run
     files = [path.parent / f'train.{language}' for language in ('en', 'xx')]
     before = [file.read_text() for file in files]
     try:
         for file, text in zip(files, before, strict=True):
             file.write_text(f'{text}\nzebu')
-        done = script('translate', f'--source={path}', '--text=cat')
+        done = script_here('translate', f'--source={path}', '--text=cat')
     finally:
         for file, text in zip(files, before, strict=True):
             file.write_text(text)
     assert done.returncode == 2
-    (said,) = [line for line in done.stderr.splitlines() if 'was trained with' in line]
-    assert 'tokenizer characters-' in said and 'put the data back as it was' in said
+    (message,) = [line for line in done.stderr.splitlines() if 'was trained with' in line]
+    assert 'tokenizer characters-' in message and 'restore the data' in message
     assert done.stdout == ''

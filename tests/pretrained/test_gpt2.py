@@ -98,7 +98,7 @@ def test_narrow_weights_are_widened_exactly_and_said(caplog, tmp_path, dtype):
         config, params = load_gpt2(write(tmp_path, narrow))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
     np.testing.assert_array_equal(params['w_embedding_VD'], narrow['wte.weight'].astype(np.float32))
-    assert f'{np.dtype(dtype).name} are widened to float32' in caplog.text
+    assert f'{np.dtype(dtype).name} tensors are widened to float32' in caplog.text
 
 
 @pytest.mark.parametrize('tied', [True, False])
@@ -212,7 +212,7 @@ def put(name, shape, dtype=np.float32):
         (put('h.1.attn.c_attn.weight', (48, 16)), r'c_attn.weight.* \(48, 16\), not \(16, 48\)'),
         (put('wte.weight', (V, D), np.float64), "'wte.weight' is of float64"),
         (put('lm_head.weight', (V, D)), "'lm_head.weight' differs from 'wte.weight'"),
-        (put('transformer.ln_f.bias', (D,)), "'ln_f.bias' is there twice"),
+        (put('transformer.ln_f.bias', (D,)), "'ln_f.bias' occurs twice"),
         (put('h.3.ln_1.weight', (D,)), "tensor 'h.3.ln_1.bias' is missing"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Named tensors from files or dictionaries, under one set of names and as float32."""
+"""Named tensors from files or dictionaries, as float32 numpy arrays under GPT-2's names."""
 
 import json
 import logging
@@ -14,16 +14,16 @@ from safetensors.numpy import load_file
 from qkattn.errors import LayoutError
 from qkattn.pretrained.layout import Tensors
 
-# What wrappers put in front: torch.compile, DataParallel, and the Hugging Face model with a head.
+# Prefixes of torch.compile, of DataParallel, and of the Hugging Face model with a head.
 PREFIXES = ('_orig_mod.', 'module.', 'transformer.')
-# Causal masks that older versions saved with the weights.
+# Causal masks that older versions saved among the parameters.
 MASKS = re.compile(r'h\.\d+\.attn\.(bias|masked_bias)')
 
 log = logging.getLogger(__name__)
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a .safetensors file, or of all the files that a .index.json lists.
+    """All tensors of a .safetensors file, or of the files that a .index.json lists.
 
     Raises:
       LayoutError: the file cannot be read.
@@ -38,7 +38,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file; LayoutError where it cannot be read."""
+    """The contents of a JSON file; LayoutError where it cannot be read."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -46,7 +46,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_safetensors(directory: Path) -> Path:
-    """The weights in a model directory: one file, or the index of several."""
+    """The file with the tensors of a model directory, or the index of several files."""
     names = ('model.safetensors', 'model.safetensors.index.json')
     for name in names:
         if (directory / name).exists():
@@ -54,13 +54,14 @@ def find_safetensors(directory: Path) -> Path:
     raise LayoutError(f'{directory} holds neither {names[0]} nor {names[1]}')
 
 
-def cleaned(named: Mapping[str, Any]) -> Tensors:
-    """GPT-2's own names without wrappers' prefixes and masks; float32 numpy arrays.
+def normalized(named: Mapping[str, Any]) -> Tensors:
+    """The tensors in float32, under GPT-2's names without prefixes; saved masks are left out.
 
     Raises:
-      LayoutError: two tensors with one name, or one that is not of 32 or 16 bit floats.
+      LayoutError: two tensors of one name, or one that does not hold 32- or 16-bit floats.
     """
-    tensors, upcast = {}, {}
+    tensors: Tensors = {}
+    narrow: set[str] = set()
     for original, value in named.items():
         name = original
         while prefix := next((p for p in PREFIXES if name.startswith(p)), None):
@@ -68,27 +69,27 @@ def cleaned(named: Mapping[str, Any]) -> Tensors:
         if MASKS.fullmatch(name):
             continue
         if name in tensors:
-            raise LayoutError(f'tensor {name!r} is there twice, the second time as {original!r}')
-        array, dtype = _numpy(value)
+            raise LayoutError(f'tensor {name!r} occurs twice, the second time as {original!r}')
+        array, dtype = _to_numpy(value)
         if dtype not in ('float32', 'float16', 'bfloat16'):
             raise LayoutError(
-                f'tensor {original!r} is of {dtype}; readable are float32, float16 and bfloat16'
+                f'tensor {original!r} is of {dtype}; supported are float32, float16 and bfloat16'
             )
         if dtype != 'float32':
-            upcast[dtype] = name
+            narrow.add(dtype)
         tensors[name] = array.astype(np.float32)
-    for dtype in upcast:
-        log.info('weights in %s are widened to float32', dtype)
+    for dtype in sorted(narrow):
+        log.info('%s tensors are widened to float32', dtype)
     return tensors
 
 
-def _numpy(value: Any) -> tuple[np.ndarray, str]:
-    """An array or a torch tensor as numpy, and the dtype it had."""
+def _to_numpy(value: Any) -> tuple[np.ndarray, str]:
+    """An array or a torch tensor as a numpy array, and its original dtype."""
     if not hasattr(value, 'detach'):
         array = np.asarray(value)
         return array, array.dtype.name
     dtype = str(value.dtype).removeprefix('torch.')
     value = value.detach().cpu()
-    if dtype == 'bfloat16':  # numpy has no such dtype, and float32 holds each of its numbers
+    if dtype == 'bfloat16':  # not a dtype of numpy; float32 represents it exactly
         value = value.float()
     return value.numpy(), dtype
