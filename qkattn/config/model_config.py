@@ -1,7 +1,7 @@
 """The settings of a model; part of `qkattn.config`, where everything else imports them from."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from qkattn.config.calls import split_variant
 
@@ -129,7 +129,7 @@ class ModelConfig:
         return dataclasses.replace(self, positions=positions, window=None, **variant)
 
 
-def _fields(variant: str | None) -> dict[str, str]:
+def _fields(variant: str | None) -> dict[str, Any]:
     if variant is None:
         return {}
     score, value = split_variant(variant)

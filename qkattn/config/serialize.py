@@ -20,7 +20,7 @@ def to_json(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def from_json(cls: type, values: Mapping[str, Any], where: str = '') -> Any:
+def from_json(cls: Any, values: Mapping[str, Any], where: str = '') -> Any:
     """Builds `cls` from nested values; an unknown or ill-typed field raises ConfigError."""
     types_by_field = typing.get_type_hints(cls)
     if unknown := sorted(set(values) - set(types_by_field)):
@@ -56,7 +56,7 @@ def fingerprint_of(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def to_config_dict(config: Config | Study) -> config_dict.ConfigDict:
+def to_config_dict(config: Any) -> config_dict.ConfigDict:
     """The config as a locked ConfigDict whose optional fields keep their type for overrides."""
     out = config_dict.ConfigDict()
     types_by_field = typing.get_type_hints(type(config))

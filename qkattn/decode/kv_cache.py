@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from qkattn.attention import Cache, visible
 from qkattn.model import Decoder, EncoderDecoder
-from qkattn.model.blocks import Block, CrossBlock
+from qkattn.model.blocks import Block
+from qkattn.model.encoder_decoder import CrossBlock
 
 
 class KVCache(NamedTuple):
@@ -103,20 +104,20 @@ def prefill(
             return block.attention.attend_to(z_BTD, own, mask_BTS, first_query=first)
 
         if not isinstance(block, CrossBlock):
-            return (block.around(attend, x_BTD), updated), None
+            return (block.around([attend], x_BTD), updated), None
         cross_attention, valid_B1S = block.cross_attention, cache.source_valid_BS[:, None]
 
         def cross_attend(z_BTD: jax.Array) -> jax.Array:
             return cross_attention.attend_to(z_BTD, source, valid_B1S, cross=True)
 
-        return (block.around(attend, x_BTD, ask=cross_attend), updated), None
+        return (block.around([attend, cross_attend], x_BTD), updated), None
 
     # The whole cache is carried and updated in place; as an input of the scan it would be copied.
     inputs = (model.blocks, jnp.arange(model.config.num_layers), cache.source)
     (x_BTD, layers), _ = jax.lax.scan(
         layer, (x_BTD, cache.layers), inputs, unroll=model.config.unroll
     )
-    logits_BV = model.logits(model.end(x_BTD[:, -1:]))[:, 0]
+    logits_BV = model.logits(model.normed(x_BTD[:, -1:]))[:, 0]
     return logits_BV, cache._replace(layers=layers, length=first + T)
 
 

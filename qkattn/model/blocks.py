@@ -1,4 +1,4 @@
-"""The parts of a transformer around attention: norm, MLP, block, and the stack of layers."""
+"""The parts of a transformer besides attention: norm, MLP, block, and the stack of blocks."""
 
 import functools
 import zlib
@@ -13,11 +13,13 @@ from qkattn.attention.parameters import weight
 from qkattn.config import ModelConfig
 from qkattn.model.sites import attention_spec
 
+Branch = Callable[[jax.Array], jax.Array]
+
 
 class Norm(nnx.Module):
     """(x - mean) / sd * gain + bias ('layernorm') or x / rms * gain ('rmsnorm'), in float32.
 
-    Weights D, and D more for the bias of a layer norm with biases.
+    Parameters: D, and D more for the bias of a layer norm with biases.
     Ba et al. 2016; Zhang & Sennrich 2019.
     """
 
@@ -35,7 +37,7 @@ class Norm(nnx.Module):
         return out_BTD if self.b_D is None else out_BTD + self.b_D[...]
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     'gelu': functools.partial(jax.nn.gelu, approximate=False),
     'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
     'relu': jax.nn.relu,
@@ -43,9 +45,9 @@ ACTIVATIONS = {
 
 
 class MLP(nnx.Module):
-    """f(x W_in + b_in) W_out + b_out; weights 2 D F.
+    """f(x W_in + b_in) W_out + b_out, where f is GELU (Hendrycks & Gimpel 2016) or ReLU.
 
-    f is GELU (Hendrycks & Gimpel 2016) or ReLU.
+    Parameters: 2 D F, and F + D more with biases.
     """
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
@@ -74,7 +76,7 @@ def drop(x_BTD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP, each a residual branch f beside the stream x.
+    """Attention, then an MLP, each a residual branch f on the stream x.
 
     x + f(norm(x)) (pre-norm, Xiong et al. 2020) or norm(x + f(x)) (post-norm, Vaswani et al. 2017).
     """
@@ -92,98 +94,57 @@ class Block(nnx.Module):
         attention_key, *keys = split_key(dropout_key, 3)
 
         def attend(y_BTD: jax.Array) -> jax.Array:
-            return self.attention(
-                y_BTD,
-                mask_BTS,
-                dropout=self.config.probability_dropout,
-                dropout_key=attention_key,
-            )
+            rate = self.config.probability_dropout
+            return self.attention(y_BTD, mask_BTS, dropout=rate, dropout_key=attention_key)
 
-        return self.around(attend, x_BTD, keys)
+        return self.around([attend], x_BTD, keys)
 
     def around(
-        self, attend: Callable, x_BTD: jax.Array, keys: Sequence[jax.Array | None] = (None, None)
+        self,
+        attends: Sequence[Branch],
+        x_BTD: jax.Array,
+        keys: Sequence[jax.Array | None] | None = None,
     ) -> jax.Array:
-        """The block with `attend` (what the branch reads -> what it adds) as its attention."""
-        x_BTD = self.add(attend, self.attention_norm, x_BTD, keys[0])
-        return self.add_mlp(x_BTD, keys[1])
+        """The block with other functions as its attentions.
 
-    def add(
-        self, branch: Callable, norm: Norm, x_BTD: jax.Array, key: jax.Array | None
-    ) -> jax.Array:
+        Args:
+          attends: from the input of each attention's branch to its output.
+          keys: of the dropout on each branch, the MLP's last; None is no dropout.
+        """
+        *attention_keys, mlp_key = keys or split_key(None, len(attends) + 1)
+        norms = self.attention_norms()
+        for attend, norm, key in zip(attends, norms, attention_keys, strict=True):
+            x_BTD = self.add(attend, norm, x_BTD, key)
+        inner_key = None if mlp_key is None else jax.random.fold_in(mlp_key, 1)
+        return self.add(lambda y_BTD: self.mlp(y_BTD, inner_key), self.mlp_norm, x_BTD, mlp_key)
+
+    def attention_norms(self) -> list[Norm]:
+        return [self.attention_norm]
+
+    def add(self, branch: Branch, norm: Norm, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
         """One residual branch with its norm and dropout."""
         rate = self.config.dropout
         if self.config.norm_position == 'post':
             return norm(x_BTD + drop(branch(x_BTD), rate, key))
         return x_BTD + drop(branch(norm(x_BTD)), rate, key)
 
-    def add_mlp(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
-        inner_key = None if key is None else jax.random.fold_in(key, 1)
-        return self.add(lambda y_BTD: self.mlp(y_BTD, inner_key), self.mlp_norm, x_BTD, key)
 
+def module_key(key: jax.Array, name: str) -> jax.Array:
+    """A key for a module whose parameters have the same names as another module's.
 
-class CrossBlock(Block):
-    """A Block that, between its attention and its MLP, also reads the output of an encoder."""
-
-    def __init__(self, config: ModelConfig, *, key: jax.Array):
-        super().__init__(config, key=key)
-        self.cross_norm = Norm(config)
-        self.cross_attention = Attention(
-            attention_spec(config.cross), key=key_of_part(key, 'cross_attention')
-        )
-
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        mask_BTS: jax.Array,
-        dropout_key: jax.Array | None = None,
-        *,
-        y_BSD: jax.Array,
-        cross_mask_BTS: jax.Array,
-    ) -> jax.Array:
-        """As Block; y_BSD is the encoder's output."""
-        attention_key, cross_key, *keys = split_key(dropout_key, 5)
-        rate = self.config.probability_dropout
-
-        def attend(z_BTD: jax.Array) -> jax.Array:
-            return self.attention(z_BTD, mask_BTS, dropout=rate, dropout_key=attention_key)
-
-        def ask(z_BTD: jax.Array) -> jax.Array:
-            return self.cross_attention(
-                z_BTD, cross_mask_BTS, y_BSD=y_BSD, dropout=rate, dropout_key=cross_key
-            )
-
-        return self.around(attend, x_BTD, keys, ask=ask)
-
-    def around(
-        self,
-        attend: Callable,
-        x_BTD: jax.Array,
-        keys: Sequence[jax.Array | None] = (None, None, None),
-        *,
-        ask: Callable,
-    ) -> jax.Array:
-        """The block with `attend` and `ask` as its self- and cross-attention."""
-        x_BTD = self.add(attend, self.attention_norm, x_BTD, keys[0])
-        x_BTD = self.add(ask, self.cross_norm, x_BTD, keys[1])
-        return self.add_mlp(x_BTD, keys[2])
-
-
-def key_of_part(key: jax.Array, name: str) -> jax.Array:
-    """A key for a part whose parameters have the names of another part's, by which they are drawn.
-
-    Folded with a name, not with a small number: fold_in(key, 1) is split(key, 2)[1], a layer's key.
+    Parameters are initialized by name. The key is folded with the module's name, not with a small
+    number: fold_in(key, 1) is split(key, 2)[1], a layer's key.
     """
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def split_key(key: jax.Array | None, count: int) -> Sequence[jax.Array | None]:
-    """That many keys; that many times None without one."""
-    return [None] * count if key is None else jax.random.split(key, count)
+    """`count` keys; without a key, `count` times None."""
+    return [None] * count if key is None else list(jax.random.split(key, count))
 
 
 def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block] = Block) -> Block:
-    """L blocks as one, every parameter with a leading axis L."""
+    """L blocks as one module, every parameter with a leading axis L."""
     return jax.vmap(lambda key: kind(config, key=key))(jax.random.split(key, config.num_layers))
 
 
@@ -196,13 +157,13 @@ def run_blocks(
     dropout_key: jax.Array | None = None,
     **shared: jax.Array,
 ) -> jax.Array:
-    """Passes x through the stack, layer after layer, in one scan.
+    """Passes x through the stack in one scan over layers.
 
     Args:
-      shared: further arguments of the blocks, the same for all of them.
+      shared: further arguments of the blocks, the same for all layers.
     """
 
-    def layer(x_BTD, inputs):
+    def layer(x_BTD: jax.Array, inputs: tuple) -> tuple[jax.Array, None]:
         block, key = inputs
         return block(x_BTD, mask_BTS, key, **shared), None
 

@@ -7,6 +7,7 @@ program, the cache on the arrays that a layer remembers, all by abstract evaluat
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +43,8 @@ def count(config: ModelConfig) -> dict[str, int]:
     parameters = dict.fromkeys(GROUPS, 0)
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
     for path, leaf in leaves:
-        path = jax.tree_util.keystr(path, simple=True, separator='/')
-        parameters[group_of(path)] += math.prod(leaf.shape)
+        name = jax.tree_util.keystr(path, simple=True, separator='/')
+        parameters[group_of(name)] += math.prod(leaf.shape)
     total = sum(math.prod(leaf.shape) for _, leaf in leaves)
     assert sum(parameters.values()) == total, (parameters, total)
     return {**parameters, 'total': total}
@@ -65,7 +66,9 @@ def flops_per_token(config: ModelConfig) -> float:
 
 def _matmul_flops(jaxpr: Jaxpr) -> int:
     """Sums the dot_generals; a value computed twice is counted once, as the compiler merges it."""
-    flops, values, seen = 0, {}, set()
+    flops = 0
+    values: dict[Any, Any] = {}
+    seen: set[int] = set()
     for equation in jaxpr.eqns:
         inputs = tuple(
             repr(v) if isinstance(v, Literal) else values.get(v, id(v)) for v in equation.invars
@@ -77,8 +80,7 @@ def _matmul_flops(jaxpr: Jaxpr) -> int:
         seen.add(value)
         if equation.primitive.name == 'dot_general':
             (contracted, _), _ = equation.params['dimension_numbers']
-            left = equation.invars[0].aval.shape
-            out = equation.outvars[0].aval.shape
+            left, out = (v.aval.shape for v in (equation.invars[0], equation.outvars[0]))  # type: ignore[attr-defined]
             flops += 2 * math.prod(out) * math.prod(left[axis] for axis in contracted)
         repeats = equation.params['length'] if equation.primitive.name == 'scan' else 1
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):

@@ -12,7 +12,7 @@ class Decoder(Transformer):
     """Causal transformer (Radford et al. 2019): logits of the next token at every position.
 
     Attributes:
-      causal: whether position t sees tokens up to t only.
+      causal: whether position t attends to positions up to t only.
     """
 
     causal: ClassVar[bool] = True
@@ -28,13 +28,13 @@ class Decoder(Transformer):
 
         Args:
           tokens_BT: token ids, T <= config.context.
-          valid_BT: False on padding, which no position reads.
+          valid_BT: False on padding, to which no position attends.
           dropout_key: random key; without it dropout is off.
 
         Raises:
-          ValueError: more positions than config.context.
+          ValueError: more tokens than config.context.
         """
-        self.require_room(tokens_BT)
+        self.check_length(tokens_BT)
         T = tokens_BT.shape[1]
         mask_BTS = visible(T, T, causal=self.causal, valid_BS=valid_BT, window=self.config.window)
         return self.logits(self.run(self.embed(tokens_BT), mask_BTS, dropout_key))

@@ -3,27 +3,66 @@
 import jax
 import jax.numpy as jnp
 
-from qkattn.attention import visible
+from qkattn.attention import Attention, visible
 from qkattn.config import ModelConfig
-from qkattn.model.blocks import CrossBlock, key_of_part, split_key
+from qkattn.model.blocks import Block, Norm, module_key, split_key
+from qkattn.model.sites import attention_spec
 from qkattn.model.transformer import Stream, Transformer
 
 
+class CrossBlock(Block):
+    """A Block that also cross-attends to the encoder's output, after its self-attention."""
+
+    def __init__(self, config: ModelConfig, *, key: jax.Array):
+        super().__init__(config, key=key)
+        self.cross_norm = Norm(config)
+        self.cross_attention = Attention(
+            attention_spec(config.cross), key=module_key(key, 'cross_attention')
+        )
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        mask_BTS: jax.Array,
+        dropout_key: jax.Array | None = None,
+        *,
+        y_BSD: jax.Array | None = None,
+        cross_mask_BTS: jax.Array | None = None,
+    ) -> jax.Array:
+        """As Block; y_BSD is the encoder's output."""
+        attention_key, cross_key, *keys = split_key(dropout_key, 5)
+        rate = self.config.probability_dropout
+
+        def attend(z_BTD: jax.Array) -> jax.Array:
+            return self.attention(z_BTD, mask_BTS, dropout=rate, dropout_key=attention_key)
+
+        def cross_attend(z_BTD: jax.Array) -> jax.Array:
+            return self.cross_attention(
+                z_BTD, cross_mask_BTS, y_BSD=y_BSD, dropout=rate, dropout_key=cross_key
+            )
+
+        return self.around([attend, cross_attend], x_BTD, keys)
+
+    def attention_norms(self) -> list[Norm]:
+        return [self.attention_norm, self.cross_norm]
+
+
 class EncoderDecoder(Transformer):
-    """Encodes a source, then predicts each target token from it and from those before it.
+    """Encodes a source, then predicts each target token from the source and the tokens before it.
 
     Vaswani et al. 2017. Source and target rows may hold several sentence pairs, numbered by
-    segments; a position reads its own pair only and counts positions from its pair's beginning.
+    segments; a token attends to its own pair only, and its position is counted from the beginning
+    of the pair.
 
-    Weights: a Transformer's, whose blocks have a second attention (with its norm) for the encoder's
-    output, and the encoder's Stream, without an embedding where the two are shared.
+    Parameters: a Transformer's, with CrossBlocks, and the encoder's Stream, which has no embedding
+    of its own with config.shared_embeddings.
     """
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         super().__init__(config, key=key, block=CrossBlock)
         self.encoder = Stream(
             config.encoder,
-            key=key_of_part(key, 'encoder'),
+            key=module_key(key, 'encoder'),
             own_embedding=not config.shared_embeddings,
         )
 
@@ -46,9 +85,9 @@ class EncoderDecoder(Transformer):
           dropout_key: random key; without it dropout is off.
 
         Raises:
-          ValueError: more positions than there is room for.
+          ValueError: more tokens than config.context or config.encoder.context.
         """
-        self.require_room(tokens_BT)
+        self.check_length(tokens_BT)
         encoder_key, decoder_key = split_key(dropout_key, 2)
         source_segments_BS = _one_pair(source_BS, source_segments_BS)
         segments_BT = _one_pair(tokens_BT, segments_BT)
@@ -73,7 +112,7 @@ class EncoderDecoder(Transformer):
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """The encoder's output y_BSD; see __call__."""
-        self.encoder.require_room(source_BS, 'model.source_context')
+        self.encoder.check_length(source_BS, 'model.source_context')
         segments_BS = _one_pair(source_BS, source_segments_BS)
         S = source_BS.shape[1]
         shared_VD = self.w_embedding_VD[...] if self.config.shared_embeddings else None

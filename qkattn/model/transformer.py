@@ -1,4 +1,4 @@
-"""What all models share: embedding, positions, one stack of blocks, output."""
+"""What all models share: embedding, positions, a stack of blocks, and the output matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from qkattn.model.blocks import Block, Norm, drop, run_blocks, split_key, stack_
 
 
 class Stream(nnx.Module):
-    """Tokens to a residual stream, through a stack of blocks, to its end.
+    """From tokens to the residual stream after the last block.
 
-    Weights: V D (embedding) + T D (learned positions) + L blocks + D (norm behind the last block,
-    with pre-norm only).
+    Parameters: V D (embedding) + T D (learned positions) + L blocks + the final norm (with pre-norm
+    only).
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Stream(nnx.Module):
         *,
         w_embedding_VD: jax.Array | None = None,
     ) -> jax.Array:
-        """Token embeddings plus the positions that are added to the stream.
+        """Token embeddings plus learned or sinusoidal position embeddings.
 
         Args:
-          positions_BT: of each token; None numbers every row from 0.
-          w_embedding_VD: read instead of an embedding of its own.
+          positions_BT: position of each token; None counts from 0 in every row.
+          w_embedding_VD: the embedding, where it is shared with another Stream.
         """
         table_VD = self.w_embedding_VD[...] if w_embedding_VD is None else w_embedding_VD
         x_BTD = table_VD[tokens_BT]
@@ -71,20 +71,20 @@ class Stream(nnx.Module):
         dropout_key: jax.Array | None = None,
         **shared: jax.Array,
     ) -> jax.Array:
-        """From the embedded tokens to what the last block leaves, normed."""
+        """The stream after all blocks and the final norm, from the embedded tokens."""
         embedding_key, blocks_key = split_key(dropout_key, 2)
         x_BTD = drop(x_BTD, self.config.dropout, embedding_key)
         x_BTD = run_blocks(
             self.blocks, x_BTD, mask_BTS, config=self.config, dropout_key=blocks_key, **shared
         )
-        return self.end(x_BTD)
+        return self.normed(x_BTD)
 
-    def end(self, x_BTD: jax.Array) -> jax.Array:
-        """The norm behind the last block."""
+    def normed(self, x_BTD: jax.Array) -> jax.Array:
+        """The final norm of x; x itself with post-norm."""
         return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
 
-    def require_room(self, tokens_BT: jax.Array, field: str = 'model.context') -> None:
-        """Raises ValueError for more positions than the stream has."""
+    def check_length(self, tokens_BT: jax.Array, field: str = 'model.context') -> None:
+        """Raises ValueError for more tokens than config.context."""
         if tokens_BT.shape[1] > self.config.context:
             raise ValueError(
                 f'{tokens_BT.shape[1]} tokens do not fit into {field}={self.config.context}'
@@ -92,9 +92,9 @@ class Stream(nnx.Module):
 
 
 class Transformer(Stream):
-    """A Stream and the matrix that turns it into logits.
+    """A Stream and an output matrix.
 
-    Weights: a Stream's, and D V more where the output matrix is not the transposed embedding.
+    Parameters: a Stream's, and D V more where the output matrix is not the transposed embedding.
     """
 
     def __init__(self, config: ModelConfig, *, key: jax.Array, block: type[Block] = Block):
@@ -104,7 +104,7 @@ class Transformer(Stream):
         self.w_output_DV = None if tied else weight(key, 'w_output_DV', (D, V), D**-0.5)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Float32 logits_BTV of the stream behind the last block's norm."""
+        """Float32 logits_BTV of the normed stream."""
         w_output_DV = self.w_embedding_VD[...].T if self.w_output_DV is None else self.w_output_DV
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
         return jnp.dot(x_BTD, w_output_DV[...], preferred_element_type=dtype)

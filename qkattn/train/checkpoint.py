@@ -29,7 +29,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, *, read_only: bool = False):
         """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves."""
-        self._directory = directory
+        self.directory = directory
         self._read_only = read_only
         if not read_only:
             shutil.rmtree(directory / TRASH, ignore_errors=True)
@@ -97,7 +97,7 @@ class Checkpoints:
             )
         if steps:
             raise CheckpointError(
-                f'every checkpoint in {self._directory} (steps {steps}) is damaged; '
+                f'every checkpoint in {self.directory} (steps {steps}) is damaged; '
                 'restore one from a copy or use another workdir'
             )
         return None
@@ -121,7 +121,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._manager.close()
         if not self._read_only:
-            shutil.rmtree(self._directory / TRASH, ignore_errors=True)
+            shutil.rmtree(self.directory / TRASH, ignore_errors=True)
 
 
 def checksums(state: dict) -> dict[str, int]:

@@ -32,7 +32,7 @@ def eval_step(config: Config, lifting: str, mesh: Mesh) -> Callable[[dict, dict]
     """The program (params of X trials, one batch) -> the sums of `measure`, each [X]."""
     batch_spec = NamedSharding(mesh, P(BATCH_AXES))
 
-    def evaluate(params, batch):
+    def evaluate(params: dict, batch: dict) -> dict:
         batch = jax.lax.with_sharding_constraint(batch, batch_spec)
         return lift(lambda params: measure(config, params, batch), lifting, mesh)(params)
 

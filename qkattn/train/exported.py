@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -96,7 +97,7 @@ def _load_run(path: Path, trial: int) -> tuple[ModelConfig, dict]:
     trials = len(config.trials.trials())
     if not 0 <= trial < trials:
         raise ConfigError(f'trial={trial} must be in [0, {trials}), the trials of {path}')
-    target = jax.eval_shape(lambda: step.init_stack(config, np.zeros(trials, np.uint32)))
+    target = jax.eval_shape(lambda: step.init_stack(config, jnp.zeros(trials, jnp.uint32)))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), target)
     checkpoints = checkpoint.Checkpoints(path / 'checkpoints', read_only=True)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ def lift(one: Callable, lifting: str, mesh: Mesh) -> Callable:
         return side_by_side
     slices = mesh.shape['trial']
 
-    def mapped(*stacked):
+    def mapped(*stacked: Any) -> Any:
         # Slice i of the mesh holds X / slices trials in a row; a turn takes one of each slice.
         turns = jax.tree.map(
             lambda a: jnp.swapaxes(a.reshape(slices, -1, *a.shape[1:]), 0, 1), stacked

@@ -1,7 +1,7 @@
 """The training loop: one run of X trials, from its directory to its results, resumable anywhere."""
 
+import contextlib
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -15,40 +15,20 @@ from qkattn.config import Config, fingerprint, to_json
 from qkattn.data.pipeline import TrainBatches
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
+from qkattn.errors import ConfigError, Lost, Stopped
 from qkattn.model.sites import validate
 from qkattn.run.files import check_directory
 from qkattn.run.progress import Progress
 from qkattn.run.records import read_json, write_json
 from qkattn.run.run_directory import RunDirectory
 from qkattn.run.signals import StopRequest
-from qkattn.train import exported, results, sharding
-from qkattn.train import program as programs
+from qkattn.train import results, sharding
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.measurements import evaluate
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.placement import local_rows, place_batch
 from qkattn.train.program import Program
-
-log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class _Clock:
-    """Seconds spent in training proper, over all starts of the run."""
-
-    seconds: float
-    tokens: int = 0
-    here: float = 0.0
-
-    def add(self, seconds: float, tokens: int) -> None:
-        self.seconds += seconds
-        self.here += seconds
-        self.tokens += tokens
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self.tokens / self.here if self.here else None
+from qkattn.train.start import Clock, build_program, restore, software_of
 
 
 def train(
@@ -62,19 +42,20 @@ def train(
 ) -> list[dict[str, Any]]:
     """Trains the stack of trials to its end and returns one result per trial, in trial order.
 
-    A finished run returns its results at once; an unfinished one goes on from its newest sound
+    A finished run returns its results at once; an unfinished one resumes at its newest sound
     checkpoint, bitwise as if it had never stopped (same devices, same versions).
 
     Args:
-      command: the command line, recorded.
+      workdir: the run directory.
+      command: the command line, for the record.
       description, runs_left: for the progress bar.
-      lost: asked after every dispatch whether another process has taken the run over.
+      lost: whether another process has taken over the run; called after every dispatch.
 
     Raises:
-      ConfigError: a setting that cannot work, or a workdir of another configuration or in use.
+      ConfigError: an invalid setting, or a workdir that is in use or of another configuration.
       CheckpointError: the checkpoints are damaged, or belong to other data.
-      Stopped: SIGTERM or Ctrl-C came; the state is saved.
-      Lost: the run was taken over.
+      Stopped: on SIGTERM or Ctrl-C; the state is saved.
+      Lost: another process has taken over the run.
     """
     validate(config)
     check_optimizer(config.optimizer)
@@ -89,62 +70,39 @@ def train(
         result_path = directory.path / 'result.json'
         if result_path.exists():
             return read_json(result_path)
-        reached = _Run(config, rows, directory, stop, description, runs_left, lost).run()
+        program = build_program(config, directory.path)
+        with contextlib.closing(Checkpoints(directory.path / 'checkpoints')) as checkpoints:
+            run = _Run(config, rows, directory, program, checkpoints, stop, lost)
+            trial_results = run.to_end(description, runs_left)
         if lost():
             raise Lost(f'{directory.path} was taken over before its results were written')
-        write_json(result_path, reached)
-        return reached
+        write_json(result_path, trial_results)
+        return trial_results
 
 
+@dataclasses.dataclass(frozen=True)
 class _Run:
-    """The live objects of one start of a run."""
+    """One start of a run."""
 
-    def __init__(
-        self,
-        config: Config,
-        rows: Rows,
-        directory: RunDirectory,
-        stop: StopRequest,
-        description: str,
-        runs_left: int | None,
-        lost: Callable[[], bool],
-    ):
-        self.config, self.rows, self.directory, self.stop = config, rows, directory, stop
-        self.trials = config.trials.trials()
-        self.program = self._build()
-        self.checkpoints = Checkpoints(directory.path / 'checkpoints')
-        self.description, self.runs_left, self.lost = description, runs_left, lost
-        train = config.train
-        self.tokens_per_step = len(self.trials) * train.batch_size * config.model.context
+    config: Config
+    rows: Rows
+    directory: RunDirectory
+    program: Program
+    checkpoints: Checkpoints
+    stop: StopRequest
+    lost: Callable[[], bool]
 
-    def _build(self) -> Program:
-        """Compiles; the lifting is chosen once per run, since the last bits depend on it."""
-        params = None
-        if self.config.train.init_from is not None:
-            _, params = exported.load(self.config.train.init_from)
-            exported.check(self.config.model, params, self.config.train.init_from)
-        path = self.directory.path / 'lifting.json'
-        if path.exists():
-            return programs.build(self.config, read_json(path)['lifting'], params)
-        program = programs.build(self.config, params=params)
-        measured = {'lifting': program.lifting, 'seconds_per_step': program.measured}
-        write_json(path, measured)
-        return program
-
-    def run(self) -> list[dict[str, Any]]:
-        try:
-            return self._run()
-        finally:
-            self.checkpoints.close()
-
-    def _run(self) -> list[dict[str, Any]]:
+    def to_end(self, description: str, runs_left: int | None) -> list[dict[str, Any]]:
+        """Trains from the newest checkpoint to the last step; the results."""
         config, program, train = self.config, self.program, self.config.train
-        state, step, clock = self._restore()
+        state, step, clock = restore(program, self.checkpoints, self.rows)
         self.directory.metrics.rewind(step, every=train.log_every)
+        seeds = [trial['seed'] for trial in config.trials.trials()]
+        tokens_per_step = len(seeds) * train.batch_size * config.model.context
         part = local_rows(config, program.mesh)
         batches = TrainBatches(
             self.rows,
-            seeds=[trial['seed'] for trial in self.trials],
+            seeds=seeds,
             batch_size=train.batch_size,
             start_step=step,
             num_steps=train.num_steps - step,
@@ -153,92 +111,70 @@ class _Run:
         )
         progress = Progress(
             train.num_steps,
-            self.description,
+            description,
             start_step=step,
-            tokens_per_step=self.tokens_per_step,
-            runs_left=self.runs_left,
+            tokens_per_step=tokens_per_step,
+            runs_left=runs_left,
         )
-        val_loss, held = math.inf, None
+        val_loss, unwritten = math.inf, None
         with batches, progress:
             started, since = time.perf_counter(), step
             for local in batches:
                 batch = place_batch(config, program.mesh, local, part)
-                state, measured = program.train(state, batch)
+                state, metrics = program.train(state, batch)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
-                held = self._record(held)
+                self._write(unwritten)
+                unwritten = None
                 step += train.steps_per_dispatch
                 if self.lost():
                     raise Lost(f'{self.directory.path} was taken over at step {step}')
-                progress.update(step, measured['loss'][-1])
+                progress.update(step, metrics['loss'][-1])
                 if step % train.log_every == 0:
-                    held = step, measured
+                    unwritten = step, metrics
                 evaluating = step % train.eval_every == 0
                 stopping = self.stop.requested and step < train.num_steps
                 saving = stopping or step % train.checkpoint_every == 0 or step == train.num_steps
                 if not (evaluating or saving):
                     continue
-                held = self._record(held)
+                self._write(unwritten)
+                unwritten = None
                 jax.block_until_ready(state)
-                clock.add(time.perf_counter() - started, (step - since) * self.tokens_per_step)
+                clock.add(time.perf_counter() - started, (step - since) * tokens_per_step)
                 if evaluating:
-                    reached = evaluate(config, program, self.rows, state, 'validation')
-                    self.directory.metrics.append(results.of_evaluation(step, reached))
-                    val_loss = float(np.mean(reached.values['loss']))
+                    evaluation = evaluate(config, program, self.rows, state, 'validation')
+                    self.directory.metrics.append(results.of_evaluation(step, evaluation))
+                    val_loss = float(np.mean(evaluation.values['loss']))
                 if saving:
-                    self._save(step, state, val_loss, clock)
+                    # Metrics reach the disk before the checkpoint: a resumed file has no gap.
+                    self.directory.metrics.flush()
+                    record = {'data': self.rows.identity(), 'train_seconds': clock.seconds}
+                    self.checkpoints.save(step, state, record, val_loss)
                 if stopping:
                     raise Stopped(f'stopped at step {step} of {train.num_steps}, state saved')
                 started, since = time.perf_counter(), step
         return self._results(state, clock)
 
-    def _record(self, held: tuple[int, dict[str, jax.Array]] | None) -> None:
+    def _write(self, unwritten: tuple[int, dict[str, jax.Array]] | None) -> None:
         """Writes the metrics of a dispatch: means over its steps, for each trial."""
-        if held is None:
-            return
-        step, measured = held
-        means = {name: np.asarray(v_CX, np.float64).mean(0) for name, v_CX in measured.items()}
-        self.directory.metrics.append({'kind': 'train', 'step': step, **means})
+        if unwritten is not None:
+            step, metrics = unwritten
+            means = {name: np.asarray(v_CX, np.float64).mean(0) for name, v_CX in metrics.items()}
+            self.directory.metrics.append({'kind': 'train', 'step': step, **means})
 
-    def _restore(self) -> tuple[dict, int, _Clock]:
-        found = self.checkpoints.restore(self.program.abstract_state)
-        if found is None:
-            return self.program.init(), 0, _Clock(0.0)
-        state, record = found
-        if record['data'] != self.rows.identity():
-            raise CheckpointError(
-                f'{self.directory.path} was trained on {record["data"]}, but the dataset is '
-                f'{self.rows.identity()}; use the interpreter and data that it began with, '
-                'or another workdir'
-            )
-        step = int(state['step'])
-        self.checkpoints.discard_after(step)
-        log.info('resuming at step %d', step)
-        return state, step, _Clock(record['train_seconds'])
-
-    def _save(self, step: int, state: dict, val_loss: float, clock: _Clock) -> None:
-        # The metrics reach the disk before the checkpoint does: a resumed file has no gap.
-        self.directory.metrics.flush()
-        record = {'data': self.rows.identity(), 'train_seconds': clock.seconds}
-        self.checkpoints.save(step, state, record, val_loss)
-
-    def _provenance(self) -> dict[str, Any]:
-        """What made the numbers; who and where stays in provenance.json."""
-        start = read_json(self.directory.path / 'provenance.json')['starts'][-1]
-        return {name: start[name] for name in ('git', 'python', 'versions', 'devices')}
-
-    def _results(self, state: dict, clock: _Clock) -> list[dict[str, Any]]:
+    def _results(self, state: dict, clock: Clock) -> list[dict[str, Any]]:
+        evaluations = {
+            split: evaluate(self.config, self.program, self.rows, state, split)
+            for split in self.rows.splits[1:]
+        }
+        if self.lost():
+            raise Lost(f'{self.directory.path} was taken over after its last step')
         costs = {
             'train_seconds': clock.seconds,
             'compile_seconds': self.program.compile_seconds,
             'tokens_per_second': clock.tokens_per_second,
             'lifting': self.program.lifting,
         }
-        reached = {
-            split: evaluate(self.config, self.program, self.rows, state, split)
-            for split in self.rows.splits[1:]
-        }
-        if self.lost():
-            raise Lost(f'{self.directory.path} was taken over after its last step')
+        provenance = software_of(self.directory.path)
         return results.of_trials(
-            self.config, self.program, self.rows, state, reached, costs, self._provenance()
+            self.config, self.program, self.rows, state, evaluations, costs, provenance
         )

@@ -93,7 +93,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
     trials = config.trials.trials()
     abstract, abstract_hyper, batch = abstract_inputs(config, mesh)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    hyper = {
+    hyper: dict[str, jax.Array] = {
         name: jax.make_array_from_callback(
             wanted.shape,
             wanted.sharding,
@@ -156,7 +156,7 @@ def _start_from(params: dict | None, state: dict) -> dict:
     if params is None:
         return state
 
-    def place(given, fresh):
+    def place(given: np.ndarray, fresh: jax.Array) -> jax.Array:
         stacked = np.broadcast_to(np.asarray(given, fresh.dtype), fresh.shape)
         return jax.make_array_from_callback(fresh.shape, fresh.sharding, lambda i: stacked[i])
 

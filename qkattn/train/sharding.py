@@ -87,9 +87,9 @@ def _say_once(message: str) -> None:
 def state_shardings(state: dict, mesh: Mesh | AbstractMesh) -> dict:
     """A NamedSharding for every leaf of an (abstract) train state; `step` is replicated."""
 
-    def one(path, leaf):
-        path = jax.tree_util.keystr(path, simple=True, separator='/')
-        return NamedSharding(mesh, P() if path == 'step' else spec(path, leaf.shape, mesh))
+    def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator='/')
+        return NamedSharding(mesh, P() if name == 'step' else spec(name, leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(one, state)
 

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from qkattn.config import Config
 from qkattn.model import build, with_params
 from qkattn.train.lifting import lift
-from qkattn.train.optimizer import optimizer, schedule
+from qkattn.train.optimizer import optimizer
+from qkattn.train.schedules import schedule
 
 
 def init_trial(config: Config, seed: jax.Array) -> dict:
@@ -84,7 +85,7 @@ def gradients(
     else:
         keys = None if key is None else jax.random.split(key, count)
 
-        def add(total, inputs):
+        def add(total: tuple, inputs: tuple) -> tuple[tuple, None]:
             one, one_key = inputs
             return jax.tree.map(jnp.add, total, grad(params, one, one_key)), None
 
@@ -143,12 +144,12 @@ def train_steps(
 ) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
     """The program (state, hyper, batch [C, X, A, B, ...]) -> (state, metrics [C, X]) of C steps."""
 
-    def one_step(state, hyper, batch):
+    def one_step(state: dict, hyper: dict, batch: dict) -> tuple[dict, dict]:
         train_one = functools.partial(train_trial, config, state['step'])
         trials, metrics = lift(train_one, lifting, mesh)(state['trials'], hyper, batch)
         return {'step': state['step'] + 1, 'trials': trials}, metrics
 
-    def many_steps(state, hyper, batches):
+    def many_steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:
         return jax.lax.scan(lambda s, batch: one_step(s, hyper, batch), state, batches)
 
     return many_steps

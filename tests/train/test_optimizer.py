@@ -12,15 +12,10 @@ from qkattn.config import ModelConfig, OptimizerConfig
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.train import train
-from qkattn.train.optimizer import (
-    OPTIMIZERS,
-    SCHEDULES,
-    check_optimizer,
-    decayed,
-    matrix_axes,
-    optimizer,
-    schedule,
-)
+from qkattn.train.muon import matrix_axes
+from qkattn.train.optimizer import OPTIMIZERS, check_optimizer, optimizer
+from qkattn.train.parameter_names import decayed
+from qkattn.train.schedules import SCHEDULES, schedule
 
 MODEL = ModelConfig(d_model=8, num_layers=2, num_heads=2, context=4, vocab_size=16, biases=True)
 RATE, DECAY = 0.1, 0.5

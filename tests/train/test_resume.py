@@ -18,7 +18,7 @@ from qkattn.config import to_json
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.run.records import read_json, read_metrics
 from qkattn.run.signals import EXIT_REQUEUE
-from qkattn.train import checkpoint, loop, train
+from qkattn.train import checkpoint, program, train
 from qkattn.train.checkpoint import Checkpoints
 
 SCRIPT = """
@@ -49,9 +49,9 @@ def outcome(workdir: Path) -> dict:
 
 
 def final_state(config, workdir: Path) -> list[np.ndarray]:
-    program = loop.programs.build(config, 'map')
+    built = program.build(config, 'map')
     checkpoints = Checkpoints(workdir / 'checkpoints')
-    state, _ = checkpoints.restore(program.abstract_state)
+    state, _ = checkpoints.restore(built.abstract_state)
     checkpoints.close()
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
