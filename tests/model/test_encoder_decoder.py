@@ -298,8 +298,8 @@ def test_models_of_other_cells_are_made_equally_large(fields):
     base = dataclasses.replace(CONFIG, d_model=64, d_ff=256, num_heads=4, vocab_size=100)
     target = cost.count(base)['total']
     found = matching.match(dataclasses.replace(base, **fields), target)
-    assert abs(found.weights['total'] / target - 1) <= 1e-3
-    assert found.weights == cost.count(found.config)
+    assert abs(found.parameters['total'] / target - 1) <= 1e-3
+    assert found.parameters == cost.count(found.config)
     assert all(getattr(found.config, name) == value for name, value in fields.items())
 
 
