@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from qkattn.config import DataConfig
+from qkattn.data import pipeline
 from qkattn.data.corpora import stdlib_text
 from qkattn.data.load import load
+from qkattn.data.tasks.language import LanguageRows
+from tests.processes import start_python
 
 ROOT = Path(sysconfig.get_path('stdlib'))
 
@@ -54,42 +57,34 @@ def test_version_names_the_interpreter_and_the_selection(stdlib):
 
 
 RACE = """
-import json, sys
-from qkattn.config import DataConfig
-from qkattn.data.load import load
-print('ready', flush=True)
-sys.stdin.readline()
-dataset = load(DataConfig(data_dir=sys.argv[1]))
-tokens = sum(map(int, dataset.split('train')[:1000]))
-print(json.dumps([dataset.identity(), tokens, 'tensorflow' in sys.modules]))
+    import json, sys, time
+    from pathlib import Path
+    from qkattn.config import DataConfig
+    from qkattn.data import pipeline
+    from qkattn.data.load import load
+    from qkattn.data.tasks.language import LanguageRows
+    root = Path(sys.argv[1])
+    print('ready', flush=True)
+    while not (root / 'go').exists():
+        time.sleep(0.001)
+    dataset = load(DataConfig(data_dir=sys.argv[1]))
+    batch = pipeline.train_batch(LanguageRows(dataset, 64), seed=3, step=12345, batch_size=4)
+    tokens = batch['targets_BT'].tolist()
+    print(json.dumps([dataset.identity(), tokens, 'tensorflow' in sys.modules]))
 """
 
 
-def test_processes_that_race_for_an_empty_directory_agree(stdlib, tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, '-c', RACE, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
+def test_processes_that_race_for_an_empty_directory_read_the_same(stdlib, tmp_path):
+    processes = [start_python(RACE, tmp_path) for _ in range(3)]
     for process in processes:
         assert process.stdout.readline() == 'ready\n', process.communicate()
-    for process in processes:
-        process.stdin.write('\n')
-        process.stdin.flush()
+    (tmp_path / 'go').touch()
+    batch = pipeline.train_batch(LanguageRows(stdlib, 64), seed=3, step=12345, batch_size=4)
     for process in processes:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         # The rest of standard output, so preparation prints nothing there.
-        assert json.loads(out) == [
-            stdlib.identity(),
-            sum(map(int, stdlib.split('train')[:1000])),
-            False,
-        ]
+        assert json.loads(out) == [stdlib.identity(), batch['targets_BT'].tolist(), False]
 
 
 KILLED = """

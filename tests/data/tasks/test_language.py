@@ -12,23 +12,20 @@ def read(rows, split, numbers_B, seed=0, first_place=0):
     return rows.read(split, numbers_B, draws_B2)
 
 
-def test_every_token_but_the_first_is_a_target_once(numbers):
-    rows = LanguageRows(numbers(train=71), 7)
-    assert rows.count('train') == 10
-    assert read(rows, 'train', range(10))['targets_BT'].ravel().tolist() == list(range(1, 71))
-
-
-def test_the_last_token_of_a_split_starts_no_window(numbers):
-    # 70 tokens are 69 targets: 9 windows of 7, not 10.
-    rows = LanguageRows(numbers(train=70), 7)
-    assert rows.count('train') == 9
-    assert read(rows, 'train', [8])['targets_BT'].max() == 63
-
-
-def test_the_longest_length_reads_the_one_window(numbers):
-    rows = LanguageRows(numbers(train=30), 29)
-    assert rows.count('train') == 1
-    assert read(rows, 'train', [0, 0])['tokens_BT'].tolist() == [list(range(29))] * 2
+@pytest.mark.parametrize(
+    ('tokens', 'length', 'count'),
+    [
+        (71, 7, 10),
+        (70, 7, 9),  # 69 targets: the last token starts no window.
+        (30, 29, 1),
+    ],
+)
+def test_every_token_but_the_first_is_a_target_once(numbers, tokens, length, count):
+    rows = LanguageRows(numbers(train=tokens), length)
+    assert rows.count('train') == count
+    batch = read(rows, 'train', range(count))
+    assert batch['tokens_BT'].ravel().tolist() == list(range(count * length))
+    assert batch['targets_BT'].ravel().tolist() == list(range(1, count * length + 1))
 
 
 @pytest.mark.parametrize(
