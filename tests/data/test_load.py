@@ -207,7 +207,12 @@ def test_settings_reach_the_rows(config_of):
     batch = masked.read('train', np.arange(3), np.zeros((3, 2), np.uint64))
     assert batch['loss_weights_BT'].sum() == 3 * 20
     assert isinstance(load(config_of('decoder', 'text').data), TokenDataset)
-    lengths = {'source_context': 20}
-    refused(config_of('encoder_decoder', 'parallel', model=lengths), 'of 40 sentence pairs are lo')
-    config = config_of('encoder_decoder', 'parallel', model=lengths, data={'drop_long': True})
-    assert rows_of(config).identity()['dropped_pairs'] == {'train': 14, 'validation': 8, 'test': 8}
+
+
+def test_long_pairs_are_left_out_where_asked(config_of, files):
+    for language in LINES:
+        with (files / f'train.{language}').open('a') as file:
+            file.write('very ' * 20 + 'long\n')
+    refused(config_of('encoder_decoder', 'parallel'), '1 of 41 sentence pairs are longer')
+    rows = rows_of(config_of('encoder_decoder', 'parallel', data={'drop_long': True}))
+    assert rows.identity()['dropped_pairs'] == {'train': 1, 'validation': 0, 'test': 0}
