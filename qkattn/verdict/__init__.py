@@ -1,4 +1,4 @@
-"""Verdicts on studies: reads a study's files, checks its hygiene, decides; codes and numbers."""
+"""Reads a study's files, checks its hygiene and decides: codes and numbers, no prose."""
 
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import (

@@ -1,4 +1,4 @@
-"""Arms of a study: the trials behind each number, means and intervals over seeds."""
+"""Arms of a study: their trials, and means and intervals over seeds."""
 
 import dataclasses
 import statistics
@@ -15,20 +15,20 @@ from qkattn.verdict.trials import Trial
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One variant at one size, at its tuned settings, and what was found about it.
+    """One variant at one size, at its tuned settings.
 
     Attributes:
       trials: all of them.
-      verdict_trials: those that the arm's numbers may come from: of its verdict run, never of a
-        screening one; in a study without tuning, all.
-      chosen: those of verdict_trials that finished, without tuning those at the best setting; empty
-        where every trial diverged or none has run.
+      verdict_trials: the trials that results are taken from: those of the verdict run, never of a
+        screening run; in a study without tuning, all.
+      chosen: the finished trials of verdict_trials, without tuning only those at the best setting;
+        empty if every trial diverged or none has run.
       val_loss: mean over `chosen`, nats/token.
-      tuning: how far its screening has come; None in a study without tuning.
-      differences: val loss minus the baseline's (nats/token), one for each shared seed; empty where
-        none is shared.
-      difference: what these say; of independent samples (`paired` False) where no seed is shared.
-        None for the baseline and where either has no finished trial.
+      tuning: the state of its tuning; None in a study without tuning.
+      differences: val loss minus the baseline's (nats/token), one for each shared seed; empty if no
+        seed is shared.
+      difference: their mean with its tests; of independent samples (`paired` False) if no seed is
+        shared. None for the baseline and if either arm has no finished trial.
       verdict: None for the baseline and in a study without tuning.
       remarks: hygiene findings about this arm alone.
     """
@@ -56,7 +56,7 @@ class Arm:
 
     @property
     def example(self) -> Trial:
-        """A trial to read what all of the arm share: config, parameters, costs."""
+        """A trial that stands for all in what they share: config, parameter counts, costs."""
         return (self.chosen or self.verdict_trials or self.trials)[0]
 
     @property
@@ -65,14 +65,14 @@ class Arm:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """All learning rates that were run, ascending."""
+        """All learning rates of its trials, ascending."""
         return tuple(sorted({trial.learning_rate for trial in self.trials}))
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best of several learning rates is the smallest or largest that was run.
+        """Whether the best of several learning rates is the smallest or the largest one.
 
-        Of a study without tuning; with it, `bracketed` says more.
+        For a study without tuning; with tuning, see `not_bracketed`.
         """
         rates = sorted({trial.learning_rate for trial in self.verdict_trials})
         return len(rates) > 1 and self.learning_rate in (rates[0], rates[-1])
@@ -83,25 +83,25 @@ class Arm:
 
     @property
     def sweeps(self) -> Mapping[str, Sweep]:
-        """By knob, of those that were screened, in the order of tuning."""
+        """The sweep of each screened knob, in the order of tuning."""
         return self.tuning.sweeps if self.tuning else {}
 
     @property
     def not_bracketed(self) -> tuple[str, ...]:
-        """The tuned knobs whose best value may lie beyond those tried."""
+        """The tuned knobs whose best value has no worse one on both sides."""
         return tuple(knob for knob, sweep in self.sweeps.items() if not sweep.bracketed)
 
     @property
     def blocks(self) -> tuple[Remark, ...]:
-        """Why this arm, by itself, gets no verdict."""
+        """The remarks that withhold the verdict of this arm."""
         return tuple(remark for remark in self.remarks if remark.blocks)
 
     @property
     def not_scaled(self) -> NotScaled | None:
-        """Why its mean is not a point of a scaling law; None where it is one.
+        """Why its mean loss is not used in a scaling fit; None if it is.
 
-        A mean of the seeds that did not diverge flatters an arm, and settings that are not the best
-        make it look worse.
+        The mean over the seeds that did not diverge is biased towards lower losses, and a setting
+        that is not the best one gives higher losses.
         """
         if not self.chosen:
             return NotScaled.NO_LOSSES
@@ -112,12 +112,12 @@ class Arm:
         return NotScaled.NOT_BRACKETED if self.not_bracketed else None
 
     def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
-        """`scale` times a metric of the chosen trials; None unless every one of them has it."""
+        """Mean of `scale` times a metric over the chosen trials; None unless all have it."""
         values = [trial.metrics[field] for trial in self.chosen]
         return estimate([scale * v for v in values]) if values and None not in values else None
 
     def of_runs(self, field: str) -> list[float]:
-        """A per-run number, once for each run of `verdict_trials`."""
+        """A number that all trials of a run share, once for each run of `verdict_trials`."""
         values = {trial.run: getattr(trial, field) for trial in self.verdict_trials}
         return [value for value in values.values() if value is not None]
 
@@ -139,8 +139,8 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
 def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """The finished trials at the setting with the lowest mean val loss.
 
-    A setting at which a seed diverged is considered only when no setting finished all its seeds:
-    its mean would be one over the lucky seeds.
+    A setting with a diverged seed is considered only if every setting has one: its mean is over
+    the seeds that did not diverge, which is biased towards lower losses.
     """
     by_setting: dict[tuple, list[Trial]] = {}
     for trial in trials:
@@ -154,7 +154,7 @@ def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
 
 
 def stopped_early(study: Study, trial: Trial) -> bool:
-    """Whether the trial has trained for fewer steps than its config says."""
+    """Whether the trial was trained for fewer steps than its config states."""
     return trial.num_steps < study.by_name[trial.run].num_steps
 
 
@@ -178,7 +178,7 @@ def _arm(study: Study, trials: tuple[Trial, ...]) -> Arm:
 
 
 def _tuning(study: Study, trials: Sequence[Trial]) -> Tuning:
-    """How far the screening has come, of the settings at which every screening seed ran."""
+    """The state of the tuning, from the settings at which every screening seed has a result."""
     screening = [trial for trial in trials if trial.stage == SCREENING]
     own = dict(zip(tuning.KNOBS, (screening or trials)[0].at, strict=True))
     grids = {

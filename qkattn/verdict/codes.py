@@ -1,4 +1,4 @@
-"""Codes of what a study shows, each with its numbers; `qkattn.report` turns them into prose."""
+"""Codes of findings, each with its numbers; `qkattn.report` turns them into prose."""
 
 import dataclasses
 import enum
@@ -37,9 +37,9 @@ class RemarkCode(enum.Enum):
 
 
 class ReasonCode(enum.Enum):
-    """Why a verdict is what it is; the members of `Reason.data` are in brackets."""
+    """The reason of a verdict; the members of `Reason.data` are in brackets."""
 
-    # Of the tests.
+    # Statistical tests.
     DIVERGED = enum.auto()  # [arm], [baseline]: numbers of diverged trials
     FEW_PAIRS = enum.auto()  # [n] seeds finished in both, [needed] are needed
     EQUIVALENT = enum.auto()  # [p] of equivalence
@@ -47,18 +47,18 @@ class ReasonCode(enum.Enum):
     DIFFERENT_WITHIN_MARGIN = enum.auto()  # [side], [margin] and [p]: equivalent all the same
     DIFFERENT_BUT_DIVERGED = enum.auto()  # [side] on the seeds that are left, [p]
     NOT_SHOWN = enum.auto()  # [p], [p_equivalence]; [detectable] difference
-    # Of what is missing.
+    # Missing results.
     NO_VERDICT_TRIALS = enum.auto()
     NO_BASELINE_TRIALS = enum.auto()  # [baseline]
     BASELINE_BLOCKED = enum.auto()  # [baseline], [remarks] that block it
-    # Caveats, of tuning.
+    # Caveats: uncertainty of the tuning.
     NOT_BRACKETED = enum.auto()  # [whose] ('arm' or 'baseline') [knobs]
     BEYOND_GRID = enum.auto()  # would be [decision], but a better value may lie beyond the grid
     IMPRECISE_OPTIMUM = enum.auto()  # [whose] [knob] may be off by [nats], more than the difference
 
 
 class NotScaled(enum.Enum):
-    """Why the mean loss of an arm is not a point of a scaling law."""
+    """Why the mean loss of an arm is not used in a scaling fit."""
 
     NO_LOSSES = enum.auto()
     DIVERGED = enum.auto()
@@ -70,8 +70,8 @@ class NotScaled(enum.Enum):
 class Remark:
     """A hygiene finding about an arm (variant, size), or about the study where `arm` is None.
 
-    `blocks` says that the arm, or with no arm every one, gets no verdict. `every_arm` says that the
-    finding holds of each arm by itself.
+    A remark that `blocks` withholds the verdict of the arm, or of every arm where `arm` is None.
+    With `every_arm` the finding holds for each arm by itself.
     """
 
     code: RemarkCode
@@ -104,12 +104,13 @@ class Verdict:
     """A decision about one arm against the baseline of its size.
 
     Attributes:
-      decision: what is decided.
-      reasons: of the tests, or why there is no verdict: then also the remarks that block it.
-      caveats: what the tuning of the arm and of the baseline leaves open.
+      decision: better, worse, equivalent, undecided or no verdict.
+      reasons: the outcome of the tests; without a verdict, what is missing and the remarks that
+        block it.
+      caveats: uncertainty that remains from the tuning of the arm or of the baseline.
       p_holm, p_equivalence_holm: p values after Holm's correction; None where nothing was tested.
       detectable: |difference| (nats/token) found with probability 0.8 after that correction.
-      num_comparisons: that Holm's correction is over.
+      num_comparisons: the size of the family that Holm's correction is for.
     """
 
     decision: Decision

@@ -1,4 +1,4 @@
-"""Reads the evaluations during training of a run; a bad line is named and left out."""
+"""Reads the evaluations during training of a run; a bad line is left out and named."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ class Curve:
 def read_curve(
     directory: Path, run: Planned, num_trials: int, problems: list[str]
 ) -> tuple[Curve | None, int | None]:
-    """The curve of a run with `num_trials` results, and the last step that it has logged."""
+    """The curve of a run with `num_trials` results, and its last logged step."""
     path = directory / 'metrics.jsonl'
     if not path.is_file():
         return None, None
@@ -61,7 +61,7 @@ def read_curve(
 
 
 def _per_trial(record: Mapping[str, Any], num_trials: int) -> dict[str, list[float]]:
-    """By field, a value for each trial; `num_trials` is 0 where it is not known."""
+    """The values of all trials by field; `num_trials` is 0 if it is not known."""
     reading.check(record, {'val_loss': tuple[float | None, ...]})
     reading.check(
         record, {name: tuple[float | None, ...] | None for name in LOGGED if name in record}

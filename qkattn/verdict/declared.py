@@ -1,4 +1,4 @@
-"""What a study declares and plans: study.json, and plan.jsonl with one line per run."""
+"""The declaration of a study (study.json) and its plan (plan.jsonl, one line per run)."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from qkattn.verdict.trials import check_stage
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How each arm finds its settings: screening seeds, and the values every grid starts from."""
+    """The tuning of every arm: screening seeds and initial grids."""
 
     seeds: tuple[int, ...]
     max_points: int
@@ -24,12 +24,12 @@ class Tuning:
 
     @property
     def grids(self) -> dict[str, tuple[float, ...]]:
-        """Where the search for each setting starts, in the order of tuning."""
+        """The initial grid of each knob, in the order of tuning."""
         return {knob: getattr(self, f'{knob}s') for knob in KNOBS}
 
     @property
     def knobs(self) -> tuple[str, ...]:
-        """The settings that are tuned: those with more than one value."""
+        """The knobs that are tuned: those with more than one value."""
         return tuple(knob for knob, values in self.grids.items() if len(values) > 1)
 
 
@@ -37,9 +37,9 @@ class Tuning:
 class Declaration:
     """A study as study.json declares it.
 
-    `arms` are (variant, size), where a variant names the destination of saved parameters, too, if
-    the study has several. `matched` and `fill` are None where nothing is matched, `tuning` where
-    nothing is tuned.
+    `arms` are (variant, size). If the study has several destinations of saved parameters, a
+    variant's name includes its destination. `matched` and `fill` are None if nothing is matched,
+    `tuning` if nothing is tuned.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Declaration:
 class Planned:
     """One line of plan.jsonl.
 
-    `directory` is relative to the study, `target` and `residual` are None where nothing is matched,
+    `directory` is relative to the study; `target` and `residual` are None if nothing is matched;
     `config` is the resolved config as JSON.
     """
 
@@ -92,7 +92,7 @@ _CONFIG = {
 
 
 def read_declaration(path: Path) -> Declaration:
-    """Reads study.json; raises ReportError, in one sentence, where it cannot be read."""
+    """Reads study.json; raises ReportError if it cannot be read."""
     if not path.is_file():
         raise ReportError(f'{str(path)!r} does not exist, so this is not a study directory.')
     try:
@@ -146,7 +146,7 @@ def _check_seeds(seeds: tuple[int, ...]) -> None:
 def read_plan(
     path: Path, arms: tuple[tuple[str, str], ...], problems: list[str]
 ) -> dict[str, Planned]:
-    """The runs known so far, by name, in the plan's order; bad lines become problems."""
+    """The planned runs by name, in the plan's order; bad lines become problems."""
     planned: dict[str, Planned] = {}
     verdicts: dict[tuple[str, str], str] = {}
     if not path.is_file():

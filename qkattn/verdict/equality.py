@@ -1,4 +1,4 @@
-"""What differs between arms that are compared, beyond what the study says differs."""
+"""Differences between compared arms that the study does not declare."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +11,9 @@ from qkattn.verdict.reading import flat
 
 # The factors of every study, and the shapes that matching solves for.
 _FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
-# Where things lie and what runs them: they do not enter a result, or only by rounding.
+# Paths and device layout, which affect results at most by rounding.
 _PLACES = ('mesh', 'data.data_dir', 'data.manual_dir')
-# The last: seeds pair where they are shared, whatever else there is.
+# Settings that do not affect results; trials with shared seeds are paired whatever the others are.
 _HARMLESS = (
     'train.steps_per_dispatch',
     'train.log_every',
@@ -30,8 +30,8 @@ _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 def differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     """Settings, data and software that differ between the arms of a size.
 
-    One remark for each that differs, with its values and arms; where it enters results, one more
-    for each arm that differs from the baseline, which gets no verdict.
+    One remark for each setting or fact that differs, with its values and arms. If it can affect
+    results, each arm that differs from the baseline gets a blocking remark as well.
     """
     factors = declared_factors(study)
     for size in study.sizes:
@@ -43,7 +43,7 @@ def differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
 
 def declared_factors(study: Study) -> set[str]:
-    """The settings that may differ: variants', matching's and, where tuned, the knobs'."""
+    """The settings that may differ: those of variants and of matching, and the tuned knobs."""
     fields = {f'model.{name}' for name in _FACTORS}
     for variant in study.variants:
         own = variant.partition('?')[2]
@@ -97,7 +97,7 @@ def _compared(study: Study, size: str, of_arms: Mapping[str, dict[str, Any]]) ->
 
 
 def _software(arms: Sequence[Arm]) -> Iterator[Remark]:
-    """Versions, devices and commits; they explain a difference, and seldom are one."""
+    """Versions, devices and commits, which seldom affect results."""
     facts: dict[str, dict[str, set[tuple[str, str, str]]]] = {}
     dirty = False
     for trial in (trial for arm in arms for trial in arm.trials):

@@ -1,7 +1,6 @@
-"""What a study shows: differences to the baseline, verdicts, tuning, what stands in their way.
+"""The findings of a study: differences from the baseline, verdicts, scaling fits, remarks.
 
-Computed once from the files, for every table, figure and page; all statistics are those of
-`qkattn.stats`.
+Computed once for all tables, figures and pages; the statistics are those of `qkattn.stats`.
 """
 
 import dataclasses
@@ -18,9 +17,9 @@ from qkattn.verdict.load import Study
 class Scaling:
     """Loss against parameters over the sizes of one variant.
 
-    Each of the two has a `problem`, and then its numbers are not to be shown. `multiplier` is how
-    many of the baseline's parameters one of the variant's is worth; None for the baseline and where
-    it has no results.
+    `multiplier` is how many parameters of the baseline one of the variant is worth; None for the
+    baseline and if the baseline has no results. If `fit` or `multiplier` has a `problem`, its
+    numbers are None.
     """
 
     variant: str
@@ -30,14 +29,14 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """All that a study shows.
+    """The findings of a study.
 
     Attributes:
       arms: size by size, the baseline first.
       remarks: all hygiene findings, the blocking ones first.
-      scaling: per variant, in the study's order, over the sizes that are fit for it; empty for
-        fewer than two sizes, and where a remark blocks every arm.
-      num_comparisons: declared arms but the baselines, which Holm's correction is over; 0 in a
+      scaling: one fit per variant, in the study's order, over the arms whose `not_scaled` is None;
+        empty for fewer than two sizes and if a remark blocks every arm.
+      num_comparisons: declared arms without the baselines, the family of Holm's correction; 0 in a
         study without tuning.
     """
 
@@ -48,17 +47,17 @@ class Findings:
 
     @property
     def blocks(self) -> tuple[Remark, ...]:
-        """Why no arm at all gets a verdict."""
+        """The remarks that withhold every verdict."""
         return tuple(remark for remark in self.remarks if remark.blocks and remark.arm is None)
 
     @property
     def lacks_scaling(self) -> bool:
-        """Whether there are several sizes, and no arm has one that may enter a scaling law."""
+        """Whether the study has several sizes, but no arm that a scaling fit may use."""
         return not self.scaling and len({arm.size for arm in self.arms}) > 1
 
 
 def find(study: Study) -> Findings:
-    """Everything that the files of `study` show."""
+    """Computes the findings of a study."""
     arms = arms_of(study)
     remarks = hygiene.check(study, arms)
     baselines = {arm.size: arm for arm in arms if arm.is_baseline}
@@ -77,7 +76,7 @@ def find(study: Study) -> Findings:
 
 
 def _compared(study: Study, arm: Arm, baseline: Arm | None) -> Arm:
-    """With its differences by seed and what they say; unpaired where no seed is shared."""
+    """The arm with its difference from the baseline, unpaired if no seed is shared."""
     if arm.is_baseline or baseline is None or not arm.chosen or not baseline.chosen:
         return arm
     losses = {trial.seed: trial.val_loss for trial in baseline.chosen}
@@ -92,7 +91,7 @@ def _compared(study: Study, arm: Arm, baseline: Arm | None) -> Arm:
 
 
 def _judged(study: Study, found: Findings) -> tuple[Arm, ...]:
-    """All but the baselines with a verdict; all comparisons that are declared are one family."""
+    """The arms with their verdicts; all declared comparisons are one family."""
     baselines = {arm.size: arm for arm in found.arms if arm.is_baseline}
     reasons: dict[Place, tuple[Reason | Remark, ...]] = {
         arm.place: (*found.blocks, *arm.blocks, *_lacking(study, arm, baselines.get(arm.size)))
@@ -115,7 +114,7 @@ def _judged(study: Study, found: Findings) -> tuple[Arm, ...]:
 
 
 def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> list[Reason]:
-    """What a verdict needs of both and is not there."""
+    """The results of arm and baseline that a verdict needs and that are missing."""
     reasons = []
     if not arm.verdict_trials:
         reasons.append(Reason.of(ReasonCode.NO_VERDICT_TRIALS))
@@ -127,7 +126,7 @@ def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> list[Reason]:
 
 
 def _tested(arm: Arm, baseline: Arm, judged: Judgement, num_comparisons: int) -> Verdict:
-    """The verdict by the tests alone, with its reasons."""
+    """The verdict from the tests alone, with its reasons."""
     difference, p, p_same = arm.difference, judged.p_holm, judged.p_equivalence_holm
     reasons = []
     if arm.num_diverged or baseline.num_diverged:
@@ -155,10 +154,10 @@ def _tested(arm: Arm, baseline: Arm, judged: Judgement, num_comparisons: int) ->
 
 
 def _as_tuned(verdict: Verdict, arm: Arm, baseline: Arm) -> Verdict:
-    """The verdict with its caveats, and only such a decision as the tuning leaves.
+    """The verdict with its caveats; UNDECIDED if the tuning does not support the decision.
 
-    Where a knob is not bracketed, a better value may lie beyond those that were tried: then an arm
-    may be better than it looks, and the baseline too.
+    If a knob is not bracketed, a better value may lie beyond those tried. The arm may then be
+    better than measured, which contradicts worse and equivalent; likewise for the baseline.
     """
     whose = {'arm': arm, 'baseline': baseline}
     caveats = [
@@ -184,17 +183,17 @@ def _as_tuned(verdict: Verdict, arm: Arm, baseline: Arm) -> Verdict:
 
 
 def _scaling(study: Study, found: Findings) -> tuple[Scaling, ...]:
-    """Of every variant over the sizes at which it is fit for it."""
+    """Scaling fits of all variants that have a size to use."""
     if found.blocks or len(study.sizes) < 2:
         return ()
     curves = {}
     for variant in study.variants:
-        fit_for_it = [a for a in found.arms if a.variant == variant and a.not_scaled is None]
-        if fit_for_it:
+        usable = [a for a in found.arms if a.variant == variant and a.not_scaled is None]
+        if usable:
             losses = [
-                [t.val_loss for t in sorted(arm.chosen, key=lambda t: t.seed)] for arm in fit_for_it
+                [t.val_loss for t in sorted(arm.chosen, key=lambda t: t.seed)] for arm in usable
             ]
-            curves[variant] = [arm.example.parameters['total'] for arm in fit_for_it], losses
+            curves[variant] = [arm.example.parameters['total'] for arm in usable], losses
     baseline = curves.get(study.baseline)
     return tuple(
         Scaling(

@@ -1,6 +1,6 @@
-"""Checks of a study's own rules: what a reader has to know, and what withholds a verdict.
+"""Checks that a study was run by its own rules, which a verdict depends on.
 
-Only validation and test measurements are read as results; training losses are not.
+Results are validation and test measurements only; training losses are not read.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def check(study: Study, arms: Sequence[Arm]) -> tuple[Remark, ...]:
 
 
 def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
-    """The remarks without repetitions; a finding that all arms share is one for every arm."""
+    """The remarks without repetitions; a finding that all arms share becomes one remark."""
     merged: list[Remark] = []
     for remark in remarks:
         same = [r for r in remarks if r.arm and dataclasses.replace(r, arm=remark.arm) == remark]
@@ -41,7 +41,7 @@ def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
 
 
 def _tuning_of(study: Study) -> Iterator[Remark]:
-    """The learning rate is tuned; seeds that chose a setting would flatter it in the verdict."""
+    """The learning rate is tuned, and on other seeds, as those favour the chosen value."""
     if study.tuning is None:
         return
     if 'learning_rate' not in study.tuning.knobs:
@@ -55,7 +55,7 @@ def _tuning_of(study: Study) -> Iterator[Remark]:
 
 
 def _training(study: Study, arm: Arm) -> Iterator[Remark]:
-    """All verdict trials are trained to the end of an annealing schedule."""
+    """Verdict trials are trained to the end of a schedule that anneals the learning rate."""
     if short := [t for t in arm.verdict_trials if t.finished and stopped_early(study, t)]:
         yield Remark.of(
             RemarkCode.STOPPED_EARLY,
@@ -119,7 +119,7 @@ def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
-    """Seeds that were picked after their results are no fresh ones."""
+    """Each run has the declared seeds: seeds may not be selected by their results."""
     declared = {SCREENING: study.tuning.seeds, VERDICT: study.seeds}
     for run in study.runs:
         expected = declared.get(run.stage)
@@ -136,7 +136,7 @@ def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
-    """The verdict runs at what the screening chooses; each choice should be bracketed."""
+    """The verdict is run at the settings that the screening chooses; these are bracketed."""
     for knob in arm.not_bracketed:
         values, best = arm.sweeps[knob].values, arm.sweeps[knob].best
         ends = {'low': values[0], 'high': values[-1]}

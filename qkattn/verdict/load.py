@@ -1,4 +1,4 @@
-"""Reads a study directory into frozen dataclasses: a partial grid is fine, a bad line is named.
+"""Reads a study directory, finished or not; a bad line is left out and named.
 
 A study is `study.json` (the declared arms), `plan.jsonl` (one object per run known so far),
 `results.jsonl` (one object per trial) and one directory per run with `metrics.jsonl` and, written
@@ -18,12 +18,12 @@ from qkattn.verdict.curves import Curve, read_curve
 from qkattn.verdict.declared import Declaration, Planned, read_declaration, read_plan
 from qkattn.verdict.trials import Trial, parse_trial
 
-# What a trial and the planned run that it belongs to both state, and the plan's names for it.
+# What both a trial and its planned run state: the field of Trial and that of Planned.
 _SHARED = {name: name for name in ('variant', 'size', 'stage', 'knob', 'residual')} | {
     'run': 'name',
     'target_parameters': 'target',
 }
-# Of translation scores: those with other values were made otherwise, or of other sentences.
+# Fields that must agree for translation scores to be comparable.
 _MUST_AGREE = {
     'BLEU signatures': ('val_bleu_signature', 'test_bleu_signature'),
     'chrF signatures': ('val_chrf_signature', 'test_chrf_signature'),
@@ -35,7 +35,7 @@ _Trials = dict[tuple, Trial]
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun(Planned):
-    """A planned run and its results; `step` is the last one that it has logged, if any."""
+    """A planned run and its results; `step` is the last logged step, if any."""
 
     trials: tuple[Trial, ...]
     curve: Curve | None
@@ -47,9 +47,9 @@ class Missing:
     """An arm or a planned run without results.
 
     Attributes:
-      name: the run's; None where none is planned yet.
-      stage, knob: what it is for; None for an arm of which nothing is planned.
-      step: the last one logged, of `num_steps`; None where it has not started.
+      name: of the run; None if none is planned yet.
+      stage, knob: of the run; None for an arm without planned runs.
+      step: the last logged step, of `num_steps`; None if the run has not started.
     """
 
     name: str | None
@@ -78,7 +78,7 @@ class Study(Declaration):
 
     @property
     def missing(self) -> tuple[Missing, ...]:
-        """Declared arms without their result, and planned runs that are not finished."""
+        """Declared arms without results and planned runs that are not finished."""
         missing = []
         last = SINGLE if self.tuning is None else VERDICT
         for arm in self.arms:
@@ -100,8 +100,8 @@ class Study(Declaration):
 def load_study(directory: str | Path) -> Study:
     """Reads the study in `directory`.
 
-    Raises ReportError, in one sentence, when the directory or `study.json` is missing or unreadable
-    or when no trial has a result. Everything else that is wrong ends up in `Study.problems`.
+    Raises ReportError if the directory or `study.json` is missing or unreadable, if no trial has a
+    result, or if two runs hold the same trial. Other errors are listed in `Study.problems`.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -143,7 +143,7 @@ def _read_results(
 
 
 def _of_plan(trial: Trial, run: Planned) -> Trial:
-    """The trial with what only its run knows; ValueError where the two contradict each other."""
+    """The trial with the score scale of its run; ValueError if it contradicts the plan."""
     for field, planned in ((field, getattr(run, name)) for field, name in _SHARED.items()):
         if getattr(trial, field) != planned:
             raise ValueError(
@@ -177,7 +177,7 @@ def _read_run(
 
 
 def _own_trial(record: Any, run: Planned) -> Trial:
-    """A trial of result.json, which need not repeat what only the study knows about its run."""
+    """A trial of result.json, which need not repeat what the plan states."""
     reading.check(record, {})
     trial = parse_trial({field: getattr(run, name) for field, name in _SHARED.items()} | record)
     if trial.run != run.name:
@@ -204,7 +204,7 @@ def _joined(
 
 
 def _check_arms(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
-    """Names what would make an arm (variant, size) spread over several runs mean two things."""
+    """Checks that the trials of an arm in several runs belong together."""
     owners: dict[tuple, Trial] = {}
     shapes: dict[tuple, Trial] = {}
     for run in runs:
@@ -226,7 +226,7 @@ def _check_arms(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
 
 
 def _check_scores(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
-    """Names translation scores that may not be compared."""
+    """Checks that translation scores are comparable."""
     trials = [trial for run in runs for trial in run.trials]
     for name, fields in _MUST_AGREE.items():
         places: dict[Any, str] = {}

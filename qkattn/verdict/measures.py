@@ -1,4 +1,4 @@
-"""The metrics of a study that are shown: those that its trials have."""
+"""Selects the metrics to show: those that the trials of a study have."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -21,13 +21,13 @@ class Measure:
 
     @property
     def name(self) -> str:
-        """With the split, where it is measured on several."""
+        """The label, with the split if the metric is measured on several."""
         label = self.metric.label
         return f'{self.split} {label}' if len(self.metric.prefixes) > 1 else label
 
     @property
     def unit(self) -> str | None:
-        """None where there is none, or the name says it."""
+        """None if there is none or if it is the label."""
         return None if self.metric.unit == self.metric.label else self.metric.unit
 
     @property
@@ -46,7 +46,7 @@ class Measure:
         return arm.over_seeds(self.field, self.metric.scale)
 
     def of_seeds(self, arm: Arm) -> list[float]:
-        """Of each chosen trial that has it."""
+        """The values of all chosen trials that have it."""
         values = [trial.metrics[self.field] for trial in arm.chosen]
         return [self.metric.scale * value for value in values if value is not None]
 
@@ -58,9 +58,9 @@ def measure_of(field: str) -> Measure:
 
 
 def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
-    """Validation loss, then that of the test split where there is one.
+    """Validation loss, and test loss if there is one.
 
-    In bits/byte, so that tokenizers compare, or in nats/token where targets are not text.
+    In bits/byte, which compares across tokenizers, or in nats/token if targets are not text.
     """
     metric = METRICS['bits_per_byte' if _is_text(arms) else 'loss']
     val, test = (Measure(metric, split) for split in ('val', 'test'))
@@ -68,12 +68,12 @@ def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
 
 
 def scores(arms: Sequence[Arm]) -> tuple[Measure, ...]:
-    """What is better when higher, of the test split where there is one; the main one first."""
+    """Scores, of the test split if there is one; the main one first."""
     return tuple(_shown(arms, 'score'))
 
 
 def probes(arms: Sequence[Arm]) -> tuple[Measure, ...]:
-    """Properties of the trained models that were probed for."""
+    """Probes of the trained models."""
     return tuple(_shown(arms, 'probe'))
 
 

@@ -1,4 +1,4 @@
-"""One trial's result, as a line of results.jsonl or an entry of a run's result.json holds it."""
+"""The result of a trial: a line of results.jsonl or an entry of a run's result.json."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qkattn.metrics import METRICS, result_fields
+from qkattn.run.records import DIVERGED, FINISHED
 from qkattn.study.tuning import KNOBS, SCREENING, STAGES, Settings
 from qkattn.verdict import reading
 
@@ -16,14 +17,13 @@ class Trial:
 
     Attributes:
       run, variant, size, stage, knob: of the trial's run.
-      settings: every trial setting but the seed, sorted by name: trials of a run that share it are
-        repetitions of each other.
-      status: 'finished' or 'diverged'.
-      target_parameters, residual: of matching; None where nothing is matched.
-      metrics: every field of `qkattn.metrics.result_fields()`; None where it was not measured or
-        the trial diverged.
-      train_seconds, compile_seconds, tokens_per_second: the whole run's, all trials together.
-      score_scale: the model's, which no trial setting holds.
+      settings: all trial settings but the seed, sorted by name; trials of a run with the same
+        settings are repetitions of each other.
+      status: FINISHED or DIVERGED.
+      target_parameters, residual: of matching; None if nothing is matched.
+      metrics: all fields of `qkattn.metrics.result_fields()`; None if not measured or diverged.
+      train_seconds, compile_seconds, tokens_per_second: of the run, all trials together.
+      score_scale: of the model; it is not among the trial settings.
     """
 
     run: str
@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def finished(self) -> bool:
-        return self.status == 'finished'
+        return self.status == FINISHED
 
     @property
     def val_loss(self) -> float | None:
@@ -66,12 +66,12 @@ class Trial:
 
     @property
     def at(self) -> Settings:
-        """Its value of every knob."""
+        """The values of all knobs."""
         return self.learning_rate, dict(self.settings)['weight_decay'], self.score_scale
 
     @property
     def key(self) -> tuple:
-        """What makes the trial one of its run."""
+        """Identifies the trial within its run."""
         return self.seed, self.settings
 
 
@@ -82,7 +82,7 @@ _PARTS = {
     'data': dict,
 }
 _METRIC_FIELDS = result_fields()
-# Losses that every result holds, as null where they do not exist.
+# Losses that every result holds, null if not measured.
 _LOSSES = [
     name
     for metric in METRICS.values()
@@ -92,7 +92,7 @@ _LOSSES = [
 
 
 def parse_trial(record: Any) -> Trial:
-    """A trial from its JSON object; raises ValueError that names the bad field."""
+    """Reads a trial from its JSON object; raises ValueError that names the bad field."""
     reading.check(record, {'run': str})
     measured = [*_LOSSES, *(name for name in _METRIC_FIELDS if name in record)]
     reading.check(record, _PARTS | {name: _METRIC_FIELDS[name] | None for name in measured})
@@ -120,7 +120,7 @@ def parse_trial(record: Any) -> Trial:
 
 
 def check_stage(stage: str, knob: str | None) -> None:
-    """Raises ValueError unless stage and knob are known and fit together."""
+    """Raises ValueError unless stage and knob are valid and consistent."""
     if stage not in STAGES:
         raise ValueError(f"field 'stage' is {stage!r}, expected {', '.join(STAGES)}")
     valid = KNOBS if stage == SCREENING else (None,)
@@ -130,13 +130,13 @@ def check_stage(stage: str, knob: str | None) -> None:
 
 
 def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Identities of what a trial was trained on: source and target of parallel text, else one."""
+    """The data sets of a trial: source and target of parallel text, otherwise one."""
     return (data['source'], data['target']) if 'source' in data else (data,)
 
 
 def _check_outcome(trial: Trial) -> None:
-    if trial.status not in ('finished', 'diverged'):
-        raise ValueError(f"field 'status' is {trial.status!r}, expected finished or diverged")
+    if trial.status not in (FINISHED, DIVERGED):
+        raise ValueError(f"field 'status' is {trial.status!r}, expected {FINISHED} or {DIVERGED}")
     if not trial.finished:
         return
     if trial.val_loss is None:
