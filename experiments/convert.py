@@ -35,8 +35,8 @@ def main() -> None:
         raise ConfigError(f'--source is required; conversions are {", ".join(CONVERSIONS)}')
     for text in APPLY.value:
         parse_conversion(text)  # refuses a misspelled conversion before anything is loaded
-    if OUT.value is not None and (Path(OUT.value) / exported.WEIGHTS).exists():
-        raise ConfigError(f'{OUT.value} already holds weights; give another directory')
+    if OUT.value is not None and (Path(OUT.value) / exported.PARAMETERS).exists():
+        raise ConfigError(f'{OUT.value} already holds parameters; give another directory')
     source = pretrained.load_any(SOURCE.value, trial=TRIAL.value, num_heads=NUM_HEADS.value)
     config, params = source
     length = min(config.context, 64)

@@ -1,4 +1,4 @@
-"""The two notations of configs: `name(option=value, ...)` and `score/value`."""
+"""The notations `name(option=value, ...)` and `score/value`."""
 
 import ast
 from typing import Any
@@ -7,7 +7,7 @@ from qkattn.errors import SpecError
 
 
 def parse_call(text: str, kind: str) -> tuple[str, dict[str, Any]]:
-    """Splits 'name(option=literal, ...)'; SpecError names what `kind` it should have been."""
+    """Splits 'name(option=literal, ...)' into name and options; SpecError names the `kind`."""
     name, parenthesis, _ = text.partition('(')
     if not parenthesis:
         return name, {}

@@ -1,4 +1,4 @@
-"""The settings of a model; part of `qkattn.config`, where everything else imports them from."""
+"""The settings of a model."""
 
 import dataclasses
 from typing import Any, Literal
@@ -11,12 +11,12 @@ class ModelConfig:
     """A transformer.
 
     Attributes:
-      kind: 'decoder' (causal language model), 'encoder' (reads both ways; masked language model or
+      kind: 'decoder' (causal language model), 'encoder' (bidirectional; masked language model or
         labels) or 'encoder_decoder' (translation).
       score, value: the attention variant; names, names with options, or import paths. In an
         encoder-decoder, that of the decoder's self-attention.
       encoder_variant, cross_variant: 'score/value' of the encoder's self-attention and of the
-        decoder's cross-attention, in an encoder-decoder; None is score/value.
+        cross-attention in an encoder-decoder; None is score/value.
       d_model: D, width of the residual stream.
       num_layers: L.
       num_encoder_layers: of an encoder-decoder; None is num_layers.

@@ -1,4 +1,4 @@
-"""The settings of a run, typed and frozen; `qkattn.config` exports them."""
+"""The settings of a run."""
 
 import dataclasses
 from typing import Any, Literal
@@ -8,14 +8,14 @@ from qkattn.config.model_config import ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read.
+    """The dataset, its tokenizer, and the rows that are cut from it.
 
     Attributes:
       name: 'stdlib', 'tiny_shakespeare' or 'text' for language models; 'multi30k', 'cldr' or
         'parallel' for translation; 'tfds:NAME' or 'tfds:NAME/CONFIG' for either; or a probe with
         its options, as in 'recall(pairs=8)'. See docs/data.md.
       data_dir: where prepared data is cached; None is $QKATTN_DATA or ~/.cache/qkattn.
-      manual_dir: where files that were fetched by hand lie, instead of a download.
+      manual_dir: directory of files that were downloaded by hand.
       path: the files of 'text' and 'parallel'.
       languages: source and target of a translation set, as in 'en-de'.
       feature: which feature of a tfds set is its text, where it has several.
@@ -23,10 +23,10 @@ class DataConfig:
       tokenizer: 'bytes', 'characters' or 'bpe'; the latter two are learned from the training
         split, and for translation from both languages together.
       tokenizer_size: pieces of a 'bpe' vocabulary.
-      mask_rate: part of the tokens that an encoder has to restore.
-      shift_windows: windows of text begin at an offset drawn for every epoch, so that a token is
-        not always seen behind the same context.
-      drop_long: sentence pairs that do not fit into the model are left out, from evaluation too;
+      mask_rate: fraction of the tokens that an encoder has to restore.
+      shift_windows: windows of text begin at an offset drawn for every epoch, so that the context
+        of a token varies.
+      drop_long: leaves out sentence pairs that do not fit into the model, in evaluation too;
         otherwise they are an error.
       eval_sequences: rows per evaluation, evenly spaced over the split; None is all.
     """
@@ -46,7 +46,7 @@ class DataConfig:
     eval_sequences: int | None = None
 
 
-# Schedules that come down to final_fraction, and how far down counts as annealed.
+# Schedules that decay to final_fraction, and the fraction at which a run counts as annealed.
 DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
 
 
@@ -59,8 +59,8 @@ class OptimizerConfig:
         blocks, biases and gains by Adam) or 'sgd' (with momentum).
       warmup_steps: steps from 0 to the peak learning rate.
       schedule: 'linear' or 'cosine' decay to final_fraction of the peak at the last step,
-        'constant', or 'inverse_sqrt', sqrt(W / step) behind a warm-up of W steps (Vaswani et al.
-        2017, section 5.3), which no number of steps ends.
+        'constant', or 'inverse_sqrt', sqrt(W / step) after a warm-up of W steps (Vaswani et al.
+        2017, section 5.3), which does not depend on num_steps.
       final_fraction: learning rate at the end over the peak, of 'linear' and 'cosine'.
       beta1, beta2, epsilon: of Adam; Muon reads epsilon too.
       momentum: of 'muon' and 'sgd'.
@@ -79,26 +79,26 @@ class OptimizerConfig:
 
     @property
     def anneals(self) -> bool:
-        """Whether the learning rate comes down to a tenth of its peak or less."""
+        """Whether the learning rate decays to a tenth of its peak or less."""
         return self.schedule in DECAYS and self.final_fraction <= ANNEALED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The loop.
+    """Steps, batches and how often the loop logs, evaluates and saves.
 
     Attributes:
       num_steps: optimizer steps.
       batch_size: sequences per step and trial.
       accumulation: microbatches per step, weighted by their tokens.
       label_smoothing: weight of the uniform distribution in the training target (Szegedy et al.
-        2016, section 7); evaluation is without.
+        2016, section 7); not used in evaluation.
       steps_per_dispatch: steps compiled into one program call.
       log_every, eval_every, checkpoint_every: in steps, multiples of steps_per_dispatch.
       lifting: how the step is lifted over trials: 'vmap' (side by side), 'map' (one after another
         inside the program), or 'auto': the faster in a short measurement, recorded and kept.
-      init_from: weights directory or run directory (its first trial) that all trials start from;
-        None draws initial weights from the seeds.
+      init_from: exported parameters, or a run directory (its first trial), from which all trials
+        start; None initializes from the seeds.
     """
 
     num_steps: int = 1000
@@ -115,10 +115,10 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrialsConfig:
-    """The stack of a run: every combination of the three, learning rate outermost.
+    """The trials of a run: every combination of the three, learning rate outermost.
 
     Attributes:
-      seeds: of initial weights, data order and dropout.
+      seeds: of initialization, data order and dropout.
       learning_rates: peaks.
       weight_decays: decoupled, on matrices and embeddings only.
     """
@@ -138,10 +138,10 @@ class TrialsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """How translations are searched for when a run ends and by experiments.translate.
+    """Beam search at the end of a translation run and in experiments.translate.
 
     Attributes:
-      beam: hypotheses kept; 1 is greedy.
+      beam: number of hypotheses; 1 is greedy.
       length_penalty: a in score / length^a.
       max_sources: sentences of each split that are translated for BLEU; None is all.
     """

@@ -40,16 +40,15 @@ def from_json(cls: Any, values: Mapping[str, Any], where: str = '') -> Any:
 
 
 def fingerprint(config: Config) -> str:
-    """Hash of what a run computes: every field but those that only say where.
+    """Hash of what a run computes: of every field but the mesh and the directories of data.
 
-    These are the mesh and the directories of data, whose contents a run checks by fingerprints of
-    their own.
+    A run checks the contents of these directories by fingerprints of their own.
     """
     return fingerprint_of(to_json(config))
 
 
 def fingerprint_of(values: Mapping[str, Any]) -> str:
-    """The fingerprint of a config that was written down by `to_json`."""
+    """The fingerprint of a config in the form of `to_json`."""
     values = {name: value for name, value in values.items() if name != 'mesh'}
     where = ('data_dir', 'manual_dir')
     values['data'] = {k: v for k, v in values['data'].items() if k not in where}

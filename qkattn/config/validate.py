@@ -1,4 +1,4 @@
-"""What makes a configuration impossible, found before anything compiles."""
+"""Validation of the settings of a run, before anything compiles."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from qkattn.errors import ConfigError
 
 
 def validate_settings(config: Config) -> None:
-    """Raises ConfigError for the first setting that cannot work."""
+    """Raises ConfigError for the first invalid setting."""
     for section in dataclasses.fields(config):
         check_types(section.name, getattr(config, section.name))
     _check_model(config.model)
@@ -32,7 +32,7 @@ def validate_settings(config: Config) -> None:
 
 
 def check_decode(decode: DecodeConfig) -> None:
-    """Raises ConfigError for the first setting of a search that cannot work."""
+    """Raises ConfigError for the first invalid setting of the beam search."""
     _at_least('decode.beam', decode.beam, 1)
     if decode.max_sources is not None:
         _at_least('decode.max_sources', decode.max_sources, 1)
@@ -76,7 +76,7 @@ def _check_train(train: TrainConfig) -> None:
             f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
         )
     for name in ('num_steps', 'log_every', 'eval_every', 'checkpoint_every'):
-        # A record or a checkpoint between two dispatches would be one that nobody can resume to.
+        # A run can only resume between two dispatches.
         unit = 'steps_per_dispatch' if name in ('num_steps', 'log_every') else 'log_every'
         if getattr(train, name) % getattr(train, unit):
             raise ConfigError(
@@ -94,7 +94,7 @@ def _check_optimizer(optimizer: OptimizerConfig, num_steps: int) -> None:
     if optimizer.schedule == 'inverse_sqrt' and not optimizer.warmup_steps:
         raise ConfigError(
             'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt, '
-            'which is measured in warm-ups'
+            'whose unit is the warm-up'
         )
     for name in ('beta1', 'beta2', 'momentum', 'final_fraction'):
         if not 0 <= getattr(optimizer, name) <= 1:

@@ -1,4 +1,4 @@
-"""A model from its settings."""
+"""Models from their settings."""
 
 import functools
 
@@ -19,7 +19,7 @@ KINDS: dict[str, type[Transformer]] = {
 
 
 def build(config: ModelConfig, *, key: jax.Array) -> Transformer:
-    """A model of config.kind with initial weights."""
+    """A model of config.kind at initialization."""
     return KINDS[config.kind](config, key=key)
 
 
@@ -30,5 +30,5 @@ def abstract_model(config: ModelConfig) -> Transformer:
 
 
 def with_params(config: ModelConfig, params: dict) -> Transformer:
-    """The model that these parameters are of."""
+    """The model with these parameters."""
     return nnx.merge(nnx.graphdef(abstract_model(config)), params)

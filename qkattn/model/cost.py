@@ -1,7 +1,7 @@
-"""What a model costs, counted on the real thing: parameters, FLOPs, cache.
+"""The cost of a model: parameters, FLOPs per token, cache floats per token.
 
-Nothing here is a formula: parameters are counted on the parameter tree, FLOPs on the traced
-program, the cache on the arrays that a layer remembers, all by abstract evaluation.
+No formulas: parameters are counted on the parameter tree, FLOPs on the traced program, the cache on
+the arrays that a layer keeps, all by abstract evaluation.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ def count(config: ModelConfig) -> dict[str, int]:
 def flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations of all matrix products in one forward pass, per token.
 
-    Counted on the traced program at the full context, two per multiply-add; masked positions are
-    computed and count. A training step costs about three times as much. In an encoder-decoder, per
+    Counted on the traced program at the full context, two per multiply-add, masked positions
+    included. A training step costs about three times as much. In an encoder-decoder, per
     target token, the encoding of a full source included.
     """
     inputs = {'tokens_BT': jax.ShapeDtypeStruct((1, config.context), jnp.int32)}
@@ -65,7 +65,7 @@ def flops_per_token(config: ModelConfig) -> float:
 
 
 def _matmul_flops(jaxpr: Jaxpr) -> int:
-    """Sums the dot_generals; a value computed twice is counted once, as the compiler merges it."""
+    """FLOPs of all dot_generals; a value computed twice counts once, as the compiler merges it."""
     flops = 0
     values: dict[Any, Any] = {}
     seen: set[int] = set()
@@ -94,30 +94,29 @@ def _is_jaxpr(value: object) -> bool:
 
 
 def cache_floats_per_token(config: ModelConfig) -> int:
-    """Numbers that decoding must keep per past token, over all layers.
+    """Floats in the key/value cache of decoding per past token, over all layers.
 
-    In an encoder-decoder, of one target token and one source token together; an encoder, which
-    decodes nothing, keeps none.
+    In an encoder-decoder, of one target token and one source token together; 0 for an encoder.
     """
     if config.kind == 'encoder':
         return 0
     one_layer = abstract_model(dataclasses.replace(config, num_layers=1))
     y_BSD = jax.ShapeDtypeStruct((1, 1, config.d_model), jnp.float32)
 
-    def remember(model: Decoder | EncoderDecoder, y_BSD: jax.Array) -> list[dict]:
+    def cached(model: Decoder | EncoderDecoder, y_BSD: jax.Array) -> list[dict]:
         layer = jax.tree.map(lambda stacked: stacked[0], model.blocks)
-        read = [layer.attention]
+        attentions = [layer.attention]
         if config.kind == 'encoder_decoder':
-            read.append(layer.cross_attention)
-        return [attention.cached(y_BSD) for attention in read]
+            attentions.append(layer.cross_attention)
+        return [attention.cached(y_BSD) for attention in attentions]
 
-    memories = jax.tree.leaves(jax.eval_shape(remember, one_layer, y_BSD))
-    return config.num_layers * sum(math.prod(array.shape) for array in memories)
+    arrays = jax.tree.leaves(jax.eval_shape(cached, one_layer, y_BSD))
+    return config.num_layers * sum(math.prod(array.shape) for array in arrays)
 
 
 @functools.lru_cache(maxsize=1024)
 def measured(config: ModelConfig, which: str) -> float | int:
-    """What is made equal: 'total' or 'non_embedding' parameters, 'flops' or 'cache' per token."""
+    """The cost by name: 'total' or 'non_embedding' parameters, 'flops' or 'cache' per token."""
     if which == 'flops':
         return flops_per_token(config)
     if which == 'cache':

@@ -34,7 +34,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
 
 
 def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
-    """A function that makes each attention site's specification, by the setting that names it."""
+    """The attention layers of a model: a function that makes each specification, by its setting."""
     found = {'model': lambda: attention_spec(config)}
     if config.kind == 'encoder_decoder':
         found['model.encoder_variant'] = lambda: attention_spec(config.encoder)
@@ -43,7 +43,7 @@ def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
 
 
 def validate(config: Config) -> None:
-    """Raises ConfigError for the first setting of a run that cannot work; nothing compiles."""
+    """Raises ConfigError for the first invalid setting of a run; nothing compiles."""
     validate_settings(config)
     for where, spec in sites(config.model).items():
         try:

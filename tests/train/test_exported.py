@@ -28,7 +28,7 @@ def test_a_directory_returns_what_was_saved_and_is_not_overwritten(tmp_path):
     model, loaded = exported.load(tmp_path / 'w')
     assert model == MODEL
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    with pytest.raises(ConfigError, match='already holds weights'):
+    with pytest.raises(ConfigError, match='already holds parameters'):
         exported.save(tmp_path / 'w', MODEL, params, origin={})
 
 
@@ -62,7 +62,7 @@ def test_other_parameters_are_refused_by_name(change, message):
 
 
 def test_a_wrong_path_or_trial_is_one_sentence(tiny, tmp_path):
-    with pytest.raises(ConfigError, match='holds neither weights .* nor a run'):
+    with pytest.raises(ConfigError, match='holds neither exported parameters .* nor a run'):
         exported.load(tmp_path)
     train(tiny(train={'num_steps': 4}), tmp_path / 'run')
     with pytest.raises(ConfigError, match=r'trial=2 must be in \[0, 2\)'):
