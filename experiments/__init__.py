@@ -1,1 +1,1 @@
-"""One absl script per job; each main is short, the logic is in qkattn."""
+"""Command line scripts, one per job; their logic is in qkattn."""

@@ -1,9 +1,9 @@
-"""Runs an ablation at equal cost, alone or beside other workers, and writes its report.
+"""Runs an ablation at equal cost, alone or with other workers, and writes its report.
 
 python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small
 
-The same command resumes. Started several times, on one or on many machines that share the
-directory, each takes runs that no other works on.
+The same command resumes. Started several times, on one or more machines that share the directory,
+each worker trains runs that no other worker holds a lease on.
 """
 
 import math
@@ -18,10 +18,10 @@ from qkattn.study import estimate, worker
 from qkattn.study.arms import build_arms, table
 
 CONFIG = cli.define_config()
-WORKDIR = flags.DEFINE_string('workdir', None, 'Study directory; the same one resumes.')
+WORKDIR = flags.DEFINE_string('workdir', None, 'Study directory; the same directory resumes.')
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
 EXPIRY = flags.DEFINE_float(
-    'lease_expiry', leases.EXPIRY, 'Seconds without a sign of life before a worker counts as dead.'
+    'lease_expiry', leases.EXPIRY, 'Seconds without a heartbeat before a worker counts as dead.'
 )
 
 

@@ -1,4 +1,4 @@
-"""Reports on a study: prints its table and writes tables, figures and report.html beside it.
+"""Prints the table of a study and writes tables, figures and report.html into its directory.
 
 python -m experiments.report --study=runs/fair_small
 python -m experiments.report --study=runs/fair_small --export=results/fair_small   # to keep
@@ -13,9 +13,9 @@ from qkattn.errors import ReportError
 from qkattn.report.export import export
 from qkattn.run import cli
 
-STUDY = flags.DEFINE_string('study', None, 'Directory of the study, as written by ablate.')
+STUDY = flags.DEFINE_string('study', None, 'Study directory, as written by experiments.ablate.')
 EXPORT = flags.DEFINE_string(
-    'export', None, 'Directory to copy the small files to, all that a report is made from.'
+    'export', None, 'Directory to copy the files to that a report is made from.'
 )
 
 

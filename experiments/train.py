@@ -15,7 +15,7 @@ from qkattn.train import train
 from qkattn.train.results import FINISHED
 
 CONFIG = cli.define_config()
-WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same one resumes.')
+WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')
 
 
 def main() -> None:

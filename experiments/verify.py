@@ -1,7 +1,7 @@
-"""Holds every number of committed reports, and of the README's headlines, against the logs.
+"""Verifies every number of committed reports and of the README's headline against the logs.
 
 python -m experiments.verify                        # all studies under experiments/results
-python -m experiments.verify --write                # puts the headlines into the README
+python -m experiments.verify --write                # writes the headlines into the README
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ RESULTS = flags.DEFINE_string(
     'results', str(ROOT / 'experiments/results'), 'Directory of study directories.'
 )
 PAGE = flags.DEFINE_string(
-    'page', str(ROOT / 'README.md'), 'Markdown page with headlines; --page= checks none.'
+    'page', str(ROOT / 'README.md'), 'Markdown page with headlines; --page= skips it.'
 )
 WRITE = flags.DEFINE_bool('write', False, 'Write the headlines instead of checking them.')
 
@@ -28,15 +28,15 @@ def main() -> None:
         print(f'{PAGE.value}: {verify.check_page(PAGE.value, write=True)} headlines written')
     declarations = sorted(Path(RESULTS.value).glob('*/study.json'))
     if not declarations:
-        raise ReportError(f'--results={RESULTS.value} holds no study directory')
+        raise ReportError(f'--results={RESULTS.value} contains no study directory')
     for declaration in declarations:
         count = verify.check_study(declaration.parent)
-        print(f'{declaration.parent.name}: {count:,} numbers are what the logs give')
+        print(f'{declaration.parent.name}: {count:,} numbers agree with the logs')
     if PAGE.value:
         count = verify.check_page(PAGE.value)
         if not count:
-            raise ReportError(f'--page={PAGE.value} holds no headline')
-        print(f'{Path(PAGE.value).name}: {count} headlines are what their studies give')
+            raise ReportError(f'--page={PAGE.value} contains no headline')
+        print(f'{Path(PAGE.value).name}: {count} headlines agree with their studies')
 
 
 if __name__ == '__main__':

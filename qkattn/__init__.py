@@ -1,3 +1,3 @@
-"""qkattn: a laboratory for attention's weight matrices at equal total weight count."""
+"""qkattn: controlled ablations of attention's weight matrices at equal parameter count."""
 
 __version__ = '0.1.0'

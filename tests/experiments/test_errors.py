@@ -18,7 +18,7 @@ CASES = [
     ('ablate', ['--config=study.py', '--workdir=w', '--config.base.data.name=books'], 'books'),
     ('report', ['--study=absent'], "'absent' does not exist"),
     ('report', ['--study=study.py'], "'study.py' does not exist"),
-    ('verify', ['--results=absent'], '--results=absent holds no study directory'),
+    ('verify', ['--results=absent'], '--results=absent contains no study directory'),
     ('train', ['--config=run.py', '--workdir=gs://bucket/x'], 'gs://bucket/x is a URL'),
     ('train', ['--config=run.py', '--config.model.width=3'], 'width'),
     ('train', ['--config=run.py', '--config.model.d_model=wide'], 'd_model'),
