@@ -1,4 +1,4 @@
-"""Prints the catalogue of attention factorizations.
+"""Prints the catalogue of attention variants: equation, parameters, FLOPs, cache, conversions.
 
 python -m experiments.variants
 """
@@ -8,7 +8,7 @@ from absl import flags
 from qkattn.run import cli
 from qkattn.study import catalogue
 
-MARKDOWN = flags.DEFINE_bool('markdown', False, "Print the README's tables instead.")
+MARKDOWN = flags.DEFINE_bool('markdown', False, 'Print tables in Markdown instead.')
 CONVERSIONS = flags.DEFINE_bool('conversions', False, 'Print measured errors of conversions.')
 
 

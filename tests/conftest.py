@@ -19,7 +19,6 @@ os.environ['XLA_FLAGS'] = (
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import dataclasses
-import re
 import resource
 
 import jax
@@ -88,25 +87,3 @@ def compiled_programs_are_dropped():
     yield
     if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 2 * 2**20:  # KiB on Linux
         jax.clear_caches()
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Prints how many variants passed the contract tests, and how many are registered."""
-    from qkattn.attention import SCORES, VALUES
-    from qkattn.study import catalogue
-
-    done = {
-        match[1]
-        for report in terminalreporter.stats.get('passed', [])
-        if (
-            match := re.search(
-                r'test_contract\.py::test_\w+\[([^\]]+/[^\]]+?)(?:-[a-z_]+)?\]', report.nodeid
-            )
-        )
-    }
-    if done:
-        known = len(catalogue.cells())
-        terminalreporter.write_line(
-            f'contract tests: {len(done)} variant{"s" * (len(done) != 1)} run, {known} registered '
-            f'({len(SCORES)} scores, {len(VALUES)} values)'
-        )

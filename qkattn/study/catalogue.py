@@ -1,21 +1,23 @@
-"""The catalogue of Scores and Values, read off the classes themselves."""
+"""The catalogue of Scores and Values: their declarations, and what is measured on real layers."""
 
 import dataclasses
-import inspect
-import re
+from collections.abc import Collection
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, Score, registry, visible
+from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, registry, visible
 from qkattn.config import ModelConfig
 from qkattn.convert import CONVERSIONS
 from qkattn.errors import ConversionError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 
-# Small enough to trace in no time; every cell that needs a power of two or even sizes exists.
+Kind = Literal['Score', 'Value']
+
+# A power of two, N H = D, an even head size: a size at which every Score and Value can be built.
 REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
 BEGIN, END = '<!-- catalogue: python -m experiments.variants --markdown -->', '<!-- end -->'
@@ -26,91 +28,130 @@ class Entry:
     """One Score or Value.
 
     Attributes:
-      name: in the registry, with the options that the reference form is given.
-      options: keyword arguments that the class takes, with defaults.
-      equation, weights, source: from the class.
-      cache: floats per token in letters, from the arrays that it remembers.
-      rope: whether rotary positions may be used; None for a Value, which they do not touch.
-      counted: weights of the circuit at the reference size.
-      flops: forward FLOPs per token of the reference model with this circuit.
-      exact: conversions of that cell that keep its function, as measured.
+      name: in the registry.
+      variant: the (score, value) in which it is documented.
+      options: keyword arguments of the class with their defaults.
+      equation: A[n] or B[n].
+      parameters: parameter count in letters.
+      count: parameter count at the reference size.
+      cache: floats per token in letters; of a Value, those beyond what its Score caches.
+      rope: whether rotary positions may be used, for a Score.
+      source: where the form comes from.
     """
 
+    kind: Kind
     name: str
+    variant: tuple[str, str]
     options: str
     equation: str
-    weights: str
-    source: str
+    parameters: str
+    count: int
     cache: str
-    rope: bool | None
-    counted: int
-    flops: float
-    exact: list[str]
+    rope: bool
+    source: str
 
 
-def partner(name: str, cls: type) -> tuple[str, str]:
-    """The cell (score, value) in which a circuit is shown: beside the standard other one."""
-    if name in SCORES and SCORES[name] is cls:
-        return name, 'vo'
-    return cls.partner, name
+def entries() -> list[Entry]:
+    """Every registered Score, then every Value."""
+    return [_entry('Score', name) for name in SCORES] + [_entry('Value', name) for name in VALUES]
 
 
-def entries(*, measure: bool = False) -> list[Entry]:
-    """Every registered Score, then every Value; with their exact conversions where measured."""
-    return [_entry(n, c, measure) for known in (SCORES, VALUES) for n, c in known.items()]
+def documented_variants() -> list[tuple[str, str]]:
+    """Every Score with `vo`, then every Value with its partner."""
+    pairs = [(name, 'vo') for name in SCORES]
+    return list(dict.fromkeys(pairs + [(cls.partner, name) for name, cls in VALUES.items()]))
 
 
-def _entry(name: str, cls: type, measure: bool) -> Entry:
-    score, value = partner(name, cls)
-    model = dataclasses.replace(REFERENCE, score=score, value=value)
-    is_score = issubclass(cls, Score)
-    layer = jax.eval_shape(lambda: Attention(attention_spec(model), key=jax.random.key(0)))
-    circuit = layer.score if is_score else layer.value
-    return Entry(
-        name=name,
-        options=_options(cls),
-        equation=cls.equation,
-        weights=circuit.parameter_count,
-        source=cls.source,
-        cache=_cache(attention_spec(model), is_score),
-        rope=cls.supports_rope if is_score else None,
-        counted=sum(leaf.size for leaf in jax.tree.leaves(circuit)),
-        flops=cost.flops_per_token(model),
-        exact=exact(conversions(score, value)) if measure else [],
-    )
+def buildable_variants() -> list[tuple[str, str]]:
+    """Every (score, value) of the registries that can be built at the reference size."""
+    found = []
+    for score in SCORES:
+        for value in VALUES:
+            try:
+                registry.check(reference_spec(score, value))
+            except SpecError:
+                continue
+            found.append((score, value))
+    return found
 
 
-def _options(cls: type) -> str:
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]
-    return ', '.join(
-        p.name if p.default is p.empty else f'{p.name}={p.default!r}'
-        for p in parameters
-        if p.name != 'key'
-    )
+def table(kind: Kind, names: Collection[str] | None = None) -> str:
+    """A Markdown table of Scores or of Values.
+
+    Args:
+      names: which rows; None is all.
+    """
+    matrix = 'A[n]' if kind == 'Score' else 'B[n]'
+    columns = [kind, matrix, 'parameters', 'cache, floats per token']
+    rows = []
+    for entry in entries():
+        if entry.kind == kind and (names is None or entry.name in names):
+            rows.append([f'`{entry.name}`', entry.equation, entry.parameters, entry.cache])
+            if kind == 'Score':
+                rows[-1].append('yes' if entry.rope else 'no')
+    columns += ['RoPE'] if kind == 'Score' else []
+    lines = [f'| {" | ".join(cells)} |' for cells in (columns, *rows)]
+    lines.insert(1, '|---' * len(columns) + '|')
+    return '\n'.join(lines).replace('*', '·')
 
 
-def _cache(spec: AttentionSpec, is_score: bool) -> str:
-    """'K*H' from {'k_BSKH': ...}: the letters after B and S, as many as are held."""
-    layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
-    y_BSD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
-    keys = jax.eval_shape(lambda layer, y: layer.score.cached(y), layer, y_BSD)
-    both = jax.eval_shape(lambda layer, y: layer.cached(y), layer, y_BSD)
-    held = keys if is_score else {name: a for name, a in both.items() if name not in keys}
-    terms = [re.search(r'_BS([A-Z]+)$', name)[1] for name in held]
-    return ' + '.join('*'.join(term) for term in terms) or '0'
+def markdown() -> str:
+    """The tables of all Scores and all Values."""
+    return f'{table("Score")}\n\n{table("Value")}\n'
+
+
+def text() -> str:
+    """The whole catalogue for a terminal, a paragraph per Score or Value."""
+    lines = [
+        f'reference: d_model D={REFERENCE.d_model}, heads N=K={REFERENCE.num_heads}, '
+        f'head size H={attention_spec(REFERENCE).head_size}, context {REFERENCE.context}; '
+        'FLOPs are those of a forward pass of a one-layer model',
+    ]
+    for entry in entries():
+        score, value = entry.variant
+        flops = cost.flops_per_token(dataclasses.replace(REFERENCE, score=score, value=value))
+        beyond = '' if entry.kind == 'Score' else ' beyond those of the Score'
+        lines += [
+            '',
+            f'{entry.kind} {entry.name}' + (f'({entry.options})' if entry.options else ''),
+            f'  equation    {entry.equation}',
+            f'  parameters  {entry.parameters} = {entry.count:,}',
+            f'  FLOPs       {flops:,.0f} per token',
+            f'  cache       {entry.cache} floats per token{beyond}',
+            *([f'  RoPE        {"yes" if entry.rope else "no"}'] if entry.kind == 'Score' else []),
+            f'  exact       {", ".join(exact(conversions(score, value))) or "no conversion"}',
+            f'  source      {entry.source}',
+        ]
+    return '\n'.join(lines)
+
+
+def conversion_table() -> str:
+    """Measured errors of every conversion of every documented variant."""
+    lines = [
+        'largest relative change of the output, float64; - where the conversion is refused',
+        *(
+            f'{circuit}: {", ".join(n for n, c in CONVERSIONS.items() if c.circuit == circuit)}'
+            for circuit in ('QK', 'OV', 'both')
+        ),
+        '',
+    ]
+    for score, value in documented_variants():
+        done = {n: e for n, e in conversions(score, value).items() if isinstance(e, float)}
+        words = ', '.join(f'{n} {e:.0e}' for n, e in done.items())
+        lines.append(f'{f"{score}/{value}":32s} {words or "-"}')
+    return '\n'.join(lines)
 
 
 def conversions(score: str, value: str) -> dict[str, float | str]:
-    """What each conversion does to a layer of this cell, with parameters drawn at random.
+    """The effect of each conversion on a layer of this variant with random parameters.
 
     Returns:
-      By name: the largest relative change of the layer's output, in float64, or the sentence with
-      which the conversion is refused.
+      By name of the conversion: the largest relative change of the layer's output, in float64, or
+      the message with which the conversion is refused.
     """
     with jax.enable_x64(True):
-        spec = attention_spec(dataclasses.replace(REFERENCE, score=score, value=value))
-        layer = Attention(spec, key=jax.random.key(0))
-        leaves, tree = jax.tree.flatten(layer)
+        spec = reference_spec(score, value)
+        leaves, tree = jax.tree.flatten(Attention(spec, key=jax.random.key(0)))
         keys = jax.random.split(jax.random.key(1), max(1, len(leaves)))
         leaves = [
             a.astype(jnp.float64) + 0.1 * jax.random.normal(k, a.shape, jnp.float64)
@@ -134,31 +175,13 @@ def conversions(score: str, value: str) -> dict[str, float | str]:
         return out
 
 
-def exact(measured: dict[str, float | str]) -> list[str]:
-    """The conversions that kept the function."""
-    return [n for n, e in measured.items() if isinstance(e, float) and e < 1e-9]
-
-
-def conversion_table() -> str:
-    """Measured errors of every conversion of every circuit beside the standard other one."""
-    lines = [
-        'largest relative change of the output, float64; - where the conversion is refused',
-        *(
-            f'{circuit}: {", ".join(n for n, c in CONVERSIONS.items() if c.circuit == circuit)}'
-            for circuit in ('QK', 'OV', 'both')
-        ),
-        '',
-    ]
-    for entry_name, cls in (*SCORES.items(), *VALUES.items()):
-        cell = partner(entry_name, cls)
-        done = {n: e for n, e in conversions(*cell).items() if isinstance(e, float)}
-        words = ', '.join(f'{n} {e:.0e}' for n, e in done.items())
-        lines.append(f'{"/".join(cell):32s} {words or "-"}')
-    return '\n'.join(lines)
+def exact(errors: dict[str, float | str]) -> list[str]:
+    """The conversions that keep the function."""
+    return [n for n, e in errors.items() if isinstance(e, float) and e < 1e-9]
 
 
 def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
-    """What the letters of `weights` stand for: sizes of the spec, and axes of the parameters.
+    """The sizes of the letters in `parameter_count`, from the spec and the parameters' axes.
 
     Raises:
       ValueError: a parameter's name gives a letter another size than the spec or another parameter.
@@ -172,61 +195,38 @@ def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
     return sizes
 
 
-def markdown() -> str:
-    """The tables of the README."""
-    out = []
-    for kind, known in (('Score', SCORES), ('Value', VALUES)):
-        letter = 'A[n]' if kind == 'Score' else 'B[n]'
-        head = f'| {kind} | {letter} | weights | cache, floats per token |'
-        rule = '|---|---|---|---|'
-        if kind == 'Score':
-            head, rule = head + ' RoPE |', rule + '---|'
-        out += [head, rule]
-        for entry in (e for e in entries() if e.name in known and _is(kind, e)):
-            row = f'| `{entry.name}` | {entry.equation} | {entry.weights} | {entry.cache} |'
-            out.append(row + (f' {"yes" if entry.rope else "no"} |' if kind == 'Score' else ''))
-        out.append('')
-    return '\n'.join(out).replace('*', '·')
+def reference_spec(score: str, value: str) -> AttentionSpec:
+    """The attention layer of this variant at the reference size."""
+    return attention_spec(dataclasses.replace(REFERENCE, score=score, value=value))
 
 
-def _is(kind: str, entry: Entry) -> bool:
-    return (entry.rope is not None) == (kind == 'Score')
+def _entry(kind: Kind, name: str) -> Entry:
+    is_score = kind == 'Score'
+    cls = SCORES[name] if is_score else VALUES[name]
+    variant = (name, 'vo') if is_score else (VALUES[name].partner, name)
+    spec = reference_spec(*variant)
+    layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
+    circuit = layer.score if is_score else layer.value
+    return Entry(
+        kind=kind,
+        name=name,
+        variant=variant,
+        options=', '.join(f'{k}={v!r}' for k, v in registry.options_of(cls).items()),
+        equation=cls.equation,
+        parameters=circuit.parameter_count,
+        count=sum(leaf.size for leaf in jax.tree.leaves(circuit)),
+        cache=_cache(layer, is_score),
+        rope=SCORES[variant[0]].supports_rope,
+        source=cls.source,
+    )
 
 
-def text() -> str:
-    """The whole catalogue for a terminal, a paragraph per circuit."""
-    lines = [
-        f'reference: d_model D={REFERENCE.d_model}, heads N=K={REFERENCE.num_heads}, '
-        f'head size H={attention_spec(REFERENCE).head_size}, context {REFERENCE.context}; '
-        'FLOPs are those of a forward pass of the one-layer model with the circuit',
-    ]
-    for entry in entries(measure=True):
-        kind = 'Value' if entry.rope is None else 'Score'
-        name = f'{entry.name}({entry.options})' if entry.options else entry.name
-        lines += [
-            '',
-            f'{kind} {name}',
-            f'  equation  {entry.equation}',
-            f'  weights   {entry.weights} = {entry.counted:,}',
-            f'  FLOPs     {entry.flops:,.0f} per token',
-            f'  cache     {entry.cache} floats per token'
-            + ('' if kind == 'Score' else ' beyond what the Score holds'),
-            *([f'  RoPE      {"yes" if entry.rope else "no"}'] if kind == 'Score' else []),
-            f'  exact     {", ".join(entry.exact) or "no conversion"}',
-            f'  source    {entry.source}',
-        ]
-    return '\n'.join(lines)
-
-
-def cells() -> list[tuple[str, str]]:
-    """Every (score, value) of the registries that can be built at the reference size."""
-    found = []
-    for score in SCORES:
-        for value in VALUES:
-            spec = attention_spec(dataclasses.replace(REFERENCE, score=score, value=value))
-            try:
-                registry.check(spec)
-            except SpecError:
-                continue
-            found.append((score, value))
-    return found
+def _cache(layer: Attention, is_score: bool) -> str:
+    """'K*H' from {'k_BSKH': ...}: the letters after B and S of all cached arrays."""
+    y_BSD = jax.ShapeDtypeStruct((1, 1, layer.spec.d_model), jnp.float32)
+    keys, both = jax.eval_shape(
+        lambda layer, y: (layer.score.cached(y), layer.cached(y)), layer, y_BSD
+    )
+    names = keys if is_score else [name for name in both if name not in keys]
+    terms = [name.rpartition('_BS')[2] for name in names]
+    return ' + '.join('*'.join(term) for term in terms) or '0'

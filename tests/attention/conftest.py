@@ -1,55 +1,65 @@
-"""Which cells the contract suite runs on.
+"""Which variants the contract suite runs on.
 
-Every score with `vo`, `qk` with every value, every pair that shares a matrix and a seeded sample of
-the rest are quick; all other variants are marked `slow`. `--variant=score/value` runs one variant,
-which may be named by import path.
+Every Score with `vo`, `qk` with every Value, every pair that shares a projection and a seeded
+sample of the rest are quick; all other variants carry the mark `slow`. `--variant=score/value` runs
+one variant, which may be named by import path.
+
+A check of the Score alone asks for the fixture `score` and runs once per Score; one that depends on
+both circuits asks for `variant`.
 """
 
-import dataclasses
 import random
+import re
 
 import pytest
 
-from qkattn.attention import VALUES, parse_variant, registry
+from qkattn.attention import SCORES, VALUES, parse_variant, registry
 from qkattn.errors import SpecError
-from qkattn.model.sites import attention_spec
 from qkattn.study import catalogue
 
 SAMPLE = 12
 
 
-def shares(value: str) -> bool:
-    return bool(VALUES[value].shares)
-
-
-def cells() -> list:
-    known = catalogue.cells()
-    quick = {
-        (s, v)
-        for s, v in known
-        if v == 'vo' or (s, v) == catalogue.partner(v, VALUES[v]) or shares(v)
-    }
+def variants() -> list:
+    known = catalogue.buildable_variants()
+    quick = {(s, v) for s, v in known if v == 'vo' or VALUES[v].shares}
+    quick.update(catalogue.documented_variants())
     rest = sorted(set(known) - quick)
     quick |= set(random.Random(0).sample(rest, min(SAMPLE, len(rest))))
     return [
-        pytest.param(cell, id='/'.join(cell), marks=() if cell in quick else pytest.mark.slow)
-        for cell in known
+        pytest.param(pair, id='/'.join(pair), marks=() if pair in quick else pytest.mark.slow)
+        for pair in known
     ]
 
 
 def pytest_generate_tests(metafunc):
-    if metafunc.module.__name__.endswith('test_contract'):
-        named = metafunc.config.getoption('--variant')
-        chosen = [pytest.param(_checked(c), id=c) for c in named] if named else cells()
-        metafunc.parametrize('cell', chosen)
+    if not metafunc.module.__name__.endswith('test_contract'):
+        return
+    named = metafunc.config.getoption('--variant')
+    if 'variant' in metafunc.fixturenames:
+        chosen = [pytest.param(_checked(text), id=text) for text in named] if named else variants()
+        metafunc.parametrize('variant', chosen)
+    elif 'score' in metafunc.fixturenames:
+        metafunc.parametrize('score', [_checked(text)[0] for text in named] if named else SCORES)
 
 
 def _checked(text: str) -> tuple[str, str]:
     try:
         score, value = parse_variant(text)
-        registry.check(
-            attention_spec(dataclasses.replace(catalogue.REFERENCE, score=score, value=value))
-        )
+        registry.check(catalogue.reference_spec(score, value))
     except SpecError as error:
         raise pytest.UsageError(f'--variant={text}: {error}') from error
     return score, value
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many variants were held to the contract, and how many there are."""
+    passed = (report.nodeid for report in terminalreporter.stats.get('passed', []))
+    pattern = re.compile(r'test_contract\.py::test_\w+\[([^\]]+/[^\]]+?)(?:-[a-z_]+)?\]')
+    done = {match[1] for nodeid in passed if (match := pattern.search(nodeid))}
+    if done:
+        terminalreporter.write_line(
+            f'contract tests: {len(done)} variant{"s" * (len(done) != 1)} run, '
+            f'{len(catalogue.buildable_variants())} registered '
+            f'({len(SCORES)} scores, {len(VALUES)} values)'
+        )

@@ -2,12 +2,12 @@
 
 import sys
 
+import jax
 import pytest
 
 from qkattn.attention import Attention, AttentionSpec, Score, parse_variant, registry
 from qkattn.errors import SpecError
-
-SIZES = {'d_model': 32, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': 8}
+from tests.attention.layers import SIZES
 
 OUTSIDE = """
 from qkattn.attention.scores.qk import QK
@@ -35,7 +35,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 @pytest.mark.parametrize('text', ['qk', 'qk(rank=)/vo', 'qk(2)/vo'])
-def test_a_malformed_cell_says_how_to_write_it(text):
+def test_a_malformed_variant_says_how_to_write_it(text):
     with pytest.raises(SpecError, match='must be written'):
         parse_variant(text)
 
@@ -49,8 +49,6 @@ def test_a_class_outside_the_package_takes_its_options(outside):
     cls, options = registry.find_score(f'{outside}:Scaled(factor=3.0)')
     assert issubclass(cls, Score) and options == {'factor': 3.0}
     spec = AttentionSpec(score=f'{outside}:Scaled(factor=3.0)', **SIZES)
-    import jax
-
     assert Attention(spec, key=jax.random.key(0)).score.scale == 3.0 * 8**-0.5
     with pytest.raises(SpecError, match='it takes factor'):
         registry.find_score(f'{outside}:Scaled(rank=3)')
@@ -82,6 +80,6 @@ def test_a_wrong_import_path_is_one_sentence(outside, path, message):
         ({'score': 'merged', 'value': 'no_v', 'num_kv_heads': 2}, 'changes nothing'),
     ],
 )
-def test_a_cell_that_cannot_be_built_is_refused(change, message):
+def test_a_variant_that_cannot_be_built_is_refused(change, message):
     with pytest.raises(SpecError, match=message):
         registry.check(AttentionSpec(**{**SIZES, **change}))

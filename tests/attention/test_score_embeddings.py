@@ -1,12 +1,12 @@
-"""Scores that contain one another: copied weights give the same logits, to float64 precision."""
+"""Scores that contain one another: copied parameters give the same logits, to float64 precision."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.attention import SCORES, Attention, AttentionSpec, Score, oracle
-from tests.attention.test_contract import D, H, N, make, stream
+from qkattn.attention import SCORES, Score, oracle
+from tests.attention.layers import D, H, N, make, stream
 from tests.attention.test_score_options import VARIANTS
 
 P_DNH = np.eye(D).reshape(D, N, H)
@@ -19,7 +19,7 @@ def float64():
 
 
 def score_of(text: str, *, seed: int = 0, biases: bool = True, **options) -> Score:
-    """A score in float64, moved off its initial weights."""
+    """A score in float64, moved off its initial parameters."""
     layer = make((text, 'vo'), seed=seed, biases=biases, **options)
     return jax.tree.map(lambda a: a.astype(jnp.float64), layer).score
 
@@ -97,9 +97,8 @@ def test_zero_columns_make_a_thin_score_wide(rank, wide):
 
 @pytest.mark.parametrize('num_kv_heads', [2, 4])
 def test_merged_as_a_product_starts_as_qk(num_kv_heads):
-    sizes = {'d_model': D, 'num_heads': N, 'num_kv_heads': num_kv_heads, 'head_size': H}
-    specs = [AttentionSpec(score=s, **sizes) for s in ('merged(init="product")', 'qk')]
-    merged, qk = (Attention(spec, key=jax.random.key(3)).score for spec in specs)
+    options = {'num_kv_heads': num_kv_heads, 'moved': False}
+    merged, qk = (make((s, 'vo'), **options).score for s in ('merged(init="product")', 'qk'))
     want = qk.scale * qk.matrix()
     np.testing.assert_allclose(merged.scale * merged.matrix(), want, atol=1e-6)
     singular_ND = np.linalg.svd(merged.matrix(), compute_uv=False)
@@ -267,9 +266,7 @@ def test_a_gauge_with_nothing_free_reads_the_stream():
 
 
 def test_frozen_starts_as_qk():
-    sizes = {'d_model': D, 'num_heads': N, 'num_kv_heads': 2, 'head_size': H}
-    specs = [AttentionSpec(score=s, **sizes) for s in ('frozen', 'qk')]
-    frozen, qk = (Attention(spec, key=jax.random.key(3)).score for spec in specs)
+    frozen, qk = (make((s, 'vo'), moved=False, num_kv_heads=2).score for s in ('frozen', 'qk'))
     np.testing.assert_array_equal(frozen.matrix(), qk.matrix())
 
 
@@ -302,9 +299,9 @@ def test_a_latent_with_selectors_is_grouped_qk(num_kv_heads):
 def test_absorbed_queries_give_the_same_logits(text, positions, biases):
     score = score_of(text, positions=positions, biases=biases)
     x_BTD, y_BSD = (stream(seed=s).astype(jnp.float64) for s in (5, 6))
-    memory = score.cached(y_BSD)
-    q_BTNR, k_BSKR = score.absorbed_queries(x_BTD), score.absorbed_keys(memory)
-    held = sum(a.shape[-1] for a in memory.values())
+    cache = score.cached(y_BSD)
+    q_BTNR, k_BSKR = score.absorbed_queries(x_BTD), score.absorbed_keys(cache)
+    held = sum(a.shape[-1] for a in cache.values())
     assert k_BSKR.shape == (*y_BSD.shape[:2], 1, held) and q_BTNR.shape[-1] == held
     got = score.scale * jnp.einsum('BTNR,BSR->BNTS', q_BTNR, k_BSKR[:, :, 0])
     want = logits(score)

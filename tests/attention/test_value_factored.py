@@ -8,11 +8,23 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from qkattn.attention import Attention, AttentionSpec, registry, visible
+from qkattn.attention import Attention, AttentionSpec, registry
 from qkattn.attention.values.factored import fixed_columns
 from qkattn.attention.values.hadamard import factors, transform
 from qkattn.errors import SpecError
-from tests.attention.test_contract import D, H, N, T, causal, error, make, reference, stream
+from tests.attention.layers import (
+    SIZES,
+    D,
+    H,
+    N,
+    assert_equals_oracle_in_float64,
+    causal,
+    error,
+    make,
+    reference,
+    stream,
+    wide,
+)
 
 COLUMNS = ((5, 0, 31, 7, 9, 30, 2, 3), *(tuple(range(8)),) * 3)
 FORMS = [
@@ -30,10 +42,6 @@ FORMS = [
 ]
 
 
-def wide(tree):
-    return jax.tree.map(lambda a: a.astype(jnp.float64), tree)
-
-
 def fresh(value: str, **options) -> Attention:
     return make(('qk', value), moved=False, **options)
 
@@ -44,16 +52,13 @@ def fresh(value: str, **options) -> Attention:
 @pytest.mark.parametrize('value', FORMS)
 def test_it_equals_the_oracle(value, biases, num_kv_heads):
     with jax.enable_x64(True):
-        layer = wide(make(('qk', value), biases=biases, num_kv_heads=num_kv_heads))
-        x_BTD, y_BSD = wide(stream()), wide(stream(5, seed=6))
-        assert error(layer(x_BTD, causal()), reference(layer, x_BTD, x_BTD, causal())) < 1e-12
-        across_BTS = visible(T, 5, causal=False)
-        got = layer(x_BTD, across_BTS, y_BSD=y_BSD)
-        assert error(got, reference(layer, x_BTD, y_BSD, across_BTS)) < 1e-12
+        assert_equals_oracle_in_float64(
+            make(('qk', value), biases=biases, num_kv_heads=num_kv_heads)
+        )
 
 
 @pytest.mark.parametrize(
-    ('cell', 'weights', 'floats'),
+    ('cell', 'count', 'floats'),
     [
         (('qk', 'merged_vo'), 2 * D * N * H + N * D * D, N * H + D),
         (('merged', 'merged_vo'), 2 * N * D * D, D),
@@ -66,11 +71,10 @@ def test_it_equals_the_oracle(value, biases, num_kv_heads):
     ],
     ids=lambda cell: '/'.join(cell) if isinstance(cell, tuple) else None,
 )
-def test_whole_cell_weights_and_memory(cell, weights, floats):
+def test_parameters_and_cache_of_a_variant(cell, count, floats):
     layer = make(cell)
-    assert sum(leaf.size for leaf in jax.tree.leaves(layer)) == weights
-    memory = layer.cached(jnp.zeros((1, 1, D)))
-    assert sum(a.size for a in memory.values()) == floats
+    assert sum(leaf.size for leaf in jax.tree.leaves(layer)) == count
+    assert sum(a.size for a in layer.cached(jnp.zeros((1, 1, D))).values()) == floats
 
 
 @pytest.mark.parametrize(('d_model', 'num_heads', 'gain'), [(64, 4, 1.0), (256, 1, 0.25)])
@@ -205,7 +209,6 @@ def test_the_transform_is_orthogonal_where_no_hadamard_matrix_is(d_model):
     ],
 )
 def test_bad_options_are_refused_in_one_sentence(value, change, message):
-    sizes = {'d_model': D, 'num_heads': N, 'num_kv_heads': N, 'head_size': H, **change}
     with pytest.raises(SpecError, match=message) as refusal:
-        registry.check(AttentionSpec(value=value, **sizes))
+        registry.check(AttentionSpec(value=value, **{**SIZES, **change}))
     assert '\n' not in str(refusal.value)

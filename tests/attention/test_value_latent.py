@@ -1,42 +1,44 @@
-"""The value side of latent attention, which reads the latent that its Score keeps."""
+"""The value side of latent attention, which reads the latent that its Score caches."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.attention import attend, visible
+from qkattn.attention import attend
 from qkattn.errors import SpecError
-from tests.attention.test_contract import D, H, N, T, causal, error, make, reference, stream
+from tests.attention.layers import (
+    D,
+    H,
+    N,
+    T,
+    assert_equals_oracle_in_float64,
+    causal,
+    error,
+    make,
+    stream,
+    wide,
+)
 
 R, G = 6, 4
 CELL = (f'latent(size={R})', 'latent')
 ROTARY = (f'latent(size={R}, query_size=10, rope_size={G})', 'latent')
 
 
-def wide(tree):
-    return jax.tree.map(lambda a: a.astype(jnp.float64), tree)
-
-
 @pytest.mark.parametrize('biases', [False, True], ids=['plain', 'biases'])
 def test_it_equals_the_oracle(biases):
     with jax.enable_x64(True):
-        layer = wide(make(CELL, biases=biases))
-        x_BTD, y_BSD = wide(stream()), wide(stream(5, seed=6))
-        assert error(layer(x_BTD, causal()), reference(layer, x_BTD, x_BTD, causal())) < 1e-12
-        across_BTS = visible(T, 5, causal=False)
-        got = layer(x_BTD, across_BTS, y_BSD=y_BSD)
-        assert error(got, reference(layer, x_BTD, y_BSD, across_BTS)) < 1e-12
+        assert_equals_oracle_in_float64(make(CELL, biases=biases))
 
 
 def test_the_latent_is_the_only_cache_and_is_owned_once():
     layer = make(CELL)
-    weights = sum(leaf.size for leaf in jax.tree.leaves(layer))
-    assert weights == 2 * D * N * H + D * R + 2 * R * N * H
-    memory = layer.cached(jnp.zeros((1, 1, D)))
-    assert {name: a.shape for name, a in memory.items()} == {'latent_BSR': (1, 1, R)}
-    memory = make(ROTARY, positions='rope').cached(jnp.zeros((1, 1, D)))
-    assert sum(a.size for a in memory.values()) == R + G
+    count = sum(leaf.size for leaf in jax.tree.leaves(layer))
+    assert count == 2 * D * N * H + D * R + 2 * R * N * H
+    cache = layer.cached(jnp.zeros((1, 1, D)))
+    assert {name: a.shape for name, a in cache.items()} == {'latent_BSR': (1, 1, R)}
+    cache = make(ROTARY, positions='rope').cached(jnp.zeros((1, 1, D)))
+    assert sum(a.size for a in cache.values()) == R + G
 
 
 def test_the_down_projection_receives_both_gradients():
@@ -66,12 +68,12 @@ def test_the_absorbed_form_is_the_same_attention(biases):
     with jax.enable_x64(True):
         layer, x_BTD = wide(make(CELL, biases=biases)), wide(stream())
         score, value = layer.score, layer.value
-        memory = layer.cached(x_BTD)
-        v_BS1R = value.absorbed_values(memory, score)
+        cache = layer.cached(x_BTD)
+        v_BS1R = value.absorbed_values(cache, score)
         assert v_BS1R.shape == (2, T, 1, R)
         o_BTNR = attend(
             score.absorbed_queries(x_BTD),
-            score.absorbed_keys(memory),
+            score.absorbed_keys(cache),
             v_BS1R,
             causal(),
             scale=score.scale,
@@ -81,7 +83,5 @@ def test_the_absorbed_form_is_the_same_attention(biases):
 
 
 def test_a_score_without_a_latent_is_refused():
-    with pytest.raises(
-        SpecError, match='qk has none to share; scores that have one are latent'
-    ):
+    with pytest.raises(SpecError, match='qk has none to share; scores that have one are latent'):
         make(('qk', 'latent'))

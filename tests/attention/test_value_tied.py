@@ -5,9 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.attention import SCORES, Attention, AttentionSpec, registry, visible
+from qkattn.attention import SCORES, Attention, AttentionSpec, registry
 from qkattn.errors import SpecError
-from tests.attention.test_contract import D, H, N, T, causal, error, make, reference, stream
+from tests.attention.layers import (
+    SIZES,
+    D,
+    H,
+    N,
+    assert_equals_oracle_in_float64,
+    causal,
+    error,
+    make,
+    stream,
+    wide,
+)
 
 CELLS = [
     ('qk', 'k_is_v'),
@@ -23,10 +34,6 @@ CELLS = [
 ]
 IDS = ['/'.join(cell) for cell in CELLS]
 GAIN = 0.5  # a residual gain other than 1, which `subspace` applies as its step size
-
-
-def wide(tree):
-    return jax.tree.map(lambda a: a.astype(jnp.float64), tree)
 
 
 def transposed(w_DNH):
@@ -82,17 +89,19 @@ SUMS = {
 }
 
 
-def standard(weights):
-    layer = wide(make(('qk', 'vo'), seed=9))
-    score, value = layer.score, layer.value
-    for owner, name, new in zip(
-        (score, score, value, value),
-        ('w_q_DNH', 'w_k_DKH', 'w_v_DKH', 'w_o_NHD'),
-        weights,
-        strict=True,
-    ):
-        parameter = getattr(owner, name)
-        parameter[...] = new
+STANDARD = (
+    ('score', 'w_q_DNH'),
+    ('score', 'w_k_DKH'),
+    ('value', 'w_v_DKH'),
+    ('value', 'w_o_NHD'),
+)
+
+
+def standard(matrices, **options):
+    """A standard layer with these matrices."""
+    layer = wide(make(('qk', 'vo'), seed=9, **options))
+    for (circuit, name), matrix in zip(STANDARD, matrices, strict=True):
+        getattr(getattr(layer, circuit), name)[...] = matrix
     return layer
 
 
@@ -101,26 +110,17 @@ def loss(layer, x_BTD):
 
 
 @pytest.mark.parametrize('cell', CELLS, ids=IDS)
-def test_it_is_standard_attention_with_tied_weights(cell):
+def test_it_is_standard_attention_with_tied_parameters(cell):
+    """The same output, and a gradient that sums those of all uses of the shared matrix."""
     with jax.enable_x64(True):
         layer, x_BTD = wide(make(cell, residual_gain=GAIN)), wide(stream())
-        want = np.asarray(standard(lifted(cell, layer))(x_BTD, causal()))
-        assert error(layer(x_BTD, causal()), want) < 1e-12
-
-
-@pytest.mark.parametrize('cell', CELLS, ids=IDS)
-def test_a_shared_matrix_receives_the_gradients_of_all_its_uses(cell):
-    with jax.enable_x64(True):
-        layer, x_BTD = wide(make(cell, residual_gain=GAIN)), wide(stream())
-        tied = jax.grad(loss)(layer, x_BTD)
-        untied = jax.grad(loss)(standard(lifted(cell, layer)), x_BTD)
+        untied = standard(lifted(cell, layer))
+        assert error(layer(x_BTD, causal()), untied(x_BTD, causal())) < 1e-12
+        tied, apart = jax.grad(loss)(layer, x_BTD), jax.grad(loss)(untied, x_BTD)
         owner, name, total = SUMS[cell]
-        parts = (
-            untied.score.w_q_DNH[...],
-            untied.score.w_k_DKH[...],
-            untied.value.w_v_DKH[...],
-            untied.value.w_o_NHD[...],
-        )
+        parts = [
+            getattr(getattr(apart, circuit), parameter)[...] for circuit, parameter in STANDARD
+        ]
         got, want = getattr(getattr(tied, owner), name)[...], np.asarray(total(*parts))
         assert error(got, want) < 1e-12
         for part in parts:  # every use counts
@@ -138,22 +138,15 @@ def test_it_equals_the_oracle(cell, biases, num_kv_heads):
         with pytest.raises(SpecError, match='num_kv_heads'):
             make(cell, num_kv_heads=num_kv_heads)
         return
-    layer = make(cell, biases=biases, num_kv_heads=num_kv_heads)
-    x_BTD, y_BSD = stream(), stream(5, seed=6)
-    across_BTS = visible(T, 5, causal=False)
     with jax.enable_x64(True):
-        layer, x_BTD, y_BSD = wide((layer, x_BTD, y_BSD))
-        got = layer(x_BTD, causal())
-        assert error(got, reference(layer, x_BTD, x_BTD, causal())) < 1e-12
-        got = layer(x_BTD, across_BTS, y_BSD=y_BSD)
-        assert error(got, reference(layer, x_BTD, y_BSD, across_BTS)) < 1e-12
+        assert_equals_oracle_in_float64(make(cell, biases=biases, num_kv_heads=num_kv_heads))
 
 
-M = D * N * H  # weights of one projection
+M = D * N * H  # parameters of one projection
 
 
 @pytest.mark.parametrize(
-    ('cell', 'weights', 'floats'),
+    ('cell', 'count', 'floats'),
     [
         (('qk', 'k_is_v'), 3 * M, N * H),
         (('shared_qk', 'k_is_v'), 2 * M, N * H),
@@ -167,32 +160,25 @@ M = D * N * H  # weights of one projection
     ],
     ids=lambda cell: '/'.join(cell) if isinstance(cell, tuple) else None,
 )
-def test_nothing_is_stored_or_remembered_twice(cell, weights, floats):
+def test_nothing_is_stored_or_cached_twice(cell, count, floats):
     layer = make(cell)
-    assert sum(leaf.size for leaf in jax.tree.leaves(layer)) == weights
-    memory = layer.cached(jnp.zeros((1, 1, D)))
-    assert sum(a.size for a in memory.values()) == floats
+    assert sum(leaf.size for leaf in jax.tree.leaves(layer)) == count
+    assert sum(a.size for a in layer.cached(jnp.zeros((1, 1, D))).values()) == floats
 
 
 def test_grouped_keys_are_the_only_cache_of_tied_values():
-    memory = make(('qk', 'k_is_v'), num_kv_heads=2).cached(jnp.zeros((1, 1, D)))
-    assert {name: a.shape for name, a in memory.items()} == {'k_BSKH': (1, 1, 2, H)}
+    cache = make(('qk', 'k_is_v'), num_kv_heads=2).cached(jnp.zeros((1, 1, D)))
+    assert {name: a.shape for name, a in cache.items()} == {'k_BSKH': (1, 1, 2, H)}
 
 
 def test_values_are_not_rotated_with_the_keys():
     with jax.enable_x64(True):
         x_BTD = wide(stream())
         tied = wide(make(('qk', 'k_is_v'), positions='rope'))
-        weights = lifted(('qk', 'k_is_v'), tied)
-        untied = standard(weights)
-        rotary = wide(make(('qk', 'vo'), seed=9, positions='rope'))
-        for name in ('w_q_DNH', 'w_k_DKH'):
-            getattr(rotary.score, name)[...] = getattr(untied.score, name)[...]
-        for name in ('w_v_DKH', 'w_o_NHD'):
-            getattr(rotary.value, name)[...] = getattr(untied.value, name)[...]
-        want = np.asarray(rotary(x_BTD, causal()))
+        matrices = lifted(('qk', 'k_is_v'), tied)
+        want = standard(matrices, positions='rope')(x_BTD, causal())
         assert error(tied(x_BTD, causal()), want) < 1e-12
-        assert error(untied(x_BTD, causal()), want) > 1e-2
+        assert error(standard(matrices)(x_BTD, causal()), want) > 1e-2
 
 
 @pytest.mark.parametrize(('d_model', 'num_heads', 'gain'), [(64, 4, 1.0), (256, 1, 0.25)])
@@ -213,15 +199,8 @@ def test_initial_outputs_have_the_residual_gain_as_standard_deviation(
 def test_the_subspace_output_is_as_large_as_the_keys_make_it(num_heads):
     d_model = 256
     head_size = d_model // num_heads
-    spec = AttentionSpec(
-        score='qk',
-        value='subspace',
-        d_model=d_model,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=head_size,
-        residual_gain=GAIN,
-    )
+    sizes = {'d_model': d_model, 'num_heads': num_heads, 'num_kv_heads': num_heads}
+    spec = AttentionSpec(value='subspace', head_size=head_size, residual_gain=GAIN, **sizes)
     layer = Attention(spec, key=jax.random.key(3))
     std = float(jnp.sqrt(jnp.square(layer.value.matrix(layer.score)).sum() / d_model))
     assert std == pytest.approx(GAIN * (1 + head_size / d_model) ** 0.5, rel=0.1)
@@ -235,8 +214,7 @@ def test_a_shareable_projection_computes_keys_or_queries(which, score):
     circuit = make((score, 'vo'), biases=True).score
     y_BSD = stream()
     w_DKH, b_KH = circuit.shared(which)
-    memory = circuit.cached(y_BSD)
-    got = circuit.keys(memory) if which == 'key' else circuit.queries(y_BSD)
+    got = circuit.keys(circuit.cached(y_BSD)) if which == 'key' else circuit.queries(y_BSD)
     want = np.einsum('BSD,DKH->BSKH', y_BSD, w_DKH[...]) + np.asarray(b_KH[...])
     assert error(got, want) < 1e-5
 
@@ -257,17 +235,18 @@ def test_a_shareable_projection_computes_keys_or_queries(which, score):
     ],
 )
 def test_a_score_without_the_projection_is_refused_in_one_sentence(score, value, message):
-    sizes = {'d_model': D, 'num_heads': N, 'num_kv_heads': N, 'head_size': H}
     with pytest.raises(SpecError, match=message) as refusal:
-        registry.check(AttentionSpec(score=score, value=value, **sizes))
+        registry.check(AttentionSpec(score=score, value=value, **SIZES))
     assert '\n' not in str(refusal.value)
 
 
-def test_a_transposed_key_matrix_must_be_square():
-    sizes = {'d_model': D, 'num_heads': N, 'num_kv_heads': 2, 'head_size': H}
-    with pytest.raises(SpecError, match='num_kv_heads must be num_heads=4, not 2'):
-        registry.check(AttentionSpec(value='v_is_k_transposed', **sizes))
-    with pytest.raises(SpecError, match='v_is_k_transposed uses slices'):
-        registry.check(
-            AttentionSpec(value='v_is_k_transposed', **{**sizes, 'num_kv_heads': 4, 'head_size': 4})
-        )
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'num_kv_heads': 2}, 'num_kv_heads must be num_heads=4, not 2'),
+        ({'head_size': 4}, 'v_is_k_transposed uses slices'),
+    ],
+)
+def test_a_transposed_key_matrix_must_be_square(change, message):
+    with pytest.raises(SpecError, match=message):
+        registry.check(AttentionSpec(value='v_is_k_transposed', **{**SIZES, **change}))

@@ -14,7 +14,7 @@ from qkattn.attention.rope import rotate
 from qkattn.config.calls import split_variant
 from qkattn.convert import CONVERSIONS, parse_conversion
 from qkattn.errors import ConfigError, ConversionError
-from tests.attention.test_contract import N, T, causal, error, make, stream
+from tests.attention.layers import N, T, causal, error, make, stream
 
 
 @pytest.fixture(autouse=True)

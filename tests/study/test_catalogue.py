@@ -1,4 +1,4 @@
-"""The catalogue is read off the classes, and says what the real arrays say."""
+"""The catalogue repeats the declarations of the classes, and these agree with the real arrays."""
 
 import dataclasses
 
@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from qkattn.attention import SCORES, VALUES, AttentionSpec, Score
+from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, Score
 from qkattn.attention.parameters import weight
 from qkattn.model import cost
-from qkattn.model.sites import attention_spec
 from qkattn.study import catalogue
 
 SPEC = AttentionSpec(d_model=32, num_heads=4, num_kv_heads=2, head_size=8)
@@ -28,29 +27,49 @@ def test_letters_are_sizes_and_contradictions_are_errors():
         catalogue.letters(Mislabelled(SPEC, key=jax.random.key(0)), SPEC)
 
 
-def test_every_circuit_is_described():
-    entries = catalogue.entries()
+@pytest.fixture(scope='module')
+def entries():
+    return catalogue.entries()
+
+
+def test_every_score_and_value_is_described(entries):
     assert [e.name for e in entries] == [*SCORES, *VALUES]
-    for entry in entries:
-        assert entry.equation and entry.source and entry.flops > 0
+    assert [e.kind for e in entries] == ['Score'] * len(SCORES) + ['Value'] * len(VALUES)
+    assert all(e.equation and e.source for e in entries)
+    options = {(e.kind, e.name): e.options for e in entries}
+    assert options['Score', 'qk'] == options['Value', 'vo'] == ''
+    assert options['Value', 'hadamard'] == "odd='refuse'"
+    variants = catalogue.documented_variants()
+    assert set(variants) == {e.variant for e in entries} and len(variants) == len(set(variants))
+
+
+def test_a_table_has_the_chosen_rows():
+    header, rule, *rows = catalogue.table('Score', ('qk', 'merged')).splitlines()
+    assert header == '| Score | A[n] | parameters | cache, floats per token | RoPE |'
+    assert rule == '|---|---|---|---|---|'
+    assert rows == [
+        '| `qk` | W_Q[n] W_K[n]^T | D·N·H + D·K·H | K·H | yes |',
+        '| `merged` | W_QK[n] | N·D·D | D | no |',
+    ]
+    assert len(catalogue.table('Value').splitlines()) == 2 + len(VALUES)
 
 
 @pytest.mark.parametrize('name', [*SCORES])
-def test_the_cache_in_letters_is_the_cache_in_floats(name):
-    score, value = catalogue.partner(name, SCORES[name])
-    model = dataclasses.replace(catalogue.REFERENCE, score=score, value=value)
-    (entry,) = [e for e in catalogue.entries() if e.name == name and e.rope is not None]
-    layer = jax.eval_shape(
-        lambda: catalogue.Attention(attention_spec(model), key=jax.random.key(0))
-    )
-    letters = catalogue.letters(layer.score, attention_spec(model))
-    shown = eval(entry.cache, letters) if entry.cache != '0' else 0
+def test_counts_in_letters_are_those_of_the_arrays(entries, name):
+    (entry,) = [e for e in entries if e.name == name and e.kind == 'Score']
+    model = dataclasses.replace(catalogue.REFERENCE, score=name, value='vo')
+    spec = catalogue.reference_spec(name, 'vo')
+    layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
+    letters = catalogue.letters(layer.score, spec)
+    assert eval(entry.parameters, letters) == entry.count
+    shown = eval(entry.cache, letters)
     y_BSD = jax.ShapeDtypeStruct((1, 1, model.d_model), jnp.float32)
     held = jax.eval_shape(lambda layer, y: layer.score.cached(y), layer, y_BSD)
     assert shown == sum(a.size for a in held.values())
-    # beside no_vo, which reads the stream, a Score that remembers the stream adds nothing
+    # no_vo caches the stream: beside it, a Score that caches the stream adds nothing.
     both = cost.cache_floats_per_token(dataclasses.replace(model, value='no_vo'))
     assert both == (shown if 'x_BSD' in held else shown + model.d_model)
+    assert cost.flops_per_token(model) > 0
 
 
 def test_exact_conversions_are_measured():
@@ -58,4 +77,4 @@ def test_exact_conversions_are_measured():
     exact = catalogue.exact(measured)
     assert {'to_standard', 'merge', 'to_symmetric'} <= set(exact)
     assert 'truncate' not in exact and measured['truncate'] > 1e-2
-    assert 'double' in measured['fold_double']  # the sentence with which it is refused
+    assert 'double' in measured['fold_double']  # the message with which it is refused

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from qkattn.attention import SCORES, VALUES
 from qkattn.config import ModelConfig
 from qkattn.errors import MatchError
 from qkattn.model import cost
@@ -64,7 +63,7 @@ WIDTHS = {
     for variant, *widths in map(str.split, SOLVED.strip().splitlines())
 }
 
-SHOWN = [catalogue.partner(n, c) for n, c in (*SCORES.items(), *VALUES.items())]
+SHOWN = catalogue.documented_variants()
 
 
 @pytest.mark.parametrize(('score', 'value'), SHOWN, ids=map('/'.join, SHOWN))
