@@ -26,14 +26,14 @@ def test_mean_sd_and_paired_interval(study_dir):
     records = [trial_record('qk/vo', seed=s, val_loss=v) for s, v in enumerate(base)]
     # The other variant's seeds come in another order than the baseline's.
     records += [trial_record('b/vo', seed=s, val_loss=other[s]) for s in (2, 0, 1)]
-    baseline, row = arms_in(study_dir, records)
+    baseline, arm = arms_in(study_dir, records)
     assert baseline.is_baseline
     assert baseline.val_loss.mean == pytest.approx(6.4 / 3)
     mean = 6.55 / 3
     sd = math.sqrt(sum((v - mean) ** 2 for v in other) / 2)
-    assert row.val_loss.sd == pytest.approx(sd)
-    assert row.over_seeds('val_bits_per_byte').mean == pytest.approx(mean / math.log(2))
-    assert row.over_seeds('test_bits_per_byte').mean == pytest.approx((mean + 0.1) / math.log(2))
+    assert arm.val_loss.sd == pytest.approx(sd)
+    assert arm.over_seeds('val_bits_per_byte').mean == pytest.approx(mean / math.log(2))
+    assert arm.over_seeds('test_bits_per_byte').mean == pytest.approx((mean + 0.1) / math.log(2))
     # Differences 0.05, 0.02, 0.08: mean 0.05, sd 0.03.
     none, difference = differences_of(study_dir, records)
     assert none is None
@@ -54,13 +54,6 @@ def test_only_shared_seeds_are_paired(study_dir):
     assert difference.high - difference.mean == pytest.approx(half, rel=1e-3)
 
 
-def test_single_seed_has_no_interval(study_dir):
-    records = [trial_record('qk/vo'), trial_record('b/vo', val_loss=2.25)]
-    difference = differences_of(study_dir, records)[1]
-    assert difference.mean == pytest.approx(0.25) and difference.low is None
-    assert arms_in(study_dir, records)[1].val_loss.sd is None
-
-
 def test_diverged_trials_are_counted_not_averaged(study_dir):
     records = [trial_record('qk/vo', seed=s, val_loss=v) for s, v in ((0, 2.0), (1, None))]
     records += [trial_record('b/vo', seed=s, val_loss=None) for s in (0, 1)]
@@ -79,18 +72,14 @@ def test_best_learning_rate_by_mean_val_loss(study_dir):
         for rate, values in losses.items()
         for seed, loss in enumerate(values)
     ]
-    (row,) = arms_in(study_dir, records)
+    (arm,) = arms_in(study_dir, records)
     # 1e-3 holds the lowest single loss that finished everywhere, 1e-2 a lucky seed: neither wins.
-    assert row.learning_rate == 3e-3
-    assert row.val_loss.mean == pytest.approx(2.15)
-    assert row.learning_rates == (1e-3, 3e-3, 1e-2)
-    assert not row.at_edge and row.num_diverged == 1
-
-
-def test_edge_of_the_grid_is_marked(study_dir):
-    records = [trial_record('qk/vo', learning_rate=r, val_loss=v) for r, v in ((1, 3), (2, 2))]
-    (row,) = arms_in(study_dir, records)
-    assert row.learning_rate == 2 and row.at_edge
+    assert arm.learning_rate == 3e-3
+    assert arm.val_loss.mean == pytest.approx(2.15)
+    assert arm.learning_rates == (1e-3, 3e-3, 1e-2)
+    assert not arm.at_edge and arm.num_diverged == 1
+    (arm,) = arms_in(study_dir / 'b', records[:4])
+    assert arm.learning_rate == 3e-3 and arm.at_edge
 
 
 def test_every_arm_is_paired_at_its_own_best_rate(study_dir):
@@ -107,8 +96,8 @@ def test_baseline_of_the_same_size_comes_first(study_dir):
         trial_record(variant, f'd_model={d}', val_loss=loss, d_model=d)
         for variant, d, loss in (('b/vo', 64, 3.5), ('b/vo', 128, 2.5), ('qk/vo', 64, 3.0))
     ]
-    rows = arms_in(study_dir, records)
-    assert [(row.variant, row.size) for row in rows] == [
+    arms = arms_in(study_dir, records)
+    assert [(arm.variant, arm.size) for arm in arms] == [
         ('qk/vo', 'd_model=64'),
         ('b/vo', 'd_model=64'),
         ('b/vo', 'd_model=128'),
@@ -117,11 +106,11 @@ def test_baseline_of_the_same_size_comes_first(study_dir):
     assert second.mean == pytest.approx(0.5) and third is None
 
 
-def test_cell_numbers_count_once_per_run(study_dir):
+def test_run_numbers_count_once_per_run(study_dir):
     records = [trial_record('qk/vo', seed=s, run='a', train_seconds=10.0) for s in (0, 1)]
     records += [trial_record('qk/vo', seed=2, run='b', train_seconds=7.0)]
-    (row,) = arms_in(study_dir, records)
-    assert row.of_runs('train_seconds') == [10.0, 7.0]
+    (arm,) = arms_in(study_dir, records)
+    assert arm.of_runs('train_seconds') == [10.0, 7.0]
 
 
 def test_screening_trials_never_count(study_dir):
@@ -129,32 +118,24 @@ def test_screening_trials_never_count(study_dir):
     records = tuned_arm('qk/vo', losses=losses)
     for record in records[:10]:
         record['val_loss'] = 0.5  # far below the verdict's
-    (row,) = arms_of(load_study(write_tuned(study_dir, records)))
-    assert [trial.seed for trial in row.chosen] == list(VERDICT_SEEDS)
-    assert {trial.stage for trial in row.verdict_trials} == {'verdict'}
-    assert row.val_loss.mean == pytest.approx(2.035) and row.val_loss.n == 8
-    assert len(row.screening_trials) == 10 and len(row.trials) == 18
-    assert row.learning_rate == 4e-3 and not row.at_edge
+    (arm,) = arms_of(load_study(write_tuned(study_dir, records)))
+    assert [trial.seed for trial in arm.chosen] == list(VERDICT_SEEDS)
+    assert {trial.stage for trial in arm.verdict_trials} == {'verdict'}
+    assert arm.val_loss.mean == pytest.approx(2.035) and arm.val_loss.n == 8
+    assert len(arm.screening_trials) == 10 and len(arm.trials) == 18
+    assert arm.learning_rate == 4e-3 and not arm.at_edge
 
 
 def test_an_arm_that_is_only_screened_has_no_loss(study_dir):
-    (row,) = arms_of(load_study(write_tuned(study_dir, tuned_arm('qk/vo')[:10])))
-    assert row.chosen == row.verdict_trials == () and row.val_loss is None
-    assert row.example.parameters['total'] > 0 and row.num_diverged == 0
+    (arm,) = arms_of(load_study(write_tuned(study_dir, tuned_arm('qk/vo')[:10])))
+    assert arm.chosen == arm.verdict_trials == () and arm.val_loss is None
+    assert arm.example.parameters['total'] > 0 and arm.num_diverged == 0
 
 
 def test_trials_of_other_stages_are_no_verdict(study_dir):
     records = tuned_arm('qk/vo', losses=[3.0] * 8)
     records += [trial_record('qk/vo', seed=s, val_loss=2.0) for s in range(8)]
-    (row,) = arms_of(load_study(write_tuned(study_dir, records)))
-    assert row.val_loss.mean == 3.0 and len(row.chosen) == len(row.verdict_trials) == 8
-    (row,) = arms_of(load_study(write_study(study_dir / 'b', records)))
-    assert row.val_loss.mean == 2.0 and len(row.chosen) == len(row.verdict_trials) == 8
-
-
-def test_trials_that_stopped_early_are_not_chosen(study_dir):
-    records = tuned_arm('qk/vo', losses=[1.0] + [2.0] * 7)
-    records[10]['num_steps'] = 399
-    write_tuned(study_dir, [*records[:10], *records[11:], records[10]])
-    (row,) = arms_of(load_study(study_dir))
-    assert len(row.verdict_trials) == 8 and len(row.chosen) == 7 and row.val_loss.mean == 2.0
+    (arm,) = arms_of(load_study(write_tuned(study_dir, records)))
+    assert arm.val_loss.mean == 3.0 and len(arm.chosen) == len(arm.verdict_trials) == 8
+    (arm,) = arms_of(load_study(write_study(study_dir / 'b', records)))
+    assert arm.val_loss.mean == 2.0 and len(arm.chosen) == len(arm.verdict_trials) == 8

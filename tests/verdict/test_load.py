@@ -79,7 +79,7 @@ def test_repeated_identical_line_counts_once(study_dir):
     assert len(study.trials) == 1 and study.problems == ()
 
 
-def test_same_seed_in_two_cells_is_refused(study_dir):
+def test_same_seed_in_two_runs_is_refused(study_dir):
     write_study(study_dir, [trial_record('qk/vo', run='a'), trial_record('qk/vo', run='b')])
     with pytest.raises(ReportError, match=r"runs 'a' and 'b' both hold seed 0"):
         load_study(study_dir)
@@ -95,7 +95,7 @@ def test_result_json_fills_what_results_jsonl_lacks(study_dir):
     assert 'lacks 1 of the 2 trials' in study.problems[0]
 
 
-def test_result_json_of_another_cell_is_left_out(study_dir):
+def test_result_json_of_another_run_is_left_out(study_dir):
     write_study(study_dir, [trial_record('qk/vo')])
     path = study_dir / RUN / 'result.json'
     path.write_text(json.dumps([trial_record('qk/vo', run='other', val_loss=1.0)]))
@@ -266,7 +266,7 @@ def test_a_second_verdict_of_an_arm_is_refused(study_dir):
     )
 
 
-def test_a_seed_that_its_cell_does_not_have_is_refused(study_dir):
+def test_a_seed_that_its_run_does_not_have_is_refused(study_dir):
     write_study(study_dir, [trial_record('qk/vo', seed=s) for s in (0, 1)])
     edit_plan(study_dir, RUN, trials__seeds=[0, 2])
     study = load_study(study_dir)
@@ -315,7 +315,7 @@ def test_one_seed_and_setting_may_be_screened_in_two_runs(study_dir):
     assert len(study.trials) == 19 and study.problems == ()
 
 
-def test_results_of_a_cell_that_is_not_planned_are_left_out(study_dir):
+def test_results_of_a_run_that_is_not_planned_are_left_out(study_dir):
     write_study(study_dir, [trial_record('qk/vo')])
     write_lines(study_dir / 'plan.jsonl', [GOOD])
     with pytest.raises(ReportError, match='has no results yet'):
