@@ -17,7 +17,7 @@ def qk_factors(layer: Attention, conversion: str) -> Factors:
     require_free_logits(layer, conversion)
     if layer.value.shares:
         raise ConversionError(
-            f'{layer.spec.value} reads a matrix of {layer.spec.score}, which {conversion} '
+            f'{layer.spec.value} shares a matrix of {layer.spec.score}, which {conversion} '
             'replaces; convert with to_standard first'
         )
     factors = extract_factors(layer)

@@ -303,7 +303,7 @@ REFUSED = [
     ('fold_biases', 'qk/vo', ROPE, 'RoPE rotates'),
     ('fold_biases', 'qk/vo', CAP, 'but logit_cap=2.0 does not'),
     ('merge', 'qk/vo', CAP, 'but logit_cap=2.0 does not'),
-    ('merge', 'qk/k_is_v', {}, 'k_is_v reads a matrix of qk, which merge replaces'),
+    ('merge', 'qk/k_is_v', {}, 'k_is_v shares a matrix of qk, which merge replaces'),
     ('merge', 'shared_qk(self_mask=True)/vo', {}, 'masks the diagonal'),
     ('to_standard', 'shared_qk(self_mask=True)/vo', {}, 'masks the diagonal'),
     ('merge', 'shared_qk(key_norm=True)/vo', {}, 'is not bilinear'),

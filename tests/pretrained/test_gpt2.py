@@ -7,12 +7,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from qkattn.config import ModelConfig
 from qkattn.errors import LayoutError
-from qkattn.model import Decoder
+from qkattn.model import with_params
+from qkattn.model.cost import abstract_params
 from qkattn.pretrained import load_gpt2, save_gpt2
 
 from .reference import TOKENS, D, F, L, N, T, V, forward, make_tensors
@@ -29,16 +29,21 @@ DESCRIPTION = {
 HF_REASON = 'transformers is optional; the numpy reference covers the same equations'
 
 
-def logits(config, params, tokens=TOKENS):
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, key=jax.random.key(0))))
-    return np.asarray(nnx.merge(graph, params)(tokens))
+@jax.jit
+def _logits(model, tokens_BT):
+    return model(tokens_BT)
 
 
-def make_params(config, seed=0):
-    """Random everywhere, so that no bias, gain or tie can be lost unseen."""
-    params = nnx.to_pure_dict(nnx.state(Decoder(config, key=jax.random.key(seed))))
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: p + 0.1 * rng.standard_normal(p.shape, np.float32), params)
+def logits(config, params):
+    return np.asarray(_logits(with_params(config, params), TOKENS))
+
+
+def make_params(config):
+    """Random everywhere, so that no bias, gain or tie can be lost unnoticed."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda a: 0.3 * rng.standard_normal(a.shape, np.float32), abstract_params(config)
+    )
 
 
 def make_config(**fields):
@@ -92,7 +97,7 @@ def test_several_files_are_one_model(tmp_path):
 
 
 @pytest.mark.parametrize('dtype', [np.float16, ml_dtypes.bfloat16])
-def test_narrow_weights_are_widened_exactly_and_said(caplog, tmp_path, dtype):
+def test_narrow_floats_are_widened_exactly_and_logged(caplog, tmp_path, dtype):
     narrow = {name: t.astype(dtype) for name, t in make_tensors().items()}
     with caplog.at_level(logging.INFO):
         config, params = load_gpt2(write(tmp_path, narrow))
@@ -168,7 +173,7 @@ def test_hugging_face_agrees_both_ways(tmp_path, tied):
 
 
 @pytest.mark.parametrize(
-    ('fields', 'said'),
+    ('fields', 'message'),
     [
         ({'score': 'merged'}, "model.score='merged'"),
         ({'value': 'no_v'}, "model.value='no_v'"),
@@ -178,9 +183,9 @@ def test_hugging_face_agrees_both_ways(tmp_path, tied):
         ({'positions': 'none'}, "model.positions='none'"),
     ],
 )
-def test_what_the_layout_cannot_hold_is_refused_before_writing(tmp_path, fields, said):
+def test_what_the_layout_cannot_hold_is_refused_before_writing(tmp_path, fields, message):
     config = make_config(**fields)
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(LayoutError, match=message):
         save_gpt2(config, make_params(config), tmp_path / 'out')
     assert not (tmp_path / 'out').exists()
 
@@ -203,7 +208,7 @@ def put(name, shape, dtype=np.float32):
 
 
 @pytest.mark.parametrize(
-    ('damage', 'said'),
+    ('damage', 'message'),
     [
         (remove('wpe.weight'), "tensor 'wpe.weight' is missing"),
         (remove('h.1.ln_2.bias'), "tensor 'h.1.ln_2.bias' is missing"),
@@ -216,15 +221,15 @@ def put(name, shape, dtype=np.float32):
         (put('h.3.ln_1.weight', (D,)), "tensor 'h.3.ln_1.bias' is missing"),
     ],
 )
-def test_a_wrong_tensor_is_named(tmp_path, damage, said):
+def test_a_wrong_tensor_is_named(tmp_path, damage, message):
     tensors = make_tensors()
     damage(tensors)
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(LayoutError, match=message):
         load_gpt2(write(tmp_path, tensors))
 
 
 @pytest.mark.parametrize(
-    ('described', 'said'),
+    ('described', 'message'),
     [
         ({'n_layer': 4}, 'n_layer=4 does not fit the tensors, which have 3'),
         ({'n_inner': None}, 'n_inner=64 does not fit the tensors, which have 48'),
@@ -238,8 +243,8 @@ def test_a_wrong_tensor_is_named(tmp_path, damage, said):
         ({'tie_word_embeddings': False}, "tensor 'lm_head.weight' is missing"),
     ],
 )
-def test_a_description_of_another_model_is_refused(tmp_path, described, said):
-    with pytest.raises(LayoutError, match=said):
+def test_a_description_of_another_model_is_refused(tmp_path, described, message):
+    with pytest.raises(LayoutError, match=message):
         load_gpt2(write(tmp_path, make_tensors(), **described))
 
 

@@ -92,9 +92,9 @@ def test_what_does_not_fit_is_named():
     ):
         load_nanogpt(tensors, num_heads=N)
     checkpoint = {'model': as_nanogpt(tensors)}
-    for wrong, said in (
+    for wrong, message in (
         ({'block_size': 11}, 'block_size=11 does not fit the tensors, which have 10'),
         ({'use_rmsnorm': True}, 'use_rmsnorm=True is not an argument of nanoGPT'),
     ):
-        with pytest.raises(LayoutError, match=said):
+        with pytest.raises(LayoutError, match=message):
             load_nanogpt(checkpoint | {'model_args': ARGUMENTS | wrong})
