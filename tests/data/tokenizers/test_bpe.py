@@ -88,7 +88,7 @@ def test_the_saved_file_is_the_librarys_and_encodes_whole_texts_alike(tokenizer,
     library = tokenizers.Tokenizer.from_buffer(tokenizer.model())
     assert library.get_vocab_size() == 1000 and library.token_to_id('\0') == 0
     monkeypatch.setattr(bpe, 'LINES', 7)
-    for text in CODE[:5]:
+    for text in (*CODE, *HELD_OUT, *(text.encode() for text in ODD if '\0' not in text)):
         assert tokenizer.encode(text).tolist() == library.encode(text.decode()).ids
 
 
