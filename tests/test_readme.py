@@ -82,6 +82,15 @@ def test_every_path_that_a_page_names_exists(page):
         assert link.startswith('https://') or (page.parent / link).exists(), link
 
 
+def test_every_registry_that_contributors_need_exists():
+    text = (ROOT / 'CONTRIBUTING.md').read_text()
+    named = re.findall(r'`(\w+)` in `(qkattn/[\w./]+\.py)`', text)
+    assert len(named) >= 10
+    for name, path in named:
+        source = (ROOT / path).read_text()
+        assert re.search(rf'^(class |def )?{name}\b', source, re.M), (name, path)
+
+
 # Commands: every line of every ```sh block
 
 OTHER_COMMANDS = (
