@@ -1,59 +1,53 @@
-"""Reports: the files of a study directory in; tables, plots and one HTML page out."""
+"""Reports: the files of a study directory in; tables, figures and one HTML page out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from qkattn.errors import ReportError
-from qkattn.report.csvfile import csv_table
-from qkattn.report.figures.plots import figures
-from qkattn.report.figures.style import Rendered
-from qkattn.report.html import report_page
-from qkattn.report.latex import latex_table
-from qkattn.report.tables import headline, report_markdown, report_text
+from qkattn.report.figures import figures
+from qkattn.report.figures.style import Drawing, render
+from qkattn.report.page import report_page
+from qkattn.report.tables import (
+    csv_table,
+    headline,
+    latex_table,
+    report_markdown,
+    report_text,
+)
 from qkattn.run.files import write_atomic
 from qkattn.verdict import Findings, Study, find, load_study
 
-__all__ = [
-    'Findings',
-    'ReportError',
-    'Study',
-    'documents',
-    'find',
-    'headline',
-    'load_study',
-    'report_text',
-    'write_report',
-]
+__all__ = ['documents', 'headline', 'report_text', 'write_report']
 
 
-def documents(study: Study) -> dict[str, str]:
-    """Everything that is printed of a study but its figures, by file name; report.html is last."""
-    found = find(study)
-    return _documents(study, found, figures(study, found))
-
-
-def _documents(study: Study, found: Findings, drawn: Sequence[Rendered]) -> dict[str, str]:
+def documents(
+    study: Study, found: Findings, drawn: Sequence[Drawing], svg: Mapping[str, str]
+) -> dict[str, str]:
+    """All files of a report but the figures, by name; `svg` is by the stem of a figure."""
     return {
         'table.txt': report_text(study, found),
         'table.md': report_markdown(study, found),
-        'table.csv': csv_table(found),
+        'table.csv': csv_table(study, found),
         'table.tex': latex_table(study, found),
-        'report.html': report_page(study, found, drawn),
+        'report.html': report_page(study, found, drawn, svg),
     }
 
 
 def write_report(study_dir: str | Path) -> Path:
     """Writes report.html, table.txt, .md, .csv and .tex, and plots/ into the study directory.
 
-    Returns the path of report.html, which is written last. Raises ReportError when the directory is
-    no study or holds no result.
+    Returns the path of report.html, which is written last.
+
+    Raises:
+      ReportError: the directory is not a study or holds no result.
     """
     study = load_study(study_dir)
     found = find(study)
     drawn = figures(study, found)
-    for figure in drawn:
-        write_atomic(study.directory / 'plots' / f'{figure.stem}.png', figure.png)
-        write_atomic(study.directory / 'plots' / f'{figure.stem}.svg', figure.paper_svg)
-    for name, text in _documents(study, found, drawn).items():
+    rendered = {drawing.stem: render(drawing) for drawing in drawn}
+    for stem, figure in rendered.items():
+        write_atomic(study.directory / 'plots' / f'{stem}.png', figure.png)
+        write_atomic(study.directory / 'plots' / f'{stem}.svg', figure.paper_svg)
+    svg = {stem: figure.svg for stem, figure in rendered.items()}
+    for name, text in documents(study, found, drawn, svg).items():
         written = write_atomic(study.directory / name, text)
     return written

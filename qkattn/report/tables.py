@@ -1,82 +1,80 @@
-"""The summary table as aligned text and Markdown, and a short one for a README."""
+"""One data frame, of the columns of `qkattn.report.columns`, as CSV, text, Markdown and LaTeX."""
 
+import itertools
+import re
 from collections.abc import Sequence
 
-from qkattn.report.columns import Column, columns_of, tuned_value
-from qkattn.report.notes import notes
-from qkattn.report.numbers import interval, mean_sd, si
-from qkattn.report.sentences import found_in, held_equal
-from qkattn.study.tuning import KNOBS
+import pandas as pd
+
+from qkattn.report.columns import Column, columns, measured
+from qkattn.report.prose import environment, one_line, sentences
+from qkattn.stats.inference import LEVEL, POWER
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
-__all__ = [
-    'Column',
-    'columns_of',
-    'headline',
-    'markdown_table',
-    'report_markdown',
-    'report_text',
-    'si',
-    'text_table',
-]
+
+def frame(study: Study, found: Findings) -> pd.DataFrame:
+    """Unrounded numbers, one row per arm; None where there is no such number."""
+    of_study = columns(study, found)
+    records = [dict(cell for c in of_study for cell in c.cells(arm)) for arm in found.arms]
+    return pd.DataFrame(records, dtype=object)
 
 
-def text_table(findings: Findings) -> str:
+def csv_table(study: Study, found: Findings) -> str:
+    """The data frame as CSV; an empty field where there is no such number."""
+    return frame(study, found).to_csv(index=False, lineterminator='\n')
+
+
+def printed(
+    of_study: Sequence[Column], arms: Sequence[Arm], brief: bool = False
+) -> list[list[str]]:
+    """The cells of each arm as printed."""
+    return [[column.print(arm, brief) for column in of_study] for arm in arms]
+
+
+def headed(study: Study, found: Findings) -> list[Column]:
+    return [column for column in columns(study, found) if column.heading]
+
+
+def text_table(study: Study, found: Findings) -> str:
     """Aligned plain text, two heading lines, one line per arm."""
-    columns = columns_of(findings)
-    lines = [
-        [column.heading[0] for column in columns],
-        [column.heading[1] for column in columns],
-        *([_one_line(column.text(arm)) for column in columns] for arm in findings.arms),
-    ]
-    widths = [max(map(len, runs)) for runs in zip(*lines, strict=True)]
-    rule = ['-' * width for width in widths]
+    of_study = headed(study, found)
+    headings = [f'{column.heading}|'.split('|')[:2] for column in of_study]
+    lines = [*map(list, zip(*headings, strict=True)), *printed(of_study, found.arms)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    lines.insert(2, ['-' * width for width in widths])
+    sides = [str.ljust if column.left else str.rjust for column in of_study]
     return '\n'.join(
         '  '.join(
-            run.ljust(width) if column.left else run.rjust(width)
-            for run, width, column in zip(line, widths, columns, strict=True)
+            side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)
         ).rstrip()
-        for line in [*lines[:2], rule, *lines[2:]]
+        for line in lines
     )
 
 
-def _one_line(text: str) -> str:
-    return ' '.join(text.split())
-
-
-def markdown_table(findings: Findings) -> str:
+def markdown_table(study: Study, found: Findings) -> str:
     """A pipe table; pipes and backslashes in names are escaped."""
-    columns = columns_of(findings)
-    return _pipes(
-        [column.title for column in columns],
-        [column.left for column in columns],
-        [[column.text(arm) for column in columns] for arm in findings.arms],
-    )
+    of_study = headed(study, found)
+    titles = [column.heading.replace('|', ' ') for column in of_study]
+    left = [column.left for column in of_study]
+    return _pipes(titles, left, printed(of_study, found.arms))
 
 
 def _pipes(titles: Sequence[str], left: Sequence[bool], lines: Sequence[Sequence[str]]) -> str:
-    def line(runs: Sequence[str]) -> str:
-        escaped = (_one_line(c).replace('\\', '\\\\').replace('|', '\\|') for c in runs)
-        return f'| {" | ".join(escaped)} |'
-
-    rule = line([':--' if is_left else '--:' for is_left in left])
-    return '\n'.join([line(titles), rule, *map(line, lines)])
+    rows = [titles, [':--' if is_left else '--:' for is_left in left], *lines]
+    escapes = str.maketrans({'\\': r'\\', '|': r'\|'})
+    return '\n'.join(f'| {" | ".join(c.translate(escapes) for c in row)} |' for row in rows)
 
 
-def headline(study: Study, findings: Findings) -> str:
+def headline(study: Study, found: Findings) -> str:
     """The result for a README: a Markdown table of few columns, and what was held equal.
 
     Arms in the order of their difference, the baseline first, size by size.
     """
-    several = len(study.sizes) > 1
-    knobs = [knob for knob in KNOBS if any(knob in arm.sweeps for arm in findings.arms)]
-    titles = ['arm', *(['size'] if several else [])]
-    titles += ['difference in val loss, nats/token [95 %]' if study.baseline else 'val loss']
-    titles += ['verdict'] if study.tuning else []
-    titles += [f'tuned {knob.replace("_", " ")}' for knob in knobs]
-    ordered = sorted(
-        findings.arms,
+    of_study = [column for column in columns(study, found) if column.headline]
+    arms = sorted(
+        found.arms,
         key=lambda arm: (
             study.sizes.index(arm.size),
             not arm.is_baseline,
@@ -84,40 +82,86 @@ def headline(study: Study, findings: Findings) -> str:
             arm.difference.mean if arm.difference else 0.0,
         ),
     )
-    lines = []
-    for arm in ordered:
-        line = [arm.variant, *([arm.size] if several else [])]
-        if arm.is_baseline:
-            line.append(f'baseline, val loss {mean_sd(arm.val_loss, 4)}')
-        elif study.baseline:
-            line.append(interval(arm.difference))
-        else:
-            line.append(mean_sd(arm.val_loss, 4))
-        if study.tuning:
-            line.append(arm.verdict.decision.value if arm.verdict else '')
-        line += [tuned_value(arm, knob, span=False) for knob in knobs]
-        lines.append(line)
-    names = 2 if several else 1
-    table = _pipes(titles, [place < names for place in range(len(titles))], lines)
-    return f'{table}\n\n{_one_line(held_equal(study, findings))}\n'
+    titles, left = [column.brief for column in of_study], [column.left for column in of_study]
+    table = _pipes(titles, left, printed(of_study, arms, brief=True))
+    return f'{table}\n\n{summary(study, found)[-1]}\n'
 
 
-def report_text(study: Study, findings: Findings) -> str:
+def summary(study: Study, found: Findings, html: bool = False) -> list[str]:
+    """What was found, in sentences; the last one is what all arms have in common."""
+    return sentences('summary.j2', html=html, study=study, found=found)
+
+
+def notes(study: Study, found: Findings, with_remarks: bool = True) -> list[str]:
+    """Sentences under the table: what the numbers are, and what they do not show."""
+    return sentences(
+        'notes.j2',
+        study=study,
+        found=found,
+        columns=headed(study, found),
+        measures=measured(found),
+        with_remarks=with_remarks,
+        level=LEVEL,
+        power=POWER,
+    )
+
+
+def report_text(study: Study, found: Findings) -> str:
     """What a terminal shows: heading, what was found, table, notes and problems."""
     heading = [f'study {study.name}'] + ([study.question] if study.question else [])
-    found = [*found_in(study, findings), held_equal(study, findings)]
     problems = [f'! {problem}' for problem in study.problems]
-    rest = [*notes(study, findings), *problems]
-    return '\n'.join([*heading, '', *found, '', text_table(findings), '', *rest]) + '\n'
-
-
-def report_markdown(study: Study, findings: Findings) -> str:
-    """What was found, the table and its notes as a Markdown document."""
-    parts = [f'# {_one_line(study.name)}', '']
-    if study.question:
-        parts += [_one_line(study.question), '']
-    for sentence in (*found_in(study, findings), held_equal(study, findings)):
-        parts += [_one_line(sentence), '']
-    parts += [markdown_table(findings), '']
-    parts += [f'- {_one_line(note)}' for note in (*notes(study, findings), *study.problems)]
+    table = text_table(study, found)
+    parts = [*heading, '', *summary(study, found), '', table, '', *notes(study, found), *problems]
     return '\n'.join(parts) + '\n'
+
+
+def report_markdown(study: Study, found: Findings) -> str:
+    """What was found, the table and its notes as a Markdown document."""
+    question = [one_line(study.question)] if study.question else []
+    paragraphs = [f'# {one_line(study.name)}', *question, *summary(study, found)]
+    rest = [f'- {one_line(note)}' for note in (*notes(study, found), *study.problems)]
+    table = markdown_table(study, found)
+    return '\n\n'.join([*paragraphs, table, '\n'.join(rest)]) + '\n'
+
+
+def latex_table(study: Study, found: Findings) -> str:
+    """A table environment, booktabs and nothing else; the caption says what is equal."""
+    of_study = [column for column in columns(study, found) if column.brief]
+    by_size = itertools.groupby(found.arms, key=lambda arm: arm.size)
+    sizes = [printed(of_study, list(arms), brief=True) for _, arms in by_size]
+    template = environment(html=False).get_template('table.tex.j2')
+    return template.render(study=study, found=found, columns=of_study, sizes=sizes, latex=latex)
+
+
+_ESCAPES = {
+    '\\': r'\textbackslash{}',
+    **{character: f'\\{character}' for character in '{}$&#%_'},
+    '^': r'\textasciicircum{}',
+    '~': r'\textasciitilde{}',
+    '<': r'\textless{}',
+    '>': r'\textgreater{}',
+    '|': r'\textbar{}',
+    '"': "''",
+    '±': r'\ensuremath{\pm}',
+    '→': r'\ensuremath{\rightarrow}',
+    '×': r'\ensuremath{\times}',
+    '–': r'\textendash{}',
+    '…': r'\ldots{}',
+}
+LAST_LATIN = 0x17F
+
+
+def latex(text: str) -> str:
+    """`text` for LaTeX's text mode, on one line; a sign before a digit becomes a minus.
+
+    A character outside of what LaTeX's default fonts hold is written as its code point.
+    """
+
+    def escape(character: str) -> str:
+        code = ord(character)
+        return _ESCAPES.get(character, character if code <= LAST_LATIN else f'[U+{code:04X}]')
+
+    pieces = re.split(r'(?<![\w.])-(?=\d)', one_line(text))
+    # Ligatures would join the hyphens of a name.
+    escaped = (''.join(map(escape, piece)).replace('--', '-{}-') for piece in pieces)
+    return r'\ensuremath{-}'.join(escaped)

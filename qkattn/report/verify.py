@@ -1,13 +1,13 @@
-"""Holds what is printed against the logs: tables, report and README are what the files give.
+"""Checks that reports and pages print what the logs of their studies give.
 
-Links of a chain, so that no number can stand anywhere that was not measured:
+The chain from a log to a printed number:
 
     plan.jsonl                                 a run's name is the hash of its config
-    metrics.jsonl of a run -> results.jsonl   the last evaluation's measures are the results
-    results.jsonl -> table.*, report.html      made again, they say the same, to nine digits
+    metrics.jsonl of a run -> results.jsonl   the last evaluation's metrics are the results
+    results.jsonl -> table.*, report.html      made again, they are the same to nine digits
     study directory -> a page's headline       the block between its two marks is made again
 
-Figures are left out: a drawing library may place a pixel otherwise.
+Figures are left out: a drawing library may place a pixel differently.
 """
 
 import math
@@ -17,42 +17,43 @@ from pathlib import Path
 
 from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
+from qkattn.metrics import LOGGED
 from qkattn.report import documents
+from qkattn.report.figures import figures
 from qkattn.report.tables import headline
 from qkattn.run.files import write_atomic
-from qkattn.verdict.findings import find
-from qkattn.verdict.load import Study, load_study
+from qkattn.verdict import Study, find, load_study
+from qkattn.verdict.load import PlannedRun
 from qkattn.verdict.reading import json_lines
-
-# What a run logs of the validation split as it trains.
-MEASURES = ('val_loss', 'val_bits_per_byte', 'val_accuracy', 'val_solved')
 
 BLOCK = re.compile(r'(<!-- headline: (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 NUMBER = re.compile(r'\d+(?:[.,]\d+)*')
 FLOAT = re.compile(r'\d+\.\d+(?:e[+-]?\d+)?')
-_DRAWING = re.compile(r'<svg.*?</svg>', re.DOTALL)
+DRAWING = re.compile(r'<svg.*?</svg>', re.DOTALL)
 
 
 def check_study(directory: str | Path) -> int:
-    """Checks the reports of a study against its logs and returns how many numbers they print.
+    """Checks the report of a study against its logs and returns how many numbers it prints.
 
     Raises:
-      ReportError: the first thing that differs, and where.
+      ReportError: the first difference, and where it is.
     """
     study = load_study(directory)
-    if study.problems:
-        raise ReportError(f'{study.directory}: {study.problems[0]}')
-    for sentence in _unlike_their_logs(study):
-        raise ReportError(f'{study.directory}: {sentence}')
+    for problem in (
+        *study.problems,
+        *(p for run in study.runs for p in _unlike_its_log(study, run)),
+    ):
+        raise ReportError(f'{study.directory}: {problem}')
+    found = find(study)
     count = 0
-    for name, wanted in documents(study).items():
+    for name, expected in documents(study, found, figures(study, found), {}).items():
         path = study.directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
-        found = path.read_text(encoding='utf-8')
-        if place := _difference(found, wanted):
+        actual = path.read_text(encoding='utf-8')
+        if place := difference(actual, expected):
             raise ReportError(f'{path} is not what its logs give, {place}')
-        count += len(NUMBER.findall(_DRAWING.sub('', found)))
+        count += len(NUMBER.findall(DRAWING.sub('', actual)))
     return count
 
 
@@ -63,7 +64,7 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
     `<!-- end -->`.
 
     Args:
-      write: puts what the studies give in place of what stands there.
+      write: replaces the headlines by what the studies give.
 
     Raises:
       ReportError: a headline that its study does not give.
@@ -74,74 +75,67 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
 
-    def made(match: re.Match) -> str:
+    def made(match: re.Match[str]) -> str:
         study = load_study(path.parent / match[2])
         return f'{match[1]}{headline(study, find(study))}{match[4]}'
 
-    wanted = BLOCK.sub(made, text)
-    if write:
-        write_atomic(path, wanted)
-    elif place := _difference(text, wanted):
+    expected = BLOCK.sub(made, text)
+    if write and expected != text:
+        write_atomic(path, expected)
+    elif place := difference(text, expected):
         raise ReportError(f'{path} is not what its studies give, {place}')
     return len(BLOCK.findall(text))
 
 
-def _unlike_their_logs(study: Study) -> Iterator[str]:
-    """Runs that are not what they say, and trials whose result is not their log's last entry."""
-    for run in study.runs:
-        if fingerprint_of(run.config) != run.name:
-            yield f'run {run.name} of plan.jsonl is not the hash of its config'
-        if not run.trials:
-            continue
-        path = study.directory / run.directory / 'metrics.jsonl'
-        if not path.is_file():
-            yield f'run {run.name} has results, but {path.name} is missing'
-            continue
-        problems: list[str] = []
-        records = [record for _, record in json_lines(path, path.name, problems)]
-        evaluations = [record for record in records if record['kind'] == 'eval']
-        yield from (f'run {run.name}: {problem}' for problem in problems)
-        if not evaluations or evaluations[-1]['step'] != run.trials[0].num_steps:
-            yield f'run {run.name} was not evaluated at its last step'
-            continue
-        for name in MEASURES:
-            logged = evaluations[-1][name] or [None] * len(run.trials)
-            if len(logged) != len(run.trials):
-                yield f'run {run.name} has {len(run.trials)} trials, but {len(logged)} logged'
-                break
-            for trial, value in zip(run.trials, logged, strict=True):
-                if not _same(trial.metrics[name], value):
-                    yield (
-                        f'seed {trial.seed} of run {run.name} has {name} {trial.metrics[name]}, '
-                        f'but {value} in its log'
-                    )
+def _unlike_its_log(study: Study, run: PlannedRun) -> Iterator[str]:
+    """What a run is that its plan does not say, and results that are not its log's last entry."""
+    if fingerprint_of(run.config) != run.name:
+        yield f'run {run.name} of plan.jsonl is not the hash of its config'
+    if not run.trials:
+        return
+    path = study.directory / run.directory / 'metrics.jsonl'
+    if not path.is_file():
+        yield f'run {run.name} has results, but {path.name} is missing'
+        return
+    problems: list[str] = []
+    records = [record for _, record in json_lines(path, path.name, problems)]
+    evaluations = [record for record in records if record['kind'] == 'eval']
+    yield from (f'run {run.name}: {problem}' for problem in problems)
+    if not evaluations or evaluations[-1]['step'] != run.trials[0].num_steps:
+        yield f'run {run.name} was not evaluated at its last step'
+        return
+    for name in LOGGED:
+        logged = evaluations[-1][name] or [None] * len(run.trials)
+        if len(logged) != len(run.trials):
+            yield f'run {run.name} has {len(run.trials)} trials, but {len(logged)} logged'
+            return
+        for trial, value in zip(run.trials, logged, strict=True):
+            result = trial.metrics[name]
+            if result is not value and (
+                result is None or value is None or not math.isclose(result, value, rel_tol=1e-9)
+            ):
+                about = f'seed {trial.seed} of run {run.name} has {name} {result}'
+                yield f'{about}, but {value} in its log'
 
 
-def _same(result: float | None, logged: float | None) -> bool:
-    if result is None or logged is None:
-        return result is logged
-    return math.isclose(result, logged, rel_tol=1e-9)
-
-
-def _says_the_same(line: str, other: str) -> bool:
-    """Whether only digits differ that are beyond what another build of numpy computes alike."""
+def _same(line: str, other: str) -> bool:
+    """Whether lines differ only in digits that another build of numpy may compute differently."""
     texts, numbers = zip(*((FLOAT.split(x), FLOAT.findall(x)) for x in (line, other)), strict=True)
     return texts[0] == texts[1] and all(
         math.isclose(float(a), float(b), rel_tol=1e-9) for a, b in zip(*numbers, strict=True)
     )
 
 
-def _difference(found: str, wanted: str) -> str | None:
-    """'line 3: 'a', but they give 'b'', or None where both are the same but for drawings."""
-    lines = [_DRAWING.sub('', text).splitlines() for text in (found, wanted)]
-    for number, (line, other) in enumerate(zip(*lines, strict=False), start=1):
-        if line != other and not _says_the_same(line, other):
-            at = next(
-                (i for i, (a, b) in enumerate(zip(line, other, strict=False)) if a != b),
-                min(len(line), len(other)),
-            )
+def difference(actual: str, expected: str) -> str | None:
+    """'line 3: 'a', expected 'b'', or None where both are the same but for drawings."""
+    lines, others = (DRAWING.sub('', text).splitlines() for text in (actual, expected))
+    for number, (line, other) in enumerate(zip(lines, others, strict=False), start=1):
+        if line != other and not _same(line, other):
+            pairs = zip(line, other, strict=False)
+            length = min(len(line), len(other))
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), length)
             part = slice(max(at - 20, 0), at + 40)
-            return f'line {number}: {line[part]!r}, but they give {other[part]!r}'
-    if len(lines[0]) != len(lines[1]):
-        return f'it has {len(lines[0])} lines, but they give {len(lines[1])}'
+            return f'line {number}: {line[part]!r}, expected {other[part]!r}'
+    if len(lines) != len(others):
+        return f'it has {len(lines)} lines, expected {len(others)}'
     return None

@@ -1,8 +1,75 @@
-"""A directory for a synthetic study."""
+"""Synthetic studies and a strict reader of HTML."""
 
+import math
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+
+from tests.studies import tuned_arm
+
+BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))
+SIZES = {f'd_model={d}': d for d in (32, 64, 96, 128)}
+LONG = 'my_package.my_module:MyScore/my_package.other:MyValue?num_kv_heads=1'
+HOSTILE = '<script>alert("x")</script>--><b>&amp;$\\frac$|a_b\n%'
+
+
+def shifted(mean, spread=0.001):
+    return [loss + mean + spread * (-1) ** seed for seed, loss in enumerate(BASE)]
+
+
+def arms(size='d_model=128', **changes):
+    """A baseline and one arm of each decision."""
+    made = {
+        'qk/vo': BASE,
+        'good/vo': shifted(-0.03),
+        'bad/vo': shifted(0.05),
+        'same/vo': shifted(0.0005),
+        'wide/vo': shifted(0.006, 0.02),
+    }
+    return [r for v, losses in made.items() for r in tuned_arm(v, size, losses, **changes)]
+
+
+def scaled(multiplier):
+    """Losses of a scaling law, of an arm whose parameters count for `multiplier` each."""
+    records = []
+    for size, d in SIZES.items():
+        parameters = tuned_arm('qk/vo', size, BASE, d_model=d)[0]['parameters']['total']
+        for variant, factor in (('qk/vo', 1.0), ('b/vo', multiplier)):
+            loss = 1.5 + 30 * (factor * parameters) ** -0.3
+            seeds = [loss + 1e-4 * math.sin(7 * seed + d) for seed in range(8)]
+            records += tuned_arm(variant, size, seeds, d_model=d)
+    return records
+
+
+class Page(HTMLParser):
+    """Collects tags, ids and text, and fails on tags that do not nest."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open, self.tags, self.words, self.ids = [], [], [], []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    @property
+    def text(self) -> str:
+        return ' '.join(' '.join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in {'meta', 'br', 'link', 'img', 'input', 'hr'}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == 'id']
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
 
 
 @pytest.fixture

@@ -1,49 +1,31 @@
-"""What the figures of a tuned study show: read from the matplotlib objects, not from pixels."""
-
-import dataclasses
-import math
+"""What the figures show: read from the matplotlib objects, not from pixels."""
 
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from qkattn.report import find, load_study
-from qkattn.report.figures.plots import figures
-from qkattn.report.figures.style import SVG_COLOURS, rc, styles
-from qkattn.report.figures.verdict_plot import Line, forest
-from tests.studies import RATES, edit_plan, tuned_arm, write_tuned
-
-from .pages import capture_figures
-
-BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))
-SIZES = {f'd_model={d}': d for d in (32, 64, 96, 128)}
-
-
-def shifted(mean, spread=0.001):
-    return [loss + mean + spread * (-1) ** seed for seed, loss in enumerate(BASE)]
-
-
-def arms(size='d_model=128', **changes):
-    """A baseline and one arm of each word."""
-    made = {
-        'qk/vo': BASE,
-        'good/vo': shifted(-0.03),
-        'bad/vo': shifted(0.05),
-        'same/vo': shifted(0.0005),
-        'wide/vo': shifted(0.006, 0.02),
-    }
-    return [r for v, losses in made.items() for r in tuned_arm(v, size, losses, **changes)]
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    return capture_figures(monkeypatch)
+from qkattn.report.figures import figures
+from qkattn.report.figures.forest import Line, Panel, forest
+from qkattn.report.figures.style import style_sheet, styles
+from qkattn.report.page import described
+from qkattn.verdict import find, load_study
+from tests.report.conftest import BASE, SIZES, arms, scaled, shifted
+from tests.studies import (
+    RATES,
+    edit_plan,
+    probe_record,
+    translation_record,
+    trial_record,
+    tuned_arm,
+    write_study,
+    write_tuned,
+)
 
 
 def draw(path):
     study = load_study(path)
     found = find(study)
-    return study, found, {figure.stem: figure for figure in figures(study, found)}
+    return found, {drawing.stem: drawing.figure for drawing in figures(study, found)}
 
 
 def texts(ax: Axes) -> list[str]:
@@ -59,10 +41,10 @@ def line(ax: Axes, label: str):
     return found
 
 
-def test_forest_has_a_line_for_every_declared_arm(study_dir, drawn):
+def test_forest_has_a_line_for_every_declared_arm(study_dir):
     late = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
     write_tuned(study_dir, arms(), declared=[late])
-    draw(study_dir)
+    _, drawn = draw(study_dir)
     (ax,) = drawn['verdicts'].axes
     assert labels(ax) == ['good/vo', 'same/vo', 'wide/vo', 'bad/vo', 'late/vo']
     said = texts(ax)
@@ -71,8 +53,8 @@ def test_forest_has_a_line_for_every_declared_arm(study_dir, drawn):
     assert any('screening' in text or text == 'no result yet' for text in said)
 
 
-def test_forest_draws_seeds_intervals_and_margin(study_dir, drawn):
-    _, found, _ = draw(write_tuned(study_dir, arms(), margin=0.004))
+def test_forest_draws_seeds_intervals_and_margin(study_dir):
+    found, drawn = draw(write_tuned(study_dir, arms(), margin=0.004))
     (ax,) = drawn['verdicts'].axes
     by_name = {arm.variant: arm for arm in found.arms}
     for name, dots in zip(labels(ax), ax.collections, strict=True):
@@ -87,9 +69,9 @@ def test_forest_draws_seeds_intervals_and_margin(study_dir, drawn):
     assert f'{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]' in texts(ax)
 
 
-def test_an_outlier_does_not_flatten_the_others(study_dir, drawn):
+def test_an_outlier_does_not_flatten_the_others(study_dir):
     records = [*arms(), *tuned_arm('far/vo', losses=shifted(3.0))]
-    draw(write_tuned(study_dir, records))
+    _, drawn = draw(write_tuned(study_dir, records))
     (ax,) = drawn['verdicts'].axes
     assert ax.get_xlim()[1] < 0.5
     # One arrowhead for the mean, one for the seeds.
@@ -97,71 +79,71 @@ def test_an_outlier_does_not_flatten_the_others(study_dir, drawn):
     assert any(text.startswith('+3.0000') for text in texts(ax))
 
 
-def test_diverged_verdict_trials_are_counted(study_dir, drawn):
+def test_diverged_verdict_trials_are_counted(study_dir):
     records = [*arms(), *tuned_arm('div/vo', losses=[None, *shifted(0.0)[1:]])]
-    draw(write_tuned(study_dir, records))
+    _, drawn = draw(write_tuned(study_dir, records))
     assert any(text.endswith('\n1 diverged') for text in texts(drawn['verdicts'].axes[0]))
 
 
-def test_an_arm_without_finished_trials_says_why(study_dir, drawn):
+def test_an_arm_without_finished_trials_says_why(study_dir):
     short = [r | {'num_steps': 40} for r in tuned_arm('short/vo', losses=shifted(0.0))]
     path = write_tuned(study_dir, [*arms(), *tuned_arm('lost/vo', losses=[None] * 8), *short])
     edit_plan(path, short[-1]['run'], train__num_steps=400)
-    draw(path)
+    _, drawn = draw(path)
     for stem in ('verdicts', 'losses'):
         said = texts(drawn[stem].axes[0])
         assert said.count('diverged') == 1 and said.count('stopped early') == 1
 
 
-def test_a_panel_for_each_size(study_dir, drawn):
+def test_a_panel_for_each_size(study_dir):
     records = [r for size, d in SIZES.items() for r in arms(size, d_model=d)]
-    draw(write_tuned(study_dir, records))
+    _, drawn = draw(write_tuned(study_dir, records))
     titles = [ax.get_title(loc='left') for ax in drawn['verdicts'].axes]
     assert titles == list(SIZES)
-    assert 'bowl_learning_rate_4' in drawn and 'curves_4' in drawn
+    assert 'sweep_learning_rate_4' in drawn and 'curves_4' in drawn
 
 
-def test_without_a_baseline_result_arms_are_named(study_dir, drawn):
+def test_without_a_baseline_result_arms_are_named(study_dir):
     records = [record for record in arms() if record['variant'] != 'qk/vo']
-    draw(write_tuned(study_dir, records, declared=[('qk/vo', 'd_model=128', 'verdict')]))
+    _, drawn = draw(write_tuned(study_dir, records, declared=[('qk/vo', 'd_model=128', 'verdict')]))
     (ax,) = drawn['verdicts'].axes
     assert len(labels(ax)) == 4
     assert texts(ax).count('the baseline has not finished') == 4
 
 
-def test_only_a_baseline_has_no_forest(study_dir, drawn):
-    draw(write_tuned(study_dir, tuned_arm('qk/vo', losses=BASE)))
+def test_only_a_baseline_has_no_forest(study_dir):
+    _, drawn = draw(write_tuned(study_dir, tuned_arm('qk/vo', losses=BASE)))
     assert 'verdicts' not in drawn and 'losses' in drawn
 
 
-def test_bowls_show_screening_losses_fit_and_choice(study_dir, drawn):
-    _, found, _ = draw(write_tuned(study_dir, arms()))
-    axes = drawn['bowl_learning_rate'].axes
+def test_sweeps_show_screening_losses_fit_and_choice(study_dir):
+    found, drawn = draw(write_tuned(study_dir, arms()))
+    axes = drawn['sweep_learning_rate'].axes
     assert [ax.get_title(loc='left') for ax in axes[:5]] == [a.variant for a in found.arms]
     assert [ax.get_visible() for ax in axes] == [True] * 5 + [False] * 3
     at_bottom = [ax.xaxis.get_tick_params()['labelbottom'] for ax in axes[:5]]
     assert at_bottom == [False] + [True] * 4
-    bowl = found.arms[0].sweeps['learning_rate']
+    sweep = found.arms[0].sweeps['learning_rate']
     seeds = [sorted(dots.get_offsets()[:, 1]) for dots in axes[0].collections]
-    assert seeds == [sorted(losses) for losses in bowl.losses]
+    assert seeds == [sorted(losses) for losses in sweep.losses]
     assert list(line(axes[0], 'mean').get_xdata()) == list(RATES)
-    assert line(axes[0], 'chosen').get_xdata()[0] == bowl.chosen
+    assert line(axes[0], 'chosen').get_xdata()[0] == sweep.chosen
     # The records are an exact parabola: the curve goes through the means.
     curve = line(axes[0], 'fit')
     at = np.interp(np.log(RATES[1]), np.log(curve.get_xdata()), curve.get_ydata())
-    assert at == pytest.approx(bowl.means[1], abs=1e-4)
-    assert len(drawn['bowl_learning_rate'].legends) == 1
+    assert at == pytest.approx(sweep.means[1], abs=1e-4)
+    assert len(drawn['sweep_learning_rate'].legends) == 1
 
 
-def test_bowls_say_what_is_not_known(study_dir, drawn):
+def test_sweeps_say_what_is_not_known(study_dir):
     records = [
         *arms(),
         *tuned_arm('edge/vo', losses=BASE, optimum=16e-3),
         *tuned_arm('burst/vo', losses=BASE, diverged_rates=RATES[3:], optimum=2e-3),
         *tuned_arm('lost/vo', losses=(), diverged_rates=RATES),
     ]
-    draw(write_tuned(study_dir, records))
-    by_title = {ax.get_title(loc='left'): ax for ax in drawn['bowl_learning_rate'].axes}
+    _, drawn = draw(write_tuned(study_dir, records))
+    by_title = {ax.get_title(loc='left'): ax for ax in drawn['sweep_learning_rate'].axes}
     assert 'not bracketed' in texts(by_title['edge/vo'])
     assert 'not bracketed' not in texts(by_title['burst/vo'])
     crosses = line(by_title['burst/vo'], 'diverged')
@@ -171,28 +153,16 @@ def test_bowls_say_what_is_not_known(study_dir, drawn):
     assert not [ln for ln in by_title['lost/vo'].lines if ln.get_label() == 'chosen']
 
 
-def test_bowls_share_an_axis_only_where_it_shows_them(study_dir, drawn):
-    draw(write_tuned(study_dir, arms()))
-    assert len({ax.get_ylim() for ax in drawn['bowl_learning_rate'].axes[:5]}) == 1
+def test_sweeps_share_an_axis_only_where_it_shows_them(study_dir):
+    _, drawn = draw(write_tuned(study_dir, arms()))
+    assert len({ax.get_ylim() for ax in drawn['sweep_learning_rate'].axes[:5]}) == 1
     other = write_tuned(study_dir / 'b', [*arms(), *tuned_arm('far/vo', losses=shifted(30))])
-    draw(other)
-    assert len({ax.get_ylim() for ax in drawn['bowl_learning_rate'].axes[:6]}) > 1
+    _, drawn = draw(other)
+    assert len({ax.get_ylim() for ax in drawn['sweep_learning_rate'].axes[:6]}) > 1
 
 
-def scaled(multiplier):
-    """Losses of a law in parameters, of an arm whose parameters count for `multiplier` each."""
-    records = []
-    for size, d in SIZES.items():
-        parameters = tuned_arm('qk/vo', size, BASE, d_model=d)[0]['parameters']['total']
-        for variant, factor in (('qk/vo', 1.0), ('b/vo', multiplier)):
-            loss = 1.5 + 30 * (factor * parameters) ** -0.3
-            seeds = [loss + 1e-4 * math.sin(7 * seed + d) for seed in range(8)]
-            records += tuned_arm(variant, size, seeds, d_model=d)
-    return records
-
-
-def test_scaling_draws_the_law_and_the_multiplier(study_dir, drawn):
-    _, found, _ = draw(write_tuned(study_dir, scaled(1.2)))
+def test_scaling_draws_the_law_and_the_multiplier(study_dir):
+    found, drawn = draw(write_tuned(study_dir, scaled(1.2)))
     (ax,) = drawn['loss_parameters'].axes
     (law,) = [scaling.fit for scaling in found.scaling if scaling.variant == 'b/vo']
     curve = line(ax, 'law of b/vo')
@@ -203,21 +173,21 @@ def test_scaling_draws_the_law_and_the_multiplier(study_dir, drawn):
     assert texts(worth)[0].startswith('1.2')
 
 
-def test_no_law_no_curve(study_dir, drawn):
+def test_no_law_no_curve(study_dir):
     two = [r for r in scaled(1.2) if r['size'] in list(SIZES)[:2]]
-    _, found, _ = draw(write_tuned(study_dir, two))
+    found, drawn = draw(write_tuned(study_dir, two))
     assert all(scaling.fit.problem for scaling in found.scaling)
     (ax,) = drawn['loss_parameters'].axes
     assert not [ln for ln in ax.lines if str(ln.get_label()).startswith('law')]
     assert 'multipliers' not in drawn
 
 
-def test_retrieval_stands_beside_the_loss(study_dir, drawn):
+def test_retrieval_stands_beside_the_loss(study_dir):
     records = arms()
     for record in records:
         if record['variant'] != 'bad/vo' and record['stage'] == 'verdict':
             record |= {'val_induction_gain': 3 - record['val_loss'], 'val_induction_accuracy': 0.5}
-    draw(write_tuned(study_dir, records))
+    _, drawn = draw(write_tuned(study_dir, records))
     loss, gain, accuracy = drawn['retrieval'].axes
     assert labels(loss)[:2] == ['good/vo', 'qk/vo']
     assert gain.get_xlabel() == 'induction gain (nats/token)'
@@ -226,26 +196,78 @@ def test_retrieval_stands_beside_the_loss(study_dir, drawn):
     assert seeds == pytest.approx(sorted(3 - loss for loss in shifted(-0.03)))
 
 
-def test_no_probe_no_retrieval(study_dir, drawn):
-    draw(write_tuned(study_dir, arms()))
+def test_no_probe_no_retrieval(study_dir):
+    _, drawn = draw(write_tuned(study_dir, arms()))
     assert 'retrieval' not in drawn
 
 
-def test_one_line_of_any_kind_is_drawn():
-    found = Line('a/vo', 's', None, (), '', 0, 'no result yet')
-    with rc():
-        figure = forest([found], styles(['a/vo'], None), 0.005)
+def test_a_line_without_a_mean_is_drawn():
+    line = Line('a/vo', absent='no result yet')
+    with style_sheet():
+        figure = forest([Panel([line], 'x')], styles(['a/vo'], None), 1)
     (ax,) = figure.axes
-    assert 'no result yet' in texts(ax) and ax.get_xlim()[0] < -0.005
-    assert dataclasses.astuple(found)[0] in labels(ax)
+    assert 'no result yet' in texts(ax) and labels(ax) == ['a/vo']
 
 
-def test_paper_svg_stands_alone(study_dir):
-    _, _, made = draw(write_tuned(study_dir, arms()))
-    for figure in made.values():
-        assert 'var(--' not in figure.paper_svg and figure.paper_svg.startswith('<?xml')
-        assert 'xmlns="http://www.w3.org/2000/svg"' in figure.paper_svg
-        assert 'fill="#ffffff"' in figure.paper_svg and 'date' not in figure.paper_svg
-        assert 'xmlns' not in figure.svg
-        for colour in SVG_COLOURS:
-            assert colour not in figure.svg
+KINDS = {'translation': translation_record, 'probe': probe_record, 'language': trial_record}
+
+
+def study_of(kind, directory):
+    scores = {'translation': (30.0, 32.0, 25.0), 'probe': (0.5, 0.75, 0.25), 'language': (2, 1, 3)}
+    field = {'translation': 'bleu', 'probe': 'accuracy', 'language': 'val_loss'}[kind]
+    records = [
+        KINDS[kind](variant, seed=seed, **{field: score + seed / 100})
+        for variant, score in zip(('qk/vo', 'b/vo', 'c/vo'), scores[kind], strict=True)
+        for seed in (0, 1)
+    ]
+    return write_study(directory, records)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'score', 'curve'),
+    [
+        ('translation', 'test BLEU', 'val bits/byte'),
+        ('probe', 'test accuracy (%)', 'val loss (nats/token)'),
+        ('language', None, 'val bits/byte'),
+    ],
+)
+def test_axes_of_other_tasks(study_dir, kind, score, curve):
+    study = load_study(study_of(kind, study_dir))
+    made = {drawing.stem: drawing for drawing in figures(study, find(study))}
+    drawn = {stem: drawing.figure for stem, drawing in made.items()}
+    assert drawn['curves'].get_supylabel() == curve
+    caption = described(study, made['curves'])['caption']
+    assert caption.startswith(curve.replace('val', 'Validation', 1))
+    assert drawn['losses'].axes[0].get_xlabel() == 'val loss (nats/token)'
+    assert ('scores' in drawn) == (score is not None)
+    if score:
+        (ax,) = drawn['scores'].axes
+        assert ax.get_xlabel() == score
+        # The highest score is at the top.
+        assert labels(ax) == ['b/vo', 'qk/vo', 'c/vo'] and ax.yaxis_inverted()
+    if kind == 'probe':
+        ends = sorted(line.get_ydata()[-1] for line in drawn['curves'].axes[0].lines)
+        assert ends == pytest.approx([0.245, 0.495, 0.745])
+
+
+def test_many_variants_get_their_own_panels(study_dir):
+    records = [probe_record(f'v{i}/vo', accuracy=0.5 + i / 100) for i in range(10)]
+    _, drawn = draw(write_study(study_dir, records, baseline='v0/vo'))
+    assert drawn['curves'].get_supylabel() == 'val loss (nats/token)'
+    assert [ax.get_visible() for ax in drawn['curves'].axes] == [True] * 9 + [False] * 3
+
+
+def test_a_variant_without_scores_says_so(study_dir):
+    _, drawn = draw(write_study(study_dir, [translation_record('qk/vo'), trial_record('b/vo')]))
+    assert texts(drawn['scores'].axes[0]) == ['not measured for every seed']
+
+
+@pytest.mark.parametrize('matched', ['total', 'non_embedding', None])
+def test_target_line_only_where_the_axis_counts_it(study_dir, matched):
+    records = [trial_record('qk/vo'), trial_record('b/vo')]
+    _, drawn = draw(write_study(study_dir, records, matched=matched))
+    (ax,) = drawn['loss_parameters'].axes
+    vertical = [
+        line for line in ax.lines if len(set(line.get_xdata())) == 1 < len(line.get_xdata())
+    ]
+    assert len(vertical) == (matched == 'total')

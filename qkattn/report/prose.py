@@ -1,0 +1,267 @@
+"""Text from codes and numbers: every sentence of a report stands in `templates/`.
+
+A template of sentences ends each with `{{ end }}`, so that its lines may be wrapped. Sentences are
+rendered as plain text, or as HTML with all values escaped.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from qkattn.stats.inference import Decision, Difference, Estimate
+from qkattn.stats.scaling import Problem, ProblemCode
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.codes import NotScaled, Reason, Remark, RemarkCode
+from qkattn.verdict.findings import Scaling
+from qkattn.verdict.load import Missing, Study
+from qkattn.verdict.measures import Measure
+from qkattn.verdict.trials import corpora
+
+NONE = '-'
+END = '\x1f'
+HASH = re.compile(r'[0-9a-f]{32,}')
+# What a study matches, as a noun in the plural.
+QUANTITIES = {
+    'total': 'total parameters',
+    'non_embedding': 'non-embedding parameters',
+    'flops': 'FLOPs per token',
+    'cache': 'cache floats per token',
+}
+
+
+def si(value: float | None, digits: int = 3) -> str:
+    """`value` with `digits` significant digits and a decimal prefix, 1234567 -> '1.23M'."""
+    if value is None:
+        return NONE
+    if value == 0:
+        return '0'
+    prefixes = ('', 'k', 'M', 'G', 'T', 'P', 'E')
+    rounded = float(f'{value:.{digits - 1}e}')
+    index = min(max(int(math.floor(math.log10(abs(rounded)) / 3)), 0), len(prefixes) - 1)
+    scaled = rounded / 1000**index
+    decimals = max(digits - 1 - int(math.floor(math.log10(abs(scaled)))), 0)
+    text = f'{scaled:.{decimals}f}'
+    if not index and '.' in text:
+        text = text.rstrip('0').rstrip('.')
+    return text + prefixes[index]
+
+
+def mean_sd(value: Estimate | None, decimals: int) -> str:
+    """'2.1000 ± 0.0300', without the sd where there is one value only."""
+    if value is None:
+        return NONE
+    mean = f'{value.mean:.{decimals}f}'
+    return mean if value.sd is None else f'{mean} ± {value.sd:.{decimals}f}'
+
+
+def interval(difference: Difference | None, decimals: int = 4) -> str:
+    """'+0.0500 [-0.0245, +0.1245]', without the interval where there is none."""
+    if difference is None:
+        return NONE
+    mean = f'{difference.mean:+.{decimals}f}'
+    if difference.low is None:
+        return mean
+    return f'{mean} [{difference.low:+.{decimals}f}, {difference.high:+.{decimals}f}]'
+
+
+def bracketed(number: Any, spec: str = '.3f') -> str:
+    """'1.200 [1.100, 1.300]' of what has a value, low and high."""
+    return f'{number.value:{spec}} [{number.low:{spec}}, {number.high:{spec}}]'
+
+
+def p_value(p: float | None) -> str:
+    """'0.021', '< 0.001'."""
+    if p is None:
+        return NONE
+    return '< 0.001' if p < 0.001 else f'{p:.3f}'
+
+
+def listed(names: Iterable[object]) -> str:
+    """'a', 'a and b', 'a, b and c', ''."""
+    *first, last = map(str, names) if names else ['']
+    return f'{", ".join(first)} and {last}' if first else last
+
+
+def counted(number: int | Sized, noun: str, plural: str | None = None) -> str:
+    """'1 seed', '8 seeds'; of a sequence the number of its elements."""
+    number = number if isinstance(number, int) else len(number)
+    return f'{number:,} {noun if number == 1 else plural or noun + "s"}'
+
+
+def span(numbers: Iterable[int]) -> str:
+    """'8', '4-8' from the smallest to the largest, 'no'."""
+    ordered = sorted(numbers)
+    return '-'.join(map(str, dict.fromkeys((*ordered[:1], *ordered[-1:])))) or 'no'
+
+
+def words(name: str) -> str:
+    """A field as words: 'learning_rate' -> 'learning rate'."""
+    return name.replace('_', ' ')
+
+
+def one_line(text: str) -> str:
+    return ' '.join(text.split())
+
+
+def clause(
+    found: Remark | Reason | Problem | NotScaled, comparisons: int = 0, html: bool = False
+) -> str:
+    """What a code says of its data; `comparisons` is what Holm's correction is over."""
+    if isinstance(found, NotScaled):
+        kind, code, data = 'not_scaled', found, {}
+    else:
+        kind, code, data = type(found).__name__.lower(), found.code, found.data
+    module = environment(html).get_template('clauses.j2').make_module({'comparisons': comparisons})
+    return tidy(getattr(module, f'{kind}_{code.name.lower()}')(**data))
+
+
+def remark(found: Remark) -> str:
+    """A whole sentence, with the arm that it is about."""
+    text = clause(found)
+    subject = ' at '.join(found.arm) + ': ' if found.arm else 'every arm: ' * found.every_arm
+    return f'{subject or text[0].upper()}{text if subject else text[1:]}.'
+
+
+def reasons(arm: Arm) -> str:
+    """Why an arm has its verdict, with the caveats."""
+    of = arm.verdict
+    return '; '.join(clause(why, of.num_comparisons) for why in (*of.reasons, *of.caveats))
+
+
+def progress(missing: Missing) -> str:
+    """'screening of learning rate, step 300 of 800', 'verdict not started', 'step 30 of 80'."""
+    about = (missing.stage, missing.knob, missing.step, missing.num_steps)
+    return tidy(environment(False).get_template('clauses.j2').module.progress(*about))
+
+
+def absent(study: Study, place: tuple[str, str], arm: Arm | None, otherwise: str) -> str:
+    """Why an arm has no number to draw; `otherwise` where it has finished trials."""
+    if arm is not None and arm.chosen:
+        return otherwise
+    if arm is not None and arm.verdict_trials:
+        return 'stopped early' if any(t.finished for t in arm.verdict_trials) else 'diverged'
+    if place not in study.arms:
+        return 'not in the grid'
+    waiting = [progress(m) for m in study.missing if (m.variant, m.size) == place]
+    return waiting[-1] if waiting and waiting[-1] != 'not started' else 'no result yet'
+
+
+def sentences(template: str, *, html: bool = False, **values: Any) -> list[str]:
+    """The sentences of a template, each on one line; escaped where they are HTML."""
+    text = environment(html).get_template(template).render(**values)
+    lines = [line for part in text.split(END) if (line := tidy(part))]
+    return [Markup(line) for line in lines] if html else lines
+
+
+def tidy(text: str) -> str:
+    """On one line, without spaces before commas and the like."""
+    return re.sub(r' ([,;:.)])(?=[ ,;.)]|$)', r'\1', one_line(text))
+
+
+def data_name(data: Mapping[str, Any]) -> str:
+    """'stdlib 3.11', 'copy 1 (length=16)' or, for parallel text, 'a/de → a/en 1.0'."""
+    sides = corpora(data)
+    versions = dict.fromkeys(str(side['version']) for side in sides)
+    name = f'{" → ".join(side["name"] for side in sides)} {" → ".join(versions)}'
+    options = data.get('options')
+    if not options:
+        return name
+    return f'{name} ({", ".join(f"{name}={plain(value)}" for name, value in options.items())})'
+
+
+def plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def device(provenance: Mapping[str, Any]) -> str:
+    """'2 x cpu'."""
+    match provenance:
+        case {'devices': {'kind': kind, 'count': count}}:
+            return f'{count} x {kind}'
+        case {'device': name}:
+            return plain(name)
+    return 'not recorded'
+
+
+def _rates(arms: Iterable[Arm]) -> list[float]:
+    return sorted({rate for arm in arms for rate in arm.learning_rates})
+
+
+def _optima(arms: Iterable[Arm]) -> list[dict[str, Any]]:
+    """Of every sweep, by how many nats the chosen value may be off."""
+    return [
+        {'nats': sweep.at_worst, 'arm': arm, 'knob': knob}
+        for arm in arms
+        for knob, sweep in arm.sweeps.items()
+    ]
+
+
+def _problems(scaling: Iterable[Scaling], baseline: str | None) -> dict[str, list[str]]:
+    """Variants by the reason why they have no multiplier, or the baseline no law."""
+    found: dict[str, list[str]] = {}
+    for of in scaling:
+        problem = (of.fit if of.variant == baseline else of.multiplier or of.fit).problem
+        if problem and problem.code is not ProblemCode.NO_BASELINE_LAW:
+            found.setdefault(clause(problem), []).append(of.variant)
+    return found
+
+
+def _by_size(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
+    found: dict[str, list[Arm]] = {}
+    for arm in arms:
+        found.setdefault(arm.size, []).append(arm)
+    return found
+
+
+def _details(measure: Measure, arms: Iterable[Arm]) -> dict[str, list]:
+    """What is recorded of how a metric was measured, each value once."""
+    found = {}
+    for name in measure.metric.details:
+        field = f'{measure.split}_{name}'
+        values = dict.fromkeys(trial.metrics[field] for arm in arms for trial in arm.chosen)
+        found[name] = [value for value in values if value is not None]
+    return found
+
+
+@functools.cache
+def environment(html: bool) -> jinja2.Environment:
+    """Templates with the filters of this module; values are escaped in HTML only."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader('qkattn.report'),
+        autoescape=html,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    functions = (si, mean_sd, interval, bracketed, p_value, listed, counted, span, words, clause)
+    made.filters |= {
+        f.__name__: f for f in (*functions, remark, reasons, progress, tidy, data_name, device)
+    }
+    made.filters |= {
+        'headed': lambda column: (column.heading, column.left),
+        'rates': _rates,
+        'optima': _optima,
+        'problems': _problems,
+        'details': _details,
+        'by_size': _by_size,
+        'by_difference': functools.partial(
+            sorted, key=lambda arm: arm.difference.mean if arm.difference else 0.0
+        ),
+        'g': lambda value, spec='g': f'{value:{spec}}',
+        'integers': lambda values: [f'{value:,}' for value in values],
+        'numbers': lambda values: ', '.join(f'{value:g}' for value in values),
+        'strong': lambda text: Markup('<strong>{}</strong>').format(text) if html else text,
+        'place': lambda of: (
+            f'{of[0]} at {of[1]}' if isinstance(of, tuple) else f'{of.variant} at {of.size}'
+        ),
+        'quantity': QUANTITIES.__getitem__,
+        'shortened': lambda text: f'{text[:12]}…' if HASH.fullmatch(text) else text,
+    }
+    made.globals |= {'end': END, 'Decision': Decision, 'RemarkCode': RemarkCode}
+    return made

@@ -1,0 +1,267 @@
+"""The page and the written files: structure, escaping, and nothing from elsewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from qkattn.errors import ReportError
+from qkattn.report import documents, write_report
+from qkattn.report.figures import figures
+from qkattn.report.figures.style import DARK, HUES, LIGHT, short, styles
+from qkattn.verdict import find, load_study
+from tests.report.conftest import BASE, HOSTILE, LONG, Page, arms, scaled, shifted
+from tests.studies import (
+    probe_record,
+    translation_record,
+    trial_record,
+    tuned_arm,
+    write_study,
+    write_tuned,
+)
+
+ROOT = Path(__file__).parents[2]
+FILES = ['table.csv', 'table.md', 'table.tex', 'table.txt']
+LATE = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
+
+
+def grid(variants, sizes=(64,), seeds=(0, 1)):
+    return [
+        trial_record(v, f'd_model={d}', s, val_loss=2 + 0.02 * i + 0.01 * s - d / 512, d_model=d)
+        for d in sizes
+        for i, v in enumerate(variants)
+        for s in seeds
+    ]
+
+
+@pytest.fixture(scope='module')
+def report(tmp_path_factory):
+    """A tuned study, written once with all its figures."""
+    path = tmp_path_factory.mktemp('tuned') / 'study'
+    records = [*arms(), *tuned_arm(LONG, losses=shifted(0.1))]
+    return write_report(write_tuned(path, records, declared=[LATE], num_evals=4))
+
+
+@pytest.fixture(scope='module')
+def html(report):
+    return report.read_text()
+
+
+def quick(path):
+    """The page of a study whose figures are not rendered."""
+    study = load_study(path)
+    found = find(study)
+    return documents(study, found, figures(study, found), {})['report.html']
+
+
+def part(html, anchor):
+    """The text of one section."""
+    (found,) = re.findall(rf'<section id="{anchor}">.*?</section>', html, re.DOTALL)
+    return Page(found).text
+
+
+def test_page_is_well_formed_and_self_contained(html):
+    page = Page(html)
+    assert not {tag for tag, _ in page.tags} & {'script', 'link', 'img', 'iframe', 'object'}
+    for _, attrs in page.tags:
+        for name, value in attrs.items():
+            if name in ('src', 'href', 'xlink:href', 'action'):
+                assert value.startswith('#'), value
+    assert 'http' not in html and '@import' not in html
+    targets = re.findall(r'url\((.*?)\)', html)
+    assert targets and all(target.startswith('#') for target in targets)
+    used = {attrs['xlink:href'] for tag, attrs in page.tags if tag == 'use'}
+    anchors = {attrs['href'] for tag, attrs in page.tags if tag == 'a'}
+    assert used and anchors and {x[1:] for x in used | anchors | set(targets)} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert sum(tag == 'svg' for tag, _ in page.tags) == 5
+
+
+def test_first_screen_is_question_verdict_figure_facts(html):
+    marks = ('class="question"', 'class="verdict"', 'aria-label="Difference to the baseline"')
+    places = [html.index(mark) for mark in (*marks, 'class="facts"', '<nav>')]
+    assert places == sorted(places)
+    assert '<strong>better</strong> than qk/vo' in html[: html.index('<nav>')]
+    assert 'In the way of a verdict' not in html
+
+
+def test_every_arm_remark_and_reason_is_on_the_page(report, html):
+    study = load_study(report.parent)
+    found = find(study)
+    table = part(html, 'table') + part(html, 'missing')
+    assert all(variant in table for variant, _ in study.arms)
+    assert 'late/vo' in part(html, 'missing')
+    assert sum(arm.verdict is not None for arm in found.arms) == 5
+    rows = re.findall(r'<tr.*?</tr>', html[html.index('class="reasons"') :])[1:6]
+    for arm, row in zip([arm for arm in found.arms if arm.verdict], rows, strict=True):
+        assert Page(row).text.startswith(f'{arm.variant} {arm.size} {arm.verdict.decision.value} ')
+    assert len(re.findall('<li', html[html.index('<section id="hygiene"') :])) == len(found.remarks)
+    assert f'<span class="long">{LONG}</span>' in html
+
+
+def test_figures_follow_the_theme(html):
+    svg = html[html.index('<svg') :]
+    assert 'var(--ink)' in svg and 'var(--hue-0)' in svg
+    for name, colour in LIGHT.items():
+        assert colour not in svg
+        assert html.count(f'--{name}:#') == 3  # light, dark, print
+
+
+def test_every_seed_is_drawn(html):
+    # One collection of dots for each variant, with one mark for each seed.
+    dots = re.findall(r'<g id="losses-PathCollection_\d+">(.*?)</g>\s*</g>', html, re.DOTALL)
+    assert [group.count('<use') for group in dots] == [8] * 6
+
+
+def test_files_are_complete_and_figures_drawn(report):
+    names = sorted(path.name for path in report.parent.iterdir() if path.is_file())
+    assert names == ['plan.jsonl', 'report.html', 'results.jsonl', 'study.json', *FILES]
+    stems = ['curves', 'loss_parameters', 'losses', 'sweep_learning_rate', 'verdicts']
+    files = sorted(path.name for path in (report.parent / 'plots').iterdir())
+    assert files == sorted(f'{stem}.{kind}' for stem in stems for kind in ('png', 'svg'))
+    for stem in stems:
+        image = imread(report.parent / 'plots' / f'{stem}.png')[..., :3]
+        assert image.shape[0] > 150 and image.shape[1] > 600
+        assert np.mean(np.any(image < 0.9, axis=-1)) > 0.01
+        # Nothing is cut off: the outermost pixels are background.
+        edge = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
+        assert np.all(edge > 0.99)
+        paper = (report.parent / 'plots' / f'{stem}.svg').read_text()
+        assert paper.startswith('<?xml') and 'xmlns="http://www.w3.org/2000/svg"' in paper
+        assert 'var(--' not in paper and 'fill="#ffffff"' in paper and 'date' not in paper
+
+
+def test_same_files_give_the_same_report(report):
+    before = report.read_bytes()
+    assert write_report(report.parent).read_bytes() == before
+
+
+def test_hostile_names_are_escaped(study_dir):
+    changes = {'question': '<img src=x onerror=alert(1)>', 'name': '</title><script>1</script>'}
+    page = Page(quick(write_study(study_dir, grid(['qk/vo', HOSTILE]), **changes)))
+    assert not {tag for tag, _ in page.tags} & {'script', 'b', 'img'}
+    assert HOSTILE.split('\n')[0] in page.text and changes['question'] in page.text
+
+
+def test_what_blocks_stands_after_the_verdict(study_dir):
+    records = [
+        r for v in ('qk/vo', 'b/vo') for r in tuned_arm(v, losses=BASE, seeds=range(95, 103))
+    ]
+    html = quick(write_tuned(study_dir, records, seeds=list(range(95, 103))))
+    box = html.index('In the way of a verdict')
+    assert html.index('class="verdict"') < box < html.index('<figure')
+    assert 'share seeds 100 and 101' in html[box : html.index('<figure')]
+    assert 'blocks a verdict: Screening and verdict share seeds' in part(html, 'hygiene')
+
+
+def test_scaling_prints_numbers_or_the_reason(study_dir):
+    html = quick(write_tuned(study_dir, scaled(1.2)))
+    assert re.search(r'b/vo 1\.\d{3} \[.*\] .* 1\.(19|20)\d \[1\.', part(html, 'scaling'))
+    few = [r for r in scaled(1.2) if r['size'] in ('d_model=32', 'd_model=64')]
+    html = quick(write_tuned(study_dir / 'few', few))
+    assert 'a scaling law needs 4 sizes or more, there are 2' in part(html, 'scaling')
+    lost = [
+        trial_record(v, s, val_loss=None) for s in ('small', 'large') for v in ('qk/vo', 'b/vo')
+    ]
+    html = quick(write_study(study_dir / 'lost', lost))
+    assert 'No scaling law: no arm has a size' in part(html, 'scaling')
+    assert 'No trial has finished.' in html and 'diverged 4 of 4 trials' in Page(html).text
+
+
+@pytest.mark.parametrize(('cache', 'said'), [(512, '512 0.50'), (None, '- -')])
+def test_costs_are_relative_to_the_baseline(study_dir, cache, said):
+    records = [trial_record('qk/vo'), trial_record('b/vo')]
+    for record in records[1:] if cache else records:
+        record['cache_floats_per_token'] = cache
+    html = quick(write_study(study_dir, records))
+    assert re.search(rf'b/vo d_model=128 \S+ 1\.00 {said}', part(html, 'costs'))
+
+
+@pytest.mark.parametrize('baseline', [None, 'absent/vo'])
+def test_without_a_baseline_result(study_dir, baseline):
+    changes = {'variants': ['absent/vo', 'b/vo', 'c/vo']}
+    html = quick(write_study(study_dir, grid(['b/vo', 'c/vo']), baseline=baseline, **changes))
+    assert 'Difference to the baseline' not in html
+    said = 'No difference at d_model=64: the baseline absent/vo has no finished trial there.'
+    assert (said in html) == (baseline is not None)
+
+
+@pytest.mark.parametrize(
+    ('record', 'data', 'heading'),
+    [
+        (translation_record, 'pairs-de-en/de → pairs-de-en/en 1.0.0', 'Test BLEU'),
+        (probe_record, 'recall 1 (pairs=8, length=32)', 'Test accuracy'),
+    ],
+)
+def test_pages_of_other_tasks(study_dir, record, data, heading):
+    html = quick(write_study(study_dir, [record('qk/vo'), record('b/vo')]))
+    text = Page(html).text
+    assert f'data {data} parameters' in text and f'Results {heading} ' in text
+
+
+def test_provenance_is_flat_and_short(study_dir):
+    devices = {'platform': 'gpu', 'kind': 'H200', 'count': 8}
+    records = [
+        trial_record(f'v{i}/vo', provenance={'started': f'12:0{i}', 'devices': devices})
+        for i in range(5)
+    ]
+    text = Page(quick(write_study(study_dir, records))).text
+    assert 'device 8 x H200' in text and 'devices: count 8' in text
+    assert '12:02 (1 of 5 runs) and 2 more' in text and '12:03' not in text
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize('palette', [LIGHT, DARK])
+def test_hues_stand_out_from_the_page(palette):
+    surface = luminance(palette['surface'])
+    for index in range(len(HUES)):
+        low, high = sorted((luminance(palette[f'hue-{index}']), surface))
+        assert (high + 0.05) / (low + 0.05) >= 3
+
+
+def test_many_variants_differ_in_style_and_long_names_keep_both_ends():
+    look = styles(['qk/vo', *map(str, range(29))], 'qk/vo')
+    assert len({(style.colour, style.marker) for style in look.values()}) == 30
+    assert len(short(LONG)) <= 34
+    assert short(LONG).startswith('my_package') and short(LONG).endswith('kv_heads=1')
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, '-m', 'experiments.report', *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_command_prints_table_and_path(study_dir):
+    write_study(study_dir, grid(['qk/vo', 'b/vo']))
+    done = run_command(f'--study={study_dir}')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f'report: {study_dir / "report.html"}'
+    assert 'b/vo' in done.stdout and '+0.0200 [' in done.stdout
+
+
+def test_command_fails_in_one_sentence(study_dir):
+    write_study(study_dir, [], declared=[('qk/vo', 'd_model=64')])
+    done = run_command(f'--study={study_dir}')
+    assert done.returncode == 2
+    assert 'has no results yet' in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_report_that_fails_leaves_nothing(study_dir):
+    study_dir.mkdir()
+    with pytest.raises(ReportError, match='does not exist'):
+        write_report(study_dir)
+    assert list(study_dir.iterdir()) == []
+
+
+def test_reports_need_no_jax():
+    code = 'import sys, qkattn.report, qkattn.report.verify; assert "jax" not in sys.modules'
+    subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
