@@ -1,6 +1,7 @@
 """Installation: pins, and launch/venv.sh with stand-ins for python and pip. Nothing is fetched."""
 
 import ast
+import fcntl
 import importlib.metadata
 import os
 import shutil
@@ -144,7 +145,7 @@ class Sandbox:
         path.chmod(0o755)
         return path
 
-    def run(self, **variables: object) -> subprocess.CompletedProcess:
+    def start(self, **variables: object) -> subprocess.Popen:
         environment = {
             'PATH': str(self.bin),
             'HOME': '',
@@ -154,7 +155,15 @@ class Sandbox:
             **{name: str(value) for name, value in variables.items()},
         }
         command = [self.bin / 'bash', self.root / 'launch' / 'venv.sh']
-        return subprocess.run(command, env=environment, cwd='/', capture_output=True, text=True)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, env=environment, cwd='/', stdout=pipe, stderr=pipe, text=True
+        )
+
+    def run(self, **variables: object) -> subprocess.CompletedProcess:
+        process = self.start(**variables)
+        stdout, stderr = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     def pip_calls(self) -> int:
         return len(self.pip_log.read_text().splitlines()) if self.pip_log.exists() else 0
@@ -224,6 +233,19 @@ def test_an_interrupted_installation_is_recreated(sandbox):
     (sandbox.venv / 'bin' / 'python').unlink()
     assert sandbox.run().returncode == 0
     assert sandbox.pip_calls() == 5, 'an environment whose interpreter is gone is recreated'
+
+
+@pytest.mark.skipif(shutil.which('flock') is None, reason='venv.sh locks where flock exists')
+def test_a_second_installation_waits_for_the_first(sandbox):
+    sandbox.add_python()
+    with open(sandbox.root / 'requirements.txt') as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        process = sandbox.start()
+        assert process.stderr.readline() == 'venv: waiting for another installation to finish\n'
+        assert sandbox.pip_calls() == 0
+    assert process.wait() == 0
+    process.communicate()
+    assert sandbox.pip_calls() == 2
 
 
 def test_a_copied_environment_is_recreated(sandbox, tmp_path):
