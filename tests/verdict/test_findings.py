@@ -69,6 +69,9 @@ def test_verdicts_by_hand(three):
     assert [a.verdict.p_holm for a in found.arms[1:]] == pytest.approx(
         [3 * raw[0], 2 * raw[1], raw[2]], rel=1e-6
     )
+    sweep = b.sweeps['learning_rate']
+    assert sweep.values == RATES and sweep.bracketed and len(sweep.losses[0]) == 2
+    assert sweep.optimum == pytest.approx(4e-3) and sweep.chosen == 4e-3
     assert found.num_comparisons == 3 and found.arms[0].verdict is None and found.scaling == ()
     reasons = [a.verdict.reasons for a in found.arms[1:]]
     assert [codes(of) for of in reasons] == [
@@ -116,13 +119,6 @@ def test_scaling_over_four_sizes(study_dir):
     assert other.multiplier.value == pytest.approx(1.5, rel=0.01)
 
 
-def test_sizes_with_a_diverged_seed_are_left_out_of_the_scaling(study_dir):
-    records = arm('qk/vo', 0, size='s64', d_model=64)
-    records += tuned_arm('qk/vo', 's128', [None, *BASE[1:]])
-    (scaling,) = found_in(write_tuned(study_dir, records)).scaling
-    assert len(scaling.fit.sizes) == 1
-
-
 def test_sizes_that_are_not_bracketed_are_left_out_of_the_scaling(study_dir):
     found = found_in(write_tuned(study_dir, scaled((32, 64, 128, 256, 512), loose=128)))
     assert [len(scaling.fit.sizes) for scaling in found.scaling] == [4, 5]
@@ -130,19 +126,19 @@ def test_sizes_that_are_not_bracketed_are_left_out_of_the_scaling(study_dir):
     assert (left_out.place, left_out.not_scaled) == (('qk/vo', 's128'), NotScaled.NOT_BRACKETED)
 
 
-def test_whether_no_size_of_several_can_be_used(study_dir):
-    records = [
-        record
-        for size, d_model in (('s64', 64), ('s128', 128))
-        for record in tuned_arm('qk/vo', size, [None, *BASE[1:]], d_model=d_model)
-    ]
-    found = found_in(write_tuned(study_dir, records))
-    assert found.scaling == () and found.lacks_scaling
-    one = found_in(write_tuned(study_dir / 'one', tuned_arm('qk/vo', 's64', d_model=64)))
-    assert one.scaling == () and not one.lacks_scaling
+def test_sizes_with_a_diverged_seed_are_left_out_of_the_scaling(study_dir):
+    large = tuned_arm('qk/vo', 's128', [None, *BASE[1:]])
+    small = arm('qk/vo', 0, size='s64', d_model=64)
+    (scaling,) = found_in(write_tuned(study_dir / 'a', small + large)).scaling
+    assert len(scaling.fit.sizes) == 1
+    small = tuned_arm('qk/vo', 's64', [None, *BASE[1:]], d_model=64)
+    none = found_in(write_tuned(study_dir / 'b', small + large))
+    assert none.scaling == () and none.lacks_scaling
+    one_size = found_in(write_tuned(study_dir / 'c', small))
+    assert one_size.scaling == () and not one_size.lacks_scaling
 
 
-def test_why_an_arm_is_no_point_of_a_law(study_dir):
+def test_why_an_arm_is_left_out_of_scaling_fits(study_dir):
     records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *BASE[1:]])
     records += arm('c/vo', 0.1, optimum=16e-3) + arm('d/vo', 0.1)[:10]
     records += arm('e/vo', 0.1, learning_rate=1e-3)
@@ -164,13 +160,6 @@ def test_scaling_without_tuning(study_dir):
     assert all(scaling.fit.problem is None for scaling in found.scaling)
 
 
-def test_sweeps_come_from_screening_trials(three):
-    sweep = found_in(three).arms[1].sweeps['learning_rate']
-    assert sweep.values == RATES and sweep.bracketed
-    assert sweep.optimum == pytest.approx(4e-3) and sweep.chosen == 4e-3
-    assert len(sweep.losses[0]) == 2
-
-
 GRIDS = {
     'learning_rate': RATES,
     'weight_decay': (0.05, 0.1, 0.2),
@@ -180,14 +169,14 @@ OPTIMA = (4e-3, 0.3, 1.25)
 
 
 def write_chain(directory, variant='qk/vo'):
-    """Trials as they are asked for one after another, the verdict at what was found."""
+    """Writes the trials of coordinate-wise tuning and the verdict at the chosen settings."""
     runs, measured = {}, {}
-    while (asked := tune(GRIDS, 5, measured)).knob:
-        for at in map(asked.at, asked.values):
+    while (tuned := tune(GRIDS, 5, measured)).knob:
+        for at in map(tuned.at, tuned.values):
             away = sum(np.log(value / best) ** 2 for value, best in zip(at, OPTIMA, strict=True))
             measured[at] = {seed: 2 + 0.1 * away + 0.01 * seed for seed in (100, 101)}
-            runs[at] = asked.knob, measured[at]
-    runs[asked.settings] = None, dict(enumerate(BASE))
+            runs[at] = tuned.knob, measured[at]
+    runs[tuned.settings] = None, dict(enumerate(BASE))
     records = [
         trial_record(
             variant,
@@ -205,28 +194,28 @@ def write_chain(directory, variant='qk/vo'):
     write_tuned(directory, records, **grids)
     for at in runs:
         edit_plan(directory, f'run {at}', model__score_scale=at[2])
-    return asked
+    return tuned
 
 
-def test_sweeps_and_settings_are_those_that_the_plan_comes_to(study_dir):
+def test_sweeps_and_settings_are_those_of_the_plan(study_dir):
     """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
-    asked = write_chain(study_dir)
+    tuned = write_chain(study_dir)
     (arm,) = found_in(study_dir).arms
-    assert arm.sweeps == asked.sweeps and list(arm.sweeps) == list(GRIDS)
+    assert arm.sweeps == tuned.sweeps and list(arm.sweeps) == list(GRIDS)
     assert arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
-    assert asked.settings == pytest.approx(OPTIMA, rel=1e-2) and asked.settings[0] == 4e-3
+    assert tuned.settings == pytest.approx(OPTIMA, rel=1e-2) and tuned.settings[0] == 4e-3
     assert arm.blocks == arm.not_bracketed == ()
 
 
-def test_the_middle_of_what_is_tuned_later_is_where_sweeps_are_read(study_dir):
-    """Trials of the same knob elsewhere are none of its sweep."""
+def test_trials_at_other_settings_enter_no_sweep(study_dir):
+    """Knobs that are tuned later are at the middle of their grids."""
     records = arm('qk/vo', 0)
     for seed in (100, 101):
-        elsewhere = trial_record(
+        other = trial_record(
             'qk/vo', stage='screening', knob='learning_rate', seed=seed, val_loss=0.1, run='x'
         )
-        elsewhere['trial'] |= {'learning_rate': 32e-3, 'weight_decay': 0.3}
-        records.append(elsewhere)
+        other['trial'] |= {'learning_rate': 32e-3, 'weight_decay': 0.3}
+        records.append(other)
     sweep = found_in(write_tuned(study_dir, records)).arms[0].sweeps['learning_rate']
     assert sweep.values == RATES and sweep.best == 4e-3
 
@@ -250,7 +239,7 @@ def test_values_that_lack_a_screening_seed_have_no_sweep(study_dir):
     assert remark.data == {'knob': 'learning_rate', 'values': (0.002,)}
 
 
-def test_a_knob_of_one_value_is_where_the_arm_has_it(study_dir):
+def test_a_knob_of_one_value_is_at_the_value_of_the_arm(study_dir):
     variant = 'b/vo?score_scale=2.0'
     write_tuned(study_dir, arm('qk/vo', 0) + arm(variant, 0.02))
     for stage, knob in (('screening', 'learning_rate'), ('verdict', None)):
