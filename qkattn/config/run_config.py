@@ -22,7 +22,7 @@ class DataConfig:
       lowercase: text is lower-cased before it is tokenised.
       tokenizer: 'bytes', 'characters' or 'bpe'; the latter two are learned from the training
         split, and for translation from both languages together.
-      tokenizer_size: pieces of a 'bpe' vocabulary.
+      tokenizer_size: number of ids of a 'bpe' vocabulary, at least 257.
       mask_rate: fraction of the tokens that an encoder has to restore.
       shift_windows: windows of text begin at an offset drawn for every epoch, so that the context
         of a token varies.

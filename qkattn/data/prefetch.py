@@ -40,7 +40,7 @@ class StepBatches(Iterator[Any]):
 
     Yields the pytrees of numpy arrays that `read(seed, step)` returns, with axes C (steps) and X
     (trials) in front of every leaf. There is no state but the step: start again at any
-    `start_step`. An error in `read` is raised where its batch is asked for. Close it when done, or
+    `start_step`. An error in `read` is raised when its batch is requested. Close it when done, or
     use it in a `with` statement.
 
     Args:

@@ -284,7 +284,7 @@ def corpus(config: DataConfig) -> Corpus:
     )
 
 
-# The two sides are read one after the other, for the vocabulary and for the tokens.
+# Each side is read for the vocabulary and again for its tokens.
 @functools.lru_cache(maxsize=1)
 def _placed(languages: tuple[str, str]) -> list[tuple[str, int, str, str]]:
     """Split, rank, source and target of all pairs, in order."""

@@ -1,6 +1,6 @@
 """The running interpreter's own standard library as a text corpus: no download, on every machine.
 
-Bytes differ between interpreter versions, so theirs is part of the corpus version.
+The text differs between interpreter versions, so the corpus version names the interpreter's.
 """
 
 import hashlib

@@ -119,7 +119,7 @@ def _text_feature(
     if any(isinstance(f, tfds.features.TranslationVariableLanguages) for f in features.values()):
         raise ConfigError(
             f'data.name={config.name!r}: its languages vary from example to example; choose a set '
-            'with the same languages in all.'
+            'with the same languages in every example.'
         )
     translations: dict[tuple[str, ...], tfds.features.Translation]
     if isinstance(features, tfds.features.Translation):
@@ -131,8 +131,8 @@ def _text_feature(
     if languages:
         if config.feature is not None:
             raise ConfigError(
-                f'data.feature={config.feature!r} is for text; of a translation set, only '
-                'data.languages is given.'
+                f'data.feature={config.feature!r} is for text in one language; leave it None for a '
+                'translation set.'
             )
         for path, feature in translations.items():
             if set(languages) <= set(feature.keys()):
@@ -140,7 +140,7 @@ def _text_feature(
         known = [language for feature in translations.values() for language in feature]
         raise ConfigError(
             f'data.languages={config.languages!r} are not in {config.name!r}; valid: '
-            f'{", ".join(map(repr, known)) or "none, it is no translation set"}.'
+            f'{", ".join(map(repr, known)) or "none, it is not a translation set"}.'
         )
     texts = [name for name, f in features.items() if isinstance(f, tfds.features.Text)]
     if translations:
@@ -154,7 +154,7 @@ def _text_feature(
     if config.feature is None and len(texts) == 1:
         return (texts[0],)
     raise ConfigError(
-        f'data.feature={config.feature!r} does not say which text of {config.name!r} is meant; '
+        f'data.feature={config.feature!r} does not name one text feature of {config.name!r}; '
         f'valid: {", ".join(map(repr, texts)) or "none, it has no text feature"}.'
     )
 

@@ -179,7 +179,7 @@ class Successor(Probe):
     """All keys of a circle in a random order, each with a payload; the next key's is the label.
 
     Token key * payloads + payload stands for both; the label of key k is the payload that key
-    (k + 1) mod keys has in this row. Positions say nothing.
+    (k + 1) mod keys has in this row. Positions carry no information.
 
     The task tells directions apart. To read its successor and not its predecessor, every k needs
     s(k, k + 1) > s(k, k - 1). A symmetric score has s(k, k - 1) = s(k - 1, k), so that the scores

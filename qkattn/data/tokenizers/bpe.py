@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from qkattn.data.tokenizers.characters import SEPARATOR, valid_text
 from qkattn.errors import ConfigError
 
-# The library reserves memory for as many entries as it is asked for.
+# The library allocates memory for the requested size before it reads any text.
 MAX_SIZE = 2**20
 MIN_SIZE = 257
 # Lines that are encoded at a time; an encoded line takes about 100 times its bytes.

@@ -151,9 +151,9 @@ def test_languages_have_to_fit(corpus):
         corpus('qkattn_inner', languages='en-es')
     with pytest.raises(ConfigError, match='languages=None.*is a translation set; .*two of'):
         corpus('qkattn_inner')
-    with pytest.raises(ConfigError, match='valid: none, it is no translation set'):
+    with pytest.raises(ConfigError, match='valid: none, it is not a translation set'):
         corpus('qkattn_text', languages='en-de')
-    with pytest.raises(ConfigError, match="data.feature='id' is for text"):
+    with pytest.raises(ConfigError, match="data.feature='id' is for text in one"):
         corpus('qkattn_inner', languages='en-de', feature='id')
     with pytest.raises(ConfigError, match='languages vary from example to example'):
         corpus('qkattn_varying')
