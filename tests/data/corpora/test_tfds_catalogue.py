@@ -16,84 +16,72 @@ from tests.data.web import unplug
 SENTENCES = [{'en': f'number {i}', 'de': f'Nummer {i}', 'fr': f'le {i}'} for i in range(300)]
 
 
+TEXT, NUMBER = tfds.features.Text(), tfds.features.Scalar(np.int64)
+PAIRS = tfds.features.Translation(languages=['de', 'en', 'fr'])
+
+
 class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Splits of SENTENCES, with the features and names that a subclass asks for."""
+    """Splits of SENTENCES, with the names and FEATURES of a subclass."""
 
     VERSION = tfds.core.Version('2.1.0')
     SPLITS = ('train', 'validation', 'test')
+    FEATURES = {}
 
     def _info(self):
-        return tfds.core.DatasetInfo(builder=self, features=self.features(), disable_shuffling=True)
+        features = self.FEATURES
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(features) if type(features) is dict else features,
+            disable_shuffling=True,
+        )
 
     def _split_generators(self, dl_manager):
         return {split: self._generate_examples(split) for split in self.SPLITS}
 
     def _generate_examples(self, split):
         for number, sentence in enumerate(SENTENCES):
-            yield number, self.example(sentence | {'split': split})
+            values = {
+                'text': f'{split} {sentence["en"]}',
+                'title': sentence['en'],
+                'body': sentence['de'],
+                'n': 1,
+                'sentences': sentence,
+            }
+            yield (
+                number,
+                sentence if self.FEATURES is PAIRS else {x: values[x] for x in self.FEATURES},
+            )
 
 
 class QkattnText(Local):
     SPLITS = ('train', 'dev')
-
-    def features(self):
-        return tfds.features.FeaturesDict(
-            {'text': tfds.features.Text(), 'n': tfds.features.Scalar(np.int64)}
-        )
-
-    def example(self, sentence):
-        return {'text': f'{sentence["split"]} {sentence["en"]}', 'n': 1}
+    FEATURES = {'text': TEXT, 'n': NUMBER}
 
 
 class QkattnTexts(Local):
-    def features(self):
-        return tfds.features.FeaturesDict({x: tfds.features.Text() for x in ('title', 'body')})
-
-    def example(self, sentence):
-        return {'title': sentence['en'], 'body': sentence['de']}
+    FEATURES = {'title': TEXT, 'body': TEXT}
 
 
 class QkattnPairs(Local):
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in ('first', 'second.1')]
-
-    def features(self):
-        return tfds.features.Translation(languages=['de', 'en', 'fr'])
-
-    def example(self, sentence):
-        return {x: sentence[x] for x in ('de', 'en', 'fr')}
+    FEATURES = PAIRS
 
 
-class QkattnInner(QkattnPairs):
-    BUILDER_CONFIGS = []
-
-    def features(self):
-        return tfds.features.FeaturesDict(
-            {'id': tfds.features.Text(), 'sentences': super().features()}
-        )
-
-    def example(self, sentence):
-        return {'id': sentence['split'], 'sentences': super().example(sentence)}
+class QkattnInner(Local):
+    FEATURES = {'title': TEXT, 'sentences': PAIRS}
 
 
 class QkattnNumbers(Local):
+    FEATURES = {'n': NUMBER}
+
+
+class QkattnNoValidation(Local):
     SPLITS = ('train', 'test')
-
-    def features(self):
-        return tfds.features.FeaturesDict({'n': tfds.features.Scalar(np.int64)})
-
-    def example(self, sentence):
-        return {'n': 1}
-
-
-class QkattnNoValidation(QkattnText):
-    SPLITS = ('train', 'test')
+    FEATURES = {'text': TEXT}
 
 
 class QkattnVarying(Local):
-    def features(self):
-        return tfds.features.FeaturesDict(
-            {'talk': tfds.features.Text(), 'all': tfds.features.TranslationVariableLanguages()}
-        )
+    FEATURES = {'talk': TEXT, 'all': tfds.features.TranslationVariableLanguages()}
 
 
 class QkattnByHand(QkattnText):
@@ -153,8 +141,8 @@ def test_languages_have_to_fit(corpus):
         corpus('qkattn_inner')
     with pytest.raises(ConfigError, match='valid: none, it is not a translation set'):
         corpus('qkattn_text', languages='en-de')
-    with pytest.raises(ConfigError, match="data.feature='id' is for text in one"):
-        corpus('qkattn_inner', languages='en-de', feature='id')
+    with pytest.raises(ConfigError, match="data.feature='title' is for text in one"):
+        corpus('qkattn_inner', languages='en-de', feature='title')
     with pytest.raises(ConfigError, match='languages vary from example to example'):
         corpus('qkattn_varying')
 
