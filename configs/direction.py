@@ -1,7 +1,7 @@
 """A control that must fail: one symmetric head without positions cannot point in one direction.
 
-The probe `successor` shows a shuffled set of keys and asks at every key for the payload of the next
-key around a circle. A symmetric score gives the pair (k, k + 1) one number, so it cannot prefer the
+In the probe `successor`, the label of every key in a shuffled set is the payload of the next key
+around a circle. A symmetric score gives the pair (k, k + 1) one number, so it cannot prefer the
 successor at every key; `Successor` in qkattn/data/tasks/probe_tasks.py shows the bound, and how far
 an MLP helps. The pairwise score shares its matrix too, but is not symmetric.
 

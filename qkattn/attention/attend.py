@@ -1,4 +1,4 @@
-"""The softmax core that every cell shares."""
+"""The softmax core that all variants share."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Models built from attention cells."""
+"""Models built from attention variants."""
 
 from qkattn.model.build import abstract_model, build, with_params
 from qkattn.model.decoder import Decoder

@@ -58,7 +58,7 @@ def test_it_equals_the_oracle(value, biases, num_kv_heads):
 
 
 @pytest.mark.parametrize(
-    ('cell', 'count', 'floats'),
+    ('variant', 'count', 'floats'),
     [
         (('qk', 'merged_vo'), 2 * D * N * H + N * D * D, N * H + D),
         (('merged', 'merged_vo'), 2 * N * D * D, D),
@@ -69,10 +69,10 @@ def test_it_equals_the_oracle(value, biases, num_kv_heads):
         (('qk', 'double'), 4 * D * N * H + D * D, 2 * N * H),
         (('qk', 'hadamard'), 3 * D * N * H + D, 2 * N * H),
     ],
-    ids=lambda cell: '/'.join(cell) if isinstance(cell, tuple) else None,
+    ids=lambda variant: '/'.join(variant) if isinstance(variant, tuple) else None,
 )
-def test_parameters_and_cache_of_a_variant(cell, count, floats):
-    layer = make(cell)
+def test_parameters_and_cache_of_a_variant(variant, count, floats):
+    layer = make(variant)
     assert sum(leaf.size for leaf in jax.tree.leaves(layer)) == count
     assert sum(a.size for a in layer.cached(jnp.zeros((1, 1, D))).values()) == floats
 

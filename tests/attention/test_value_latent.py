@@ -21,18 +21,18 @@ from tests.attention.layers import (
 )
 
 R, G = 6, 4
-CELL = (f'latent(size={R})', 'latent')
+VARIANT = (f'latent(size={R})', 'latent')
 ROTARY = (f'latent(size={R}, query_size=10, rope_size={G})', 'latent')
 
 
 @pytest.mark.parametrize('biases', [False, True], ids=['plain', 'biases'])
 def test_it_equals_the_oracle(biases):
     with jax.enable_x64(True):
-        assert_equals_oracle_in_float64(make(CELL, biases=biases))
+        assert_equals_oracle_in_float64(make(VARIANT, biases=biases))
 
 
 def test_the_latent_is_the_only_cache_and_is_owned_once():
-    layer = make(CELL)
+    layer = make(VARIANT)
     count = sum(leaf.size for leaf in jax.tree.leaves(layer))
     assert count == 2 * D * N * H + D * R + 2 * R * N * H
     cache = layer.cached(jnp.zeros((1, 1, D)))
@@ -43,7 +43,7 @@ def test_the_latent_is_the_only_cache_and_is_owned_once():
 
 def test_the_down_projection_receives_both_gradients():
     with jax.enable_x64(True):
-        layer, x_BTD = wide(make(CELL)), wide(stream())
+        layer, x_BTD = wide(make(VARIANT)), wide(stream())
         untied = wide(make(('qk', 'vo'), seed=9))
         down, score, value = layer.score.w_down_DR[...], layer.score, layer.value
         untied.score.w_q_DNH[...] = score.w_q_DNH[...]
@@ -66,7 +66,7 @@ def test_the_down_projection_receives_both_gradients():
 def test_the_absorbed_form_is_the_same_attention(biases):
     """One key head and one value head, both the latent: what a decoder would run."""
     with jax.enable_x64(True):
-        layer, x_BTD = wide(make(CELL, biases=biases)), wide(stream())
+        layer, x_BTD = wide(make(VARIANT, biases=biases)), wide(stream())
         score, value = layer.score, layer.value
         cache = layer.cached(x_BTD)
         v_BS1R = value.absorbed_values(cache, score)

@@ -20,7 +20,7 @@ from tests.attention.layers import (
     wide,
 )
 
-CELLS = [
+VARIANTS = [
     ('qk', 'k_is_v'),
     ('shared_qk', 'k_is_v'),
     ('qk', 'q_is_v'),
@@ -32,7 +32,7 @@ CELLS = [
     ('qk', 'subspace'),
     ('shared_qk', 'subspace'),
 ]
-IDS = ['/'.join(cell) for cell in CELLS]
+IDS = ['/'.join(variant) for variant in VARIANTS]
 GAIN = 0.5  # a residual gain other than 1, which `subspace` applies as its step size
 
 
@@ -50,11 +50,11 @@ def inward(w_NHD, num_kv_heads):
     return w_DNH.reshape(D, num_kv_heads, -1, H).sum(2)
 
 
-def lifted(cell, layer):
+def lifted(variant, layer):
     """w_q, w_k, w_v, w_o of the standard layer that is the same function."""
     score, value = layer.score, layer.value
     q = score.w_q_DNH[...]
-    k = q if cell[0] == 'shared_qk' else score.w_k_DKH[...]
+    k = q if variant[0] == 'shared_qk' else score.w_k_DKH[...]
     return {
         'k_is_v': lambda: (q, k, k, value.w_o_NHD[...]),
         'q_is_v': lambda: (q, k, q, value.w_o_NHD[...]),
@@ -63,7 +63,7 @@ def lifted(cell, layer):
         'o_is_k': lambda: (q, k, value.w_v_DKH[...], outward(k)),
         'o_is_q': lambda: (q, k, value.w_v_DKH[...], outward(q)),
         'subspace': lambda: (q, k, k, GAIN * outward(k)),
-    }[cell[1]]()
+    }[variant[1]]()
 
 
 # From the gradients q, k, v, o of the standard layer: (owner, parameter, what it must receive).
@@ -109,15 +109,15 @@ def loss(layer, x_BTD):
     return jnp.sin(layer(x_BTD, causal())).sum()
 
 
-@pytest.mark.parametrize('cell', CELLS, ids=IDS)
-def test_it_is_standard_attention_with_tied_parameters(cell):
+@pytest.mark.parametrize('variant', VARIANTS, ids=IDS)
+def test_it_is_standard_attention_with_tied_parameters(variant):
     """The same output, and a gradient that sums those of all uses of the shared matrix."""
     with jax.enable_x64(True):
-        layer, x_BTD = wide(make(cell, residual_gain=GAIN)), wide(stream())
-        untied = standard(lifted(cell, layer))
+        layer, x_BTD = wide(make(variant, residual_gain=GAIN)), wide(stream())
+        untied = standard(lifted(variant, layer))
         assert error(layer(x_BTD, causal()), untied(x_BTD, causal())) < 1e-12
         tied, apart = jax.grad(loss)(layer, x_BTD), jax.grad(loss)(untied, x_BTD)
-        owner, name, total = SUMS[cell]
+        owner, name, total = SUMS[variant]
         parts = [
             getattr(getattr(apart, circuit), parameter)[...] for circuit, parameter in STANDARD
         ]
@@ -130,23 +130,23 @@ def test_it_is_standard_attention_with_tied_parameters(cell):
 @pytest.mark.parametrize(
     ('biases', 'num_kv_heads'), [(False, N), (True, 2)], ids=['plain', 'biased-grouped']
 )
-@pytest.mark.parametrize('cell', CELLS, ids=IDS)
-def test_it_equals_the_oracle(cell, biases, num_kv_heads):
-    value = registry.find_value(cell[1])[0]
-    groups = SCORES[cell[0]].uses_kv_heads or value.uses_kv_heads
-    if num_kv_heads < N and (not groups or cell[1] == 'v_is_k_transposed'):
+@pytest.mark.parametrize('variant', VARIANTS, ids=IDS)
+def test_it_equals_the_oracle(variant, biases, num_kv_heads):
+    value = registry.find_value(variant[1])[0]
+    groups = SCORES[variant[0]].uses_kv_heads or value.uses_kv_heads
+    if num_kv_heads < N and (not groups or variant[1] == 'v_is_k_transposed'):
         with pytest.raises(SpecError, match='num_kv_heads'):
-            make(cell, num_kv_heads=num_kv_heads)
+            make(variant, num_kv_heads=num_kv_heads)
         return
     with jax.enable_x64(True):
-        assert_equals_oracle_in_float64(make(cell, biases=biases, num_kv_heads=num_kv_heads))
+        assert_equals_oracle_in_float64(make(variant, biases=biases, num_kv_heads=num_kv_heads))
 
 
 M = D * N * H  # parameters of one projection
 
 
 @pytest.mark.parametrize(
-    ('cell', 'count', 'floats'),
+    ('variant', 'count', 'floats'),
     [
         (('qk', 'k_is_v'), 3 * M, N * H),
         (('shared_qk', 'k_is_v'), 2 * M, N * H),
@@ -158,10 +158,10 @@ M = D * N * H  # parameters of one projection
         (('qk', 'subspace'), 2 * M, N * H),
         (('shared_qk', 'subspace'), M, N * H),
     ],
-    ids=lambda cell: '/'.join(cell) if isinstance(cell, tuple) else None,
+    ids=lambda variant: '/'.join(variant) if isinstance(variant, tuple) else None,
 )
-def test_nothing_is_stored_or_cached_twice(cell, count, floats):
-    layer = make(cell)
+def test_nothing_is_stored_or_cached_twice(variant, count, floats):
+    layer = make(variant)
     assert sum(leaf.size for leaf in jax.tree.leaves(layer)) == count
     assert sum(a.size for a in layer.cached(jnp.zeros((1, 1, D))).values()) == floats
 

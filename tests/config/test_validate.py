@@ -1,4 +1,4 @@
-"""What the kinds of models, their data and their search may be told."""
+"""What the kinds of models, their data and their search may be set to."""
 
 import dataclasses
 

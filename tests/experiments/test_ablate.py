@@ -111,9 +111,9 @@ def test_two_workers_and_a_kill_leave_every_run_exactly_once(script, start, tmp_
     workers = [start('ablate', *flags), start('ablate', *flags)]
     victim = killed_in_the_middle_of_a_run(out, workers)
     workers.remove(victim)
-    told, errors = workers[0].communicate(timeout=900)
+    stdout, errors = workers[0].communicate(timeout=900)
     assert workers[0].returncode == 0, errors
-    assert 'report:' in told
+    assert 'report:' in stdout
 
     plan, results = lines(out / 'plan.jsonl'), lines(out / 'results.jsonl')
     assert [c['stage'] for c in plan if c['variant'] == 'qk/vo'][-1] == 'verdict'

@@ -225,8 +225,8 @@ def test_each_site_takes_its_own_cell():
         )
     )
     sites = (model.blocks.attention, model.encoder.blocks.attention, model.blocks.cross_attention)
-    cells = [(site.spec.score, site.spec.value) for site in sites]
-    assert cells == [('shared_qk', 'vo'), ('merged', 'no_vo'), ('key_free', 'no_v')]
+    variants = [(site.spec.score, site.spec.value) for site in sites]
+    assert variants == [('shared_qk', 'vo'), ('merged', 'no_vo'), ('key_free', 'no_v')]
     own = abstract_model(dataclasses.replace(CONFIG, score='shared_qk', positions='rope'))
     sites = (own.blocks.attention, own.encoder.blocks.attention, own.blocks.cross_attention)
     assert {site.spec.score for site in sites} == {'shared_qk'}
@@ -266,7 +266,7 @@ D, F, V, T, S = 16, 24, 13, 10, 12
             10 * D,
         ),
     ],
-    ids=['equal cells', 'three cells', 'separate', 'untied', 'all three'],
+    ids=['equal variants', 'three variants', 'separate', 'untied', 'all three'],
 )
 def test_weights_by_hand(fields, attention, embedding, norm):
     config = dataclasses.replace(CONFIG, **fields)

@@ -165,7 +165,7 @@ def test_arms_start_from_the_same_values_where_tensors_are_the_same():
         for model in (build(arm.model, key=jax.random.key(5)) for arm in build_arms(same_shapes))
     )
     for other in others:
-        # What a matrix of a cell has to start from belongs to the cell.
+        # The initialization of a matrix depends on its variant.
         shared = [path for path in first if 'attention' not in jax.tree_util.keystr(path)]
         assert len(shared) >= 5
         for path in shared:

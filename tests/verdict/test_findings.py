@@ -99,7 +99,7 @@ def test_all_comparisons_of_all_sizes_are_one_family(study_dir):
 
 
 def scaled(widths, loose=None):
-    """Two arms by width on a law of size; the baseline is not bracketed at the `loose` one."""
+    """Two arms by width on a scaling law; the baseline is not bracketed at the `loose` one."""
     records = []
     for d in widths:
         parameters = trial_record('qk/vo', d_model=d)['parameters']['total']
