@@ -194,7 +194,7 @@ def reached(config, mesh, lifting):
     )
 
 
-def test_other_meshes_and_liftings_measure_the_same(tiny):
+def test_other_meshes_and_liftings_measure_the_same(tiny, evaluation_only):
     config = tiny(model={'num_layers': 1}, train={'batch_size': 8})
     want, want_induction = reached(config, MeshConfig(), 'map')
     for mesh, lifting in (
@@ -228,7 +228,7 @@ def test_a_run_leaves_both_in_its_results_and_a_diverged_trial_neither(tiny, tmp
     }
 
 
-def test_a_real_model_is_measured_row_by_row(tiny):
+def test_a_real_model_is_measured_row_by_row(tiny, evaluation_only):
     """Against the logits of the same parameters, read one row at a time in float64."""
     config = tiny(model={'num_layers': 1}, train={'batch_size': 3, 'accumulation': 1})
     built, rows = program.build(config), rows_of(config)

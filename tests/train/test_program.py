@@ -31,7 +31,7 @@ def test_the_measurement_is_of_seconds(tiny):
     assert all(1e-5 < s < 10 for s in built.measured.values())
 
 
-def test_one_trial_is_not_measured(tiny):
+def test_one_trial_is_not_measured(tiny, evaluation_only):
     built = program.build(tiny(train={'lifting': 'auto'}, trials={'seeds': (0,)}))
     assert built.lifting == 'vmap' and built.measured == {}
 
@@ -49,7 +49,7 @@ def test_rows_become_microbatches_in_turn(tiny):
     assert len({str(s.index) for s in placed.addressable_shards}) == 8
 
 
-def test_initial_trials_are_those_of_their_seeds(tiny):
+def test_initial_trials_are_those_of_their_seeds(tiny, evaluation_only):
     state = program.build(tiny(trials={'seeds': (3, 4)}), 'vmap').init()
     alone = program.build(tiny(trials={'seeds': (4,)}), 'vmap').init()
     for stacked, one in zip(

@@ -1,8 +1,10 @@
 """A run that is stopped, killed or damaged ends exactly like one that was never touched."""
 
+import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from qkattn import data
-from qkattn.config import to_json
+from qkattn.config import MeshConfig, to_json
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.run.records import read_json, read_metrics
 from qkattn.run.signals import EXIT_REQUEUE
@@ -199,16 +201,9 @@ def test_the_newest_two_and_the_best_are_kept(tmp_path):
 
 def test_a_run_restores_onto_another_mesh(tiny, tmp_path):
     """The config hash leaves the mesh out; losses go on as they would have, to rounding."""
-    import dataclasses
-
-    from qkattn.config import MeshConfig
-
     config = tiny()
     want = train(config, tmp_path / 'a')
-    for later in (tmp_path / 'a' / 'checkpoints').glob('12'):
-        import shutil
-
-        shutil.rmtree(later)
+    shutil.rmtree(tmp_path / 'a' / 'checkpoints' / '12')
     (tmp_path / 'a' / 'result.json').unlink()
     got = train(dataclasses.replace(config, mesh=MeshConfig(data=2, tensor=2)), tmp_path / 'a')
     for g, w in zip(got, want, strict=True):

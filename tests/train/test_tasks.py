@@ -209,7 +209,7 @@ def test_label_smoothing_is_a_mixture_with_the_uniform_distribution(task, name):
 
 
 @pytest.mark.parametrize('name', ['translation', 'masked', 'labelling probe'])
-def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch):
+def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluation_only):
     # 5 rows at a time do not divide the rows that there are.
     config = task(
         name,
