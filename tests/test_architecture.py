@@ -37,11 +37,6 @@ LAYERS = (
 LAYER = {room: number for number, layer in enumerate(LAYERS) for room in layer}
 FORBIDDEN = {'run': {'attention', 'model', 'data', 'train'}}
 
-# Found today and to be put right; empty when the rules hold everywhere.
-KNOWN = {
-    'qkattn/train/exported.py: import inside a block',
-}
-
 # Imported where it is used: only reading .pt files needs it.
 OPTIONAL = {'torch'}
 
@@ -98,7 +93,7 @@ def problems_of(path: Path) -> Iterator[str]:
 
 def test_imports_point_down_and_stand_at_the_top_of_short_files():
     found = {problem for path in FILES for problem in problems_of(path)}
-    assert not found - KNOWN
+    assert not found
 
 
 def test_no_circle_of_imports():
