@@ -23,6 +23,7 @@ from tests.studies import (
 
 SIZE = 'd_model=128'
 RUN = run_name('qk/vo', SIZE)
+METRICS = f'{RUN}/metrics.jsonl'
 
 
 def test_reads_declaration_and_trials(study_dir):
@@ -45,30 +46,52 @@ def test_missing_arms_of_a_study_without_tuning(study_dir):
     )
 
 
+GOOD = plan_line('b/vo', SIZE)
+EVALUATION = {'kind': 'eval', 'step': 401, 'val_loss': [1.0, 1.0], 'val_bits_per_byte': None}
+
+
+def result(variant='qk/vo', seed=2, **changes):
+    return trial_record(variant, seed=seed, **changes)
+
+
 @pytest.mark.parametrize(
-    ('line', 'said'),
+    ('path', 'record', 'message'),
     [
-        ('{"run": "x", ', 'results.jsonl:2 is not JSON'),
-        ('[1]', 'results.jsonl:2 was left out: expected an object, found list'),
-        ('{}', "results.jsonl:2 was left out: field 'run' is missing"),
-        (json.dumps(trial_record('qk/vo', seed=1, val_loss=float('nan'))), "'val_loss' of a fin"),
-        (json.dumps(trial_record('other', seed=1)), 'is not in plan.jsonl'),
-        (json.dumps(trial_record('qk/vo', seed=1, residual=0.5)), 'residual 0.5 contradicts plan'),
-        (json.dumps(trial_record('qk/vo', val_loss=1.5)), 'repeats an earlier line'),
-        (
-            json.dumps(trial_record('x', seed=1, run=RUN)),
-            "variant 'x' contradicts plan.jsonl",
-        ),
+        ('results.jsonl', '{"run": "x", ', ' is not JSON'),
+        ('results.jsonl', [1], 'expected an object, found list'),
+        ('results.jsonl', {}, "field 'run' is missing"),
+        ('results.jsonl', result(val_loss=float('nan')), "'val_loss' of a finished trial is nan"),
+        ('results.jsonl', result('other'), 'is not in plan.jsonl'),
+        ('results.jsonl', result(residual=0.5), 'residual 0.5 contradicts plan.jsonl'),
+        ('results.jsonl', result(), f'seed 2 is not one of run {RUN!r}, which has [0, 1]'),
+        ('results.jsonl', result(seed=0, val_loss=1.5), 'repeats an earlier line'),
+        ('results.jsonl', result('x', run=RUN), "variant 'x' contradicts plan.jsonl"),
+        ('plan.jsonl', '{"run": ', ' is not JSON'),
+        ('plan.jsonl', {}, "field 'run' is missing"),
+        ('plan.jsonl', GOOD | {'variant': 'z/vo'}, "'z/vo' at 'd_model=128' is no arm that study"),
+        ('plan.jsonl', GOOD | {'stage': 'screening'}, "field 'knob' is None, expected learning"),
+        ('plan.jsonl', GOOD | {'config': {}}, "field 'model' is missing"),
+        ('plan.jsonl', plan_line('b/vo', SIZE, name=RUN), 'is planned twice, differently'),
+        (METRICS, '{"kind": "ev', ' is not JSON'),
+        (METRICS, EVALUATION | {'step': 400}, 'step 400 follows step 400'),
+        (METRICS, EVALUATION | {'val_loss': [1.0, 'x']}, 'expected list of int/float/null'),
+        (METRICS, EVALUATION | {'val_loss': [1.0]}, "'val_loss' has 1 values for 2 trials"),
+        (METRICS, EVALUATION | {'val_bits_per_byte': [1.0]}, 'has 1 values for 2 trials'),
+        (METRICS, EVALUATION | {'val_bits_per_byte': 1.0}, 'is 1.0, expected list of int/float/nu'),
     ],
 )
-def test_bad_result_lines_are_named_and_left_out(study_dir, line, said):
-    write_study(study_dir, [trial_record('qk/vo')])
-    with (study_dir / 'results.jsonl').open('a') as file:
-        file.write(line + '\n')
+def test_bad_lines_are_named_and_left_out(study_dir, path, record, message):
+    arms = [{'variant': v, 'size': SIZE} for v in ('qk/vo', 'b/vo')]
+    records = [trial_record('qk/vo', seed=s) for s in (0, 1)]
+    write_study(study_dir, records, arms=arms, variants=['qk/vo', 'b/vo'])
+    with (study_dir / path).open('a') as file:
+        file.write((record if isinstance(record, str) else json.dumps(record)) + '\n')
     study = load_study(study_dir)
-    assert len(study.trials) == 1
-    assert len(study.problems) == 1
-    assert said in study.problems[0] and study.problems[0].startswith('results.jsonl:2')
+    (problem,) = study.problems
+    number = len((study_dir / path).read_text().splitlines())
+    assert message in problem and problem.startswith(f'{path}:{number}')
+    assert len(study.trials) == 2 and len(study.runs) == 1
+    assert study.runs[0].curve.steps_E.tolist() == list(range(40, 401, 40))
 
 
 def test_repeated_identical_line_counts_once(study_dir):
@@ -95,38 +118,27 @@ def test_result_json_fills_what_results_jsonl_lacks(study_dir):
     assert 'lacks 1 of the 2 trials' in study.problems[0]
 
 
-def test_result_json_of_another_run_is_left_out(study_dir):
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ([trial_record('qk/vo', run='other', val_loss=1.0)], "it holds a trial of run 'other'"),
+        ([1], 'expected an object, found int'),
+        ({}, 'expected a list, found dict'),
+        ([trial_record('qk/vo', val_loss=1.0)], 'disagree on seed 0 at learning rate 0.001'),
+    ],
+)
+def test_result_json_only_completes_results_jsonl(study_dir, content, message):
     write_study(study_dir, [trial_record('qk/vo')])
-    path = study_dir / RUN / 'result.json'
-    path.write_text(json.dumps([trial_record('qk/vo', run='other', val_loss=1.0)]))
-    assert 'it holds a trial of run' in load_study(study_dir).problems[0]
-    path.write_text('[1]')
-    assert 'expected an object, found int' in load_study(study_dir).problems[0]
-
-
-def test_disagreement_between_the_two_files_is_named(study_dir):
-    write_study(study_dir, [trial_record('qk/vo')])
-    path = study_dir / RUN / 'result.json'
-    path.write_text(json.dumps([trial_record('qk/vo', val_loss=1.0)]))
+    (study_dir / RUN / 'result.json').write_text(json.dumps(content))
     study = load_study(study_dir)
-    assert 'disagree on seed 0' in study.problems[0]
-    assert study.trials[0].val_loss == 2.0
+    assert message in study.problems[0] and study.trials[0].val_loss == 2.0
 
 
-def test_bad_metrics_lines_are_named(study_dir):
+def test_many_bad_lines_are_counted(study_dir):
     write_study(study_dir, [trial_record('qk/vo')])
-    with (study_dir / RUN / 'metrics.jsonl').open('a') as file:
-        for step, loss in ((400, '[2.0]'), (401, '[2.0, 2.0]')):
-            file.write(
-                f'{{"kind": "eval", "step": {step}, "val_loss": {loss}, '
-                f'"val_bits_per_byte": {loss}}}\n'
-            )
-        file.write('{"kind": "ev\n')
-    study = load_study(study_dir)
-    assert study.runs[0].curve.steps_E.tolist() == list(range(40, 401, 40))
-    assert f'{RUN}/metrics.jsonl:21 was left out: step 400 follows step 400' in study.problems[0]
-    assert f'{RUN}/metrics.jsonl:22 was left out: field' in study.problems[1]
-    assert study.problems[2] == f'{RUN}/metrics.jsonl: 1 more lines were left out.'
+    with (study_dir / METRICS).open('a') as file:
+        file.write('{"kind": "ev\n' * 4)
+    assert load_study(study_dir).problems[2] == f'{METRICS}: 2 more lines were left out.'
 
 
 def test_nothing_to_report_is_one_sentence(tmp_path, study_dir):
@@ -152,26 +164,6 @@ def test_curves_without_bytes(study_dir):
     diverged_EX = np.isnan(curve.values_EX['val_loss'])
     assert diverged_EX.tolist() == [[False, False]] * 2 + [[False, True]] * 2
     assert np.isnan(curve.values_EX['val_bits_per_byte']).all()
-
-
-@pytest.mark.parametrize(
-    ('changes', 'said'),
-    [
-        (
-            {'val_loss': [1.0, 'x']},
-            "field 'val_loss' is [1.0, 'x'], expected list of int/float/null",
-        ),
-        ({'val_bits_per_byte': [1.0]}, "field 'val_bits_per_byte' has 1 values for 2 trials"),
-        ({'val_bits_per_byte': 1.0}, 'is 1.0, expected list of int/float/null or null'),
-    ],
-)
-def test_bad_evaluations_are_named(study_dir, changes, said):
-    write_study(study_dir, [trial_record('qk/vo', seed=s) for s in (0, 1)])
-    line = {'kind': 'eval', 'step': 401, 'val_loss': [1.0, 1.0], 'val_bits_per_byte': None}
-    with (study_dir / RUN / 'metrics.jsonl').open('a') as file:
-        file.write(json.dumps(line | changes) + '\n')
-    (problem,) = load_study(study_dir).problems
-    assert problem.endswith(f'{said}.') and 'metrics.jsonl:21 was left out: field' in problem
 
 
 def test_scores_that_do_not_compare_are_named(study_dir):
@@ -217,38 +209,8 @@ def test_reads_plan_and_tuning(study_dir):
     assert study.arms == (('qk/vo', SIZE),) and study.margin == 0.005
 
 
-GOOD = plan_line('b/vo', SIZE)
-TUNING = {
-    'seeds': [9],
-    'max_points': 5,
-    'learning_rates': [1.0],
-    'weight_decays': [0.0],
-    'score_scales': [1.0],
-}
-
-
-@pytest.mark.parametrize(
-    ('line', 'said'),
-    [
-        ('{"run": ', 'plan.jsonl:2 is not JSON'),
-        ('{}', "plan.jsonl:2 was left out: field 'run' is missing"),
-        (json.dumps(GOOD | {'variant': 'z/vo'}), "'z/vo' at 'd_model=128' is no arm that study"),
-        (json.dumps(GOOD | {'stage': 'screening'}), "field 'knob' is None, expected learning_rate"),
-        (json.dumps(GOOD | {'config': {}}), "field 'model' is missing"),
-        (
-            json.dumps(plan_line('b/vo', SIZE, name=RUN)),
-            'is planned twice, differently',
-        ),
-    ],
-)
-def test_bad_plan_lines_are_named_and_left_out(study_dir, line, said):
-    arms = [{'variant': v, 'size': SIZE} for v in ('qk/vo', 'b/vo')]
-    write_study(study_dir, [trial_record('qk/vo')], arms=arms, variants=['qk/vo', 'b/vo'])
-    with (study_dir / 'plan.jsonl').open('a') as file:
-        file.write(line + '\n')
-    study = load_study(study_dir)
-    assert len(study.trials) == 1 and len(study.problems) == 1
-    assert said in study.problems[0] and study.problems[0].startswith('plan.jsonl:2')
+GRIDS = {'learning_rates': [1.0], 'weight_decays': [0.0], 'score_scales': [1.0]}
+TUNING = {'seeds': [9], 'max_points': 5, **GRIDS}
 
 
 def test_a_second_verdict_of_an_arm_is_refused(study_dir):
@@ -264,15 +226,6 @@ def test_a_second_verdict_of_an_arm_is_refused(study_dir):
         f"plan.jsonl:3 was left out: 'qk/vo' at 'd_model=128' has its verdict in run {first!r} "
         "already, 'later' would be a second one."
     )
-
-
-def test_a_seed_that_its_run_does_not_have_is_refused(study_dir):
-    write_study(study_dir, [trial_record('qk/vo', seed=s) for s in (0, 1)])
-    edit_plan(study_dir, RUN, trials__seeds=[0, 2])
-    study = load_study(study_dir)
-    assert [trial.seed for trial in study.trials] == [0]
-    said = f'seed 1 is not one of run {RUN!r}, which has [0, 2].'
-    assert study.problems[0] == f'results.jsonl:2 was left out: {said}'
 
 
 def test_a_study_without_a_plan_is_named(study_dir):
@@ -292,10 +245,7 @@ def test_a_study_without_a_plan_is_named(study_dir):
         ({'tuning': TUNING | {'weight_decays': []}}, "'weight_decays' of its tuning is [], exp"),
         ({'tuning': TUNING | {'learning_rates': [2, 1]}}, 'is [2, 1], expected one value or sev'),
         ({'tuning': TUNING | {'weight_decays': [0, 1]}}, 'is [0, 1], expected one value or sever'),
-        (
-            {'tuning': TUNING | {'score_scales': ['x']}},
-            "'score_scales' is ['x'], expected list",
-        ),
+        ({'tuning': TUNING | {'score_scales': ['x']}}, "'score_scales' is ['x'], expected list"),
         ({'arms': [{'variant': 'z', 'size': SIZE}]}, "an arm has variant 'z', which is"),
     ],
 )
