@@ -107,8 +107,9 @@ def _prepare(builder: tfds.core.DatasetBuilder, manual_dir: str | None, advice: 
 
 def _check_reachable(builder: tfds.core.DatasetBuilder, advice: str) -> None:
     """Raises ConfigError if no server of the dataset answers; tfds would retry for minutes."""
-    urls = {urlsplit(url).netloc: url for url in reversed(list(builder.url_infos or ()))}
-    for url in list(urls.values())[-HOSTS:]:
+    known = [url for url in builder.url_infos or () if url.startswith('http')]
+    urls = {urlsplit(url).netloc: url for url in known}
+    for url in list(urls.values())[:HOSTS]:
         try:
             requests.head(url, timeout=TIMEOUT).close()
             return

@@ -19,11 +19,6 @@ def text(numbers):
     return make
 
 
-def whole(r_BH, length, copy, batch_size=8):
-    found = list(repeats.batches(r_BH, length, copy, batch_size=batch_size))
-    return {name: np.concatenate([batch[name] for batch in found]) for name in found[0]}
-
-
 @pytest.mark.parametrize('length', LENGTHS)
 def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order(text, length):
     rows = text(length)
@@ -53,33 +48,30 @@ def test_a_small_split_gives_the_rows_that_it_has(text):
 
 @pytest.mark.parametrize('length', LENGTHS)
 @pytest.mark.parametrize('batch_size', [3, 4, 64])
-def test_each_copy_asks_for_all_tokens_but_the_first(length, batch_size):
+@pytest.mark.parametrize('copy', ['first', 'second'])
+def test_each_copy_asks_for_all_tokens_but_the_first(length, batch_size, copy):
     half = (length + 1) // 2
     r_BH = np.arange(1, 1 + 4 * half, dtype=np.int32).reshape(4, half)
-    for copy in ('first', 'second'):
-        found = list(repeats.batches(r_BH, length, copy, batch_size=batch_size))
-        assert len(found) == -(-4 // batch_size)
-        for batch in found:
-            assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(
-                ('tokens_BT', 'targets_BT', 'loss_weights_BT'), (batch_size, length)
-            )
-            kinds = [batch[name].dtype for name in ('tokens_BT', 'targets_BT', 'loss_weights_BT')]
-            assert kinds == [np.int32, np.int32, np.float32]
-        batch = whole(r_BH, length, copy, batch_size)
-        assert not any(array[4:].any() for array in batch.values())
-        for r_H, tokens_T, targets_T, weights_T in zip(
-            r_BH, *(array[:4] for array in batch.values()), strict=True
-        ):
-            twice = [*r_H, *r_H]
-            assert tokens_T.tolist() == twice[:length]
-            assert targets_T.tolist() == (twice[1:] + [0])[:length]
-            asked = np.flatnonzero(weights_T)
-            assert targets_T[asked].tolist() == r_H[1:].tolist()
-            assert weights_T[asked].tolist() == [1] * (half - 1)
-            begin = 0 if copy == 'first' else half
-            assert asked.tolist() == list(range(begin, begin + half - 1))
-            # What is asked for follows the token before it, in this copy.
-            assert tokens_T[asked].tolist() == r_H[:-1].tolist()
+    found = list(repeats.batches(r_BH, length, copy, batch_size=batch_size))
+    assert len(found) == -(-4 // batch_size)
+    for batch in found:
+        assert {name: (a.shape, a.dtype.name) for name, a in batch.items()} == {
+            'tokens_BT': ((batch_size, length), 'int32'),
+            'targets_BT': ((batch_size, length), 'int32'),
+            'loss_weights_BT': ((batch_size, length), 'float32'),
+        }
+    whole = {name: np.concatenate([batch[name] for batch in found]) for name in found[0]}
+    assert not any(array[4:].any() for array in whole.values())
+    twice_BT1 = np.concatenate([r_BH, r_BH, np.zeros((4, 1), int)], axis=1)[:, : length + 1]
+    assert np.array_equal(whole['tokens_BT'][:4], twice_BT1[:, :-1])
+    assert np.array_equal(whole['targets_BT'][:4], twice_BT1[:, 1:])
+    begin = 0 if copy == 'first' else half
+    expected_T = np.zeros(length)
+    expected_T[begin : begin + half - 1] = 1
+    assert (whole['loss_weights_BT'][:4] == expected_T).all()
+    # The targets are r_2 .. r_H, each at the token before it in this copy.
+    assert np.array_equal(whole['targets_BT'][:4, expected_T > 0], r_BH[:, 1:])
+    assert np.array_equal(whole['tokens_BT'][:4, expected_T > 0], r_BH[:, :-1])
 
 
 def test_short_rows_and_probes_have_none(text):
