@@ -12,11 +12,6 @@ def windows(dataset):
     return LanguageRows(dataset, 7)
 
 
-def tokens_BT1(batch):
-    """Windows as they lie in the text: the inputs and the last target."""
-    return np.concatenate([batch['tokens_BT'], batch['targets_BT'][..., -1:]], axis=-1)
-
-
 def first_tokens(dataset, seed, steps, **settings):
     """First token of every row of consecutive steps, one after another."""
     return np.concatenate(
@@ -27,16 +22,6 @@ def first_tokens(dataset, seed, steps, **settings):
             for step in steps
         ]
     )
-
-
-def test_rows_are_windows_of_consecutive_tokens(numbers):
-    batch = pipeline.train_batch(windows(numbers(train=500)), seed=1, step=3, **TRAIN)
-    assert {a.dtype for a in (batch['tokens_BT'], batch['targets_BT'])} == {np.dtype(np.int32)}
-    assert tokens_BT1(batch).shape == (6, 8)
-    assert (np.diff(tokens_BT1(batch), axis=1) == 1).all()
-    assert (batch['targets_BT'] == batch['tokens_BT'] + 1).all()
-    assert (batch['tokens_BT'][:, 0] % 7 == 0).all()
-    assert (batch['loss_weights_BT'] == 1).all() and batch['loss_weights_BT'].dtype == np.float32
 
 
 def test_epochs_visit_every_window_once_each_in_an_order_of_its_own(numbers):

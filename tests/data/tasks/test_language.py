@@ -26,6 +26,8 @@ def test_every_token_but_the_first_is_a_target_once(numbers, tokens, length, cou
     batch = read(rows, 'train', range(count))
     assert batch['tokens_BT'].ravel().tolist() == list(range(count * length))
     assert batch['targets_BT'].ravel().tolist() == list(range(1, count * length + 1))
+    assert (batch['loss_weights_BT'] == 1).all()
+    assert [array.dtype.name for array in batch.values()] == ['int32', 'int32', 'float32']
 
 
 @pytest.mark.parametrize(

@@ -155,22 +155,15 @@ def test_rows_are_the_same_for_ever():
     assert read(SMALL[0], count=1)['tokens_BT'].tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
 
 
-def test_identity_tells_every_option():
-    identity = opened('recall(pairs=5)').identity()
-    assert json.loads(json.dumps(identity)) == identity
-    assert identity == {
-        'name': 'recall',
-        'version': 1,
-        'options': {'pairs': 5, 'keys': 32, 'values': 32},
-    }
-
-
-def test_names():
-    assert probes.is_probe('copy')
-    assert probes.is_probe('copy(length=3)')
+def test_names_and_identities():
+    assert probes.is_probe('copy') and probes.is_probe('copy(length=3)')
     assert not probes.is_probe('stdlib')
     assert [name for name in probes.PROBES if not probes.find(name)[1].causal] == ['successor']
     assert opened('copy()').identity() == opened('copy').identity()
+    identity = opened('recall(pairs=5)').identity()
+    options = {'pairs': 5, 'keys': 32, 'values': 32}
+    assert identity == {'name': 'recall', 'version': 1, 'options': options}
+    assert json.loads(json.dumps(identity)) == identity
 
 
 @pytest.mark.parametrize(
@@ -199,12 +192,9 @@ def test_bad_names_are_one_sentence(name, says):
 @pytest.mark.parametrize(
     'name',
     [
-        'induction(length=15)',
-        'induction(symbols=25)',
-        'induction(length=3, repeats=1, symbols=2)',
-        'recall(pairs=32)',
-        'recall(pairs=1, keys=1, values=2)',
-        'successor(keys=3, payloads=2)',
+        *('induction(length=15)', 'induction(symbols=25)'),
+        *('induction(length=3, repeats=1, symbols=2)', 'recall(pairs=32)'),
+        *('recall(pairs=1, keys=1, values=2)', 'successor(keys=3, payloads=2)'),
         'copy(length=1, symbols=2)',
     ],
 )

@@ -50,24 +50,14 @@ def warnings(monkeypatch):
     return messages
 
 
-def test_bytes_need_no_disk_and_no_text(cache):
-    assert isinstance(cache.open('bytes'), ByteTokenizer)
-    assert cache.num_trained == 0
-    assert not list(cache.data_dir.iterdir())
-
-
 def test_each_kind_is_its_tokenizer(cache):
+    assert isinstance(cache.open('bytes'), ByteTokenizer)
+    assert cache.num_trained == 0 and not list(cache.data_dir.iterdir())
     assert cache.open('characters').name == CharacterTokenizer.train(TEXTS).name
     assert cache.open('bpe').name == BPETokenizer.train(TEXTS, 270).name
     assert cache.open('bpe', 265).vocab_size == 265
-    assert sorted(path.name for path in cache.root.iterdir()) == [
-        'byte-bpe-265',
-        'byte-bpe-270',
-        'characters',
-    ]
-
-
-def test_an_unknown_kind_lists_the_known(cache):
+    directories = ['byte-bpe-265', 'byte-bpe-270', 'characters']
+    assert sorted(path.name for path in cache.root.iterdir()) == directories
     with pytest.raises(ConfigError, match="data.tokenizer='words' .* 'bytes', 'characters', 'bpe'"):
         cache.open('words')
 
