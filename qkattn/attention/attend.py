@@ -1,4 +1,4 @@
-"""The softmax core that all variants share."""
+"""The masked softmax that all variants share."""
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,15 @@ def visible(
     first_query: int | jax.Array = 0,
     window: int | None = None,
 ) -> jax.Array:
-    """Which keys a query may read: mask_BTS (B is 1 where nothing depends on the row).
+    """mask_BTS, True where a query may attend to a key; B is 1 without `valid_BS`.
 
     Args:
       num_queries: T.
       num_keys: S.
-      causal: query position t reads key positions s <= t only.
-      valid_BS: False on padding, which nobody reads.
-      first_query: position of the first query; behind a cache it is the cache's length.
-      window: positions further than this many from the query, itself included, are not read.
+      causal: whether query position t attends to key positions s <= t only.
+      valid_BS: False on padding, which is masked for every query.
+      first_query: position of the first query, the number of cached tokens in decoding.
+      window: a query attends to positions at distance |t - s| < window; None is all.
     """
     t_T1 = first_query + jnp.arange(num_queries)[:, None]
     s_1S = jnp.arange(num_keys)[None, :]
@@ -49,22 +49,21 @@ def attend(
 ) -> jax.Array:
     """o[t, n] = sum_s softmax_s(scale * q[t, n] . k[s]) v[s]; the softmax in float32 or wider.
 
-    Keys and values may have fewer heads than the queries, each its own number that divides N, and
-    values may have another head size. A shared head is read in place, never copied to N heads.
-    A query that may read nothing gets the plain mean of the values, a finite number that no loss
-    should look at.
+    Keys and values may have fewer heads than queries, each a number that divides N, and values may
+    have another head size. A shared head is not copied to the N query heads. A query whose keys are
+    all masked returns the mean of the values: finite, but without meaning.
 
     Args:
-      q_BTNH, k_BSKH, v_BSKH: projected streams; K and H may differ between k and v.
-      mask_BTS: True where a query may read a key; B may be 1.
+      q_BTNH, k_BSKH, v_BSKH: queries, keys and values; K and H may differ between k and v.
+      mask_BTS: True where a query may attend to a key; B may be 1.
       scale: factor on the logits.
       bias_NTS: added to the scaled (and capped) logits.
       logit_cap: c in c tanh(logit / c); None is off.
-      dropout: rate at which probabilities are dropped; off without a key.
-      dropout_key: random key of the dropout.
+      dropout: rate at which attention probabilities are dropped; off without a key.
+      dropout_key: random key of dropout.
 
     Returns:
-      o_BTNH with the values' head size, in the dtype of v.
+      o_BTNH with the head size and dtype of v.
     """
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]

@@ -19,7 +19,7 @@ def logits(A_NDE: np.ndarray, x_BTD: np.ndarray, y_BSD: np.ndarray, *, scale: fl
 def mix(
     s_BNTS: np.ndarray, B_NDE: np.ndarray, y_BSD: np.ndarray, mask_BTS: np.ndarray
 ) -> np.ndarray:
-    """out_BTD = sum_n sum_s softmax_s(s[n, t, s]) y_s B[n], over the visible s only."""
+    """out_BTD = sum_n sum_s softmax_s(s[n, t, s]) y_s B[n], over visible s only."""
     s_BNTS, B_NDE = np.asarray(s_BNTS, np.float64), np.asarray(B_NDE, np.float64)
     y_BSE = _with_ones(y_BSD, B_NDE.shape[1])
     B, N, T, S = s_BNTS.shape
@@ -41,7 +41,7 @@ def attention(
     *,
     scale: float,
 ) -> np.ndarray:
-    """out_BTD of both equations."""
+    """out_BTD: `logits`, then `mix`."""
     return mix(logits(A_NDE, x_BTD, y_BSD, scale=scale), B_NDE, y_BSD, mask_BTS)
 
 

@@ -1,4 +1,4 @@
-"""Positions that act inside attention: rotary embeddings and linear biases."""
+"""Position encodings: rotary embeddings, linear biases, sinusoids."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def rotate(x_BTNH: jax.Array, positions_T: jax.Array, base: float = 10_000.0) ->
 
 
 def rotate_last(x_BTNH: jax.Array, positions_T: jax.Array, size: int | None) -> jax.Array:
-    """`rotate` on the last `size` channels (None is all), the others left as they are."""
+    """Applies `rotate` to the last `size` channels only; None is all."""
     keep = 0 if size is None else x_BTNH.shape[-1] - size
     turned = rotate(x_BTNH[..., keep:], positions_T)
     return jnp.concatenate([x_BTNH[..., :keep], turned], axis=-1) if keep else turned

@@ -20,13 +20,13 @@ class AttentionSpec:
       biases: whether every projection adds a bias.
       residual_gain: factor on the initial standard deviation of the last matrix of the OV circuit,
         1/sqrt(2 L) in a network of L layers (Radford et al. 2019, section 2.3).
-      positions: what tells positions apart inside the layer: 'rope', 'alibi' or 'none' (positions
-        that are added to the stream are the model's matter).
-      qk_norm: queries and keys are divided by their root mean square and multiplied by a learned
-        gain (Henry et al. 2020; Dehghani et al. 2023), before they are rotated.
+      positions: position encoding inside the layer, 'rope', 'alibi' or 'none'; encodings that are
+        added to the stream belong to the model.
+      qk_norm: whether queries and keys are divided by their root mean square and multiplied by a
+        learned gain (Henry et al. 2020; Dehghani et al. 2023), before they are rotated.
       score_scale: factor on the logits beside the Score's own scale.
       logit_cap: c in c tanh(logit / c) (Gemma 2, 2024); None is off.
-      window: a query reads at most this many positions, itself included; None is all.
+      window: a query attends to positions at distance |t - s| < window; None is all.
     """
 
     score: str = 'qk'
@@ -63,7 +63,7 @@ class AttentionSpec:
 
     @property
     def letters(self) -> dict[str, int]:
-        """The sizes by the letters that array names wear."""
+        """The sizes by the letters in array names."""
         return {
             'D': self.d_model,
             'E': self.d_model,
