@@ -63,12 +63,10 @@ def _provenance(study: Study) -> dict[str, list[tuple[str, int]]]:
     facts: dict[str, dict[str, set[str]]] = {}
     for trial in study.trials:
         about = {'data': trial.data, 'eval tokens': trial.eval_tokens, 'lifting': trial.lifting}
-        for name, value in flat(about | trial.provenance, ': '):
+        for name, value in flat({**about, **trial.provenance}, ': '):
             facts.setdefault(name, {}).setdefault(plain(value), set()).add(trial.run)
-    if study.command:
-        facts = {'command': {study.command: set()}} | {
-            n: f for n, f in facts.items() if n != 'command'
-        }
-    return {
+    facts.pop('command' if study.command else '', None)
+    command = {'command': [(study.command, 0)]} if study.command else {}
+    return command | {
         name: [(text, len(runs)) for text, runs in values.items()] for name, values in facts.items()
     }

@@ -109,16 +109,18 @@ def one_line(text: str) -> str:
     return ' '.join(text.split())
 
 
-def clause(
-    found: Remark | Reason | Problem | NotScaled, comparisons: int = 0, html: bool = False
-) -> str:
+def clause(found: Remark | Reason | Problem | NotScaled, comparisons: int = 0) -> str:
     """What a code says of its data; `comparisons` is what Holm's correction is over."""
-    if isinstance(found, NotScaled):
-        kind, code, data = 'not_scaled', found, {}
-    else:
-        kind, code, data = type(found).__name__.lower(), found.code, found.data
-    module = environment(html).get_template('clauses.j2').make_module({'comparisons': comparisons})
-    return tidy(getattr(module, f'{kind}_{code.name.lower()}')(**data))
+    code = found if isinstance(found, NotScaled) else found.code
+    data = {} if isinstance(found, NotScaled) else found.data
+    kind = 'not_scaled' if isinstance(found, NotScaled) else type(found).__name__.lower()
+    return _macro(f'{kind}_{code.name.lower()}', {'comparisons': comparisons}, **data)
+
+
+def _macro(name: str, variables: dict[str, Any], **arguments: Any) -> str:
+    """A macro of clauses.j2 as plain text."""
+    module = environment(html=False).get_template('clauses.j2').make_module(variables)
+    return tidy(getattr(module, name)(**arguments))
 
 
 def remark(found: Remark) -> str:
@@ -136,8 +138,8 @@ def reasons(arm: Arm) -> str:
 
 def progress(missing: Missing) -> str:
     """'screening of learning rate, step 300 of 800', 'verdict not started', 'step 30 of 80'."""
-    about = (missing.stage, missing.knob, missing.step, missing.num_steps)
-    return tidy(environment(False).get_template('clauses.j2').module.progress(*about))
+    about = {'knob': missing.knob, 'step': missing.step, 'num_steps': missing.num_steps}
+    return _macro('progress', {}, stage=missing.stage, **about)
 
 
 def absent(study: Study, place: tuple[str, str], arm: Arm | None, otherwise: str) -> str:

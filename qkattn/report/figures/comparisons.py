@@ -72,8 +72,8 @@ def _of_difference(arm: Arm) -> Line:
         return line
     text = prose.interval(found)
     text += f'\n{arm.num_diverged} diverged' if arm.num_diverged else ''
-    drawn = {'mean': found.mean, 'low': found.low, 'high': found.high, 'seeds': arm.differences}
-    return line._replace(**drawn, numbers=text)
+    line = line._replace(mean=found.mean, low=found.low, high=found.high)
+    return line._replace(seeds=arm.differences, numbers=text)
 
 
 def levels(

@@ -100,7 +100,7 @@ def forest(
         if has_numbers:
             _right(ax, -0.85, 'mean [95 % interval]', fontsize=8, color=MUTED)
             _right(ax, -0.85, 'verdict' * has_words, NUMBERS, fontsize=8, color=MUTED)
-        ax.set_yticks(range(len(panel.lines)), [short(line.arm, 30) for line in panel.lines])
+        ax.set_yticks(range(len(panel.lines)), [short(line.arm) for line in panel.lines])
         ax.set_ylim(len(panel.lines) - 0.4, -0.6)
         ax.tick_params(axis='y', length=0)
         ax.tick_params(labelbottom=True)

@@ -36,8 +36,8 @@ def loss_against_parameters(study: Study, found: Findings, look: Look) -> Drawin
         arms.sort(key=lambda arm: arm.example.parameters['total'])
         labels.append(_draw(ax, variant, arms, look[variant], fits))
     # Any other target counts other parameters than this axis does.
-    targets = {arm.example.target_parameters for arm in found.arms} - {None}
-    targets = sorted(targets) if study.matched == 'total' else []
+    matched = [arm.example.target_parameters for arm in found.arms if study.matched == 'total']
+    targets = sorted({target for target in matched if target is not None})
     for target in targets:
         ax.axvline(target, **forest.REFERENCE | {'color': MUTED})
     if fits:
@@ -72,7 +72,7 @@ def _draw(
     return x[-1], y[-1], variant, style.colour
 
 
-def _parameter_axis(ax: Axes, arms: Sequence[Arm], targets: Sequence[int]) -> None:
+def _parameter_axis(ax: Axes, arms: Sequence[Arm], targets: Sequence[float]) -> None:
     by_size: dict[str, list[float]] = {}
     for arm in arms:
         by_size.setdefault(arm.size, []).append(arm.example.parameters['total'])
