@@ -117,7 +117,7 @@ def clause(found: Remark | Reason | Problem | NotScaled, comparisons: int = 0) -
     return _macro(f'{kind}_{code.name.lower()}', {'comparisons': comparisons}, **data)
 
 
-def _macro(name: str, variables: dict[str, Any], **arguments: Any) -> str:
+def _macro(name: str, variables: dict[str, Any], /, **arguments: Any) -> str:
     """A macro of clauses.j2 as plain text."""
     module = environment(html=False).get_template('clauses.j2').make_module(variables)
     return tidy(getattr(module, name)(**arguments))
