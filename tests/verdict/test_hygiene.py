@@ -9,6 +9,7 @@ from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_
 from tests.studies import (
     RATES,
     SCREENING_SEEDS,
+    VERDICT_SEEDS,
     edit_plan,
     run_name,
     trial_record,
@@ -17,11 +18,9 @@ from tests.studies import (
     write_study,
     write_tuned,
 )
-from tests.studies import (
-    VERDICT_SEEDS as SEEDS,
-)
 
 BASE = 2 + 0.05 * np.arange(8)
+SEEDS = VERDICT_SEEDS
 SIZE = 'd_model=128'
 B = 'b/vo', SIZE
 VERDICT = {v: run_name(v, SIZE, 'verdict') for v in ('qk/vo', 'b/vo', 'c/vo')}
