@@ -6,12 +6,14 @@ last, `result.json` (its trials in order).
 """
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
+from qkattn.metrics import METRICS
 from qkattn.study.tuning import SINGLE, VERDICT
 from qkattn.verdict import reading
 from qkattn.verdict.curves import Curve, read_curve
@@ -22,13 +24,6 @@ from qkattn.verdict.trials import Trial, parse_trial
 _SHARED = {name: name for name in ('variant', 'size', 'stage', 'knob', 'residual')} | {
     'run': 'name',
     'target_parameters': 'target',
-}
-# Fields that must agree for translation scores to be comparable.
-_MUST_AGREE = {
-    'BLEU signatures': ('val_bleu_signature', 'test_bleu_signature'),
-    'chrF signatures': ('val_chrf_signature', 'test_chrf_signature'),
-    'numbers of validation sentences': ('val_num_sentences',),
-    'numbers of test sentences': ('test_num_sentences',),
 }
 _Trials = dict[tuple, Trial]
 
@@ -226,13 +221,21 @@ def _check_arms(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
 
 
 def _check_scores(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
-    """Checks that translation scores are comparable."""
+    """Checks that scores are comparable: computed alike (signatures), on equally many sentences."""
     trials = [trial for run in runs for trial in run.trials]
-    for name, fields in _MUST_AGREE.items():
+    for fields in _comparable_fields():
         places: dict[Any, str] = {}
-        for trial, field in ((trial, field) for trial in trials for field in fields):
+        for trial, field in itertools.product(trials, fields):
             if (value := trial.metrics[field]) is not None:
                 places.setdefault(value, f'{trial.variant!r} at {trial.size!r}')
         if len(places) > 1:
             listed = ', '.join(f'{value} ({place})' for value, place in places.items())
-            problems.append(f'{name} differ, so the scores of these rows do not compare: {listed}.')
+            problems.append(f'scores are not comparable, {"/".join(fields)} differs: {listed}.')
+
+
+def _comparable_fields() -> Iterator[tuple[str, ...]]:
+    """Details of metrics that are the same for all trials; texts on all splits together."""
+    for metric in METRICS.values():
+        for name, kind in metric.details.items():
+            fields = tuple(f'{prefix}_{name}' for prefix in metric.prefixes)
+            yield from [fields] if kind is str else [(field,) for field in fields]

@@ -170,11 +170,11 @@ def test_scores_that_do_not_compare_are_named(study_dir):
     other = translation_record('b/vo', test_bleu_signature='tok:intl', test_num_sentences=500)
     study = load_study(write_study(study_dir, [translation_record('qk/vo'), other]))
     assert study.problems == (
-        'BLEU signatures differ, so the scores of these rows do not compare: '
+        "scores are not comparable, test_num_sentences differs: 1000 ('qk/vo' at 'd_model=128'), "
+        "500 ('b/vo' at 'd_model=128').",
+        'scores are not comparable, val_bleu_signature/test_bleu_signature differs: '
         "nrefs:1|case:lc|tok:13a|version:2.5.1 ('qk/vo' at 'd_model=128'), "
         "tok:intl ('b/vo' at 'd_model=128').",
-        'numbers of test sentences differ, so the scores of these rows do not compare: '
-        "1000 ('qk/vo' at 'd_model=128'), 500 ('b/vo' at 'd_model=128').",
     )
 
 
