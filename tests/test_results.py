@@ -95,14 +95,14 @@ def test_differences_intervals_and_words(losses, headline):
         assert headline[arm][1] == word, (arm, p_differ[arm], p_same[arm])
 
 
-def test_rates_are_the_vertices_of_their_bowls(headline):
-    bowls: dict[str, dict[float, dict[int, float]]] = {}
+def test_rates_are_the_vertices_of_their_fitted_sweeps(headline):
+    sweeps: dict[str, dict[float, dict[int, float]]] = {}
     for result in lines(FAIR / 'results.jsonl'):
         if result['stage'] == 'screening':
             rate, seed = result['trial']['learning_rate'], result['trial']['seed']
-            bowls.setdefault(result['variant'], {}).setdefault(rate, {})[seed] = result['val_loss']
-    assert bowls.keys() == headline.keys()
-    for arm, of in bowls.items():
+            sweeps.setdefault(result['variant'], {}).setdefault(rate, {})[seed] = result['val_loss']
+    assert sweeps.keys() == headline.keys()
+    for arm, of in sweeps.items():
         rates = sorted(of)
         means = np.array([np.mean(list(of[rate].values())) for rate in rates])
         best = int(means.argmin())
