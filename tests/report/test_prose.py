@@ -235,6 +235,15 @@ def test_many_arms_are_counted(study_dir):
     assert said.index('v0/vo') < said.index('v4/vo') and 'v5/vo' not in said
 
 
+def test_many_described_arms_are_a_range(study_dir):
+    records = [
+        trial_record('qk/vo'),
+        *(trial_record(f'v{i}/vo', val_loss=2.5 - i) for i in range(6)),
+    ]
+    _, said, _ = summary(write_study(study_dir, records))
+    assert said.endswith('(descriptive, below zero is better): from v5/vo -4.500 to v0/vo +0.500.')
+
+
 def test_arms_without_results_are_counted(study_dir):
     records = tuned_arm('qk/vo', losses=BASE) + tuned_arm('b/vo', losses=BASE)[:10]
     *_, last, _ = summary(write_tuned(study_dir, records))
