@@ -205,6 +205,12 @@ def test_the_character_model_is_as_good_as_its_log_says():
     assert f'{result["parameters"]["total"]:,} parameters' in recipe('char_lm_cpu')
 
 
+def test_the_quickstart_takes_as_long_as_its_log_says():
+    log = (RESULTS / 'quickstart/log.txt').read_text()
+    minutes, seconds = re.search(r'^real\s+(\d+)m([\d.]+)s$', log, re.M).groups()
+    assert f'{minutes} min {float(seconds):.0f} s on two CPU cores' in RECIPES
+
+
 def test_the_translator_is_as_good_as_its_log_says():
     lines = (RESULTS / 'multi30k_tiny/scores.jsonl').read_text().splitlines()
     scores = {score['step']: score for score in map(json.loads, lines)}
