@@ -32,6 +32,43 @@ class Factors:
     b_o_D: np.ndarray
     scale: float
 
+    def qk(self) -> dict[str, np.ndarray]:
+        """The parameters of the Score `qk`."""
+        return {
+            'w_q_DNH': self.w_q_DNH,
+            'w_k_DKH': self.w_k_DKH,
+            'b_q_NH': self.b_q_NH,
+            'b_k_KH': self.b_k_KH,
+        }
+
+    def vo(self) -> dict[str, np.ndarray]:
+        """The parameters of the Value `vo`."""
+        return {
+            'w_v_DKH': self.w_v_DKH,
+            'w_o_NHD': self.w_o_NHD,
+            'b_v_KH': self.b_v_KH,
+            'b_o_D': self.b_o_D,
+        }
+
+    def with_kv_heads(self, num_heads: int) -> 'Factors':
+        """The factors with key and value heads repeated to that number of each."""
+        return dataclasses.replace(
+            self,
+            w_k_DKH=repeat_heads(self.w_k_DKH, num_heads),
+            b_k_KH=repeat_heads(self.b_k_KH[None], num_heads)[0],
+            w_v_DKH=repeat_heads(self.w_v_DKH, num_heads),
+            b_v_KH=repeat_heads(self.b_v_KH[None], num_heads)[0],
+        )
+
+    def with_head_size(self, size: int) -> 'Factors':
+        """The factors with zeros appended to every head, up to that size."""
+        padded = {}
+        for name, array in (self.qk() | self.vo()).items():
+            axis = name.rpartition('_')[2].find('H')
+            width = [(0, size - n if i == axis else 0) for i, n in enumerate(array.shape)]
+            padded[name] = np.pad(array, width)
+        return Factors(**padded, scale=self.scale)
+
     def logit_matrices(self) -> np.ndarray:
         """A_NED of the logits (x, 1) A[n] y^T; row D + 1 comes from the bias of the queries.
 
@@ -43,10 +80,9 @@ class Factors:
 
     def output_matrices(self) -> tuple[np.ndarray, np.ndarray]:
         """B_NDE = W_V[n] W_O[n], and the output bias b_E = b_O + sum_n b_V[n] W_O[n]."""
-        N = len(self.w_o_NHD)
-        B_NDE = np.einsum('DNH,NHE->NDE', repeat_heads(self.w_v_DKH, N), self.w_o_NHD)
-        b_v_NH = repeat_heads(self.b_v_KH[None], N)[0]
-        return B_NDE, self.b_o_D + np.einsum('NH,NHE->E', b_v_NH, self.w_o_NHD)
+        heads = self.with_kv_heads(len(self.w_o_NHD))
+        B_NDE = np.einsum('DNH,NHE->NDE', heads.w_v_DKH, self.w_o_NHD)
+        return B_NDE, self.b_o_D + np.einsum('NH,NHE->E', heads.b_v_KH, self.w_o_NHD)
 
 
 def extract_factors(layer: Attention) -> Factors:

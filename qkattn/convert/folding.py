@@ -11,7 +11,7 @@ from qkattn.convert.preconditions import (
     require_no_cap_on,
     require_standard,
 )
-from qkattn.convert.target import empty_layer, fill
+from qkattn.convert.target import empty_layer, fill, standard_layer
 from qkattn.errors import ConversionError
 
 
@@ -34,23 +34,11 @@ def fold_double(layer: Attention) -> Attention:
         value='vo' if double_value else spec.value,
     )
     factors = extract_factors(layer)
-    score = {
-        'w_q_DNH': factors.w_q_DNH,
-        'w_k_DKH': factors.w_k_DKH,
-        'b_q_NH': factors.b_q_NH,
-        'b_k_KH': factors.b_k_KH,
-    }
-    value = {
-        'w_v_DKH': factors.w_v_DKH,
-        'w_o_NHD': factors.w_o_NHD,
-        'b_v_KH': factors.b_v_KH,
-        'b_o_D': factors.b_o_D,
-    }
     return fill(
         empty_layer(spec, layer),
         layer,
-        score=score if double_score else None,
-        value=value if double_value else None,
+        score=factors.qk() if double_score else None,
+        value=factors.vo() if double_value else None,
     )
 
 
@@ -67,26 +55,18 @@ def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray | None =
     require_standard(layer, 'fold_gains')
     gain_D = np.asarray(gain_D, np.float64)
     bias_D = np.zeros_like(gain_D) if bias_D is None else np.asarray(bias_D, np.float64)
-    factors = extract_factors(layer)
-    biases = layer.spec.biases or bool(np.abs(bias_D).max() > 0)
-
-    def folded(w_DNH: np.ndarray, b_NH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return gain_D[:, None, None] * w_DNH, b_NH + np.tensordot(bias_D, w_DNH, axes=1)
-
-    w_q, b_q = folded(factors.w_q_DNH, factors.b_q_NH)
-    w_k, b_k = folded(factors.w_k_DKH, factors.b_k_KH)
-    w_v, b_v = folded(factors.w_v_DKH, factors.b_v_KH)
-    return fill(
-        empty_layer(dataclasses.replace(layer.spec, biases=biases), layer),
-        layer,
-        score={'w_q_DNH': w_q, 'b_q_NH': b_q, 'w_k_DKH': w_k, 'b_k_KH': b_k},
-        value={
-            'w_v_DKH': w_v,
-            'b_v_KH': b_v,
-            'w_o_NHD': factors.w_o_NHD,
-            'b_o_D': factors.b_o_D,
-        },
+    spec, factors = layer.spec, extract_factors(layer)
+    spec = dataclasses.replace(spec, biases=spec.biases or bool(np.abs(bias_D).max() > 0))
+    factors = dataclasses.replace(
+        factors,
+        w_q_DNH=gain_D[:, None, None] * factors.w_q_DNH,
+        w_k_DKH=gain_D[:, None, None] * factors.w_k_DKH,
+        w_v_DKH=gain_D[:, None, None] * factors.w_v_DKH,
+        b_q_NH=factors.b_q_NH + np.tensordot(bias_D, factors.w_q_DNH, axes=1),
+        b_k_KH=factors.b_k_KH + np.tensordot(bias_D, factors.w_k_DKH, axes=1),
+        b_v_KH=factors.b_v_KH + np.tensordot(bias_D, factors.w_v_DKH, axes=1),
     )
+    return standard_layer(spec, layer, factors)
 
 
 def fold_biases(layer: Attention, *, keys: bool = True) -> Attention:
@@ -106,19 +86,10 @@ def fold_biases(layer: Attention, *, keys: bool = True) -> Attention:
         require_free_logits(layer, 'fold_biases(keys=True)')
         require_no_cap_on(layer, b_k, 'fold_biases(keys=True)')
         b_k = np.zeros_like(b_k)
-    return fill(
-        empty_layer(layer.spec, layer),
-        layer,
-        score={
-            'w_q_DNH': factors.w_q_DNH,
-            'b_q_NH': factors.b_q_NH,
-            'w_k_DKH': factors.w_k_DKH,
-            'b_k_KH': b_k,
-        },
-        value={
-            'w_v_DKH': factors.w_v_DKH,
-            'b_v_KH': np.zeros_like(factors.b_v_KH),
-            'w_o_NHD': factors.w_o_NHD,
-            'b_o_D': factors.output_matrices()[1],
-        },
+    factors = dataclasses.replace(
+        factors,
+        b_k_KH=b_k,
+        b_v_KH=np.zeros_like(factors.b_v_KH),
+        b_o_D=factors.output_matrices()[1],
     )
+    return standard_layer(layer.spec, layer, factors)

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 
 from qkattn.attention.attention import Attention
-from qkattn.convert.factors import extract_factors, repeat_heads
+from qkattn.convert.factors import extract_factors
 from qkattn.convert.preconditions import require_standard
-from qkattn.convert.target import empty_layer, fill, respecified
+from qkattn.convert.target import empty_layer, fill, respecified, standard_layer
 from qkattn.errors import ConversionError
 
 
@@ -20,24 +20,9 @@ def gqa_to_mha(layer: Attention) -> Attention:
       ConversionError: another variant.
     """
     require_standard(layer, 'gqa_to_mha')
-    N, factors = layer.spec.num_heads, extract_factors(layer)
-    target = empty_layer(dataclasses.replace(layer.spec, num_kv_heads=N), layer)
-    return fill(
-        target,
-        layer,
-        score={
-            'w_q_DNH': factors.w_q_DNH,
-            'b_q_NH': factors.b_q_NH,
-            'w_k_DKH': repeat_heads(factors.w_k_DKH, N),
-            'b_k_KH': repeat_heads(factors.b_k_KH[None], N)[0],
-        },
-        value={
-            'w_v_DKH': repeat_heads(factors.w_v_DKH, N),
-            'b_v_KH': repeat_heads(factors.b_v_KH[None], N)[0],
-            'w_o_NHD': factors.w_o_NHD,
-            'b_o_D': factors.b_o_D,
-        },
-    )
+    N = layer.spec.num_heads
+    factors = extract_factors(layer).with_kv_heads(N)
+    return standard_layer(dataclasses.replace(layer.spec, num_kv_heads=N), layer, factors)
 
 
 def gqa_to_latent(layer: Attention) -> Attention:

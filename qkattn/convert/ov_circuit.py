@@ -8,7 +8,7 @@ import scipy.linalg
 
 from qkattn.attention.attention import Attention
 from qkattn.attention.values.factored import fixed_columns
-from qkattn.convert.factors import extract_factors, repeat_heads
+from qkattn.convert.factors import extract_factors
 from qkattn.convert.preconditions import inverse, require_multi_head
 from qkattn.convert.target import empty_layer, fill, respecified, tolerance
 from qkattn.convert.truncation import Truncation, balanced_factors, relative_error
@@ -93,10 +93,9 @@ def gauge_fix_vo(layer: Attention, *, pivot: bool = True) -> Attention:
             f'gauge_fix_vo at head_size={spec.head_size} and d_model={spec.d_model} would leave no '
             'parameter of W_O free; convert to no_o by hand'
         )
-    factors = extract_factors(layer)
     N, H = spec.num_heads, spec.head_size
-    w_v, w_o = repeat_heads(factors.w_v_DKH, N).copy(), factors.w_o_NHD
-    b_v = repeat_heads(factors.b_v_KH[None], N)[0].copy()
+    factors = extract_factors(layer).with_kv_heads(N)
+    w_v, b_v, w_o = factors.w_v_DKH, factors.b_v_KH, factors.w_o_NHD
     columns = fixed_columns(spec)
     if pivot:
         picks = [scipy.linalg.qr(w, mode='r', pivoting=True)[1][:H] for w in w_o]

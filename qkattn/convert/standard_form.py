@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import numpy as np
-
 from qkattn.attention.attention import Attention
-from qkattn.convert.factors import extract_factors, repeat_heads
+from qkattn.convert.factors import extract_factors
 from qkattn.convert.preconditions import require_visible_diagonal
-from qkattn.convert.target import empty_layer, fill
+from qkattn.convert.target import standard_layer
 from qkattn.errors import ConversionError
 
 
@@ -46,42 +44,16 @@ def to_standard(layer: Attention) -> Attention:
     ratio = float(score.scale) * size**0.5
     # QK-norm divides the length of the queries out, so the ratio goes into the score scale.
     on_queries, on_scale = (1.0, ratio) if spec.qk_norm else (ratio, 1.0)
-    target = empty_layer(
-        dataclasses.replace(
-            spec,
-            score='qk',
-            value='vo',
-            num_kv_heads=K,
-            head_size=size,
-            score_scale=spec.score_scale * on_scale,
-        ),
-        layer,
+    spec = dataclasses.replace(
+        spec,
+        score='qk',
+        value='vo',
+        num_kv_heads=K,
+        head_size=size,
+        score_scale=spec.score_scale * on_scale,
     )
-
-    def heads(w_DKH: np.ndarray) -> np.ndarray:
-        """K heads of the target's size."""
-        return _pad(repeat_heads(w_DKH, K), 2, size)
-
-    return fill(
-        target,
-        layer,
-        score={
-            'w_q_DNH': on_queries * _pad(factors.w_q_DNH, 2, size),
-            'w_k_DKH': heads(factors.w_k_DKH),
-            'b_q_NH': on_queries * _pad(factors.b_q_NH, 1, size),
-            'b_k_KH': heads(factors.b_k_KH[None])[0],
-        },
-        value={
-            'w_v_DKH': heads(factors.w_v_DKH),
-            'w_o_NHD': _pad(factors.w_o_NHD, 1, size),
-            'b_v_KH': heads(factors.b_v_KH[None])[0],
-            'b_o_D': factors.b_o_D,
-        },
+    factors = factors.with_kv_heads(K).with_head_size(size)
+    factors = dataclasses.replace(
+        factors, w_q_DNH=on_queries * factors.w_q_DNH, b_q_NH=on_queries * factors.b_q_NH
     )
-
-
-def _pad(array: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """Appends zeros along one axis, up to `size`."""
-    width = [(0, 0)] * array.ndim
-    width[axis] = (0, size - array.shape[axis])
-    return np.pad(array, width)
+    return standard_layer(spec, layer, factors)

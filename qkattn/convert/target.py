@@ -14,6 +14,7 @@ from qkattn.attention.attention import Attention
 from qkattn.attention.scores.score import Score
 from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values.value import Value
+from qkattn.convert.factors import Factors
 from qkattn.errors import ConversionError
 
 Arrays = Mapping[str, np.ndarray]
@@ -80,6 +81,11 @@ def fill(
     else:
         _set_parameters(layer.value, value, dtype_of(source))
     return layer
+
+
+def standard_layer(spec: AttentionSpec, source: Attention, factors: Factors) -> Attention:
+    """A layer of `spec`, whose variant is qk/vo, with those factors."""
+    return fill(empty_layer(spec, source), source, score=factors.qk(), value=factors.vo())
 
 
 def _set_parameters(circuit: Score | Value, arrays: Arrays, dtype: np.dtype) -> None:
