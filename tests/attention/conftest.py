@@ -40,7 +40,8 @@ def pytest_generate_tests(metafunc):
         chosen = [pytest.param(_checked(text), id=text) for text in named] if named else variants()
         metafunc.parametrize('variant', chosen)
     elif 'score' in metafunc.fixturenames:
-        metafunc.parametrize('score', [_checked(text)[0] for text in named] if named else SCORES)
+        scores = dict.fromkeys(_checked(text)[0] for text in named) if named else SCORES
+        metafunc.parametrize('score', scores)
 
 
 def _checked(text: str) -> tuple[str, str]:

@@ -111,7 +111,7 @@ def test_bfloat16_is_near_float32(variant):
 
 def test_sharded_equals_unsharded(variant):
     """Parameters placed by the letters of their names on a mesh of 8 devices."""
-    layer, x_BTD = make(variant), stream(8)
+    layer, x_BTD = make(variant), stream()
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 
     def place(path, leaf):
@@ -121,8 +121,8 @@ def test_sharded_equals_unsharded(variant):
         return jax.device_put(leaf, NamedSharding(mesh, jax.sharding.PartitionSpec(*spec[1:])))
 
     placed = jax.tree_util.tree_map_with_path(place, layer)
-    run = jax.jit(lambda layer, x_BTD: layer(x_BTD, causal(8)))
-    assert error(run(placed, x_BTD), layer(x_BTD, causal(8))) < 1e-5
+    run = jax.jit(lambda layer, x_BTD: layer(x_BTD, causal()))
+    assert error(run(placed, x_BTD), layer(x_BTD, causal())) < 1e-5
 
 
 def test_stacked_trials_equal_single_ones(variant):
