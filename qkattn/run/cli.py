@@ -76,23 +76,22 @@ def run(main: Callable[[], None]) -> None:
         except Stopped as stopped:
             _leave(f'{stopped}; the same command resumes', EXIT_REQUEUE)
 
+    parsed = False
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        nonlocal parsed
+        rest = flags.FLAGS(argv)
+        parsed = True
+        return rest
+
     try:
-        app.run(wrapped, flags_parser=_parse)
+        app.run(wrapped, flags_parser=parse)
     except (flags.Error, AttributeError, TypeError, ValueError) as error:
         # During parsing these are unknown flags or fields, or values of a wrong type; any later one
         # is a bug and keeps its traceback.
-        if _parsed:
+        if parsed:
             raise
         _leave(str(error).splitlines()[0])
-
-
-_parsed: list[bool] = []
-
-
-def _parse(argv: Sequence[str]) -> list[str]:
-    rest = flags.FLAGS(argv)
-    _parsed.append(True)
-    return rest
 
 
 def _leave(sentence: str, code: int = EXIT_CONFIG) -> None:

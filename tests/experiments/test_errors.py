@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.experiments.conftest import RUN, STUDY
+
 CASES = [
     ('ablate', [], '--config=FILE.py is required'),
     ('ablate', ['--config=missing.py'], 'missing.py'),
@@ -31,8 +33,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(('name', 'flags', 'message'), CASES, ids=lambda c: str(c)[-40:])
-def test_bad_input_is_one_sentence(script, tmp_path, name, flags, message):
-    done = script(name, *flags)
+def test_bad_input_is_one_sentence(script_here, tmp_path, name, flags, message):
+    (tmp_path / 'study.py').write_text(STUDY)
+    (tmp_path / 'run.py').write_text(RUN)
+    done = script_here(name, *flags)
     said = done.stderr.strip()
     assert done.returncode == 2, said
     assert message in said and 'Traceback' not in said
@@ -40,3 +44,9 @@ def test_bad_input_is_one_sentence(script, tmp_path, name, flags, message):
     # Importing the config may cache its bytecode; nothing else is left behind.
     left = {p.name for p in tmp_path.iterdir() if p.suffix != '.py'}
     assert left <= {'__pycache__'}, left
+
+
+def test_a_process_exits_with_that_code(script, tmp_path):
+    done = script('ablate', '--config=study.py', '--config.fill=heads', '--workdir=w')
+    assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
+    assert not (tmp_path / 'w').exists()

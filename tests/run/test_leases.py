@@ -44,9 +44,10 @@ HOLD = """
     leases._BEATS = 1200
     with leases.acquire(sys.argv[1], 'run', expiry=60.0) as lease:
         print('holding', flush=True)
-        while not lease.lost:
+        end = time.monotonic() + 120
+        while not lease.lost and time.monotonic() < end:
             time.sleep(0.01)
-        print('lost', flush=True)
+        print('lost' if lease.lost else 'kept', flush=True)
     print('left', flush=True)
     time.sleep(60)
 """
