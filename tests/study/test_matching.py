@@ -247,6 +247,12 @@ def test_the_encoder_follows_the_decoder_unless_its_depth_is_given(given, depth,
     assert found.encoder.num_layers == encoder_depth
 
 
+@pytest.mark.parametrize('start', [1, 2, 12])
+def test_where_the_search_starts_does_not_matter(start):
+    found = solve({'num_layers': start}, 'num_layers')
+    assert found == dataclasses.replace(SMALL, d_ff=384, head_size=found.head_size)
+
+
 def test_a_step_of_the_destination_can_be_given():
     assert solve({'score': 'query_free'}, 'd_ff', multiple_of=16).d_ff == 432
     with pytest.raises(MatchError, match='one step of d_ff is 38400 parameters, 15.21% of'):
