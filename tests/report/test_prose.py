@@ -99,8 +99,8 @@ REASONS = {
         'worse by less than 0.005 nats/token, p = 0.010',
     ),
     'DIFFERENT_BUT_DIVERGED': (
-        {'side': Decision.BETTER, 'p': 0.01},
-        'better on the seeds left, p = 0.010 after Holm',
+        {'side': Decision.BETTER, 'p': 0.002},
+        'better on the seeds left, p = 0.002 after Holm',
     ),
     'NOT_SHOWN': (
         {'p': 0.5, 'p_equivalence': 0.25, 'detectable': 0.0123},
