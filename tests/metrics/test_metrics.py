@@ -39,24 +39,24 @@ def test_a_value_is_printed_with_its_label_and_unit():
 
 
 def test_values_are_ratios_of_sums_over_all_batches():
-    """Two batches of two rows with two targets; the last row is padding."""
+    """Two batches of two rows with one or two targets; the last row is padding."""
     nats_PBT = np.array([[[1.0, 2.0], [2.0, 3.0]], [[4.0, 9.0], [7.0, 7.0]]])
-    correct_PBT = np.array([[[1, 1], [1, 0]], [[1, 0], [1, 1]]], bool)
-    weights_PBT = np.array([[[1.0, 1.0], [1.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]]])
+    correct_PBT = np.array([[[1, 0], [1, 0]], [[1, 0], [1, 1]]], bool)
+    weights_PBT = np.array([[[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]])
     batches = [
         metrics.batch_sums(metrics.Predictions(None, None, weights_BT, nats_BT, correct_BT))
         for nats_BT, correct_BT, weights_BT in zip(nats_PBT, correct_PBT, weights_PBT, strict=True)
     ]
     sums = {name: np.array([[batch[name]] for batch in batches], float) for name in batches[0]}
     got = metrics.values(sums, bytes_per_target=2.0)
-    loss = (1 + 2 + 2 + 3 + 4) / 5
+    loss = (1 + 2 + 2 + 4) / 4
+    squares = [(n - loss * w) ** 2 for n, w in ((3, 2), (2, 1), (4, 1))]
     want = {
         'loss': loss,
         'bits_per_byte': loss / math.log(2) / 2,
         'perplexity': math.exp(loss),
-        'loss_se': math.sqrt(3 / 2 * sum((n - loss * w) ** 2 for n, w in ((3, 2), (5, 2), (4, 1))))
-        / 5,
-        'accuracy': 4 / 5,
+        'loss_se': math.sqrt(3 / 2 * sum(squares)) / 4,
+        'accuracy': 3 / 4,
         'solved': 2 / 3,
     }
     assert {name: value.item() for name, value in got.items()} == pytest.approx(want)

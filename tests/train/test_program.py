@@ -28,7 +28,7 @@ def test_the_measurement_is_of_seconds(tiny):
     built = program.build(tiny(train={'lifting': 'auto'}))
     assert set(built.measured) == {'map', 'vmap'}
     assert built.lifting == min(built.measured, key=built.measured.get)
-    assert all(1e-5 < s < 10 for s in built.measured.values())
+    assert all(1e-6 < s < 600 for s in built.measured.values())
 
 
 def test_one_trial_is_not_measured(tiny, evaluation_only):
