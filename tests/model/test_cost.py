@@ -11,7 +11,7 @@ from qkattn.model import Decoder, cost
 BASE = ModelConfig(d_model=64, num_layers=3, num_heads=4, context=32, vocab_size=100)
 
 
-def test_weights_of_the_standard_model():
+def test_parameters_of_the_standard_model():
     D, L, V, T, F = 64, 3, 100, 32, 256
     assert cost.count(BASE) == {
         'embedding': V * D + T * D,

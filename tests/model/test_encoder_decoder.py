@@ -218,7 +218,7 @@ def test_the_target_is_read_causally_and_the_source_is_not():
         assert (moved_BSD.max(-1) > 1e-5).all()
 
 
-def test_each_site_takes_its_own_cell():
+def test_each_site_takes_its_own_variant():
     model = abstract_model(
         dataclasses.replace(
             CONFIG, score='shared_qk', encoder_variant='merged/no_vo', cross_variant='key_free/no_v'
@@ -268,7 +268,7 @@ D, F, V, T, S = 16, 24, 13, 10, 12
     ],
     ids=['equal variants', 'three variants', 'separate', 'untied', 'all three'],
 )
-def test_weights_by_hand(fields, attention, embedding, norm):
+def test_parameters_by_hand(fields, attention, embedding, norm):
     config = dataclasses.replace(CONFIG, **fields)
     mlp = 3 * (2 * D * F + (F + D if config.biases else 0))
     total = attention + embedding + norm + mlp
@@ -294,7 +294,7 @@ def test_weights_by_hand(fields, attention, embedding, norm):
     ],
     ids=str,
 )
-def test_models_of_other_cells_are_made_equally_large(fields):
+def test_models_of_other_variants_are_made_equally_large(fields):
     base = dataclasses.replace(CONFIG, d_model=64, d_ff=256, num_heads=4, vocab_size=100)
     target = cost.count(base)['total']
     found = matching.match(dataclasses.replace(base, **fields), target)
