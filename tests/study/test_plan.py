@@ -146,3 +146,13 @@ def test_the_lines_of_the_plan_say_what_a_cell_is(arms):
     assert declared['arms'][1] == {'variant': 'shared_qk/vo', 'size': 'd_model=32'}
     assert declared['tuning']['learning_rates'] == (1e-3, 2e-3, 4e-3)
     assert declared['seeds'] == (0, 1, 2) and declared['command'] == 'python -m x'
+
+
+def test_the_loss_of_a_diverged_trial_does_not_count(arms):
+    measured, settings = {}, {'learning_rate': 1e-3, 'weight_decay': 0.1}
+    trials = [
+        {'trial': settings | {'seed': seed}, 'status': status, 'val_loss': 2.0}
+        for seed, status in enumerate(('finished', 'diverged'))
+    ]
+    plan._collect(measured, plan.least(STUDY, arms)[0], trials)
+    assert measured == {(1e-3, 0.1, 1.0): {0: 2.0, 1: None}}
