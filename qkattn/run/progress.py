@@ -94,7 +94,7 @@ class Progress:
         self.close()
 
     def _show(self, now: float) -> None:
-        first_step, first_time = self._first
+        first_step, first_time = self._first or (self._step, now)
         elapsed = now - first_time
         rate = (self._step - first_step) / elapsed if elapsed > 0 else 0.0
         notes = []

@@ -21,6 +21,8 @@ MARGIN = 0.005  # nats per token; arms closer than this are called equivalent
 MIN_PAIRS = 3  # fewer seeds decide nothing
 RESAMPLES = 9999
 
+_ROUNDING = 1e-12  # a spread below this fraction of the mean is that of rounding, and taken as 0
+
 Arm = TypeVar('Arm')
 
 
@@ -50,7 +52,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean, n = statistics.fmean(values), len(values)
     if n < 2:
         return Estimate(mean, n, None, None, None)
-    sd = float(np.std(values, ddof=1))
+    sd = math.sqrt(_variance(values))
     if sd == 0:
         return Estimate(mean, n, sd, mean, mean)
     low, high = stats.ttest_1samp(values, 0).confidence_interval(LEVEL)
@@ -73,8 +75,8 @@ class Difference:
     `detectable`: the |difference| found by `p` < 0.05 in its direction with probability 0.8 if this
     sd were the true one; for one test, before correction for several arms.
 
-    With a single seed everything but `mean` and `n` is None. If sd is 0, the mean is taken as
-    exact: p is 0 or 1 and intervals have no width.
+    With a single seed everything but `mean` and `n` is None. If sd is 0, or as small as the
+    rounding of the values, the mean is taken as exact: p is 0 or 1, intervals have no width.
     """
 
     mean: float
@@ -104,7 +106,7 @@ def paired(
     n = len(values)
     if n < 2:
         return _unknown(values[0], margin, is_paired=True)
-    sd = float(np.std(values, ddof=1))
+    sd = math.sqrt(_variance(values))
     return _difference(
         lambda: stats.ttest_1samp(values, 0),
         *(statistics.fmean(values), n, sd, sd / n**0.5, n - 1),
@@ -133,7 +135,7 @@ def welch(
     n = min(len(values) for values in groups)
     if n < 2:
         return _unknown(mean, margin, is_paired=False)
-    variances = [float(np.var(values, ddof=1)) for values in groups]
+    variances = [_variance(values) for values in groups]
     error = sum(v / len(values) for v, values in zip(variances, groups, strict=True)) ** 0.5
     df = sum(len(values) for values in groups) - 2  # only where the variances are zero
     return _difference(
@@ -250,7 +252,10 @@ def judge(
     diverged = diverged or {}
     if unknown := [arm for arm in diverged if arm not in differences]:
         raise ValueError(f'diverged names {unknown}; the arms are {list(differences)}.')
-    tested = {arm: d for arm, d in differences.items() if d is not None and d.n >= MIN_PAIRS}
+    # Any: no field of a difference of so many pairs is None.
+    tested: dict[Arm, Any] = {
+        arm: d for arm, d in differences.items() if d is not None and d.n >= MIN_PAIRS
+    }
     family = max(planned, len(tested))
     missing = [1.0] * (family - len(tested))
     p_differ = holm([*(d.p for d in tested.values()), *missing])
@@ -293,6 +298,14 @@ def _checked(margin: float, **groups: Sequence[float]) -> tuple[tuple[float, ...
     return tuple(tuple(map(float, values)) for values in groups.values())
 
 
+def _variance(values: Sequence[float]) -> float:
+    """The variance of one value, n - 1 in the denominator; 0 if the spread is only rounding."""
+    mean = np.mean(values)
+    if np.max(np.abs(np.subtract(values, mean))) <= _ROUNDING * abs(mean):
+        return 0.0
+    return float(np.var(values, ddof=1))
+
+
 def _unknown(mean: float, margin: float, *, is_paired: bool) -> Difference:
     return Difference(mean, 1, *(None,) * 8, paired=is_paired, margin=margin, df=None)
 
@@ -312,7 +325,10 @@ def _difference(
 ) -> Difference:
     """A mean with standard error `error`; `test` is scipy's, and `groups` are resampled."""
     if error > 0:
-        result = test()
+        with warnings.catch_warnings():
+            # scipy's concern about a group without spread, whose variance here is 0.
+            warnings.filterwarnings('ignore', 'Precision loss occurred', RuntimeWarning)
+            result = test()
         low, high = map(float, result.confidence_interval(LEVEL))
         df, p = float(result.df), float(result.pvalue)
         p_equivalence = float(special.stdtr(df, (abs(mean) - margin) / error))

@@ -84,7 +84,7 @@ class Fit:
 
     def loss(self, parameters: float) -> float:
         """The law's loss in nats per token at `parameters`; ValueError if there is no law."""
-        if self.problem:
+        if not (self.E and self.A and self.a):
             raise ValueError(f'no law for {parameters:,.0f} parameters: {self.problem}')
         return self.E.value + self.A.value * parameters**-self.a.value
 

@@ -83,7 +83,7 @@ class Sweep:
         To second order, the loss of `optimum` over the true optimum if that lies there; None
         without an interval.
         """
-        if self.optimum_low is None:
+        if not (self.curvature and self.optimum and self.optimum_low and self.optimum_high):
             return None
         farther = max(self.optimum / self.optimum_low, self.optimum_high / self.optimum)
         return self.curvature / 2 * math.log(farther) ** 2

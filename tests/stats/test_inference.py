@@ -1,5 +1,7 @@
 """Differences and decisions: closed forms against scipy, and error rates in simulated studies."""
 
+import dataclasses
+import functools
 import itertools
 import warnings
 
@@ -12,30 +14,7 @@ from qkattn.stats.inference import Decision, Judgement
 
 SEEDS = 8
 ARMS = 6
-
-
-def _within(rate, expected, trials, errors=4.0):
-    """Whether a simulated rate lies within `errors` binomial standard errors of the expected."""
-    return abs(rate - expected) <= errors * (expected * (1 - expected) / trials) ** 0.5
-
-
-def _studies(count, true=(0.0,) * ARMS, sd=0.02, rng_seed=0):
-    """Simulated studies: arms' losses minus those of a baseline that they share, by seed."""
-    rng = np.random.default_rng(rng_seed)
-    arms = rng.normal(0.0, sd / 2**0.5, (count, len(true), SEEDS)) + np.array(true)[:, None]
-    baseline = rng.normal(0.0, sd / 2**0.5, (count, 1, SEEDS))
-    return arms - baseline
-
-
 BETTER, WORSE, EQUIVALENT, UNDECIDED, _ = Decision
-
-
-def _decisions(study):
-    """The decisions on all arms of a study, and on its first arm alone."""
-    differences = {i: inference.paired(arm, resamples=None) for i, arm in enumerate(study)}
-    whole = [judged.decision for judged in inference.judge(differences).values()]
-    return whole, inference.judge({0: differences[0]})[0].decision
-
 
 # Closed forms.
 
@@ -49,55 +28,28 @@ def test_an_estimate_is_the_t_interval_of_scipy():
     assert inference.estimate([2.0]) == inference.Estimate(2.0, 1, None, None, None)
 
 
-def test_a_paired_difference_is_the_paired_t_test_of_scipy():
-    rng = np.random.default_rng(1)
-    arm, baseline = rng.normal(2.01, 0.02, 7), rng.normal(2.0, 0.02, 7)
-    found = inference.paired(arm - baseline, resamples=None)
-    expected = scipy_stats.ttest_rel(arm, baseline)
-    assert found.p == pytest.approx(expected.pvalue)
-    assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval(0.95)))
-    assert (found.df, found.n, found.paired) == (6, 7, True)
-    assert found.mean == pytest.approx(np.mean(arm) - np.mean(baseline))
-
-
-@pytest.mark.parametrize(('n_arm', 'n_baseline'), [(8, 8), (4, 11), (12, 3)])
-def test_an_unpaired_difference_is_the_welch_test_of_scipy(n_arm, n_baseline):
-    rng = np.random.default_rng(2)
-    arm, baseline = rng.normal(2.01, 0.04, n_arm), rng.normal(2.0, 0.01, n_baseline)
-    found = inference.welch(arm, baseline, resamples=None)
-    expected = scipy_stats.ttest_ind(arm, baseline, equal_var=False)
-    assert found.p == pytest.approx(expected.pvalue)
-    assert found.df == pytest.approx(expected.df)
-    assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval(0.95)))
-    assert (found.n, found.paired) == (min(n_arm, n_baseline), False)
-    assert found.sd == pytest.approx((np.var(arm, ddof=1) + np.var(baseline, ddof=1)) ** 0.5)
-
-
 @pytest.mark.parametrize('mean', [-0.02, -0.004, 0.0, 0.003, 0.009])
-def test_equivalence_is_two_one_sided_tests(mean):
-    rng = np.random.default_rng(3)
-    arm, baseline = rng.normal(mean, 0.004, 9), rng.normal(0.0, 0.002, 6)
-    margin = 0.006
-    above = scipy_stats.ttest_1samp(arm, -margin, alternative='greater').pvalue
-    below = scipy_stats.ttest_1samp(arm, margin, alternative='less').pvalue
-    found = inference.paired(arm, margin, resamples=None)
-    assert found.p_equivalence == pytest.approx(max(above, below))
-    assert found.margin == margin
-    above = scipy_stats.ttest_ind(
-        arm + margin, baseline, equal_var=False, alternative='greater'
-    ).pvalue
-    below = scipy_stats.ttest_ind(
-        arm - margin, baseline, equal_var=False, alternative='less'
-    ).pvalue
-    found = inference.welch(arm, baseline, margin, resamples=None)
-    assert found.p_equivalence == pytest.approx(max(above, below))
-
-
-def test_equivalence_at_5_percent_is_the_90_percent_interval_inside_the_margin():
-    for differences in np.random.default_rng(4).normal(0.002, 0.004, (200, 6)):
-        found = inference.paired(differences, resamples=None)
-        ends = scipy_stats.ttest_1samp(differences, 0.0).confidence_interval(0.9)
-        assert (found.p_equivalence < 0.05) == (-0.005 < ends.low and ends.high < 0.005)
+@pytest.mark.parametrize(('n_arm', 'n_baseline'), [(9, None), (8, 8), (4, 11), (12, 3)])
+def test_a_difference_is_scipys_t_test_and_its_two_one_sided_ones(mean, n_arm, n_baseline):
+    """Paired, or of unequal variances (Welch) where the baseline has seeds of its own."""
+    margin, rng = 0.006, np.random.default_rng(3)
+    arm, baseline = rng.normal(mean, 0.004, n_arm), rng.normal(0.0, 0.002, n_baseline or n_arm)
+    if n_baseline is None:
+        found = inference.paired(arm - baseline, margin, resamples=None)
+        test, sd = scipy_stats.ttest_rel, np.std(arm - baseline, ddof=1)
+    else:
+        found = inference.welch(arm, baseline, margin, resamples=None)
+        test = functools.partial(scipy_stats.ttest_ind, equal_var=False)
+        sd = (np.var(arm, ddof=1) + np.var(baseline, ddof=1)) ** 0.5
+    expected = test(arm, baseline)
+    above = test(arm + margin, baseline, alternative='greater').pvalue
+    below = test(arm - margin, baseline, alternative='less').pvalue
+    ends = tuple(expected.confidence_interval(0.95))
+    assert (found.low, found.high, found.df) == pytest.approx((*ends, expected.df))
+    assert (found.p, found.p_equivalence) == pytest.approx((expected.pvalue, max(above, below)))
+    assert (found.mean, found.sd) == pytest.approx((np.mean(arm) - np.mean(baseline), sd))
+    assert (found.n, found.margin) == (min(n_arm, n_baseline or n_arm), margin)
+    assert found.paired == (n_baseline is None)
 
 
 @pytest.mark.parametrize('df', [1, 2, 7, 14, 60])
@@ -106,12 +58,11 @@ def test_the_detectable_difference_has_the_power_of_the_noncentral_t(df, alpha):
     error = 0.003
     noncentrality = inference.detectable_difference(error, df, alpha) / error
     critical = scipy_stats.t.isf(alpha / 2, df)
-    assert scipy_stats.nct.sf(critical, df, noncentrality) == pytest.approx(
-        inference.POWER, abs=1e-5
-    )
+    power = scipy_stats.nct.sf(critical, df, noncentrality)
+    assert power == pytest.approx(inference.POWER, abs=1e-5)
 
 
-def test_few_seeds_leave_blanks_and_no_spread_leaves_no_nan():
+def test_few_seeds_leave_blanks():
     single = inference.paired([0.01])
     assert (single.mean, single.n, single.paired) == (0.01, 1, True)
     blank = ('sd', 'low', 'high', 'p', 'p_equivalence', 'detectable', 'df', 'bootstrap_low')
@@ -119,15 +70,29 @@ def test_few_seeds_leave_blanks_and_no_spread_leaves_no_nan():
     assert all(getattr(inference.welch([0.01], [0.0, 0.1]), field) is None for field in blank)
     two = inference.paired([0.01, 0.02])
     assert two.bootstrap_low is None and two.p is not None
+
+
+# The same number but for its last bits; numpy's mean of three 0.1 is not 0.1.
+NEARLY = [0.1, 0.1, 0.1], [0.25, 0.25 + 2**-54, 0.25 - 2**-54, 0.25], [3.3, 3.3 + 2**-51, 3.3]
+
+
+@pytest.mark.parametrize('values', [[0.0] * 4, [0.25] * 4, *NEARLY], ids=str)
+def test_a_spread_that_is_only_rounding_is_none_and_warns_of_nothing(values):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        same, apart = inference.paired([0.0] * 4), inference.paired([0.25] * 4)
-        unpaired = inference.welch([2.25] * 3, [2.0] * 5)
-    assert (same.p, same.p_equivalence, same.low, same.high) == (1.0, 0.0, 0.0, 0.0)
-    assert (same.bootstrap_low, same.bootstrap_high, same.detectable) == (0.0, 0.0, 0.0)
-    for found in (apart, unpaired):
-        assert (found.p, found.p_equivalence) == (0.0, 1.0)
-        assert (found.low, found.high, found.bootstrap_low) == (0.25, 0.25, 0.25)
+        estimated, found = inference.estimate(values), inference.paired(values)
+        unpaired = inference.welch([2 + value for value in values], [2.0] * 5)
+        one_sided = inference.welch(values, [0.1, 0.2, 0.3])
+    zero = float(values[0] == 0)
+    mean = pytest.approx(values[0], abs=1e-14)
+    assert (estimated.sd, found.sd, unpaired.sd, unpaired.detectable) == (0.0, 0.0, 0.0, 0.0)
+    assert estimated.low == estimated.high == mean
+    for one in (found, unpaired):
+        assert (one.p, one.p_equivalence, one.detectable) == (zero, 1.0 - zero, 0.0)
+        assert one.low == one.high == one.mean == mean
+        assert (one.bootstrap_low, one.bootstrap_high) == (mean, mean)
+    # The spread of the other group alone: of three values 0.1 apart.
+    assert (one_sided.sd, one_sided.df) == pytest.approx((0.1, 2.0))
 
 
 def test_the_bootstrap_is_scipys_bca_and_repeats():
@@ -194,39 +159,29 @@ def _difference(mean, spread=0.001, n=8):
 
 
 def test_the_decisions():
-    noisy = _difference(0.001, spread=0.05)
-    judged = inference.judge(
-        {
-            'lower': _difference(-0.02),
-            'higher': _difference(0.02),
-            'same': _difference(0.0),
-            'near': _difference(0.003),
-            'noisy': noisy,
-        }
-    )
-    assert [judgement.decision for judgement in judged.values()] == [
-        BETTER,
-        WORSE,
-        EQUIVALENT,
-        EQUIVALENT,
-        UNDECIDED,
-    ]
+    arms = {
+        'lower': (_difference(-0.02), BETTER),
+        'higher': (_difference(0.02), WORSE),
+        'same': (_difference(0.0), EQUIVALENT),
+        'near': (_difference(0.003), EQUIVALENT),
+        'noisy': (_difference(0.001, spread=0.05), UNDECIDED),
+    }
+    differences = {arm: difference for arm, (difference, _) in arms.items()}
+    judged = inference.judge(differences)
+    for arm, (_, decision) in arms.items():
+        assert judged[arm].decision is decision
     assert judged['near'].p_holm < 0.001
-    error = np.std([0.05, -0.05] * 4, ddof=1) / 8**0.5
-    assert judged['noisy'].detectable == pytest.approx(
-        inference.detectable_difference(error, 7, 0.05 / 5)
+    # Differences and equivalence are two families.
+    found = [(j.p_holm, j.p_equivalence_holm) for j in judged.values()]
+    p_values = (
+        [d.p for d in differences.values()],
+        [d.p_equivalence for d in differences.values()],
     )
-    assert judged['noisy'].detectable > noisy.detectable
-    assert inference.judge({'lower': _difference(-0.02)})['lower'].decision is BETTER
-
-
-def test_p_values_are_adjusted_apart_for_differences_and_for_equivalence():
-    differences = {str(i): _difference(0.002 * i, spread=0.006) for i in range(5)}
-    verdicts = inference.judge(differences)
-    expected = inference.holm([d.p for d in differences.values()])
-    assert [v.p_holm for v in verdicts.values()] == expected
-    expected = inference.holm([d.p_equivalence for d in differences.values()])
-    assert [v.p_equivalence_holm for v in verdicts.values()] == expected
+    assert found == list(zip(*map(inference.holm, p_values), strict=True))
+    error = np.std([0.05, -0.05] * 4, ddof=1) / 8**0.5
+    detectable = inference.detectable_difference(error, 7, 0.05 / 5)
+    assert judged['noisy'].detectable == pytest.approx(detectable)
+    assert detectable > differences['noisy'].detectable
 
 
 def test_the_level_decides():
@@ -264,64 +219,6 @@ def test_divergence_never_helps(mean, diverged, decision):
     assert judged['arm'].decision is decision
 
 
-# Simulated studies.
-
-
-def test_studies_without_a_difference_rarely_find_one():
-    count = 1000
-    decided = [_decisions(study) for study in _studies(count)]
-    rate = np.mean([bool({BETTER, WORSE} & set(whole)) for whole, _ in decided])
-    assert rate <= 0.05 or _within(rate, 0.05, count)
-    assert rate >= 0.02  # Holm over arms that share a baseline costs power, not all of it
-    assert _within(np.mean([alone is not UNDECIDED for _, alone in decided]), 0.05, count)
-
-
-def test_studies_at_the_margin_are_rarely_equivalent():
-    count = 1000
-    studies = _studies(count, true=(inference.MARGIN,) * ARMS, sd=0.003)
-    decided = [_decisions(study) for study in studies]
-    rate = np.mean([EQUIVALENT in whole for whole, _ in decided])
-    assert rate <= 0.05 or _within(rate, 0.05, count)
-    assert _within(np.mean([alone is EQUIVALENT for _, alone in decided]), 0.05, count)
-
-
-def test_equal_arms_with_little_noise_are_equivalent():
-    decisions = [d for study in _studies(200, sd=0.003) for d in _decisions(study)[0]]
-    assert decisions.count(EQUIVALENT) >= 0.95 * len(decisions)
-
-
-def test_effects_of_the_detectable_size_are_found_four_times_in_five():
-    count, sd = 1000, 0.01
-    error = sd / SEEDS**0.5
-    effect = inference.detectable_difference(error, SEEDS - 1)
-    studies = _studies(count, true=(-effect,), sd=sd)
-    rate = np.mean([_decisions(study)[0] == [BETTER] for study in studies])
-    assert _within(rate, inference.POWER, count)
-    # `detectable` of a judgement holds for the strictest level: one effect among arms without any.
-    effect = inference.detectable_difference(error, SEEDS - 1, 0.05 / ARMS)
-    studies = _studies(count, true=(effect,) + (0.0,) * (ARMS - 1), sd=sd)
-    rate = np.mean([_decisions(study)[0][0] is WORSE for study in studies])
-    assert _within(rate, inference.POWER, count)
-
-
-def test_t_intervals_cover_the_truth():
-    count = 2000
-    rng = np.random.default_rng(7)
-    found = [inference.paired(x, resamples=None) for x in rng.normal(0.01, 0.02, (count, SEEDS))]
-    assert _within(np.mean([d.low <= 0.01 <= d.high for d in found]), inference.LEVEL, count)
-    pairs = zip(rng.normal(0.01, 0.04, (count, 5)), rng.normal(0, 0.01, (count, 9)), strict=True)
-    found = [inference.welch(*pair, resamples=None) for pair in pairs]
-    assert _within(np.mean([d.low <= 0.01 <= d.high for d in found]), inference.LEVEL, count)
-
-
-@pytest.mark.parametrize(('n', 'expected'), [(8, 0.885), (30, 0.93)])
-def test_bootstrap_intervals_cover_less_at_few_seeds(n, expected):
-    count = 600
-    values = np.random.default_rng(8).normal(0.01, 0.02, (count, n))
-    ends = [inference.bootstrap(x, resamples=999) for x in values]
-    assert _within(np.mean([low <= 0.01 <= high for low, high in ends]), expected, count, errors=3)
-
-
 def test_comparisons_that_are_still_missing_are_corrected_for():
     differences = {'a': inference.paired([0.010, 0.012, 0.011, 0.013, 0.008], resamples=None)}
     alone = inference.judge(differences)['a']
@@ -332,3 +229,98 @@ def test_comparisons_that_are_still_missing_are_corrected_for():
     nothing = inference.paired([0.02, -0.02, 0.01, -0.01, 0.0], resamples=None)
     whole = inference.judge(differences | {str(i): nothing for i in range(6)}, planned=7)
     assert whole['a'] == among
+
+
+# Simulated studies.
+
+
+def _within(rate, expected, trials, errors=4.0):
+    """Whether a simulated rate lies within `errors` binomial standard errors of the expected."""
+    return abs(rate - expected) <= errors * (expected * (1 - expected) / trials) ** 0.5
+
+
+def _paired(values):
+    """`inference.paired` of every row, by scipy's tests of all rows at once."""
+    n, sd, margin = values.shape[-1], values.std(axis=-1, ddof=1), inference.MARGIN
+    test = scipy_stats.ttest_1samp(values, 0.0, axis=-1)
+    above = scipy_stats.ttest_1samp(values, -margin, axis=-1, alternative='greater').pvalue
+    below = scipy_stats.ttest_1samp(values, margin, axis=-1, alternative='less').pvalue
+    detectable = inference.detectable_difference(1.0, n - 1) * sd / n**0.5
+    spread = np.stack([sd, *test.confidence_interval(0.95)], axis=-1).tolist()
+    tests = np.stack([test.pvalue, np.maximum(above, below), detectable], axis=-1).tolist()
+    rows = [
+        inference.Difference(mean, n, *spread, None, None, *tests, True, margin, n - 1)
+        for mean, spread, tests in zip(values.mean(axis=-1).tolist(), spread, tests, strict=True)
+    ]
+    for row, found in zip(values[:3], rows, strict=False):
+        expected = dataclasses.astuple(inference.paired(row, resamples=None))
+        assert dataclasses.astuple(found) == pytest.approx(expected)
+    return rows
+
+
+def _decisions(count, true=(0.0,) * ARMS, sd=0.02):
+    """Decisions on all arms of simulated studies, and on their first arms alone.
+
+    The arms of a study share their baseline, seed by seed.
+    """
+    rng = np.random.default_rng(0)
+    arms = rng.normal(0.0, sd / 2**0.5, (count, len(true), SEEDS)) + np.array(true)[:, None]
+    arms -= rng.normal(0.0, sd / 2**0.5, (count, 1, SEEDS))
+    rows = iter(_paired(arms.reshape(-1, SEEDS)))
+    studies = [dict(enumerate(itertools.islice(rows, len(true)))) for _ in range(count)]
+    whole = [[judged.decision for judged in inference.judge(study).values()] for study in studies]
+    return whole, [inference.judge({0: study[0]})[0].decision for study in studies]
+
+
+@pytest.mark.parametrize(
+    ('true', 'sd', 'wrong', 'lowest'),
+    [
+        # Holm over arms that share a baseline costs power, not all of it.
+        (0.0, 0.02, {BETTER, WORSE, EQUIVALENT}, 0.02),
+        (inference.MARGIN, 0.003, {EQUIVALENT}, 0.0),
+    ],
+    ids=['no difference', 'at the margin'],
+)
+def test_studies_rarely_decide_wrongly(true, sd, wrong, lowest):
+    count = 2000
+    whole, alone = _decisions(count, (true,) * ARMS, sd)
+    rate = np.mean([not wrong.isdisjoint(decisions) for decisions in whole])
+    assert lowest <= rate <= 0.05 or _within(rate, 0.05, count)
+    assert _within(np.mean([decision in wrong for decision in alone]), 0.05, count)
+
+
+def test_equal_arms_with_little_noise_are_equivalent():
+    decisions = sum(_decisions(200, sd=0.003)[0], [])
+    assert decisions.count(EQUIVALENT) >= 0.95 * len(decisions)
+
+
+def test_effects_of_the_detectable_size_are_found_four_times_in_five():
+    count, sd = 3000, 0.01
+    error = sd / SEEDS**0.5
+    effect = inference.detectable_difference(error, SEEDS - 1)
+    whole, _ = _decisions(count, true=(-effect,), sd=sd)
+    assert _within(np.mean([decisions == [BETTER] for decisions in whole]), inference.POWER, count)
+    # `detectable` of a judgement holds for the strictest level: one effect among arms without any.
+    effect = inference.detectable_difference(error, SEEDS - 1, 0.05 / ARMS)
+    whole, _ = _decisions(count, true=(effect,) + (0.0,) * (ARMS - 1), sd=sd)
+    rate = np.mean([decisions[0] is WORSE for decisions in whole])
+    assert _within(rate, inference.POWER, count)
+
+
+def test_t_intervals_cover_the_truth():
+    count, rng = 3000, np.random.default_rng(7)
+    found = _paired(rng.normal(0.01, 0.02, (count, SEEDS)))
+    assert _within(np.mean([d.low <= 0.01 <= d.high for d in found]), inference.LEVEL, count)
+    arm, baseline = rng.normal(0.01, 0.04, (count, 5)), rng.normal(0, 0.01, (count, 9))
+    low, high = scipy_stats.ttest_ind(arm, baseline, axis=1, equal_var=False).confidence_interval()
+    first = inference.welch(arm[0], baseline[0], resamples=None)
+    assert (first.low, first.high) == pytest.approx((low[0], high[0]))
+    assert _within(np.mean((low <= 0.01) & (0.01 <= high)), inference.LEVEL, count)
+
+
+@pytest.mark.parametrize(('n', 'expected'), [(8, 0.885), (30, 0.93)])
+def test_bootstrap_intervals_cover_less_at_few_seeds(n, expected):
+    count = 600
+    values = np.random.default_rng(8).normal(0.01, 0.02, (count, n))
+    ends = [inference.bootstrap(x, resamples=999) for x in values]
+    assert _within(np.mean([low <= 0.01 <= high for low, high in ends]), expected, count, errors=3)
