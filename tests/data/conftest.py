@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from qkattn.config import DataConfig
+from qkattn.data import cache
 from qkattn.data.load import load
 from qkattn.data.tokens import TokenDataset
 from tests.data.datasets import token_dataset
@@ -30,10 +31,13 @@ def numbers():
 
 
 @pytest.fixture(scope='session')
-def data_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp('data')
-
-
-@pytest.fixture(scope='session')
 def stdlib(data_dir):
-    return load(DataConfig(data_dir=str(data_dir)))
+    return load(DataConfig(data_dir=data_dir))
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """The warnings about caches."""
+    messages = []
+    monkeypatch.setattr(cache.log, 'warning', lambda text, *args: messages.append(text % args))
+    return messages

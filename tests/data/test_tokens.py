@@ -5,88 +5,51 @@ import os
 import numpy as np
 import pytest
 
-from qkattn.data import cache
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.data.tokens import open_dataset
-from qkattn.errors import ConfigError
+from tests.data.refusals import refused
 
 TEXTS = {'train': [b'aab', b'c'], 'validation': [b'abcd'], 'test': []}
 
 
-class Corpus:
-    """Opens TEXTS under a directory and counts how often the texts are asked for."""
-
-    def __init__(self, data_dir):
-        self.data_dir = data_dir
-        self.num_builds = 0
-        self.directory = data_dir / 'tokens' / 'letters' / '1.2' / 'bytes'
-
-    def documents(self):
-        self.num_builds += 1
-        return TEXTS
-
-    def open(self):
-        return open_dataset(
-            self.data_dir,
-            name='letters',
-            version='1.2',
-            tokenizer=ByteTokenizer(),
-            documents=self.documents,
-        )
+def opened(tmp_path, texts=TEXTS):
+    """A dataset of `texts`; None if they must not be asked for."""
+    return open_dataset(
+        tmp_path,
+        name='letters',
+        version='1.2',
+        tokenizer=ByteTokenizer(),
+        documents=lambda: texts or pytest.fail('texts are read'),
+    )
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    return Corpus(tmp_path)
-
-
-@pytest.fixture
-def warnings(monkeypatch):
-    messages = []
-    monkeypatch.setattr(cache.log, 'warning', lambda text, *args: messages.append(text % args))
-    return messages
-
-
-def test_documents_end_with_a_separator(corpus):
-    dataset = corpus.open()
-    assert dataset.split('train').tobytes() == b'aab\0c\0'
+def test_documents_end_with_a_separator(tmp_path):
+    dataset = opened(tmp_path)
+    train = dataset.split('train')
+    assert (train.tobytes(), train.dtype, train.flags.writeable) == (b'aab\0c\0', np.uint8, False)
     assert dataset.split('validation').tobytes() == b'abcd\0'
-    assert dataset.split('train').dtype == np.uint8
     assert len(dataset.split('test')) == 0
     info = dataset.info('train')
     assert (info.num_documents, info.num_tokens, info.num_bytes) == (2, 6, 6)
-    assert not dataset.split('train').flags.writeable
-
-
-def test_unigram_entropy(corpus):
     # Frequencies 2, 1, 1, 2 of 6.
-    expected = 2 * (2 / 6) * math.log(6 / 2) + 2 * (1 / 6) * math.log(6)
-    found = corpus.open().info('train').unigram_nats_per_token
-    assert found == pytest.approx(expected, rel=1e-12)
+    entropy = 2 * (2 / 6) * math.log(6 / 2) + 2 * (1 / 6) * math.log(6)
+    assert info.unigram_nats_per_token == pytest.approx(entropy, rel=1e-12)
+    with refused("split='val' .* valid: 'train', 'validation', 'test'"):
+        dataset.split('val')
 
 
 def test_bytes_per_token(numbers):
     assert numbers(train=64).bytes_per_token('train') == 2.0
 
 
-def test_identity_is_json_and_tells_data_apart(corpus):
-    identity = corpus.open().identity()
+def test_identity_is_json_and_tells_data_apart(tmp_path, warnings):
+    identity = opened(tmp_path).identity()
+    assert opened(tmp_path, None).identity() == identity and not warnings
     assert json.loads(json.dumps(identity)) == identity
-    assert identity['name'] == 'letters'
-    assert identity['version'] == '1.2'
-    assert identity['tokenizer'] == 'bytes'
-    assert len(set(identity['fingerprints'].values())) == 3
-    assert set(identity['fingerprints']) == {'train', 'validation', 'test'}
-
-
-def test_unknown_split_lists_the_known(corpus):
-    with pytest.raises(ConfigError, match="split='val' .* valid: 'train', 'validation', 'test'"):
-        corpus.open().split('val')
-
-
-def test_reopening_reads_the_cache(corpus, warnings):
-    assert corpus.open().identity() == corpus.open().identity()
-    assert (corpus.num_builds, warnings) == (1, [])
+    fingerprints = identity.pop('fingerprints')
+    assert identity == {'name': 'letters', 'version': '1.2', 'tokenizer': 'bytes'}
+    assert set(fingerprints) == set(TEXTS)
+    assert len(set(fingerprints.values())) == 3
 
 
 def flip(path):
@@ -113,26 +76,25 @@ def relabel(path):
         ('train.json', relabel, "version is '1.1', not '1.2'"),
     ],
 )
-def test_a_damaged_cache_is_named_and_written_again(corpus, warnings, file, damage, says):
-    before = corpus.open()
-    identity, train = before.identity(), before.split('train').tobytes()
-    damage(corpus.directory / file)
-    after = corpus.open()
+def test_a_damaged_cache_is_named_and_written_again(tmp_path, warnings, file, damage, says):
+    identity = opened(tmp_path).identity()
+    path = tmp_path / 'tokens' / 'letters' / '1.2' / 'bytes' / file
+    damage(path)
+    after = opened(tmp_path)
     assert after.identity() == identity
-    assert after.split('train').tobytes() == train
+    assert after.split('train').tobytes() == b'aab\0c\0'
     (warning,) = warnings
-    assert f'{str(corpus.directory / file)!r} is damaged: {says}' in warning
+    assert f'{str(path)!r} is damaged: {says}' in warning
+    assert warning.endswith('. It is prepared again.')
 
 
-def test_an_interrupted_write_is_finished_by_the_next(corpus, monkeypatch, warnings):
+def test_an_interrupted_write_is_finished_by_the_next(tmp_path, warnings):
     def interrupted():
         yield b'aab'
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(TEXTS, 'train', interrupted())
     with pytest.raises(KeyboardInterrupt):
-        corpus.open()
-    monkeypatch.setitem(TEXTS, 'train', [b'aab', b'c'])
-    assert corpus.open().split('train').tobytes() == b'aab\0c\0'
-    assert not list(corpus.directory.glob('*.tmp'))
+        opened(tmp_path, TEXTS | {'train': interrupted()})
+    assert opened(tmp_path).split('train').tobytes() == b'aab\0c\0'
+    assert not list(tmp_path.rglob('*.tmp'))
     assert not warnings

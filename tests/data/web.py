@@ -21,7 +21,7 @@ def serving(directory: Path) -> Iterator[str]:
     """Serves the files of a directory; yields their address."""
     handler = functools.partial(Quiet, directory=str(directory))
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f'http://127.0.0.1:{server.server_port}'

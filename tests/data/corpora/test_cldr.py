@@ -1,5 +1,6 @@
 import collections
 import hashlib
+import itertools
 import json
 import re
 import subprocess
@@ -12,7 +13,7 @@ from babel import localedata
 from qkattn.config import DataConfig
 from qkattn.data.corpora import cldr
 from qkattn.data.corpora.corpus_registry import find
-from qkattn.errors import ConfigError
+from tests.data.refusals import refused
 
 
 @pytest.fixture(scope='module')
@@ -34,9 +35,9 @@ def test_texts_of_every_category_are_distinct_short_and_tidy(pairs, translations
     assert set(sizes) == set(cldr.CATEGORIES)
     assert min(sizes.values()) > 800
     assert 40_000 < len(pairs) == len(translations) < 65_000
-    for _, *texts in pairs:
-        assert texts[0] != texts[1]
-        for text in texts:
+    for source, target in translations.items():
+        assert source != target
+        for text in (source, target):
             assert 0 < len(text.encode()) <= 120
             # One kind of space, and no empty items.
             assert text == ' '.join(text.split())
@@ -73,19 +74,19 @@ def test_translations_are_right(translations):
 
 def test_one_form_has_one_translation(translations):
     """What reads alike in the source is translated alike, so there is a rule to learn."""
-    shapes = collections.defaultdict(set)
-    for source, target in translations.items():
-        # As in 'May 2, 2001', which is both the long form and the one with short months.
-        form = re.sub(r'\d+', '0', re.sub('^(?!May)[A-Z][a-z]{2} ', 'Mmm ', source))
-        if form in ('Mmm 0, 0', 'May 0, 0', '0/0/0', 'in 0 days', '0 – 0 PM'):
-            shapes[form].add(re.sub(r'\d+', '0', target))
-    assert shapes == {
+    shapes = {
         'Mmm 0, 0': {'0.0.0'},
         'May 0, 0': {'0. Mai 0'},
         '0/0/0': {'0.0.0'},
         'in 0 days': {'in 0 Tagen'},
         '0 – 0 PM': {'0 – 0 Uhr PM'},
     }
+    found = collections.defaultdict(set)
+    for source, target in translations.items():
+        # As in 'May 2, 2001', which is both the long form and the one with short months.
+        form = re.sub(r'\d+', '0', re.sub('^(?!May)[A-Z][a-z]{2} ', 'Mmm ', source))
+        found[form].add(re.sub(r'\d+', '0', target))
+    assert {form: found[form] for form in shapes} == shapes
 
 
 def test_splits_are_about_90_5_5_and_follow_the_source(pairs):
@@ -93,15 +94,15 @@ def test_splits_are_about_90_5_5_and_follow_the_source(pairs):
     assert 0.88 < sizes['train'] / len(pairs) < 0.92
     assert 0.04 < sizes['validation'] / len(pairs) < 0.06
     # The same in every version of the package, or published results lose meaning.
-    assert cldr.place('Germany')[0] == 'train'
-    assert cldr.place('2 days')[0] == 'validation'
-    assert cldr.place('10 days')[0] == 'test'
+    places = {'Germany': 'train', '2 days': 'validation', '10 days': 'test'}
+    assert {source: cldr.place(source)[0] for source in places} == places
 
 
 FRESH = """
-import hashlib, json
+import hashlib, itertools, json
 from qkattn.data.corpora import cldr
-print(hashlib.sha256(json.dumps(list(cldr.pairs('en', 'de'))).encode()).hexdigest())
+pairs = list(itertools.islice(cldr.pairs('en', 'de'), 9000))
+print(hashlib.sha256(json.dumps(pairs).encode()).hexdigest())
 """
 
 
@@ -114,31 +115,32 @@ def test_neither_machine_nor_process_decide_what_is_drawn(pairs):
         check=True,
         timeout=120,
     )
-    assert fresh.stdout.strip() == digest(pairs)
+    assert fresh.stdout.strip() == digest(pairs[:9000])
     if babel.__version__ == '2.18.0':
         # Written down, so that texts do not change under the same version.
         assert digest(pairs) == 'cfc420ea1d450ea950bfbf583cf003794b80a2008a6af4197871c769c3096796'
 
 
-@pytest.mark.parametrize('languages', [('de', 'en'), ('fr', 'ja'), ('zh_Hans', 'pt_BR')])
-def test_other_languages_have_a_corpus_too(monkeypatch, languages):
+RARE = ('root', 'cic', 'ltg', 'nus', 'agq', 'la', 'ar', 'my')
+
+
+@pytest.mark.parametrize(
+    ('languages', 'least'),
+    [
+        *((languages, 600) for languages in (('de', 'en'), ('fr', 'ja'), ('zh_Hans', 'pt_BR'))),
+        # Languages of which little is known.
+        *((('en', language), 200) for language in RARE),
+    ],
+)
+def test_other_languages_have_a_corpus_too(monkeypatch, languages, least):
+    assert all(map(localedata.exists, languages))
     # A few of each category are enough to see that nothing fails.
-    monkeypatch.setattr(cldr, 'CATEGORIES', few(cldr.CATEGORIES))
-    assert len(list(cldr.pairs(*languages))) > 600
-
-
-@pytest.mark.parametrize('language', ['root', 'cic', 'ltg', 'nus', 'agq', 'la', 'ar', 'my'])
-def test_languages_of_which_little_is_known_do_not_fail(monkeypatch, language):
-    assert localedata.exists(language)
-    monkeypatch.setattr(cldr, 'CATEGORIES', few(cldr.CATEGORIES))
-    assert len(list(cldr.pairs('en', language))) > 200
-
-
-def few(categories):
-    def some(says):
-        return lambda rng, pair: (say for i, say in enumerate(says(rng, pair)) if i % 29 == 0)
-
-    return {name: some(says) for name, says in categories.items()}
+    few = {
+        name: lambda rng, pair, all=all: itertools.islice(all(rng, pair), 0, None, 29)
+        for name, all in cldr.CATEGORIES.items()
+    }
+    monkeypatch.setattr(cldr, 'CATEGORIES', few)
+    assert len(list(cldr.pairs(*languages))) > least
 
 
 def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, tmp_path, monkeypatch):
@@ -156,14 +158,7 @@ def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, tmp_pat
         assert len(texts[0]) == len(expected)
         assert set(zip(*texts, strict=True)) == expected
         assert {categories[source] for source in texts[0][:150]} == set(categories.values())
-    assert next(iter(sides[0]['train'])).decode() in categories
     assert not list(tmp_path.iterdir())
-
-
-def test_a_language_has_one_name(tmp_path):
-    corpus = find(DataConfig(name='cldr', languages='EN-zh_CN', data_dir=str(tmp_path)))
-    assert corpus.languages == ('en', 'zh_Hans_CN')
-    assert corpus.name == 'cldr-en-zh_Hans_CN'
 
 
 @pytest.mark.parametrize(
@@ -175,6 +170,9 @@ def test_a_language_has_one_name(tmp_path):
     ],
 )
 def test_languages_that_cannot_be_are_one_sentence(languages, says):
-    with pytest.raises(ConfigError, match=says) as caught:
+    with refused(says):
         find(DataConfig(name='cldr', languages=languages))
-    assert '\n' not in str(caught.value)
+    # A language has one name.
+    corpus = find(DataConfig(name='cldr', languages='EN-zh_CN'))
+    assert corpus.languages == ('en', 'zh_Hans_CN')
+    assert corpus.name == 'cldr-en-zh_Hans_CN'
