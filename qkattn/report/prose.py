@@ -214,7 +214,7 @@ def _problems(scaling: Iterable[Scaling], baseline: str | None) -> dict[str, lis
     return found
 
 
-def _by_size(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
+def by_size(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
     found: dict[str, list[Arm]] = {}
     for arm in arms:
         found.setdefault(arm.size, []).append(arm)
@@ -251,7 +251,7 @@ def environment(html: bool) -> jinja2.Environment:
         'optima': _optima,
         'problems': _problems,
         'details': _details,
-        'by_size': _by_size,
+        'by_size': by_size,
         'by_difference': functools.partial(
             sorted, key=lambda arm: arm.difference.mean if arm.difference else 0.0
         ),

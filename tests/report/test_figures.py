@@ -36,6 +36,14 @@ def labels(ax: Axes) -> list[str]:
     return [label.get_text() for label in ax.get_yticklabels()]
 
 
+def title(ax: Axes) -> list[str]:
+    return ax.get_title(loc='left').splitlines()
+
+
+def seeds(ax: Axes) -> list:
+    return [dots for dots in ax.collections if dots.get_label() == 'one seed']
+
+
 def line(ax: Axes, label: str):
     (found,) = [line for line in ax.lines if line.get_label() == label]
     return found
@@ -48,7 +56,7 @@ def test_forest_has_a_line_for_every_declared_arm(study_dir):
     (ax,) = drawn['verdicts'].axes
     assert labels(ax) == ['good/vo', 'same/vo', 'wide/vo', 'bad/vo', 'late/vo']
     said = texts(ax)
-    words = [t for t in said if t in ('better', 'worse', 'equivalent', 'undecided')]
+    words = [text.split()[-1] for text in said if ']  ' in text]
     assert words == ['better', 'equivalent', 'undecided', 'worse']
     assert any('screening' in text or text == 'no result yet' for text in said)
 
@@ -57,16 +65,18 @@ def test_forest_draws_seeds_intervals_and_margin(study_dir):
     found, drawn = draw(write_tuned(study_dir, arms(), margin=0.004))
     (ax,) = drawn['verdicts'].axes
     by_name = {arm.variant: arm for arm in found.arms}
-    for name, dots in zip(labels(ax), ax.collections, strict=True):
+    for name, dots in zip(labels(ax), seeds(ax), strict=True):
         seen = sorted(dots.get_offsets()[:, 0])
         assert seen == pytest.approx(sorted(by_name[name].differences))
-    (band,) = [patch for patch in ax.patches if patch.get_label() == 'margin']
+    (band,) = [patch for patch in ax.patches if patch.get_label().startswith('±0.004')]
     corners = band.get_extents().transformed(ax.transData.inverted())
     assert (corners.x0, corners.x1) == pytest.approx((-0.004, 0.004))
     difference = by_name['good/vo'].difference
-    ends = [tuple(line.get_xdata()) for line in ax.lines if len(line.get_xdata()) == 2]
-    assert any(pair == pytest.approx((difference.low, difference.high)) for pair in ends)
-    assert f'{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]' in texts(ax)
+    interval = next(of for of in ax.collections if of.get_label() == '95 % interval')
+    ends = interval.get_segments()[0][:, 0]
+    assert ends == pytest.approx((difference.low, difference.high))
+    said = f'{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]  better'
+    assert said in texts(ax)
 
 
 def test_an_outlier_does_not_flatten_the_others(study_dir):
@@ -74,15 +84,17 @@ def test_an_outlier_does_not_flatten_the_others(study_dir):
     _, drawn = draw(write_tuned(study_dir, records))
     (ax,) = drawn['verdicts'].axes
     assert ax.get_xlim()[1] < 0.5
-    # One arrowhead for the mean, one for the seeds.
-    assert [line.get_marker() for line in ax.lines if line.get_marker() == '>'] == ['>', '>']
+    # One arrowhead for the mean, one for each of the seeds.
+    at_edge = [of.get_offsets() for of in ax.collections if of.get_label() in ('mean', 'one seed')]
+    at_edge = [offsets for offsets in at_edge if offsets[0, 0] == ax.get_xlim()[1]]
+    assert sorted(map(len, at_edge)) == [1, 8]
     assert any(text.startswith('+3.0000') for text in texts(ax))
 
 
 def test_diverged_verdict_trials_are_counted(study_dir):
     records = [*arms(), *tuned_arm('div/vo', losses=[None, *shifted(0.0)[1:]])]
     _, drawn = draw(write_tuned(study_dir, records))
-    assert any(text.endswith('\n1 diverged') for text in texts(drawn['verdicts'].axes[0]))
+    assert any(text.endswith('  1 diverged') for text in texts(drawn['verdicts'].axes[0]))
 
 
 def test_an_arm_without_finished_trials_says_why(study_dir):
@@ -119,17 +131,18 @@ def test_only_a_baseline_has_no_forest(study_dir):
 def test_sweeps_show_screening_losses_fit_and_choice(study_dir):
     found, drawn = draw(write_tuned(study_dir, arms()))
     axes = drawn['sweep_learning_rate'].axes
-    assert [ax.get_title(loc='left') for ax in axes[:5]] == [a.variant for a in found.arms]
+    assert [title(ax)[0] for ax in axes[:5]] == [a.variant for a in found.arms]
     assert [ax.get_visible() for ax in axes] == [True] * 5 + [False] * 3
     at_bottom = [ax.xaxis.get_tick_params()['labelbottom'] for ax in axes[:5]]
     assert at_bottom == [False] + [True] * 4
     sweep = found.arms[0].sweeps['learning_rate']
-    seeds = [sorted(dots.get_offsets()[:, 1]) for dots in axes[0].collections]
-    assert seeds == [sorted(losses) for losses in sweep.losses]
+    seen = [sorted(dots.get_offsets()[:, 1]) for dots in seeds(axes[0])]
+    assert seen == [sorted(losses) for losses in sweep.losses]
+    assert title(axes[0])[1].startswith(f'{sweep.chosen:.3g} [{sweep.optimum_low:.3g}, ')
     assert list(line(axes[0], 'mean').get_xdata()) == list(RATES)
-    assert line(axes[0], 'chosen').get_xdata()[0] == sweep.chosen
+    assert line(axes[0], 'chosen value').get_xdata()[0] == sweep.chosen
     # The records are an exact parabola: the curve goes through the means.
-    curve = line(axes[0], 'fit')
+    curve = line(axes[0], 'parabola')
     at = np.interp(np.log(RATES[1]), np.log(curve.get_xdata()), curve.get_ydata())
     assert at == pytest.approx(sweep.means[1], abs=1e-4)
     assert len(drawn['sweep_learning_rate'].legends) == 1
@@ -143,14 +156,14 @@ def test_sweeps_say_what_is_not_known(study_dir):
         *tuned_arm('lost/vo', losses=(), diverged_rates=RATES),
     ]
     _, drawn = draw(write_tuned(study_dir, records))
-    by_title = {ax.get_title(loc='left'): ax for ax in drawn['sweep_learning_rate'].axes}
-    assert 'not bracketed' in texts(by_title['edge/vo'])
-    assert 'not bracketed' not in texts(by_title['burst/vo'])
-    crosses = line(by_title['burst/vo'], 'diverged')
+    by_title = {title(ax)[0]: ax for ax in drawn['sweep_learning_rate'].axes}
+    assert title(by_title['edge/vo'])[1].endswith(', not bracketed')
+    assert 'not bracketed' not in title(by_title['burst/vo'])[1]
+    crosses = line(by_title['burst/vo'], 'a seed diverged')
     assert list(crosses.get_xdata()) == list(RATES[3:])
     assert np.all(np.array(crosses.get_ydata()) > 0.9)
-    assert 'diverged at every value' in texts(by_title['lost/vo'])
-    assert not [ln for ln in by_title['lost/vo'].lines if ln.get_label() == 'chosen']
+    assert title(by_title['lost/vo'])[1] == 'diverged at every value'
+    assert not [ln for ln in by_title['lost/vo'].lines if ln.get_label() == 'chosen value']
 
 
 def test_sweeps_share_an_axis_only_where_it_shows_them(study_dir):
@@ -165,12 +178,12 @@ def test_scaling_draws_the_law_and_the_multiplier(study_dir):
     found, drawn = draw(write_tuned(study_dir, scaled(1.2)))
     (ax,) = drawn['loss_parameters'].axes
     (law,) = [scaling.fit for scaling in found.scaling if scaling.variant == 'b/vo']
-    curve = line(ax, 'law of b/vo')
+    curve = line(ax, '_law of b/vo')
     assert curve.get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
     assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
     (worth,) = drawn['multipliers'].axes
     assert labels(worth) == ['b/vo']
-    assert texts(worth)[0].startswith('1.2')
+    assert texts(worth)[1].startswith('1.2')
 
 
 def test_no_law_no_curve(study_dir):
@@ -178,7 +191,7 @@ def test_no_law_no_curve(study_dir):
     found, drawn = draw(write_tuned(study_dir, two))
     assert all(scaling.fit.problem for scaling in found.scaling)
     (ax,) = drawn['loss_parameters'].axes
-    assert not [ln for ln in ax.lines if str(ln.get_label()).startswith('law')]
+    assert not [ln for ln in ax.lines if str(ln.get_label()).startswith('_law')]
     assert 'multipliers' not in drawn
 
 
@@ -192,8 +205,8 @@ def test_retrieval_stands_beside_the_loss(study_dir):
     assert labels(loss)[:2] == ['good/vo', 'qk/vo']
     assert gain.get_xlabel() == 'induction gain (nats/token)'
     assert accuracy.get_xlabel() == 'induction accuracy (%)'
-    seeds = sorted(gain.collections[0].get_offsets()[:, 0])
-    assert seeds == pytest.approx(sorted(3 - loss for loss in shifted(-0.03)))
+    seen = sorted(seeds(gain)[0].get_offsets()[:, 0])
+    assert seen == pytest.approx(sorted(3 - loss for loss in shifted(-0.03)))
 
 
 def test_no_probe_no_retrieval(study_dir):
@@ -204,7 +217,7 @@ def test_no_probe_no_retrieval(study_dir):
 def test_a_line_without_a_mean_is_drawn():
     line = Line('a/vo', absent='no result yet')
     with style_sheet():
-        figure = forest([Panel([line], 'x')], styles(['a/vo'], None), 1)
+        figure = forest([Panel([line], 'x')], styles(['a/vo'], None))
     (ax,) = figure.axes
     assert 'no result yet' in texts(ax) and labels(ax) == ['a/vo']
 

@@ -112,9 +112,9 @@ def test_figures_follow_the_theme(html):
 
 
 def test_every_seed_is_drawn(html):
-    # One collection of dots for each variant, with one mark for each seed.
+    # A collection of dots for each variant, below those of the means: one mark for each seed.
     dots = re.findall(r'<g id="losses-PathCollection_\d+">(.*?)</g>\s*</g>', html, re.DOTALL)
-    assert [group.count('<use') for group in dots] == [8] * 6
+    assert [group.count('<use') for group in dots][:6] == [8] * 6
 
 
 def test_files_are_complete_and_figures_drawn(report):
@@ -230,7 +230,7 @@ def test_hues_stand_out_from_the_page(palette):
 
 def test_many_variants_differ_in_style_and_long_names_keep_both_ends():
     look = styles(['qk/vo', *map(str, range(29))], 'qk/vo')
-    assert len({(style.colour, style.marker) for style in look.values()}) == 30
+    assert len({(style['color'], style['marker']) for style in look.values()}) == 30
     assert len(short(LONG)) <= 34
     assert short(LONG).startswith('my_package') and short(LONG).endswith('kv_heads=1')
 

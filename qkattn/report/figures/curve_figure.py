@@ -1,27 +1,28 @@
-"""Learning curves: the loss of the validation split over training."""
+"""Lines with a legend: loss over training, and loss against parameters over the sizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from qkattn.report.figures.style import (
     GRID,
-    INK,
+    MUTED,
+    REFERENCE,
+    SEEDS,
     WIDTH,
-    Drawing,
     Look,
-    VariantStyle,
-    label_right,
+    legend,
     panels,
     short,
 )
-from qkattn.report.prose import si
+from qkattn.report.prose import by_size, si
 from qkattn.verdict.arms import Arm
+from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 from qkattn.verdict.measures import losses
 
@@ -29,120 +30,136 @@ from qkattn.verdict.measures import losses
 MAX_LINES = 8
 COLUMNS = 4
 
-# By variant: x [E] and y [seeds, E].
-Curves = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
-
-def learning_curves(study: Study, arms: Sequence[Arm], look: Look, stem: str) -> Drawing | None:
+def learning_curves(
+    study: Study, arms: Sequence[Arm], look: Look
+) -> tuple[Figure | None, dict[str, Any]]:
     """Val loss over training of one size: mean line and min-max band over seeds."""
     measure = losses(arms)[0]
-    curves = {arm.variant: curve for arm in arms if (curve := _curve(study, arm, measure.field))}
+    curves = {arm.variant: curve for arm in arms if len(curve := _curve(study, arm, measure.field))}
     if not curves:
-        return None
+        return None, {}
     example = {arm.variant: arm.chosen[0] for arm in arms if arm.chosen}
     rates = {v: example[v].num_tokens / example[v].num_steps for v in curves}
-    by_tokens = max(rates.values()) - min(rates.values()) > 1e-6
-    if by_tokens:
-        curves = {v: (x * rates[v], y) for v, (x, y) in curves.items()}
-    limits = _limits(curves)
-    draw = _one_panel if len(curves) <= MAX_LINES else _small_multiples
-    figure = draw(curves, look, study.baseline, limits)
+    if by_tokens := max(rates.values()) - min(rates.values()) > 1e-6:
+        curves = {v: curve.set_index(curve.index * rates[v]) for v, curve in curves.items()}
+    last = curves.get(study.baseline)
+    if small := len(curves) > MAX_LINES:
+        variants = [variant for variant in curves if variant != study.baseline]
+        figure = Figure(figsize=(WIDTH + 1.2, 1.45 * -(-len(variants) // COLUMNS) + 0.7))
+        axes = panels(figure, COLUMNS, len(variants), sharex=True, sharey=True)
+        means = pd.concat([curve.mean(axis=1) for curve in curves.values()], axis=1).dropna()
+        for ax, variant in zip(axes, variants, strict=True):
+            band = {'color': GRID, 'linewidth': 0, 'zorder': 1, 'label': 'range of all means'}
+            ax.fill_between(means.index, means.min(axis=1), means.max(axis=1), **band)
+            if last is not None:
+                _line(ax, last, look[study.baseline], f'baseline {short(study.baseline)}')
+            _line(ax, curves[variant], look[variant], 'the variant named above')
+            ax.set_title(short(variant, 24), fontsize=8, fontweight='normal')
+            ax.grid(visible=False)
+        legend(figure, 'upper center', ncols=3)
+    else:
+        figure = Figure(figsize=(WIDTH + 1.2, 4.2))
+        axes = [figure.subplots()]
+        axes[0].margins(x=0.01)
+        # The legend is in the order in which the lines end.
+        for variant in sorted(curves, key=lambda v: -curves[v].iloc[-1].mean()):
+            _line(axes[0], curves[variant], look[variant], short(variant))
+        legend(figure, 'right center')
+    # The last four fifths of training, where variants differ, are shown.
+    low = min(curve.min(axis=None) for curve in curves.values())
+    late = [curve[curve.index >= 0.2 * curve.index[-1]] for curve in curves.values()]
+    high = max(curve.max(axis=None) for curve in late)
+    pad = 0.06 * (high - low) or 0.05
+    for ax in axes:
+        ax.set_ylim(low - pad, high + pad)
+        ax.locator_params(axis='x', nbins=2 if small else 6)
+        ax.xaxis.set_major_formatter(lambda value, _: si(value))
     figure.supxlabel('training tokens' if by_tokens else 'training step')
     figure.supylabel(measure.axis)
-    return Drawing.of(
-        figure,
-        stem,
-        size=arms[0].size if len(study.sizes) > 1 else None,
-        axis=measure.axis,
-        banded=any(len(y) > 1 for _, y in curves.values()),
-        cut=any(float(np.nanmax(y)) > limits[1] for _, y in curves.values()),
-    )
+    banded = any(curve.shape[1] > 1 for curve in curves.values())
+    cut = any(curve.max(axis=None) > high + pad for curve in curves.values())
+    return figure, {'axis': measure.axis, 'banded': banded, 'cut': cut}
 
 
-def _curve(study: Study, arm: Arm, field: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Steps [E] and `field` [seeds, E] of the arm's chosen trials, at the steps all share."""
-    found = []
-    for run in study.runs:
-        for index, trial in enumerate(run.trials):
-            if run.curve is not None and any(trial is chosen for chosen in arm.chosen):
-                values = run.curve.values_EX[field][:, index]
-                found.append(dict(zip(run.curve.steps_E.tolist(), values, strict=True)))
-    steps = sorted(set.intersection(*map(set, found))) if found else []
-    if not steps:
-        return None
-    return np.array(steps), np.array([[curve[step] for step in steps] for curve in found])
-
-
-def _limits(curves: Curves) -> tuple[float, float]:
-    """Y limits that show the last four fifths of training, where variants differ."""
-    low = min(float(np.nanmin(y)) for _, y in curves.values())
-    high = max(float(np.nanmax(y[:, x >= 0.2 * x[-1]])) for x, y in curves.values())
-    pad = 0.06 * (high - low) or 0.05
-    return low - pad, high + pad
-
-
-def _draw(ax: Axes, x: np.ndarray, y: np.ndarray, style: VariantStyle, order: int) -> None:
-    if len(y) > 1:
-        band = {'color': style.colour, 'alpha': 0.18, 'linewidth': 0}
-        ax.fill_between(x, y.min(axis=0), y.max(axis=0), **band)
-    line = {'color': style.colour, 'linestyle': style.dashes, 'linewidth': style.width}
-    ax.plot(x, y.mean(axis=0), zorder=order, **line)
-
-
-def _axes(ax: Axes, limits: tuple[float, float], ticks: int) -> None:
-    ax.set_ylim(limits)
-    ax.xaxis.set_major_locator(MaxNLocator(ticks))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
-
-
-def _one_panel(
-    curves: Curves, look: Look, baseline: str | None, limits: tuple[float, float]
-) -> Figure:
-    figure = Figure(figsize=(WIDTH, 4.2))
-    ax = figure.subplots()
-    for variant, (x, y) in curves.items():
-        _draw(ax, x, y, look[variant], 4 if variant == baseline else 3)
-    _axes(ax, limits, 6)
-    ax.margins(x=0.01)
-    ends = {variant: (x[-1], float(y[:, -1].mean())) for variant, (x, y) in curves.items()}
-    label_right(ax, [(*end, variant, look[variant].colour) for variant, end in ends.items()])
-    return figure
-
-
-def _small_multiples(
-    curves: Curves, look: Look, baseline: str | None, limits: tuple[float, float]
-) -> Figure:
-    variants = [variant for variant in curves if variant != baseline]
-    figure = Figure(figsize=(WIDTH + 1.2, 1.45 * -(-len(variants) // COLUMNS) + 0.7))
-    axes = panels(figure, COLUMNS, len(variants), sharex=True, sharey=True)
-    envelope = _envelope(list(curves.values()))
-    for ax, variant in zip(axes, variants, strict=True):
-        if envelope is not None:
-            ax.fill_between(*envelope, color=GRID, linewidth=0, zorder=1)
-        if baseline in curves:
-            _draw(ax, *curves[baseline], look[baseline], 3)
-        _draw(ax, *curves[variant], look[variant], 4)
-        ax.set_title(short(variant, 24), fontsize=8, fontweight='normal', color=INK)
-        ax.grid(visible=False)
-        _axes(ax, limits, 2)
-    handles: list[Line2D | Patch] = [
-        Line2D([], [], color=look[variants[0]].colour, label='the variant named above')
+def _curve(study: Study, arm: Arm, field: str) -> pd.DataFrame:
+    """`field` of the arm's chosen trials, [steps, seeds], at the steps that all share."""
+    chosen = set(map(id, arm.chosen))
+    found = [
+        pd.Series(run.curve.values_EX[field][:, index], run.curve.steps_E)
+        for run in study.runs
+        for index, trial in enumerate(run.trials)
+        if run.curve is not None and id(trial) in chosen
     ]
-    if baseline in curves:
-        name = f'baseline {short(baseline)}'
-        handles.append(Line2D([], [], color=INK, linewidth=2, label=name))
-    if envelope is not None:
-        handles.append(Patch(color=GRID, label='range of all means'))
-    figure.legend(handles=handles, loc='outside upper center', ncols=3)
-    return figure
+    return pd.concat(found, axis=1, join='inner') if found else pd.DataFrame()
 
 
-def _envelope(
-    curves: Sequence[tuple[np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Lowest and highest mean of all curves over x; None when their steps differ."""
-    x = curves[0][0]
-    if not all(np.array_equal(x, other) for other, _ in curves):
-        return None
-    means = np.array([y.mean(axis=0) for _, y in curves])
-    return x, means.min(axis=0), means.max(axis=0)
+def _line(ax: Axes, curve: pd.DataFrame, style: dict[str, Any], label: str) -> None:
+    if curve.shape[1] > 1:
+        band = {'color': style['color'], 'alpha': 0.18, 'linewidth': 0}
+        ax.fill_between(curve.index, curve.min(axis=1), curve.max(axis=1), **band)
+    ax.plot(curve.index, curve.mean(axis=1), label=label, zorder=3, **style | {'marker': ''})
+
+
+def loss_against_parameters(
+    study: Study, found: Findings, look: Look
+) -> tuple[Figure, dict[str, bool]]:
+    """Mean val loss against total parameters, all sizes; with the fitted law where there is one."""
+    laws = {of.variant: of.fit for of in found.scaling if not of.fit.problem}
+    points: dict[str, list[Arm]] = {}
+    for arm in sorted(found.arms, key=_total):
+        if arm.chosen:
+            points.setdefault(arm.variant, []).append(arm)
+    figure = Figure(figsize=(WIDTH + 1.8, max(4.2, 0.2 * len(points) + 1.2)))
+    ax = figure.subplots()
+    # The legend is in the order of the losses at the largest size.
+    for variant in sorted(points, key=lambda v: -points[v][-1].val_loss.mean):
+        arms, style, law = points[variant], look[variant], laws.get(variant)
+        thin = {'linewidth': 0.8, 'linestyle': 'none' if law else style['linestyle'], 'zorder': 4}
+        means = [arm.val_loss.mean for arm in arms]
+        ax.plot([*map(_total, arms)], means, label=short(variant), **style | thin)
+        for arm in arms:
+            seeds = [trial.val_loss for trial in arm.chosen]
+            dots = SEEDS | {'label': '_', 'color': style['color']}
+            ax.scatter([_total(arm)] * len(seeds), seeds, **dots)
+        if law:
+            sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)
+            curve = style | {'marker': '', 'label': f'_law of {variant}'}
+            ax.plot(sizes, [law.loss(size) for size in sizes], **curve)
+    # Any other target counts other parameters than this axis does.
+    matched = {arm.example.target_parameters for arm in found.arms if study.matched == 'total'}
+    targets = sorted(matched - {None})
+    for target in targets:
+        ax.axvline(target, label='_target', **REFERENCE | {'color': MUTED})
+    if laws:
+        ax.set_yscale('log')
+        ax.yaxis.set_major_locator(MaxNLocator(7))
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter('{x:g}')
+    ax.set_ylabel('val loss (nats/token' + (', log scale)' if laws else ')'))
+    _parameter_axis(ax, found.arms, targets)
+    legend(figure, 'right center')
+    return figure, {'targets': bool(targets), 'laws': bool(laws)}
+
+
+def _total(arm: Arm) -> int:
+    return arm.example.parameters['total']
+
+
+def _parameter_axis(ax: Axes, arms: Sequence[Arm], targets: Sequence[float]) -> None:
+    totals = [[_total(arm) for arm in of_size] for of_size in by_size(arms).values()]
+    digits = 3
+    if several := len(totals) > 1:
+        ax.set_xscale('log')
+        ax.set_xticks([float(np.median(of_size)) for of_size in totals])
+        ax.xaxis.set_minor_locator(NullLocator())
+    else:
+        # At least 1 % to either side, so that counts that are nearly equal look nearly equal.
+        low, high = min(*totals[0], *targets), max(*totals[0], *targets)
+        middle = (low + high) / 2
+        half = max(0.01 * middle, 0.6 * (high - low))
+        ax.set_xlim(middle - half, middle + half)
+        ax.locator_params(axis='x', nbins=4)
+        digits = 3 if half > 0.05 * middle else 4
+    ax.set_xlabel('total parameters' + ' (log scale)' * several)
+    ax.xaxis.set_major_formatter(lambda value, _: si(value, digits))

@@ -1,40 +1,43 @@
-"""Forest plots: mean, interval and seeds of each arm, in panels; all are drawn by `forest`."""
+"""Forest plots: mean, interval and seeds of each arm; all are drawn by `forest`."""
 
-import dataclasses
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
+from qkattn.report import prose
 from qkattn.report.figures.style import (
     GRID,
     INK,
     MUTED,
+    REFERENCE,
+    SEEDS,
     SURFACE,
+    WIDTH,
     Look,
-    VariantStyle,
+    legend,
     panels,
     short,
 )
+from qkattn.stats.inference import Decision
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.findings import Findings
+from qkattn.verdict.load import Study
+from qkattn.verdict.measures import Measure
 
-# Keywords of a line at zero, at the baseline's mean, at a chosen value.
-REFERENCE: dict[str, Any] = {'color': INK, 'linewidth': 1, 'linestyle': (0, (4, 2)), 'zorder': 1}
-# Inches: the arms' names, a plot by itself or among others, numbers and verdicts right of it.
-NAMES, ALONE, AMONG, NUMBERS, WORDS = 2.0, 4.6, 2.3, 1.72, 0.9
-# Inches of an arm's line, and of each where there are many arms.
-LINE, CLOSE, MANY = 0.25, 0.2, 15
+_DECIDED = (Decision.BETTER, Decision.WORSE, Decision.EQUIVALENT)
+# A difference or seed that is this many times further from zero than is usual is cut off.
+_FAR = 6.0
 # Seeds are drawn below the mean: on top of the interval they would be hidden.
-BELOW = 0.28
+_BELOW = 0.28
 
 
 class Line(NamedTuple):
-    """One arm in one panel; `absent` says why where there is no mean."""
+    """One arm in one panel; `absent` says why where there is no mean, `right` stands beside it."""
 
     arm: str
     mean: float | None = None
@@ -42,8 +45,7 @@ class Line(NamedTuple):
     high: float | None = None
     seeds: Sequence[float] = ()
     absent: str = ''
-    numbers: str = ''
-    word: str = ''
+    right: str = ''
     is_decided: bool = False
 
 
@@ -59,11 +61,10 @@ class Panel(NamedTuple):
 def forest(
     of_panels: Sequence[Panel],
     look: Look,
-    columns: int,
-    reference: str | None = None,
-    limits: tuple[float, float] | None = None,
+    columns: int = 1,
+    reference: str = '_',
     margin: float | None = None,
-    sharex: bool = False,
+    limits: tuple[float, float] | None = None,
     dot: str = 'one seed',
 ) -> Figure:
     """Panels in rows of `columns`, whose y axis a row shares.
@@ -71,110 +72,211 @@ def forest(
     `reference` and `dot` are the names of the dashed line and of the small dots in the legend;
     marks beyond `limits` are drawn at the edge, as arrowheads.
     """
-    lines = [line for panel in of_panels for line in panel.lines]
-    single = len(of_panels) == 1
-    has_numbers = single and any(line.numbers for line in lines)
-    has_words = any(line.word for line in lines)
     firsts = range(0, len(of_panels), columns)
     counts = [max(len(panel.lines) for panel in of_panels[i : i + columns]) for i in firsts]
-    height = [(LINE if count <= MANY else CLOSE) * count + 0.7 for count in counts]
-    panel_width = (ALONE - has_words * 1.1 if single else AMONG) + WORDS * has_words
-    width = NAMES + columns * panel_width + NUMBERS * has_numbers
+    height = [(0.25 if count <= 15 else 0.2) * count + 0.7 for count in counts]
+    has_right = any(line.right for panel in of_panels for line in panel.lines)
+    width = 2.0 + (4.6 if len(of_panels) == 1 else 2.3 + 0.9 * has_right) * columns
+    width += 1.5 * (has_right and len(of_panels) == 1)
     figure = Figure(figsize=(width, sum(height) + 0.45))
-    share = {'sharex': sharex, 'sharey': 'row', 'height_ratios': height}
-    for ax, panel in zip(panels(figure, columns, len(of_panels), **share), of_panels, strict=True):
+    grid = {'sharex': limits is not None, 'sharey': 'row', 'height_ratios': height}
+    for ax, panel in zip(panels(figure, columns, len(of_panels), **grid), of_panels, strict=True):
         if margin is not None:
-            band = {'color': GRID, 'alpha': 0.75, 'linewidth': 0, 'zorder': 0}
-            ax.axvspan(-margin, margin, label='margin', **band)
+            label = f'±{margin:g}, equivalent inside'
+            ax.axvspan(-margin, margin, color=GRID, alpha=0.75, linewidth=0, zorder=0, label=label)
         if panel.reference is not None:
-            ax.axvline(panel.reference, **REFERENCE)
-        if limits:
-            ax.set_xlim(limits)
+            ax.axvline(panel.reference, label=reference, **REFERENCE)
+        if any('[' in line.right for line in panel.lines):
+            _beside(ax, 1.02, -0.85, 'mean [95 % interval]', color=MUTED)
         for y, line in enumerate(panel.lines):
-            _draw(ax, y, line, look[line.arm], limits)
-            if has_numbers:
-                _right(ax, y, line.numbers, fontsize=8)
-            weight = 'bold' if line.is_decided else 'normal'
-            colour = INK if line.is_decided else MUTED
-            _right(ax, y, line.word, has_numbers * NUMBERS, color=colour, fontweight=weight)
-        if has_numbers:
-            _right(ax, -0.85, 'mean [95 % interval]', fontsize=8, color=MUTED)
-            _right(ax, -0.85, 'verdict' * has_words, NUMBERS, fontsize=8, color=MUTED)
+            _draw(ax, y, line, look[line.arm], limits, dot)
         ax.set_yticks(range(len(panel.lines)), [short(line.arm) for line in panel.lines])
-        ax.set_ylim(len(panel.lines) - 0.4, -0.6)
         ax.tick_params(axis='y', length=0)
         ax.tick_params(labelbottom=True)
         ax.grid(visible=False, axis='y')
-        ax.xaxis.set_major_locator(MaxNLocator(6 if single else 3))
-        ax.set_xlabel(panel.xlabel)
-        ax.set_title(short(panel.title))
-    handles: list[Line2D | Patch] = mean_handles(any(line.low is not None for line in lines), dot)
-    if reference:
-        handles.append(Line2D([], [], label=reference, **REFERENCE))
-    if margin is not None:
-        handles.append(Patch(color=GRID, label=f'±{margin:g}, equivalent inside'))
-    figure.legend(handles=handles, loc='outside lower center', ncols=4 if width > 6.5 else 2)
+        ax.locator_params(axis='x', nbins=6 if len(of_panels) == 1 else 3)
+        ax.set(xlabel=panel.xlabel, title=short(panel.title))
+        ax.set(xlim=limits, ylim=(len(panel.lines) - 0.4, -0.6))
+    legend(figure, 'lower center', ncols=4 if width > WIDTH else 2)
     return figure
 
 
 def _draw(
-    ax: Axes, y: int, line: Line, style: VariantStyle, limits: tuple[float, float] | None
+    ax: Axes,
+    y: int,
+    line: Line,
+    style: dict[str, Any],
+    limits: tuple[float, float] | None,
+    dot: str,
 ) -> None:
+    weight = {'color': INK, 'weight': 'bold'} if line.is_decided else {'color': MUTED}
+    _beside(ax, 1.02, y, line.right, **weight)
     if line.mean is None:
-        _reason(ax, y, line.absent)
+        box = {'facecolor': SURFACE, 'edgecolor': 'none', 'pad': 1}
+        _beside(ax, 0.02, y, line.absent, style='italic', color=MUTED, bbox=box)
         return
     low, high = limits or (-math.inf, math.inf)
-    beyond = '>' if line.mean > high else '<' if line.mean < low else None
+    colour = style['color']
     if line.low is not None and line.high is not None:
-        ends = np.clip((line.low, line.high), low, high)
-        ax.plot(ends, [y, y], color=style.colour, linewidth=2, solid_capstyle='butt')
-    seen = [seed for seed in line.seeds if low <= seed <= high]
-    seed_dots(ax, seen, [y + BELOW] * len(seen), style)
-    for marker, edge in (('<', low), ('>', high)):
-        if any(seed < low if marker == '<' else seed > high for seed in line.seeds):
-            arrow = {'marker': marker, 'markersize': 3.5, 'color': style.colour}
-            ax.plot(edge, y + BELOW, clip_on=False, **arrow)
-    mark = mean_mark(dataclasses.replace(style, marker=beyond or style.marker))
-    # One at the edge of the axes is drawn whole.
-    ax.plot(min(max(line.mean, low), high), y, clip_on=False, **mark)
+        ax.hlines(
+            y, *np.clip((line.low, line.high), low, high), colour, lw=2, label='95 % interval'
+        )
+    mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': SURFACE, 'zorder': 4, 'label': 'mean'}
+    seeds = SEEDS | {'label': dot}
+    for values, at, marker, mark in (
+        (line.seeds, y + _BELOW, 'o', seeds),
+        ([line.mean], y, style['marker'], mean),
+    ):
+        x = np.array(values)
+        outside = {'<': x < low, '>': x > high}
+        for shape, where in {marker: (x >= low) & (x <= high), **outside}.items():
+            if where.any():
+                # A mark at the edge of the axes is drawn whole.
+                shown, own = np.clip(x[where], low, high), mark | {'marker': shape}
+                ax.scatter(shown, [at] * len(shown), color=colour, clip_on=False, **own)
 
 
-def _reason(ax: Axes, y: float, text: str) -> None:
-    box = {'facecolor': SURFACE, 'edgecolor': 'none', 'pad': 1}
-    font: dict[str, Any] = {'fontsize': 8, 'color': MUTED, 'style': 'italic', 'va': 'center'}
-    at = {'xycoords': ('axes fraction', 'data'), 'zorder': 5}
-    ax.annotate(text, (0.02, y), bbox=box, **at, **font)
-
-
-def _right(ax: Axes, y: float, text: str, inches: float = 0.0, **font: Any) -> None:
-    """Writes `text` at height `y`, so far right of the axes."""
+def _beside(ax: Axes, x: float, y: float, text: str, **font: Any) -> None:
     if text:
-        at = {'xytext': (8 + 72 * inches, 0), 'textcoords': 'offset points'}
-        coordinates = ('axes fraction', 'data')
-        font = font | {'va': 'center', 'annotation_clip': False}
-        ax.annotate(text, (1.0, y), xycoords=coordinates, **at, **font)
+        at = {'transform': ax.get_yaxis_transform(), 'va': 'center', 'fontsize': 8}
+        ax.text(x, y, text, **at, **font)
 
 
-def mean_mark(style: VariantStyle, size: float = 6.5) -> dict[str, Any]:
-    """Keywords of `Axes.plot` for an arm's means."""
-    edge = {'markeredgecolor': SURFACE, 'markeredgewidth': 0.8}
-    return {'color': style.colour, 'marker': style.marker, 'markersize': size, 'zorder': 4} | edge
+def _by_size(
+    study: Study,
+    found: Findings,
+    line: Callable[[Arm], Line],
+    xlabel: str,
+    absent: str,
+    *,
+    reference: Callable[[str], float | None] = lambda size: 0.0,
+    with_baseline: bool = False,
+    direction: int = 1,
+) -> list[Panel]:
+    """A panel for each size, the lowest mean over the sizes at the top (highest: direction -1)."""
+    by_place = {arm.place: arm for arm in found.arms}
+    lines: dict[str, list[Line]] = {}
+    for variant in study.variants:
+        if not with_baseline and variant == study.baseline:
+            continue
+        arms = [((variant, size), by_place.get((variant, size))) for size in study.sizes]
+        lines[variant] = [
+            (line(arm) if arm else Line(variant))._replace(
+                absent=prose.absent(study, place, arm, absent)
+            )
+            for place, arm in arms
+        ]
+
+    def rank(variant: str) -> float:
+        means = [line.mean for line in lines[variant] if line.mean is not None]
+        return direction * statistics.fmean(means) if means else math.inf
+
+    order = sorted(lines, key=rank)
+    titles = study.sizes if len(study.sizes) > 1 else ('',)
+    return [
+        Panel([lines[variant][i] for variant in order], xlabel, titles[i], reference(size))
+        for i, size in enumerate(study.sizes)
+    ]
 
 
-def seed_dots(ax: Axes, x: Sequence[float], y: Sequence[float], style: VariantStyle) -> None:
-    """Draws a small dot for each seed."""
-    ax.scatter(x, y, s=8, color=style.colour, alpha=0.6, linewidths=0, zorder=3)
+def _columns(study: Study) -> int:
+    return 2 if len(study.sizes) == 4 else min(len(study.sizes), 3)
 
 
-def dot_handle(label: str, size: float, marker: str = 'o', **keywords: Any) -> Line2D:
-    """The legend entry of a mark that every arm has in its own colour."""
-    plain: dict[str, Any] = {'color': MUTED, 'linestyle': 'none', 'markeredgewidth': 0}
-    return Line2D([], [], marker=marker, markersize=size, label=label, **plain | keywords)
+def _baseline(study: Study) -> str:
+    return f'baseline mean ({short(study.baseline)})' if study.baseline else '_'
 
 
-def mean_handles(intervals: bool, dot: str = 'one seed', size: float = 6.5) -> list[Line2D]:
-    """The legend entries of means, seeds and, where there are any, intervals."""
-    handles = [dot_handle('mean', size), dot_handle(dot, 3, alpha=0.6)]
-    if intervals:
-        handles.append(Line2D([], [], color=MUTED, linewidth=2, label='95 % interval'))
-    return handles
+def _of_metric(arm: Arm, measure: Measure) -> Line:
+    value = measure.over_seeds(arm)
+    if value is None:
+        return Line(arm.variant, absent='not measured')
+    return Line(arm.variant, value.mean, value.low, value.high, measure.of_seeds(arm))
+
+
+def levels(study: Study, found: Findings, look: Look, measure: Measure, direction: int) -> Figure:
+    """A metric of every arm, with a line at the baseline's mean."""
+    means = {arm.size: measure.over_seeds(arm) for arm in found.arms if arm.is_baseline}
+    of_panels = _by_size(
+        study,
+        found,
+        lambda arm: _of_metric(arm, measure),
+        measure.axis,
+        'not measured for every seed',
+        reference=lambda size: value.mean if (value := means.get(size)) else None,
+        with_baseline=True,
+        direction=direction,
+    )
+    return forest(of_panels, look, _columns(study), _baseline(study))
+
+
+def differences(study: Study, found: Findings, look: Look) -> Figure | None:
+    """Differences to the baseline, with verdicts and margin where the study is tuned.
+
+    None where there is nothing to compare.
+    """
+    tuned = study.tuning is not None
+    absent = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
+    single = len(study.sizes) == 1
+
+    def line(arm: Arm) -> Line:
+        decision = arm.verdict.decision if arm.verdict else None
+        word, is_decided = decision.value if decision else '', decision in _DECIDED
+        if (found := arm.difference) is None:
+            return Line(arm.variant, right=word, is_decided=is_decided)
+        texts = [prose.interval(found) * single, word]
+        texts += [f'{arm.num_diverged} diverged'] * (single and arm.num_diverged > 0)
+        right = '  '.join(filter(None, texts))
+        mean, seeds = (found.mean, found.low, found.high), arm.differences
+        return Line(arm.variant, *mean, seeds, right=right, is_decided=is_decided)
+
+    of_panels = _by_size(study, found, line, 'difference in val loss (nats/token)', absent)
+    lines = [line for panel in of_panels for line in panel.lines]
+    if not lines or not (tuned or any(arm.difference for arm in found.arms)):
+        return None
+    margin = study.margin if tuned else None
+    limits = _limits(lines, margin or 0.0)
+    return forest(of_panels, look, _columns(study), 'no difference', margin, limits)
+
+
+def _limits(lines: Sequence[Line], margin: float) -> tuple[float, float] | None:
+    """X limits: zero, the margin and the intervals, but not those that would flatten the others."""
+    values = [[x for x in (*line[1:4], *line.seeds) if x is not None] for line in lines]
+    reaches = [max(map(abs, of)) for of in values if of]
+    limit = max(4 * margin, _FAR * statistics.median(reaches or [0.0]))
+    limit = limit if max(reaches, default=0.0) > limit else math.inf
+    shown = np.clip([x for of in values for x in of] + [-1.5 * margin, 1.5 * margin], -limit, limit)
+    pad = 0.05 * (max(shown) - min(shown))
+    return (min(shown) - pad, max(shown) + pad) if pad else None
+
+
+def multipliers(study: Study, found: Findings, look: Look) -> Figure | None:
+    """How many baseline parameters one of each arm's is worth, the best first; None if unknown."""
+    known, unknown = [], []
+    for of in found.scaling:
+        if of.multiplier is not None and of.multiplier.problem:
+            unknown.append(Line(of.variant, absent='see the table'))
+        elif of.multiplier is not None:
+            worth = of.multiplier
+            line = Line(of.variant, worth.value, worth.low, worth.high, worth.by_size)
+            known.append(line._replace(right=prose.bracketed(worth)))
+    known.sort(key=lambda line: -line.mean)
+    xlabel = 'baseline parameters per parameter of the arm'
+    panel = Panel([*known, *unknown], xlabel, reference=1.0)
+    return forest([panel], look, dot='one size') if known else None
+
+
+def retrieval(
+    study: Study, found: Findings, look: Look, loss: Measure, probes: Sequence[Measure]
+) -> Figure | None:
+    """Loss and probes side by side, a row of panels for each size; None where none was probed."""
+    measures, of_panels = [loss, *probes], []
+    probed = [arm for arm in found.arms if any(probe.over_seeds(arm) for probe in probes)]
+    probed.sort(key=lambda arm: (study.sizes.index(arm.size), arm.val_loss.mean))
+    for size, arms in prose.by_size(probed).items():
+        for measure in measures:
+            lines = [_of_metric(arm, measure) for arm in arms]
+            means = [line.mean for line, arm in zip(lines, arms, strict=True) if arm.is_baseline]
+            title = size if measure is loss and len(study.sizes) > 1 else ''
+            of_panels.append(Panel(lines, measure.axis, title, *means))
+    return forest(of_panels, look, len(measures), _baseline(study)) if of_panels else None

@@ -11,7 +11,6 @@ from typing import Any
 import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.optimize import isotonic_regression
 
 # Six hues chosen for distance under simulated deuteranopia and protanopia (Machado, Oliveira and
 # Fernandes 2009: at least 16 CIELAB units between any two on white, 20 on dark) and for 3:1
@@ -28,35 +27,22 @@ _COLOURS = {
     **dict.fromkeys(('axes.edgecolor', 'xtick.color', 'ytick.color'), MUTED),
     **dict.fromkeys(('axes.labelcolor', 'text.color'), INK),
     **dict.fromkeys(('xtick.labelcolor', 'ytick.labelcolor'), INK),
-    'grid.color': GRID,
+    **{'grid.color': GRID, 'lines.markeredgecolor': SURFACE},
 }
-
 MARKERS = ('o', 's', '^', 'v', 'P', 'X')
 DASHES: tuple[Any, ...] = (
     'solid',
-    (0, (4, 1.5)),
-    (0, (1.2, 1.2)),
-    (0, (6, 1.5, 1.2, 1.5)),
-    (0, (8, 2)),
+    *((0, dashes) for dashes in ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (8, 2))),
     (0, (2.5, 1, 1, 1, 1, 1)),
 )
 # Inches of a figure with one panel.
 WIDTH = 6.6
-# Points between the labels of two lines.
-LABEL_GAP = 11.5
+# Keywords of a line at zero, at the baseline's mean, at a chosen value.
+REFERENCE: dict[str, Any] = {'color': INK, 'linewidth': 1, 'linestyle': (0, (4, 2)), 'zorder': 1}
+SEEDS: dict[str, Any] = {'s': 8, 'alpha': 0.6, 'linewidths': 0, 'zorder': 3, 'label': 'one seed'}
 
-
-@dataclasses.dataclass(frozen=True)
-class VariantStyle:
-    """Colour, marker and dashes of one variant, the same in every figure."""
-
-    colour: str
-    marker: str
-    dashes: Any
-    width: float
-
-
-Look = Mapping[str, VariantStyle]
+# By variant its keywords of `Axes.plot`, the same in every figure.
+Look = Mapping[str, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +51,7 @@ class Drawing:
 
     figure: Figure
     stem: str
-    values: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, figure: Figure, stem: str, **values: Any) -> 'Drawing':
-        return cls(figure, stem, values)
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +71,17 @@ def style_sheet() -> AbstractContextManager[None]:
     return matplotlib.style.context([Path(__file__).with_name('qkattn.mplstyle'), _COLOURS])
 
 
-def styles(variants: Sequence[str], baseline: str | None) -> dict[str, VariantStyle]:
+def styles(variants: Sequence[str], baseline: str | None) -> Look:
     """A style for each variant by its place in the study; the baseline is ink-coloured."""
     chosen = {}
     for index, variant in enumerate(v for v in variants if v != baseline):
         turn, hue = divmod(index, len(HUES))
         turn %= len(MARKERS)
-        chosen[variant] = VariantStyle(HUES[hue], MARKERS[turn], DASHES[turn], 1.5)
+        own = {'color': HUES[hue], 'marker': MARKERS[turn], 'linestyle': DASHES[turn]}
+        chosen[variant] = own | {'linewidth': 1.5}
     if baseline is not None:
-        chosen[baseline] = VariantStyle(INK, 'D', 'solid', 2.0)
+        ink = {'color': INK, 'marker': 'D', 'linestyle': 'solid', 'linewidth': 2.0}
+        chosen[baseline] = ink
     return chosen
 
 
@@ -110,8 +94,7 @@ def short(name: str, limit: int = 34) -> str:
 
 def panels(figure: Figure, columns: int, count: int, **share: Any) -> list[Axes]:
     """The first `count` axes of a grid with `columns`; the others are hidden."""
-    rows = -(-count // columns)
-    axes = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
+    axes = list(figure.subplots(-(-count // columns), columns, squeeze=False, **share).flat)
     for ax in axes[count:]:
         ax.set_visible(False)
     # A panel with nothing below it carries the column's tick labels.
@@ -120,32 +103,13 @@ def panels(figure: Figure, columns: int, count: int, **share: Any) -> list[Axes]
     return axes[:count]
 
 
-def label_right(ax: Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes (x, y, text, colour) labels in a column right of the axes, none over another.
-
-    Each label stays as near its y as the others allow (isotonic regression) and is tied to its
-    point by a thin line. Call it once the y limits are final.
-    """
-    if not labels:
-        return
-    low, high = ax.get_ylim()
-    gap = (high - low) * LABEL_GAP / (ax.figure.get_figheight() * 72 * 0.8)
-    ordered = sorted(labels, key=lambda label: label[1])
-    wanted = [y - index * gap for index, (_, y, _, _) in enumerate(ordered)]
-    top = max(high - (len(ordered) - 1) * gap, low)
-    placed = isotonic_regression(wanted).x.clip(low, top)
-    tie = {'arrowstyle': '-', 'lw': 0.6, 'alpha': 0.7, 'relpos': (0, 0.5), 'shrinkA': 1}
-    for index, (x, y, text, colour) in enumerate(ordered):
-        ax.annotate(
-            short(text),
-            xy=(x, y),
-            xytext=(1.06, placed[index] + index * gap),
-            textcoords=('axes fraction', 'data'),
-            va='center',
-            fontsize=8.5,
-            annotation_clip=False,
-            arrowprops=tie | {'color': colour},
-        )
+def legend(figure: Figure, loc: str, **keywords: Any) -> None:
+    """One entry for each label of the figure, drawn as where it occurs first."""
+    handles: dict[str, Any] = {}
+    for ax in figure.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles, loc=f'outside {loc}', **keywords)
 
 
 def render(drawing: Drawing) -> Rendered:
