@@ -1,13 +1,13 @@
-"""Leases with processes that race, are killed and are paused, and with clocks set by hand.
+"""Leases with processes that race and are paused, and with clocks set by hand.
 
 Expiries are long, heartbeats frequent and ages written to the files, so that a busy machine does
 not change what is seen.
 """
 
+import contextlib
 import json
 import os
 import signal
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -44,23 +44,10 @@ HOLD = """
     leases._BEATS = 1200
     with leases.acquire(sys.argv[1], 'run', expiry=60.0) as lease:
         print('holding', flush=True)
-        end = time.monotonic() + 120
-        while not lease.lost and time.monotonic() < end:
+        while not lease.lost:
             time.sleep(0.01)
-        print('lost' if lease.lost else 'kept', flush=True)
     print('left', flush=True)
-    time.sleep(60)
 """
-
-
-@pytest.fixture
-def holder(tmp_path):
-    """A process that holds 'run' of tmp_path until it has lost it."""
-    process = start_python(HOLD, tmp_path)
-    assert process.stdout.readline() == 'holding\n', process.stderr.read()
-    yield process
-    process.kill()
-    process.communicate()
 
 
 @pytest.fixture
@@ -118,43 +105,32 @@ def test_of_racing_processes_exactly_one_acquires_each_run(tmp_path, tmp_path_fa
     assert len(list(barrier.iterdir())) == 3 * 10
 
 
-def test_the_run_of_a_killed_process_is_taken_over_when_its_lease_expired_not_before(
-    tmp_path, holder
-):
-    path = tmp_path / 'run.0'
-    set_age(path, HOUR)
-    wait_until(lambda: time.time() - path.stat().st_mtime < HOUR / 2)  # a heartbeat
-    assert leases.acquire(tmp_path, 'run') is None
-    holder.kill()
-    holder.wait()
-    assert leases.acquire(tmp_path, 'run') is None
-    set_age(path, EXPIRY + 1)
-    with leases.acquire(tmp_path, 'run') as taken:
-        assert taken.path.name == 'run.1' and not taken.lost
-
-
-def test_a_paused_holder_sees_that_its_run_was_taken_and_leaves_it_alone(tmp_path, holder):
-    holder.send_signal(signal.SIGSTOP)
-    os.waitpid(holder.pid, os.WUNTRACED)  # until it has stopped
-    set_age(tmp_path / 'run.0', HOUR)
-    with leases.acquire(tmp_path, 'run') as taken:
-        holder.send_signal(signal.SIGCONT)
-        assert [holder.stdout.readline() for _ in range(2)] == ['lost\n', 'left\n']
+def test_the_run_of_a_process_that_stops_is_taken_over_when_its_lease_expired_not_before(tmp_path):
+    process, path = start_python(HOLD, tmp_path), tmp_path / 'run.0'
+    try:
+        assert process.stdout.readline() == 'holding\n', process.stderr.read()
+        set_age(path, HOUR)
+        wait_until(lambda: time.time() - path.stat().st_mtime < HOUR / 2)  # a heartbeat
         assert leases.acquire(tmp_path, 'run') is None
-        assert not taken.lost
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
+        assert leases.acquire(tmp_path, 'run') is None
+        set_age(path, EXPIRY + 1)
+        with leases.acquire(tmp_path, 'run') as taken:
+            assert taken.path.name == 'run.1'
+            process.send_signal(signal.SIGCONT)
+            assert process.communicate(timeout=120)[0] == 'left\n'
+            # The process that was late has left the run alone.
+            assert leases.acquire(tmp_path, 'run') is None
+            assert not taken.lost
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def test_a_holder_that_paused_too_long_lost_its_run_although_nobody_took_it(tmp_path, clock):
-    with leases.acquire(tmp_path, 'run', expiry=EXPIRY) as held:
-        assert not held.lost
-        # Before the lease expires, so that nobody can hold the run at the same time.
-        clock[0] = 0.95 * EXPIRY
-        assert held.lost
-        clock[0] = 0.0
-        assert held.lost
-
-
-def test_a_heartbeat_that_took_too_long_does_not_renew_the_lease(tmp_path, monkeypatch, clock):
+def test_a_holder_without_a_heartbeat_loses_its_run_although_nobody_took_it(
+    tmp_path, monkeypatch, clock
+):
     read = leases._read
 
     def slow_read(path):
@@ -163,9 +139,13 @@ def test_a_heartbeat_that_took_too_long_does_not_renew_the_lease(tmp_path, monke
 
     with leases.acquire(tmp_path, 'run', expiry=EXPIRY) as held:
         clock[0] = 0.1 * EXPIRY
+        assert not held.lost
         monkeypatch.setattr(leases, '_read', slow_read)
         held._beat()
-        # 0.8 of the expiry since this heartbeat began, but 0.9 since the one before.
+        # 0.8 of the expiry since this heartbeat began, but 0.9 since the one before: lost before
+        # the lease expires, so that nobody can hold the run at the same time, and for good.
+        assert held.lost
+        clock[0] = 0.0
         assert held.lost
 
 
@@ -190,6 +170,7 @@ def test_a_holder_sees_at_its_next_heartbeat_what_happened_to_its_file(tmp_path,
 
 def test_a_heartbeat_that_fails_is_retried_until_the_expiry(tmp_path, monkeypatch, clock, frequent):
     failing, failed, touched, touch = [True], [], [], os.utime
+    before = threading.active_count()
 
     def utime(*args):
         (failed if failing[0] else touched).append(args)
@@ -210,19 +191,17 @@ def test_a_heartbeat_that_fails_is_retried_until_the_expiry(tmp_path, monkeypatc
         failing[0] = True
         clock[0] = 3 * EXPIRY
         assert held.lost
+    assert threading.active_count() == before, 'released although the file system fails'
 
 
-@pytest.mark.parametrize('error', [None, ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize('error', [None, SystemExit])
 def test_leaving_frees_the_run_at_once_and_stops_the_heartbeat(tmp_path, error):
     before = threading.active_count()
-    try:
-        with leases.acquire(tmp_path, 'run') as held:
-            assert threading.active_count() == before + 1
-            assert leases.acquire(tmp_path, 'run') is None
-            if error:
-                raise error
-    except (ValueError, KeyboardInterrupt, SystemExit):
-        pass
+    with contextlib.suppress(SystemExit), leases.acquire(tmp_path, 'run') as held:
+        assert threading.active_count() == before + 1
+        assert leases.acquire(tmp_path, 'run') is None
+        if error:
+            raise error
     assert threading.active_count() == before
     assert not held.lost
     assert leases.holders(tmp_path) == {}
@@ -249,17 +228,6 @@ def test_a_release_frees_although_a_heartbeat_is_in_progress(tmp_path, monkeypat
     assert leases.holders(tmp_path) == {}
 
 
-def test_a_failing_file_system_does_not_stop_the_release(tmp_path, monkeypatch):
-    def utime(*args):
-        raise OSError(5, 'Input/output error')
-
-    monkeypatch.setattr(leases.os, 'utime', utime)
-    before = threading.active_count()
-    with leases.acquire(tmp_path, 'run'):
-        pass
-    assert threading.active_count() == before
-
-
 def test_a_forked_child_holds_nothing_and_an_unreleased_lease_keeps_no_process_alive(tmp_path):
     process = start_python(
         """
@@ -284,25 +252,32 @@ def test_a_forked_child_holds_nothing_and_an_unreleased_lease_keeps_no_process_a
     assert list(leases.holders(tmp_path)) == ['kept']
 
 
-def test_ages_are_those_of_the_file_system_not_of_this_host(tmp_path, monkeypatch):
-    write_lease(tmp_path, 'fresh.0', age=0)
-    write_lease(tmp_path, 'old.0', age=EXPIRY + 1)
-    write_lease(tmp_path, 'future.0', age=-HOUR)
+@pytest.mark.parametrize(
+    ('ages', 'taken'),
+    [
+        ({'run.0': (0, EXPIRY)}, None),
+        ({'run.0': (EXPIRY + 1, EXPIRY)}, 'run.1'),
+        ({'run.0': (-HOUR, EXPIRY)}, None),
+        # The expiry is what the holder wrote.
+        ({'run.0': (HOUR, 2 * HOUR)}, None),
+        # The highest number is in force, also where files in between are gone.
+        ({**{f'run.{i}': (0, EXPIRY) for i in range(10)}, 'run.10': (HOUR, EXPIRY)}, 'run.11'),
+        ({'run.10': (HOUR, EXPIRY), 'run.20': (0, EXPIRY)}, None),
+    ],
+    ids=['held', 'expired', 'future', 'own expiry', 'numbers', 'gap'],
+)
+def test_the_last_lease_holds_a_run_until_it_expires(tmp_path, monkeypatch, ages, taken):
+    """On the clock of the file system, whatever that of this host says."""
+    for name, (age, expiry) in ages.items():
+        write_lease(tmp_path, name, age, expiry)
     now = time.time
     monkeypatch.setattr(time, 'time', lambda: now() + HOUR)
-    assert leases.acquire(tmp_path, 'fresh') is None
-    assert leases.acquire(tmp_path, 'future') is None
-    with leases.acquire(tmp_path, 'old') as taken:
-        assert taken.path.name == 'old.1'
-
-
-def test_a_lease_expires_by_what_its_holder_wrote(tmp_path):
-    write_lease(tmp_path, 'run.0', age=HOUR, expiry=2 * HOUR)
-    assert leases.acquire(tmp_path, 'run', expiry=10) is None
-    set_age(tmp_path / 'run.0', 3 * HOUR)
-    with leases.acquire(tmp_path, 'run', expiry=4 * HOUR) as taken:
-        about = json.loads(taken.path.read_text())
-    assert (about['pid'], about['expiry']) == (os.getpid(), 4 * HOUR)
+    found = leases.acquire(tmp_path, 'run', expiry=12.5)
+    assert (found and found.path.name) == taken
+    if found:
+        about = json.loads(found.path.read_text())
+        assert (about['pid'], about['expiry']) == (os.getpid(), 12.5)
+        found.release()
 
 
 @pytest.mark.parametrize('content', ['', '{"host": "fa', '[]', '{"pid": 1}'])
@@ -313,18 +288,6 @@ def test_a_lease_without_its_content_holds_until_it_expires(tmp_path, content):
     assert leases.holders(tmp_path, expiry=EXPIRY)['run'].name == 'an unknown process'
     set_age(path, EXPIRY + 1)
     assert leases.holders(tmp_path, expiry=EXPIRY) == {}
-    with leases.acquire(tmp_path, 'run', expiry=EXPIRY) as taken:
-        assert taken.path.name == 'run.1'
-
-
-def test_the_highest_number_is_in_force_also_where_files_were_deleted_in_between(tmp_path):
-    for number in range(10):
-        write_lease(tmp_path, f'run.{number}')
-    write_lease(tmp_path, 'run.10', age=HOUR)
-    with leases.acquire(tmp_path, 'run') as taken:
-        assert taken.path.name == 'run.11'
-    write_lease(tmp_path, 'run.20')
-    assert leases.acquire(tmp_path, 'run') is None
 
 
 def test_a_stale_listing_of_the_directory_does_no_harm(tmp_path, monkeypatch):
@@ -366,13 +329,3 @@ def test_a_directory_that_cannot_be_written_is_refused_in_one_sentence(tmp_path)
         leases.acquire(tmp_path / 'file' / 'leases', 'run')
     with pytest.raises(RunDirectoryError, match=r'file cannot hold leases \(Not a directory'):
         leases.holders(tmp_path / 'file')
-    user = os.geteuid()
-    with tempfile.TemporaryDirectory() as directory:
-        os.chmod(directory, 0o555)
-        if user == 0:
-            os.seteuid(65534)  # unlike the superuser, nobody may not write there
-        try:
-            with pytest.raises(RunDirectoryError, match=rf'^workdir={directory} cannot be used'):
-                leases.acquire(directory, 'run')
-        finally:
-            os.seteuid(user)

@@ -40,18 +40,17 @@ def test_plain_progress_writes_whole_lines_at_intervals():
 
 
 def test_progress_fetches_the_loss_only_when_it_is_shown():
-    fetched = []
-
     class Loss:
+        fetched = 0
+
         def __array__(self, dtype=None, copy=None):
-            fetched.append(1)
+            Loss.fetched += 1
             return np.asarray(1.0, dtype)
 
-    clock = Clock()
-    with Progress(10, 'x', stream=io.StringIO(), clock=clock) as progress:
+    with Progress(10, 'x', stream=io.StringIO(), clock=Clock()) as progress:
         for step in range(1, 11):
             progress.update(step, Loss())
-    assert len(fetched) == 2
+    assert Loss.fetched == 2
 
 
 @pytest.mark.parametrize(
@@ -71,13 +70,9 @@ def test_progress_shows_the_range_over_trials(loss, text):
     assert stream.getvalue().strip().endswith(text)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_progress_on_a_terminal_is_one_bar():
-    clock, stream = Clock(), Terminal()
+    clock, stream = Clock(), io.StringIO()
+    stream.isatty = lambda: True
     with Progress(
         4, 'run', start_step=1, tokens_per_step=10, stream=stream, clock=clock
     ) as progress:
@@ -85,13 +80,10 @@ def test_progress_on_a_terminal_is_one_bar():
             clock.seconds += 1
             progress.update(step, 1.5)
     text = stream.getvalue()
-    assert text.startswith('\rrun:  25%')
+    assert text.startswith('\rrun:  25%') and text.count('\n') == 1
     last = text.rstrip('\n').rsplit('\r', 1)[-1]
-    assert 'run: 100%' in last
-    assert '4/4' in last
-    assert 'loss 1.5000' in last
-    assert '10 tokens/s' in last
-    assert text.count('\n') == 1
+    for shown in ('run: 100%', '4/4', 'loss 1.5000', '10 tokens/s'):
+        assert shown in last
 
 
 WAIT_FOR_STOP = """
@@ -110,25 +102,26 @@ WAIT_FOR_STOP = """
 """
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_sets_the_flag_and_the_process_ends_in_order(number):
-    process = start_python(WAIT_FOR_STOP, 'leave')
+@pytest.mark.parametrize(
+    ('first', 'then', 'exit_code', 'words'),
+    [
+        (signal.SIGTERM, 'leave', EXIT_REQUEUE, ''),
+        (signal.SIGINT, 'leave', EXIT_REQUEUE, 'press Ctrl-C again'),
+        (signal.SIGINT, 'wait', -signal.SIGINT, 'KeyboardInterrupt'),
+    ],
+)
+def test_a_signal_ends_a_process_in_order_and_a_second_interrupt_at_once(
+    first, then, exit_code, words
+):
+    process = start_python(WAIT_FOR_STOP, then)
     assert process.stdout.readline() == 'ready\n', process.stderr.read()
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
-    assert (output, process.returncode) == ('saving\n', 75), errors
-    assert ('press Ctrl-C again' in errors) == (number == signal.SIGINT)
-
-
-def test_a_second_interrupt_ends_the_process_at_once():
-    process = start_python(WAIT_FOR_STOP, 'wait')
-    assert process.stdout.readline() == 'ready\n', process.stderr.read()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(first)
     assert process.stdout.readline() == 'saving\n'
-    process.send_signal(signal.SIGINT)
+    if then == 'wait':
+        process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert 'KeyboardInterrupt' in errors
-    assert process.returncode == -signal.SIGINT
+    assert (process.returncode, words in errors) == (exit_code, True), errors
+    assert ('press Ctrl-C again' in errors) == (first == signal.SIGINT)
 
 
 def test_exit_codes_are_those_that_launchers_know():

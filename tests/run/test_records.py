@@ -14,6 +14,19 @@ from qkattn.run.records import MetricsFile, read_metrics, to_jsonable, write_jso
 from tests.processes import start_python
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / 'metrics.jsonl'
+
+
+def write_steps(path: Path, steps, tail: str = '') -> None:
+    path.write_text(''.join(f'{{"step":{s},  "loss": 1.0}}\n' for s in steps) + tail)
+
+
+def steps_of(path: Path) -> list[int]:
+    return [record['step'] for record in read_metrics(path)]
+
+
 @dataclasses.dataclass
 class Point:
     x: float
@@ -44,100 +57,61 @@ def test_to_jsonable_covers_numpy_jax_and_containers():
 
 
 @pytest.mark.parametrize('value', [1j, np.complex64(1j), {1}, print, {(1, 2): 3}, {True: 1}])
-def test_to_jsonable_refuses_what_json_cannot_hold(value):
-    with pytest.raises(TypeError):
-        to_jsonable(value)
-
-
-def test_values_that_are_not_finite_become_null(tmp_path):
-    metrics = MetricsFile(tmp_path / 'metrics.jsonl')
-    losses = jnp.array([1.0, jnp.nan, jnp.inf])
-    metrics.append({'step': np.int64(1), 'loss': losses, 'best': float('-inf'), 'x': np.nan})
-    metrics.close()
-
-    def refuse(constant):
-        raise AssertionError(f'{constant} is not strict JSON')
-
-    line = (tmp_path / 'metrics.jsonl').read_text()
-    expected = {'step': 1, 'loss': [1.0, None, None], 'best': None, 'x': None}
-    assert json.loads(line, parse_constant=refuse) == expected
-
-
-def test_write_json_leaves_the_file_where_a_value_has_no_json_form(tmp_path):
+def test_what_json_cannot_hold_is_refused_and_the_file_left_as_it_was(tmp_path, value):
     path = tmp_path / 'result.json'
     write_json(path, {'a': 1})
     with pytest.raises(TypeError):
-        write_json(path, {'a': print})
+        write_json(path, {'a': value})
     assert json.loads(path.read_text()) == {'a': 1}
     assert [p.name for p in tmp_path.iterdir()] == ['result.json'], 'no temporary file stays'
 
 
+def test_values_that_are_not_finite_become_null(path):
+    losses = jnp.array([1.0, jnp.nan, jnp.inf])
+    record = {'step': np.int64(1), 'loss': losses, 'best': float('-inf'), 'x': np.nan}
+    MetricsFile(path).append(record)
+    # Python's reader takes NaN and Infinity, which are not JSON, by this function.
+    found = json.loads(path.read_text(), parse_constant=lambda constant: constant)
+    assert found == {'step': 1, 'loss': [1.0, None, None], 'best': None, 'x': None}
+
+
 @pytest.mark.parametrize('operation', ['write_json', 'rewind'])
-def test_death_between_writing_and_replacing_leaves_the_old_file(tmp_path, operation):
-    path = tmp_path / 'file'
-    path.write_text('{"step": 1}\n{"step": 2}\n')
+def test_death_between_writing_and_replacing_leaves_the_old_file(path, operation):
+    write_steps(path, [1, 2])
+    before = path.read_text()
     process = start_python(
         """
         import os, signal, sys
         from qkattn.run.records import MetricsFile, write_json
         path, operation = sys.argv[1:]
         os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        if operation == 'rewind':
-            MetricsFile(path).rewind(1)
-        else:
-            write_json(path, {'step': 3})
+        MetricsFile(path).rewind(1) if operation == 'rewind' else write_json(path, {'step': 3})
         """,
         path,
         operation,
     )
     _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, errors
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-    assert len(list(tmp_path.iterdir())) == 2, 'it died after writing the temporary file'
+    assert path.read_text() == before
+    assert len(list(path.parent.iterdir())) == 2, 'it died after writing the temporary file'
 
 
-def write_steps(path: Path, steps, tail: str = '') -> None:
-    path.write_text(''.join(f'{{"step": {s}, "loss": 1.0}}\n' for s in steps) + tail)
-
-
-def steps_of(path: Path) -> list[int]:
-    return [record['step'] for record in read_metrics(path)]
-
-
-def test_rewind_drops_later_steps_and_a_torn_line(tmp_path):
-    path = tmp_path / 'metrics.jsonl'
+@pytest.mark.parametrize('kept', [0, 30, 50])
+def test_rewind_drops_later_steps_and_a_torn_line_and_no_byte_else(path, kept):
     write_steps(path, range(10, 60, 10), tail='{"step": 60, "lo')
     metrics = MetricsFile(path)
     assert metrics.last_step == 50
-    metrics.rewind(30, every=10)
-    assert metrics.last_step == 30
-    for step in (40, 50):
-        metrics.append({'step': step})
-    metrics.close()
-    assert steps_of(path) == [10, 20, 30, 40, 50]
-    assert path.read_bytes().endswith(b'}\n')
-
-
-def test_rewind_keeps_the_bytes_of_what_stays(tmp_path):
-    path = tmp_path / 'metrics.jsonl'
-    path.write_text('{"step":1,  "loss": 0.10}\n{"step": 2}\n')
-    MetricsFile(path).rewind(1)
-    assert path.read_text() == '{"step":1,  "loss": 0.10}\n'
-
-
-def test_rewind_to_the_start_empties_the_file(tmp_path):
-    path = tmp_path / 'metrics.jsonl'
-    write_steps(path, [1, 2])
-    metrics = MetricsFile(path)
-    metrics.rewind(0)
-    assert path.read_bytes() == b''
-    metrics.append({'step': 1})
-    assert steps_of(path) == [1]
+    metrics.rewind(kept, every=10)
+    assert metrics.last_step == (kept or None)
+    expected = path.with_name('expected')
+    write_steps(expected, range(10, kept + 10, 10))
+    assert path.read_bytes() == expected.read_bytes()
+    metrics.append({'step': kept + 10})
+    assert steps_of(path) == [*range(10, kept + 20, 10)]
 
 
 @pytest.mark.parametrize('tail', ['{"step": 3}', '{"step": 3, "lo\n', '\0\0\0', '3\n'])
-def test_opening_repairs_a_torn_end_so_that_appending_is_safe(tmp_path, tail):
-    path = tmp_path / 'metrics.jsonl'
+def test_opening_repairs_a_torn_end_so_that_appending_is_safe(path, tail):
     write_steps(path, [1, 2], tail=tail)
     assert steps_of(path) == [1, 2], 'a reader of a live file leaves the torn line out'
     metrics = MetricsFile(path)
@@ -145,32 +119,26 @@ def test_opening_repairs_a_torn_end_so_that_appending_is_safe(tmp_path, tail):
     assert steps_of(path) == [1, 2, 3]
 
 
-@pytest.mark.parametrize('damage', ['{"step": 3, "lo\n', '\n', '[3]\n', '{"loss": 1}\n'])
-def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_changed(tmp_path, damage):
-    path = tmp_path / 'metrics.jsonl'
+@pytest.mark.parametrize(
+    ('damage', 'message'),
+    [
+        ('{"step": 3, "lo\n', 'line 3 is not a JSON object'),
+        ('\n', 'line 3 is not a JSON object'),
+        ('[3]\n', 'line 3 is not a JSON object'),
+        ('{"loss": 1}\n', 'line 3 is not a JSON object with an integer "step"'),
+        ('{"step": 1}\n', 'line 3 goes back to step 1 from step 2'),
+    ],
+)
+def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_changed(path, damage, message):
     write_steps(path, [1, 2], tail=damage + '{"step": 4}\n')
     before = path.read_bytes()
     for reader in (read_metrics, MetricsFile):
-        with pytest.raises(RunDirectoryError, match=r'metrics\.jsonl, line 3 '):
+        with pytest.raises(RunDirectoryError, match=rf'metrics\.jsonl, {message}'):
             reader(path)
     assert path.read_bytes() == before
 
 
-def test_repeated_steps_are_detected_when_read_and_refused_when_written(tmp_path):
-    path = tmp_path / 'metrics.jsonl'
-    write_steps(path, [1, 2, 3, 2, 3])
-    with pytest.raises(RunDirectoryError, match='line 4 goes back to step 2 from step 3'):
-        read_metrics(path)
-    write_steps(path, [1, 2, 3])
-    metrics = MetricsFile(path)
-    with pytest.raises(ValueError, match='step 2 would repeat'):
-        metrics.append({'step': 2})
-    metrics.append({'step': 3, 'split': 'validation'})
-    assert steps_of(path) == [1, 2, 3, 3]
-
-
-def test_rewind_detects_gaps(tmp_path):
-    path = tmp_path / 'metrics.jsonl'
+def test_rewind_detects_gaps(path):
     write_steps(path, [5, 10, 20, 25])
     metrics = MetricsFile(path)
     with pytest.raises(RunDirectoryError, match='no record of 1 step up to 20.*at 15'):
@@ -182,9 +150,14 @@ def test_rewind_detects_gaps(tmp_path):
     assert steps_of(path) == [5, 10]
 
 
-@pytest.mark.parametrize('record', [{}, {'step': None}, {'step': 1.0}, {'step': True}])
-def test_a_record_needs_an_integer_step(tmp_path, record):
-    metrics = MetricsFile(tmp_path / 'metrics.jsonl')
-    with pytest.raises(ValueError, match='integer "step"'):
-        metrics.append(record)
-    assert (tmp_path / 'metrics.jsonl').read_bytes() == b''
+def test_a_record_needs_an_integer_step_that_does_not_go_back(path):
+    metrics = MetricsFile(path)
+    for record in ({}, {'step': None}, {'step': 1.0}, {'step': True}):
+        with pytest.raises(ValueError, match='integer "step"'):
+            metrics.append(record)
+    assert path.read_bytes() == b''
+    metrics.append({'step': 3})
+    with pytest.raises(ValueError, match='step 2 would repeat'):
+        metrics.append({'step': 2})
+    metrics.append({'step': 3, 'split': 'validation'})
+    assert steps_of(path) == [3, 3]
