@@ -44,10 +44,13 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 130
 
 
+def example_code() -> str:
+    return between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
+
+
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    code = between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
-    (tmp_path / 'signed_diagonal.py').write_text(code)
+    (tmp_path / 'signed_diagonal.py').write_text(example_code())
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     yield 'signed_diagonal:SignedDiagonal'

@@ -5,7 +5,6 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,27 +43,24 @@ def get_config():
 
 
 @pytest.fixture
-def start(tmp_path, tmp_path_factory):
-    """start('ablate', '--flag=1', ...) -> the process, just started in an empty directory."""
+def files(tmp_path, tmp_path_factory, monkeypatch):
+    """study.py and run.py alone in the working directory; the data of all tests elsewhere."""
     (tmp_path / 'study.py').write_text(STUDY)
     (tmp_path / 'run.py').write_text(RUN)
-    data = tmp_path_factory.getbasetemp() / 'scripts-data'
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('QKATTN_DATA', str(tmp_path_factory.getbasetemp() / 'scripts-data'))
+
+
+@pytest.fixture
+def start(files):
+    """start('ablate', '--flag=1', ...) -> the process, just started."""
     started = []
 
-    def run(name: str, *flags: str, path: Sequence[str] = (), **popen) -> subprocess.Popen:
-        packages = os.pathsep.join([str(ROOT), *path])
-        env = {**os.environ, 'PYTHONPATH': packages, 'QKATTN_DATA': str(data)}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, '-m', f'experiments.{name}', *flags],
-                cwd=tmp_path,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                **popen,
-            )
-        )
+    def run(name: str, *flags: str) -> subprocess.Popen:
+        command = [sys.executable, '-m', f'experiments.{name}', *flags]
+        pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+        env = {**os.environ, 'PYTHONPATH': str(ROOT)}
+        started.append(subprocess.Popen(command, env=env, **pipes))
         return started[-1]
 
     yield run
@@ -76,8 +72,8 @@ def start(tmp_path, tmp_path_factory):
 def script(start):
     """script('ablate', '--flag=1', ...) -> the finished process."""
 
-    def run(name: str, *flags: str, **popen) -> subprocess.CompletedProcess:
-        process = start(name, *flags, **popen)
+    def run(name: str, *flags: str) -> subprocess.CompletedProcess:
+        process = start(name, *flags)
         stdout, stderr = process.communicate(timeout=300)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
@@ -85,10 +81,8 @@ def script(start):
 
 
 @pytest.fixture
-def script_here(tmp_path, tmp_path_factory, monkeypatch, capsys):
+def script_here(files, monkeypatch, capsys):
     """As `script`, but in this process, where imports and compiled programs are kept."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('QKATTN_DATA', str(tmp_path_factory.getbasetemp() / 'scripts-data'))
     app.define_help_flags()
     known, logger = set(flags.FLAGS), logging.getLogger('qkattn')
 

@@ -6,42 +6,22 @@ import signal
 import time
 
 from qkattn.run.records import read_json, read_metrics
-
-OUTSIDE = '''
-"""Keys and queries from one matrix, the queries turned by a signed diagonal."""
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from qkattn.attention.scores.symmetric import SharedQK
-
-class SignedDiagonal(SharedQK):
-    equation = 'W[n] L[n] W[n]^T'
-    parameter_count = 'D*N*H + N*H'
-    source = 'this test'
-
-    def __init__(self, spec, *, key):
-        super().__init__(spec, key=key)
-        self.w_diagonal_NH = nnx.Param(jnp.ones((spec.num_heads, spec.head_size)))
-
-    def queries(self, x_BTD):
-        return super().queries(x_BTD) * self.w_diagonal_NH[...]
-
-    def cached(self, y_BSD):
-        return {'k_BSNH': super().queries(y_BSD)}
-
-    def matrix(self):
-        w_DNH = self.w_q_DNH[...]
-        return jnp.einsum('DNH,NH,ENH->NDE', w_DNH, self.w_diagonal_NH[...], w_DNH)
-'''
+from tests.test_readme import example_code
 
 
-def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(script, tmp_path):
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
+    script, script_here, tmp_path, monkeypatch
+):
     flags = ('--config=study.py', '--workdir=out')
     first = script('ablate', *flags)
     assert first.returncode == 0, first.stderr
     assert 'orbax' not in first.stderr and 'Traceback' not in first.stderr
     out = tmp_path / 'out'
-    results = [json.loads(line) for line in (out / 'results.jsonl').read_text().splitlines()]
+    results = lines(out / 'results.jsonl')
     assert [(r['variant'], r['trial']['seed']) for r in results] == [
         ('qk/vo', 0),
         ('qk/vo', 1),
@@ -56,19 +36,20 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(script
 
     (run,) = out.glob('runs/qk-vo-*')
     written = (run / 'result.json').stat().st_mtime_ns
-    (tmp_path / 'outside_score.py').write_text(OUTSIDE)
-    variants = '("qk/vo", "shared_qk/vo", "outside_score:SignedDiagonal/vo")'
-    second = script('ablate', *flags, f'--config.variants={variants}', path=[str(tmp_path)])
+    (tmp_path / 'signed_diagonal.py').write_text(example_code())
+    variants = '("qk/vo", "shared_qk/vo", "signed_diagonal:SignedDiagonal/vo")'
+    monkeypatch.syspath_prepend(tmp_path)
+    second = script_here('ablate', *flags, f'--config.variants={variants}')
     assert second.returncode == 0, second.stderr
     assert (run / 'result.json').stat().st_mtime_ns == written
     assert len(read_json(run / 'provenance.json')['starts']) == 1  # not even opened
-    results = [json.loads(line) for line in (out / 'results.jsonl').read_text().splitlines()]
-    assert len(results) == 6 and results[-1]['variant'] == 'outside_score:SignedDiagonal/vo'
-    assert len(read_metrics(next(out.glob('runs/outside*')) / 'metrics.jsonl')) == 6
+    results = lines(out / 'results.jsonl')
+    assert len(results) == 6 and results[-1]['variant'] == 'signed_diagonal:SignedDiagonal/vo'
+    assert len(read_metrics(next(out.glob('runs/signed*')) / 'metrics.jsonl')) == 6
 
 
-def test_a_dry_run_prints_the_runs_and_writes_nothing(script, tmp_path):
-    done = script('ablate', '--config=study.py', '--dry_run')
+def test_a_dry_run_prints_the_runs_and_writes_nothing(script_here, tmp_path):
+    done = script_here('ablate', '--config=study.py', '--dry_run')
     assert done.returncode == 0, done.stderr
     assert 'small: 2 arms' in done.stdout and 'residual' in done.stdout
     # 2 trials of 20 steps of 4 rows of 16 tokens, for each of two runs.
@@ -76,38 +57,21 @@ def test_a_dry_run_prints_the_runs_and_writes_nothing(script, tmp_path):
     assert {p.name for p in tmp_path.iterdir() if p.suffix != '.py'} <= {'__pycache__'}
 
 
-TUNED = """
-from qkattn.config import *
-
-def get_config():
-    return to_config_dict(
-        Study(
-            name='tuned',
-            base=Config(
-                model=ModelConfig(num_layers=1, num_heads=2, context=16),
-                data=DataConfig(eval_sequences=8),
-                optimizer=OptimizerConfig(warmup_steps=2),
-                train=TrainConfig(num_steps=200, batch_size=4, steps_per_dispatch=5, log_every=5,
-                                  eval_every=20, checkpoint_every=20, lifting='map'),
-                trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3, 8e-3)),
-            ),
-            variants=('qk/vo', 'shared_qk/vo'),
-            sizes=('d_model=32',),
-            tolerance=5e-3,
-            tuning=TuningConfig(seeds=(10, 11), max_points=4),
-        )
-    )
-"""
+TUNED = (
+    '--config=study.py',
+    '--config.base.train.num_steps=200',
+    '--config.base.train.eval_every=20',
+    '--config.base.train.checkpoint_every=20',
+    '--config.base.trials.seeds=(0,1,2)',
+    '--config.base.trials.learning_rates=(4e-3,8e-3)',
+    '--config.tuning.seeds=(10,11)',
+    '--config.tuning.max_points=4',
+)
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_two_workers_and_a_kill_leave_every_run_exactly_once(script, start, tmp_path):
-    (tmp_path / 'tuned.py').write_text(TUNED)
+def test_two_workers_and_a_kill_leave_every_run_exactly_once(start, script_here, tmp_path):
     out = tmp_path / 'shared'
-    flags = ('--config=tuned.py', '--workdir=shared', '--lease_expiry=40')
+    flags = (*TUNED, '--workdir=shared', '--lease_expiry=40')
     workers = [start('ablate', *flags), start('ablate', *flags)]
     victim = killed_in_the_middle_of_a_run(out, workers)
     workers.remove(victim)
@@ -128,7 +92,7 @@ def test_two_workers_and_a_kill_leave_every_run_exactly_once(script, start, tmp_
         starts.append(len(read_json(directory / 'provenance.json')['starts']))
     assert sorted(starts)[-1] == 2 and sorted(starts)[:-1] == [1] * (len(plan) - 1)
 
-    alone = script('ablate', '--config=tuned.py', '--workdir=alone')
+    alone = script_here('ablate', *TUNED, '--workdir=alone')
     assert alone.returncode == 0, alone.stderr
     assert [(r['run'], r['trial'], r['val_loss']) for r in results] == [
         (r['run'], r['trial'], r['val_loss']) for r in lines(tmp_path / 'alone' / 'results.jsonl')

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.experiments.conftest import RUN, STUDY
-
 CASES = [
     ('ablate', [], '--config=FILE.py is required'),
     ('ablate', ['--config=missing.py'], 'missing.py'),
@@ -29,13 +27,17 @@ CASES = [
     ('train', ['--config=run.py', '--workdir=w', '--config.mesh.data=16'], 'needs 16 devices'),
     ('train', ['--config=run.py', '--workdir=w', 'extra'], "unknown argument 'extra'"),
     ('train', ['--config=run.py', '--workdri=w'], 'workdri'),
+    ('translate', ['--text=a'], '--source=DIRECTORY is required'),
+    ('translate', ['--source=absent', '--text=a'], '--source=absent is not the directory of a'),
+    ('generate', [], '--source=DIRECTORY is required'),
+    ('generate', ['--source=absent'], 'absent does not exist'),
+    ('convert', [], '--source is required; conversions are to_standard, merge'),
+    ('convert', ['--source=absent', '--apply=merg'], "unknown conversion 'merg'"),
 ]
 
 
 @pytest.mark.parametrize(('name', 'flags', 'message'), CASES, ids=lambda c: str(c)[-40:])
 def test_bad_input_is_one_sentence(script_here, tmp_path, name, flags, message):
-    (tmp_path / 'study.py').write_text(STUDY)
-    (tmp_path / 'run.py').write_text(RUN)
     done = script_here(name, *flags)
     said = done.stderr.strip()
     assert done.returncode == 2, said

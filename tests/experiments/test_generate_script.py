@@ -18,15 +18,15 @@ def run(tiny, tmp_path):
     return 'w'
 
 
-def test_a_run_continues_a_prompt(script, script_here, run, tmp_path):
+def test_a_run_continues_a_prompt(script_here, run, tmp_path):
     (tmp_path / 'prompt.txt').write_text('def f')
 
-    def text(*flags, start=script_here):
-        done = start('generate', f'--source={run}', '--num_tokens=16', *flags)
+    def text(*flags):
+        done = script_here('generate', f'--source={run}', '--num_tokens=16', *flags)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    by_flag = text('--prompt=def f', '--seed=5', start=script)
+    by_flag = text('--prompt=def f', '--seed=5')
     assert by_flag.startswith('def f') and len(by_flag.encode()) > len('def f') + 1
     assert text('--prompt_file=prompt.txt', '--seed=5') == by_flag
     assert text('--prompt=def f', '--seed=5', '--trial=1') != by_flag
@@ -37,16 +37,14 @@ def test_a_run_continues_a_prompt(script, script_here, run, tmp_path):
     assert '\0' not in text('--beam=2')
 
     for flags, message in (
-        ([f'--source={run}', '--prompt_tokens=1', '--beam=2'], '--beam requires a tokenizer'),
-        ([f'--source={run}', '--prompt=a', '--beam=0'], 'beam=0 must be at least 1'),
-        ([f'--source={run}', '--prompt=a\udc80'], 'cannot be encoded'),
-        ([f'--source={run}', '--trial=2'], 'trial=2 must be in [0, 2)'),
-        (['--source=absent'], 'absent does not exist'),
-        ([], '--source=DIRECTORY is required'),
-        ([f'--source={run}', '--prompt_tokens=a b'], 'must be whole numbers'),
-        ([f'--source={run}', '--prompt=a', '--prompt_file=prompt.txt'], 'exclude each other'),
+        (['--prompt_tokens=1', '--beam=2'], '--beam requires a tokenizer'),
+        (['--prompt=a', '--beam=0'], 'beam=0 must be at least 1'),
+        (['--prompt=a\udc80'], 'cannot be encoded'),
+        (['--trial=2'], 'trial=2 must be in [0, 2)'),
+        (['--prompt_tokens=a b'], 'must be whole numbers'),
+        (['--prompt=a', '--prompt_file=prompt.txt'], 'exclude each other'),
     ):
-        done = script_here('generate', '--num_tokens=4', *flags)
+        done = script_here('generate', f'--source={run}', '--num_tokens=4', *flags)
         assert done.returncode == 2 and message in done.stderr and 'Traceback' not in done.stderr
 
 
