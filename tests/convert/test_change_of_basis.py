@@ -7,33 +7,36 @@ import pytest
 
 from qkattn.convert import BareLayer, BareNetwork, queries_to_identity
 from qkattn.errors import ConversionError
+from tests.attention.layers import error
 
 D, N, K, H, F, V, T, L = 32, 4, 2, 8, 40, 11, 9, 3
 
 
-def network(*, seed: int = 0, orthogonal: bool = False, **options) -> BareNetwork:
-    draw = np.random.default_rng(seed)
+def network(*, orthogonal: bool = False, shared: bool = False, **options) -> BareNetwork:
+    """Random; W_Q may be orthogonal in every layer, or the same in all."""
+    draw = np.random.default_rng(0)
 
     def weight(*shape):
         return draw.normal(size=shape) / shape[0] ** 0.5
 
-    layers = []
-    for _ in range(L):
+    def queries():
         w_q_DD = weight(D, D)
-        if orthogonal:
-            w_q_DD = np.linalg.qr(w_q_DD)[0]
-        layers.append(
-            BareLayer(
-                w_q_DNH=w_q_DD.reshape(D, N, H),
-                w_k_DKH=weight(D, K, H),
-                w_v_DKH=weight(D, K, H),
-                w_o_NHD=weight(N, H, D) / 2,
-                w_in_DF=weight(D, F),
-                w_out_FD=weight(F, D),
-            )
+        return (np.linalg.qr(w_q_DD)[0] if orthogonal else w_q_DD).reshape(D, N, H)
+
+    first_DNH = queries()
+    layers = tuple(
+        BareLayer(
+            w_q_DNH=first_DNH if shared else queries(),
+            w_k_DKH=weight(D, K, H),
+            w_v_DKH=weight(D, K, H),
+            w_o_NHD=weight(N, H, D) / 2,
+            w_in_DF=weight(D, F),
+            w_out_FD=weight(F, D),
         )
+        for _ in range(L)
+    )
     return BareNetwork(
-        embedding_VD=weight(V, D) * 3, layers=tuple(layers), w_output_DV=weight(D, V), **options
+        embedding_VD=weight(V, D) * 3, layers=layers, w_output_DV=weight(D, V), **options
     )
 
 
@@ -75,31 +78,23 @@ def logits(net: BareNetwork, *, rope: bool = False, qk_norm: bool = False) -> np
     return x_TD @ net.w_output_DV
 
 
-def error(got, want) -> float:
-    return float(np.abs(got - want).max() / np.abs(want).max())
-
-
 @pytest.mark.parametrize('options', [{}, {'rope': True}, {'rope': True, 'qk_norm': True}], ids=str)
-@pytest.mark.parametrize('attention_skip', [True, False])
-def test_every_query_matrix_becomes_the_identity(attention_skip, options):
-    net = network(attention_skip=attention_skip)
+@pytest.mark.parametrize(
+    'network_options',
+    [
+        {'attention_skip': True},
+        {'attention_skip': False},
+        {'norm': 'rmsnorm', 'orthogonal': True},
+        {'mlp_skip': True, 'shared': True},
+    ],
+    ids=str,
+)
+def test_every_query_matrix_becomes_the_identity(network_options, options):
+    net = network(**network_options)
     changed = queries_to_identity(net)
     for layer in changed.layers:
         np.testing.assert_array_equal(layer.w_q_DNH.reshape(D, D), np.eye(D))
     assert error(logits(changed, **options), logits(net, **options)) < 1e-12
-
-
-def test_rmsnorm_allows_orthogonal_queries():
-    net = network(norm='rmsnorm', orthogonal=True)
-    assert error(logits(queries_to_identity(net)), logits(net)) < 1e-12
-
-
-def test_a_skip_around_the_mlp_allows_shared_queries():
-    net = network(mlp_skip=True)
-    first = net.layers[0].w_q_DNH
-    layers = tuple(dataclasses.replace(layer, w_q_DNH=first) for layer in net.layers)
-    net = dataclasses.replace(net, layers=layers)
-    assert error(logits(queries_to_identity(net)), logits(net)) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -115,20 +110,19 @@ def test_what_is_refused_would_not_be_the_same_function(options, reason):
     net = network(**options)
     with pytest.raises(ConversionError, match=reason):
         queries_to_identity(net)
-    allowed = {'norm': 'none', 'mlp_skip': False}
-    forced = dataclasses.replace(queries_to_identity(dataclasses.replace(net, **allowed)))
-    forced = dataclasses.replace(forced, norm=net.norm, mlp_skip=net.mlp_skip)
+    allowed = dataclasses.replace(net, norm='none', mlp_skip=False)
+    forced = dataclasses.replace(queries_to_identity(allowed), norm=net.norm, mlp_skip=net.mlp_skip)
     assert error(logits(forced), logits(net)) > 1e-2
 
 
 def test_a_query_matrix_that_is_no_change_of_basis_is_refused():
     net = network()
-    first = net.layers[0]
+    first, second, third = net.layers
     thin = dataclasses.replace(first, w_q_DNH=first.w_q_DNH[:, :3])
-    with pytest.raises(ConversionError, match='layer 0 is 32 x 24, and only a square one'):
-        queries_to_identity(dataclasses.replace(net, layers=(thin, *net.layers[1:])))
-    w_q_DNH = first.w_q_DNH.copy()
-    w_q_DNH[:, 0, 0] = w_q_DNH[:, 1, 1]
-    flat = dataclasses.replace(first, w_q_DNH=w_q_DNH)
-    with pytest.raises(ConversionError, match='layer 1 cannot be inverted'):
-        queries_to_identity(dataclasses.replace(net, layers=(first, flat, net.layers[2])))
+    singular = dataclasses.replace(second, w_q_DNH=np.ones((D, N, H)))
+    for layers, reason in (
+        ((thin, second, third), 'layer 0 is 32 x 24, and only a square one'),
+        ((first, singular, third), 'layer 1 cannot be inverted'),
+    ):
+        with pytest.raises(ConversionError, match=reason):
+            queries_to_identity(dataclasses.replace(net, layers=layers))
