@@ -12,7 +12,7 @@ from qkattn.errors import LayoutError
 from qkattn.pretrained import load_gpt2, load_nanogpt
 
 from .reference import TOKENS, D, L, N, T, V, exact_gelu, forward, make_tensors
-from .test_gpt2 import logits
+from .test_gpt2 import assert_close, logits
 
 ARGUMENTS = {
     'n_layer': L,
@@ -35,14 +35,15 @@ def as_nanogpt(tensors, prefix='_orig_mod.'):
     return named
 
 
-@pytest.mark.parametrize('biases', [True, False])
-@pytest.mark.parametrize('prefix', ['', '_orig_mod.', 'module.'])
+@pytest.mark.parametrize(
+    ('prefix', 'biases'), [('', True), ('_orig_mod.', False), ('module.', True)]
+)
 def test_logits_are_those_of_the_equations(prefix, biases):
     tensors = make_tensors(biases=biases, width=4 * D)
     config, params = load_nanogpt(as_nanogpt(tensors, prefix), num_heads=N)
     assert (config.biases, config.tied_embeddings, config.num_layers) == (biases, True, L)
     want = forward(tensors, TOKENS, gelu=exact_gelu)
-    np.testing.assert_allclose(logits(config, params), want, atol=1e-5 * np.abs(want).max())
+    assert_close(logits(config, params), want)
     tanh = np.abs(forward(tensors, TOKENS) - want).max() / np.abs(want).max()
     assert tanh > 5e-5  # the two forms of GELU are told apart
 
@@ -77,24 +78,20 @@ def test_a_torch_checkpoint_is_read(tmp_path):
         load_nanogpt(tmp_path / 'absent.pt')
 
 
-def test_a_torch_checkpoint_without_torch_is_one_sentence(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, 'torch', None)
-    with pytest.raises(LayoutError, match=r'ckpt\.pt can only be read with torch'):
-        load_nanogpt(tmp_path / 'ckpt.pt')
+def test_what_does_not_fit_is_named(monkeypatch, tmp_path):
+    def refused(message, source, **options):
+        with pytest.raises(LayoutError, match=message):
+            load_nanogpt(source, **options)
 
-
-def test_what_does_not_fit_is_named():
     tensors = make_tensors(width=4 * D)
-    with pytest.raises(LayoutError, match='num_heads is required'):
-        load_nanogpt(as_nanogpt(tensors))
-    with pytest.raises(
-        LayoutError, match=r'c_attn\.weight.* \(48, 16\), not \(16, 48\); load_gpt2'
-    ):
-        load_nanogpt(tensors, num_heads=N)
-    checkpoint = {'model': as_nanogpt(tensors)}
+    named = as_nanogpt(tensors)
+    refused('num_heads is required', named)
+    transposed = r'c_attn\.weight.* \(48, 16\), not \(16, 48\); load_gpt2'
+    refused(transposed, tensors, num_heads=N)
     for wrong, message in (
         ({'block_size': 11}, 'block_size=11 does not fit the tensors, which have 10'),
         ({'use_rmsnorm': True}, 'use_rmsnorm=True is not an argument of nanoGPT'),
     ):
-        with pytest.raises(LayoutError, match=message):
-            load_nanogpt(checkpoint | {'model_args': ARGUMENTS | wrong})
+        refused(message, {'model': named, 'model_args': ARGUMENTS | wrong})
+    monkeypatch.setitem(sys.modules, 'torch', None)
+    refused(r'ckpt\.pt can only be read with torch', tmp_path / 'ckpt.pt')
