@@ -20,86 +20,69 @@ TESTED_PYTHONS = ('3.11', '3.12')
 SCRIPTS = sorted([*ROOT.glob('launch/*.sh'), ROOT / '.ci' / 'run'])
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 
+OWN = {'qkattn', 'experiments', 'configs'}
+# Imported where it is used, with one sentence where it is missing: reading .pt files needs it.
+OPTIONAL = {'torch'}
 # Pinned although pyproject.toml leaves it to jax: bitwise results depend on it.
 PINNED_BEYOND_PYPROJECT = {'jaxlib'}
 
 
-def pins(python_version: str) -> dict[str, Requirement]:
-    """Returns the requirements in force for one Python, by canonical name; each may occur once."""
+def by_name(texts) -> dict[str, Requirement]:
+    """Returns the requirements by canonical name; each may occur once."""
     found: dict[str, Requirement] = {}
-    for line in (ROOT / 'requirements.txt').read_text().splitlines():
-        text = line.split('#')[0].strip()
-        if not text:
-            continue
-        requirement = Requirement(text)
-        marker = requirement.marker
-        if marker is None or marker.evaluate({'python_version': python_version}):
-            name = canonicalize_name(requirement.name)
-            assert name not in found, f'{name} is pinned twice for Python {python_version}'
-            found[name] = requirement
+    for requirement in map(Requirement, texts):
+        name = canonicalize_name(requirement.name)
+        assert name not in found, f'{name} is required twice'
+        found[name] = requirement
     return found
 
 
-def ranges(*extras: str) -> dict[str, Requirement]:
-    """Returns pyproject.toml's dependencies and those of `extras`, by canonical name."""
-    optional = PYPROJECT['optional-dependencies']
-    texts = [*PYPROJECT['dependencies'], *(text for extra in extras for text in optional[extra])]
-    return {canonicalize_name(Requirement(text).name): Requirement(text) for text in texts}
+def pins(python_version: str) -> dict[str, Requirement]:
+    """Returns the lines of requirements.txt in force for one Python."""
+    lines = (ROOT / 'requirements.txt').read_text().splitlines()
+    texts = [text for line in lines if (text := line.split('#')[0].strip())]
+    markers = {text: Requirement(text).marker for text in texts}
+    environment = {'python_version': python_version}
+    return by_name(t for t, marker in markers.items() if not marker or marker.evaluate(environment))
 
 
-def imported_modules() -> dict[str, Path]:
-    """Returns the top-level modules that the package imports, each with one file that does."""
-    found: dict[str, Path] = {}
-    for folder in ('qkattn', 'experiments', 'configs'):
-        for path in sorted((ROOT / folder).rglob('*.py')):
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = []
-                if isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                    names = [node.module]
-                for name in names:
-                    found.setdefault(name.split('.')[0], path.relative_to(ROOT))
+def imported_modules() -> set[str]:
+    """Returns the top-level modules that the package imports."""
+    paths = [path for folder in OWN for path in (ROOT / folder).rglob('*.py')]
+    found = set()
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split('.')[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.split('.')[0])
     return found
-
-
-# Imported where it is used, with one sentence where it is missing: reading .pt files needs it.
-OPTIONAL = {'torch'}
 
 
 @pytest.mark.parametrize('python_version', TESTED_PYTHONS)
 def test_every_import_is_pinned_and_declared(python_version):
-    own = {'qkattn', 'experiments', 'configs'}
     distributions = importlib.metadata.packages_distributions()
-    modules = imported_modules()
-    assert 'jax' in modules
-    for module, path in modules.items():
-        if module in own | OPTIONAL or module in sys.stdlib_module_names:
-            continue
-        assert module in distributions, f'{path} imports {module}, which is not installed'
+    pinned, declared = pins(python_version), by_name(PYPROJECT['dependencies'])
+    foreign = imported_modules() - OWN - OPTIONAL - sys.stdlib_module_names
+    assert 'jax' in foreign
+    for module in foreign:
         names = {canonicalize_name(name) for name in distributions[module]}
-        assert names & pins(python_version).keys(), f'{path}: {module} is not in requirements.txt'
-        assert names & ranges().keys(), f'{path}: {module} is not in pyproject.toml'
+        assert names & pinned.keys(), f'{module} is not in requirements.txt'
+        assert names & declared.keys(), f'{module} is not in pyproject.toml'
 
 
 @pytest.mark.parametrize('python_version', TESTED_PYTHONS)
 def test_pins_are_exact_and_inside_the_ranges_of_pyproject(python_version):
-    pinned, declared = pins(python_version), ranges('test')
+    extras = PYPROJECT['optional-dependencies']
+    pinned, declared = pins(python_version), by_name(PYPROJECT['dependencies'] + extras['test'])
     assert pinned.keys() - declared.keys() == PINNED_BEYOND_PYPROJECT
     assert not declared.keys() - pinned.keys(), 'declared but not pinned'
     for name, requirement in pinned.items():
         (specifier,) = requirement.specifier
         assert specifier.operator == '==' and '*' not in specifier.version, requirement
-        if name in declared:
-            assert declared[name].specifier.contains(specifier.version), requirement
-
-
-def test_accelerator_extras_are_satisfied_by_the_pinned_jax():
-    for extra in ('cuda', 'tpu'):
-        wanted = Requirement(PYPROJECT['optional-dependencies'][extra][0])
-        for python_version in TESTED_PYTHONS:
-            (specifier,) = pins(python_version)['jax'].specifier
-            assert wanted.specifier.contains(specifier.version)
+        wanted = [declared[name]] if name in declared else []
+        if name == 'jax':
+            wanted += [Requirement(extras[extra][0]) for extra in ('cuda', 'tpu')]
+        assert all(one.specifier.contains(specifier.version) for one in wanted), requirement
 
 
 @pytest.mark.parametrize('script', SCRIPTS, ids=lambda path: path.name)
@@ -124,7 +107,7 @@ esac
 
 
 class Sandbox:
-    """A copy of what venv.sh reads, in a path with a space, and a PATH with nothing else on it."""
+    """A copy of what venv.sh reads, in a path with a space, and a PATH with a python and tools."""
 
     def __init__(self, directory: Path):
         self.root = directory / 'a tree'
@@ -138,32 +121,29 @@ class Sandbox:
         for tool in ('bash', 'dirname', 'mkdir', 'mv', 'rm', 'cp', 'ls', 'flock'):
             if (found := shutil.which(tool)) is not None:
                 (self.bin / tool).symlink_to(found)
-
-    def add_python(self, name: str = 'python3') -> Path:
-        path = self.bin / name
-        path.write_text(FAKE_PYTHON)
-        path.chmod(0o755)
-        return path
+        self.python = self.bin / 'python3'
+        self.python.write_text(FAKE_PYTHON)
+        self.python.chmod(0o755)
 
     def start(self, **variables: object) -> subprocess.Popen:
         environment = {
             'PATH': str(self.bin),
             'HOME': '',
             'FAKE_PIP_LOG': str(self.pip_log),
-            'FAKE_BASE': str(self.bin / 'python3'),
+            'FAKE_BASE': str(self.python),
             'REAL_PYTHON': sys.executable,
             **{name: str(value) for name, value in variables.items()},
         }
         command = [self.bin / 'bash', self.root / 'launch' / 'venv.sh']
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            command, env=environment, cwd='/', stdout=pipe, stderr=pipe, text=True
-        )
+        pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+        return subprocess.Popen(command, env=environment, cwd='/', **pipes)
 
-    def run(self, **variables: object) -> subprocess.CompletedProcess:
+    def run(self, expected: int = 0, **variables: object) -> str:
+        """What the script says on the way to the expected exit code."""
         process = self.start(**variables)
-        stdout, stderr = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+        stderr = process.communicate()[1]
+        assert process.returncode == expected, stderr
+        return stderr
 
     def pip_calls(self) -> int:
         return len(self.pip_log.read_text().splitlines()) if self.pip_log.exists() else 0
@@ -174,111 +154,85 @@ def sandbox(tmp_path) -> Sandbox:
     return Sandbox(tmp_path)
 
 
-def test_without_a_recent_python_one_sentence_says_so(sandbox):
-    nothing = sandbox.run()
-    sandbox.add_python()
-    old = sandbox.run(FAKE_VERSION_STATUS=1)
-    for result in (nothing, old):
-        assert result.returncode == 2
-        assert result.stderr == (
-            'venv: no Python >= 3.11 found on PATH; install one or set PYTHON to its path.\n'
-        )
-    chosen = sandbox.run(FAKE_VERSION_STATUS=1, PYTHON='python3')
-    assert chosen.returncode == 2
-    assert chosen.stderr == (
-        'venv: PYTHON=python3 is not a working Python >= 3.11; set PYTHON to one.\n'
-    )
+NO_PYTHON = 'no Python >= 3.11 found on PATH; install one or set PYTHON to its path.'
+WRONG_PYTHON = 'PYTHON=python3 is not a working Python >= 3.11; set PYTHON to one.'
+NO_VENV = 'python3 has no venv module; install it (Debian: python3-venv).'
+
+
+@pytest.mark.parametrize(
+    ('variables', 'sentence'),
+    [
+        ({'FAKE_VERSION_STATUS': 1}, NO_PYTHON),
+        ({'FAKE_VERSION_STATUS': 1, 'PYTHON': 'python3'}, WRONG_PYTHON),
+        ({'FAKE_ENSUREPIP_STATUS': 1}, NO_VENV),
+        ({'FAKE_ENSUREPIP_STATUS': 1, 'PYTHON': 'python3'}, NO_VENV),
+    ],
+)
+def test_without_a_suitable_python_one_sentence_says_so(sandbox, variables, sentence):
+    assert sandbox.run(2, **variables) == f'venv: {sentence}\n'
     assert not sandbox.venv.exists()
 
 
-@pytest.mark.parametrize('variables', [{}, {'PYTHON': 'python3'}])
-def test_without_the_venv_module_one_sentence_says_so(sandbox, variables):
-    sandbox.add_python()
-    result = sandbox.run(FAKE_ENSUREPIP_STATUS=1, **variables)
-    assert result.returncode == 2
-    assert result.stderr == (
-        'venv: python3 has no venv module; install it (Debian: python3-venv).\n'
-    )
-    assert not sandbox.venv.exists()
+def test_without_any_python_one_sentence_says_so(sandbox):
+    sandbox.python.unlink()
+    assert sandbox.run(2) == f'venv: {NO_PYTHON}\n'
 
 
 def test_the_environment_is_reused_until_its_inputs_change(sandbox):
-    sandbox.add_python()
-    first = sandbox.run()
-    assert first.returncode == 0, first.stderr
+    sandbox.run()
     assert sandbox.pip_calls() == 2, 'requirements, then the package'
-    second = sandbox.run()
-    assert (second.returncode, second.stderr) == (0, f'venv: using {sandbox.venv}\n')
+    assert sandbox.run() == f'venv: using {sandbox.venv}\n'
     assert sandbox.pip_calls() == 2
 
     with open(sandbox.root / 'requirements.txt', 'a') as file:
         file.write('# changed\n')
     (sandbox.venv / 'left-over').touch()
-    third = sandbox.run()
-    assert third.returncode == 0, third.stderr
+    sandbox.run()
     assert sandbox.pip_calls() == 4
     assert not (sandbox.venv / 'left-over').exists()
 
 
 def test_an_interrupted_installation_is_recreated(sandbox):
-    sandbox.add_python()
-    failed = sandbox.run(FAKE_PIP_STATUS=1)
-    assert failed.returncode == 1
-    assert 'could not install requirements.txt' in failed.stderr
+    assert 'could not install requirements.txt' in sandbox.run(1, FAKE_PIP_STATUS=1)
     assert sandbox.venv.exists()
-    repaired = sandbox.run()
-    assert repaired.returncode == 0
-    assert 'incomplete or out of date' in repaired.stderr
+    assert 'incomplete or out of date' in sandbox.run()
     assert sandbox.pip_calls() == 3
     (sandbox.venv / 'bin' / 'python').unlink()
-    assert sandbox.run().returncode == 0
+    sandbox.run()
     assert sandbox.pip_calls() == 5, 'an environment whose interpreter is gone is recreated'
 
 
 @pytest.mark.skipif(shutil.which('flock') is None, reason='venv.sh locks where flock exists')
 def test_a_second_installation_waits_for_the_first(sandbox):
-    sandbox.add_python()
     with open(sandbox.root / 'requirements.txt') as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         process = sandbox.start()
         assert process.stderr.readline() == 'venv: waiting for another installation to finish\n'
         assert sandbox.pip_calls() == 0
-    assert process.wait() == 0
     process.communicate()
+    assert process.returncode == 0
     assert sandbox.pip_calls() == 2
 
 
-def test_a_copied_environment_is_recreated(sandbox, tmp_path):
-    sandbox.add_python()
-    assert sandbox.run().returncode == 0
-    shutil.copytree(sandbox.venv, tmp_path / 'copy')
-    result = sandbox.run(QKATTN_VENV=tmp_path / 'copy')
-    assert 'recreating it' in result.stderr
+def test_a_copied_environment_or_tree_gets_an_environment_of_its_own(sandbox, tmp_path):
+    sandbox.run()
+    shutil.copytree(sandbox.venv, tmp_path / 'environment')
+    shutil.copytree(sandbox.root, tmp_path / 'tree')
+    assert 'recreating it' in sandbox.run(QKATTN_VENV=tmp_path / 'environment')
     assert sandbox.pip_calls() == 4
-
-
-def test_a_copied_tree_gets_its_own_environment(sandbox, tmp_path):
-    sandbox.add_python()
-    assert sandbox.run().returncode == 0
-    shutil.copytree(sandbox.root, tmp_path / 'copy')
-    sandbox.root = tmp_path / 'copy'
-    result = sandbox.run()
-    assert 'recreating it' in result.stderr
-    assert sandbox.pip_calls() == 4
-    # The editable installation points to one tree, so two trees cannot share an environment.
-    result = sandbox.run(QKATTN_VENV=tmp_path / 'a tree' / '.venv')
-    assert 'recreating it' in result.stderr
+    original, sandbox.root = sandbox.venv, tmp_path / 'tree'
+    assert 'recreating it' in sandbox.run()
     assert sandbox.pip_calls() == 6
+    # The editable installation points to one tree, so two trees cannot share an environment.
+    assert 'recreating it' in sandbox.run(QKATTN_VENV=original)
+    assert sandbox.pip_calls() == 8
 
 
 def test_a_directory_that_the_script_did_not_make_is_left_alone(sandbox, tmp_path):
-    sandbox.add_python()
     unrelated = tmp_path / 'home'
     unrelated.mkdir()
     (unrelated / 'thesis').touch()
-    result = sandbox.run(QKATTN_VENV=unrelated)
-    assert result.returncode == 2
-    assert 'was not made by this script' in result.stderr
+    assert 'was not made by this script' in sandbox.run(2, QKATTN_VENV=unrelated)
     assert os.listdir(unrelated) == ['thesis']
-    assert sandbox.run(QKATTN_VENV=tmp_path / 'elsewhere').returncode == 0
+    sandbox.run(QKATTN_VENV=tmp_path / 'elsewhere')
     assert not sandbox.venv.exists()
