@@ -1,10 +1,6 @@
-import dataclasses
-import json
 import re
 
-import pytest
-
-from qkattn.data.cache import DamagedCache, data_root, read_description
+from qkattn.data.cache import data_root
 from tests.data.refusals import refused
 from tests.processes import start_python
 
@@ -50,28 +46,3 @@ def test_of_processes_that_race_one_prepares_and_another_if_it_is_killed(tmp_pat
     assert sorted(outputs) == [('', ''), ('sound\n', ''), ('sound\n', '')]
     assert sorted(process.returncode for process in processes) == [0, 0, 9]
     assert (tmp_path / 'prepared').read_text() == 'xx'
-
-
-@dataclasses.dataclass
-class Described:
-    name: str
-    size: int
-
-
-@pytest.mark.parametrize(
-    ('content', 'says'),
-    [
-        (None, 'it cannot be read'),
-        ('{', 'it cannot be read'),
-        ('[]', 'it cannot be read'),
-        ('{"name": "a"}', 'it cannot be read'),
-        ('{"name": "b", "size": 1}', "name is 'b', not 'a'"),
-    ],
-)
-def test_a_damaged_description_is_one_sentence(tmp_path, content, says):
-    path = tmp_path / 'about.json'
-    path.write_text(json.dumps({'name': 'a', 'size': 1}))
-    assert read_description(path, Described, {'name': 'a'}) == Described('a', 1)
-    path.unlink() if content is None else path.write_text(content)
-    with refused(f"^'{path}' is damaged: {says}", DamagedCache):
-        read_description(path, Described, {'name': 'a'})

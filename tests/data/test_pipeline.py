@@ -55,9 +55,8 @@ def test_hosts_together_read_the_global_batches(numbers, num_hosts):
 def test_train_batches_are_train_batch_of_seed_and_step(numbers):
     rows = windows(numbers(train=500))
     settings = {'batch_size': 6, 'part': slice(2, 5)}
-    with pipeline.TrainBatches(
-        rows, seeds=(4, 0, 4), start_step=11, num_steps=8, steps_per_read=3, **settings
-    ) as batches:
+    steps = {'start_step': 11, 'num_steps': 8, 'steps_per_read': 3}
+    with pipeline.TrainBatches(rows, seeds=(4, 0, 4), **steps, **settings) as batches:
         reads = [batch['tokens_BT'] for batch in batches]
     assert [r.shape for r in reads] == [(3, 3, 3, 7), (3, 3, 3, 7), (2, 3, 3, 7)]
     for c, tokens_XBT in enumerate(np.concatenate(reads)):

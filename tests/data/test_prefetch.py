@@ -70,9 +70,7 @@ def test_close_ends_the_thread_and_the_iteration():
     assert not thread.is_alive()
     with pytest.raises(StopIteration):
         next(batches)
-
-
-def test_there_may_be_nothing_to_read():
+    # There may be nothing to read, or nothing read.
     StepBatches(read, seeds=(0,), start_step=0, num_steps=3).close()
     assert list(StepBatches(read, seeds=(0,), start_step=9, num_steps=0)) == []
 

@@ -23,15 +23,10 @@ class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     VERSION = tfds.core.Version('2.1.0')
     SPLITS = ('train', 'validation', 'test')
-    FEATURES = {}
+    FEATURES = PAIRS
 
     def _info(self):
-        features = self.FEATURES
-        return tfds.core.DatasetInfo(
-            builder=self,
-            features=tfds.features.FeaturesDict(features) if type(features) is dict else features,
-            disable_shuffling=True,
-        )
+        return tfds.core.DatasetInfo(builder=self, features=self.FEATURES, disable_shuffling=True)
 
     def _split_generators(self, dl_manager):
         return {split: self._generate_examples(split) for split in self.SPLITS}
@@ -43,22 +38,22 @@ class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):
             yield number, {feature: values[feature] for feature in self.FEATURES}
 
 
-def registered(name, features, **attributes):
+def registered(name, splits=Local.SPLITS, **features):
     """A subclass of Local, which tfds knows by its name in snake case."""
-    return type(Local)(name, (Local,), {'__module__': __name__, 'FEATURES': features, **attributes})
+    values = {'FEATURES': tfds.features.FeaturesDict(features), 'SPLITS': splits}
+    return type(Local)(name, (Local,), {'__module__': __name__, **values})
 
 
-QkattnText = registered('QkattnText', {'text': TEXT, 'n': NUMBER}, SPLITS=('train', 'dev'))
-registered('QkattnTexts', {'title': TEXT, 'body': TEXT})
-registered('QkattnInner', {'title': TEXT, 'sentences': PAIRS})
-registered('QkattnNumbers', {'n': NUMBER})
-registered('QkattnNoValidation', {'text': TEXT}, SPLITS=('train', 'test'))
-registered('QkattnVarying', {'all': tfds.features.TranslationVariableLanguages()})
+QkattnText = registered('QkattnText', ('train', 'dev'), text=TEXT, n=NUMBER)
+registered('QkattnTexts', title=TEXT, body=TEXT)
+registered('QkattnInner', title=TEXT, sentences=PAIRS)
+registered('QkattnNumbers', n=NUMBER)
+registered('QkattnNoValidation', ('train', 'test'), text=TEXT)
+registered('QkattnVarying', all=tfds.features.TranslationVariableLanguages())
 
 
 class QkattnPairs(Local):
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in ('first', 'second.1')]
-    FEATURES = PAIRS
 
 
 class QkattnElsewhere(QkattnPairs, skip_registration=True):
@@ -94,10 +89,12 @@ def test_text_set_with_another_name_of_its_validation_split_is_prepared_once(cor
     assert 'tensorflow' not in sys.modules
 
 
-def test_one_of_several_texts_is_read(corpus):
+def test_text_of_a_named_feature_and_files_fetched_by_hand(corpus, tmp_path):
     found = corpus('qkattn_texts', feature='body')
     assert found.name == 'tfds-qkattn_texts-body'
     assert list(found.documents(None)['test'])[7] == b'Nummer 7'
+    (tmp_path / 'x').write_text('')
+    assert corpus('qkattn_by_hand', manual_dir=str(tmp_path)).splits == ('train', 'validation')
 
 
 @pytest.mark.parametrize('name', ['qkattn_pairs/second.1', 'qkattn_inner'])
@@ -139,11 +136,6 @@ def test_settings_that_do_not_fit_the_set_are_one_sentence(corpus, name, options
         corpus(name, **options)
 
 
-def test_files_fetched_by_hand_are_read(corpus, tmp_path):
-    (tmp_path / 'x').write_text('')
-    assert corpus('qkattn_by_hand', manual_dir=str(tmp_path)).splits == ('train', 'validation')
-
-
 def test_copied_set_needs_no_code(corpus, tmp_path):
     with refused("has no 'qkattn_elsewhere' and there is none in"):
         corpus('qkattn_elsewhere/first', languages='de-en')
@@ -156,39 +148,30 @@ def test_copied_set_needs_no_code(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('name', 'languages'),
+    ('name', 'languages', 'needs'),
     [
-        ('wmt14_translate/de-en', 'de-en'),
-        ('ted_hrlr_translate/pt_to_en', 'en-pt'),
-        ('imdb_reviews/plain_text', None),
+        ('wmt14_translate/de-en', 'de-en', None),
+        ('ted_hrlr_translate/pt_to_en', 'en-pt', None),
+        ('imdb_reviews/plain_text', None, None),
+        # Packages are named before anything is downloaded.
+        ('lm1b', None, 'tensorflow'),
+        ('tiny_shakespeare', None, 'tensorflow'),
+        ('wiki40b/en', None, 'apache-beam'),
+        ('wikipedia/20230601.en', None, 'apache-beam'),
+        ('c4/en', None, 'apache-beam'),
     ],
 )
-def test_without_network_the_sentence_says_what_to_do(
-    corpus, tmp_path, monkeypatch, name, languages
+def test_without_network_or_packages_the_sentence_says_what_to_do(
+    corpus, tmp_path, monkeypatch, name, languages, needs
 ):
-    unplug(monkeypatch)
+    asked = unplug(monkeypatch)
+    monkeypatch.setattr(tfds_catalogue.importlib.util, 'find_spec', lambda package: None)
     directory = tmp_path / 'data' / name.partition('/')[0]
-    with refused(rf"http\S+ cannot be .*copy '{directory}' from there\.$"):
+    what = f'needs {needs}: pip install {needs}, or' if needs else r'http\S+ cannot be .*;'
+    with refused(rf"{what} prepare it .*copy '{directory}' from there\.$"):
         corpus(name, languages=languages)
     assert not list(directory.rglob('dataset_info.json'))
-
-
-@pytest.mark.parametrize(
-    ('name', 'package'),
-    [
-        ('lm1b', 'tensorflow'),
-        ('tiny_shakespeare', 'tensorflow'),
-        ('wiki40b/en', 'apache-beam'),
-        ('wikipedia/20230601.en', 'apache-beam'),
-        ('c4/en', 'apache-beam'),
-    ],
-)
-def test_missing_packages_are_said_before_the_download(corpus, monkeypatch, name, package):
-    asked, looked_for = unplug(monkeypatch), []
-    monkeypatch.setattr(tfds_catalogue.importlib.util, 'find_spec', looked_for.append)
-    with refused(f'needs {package}: pip install {package}, or prepare it'):
-        corpus(name)
-    assert not asked and looked_for
+    assert bool(asked) == (needs is None)
 
 
 def test_a_failed_preparation_is_one_sentence(corpus, tmp_path, monkeypatch):
@@ -210,10 +193,10 @@ def test_a_failed_preparation_is_one_sentence(corpus, tmp_path, monkeypatch):
 
 
 def test_the_package_is_that_of_the_innermost_import_error():
-    outer, needs = ImportError('Failed to construct it'), tfds_prepare.needs_package
-    assert 'Failed to construct it' in needs('x', outer, 'do this')
-    outer.__cause__ = ModuleNotFoundError("No module named 'tensorflow'", name='tensorflow')
-    assert 'pip install tensorflow' in needs('x', outer, 'do this')
+    outer = ImportError('Failed to construct it')
+    assert 'Failed to construct it' in tfds_prepare.needs_package('x', outer, 'do this')
+    outer.__cause__ = ModuleNotFoundError(name='tensorflow')
+    assert 'pip install tensorflow' in tfds_prepare.needs_package('x', outer, 'do this')
 
 
 def test_what_a_killed_preparation_left_is_removed(corpus, tmp_path):

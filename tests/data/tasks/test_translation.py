@@ -81,16 +81,10 @@ def test_every_pair_is_in_one_row_whole_and_with_its_own_translation(parallel, r
     assert sorted(unpack(read(rows, split))) == expected
 
 
-def test_rows_are_read_in_any_order_in_the_same_shapes(rows):
-    batch = read_rows(rows, 'train', [3, 0, 3])
-    stated = TranslationRows.array_shapes(MODEL)
-    assert {name: (a.shape[1], a.dtype) for name, a in batch.items()} == stated
-    for name, array in read(rows).items():
-        assert np.array_equal(batch[name], array[[3, 0, 3]])
-
-
 def test_rows_are_well_filled_and_padded_with_zeros_behind_the_pairs(rows):
     batch = read(rows)
+    stated = TranslationRows.array_shapes(MODEL)
+    assert {name: (a.shape[1], a.dtype) for name, a in batch.items()} == stated
     assert np.array_equal(batch['loss_weights_BT'], (batch['segments_BT'] > 0).astype(np.float32))
     # A pair takes 12 and 10 tokens on average, about two fit into a row.
     assert batch['loss_weights_BT'].mean() > 0.85
@@ -109,33 +103,12 @@ def test_rows_are_well_filled_and_padded_with_zeros_behind_the_pairs(rows):
 
 
 def test_the_packing_is_fixed_and_shuffled(parallel, rows):
+    for name, array in read_rows(rows, 'train', [3, 0, 3]).items():
+        assert np.array_equal(array, read(rows)[name][[3, 0, 3]])
     first = [source for source, _, _ in unpack(read(rows, 'validation'))]
     in_file_order = [[*s, SEPARATOR] for s in parallel.sentences('validation')[0]]
     # Written down, so that a library that draws differently does not go unnoticed.
     assert [in_file_order.index(source) for source in first[:8]] == [0, 43, 38, 9, 21, 33, 4, 2]
-
-
-def test_neighbours_in_the_file_do_not_share_rows():
-    numbers = [np.array([i + 10]) for i in range(1000)]
-    pairs = PairDataset(side('a', {'train': numbers}), side('b', {'train': numbers}))
-    source_BS = read(TranslationRows(pairs, 20, 20))['source_BS']
-    assert source_BS.shape == (100, 20)
-    # Ten pairs of two tokens: the mean distance of two random numbers below n is n / 3.
-    distances = np.abs(np.diff(source_BS[:, ::2], axis=1))
-    assert distances.mean() == pytest.approx(333, rel=0.1)
-
-
-def test_a_pair_as_long_as_a_row_fits():
-    pairs = PairDataset(
-        side('a', {'train': [np.arange(10, 17)]}), side('b', {'train': [np.arange(20, 25)]})
-    )
-    batch = read(TranslationRows(pairs, 8, 6))
-    assert batch['source_BS'].tolist() == [[10, 11, 12, 13, 14, 15, 16, SEPARATOR]]
-    assert batch['tokens_BT'].tolist() == [[SEPARATOR, 20, 21, 22, 23, 24]]
-    assert batch['targets_BT'].tolist() == [[20, 21, 22, 23, 24, SEPARATOR]]
-    for lengths in ((7, 6), (8, 5)):
-        with refused('1 of 1 sentence pairs are longer'):
-            TranslationRows(pairs, *lengths)
 
 
 def test_long_pairs_are_refused_or_dropped_counted_and_said(parallel, rows, caplog):

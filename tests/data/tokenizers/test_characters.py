@@ -42,21 +42,17 @@ def test_text_of_known_characters_comes_back(tokenizer):
 def test_ids_take_two_bytes_where_one_is_too_narrow():
     text = ''.join(map(chr, range(0x100, 0x300)))
     ids = CharacterTokenizer.train([text.encode()]).encode(text)
-    assert ids.dtype == np.uint16
-    assert ids.tolist() == list(range(512))
+    assert (ids.dtype, ids.tolist()) == (np.uint16, list(range(512)))
 
 
-def test_unknown_characters_and_separators_count_one_byte(tokenizer):
+def test_separators_are_never_read_from_text_and_count_one_byte_like_the_unknown(tokenizer):
     ids = [*tokenizer.encode('aÖ😀'), tokenizer.separator]
     assert tokenizer.num_bytes(ids) == 1 + 1 + 4 + 1
     assert tokenizer.decode(ids) == 'a\N{REPLACEMENT CHARACTER}😀\0'
-
-
-def test_no_text_reads_as_the_end_of_a_document():
-    tokenizer = CharacterTokenizer.train([b'a\0b'])
-    ids = tokenizer.encode('a\0b')
-    assert tokenizer.separator not in ids
-    assert tokenizer.decode(ids) == 'a\0b'
+    # U+0000 of a text is a character like others.
+    ids = (nul := CharacterTokenizer.train([b'a\0b'])).encode('a\0b')
+    assert nul.separator not in ids
+    assert nul.decode(ids) == 'a\0b'
 
 
 def test_the_name_tells_character_sets_apart(tokenizer):
