@@ -21,7 +21,7 @@ from qkattn.verdict.codes import NotScaled, Reason, Remark, RemarkCode
 from qkattn.verdict.findings import Scaling
 from qkattn.verdict.load import Missing, Study
 from qkattn.verdict.measures import Measure
-from qkattn.verdict.trials import corpora
+from qkattn.verdict.runs import corpora
 
 NONE = '-'
 END = '\x1f'

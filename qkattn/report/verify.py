@@ -23,8 +23,8 @@ from qkattn.report.figures import figures
 from qkattn.report.tables import headline
 from qkattn.run.files import write_atomic
 from qkattn.verdict import Study, find, load_study
-from qkattn.verdict.load import PlannedRun
-from qkattn.verdict.reading import json_lines
+from qkattn.verdict.reading import for_each_line
+from qkattn.verdict.runs import PlannedRun
 
 BLOCK = re.compile(r'(<!-- headline: (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 NUMBER = re.compile(r'\d+(?:[.,]\d+)*')
@@ -98,7 +98,8 @@ def _unlike_its_log(study: Study, run: PlannedRun) -> Iterator[str]:
         yield f'run {run.name} has results, but {path.name} is missing'
         return
     problems: list[str] = []
-    records = [record for _, record in json_lines(path, path.name, problems)]
+    records: list[dict] = []
+    for_each_line(path, path.name, problems, records.append)
     evaluations = [record for record in records if record['kind'] == 'eval']
     yield from (f'run {run.name}: {problem}' for problem in problems)
     if not evaluations or evaluations[-1]['step'] != run.trials[0].num_steps:

@@ -8,9 +8,9 @@ from qkattn.stats.inference import Difference, Estimate, estimate
 from qkattn.stats.sweep import Sweep
 from qkattn.study import tuning
 from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
-from qkattn.verdict.codes import NotScaled, Remark, Verdict
+from qkattn.verdict.codes import NotScaled, Place, Remark, Verdict
 from qkattn.verdict.load import Study
-from qkattn.verdict.trials import Trial
+from qkattn.verdict.runs import Trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Arm:
     remarks: tuple[Remark, ...] = ()
 
     @property
-    def place(self) -> tuple[str, str]:
+    def place(self) -> Place:
         return self.variant, self.size
 
     @property
@@ -74,8 +74,8 @@ class Arm:
 
         For a study without tuning; with tuning, see `not_bracketed`.
         """
-        rates = sorted({trial.learning_rate for trial in self.verdict_trials})
-        return len(rates) > 1 and self.learning_rate in (rates[0], rates[-1])
+        rates = {trial.learning_rate for trial in self.verdict_trials}
+        return len(rates) > 1 and self.learning_rate in (min(rates), max(rates))
 
     @property
     def num_diverged(self) -> int:
@@ -103,13 +103,13 @@ class Arm:
         The mean over the seeds that did not diverge is biased towards lower losses, and a setting
         that is not the best one gives higher losses.
         """
-        if not self.chosen:
-            return NotScaled.NO_LOSSES
-        if self.num_diverged:
-            return NotScaled.DIVERGED
-        if self.blocks:
-            return NotScaled.BLOCKED
-        return NotScaled.NOT_BRACKETED if self.not_bracketed else None
+        reasons = {
+            NotScaled.NO_LOSSES: not self.chosen,
+            NotScaled.DIVERGED: self.num_diverged,
+            NotScaled.BLOCKED: self.blocks,
+            NotScaled.NOT_BRACKETED: self.not_bracketed,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
         """Mean of `scale` times a metric over the chosen trials; None unless all have it."""
@@ -125,15 +125,11 @@ class Arm:
 def arms_of(study: Study) -> tuple[Arm, ...]:
     """One arm per (size, variant) with results, in the study's order, the baseline first."""
     order = sorted(study.variants, key=lambda variant: variant != study.baseline)
-    by_place: dict[tuple[str, str], list[Trial]] = {}
+    by_place: dict[Place, list[Trial]] = {}
     for trial in study.trials:
-        by_place.setdefault((trial.variant, trial.size), []).append(trial)
-    return tuple(
-        _arm(study, tuple(by_place[variant, size]))
-        for size in study.sizes
-        for variant in order
-        if (variant, size) in by_place
-    )
+        by_place.setdefault(trial.place, []).append(trial)
+    places = [(variant, size) for size in study.sizes for variant in order]
+    return tuple(_arm(study, *p, tuple(by_place[p])) for p in places if p in by_place)
 
 
 def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
@@ -145,26 +141,18 @@ def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     by_setting: dict[tuple, list[Trial]] = {}
     for trial in trials:
         by_setting.setdefault(trial.settings, []).append(trial)
-    finished = {s: tuple(t for t in ts if t.finished) for s, ts in by_setting.items()}
-    complete = [ts for s, ts in finished.items() if len(ts) == len(by_setting[s])]
-    candidates = complete or [ts for ts in finished.values() if ts]
-    if not candidates:
-        return ()
-    return min(candidates, key=lambda ts: statistics.fmean(t.val_loss for t in ts))
+    complete = [of for of in by_setting.values() if all(trial.finished for trial in of)]
+    partial = [[trial for trial in of if trial.finished] for of in by_setting.values()]
+    candidates = complete or list(filter(None, partial))
+    return tuple(
+        min(candidates, key=lambda of: statistics.fmean(t.val_loss for t in of), default=())
+    )
 
 
-def stopped_early(study: Study, trial: Trial) -> bool:
-    """Whether the trial was trained for fewer steps than its config states."""
-    return trial.num_steps < study.by_name[trial.run].num_steps
-
-
-def _arm(study: Study, trials: tuple[Trial, ...]) -> Arm:
+def _arm(study: Study, variant: str, size: str, trials: tuple[Trial, ...]) -> Arm:
     own = tuple(t for t in trials if t.stage == (VERDICT if study.tuning else SINGLE))
-    if study.tuning:
-        chosen = tuple(t for t in own if t.finished and not stopped_early(study, t))
-    else:
-        chosen = best_setting(own)
-    variant, size = trials[0].variant, trials[0].size
+    complete = tuple(t for t in own if t.finished and not t.stopped_early)
+    chosen = complete if study.tuning else best_setting(own)
     return Arm(
         variant=variant,
         size=size,
@@ -181,14 +169,12 @@ def _tuning(study: Study, trials: Sequence[Trial]) -> Tuning:
     """The state of the tuning, from the settings at which every screening seed has a result."""
     screening = [trial for trial in trials if trial.stage == SCREENING]
     own = dict(zip(tuning.KNOBS, (screening or trials)[0].at, strict=True))
-    grids = {
-        knob: values if len(values) > 1 else (own[knob],)
-        for knob, values in study.tuning.grids.items()
-    }
+    declared = study.tuning.grids.items()
+    grids = {knob: values if len(values) > 1 else (own[knob],) for knob, values in declared}
     measured: dict[tuning.Settings, dict[int, float | None]] = {}
     for trial in screening:
         if trial.seed in study.tuning.seeds:
             loss = trial.val_loss if trial.finished else None
             measured.setdefault(trial.at, {})[trial.seed] = loss
-    complete = {at: of for at, of in measured.items() if len(of) == len(set(study.tuning.seeds))}
+    complete = {at: of for at, of in measured.items() if of.keys() == set(study.tuning.seeds)}
     return tuning.tune(grids, study.tuning.max_points, complete)

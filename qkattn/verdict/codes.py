@@ -1,4 +1,7 @@
-"""Codes of findings, each with its numbers; `qkattn.report` turns them into prose."""
+"""Codes of findings, each with its numbers; `qkattn.report` turns them into prose.
+
+The members of `data` of a code are the arguments of its macro in report/templates/clauses.j2.
+"""
 
 import dataclasses
 import enum
@@ -12,58 +15,34 @@ Place = tuple[str, str]
 
 
 class RemarkCode(enum.Enum):
-    """A hygiene finding; the members of `Remark.data` are in brackets."""
+    """A hygiene finding."""
 
-    LEARNING_RATE_NOT_TUNED = enum.auto()  # [learning_rates]: the only ones of the grid
-    SHARED_SEEDS = enum.auto()  # [seeds] used for both screening and verdict
-    STOPPED_EARLY = enum.auto()  # [stopped] of [trials] ended at [step] of [num_steps]
-    NOT_ANNEALED = enum.auto()  # [schedule], [final_fraction] (None: no decay) above [limit]
-    MISSING_RESULTS = enum.auto()  # [readable] of [planned] trials of [run] at [stage]
-    OVER_TOLERANCE = enum.auto()  # [matched] quantity: [residual] exceeds [tolerance]
-    OTHER_PARAMETER_COUNT = enum.auto()  # [parameters] in results; the plan: [residual] of [target]
-    OTHER_SEEDS = enum.auto()  # [stage] ran on [actual], the study declares [declared]
-    NOT_BRACKETED = enum.auto()  # [knob]: the [best] of [low] to [high]
-    SCREENING_INCOMPLETE = enum.auto()  # [knob] lacks results at [values]
-    OTHER_SETTING = enum.auto()  # [knob]: verdict at [actual], screening at [expected]; [tuned]
-    SEVERAL_SETTINGS = enum.auto()  # among the verdict trials of one arm
-    FEW_SEEDS = enum.auto()  # [counts] of finished seeds, fewer than [enough]; [arms], None: all
-    DIVERGED = enum.auto()  # [arms]: (arm, ((stage or None, diverged, trials), ...)), ...
-    EVALUATION = enum.auto()  # [tokens], [rows], [standard_error] (None: not recorded)
-    # [name] at [size] (None: the only one), [values]: {value: variants}; [harmless]: not to results
-    DIFFERS = enum.auto()
-    DIFFERS_FROM_BASELINE = enum.auto()  # [name]: [value], the baseline's [baseline]
-    SOFTWARE_DIFFERS = enum.auto()  # [name]: [values]: {value: ((variant, size, stage), ...)}
-    UNCOMMITTED_CHANGES = enum.auto()
+    # Of the study: its seeds, its evaluation, the software of its runs.
+    LEARNING_RATE_NOT_TUNED, SHARED_SEEDS, FEW_SEEDS, DIVERGED, EVALUATION = range(5)
+    DIFFERS, SOFTWARE_DIFFERS, UNCOMMITTED_CHANGES = range(5, 8)
+    # Of an arm: its training, its matching, its seeds and settings.
+    STOPPED_EARLY, NOT_ANNEALED, MISSING_RESULTS = range(8, 11)
+    OVER_TOLERANCE, OTHER_PARAMETER_COUNT, DIFFERS_FROM_BASELINE = range(11, 14)
+    OTHER_SEEDS, OTHER_SETTING, SEVERAL_SETTINGS = range(14, 17)
+    NOT_BRACKETED, SCREENING_INCOMPLETE = range(17, 19)
 
 
 class ReasonCode(enum.Enum):
-    """The reason of a verdict; the members of `Reason.data` are in brackets."""
+    """The reason of a verdict."""
 
-    # Statistical tests.
-    DIVERGED = enum.auto()  # [arm], [baseline]: numbers of diverged trials
-    FEW_PAIRS = enum.auto()  # [n] seeds finished in both, [needed] are needed
-    EQUIVALENT = enum.auto()  # [p] of equivalence
-    DIFFERENT = enum.auto()  # [p]
-    DIFFERENT_WITHIN_MARGIN = enum.auto()  # [side], [margin] and [p]: equivalent all the same
-    DIFFERENT_BUT_DIVERGED = enum.auto()  # [side] on the seeds that are left, [p]
-    NOT_SHOWN = enum.auto()  # [p], [p_equivalence]; [detectable] difference
+    # The outcome of the tests.
+    DIVERGED, FEW_PAIRS, EQUIVALENT, DIFFERENT, NOT_SHOWN = range(5)
+    DIFFERENT_WITHIN_MARGIN, DIFFERENT_BUT_DIVERGED = range(5, 7)
     # Missing results.
-    NO_VERDICT_TRIALS = enum.auto()
-    NO_BASELINE_TRIALS = enum.auto()  # [baseline]
-    BASELINE_BLOCKED = enum.auto()  # [baseline], [remarks] that block it
+    NO_VERDICT_TRIALS, NO_BASELINE_TRIALS, BASELINE_BLOCKED = range(7, 10)
     # Caveats: uncertainty of the tuning.
-    NOT_BRACKETED = enum.auto()  # [whose] ('arm' or 'baseline') [knobs]
-    BEYOND_GRID = enum.auto()  # would be [decision], but a better value may lie beyond the grid
-    IMPRECISE_OPTIMUM = enum.auto()  # [whose] [knob] may be off by [nats], more than the difference
+    NOT_BRACKETED, BEYOND_GRID, IMPRECISE_OPTIMUM = range(10, 13)
 
 
 class NotScaled(enum.Enum):
     """Why the mean loss of an arm is not used in a scaling fit."""
 
-    NO_LOSSES = enum.auto()
-    DIVERGED = enum.auto()
-    BLOCKED = enum.auto()
-    NOT_BRACKETED = enum.auto()
+    NO_LOSSES, DIVERGED, BLOCKED, NOT_BRACKETED = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +59,6 @@ class Remark:
     arm: Place | None = None
     every_arm: bool = False
 
-    @classmethod
-    def of(
-        cls, code: RemarkCode, arm: Place | None = None, blocks: bool = False, /, **data: Any
-    ) -> 'Remark':
-        return cls(code, data, blocks, arm)
-
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
@@ -93,10 +66,6 @@ class Reason:
 
     code: ReasonCode
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, code: ReasonCode, /, **data: Any) -> 'Reason':
-        return cls(code, data)
 
 
 @dataclasses.dataclass(frozen=True)

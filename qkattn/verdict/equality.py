@@ -15,14 +15,8 @@ _FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_
 _PLACES = ('mesh', 'data.data_dir', 'data.manual_dir')
 # Settings that do not affect results; trials with shared seeds are paired whatever the others are.
 _HARMLESS = (
-    'train.steps_per_dispatch',
-    'train.log_every',
-    'train.eval_every',
-    'train.checkpoint_every',
-    'train.lifting',
-    'model.remat',
-    'model.scan_unroll',
-    'trials.seeds',
+    *('train.steps_per_dispatch', 'train.log_every', 'train.eval_every', 'train.checkpoint_every'),
+    *('train.lifting', 'model.remat', 'model.scan_unroll', 'trials.seeds'),
 )
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
@@ -36,21 +30,17 @@ def differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     factors = declared_factors(study)
     for size in study.sizes:
         of_size = [arm for arm in arms if arm.size == size and arm.verdict_trials]
-        yield from _compared(
-            study, size, {arm.variant: _facts(study, arm, factors) for arm in of_size}
-        )
+        facts = {arm.variant: _facts(study, arm, factors) for arm in of_size}
+        yield from _compared(study, size, facts)
     yield from _software(arms)
 
 
 def declared_factors(study: Study) -> set[str]:
     """The settings that may differ: those of variants and of matching, and the tuned knobs."""
-    fields = {f'model.{name}' for name in _FACTORS}
-    for variant in study.variants:
-        own = variant.partition('?')[2]
-        fields |= {f'model.{name}' for name in re.findall(r'(?:^|&)(\w+)=', own)}
-    for knob in study.tuning.knobs if study.tuning else ():
-        fields.add('model.score_scale' if knob == 'score_scale' else f'trials.{knob}s')
-    return fields
+    own = [name for v in study.variants for name in re.findall(r'[?&](\w+)=', v)]
+    tuned = study.tuning.knobs if study.tuning else ()
+    knobs = {'model.score_scale' if k == 'score_scale' else f'trials.{k}s' for k in tuned}
+    return knobs | {f'model.{name}' for name in (*_FACTORS, *own)}
 
 
 def _facts(study: Study, arm: Arm, factors: set[str]) -> dict[str, Any]:
@@ -60,9 +50,7 @@ def _facts(study: Study, arm: Arm, factors: set[str]) -> dict[str, Any]:
     return {
         **{n: v for n, v in settings if n not in factors and not n.startswith(_PLACES)},
         **{f'data.{name}': value for name, value in flat(example.data)},
-        'eval_tokens': example.eval_tokens,
-        'eval_rows': example.eval_rows,
-        'target_parameters': example.target_parameters,
+        **{n: getattr(example, n) for n in ('eval_tokens', 'eval_rows', 'target_parameters')},
     }
 
 
@@ -74,42 +62,28 @@ def _compared(study: Study, size: str, of_arms: Mapping[str, dict[str, Any]]) ->
         by_value: dict[str, tuple[str, ...]] = {}
         for variant, value in values.items():
             by_value[str(value)] = (*by_value.get(str(value), ()), variant)
-        yield Remark.of(
-            RemarkCode.DIFFERS,
-            name=name,
-            size=size if len(study.sizes) > 1 else None,
-            values=by_value,
-            harmless=name in _HARMLESS,
-        )
+        where = {'name': name, 'size': size if len(study.sizes) > 1 else None}
+        found = {'values': by_value, 'harmless': name in _HARMLESS}
+        yield Remark(RemarkCode.DIFFERS, where | found)
         if name in _HARMLESS or study.baseline not in values:
             continue
         baseline = values[study.baseline]
         for variant, value in values.items():
             if repr(value) != repr(baseline):
-                yield Remark.of(
-                    RemarkCode.DIFFERS_FROM_BASELINE,
-                    (variant, size),
-                    True,
-                    name=name,
-                    value=str(value),
-                    baseline=str(baseline),
-                )
+                data = {'name': name, 'value': str(value), 'baseline': str(baseline)}
+                yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, (variant, size))
 
 
 def _software(arms: Sequence[Arm]) -> Iterator[Remark]:
     """Versions, devices and commits, which seldom affect results."""
     facts: dict[str, dict[str, set[tuple[str, str, str]]]] = {}
-    dirty = False
     for trial in (trial for arm in arms for trial in arm.trials):
-        recorded = dict(flat(trial.provenance))
-        dirty = dirty or recorded.get('git.dirty') is True
-        for name, value in recorded.items():
-            if name.startswith('versions.') or name in _SOFTWARE:
-                place = trial.variant, trial.size, trial.stage
-                facts.setdefault(name, {}).setdefault(str(value), set()).add(place)
-    for name, values in facts.items():
-        if len(values) > 1:
-            sorted_values = {value: tuple(sorted(of)) for value, of in values.items()}
-            yield Remark.of(RemarkCode.SOFTWARE_DIFFERS, name=name, values=sorted_values)
-    if dirty:
-        yield Remark.of(RemarkCode.UNCOMMITTED_CHANGES)
+        for name, value in flat(trial.provenance):
+            place = trial.variant, trial.size, trial.stage
+            facts.setdefault(name, {}).setdefault(str(value), set()).add(place)
+    for name, places in facts.items():
+        if len(places) > 1 and (name.startswith('versions.') or name in _SOFTWARE):
+            values = {value: tuple(sorted(of)) for value, of in places.items()}
+            yield Remark(RemarkCode.SOFTWARE_DIFFERS, {'name': name, 'values': values})
+    if 'True' in facts.get('git.dirty', ()):
+        yield Remark(RemarkCode.UNCOMMITTED_CHANGES)

@@ -4,6 +4,7 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 from qkattn.stats import inference, scaling
 from qkattn.stats.inference import Judgement
@@ -79,78 +80,77 @@ def _compared(study: Study, arm: Arm, baseline: Arm | None) -> Arm:
     """The arm with its difference from the baseline, unpaired if no seed is shared."""
     if arm.is_baseline or baseline is None or not arm.chosen or not baseline.chosen:
         return arm
-    losses = {trial.seed: trial.val_loss for trial in baseline.chosen}
-    own = sorted(arm.chosen, key=lambda trial: trial.seed)
-    shared = tuple(t.val_loss - losses[t.seed] for t in own if t.seed in losses)
+    losses, own = _losses(baseline), _losses(arm)
+    shared = tuple(loss - losses[seed] for seed, loss in own.items() if seed in losses)
     if shared:
         difference = inference.paired(shared, study.margin)
     else:
-        unpaired = [trial.val_loss for trial in own]
-        difference = inference.welch(unpaired, list(losses.values()), study.margin)
+        difference = inference.welch(list(own.values()), list(losses.values()), study.margin)
     return dataclasses.replace(arm, differences=shared, difference=difference)
+
+
+def _losses(arm: Arm) -> dict[int, float]:
+    """Val losses by seed, ascending."""
+    return {t.seed: t.val_loss for t in sorted(arm.chosen, key=lambda trial: trial.seed)}
 
 
 def _judged(study: Study, found: Findings) -> tuple[Arm, ...]:
     """The arms with their verdicts; all declared comparisons are one family."""
-    baselines = {arm.size: arm for arm in found.arms if arm.is_baseline}
-    reasons: dict[Place, tuple[Reason | Remark, ...]] = {
-        arm.place: (*found.blocks, *arm.blocks, *_lacking(study, arm, baselines.get(arm.size)))
-        for arm in found.arms
-        if not arm.is_baseline
+    number, baselines = found.num_comparisons, {a.size: a for a in found.arms if a.is_baseline}
+    pairs = {a.place: (a, baselines.get(a.size)) for a in found.arms if not a.is_baseline}
+    lacking: dict[Place, tuple[Reason | Remark, ...]] = {
+        place: (*found.blocks, *arm.blocks, *_lacking(study, arm, baseline))
+        for place, (arm, baseline) in pairs.items()
     }
-    tested = [arm for arm in found.arms if reasons.get(arm.place) == ()]
+    tested = {place: pair for place, pair in pairs.items() if not lacking[place]}
     judged = inference.judge(
-        {arm.place: arm.difference for arm in tested},
-        diverged={
-            arm.place: (arm.num_diverged, baselines[arm.size].num_diverged) for arm in tested
-        },
-        planned=found.num_comparisons,
+        {place: arm.difference for place, (arm, _) in tested.items()},
+        diverged={p: (arm.num_diverged, base.num_diverged) for p, (arm, base) in tested.items()},
+        planned=number,
     )
-    verdicts = {place: Verdict(Decision.NO_VERDICT, why) for place, why in reasons.items()}
-    for arm in tested:
-        verdict = _tested(arm, baselines[arm.size], judged[arm.place], found.num_comparisons)
-        verdicts[arm.place] = _as_tuned(verdict, arm, baselines[arm.size])
+    verdicts = {place: Verdict(Decision.NO_VERDICT, why) for place, why in lacking.items()}
+    for place, (arm, baseline) in tested.items():
+        reasons = tuple(_outcome(arm, baseline, judged[place]))
+        by_tests = Verdict(reasons=reasons, **vars(judged[place]), num_comparisons=number)
+        verdicts[place] = _as_tuned(by_tests, arm, baseline)
     return tuple(dataclasses.replace(arm, verdict=verdicts.get(arm.place)) for arm in found.arms)
 
 
-def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> list[Reason]:
+def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> Iterator[Reason]:
     """The results of arm and baseline that a verdict needs and that are missing."""
-    reasons = []
+    of_baseline = {'baseline': study.baseline}
     if not arm.verdict_trials:
-        reasons.append(Reason.of(ReasonCode.NO_VERDICT_TRIALS))
+        yield Reason(ReasonCode.NO_VERDICT_TRIALS)
     if baseline is None or not baseline.verdict_trials:
-        reasons.append(Reason.of(ReasonCode.NO_BASELINE_TRIALS, baseline=study.baseline))
+        yield Reason(ReasonCode.NO_BASELINE_TRIALS, of_baseline)
     elif why := baseline.blocks:
-        reasons.append(Reason.of(ReasonCode.BASELINE_BLOCKED, baseline=study.baseline, remarks=why))
-    return reasons
+        yield Reason(ReasonCode.BASELINE_BLOCKED, of_baseline | {'remarks': why})
 
 
-def _tested(arm: Arm, baseline: Arm, judged: Judgement, num_comparisons: int) -> Verdict:
-    """The verdict from the tests alone, with its reasons."""
+def _outcome(arm: Arm, baseline: Arm, judged: Judgement) -> Iterator[Reason]:
+    """The reasons of the verdict from the tests alone."""
     difference, p, p_same = arm.difference, judged.p_holm, judged.p_equivalence_holm
-    reasons = []
     if arm.num_diverged or baseline.num_diverged:
         counts = {'arm': arm.num_diverged, 'baseline': baseline.num_diverged}
-        reasons.append(Reason.of(ReasonCode.DIVERGED, **counts))
+        yield Reason(ReasonCode.DIVERGED, counts)
     if difference is None or p is None:
-        n = difference.n if difference else 0
-        reasons.append(Reason.of(ReasonCode.FEW_PAIRS, n=n, needed=inference.MIN_PAIRS))
+        counts = {'n': difference.n if difference else 0, 'needed': inference.MIN_PAIRS}
+        yield Reason(ReasonCode.FEW_PAIRS, counts)
+        return
+    side = Decision.BETTER if difference.mean < 0 else Decision.WORSE
+    differs = p <= 1 - inference.LEVEL
+    if judged.decision is Decision.EQUIVALENT:
+        yield Reason(ReasonCode.EQUIVALENT, {'p': p_same})
+        if differs:
+            data = {'side': side, 'margin': difference.margin, 'p': p}
+            yield Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data)
+    elif judged.decision is side:
+        yield Reason(ReasonCode.DIFFERENT, {'p': p})
+    elif differs:
+        yield Reason(ReasonCode.DIFFERENT_BUT_DIVERGED, {'side': side, 'p': p})
     else:
-        side = Decision.BETTER if difference.mean < 0 else Decision.WORSE
-        differs = p <= 1 - inference.LEVEL
-        if judged.decision is Decision.EQUIVALENT:
-            reasons.append(Reason.of(ReasonCode.EQUIVALENT, p=p_same))
-            if differs:
-                data = {'side': side, 'margin': difference.margin, 'p': p}
-                reasons.append(Reason.of(ReasonCode.DIFFERENT_WITHIN_MARGIN, **data))
-        elif judged.decision is side:
-            reasons.append(Reason.of(ReasonCode.DIFFERENT, p=p))
-        elif differs:
-            reasons.append(Reason.of(ReasonCode.DIFFERENT_BUT_DIVERGED, side=side, p=p))
-        else:
-            data = {'p': p, 'p_equivalence': p_same, 'detectable': judged.detectable}
-            reasons.append(Reason.of(ReasonCode.NOT_SHOWN, **data))
-    return Verdict(reasons=tuple(reasons), **vars(judged), num_comparisons=num_comparisons)
+        data = {'p': p, 'p_equivalence': p_same, 'detectable': judged.detectable}
+        yield Reason(ReasonCode.NOT_SHOWN, data)
 
 
 def _as_tuned(verdict: Verdict, arm: Arm, baseline: Arm) -> Verdict:
@@ -161,7 +161,7 @@ def _as_tuned(verdict: Verdict, arm: Arm, baseline: Arm) -> Verdict:
     """
     whose = {'arm': arm, 'baseline': baseline}
     caveats = [
-        Reason.of(ReasonCode.NOT_BRACKETED, whose=name, knobs=of.not_bracketed)
+        Reason(ReasonCode.NOT_BRACKETED, {'whose': name, 'knobs': of.not_bracketed})
         for name, of in whose.items()
         if of.not_bracketed
     ]
@@ -170,11 +170,11 @@ def _as_tuned(verdict: Verdict, arm: Arm, baseline: Arm) -> Verdict:
     forbidden |= {Decision.BETTER} if baseline.not_bracketed else set()
     forbidden |= {Decision.EQUIVALENT} if forbidden else set()
     if decision in forbidden:
-        caveats.append(Reason.of(ReasonCode.BEYOND_GRID, decision=decision))
+        caveats.append(Reason(ReasonCode.BEYOND_GRID, {'decision': decision}))
         decision = Decision.UNDECIDED
     elif decision in (Decision.BETTER, Decision.WORSE):
         caveats += [
-            Reason.of(ReasonCode.IMPRECISE_OPTIMUM, whose=name, knob=knob, nats=nats)
+            Reason(ReasonCode.IMPRECISE_OPTIMUM, {'whose': name, 'knob': knob, 'nats': nats})
             for name, of in whose.items()
             for knob, sweep in of.sweeps.items()
             if (nats := sweep.at_worst) is not None and nats > abs(arm.difference.mean)
@@ -188,12 +188,9 @@ def _scaling(study: Study, found: Findings) -> tuple[Scaling, ...]:
         return ()
     curves = {}
     for variant in study.variants:
-        usable = [a for a in found.arms if a.variant == variant and a.not_scaled is None]
-        if usable:
-            losses = [
-                [t.val_loss for t in sorted(arm.chosen, key=lambda t: t.seed)] for arm in usable
-            ]
-            curves[variant] = [arm.example.parameters['total'] for arm in usable], losses
+        if usable := [a for a in found.arms if a.variant == variant and a.not_scaled is None]:
+            parameters = [arm.example.parameters['total'] for arm in usable]
+            curves[variant] = parameters, [list(_losses(arm).values()) for arm in usable]
     baseline = curves.get(study.baseline)
     return tuple(
         Scaling(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from qkattn.config import ANNEALED, DECAYS, OptimizerConfig
 from qkattn.study.tuning import KNOBS, SCREENING, SINGLE, VERDICT
-from qkattn.verdict.arms import Arm, stopped_early
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import Remark, RemarkCode
 from qkattn.verdict.equality import differences
 from qkattn.verdict.load import Study
@@ -45,52 +45,36 @@ def _tuning_of(study: Study) -> Iterator[Remark]:
     if study.tuning is None:
         return
     if 'learning_rate' not in study.tuning.knobs:
-        rates = study.tuning.learning_rates
-        yield Remark.of(RemarkCode.LEARNING_RATE_NOT_TUNED, None, True, learning_rates=rates)
+        data = {'learning_rates': study.tuning.learning_rates}
+        yield Remark(RemarkCode.LEARNING_RATE_NOT_TUNED, data, blocks=True)
     seeds = {SCREENING: set(study.tuning.seeds), VERDICT: set(study.seeds), SINGLE: set()}
     for trial in study.trials:
         seeds[trial.stage].add(trial.seed)
     if both := seeds[SCREENING] & seeds[VERDICT]:
-        yield Remark.of(RemarkCode.SHARED_SEEDS, None, True, seeds=tuple(sorted(both)))
+        yield Remark(RemarkCode.SHARED_SEEDS, {'seeds': tuple(sorted(both))}, blocks=True)
 
 
 def _training(study: Study, arm: Arm) -> Iterator[Remark]:
     """Verdict trials are trained to the end of a schedule that anneals the learning rate."""
-    if short := [t for t in arm.verdict_trials if t.finished and stopped_early(study, t)]:
-        yield Remark.of(
-            RemarkCode.STOPPED_EARLY,
-            arm.place,
-            len(short) == len(arm.verdict_trials),
-            stopped=len(short),
-            trials=len(arm.verdict_trials),
-            step=short[0].num_steps,
-            num_steps=study.by_name[short[0].run].num_steps,
-        )
+    if short := [t for t in arm.verdict_trials if t.finished and t.stopped_early]:
+        counts = {'stopped': len(short), 'trials': len(arm.verdict_trials)}
+        steps = {'step': short[0].num_steps, 'num_steps': short[0].planned_steps}
+        blocks = len(short) == len(arm.verdict_trials)
+        yield Remark(RemarkCode.STOPPED_EARLY, counts | steps, blocks, arm.place)
     planned = study.by_name[arm.example.run].config['optimizer']
     schedule, final = planned['schedule'], planned['final_fraction']
     if not OptimizerConfig(schedule=schedule, final_fraction=final).anneals:
-        yield Remark.of(
-            RemarkCode.NOT_ANNEALED,
-            arm.place,
-            True,
-            schedule=schedule,
-            final_fraction=final if schedule in DECAYS else None,
-            limit=ANNEALED,
-        )
+        reached = {'final_fraction': final if schedule in DECAYS else None, 'limit': ANNEALED}
+        yield Remark(RemarkCode.NOT_ANNEALED, {'schedule': schedule} | reached, True, arm.place)
 
 
 def _results(study: Study, arm: Arm) -> Iterator[Remark]:
     for run in (study.by_name[name] for name in dict.fromkeys(trial.run for trial in arm.trials)):
         if len(run.trials) < run.num_trials:
-            yield Remark.of(
-                RemarkCode.MISSING_RESULTS,
-                arm.place,
-                run.stage == VERDICT,
-                readable=len(run.trials),
-                planned=run.num_trials,
-                stage=None if run.stage == SINGLE else run.stage,
-                run=run.name,
-            )
+            counts = {'readable': len(run.trials), 'planned': run.num_trials}
+            about = {'stage': None if run.stage == SINGLE else run.stage, 'run': run.name}
+            blocks = run.stage == VERDICT
+            yield Remark(RemarkCode.MISSING_RESULTS, counts | about, blocks, arm.place)
 
 
 def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
@@ -98,76 +82,53 @@ def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
     if study.matched is None or residual is None:
         return
     if abs(residual) > study.tolerance:
-        yield Remark.of(
-            RemarkCode.OVER_TOLERANCE,
-            arm.place,
-            True,
-            matched=study.matched,
-            residual=residual,
-            tolerance=study.tolerance,
-        )
+        data = {'matched': study.matched, 'residual': residual, 'tolerance': study.tolerance}
+        yield Remark(RemarkCode.OVER_TOLERANCE, data, True, arm.place)
     parameters, target = arm.example.parameters['total'], arm.example.target_parameters
     if study.matched == 'total' and abs(parameters / target - 1 - residual) > 1e-6:
-        yield Remark.of(
-            RemarkCode.OTHER_PARAMETER_COUNT,
-            arm.place,
-            True,
-            parameters=parameters,
-            target=target,
-            residual=residual,
-        )
+        data = {'parameters': parameters, 'target': target, 'residual': residual}
+        yield Remark(RemarkCode.OTHER_PARAMETER_COUNT, data, True, arm.place)
 
 
 def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
     """Each run has the declared seeds: seeds may not be selected by their results."""
     declared = {SCREENING: study.tuning.seeds, VERDICT: study.seeds}
     for run in study.runs:
-        expected = declared.get(run.stage)
-        actual = tuple(run.config['trials']['seeds'])
-        if (run.variant, run.size) == arm.place and expected and sorted(actual) != sorted(expected):
-            yield Remark.of(
-                RemarkCode.OTHER_SEEDS,
-                arm.place,
-                True,
-                stage=run.stage,
-                actual=actual,
-                declared=expected,
-            )
+        expected, actual = declared.get(run.stage), tuple(run.config['trials']['seeds'])
+        if run.place == arm.place and expected and sorted(actual) != sorted(expected):
+            data = {'stage': run.stage, 'actual': actual, 'declared': expected}
+            yield Remark(RemarkCode.OTHER_SEEDS, data, True, arm.place)
 
 
 def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
     """The verdict is run at the settings that the screening chooses; these are bracketed."""
     for knob in arm.not_bracketed:
         values, best = arm.sweeps[knob].values, arm.sweeps[knob].best
-        ends = {'low': values[0], 'high': values[-1]}
-        yield Remark.of(RemarkCode.NOT_BRACKETED, arm.place, False, knob=knob, **ends, best=best)
+        data = {'knob': knob, 'low': values[0], 'high': values[-1], 'best': best}
+        yield Remark(RemarkCode.NOT_BRACKETED, data, arm=arm.place)
     if not arm.verdict_trials:
         return
     tuning, ran_at = arm.tuning, arm.verdict_trials[0].at
     if tuning.knob is not None:
-        lacking = {'knob': tuning.knob, 'values': tuning.values}
-        yield Remark.of(RemarkCode.SCREENING_INCOMPLETE, arm.place, True, **lacking)
+        data = {'knob': tuning.knob, 'values': tuning.values}
+        yield Remark(RemarkCode.SCREENING_INCOMPLETE, data, True, arm.place)
     else:
         for knob, actual, expected in zip(KNOBS, ran_at, tuning.settings, strict=True):
             if actual != expected:
-                setting = {'actual': actual, 'expected': expected}
-                is_tuned = knob in study.tuning.knobs
-                yield Remark.of(
-                    RemarkCode.OTHER_SETTING, arm.place, True, knob=knob, **setting, tuned=is_tuned
-                )
+                data = {'knob': knob, 'actual': actual, 'expected': expected}
+                data |= {'tuned': knob in study.tuning.knobs}
+                yield Remark(RemarkCode.OTHER_SETTING, data, True, arm.place)
     if len({trial.at for trial in arm.verdict_trials}) > 1:
-        yield Remark.of(RemarkCode.SEVERAL_SETTINGS, arm.place, True)
+        yield Remark(RemarkCode.SEVERAL_SETTINGS, {}, True, arm.place)
 
 
 def _few_seeds(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     few = [arm for arm in arms if arm.verdict_trials and len(arm.chosen) < ENOUGH_SEEDS]
     if study.tuning and few:
-        yield Remark.of(
-            RemarkCode.FEW_SEEDS,
-            counts=tuple(sorted({len(arm.chosen) for arm in few})),
-            enough=ENOUGH_SEEDS,
-            arms=None if len(few) == len(arms) else tuple(arm.place for arm in few),
-        )
+        counts = tuple(sorted({len(arm.chosen) for arm in few}))
+        places = None if len(few) == len(arms) else tuple(arm.place for arm in few)
+        data = {'counts': counts, 'enough': ENOUGH_SEEDS, 'arms': places}
+        yield Remark(RemarkCode.FEW_SEEDS, data)
 
 
 def _diverged(arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -180,16 +141,15 @@ def _diverged(arms: Sequence[Arm]) -> Iterator[Remark]:
         )
         diverged += [(arm.place, counts)] if counts else []
     if diverged:
-        yield Remark.of(RemarkCode.DIVERGED, arms=tuple(diverged))
+        yield Remark(RemarkCode.DIVERGED, {'arms': tuple(diverged)})
 
 
 def _evaluation(arms: Sequence[Arm]) -> Iterator[Remark]:
     chosen = [trial for arm in arms for trial in arm.chosen]
     errors = sorted(e for t in chosen if (e := t.metrics['val_loss_se']) is not None)
-    if tokens := {trial.eval_tokens for trial in chosen} - {None}:
-        yield Remark.of(
-            RemarkCode.EVALUATION,
-            tokens=tuple(sorted(tokens)),
-            rows=tuple(sorted({trial.eval_rows for trial in chosen} - {None})),
-            standard_error=errors[len(errors) // 2] if errors else None,
-        )
+    tokens = tuple(sorted({trial.eval_tokens for trial in chosen} - {None}))
+    rows = tuple(sorted({trial.eval_rows for trial in chosen} - {None}))
+    if tokens:
+        median = errors[len(errors) // 2] if errors else None
+        data = {'tokens': tokens, 'rows': rows, 'standard_error': median}
+        yield Remark(RemarkCode.EVALUATION, data)

@@ -7,34 +7,39 @@ last, `result.json` (its trials in order).
 
 import dataclasses
 import itertools
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
 from qkattn.metrics import METRICS
-from qkattn.study.tuning import SINGLE, VERDICT
+from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
 from qkattn.verdict import reading
-from qkattn.verdict.curves import Curve, read_curve
-from qkattn.verdict.declared import Declaration, Planned, read_declaration, read_plan
-from qkattn.verdict.trials import Trial, parse_trial
+from qkattn.verdict.codes import Place
+from qkattn.verdict.runs import SHARED, PlannedRun, Trial, parse_run, parse_trial, read_curve
 
-# What both a trial and its planned run state: the field of Trial and that of Planned.
-_SHARED = {name: name for name in ('variant', 'size', 'stage', 'knob', 'residual')} | {
-    'run': 'name',
-    'target_parameters': 'target',
-}
 _Trials = dict[tuple, Trial]
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedRun(Planned):
-    """A planned run and its results; `step` is the last logged step, if any."""
+class Tuning:
+    """The tuning of every arm: screening seeds and initial grids."""
 
-    trials: tuple[Trial, ...]
-    curve: Curve | None
-    step: int | None
+    seeds: tuple[int, ...]
+    max_points: int
+    learning_rates: tuple[float, ...]
+    weight_decays: tuple[float, ...]
+    score_scales: tuple[float, ...]
+
+    @property
+    def grids(self) -> dict[str, tuple[float, ...]]:
+        """The initial grid of each knob, in the order of tuning."""
+        return {knob: getattr(self, f'{knob}s') for knob in KNOBS}
+
+    @property
+    def knobs(self) -> tuple[str, ...]:
+        """The knobs that are tuned: those with more than one value."""
+        return tuple(knob for knob, values in self.grids.items() if len(values) > 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +62,33 @@ class Missing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Study(Declaration):
+class Study:
     """A study as its files describe it.
 
-    `runs` are those of the plan. `problems` are sentences about what could not be read.
+    Attributes:
+      variants: their names include the destination of saved parameters if there are several.
+      matched: None if nothing is matched.
+      tuning: None if nothing is tuned.
+      runs: those of the plan.
+      problems: sentences about what could not be read.
     """
 
+    name: str
+    question: str | None
+    baseline: str | None
+    variants: tuple[str, ...]
+    sizes: tuple[str, ...]
+    matched: str | None
+    tolerance: float
+    margin: float
+    destinations: tuple[str, ...]
+    seeds: tuple[int, ...]
+    tuning: Tuning | None
+    arms: tuple[Place, ...]
+    command: str | None
     directory: Path
-    runs: tuple[PlannedRun, ...]
-    problems: tuple[str, ...]
+    runs: tuple[PlannedRun, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -77,7 +100,7 @@ class Study(Declaration):
         missing = []
         last = SINGLE if self.tuning is None else VERDICT
         for arm in self.arms:
-            own = [run for run in self.runs if (run.variant, run.size) == arm]
+            own = [run for run in self.runs if run.place == arm]
             waiting = [run for run in own if not run.trials]
             missing += [
                 Missing(run.name, *arm, run.stage, run.knob, run.step, run.num_steps)
@@ -99,143 +122,170 @@ def load_study(directory: str | Path) -> Study:
     result, or if two runs hold the same trial. Other errors are listed in `Study.problems`.
     """
     directory = Path(directory)
+    path = directory / 'study.json'
     if not directory.is_dir():
         raise ReportError(f'study directory {str(directory)!r} does not exist.')
-    declared = read_declaration(directory / 'study.json')
+    if not path.is_file():
+        raise ReportError(f'{str(path)!r} does not exist, so this is not a study directory.')
+    try:
+        study = _declared(directory, reading.parse_json(path.read_text(encoding='utf-8')))
+    except ValueError as error:
+        raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
     problems: list[str] = []
-    planned = read_plan(directory / 'plan.jsonl', declared.arms, problems)
+    planned = _read_plan(study, problems)
     trials = _read_results(directory / 'results.jsonl', planned, problems)
     runs = tuple(_read_run(directory, run, trials[name], problems) for name, run in planned.items())
     if not any(run.trials for run in runs):
         detail = f' ({problems[0].removesuffix(".")})' if problems else ''
         raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
-    _check_arms(runs, problems)
-    _check_scores(runs, problems)
-    return Study(directory=directory, **vars(declared), runs=runs, problems=tuple(problems))
+    study = dataclasses.replace(study, runs=runs)
+    problems += [*_arm_problems(study.trials), *_score_problems(study.trials)]
+    return dataclasses.replace(study, problems=tuple(problems))
+
+
+def _declared(directory: Path, record: Any) -> Study:
+    """A study as study.json declares it, without runs."""
+    schema = {'tuning': dict | None, 'arms': tuple[dict, ...], 'command': str | list | None}
+    reading.check(record, {'name': str, 'question': str | None} | schema)
+    for arm in record['arms']:
+        reading.check(arm, {'variant': str, 'size': str})
+    tuning, command = record['tuning'], record['command']
+    study = reading.read(
+        Study,
+        record,
+        tuning=None if tuning is None else reading.read(Tuning, tuning),
+        arms=tuple((arm['variant'], arm['size']) for arm in record['arms']),
+        command=' '.join(command) if isinstance(command, list) else command,
+        directory=directory,
+    )
+    if not study.seeds or study.tuning and not study.tuning.seeds:
+        raise ValueError("field 'seeds' is [], expected at least one whole number")
+    for field, valid in (('variant', study.variants), ('size', study.sizes)):
+        for value in (arm[field] for arm in record['arms']):
+            if value not in valid:
+                raise ValueError(
+                    f'an arm has {field} {value!r}, which is not one of {field}s {list(valid)}'
+                )
+    for knob, values in study.tuning.grids.items() if study.tuning else ():
+        ascending = tuple(sorted({value for value in values if value > 0}))
+        if len(values) != 1 and (not values or values != ascending):
+            raise ValueError(
+                f"field '{knob}s' of its tuning is {list(values)}, expected one value or several, "
+                'ascending from above 0'
+            )
+    return study
+
+
+def _read_plan(study: Study, problems: list[str]) -> dict[str, PlannedRun]:
+    """The planned runs by name, in the plan's order."""
+    planned: dict[str, PlannedRun] = {}
+    verdicts: dict[Place, str] = {}
+
+    def add(record: Any) -> None:
+        run = parse_run(record)
+        arm = f'{run.variant!r} at {run.size!r}'
+        if run.place not in study.arms:
+            raise ValueError(f'{arm} is no arm that study.json declares')
+        if planned.get(run.name, run) != run:
+            raise ValueError(f'run {run.name!r} is planned twice, differently')
+        first = verdicts.setdefault(run.place, run.name) if run.stage == VERDICT else run.name
+        if first != run.name:
+            raise ValueError(
+                f'{arm} has its verdict in run {first!r} already, {run.name!r} would be a second '
+                'one'
+            )
+        planned[run.name] = run
+
+    reading.for_each_line(study.directory / 'plan.jsonl', 'plan.jsonl', problems, add)
+    return planned
 
 
 def _read_results(
-    path: Path, planned: Mapping[str, Planned], problems: list[str]
+    path: Path, planned: dict[str, PlannedRun], problems: list[str]
 ) -> dict[str, _Trials]:
+    """The trials of results.jsonl by run."""
     trials: dict[str, _Trials] = {name: {} for name in planned}
-    if not path.is_file():
-        problems.append(f'{path.name} does not exist.')
-        return trials
-    for place, record in reading.json_lines(path, path.name, problems):
-        try:
-            trial = parse_trial(record)
-            if trial.run not in planned:
-                raise ValueError(f'run {trial.run!r} is not in plan.jsonl')
-            trial = _of_plan(trial, planned[trial.run])
-            if trials[trial.run].setdefault(trial.key, trial) != trial:
-                raise ValueError(
-                    f'run {trial.run!r} seed {trial.seed} repeats an earlier line with other '
-                    'numbers'
-                )
-        except ValueError as error:
-            problems.append(f'{place} was left out: {error}.')
+
+    def add(record: Any) -> None:
+        reading.check(record, {'run': str} | dict.fromkeys(SHARED, object))
+        if (name := record['run']) not in planned:
+            raise ValueError(f'run {name!r} is not in plan.jsonl')
+        trial = parse_trial(record, planned[name])
+        if trials[name].setdefault(trial.key, trial) != trial:
+            raise ValueError(
+                f'run {name!r} seed {trial.seed} repeats an earlier line with other numbers'
+            )
+
+    reading.for_each_line(path, path.name, problems, add)
     return trials
 
 
-def _of_plan(trial: Trial, run: Planned) -> Trial:
-    """The trial with the score scale of its run; ValueError if it contradicts the plan."""
-    for field, planned in ((field, getattr(run, name)) for field, name in _SHARED.items()):
-        if getattr(trial, field) != planned:
-            raise ValueError(
-                f'{field} {getattr(trial, field)!r} contradicts plan.jsonl, where run '
-                f'{run.name!r} has {planned!r}'
-            )
-    seeds = run.config['trials']['seeds']
-    if trial.seed not in seeds:
-        raise ValueError(f'seed {trial.seed} is not one of run {run.name!r}, which has {seeds}')
-    return dataclasses.replace(trial, score_scale=run.config['model']['score_scale'])
+def _read_run(directory: Path, run: PlannedRun, trials: _Trials, problems: list[str]) -> PlannedRun:
+    """The run with its trials, also those of result.json that results.jsonl lacks, and its curve.
 
-
-def _read_run(
-    directory: Path, planned: Planned, trials: _Trials, problems: list[str]
-) -> PlannedRun:
-    run_directory = directory / planned.directory
-    result_path = run_directory / 'result.json'
-    label = f'{planned.directory}/{result_path.name}'
-    if result_path.is_file():
+    result.json is in trial order, which is the order of the columns of metrics.jsonl.
+    """
+    path, label = directory / run.directory / 'result.json', f'{run.directory}/result.json'
+    own: _Trials = {}
+    if path.is_file():
         try:
-            records = json.loads(result_path.read_text(encoding='utf-8'))
+            records = reading.parse_json(path.read_text(encoding='utf-8'))
             if not isinstance(records, list):
                 raise ValueError(f'expected a list, found {type(records).__name__}')
-            own = {trial.key: trial for trial in (_own_trial(r, planned) for r in records)}
+            own = {trial.key: trial for trial in (parse_trial(record, run) for record in records)}
         except ValueError as error:
             problems.append(f'{label} was left out: {error}.')
-        else:
-            trials = _joined(planned, trials, own, label, problems)
-    curve, step = read_curve(run_directory, planned, len(trials), problems)
-    return PlannedRun(**vars(planned), trials=tuple(trials.values()), curve=curve, step=step)
-
-
-def _own_trial(record: Any, run: Planned) -> Trial:
-    """A trial of result.json, which need not repeat what the plan states."""
-    reading.check(record, {})
-    trial = parse_trial({field: getattr(run, name) for field, name in _SHARED.items()} | record)
-    if trial.run != run.name:
-        raise ValueError(f'it holds a trial of run {trial.run!r}')
-    return _of_plan(trial, run)
-
-
-def _joined(
-    planned: Planned, trials: _Trials, own: _Trials, label: str, problems: list[str]
-) -> _Trials:
-    for key, trial in trials.items():
-        if own.get(key, trial) != trial:
+    for key, trial in own.items():
+        if trials.get(key, trial) != trial:
             problems.append(
                 f'{label} and results.jsonl disagree on seed {trial.seed} at learning rate '
                 f'{trial.learning_rate:g}; results.jsonl is shown.'
             )
     if absent := own.keys() - trials.keys():
         problems.append(
-            f'results.jsonl lacks {len(absent)} of the {len(own)} trials of run {planned.name!r}; '
+            f'results.jsonl lacks {len(absent)} of the {len(own)} trials of run {run.name!r}; '
             f'they were taken from {label}.'
         )
-    # result.json is in trial order, which is the order of the columns of metrics.jsonl.
-    return {key: trials.get(key, trial) for key, trial in (own | trials).items()}
+    trials = {key: trials.get(key, trial) for key, trial in (own | trials).items()}
+    log = directory / run.directory / 'metrics.jsonl'
+    curve, step = read_curve(log, f'{run.directory}/{log.name}', len(trials), problems)
+    return dataclasses.replace(run, trials=tuple(trials.values()), curve=curve, step=step)
 
 
-def _check_arms(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
-    """Checks that the trials of an arm in several runs belong together."""
+def _arm_problems(trials: Iterable[Trial]) -> Iterator[str]:
+    """Trials of an arm in several runs that do not belong together."""
     owners: dict[tuple, Trial] = {}
-    shapes: dict[tuple, Trial] = {}
-    for run in runs:
-        for trial in run.trials:
-            place = f'{run.variant!r} at {run.size!r}'
-            if run.stage == SINGLE:
-                owner = owners.setdefault((run.variant, run.size, trial.key), trial)
-                if owner is not trial:
-                    raise ReportError(
-                        f'runs {owner.run!r} and {run.name!r} both hold seed {trial.seed} of '
-                        f'{place} with the same settings; one seed cannot count twice.'
-                    )
-            first = shapes.setdefault((run.variant, run.size), trial)
-            if (first.parameters, first.config) != (trial.parameters, trial.config):
-                problems.append(
-                    f'trials of {place} differ in parameters or config: runs {first.run!r} and '
-                    f'{run.name!r}; the table shows those of the chosen trials.'
-                )
+    shapes: dict[Place, Trial] = {}
+    for trial in trials:
+        arm = f'{trial.variant!r} at {trial.size!r}'
+        owner = owners.setdefault((trial.place, trial.stage, trial.key), trial)
+        if trial.stage == SINGLE and owner is not trial:
+            raise ReportError(
+                f'runs {owner.run!r} and {trial.run!r} both hold seed {trial.seed} of {arm} with '
+                'the same settings; one seed cannot count twice.'
+            )
+        first = shapes.setdefault(trial.place, trial)
+        if (first.parameters, first.config) != (trial.parameters, trial.config):
+            yield (
+                f'trials of {arm} differ in parameters or config: runs {first.run!r} and '
+                f'{trial.run!r}; the table shows those of the chosen trials.'
+            )
 
 
-def _check_scores(runs: tuple[PlannedRun, ...], problems: list[str]) -> None:
-    """Checks that scores are comparable: computed alike (signatures), on equally many sentences."""
-    trials = [trial for run in runs for trial in run.trials]
-    for fields in _comparable_fields():
-        places: dict[Any, str] = {}
-        for trial, field in itertools.product(trials, fields):
-            if (value := trial.metrics[field]) is not None:
-                places.setdefault(value, f'{trial.variant!r} at {trial.size!r}')
-        if len(places) > 1:
-            listed = ', '.join(f'{value} ({place})' for value, place in places.items())
-            problems.append(f'scores are not comparable, {"/".join(fields)} differs: {listed}.')
+def _score_problems(trials: Sequence[Trial]) -> Iterator[str]:
+    """Scores that do not compare: not computed alike (signatures), or on other numbers of texts.
 
-
-def _comparable_fields() -> Iterator[tuple[str, ...]]:
-    """Details of metrics that are the same for all trials; texts on all splits together."""
+    The details of a metric are the same for all trials; texts on all splits together.
+    """
     for metric in METRICS.values():
         for name, kind in metric.details.items():
             fields = tuple(f'{prefix}_{name}' for prefix in metric.prefixes)
-            yield from [fields] if kind is str else [(field,) for field in fields]
+            for compared in [fields] if kind is str else [(field,) for field in fields]:
+                places: dict[Any, str] = {}
+                for trial, field in itertools.product(trials, compared):
+                    if (value := trial.metrics[field]) is not None:
+                        places.setdefault(value, f'{trial.variant!r} at {trial.size!r}')
+                if len(places) > 1:
+                    listed = ', '.join(f'{value} ({place})' for value, place in places.items())
+                    names = '/'.join(compared)
+                    yield f'scores are not comparable, {names} differs: {listed}.'

@@ -1,7 +1,8 @@
 """Selects the metrics to show: those that the trials of a study have."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 
 from qkattn.metrics import METRICS, Metric
 from qkattn.stats.inference import Estimate
@@ -26,21 +27,22 @@ class Measure:
         return f'{self.split} {label}' if len(self.metric.prefixes) > 1 else label
 
     @property
-    def unit(self) -> str | None:
-        """None if there is none or if it is the label."""
-        return None if self.metric.unit == self.metric.label else self.metric.unit
-
-    @property
     def decimals(self) -> int:
         return self.metric.decimals
 
     @property
     def heading(self) -> str:
-        return f'{self.name}, {self.unit}' if self.unit else self.name
+        return ', '.join((self.name, *self._units))
 
     @property
     def axis(self) -> str:
-        return f'{self.name} ({self.unit})' if self.unit else self.name
+        return ' '.join((self.name, *(f'({unit})' for unit in self._units)))
+
+    @property
+    def _units(self) -> tuple[str, ...]:
+        """The unit, unless there is none or it is the label."""
+        unit = self.metric.unit
+        return () if unit in (None, self.metric.label) else (unit,)
 
     def over_seeds(self, arm: Arm) -> Estimate | None:
         return arm.over_seeds(self.field, self.metric.scale)
@@ -51,10 +53,7 @@ class Measure:
         return [self.metric.scale * value for value in values if value is not None]
 
 
-def measure_of(field: str) -> Measure:
-    """The measure of a field such as 'val_loss'."""
-    split, _, name = field.partition('_')
-    return Measure(METRICS[name], split)
+VAL_LOSS = Measure(METRICS['loss'], 'val')
 
 
 def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
@@ -67,21 +66,18 @@ def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
     return (val, test) if _has(arms, test) else (val,)
 
 
-def scores(arms: Sequence[Arm]) -> tuple[Measure, ...]:
-    """Scores, of the test split if there is one; the main one first."""
-    return tuple(_shown(arms, 'score'))
-
-
-def probes(arms: Sequence[Arm]) -> tuple[Measure, ...]:
-    """Probes of the trained models."""
-    return tuple(_shown(arms, 'probe'))
-
-
-def _shown(arms: Sequence[Arm], role: str) -> Iterator[Measure]:
+def _shown(arms: Sequence[Arm], role: str) -> tuple[Measure, ...]:
+    """The metrics of a role, of the test split if there is one; the main one first."""
+    shown: list[Measure] = []
     for metric in METRICS.values():
         if metric.role == role and (metric.for_text or not _is_text(arms)):
             on_splits = [Measure(metric, split) for split in reversed(metric.prefixes)]
-            yield from [one for one in on_splits if _has(arms, one)][:1]
+            shown += [one for one in on_splits if _has(arms, one)][:1]
+    return tuple(shown)
+
+
+scores = functools.partial(_shown, role='score')
+probes = functools.partial(_shown, role='probe')
 
 
 def _has(arms: Sequence[Arm], shown: Measure) -> bool:

@@ -4,29 +4,29 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar('T')
-# A field's type, or the schema of an object: types by field.
-Schema = Mapping[str, Any]
 # What JSON has for a type; other types stand for themselves.
-_TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), dict: (dict,), Mapping: (dict,)}
+_TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Mapping: (dict,)}
 
 
-def check(record: Any, schema: Schema) -> None:
-    """Raises ValueError that names the field unless `record` is an object of this schema."""
+def check(record: Any, schema: Mapping[str, Any]) -> None:
+    """Raises ValueError that names the field unless `record` is an object of this schema.
+
+    A schema has a type, or the schema of an object, for each field.
+    """
     if not isinstance(record, dict):
         raise ValueError(f'expected an object, found {type(record).__name__}')
     for name, hint in schema.items():
         if name not in record:
             raise ValueError(f'field {name!r} is missing')
-        of_object = isinstance(hint, Mapping)
-        if not _fits(record[name], dict if of_object else hint):
-            expected = ' or '.join(_expected(dict if of_object else hint))
-            raise ValueError(f'field {name!r} is {record[name]!r}, expected {expected}')
-        if of_object:
+        kind = dict if isinstance(hint, Mapping) else hint
+        if not _fits(record[name], kind):
+            raise ValueError(f'field {name!r} is {record[name]!r}, expected {_expected(kind)}')
+        if isinstance(hint, Mapping):
             check(record[name], hint)
 
 
@@ -38,25 +38,33 @@ def read(cls: type[T], record: Any, **given: Any) -> T:
     check(record, {})
     hints = typing.get_type_hints(cls)
     fields: tuple[dataclasses.Field, ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
-    names = [
-        field.name
-        for field in fields
-        if field.name not in given and (field.name in record or _is_required(field))
-    ]
+    required = {f.name for f in fields if f.default is dataclasses.MISSING}
+    names = [f.name for f in fields if f.name in (required | record.keys()) - given.keys()]
     check(record, {name: hints[name] for name in names})
     return cls(**given, **{name: _frozen(record[name]) for name in names})
 
 
-def json_lines(path: Path, label: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yields ('file:line', object); lines that are not JSON become problems."""
+def parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'it is not JSON ({error})') from error
+
+
+def for_each_line(
+    path: Path, label: str, problems: list[str], take: Callable[[Any], object]
+) -> None:
+    """Calls `take` with the value of each line; where that raises ValueError, names the line."""
+    if not path.is_file():
+        problems.append(f'{label} does not exist.')
+        return
     with path.open(encoding='utf-8', errors='replace') as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
             try:
-                yield f'{label}:{number}', json.loads(line)
+                if line.strip():
+                    take(parse_json(line))
             except ValueError as error:
-                problems.append(f'{label}:{number} is not JSON ({error}) and was left out.')
+                problems.append(f'{label}:{number} was left out: {error}.')
 
 
 def flat(record: Mapping, separator: str = '.', prefix: str = '') -> Iterator[tuple[str, Any]]:
@@ -68,36 +76,25 @@ def flat(record: Mapping, separator: str = '.', prefix: str = '') -> Iterator[tu
             yield f'{prefix}{name}', value
 
 
-def _is_required(field: dataclasses.Field) -> bool:
-    return field.default is field.default_factory is dataclasses.MISSING
-
-
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _options(hint: Any) -> tuple:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
 def _fits(value: Any, hint: Any) -> bool:
-    return any(_is_of(value, option) for option in _options(hint))
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    kind = typing.get_origin(hint) or hint
+    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is types.UnionType:
+        return any(_fits(value, option) for option in parts)
     if kind is tuple:
-        item = typing.get_args(hint)[0]
-        return isinstance(value, list) and all(_fits(element, item) for element in value)
+        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
     return isinstance(value, _TYPES.get(kind, kind)) and not isinstance(value, bool)
 
 
-def _expected(hint: Any) -> Iterator[str]:
-    for option in _options(hint):
-        kind = typing.get_origin(option) or option
-        if kind is tuple:
-            yield f'list of {"/".join(_expected(typing.get_args(option)[0]))}'
-        elif kind is type(None):
-            yield 'null'
-        else:
-            yield from (t.__name__ for t in _TYPES.get(kind, (kind,)))
+def _expected(hint: Any, joint: str = ' or ') -> str:
+    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is types.UnionType:
+        return joint.join(_expected(option, joint) for option in parts)
+    if kind is tuple:
+        return f'list of {_expected(parts[0], "/")}'
+    if kind is type(None):
+        return 'null'
+    return joint.join(option.__name__ for option in _TYPES.get(kind, (kind,)))

@@ -230,7 +230,7 @@ def test_notes_of_a_single_seed_and_problems(study_dir):
     with (study_dir / 'results.jsonl').open('a') as file:
         file.write('nonsense\n')
     text = report_text(*read(study_dir))
-    assert '! results.jsonl:3 is not JSON' in text
+    assert '! results.jsonl:3 was left out: it is not JSON' in text
     assert '+0.2500' in text and '[' not in text and ' ± 0' not in text
     assert 'One seed: no interval can be given' in text
     assert 'not tuned per arm: each ran at one only (0.001)' in text

@@ -60,7 +60,7 @@ def checked(directory):
 
 
 def blocking(code, arm=B, **data):
-    return Remark.of(code, arm, True, **data)
+    return Remark(code, data, True, arm)
 
 
 def data_of(remarks, code):
@@ -353,14 +353,16 @@ def at_rate(rate):
             blocking(RemarkCode.SCREENING_INCOMPLETE, knob='learning_rate', values=RATES),
         ),
         ([*two()[:-1], two()[-1] | OTHER_DECAY], blocking(RemarkCode.SEVERAL_SETTINGS)),
-        (two(optimum=16e-3), Remark.of(RemarkCode.NOT_BRACKETED, B, **EDGE)),
+        (two(optimum=16e-3), Remark(RemarkCode.NOT_BRACKETED, EDGE, arm=B)),
         (
             two(losses=[2.0] * 4 + [None] * 4),
-            Remark.of(RemarkCode.FEW_SEEDS, counts=(4,), enough=5, arms=(B,)),
+            Remark(RemarkCode.FEW_SEEDS, {'counts': (4,), 'enough': 5, 'arms': (B,)}),
         ),
         (
             two(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,)),
-            Remark.of(RemarkCode.DIVERGED, arms=((B, (('screening', 2, 10), ('verdict', 1, 8))),)),
+            Remark(
+                RemarkCode.DIVERGED, {'arms': ((B, (('screening', 2, 10), ('verdict', 1, 8))),)}
+            ),
         ),
     ],
 )

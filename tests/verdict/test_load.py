@@ -60,6 +60,7 @@ def result(variant='qk/vo', seed=2, **changes):
         ('results.jsonl', '{"run": "x", ', ' is not JSON'),
         ('results.jsonl', [1], 'expected an object, found list'),
         ('results.jsonl', {}, "field 'run' is missing"),
+        ('results.jsonl', {'run': RUN}, "field 'variant' is missing"),
         ('results.jsonl', result(val_loss=float('nan')), "'val_loss' of a finished trial is nan"),
         ('results.jsonl', result('other'), 'is not in plan.jsonl'),
         ('results.jsonl', result(residual=0.5), 'residual 0.5 contradicts plan.jsonl'),
@@ -69,7 +70,9 @@ def result(variant='qk/vo', seed=2, **changes):
         ('plan.jsonl', '{"run": ', ' is not JSON'),
         ('plan.jsonl', {}, "field 'run' is missing"),
         ('plan.jsonl', GOOD | {'variant': 'z/vo'}, "'z/vo' at 'd_model=128' is no arm that study"),
+        ('plan.jsonl', GOOD | {'stage': 'final'}, "'final', expected screening, verdict, single"),
         ('plan.jsonl', GOOD | {'stage': 'screening'}, "field 'knob' is None, expected learning"),
+        ('plan.jsonl', GOOD | {'knob': 'width'}, "'width', expected null at stage 'single'"),
         ('plan.jsonl', GOOD | {'config': {}}, "field 'model' is missing"),
         ('plan.jsonl', plan_line('b/vo', SIZE, name=RUN), 'is planned twice, differently'),
         (METRICS, '{"kind": "ev', ' is not JSON'),
@@ -121,7 +124,7 @@ def test_result_json_fills_what_results_jsonl_lacks(study_dir):
 @pytest.mark.parametrize(
     ('content', 'message'),
     [
-        ([trial_record('qk/vo', run='other', val_loss=1.0)], "it holds a trial of run 'other'"),
+        ([trial_record('qk/vo', run='other', val_loss=1.0)], "run 'other' contradicts plan.jsonl"),
         ([1], 'expected an object, found int'),
         ({}, 'expected a list, found dict'),
         ([trial_record('qk/vo', val_loss=1.0)], 'disagree on seed 0 at learning rate 0.001'),

@@ -30,7 +30,7 @@ def _figures(
 ) -> Iterator[tuple[Figure | None, str, Mapping[str, Any]]]:
     # Arms without a result have a style too: their place is in every figure.
     look = styles(study.variants, study.baseline)
-    val_loss = measures.measure_of('val_loss')
+    val_loss = measures.VAL_LOSS
     has_results = any(arm.chosen for arm in found.arms)
     difference = forest.differences(study, found, look)
     if study.tuning:

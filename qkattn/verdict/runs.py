@@ -1,0 +1,261 @@
+"""One run of a study: its line of plan.jsonl, its trials and its evaluations during training."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qkattn.metrics import LOGGED, METRICS, result_fields
+from qkattn.run.records import DIVERGED, FINISHED
+from qkattn.study.tuning import KNOBS, SCREENING, STAGES, Settings
+from qkattn.verdict import reading
+from qkattn.verdict.codes import Place
+
+MAX_NAMED = 2  # bad lines of a log that are named; the others are counted
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One trained model: a line of results.jsonl or an entry of a run's result.json.
+
+    Attributes:
+      run, variant, size, stage, knob, target_parameters, residual: of the trial's run.
+      settings: all trial settings but the seed, sorted by name; trials of a run with the same
+        settings are repetitions of each other.
+      score_scale, planned_steps: of the run's config; they are not among the trial settings.
+      status: FINISHED or DIVERGED.
+      metrics: all fields of `qkattn.metrics.result_fields()`; None if not measured or diverged.
+      train_seconds, compile_seconds, tokens_per_second: of the run, all trials together.
+    """
+
+    run: str
+    variant: str
+    size: str
+    stage: str
+    knob: str | None
+    target_parameters: float | None
+    residual: float | None
+    seed: int
+    learning_rate: float
+    settings: tuple[tuple[str, Any], ...]
+    score_scale: float
+    planned_steps: int
+    status: str
+    num_steps: int
+    num_tokens: int
+    parameters: Mapping[str, int]
+    config: Mapping[str, Any]
+    flops_per_token: float
+    cache_floats_per_token: float | None
+    metrics: Mapping[str, Any]
+    train_seconds: float | None
+    compile_seconds: float | None
+    tokens_per_second: float | None
+    lifting: str | None
+    data: Mapping[str, Any]
+    eval_tokens: int | None
+    provenance: Mapping[str, Any]
+    eval_rows: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.status == FINISHED
+
+    @property
+    def stopped_early(self) -> bool:
+        return self.num_steps < self.planned_steps
+
+    @property
+    def val_loss(self) -> float | None:
+        """Nats/token."""
+        return self.metrics['val_loss']
+
+    @property
+    def place(self) -> Place:
+        return self.variant, self.size
+
+    @property
+    def at(self) -> Settings:
+        """The values of all knobs."""
+        return self.learning_rate, dict(self.settings)['weight_decay'], self.score_scale
+
+    @property
+    def key(self) -> tuple:
+        """Identifies the trial within its run."""
+        return self.seed, self.settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Evaluations of one run: steps [E], and by field of `qkattn.metrics.LOGGED` values [E, X].
+
+    NaN where a trial has diverged or has no such metric, as bits/byte where there are no bytes.
+    """
+
+    steps_E: np.ndarray
+    values_EX: Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """A planned run and its results.
+
+    `directory` is relative to the study; `target` and `residual` are None if nothing is matched;
+    `config` is the resolved config as JSON; `step` is the last logged step, if any.
+    """
+
+    name: str
+    variant: str
+    size: str
+    stage: str
+    knob: str | None
+    directory: str
+    num_trials: int
+    target: float | None
+    residual: float | None
+    config: Mapping[str, Any]
+    trials: tuple[Trial, ...] = ()
+    curve: Curve | None = None
+    step: int | None = None
+
+    @property
+    def place(self) -> Place:
+        return self.variant, self.size
+
+    @property
+    def num_steps(self) -> int:
+        return self.config['train']['num_steps']
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.config['trials']['seeds']
+
+
+_CONFIG = {
+    'model': {'score_scale': float},
+    'optimizer': {'schedule': str, 'final_fraction': float},
+    'train': {'num_steps': int},
+    'trials': {'seeds': tuple[int, ...]},
+}
+_TRIAL = {
+    'config_hash': str,
+    'trial': {'seed': int, 'learning_rate': float, 'weight_decay': float},
+    'parameters': {'attention': int, 'total': int},
+    'config': {'d_model': int, 'd_ff': int},
+    'data': dict,
+}
+# What both a trial and its planned run state: the field of Trial and that of PlannedRun.
+SHARED = {name: name for name in ('variant', 'size', 'stage', 'knob', 'residual')} | {
+    'run': 'name',
+    'target_parameters': 'target',
+}
+_METRIC_FIELDS = result_fields()
+# Losses that every result holds, null if not measured.
+_LOSSES = {f for m in METRICS.values() if m.role == 'loss' and m.logged for f in m.fields}
+_ROW = tuple[float | None, ...]
+
+
+def parse_run(record: Any) -> PlannedRun:
+    """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
+    reading.check(record, {'run': str, 'trials': int, 'config': _CONFIG})
+    counts = {'num_trials': record['trials'], 'trials': ()}
+    run = reading.read(PlannedRun, record, name=record['run'], **counts)
+    if run.stage not in STAGES:
+        raise ValueError(f"field 'stage' is {run.stage!r}, expected {', '.join(STAGES)}")
+    valid = KNOBS if run.stage == SCREENING else ('null',)
+    if (run.knob or 'null') not in valid:
+        listed = ', '.join(valid)
+        raise ValueError(f"field 'knob' is {run.knob!r}, expected {listed} at stage {run.stage!r}")
+    if not run.seeds:
+        raise ValueError("field 'seeds' is [], expected at least one whole number")
+    return run
+
+
+def parse_trial(record: Any, run: PlannedRun) -> Trial:
+    """Reads a trial of `run` from its JSON object, which need not repeat what the plan states.
+
+    Raises ValueError that names the field that is bad or contradicts the plan.
+    """
+    reading.check(record, {})
+    shared = {field: getattr(run, name) for field, name in SHARED.items()}
+    for field, planned in shared.items():
+        if (value := (shared | record)[field]) != planned:
+            raise ValueError(
+                f'{field} {value!r} contradicts plan.jsonl, where run {run.name!r} has {planned!r}'
+            )
+    metrics = {n: hint for n, hint in _METRIC_FIELDS.items() if n in record or n in _LOSSES}
+    reading.check(record, _TRIAL | {name: hint | None for name, hint in metrics.items()})
+    if 'source' in record['data'] or 'target' in record['data']:
+        reading.check(record['data'], {'source': dict, 'target': dict})
+    for data in corpora(record['data']):
+        reading.check(data, {'name': str, 'version': str | int})
+    trial = reading.read(
+        Trial,
+        record,
+        **shared,
+        seed=record['trial']['seed'],
+        learning_rate=record['trial']['learning_rate'],
+        settings=tuple(sorted((k, v) for k, v in record['trial'].items() if k != 'seed')),
+        score_scale=run.config['model']['score_scale'],
+        planned_steps=run.num_steps,
+        metrics=dict.fromkeys(_METRIC_FIELDS) | {name: record[name] for name in metrics},
+    )
+    if trial.status not in (FINISHED, DIVERGED):
+        raise ValueError(f"field 'status' is {trial.status!r}, expected {FINISHED} or {DIVERGED}")
+    if trial.finished and trial.val_loss is None:
+        raise ValueError("field 'val_loss' of a finished trial is None")
+    for name, value in trial.metrics.items():
+        if trial.finished and isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f'field {name!r} of a finished trial is {value}')
+    if record['config_hash'] != run.name:
+        raise ValueError(
+            f'its config_hash {record["config_hash"]!r} is not that of the planned run '
+            f'{run.name!r}, so it was trained with other settings'
+        )
+    if trial.seed not in run.seeds:
+        raise ValueError(f'seed {trial.seed} is not one of run {run.name!r}, which has {run.seeds}')
+    return trial
+
+
+def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The data sets of a trial: source and target of parallel text, otherwise one."""
+    return (data['source'], data['target']) if 'source' in data else (data,)
+
+
+def read_curve(
+    path: Path, label: str, num_trials: int, problems: list[str]
+) -> tuple[Curve | None, int | None]:
+    """The curve of a run with `num_trials` results (0: unknown), and its last logged step."""
+    if not path.is_file():
+        return None, None
+    logged = [0]
+    rows: dict[int, dict[str, list]] = {}
+    bad: list[str] = []
+
+    def add(record: Any) -> None:
+        reading.check(record, {'kind': str, 'step': int})
+        logged.append(record['step'])
+        if record['kind'] != 'eval':
+            return
+        hints = {name: _ROW | None for name in LOGGED if name in record}
+        reading.check(record, hints | {'val_loss': _ROW})
+        number = num_trials or len(record['val_loss'])
+        row = {name: (name in hints and record[name]) or [None] * number for name in LOGGED}
+        for name, values in row.items():
+            if len(values) != number:
+                raise ValueError(f'field {name!r} has {len(values)} values for {number} trials')
+        if rows and record['step'] <= (last := max(rows)):
+            raise ValueError(f'step {record["step"]} follows step {last}')
+        rows[record['step']] = row
+
+    reading.for_each_line(path, label, bad, add)
+    problems += bad[:MAX_NAMED]
+    if more := len(bad[MAX_NAMED:]):
+        problems.append(f'{label}: {more} more lines were left out.')
+    if not num_trials or not rows:
+        return None, max(logged)
+    values_EX = {name: np.array([row[name] for row in rows.values()], float) for name in LOGGED}
+    return Curve(np.array(list(rows)), values_EX), max(logged)
