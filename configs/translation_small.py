@@ -2,7 +2,7 @@
 
 The variant of the encoder's self-attention changes; the decoder and its cross-attention stay
 standard. A public discussion claims that on the encoder side W_Q W_Q^T instead of W_Q W_K^T, or
-dropping W_V or W_O, is "never better than about break-even at equal total weights".
+dropping W_V or W_O, at best breaks even at equal parameter count.
 
     python -m experiments.ablate --config=configs/translation_small.py \\
         --workdir=runs/translation_small
