@@ -5,9 +5,7 @@ from qkattn.data.corpora.corpus import parse_languages
 from qkattn.data.corpora.corpus_registry import find
 from tests.data.refusals import refused
 
-# Of a setting without effect on a dataset.
 EXAMPLES = {'path': 'x', 'languages': 'en-de', 'feature': 'text', 'manual_dir': '/files'}
-TFDS = 'tfds:imdb_reviews/plain_text'
 
 
 @pytest.mark.parametrize(
@@ -23,38 +21,26 @@ def test_unknown_names_are_refused_with_the_known(name, says):
 
 
 @pytest.mark.parametrize(
-    ('name', 'fields'),
+    ('name', 'needed', 'optional'),
     [
-        ('stdlib', ('path', 'manual_dir')),
-        ('tiny_shakespeare', ('languages',)),
-        ('multi30k', ('path',)),
-        ('text', ('languages', 'manual_dir')),
-        ('cldr', ('feature',)),
-        ('parallel', ('feature',)),
-        (TFDS, ('path',)),
+        ('stdlib', (), ()),
+        ('tiny_shakespeare', (), ('manual_dir',)),
+        ('text', ('path',), ()),
+        ('multi30k', ('languages',), ('manual_dir',)),
+        ('cldr', ('languages',), ()),
+        ('parallel', ('path', 'languages'), ()),
+        ('tfds:imdb_reviews/plain_text', (), ('languages', 'feature', 'manual_dir')),
     ],
 )
-def test_settings_without_effect_are_refused(name, fields):
-    for field in fields:
+def test_settings_that_are_needed_and_those_without_effect_are_named(name, needed, optional):
+    given = {field: EXAMPLES[field] for field in needed}
+    for field in needed:
+        for value in (None, ''):
+            with refused(f"data.{field}={value!r}: data.name='{name}' needs"):
+                find(DataConfig(name=name, **given | {field: value}))
+    for field in EXAMPLES.keys() - {*needed, *optional}:
         with refused(f"data.{field}='{EXAMPLES[field]}' has no effect on .*{name}"):
-            find(DataConfig(name=name, **{field: EXAMPLES[field]}))
-
-
-@pytest.mark.parametrize(
-    ('name', 'fields'),
-    [
-        ('text', ('path',)),
-        ('parallel', ('path', 'languages')),
-        ('multi30k', ('languages',)),
-        ('cldr', ('languages',)),
-    ],
-)
-@pytest.mark.parametrize('value', [None, ''])
-def test_settings_that_are_needed_are_named(name, fields, value):
-    for field in fields:
-        given = {field: EXAMPLES[field] for field in fields} | {field: value}
-        with refused(f'data.{field}={value!r}: data.name={name!r} needs'):
-            find(DataConfig(name=name, **given))
+            find(DataConfig(name=name, **given, **{field: EXAMPLES[field]}))
 
 
 def test_languages_are_two_names():

@@ -1,8 +1,5 @@
-import json
-import os
 import random
 import re
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -83,23 +80,12 @@ def test_the_size_is_exact_and_the_ids_fit(tokenizer):
     assert BPETokenizer.train([b'abc abc'], 260).vocab_size == 260
 
 
-RETRAIN = """
-import json, sys
-from qkattn.data.tokenizers.bpe import BPETokenizer
-print(BPETokenizer.train(map(str.encode, json.load(sys.stdin)), 1000).name)
-"""
-
-
 def test_every_training_learns_the_same(tokenizer):
-    again = subprocess.run(
-        [sys.executable, '-c', RETRAIN],
-        input=json.dumps([text.decode() for text in CODE]),
-        env={**os.environ, 'RAYON_NUM_THREADS': '1'},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (again.stdout.strip(), again.stderr) == (tokenizer.name, '')
+    if tokenizers.__version__ == '0.23.3':
+        # Written down, so that neither process nor threads change it unnoticed.
+        oddly_trained = BPETokenizer.train([text.encode() for text in ODD * 9], 340)
+        assert oddly_trained.name == 'byte-bpe340-e53bcff4d710'
+    assert BPETokenizer.train(CODE, 1000).name == tokenizer.name
     assert re.fullmatch('byte-bpe1000-[0-9a-f]{12}', tokenizer.name)
     assert BPETokenizer.train(CODE[1:], 1000).name != tokenizer.name
 

@@ -15,6 +15,7 @@ NAMES = {
     'characters': CharacterTokenizer.train(TEXTS).name,
     'bpe': BPETokenizer.train(TEXTS, 270).name,
 }
+TYPES = {'characters': CharacterTokenizer, 'bpe': BPETokenizer}
 DIRECTORY = {'characters': 'characters', 'bpe': 'byte-bpe-270'}
 every_kind = pytest.mark.parametrize('kind', NAMES)
 
@@ -95,19 +96,17 @@ def test_a_damaged_cache_is_named_and_trained_again(
 
 
 @every_kind
-def test_a_vocabulary_is_not_replaced_by_that_of_other_text(opened, directory, kind):
+def test_a_damaged_vocabulary_is_not_replaced_by_another(opened, directory, monkeypatch, kind):
     opened(kind)
     (directory(kind) / 'tokenizer.json').write_bytes(b'damaged')
     for _ in range(2):  # The refusal leaves no file that the next opening would take.
         with refused(f"'{directory(kind)}' .* the training text has changed"):
             opened(kind, OTHER)
-    opened(kind)
-
-
-def test_a_vocabulary_is_not_replaced_by_that_of_another_trainer(opened, directory, monkeypatch):
-    opened('bpe')
-    (directory('bpe') / 'tokenizer.json').write_bytes(b'damaged')
-    other = BPETokenizer.train(OTHER, 270)
-    monkeypatch.setattr(BPETokenizer, 'train', lambda texts, size: list(texts) and other)
+    train = TYPES[kind].train
+    monkeypatch.setattr(
+        TYPES[kind], 'train', lambda texts, *size: list(texts) and train(OTHER, *size)
+    )
     with refused('learns another one from the same text .* delete that'):
-        opened('bpe')
+        opened(kind)
+    monkeypatch.undo()
+    assert opened(kind).name == NAMES[kind]
