@@ -25,27 +25,28 @@ def _fit_means(*means, values=GRID):
     return sweep.fit({v: {0: mean} for v, mean in zip(values, means, strict=False)})
 
 
+def _table(values, losses_VS):
+    rows = zip(map(float, values), losses_VS.tolist(), strict=True)
+    return {value: dict(enumerate(row)) for value, row in rows}
+
+
 # The parabola.
 
 
 def test_a_noiseless_parabola_is_recovered():
-    found = sweep.fit(_losses())
-    assert found.values == GRID
-    assert found.best == 0.004
-    assert found.bracketed
-    assert found.optimum == pytest.approx(OPTIMUM)
-    assert found.curvature == pytest.approx(0.06)
+    losses = _losses()
+    found = sweep.fit(losses)
+    assert (found.values, found.best, found.bracketed, found.chosen) == (GRID, 0.004, True, 0.0037)
+    assert (found.optimum, found.curvature) == pytest.approx((OPTIMUM, 0.06))
     assert found.loss.mean == pytest.approx(2.05)  # of seeds 0, 1, 2
     assert (found.loss.n, found.num_diverged) == (15, 0)
-    assert found.loss.sd == pytest.approx(0.0, abs=1e-9)
+    assert (found.loss.sd, found.at_worst) == pytest.approx((0.0, 0.0), abs=1e-9)
     ends = (found.optimum_low, found.optimum_high)
     assert ends == pytest.approx((OPTIMUM, OPTIMUM), rel=1e-4)
-    assert found.chosen == 0.0037
-
-
-def test_the_order_of_values_and_seeds_does_not_matter():
-    turned = {value: dict(reversed(seeds.items())) for value, seeds in _losses().items()}
-    assert sweep.fit(dict(reversed(turned.items()))) == sweep.fit(_losses())
+    assert found.sensitivity == pytest.approx(np.mean([_loss(value) - 2.0 for value in GRID]))
+    # The order of values and seeds does not matter.
+    turned = {value: dict(reversed(seeds.items())) for value, seeds in losses.items()}
+    assert sweep.fit(dict(reversed(turned.items()))) == found
 
 
 def test_levels_of_seeds_cancel():
@@ -88,27 +89,24 @@ def test_fiellers_interval_is_where_the_slope_is_not_significant():
 
 def test_only_values_within_two_steps_of_the_best_are_fitted():
     far = {value: {0: 9.0} for value in (0.00025, 0.0005, 0.032, 0.064)}
-    near = sweep.fit({v: {0: _loss(v)} for v in (0.001, 0.002, 0.004, 0.008, 0.016)})
-    found = sweep.fit({**far, **{v: {0: _loss(v)} for v in GRID}})
+    near = _losses(seeds=(0,))
+    fitted, found = sweep.fit(near), sweep.fit(far | near)
     assert found.best == 0.004
-    assert (found.optimum, found.loss) == (near.optimum, near.loss)
-    assert found.sensitivity > near.sensitivity
+    assert (found.optimum, found.loss) == (fitted.optimum, fitted.loss)
+    assert found.sensitivity > fitted.sensitivity
 
 
-def test_fewer_than_three_values_are_not_fitted():
+def test_few_values_or_seeds_leave_blanks():
     found = sweep.fit(_losses(GRID[:2]))
-    assert (found.optimum, found.curvature, found.loss) == (None, None, None)
+    assert (found.optimum, found.curvature, found.loss, found.at_worst) == (None,) * 4
     assert found.chosen == found.best == 0.002
     assert found.sensitivity == pytest.approx((_loss(0.001) - _loss(0.002)) / 2)
     single = sweep.fit({0.1: {0: 2.0}})
     assert (single.best, single.sensitivity, single.bracketed) == (0.1, None, False)
-
-
-def test_three_values_and_one_seed_have_no_interval():
-    found = sweep.fit(_losses(GRID[1:4], seeds=(0,)))
-    assert found.optimum == pytest.approx(OPTIMUM)
-    assert found.loss.mean == pytest.approx(2.0)
-    assert (found.loss.low, found.loss.sd, found.optimum_low) == (None, None, None)
+    three = sweep.fit(_losses(GRID[1:4], seeds=(0,)))
+    assert (three.optimum, three.loss.mean) == pytest.approx((OPTIMUM, 2.0))
+    blank = (three.loss.low, three.loss.sd, three.optimum_low, three.at_worst)
+    assert blank == (None,) * 4
     two = sweep.fit(_losses(GRID[1:4], seeds=(0, 1)))
     assert two.loss.low is not None and two.optimum_low is not None
 
@@ -121,23 +119,23 @@ def test_at_worst_is_the_parabola_at_the_farther_end_of_the_interval():
     excess = [found.curvature / 2 * end**2 for end in ends]
     assert abs(excess[0] - excess[1]) > 1e-4  # Fieller's interval is not symmetric
     assert found.at_worst == pytest.approx(max(excess))
-    assert sweep.fit(_losses()).at_worst == pytest.approx(0.0, abs=1e-9)
-    assert sweep.fit(_losses(GRID[1:4], seeds=(0,))).at_worst is None
-    assert sweep.fit(_losses(GRID[:2])).at_worst is None
 
 
-def test_a_ridge_has_no_optimum():
-    found = _fit_means(2.0, 2.2, 2.25, 2.2, 2.1)
-    assert found.curvature < 0
+@pytest.mark.parametrize(
+    ('means', 'convex', 'chosen', 'bracketed'),
+    [
+        ((2.0, 2.2, 2.25, 2.2, 2.1), False, 0.001, False),  # a ridge
+        ((2.30, 2.20, 2.12, 2.06, 2.02), True, 0.016, False),  # the vertex is beyond the values
+    ],
+)
+def test_a_parabola_without_a_minimum_among_the_values_has_no_optimum(
+    means, convex, chosen, bracketed
+):
+    found = _fit_means(*means)
+    assert (found.curvature > 0) == convex
     assert (found.optimum, found.loss, found.optimum_low) == (None, None, None)
-    assert found.chosen == found.best == 0.001
-
-
-def test_a_vertex_beyond_the_values_is_not_an_optimum():
-    found = _fit_means(2.30, 2.20, 2.12, 2.06, 2.02)
-    assert found.curvature > 0
-    assert found.optimum is None
-    assert (found.chosen, found.bracketed) == (0.016, False)
+    assert found.chosen == found.best == chosen
+    assert found.bracketed == bracketed
 
 
 def test_an_optimum_that_the_data_do_not_bound_has_no_interval():
@@ -172,11 +170,8 @@ def test_a_vertex_in_the_gap_towards_a_diverged_value_is_not_chosen():
     assert found.chosen == found.best == 0.002
 
 
-def test_sensitivity_is_the_mean_excess_over_the_lowest():
-    found = sweep.fit(_losses())
-    excess = [_loss(value) - 2.0 for value in GRID]
-    assert found.sensitivity == pytest.approx(np.mean(excess))
-    above = _fit_means(2.3, 2.2, 2.0, 2.2, 2.3)  # the parabola passes above the best mean
+def test_sensitivity_is_over_the_lowest_mean_where_the_parabola_passes_above():
+    above = _fit_means(2.3, 2.2, 2.0, 2.2, 2.3)
     assert above.loss.mean > 2.0
     assert above.sensitivity == pytest.approx(0.2)
 
@@ -250,9 +245,13 @@ def _screen(loss, start, ratio=2.0, max_points=9):
     return sweep.fit(losses), batches
 
 
-@pytest.mark.parametrize('start', [(0.001,), (0.0001, 0.0002), (0.02, 0.04), (0.002, 0.004, 0.008)])
+@pytest.mark.parametrize(
+    'start', [(0.001,), (0.0001, 0.0002), (0.02, 0.04), (0.05, 0.1), (0.002, 0.004, 0.008)]
+)
 def test_screening_ends_bracketed_around_the_optimum(start):
-    found, _ = _screen(lambda v: {0: _loss(v, 0), 1: _loss(v, 1)}, start)
+    """Also from where everything diverges, down to values that are stable."""
+    stable = 0.01 if start == (0.05, 0.1) else math.inf
+    found, _ = _screen(lambda v: {s: _loss(v, s) if v < stable else None for s in (0, 1)}, start)
     assert found.bracketed
     i = found.values.index(found.best)
     assert found.values[i - 1] < OPTIMUM < found.values[i + 1]
@@ -261,19 +260,13 @@ def test_screening_ends_bracketed_around_the_optimum(start):
     assert found.chosen == 0.0037
 
 
-def test_screening_stops_at_max_points_and_says_so():
+def test_screening_stops_at_max_points_and_at_a_cliff():
     found, batches = _screen(lambda v: {0: _loss(v)}, (1.0, 2.0), max_points=5)
     assert found.values == (0.125, 0.25, 0.5, 1.0, 2.0)
     assert batches[1:] == [(0.5,), (0.25,), (0.125,)]
     assert (found.bracketed, found.chosen) == (False, 0.125)
     flat, _ = _screen(lambda v: {0: 2.0}, (1.0,), max_points=6)
     assert (len(flat.values), flat.bracketed, flat.chosen) == (6, False, flat.best)
-
-
-def test_screening_from_above_the_stable_values():
-    """From where everything diverges the grid comes down to a bracketed value below the cliff."""
-    found, _ = _screen(lambda v: {0: _loss(v) if v < 0.01 else None}, (0.05, 0.1))
-    assert found.bracketed and found.chosen == 0.0037
     cliff, _ = _screen(lambda v: {0: _loss(v) if v < 0.002 else None}, (0.0008, 0.0016))
     assert (cliff.best, cliff.bracketed, cliff.chosen) == (0.0016, True, 0.0016)
 
@@ -287,9 +280,7 @@ def test_intervals_cover_the_optimum_and_the_loss_there():
     true = np.array([[_loss(v, s, curvature) for s in range(3)] for v in GRID])
     covered, loss_covered, bounded = [], [], 0
     for losses in true + rng.normal(0, 0.006, (trials, *true.shape)):
-        found = sweep.fit(
-            {v: dict(enumerate(row)) for v, row in zip(GRID, losses.tolist(), strict=True)}
-        )
+        found = sweep.fit(_table(GRID, losses))
         loss_covered.append(found.loss.low <= 2.05 <= found.loss.high)
         if found.optimum_low is not None:
             bounded += 1
@@ -301,22 +292,16 @@ def test_intervals_cover_the_optimum_and_the_loss_there():
 
 
 def test_the_chosen_value_stays_between_the_neighbours_of_the_best():
-    rng = np.random.default_rng(4)
-    kinds = {'vertex': 0, 'best': 0}
+    rng, vertices = np.random.default_rng(4), 0
     for _ in range(1500):
         count = int(rng.integers(1, 8))
         values = np.cumprod(rng.choice([1.01, 1.3, 2.0], count)) * 0.001
         level = rng.normal(2.0, 0.01, (count, 2)) + 0.02 * np.log(values / OPTIMUM)[:, None] ** 2
-        losses = {
-            v: {s: None if rng.random() < 0.1 else float(y) for s, y in enumerate(row)}
-            for v, row in zip(values.tolist(), level, strict=True)
-        }
-        found = sweep.fit(losses)
+        level[rng.random((count, 2)) < 0.1] = np.nan
+        found = sweep.fit(_table(values, level))
         i = found.values.index(found.best)
-        if found.chosen == found.best:
-            kinds['best'] += 1
-            continue
-        kinds['vertex'] += 1
-        assert found.values[i - 1] < found.chosen < found.values[i + 1]
-        assert 0 < i < len(found.values) - 1
-    assert min(kinds.values()) > 100
+        if found.chosen != found.best:
+            vertices += 1
+            assert 0 < i < len(found.values) - 1
+            assert found.values[i - 1] < found.chosen < found.values[i + 1]
+    assert 100 < vertices < 1400
