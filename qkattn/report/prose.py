@@ -41,15 +41,11 @@ def si(value: float | None, digits: int = 3) -> str:
         return NONE
     if value == 0:
         return '0'
-    prefixes = ('', 'k', 'M', 'G', 'T', 'P', 'E')
     rounded = float(f'{value:.{digits - 1}e}')
-    index = min(max(int(math.floor(math.log10(abs(rounded)) / 3)), 0), len(prefixes) - 1)
-    scaled = rounded / 1000**index
-    decimals = max(digits - 1 - int(math.floor(math.log10(abs(scaled)))), 0)
-    text = f'{scaled:.{decimals}f}'
-    if not index and '.' in text:
-        text = text.rstrip('0').rstrip('.')
-    return text + prefixes[index]
+    thousands = min(max(math.floor(math.log10(abs(rounded)) / 3), 0), 6)
+    if thousands == 0:
+        return f'{rounded:.{digits}g}'
+    return f'{rounded / 1000**thousands:#.{digits}g}'.rstrip('.') + ' kMGTPE'[thousands]
 
 
 def mean_sd(value: Estimate | None, decimals: int) -> str:

@@ -1,13 +1,13 @@
 """One data frame, of the columns of `qkattn.report.columns`, as CSV, text, Markdown and LaTeX."""
 
-import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
 from qkattn.report.columns import Column, columns, measured
-from qkattn.report.prose import environment, one_line, sentences
+from qkattn.report.prose import by_size, environment, one_line, sentences
 from qkattn.stats.inference import LEVEL, POWER
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -26,11 +26,9 @@ def csv_table(study: Study, found: Findings) -> str:
     return frame(study, found).to_csv(index=False, lineterminator='\n')
 
 
-def printed(
-    of_study: Sequence[Column], arms: Sequence[Arm], brief: bool = False
-) -> list[list[str]]:
+def printed(of_study: Sequence[Column], arms: Iterable[Arm]) -> list[list[str]]:
     """The cells of each arm as printed."""
-    return [[column.print(arm, brief) for column in of_study] for arm in arms]
+    return [[column.print(arm) for column in of_study] for arm in arms]
 
 
 def headed(study: Study, found: Findings) -> list[Column]:
@@ -53,17 +51,12 @@ def text_table(study: Study, found: Findings) -> str:
     )
 
 
-def markdown_table(study: Study, found: Findings) -> str:
+def markdown_table(of_study: Sequence[Column], arms: Iterable[Arm]) -> str:
     """A pipe table; pipes and backslashes in names are escaped."""
-    of_study = headed(study, found)
     titles = [column.heading.replace('|', ' ') for column in of_study]
-    left = [column.left for column in of_study]
-    return _pipes(titles, left, printed(of_study, found.arms))
-
-
-def _pipes(titles: Sequence[str], left: Sequence[bool], lines: Sequence[Sequence[str]]) -> str:
-    rows = [titles, [':--' if is_left else '--:' for is_left in left], *lines]
+    places = [':--' if column.left else '--:' for column in of_study]
     escapes = str.maketrans({'\\': r'\\', '|': r'\|'})
+    rows = [titles, places, *printed(of_study, arms)]
     return '\n'.join(f'| {" | ".join(c.translate(escapes) for c in row)} |' for row in rows)
 
 
@@ -73,17 +66,12 @@ def headline(study: Study, found: Findings) -> str:
     Arms in the order of their difference, the baseline first, size by size.
     """
     of_study = [column for column in columns(study, found) if column.headline]
-    arms = sorted(
-        found.arms,
-        key=lambda arm: (
-            study.sizes.index(arm.size),
-            not arm.is_baseline,
-            arm.difference is None,
-            arm.difference.mean if arm.difference else 0.0,
-        ),
-    )
-    titles, left = [column.brief for column in of_study], [column.left for column in of_study]
-    table = _pipes(titles, left, printed(of_study, arms, brief=True))
+
+    def rank(arm: Arm) -> tuple:
+        difference = arm.difference.mean if arm.difference else math.inf
+        return study.sizes.index(arm.size), not arm.is_baseline, difference
+
+    table = markdown_table(of_study, sorted(found.arms, key=rank))
     return f'{table}\n\n{summary(study, found)[-1]}\n'
 
 
@@ -120,15 +108,14 @@ def report_markdown(study: Study, found: Findings) -> str:
     question = [one_line(study.question)] if study.question else []
     paragraphs = [f'# {one_line(study.name)}', *question, *summary(study, found)]
     rest = [f'- {one_line(note)}' for note in (*notes(study, found), *study.problems)]
-    table = markdown_table(study, found)
+    table = markdown_table(headed(study, found), found.arms)
     return '\n\n'.join([*paragraphs, table, '\n'.join(rest)]) + '\n'
 
 
 def latex_table(study: Study, found: Findings) -> str:
     """A table environment, booktabs and nothing else; the caption says what is equal."""
     of_study = [column for column in columns(study, found) if column.brief]
-    by_size = itertools.groupby(found.arms, key=lambda arm: arm.size)
-    sizes = [printed(of_study, list(arms), brief=True) for _, arms in by_size]
+    sizes = [printed(of_study, of_size) for of_size in by_size(found.arms).values()]
     template = environment(html=False).get_template('table.tex.j2')
     return template.render(study=study, found=found, columns=of_study, sizes=sizes, latex=latex)
 

@@ -14,6 +14,7 @@ from qkattn.report.columns import columns
 from qkattn.report.tables import (
     csv_table,
     frame,
+    headed,
     latex,
     latex_table,
     markdown_table,
@@ -71,7 +72,7 @@ def cells(line):
 
 def row(study, found, number):
     """A row of the Markdown table, by its headings."""
-    lines = markdown_table(study, found).splitlines()
+    lines = markdown_table(headed(study, found), found.arms).splitlines()
     return dict(zip(cells(lines[0]), cells(lines[2 + number]), strict=True))
 
 
@@ -275,7 +276,7 @@ def test_an_arm_that_is_only_screened_is_in_every_table(study_dir):
     assert printed['tuned learning rate [95 % interval]'] == '0.003 [0.003, 0.003]'
     assert 'verdict not started' in report_text(study, found)
     assert 'b/vo,' in csv_table(study, found)
-    assert '| b/vo | - | no verdict | 0.003 |' in headline(study, found)
+    assert '| b/vo | - | no verdict | 0.003 [0.003, 0.003] |' in headline(study, found)
 
 
 def test_settings_that_are_not_bracketed_are_marked(study_dir):
@@ -292,7 +293,7 @@ def test_headline(tuned):
     table, _, sentence = headline(*tuned).rstrip().rpartition('\n\n')
     lines = [cells(line) for line in table.splitlines()]
     assert table.startswith(
-        '| arm | difference in val loss, nats/token [95 % t interval] | verdict |'
+        '| variant | difference in val loss, nats/token [95 % t interval] | verdict |'
     )
     assert [line[0].removeprefix('| ') for line in lines[2:]] == ['qk/vo', 'b/vo', 'c/vo']
     assert lines[3][1:3] == ['-0.0235 [-0.0255, -0.0215]', 'better']
@@ -308,8 +309,8 @@ def test_headline_of_a_study_without_tuning(single):
 
 def test_pipes_are_escaped(study_dir):
     study, found = read(write_study(study_dir, [trial_record('a|b')], baseline=None))
-    assert markdown_table(study, found).splitlines()[2].startswith('| a\\|b | ')
-    assert headline(study, found).splitlines()[0] == '| arm | val bits/byte |'
+    assert markdown_table(headed(study, found), found.arms).splitlines()[2].startswith('| a\\|b | ')
+    assert headline(study, found).splitlines()[0] == '| variant | val bits/byte mean ± sd |'
 
 
 def assert_compiles(table):
