@@ -18,23 +18,9 @@ FILES = sorted([*ROOT.glob('qkattn/**/*.py'), *ROOT.glob('experiments/*.py')])
 MAX_LINES = 330
 
 # Lowest first. Rooms of one layer do not import each other.
-LAYERS = (
-    ('errors',),
-    ('config',),
-    ('metrics', 'stats'),
-    ('run',),
-    ('attention',),
-    ('model',),
-    ('convert', 'data'),
-    ('decode',),
-    ('train',),
-    ('pretrained',),
-    ('study',),
-    ('verdict',),
-    ('report',),
-    ('experiments',),
-)
-LAYER = {room: number for number, layer in enumerate(LAYERS) for room in layer}
+LAYERS = ['errors', 'config', 'metrics, stats', 'run', 'attention', 'model', 'convert, data']
+LAYERS += ['decode', 'train', 'pretrained', 'study', 'verdict', 'report', 'experiments']
+LAYER = {room: number for number, layer in enumerate(LAYERS) for room in layer.split(', ')}
 FORBIDDEN = {'run': {'attention', 'model', 'data', 'train'}}
 
 # Imported where it is used: only reading .pt files needs it.
@@ -68,26 +54,18 @@ def imported(node: ast.AST) -> Iterator[str]:
     yield from (name for name in names if name.split('.')[0] in ('qkattn', 'experiments'))
 
 
-def is_import(node: ast.AST) -> bool:
-    """Whether the node is an import statement of anything that is not optional."""
-    if isinstance(node, ast.Import):
-        return not {alias.name for alias in node.names} <= OPTIONAL
-    return isinstance(node, ast.ImportFrom)
-
-
 def problems_of(path: Path) -> Iterator[str]:
     name, source = path.relative_to(ROOT), path.read_text()
     room, tree = room_of(module_of(path)), ast.parse(source)
     if len(source.splitlines()) > MAX_LINES:
         yield f'{name}: over {MAX_LINES} lines'
     for node in ast.walk(tree):
-        if is_import(node) and node not in tree.body:
+        optional = isinstance(node, ast.Import) and {a.name for a in node.names} <= OPTIONAL
+        is_import = isinstance(node, ast.Import | ast.ImportFrom) and not optional
+        if is_import and node not in tree.body:
             yield f'{name}: import inside a block'
-        for other in imported(node):
-            there = room_of(other)
-            if room in (None, there) or there is None:
-                continue
-            if LAYER[there] >= LAYER[room] or there in FORBIDDEN.get(room, ()):
+        for there in {room_of(other) for other in imported(node)} - {room, None}:
+            if room and (LAYER[there] >= LAYER[room] or there in FORBIDDEN.get(room, ())):
                 yield f'{name}: imports {there}'
 
 

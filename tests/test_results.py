@@ -20,8 +20,7 @@ STUDIES = sorted(path.parent.name for path in RESULTS.glob('*/study.json'))
 FAIR = RESULTS / 'fair_small'
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+TRIALS = [json.loads(line) for line in (FAIR / 'results.jsonl').read_text().splitlines()]
 
 
 @pytest.mark.parametrize('name', STUDIES)
@@ -31,17 +30,6 @@ def test_committed_reports_are_what_their_logs_give(name):
 
 def test_the_headline_of_the_readme_is_what_its_study_gives():
     assert verify.check_page(ROOT / 'README.md') == 1
-
-
-@pytest.fixture(scope='module')
-def losses() -> dict[str, dict[int, float]]:
-    """Loss by seed of every arm's verdict trials."""
-    found: dict[str, dict[int, float]] = {}
-    for result in lines(FAIR / 'results.jsonl'):
-        if result['stage'] == 'verdict':
-            assert result['status'] == 'finished'
-            found.setdefault(result['variant'], {})[result['trial']['seed']] = result['val_loss']
-    return found
 
 
 @pytest.fixture(scope='module')
@@ -62,7 +50,12 @@ def holm(p: dict[str, float]) -> dict[str, float]:
     return adjusted
 
 
-def test_differences_intervals_and_words(losses, headline):
+def test_differences_intervals_and_words(headline):
+    losses: dict[str, dict[int, float]] = {}
+    for result in TRIALS:
+        if result['stage'] == 'verdict':
+            assert result['status'] == 'finished'
+            losses.setdefault(result['variant'], {})[result['trial']['seed']] = result['val_loss']
     seeds = sorted(losses['qk/vo'])
     assert len(seeds) == 16 and all(sorted(of) == seeds for of in losses.values())
     baseline = np.array([losses['qk/vo'][seed] for seed in seeds])
@@ -97,7 +90,7 @@ def test_differences_intervals_and_words(losses, headline):
 
 def test_rates_are_the_vertices_of_their_fitted_sweeps(headline):
     sweeps: dict[str, dict[float, dict[int, float]]] = {}
-    for result in lines(FAIR / 'results.jsonl'):
+    for result in TRIALS:
         if result['stage'] == 'screening':
             rate, seed = result['trial']['learning_rate'], result['trial']['seed']
             sweeps.setdefault(result['variant'], {}).setdefault(rate, {})[seed] = result['val_loss']
@@ -117,7 +110,7 @@ def test_rates_are_the_vertices_of_their_fitted_sweeps(headline):
 
 def test_verdict_trials_ran_at_the_rates_and_weights_that_are_printed(headline):
     parameters = {}
-    for result in lines(FAIR / 'results.jsonl'):
+    for result in TRIALS:
         parameters[result['variant']] = result['parameters']['total']
         if result['stage'] == 'verdict':
             assert (

@@ -116,23 +116,14 @@ PAIRS = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'd_ff': None}
 # The second row is shorter.
 SOURCES = np.random.default_rng(2).integers(0, 50, (2, 9))
 VALID = np.arange(9) < np.array([[9], [4]])
+MIXED = zip(VARIANTS[::6], VARIANTS[2::6], VARIANTS[4::6], strict=True)
 SITES = [
     *(
-        {
-            'score': own[0],
-            'value': own[1],
-            'cross_variant': '/'.join(cross),
-            'encoder_variant': '/'.join(encoder),
-        }
-        for own, cross, encoder in zip(VARIANTS[::6], VARIANTS[2::6], VARIANTS[4::6], strict=True)
+        dict(score=s, value=v, cross_variant='/'.join(cross), encoder_variant='/'.join(encoder))
+        for (s, v), cross, encoder in MIXED
     ),
     {'score': 'latent(rope_size=4)', 'cross_variant': 'latent/latent', 'positions': 'rope'},
-    {
-        'score': 'merged',
-        'value': 'no_vo',
-        'cross_variant': 'shared_qk(self_mask=True)/k_is_v',
-        'positions': 'alibi',
-    },
+    {'cross_variant': 'shared_qk(self_mask=True)/k_is_v', 'positions': 'alibi', 'value': 'no_vo'},
     {'positions': 'sinusoidal', 'scale_embeddings': True, 'norm_position': 'post'},
     {'positions': 'rope', 'num_kv_heads': 1, 'window': 3, 'biases': True, 'qk_norm': True},
     {'shared_embeddings': False, 'scan_unroll': 2, 'activation': 'relu', 'norm': 'rmsnorm'},
