@@ -1,5 +1,6 @@
 """Runs the scripts as a user does, in a process, on a study that takes seconds."""
 
+import contextlib
 import logging
 import os
 import runpy
@@ -80,25 +81,33 @@ def script(start):
     return run
 
 
+@contextlib.contextmanager
+def added_flags_removed():
+    """Scripts define flags of the same names: what the block defines and logs to is undone."""
+    app.define_help_flags()
+    known, logger = set(flags.FLAGS), logging.getLogger('qkattn')
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    try:
+        yield
+    finally:
+        for flag in set(flags.FLAGS) - known:
+            delattr(flags.FLAGS, flag)
+        flags.FLAGS.unparse_flags()
+        logger.handlers, logger.level, logger.propagate = handlers, level, propagate
+
+
 @pytest.fixture
 def script_here(files, monkeypatch, capsys):
     """As `script`, but in this process, where imports and compiled programs are kept."""
-    app.define_help_flags()
-    known, logger = set(flags.FLAGS), logging.getLogger('qkattn')
 
     def run(name: str, *arguments: str) -> subprocess.CompletedProcess:
         monkeypatch.setattr(sys, 'argv', [name, *arguments])
-        handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
-        try:
-            runpy.run_module(f'experiments.{name}', run_name='__main__')
-            code = 0
-        except SystemExit as stopped:
-            code = stopped.code or 0
-        finally:
-            for flag in set(flags.FLAGS) - known:
-                delattr(flags.FLAGS, flag)
-            flags.FLAGS.unparse_flags()
-            logger.handlers, logger.level, logger.propagate = handlers, level, propagate
+        code = 0
+        with added_flags_removed():
+            try:
+                runpy.run_module(f'experiments.{name}', run_name='__main__')
+            except SystemExit as stopped:
+                code = stopped.code or 0
         return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
     return run
