@@ -8,17 +8,6 @@ from pathlib import Path
 
 from qkattn.config import Config, ModelConfig, OptimizerConfig, TrainConfig, TrialsConfig, to_json
 
-# What the study adds to the results that training writes.
-STUDY_FIELDS = (
-    'study',
-    'run',
-    'variant',
-    'size',
-    'stage',
-    'knob',
-    'target_parameters',
-    'residual',
-)
 NATS_PER_BIT = 0.6931471805599453
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 SCREENING_SEEDS, VERDICT_SEEDS = (100, 101), tuple(range(8))
@@ -290,8 +279,6 @@ def write_study(
     write_lines(directory / 'results.jsonl', records)
     for name, of_run in runs.items():
         (directory / name).mkdir(exist_ok=True)
-        own = [{k: v for k, v in record.items() if k not in STUDY_FIELDS} for record in of_run]
-        (directory / name / 'result.json').write_text(json.dumps(own))
         write_metrics(directory / name, of_run, num_evals)
     return directory
 

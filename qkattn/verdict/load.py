@@ -1,8 +1,8 @@
 """Reads a study directory, finished or not; a bad line is left out and named.
 
 A study is `study.json` (the declared arms), `plan.jsonl` (one object per run known so far),
-`results.jsonl` (one object per trial) and one directory per run with `metrics.jsonl` and, written
-last, `result.json` (its trials in order).
+`results.jsonl` (one object per trial, those of a run in order) and one directory per run with
+`metrics.jsonl`.
 """
 
 import dataclasses
@@ -16,9 +16,7 @@ from qkattn.metrics import METRICS
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
 from qkattn.verdict import reading
 from qkattn.verdict.codes import Place
-from qkattn.verdict.runs import SHARED, PlannedRun, Trial, parse_run, parse_trial, read_curve
-
-_Trials = dict[tuple, Trial]
+from qkattn.verdict.runs import PlannedRun, Trial, parse_run, parse_trial, read_curve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +132,9 @@ def load_study(directory: str | Path) -> Study:
     problems: list[str] = []
     planned = _read_plan(study, problems)
     trials = _read_results(directory / 'results.jsonl', planned, problems)
-    runs = tuple(_read_run(directory, run, trials[name], problems) for name, run in planned.items())
+    runs = tuple(
+        _read_run(directory, run, trials[name].values(), problems) for name, run in planned.items()
+    )
     if not any(run.trials for run in runs):
         detail = f' ({problems[0].removesuffix(".")})' if problems else ''
         raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
@@ -202,12 +202,12 @@ def _read_plan(study: Study, problems: list[str]) -> dict[str, PlannedRun]:
 
 def _read_results(
     path: Path, planned: dict[str, PlannedRun], problems: list[str]
-) -> dict[str, _Trials]:
+) -> dict[str, dict[tuple, Trial]]:
     """The trials of results.jsonl by run."""
-    trials: dict[str, _Trials] = {name: {} for name in planned}
+    trials: dict[str, dict[tuple, Trial]] = {name: {} for name in planned}
 
     def add(record: Any) -> None:
-        reading.check(record, {'run': str} | dict.fromkeys(SHARED, object))
+        reading.check(record, {'run': str})
         if (name := record['run']) not in planned:
             raise ValueError(f'run {name!r} is not in plan.jsonl')
         trial = parse_trial(record, planned[name])
@@ -220,36 +220,13 @@ def _read_results(
     return trials
 
 
-def _read_run(directory: Path, run: PlannedRun, trials: _Trials, problems: list[str]) -> PlannedRun:
-    """The run with its trials, also those of result.json that results.jsonl lacks, and its curve.
-
-    result.json is in trial order, which is the order of the columns of metrics.jsonl.
-    """
-    path, label = directory / run.directory / 'result.json', f'{run.directory}/result.json'
-    own: _Trials = {}
-    if path.is_file():
-        try:
-            records = reading.parse_json(path.read_text(encoding='utf-8'))
-            if not isinstance(records, list):
-                raise ValueError(f'expected a list, found {type(records).__name__}')
-            own = {trial.key: trial for trial in (parse_trial(record, run) for record in records)}
-        except ValueError as error:
-            problems.append(f'{label} was left out: {error}.')
-    for key, trial in own.items():
-        if trials.get(key, trial) != trial:
-            problems.append(
-                f'{label} and results.jsonl disagree on seed {trial.seed} at learning rate '
-                f'{trial.learning_rate:g}; results.jsonl is shown.'
-            )
-    if absent := own.keys() - trials.keys():
-        problems.append(
-            f'results.jsonl lacks {len(absent)} of the {len(own)} trials of run {run.name!r}; '
-            f'they were taken from {label}.'
-        )
-    trials = {key: trials.get(key, trial) for key, trial in (own | trials).items()}
-    log = directory / run.directory / 'metrics.jsonl'
-    curve, step = read_curve(log, f'{run.directory}/{log.name}', len(trials), problems)
-    return dataclasses.replace(run, trials=tuple(trials.values()), curve=curve, step=step)
+def _read_run(
+    directory: Path, run: PlannedRun, trials: Iterable[Trial], problems: list[str]
+) -> PlannedRun:
+    """The run with its trials, in the order of the columns of metrics.jsonl, and its curve."""
+    run = dataclasses.replace(run, trials=tuple(trials))
+    curve, step = read_curve(directory / run.directory / 'metrics.jsonl', run, problems)
+    return dataclasses.replace(run, curve=curve, step=step)
 
 
 def _arm_problems(trials: Iterable[Trial]) -> Iterator[str]:

@@ -19,7 +19,7 @@ MAX_NAMED = 2  # bad lines of a log that are named; the others are counted
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One trained model: a line of results.jsonl or an entry of a run's result.json.
+    """One trained model: a line of results.jsonl.
 
     Attributes:
       run, variant, size, stage, knob, target_parameters, residual: of the trial's run.
@@ -148,7 +148,7 @@ _TRIAL = {
     'data': dict,
 }
 # What both a trial and its planned run state: the field of Trial and that of PlannedRun.
-SHARED = {name: name for name in ('variant', 'size', 'stage', 'knob', 'residual')} | {
+_SHARED = {name: name for name in ('variant', 'size', 'stage', 'knob', 'residual')} | {
     'run': 'name',
     'target_parameters': 'target',
 }
@@ -175,16 +175,14 @@ def parse_run(record: Any) -> PlannedRun:
 
 
 def parse_trial(record: Any, run: PlannedRun) -> Trial:
-    """Reads a trial of `run` from its JSON object, which need not repeat what the plan states.
-
-    Raises ValueError that names the field that is bad or contradicts the plan.
-    """
-    reading.check(record, {})
-    shared = {field: getattr(run, name) for field, name in SHARED.items()}
+    """Reads a trial of `run`; ValueError names the field that is bad or contradicts the plan."""
+    reading.check(record, dict.fromkeys(_SHARED, object))
+    shared = {field: getattr(run, name) for field, name in _SHARED.items()}
     for field, planned in shared.items():
-        if (value := (shared | record)[field]) != planned:
+        if record[field] != planned:
             raise ValueError(
-                f'{field} {value!r} contradicts plan.jsonl, where run {run.name!r} has {planned!r}'
+                f'{field} {record[field]!r} contradicts plan.jsonl, where run {run.name!r} has '
+                f'{planned!r}'
             )
     metrics = {n: hint for n, hint in _METRIC_FIELDS.items() if n in record or n in _LOSSES}
     reading.check(record, _TRIAL | {name: hint | None for name, hint in metrics.items()})
@@ -225,12 +223,11 @@ def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return (data['source'], data['target']) if 'source' in data else (data,)
 
 
-def read_curve(
-    path: Path, label: str, num_trials: int, problems: list[str]
-) -> tuple[Curve | None, int | None]:
-    """The curve of a run with `num_trials` results (0: unknown), and its last logged step."""
+def read_curve(path: Path, run: PlannedRun, problems: list[str]) -> tuple[Curve | None, int | None]:
+    """The curve of a run, None unless all its trials have results, and its last logged step."""
     if not path.is_file():
         return None, None
+    label = f'{run.directory}/{path.name}'
     logged = [0]
     rows: dict[int, dict[str, list]] = {}
     bad: list[str] = []
@@ -242,7 +239,7 @@ def read_curve(
             return
         hints = {name: _ROW | None for name in LOGGED if name in record}
         reading.check(record, hints | {'val_loss': _ROW})
-        number = num_trials or len(record['val_loss'])
+        number = run.num_trials if run.trials else len(record['val_loss'])
         row = {name: (name in hints and record[name]) or [None] * number for name in LOGGED}
         for name, values in row.items():
             if len(values) != number:
@@ -255,7 +252,7 @@ def read_curve(
     problems += bad[:MAX_NAMED]
     if more := len(bad[MAX_NAMED:]):
         problems.append(f'{label}: {more} more lines were left out.')
-    if not num_trials or not rows:
+    if len(run.trials) != run.num_trials or not rows:
         return None, max(logged)
     values_EX = {name: np.array([row[name] for row in rows.values()], float) for name in LOGGED}
     return Curve(np.array(list(rows)), values_EX), max(logged)

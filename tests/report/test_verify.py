@@ -24,10 +24,6 @@ def renamed(directory):
     for result in results:
         result['run'] = result['config_hash'] = names[result['run']]
     write_lines(directory / 'results.jsonl', results)
-    for line in lines:
-        path = directory / line['directory'] / 'result.json'
-        own = json.loads(path.read_text())
-        path.write_text(json.dumps([{**o, 'config_hash': line['run']} for o in own]))
     return directory
 
 

@@ -258,14 +258,11 @@ def test_software_that_differs_is_named_and_does_not_block(study_dir):
 
 
 def lose(directory, run, **changes):
-    """`changes` one result of a run in both places where it stands."""
-    for path, is_list in ((directory / 'results.jsonl', False), (directory / run, True)):
-        path = path / 'result.json' if is_list else path
-        text = path.read_text()
-        records = json.loads(text) if is_list else list(map(json.loads, text.splitlines()))
-        of_run = [record for record in records if record['config_hash'] == run]
-        of_run[-1] |= changes
-        path.write_text(json.dumps(records)) if is_list else write_lines(path, records)
+    """Changes one result of a run."""
+    path = directory / 'results.jsonl'
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    [record for record in records if record['run'] == run][-1].update(changes)
+    write_lines(path, records)
 
 
 @pytest.mark.parametrize('loss', [float('nan'), None])
