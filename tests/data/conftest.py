@@ -11,9 +11,7 @@ from tests.data.datasets import token_dataset
 class Numbers:
     """A tokenizer of numbers; token i of a split is i, so that a token tells its position."""
 
-    name = 'numbers'
-    vocab_size = 65536
-    separator = 0
+    name, vocab_size, separator = 'numbers', 65536, 0
 
     def num_bytes(self, ids):
         return 2 * np.size(ids)

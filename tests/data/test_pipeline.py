@@ -13,18 +13,16 @@ def windows(dataset):
     return LanguageRows(dataset, 7)
 
 
-def first_tokens(dataset, seed, steps):
+def first_tokens(dataset, seed, num_steps):
     """First token of every row of consecutive steps, one after another."""
-    batches = [
-        pipeline.train_batch(windows(dataset), **TRAIN | {'seed': seed, 'step': step})
-        for step in steps
-    ]
+    settings = [TRAIN | {'seed': seed, 'step': step} for step in range(num_steps)]
+    batches = [pipeline.train_batch(windows(dataset), **each) for each in settings]
     return np.concatenate([batch['tokens_BT'][:, 0] for batch in batches])
 
 
 def test_epochs_visit_every_window_once_each_in_an_order_of_its_own(numbers):
     # 59 windows: batches of 6 straddle the epochs.
-    order = [first_tokens(numbers(train=414), seed, range(59)).reshape(6, 59) for seed in range(4)]
+    order = [first_tokens(numbers(train=414), seed, 59).reshape(6, 59) for seed in range(4)]
     epochs = np.concatenate(order)
     assert (np.sort(epochs, axis=1) == np.arange(0, 413, 7)).all()
     assert len(np.unique(epochs, axis=0)) == len(epochs) == 24
@@ -33,7 +31,7 @@ def test_epochs_visit_every_window_once_each_in_an_order_of_its_own(numbers):
 def test_order_is_the_same_for_ever(numbers):
     # Written down, so that a library that shuffles differently does not go unnoticed.
     order = [84, 364, 175, 357, 413, 399, 189, 147, 336, 154, 231, 210]
-    assert first_tokens(numbers(train=421), 5, range(2)).tolist() == order
+    assert first_tokens(numbers(train=421), 5, 2).tolist() == order
 
 
 @pytest.mark.parametrize('num_hosts', [1, 2, 3, 6])
@@ -87,9 +85,8 @@ def test_a_row_is_told_its_seed_and_its_place_in_the_endless_sequence():
 
 def test_eval_predicts_every_token_once_and_pads_the_last_batch(numbers):
     # 10 windows of 7, 3 tokens over.
-    batches = list(
-        pipeline.eval_batches(windows(numbers(validation=74)), 'validation', batch_size=4)
-    )
+    rows = windows(numbers(validation=74))
+    batches = list(pipeline.eval_batches(rows, 'validation', batch_size=4))
     assert len(batches) == 3
     targets = []
     for batch in batches:

@@ -37,10 +37,6 @@ def test_documents_end_with_a_separator(tmp_path):
         dataset.split('val')
 
 
-def test_bytes_per_token(numbers):
-    assert numbers(train=64).bytes_per_token('train') == 2.0
-
-
 def test_identity_is_json_and_tells_data_apart(tmp_path, warnings):
     identity = opened(tmp_path).identity()
     assert opened(tmp_path, None).identity() == identity and not warnings

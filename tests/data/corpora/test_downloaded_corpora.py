@@ -38,6 +38,7 @@ def small(tmp_path, monkeypatch):
 
     files = {}
     for (split, language), file in multi30k.FILES.items():
+        assert file.name.startswith(multi30k.PARTS[split]) and f'.{language}.' in file.name
         text = ''.join(f'{split} {language}\u2028{i}\n' for i in range(3))
         files[split, language] = stored(file, gzip.compress(text.encode()))
     monkeypatch.setattr(multi30k, 'FILES', files)
@@ -97,15 +98,14 @@ def test_without_network_the_sentence_says_what_to_fetch(
 )
 def test_the_real_files(corpus):
     root = Path(os.environ['QKATTN_TEST_FILES'])
-    play = corpus('tiny_shakespeare', manual_dir=str(root / 'tiny_shakespeare')).documents(None)
-    (train,), (validation,) = play['train'], play['validation']
-    assert (len(train), len(validation)) == (1003854, 111540)
-    assert train + validation == (root / 'tiny_shakespeare' / 'input.txt').read_bytes()
+    for file in multi30k.FILES.values():
+        assert sha256_of(root / 'multi30k' / file.name) == file.sha256
     captions = corpus('multi30k', languages='de-en', manual_dir=str(root / 'multi30k'))
     texts = {split: list(texts) for split, texts in captions.documents('de').items()}
     assert [len(texts[split]) for split in SPLITS] == [29000, 1014, 1000]
     with gzip.open(root / 'multi30k' / 'test_2016_flickr.de.gz') as file:
         assert file.read() == b''.join(text + b'\n' for text in texts['test'])
-    for (split, language), file in multi30k.FILES.items():
-        assert sha256_of(root / 'multi30k' / file.name) == file.sha256
-        assert file.name.startswith(multi30k.PARTS[split]) and f'.{language}.' in file.name
+    play = corpus('tiny_shakespeare', manual_dir=str(root / 'tiny_shakespeare')).documents(None)
+    (train,), (validation,) = play['train'], play['validation']
+    assert (len(train), len(validation)) == (1003854, 111540)
+    assert train + validation == (root / 'tiny_shakespeare' / 'input.txt').read_bytes()

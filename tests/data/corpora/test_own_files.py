@@ -97,48 +97,41 @@ def test_marks_odd_line_breaks_and_blank_lines_of_parallel_files(tmp_path, caplo
     assert caplog.messages == ['Left out 2 pairs of blank lines of train']
 
 
-@pytest.mark.parametrize(
-    ('changed', 'says'),
-    [
-        ({'train.de': 'eins\n\n'}, r"train.de', line 2, is blank, .*train.en' is not"),
-        ({'train.en': '\n', 'train.de': '\n'}, 'holds blank lines only'),
-        ({'validation.de': 'd\nv\nf'}, r"1 in '.*validation.en' and 3 in '.*validation.de'"),
-        ({'test.en': 'x'}, "holds 'test' in one language only; test.de is missing"),
-        ({'train.de': None}, "train.de' is missing"),
-        ({'train.de': ''}, "train.de' is empty"),
-        ({'train.en': b'one\xff\ntwo\n'}, "train.en', line 1, is not UTF-8"),
-        ({'train.en': 'one\ntwo\0\n'}, "train.en', line 2, holds byte 0"),
-    ],
-)
-@pytest.mark.parametrize('language', ['en', 'de'])
-def test_parallel_files_that_do_not_fit_are_named(tmp_path, changed, says, language):
-    with refused(says):
-        read(parallel(write(tmp_path, PAIRS | changed)), language)
-
-
 PACKED = gzip.compress(b'some text ' * 100)
+DAMAGED = (PACKED[:-20], b'not gzip', PACKED[:30] + b'????' + PACKED[34:])
 
 
 @pytest.mark.parametrize(
-    ('files', 'path', 'says'),
+    ('path', 'files', 'says'),
     [
-        ({}, 'x', "data.path='.*/x' does not exist"),
-        ({}, '', r"train.txt' is missing; .* train.txt or train.txt.gz"),
-        ({'train.txt': 'x'}, '', "validation.txt' is missing"),
-        (SPLIT | {'train.txt.gz': PACKED}, '', 'both train.txt and train.txt.gz; keep one'),
-        (SPLIT | {'train.txt': ''}, '', "train.txt' is empty"),
-        (SPLIT | {'train.txt': 'a\nb\0\n'}, '', 'line 2, holds byte 0, .*another tokenizer'),
-        ({'x.gz': PACKED[:-20]}, 'x.gz', r"x.gz' cannot be read .*in gzip format\.$"),
-        ({'x.gz': b'not gzip'}, 'x.gz', r"x.gz' cannot be read .*in gzip format\.$"),
-        ({'x.gz': PACKED[:30] + b'????' + PACKED[34:]}, 'x.gz', "x.gz' cannot be read .*gzip"),
-        ({'x': 'one line'}, 'x', r"'.*x' is too small .*\(8 bytes\); give more text"),
-        ({'x': 'a\n' * 9}, 'x', r'is too small .*\(18 bytes\); give more text'),
+        ('x', {}, "data.path='.*/x' does not exist"),
+        ('', {}, r"train.txt' is missing; .* train.txt or train.txt.gz"),
+        ('', {'train.txt': 'x'}, "validation.txt' is missing"),
+        ('', SPLIT | {'train.txt.gz': PACKED}, 'both train.txt and train.txt.gz; keep one'),
+        ('', SPLIT | {'train.txt': ''}, "train.txt' is empty"),
+        ('', SPLIT | {'train.txt': 'a\nb\0\n'}, 'line 2, holds byte 0, .*another tokenizer'),
+        *(
+            ('x.gz', {'x.gz': data}, r"x.gz' cannot be read .*in gzip format\.$")
+            for data in DAMAGED
+        ),
+        ('x', {'x': 'one line'}, r"'.*x' is too small .*\(8 bytes\); give more text"),
+        ('x', {'x': 'a\n' * 9}, r'is too small .*\(18 bytes\); give more text'),
+        (None, {'train.de': 'eins\n\n'}, "train.de', line 2, is blank, .*train.en' is not"),
+        (None, {'train.en': '\n', 'train.de': '\n'}, 'holds blank lines only'),
+        (None, {'validation.de': 'd\nv\nf'}, "1 in '.*validation.en' and 3 in '.*validation.de'"),
+        (None, {'test.en': 'x'}, "holds 'test' in one language only; test.de is missing"),
+        (None, {'train.de': None}, "train.de' is missing"),
+        (None, {'train.de': ''}, "train.de' is empty"),
+        (None, {'train.en': b'one\xff\ntwo\n'}, "train.en', line 1, is not UTF-8"),
+        (None, {'train.en': 'one\ntwo\0\n'}, "train.en', line 2, holds byte 0"),
     ],
 )
-def test_text_files_that_do_not_fit_are_named(tmp_path, files, path, says):
-    write(tmp_path, files)
-    with refused(says):
-        text(tmp_path / path).documents(None)
+def test_files_that_do_not_fit_are_named(tmp_path, path, files, says):
+    """Of text, and where there is no path, of parallel text read in either language."""
+    write(tmp_path, files if path is not None else PAIRS | files)
+    for language in ('en', 'de'):
+        with refused(says):
+            read(parallel(tmp_path), language) if path is None else read(text(tmp_path / path))
 
 
 def test_files_and_directories_are_not_confused(tmp_path):
