@@ -36,43 +36,58 @@ def trained(monkeypatch):
     def train(config, workdir, *, lost, **_):
         assert not lost()
         if (workdir / 'result.json').exists():
-            return read_json(workdir / 'result.json')
-        workdir.mkdir(parents=True)
+            return
+        trials = [(trial, abs(trial['learning_rate'] - 4e-3)) for trial in config.trials.trials()]
         results = [
-            {
-                'trial': trial,
-                'status': 'finished',
-                'val_loss': abs(trial['learning_rate'] - 4e-3) + trial['seed'],
-            }
-            for trial in config.trials.trials()
+            {'trial': trial, 'status': 'finished', 'val_loss': away + trial['seed']}
+            for trial, away in trials
         ]
+        workdir.mkdir(parents=True)
         write_json(workdir / 'result.json', results)
         done.append(workdir.name)
-        return results
 
     monkeypatch.setattr(worker, 'train', train)
     monkeypatch.setattr(worker, 'rows_of', lambda config: None)
     return done
 
 
+@pytest.fixture
+def train_first(monkeypatch, trained):
+    """Sets what happens before a run is trained, given its config and directory."""
+    train = worker.train
+
+    def replace(first):
+        def both(config, workdir, **keywords):
+            first(config, workdir)
+            train(config, workdir, **keywords)
+
+        monkeypatch.setattr(worker, 'train', both)
+
+    return replace
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     path = worker.run(STUDY, tmp_path / 'out', command=['x'])
-    lines = [json.loads(line) for line in (path / 'plan.jsonl').read_text().splitlines()]
-    assert [(line['variant'], line['stage']) for line in lines] == [
-        (variant, stage)
-        for variant in STUDY.variants
-        for stage in ('screening', 'screening', 'verdict')
+    planned = lines(path / 'plan.jsonl')
+    stages = ('screening', 'screening', 'verdict')
+    assert [(line['variant'], line['stage']) for line in planned] == [
+        (variant, stage) for variant in STUDY.variants for stage in stages
     ]
-    assert sorted(trained) == sorted(os.path.basename(line['directory']) for line in lines)
-    results = [json.loads(line) for line in (path / 'results.jsonl').read_text().splitlines()]
-    assert [r['run'] for r in results] == [
-        line['run'] for line in lines for _ in range(line['trials'])
+    assert sorted(trained) == sorted(os.path.basename(line['directory']) for line in planned)
+    assert [result['run'] for result in lines(path / 'results.jsonl')] == [
+        line['run'] for line in planned for _ in range(line['trials'])
     ]
     assert read_json(path / 'study.json')['name'] == 'small'
     assert not leases.holders(path / 'leases')
-
+    # The same study again has nothing to train, and a study may grow.
     worker.run(STUDY, path)
-    assert len(trained) == len(lines)
+    assert len(trained) == len(planned)
+    worker.run(dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/no_v')), path)
+    assert len(trained) == 9
 
 
 def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path):
@@ -90,16 +105,15 @@ def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_pat
 
 
 @pytest.mark.parametrize('error', [InUseError('in use'), Lost('taken over')], ids=str)
-def test_a_run_that_is_in_use_or_lost_is_tried_again_later(trained, tmp_path, monkeypatch, error):
-    train, refused = worker.train, []
+def test_a_run_that_is_in_use_or_lost_is_tried_again_later(trained, train_first, tmp_path, error):
+    refused = []
 
-    def once(config, workdir, **keywords):
+    def once(config, workdir):
         if not refused:
             refused.append(workdir.name)
             raise error
-        return train(config, workdir, **keywords)
 
-    monkeypatch.setattr(worker, 'train', once)
+    train_first(once)
     worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == 6 and trained.count(refused[0]) == 1 and trained[0] != refused[0]
 
@@ -114,28 +128,19 @@ def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
     assert not trained
 
 
-def test_a_request_between_runs_is_heard(trained, tmp_path, monkeypatch):
-    train = worker.train
-
-    def stopped_after_the_first(*arguments, **keywords):
-        train(*arguments, **keywords)
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(worker, 'train', stopped_after_the_first)
+def test_a_request_between_runs_is_heard(trained, train_first, tmp_path):
+    train_first(lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Stopped, match='between two runs'):
         worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == 1 and not leases.holders(tmp_path / 'out/leases')
 
 
-def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path, monkeypatch):
-    train = worker.train
-
-    def broken(config, workdir, **keywords):
+def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, train_first, tmp_path):
+    def broken(config, workdir):
         if config.model.score == 'qk':
             raise CheckpointError('every checkpoint is damaged')
-        return train(config, workdir, **keywords)
 
-    monkeypatch.setattr(worker, 'train', broken)
+    train_first(broken)
     with pytest.raises(ConfigError, match='1 run could not be trained: .*damaged'):
         worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == 3
@@ -148,8 +153,7 @@ def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, m
 
     def others_are_quick(path, text):
         write_atomic(path, text)
-        for line in text.splitlines() if path.name == 'plan.jsonl' else ():
-            planned = json.loads(line)
+        for planned in lines(path) if path.name == 'plan.jsonl' else ():
             directory = path.parent / planned['directory']
             if planned['stage'] == 'screening' and not directory.exists():
                 config = from_json(Config, planned['config'])
@@ -157,8 +161,13 @@ def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, m
 
     monkeypatch.setattr(worker, 'write_atomic', others_are_quick)
     path = worker.run(one, tmp_path / 'out')
-    stages = [json.loads(x)['stage'] for x in (path / 'plan.jsonl').read_text().splitlines()]
+    stages = [line['stage'] for line in lines(path / 'plan.jsonl')]
     assert stages == ['screening', 'screening', 'verdict']
+
+
+FOUR_SEEDS = dataclasses.replace(
+    STUDY.base, trials=dataclasses.replace(STUDY.base.trials, seeds=(0, 1, 2, 3))
+)
 
 
 @pytest.mark.parametrize(
@@ -166,15 +175,7 @@ def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, m
     [
         ({'margin': 0.01}, 'another margin, 0.005 instead of 0.01'),
         ({'tuning': TuningConfig(seeds=(10, 11))}, 'another tuning'),
-        (
-            {
-                'base': dataclasses.replace(
-                    STUDY.base,
-                    trials=dataclasses.replace(STUDY.base.trials, seeds=(0, 1, 2, 3)),
-                )
-            },
-            r'another seeds, \[0, 1, 2\] instead of \[0, 1, 2, 3\]',
-        ),
+        ({'base': FOUR_SEEDS}, r'another seeds, \[0, 1, 2\] instead of \[0, 1, 2, 3\]'),
         ({'variants': ('qk/vo', 'qk/no_v')}, "whose variants have 'shared_qk/vo'"),
     ],
     ids=['margin', 'tuning', 'seeds', 'variants'],
@@ -187,14 +188,7 @@ def test_a_directory_keeps_the_study_that_it_began_with(trained, tmp_path, field
     assert {p: p.read_bytes() for p in path.glob('*.json*')} == before
 
 
-def test_a_study_may_grow(trained, tmp_path):
-    worker.run(STUDY, tmp_path / 'out')
-    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/no_v'))
-    worker.run(more, tmp_path / 'out')
-    assert len(trained) == 9
-
-
-def test_a_directory_that_takes_no_files_is_one_sentence(trained):
+def test_a_directory_that_takes_no_files_is_refused(trained):
     with pytest.raises(RunDirectoryError, match='workdir=/proc cannot be used'):
         worker.run(STUDY, '/proc')
 
