@@ -4,29 +4,23 @@ import dataclasses
 
 import pytest
 
-from qkattn.config import (
-    Config,
-    ModelConfig,
-    OptimizerConfig,
-    Study,
-    TrainConfig,
-    TrialsConfig,
-    TuningConfig,
-)
+from qkattn.config import OptimizerConfig, TrainConfig, TrialsConfig, TuningConfig
 from qkattn.model import cost
 from qkattn.study import estimate, plan
 from qkattn.study.arms import build_arms
+from tests.study.test_plan import STUDY as small
 
-STUDY = Study(
-    base=Config(
-        model=ModelConfig(num_layers=1, num_heads=2, context=16),
-        optimizer=OptimizerConfig(warmup_steps=10),
-        train=TrainConfig(num_steps=100, batch_size=4),
-        trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3)),
-    ),
-    variants=('qk/vo', 'shared_qk/vo'),
+SHORT = dataclasses.replace(
+    small.base,
+    model=dataclasses.replace(small.base.model, num_heads=2),
+    optimizer=OptimizerConfig(warmup_steps=10),
+    train=TrainConfig(num_steps=100, batch_size=4),
+    trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3)),
+)
+STUDY = dataclasses.replace(
+    small,
+    base=SHORT,
     sizes=('d_model=32', 'd_model=48'),
-    tolerance=1e-2,
     tuning=TuningConfig(seeds=(10,), max_points=5),
 )
 

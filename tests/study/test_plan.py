@@ -23,8 +23,11 @@ STUDY = Study(
 )
 
 
-def landscape(optimum: float, scale: float = 1.0):
-    """Results whose loss is a parabola in ln(learning rate), with a level per seed."""
+def landscape(optimum: float, scale: float = 1.0, diverged=lambda trial: False):
+    """Results whose loss is a parabola in ln(learning rate), with a level per seed.
+
+    Diverged trials have losses that would be the best.
+    """
 
     def results(run):
         found = []
@@ -33,14 +36,11 @@ def landscape(optimum: float, scale: float = 1.0):
             away += math.log(run.config.model.score_scale / scale) / 2
             away += math.log(trial['weight_decay'] / 0.1) / 4
             loss = 2 + 0.01 * trial['seed'] + 0.1 * away**2
-            found.append({'trial': trial, 'status': 'finished', 'val_loss': loss})
+            ended = ('diverged', 0.0) if diverged(trial) else ('finished', loss)
+            found.append({'trial': trial} | dict(zip(('status', 'val_loss'), ended, strict=True)))
         return found
 
     return results
-
-
-def stages(runs):
-    return [(c.stage, c.knob, c.config.trials.learning_rates) for c in runs]
 
 
 @pytest.fixture(scope='module')
@@ -48,41 +48,36 @@ def arms():
     return build_arms(STUDY)
 
 
-def test_nothing_is_known_beyond_what_is_unfinished(arms):
-    runs = plan.runs(STUDY, arms, lambda run: None)
-    assert stages(runs) == 2 * [('screening', 'learning_rate', (1e-3, 2e-3, 4e-3))]
-    assert {c.config.trials.seeds for c in runs} == {(10, 11)}
-    assert len({c.id for c in runs}) == len({c.directory for c in runs}) == 2
+GRID = (1e-3, 2e-3, 4e-3)
 
 
-def test_a_bracketed_arm_gets_its_verdict_on_fresh_seeds_at_the_optimum(arms):
-    runs = list(plan.chain(STUDY, arms[0], landscape(2.3e-3)))
-    assert [c.stage for c in runs] == ['screening', 'verdict']
-    assert runs[1].config.trials.seeds == (0, 1, 2)
-    assert runs[1].config.trials.learning_rates == (0.0023,)
-    assert runs[1].config.model == arms[0].model
+@pytest.mark.parametrize(
+    ('results', 'rates'),
+    [
+        (lambda run: None, [GRID]),  # nothing is known beyond what is unfinished
+        (landscape(2.3e-3), [GRID, (0.0023,)]),
+        (landscape(7e-3), [GRID, (8e-3,), (1.6e-2,), (0.007,)]),  # the grid is extended
+        (landscape(1e-6), [GRID, (5e-4,), (2.5e-4,), (1.25e-4,), (1.25e-4,)]),  # to max_points
+        # One of two seeds diverged at the last value.
+        (landscape(7e-3, diverged=lambda t: (t['seed'], t['learning_rate']) == (11, 4e-3)), None),
+    ],
+    ids=['unfinished', 'bracketed', 'extended', 'bounded', 'diverged'],
+)
+def test_an_arm_is_screened_until_bracketed_then_judged_on_fresh_seeds(arms, results, rates):
+    *screening, last = plan.chain(STUDY, arms[0], results)
+    assert all(run.stage == 'screening' for run in screening)
+    if rates is None:
+        assert len(screening) == 1 and last.config.trials.learning_rates[0] <= 2e-3
+    else:
+        tried = [run.config.trials.learning_rates for run in (*screening, last)]
+        assert tried == rates
+    assert last.stage == ('verdict' if screening else 'screening')
+    assert {run.config.trials.seeds for run in screening} <= {(10, 11)}
+    assert last.config.trials.seeds == ((0, 1, 2) if screening else (10, 11))
+    assert last.config.model == arms[0].model
 
 
-def test_a_grid_is_extended_until_it_is_bracketed(arms):
-    runs = list(plan.chain(STUDY, arms[0], landscape(7e-3)))
-    assert stages(runs)[:3] == [
-        ('screening', 'learning_rate', (1e-3, 2e-3, 4e-3)),
-        ('screening', 'learning_rate', (8e-3,)),
-        ('screening', 'learning_rate', (1.6e-2,)),
-    ]
-    assert [c.stage for c in runs[3:]] == ['verdict']
-    assert runs[3].config.trials.learning_rates == pytest.approx((7e-3,), rel=1e-2)
-
-
-def test_the_extension_is_bounded(arms):
-    runs = list(plan.chain(STUDY, arms[0], landscape(1e-6)))
-    tried = [rate for c in runs[:-1] for rate in c.config.trials.learning_rates]
-    assert len(tried) == STUDY.tuning.max_points
-    assert runs[-1].stage == 'verdict'
-    assert runs[-1].config.trials.learning_rates == (min(tried),)
-
-
-def test_weight_decay_and_score_scale_are_tuned_one_after_the_other(arms):
+def test_weight_decay_and_score_scale_are_tuned_one_at_a_time(arms):
     trials = dataclasses.replace(STUDY.base.trials, weight_decays=(0.05, 0.1, 0.2))
     wanted = dataclasses.replace(
         STUDY,
@@ -103,20 +98,7 @@ def test_weight_decay_and_score_scale_are_tuned_one_after_the_other(arms):
     (rate,), (decay,) = runs[5].config.trials.learning_rates, runs[5].config.trials.weight_decays
     scale = runs[5].config.model.score_scale
     assert rate == pytest.approx(2e-3 * 1.1**0.5, rel=5e-3)
-    assert decay == pytest.approx(0.1, rel=2e-2) and scale == pytest.approx(1.0, rel=2e-2)
-
-
-def test_a_diverged_trial_counts_as_worse(arms):
-    def results(run):
-        found = landscape(7e-3)(run)
-        for trial in found:
-            if trial['trial']['learning_rate'] > 3e-3 and trial['trial']['seed'] == 11:
-                trial |= {'status': 'diverged', 'val_loss': None}
-        return found
-
-    runs = list(plan.chain(STUDY, arms[0], results))
-    assert [c.stage for c in runs] == ['screening', 'verdict']
-    assert runs[1].config.trials.learning_rates[0] <= 2e-3
+    assert (decay, scale) == pytest.approx((0.1, 1.0), rel=2e-2)
 
 
 def test_without_tuning_every_combination_is_one_run(arms):
@@ -127,32 +109,19 @@ def test_without_tuning_every_combination_is_one_run(arms):
     assert runs[0].directory == f'runs/qk-vo-d_model=32-{runs[0].id}'
 
 
-def test_the_least_holds_every_grid_and_one_verdict_per_arm(arms):
-    runs = plan.least(STUDY, arms)
-    assert [c.stage for c in runs] == 2 * ['screening', 'verdict']
-    assert runs[0].tokens == 6 * 1000 * 16 * 16
-
-
-def test_the_lines_of_the_plan_say_what_a_cell_is(arms):
+def test_the_lines_of_the_plan_describe_its_runs(arms):
     runs = plan.runs(STUDY, arms, landscape(2e-3))
+    assert len({run.directory for run in runs}) == 4
     lines = [json.loads(line) for line in plan.lines(STUDY, runs).splitlines()]
-    assert [line['run'] for line in lines] == [c.id for c in runs]
-    assert [line['stage'] for line in lines] == 2 * ['screening', 'verdict']
+    least = plan.least(STUDY, arms)
+    for planned in (lines, [vars(run) for run in least]):
+        assert [line['stage'] for line in planned] == 2 * ['screening', 'verdict']
+    assert least[0].tokens == 6 * 1000 * 16 * 16
     for line, run in zip(lines, runs, strict=True):
         assert line['config']['model']['score'] == run.config.model.score
-        assert line['run'] == fingerprint(run.config) and line['trials'] in (3, 6)
+        assert line['run'] == run.id == fingerprint(run.config) and line['trials'] in (3, 6)
         assert line['residual'] == run.arm.match.residual
     declared = plan.declaration(STUDY, arms, ['python', '-m', 'x'])
     assert declared['arms'][1] == {'variant': 'shared_qk/vo', 'size': 'd_model=32'}
-    assert declared['tuning']['learning_rates'] == (1e-3, 2e-3, 4e-3)
+    assert declared['tuning']['learning_rates'] == GRID
     assert declared['seeds'] == (0, 1, 2) and declared['command'] == 'python -m x'
-
-
-def test_the_loss_of_a_diverged_trial_does_not_count(arms):
-    measured, settings = {}, {'learning_rate': 1e-3, 'weight_decay': 0.1}
-    trials = [
-        {'trial': settings | {'seed': seed}, 'status': status, 'val_loss': 2.0}
-        for seed, status in enumerate(('finished', 'diverged'))
-    ]
-    plan._collect(measured, plan.least(STUDY, arms)[0], trials)
-    assert measured == {(1e-3, 0.1, 1.0): {0: 2.0, 1: None}}

@@ -8,24 +8,13 @@ import time
 
 import pytest
 
-from qkattn.config import Config, ModelConfig, Study, TrialsConfig, TuningConfig, from_json
+from qkattn.config import Config, TuningConfig, from_json
 from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, RunDirectoryError, Stopped
 from qkattn.run import leases
 from qkattn.run.records import read_json, write_json
 from qkattn.study import plan, worker
 from qkattn.study.arms import build_arms
-
-STUDY = Study(
-    name='small',
-    base=Config(
-        model=ModelConfig(num_layers=1, context=16),
-        trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3, 4e-3)),
-    ),
-    variants=('qk/vo', 'shared_qk/vo'),
-    sizes=('d_model=32',),
-    tolerance=1e-2,
-    tuning=TuningConfig(seeds=(10,)),
-)
+from tests.study.test_plan import STUDY
 
 
 @pytest.fixture
