@@ -1,6 +1,7 @@
 """Synthetic studies and a strict reader of HTML."""
 
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -70,6 +71,29 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.words.append(data)
+
+
+def assert_compiles(table):
+    """Braces balance, environments nest, nothing active is bare, every line has its cells."""
+    plain = re.sub(r'\\[{}%&#$_\\]', '', table)
+    depth = 0
+    for character in plain:
+        depth += (character == '{') - (character == '}')
+        assert depth >= 0
+    assert depth == 0
+    assert not re.search(r'[_#^~"|<>$]', plain)
+    assert plain.count('%') == 1 and plain.startswith('% needs')
+    opened = re.findall(r'\\(begin|end)\{(\w+)\}', table)
+    assert opened == [
+        ('begin', 'table'),
+        ('begin', 'tabular'),
+        ('end', 'tabular'),
+        ('end', 'table'),
+    ]
+    (places,) = re.findall(r'\\begin\{tabular\}\{([lr]+)\}', table)
+    rows = [line for line in table.splitlines() if line.endswith(r'\\')]
+    assert all(len(re.findall(r'(?<!\\)&', line)) == len(places) - 1 for line in rows)
+    assert all(ord(character) <= 0x17F for character in table)
 
 
 @pytest.fixture

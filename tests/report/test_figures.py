@@ -209,11 +209,6 @@ def test_retrieval_stands_beside_the_loss(study_dir):
     assert seen == pytest.approx(sorted(3 - loss for loss in shifted(-0.03)))
 
 
-def test_no_probe_no_retrieval(study_dir):
-    _, drawn = draw(write_tuned(study_dir, arms()))
-    assert 'retrieval' not in drawn
-
-
 def test_a_line_without_a_mean_is_drawn():
     line = Line('a/vo', absent='no result yet')
     with style_sheet():

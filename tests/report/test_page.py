@@ -79,28 +79,8 @@ def test_page_is_well_formed_and_self_contained(html):
     assert used and anchors and {x[1:] for x in used | anchors | set(targets)} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
     assert sum(tag == 'svg' for tag, _ in page.tags) == 5
-
-
-def test_first_screen_is_question_verdict_figure_facts(html):
-    marks = ('class="question"', 'class="verdict"', 'aria-label="Difference to the baseline"')
-    places = [html.index(mark) for mark in (*marks, 'class="facts"', '<nav>')]
-    assert places == sorted(places)
-    assert '<strong>better</strong> than qk/vo' in html[: html.index('<nav>')]
-    assert 'In the way of a verdict' not in html
-
-
-def test_every_arm_remark_and_reason_is_on_the_page(report, html):
-    study = load_study(report.parent)
-    found = find(study)
-    table = part(html, 'table') + part(html, 'missing')
-    assert all(variant in table for variant, _ in study.arms)
-    assert 'late/vo' in part(html, 'missing')
-    assert sum(arm.verdict is not None for arm in found.arms) == 5
-    rows = re.findall(r'<tr.*?</tr>', html[html.index('class="reasons"') :])[1:6]
-    for arm, row in zip([arm for arm in found.arms if arm.verdict], rows, strict=True):
-        assert Page(row).text.startswith(f'{arm.variant} {arm.size} {arm.verdict.decision.value} ')
-    assert len(re.findall('<li', html[html.index('<section id="hygiene"') :])) == len(found.remarks)
     assert f'<span class="long">{LONG}</span>' in html
+    assert '<strong>better</strong> than qk/vo' in html[: html.index('<nav>')]
 
 
 def test_figures_follow_the_theme(html):

@@ -193,20 +193,14 @@ def test_remarks_name_their_arm():
     assert prose.remark(of_all) == f'every arm: {clause}.'
 
 
-@pytest.mark.parametrize(
-    ('about', 'said'),
-    [
-        ((None,), 'not started'),
-        (('single', None, 30, 80), 'step 30 of 80'),
-        (('verdict',), 'verdict not started'),
-        (
-            ('screening', 'learning_rate', 300, 1800),
-            'screening of learning rate, step 300 of 1,800',
-        ),
-    ],
-)
-def test_progress(about, said):
-    assert prose.progress(Missing(None, 'a/vo', 's', *about)) == said
+def test_progress():
+    def said(*about):
+        return prose.progress(Missing(None, 'a/vo', 's', *about))
+
+    assert said(None) == 'not started' and said('verdict') == 'verdict not started'
+    assert said('single', None, 30, 80) == 'step 30 of 80'
+    text = said('screening', 'learning_rate', 300, 1800)
+    assert text == 'screening of learning rate, step 300 of 1,800'
 
 
 def summary(directory):
@@ -280,34 +274,12 @@ def test_a_study_without_tuning_describes(study_dir, baseline, rates, why):
         assert rest[0].index('c/vo -0.490') < rest[0].index('b/vo +0.505')
 
 
-@pytest.mark.parametrize(
-    ('value', 'text'),
-    [
-        (None, '-'),
-        (0, '0'),
-        (12.5, '12.5'),
-        (999.6, '1.00k'),
-        (4921812, '4.92M'),
-        (123456, '123k'),
-        (0.25, '0.25'),
-        (2.5e15, '2.50P'),
-    ],
-)
-def test_si(value, text):
-    assert prose.si(value) == text
+def test_si():
+    values = (None, 0, 12.5, 999.6, 4921812, 123456, 0.25, 2.5e15)
+    assert [*map(prose.si, values)] == ['-', '0', '12.5', '1.00k', '4.92M', '123k', '0.25', '2.50P']
 
 
-@pytest.mark.parametrize(
-    ('data', 'text'),
-    [
-        ({'name': 'stdlib', 'version': '3.11', 'tokenizer': 'bytes'}, 'stdlib 3.11'),
-        ({'name': 'copy', 'version': 1, 'options': {}}, 'copy 1'),
-        ({'name': 'copy', 'version': 1, 'options': {'length': 4}}, 'copy 1 (length=4)'),
-        (
-            {'source': {'name': 'a', 'version': '1'}, 'target': {'name': 'b', 'version': '2'}},
-            'a → b 1 → 2',
-        ),
-    ],
-)
-def test_data_is_named(data, text):
-    assert prose.data_name(data) == text
+def test_data_is_named():
+    sides = {'source': {'name': 'a', 'version': '1'}, 'target': {'name': 'b', 'version': '2'}}
+    assert prose.data_name(sides) == 'a → b 1 → 2'
+    assert prose.data_name({'name': 'copy', 'version': 1, 'options': {}}) == 'copy 1'

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 import re
 import statistics
 
@@ -20,10 +19,9 @@ from qkattn.report.tables import (
     markdown_table,
     notes,
     report_text,
-    text_table,
 )
 from qkattn.verdict import find, load_study
-from tests.report.conftest import HOSTILE
+from tests.report.conftest import HOSTILE, assert_compiles
 from tests.studies import (
     probe_record,
     translation_record,
@@ -109,27 +107,6 @@ def test_every_number_of_the_table(single):
     }
 
 
-def test_every_number_of_a_tuned_table(tuned):
-    printed = row(*tuned, 1)
-    verdict = tuned[1].arms[1].verdict
-    # Differences -0.020 to -0.027: mean -0.0235, sd 0.0024495, t 0.975 at 7 is 2.3646.
-    assert printed[DIFFERENCE] == '-0.0235 [-0.0255, -0.0215]'
-    assert printed['verdict'] == 'better' and printed['p after Holm'] == '< 0.001'
-    assert printed['detectable difference, nats/token'] == f'{verdict.detectable:.4f}'
-    assert verdict.detectable > tuned[1].arms[1].difference.detectable
-    bits = statistics.fmean(LOSSES_OF_8) - 0.0235
-    assert printed['val bits/byte mean ± sd'].startswith(f'{bits / NATS_PER_BIT:.4f} ± ')
-    assert printed['induction gain, nats/token mean ± sd'] == '1.250 ± 0.000'
-    assert printed['induction accuracy, % mean ± sd'] == '50.0 ± 0.0'
-    assert printed['tuned learning rate [95 % interval]'] == '0.003 [0.003, 0.003]'
-    # A parabola of 0.1 ln(rate / optimum)^2 on five values, above its vertex.
-    ratios = [rate / 3e-3 for rate in (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)]
-    mean = sum(0.1 * math.log(ratio) ** 2 for ratio in ratios) / 5
-    assert printed['learning rate sensitivity, nats/token'] == f'{mean:.3f}'
-    assert printed['seeds'] == '8'
-    assert (printed['screening diverged'], printed['diverged']) == ('0/10', '0/8')
-
-
 @pytest.mark.parametrize(
     ('of', 'scores', 'printed'),
     [
@@ -187,43 +164,12 @@ def test_csv_holds_unrounded_numbers(single):
     assert second['seeds'] == '0 1 2' and second['learning_rates_run'] == '0.001 0.003'
 
 
-def test_csv_of_a_tuned_study(tuned):
-    study, found = tuned
-    baseline, b, _ = records_of(study, found)
-    assert baseline['verdict'] == '' and b['verdict'] == 'better'
-    arm = found.arms[1]
-    for name, value in (
-        ('difference_bootstrap_low', arm.difference.bootstrap_low),
-        ('difference_p', arm.difference.p),
-        ('p_holm', arm.verdict.p_holm),
-        ('p_equivalence_holm', arm.verdict.p_equivalence_holm),
-        ('detectable', arm.difference.detectable),
-        ('detectable_holm', arm.verdict.detectable),
-        ('learning_rate_optimum', arm.sweeps['learning_rate'].optimum),
-        ('learning_rate_at_worst', arm.sweeps['learning_rate'].at_worst),
-        ('parameters_mlp', 8 * 4 * 128**2),
-        ('val_loss_se', 0.0125),
-        ('learning_rate', 3e-3),
-    ):
-        assert float(b[name]) == value, name
-    assert (b['learning_rate_bracketed'], b['paired'], b['margin']) == ('1', '1', '0.005')
-    assert (b['screening_seeds'], b['screening_trials'], b['trials']) == ('100 101', '10', '8')
-
-
 def test_columns_are_unique_and_in_every_row(tuned):
     of_study = columns(*tuned)
     table = frame(*tuned)
     assert table.columns.is_unique and len(table) == 3
     headings = [column.heading for column in of_study if column.heading]
     assert len(headings) == len(set(headings))
-
-
-def test_text_is_aligned_and_fits_a_wide_terminal(single):
-    lines = text_table(*single).splitlines()
-    assert len(lines) == 5 and max(map(len, lines)) <= 220
-    end = lines[2].index('  ', lines[2].index('  ') + 2)
-    assert all(line[end : end + 2] == '  ' for line in lines)
-    assert 'baseline' in lines[3]
 
 
 def test_notes_of_a_single_seed_and_problems(study_dir):
@@ -279,16 +225,6 @@ def test_an_arm_that_is_only_screened_is_in_every_table(study_dir):
     assert '| b/vo | - | no verdict | 0.003 [0.003, 0.003] |' in headline(study, found)
 
 
-def test_settings_that_are_not_bracketed_are_marked(study_dir):
-    study, found = read(
-        write_tuned(study_dir, tuned_arm('qk/vo') + tuned_arm('b/vo', optimum=16e-3))
-    )
-    text = report_text(study, found)
-    assert '0.016*' in text and '* Not bracketed: ' in text
-    assert 'Undecided, b/vo at d_model=128: ' in text
-    assert '*: not bracketed.' in latex_table(study, found)
-
-
 def test_headline(tuned):
     table, _, sentence = headline(*tuned).rstrip().rpartition('\n\n')
     lines = [cells(line) for line in table.splitlines()]
@@ -313,29 +249,6 @@ def test_pipes_are_escaped(study_dir):
     assert headline(study, found).splitlines()[0] == '| variant | val bits/byte mean ± sd |'
 
 
-def assert_compiles(table):
-    """Braces balance, environments nest, nothing active is bare, every line has its cells."""
-    plain = re.sub(r'\\[{}%&#$_\\]', '', table)
-    depth = 0
-    for character in plain:
-        depth += (character == '{') - (character == '}')
-        assert depth >= 0
-    assert depth == 0
-    assert not re.search(r'[_#^~"|<>$]', plain)
-    assert plain.count('%') == 1 and plain.startswith('% needs')
-    opened = re.findall(r'\\(begin|end)\{(\w+)\}', table)
-    assert opened == [
-        ('begin', 'table'),
-        ('begin', 'tabular'),
-        ('end', 'tabular'),
-        ('end', 'table'),
-    ]
-    (places,) = re.findall(r'\\begin\{tabular\}\{([lr]+)\}', table)
-    rows = [line for line in table.splitlines() if line.endswith(r'\\')]
-    assert all(len(re.findall(r'(?<!\\)&', line)) == len(places) - 1 for line in rows)
-    assert all(ord(character) <= 0x17F for character in table)
-
-
 def test_latex_of_hostile_names(study_dir):
     records = tuned_arm('qk/vo', losses=LOSSES_OF_8)
     name = HOSTILE + 'é→' + chr(0x4E00)
@@ -351,19 +264,6 @@ def test_latex_of_hostile_names(study_dir):
     assert r'Equal total parameters (820k, within 0.1 \%).' in caption
     assert 'Learning rate tuned per arm on other seeds; 8 seeds' in caption
     assert 'p after Holm over 1 comparison; equivalence margin 0.005 nats/token.' in caption
-
-
-def test_latex_of_two_sizes_without_tuning(study_dir):
-    records = [
-        trial_record(variant, f's{d}', seed=seed, d_model=d, val_loss=2 + seed / 10)
-        for d in (64, 128)
-        for variant in ('qk/vo', 'b/vo')
-        for seed in (0, 1)
-    ]
-    table = latex_table(*read(write_study(study_dir, records)))
-    assert_compiles(table)
-    assert 'verdict &' not in table and 'no verdicts' in table
-    assert table.count('\\midrule') == 2 and table.count('s64') == 3
 
 
 @pytest.mark.parametrize(

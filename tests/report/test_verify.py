@@ -165,7 +165,7 @@ def test_a_headline_is_written_and_checked(study, tmp_path):
         check_page(page)
 
 
-def test_the_log_of_an_unfinished_cell_is_kept_whole(written, tmp_path):
+def test_the_log_of_an_unfinished_run_is_kept_whole(written, tmp_path):
     lines = (written / 'results.jsonl').read_text().splitlines(keepends=True)
     last = json.loads(lines[-1])['run']
     (unfinished,) = [
