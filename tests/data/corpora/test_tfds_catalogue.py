@@ -8,7 +8,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora import tfds_catalogue, tfds_prepare
+from qkattn.data.corpora import tfds_catalogue
 from qkattn.data.corpora.corpus_registry import find
 from tests.data.refusals import refused
 from tests.data.web import unplug
@@ -174,29 +174,27 @@ def test_without_network_or_packages_the_sentence_says_what_to_do(
     assert bool(asked) == (needs is None)
 
 
-def test_a_failed_preparation_is_one_sentence(corpus, tmp_path, monkeypatch):
+CHAINED = ImportError('Failed to construct it')
+CHAINED.__cause__ = ModuleNotFoundError(name='tensorflow')
+
+
+@pytest.mark.parametrize(
+    ('error', 'says'),
+    [
+        (ValueError('Its checksum is\n wrong.\n\nTo debug, ...'), r'is wrong\.\); prepare it'),
+        (ModuleNotFoundError(name='apache_beam'), 'pip install apache-beam, or prepare'),
+        (CHAINED, 'needs tensorflow: pip install tensorflow, or prepare'),
+        (ImportError('broken binary'), r'import what it needs \(broken binary\); prepare'),
+    ],
+)
+def test_a_failed_preparation_is_one_sentence(corpus, tmp_path, monkeypatch, error, says):
     def failing(self, dl_manager):
-        raise ValueError('Artifact http://x has wrong checksum.\n\nTo debug, ...')
+        raise error
 
-    def needing(self, dl_manager):
-        import apache_beam  # noqa: F401
-
-    monkeypatch.setitem(sys.modules, 'apache_beam', None)
-    for preparation, says in (
-        (failing, r'Error: .* wrong checksum\.\); prepare it'),
-        (needing, 'needs apache-beam: pip install apache-beam, or prepare'),
-    ):
-        monkeypatch.setattr(QkattnText, '_split_generators', preparation)
-        with refused(says):
-            corpus('qkattn_text')
-        assert not [p for p in (tmp_path / 'data').rglob('*') if p.name == '2.1.0']
-
-
-def test_the_package_is_that_of_the_innermost_import_error():
-    outer = ImportError('Failed to construct it')
-    assert 'Failed to construct it' in tfds_prepare.needs_package('x', outer, 'do this')
-    outer.__cause__ = ModuleNotFoundError(name='tensorflow')
-    assert 'pip install tensorflow' in tfds_prepare.needs_package('x', outer, 'do this')
+    monkeypatch.setattr(QkattnText, '_split_generators', failing)
+    with refused(says):
+        corpus('qkattn_text')
+    assert not [p for p in (tmp_path / 'data').rglob('*') if p.name == '2.1.0']
 
 
 def test_what_a_killed_preparation_left_is_removed(corpus, tmp_path):

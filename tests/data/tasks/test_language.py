@@ -52,11 +52,3 @@ def test_shifted_windows_move_together_and_anew_in_every_epoch(numbers):
     # Evaluation is not shifted, and reads one window more.
     assert rows.count('validation') == 15
     assert read_rows(rows, 'validation', [0])['tokens_BT'][0, 0] == 0
-
-
-def test_units_are_those_of_the_text(numbers):
-    rows = LanguageRows(numbers(train=50, validation=20), 7)
-    assert rows.splits == ('train', 'validation')
-    assert rows.bytes_per_token('validation') == 2.0
-    assert rows.unigram_nats('validation') == pytest.approx(np.log(20))
-    assert rows.identity()['name'] == 'numbers'

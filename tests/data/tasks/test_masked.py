@@ -85,7 +85,9 @@ def test_identity_and_units(rows, numbers):
     assert identity['name'] == 'numbers'
     assert identity != MaskedRows(numbers(train=60_010), LENGTH, 0.1).identity()
     assert (rows.vocab_size, rows.mask) == (65_537, 65_536)
-    # Units of all text rows are tested with those of language modelling.
+    # Units are those of the text.
+    assert (rows.splits, rows.bytes_per_token('train')) == (('train',), 2.0)
+    assert rows.unigram_nats('train') == pytest.approx(np.log(60_010))
     assert MaskedRows(numbers(train=LENGTH), LENGTH).count('train') == 1
 
 

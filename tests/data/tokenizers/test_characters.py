@@ -21,10 +21,17 @@ def test_ids_are_the_sorted_characters_then_unknown_then_separator(tokenizer):
     assert tokenizer.encode('\n ab😀').tolist() == [0, 1, 2, 3, 10]
     assert tokenizer.encode('xÖ').tolist() == [11, 11] == [tokenizer.unknown] * 2
     assert tokenizer.separator == 12
+    # The name tells character sets apart.
+    assert CharacterTokenizer.train(reversed(TEXTS)).name == tokenizer.name
+    assert CharacterTokenizer.train([*TEXTS, b'x']).name != tokenizer.name
     # Tiny Shakespeare's 65 characters.
     letters = "\n !$&',-.3:;?" + string.ascii_letters
     assert len(letters) == 65
     assert CharacterTokenizer.train([letters.encode()]).vocab_size == 67
+    # Ids take two bytes where one is too narrow.
+    wide = ''.join(map(chr, range(0x100, 0x300)))
+    ids = CharacterTokenizer.train([wide.encode()]).encode(wide)
+    assert (ids.dtype, ids.tolist()) == (np.uint16, list(range(512)))
 
 
 def test_text_of_known_characters_comes_back(tokenizer):
@@ -39,12 +46,6 @@ def test_text_of_known_characters_comes_back(tokenizer):
         assert trained.num_bytes([]) == 0 and trained.decode([]) == ''
 
 
-def test_ids_take_two_bytes_where_one_is_too_narrow():
-    text = ''.join(map(chr, range(0x100, 0x300)))
-    ids = CharacterTokenizer.train([text.encode()]).encode(text)
-    assert (ids.dtype, ids.tolist()) == (np.uint16, list(range(512)))
-
-
 def test_separators_are_never_read_from_text_and_count_one_byte_like_the_unknown(tokenizer):
     ids = [*tokenizer.encode('aÖ😀'), tokenizer.separator]
     assert tokenizer.num_bytes(ids) == 1 + 1 + 4 + 1
@@ -53,11 +54,6 @@ def test_separators_are_never_read_from_text_and_count_one_byte_like_the_unknown
     ids = (nul := CharacterTokenizer.train([b'a\0b'])).encode('a\0b')
     assert nul.separator not in ids
     assert nul.decode(ids) == 'a\0b'
-
-
-def test_the_name_tells_character_sets_apart(tokenizer):
-    assert CharacterTokenizer.train(reversed(TEXTS)).name == tokenizer.name
-    assert CharacterTokenizer.train([*TEXTS, b'x']).name != tokenizer.name
 
 
 def test_text_that_is_no_unicode_is_one_sentence(tokenizer):
