@@ -49,7 +49,7 @@ def data_dir(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def tiny(data_dir):
     """A run of two trials, accumulation on; fields are replaced as in tiny(train={...})."""
 

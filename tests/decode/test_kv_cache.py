@@ -148,19 +148,6 @@ def test_an_encoder_decoder_decodes_from_its_cache(fields):
     assert_close(actual, expected[:, CHUNK - 1 :: CHUNK])
 
 
-def test_the_padding_of_a_source_has_no_effect():
-    model = make(**PAIRS)
-    other, unpadded = np.where(VALID, SOURCES, 7), np.ones_like(VALID)
-    expected, actual, whole = (
-        prefill(model, TOKENS[:, :CHUNK], encode(model, source_BS, valid_BS))[0]
-        for source_BS, valid_BS in ((SOURCES, VALID), (other, VALID), (SOURCES, unpadded))
-    )
-    np.testing.assert_array_equal(actual, expected)
-    assert np.abs(whole[1] - expected[1]).max() > 1e-2
-    alone = uncached_pairs(model, np.stack([SOURCES[1, :4]] * 2), np.ones((2, 4), bool))
-    assert_close(expected[1], alone[1, CHUNK - 1])
-
-
 def test_reordered_rows_continue_as_the_rows_that_they_came_from():
     """First to more rows than before, then among the rows of each source."""
     model, rng = make(**PAIRS), np.random.default_rng(3)

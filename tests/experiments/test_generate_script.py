@@ -10,19 +10,12 @@ from qkattn.model import build
 from qkattn.train import exported, train
 
 
-@pytest.fixture
-def run(tiny, tmp_path):
-    """A hardly trained run of two trials, as a directory relative to the scripts'."""
-    config = tiny(model={'num_layers': 1, 'context': 24})
-    train(config, tmp_path / 'w')
-    return 'w'
-
-
-def test_a_run_continues_a_prompt(script_here, run, tmp_path):
+def test_a_run_continues_a_prompt(script_here, tiny, tmp_path):
+    train(tiny(model={'num_layers': 1, 'context': 24}), tmp_path / 'w')
     (tmp_path / 'prompt.txt').write_text('def f')
 
     def text(*flags):
-        done = script_here('generate', f'--source={run}', '--num_tokens=16', *flags)
+        done = script_here('generate', '--source=w', '--num_tokens=16', *flags)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -44,7 +37,7 @@ def test_a_run_continues_a_prompt(script_here, run, tmp_path):
         (['--prompt_tokens=a b'], 'must be whole numbers'),
         (['--prompt=a', '--prompt_file=prompt.txt'], 'exclude each other'),
     ):
-        done = script_here('generate', f'--source={run}', '--num_tokens=4', *flags)
+        done = script_here('generate', '--source=w', '--num_tokens=4', *flags)
         assert done.returncode == 2 and message in done.stderr and 'Traceback' not in done.stderr
 
 

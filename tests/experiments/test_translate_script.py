@@ -5,20 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from qkattn.config import (
-    Config,
-    DataConfig,
-    DecodeConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    TrialsConfig,
-)
 from qkattn.train import train
 
 
 @pytest.fixture(scope='module')
-def run(tmp_path_factory):
+def run(tiny, tmp_path_factory):
     """A run on words and their reversal, lower-cased; the second trial learns nothing."""
     path = tmp_path_factory.mktemp('translate')
     rng = np.random.default_rng(0)
@@ -27,36 +18,16 @@ def run(tmp_path_factory):
     for split, lines in (('validation', words[:100]), ('train', words[100:])):
         (path / f'{split}.en').write_text('\n'.join(lines).upper())
         (path / f'{split}.xx').write_text('\n'.join(line[::-1] for line in lines))
-    config = Config(
-        model=ModelConfig(
-            kind='encoder_decoder',
-            d_model=32,
-            num_layers=1,
-            num_heads=2,
-            context=16,
-            vocab_size=16,
-            scan_unroll=1,
-        ),
-        data=DataConfig(
-            name='parallel',
-            path=str(path),
-            languages='en-xx',
-            data_dir=str(path / 'cache'),
-            tokenizer='characters',
-            lowercase=True,
-        ),
-        optimizer=OptimizerConfig(warmup_steps=20),
-        train=TrainConfig(
-            num_steps=400,
-            batch_size=32,
-            steps_per_dispatch=50,
-            log_every=50,
-            eval_every=200,
-            checkpoint_every=400,
-            lifting='map',
-        ),
-        trials=TrialsConfig(learning_rates=(1e-2, 1e-6), weight_decays=(0.0,)),
-        decode=DecodeConfig(beam=2),
+    data = {'name': 'parallel', 'path': str(path), 'languages': 'en-xx', 'eval_sequences': 64}
+    data |= {'data_dir': str(path / 'cache'), 'tokenizer': 'characters', 'lowercase': True}
+    steps = {'steps_per_dispatch': 50, 'log_every': 50, 'eval_every': 200, 'checkpoint_every': 400}
+    config = tiny(
+        model={'kind': 'encoder_decoder', 'num_layers': 1, 'vocab_size': 16, 'scan_unroll': 1},
+        data=data,
+        optimizer={'warmup_steps': 20},
+        train=steps | {'num_steps': 400, 'batch_size': 32, 'accumulation': 1},
+        trials={'seeds': (0,), 'learning_rates': (1e-2, 1e-6), 'weight_decays': (0.0,)},
+        decode={'beam': 2},
     )
     return path / 'run', train(config, path / 'run')
 
