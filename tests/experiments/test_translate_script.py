@@ -25,7 +25,7 @@ def run(tiny, tmp_path_factory):
         model={'kind': 'encoder_decoder', 'num_layers': 1, 'vocab_size': 16, 'scan_unroll': 1},
         data=data,
         optimizer={'warmup_steps': 20},
-        train=steps | {'num_steps': 400, 'batch_size': 32, 'accumulation': 1},
+        train=steps | {'num_steps': 400, 'batch_size': 32, 'accumulation': 1, 'lifting': 'vmap'},
         trials={'seeds': (0,), 'learning_rates': (1e-2, 1e-6), 'weight_decays': (0.0,)},
         decode={'beam': 2},
     )
