@@ -1,12 +1,12 @@
-"""Settings: round trips, overrides, and one clear sentence for each mistake."""
+"""Settings: round trips, overrides, what can work, and one clear sentence for each mistake."""
 
 import dataclasses
+import re
 
 import pytest
 
 from qkattn.config import (
     Config,
-    MeshConfig,
     Study,
     fingerprint,
     from_config_dict,
@@ -14,6 +14,7 @@ from qkattn.config import (
     to_config_dict,
     to_json,
 )
+from qkattn.config.validate import check_decode
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
 
@@ -43,57 +44,155 @@ def test_optional_fields_take_overrides_of_their_type():
         values.model.width = 3
 
 
-def test_the_defaults_are_valid():
-    validate(Config())
-
-
 def test_the_fingerprint_is_of_what_is_computed_not_of_where():
     assert fingerprint(Config()) == fingerprint(changed(mesh={'data': 8}))
     assert fingerprint(Config()) != fingerprint(changed(trials={'seeds': (1,)}))
     assert fingerprint(Config()) != fingerprint(changed(model={'value': 'no_v'}))
 
 
+BOTH = {'kind': 'encoder_decoder'}
+VARIANTS = {'encoder_variant': 'merged/no_vo', 'cross_variant': 'low_rank(rank=2)/vo'}
+
+
 @pytest.mark.parametrize(
-    ('sections', 'message'),
+    'sections',
     [
-        ({'model': {'score': 'qq'}}, "unknown score 'qq'"),
-        ({'model': {'d_model': 130}}, 'd_model=130 must be a multiple of num_heads=4'),
-        ({'model': {'num_kv_heads': 3}}, 'num_kv_heads=3 must divide num_heads=4'),
-        ({'model': {'norm': 'batchnorm'}}, "model.norm='batchnorm' must be one of layernorm"),
-        ({'model': {'dropout': 1.0}}, 'model.dropout=1.0 must be at least 0 and below 1'),
-        ({'model': {'num_layers': 0}}, 'model.num_layers=0 must be at least 1'),
-        ({'model': {'d_ff': 0}}, 'model.mlp_width=0 must be at least 1'),
-        ({'model': {'d_model': 128.0}}, 'model.d_model=128.0 must be of type int'),
-        ({'model': {'biases': 1}}, 'model.biases=1 must be of type bool'),
-        ({'model': {'scan_unroll': 0}}, 'model.scan_unroll=0 must be at least 1'),
-        ({'train': {'num_steps': 0}}, 'train.num_steps=0 must be at least 1'),
-        ({'train': {'accumulation': 3}}, 'accumulation=3 must divide batch_size=16'),
-        ({'train': {'log_every': 15}}, 'train.log_every=15 must be a multiple of'),
-        ({'train': {'eval_every': 25}}, 'train.eval_every=25 must be a multiple of'),
-        ({'train': {'lifting': 'loop'}}, "train.lifting='loop' must be one of auto, vmap, map"),
-        ({'optimizer': {'warmup_steps': 1000}}, 'warmup_steps=1000 must be at least 0 and below'),
-        ({'optimizer': {'clip_norm': 0.0}}, 'clip_norm=0.0 must be above 0, or None'),
-        ({'optimizer': {'beta2': 1.5}}, 'optimizer.beta2=1.5 must be in'),
-        ({'trials': {'seeds': ()}}, 'must hold at least one value'),
-        ({'trials': {'seeds': (1, 1)}}, 'none twice'),
-        ({'trials': {'seeds': (-1,)}}, 'must be finite and not negative'),
-        ({'trials': {'learning_rates': (float('nan'),)}}, 'must be finite'),
-        ({'trials': {'learning_rates': ('fast',)}}, 'must hold float values'),
-        ({'trials': {'seeds': (0.5,)}}, 'must hold int values'),
-        ({'mesh': {'trial': 2}}, 'mesh.trial=2 must divide the number of trials, 1'),
-        ({'mesh': {'data': 3}}, r'mesh.data \* mesh.fsdp = 3 must divide the microbatch of 16'),
-        ({'mesh': {'tensor': 0}}, 'mesh.tensor=0 must be at least 1'),
-        ({'data': {'eval_sequences': 0}}, 'data.eval_sequences=0 must be at least 1'),
+        {},
+        {'model': BOTH},
+        {'model': {'kind': 'encoder', 'window': 3, 'positions': 'alibi'}},
+        {'model': BOTH | VARIANTS | {'num_encoder_layers': 1, 'source_context': 300}},
+        # The cross-attention has no rotary positions, whatever the model's are.
+        {'model': BOTH | {'positions': 'rope', 'cross_variant': 'merged/vo'}},
+        {'model': {'dropout': 0.1, 'attention_dropout': 0.0, 'activation_dropout': 0.5}},
+        {'model': {'norm_position': 'post', 'positions': 'sinusoidal', 'activation': 'relu'}},
+        {'train': {'label_smoothing': 0.1}},
+        {'train': {'label_smoothing': 0}},
+        {'optimizer': {'schedule': 'inverse_sqrt', 'warmup_steps': 1}},
+        {'optimizer': {'schedule': 'linear', 'warmup_steps': 0}},
+        {'decode': {'beam': 1, 'length_penalty': 0.0, 'max_sources': 1}},
+        {'data': {'mask_rate': 0.99, 'tokenizer': 'bpe', 'tokenizer_size': 1}},
     ],
     ids=str,
 )
-def test_a_wrong_setting_is_one_sentence(sections, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_what_can_work_is_let_through(sections):
+    validate(changed(**sections))
+
+
+def refused(message: str, **sections) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         validate(changed(**sections))
     assert '\n' not in str(caught.value)
+
+
+NAN, INF = float('nan'), float('inf')
+RATE = 'must be at least 0 and below 1'
+
+
+@pytest.mark.parametrize(
+    ('setting', 'value', 'words'),
+    [
+        ('model.kind', 'seq2seq', 'must be one of decoder, encoder,'),
+        ('model.num_kv_heads', 3, 'must divide num_heads=4'),
+        ('model.d_model', 130, 'must be a multiple of num_heads=4'),
+        ('model.d_model', 128.0, 'must be of type int'),
+        ('model.num_layers', 0, 'must be at least 1'),
+        ('model.scan_unroll', 0, 'must be at least 1'),
+        ('model.biases', 1, 'must be of type bool'),
+        ('model.norm', 'batchnorm', 'must be one of layernorm'),
+        ('model.norm_position', 'peri', 'must be one of pre, post'),
+        ('model.activation', 'silu', 'must be one of gelu, '),
+        ('model.activation_dropout', None, 'must be of type float'),
+        *(
+            (f'model.{name}', rate, RATE)
+            for name in ('dropout', 'attention_dropout', 'activation_dropout')
+            for rate in (-0.1, 1.0, NAN)
+        ),
+        ('train.num_steps', 0, 'must be at least 1'),
+        ('train.accumulation', 3, 'must divide batch_size=16'),
+        ('train.log_every', 15, 'must be a multiple of'),
+        ('train.eval_every', 25, 'must be a multiple of'),
+        ('train.lifting', 'loop', 'must be one of auto, vmap, map'),
+        *(('train.label_smoothing', rate, RATE) for rate in (-0.1, 1.0, NAN)),
+        ('optimizer.warmup_steps', 1000, 'must be at least 0 and below'),
+        ('optimizer.clip_norm', 0.0, 'must be above 0, or None'),
+        ('optimizer.beta2', 1.5, 'must be in'),
+        ('trials.seeds', (), 'must hold at least one value'),
+        ('trials.seeds', (1, 1), 'must hold at least one value, none twice'),
+        ('trials.seeds', (-1,), 'must be finite and not negative'),
+        ('trials.seeds', (0.5,), 'must hold int values'),
+        ('trials.learning_rates', (NAN,), 'must be finite'),
+        ('trials.learning_rates', ('fast',), 'must hold float values'),
+        ('mesh.trial', 2, 'must divide the number of trials, 1'),
+        ('mesh.tensor', 0, 'must be at least 1'),
+        *(('decode.beam', beam, words) for beam, words in ((0, 'must be'), (2.5, 'must be of'))),
+        ('decode.max_sources', 0, 'must be at least 1'),
+        *(('decode.length_penalty', p, 'must be at least 0 and fin') for p in (-1.0, INF, NAN)),
+        ('data.eval_sequences', 0, 'must be at least 1'),
+        ('data.tokenizer', 'words', 'must be one of bytes, characters'),
+        ('data.tokenizer_size', 0, 'must be at least 1'),
+        ('data.drop_long', 1, 'must be of type bool'),
+        *(('data.mask_rate', r, 'must be above 0 and below 1') for r in (0.0, 1.0, -0.5, NAN)),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value(setting, value, words):
+    section, field = setting.split('.')
+    refused(f'{field}={value!r} {words}', **{section: {field: value}})
+
+
+@pytest.mark.parametrize('kind', ['decoder', 'encoder'])
+@pytest.mark.parametrize(
+    ('field', 'value'),
+    [
+        ('encoder_variant', 'qk/vo'),
+        ('cross_variant', 'qk/vo'),
+        ('num_encoder_layers', 2),
+        ('source_context', 64),
+    ],
+)
+def test_settings_of_an_encoder_decoder_are_of_no_other_kind(kind, field, value):
+    message = f'model.{field}={value!r} is a setting of an '
+    refused(message, model={'kind': kind, field: value})
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'num_encoder_layers': 0}, 'num_encoder_layers=0 must be at least 1'),
+        ({'source_context': 0}, 'model.source_context=0 must be at least 1'),
+        ({'score': 'qqk'}, "model: unknown score 'qqk'"),
+        ({'encoder_variant': 'qqk/vo'}, "model.encoder_variant: unknown score 'qqk'"),
+        ({'encoder_variant': 'qk'}, "encoder_variant: variant 'qk' must be writ"),
+        ({'cross_variant': 'qk/ov'}, "model.cross_variant: unknown value 'ov'"),
+        (
+            {'encoder_variant': 'merged/vo', 'positions': 'rope'},
+            'model.encoder_variant: merged has no rotary form',
+        ),
+        (
+            {'cross_variant': 'merged/no_v', 'num_kv_heads': 1},
+            'model.cross_variant: num_kv_heads=1 changes nothing',
+        ),
+        ({'cross_variant': 'low_rank(rank=0)/vo'}, 'model.cross_variant: low_rank(rank=0) must be'),
+    ],
+    ids=str,
+)
+def test_a_wrong_variant_is_named_with_its_site(fields, message):
+    refused(message, model=BOTH | fields)
+
+
+def test_settings_that_do_not_fit_each_other_are_refused():
+    refused('model.mlp_width=0 must be at least 1', model={'d_ff': 0})
+    refused('mesh.data * mesh.fsdp = 3 must divide the microbatch of 16', mesh={'data': 3})
+    refused(
+        'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt',
+        optimizer={'schedule': 'inverse_sqrt', 'warmup_steps': 0},
+    )
+
+
+def test_a_search_can_be_checked_alone():
+    with pytest.raises(ConfigError, match='decode.max_sources=-1 must be at least 1'):
+        check_decode(dataclasses.replace(Config().decode, max_sources=-1))
 
 
 def test_an_unknown_field_lists_the_known_ones():
     with pytest.raises(ConfigError, match='unknown field mesh.pipeline; known are trial, data'):
         from_json(Config, {'mesh': {'pipeline': 2}})
-    assert MeshConfig().trial == 1

@@ -1,4 +1,4 @@
-"""The encoder: both directions, padding, the numbers of a slow reference, where dropout acts."""
+"""Encoder and decoder: the numbers of a slow reference, padding, scale, where dropout acts."""
 
 import dataclasses
 
@@ -26,7 +26,10 @@ CONFIG = ModelConfig(
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 7))
 
 
-def make(**fields) -> Encoder:
+SCALED = {'norm_position': 'post', 'scale_embeddings': True}
+
+
+def make(**fields) -> Encoder | Decoder:
     return build(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
 
 
@@ -34,23 +37,9 @@ def logits_of(model, tokens_BT, **options):
     return np.asarray(jax.jit(type(model).__call__)(model, tokens_BT, **options))
 
 
-@pytest.mark.parametrize('score', ['qk', 'shared_qk'])
-def test_every_position_reads_every_other(score):
-    model = make(score=score)
-    assert isinstance(model, Encoder)
-    want = logits_of(model, TOKENS)
-    for t in (0, 3, 6):
-        other = TOKENS.copy()
-        other[:, t] = (other[:, t] + 1) % 11
-        moved_BT = np.abs(logits_of(model, other) - want).max(-1)
-        assert (moved_BT > 1e-5).all(), t
-    # The decoder of the same weights does not.
-    decoder = Decoder(dataclasses.replace(model.config, kind='decoder'), key=jax.random.key(0))
-    assert np.array_equal(logits_of(decoder, TOKENS)[:, :6], logits_of(decoder, other)[:, :6])
-
-
-def test_padding_is_never_read_wherever_it_stands():
-    model = make()
+@pytest.mark.parametrize('kind', ['encoder', 'decoder'])
+def test_padding_is_never_read_wherever_it_stands(kind):
+    model = make(kind=kind)
     valid_BT = np.ones((2, 7), bool)
     valid_BT[0, 5:] = valid_BT[1, :2] = False
     want = logits_of(model, TOKENS, valid_BT=valid_BT)
@@ -75,22 +64,11 @@ def test_a_window_reaches_both_ways():
     'fields',
     [
         {'norm_position': 'pre', 'activation': 'gelu', 'positions': 'learned'},
-        {
-            'norm_position': 'post',
-            'activation': 'relu',
-            'positions': 'sinusoidal',
-            'scale_embeddings': True,
-            'biases': True,
-        },
-        {
-            'norm_position': 'post',
-            'positions': 'learned',
-            'norm': 'rmsnorm',
-            'scale_embeddings': True,
-            'tied_embeddings': False,
-        },
+        SCALED | {'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
+        SCALED | {'norm': 'rmsnorm', 'tied_embeddings': False},
         {'norm_position': 'pre', 'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
         {'score': 'merged', 'value': 'no_v', 'biases': True, 'positions': 'none'},
+        {'score': 'shared_qk'},
     ],
     ids=lambda fields: '-'.join(map(str, fields.values())),
 )
@@ -169,10 +147,25 @@ def test_embeddings_are_dropped_too_and_only_with_a_key():
     model.blocks.mlp.w_out_FD[...] *= 0
     first, second = (logits_of(model, TOKENS, dropout_key=jax.random.key(i)) for i in (0, 1))
     assert np.abs(first - second).max() > 1e-2
-    plain = make()
-    np.testing.assert_array_equal(logits_of(make(dropout=0.5), TOKENS), logits_of(plain, TOKENS))
+    without_key = logits_of(make(dropout=0.5), TOKENS)
+    np.testing.assert_array_equal(without_key, logits_of(make(), TOKENS))
 
 
-def test_a_sequence_longer_than_the_context_is_refused():
-    with pytest.raises(ValueError, match='8 tokens do not fit into model.context=7'):
-        make()(jnp.zeros((1, 8), int))
+def test_a_deep_stack_keeps_its_scale_at_initialization():
+    assert 0.5 < logits_of(make(kind='decoder', num_layers=24), TOKENS).std() < 2
+
+
+@pytest.mark.parametrize(
+    ('kind', 'tokens', 'source', 'message'),
+    [
+        ('decoder', 8, None, '8 tokens do not fit into model.context=7'),
+        ('encoder', 8, None, '8 tokens do not fit into model.context=7'),
+        ('encoder_decoder', 8, 7, '8 tokens do not fit into model.context=7'),
+        ('encoder_decoder', 7, 8, '8 tokens do not fit into model.source_context=7'),
+    ],
+)
+def test_more_tokens_than_there_is_room_for_are_refused(kind, tokens, source, message):
+    inputs = {} if source is None else {'source_BS': jnp.zeros((1, source), int)}
+    fields = {} if source is None else {'source_context': 7}
+    with pytest.raises(ValueError, match=message):
+        make(kind=kind, **fields)(jnp.zeros((1, tokens), int), **inputs)

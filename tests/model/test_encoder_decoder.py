@@ -11,7 +11,6 @@ import pytest
 from qkattn.config import ModelConfig
 from qkattn.decode import kv_cache
 from qkattn.model import EncoderDecoder, abstract_model, build, cost
-from qkattn.model.encoder_decoder import positions_of
 from qkattn.study import matching
 from tests.model import slow_transformer as slow
 
@@ -84,7 +83,8 @@ def unpacked(batch) -> dict[str, np.ndarray]:
             'shared_embeddings': False,
             'tied_embeddings': False,
         },
-        {'norm': 'rmsnorm', 'biases': True, 'shared_embeddings': False},
+        {'norm': 'rmsnorm', 'biases': True, 'shared_embeddings': False, 'positions': 'none'},
+        {'score': 'shared_qk'},
     ],
     ids=str,
 )
@@ -135,12 +135,9 @@ def reference(model, source_BS, source_segments_BS, tokens_BT, segments_BT):
 @pytest.mark.parametrize(
     'fields',
     [
-        {'positions': 'learned'},
-        {'positions': 'sinusoidal', 'scale_embeddings': True},
         {'positions': 'rope'},
-        {'positions': 'alibi'},
-        {'positions': 'none'},
         {'positions': 'rope', 'window': 2},
+        {'positions': 'alibi'},
         {
             'positions': 'alibi',
             'score': 'shared_qk(self_mask=True)',
@@ -161,6 +158,7 @@ def test_packed_pairs_are_to_the_model_what_they_are_alone(fields):
     alone = unpacked(batch)
     together = np.asarray(logits_of(model, **batch))[0]
     apart = np.asarray(logits_of(model, **alone))
+    assert np.isfinite(together).all() and np.isfinite(apart).all()
     for i in range(3):
         want = apart[i, alone['segments_BT'][i] > 0]
         got = together[batch['segments_BT'][0] == i + 1]
@@ -173,49 +171,6 @@ def test_packed_pairs_are_to_the_model_what_they_are_alone(fields):
         source_BS=batch['source_BS'][:, :source],
     )
     np.testing.assert_allclose(together[:target], bare[0], atol=2e-5 * np.abs(bare).max())
-
-
-def test_positions_count_from_the_beginning_of_each_pair():
-    got = positions_of(jnp.array([[1, 1, 1, 2, 3, 3, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]))
-    assert got.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
-
-
-@pytest.mark.parametrize('positions', ['learned', 'rope'])
-def test_other_pairs_and_padding_never_reach_a_logit(positions):
-    model = make(positions=positions)
-    batch = packed()
-    want = np.asarray(logits_of(model, **batch))
-    for segment in range(4):  # 0 is padding
-        other = {name: array.copy() for name, array in batch.items()}
-        for tokens, segments in [('source_BS', 'source_segments_BS'), ('tokens_BT', 'segments_BT')]:
-            here = other[segments] == segment
-            other[tokens][here] = (other[tokens][here] + 5) % 13
-        got = np.asarray(logits_of(model, **other))
-        untouched = (batch['segments_BT'] != segment) & (batch['segments_BT'] > 0)
-        np.testing.assert_array_equal(got[untouched], want[untouched])
-        if segment:
-            moved = np.abs(got - want)[batch['segments_BT'] == segment].max(-1)
-            assert (moved > 1e-4).all()
-        assert np.isfinite(got).all()
-
-
-def test_the_target_is_read_causally_and_the_source_is_not():
-    model = make(score='shared_qk')
-    rng = np.random.default_rng(1)
-    tokens_BT, source_BS = rng.integers(0, 13, (2, 10)), rng.integers(0, 13, (2, 12))
-    want = np.asarray(logits_of(model, tokens_BT=tokens_BT, source_BS=source_BS))
-    other = tokens_BT.copy()
-    other[:, 6] = (other[:, 6] + 1) % 13
-    got = np.asarray(logits_of(model, tokens_BT=other, source_BS=source_BS))
-    np.testing.assert_array_equal(got[:, :6], want[:, :6])
-    assert (np.abs(got - want)[:, 6:].max(-1) > 1e-5).all()
-    for s in (0, 11):
-        other = source_BS.copy()
-        other[:, s] = (other[:, s] + 1) % 13
-        got = np.asarray(logits_of(model, tokens_BT=tokens_BT, source_BS=other))
-        assert (np.abs(got - want).max(-1) > 1e-5).all()
-        moved_BSD = np.abs(model.encode(other) - model.encode(source_BS))
-        assert (moved_BSD.max(-1) > 1e-5).all()
 
 
 def test_each_site_takes_its_own_variant():
@@ -272,13 +227,8 @@ def test_parameters_by_hand(fields, attention, embedding, norm):
     config = dataclasses.replace(CONFIG, **fields)
     mlp = 3 * (2 * D * F + (F + D if config.biases else 0))
     total = attention + embedding + norm + mlp
-    assert cost.count(config) == {
-        'embedding': embedding,
-        'attention': attention,
-        'mlp': mlp,
-        'norm': norm,
-        'total': total,
-    }
+    parts = {'embedding': embedding, 'attention': attention, 'mlp': mlp, 'norm': norm}
+    assert cost.count(config) == parts | {'total': total}
     real = jax.tree.leaves(build(config, key=jax.random.key(0)))
     assert sum(leaf.size for leaf in real) == total
 
@@ -305,26 +255,18 @@ def test_models_of_other_variants_are_made_equally_large(fields):
 
 def test_no_two_parts_start_from_the_same_numbers():
     model = make(shared_embeddings=False, num_encoder_layers=2, source_context=10)
-    parts = {
-        'self': model.blocks.attention,
-        'cross': model.blocks.cross_attention,
-        'encoder': model.encoder.blocks.attention,
-    }
-    matrices = [part.score.w_q_DNH[i] for part in parts.values() for i in range(2)]
-    matrices += [part.score.w_k_DKH[i] for part in parts.values() for i in range(2)]
-    pairs = [
-        *((a, b) for i, a in enumerate(matrices) for b in matrices[:i]),
-        (model.w_embedding_VD[...], model.encoder.w_embedding_VD[...]),
-        (model.w_position_TD[...], model.encoder.w_position_TD[...]),
-        *(
-            (model.blocks.mlp.w_in_DF[i], model.encoder.blocks.mlp.w_in_DF[j])
-            for i in range(2)
-            for j in range(2)
-        ),
+    stacks = (model.blocks, model.encoder.blocks)
+    attentions = [model.blocks.cross_attention, *(stack.attention for stack in stacks)]
+    families = [
+        [part.score.w_q_DNH[i] for part in attentions for i in range(2)]
+        + [part.score.w_k_DKH[i] for part in attentions for i in range(2)],
+        [stack.mlp.w_in_DF[i] for stack in stacks for i in range(2)],
+        [model.w_embedding_VD[...], model.encoder.w_embedding_VD[...]],
+        [model.w_position_TD[...], model.encoder.w_position_TD[...]],
     ]
-    for a, b in pairs:
-        assert a.shape == b.shape
-        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.5
+    for family in families:
+        correlations = np.corrcoef([np.ravel(a) for a in family])
+        assert np.abs(np.triu(correlations, 1)).max() < 0.5
 
 
 def test_flops_by_hand():
@@ -371,15 +313,3 @@ def test_dropout_acts_on_both_sides_with_numbers_of_their_own():
     assert np.abs(first - plain).max() > 0.1 and np.abs(first - second).max() > 0.1
     y_BSD = [model.encode(batch['source_BS'], dropout_key=k) for k in (None, jax.random.key(0))]
     assert np.abs(y_BSD[0] - y_BSD[1]).max() > 0.1
-
-
-@pytest.mark.parametrize(
-    ('tokens', 'source', 'said'),
-    [
-        (11, 12, '11 tokens do not fit into model.context=10'),
-        (10, 13, '13 tokens do not fit into model.source_context=12'),
-    ],
-)
-def test_more_tokens_than_there_is_room_for_are_refused(tokens, source, said):
-    with pytest.raises(ValueError, match=said):
-        make()(jnp.zeros((1, tokens), int), source_BS=jnp.zeros((1, source), int))
