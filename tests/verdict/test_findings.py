@@ -126,16 +126,15 @@ def test_sizes_that_are_not_bracketed_are_left_out_of_the_scaling(study_dir):
     assert (left_out.place, left_out.not_scaled) == (('qk/vo', 's128'), NotScaled.NOT_BRACKETED)
 
 
-def test_sizes_with_a_diverged_seed_are_left_out_of_the_scaling(study_dir):
-    large = tuned_arm('qk/vo', 's128', [None, *BASE[1:]])
-    small = arm('qk/vo', 0, size='s64', d_model=64)
-    (scaling,) = found_in(write_tuned(study_dir / 'a', small + large)).scaling
+def test_a_scaling_fit_of_no_usable_size_is_lacking(study_dir):
+    diverged = [None, *BASE[1:]]
+    small, large = (tuned_arm('qk/vo', f's{d}', diverged, d_model=d) for d in (64, 128))
+    one = arm('qk/vo', 0, size='s64', d_model=64)
+    (scaling,) = found_in(write_tuned(study_dir / 'a', one + large)).scaling
     assert len(scaling.fit.sizes) == 1
-    small = tuned_arm('qk/vo', 's64', [None, *BASE[1:]], d_model=64)
-    none = found_in(write_tuned(study_dir / 'b', small + large))
-    assert none.scaling == () and none.lacks_scaling
-    one_size = found_in(write_tuned(study_dir / 'c', small))
-    assert one_size.scaling == () and not one_size.lacks_scaling
+    for number, (records, lacks) in enumerate(((small + large, True), (small, False))):
+        none = found_in(write_tuned(study_dir / str(number), records))
+        assert none.scaling == () and none.lacks_scaling == lacks
 
 
 def test_why_an_arm_is_left_out_of_scaling_fits(study_dir):
@@ -207,25 +206,20 @@ def test_sweeps_and_settings_are_those_of_the_plan(study_dir):
     assert arm.blocks == arm.not_bracketed == ()
 
 
-def test_trials_at_other_settings_enter_no_sweep(study_dir):
-    """Knobs that are tuned later are at the middle of their grids."""
-    records = arm('qk/vo', 0)
-    for seed in (100, 101):
-        other = trial_record(
-            'qk/vo', stage='screening', knob='learning_rate', seed=seed, val_loss=0.1, run='x'
-        )
-        other['trial'] |= {'learning_rate': 32e-3, 'weight_decay': 0.3}
-        records.append(other)
-    sweep = found_in(write_tuned(study_dir, records)).arms[0].sweeps['learning_rate']
-    assert sweep.values == RATES and sweep.best == 4e-3
-
-
-def test_seeds_that_were_not_declared_enter_no_sweep(study_dir):
-    records = arm('qk/vo', 0)
-    for rate in (1e-3, 2e-3):
-        lucky = {'learning_rate': rate, 'seed': 102, 'val_loss': 0.1}
-        records.append(trial_record('qk/vo', stage='screening', knob='learning_rate', **lucky))
-    sweep = found_in(write_tuned(study_dir, records)).arms[0].sweeps['learning_rate']
+@pytest.mark.parametrize(
+    ('seeds', 'trial'),
+    [
+        # Knobs that are tuned later are at the middle of their grids.
+        ((100, 101), {'learning_rate': 32e-3, 'weight_decay': 0.3}),
+        # A seed that was not declared.
+        ((102,), {'learning_rate': 1e-3, 'weight_decay': 0.1}),
+    ],
+)
+def test_trials_at_other_settings_or_seeds_enter_no_sweep(study_dir, seeds, trial):
+    other = {'stage': 'screening', 'knob': 'learning_rate', 'val_loss': 0.1, 'run': 'x'}
+    records = [trial_record('qk/vo', trial=trial | {'seed': s}, **other) for s in seeds]
+    found = found_in(write_tuned(study_dir, arm('qk/vo', 0) + records))
+    sweep = found.arms[0].sweeps['learning_rate']
     assert sweep.values == RATES and sweep.best == 4e-3
 
 
@@ -321,32 +315,28 @@ def test_divergence_never_helps(study_dir, loser, delta, decision, reason):
     assert reasons[0].data == {'arm': int(loser == 'b/vo'), 'baseline': int(loser == 'qk/vo')}
 
 
-def test_two_pairs_decide_nothing(study_dir):
-    losses = [2.0, 2.1, *[None] * 6]
-    records = tuned_arm('qk/vo', losses=losses) + arm('b/vo', 0.02)
-    verdict = verdict_of(found_in(write_tuned(study_dir, records)), 'b/vo')
-    assert verdict.decision is UNDECIDED and verdict.p_holm is verdict.detectable is None
-    assert codes(verdict.reasons) == [ReasonCode.DIVERGED, ReasonCode.FEW_PAIRS]
-    assert verdict.reasons[1].data == {'n': 2, 'needed': 3}
-
-
 @pytest.mark.parametrize(
-    ('losses', 'decision', 'reasons'),
+    ('base', 'losses', 'decision', 'reasons'),
     [
-        (BASE + 0.002 + NOISE / 10, EQUIVALENT, ['EQUIVALENT', 'DIFFERENT_WITHIN_MARGIN']),
-        (BASE + 0.01 * (-1) ** np.arange(8), UNDECIDED, ['NOT_SHOWN']),
+        (BASE, BASE + 0.002 + NOISE / 10, EQUIVALENT, ['EQUIVALENT', 'DIFFERENT_WITHIN_MARGIN']),
+        (BASE, BASE + 0.01 * (-1) ** np.arange(8), UNDECIDED, ['NOT_SHOWN']),
+        ([2.0, 2.1, *[None] * 6], BASE + 0.02 + NOISE, UNDECIDED, ['DIVERGED', 'FEW_PAIRS']),
     ],
 )
-def test_reasons_of_small_and_of_noisy_differences(study_dir, losses, decision, reasons):
-    records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=list(losses))
+def test_reasons_of_small_noisy_and_few_differences(study_dir, base, losses, decision, reasons):
+    records = tuned_arm('qk/vo', losses=list(base)) + tuned_arm('b/vo', losses=list(losses))
     verdict = verdict_of(found_in(write_tuned(study_dir, records)), 'b/vo')
     assert verdict.decision is decision
     assert [reason.code.name for reason in verdict.reasons] == reasons
-    p, p_same = verdict.p_holm, verdict.p_equivalence_holm
-    assert verdict.reasons[-1].data == (
-        {'side': WORSE, 'margin': 0.005, 'p': p}
-        if decision is EQUIVALENT
-        else {'p': p, 'p_equivalence': p_same, 'detectable': verdict.detectable}
+    p, p_same, detectable = verdict.p_holm, verdict.p_equivalence_holm, verdict.detectable
+    assert (p is None) == (detectable is None) == (reasons[-1] == 'FEW_PAIRS')
+    assert (
+        verdict.reasons[-1].data
+        == {
+            'DIFFERENT_WITHIN_MARGIN': {'side': WORSE, 'margin': 0.005, 'p': p},
+            'NOT_SHOWN': {'p': p, 'p_equivalence': p_same, 'detectable': detectable},
+            'FEW_PAIRS': {'n': 2, 'needed': 3},
+        }[reasons[-1]]
     )
 
 

@@ -85,25 +85,92 @@ def test_the_standard_error_is_the_median_of_those_recorded(study_dir):
     assert data == {'tokens': (10, 11), 'rows': (512,), 'standard_error': 12.0}
 
 
+def differs(name, most, one, harmless=False):
+    values = {most: ('qk/vo', 'c/vo'), one: ('b/vo',)}
+    data = {'name': name, 'size': None, 'values': values, 'harmless': harmless}
+    return Remark(RemarkCode.DIFFERS, data)
+
+
+def unlike(name, most, one):
+    data = {'name': name, 'value': one, 'baseline': most}
+    return blocking(RemarkCode.DIFFERS_FROM_BASELINE, **data)
+
+
+def not_annealed(schedule, final_fraction=None):
+    data = {'schedule': schedule, 'final_fraction': final_fraction, 'limit': 0.1}
+    return blocking(RemarkCode.NOT_ANNEALED, **data)
+
+
+def other_seeds(stage, actual, declared):
+    return blocking(RemarkCode.OTHER_SEEDS, stage=stage, actual=actual, declared=declared)
+
+
+SHORT = {'stopped': 8, 'trials': 8, 'step': 400, 'num_steps': 800}
+SCREENED = (*SCREENING_SEEDS, 102)
+OTHER_DATA = {'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}
+
+
 @pytest.mark.parametrize(
-    ('changes', 'code', 'data'),
+    ('changes', 'remark'),
     [
-        ({'train__num_steps': 800}, 'STOPPED_EARLY', (8, 8, 400, 800)),
-        ({'optimizer__schedule': 'inverse_sqrt'}, 'NOT_ANNEALED', ('inverse_sqrt', None, 0.1)),
-        ({'optimizer__schedule': 'constant'}, 'NOT_ANNEALED', ('constant', None, 0.1)),
-        ({'optimizer__final_fraction': 0.2}, 'NOT_ANNEALED', ('linear', 0.2, 0.1)),
-        ({'trials__seeds': [*SEEDS, 8]}, 'OTHER_SEEDS', ('verdict', (*SEEDS, 8), SEEDS)),
+        ({'train__num_steps': 800}, blocking(RemarkCode.STOPPED_EARLY, **SHORT)),
+        ({'optimizer__schedule': 'inverse_sqrt'}, not_annealed('inverse_sqrt')),
+        ({'optimizer__schedule': 'constant'}, not_annealed('constant')),
+        ({'optimizer__final_fraction': 0.2}, not_annealed('linear', 0.2)),
+        ({'trials__seeds': [*SEEDS, 8]}, other_seeds('verdict', (*SEEDS, 8), SEEDS)),
+        ({'screened': SCREENED}, other_seeds('screening', SCREENED, SCREENING_SEEDS)),
+        ({'train__num_steps': 200}, unlike('train.num_steps', '400', '200')),
+        ({'train__init_from': 'runs/a'}, unlike('train.init_from', 'None', 'runs/a')),
+        ({'optimizer__beta2': 0.5}, unlike('optimizer.beta2', '0.99', '0.5')),
+        ({'model__positions': 'rope'}, unlike('model.positions', 'learned', 'rope')),
+        # A score scale or weight decay that is not tuned is no arm's own.
+        ({'model__score_scale': 2.0}, unlike('model.score_scale', '1.0', '2.0')),
+        ({'trials__weight_decays': [1]}, unlike('trials.weight_decays', '[0.1]', '[1]')),
+        ({'data__lowercase': True}, unlike('data.lowercase', 'False', 'True')),
+        ({'data': OTHER_DATA}, unlike('data.version', '3.11.7', '3.12')),
+        ({'eval_tokens': 4096}, unlike('eval_tokens', '65536', '4096')),
     ],
 )
-def test_runs_that_break_a_rule_get_no_verdict(study_dir, changes, code, data):
-    write_tuned(study_dir, records_of())
-    edit_plan(study_dir, VERDICT['b/vo'], **changes)
+def test_an_arm_that_breaks_a_rule_or_is_unlike_the_baseline_gets_no_verdict(
+    study_dir, changes, remark
+):
+    of_results = {name: changes[name] for name in changes if name in ('data', 'eval_tokens')}
+    of_plan = {name: value for name, value in changes.items() if '__' in name}
+    write_tuned(study_dir, records_of(**of_results))
+    edit_plan(study_dir, VERDICT['b/vo'], **of_plan)
+    screening = run_name('b/vo', SIZE, 'screening', 'learning_rate')
+    edit_plan(study_dir, screening, trials__seeds=changes.get('screened', SCREENING_SEEDS))
     found, decisions, remarks = checked(study_dir)
     blocks = found.arms[1].blocks
     assert decisions == WITHHELD and found.arms[1].verdict.reasons == blocks
-    assert (blocks[0].code.name, tuple(blocks[0].data.values())) == (code, data)
     assert remarks[: len(blocks)] == list(blocks) == [r for r in remarks if r.blocks]
-    assert (found.arms[1].chosen == ()) == (code == 'STOPPED_EARLY')
+    assert remark in blocks
+    assert (found.arms[1].chosen == ()) == (remark.code is RemarkCode.STOPPED_EARLY)
+    if remark.code is RemarkCode.DIFFERS_FROM_BASELINE:
+        name, one, most = remark.data.values()
+        assert differs(name, most, one) in remarks
+
+
+@pytest.mark.parametrize(
+    ('runs', 'changes', 'listed'),
+    [
+        (VERDICT, {'optimizer__final_fraction': 0.1}, []),
+        (['b/vo'], {'model__d_ff': 600, 'model__num_heads': 8, 'model__head_size': 3}, []),
+        (['b/vo'], {'model__score': 'x', 'model__value': 'y', 'model__d_model': 96}, []),
+        (['b/vo'], {'trials__learning_rates': [1.0], 'model__num_layers': 9}, []),
+        (['b/vo'], {'data__data_dir': '/elsewhere', 'mesh__fsdp': 4}, []),
+        (
+            ['b/vo'],
+            {'train__lifting': 'vmap'},
+            [differs('train.lifting', 'auto', 'vmap', harmless=True)],
+        ),
+    ],
+)
+def test_what_may_differ_or_anneals_enough_is_judged(study_dir, runs, changes, listed):
+    write_tuned(study_dir, records_of())
+    for variant in runs:
+        edit_plan(study_dir, VERDICT[variant], **changes)
+    assert checked(study_dir)[1:] == (JUDGED, listed)
 
 
 def test_one_trial_that_stopped_early_is_left_out(study_dir):
@@ -115,13 +182,6 @@ def test_one_trial_that_stopped_early_is_left_out(study_dir):
     assert decisions == JUDGED and found.arms[1].difference.n == 7
     data = {'stopped': 1, 'trials': 8, 'step': 100, 'num_steps': 400}
     assert remarks == [Remark(RemarkCode.STOPPED_EARLY, data, arm=B)]
-
-
-def test_a_final_fraction_of_a_tenth_is_annealed(study_dir):
-    write_tuned(study_dir, records_of())
-    for run in VERDICT.values():
-        edit_plan(study_dir, run, optimizer__final_fraction=0.1)
-    assert checked(study_dir)[1] == JUDGED
 
 
 def test_what_blocks_the_baseline_blocks_every_arm(study_dir):
@@ -152,49 +212,6 @@ def test_losses_that_no_verdict_may_use_give_no_scaling_law(study_dir):
     assert checked(study_dir)[0].scaling == ()
 
 
-def differs(name, most, one, harmless=False):
-    values = {most: ('qk/vo', 'c/vo'), one: ('b/vo',)}
-    data = {'name': name, 'size': None, 'values': values, 'harmless': harmless}
-    return Remark(RemarkCode.DIFFERS, data)
-
-
-@pytest.mark.parametrize(
-    ('changes', 'name', 'values'),
-    [
-        ({'train__num_steps': 200}, 'train.num_steps', ('400', '200')),
-        ({'train__init_from': 'runs/a'}, 'train.init_from', ('None', 'runs/a')),
-        ({'optimizer__beta2': 0.5}, 'optimizer.beta2', ('0.99', '0.5')),
-        ({'model__positions': 'rope'}, 'model.positions', ('learned', 'rope')),
-        # A score scale or weight decay that is not tuned is no arm's own.
-        ({'model__score_scale': 2.0}, 'model.score_scale', ('1.0', '2.0')),
-        ({'trials__weight_decays': [1]}, 'trials.weight_decays', ('[0.1]', '[1]')),
-        ({'data__lowercase': True}, 'data.lowercase', ('False', 'True')),
-    ],
-)
-def test_settings_that_differ_are_listed_and_block(study_dir, changes, name, values):
-    write_tuned(study_dir, records_of())
-    edit_plan(study_dir, VERDICT['b/vo'], **changes)
-    found, decisions, remarks = checked(study_dir)
-    assert decisions == WITHHELD and differs(name, *values) in remarks
-    data = {'name': name, 'value': values[1], 'baseline': values[0]}
-    assert Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, B) in found.arms[1].blocks
-
-
-@pytest.mark.parametrize(
-    'changes',
-    [
-        {'model__d_ff': 600, 'model__num_heads': 8, 'model__head_size': 3, 'model__num_layers': 9},
-        {'model__score': 'other', 'model__value': 'other', 'model__d_model': 96},
-        {'trials__learning_rates': [1.0]},
-        {'data__data_dir': '/elsewhere', 'mesh__fsdp': 4},
-    ],
-)
-def test_declared_factors_and_places_may_differ(study_dir, changes):
-    write_tuned(study_dir, records_of())
-    edit_plan(study_dir, VERDICT['b/vo'], **changes)
-    assert checked(study_dir)[1:] == (JUDGED, [])
-
-
 def test_fields_of_a_variant_and_tuned_knobs_may_differ(study_dir):
     records = records_of(stage=None, variant='b/vo', changed=True)
     for record in records:
@@ -203,30 +220,6 @@ def test_fields_of_a_variant_and_tuned_knobs_may_differ(study_dir):
     write_tuned(study_dir, records)
     edit_plan(study_dir, VERDICT['b/vo'], model__norm='rmsnorm', model__num_kv_heads=1)
     assert checked(study_dir)[2] == []
-
-
-def test_settings_of_the_program_are_listed_and_do_not_block(study_dir):
-    write_tuned(study_dir, records_of())
-    edit_plan(study_dir, VERDICT['b/vo'], train__lifting='vmap')
-    listed = [differs('train.lifting', 'auto', 'vmap', harmless=True)]
-    assert checked(study_dir)[1:] == (JUDGED, listed)
-
-
-DATA = {'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}
-
-
-@pytest.mark.parametrize(
-    ('changes', 'name', 'values'),
-    [
-        ({'data': DATA}, 'data.version', ('3.11.7', '3.12')),
-        ({'eval_tokens': 4096}, 'eval_tokens', ('65536', '4096')),
-    ],
-)
-def test_other_data_gets_no_verdict(study_dir, changes, name, values):
-    found, decisions, remarks = checked(write_tuned(study_dir, records_of(**changes)))
-    data = {'name': name, 'value': values[1], 'baseline': values[0]}
-    assert decisions == WITHHELD and differs(name, *values) in remarks
-    assert found.arms[1].blocks == (Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, B),)
 
 
 def test_values_that_differ_are_of_one_size(study_dir):
@@ -283,16 +276,6 @@ def test_results_that_a_descriptive_study_lacks_are_a_remark(study_dir):
     lose(study_dir, run, val_loss=None)
     data = {'readable': 1, 'planned': 2, 'stage': None, 'run': run}
     assert checked(study_dir)[2] == [Remark(RemarkCode.MISSING_RESULTS, data, arm=('qk/vo', SIZE))]
-
-
-def test_screening_seeds_are_those_that_were_declared(study_dir):
-    write_tuned(study_dir, records_of())
-    run = run_name('b/vo', SIZE, 'screening', 'learning_rate')
-    edit_plan(study_dir, run, trials__seeds=[*SCREENING_SEEDS, 102])
-    found, decisions, _ = checked(study_dir)
-    data = {'stage': 'screening', 'actual': (*SCREENING_SEEDS, 102), 'declared': SCREENING_SEEDS}
-    assert decisions == WITHHELD
-    assert found.arms[1].blocks == (Remark(RemarkCode.OTHER_SEEDS, data, True, B),)
 
 
 def test_training_losses_are_not_read(study_dir):
