@@ -27,14 +27,15 @@ def trial_record(
 ) -> dict:
     run = run if run is not None else run_name(variant, size, stage, knob)
     attention, mlp = 4 * 4 * d_model**2 - 10 * len(variant), 8 * 4 * d_model**2
-    parameters = {
-        'embedding': 256 * d_model,
-        'attention': attention,
-        'mlp': mlp,
-        'norm': 9 * d_model,
-    }
+    parameters = {'embedding': 256 * d_model, 'attention': attention, 'mlp': mlp}
+    parameters['norm'] = 9 * d_model
     parameters['total'] = sum(parameters.values())
     target = 16 * 3 * d_model**2 + 265 * d_model
+    measured = {'val_loss': val_loss, 'test_loss': None if val_loss is None else val_loss + 0.1}
+    for split in ('val', 'test'):
+        nats = measured[f'{split}_loss']
+        measured[f'{split}_bits_per_byte'] = None if nats is None else nats / NATS_PER_BIT
+    shape = {'num_layers': 4, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': d_model // 4}
     record = {
         'study': 'synthetic',
         'run': run,
@@ -50,20 +51,11 @@ def trial_record(
         'parameters': parameters,
         'target_parameters': target,
         'residual': parameters['total'] / target - 1,
-        'config': {
-            'd_model': d_model,
-            'd_ff': 4 * d_model,
-            'num_layers': 4,
-            'num_heads': 4,
-            'num_kv_heads': 4,
-            'head_size': d_model // 4,
-        },
+        'config': {'d_model': d_model, 'd_ff': 4 * d_model} | shape,
         'flops_per_token': 6 * parameters['total'],
         'cache_floats_per_token': 8 * d_model,
-        'val_loss': val_loss,
-        'val_bits_per_byte': None if val_loss is None else val_loss / NATS_PER_BIT,
-        'test_loss': None if val_loss is None else val_loss + 0.1,
-        'test_bits_per_byte': None if val_loss is None else (val_loss + 0.1) / NATS_PER_BIT,
+        **measured,
+        'val_loss_se': None if val_loss is None else 0.0125,
         'train_seconds': 12.5,
         'compile_seconds': 3.25,
         'tokens_per_second': 123456.0,
@@ -71,7 +63,6 @@ def trial_record(
         'data': {'name': 'stdlib', 'version': '3.11.7', 'unigram_bits_per_byte': 4.53},
         'eval_tokens': 65536,
         'eval_rows': 512,
-        'val_loss_se': None if val_loss is None else 0.0125,
         'provenance': {
             'git': {'commit': 'abc1234', 'dirty': False},
             'versions': {'jax': '0.10.2'},

@@ -159,11 +159,7 @@ def test_scaling_without_tuning(study_dir):
     assert all(scaling.fit.problem is None for scaling in found.scaling)
 
 
-GRIDS = {
-    'learning_rate': RATES,
-    'weight_decay': (0.05, 0.1, 0.2),
-    'score_scale': (0.5, 1.0, 2.0),
-}
+GRIDS = {'learning_rate': RATES, 'weight_decay': (0.05, 0.1, 0.2), 'score_scale': (0.5, 1.0, 2.0)}
 OPTIMA = (4e-3, 0.3, 1.25)
 
 

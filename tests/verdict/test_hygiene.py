@@ -270,14 +270,6 @@ def test_a_finished_trial_without_a_loss_withholds_the_verdict(study_dir, varian
     assert remarks == [Remark(RemarkCode.MISSING_RESULTS, data, True, (variant, SIZE))]
 
 
-def test_results_that_a_descriptive_study_lacks_are_a_remark(study_dir):
-    write_study(study_dir, [trial_record('qk/vo', seed=seed) for seed in (0, 1)])
-    run = run_name('qk/vo', SIZE)
-    lose(study_dir, run, val_loss=None)
-    data = {'readable': 1, 'planned': 2, 'stage': None, 'run': run}
-    assert checked(study_dir)[2] == [Remark(RemarkCode.MISSING_RESULTS, data, arm=('qk/vo', SIZE))]
-
-
 def test_training_losses_are_not_read(study_dir):
     write_tuned(study_dir, records_of())
     before = checked(study_dir)[0]
@@ -293,6 +285,7 @@ TARGET = trial_record('b/vo')['target_parameters']
 RESIDUAL = trial_record('b/vo')['residual']
 LARGE = round(1.004 * TARGET)
 EDGE = {'knob': 'learning_rate', 'low': 0.001, 'high': 0.016, 'best': 0.016}
+NOT_TUNED = {'actual': 0.2, 'expected': 0.1, 'tuned': False}
 OTHER_DECAY = {'trial': {'seed': 7, 'learning_rate': 4e-3, 'weight_decay': 0.2}}
 
 
@@ -333,6 +326,10 @@ def at_rate(rate):
             blocking(RemarkCode.SCREENING_INCOMPLETE, knob='learning_rate', values=RATES),
         ),
         ([*two()[:-1], two()[-1] | OTHER_DECAY], blocking(RemarkCode.SEVERAL_SETTINGS)),
+        (
+            two()[:-8] + [r | {'trial': r['trial'] | {'weight_decay': 0.2}} for r in two()[-8:]],
+            blocking(RemarkCode.OTHER_SETTING, knob='weight_decay', **NOT_TUNED),
+        ),
         (two(optimum=16e-3), Remark(RemarkCode.NOT_BRACKETED, EDGE, arm=B)),
         (
             two(losses=[2.0] * 4 + [None] * 4),
@@ -350,7 +347,8 @@ def test_results_that_break_a_rule(study_dir, records, expected):
     _, decisions, remarks = checked(write_tuned(study_dir, records))
     assert expected in remarks
     assert (decisions == {'b/vo': NO_VERDICT}) == expected.blocks
-    if expected.code is not RemarkCode.SEVERAL_SETTINGS:  # which makes the plan's differ, too
+    # Of another weight decay, the plan differs from the baseline's too.
+    if expected.code is not RemarkCode.SEVERAL_SETTINGS and expected.data.get('tuned', True):
         assert [remark for remark in remarks if remark.blocks] == [expected] * expected.blocks
 
 
@@ -361,22 +359,21 @@ def test_unmatched_parameters_are_judged(study_dir):
     assert checked(write_tuned(study_dir, records, matched=None))[1:] == (JUDGED, [])
 
 
-def test_declared_screening_seeds_give_no_verdict(study_dir):
-    records = two(screening_seeds=(100, 7))[18:] + tuned_arm('qk/vo', screening_seeds=(100, 7))
-    found, decisions, _ = checked(write_tuned(study_dir, records, tuning__seeds=[100, 7]))
-    assert decisions == {'b/vo': NO_VERDICT}
-    assert found.blocks == (Remark(RemarkCode.SHARED_SEEDS, {'seeds': (7,)}, True),)
-    assert found.arms[1].verdict.reasons == found.blocks
-
-
-@pytest.mark.parametrize(('stage', 'old', 'new'), [('screening', 100, 3), ('verdict', 3, 101)])
-def test_seeds_that_the_results_share_are_found_too(study_dir, stage, old, new):
+@pytest.mark.parametrize(
+    ('stage', 'old', 'new', 'declared'),
+    [('screening', 101, 7, [100, 7]), ('screening', 100, 3, [100, 101]), ('verdict', 3, 101, None)],
+)
+def test_seeds_of_both_screening_and_verdict_give_no_verdict(study_dir, stage, old, new, declared):
+    """Whether the study declares them or only the results share them."""
     records = records_of()
     for record in records:
         if record['stage'] == stage and record['trial']['seed'] == old:
             record['trial']['seed'] = new
-    remarks = checked(write_tuned(study_dir, records))[2]
-    assert data_of(remarks, RemarkCode.SHARED_SEEDS) == {'seeds': (new,)}
+    write_tuned(study_dir, records, tuning__seeds=declared or SCREENING_SEEDS)
+    found, decisions, _ = checked(study_dir)
+    shared = Remark(RemarkCode.SHARED_SEEDS, {'seeds': (new,)}, True)
+    assert decisions == ALL_WITHHELD and shared in found.blocks
+    assert shared in found.arms[1].verdict.reasons
 
 
 def test_a_learning_rate_grid_of_one_value_is_not_tuned(study_dir):
@@ -385,17 +382,6 @@ def test_a_learning_rate_grid_of_one_value_is_not_tuned(study_dir):
     assert decisions == ALL_WITHHELD
     data = {'learning_rates': (4e-3,)}
     assert found.blocks[0] == Remark(RemarkCode.LEARNING_RATE_NOT_TUNED, data, True)
-
-
-def test_the_verdict_has_to_run_at_the_settings_that_were_not_tuned(study_dir):
-    records = records_of()
-    for record in records:
-        if record['stage'] == 'verdict':
-            record['trial'] = record['trial'] | {'weight_decay': 0.2}
-    _, decisions, remarks = checked(write_tuned(study_dir, records))
-    data = {'knob': 'weight_decay', 'actual': 0.2, 'expected': 0.1, 'tuned': False}
-    assert decisions == ALL_WITHHELD
-    assert data_of(remarks, RemarkCode.OTHER_SETTING) == data
 
 
 def test_a_verdict_before_its_tuning_has_ended_is_none(study_dir):
@@ -418,8 +404,14 @@ def test_few_seeds_are_a_remark(study_dir, seeds, few):
 
 
 def test_a_study_without_tuning_is_checked_too(study_dir):
-    records = [trial_record('qk/vo'), trial_record('b/vo', eval_tokens=4096, val_loss=None)]
-    remarks = checked(write_study(study_dir, records))[2]
+    records = [trial_record('qk/vo', seed=seed) for seed in (0, 1)]
+    changes = {'eval_tokens': 4096, 'val_loss': None}
+    records += [trial_record('b/vo', seed=seed, **changes) for seed in (0, 1)]
+    write_study(study_dir, records)
+    lose(study_dir, run_name('qk/vo', SIZE), val_loss=None)
+    remarks = checked(study_dir)[2]
+    lost = {'readable': 1, 'planned': 2, 'stage': None, 'run': run_name('qk/vo', SIZE)}
+    assert Remark(RemarkCode.MISSING_RESULTS, lost, arm=('qk/vo', SIZE)) in remarks
     values = {'65536': ('qk/vo',), '4096': ('b/vo',)}
     assert data_of(remarks, RemarkCode.DIFFERS)['values'] == values
-    assert data_of(remarks, RemarkCode.DIVERGED) == {'arms': ((B, ((None, 1, 1),)),)}
+    assert data_of(remarks, RemarkCode.DIVERGED) == {'arms': ((B, ((None, 2, 2),)),)}

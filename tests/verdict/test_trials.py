@@ -47,10 +47,7 @@ def test_a_diverged_trial_may_have_nothing():
         ({'test_solved': True}, "field 'test_solved' is True, expected int or float or null"),
         ({'val_num_sentences': 1.5}, "field 'val_num_sentences' is 1.5, expected int or null"),
         ({'test_bleu_signature': 1}, "field 'test_bleu_signature' is 1, expected str or null"),
-        (
-            {'val_induction_gain': 'x'},
-            "field 'val_induction_gain' is 'x', expected int or float",
-        ),
+        ({'val_induction_gain': 'x'}, "field 'val_induction_gain' is 'x', expected int or float"),
         ({'trial': {'seed': 0, 'learning_rate': 1.0}}, "field 'weight_decay' is missing"),
         ({'parameters': {'total': 1}}, "field 'attention' is missing"),
         ({'status': 'lost'}, "field 'status' is 'lost', expected finished or diverged"),
