@@ -16,7 +16,7 @@ from qkattn.metrics import METRICS
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
 from qkattn.verdict import reading
 from qkattn.verdict.codes import Place
-from qkattn.verdict.runs import PlannedRun, Trial, parse_run, parse_trial, read_curve
+from qkattn.verdict.runs import PlannedRun, Trial, parse_run, parse_trial, with_log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +131,9 @@ def load_study(directory: str | Path) -> Study:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
     problems: list[str] = []
     planned = _read_plan(study, problems)
-    trials = _read_results(directory / 'results.jsonl', planned, problems)
     runs = tuple(
-        _read_run(directory, run, trials[name].values(), problems) for name, run in planned.items()
+        with_log(run, directory / run.directory / 'metrics.jsonl', problems)
+        for run in _with_results(directory / 'results.jsonl', planned, problems)
     )
     if not any(run.trials for run in runs):
         detail = f' ({problems[0].removesuffix(".")})' if problems else ''
@@ -200,10 +200,10 @@ def _read_plan(study: Study, problems: list[str]) -> dict[str, PlannedRun]:
     return planned
 
 
-def _read_results(
+def _with_results(
     path: Path, planned: dict[str, PlannedRun], problems: list[str]
-) -> dict[str, dict[tuple, Trial]]:
-    """The trials of results.jsonl by run."""
+) -> list[PlannedRun]:
+    """The runs with their trials, in the order of results.jsonl and of the columns of logs."""
     trials: dict[str, dict[tuple, Trial]] = {name: {} for name in planned}
 
     def add(record: Any) -> None:
@@ -217,16 +217,10 @@ def _read_results(
             )
 
     reading.for_each_line(path, path.name, problems, add)
-    return trials
-
-
-def _read_run(
-    directory: Path, run: PlannedRun, trials: Iterable[Trial], problems: list[str]
-) -> PlannedRun:
-    """The run with its trials, in the order of the columns of metrics.jsonl, and its curve."""
-    run = dataclasses.replace(run, trials=tuple(trials))
-    curve, step = read_curve(directory / run.directory / 'metrics.jsonl', run, problems)
-    return dataclasses.replace(run, curve=curve, step=step)
+    return [
+        dataclasses.replace(run, trials=tuple(trials[name].values()))
+        for name, run in planned.items()
+    ]
 
 
 def _arm_problems(trials: Iterable[Trial]) -> Iterator[str]:

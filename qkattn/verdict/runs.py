@@ -223,12 +223,11 @@ def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return (data['source'], data['target']) if 'source' in data else (data,)
 
 
-def read_curve(path: Path, run: PlannedRun, problems: list[str]) -> tuple[Curve | None, int | None]:
-    """The curve of a run, None unless all its trials have results, and its last logged step."""
+def with_log(run: PlannedRun, path: Path, problems: list[str]) -> PlannedRun:
+    """The run with what metrics.jsonl holds: the last step and, if no trial is missing, a curve."""
     if not path.is_file():
-        return None, None
-    label = f'{run.directory}/{path.name}'
-    logged = [0]
+        return run
+    label, logged = f'{run.directory}/{path.name}', [0]
     rows: dict[int, dict[str, list]] = {}
     bad: list[str] = []
 
@@ -252,7 +251,8 @@ def read_curve(path: Path, run: PlannedRun, problems: list[str]) -> tuple[Curve 
     problems += bad[:MAX_NAMED]
     if more := len(bad[MAX_NAMED:]):
         problems.append(f'{label}: {more} more lines were left out.')
-    if len(run.trials) != run.num_trials or not rows:
-        return None, max(logged)
-    values_EX = {name: np.array([row[name] for row in rows.values()], float) for name in LOGGED}
-    return Curve(np.array(list(rows)), values_EX), max(logged)
+    curve = None
+    if rows and len(run.trials) == run.num_trials:
+        values_EX = {n: np.array([row[n] for row in rows.values()], float) for n in LOGGED}
+        curve = Curve(np.array(list(rows)), values_EX)
+    return dataclasses.replace(run, curve=curve, step=max(logged))
