@@ -26,14 +26,6 @@ RUN = run_name('qk/vo', SIZE)
 METRICS = f'{RUN}/metrics.jsonl'
 
 
-def test_reads_declaration_and_trials(study_dir):
-    study = load_study(write_study(study_dir, [trial_record('qk/vo', seed=s) for s in (0, 1)]))
-    assert (study.name, study.baseline, study.matched) == ('synthetic', 'qk/vo', 'total')
-    assert [trial.seed for trial in study.trials] == [0, 1]
-    assert study.trials[0].settings == (('learning_rate', 1e-3), ('weight_decay', 0.1))
-    assert study.missing == () and study.problems == ()
-
-
 def test_missing_arms_of_a_study_without_tuning(study_dir):
     declared = [('merged_qk/vo', SIZE), ('qk/merged_vo', SIZE)]
     write_study(study_dir, [trial_record('qk/vo')], declared=declared)
@@ -97,14 +89,6 @@ def test_bad_lines_are_named_and_left_out(study_dir, path, record, message):
     assert study.runs[0].curve.steps_E.tolist() == list(range(40, 401, 40))
 
 
-def test_repeated_identical_line_counts_once(study_dir):
-    write_study(study_dir, [trial_record('qk/vo')])
-    path = study_dir / 'results.jsonl'
-    path.write_text(path.read_text() * 2)
-    study = load_study(study_dir)
-    assert len(study.trials) == 1 and study.problems == ()
-
-
 def test_same_seed_in_two_runs_is_refused(study_dir):
     write_study(study_dir, [trial_record('qk/vo', run='a'), trial_record('qk/vo', run='b')])
     with pytest.raises(ReportError, match=r"runs 'a' and 'b' both hold seed 0"):
@@ -136,6 +120,13 @@ def test_nothing_to_report_is_one_sentence(tmp_path, study_dir):
         load_study(study_dir)
     write_study(study_dir, [], declared=[('qk/vo', SIZE)])
     with pytest.raises(ReportError, match='has no results yet'):
+        load_study(study_dir)
+    write_study(study_dir, [trial_record('qk/vo')])
+    write_lines(study_dir / 'plan.jsonl', [GOOD])
+    with pytest.raises(ReportError, match='has no results yet'):
+        load_study(study_dir)
+    (study_dir / 'plan.jsonl').unlink()
+    with pytest.raises(ReportError, match=r'no results yet \(plan.jsonl does not exist'):
         load_study(study_dir)
     (study_dir / 'study.json').write_text('{"name": "x"}')
     with pytest.raises(ReportError, match="field 'question' is missing"):
@@ -185,15 +176,20 @@ def test_missing_arms_of_a_tuned_study(study_dir):
     )
 
 
-def test_reads_plan_and_tuning(study_dir):
+def test_reads_declaration_plan_and_trials(study_dir):
     study = load_study(write_tuned(study_dir, tuned_arm('qk/vo')))
+    assert (study.name, study.baseline, study.matched) == ('synthetic', 'qk/vo', 'total')
+    assert study.missing == () and study.problems == ()
+    assert study.arms == (('qk/vo', SIZE),) and study.margin == 0.005
+    assert study.tuning.seeds == (100, 101) and study.tuning.knobs == ('learning_rate',)
     screening, verdict = study.runs
     assert (screening.stage, screening.knob) == ('screening', 'learning_rate')
     assert (verdict.stage, verdict.knob, verdict.num_trials) == ('verdict', None, 8)
     assert verdict.config['train']['num_steps'] == 400 and verdict.step == 400
-    assert study.tuning.seeds == (100, 101) and study.tuning.knobs == ('learning_rate',)
-    assert study.trials[0].score_scale == 1.0 and study.trials[0].metrics['val_loss_se'] == 0.0125
-    assert study.arms == (('qk/vo', SIZE),) and study.margin == 0.005
+    assert [trial.seed for trial in verdict.trials] == list(range(8))
+    trial = screening.trials[0]
+    assert trial.settings == (('learning_rate', 1e-3), ('weight_decay', 0.1))
+    assert trial.score_scale == 1.0 and trial.metrics['val_loss_se'] == 0.0125
 
 
 GRIDS = {'learning_rates': [1.0], 'weight_decays': [0.0], 'score_scales': [1.0]}
@@ -213,13 +209,6 @@ def test_a_second_verdict_of_an_arm_is_refused(study_dir):
         f"plan.jsonl:3 was left out: 'qk/vo' at 'd_model=128' has its verdict in run {first!r} "
         "already, 'later' would be a second one."
     )
-
-
-def test_a_study_without_a_plan_is_named(study_dir):
-    write_study(study_dir, [trial_record('qk/vo')])
-    (study_dir / 'plan.jsonl').unlink()
-    with pytest.raises(ReportError, match=r'no results yet \(plan.jsonl does not exist'):
-        load_study(study_dir)
 
 
 @pytest.mark.parametrize(
@@ -248,12 +237,6 @@ def test_one_seed_and_setting_may_be_screened_in_two_runs(study_dir):
     again = trial_record(
         'qk/vo', seed=100, learning_rate=4e-3, stage='screening', knob='weight_decay'
     )
-    study = load_study(write_tuned(study_dir, [*records, again]))
+    # A line that repeats an earlier one counts once.
+    study = load_study(write_tuned(study_dir, [*records, again, again]))
     assert len(study.trials) == 19 and study.problems == ()
-
-
-def test_results_of_a_run_that_is_not_planned_are_left_out(study_dir):
-    write_study(study_dir, [trial_record('qk/vo')])
-    write_lines(study_dir / 'plan.jsonl', [GOOD])
-    with pytest.raises(ReportError, match='has no results yet'):
-        load_study(study_dir)
