@@ -49,29 +49,7 @@ def test_a_noiseless_parabola_is_recovered():
     assert sweep.fit(dict(reversed(turned.items()))) == found
 
 
-def test_levels_of_seeds_cancel():
-    rng = np.random.default_rng(0)
-    noise = {(v, s): rng.normal(0, 0.003) for v in GRID for s in range(3)}
-    plain = sweep.fit(_losses(loss=lambda v, s: _loss(v, 0) + noise[v, s]))
-    spread = sweep.fit(_losses(loss=lambda v, s: _loss(v, 0) + noise[v, s] + (0.0, 0.7, -0.4)[s]))
-    for field in ('optimum', 'optimum_low', 'optimum_high', 'curvature', 'sensitivity'):
-        assert getattr(spread, field) == pytest.approx(getattr(plain, field))
-    assert spread.loss.mean == pytest.approx(plain.loss.mean + 0.1)
-    assert spread.loss.sd == pytest.approx(plain.loss.sd)
-    assert spread.loss.high - spread.loss.low == pytest.approx(plain.loss.high - plain.loss.low)
-
-
-def test_one_seed_is_the_parabola_through_the_means():
-    losses = (2.21, 2.05, 2.02, 2.06, 2.30)
-    found = _fit_means(*losses)
-    c, b, a = np.polyfit(np.log(np.array(GRID) / 0.004), losses, 2)
-    assert found.curvature == pytest.approx(2 * c)
-    assert found.optimum == pytest.approx(0.004 * math.exp(-b / (2 * c)))
-    assert found.loss.mean == pytest.approx(a - b**2 / (4 * c))
-    assert found.optimum_low < found.optimum < found.optimum_high
-
-
-def test_fiellers_interval_is_where_the_slope_is_not_significant():
+def test_the_fit_is_least_squares_with_a_level_per_seed_and_fiellers_interval():
     """At its ends, the slope of the fitted parabola is the t quantile times its standard error."""
     rng = np.random.default_rng(1)
     found = sweep.fit(_losses(loss=lambda v, s: _loss(v, s) + rng.normal(0, 0.004)))
@@ -79,8 +57,14 @@ def test_fiellers_interval_is_where_the_slope_is_not_significant():
     x = np.log(np.array(GRID) / 0.004)
     centred = (means - means.mean(axis=0)).ravel()  # removes the level of each seed
     design = np.column_stack([x - x.mean(), x**2 - np.mean(x**2)]).repeat(3, axis=0)
-    (b, c), residual, _, _ = np.linalg.lstsq(design, centred)
-    covariance = residual[0] / (15 - 5) * np.linalg.inv(design.T @ design)
+    (b, c), (residual,), _, _ = np.linalg.lstsq(design, centred)
+    level = means.mean() - b * x.mean() - c * np.mean(x**2)
+    assert found.curvature == pytest.approx(2 * c)
+    assert found.optimum == pytest.approx(0.004 * math.exp(-b / (2 * c)))
+    assert found.loss.mean == pytest.approx(level - b**2 / (4 * c))
+    assert found.loss.sd == pytest.approx((residual / (15 - 5)) ** 0.5)
+    covariance = residual / (15 - 5) * np.linalg.inv(design.T @ design)
+    assert found.optimum_low < found.optimum < found.optimum_high
     for end in (found.optimum_low, found.optimum_high):
         slope = np.array([1.0, 2 * math.log(end / 0.004)])
         t = abs(slope @ (b, c)) / (slope @ covariance @ slope) ** 0.5
