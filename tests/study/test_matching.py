@@ -1,6 +1,7 @@
 """Configs of equal cost: what each destination moves, what it leaves alone, and what is refused."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -57,6 +58,13 @@ latent/latent            96 408    100 378    132 512    132 514
 
 WIDTHS = {variant: widths for variant, *widths in map(str.split, SOLVED.strip().splitlines())}
 SHOWN = catalogue.documented_variants()
+
+
+@pytest.fixture(autouse=True, scope='module')
+def every_model_is_counted_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, 'count', functools.cache(cost.count))
+        yield
 
 
 @pytest.mark.parametrize(('score', 'value'), SHOWN, ids=map('/'.join, SHOWN))
