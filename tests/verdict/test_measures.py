@@ -24,12 +24,7 @@ PROBE = {'val_induction_gain': 1.0, 'val_induction_accuracy': 0.5}
         (probe_record('qk/vo'), NATS, ['test_accuracy', 'test_solved'], []),
         (probe_record('qk/vo') | NO_TEST, NATS[:1], ['val_accuracy', 'val_solved'], []),
         (translation_record('qk/vo'), TEXT, [f'test_{name}' for name in TRANSLATION], []),
-        (
-            translation_record('qk/vo') | NO_TEST,
-            TEXT[:1],
-            [f'val_{name}' for name in TRANSLATION],
-            [],
-        ),
+        (translation_record('qk/vo') | NO_TEST, TEXT[:1], [f'val_{n}' for n in TRANSLATION], []),
         (translation_record('qk/vo', bleu=None), NATS[:1], [], []),
     ],
 )
