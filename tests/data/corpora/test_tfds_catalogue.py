@@ -76,7 +76,9 @@ def corpus(tmp_path):
     return make
 
 
-def test_text_set_with_another_name_of_its_validation_split_is_prepared_once(corpus, monkeypatch):
+def test_text_set_with_another_name_of_its_validation_split_is_prepared_once(
+    corpus, monkeypatch, capsys
+):
     for _ in range(2):
         found = corpus('qkattn_text')
         assert (found.name, found.version) == ('tfds-qkattn_text-text', '2.1.0')
@@ -87,6 +89,7 @@ def test_text_set_with_another_name_of_its_validation_split_is_prepared_once(cor
         }
         monkeypatch.setattr(QkattnText, '_split_generators', None)
     assert 'tensorflow' not in sys.modules
+    assert not capsys.readouterr().out
 
 
 def test_text_of_a_named_feature_and_files_fetched_by_hand(corpus, tmp_path):
