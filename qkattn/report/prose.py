@@ -5,6 +5,7 @@ rendered as plain text, or as HTML with all values escaped.
 """
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -107,10 +108,10 @@ def one_line(text: str) -> str:
 
 def clause(found: Remark | Reason | Problem | NotScaled, comparisons: int = 0) -> str:
     """What a code says of its data; `comparisons` is what Holm's correction is over."""
-    code = found if isinstance(found, NotScaled) else found.code
-    data = {} if isinstance(found, NotScaled) else found.data
-    kind = 'not_scaled' if isinstance(found, NotScaled) else type(found).__name__.lower()
-    return _macro(f'{kind}_{code.name.lower()}', {'comparisons': comparisons}, **data)
+    if isinstance(found, NotScaled):
+        return _macro(f'not_scaled_{found.name.lower()}', {'comparisons': comparisons})
+    name = f'{type(found).__name__.lower()}_{found.code.name.lower()}'
+    return _macro(name, {'comparisons': comparisons}, **found.data)
 
 
 def _macro(name: str, variables: dict[str, Any], /, **arguments: Any) -> str:
@@ -167,10 +168,8 @@ def data_name(data: Mapping[str, Any]) -> str:
     sides = corpora(data)
     versions = dict.fromkeys(str(side['version']) for side in sides)
     name = f'{" → ".join(side["name"] for side in sides)} {" → ".join(versions)}'
-    options = data.get('options')
-    if not options:
-        return name
-    return f'{name} ({", ".join(f"{name}={plain(value)}" for name, value in options.items())})'
+    options = ', '.join(f'{key}={plain(value)}' for key, value in data.get('options', {}).items())
+    return f'{name} ({options})' if options else name
 
 
 def plain(value: object) -> str:
@@ -193,11 +192,8 @@ def _rates(arms: Iterable[Arm]) -> list[float]:
 
 def _optima(arms: Iterable[Arm]) -> list[dict[str, Any]]:
     """Of every sweep, by how many nats the chosen value may be off."""
-    return [
-        {'nats': sweep.at_worst, 'arm': arm, 'knob': knob}
-        for arm in arms
-        for knob, sweep in arm.sweeps.items()
-    ]
+    sweeps = [(arm, *sweep) for arm in arms for sweep in arm.sweeps.items()]
+    return [{'nats': sweep.at_worst, 'arm': arm, 'knob': knob} for arm, knob, sweep in sweeps]
 
 
 def _problems(scaling: Iterable[Scaling], baseline: str | None) -> dict[str, list[str]]:
@@ -211,10 +207,8 @@ def _problems(scaling: Iterable[Scaling], baseline: str | None) -> dict[str, lis
 
 
 def by_size(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
-    found: dict[str, list[Arm]] = {}
-    for arm in arms:
-        found.setdefault(arm.size, []).append(arm)
-    return found
+    """Arms, which stand size by size, of each size."""
+    return {size: list(of) for size, of in itertools.groupby(arms, key=lambda arm: arm.size)}
 
 
 def _details(measure: Measure, arms: Iterable[Arm]) -> dict[str, list]:

@@ -38,17 +38,12 @@ def headed(study: Study, found: Findings) -> list[Column]:
 def text_table(study: Study, found: Findings) -> str:
     """Aligned plain text, two heading lines, one line per arm."""
     of_study = headed(study, found)
-    headings = [f'{column.heading}|'.split('|')[:2] for column in of_study]
-    lines = [*map(list, zip(*headings, strict=True)), *printed(of_study, found.arms)]
+    headings = zip(*(f'{column.heading}|'.split('|')[:2] for column in of_study), strict=True)
+    lines = [*headings, *printed(of_study, found.arms)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     lines.insert(2, ['-' * width for width in widths])
-    sides = [str.ljust if column.left else str.rjust for column in of_study]
-    return '\n'.join(
-        '  '.join(
-            side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    places = [f'{"<" if of.left else ">"}{w}' for of, w in zip(of_study, widths, strict=True)]
+    return '\n'.join('  '.join(map(format, line, places)).rstrip() for line in lines)
 
 
 def markdown_table(of_study: Sequence[Column], arms: Iterable[Arm]) -> str:

@@ -10,6 +10,7 @@ The chain from a log to a printed number:
 Figures are left out: a drawing library may place a pixel differently.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -39,10 +40,8 @@ def check_study(directory: str | Path) -> int:
       ReportError: the first difference, and where it is.
     """
     study = load_study(directory)
-    for problem in (
-        *study.problems,
-        *(p for run in study.runs for p in _unlike_its_log(study, run)),
-    ):
+    unlike = (problem for run in study.runs for problem in _unlike_its_log(study, run))
+    for problem in itertools.chain(study.problems, unlike):
         raise ReportError(f'{study.directory}: {problem}')
     found = find(study)
     count = 0
@@ -112,9 +111,8 @@ def _unlike_its_log(study: Study, run: PlannedRun) -> Iterator[str]:
             return
         for trial, value in zip(run.trials, logged, strict=True):
             result = trial.metrics[name]
-            if result is not value and (
-                result is None or value is None or not math.isclose(result, value, rel_tol=1e-9)
-            ):
+            both = result is not None and value is not None
+            if not (math.isclose(result, value, rel_tol=1e-9) if both else result is value):
                 about = f'seed {trial.seed} of run {run.name} has {name} {result}'
                 yield f'{about}, but {value} in its log'
 

@@ -156,16 +156,12 @@ def _by_size(
     """A panel for each size, the lowest mean over the sizes at the top (highest: direction -1)."""
     by_place = {arm.place: arm for arm in found.arms}
     lines: dict[str, list[Line]] = {}
-    for variant in study.variants:
-        if not with_baseline and variant == study.baseline:
-            continue
-        arms = [((variant, size), by_place.get((variant, size))) for size in study.sizes]
-        lines[variant] = [
-            (line(arm) if arm else Line(variant))._replace(
-                absent=prose.absent(study, place, arm, absent)
-            )
-            for place, arm in arms
-        ]
+    for place in [(variant, size) for variant in study.variants for size in study.sizes]:
+        if with_baseline or place[0] != study.baseline:
+            arm = by_place.get(place)
+            drawn = line(arm) if arm else Line(place[0])
+            why = prose.absent(study, place, arm, absent)
+            lines.setdefault(place[0], []).append(drawn._replace(absent=why))
 
     def rank(variant: str) -> float:
         means = [line.mean for line in lines[variant] if line.mean is not None]
