@@ -168,7 +168,9 @@ def test_sweeps_say_what_is_not_known(study_dir):
 
 
 def test_sweeps_share_an_axis_only_where_it_shows_them(study_dir):
-    other = write_tuned(study_dir, [*arms()[:36], *tuned_arm('far/vo', losses=shifted(30))])
+    lost = tuned_arm('lost/vo', losses=(), diverged_rates=RATES)
+    far = tuned_arm('far/vo', losses=shifted(30))
+    other = write_tuned(study_dir, [*lost, *arms()[:36], *far])
     _, drawn = draw(other)
     assert len({ax.get_ylim() for ax in drawn['sweep_learning_rate'].axes}) == 3
 

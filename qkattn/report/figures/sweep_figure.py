@@ -27,14 +27,15 @@ def sweep_panels(knob: str, arms: Sequence[Arm], look: Look) -> tuple[Figure, bo
     sweeps = [arm.sweeps[knob] for arm in arms]
     columns = min(COLUMNS, len(arms))
     limits = [_limits(sweep) for sweep in sweeps]
-    low, high = min(low for low, _ in limits), max(high for _, high in limits)
-    shared = high - low <= MAX_RATIO * statistics.median(b - a for a, b in limits)
+    known = [own for own in limits if own] or [(0.0, 1.0)]
+    low, high = min(low for low, _ in known), max(high for _, high in known)
+    shared = high - low <= MAX_RATIO * statistics.median(b - a for a, b in known)
     size = max(WIDTH, 2.1 * columns + 0.6), 1.9 * math.ceil(len(arms) / columns) + 0.95
     figure = Figure(figsize=size)
     axes = panels(figure, columns, len(arms), sharex=True, sharey=shared)
     values = sorted({value for sweep in sweeps for value in sweep.values})
     for ax, arm, sweep, own in zip(axes, arms, sweeps, limits, strict=True):
-        ax.set(xscale='log', ylim=(low, high) if shared else own)
+        ax.set(xscale='log', ylim=(low, high) if shared else own or known[0])
         # A panel has room for three labels.
         ax.set_xticks(values[::-1][:: math.ceil(len(values) / 3)])
         ax.xaxis.set_major_formatter('{x:.3g}')
@@ -49,11 +50,11 @@ def sweep_panels(knob: str, arms: Sequence[Arm], look: Look) -> tuple[Figure, bo
     return figure, shared
 
 
-def _limits(sweep: Sweep) -> tuple[float, float]:
-    """Y limits that show the lowest loss and what rises nearby."""
+def _limits(sweep: Sweep) -> tuple[float, float] | None:
+    """Y limits that show the lowest loss and what rises nearby; None without any loss."""
     seeds = {v: losses for v, losses in zip(sweep.values, sweep.losses, strict=True) if losses}
     if not seeds:
-        return math.nan, math.nan
+        return None
     low, highest = min(map(min, seeds.values())), max(map(max, seeds.values()))
     rise = max((max(seeds[v]) - low for v in _near(sweep, 1) if v in seeds), default=0.0)
     rise = rise or 0.005 * abs(low) or 0.01
