@@ -173,19 +173,22 @@ def test_packed_pairs_are_to_the_model_what_they_are_alone(fields):
     np.testing.assert_allclose(together[:target], bare[0], atol=2e-5 * np.abs(bare).max())
 
 
-def test_each_site_takes_its_own_variant():
-    model = abstract_model(
-        dataclasses.replace(
-            CONFIG, score='shared_qk', encoder_variant='merged/no_vo', cross_variant='key_free/no_v'
-        )
-    )
+@pytest.mark.parametrize(
+    ('fields', 'variants'),
+    [
+        (
+            {'encoder_variant': 'merged/no_vo', 'cross_variant': 'key_free/no_v'},
+            ['shared_qk/vo', 'merged/no_vo', 'key_free/no_v'],
+        ),
+        ({'positions': 'rope'}, ['shared_qk/vo'] * 3),
+    ],
+)
+def test_each_site_takes_its_own_variant(fields, variants):
+    model = abstract_model(dataclasses.replace(CONFIG, score='shared_qk', **fields))
     sites = (model.blocks.attention, model.encoder.blocks.attention, model.blocks.cross_attention)
-    variants = [(site.spec.score, site.spec.value) for site in sites]
-    assert variants == [('shared_qk', 'vo'), ('merged', 'no_vo'), ('key_free', 'no_v')]
-    own = abstract_model(dataclasses.replace(CONFIG, score='shared_qk', positions='rope'))
-    sites = (own.blocks.attention, own.encoder.blocks.attention, own.blocks.cross_attention)
-    assert {site.spec.score for site in sites} == {'shared_qk'}
-    assert [site.spec.positions for site in sites] == ['rope', 'rope', 'none']
+    assert [f'{site.spec.score}/{site.spec.value}' for site in sites] == variants
+    positions = fields.get('positions', 'none')
+    assert [site.spec.positions for site in sites] == [positions, positions, 'none']
 
 
 D, F, V, T, S = 16, 24, 13, 10, 12

@@ -11,21 +11,12 @@ import pytest
 
 from qkattn import metrics
 from qkattn.config import MeshConfig
-from qkattn.data import pipeline
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.metrics import losses
 from qkattn.model import cost
 from qkattn.train import evaluation, measurements, program, results, sharding, step, train
-
-
-def direct_se(nats_R, weights_R):
-    """The formula, word for word, in float64."""
-    nats_R, weights_R = np.asarray(nats_R, np.float64), np.asarray(weights_R, np.float64)
-    used = weights_R > 0
-    R, loss = used.sum(), nats_R.sum() / weights_R.sum()
-    squares = (nats_R - loss * weights_R)[used] ** 2
-    return math.sqrt(R / (R - 1) * squares.sum()) / weights_R.sum()
+from tests.train.standard_error import standard_error
 
 
 def measured(nats_BT, loss_weights_BT):
@@ -53,34 +44,15 @@ def test_the_standard_error_is_that_of_a_ratio_over_rows(spread, unequal):
     weights_PBT[4, 7:] = 0  # rows of padding
     sums = joined([measured(*pair) for pair in zip(nats_PBT, weights_PBT, strict=True)])
     nats_PB = (np.float32(nats_PBT).astype(np.float64) * weights_PBT).sum(-1)
-    want = direct_se(nats_PB.ravel(), weights_PBT.sum(-1).ravel())
+    want = standard_error(nats_PB.ravel(), weights_PBT.sum(-1).ravel())
     np.testing.assert_allclose(losses.standard_error(sums), [want], rtol=1e-4)
-    if not unequal:  # that of a mean of independent row means
-        mean_R = (nats_PB / 256).ravel()[: 4 * 16 + 7]
-        assert want == pytest.approx(mean_R.std(ddof=1) / math.sqrt(len(mean_R)), rel=1e-9)
 
 
 def test_a_single_row_has_no_standard_error_and_equal_rows_have_none_to_speak_of():
     one, weights = np.array([[1.0, 2.0], [9.0, 9.0]]), np.array([[1.0, 1.0], [0.0, 0.0]])
     assert np.isnan(losses.standard_error(joined([measured(one, weights)]))).all()
-    # 1 + 2 and 2 + 3 nats of two targets each: se = sqrt(2 / 1 * (1 + 1)) / 4.
-    two = measured([[1.0, 2.0], [2.0, 3.0]], np.ones((2, 2)))
-    np.testing.assert_allclose(losses.standard_error(joined([two])), [0.5], rtol=1e-6)
     same = measured(np.full((2, 2), 1.5), np.ones((2, 2)))
     assert losses.standard_error(joined([same])) == [0.0]
-
-
-def test_the_sums_do_not_depend_on_how_rows_are_batched():
-    rng = np.random.default_rng(1)
-    nats_BT, loss_weights_BT = (
-        rng.gamma(2, 1, (12, 8)),
-        (rng.random((12, 8)) < 0.6).astype(np.float32),
-    )
-    wanted = losses.standard_error(joined([measured(nats_BT, loss_weights_BT)]))
-    for size in (1, 5):
-        parts = [slice(at, at + size) for at in range(0, 12, size)]
-        sums = joined([measured(nats_BT[part], loss_weights_BT[part]) for part in parts])
-        np.testing.assert_allclose(losses.standard_error(sums), wanted, rtol=1e-5)
 
 
 def stub(answer, num_trials=2):
@@ -226,22 +198,6 @@ def test_a_run_leaves_both_in_its_results_and_a_diverged_trial_neither(tiny, tmp
     assert set(record) == {
         *('kind', 'step', 'val_loss', 'val_bits_per_byte', 'val_accuracy', 'val_solved')
     }
-
-
-def test_a_real_model_is_measured_row_by_row(tiny, evaluation_only):
-    """Against the logits of the same parameters, read one row at a time in float64."""
-    config = tiny(model={'num_layers': 1}, train={'batch_size': 3, 'accumulation': 1})
-    built, rows = program.build(config), rows_of(config)
-    state = built.init()
-    got = measurements.evaluate(config, built, rows, state, 'validation')
-    numbers_R = pipeline.eval_rows(rows, 'validation', 8)
-    batch = rows.read('validation', numbers_R, np.zeros((8, 2), np.uint64))
-    for x in range(2):
-        params = jax.tree.map(lambda a, x=x: a[x], state['trials']['params'])
-        logits_RTV = step.predict(config, params, batch)
-        nats_RT = np.asarray(step.cross_entropy(logits_RTV, batch['targets_BT']), np.float64)
-        want = direct_se(nats_RT.sum(-1), np.full(8, 16))
-        np.testing.assert_allclose(got.values['loss_se'][x], want, rtol=1e-4)
 
 
 def values_of(**metrics_X):

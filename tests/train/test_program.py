@@ -52,9 +52,8 @@ def test_rows_become_microbatches_in_turn(tiny):
 def test_initial_trials_are_those_of_their_seeds(tiny, evaluation_only):
     state = program.build(tiny(trials={'seeds': (3, 4)}), 'vmap').init()
     alone = program.build(tiny(trials={'seeds': (4,)}), 'vmap').init()
-    for stacked, one in zip(
-        jax.tree.leaves(state['trials']['params']),
-        jax.tree.leaves(alone['trials']['params']),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(stacked[1], one[0])
+    jax.tree.map(
+        lambda stacked, one: np.testing.assert_array_equal(stacked[1], one[0]),
+        state['trials']['params'],
+        alone['trials']['params'],
+    )

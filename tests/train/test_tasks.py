@@ -1,6 +1,7 @@
 """Whole runs of every task, what they leave behind, and what may enter a loss."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -14,6 +15,7 @@ from qkattn.data import pipeline
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.metrics import bits_per_byte
 from qkattn.train import evaluation, measurements, placement, program, step, train
+from tests.train.standard_error import standard_error
 
 PAIRS = [
     (f'{a} {b}', f'{b} und {a}')
@@ -123,20 +125,24 @@ def params_of(config):
     return step.init_trial(config, jnp.uint32(0))['params']
 
 
-def loss_and_gradients(config, batch, key=None):
-    batch = jax.tree.map(lambda a: jnp.asarray(a)[None], batch)
-    function = jax.jit(lambda params: step.gradients(config, params, batch, key))
-    return function(params_of(config))
+@functools.cache
+def compiled(config):
+    return jax.jit(functools.partial(step.gradients, config))
+
+
+def loss_and_gradients(config, batch):
+    return compiled(config)(params_of(config), jax.tree.map(lambda a: a[None], batch))
 
 
 def assert_same(got, want, rtol=0.0):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    def same(a, b):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+
+    jax.tree.map(same, got, want)
 
 
 def batch_of(config, count=3):
-    rows = rows_of(config)
-    return pipeline.train_batch(rows, seed=0, step=0, batch_size=count)
+    return pipeline.train_batch(rows_of(config), seed=0, step=0, batch_size=count)
 
 
 def test_padding_never_enters_a_loss_or_a_gradient(task):
@@ -157,29 +163,15 @@ def test_padding_never_enters_a_loss_or_a_gradient(task):
 
 
 @pytest.mark.parametrize('name', ['translation', 'masked', 'causal probe'])
-def test_rows_of_padding_change_nothing(task, name):
+def test_rows_of_padding_and_targets_of_no_weight_change_nothing(task, name):
     config = task(name)
     batch = batch_of(config)
     want = loss_and_gradients(config, batch)
-    padded = {
-        key: np.concatenate([array, np.zeros_like(array), np.zeros_like(array)])
-        for key, array in batch.items()
-    }
-    assert_same(loss_and_gradients(config, padded), want, rtol=1e-5)
-    doubled = {key: np.concatenate([array, array]) for key, array in batch.items()}
-    assert_same(loss_and_gradients(config, doubled), want, rtol=1e-5)
-
-
-@pytest.mark.parametrize('name', ['masked', 'translation', 'causal probe'])
-def test_targets_of_no_weight_change_nothing(task, name):
-    config = task(name)
-    batch = batch_of(config)
-    other = batch | {
-        'targets_BT': np.where(batch['loss_weights_BT'] > 0, batch['targets_BT'], 3).astype(
-            np.int32
-        )
-    }
-    assert_same(loss_and_gradients(config, other), loss_and_gradients(config, batch))
+    for others in (jax.tree.map(np.zeros_like, batch), batch):  # padding, or each row twice
+        longer = jax.tree.map(lambda *pair: np.concatenate(pair), batch, others)
+        assert_same(loss_and_gradients(config, longer), want, rtol=1e-5)
+    targets_BT = np.where(batch['loss_weights_BT'] > 0, batch['targets_BT'], np.int32(3))
+    assert_same(loss_and_gradients(config, batch | {'targets_BT': targets_BT}), want)
 
 
 def log_probabilities(config, params, batch):
@@ -239,6 +231,8 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
         np.testing.assert_allclose(got.values['accuracy'][x], right_BT[used].mean(), rtol=1e-6)
         solved = [right_BT[b, used[b]].all() for b in range(len(used))]
         np.testing.assert_allclose(got.values['solved'][x], np.mean(solved), rtol=1e-6)
+        se = standard_error((nats_BT * used).sum(-1), used.sum(-1))
+        np.testing.assert_allclose(got.values['loss_se'][x], se, rtol=1e-4)
     assert got.num_targets == loss_weights_BT.sum()
     if 'probe' in name:
         assert got.values['bits_per_byte'] is None
@@ -248,58 +242,23 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
     state['trials']['alive'] = jnp.array([True, False])
     dead = measurements.evaluate(config, built, rows, state, 'validation')
     assert dead.values['loss'][0] == got.values['loss'][0]
-    assert np.isnan(
-        [dead.values['loss'][1], dead.values['accuracy'][1], dead.values['solved'][1]]
-    ).all()
+    assert np.isnan([dead.values[name][1] for name in ('loss', 'accuracy', 'solved')]).all()
 
 
-def test_a_row_is_solved_when_all_its_targets_are(task):
-    config = task('labelling probe', model={'vocab_size': 8})
-    batch = batch_of(config, 4)
-    params = params_of(config)
-    best_BT = log_probabilities(config, params, batch).argmax(-1).astype(np.int32)
-    targets_BT, loss_weights_BT = best_BT.copy(), np.ones((4, 4), np.float32)
-    targets_BT[1, 2] = (targets_BT[1, 2] + 1) % 8
-    targets_BT[2, 3] = (targets_BT[2, 3] + 1) % 8
-    loss_weights_BT[2, 3] = 0  # wrong where nobody asks
-    loss_weights_BT[3] = 0  # no row at all
-    sums = evaluation.measure(
-        config,
-        params,
-        batch | {'targets_BT': targets_BT, 'loss_weights_BT': loss_weights_BT},
-    )
-    found = {
-        name: float(sums[name])
-        for name in ('correct', 'solved', 'weight', 'rows', 'weight_squared')
-    }
-    assert found == {
-        'correct': 10,
-        'solved': 2,
-        'weight': 11,
-        'rows': 3,
-        'weight_squared': 16 + 16 + 9,
-    }
+def test_each_kind_of_dropout_alone_acts_in_training(task):
+    batch = jax.tree.map(lambda a: a[None], batch_of(task('masked')))
+    hyper = {'seed': jnp.uint32(0), 'learning_rate': 0.0, 'weight_decay': 0.0}
 
-
-@pytest.mark.parametrize(
-    'fields',
-    [{'attention_dropout': 0.5}, {'activation_dropout': 0.5}, {'dropout': 0.5}],
-    ids=str,
-)
-def test_each_kind_of_dropout_acts_in_training(task, fields):
-    """Alone too."""
-    config, plain = task('masked', model=fields), task('masked')
-    batch = jax.tree.map(lambda a: jnp.asarray(a)[None], batch_of(config))
-
-    def loss_of(config):
+    def loss_of(**fields):
+        config = task('masked', model=fields)
         trial = step.init_trial(config, jnp.uint32(0))
-        hyper = {'seed': jnp.uint32(0), 'learning_rate': 0.0, 'weight_decay': 0.0}
-        function = jax.jit(
-            lambda trial: step.train_trial(config, jnp.int32(0), trial, hyper, batch)[1]['loss']
-        )
-        return float(function(trial))
+        return jax.jit(functools.partial(step.train_trial, config))(0, trial, hyper, batch)[1][
+            'loss'
+        ]
 
-    assert abs(loss_of(config) - loss_of(plain)) > 1e-4
+    plain = loss_of()
+    for name in ('dropout', 'attention_dropout', 'activation_dropout'):
+        assert abs(loss_of(**{name: 0.5}) - plain) > 1e-4, name
 
 
 @pytest.mark.parametrize('name', ['masked', 'translation'])
