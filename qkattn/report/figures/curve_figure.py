@@ -155,7 +155,8 @@ def _parameter_axis(ax: Axes, arms: Sequence[Arm], targets: Sequence[float]) -> 
         ax.xaxis.set_minor_locator(NullLocator())
     else:
         # At least 1 % to either side, so that counts that are nearly equal look nearly equal.
-        low, high = min(*totals[0], *targets), max(*totals[0], *targets)
+        counts = [*totals[0], *targets]
+        low, high = min(counts), max(counts)
         middle = (low + high) / 2
         half = max(0.01 * middle, 0.6 * (high - low))
         ax.set_xlim(middle - half, middle + half)
