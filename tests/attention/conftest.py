@@ -5,11 +5,13 @@ sample of the rest are quick; all other variants carry the mark `slow`. `--varia
 one variant, which may be named by import path.
 
 A check of the Score alone asks for the fixture `score` and runs once per Score; one that depends on
-both circuits asks for `variant`.
+both circuits asks for `variant`; one that depends on each circuit by itself asks for `documented`,
+of which only the variants of the documentation are quick, each Score and each Value once.
 """
 
 import random
 import re
+from collections.abc import Collection
 
 import pytest
 
@@ -20,26 +22,30 @@ from qkattn.study import catalogue
 SAMPLE = 12
 
 
-def variants() -> list:
+def variants(quick: Collection[tuple[str, str]]) -> list:
+    return [
+        pytest.param(pair, id='/'.join(pair), marks=() if pair in quick else pytest.mark.slow)
+        for pair in catalogue.buildable_variants()
+    ]
+
+
+def quick_variants() -> set[tuple[str, str]]:
     known = catalogue.buildable_variants()
     quick = {(s, v) for s, v in known if v == 'vo' or VALUES[v].shares}
     quick.update(catalogue.documented_variants())
     rest = sorted(set(known) - quick)
-    quick |= set(random.Random(0).sample(rest, min(SAMPLE, len(rest))))
-    return [
-        pytest.param(pair, id='/'.join(pair), marks=() if pair in quick else pytest.mark.slow)
-        for pair in known
-    ]
+    return quick | set(random.Random(0).sample(rest, min(SAMPLE, len(rest))))
 
 
 def pytest_generate_tests(metafunc):
     if not metafunc.module.__name__.endswith('test_contract'):
         return
     named = metafunc.config.getoption('--variant')
-    if 'variant' in metafunc.fixturenames:
-        chosen = [pytest.param(_checked(text), id=text) for text in named] if named else variants()
-        metafunc.parametrize('variant', chosen)
-    elif 'score' in metafunc.fixturenames:
+    chosen = {'variant': quick_variants, 'documented': catalogue.documented_variants}
+    for fixture in chosen.keys() & set(metafunc.fixturenames):
+        pairs = [pytest.param(_checked(text), id=text) for text in named or ()]
+        metafunc.parametrize(fixture, pairs or variants(chosen[fixture]()))
+    if 'score' in metafunc.fixturenames:
         scores = dict.fromkeys(_checked(text)[0] for text in named) if named else SCORES
         metafunc.parametrize('score', scores)
 

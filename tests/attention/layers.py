@@ -1,6 +1,10 @@
-"""Small attention layers, their inputs, and the slow reference that they are compared with."""
+"""Small attention layers, their inputs, and the slow reference that they are compared with.
 
-from typing import Any
+Layers run operation by operation: their operations recur, a program of a whole layer does not.
+"""
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +16,21 @@ D, N, H, T = 32, 4, 8, 7
 SIZES = {'d_model': D, 'num_heads': N, 'num_kv_heads': N, 'head_size': H}
 
 
+@functools.cache
+def _initialized(spec: AttentionSpec, seed: int, x64: bool) -> tuple[list[jax.Array], Any]:
+    return jax.tree.flatten(Attention(spec, key=jax.random.key(seed)))
+
+
 def make(
     variant: tuple[str, str], *, seed: int = 0, moved: bool = True, **options: Any
 ) -> Attention:
     """A layer; where `moved`, every parameter is off its initial value so that biases count."""
     spec = AttentionSpec(score=variant[0], value=variant[1], **{**SIZES, **options})
-    layer = Attention(spec, key=jax.random.key(seed))
-    leaves, tree = jax.tree.flatten(layer)
-    if not moved or not leaves:
-        return layer
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    leaves = [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)]
+    leaves, tree = _initialized(spec, seed, jax.config.jax_enable_x64)
+    if moved and leaves:
+        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+        moves = (0.1 * jax.random.normal(k, a.shape) for k, a in zip(keys, leaves, strict=True))
+        leaves = [a + move for a, move in zip(leaves, moves, strict=True)]
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -39,24 +47,56 @@ def causal(length: int = T) -> jax.Array:
     return visible(length, length, causal=True)
 
 
-def hide_self(score: Any, mask_BTS: jax.Array) -> jax.Array:
+class Computed(NamedTuple):
+    """Outputs of self-attention and of cross-attention to `other(x)`, and what they consist of."""
+
+    out_BTD: jax.Array
+    across_BTD: jax.Array
+    q_BTNH: jax.Array
+    k_BSKH: jax.Array
+    A_NDE: jax.Array | None  # None where the logits are not bilinear
+    B_NDE: jax.Array
+
+
+def other(x_BTD: jax.Array) -> jax.Array:
+    """y_BSD with S = 5, in the width and dtype of x."""
+    return stream(5, seed=6, d_model=x_BTD.shape[-1]).astype(x_BTD.dtype)
+
+
+def compute(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array) -> Computed:
+    score, y_BSD = layer.score, other(x_BTD)
+    everything_BTS = visible(x_BTD.shape[1], y_BSD.shape[1], causal=False)
+    return Computed(
+        layer(x_BTD, mask_BTS),
+        layer(x_BTD, everything_BTS, y_BSD=y_BSD),
+        score.queries(x_BTD),
+        score.keys(score.cached(x_BTD)),
+        score.matrix() if score.bilinear else None,
+        layer.value.matrix(score),
+    )
+
+
+def hide_self(score: Any, mask_BTS: Any) -> np.ndarray:
     """The mask with the diagonal hidden where the Score hides it and others are visible."""
+    mask_BTS = np.asarray(mask_BTS)
     if not score.hides_self:
         return mask_BTS
-    others_BTS = mask_BTS & ~jnp.eye(mask_BTS.shape[-1], dtype=bool)
-    return jnp.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
+    others_BTS = mask_BTS & ~np.eye(mask_BTS.shape[-1], dtype=bool)
+    return np.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
 
 
-def reference(layer: Attention, x_BTD: Any, y_BSD: Any, mask_BTS: jax.Array) -> np.ndarray:
-    """out_BTD from A[n] and B[n]."""
-    score = layer.score
-    if x_BTD is y_BSD:
-        mask_BTS = hide_self(score, mask_BTS)
-    if score.bilinear:
-        s_BNTS = oracle.logits(np.asarray(score.matrix()), x_BTD, y_BSD, scale=score.scale)
-    else:
-        s_BNTS = score.scale * score.reference_logits(np.asarray(x_BTD), np.asarray(y_BSD))
-    return oracle.mix(s_BNTS, np.asarray(layer.value.matrix(score)), y_BSD, mask_BTS)
+def expected(layer: Attention, computed: Computed, x_BTD: Any, mask_BTS: Any) -> list[np.ndarray]:
+    """out_BTD and across_BTD from A[n] and B[n]."""
+    score, x_BTD, y_BSD = layer.score, np.asarray(x_BTD), np.asarray(other(x_BTD))
+    everything_BTS = np.ones((1, x_BTD.shape[1], y_BSD.shape[1]), bool)
+    outputs = []
+    for y, mask in ((x_BTD, hide_self(score, mask_BTS)), (y_BSD, everything_BTS)):
+        if score.bilinear:
+            s_BNTS = oracle.logits(computed.A_NDE, x_BTD, y, scale=score.scale)
+        else:
+            s_BNTS = score.scale * score.reference_logits(x_BTD, y)
+        outputs.append(oracle.mix(s_BNTS, computed.B_NDE, y, mask))
+    return outputs
 
 
 def error(got: Any, want: Any) -> float:
@@ -65,12 +105,29 @@ def error(got: Any, want: Any) -> float:
     return float(np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max())
 
 
+def assert_equals_oracle(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array) -> None:
+    """Self-attention and cross-attention, to 1e-5 in float32 and to 1e-12 in float64."""
+    computed = compute(layer, x_BTD, mask_BTS)
+    assert computed.out_BTD.dtype == computed.across_BTD.dtype == x_BTD.dtype
+    tolerance = {'float32': 1e-5, 'float64': 1e-12}[x_BTD.dtype.name]
+    want_BTD, across_BTD = expected(layer, computed, x_BTD, mask_BTS)
+    assert error(computed.out_BTD, want_BTD) < tolerance
+    assert error(computed.across_BTD, across_BTD) < tolerance
+
+
 def assert_equals_oracle_in_float64(layer: Attention) -> None:
-    """Self-attention and cross-attention; only under jax.enable_x64."""
-    layer, x_BTD, y_BSD = wide((layer, stream(), stream(5, seed=6)))
-    got = layer(x_BTD, causal())
-    assert got.dtype == jnp.float64
-    assert error(got, reference(layer, x_BTD, x_BTD, causal())) < 1e-12
-    across_BTS = visible(T, 5, causal=False)
-    got = layer(x_BTD, across_BTS, y_BSD=y_BSD)
-    assert error(got, reference(layer, x_BTD, y_BSD, across_BTS)) < 1e-12
+    with jax.enable_x64(True):
+        layer, x_BTD = wide((layer, stream(d_model=layer.spec.d_model)))
+        assert_equals_oracle(layer, x_BTD, causal())
+
+
+def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **sizes: Any) -> float:
+    """Standard deviation of the logits of independent unit-normal x and y, mean over seeds."""
+    stds = []
+    for seed in range(num_seeds):
+        circuit = make((score, value), seed=seed, moved=False, **sizes).score
+        x_BTD, y_BSD = (stream(64, seed=seed + s, d_model=sizes['d_model']) for s in (50, 90))
+        q_BTNH, k_BSKH = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
+        q_BTKMH = q_BTNH.reshape(*q_BTNH.shape[:2], k_BSKH.shape[2], -1, q_BTNH.shape[3])
+        stds.append(float((circuit.scale * jnp.einsum('BTKMH,BSKH->BKMTS', q_BTKMH, k_BSKH)).std()))
+    return float(np.mean(stds))

@@ -1,9 +1,11 @@
 """The contract that every variant keeps, registered or named by import path.
 
-Tests with the fixture `score` hold for the Score alone and run beside the Value `vo`.
+Tests with the fixture `score` hold for the Score alone and run beside the Value `vo`; those with
+`documented` depend on how the parameters of a Score or Value are named and shaped.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +20,69 @@ from qkattn.study import catalogue
 from qkattn.train import program, sharding
 from qkattn.train.step import train_steps
 from tests.attention.layers import (
+    Computed,
     N,
     T,
-    assert_equals_oracle_in_float64,
+    assert_equals_oracle,
     causal,
+    compute,
     error,
     hide_self,
+    initial_logit_std,
     make,
-    reference,
     stream,
+    wide,
 )
 
 
-@pytest.mark.parametrize('biases', [False, True], ids=['plain', 'biases'])
-def test_it_equals_the_oracle(variant, biases):
-    layer, x_BTD = make(variant, biases=biases), stream()
-    valid_BS = jnp.arange(T)[None, :] < jnp.array([[T], [T - 2]])
-    mask_BTS = visible(T, T, causal=True, valid_BS=valid_BS)
-    assert error(layer(x_BTD, mask_BTS), reference(layer, x_BTD, x_BTD, mask_BTS)) < 1e-5
+def mask_of(lengths: tuple[int, int], **options) -> jax.Array:
+    """mask_BTS of two sequences of these lengths."""
+    valid_BS = jnp.arange(T)[None, :] < jnp.array(lengths)[:, None]
+    return visible(T, T, valid_BS=valid_BS, **options)
+
+
+def test_it_equals_the_oracle(variant):
+    assert_equals_oracle(make(variant), stream(), mask_of((T, T - 2), causal=True))
+
+
+@functools.cache
+def in_float64(variant: tuple[str, str]) -> tuple[Attention, jax.Array, dict]:
+    """A layer with biases, its input x, and the gradients by both of sum_t weight_t |out_t|^2.
+
+    The weights are 1 at one position, by which the gradients are named, or 1 at 'all' of them.
+    """
+    weights = {0: np.eye(T)[0], 3: np.eye(T)[3], 'all': np.ones(T)}
+    with jax.enable_x64(True):
+        layer, x_BTD = wide((make(variant, biases=True), stream()))
+        out_BTD, pull_back = jax.vjp(lambda layer, x: layer(x, causal()), layer, x_BTD)
+        gradients = {t: pull_back(2 * w_T[:, None] * out_BTD) for t, w_T in weights.items()}
+    return layer, x_BTD, gradients
 
 
 def test_it_equals_the_oracle_in_float64(variant):
+    layer, x_BTD, _ = in_float64(variant)
     with jax.enable_x64(True):
-        assert_equals_oracle_in_float64(make(variant, biases=True))
+        assert_equals_oracle(layer, x_BTD, causal())
+
+
+def test_no_position_depends_on_a_later_one(variant):
+    gradients = in_float64(variant)[2]
+    for t in (0, 3):
+        gradient_BTD = np.asarray(gradients[t][1])
+        assert np.all(gradient_BTD[:, t + 1 :] == 0)
+        assert np.abs(gradient_BTD[:, : t + 1]).max() > 0
+
+
+def test_every_parameter_has_a_finite_gradient(variant):
+    gradients, _ = in_float64(variant)[2]['all']
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        name, gradient = jax.tree_util.keystr(path), np.asarray(gradient)
+        assert np.isfinite(gradient).all(), name
+        # A constant added to every key moves all logits of a query alike: softmax ignores it.
+        if 'frozen' in name:
+            assert np.abs(gradient).max() == 0, name
+        elif 'b_k' not in name:
+            assert np.abs(gradient).max() > 0, name
 
 
 def test_grouped_heads_equal_the_oracle(variant):
@@ -55,38 +97,16 @@ def test_grouped_heads_equal_the_oracle(variant):
         except SpecError as refusal:  # a pair that needs as many key heads as query heads
             assert 'num_kv_heads' in str(refusal) and '\n' not in str(refusal)
             continue
-        x_BTD = stream()
-        assert error(layer(x_BTD, causal()), reference(layer, x_BTD, x_BTD, causal())) < 1e-5
-
-
-def test_no_position_depends_on_a_later_one(variant):
-    layer, x_BTD = make(variant), stream()
-    for t in (0, 3):
-        gradient_BTD = jax.grad(lambda x, t=t: jnp.square(layer(x, causal())[:, t]).sum())(x_BTD)
-        assert jnp.all(gradient_BTD[:, t + 1 :] == 0)
-        assert jnp.abs(gradient_BTD[:, : t + 1]).max() > 0
+        assert_equals_oracle(layer, stream(), causal())
 
 
 def test_padding_is_never_read(variant):
-    layer, x_BTD = make(variant), stream()
-    valid_BS = jnp.arange(T)[None, :] < jnp.array([[T - 3], [T - 1]])
-    mask_BTS = visible(T, T, causal=False, valid_BS=valid_BS)
+    lengths = (T - 3, T - 1)
+    layer, x_BTD, mask_BTS = make(variant), stream(), mask_of(lengths, causal=False)
+    valid_BS = np.arange(T)[None, :] < np.array(lengths)[:, None]
     other_BTD = jnp.where(valid_BS[..., None], x_BTD, 100.0)
-    got, want = (np.asarray(layer(z, mask_BTS))[valid_BS] for z in (other_BTD, x_BTD))
+    got, want = (np.asarray(layer(z_BTD, mask_BTS))[valid_BS] for z_BTD in (other_BTD, x_BTD))
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
-
-
-def test_every_parameter_has_a_finite_gradient(variant):
-    layer, x_BTD = make(variant, biases=True), stream()
-    gradients = jax.grad(lambda layer: jnp.square(layer(x_BTD, causal())).sum())(layer)
-    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
-        name = jax.tree_util.keystr(path)
-        assert np.isfinite(gradient).all(), name
-        # A constant added to every key moves all logits of a query alike: softmax ignores it.
-        if 'frozen' in name:
-            assert np.abs(gradient).max() == 0, name
-        elif 'b_k' not in name:
-            assert np.abs(gradient).max() > 0, name
 
 
 def test_the_parameter_count_is_as_declared(variant):
@@ -103,35 +123,28 @@ def test_the_parameter_count_is_as_declared(variant):
 
 def test_bfloat16_is_near_float32(variant):
     layer, x_BTD = make(variant, moved=False), stream()
-    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), layer)
-    got, want = half(x_BTD.astype(jnp.bfloat16), causal()), layer(x_BTD, causal())
+    half, x_half_BTD = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (layer, x_BTD))
+    got = half(x_half_BTD, causal())
     assert got.dtype == jnp.bfloat16
-    assert 1e-5 < error(got, want) < 0.06
+    assert 1e-5 < error(got, layer(x_BTD, causal())) < 0.06
 
 
-def test_sharded_equals_unsharded(variant):
+def test_stacked_and_sharded_trials_equal_single_ones(documented):
     """Parameters placed by the letters of their names on a mesh of 8 devices."""
-    layer, x_BTD = make(variant), stream()
+    layers, x_BTD = [make(documented, seed=seed) for seed in (0, 7)], stream()
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 
-    def place(path, leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator='/')
-        name = name.removesuffix('/value')
-        spec = sharding.spec(name, (1, *leaf.shape), mesh)
-        return jax.device_put(leaf, NamedSharding(mesh, jax.sharding.PartitionSpec(*spec[1:])))
+    def stack(path, *leaves):
+        stacked = np.stack(leaves)
+        name = jax.tree_util.keystr(path, simple=True, separator='/').removesuffix('/value')
+        return jax.device_put(
+            stacked, NamedSharding(mesh, sharding.spec(name, stacked.shape, mesh))
+        )
 
-    placed = jax.tree_util.tree_map_with_path(place, layer)
-    run = jax.jit(lambda layer, x_BTD: layer(x_BTD, causal()))
-    assert error(run(placed, x_BTD), layer(x_BTD, causal())) < 1e-5
-
-
-def test_stacked_trials_equal_single_ones(variant):
-    x_BTD = stream()
-    layers = [make(variant, seed=seed) for seed in (0, 7)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    got = jax.vmap(lambda layer: layer(x_BTD, causal()), axis_size=2)(stacked)
-    for x, layer in enumerate(layers):
-        assert error(got[x], layer(x_BTD, causal())) < 1e-5
+    stacked = jax.tree_util.tree_map_with_path(stack, *layers)
+    run = jax.jit(jax.vmap(lambda layer, x_BTD: layer(x_BTD, causal()), (0, None), axis_size=2))
+    for got_BTD, layer in zip(run(stacked, x_BTD), layers, strict=True):
+        assert error(got_BTD, layer(x_BTD, causal())) < 1e-5
 
 
 @pytest.mark.parametrize('positions', ['rope', 'alibi'])
@@ -143,21 +156,28 @@ def test_cached_decoding_equals_the_whole(variant, positions):
         return
     x_BTD = stream()
     want = np.asarray(layer(x_BTD, causal()))
-    pieces = [layer.cached(x_BTD[:, t : t + 1]) for t in range(T)]
+    tokens = layer.cached(x_BTD.reshape(2 * T, 1, -1))
     # Slots that are not written yet hold large numbers, which must not be read.
-    cache = {name: jnp.full((2, T + 1, *array.shape[2:]), 1e3) for name, array in pieces[0].items()}
-    for t, piece in enumerate(pieces):
-        cache = {name: cache[name].at[:, t].set(piece[name][:, 0]) for name in cache}
+    written_TS = np.tri(T, T + 1, dtype=bool)
+    cache = {}  # of every step t, by name
+    for name, array in tokens.items():
+        slots_BS = np.full((2, T + 1, *array.shape[2:]), 1e3, np.float32)
+        slots_BS[:, :T] = np.asarray(array).reshape(2, T, *array.shape[2:])
+        written = written_TS.reshape(T, 1, T + 1, *[1] * (array.ndim - 2))
+        cache[name] = np.where(written, slots_BS, np.float32(1e3))
+
+    def step(t, x_BD, cache):
         mask_BTS = visible(1, T + 1, causal=True, first_query=t)
-        got = layer.attend_to(x_BTD[:, t : t + 1], cache, mask_BTS, first_query=t)
-        assert np.abs(np.asarray(got)[:, 0] - want[:, t]).max() < 1e-5 * np.abs(want).max()
+        return layer.attend_to(x_BD[:, None], cache, mask_BTS, first_query=t)[:, 0]
+
+    got_TBD = jax.vmap(step, (0, 1, 0))(jnp.arange(T), x_BTD, cache)
+    assert np.abs(np.moveaxis(got_TBD, 0, 1) - want).max() < 1e-5 * np.abs(want).max()
 
 
-def logits_with_options(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
+def logits_with_options(layer: Attention, computed: Computed) -> np.ndarray:
     """s_BNTS in plain numpy from queries and keys: QK-norm, scales, cap, linear biases."""
     score, spec = layer.score, layer.spec
-    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(x_BTD))
-    q_BTNH, k_BSKH = np.asarray(q_BTNH, np.float64), np.asarray(k_BSKH, np.float64)
+    q_BTNH, k_BSKH = (np.asarray(z, np.float64) for z in (computed.q_BTNH, computed.k_BSKH))
     if spec.qk_norm:
         q_BTNH, k_BSKH = (
             z / np.sqrt((z**2).mean(-1, keepdims=True)) * np.asarray(gain[...])
@@ -173,60 +193,50 @@ def logits_with_options(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
     return s_BNTS
 
 
-def assert_options_are_honoured_or_refused(variant: tuple[str, str], **options) -> None:
-    try:
-        layer = make(variant, **options)
-    except SpecError as refusal:
-        assert '\n' not in str(refusal) and variant[0].split('(')[0] in str(refusal)
-        return
-    x_BTD = stream()
+def assert_options_are_honoured(variant: tuple[str, str], options: dict) -> None:
+    """SpecError where the variant refuses one of the options."""
+    layer, x_BTD = make(variant, **options), stream()
     mask_BTS = visible(T, T, causal=True, window=layer.spec.window)
     if layer.spec.window is not None:
         t, s = np.nonzero(np.asarray(mask_BTS[0]))
         assert (t - s).max() == layer.spec.window - 1
-    B_NDE = np.asarray(layer.value.matrix(layer.score))
-    s_BNTS = logits_with_options(layer, x_BTD)
-    want = oracle.mix(s_BNTS, B_NDE, x_BTD, hide_self(layer.score, mask_BTS))
-    assert error(layer(x_BTD, mask_BTS), want) < 1e-5
+    computed = compute(layer, x_BTD, mask_BTS)
+    s_BNTS = logits_with_options(layer, computed)
+    want = oracle.mix(s_BNTS, computed.B_NDE, x_BTD, hide_self(layer.score, mask_BTS))
+    assert error(computed.out_BTD, want) < 1e-5
+
+
+OPTIONS = {'qk_norm': True, 'score_scale': 2.0, 'logit_cap': 3.0, 'window': 3, 'positions': 'alibi'}
 
 
 def test_options_together_are_honoured_or_refused(variant):
-    assert_options_are_honoured_or_refused(
-        variant, qk_norm=True, score_scale=2.0, logit_cap=3.0, window=3, positions='alibi'
+    try:
+        assert_options_are_honoured(variant, OPTIONS)
+    except SpecError as refusal:
+        assert '\n' not in str(refusal) and variant[0].split('(')[0] in str(refusal)
+
+
+@pytest.mark.parametrize('option', OPTIONS)
+def test_an_option_alone_is_honoured(option):
+    """The layer applies the options, the same way for every Score and Value."""
+    assert_options_are_honoured(('qk', 'vo'), {option: OPTIONS[option]})
+
+
+def assert_rotation_is_the_complex_form(variant: tuple[str, str]) -> None:
+    layer, x_BTD = make(variant, positions='rope'), stream()
+    score, computed = layer.score, compute(layer, x_BTD, causal())
+    s_BNTS = oracle.rotary_logits(
+        computed.q_BTNH, computed.k_BSKH, scale=score.scale, rope_size=score.rope_size
     )
-
-
-@pytest.mark.parametrize(
-    'option',
-    [
-        {'qk_norm': True},
-        {'score_scale': 0.5},
-        {'logit_cap': 1.0},
-        {'window': 2},
-        {'positions': 'alibi'},
-    ],
-    ids=lambda option: next(iter(option)),
-)
-def test_an_option_is_honoured_or_refused(score, option):
-    assert_options_are_honoured_or_refused((score, 'vo'), **option)
+    want = oracle.mix(s_BNTS, computed.B_NDE, x_BTD, hide_self(score, causal()))
+    assert error(computed.out_BTD, want) < 1e-5
 
 
 def test_rotary_positions_equal_the_complex_form(score):
     try:
-        layer = make((score, 'vo'), positions='rope')
+        assert_rotation_is_the_complex_form((score, 'vo'))
     except SpecError as refusal:
         assert '\n' not in str(refusal)
-        return
-    circuit, x_BTD = layer.score, stream()
-    s_BNTS = oracle.rotary_logits(
-        circuit.queries(x_BTD),
-        circuit.keys(circuit.cached(x_BTD)),
-        scale=circuit.scale,
-        rope_size=circuit.rope_size,
-    )
-    B_NDE = np.asarray(layer.value.matrix(circuit))
-    want = oracle.mix(s_BNTS, B_NDE, x_BTD, hide_self(circuit, causal()))
-    assert error(layer(x_BTD, causal()), want) < 1e-5
 
 
 QUICK = [(64, 8), (256, 4), (512, 1)]
@@ -240,21 +250,20 @@ SLOW = [(64, 1), (64, 4), (256, 1), (256, 8), (512, 4), (512, 8)]
 def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
     """For independent unit-normal x and y."""
     sizes = {'num_heads': num_heads, 'num_kv_heads': num_heads, 'head_size': d_model // num_heads}
-    stds = []
-    for seed in range(6 if d_model == 64 else 2):
-        circuit = make((score, 'no_v'), seed=seed, d_model=d_model, moved=False, **sizes).score
-        x_BTD, y_BSD = (stream(64, seed=seed + s, d_model=d_model) for s in (50, 90))
-        q_BTNH, k_BSKH = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
-        q_BTKMH = q_BTNH.reshape(*q_BTNH.shape[:2], k_BSKH.shape[2], -1, q_BTNH.shape[3])
-        s_BKMTS = circuit.scale * jnp.einsum('BTKMH,BSKH->BKMTS', q_BTKMH, k_BSKH)
-        stds.append(float(s_BKMTS.std()))
-    assert 0.9 < np.mean(stds) < 1.1, stds
+    num_seeds = 6 if d_model == 64 else 2
+    std = initial_logit_std(score, d_model=d_model, num_seeds=num_seeds, **sizes)
+    assert 0.9 < std < 1.1
 
 
-def test_a_train_step_lowers_for_a_pod_without_devices(variant):
+def test_a_train_step_lowers_for_a_pod_without_devices(documented):
     config = Config(
         model=ModelConfig(
-            score=variant[0], value=variant[1], d_model=64, num_layers=2, num_heads=4, context=16
+            score=documented[0],
+            value=documented[1],
+            d_model=64,
+            num_layers=2,
+            num_heads=4,
+            context=16,
         ),
         train=TrainConfig(batch_size=64, accumulation=2, steps_per_dispatch=1),
         trials=TrialsConfig(seeds=(0, 1)),
