@@ -15,7 +15,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from qkattn.stats.inference import Decision, Difference, Estimate
+from qkattn.stats.decision import Decision
+from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem, ProblemCode
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import NotScaled, Reason, Remark, RemarkCode

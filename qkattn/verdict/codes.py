@@ -8,7 +8,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from qkattn.stats.inference import Decision
+from qkattn.stats.decision import Decision
 
 # Variant and size of an arm.
 Place = tuple[str, str]

@@ -6,8 +6,8 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 import dataclasses
 from collections.abc import Iterator
 
-from qkattn.stats import inference, scaling
-from qkattn.stats.inference import Judgement
+from qkattn.stats import decision, inference, scaling
+from qkattn.stats.decision import Judgement
 from qkattn.verdict import hygiene
 from qkattn.verdict.arms import Arm, arms_of
 from qkattn.verdict.codes import Decision, Place, Reason, ReasonCode, Remark, Verdict
@@ -103,7 +103,7 @@ def _judged(study: Study, found: Findings) -> tuple[Arm, ...]:
         for place, (arm, baseline) in pairs.items()
     }
     tested = {place: pair for place, pair in pairs.items() if not lacking[place]}
-    judged = inference.judge(
+    judged = decision.judge(
         {place: arm.difference for place, (arm, _) in tested.items()},
         diverged={p: (arm.num_diverged, base.num_diverged) for p, (arm, base) in tested.items()},
         planned=number,

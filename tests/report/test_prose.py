@@ -6,7 +6,7 @@ import pytest
 
 from qkattn.report import prose
 from qkattn.report.prose import environment
-from qkattn.stats.inference import Decision
+from qkattn.stats.decision import Decision
 from qkattn.stats.scaling import Problem, ProblemCode
 from qkattn.verdict import NotScaled, Reason, ReasonCode, Remark, RemarkCode, find, load_study
 from qkattn.verdict.load import Missing

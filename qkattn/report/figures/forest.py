@@ -23,7 +23,7 @@ from qkattn.report.figures.style import (
     panels,
     short,
 )
-from qkattn.stats.inference import Decision
+from qkattn.stats.decision import Decision
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
