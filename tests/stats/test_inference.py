@@ -1,5 +1,6 @@
 """Differences: closed forms against scipy, and coverage in simulations."""
 
+import dataclasses
 import functools
 import warnings
 
