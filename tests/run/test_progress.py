@@ -89,6 +89,8 @@ def test_progress_on_a_terminal_is_one_bar():
 WAIT_FOR_STOP = """
     import signal, sys, time
     from qkattn.run.signals import EXIT_REQUEUE, StopRequest
+    # A shell starts background jobs with SIGINT ignored; its default is what a second one needs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with StopRequest() as stop:
         print('ready', flush=True)
         while not stop.requested:
