@@ -6,13 +6,7 @@ from pathlib import Path
 from qkattn.report.figures import figures
 from qkattn.report.figures.style import Drawing, render
 from qkattn.report.page import report_page
-from qkattn.report.tables import (
-    csv_table,
-    headline,
-    latex_table,
-    report_markdown,
-    report_text,
-)
+from qkattn.report.tables import csv_table, headline, latex_table, report_markdown, report_text
 from qkattn.run.files import write_atomic
 from qkattn.verdict import Findings, Study, find, load_study
 

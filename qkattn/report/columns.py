@@ -143,10 +143,7 @@ def columns(study: Study, found: Findings) -> list[Column]:
             description='FLOPs/token are those of a forward pass.',
         ),
         Column(
-            'cache_floats_per_token',
-            'example.cache_floats_per_token',
-            'cache|floats/token',
-            si,
+            'cache_floats_per_token', 'example.cache_floats_per_token', 'cache|floats/token', si
         ),
         Column(
             'tokens_per_second',
