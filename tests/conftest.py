@@ -78,6 +78,11 @@ def tiny(data_dir):
     return make
 
 
+@pytest.fixture
+def study_dir(tmp_path):
+    return tmp_path / 'study'
+
+
 @pytest.fixture(autouse=True, scope='module')
 def compiled_programs_are_dropped():
     """Programs in memory are dropped between modules once the process has grown past 2 GiB.

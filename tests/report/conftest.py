@@ -3,9 +3,6 @@
 import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
-
-import pytest
 
 from tests.studies import tuned_arm
 
@@ -94,8 +91,3 @@ def assert_compiles(table):
     rows = [line for line in table.splitlines() if line.endswith(r'\\')]
     assert all(len(re.findall(r'(?<!\\)&', line)) == len(places) - 1 for line in rows)
     assert all(ord(character) <= 0x17F for character in table)
-
-
-@pytest.fixture
-def study_dir(tmp_path: Path) -> Path:
-    return tmp_path / 'study'
