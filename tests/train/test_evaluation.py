@@ -1,6 +1,5 @@
 """What an evaluation makes of the sums that a program returns."""
 
-import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from qkattn.data.tasks import repeats
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.metrics import losses
 from qkattn.model import cost
-from qkattn.train import evaluation, measurements, program, results, sharding, step, train
+from qkattn.train import evaluation, measurements, results, sharding, step, train
 from tests.train.standard_error import standard_error
 
 
@@ -154,30 +153,6 @@ def test_every_arm_is_shown_the_same(tiny):
 def test_where_repeats_mean_nothing_there_is_no_probe(tiny, sections):
     config = tiny(**sections)
     assert induction_of(config, None, rows_of(config), alive(True, True)) is None
-
-
-def reached(config, mesh, lifting):
-    split = dataclasses.replace(config, mesh=mesh)
-    built, rows = program.build(split, lifting), rows_of(split)
-    state = built.init()
-    return (
-        measurements.evaluate(split, built, rows, state, 'validation'),
-        induction_of(split, built, rows, state),
-    )
-
-
-def test_other_meshes_and_liftings_measure_the_same(tiny, evaluation_only):
-    config = tiny(model={'num_layers': 1}, train={'batch_size': 8})
-    want, want_induction = reached(config, MeshConfig(), 'map')
-    for mesh, lifting in (
-        (MeshConfig(trial=2, data=2, fsdp=2), 'map'),
-        (MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
-    ):
-        got, got_induction = reached(config, mesh, lifting)
-        np.testing.assert_allclose(got.values['loss_se'], want.values['loss_se'], rtol=1e-4)
-        np.testing.assert_allclose(got_induction.gain_X, want_induction.gain_X, atol=1e-5)
-        np.testing.assert_allclose(got_induction.accuracy_X, want_induction.accuracy_X, atol=2e-3)
-        assert got.num_rows == want.num_rows == 8
 
 
 def test_a_run_leaves_both_in_its_results_and_a_diverged_trial_neither(tiny, tmp_path):

@@ -33,16 +33,19 @@ def test_a_directory_returns_what_was_saved_and_is_not_overwritten(tmp_path):
 
 
 def test_training_goes_on_from_a_run_and_from_a_directory(tiny, tmp_path):
-    train(tiny(), tmp_path / 'first')
+    config = tiny(model={'num_layers': 1}, train={'num_steps': 8})
+    train(config, tmp_path / 'first')
     model, params = exported.load(tmp_path / 'first', trial=1)
-    assert model == tiny().model
+    assert model == config.model
     _, other = exported.load(tmp_path / 'first', trial=0)
     assert (other['w_embedding_VD'] != params['w_embedding_VD']).any()
     with pytest.raises(ConfigError, match=r'trial=2 must be in \[0, 2\)'):
         exported.load(tmp_path / 'first', trial=2)
     exported.save(tmp_path / 'w', model, params, origin={})
-    on = tiny(train={'init_from': str(tmp_path / 'w')}, trials={'seeds': (0,)})
-    train(on, tmp_path / 'second')
+    train(
+        tiny(model={'num_layers': 1}, train={'num_steps': 8, 'init_from': str(tmp_path / 'w')}),
+        tmp_path / 'second',
+    )
     losses = [
         [r['loss'][-1] for r in read_metrics(tmp_path / d / 'metrics.jsonl') if 'loss' in r]
         for d in ('first', 'second')

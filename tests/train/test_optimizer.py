@@ -134,20 +134,16 @@ def test_decay_is_of_matrices_and_embeddings_and_muon_trains_the_matrices_of_blo
 
 
 @pytest.mark.parametrize('name', [name for name in OPTIMIZERS if name != 'adamw'])
-def test_a_stack_of_trials_learns_and_resumes(tiny, tmp_path, name):
+def test_a_stack_of_trials_learns(tiny, tmp_path, name):
     config = tiny(
         model={'num_layers': 1, 'd_model': 16},
         optimizer={'name': name},
         trials={'learning_rates': (1e-2, 2e-2), 'seeds': (0,)},
-        train={'steps_per_dispatch': 4, 'log_every': 4, 'num_steps': 16},
+        train={'steps_per_dispatch': 4, 'log_every': 4, 'num_steps': 16, 'eval_every': 16},
     )
     results = train(config, tmp_path / name)
     assert all(2 < result['val_loss'] < 5.4 for result in results)
     assert results[0]['val_loss'] != results[1]['val_loss']
-    (tmp_path / name / 'result.json').unlink()
-    assert [r['val_loss'] for r in train(config, tmp_path / name)] == [
-        r['val_loss'] for r in results
-    ]
 
 
 @pytest.mark.parametrize('field', ['name', 'schedule'])

@@ -7,24 +7,26 @@ import numpy as np
 
 from qkattn.config import MeshConfig
 from qkattn.run.records import read_json
-from qkattn.train import placement, program, sharding, train
+from qkattn.train import placement, program, sharding
+from qkattn.train.start import build_program
 
 
-def test_auto_measures_both_liftings_and_keeps_the_faster(tiny, tmp_path, monkeypatch):
+def test_auto_measures_both_liftings_and_keeps_the_faster(
+    tiny, tmp_path, monkeypatch, evaluation_only
+):
     config = tiny(train={'lifting': 'auto'})
     seconds = iter([0.2, 0.1])
     monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *a: next(seconds))
-    train(config, tmp_path)
+    assert build_program(config, tmp_path).lifting == 'vmap'
     assert read_json(tmp_path / 'lifting.json') == {
         'lifting': 'vmap',
         'seconds_per_step': {'map': 0.2, 'vmap': 0.1},
     }
     # A later start takes the recorded choice without measuring (the iterator is used up).
-    (tmp_path / 'result.json').unlink()
-    assert train(config, tmp_path)[0]['lifting'] == 'vmap'
+    assert build_program(config, tmp_path).lifting == 'vmap'
 
 
-def test_the_measurement_is_of_seconds(tiny):
+def test_the_measurement_is_of_seconds(tiny, evaluation_only):
     built = program.build(tiny(train={'lifting': 'auto'}))
     assert set(built.measured) == {'map', 'vmap'}
     assert built.lifting == min(built.measured, key=built.measured.get)

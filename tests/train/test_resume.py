@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,36 +17,23 @@ import numpy as np
 import pytest
 
 from qkattn import data
-from qkattn.config import MeshConfig, to_json
-from qkattn.errors import CheckpointError, ConfigError
+from qkattn.config import MeshConfig
+from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.run.records import read_json, read_metrics
 from qkattn.run.signals import EXIT_REQUEUE
 from qkattn.train import checkpoint, program, train
 from qkattn.train.checkpoint import Checkpoints
 
-SCRIPT = """
-import json, sys
-from qkattn.config import Config, from_json
-from qkattn.train import loop
-try:
-    loop.train(from_json(Config, json.loads(sys.argv[1])), sys.argv[2])
-except loop.Stopped:
-    sys.exit(75)
-"""
+# Each start is a process of its own, forked from one that has imported everything.
+FORKS = multiprocessing.get_context('forkserver')
+FORKS.set_forkserver_preload(['qkattn.train'])
 
 
-def start(config, workdir) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, '-c', SCRIPT, json.dumps(to_json(config)), str(workdir)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(config, workdir) -> None:
-    process = start(config, workdir)
-    assert process.wait(300) == 0, process.stderr.read()
-    process.stderr.close()
+def to_end(config, workdir) -> None:
+    try:
+        train(config, workdir)
+    except Stopped:
+        sys.exit(EXIT_REQUEUE)
 
 
 def outcome(workdir: Path) -> dict:
@@ -65,40 +52,6 @@ def final_state(config, workdir: Path) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
-def test_a_run_stopped_and_killed_at_random_ends_bitwise_equal(tiny, tmp_path):
-    """A SIGTERM, which saves and asks to be started again, and two SIGKILLs."""
-    config = tiny(model={'dropout': 0.1}, train={'num_steps': 40, 'checkpoint_every': 4})
-    straight, interrupted = tmp_path / 'straight', tmp_path / 'run'
-    finish(config, straight)
-    metrics = interrupted / 'metrics.jsonl'
-    seed = int.from_bytes(os.urandom(4))
-    print(f'kill times drawn with seed {seed}')
-    rng = random.Random(seed)
-    for stop in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
-        target = 1 if stop == signal.SIGTERM else rng.randrange(1, 36)
-        process = start(config, interrupted)
-        while process.poll() is None:
-            lines = metrics.read_bytes().splitlines() if metrics.exists() else []
-            steps = [json.loads(line)['step'] for line in lines[:-1]]
-            if steps and steps[-1] >= target:
-                process.send_signal(stop)
-                break
-            time.sleep(0.002)
-        process.wait(300)
-        if stop == signal.SIGTERM:
-            assert process.returncode == EXIT_REQUEUE, process.stderr.read()
-            saved = max(int(p.name) for p in (interrupted / 'checkpoints').iterdir())
-            assert read_metrics(metrics)[-1]['step'] == saved < 40
-        process.stderr.close()
-    finish(config, interrupted)
-    assert outcome(interrupted) == outcome(straight)
-    jax.tree.map(
-        np.testing.assert_array_equal, *(final_state(config, d) for d in (interrupted, straight))
-    )
-    steps = [r['step'] for r in outcome(straight)['metrics'] if r['kind'] == 'train']
-    assert steps == list(range(1, 41))
-
-
 @pytest.fixture(scope='module')
 def trained(data_dir, tmp_path_factory):
     """A finished run, by its config: (its directory, its results)."""
@@ -108,21 +61,64 @@ def trained(data_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def unfinished(tiny, trained, tmp_path):
+def small(tiny):
+    """A run of two trials, quick to compile."""
+    return functools.partial(tiny, model={'num_layers': 1, 'd_model': 16})
+
+
+def test_a_run_stopped_and_killed_at_random_ends_bitwise_equal(tiny, trained, tmp_path):
+    """A SIGTERM, which saves and asks to be started again, and two SIGKILLs."""
+    config = tiny(
+        model={'dropout': 0.1, 'num_layers': 1, 'd_model': 16},
+        optimizer={'name': 'muon'},
+        train={'num_steps': 40},
+    )
+    straight, interrupted = trained(config)[0], tmp_path / 'run'
+    metrics = interrupted / 'metrics.jsonl'
+    seed = int.from_bytes(os.urandom(4))
+    print(f'kill times drawn with seed {seed}')
+    rng = random.Random(seed)
+    for stop in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
+        target = 1 if stop == signal.SIGTERM else rng.randrange(1, 36)
+        process = FORKS.Process(target=to_end, args=(config, interrupted))
+        process.start()
+        while process.is_alive():
+            lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+            steps = [json.loads(line)['step'] for line in lines[:-1]]
+            if steps and steps[-1] >= target:
+                os.kill(process.pid, stop)
+                break
+            time.sleep(0.002)
+        process.join(300)
+        if stop == signal.SIGTERM:
+            assert process.exitcode == EXIT_REQUEUE
+            saved = max(int(p.name) for p in (interrupted / 'checkpoints').iterdir())
+            assert read_metrics(metrics)[-1]['step'] == saved < 40
+    train(config, interrupted)
+    assert outcome(interrupted) == outcome(straight)
+    jax.tree.map(
+        np.testing.assert_array_equal, *(final_state(config, d) for d in (interrupted, straight))
+    )
+    steps = [r['step'] for r in outcome(straight)['metrics'] if r['kind'] == 'train']
+    assert steps == list(range(1, 41))
+
+
+@pytest.fixture
+def unfinished(small, trained, tmp_path):
     """Its config, a copy of the run in `tmp_path` whose results were lost, and those results."""
-    path, results = trained(tiny())
+    path, results = trained(small())
     shutil.copytree(path, tmp_path, dirs_exist_ok=True)
     (tmp_path / 'result.json').unlink()
-    return tiny(), tmp_path, results
+    return small(), tmp_path, results
 
 
-def test_a_finished_run_returns_its_results_and_is_not_touched(tiny, trained):
-    path, results = trained(tiny())
+def test_a_finished_run_returns_its_results_and_is_not_touched(small, trained):
+    path, results = trained(small())
     before = {p: p.stat().st_mtime_ns for p in (path / 'checkpoints').rglob('*')}
-    assert train(tiny(), path) == results
+    assert train(small(), path) == results
     assert before == {p: p.stat().st_mtime_ns for p in (path / 'checkpoints').rglob('*')}
     with pytest.raises(ConfigError, match=r'train.num_steps: 12 -> 16'):
-        train(tiny(train={'num_steps': 16}), path)
+        train(small(train={'num_steps': 16}), path)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(unfinished, trained, caplog):
@@ -160,6 +156,25 @@ def test_a_run_restores_onto_another_mesh(unfinished):
     got = train(dataclasses.replace(config, mesh=MeshConfig(data=2, tensor=2)), path)
     for g, w in zip(got, want, strict=True):
         assert abs(g['val_loss'] - w['val_loss']) < 1e-4
+
+
+def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(small, trained, tmp_path):
+    """A run that another process has taken over is let go."""
+    asked = []
+
+    def lost():
+        asked.append(None)
+        return len(asked) == 7  # dispatches of one step; checkpoints are every four
+
+    with pytest.raises(Lost, match='taken over at step 7'):
+        train(small(), tmp_path / 'run', lost=lost)
+    assert not (tmp_path / 'run/result.json').exists()
+    assert sorted(p.name for p in (tmp_path / 'run/checkpoints').iterdir()) == ['4']
+
+    again = train(small(), tmp_path / 'run')
+    assert [r['val_loss'] for r in again] == [r['val_loss'] for r in trained(small())[1]]
+    steps = [r['step'] for r in read_metrics(tmp_path / 'run/metrics.jsonl')]
+    assert steps == sorted(steps) and steps.count(5) == 1
 
 
 def damage(step: Path) -> None:

@@ -34,16 +34,27 @@ def compiled(config, lifting):
     return jax.jit(init), jax.jit(step.train_steps(config, lifting, mesh))
 
 
-def one_step(config, tokens, lifting='vmap', steps=1):
-    """State and metrics after `steps` steps on the same tokens."""
+def three_steps(config, tokens, lifting='vmap'):
+    """State and metrics after three steps on the same tokens."""
     trials = config.trials.trials()
     hyper = {
         name: jnp.array([trial[name] for trial in trials], dtype)
         for name, dtype in program.HYPER.items()
     }
     init, run = compiled(dataclasses.replace(config, trials=TrialsConfig()), lifting)
-    batch = language_batch(jnp.broadcast_to(tokens, (steps, *tokens.shape)))
+    batch = language_batch(jnp.broadcast_to(tokens, (3, *tokens.shape)))
     return run(init(hyper['seed']), hyper, batch)
+
+
+@pytest.fixture
+def four(tiny):
+    """A run of four trials, small to compile; model and trials are replaced by keywords."""
+
+    def make(trials=None, **model):
+        trials = {'learning_rates': (1e-2, 1e-3), 'seeds': (0, 5)} | (trials or {})
+        return tiny(model={'scan_unroll': 1} | model, trials=trials)
+
+    return make
 
 
 GOLDEN = {
@@ -53,20 +64,20 @@ GOLDEN = {
 }
 
 
-def test_golden_step(tiny):
+def test_golden_step(four):
     """One step in exact numbers, which change only with initialization, loss, optimizer or jax's
     random bits: after an intended change of these, copy the printed numbers. The first loss is that
     of logits of standard deviation 1, about 0.5 nats above log V."""
-    config = tiny()
-    _, metrics = one_step(config, tokens_XABT1(config))
-    got = {name: np.asarray(metrics[name][0]).tolist() for name in GOLDEN}
+    config = four({'seeds': (0, 1)})
+    _, metrics = three_steps(config, tokens_XABT1(config))
+    got = {name: np.asarray(metrics[name][0, :2]).tolist() for name in GOLDEN}
     for name, want in GOLDEN.items():
         np.testing.assert_allclose(got[name], want, rtol=2e-6, err_msg=str(got))
     assert np.log(256) < min(got['loss']) < max(got['loss']) < np.log(256) + 1
 
 
-def test_microbatches_are_one_batch_weighted_by_tokens(tiny):
-    config = tiny()
+def test_microbatches_are_one_batch_weighted_by_tokens(four):
+    config = four(num_layers=1)
     params = params_of(config)
     batch = language_batch(jnp.asarray(tokens_XABT1(config)[0]))
     # The two microbatches hold very different numbers of tokens.
@@ -89,15 +100,13 @@ def test_microbatches_are_one_batch_weighted_by_tokens(tiny):
 
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
-def test_a_stack_equals_its_trials_alone(tiny, lifting):
-    config = tiny(trials={'learning_rates': (1e-2, 1e-3), 'seeds': (0, 5)})
+def test_a_stack_equals_its_trials_alone(four, lifting):
+    config = four()
     tokens = tokens_XABT1(config)
-    state, metrics = one_step(config, tokens, lifting, steps=3)
+    state, metrics = three_steps(config, tokens, lifting)
     for x, trial in enumerate(config.trials.trials()):
-        alone = tiny(
-            trials={'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)}
-        )
-        want_state, want = one_step(alone, tokens[x : x + 1], steps=3)
+        alone = four({'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)})
+        want_state, want = three_steps(alone, tokens[x : x + 1])
         np.testing.assert_allclose(metrics['loss'][:, x], want['loss'][:, 0], rtol=1e-5)
         jax.tree.map(
             lambda got, leaf, x=x: np.testing.assert_allclose(got[x], leaf[0], atol=1e-4),
@@ -106,51 +115,50 @@ def test_a_stack_equals_its_trials_alone(tiny, lifting):
         )
 
 
-def test_a_diverged_trial_is_frozen_and_the_others_go_on(tiny):
-    config = tiny(trials={'learning_rates': (1e-2, 1e30), 'seeds': (0, 5)})
+def test_a_diverged_trial_is_frozen_and_the_others_go_on(four):
+    config = four({'learning_rates': (1e-2, 1e30)})
     tokens = tokens_XABT1(config)
-    state, metrics = one_step(config, tokens, steps=3)
+    state, metrics = three_steps(config, tokens)
     assert state['trials']['alive'].tolist() == [True, True, False, False]
     assert np.isfinite(metrics['loss'][:, :2]).all() and np.isnan(metrics['loss'][-1, 2:]).all()
     assert all(np.isfinite(p).all() for p in jax.tree.leaves(state['trials']['params']))
-    _, want = one_step(tiny(trials={'seeds': (0,)}), tokens[:1], steps=3)
-    np.testing.assert_allclose(metrics['loss'][:, 0], want['loss'][:, 0], rtol=1e-5)
+    _, want = three_steps(four(), tokens)
+    np.testing.assert_allclose(metrics['loss'][:, :2], want['loss'][:, :2], rtol=1e-5)
 
 
-def test_bfloat16_computes_near_float32_and_keeps_float32_parameters(tiny):
-    config = tiny()
-    half = tiny(model={'compute_dtype': 'bfloat16'})
+def test_bfloat16_computes_near_float32_and_keeps_float32_parameters(four):
+    config = four()
     tokens = tokens_XABT1(config)
-    _, want = one_step(config, tokens)
-    state, got = one_step(half, tokens)
+    _, want = three_steps(config, tokens)
+    state, got = three_steps(four(compute_dtype='bfloat16'), tokens)
     assert {str(p.dtype) for p in jax.tree.leaves(state['trials']['params'])} == {'float32'}
-    np.testing.assert_allclose(got['loss'], want['loss'], rtol=2e-2)
-    assert np.abs(np.asarray(got['loss'] - want['loss'])).max() > 1e-6
+    np.testing.assert_allclose(got['loss'][0], want['loss'][0], rtol=2e-2)
+    assert np.abs(np.asarray(got['loss'][0] - want['loss'][0])).max() > 1e-6
 
 
-def test_dropout_depends_on_seed_and_step_only(tiny):
-    config = tiny(model={'dropout': 0.1}, trials={'learning_rates': (0.0,)})
+def test_dropout_depends_on_seed_and_step_only(four):
+    trials = {'learning_rates': (0.0,), 'seeds': (0, 1, 2, 3)}
+    config = four(trials, dropout=0.1)
     tokens = tokens_XABT1(config)
-    losses_CX = np.asarray(one_step(config, tokens, steps=2)[1]['loss'])
-    again_CX = np.asarray(one_step(config, tokens, steps=2)[1]['loss'])
+    losses_CX = np.asarray(three_steps(config, tokens)[1]['loss'])
+    again_CX = np.asarray(three_steps(config, tokens)[1]['loss'])
     np.testing.assert_array_equal(losses_CX, again_CX)
-    _, without = one_step(tiny(), tokens)
+    _, without = three_steps(four(trials), tokens)
     assert np.abs(losses_CX[0] - without['loss'][0]).min() > 1e-4
     assert np.abs(losses_CX[0] - losses_CX[1]).min() > 1e-4  # other units at another step
 
 
-def test_remat_and_unroll_change_nothing(tiny):
-    config = tiny(model={'dropout': 0.1})
-    params = params_of(config)
-    want = jax.jit(jax.grad(loss_of(config)))(params)
-    for remat, unroll in ((True, None), (False, 1), (True, 1)):
-        other = tiny(model={'dropout': 0.1, 'remat': remat, 'scan_unroll': unroll})
-        traced = jax.jit(jax.grad(loss_of(other))).trace(params)
-        got = traced.lower().compile()(params)
-        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4 * np.abs(w).max())
+def test_remat_and_unroll_change_nothing(four):
+    params = params_of(four())
+    found = []
+    for remat, unroll in ((False, None), (True, 1)):
+        config = four(dropout=0.1, remat=remat, scan_unroll=unroll)
+        traced = jax.jit(jax.grad(loss_of(config))).trace(params)
         text = str(traced.jaxpr)
         assert ('remat' in text or 'checkpoint' in text) == remat
+        found.append(traced.lower().compile()(params))
+    for want, got in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
 def params_of(config):

@@ -141,8 +141,10 @@ def assert_same(got, want, rtol=0.0):
     jax.tree.map(same, got, want)
 
 
-def batch_of(config, count=3):
-    return pipeline.train_batch(rows_of(config), seed=0, step=0, batch_size=count)
+def batch_of(config):
+    """Six rows, of which the last three are padding."""
+    batch = pipeline.train_batch(rows_of(config), seed=0, step=0, batch_size=3)
+    return jax.tree.map(lambda a: np.concatenate([a, np.zeros_like(a)]), batch)
 
 
 def test_padding_never_enters_a_loss_or_a_gradient(task):
@@ -167,37 +169,44 @@ def test_rows_of_padding_and_targets_of_no_weight_change_nothing(task, name):
     config = task(name)
     batch = batch_of(config)
     want = loss_and_gradients(config, batch)
-    for others in (jax.tree.map(np.zeros_like, batch), batch):  # padding, or each row twice
-        longer = jax.tree.map(lambda *pair: np.concatenate(pair), batch, others)
-        assert_same(loss_and_gradients(config, longer), want, rtol=1e-5)
+    # Each row twice is the same mean only if rows of padding add nothing to sum or weight.
+    twice = jax.tree.map(lambda a: np.concatenate([a[:3], a[:3]]), batch)
+    assert_same(loss_and_gradients(config, twice), want, rtol=1e-5)
     targets_BT = np.where(batch['loss_weights_BT'] > 0, batch['targets_BT'], np.int32(3))
     assert_same(loss_and_gradients(config, batch | {'targets_BT': targets_BT}), want)
 
 
+@functools.cache
+def predicting(config):
+    return jax.jit(functools.partial(step.predict, config))
+
+
 def log_probabilities(config, params, batch):
-    logits_BTV = jax.jit(lambda params: step.predict(config, params, batch))(params)
+    logits_BTV = predicting(config)(params, batch)
     wide_BTV = np.asarray(logits_BTV, np.float64)
     return wide_BTV - np.log(np.exp(wide_BTV).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize('name', ['translation', 'masked'])
-def test_label_smoothing_is_a_mixture_with_the_uniform_distribution(task, name):
-    smooth = task(name, train={'label_smoothing': 0.1})
-    batch = batch_of(smooth)
-    params = params_of(smooth)
-    nats_BTV = -log_probabilities(smooth, params, batch)
+def test_label_smoothing_is_a_mixture_with_the_uniform_distribution(tiny, monkeypatch):
+    monkeypatch.setattr(step, 'predict', lambda _config, _params, batch, _key=None: batch['logits'])
+    rng = np.random.default_rng(0)
+    batch = {
+        'logits': rng.normal(size=(3, 5, 7)).astype(np.float32),
+        'targets_BT': rng.integers(0, 7, (3, 5)),
+        'loss_weights_BT': rng.integers(0, 2, (3, 5)).astype(np.float32),
+    }
+    smooth = tiny(train={'label_smoothing': 0.1})
+    nats_BTV = -np.log(np.exp(batch['logits']) / np.exp(batch['logits']).sum(-1, keepdims=True))
     # Cross-entropy with 0.9 of the target and 0.1 of everything, word for word.
-    total, weight = 0.0, batch['loss_weights_BT'].sum()
+    want, plain = 0.0, 0.0
     for b, t in zip(*np.nonzero(batch['loss_weights_BT']), strict=True):
-        target_V = np.full(nats_BTV.shape[-1], 0.1 / nats_BTV.shape[-1])
-        target_V[batch['targets_BT'][b, t]] += 0.9
-        total += target_V @ nats_BTV[b, t]
-    loss, _ = loss_and_gradients(smooth, batch)
-    np.testing.assert_allclose(loss, total / weight, rtol=1e-5)
-    plain, _ = loss_and_gradients(task(name), batch)
-    assert abs(plain - loss) > 1e-3
-    sums = evaluation.measure(smooth, params, batch)
-    np.testing.assert_allclose(sums['nats'] / sums['weight'], plain, rtol=1e-5)
+        target_V = np.eye(7)[batch['targets_BT'][b, t]]
+        want += (0.9 * target_V + 0.1 / 7) @ nats_BTV[b, t]
+        plain += target_V @ nats_BTV[b, t]
+    np.testing.assert_allclose(step.loss_sum(smooth, None, batch), want, rtol=1e-5)
+    np.testing.assert_allclose(step.loss_sum(tiny(), None, batch), plain, rtol=1e-5)
+    np.testing.assert_allclose(evaluation.measure(smooth, None, batch)['nats'], plain, rtol=1e-5)
+    assert abs(plain - want) > 1e-2
 
 
 @pytest.mark.parametrize('name', ['translation', 'masked', 'labelling probe'])
@@ -246,43 +255,81 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
 
 
 def test_each_kind_of_dropout_alone_acts_in_training(task):
-    batch = jax.tree.map(lambda a: a[None], batch_of(task('masked')))
-    hyper = {'seed': jnp.uint32(0), 'learning_rate': 0.0, 'weight_decay': 0.0}
-
     def loss_of(**fields):
         config = task('masked', model=fields)
-        trial = step.init_trial(config, jnp.uint32(0))
-        return jax.jit(functools.partial(step.train_trial, config))(0, trial, hyper, batch)[1][
-            'loss'
-        ]
+        loss = jax.jit(functools.partial(step.loss_sum, config))
+        # A training step draws random numbers only for a model that drops.
+        return loss(params, batch, jax.random.key(0) if config.model.drops else None)
 
+    config = task('masked')
+    params, batch = params_of(config), batch_of(config)
     plain = loss_of()
     for name in ('dropout', 'attention_dropout', 'activation_dropout'):
-        assert abs(loss_of(**{name: 0.5}) - plain) > 1e-4, name
+        assert abs(loss_of(**{name: 0.5}) - plain) > 1e-3, name
 
 
-@pytest.mark.parametrize('name', ['masked', 'translation'])
-def test_eight_devices_lose_what_one_does(task, name, without_rematerialization):
-    config = task(name, train={'num_steps': 3, 'steps_per_dispatch': 3}, trials={'seeds': (0,)})
-    rows = rows_of(config)
+def reached(config, mesh, lifting):
+    """Program, state, training losses and evaluations after three steps."""
+    split = dataclasses.replace(config, mesh=mesh)
+    built, rows = program.build(split, lifting), rows_of(split)
+    part = placement.local_rows(split, built.mesh)
+    seeds = [trial['seed'] for trial in config.trials.trials()]
+    with pipeline.TrainBatches(
+        rows, seeds=seeds, batch_size=8, num_steps=3, steps_per_read=3, part=part
+    ) as batches:
+        (local,) = batches
+    state, metrics = built.train(
+        built.init(), placement.place_batch(split, built.mesh, local, part)
+    )
+    evaluation = measurements.evaluate(split, built, rows, state, 'validation')
+    return (
+        built,
+        state,
+        {
+            'loss': metrics['loss'],
+            'val_loss': evaluation.values['loss'],
+            'rows': evaluation.num_rows,
+            'targets': evaluation.num_targets,
+            **(measurements.induction(split, built, rows, state) or {}),
+        },
+        evaluation.values['loss_se'],
+    )
 
-    def run(mesh):
-        split = dataclasses.replace(config, mesh=mesh)
-        built = program.build(split, 'vmap')
-        part = placement.local_rows(split, built.mesh)
-        with pipeline.TrainBatches(
-            rows, seeds=[0], batch_size=8, num_steps=3, steps_per_read=3, part=part
-        ) as batches:
-            (local,) = batches
-        state, metrics = built.train(
-            built.init(), placement.place_batch(split, built.mesh, local, part)
-        )
-        reached = measurements.evaluate(split, built, rows, state, 'validation')
-        return np.asarray(metrics['loss']), reached
 
-    want, want_reached = run(MeshConfig())
+@pytest.fixture(scope='module')
+def one_device():
+    """What is reached on one device, by config."""
+    return functools.cache(lambda config: reached(config, MeshConfig(), 'vmap'))
+
+
+@pytest.mark.parametrize(
+    ('name', 'mesh', 'lifting'),
+    [
+        ('language', MeshConfig(data=2, fsdp=2, tensor=2), 'map'),
+        ('language', MeshConfig(trial=2, data=2, tensor=2), 'map'),
+        ('language', MeshConfig(trial=2, fsdp=2, tensor=2), 'vmap'),
+        ('masked', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
+        ('translation', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
+    ],
+    ids=lambda m: m if isinstance(m, str) else f'{m.trial}{m.data}{m.fsdp}{m.tensor}',
+)
+def test_eight_devices_reach_what_one_does(
+    task, one_device, name, mesh, lifting, without_rematerialization
+):
+    # XLA rematerializes in a scan over several layers of an encoder of 257 tokens.
+    layers = 1 if name == 'masked' else 2
+    config = task(
+        name, model={'num_layers': layers}, train={'num_steps': 3, 'steps_per_dispatch': 3}
+    )
+    *_, want, want_se = one_device(config)
     with without_rematerialization():
-        got, got_reached = run(MeshConfig(data=2, fsdp=2, tensor=2))
-    np.testing.assert_allclose(got, want, atol=1e-5)
-    np.testing.assert_allclose(got_reached.values['loss'], want_reached.values['loss'], atol=1e-5)
-    assert got_reached.num_targets == want_reached.num_targets
+        built, state, got, got_se = reached(config, mesh, lifting)
+    assert got.keys() == want.keys() and ('val_induction_gain' in got) == (name == 'language')
+    for key in want:
+        atol = 2e-3 if key == 'val_induction_accuracy' else 1e-5
+        np.testing.assert_allclose(got[key], want[key], atol=atol, rtol=0, err_msg=key)
+    np.testing.assert_allclose(got_se, want_se, rtol=1e-4)
+    for leaf, planned in zip(
+        jax.tree.leaves(state), jax.tree.leaves(built.abstract_state), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(planned.sharding, leaf.ndim)
