@@ -12,10 +12,9 @@ from tests.compiled_programs import programs_directory
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(programs_directory()))
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
-os.environ['XLA_FLAGS'] = (
-    os.environ.get('XLA_FLAGS', '')
-    + ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
-)
+FLAGS = ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+# Once: they are part of the key of a compiled program, and processes that tests start inherit them.
+os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '').removesuffix(FLAGS) + FLAGS
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import dataclasses

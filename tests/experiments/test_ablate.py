@@ -23,10 +23,7 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     out = tmp_path / 'out'
     results = lines(out / 'results.jsonl')
     assert [(r['variant'], r['trial']['seed']) for r in results] == [
-        ('qk/vo', 0),
-        ('qk/vo', 1),
-        ('shared_qk/vo', 0),
-        ('shared_qk/vo', 1),
+        (variant, seed) for variant in ('qk/vo', 'shared_qk/vo') for seed in (0, 1, 2)
     ]
     assert all(r['status'] == 'finished' and r['val_bits_per_byte'] < 9 for r in results)
     assert all(abs(r['residual']) <= 5e-3 and r['data']['fingerprints'] for r in results)
@@ -44,28 +41,27 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     assert (run / 'result.json').stat().st_mtime_ns == written
     assert len(read_json(run / 'provenance.json')['starts']) == 1  # not even opened
     results = lines(out / 'results.jsonl')
-    assert len(results) == 6 and results[-1]['variant'] == 'signed_diagonal:SignedDiagonal/vo'
-    assert len(read_metrics(next(out.glob('runs/signed*')) / 'metrics.jsonl')) == 6
+    assert len(results) == 9 and results[-1]['variant'] == 'signed_diagonal:SignedDiagonal/vo'
+    assert len(read_metrics(next(out.glob('runs/signed*')) / 'metrics.jsonl')) == 12
 
 
 def test_a_dry_run_prints_the_runs_and_writes_nothing(script_here, tmp_path):
     done = script_here('ablate', '--config=study.py', '--dry_run')
     assert done.returncode == 0, done.stderr
     assert 'small: 2 arms' in done.stdout and 'residual' in done.stdout
-    # 2 trials of 20 steps of 4 rows of 16 tokens, for each of two runs.
-    assert '2 runs     4 trials  5.12e+03 tokens' in done.stdout and 'about 0:00' in done.stdout
+    # 3 trials of 40 steps of 4 rows of 16 tokens, for each of two runs.
+    assert '2 runs     6 trials  1.54e+04 tokens' in done.stdout and 'about 0:00' in done.stdout
     assert {p.name for p in tmp_path.iterdir() if p.suffix != '.py'} <= {'__pycache__'}
 
 
+# Screening, verdict and the untuned study above stack three trials each: one program per variant.
 TUNED = (
     '--config=study.py',
-    '--config.base.train.num_steps=200',
-    '--config.base.train.eval_every=20',
-    '--config.base.train.checkpoint_every=20',
-    '--config.base.trials.seeds=(0,1,2)',
-    '--config.base.trials.learning_rates=(4e-3,8e-3)',
-    '--config.tuning.seeds=(10,11)',
-    '--config.tuning.max_points=4',
+    '--config.base.train.eval_every=5',
+    '--config.base.train.checkpoint_every=5',
+    '--config.base.trials.learning_rates=(2e-3,4e-3,8e-3)',
+    '--config.tuning.seeds=(10,)',
+    '--config.tuning.max_points=3',
 )
 
 
@@ -86,9 +82,9 @@ def test_two_workers_and_a_kill_leave_every_run_exactly_once(start, script_here,
     for run in plan:
         directory = out / run['directory']
         steps = [r['step'] for r in read_metrics(directory / 'metrics.jsonl')]
-        assert sorted(set(steps)) == list(range(5, 205, 5))
+        assert sorted(set(steps)) == list(range(5, 45, 5))
         # An evaluation and its training record share a step; nothing else is there twice.
-        assert len(steps) == 40 + 10
+        assert len(steps) == 8 + 8
         starts.append(len(read_json(directory / 'provenance.json')['starts']))
     assert sorted(starts)[-1] == 2 and sorted(starts)[:-1] == [1] * (len(plan) - 1)
 
