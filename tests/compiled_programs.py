@@ -5,6 +5,8 @@ import os
 import platform
 from pathlib import Path
 
+FLAGS = ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+
 
 def programs_directory() -> Path:
     """Returns the directory of compiled programs: in the user's cache, by the CPU's features."""

@@ -7,12 +7,11 @@ machine type. JAX keys them by program, flags and version; an unreadable entry i
 
 import os
 
-from tests.compiled_programs import programs_directory
+from tests.compiled_programs import FLAGS, programs_directory
 
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(programs_directory()))
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
-FLAGS = ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 # Once: they are part of the key of a compiled program, and processes that tests start inherit them.
 os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '').removesuffix(FLAGS) + FLAGS
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')

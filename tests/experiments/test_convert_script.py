@@ -19,7 +19,7 @@ def succeed(done):
 
 
 def test_a_run_is_converted_generates_the_same_text_and_trains_on(script_here, tiny, tmp_path):
-    config = tiny(model={'context': 24})
+    config = tiny(model={'num_layers': 1, 'context': 24})
     train(config, tmp_path / 'run')
     flags = ('--source=run', '--trial=1', '--apply=merge', '--out=merged')
     printed = succeed(script_here('convert', *flags))
