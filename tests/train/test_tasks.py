@@ -310,6 +310,15 @@ def one_device():
         ('language', MeshConfig(trial=2, fsdp=2, tensor=2), 'vmap'),
         ('masked', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
         ('translation', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
+        *(
+            pytest.param('language', mesh, lifting, marks=pytest.mark.slow)
+            for mesh, lifting in (
+                (MeshConfig(trial=2, data=2, tensor=2), 'vmap'),
+                (MeshConfig(trial=2, fsdp=2, tensor=2), 'map'),
+                (MeshConfig(data=4), 'map'),
+                (MeshConfig(fsdp=4, tensor=2), 'map'),
+            )
+        ),
     ],
     ids=lambda m: m if isinstance(m, str) else f'{m.trial}{m.data}{m.fsdp}{m.tensor}',
 )
