@@ -6,7 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from qkattn.config import Config, ModelConfig, OptimizerConfig, TrainConfig, TrialsConfig, to_json
+from qkattn.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrialsConfig,
+    fingerprint,
+    to_json,
+)
 
 NATS_PER_BIT = 0.6931471805599453
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
@@ -23,9 +32,11 @@ def trial_record(
     run: str | None = None,
     stage: str = 'single',
     knob: str | None = None,
+    corpus: str = 'stdlib',
+    control: str | None = None,
     **changes: object,
 ) -> dict:
-    run = run if run is not None else run_name(variant, size, stage, knob)
+    run = run if run is not None else run_name(variant, size, stage, knob, corpus, control)
     attention, mlp = 4 * 4 * d_model**2 - 10 * len(variant), 8 * 4 * d_model**2
     parameters = {'embedding': 256 * d_model, 'attention': attention, 'mlp': mlp}
     parameters['norm'] = 9 * d_model
@@ -42,6 +53,8 @@ def trial_record(
         'config_hash': run,
         'variant': variant,
         'size': size,
+        'corpus': corpus,
+        'control': control,
         'stage': stage,
         'knob': knob,
         'trial': {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': 0.1},
@@ -117,8 +130,16 @@ def probe_record(variant: str, accuracy: float | None = 0.5, **changes: object) 
     return record | {name: value for name, value in changes.items() if name in record}
 
 
-def run_name(variant: str, size: str, stage: str = 'single', knob: str | None = None) -> str:
-    parts = [variant, size] + [part for part in (stage, knob) if part not in ('single', None)]
+def run_name(
+    variant: str,
+    size: str,
+    stage: str = 'single',
+    knob: str | None = None,
+    corpus: str = 'stdlib',
+    control: str | None = None,
+) -> str:
+    rest = (stage, knob, corpus, control)
+    parts = [variant, size] + [part for part in rest if part not in ('single', 'stdlib', None)]
     kept = ''.join(c if c.isalnum() or c in '-_' else '_' for c in '-'.join(parts))
     return f'{kept[:90]}-{len(variant)}'
 
@@ -172,6 +193,7 @@ def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Pat
     tuning = {
         'seeds': list(SCREENING_SEEDS),
         'max_points': len(RATES),
+        'max_seeds': len(SCREENING_SEEDS),
         'learning_rates': list(RATES),
         'weight_decays': [0.1],
         'score_scales': [1.0],
@@ -181,7 +203,7 @@ def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Pat
     return write_study(directory, records, **{'tuning': tuning} | keywords)
 
 
-def run_config(variant: str, size: str, records: Sequence[dict]) -> Config:
+def run_config(variant: str, records: Sequence[dict], corpus: str = 'stdlib') -> Config:
     """The resolved config of a run with these trials."""
 
     def each(name: str) -> tuple:
@@ -191,6 +213,7 @@ def run_config(variant: str, size: str, records: Sequence[dict]) -> Config:
     shape = records[0]['config'] if records else {'d_model': 128, 'd_ff': 512}
     return Config(
         model=dataclasses.replace(ModelConfig(score=score, value=value), **shape),
+        data=DataConfig(name=corpus),
         optimizer=OptimizerConfig(schedule='linear'),
         train=TrainConfig(num_steps=records[0]['num_steps'] if records else 400),
         trials=TrialsConfig(
@@ -209,20 +232,24 @@ def plan_line(
     knob: str | None = None,
     name: str | None = None,
     baseline: str | None = 'qk/vo',
+    corpus: str = 'stdlib',
+    control: str | None = None,
 ) -> dict:
-    name = run_name(variant, size, stage, knob) if name is None else name
+    name = run_name(variant, size, stage, knob, corpus, control) if name is None else name
     return {
         'run': name,
         'variant': variant,
         'size': size,
-        'destination': None if variant == baseline else 'd_model',
+        'corpus': corpus,
+        'control': control,
+        'destination': None if variant == baseline or control == 'equal_shape' else 'd_model',
         'stage': stage,
         'knob': knob,
         'directory': name,
         'trials': len(records) or 8,
         'target': records[0]['target_parameters'] if records else 1000000,
         'residual': records[0]['residual'] if records else 0.0,
-        'config': to_json(run_config(variant, size, records)),
+        'config': to_json(run_config(variant, records, corpus)),
     }
 
 
@@ -243,26 +270,36 @@ def write_study(
     runs: dict[str, list[dict]] = {}
     for record in records:
         runs.setdefault(record['run'], []).append(record)
+    fields = ('variant', 'size', 'stage', 'knob', 'corpus', 'control')
     plan = [
-        plan_line(*(rs[0][f] for f in ('variant', 'size')), rs, rs[0]['stage'], rs[0]['knob'], name)
+        plan_line(records=rs, name=name, **{field: rs[0][field] for field in fields})
         for name, rs in runs.items()
     ]
     plan += [plan_line(variant, size, (), *rest) for variant, size, *rest in declared]
-    arms = list(dict.fromkeys((line['variant'], line['size']) for line in plan))
+    names = ('variant', 'size', 'corpus', 'control')
+    # Arms that are trained longer are planned once others have results, so never declared.
+    places = [tuple(line[name] for name in names) for line in plan if line['control'] != 'longer']
+    arms = [dict(zip(names, place, strict=True)) for place in dict.fromkeys(places)]
+    base = Config(trials=TrialsConfig(seeds=VERDICT_SEEDS))
     study = {
         'name': 'synthetic',
         'question': 'Does attention need all four matrices at equal parameters?',
         'baseline': baseline,
-        'variants': list(dict.fromkeys(variant for variant, _ in arms)),
-        'sizes': list(dict.fromkeys(size for _, size in arms)),
+        'variants': list(dict.fromkeys(arm['variant'] for arm in arms)),
+        'sizes': list(dict.fromkeys(arm['size'] for arm in arms)),
         'matched': 'total',
         'fill': 'd_ff',
         'tolerance': 1e-3,
         'margin': 0.005,
         'destinations': ['d_model'],
+        'corpora': list(dict.fromkeys(arm['corpus'] for arm in arms)),
+        'controls': {'equal_shape': True, 'longer': None, 'longer_seeds': []},
         'seeds': list(VERDICT_SEEDS),
+        'looks': [],
         'tuning': None,
-        'arms': [{'variant': variant, 'size': size} for variant, size in arms],
+        'base': to_json(base),
+        'base_hash': fingerprint(base),
+        'arms': arms,
         'command': 'python -m experiments.ablate --config=configs/synthetic.py',
     }
     (directory / 'study.json').write_text(json.dumps(study | changes))

@@ -25,12 +25,13 @@ from qkattn.config.serialize import (
     to_config_dict,
     to_json,
 )
-from qkattn.config.study_config import Study, TuningConfig
+from qkattn.config.study_config import ControlsConfig, Study, TuningConfig
 
 __all__ = [
     'ANNEALED',
     'DECAYS',
     'Config',
+    'ControlsConfig',
     'DataConfig',
     'DecodeConfig',
     'MeshConfig',

@@ -12,27 +12,37 @@ from qkattn.errors import ConfigError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.study import matching
+from qkattn.study.place import Place
 from qkattn.study.validate_study import validate_study
 from qkattn.train.optimizer import check_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A variant at one size and one destination of the parameters it saves.
+    """A variant at one size, one corpus and one destination of the parameters it saves.
 
     Attributes:
       variant: as written in the study.
-      destination: the dimension that receives the saved parameters; None for the baseline.
-      size: as written in the study.
-      label: the variant, with its destination if the study has several.
-      match: the model, solved to cost what the baseline does, and the residual.
+      destination: the dimension that receives the saved parameters; None for the baseline and for
+        controls of equal shape.
+      place: its label (the variant, with its destination if the study has several), size, corpus
+        and control.
+      match: the model, solved to cost what the baseline does, and the residual, which is whatever
+        it is for controls of equal shape.
     """
 
     variant: str
     destination: str | None
-    size: str
-    label: str
+    place: Place
     match: matching.Match
+
+    @property
+    def label(self) -> str:
+        return self.place.variant
+
+    @property
+    def size(self) -> str:
+        return self.place.size
 
     @property
     def model(self) -> ModelConfig:
@@ -76,6 +86,7 @@ def build_arms(study: Study) -> list[Arm]:
     check_optimizer(study.base.optimizer)
     validate_study(study)
     arms = []
+    corpus = study.base.data.name
     for size in study.sizes:
         at_size = parse_fields(size, f'size {size!r}')
 
@@ -92,14 +103,14 @@ def build_arms(study: Study) -> list[Arm]:
         for variant in study.variants:
             if variant == study.baseline:
                 exact = matching.Match(baseline, cost.count(baseline), target, 0.0)
-                arms.append(Arm(variant, None, size, variant, exact))
+                arms.append(Arm(variant, None, Place(variant, size, corpus), exact))
                 continue
             check_types(f'variant {variant!r}: model', model(variant))
             for destination in study.destinations:
                 match = _matched(study, model(variant), target, destination)
                 validate(dataclasses.replace(study.base, model=match.config))
                 label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
-                arms.append(Arm(variant, destination, size, label, match))
+                arms.append(Arm(variant, destination, Place(label, size, corpus), match))
     seen: dict[ModelConfig, Arm] = {}
     for arm in arms:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)

@@ -136,7 +136,9 @@ def declaration(study: Study, arms: list[Arm], command: list[str] | None) -> dic
     """The content of study.json."""
     tuning = None
     if is_tuned(study):
-        tuning = {'seeds': study.tuning.seeds, 'max_points': study.tuning.max_points}
+        tuning = {
+            name: getattr(study.tuning, name) for name in ('seeds', 'max_points', 'max_seeds')
+        }
         tuning |= {f'{knob}s': values for knob, values in grids(study, arms[0]).items()}
     return {
         'name': study.name,
@@ -149,9 +151,14 @@ def declaration(study: Study, arms: list[Arm], command: list[str] | None) -> dic
         'tolerance': study.tolerance,
         'margin': study.margin,
         'destinations': study.destinations,
+        'corpora': study.corpora or (study.base.data.name,),
+        'controls': dataclasses.asdict(study.controls),
         'seeds': study.base.trials.seeds,
+        'looks': study.looks,
         'tuning': tuning,
-        'arms': [{'variant': arm.label, 'size': arm.size} for arm in arms],
+        'base': to_json(study.base),
+        'base_hash': fingerprint(study.base),
+        'arms': [arm.place._asdict() for arm in arms],
         'command': ' '.join(command) if command else None,
     }
 
@@ -180,8 +187,7 @@ def about(study: Study, run: PlannedRun) -> dict[str, Any]:
     """The fields of a run that its own directory does not hold."""
     match = run.arm.match
     return {
-        'variant': run.arm.label,
-        'size': run.arm.size,
+        **run.arm.place._asdict(),
         'stage': run.stage,
         'knob': run.knob,
         'target': match.target if study.match else None,

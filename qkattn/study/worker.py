@@ -83,7 +83,8 @@ def _declare(path: Path, declared: dict[str, Any]) -> None:
                 raise ConfigError(
                     f'{path / "study.json"} does not declare a study; give another workdir'
                 )
-            for name in sorted(declared.keys() - set(EXTENSIBLE)):
+            names = sorted(declared.keys() - {*EXTENSIBLE, 'base', 'base_hash'})
+            for name in (*names, 'base_hash'):
                 if earlier[name] != declared[name]:
                     raise ConfigError(
                         f'workdir={path} holds a study with another {name}, {earlier[name]} '
