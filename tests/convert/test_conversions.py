@@ -122,6 +122,8 @@ EXACT = [
     ('to_symmetric', 'shared_qk/no_v', {}, 'symmetric/no_v'),
     ('to_shared', 'definite', {}, 'shared_qk/vo'),
     ('to_collaborative', 'qk/vo', {**ALIBI, **GROUPED}, 'collaborative/vo'),
+    ('to_collaborative unmerge', 'qk/vo', ALIBI, 'qk/vo'),
+    ('to_collaborative to_standard', 'qk/vo', {'score_scale': 0.7}, 'qk/vo'),
     ('merge_vo', 'qk/vo', {**GROUPED, **ROPE}, 'qk/merged_vo'),
     ('merge_vo', 'qk/k_is_v', ROPE, 'qk/merged_vo'),
     ('merge_vo unmerge_vo(rank=5)', 'merged/low_rank(rank=5)', {}, 'merged/low_rank(rank=5)'),
@@ -188,6 +190,15 @@ def test_gains_and_biases_of_the_norm_fold_into_the_projections(biases, options)
         expected = np.asarray(layer(scaled_BTD, causal()))
         assert error(folded(x_BTD, causal()), expected) < 1e-12
         assert error(layer(x_BTD, causal()), expected) > 1e-2
+
+
+def test_collaborative_heads_hold_the_parameters_of_qk():
+    layer = layer_of('qk/vo', **ALIBI)
+    score = convert.to_collaborative(layer).score
+    for shared, of_heads in (('w_q_DR', 'w_q_DNH'), ('w_k_DR', 'w_k_DKH')):
+        w_DR = np.reshape(getattr(layer.score, of_heads)[...], (64, -1))
+        np.testing.assert_allclose(getattr(score, shared)[...], w_DR, atol=1e-15)
+    np.testing.assert_array_equal(score.w_mixing_NR[...], np.repeat(np.eye(N), 16, axis=1))
 
 
 def test_unmerged_factors_are_balanced():

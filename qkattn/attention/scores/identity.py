@@ -20,7 +20,14 @@ from qkattn.attention.spec import AttentionSpec
 class QueryFree(Score):
     """A[n] = P[n] W_K[n]^T: no W_Q; the query of head n is the n-th slice of the stream, x P[n].
 
-    Parameters: D K H. Needs N H = D. Karbevski & Mijoski 2025, arXiv 2510.23912 (W_Q = I).
+    Parameters: D K H. Needs N H = D. The gain of the norm before attention acts as a free diagonal
+    W_Q: W_K and W_V can absorb it, P[n] cannot, and gains have no weight decay.
+
+    Karbevski & Mijoski 2025, arXiv 2510.23912 (W_Q = I), who also change the scale to 1/(2 sqrt(H))
+    and weight decay from 0.1 to 2^-5 (0.03 in their code). Under their initialization, std 0.02 at
+    D = 768, the half brings the first logits from standard deviation 0.55 to 0.28, near the 0.31 of
+    their baseline; here all Scores start at 1, so the scale stays H^-1/2. Their scale is
+    `query_free/vo?score_scale=0.5`; configs/query_free_recipe.py compares both.
     """
 
     equation = 'P[n] W_K[n]^T'

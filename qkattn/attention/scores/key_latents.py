@@ -25,6 +25,10 @@ class Latent(Score):
     `absorbed_queries` and `absorbed_keys` are the same attention with the latent as its only key
     head, which is cheaper in decoding.
 
+    QK-norm divides a head's H content and G rotary channels by one root mean square, which depends
+    on the content: the shared rotary key then gets another length in every head. The cache holds
+    what comes before the norm and keeps its R + G floats. There is no absorbed form under QK-norm.
+
     Latents are not normalized, so that the form stays bilinear. With selectors for W_K and R = K H
     this is grouped `qk`. DeepSeek-AI 2024, arXiv 2405.04434, section 2.1 and appendix C, without
     their norms on the latents.

@@ -84,6 +84,12 @@ class FullSize(LowRank):
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         super().__init__(spec, key=key, rank=spec.d_model)
 
+    def cached(self, y_BSD: jax.Array) -> Cache:
+        return {'k_BSKD': project(y_BSD, self.w_k_DKR, self.b_k_KR)}
+
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSKD']
+
 
 class GaugeFixed(Score):
     """A[n] = W_Q[n] [I; F[n]]^T: an H x H block of W_K[n] is the identity and is not stored.

@@ -95,10 +95,13 @@ class Collaborative(Score):
     """A[n] = W_Q diag(m[n]) W_K^T: all heads share W_Q and W_K, and each has its own mixing m[n].
 
     Parameters: 2 D R + N R. The cache holds one key of width R for all heads; the mixing acts on
-    the queries. With R = N H and m[n] the indicator of the n-th block of H columns this is `qk`.
-    m starts as random signs, so that heads differ and all have logits of the same size. It commutes
-    with rotary positions only where m[n] is equal on the two channels of a pair.
-    Cordonnier et al. 2020, arXiv 2006.16362; their content bias is a bias on the queries here.
+    the queries. With R = N H and m[n] the indicator of the n-th block of H columns this is `qk`,
+    parameter for parameter, since the scale is (R / N)^-1/2 as in the authors' library (their
+    translation code keeps H^-1/2 at every R). m starts as random signs times N^-1/2, which gives
+    every head the sum of squares of an indicator and logits of the same size; the library draws
+    normal(0, 0.2^2). It commutes with rotary positions only where m[n] is equal on the two channels
+    of a pair. Their content bias is a bias on the queries here.
+    Cordonnier et al. 2020, arXiv 2006.16362, section 3; github.com/epfml/collaborative-attention.
 
     Args:
       size: R; None is N H.
@@ -119,10 +122,11 @@ class Collaborative(Score):
         R = N * spec.head_size if size is None else size
         self.w_q_DR = weight(key, 'w_q_DR', (D, R), D**-0.5)
         self.w_k_DR = weight(key, 'w_k_DR', (D, R), D**-0.5)
-        self.w_mixing_NR = nnx.Param(jnp.sign(weight(key, 'w_mixing_NR', (N, R), 1.0)[...]))
+        signs_NR = jnp.sign(weight(key, 'w_mixing_NR', (N, R), 1.0)[...])
+        self.w_mixing_NR = nnx.Param(N**-0.5 * signs_NR)
         self.b_q_R = bias(spec, (R,))
         self.b_k_R = bias(spec, (R,))
-        self.scale = R**-0.5
+        self.scale = (N / R) ** 0.5
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         q_BTR = project(x_BTD, self.w_q_DR, self.b_q_R)
