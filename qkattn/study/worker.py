@@ -4,15 +4,17 @@ Any number of workers may share a study's directory. A run is trained by one of 
 the run of a worker that died is resumed from its last checkpoint.
 """
 
+import json
 import logging
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qkattn.config import Study
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, Stopped
-from qkattn.run import leases
+from qkattn.run import leases, ledger
 from qkattn.run.files import check_directory, locked, make_directory, write_atomic
 from qkattn.run.records import read_json, to_jsonable, write_json
 from qkattn.run.signals import StopRequest
@@ -21,8 +23,12 @@ from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.train import sharding, train
 
-# Fields of study.json that may differ when a directory is used again.
-EXTENSIBLE = ('variants', 'sizes', 'arms', 'question', 'command')
+# Fields of study.json that may gain values when a directory is used again, and those that may
+# differ altogether.
+GROWING = ('variants', 'sizes', 'corpora')
+EXTENSIBLE = (*GROWING, 'arms', 'question', 'command')
+# Settings of the base that workers on several machines may each have their own of.
+OF_MACHINE, OF_MACHINE_DATA = ('mesh',), ('data_dir', 'manual_dir')
 
 log = logging.getLogger(__name__)
 
@@ -75,28 +81,71 @@ def run(
 
 
 def _declare(path: Path, declared: dict[str, Any]) -> None:
-    """Writes study.json; raises if the directory holds a study that this one does not extend."""
+    """Writes study.json and the ledger; raises unless the directory's study is this or smaller."""
     with locked(path / 'lock'):
-        if (path / 'study.json').exists():
-            earlier = read_json(path / 'study.json')
-            if earlier.keys() != declared.keys():
+        file, entries = path / 'study.json', path / ledger.NAME
+        if file.exists():
+            earlier = read_json(file)
+            declared = _extended(file, earlier, declared)
+            hashes = {ledger.digest(study) for study in (earlier, declared)}
+            if ledger.read(entries).declaration not in hashes:
                 raise ConfigError(
-                    f'{path / "study.json"} does not declare a study; give another workdir'
+                    f'{file} is not what {entries} declares last; restore both from a copy, or '
+                    'give another workdir'
                 )
-            names = sorted(declared.keys() - {*EXTENSIBLE, 'base', 'base_hash'})
-            for name in (*names, 'base_hash'):
-                if earlier[name] != declared[name]:
-                    raise ConfigError(
-                        f'workdir={path} holds a study with another {name}, {earlier[name]} '
-                        f'instead of {declared[name]}; set it back or give another workdir'
-                    )
-            for name in ('variants', 'sizes'):
-                if gone := [value for value in earlier[name] if value not in declared[name]]:
-                    raise ConfigError(
-                        f'workdir={path} holds a study whose {name} have {gone[0]!r}; they may '
-                        'grow but not shrink: put it back or give another workdir'
-                    )
-        write_json(path / 'study.json', declared)
+        elif (path / 'runs').exists() or (
+            entries.exists() and ledger.read(entries).declaration != ledger.digest(declared)
+        ):
+            raise ConfigError(
+                f'workdir={path} holds runs or a ledger, but no study.json; restore it from a '
+                'copy, or give another workdir'
+            )
+        ledger.declare(path, declared)
+        if not file.exists() or ledger.digest(earlier) != ledger.digest(declared):
+            write_json(file, declared)
+
+
+def _extended(file: Path, earlier: Any, declared: dict[str, Any]) -> dict[str, Any]:
+    """What is declared, with the machine's settings of before; raises unless it extends that."""
+    missing = declared.keys() - earlier.keys() if isinstance(earlier, dict) else declared.keys()
+    if missing or (unknown := earlier.keys() - declared.keys()):
+        problem = f'no field {min(missing)!r}' if missing else f'a field {min(unknown)!r}'
+        raise ConfigError(
+            f'{file} has {problem}, so it is not the declaration of a study that can be continued; '
+            'give another workdir'
+        )
+    of_machine = {name: earlier['base'][name] for name in OF_MACHINE}
+    data = {name: earlier['base']['data'][name] for name in OF_MACHINE_DATA}
+    base = declared['base'] | of_machine
+    declared = declared | {'base': base | {'data': base['data'] | data}}
+    old, new = (
+        dict(_leaves({name: value for name, value in of.items() if name not in EXTENSIBLE}))
+        for of in (earlier, declared)
+    )
+    for name in sorted(old.keys() | new.keys()):
+        was, now = (repr(of[name]) if name in of else 'nothing' for of in (old, new))
+        if was != now:
+            seeds = ', or declare looks for seeds to add' if name == 'base.trials.seeds' else ''
+            raise ConfigError(
+                f'workdir={file.parent} holds a study with another {name}, {was} instead of {now}; '
+                f'set it back or give another workdir{seeds}'
+            )
+    for name in GROWING:
+        if gone := [value for value in earlier[name] if value not in declared[name]]:
+            raise ConfigError(
+                f'workdir={file.parent} holds a study whose {name} have {gone[0]!r}; they may '
+                'grow but not shrink: put it back or give another workdir'
+            )
+    return declared
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every value that is no mapping itself."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f'{prefix}{name}.')
+        else:
+            yield f'{prefix}{name}', value
 
 
 def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
@@ -121,7 +170,33 @@ def _write_plan(study: Study, arms: list[Arm], path: Path) -> list[PlannedRun]:
         runs, left, results = _known(study, arms, path)
         write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
         write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
+        _list_orphans(path, {run.directory for run in runs})
     return left
+
+
+def _list_orphans(path: Path, planned: set[str]) -> None:
+    """Writes orphans.jsonl: the run directories that do not belong to the plan, and their results.
+
+    They are kept: a line has {directory, run, config, results}, null where nothing was written.
+    """
+    lines = []
+    for directory in sorted(path.glob('runs/*')):
+        if (name := directory.relative_to(path).as_posix()) not in planned:
+            about, results = (
+                read_json(directory / file) if (directory / file).exists() else None
+                for file in ('config.json', 'result.json')
+            )
+            about = about or {'hash': None, 'config': None}
+            line = {'directory': name, 'run': about['hash'], 'config': about['config']}
+            lines.append(json.dumps(line | {'results': results}) + '\n')
+    file, text = path / 'orphans.jsonl', ''.join(lines)
+    if text != (file.read_text(encoding='utf-8') if file.exists() else ''):
+        write_atomic(file, text)
+        log.warning(
+            '%d of the run directories in %s do not belong to the plan; orphans.jsonl lists them',
+            len(lines),
+            path,
+        )
 
 
 def _work(

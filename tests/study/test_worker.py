@@ -10,7 +10,7 @@ import pytest
 
 from qkattn.config import Config, TuningConfig, from_json
 from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, RunDirectoryError, Stopped
-from qkattn.run import leases
+from qkattn.run import leases, ledger
 from qkattn.run.records import read_json, write_json
 from qkattn.study import plan, worker
 from qkattn.study.arms import build_arms
@@ -154,20 +154,41 @@ def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, m
     assert stages == ['screening', 'screening', 'verdict']
 
 
-FOUR_SEEDS = dataclasses.replace(
-    STUDY.base, trials=dataclasses.replace(STUDY.base.trials, seeds=(0, 1, 2, 3))
-)
+def based(**parts):
+    """The base of the study with other fields in its parts."""
+    base = STUDY.base
+    for part, fields in parts.items():
+        changed = dataclasses.replace(getattr(base, part), **fields)
+        base = dataclasses.replace(base, **{part: changed})
+    return {'base': base}
 
 
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
-        ({'margin': 0.01}, 'another margin, 0.005 instead of 0.01'),
-        ({'tuning': TuningConfig(seeds=(10, 11))}, 'another tuning'),
-        ({'base': FOUR_SEEDS}, r'another seeds, \[0, 1, 2\] instead of \[0, 1, 2, 3\]'),
+        ({'margin': 0.01}, 'another margin, 0.005 instead of 0.01; set it back or give'),
+        ({'tuning': TuningConfig(seeds=(10, 11))}, 'another tuning.max_points, 6 instead of 9'),
+        (
+            based(trials={'seeds': (0, 1, 2, 3)}),
+            r'another base.trials.seeds, \[0, 1, 2\] instead of \[0, 1, 2, 3\]; .*looks',
+        ),
+        (based(train={'num_steps': 500}), 'another base.train.num_steps, 1000 instead of 500'),
+        (based(train={'batch_size': 8}), 'another base.train.batch_size, 16 instead of 8'),
+        (
+            based(optimizer={'schedule': 'cosine'}),
+            "another base.optimizer.schedule, 'linear' instead of 'cosine'",
+        ),
+        (based(data={'name': 'text'}), "another base.data.name, 'stdlib' instead of 'text'"),
+        (
+            based(data={'eval_sequences': 64}),
+            'another base.data.eval_sequences, None instead of 64',
+        ),
         ({'variants': ('qk/vo', 'qk/no_v')}, "whose variants have 'shared_qk/vo'"),
     ],
-    ids=['margin', 'tuning', 'seeds', 'variants'],
+    ids=[
+        *('margin', 'tuning', 'seeds', 'steps', 'batch', 'schedule', 'data', 'evaluation rows'),
+        'variants',
+    ],
 )
 def test_a_directory_keeps_the_study_that_it_began_with(trained, tmp_path, fields, message):
     path = worker.run(STUDY, tmp_path / 'out')
@@ -175,6 +196,108 @@ def test_a_directory_keeps_the_study_that_it_began_with(trained, tmp_path, field
     with pytest.raises(ConfigError, match=message):
         worker.run(dataclasses.replace(STUDY, **fields), path)
     assert {p: p.read_bytes() for p in path.glob('*.json*')} == before
+
+
+def test_a_worker_may_have_devices_and_data_directories_of_its_own(trained, tmp_path):
+    path = worker.run(STUDY, tmp_path / 'out', command=['first'])
+    before = [(path / name).read_bytes() for name in ('study.json', 'ledger.jsonl')]
+    elsewhere = based(data={'data_dir': '/elsewhere'}, mesh={'trial': 1, 'data': 1})
+    worker.run(dataclasses.replace(STUDY, **elsewhere), path, command=['second'])
+    assert [(path / name).read_bytes() for name in ('study.json', 'ledger.jsonl')] == before
+
+
+def events(path):
+    return [entry['event'] for entry in ledger.read(path / 'ledger.jsonl').entries]
+
+
+def test_the_ledger_is_begun_before_the_first_run(trained, train_first, tmp_path):
+    seen = []
+    train_first(lambda *_: seen.append(events(tmp_path / 'out')))
+    path = worker.run(STUDY, tmp_path / 'out')
+    assert len(seen) == 6 and all(of == ['declared'] for of in seen)
+    entry = ledger.read(path / 'ledger.jsonl').entries[0]
+    assert (entry['family'], entry['seeds'], entry['margin']) == (1, [0, 1, 2], 0.005)
+    assert entry['declaration'] == ledger.digest(read_json(path / 'study.json'))
+
+
+def test_arms_of_a_larger_study_are_entered_and_post_hoc_after_a_look(trained, tmp_path):
+    path = worker.run(STUDY, tmp_path / 'out')
+    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/no_v'))
+    worker.run(more, path)
+    ledger.look(path)
+    worker.run(dataclasses.replace(more, variants=(*more.variants, 'qk/no_o')), path)
+    assert events(path) == ['declared', 'arms_added', 'looked', 'arms_added']
+    kept = ledger.read(path / 'ledger.jsonl')
+    assert kept.family == 3 and {variant for variant, *_ in kept.post_hoc} == {'qk/no_o'}
+    assert [entry['post_hoc'] for entry in kept.entries[1::2]] == [False, True]
+
+
+def test_another_question_is_entered_too(trained, tmp_path):
+    path = worker.run(STUDY, tmp_path / 'out')
+    worker.run(dataclasses.replace(STUDY, question='Which?'), path)
+    assert events(path) == ['declared', 'declared'] and len(trained) == 6
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (lambda path: (path / 'ledger.jsonl').unlink(), r'ledger\.jsonl does not exist.*restore'),
+        (lambda path: (path / 'study.json').unlink(), 'runs or a ledger, but no study.json'),
+        (lambda path: edit(path, 'margin', 0.05), r'study\.json is not what .*ledger\.jsonl dec'),
+        (lambda path: edit(path, 'base', None), "study.json has no field 'base'.*another workdir"),
+        (lambda path: edit(path, 'steps', 5), "study.json has a field 'steps'.*another workdir"),
+    ],
+    ids=['no ledger', 'no study', 'edited study', 'old study', 'unknown study'],
+)
+def test_a_directory_without_a_whole_declaration_says_what_to_do(
+    trained, tmp_path, change, message
+):
+    path = worker.run(STUDY, tmp_path / 'out')
+    change(path)
+    before = {p: p.read_bytes() for p in path.glob('*.json*')}
+    wider = dataclasses.replace(STUDY, margin=0.05)
+    with pytest.raises(ConfigError, match=message):
+        worker.run(wider if 'is not what' in message else STUDY, path)
+    assert {p: p.read_bytes() for p in path.glob('*.json*')} == before
+
+
+def edit(path, name, value):
+    declared = read_json(path / 'study.json') | {name: value}
+    declared = {key: kept for key, kept in declared.items() if kept is not None or key != name}
+    write_json(path / 'study.json', declared)
+
+
+def test_a_worker_that_died_between_ledger_and_declaration_is_resumed(trained, tmp_path):
+    path = worker.run(STUDY, tmp_path / 'out')
+    before = (path / 'study.json').read_bytes()
+    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/no_v'))
+    worker.run(more, path)
+    after = (path / 'study.json').read_bytes()
+    (path / 'study.json').write_bytes(before)
+    worker.run(more, path)
+    assert (path / 'study.json').read_bytes() == after
+    assert events(path) == ['declared', 'arms_added']
+
+
+def test_runs_outside_the_plan_are_listed_and_kept(trained, tmp_path, caplog):
+    path = worker.run(STUDY, tmp_path / 'out')
+    assert not (path / 'orphans.jsonl').exists()
+    runs = sorted(path.glob('runs/*'))
+    for name, results in (('a', [{'val_loss': 1.5}]), ('b', None)):
+        (path / 'runs' / name).mkdir()
+        write_json(path / 'runs' / name / 'config.json', {'hash': name, 'config': {'model': {}}})
+        if results:
+            write_json(path / 'runs' / name / 'result.json', results)
+    worker.run(STUDY, path)
+    assert '2 of the run directories' in caplog.text
+    assert lines(path / 'orphans.jsonl') == [
+        {'directory': f'runs/{name}', 'run': name, 'config': {'model': {}}, 'results': results}
+        for name, results in (('a', [{'val_loss': 1.5}]), ('b', None))
+    ]
+    assert sorted(path.glob('runs/*')) == sorted([*runs, path / 'runs/a', path / 'runs/b'])
+    caplog.clear()
+    worker.run(STUDY, path)
+    assert 'run directories' not in caplog.text  # named once
 
 
 def test_a_directory_that_takes_no_files_is_refused(trained):

@@ -1,0 +1,226 @@
+"""The ledger of a study: what was declared, added, looked at and accepted, and when.
+
+    ledger.jsonl   a line per event: {event, time, ..., previous, hash}
+
+`hash` is the SHA-256 of the line's other fields, `previous` the hash of the line before it, so a
+line that is edited, moved or left out breaks the chain. A missing last line does not: it shows in
+the files that the last line describes. Whoever rewrites the whole ledger is not found out; it keeps
+honest people from fooling themselves, and no more.
+
+    declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
+                 looks, margin; again where a field that may change, such as the question, does
+    arms_added   arms, family, post_hoc (whether a look came before), declaration
+    looked       look (1, 2, ...), files: SHA-256 of study.json, plan.jsonl and results.jsonl
+    accepted     code of what would withhold every verdict, and why it does not
+
+An arm is {variant, size, corpus, control}; the family is the number of primary arms (control null)
+but the baseline. Writers hold the study's lock.
+"""
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qkattn.errors import ReportError
+from qkattn.run.files import locked, write_atomic
+from qkattn.run.records import to_jsonable
+
+NAME = 'ledger.jsonl'
+DECLARED, ARMS_ADDED, LOOKED, ACCEPTED = 'declared', 'arms_added', 'looked', 'accepted'
+FIELDS = {
+    DECLARED: ('declaration', 'family', 'arms', 'seeds', 'looks', 'margin'),
+    ARMS_ADDED: ('arms', 'family', 'post_hoc', 'declaration'),
+    LOOKED: ('look', 'files'),
+    ACCEPTED: ('code', 'why'),
+}
+LOOKED_FILES = ('study.json', 'plan.jsonl', 'results.jsonl')
+PLACE = ('variant', 'size', 'corpus', 'control')
+
+Entry = Mapping[str, Any]
+Places = frozenset[tuple[str | None, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """The lines of a ledger whose chain is whole, the first one a declaration."""
+
+    entries: tuple[Entry, ...]
+
+    @functools.cached_property
+    def family(self) -> int:
+        """Widest family ever declared."""
+        return max(e['family'] for e in self.entries if e['event'] in (DECLARED, ARMS_ADDED))
+
+    @functools.cached_property
+    def arms(self) -> Places:
+        """Every arm ever declared."""
+        return _places([e for e in self.entries if e['event'] in (DECLARED, ARMS_ADDED)])
+
+    @functools.cached_property
+    def post_hoc(self) -> Places:
+        """The arms that were added after the first look."""
+        return _places([e for e in self.entries if e['event'] == ARMS_ADDED and e['post_hoc']])
+
+    @property
+    def declaration(self) -> str:
+        """Hash of the study as it was declared last."""
+        return [e['declaration'] for e in self.entries if 'declaration' in e][-1]
+
+    @property
+    def first_look(self) -> str | None:
+        """Time of the first look; None before it."""
+        return next((e['time'] for e in self.entries if e['event'] == LOOKED), None)
+
+    @property
+    def looked_files(self) -> dict[str, str]:
+        """SHA-256 of each file at the last look; empty before the first."""
+        return next((e['files'] for e in reversed(self.entries) if e['event'] == LOOKED), {})
+
+    @property
+    def accepted(self) -> dict[str, str]:
+        """Why each accepted code was accepted."""
+        return {e['code']: e['why'] for e in self.entries if e['event'] == ACCEPTED}
+
+
+def read(path: str | Path) -> Ledger:
+    """Reads a ledger.
+
+    Raises:
+      ReportError: there is none, or a line of it is missing, damaged, edited or out of place.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ReportError(
+            f'{path} does not exist, so what this study declared is not known; '
+            'restore it from a copy, or run the study in a new directory'
+        )
+    entries: list[Entry] = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if problem := _problem(line, entries):
+            raise _broken(path, number, problem)
+    if not entries:
+        raise _broken(path, 1, 'is missing')
+    return Ledger(tuple(entries))
+
+
+def append(path: str | Path, event: str, **data: Any) -> None:
+    """Appends a line of FIELDS[event], to a new ledger if there is none; raises as `read`."""
+    path = Path(path)
+    entries = read(path).entries if path.exists() else ()
+    if data.keys() != set(FIELDS[event]):
+        raise ValueError(f'{event} needs {FIELDS[event]}, not {tuple(data)}')
+    entry = {
+        'event': event,
+        'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        **{name: to_jsonable(data[name]) for name in FIELDS[event]},
+        'previous': entries[-1]['hash'] if entries else None,
+    }
+    entry['hash'] = digest_of_entry(entry)
+    text = path.read_text(encoding='utf-8') if entries else ''
+    write_atomic(path, text + json.dumps(entry) + '\n')
+
+
+def declare(directory: Path, declared: Mapping[str, Any]) -> None:
+    """Enters a study, or how it has changed since its last line, under the study's lock.
+
+    Args:
+      declared: the content of study.json.
+    """
+    path = directory / NAME
+    before = read(path) if path.exists() else None
+    if before is not None and before.declaration == digest(declared):
+        return
+    arms = declared['arms']
+    primary = [arm for arm in arms if arm['control'] is None]
+    common = {
+        'declaration': digest(declared),
+        'family': sum(arm['variant'] != declared['baseline'] for arm in primary),
+    }
+    added = [arm for arm in arms if before is not None and place(arm) not in before.arms]
+    if before is not None and added:
+        post_hoc = before.first_look is not None
+        append(path, ARMS_ADDED, arms=added, post_hoc=post_hoc, **common)
+    else:
+        rest = {name: declared[name] for name in ('arms', 'seeds', 'looks', 'margin')}
+        append(path, DECLARED, **common, **rest)
+
+
+def look(directory: Path) -> None:
+    """Enters a look at the study's results unless its files are those of the last one."""
+    path = directory / NAME
+    with locked(directory / 'lock'):
+        entries = read(path)
+        files = {name: file_digest(directory / name) for name in LOOKED_FILES}
+        if files != entries.looked_files:
+            number = sum(entry['event'] == LOOKED for entry in entries.entries) + 1
+            append(path, LOOKED, look=number, files=files)
+
+
+def accept(directory: Path, code: str, why: str) -> None:
+    """Enters that results are used although `code` holds of them; once for each code and reason."""
+    path = directory / NAME
+    with locked(directory / 'lock'):
+        if (code, why) not in read(path).accepted.items():
+            append(path, ACCEPTED, code=code, why=why)
+
+
+def place(arm: Mapping[str, Any]) -> tuple[str | None, ...]:
+    """(variant, size, corpus, control) of an arm of study.json."""
+    return tuple(arm[name] for name in PLACE)
+
+
+def digest(declared: Mapping[str, Any]) -> str:
+    """SHA-256 of the content of study.json without its command."""
+    return _sha256({name: value for name, value in declared.items() if name != 'command'})
+
+
+def digest_of_entry(entry: Entry) -> str:
+    """SHA-256 of a line without its hash."""
+    return _sha256({name: value for name, value in entry.items() if name != 'hash'})
+
+
+def file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _sha256(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(to_jsonable(values), sort_keys=True).encode()).hexdigest()
+
+
+def _problem(line: bytes, entries: list[Entry]) -> str | None:
+    """What is wrong with the line after `entries`, to which it is added otherwise."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return 'is not JSON'
+    if not line.endswith(b'\n'):
+        return 'is cut off'
+    if not isinstance(entry, dict) or not {'event', 'time', 'previous', 'hash'} <= entry.keys():
+        return 'is not an entry of a ledger'
+    if entry['hash'] != digest_of_entry(entry):
+        return 'was edited: its hash is not that of its content'
+    if entry['previous'] != (entries[-1]['hash'] if entries else None):
+        return 'does not follow the line before it'
+    if entry['event'] not in FIELDS or not set(FIELDS[entry['event']]) <= entry.keys():
+        return f'has the event {entry["event"]!r} without the fields of one that is known'
+    if not entries and entry['event'] != DECLARED:
+        return 'declares no study'
+    entries.append(entry)
+    return None
+
+
+def _broken(path: Path, number: int, problem: str) -> ReportError:
+    return ReportError(
+        f'{path}, line {number} {problem}; restore the file from a copy, or run the study in a new '
+        'directory'
+    )
+
+
+def _places(entries: list[Entry]) -> Places:
+    return frozenset(place(arm) for entry in entries for arm in entry['arms'])
