@@ -20,7 +20,7 @@ class TuningConfig:
         nothing is tuned, every combination is run with trials.seeds, and there is no verdict.
       max_points: largest number of values per setting; an arm that needs more is reported as not
         bracketed.
-      max_seeds: largest number of screening seeds; those after `seeds`, seeds[-1] + 1, + 2, ...,
+      max_seeds: largest number of screening seeds; those after `seeds`, max(seeds) + 1, + 2, ...,
         are drawn while the best value of a setting is not significantly better than both sides.
       score_scales: grid of model.score_scale; empty does not tune it.
     """

@@ -64,7 +64,7 @@ def chain(study: Study, arm: Arm, results: Results) -> Iterator[PlannedRun]:
         return
     measured: dict[Settings, dict[int, float | None]] = {}
     while True:
-        tuning = tune(grids(study, arm), study.tuning.max_points, measured)
+        tuning = tune(grids(study, arm), study.tuning, measured)
         if tuning.knob is None:
             yield _run(study, arm, VERDICT, None, [tuning.settings])
             return
@@ -123,7 +123,7 @@ def least(study: Study, arms: list[Arm]) -> list[PlannedRun]:
     planned = []
     for arm in arms:
         grid = grids(study, arm)
-        middle = tune(grid, study.tuning.max_points, {}).settings
+        middle = tune(grid, study.tuning, {}).settings
         for knob, values in grid.items():
             if len(values) > 1:
                 stacks = _stacks(knob, [with_knob(middle, knob, value) for value in values])

@@ -6,13 +6,17 @@ the settings.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Protocol
 
 from qkattn.stats import sweep
 from qkattn.stats.sweep import Sweep
 
 # In the order of tuning. Each is tuned with the earlier ones at their chosen values and the later
-# ones at the middle of their grids.
-KNOBS = ('learning_rate', 'weight_decay', 'score_scale')
+# ones at the middle of their grids. The values of a trial's knob share a program; those of a
+# model's field are compiled in.
+TRIAL_KNOBS = ('learning_rate', 'weight_decay')
+MODEL_KNOBS = ('score_scale',)
+KNOBS = TRIAL_KNOBS + MODEL_KNOBS
 
 # What a run is for: screening values of one knob, the verdict at the chosen ones, or, in a study
 # without tuning, both.
@@ -25,6 +29,17 @@ Settings = tuple[float, ...]
 Measured = Mapping[Settings, Mapping[int, float | None]]
 
 
+class Limits(Protocol):
+    """Of the tuning of an arm: its first seeds, most values of a knob, most seeds."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]: ...
+    @property
+    def max_points(self) -> int: ...
+    @property
+    def max_seeds(self) -> int: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """The state of an arm's tuning.
@@ -32,45 +47,79 @@ class Tuning:
     Attributes:
       sweeps: of the knobs screened so far; the last one may be unfinished.
       settings: the chosen values, and the middle of the grid for the knobs still to be tuned.
-      knob, values: what to screen next, at `settings` otherwise; None and () if nothing is left.
+      knob, values, seeds: what to screen next, at `settings` otherwise; None and () if nothing is
+        left.
     """
 
     sweeps: dict[str, Sweep]
     settings: Settings
     knob: str | None
     values: tuple[float, ...]
+    seeds: tuple[int, ...]
 
     def at(self, value: float) -> Settings:
         """The settings with `value` for the knob to screen next."""
         return with_knob(self.settings, self.knob, value)
 
 
-def tune(grids: Mapping[str, tuple[float, ...]], max_points: int, measured: Measured) -> Tuning:
+def tune(grids: Mapping[str, tuple[float, ...]], limits: Limits, measured: Measured) -> Tuning:
     """Tunes as far as the measured losses allow.
+
+    A grid is extended first; then, while its best value is not significantly better than both
+    sides, as many further seeds as at first are drawn for all its values. A value at which a seed
+    diverged is worse than any other, so it gets no further seeds.
 
     Args:
       grids: ascending values of each knob; a knob with a single value is not tuned.
-      max_points: most values of a knob.
-      measured: may hold more settings than needed.
+      measured: may hold more settings and seeds than needed.
     """
     settings = tuple(grids[knob][len(grids[knob]) // 2] for knob in KNOBS)
     sweeps: dict[str, Sweep] = {}
     for knob in KNOBS:
-        tried: tuple[float, ...] = ()
-        values = grids[knob] if len(grids[knob]) > 1 else ()
-        while values:
-            missing = tuple(v for v in values if with_knob(settings, knob, v) not in measured)
-            if missing:
-                return Tuning(sweeps, settings, knob, missing)
-            tried += values
-            sweeps[knob] = sweep.fit({v: measured[with_knob(settings, knob, v)] for v in tried})
-            values = sweep.next_values(sweeps[knob], grids[knob][1] / grids[knob][0], max_points)
-        if tried:
-            settings = with_knob(settings, knob, sweeps[knob].chosen)
-    return Tuning(sweeps, settings, None, ())
+        values, seeds = grids[knob], limits.seeds
+        while len(grids[knob]) > 1:
+            losses = {
+                v: _losses(measured.get(with_knob(settings, knob, v), {}), seeds) for v in values
+            }
+            missing = {v: tuple(s for s in seeds if s not in of) for v, of in losses.items()}
+            if open_seeds := next(filter(None, missing.values()), ()):
+                together = tuple(v for v in values if missing[v] == open_seeds)
+                return Tuning(sweeps, settings, knob, together, open_seeds)
+            found = sweeps[knob] = sweep.fit(losses)
+            further = sweep.next_values(found, grids[knob][1] / grids[knob][0], limits.max_points)
+            room = limits.max_seeds - len(seeds)
+            if further:
+                values += further
+            elif getattr(found, 'needs_seeds', False) and room > 0:
+                last = max(limits.seeds) + len(seeds) - len(limits.seeds)
+                seeds += tuple(last + i + 1 for i in range(min(len(limits.seeds), room)))
+            else:
+                settings = with_knob(settings, knob, found.chosen)
+                break
+    return Tuning(sweeps, settings, None, (), ())
+
+
+def _losses(
+    measured: Mapping[int, float | None], seeds: tuple[int, ...]
+) -> dict[int, float | None]:
+    """The losses of these seeds; once one has diverged, those not measured count as diverged."""
+    losses = {seed: measured[seed] for seed in seeds if seed in measured}
+    return dict.fromkeys(seeds) | losses if None in losses.values() else losses
 
 
 def with_knob(settings: Settings, knob: str, value: float) -> Settings:
     """The settings with another value for `knob`."""
     place = KNOBS.index(knob)
     return (*settings[:place], value, *settings[place + 1 :])
+
+
+def grids_around(
+    grids: Mapping[str, tuple[float, ...]], settings: Settings
+) -> dict[str, tuple[float, ...]]:
+    """The grids of an arm that is trained longer, from those of its tuning and what it chose.
+
+    The learning rate has three values with the chosen one in the middle; other knobs stay put.
+    """
+    rates, chosen = grids['learning_rate'], settings[KNOBS.index('learning_rate')]
+    around = tuple(float(f'{chosen * (rates[1] / rates[0]) ** i:.10g}') for i in (-1, 0, 1))
+    return {knob: (v,) for knob, v in zip(KNOBS, settings, strict=True)} | {'learning_rate': around}

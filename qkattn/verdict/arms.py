@@ -166,15 +166,13 @@ def _arm(study: Study, variant: str, size: str, trials: tuple[Trial, ...]) -> Ar
 
 
 def _tuning(study: Study, trials: Sequence[Trial]) -> Tuning:
-    """The state of the tuning, from the settings at which every screening seed has a result."""
+    """The state of the tuning, from the results of the screening."""
     screening = [trial for trial in trials if trial.stage == SCREENING]
     own = dict(zip(tuning.KNOBS, (screening or trials)[0].at, strict=True))
     declared = study.tuning.grids.items()
     grids = {knob: values if len(values) > 1 else (own[knob],) for knob, values in declared}
     measured: dict[tuning.Settings, dict[int, float | None]] = {}
     for trial in screening:
-        if trial.seed in study.tuning.seeds:
-            loss = trial.val_loss if trial.finished else None
-            measured.setdefault(trial.at, {})[trial.seed] = loss
-    complete = {at: of for at, of in measured.items() if of.keys() == set(study.tuning.seeds)}
-    return tuning.tune(grids, study.tuning.max_points, complete)
+        loss = trial.val_loss if trial.finished else None
+        measured.setdefault(trial.at, {})[trial.seed] = loss
+    return tuning.tune(grids, study.tuning, measured)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qkattn.config import ANNEALED, DECAYS, OptimizerConfig
-from qkattn.study.tuning import KNOBS, SCREENING, SINGLE, VERDICT
+from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import Remark, RemarkCode
 from qkattn.verdict.load import Study
@@ -152,7 +152,7 @@ def _declared_factors(study: Study) -> set[str]:
     """The settings that may differ: those of variants and of matching, and the tuned knobs."""
     own = [name for v in study.variants for name in re.findall(r'[?&](\w+)=', v)]
     tuned = study.tuning.knobs if study.tuning else ()
-    knobs = {'model.score_scale' if k == 'score_scale' else f'trials.{k}s' for k in tuned}
+    knobs = {f'model.{k}' if k in MODEL_KNOBS else f'trials.{k}s' for k in tuned}
     return knobs | {f'model.{name}' for name in (*_FACTORS, *own)}
 
 

@@ -25,6 +25,7 @@ class Tuning:
 
     seeds: tuple[int, ...]
     max_points: int
+    max_seeds: int
     learning_rates: tuple[float, ...]
     weight_decays: tuple[float, ...]
     score_scales: tuple[float, ...]

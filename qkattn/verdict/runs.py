@@ -10,7 +10,7 @@ import numpy as np
 
 from qkattn.metrics import LOGGED, METRICS, result_fields
 from qkattn.run.records import DIVERGED, FINISHED
-from qkattn.study.tuning import KNOBS, SCREENING, STAGES, Settings
+from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, STAGES, TRIAL_KNOBS, Settings
 from qkattn.verdict import reading
 from qkattn.verdict.codes import Place
 
@@ -25,7 +25,7 @@ class Trial:
       run, variant, size, stage, knob, target_parameters, residual: of the trial's run.
       settings: all trial settings but the seed, sorted by name; trials of a run with the same
         settings are repetitions of each other.
-      score_scale, planned_steps: of the run's config; they are not among the trial settings.
+      model_knobs, planned_steps: of the run's config; they are not among the trial settings.
       status: FINISHED or DIVERGED.
       metrics: all fields of `qkattn.metrics.result_fields()`; None if not measured or diverged.
       train_seconds, compile_seconds, tokens_per_second: of the run, all trials together.
@@ -41,7 +41,7 @@ class Trial:
     seed: int
     learning_rate: float
     settings: tuple[tuple[str, Any], ...]
-    score_scale: float
+    model_knobs: tuple[float, ...]
     planned_steps: int
     status: str
     num_steps: int
@@ -80,7 +80,7 @@ class Trial:
     @property
     def at(self) -> Settings:
         """The values of all knobs."""
-        return self.learning_rate, dict(self.settings)['weight_decay'], self.score_scale
+        return (*(dict(self.settings)[knob] for knob in TRIAL_KNOBS), *self.model_knobs)
 
     @property
     def key(self) -> tuple:
@@ -135,7 +135,7 @@ class PlannedRun:
 
 
 _CONFIG = {
-    'model': {'score_scale': float},
+    'model': dict.fromkeys(MODEL_KNOBS, float),
     'optimizer': {'schedule': str, 'final_fraction': float},
     'train': {'num_steps': int},
     'trials': {'seeds': tuple[int, ...]},
@@ -197,7 +197,7 @@ def parse_trial(record: Any, run: PlannedRun) -> Trial:
         seed=record['trial']['seed'],
         learning_rate=record['trial']['learning_rate'],
         settings=tuple(sorted((k, v) for k, v in record['trial'].items() if k != 'seed')),
-        score_scale=run.config['model']['score_scale'],
+        model_knobs=tuple(run.config['model'][knob] for knob in MODEL_KNOBS),
         planned_steps=run.num_steps,
         metrics=dict.fromkeys(_METRIC_FIELDS) | {name: record[name] for name in metrics},
     )

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from qkattn.config import TuningConfig
 from qkattn.study.tuning import KNOBS, Tuning, tune
 
 GRIDS = {
@@ -18,11 +19,15 @@ def losses(settings, optimum):
     return {seed: 2 + 0.01 * seed + 0.1 * away for seed in (10, 11)}
 
 
+def limits(max_points, **fields):
+    return TuningConfig(**{'seeds': (10, 11), 'max_points': max_points} | fields)
+
+
 def followed(grids, max_points, optimum) -> tuple[Tuning, dict, list]:
     """Measures what is asked for until nothing is."""
     measured, asked = {}, []
     while True:
-        found = tune(grids, max_points, measured)
+        found = tune(grids, limits(max_points), measured)
         if found.knob is None:
             return found, measured, asked
         asked.append((found.knob, found.values))
@@ -40,7 +45,7 @@ def test_nothing_is_measured_twice_and_every_knob_is_found():
     assert {settings[1] for settings in measured} == {0.1}
     # More measurements than asked for change nothing.
     other = {(3e-3, 0.1, 1.0): {10: 0.0, 11: 0.0}, (2e-3, 0.2, 1.0): {10: 0.0, 11: 0.0}}
-    assert tune(GRIDS, 9, measured | other) == found
+    assert tune(GRIDS, limits(9), measured | other) == found
 
 
 def test_what_an_earlier_knob_has_measured_is_not_asked_for_again():
@@ -58,7 +63,7 @@ def test_what_an_earlier_knob_has_measured_is_not_asked_for_again():
 
 def test_half_a_grid_says_what_is_missing():
     first = (1e-3, 0.1, 1.0)
-    found = tune(GRIDS, 9, {first: losses(first, (2e-3, 0.1, 1.0))})
+    found = tune(GRIDS, limits(9), {first: losses(first, (2e-3, 0.1, 1.0))})
     assert (found.knob, found.values, found.sweeps) == ('learning_rate', (2e-3, 4e-3), {})
     assert dict(zip(KNOBS, found.settings, strict=True)) == {
         'learning_rate': 2e-3,
@@ -69,4 +74,4 @@ def test_half_a_grid_says_what_is_missing():
 
 def test_settings_of_single_values_are_left_alone():
     grids = {'learning_rate': (3e-3,), 'weight_decay': (0.0,), 'score_scale': (0.7,)}
-    assert tune(grids, 1, {}) == Tuning({}, (3e-3, 0.0, 0.7), None, ())
+    assert tune(grids, limits(1), {}) == Tuning({}, (3e-3, 0.0, 0.7), None, (), ())

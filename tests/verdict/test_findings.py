@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from qkattn.config import TuningConfig
 from qkattn.study.tuning import tune
 from qkattn.verdict import Decision, NotScaled, ReasonCode, RemarkCode, find, load_study
 from tests.studies import (
@@ -160,13 +161,14 @@ def test_scaling_without_tuning(study_dir):
 
 
 GRIDS = {'learning_rate': RATES, 'weight_decay': (0.05, 0.1, 0.2), 'score_scale': (0.5, 1.0, 2.0)}
+LIMITS = TuningConfig(seeds=(100, 101), max_points=5, max_seeds=2)
 OPTIMA = (4e-3, 0.3, 1.25)
 
 
 def write_chain(directory, variant='qk/vo'):
     """Writes the trials of coordinate-wise tuning and the verdict at the chosen settings."""
     runs, measured = {}, {}
-    while (tuned := tune(GRIDS, 5, measured)).knob:
+    while (tuned := tune(GRIDS, LIMITS, measured)).knob:
         for at in map(tuned.at, tuned.values):
             away = sum(np.log(value / best) ** 2 for value, best in zip(at, OPTIMA, strict=True))
             measured[at] = {seed: 2 + 0.1 * away + 0.01 * seed for seed in (100, 101)}

@@ -189,11 +189,11 @@ def test_reads_declaration_plan_and_trials(study_dir):
     assert [trial.seed for trial in verdict.trials] == list(range(8))
     trial = screening.trials[0]
     assert trial.settings == (('learning_rate', 1e-3), ('weight_decay', 0.1))
-    assert trial.score_scale == 1.0 and trial.metrics['val_loss_se'] == 0.0125
+    assert trial.model_knobs[0] == 1.0 and trial.metrics['val_loss_se'] == 0.0125
 
 
 GRIDS = {'learning_rates': [1.0], 'weight_decays': [0.0], 'score_scales': [1.0]}
-TUNING = {'seeds': [9], 'max_points': 5, **GRIDS}
+TUNING = {'seeds': [9], 'max_points': 5, 'max_seeds': 2, **GRIDS}
 
 
 def test_a_second_verdict_of_an_arm_is_refused(study_dir):
