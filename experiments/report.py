@@ -2,6 +2,7 @@
 
 python -m experiments.report --study=runs/fair_small
 python -m experiments.report --study=runs/fair_small --export=results/fair_small   # to keep
+python -m experiments.report --study=runs/fair_small --accept=commits --why='docs alone differ'
 """
 
 from pathlib import Path
@@ -11,17 +12,26 @@ from absl import flags
 from qkattn import report
 from qkattn.errors import ReportError
 from qkattn.report.export import export
-from qkattn.run import cli
+from qkattn.run import cli, ledger
 
 STUDY = flags.DEFINE_string('study', None, 'Study directory, as written by experiments.ablate.')
 EXPORT = flags.DEFINE_string(
     'export', None, 'Directory to copy the files to that a report is made from.'
 )
+ACCEPT = flags.DEFINE_list(
+    'accept',
+    [],
+    'What does not withhold verdicts, entered into the ledger: uncommitted (changes), commits '
+    '(that differ between runs). Needs --why.',
+)
+WHY = flags.DEFINE_string('why', '', 'Why --accept is right, for whoever reads the report.')
 
 
 def main() -> None:
     if STUDY.value is None:
         raise ReportError('--study=DIRECTORY is required')
+    for code in ACCEPT.value:
+        ledger.accept(Path(STUDY.value), code, WHY.value)
     page = report.write_report(STUDY.value)
     print(f'{Path(page).with_name("table.txt").read_text()}\nreport: {page}')
     if EXPORT.value is not None:

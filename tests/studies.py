@@ -16,6 +16,7 @@ from qkattn.config import (
     fingerprint,
     to_json,
 )
+from qkattn.run import ledger
 
 NATS_PER_BIT = 0.6931471805599453
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
@@ -264,7 +265,7 @@ def write_study(
     """Writes the study that `records` make up.
 
     `declared` adds runs without results, (variant, size) or (variant, size, stage, knob);
-    `changes` are fields of study.json.
+    `changes` are fields of study.json, which the ledger declares but for `arms`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     runs: dict[str, list[dict]] = {}
@@ -303,6 +304,8 @@ def write_study(
         'command': 'python -m experiments.ablate --config=configs/synthetic.py',
     }
     (directory / 'study.json').write_text(json.dumps(study | changes))
+    (directory / ledger.NAME).unlink(missing_ok=True)
+    ledger.declare(directory, study | changes | {'arms': arms})
     write_lines(directory / 'plan.jsonl', plan)
     write_lines(directory / 'results.jsonl', records)
     for name, of_run in runs.items():

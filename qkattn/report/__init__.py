@@ -7,7 +7,9 @@ from qkattn.report.figures import figures
 from qkattn.report.figures.style import Drawing, render
 from qkattn.report.page import report_page
 from qkattn.report.tables import csv_table, headline, latex_table, report_markdown, report_text
+from qkattn.run import ledger
 from qkattn.run.files import write_atomic
+from qkattn.study.tuning import VERDICT
 from qkattn.verdict import Findings, Study, find, load_study
 
 __all__ = ['documents', 'headline', 'report_text', 'write_report']
@@ -29,12 +31,16 @@ def documents(
 def write_report(study_dir: str | Path) -> Path:
     """Writes report.html, table.txt, .md, .csv and .tex, and plots/ into the study directory.
 
-    Returns the path of report.html, which is written last.
+    Returns the path of report.html, which is written last. A report on verdict results is a look,
+    which the study's ledger keeps.
 
     Raises:
-      ReportError: the directory is not a study or holds no result.
+      ReportError: the directory is not a study or holds no result, or its ledger is damaged.
     """
     study = load_study(study_dir)
+    judged = any(run.stage == VERDICT and run.trials for run in study.runs)
+    if judged and ledger.look(study.directory):
+        study = load_study(study_dir)
     found = find(study)
     drawn = figures(study, found)
     rendered = {drawing.stem: render(drawing) for drawing in drawn}

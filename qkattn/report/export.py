@@ -7,7 +7,10 @@ from qkattn.errors import ReportError
 from qkattn.run.files import write_atomic
 from qkattn.verdict.load import Study, load_study
 
-FILES = ('study.json', 'plan.jsonl', 'results.jsonl', 'report.html')
+FILES = (
+    *('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'orphans.jsonl'),
+    'report.html',
+)
 
 
 def export(study_dir: str | Path, destination: str | Path) -> Path:

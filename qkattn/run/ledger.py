@@ -38,6 +38,8 @@ FIELDS = {
     LOOKED: ('look', 'files'),
     ACCEPTED: ('code', 'why'),
 }
+# What may be accepted: runs of a checkout with uncommitted changes, runs of different commits.
+ACCEPTABLE = ('uncommitted', 'commits')
 LOOKED_FILES = ('study.json', 'plan.jsonl', 'results.jsonl')
 PLACE = ('variant', 'size', 'corpus', 'control')
 
@@ -151,23 +153,34 @@ def declare(directory: Path, declared: Mapping[str, Any]) -> None:
         append(path, DECLARED, **common, **rest)
 
 
-def look(directory: Path) -> None:
-    """Enters a look at the study's results unless its files are those of the last one."""
+def look(directory: Path) -> bool:
+    """Enters a look at the study's results, and returns True, unless it was at the same files."""
     path = directory / NAME
+    files = {name: file_digest(directory / name) for name in LOOKED_FILES}
+    if files == read(path).looked_files:
+        return False  # before a lock is made, so that a kept copy of a study stays as it is
     with locked(directory / 'lock'):
-        entries = read(path)
-        files = {name: file_digest(directory / name) for name in LOOKED_FILES}
-        if files != entries.looked_files:
-            number = sum(entry['event'] == LOOKED for entry in entries.entries) + 1
-            append(path, LOOKED, look=number, files=files)
+        number = sum(entry['event'] == LOOKED for entry in read(path).entries) + 1
+        append(path, LOOKED, look=number, files=files)
+    return True
 
 
 def accept(directory: Path, code: str, why: str) -> None:
-    """Enters that results are used although `code` holds of them; once for each code and reason."""
+    """Enters that verdicts are given although `code` holds of the results.
+
+    Raises:
+      ReportError: a code that is not in ACCEPTABLE, or no reason; as `read`.
+    """
+    if code not in ACCEPTABLE or not why.strip():
+        raise ReportError(
+            f'accept={code!r} with the reason {why!r}: it takes {" or ".join(ACCEPTABLE)}, and a '
+            'reason that is not empty'
+        )
     path = directory / NAME
+    if (code, why) in read(path).accepted.items():
+        return
     with locked(directory / 'lock'):
-        if (code, why) not in read(path).accepted.items():
-            append(path, ACCEPTED, code=code, why=why)
+        append(path, ACCEPTED, code=code, why=why)
 
 
 def place(arm: Mapping[str, Any]) -> tuple[str | None, ...]:

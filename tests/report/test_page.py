@@ -99,7 +99,8 @@ def test_every_seed_is_drawn(html):
 
 def test_files_are_complete_and_figures_drawn(report):
     names = sorted(path.name for path in report.parent.iterdir() if path.is_file())
-    assert names == ['plan.jsonl', 'report.html', 'results.jsonl', 'study.json', *FILES]
+    inputs = ['ledger.jsonl', 'lock', 'plan.jsonl', 'report.html', 'results.jsonl', 'study.json']
+    assert names == [*inputs, *FILES]
     stems = ['curves', 'loss_parameters', 'losses', 'sweep_learning_rate', 'verdicts']
     files = sorted(path.name for path in (report.parent / 'plots').iterdir())
     assert files == sorted(f'{stem}.{kind}' for stem in stems for kind in ('png', 'svg'))

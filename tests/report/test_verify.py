@@ -11,6 +11,7 @@ from qkattn.errors import ReportError
 from qkattn.report.export import export
 from qkattn.report.figures.style import Rendered
 from qkattn.report.verify import check_page, check_study
+from qkattn.run import ledger
 from tests.studies import trial_record, tuned_arm, write_lines, write_study, write_tuned
 
 
@@ -62,12 +63,23 @@ def test_a_report_is_what_its_logs_give(study):
     assert check_study(study) > 5 * 3 * 12
 
 
+def test_a_report_on_verdict_results_is_a_look(written, tmp_path):
+    entries = ledger.read(written / 'ledger.jsonl').entries
+    assert [entry['event'] for entry in entries] == ['declared', 'looked']
+    report.write_report(written)
+    assert ledger.read(written / 'ledger.jsonl').entries == entries
+    screened = [r for r in tuned_arm('qk/vo', losses=[2.0]) if r['stage'] == 'screening']
+    unseen = write_tuned(tmp_path / 'study', screened)
+    report.write_report(unseen)
+    assert ledger.read(unseen / 'ledger.jsonl').first_look is None
+
+
 def test_what_is_exported_is_small_and_enough(written, study):
     names = {str(path.relative_to(study)) for path in study.rglob('*') if path.is_file()}
     logs = {name for name in names if name.endswith('metrics.jsonl')}
     assert len(logs) == 6 and not any('result.json' in name.split('/') for name in names)
     assert {name for name in names - logs if not name.startswith('plots/')} == {
-        *('study.json', 'plan.jsonl', 'results.jsonl', 'report.html'),
+        *('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'report.html'),
         *(f'table.{kind}' for kind in ('txt', 'md', 'csv', 'tex')),
     }
     kinds = {

@@ -31,7 +31,7 @@ def directory(tmp_path):
     larger = STUDY | {'arms': [*ARMS, added('qk/no_v'), added('qk/no_v', 'equal_shape')]}
     (tmp_path / 'study.json').write_text(json.dumps(larger))
     ledger.declare(tmp_path, larger)
-    ledger.append(tmp_path / 'ledger.jsonl', 'accepted', code='uncommitted', why='a typo in docs')
+    ledger.accept(tmp_path, 'uncommitted', 'a typo in docs')
     return tmp_path
 
 
@@ -62,13 +62,24 @@ def test_what_is_declared_or_looked_at_again_is_entered_once(directory):
     before = (directory / 'ledger.jsonl').read_bytes()
     ledger.declare(directory, json.loads((directory / 'study.json').read_text()))
     assert (directory / 'ledger.jsonl').read_bytes() == before
-    ledger.look(directory)  # the study has grown since the first look
-    ledger.look(directory)
+    ledger.accept(directory, 'uncommitted', 'a typo in docs')
+    assert (directory / 'ledger.jsonl').read_bytes() == before
+    assert ledger.look(directory)  # the study has grown since the first look
+    (directory / 'lock').unlink()
+    assert not ledger.look(directory) and not (directory / 'lock').exists()
     assert ledger.read(directory / 'ledger.jsonl').entries[-1]['look'] == 2
     (directory / 'results.jsonl').write_text('{"seed": 3}\n')
     ledger.look(directory)
     kept = ledger.read(directory / 'ledger.jsonl')
     assert kept.entries[-1]['look'] == 3 and len(kept.entries) == 6
+
+
+@pytest.mark.parametrize(('code', 'why'), [('dirty', 'x'), ('commits', ' ')])
+def test_what_cannot_be_accepted_is_refused(directory, code, why):
+    before = (directory / 'ledger.jsonl').read_bytes()
+    with pytest.raises(ReportError, match=f'accept={code!r} .* takes uncommitted or commits'):
+        ledger.accept(directory, code, why)
+    assert (directory / 'ledger.jsonl').read_bytes() == before
 
 
 def test_arms_that_are_added_before_a_look_are_not_post_hoc(tmp_path):
