@@ -2,8 +2,12 @@
 
 import dataclasses
 import enum
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
+
+from scipy import special
 
 from qkattn.stats.inference import LEVEL, MIN_PAIRS, Difference, detectable_difference
 
@@ -14,8 +18,10 @@ class Decision(enum.Enum):
     """What is decided about an arm against the baseline, in the order in which arms are listed."""
 
     BETTER = 'better'
-    WORSE = 'worse'
+    BETTER_BELOW_MARGIN = 'better (below margin)'
     EQUIVALENT = 'equivalent'
+    WORSE_BELOW_MARGIN = 'worse (below margin)'
+    WORSE = 'worse'
     UNDECIDED = 'undecided'
     NO_VERDICT = 'no verdict'
 
@@ -38,19 +44,42 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def spending(looks: Sequence[int], level: float = LEVEL) -> tuple[float, ...]:
+    """The error rate that each look may spend, where `looks` are ascending numbers of seeds.
+
+    With the fraction t_k = looks_k / looks_K of the information, the spending function of Lan and
+    DeMets (1983) of the type of O'Brien and Fleming, f(t) = 2 - 2 Phi(z / sqrt(t)) with z the two-
+    sided normal quantile of 1 - level, so f(1) = 1 - level. Look k is tested at the increment
+    f(t_k) - f(t_{k-1}); as these add up to 1 - level, so do at most the false words of all looks
+    together, however the looks depend on each other. No looks are one look, at the end.
+
+    Raises ValueError if `looks` do not ascend from at least 1.
+    """
+    if any(b <= a for a, b in itertools.pairwise((0, *looks))):
+        raise ValueError(f'looks are {tuple(looks)}; numbers of seeds, they must ascend from 1.')
+    if not looks:
+        return (1 - level,)
+    z = special.ndtri((1 - level) / 2)
+    spent = [0.0, *(2 * float(special.ndtr(z / (n / looks[-1]) ** 0.5)) for n in looks)]
+    return tuple(b - a for a, b in itertools.pairwise(spent))
+
+
 @dataclasses.dataclass(frozen=True)
 class Judgement:
     """The decision on one arm, with the p values behind it.
 
     Attributes:
       decision: from the tests alone; UNDECIDED with fewer than 3 pairs.
-      p_holm, p_equivalence_holm: p values after Holm's correction; None if the arm was not tested.
-      detectable: |difference| (nats per token) found with probability 0.8 at the strictest level of
-        Holm's method, alpha / number of arms; None if the arm was not tested.
+      p_holm, p_margin_holm, p_equivalence_holm: p values after the correction of `judge`, of a
+        difference, of one larger than the margin, and of equivalence; None if the arm was not
+        tested.
+      detectable: |difference| (nats per token) found with probability 0.8 or more at the strictest
+        level of the method, alpha / number of arms; None if the arm was not tested.
     """
 
     decision: Decision
     p_holm: float | None = None
+    p_margin_holm: float | None = None
     p_equivalence_holm: float | None = None
     detectable: float | None = None
 
@@ -60,16 +89,29 @@ def judge(
     *,
     diverged: Mapping[Arm, tuple[int, int]] | None = None,
     planned: int = 0,
-    level: float = LEVEL,
+    alpha_of_look: float = 1 - LEVEL,
 ) -> dict[Arm, Judgement]:
-    """Decides on every arm against the same baseline.
+    """Decides on every arm with at least 3 pairs against the same baseline.
 
-    Holm's method is applied to the difference tests of all arms with at least 3 pairs, and
-    separately to their equivalence tests: in each of the two families, a false decision has
-    probability at most 1 - level. Equivalence takes precedence: a difference shown to be smaller
-    than the margin is of no interest even if it is shown not to be zero. Divergence never helps: an
-    arm with diverged trials is worse or undecided; if trials of its baseline diverged, it is better
-    or undecided.
+    An arm's true difference delta lies in one of three cells: zero, between zero and the margin,
+    or the margin and beyond. In each, one of the three tests alone can give a false word: that of a
+    difference (a side is named), of a difference beyond the margin, and of equivalence. So one arm
+    tested at level a gets a false word with probability a at most, without a correction for the
+    number of tests. Over m arms, each is tested at alpha / m, in order of their margin tests' p
+    values: an arm found to differ by more than the margin can get no other word and leaves the
+    family, and those left share alpha. For the margin tests this is Holm's (1979) method; the
+    others profit from the arms that left, not from those found equivalent, which may still be
+    equal. The probability of any false word among all arms is at most alpha (1 + alpha), however
+    the true differences lie.
+
+    | word | tests found at alpha |
+    |---|---|
+    | better, worse | differs from zero by the margin or more |
+    | equivalent | differs by less than the margin, perhaps by nothing |
+    | better, worse (below margin) | differs from zero, neither of the above |
+
+    Divergence never helps: an arm with diverged trials is worse or undecided; if trials of its
+    baseline diverged, it is better or undecided.
 
     Args:
       differences: by arm; None if no seed finished in both.
@@ -77,6 +119,7 @@ def judge(
         none.
       planned: comparisons of the finished study. Missing ones are corrected for as p = 1, so that
         no decision is lost when further arms finish.
+      alpha_of_look: the error rate of this look, of `spending`.
 
     Raises:
       ValueError: `diverged` names an arm that `differences` lacks.
@@ -89,33 +132,39 @@ def judge(
         arm: d for arm, d in differences.items() if d is not None and d.n >= MIN_PAIRS
     }
     family = max(planned, len(tested))
-    missing = [1.0] * (family - len(tested))
-    p_differ = holm([*(d.p for d in tested.values()), *missing])
-    p_same = holm([*(d.p_equivalence for d in tested.values()), *missing])
+    margins = holm([*(d.p_margin for d in tested.values()), *[1.0] * (family - len(tested))])
+    leaving = [0.0, *sorted(margins)]
+
+    def corrected(p: float) -> float:
+        """The lowest alpha at which p is found: p <= alpha / arms that have not left at alpha."""
+        return min(max(left, min(1.0, (family - k) * p)) for k, left in enumerate(leaving[:-1]))
+
     judgements = dict.fromkeys(differences, Judgement(Decision.UNDECIDED))
-    for (arm, difference), differ, same in zip(tested.items(), p_differ, p_same, strict=False):
-        error = difference.detectable / detectable_difference(1.0, difference.df)
+    for (arm, d), p_margin in zip(tested.items(), margins, strict=False):
+        p_differs, p_same = corrected(d.p), corrected(d.p_equivalence)
+        found = [p <= alpha_of_look for p in (p_differs, p_margin, p_same)]
+        error = math.hypot(d.error_seeds, d.error_evaluation)
+        detectable = detectable_difference(error, d.df, alpha_of_look / family)
         judgements[arm] = Judgement(
-            _decide(difference, differ, same, 1 - level, *diverged.get(arm, (0, 0))),
-            differ,
-            same,
-            detectable_difference(error, difference.df, (1 - level) / family),
+            _decide(d.mean < 0, *found, *map(bool, diverged.get(arm, (0, 0)))),
+            *(p_differs, p_margin, p_same),
+            detectable=detectable + d.tuning_low + d.tuning_high,
         )
     return judgements
 
 
 def _decide(
-    difference: Difference,
-    p_differ: float,
-    p_same: float,
-    alpha: float,
-    arm_diverged: int,
-    baseline_diverged: int,
+    lower: bool,
+    differs: bool,
+    beyond: bool,
+    same: bool,
+    arm_diverged: bool,
+    baseline_diverged: bool,
 ) -> Decision:
-    if p_same <= alpha and not arm_diverged and not baseline_diverged:
+    if same and not arm_diverged and not baseline_diverged:
         return Decision.EQUIVALENT
-    if p_differ > alpha:
+    if not differs or (arm_diverged if lower else baseline_diverged):
         return Decision.UNDECIDED
-    if difference.mean < 0:
-        return Decision.UNDECIDED if arm_diverged else Decision.BETTER
-    return Decision.UNDECIDED if baseline_diverged else Decision.WORSE
+    if lower:
+        return Decision.BETTER if beyond else Decision.BETTER_BELOW_MARGIN
+    return Decision.WORSE if beyond else Decision.WORSE_BELOW_MARGIN

@@ -7,6 +7,9 @@ the loss of seed s at value v is modelled as a parabola in x = ln(v / best) with
 
 so that the effect of a seed common to all values (data order, initialization) cancels. The
 optimum is the vertex x* = -b / 2c. Losses are in nats per token, values in their own unit.
+
+A value is worse than the best if their difference cannot be the luck of the seeds. The grid grows,
+and further seeds are drawn, until there is one on both sides: see `Sweep.bracketed`.
 """
 
 import dataclasses
@@ -18,7 +21,7 @@ from scipy import stats
 
 from qkattn.stats.inference import LEVEL, Estimate
 
-REACH = 2  # grid steps to either side of the best value that the parabola is fitted to
+REACH = 2  # grid steps to either side of the best value that the parabola is fitted to, at least
 MIN_VALUES = 3  # a parabola has three coefficients
 MAX_LOG = 100.0  # an interval wider than a factor e^100 bounds nothing
 
@@ -30,8 +33,18 @@ class Sweep:
     `losses` holds, for each value, the losses of the seeds that finished, in the order of seeds;
     `means` is their mean, infinite where a seed diverged, since the mean of the others would be
     biased low. `best` is the grid value of the lowest mean (of ties the smallest; the smallest
-    value if all diverged). `bracketed`: there is a worse value on both sides of it; a diverged one
-    counts as worse.
+    value if all diverged).
+
+    `bracketed`: there is a worse value on both sides of the best, which takes two seeds or more. A
+    diverged value is worse. Another is worse at 95 % confidence by a paired one-sided t test over
+    seeds, corrected (Bonferroni) for the number of values compared with the best; since a few seeds
+    leave a t test no power, the variance of what a seed adds at one value (the residual of a level
+    per value and one per seed) is pooled over all values that are no worse. This is Hsu's (1981)
+    comparison with the best: the values not found worse contain the best one of the grid with 95 %
+    confidence, although the lowest mean was selected.
+
+    `fitted` are the values of the parabola: within two grid steps of the best, and further, up to
+    the nearest worse value, where the noise hides the rise.
 
     `curvature` is 2c, the second derivative of the loss by ln(value); None with fewer than three
     values to fit. `optimum` and the fitted loss there, `loss`, are also None if the parabola is not
@@ -56,6 +69,7 @@ class Sweep:
     means: tuple[float, ...]
     best: float
     bracketed: bool
+    fitted: tuple[float, ...]
     optimum: float | None
     curvature: float | None
     loss: Estimate | None
@@ -78,22 +92,28 @@ class Sweep:
 
     @property
     def at_worst(self) -> float | None:
-        """Nats by which the parabola at the farther end of the optimum's interval is above its low.
+        """Nats by which the loss at `chosen` exceeds that of the optimum, at most.
 
-        To second order, the loss of `optimum` over the true optimum if that lies there; None
-        without an interval.
+        The parabola's rise between `chosen` and the farther end of the optimum's 95 % interval, to
+        second order; None without an interval: then nothing bounds the excess.
         """
-        if not (self.curvature and self.optimum and self.optimum_low and self.optimum_high):
+        if not (self.curvature and self.optimum_low and self.optimum_high):
             return None
-        farther = max(self.optimum / self.optimum_low, self.optimum_high / self.optimum)
+        farther = max(self.chosen / self.optimum_low, self.optimum_high / self.chosen)
         return self.curvature / 2 * math.log(farther) ** 2
+
+    @property
+    def needs_seeds(self) -> bool:
+        """Whether further seeds may help: the values do not bracket or do not bound the optimum."""
+        unclear = not self.bracketed or self.at_worst is None
+        return unclear and math.isfinite(min(self.means))
 
 
 def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
     """Fits `losses`: value -> seed -> loss, where None or a non-finite loss means diverged.
 
-    The parabola is fitted by least squares to the values within two grid steps of the best at which
-    every seed finished. The optimum's interval is Fieller's (1954): all x at which the slope
+    The parabola is fitted by least squares to those of `fitted` at which every seed finished. The
+    optimum's interval is Fieller's (1954): all x at which the slope
     b + 2 c x does not differ from zero by a t test with the residual degrees of freedom.
 
     Raises ValueError for no values, a value that is not positive, or values with different seeds.
@@ -116,14 +136,20 @@ def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
     )
     means = tuple(math.fsum(ys) / len(ys) if len(ys) == len(seeds) else math.inf for ys in finite)
     i = means.index(min(means))
-    parabola = _parabola(values, finite, means, i)
+    below, above = _nearest_worse(finite, means, i)
+    near = slice(
+        0 if below is None else max(min(below, i - REACH), 0),
+        len(values) if above is None else max(above, i + REACH) + 1,
+    )
+    parabola = _parabola(values[near], finite[near], means[near], values[i])
     lowest = min(means[i], parabola.loss.mean if parabola.loss else math.inf)
     return Sweep(
         values=values,
         losses=finite,
         means=means,
         best=values[i],
-        bracketed=_worse(means[:i], means[i]) and _worse(means[i + 1 :], means[i]),
+        bracketed=len(seeds) > 1 and below is not None and above is not None,
+        fitted=tuple(v for v, m in zip(values[near], means[near], strict=True) if m < math.inf),
         **vars(parabola),
         sensitivity=_sensitivity(means, lowest),
         num_diverged=sum(math.isinf(m) for m in means),
@@ -133,19 +159,20 @@ def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
 def next_values(sweep: Sweep, grid_ratio: float, max_points: int) -> tuple[float, ...]:
     """The values to screen next, ascending; () if the best is bracketed or max_points are tried.
 
-    On each side of the best that has no worse value, the grid grows by one step of `grid_ratio`
-    (> 1) beyond its end, downwards first if `max_points` leaves room for one only. If every value
-    diverged, it grows downwards. Raises ValueError for a ratio that is not above 1.
+    On each side of the best that has no worse value (see `Sweep.bracketed`; with a single seed, no
+    larger loss), the grid grows by one step of `grid_ratio` (> 1) beyond its end, downwards first
+    if `max_points` leaves room for one only. If every value diverged, it grows downwards. Raises
+    ValueError for a ratio that is not above 1.
     """
     if not grid_ratio > 1:
         raise ValueError(f'grid_ratio is {grid_ratio}; it must be above 1')
     room = max(max_points - len(sweep.values), 0)
     i = sweep.values.index(sweep.best)
-    lowest = sweep.means[i]
+    below, above = _nearest_worse(sweep.losses, sweep.means, i)
     steps = []
-    if not _worse(sweep.means[:i], lowest):
+    if below is None:
         steps.append(sweep.values[0] / grid_ratio)
-    if not _worse(sweep.means[i + 1 :], lowest) and math.isfinite(lowest):
+    if above is None and math.isfinite(sweep.means[i]):
         steps.append(sweep.values[-1] * grid_ratio)
     return tuple(float(f'{value:.10g}') for value in steps[:room])  # 0.1 * 3 is 0.3
 
@@ -159,8 +186,26 @@ class _Parabola:
     loss: Estimate | None = None
 
 
-def _worse(means: tuple[float, ...], lowest: float) -> bool:
-    return any(mean > lowest for mean in means)
+def _nearest_worse(
+    losses: tuple[tuple[float, ...], ...], means: tuple[float, ...], i: int
+) -> tuple[int | None, int | None]:
+    """The nearest values that are worse than value i, the best, below and above it."""
+    worse = [mean > means[i] for mean in means]
+    seeds = max(map(len, losses))
+    if seeds > 1:
+        by_mean = sorted(
+            (j for j, m in enumerate(means) if math.isfinite(m)), key=means.__getitem__
+        )
+        level = (1 - LEVEL) / max(len(means) - 1, 1)
+        for number, j in enumerate(by_mean[1:], start=2):
+            table_VS = np.array([losses[k] for k in by_mean[:number]])
+            table_VS -= table_VS.mean(axis=1, keepdims=True)
+            square = float(np.sum((table_VS - table_VS.mean(axis=0)) ** 2))
+            df = (number - 1) * (seeds - 1)
+            critical = stats.t.isf(level, df) * (square / df * 2 / seeds) ** 0.5
+            worse[j] = means[j] - means[i] > critical
+    below = max((j for j in range(i) if worse[j]), default=None)
+    return below, min((j for j in range(i + 1, len(means)) if worse[j]), default=None)
 
 
 def _sensitivity(means: tuple[float, ...], lowest: float) -> float | None:
@@ -174,13 +219,12 @@ def _parabola(
     values: tuple[float, ...],
     losses: tuple[tuple[float, ...], ...],
     means: tuple[float, ...],
-    i: int,
+    best: float,
 ) -> _Parabola:
-    near = range(max(i - REACH, 0), min(i + REACH + 1, len(values)))
-    fitted = [j for j in near if math.isfinite(means[j])]
+    fitted = [j for j, mean in enumerate(means) if math.isfinite(mean)]
     if len(fitted) < MIN_VALUES:
         return _Parabola()
-    x = np.log([values[j] / values[i] for j in fitted])
+    x = np.log([values[j] / best for j in fitted])
     losses_VS = np.array([losses[j] for j in fitted])
     V, S = losses_VS.shape
     x_N, losses_N = np.repeat(x, S), losses_VS.ravel()
@@ -194,7 +238,7 @@ def _parabola(
     level = float(at_vertex_P @ coefficients_P)
     parabola = _Parabola(
         curvature=float(2 * c),
-        optimum=float(values[i] * math.exp(vertex)),
+        optimum=float(best * math.exp(vertex)),
         loss=Estimate(level, V * S, None, None, None),
     )
     df = V * S - (S + 2)
@@ -209,8 +253,8 @@ def _parabola(
     return dataclasses.replace(
         parabola,
         loss=Estimate(level, V * S, variance**0.5, level - half, level + half),
-        optimum_low=None if low is None else values[i] * math.exp(low),
-        optimum_high=None if high is None else values[i] * math.exp(high),
+        optimum_low=None if low is None else best * math.exp(low),
+        optimum_high=None if high is None else best * math.exp(high),
     )
 
 

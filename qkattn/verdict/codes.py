@@ -77,7 +77,7 @@ class Verdict:
       reasons: the outcome of the tests; without a verdict, what is missing and the remarks that
         block it.
       caveats: uncertainty that remains from the tuning of the arm or of the baseline.
-      p_holm, p_equivalence_holm: p values after Holm's correction; None where nothing was tested.
+      p_holm, p_margin_holm, p_equivalence_holm: corrected p values; None where nothing was tested.
       detectable: |difference| (nats/token) found with probability 0.8 after that correction.
       num_comparisons: the size of the family that Holm's correction is for.
     """
@@ -86,6 +86,7 @@ class Verdict:
     reasons: tuple[Reason | Remark, ...] = ()
     caveats: tuple[Reason, ...] = ()
     p_holm: float | None = None
+    p_margin_holm: float | None = None
     p_equivalence_holm: float | None = None
     detectable: float | None = None
     num_comparisons: int = 0

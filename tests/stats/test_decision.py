@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from qkattn.stats import inference
-from qkattn.stats.decision import Decision, Judgement, holm, judge
+from qkattn.stats.decision import Decision, Judgement, holm, judge, spending
 from tests.stats.test_inference import paired, within
 
 SEEDS = 8
 ARMS = 6
-BETTER, WORSE, EQUIVALENT, UNDECIDED, _ = Decision
+BETTER, BETTER_BELOW_MARGIN, EQUIVALENT, WORSE_BELOW_MARGIN, WORSE, UNDECIDED, _ = Decision
+WORDS = set(Decision)
 
 # Closed forms.
 
@@ -45,10 +46,12 @@ def _difference(mean, spread=0.001, n=8):
     return inference.paired([mean + spread * (-1) ** i for i in range(n)], resamples=None)
 
 
-def test_the_decisions():
+def test_the_words():
     arms = {
         'lower': (_difference(-0.02), BETTER),
         'higher': (_difference(0.02), WORSE),
+        'rather lower': (_difference(-0.006, spread=0.003), BETTER_BELOW_MARGIN),
+        'rather higher': (_difference(0.006, spread=0.003), WORSE_BELOW_MARGIN),
         'same': (_difference(0.0), EQUIVALENT),
         'near': (_difference(0.003), EQUIVALENT),
         'noisy': (_difference(0.001, spread=0.05), UNDECIDED),
@@ -58,31 +61,78 @@ def test_the_decisions():
     for arm, (_, decision) in arms.items():
         assert judged[arm].decision is decision
     assert judged['near'].p_holm < 0.001
-    # Differences and equivalence are two families.
-    found = [(j.p_holm, j.p_equivalence_holm) for j in judged.values()]
-    p_values = (
-        [d.p for d in differences.values()],
-        [d.p_equivalence for d in differences.values()],
+    # 'lower' and 'higher' differ by more than the margin: the others are five.
+    assert [judged[arm].p_margin_holm for arm in arms] == pytest.approx(
+        holm([difference.p_margin for difference in differences.values()])
     )
-    assert found == list(zip(*map(holm, p_values), strict=True))
+    for arm in ('rather lower', 'near', 'noisy'):
+        assert judged[arm].p_holm == pytest.approx(min(1.0, 5 * differences[arm].p))
+        expected = min(1.0, 5 * differences[arm].p_equivalence)
+        assert judged[arm].p_equivalence_holm == pytest.approx(expected)
     error = np.std([0.05, -0.05] * 4, ddof=1) / 8**0.5
-    detectable = inference.detectable_difference(error, 7, 0.05 / 5)
+    detectable = inference.detectable_difference(error, 7, 0.05 / 7)
     assert judged['noisy'].detectable == pytest.approx(detectable)
     assert detectable > differences['noisy'].detectable
 
 
-def test_the_level_decides():
+def test_the_error_rate_of_the_look_decides():
     difference = {'arm': inference.paired([0.01, 0.02, 0.005, 0.03, 0.012], resamples=None)}
-    assert 0.01 < difference['arm'].p < 0.05
-    assert judge(difference)['arm'].decision is WORSE
-    assert judge(difference, level=0.99)['arm'].decision is UNDECIDED
+    assert 0.01 < difference['arm'].p < 0.05 < difference['arm'].p_margin
+    assert judge(difference)['arm'].decision is WORSE_BELOW_MARGIN
+    early = judge(difference, alpha_of_look=0.01)['arm']
+    assert early.decision is UNDECIDED
+    assert early.detectable > judge(difference)['arm'].detectable
+
+
+def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
+    """At each alpha, the arms left are those whose margin tests Holm's method does not find."""
+    rng = np.random.default_rng(11)
+    for _ in range(100):
+        means = rng.choice([-0.03, -0.01, 0.0, 0.004], 5)
+        arms = {
+            i: inference.paired(rng.normal(m, 0.01, 8), resamples=None) for i, m in enumerate(means)
+        }
+        judged = judge(arms)
+        margins = holm([d.p_margin for d in arms.values()])
+        for alpha in (0.01, 0.05, 0.2):
+            left = sum(p > alpha for p in margins)
+            for arm, p_margin in enumerate(margins):
+                assert judged[arm].p_margin_holm == p_margin
+                if p_margin > alpha:
+                    assert (judged[arm].p_holm <= alpha) == (arms[arm].p <= alpha / left)
+                    found = judged[arm].p_equivalence_holm <= alpha
+                    assert found == (arms[arm].p_equivalence <= alpha / left)
+                else:
+                    assert judged[arm].p_holm <= alpha < judged[arm].p_equivalence_holm
+
+
+def test_what_the_optimum_may_be_missed_by_withholds_words():
+    values = [-0.02 + 0.001 * (-1) ** i for i in range(8)]
+
+    def judged(low, high):
+        arm = inference.paired(values, tuning=(low, high), resamples=None)
+        return judge({'arm': arm})['arm']
+
+    assert judged(0.1, 0.0).decision is BETTER  # better settings of the arm make it better still
+    assert judged(0.0, 0.012).decision is BETTER
+    assert judged(0.0, 0.016).decision is BETTER_BELOW_MARGIN
+    assert judged(0.0, 0.03).decision is judged(0.0, np.inf).decision is UNDECIDED
+    assert judged(0.01, 0.02).detectable == pytest.approx(judged(0.0, 0.0).detectable + 0.03)
+
+
+def test_spending_is_obrien_flemings_and_adds_up():
+    # Lan and DeMets (1983): 0.0056 spent at half the information, and the rest at the end.
+    assert spending((8, 16)) == pytest.approx((0.00557, 0.04443), abs=1e-5)
+    for looks in ((), (5,), (4, 8, 16), (3, 4, 5, 6)):
+        assert sum(spending(looks)) == pytest.approx(0.05)
+    assert np.diff(spending((4, 8, 12, 16))).min() > 0
 
 
 def test_fewer_than_three_pairs_decide_nothing_and_do_not_count_as_a_test():
     arm = _difference(0.02)
     judged = judge({'a': arm, 'two': _difference(0.02, 1e-9, n=2), 'none': None})
     assert judged['a'].p_holm == arm.p
-    assert judged['two'] == judged['none'] == Judgement(UNDECIDED, None, None, None)
+    assert judged['two'] == judged['none'] == Judgement(UNDECIDED)
     assert judge({'three': _difference(0.02, 1e-4, n=3)})['three'].decision is WORSE
 
 
@@ -92,7 +142,11 @@ def test_fewer_than_three_pairs_decide_nothing_and_do_not_count_as_a_test():
         (-0.02, (1, 0), UNDECIDED),
         (0.02, (1, 0), WORSE),
         (0.0, (1, 0), UNDECIDED),
-        (0.003, (1, 0), WORSE),  # not equivalent any more, and significantly above zero
+        (
+            0.003,
+            (1, 0),
+            WORSE_BELOW_MARGIN,
+        ),  # not equivalent any more, and significantly above zero
         (-0.02, (0, 2), BETTER),
         (0.02, (0, 2), UNDECIDED),
         (0.0, (0, 2), UNDECIDED),
@@ -139,10 +193,11 @@ def _decisions(count, true=(0.0,) * ARMS, sd=0.02):
     ('true', 'sd', 'wrong', 'lowest'),
     [
         # Holm over arms that share a baseline costs power, not all of it.
-        (0.0, 0.02, {BETTER, WORSE, EQUIVALENT}, 0.02),
-        (inference.MARGIN, 0.003, {EQUIVALENT}, 0.0),
+        (0.0, 0.02, WORDS - {EQUIVALENT, UNDECIDED}, 0.02),
+        (0.999 * inference.MARGIN, 0.003, WORDS - {EQUIVALENT, WORSE_BELOW_MARGIN, UNDECIDED}, 0.0),
+        (inference.MARGIN, 0.003, {EQUIVALENT, BETTER, BETTER_BELOW_MARGIN}, 0.0),
     ],
-    ids=['no difference', 'at the margin'],
+    ids=['no difference', 'below the margin', 'at the margin'],
 )
 def test_studies_rarely_decide_wrongly(true, sd, wrong, lowest):
     count = 2000
@@ -153,7 +208,7 @@ def test_studies_rarely_decide_wrongly(true, sd, wrong, lowest):
 
 
 def test_equal_arms_with_little_noise_are_equivalent():
-    decisions = sum(_decisions(200, sd=0.003)[0], [])
+    decisions = sum(_decisions(200, sd=0.002)[0], [])
     assert decisions.count(EQUIVALENT) >= 0.95 * len(decisions)
 
 
@@ -162,11 +217,12 @@ def test_effects_of_the_detectable_size_are_found_four_times_in_five():
     error = sd / SEEDS**0.5
     effect = inference.detectable_difference(error, SEEDS - 1)
     whole, _ = _decisions(count, true=(-effect,), sd=sd)
-    assert within(np.mean([decisions == [BETTER] for decisions in whole]), inference.POWER, count)
+    found = [decisions[0] in (BETTER, BETTER_BELOW_MARGIN) for decisions in whole]
+    assert within(np.mean(found), inference.POWER, count)
     # `detectable` of a judgement holds for the strictest level: one effect among arms without any.
     effect = inference.detectable_difference(error, SEEDS - 1, 0.05 / ARMS)
     whole, _ = _decisions(count, true=(effect,) + (0.0,) * (ARMS - 1), sd=sd)
-    rate = np.mean([decisions[0] is WORSE for decisions in whole])
+    rate = np.mean([decisions[0] in (WORSE, WORSE_BELOW_MARGIN) for decisions in whole])
     assert within(rate, inference.POWER, count)
 
 
@@ -175,6 +231,7 @@ def test_effects_of_the_detectable_size_are_found_four_times_in_five():
     [
         (lambda: holm([0.1, 1.2]), 'p_values holds 1.2'),
         (lambda: holm([float('nan')]), 'p_values holds nan'),
+        (lambda: spending((8, 8)), r'looks are \(8, 8\)'),
         (lambda: judge({'a': None}, diverged={'b': (1, 0)}), r"diverged names \['b'\]"),
     ],
 )

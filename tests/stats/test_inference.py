@@ -9,11 +9,8 @@ import pytest
 from scipy import stats as scipy_stats
 
 from qkattn.stats import inference
-from qkattn.stats.decision import Decision
 
 SEEDS = 8
-ARMS = 6
-BETTER, WORSE, EQUIVALENT, UNDECIDED, _ = Decision
 
 # Closed forms.
 
@@ -133,15 +130,22 @@ def within(rate, expected, trials, errors=4.0):
 def paired(values):
     """`inference.paired` of every row, by scipy's tests of all rows at once."""
     n, sd, margin = values.shape[-1], values.std(axis=-1, ddof=1), inference.MARGIN
-    test = scipy_stats.ttest_1samp(values, 0.0, axis=-1)
-    above = scipy_stats.ttest_1samp(values, -margin, axis=-1, alternative='greater').pvalue
-    below = scipy_stats.ttest_1samp(values, margin, axis=-1, alternative='less').pvalue
-    detectable = inference.detectable_difference(1.0, n - 1) * sd / n**0.5
-    spread = np.stack([sd, *test.confidence_interval(0.95)], axis=-1).tolist()
-    tests = np.stack([test.pvalue, np.maximum(above, below), detectable], axis=-1).tolist()
+    mean, error = values.mean(axis=-1), sd / n**0.5
+    test = functools.partial(scipy_stats.ttest_1samp, axis=-1)
+    interval = test(values, 0.0).confidence_interval(0.95)
+    above = test(values, -margin, alternative='greater').pvalue
+    below = test(values, margin, alternative='less').pvalue
+    p, beyond = test(values, 0.0).pvalue, scipy_stats.t.sf((abs(mean) - margin) / error, n - 1)
+    columns = {
+        **{'mean': mean, 'sd': sd, 'low': interval[0], 'high': interval[1], 'p': p},
+        **{'p_margin': np.minimum(beyond + p / 2, 1), 'p_equivalence': np.maximum(above, below)},
+        **{'detectable': inference.detectable_difference(1.0, n - 1) * error, 'error_seeds': error},
+    }
+    exact = {'n': n, 'bootstrap_low': None, 'bootstrap_high': None, 'error_evaluation': 0.0}
+    exact |= {'tuning_low': 0.0, 'tuning_high': 0.0, 'paired': True, 'margin': margin, 'df': n - 1}
     rows = [
-        inference.Difference(mean, n, *spread, None, None, *tests, True, margin, n - 1)
-        for mean, spread, tests in zip(values.mean(axis=-1).tolist(), spread, tests, strict=True)
+        inference.Difference(**exact, **dict(zip(columns, row, strict=True)))
+        for row in np.stack(list(columns.values()), axis=-1).tolist()
     ]
     for row, found in zip(values[:3], rows, strict=False):
         expected = dataclasses.astuple(inference.paired(row, resamples=None))

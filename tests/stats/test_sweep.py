@@ -20,9 +20,10 @@ def _losses(values=GRID, seeds=(0, 1, 2), loss=_loss):
     return {value: {seed: loss(value, seed) for seed in seeds} for value in values}
 
 
-def _fit_means(*means, values=GRID):
-    """The sweep of one seed with these losses at the first values of a grid."""
-    return sweep.fit({v: {0: mean} for v, mean in zip(values, means, strict=False)})
+def _fit_means(*means, values=GRID, seeds=(0, 1)):
+    """The sweep of seeds without noise, with these means at the first values of a grid."""
+    means = [math.nan if mean is None else mean for mean in means]
+    return sweep.fit({v: dict.fromkeys(seeds, m) for v, m in zip(values, means, strict=False)})
 
 
 def _table(values, losses_VS):
@@ -100,7 +101,7 @@ def test_at_worst_is_the_parabola_at_the_farther_end_of_the_interval(order):
     rng = np.random.default_rng(1)
     losses = _losses(loss=lambda v, s: _loss(v, s) + rng.normal(0, 0.03))
     found = sweep.fit(dict(zip(GRID, list(losses.values())[::order], strict=True)))
-    x = math.log(found.optimum)
+    x = math.log(found.chosen)
     ends = [math.log(end) - x for end in (found.optimum_low, found.optimum_high)]
     excess = [found.curvature / 2 * end**2 for end in ends]
     assert (excess[1] - excess[0]) * order > 1e-4  # Fieller's interval is not symmetric
@@ -151,9 +152,9 @@ def test_a_value_at_which_a_seed_diverged_is_worse_than_any_and_not_fitted():
 
 
 def test_a_vertex_in_the_gap_towards_a_diverged_value_is_not_chosen():
-    found = sweep.fit({0.0005: {0: 2.4}, 0.001: {0: 2.2}, 0.002: {0: 2.1}, 0.004: {0: None}})
+    found = _fit_means(2.4, 2.2, 2.1, None)
     assert found.curvature > 0 and found.bracketed
-    assert found.chosen == found.best == 0.002
+    assert found.chosen == found.best == GRID[2]
 
 
 def test_sensitivity_is_over_the_lowest_mean_where_the_parabola_passes_above():
@@ -253,7 +254,7 @@ def test_screening_stops_at_max_points_and_at_a_cliff():
     assert (found.bracketed, found.chosen) == (False, 0.125)
     flat, _ = _screen(lambda v: {0: 2.0}, (1.0,), max_points=6)
     assert (len(flat.values), flat.bracketed, flat.chosen) == (6, False, flat.best)
-    cliff, _ = _screen(lambda v: {0: _loss(v) if v < 0.002 else None}, (0.0008, 0.0016))
+    cliff, _ = _screen(lambda v: dict.fromkeys((0, 1), _loss(v) if v < 0.002 else None), (0.0008,))
     assert (cliff.best, cliff.bracketed, cliff.chosen) == (0.0016, True, 0.0016)
 
 

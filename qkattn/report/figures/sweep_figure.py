@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, NullFormatter
 
 from qkattn.report.figures.style import INK, REFERENCE, SEEDS, WIDTH, Look, legend, panels, short
 from qkattn.report.prose import words
-from qkattn.stats.sweep import REACH, Sweep
+from qkattn.stats.sweep import Sweep
 from qkattn.verdict.arms import Arm
 
 COLUMNS = 4
@@ -56,17 +56,17 @@ def _limits(sweep: Sweep) -> tuple[float, float] | None:
     if not seeds:
         return None
     low, highest = min(map(min, seeds.values())), max(map(max, seeds.values()))
-    rise = max((max(seeds[v]) - low for v in _near(sweep, 1) if v in seeds), default=0.0)
+    rise = max((max(seeds[v]) - low for v in _near(sweep) if v in seeds), default=0.0)
     rise = rise or 0.005 * abs(low) or 0.01
     height = max(min(CUT * rise, highest - low), rise)
     # Above it is room for marks at the edge.
     return low - 0.1 * height, low + 1.22 * height
 
 
-def _near(sweep: Sweep, reach: int = REACH) -> tuple[float, ...]:
-    """Values within `reach` grid steps of the best; the default is what a parabola is fitted to."""
+def _near(sweep: Sweep) -> tuple[float, ...]:
+    """The best value and its neighbours."""
     place = sweep.values.index(sweep.best)
-    return sweep.values[max(place - reach, 0) : place + reach + 1]
+    return sweep.values[max(place - 1, 0) : place + 2]
 
 
 def _chosen(sweep: Sweep) -> str:
@@ -99,8 +99,7 @@ def _draw(ax: Axes, sweep: Sweep, style: dict[str, Any]) -> None:
         marker = {'marker': 'x', 'markeredgecolor': INK, 'markeredgewidth': 1.3}
         ax.plot(diverged, [0.94] * len(diverged), label='a seed diverged', **at_top | marker)
     if sweep.loss is not None:
-        near = [value for value in _near(sweep) if math.isfinite(means[value])]
-        x = np.geomspace(near[0], near[-1], 60)
+        x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
         fit = sweep.loss.mean + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
         ax.plot(x, fit, color=colour, linewidth=1.3, zorder=3, label='parabola')
     if len(diverged) < len(means):
