@@ -43,6 +43,10 @@ class Sweep:
     comparison with the best: the values not found worse contain the best one of the grid with 95 %
     confidence, although the lowest mean was selected.
 
+    `needs_seeds`: further seeds may help, because the values do not bracket the optimum or leave it
+    without an interval. They do not help if all values diverged, or if the best one is at an end of
+    the grid and its neighbour worse.
+
     `fitted` are the values of the parabola: within two grid steps of the best, and further, up to
     the nearest worse value, where the noise hides the rise.
 
@@ -69,6 +73,7 @@ class Sweep:
     means: tuple[float, ...]
     best: float
     bracketed: bool
+    needs_seeds: bool
     fitted: tuple[float, ...]
     optimum: float | None
     curvature: float | None
@@ -101,12 +106,6 @@ class Sweep:
             return None
         farther = max(self.chosen / self.optimum_low, self.optimum_high / self.chosen)
         return self.curvature / 2 * math.log(farther) ** 2
-
-    @property
-    def needs_seeds(self) -> bool:
-        """Whether further seeds may help: the values do not bracket or do not bound the optimum."""
-        unclear = not self.bracketed or self.at_worst is None
-        return unclear and math.isfinite(min(self.means))
 
 
 def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
@@ -142,13 +141,17 @@ def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
         len(values) if above is None else max(above, i + REACH) + 1,
     )
     parabola = _parabola(values[near], finite[near], means[near], values[i])
+    bracketed = len(seeds) > 1 and below is not None and above is not None
+    at_end = (i == 0 and above == 1) or (i == len(values) - 1 and below == i - 1)
+    unclear = not bracketed or parabola.optimum_low is None
     lowest = min(means[i], parabola.loss.mean if parabola.loss else math.inf)
     return Sweep(
         values=values,
         losses=finite,
         means=means,
         best=values[i],
-        bracketed=len(seeds) > 1 and below is not None and above is not None,
+        bracketed=bracketed,
+        needs_seeds=unclear and not at_end and math.isfinite(means[i]),
         fitted=tuple(v for v, m in zip(values[near], means[near], strict=True) if m < math.inf),
         **vars(parabola),
         sensitivity=_sensitivity(means, lowest),
