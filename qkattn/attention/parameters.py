@@ -1,5 +1,6 @@
 """Initialization and linear algebra of the parameters of Scores and Values."""
 
+import functools
 import zlib
 
 import jax
@@ -12,11 +13,22 @@ from qkattn.attention.spec import AttentionSpec
 def weight(key: jax.Array, name: str, shape: tuple[int, ...], std: float) -> nnx.Param:
     """A matrix with entries from normal(0, std^2), in float32.
 
-    The key is folded with the parameter's name, so that factorizations which share a tensor (same
-    name, same shape) initialize it alike under the same seed.
+    Entry (i, j, k) over std depends on the key, the name and (i, j, k) alone, not on the shape:
+    tensors of one name and seed are slices of one draw, so that models of other widths, depths or
+    head counts, and factorizations that share a tensor, begin alike where they overlap.
     """
     own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    return nnx.Param(std * jax.random.normal(own_key, shape, jnp.float32))
+    return nnx.Param(std * _normal(own_key, shape))
+
+
+@functools.partial(jax.jit, static_argnames='shape')
+def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A corner of a draw that is unbounded along every axis."""
+    if len(shape) == 1:
+        # Counter-based bits (jax_threefry_partitionable): n + 1 numbers begin with the same n.
+        return jax.random.normal(key, shape, jnp.float32)
+    rows = jnp.arange(shape[0], dtype=jnp.uint32)
+    return jax.vmap(lambda row: _normal(jax.random.fold_in(key, row), shape[1:]))(rows)
 
 
 def bias(spec: AttentionSpec, shape: tuple[int, ...]) -> nnx.Param | None:

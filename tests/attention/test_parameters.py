@@ -1,0 +1,51 @@
+"""Initial values: a slice of one draw per name and seed."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from qkattn.attention.parameters import weight
+from qkattn.config import ModelConfig
+from qkattn.model import build
+
+KEY = jax.random.key(0)
+
+
+def draw(shape, key=KEY, name='w'):
+    return np.asarray(weight(key, name, shape, 1.0)[...])
+
+
+@pytest.mark.parametrize('larger', [(9, 3, 7), (5, 4, 7), (5, 3, 8), (64, 8, 33)])
+def test_an_entry_depends_on_its_indices_and_not_on_the_shape(larger):
+    np.testing.assert_array_equal(draw(larger)[:5, :3, :7], draw((5, 3, 7)))
+
+
+def test_entries_are_standard_normal_and_independent():
+    w = draw((64, 64, 16))
+    # Standard errors: 1/256, 1/362, 0.038.
+    assert abs(w.mean()) < 0.02 and abs(w.std() - 1) < 0.02 and abs((w**4).mean() - 3) < 0.2
+    pairs = [(w, np.roll(w, 1, axis)) for axis in range(3)]
+    pairs += [(w, draw(w.shape, name='v')), (w, draw(w.shape, jax.random.key(1)))]
+    pairs += [(w[:32, 32:], w[32:, :32].swapaxes(0, 1))]
+    for one, other in pairs:
+        assert abs((one * other).mean()) < 5 * one.size**-0.5
+
+
+def test_models_of_other_sizes_share_their_common_blocks():
+    def params(**sizes):
+        config = ModelConfig(vocab_size=32, context=8, num_heads=2, biases=True, **sizes)
+        return nnx.to_pure_dict(nnx.state(build(config, key=KEY)))
+
+    small = params(d_model=8, num_layers=2)
+    large = params(d_model=12, num_layers=3)  # head_size 6 in place of 4, d_ff 48 in place of 32
+    for path, leaf in jax.tree_util.tree_leaves_with_path(small):
+        other = large
+        for entry in path:
+            other = other[entry.key]
+        if not path[-1].key.startswith('w_'):
+            continue
+        common = np.asarray(other)[tuple(slice(length) for length in leaf.shape)]
+        ratio = np.asarray(leaf) / common
+        # Only the standard deviation differs.
+        np.testing.assert_allclose(ratio, ratio.flat[0], rtol=1e-6, err_msg=str(path))
