@@ -34,8 +34,8 @@ def get_config():
                 activation='gelu',
             ),
             data=DataConfig(name='tiny_shakespeare', tokenizer='characters'),
-            optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1),
+            optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1, decay='coupled'),
             train=TrainConfig(num_steps=2000, batch_size=12, eval_every=200, checkpoint_every=200),
-            trials=TrialsConfig(learning_rates=(1e-3,)),
+            trials=TrialsConfig(learning_rates=(1e-3,), weight_decays=(0.1,)),
         )
     )

@@ -35,8 +35,8 @@ def get_config():
                 dropout=0.2,
             ),
             data=DataConfig(name='tiny_shakespeare', tokenizer='characters', shift_windows=True),
-            optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1),
+            optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1, decay='coupled'),
             train=TrainConfig(num_steps=5000, batch_size=64, eval_every=250, checkpoint_every=250),
-            trials=TrialsConfig(learning_rates=(1e-3,)),
+            trials=TrialsConfig(learning_rates=(1e-3,), weight_decays=(0.1,)),
         )
     )

@@ -49,7 +49,7 @@ def get_config():
                     checkpoint_every=500,
                     lifting='map',
                 ),
-                trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(3e-3,), weight_decays=(0.0,)),
+                trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(3e-3,)),
             ),
             baseline='qk/vo',
             variants=('qk/vo', 'shared_qk/vo', 'symmetric/vo', 'pairwise/vo'),

@@ -54,7 +54,7 @@ def get_config():
                     checkpoint_every=200,
                     lifting='map',
                 ),
-                trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,), weight_decays=(0.0,)),
+                trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
                 decode=DecodeConfig(beam=4, max_sources=320),
             ),
             baseline='qk/vo',

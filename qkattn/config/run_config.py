@@ -65,6 +65,13 @@ class OptimizerConfig:
       beta1, beta2, epsilon: of Adam; Muon reads epsilon too.
       momentum: of 'muon' and 'sgd'.
       clip_norm: gradients are scaled down to this global norm; None is off.
+      decay: 'independent' subtracts fraction(step) * weight_decay * p in each step, whatever the
+        peak learning rate, so that arms tuned to different rates decay alike (Wortsman et al.
+        2023, section 3.2.2); 'coupled' subtracts learning_rate(step) * weight_decay * p, as in
+        PyTorch and optax. fraction(step) is the schedule, from 0 to 1. Matrices and embeddings
+        decay; biases and gains do not. The gain of the norm before attention is then an undecayed
+        diagonal factor of W_Q, W_K and W_V, and the only one where one of them is the identity;
+        `model.attention_gain=False` removes it.
     """
 
     name: str = 'adamw'
@@ -76,6 +83,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     momentum: float = 0.95
     clip_norm: float | None = 1.0
+    decay: Literal['independent', 'coupled'] = 'independent'
 
     @property
     def anneals(self) -> bool:
@@ -120,12 +128,13 @@ class TrialsConfig:
     Attributes:
       seeds: of initialization, data order and dropout.
       learning_rates: peaks.
-      weight_decays: decoupled, on matrices and embeddings only.
+      weight_decays: of matrices and embeddings, as `optimizer.decay` says: independent ones are
+        fractions lost per step at the peak of the schedule.
     """
 
     seeds: tuple[int, ...] = (0,)
     learning_rates: tuple[float, ...] = (2e-3,)
-    weight_decays: tuple[float, ...] = (0.1,)
+    weight_decays: tuple[float, ...] = (5e-4,)
 
     def trials(self) -> list[dict[str, Any]]:
         return [

@@ -25,7 +25,7 @@ def validate_settings(config: Config) -> None:
     _check_model(config.model)
     _check_train(config.train)
     _check_optimizer(config.optimizer, config.train.num_steps)
-    _check_trials(config.trials)
+    _check_trials(config.trials, config.optimizer)
     _check_data(config.data)
     check_decode(config.decode)
     _check_mesh(config)
@@ -103,13 +103,20 @@ def _check_optimizer(optimizer: OptimizerConfig, num_steps: int) -> None:
         raise ConfigError(f'optimizer.clip_norm={optimizer.clip_norm} must be above 0, or None')
 
 
-def _check_trials(trials: TrialsConfig) -> None:
+def _check_trials(trials: TrialsConfig, optimizer: OptimizerConfig) -> None:
     for name in ('seeds', 'learning_rates', 'weight_decays'):
         values = getattr(trials, name)
         if not values or len(set(values)) != len(values):
             raise ConfigError(f'trials.{name}={values} must hold at least one value, none twice')
         if not all(math.isfinite(v) and v >= 0 for v in values):
             raise ConfigError(f'trials.{name}={values} must be finite and not negative')
+    if optimizer.decay == 'independent' and max(trials.weight_decays) >= 0.1:
+        raise ConfigError(
+            f'trials.weight_decays={trials.weight_decays} must be below 0.1 with '
+            "optimizer.decay='independent', which subtracts this fraction in every step at the "
+            'peak, e.g. 5e-4; for a published decay that is multiplied by the learning rate, set '
+            "optimizer.decay='coupled'"
+        )
     if max(trials.seeds) >= 2**31:
         raise ConfigError(f'trials.seeds={trials.seeds} must be below 2**31')
 

@@ -17,17 +17,31 @@ from qkattn.train.schedules import SCHEDULES
 
 
 def optimizer(
-    config: OptimizerConfig, learning_rate: jax.Array, weight_decay: jax.Array
+    config: OptimizerConfig,
+    learning_rate: jax.Array,
+    weight_decay: jax.Array,
+    fraction: jax.Array | float = 1.0,
 ) -> optax.GradientTransformation:
-    """Clips by global norm, then p <- p - learning_rate (u + weight_decay p), u by config.name.
+    """Clips by global norm, then takes a step along u, which config.name determines.
 
-    The state depends on neither number, and both may be traced: built anew in each step, one
+    p <- p - fraction (learning_rate u + weight_decay p) with config.decay = 'independent',
+    p <- p - fraction learning_rate (u + weight_decay p) with 'coupled'.
+
+    The state depends on none of the numbers, and all may be traced: built anew in each step, one
     compiled program serves all trials and all points of the schedule.
+
+    Args:
+      learning_rate: the peak.
+      fraction: of the peak, at this step.
     """
     clip = optax.identity()
     if config.clip_norm is not None:
         clip = optax.clip_by_global_norm(jnp.float32(config.clip_norm))
-    return optax.chain(clip, OPTIMIZERS[config.name](config, learning_rate, weight_decay))
+    rate, named = learning_rate * fraction, OPTIMIZERS[config.name]
+    if config.decay == 'coupled':
+        return optax.chain(clip, named(config, rate, weight_decay))
+    decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decayed)
+    return optax.chain(clip, named(config, rate, 0.0), decay)
 
 
 def adamw(

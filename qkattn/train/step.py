@@ -119,8 +119,8 @@ def train_trial(
     grad_norm = optax.tree.norm(grads)
 
     fraction = schedule(config.optimizer, config.train.num_steps)(step)
-    learning_rate = hyper['learning_rate'] * fraction
-    transform = optimizer(config.optimizer, learning_rate, hyper['weight_decay'])
+    learning_rate, weight_decay = hyper['learning_rate'], hyper['weight_decay']
+    transform = optimizer(config.optimizer, learning_rate, weight_decay, fraction)
     updates, opt_state = transform.update(grads, trial['opt_state'], trial['params'])
     params = optax.apply_updates(trial['params'], updates)
 
@@ -133,7 +133,7 @@ def train_trial(
         'grad_norm': grad_norm,
         'param_norm': optax.tree.norm(params),
         'update_norm': optax.tree.norm(updates),
-        'learning_rate': learning_rate,
+        'learning_rate': learning_rate * fraction,
     }
     metrics = {name: jnp.where(alive, value, jnp.nan) for name, value in metrics.items()}
     return {**state, 'alive': alive}, metrics

@@ -122,6 +122,8 @@ RATE = 'must be at least 0 and below 1'
         ('trials.seeds', (0.5,), 'must hold int values'),
         ('trials.learning_rates', (NAN,), 'must be finite'),
         ('trials.learning_rates', ('fast',), 'must hold float values'),
+        ('trials.weight_decays', (0.0, 0.1), 'must be below 0.1 with optimizer.decay='),
+        ('optimizer.decay', 'none', 'must be one of independent, coupled'),
         ('mesh.trial', 2, 'must divide the number of trials, 1'),
         ('mesh.tensor', 0, 'must be at least 1'),
         *(('decode.beam', beam, words) for beam, words in ((0, 'must be'), (2.5, 'must be of'))),

@@ -20,6 +20,7 @@ from qkattn.train.schedules import SCHEDULES, schedule
 
 MODEL = ModelConfig(d_model=8, num_layers=2, num_heads=2, context=4, vocab_size=16, biases=True)
 RATE, DECAY = 0.1, 0.5
+FRACTIONS = 1.0, 0.25  # of the peak, in the two steps
 
 
 def trees(model=MODEL, count=3):
@@ -33,9 +34,9 @@ def trees(model=MODEL, count=3):
     ]
 
 
-def two_steps(transform, params, first, second):
-    state = transform.init(params)
-    for grads in (first, second):
+def two_steps(transforms, params, first, second):
+    state = transforms[0].init(params)
+    for transform, grads in zip(transforms, (first, second), strict=True):
         updates, state = transform.update(grads, state, params)
         params = optax.apply_updates(params, updates)
     return params
@@ -51,7 +52,7 @@ def newton_schulz(g):
     return x.T if g.shape[0] > g.shape[1] else x
 
 
-def by_hand(name, path, p, first, second):
+def by_hand(name, decay, path, p, first, second):
     """The parameter after two steps without clipping, in float64."""
     leaf = path[-1].key
     weight_decay = DECAY if leaf.startswith('w_') else 0.0
@@ -76,19 +77,28 @@ def by_hand(name, path, p, first, second):
             if name == 'muon':  # Nesterov momentum
                 hat = 0.9 * mu / (1 - 0.9 ** (t + 1)) + 0.1 * g / (1 - 0.9**t)
             u = hat / (np.sqrt(nu / (1 - 0.99**t)) + 1e-8)
-        p = p - RATE * (u + weight_decay * p)
+        fraction = FRACTIONS[t - 1]
+        if decay == 'coupled':
+            p = p - fraction * RATE * (u + weight_decay * p)
+        else:
+            p = p - fraction * RATE * u - fraction * weight_decay * p
     return p
 
 
+@pytest.mark.parametrize('decay', ['independent', 'coupled'])
 @pytest.mark.parametrize('name', list(OPTIMIZERS))
-def test_two_steps_are_those_by_hand(name):
-    config = OptimizerConfig(name=name, clip_norm=None)
+def test_two_steps_are_those_by_hand(name, decay):
+    config = OptimizerConfig(name=name, clip_norm=None, decay=decay)
     params, *grads = trees()
-    got = jax.jit(lambda rate, decay: two_steps(optimizer(config, rate, decay), params, *grads))(
-        RATE, DECAY
-    )
+
+    @jax.jit
+    def steps(rate, weight_decay, fractions, params, grads):
+        transforms = [optimizer(config, rate, weight_decay, f) for f in fractions]
+        return two_steps(transforms, params, *grads)
+
+    got = steps(RATE, DECAY, jnp.array(FRACTIONS), params, grads)
     want = jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: by_hand(name, path, *(np.float64(leaf) for leaf in leaves)),
+        lambda path, *leaves: by_hand(name, decay, path, *(np.float64(leaf) for leaf in leaves)),
         params,
         *grads,
     )
@@ -101,8 +111,8 @@ def test_adamw_is_that_of_optax_and_gradients_are_clipped():
         optax.clip_by_global_norm(1.0),
         optax.adamw(RATE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=DECAY, mask=decayed),
     )
-    got = optimizer(OptimizerConfig(), jnp.float32(RATE), jnp.float32(DECAY))
-    both = jax.jit(lambda *trees: [two_steps(which, *trees) for which in (got, want)])
+    got = optimizer(OptimizerConfig(decay='coupled'), jnp.float32(RATE), jnp.float32(DECAY))
+    both = jax.jit(lambda *trees: [two_steps(2 * [which], *trees) for which in (got, want)])
     jax.tree.map(np.testing.assert_array_equal, *both(params, *grads))
 
 
@@ -110,7 +120,7 @@ def test_adamw_is_that_of_optax_and_gradients_are_clipped():
 def test_frozen_parameters_stay(name):
     params, *grads = ({'blocks': {'w_frozen_DF': jnp.full((2, 3), x)}} for x in (1.0, 0.0, 0.0))
     transform = optimizer(OptimizerConfig(name=name), jnp.float32(RATE), jnp.float32(DECAY))
-    got = jax.jit(functools.partial(two_steps, transform))(params, *grads)
+    got = jax.jit(functools.partial(two_steps, 2 * [transform]))(params, *grads)
     jax.tree.map(np.testing.assert_array_equal, got, params)
 
 
@@ -144,6 +154,16 @@ def test_a_stack_of_trials_learns(tiny, tmp_path, name):
     results = train(config, tmp_path / name)
     assert all(2 < result['val_loss'] < 5.4 for result in results)
     assert results[0]['val_loss'] != results[1]['val_loss']
+
+
+@pytest.mark.parametrize('rate', [0.1, 0.4])
+@pytest.mark.parametrize('decay', ['independent', 'coupled'])
+def test_independent_decay_does_not_depend_on_the_peak_learning_rate(decay, rate):
+    params, zero = ({'w_in_DF': jnp.full((2, 3), value)} for value in (1.0, 0.0))
+    transform = optimizer(OptimizerConfig(name='sgd', decay=decay), rate, 0.05, 0.5)
+    after = two_steps([transform, transform], params, zero, zero)
+    kept = (1 - 0.5 * 0.05 * (rate if decay == 'coupled' else 1)) ** 2
+    np.testing.assert_allclose(after['w_in_DF'], kept, rtol=1e-6)
 
 
 @pytest.mark.parametrize('field', ['name', 'schedule'])
