@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from qkattn.config import Config, ModelConfig, Study, TrialsConfig, TuningConfig, fingerprint
+from qkattn.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    Study,
+    TrialsConfig,
+    TuningConfig,
+    fingerprint,
+)
 from qkattn.study import plan
 from qkattn.study.arms import build_arms
 
@@ -14,7 +22,10 @@ STUDY = Study(
     name='small',
     base=Config(
         model=ModelConfig(num_layers=1, context=16),
-        trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3, 4e-3)),
+        optimizer=OptimizerConfig(decay='coupled'),
+        trials=TrialsConfig(
+            seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3, 4e-3), weight_decays=(0.1,)
+        ),
     ),
     variants=('qk/vo', 'shared_qk/vo'),
     sizes=('d_model=32',),
