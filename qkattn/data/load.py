@@ -67,4 +67,5 @@ def _tokens(corpus: Corpus, tokenizer: Tokenizer, root: Path, language: str | No
         tokenizer=tokenizer,
         documents=lambda: corpus.documents(language),
         splits=corpus.splits,
+        names=corpus.names,
     )

@@ -32,7 +32,7 @@ class PairDataset:
         self.separator = source.tokenizer.separator
         self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for split in self.splits:
-            sides = self._document_bounds(source, split), self._document_bounds(target, split)
+            sides = _bounds(source, split), _bounds(target, split)
             num_source, num_target = (len(bounds) - 1 for bounds in sides)
             if num_source != num_target:
                 raise ConfigError(
@@ -41,10 +41,6 @@ class PairDataset:
                     'of the other.'
                 )
             self._bounds[split] = sides
-
-    def _document_bounds(self, side: TokenDataset, split: str) -> np.ndarray:
-        ends_I = np.flatnonzero(side.split(split) == self.separator) + 1
-        return np.concatenate([[0], ends_I])
 
     def bounds(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Source and target bounds [pairs + 1]: pair i is tokens [bounds[i], bounds[i + 1]).
@@ -72,6 +68,10 @@ class PairDataset:
     def identity(self) -> dict[str, Any]:
         """Identifies the data in results and checkpoints; JSON."""
         return {'source': self.source.identity(), 'target': self.target.identity()}
+
+
+def _bounds(side: TokenDataset, split: str) -> np.ndarray:
+    return np.concatenate([[0], side.document_ends(split)])
 
 
 def _sentences(tokens: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qkattn.data.cache import check_sha256, prepared_once, read_description
+from qkattn.data.cache import DamagedCache, check_sha256, prepared_once, read_description
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
 from qkattn.run.files import replacing, write_atomic
@@ -33,6 +33,7 @@ class SplitInfo:
       dataset, version, tokenizer, split: the source of the tokens.
       dtype: of one token id, in the byte order of the machine.
       num_documents: documents, each followed by a separator.
+      document_names: of the documents of an evaluation split, where the corpus has names.
       num_tokens: token ids, separators included.
       num_bytes: bytes of text that the tokens stand for, one per separator.
       unigram_nats_per_token: entropy of the token frequencies of this split.
@@ -45,6 +46,7 @@ class SplitInfo:
     split: str
     dtype: str
     num_documents: int
+    document_names: list[str] | None
     num_tokens: int
     num_bytes: int
     unigram_nats_per_token: float
@@ -99,6 +101,15 @@ class TokenDataset:
         """Counts and fingerprint of a split."""
         return self._split(split)[1]
 
+    def document_ends(self, split: str) -> np.ndarray:
+        """The position after each document's separator, ascending."""
+        return np.flatnonzero(self.split(split) == self.tokenizer.separator) + 1
+
+    def document_names(self, split: str) -> list[str]:
+        """Names of a split's documents in order; their numbers where the corpus names none."""
+        info = self.info(split)
+        return info.document_names or [str(n) for n in range(len(self.document_ends(split)))]
+
     def identity(self) -> dict[str, Any]:
         """Identifies the data in results and checkpoints; JSON."""
         return {
@@ -124,6 +135,7 @@ def open_dataset(
     tokenizer: Tokenizer,
     documents: Callable[[], Mapping[str, Iterable[bytes]]],
     splits: tuple[str, ...] = SPLITS,
+    names: Callable[[str], list[str]] | None = None,
 ) -> TokenDataset:
     """Opens the token files under `data_dir` and writes them first where they are missing.
 
@@ -133,6 +145,7 @@ def open_dataset(
     Args:
       documents: yields the texts of each split in a fixed order; called only to write files.
       splits: those of SPLITS that the corpus has.
+      names: the names of a split's documents; kept of evaluation splits.
 
     Raises:
       ConfigError: if files have to be written and `data_dir` cannot be.
@@ -153,7 +166,8 @@ def open_dataset(
         log.info('Writing tokens of %s %s to %s', name, version, directory)
         texts = documents()
         for split in splits:
-            _write_split(directory, described | {'split': split}, tokenizer, texts[split])
+            named = names(split) if names is not None and split != 'train' else None
+            _write_split(directory, described | {'split': split}, tokenizer, texts[split], named)
 
     return prepared_once(directory / 'lock', opened, write)
 
@@ -163,7 +177,11 @@ def _paths(directory: Path, split: str) -> tuple[Path, Path]:
 
 
 def _write_split(
-    directory: Path, described: dict[str, str], tokenizer: Tokenizer, texts: Iterable[bytes]
+    directory: Path,
+    described: dict[str, str],
+    tokenizer: Tokenizer,
+    texts: Iterable[bytes],
+    names: list[str] | None,
 ) -> None:
     counts_V = np.zeros(tokenizer.vocab_size, np.int64)
     digest = hashlib.sha256()
@@ -182,6 +200,7 @@ def _write_split(
     info = SplitInfo(
         **described,
         num_documents=num_documents,
+        document_names=names,
         num_tokens=num_tokens,
         num_bytes=num_bytes,
         unigram_nats_per_token=-float(np.sum(frequencies * np.log(frequencies))),
@@ -197,6 +216,11 @@ def _open_split(directory: Path, described: dict[str, str]) -> tuple[np.ndarray,
     if not os.path.exists(tokens_path) and not os.path.exists(info_path):
         raise FileNotFoundError(tokens_path)
     info = read_description(info_path, SplitInfo, described)
+    if info.document_names is not None and len(info.document_names) != info.num_documents:
+        raise DamagedCache(
+            f'{str(info_path)!r} is damaged: it names {len(info.document_names)} of '
+            f'{info.num_documents} documents.'
+        )
     check_sha256(tokens_path, info.fingerprint)
     if not info.num_tokens:
         return np.zeros(0, info.dtype), info

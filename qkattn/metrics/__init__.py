@@ -43,20 +43,20 @@ EVALUATED = {name: metric for name, metric in METRICS.items() if metric.value is
 # The fields of an evaluation in metrics.jsonl, one value a trial.
 LOGGED = tuple(metric.field('val') for metric in METRICS.values() if metric.logged)
 
-_BATCH_SUMS = {
+_ROW_SUMS = {
     function.__name__: function
     for functions in ((weight, rows), *(metric.sums for metric in EVALUATED.values()))
     for function in functions
 }
 
 
-def batch_sums(predictions: Predictions) -> dict[str, Any]:
-    """What an evaluation needs of one batch: the sums of all evaluated metrics, by name."""
-    return {name: function(predictions) for name, function in _BATCH_SUMS.items()}
+def row_sums(predictions: Predictions) -> dict[str, Any]:
+    """What an evaluation needs of each row of a batch, [B], for all evaluated metrics, by name."""
+    return {name: function(predictions) for name, function in _ROW_SUMS.items()}
 
 
 def values(sums: Sums, bytes_per_target: float | None) -> dict[str, np.ndarray | None]:
-    """Every evaluated metric for X trials, from the sums of P batches, each [P, X]."""
+    """Every evaluated metric for X trials, from the sums of R rows, each [R, X]."""
     return {
         name: metric.value(sums, bytes_per_target)
         for name, metric in EVALUATED.items()
@@ -82,9 +82,9 @@ __all__ = [
     'Metric',
     'Predictions',
     'Sums',
-    'batch_sums',
     'bits_per_byte',
     'perplexity',
     'result_fields',
+    'row_sums',
     'values',
 ]

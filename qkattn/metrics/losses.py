@@ -10,37 +10,16 @@ from qkattn.metrics.metric import Metric, Predictions, Sums
 
 
 def nats(p: Predictions) -> Any:
-    return (p.nats_BT * p.loss_weights_BT).sum(-1).sum()
+    return (p.nats_BT * p.loss_weights_BT).sum(-1)
 
 
 def weight(p: Predictions) -> Any:
-    return p.loss_weights_BT.sum(-1).sum()
+    return p.loss_weights_BT.sum(-1)
 
 
 def rows(p: Predictions) -> Any:
-    """Rows with at least one target."""
-    return p.loss_weights_BT.any(-1).sum()
-
-
-def _excess_B(p: Predictions) -> Any:
-    """Each row's nats above the batch's mean loss times the row's weight.
-
-    Rows differ little from their mean: squares of nats themselves would cancel in float32.
-    """
-    nats_B, weight_B = (p.nats_BT * p.loss_weights_BT).sum(-1), p.loss_weights_BT.sum(-1)
-    return nats_B - nats(p) / weight(p).clip(1) * weight_B
-
-
-def excess_squared(p: Predictions) -> Any:
-    return (_excess_B(p) ** 2).sum()
-
-
-def excess_weight(p: Predictions) -> Any:
-    return (_excess_B(p) * p.loss_weights_BT.sum(-1)).sum()
-
-
-def weight_squared(p: Predictions) -> Any:
-    return (p.loss_weights_BT.sum(-1) ** 2).sum()
+    """1 for a row with at least one target."""
+    return p.loss_weights_BT.any(-1)
 
 
 def mean_loss(sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
@@ -55,17 +34,10 @@ def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndar
     R / (R - 1) * sum (n - loss * w)^2 / (sum w)^2 (Cochran 1977, 'Sampling techniques', ch. 6),
     without the correction for a finite population: a split stands for all text of its kind.
     """
-    total = {name: parts_PX.sum(0) for name, parts_PX in sums.items()}
-    # Row excesses are over the mean of their own batch; shift_PX leads on to the overall mean.
-    own_PX = sums['nats'] / np.maximum(sums['weight'], 1)
-    shift_PX = total['nats'] / np.maximum(total['weight'], 1) - own_PX
-    squares_PX = (
-        sums['excess_squared']
-        - 2 * shift_PX * sums['excess_weight']
-        + shift_PX**2 * sums['weight_squared']
-    )
-    rows_X = np.where(total['rows'] > 1, total['rows'], np.nan)
-    return np.sqrt(rows_X / (rows_X - 1) * squares_PX.sum(0)) / total['weight']
+    excess_RX = sums['nats'] - mean_loss(sums) * sums['weight']
+    rows_X = sums['rows'].sum(0)
+    rows_X = np.where(rows_X > 1, rows_X, np.nan)
+    return np.sqrt(rows_X / (rows_X - 1) * (excess_RX**2).sum(0)) / sums['weight'].sum(0)
 
 
 def perplexity(nats_per_token: float) -> float:
@@ -133,6 +105,6 @@ LOSS_SE = Metric(
     direction='lower',
     description='Standard error of the loss over the evaluated rows.',
     role='error',
-    sums=(nats, weight, rows, excess_squared, excess_weight, weight_squared),
+    sums=(nats, weight, rows),
     value=standard_error,
 )

@@ -29,9 +29,9 @@ class Predictions:
     correct_BT: Any
 
 
-# A sum over a batch, written with array methods only so that it runs on numpy and inside jax.jit.
-BatchSum = Callable[[Predictions], Any]
-# Sums of P batches and X trials by the name of the BatchSum, each [P, X] in float64.
+# Sums over each row of a batch, [B], with array methods only: runs on numpy and inside jax.jit.
+RowSum = Callable[[Predictions], Any]
+# Sums of R rows and X trials by the name of the RowSum, each [R, X] in float64.
 Sums = Mapping[str, np.ndarray]
 
 
@@ -53,7 +53,7 @@ class Metric:
       logged: whether an evaluation during training writes it to metrics.jsonl (val_ only).
       for_text: whether reports show it for text, for which there are bits per byte.
       details: further fields of the same measurement and their types.
-      sums: what `value` needs of every batch. Empty where the metric is not an evaluation of the
+      sums: what `value` needs of every row. Empty where the metric is not an evaluation of the
         loss targets but an output of one of `train.measurements.MEASUREMENTS`.
       value: (sums, bytes per target, if targets are text) -> value of every trial [X], or None
         where it is not defined.
@@ -71,7 +71,7 @@ class Metric:
     logged: bool = False
     for_text: bool = True
     details: Mapping[str, type] = dataclasses.field(default_factory=dict)
-    sums: tuple[BatchSum, ...] = ()
+    sums: tuple[RowSum, ...] = ()
     value: Callable[[Sums, float | None], np.ndarray | None] | None = None
 
     def field(self, prefix: str) -> str:

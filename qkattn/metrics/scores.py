@@ -7,12 +7,12 @@ from qkattn.metrics.metric import Metric, Predictions
 
 
 def correct(p: Predictions) -> Any:
-    return (p.correct_BT * p.loss_weights_BT).sum()
+    return (p.correct_BT * p.loss_weights_BT).sum(-1)
 
 
 def solved(p: Predictions) -> Any:
     right_B = (p.correct_BT | (p.loss_weights_BT == 0)).all(-1)
-    return (p.loss_weights_BT.any(-1) & right_B).sum()
+    return p.loss_weights_BT.any(-1) & right_B
 
 
 ACCURACY = Metric(

@@ -35,8 +35,11 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
             continue
         lines = log.read_text(encoding='utf-8').splitlines(keepends=True)
         if run.trials:
-            lines = [line for line in lines if json.loads(line)['kind'] == 'eval']
+            lines = [line for line in lines if json.loads(line)['kind'] != 'train']
         write_atomic(destination / log.relative_to(source), ''.join(lines))
+        documents = log.with_name('documents.json')
+        if documents.is_file():
+            write_atomic(destination / documents.relative_to(source), documents.read_bytes())
     return destination
 
 

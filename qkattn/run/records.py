@@ -159,7 +159,7 @@ class MetricsFile:
         os.fsync(self._file.fileno())
 
     def rewind(self, step: int, every: int | None = None) -> None:
-        """Drops records after `step`, so that training resumed there repeats none.
+        """Drops records after `step` and a final one, so that a run resumed there repeats none.
 
         Args:
           step: steps done in the checkpoint being resumed; 0 when starting over.
@@ -178,7 +178,7 @@ class MetricsFile:
                     f'step{"s" * (len(missing) > 1)} up to {step}, the first at {missing[0]}; '
                     'restore the file from a copy or use another run directory'
                 )
-        self._keep(step)
+        self._keep(step, final=False)
 
     def close(self) -> None:
         """Flushes and closes; may be called twice."""
@@ -186,11 +186,12 @@ class MetricsFile:
             self.flush()
             self._file.close()
 
-    def _keep(self, last_step: int | None) -> None:
+    def _keep(self, last_step: int | None, *, final: bool = True) -> None:
         kept = [
             (record['step'], line)
             for record, line in _parse(self.path)
-            if last_step is None or record['step'] <= last_step
+            if (last_step is None or record['step'] <= last_step)
+            and (final or record.get('kind') != 'final')
         ]
         data = b''.join(line for _, line in kept)
         if len(data) != self.path.stat().st_size:

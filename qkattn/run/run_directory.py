@@ -3,7 +3,8 @@
     workdir/lock             held by the live process that uses the directory
     workdir/config.json      {"hash": ..., "config": ...}, written once
     workdir/provenance.json  {"starts": [...]}, one entry per start or resume
-    workdir/metrics.jsonl    one JSON object per line, steps never decreasing
+    workdir/metrics.jsonl    one JSON object per line, steps never decreasing; the last is 'final'
+    workdir/documents.json   the final evaluations by document
 
 Readers need no lock: they always see whole files, except for the last line of metrics.jsonl, which
 `read_metrics` leaves out while it is being written.

@@ -1,4 +1,4 @@
-"""The evaluation program: sums of the declared metrics over one batch, for a stack of trials."""
+"""The evaluation program: what the declared metrics sum over each row, for a stack of trials."""
 
 from collections.abc import Callable
 
@@ -15,9 +15,9 @@ from qkattn.train.sharding import BATCH_AXES
 
 
 def measure(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
-    """`metrics.batch_sums` of one trial, without dropout or label smoothing."""
+    """`metrics.row_sums` of one trial [B], without dropout or label smoothing."""
     logits_BTV = step.predict(config, params, batch)
-    return metrics.batch_sums(
+    return metrics.row_sums(
         metrics.Predictions(
             logits_BTV=logits_BTV,
             targets_BT=batch['targets_BT'],
@@ -29,7 +29,7 @@ def measure(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
 
 
 def eval_step(config: Config, lifting: str, mesh: Mesh) -> Callable[[dict, dict], dict]:
-    """The program (params of X trials, one batch) -> the sums of `measure`, each [X]."""
+    """The program (params of X trials, one batch) -> the sums of `measure`, each [X, B]."""
     batch_spec = NamedSharding(mesh, P(BATCH_AXES))
 
     def evaluate(params: dict, batch: dict) -> dict:

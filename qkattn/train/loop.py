@@ -30,6 +30,9 @@ from qkattn.train.placement import local_rows, place_batch
 from qkattn.train.program import Program
 from qkattn.train.start import Clock, build_program, restore, software_of
 
+# Results of the trials, and of the documents that they were evaluated on.
+_Outcome = tuple[list[dict[str, Any]], dict[str, Any]]
+
 
 def train(
     config: Config,
@@ -73,9 +76,13 @@ def train(
         program = build_program(config, directory.path)
         with contextlib.closing(Checkpoints(directory.path / 'checkpoints')) as checkpoints:
             run = _Run(config, rows, directory, program, checkpoints, stop, lost)
-            trial_results = run.to_end(description, runs_left)
+            trial_results, documents = run.to_end(description, runs_left)
         if lost():
             raise Lost(f'{directory.path} was taken over before its results were written')
+        # A start that finds no results makes all three again.
+        write_json(directory.path / 'documents.json', documents)
+        directory.metrics.append(results.final_record(trial_results))
+        directory.metrics.flush()
         write_json(result_path, trial_results)
         return trial_results
 
@@ -92,8 +99,8 @@ class _Run:
     stop: StopRequest
     lost: Callable[[], bool]
 
-    def to_end(self, description: str, runs_left: int | None) -> list[dict[str, Any]]:
-        """Trains from the newest checkpoint to the last step; the results."""
+    def to_end(self, description: str, runs_left: int | None) -> _Outcome:
+        """Trains from the newest checkpoint to the last step."""
         config, program, train = self.config, self.program, self.config.train
         state, step, clock = restore(program, self.checkpoints, self.rows)
         self.directory.metrics.rewind(step, every=train.log_every)
@@ -161,7 +168,7 @@ class _Run:
             means = {name: np.asarray(v_CX, np.float64).mean(0) for name, v_CX in metrics.items()}
             self.directory.metrics.append({'kind': 'train', 'step': step, **means})
 
-    def _results(self, state: dict, clock: Clock) -> list[dict[str, Any]]:
+    def _results(self, state: dict, clock: Clock) -> _Outcome:
         evaluations = {
             split: evaluate(self.config, self.program, self.rows, state, split)
             for split in self.rows.splits[1:]
@@ -175,6 +182,7 @@ class _Run:
             'lifting': self.program.lifting,
         }
         provenance = software_of(self.directory.path)
-        return results.of_trials(
+        found = results.of_trials(
             self.config, self.program, self.rows, state, evaluations, costs, provenance
         )
+        return found, results.of_documents(self.config, self.rows, evaluations, found)

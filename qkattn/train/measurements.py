@@ -13,7 +13,7 @@ import numpy as np
 
 from qkattn import metrics
 from qkattn.config import Config
-from qkattn.data import pipeline
+from qkattn.data import documents, pipeline
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.decode.translate import score_trial
@@ -30,11 +30,14 @@ class Evaluation:
         not defined.
       num_targets: evaluated targets; padding is none.
       num_rows: rows with at least one target.
+      nats_RX, targets_R: the loss summed over each evaluated row, and its targets, in row order.
     """
 
     values: Mapping[str, np.ndarray | None]
     num_targets: int
     num_rows: int
+    nats_RX: np.ndarray
+    targets_R: np.ndarray
 
 
 def evaluate(config: Config, program: Program, rows: Rows, state: dict, split: str) -> Evaluation:
@@ -49,7 +52,32 @@ def evaluate(config: Config, program: Program, rows: Rows, state: dict, split: s
         values={name: None if v_X is None else alive_X * v_X for name, v_X in values.items()},
         num_targets=int(sums['weight'].sum(0)[0]),
         num_rows=int(sums['rows'].sum(0)[0]),
+        nats_RX=alive_X * sums['nats'],
+        targets_R=sums['weight'][:, 0],
     )
+
+
+def by_document(
+    config: Config, rows: Rows, split: str, reached: Evaluation
+) -> dict[str, list[Any]]:
+    """The documents of an evaluation: their names, targets [C], and nats [X, C].
+
+    Their sums are those of the split. A row counts as one of the document that it belongs to; rows
+    that belong to none are dealt out in turn.
+    """
+    names, document_R = documents.clusters(rows, split, config.data.eval_sequences)
+    count = len(document_R)  # rows that pad the last batch follow
+
+    def total(values_R: np.ndarray) -> np.ndarray:
+        return np.bincount(document_R, values_R[:count], minlength=len(names))
+
+    targets_C = total(reached.targets_R)
+    present_C = targets_C > 0
+    return {
+        'documents': [name for name, present in zip(names, present_C, strict=True) if present],
+        'tokens': targets_C[present_C].astype(int).tolist(),
+        'nats': [total(nats_R)[present_C].tolist() for nats_R in reached.nats_RX.T],
+    }
 
 
 def induction(
@@ -71,7 +99,7 @@ def induction(
         batches = repeats.batches(
             r_BH, config.model.context, copy, batch_size=config.train.batch_size
         )
-        return {name: parts_PX.sum(0) for name, parts_PX in _sums(program, state, batches).items()}
+        return {name: sums_RX.sum(0) for name, sums_RX in _sums(program, state, batches).items()}
 
     first, second = total('first'), total('second')
     alive_X = _alive(state)
@@ -93,9 +121,9 @@ TRIAL_MEASUREMENTS: tuple[Callable[[Config, Rows, dict], dict[str, Any] | None],
 
 
 def _sums(program: Program, state: dict, batches: Iterable[Batch]) -> metrics.Sums:
-    """Sums over P batches for X trials, each [P, X] in float64."""
+    """Sums over the R rows of all batches for X trials, each [R, X] in float64."""
     parts = [program.evaluate(state, place_everywhere(program.mesh, batch)) for batch in batches]
-    return jax.tree.map(lambda *sums: np.asarray(sums, np.float64), *parts)
+    return jax.tree.map(lambda *sums_XB: np.concatenate(sums_XB, 1).astype(np.float64).T, *parts)
 
 
 def _alive(state: dict) -> np.ndarray:

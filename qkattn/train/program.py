@@ -34,7 +34,7 @@ class Program:
       abstract_state: ShapeDtypeStructs with shardings, the target of a restore.
       hyper: seed, learning_rate and weight_decay of each trial, on the mesh.
       train: (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]); donates its state.
-      evaluate: (state, batch [B, ...]) -> sums [X] of `evaluation.measure`.
+      evaluate: (state, batch [B, ...]) -> sums [X, B] of `evaluation.measure`.
       init: () -> state before step 0.
       compile_seconds: time to compile `train`.
       measured: seconds per step by lifting, where it was chosen by measurement.

@@ -1,6 +1,6 @@
-"""What a run leaves for reports: one object per trial, and one per evaluation on the way."""
+"""What a run leaves for reports: an object per trial, per evaluation, and per document."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,11 +9,16 @@ import numpy as np
 
 from qkattn.config import Config, fingerprint
 from qkattn.data.tasks.rows import Rows
-from qkattn.metrics import EVALUATED, METRICS, PREFIXES, bits_per_byte
+from qkattn.metrics import EVALUATED, METRICS, PREFIXES, bits_per_byte, result_fields
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 from qkattn.run.records import DIVERGED, FINISHED, to_jsonable
-from qkattn.train.measurements import STACK_MEASUREMENTS, TRIAL_MEASUREMENTS, Evaluation
+from qkattn.train.measurements import (
+    STACK_MEASUREMENTS,
+    TRIAL_MEASUREMENTS,
+    Evaluation,
+    by_document,
+)
 from qkattn.train.program import Program
 
 
@@ -59,6 +64,7 @@ def of_trials(
             ),
         },
         'eval_tokens': reached['validation'].num_targets,
+        'test_tokens': reached['test'].num_targets if 'test' in reached else None,
         'eval_rows': reached['validation'].num_rows,
         'provenance': provenance,
     }
@@ -79,6 +85,39 @@ def of_trials(
             result |= measure_trial(config, rows, _params(state, x)) or {}
         results.append(result)
     return to_jsonable(results)
+
+
+def of_documents(
+    config: Config,
+    rows: Rows,
+    reached: Mapping[str, Evaluation],
+    trial_results: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Targets and nats of every document of each split: {split: {documents, tokens, nats}}.
+
+    `nats` are null for a trial that diverged; of the others, sum(nats) / sum(tokens) is the loss.
+    """
+    splits = {split: by_document(config, rows, split, found) for split, found in reached.items()}
+    for found in splits.values():
+        found['nats'] = [
+            nats_C if result['status'] == FINISHED else None
+            for nats_C, result in zip(found['nats'], trial_results, strict=True)
+        ]
+    return splits
+
+
+def final_record(trial_results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The last record of metrics.jsonl: the results' metrics, one value per trial."""
+    first = trial_results[0]
+    present = [n for n in result_fields() if any(n in result for result in trial_results)]
+    return {
+        'kind': 'final',
+        'step': first['num_steps'],
+        'trials': [result['trial'] for result in trial_results],
+        'eval_tokens': first['eval_tokens'],
+        'test_tokens': first['test_tokens'],
+        **{name: [result.get(name) for result in trial_results] for name in present},
+    }
 
 
 def of_evaluation(step: int, reached: Evaluation) -> dict[str, Any]:

@@ -22,6 +22,7 @@ def token_dataset(
             split=split,
             dtype=str(tokens.dtype),
             num_documents=1,
+            document_names=None,
             num_tokens=len(tokens),
             num_bytes=bytes_per_token * len(tokens),
             unigram_nats_per_token=float(np.log(max(len(tokens), 1))),

@@ -11,7 +11,7 @@ from tests.data.refusals import refused
 TEXTS = {'train': [b'aab', b'c'], 'validation': [b'abcd'], 'test': []}
 
 
-def opened(tmp_path, texts=TEXTS):
+def opened(tmp_path, texts=TEXTS, names=None):
     """A dataset of `texts`; None if they must not be asked for."""
     return open_dataset(
         tmp_path,
@@ -19,6 +19,7 @@ def opened(tmp_path, texts=TEXTS):
         version='1.2',
         tokenizer=ByteTokenizer(),
         documents=lambda: texts or pytest.fail('texts are read'),
+        names=names,
     )
 
 
@@ -33,6 +34,9 @@ def test_documents_end_with_a_separator(tmp_path):
     # Frequencies 2, 1, 1, 2 of 6.
     entropy = 2 * (2 / 6) * math.log(6 / 2) + 2 * (1 / 6) * math.log(6)
     assert info.unigram_nats_per_token == pytest.approx(entropy, rel=1e-12)
+    assert dataset.document_ends('train').tolist() == [4, 6]
+    assert dataset.document_ends('test').tolist() == []
+    assert dataset.document_names('train') == ['0', '1']
     with refused("split='val' .* valid: 'train', 'validation', 'test'"):
         dataset.split('val')
 
@@ -45,6 +49,18 @@ def test_identity_is_json_and_tells_data_apart(tmp_path, warnings):
     assert identity == {'name': 'letters', 'version': '1.2', 'tokenizer': 'bytes'}
     assert set(fingerprints) == set(TEXTS)
     assert len(set(fingerprints.values())) == 3
+
+
+def test_documents_of_evaluation_splits_keep_their_names(tmp_path, warnings):
+    names = {'train': ['a', 'b'], 'validation': ['c'], 'test': []}
+    opened(tmp_path, names=names.__getitem__)
+    again = opened(tmp_path, None)
+    assert again.info('train').document_names is None and not warnings
+    assert again.document_names('validation') == ['c'] and again.document_names('test') == []
+    path = tmp_path / 'tokens' / 'letters' / '1.2' / 'bytes' / 'validation.json'
+    path.write_text(path.read_text().replace('"c"', '"c", "d"'))
+    assert opened(tmp_path, names=names.__getitem__).document_names('validation') == ['c']
+    assert warnings == [f"'{path}' is damaged: it names 2 of 1 documents. It is prepared again."]
 
 
 @pytest.mark.parametrize(

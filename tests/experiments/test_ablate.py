@@ -42,7 +42,7 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     assert len(read_json(run / 'provenance.json')['starts']) == 1  # not even opened
     results = lines(out / 'results.jsonl')
     assert len(results) == 9 and results[-1]['variant'] == 'signed_diagonal:SignedDiagonal/vo'
-    assert len(read_metrics(next(out.glob('runs/signed*')) / 'metrics.jsonl')) == 12
+    assert len(read_metrics(next(out.glob('runs/signed*')) / 'metrics.jsonl')) == 13
 
 
 def test_a_dry_run_prints_the_runs_and_writes_nothing(script_here, tmp_path):

@@ -44,10 +44,13 @@ def test_values_are_ratios_of_sums_over_all_batches():
     correct_PBT = np.array([[[1, 0], [1, 0]], [[1, 0], [1, 1]]], bool)
     weights_PBT = np.array([[[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]])
     batches = [
-        metrics.batch_sums(metrics.Predictions(None, None, weights_BT, nats_BT, correct_BT))
+        metrics.row_sums(metrics.Predictions(None, None, weights_BT, nats_BT, correct_BT))
         for nats_BT, correct_BT, weights_BT in zip(nats_PBT, correct_PBT, weights_PBT, strict=True)
     ]
-    sums = {name: np.array([[batch[name]] for batch in batches], float) for name in batches[0]}
+    sums = {
+        name: np.concatenate([batch[name] for batch in batches])[:, None].astype(float)
+        for name in batches[0]
+    }
     got = metrics.values(sums, bytes_per_target=2.0)
     loss = (1 + 2 + 2 + 4) / 4
     squares = [(n - loss * w) ** 2 for n, w in ((3, 2), (2, 1), (4, 1))]

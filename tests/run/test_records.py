@@ -110,6 +110,14 @@ def test_rewind_drops_later_steps_and_a_torn_line_and_no_byte_else(path, kept):
     assert steps_of(path) == [*range(10, kept + 20, 10)]
 
 
+def test_rewind_drops_the_final_record_which_is_made_again(path):
+    write_steps(path, [5, 10], tail='{"step": 10, "kind": "final"}\n')
+    metrics = MetricsFile(path)
+    assert steps_of(path) == [5, 10, 10]
+    metrics.rewind(10, every=5)
+    assert steps_of(path) == [5, 10]
+
+
 @pytest.mark.parametrize('tail', ['{"step": 3}', '{"step": 3, "lo\n', '\0\0\0', '3\n'])
 def test_opening_repairs_a_torn_end_so_that_appending_is_safe(path, tail):
     write_steps(path, [1, 2], tail=tail)

@@ -1,5 +1,6 @@
 """What an evaluation makes of the sums that a program returns."""
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -14,22 +15,26 @@ from qkattn.data.tasks import repeats
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.metrics import losses
 from qkattn.model import cost
+from qkattn.run.records import read_json
 from qkattn.train import evaluation, measurements, results, sharding, step, train
 from tests.train.standard_error import standard_error
 
 
 def measured(nats_BT, loss_weights_BT):
-    """The sums of one batch, as computed in float32 inside a program."""
+    """The sums of the rows of one batch, as computed in float32 inside a program."""
     nats_BT, weights_BT = np.float32(nats_BT), np.float32(loss_weights_BT)
     correct_BT = np.zeros(nats_BT.shape, bool)
-    return jax.jit(lambda *arrays: metrics.batch_sums(metrics.Predictions(None, None, *arrays)))(
+    return jax.jit(lambda *arrays: metrics.row_sums(metrics.Predictions(None, None, *arrays)))(
         weights_BT, nats_BT, correct_BT
     )
 
 
 def joined(batches):
-    """Sums [P, 1] of P batches, as an evaluation of one trial holds them."""
-    return {name: np.array([[np.float64(sums[name])] for sums in batches]) for name in batches[0]}
+    """Sums [R, 1] of the rows of P batches, as an evaluation of one trial holds them."""
+    return {
+        name: np.concatenate([np.float64(sums[name]) for sums in batches])[:, None]
+        for name in batches[0]
+    }
 
 
 @pytest.mark.parametrize('spread', [1.0, 0.1, 0.003])
@@ -60,7 +65,7 @@ def stub(answer, num_trials=2):
 
     def evaluate(state, batch):
         found = sums({**batch, 'logits_BTV': answer(np.asarray(batch['tokens_BT']))})
-        return {name: np.repeat(np.asarray(a)[None], num_trials) for name, a in found.items()}
+        return {name: np.repeat(np.asarray(a)[None], num_trials, axis=0) for name, a in found.items()}
 
     return SimpleNamespace(mesh=sharding.make_mesh(MeshConfig()), evaluate=evaluate)
 
@@ -128,7 +133,7 @@ def test_every_arm_is_shown_the_same(tiny):
 
         def evaluate(state, batch, seen=seen):
             seen.append(jax.tree.map(np.asarray, batch))
-            return {name: np.ones(2) for name in ('nats', 'correct', 'weight')}
+            return {name: np.ones((2, 1)) for name in ('nats', 'correct', 'weight')}
 
         fake = SimpleNamespace(mesh=sharding.make_mesh(MeshConfig()), evaluate=evaluate)
         induction_of(config, fake, rows_of(config), alive(True, True))
@@ -163,7 +168,7 @@ def test_a_run_leaves_both_in_its_results_and_a_diverged_trial_neither(tiny, tmp
     )
     fine, diverged = train(config, tmp_path / 'run')
     assert fine['eval_rows'] == diverged['eval_rows'] == 8
-    assert fine['eval_tokens'] == 8 * 16
+    assert fine['eval_tokens'] == fine['test_tokens'] == 8 * 16
     names = ('val_loss_se', 'test_loss_se', 'val_induction_gain', 'val_induction_accuracy')
     assert [diverged[name] for name in names] == [None] * 4
     assert all(math.isfinite(fine[name]) for name in names)
@@ -173,12 +178,47 @@ def test_a_run_leaves_both_in_its_results_and_a_diverged_trial_neither(tiny, tmp
     assert set(record) == {
         *('kind', 'step', 'val_loss', 'val_bits_per_byte', 'val_accuracy', 'val_solved')
     }
+    final = records[-1]
+    own = {'kind': 'final', 'step': 4, 'eval_tokens': 128, 'test_tokens': 128}
+    assert own.items() <= final.items()
+    assert final['trials'] == [fine['trial'], diverged['trial']]
+    measured = metrics.result_fields().keys() & fine.keys()
+    assert final.keys() == measured | own.keys() | {'trials'} and 'test_solved' in measured
+    for name in measured:
+        assert final[name] == [fine[name], diverged[name]]
+    splits = read_json(tmp_path / 'run/documents.json')
+    for split, prefix in metrics.PREFIXES.items():
+        found = splits[split]
+        assert sum(found['tokens']) == 8 * 16 and all(t % 16 == 0 for t in found['tokens'])
+        assert len(set(found['documents'])) == len(found['tokens']) > 4
+        assert all(name.endswith('.py') for name in found['documents'])
+        nats, none = found['nats']
+        assert none is None and len(nats) == len(found['tokens'])
+        assert math.isclose(sum(nats) / (8 * 16), fine[f'{prefix}_loss'], rel_tol=1e-12)
+
+
+def test_rows_without_documents_are_dealt_out_and_empty_clusters_left_out(tiny):
+    config = tiny(model={'context': 7}, data={'name': 'recall(pairs=2)', 'eval_sequences': 300})
+    nats_R = np.arange(304.0)
+    targets_R = np.where(np.arange(304) < 256, 2.0, 0.0)
+    targets_R[5::128] = 0
+    reached = values_of(loss=np.array([1.0]))
+    reached = dataclasses.replace(reached, nats_RX=nats_R[:, None], targets_R=targets_R)
+    found = measurements.by_document(config, rows_of(config), 'test', reached)
+    assert found['documents'] == [str(c) for c in range(128) if c != 5]
+    assert found['tokens'] == [4] * 127
+    sums = [sum(nats_R[c:300:128]) for c in range(128) if c != 5]
+    assert found['nats'] == [sums]
 
 
 def values_of(**metrics_X):
     """An evaluation with these metrics; the others are not defined."""
     return measurements.Evaluation(
-        values={name: None for name in metrics.EVALUATED} | metrics_X, num_targets=16, num_rows=1
+        values={name: None for name in metrics.EVALUATED} | metrics_X,
+        num_targets=16,
+        num_rows=1,
+        nats_RX=16 * metrics_X['loss'][None],
+        targets_R=np.array([16.0]),
     )
 
 

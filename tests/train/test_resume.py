@@ -41,7 +41,11 @@ def outcome(workdir: Path) -> dict:
     records = read_metrics(workdir / 'metrics.jsonl')
     results = read_json(workdir / 'result.json')
     kept = ('trial', 'status', 'val_loss', 'test_loss', 'num_tokens')
-    return {'metrics': records, 'results': [{k: r[k] for k in kept} for r in results]}
+    return {
+        'metrics': records,
+        'documents': (workdir / 'documents.json').read_text(),
+        'results': [{k: r[k] for k in kept} for r in results],
+    }
 
 
 def final_state(config, workdir: Path) -> list[np.ndarray]:
@@ -129,6 +133,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(unfinished, train
     assert 'checkpoint 12 is damaged' in caplog.text
     straight = trained(config)[0]
     assert read_metrics(path / 'metrics.jsonl') == read_metrics(straight / 'metrics.jsonl')
+
+
+def test_a_run_killed_before_its_results_were_written_repeats_no_record(unfinished, trained):
+    config, path, want = unfinished
+    assert read_metrics(path / 'metrics.jsonl')[-1]['kind'] == 'final'
+    (path / 'documents.json').unlink()
+    train(config, path)
+    assert outcome(path) == outcome(trained(config)[0])
+    assert [r['kind'] for r in read_metrics(path / 'metrics.jsonl')].count('final') == 1
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error(unfinished):

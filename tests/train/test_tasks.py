@@ -242,7 +242,10 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
         np.testing.assert_allclose(got.values['solved'][x], np.mean(solved), rtol=1e-6)
         se = standard_error((nats_BT * used).sum(-1), used.sum(-1))
         np.testing.assert_allclose(got.values['loss_se'][x], se, rtol=1e-4)
-    assert got.num_targets == loss_weights_BT.sum()
+        np.testing.assert_allclose(
+            got.nats_RX[: len(used), x], (nats_BT * used).sum(-1), rtol=1e-5, atol=1e-5
+        )
+    assert got.num_targets == got.targets_R.sum() == loss_weights_BT.sum()
     if 'probe' in name:
         assert got.values['bits_per_byte'] is None
     else:
@@ -290,6 +293,7 @@ def reached(config, mesh, lifting):
             'val_loss': evaluation.values['loss'],
             'rows': evaluation.num_rows,
             'targets': evaluation.num_targets,
+            'row_loss': evaluation.nats_RX / np.maximum(evaluation.targets_R, 1)[:, None],
             **(measurements.induction(split, built, rows, state) or {}),
         },
         evaluation.values['loss_se'],

@@ -2,10 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from qkattn.config import DataConfig
 from qkattn.errors import ConfigError
+
+# No document is more than a twentieth of the bytes of an evaluation split.
+SHARES = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,7 @@ class Corpus:
       documents: `documents(language)` maps each split to its UTF-8 texts in a fixed order; language
         is None for text. Document i of the one language translates document i of the other.
         Prepares the dataset where that has not been done.
+      names: `names(split)` names the split's documents, in their order; None where they have none.
     """
 
     name: str
@@ -27,6 +31,44 @@ class Corpus:
     languages: tuple[str, ...]
     splits: tuple[str, ...]
     documents: Callable[[str | None], Mapping[str, Iterable[bytes]]]
+    names: Callable[[str], list[str]] | None = None
+
+
+def capped(corpus: Corpus) -> Corpus:
+    """The corpus with its evaluation documents cut to at most 1 / SHARES of their split."""
+
+    def documents(language: str | None) -> dict[str, Iterable[bytes]]:
+        texts: dict[str, Iterable[bytes]] = dict(corpus.documents(language))
+        # Read twice, so that no split has to fit into memory.
+        again = corpus.documents(language)
+        for split in corpus.splits[1:]:
+            texts[split] = _cut(texts[split], largest_size([len(text) for text in again[split]]))
+        return texts
+
+    return dataclasses.replace(corpus, documents=documents)
+
+
+def largest_size(sizes: Sequence[int]) -> int | None:
+    """The size to cut documents to, so that none is more than 1 / SHARES of what is left.
+
+    It solves SHARES * c = sum_i min(sizes[i], c). None where nothing has to be cut, and for fewer
+    than SHARES documents, which cannot all be so small a part.
+    """
+    ordered = sorted(sizes, reverse=True)
+    rest = sum(ordered)
+    for cut, size in enumerate(ordered[:SHARES]):
+        # With the `cut` longest documents cut, and all others whole.
+        if size * (SHARES - cut) <= rest:
+            return rest // (SHARES - cut) if cut else None
+        rest -= size
+    return None
+
+
+def _cut(texts: Iterable[bytes], size: int | None) -> Iterator[bytes]:
+    for text in texts:
+        # A character that would be cut in two is left out.
+        whole = size is None or len(text) <= size
+        yield text if whole else text[:size].decode(errors='ignore').encode()
 
 
 def parse_languages(config: DataConfig) -> tuple[str, str]:

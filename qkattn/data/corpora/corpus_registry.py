@@ -9,11 +9,12 @@ from qkattn.data.corpora import (
     cldr,
     multi30k,
     own_files,
+    packages_text,
     stdlib_text,
     tfds_catalogue,
     tiny_shakespeare,
 )
-from qkattn.data.corpora.corpus import Corpus
+from qkattn.data.corpora.corpus import Corpus, capped
 from qkattn.errors import ConfigError
 
 
@@ -33,6 +34,7 @@ class Source:
 
 CORPORA = {
     'stdlib': Source(stdlib_text.corpus),
+    'packages': Source(packages_text.corpus),
     'tiny_shakespeare': Source(tiny_shakespeare.corpus, optional=('manual_dir',)),
     'text': Source(own_files.text, required=('path',)),
     'multi30k': Source(multi30k.corpus, required=('languages',), optional=('manual_dir',)),
@@ -90,7 +92,9 @@ def find(config: DataConfig) -> Corpus:
       ConfigError: as `check`; a setting that the dataset cannot use.
     """
     corpus = check(config).corpus(config)
-    return _lowered(corpus) if config.lowercase else corpus
+    if config.lowercase:
+        corpus = _lowered(corpus)
+    return corpus if corpus.languages else capped(corpus)
 
 
 def _lowered(corpus: Corpus) -> Corpus:

@@ -1,5 +1,6 @@
 """Language modelling: windows of text, each token predicted from those before it."""
 
+import abc
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -11,7 +12,7 @@ from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 
 
-class TextRows:
+class TextRows(abc.ABC):
     """Windows of `length` tokens of a text; subclasses choose which of them are predicted."""
 
     data: ClassVar[DataForm] = 'text in one language'
@@ -26,6 +27,16 @@ class TextRows:
         self.dataset, self.length = dataset, length
         self.splits = dataset.splits
         self.vocab_size = dataset.vocab_size
+
+    @abc.abstractmethod
+    def count(self, split: str) -> int:
+        """See `Rows`."""
+
+    def documents(self, split: str) -> tuple[list[str], np.ndarray]:
+        """A row belongs to the document of the token in its middle."""
+        middle_R = np.arange(self.count(split)) * self.length + (self.length + 1) // 2
+        ends = self.dataset.document_ends(split)
+        return self.dataset.document_names(split), np.searchsorted(ends, middle_R, side='right')
 
     def identity(self) -> dict[str, Any]:
         return self.dataset.identity()

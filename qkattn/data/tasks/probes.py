@@ -135,6 +135,9 @@ class ProbeRows:
             'loss_weights_BT': loss_weights_BT.astype(np.float32),
         }
 
+    def documents(self, split: str) -> None:
+        return None
+
     def identity(self) -> dict[str, Any]:
         return {'name': self.name, 'version': VERSION, 'options': self.options}
 

@@ -62,6 +62,12 @@ class Rows(Protocol):
           other inputs by the names of its arguments.
         """
 
+    def documents(self, split: str) -> tuple[list[str], np.ndarray] | None:
+        """Names of the split's documents, and the index of the one that each row belongs to.
+
+        None where rows are independent of each other.
+        """
+
     def identity(self) -> dict[str, Any]:
         """Identifies the data in results and checkpoints; JSON."""
 

@@ -130,6 +130,9 @@ class TranslationRows:
             'loss_weights_BT': (segments_BT > 0).astype(np.float32),
         }
 
+    def documents(self, split: str) -> None:
+        return None
+
     def identity(self) -> dict[str, Any]:
         """The two sides, how pairs are packed, and how many `drop_long` left out per split."""
         return self.pairs.identity() | {

@@ -1,7 +1,8 @@
+import numpy as np
 import pytest
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import parse_languages
+from qkattn.data.corpora.corpus import Corpus, capped, largest_size, parse_languages
 from qkattn.data.corpora.corpus_registry import find
 from tests.data.refusals import refused
 
@@ -24,6 +25,7 @@ def test_unknown_names_are_refused_with_the_known(name, says):
     ('name', 'needed', 'optional'),
     [
         ('stdlib', (), ()),
+        ('packages', (), ()),
         ('tiny_shakespeare', (), ('manual_dir',)),
         ('text', ('path',), ()),
         ('multi30k', ('languages',), ('manual_dir',)),
@@ -60,3 +62,31 @@ def test_lower_case_shows_in_the_version(tmp_path):
     assert lower.version == f'{plain.version}-lower'
     assert list(lower.documents(None)['train']) == ['ärger, train\nσας\n'.encode()]
     assert list(plain.documents(None)['train']) == ['Ärger, TRAIN\nΣΑΣ\n'.encode()]
+
+
+def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
+    rng = np.random.default_rng(0)
+    for number in (20, 21, 50, 100):
+        sizes = (10 ** rng.uniform(1, 6, number)).astype(int).tolist()
+        limit = largest_size(sizes)
+        cut = [min(size, limit) for size in sizes]
+        assert max(cut) <= 0.05 * sum(cut)
+        # As little as possible is cut.
+        more = [min(size, limit + 2) for size in sizes]
+        assert max(more) > 0.05 * sum(more)
+    assert largest_size([7] * 20) is largest_size([9] * 19) is largest_size([]) is None
+
+
+def test_only_evaluation_splits_are_cut_and_no_character_is():
+    long, texts = 'ä'.encode() * 100, [b'b' * 9] * 20
+    corpus = Corpus(
+        name='letters',
+        version='1',
+        languages=(),
+        splits=('train', 'validation'),
+        documents=lambda language: {'train': iter([long]), 'validation': iter([long, *texts])},
+    )
+    found = capped(corpus).documents(None)
+    assert list(found['train']) == [long]
+    # A limit of 180 / 19 = 9.47 bytes.
+    assert list(found['validation']) == ['ä'.encode() * 4, *texts]

@@ -1,0 +1,48 @@
+"""The documents of an evaluation: the clusters of rows that are not independent of each other."""
+
+import numpy as np
+
+from qkattn.data.pipeline import eval_rows
+from qkattn.data.tasks.rows import Rows
+from qkattn.errors import ConfigError
+
+# Rows of tasks without documents are independent; more groups would say little more.
+MAX_GROUPS = 128
+
+
+def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[str], np.ndarray]:
+    """Names of clusters, and the cluster of each row that an evaluation of the split reads.
+
+    A cluster is a document. Rows of a task without documents are dealt out in turn to at most
+    MAX_GROUPS clusters, '0', '1' and so on.
+
+    Args:
+      max_rows: as of `pipeline.eval_batches`.
+    """
+    chosen_R = eval_rows(rows, split, max_rows)
+    documents = rows.documents(split)
+    if documents is not None:
+        names, document_R = documents
+        return names, document_R[chosen_R]
+    count = min(MAX_GROUPS, len(chosen_R))
+    return [str(number) for number in range(count)], np.arange(len(chosen_R)) % count
+
+
+def check_documents(rows: Rows, minimum: int) -> None:
+    """Refuses a corpus whose evaluation splits are too few documents to give a standard error.
+
+    Raises:
+      ConfigError: an evaluation split with rows of fewer than `minimum` documents.
+    """
+    for split in rows.splits[1:]:
+        documents = rows.documents(split)
+        if documents is None:
+            continue
+        count = len(np.unique(documents[1]))
+        if count < minimum:
+            raise ConfigError(
+                f'split {split!r} of data.name={rows.identity()["name"]!r} has {count} '
+                f'document{"s" * (count != 1)}, but a study that decides between variants needs '
+                f'at least {minimum}; name a corpus of more documents, such as data.name='
+                "'stdlib' or 'packages', or a directory with a file per document."
+            )
