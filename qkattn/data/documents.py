@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from qkattn.data.corpora.corpus import SHARES
 from qkattn.data.pipeline import eval_rows
 from qkattn.data.tasks.rows import Rows
 from qkattn.errors import ConfigError
@@ -28,7 +29,7 @@ def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[
     return [str(number) for number in range(count)], np.arange(len(chosen_R)) % count
 
 
-def check_documents(rows: Rows, minimum: int) -> None:
+def check_documents(rows: Rows, minimum: int = SHARES) -> None:
     """Refuses a corpus whose evaluation splits are too few documents to give a standard error.
 
     Raises:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.config import Study
+from qkattn.data.documents import check_documents
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, Stopped
 from qkattn.run import leases, ledger
@@ -59,9 +60,11 @@ def run(
     failed: dict[str, str] = {}
     with StopRequest() as stop:
         # Before the directory is created, so that a refused study leaves nothing behind.
-        for run in _known(study, arms, path)[1][:1]:
+        for run in {run.config.data: run for run in _known(study, arms, path)[1]}.values():
             sharding.require_devices(run.config.mesh)
-            rows_of(run.config)
+            rows = rows_of(run.config)
+            if study.tuning.seeds:
+                check_documents(rows)
         path = make_directory(path)
         _declare(path, to_jsonable(plan.declaration(study, arms, command)))
         while True:
