@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from qkattn.config import Config, TuningConfig, from_json
+from qkattn.config import Config, DataConfig, TuningConfig, from_json
 from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, RunDirectoryError, Stopped
 from qkattn.run import leases, ledger
 from qkattn.run.records import read_json, write_json
@@ -37,6 +37,7 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(worker, 'train', train)
     monkeypatch.setattr(worker, 'rows_of', lambda config: None)
+    monkeypatch.setattr(worker, 'check_documents', lambda rows: None)
     return done
 
 
@@ -77,6 +78,16 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     assert len(trained) == len(planned)
     worker.run(dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/no_v')), path)
     assert len(trained) == 9
+
+
+def test_a_tuned_study_of_one_document_is_refused_before_anything_is_written(tmp_path):
+    text = tmp_path / 'book.txt'
+    text.write_text('line of text\n' * 4000)
+    data = DataConfig(name='text', path=str(text), data_dir=str(tmp_path / 'data'))
+    study = dataclasses.replace(STUDY, base=dataclasses.replace(STUDY.base, data=data))
+    with pytest.raises(ConfigError, match="split 'validation' of .*'text' has 1 document, but"):
+        worker.run(study, tmp_path / 'out')
+    assert not (tmp_path / 'out').exists()
 
 
 def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path):

@@ -65,7 +65,9 @@ def stub(answer, num_trials=2):
 
     def evaluate(state, batch):
         found = sums({**batch, 'logits_BTV': answer(np.asarray(batch['tokens_BT']))})
-        return {name: np.repeat(np.asarray(a)[None], num_trials, axis=0) for name, a in found.items()}
+        return {
+            name: np.repeat(np.asarray(a)[None], num_trials, axis=0) for name, a in found.items()
+        }
 
     return SimpleNamespace(mesh=sharding.make_mesh(MeshConfig()), evaluate=evaluate)
 
