@@ -6,13 +6,14 @@ import typing
 from typing import Any
 
 from qkattn.attention import registry
-from qkattn.config import ModelConfig, Study
+from qkattn.config import Config, ControlsConfig, ModelConfig, Study
 from qkattn.config.validate import check_types
 from qkattn.errors import ConfigError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.study import matching
-from qkattn.study.place import Place
+from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
+from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.study.validate_study import validate_study
 from qkattn.train.optimizer import check_optimizer
 
@@ -43,6 +44,12 @@ class Arm:
     @property
     def size(self) -> str:
         return self.place.size
+
+    @property
+    def title(self) -> str:
+        """Label, size and control, in words; the corpus is left out."""
+        control = self.place.control
+        return f'{self.label} {self.size}' + (f' {control}' if control else '')
 
     @property
     def model(self) -> ModelConfig:
@@ -78,7 +85,7 @@ def parse_variant(text: str) -> dict[str, Any]:
 
 
 def build_arms(study: Study) -> list[Arm]:
-    """Every arm, sizes outermost, validated and matched; nothing compiles.
+    """Every arm, corpora outermost, then sizes, validated and matched; nothing compiles.
 
     Raises:
       ConfigError: an impossible variant, size or setting; a MatchError where no model matches.
@@ -86,7 +93,7 @@ def build_arms(study: Study) -> list[Arm]:
     check_optimizer(study.base.optimizer)
     validate_study(study)
     arms = []
-    corpus = study.base.data.name
+    first, *others = corpora_of(study)
     for size in study.sizes:
         at_size = parse_fields(size, f'size {size!r}')
 
@@ -103,14 +110,18 @@ def build_arms(study: Study) -> list[Arm]:
         for variant in study.variants:
             if variant == study.baseline:
                 exact = matching.Match(baseline, cost.count(baseline), target, 0.0)
-                arms.append(Arm(variant, None, Place(variant, size, corpus), exact))
+                arms.append(Arm(variant, None, Place(variant, size, first), exact))
                 continue
             check_types(f'variant {variant!r}: model', model(variant))
             for destination in study.destinations:
                 match = _matched(study, model(variant), target, destination)
                 validate(dataclasses.replace(study.base, model=match.config))
                 label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
-                arms.append(Arm(variant, destination, Place(label, size, corpus), match))
+                arms.append(Arm(variant, destination, Place(label, size, first), match))
+            control = _equal_shape(study, model(variant), baseline, target)
+            if control is not None and control.config not in [arm.model for arm in arms]:
+                place = Place(variant, size, first, EQUAL_SHAPE)
+                arms.append(Arm(variant, None, place, control))
     seen: dict[ModelConfig, Arm] = {}
     for arm in arms:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
@@ -119,14 +130,19 @@ def build_arms(study: Study) -> list[Arm]:
                 f'{same.label!r} and {arm.label!r} at {arm.size!r} are the same model; leave one '
                 'out, or choose sizes whose steps are finer than the parameters saved'
             )
-    return arms
+    return arms + [
+        dataclasses.replace(arm, place=arm.place._replace(corpus=corpus))
+        for corpus in others
+        for arm in arms
+    ]
 
 
 def _check_fields(study: Study, variant: str, own: dict, at_size: dict) -> None:
     if twice := sorted(own.keys() & at_size.keys()):
         raise ConfigError(f'variant {variant!r} and sizes both set {twice[0]}')
-    if 'score_scale' in own and study.tuning.score_scales:
-        raise ConfigError(f'variant {variant!r} sets score_scale, which tuning.score_scales tunes')
+    for name in MODEL_KNOBS:
+        if name in own and getattr(study.tuning, f'{name}s'):
+            raise ConfigError(f'variant {variant!r} sets {name}, which tuning.{name}s tunes')
 
 
 def _matched(study: Study, model: ModelConfig, target: float, destination: str) -> matching.Match:
@@ -143,13 +159,29 @@ def _matched(study: Study, model: ModelConfig, target: float, destination: str) 
     )
 
 
+def _equal_shape(
+    study: Study, model: ModelConfig, baseline: ModelConfig, target: float
+) -> matching.Match | None:
+    """A variant at the baseline's shape, if it costs less there and the study has such controls."""
+    if not controls_of(study).equal_shape:
+        return None
+    model = dataclasses.replace(model, d_ff=model.d_ff or baseline.d_ff)
+    saved = cost.measured(model, study.match) / target - 1
+    if saved >= 0:
+        return None
+    validate(dataclasses.replace(study.base, model=model))
+    return matching.Match(model, cost.count(model), target, saved)
+
+
 def grids(study: Study, arm: Arm) -> dict[str, tuple[float, ...]]:
     """The grid of each tuned setting; a single value is not tuned."""
     trials = study.base.trials
     return {
         'learning_rate': trials.learning_rates,
         'weight_decay': trials.weight_decays,
-        'score_scale': study.tuning.score_scales or (arm.model.score_scale,),
+    } | {
+        name: getattr(study.tuning, f'{name}s') or (getattr(arm.model, name),)
+        for name in MODEL_KNOBS
     }
 
 
@@ -157,8 +189,50 @@ def is_tuned(study: Study) -> bool:
     return bool(study.tuning.seeds)
 
 
+def corpora_of(study: Study) -> tuple[str, ...]:
+    return study.corpora or (study.base.data.name,)
+
+
+def looks_of(study: Study) -> tuple[int, ...]:
+    """The numbers of verdict seeds at which the study may be looked at; () without tuning."""
+    return (study.looks or (len(study.base.trials.seeds),)) if is_tuned(study) else ()
+
+
+def controls_of(study: Study) -> ControlsConfig:
+    """The controls that the study has: none without tuning, of equal shape only if matched."""
+    if not is_tuned(study):
+        return ControlsConfig(equal_shape=False, longer=None)
+    controls = study.controls
+    return dataclasses.replace(
+        controls,
+        equal_shape=controls.equal_shape and study.match is not None,
+        longer_seeds=controls.longer_seeds or study.base.trials.seeds if controls.longer else (),
+    )
+
+
+def base_of(study: Study, arm: Arm) -> Config:
+    """What the runs of an arm share: its model, its corpus, its steps, the seeds of its verdict."""
+    data = dataclasses.replace(study.base.data, name=arm.place.corpus)
+    base = dataclasses.replace(study.base, model=arm.model, data=data)
+    if arm.place.control != LONGER:
+        return base
+    controls, train, optimizer = controls_of(study), base.train, base.optimizer
+    times = controls.longer
+    names = ('num_steps', 'eval_every', 'checkpoint_every')
+    return dataclasses.replace(
+        base,
+        train=dataclasses.replace(train, **{name: times * getattr(train, name) for name in names}),
+        optimizer=dataclasses.replace(optimizer, warmup_steps=times * optimizer.warmup_steps),
+        trials=dataclasses.replace(base.trials, seeds=controls.longer_seeds),
+    )
+
+
 def table(arms: list[Arm], equal: str | None) -> str:
     """Parameters, residual, FLOPs and cache of all arms, under a line that states what is equal."""
     one_size = len({arm.size for arm in arms}) == 1
-    rows = {arm.label if one_size else f'{arm.label} {arm.size}': arm.match for arm in arms}
+    rows = {}
+    for arm in arms:
+        control = ' (equal shape)' if arm.place.control == EQUAL_SHAPE else ''
+        name = arm.label + control
+        rows[name if one_size else f'{name} {arm.size}'] = arm.match
     return matching.table(rows, equal)

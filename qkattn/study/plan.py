@@ -1,7 +1,8 @@
-"""The runs of a study: for each arm a chain, continued from the results of its finished runs.
+"""The plan of a study: its runs, and the files that list them.
 
-    screening of the learning rate -> larger grids until bracketed -> the same for weight decay and
-    score scale if they are tuned -> the verdict runs, on other seeds at the chosen settings
+    every arm: screening of the learning rate, with larger grids and further seeds until bracketed
+    -> the same for the other settings that are tuned -> the verdict up to the first look,
+    then all arms up to the next look, and so on, and the controls that are trained longer.
 
 The plan is a function of the study and of the results of finished runs, so all workers derive the
 same plan.
@@ -9,127 +10,101 @@ same plan.
 
 import dataclasses
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qkattn.config import Config, Study, TrialsConfig, fingerprint, to_json
-from qkattn.run.records import FINISHED, to_jsonable
-from qkattn.study.arms import Arm, grids, is_tuned
-from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Settings, tune, with_knob
-
-# The results of a run, one per trial; None until it is finished.
-Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedRun:
-    """A run: an arm at one stage, trained as one stack of trials.
-
-    Attributes:
-      arm: the arm.
-      stage: 'screening', 'verdict' at the tuned settings, or 'single' in a study without tuning.
-      knob: the setting that is screened.
-      config: resolved.
-    """
-
-    arm: Arm
-    stage: str
-    knob: str | None
-    config: Config
-
-    @property
-    def id(self) -> str:
-        return fingerprint(self.config)
-
-    @property
-    def directory(self) -> str:
-        """Relative to the study: readable, and one per configuration."""
-        stage = '' if self.stage == SINGLE else f'-{self.stage}'
-        words = re.sub(r'[^\w.=]+', '-', f'{self.arm.label}-{self.arm.size}{stage}').strip('-')
-        return f'runs/{words}-{self.id}'
-
-    @property
-    def tokens(self) -> int:
-        """Training tokens, summed over trials."""
-        train = self.config.train
-        of_trial = train.num_steps * train.batch_size * self.config.model.context
-        return of_trial * len(self.config.trials.trials())
-
-
-def chain(study: Study, arm: Arm, results: Results) -> Iterator[PlannedRun]:
-    """The runs of an arm known so far: up to the first unfinished ones."""
-    if not is_tuned(study):
-        yield PlannedRun(arm, SINGLE, None, dataclasses.replace(study.base, model=arm.model))
-        return
-    measured: dict[Settings, dict[int, float | None]] = {}
-    while True:
-        tuning = tune(grids(study, arm), study.tuning, measured)
-        if tuning.knob is None:
-            yield _run(study, arm, VERDICT, None, [tuning.settings])
-            return
-        settings = [tuning.at(value) for value in tuning.values]
-        runs = [
-            _run(study, arm, SCREENING, tuning.knob, stack)
-            for stack in _stacks(tuning.knob, settings)
-        ]
-        yield from runs
-        finished = [results(run) for run in runs]
-        if None in finished:
-            return
-        for run, trials in zip(runs, finished, strict=True):
-            _collect(measured, run, trials)
-
-
-def _stacks(knob: str, settings: list[Settings]) -> list[list[Settings]]:
-    """The settings by program: the score scale is compiled in, so each value needs its own."""
-    return [[one] for one in settings] if knob == 'score_scale' else [settings]
-
-
-def _run(study: Study, arm: Arm, stage: str, knob: str | None, stack: list[Settings]) -> PlannedRun:
-    learning_rates, weight_decays, score_scales = (
-        tuple(dict.fromkeys(values)) for values in zip(*stack, strict=True)
-    )
-    (score_scale,) = score_scales
-    trials = TrialsConfig(
-        seeds=study.tuning.seeds if stage == SCREENING else study.base.trials.seeds,
-        learning_rates=learning_rates,
-        weight_decays=weight_decays,
-    )
-    model = dataclasses.replace(arm.model, score_scale=score_scale)
-    return PlannedRun(arm, stage, knob, dataclasses.replace(study.base, model=model, trials=trials))
-
-
-def _collect(
-    measured: dict[Settings, dict[int, float | None]], run: PlannedRun, trials: list[dict[str, Any]]
-) -> None:
-    """Adds the loss by seed for each of the run's settings; None for a diverged trial."""
-    for trial in trials:
-        of = trial['trial']
-        settings = (of['learning_rate'], of['weight_decay'], run.config.model.score_scale)
-        loss = trial['val_loss'] if trial['status'] == FINISHED else None
-        measured.setdefault(settings, {})[of['seed']] = loss
+from qkattn.config import Study, fingerprint, to_json
+from qkattn.run.records import to_jsonable
+from qkattn.study import longer
+from qkattn.study.arms import Arm, controls_of, corpora_of, grids, is_tuned, looks_of
+from qkattn.study.chains import PlannedRun as PlannedRun
+from qkattn.study.chains import Results as Results
+from qkattn.study.chains import screening, screening_runs, single, verdict_runs
+from qkattn.study.place import Place
+from qkattn.study.tuning import Settings, grids_around, tune, with_knob
 
 
 def runs(study: Study, arms: list[Arm], results: Results) -> list[PlannedRun]:
-    """Every run known so far, arm by arm."""
-    return [run for arm in arms for run in chain(study, arm, results)]
+    """Every run known so far."""
+    if not is_tuned(study):
+        return [single(study, arm) for arm in arms]
+    known: list[PlannedRun] = []
+    settings: dict[Place, Settings] = {}
+    verdicts: dict[Place, list[PlannedRun]] = {}
+    for arm in arms:
+        screened, chosen = screening(study, arm, grids(study, arm), results)
+        known += screened
+        if chosen is not None:
+            settings[arm.place] = chosen
+            verdicts[arm.place] = verdict_runs(study, arm, chosen)
+            known.append(verdicts[arm.place][0])
+    for look in range(1, len(looks_of(study))):
+        before = [of[look - 1] for of in verdicts.values()]
+        if len(before) < len(arms) or None in map(results, before):
+            break
+        known += [of[look] for of in verdicts.values()]
+    for arm in _to_lengthen(study, arms, verdicts, results):
+        around = grids_around(grids(study, arm), settings[arm.place])
+        arm = longer.lengthened(arm)
+        screened, chosen = screening(study, arm, around, results)
+        known += screened
+        if chosen is not None:
+            known += verdict_runs(study, arm, chosen)
+    return known
+
+
+def _to_lengthen(
+    study: Study,
+    arms: list[Arm],
+    verdicts: Mapping[Place, list[PlannedRun]],
+    results: Results,
+) -> Iterator[Arm]:
+    """The primary arms to train longer, of each size and corpus whose verdict runs are finished."""
+    if controls_of(study).longer is None:
+        return
+    primary = [arm for arm in arms if arm.place.control is None]
+    comparisons = sum(arm.variant != study.baseline for arm in primary)
+    for where in dict.fromkeys((arm.place.corpus, arm.place.size) for arm in primary):
+        group = [arm for arm in primary if (arm.place.corpus, arm.place.size) == where]
+        finished = {
+            arm.place: [results(run) for run in verdicts.get(arm.place, ())] for arm in group
+        }
+        if not all(of and None not in of for of in finished.values()):
+            continue
+        losses = {
+            place: longer.losses_of([trial for trials in of for trial in trials])
+            for place, of in finished.items()
+        }
+        yield from longer.to_lengthen(study, group, losses, comparisons)
 
 
 def least(study: Study, arms: list[Arm]) -> list[PlannedRun]:
-    """The minimum of runs: the grids as declared, and one verdict run per arm."""
+    """The minimum of runs: the grids as declared, and the verdict of every arm."""
     if not is_tuned(study):
         return runs(study, arms, lambda run: None)
-    planned = []
-    for arm in arms:
-        grid = grids(study, arm)
-        middle = tune(grid, study.tuning, {}).settings
-        for knob, values in grid.items():
-            if len(values) > 1:
-                stacks = _stacks(knob, [with_knob(middle, knob, value) for value in values])
-                planned += [_run(study, arm, SCREENING, knob, stack) for stack in stacks]
-        planned.append(_run(study, arm, VERDICT, None, [middle]))
-    return planned
+    return [run for arm in arms for run in _at_least(study, arm, grids(study, arm))]
+
+
+def lengthened(study: Study, arms: list[Arm]) -> list[PlannedRun]:
+    """The minimum of longer runs if every arm has a word; () if none are made."""
+    primary = [arm for arm in arms if arm.place.control is None]
+    known: list[PlannedRun] = []
+    for arm in primary if controls_of(study).longer is not None else ():
+        middle = tune(grids(study, arm), study.tuning, {}).settings
+        around = grids_around(grids(study, arm), middle)
+        known += _at_least(study, longer.lengthened(arm), around)
+    return known
+
+
+def _at_least(
+    study: Study, arm: Arm, grid: Mapping[str, tuple[float, ...]]
+) -> Iterator[PlannedRun]:
+    middle = tune(grid, study.tuning, {}).settings
+    for knob, values in grid.items():
+        if len(values) > 1:
+            stack = [with_knob(middle, knob, value) for value in values]
+            yield from screening_runs(study, arm, knob, stack, study.tuning.seeds)
+    yield from verdict_runs(study, arm, middle)
 
 
 def declaration(study: Study, arms: list[Arm], command: list[str] | None) -> dict[str, Any]:
@@ -144,17 +119,17 @@ def declaration(study: Study, arms: list[Arm], command: list[str] | None) -> dic
         'name': study.name,
         'question': study.question,
         'baseline': study.baseline,
-        'variants': list(dict.fromkeys(arm.label for arm in arms)),
+        'variants': list(dict.fromkeys(a.label for a in arms if a.place.control is None)),
         'sizes': study.sizes,
         'matched': study.match,
         'fill': study.fill,
         'tolerance': study.tolerance,
         'margin': study.margin,
         'destinations': study.destinations,
-        'corpora': study.corpora or (study.base.data.name,),
-        'controls': dataclasses.asdict(study.controls),
+        'corpora': corpora_of(study),
+        'controls': dataclasses.asdict(controls_of(study)),
         'seeds': study.base.trials.seeds,
-        'looks': study.looks,
+        'looks': looks_of(study),
         'tuning': tuning,
         'base': to_json(study.base),
         'base_hash': fingerprint(study.base),

@@ -90,7 +90,7 @@ def tune(grids: Mapping[str, tuple[float, ...]], limits: Limits, measured: Measu
             room = limits.max_seeds - len(seeds)
             if further:
                 values += further
-            elif getattr(found, 'needs_seeds', False) and room > 0:
+            elif found.needs_seeds and room > 0:
                 last = max(limits.seeds) + len(seeds) - len(limits.seeds)
                 seeds += tuple(last + i + 1 for i in range(min(len(limits.seeds), room)))
             else:

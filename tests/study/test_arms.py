@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qkattn.config import Config, ModelConfig, Study, TuningConfig
+from qkattn.config import Config, ControlsConfig, ModelConfig, Study, TuningConfig
 from qkattn.config import TrialsConfig as Trials
 from qkattn.errors import ConfigError
 from qkattn.model import build
@@ -128,6 +128,36 @@ def test_a_wrong_study_is_one_sentence(study, fields, message):
     with pytest.raises(ConfigError, match=message) as caught:
         build_arms(dataclasses.replace(study, **fields))
     assert '\n' not in str(caught.value)
+
+
+def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape():
+    variants = ('qk/vo', 'qk/no_o', 'merged/vo', 'qk/vo?num_kv_heads=1&d_ff=200')
+    study = dataclasses.replace(TUNED, variants=variants, destinations=('d_model', 'd_ff'))
+    study = dataclasses.replace(study, sizes=('d_model=64',), tolerance=1.0)
+    baseline, *arms = build_arms(study)
+    assert [arm.place[::3] for arm in arms] == [
+        ('qk/no_o [d_model]', None),
+        ('qk/no_o [d_ff]', None),
+        ('qk/no_o', 'equal_shape'),
+        ('merged/vo [d_model]', None),
+        ('merged/vo [d_ff]', None),
+        ('qk/vo?num_kv_heads=1&d_ff=200 [d_model]', None),
+        ('qk/vo?num_kv_heads=1&d_ff=200 [d_ff]', None),
+        ('qk/vo?num_kv_heads=1&d_ff=200', 'equal_shape'),
+    ]
+    control = arms[2]
+    shape = ('d_model', 'mlp_width', 'num_heads', 'num_layers')
+    for name in shape:
+        assert getattr(control.model, name) == getattr(baseline.model, name)
+    saved = control.match.parameters['total'] / baseline.match.parameters['total'] - 1
+    assert control.destination is None and control.match.residual == pytest.approx(saved)
+    assert saved < -0.05 and arms[-1].model.d_ff == 200
+    for without in (
+        {'controls': ControlsConfig(equal_shape=False)},
+        {'tuning': TuningConfig()},
+        {'match': None, 'destinations': ('d_model',)},
+    ):
+        assert not any(a.place.control for a in build_arms(dataclasses.replace(study, **without)))
 
 
 def test_arms_start_from_the_same_values_where_tensors_are_the_same():

@@ -8,6 +8,7 @@ import pytest
 
 from qkattn.config import (
     Config,
+    ControlsConfig,
     ModelConfig,
     OptimizerConfig,
     Study,
@@ -30,14 +31,21 @@ STUDY = Study(
     variants=('qk/vo', 'shared_qk/vo'),
     sizes=('d_model=32',),
     tolerance=1e-2,
-    tuning=TuningConfig(seeds=(10, 11), max_points=6),
+    tuning=TuningConfig(seeds=(10, 11), max_points=6, max_seeds=2),
+    controls=ControlsConfig(equal_shape=False, longer=None),
 )
 
 
-def landscape(optimum: float, scale: float = 1.0, diverged=lambda trial: False):
+def landscape(
+    optimum: float,
+    scale: float = 1.0,
+    diverged=lambda trial: False,
+    effect=lambda run, seed: 0.0,
+):
     """Results whose loss is a parabola in ln(learning rate), with a level per seed.
 
-    Diverged trials have losses that would be the best.
+    The test loss is larger by the effect of a run and seed. Diverged trials have losses that would
+    be the best.
     """
 
     def results(run):
@@ -47,8 +55,9 @@ def landscape(optimum: float, scale: float = 1.0, diverged=lambda trial: False):
             away += math.log(run.config.model.score_scale / scale) / 2
             away += math.log(trial['weight_decay'] / 0.1) / 4
             loss = 2 + 0.01 * trial['seed'] + 0.1 * away**2
-            ended = ('diverged', 0.0) if diverged(trial) else ('finished', loss)
-            found.append({'trial': trial} | dict(zip(('status', 'val_loss'), ended, strict=True)))
+            status, loss = ('diverged', 0.0) if diverged(trial) else ('finished', loss)
+            measured = {'val_loss': loss, 'test_loss': loss + effect(run, trial['seed'])}
+            found.append({'trial': trial, 'status': status, **measured})
         return found
 
     return results
@@ -75,7 +84,7 @@ GRID = (1e-3, 2e-3, 4e-3)
     ids=['unfinished', 'bracketed', 'extended', 'bounded', 'diverged'],
 )
 def test_an_arm_is_screened_until_bracketed_then_judged_on_fresh_seeds(arms, results, rates):
-    *screening, last = plan.chain(STUDY, arms[0], results)
+    *screening, last = plan.runs(STUDY, arms[:1], results)
     assert all(run.stage == 'screening' for run in screening)
     if rates is None:
         assert len(screening) == 1 and last.config.trials.learning_rates[0] <= 2e-3
@@ -95,7 +104,7 @@ def test_weight_decay_and_score_scale_are_tuned_one_at_a_time(arms):
         base=dataclasses.replace(STUDY.base, trials=trials),
         tuning=dataclasses.replace(STUDY.tuning, score_scales=(0.5, 1.0, 2.0)),
     )
-    runs = list(plan.chain(wanted, build_arms(wanted)[0], landscape(2e-3, scale=1.1)))
+    runs = plan.runs(wanted, build_arms(wanted)[:1], landscape(2e-3, scale=1.1))
     assert [(c.stage, c.knob) for c in runs] == [
         ('screening', 'learning_rate'),
         ('screening', 'weight_decay'),
@@ -136,3 +145,137 @@ def test_the_lines_of_the_plan_describe_its_runs(arms):
     assert declared['arms'][1]['variant'] == 'shared_qk/vo'
     assert declared['tuning']['learning_rates'] == GRID
     assert declared['seeds'] == (0, 1, 2) and declared['command'] == 'python -m x'
+
+
+def with_controls(**fields):
+    return dataclasses.replace(STUDY, **{'controls': ControlsConfig()} | fields)
+
+
+def better_without_w_q(run, seed):
+    """Test losses: one variant is better by 0.5 with little noise, the others by nothing."""
+    noise = 0.02 * math.sin(seed + 10 * len(run.arm.label))
+    return noise - 0.5 * (run.config.model.score == 'query_free')
+
+
+WORDS = landscape(2.5e-3, effect=better_without_w_q)
+
+
+def of_control(runs, control):
+    return [run for run in runs if run.arm.place.control == control]
+
+
+def test_arms_with_a_word_and_the_baseline_are_trained_longer_at_a_rate_of_their_own():
+    study = with_controls(variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'))
+    arms = build_arms(study)
+    runs = plan.runs(study, arms, WORDS)
+    longer = of_control(runs, 'longer')
+    assert runs[-len(longer) :] == longer
+    stages = ['screening', 'screening', 'verdict']
+    # The arm that is like the baseline has no word.
+    assert [(run.arm.label, run.stage) for run in longer if run.stage == 'verdict'] == [
+        ('qk/vo', 'verdict'),
+        ('query_free/vo', 'verdict'),
+    ]
+    (chosen,) = next(run for run in runs if run.stage == 'verdict').config.trials.learning_rates
+    first = longer[0].config
+    assert first.trials.learning_rates == pytest.approx((chosen / 2, chosen, chosen * 2))
+    assert [run.stage for run in longer] in (2 * stages, 2 * stages[1:])
+    base = STUDY.base
+    for run in longer:
+        train, config = base.train, run.config
+        assert config.train == dataclasses.replace(
+            train, num_steps=4000, eval_every=400, checkpoint_every=400
+        )
+        assert config.optimizer.warmup_steps == 4 * base.optimizer.warmup_steps
+        assert config.trials.seeds == ((0, 1, 2) if run.stage == 'verdict' else (10, 11))
+    primary = [run for run in runs if run.stage == 'verdict' and not run.arm.place.control]
+    assert {(run.arm.place.variant, run.config.model) for run in longer} <= {
+        (run.arm.place.variant, run.config.model) for run in primary
+    }
+
+
+def test_nothing_is_trained_longer_before_the_primary_verdicts_are_known():
+    study = with_controls(variants=('qk/vo', 'query_free/vo'))
+    arms = build_arms(study)
+    last = [r for r in plan.runs(study, arms, WORDS) if not r.arm.place.control][-1]
+    runs = plan.runs(study, arms, lambda run: None if run.id == last.id else WORDS(run))
+    assert not of_control(runs, 'longer') and of_control(runs, 'equal_shape')
+    alike = plan.runs(study, arms, landscape(2.5e-3, effect=lambda run, seed: 9e-2 * seed))
+    assert {run.arm.label for run in of_control(alike, 'longer')} == {'qk/vo', 'query_free/vo'}
+    noisy = landscape(2.5e-3, effect=lambda run, seed: math.sin(seed + 10 * len(run.arm.label)))
+    assert not of_control(plan.runs(study, arms, noisy), 'longer')
+    never = with_controls(variants=study.variants, controls=ControlsConfig(longer=None))
+    assert not of_control(plan.runs(never, arms, WORDS), 'longer')
+
+
+def test_longer_arms_have_seeds_of_their_own_if_declared():
+    controls = ControlsConfig(longer=2, longer_seeds=(20, 21, 22, 23))
+    study = with_controls(variants=('qk/vo', 'query_free/vo'), controls=controls)
+    *_, last = plan.runs(study, build_arms(study), WORDS)
+    assert last.arm.place.control == 'longer' and last.stage == 'verdict'
+    assert last.config.trials.seeds == (20, 21, 22, 23) and last.config.train.num_steps == 2000
+
+
+def test_every_arm_reaches_a_look_before_any_goes_on():
+    study = with_controls(looks=(2, 3), controls=ControlsConfig(longer=None))
+    arms = build_arms(study)
+    assert [arm.place.control for arm in arms] == [None, None, 'equal_shape']
+    everything = plan.runs(study, arms, WORDS)
+    verdicts = [run for run in everything if run.stage == 'verdict']
+    assert [run.config.trials.seeds for run in verdicts] == 3 * [(0, 1)] + 3 * [(2,)]
+    assert [run.arm.place for run in verdicts[3:]] == [arm.place for arm in arms]
+    for late in verdicts[:3]:
+        known = plan.runs(
+            study, arms, lambda run, late=late: run.id != late.id and WORDS(run) or None
+        )
+        assert [run.config.trials.seeds for run in known if run.stage == 'verdict'] == 3 * [(0, 1)]
+    assert len({run.id for run in everything}) == len(everything)
+    assert plan.declaration(study, arms, None)['looks'] == (2, 3)
+    assert plan.declaration(STUDY, arms[:2], None)['looks'] == (3,)
+
+
+def test_every_corpus_has_arms_and_longer_controls_of_its_own():
+    study = with_controls(
+        corpora=('stdlib', 'tiny_shakespeare'), variants=('qk/vo', 'query_free/vo')
+    )
+    arms = build_arms(study)
+    assert [arm.place.corpus for arm in arms] == 3 * ['stdlib'] + 3 * ['tiny_shakespeare']
+    assert [arm.match for arm in arms[:3]] == [arm.match for arm in arms[3:]]
+
+    def effect(run, seed):
+        here = run.config.data.name == 'tiny_shakespeare'
+        return better_without_w_q(run, seed) if here else math.sin(seed + 10 * len(run.arm.label))
+
+    runs = plan.runs(study, arms, landscape(2.5e-3, effect=effect))
+    for run in runs:
+        assert run.config.data.name == run.arm.place.corpus
+    assert {run.arm.place.corpus for run in of_control(runs, 'longer')} == {'tiny_shakespeare'}
+    assert len({run.id for run in runs}) == len(runs)
+    declared = plan.declaration(study, arms, None)
+    assert declared['corpora'] == ('stdlib', 'tiny_shakespeare')
+    assert declared['arms'][-1] == {
+        'variant': 'query_free/vo',
+        'size': 'd_model=32',
+        'corpus': 'tiny_shakespeare',
+        'control': 'equal_shape',
+    }
+    assert declared['variants'] == list(study.variants)
+    assert declared['controls']['longer_seeds'] == STUDY.base.trials.seeds
+
+
+def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish():
+    study = with_controls(variants=('qk/vo', 'query_free/vo'), looks=(2, 3))
+    arms = build_arms(study)
+
+    def planned(pick):
+        done = {}
+
+        def known():
+            return plan.runs(study, arms, lambda run: done.get(run.id))
+
+        while left := [run for run in known() if run.id not in done]:
+            done[left[pick].id] = WORDS(left[pick])
+        assert {run.id for run in known()} == set(done)
+        return known()
+
+    assert planned(0) == planned(-1)
