@@ -44,6 +44,6 @@ def check_documents(rows: Rows, minimum: int = SHARES) -> None:
             raise ConfigError(
                 f'split {split!r} of data.name={rows.identity()["name"]!r} has {count} '
                 f'document{"s" * (count != 1)}, but a study that decides between variants needs '
-                f'at least {minimum}; name a corpus of more documents, such as data.name='
-                "'stdlib' or 'packages', or a directory with a file per document."
+                f'at least {minimum}; choose a corpus of more documents, such as data.name='
+                "'stdlib' or 'packages', or data.name='text' with a folder of files per split."
             )

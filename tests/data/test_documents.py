@@ -41,7 +41,9 @@ def test_rows_without_documents_are_dealt_out():
 def test_too_few_documents_are_one_sentence(letters, stdlib):
     rows = LanguageRows(letters, 4)
     check_documents(rows, 3)
-    says = "split 'validation' of data.name='letters' has 3 documents, .* at least 4; name a corpus"
+    says = (
+        "split 'validation' of data.name='letters' has 3 documents, .* at least 4; choose a corpus"
+    )
     with refused(says):
         check_documents(rows, 4)
     one = token_dataset('one', ByteTokenizer(), dict.fromkeys(('train', 'test'), np.ones(9, 'u1')))

@@ -33,28 +33,33 @@ class Scan(NamedTuple):
 
 
 def text(config: DataConfig) -> Corpus:
-    """The corpus 'text': `config.path` is a file, or a directory with a file per split.
+    """The corpus 'text': `config.path` is a file, or a directory with a file or folder per split.
 
-    A file is cut at the ends of the lines that reach 90 % and 95 % of its bytes. Each split is one
-    document.
+    A file is cut at the ends of the lines that reach 90 % and 95 % of its bytes, and each part is
+    one document; so is a split's file, and each file of a split's folder.
 
     Raises:
       ConfigError: for files that are missing, empty, damaged or not UTF-8.
     """
     path = _existing(config)
     if path.is_dir():
-        paths = _split_files(path, '.txt')
+        found = _split_files(path, '.txt', folders=True)
+        paths = {split: _text_files(file) for split, file in found.items()}
         splits = tuple(paths)
     else:
-        paths = {'file': path}
+        paths = {'file': {'file': path}}
         splits = SPLITS
     digest = hashlib.sha256()
-    for split, file in paths.items():
-        digest.update(f'{split} {_scan(file, config).sha256}\n'.encode())
+    for files in paths.values():
+        for name, file in files.items():
+            digest.update(f'{name} {_scan(file, config).sha256}\n'.encode())
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
         if path.is_dir():
-            return {split: _whole(file) for split, file in paths.items()}
+            return {
+                split: itertools.chain.from_iterable(map(_whole, files.values()))
+                for split, files in paths.items()
+            }
         return {split: [part] for split, part in zip(SPLITS, _cut(path), strict=True)}
 
     return Corpus(
@@ -63,6 +68,7 @@ def text(config: DataConfig) -> Corpus:
         languages=(),
         splits=splits,
         documents=documents,
+        names=(lambda split: list(paths[split])) if path.is_dir() else None,
     )
 
 
@@ -131,15 +137,20 @@ def _existing(config: DataConfig) -> Path:
     return path
 
 
-def _split_files(directory: Path, suffix: str) -> dict[str, Path]:
-    """The file of each split: train and validation, and test where there is one."""
+def _split_files(directory: Path, suffix: str, *, folders: bool = False) -> dict[str, Path]:
+    """The file of each split: train and validation, and test where there is one.
+
+    Args:
+      folders: whether a split may be a folder instead.
+    """
     found = {}
     for split in SPLITS:
         candidates = [directory / f'{split}{suffix}', directory / f'{split}{suffix}.gz']
+        candidates += [directory / split] if folders else []
         existing = [path for path in candidates if path.exists()]
-        if len(existing) == 2:
+        if len(existing) > 1:
             raise ConfigError(
-                f'{str(directory)!r} holds both {candidates[0].name} and {candidates[1].name}; '
+                f'{str(directory)!r} holds both {existing[0].name} and {existing[1].name}; '
                 'keep one of them.'
             )
         if existing:
@@ -147,9 +158,20 @@ def _split_files(directory: Path, suffix: str) -> dict[str, Path]:
         elif split != 'test':
             raise ConfigError(
                 f'data.path: {str(candidates[0])!r} is missing; the directory must hold '
-                f'{candidates[0].name} or {candidates[1].name}.'
+                f'{candidates[0].name} or {candidates[1].name}'
+                f'{f", or a folder {split}" if folders else ""}.'
             )
     return found
+
+
+def _text_files(path: Path) -> dict[str, Path]:
+    """The file, or the text files of a folder, by the name of the document."""
+    if path.name not in SPLITS:
+        return {path.name.partition('.')[0]: path}
+    files = sorted(file for file in path.rglob('*') if file.name.endswith(('.txt', '.txt.gz')))
+    if not files:
+        raise ConfigError(f'{str(path)!r} holds no text files; name them *.txt or *.txt.gz.')
+    return {file.relative_to(path.parent).as_posix(): file for file in files}
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -50,6 +50,24 @@ def test_file_is_cut_at_line_ends_90_5_5(tmp_path):
     assert test == ''.join(lines[190:])[:-1]
 
 
+def test_a_split_may_be_a_folder_with_a_file_per_document(tmp_path):
+    write(tmp_path, {'train.txt': 'a\n'})
+    write(tmp_path / 'validation', {'b.txt': 'b\n', 'a.txt.gz': gzip.compress(b'a\n'), 'c.md': 'c'})
+    write(tmp_path / 'validation' / 'sub', {'d.txt': 'd\n'})
+    corpus = text(tmp_path)
+    assert read(corpus) == {'train': [b'a\n'], 'validation': [b'a\n', b'b\n', b'd\n']}
+    names = ['validation/a.txt.gz', 'validation/b.txt', 'validation/sub/d.txt']
+    assert (corpus.names('train'), corpus.names('validation')) == (['train'], names)
+    (tmp_path / 'validation/b.txt').rename(tmp_path / 'validation/0.txt')
+    assert text(tmp_path).version != corpus.version
+    write(tmp_path / 'test', {})
+    with refused("test' holds no text files; name them"):
+        text(tmp_path)
+    write(tmp_path, {'test.txt': 'e\n'})
+    with refused('holds both test.txt and test; keep one'):
+        text(tmp_path)
+
+
 def test_directory_has_a_file_per_split(tmp_path):
     # A byte order mark is no text.
     corpus = text(write(tmp_path, SPLIT | {'train.txt': '\ufeffa\nb\n'}))
