@@ -15,7 +15,7 @@ import numpy as np
 from absl import flags
 
 from qkattn import pretrained
-from qkattn.convert import CONVERSIONS, convert_model, logit_error, parse_conversion
+from qkattn.convert import CONVERSIONS, convert_model, logit_error, parse_conversion, require_exact
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.run import cli
 from qkattn.train import exported
@@ -42,10 +42,12 @@ def main() -> None:
     length = min(config.context, 64)
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (4, length))
     print(f'{SOURCE.value}: {config.score}/{config.value}, {config.num_layers} layers')
+    reference = source
     for text in APPLY.value:
-        before = config, params
         try:
             config, params, errors = convert_model(text, config, params)
+            change = logit_error(reference, (config, params), tokens_BT)
+            require_exact(text, change)
         except ConversionError as error:
             raise ConfigError(f'{text} is refused: {error}') from error
         for layer, lost in enumerate(errors):
@@ -53,7 +55,8 @@ def main() -> None:
                 f'layer {layer}: rank {lost.rank} leaves out {lost.relative:.3e} of the norm of '
                 f'the matrices (Eckart-Young), measured error {lost.measured:.3e}'
             )
-        change = logit_error(before, (config, params), tokens_BT)
+        if errors:
+            reference = config, params
         print(f'{text}: {config.score}/{config.value}, largest relative logit change {change:.2e}')
     if OUT.value is None:
         return

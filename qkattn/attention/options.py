@@ -38,3 +38,27 @@ def require_slices(spec: AttentionSpec, name: str) -> None:
             f'{name} uses slices of the stream as heads, so num_heads * head_size must equal '
             f'd_model={spec.d_model}, not {spec.num_heads} * {spec.head_size}'
         )
+
+
+def require_fixed(
+    name: str,
+    option: str,
+    fixed: Sequence[Sequence[int]] | None,
+    spec: AttentionSpec,
+    heads: str = 'num_heads',
+) -> None:
+    """Raises SpecError unless `fixed` is None or holds H different indices below D for each head.
+
+    Args:
+      option: what is fixed, 'rows' or 'columns'.
+      heads: the field with the number of heads.
+    """
+    D, H, count = spec.d_model, spec.head_size, getattr(spec, heads)
+    if fixed is None:
+        return
+    whole = [sorted(set(one) & set(range(D))) for one in fixed]
+    if whole != [sorted(one) for one in fixed] or [len(one) for one in fixed] != [H] * count:
+        raise SpecError(
+            f'{name}({option}={fixed!r}) must hold, for each of {heads}={count} heads, '
+            f'head_size={H} different {option} below d_model={D}'
+        )

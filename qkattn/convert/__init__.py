@@ -10,16 +10,16 @@ they return the error.
 | to_standard | any linear variant | qk/vo | under RoPE, QK-norm: no wider values |
 | merge | bilinear Score | merged | free logits |
 | unmerge, truncate | bilinear Score | qk, low_rank | free logits; rank (truncate: none) |
-| gauge_fix_qk | qk | gauge_fixed, qk | free logits |
+| gauge_fix_qk | qk | gauge_fixed | free logits; no nearly singular block |
 | to_symmetric, to_shared | symmetric A[n] | symmetric, shared_qk | free logits; rank; signs |
 | to_collaborative | qk | collaborative | free logits |
 | merge_vo | any Value | merged_vo | |
 | unmerge_vo, truncate_vo | any Value | vo, low_rank | rank (truncate_vo: none) |
-| gauge_fix_vo | vo | gauge_fixed | |
+| gauge_fix_vo | vo | gauge_fixed | no nearly singular block |
 | fold_double | double | qk, vo | |
 | gqa_to_mha | qk/vo | qk/vo | |
 | gqa_to_latent | qk/vo | latent/latent | no RoPE; 2 K H <= D |
-| fold_gains | qk/vo | qk/vo | |
+| fold_gains | qk/vo | qk/vo | pre-norm |
 | fold_biases | qk/vo | qk/vo | free logits for b_K |
 | queries_to_identity | a BareNetwork | W_Q = I | no norm, no MLP skip; N H = D |
 
@@ -31,10 +31,11 @@ from qkattn.convert.change_of_basis import BareLayer, BareNetwork, queries_to_id
 from qkattn.convert.conversions import CONVERSIONS, Conversion, parse_conversion
 from qkattn.convert.factors import Factors, extract_factors
 from qkattn.convert.folding import fold_biases, fold_double, fold_gains
+from qkattn.convert.gauge import gauge_fix_qk, gauge_fix_vo
 from qkattn.convert.kv_heads import gqa_to_latent, gqa_to_mha
-from qkattn.convert.model_conversion import convert_model, logit_error
-from qkattn.convert.ov_circuit import gauge_fix_vo, merge_vo, truncate_vo, unmerge_vo
-from qkattn.convert.qk_circuit import gauge_fix_qk, merge, to_collaborative, truncate, unmerge
+from qkattn.convert.model_conversion import convert_model, logit_error, require_exact
+from qkattn.convert.ov_circuit import merge_vo, truncate_vo, unmerge_vo
+from qkattn.convert.qk_circuit import merge, to_collaborative, truncate, unmerge
 from qkattn.convert.standard_form import to_standard
 from qkattn.convert.symmetric_qk import to_shared, to_symmetric
 from qkattn.convert.truncation import Truncation
@@ -60,6 +61,7 @@ __all__ = [
     'merge_vo',
     'parse_conversion',
     'queries_to_identity',
+    'require_exact',
     'to_collaborative',
     'to_shared',
     'to_standard',

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from qkattn.attention.attention import Attention
 from qkattn.config.calls import parse_call
 from qkattn.convert.folding import fold_biases, fold_double, fold_gains
+from qkattn.convert.gauge import gauge_fix_qk, gauge_fix_vo, shared_columns, shared_rows
 from qkattn.convert.kv_heads import gqa_to_latent, gqa_to_mha
-from qkattn.convert.ov_circuit import gauge_fix_vo, merge_vo, truncate_vo, unmerge_vo
-from qkattn.convert.qk_circuit import gauge_fix_qk, merge, to_collaborative, truncate, unmerge
+from qkattn.convert.ov_circuit import merge_vo, truncate_vo, unmerge_vo
+from qkattn.convert.qk_circuit import merge, to_collaborative, truncate, unmerge
 from qkattn.convert.standard_form import to_standard
 from qkattn.convert.symmetric_qk import to_shared, to_symmetric
 from qkattn.convert.truncation import Truncation
@@ -33,7 +34,8 @@ class Conversion:
       circuit: the circuit that it rewrites.
       lossy: whether it changes the function that the layer computes.
       takes_norm: whether `function` also takes the gain and bias of the norm before attention.
-      in_stack: options for the layers of a model, which have to remain one variant.
+      in_stack: (layers, **options) -> options for each layer of a model, whose layers have to
+        remain one variant; None is the options as given.
       example: options with which the catalogue measures a conversion that requires some.
     """
 
@@ -41,7 +43,7 @@ class Conversion:
     circuit: Literal['QK', 'OV', 'both']
     lossy: bool = False
     takes_norm: bool = False
-    in_stack: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    in_stack: Callable[..., Mapping[str, Any]] | None = None
     example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(
@@ -78,8 +80,8 @@ CONVERSIONS: dict[str, Conversion] = {
     'merge_vo': Conversion(merge_vo, 'OV'),
     'unmerge_vo': Conversion(unmerge_vo, 'OV'),
     'truncate_vo': Conversion(truncate_vo, 'OV', lossy=True, example={'rank': 2}),
-    'gauge_fix_qk': Conversion(gauge_fix_qk, 'QK'),
-    'gauge_fix_vo': Conversion(gauge_fix_vo, 'OV', in_stack={'pivot': False}),
+    'gauge_fix_qk': Conversion(gauge_fix_qk, 'QK', in_stack=shared_rows),
+    'gauge_fix_vo': Conversion(gauge_fix_vo, 'OV', in_stack=shared_columns),
     'to_symmetric': Conversion(to_symmetric, 'QK'),
     'to_shared': Conversion(to_shared, 'QK'),
     'to_collaborative': Conversion(to_collaborative, 'QK'),

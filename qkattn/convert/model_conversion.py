@@ -18,6 +18,9 @@ from qkattn.model.blocks import Norm
 from qkattn.model.build import with_params
 from qkattn.model.sites import attention_spec
 
+# Largest change of the logits by a conversion that is exact but for rounding.
+EXACT = 1e-3
+
 
 def convert_model(
     text: str, config: ModelConfig, params: dict[str, Any]
@@ -38,12 +41,20 @@ def convert_model(
             'conversions rewrite the single stack of a decoder or an encoder, but model.kind is '
             'encoder_decoder'
         )
+    if conversion.takes_norm and config.norm_position == 'post':
+        raise ConversionError(
+            'in a post-norm model the residual stream also reads what the norm before attention '
+            'writes, so its gain and bias have no place in the projections alone'
+        )
     model = with_params(config, jax.tree.map(jnp.asarray, params))
+    sources = [_layer(model, index) for index in range(config.num_layers)]
+    if conversion.in_stack is not None:
+        options = {**conversion.in_stack(sources, **options)}
     layers: list[Attention] = []
     errors: list[Truncation] = []
-    for index in range(config.num_layers):
+    for index, source in enumerate(sources):
         try:
-            layer, truncation = _convert_layer(model, index, conversion, options)
+            layer, truncation = _convert_layer(model, index, source, conversion, options)
         except (ConversionError, SpecError) as error:
             raise ConversionError(f'layer {index}: {error}') from error
         layers.append(layer)
@@ -64,20 +75,37 @@ def convert_model(
 def logit_error(
     before: tuple[ModelConfig, dict], after: tuple[ModelConfig, dict], tokens_BT: np.ndarray
 ) -> float:
-    """Largest difference of the two models' logits, relative to the largest logit."""
+    """Largest difference of the two models' float32 logits, relative to the largest logit."""
     logits = []
     for config, params in (before, after):
+        config = dataclasses.replace(config, compute_dtype='float32')
         model = with_params(config, jax.tree.map(jnp.asarray, params))
         logits.append(np.asarray(jax.jit(lambda m, t: m(t))(model, tokens_BT), np.float64))
     return float(np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max())
 
 
+def require_exact(text: str, change: float) -> None:
+    """Requires that an exact conversion moves no logit by more than 1e-3 of the largest.
+
+    Raises:
+      ConversionError: it does; a lossy conversion may.
+    """
+    if not (parse_conversion(text)[0].lossy or change <= EXACT):
+        raise ConversionError(
+            f'it moves logits by {change:.1e} of the largest, and an exact conversion may by '
+            f'{EXACT:.0e} at most'
+        )
+
+
+def _layer(model: Any, index: int) -> Attention:
+    return jax.tree.map(lambda stacked: stacked[index], model.blocks.attention)
+
+
 def _convert_layer(
-    model: Any, index: int, conversion: Conversion, options: dict[str, Any]
+    model: Any, index: int, layer: Attention, conversion: Conversion, options: dict[str, Any]
 ) -> tuple[Attention, Truncation | None]:
-    layer = jax.tree.map(lambda stacked: stacked[index], model.blocks.attention)
     if not conversion.takes_norm:
-        return conversion(layer, **{**conversion.in_stack, **options})
+        return conversion(layer, **options)
     norm = model.blocks.attention_norm
     bias_D = None if norm.b_D is None else np.asarray(norm.b_D[index])
     converted, truncation = conversion(layer, np.asarray(norm.g_D[index]), bias_D, **options)

@@ -1,15 +1,13 @@
-"""Conversions of the OV circuit: W_V and W_O merged, factored anew, or with fewer free parameters.
+"""Conversions of the OV circuit: W_V and W_O merged or factored anew.
 
 Nothing acts between W_V and W_O, so any positions, QK-norm and masks stay. The Score is kept.
 """
 
 import numpy as np
-import scipy.linalg
 
 from qkattn.attention.attention import Attention
-from qkattn.attention.values.factored import fixed_columns
 from qkattn.convert.factors import extract_factors
-from qkattn.convert.preconditions import inverse, require_multi_head
+from qkattn.convert.preconditions import require_multi_head
 from qkattn.convert.target import empty_layer, fill, respecified, tolerance
 from qkattn.convert.truncation import Truncation, balanced_factors, relative_error
 from qkattn.errors import ConversionError
@@ -68,45 +66,3 @@ def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, Truncation]:
         'b_o_D': b_E,
     }
     return fill(target, layer, value=arrays), lost
-
-
-def gauge_fix_vo(layer: Attention, *, pivot: bool = True) -> Attention:
-    """`vo` -> `gauge_fixed`: W_V M and M^-1 W_O, where M^-1 W_O holds an identity block. Exact.
-
-    M is the block of W_O that becomes the identity; it is inverted in float64.
-
-    Args:
-      pivot: True takes the columns that a QR factorization with column pivoting picks for each
-        head, which keeps M^-1 W_O small enough for low precision; the columns are an option of the
-        target, so layers with different columns cannot be stacked. False takes the columns that
-        `gauge_fixed` fixes by default.
-
-    Raises:
-      ConversionError: a Value other than vo, head_size = d_model, or M is singular to working
-        precision.
-    """
-    spec = layer.spec
-    if spec.value != 'vo':
-        raise ConversionError(f'gauge_fix_vo starts from the value vo, not {spec.value}')
-    if spec.head_size >= spec.d_model:
-        raise ConversionError(
-            f'gauge_fix_vo at head_size={spec.head_size} and d_model={spec.d_model} would leave no '
-            'parameter of W_O free; convert to no_o by hand'
-        )
-    N, H = spec.num_heads, spec.head_size
-    factors = extract_factors(layer).with_kv_heads(N)
-    w_v, b_v, w_o = factors.w_v_DKH, factors.b_v_KH, factors.w_o_NHD
-    columns = fixed_columns(spec)
-    if pivot:
-        picks = [scipy.linalg.qr(w, mode='r', pivoting=True)[1][:H] for w in w_o]
-        columns = tuple(tuple(sorted(int(c) for c in pick)) for pick in picks)
-    free = []
-    for n in range(N):
-        M_HH = w_o[n][:, columns[n]]
-        rest_HC = np.delete(w_o[n], columns[n], axis=1)
-        free.append(inverse(M_HH, f'the block of W_O of head {n}') @ rest_HC)
-        w_v[:, n], b_v[n] = w_v[:, n] @ M_HH, b_v[n] @ M_HH
-    value = f'gauge_fixed(columns={columns})' if pivot else 'gauge_fixed'
-    target = empty_layer(respecified(spec, value=value), layer)
-    arrays = {'w_v_DNH': w_v, 'w_o_NHC': np.stack(free), 'b_v_NH': b_v, 'b_o_D': factors.b_o_D}
-    return fill(target, layer, value=arrays)

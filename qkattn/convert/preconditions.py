@@ -82,11 +82,3 @@ def require_standard(layer: Attention, conversion: str) -> None:
             f'{conversion} starts from qk/vo, not {layer.spec.score}/{layer.spec.value}; '
             'convert with to_standard first'
         )
-
-
-def inverse(M_HH: np.ndarray, what: str) -> np.ndarray:
-    """M^-1; requires a condition number that leaves half of float64's digits."""
-    condition = np.linalg.cond(M_HH)
-    if not condition < 1e8:
-        raise ConversionError(f'{what} cannot be inverted: its condition number is {condition:.1e}')
-    return np.linalg.inv(M_HH)

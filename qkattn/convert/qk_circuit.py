@@ -1,4 +1,4 @@
-"""Conversions of the QK circuit: W_Q and W_K merged, factored anew, or with fewer free parameters.
+"""Conversions of the QK circuit: W_Q and W_K merged, factored anew, or shared by all heads.
 
 All of them rewrite A[n] in s = scale x A[n] y^T and keep the Value. They require positions that do
 not act between W_Q and W_K (none, added to the stream, or linear biases), no QK-norm, a bilinear
@@ -6,11 +6,10 @@ Score, and a Value that does not share a matrix of the Score.
 """
 
 import numpy as np
-import scipy.linalg
 
 from qkattn.attention.attention import Attention
 from qkattn.convert.factors import repeat_heads
-from qkattn.convert.preconditions import inverse, qk_factors, require_multi_head, require_score
+from qkattn.convert.preconditions import qk_factors, require_multi_head, require_score
 from qkattn.convert.target import empty_layer, fill, respecified, tolerance
 from qkattn.convert.truncation import Truncation, balanced_factors, relative_error
 from qkattn.errors import ConversionError
@@ -96,44 +95,6 @@ def _logit_error(A_NED: np.ndarray, q_ENR: np.ndarray, k_DNR: np.ndarray) -> flo
     exact_NTS = np.einsum('TE,NED,SD->NTS', x_TE, A_NED, y_SD, optimize=True)
     truncated_NTS = np.einsum('TE,ENR,DNR,SD->NTS', x_TE, q_ENR, k_DNR, y_SD, optimize=True)
     return relative_error(truncated_NTS, exact_NTS)
-
-
-def gauge_fix_qk(layer: Attention, *, pivot: bool = False) -> Attention:
-    """`qk` -> W_K with an H x H block that is the identity: W_K M^-1 and W_Q M^T. Exact.
-
-    M is the block of W_K that becomes the identity; it is inverted in float64.
-
-    Args:
-      pivot: False takes the rows that the Score `gauge_fixed` fixes, which is the target. True
-        takes the rows that a QR factorization with column pivoting picks, which keeps W_K M^-1
-        small enough for low precision; the target is then `qk`, with the identity stored.
-
-    Raises:
-      ConversionError: as for `merge`; a Score other than qk; or M is singular to working precision.
-    """
-    factors = qk_factors(layer, 'gauge_fix_qk')
-    require_score(layer, 'qk', 'gauge_fix_qk')
-    spec = layer.spec
-    D, H = spec.d_model, spec.head_size
-    K, N = factors.w_k_DKH.shape[1], spec.num_heads
-    w_q, w_k = factors.w_q_DNH.copy(), factors.w_k_DKH.copy()
-    b_q, b_k = factors.b_q_NH.copy(), factors.b_k_KH.copy()
-    for k in range(K):
-        rows = (k * H + np.arange(H)) % D
-        if pivot:
-            rows = scipy.linalg.qr(w_k[:, k].T, mode='r', pivoting=True)[1][:H]
-        M_HH = w_k[rows, k]
-        inverse_HH = inverse(M_HH, f'the block of W_K of key head {k}')
-        w_k[:, k], b_k[k] = w_k[:, k] @ inverse_HH, b_k[k] @ inverse_HH
-        w_k[rows, k] = np.eye(H)
-        heads = slice(k * N // K, (k + 1) * N // K)
-        w_q[:, heads], b_q[heads] = w_q[:, heads] @ M_HH.T, b_q[heads] @ M_HH.T
-    keys = {'w_k_DKH': w_k}
-    if not pivot:
-        block_first_DKH = np.stack([np.roll(w_k[:, k], -k * H, axis=0) for k in range(K)], axis=1)
-        keys = {'w_k_free_CKH': block_first_DKH[H:]} if H < D else {}
-    target = empty_layer(respecified(spec, score='qk' if pivot else 'gauge_fixed'), layer)
-    return fill(target, layer, score={'w_q_DNH': w_q, 'b_q_NH': b_q, 'b_k_KH': b_k, **keys})
 
 
 def to_collaborative(layer: Attention) -> Attention:

@@ -258,6 +258,16 @@ def test_fixing_the_gauge_loses_nothing(num_kv_heads):
     assert sum(leaf.size for leaf in jax.tree.leaves(fixed)) == size
 
 
+def test_the_rows_that_are_fixed_can_be_chosen():
+    rows = ((5, 0, 31, 7, 9, 30, 2, 3), tuple(range(8)))
+    fixed = score_of(f'gauge_fixed(rows={rows})', num_kv_heads=2)
+    w_k_DKH = np.asarray(fixed.w_k_DKH())
+    for k, of_head in enumerate(rows):
+        np.testing.assert_array_equal(w_k_DKH[list(of_head), k], np.eye(H))
+        free = [d % D for d in range(of_head[0], of_head[0] + D) if d % D not in of_head]
+        np.testing.assert_array_equal(w_k_DKH[free, k], fixed.w_k_free_CKH[:, k])
+
+
 def test_a_gauge_with_nothing_free_reads_the_stream():
     fixed = score_of('gauge_fixed', biases=False, num_heads=1, num_kv_heads=1, head_size=D)
     assert fixed.w_k_free_CKH is None

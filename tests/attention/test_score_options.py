@@ -177,6 +177,7 @@ def test_nonlinear_queries_are_not_linear():
         ('neither', {'head_size': 16}, 'neither uses slices'),
         ('nonlinear_query', {'head_size': 16}, 'nonlinear_query uses slices'),
         ('gauge_fixed', {'head_size': 64}, 'head_size=64 must be at most d_model=32'),
+        ('gauge_fixed(rows=((0, 1),))', {}, 'for each of num_kv_heads=4 heads, head_size=8'),
         ('latent', {'positions': 'rope'}, r'positions=rope needs latent\(rope_size=G\)'),
         ('latent(rope_size=5)', {'positions': 'rope'}, 'rope_size=5.*even'),
         ('low_rank(rank=3)', {'positions': 'rope'}, 'rank=3.*even'),

@@ -6,7 +6,7 @@ import pytest
 import scipy.linalg
 
 from qkattn.attention import Attention, AttentionSpec, registry
-from qkattn.attention.values.factored import fixed_columns
+from qkattn.attention.scores.rank import fixed_slices
 from qkattn.attention.values.hadamard import factors, transform
 from qkattn.errors import SpecError
 from tests.attention.layers import (
@@ -61,7 +61,7 @@ def test_merged_and_gauge_fixed_contain_the_standard_pair():
 
 def test_the_block_is_the_identity_and_the_rest_is_free():
     for value, columns in (
-        ('gauge_fixed', fixed_columns(fresh('vo').spec)),
+        ('gauge_fixed', fixed_slices(fresh('vo').spec, N)),
         (f'gauge_fixed(columns={COLUMNS})', COLUMNS),
     ):
         circuit = make(('qk', value)).value
@@ -75,7 +75,7 @@ def test_the_block_is_the_identity_and_the_rest_is_free():
 
 def test_heads_wrap_around_the_stream():
     spec = AttentionSpec(d_model=10, num_heads=3, num_kv_heads=3, head_size=4)
-    assert fixed_columns(spec) == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 0, 1))
+    assert fixed_slices(spec, 3) == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 0, 1))
 
 
 @pytest.mark.parametrize('d_model', [8, 32, 256])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qkattn.config import ModelConfig
-from qkattn.convert import convert_model, logit_error
+from qkattn.convert import CONVERSIONS, Conversion, convert_model, logit_error, merge_vo
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.model.cost import abstract_params
 
@@ -39,10 +39,11 @@ def params_of(config: ModelConfig) -> dict:
     [
         ({}, ['fold_gains', 'fold_biases', 'merge', 'merge_vo'], 'merged/merged_vo'),
         ({}, ['gauge_fix_qk', 'gauge_fix_vo', 'merge', 'unmerge'], None),
+        ({}, ['gauge_fix_qk(pivot=False)', 'gauge_fix_vo(pivot=False)'], 'gauge_fixed/gauge_fixed'),
         ({'num_kv_heads': 2}, ['gqa_to_mha', 'merge'], 'merged/vo'),
         ({'num_kv_heads': 2}, ['gqa_to_latent'], None),
         ({'score': 'shared_qk', 'value': 'k_is_v'}, ['to_standard'], 'qk/vo'),
-        ({'positions': 'rope'}, ['fold_gains', 'gauge_fix_vo'], 'qk/gauge_fixed'),
+        ({'positions': 'rope'}, ['fold_gains', 'gauge_fix_vo(pivot=False)'], 'qk/gauge_fixed'),
     ],
     ids=lambda v: '-'.join(v) if isinstance(v, list) else None,
 )
@@ -60,6 +61,61 @@ def test_logits_are_kept(changes, steps, variant):
         assert (params['blocks']['attention_norm']['b_D'] == 0).all()
 
 
+# The source of each conversion on a post-norm model; None where it is refused there.
+SOURCES: dict[str, dict | None] = {
+    'to_standard': {'score': 'shared_qk', 'value': 'k_is_v'},
+    'merge': {},
+    'unmerge': {},
+    'truncate(rank=8)': {},  # the head size
+    'merge_vo': {},
+    'unmerge_vo': {},
+    'truncate_vo(rank=8)': {},
+    'gauge_fix_qk': {},
+    'gauge_fix_vo': {},
+    'to_symmetric': {'score': 'shared_qk'},
+    'to_shared': {'score': 'symmetric'},
+    'to_collaborative': {},
+    'fold_double': {'score': 'double', 'value': 'double'},
+    'fold_biases': {},
+    'fold_gains': None,
+    'gqa_to_mha': {'num_kv_heads': 2},
+    'gqa_to_latent': {'num_kv_heads': 2},
+}
+
+
+def test_every_conversion_is_tried_on_a_post_norm_model():
+    assert [text.partition('(')[0] for text in SOURCES] == list(CONVERSIONS)
+
+
+@pytest.mark.parametrize('text', SOURCES)
+def test_a_post_norm_model_keeps_its_logits_or_is_refused(text):
+    changes = SOURCES[text] or {}
+    config = dataclasses.replace(CONFIG, num_layers=2, norm_position='post', **changes)
+    params = params_of(config)
+    if SOURCES[text] is None:
+        with pytest.raises(ConversionError, match='post-norm model the residual stream also'):
+            convert_model(text, config, params)
+        return
+    converted, kept, _ = convert_model(text, config, params)
+    assert converted != config or text in ('unmerge', 'unmerge_vo', 'fold_biases') or '(' in text
+    assert logit_error((config, params), (converted, kept), TOKENS) < 1e-4
+
+
+@pytest.mark.parametrize('circuit', ['qk', 'vo'])
+def test_layers_share_well_conditioned_blocks_where_the_default_ones_are_nearly_singular(circuit):
+    params = params_of(CONFIG)
+    attention, H = params['blocks']['attention'], 8
+    w_LDKH = attention['score']['w_k_DKH']
+    if circuit == 'vo':
+        w_LDKH = np.moveaxis(attention['value']['w_o_NHD'], 3, 1)  # a view
+    for n in range(4):
+        w_LDKH[:, n * H + 1, n] = w_LDKH[:, n * H, n] + 1e-5 * w_LDKH[:, n * H + 1, n]
+    with pytest.raises(ConversionError, match='layer 0: the block of W_. of .* too close to sing'):
+        convert_model(f'gauge_fix_{circuit}(pivot=False)', CONFIG, params)
+    config, fixed, _ = convert_model(f'gauge_fix_{circuit}', CONFIG, params)
+    assert logit_error((CONFIG, params), (config, fixed), TOKENS) < 1e-5
+
+
 def test_truncation_reports_the_error_of_every_layer():
     params = params_of(CONFIG)
     config, truncated, errors = convert_model('truncate(rank=2)', CONFIG, params)
@@ -73,7 +129,6 @@ def test_truncation_reports_the_error_of_every_layer():
     [
         ('merge', {'positions': 'rope'}, ConversionError, 'layer 0: merge rewrites W_Q W_K'),
         ('truncate(rank=0)', {}, ConversionError, 'layer 0: .*rank=0'),
-        ('gauge_fix_vo(pivot=True)', {}, ConversionError, 'a stack has one variant'),
         ('merge', {'kind': 'encoder_decoder'}, ConfigError, 'model.kind is encoder_decoder'),
     ],
 )
@@ -81,3 +136,14 @@ def test_a_refusal_names_the_reason(text, changes, error, message):
     config = dataclasses.replace(CONFIG, **changes)
     with pytest.raises(error, match=message):
         convert_model(text, config, params_of(config))
+
+
+def test_layers_that_would_become_different_variants_are_refused(monkeypatch):
+    def one_merged(layer):
+        layers.append(layer)
+        return merge_vo(layer) if len(layers) > 1 else layer
+
+    layers = []
+    monkeypatch.setitem(CONVERSIONS, 'merge_vo', Conversion(one_merged, 'OV'))
+    with pytest.raises(ConversionError, match='layer 1 would become qk/merged_vo .* one variant'):
+        convert_model('merge_vo', CONFIG, params_of(CONFIG))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from qkattn.config import ModelConfig
+from qkattn.convert import CONVERSIONS, Conversion
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.pretrained import load_gpt2, save_gpt2
@@ -66,3 +67,27 @@ def test_a_gpt2_model_is_merged_and_generates_the_same_text(script_here, tmp_pat
     ):
         done = script_here('convert', *flags)
         assert done.returncode == 2 and message in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
+    script_here, tmp_path, monkeypatch
+):
+    def doubled(layer):
+        layer.value.w_o_NHD[...] *= 2
+        return layer
+
+    config = ModelConfig(d_model=16, num_layers=1, context=8, vocab_size=20, norm_position='post')
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda a: rng.standard_normal(a.shape).astype(np.float32), abstract_params(config)
+    )
+    exported.save(tmp_path / 'source', config, params, origin={})
+    monkeypatch.setitem(CONVERSIONS, 'merge_vo', Conversion(doubled, 'OV'))
+    for text, message in (
+        ('merge_vo', 'merge_vo is refused: it moves logits by '),
+        ('fold_gains', 'fold_gains is refused: in a post-norm model'),
+    ):
+        flags = ('--apply=merge', f'--apply={text}', '--out=no')
+        done = script_here('convert', '--source=source', *flags)
+        assert done.returncode == 2 and message in done.stderr and 'Traceback' not in done.stderr
+        assert not (tmp_path / 'no').exists()

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from qkattn.attention.options import require_whole
+from qkattn.attention.options import require_fixed, require_whole
 from qkattn.attention.parameters import bias, grouped, homogeneous, project, weight
 from qkattn.attention.scores.score import Cache, Score
 from qkattn.attention.spec import AttentionSpec
@@ -96,11 +97,14 @@ class GaugeFixed(Score):
 
     Parameters: D N H + (D - H) K H. For any invertible M, W_Q M^T and W_K M^-1 have the same
     product, so H^2 parameters of each key head of `qk` are redundant: this form has the same
-    functions (where the block is invertible) without them. The block of head n begins at row n H
-    (modulo D), so that heads copy different coordinates. Rotary positions do not commute with M,
+    functions (where the block is invertible) without them. Rotary positions do not commute with M,
     so with them the form would be a smaller class than `qk`. Keys have variance 2 - H / D at
     initialization, so W_Q has std D^-1/2 (2 - H / D)^-1/2.
     Graef et al., MatShrink (transformer-tricks), there as a rewrite of trained parameters.
+
+    Args:
+      rows: the H fixed rows of each key head; None is, for head n, the H that start at n H, modulo
+        D, so that heads copy different coordinates.
     """
 
     equation = 'W_Q[n] [I; F[n]]^T'
@@ -110,16 +114,24 @@ class GaugeFixed(Score):
     supports_rope = False
 
     @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
+    def check(cls, spec: AttentionSpec, *, rows: tuple[tuple[int, ...], ...] | None = None) -> None:
         if spec.head_size > spec.d_model:
             raise SpecError(
                 f'gauge_fixed needs an H x H block of a D x H matrix, so head_size='
                 f'{spec.head_size} must be at most d_model={spec.d_model}'
             )
+        require_fixed('gauge_fixed', 'rows', rows, spec, 'num_kv_heads')
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        key: jax.Array,
+        rows: tuple[tuple[int, ...], ...] | None = None,
+    ):
         D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
         C = D - H  # free rows of W_K
+        self.rows = rows or fixed_slices(spec, K)
         std = D**-0.5
         self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), std * (2 - H / D) ** -0.5)
         self.w_k_free_CKH = weight(key, 'w_k_free_CKH', (C, K, H), std) if C else None
@@ -129,12 +141,13 @@ class GaugeFixed(Score):
         self.spec = spec
 
     def w_k_DKH(self) -> jax.Array:
-        """W_K with its identity blocks: row (n H + i) mod D of head n is row i of [I; F[n]]."""
+        """W_K with its identity blocks; the free rows of a head follow them, modulo D."""
         K, H = self.spec.num_kv_heads, self.spec.head_size
         w_DKH = jnp.broadcast_to(jnp.eye(H, dtype=self.w_q_DNH.dtype)[:, None], (H, K, H))
         if self.w_k_free_CKH is not None:
             w_DKH = jnp.concatenate([w_DKH, self.w_k_free_CKH[...]])
-        return jnp.stack([jnp.roll(w_DKH[:, n], n * H, axis=0) for n in range(K)], axis=1)
+        place_KD = np.argsort(fixed_first(self.rows, len(w_DKH)), axis=-1)
+        return jnp.take_along_axis(w_DKH, place_KD.T[:, :, None], axis=0)
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         return project(x_BTD, self.w_q_DNH, self.b_q_NH)
@@ -149,6 +162,21 @@ class GaugeFixed(Score):
         q_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
         k_DNH = grouped(homogeneous(self.w_k_DKH(), self.b_k_KH), q_DNH.shape[1])
         return jnp.einsum('DNH,ENH->NDE', q_DNH, k_DNH)
+
+
+def fixed_slices(spec: AttentionSpec, num_heads: int) -> tuple[tuple[int, ...], ...]:
+    """The default fixed channels: for head n the H that start at n H, modulo D."""
+    D, H = spec.d_model, spec.head_size
+    return tuple(tuple((n * H + h) % D for h in range(H)) for n in range(num_heads))
+
+
+def fixed_first(rows: tuple[tuple[int, ...], ...], d_model: int) -> np.ndarray:
+    """order_KD: the fixed rows of a head, then the free ones that follow the first, modulo D."""
+    orders = []
+    for fixed in rows:
+        cyclic_D = np.roll(np.arange(d_model), -fixed[0])
+        orders.append(np.append(fixed, cyclic_D[~np.isin(cyclic_D, fixed)]))
+    return np.stack(orders)
 
 
 class Frozen(Score):

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qkattn.attention.options import require_one_of, require_whole
+from qkattn.attention.options import require_fixed, require_one_of, require_whole
 from qkattn.attention.parameters import bias, composed, grouped, homogeneous, project, weight
+from qkattn.attention.scores.rank import fixed_slices
 from qkattn.attention.scores.score import Cache, Score
 from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values.value import Factored
@@ -88,22 +89,14 @@ class GaugeFixed(Factored):
         init: str = 'dense',
         columns: tuple[tuple[int, ...], ...] | None = None,
     ) -> None:
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
+        D, H = spec.d_model, spec.head_size
         require_one_of('gauge_fixed', 'init', init, ('dense', 'product'))
         if H >= D:
             raise SpecError(
                 f'gauge_fixed fixes head_size={H} of d_model={D} columns, which leaves no free '
                 'one; head_size must be below d_model (without free columns it is no_o)'
             )
-        if columns is None:
-            return
-        if [sorted(set(fixed) & set(range(D))) for fixed in columns] != [
-            sorted(fixed) for fixed in columns
-        ] or [len(fixed) for fixed in columns] != [H] * N:
-            raise SpecError(
-                f'gauge_fixed(columns={columns!r}) must hold, for each of num_heads={N} heads, '
-                f'head_size={H} different columns below d_model={D}'
-            )
+        require_fixed('gauge_fixed', 'columns', columns, spec)
 
     def __init__(
         self,
@@ -115,7 +108,7 @@ class GaugeFixed(Factored):
         columns: tuple[tuple[int, ...], ...] | None = None,
     ):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.columns = columns or fixed_columns(spec)
+        self.columns = columns or fixed_slices(spec, spec.num_heads)
         if init == 'dense':
             w_v_DNH = weight(key, 'w_v_DNH', (D, N, H), spec.residual_gain * (D * N) ** -0.5)
             self.w_v_DNH = w_v_DNH
@@ -145,12 +138,6 @@ class GaugeFixed(Factored):
         ordered_NHD = jnp.concatenate([identity_NHH, free_NHC], axis=-1)
         place_ND = np.argsort(_order_ND(self.columns, ordered_NHD.shape[-1]), axis=-1)
         return jnp.take_along_axis(ordered_NHD, place_ND[:, None, :], axis=-1)
-
-
-def fixed_columns(spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
-    """The default fixed columns: for head n the H that start at n H, modulo D."""
-    D, N, H = spec.d_model, spec.num_heads, spec.head_size
-    return tuple(tuple((n * H + h) % D for h in range(H)) for n in range(N))
 
 
 def split_columns(
