@@ -17,6 +17,7 @@ Time: four minutes on two CPU cores.
 
 from qkattn.config import (
     Config,
+    ControlsConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -37,7 +38,11 @@ def get_config():
                 model=ModelConfig(num_layers=2, num_heads=4, context=64),
                 data=DataConfig(eval_sequences=512),
                 optimizer=OptimizerConfig(
-                    warmup_steps=50, schedule='cosine', final_fraction=0.1, beta2=0.95
+                    warmup_steps=50,
+                    schedule='cosine',
+                    final_fraction=0.1,
+                    beta2=0.95,
+                    decay='coupled',
                 ),
                 train=TrainConfig(
                     num_steps=500,
@@ -57,6 +62,7 @@ def get_config():
             baseline='qk/vo',
             variants=('qk/vo', 'query_free/vo', 'query_free/vo?score_scale=0.5'),
             sizes=('d_model=64',),
-            tuning=TuningConfig(seeds=(100, 101)),
+            tuning=TuningConfig(seeds=(100, 101), max_seeds=4),
+            controls=ControlsConfig(equal_shape=False, longer=None),
         )
     )
