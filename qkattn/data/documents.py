@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import SHARES
 from qkattn.data.pipeline import eval_rows
 from qkattn.data.tasks.rows import Rows
@@ -29,7 +30,7 @@ def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[
     return [str(number) for number in range(count)], np.arange(len(chosen_R)) % count
 
 
-def check_documents(rows: Rows, minimum: int = SHARES) -> None:
+def check_documents(rows: Rows, data: DataConfig, minimum: int = SHARES) -> None:
     """Refuses a corpus whose evaluation splits are too few documents to give a standard error.
 
     Raises:
@@ -41,8 +42,9 @@ def check_documents(rows: Rows, minimum: int = SHARES) -> None:
             continue
         count = len(np.unique(documents[1]))
         if count < minimum:
+            path = '' if data.path is None else f', data.path={data.path!r},'
             raise ConfigError(
-                f'split {split!r} of data.name={rows.identity()["name"]!r} has {count} '
+                f'split {split!r} of data.name={data.name!r}{path} has {count} '
                 f'document{"s" * (count != 1)}, but a study that decides between variants needs '
                 f'at least {minimum}; choose a corpus of more documents, such as data.name='
                 "'stdlib' or 'packages', or data.name='text' with a folder of files per split."

@@ -59,13 +59,13 @@ def _dumps(value: Any, **options: Any) -> str:
     return json.dumps(to_jsonable(value), allow_nan=False, **options)
 
 
-def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Writes `to_jsonable(value)` to `path`, indented, replacing the file atomically.
+def write_json(path: str | os.PathLike, value: Any, *, indent: int | None = 2) -> None:
+    """Writes `to_jsonable(value)` to `path`, replacing the file atomically.
 
     Raises:
       TypeError: `value` has no JSON form; the file is untouched.
     """
-    write_atomic(path, _dumps(value, indent=2) + '\n')
+    write_atomic(path, _dumps(value, indent=indent) + '\n')
 
 
 def read_json(path: str | os.PathLike) -> Any:

@@ -64,7 +64,7 @@ def run(
             sharding.require_devices(run.config.mesh)
             rows = rows_of(run.config)
             if study.tuning.seeds:
-                check_documents(rows)
+                check_documents(rows, run.config.data)
         path = make_directory(path)
         _declare(path, to_jsonable(plan.declaration(study, arms, command)))
         while True:

@@ -80,7 +80,7 @@ def train(
         if lost():
             raise Lost(f'{directory.path} was taken over before its results were written')
         # A start that finds no results makes all three again.
-        write_json(directory.path / 'documents.json', documents)
+        write_json(directory.path / 'documents.json', documents, indent=None)
         directory.metrics.append(results.final_record(trial_results))
         directory.metrics.flush()
         write_json(result_path, trial_results)

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from qkattn.config import DataConfig
 from qkattn.data.documents import check_documents, clusters
 from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.masked import MaskedRows
@@ -35,18 +36,19 @@ def test_rows_without_documents_are_dealt_out():
     assert cluster_R.tolist() == [*range(128), *range(72)]
     names, cluster_R = clusters(rows, 'test', 5)
     assert names == ['0', '1', '2', '3', '4'] and cluster_R.tolist() == [0, 1, 2, 3, 4]
-    check_documents(rows, 1000)
+    check_documents(rows, DataConfig(), 1000)
 
 
 def test_too_few_documents_are_one_sentence(letters, stdlib):
     rows = LanguageRows(letters, 4)
-    check_documents(rows, 3)
+    letters_data = DataConfig(name='letters')
+    check_documents(rows, letters_data, 3)
     says = (
         "split 'validation' of data.name='letters' has 3 documents, .* at least 4; choose a corpus"
     )
     with refused(says):
-        check_documents(rows, 4)
+        check_documents(rows, letters_data, 4)
     one = token_dataset('one', ByteTokenizer(), dict.fromkeys(('train', 'test'), np.ones(9, 'u1')))
-    with refused("split 'test' of data.name='one' has 1 document, "):
-        check_documents(LanguageRows(one, 4), 2)
-    check_documents(LanguageRows(stdlib, 128), 100)
+    with refused("split 'test' of data.name='text', data.path='a.txt', has 1 document, "):
+        check_documents(LanguageRows(one, 4), DataConfig(name='text', path='a.txt'), 2)
+    check_documents(LanguageRows(stdlib, 128), DataConfig(), 100)

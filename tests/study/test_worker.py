@@ -40,7 +40,7 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(worker, 'train', train)
     monkeypatch.setattr(worker, 'rows_of', lambda config: None)
-    monkeypatch.setattr(worker, 'check_documents', lambda rows: None)
+    monkeypatch.setattr(worker, 'check_documents', lambda rows, data: None)
     return done
 
 
@@ -88,7 +88,7 @@ def test_a_tuned_study_of_one_document_is_refused_before_anything_is_written(tmp
     text.write_text('line of text\n' * 4000)
     data = DataConfig(name='text', path=str(text), data_dir=str(tmp_path / 'data'))
     study = dataclasses.replace(STUDY, base=dataclasses.replace(STUDY.base, data=data))
-    with pytest.raises(ConfigError, match="split 'validation' of .*'text' has 1 document, but"):
+    with pytest.raises(ConfigError, match=r"of data.name='text', .*book.txt', has 1 document, but"):
         worker.run(study, tmp_path / 'out')
     assert not (tmp_path / 'out').exists()
 
