@@ -109,12 +109,12 @@ def build_arms(study: Study) -> list[Arm]:
         target = cost.measured(baseline, study.match or 'total')
         for variant in study.variants:
             if variant == study.baseline:
-                exact = matching.Match(baseline, cost.count(baseline), target, 0.0)
+                exact = matching.Match(baseline, cost.count(baseline), target, 0.0, baseline)
                 arms.append(Arm(variant, None, Place(variant, size, first), exact))
                 continue
             check_types(f'variant {variant!r}: model', model(variant))
             for destination in study.destinations:
-                match = _matched(study, model(variant), target, destination)
+                match = _matched(study, model(variant), baseline, target, destination)
                 validate(dataclasses.replace(study.base, model=match.config))
                 label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
                 arms.append(Arm(variant, destination, Place(label, size, first), match))
@@ -145,10 +145,12 @@ def _check_fields(study: Study, variant: str, own: dict, at_size: dict) -> None:
             raise ConfigError(f'variant {variant!r} sets {name}, which tuning.{name}s tunes')
 
 
-def _matched(study: Study, model: ModelConfig, target: float, destination: str) -> matching.Match:
+def _matched(
+    study: Study, model: ModelConfig, baseline: ModelConfig, target: float, destination: str
+) -> matching.Match:
     if study.match is None:
         reached = cost.measured(model, 'total')
-        return matching.Match(model, cost.count(model), target, reached / target - 1)
+        return matching.Match(model, cost.count(model), target, reached / target - 1, model)
     return matching.match(
         model,
         target,
@@ -156,6 +158,7 @@ def _matched(study: Study, model: ModelConfig, target: float, destination: str) 
         fill=study.fill,
         tolerance=study.tolerance,
         destination=destination,
+        baseline=baseline,
     )
 
 
@@ -170,7 +173,7 @@ def _equal_shape(
     if saved >= 0:
         return None
     validate(dataclasses.replace(study.base, model=model))
-    return matching.Match(model, cost.count(model), target, saved)
+    return matching.Match(model, cost.count(model), target, saved, model)
 
 
 def grids(study: Study, arm: Arm) -> dict[str, tuple[float, ...]]:

@@ -2,14 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
 
-from qkattn.attention import registry
 from qkattn.config import ModelConfig
-from qkattn.errors import MatchError, SpecError
+from qkattn.errors import MatchError
 from qkattn.model import cost
-from qkattn.model.sites import sites
+from qkattn.model.sites import attention_spec
+from qkattn.study.dimension import (
+    Dimension,
+    buildable,
+    check_buildable,
+    check_movable,
+    make_dimension,
+    variant_of,
+    whole_heads,
+)
 
 # The costs that can be made equal, and their units.
 UNITS = {
@@ -30,39 +37,25 @@ class Match:
       parameters: counts by group.
       target: in the unit of the cost that is made equal.
       residual: (cost - target) / target.
+      given: the config at the baseline's shape.
     """
 
     config: ModelConfig
     parameters: dict[str, int]
     target: float | int
     residual: float
+    given: ModelConfig
 
+    @property
+    def widened(self) -> int:
+        """What d_model received."""
+        return self.config.d_model - self.given.d_model
 
-@dataclasses.dataclass(frozen=True)
-class Dimension:
-    """An integer of the model's shape that is solved for.
-
-    Attributes:
-      name: the field of ModelConfig.
-      step: its values are multiples of this.
-      at: the config at a value; the other dimensions stay, but d_ff scales with d_model.
-    """
-
-    name: str
-    step: int
-    at: Callable[[int], ModelConfig]
-
-    def usable(self, multiple: int) -> bool:
-        """Whether the variant can be built at step * multiple; some need e.g. powers of two."""
-        try:
-            _check_sites(self.at(multiple * self.step))
-        except SpecError:
-            return False
-        return True
-
-    def next_usable(self, multiple: int) -> int | None:
-        reach = range(multiple, 2 * multiple + 512 // self.step + 2)
-        return next((m for m in reach if self.usable(m)), None)
+    @property
+    def fill(self) -> int:
+        """What d_ff received beyond its ratio to d_model."""
+        ratio = self.given.mlp_width / self.given.d_model
+        return self.config.mlp_width - round(ratio * self.config.d_model)
 
 
 def match(
@@ -74,44 +67,51 @@ def match(
     tolerance: float = 1e-3,
     multiple_of: int | None = None,
     destination: str = 'd_model',
+    baseline: ModelConfig | None = None,
 ) -> Match:
     """Solves `destination`, then `fill`, so that the cost equals `target`.
 
     The destination takes the usable value nearest to the target; d_ff then absorbs the residual. If
-    one unit of d_ff is too coarse for that, neighbouring values are tried, nearest first.
+    one unit of d_ff is too coarse for that, neighbouring numbers of heads or layers are tried,
+    nearest first; with d_model, d_ff never absorbs more than half of one step of d_model.
 
-    - 'd_model': d_ff keeps its ratio to d_model; the number of heads stays.
+    - 'd_model': d_ff keeps its ratio to d_model; the number of heads stays, and the head size is
+      the integer nearest to d_model / num_heads (even with rotary positions) unless it is set. A
+      variant that needs N H = D therefore moves in multiples of num_heads.
     - 'd_ff': all other dimensions stay; `fill` has no effect.
     - 'num_heads': the head size stays; so does num_kv_heads where it is set.
     - 'num_layers': in an encoder-decoder the encoder keeps its depth if num_encoder_layers is set,
       and otherwise is as deep as the decoder.
 
-    The cache does not depend on d_ff, so `fill` is off for it. Heads and layers are coarse: if a
-    variant saves less than half a step, they would stay and d_ff would absorb everything, which is
-    another destination, so it is refused.
+    The cache does not depend on d_ff, so `fill` is off for it. A destination grows where the
+    variant saves and shrinks where it costs: if a variant saves less than half a step, the
+    destination would stay and d_ff would absorb everything, which is another destination, so it is
+    refused.
 
     Args:
-      config: the variant; its value of the destination is only a starting point.
+      config: the variant at the baseline's shape.
       target: in parameters, FLOP per token or cached numbers per token.
       which: 'total' or 'non_embedding' parameters, 'flops' or 'cache', see `cost.measured`.
       fill: 'd_ff', or None to accept the residual of the destination.
       tolerance: largest |residual| accepted.
-      multiple_of: step of the destination; None is the smallest that the config allows: num_heads
-        for d_model, or 1 if head_size is set; num_kv_heads for num_heads if set; otherwise 1.
+      multiple_of: step of the destination; None is the smallest that the config allows:
+        num_kv_heads for num_heads if set; num_heads for d_model if caches are made equal and
+        head_size is not set; otherwise 1.
       destination: the dimension that receives what the variant saves, or gives what it costs.
+      baseline: the config that costs `target`; with it, a refusal names widths that would do.
 
     Raises:
       MatchError: no such model; names the constraint.
     """
     _check_request(config, target, which, fill, destination)
-    variant, unit = f'{config.score}/{config.value}', UNITS[which]
-    dimension = _dimension(config, destination, multiple_of)
-    if destination != 'd_model':
-        _check_movable(config, dimension)
+    variant, unit = variant_of(config), UNITS[which]
+    dimension = make_dimension(config, destination, multiple_of, which)
+    if destination in ('num_heads', 'num_layers'):
+        check_movable(config, dimension)
     fills = bool(fill) and destination != 'd_ff' and which != 'cache'
     values = _values(config, dimension, target, which)
     tried: list[Match] = []
-    for value in values if fills else values[:1]:
+    for value in values if fills and destination != 'd_model' else values[:1]:
         candidate = dimension.at(value)
         if fills:
             missing = target - cost.measured(candidate, which)
@@ -120,10 +120,10 @@ def match(
                 continue
             candidate = dataclasses.replace(candidate, d_ff=d_ff)
         residual = cost.measured(candidate, which) / target - 1
-        tried.append(Match(candidate, cost.count(candidate), target, residual))
+        tried.append(Match(candidate, cost.count(candidate), target, residual, config))
+        if destination == 'd_model' or abs(residual) <= tolerance:
+            _check_moved(tried[-1], dimension, which, tolerance, baseline)
         if abs(residual) <= tolerance:
-            if destination in ('num_heads', 'num_layers'):
-                _check_moved(config, tried[-1], dimension, which, tolerance)
             return tried[-1]
     if not tried:
         raise MatchError(
@@ -151,7 +151,7 @@ def _values(config: ModelConfig, dimension: Dimension, target: float, which: str
         m = dimension.next_usable(multiple)
         return m is None or measured(m) >= target
 
-    variant = f'{config.score}/{config.value}'
+    variant = variant_of(config)
     first, far = dimension.next_usable(1), dimension.next_usable(16)
     if None not in (first, far) and first != far and measured(first) == measured(far):
         raise MatchError(f'{dimension.name} changes nothing in the {UNITS[which]} of {variant}')
@@ -167,10 +167,10 @@ def _values(config: ModelConfig, dimension: Dimension, target: float, which: str
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if reaches(middle) else (middle, high)
-    below = next((m for m in range(low, 0, -1) if dimension.usable(m)), None)
+    below = dimension.last_usable(low)
     around = [m for m in (below, dimension.next_usable(high)) if m is not None]
     if not around:
-        _check_buildable(config)
+        check_buildable(config)
         raise MatchError(f'{variant} has no {dimension.name} in steps of {dimension.step}')
     nearest = min(around, key=lambda m: abs(measured(m) - target))
     near = {
@@ -179,28 +179,6 @@ def _values(config: ModelConfig, dimension: Dimension, target: float, which: str
     }
     values = (m * dimension.step for m in near)
     return sorted(values, key=lambda v: abs(v - nearest * dimension.step))
-
-
-def _dimension(config: ModelConfig, destination: str, multiple_of: int | None) -> Dimension:
-    if destination == 'd_model':
-        ratio = config.mlp_width / config.d_model
-
-        def at_width(d_model: int) -> ModelConfig:
-            d_ff = max(1, round(ratio * d_model))
-            return dataclasses.replace(config, d_model=d_model, d_ff=d_ff)
-
-        smallest = 1 if config.head_size else config.num_heads
-        return Dimension(destination, multiple_of or smallest, at_width)
-    held: dict[str, Any] = {'d_ff': config.mlp_width}
-    smallest = 1
-    if destination == 'num_heads':
-        held['head_size'] = config.head_size or config.d_model // config.num_heads
-        smallest = config.num_kv_heads or 1
-    return Dimension(
-        destination,
-        multiple_of or smallest,
-        lambda value: dataclasses.replace(config, **{**held, destination: value}),
-    )
 
 
 def _one_width(config: ModelConfig, which: str) -> float:
@@ -245,50 +223,62 @@ def _check_request(
         raise MatchError(f'target={target} must be above 0')
 
 
-def _check_movable(config: ModelConfig, dimension: Dimension) -> None:
-    """Raises if the dimension has no usable value besides that of `config`."""
-    _check_buildable(config)
-    if dimension.name != 'num_heads':
-        return
-    given = config.num_heads
-    others = range(1, 2 * given // dimension.step + 2)
-    if any(dimension.usable(m) for m in others if m * dimension.step != given):
-        return
-    try:
-        _check_sites(dimension.at(given + dimension.step))
-    except SpecError as error:
-        raise MatchError(
-            f'{config.score}/{config.value} takes no other num_heads than {given}: {error}'
-        ) from error
-
-
 def _check_moved(
-    config: ModelConfig, found: Match, dimension: Dimension, which: str, tolerance: float
+    found: Match, dimension: Dimension, which: str, tolerance: float, baseline: ModelConfig | None
 ) -> None:
-    """Raises if d_ff alone absorbed a gap that was meant for `dimension`."""
-    given = getattr(config, dimension.name)
-    gap = cost.measured(config, which) / found.target - 1
-    if getattr(found.config, dimension.name) != given or abs(gap) <= tolerance:
+    """Raises unless the dimension grew where the variant saves and shrank where it costs."""
+    name = dimension.name
+    given, value = (getattr(c, name) or c.mlp_width for c in (found.given, found.config))
+    around = dimension.neighbours(given)
+    gap = _cost_at(found.given, dimension, around, which) / found.target - 1
+    if abs(gap) <= tolerance or (value - given) * gap < 0:
         return
-    step = cost.measured(dimension.at(given + dimension.step), which) - cost.measured(config, which)
+    other = around[gap < 0]
+    if other is None:
+        raise MatchError(
+            f'{variant_of(found.given)} is {gap:+.2%} from the target and takes no {name} '
+            f'{"above" if gap < 0 else "below"} {given}: use the destination d_ff'
+        )
+    step = abs(cost.measured(dimension.at(other), which) / found.target - 1 - gap)
+    widths = _widths(found.given, baseline, dimension, which, tolerance) if baseline else ''
     raise MatchError(
-        f'{config.score}/{config.value} is {gap:+.2%} from the target and one step of '
-        f'{dimension.name} {step / found.target:.2%}, so {dimension.name} would stay at {given} '
-        'and d_ff absorb it all: '
-        'use the destination d_ff'
+        f'{variant_of(found.given)} is {gap:+.2%} from the target and one step of {name}, to '
+        f'{other}, {step:.2%}, so {name} would {"stay at" if value == given else "become"} {value} '
+        f'and d_ff absorb it all: use {widths}the destination d_ff'
     )
 
 
-def _check_buildable(config: ModelConfig) -> None:
-    try:
-        _check_sites(config)
-    except SpecError as error:
-        raise MatchError(f'{config.score}/{config.value} cannot be built: {error}') from error
+def _cost_at(
+    config: ModelConfig, dimension: Dimension, around: tuple[int | None, int | None], which: str
+) -> float:
+    """The cost of `config`; where it cannot be built, between those of its neighbours."""
+    if buildable(config) or None in around:
+        check_buildable(config)
+        return cost.measured(config, which)
+    low, high = (math.log(cost.measured(dimension.at(value), which)) for value in around)
+    left, given, right = map(math.log, (around[0], getattr(config, dimension.name), around[1]))
+    return math.exp(low + (high - low) * (given - left) / (right - left))
 
 
-def _check_sites(config: ModelConfig) -> None:
-    for spec in sites(config).values():
-        registry.check(spec())
+def _widths(
+    config: ModelConfig, baseline: ModelConfig, dimension: Dimension, which: str, tolerance: float
+) -> str:
+    """The nearest d_model of the baseline with which that of the variant moves, as a remedy."""
+    if dimension.name != 'd_model':
+        return ''
+    stride = 1 if baseline.head_size else whole_heads(baseline)
+    at = make_dimension(baseline, 'd_model').at
+    for away in range(1, 17):
+        for d_model in (baseline.d_model + away * stride, baseline.d_model - away * stride):
+            if d_model < stride or not buildable(at(d_model)):
+                continue
+            target = cost.measured(at(d_model), which)
+            try:
+                match(dimension.at(d_model), target, which=which, tolerance=tolerance)
+            except MatchError:
+                continue
+            return f'a baseline with d_model={d_model} or '
+    return ''
 
 
 def table(rows: dict[str, Match], equal: str | None = None) -> str:
@@ -297,15 +287,20 @@ def table(rows: dict[str, Match], equal: str | None = None) -> str:
     `equal`: the cost that was made equal, as `which` of `match`, for a first line that states it.
     """
     groups = (*cost.GROUPS, 'total')
-    shape = ('d_model', 'd_ff', 'heads', 'layers')
+    shape = ('d_model', 'widened', 'd_ff', 'fill', 'heads', 'head_size', 'layers')
     lines = [['variant', *shape, *groups, 'residual', 'FLOP/token', 'cache/token']]
     for name, matched in rows.items():
         config = matched.config
-        sizes = (config.d_model, config.mlp_width, config.num_heads, config.num_layers)
         lines.append(
             [
                 name,
-                *map(str, sizes),
+                f'{config.d_model}',
+                f'{matched.widened:+d}',
+                f'{config.mlp_width}',
+                f'{matched.fill:+d}',
+                f'{config.num_heads}',
+                f'{attention_spec(config).head_size}',
+                f'{config.num_layers}',
                 *(f'{matched.parameters[group]:,}' for group in groups),
                 f'{matched.residual:+.4%}',
                 f'{cost.flops_per_token(config):,.0f}',
