@@ -33,8 +33,9 @@ def get_config():
             base=Config(
                 model=ModelConfig(
                     kind='encoder_decoder',
-                    num_layers=2,
-                    num_heads=4,
+                    num_layers=1,
+                    num_encoder_layers=4,
+                    num_heads=2,
                     context=64,
                     vocab_size=1000,
                     dropout=0.1,
@@ -45,7 +46,7 @@ def get_config():
                 ),
                 optimizer=OptimizerConfig(warmup_steps=100, beta2=0.98),
                 train=TrainConfig(
-                    num_steps=1000,
+                    num_steps=600,
                     batch_size=32,
                     label_smoothing=0.1,
                     steps_per_dispatch=20,

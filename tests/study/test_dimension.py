@@ -1,7 +1,8 @@
-"""The width that receives what a variant saves: it moves, and d_ff absorbs less than half a step."""
+"""The width receives what a variant saves: it moves, and d_ff absorbs at most half a step."""
 
 import dataclasses
 import functools
+import re
 
 import pytest
 
@@ -25,7 +26,6 @@ SIZES = {
     'groups': dataclasses.replace(SMALL, d_model=112, num_kv_heads=2, norm='rmsnorm', biases=True),
     'encoder': dataclasses.replace(SMALL, kind='encoder', d_model=80, num_heads=2),
 }
-VARIANTS = catalogue.documented_variants()
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -66,31 +66,56 @@ def moves(base: ModelConfig, config: ModelConfig, which: str) -> int:
     return moved
 
 
-def sweep(base: ModelConfig, which: str) -> dict[str, int]:
-    moved = {}
-    for score, value in VARIANTS:
-        config = dataclasses.replace(base, score=score, value=value)
-        if buildable(config):
-            moved[f'{score}/{value}'] = moves(base, config, which)
-    return moved
-
-
-@pytest.mark.parametrize('name', ['small', 'rotary'])
-def test_the_width_of_a_saving_variant_grows_and_of_a_costly_one_shrinks(name):
+@pytest.mark.parametrize(
+    ('name', 'fields', 'sign'),
+    [
+        ('small', {'score': 'shared_qk'}, 1),
+        ('two heads', {'score': 'query_free'}, 1),
+        ('odd', {'value': 'k_is_v'}, 1),
+        ('rotary', {'value': 'no_o'}, 1),
+        ('small', {'score': 'merged'}, -1),
+        ('own head size', {'value': 'merged_vo'}, -1),
+    ],
+)
+def test_the_width_of_a_saving_variant_grows_and_of_a_costly_one_shrinks(name, fields, sign):
     base = SIZES[name]
-    for variant in ('query_free/vo', 'shared_qk/vo', 'qk/no_o', 'merged/vo', 'qk/double'):
-        score, value = variant.split('/')
-        config = dataclasses.replace(base, score=score, value=value)
-        if buildable(config) and score != 'merged' or name != 'rotary':
-            assert moves(base, config, 'total')
+    assert moves(base, dataclasses.replace(base, **fields), 'total') * sign > 0
+
+
+def test_where_a_step_is_too_coarse_a_baseline_width_that_is_not_is_named():
+    config = dataclasses.replace(NARROW, num_layers=1, num_heads=8, value='no_v')
+    base = dataclasses.replace(config, value='vo')
+    target = cost.measured(base, 'total')
+    expected = (
+        r'^qk/no_v is -5.\d+% from the target and one step of d_model, to 72, 1\d.\d+%, so d_model '
+        r'would stay at 64 and d_ff absorb it all: use a baseline with d_model=(\d+) or the '
+        'destination d_ff$'
+    )
+    with pytest.raises(MatchError, match=expected) as refusal:
+        matching.match(config, target, baseline=base)
+    width = int(re.search(expected, str(refusal.value)).group(1))
+    wide = dataclasses.replace(base, d_model=width)
+    assert moves(wide, dataclasses.replace(config, d_model=width), 'total') == 8
+    below = dataclasses.replace(base, d_model=width - 8)
+    assert moves(below, dataclasses.replace(config, d_model=width - 8), 'total') == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('name', 'which'),
-    [(name, 'total') for name in SIZES]
-    + [('small', 'non_embedding'), ('two heads', 'flops'), ('rotary', 'flops'), ('groups', 'cache')],
+    [
+        *((name, 'total') for name in SIZES),
+        ('small', 'non_embedding'),
+        ('two heads', 'flops'),
+        ('rotary', 'flops'),
+        ('groups', 'cache'),
+    ],
 )
 def test_the_width_of_every_variant_moves_with_its_cost(name, which):
-    moved = sweep(SIZES[name], which)
-    print(name, which, moved)
+    base, moved = SIZES[name], {}
+    for score, value in catalogue.documented_variants():
+        config = dataclasses.replace(base, score=score, value=value)
+        if buildable(config):
+            moved[f'{score}/{value}'] = moves(base, config, which)
+    assert {0 < step for step in moved.values() if step} >= {True}
+    assert moved['shared_qk/vo'] > 0 or which == 'cache'

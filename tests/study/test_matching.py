@@ -227,7 +227,7 @@ def test_a_destination_takes_exactly_what_is_saved(base, fields, destination, kw
 
 
 NO_SLICES = r'query_free/vo takes no other num_heads than 4: .* slices .* not 5 \* 24'
-TOO_LITTLE = r'is -7.30% .* one step of num_layers, to 3, 40.24%, so num_layers would stay at 2 and d_ff'
+TOO_LITTLE = 'is -7.30% .* step of num_layers, to 3, 40.24%, so num_layers would stay at 2 and d_ff'
 UNKNOWN = "destination='width' must be one of d_model, d_ff, num_heads, num_layers"
 SHARED, FULL = {'score': 'shared_qk'}, {'score': 'full_size'}
 

@@ -79,7 +79,7 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     # The same study again has nothing to train, and a study may grow.
     worker.run(STUDY, path)
     assert len(trained) == len(planned)
-    worker.run(dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/no_v')), path)
+    worker.run(dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/k_is_v')), path)
     assert len(trained) == 9
 
 
@@ -197,7 +197,7 @@ def based(**parts):
             based(data={'eval_sequences': 64}),
             'another base.data.eval_sequences, None instead of 64',
         ),
-        ({'variants': ('qk/vo', 'qk/no_v')}, "whose variants have 'shared_qk/vo'"),
+        ({'variants': ('qk/vo', 'qk/k_is_v')}, "whose variants have 'shared_qk/vo'"),
     ],
     ids=[
         *('margin', 'tuning', 'seeds', 'steps', 'batch', 'schedule', 'data', 'evaluation rows'),
@@ -236,13 +236,13 @@ def test_the_ledger_is_begun_before_the_first_run(trained, train_first, tmp_path
 
 def test_arms_of_a_larger_study_are_entered_and_post_hoc_after_a_look(trained, tmp_path):
     path = worker.run(STUDY, tmp_path / 'out')
-    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/no_v'))
+    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/k_is_v'))
     worker.run(more, path)
     ledger.look(path)
-    worker.run(dataclasses.replace(more, variants=(*more.variants, 'qk/no_o')), path)
+    worker.run(dataclasses.replace(more, variants=(*more.variants, 'qk/o_is_v')), path)
     assert events(path) == ['declared', 'arms_added', 'looked', 'arms_added']
     kept = ledger.read(path / 'ledger.jsonl')
-    assert kept.family == 3 and {variant for variant, *_ in kept.post_hoc} == {'qk/no_o'}
+    assert kept.family == 3 and {variant for variant, *_ in kept.post_hoc} == {'qk/o_is_v'}
     assert [entry['post_hoc'] for entry in kept.entries[1::2]] == [False, True]
 
 
@@ -284,7 +284,7 @@ def edit(path, name, value):
 def test_a_worker_that_died_between_ledger_and_declaration_is_resumed(trained, tmp_path):
     path = worker.run(STUDY, tmp_path / 'out')
     before = (path / 'study.json').read_bytes()
-    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/no_v'))
+    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/k_is_v'))
     worker.run(more, path)
     after = (path / 'study.json').read_bytes()
     (path / 'study.json').write_bytes(before)
