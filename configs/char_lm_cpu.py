@@ -2,7 +2,9 @@
 
 Source: nanoGPT's README, "I only have a macbook" (karpathy/nanoGPT): 4 layers, 4 heads, width 128,
 context 64, batches of 12, 2,000 steps of AdamW from 1e-3 to 1e-4 (cosine, 100 steps of warm-up),
-beta2 0.99, weight decay 0.1, no dropout. The last 10 % of the file are the validation split.
+beta2 0.99, weight decay 0.1 times the learning rate, no dropout, no biases; initialization with
+standard deviation 0.02, and 0.02 / sqrt(2 L) for the last matrix of each branch. The last 10 % of
+the file are the validation split.
 
     python -m experiments.train --config=configs/char_lm_cpu.py --workdir=runs/char_lm_cpu
 
@@ -32,6 +34,7 @@ def get_config():
                 context=64,
                 vocab_size=67,
                 activation='gelu',
+                init='nanogpt',
             ),
             data=DataConfig(name='tiny_shakespeare', tokenizer='characters'),
             optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1, decay='coupled'),

@@ -2,7 +2,8 @@
 
 Source: config/train_shakespeare_char.py of nanoGPT: 6 layers, 6 heads, width 384, context 256,
 batches of 64, 5,000 steps of AdamW from 1e-3 to 1e-4 (cosine, 100 steps of warm-up), beta2 0.99,
-weight decay 0.1, dropout 0.2. The last 10 % of the file are the validation split.
+weight decay 0.1 times the learning rate, dropout 0.2, initialization with standard deviation 0.02.
+The last 10 % of the file are the validation split.
 
     python -m experiments.train --config=configs/char_lm_gpu.py --workdir=runs/char_lm_gpu
 
@@ -32,6 +33,7 @@ def get_config():
                 context=256,
                 vocab_size=67,
                 activation='gelu',
+                init='nanogpt',
                 dropout=0.2,
             ),
             data=DataConfig(name='tiny_shakespeare', tokenizer='characters', shift_windows=True),

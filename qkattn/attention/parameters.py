@@ -1,7 +1,10 @@
 """Initialization and linear algebra of the parameters of Scores and Values."""
 
+import contextlib
+import contextvars
 import functools
 import zlib
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +12,43 @@ from flax import nnx
 
 from qkattn.attention.spec import AttentionSpec
 
+# The initialization in force, and its factor for the group of parameters that is built.
+_initialization = contextvars.ContextVar('initialization', default=('fan_in', 1.0))
 
-def weight(key: jax.Array, name: str, shape: tuple[int, ...], std: float) -> nnx.Param:
-    """A matrix with entries from normal(0, std^2), in float32.
+NANOGPT_STD = 0.02
 
-    Entry (i, j, k) over std depends on the key, the name and (i, j, k) alone, not on the shape:
+
+@contextlib.contextmanager
+def initialization(init: str, factor: float) -> Iterator[None]:
+    """The initialization of the matrices that `weight` draws inside the context.
+
+    Args:
+      init: 'fan_in', or 'nanogpt': std 0.02 whatever a matrix asks for (Radford et al. 2019).
+      factor: on the standard deviation.
+    """
+    token = _initialization.set((init, factor))
+    try:
+        yield
+    finally:
+        _initialization.reset(token)
+
+
+def weight(
+    key: jax.Array, name: str, shape: tuple[int, ...], std: float, gain: float = 1.0
+) -> nnx.Param:
+    """A matrix with entries from normal(0, (gain std)^2), in float32.
+
+    The `initialization` in force may replace std, and multiplies it by its factor; `gain` is that
+    of the last matrix of a residual branch.
+
+    Entry (i, j, k) over its std depends on the key, the name and (i, j, k) alone, not on the shape:
     tensors of one name and seed are slices of one draw, so that models of other widths, depths or
     head counts, and factorizations that share a tensor, begin alike where they overlap.
     """
     own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    return nnx.Param(std * _normal(own_key, shape))
+    init, factor = _initialization.get()
+    std = NANOGPT_STD if init == 'nanogpt' else std
+    return nnx.Param(factor * (gain * std) * _normal(own_key, shape))
 
 
 @functools.partial(jax.jit, static_argnames='shape')

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from qkattn.attention.parameters import initialization
 from qkattn.attention.scores import (
     identity,
     key_latents,
@@ -103,8 +104,10 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
     check(spec)
     score_class, score_options = find_score(spec.score)
     value_class, value_options = find_value(spec.value)
-    score = score_class(spec, key=key, **score_options)
-    return score, value_class(spec, score, key=key, **value_options)
+    with initialization(spec.init, spec.init_qk):
+        score = score_class(spec, key=key, **score_options)
+    with initialization(spec.init, spec.init_vo):
+        return score, value_class(spec, score, key=key, **value_options)
 
 
 def check(spec: AttentionSpec) -> None:

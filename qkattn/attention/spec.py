@@ -20,6 +20,10 @@ class AttentionSpec:
       biases: whether every projection adds a bias.
       residual_gain: factor on the initial standard deviation of the last matrix of the OV circuit,
         1/sqrt(2 L) in a network of L layers (Radford et al. 2019, section 2.3).
+      init: 'fan_in', the standard deviations that Scores and Values document, or 'nanogpt': 0.02
+        for every matrix, times residual_gain for the last one of the OV circuit.
+      init_qk, init_vo: factors on the initial standard deviations of the matrices of the Score, and
+        of those of the Value.
       positions: position encoding inside the layer, 'rope', 'alibi' or 'none'; encodings that are
         added to the stream belong to the model.
       qk_norm: whether queries and keys are divided by their root mean square and multiplied by a
@@ -37,6 +41,9 @@ class AttentionSpec:
     head_size: int
     biases: bool = False
     residual_gain: float = 1.0
+    init: Literal['fan_in', 'nanogpt'] = 'fan_in'
+    init_qk: float = 1.0
+    init_vo: float = 1.0
     positions: Literal['none', 'rope', 'alibi'] = 'none'
     qk_norm: bool = False
     score_scale: float = 1.0

@@ -33,12 +33,23 @@ class ModelConfig:
       activation: of the MLP: 'gelu' (exact), 'gelu_tanh' (its tanh form, as in GPT-2) or 'relu'.
       positions: 'learned' or 'sinusoidal' embeddings added to the tokens', 'rope' or 'alibi' inside
         attention, or 'none'.
+      attention_gain: whether the norms before attention have a learned gain, an undecayed diagonal
+        factor of W_Q, W_K and W_V; without it, 'query_free' has no trained part of W_Q left. Only
+        pre-norm can go without.
       qk_norm, score_scale, logit_cap, window: options of attention, see AttentionSpec.
       biases: biases in projections, MLP and layer norms.
       tied_embeddings: the output matrix is the transposed input embedding.
       shared_embeddings: encoder and decoder of an encoder-decoder read one embedding.
       scale_embeddings: embeddings, positions included, are multiplied by sqrt(D), which gives
         them unit variance (Vaswani et al. 2017, section 3.4).
+      init: initial standard deviations: 'fan_in', with which a matrix has outputs as large as its
+        inputs (embeddings D^-1/2; see Score and Value for attention), or 'nanogpt': 0.02 for all
+        matrices and embeddings (Radford et al. 2019). In both, the last matrix of every branch has
+        a factor (2 L)^-1/2, gains start at 1 and biases at 0.
+      init_embedding, init_qk, init_vo, init_mlp: factors on the initial standard deviations of the
+        embeddings (tokens, positions, output matrix), of the matrices of Scores, of Values, and of
+        MLPs. A matrix that a Value shares with its Score is the Score's. Values that are not
+        random stay: gains, and the size of the signs in 'collaborative'.
       dropout: rate on embeddings and on every branch of a block.
       attention_dropout: rate on attention probabilities; None is dropout.
       activation_dropout: rate on the hidden layer of the MLP.
@@ -67,6 +78,7 @@ class ModelConfig:
     norm_position: Literal['pre', 'post'] = 'pre'
     activation: Literal['gelu', 'gelu_tanh', 'relu'] = 'gelu_tanh'
     positions: Literal['learned', 'sinusoidal', 'rope', 'alibi', 'none'] = 'learned'
+    attention_gain: bool = True
     qk_norm: bool = False
     score_scale: float = 1.0
     logit_cap: float | None = None
@@ -75,6 +87,11 @@ class ModelConfig:
     tied_embeddings: bool = True
     shared_embeddings: bool = True
     scale_embeddings: bool = False
+    init: Literal['fan_in', 'nanogpt'] = 'fan_in'
+    init_embedding: float = 1.0
+    init_qk: float = 1.0
+    init_vo: float = 1.0
+    init_mlp: float = 1.0
     dropout: float = 0.0
     attention_dropout: float | None = None
     activation_dropout: float = 0.0

@@ -49,6 +49,14 @@ def _check_model(model: ModelConfig) -> None:
         rate = getattr(model, name)
         if rate is not None and not 0 <= rate < 1:
             raise ConfigError(f'model.{name}={rate} must be at least 0 and below 1')
+    for name in ('init_embedding', 'init_qk', 'init_vo', 'init_mlp'):
+        if not 0 < getattr(model, name) < math.inf:
+            raise ConfigError(f'model.{name}={getattr(model, name)} must be above 0 and finite')
+    if not model.attention_gain and model.norm_position == 'post':
+        raise ConfigError(
+            'model.attention_gain=False needs model.norm_position=pre: with post, the norm before '
+            'attention also ends the branch before it'
+        )
     if model.scan_unroll is not None:
         _at_least('model.scan_unroll', model.scan_unroll, 1)
     both = model.kind == 'encoder_decoder'

@@ -108,14 +108,16 @@ def _convert_layer(
         return conversion(layer, **options)
     norm = model.blocks.attention_norm
     bias_D = None if norm.b_D is None else np.asarray(norm.b_D[index])
-    converted, truncation = conversion(layer, np.asarray(norm.g_D[index]), bias_D, **options)
+    gain_D = np.ones(model.config.d_model) if norm.g_D is None else np.asarray(norm.g_D[index])
+    converted, truncation = conversion(layer, gain_D, bias_D, **options)
     if converted.spec.biases and not model.config.biases:
         raise ConversionError('the bias of a norm folds into a model with biases only')
     return converted, truncation
 
 
 def _reset(norm: Norm) -> None:
-    norm.g_D[...] = jnp.ones_like(norm.g_D[...])
+    if norm.g_D is not None:
+        norm.g_D[...] = jnp.ones_like(norm.g_D[...])
     if norm.b_D is not None:
         norm.b_D[...] = jnp.zeros_like(norm.b_D[...])
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import Attention, rms_norm
-from qkattn.attention.parameters import weight
+from qkattn.attention.parameters import initialization, weight
 from qkattn.config import ModelConfig
 from qkattn.model.sites import attention_spec
 
@@ -19,13 +19,13 @@ Branch = Callable[[jax.Array], jax.Array]
 class Norm(nnx.Module):
     """(x - mean) / sd * gain + bias ('layernorm') or x / rms * gain ('rmsnorm'), in float32.
 
-    Parameters: D, and D more for the bias of a layer norm with biases.
+    Parameters: D for the gain, if any, and D for the bias of a layer norm with biases.
     Ba et al. 2016; Zhang & Sennrich 2019.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, gain: bool = True):
         self.centered = config.norm == 'layernorm'
-        self.g_D = nnx.Param(jnp.ones((config.d_model,), jnp.float32))
+        self.g_D = nnx.Param(jnp.ones((config.d_model,), jnp.float32)) if gain else None
         biased = self.centered and config.biases
         self.b_D = nnx.Param(jnp.zeros((config.d_model,), jnp.float32)) if biased else None
 
@@ -33,7 +33,8 @@ class Norm(nnx.Module):
         wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
         if self.centered:
             wide_BTD = wide_BTD - wide_BTD.mean(-1, keepdims=True)
-        out_BTD = rms_norm(wide_BTD, epsilon=1e-5).astype(x_BTD.dtype) * self.g_D[...]
+        out_BTD = rms_norm(wide_BTD, epsilon=1e-5).astype(x_BTD.dtype)
+        out_BTD = out_BTD if self.g_D is None else out_BTD * self.g_D[...]
         return out_BTD if self.b_D is None else out_BTD + self.b_D[...]
 
 
@@ -53,8 +54,9 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         D, F = config.d_model, config.mlp_width
         self.activation, self.dropout = config.activation, config.activation_dropout
-        self.w_in_DF = weight(key, 'w_in_DF', (D, F), D**-0.5)
-        self.w_out_FD = weight(key, 'w_out_FD', (F, D), (config.num_branches * F) ** -0.5)
+        with initialization(config.init, config.init_mlp):
+            self.w_in_DF = weight(key, 'w_in_DF', (D, F), D**-0.5)
+            self.w_out_FD = weight(key, 'w_out_FD', (F, D), F**-0.5, config.num_branches**-0.5)
         self.b_in_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if config.biases else None
         self.b_out_D = nnx.Param(jnp.zeros((D,), jnp.float32)) if config.biases else None
 
@@ -83,7 +85,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         self.config = config
-        self.attention_norm = Norm(config)
+        self.attention_norm = Norm(config, gain=config.attention_gain)
         self.attention = Attention(attention_spec(config), key=key)
         self.mlp_norm = Norm(config)
         self.mlp = MLP(config, key=key)

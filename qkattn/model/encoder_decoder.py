@@ -15,7 +15,7 @@ class CrossBlock(Block):
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         super().__init__(config, key=key)
-        self.cross_norm = Norm(config)
+        self.cross_norm = Norm(config, gain=config.attention_gain)
         self.cross_attention = Attention(
             attention_spec(config.cross), key=module_key(key, 'cross_attention')
         )

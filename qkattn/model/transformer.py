@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention.parameters import weight
+from qkattn.attention.parameters import initialization, weight
 from qkattn.attention.rope import sinusoids
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block, Norm, drop, run_blocks, split_key, stack_blocks
@@ -27,13 +27,12 @@ class Stream(nnx.Module):
     ):
         D, V = config.d_model, config.vocab_size
         self.config = config
-        self.w_embedding_VD = (
-            weight(key, 'w_embedding_VD', (V, D), D**-0.5) if own_embedding else None
-        )
-        learned = config.positions == 'learned'
-        self.w_position_TD = (
-            weight(key, 'w_position_TD', (config.context, D), D**-0.5) if learned else None
-        )
+        T = config.context if config.positions == 'learned' else None
+        with initialization(config.init, config.init_embedding):
+            self.w_embedding_VD = (
+                weight(key, 'w_embedding_VD', (V, D), D**-0.5) if own_embedding else None
+            )
+            self.w_position_TD = weight(key, 'w_position_TD', (T, D), D**-0.5) if T else None
         self.blocks = stack_blocks(config, key=key, kind=block)
         self.final_norm = Norm(config) if config.norm_position == 'pre' else None
 
@@ -101,7 +100,8 @@ class Transformer(Stream):
         super().__init__(config, key=key, block=block)
         D, V = config.d_model, config.vocab_size
         tied = config.tied_embeddings
-        self.w_output_DV = None if tied else weight(key, 'w_output_DV', (D, V), D**-0.5)
+        with initialization(config.init, config.init_embedding):
+            self.w_output_DV = None if tied else weight(key, 'w_output_DV', (D, V), D**-0.5)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Float32 logits_BTV of the normed stream."""

@@ -73,6 +73,42 @@ def test_no_position_depends_on_a_later_one(variant):
         assert np.abs(gradient_BTD[:, : t + 1]).max() > 0
 
 
+def initial(variant: tuple[str, str], **options) -> dict[str, np.ndarray]:
+    """The initial parameters by path, 'score.w_q_DNH'."""
+    layer = make(variant, moved=False, **options)
+    leaves = jax.tree_util.tree_leaves_with_path(layer)
+    return {'.'.join(entry.name for entry in path[:-1]): np.asarray(leaf) for path, leaf in leaves}
+
+
+@pytest.mark.parametrize(('factor', 'group'), [('init_qk', 'score'), ('init_vo', 'value')])
+def test_a_factor_scales_the_random_matrices_of_its_group_and_nothing_else(
+    documented, factor, group
+):
+    before = initial(documented)
+    for path, after in initial(documented, **{factor: 2.0}).items():
+        scaled = path.startswith(f'{group}.w_') and path != 'score.w_mixing_NR'  # signs
+        np.testing.assert_array_equal(after, (2 if scaled else 1) * before[path], err_msg=path)
+
+
+def test_initialization_as_in_nanogpt_has_one_std_and_a_gain_on_the_output(documented):
+    fan_in = initial(documented)
+    one, quarter = (initial(documented, init='nanogpt', residual_gain=g) for g in (1.0, 0.25))
+    gains = {}
+    for path, w in one.items():
+        name = path.rpartition('.')[2]
+        if name.startswith('w_') and name != 'w_mixing_NR':
+            gains[path] = (quarter[path] / w).flat[0]
+            np.testing.assert_allclose(quarter[path], gains[path] * w, rtol=1e-6, err_msg=path)
+            assert abs(w.std() / 0.02 - 1) < 5 * w.size**-0.5, path
+        else:
+            np.testing.assert_array_equal(w, fan_in[path], err_msg=path)
+    assert all(gain == 1 for path, gain in gains.items() if path.startswith('score.'))
+    values = [gain for path, gain in gains.items() if path.startswith('value.')]
+    # A matrix that is both W_V and W_O has the root; `hadamard` has the gain in its diagonal.
+    assert set(values) <= {1, 0.25, 0.5}
+    assert len([g for g in values if g < 1]) == bool(values and 'value.g_o_D' not in one)
+
+
 def test_every_parameter_has_a_finite_gradient(variant):
     gradients, _ = in_float64(variant)[2]['all']
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):

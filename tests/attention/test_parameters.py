@@ -32,6 +32,43 @@ def test_entries_are_standard_normal_and_independent():
         assert abs((one * other).mean()) < 5 * one.size**-0.5
 
 
+GROUPS = {
+    'init_embedding': {'w_embedding_VD', 'w_position_TD', 'w_output_DV'},
+    'init_qk': {'w_q_DNH', 'w_k_DKH'},
+    'init_vo': {'w_v_DKH', 'w_o_NHD'},
+    'init_mlp': {'w_in_DF', 'w_out_FD'},
+}
+SIZES = {'d_model': 8, 'num_layers': 2, 'num_heads': 2, 'context': 4, 'vocab_size': 16}
+
+
+def initial(**settings):
+    """Initial parameters by path."""
+    model = build(ModelConfig(**SIZES, tied_embeddings=False, biases=True, **settings), key=KEY)
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
+    return {tuple(entry.key for entry in path): np.asarray(leaf) for path, leaf in leaves}
+
+
+@pytest.mark.parametrize('kind', ['decoder', 'encoder_decoder'])
+def test_a_factor_scales_the_matrices_of_its_group(kind):
+    before = initial(kind=kind)
+    matrices = {path[-1] for path in before if path[-1].startswith('w_')}
+    assert matrices == set.union(*GROUPS.values())
+    for factor, names in GROUPS.items():
+        for path, after in initial(kind=kind, **{factor: 2.0}).items():
+            want = (2 if path[-1] in names else 1) * before[path]
+            np.testing.assert_array_equal(after, want, err_msg=str(path))
+
+
+def test_the_initialization_of_nanogpt_is_normal_with_its_standard_deviations():
+    for path, w in initial(init='nanogpt').items():
+        std = 0.02 / (2 * 2) ** 0.5 if path[-1] in ('w_o_NHD', 'w_out_FD') else 0.02
+        if path[-1].startswith('w_'):
+            draws = w / std
+            assert abs((draws**2).mean() - 1) < 5 * (2 / w.size) ** 0.5, path
+        else:
+            assert set(w.flat) == {1.0 if path[-1].startswith('g_') else 0.0}, path
+
+
 def test_models_of_other_sizes_share_their_common_blocks():
     def params(**sizes):
         config = ModelConfig(vocab_size=32, context=8, num_heads=2, biases=True, **sizes)

@@ -84,6 +84,13 @@ def refused(message: str, **sections) -> None:
     assert '\n' not in str(caught.value)
 
 
+def test_attention_norms_without_gain_need_pre_norm():
+    refused(
+        'model.attention_gain=False needs model.norm_position=pre',
+        model={'attention_gain': False, 'norm_position': 'post'},
+    )
+
+
 NAN, INF = float('nan'), float('inf')
 RATE = 'must be at least 0 and below 1'
 
@@ -122,6 +129,8 @@ RATE = 'must be at least 0 and below 1'
         ('trials.seeds', (0.5,), 'must hold int values'),
         ('trials.learning_rates', (NAN,), 'must be finite'),
         ('trials.learning_rates', ('fast',), 'must hold float values'),
+        *(('model.init_qk', f, 'must be above 0 and finite') for f in (0.0, -1.0, INF, NAN)),
+        ('model.init', 'xavier', 'must be one of fan_in, nanogpt'),
         ('trials.weight_decays', (0.0, 0.1), 'must be below 0.1 with optimizer.decay='),
         ('optimizer.decay', 'none', 'must be one of independent, coupled'),
         ('mesh.trial', 2, 'must divide the number of trials, 1'),

@@ -44,6 +44,7 @@ def params_of(config: ModelConfig) -> dict:
         ({'num_kv_heads': 2}, ['gqa_to_latent'], None),
         ({'score': 'shared_qk', 'value': 'k_is_v'}, ['to_standard'], 'qk/vo'),
         ({'positions': 'rope'}, ['fold_gains', 'gauge_fix_vo(pivot=False)'], 'qk/gauge_fixed'),
+        ({'attention_gain': False}, ['fold_gains', 'merge'], 'merged/vo'),
     ],
     ids=lambda v: '-'.join(v) if isinstance(v, list) else None,
 )
@@ -57,7 +58,7 @@ def test_logits_are_kept(changes, steps, variant):
     assert logit_error(before, (config, params), TOKENS) < 1e-4
     assert variant in (None, f'{config.score}/{config.value}')
     if 'fold_gains' in steps:
-        assert (params['blocks']['attention_norm']['g_D'] == 1).all()
+        assert (params['blocks']['attention_norm'].get('g_D', np.ones(1)) == 1).all()
         assert (params['blocks']['attention_norm']['b_D'] == 0).all()
 
 

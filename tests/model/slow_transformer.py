@@ -89,7 +89,7 @@ def _norm(config, norm, x_BTD):
     if config.norm == 'layernorm':
         x_BTD = x_BTD - x_BTD.mean(-1, keepdims=True)
     unit_BTD = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + 1e-5)
-    return unit_BTD * _array(norm.g_D) + _bias(norm.b_D)
+    return unit_BTD * (1 if norm.g_D is None else _array(norm.g_D)) + _bias(norm.b_D)
 
 
 def _array(parameter):

@@ -31,6 +31,7 @@ def test_options_add_what_they_should():
     assert extra(biases=True) == 7 * 64 + 3 * (4 * 64 + 256 + 64)
     assert extra(biases=True) - extra(biases=True, norm='rmsnorm') == 7 * 64
     assert extra(context=64) == 32 * 64
+    assert extra(attention_gain=False) == -3 * 64  # a gain a layer
 
 
 def test_a_parameter_of_no_group_is_refused():

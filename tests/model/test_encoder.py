@@ -68,7 +68,7 @@ def test_a_window_reaches_both_ways():
         SCALED | {'norm': 'rmsnorm', 'tied_embeddings': False},
         {'norm_position': 'pre', 'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
         {'score': 'merged', 'value': 'no_v', 'biases': True, 'positions': 'none'},
-        {'score': 'shared_qk'},
+        {'score': 'query_free', 'attention_gain': False},
     ],
     ids=lambda fields: '-'.join(map(str, fields.values())),
 )

@@ -84,7 +84,7 @@ def unpacked(batch) -> dict[str, np.ndarray]:
             'tied_embeddings': False,
         },
         {'norm': 'rmsnorm', 'biases': True, 'shared_embeddings': False, 'positions': 'none'},
-        {'score': 'shared_qk'},
+        {'score': 'shared_qk', 'attention_gain': False},
     ],
     ids=str,
 )

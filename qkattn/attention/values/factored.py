@@ -42,7 +42,7 @@ class LowRank(Factored):
         D, N, K = spec.d_model, spec.num_heads, spec.num_kv_heads
         R = min(max(1, spec.head_size // 2), D) if rank is None else rank
         self.w_v_DKR = weight(key, 'w_v_DKR', (D, K, R), D**-0.5)
-        self.w_o_NRD = weight(key, 'w_o_NRD', (N, R, D), spec.residual_gain * (N * R) ** -0.5)
+        self.w_o_NRD = weight(key, 'w_o_NRD', (N, R, D), (N * R) ** -0.5, spec.residual_gain)
         self.b_v_KR = bias(spec, (K, R))
         self.b_o_D = bias(spec, (D,))
 
@@ -110,7 +110,7 @@ class GaugeFixed(Factored):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
         self.columns = columns or fixed_slices(spec, spec.num_heads)
         if init == 'dense':
-            w_v_DNH = weight(key, 'w_v_DNH', (D, N, H), spec.residual_gain * (D * N) ** -0.5)
+            w_v_DNH = weight(key, 'w_v_DNH', (D, N, H), (D * N) ** -0.5, spec.residual_gain)
             self.w_v_DNH = w_v_DNH
             self.w_o_NHC = weight(key, 'w_o_NHC', (N, H, D - H), H**-0.5)
         else:
@@ -183,7 +183,7 @@ class Double(Factored):
         R = D if size is None else size
         self.w_v_outer_DR = weight(key, 'w_v_outer_DR', (D, R), D**-0.5)
         self.w_v_RKH = weight(key, 'w_v_RKH', (R, K, H), R**-0.5)
-        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), spec.residual_gain * (N * H) ** -0.5)
+        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), (N * H) ** -0.5, spec.residual_gain)
         self.b_v_outer_R = bias(spec, (R,))
         self.b_v_KH = bias(spec, (K, H))
         self.b_o_D = bias(spec, (D,))

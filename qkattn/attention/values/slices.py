@@ -27,7 +27,7 @@ class NoV(Factored):
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), spec.residual_gain * (N * H) ** -0.5)
+        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), (N * H) ** -0.5, spec.residual_gain)
         self.b_o_D = bias(spec, (D,))
         self.spec = spec
 
@@ -62,7 +62,7 @@ class NoO(Value):
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         D, K, H = spec.d_model, spec.num_kv_heads, spec.head_size
-        self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), spec.residual_gain * D**-0.5)
+        self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), D**-0.5, spec.residual_gain)
         self.b_v_KH = bias(spec, (K, H))
         self.spec = spec
 

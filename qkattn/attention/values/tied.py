@@ -32,7 +32,7 @@ class KIsV(Factored):
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), spec.residual_gain * (N * H) ** -0.5)
+        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), (N * H) ** -0.5, spec.residual_gain)
         self.b_o_D = bias(spec, (D,))
 
     def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
@@ -92,7 +92,7 @@ class VIsKTransposed(Factored):
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), spec.residual_gain * (N * H) ** -0.5)
+        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), (N * H) ** -0.5, spec.residual_gain)
         self.b_v_NH = bias(spec, (N, H))
         self.b_o_D = bias(spec, (D,))
 
@@ -128,8 +128,8 @@ class OIsV(Factored):
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
-        std = (spec.residual_gain**2 / (N * H * (D + H))) ** 0.25
-        self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), std)
+        std = (N * H * (D + H)) ** -0.25
+        self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), std, spec.residual_gain**0.5)
         self.b_v_KH = bias(spec, (K, H))
         self.b_o_D = bias(spec, (D,))
         self.num_heads = N
@@ -162,7 +162,7 @@ class OIsK(Factored):
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
-        self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), spec.residual_gain * (N * H) ** -0.5)
+        self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), (N * H) ** -0.5, spec.residual_gain)
         self.b_v_KH = bias(spec, (K, H))
         self.b_o_D = bias(spec, (D,))
         self.num_heads = N

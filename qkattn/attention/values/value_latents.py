@@ -29,7 +29,7 @@ class Latent(Factored):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
         R = score.shared('latent')[0].shape[1]
         self.w_up_v_RNH = weight(key, 'w_up_v_RNH', (R, N, H), R**-0.5)
-        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), spec.residual_gain * (N * H) ** -0.5)
+        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), (N * H) ** -0.5, spec.residual_gain)
         self.b_v_NH = bias(spec, (N, H))
         self.b_o_D = bias(spec, (D,))
 

@@ -26,7 +26,7 @@ class VO(Factored):
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
         self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), D**-0.5)
-        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), spec.residual_gain * (N * H) ** -0.5)
+        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), (N * H) ** -0.5, spec.residual_gain)
         self.b_v_KH = bias(spec, (K, H))
         self.b_o_D = bias(spec, (D,))
 
@@ -67,8 +67,8 @@ class MergedVO(Value):
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array, init: str = 'dense'):
         D, N = spec.d_model, spec.num_heads
         if init == 'dense':
-            std = spec.residual_gain * (D * N) ** -0.5
-            self.w_ov_NDE = weight(key, 'w_ov_NDE', (N, D, D), std)
+            std = (D * N) ** -0.5
+            self.w_ov_NDE = weight(key, 'w_ov_NDE', (N, D, D), std, spec.residual_gain)
         else:
             vo = VO(spec, score, key=key)
             v_DNH = grouped(vo.w_v_DKH[...], N)

@@ -1,0 +1,61 @@
+"""How much of a difference between variants does the initialization explain?
+
+Three variants under two initializations, all at equal parameter count and each at its own learning
+rate: the project's own (fan-in) and that of nanoGPT (standard deviation 0.02). A difference between
+variants that is smaller than the difference between the two initializations of one of them is a
+statement about initialization as much as about W_K or W_O.
+
+    python -m experiments.ablate --config=configs/initialization.py --workdir=runs/initialization
+
+Expected: see experiments/results/initialization.
+Time: not logged; minutes on two CPU cores.
+"""
+
+from qkattn.config import (
+    Config,
+    ControlsConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Study,
+    TrainConfig,
+    TrialsConfig,
+    TuningConfig,
+    to_config_dict,
+)
+
+
+def get_config():
+    return to_config_dict(
+        Study(
+            name='initialization',
+            question='How much of a difference between variants does the initialization explain?',
+            base=Config(
+                model=ModelConfig(num_layers=2, num_heads=4, context=64),
+                data=DataConfig(eval_sequences=512),
+                optimizer=OptimizerConfig(warmup_steps=50),
+                train=TrainConfig(
+                    num_steps=400,
+                    batch_size=16,
+                    steps_per_dispatch=25,
+                    log_every=50,
+                    eval_every=400,
+                    checkpoint_every=200,
+                    lifting='map',
+                ),
+                trials=TrialsConfig(seeds=tuple(range(8)), learning_rates=(4e-3, 8e-3, 1.6e-2)),
+            ),
+            baseline='qk/vo',
+            variants=(
+                'qk/vo',
+                'qk/no_o',
+                'shared_qk/vo',
+                'qk/vo?init=nanogpt',
+                'qk/no_o?init=nanogpt',
+                'shared_qk/vo?init=nanogpt',
+            ),
+            sizes=('d_model=64',),
+            tuning=TuningConfig(seeds=(100, 101)),
+            controls=ControlsConfig(equal_shape=False, longer=None),
+        )
+    )
