@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from qkattn.stats.inference import LEVEL, Estimate
 
@@ -111,9 +111,10 @@ class Sweep:
 def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
     """Fits `losses`: value -> seed -> loss, where None or a non-finite loss means diverged.
 
-    The parabola is fitted by least squares to those of `fitted` at which every seed finished. The
-    optimum's interval is Fieller's (1954): all x at which the slope
-    b + 2 c x does not differ from zero by a t test with the residual degrees of freedom.
+    The parabola is fitted to `Sweep.fitted` by least squares. The optimum's interval is Fieller's
+    (1954): all x at which the slope b + 2 c x does not differ from zero by a t test with the
+    residual degrees of freedom. It ends at the nearest worse values at the latest, which bracket
+    the optimum too.
 
     Raises ValueError for no values, a value that is not positive, or values with different seeds.
     """
@@ -141,9 +142,15 @@ def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
         len(values) if above is None else max(above, i + REACH) + 1,
     )
     parabola = _parabola(values[near], finite[near], means[near], values[i])
-    bracketed = len(seeds) > 1 and below is not None and above is not None
+    low, high = parabola.optimum_low, parabola.optimum_high
+    bracketed = False
+    if len(seeds) > 1 and below is not None and above is not None:
+        bracketed = True
+        if low is not None and high is not None:
+            low, high = max(low, values[below]), min(high, values[above])
+            parabola = dataclasses.replace(parabola, optimum_low=low, optimum_high=high)
     at_end = (i == 0 and above == 1) or (i == len(values) - 1 and below == i - 1)
-    unclear = not bracketed or parabola.optimum_low is None
+    unclear = not bracketed or low is None
     lowest = min(means[i], parabola.loss.mean if parabola.loss else math.inf)
     return Sweep(
         values=values,
@@ -205,7 +212,7 @@ def _nearest_worse(
             table_VS -= table_VS.mean(axis=1, keepdims=True)
             square = float(np.sum((table_VS - table_VS.mean(axis=0)) ** 2))
             df = (number - 1) * (seeds - 1)
-            critical = stats.t.isf(level, df) * (square / df * 2 / seeds) ** 0.5
+            critical = -special.stdtrit(df, level) * (square / df * 2 / seeds) ** 0.5
             worse[j] = means[j] - means[i] > critical
     below = max((j for j in range(i) if worse[j]), default=None)
     return below, min((j for j in range(i + 1, len(means)) if worse[j]), default=None)
@@ -249,7 +256,7 @@ def _parabola(
         return parabola
     variance = float(np.sum((losses_N - design_NP @ coefficients_P) ** 2)) / df
     covariance_PP = variance * np.linalg.inv(design_NP.T @ design_NP)
-    t = float(stats.t.ppf(0.5 + LEVEL / 2, df))
+    t = float(special.stdtrit(df, 0.5 + LEVEL / 2))
     # To first order the vertex's own error does not move the loss there: the slope is zero.
     half = t * float(at_vertex_P @ covariance_PP @ at_vertex_P) ** 0.5
     low, high = _fieller(b, c, t**2 * covariance_PP[S:, S:])

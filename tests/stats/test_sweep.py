@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats as scipy_stats
 
 from qkattn.stats import sweep
 
@@ -256,6 +257,83 @@ def test_screening_stops_at_max_points_and_at_a_cliff():
     assert (len(flat.values), flat.bracketed, flat.chosen) == (6, False, flat.best)
     cliff, _ = _screen(lambda v: dict.fromkeys((0, 1), _loss(v) if v < 0.002 else None), (0.0008,))
     assert (cliff.best, cliff.bracketed, cliff.chosen) == (0.0016, True, 0.0016)
+
+
+# Worse values, and seeds.
+
+
+def _noisy(rng, curvature, seeds, noise=0.0097, values=GRID):
+    return _losses(values, range(seeds), lambda v, s: _loss(v, s, curvature) + rng.normal(0, noise))
+
+
+def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
+    losses_VS = np.array([[2.005, 2.106], [2.0, 2.1], [2.11, 2.2], [2.3, 2.42], [3.4, 2.6]])
+
+    def critical(values):
+        """Of a difference of means, with the residual of a level per value and one per seed."""
+        table = losses_VS[values] - losses_VS[values].mean(axis=1, keepdims=True)
+        square, df = np.sum((table - table.mean(axis=0)) ** 2), len(values) - 1
+        return scipy_stats.t.isf(0.05 / 4, df) * (square / df * 2 / 2) ** 0.5
+
+    # The variance is that of the values no worse: the noisy last one does not hide the others.
+    rises = losses_VS.mean(axis=1) - 2.05
+    assert rises[0] < critical([1, 0]) < critical([1, 0, 2]) < rises[2]
+    assert rises[4] < critical([1, 0, 2, 3, 4])
+    found = sweep.fit(_table(GRID, losses_VS))
+    assert found.best == 0.002 and not found.bracketed and found.needs_seeds
+    assert sweep.next_values(found, 2.0, 9) == (0.0005,)
+    losses_VS[0] += critical([1, 0]) - rises[0] + 1e-6
+    assert sweep.fit(_table(GRID, losses_VS)).bracketed
+    losses_VS[0] -= 2e-6
+    assert not sweep.fit(_table(GRID, losses_VS)).bracketed
+
+
+@pytest.mark.parametrize('seeds', [2, 6])
+def test_the_luck_of_the_seeds_seldom_brackets(seeds):
+    """Values not found worse contain the best with 95 %; in a flat bowl more than one is left."""
+    rng, count = np.random.default_rng(9), 1000
+    constant = [sweep.fit(_noisy(rng, 0.0, seeds)) for _ in range(count)]
+    assert np.mean([found.bracketed for found in constant]) <= 0.05
+    outside = bracketed = 0
+    for _ in range(count):
+        found = sweep.fit(_noisy(rng, 0.01, seeds))
+        below, above = sweep._nearest_worse(found.losses, found.means, GRID.index(found.best))
+        low, high = -1 if below is None else below, len(GRID) if above is None else above
+        outside += not low < GRID.index(0.004) < high
+        bracketed += found.bracketed
+    assert outside <= 0.05 * count and bracketed < 0.3 * count
+
+
+def test_one_seed_brackets_nothing_and_asks_for_more():
+    one = _fit_means(2.2, 2.0, 2.1, seeds=(0,))
+    assert (one.bracketed, one.needs_seeds) == (False, True)
+    assert sweep.next_values(one, 2.0, 9) == ()
+
+
+def test_seeds_are_needed_only_where_they_can_help():
+    assert not _fit_means(2.3, 2.1, 2.0, 2.1, 2.3).needs_seeds
+    assert not _fit_means(2.0, 2.1, 2.2).needs_seeds  # at the end, beyond doubt
+    assert not _fit_means(2.2, 2.1, 2.0).needs_seeds
+    assert not _fit_means(None, None).needs_seeds
+    rng = np.random.default_rng(2)
+    flat = sweep.fit(_noisy(rng, 0.01, 2))
+    assert flat.needs_seeds and not flat.bracketed
+    assert set(sweep.next_values(flat, 2.0, 9)) <= {0.0005, 0.032} != set()
+    unbounded = _fit_means(2.1, 2.0, None)  # two values, no parabola
+    assert unbounded.bracketed and unbounded.at_worst is None and unbounded.needs_seeds
+
+
+def test_the_parabola_reaches_to_the_nearest_worse_values_and_the_interval_not_beyond():
+    rng = np.random.default_rng(2)
+    grid = tuple(0.004 * 2.0**k for k in range(-4, 5))
+    found = sweep.fit(_noisy(rng, 0.01, 3, values=grid))
+    i = grid.index(found.best)
+    below, above = sweep._nearest_worse(found.losses, found.means, i)
+    assert found.bracketed and (above - below) > 4
+    assert found.fitted == grid[min(below, i - 2) : max(above, i + 2) + 1]
+    assert grid[below] <= found.optimum_low < found.chosen < found.optimum_high <= grid[above]
+    steep = sweep.fit(_noisy(rng, 1.0, 2, values=grid))
+    assert len(steep.fitted) == 5
 
 
 # Simulated screenings.
