@@ -62,7 +62,10 @@ def cost(runs: list[PlannedRun], speeds: dict[str, Speed]) -> Cost:
 
 
 def text(study: Study, arms: list[Arm]) -> str:
-    """The cost of the plan by stage, and what may be added; compiles one program per size."""
+    """The cost of the plan by stage, and what may be added; compiles one program per size.
+
+    Controls that are trained longer are counted apart, as their number depends on results.
+    """
     least = plan.least(study, arms)
     first: dict[str, PlannedRun] = {}
     for run in sorted(least, key=lambda run: run.arm.variant != study.baseline):
@@ -70,14 +73,17 @@ def text(study: Study, arms: list[Arm]) -> str:
     started = time.perf_counter()
     speeds = {size: measure(run) for size, run in first.items()}
     took = time.perf_counter() - started
-    stages = list(dict.fromkeys((run.stage, run.knob) for run in least))
-    lines = []
-    for stage, knob in stages:
-        of_stage = [run for run in least if (run.stage, run.knob) == (stage, knob)]
-        name = f'{stage} ({knob})' if knob else stage
-        lines.append(f'{name:<28}{_cost_text(cost(of_stage, speeds))}')
-    total = cost(least, speeds)
-    lines.append(f'{"total":<28}{_cost_text(total)}')
+    stages: dict[str, list[PlannedRun]] = {}
+    for run in least:
+        control = f'{run.arm.place.control} ' if run.arm.place.control else ''
+        knob = f' ({run.knob})' if run.knob else ''
+        stages.setdefault(f'{control}{run.stage}{knob}', []).append(run)
+    stages['total'] = least
+    if longer := plan.lengthened(study, arms):
+        stages['longer, if every arm has a word'] = longer
+        stages['total with longer'] = least + longer
+    width = max(map(len, stages)) + 2
+    lines = [f'{name:<{width}}{_cost_text(cost(of, speeds))}' for name, of in stages.items()]
     if is_tuned(study):
         seeds = len(study.tuning.seeds)
         of_trial = least[0].tokens // len(least[0].config.trials.trials())
@@ -85,7 +91,8 @@ def text(study: Study, arms: list[Arm]) -> str:
         more = sum(study.tuning.max_points - len(values) for values in tuned)
         lines.append(
             f'each value that extends a grid adds {seeds} trials, '
-            f'{seeds * of_trial:.3g} tokens; at most {more} values per arm'
+            f'{seeds * of_trial:.3g} tokens; at most {more} values per arm; while an optimum is '
+            f'unclear, each of its values gets up to {study.tuning.max_seeds - seeds} further seeds'
         )
     lines.append(
         f'time is for one worker on this machine, from a warm-up of {took:.0f} s'

@@ -87,16 +87,21 @@ def tune(grids: Mapping[str, tuple[float, ...]], limits: Limits, measured: Measu
                 return Tuning(sweeps, settings, knob, together, open_seeds)
             found = sweeps[knob] = sweep.fit(losses)
             further = sweep.next_values(found, grids[knob][1] / grids[knob][0], limits.max_points)
-            room = limits.max_seeds - len(seeds)
             if further:
                 values += further
-            elif found.needs_seeds and room > 0:
-                last = max(limits.seeds) + len(seeds) - len(limits.seeds)
-                seeds += tuple(last + i + 1 for i in range(min(len(limits.seeds), room)))
+            elif found.needs_seeds and len(seeds) < limits.max_seeds:
+                number = min(len(seeds) + len(limits.seeds), limits.max_seeds)
+                seeds = screening_seeds(limits, number)
             else:
                 settings = with_knob(settings, knob, found.chosen)
                 break
     return Tuning(sweeps, settings, None, (), ())
+
+
+def screening_seeds(limits: Limits, number: int | None = None) -> tuple[int, ...]:
+    """The first `number` seeds of the screening, or all that it may draw."""
+    more = (limits.max_seeds if number is None else number) - len(limits.seeds)
+    return (*limits.seeds, *range(max(limits.seeds) + 1, max(limits.seeds) + 1 + more))
 
 
 def _losses(

@@ -1,22 +1,31 @@
 """Checks of a study's own settings, before anything compiles."""
 
+import dataclasses
+import itertools
 import math
 
 from qkattn.config import Study
 from qkattn.config.validate import check_types
+from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_PAIRS
 from qkattn.study import matching
+from qkattn.study.tuning import screening_seeds
 
 
 def validate_study(study: Study) -> None:
     """Raises ConfigError for the first impossible setting of the study itself, not of its runs."""
     check_types('study', study)
     check_types('tuning', study.tuning)
+    check_types('controls', study.controls)
     for name in ('variants', 'sizes', 'destinations'):
         values = getattr(study, name)
         if not values or len(set(values)) != len(values):
             raise ConfigError(f'{name}={values} must hold at least one entry, none twice')
+    if len(set(study.corpora)) != len(study.corpora):
+        raise ConfigError(f'corpora={study.corpora} must hold no entry twice')
+    for name in study.corpora:
+        _check_corpus(study, name)
     for name, valid in (('match', (*matching.UNITS, None)), ('fill', ('d_ff', None))):
         if getattr(study, name) not in valid:
             options = ', '.join(map(str, valid[:-1]))
@@ -36,6 +45,9 @@ def validate_study(study: Study) -> None:
     if study.tuning.seeds:
         _check_tuning(study)
         _check_verdict(study)
+        _check_controls(study)
+    elif study.looks:
+        raise ConfigError(f'looks={study.looks} need tuning.seeds: others have no verdict')
     elif study.tuning.score_scales:
         raise ConfigError(
             f'tuning.score_scales={study.tuning.score_scales} need tuning.seeds to be screened with'
@@ -47,11 +59,12 @@ def _check_tuning(study: Study) -> None:
     seeds = tuning.seeds
     if len(set(seeds)) != len(seeds) or not all(0 <= seed < 2**31 for seed in seeds):
         raise ConfigError(f'tuning.seeds={seeds} must be from 0 to 2**31 - 1, none twice')
-    if shared := sorted(set(seeds) & set(trials.seeds)):
+    if tuning.max_seeds < len(seeds):
         raise ConfigError(
-            f'tuning.seeds and trials.seeds share {shared[0]}: settings tuned on a seed look '
-            'better on it, so the verdict needs other seeds'
+            f'tuning.max_seeds={tuning.max_seeds} must be at least {len(seeds)}, the number of '
+            'tuning.seeds'
         )
+    _check_fresh(study, 'trials.seeds', trials.seeds)
     if len(trials.learning_rates) < 2:
         raise ConfigError(
             f'trials.learning_rates={trials.learning_rates} must be a grid with '
@@ -78,6 +91,45 @@ def _check_tuning(study: Study) -> None:
             )
 
 
+def _check_fresh(study: Study, name: str, seeds: tuple[int, ...]) -> None:
+    """Seeds of a verdict are none of those that the screening has or may draw."""
+    first, drawn = study.tuning.seeds, screening_seeds(study.tuning)
+    if shared := sorted(set(seeds) & set(drawn)):
+        whose = 'tuning.seeds' if shared[0] in first else f'the seeds up to {drawn[-1]} of tuning'
+        raise ConfigError(
+            f'{whose} and {name} share {shared[0]}: settings tuned on a seed look better on it, so '
+            'the verdict needs other seeds'
+        )
+
+
+def _check_corpus(study: Study, name: str) -> None:
+    data = dataclasses.replace(study.base.data, name=name)
+    try:
+        task_of(dataclasses.replace(study.base, data=data))
+    except ConfigError as error:
+        raise ConfigError(f'corpora={study.corpora}: {error}') from error
+
+
+def _check_controls(study: Study) -> None:
+    """Controls of a longer budget, and looks."""
+    longer, seeds = study.controls.longer, study.controls.longer_seeds
+    number = len(study.base.trials.seeds)
+    if longer is not None and longer < 2:
+        raise ConfigError(f'controls.longer={longer} must be at least 2, or None')
+    if seeds and (len(set(seeds)) != len(seeds) or not all(0 <= s < 2**31 for s in seeds)):
+        raise ConfigError(f'controls.longer_seeds={seeds} must be from 0 to 2**31 - 1, none twice')
+    if seeds and len(seeds) < MIN_PAIRS:
+        raise ConfigError(
+            f'controls.longer_seeds={seeds} must be at least {MIN_PAIRS}, or empty for trials.seeds'
+        )
+    _check_fresh(study, 'controls.longer_seeds', seeds)
+    looks = study.looks or (number,)
+    if looks[-1] != number or any(b <= a for a, b in itertools.pairwise((0, *looks))):
+        raise ConfigError(
+            f'looks={looks} must ascend from at least 1 to {number}, the number of trials.seeds'
+        )
+
+
 def _check_verdict(study: Study) -> None:
     """Settings without which training gives no verdict."""
     trials, optimizer = study.base.trials, study.base.optimizer
@@ -96,11 +148,15 @@ def _check_verdict(study: Study) -> None:
             f'{optimizer.final_fraction} does not anneal, which a verdict needs; use linear or '
             'cosine with final_fraction=0.1 or less'
         )
-    for name, seeds in (('tuning.seeds', study.tuning.seeds), ('trials.seeds', trials.seeds)):
-        if len(seeds) % study.base.mesh.trial:
-            raise ConfigError(
-                f'mesh.trial={study.base.mesh.trial} must divide the number of {name}, {len(seeds)}'
-            )
+    numbers = {
+        'the number of tuning.seeds': len(study.tuning.seeds),
+        'tuning.max_seeds': study.tuning.max_seeds,
+        'the number of trials.seeds': len(trials.seeds),
+        'the number of controls.longer_seeds': len(study.controls.longer_seeds),
+    } | {f'look {place} of looks': look for place, look in enumerate(study.looks, start=1)}
+    for name, number in numbers.items():
+        if number % study.base.mesh.trial:
+            raise ConfigError(f'mesh.trial={study.base.mesh.trial} must divide {name}, {number}')
 
 
 def _is_geometric(values: tuple[float, ...]) -> bool:

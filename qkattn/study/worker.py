@@ -220,7 +220,7 @@ def _work(
                 run.config,
                 path / run.directory,
                 command=command,
-                description=f'{run.arm.label} {run.arm.size} {run.knob or run.stage}',
+                description=f'{run.arm.title} {run.knob or run.stage}',
                 runs_left=runs_left,
                 lost=lambda: lease.lost,
             )

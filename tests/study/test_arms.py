@@ -105,6 +105,47 @@ SCALED = tuning(score_scales=(0.5, 1.0))
         # A study that is tuned.
         (TUNED, {'variants': ('shared_qk/vo',)}, "must contain the baseline 'qk/vo'"),
         (TUNED, tuning(seeds=(1, 2)), 'tuning.seeds and trials.seeds share 1:'),
+        (
+            TUNED,
+            tuning(seeds=(5, 6), max_seeds=1),
+            'max_seeds=1 must be at least 2, the numb',
+        ),
+        (
+            TUNED,
+            tuning(seeds=(5,)) | changed('trials', seeds=(0, 1, 7)),
+            'up to 10 of tuning and',
+        ),
+        (
+            TUNED,
+            {'controls': ControlsConfig(longer=1)},
+            'longer=1 must be at least 2, or None',
+        ),
+        (
+            TUNED,
+            {'controls': ControlsConfig(longer_seeds=(20, 21))},
+            'must be at least 3, or em',
+        ),
+        (TUNED, {'controls': ControlsConfig(longer_seeds=(7, 7, 8))}, 'longer_seeds=.* none twice'),
+        (
+            TUNED,
+            {'controls': ControlsConfig(longer_seeds=(8, 9, 10))},
+            'tuning.seeds and contr',
+        ),
+        (
+            TUNED,
+            {'controls': ControlsConfig(longer_seeds=(8, 9, 12))},
+            'to 15 of tuning and co',
+        ),
+        (
+            TUNED,
+            {'looks': (2, 3)},
+            r'looks=\(2, 3\) must ascend from at least 1 to 4',
+        ),
+        (TUNED, {'looks': (3, 2, 4)}, 'must ascend from at least 1 to 4'),
+        (TUNED, {'looks': (0, 4)}, 'must ascend from at least 1 to 4'),
+        (STUDY, {'looks': (1,)}, r'looks=\(1,\) need tuning.seeds: others have no verdict'),
+        (TUNED, {'corpora': ('stdlib', 'stdlib')}, 'must hold no entry twice'),
+        (TUNED, {'corpora': ('stdlib', 'stdlub')}, r"corpora=\('stdlib', 'stdlub'\): .*'stdlub'"),
         (TUNED, tuning(seeds=(5, 5)), 'from 0 to 2.*31 - 1, none twice'),
         (TUNED, tuning(seeds=(-1,)), 'from 0 to 2.*31 - 1, none twice'),
         (TUNED, tuning(max_points=2), 'must be at least 3'),
@@ -122,6 +163,7 @@ SCALED = tuning(score_scales=(0.5, 1.0))
             changed('mesh', trial=2) | tuning(seeds=(10, 11, 12)),
             'must divide the number of tuning.seeds, 3',
         ),
+        (TUNED, changed('mesh', trial=2) | {'looks': (3, 4)}, 'must divide look 1 of looks, 3'),
     ],
 )
 def test_a_wrong_study_is_one_sentence(study, fields, message):

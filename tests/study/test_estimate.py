@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from qkattn.config import OptimizerConfig, TrainConfig, TrialsConfig, TuningConfig
+from qkattn.config import ControlsConfig, OptimizerConfig, TrainConfig, TrialsConfig, TuningConfig
 from qkattn.model import cost
 from qkattn.study import estimate, plan
 from qkattn.study.arms import build_arms
@@ -21,7 +21,7 @@ STUDY = dataclasses.replace(
     small,
     base=SHORT,
     sizes=('d_model=32', 'd_model=48'),
-    tuning=TuningConfig(seeds=(10,), max_points=5),
+    tuning=TuningConfig(seeds=(10,), max_points=5, max_seeds=4),
 )
 
 
@@ -58,6 +58,31 @@ def test_the_warm_up_measures_every_size_once(monkeypatch):
     assert second.startswith('verdict') and '4 runs    12 trials' in second
     assert total.startswith('total') and '8 runs    20 trials' in total
     assert more.startswith('each value') and '1 trials, 6.4e+03 tokens; at most 3 values' in more
+
+
+def test_controls_corpora_and_looks_are_counted_and_longer_runs_apart(monkeypatch):
+    monkeypatch.setattr(estimate, 'measure', lambda run: estimate.Speed(1e9, 1.0))
+    study = dataclasses.replace(
+        STUDY,
+        sizes=('d_model=32',),
+        controls=ControlsConfig(longer=3, longer_seeds=(20, 21, 22, 23)),
+        corpora=('stdlib', 'tiny_shakespeare'),
+        looks=(1, 3),
+    )
+    text = estimate.text(study, build_arms(study))
+    costs = {line.split('  ')[0]: ' '.join(line.split()) for line in text.splitlines()}
+    # Of each corpus: two arms and a control, each 2 trials of screening and 3 of two looks.
+    assert '4 runs 8 trials' in costs['screening (learning_rate)']
+    assert '8 runs 12 trials' in costs['verdict']
+    assert '2 runs 4 trials' in costs['equal_shape screening (learning_rate)']
+    assert '4 runs 6 trials' in costs['equal_shape verdict']
+    assert '18 runs 30 trials' in costs['total']
+    # At three rates on one seed, and four seeds of the verdict.
+    longer = 4 * (3 + 4)
+    assert f'8 runs {longer} trials' in costs['longer, if every arm has a word']
+    tokens = 100 * 4 * 16 * (30 + 3 * longer)
+    assert f'26 runs {30 + longer} trials {tokens:.3g} tokens' in costs['total with longer']
+    assert 'gets up to 3 further seeds' in text
 
 
 def test_the_speed_is_that_of_the_compiled_program():

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from qkattn.config import TuningConfig
@@ -75,3 +76,55 @@ def test_half_a_grid_says_what_is_missing():
 def test_settings_of_single_values_are_left_alone():
     grids = {'learning_rate': (3e-3,), 'weight_decay': (0.0,), 'score_scale': (0.7,)}
     assert tune(grids, limits(1), {}) == Tuning({}, (3e-3, 0.0, 0.7), None, (), ())
+
+
+def screened(limits, sd, curvature=0.1, diverged=lambda rate, seed: False):
+    """Screens until nothing is asked for: the tuning, its measurements, and what was asked for."""
+    grids = {knob: values[:1] for knob, values in GRIDS.items()} | {
+        'learning_rate': GRIDS['learning_rate']
+    }
+    measured, asked = {}, []
+    while (found := tune(grids, limits, measured)).knob:
+        asked.append((found.values, found.seeds))
+        for value in found.values:
+            for seed in found.seeds:
+                noise = sd * np.random.default_rng([seed, round(1e7 * value)]).normal()
+                loss = 2 + 0.1 * seed + curvature * math.log(value / 2.2e-3) ** 2 + noise
+                of = measured.setdefault(found.at(value), {})
+                assert seed not in of
+                of[seed] = None if diverged(value, seed) else loss
+    return found, measured, asked
+
+
+def test_further_seeds_are_drawn_until_the_bracket_is_significant():
+    sharp, _, asked = screened(limits(5, max_seeds=8), sd=1e-4)
+    assert asked == [(GRIDS['learning_rate'], (10, 11))] and sharp.sweeps['learning_rate'].bracketed
+    noisy, measured, asked = screened(limits(5, max_seeds=12), sd=0.08)
+    drawn = [seeds for _, seeds in asked]
+    assert drawn[0] == (10, 11) and (12, 13) in drawn and len(drawn) > 2
+    sweep = noisy.sweeps['learning_rate']
+    assert sweep.bracketed and sweep.optimum_low and drawn[-1][-1] < 21
+    # All values of the grid get them, so that a seed's level cancels.
+    assert {tuple(of) for of in measured.values()} == {tuple(range(10, drawn[-1][-1] + 1))}
+    assert set(sweep.values) == {settings[0] for settings in measured}
+
+
+def test_further_seeds_end():
+    """A flat landscape is never bracketed: at most max_points values and max_seeds seeds."""
+    flat, measured, _ = screened(limits(4, max_seeds=5), sd=0.01, curvature=0.0)
+    assert len(measured) == 4 and {len(of) for of in measured.values()} <= {2, 4, 5}
+    assert all(set(of) <= set(range(10, 15)) for of in measured.values())
+    assert max(len(of) for of in measured.values()) == 5 and flat.settings[0] in flat.sweeps[
+        'learning_rate'
+    ].values + (flat.sweeps['learning_rate'].chosen,)
+    fixed, measured, _ = screened(limits(4, max_seeds=2), sd=0.01, curvature=0.0)
+    assert {len(of) for of in measured.values()} == {2} and fixed.knob is None
+
+
+def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():
+    _, measured, asked = screened(
+        limits(5, max_seeds=6), sd=0.1, diverged=lambda rate, seed: rate > 3e-3 and seed == 11
+    )
+    assert {at[0]: len(of) for at, of in measured.items() if at[0] > 3e-3} == {4e-3: 2}
+    assert max(len(of) for of in measured.values()) > 2
+    assert all(4e-3 not in values for values, seeds in asked if seeds != (10, 11))
