@@ -77,6 +77,7 @@ def trial_record(
         'data': {'name': 'stdlib', 'version': '3.11.7', 'unigram_bits_per_byte': 4.53},
         'eval_tokens': 65536,
         'eval_rows': 512,
+        'test_tokens': 32768,
         'provenance': {
             'git': {'commit': 'abc1234', 'dirty': False},
             'versions': {'jax': '0.10.2'},
@@ -260,6 +261,7 @@ def write_study(
     baseline: str | None = 'qk/vo',
     declared: Sequence[tuple] = (),
     num_evals: int = 10,
+    num_documents: int = 100,
     **changes: object,
 ) -> Path:
     """Writes the study that `records` make up.
@@ -311,6 +313,7 @@ def write_study(
     for name, of_run in runs.items():
         (directory / name).mkdir(exist_ok=True)
         write_metrics(directory / name, of_run, num_evals)
+        write_documents(directory / name, of_run, num_documents)
     return directory
 
 
@@ -353,3 +356,33 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
         lines.append({'kind': 'eval', 'step': step, **evaluation})
     text = ''.join(json.dumps(line) + '\n' for line in lines)
     (directory / 'metrics.jsonl').write_text(text)
+
+
+def write_documents(
+    directory: Path,
+    records: Sequence[Mapping],
+    number: int = 100,
+    shifts: Mapping[str, Sequence[float]] | None = None,
+) -> None:
+    """Losses by document whose sums are those of the records, of documents that differ in length.
+
+    They differ from the split's loss by the same nats/token in every trial, plus the `shifts` of a
+    split (by document, of mean zero), so that without these they leave no error in a difference.
+    """
+    tokens = [100 + 10 * (place % 5) for place in range(number)]
+    content = {}
+    for split, prefix in (('validation', 'val'), ('test', 'test')):
+        losses = [record[f'{prefix}_loss'] for record in records]
+        if any(loss is not None for loss in losses):
+            more = (shifts or {}).get(split, [0.0] * number)
+            excess = [t * (0.1 * (-1) ** c + more[c]) for c, t in enumerate(tokens)]
+            rest = sum(excess) / sum(tokens)
+            nats = [
+                None
+                if loss is None
+                else [t * (loss - rest) + e for t, e in zip(tokens, excess, strict=True)]
+                for loss in losses
+            ]
+            names = [f'{split}/{place}.py' for place in range(number)]
+            content[split] = {'documents': names, 'tokens': tokens, 'nats': nats}
+    (directory / 'documents.json').write_text(json.dumps(content))

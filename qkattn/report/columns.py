@@ -82,7 +82,7 @@ def columns(study: Study, found: Findings) -> list[Column]:
     groups = dict.fromkeys(group for arm in arms for group in arm.example.parameters)
     main, *_ = metrics = measured(found)
     unit = 'nats/token [95 % t interval]' if intervals else 'nats/token'
-    differs = f'difference in val loss,|{unit}'
+    differs = f'difference in {found.split} loss,|{unit}'
     by_key = {
         'p_equivalence_holm': 'verdict.p_equivalence_holm',
         **{n: f'difference.{n}' for n in ('p_equivalence', 'detectable', 'margin', 'paired')},
@@ -218,7 +218,7 @@ def _of_knob(knob: str, arms: Sequence[Arm], tuned: bool) -> Iterator[Column]:
 
 def _difference(arm: Arm) -> str:
     if arm.is_baseline:
-        return f'baseline, val loss {mean_sd(arm.val_loss, 4)}'
+        return f'baseline, {arm.split} loss {mean_sd(arm.loss, 4)}'
     unpaired = arm.difference is not None and not arm.difference.paired
     return interval(arm.difference) + ' unpaired' * unpaired
 

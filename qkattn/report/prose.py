@@ -18,6 +18,7 @@ from markupsafe import Markup
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem, ProblemCode
+from qkattn.study.place import Place
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import NotScaled, Reason, Remark, RemarkCode
 from qkattn.verdict.findings import Scaling
@@ -121,17 +122,23 @@ def _macro(name: str, variables: dict[str, Any], /, **arguments: Any) -> str:
     return tidy(getattr(module, name)(**arguments))
 
 
+def placed(place: Place) -> str:
+    """'b/vo at d_model=128', 'b/vo at d_model=128 (equal shape)'."""
+    kind = f' ({words(place.control)})' if place.control else ''
+    return f'{place.variant} at {place.size}{kind}'
+
+
 def remark(found: Remark) -> str:
     """A whole sentence, with the arm that it is about."""
     text = clause(found)
-    subject = ' at '.join(found.arm) + ': ' if found.arm else 'every arm: ' * found.every_arm
+    subject = f'{placed(found.arm)}: ' if found.arm else 'every arm: ' * found.every_arm
     return f'{subject or text[0].upper()}{text if subject else text[1:]}.'
 
 
 def reasons(arm: Arm) -> str:
-    """Why an arm has its verdict, with the caveats."""
+    """Why an arm has its verdict."""
     of = arm.verdict
-    return '; '.join(clause(why, of.num_comparisons) for why in (*of.reasons, *of.caveats))
+    return '; '.join(clause(why, of.num_comparisons) for why in of.reasons)
 
 
 def progress(missing: Missing) -> str:
@@ -140,7 +147,7 @@ def progress(missing: Missing) -> str:
     return _macro('progress', {}, stage=missing.stage, **about)
 
 
-def absent(study: Study, place: tuple[str, str], arm: Arm | None, otherwise: str) -> str:
+def absent(study: Study, place: Place, arm: Arm | None, otherwise: str) -> str:
     """Why an arm has no number to draw; `otherwise` where it has finished trials."""
     if arm is not None and arm.chosen:
         return otherwise
@@ -148,7 +155,7 @@ def absent(study: Study, place: tuple[str, str], arm: Arm | None, otherwise: str
         return 'stopped early' if any(t.finished for t in arm.verdict_trials) else 'diverged'
     if place not in study.arms:
         return 'not in the grid'
-    waiting = [progress(m) for m in study.missing if (m.variant, m.size) == place]
+    waiting = [progress(m) for m in study.missing if m.place == place]
     return waiting[-1] if waiting and waiting[-1] != 'not started' else 'no result yet'
 
 
@@ -250,9 +257,7 @@ def environment(html: bool) -> jinja2.Environment:
         'integers': lambda values: [f'{value:,}' for value in values],
         'numbers': lambda values: ', '.join(f'{value:g}' for value in values),
         'strong': lambda text: Markup('<strong>{}</strong>').format(text) if html else text,
-        'place': lambda of: (
-            f'{of[0]} at {of[1]}' if isinstance(of, tuple) else f'{of.variant} at {of.size}'
-        ),
+        'place': lambda of: placed(of if isinstance(of, Place) else of.place),
         'quantity': QUANTITIES.__getitem__,
         'shortened': lambda text: f'{text[:12]}…' if HASH.fullmatch(text) else text,
     }

@@ -9,22 +9,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from qkattn.stats.decision import Decision
+from qkattn.stats.inference import Difference
+from qkattn.study.place import Place
 
-# Variant and size of an arm.
-Place = tuple[str, str]
+# The splits of a trial's losses: those that decide, and those that settings are chosen by.
+TEST, VALIDATION = 'test', 'val'
 
 
 class RemarkCode(enum.Enum):
     """A hygiene finding."""
 
-    # Of the study: its seeds, its evaluation, the software of its runs.
+    # Of the study: its seeds, its evaluation, the software of its runs, its ledger.
     LEARNING_RATE_NOT_TUNED, SHARED_SEEDS, FEW_SEEDS, DIVERGED, EVALUATION = range(5)
     DIFFERS, SOFTWARE_DIFFERS, UNCOMMITTED_CHANGES = range(5, 8)
+    OTHER_DECLARATION, LOOK_IN_PROGRESS, ORPHANED_RUNS = range(8, 11)
     # Of an arm: its training, its matching, its seeds and settings.
-    STOPPED_EARLY, NOT_ANNEALED, MISSING_RESULTS = range(8, 11)
-    OVER_TOLERANCE, OTHER_PARAMETER_COUNT, DIFFERS_FROM_BASELINE = range(11, 14)
-    OTHER_SEEDS, OTHER_SETTING, SEVERAL_SETTINGS = range(14, 17)
-    NOT_BRACKETED, SCREENING_INCOMPLETE = range(17, 19)
+    STOPPED_EARLY, NOT_ANNEALED, MISSING_RESULTS = range(11, 14)
+    OVER_TOLERANCE, OTHER_PARAMETER_COUNT, DIFFERS_FROM_BASELINE = range(14, 17)
+    OTHER_SEEDS, OTHER_SETTING, SEVERAL_SETTINGS = range(17, 20)
+    NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(20, 23)
+    # Of an arm: the splits that it is measured on, and when it was declared.
+    NO_TEST, FEW_DOCUMENTS, POST_HOC = range(23, 26)
 
 
 class ReasonCode(enum.Enum):
@@ -32,22 +37,21 @@ class ReasonCode(enum.Enum):
 
     # The outcome of the tests.
     DIVERGED, FEW_PAIRS, EQUIVALENT, DIFFERENT, NOT_SHOWN = range(5)
-    DIFFERENT_WITHIN_MARGIN, DIFFERENT_BUT_DIVERGED = range(5, 7)
+    BEYOND_MARGIN, NOT_BEYOND_MARGIN = range(5, 7)
+    DIFFERENT_WITHIN_MARGIN, DIFFERENT_BUT_DIVERGED, SPLITS_DISAGREE = range(7, 10)
     # Missing results.
-    NO_VERDICT_TRIALS, NO_BASELINE_TRIALS, BASELINE_BLOCKED = range(7, 10)
-    # Caveats: uncertainty of the tuning.
-    NOT_BRACKETED, BEYOND_GRID, IMPRECISE_OPTIMUM = range(10, 13)
+    NO_VERDICT_TRIALS, NO_BASELINE_TRIALS, BASELINE_BLOCKED, NO_DOCUMENTS = range(10, 14)
 
 
 class NotScaled(enum.Enum):
     """Why the mean loss of an arm is not used in a scaling fit."""
 
-    NO_LOSSES, DIVERGED, BLOCKED, NOT_BRACKETED = range(4)
+    NO_LOSSES, DIVERGED, NOT_BRACKETED, BLOCKED = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A hygiene finding about an arm (variant, size), or about the study where `arm` is None.
+    """A hygiene finding about an arm, or about the study where `arm` is None.
 
     A remark that `blocks` withholds the verdict of the arm, or of every arm where `arm` is None.
     With `every_arm` the finding holds for each arm by itself.
@@ -62,31 +66,60 @@ class Remark:
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """One reason of a verdict, or one caveat."""
+    """One reason of a verdict."""
 
     code: ReasonCode
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """A decision about one arm against the baseline of its size.
+class Comparison:
+    """Losses of an arm minus those of another, nats/token; below zero is better.
+
+    Of several pairs, one a corpus, the mean over the pairs, seed by seed.
 
     Attributes:
-      decision: better, worse, equivalent, undecided or no verdict.
+      split: of the differences that decide: TEST, or VALIDATION where a trial has no test loss.
+      differences: on this split by seed, ascending; empty if no seed finished in all arms.
+      difference: their mean with its tests; of independent samples if no seed is shared.
+      validation: the mean difference on the validation split.
+      correlation: Pearson's, over seeds, between the losses of the two arms: the share of their
+        variance that pairing by seed removes. None with fewer than 3 seeds or without spread.
+      num_documents: evaluated documents behind the evaluation error in `difference`; None if the
+        trials have no losses by document, and there is no such error.
+    """
+
+    split: str
+    differences: Mapping[int, float]
+    difference: Difference
+    validation: float
+    correlation: float | None
+    num_documents: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A decision about an arm against its baseline: the same size, corpus and length of training.
+
+    Attributes:
+      decision: from the first look that decides, else from the last one that was taken.
       reasons: the outcome of the tests; without a verdict, what is missing and the remarks that
         block it.
-      caveats: uncertainty that remains from the tuning of the arm or of the baseline.
-      p_holm, p_margin_holm, p_equivalence_holm: corrected p values; None where nothing was tested.
+      p_holm, p_margin_holm, p_equivalence_holm: p values after Holm's correction, of no difference,
+        of a difference of at most the margin and of one of at least the margin; None where nothing
+        was tested.
       detectable: |difference| (nats/token) found with probability 0.8 after that correction.
       num_comparisons: the size of the family that Holm's correction is for.
+      alpha: the level of that look, which the p values are compared with.
+      num_seeds: the declared seeds at that look.
     """
 
     decision: Decision
     reasons: tuple[Reason | Remark, ...] = ()
-    caveats: tuple[Reason, ...] = ()
     p_holm: float | None = None
     p_margin_holm: float | None = None
     p_equivalence_holm: float | None = None
     detectable: float | None = None
     num_comparisons: int = 0
+    alpha: float | None = None
+    num_seeds: int | None = None

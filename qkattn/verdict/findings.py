@@ -4,19 +4,38 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 """
 
 import dataclasses
-from collections.abc import Iterator
+import math
 
-from qkattn.stats import decision, inference, scaling
-from qkattn.stats.decision import Judgement
-from qkattn.verdict import hygiene
-from qkattn.verdict.arms import Arm, arms_of
-from qkattn.verdict.codes import Decision, Place, Reason, ReasonCode, Remark, Verdict
+from qkattn.stats import scaling
+from qkattn.verdict import hygiene, judging, parts
+from qkattn.verdict.arms import Arm, Group, arms_of
+from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, Verdict
+from qkattn.verdict.comparison import compare
 from qkattn.verdict.load import Study
+from qkattn.verdict.parts import Decomposition
+
+
+@dataclasses.dataclass(frozen=True)
+class Overall:
+    """A variant at one size over all corpora of the study.
+
+    Attributes:
+      arms: one a corpus, in the order of the study.
+      comparison: the mean over corpora of the differences, seed by seed, whose error over documents
+        is that of the documents of all corpora; None if an arm or its baseline has no result.
+      verdict: one family of its own, of the variants and sizes.
+    """
+
+    variant: str
+    size: str
+    arms: tuple[Arm, ...]
+    comparison: Comparison | None
+    verdict: Verdict
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Loss against parameters over the sizes of one variant.
+    """Loss against parameters over the sizes of one variant on one corpus.
 
     `multiplier` is how many parameters of the baseline one of the variant is worth; None for the
     baseline and if the baseline has no results. If `fit` or `multiplier` has a `problem`, its
@@ -24,6 +43,7 @@ class Scaling:
     """
 
     variant: str
+    corpus: str
     fit: scaling.Fit
     multiplier: scaling.Multiplier | None
 
@@ -33,23 +53,36 @@ class Findings:
     """The findings of a study.
 
     Attributes:
-      arms: size by size, the baseline first.
+      arms: the primary ones: size by size, corpus by corpus, the baseline first.
+      controls: the others, in the same order; compared with the baseline of their length of
+        training, and without a verdict.
       remarks: all hygiene findings, the blocking ones first.
-      scaling: one fit per variant, in the study's order, over the arms whose `not_scaled` is None;
-        empty for fewer than two sizes and if a remark blocks every arm.
-      num_comparisons: declared arms without the baselines, the family of Holm's correction; 0 in a
-        study without tuning.
+      scaling: one fit per variant and corpus, in the study's order, over the arms whose
+        `not_scaled` is None; empty for fewer than two sizes and if a remark blocks every arm.
+      num_comparisons: the family of Holm's correction: the declared primary arms without the
+        baselines, or as many as ever were declared; 0 in a study without tuning.
+      decomposition: of the arms that have a control with results.
+      overall: one for each variant but the baseline and size, if there are several corpora.
     """
 
     arms: tuple[Arm, ...]
+    controls: tuple[Arm, ...]
     remarks: tuple[Remark, ...]
-    scaling: tuple[Scaling, ...]
-    num_comparisons: int
+    scaling: tuple[Scaling, ...] = ()
+    num_comparisons: int = 0
+    decomposition: tuple[Decomposition, ...] = ()
+    overall: tuple[Overall, ...] = ()
 
     @property
     def blocks(self) -> tuple[Remark, ...]:
         """The remarks that withhold every verdict."""
         return tuple(remark for remark in self.remarks if remark.blocks and remark.arm is None)
+
+    @property
+    def split(self) -> str:
+        """The split of the differences: TEST, or VALIDATION where trials have no test loss."""
+        compared = [arm.comparison for arm in self.arms if arm.comparison]
+        return VALIDATION if any(of.split == VALIDATION for of in compared) else TEST
 
     @property
     def lacks_scaling(self) -> bool:
@@ -61,125 +94,63 @@ def find(study: Study) -> Findings:
     """Computes the findings of a study."""
     arms = arms_of(study)
     remarks = hygiene.check(study, arms)
-    baselines = {arm.size: arm for arm in arms if arm.is_baseline}
+    baselines = {arm.group: arm for arm in arms if arm.is_baseline}
     arms = tuple(
         dataclasses.replace(
-            _compared(study, arm, baselines.get(arm.size)),
+            arm,
+            comparison=_compared(study, arm, baselines.get(arm.group)),
             remarks=tuple(remark for remark in remarks if remark.arm == arm.place),
         )
         for arm in arms
     )
-    number = sum(variant != study.baseline for variant, _ in study.arms) if study.tuning else 0
-    found = Findings(arms, remarks, (), number)
+    baselines = {arm.group: arm for arm in arms if arm.is_baseline}
+    primary = tuple(arm for arm in arms if arm.control is None)
+    found = Findings(primary, tuple(arm for arm in arms if arm.control), remarks)
     if study.tuning:
-        found = dataclasses.replace(found, arms=_judged(study, found))
-    return dataclasses.replace(found, scaling=_scaling(study, found))
+        compared = {a.place: [(a, baselines.get(a.group))] for a in primary if not a.is_baseline}
+        family = _family(study)
+        verdicts = judging.judge(study, compared, found.blocks, family)
+        primary = tuple(dataclasses.replace(a, verdict=verdicts.get(a.place)) for a in primary)
+        found = dataclasses.replace(found, arms=primary, num_comparisons=family)
+        found = dataclasses.replace(found, overall=_overall(study, found, baselines))
+    decomposition = parts.decompose(study, (*found.arms, *found.controls))
+    return dataclasses.replace(found, scaling=_scaling(study, found), decomposition=decomposition)
 
 
-def _compared(study: Study, arm: Arm, baseline: Arm | None) -> Arm:
-    """The arm with its difference from the baseline, unpaired if no seed is shared."""
-    if arm.is_baseline or baseline is None or not arm.chosen or not baseline.chosen:
-        return arm
-    losses, own = _losses(baseline), _losses(arm)
-    shared = tuple(loss - losses[seed] for seed, loss in own.items() if seed in losses)
-    if shared:
-        difference = inference.paired(shared, study.margin)
-    else:
-        difference = inference.welch(list(own.values()), list(losses.values()), study.margin)
-    return dataclasses.replace(arm, differences=shared, difference=difference)
+def _family(study: Study) -> int:
+    """How many primary arms are, or ever were, declared for comparison with a baseline."""
+    declared = sum(p.control is None and p.variant != study.baseline for p in study.arms)
+    return max(declared, study.ledger.family if study.ledger else 0)
 
 
-def _losses(arm: Arm) -> dict[int, float]:
-    """Val losses by seed, ascending."""
-    return {t.seed: t.val_loss for t in sorted(arm.chosen, key=lambda trial: trial.seed)}
+def _compared(study: Study, arm: Arm, baseline: Arm | None) -> Comparison | None:
+    if arm.is_baseline or baseline is None:
+        return None
+    return compare([(arm, baseline)], study.margin)
 
 
-def _judged(study: Study, found: Findings) -> tuple[Arm, ...]:
-    """The arms with their verdicts; all declared comparisons are one family."""
-    number, baselines = found.num_comparisons, {a.size: a for a in found.arms if a.is_baseline}
-    pairs = {a.place: (a, baselines.get(a.size)) for a in found.arms if not a.is_baseline}
-    lacking: dict[Place, tuple[Reason | Remark, ...]] = {
-        place: (*found.blocks, *arm.blocks, *_lacking(study, arm, baseline))
-        for place, (arm, baseline) in pairs.items()
-    }
-    tested = {place: pair for place, pair in pairs.items() if not lacking[place]}
-    judged = decision.judge(
-        {place: arm.difference for place, (arm, _) in tested.items()},
-        diverged={p: (arm.num_diverged, base.num_diverged) for p, (arm, base) in tested.items()},
-        planned=number,
+def _overall(study: Study, found: Findings, baselines: dict[Group, Arm]) -> tuple[Overall, ...]:
+    """The variants that have results on every corpus, at each size."""
+    number = len(study.corpora)
+    cases: dict[tuple[str, str], list[tuple[Arm, Arm | None]]] = {}
+    for arm in found.arms if number > 1 else ():
+        if not arm.is_baseline:
+            pair = arm, baselines.get(arm.group)
+            cases.setdefault((arm.variant, arm.size), []).append(pair)
+    cases = {key: pairs for key, pairs in cases.items() if len(pairs) == number}
+    family = math.ceil(found.num_comparisons / number)
+    verdicts = judging.judge(study, cases, found.blocks, family)
+    return tuple(
+        Overall(
+            *key,
+            arms=tuple(arm for arm, _ in pairs),
+            comparison=compare([(a, b) for a, b in pairs if b is not None], study.margin)
+            if all(b is not None for _, b in pairs)
+            else None,
+            verdict=verdicts[key],
+        )
+        for key, pairs in cases.items()
     )
-    verdicts = {place: Verdict(Decision.NO_VERDICT, why) for place, why in lacking.items()}
-    for place, (arm, baseline) in tested.items():
-        reasons = tuple(_outcome(arm, baseline, judged[place]))
-        by_tests = Verdict(reasons=reasons, **vars(judged[place]), num_comparisons=number)
-        verdicts[place] = _as_tuned(by_tests, arm, baseline)
-    return tuple(dataclasses.replace(arm, verdict=verdicts.get(arm.place)) for arm in found.arms)
-
-
-def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> Iterator[Reason]:
-    """The results of arm and baseline that a verdict needs and that are missing."""
-    of_baseline = {'baseline': study.baseline}
-    if not arm.verdict_trials:
-        yield Reason(ReasonCode.NO_VERDICT_TRIALS)
-    if baseline is None or not baseline.verdict_trials:
-        yield Reason(ReasonCode.NO_BASELINE_TRIALS, of_baseline)
-    elif why := baseline.blocks:
-        yield Reason(ReasonCode.BASELINE_BLOCKED, of_baseline | {'remarks': why})
-
-
-def _outcome(arm: Arm, baseline: Arm, judged: Judgement) -> Iterator[Reason]:
-    """The reasons of the verdict from the tests alone."""
-    difference, p, p_same = arm.difference, judged.p_holm, judged.p_equivalence_holm
-    if arm.num_diverged or baseline.num_diverged:
-        counts = {'arm': arm.num_diverged, 'baseline': baseline.num_diverged}
-        yield Reason(ReasonCode.DIVERGED, counts)
-    if difference is None or p is None:
-        counts = {'n': difference.n if difference else 0, 'needed': inference.MIN_PAIRS}
-        yield Reason(ReasonCode.FEW_PAIRS, counts)
-        return
-    side = Decision.BETTER if difference.mean < 0 else Decision.WORSE
-    differs = p <= 1 - inference.LEVEL
-    if judged.decision is Decision.EQUIVALENT:
-        yield Reason(ReasonCode.EQUIVALENT, {'p': p_same})
-        if differs:
-            data = {'side': side, 'margin': difference.margin, 'p': p}
-            yield Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data)
-    elif judged.decision is side:
-        yield Reason(ReasonCode.DIFFERENT, {'p': p})
-    elif differs:
-        yield Reason(ReasonCode.DIFFERENT_BUT_DIVERGED, {'side': side, 'p': p})
-    else:
-        data = {'p': p, 'p_equivalence': p_same, 'detectable': judged.detectable}
-        yield Reason(ReasonCode.NOT_SHOWN, data)
-
-
-def _as_tuned(verdict: Verdict, arm: Arm, baseline: Arm) -> Verdict:
-    """The verdict with its caveats; UNDECIDED if the tuning does not support the decision.
-
-    If a knob is not bracketed, a better value may lie beyond those tried. The arm may then be
-    better than measured, which contradicts worse and equivalent; likewise for the baseline.
-    """
-    whose = {'arm': arm, 'baseline': baseline}
-    caveats = [
-        Reason(ReasonCode.NOT_BRACKETED, {'whose': name, 'knobs': of.not_bracketed})
-        for name, of in whose.items()
-        if of.not_bracketed
-    ]
-    decision = verdict.decision
-    forbidden = {Decision.WORSE} if arm.not_bracketed else set()
-    forbidden |= {Decision.BETTER} if baseline.not_bracketed else set()
-    forbidden |= {Decision.EQUIVALENT} if forbidden else set()
-    if decision in forbidden:
-        caveats.append(Reason(ReasonCode.BEYOND_GRID, {'decision': decision}))
-        decision = Decision.UNDECIDED
-    elif decision in (Decision.BETTER, Decision.WORSE):
-        caveats += [
-            Reason(ReasonCode.IMPRECISE_OPTIMUM, {'whose': name, 'knob': knob, 'nats': nats})
-            for name, of in whose.items()
-            for knob, sweep in of.sweeps.items()
-            if (nats := sweep.at_worst) is not None and nats > abs(arm.difference.mean)
-        ]
-    return dataclasses.replace(verdict, decision=decision, caveats=tuple(caveats))
 
 
 def _scaling(study: Study, found: Findings) -> tuple[Scaling, ...]:
@@ -187,16 +158,16 @@ def _scaling(study: Study, found: Findings) -> tuple[Scaling, ...]:
     if found.blocks or len(study.sizes) < 2:
         return ()
     curves = {}
-    for variant in study.variants:
-        if usable := [a for a in found.arms if a.variant == variant and a.not_scaled is None]:
+    for key in dict.fromkeys((arm.variant, arm.corpus) for arm in found.arms):
+        own = [arm for arm in found.arms if (arm.variant, arm.corpus) == key]
+        if usable := [arm for arm in own if arm.not_scaled is None]:
             parameters = [arm.example.parameters['total'] for arm in usable]
-            curves[variant] = parameters, [list(_losses(arm).values()) for arm in usable]
-    baseline = curves.get(study.baseline)
-    return tuple(
-        Scaling(
-            variant,
-            scaling.fit(*curve),
-            scaling.multiplier(curve, baseline) if baseline and curve is not baseline else None,
-        )
-        for variant, curve in curves.items()
-    )
+            curves[key] = parameters, [list(arm.losses(arm.split).values()) for arm in usable]
+    made = []
+    for (variant, corpus), curve in curves.items():
+        baseline = curves.get((study.baseline, corpus))
+        multiplier = None
+        if baseline and curve is not baseline:
+            multiplier = scaling.multiplier(curve, baseline)
+        made.append(Scaling(variant, corpus, scaling.fit(*curve), multiplier))
+    return tuple(made)

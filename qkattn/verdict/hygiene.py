@@ -9,13 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qkattn.config import ANNEALED, DECAYS, OptimizerConfig
+from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.codes import Remark, RemarkCode
+from qkattn.verdict.codes import TEST, Remark, RemarkCode
 from qkattn.verdict.load import Study
 from qkattn.verdict.reading import flat
 
 ENOUGH_SEEDS = 5
+MIN_DOCUMENTS = 100  # of a split of text
+# What an entry of the ledger accepts that would otherwise withhold every verdict.
+UNCOMMITTED, COMMITS = 'uncommitted', 'commits'
 # The factors of every study, and the shapes that matching solves for.
 _FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
 # Paths and device layout, which affect results at most by rounding.
@@ -25,17 +29,19 @@ _HARMLESS = (
     *('train.steps_per_dispatch', 'train.log_every', 'train.eval_every', 'train.checkpoint_every'),
     *('train.lifting', 'model.remat', 'model.scan_unroll', 'trials.seeds'),
 )
+_MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens', 'target_parameters')
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
 
 def check(study: Study, arms: Sequence[Arm]) -> tuple[Remark, ...]:
     """All remarks, the blocking ones first."""
-    remarks = [*_tuning_of(study)]
+    remarks = [*_tuning_of(study), *_declaration(study)]
     for arm in arms:
         remarks += [*_training(study, arm), *_results(study, arm), *_matching(study, arm)]
         if study.tuning:
-            remarks += [*_seeds(study, arm), *_settings(study, arm)]
-    remarks += _differences(study, arms)
+            remarks += [*_post_hoc(study, arm), *_seeds(study, arm), *_settings(study, arm)]
+            remarks += _splits(arm)
+    remarks += [*_differences(study, arms), *_software(study, arms), *_look(study, arms)]
     remarks += [*_few_seeds(study, arms), *_diverged(arms), *_evaluation(arms)]
     return tuple(sorted(_merged(remarks, len(arms)), key=lambda remark: not remark.blocks))
 
@@ -66,6 +72,45 @@ def _tuning_of(study: Study) -> Iterator[Remark]:
         yield Remark(RemarkCode.SHARED_SEEDS, {'seeds': tuple(sorted(both))}, blocks=True)
 
 
+def _declaration(study: Study) -> Iterator[Remark]:
+    """The study is what its ledger declares, and no run was left out of its plan."""
+    if study.ledger and study.ledger.declaration != study.declaration:
+        yield Remark(RemarkCode.OTHER_DECLARATION, {}, blocks=True)
+    if study.orphans:
+        yield Remark(RemarkCode.ORPHANED_RUNS, {'runs': study.orphans})
+
+
+def _post_hoc(study: Study, arm: Arm) -> Iterator[Remark]:
+    """An arm that was added after a look at results was chosen by them, and gets no word."""
+    if study.ledger and arm.place in study.ledger.post_hoc:
+        data = {'first_look': study.ledger.first_look}
+        yield Remark(RemarkCode.POST_HOC, data, True, arm.place)
+
+
+def _splits(arm: Arm) -> Iterator[Remark]:
+    """The loss that decides is that of a test split, and splits of text have many documents."""
+    if arm.chosen and arm.split != TEST:
+        yield Remark(RemarkCode.NO_TEST, {}, True, arm.place)
+    for split, found in arm.example.documents.items() if arm.chosen else ():
+        is_text = arm.example.metrics[f'{split}_bits_per_byte'] is not None
+        if is_text and len(found.names) < MIN_DOCUMENTS:
+            data = {'split': split, 'documents': len(found.names), 'needed': MIN_DOCUMENTS}
+            yield Remark(RemarkCode.FEW_DOCUMENTS, data, True, arm.place)
+
+
+def _look(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """The next look, if some of the arms have results for it and others do not."""
+    primary = [place for place in study.arms if place.control is None]
+    for number, count in enumerate(study.looks if study.tuning else (), start=1):
+        seeds = study.seeds[:count]
+        reached = [arm.place for arm in arms if arm.control is None and arm.reached(seeds)]
+        if len(reached) < len(primary) and len(study.looks) > 1:
+            counts = {'look': number, 'looks': len(study.looks), 'seeds': count}
+            counts |= {'reached': len(reached), 'arms': len(primary)}
+            yield Remark(RemarkCode.LOOK_IN_PROGRESS, counts)
+            return
+
+
 def _training(study: Study, arm: Arm) -> Iterator[Remark]:
     """Verdict trials are trained to the end of a schedule that anneals the learning rate."""
     if short := [t for t in arm.verdict_trials if t.finished and t.stopped_early]:
@@ -93,7 +138,7 @@ def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
     residual = arm.example.residual
     if study.matched is None or residual is None:
         return
-    if abs(residual) > study.tolerance:
+    if abs(residual) > study.tolerance and arm.control != EQUAL_SHAPE:
         data = {'matched': study.matched, 'residual': residual, 'tolerance': study.tolerance}
         yield Remark(RemarkCode.OVER_TOLERANCE, data, True, arm.place)
     parameters, target = arm.example.parameters['total'], arm.example.target_parameters
@@ -103,21 +148,32 @@ def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
-    """Each run has the declared seeds: seeds may not be selected by their results."""
-    declared = {SCREENING: study.tuning.seeds, VERDICT: study.seeds}
-    for run in study.runs:
-        expected, actual = declared.get(run.stage), tuple(run.config['trials']['seeds'])
-        if run.place == arm.place and expected and sorted(actual) != sorted(expected):
-            data = {'stage': run.stage, 'actual': actual, 'declared': expected}
+    """The runs of a stage have the declared seeds, up to a look: they are not selected by results.
+
+    Screening seeds beyond the first ones count on from the last of these.
+    """
+    longer = arm.control == LONGER and study.controls['longer_seeds']
+    seeds = tuple(longer or study.seeds)
+    looks = [seeds] if longer else [seeds[:count] for count in study.looks]
+    first = study.tuning.seeds
+    further = range(max(first) + 1, max(first) + 1 + study.tuning.max_seeds - len(first))
+    screening = [(*first, *further[:count]) for count in range(len(further) + 1)]
+    for stage, allowed in ((SCREENING, screening), (VERDICT, looks)):
+        own = [r.seeds for r in study.runs if r.place == arm.place and r.stage == stage]
+        actual = tuple(dict.fromkeys(seed for of in own for seed in of))
+        if actual and sorted(actual) not in [sorted(of) for of in allowed]:
+            data = {'stage': stage, 'actual': actual, 'declared': allowed[-1]}
             yield Remark(RemarkCode.OTHER_SEEDS, data, True, arm.place)
 
 
 def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
-    """The verdict is run at the settings that the screening chooses; these are bracketed."""
+    """The verdict is run at the settings that the screening chooses; these are known well."""
     for knob in arm.not_bracketed:
         values, best = arm.sweeps[knob].values, arm.sweeps[knob].best
         data = {'knob': knob, 'low': values[0], 'high': values[-1], 'best': best}
-        yield Remark(RemarkCode.NOT_BRACKETED, data, arm=arm.place)
+        yield Remark(RemarkCode.NOT_BRACKETED, data, True, arm.place)
+    for knob in arm.unbounded:
+        yield Remark(RemarkCode.UNBOUNDED_OPTIMUM, {'knob': knob}, True, arm.place)
     if not arm.verdict_trials:
         return
     tuning, ran_at = arm.tuning, arm.verdict_trials[0].at
@@ -135,17 +191,15 @@ def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
-    """Settings, data and software that differ between the arms of a size.
+    """Settings and data that differ between the arms of one baseline.
 
     One remark for each setting or fact that differs, with its values and arms. If it can affect
     results, each arm that differs from the baseline gets a blocking remark as well.
     """
     factors = _declared_factors(study)
-    for size in study.sizes:
-        of_size = [arm for arm in arms if arm.size == size and arm.verdict_trials]
-        facts = {arm.variant: _facts(study, arm, factors) for arm in of_size}
-        yield from _unlike(study, size, facts)
-    yield from _software(arms)
+    for group in dict.fromkeys(arm.group for arm in arms):
+        own = [arm for arm in arms if arm.group == group and arm.verdict_trials]
+        yield from _unlike(study, {arm.place: _facts(study, arm, factors) for arm in own})
 
 
 def _declared_factors(study: Study) -> set[str]:
@@ -163,43 +217,57 @@ def _facts(study: Study, arm: Arm, factors: set[str]) -> dict[str, Any]:
     return {
         **{n: v for n, v in settings if n not in factors and not n.startswith(_PLACES)},
         **{f'data.{name}': value for name, value in flat(example.data)},
-        **{n: getattr(example, n) for n in ('eval_tokens', 'eval_rows', 'target_parameters')},
+        **{n: getattr(example, n) for n in _MEASURED},
     }
 
 
-def _unlike(study: Study, size: str, of_arms: Mapping[str, dict[str, Any]]) -> Iterator[Remark]:
+def _unlike(study: Study, of_arms: Mapping[Place, dict[str, Any]]) -> Iterator[Remark]:
     for name in dict.fromkeys(name for of in of_arms.values() for name in of):
-        values = {variant: of.get(name, 'absent') for variant, of in of_arms.items()}
+        values = {place: of.get(name, 'absent') for place, of in of_arms.items()}
         if len(set(map(repr, values.values()))) == 1:
             continue
         by_value: dict[str, tuple[str, ...]] = {}
-        for variant, value in values.items():
-            by_value[str(value)] = (*by_value.get(str(value), ()), variant)
-        where = {'name': name, 'size': size if len(study.sizes) > 1 else None}
+        for place, value in values.items():
+            label = f'{place.variant} ({place.control})' if place.control else place.variant
+            by_value[str(value)] = (*by_value.get(str(value), ()), label)
+        first = next(iter(values))
+        size = first.size if len(study.sizes) > 1 else None
+        corpus = first.corpus if len(study.corpora) > 1 else None
+        where = {'name': name, 'size': size, 'corpus': corpus}
         found = {'values': by_value, 'harmless': name in _HARMLESS}
         yield Remark(RemarkCode.DIFFERS, where | found)
-        if name in _HARMLESS or study.baseline not in values:
+        baselines = [place for place in values if place.variant == study.baseline]
+        if name in _HARMLESS or not baselines:
             continue
-        baseline = values[study.baseline]
-        for variant, value in values.items():
+        baseline = values[baselines[0]]
+        for place, value in values.items():
             if repr(value) != repr(baseline):
                 data = {'name': name, 'value': str(value), 'baseline': str(baseline)}
-                yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, (variant, size))
+                yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, place)
 
 
-def _software(arms: Sequence[Arm]) -> Iterator[Remark]:
-    """Versions, devices and commits, which seldom affect results."""
-    facts: dict[str, dict[str, set[tuple[str, str, str]]]] = {}
+def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """Versions and devices, which seldom affect results; and the code, which may.
+
+    Results of several commits, or of changes that no commit holds, withhold every verdict unless
+    the ledger accepts them.
+    """
+    facts: dict[str, dict[str, set[tuple[Place, str]]]] = {}
     for trial in (trial for arm in arms for trial in arm.trials):
         for name, value in flat(trial.provenance):
-            place = trial.variant, trial.size, trial.stage
-            facts.setdefault(name, {}).setdefault(str(value), set()).add(place)
+            where = trial.place, trial.stage
+            facts.setdefault(name, {}).setdefault(str(value), set()).add(where)
+    accepted = study.ledger.accepted if study.ledger else {}
     for name, places in facts.items():
         if len(places) > 1 and (name.startswith('versions.') or name in _SOFTWARE):
-            values = {value: tuple(sorted(of)) for value, of in places.items()}
-            yield Remark(RemarkCode.SOFTWARE_DIFFERS, {'name': name, 'values': values})
+            values = {value: tuple(sorted(of, key=str)) for value, of in places.items()}
+            is_code = name == 'git.commit'
+            why = accepted.get(COMMITS) if is_code else None
+            data = {'name': name, 'values': values, 'accepted': why}
+            yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, is_code and why is None)
     if 'True' in facts.get('git.dirty', ()):
-        yield Remark(RemarkCode.UNCOMMITTED_CHANGES)
+        why = accepted.get(UNCOMMITTED)
+        yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': why}, why is None)
 
 
 def _few_seeds(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -225,11 +293,14 @@ def _diverged(arms: Sequence[Arm]) -> Iterator[Remark]:
 
 
 def _evaluation(arms: Sequence[Arm]) -> Iterator[Remark]:
+    """How much text losses are over; the error over documents is part of every interval."""
     chosen = [trial for arm in arms for trial in arm.chosen]
-    errors = sorted(e for t in chosen if (e := t.metrics['val_loss_se']) is not None)
-    tokens = tuple(sorted({trial.eval_tokens for trial in chosen} - {None}))
-    rows = tuple(sorted({trial.eval_rows for trial in chosen} - {None}))
-    if tokens:
-        median = errors[len(errors) // 2] if errors else None
-        data = {'tokens': tokens, 'rows': rows, 'standard_error': median}
-        yield Remark(RemarkCode.EVALUATION, data)
+    data = {
+        'tokens': {trial.eval_tokens for trial in chosen},
+        'rows': {trial.eval_rows for trial in chosen},
+        'test_tokens': {trial.test_tokens for trial in chosen},
+        'documents': {len(of.names) for t in chosen for of in t.documents.values()},
+    }
+    if data['tokens'] - {None}:
+        counts = {name: tuple(sorted(values - {None})) for name, values in data.items()}
+        yield Remark(RemarkCode.EVALUATION, counts)

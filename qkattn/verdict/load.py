@@ -1,22 +1,32 @@
 """Reads a study directory, finished or not; a bad line is left out and named.
 
 A study is `study.json` (the declared arms), `plan.jsonl` (one object per run known so far),
-`results.jsonl` (one object per trial, those of a run in order) and one directory per run with
-`metrics.jsonl`.
+`results.jsonl` (one object per trial, those of a run in order), `ledger.jsonl` (what was declared
+and when), `orphans.jsonl` (runs outside the plan) and one directory per run with `metrics.jsonl`
+and `documents.json`.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
-from qkattn.metrics import METRICS
+from qkattn.run import ledger
+from qkattn.run.ledger import Ledger
+from qkattn.study.place import CONTROLS, EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
 from qkattn.verdict import reading
-from qkattn.verdict.codes import Place
-from qkattn.verdict.runs import PlannedRun, Trial, parse_run, parse_trial, with_log
+from qkattn.verdict.consistency import arm_problems, named, score_problems
+from qkattn.verdict.runs import (
+    PlannedRun,
+    Trial,
+    parse_place,
+    parse_run,
+    parse_trial,
+    with_documents,
+    with_log,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +62,7 @@ class Missing:
     """
 
     name: str | None
-    variant: str
-    size: str
+    place: Place
     stage: str | None
     knob: str | None = None
     step: int | None = None
@@ -66,8 +75,15 @@ class Study:
 
     Attributes:
       variants: their names include the destination of saved parameters if there are several.
+      corpora: names of data sets, each with arms of its own.
       matched: None if nothing is matched.
       tuning: None if nothing is tuned.
+      looks: numbers of verdict seeds at which arms are judged, ascending; all seeds are the last.
+      controls: `equal_shape`, `longer` and `longer_seeds` of the config.
+      arms: the declared ones, controls included but those that are trained longer.
+      base, base_hash: the settings that all arms share, as JSON, and their fingerprint.
+      ledger: None in a study without tuning that has none.
+      orphans: directories of runs that are no part of the plan.
       runs: those of the plan.
       problems: sentences about what could not be read.
     """
@@ -83,9 +99,17 @@ class Study:
     destinations: tuple[str, ...]
     seeds: tuple[int, ...]
     tuning: Tuning | None
+    corpora: tuple[str, ...]
+    looks: tuple[int, ...]
+    controls: Mapping[str, Any]
     arms: tuple[Place, ...]
+    base: Mapping[str, Any]
+    base_hash: str
     command: str | None
     directory: Path
+    declaration: str
+    ledger: Ledger | None = None
+    orphans: tuple[str, ...] = ()
     runs: tuple[PlannedRun, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -98,15 +122,15 @@ class Study:
         """Declared arms without results and planned runs that are not finished."""
         missing = []
         last = SINGLE if self.tuning is None else VERDICT
-        for arm in self.arms:
+        for arm in dict.fromkeys((*self.arms, *(run.place for run in self.runs))):
             own = [run for run in self.runs if run.place == arm]
             waiting = [run for run in own if not run.trials]
             missing += [
-                Missing(run.name, *arm, run.stage, run.knob, run.step, run.num_steps)
+                Missing(run.name, arm, run.stage, run.knob, run.step, run.num_steps)
                 for run in waiting
             ]
             if not waiting and not any(run.stage == last for run in own):
-                missing.append(Missing(None, *arm, last if own else None))
+                missing.append(Missing(None, arm, last if own else None))
         return tuple(missing)
 
     @property
@@ -133,14 +157,24 @@ def load_study(directory: str | Path) -> Study:
     problems: list[str] = []
     planned = _read_plan(study, problems)
     runs = tuple(
-        with_log(run, directory / run.directory / 'metrics.jsonl', problems)
+        with_documents(
+            with_log(run, directory / run.directory / 'metrics.jsonl', problems),
+            directory / run.directory / 'documents.json',
+            problems,
+        )
         for run in _with_results(directory / 'results.jsonl', planned, problems)
     )
     if not any(run.trials for run in runs):
         detail = f' ({problems[0].removesuffix(".")})' if problems else ''
         raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
-    study = dataclasses.replace(study, runs=runs)
-    problems += [*_arm_problems(study.trials), *_score_problems(study.trials)]
+    entries = directory / ledger.NAME
+    study = dataclasses.replace(
+        study,
+        runs=runs,
+        ledger=ledger.read(entries) if study.tuning or entries.exists() else None,
+        orphans=_read_orphans(directory / 'orphans.jsonl', problems),
+    )
+    problems += [*arm_problems(study.trials), *score_problems(study.trials)]
     return dataclasses.replace(study, problems=tuple(problems))
 
 
@@ -148,25 +182,37 @@ def _declared(directory: Path, record: Any) -> Study:
     """A study as study.json declares it, without runs."""
     schema = {'tuning': dict | None, 'arms': tuple[dict, ...], 'command': str | list | None}
     reading.check(record, {'name': str, 'question': str | None} | schema)
-    for arm in record['arms']:
-        reading.check(arm, {'variant': str, 'size': str})
+    if not {'base', 'corpora', 'controls', 'looks'} <= record.keys():
+        raise ValueError(
+            "it is of an older format without 'base', 'corpora', 'controls' and 'looks'; run the "
+            'study again, or report it with the version that made it'
+        )
     tuning, command = record['tuning'], record['command']
     study = reading.read(
         Study,
         record,
         tuning=None if tuning is None else reading.read(Tuning, tuning),
-        arms=tuple((arm['variant'], arm['size']) for arm in record['arms']),
+        looks=tuple(record['looks']) or (len(record['seeds']),),
+        arms=tuple(parse_place(arm) for arm in record['arms']),
         command=' '.join(command) if isinstance(command, list) else command,
         directory=directory,
+        declaration=ledger.digest(record),
+        ledger=None,
+        orphans=(),
     )
     if not study.seeds or study.tuning and not study.tuning.seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
-    for field, valid in (('variant', study.variants), ('size', study.sizes)):
-        for value in (arm[field] for arm in record['arms']):
-            if value not in valid:
-                raise ValueError(
-                    f'an arm has {field} {value!r}, which is not one of {field}s {list(valid)}'
-                )
+    if study.looks[-1] != len(study.seeds) or list(study.looks) != sorted(set(study.looks)):
+        raise ValueError(
+            f"field 'looks' is {list(study.looks)}, expected numbers of seeds that ascend to all "
+            f'{len(study.seeds)}'
+        )
+    valid = {'size': study.sizes, 'corpus': study.corpora, 'control': (None, *CONTROLS)}
+    for arm in study.arms:
+        of_arm = valid | ({} if arm.control == EQUAL_SHAPE else {'variant': study.variants})
+        for field, among in of_arm.items():
+            if (value := getattr(arm, field)) not in among:
+                raise ValueError(f'an arm has {field} {value!r}, which is not one of {list(among)}')
     for knob, values in study.tuning.grids.items() if study.tuning else ():
         ascending = tuple(sorted({value for value in values if value > 0}))
         if len(values) != 1 and (not values or values != ascending):
@@ -180,21 +226,22 @@ def _declared(directory: Path, record: Any) -> Study:
 def _read_plan(study: Study, problems: list[str]) -> dict[str, PlannedRun]:
     """The planned runs by name, in the plan's order."""
     planned: dict[str, PlannedRun] = {}
-    verdicts: dict[Place, str] = {}
+    verdicts: dict[tuple[Place, int], str] = {}
 
     def add(record: Any) -> None:
         run = parse_run(record)
-        arm = f'{run.variant!r} at {run.size!r}'
-        if run.place not in study.arms:
-            raise ValueError(f'{arm} is no arm that study.json declares')
+        primary = run.place._replace(control=None) if run.place.control == LONGER else run.place
+        if primary not in study.arms:
+            raise ValueError(f'{named(run.place)} is no arm that study.json declares')
         if planned.get(run.name, run) != run:
             raise ValueError(f'run {run.name!r} is planned twice, differently')
-        first = verdicts.setdefault(run.place, run.name) if run.stage == VERDICT else run.name
-        if first != run.name:
-            raise ValueError(
-                f'{arm} has its verdict in run {first!r} already, {run.name!r} would be a second '
-                'one'
-            )
+        for seed in run.seeds if run.stage == VERDICT else ():
+            if (first := verdicts.get((run.place, seed), run.name)) != run.name:
+                raise ValueError(
+                    f'{named(run.place)} has its verdict on seed {seed} in run {first!r} already, '
+                    f'{run.name!r} would be a second one'
+                )
+        verdicts.update({(run.place, seed): run.name for seed in run.seeds if run.stage == VERDICT})
         planned[run.name] = run
 
     reading.for_each_line(study.directory / 'plan.jsonl', 'plan.jsonl', problems, add)
@@ -224,40 +271,14 @@ def _with_results(
     ]
 
 
-def _arm_problems(trials: Iterable[Trial]) -> Iterator[str]:
-    """Trials of an arm in several runs that do not belong together."""
-    owners: dict[tuple, Trial] = {}
-    shapes: dict[Place, Trial] = {}
-    for trial in trials:
-        arm = f'{trial.variant!r} at {trial.size!r}'
-        owner = owners.setdefault((trial.place, trial.stage, trial.key), trial)
-        if trial.stage == SINGLE and owner is not trial:
-            raise ReportError(
-                f'runs {owner.run!r} and {trial.run!r} both hold seed {trial.seed} of {arm} with '
-                'the same settings; one seed cannot count twice.'
-            )
-        first = shapes.setdefault(trial.place, trial)
-        if (first.parameters, first.config) != (trial.parameters, trial.config):
-            yield (
-                f'trials of {arm} differ in parameters or config: runs {first.run!r} and '
-                f'{trial.run!r}; the table shows those of the chosen trials.'
-            )
+def _read_orphans(path: Path, problems: list[str]) -> tuple[str, ...]:
+    """The directories of runs that are no part of the plan."""
+    found: list[str] = []
 
+    def add(record: Any) -> None:
+        reading.check(record, {'directory': str})
+        found.append(record['directory'])
 
-def _score_problems(trials: Sequence[Trial]) -> Iterator[str]:
-    """Scores that do not compare: not computed alike (signatures), or on other numbers of texts.
-
-    The details of a metric are the same for all trials; texts on all splits together.
-    """
-    for metric in METRICS.values():
-        for name, kind in metric.details.items():
-            fields = tuple(f'{prefix}_{name}' for prefix in metric.prefixes)
-            for compared in [fields] if kind is str else [(field,) for field in fields]:
-                places: dict[Any, str] = {}
-                for trial, field in itertools.product(trials, compared):
-                    if (value := trial.metrics[field]) is not None:
-                        places.setdefault(value, f'{trial.variant!r} at {trial.size!r}')
-                if len(places) > 1:
-                    listed = ', '.join(f'{value} ({place})' for value, place in places.items())
-                    names = '/'.join(compared)
-                    yield f'scores are not comparable, {names} differs: {listed}.'
+    if path.is_file():
+        reading.for_each_line(path, path.name, problems, add)
+    return tuple(found)

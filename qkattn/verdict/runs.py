@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from qkattn.metrics import LOGGED, METRICS, result_fields
+from qkattn.metrics import LOGGED, METRICS, PREFIXES, result_fields
 from qkattn.run.records import DIVERGED, FINISHED
+from qkattn.study.place import CONTROLS, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, STAGES, TRIAL_KNOBS, Settings
-from qkattn.verdict import reading
-from qkattn.verdict.codes import Place
+from qkattn.verdict import documents, reading
+from qkattn.verdict.documents import Documents
 
+SPLITS = tuple(PREFIXES.values())
 MAX_NAMED = 2  # bad lines of a log that are named; the others are counted
 
 
@@ -22,18 +24,18 @@ class Trial:
     """One trained model: a line of results.jsonl.
 
     Attributes:
-      run, variant, size, stage, knob, target_parameters, residual: of the trial's run.
+      run, place, stage, knob, target_parameters, residual: of the trial's run.
       settings: all trial settings but the seed, sorted by name; trials of a run with the same
         settings are repetitions of each other.
       model_knobs, planned_steps: of the run's config; they are not among the trial settings.
       status: FINISHED or DIVERGED.
       metrics: all fields of `qkattn.metrics.result_fields()`; None if not measured or diverged.
       train_seconds, compile_seconds, tokens_per_second: of the run, all trials together.
+      documents: losses by document on each split that has them, by the prefix of its metrics.
     """
 
     run: str
-    variant: str
-    size: str
+    place: Place
     stage: str
     knob: str | None
     target_parameters: float | None
@@ -59,6 +61,8 @@ class Trial:
     eval_tokens: int | None
     provenance: Mapping[str, Any]
     eval_rows: int | None = None
+    test_tokens: int | None = None
+    documents: Mapping[str, Documents] = dataclasses.field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -72,10 +76,6 @@ class Trial:
     def val_loss(self) -> float | None:
         """Nats/token."""
         return self.metrics['val_loss']
-
-    @property
-    def place(self) -> Place:
-        return self.variant, self.size
 
     @property
     def at(self) -> Settings:
@@ -108,8 +108,7 @@ class PlannedRun:
     """
 
     name: str
-    variant: str
-    size: str
+    place: Place
     stage: str
     knob: str | None
     directory: str
@@ -120,10 +119,6 @@ class PlannedRun:
     trials: tuple[Trial, ...] = ()
     curve: Curve | None = None
     step: int | None = None
-
-    @property
-    def place(self) -> Place:
-        return self.variant, self.size
 
     @property
     def num_steps(self) -> int:
@@ -148,27 +143,37 @@ _TRIAL = {
     'data': dict,
 }
 # What both a trial and its planned run state: the field of Trial and that of PlannedRun.
-_SHARED = {name: name for name in ('variant', 'size', 'stage', 'knob', 'residual')} | {
+_SHARED = {name: name for name in ('stage', 'knob', 'residual')} | {
     'run': 'name',
     'target_parameters': 'target',
 }
+PLACE = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
 _METRIC_FIELDS = result_fields()
 # Losses that every result holds, null if not measured.
 _LOSSES = {f for m in METRICS.values() if m.role == 'loss' and m.logged for f in m.fields}
 _ROW = tuple[float | None, ...]
 
 
+def parse_place(record: Any) -> Place:
+    """The arm that an object names by variant, size, corpus and control; ValueError as `check`."""
+    reading.check(record, PLACE)
+    return Place(*(record[name] for name in PLACE))
+
+
 def parse_run(record: Any) -> PlannedRun:
     """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
     reading.check(record, {'run': str, 'trials': int, 'config': _CONFIG})
-    counts = {'num_trials': record['trials'], 'trials': ()}
-    run = reading.read(PlannedRun, record, name=record['run'], **counts)
+    given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}
+    run = reading.read(PlannedRun, record, place=parse_place(record), **given)
     if run.stage not in STAGES:
         raise ValueError(f"field 'stage' is {run.stage!r}, expected {', '.join(STAGES)}")
     valid = KNOBS if run.stage == SCREENING else ('null',)
     if (run.knob or 'null') not in valid:
         listed = ', '.join(valid)
         raise ValueError(f"field 'knob' is {run.knob!r}, expected {listed} at stage {run.stage!r}")
+    if run.place.control not in (None, *CONTROLS):
+        listed = ', '.join(CONTROLS)
+        raise ValueError(f"field 'control' is {run.place.control!r}, expected null, {listed}")
     if not run.seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
     return run
@@ -176,9 +181,9 @@ def parse_run(record: Any) -> PlannedRun:
 
 def parse_trial(record: Any, run: PlannedRun) -> Trial:
     """Reads a trial of `run`; ValueError names the field that is bad or contradicts the plan."""
-    reading.check(record, dict.fromkeys(_SHARED, object))
+    reading.check(record, dict.fromkeys((*PLACE, *_SHARED), object))
     shared = {field: getattr(run, name) for field, name in _SHARED.items()}
-    for field, planned in shared.items():
+    for field, planned in (run.place._asdict() | shared).items():
         if record[field] != planned:
             raise ValueError(
                 f'{field} {record[field]!r} contradicts plan.jsonl, where run {run.name!r} has '
@@ -194,6 +199,8 @@ def parse_trial(record: Any, run: PlannedRun) -> Trial:
         Trial,
         record,
         **shared,
+        place=run.place,
+        documents={},
         seed=record['trial']['seed'],
         learning_rate=record['trial']['learning_rate'],
         settings=tuple(sorted((k, v) for k, v in record['trial'].items() if k != 'seed')),
@@ -221,6 +228,22 @@ def parse_trial(record: Any, run: PlannedRun) -> Trial:
 def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """The data sets of a trial: source and target of parallel text, otherwise one."""
     return (data['source'], data['target']) if 'source' in data else (data,)
+
+
+def with_documents(run: PlannedRun, path: Path, problems: list[str]) -> PlannedRun:
+    """The run whose trials have the losses of documents.json, if no result of it is missing."""
+    if len(run.trials) < run.num_trials or not path.is_file():
+        return run
+    losses = [{split: t.metrics[f'{split}_loss'] for split in SPLITS} for t in run.trials]
+    try:
+        found = documents.read(path, losses)
+    except ValueError as error:
+        problems.append(f'{run.directory}/{path.name} was left out: {error}.')
+        return run
+    pairs = zip(run.trials, found, strict=True)
+    return dataclasses.replace(
+        run, trials=tuple(dataclasses.replace(trial, documents=of) for trial, of in pairs)
+    )
 
 
 def with_log(run: PlannedRun, path: Path, problems: list[str]) -> PlannedRun:

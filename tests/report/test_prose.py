@@ -8,11 +8,13 @@ from qkattn.report import prose
 from qkattn.report.prose import environment
 from qkattn.stats.decision import Decision
 from qkattn.stats.scaling import Problem, ProblemCode
+from qkattn.study.place import Place
 from qkattn.verdict import NotScaled, Reason, ReasonCode, Remark, RemarkCode, find, load_study
 from qkattn.verdict.load import Missing
 from tests.report.conftest import BASE, shifted
 from tests.studies import edit_plan, run_name, trial_record, tuned_arm, write_study, write_tuned
 
+A, B = Place('a', 's', 'c'), Place('b', 's', 'c')
 REMARKS = {
     'LEARNING_RATE_NOT_TUNED': ({'learning_rates': (1e-3,)}, 'its grid is 0.001 only'),
     'SHARED_SEEDS': ({'seeds': (7, 8)}, 'screening and verdict share seeds 7 and 8, which makes'),
@@ -54,46 +56,88 @@ REMARKS = {
     ),
     'SEVERAL_SETTINGS': ({}, 'ran at more than one setting'),
     'FEW_SEEDS': (
-        {'counts': (1,), 'enough': 5, 'arms': (('a', 's'), ('b', 's'))},
+        {'counts': (1,), 'enough': 5, 'arms': (A, B)},
         'verdicts rest on 1 seed (fewer than 5) for a at s and b at s',
     ),
     'DIVERGED': (
         {
             'arms': (
-                (('a', 's'), (('screening', 1, 10), ('verdict', 2, 8))),
-                (('b', 's'), ((None, 1, 1),)),
+                (A, (('screening', 1, 10), ('verdict', 2, 8))),
+                (B, ((None, 1, 1),)),
             )
         },
         'a at s 1 of 10 screening trials and 2 of 8 verdict trials; b at s 1 of 1 trial',
     ),
     'EVALUATION': (
-        {'tokens': (65536,), 'rows': (512, 1024), 'standard_error': 0.0125},
-        '65,536 tokens in 512 or 1,024 rows, which leaves each a sampling error of 0.013',
+        {'tokens': (65536,), 'rows': (512, 1024), 'test_tokens': (9,), 'documents': (99, 120)},
+        'in 512 or 1,024 rows, test losses over 9 tokens, of 99-120 documents a split',
     ),
     'DIFFERS': (
         {
             'name': 'x',
             'size': 's',
+            'corpus': 'c',
             'values': {'1': ('a', 'b', 'c', 'd'), 'f' * 40: ('e',)},
             'harmless': False,
         },
-        f'x differs between arms at s: 1 (a, b, c and 1 more), {"f" * 12}… (e)',
+        f'x differs between arms at s on c: 1 (a, b, c and 1 more), {"f" * 12}… (e)',
     ),
     'DIFFERS_FROM_BASELINE': (
         {'name': 'x', 'value': '1', 'baseline': '2'},
         "x is 1, the baseline's 2",
     ),
     'SOFTWARE_DIFFERS': (
-        {'name': 'jax', 'values': {'1': (('a', 's', 'screening'),), '2': (('b', 's', 'verdict'),)}},
+        {
+            'name': 'jax',
+            'values': {'1': ((A, 'screening'),), '2': ((B, 'verdict'),)},
+            'accepted': None,
+        },
         'jax differs between runs: 1 (a at s (screening)), 2 (b at s)',
     ),
-    'UNCOMMITTED_CHANGES': ({}, 'changes that no commit holds'),
+    'UNCOMMITTED_CHANGES': (
+        {'accepted': 'a comment'},
+        'changes that no commit holds (accepted: a comment)',
+    ),
+    'OTHER_DECLARATION': ({}, 'study.json is not what the ledger declares last'),
+    'LOOK_IN_PROGRESS': (
+        {'look': 2, 'looks': 3, 'seeds': 12, 'reached': 1, 'arms': 7},
+        'look 2 of 3, at 12 seeds, is in progress: 1 of 7 arms has reached it',
+    ),
+    'ORPHANED_RUNS': (
+        {'runs': ('runs/a',)},
+        '1 run outside the plan, which no number rests on: runs/a',
+    ),
+    'UNBOUNDED_OPTIMUM': (
+        {'knob': 'learning_rate'},
+        'its screening does not bound the optimum of the learning rate',
+    ),
+    'NO_TEST': ({}, 'its trials have no test loss'),
+    'FEW_DOCUMENTS': (
+        {'split': 'test', 'documents': 15, 'needed': 100},
+        'its test split has 15 documents, a verdict needs 100',
+    ),
+    'POST_HOC': (
+        {'first_look': '2025-01-02T03:04:05+00:00'},
+        'post hoc: the arm was added after the first look at results (2025-01-02T03:04:05+00:00)',
+    ),
 }
 REASONS = {
     'DIVERGED': ({'arm': 1, 'baseline': 2}, "1 of its trials diverged; 2 of the baseline's trials"),
     'FEW_PAIRS': ({'n': 1, 'needed': 3}, '1 finished seed in both, a verdict needs 3'),
     'EQUIVALENT': ({'p': 0.0123}, 'equivalence p = 0.012 after Holm over 7 arms'),
     'DIFFERENT': ({'p': 1e-4}, 'p < 0.001 after Holm over 7 arms'),
+    'BEYOND_MARGIN': (
+        {'margin': 0.005, 'p': 0.01},
+        'by more than 0.005 nats/token, p = 0.010 after Holm over 7 arms',
+    ),
+    'NOT_BEYOND_MARGIN': (
+        {'margin': 0.005, 'p': 0.5},
+        'not shown to be more than 0.005 nats/token, p = 0.500 after Holm over 7 arms',
+    ),
+    'SPLITS_DISAGREE': (
+        {'decision': Decision.BETTER, 'test': -0.0123, 'validation': 0.002},
+        'it would be better, but the splits disagree: -0.0123 nats/token on test, +0.0020 on',
+    ),
     'DIFFERENT_WITHIN_MARGIN': (
         {'side': Decision.WORSE, 'margin': 0.005, 'p': 0.01},
         'worse by less than 0.005 nats/token, p = 0.010',
@@ -112,15 +156,7 @@ REASONS = {
         {'baseline': 'qk/vo', 'remarks': (Remark(RemarkCode.SEVERAL_SETTINGS),)},
         'the baseline qk/vo: its verdict trials ran at more than one setting',
     ),
-    'NOT_BRACKETED': (
-        {'whose': 'baseline', 'knobs': ('learning_rate', 'weight_decay')},
-        "the baseline's learning rate and weight decay not bracketed",
-    ),
-    'BEYOND_GRID': ({'decision': Decision.WORSE}, 'it would be worse, but a better value may lie'),
-    'IMPRECISE_OPTIMUM': (
-        {'whose': 'arm', 'knob': 'learning_rate', 'nats': 0.0123},
-        'its learning rate may be off by more than that: 0.012 nats/token',
-    ),
+    'NO_DOCUMENTS': ({}, 'it and the baseline have no losses over the same documents'),
 }
 LOOSE = {'value': 0.25, 'low': 0.01, 'high': 0.5}
 PROBLEMS = {
@@ -187,7 +223,7 @@ def test_remarks_name_their_arm():
     remark = Remark(RemarkCode.SEVERAL_SETTINGS)
     clause = prose.clause(remark)
     assert prose.remark(remark) == f'{clause[0].upper()}{clause[1:]}.'
-    of_arm = Remark(RemarkCode.SEVERAL_SETTINGS, arm=('a/vo', 's'))
+    of_arm = Remark(RemarkCode.SEVERAL_SETTINGS, arm=Place('a/vo', 's', 'c'))
     assert prose.remark(of_arm) == f'a/vo at s: {clause}.'
     of_all = Remark(RemarkCode.SEVERAL_SETTINGS, every_arm=True)
     assert prose.remark(of_all) == f'every arm: {clause}.'
@@ -195,7 +231,7 @@ def test_remarks_name_their_arm():
 
 def test_progress():
     def said(*about):
-        return prose.progress(Missing(None, 'a/vo', 's', *about))
+        return prose.progress(Missing(None, Place('a/vo', 's', 'c'), *about))
 
     assert said(None) == 'not started' and said('verdict') == 'verdict not started'
     assert said('single', None, 30, 80) == 'step 30 of 80'

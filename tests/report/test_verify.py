@@ -77,8 +77,11 @@ def test_a_report_on_verdict_results_is_a_look(written, tmp_path):
 def test_what_is_exported_is_small_and_enough(written, study):
     names = {str(path.relative_to(study)) for path in study.rglob('*') if path.is_file()}
     logs = {name for name in names if name.endswith('metrics.jsonl')}
-    assert len(logs) == 6 and not any('result.json' in name.split('/') for name in names)
-    assert {name for name in names - logs if not name.startswith('plots/')} == {
+    documents = {name for name in names if name.endswith('documents.json')}
+    assert len(logs) == len(documents) == 6 and not any(
+        'result.json' in name.split('/') for name in names
+    )
+    assert {name for name in names - logs - documents if not name.startswith('plots/')} == {
         *('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'report.html'),
         *(f'table.{kind}' for kind in ('txt', 'md', 'csv', 'tex')),
     }
@@ -145,13 +148,17 @@ def test_what_is_missing_or_unlike_its_log_is_found(study):
     def better(lines):
         lines[-1]['val_loss'] -= 0.001
 
+    def worse(lines):
+        lines[-1]['val_loss'] += 0.001
+
     def slower(lines):
         lines[0]['config']['optimizer']['warmup_steps'] += 1
 
     (study / 'table.tex').unlink()
     refused(study, 'table.tex does not exist')
     edit(study / 'results.jsonl', better)
-    refused(study, r'has val_loss 1\.9\d+, but 1\.9\d+ in its log')
+    refused(study, r'has a loss of 1\.9\d+ nats/token over its documents, its result has 1\.9\d+')
+    edit(study / 'results.jsonl', worse)
     log = study / json.loads((study / 'plan.jsonl').read_text().splitlines()[0])['directory']
     log /= 'metrics.jsonl'
     edit(log, lambda lines: lines.pop())

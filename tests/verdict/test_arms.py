@@ -78,8 +78,8 @@ def test_baseline_of_the_same_size_comes_first(study_dir):
         for variant, d, loss in (('b/vo', 64, 3.5), ('b/vo', 128, 2.5), ('qk/vo', 64, 3.0))
     ]
     arms = arms_in(study_dir, records)
-    small = [('qk/vo', 'd_model=64'), ('b/vo', 'd_model=64')]
-    assert [arm.place for arm in arms] == [*small, ('b/vo', 'd_model=128')]
+    small = [('qk/vo', 'd_model=64', 'stdlib', None), ('b/vo', 'd_model=64', 'stdlib', None)]
+    assert [arm.place for arm in arms] == [*small, ('b/vo', 'd_model=128', 'stdlib', None)]
     assert arms[1].difference.mean == pytest.approx(0.5) and arms[2].difference is None
 
 

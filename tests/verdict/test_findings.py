@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from qkattn.config import TuningConfig
+from qkattn.stats.sweep import fit
 from qkattn.study.tuning import tune
 from qkattn.verdict import Decision, NotScaled, ReasonCode, RemarkCode, find, load_study
 from tests.studies import (
@@ -76,11 +77,13 @@ def test_verdicts_by_hand(three):
     assert found.num_comparisons == 3 and found.arms[0].verdict is None and found.scaling == ()
     reasons = [a.verdict.reasons for a in found.arms[1:]]
     assert [codes(of) for of in reasons] == [
-        [ReasonCode.DIFFERENT],
-        [ReasonCode.DIFFERENT],
+        [ReasonCode.DIFFERENT, ReasonCode.BEYOND_MARGIN],
+        [ReasonCode.DIFFERENT, ReasonCode.BEYOND_MARGIN],
         [ReasonCode.EQUIVALENT],
     ]
     assert reasons[0][0].data == {'p': b.verdict.p_holm}
+    assert reasons[0][1].data == {'margin': 0.005, 'p': b.verdict.p_margin_holm}
+    assert (b.verdict.alpha, b.verdict.num_seeds) == (pytest.approx(0.05), 8)
     assert reasons[2][0].data == {'p': found.arms[3].verdict.p_equivalence_holm}
 
 
@@ -124,7 +127,10 @@ def test_sizes_that_are_not_bracketed_are_left_out_of_the_scaling(study_dir):
     found = found_in(write_tuned(study_dir, scaled((32, 64, 128, 256, 512), loose=128)))
     assert [len(scaling.fit.sizes) for scaling in found.scaling] == [4, 5]
     (left_out,) = [a for a in found.arms if a.not_scaled]
-    assert (left_out.place, left_out.not_scaled) == (('qk/vo', 's128'), NotScaled.NOT_BRACKETED)
+    assert (left_out.place, left_out.not_scaled) == (
+        ('qk/vo', 's128', 'stdlib', None),
+        NotScaled.NOT_BRACKETED,
+    )
 
 
 def test_a_scaling_fit_of_no_usable_size_is_lacking(study_dir):
@@ -241,31 +247,63 @@ def test_a_knob_of_one_value_is_at_the_value_of_the_arm(study_dir):
     assert decisions(found) == {variant: WORSE} and found.arms[1].sweeps['learning_rate'].bracketed
 
 
+def noisy(records, sd):
+    """Screening losses with noise on the validation split, and the verdict at the chosen rate."""
+    for record, extra in zip(records[:10], np.random.default_rng(4).normal(0, sd, 10), strict=True):
+        record['val_loss'] += extra
+    losses = {}
+    for record in records[:10]:
+        of = record['trial']
+        losses.setdefault(of['learning_rate'], {})[of['seed']] = record['val_loss']
+    sweep = fit(losses)
+    for record in records[10:]:
+        record['trial']['learning_rate'] = sweep.chosen
+    return sweep
+
+
 @pytest.mark.parametrize(
-    ('delta', 'loose', 'decision'),
+    ('whose', 'delta', 'decision'),
     [
-        (0.02, 'arm', UNDECIDED),
-        (-0.02, 'arm', BETTER),
-        (0.0004, 'arm', UNDECIDED),
-        (0.02, 'baseline', WORSE),
-        (-0.02, 'baseline', UNDECIDED),
-        (0.0004, 'baseline', UNDECIDED),
+        ('arm', -0.003, BETTER_BELOW),
+        ('baseline', -0.003, EQUIVALENT),
+        ('arm', 0.003, EQUIVALENT),
+        ('baseline', 0.003, WORSE_BELOW),
+        ('baseline', -0.02, BETTER),
     ],
 )
-def test_an_optimum_beyond_the_grid_forbids_decisions(study_dir, delta, loose, decision):
-    edge = {'optimum': 16e-3}
-    records = arm('qk/vo', 0, **(edge if loose == 'baseline' else {}))
-    records += arm('b/vo', delta, **(edge if loose == 'arm' else {}))
-    found = found_in(write_tuned(study_dir, records))
+def test_the_interval_includes_what_tuning_may_have_missed(study_dir, whose, delta, decision):
+    records = {'baseline': arm('qk/vo', 0), 'arm': arm('b/vo', delta)}
+    sweep = noisy(records[whose], 0.03)
+    assert sweep.bracketed and 0.001 < sweep.at_worst < 0.01
+    found = found_in(write_tuned(study_dir, records['baseline'] + records['arm']))
+    other = next(a for a in found.arms if a.is_baseline == (whose == 'arm'))
+    errors = {whose: sweep.at_worst, 'other': other.sweeps['learning_rate'].at_worst}
+    low, high = (errors.get(side, errors['other']) for side in ('arm', 'baseline'))
+    difference = found.arms[1].difference
+    assert (difference.tuning_low, difference.tuning_high) == pytest.approx((low, high))
+    half = stats.t.ppf(0.975, 7) * NOISE.std(ddof=1) / 8**0.5
+    mean = delta + NOISE.mean()
+    assert (difference.low, difference.high) == pytest.approx(
+        (mean - low - half, mean + high + half)
+    )
     assert decisions(found) == {'b/vo': decision}
-    caveats = verdict_of(found, 'b/vo').caveats
-    expected = [ReasonCode.NOT_BRACKETED] + [ReasonCode.BEYOND_GRID] * (decision is UNDECIDED)
-    assert codes(caveats)[:2] == expected
-    assert caveats[0].data == {'whose': loose, 'knobs': ('learning_rate',)}
-    if decision is UNDECIDED:
-        by_tests = EQUIVALENT if delta == 0.0004 else WORSE if delta > 0 else BETTER
-        assert caveats[1].data == {'decision': by_tests}
-    assert [bool(a.not_bracketed) for a in found.arms] == [loose == 'baseline', loose == 'arm']
+
+
+@pytest.mark.parametrize('whose', ['arm', 'baseline'])
+@pytest.mark.parametrize('delta', [0.02, -0.02, 0.0004])
+@pytest.mark.parametrize('code', [RemarkCode.NOT_BRACKETED, RemarkCode.UNBOUNDED_OPTIMUM])
+def test_an_optimum_that_is_not_known_withholds_the_word(study_dir, whose, delta, code):
+    """Whatever the word: beyond the grid, or bracketed by diverged values alone."""
+    loose = {RemarkCode.NOT_BRACKETED: {'optimum': 16e-3}}
+    loose[RemarkCode.UNBOUNDED_OPTIMUM] = {'diverged_rates': (1e-3, 2e-3, 8e-3, 16e-3)}
+    own = {'arm': {}, 'baseline': {}} | {whose: loose[code]}
+    records = arm('qk/vo', 0, **own['baseline']) + arm('b/vo', delta, **own['arm'])
+    found = found_in(write_tuned(study_dir, records))
+    assert decisions(found) == {'b/vo': NO_VERDICT}
+    (loose_arm,) = [a for a in found.arms if a.blocks]
+    assert loose_arm.is_baseline == (whose == 'baseline') and codes(loose_arm.blocks) == [code]
+    (reason,) = verdict_of(found, 'b/vo').reasons
+    assert reason.code is (ReasonCode.BASELINE_BLOCKED if whose == 'baseline' else code)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +323,8 @@ def test_divergence_never_helps(study_dir, loser, delta, decision, reason):
     assert decisions(found) == {'b/vo': decision} and found.arms[1].difference.n == 7
     assert [a.num_diverged for a in found.arms] == [loser == 'qk/vo', loser == 'b/vo']
     reasons = verdict_of(found, 'b/vo').reasons
-    assert codes(reasons) == [ReasonCode.DIVERGED, reason]
+    beyond = [ReasonCode.BEYOND_MARGIN] * (reason is ReasonCode.DIFFERENT)
+    assert codes(reasons) == [ReasonCode.DIVERGED, reason, *beyond]
     assert reasons[0].data == {'arm': int(loser == 'b/vo'), 'baseline': int(loser == 'qk/vo')}
 
 

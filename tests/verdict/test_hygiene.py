@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from qkattn.study.place import Place
 from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
 from tests.studies import (
     RATES,
@@ -23,13 +24,13 @@ from tests.studies import (
 BASE = 2 + 0.05 * np.arange(8)
 SEEDS = VERDICT_SEEDS
 SIZE = 'd_model=128'
-B = 'b/vo', SIZE
+B = Place('b/vo', SIZE, 'stdlib')
 VERDICT = {v: run_name(v, SIZE, 'verdict') for v in ('qk/vo', 'b/vo', 'c/vo')}
 WORSE, NO_VERDICT = Decision.WORSE, Decision.NO_VERDICT
 JUDGED = {'b/vo': WORSE, 'c/vo': WORSE}
 WITHHELD = {'b/vo': NO_VERDICT, 'c/vo': WORSE}
 ALL_WITHHELD = {'b/vo': NO_VERDICT, 'c/vo': NO_VERDICT}
-EVALUATION = {'tokens': (65536,), 'rows': (512,), 'standard_error': 0.0125}
+EVALUATION = {'tokens': (65536,), 'rows': (512,), 'test_tokens': (32768,), 'documents': (100,)}
 
 
 def records_of(stage='verdict', variant='b/vo', **changes):
@@ -76,19 +77,9 @@ def test_a_clean_study_has_nothing_but_its_evaluation_to_report(study_dir):
     assert found.remarks == (Remark(RemarkCode.EVALUATION, EVALUATION),)
 
 
-def test_the_standard_error_is_the_median_of_those_recorded(study_dir):
-    records = records_of()
-    for record, error in zip(
-        (r for r in records if r['stage'] == 'verdict'), range(24), strict=True
-    ):
-        record |= {'val_loss_se': float(error), 'eval_tokens': 10 + error % 2}
-    data = data_of(find(load_study(write_tuned(study_dir, records))).remarks, RemarkCode.EVALUATION)
-    assert data == {'tokens': (10, 11), 'rows': (512,), 'standard_error': 12.0}
-
-
 def differs(name, most, one, harmless=False):
     values = {most: ('qk/vo', 'c/vo'), one: ('b/vo',)}
-    data = {'name': name, 'size': None, 'values': values, 'harmless': harmless}
+    data = {'name': name, 'size': None, 'corpus': None, 'values': values, 'harmless': harmless}
     return Remark(RemarkCode.DIFFERS, data)
 
 
@@ -231,19 +222,19 @@ def test_values_that_differ_are_of_one_size(study_dir):
     assert (remark.data['name'], remark.data['size']) == ('train.lifting', 's64')
 
 
-def test_software_that_differs_is_named_and_does_not_block(study_dir):
+def test_software_that_differs_is_named_and_its_code_blocks(study_dir):
     provenance = trial_record('x')['provenance']
     provenance |= {'git': {'commit': 'f' * 40, 'dirty': True}, 'versions': {'jax': '0.12.0'}}
     _, decisions, remarks = checked(write_tuned(study_dir, records_of(provenance=provenance)))
-    assert decisions == JUDGED and not any(remark.blocks for remark in remarks)
-    commit, jax, dirty = remarks
+    assert decisions == ALL_WITHHELD and [remark.blocks for remark in remarks] == [1, 1, 0]
+    commit, dirty, jax = remarks
     assert (commit.code, dirty.code) == (
         RemarkCode.SOFTWARE_DIFFERS,
         RemarkCode.UNCOMMITTED_CHANGES,
     )
     assert (commit.data['name'], jax.data['name']) == ('git.commit', 'versions.jax')
-    assert commit.data['values']['f' * 40] == (('b/vo', SIZE, 'verdict'),)
-    assert ('b/vo', SIZE, 'screening') in jax.data['values']['0.10.2']
+    assert commit.data['values']['f' * 40] == ((B, 'verdict'),)
+    assert (B, 'screening') in jax.data['values']['0.10.2']
 
 
 def lose(directory, run, **changes):
@@ -263,7 +254,7 @@ def test_a_finished_trial_without_a_loss_withholds_the_verdict(study_dir, varian
     _, judged, remarks = checked(study_dir)
     data = {'readable': 7, 'planned': 8, 'stage': 'verdict', 'run': VERDICT[variant]}
     assert judged == decisions
-    assert remarks == [Remark(RemarkCode.MISSING_RESULTS, data, True, (variant, SIZE))]
+    assert remarks == [Remark(RemarkCode.MISSING_RESULTS, data, True, B._replace(variant=variant))]
 
 
 def test_training_losses_are_not_read(study_dir):
@@ -325,7 +316,7 @@ def at_rate(rate):
             two()[:-8] + [r | {'trial': r['trial'] | {'weight_decay': 0.2}} for r in two()[-8:]],
             blocking(RemarkCode.OTHER_SETTING, knob='weight_decay', **NOT_TUNED),
         ),
-        (two(optimum=16e-3), Remark(RemarkCode.NOT_BRACKETED, EDGE, arm=B)),
+        (two(optimum=16e-3), blocking(RemarkCode.NOT_BRACKETED, **EDGE)),
         (
             two(losses=[2.0] * 4 + [None] * 4),
             Remark(RemarkCode.FEW_SEEDS, {'counts': (4,), 'enough': 5, 'arms': (B,)}),
@@ -406,7 +397,7 @@ def test_a_study_without_tuning_is_checked_too(study_dir):
     lose(study_dir, run_name('qk/vo', SIZE), val_loss=None)
     remarks = checked(study_dir)[2]
     lost = {'readable': 1, 'planned': 2, 'stage': None, 'run': run_name('qk/vo', SIZE)}
-    assert Remark(RemarkCode.MISSING_RESULTS, lost, arm=('qk/vo', SIZE)) in remarks
+    assert Remark(RemarkCode.MISSING_RESULTS, lost, arm=B._replace(variant='qk/vo')) in remarks
     values = {'65536': ('qk/vo',), '4096': ('b/vo',)}
     assert data_of(remarks, RemarkCode.DIFFERS)['values'] == values
     assert data_of(remarks, RemarkCode.DIVERGED) == {'arms': ((B, ((None, 2, 2),)),)}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.errors import ReportError
+from qkattn.study.place import Place
 from qkattn.verdict import Missing, load_study
 from tests.studies import (
     edit_plan,
@@ -26,6 +27,10 @@ RUN = run_name('qk/vo', SIZE)
 METRICS = f'{RUN}/metrics.jsonl'
 
 
+def place(variant, control=None):
+    return Place(variant, SIZE, 'stdlib', control)
+
+
 def test_missing_arms_of_a_study_without_tuning(study_dir):
     declared = [('merged_qk/vo', SIZE), ('qk/merged_vo', SIZE)]
     write_study(study_dir, [trial_record('qk/vo')], declared=declared)
@@ -33,8 +38,8 @@ def test_missing_arms_of_a_study_without_tuning(study_dir):
     (study_dir / names[1]).mkdir()
     write_metrics(study_dir / names[1], [trial_record('qk/merged_vo')], num_evals=4)
     assert load_study(study_dir).missing == (
-        Missing(names[0], *declared[0], 'single', num_steps=400),
-        Missing(names[1], *declared[1], 'single', step=400, num_steps=400),
+        Missing(names[0], place(declared[0][0]), 'single', num_steps=400),
+        Missing(names[1], place(declared[1][0]), 'single', step=400, num_steps=400),
     )
 
 
@@ -61,7 +66,11 @@ def result(variant='qk/vo', seed=2, **changes):
         ('results.jsonl', result('x', run=RUN), "variant 'x' contradicts plan.jsonl"),
         ('plan.jsonl', '{"run": ', ' is not JSON'),
         ('plan.jsonl', {}, "field 'run' is missing"),
-        ('plan.jsonl', GOOD | {'variant': 'z/vo'}, "'z/vo' at 'd_model=128' is no arm that study"),
+        (
+            'plan.jsonl',
+            GOOD | {'variant': 'z/vo'},
+            "'z/vo' at 'd_model=128' on 'stdlib' is no arm that study",
+        ),
         ('plan.jsonl', GOOD | {'stage': 'final'}, "'final', expected screening, verdict, single"),
         ('plan.jsonl', GOOD | {'stage': 'screening'}, "field 'knob' is None, expected learning"),
         ('plan.jsonl', GOOD | {'knob': 'width'}, "'width', expected null at stage 'single'"),
@@ -76,7 +85,7 @@ def result(variant='qk/vo', seed=2, **changes):
     ],
 )
 def test_bad_lines_are_named_and_left_out(study_dir, path, record, message):
-    arms = [{'variant': v, 'size': SIZE} for v in ('qk/vo', 'b/vo')]
+    arms = [place(v)._asdict() for v in ('qk/vo', 'b/vo')]
     records = [trial_record('qk/vo', seed=s) for s in (0, 1)]
     write_study(study_dir, records, arms=arms, variants=['qk/vo', 'b/vo'])
     with (study_dir / path).open('a') as file:
@@ -148,11 +157,11 @@ def test_scores_that_do_not_compare_are_named(study_dir):
     other = translation_record('b/vo', test_bleu_signature='tok:intl', test_num_sentences=500)
     study = load_study(write_study(study_dir, [translation_record('qk/vo'), other]))
     assert study.problems == (
-        "scores are not comparable, test_num_sentences differs: 1000 ('qk/vo' at 'd_model=128'), "
-        "500 ('b/vo' at 'd_model=128').",
+        'scores are not comparable, test_num_sentences differs: '
+        "1000 ('qk/vo' at 'd_model=128' on 'stdlib'), 500 ('b/vo' at 'd_model=128' on 'stdlib').",
         'scores are not comparable, val_bleu_signature/test_bleu_signature differs: '
-        "nrefs:1|case:lc|tok:13a|version:2.5.1 ('qk/vo' at 'd_model=128'), "
-        "tok:intl ('b/vo' at 'd_model=128').",
+        "nrefs:1|case:lc|tok:13a|version:2.5.1 ('qk/vo' at 'd_model=128' on 'stdlib'), "
+        "tok:intl ('b/vo' at 'd_model=128' on 'stdlib').",
     )
 
 
@@ -161,18 +170,18 @@ def test_missing_arms_of_a_tuned_study(study_dir):
     records = tuned_arm('qk/vo') + tuned_arm('a/vo')[:10] + tuned_arm('b/vo')[:10]
     declared = [('b/vo', SIZE, 'verdict'), ('c/vo', SIZE, *screening), ('d/vo', SIZE, *screening)]
     variants = [f'{v}/vo' for v in ('qk', 'a', 'b', 'c', 'd', 'e')]
-    arms = [{'variant': variant, 'size': SIZE} for variant in variants]
+    arms = [place(variant)._asdict() for variant in variants]
     write_tuned(study_dir, records, declared=declared, arms=arms, variants=variants)
     waiting, running, planned = (run_name(*run) for run in declared)
     edit_plan(study_dir, running, train__num_steps=800)
     (study_dir / running).mkdir()
     write_metrics(study_dir / running, [trial_record('c/vo', num_steps=300)], num_evals=3)
     assert load_study(study_dir).missing == (
-        Missing(None, 'a/vo', SIZE, 'verdict'),
-        Missing(waiting, 'b/vo', SIZE, 'verdict', num_steps=400),
-        Missing(running, 'c/vo', SIZE, *screening, step=300, num_steps=800),
-        Missing(planned, 'd/vo', SIZE, *screening, num_steps=400),
-        Missing(None, 'e/vo', SIZE, None),
+        Missing(None, place('a/vo'), 'verdict'),
+        Missing(waiting, place('b/vo'), 'verdict', num_steps=400),
+        Missing(running, place('c/vo'), *screening, step=300, num_steps=800),
+        Missing(planned, place('d/vo'), *screening, num_steps=400),
+        Missing(None, place('e/vo'), None),
     )
 
 
@@ -180,7 +189,7 @@ def test_reads_declaration_plan_and_trials(study_dir):
     study = load_study(write_tuned(study_dir, tuned_arm('qk/vo')))
     assert (study.name, study.baseline, study.matched) == ('synthetic', 'qk/vo', 'total')
     assert study.missing == () and study.problems == ()
-    assert study.arms == (('qk/vo', SIZE),) and study.margin == 0.005
+    assert study.arms == (place('qk/vo'),) and study.margin == 0.005
     assert study.tuning.seeds == (100, 101) and study.tuning.knobs == ('learning_rate',)
     screening, verdict = study.runs
     assert (screening.stage, screening.knob) == ('screening', 'learning_rate')
@@ -206,8 +215,8 @@ def test_a_second_verdict_of_an_arm_is_refused(study_dir):
     assert {trial.val_loss for trial in study.trials if trial.stage == 'verdict'} == {3.0}
     first = run_name('qk/vo', SIZE, 'verdict')
     assert study.problems[0] == (
-        f"plan.jsonl:3 was left out: 'qk/vo' at 'd_model=128' has its verdict in run {first!r} "
-        "already, 'later' would be a second one."
+        "plan.jsonl:3 was left out: 'qk/vo' at 'd_model=128' on 'stdlib' has its verdict on "
+        f"seed 0 in run {first!r} already, 'later' would be a second one."
     )
 
 
@@ -222,7 +231,7 @@ def test_a_second_verdict_of_an_arm_is_refused(study_dir):
         ({'tuning': TUNING | {'learning_rates': [2, 1]}}, 'is [2, 1], expected one value or sev'),
         ({'tuning': TUNING | {'weight_decays': [0, 1]}}, 'is [0, 1], expected one value or sever'),
         ({'tuning': TUNING | {'score_scales': ['x']}}, "'score_scales' is ['x'], expected list"),
-        ({'arms': [{'variant': 'z', 'size': SIZE}]}, "an arm has variant 'z', which is"),
+        ({'arms': [place('z')._asdict()]}, "an arm has variant 'z', which is"),
     ],
 )
 def test_a_bad_declaration_is_one_sentence(study_dir, changes, said):

@@ -1,5 +1,6 @@
 """Forest plots: mean, interval and seeds of each arm; all are drawn by `forest`."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -23,13 +24,13 @@ from qkattn.report.figures.style import (
     panels,
     short,
 )
-from qkattn.stats.decision import Decision
+from qkattn.study.place import Place
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
+from qkattn.verdict.judging import WORDS
 from qkattn.verdict.load import Study
 from qkattn.verdict.measures import Measure
 
-_DECIDED = (Decision.BETTER, Decision.WORSE, Decision.EQUIVALENT)
 # A difference or seed that is this many times further from zero than is usual is cut off.
 _FAR = 6.0
 # Seeds are drawn below the mean: on top of the interval they would be hidden.
@@ -156,12 +157,13 @@ def _by_size(
     """A panel for each size, the lowest mean over the sizes at the top (highest: direction -1)."""
     by_place = {arm.place: arm for arm in found.arms}
     lines: dict[str, list[Line]] = {}
-    for place in [(variant, size) for variant in study.variants for size in study.sizes]:
-        if with_baseline or place[0] != study.baseline:
+    for variant, size in itertools.product(study.variants, study.sizes):
+        place = Place(variant, size, study.corpora[0])
+        if with_baseline or variant != study.baseline:
             arm = by_place.get(place)
-            drawn = line(arm) if arm else Line(place[0])
+            drawn = line(arm) if arm else Line(variant)
             why = prose.absent(study, place, arm, absent)
-            lines.setdefault(place[0], []).append(drawn._replace(absent=why))
+            lines.setdefault(variant, []).append(drawn._replace(absent=why))
 
     def rank(variant: str) -> float:
         means = [line.mean for line in lines[variant] if line.mean is not None]
@@ -217,7 +219,7 @@ def differences(study: Study, found: Findings, look: Look) -> Figure | None:
 
     def line(arm: Arm) -> Line:
         decision = arm.verdict.decision if arm.verdict else None
-        word, is_decided = decision.value if decision else '', decision in _DECIDED
+        word, is_decided = decision.value if decision else '', decision in WORDS
         if (found := arm.difference) is None:
             return Line(arm.variant, right=word, is_decided=is_decided)
         texts = [prose.interval(found) * single, word]
@@ -226,7 +228,9 @@ def differences(study: Study, found: Findings, look: Look) -> Figure | None:
         mean, seeds = (found.mean, found.low, found.high), arm.differences
         return Line(arm.variant, *mean, seeds, right=right, is_decided=is_decided)
 
-    of_panels = _by_size(study, found, line, 'difference in val loss (nats/token)', absent)
+    of_panels = _by_size(
+        study, found, line, f'difference in {found.split} loss (nats/token)', absent
+    )
     lines = [line for panel in of_panels for line in panel.lines]
     if not lines or not (tuned or any(arm.difference for arm in found.arms)):
         return None

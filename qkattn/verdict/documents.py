@@ -1,0 +1,74 @@
+"""Losses by document: nats and targets of the last evaluation, of every trial and split."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qkattn.metrics import PREFIXES
+from qkattn.verdict import reading
+
+_NATS = tuple[tuple[float, ...] | None, ...]
+_SPLIT = {'documents': tuple[str, ...], 'tokens': tuple[float, ...], 'nats': _NATS}
+_ROUNDING = 1e-5  # relative; losses are sums of the same numbers in another order
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Documents:
+    """One trial on one split: the names of C documents, their targets and their nats.
+
+    The split's loss is nats_C.sum() / tokens_C.sum().
+    """
+
+    names: tuple[str, ...]
+    tokens_C: np.ndarray
+    nats_C: np.ndarray
+
+    @property
+    def loss(self) -> float:
+        return float(self.nats_C.sum() / self.tokens_C.sum())
+
+    def alike(self, other: 'Documents') -> bool:
+        """Whether both are sums over the same targets."""
+        return self.names == other.names and np.array_equal(self.tokens_C, other.tokens_C)
+
+
+def read(path: Path, losses: list[dict[str, float | None]]) -> list[dict[str, Documents]]:
+    """The documents of each trial by the prefix of a split; `losses` has every trial's losses.
+
+    Raises ValueError that names the field that is bad or contradicts a loss.
+    """
+    record = reading.parse_json(path.read_text(encoding='utf-8'))
+    reading.check(record, {'validation': dict})
+    trials: list[dict[str, Documents]] = [{} for _ in losses]
+    for split, prefix in PREFIXES.items():
+        if split in record:
+            of_split = _split(record[split], split, len(losses))
+            for place, (found, own) in enumerate(zip(of_split, losses, strict=True)):
+                expected = own[prefix]
+                loss = None if found is None else found.loss
+                if loss != expected and not math.isclose(
+                    loss or math.nan, expected or math.nan, rel_tol=_ROUNDING
+                ):
+                    raise ValueError(
+                        f'trial {place} of split {split!r} has a loss of {loss} nats/token over '
+                        f'its documents, its result has {expected}'
+                    )
+                if found is not None:
+                    trials[place][prefix] = found
+    return trials
+
+
+def _split(record: Any, split: str, num_trials: int) -> list[Documents | None]:
+    reading.check(record, _SPLIT)
+    names, tokens_C = tuple(record['documents']), np.array(record['tokens'], float)
+    rows = [None if row is None else np.array(row, float) for row in record['nats']]
+    if len(rows) != num_trials:
+        raise ValueError(f'split {split!r} has nats of {len(rows)} trials, not of {num_trials}')
+    if any(of is not None and of.shape != (len(names),) for of in (tokens_C, *rows)):
+        raise ValueError(f'split {split!r} does not have one number for each of its documents')
+    if len(set(names)) < len(names) or not tokens_C.sum() > 0:
+        raise ValueError(f'split {split!r} repeats a document or has no targets')
+    return [None if row is None else Documents(names, tokens_C, row) for row in rows]

@@ -1,0 +1,73 @@
+"""What a difference is made of, by the controls of a study."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.codes import Comparison
+from qkattn.verdict.comparison import compare
+from qkattn.verdict.load import Study
+
+
+@dataclasses.dataclass(frozen=True)
+class Decomposition:
+    """The parts of an arm's difference from the baseline, and whether it lasts.
+
+    On shared seeds `removing` + `reinvesting` is the difference. These are estimates with 95 %
+    intervals, not corrected for their number, and give no word: the controls are no part of the
+    family that verdicts are corrected for. A part is None while one of its arms lacks results or
+    has a remark that blocks.
+
+    Attributes:
+      place: of the arm.
+      removing: its control of equal shape minus the baseline: the effect of the missing parameters.
+      reinvesting: the arm minus that control: the effect of spending them elsewhere.
+      longer: the arm minus the baseline, both trained longer. Only arms that got a word are, which
+        favours large differences where the seeds are those of the verdict.
+    """
+
+    place: Place
+    removing: Comparison | None
+    reinvesting: Comparison | None
+    longer: Comparison | None
+
+
+def decompose(study: Study, arms: Sequence[Arm]) -> tuple[Decomposition, ...]:
+    """One for each primary arm but the baseline of which a control has results."""
+    by_place = {arm.place: arm for arm in arms}
+    return tuple(
+        _decomposition(study, arm, by_place)
+        for arm in arms
+        if arm.control is None and not arm.is_baseline and _controls(study, arm, by_place)
+    )
+
+
+def _controls(study: Study, arm: Arm, by_place: Mapping[Place, Arm]) -> dict[str, Arm]:
+    """The controls of an arm by kind; one of equal shape has no destination in its name."""
+    bare = arm.variant
+    for destination in study.destinations:
+        bare = bare.removesuffix(f' [{destination}]')
+    places = {
+        EQUAL_SHAPE: arm.place._replace(variant=bare, control=EQUAL_SHAPE),
+        LONGER: arm.place._replace(control=LONGER),
+    }
+    return {kind: by_place[place] for kind, place in places.items() if place in by_place}
+
+
+def _decomposition(study: Study, arm: Arm, by_place: Mapping[Place, Arm]) -> Decomposition:
+    controls = _controls(study, arm, by_place)
+    same, longer = controls.get(EQUAL_SHAPE), controls.get(LONGER)
+    place = arm.place._replace(variant=study.baseline or '')
+
+    def part(one: Arm | None, other: Arm | None) -> Comparison | None:
+        if one is None or other is None or one.blocks or other.blocks:
+            return None
+        return compare([(one, other)], study.margin, None)
+
+    return Decomposition(
+        arm.place,
+        removing=part(same, by_place.get(place)),
+        reinvesting=part(arm, same),
+        longer=part(longer, by_place.get(place._replace(control=LONGER))),
+    )
