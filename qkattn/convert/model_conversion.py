@@ -75,10 +75,9 @@ def convert_model(
 def logit_error(
     before: tuple[ModelConfig, dict], after: tuple[ModelConfig, dict], tokens_BT: np.ndarray
 ) -> float:
-    """Largest difference of the two models' float32 logits, relative to the largest logit."""
+    """Largest difference of the two models' logits, relative to the largest logit."""
     logits = []
     for config, params in (before, after):
-        config = dataclasses.replace(config, compute_dtype='float32')
         model = with_params(config, jax.tree.map(jnp.asarray, params))
         logits.append(np.asarray(jax.jit(lambda m, t: m(t))(model, tokens_BT), np.float64))
     return float(np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max())

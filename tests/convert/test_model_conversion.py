@@ -111,6 +111,9 @@ def test_layers_share_well_conditioned_blocks_where_the_default_ones_are_nearly_
         w_LDKH = np.moveaxis(attention['value']['w_o_NHD'], 3, 1)  # a view
     for n in range(4):
         w_LDKH[:, n * H + 1, n] = w_LDKH[:, n * H, n] + 1e-5 * w_LDKH[:, n * H + 1, n]
+        # Layer 0 alone would pick rows 2 and 3, which are nearly equal in layer 1.
+        w_LDKH[0, n * H + 2 : n * H + 4, n] *= 100
+        w_LDKH[1, n * H + 3, n] = w_LDKH[1, n * H + 2, n] + 1e-5 * w_LDKH[1, n * H + 3, n]
     with pytest.raises(ConversionError, match='layer 0: the block of W_. of .* too close to sing'):
         convert_model(f'gauge_fix_{circuit}(pivot=False)', CONFIG, params)
     config, fixed, _ = convert_model(f'gauge_fix_{circuit}', CONFIG, params)
