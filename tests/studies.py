@@ -17,6 +17,7 @@ from qkattn.config import (
     to_json,
 )
 from qkattn.run import ledger
+from qkattn.study.tuning import MODEL_KNOBS
 
 NATS_PER_BIT = 0.6931471805599453
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
@@ -198,7 +199,7 @@ def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Pat
         'max_seeds': len(SCREENING_SEEDS),
         'learning_rates': list(RATES),
         'weight_decays': [0.1],
-        'score_scales': [1.0],
+        **{f'{knob}s': [1.0] for knob in MODEL_KNOBS},
     }
     own = [name for name in keywords if name.startswith('tuning__')]
     tuning |= {name.removeprefix('tuning__'): keywords.pop(name) for name in own}

@@ -10,7 +10,7 @@ from qkattn.config.run_config import Config
 class TuningConfig:
     """Coordinate-wise tuning of each arm before its verdict.
 
-    The grids are trials.learning_rates, trials.weight_decays and score_scales. Those with several
+    The grids are trials.learning_rates, trials.weight_decays and those below. Those with several
     values are tuned one at a time, with the grids still to be tuned at their middle values: grids
     must ascend by one factor (2 is usual) and are extended by it until the best value is bracketed
     by a worse one on both sides.
@@ -22,13 +22,18 @@ class TuningConfig:
         bracketed.
       max_seeds: largest number of screening seeds; those after `seeds`, max(seeds) + 1, + 2, ...,
         are drawn while the best value of a setting is not significantly better than both sides.
-      score_scales: grid of model.score_scale; empty does not tune it.
+      score_scales, init_embeddings, init_qks, init_vos, init_mlps: grids of the model's field of
+        that name without the s; an empty one is not tuned.
     """
 
     seeds: tuple[int, ...] = ()
     max_points: int = 9
     max_seeds: int = 6
     score_scales: tuple[float, ...] = ()
+    init_embeddings: tuple[float, ...] = ()
+    init_qks: tuple[float, ...] = ()
+    init_vos: tuple[float, ...] = ()
+    init_mlps: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from qkattn.stats.sweep import Sweep
 # ones at the middle of their grids. The values of a trial's knob share a program; those of a
 # model's field are compiled in.
 TRIAL_KNOBS = ('learning_rate', 'weight_decay')
-MODEL_KNOBS = ('score_scale',)
+MODEL_KNOBS = ('score_scale', 'init_embedding', 'init_qk', 'init_vo', 'init_mlp')
 KNOBS = TRIAL_KNOBS + MODEL_KNOBS
 
 # What a run is for: screening values of one knob, the verdict at the chosen ones, or, in a study

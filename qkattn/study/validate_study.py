@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 import math
 
-from qkattn.config import Study
+from qkattn.config import Study, TuningConfig
 from qkattn.config.validate import check_types
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_PAIRS
 from qkattn.study import matching
-from qkattn.study.tuning import screening_seeds
+from qkattn.study.tuning import MODEL_KNOBS, screening_seeds
 
 
 def validate_study(study: Study) -> None:
@@ -48,10 +48,15 @@ def validate_study(study: Study) -> None:
         _check_controls(study)
     elif study.looks:
         raise ConfigError(f'looks={study.looks} need tuning.seeds: others have no verdict')
-    elif study.tuning.score_scales:
-        raise ConfigError(
-            f'tuning.score_scales={study.tuning.score_scales} need tuning.seeds to be screened with'
-        )
+    else:
+        for name, values in _model_grids(study.tuning).items():
+            if values:
+                raise ConfigError(f'{name}={values} need tuning.seeds to be screened with')
+
+
+def _model_grids(tuning: TuningConfig) -> dict[str, tuple[float, ...]]:
+    """The grids of the model's settings, by name."""
+    return {f'tuning.{knob}s': getattr(tuning, f'{knob}s') for knob in MODEL_KNOBS}
 
 
 def _check_tuning(study: Study) -> None:
@@ -70,16 +75,19 @@ def _check_tuning(study: Study) -> None:
             f'trials.learning_rates={trials.learning_rates} must be a grid with '
             'tuning.seeds, as in (0.001, 0.002, 0.004)'
         )
-    if len(tuning.score_scales) == 1:
-        raise ConfigError(
-            f'tuning.score_scales={tuning.score_scales} must be a grid, or empty for the '
-            "model's own; set a single value as base.model.score_scale"
-        )
-    for name, values in (
-        ('trials.learning_rates', trials.learning_rates),
-        ('trials.weight_decays', trials.weight_decays),
-        ('tuning.score_scales', tuning.score_scales),
-    ):
+    for name, values in _model_grids(tuning).items():
+        if len(values) == 1:
+            field = name.removeprefix('tuning.').removesuffix('s')
+            raise ConfigError(
+                f"{name}={values} must be a grid, or empty for the model's own; set a single value "
+                f'as base.model.{field}'
+            )
+    grids = {
+        'trials.learning_rates': trials.learning_rates,
+        'trials.weight_decays': trials.weight_decays,
+        **_model_grids(tuning),
+    }
+    for name, values in grids.items():
         if len(values) > 1 and not _is_geometric(values):
             raise ConfigError(
                 f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)'

@@ -39,6 +39,10 @@ class Tuning:
     learning_rates: tuple[float, ...]
     weight_decays: tuple[float, ...]
     score_scales: tuple[float, ...]
+    init_embeddings: tuple[float, ...]
+    init_qks: tuple[float, ...]
+    init_vos: tuple[float, ...]
+    init_mlps: tuple[float, ...]
 
     @property
     def grids(self) -> dict[str, tuple[float, ...]]:

@@ -150,6 +150,8 @@ SCALED = tuning(score_scales=(0.5, 1.0))
         (TUNED, tuning(seeds=(-1,)), 'from 0 to 2.*31 - 1, none twice'),
         (TUNED, tuning(max_points=2), 'must be at least 3'),
         (TUNED, tuning(score_scales=(1.0,)), 'must be a grid, or empty'),
+        (TUNED, tuning(init_qks=(2.0,)), 'must be a grid, .* single value as base.model.init_qk$'),
+        (TUNED, tuning(init_vos=(1.0, 0.5)), r'tuning.init_vos=\(1.0, 0.5\) must ascend by a con'),
         (TUNED, {**SCALED, 'variants': ('qk/vo', 'qk/vo?score_scale=2.0')}, 'sets score_scale, wh'),
         (TUNED, changed('trials', learning_rates=(1e-3,)), r'_rates=\(0.001,\) must be a grid'),
         (TUNED, changed('trials', learning_rates=(1e-3, 2e-3, 3e-3)), 'must ascend by a constant'),

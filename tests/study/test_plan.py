@@ -121,6 +121,17 @@ def test_weight_decay_and_score_scale_are_tuned_one_at_a_time(arms):
     assert (decay, scale) == pytest.approx((0.1, 1.0), rel=2e-2)
 
 
+def test_every_scale_of_initialization_is_a_knob_with_a_program_per_value(arms):
+    for name in ('init_embedding', 'init_qk', 'init_vo', 'init_mlp'):
+        grid = {f'{name}s': (0.5, 1.0, 2.0)}
+        wanted = dataclasses.replace(STUDY, tuning=dataclasses.replace(STUDY.tuning, **grid))
+        runs = plan.runs(wanted, arms[:1], landscape(2.3e-3))
+        scaled = [run for run in runs if run.knob == name]
+        assert [getattr(run.config.model, name) for run in scaled[:3]] == [0.5, 1.0, 2.0]
+        assert all(len(run.config.trials.learning_rates) == 1 for run in scaled)
+        assert plan.declaration(wanted, arms, None)['tuning'][f'{name}s'] == (0.5, 1.0, 2.0)
+
+
 def test_without_tuning_every_combination_is_one_run(arms):
     single = dataclasses.replace(STUDY, tuning=TuningConfig())
     runs = plan.runs(single, arms, lambda run: None)
@@ -148,7 +159,8 @@ def test_the_lines_of_the_plan_describe_its_runs(arms):
 
 
 def with_controls(**fields):
-    return dataclasses.replace(STUDY, **{'controls': ControlsConfig()} | fields)
+    fields = {'controls': ControlsConfig(), 'sizes': ('d_model=64',)} | fields
+    return dataclasses.replace(STUDY, **fields)
 
 
 def better_without_w_q(run, seed):
@@ -255,7 +267,7 @@ def test_every_corpus_has_arms_and_longer_controls_of_its_own():
     assert declared['corpora'] == ('stdlib', 'tiny_shakespeare')
     assert declared['arms'][-1] == {
         'variant': 'query_free/vo',
-        'size': 'd_model=32',
+        'size': 'd_model=64',
         'corpus': 'tiny_shakespeare',
         'control': 'equal_shape',
     }

@@ -8,7 +8,7 @@ from scipy import stats
 
 from qkattn.config import TuningConfig
 from qkattn.stats.sweep import fit
-from qkattn.study.tuning import tune
+from qkattn.study.tuning import KNOBS, tune
 from qkattn.verdict import Decision, NotScaled, ReasonCode, RemarkCode, find, load_study
 from tests.studies import (
     RATES,
@@ -166,7 +166,8 @@ def test_scaling_without_tuning(study_dir):
     assert all(scaling.fit.problem is None for scaling in found.scaling)
 
 
-GRIDS = {'learning_rate': RATES, 'weight_decay': (0.05, 0.1, 0.2), 'score_scale': (0.5, 1.0, 2.0)}
+TUNED = {'learning_rate': RATES, 'weight_decay': (0.05, 0.1, 0.2), 'score_scale': (0.5, 1.0, 2.0)}
+GRIDS = dict.fromkeys(KNOBS, (1.0,)) | TUNED
 LIMITS = TuningConfig(seeds=(100, 101), max_points=5, max_seeds=2)
 OPTIMA = (4e-3, 0.3, 1.25)
 
@@ -176,7 +177,7 @@ def write_chain(directory, variant='qk/vo'):
     runs, measured = {}, {}
     while (tuned := tune(GRIDS, LIMITS, measured)).knob:
         for at in map(tuned.at, tuned.values):
-            away = sum(np.log(value / best) ** 2 for value, best in zip(at, OPTIMA, strict=True))
+            away = sum(np.log(value / best) ** 2 for value, best in zip(at, OPTIMA, strict=False))
             measured[at] = {seed: 2 + 0.1 * away + 0.01 * seed for seed in (100, 101)}
             runs[at] = tuned.knob, measured[at]
     runs[tuned.settings] = None, dict(enumerate(BASE))
@@ -204,9 +205,9 @@ def test_sweeps_and_settings_are_those_of_the_plan(study_dir):
     """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
     tuned = write_chain(study_dir)
     (arm,) = found_in(study_dir).arms
-    assert arm.sweeps == tuned.sweeps and list(arm.sweeps) == list(GRIDS)
+    assert arm.sweeps == tuned.sweeps and list(arm.sweeps) == list(TUNED)
     assert arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
-    assert tuned.settings == pytest.approx(OPTIMA, rel=1e-2) and tuned.settings[0] == 4e-3
+    assert tuned.settings[:3] == pytest.approx(OPTIMA, rel=1e-2) and tuned.settings[0] == 4e-3
     assert arm.blocks == arm.not_bracketed == ()
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from qkattn.errors import ReportError
 from qkattn.study.place import Place
+from qkattn.study.tuning import KNOBS
 from qkattn.verdict import Missing, load_study
 from tests.studies import (
     edit_plan,
@@ -201,7 +202,7 @@ def test_reads_declaration_plan_and_trials(study_dir):
     assert trial.model_knobs[0] == 1.0 and trial.metrics['val_loss_se'] == 0.0125
 
 
-GRIDS = {'learning_rates': [1.0], 'weight_decays': [0.0], 'score_scales': [1.0]}
+GRIDS = {f'{knob}s': [1.0] for knob in KNOBS}
 TUNING = {'seeds': [9], 'max_points': 5, 'max_seeds': 2, **GRIDS}
 
 
