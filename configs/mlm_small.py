@@ -30,28 +30,23 @@ def get_config():
             question='Which of W_Q, W_K, W_V, W_O does a small masked language model need?',
             base=Config(
                 model=ModelConfig(
-                    kind='encoder', num_layers=2, num_heads=2, context=64, vocab_size=257
+                    kind='encoder', num_layers=2, num_heads=4, context=64, vocab_size=257
                 ),
                 data=DataConfig(eval_sequences=2048),
                 optimizer=OptimizerConfig(warmup_steps=100),
                 train=TrainConfig(
-                    num_steps=1500,
-                    batch_size=32,
+                    num_steps=2000,
+                    batch_size=16,
                     steps_per_dispatch=20,
                     log_every=20,
-                    eval_every=300,
+                    eval_every=200,
                     checkpoint_every=500,
                     lifting='map',
                 ),
                 trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
             ),
             baseline='qk/vo',
-            variants=(
-                'qk/vo',
-                'shared_qk/vo',
-                'query_free/vo',
-                'qk/no_o',
-            ),
-            sizes=('d_model=64',),
+            variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'),
+            sizes=('d_model=96',),
         )
     )

@@ -12,6 +12,7 @@ from qkattn.errors import ConfigError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.study import matching
+from qkattn.study.dimension import buildable
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.study.validate_study import validate_study
@@ -169,6 +170,8 @@ def _equal_shape(
     if not controls_of(study).equal_shape:
         return None
     model = dataclasses.replace(model, d_ff=model.d_ff or baseline.d_ff)
+    if not buildable(model):
+        return None
     saved = cost.measured(model, study.match) / target - 1
     if saved >= 0:
         return None
