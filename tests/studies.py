@@ -16,6 +16,7 @@ from qkattn.config import (
     fingerprint,
     to_json,
 )
+from qkattn.metrics import result_fields
 from qkattn.run import ledger
 from qkattn.study.tuning import MODEL_KNOBS
 
@@ -215,7 +216,7 @@ def run_config(variant: str, records: Sequence[dict], corpus: str = 'stdlib') ->
     score, _, value = variant.partition('?')[0].partition(' ')[0].partition('/')
     shape = records[0]['config'] if records else {'d_model': 128, 'd_ff': 512}
     return Config(
-        model=dataclasses.replace(ModelConfig(score=score, value=value), **shape),
+        model=dataclasses.replace(ModelConfig(score=score, value=value, context=48), **shape),
         data=DataConfig(name=corpus),
         optimizer=OptimizerConfig(schedule='linear'),
         train=TrainConfig(num_steps=records[0]['num_steps'] if records else 400),
@@ -335,6 +336,20 @@ def edit_plan(directory: Path, run: str, **changes: object) -> None:
     write_lines(directory / 'plan.jsonl', lines)
 
 
+def final_record(records: Sequence[Mapping]) -> dict:
+    """The last record of a log: all metrics of the trials."""
+    first = records[0]
+    names = [n for n in result_fields() if any(n in record for record in records)]
+    counts = ('eval_tokens', 'test_tokens')
+    return {
+        'kind': 'final',
+        'step': first['num_steps'],
+        'trials': [record['trial'] for record in records],
+        **{name: first.get(name) for name in counts},
+        **{name: [record.get(name) for record in records] for name in names},
+    }
+
+
 def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
     """Curves that fall to each final loss; a diverged trial's is null from the third on.
 
@@ -355,6 +370,7 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
         lines.append({'kind': 'train', 'step': step, 'loss': loss, 'grad_norm': loss})
         evaluation = {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None, **scores}
         lines.append({'kind': 'eval', 'step': step, **evaluation})
+    lines.append(final_record(records))
     text = ''.join(json.dumps(line) + '\n' for line in lines)
     (directory / 'metrics.jsonl').write_text(text)
 
@@ -370,11 +386,14 @@ def write_documents(
     They differ from the split's loss by the same nats/token in every trial, plus the `shifts` of a
     split (by document, of mean zero), so that without these they leave no error in a difference.
     """
-    tokens = [100 + 10 * (place % 5) for place in range(number)]
+    weights = [10 + place % 5 for place in range(number)]
     content = {}
     for split, prefix in (('validation', 'val'), ('test', 'test')):
         losses = [record[f'{prefix}_loss'] for record in records]
+        total = records[0]['eval_tokens' if prefix == 'val' else 'test_tokens']
         if any(loss is not None for loss in losses):
+            tokens = [total * weight // sum(weights) for weight in weights]
+            tokens[-1] += total - sum(tokens)
             more = (shifts or {}).get(split, [0.0] * number)
             excess = [t * (0.1 * (-1) ** c + more[c]) for c, t in enumerate(tokens)]
             rest = sum(excess) / sum(tokens)

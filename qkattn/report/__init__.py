@@ -4,15 +4,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qkattn.report.figures import figures
+from qkattn.report.figures.drawn_data import drawn_data
 from qkattn.report.figures.style import Drawing, render
 from qkattn.report.page import report_page
 from qkattn.report.tables import csv_table, headline, latex_table, report_markdown, report_text
 from qkattn.run import ledger
 from qkattn.run.files import write_atomic
-from qkattn.study.tuning import VERDICT
+from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, find, load_study
 
-__all__ = ['documents', 'headline', 'report_text', 'write_report']
+__all__ = ['documents', 'figure_data', 'headline', 'report_text', 'write_report']
 
 
 def documents(
@@ -28,17 +29,22 @@ def documents(
     }
 
 
+def figure_data(drawn: Sequence[Drawing]) -> dict[str, str]:
+    """The files of the numbers that figures show, by name."""
+    return {f'plots/{drawing.stem}.json': drawn_data(drawing.figure) for drawing in drawn}
+
+
 def write_report(study_dir: str | Path) -> Path:
     """Writes report.html, table.txt, .md, .csv and .tex, and plots/ into the study directory.
 
-    Returns the path of report.html, which is written last. A report on verdict results is a look,
-    which the study's ledger keeps.
+    Returns the path of report.html, which is written last. A report on more than screening is a
+    look, which the study's ledger keeps.
 
     Raises:
       ReportError: the directory is not a study or holds no result, or its ledger is damaged.
     """
     study = load_study(study_dir)
-    judged = any(run.stage == VERDICT and run.trials for run in study.runs)
+    judged = any(run.stage != SCREENING and run.trials for run in study.runs)
     if judged and ledger.look(study.directory):
         study = load_study(study_dir)
     found = find(study)
@@ -48,6 +54,6 @@ def write_report(study_dir: str | Path) -> Path:
         write_atomic(study.directory / 'plots' / f'{stem}.png', figure.png)
         write_atomic(study.directory / 'plots' / f'{stem}.svg', figure.paper_svg)
     svg = {stem: figure.svg for stem, figure in rendered.items()}
-    for name, text in documents(study, found, drawn, svg).items():
+    for name, text in (figure_data(drawn) | documents(study, found, drawn, svg)).items():
         written = write_atomic(study.directory / name, text)
     return written

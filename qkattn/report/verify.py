@@ -2,12 +2,10 @@
 
 The chain from a log to a printed number:
 
-    plan.jsonl                                 a run's name is the hash of its config
-    metrics.jsonl of a run -> results.jsonl   the last evaluation's metrics are the results
-    results.jsonl -> table.*, report.html      made again, they are the same to nine digits
-    study directory -> a page's headline       the block between its two marks is made again
-
-Figures are left out: a drawing library may place a pixel differently.
+    ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
+    metrics.jsonl, documents.json of a run -> results.jsonl                  see run_checks
+    results.jsonl -> table.*, report.html, plots/*.json    made again, the same to nine digits
+    study directory -> a page's headline                   made again
 """
 
 import itertools
@@ -15,17 +13,19 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
-from qkattn.metrics import LOGGED
-from qkattn.report import documents
+from qkattn.report import documents, figure_data, run_checks
 from qkattn.report.figures import figures
 from qkattn.report.tables import headline
+from qkattn.run import ledger
 from qkattn.run.files import write_atomic
+from qkattn.run.records import read_json
+from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Study, find, load_study
 from qkattn.verdict.reading import for_each_line
-from qkattn.verdict.runs import PlannedRun
 
 BLOCK = re.compile(r'(<!-- headline: (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 NUMBER = re.compile(r'\d+(?:[.,]\d+)*')
@@ -40,12 +40,12 @@ def check_study(directory: str | Path) -> int:
       ReportError: the first difference, and where it is.
     """
     study = load_study(directory)
-    unlike = (problem for run in study.runs for problem in _unlike_its_log(study, run))
-    for problem in itertools.chain(study.problems, unlike):
+    for problem in itertools.chain(study.problems, _of_runs(study), _unlike_its_ledger(study)):
         raise ReportError(f'{study.directory}: {problem}')
     found = find(study)
     count = 0
-    for name, expected in documents(study, found, figures(study, found), {}).items():
+    drawn = figures(study, found)
+    for name, expected in (figure_data(drawn) | documents(study, found, drawn, {})).items():
         path = study.directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
@@ -86,35 +86,33 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
     return len(BLOCK.findall(text))
 
 
-def _unlike_its_log(study: Study, run: PlannedRun) -> Iterator[str]:
-    """What a run is that its plan does not say, and results that are not its log's last entry."""
-    if fingerprint_of(run.config) != run.name:
-        yield f'run {run.name} of plan.jsonl is not the hash of its config'
-    if not run.trials:
+def _unlike_its_ledger(study: Study) -> Iterator[str]:
+    """What the study declares that its ledger does not, and files that nobody has looked at."""
+    declared = read_json(study.directory / 'study.json')
+    kept = ledger.read(study.directory / ledger.NAME)
+    if declared['base_hash'] != fingerprint_of(declared['base']):
+        yield 'base_hash of study.json is not the hash of its base'
+    if kept.declaration != ledger.digest(declared):
+        yield f'study.json is not what the last declaration in {ledger.NAME} says'
+    if kept.arms != {ledger.place(arm) for arm in declared['arms']}:
+        yield f'study.json has other arms than {ledger.NAME}'
+    if not any(run.stage != SCREENING and run.trials for run in study.runs):
         return
-    path = study.directory / run.directory / 'metrics.jsonl'
-    if not path.is_file():
-        yield f'run {run.name} has results, but {path.name} is missing'
-        return
-    problems: list[str] = []
-    records: list[dict] = []
-    for_each_line(path, path.name, problems, records.append)
-    evaluations = [record for record in records if record['kind'] == 'eval']
-    yield from (f'run {run.name}: {problem}' for problem in problems)
-    if not evaluations or evaluations[-1]['step'] != run.trials[0].num_steps:
-        yield f'run {run.name} was not evaluated at its last step'
-        return
-    for name in LOGGED:
-        logged = evaluations[-1][name] or [None] * len(run.trials)
-        if len(logged) != len(run.trials):
-            yield f'run {run.name} has {len(run.trials)} trials, but {len(logged)} logged'
-            return
-        for trial, value in zip(run.trials, logged, strict=True):
-            result = trial.metrics[name]
-            both = result is not None and value is not None
-            if not (math.isclose(result, value, rel_tol=1e-9) if both else result is value):
-                about = f'seed {trial.seed} of run {run.name} has {name} {result}'
-                yield f'{about}, but {value} in its log'
+    if kept.looked_files != (files := ledger.digests(study.directory)):
+        unlike = [name for name in files if kept.looked_files.get(name) != files[name]]
+        yield (
+            f'{" and ".join(unlike)} changed since the last look in {ledger.NAME}; restore what '
+            'was edited, or make the report again where results were added'
+        )
+
+
+def _of_runs(study: Study) -> Iterator[str]:
+    lines: dict[str, list[dict[str, Any]]] = {run.name: [] for run in study.runs}
+    for_each_line(
+        study.directory / 'results.jsonl', '', [], lambda line: lines[line['run']].append(line)
+    )
+    for run in study.runs:
+        yield from run_checks.problems(study, run, lines[run.name])
 
 
 def _same(line: str, other: str) -> bool:

@@ -10,13 +10,15 @@ honest people from fooling themselves, and no more.
     declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
                  looks, margin; again where a field that may change, such as the question, does
     arms_added   arms, family, post_hoc (whether a look came before), declaration
-    looked       look (1, 2, ...), files: SHA-256 of study.json, plan.jsonl and results.jsonl
+    looked       look (1, 2, ...), files: SHA-256 of study.json, plan.jsonl, results.jsonl, and of
+                 the logs (evaluations and documents.json) of all planned runs together
     accepted     code of what would withhold every verdict, and why it does not
 
 An arm is {variant, size, corpus, control}; the family is the number of primary arms (control null)
 but the baseline. Writers hold the study's lock.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -40,6 +42,7 @@ FIELDS = {
 }
 # What may be accepted: runs of a checkout with uncommitted changes, runs of different commits.
 ACCEPTABLE = ('uncommitted', 'commits')
+LOGS = 'logs'
 LOOKED_FILES = ('study.json', 'plan.jsonl', 'results.jsonl')
 PLACE = ('variant', 'size', 'corpus', 'control')
 
@@ -79,8 +82,8 @@ class Ledger:
         return next((e['time'] for e in self.entries if e['event'] == LOOKED), None)
 
     @property
-    def looked_files(self) -> dict[str, str]:
-        """SHA-256 of each file at the last look; empty before the first."""
+    def looked_files(self) -> dict[str, str | None]:
+        """`digests` at the last look; empty before the first."""
         return next((e['files'] for e in reversed(self.entries) if e['event'] == LOOKED), {})
 
     @property
@@ -156,7 +159,7 @@ def declare(directory: Path, declared: Mapping[str, Any]) -> None:
 def look(directory: Path) -> bool:
     """Enters a look at the study's results, and returns True, unless it was at the same files."""
     path = directory / NAME
-    files = {name: file_digest(directory / name) for name in LOOKED_FILES}
+    files = digests(directory)
     if files == read(path).looked_files:
         return False  # before a lock is made, so that a kept copy of a study stays as it is
     with locked(directory / 'lock'):
@@ -198,8 +201,30 @@ def digest_of_entry(entry: Entry) -> str:
     return _sha256({name: value for name, value in entry.items() if name != 'hash'})
 
 
-def file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def digests(directory: Path) -> dict[str, str | None]:
+    """SHA-256 of each of LOOKED_FILES, and one of the logs of all planned runs.
+
+    Of metrics.jsonl all lines count but those of training, which copies of a study leave out.
+    """
+    found = {name: _file_sha256(directory / name) for name in LOOKED_FILES}
+    logs = {}
+    for line in _lines(directory / 'plan.jsonl'):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a report names such a line
+            run = json.loads(line)['directory']
+            evaluations = hashlib.sha256()
+            for record in _lines(directory / run / 'metrics.jsonl'):
+                if b'"kind": "train"' not in record:
+                    evaluations.update(record)
+            logs[run] = [_file_sha256(directory / run / 'documents.json'), evaluations.hexdigest()]
+    return found | {LOGS: _sha256(logs)}
+
+
+def _file_sha256(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.is_file() else []
 
 
 def _sha256(values: Mapping[str, Any]) -> str:

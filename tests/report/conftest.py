@@ -1,10 +1,18 @@
 """Synthetic studies and a strict reader of HTML."""
 
+import contextlib
+import json
 import math
 import re
 from html.parser import HTMLParser
 
-from tests.studies import tuned_arm
+import pytest
+
+from qkattn import report
+from qkattn.config import fingerprint_of
+from qkattn.report.export import export
+from qkattn.report.figures.style import Rendered
+from tests.studies import tuned_arm, write_lines, write_tuned
 
 BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))
 SIZES = {f'd_model={d}': d for d in (32, 64, 96, 128)}
@@ -91,3 +99,53 @@ def assert_compiles(table):
     rows = [line for line in table.splitlines() if line.endswith(r'\\')]
     assert all(len(re.findall(r'(?<!\\)&', line)) == len(places) - 1 for line in rows)
     assert all(ord(character) <= 0x17F for character in table)
+
+
+def renamed(directory):
+    """The runs named by the hashes of their configs, as the planner names them."""
+    lines = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
+    names = {line['run']: fingerprint_of(line['config']) for line in lines}
+    for line in lines:
+        line['run'] = names[line['run']]
+    write_lines(directory / 'plan.jsonl', lines)
+    results = [json.loads(line) for line in (directory / 'results.jsonl').read_text().splitlines()]
+    for result in results:
+        result['run'] = result['config_hash'] = names[result['run']]
+    write_lines(directory / 'results.jsonl', results)
+    return directory
+
+
+@contextlib.contextmanager
+def unrendered():
+    """Pictures are no part of a check: they are not rendered."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(report, 'render', lambda drawing: Rendered(b'', '<svg></svg>', ''))
+        yield
+
+
+@pytest.fixture(scope='module')
+def blank():
+    with unrendered():
+        yield
+
+
+@pytest.fixture(scope='package')
+def written(tmp_path_factory):
+    """A tuned study with its report, to be copied."""
+    arms = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
+    records = [
+        record
+        for place, (variant, loss) in enumerate(arms.items())
+        for record in tuned_arm(
+            variant, losses=[loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
+        )
+    ]
+    directory = renamed(write_tuned(tmp_path_factory.mktemp('verify') / 'study', records))
+    with unrendered():
+        report.write_report(directory)
+    return directory
+
+
+@pytest.fixture
+def study(written, tmp_path):
+    return export(written, tmp_path / 'kept')

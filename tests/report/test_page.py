@@ -103,7 +103,7 @@ def test_files_are_complete_and_figures_drawn(report):
     assert names == [*inputs, *FILES]
     stems = ['curves', 'loss_parameters', 'losses', 'sweep_learning_rate', 'verdicts']
     files = sorted(path.name for path in (report.parent / 'plots').iterdir())
-    assert files == sorted(f'{stem}.{kind}' for stem in stems for kind in ('png', 'svg'))
+    assert files == sorted(f'{stem}.{kind}' for stem in stems for kind in ('json', 'png', 'svg'))
     for stem in stems:
         image = imread(report.parent / 'plots' / f'{stem}.png')[..., :3]
         assert image.shape[0] > 150 and image.shape[1] > 600

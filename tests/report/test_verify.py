@@ -6,56 +6,13 @@ import re
 import pytest
 
 from qkattn import report
-from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
 from qkattn.report.export import export
-from qkattn.report.figures.style import Rendered
 from qkattn.report.verify import check_page, check_study
 from qkattn.run import ledger
 from tests.studies import trial_record, tuned_arm, write_lines, write_study, write_tuned
 
-
-def renamed(directory):
-    """The runs named by the hashes of their configs, as the planner names them."""
-    lines = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
-    names = {line['run']: fingerprint_of(line['config']) for line in lines}
-    for line in lines:
-        line['run'] = names[line['run']]
-    write_lines(directory / 'plan.jsonl', lines)
-    results = [json.loads(line) for line in (directory / 'results.jsonl').read_text().splitlines()]
-    for result in results:
-        result['run'] = result['config_hash'] = names[result['run']]
-    write_lines(directory / 'results.jsonl', results)
-    return directory
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _blank():
-    """Figures are no part of a check: they are not rendered here."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(report, 'render', lambda drawing: Rendered(b'', '<svg></svg>', ''))
-        yield
-
-
-@pytest.fixture(scope='module')
-def written(tmp_path_factory):
-    """A tuned study with its report, to be copied."""
-    arms = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
-    records = [
-        record
-        for place, (variant, loss) in enumerate(arms.items())
-        for record in tuned_arm(
-            variant, losses=[loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
-        )
-    ]
-    directory = renamed(write_tuned(tmp_path_factory.mktemp('verify') / 'study', records))
-    report.write_report(directory)
-    return directory
-
-
-@pytest.fixture
-def study(written, tmp_path):
-    return export(written, tmp_path / 'kept')
+pytestmark = pytest.mark.usefixtures('blank')
 
 
 def test_a_report_is_what_its_logs_give(study):
@@ -88,7 +45,7 @@ def test_what_is_exported_is_small_and_enough(written, study):
     kinds = {
         json.loads(line)['kind'] for log in logs for line in (study / log).read_text().splitlines()
     }
-    assert kinds == {'eval'}
+    assert kinds == {'eval', 'final'}
     before = (written / 'report.html').read_text()
     report.write_report(study)
     assert (study / 'report.html').read_text() == before
@@ -161,6 +118,8 @@ def test_what_is_missing_or_unlike_its_log_is_found(study):
     edit(study / 'results.jsonl', worse)
     log = study / json.loads((study / 'plan.jsonl').read_text().splitlines()[0])['directory']
     log /= 'metrics.jsonl'
+    edit(log, lambda lines: lines.pop())
+    refused(study, 'has no final record at the end of its log')
     edit(log, lambda lines: lines.pop())
     refused(study, 'was not evaluated at its last step')
     log.unlink()

@@ -26,7 +26,7 @@ def directory(tmp_path):
     (tmp_path / 'study.json').write_text(json.dumps(STUDY))
     ledger.declare(tmp_path, STUDY)
     for name in ('plan.jsonl', 'results.jsonl'):
-        (tmp_path / name).write_text('{}\n')
+        (tmp_path / name).write_text('{"directory": "runs/a"}\n')
     ledger.look(tmp_path)
     larger = STUDY | {'arms': [*ARMS, added('qk/no_v'), added('qk/no_v', 'equal_shape')]}
     (tmp_path / 'study.json').write_text(json.dumps(larger))
@@ -47,7 +47,7 @@ def test_a_ledger_says_what_was_declared_and_when(directory):
     assert kept.arms == {tuple(arm.values()) for arm in ARMS} | kept.post_hoc
     assert kept.accepted == {'uncommitted': 'a typo in docs'}
     assert kept.first_look == kept.entries[1]['time'] and kept.entries[1]['look'] == 1
-    assert kept.looked_files.keys() == {'study.json', 'plan.jsonl', 'results.jsonl'}
+    assert kept.looked_files.keys() == {*('study.json', 'plan.jsonl', 'results.jsonl', 'logs')}
     assert kept.declaration == ledger.digest(json.loads((directory / 'study.json').read_text()))
     times = [datetime.datetime.fromisoformat(entry['time']) for entry in kept.entries]
     assert times == sorted(times) and all(time.tzinfo is datetime.UTC for time in times)
@@ -69,9 +69,15 @@ def test_what_is_declared_or_looked_at_again_is_entered_once(directory):
     assert not ledger.look(directory) and not (directory / 'lock').exists()
     assert ledger.read(directory / 'ledger.jsonl').entries[-1]['look'] == 2
     (directory / 'results.jsonl').write_text('{"seed": 3}\n')
-    ledger.look(directory)
+    assert ledger.look(directory)
+    write_atomic(directory / 'runs/a/documents.json', '{}')
+    assert ledger.look(directory) and not ledger.look(directory)
+    write_atomic(directory / 'runs/a/metrics.jsonl', '{"kind": "train", "loss": 2.0}\n')
+    assert not ledger.look(directory)
     kept = ledger.read(directory / 'ledger.jsonl')
-    assert kept.entries[-1]['look'] == 3 and len(kept.entries) == 6
+    assert kept.entries[-1]['look'] == 4 and len(kept.entries) == 7
+    write_atomic(directory / 'runs/a/metrics.jsonl', '{"kind": "eval", "val_loss": [2.0]}\n')
+    assert ledger.look(directory)
 
 
 @pytest.mark.parametrize(('code', 'why'), [('dirty', 'x'), ('commits', ' ')])
