@@ -55,7 +55,7 @@ def get_config():
                 'shared_qk/vo?init=nanogpt',
             ),
             sizes=('d_model=64',),
-            tuning=TuningConfig(seeds=(100, 101)),
+            tuning=TuningConfig(seeds=(100, 101), max_seeds=4),
             controls=ControlsConfig(equal_shape=False, longer=None),
         )
     )
