@@ -134,6 +134,7 @@ _CONFIG = {
     'optimizer': {'schedule': str, 'final_fraction': float},
     'train': {'num_steps': int},
     'trials': {'seeds': tuple[int, ...]},
+    'data': {'name': str},
 }
 _TRIAL = {
     'config_hash': str,
@@ -174,6 +175,11 @@ def parse_run(record: Any) -> PlannedRun:
     if run.place.control not in (None, *CONTROLS):
         listed = ', '.join(CONTROLS)
         raise ValueError(f"field 'control' is {run.place.control!r}, expected null, {listed}")
+    if run.config['data']['name'] != run.place.corpus:
+        raise ValueError(
+            f"field 'corpus' is {run.place.corpus!r}, but its config has data.name="
+            f'{run.config["data"]["name"]!r}'
+        )
     if not run.seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
     return run

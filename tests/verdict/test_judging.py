@@ -354,9 +354,7 @@ def test_the_error_over_documents_of_all_corpora(study_dir):
     found = find(load_study(study_dir))
     errors = [a.difference.error_evaluation for a in found.arms if not a.is_baseline]
     (overall,) = found.overall
-    assert overall.comparison.difference.error_evaluation == pytest.approx(
-        np.hypot(*errors) / 2
-    )
+    assert overall.comparison.difference.error_evaluation == pytest.approx(np.hypot(*errors) / 2)
     assert min(errors) > 0.005
 
 

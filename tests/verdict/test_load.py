@@ -67,6 +67,12 @@ def result(variant='qk/vo', seed=2, **changes):
         ('results.jsonl', result('x', run=RUN), "variant 'x' contradicts plan.jsonl"),
         ('plan.jsonl', '{"run": ', ' is not JSON'),
         ('plan.jsonl', {}, "field 'run' is missing"),
+        ('plan.jsonl', GOOD | {'corpus': 'x'}, "field 'corpus' is 'x', but its config has"),
+        (
+            'plan.jsonl',
+            GOOD | {'control': 'x'},
+            "field 'control' is 'x', expected null, equal_shape",
+        ),
         (
             'plan.jsonl',
             GOOD | {'variant': 'z/vo'},
@@ -232,6 +238,11 @@ def test_a_second_verdict_of_an_arm_is_refused(study_dir):
         ({'tuning': TUNING | {'learning_rates': [2, 1]}}, 'is [2, 1], expected one value or sev'),
         ({'tuning': TUNING | {'weight_decays': [0, 1]}}, 'is [0, 1], expected one value or sever'),
         ({'tuning': TUNING | {'score_scales': ['x']}}, "'score_scales' is ['x'], expected list"),
+        ({'looks': [4]}, "field 'looks' is [4], expected numbers of seeds that ascend to all 8"),
+        ({'looks': [8, 4, 8]}, "field 'looks' is [8, 4, 8], expected"),
+        ({'arms': [place('qk/vo', 'x')._asdict()]}, "an arm has control 'x', which is"),
+        ({'arms': [place('qk/vo')._asdict() | {'corpus': 'y'}]}, "an arm has corpus 'y', which is"),
+        ({'arms': [{'variant': 'qk/vo', 'size': SIZE}]}, "field 'corpus' is missing"),
         ({'arms': [place('z')._asdict()]}, "an arm has variant 'z', which is"),
     ],
 )
@@ -240,6 +251,49 @@ def test_a_bad_declaration_is_one_sentence(study_dir, changes, said):
     with pytest.raises(ReportError) as raised:
         load_study(study_dir)
     assert said in str(raised.value)
+
+
+def test_a_directory_of_an_older_format_is_one_sentence(study_dir):
+    write_tuned(study_dir, tuned_arm('qk/vo'))
+    study = json.loads((study_dir / 'study.json').read_text())
+    for name in ('base', 'corpora', 'controls', 'looks'):
+        old = {field: value for field, value in study.items() if field != name}
+        (study_dir / 'study.json').write_text(json.dumps(old))
+        with pytest.raises(ReportError, match=r'study.json.*older format.*run the study again, or'):
+            load_study(study_dir)
+
+
+def test_a_ledger_that_is_missing_or_was_edited_is_one_sentence(study_dir):
+    write_tuned(study_dir, tuned_arm('qk/vo'))
+    entries = study_dir / 'ledger.jsonl'
+    assert load_study(study_dir).ledger.family == 0
+    text = entries.read_text()
+    entries.write_text(text.replace('"margin": 0.005', '"margin": 0.5'))
+    with pytest.raises(ReportError, match=r'ledger.jsonl, line 1 was edited.*; restore the file'):
+        load_study(study_dir)
+    entries.unlink()
+    with pytest.raises(ReportError, match=r'ledger.jsonl does not exist.*; restore it from'):
+        load_study(study_dir)
+    assert load_study(write_study(study_dir / 'b', [trial_record('qk/vo')])).ledger.family == 0
+    (study_dir / 'b/ledger.jsonl').unlink()
+    assert load_study(study_dir / 'b').ledger is None
+
+
+def test_longer_runs_are_of_declared_arms_and_orphans_are_listed(study_dir):
+    records = [trial_record('qk/vo'), trial_record('qk/vo', control='longer')]
+    write_study(study_dir, records)
+    other = plan_line('b/vo', SIZE, control='longer')
+    write_lines(study_dir / 'orphans.jsonl', [{'directory': 'runs/a', 'run': 'a'}, {'run': 'b'}])
+    with (study_dir / 'plan.jsonl').open('a') as file:
+        file.write(json.dumps(other) + '\n')
+    study = load_study(study_dir)
+    assert study.arms == (place('qk/vo'),)
+    assert [trial.place for trial in study.trials] == [place('qk/vo'), place('qk/vo', 'longer')]
+    assert study.orphans == ('runs/a',)
+    assert [problem.split(' was left out')[0] for problem in study.problems] == [
+        'plan.jsonl:3',
+        'orphans.jsonl:2',
+    ]
 
 
 def test_one_seed_and_setting_may_be_screened_in_two_runs(study_dir):
