@@ -94,23 +94,23 @@ def test_without_test_losses_there_is_no_word(study_dir):
 
 
 def shifted(directory, variant, split, sd):
-    """Adds differences by document to one arm, of mean zero; returns them."""
+    """Adds differences by document to one arm, of mean zero; returns them and the tokens."""
     line = run_name(variant, SIZE, 'verdict')
     records = [json.loads(x) for x in (directory / 'results.jsonl').read_text().splitlines()]
     own = [record for record in records if record['run'] == line]
     shifts = np.random.default_rng(0).normal(0, sd, 100)
     write_documents(directory / line, own, 100, {split: shifts})
-    return shifts
+    content = json.loads((directory / line / 'documents.json').read_text())
+    return shifts, np.array(content[split]['tokens'])
 
 
 @pytest.mark.parametrize(('sd', 'word'), [(0.02, Decision.BETTER), (0.3, Decision.UNDECIDED)])
 def test_documents_add_their_error_to_the_difference(study_dir, sd, word):
     write_tuned(study_dir, arm('qk/vo', 0) + arm('b/vo', -0.03))
-    shifts = shifted(study_dir, 'b/vo', 'test', sd)
+    shifts, tokens = shifted(study_dir, 'b/vo', 'test', sd)
     found = find(load_study(study_dir))
     compared = found.arms[1].comparison
-    difference, tokens = compared.difference, 100.0 + 10 * (np.arange(100) % 5)
-    share = tokens / tokens.sum()
+    difference, share = compared.difference, tokens / tokens.sum()
     own = shifts - share @ shifts
     expected = np.sqrt(np.sum(share**2 * own**2 / (1 - share)))
     assert difference.mean == pytest.approx(-0.03 + NOISE.mean())

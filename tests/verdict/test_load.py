@@ -71,7 +71,7 @@ def result(variant='qk/vo', seed=2, **changes):
         (
             'plan.jsonl',
             GOOD | {'control': 'x'},
-            "field 'control' is 'x', expected null, equal_shape",
+            "field 'control' is 'x', expected null",
         ),
         (
             'plan.jsonl',
