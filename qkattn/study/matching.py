@@ -121,9 +121,10 @@ def match(
             candidate = dataclasses.replace(candidate, d_ff=d_ff)
         residual = cost.measured(candidate, which) / target - 1
         tried.append(Match(candidate, cost.count(candidate), target, residual, config))
-        if destination == 'd_model' or abs(residual) <= tolerance:
+        met = abs(residual) <= tolerance
+        if destination == 'd_model' or (met and destination != 'd_ff'):
             _check_moved(tried[-1], dimension, which, tolerance, baseline)
-        if abs(residual) <= tolerance:
+        if met:
             return tried[-1]
     if not tried:
         raise MatchError(
@@ -132,11 +133,13 @@ def match(
         )
     best = min(tried, key=lambda candidate: abs(candidate.residual))
     width = '' if dimension.name == 'd_ff' else f', d_ff={best.config.mlp_width}'
+    widths = _widths(config, baseline, dimension, which, tolerance)
     raise MatchError(
         f'{variant} reaches {target:.0f} {unit} only to {best.residual:+.3%} '
         f'({dimension.name}={getattr(best.config, dimension.name)} in steps of '
         f'{dimension.step}{width}), above the tolerance of {tolerance:.3%}: '
         f'{_reason(best, dimension, which, fills)}'
+        f'{widths and f"; use {widths}a larger tolerance"}'
     )
 
 
@@ -240,7 +243,7 @@ def _check_moved(
             f'{"above" if gap < 0 else "below"} {given}: use the destination d_ff'
         )
     step = abs(cost.measured(dimension.at(other), which) / found.target - 1 - gap)
-    widths = _widths(found.given, baseline, dimension, which, tolerance) if baseline else ''
+    widths = _widths(found.given, baseline, dimension, which, tolerance)
     raise MatchError(
         f'{variant_of(found.given)} is {gap:+.2%} from the target and one step of {name}, to '
         f'{other}, {step:.2%}, so {name} would {"stay at" if value == given else "become"} {value} '
@@ -261,14 +264,18 @@ def _cost_at(
 
 
 def _widths(
-    config: ModelConfig, baseline: ModelConfig, dimension: Dimension, which: str, tolerance: float
+    config: ModelConfig,
+    baseline: ModelConfig | None,
+    dimension: Dimension,
+    which: str,
+    tolerance: float,
 ) -> str:
-    """The nearest d_model of the baseline with which that of the variant moves, as a remedy."""
-    if dimension.name != 'd_model':
+    """The nearest d_model of the baseline at which the variant is matched, as a remedy."""
+    if baseline is None or dimension.name != 'd_model' or which == 'cache':
         return ''
     stride = 1 if baseline.head_size else whole_heads(baseline)
     at = make_dimension(baseline, 'd_model').at
-    for away in range(1, 17):
+    for away in range(1, 13):
         for d_model in (baseline.d_model + away * stride, baseline.d_model - away * stride):
             if d_model < stride or not buildable(at(d_model)):
                 continue

@@ -18,7 +18,7 @@ NARROW = dataclasses.replace(SMALL, d_model=64)
 SIZES = {
     'small': SMALL,
     'two heads': dataclasses.replace(NARROW, num_heads=2),
-    'odd': dataclasses.replace(SMALL, d_model=75, num_heads=3, num_layers=3, d_ff=200),
+    'odd': dataclasses.replace(SMALL, d_model=111, num_heads=3, d_ff=300, vocab_size=1000),
     'deep': dataclasses.replace(SMALL, d_model=128, num_layers=6, vocab_size=1000),
     'rotary': dataclasses.replace(SMALL, d_model=120, positions='rope'),
     'own head size': dataclasses.replace(SMALL, d_model=120, head_size=20),
@@ -42,7 +42,8 @@ def moves(base: ModelConfig, config: ModelConfig, which: str) -> int:
     try:
         found = matching.match(config, target, which=which, baseline=base)
     except MatchError as refusal:
-        if 'd_model would' in str(refusal):
+        if which != 'cache':  # which d_ff does not fill
+            assert 'd_model would' in str(refusal)
             other = at.neighbours(base.d_model)[gap < 0]
             step = cost.measured(at.at(other), which) / target - 1 - gap
             assert abs(gap) <= abs(step) / 2, 'half a step or more was saved'
@@ -87,7 +88,7 @@ def test_where_a_step_is_too_coarse_a_baseline_width_that_is_not_is_named():
     base = dataclasses.replace(config, value='vo')
     target = cost.measured(base, 'total')
     expected = (
-        r'^qk/no_v is -5.\d+% from the target and one step of d_model, to 72, 1\d.\d+%, so d_model '
+        r'^qk/no_v is -5.\d+% from the target and one step of d_model, to 72, 20.\d+%, so d_model '
         r'would stay at 64 and d_ff absorb it all: use a baseline with d_model=(\d+) or the '
         'destination d_ff$'
     )
