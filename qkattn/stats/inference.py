@@ -20,6 +20,7 @@ MARGIN = 0.005  # nats per token; arms closer than this are called equivalent
 MIN_PAIRS = 3  # fewer seeds decide nothing
 RESAMPLES = 9999
 
+_MANY = 1e6  # degrees of freedom: a t variable is normal
 _ROUNDING = 1e-12  # a spread below this fraction of the mean is that of rounding, and taken as 0
 
 
@@ -189,12 +190,15 @@ def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, 
 def detectable_difference(error: float, df: float, alpha: float = 1 - LEVEL) -> float:
     """The |difference| that a two-sided t test at `alpha` finds with probability POWER.
 
-    `error` is the standard error of the mean difference, in the unit of the result. The statistic
-    is noncentral t with noncentrality difference / error; the solution is the noncentrality at
-    which it exceeds the critical value with probability POWER, in the difference's own direction.
+    `error` is the standard error of the mean difference, in the unit of the result, as estimated
+    with `df` degrees of freedom. Such an estimate is too low in more than half of all cases; it is
+    divided by its median, sqrt(chi2_median(df) / df) times the true error. The statistic is
+    noncentral t with noncentrality difference / error; the solution is the noncentrality at which
+    it exceeds the critical value with probability POWER, in the difference's own direction.
     """
     critical = special.stdtrit(df, 1 - alpha / 2)
-    return float(special.nctdtrinc(df, 1 - POWER, critical)) * error
+    unbiased = error * (df / special.chdtri(df, 0.5)) ** 0.5
+    return float(special.nctdtrinc(df, 1 - POWER, critical) * unbiased)
 
 
 def bootstrap(*groups: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float]:
@@ -253,7 +257,7 @@ def _combined(errors: Sequence[tuple[float, float | None]]) -> tuple[float, floa
     if not total > 0:
         return total, sum(df or 0 for _, df in errors)
     spread = sum(error**4 / df for error, df in errors if df)
-    return total**0.5, total**2 / spread if spread else math.inf
+    return total**0.5, min(total**2 / spread, _MANY) if spread else _MANY
 
 
 def _difference(

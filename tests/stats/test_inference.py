@@ -51,8 +51,9 @@ def test_a_difference_is_scipys_t_test_and_its_two_one_sided_ones(mean, n_arm, n
 @pytest.mark.parametrize('df', [1, 2, 7, 14, 60])
 @pytest.mark.parametrize('alpha', [0.05, 0.05 / 6])
 def test_the_detectable_difference_has_the_power_of_the_noncentral_t(df, alpha):
+    median = scipy_stats.chi(df).median() / df**0.5  # of an estimate of the error 1
     error = 0.003
-    noncentrality = inference.detectable_difference(error, df, alpha) / error
+    noncentrality = inference.detectable_difference(median * error, df, alpha) / error
     critical = scipy_stats.t.isf(alpha / 2, df)
     power = scipy_stats.nct.sf(critical, df, noncentrality)
     assert power == pytest.approx(inference.POWER, abs=1e-5)

@@ -1,0 +1,260 @@
+"""Simulated studies, from screening to words: how often a word is false, and a true one found.
+
+    python -m tests.stats.simulations [studies]
+
+prints the counts. Every study goes through the planner's tuning and the decisions of a report. Loss
+is a parabola in ln(learning rate) with normal noise, in nats per token; the arms' true losses at
+their optima are known, so it is known which words are false. The draws are fixed.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from qkattn.config import TuningConfig
+from qkattn.stats import decision, inference
+from qkattn.stats.decision import Decision
+from qkattn.stats.sweep import Sweep
+from qkattn.study.tuning import tune
+
+NOISE = 0.0097  # of one trial
+LEVEL_NOISE = 0.01  # that all arms and values share, by seed
+FLAT, SHARP = 0.01, 0.2  # second derivative of the loss by ln(learning rate)
+GRIDS = {'learning_rate': (0.002, 0.004, 0.008, 0.016), 'weight_decay': (0.1,)}
+GRIDS['score_scale'] = (1.0,)
+LIMITS = TuningConfig(seeds=(100, 101))
+ARMS = 7
+MARGIN = inference.MARGIN
+ALLOWED = 0.055  # rate of false words: 5 % and the noise of a simulation
+LOWER = (Decision.BETTER, Decision.BETTER_BELOW_MARGIN)
+HIGHER = (Decision.WORSE, Decision.WORSE_BELOW_MARGIN)
+
+# Curvatures of the baseline and of the arms.
+CASES = {
+    'all flat': (FLAT, (FLAT,) * ARMS),
+    'flat arms, sharp baseline': (SHARP, (FLAT,) * ARMS),
+    'sharp arms, flat baseline': (FLAT, (SHARP,) * ARMS),
+    'all sharp': (SHARP, (SHARP,) * ARMS),
+    'all nearly constant': (0.001, (0.001,) * ARMS),
+}
+
+
+@dataclasses.dataclass
+class Arm:
+    """A simulated arm: loss(v) = level + curvature / 2 ln(v / optimum)^2 + noise."""
+
+    rng: np.random.Generator
+    curvature: float
+    level: float = 0.0
+
+    def __post_init__(self):
+        self.optimum = float(np.exp(self.rng.uniform(math.log(0.002), math.log(0.016))))
+
+    def loss(self, value: float, seeds: np.ndarray) -> np.ndarray:
+        """The losses of one trial for each of the seeds' own levels."""
+        excess = self.curvature / 2 * math.log(value / self.optimum) ** 2
+        return self.level + excess + seeds + self.rng.normal(0, NOISE, len(seeds))
+
+    def tuned(self, seeds: Mapping[int, float]) -> Sweep:
+        """The sweep of its learning rate, as the planner asks for it."""
+        measured: dict[tuple[float, ...], dict[int, float | None]] = {}
+        while (plan := tune(GRIDS, LIMITS, measured)).knob is not None:
+            for at in map(plan.at, plan.values):
+                losses = self.loss(at[0], np.array([seeds[s] for s in plan.seeds]))
+                measured.setdefault(at, {}).update(zip(plan.seeds, losses.tolist(), strict=True))
+        return plan.sweeps['learning_rate']
+
+
+@dataclasses.dataclass
+class Counts:
+    """Over studies: those with a false word; over their arms: tested, covered, found."""
+
+    studies: int = 0
+    false: int = 0
+    arms: int = 0
+    tested: int = 0
+    covered: int = 0
+    found: int = 0
+    sought: int = 0
+    screened: int = 0
+    detectable: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def false_rate(self) -> float:
+        return self.false / self.studies
+
+    @property
+    def coverage(self) -> float:
+        return self.covered / self.tested
+
+    @property
+    def power(self) -> float:
+        return self.found / self.sought
+
+    def __str__(self) -> str:
+        text = f'{self.false} of {self.studies} studies with a false word ({self.false_rate:.1%})'
+        if self.tested:
+            text += f', {self.covered} of {self.tested} intervals cover ({self.coverage:.3f})'
+        if self.sought:
+            text += f', {self.found} of {self.sought} effects found ({self.power:.3f})'
+        return text
+
+
+def is_false(word: Decision, true: float) -> bool:
+    """Whether a word contradicts the true difference."""
+    if word in LOWER + HIGHER:
+        side = 1 if word in HIGHER else -1
+        beyond = word in (Decision.BETTER, Decision.WORSE)
+        return side * true <= 0 or (beyond and abs(true) < MARGIN * (1 - 1e-9))
+    return word is Decision.EQUIVALENT and abs(true) >= MARGIN
+
+
+def study(
+    rng: np.random.Generator, case: str, num_seeds: int, effect: float, whole: Counts, plain: Counts
+) -> None:
+    """Adds a study to `whole`, and what it says without regard to its tuning to `plain`.
+
+    The first arm differs by `effect`, which is found if it gets a word in the right direction.
+    """
+    curvature, curvatures = CASES[case]
+    screening = dict(zip(range(100, 200), rng.normal(0, LEVEL_NOISE, 100), strict=True))
+    levels_S = rng.normal(0, LEVEL_NOISE, num_seeds)
+    arms = [Arm(rng, one) for one in (curvature, *curvatures)]
+    arms[1].level = effect
+    sweeps = [arm.tuned(screening) for arm in arms]
+    losses = [arm.loss(s.chosen, levels_S) for arm, s in zip(arms, sweeps, strict=True)]
+    misses = [s.at_worst if s.bracketed and s.at_worst is not None else math.inf for s in sweeps]
+    for counts in (whole, plain):
+        tuning = [(miss, misses[0]) if counts is whole else (0.0, 0.0) for miss in misses]
+        differences = {
+            i: inference.paired(losses[i] - losses[0], tuning=tuning[i], resamples=None)
+            for i in range(1, len(arms))
+            if max(tuning[i]) < math.inf
+        }
+        words = decision.judge(differences, planned=len(arms) - 1)
+        counts.studies += 1
+        counts.false += any(is_false(word.decision, arms[i].level) for i, word in words.items())
+        counts.arms += len(arms) - 1
+        counts.tested += len(differences)
+        counts.covered += sum(d.low <= arms[i].level <= d.high for i, d in differences.items())
+        counts.detectable += [word.detectable for word in words.values()]
+        counts.screened += sum(sum(map(len, sweep.losses)) for sweep in sweeps)
+        if effect and 1 in words:
+            counts.sought += 1
+            counts.found += words[1].decision in (LOWER if effect < 0 else HIGHER)
+
+
+def simulate(case: str, num_seeds: int, studies: int, effect: float = 0.0) -> tuple[Counts, Counts]:
+    """Counts over `studies`, with the tuning's error and without any regard to it."""
+    rng = np.random.default_rng([list(CASES).index(case), num_seeds, int(effect != 0)])
+    whole, plain = Counts(), Counts()
+    for i in range(studies):
+        study(rng, case, num_seeds, effect * (-1) ** i, whole, plain)
+    return whole, plain
+
+
+def looks(studies: int, at: Sequence[int], *, spent: bool, arms: int = ARMS) -> tuple[int, int]:
+    """Studies of equal arms with a false word at any of the looks, and their number.
+
+    The looks are `at` these numbers of seeds. With `spent` they share the error rate; otherwise
+    each is made as if it were the only one.
+    """
+    rng, false = np.random.default_rng([len(at), spent, arms]), 0
+    alphas = decision.spending(at) if spent else [1 - inference.LEVEL] * len(at)
+    for _ in range(studies):
+        losses = rng.normal(0, NOISE, (arms + 1, at[-1]))
+        false += any(
+            _words(losses[:, :n], alpha, arms) for n, alpha in zip(at, alphas, strict=True)
+        )
+    return false, studies
+
+
+def added_arms(studies: int, first: int, last: int, *, declared: bool) -> tuple[int, int]:
+    """Studies of equal arms with a false word, and their number, where arms are added at each look.
+
+    Arms come one at a time, from `first` to `last`, until one gets a word; each time, the family is
+    that of the arms so far. With `declared`, it is that of the first arms, and those added after
+    the first look get no word.
+    """
+    rng, false = np.random.default_rng([first, last, declared]), 0
+    for _ in range(studies):
+        losses = rng.normal(0, NOISE, (last + 1, 16))
+        counts = [first] if declared else range(first, last + 1)
+        false += any(_words(losses[: n + 1], 1 - inference.LEVEL, n) for n in counts)
+    return false, studies
+
+
+def _words(losses_AS: np.ndarray, alpha: float, planned: int) -> bool:
+    """Whether any arm is called better or worse than the first one."""
+    differences = {
+        i: inference.paired(row - losses_AS[0], resamples=None)
+        for i, row in enumerate(losses_AS[1:])
+    }
+    words = decision.judge(differences, planned=planned, alpha_of_look=alpha)
+    return any(is_false(word.decision, 0.0) for word in words.values())
+
+
+def crossed(
+    studies: int, num_seeds: int = 16, documents: int = 100, shares: float = 1.0
+) -> dict[str, tuple[int, int]]:
+    """Covering intervals and their number, for seeds x documents of unequal sizes, both random.
+
+    The tokens of documents are log-normal with sd `shares` of the logarithm, none above 5 % of all.
+    Arms differ by noise of the seed, of the document, and of a seed at a document. 'seeds and
+    documents' has both in the interval, 'seeds' has the seeds alone.
+    """
+    rng = np.random.default_rng([num_seeds, documents])
+    covered = {'seeds and documents': 0, 'seeds': 0}
+    for _ in range(studies):
+        tokens_C = rng.lognormal(8, shares, documents)
+        for _ in range(20):
+            tokens_C = np.minimum(tokens_C, 0.05 * tokens_C.sum())
+        own_SC = rng.normal(0, 0.02, (num_seeds, documents)) + rng.normal(0, 0.03, documents)
+        nats_SC = (own_SC + rng.normal(0, 0.01, (num_seeds, 1))) * tokens_C
+        means_S = nats_SC.sum(axis=1) / tokens_C.sum()
+        error, df = inference.evaluation_error(nats_SC, tokens_C)
+        seeds = inference.paired(means_S, resamples=None)
+        both = inference.paired(means_S, evaluation_error=error, evaluation_df=df, resamples=None)
+        for name, d in zip(covered, (both, seeds), strict=True):
+            covered[name] += d.low <= 0 <= d.high
+    return {name: (int(number), studies) for name, number in covered.items()}
+
+
+def main(argv: Sequence[str]) -> None:
+    studies = int(argv[1]) if len(argv) > 1 else 1000
+    for name, (number, of) in crossed(2 * studies).items():
+        print(
+            f'16 seeds x 100 documents, error of {name}: {number} of {of} intervals cover '
+            f'({number / of:.3f})',
+            flush=True,
+        )
+    for name, (number, of) in {
+        'looks at 8 and 16 seeds, each at 5 %': looks(2 * studies, (8, 16), spent=False),
+        'looks at 8 and 16 seeds, spending': looks(2 * studies, (8, 16), spent=True),
+        'looks at 4, 8, ..., 32 seeds, each at 5 %': looks(
+            2 * studies, range(4, 33, 4), spent=False
+        ),
+        'looks at 4, 8, ..., 32 seeds, spending': looks(2 * studies, range(4, 33, 4), spent=True),
+        'arms added until a word, 1 to 15': added_arms(2 * studies, 1, 15, declared=False),
+        'arms added after 7 declared ones': added_arms(2 * studies, 7, 15, declared=True),
+    }.items():
+        print(f'{name}: {number} of {of} studies with a false word ({number / of:.1%})', flush=True)
+    for case in CASES:
+        for num_seeds in (8, 16):
+            whole, plain = simulate(case, num_seeds, studies)
+            per_arm = whole.screened / (ARMS + 1) / studies
+            print(f'{case}, {num_seeds} seeds, {per_arm:.1f} screening trials per arm')
+            print(f'  without the tuning error: {plain}')
+            print(f'  with it:                  {whole}')
+            print(f'  {whole.tested} of {whole.arms} arms tested', flush=True)
+            if whole.detectable:
+                effect = float(np.median(whole.detectable))
+                whole, _ = simulate(case, num_seeds, studies, effect)
+                print(f'  an effect of {effect:.4f}:     {whole}', flush=True)
+
+
+if __name__ == '__main__':
+    main(sys.argv)

@@ -1,0 +1,50 @@
+"""Simulated studies: rates of false words, coverage of intervals, power. See simulations.py."""
+
+import numpy as np
+import pytest
+
+from tests.stats import simulations
+from tests.stats.simulations import ALLOWED, CASES
+
+
+def test_the_tuning_error_in_the_intervals_avoids_false_words():
+    whole, plain = simulations.simulate('flat arms, sharp baseline', 16, 30)
+    assert whole.false <= 1 < 5 <= plain.false
+    assert whole.coverage >= 0.94 > 0.9 > plain.coverage
+    assert whole.tested >= 0.97 * whole.arms
+
+
+def test_intervals_over_seeds_and_documents_cover():
+    covered = simulations.crossed(400)
+    assert covered['seeds and documents'][0] >= 0.94 * 400 > 0.8 * 400 > covered['seeds'][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('documents', 'shares'), [(100, 1.0), (100, 1.5), (30, 1.0), (15, 0.3)])
+def test_intervals_cover_with_few_or_very_unequal_documents(documents, shares):
+    number, of = simulations.crossed(3000, 16, documents, shares)['seeds and documents']
+    assert number >= 0.94 * of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('num_seeds', [8, 16])
+@pytest.mark.parametrize('case', CASES)
+def test_studies_give_false_words_in_at_most_one_of_twenty(case, num_seeds):
+    whole, _ = simulations.simulate(case, num_seeds, 400)
+    assert whole.false_rate <= ALLOWED
+    if case == 'all nearly constant':
+        assert whole.tested < 0.05 * whole.arms
+        return
+    assert whole.coverage >= 0.94
+    assert whole.tested >= 0.97 * whole.arms
+    found, _ = simulations.simulate(case, num_seeds, 400, float(np.median(whole.detectable)))
+    assert found.power >= 0.78
+
+
+@pytest.mark.slow
+def test_looks_and_added_arms_do_not_raise_the_rate_of_false_words():
+    for at in ((8, 16), range(4, 33, 4)):
+        false, of = simulations.looks(2000, at, spent=True)
+        assert false <= ALLOWED * of < simulations.looks(2000, at, spent=False)[0]
+    false, of = simulations.added_arms(2000, 7, 15, declared=True)
+    assert false <= ALLOWED * of < simulations.added_arms(1000, 1, 15, declared=False)[0]
