@@ -18,13 +18,12 @@ from qkattn.config import TuningConfig
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.stats.sweep import Sweep
-from qkattn.study.tuning import tune
+from qkattn.study.tuning import KNOBS, tune
 
 NOISE = 0.0097  # of one trial
 LEVEL_NOISE = 0.01  # that all arms and values share, by seed
 FLAT, SHARP = 0.01, 0.2  # second derivative of the loss by ln(learning rate)
-GRIDS = {'learning_rate': (0.002, 0.004, 0.008, 0.016), 'weight_decay': (0.1,)}
-GRIDS['score_scale'] = (1.0,)
+GRIDS = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': (0.002, 0.004, 0.008, 0.016)}
 LIMITS = TuningConfig(seeds=(100, 101))
 ARMS = 7
 MARGIN = inference.MARGIN
