@@ -1,17 +1,23 @@
-"""Checks every number of committed reports, and of headlines in Markdown pages, against the logs.
+"""Checks every number of committed reports and pages against the logs, and lists what it cannot.
 
 python -m experiments.verify                        # all studies under experiments/results
 python -m experiments.verify --write                # writes the headlines into the pages
 """
 
+import functools
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
+from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ReportError
+from qkattn.model import cost
 from qkattn.report import verify
+from qkattn.report.printed_numbers import check_numbers, uncovered
 from qkattn.report.prose import counted
 from qkattn.run import cli
+from qkattn.verdict import load_study
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +29,41 @@ PAGES = flags.DEFINE_list(
     [str(path) for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))],
     'Markdown pages, at least one of them with a headline; --pages= checks none.',
 )
+NUMBERS = flags.DEFINE_string(
+    'numbers',
+    str(ROOT / 'docs/numbers.toml'),
+    'Sources of the numbers of pages and config headers.',
+)
 WRITE = flags.DEFINE_bool('write', False, 'Write the headlines instead of checking them.')
+
+
+@functools.cache
+def _costs(model: ModelConfig) -> dict[str, Any]:
+    return {
+        'parameters': cost.count(model),
+        'flops_per_token': cost.flops_per_token(model),
+        'cache_floats_per_token': cost.cache_floats_per_token(model),
+    }
+
+
+def check_costs(directory: Path) -> int:
+    """Counts parameters, FLOPs and cache of every trained config again; returns how many agree.
+
+    Raises:
+      ReportError: a result with other counts.
+    """
+    models = 0
+    for run in load_study(directory).runs:
+        if run.trials:
+            models += 1
+            for name, expected in _costs(from_json(Config, run.config).model).items():
+                for trial in run.trials:
+                    if getattr(trial, name) != expected:
+                        raise ReportError(
+                            f'{directory}: seed {trial.seed} of run {run.name} has {name} '
+                            f'{getattr(trial, name)}, but its config gives {expected}'
+                        )
+    return models
 
 
 def main() -> None:
@@ -34,14 +74,38 @@ def main() -> None:
     if not declarations:
         raise ReportError(f'--results={RESULTS.value} contains no study directory')
     for declaration in declarations:
+        models = check_costs(declaration.parent)
         count = verify.check_study(declaration.parent)
-        print(f'{declaration.parent.name}: {count:,} numbers agree with the logs')
-    counts = {page: verify.check_page(page) for page in PAGES.value}
-    if counts and not any(counts.values()):
+        print(
+            f'{declaration.parent.name}: {count:,} numbers agree with the logs, the costs of '
+            f'{counted(models, "run")} with the configs'
+        )
+    if PAGES.value:
+        _check_pages(PAGES.value)
+    print('not covered:')
+    for sentence in verify.NOT_COVERED:
+        print(f'  {sentence}')
+    for page, numbers in uncovered(NUMBERS.value, _pages()).items() if PAGES.value else ():
+        print(f'  numbers of {page} without a source in {NUMBERS.value}: {", ".join(numbers)}')
+
+
+def _pages() -> list[str]:
+    """Pages and configs, whose headers print numbers too."""
+    return [*PAGES.value, *map(str, sorted((ROOT / 'configs').glob('*.py')))]
+
+
+def _check_pages(pages: list[str]) -> None:
+    counts = {page: verify.check_page(page) for page in pages}
+    if not any(counts.values()):
         raise ReportError(f'--pages={",".join(counts)} contain no headline')
     for page, count in counts.items():
         if count:
             print(f'{Path(page).name}: {counted(count, "headline")} checked against the studies')
+    entries = check_numbers(NUMBERS.value)
+    print(
+        f'{Path(NUMBERS.value).name}: {counted(entries["logged"], "sentence")} checked against the '
+        f'logs, {entries["external"]} with a source elsewhere'
+    )
 
 
 if __name__ == '__main__':

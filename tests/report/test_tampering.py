@@ -387,3 +387,47 @@ def test_a_study_changed_by_hand_is_found_out(study, change, message):
     change(study)
     with pytest.raises(ReportError, match=message):
         verify.check_study(study)
+
+
+def draw_another_picture(study):
+    (study / 'plots/verdicts.svg').write_text('<svg>higher</svg>')
+
+
+def make_training_faster(study):
+    def change(results):
+        for trial in results:
+            trial['train_seconds'] = 1.0
+
+    edit_lines(study / 'results.jsonl', change)
+    report.write_report(study)
+
+
+def write_everything_again(study):
+    """An arm that never was, in the ledger too."""
+    without(study, 'qk/no_v')
+    (study / 'ledger.jsonl').unlink()
+    ledger.declare(study, read_json(study / 'study.json'))
+    report.write_report(study)
+
+
+@pytest.mark.parametrize(
+    ('change', 'named'),
+    [
+        (draw_another_picture, 'pictures'),
+        (make_training_faster, 'times'),
+        (write_everything_again, 'a study whose results, logs, report and ledger'),
+    ],
+)
+def test_what_is_not_found_is_listed(study, change, named):
+    change(study)
+    assert verify.check_study(study) > 50
+    assert any(sentence.startswith(named) for sentence in verify.NOT_COVERED)
+
+
+def test_a_number_of_the_readme_is_found(study, tmp_path):
+    page = tmp_path / 'README.md'
+    page.write_text('<!-- headline: kept -->\n<!-- end -->\n')
+    verify.check_page(page, write=True)
+    edit_text(page, r'0\.09', '0.12')
+    with pytest.raises(ReportError, match=r'README\.md is not what its studies give'):
+        verify.check_page(page)
