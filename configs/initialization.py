@@ -31,8 +31,8 @@ def get_config():
             name='initialization',
             question='How much of a difference between variants does the initialization explain?',
             base=Config(
-                model=ModelConfig(num_layers=2, num_heads=4, context=64),
-                data=DataConfig(eval_sequences=512),
+                model=ModelConfig(num_layers=2, num_heads=2, context=64),
+                data=DataConfig(eval_sequences=2048),
                 optimizer=OptimizerConfig(warmup_steps=50),
                 train=TrainConfig(
                     num_steps=400,
@@ -54,7 +54,7 @@ def get_config():
                 'qk/no_o?init=nanogpt',
                 'shared_qk/vo?init=nanogpt',
             ),
-            sizes=('d_model=64',),
+            sizes=('d_model=48',),
             tuning=TuningConfig(seeds=(100, 101), max_seeds=4),
             controls=ControlsConfig(equal_shape=False, longer=None),
         )

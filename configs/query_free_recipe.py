@@ -35,8 +35,8 @@ def get_config():
             name='query_free_recipe',
             question='Does the published recipe for W_Q = I change what it costs?',
             base=Config(
-                model=ModelConfig(num_layers=2, num_heads=4, context=64),
-                data=DataConfig(eval_sequences=512),
+                model=ModelConfig(num_layers=2, num_heads=2, context=64),
+                data=DataConfig(eval_sequences=2048),
                 optimizer=OptimizerConfig(
                     warmup_steps=50,
                     schedule='cosine',
@@ -49,7 +49,7 @@ def get_config():
                     batch_size=16,
                     steps_per_dispatch=25,
                     log_every=50,
-                    eval_every=250,
+                    eval_every=500,
                     checkpoint_every=250,
                     lifting='map',
                 ),
@@ -61,7 +61,7 @@ def get_config():
             ),
             baseline='qk/vo',
             variants=('qk/vo', 'query_free/vo', 'query_free/vo?score_scale=0.5'),
-            sizes=('d_model=64',),
+            sizes=('d_model=48',),
             tuning=TuningConfig(seeds=(100, 101), max_seeds=4),
             controls=ControlsConfig(equal_shape=False, longer=None),
         )

@@ -3,10 +3,10 @@
 import numpy as np
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import SHARES
 from qkattn.data.pipeline import eval_rows
 from qkattn.data.tasks.rows import Rows
 from qkattn.errors import ConfigError
+from qkattn.stats.inference import MIN_DOCUMENTS
 
 # Rows of tasks without documents are independent; more groups would say little more.
 MAX_GROUPS = 128
@@ -30,22 +30,30 @@ def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[
     return [str(number) for number in range(count)], np.arange(len(chosen_R)) % count
 
 
-def check_documents(rows: Rows, data: DataConfig, minimum: int = SHARES) -> None:
+def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) -> None:
     """Refuses a corpus whose evaluation splits are too few documents to give a standard error.
 
     Raises:
-      ConfigError: an evaluation split with rows of fewer than `minimum` documents.
+      ConfigError: an evaluation split of which fewer than `minimum` documents are evaluated.
     """
     for split in rows.splits[1:]:
         documents = rows.documents(split)
         if documents is None:
             continue
-        count = len(np.unique(documents[1]))
-        if count < minimum:
-            path = '' if data.path is None else f', data.path={data.path!r},'
+        present = len(np.unique(documents[1]))
+        evaluated = len(np.unique(clusters(rows, split, data.eval_sequences)[1]))
+        if evaluated >= minimum:
+            continue
+        path = '' if data.path is None else f', data.path={data.path!r},'
+        if present >= minimum:
             raise ConfigError(
-                f'split {split!r} of data.name={data.name!r}{path} has {count} '
-                f'document{"s" * (count != 1)}, but a study that decides between variants needs '
-                f'at least {minimum}; choose a corpus of more documents, such as data.name='
-                "'stdlib' or 'packages', or data.name='text' with a folder of files per split."
+                f'data.eval_sequences={data.eval_sequences} evaluates {evaluated} of {present} '
+                f'documents in split {split!r} of data.name={data.name!r}{path} but a study that '
+                f'decides between variants needs at least {minimum}; raise it, or set None for all.'
             )
+        raise ConfigError(
+            f'split {split!r} of data.name={data.name!r}{path} has {present} '
+            f'document{"s" * (present != 1)}, but a study that decides between variants needs '
+            f'at least {minimum}; choose a corpus of more documents, such as data.name='
+            "'stdlib' or 'packages', or data.name='text' with a folder of files per split."
+        )

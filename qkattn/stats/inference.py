@@ -18,6 +18,7 @@ LEVEL = 0.95  # of every interval; 1 - LEVEL is the family-wise error rate of ev
 POWER = 0.8  # the probability with which a detectable difference is found
 MARGIN = 0.005  # nats per token; arms closer than this are called equivalent
 MIN_PAIRS = 3  # fewer seeds decide nothing
+MIN_DOCUMENTS = 100  # of text in an evaluation; fewer do not stand for the text they are from
 RESAMPLES = 9999
 
 _MANY = 1e6  # degrees of freedom: a t variable is normal

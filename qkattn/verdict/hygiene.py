@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qkattn.config import ANNEALED, DECAYS, OptimizerConfig
+from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT
 from qkattn.verdict.arms import Arm
@@ -17,7 +18,6 @@ from qkattn.verdict.load import Study
 from qkattn.verdict.reading import flat
 
 ENOUGH_SEEDS = 5
-MIN_DOCUMENTS = 100  # of a split of text
 # What an entry of the ledger accepts that would otherwise withhold every verdict.
 UNCOMMITTED, COMMITS = 'uncommitted', 'commits'
 # The factors of every study, and the shapes that matching solves for.

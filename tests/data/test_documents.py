@@ -51,4 +51,6 @@ def test_too_few_documents_are_one_sentence(letters, stdlib):
     one = token_dataset('one', ByteTokenizer(), dict.fromkeys(('train', 'test'), np.ones(9, 'u1')))
     with refused("split 'test' of data.name='text', data.path='a.txt', has 1 document, "):
         check_documents(LanguageRows(one, 4), DataConfig(name='text', path='a.txt'), 2)
-    check_documents(LanguageRows(stdlib, 128), DataConfig(), 100)
+    check_documents(LanguageRows(stdlib, 128), DataConfig())
+    with refused('data.eval_sequences=64 evaluates 46 of 111 documents .* at least 100; raise it'):
+        check_documents(LanguageRows(stdlib, 128), DataConfig(eval_sequences=64))
