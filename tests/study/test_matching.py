@@ -129,10 +129,10 @@ def test_d_ff_absorbs_no_more_than_half_a_step_of_the_width():
     base = dataclasses.replace(DEEP, num_layers=2)
     config, target = dataclasses.replace(base, score='merged'), cost.count(base)['total']
     nearest = matching.match(config, target)
-    assert abs(nearest.residual) > 1e-5
-    # d_ff would have to absorb more than half a step of d_model.
+    assert abs(nearest.residual) > 1e-4
+    # Two units more would do, if d_ff absorbed a whole step and a half.
     with pytest.raises(MatchError, match='one step of d_ff is'):
-        matching.match(config, target, tolerance=1e-5)
+        matching.match(config, target, tolerance=1e-4)
     fine = matching.match(config, target, destination='num_heads', tolerance=1e-4)
     assert fine.config.num_heads < 4 and abs(fine.residual) <= 1e-4
     # A step that is coarse is no fault where it meets the target.
