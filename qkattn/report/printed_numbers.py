@@ -20,6 +20,7 @@ written with a space. Of a Python file only the docstring is a page.
 import ast
 import csv
 import json
+import os
 import re
 import string
 import tomllib
@@ -67,7 +68,7 @@ def uncovered(path: str | Path, pages: Sequence[str | Path]) -> dict[str, list[s
     root, entries = path.parents[1], _entries(path)
     found = {}
     for page in map(Path, pages):
-        name = page.resolve().relative_to(root.resolve()).as_posix()
+        name = Path(os.path.relpath(page, root)).as_posix()
         text = _plain(ELSEWHERE.sub(' ', _page(page)))
         for kind, of_kind in entries.items():
             for entry in of_kind:

@@ -31,7 +31,7 @@ from qkattn.verdict.reading import for_each_line
 NOT_COVERED = (
     'pictures: PNG and SVG files, and the drawings in report.html; the numbers behind them are',
     'times, throughput, provenance, and fingerprints of data, which are as the runs recorded them',
-    'training records in metrics.jsonl, log.txt, and runs that left no study.json',
+    'training records in metrics.jsonl, orphans.jsonl, log.txt, and runs that left no study.json',
     'checkpoints: that a logged loss is the loss of a model',
     'a study whose results, logs, report and ledger are all written again with matching hashes',
 )

@@ -163,8 +163,10 @@ def look(directory: Path) -> bool:
     if files == read(path).looked_files:
         return False  # before a lock is made, so that a kept copy of a study stays as it is
     with locked(directory / 'lock'):
-        number = sum(entry['event'] == LOOKED for entry in read(path).entries) + 1
-        append(path, LOOKED, look=number, files=files)
+        kept = read(path)
+        if files != kept.looked_files:  # nobody was quicker
+            number = sum(entry['event'] == LOOKED for entry in kept.entries) + 1
+            append(path, LOOKED, look=number, files=files)
     return True
 
 
