@@ -236,7 +236,7 @@ def _checked(
 ) -> tuple[tuple[float, ...], ...]:
     if not 0 < margin < math.inf:
         raise ValueError(f'margin is {margin}; equivalence needs a positive margin in nats.')
-    if not (0 <= error < math.inf and min(tuning) >= 0):
+    if not (0 <= error < math.inf and all(miss >= 0 for miss in tuning)):
         raise ValueError(f'evaluation_error, tuning are {error}, {tuning}; neither is negative.')
     for name, values in groups.items():
         if len(values) == 0 or not all(map(math.isfinite, values)):

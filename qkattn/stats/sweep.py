@@ -201,18 +201,19 @@ def _nearest_worse(
 ) -> tuple[int | None, int | None]:
     """The nearest values that are worse than value i, the best, below and above it."""
     worse = [mean > means[i] for mean in means]
-    seeds = max(map(len, losses))
-    if seeds > 1:
-        by_mean = sorted(
-            (j for j, m in enumerate(means) if math.isfinite(m)), key=means.__getitem__
-        )
-        level = (1 - LEVEL) / max(len(means) - 1, 1)
-        for number, j in enumerate(by_mean[1:], start=2):
-            table_VS = np.array([losses[k] for k in by_mean[:number]])
-            table_VS -= table_VS.mean(axis=1, keepdims=True)
-            square = float(np.sum((table_VS - table_VS.mean(axis=0)) ** 2))
-            df = (number - 1) * (seeds - 1)
-            critical = -special.stdtrit(df, level) * (square / df * 2 / seeds) ** 0.5
+    by_mean = sorted((j for j, m in enumerate(means) if math.isfinite(m)), key=means.__getitem__)
+    seeds = len(losses[i])
+    if seeds > 1 and by_mean:
+        table_VS = np.array([losses[j] for j in by_mean])
+        table_VS -= table_VS.mean(axis=1, keepdims=True)
+        # Residual squares of the best 1, 2, ... values, without levels of values and of seeds.
+        number_V = np.arange(1, len(by_mean) + 1)
+        of_seeds_V = np.sum(np.cumsum(table_VS, axis=0) ** 2, axis=1) / number_V
+        squares_V = np.maximum(np.cumsum(np.sum(table_VS**2, axis=1)) - of_seeds_V, 0)
+        df_V = np.maximum((number_V - 1) * (seeds - 1), 1)
+        t_V = special.stdtrit(df_V, 1 - (1 - LEVEL) / max(len(means) - 1, 1))
+        critical_V = t_V * np.sqrt(squares_V / df_V * 2 / seeds)
+        for j, critical in zip(by_mean[1:], critical_V[1:].tolist(), strict=True):
             worse[j] = means[j] - means[i] > critical
     below = max((j for j in range(i) if worse[j]), default=None)
     return below, min((j for j in range(i + 1, len(means)) if worse[j]), default=None)

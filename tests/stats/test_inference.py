@@ -59,6 +59,76 @@ def test_the_detectable_difference_has_the_power_of_the_noncentral_t(df, alpha):
     assert power == pytest.approx(inference.POWER, abs=1e-5)
 
 
+def test_the_error_over_documents_adds_to_that_over_seeds():
+    values, error, df = [-0.012, -0.008, -0.015, -0.006, -0.011], 0.0015, 20.0
+    alone = inference.paired(values, resamples=None)
+    found = inference.paired(values, evaluation_error=error, evaluation_df=df, resamples=None)
+    assert (found.error_seeds, found.error_evaluation) == (alone.error_seeds, error)
+    total = (alone.error_seeds**2 + error**2) ** 0.5
+    own = total**4 / (alone.error_seeds**4 / 4 + error**4 / 20)  # Satterthwaite
+    assert 4 < own < 24 and found.df == pytest.approx(own)
+    expected = scipy_stats.t.interval(0.95, own, found.mean, total)
+    assert (found.low, found.high) == pytest.approx(expected)
+    assert found.p == pytest.approx(2 * scipy_stats.t.cdf(found.mean / total, own))
+    # An error that is known exactly costs no degrees of freedom.
+    exact = inference.paired(values, evaluation_error=error, resamples=None)
+    assert exact.df == pytest.approx(total**4 / (alone.error_seeds**4 / 4))
+    arm, baseline = [2.01, 2.03, 2.02], [2.0, 2.01, 1.99]
+    apart = inference.welch(arm, baseline, evaluation_error=error, resamples=None)
+    assert apart.error_seeds == pytest.approx((2 * np.var([1, 2, 3], ddof=1) / 3) ** 0.5 / 100)
+    assert apart.error_evaluation == error and apart.df > 4
+
+
+def test_documents_of_equal_size_are_a_sample_of_independent_values():
+    nats_SC = np.random.default_rng(2).normal(0, 3.0, (4, 12))
+    error, df = inference.evaluation_error(nats_SC, np.full(12, 500))
+    assert error == pytest.approx(scipy_stats.sem(nats_SC.mean(axis=0) / 500))
+    assert df == pytest.approx(11)
+    # Two halves of a document are not two documents, and a large one counts for less than its size.
+    tokens_C = np.array([4000, 500, 500, 1000])
+    own_C = np.array([0.01, -0.02, 0.03, 0.0])
+    share_C = tokens_C / 6000
+    mean = share_C @ own_C
+    expected = sum(w**2 * (d - mean) ** 2 / (1 - w) for w, d in zip(share_C, own_C, strict=True))
+    error, df = inference.evaluation_error((own_C * tokens_C)[None], tokens_C)
+    assert error == pytest.approx(expected**0.5)
+    assert df == pytest.approx(np.sum(share_C**2) ** 2 / np.sum(share_C**4) - 1)
+    assert 0 < df < 1
+
+
+@pytest.mark.parametrize('sign', [1, -1])
+def test_what_tuning_may_have_missed_widens_the_interval_and_weakens_the_tests(sign):
+    values = [sign * (0.02 + 0.001 * (-1) ** i) for i in range(8)]
+    plain = inference.paired(values, resamples=None)
+    low, high = (0.004, 0.007)[::sign]
+    found = inference.paired(values, tuning=(low, high), resamples=None)
+    assert (found.low, found.high) == pytest.approx((plain.low - low, plain.high + high))
+    assert (found.tuning_low, found.tuning_high) == (low, high)
+    # Towards zero by 0.004, away from it by 0.007.
+    nearer = inference.paired([value - sign * 0.004 for value in values], resamples=None)
+    assert found.p == pytest.approx(nearer.p) and found.p_margin == pytest.approx(nearer.p_margin)
+    farther = inference.paired([v + sign * 0.007 for v in values], 0.03, resamples=None)
+    wide = inference.paired(values, 0.03, tuning=(low, high), resamples=None)
+    assert wide.p_equivalence == pytest.approx(farther.p_equivalence)
+    assert found.detectable == pytest.approx(plain.detectable + 0.011)
+    # More than the difference: nothing is shown; nothing bounds it: neither.
+    for miss in (0.03, np.inf):
+        lost = inference.paired(values, tuning=(miss, miss), resamples=None)
+        assert (lost.p, lost.p_margin) == (1.0, 1.0) and lost.p_equivalence > 0.99
+        assert lost.low < 0 < lost.high
+
+
+def test_a_margin_test_counts_a_wrong_sign_as_false():
+    """Its p value is that of the difference for no margin, and one-sided for a wide one."""
+    values = [-0.012, -0.008, -0.015, -0.006, -0.011]
+    found = [inference.paired(values, margin, resamples=None) for margin in (1e-9, 0.005, 0.01)]
+    assert found[0].p_margin == pytest.approx(found[0].p, rel=1e-4)
+    error, mean = found[0].error_seeds, found[0].mean
+    beyond = scipy_stats.t.sf((-mean - 0.005) / error, 4)
+    assert found[1].p_margin == pytest.approx(beyond + found[1].p / 2)
+    assert found[0].p_margin < found[1].p_margin < found[2].p_margin
+
+
 def test_few_seeds_leave_blanks():
     single = inference.paired([0.01])
     assert (single.mean, single.n, single.paired) == (0.01, 1, True)
@@ -113,6 +183,14 @@ def test_the_bootstrap_is_scipys_bca_and_repeats():
         (lambda: inference.paired([0.1, float('nan')]), 'differences is'),
         (lambda: inference.welch([0.1], []), 'baseline is'),
         (lambda: inference.paired([0.1], margin=0.0), 'margin is 0.0'),
+        (lambda: inference.paired([0.1], evaluation_error=-1.0), 'evaluation_error, tuning are -1'),
+        (
+            lambda: inference.paired([0.1], tuning=(0.0, float('nan'))),
+            r'tuning are 0.0, \(0.0, nan',
+        ),
+        (lambda: inference.evaluation_error(np.ones((2, 3)), np.ones(2)), r'\(2, 3\) and \(2,\)'),
+        (lambda: inference.evaluation_error(np.ones((2, 1)), np.ones(1)), 'at least two documents'),
+        (lambda: inference.evaluation_error(np.ones((2, 2)), np.zeros(2)), 'must have tokens'),
     ],
 )
 def test_bad_input_is_refused(call, message):
