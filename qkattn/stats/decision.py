@@ -101,8 +101,9 @@ def judge(
     values: an arm found to differ by more than the margin can get no other word and leaves the
     family, and those left share alpha. For the margin tests this is Holm's (1979) method; the
     others profit from the arms that left, not from those found equivalent, which may still be
-    equal. The probability of any false word among all arms is at most alpha (1 + alpha), however
-    the true differences lie.
+    equal. So any false word among all arms has a probability of alpha at most, up to a term in
+    alpha^2 for differences that equal the margin; tests/stats/simulations.py holds it against
+    simulated studies.
 
     | word | tests found at alpha |
     |---|---|
