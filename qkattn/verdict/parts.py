@@ -5,9 +5,15 @@ from collections.abc import Mapping, Sequence
 
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.codes import Comparison
+from qkattn.verdict.codes import Comparison, RemarkCode
 from qkattn.verdict.comparison import compare
 from qkattn.verdict.load import Study
+
+# Remarks that withhold a word and leave an estimate.
+UNSURE = (
+    *(RemarkCode.NOT_BRACKETED, RemarkCode.UNBOUNDED_OPTIMUM, RemarkCode.FEW_DOCUMENTS),
+    *(RemarkCode.NO_TEST, RemarkCode.POST_HOC),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +23,7 @@ class Decomposition:
     On shared seeds `removing` + `reinvesting` is the difference. These are estimates with 95 %
     intervals, not corrected for their number, and give no word: the controls are no part of the
     family that verdicts are corrected for. A part is None while one of its arms lacks results or
-    has a remark that blocks.
+    breaks a rule; an arm that is only known badly (UNSURE) has a part.
 
     Attributes:
       place: of the arm.
@@ -61,7 +67,9 @@ def _decomposition(study: Study, arm: Arm, by_place: Mapping[Place, Arm]) -> Dec
     place = arm.place._replace(variant=study.baseline or '')
 
     def part(one: Arm | None, other: Arm | None) -> Comparison | None:
-        if one is None or other is None or one.blocks or other.blocks:
+        if one is None or other is None:
+            return None
+        if any(remark.code not in UNSURE for remark in (*one.blocks, *other.blocks)):
             return None
         return compare([(one, other)], study.margin, None)
 

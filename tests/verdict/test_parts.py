@@ -95,6 +95,24 @@ def test_an_arm_that_breaks_a_rule_is_no_part(study_dir, variant, control, lost)
     assert found.arms[1].verdict.decision is word
 
 
+def test_an_arm_that_is_known_badly_is_a_part(study_dir):
+    records = controlled()
+    for record in records:
+        if record['control'] == EQUAL_SHAPE and record['stage'] == 'screening':
+            record['val_loss'] = 2 - record['trial']['learning_rate']
+    found = find(load_study(write_tuned(study_dir, records)))
+    (parts,) = found.decomposition
+    assert parts.removing is None and {r.code for r in found.controls[0].blocks} == {
+        RemarkCode.NOT_BRACKETED,
+        RemarkCode.OTHER_SETTING,
+    }
+    for record in records:
+        if record['control'] == EQUAL_SHAPE and record['stage'] == 'verdict':
+            record['trial']['learning_rate'] = 16e-3
+    (parts,) = find(load_study(write_tuned(study_dir / 'at_edge', records))).decomposition
+    assert parts.removing.difference.mean == pytest.approx(-0.02 + NOISE.mean())
+
+
 def test_arms_of_several_destinations_share_a_control_of_equal_shape(study_dir):
     records = [*arm('qk/vo', 0), *arm('b/vo', -0.02, control=EQUAL_SHAPE)]
     for destination, delta in (('d_model', -0.03), ('d_ff', -0.01)):
