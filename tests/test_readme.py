@@ -37,6 +37,8 @@ def between(text: str, begin: str, end: str) -> str:
 
 def test_the_tables_are_generated():
     assert between(VARIANTS, catalogue.BEGIN, catalogue.END) == catalogue.markdown().strip()
+    equations = ROOT / 'qkattn/report/equations.json'  # python -m experiments.variants --equations
+    assert equations.read_text().strip() == catalogue.equations()
     excerpt = [x for x in between(README, '## Variants', '## ').splitlines() if x[:3] == '| `']
     rows = VARIANTS.splitlines()
     assert len(excerpt) == 6 and all(line in rows for line in excerpt)

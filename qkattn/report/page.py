@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.report.figures.style import DARK, HUES, LIGHT, Drawing
-from qkattn.report.prose import END, environment, plain, sentences, tidy
-from qkattn.report.tables import headed, notes, printed, summary
+from qkattn.report.prose import environment, plain, said, sentences
+from qkattn.report.sheets import sheets
+from qkattn.report.tables import headed, notes, printed, settings, summary
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 from qkattn.verdict.reading import flat
@@ -24,7 +25,7 @@ def report_page(
     study: Study, found: Findings, drawn: Sequence[Drawing], svg: Mapping[str, str]
 ) -> str:
     """The whole report as an HTML document; a figure without an SVG is left empty."""
-    figures = [described(study, of) | {'svg': svg.get(of.stem, '')} for of in drawn]
+    figures = [described(study, found, of) | {'svg': svg.get(of.stem, '')} for of in drawn]
     by_stem = {figure['stem']: figure for figure in figures}
     facts = sentences('facts.j2', study=study, found=found)
     of_study = headed(study, found)
@@ -41,6 +42,8 @@ def report_page(
             columns=of_study,
             rows=list(zip(found.arms, printed(of_study, found.arms), strict=True)),
             notes=notes(study, found, with_remarks=False),
+            sheets={sheet.name: sheet for sheet in sheets(study, found)},
+            settings=settings(study, found),
             provenance=_provenance(study),
             light=LIGHT,
             dark=DARK,
@@ -50,11 +53,10 @@ def report_page(
     )
 
 
-def described(study: Study, figure: Drawing) -> dict[str, Any]:
+def described(study: Study, found: Findings, figure: Drawing) -> dict[str, Any]:
     """A figure as the page shows it: its kind names a macro of figures.j2."""
-    module = environment(html=False).get_template('figures.j2').module
     kind = next(name for name in KINDS if figure.stem.startswith(name))
-    title, caption = map(tidy, getattr(module, kind)(study, **figure.values).split(END))
+    title, caption = said('figures.j2', kind, study, found=found, **figure.values)
     return {'stem': figure.stem, 'kind': kind, 'title': title, 'caption': caption}
 
 

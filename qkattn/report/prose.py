@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import jinja2
+import jinja2.runtime
 from markupsafe import Markup
 
 from qkattn.stats.decision import Decision
@@ -29,6 +30,8 @@ from qkattn.verdict.runs import corpora
 NONE = '-'
 END = '\x1f'
 HASH = re.compile(r'[0-9a-f]{32,}')
+# The splits as words.
+SPLITS = {'test': 'test', 'val': 'validation'}
 # What a study matches, as a noun in the plural.
 QUANTITIES = {
     'total': 'total parameters',
@@ -108,12 +111,17 @@ def one_line(text: str) -> str:
     return ' '.join(text.split())
 
 
-def clause(found: Remark | Reason | Problem | NotScaled, comparisons: int = 0) -> str:
-    """What a code says of its data; `comparisons` is what Holm's correction is over."""
+def clause(
+    found: Remark | Reason | Problem | NotScaled,
+    comparisons: int = 0,
+    study: Study | None = None,
+) -> str:
+    """What a code says of its data; `comparisons` is the number of arms that p is corrected for."""
+    variables = {'comparisons': comparisons, 'study': study}
     if isinstance(found, NotScaled):
-        return _macro(f'not_scaled_{found.name.lower()}', {'comparisons': comparisons})
+        return _macro(f'not_scaled_{found.name.lower()}', variables)
     name = f'{type(found).__name__.lower()}_{found.code.name.lower()}'
-    return _macro(name, {'comparisons': comparisons}, **found.data)
+    return _macro(name, variables, **found.data)
 
 
 def _macro(name: str, variables: dict[str, Any], /, **arguments: Any) -> str:
@@ -122,23 +130,39 @@ def _macro(name: str, variables: dict[str, Any], /, **arguments: Any) -> str:
     return tidy(getattr(module, name)(**arguments))
 
 
-def placed(place: Place) -> str:
-    """'b/vo at d_model=128', 'b/vo at d_model=128 (equal shape)'."""
+def placed(place: Place, study: Study | None = None) -> str:
+    """'b/vo at d_model=128', 'b/vo at d_model=128 (equal shape)', with the corpus if several."""
     kind = f' ({words(place.control)})' if place.control else ''
-    return f'{place.variant} at {place.size}{kind}'
+    corpus = f' on {place.corpus}' if study and len(study.corpora) > 1 else ''
+    return f'{place.variant} at {place.size}{corpus}{kind}'
 
 
-def remark(found: Remark) -> str:
+def where(study: Study, of: Any) -> str:
+    """What tells a group of arms apart: 'd_model=128', 'stdlib', 'd_model=128, stdlib', ''."""
+    several = (of.size, study.sizes), (of.corpus, study.corpora)
+    return ', '.join(name for name, among in several if len(among) > 1)
+
+
+def is_post_hoc(study: Study, place: Place) -> bool:
+    """Whether the arm was added after the first look at results."""
+    return study.ledger is not None and place in study.ledger.post_hoc
+
+
+def shown(study: Study, place: Place) -> str:
+    """The name of an arm's variant in tables and figures, marked if it is post hoc."""
+    return place.variant + ' (post hoc)' * is_post_hoc(study, place)
+
+
+def remark(found: Remark, study: Study | None = None) -> str:
     """A whole sentence, with the arm that it is about."""
-    text = clause(found)
-    subject = f'{placed(found.arm)}: ' if found.arm else 'every arm: ' * found.every_arm
+    text = clause(found, study=study)
+    subject = f'{placed(found.arm, study)}: ' if found.arm else 'every arm: ' * found.every_arm
     return f'{subject or text[0].upper()}{text if subject else text[1:]}.'
 
 
-def reasons(arm: Arm) -> str:
-    """Why an arm has its verdict."""
-    of = arm.verdict
-    return '; '.join(clause(why, of.num_comparisons) for why in of.reasons)
+def reasons(of: Any) -> str:
+    """Why an arm has its verdict, or a variant its one over all corpora."""
+    return '; '.join(clause(why, of.verdict.num_comparisons) for why in of.verdict.reasons)
 
 
 def progress(missing: Missing) -> str:
@@ -164,6 +188,12 @@ def sentences(template: str, *, html: bool = False, **values: Any) -> list[str]:
     text = environment(html).get_template(template).render(**values)
     lines = [line for part in text.split(END) if (line := tidy(part))]
     return [Markup(line) for line in lines] if html else lines
+
+
+def said(template: str, name: str, study: Study, /, **values: Any) -> list[str]:
+    """The sentences of a macro, whose first argument is the study, as plain text."""
+    module = environment(html=False).get_template(template).make_module({'study': study})
+    return [tidy(part) for part in getattr(module, name)(study, **values).split(END)]
 
 
 def tidy(text: str) -> str:
@@ -219,6 +249,17 @@ def by_size(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
     return {size: list(of) for size, of in itertools.groupby(arms, key=lambda arm: arm.size)}
 
 
+def by_where(arms: Iterable[Arm], study: Study) -> dict[str, list[Arm]]:
+    """Arms, which stand size by size and corpus by corpus, of each of both."""
+    groups = itertools.groupby(arms, key=lambda arm: where(study, arm))
+    return {name: list(of) for name, of in groups}
+
+
+@jinja2.pass_context
+def _place(context: jinja2.runtime.Context, of: Any) -> str:
+    return placed(of if isinstance(of, Place) else of.place, context.get('study'))
+
+
 def _details(measure: Measure, arms: Iterable[Arm]) -> dict[str, list]:
     """What is recorded of how a metric was measured, each value once."""
     found = {}
@@ -241,7 +282,8 @@ def environment(html: bool) -> jinja2.Environment:
     )
     functions = (si, mean_sd, interval, bracketed, p_value, listed, counted, span, words, clause)
     made.filters |= {
-        f.__name__: f for f in (*functions, remark, reasons, progress, tidy, data_name, device)
+        f.__name__: f
+        for f in (*functions, remark, reasons, progress, tidy, data_name, device, where, by_where)
     }
     made.filters |= {
         'headed': lambda column: (column.heading, column.left),
@@ -251,14 +293,16 @@ def environment(html: bool) -> jinja2.Environment:
         'details': _details,
         'by_size': by_size,
         'by_difference': functools.partial(
-            sorted, key=lambda arm: arm.difference.mean if arm.difference else 0.0
+            sorted, key=lambda of: of.comparison.difference.mean if of.comparison else 0.0
         ),
         'g': lambda value, spec='g': f'{value:{spec}}',
         'integers': lambda values: [f'{value:,}' for value in values],
         'numbers': lambda values: ', '.join(f'{value:g}' for value in values),
         'strong': lambda text: Markup('<strong>{}</strong>').format(text) if html else text,
-        'place': lambda of: placed(of if isinstance(of, Place) else of.place),
+        'place': _place,
+        'shown': lambda place, study: shown(study, place),
         'quantity': QUANTITIES.__getitem__,
+        'split': SPLITS.__getitem__,
         'shortened': lambda text: f'{text[:12]}…' if HASH.fullmatch(text) else text,
     }
     made.globals |= {'end': END, 'Decision': Decision, 'RemarkCode': RemarkCode}

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from qkattn.report.columns import Column, columns, measured
-from qkattn.report.prose import by_size, environment, one_line, sentences
+from qkattn.report import prose
+from qkattn.report.column import Column
+from qkattn.report.columns import columns, measured
+from qkattn.report.prose import environment, one_line, sentences
+from qkattn.report.sheets import Heading, sheets
 from qkattn.stats.inference import LEVEL, POWER
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -15,9 +18,9 @@ from qkattn.verdict.load import Study
 
 
 def frame(study: Study, found: Findings) -> pd.DataFrame:
-    """Unrounded numbers, one row per arm; None where there is no such number."""
-    of_study = columns(study, found)
-    records = [dict(cell for c in of_study for cell in c.cells(arm)) for arm in found.arms]
+    """Unrounded numbers, one row per arm, controls last; None where there is no such number."""
+    of_study, arms = columns(study, found), (*found.arms, *found.controls)
+    records = [dict(cell for c in of_study for cell in c.cells(arm)) for arm in arms]
     return pd.DataFrame(records, dtype=object)
 
 
@@ -32,42 +35,55 @@ def printed(of_study: Sequence[Column], arms: Iterable[Arm]) -> list[list[str]]:
 
 
 def headed(study: Study, found: Findings) -> list[Column]:
-    return [column for column in columns(study, found) if column.heading]
+    return [column for column in columns(study, found) if column.heading and column.full]
 
 
-def text_table(study: Study, found: Findings) -> str:
-    """Aligned plain text, two heading lines, one line per arm."""
-    of_study = headed(study, found)
-    headings = zip(*(f'{column.heading}|'.split('|')[:2] for column in of_study), strict=True)
-    lines = [*headings, *printed(of_study, found.arms)]
+def headings(of_study: Sequence[Column]) -> list[Heading]:
+    return [(column.heading, column.left) for column in of_study]
+
+
+def text_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned plain text, two heading lines, one line per row."""
+    lines = [*zip(*(f'{title}|'.split('|')[:2] for title, _ in titles), strict=True), *rows]
+    lines = [line for line in lines if any(line)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    lines.insert(2, ['-' * width for width in widths])
-    places = [f'{"<" if of.left else ">"}{w}' for of, w in zip(of_study, widths, strict=True)]
+    lines.insert(len(lines) - len(rows), ['-' * width for width in widths])
+    places = [f'{"<" if left else ">"}{w}' for (_, left), w in zip(titles, widths, strict=True)]
     return '\n'.join('  '.join(map(format, line, places)).rstrip() for line in lines)
 
 
-def markdown_table(of_study: Sequence[Column], arms: Iterable[Arm]) -> str:
+def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
     """A pipe table; pipes and backslashes in names are escaped."""
-    titles = [column.heading.replace('|', ' ') for column in of_study]
-    places = [':--' if column.left else '--:' for column in of_study]
+    names = [title.replace('|', ' ') for title, _ in titles]
+    places = [':--' if left else '--:' for _, left in titles]
     escapes = str.maketrans({'\\': r'\\', '|': r'\|'})
-    rows = [titles, places, *printed(of_study, arms)]
-    return '\n'.join(f'| {" | ".join(c.translate(escapes) for c in row)} |' for row in rows)
+    lines = [names, places, *rows]
+    return '\n'.join(f'| {" | ".join(c.translate(escapes) for c in line)} |' for line in lines)
 
 
 def headline(study: Study, found: Findings) -> str:
     """The result for a README: a Markdown table of few columns, and what was held equal.
 
-    Arms in the order of their difference, the baseline first, size by size.
+    Arms in the order of their difference, the baseline first, size by size and corpus by corpus.
     """
     of_study = [column for column in columns(study, found) if column.headline]
+    groups = list(prose.by_where(found.arms, study))
 
     def rank(arm: Arm) -> tuple:
         difference = arm.difference.mean if arm.difference else math.inf
-        return study.sizes.index(arm.size), not arm.is_baseline, difference
+        return groups.index(prose.where(study, arm)), not arm.is_baseline, difference
 
-    table = markdown_table(of_study, sorted(found.arms, key=rank))
-    return f'{table}\n\n{summary(study, found)[-1]}\n'
+    rows = printed(of_study, sorted(found.arms, key=rank))
+    said = sentences('headline.j2', study=study, found=found)
+    text = ' '.join([*said, summary(study, found)[-1]])
+    return f'{markdown_table(headings(of_study), rows)}\n\n{text}\n'
+
+
+def settings(study: Study, found: Findings) -> list[tuple[str, str]]:
+    """Names and values of the settings that all arms share, of the runs that results are from."""
+    runs = [study.by_name[arm.example.run] for arm in found.arms]
+    said = sentences('settings.j2', study=study, found=found, config=runs[0].config)
+    return [(name, value) for name, _, value in (line.partition(': ') for line in said)]
 
 
 def summary(study: Study, found: Findings, html: bool = False) -> list[str]:
@@ -90,29 +106,41 @@ def notes(study: Study, found: Findings, with_remarks: bool = True) -> list[str]
 
 
 def report_text(study: Study, found: Findings) -> str:
-    """What a terminal shows: heading, what was found, table, notes and problems."""
+    """What a terminal shows: heading, what was found, tables, notes and problems."""
     heading = [f'study {study.name}'] + ([study.question] if study.question else [])
     problems = [f'! {problem}' for problem in study.problems]
-    table = text_table(study, found)
+    of_study = headed(study, found)
+    table = text_table(headings(of_study), printed(of_study, found.arms))
     parts = [*heading, '', *summary(study, found), '', table, '', *notes(study, found), *problems]
+    for sheet in sheets(study, found):
+        parts += ['', sheet.title, '', text_table(sheet.headings, sheet.rows), '', sheet.note]
+    parts += ['', 'Settings', '', *(f'{name}: {of}' for name, of in settings(study, found))]
     return '\n'.join(parts) + '\n'
 
 
 def report_markdown(study: Study, found: Findings) -> str:
-    """What was found, the table and its notes as a Markdown document."""
+    """What was found, the tables and their notes as a Markdown document."""
     question = [one_line(study.question)] if study.question else []
-    paragraphs = [f'# {one_line(study.name)}', *question, *summary(study, found)]
-    rest = [f'- {one_line(note)}' for note in (*notes(study, found), *study.problems)]
-    table = markdown_table(headed(study, found), found.arms)
-    return '\n\n'.join([*paragraphs, table, '\n'.join(rest)]) + '\n'
+    of_study = headed(study, found)
+    parts = [f'# {one_line(study.name)}', *question, *summary(study, found)]
+    parts.append(markdown_table(headings(of_study), printed(of_study, found.arms)))
+    parts.append(_bullets([*notes(study, found), *study.problems]))
+    for sheet in sheets(study, found):
+        parts += [f'## {sheet.title}', markdown_table(sheet.headings, sheet.rows), sheet.note]
+    lines = [f'{name}: {value}' for name, value in settings(study, found)]
+    return '\n\n'.join([*parts, '## Settings', _bullets(lines)]) + '\n'
+
+
+def _bullets(items: Iterable[str]) -> str:
+    return '\n'.join(f'- {one_line(item)}' for item in items)
 
 
 def latex_table(study: Study, found: Findings) -> str:
     """A table environment, booktabs and nothing else; the caption says what is equal."""
     of_study = [column for column in columns(study, found) if column.brief]
-    sizes = [printed(of_study, of_size) for of_size in by_size(found.arms).values()]
+    groups = [printed(of_study, of) for of in prose.by_where(found.arms, study).values()]
     template = environment(html=False).get_template('table.tex.j2')
-    return template.render(study=study, found=found, columns=of_study, sizes=sizes, latex=latex)
+    return template.render(study=study, found=found, columns=of_study, groups=groups, latex=latex)
 
 
 _ESCAPES = {

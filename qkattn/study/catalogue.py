@@ -1,6 +1,7 @@
 """The catalogue of Scores and Values: their declarations, and what is measured on real layers."""
 
 import dataclasses
+import json
 from collections.abc import Collection
 from typing import Literal
 
@@ -98,6 +99,19 @@ def table(kind: Kind, names: Collection[str] | None = None) -> str:
 def markdown() -> str:
     """The tables of all Scores and all Values."""
     return f'{table("Score")}\n\n{table("Value")}\n'
+
+
+def equations() -> str:
+    """JSON: by kind and name, the equation and the default options; reports read it without jax."""
+    found = {'Score': SCORES, 'Value': VALUES}
+    described = {
+        kind: {
+            name: {'equation': cls.equation, 'options': registry.options_of(cls)}
+            for name, cls in registered.items()
+        }
+        for kind, registered in found.items()
+    }
+    return json.dumps(described, indent=1)
 
 
 def text() -> str:

@@ -57,13 +57,9 @@ VAL_LOSS = Measure(METRICS['loss'], 'val')
 
 
 def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
-    """Validation loss, and test loss if there is one.
-
-    In bits/byte, which compares across tokenizers, or in nats/token if targets are not text.
-    """
-    metric = METRICS['bits_per_byte' if _is_text(arms) else 'loss']
-    val, test = (Measure(metric, split) for split in ('val', 'test'))
-    return (val, test) if _has(arms, test) else (val,)
+    """Validation loss, and test loss if there is one, in nats/token."""
+    test = Measure(METRICS['loss'], 'test')
+    return (VAL_LOSS, test) if _has(arms, test) else (VAL_LOSS,)
 
 
 def _shown(arms: Sequence[Arm], role: str) -> tuple[Measure, ...]:

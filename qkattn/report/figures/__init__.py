@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from qkattn.report import prose
 from qkattn.report.figures import forest
 from qkattn.report.figures.curve_figure import learning_curves, loss_against_parameters
 from qkattn.report.figures.style import Drawing, style_sheet, styles
@@ -30,7 +31,9 @@ def _figures(
 ) -> Iterator[tuple[Figure | None, str, Mapping[str, Any]]]:
     # Arms without a result have a style too: their place is in every figure.
     look = styles(study.variants, study.baseline)
-    val_loss = measures.VAL_LOSS
+    of_losses = {measure.split: measure for measure in measures.losses(found.arms)}
+    loss = of_losses.get(found.split, measures.VAL_LOSS)
+    split = {'split': loss.split}
     has_results = any(arm.chosen for arm in found.arms)
     difference = forest.differences(study, found, look)
     if study.tuning:
@@ -40,26 +43,24 @@ def _figures(
         figure = forest.levels(study, found, look, score, direction=-1)
         yield figure, 'scores', {'name': score.name}
     if has_results:
-        yield forest.levels(study, found, look, val_loss, direction=1), 'losses', {}
+        yield forest.levels(study, found, look, loss, direction=1), 'losses', split
     if not study.tuning:
         yield difference, 'differences', {}
-    several = len(study.sizes) > 1
-    sizes = [(size, f'_{i}' if several else '') for i, size in enumerate(study.sizes, start=1)]
+    groups = prose.by_where(found.arms, study)
     for knob in KNOBS:
-        for size, suffix in sizes:
-            swept = [arm for arm in found.arms if arm.size == size and knob in arm.sweeps]
+        for number, (name, arms) in enumerate(groups.items(), start=1):
+            swept = [arm for arm in arms if knob in arm.sweeps]
             if swept:
-                figure, shared = sweep_panels(knob, swept, look)
+                figure, shared = sweep_panels(study, knob, swept, look)
                 scale = ('one' if shared else 'own') if len(swept) > 1 else None
-                about = {'knob': knob, 'size': size if several else None, 'scale': scale}
-                yield figure, f'sweep_{knob}{suffix}', about
-    for size, suffix in sizes:
-        of_size = [arm for arm in found.arms if arm.size == size]
-        figure, values = learning_curves(study, of_size, look)
-        yield figure, f'curves{suffix}', values | {'size': size if several else None}
+                about = {'knob': knob, 'size': name or None, 'scale': scale}
+                yield figure, f'sweep_{knob}{f"_{number}" if name else ""}', about
+    for number, (name, arms) in enumerate(groups.items(), start=1):
+        figure, values = learning_curves(study, arms, look)
+        yield figure, f'curves{f"_{number}" if name else ""}', values | {'size': name or None}
     if has_results:
         figure, values = loss_against_parameters(study, found, look)
-        yield figure, 'loss_parameters', values
+        yield figure, 'loss_parameters', values | split
     yield forest.multipliers(study, found, look), 'multipliers', {}
     probes = measures.probes(found.arms)
-    yield forest.retrieval(study, found, look, val_loss, probes), 'retrieval', {}
+    yield forest.retrieval(study, found, look, loss, probes), 'retrieval', {}

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
+from qkattn.report import prose
 from qkattn.report.figures.style import (
     GRID,
     MUTED,
@@ -22,9 +23,9 @@ from qkattn.report.figures.style import (
 )
 from qkattn.report.prose import by_size, si
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.findings import Findings
+from qkattn.verdict.findings import Findings, Scaling
 from qkattn.verdict.load import Study
-from qkattn.verdict.measures import losses
+from qkattn.verdict.measures import VAL_LOSS
 
 # More lines than this in one panel cannot be told apart: each variant then gets its own panel.
 MAX_LINES = 8
@@ -35,10 +36,11 @@ def learning_curves(
     study: Study, arms: Sequence[Arm], look: Look
 ) -> tuple[Figure | None, dict[str, Any]]:
     """Val loss over training of one size: mean line and min-max band over seeds."""
-    measure = losses(arms)[0]
+    measure = VAL_LOSS
     curves = {arm.variant: curve for arm in arms if len(curve := _curve(study, arm, measure.field))}
     if not curves:
         return None, {}
+    names = {arm.variant: prose.shown(study, arm.place) for arm in arms}
     example = {arm.variant: arm.chosen[0] for arm in arms if arm.chosen}
     rates = {v: example[v].num_tokens / example[v].num_steps for v in curves}
     if by_tokens := max(rates.values()) - min(rates.values()) > 1e-6:
@@ -55,7 +57,7 @@ def learning_curves(
             if last is not None:
                 _line(ax, last, look[study.baseline], f'baseline {short(study.baseline)}')
             _line(ax, curves[variant], look[variant], 'the variant named above')
-            ax.set_title(short(variant, 24), fontsize=8, fontweight='normal')
+            ax.set_title(short(names[variant], 24), fontsize=8, fontweight='normal')
             ax.grid(visible=False)
         legend(figure, 'upper center', ncols=3)
     else:
@@ -64,7 +66,7 @@ def learning_curves(
         axes[0].margins(x=0.01)
         # The legend is in the order in which the lines end.
         for variant in sorted(curves, key=lambda v: -curves[v].iloc[-1].mean()):
-            _line(axes[0], curves[variant], look[variant], short(variant))
+            _line(axes[0], curves[variant], look[variant], short(names[variant]))
         legend(figure, 'right center')
     # The last four fifths of training, where variants differ, are shown.
     low = min(curve.min(axis=None) for curve in curves.values())
@@ -104,27 +106,32 @@ def _line(ax: Axes, curve: pd.DataFrame, style: dict[str, Any], label: str) -> N
 def loss_against_parameters(
     study: Study, found: Findings, look: Look
 ) -> tuple[Figure, dict[str, bool]]:
-    """Mean val loss against total parameters, all sizes; with the fitted law where there is one."""
-    laws = {of.variant: of.fit for of in found.scaling if not of.fit.problem}
+    """Mean loss against total parameters, all sizes; with the fitted law where there is one.
+
+    A line for each variant and corpus.
+    """
+    laws = {_line_name(study, of): of.fit for of in found.scaling if not of.fit.problem}
     points: dict[str, list[Arm]] = {}
     for arm in sorted(found.arms, key=_total):
         if arm.chosen:
-            points.setdefault(arm.variant, []).append(arm)
+            points.setdefault(_line_name(study, arm), []).append(arm)
     figure = Figure(figsize=(WIDTH + 1.8, max(4.2, 0.2 * len(points) + 1.2)))
     ax = figure.subplots()
     # The legend is in the order of the losses at the largest size.
-    for variant in sorted(points, key=lambda v: -points[v][-1].val_loss.mean):
-        arms, style, law = points[variant], look[variant], laws.get(variant)
+    for name in sorted(points, key=lambda v: -_mean(points[v][-1])):
+        arms, law = points[name], laws.get(name)
+        style = look[arms[0].variant]
         thin = {'linewidth': 0.8, 'linestyle': 'none' if law else style['linestyle'], 'zorder': 4}
-        means = [arm.val_loss.mean for arm in arms]
-        ax.plot([*map(_total, arms)], means, label=short(variant), **style | thin)
+        late = ' (post hoc)' * any(prose.is_post_hoc(study, arm.place) for arm in arms)
+        means = [*map(_mean, arms)]
+        ax.plot([*map(_total, arms)], means, label=short(name) + late, **style | thin)
         for arm in arms:
-            seeds = [trial.val_loss for trial in arm.chosen]
+            seeds = arm.losses(arm.split).values()
             dots = SEEDS | {'label': '_', 'color': style['color']}
-            ax.scatter([_total(arm)] * len(seeds), seeds, **dots)
+            ax.scatter([_total(arm)] * len(seeds), [*seeds], **dots)
         if law:
             sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)
-            curve = style | {'marker': '', 'label': f'_law of {variant}'}
+            curve = style | {'marker': '', 'label': f'_law of {name}'}
             ax.plot(sizes, [law.loss(size) for size in sizes], **curve)
     # Any other target counts other parameters than this axis does.
     matched = {arm.example.target_parameters for arm in found.arms if study.matched == 'total'}
@@ -136,10 +143,20 @@ def loss_against_parameters(
         ax.yaxis.set_major_locator(MaxNLocator(7))
         ax.yaxis.set_minor_locator(NullLocator())
         ax.yaxis.set_major_formatter('{x:g}')
-    ax.set_ylabel('val loss (nats/token' + (', log scale)' if laws else ')'))
+    ax.set_ylabel(f'{found.split} loss (nats/token' + (', log scale)' if laws else ')'))
     _parameter_axis(ax, found.arms, targets)
     legend(figure, 'right center')
     return figure, {'targets': bool(targets), 'laws': bool(laws)}
+
+
+def _line_name(study: Study, of: Arm | Scaling) -> str:
+    return of.variant + (f', {of.corpus}' if len(study.corpora) > 1 else '')
+
+
+def _mean(arm: Arm) -> float:
+    """Of an arm with finished trials."""
+    assert arm.loss is not None
+    return arm.loss.mean
 
 
 def _total(arm: Arm) -> int:

@@ -26,7 +26,7 @@ from qkattn.report.figures.style import (
 )
 from qkattn.study.place import Place
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.findings import Findings
+from qkattn.verdict.findings import Findings, Scaling
 from qkattn.verdict.judging import WORDS
 from qkattn.verdict.load import Study
 from qkattn.verdict.measures import Measure
@@ -38,7 +38,11 @@ _BELOW = 0.28
 
 
 class Line(NamedTuple):
-    """One arm in one panel; `absent` says why where there is no mean, `right` stands beside it."""
+    """One arm in one panel.
+
+    `arm` is the variant, which chooses the style, `name` what stands on the axis if that differs;
+    `absent` says why where there is no mean, `right` stands beside it.
+    """
 
     arm: str
     mean: float | None = None
@@ -48,6 +52,7 @@ class Line(NamedTuple):
     absent: str = ''
     right: str = ''
     is_decided: bool = False
+    name: str = ''
 
 
 class Panel(NamedTuple):
@@ -91,7 +96,7 @@ def forest(
             _beside(ax, 1.02, -0.85, 'mean [95 % interval]', color=MUTED)
         for y, line in enumerate(panel.lines):
             _draw(ax, y, line, look[line.arm], limits, dot)
-        ax.set_yticks(range(len(panel.lines)), [short(line.arm) for line in panel.lines])
+        ax.set_yticks(range(len(panel.lines)), [short(of.name or of.arm) for of in panel.lines])
         ax.tick_params(axis='y', length=0)
         ax.tick_params(labelbottom=True)
         ax.grid(visible=False, axis='y')
@@ -143,42 +148,45 @@ def _beside(ax: Axes, x: float, y: float, text: str, **font: Any) -> None:
         ax.text(x, y, text, **at, **font)
 
 
-def _by_size(
+def _by_where(
     study: Study,
     found: Findings,
     line: Callable[[Arm], Line],
     xlabel: str,
     absent: str,
     *,
-    reference: Callable[[str], float | None] = lambda size: 0.0,
+    reference: Callable[[str], float | None] = lambda name: 0.0,
     with_baseline: bool = False,
     direction: int = 1,
 ) -> list[Panel]:
-    """A panel for each size, the lowest mean over the sizes at the top (highest: direction -1)."""
+    """A panel for each size and corpus, the lowest mean over all at the top (highest: -1)."""
     by_place = {arm.place: arm for arm in found.arms}
     lines: dict[str, list[Line]] = {}
-    for variant, size in itertools.product(study.variants, study.sizes):
-        place = Place(variant, size, study.corpora[0])
+    places = list(itertools.product(study.sizes, study.corpora))
+    for variant, (size, corpus) in itertools.product(study.variants, places):
+        place = Place(variant, size, corpus)
         if with_baseline or variant != study.baseline:
             arm = by_place.get(place)
             drawn = line(arm) if arm else Line(variant)
             why = prose.absent(study, place, arm, absent)
-            lines.setdefault(variant, []).append(drawn._replace(absent=why))
+            name = prose.shown(study, place)
+            lines.setdefault(variant, []).append(drawn._replace(absent=why, name=name))
 
     def rank(variant: str) -> float:
         means = [line.mean for line in lines[variant] if line.mean is not None]
         return direction * statistics.fmean(means) if means else math.inf
 
     order = sorted(lines, key=rank)
-    titles = study.sizes if len(study.sizes) > 1 else ('',)
+    titles = [prose.where(study, Place('', *of)) for of in places]
     return [
-        Panel([lines[variant][i] for variant in order], xlabel, titles[i], reference(size))
-        for i, size in enumerate(study.sizes)
+        Panel([lines[variant][i] for variant in order], xlabel, title, reference(title))
+        for i, title in enumerate(titles)
     ]
 
 
 def _columns(study: Study) -> int:
-    return 2 if len(study.sizes) == 4 else min(len(study.sizes), 3)
+    number = len(study.sizes) * len(study.corpora)
+    return 2 if number == 4 else min(number, 3)
 
 
 def _baseline(study: Study) -> str:
@@ -194,14 +202,15 @@ def _of_metric(arm: Arm, measure: Measure) -> Line:
 
 def levels(study: Study, found: Findings, look: Look, measure: Measure, direction: int) -> Figure:
     """A metric of every arm, with a line at the baseline's mean."""
-    means = {arm.size: measure.over_seeds(arm) for arm in found.arms if arm.is_baseline}
-    of_panels = _by_size(
+    baselines = [arm for arm in found.arms if arm.is_baseline]
+    means = {prose.where(study, arm): measure.over_seeds(arm) for arm in baselines}
+    of_panels = _by_where(
         study,
         found,
         lambda arm: _of_metric(arm, measure),
         measure.axis,
         'not measured for every seed',
-        reference=lambda size: value.mean if (value := means.get(size)) else None,
+        reference=lambda name: value.mean if (value := means.get(name)) else None,
         with_baseline=True,
         direction=direction,
     )
@@ -215,7 +224,7 @@ def differences(study: Study, found: Findings, look: Look) -> Figure | None:
     """
     tuned = study.tuning is not None
     absent = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
-    single = len(study.sizes) == 1
+    single = len(study.sizes) * len(study.corpora) == 1
 
     def line(arm: Arm) -> Line:
         decision = arm.verdict.decision if arm.verdict else None
@@ -228,7 +237,7 @@ def differences(study: Study, found: Findings, look: Look) -> Figure | None:
         mean, seeds = (found.mean, found.low, found.high), arm.differences
         return Line(arm.variant, *mean, seeds, right=right, is_decided=is_decided)
 
-    of_panels = _by_size(
+    of_panels = _by_where(
         study, found, line, f'difference in {found.split} loss (nats/token)', absent
     )
     lines = [line for panel in of_panels for line in panel.lines]
@@ -255,15 +264,20 @@ def multipliers(study: Study, found: Findings, look: Look) -> Figure | None:
     known, unknown = [], []
     for of in found.scaling:
         if of.multiplier is not None and of.multiplier.problem:
-            unknown.append(Line(of.variant, absent='see the table'))
+            unknown.append(Line(of.variant, absent='see the table', name=_of_corpus(study, of)))
         elif of.multiplier is not None:
             worth = of.multiplier
             line = Line(of.variant, worth.value, worth.low, worth.high, worth.by_size)
-            known.append(line._replace(right=prose.bracketed(worth)))
+            right = prose.bracketed(worth)
+            known.append(line._replace(right=right, name=_of_corpus(study, of)))
     known.sort(key=lambda line: -line.mean)
     xlabel = 'baseline parameters per parameter of the arm'
     panel = Panel([*known, *unknown], xlabel, reference=1.0)
     return forest([panel], look, dot='one size') if known else None
+
+
+def _of_corpus(study: Study, of: Scaling) -> str:
+    return of.variant + (f', {of.corpus}' if len(study.corpora) > 1 else '')
 
 
 def retrieval(
@@ -272,11 +286,14 @@ def retrieval(
     """Loss and probes side by side, a row of panels for each size; None where none was probed."""
     measures, of_panels = [loss, *probes], []
     probed = [arm for arm in found.arms if any(probe.over_seeds(arm) for probe in probes)]
-    probed.sort(key=lambda arm: (study.sizes.index(arm.size), arm.val_loss.mean))
-    for size, arms in prose.by_size(probed).items():
+    for name, of_group in prose.by_where(probed, study).items():
+        arms = sorted(of_group, key=lambda arm: arm.loss.mean if arm.loss else math.inf)
         for measure in measures:
-            lines = [_of_metric(arm, measure) for arm in arms]
+            lines = [
+                _of_metric(arm, measure)._replace(name=prose.shown(study, arm.place))
+                for arm in arms
+            ]
             means = [line.mean for line, arm in zip(lines, arms, strict=True) if arm.is_baseline]
-            title = size if measure is loss and len(study.sizes) > 1 else ''
+            title = name if measure is loss else ''
             of_panels.append(Panel(lines, measure.axis, title, *means))
     return forest(of_panels, look, len(measures), _baseline(study)) if of_panels else None

@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter
 
 from qkattn.report.figures.style import INK, REFERENCE, SEEDS, WIDTH, Look, legend, panels, short
-from qkattn.report.prose import words
+from qkattn.report.prose import shown, words
 from qkattn.stats.sweep import Sweep
 from qkattn.verdict.arms import Arm
+from qkattn.verdict.load import Study
 
 COLUMNS = 4
 # Panels share their y axis unless the ranges that show each sweep differ by more than this factor.
@@ -22,8 +23,8 @@ MAX_RATIO = 5.0
 CUT = 3.0
 
 
-def sweep_panels(knob: str, arms: Sequence[Arm], look: Look) -> tuple[Figure, bool]:
-    """A panel for each of the arms, which are of one size; and whether they share their y axis."""
+def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Look) -> tuple[Figure, bool]:
+    """A panel for each of the arms, of one size and corpus; and whether they share their y axis."""
     sweeps = [arm.sweeps[knob] for arm in arms]
     columns = min(COLUMNS, len(arms))
     limits = [_limits(sweep) for sweep in sweeps]
@@ -42,7 +43,7 @@ def sweep_panels(knob: str, arms: Sequence[Arm], look: Look) -> tuple[Figure, bo
         ax.xaxis.set_minor_locator(FixedLocator(values))
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.locator_params(axis='y', nbins=4)
-        ax.set_title(f'{short(arm.variant, 23)}\n{_chosen(sweep)}', fontsize=8)
+        ax.set_title(f'{short(shown(study, arm.place), 23)}\n{_chosen(sweep)}', fontsize=8)
         _draw(ax, sweep, look[arm.variant])
     figure.supxlabel(f'{words(knob)} (log scale)')
     figure.supylabel('val loss (nats/token)')

@@ -1,0 +1,126 @@
+"""The tables beside that of the arms: what a difference is made of, corpora, controls, the ledger.
+
+Each is declared once, as rows of text, and printed in every format.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from qkattn.report import prose
+from qkattn.report.columns import columns
+from qkattn.report.equations import form
+from qkattn.report.prose import NONE, interval, p_value, words
+from qkattn.run import ledger
+from qkattn.study.place import Place
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.findings import Findings
+from qkattn.verdict.load import Study
+
+# Text, '|' breaks it into two lines; and whether its column is aligned to the left.
+Heading = tuple[str, bool]
+
+
+class Sheet(NamedTuple):
+    """A table as text; its title and the note under it are `name`'s in templates/sheets.j2."""
+
+    name: str
+    headings: Sequence[Heading]
+    rows: Sequence[Sequence[str]]
+    title: str
+    note: str
+
+
+def sheets(study: Study, found: Findings) -> list[Sheet]:
+    """The tables that this study has, by the order in which they are printed."""
+    made = {
+        'parts': _parts(study, found),
+        'overall': _overall(study, found),
+        'controls': _controls(study, found),
+        'forms': _forms(study, found),
+        'ledger': _ledger(study),
+    }
+    return [
+        Sheet(name, *table, *prose.said('sheets.j2', name, study, found=found))
+        for name, table in made.items()
+        if table[1]
+    ]
+
+
+def _places(study: Study) -> tuple[list[Heading], Any]:
+    """The headings that identify an arm in this study, and its cells."""
+    fields = [('size', study.sizes), ('corpus', study.corpora)]
+    shown = [name for name, among in fields if len(among) > 1]
+
+    def cells(of: Any) -> list[str]:
+        name = prose.shown(study, of.place) if isinstance(of, Arm) else of.variant
+        return [name, *(getattr(of, field) for field in shown if hasattr(of, field))]
+
+    return [('variant', True), *((name, True) for name in shown)], cells
+
+
+def _parts(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+    """Removing and reinvesting, which add up to the difference, and the longer budget."""
+    headings, cells = _places(study)
+    of_arm = {of.place: of for of in found.decomposition}
+    longer = study.controls['longer']
+    names = ['removing|equal shape - baseline', 'reinvesting|matched - equal shape']
+    names += ['both|matched - baseline']
+    names += [f'at {longer} x the steps|matched - baseline'] if longer else []
+    rows = []
+    for arm in found.arms if of_arm else ():
+        if arm.is_baseline:
+            continue
+        of = of_arm.get(arm.place)
+        parts = [of and of.removing, of and of.reinvesting, arm.comparison]
+        parts += [of and of.longer] if longer else []
+        texts = [interval(part.difference) if part else NONE for part in parts]
+        rows.append([*cells(arm), *texts])
+    return [*headings, *((name, False) for name in names)], rows
+
+
+def _overall(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+    """The word of each variant over all corpora, beside that of each corpus."""
+    several = len(study.sizes) > 1
+    left = ['variant', *['size'] * several]
+    names = [f'difference in {found.split} loss,|nats/token [95 % interval]']
+    tests = ['p,|corrected', f'p of more than {study.margin:g},|corrected']
+    headings = [(name, True) for name in left] + [(names[0], False), ('verdict', True)]
+    headings += [(name, False) for name in tests] + [(name, True) for name in study.corpora]
+    rows = []
+    for of in found.overall:
+        difference = interval(of.comparison.difference if of.comparison else None)
+        verdict, by_corpus = of.verdict, {arm.corpus: arm.verdict for arm in of.arms}
+        row = [of.variant, *[of.size] * several, difference, verdict.decision.value]
+        row += [p_value(verdict.p_holm), p_value(verdict.p_margin_holm)]
+        rows.append([*row, *(by_corpus[corpus].decision.value for corpus in study.corpora)])
+    return headings, rows
+
+
+def _controls(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+    of_study = [column for column in columns(study, found) if column.control]
+    rows = [[column.print(arm) for column in of_study] for arm in found.controls]
+    return [(column.heading, column.left) for column in of_study], rows
+
+
+def _forms(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+    """The equations of each variant, with all options."""
+    arms = {prose.shown(study, arm.place): arm for arm in found.arms}
+    headings = [('variant', True), ('form', True), ('A[n]', True), ('B[n]', True)]
+    rows = []
+    for name, arm in arms.items():
+        of = form(study.by_name[arm.example.run].config['model'])
+        rows.append([name, of.name, of.score or NONE, of.value or NONE])
+    return headings, rows
+
+
+def _ledger(study: Study) -> tuple[list[Heading], list[list[str]]]:
+    headings = [('time, UTC', True), ('event', True), ('look', False), ('family', False)]
+    entries = study.ledger.entries if study.ledger else ()
+    rows = []
+    for entry in entries:
+        arms = [Place(*ledger.place(arm)) for arm in entry.get('arms', ())]
+        (what,) = prose.said('sheets.j2', 'entered', study, entry=entry, arms=arms)
+        time = str(entry['time']).removesuffix('+00:00').replace('T', ' ')
+        numbers = [str(entry[name]) if name in entry else NONE for name in ('look', 'family')]
+        rows.append([time, words(entry['event']), *numbers, what])
+    return [*headings, ('what', True)], rows
