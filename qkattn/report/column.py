@@ -6,6 +6,7 @@ from typing import Any
 
 from qkattn.report import prose
 from qkattn.report.prose import NONE, interval, mean_sd, one_line, p_value, words
+from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Estimate
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
@@ -71,7 +72,7 @@ class Column:
 
 def of_place(study: Study, compared: bool) -> Iterator[Column]:
     """Variant, size and corpus as printed, and the keys of the latter."""
-    everywhere = {'left': True, 'brief': True, 'headline': True, 'control': True}
+    everywhere: dict[str, Any] = {'left': True, 'brief': True, 'headline': True, 'control': True}
     yield Column('', lambda arm: prose.shown(study, arm.place), 'variant', **everywhere)
     for field, among in (('size', study.sizes), ('corpus', study.corpora)):
         shown = everywhere | dict.fromkeys(('brief', 'headline', 'control'), len(among) > 1)
@@ -104,14 +105,27 @@ def of_verdict(study: Study) -> Iterator[Column]:
             f'{heading},|corrected' * tuned,
             p_value,
             brief=tuned,
-            headline=tuned and key != 'p_equivalence_holm',
         )
+    if tuned:
+        yield Column('', _p_of_word, 'p,|corrected', p_value, full=False, headline=True)
     yield Column(
         'detectable_holm',
         'verdict.detectable',
         'detectable difference,|nats/token' * tuned,
         '.4f',
     )
+
+
+def _p_of_word(arm: Arm) -> float | None:
+    """The corrected p value of the test that an arm's word rests on, of no difference without one.
+
+    `better` and `worse` rest on the margin's test, those below the margin on that of no difference.
+    """
+    if arm.verdict is None:
+        return None
+    by_word = {Decision.EQUIVALENT: arm.verdict.p_equivalence_holm}
+    by_word |= dict.fromkeys((Decision.BETTER, Decision.WORSE), arm.verdict.p_margin_holm)
+    return by_word.get(arm.verdict.decision, arm.verdict.p_holm)
 
 
 def of_parts(found: Findings) -> Iterator[Column]:

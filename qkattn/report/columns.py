@@ -6,6 +6,7 @@ column with a key stands in the data frame and in table.csv, unrounded, in the u
 files.
 """
 
+import functools
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -77,10 +78,9 @@ def columns(study: Study, found: Findings) -> list[Column]:
         *(Column(key, path) for key, path in by_key.items()),
         *(c for metric in metrics for c in of_metric(metric, metric == main, not compared)),
         *(
-            Column(f'{split}_bits_per_byte', lambda arm, f=f: arm.over_seeds(f), parts=ESTIMATE)
-            for split in ('val', 'test')
-            for f in [f'{split}_bits_per_byte']
-            if any(arm.over_seeds(f) for arm in arms)
+            Column(field, functools.partial(Arm.over_seeds, field=field), parts=ESTIMATE)
+            for field in ('val_bits_per_byte', 'test_bits_per_byte')
+            if any(arm.over_seeds(field) for arm in arms)
         ),
         *(column for knob in KNOBS for column in of_knob(knob, arms, tuned)),
         Column(
@@ -97,8 +97,6 @@ def columns(study: Study, found: Findings) -> list[Column]:
             'comparison.correlation',
             'correlation|over seeds' * compared,
             '+.2f',
-            description='Correlation over seeds: of the losses of the arm and the baseline, '
-            'Pearson; the share of their variance that pairing by seed removes.',
         ),
         Column('', 'screening_trials', 'screening|diverged', _diverged, has=tuned),
         Column('', lambda arm: len(arm.chosen), 'seeds', control=True),

@@ -18,26 +18,31 @@ class Form(NamedTuple):
     Attributes:
       name: score/value, each with all of its options, those at their defaults included.
       score, value: equations of A[n] and of B[n]; None for a class outside the package.
+      abridged: whether an option is left at its default.
     """
 
     name: str
     score: str | None
     value: str | None
+    abridged: bool
 
 
-def form(model: Mapping[str, Any]) -> Form:
-    """The form of the attention of a model's config."""
-    score, value = (_part(kind, model[kind.lower()]) for kind in ('Score', 'Value'))
-    return Form(f'{score[0]}/{value[0]}', score[1], value[1])
+def form(config: Mapping[str, Any]) -> Form:
+    """The form of the attention of a run's config, of its decoder if it has two."""
+    texts = [config['model'][kind.lower()] for kind in _known()]
+    (score, a, short), (value, b, brief) = map(_part, _known(), texts)
+    return Form(f'{score}/{value}', a, b, short or brief)
 
 
-def _part(kind: str, text: str) -> tuple[str, str | None]:
-    name, options = parse_call(text, kind)
-    known = _known()[kind].get(name)
+def _part(kind: str, text: str) -> tuple[str, str | None, bool]:
+    """Name with all options, equation, and whether `text` leaves an option out."""
+    known = _known()[kind].get(text.partition('(')[0])
     if known is None:
-        return text, None
+        return text, None, False
+    name, options = parse_call(text, kind)
     listed = ', '.join(f'{key}={value!r}' for key, value in (known['options'] | options).items())
-    return name + (f'({listed})' if listed else ''), known['equation']
+    brief = bool(known['options'].keys() - options.keys())
+    return name + (f'({listed})' if listed else ''), known['equation'], brief
 
 
 @functools.cache

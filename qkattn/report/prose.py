@@ -16,6 +16,7 @@ import jinja2
 import jinja2.runtime
 from markupsafe import Markup
 
+from qkattn.report.equations import form
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem, ProblemCode
@@ -255,6 +256,12 @@ def by_where(arms: Iterable[Arm], study: Study) -> dict[str, list[Arm]]:
     return {name: list(of) for name, of in groups}
 
 
+def _forms(arms: Iterable[Arm], study: Study) -> dict[str, str]:
+    """The forms of the variants, by name, whose name leaves options at their defaults."""
+    made = {shown(study, arm.place): form(study.by_name[arm.example.run].config) for arm in arms}
+    return {name: of.name for name, of in made.items() if of.abridged}
+
+
 @jinja2.pass_context
 def _place(context: jinja2.runtime.Context, of: Any) -> str:
     return placed(of if isinstance(of, Place) else of.place, context.get('study'))
@@ -288,6 +295,7 @@ def environment(html: bool) -> jinja2.Environment:
     made.filters |= {
         'headed': lambda column: (column.heading, column.left),
         'rates': _rates,
+        'forms': _forms,
         'optima': _optima,
         'problems': _problems,
         'details': _details,

@@ -108,7 +108,7 @@ def _forms(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]
     headings = [('variant', True), ('form', True), ('A[n]', True), ('B[n]', True)]
     rows = []
     for name, arm in arms.items():
-        of = form(study.by_name[arm.example.run].config['model'])
+        of = form(study.by_name[arm.example.run].config)
         rows.append([name, of.name, of.score or NONE, of.value or NONE])
     return headings, rows
 

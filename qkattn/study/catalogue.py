@@ -2,14 +2,23 @@
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, registry, visible
+from qkattn.attention import (
+    SCORES,
+    VALUES,
+    Attention,
+    AttentionSpec,
+    Score,
+    Value,
+    registry,
+    visible,
+)
 from qkattn.config import ModelConfig
 from qkattn.convert import CONVERSIONS
 from qkattn.errors import ConversionError, SpecError
@@ -103,7 +112,7 @@ def markdown() -> str:
 
 def equations() -> str:
     """JSON: by kind and name, the equation and the default options; reports read it without jax."""
-    found = {'Score': SCORES, 'Value': VALUES}
+    found: dict[str, Mapping[str, type[Score] | type[Value]]] = {'Score': SCORES, 'Value': VALUES}
     described = {
         kind: {
             name: {'equation': cls.equation, 'options': registry.options_of(cls)}

@@ -12,6 +12,7 @@ from qkattn import report
 from qkattn.config import fingerprint_of
 from qkattn.report.export import export
 from qkattn.report.figures.style import Rendered
+from qkattn.run import ledger
 from tests.studies import tuned_arm, write_lines, write_tuned
 
 BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))
@@ -46,6 +47,44 @@ def scaled(multiplier):
             seeds = [loss + 1e-4 * math.sin(7 * seed + d) for seed in range(8)]
             records += tuned_arm(variant, size, seeds, d_model=d)
     return records
+
+
+def controlled(directory):
+    """A study with controls, an arm that was added after a look, and accepted changes."""
+    target = tuned_arm('qk/vo')[0]['target_parameters']
+    made = {
+        ('qk/vo', None): (0.0, 128, 0),
+        ('qk/no_o', None): (-0.03, 136, -80),
+        ('shared_qk/vo', None): (0.04, 132, 40),
+        ('qk/no_o', 'equal_shape'): (-0.02, 128, -65536),
+        ('shared_qk/vo', 'equal_shape'): (0.06, 128, -65536),
+        ('qk/vo', 'longer'): (-0.3, 128, 0),
+        ('qk/no_o', 'longer'): (-0.31, 136, -80),
+        ('qk/no_v', None): (-0.01, 136, -80),
+    }
+    arms = {}
+    for (variant, control), (shift, d_model, more) in made.items():
+        steps = {'num_steps': 1600, 'num_tokens': 1600 * 768} if control == 'longer' else {}
+        losses = BASE if (variant, control) == ('qk/vo', None) else shifted(shift)
+        arms[variant, control] = tuned_arm(
+            variant, losses=losses, control=control, d_model=d_model, **steps
+        )
+        counts = {'embedding': 32768, 'mlp': 524288, 'norm': 1152}
+        attention = target + more - sum(counts.values())
+        counts |= {'attention': attention, 'total': target + more}
+        for record in arms[variant, control]:
+            record |= {'parameters': counts, 'target_parameters': target, 'residual': more / target}
+    late = arms.pop(('qk/no_v', None))
+    records = [record for of in arms.values() for record in of]
+    controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': []}
+    write_tuned(directory, records, controls=controls)
+    ledger.look(directory)
+    declared = (directory / ledger.NAME).read_text()
+    write_tuned(directory, [*records, *late], controls=controls)
+    (directory / ledger.NAME).write_text(declared)
+    ledger.declare(directory, json.loads((directory / 'study.json').read_text()))
+    ledger.accept(directory, 'uncommitted', 'a comment was edited')
+    return directory
 
 
 class Page(HTMLParser):

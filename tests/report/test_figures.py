@@ -235,19 +235,20 @@ def study_of(kind, directory):
 @pytest.mark.parametrize(
     ('kind', 'score', 'curve'),
     [
-        ('translation', 'test BLEU', 'val bits/byte'),
+        ('translation', 'test BLEU', 'val loss (nats/token)'),
         ('probe', 'test accuracy (%)', 'val loss (nats/token)'),
-        ('language', None, 'val bits/byte'),
+        ('language', None, 'val loss (nats/token)'),
     ],
 )
 def test_axes_of_other_tasks(study_dir, kind, score, curve):
     study = load_study(study_of(kind, study_dir))
-    made = {drawing.stem: drawing for drawing in figures(study, find(study))}
+    found = find(study)
+    made = {drawing.stem: drawing for drawing in figures(study, found)}
     drawn = {stem: drawing.figure for stem, drawing in made.items()}
     assert drawn['curves'].get_supylabel() == curve
-    caption = described(study, made['curves'])['caption']
+    caption = described(study, found, made['curves'])['caption']
     assert caption.startswith(curve.replace('val', 'Validation', 1))
-    assert drawn['losses'].axes[0].get_xlabel() == 'val loss (nats/token)'
+    assert drawn['losses'].axes[0].get_xlabel() == 'test loss (nats/token)'
     assert ('scores' in drawn) == (score is not None)
     if score:
         (ax,) = drawn['scores'].axes

@@ -1,4 +1,4 @@
-"""Reports of two small studies, word for word and number for number.
+"""Reports of three small studies, word for word and number for number.
 
 Where a change of the report is meant, write the golden files again and read what has changed:
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from qkattn.report import documents
+from qkattn.report import documents, headline
 from qkattn.report.figures import figures
 from qkattn.report.verify import difference
 from qkattn.verdict import find, load_study
-from tests.report.conftest import LONG, Page, arms, assert_compiles, scaled, shifted
+from tests.report.conftest import LONG, Page, arms, assert_compiles, controlled, scaled, shifted
 from tests.studies import trial_record, tuned_arm, write_study, write_tuned
 
 GOLDEN = Path(__file__).parent / 'golden'
@@ -51,7 +51,9 @@ def described(directory: Path) -> Path:
     return write_study(directory, records, num_evals=4)
 
 
-STUDIES = {'decided': decided, 'described': described}
+STUDIES = {'decided': decided, 'described': described, 'controlled': controlled}
+# Entries of a ledger are made while a test runs.
+TIME = re.compile(r'\d{4}-\d\d-\d\d[ T][\d:]{8}')
 
 
 def made(name: str, directory: Path) -> dict[str, str]:
@@ -66,7 +68,8 @@ def made(name: str, directory: Path) -> dict[str, str]:
     text = re.sub(r'(<(?:h\d|p|li|tr|section|figcaption|dt)\b)', '\x1f\\1', ' '.join(text.split()))
     lines = [html.unescape(re.sub(r'<[^>]*>', ' ', line)) for line in text.split('\x1f')]
     page = [' '.join(words) for line in lines if (words := line.split())]
-    return files | {'page.txt': '\n'.join(page) + '\n'}
+    files |= {'page.txt': '\n'.join(page) + '\n', 'headline.md': headline(study, found)}
+    return {name: TIME.sub('TIME', text) for name, text in files.items()}
 
 
 @pytest.mark.parametrize('name', STUDIES)

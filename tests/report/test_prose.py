@@ -124,15 +124,15 @@ REMARKS = {
 REASONS = {
     'DIVERGED': ({'arm': 1, 'baseline': 2}, "1 of its trials diverged; 2 of the baseline's trials"),
     'FEW_PAIRS': ({'n': 1, 'needed': 3}, '1 finished seed in both, a verdict needs 3'),
-    'EQUIVALENT': ({'p': 0.0123}, 'equivalence p = 0.012 after Holm over 7 arms'),
-    'DIFFERENT': ({'p': 1e-4}, 'p < 0.001 after Holm over 7 arms'),
+    'EQUIVALENT': ({'p': 0.0123}, 'equivalence p = 0.012, corrected for 7 arms'),
+    'DIFFERENT': ({'p': 1e-4}, 'p < 0.001, corrected for 7 arms'),
     'BEYOND_MARGIN': (
         {'margin': 0.005, 'p': 0.01},
-        'by more than 0.005 nats/token, p = 0.010 after Holm over 7 arms',
+        'by more than 0.005 nats/token, p = 0.010, corrected for 7 arms',
     ),
     'NOT_BEYOND_MARGIN': (
         {'margin': 0.005, 'p': 0.5},
-        'not shown to be more than 0.005 nats/token, p = 0.500 after Holm over 7 arms',
+        'not shown to be more than 0.005 nats/token, p = 0.500, corrected for 7 arms',
     ),
     'SPLITS_DISAGREE': (
         {'decision': Decision.BETTER, 'test': -0.0123, 'validation': 0.002},
@@ -144,11 +144,11 @@ REASONS = {
     ),
     'DIFFERENT_BUT_DIVERGED': (
         {'side': Decision.BETTER, 'p': 0.002},
-        'better on the seeds left, p = 0.002 after Holm',
+        'better on the seeds left, p = 0.002, corrected',
     ),
     'NOT_SHOWN': (
         {'p': 0.5, 'p_equivalence': 0.25, 'detectable': 0.0123},
-        'p = 0.500, equivalence p = 0.250 after Holm over 7 arms; a difference of 0.012 nats/token',
+        'p = 0.500, equivalence p = 0.250, corrected for 7 arms; a difference of 0.012 nats/token',
     ),
     'NO_VERDICT_TRIALS': ({}, 'its verdict trials have no results yet'),
     'NO_BASELINE_TRIALS': ({'baseline': 'qk/vo'}, 'the baseline qk/vo has no verdict trials there'),
@@ -261,7 +261,7 @@ def test_many_arms_are_counted(study_dir):
     for index in range(8):
         records += tuned_arm(f'v{index}/vo', losses=shifted(0.02 + 0.01 * index))
     said, _ = summary(write_tuned(study_dir, records))
-    assert said.count('[') == 5 and 'and 3 more arms are worse than qk/vo.' in said
+    assert said.count('[') == 5 and 'and 3 more arms are worse than qk/vo by more' in said
     assert said.index('v0/vo') < said.index('v4/vo') and 'v5/vo' not in said
 
 
@@ -271,7 +271,9 @@ def test_many_described_arms_are_a_range(study_dir):
         *(trial_record(f'v{i}/vo', val_loss=2.5 - i) for i in range(6)),
     ]
     _, said, _ = summary(write_study(study_dir, records))
-    assert said.endswith('(descriptive, below zero is better): from v5/vo -4.500 to v0/vo +0.500.')
+    assert said.endswith(
+        '(descriptive, below zero is better): from v5/vo -4.5000 to v0/vo +0.5000.'
+    )
 
 
 def test_arms_without_results_are_counted(study_dir):
@@ -306,8 +308,8 @@ def test_a_study_without_tuning_describes(study_dir, baseline, rates, why):
     first, *rest, _ = summary(write_study(study_dir, records, baseline=baseline))
     assert first.startswith(f'No verdict: {why}')
     if baseline:
-        assert rest[0].startswith('Differences to qk/vo, nats/token (descriptive, below zero')
-        assert rest[0].index('c/vo -0.490') < rest[0].index('b/vo +0.505')
+        assert rest[0].startswith('Differences in test loss to qk/vo, nats/token (descriptive,')
+        assert rest[0].index('c/vo -0.4900') < rest[0].index('b/vo +0.5050')
 
 
 def test_si():

@@ -14,10 +14,12 @@ from qkattn.report.tables import (
     csv_table,
     frame,
     headed,
+    headings,
     latex,
     latex_table,
     markdown_table,
     notes,
+    printed,
     report_text,
 )
 from qkattn.verdict import find, load_study
@@ -33,8 +35,7 @@ from tests.studies import (
 
 LOSSES = {'qk/vo': (2.00, 2.10, 2.30), 'merged_qk/vo': (2.05, 2.12, 2.38)}
 LOSSES_OF_8 = [2 + 0.01 * seed for seed in range(8)]
-NATS_PER_BIT = 0.6931471805599453
-DIFFERENCE = 'difference in test loss, nats/token [95 % t interval]'
+DIFFERENCE = 'difference in test loss, nats/token [95 % interval]'
 
 
 def read(directory):
@@ -70,7 +71,8 @@ def cells(line):
 
 def row(study, found, number):
     """A row of the Markdown table, by its headings."""
-    lines = markdown_table(headed(study, found), found.arms).splitlines()
+    of_study = headed(study, found)
+    lines = markdown_table(headings(of_study), printed(of_study, found.arms)).splitlines()
     return dict(zip(cells(lines[0]), cells(lines[2 + number]), strict=True))
 
 
@@ -80,25 +82,25 @@ def records_of(study, found):
 
 def test_every_number_of_the_table(single):
     record = trial_record('merged_qk/vo')
-    bits = [loss / NATS_PER_BIT for loss in LOSSES['merged_qk/vo']]
-    test_bits = [(loss + 0.1) / NATS_PER_BIT for loss in LOSSES['merged_qk/vo']]
+    losses = LOSSES['merged_qk/vo']
+    spread = statistics.stdev(losses)
+    correlation = statistics.correlation(LOSSES['qk/vo'], losses)
     parameters = record['parameters']
     assert row(*single, 1) == {
         'variant': 'merged_qk/vo',
         'size': 'd_model=128',
         # Differences 0.05, 0.02, 0.08; half width 4.3027 * 0.03 / sqrt(3).
         DIFFERENCE: '+0.0500 [-0.0245, +0.1245]',
-        'val bits/byte mean ± sd': f'{statistics.mean(bits):.4f} ± {statistics.stdev(bits):.4f}',
-        'test bits/byte mean ± sd': (
-            f'{statistics.mean(test_bits):.4f} ± {statistics.stdev(test_bits):.4f}'
-        ),
+        'test loss, nats/token mean ± sd': f'{statistics.mean(losses) + 0.1:.4f} ± {spread:.4f}',
+        'val loss, nats/token mean ± sd': f'{statistics.mean(losses):.4f} ± {spread:.4f}',
         'learning rate': '0.001*',
+        'correlation over seeds': f'{correlation:+.2f}',
         'seeds': '3',
         'parameters': f'{parameters["total"]:,}',
         'residual, %': f'{100 * record["residual"]:+.3f}',
         'attention parameters': f'{parameters["attention"]:,}',
-        'd_model': '128',
-        'd_ff': '512',
+        'd_model (widened)': '128 (+0)',
+        'd_ff (fill)': '512 (+0)',
         'FLOPs /token': f'{6 * parameters["total"] / 1e6:.2f}M',
         'cache floats/token': '1.02k',
         'tokens /s': '123k',
@@ -117,8 +119,8 @@ def test_every_number_of_the_table(single):
                 'test BLEU mean ± sd': '21.00 ± 0.71',
                 'test chrF mean ± sd': '41.00 ± 0.71',
                 'test exact match, % mean ± sd': '10.50 ± 0.35',
-                'val bits/byte mean ± sd': '2.8854 ± 0.0000',
-                'test bits/byte mean ± sd': '3.0297 ± 0.0000',
+                'test loss, nats/token mean ± sd': '2.1000 ± 0.0000',
+                'val loss, nats/token mean ± sd': '2.0000 ± 0.0000',
             },
         ),
         (
@@ -150,7 +152,7 @@ def test_metrics_of_other_tasks(study_dir, of, scores, printed):
         assert said.count('signature nrefs:1|case:lc|tok:13a|version:2.5.1.') == 1
         # The unit of the records.
         assert (record['test_bleu_mean'], record['test_exact_match_mean']) == ('21.0', '0.105')
-        assert not any(key.startswith(('val_bleu', 'test_accuracy', 'test_loss')) for key in record)
+        assert not any(key.startswith(('val_bleu', 'test_accuracy')) for key in record)
     else:
         assert record['test_accuracy_mean'] == '0.5' and 'val_bits_per_byte_mean' not in record
 
@@ -168,7 +170,7 @@ def test_columns_are_unique_and_in_every_row(tuned):
     of_study = columns(*tuned)
     table = frame(*tuned)
     assert table.columns.is_unique and len(table) == 3
-    headings = [column.heading for column in of_study if column.heading]
+    headings = [column.heading for column in of_study if column.heading and column.full]
     assert len(headings) == len(set(headings))
 
 
@@ -178,7 +180,8 @@ def test_notes_of_a_single_seed_and_problems(study_dir):
         file.write('nonsense\n')
     text = report_text(*read(study_dir))
     assert '! results.jsonl:3 was left out: it is not JSON' in text
-    assert '+0.2500' in text and '[' not in text and ' ± 0' not in text
+    table = text.partition('Variants')[0]
+    assert '+0.2500' in table and '[' not in table and ' ± 0' not in table
     assert 'One seed: no interval can be given' in text
     assert 'not tuned per arm: each ran at one only (0.001)' in text
 
@@ -186,7 +189,7 @@ def test_notes_of_a_single_seed_and_problems(study_dir):
 def test_notes_of_rates_chosen_by_the_same_seeds(single):
     said = ' '.join(notes(*single))
     assert 'Intervals (95 %, Student t) over 3 seeds are descriptive' in said
-    assert 'lowest mean val loss, of 0.001, 0.003;' in said
+    assert 'lowest mean validation loss, of 0.001, 0.003;' in said
     assert 'Not tuned, one learning rate only: qk/vo at d_model=128.' in said
     assert 'Missing, 1: qk/merged_vo at d_model=128 (not started).' in said
 
@@ -216,23 +219,24 @@ def test_what_intervals_leave_out_is_noted(study_dir):
 def test_an_arm_that_is_only_screened_is_in_every_table(study_dir):
     records = tuned_arm('qk/vo') + tuned_arm('b/vo', optimum=3e-3)[:10]
     study, found = read(write_tuned(study_dir, records))
-    printed = row(study, found, 1)
-    assert (printed['verdict'], printed['p after Holm']) == ('no verdict', '-')
-    assert printed['tuned learning rate [95 % interval]'] == '0.003 [0.003, 0.003]'
+    shown = row(study, found, 1)
+    assert (shown['verdict, margin 0.005'], shown['p, corrected']) == ('no verdict', '-')
+    assert shown['tuned learning rate [95 % interval]'] == '0.003 [0.003, 0.003]'
     assert 'verdict not started' in report_text(study, found)
     assert 'b/vo,' in csv_table(study, found)
-    assert '| b/vo | - | no verdict | 0.003 [0.003, 0.003] |' in headline(study, found)
+    assert '| b/vo | - | no verdict | - |' in headline(study, found)
 
 
 def test_headline(tuned):
     table, _, sentence = headline(*tuned).rstrip().rpartition('\n\n')
     lines = [cells(line) for line in table.splitlines()]
     assert table.startswith(
-        '| variant | difference in test loss, nats/token [95 % t interval] | verdict |'
+        '| variant | difference in test loss, nats/token [95 % interval] | verdict, margin 0.005 |'
     )
     assert [line[0].removeprefix('| ') for line in lines[2:]] == ['qk/vo', 'b/vo', 'c/vo']
     assert lines[3][1:3] == ['-0.0235 [-0.0255, -0.0215]', 'better']
-    assert sentence.startswith('Equal total parameters (820k, within 0.1 %); same data')
+    assert sentence.startswith('Intervals are 95 % each; p is that of the verdict')
+    assert 'Equal total parameters (820k, within 0.1 %); same data' in sentence
 
 
 def test_headline_of_a_study_without_tuning(single):
@@ -244,8 +248,10 @@ def test_headline_of_a_study_without_tuning(single):
 
 def test_pipes_are_escaped(study_dir):
     study, found = read(write_study(study_dir, [trial_record('a|b')], baseline=None))
-    assert markdown_table(headed(study, found), found.arms).splitlines()[2].startswith('| a\\|b | ')
-    assert headline(study, found).splitlines()[0] == '| variant | val bits/byte mean ± sd |'
+    of_study = headed(study, found)
+    table = markdown_table(headings(of_study), printed(of_study, found.arms))
+    assert table.splitlines()[2].startswith('| a\\|b | ')
+    assert headline(study, found).splitlines()[0] == '| variant | test loss, nats/token mean ± sd |'
 
 
 def test_latex_of_hostile_names(study_dir):
@@ -262,7 +268,7 @@ def test_latex_of_hostile_names(study_dir):
     assert caption.startswith(r'synthetic: Are 100 \% of the W\_O needed? \{no\} Difference:')
     assert r'Equal total parameters (820k, within 0.1 \%).' in caption
     assert 'Learning rate tuned per arm on other seeds; 8 seeds' in caption
-    assert 'p after Holm over 1 comparison; equivalence margin 0.005 nats/token.' in caption
+    assert 'p corrected for 1 comparison; margin 0.005 nats/token.' in caption
 
 
 @pytest.mark.parametrize(
