@@ -122,13 +122,18 @@ def test_weight_decay_and_score_scale_are_tuned_one_at_a_time(arms):
 
 
 def test_every_scale_of_initialization_is_a_knob_with_a_program_per_value(arms):
+    results = landscape(2.3e-3)
     for name in ('init_embedding', 'init_qk', 'init_vo', 'init_mlp'):
         grid = {f'{name}s': (0.5, 1.0, 2.0)}
         wanted = dataclasses.replace(STUDY, tuning=dataclasses.replace(STUDY.tuning, **grid))
-        runs = plan.runs(wanted, arms[:1], landscape(2.3e-3))
-        scaled = [run for run in runs if run.knob == name]
-        assert [getattr(run.config.model, name) for run in scaled[:3]] == [0.5, 1.0, 2.0]
-        assert all(len(run.config.trials.learning_rates) == 1 for run in scaled)
+
+        def unscaled(run, name=name):
+            return None if run.knob == name else results(run)
+
+        for known in (unscaled, results):
+            scaled = [run for run in plan.runs(wanted, arms[:1], known) if run.knob == name]
+            assert [getattr(run.config.model, name) for run in scaled[:3]] == [0.5, 1.0, 2.0]
+            assert all(len(run.config.trials.learning_rates) == 1 for run in scaled)
         assert plan.declaration(wanted, arms, None)['tuning'][f'{name}s'] == (0.5, 1.0, 2.0)
 
 
