@@ -9,7 +9,7 @@ from tests.studies import probe_record, translation_record, trial_record, write_
 
 NAMES = ('loss', 'bits_per_byte', 'accuracy', 'solved', 'bleu', 'chrf', 'exact_match')
 NO_TEST = dict.fromkeys(f'test_{name}' for name in NAMES)
-TEXT, NATS = ['val_bits_per_byte', 'test_bits_per_byte'], ['val_loss', 'test_loss']
+NATS = ['val_loss', 'test_loss']
 TRANSLATION = ['bleu', 'chrf', 'exact_match']
 PROBE = {'val_induction_gain': 1.0, 'val_induction_accuracy': 0.5}
 
@@ -17,14 +17,14 @@ PROBE = {'val_induction_gain': 1.0, 'val_induction_accuracy': 0.5}
 @pytest.mark.parametrize(
     ('record', 'shown', 'scored', 'probed'),
     [
-        (trial_record('qk/vo'), TEXT, [], []),
+        (trial_record('qk/vo'), NATS, [], []),
         # A language model has an accuracy too; its loss says more.
-        (trial_record('qk/vo', val_accuracy=0.5, val_solved=0.0), TEXT, [], []),
-        (trial_record('qk/vo', **NO_TEST, **PROBE), TEXT[:1], [], list(PROBE)),
+        (trial_record('qk/vo', val_accuracy=0.5, val_solved=0.0), NATS, [], []),
+        (trial_record('qk/vo', **NO_TEST, **PROBE), NATS[:1], [], list(PROBE)),
         (probe_record('qk/vo'), NATS, ['test_accuracy', 'test_solved'], []),
         (probe_record('qk/vo') | NO_TEST, NATS[:1], ['val_accuracy', 'val_solved'], []),
-        (translation_record('qk/vo'), TEXT, [f'test_{name}' for name in TRANSLATION], []),
-        (translation_record('qk/vo') | NO_TEST, TEXT[:1], [f'val_{n}' for n in TRANSLATION], []),
+        (translation_record('qk/vo'), NATS, [f'test_{name}' for name in TRANSLATION], []),
+        (translation_record('qk/vo') | NO_TEST, NATS[:1], [f'val_{n}' for n in TRANSLATION], []),
         (translation_record('qk/vo', bleu=None), NATS[:1], [], []),
     ],
 )
