@@ -296,6 +296,9 @@ def environment(html: bool) -> jinja2.Environment:
         'headed': lambda column: (column.heading, column.left),
         'rates': _rates,
         'forms': _forms,
+        'withholding': lambda remarks: [
+            of for of in remarks if of.blocks and not (of.arm and of.arm.control)
+        ],
         'optima': _optima,
         'problems': _problems,
         'details': _details,

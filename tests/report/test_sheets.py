@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from qkattn.report import headline
+from qkattn.report import documents, headline
 from qkattn.report.equations import form
 from qkattn.report.figures import figures
 from qkattn.report.sheets import sheets
@@ -56,6 +56,17 @@ def test_controls_are_no_contestants(of_controls):
     assert [r['post_hoc'] for r in records] == ['0', '0', '0', '1', '0', '0', '0', '0']
     assert [r['d_model_widened'] for r in records] == ['', '8', '4', '8', '0', '0', '', '8']
     assert [r['d_ff_fill'] for r in records] == ['', '0', '0', '0', '0', '0', '', '0']
+
+
+def test_what_is_wrong_with_a_control_is_in_the_way_of_no_verdict(study_dir):
+    arms = {None: 4e-3, 'equal_shape': 16e-3}
+    records = tuned_arm('qk/vo', losses=shifted(0.0))
+    for control, optimum in arms.items():
+        records += tuned_arm('b/vo', losses=shifted(0.1), control=control, optimum=optimum)
+    study = load_study(write_tuned(study_dir, records))
+    page = documents(study, find(study), (), {})['report.html']
+    assert 'b/vo at d_model=128 (equal shape): learning rate not bracketed' in page
+    assert 'In the way of a verdict' not in page and 'blocks a verdict' not in page
 
 
 def test_fill_is_beyond_the_ratio_of_the_baseline(study_dir):
