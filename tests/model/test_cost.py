@@ -32,6 +32,9 @@ def test_options_add_what_they_should():
     assert extra(biases=True) - extra(biases=True, norm='rmsnorm') == 7 * 64
     assert extra(context=64) == 32 * 64
     assert extra(attention_gain=False) == -3 * 64  # a gain a layer
+    # one in a layer of the encoder, two in one of the decoder
+    both = {'kind': 'encoder_decoder'}
+    assert extra(**both, attention_gain=False) - extra(**both) == -9 * 64
 
 
 def test_a_parameter_of_no_group_is_refused():
