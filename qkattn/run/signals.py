@@ -31,14 +31,20 @@ class StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
         # A request that an enclosing instance has received holds here, too.
-        outer = [getattr(handler, '__self__', None) for handler in self._previous.values()]
-        self.requested |= any(isinstance(o, StopRequest) and o.requested for o in outer)
+        self.requested |= any(outer.requested for outer in self._enclosing())
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        # A request that came too late to be acted on here is the enclosing instance's.
+        for outer in self._enclosing():
+            outer.requested |= self.requested
         for number, handler in self._previous.items():
             # None is a handler that was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _enclosing(self) -> list['StopRequest']:
+        handlers = [getattr(handler, '__self__', None) for handler in self._previous.values()]
+        return [outer for outer in handlers if isinstance(outer, StopRequest)]
 
     def _handle(self, number: int, frame: Any) -> None:
         self.requested = True

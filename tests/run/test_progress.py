@@ -138,3 +138,10 @@ def test_a_request_to_an_enclosing_one_holds_inside():
         with StopRequest() as inner:
             assert inner.requested
         assert outer.requested
+
+
+def test_a_request_that_comes_too_late_inside_holds_outside():
+    with StopRequest() as outer:
+        with StopRequest():
+            signal.raise_signal(signal.SIGTERM)
+        assert outer.requested
