@@ -7,8 +7,9 @@ statement about initialization as much as about W_K or W_O.
 
     python -m experiments.ablate --config=configs/initialization.py --workdir=runs/initialization
 
-Expected: see experiments/results/initialization.
-Time: not logged; minutes on two CPU cores.
+Expected: nanoGPT's initialization costs the baseline +0.28 nats per token; see
+experiments/results/initialization.
+Time: 24 minutes of training on two very busy CPU cores.
 """
 
 from qkattn.config import (
