@@ -37,7 +37,7 @@ def make(**fields) -> EncoderDecoder:
     """A model whose embeddings and sources matter, and of whose translations some end."""
     model = build(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
     model.w_embedding_VD[...] *= 5
-    model.w_output_DV[:, SEPARATOR] *= 1.5
+    model.w_output_DV[:, SEPARATOR] *= 1.7
     if model.config.kind == 'encoder_decoder':
         model.blocks.cross_attention.value.w_o_NHD[...] *= 9
     return model

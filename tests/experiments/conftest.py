@@ -31,6 +31,7 @@ def get_config():
             variants=('qk/vo', 'shared_qk/vo'),
             sizes=('d_model=32',),
             tolerance=5e-3,
+            controls=ControlsConfig(equal_shape=False, longer=None),
         )
     )
 """

@@ -57,11 +57,14 @@ def test_a_dry_run_prints_the_runs_and_writes_nothing(script_here, tmp_path):
 # Screening, verdict and the untuned study above stack three trials each: one program per variant.
 TUNED = (
     '--config=study.py',
+    '--config.base.data.name=recall(pairs=2)',  # rows without documents
+    '--config.base.model.context=7',
     '--config.base.train.eval_every=5',
     '--config.base.train.checkpoint_every=5',
     '--config.base.trials.learning_rates=(2e-3,4e-3,8e-3)',
     '--config.tuning.seeds=(10,)',
     '--config.tuning.max_points=3',
+    '--config.tuning.max_seeds=1',
 )
 
 
