@@ -6,7 +6,7 @@ or launch/quickstart.sh, which also installs what is needed.
 
 Expected: a table and runs/quickstart/report.html; three seeds at one learning rate decide nothing,
 and the report says so; see experiments/results/quickstart.
-Time: four minutes on two CPU cores.
+Time: seven minutes of one CPU core, four on two that are free.
 """
 
 from qkattn.config import (
