@@ -22,7 +22,7 @@ SIZES = {
     'deep': dataclasses.replace(SMALL, d_model=128, num_layers=6, vocab_size=1000),
     'rotary': dataclasses.replace(SMALL, d_model=120, positions='rope'),
     'own head size': dataclasses.replace(SMALL, d_model=120, head_size=20),
-    'one head': dataclasses.replace(SMALL, d_model=40, num_heads=1, tied_embeddings=False),
+    'one head': dataclasses.replace(NARROW, num_heads=1, vocab_size=512, tied_embeddings=False),
     'groups': dataclasses.replace(SMALL, d_model=112, num_kv_heads=2, norm='rmsnorm', biases=True),
     'encoder': dataclasses.replace(SMALL, kind='encoder', d_model=80, num_heads=2),
 }
