@@ -231,13 +231,8 @@ def _rates(arms: Iterable[Arm]) -> list[float]:
 
 def _optima(arms: Iterable[Arm]) -> list[dict[str, Any]]:
     """Of every sweep, by how many nats the chosen value may be off."""
-    # Rounded, so that of sweeps without noise the first is named on every machine.
-    return [
-        {'nats': worst if worst is None else round(worst, 9), 'arm': arm, 'knob': knob}
-        for arm in arms
-        for knob, sweep in arm.sweeps.items()
-        for worst in (sweep.at_worst,)
-    ]
+    sweeps = [(arm, *sweep) for arm in arms for sweep in arm.sweeps.items()]
+    return [{'nats': sweep.at_worst, 'arm': arm, 'knob': knob} for arm, knob, sweep in sweeps]
 
 
 def _problems(scaling: Iterable[Scaling], baseline: str | None) -> dict[str, list[str]]:

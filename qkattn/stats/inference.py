@@ -22,7 +22,7 @@ MIN_DOCUMENTS = 100  # of text in an evaluation; fewer do not stand for the text
 RESAMPLES = 9999
 
 _MANY = 1e6  # degrees of freedom: a t variable is normal
-_ROUNDING = 1e-12  # a spread below this fraction of the mean is that of rounding, and taken as 0
+ROUNDING = 1e-12  # a spread below this fraction of the mean is that of rounding, and taken as 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +183,10 @@ def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, 
         raise ValueError('nats_SC must be finite, and every document must have tokens.')
     share_C = tokens_C / tokens_C.sum()
     own_C = nats_SC.mean(axis=0) / tokens_C
-    variance = np.sum(share_C**2 * (own_C - share_C @ own_C) ** 2 / (1 - share_C))
+    apart_C = own_C - share_C @ own_C
+    if _is_rounding(apart_C, share_C @ own_C):
+        apart_C = np.zeros_like(apart_C)
+    variance = np.sum(share_C**2 * apart_C**2 / (1 - share_C))
     df = np.sum(share_C**2) ** 2 / np.sum(share_C**4) - 1
     return float(variance**0.5), float(df)
 
@@ -247,9 +250,13 @@ def _checked(
 def _variance(values: Sequence[float]) -> float:
     """The variance of one value, n - 1 in the denominator; 0 if the spread is only rounding."""
     mean = np.mean(values)
-    if np.max(np.abs(np.subtract(values, mean))) <= _ROUNDING * abs(mean):
+    if _is_rounding(np.subtract(values, mean), mean):
         return 0.0
     return float(np.var(values, ddof=1))
+
+
+def _is_rounding(apart: np.ndarray, mean: float) -> bool:
+    return bool(np.max(np.abs(apart)) <= ROUNDING * abs(mean))
 
 
 def _combined(errors: Sequence[tuple[float, float | None]]) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 from scipy import special
 
-from qkattn.stats.inference import LEVEL, Estimate
+from qkattn.stats.inference import LEVEL, ROUNDING, Estimate
 
 REACH = 2  # grid steps to either side of the best value that the parabola is fitted to, at least
 MIN_VALUES = 3  # a parabola has three coefficients
@@ -105,6 +105,8 @@ class Sweep:
         if not (self.curvature and self.optimum_low and self.optimum_high):
             return None
         farther = max(self.chosen / self.optimum_low, self.optimum_high / self.chosen)
+        if farther - 1 <= ROUNDING:
+            return 0.0
         return self.curvature / 2 * math.log(farther) ** 2
 
 

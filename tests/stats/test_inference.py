@@ -96,6 +96,14 @@ def test_documents_of_equal_size_are_a_sample_of_independent_values():
     assert 0 < df < 1
 
 
+def test_documents_that_differ_by_rounding_alone_have_no_error():
+    tokens_C = np.arange(1, 13) * 137.0
+    nats_SC = np.outer([0.1, 0.1], tokens_C) / 3
+    assert len(set((nats_SC.mean(axis=0) / tokens_C).tolist())) > 1
+    assert inference.evaluation_error(nats_SC, tokens_C)[0] == 0
+    assert inference.evaluation_error(nats_SC * (1 + 1e-9 * tokens_C), tokens_C)[0] > 0
+
+
 @pytest.mark.parametrize('sign', [1, -1])
 def test_what_tuning_may_have_missed_widens_the_interval_and_weakens_the_tests(sign):
     values = [sign * (0.02 + 0.001 * (-1) ** i) for i in range(8)]

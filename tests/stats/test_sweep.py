@@ -1,5 +1,6 @@
 """Sweeps of one setting: the parabola, its intervals, and how the grid grows."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -95,6 +96,14 @@ def test_few_values_or_seeds_leave_blanks():
     assert blank == (None,) * 4
     two = sweep.fit(_losses(GRID[1:4], seeds=(0, 1)))
     assert two.loss.low is not None and two.optimum_low is not None
+
+
+def test_a_chosen_value_that_misses_by_rounding_alone_is_the_optimum():
+    bounded = {'optimum_low': 0.004 * (1 - 2e-16), 'optimum_high': 0.004 * (1 + 4e-16)}
+    found = dataclasses.replace(sweep.fit(_losses()), optimum=0.004, **bounded)
+    assert found.chosen == 0.004 and found.at_worst == 0
+    wider = dataclasses.replace(found, optimum_high=0.004 * (1 + 1e-9))
+    assert wider.at_worst == pytest.approx(0.03 * 1e-18, rel=1e-5)
 
 
 @pytest.mark.parametrize('order', [1, -1])
