@@ -8,6 +8,7 @@ from qkattn.report.figures.drawn_data import drawn_data
 from qkattn.report.figures.style import Drawing, render
 from qkattn.report.page import report_page
 from qkattn.report.tables import csv_table, headline, latex_table, report_markdown, report_text
+from qkattn.report.trials import trials_csv
 from qkattn.run import ledger
 from qkattn.run.files import write_atomic
 from qkattn.study.tuning import SCREENING
@@ -25,6 +26,7 @@ def documents(
         'table.md': report_markdown(study, found),
         'table.csv': csv_table(study, found),
         'table.tex': latex_table(study, found),
+        'trials.csv': trials_csv(study, found),
         'report.html': report_page(study, found, drawn, svg),
     }
 
@@ -35,7 +37,7 @@ def figure_data(drawn: Sequence[Drawing]) -> dict[str, str]:
 
 
 def write_report(study_dir: str | Path) -> Path:
-    """Writes report.html, table.txt, .md, .csv and .tex, and plots/ into the study directory.
+    """Writes report.html, table.txt, .md, .csv and .tex, trials.csv and plots/ into the directory.
 
     Returns the path of report.html, which is written last. A report on more than screening is a
     look, which the study's ledger keeps.

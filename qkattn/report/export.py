@@ -9,7 +9,7 @@ from qkattn.verdict.load import Study, load_study
 
 FILES = (
     *('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'orphans.jsonl'),
-    'report.html',
+    *('trials.csv', 'report.html'),
 )
 
 

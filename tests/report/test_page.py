@@ -25,7 +25,7 @@ from tests.studies import (
 )
 
 ROOT = Path(__file__).parents[2]
-FILES = ['table.csv', 'table.md', 'table.tex', 'table.txt']
+FILES = ['table.csv', 'table.md', 'table.tex', 'table.txt', 'trials.csv']
 LATE = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
 
 

@@ -41,6 +41,7 @@ def test_what_is_exported_is_small_and_enough(written, study):
     assert {name for name in names - logs - documents if not name.startswith('plots/')} == {
         *('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'report.html'),
         *(f'table.{kind}' for kind in ('txt', 'md', 'csv', 'tex')),
+        'trials.csv',
     }
     kinds = {
         json.loads(line)['kind'] for log in logs for line in (study / log).read_text().splitlines()
