@@ -4,7 +4,8 @@ The chain from a log to a printed number:
 
     ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
     metrics.jsonl, documents.json of a run -> results.jsonl                  see run_checks
-    results.jsonl -> table.*, trials.csv, report.html, plots/*.json    made again, the same to nine digits
+    results.jsonl -> table.*, trials.csv, report.html, plots/*.json
+                                                           made again, the same to nine digits
     study directory -> a page's headline                   made again
 """
 
