@@ -41,14 +41,14 @@ def headline() -> dict[str, list[str]]:
     return {runs[0]: runs[1:] for runs in rows[2:]}
 
 
-def losses_of(control: str | None) -> dict[str, np.ndarray]:
+def losses_of(control: str | None, num_seeds: int = 12) -> dict[str, np.ndarray]:
     """Test losses of the verdict trials by arm, in the order of seeds."""
     losses: dict[str, dict[int, float]] = {}
     for result in TRIALS:
         if result['stage'] == 'verdict' and result['control'] == control:
             assert result['status'] == 'finished'
             losses.setdefault(result['variant'], {})[result['trial']['seed']] = result['test_loss']
-    assert all(sorted(of) == list(range(12)) for of in losses.values())
+    assert all(sorted(of) == list(range(num_seeds)) for of in losses.values())
     return {arm: np.array([of[seed] for seed in sorted(of)]) for arm, of in losses.items()}
 
 
@@ -75,6 +75,15 @@ def test_differences_and_words(headline):
         assert reinvesting == pytest.approx((of - controls[arm]).mean(), abs=5e-5)
 
 
+def test_what_is_left_after_a_longer_training():
+    losses = losses_of('longer', num_seeds=6)
+    baseline = losses.pop('qk/vo')
+    text = (ROOT / 'README.md').read_text()
+    (said,) = re.findall(r'Trained 4 times as long, difference to qk/vo: (.*?\])\. ', text)
+    found = dict(re.findall(r'(\S+) ([-+][\d.]+) \[', said))
+    assert {arm: f'{(of - baseline).mean():+.4f}' for arm, of in losses.items()} == found
+
+
 def test_verdict_trials_ran_at_the_vertices_of_their_sweeps_and_at_equal_parameter_counts():
     sweeps: dict[tuple, dict[float, list[float]]] = {}
     ran: dict[tuple, set[float]] = {}
@@ -88,7 +97,7 @@ def test_verdict_trials_ran_at_the_vertices_of_their_sweeps_and_at_equal_paramet
         if result['control'] is None:
             parameters[arm] = result['parameters']['total']
     assert all(abs(total / parameters['qk/vo', None] - 1) <= 1e-3 for total in parameters.values())
-    assert ran.keys() == sweeps.keys() and len(ran) == 17
+    assert ran.keys() == sweeps.keys() and len(ran) == 23
     for arm, of in sweeps.items():
         rates = sorted(of)
         means = [np.mean(of[rate]) for rate in rates]
