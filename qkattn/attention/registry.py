@@ -4,8 +4,6 @@ A name is `qk`, carries options as in `low_rank(rank=8)`, or is the import path 
 the package, `my_package.my_module:MyScore`. A variant is `score/value`.
 """
 
-import difflib
-import importlib
 import inspect
 from typing import Any
 
@@ -25,7 +23,7 @@ from qkattn.attention.scores.score import Score
 from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values import factored, hadamard, slices, tied, value_latents, vo
 from qkattn.attention.values.value import Value
-from qkattn.config.calls import parse_call, split_variant
+from qkattn.config.calls import resolve, split_variant
 from qkattn.errors import SpecError
 
 SCORES: dict[str, type[Score]] = {
@@ -93,12 +91,6 @@ def parse_variant(text: str) -> tuple[str, str]:
     return score, value
 
 
-def options_of(cls: type[Score] | type[Value]) -> dict[str, Any]:
-    """The options of a class and their defaults."""
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != 'key'}
-
-
 def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
     """The checked and initialized circuits of one layer; SpecError as in `check`."""
     check(spec)
@@ -158,35 +150,11 @@ def _check_sharing(
 
 
 def _find(text: str, known: dict[str, type], base: type) -> tuple[type, dict[str, Any]]:
-    kind = base.__name__
-    name, options = parse_call(text, kind)
-    if ':' in name:
-        found = _import(name, kind)
-        if not (inspect.isclass(found) and issubclass(found, base)):
-            raise SpecError(f'{name!r} is not a subclass of qkattn.attention.{kind}')
-    elif name in known:
-        found = known[name]
-    else:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f', did you mean {near[0]!r}?' if near else ';'
-        raise SpecError(
-            f'unknown {kind.lower()} {name!r}{hint} known are {", ".join(known)}, '
-            'or an import path package.module:Class'
-        )
-    accepted = options_of(found)
-    for option in options:
-        if option not in accepted:
-            raise SpecError(
-                f'{name} has no option {option!r}; it takes {", ".join(accepted) or "none"}'
-            )
-    return found, options
-
-
-def _import(path: str, kind: str) -> Any:
-    module, _, name = path.partition(':')
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise SpecError(f'{kind.lower()} {path!r}: no module named {error.name!r}') from error
-    except AttributeError as error:
-        raise SpecError(f'{kind.lower()} {path!r}: {module} has no {name!r}') from error
+    return resolve(
+        text,
+        known,
+        base.__name__.lower(),
+        needs=f'a subclass of qkattn.attention.{base.__name__}',
+        fits=lambda found: inspect.isclass(found) and issubclass(found, base),
+        error=SpecError,
+    )

@@ -1,24 +1,100 @@
-"""The notations `name(option=value, ...)` and `score/value`."""
+"""The notations `name(option=value, ...)`, `package.module:name` and `score/value`."""
 
 import ast
+import difflib
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from qkattn.errors import SpecError
+from qkattn.errors import ConfigError, SpecError
 
 
-def parse_call(text: str, kind: str) -> tuple[str, dict[str, Any]]:
-    """Splits 'name(option=literal, ...)' into name and options; SpecError names the `kind`."""
+def resolve(
+    text: str,
+    known: Mapping[str, Any],
+    field: str,
+    *,
+    needs: str = 'a class or function',
+    fits: Callable[[Any], bool] = callable,
+    call: Callable[[Any], Callable[..., Any]] = lambda found: found,
+    error: type[ValueError] = ConfigError,
+) -> tuple[Any, dict[str, Any]]:
+    """What `text` names, a key of `known` or an import path, and the options behind it.
+
+    Args:
+      text: 'name', 'package.module:name', or either with options, as in 'low_rank(rank=8)'.
+      field: the setting that holds `text`.
+      needs, fits: what an imported object has to be, in words and as a check.
+      call: gives the callable that takes the options, its keyword-only parameters.
+
+    Raises:
+      ConfigError, or `error`: a malformed or unknown name, a module that cannot be imported, an
+        object of another kind, an option that it does not take.
+    """
+    name, options = parse_call(text, field, error)
+    if ':' in name:
+        found = _import(name, field, error)
+        if not fits(found):
+            raise error(f'{field}={name!r} is not {needs}')
+    elif name in known:
+        found = known[name]
+    else:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f', did you mean {near[0]!r}?' if near else ';'
+        raise error(
+            f'unknown {field} {name!r}{hint} known are {", ".join(known)}, '
+            'or an import path package.module:name'
+        )
+    if options:
+        accepted = options_of(call(found))
+        for option in options:
+            if option not in accepted:
+                raise error(
+                    f'{name} has no option {option!r}; it takes {", ".join(accepted) or "none"}'
+                )
+    return found, options
+
+
+def options_of(target: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a class or function, its keyword-only parameters, and their defaults."""
+    function = target.__init__ if inspect.isclass(target) else target
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != 'key'}
+
+
+def takes(*arguments: str) -> Callable[[Any], bool]:
+    """A check for `resolve`: whether an object can be called with these positional arguments."""
+
+    def fits(found: Any) -> bool:
+        try:
+            inspect.signature(found).bind(*arguments)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    return fits
+
+
+def parse_call(
+    text: str, field: str, error: type[ValueError] = ConfigError
+) -> tuple[str, dict[str, Any]]:
+    """Splits 'name(option=literal, ...)' into name and options; `error` names the `field`."""
     name, parenthesis, _ = text.partition('(')
     if not parenthesis:
         return name, {}
     try:
         call = ast.parse('f' + text[len(name) :], mode='eval').body
-        if not isinstance(call, ast.Call) or call.args:
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)) or call.args:
             raise ValueError
-        return name, {k.arg: ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError):
-        raise SpecError(
-            f'{kind.lower()} {text!r} must be written name(option=value, ...) with literal values'
+        options = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        if len(options) < len(call.keywords):  # one twice, or **
+            raise ValueError
+        return name, options
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise error(
+            f'{field}={text!r} must be written name(option=value, ...) with literal values'
         ) from None
 
 
@@ -28,3 +104,22 @@ def split_variant(text: str) -> tuple[str, str]:
     if not slash:
         raise SpecError(f'variant {text!r} must be written score/value, e.g. qk/vo')
     return score, value
+
+
+def _import(path: str, field: str, error: type[ValueError]) -> Any:
+    module, _, name = path.partition(':')
+    if not all(part.isidentifier() for part in [*module.split('.'), name]):
+        raise error(f'{field}={path!r} must be written package.module:name to be an import path')
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        raise error(f'{field}={path!r}: no module named {missing.name!r}') from missing
+    except Exception as failure:
+        last = traceback.extract_tb(failure.__traceback__)[-1]
+        raise error(
+            f'{field}={path!r}: {module} cannot be imported, {type(failure).__name__} in '
+            f'{last.filename}, line {last.lineno}: {" ".join(str(failure).split())}'
+        ) from failure
+    if not hasattr(imported, name):
+        raise error(f'{field}={path!r}: {module} has no {name!r}')
+    return getattr(imported, name)

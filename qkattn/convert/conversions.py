@@ -20,7 +20,7 @@ from qkattn.convert.qk_circuit import merge, to_collaborative, truncate, unmerge
 from qkattn.convert.standard_form import to_standard
 from qkattn.convert.symmetric_qk import to_shared, to_symmetric
 from qkattn.convert.truncation import Truncation
-from qkattn.errors import ConfigError, SpecError
+from qkattn.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +99,7 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
     Raises:
       ConfigError: an unknown conversion or option, or a missing option.
     """
-    try:
-        name, options = parse_call(text, 'conversion')
-    except SpecError as error:
-        raise ConfigError(str(error)) from error
+    name, options = parse_call(text, 'conversion')
     if name not in CONVERSIONS:
         raise ConfigError(f'unknown conversion {name!r}; known are {", ".join(CONVERSIONS)}')
     CONVERSIONS[name].check_options(options)

@@ -20,6 +20,7 @@ from qkattn.attention import (
     visible,
 )
 from qkattn.config import ModelConfig
+from qkattn.config.calls import options_of
 from qkattn.convert import CONVERSIONS
 from qkattn.errors import ConversionError, SpecError
 from qkattn.model import cost
@@ -115,7 +116,7 @@ def equations() -> str:
     found: dict[str, Mapping[str, type[Score] | type[Value]]] = {'Score': SCORES, 'Value': VALUES}
     described = {
         kind: {
-            name: {'equation': cls.equation, 'options': registry.options_of(cls)}
+            name: {'equation': cls.equation, 'options': options_of(cls)}
             for name, cls in registered.items()
         }
         for kind, registered in found.items()
@@ -234,7 +235,7 @@ def _entry(kind: Kind, name: str) -> Entry:
         kind=kind,
         name=name,
         variant=variant,
-        options=', '.join(f'{k}={v!r}' for k, v in registry.options_of(cls).items()),
+        options=', '.join(f'{k}={v!r}' for k, v in options_of(cls).items()),
         equation=cls.equation,
         parameters=circuit.parameter_count,
         count=sum(leaf.size for leaf in jax.tree.leaves(circuit)),

@@ -15,7 +15,7 @@ from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.config.calls import parse_call
 from qkattn.data.tasks.probe_tasks import PROBES, Probe
 from qkattn.data.tasks.rows import ArrayShapes, Batch, DataForm, token_shapes
-from qkattn.errors import ConfigError, SpecError
+from qkattn.errors import ConfigError
 
 # Changes whenever the same draws would make other rows.
 VERSION = 1
@@ -37,10 +37,7 @@ def find(text: str) -> tuple[str, Probe]:
     Raises:
       ConfigError: an unknown probe or option, or an option out of range.
     """
-    try:
-        name, options = parse_call(text, 'probe')
-    except SpecError as error:
-        raise ConfigError(f'data.name: {error}') from None
+    name, options = parse_call(text, 'data.name')
     if name not in PROBES:
         near = difflib.get_close_matches(name, PROBES, n=1)
         hint = f', did you mean {near[0]!r}?' if near else ';'

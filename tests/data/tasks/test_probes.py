@@ -149,7 +149,7 @@ def test_names_and_identities():
     [
         ('recal(pairs=2)', "data.name='recal.*' is not a known probe, did you mean 'recall'"),
         ('xyz', "data.name='xyz' is not a known probe; known are copy, reversal"),
-        ('copy(', r"data.name: probe 'copy\(' must be written name\(option=value"),
+        ('copy(', r"data.name='copy\(' must be written name\(option=value"),
         ('copy(size=3)', "copy has no option 'size'; it takes length, symbols"),
         ('copy(length=0)', 'length=0 must be a whole number of at least 1'),
         ('copy(length=2.5)', 'length=2.5 must be a whole number'),

@@ -1,0 +1,85 @@
+"""Names, options and import paths: what they resolve to, and refusals in one sentence."""
+
+import sys
+
+import pytest
+
+from qkattn.config.calls import resolve, takes
+from qkattn.errors import ConfigError
+
+MODULE = """
+class Linear:
+    def __init__(self, config, *, slope=1.0): pass
+def quadratic(config, steps, *, power=2): pass
+NUMBER = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    (tmp_path / 'outside_calls.py').write_text(MODULE)
+    (tmp_path / 'outside_broken.py').write_text('def f(:\n')
+    (tmp_path / 'outside_failing.py').write_text('\nx = 1 / 0\n')
+    (tmp_path / 'outside_missing.py').write_text('import no_such_library\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.startswith('outside_')]:
+        del sys.modules[name]
+
+
+def named(text, **options):
+    return resolve(text, {'constant': len}, 'optimizer.schedule', **options)
+
+
+def test_a_name_or_an_import_path_with_options():
+    assert named('constant') == (len, {})
+    found, options = named('outside_calls:quadratic(power=-1.5)')
+    assert found.__name__ == 'quadratic' and options == {'power': -1.5}
+    found, options = named('outside_calls:Linear(slope=(1, 2))')
+    assert found.__name__ == 'Linear' and options == {'slope': (1, 2)}
+    # Options of something that is called through another function.
+    call = {'call': lambda found: lambda *, rank: None}
+    assert named('outside_calls:Linear(rank=3)', **call)[1] == {'rank': 3}
+
+
+@pytest.mark.parametrize(
+    ('text', 'says'),
+    [
+        ('constnt', "^unknown optimizer.schedule 'constnt', did you mean 'constant'.*constant, or"),
+        ('', "^unknown optimizer.schedule ''; known are constant, or an import path"),
+        *(
+            (text, '^optimizer.schedule=.* must be written package.module:name to be')
+            for text in ('..:x', ':b', 'a:', 'a:b:c', '.a:b', 'a..b:c', 'a b:c', '../a:b', 'a:b/c')
+        ),
+        ('a\0:b', 'must be written package.module:name'),
+        *(
+            (f'outside_calls:quadratic{text}', r'must be written name\(option=value, ...\) with')
+            for text in (
+                '(',
+                '(2)',
+                '(power=)',
+                '(power=x)',
+                '(power=1, power=2)',
+                '(power=1)(a=2)',
+            )
+        ),
+        ('constant(**{"a": 1})', 'must be written name'),
+        ('constant(a={[]: 1})', 'must be written name'),
+        (f'constant(a={"(" * 500})', 'must be written name'),
+        ('no_such_module:x', "schedule='no_such_module:x': no module named 'no_such_module'"),
+        ('no.such.module:x', "no module named 'no'"),
+        ('outside_missing:x', "no module named 'no_such_library'"),
+        ('outside_calls:missing', "outside_calls has no 'missing'"),
+        ('outside_broken:x', 'outside_broken cannot be imported, SyntaxError in .*line'),
+        ('outside_failing:x', r'ZeroDivisionError in .*outside_failing.py, line 2: division'),
+        (f'{"a" * 5000}:b', 'no module named|cannot be imported'),
+        ('outside_calls:NUMBER', "='outside_calls:NUMBER' is not a function of two"),
+        ('outside_calls:Linear', 'is not a function of two'),
+        ('math:pi', 'is not a function of two'),
+        ('outside_calls:quadratic(slope=1)', "no option 'slope'; it takes power"),
+    ],
+)
+def test_what_cannot_be_resolved_is_one_sentence(text, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        named(text, needs='a function of two', fits=takes('config', 'steps'))
+    assert '\n' not in str(caught.value)
