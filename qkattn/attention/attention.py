@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import registry
-from qkattn.attention.attend import attend
+from qkattn.attention.attend import attend, visible
 from qkattn.attention.norm import rms_norm
+from qkattn.attention.parameters import one_key
 from qkattn.attention.rope import linear_bias, rotate_last
 from qkattn.attention.scores.score import Cache
 from qkattn.attention.spec import AttentionSpec
@@ -21,19 +22,31 @@ class Attention(nnx.Module):
     scale, the logit cap, linear position biases, the mask. The cache holds what the Score and the
     Value cache, before any of these.
 
+    The parameters are drawn with a `key`, or with the stream 'params' of `rngs`.
+
     Raises:
       SpecError: an unknown name, or a variant that cannot be built with these sizes and options.
     """
 
-    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+    def __init__(
+        self, spec: AttentionSpec, *, key: jax.Array | None = None, rngs: nnx.Rngs | None = None
+    ):
         self.spec = spec
-        self.score, self.value = registry.build(spec, key=key)
+        self.score, self.value = registry.build(spec, key=one_key(key, rngs))
         size = 0
         if spec.qk_norm:
             x_BTD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
             size = jax.eval_shape(self.score.queries, x_BTD).shape[-1]
         self.g_q_H = nnx.Param(jnp.ones((size,), jnp.float32)) if spec.qk_norm else None
         self.g_k_H = nnx.Param(jnp.ones((size,), jnp.float32)) if spec.qk_norm else None
+
+    def matrix(self) -> tuple[jax.Array, jax.Array]:
+        """A_NDE and B_NDE of the equation above; see Score.matrix and Value.matrix.
+
+        Raises:
+          NotImplementedError: the Score is not bilinear.
+        """
+        return self.score.matrix(), self.value.matrix(self.score)
 
     def cached(self, y_BSD: jax.Array) -> Cache:
         """The arrays [B, S, ...] from which keys and values are computed, for a decoding cache."""
@@ -87,12 +100,19 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        mask_BTS: jax.Array,
+        mask_BTS: jax.Array | None = None,
         *,
         y_BSD: jax.Array | None = None,
         **dropout: Any,
     ) -> jax.Array:
-        """Self-attention, or cross-attention to y where it is given; `dropout` as in attend_to."""
+        """Self-attention, or cross-attention to y where it is given; `dropout` as in attend_to.
+
+        Without a mask, self-attention is causal and within spec.window, and all of y is visible.
+        """
         cross = y_BSD is not None
-        cache = self.cached(y_BSD if cross else x_BTD)
+        y_BSD = y_BSD if cross else x_BTD
+        if mask_BTS is None:
+            window = None if cross else self.spec.window
+            mask_BTS = visible(x_BTD.shape[1], y_BSD.shape[1], causal=not cross, window=window)
+        cache = self.cached(y_BSD)
         return self.attend_to(x_BTD, cache, mask_BTS, cross=cross, **dropout)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention.spec import AttentionSpec
+from qkattn.errors import SpecError
 
 # The initialization in force, and its factor for the group of parameters that is built.
 _initialization = contextvars.ContextVar('initialization', default=('fan_in', 1.0))
@@ -31,6 +32,13 @@ def initialization(init: str, factor: float) -> Iterator[None]:
         yield
     finally:
         _initialization.reset(token)
+
+
+def one_key(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
+    """`key`, or the next key of the stream 'params' of `rngs`; SpecError unless one is given."""
+    if (key is None) == (rngs is None):
+        raise SpecError('give key=jax.random.key(0) or rngs=nnx.Rngs(0), one of them')
+    return rngs.params() if key is None else key
 
 
 def weight(

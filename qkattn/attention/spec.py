@@ -15,8 +15,8 @@ class AttentionSpec:
       value: name of a Value, likewise.
       d_model: D, width of the residual stream.
       num_heads: N, query heads.
-      num_kv_heads: K, key and value heads of the circuits that have them; divides N.
-      head_size: H, width of one head.
+      num_kv_heads: K, key and value heads of the circuits that have them; divides N; None is N.
+      head_size: H, width of one head; None is D / N.
       biases: whether every projection adds a bias.
       residual_gain: factor on the initial standard deviation of the last matrix of the OV circuit,
         1/sqrt(2 L) in a network of L layers (Radford et al. 2019, section 2.3).
@@ -37,8 +37,8 @@ class AttentionSpec:
     value: str = 'vo'
     d_model: int
     num_heads: int
-    num_kv_heads: int
-    head_size: int
+    num_kv_heads: int = None  # an int in every spec: None is replaced when it is built
+    head_size: int = None
     biases: bool = False
     residual_gain: float = 1.0
     init: Literal['fan_in', 'nanogpt'] = 'fan_in'
@@ -53,6 +53,15 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         for field in ('d_model', 'num_heads', 'num_kv_heads', 'head_size'):
             number = getattr(self, field)
+            if number is None and field == 'num_kv_heads':
+                object.__setattr__(self, field, number := self.num_heads)
+            if number is None and field == 'head_size':
+                if self.d_model % self.num_heads:
+                    raise SpecError(
+                        f'd_model={self.d_model} must be a multiple of '
+                        f'num_heads={self.num_heads}, or head_size must be given'
+                    )
+                object.__setattr__(self, field, number := self.d_model // self.num_heads)
             if not isinstance(number, int) or number < 1:
                 raise SpecError(f'{field}={number!r} must be a whole number of at least 1')
         if self.num_heads % self.num_kv_heads:

@@ -47,7 +47,7 @@ def convert_model(
             'writes, so its gain and bias have no place in the projections alone'
         )
     model = with_params(config, jax.tree.map(jnp.asarray, params))
-    sources = [_layer(model, index) for index in range(config.num_layers)]
+    sources = model.layers()
     if conversion.in_stack is not None:
         options = {**conversion.in_stack(sources, **options)}
     layers: list[Attention] = []
@@ -94,10 +94,6 @@ def require_exact(text: str, change: float) -> None:
             f'it moves logits by {change:.1e} of the largest, and an exact conversion may by '
             f'{EXACT:.0e} at most'
         )
-
-
-def _layer(model: Any, index: int) -> Attention:
-    return jax.tree.map(lambda stacked: stacked[index], model.blocks.attention)
 
 
 def _convert_layer(

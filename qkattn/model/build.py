@@ -18,9 +18,11 @@ KINDS: dict[str, type[Transformer]] = {
 }
 
 
-def build(config: ModelConfig, *, key: jax.Array) -> Transformer:
-    """A model of config.kind at initialization."""
-    return KINDS[config.kind](config, key=key)
+def build(
+    config: ModelConfig, *, key: jax.Array | None = None, rngs: nnx.Rngs | None = None
+) -> Transformer:
+    """A model of config.kind at initialization; its parameters are drawn with a key or rngs."""
+    return KINDS[config.kind](config, key=key, rngs=rngs)
 
 
 @functools.lru_cache(maxsize=4096)

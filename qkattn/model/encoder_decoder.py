@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from qkattn.attention import Attention, visible
+from qkattn.attention.parameters import one_key
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block, Norm, module_key, split_key
 from qkattn.model.sites import attention_spec
@@ -58,7 +60,14 @@ class EncoderDecoder(Transformer):
     of its own with config.shared_embeddings.
     """
 
-    def __init__(self, config: ModelConfig, *, key: jax.Array):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        key: jax.Array | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        key = one_key(key, rngs)
         super().__init__(config, key=key, block=CrossBlock)
         self.encoder = Stream(
             config.encoder,

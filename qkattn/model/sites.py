@@ -11,18 +11,13 @@ from qkattn.errors import ConfigError, SpecError
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:
     """The self-attention layer; SpecError where its sizes do not fit together."""
-    if config.head_size is None and config.d_model % config.num_heads:
-        raise SpecError(
-            f'd_model={config.d_model} must be a multiple of num_heads={config.num_heads}, '
-            'or head_size must be given'
-        )
     return AttentionSpec(
         score=config.score,
         value=config.value,
         d_model=config.d_model,
         num_heads=config.num_heads,
-        num_kv_heads=config.num_heads if config.num_kv_heads is None else config.num_kv_heads,
-        head_size=config.head_size or config.d_model // config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
         biases=config.biases,
         residual_gain=config.num_branches**-0.5,
         init=config.init,

@@ -1,10 +1,13 @@
 """What all models share: embedding, positions, a stack of blocks, and the output matrix."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention.parameters import initialization, weight
+from qkattn.attention import Attention
+from qkattn.attention.parameters import initialization, one_key, weight
 from qkattn.attention.rope import sinusoids
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block, Norm, drop, run_blocks, split_key, stack_blocks
@@ -82,6 +85,23 @@ class Stream(nnx.Module):
         """The final norm of x; x itself with post-norm."""
         return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
 
+    def layers(self, site: str = 'attention') -> list[Attention]:
+        """The attention layers of all blocks, first to last; changes to them stay out of the model.
+
+        With pre-norm, x and y of a layer are the normed stream.
+
+        Args:
+          site: 'attention', or 'cross_attention' in the decoder of an encoder-decoder, whose
+            `encoder` has layers of its own.
+        """
+        sites = [name for name, part in vars(self.blocks).items() if isinstance(part, Attention)]
+        if site not in sites:
+            raise ValueError(f'{site!r} names no layers; known are {", ".join(sites)}')
+        stacked = getattr(self.blocks, site)
+        return [
+            jax.tree.map(operator.itemgetter(i), stacked) for i in range(self.config.num_layers)
+        ]
+
     def check_length(self, tokens_BT: jax.Array, field: str = 'model.context') -> None:
         """Raises ValueError for more tokens than config.context."""
         if tokens_BT.shape[1] > self.config.context:
@@ -96,7 +116,15 @@ class Transformer(Stream):
     Parameters: a Stream's, and D V more where the output matrix is not the transposed embedding.
     """
 
-    def __init__(self, config: ModelConfig, *, key: jax.Array, block: type[Block] = Block):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        key: jax.Array | None = None,
+        rngs: nnx.Rngs | None = None,
+        block: type[Block] = Block,
+    ):
+        key = one_key(key, rngs)
         super().__init__(config, key=key, block=block)
         D, V = config.d_model, config.vocab_size
         tied = config.tied_embeddings

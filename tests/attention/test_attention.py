@@ -1,0 +1,58 @@
+"""An attention layer by hand: default sizes and mask, a key or rngs, its A[n] and B[n]."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from qkattn.attention import Attention, AttentionSpec, SpecError, oracle, visible
+from tests.attention.layers import causal, error, stream
+
+SPEC = AttentionSpec(d_model=32, num_heads=4)
+
+
+@pytest.fixture(scope='module')
+def layer() -> Attention:
+    return Attention(SPEC, rngs=nnx.Rngs(0))
+
+
+def test_sizes_default_to_a_head_of_keys_per_head_that_cuts_the_stream():
+    assert (SPEC.num_kv_heads, SPEC.head_size) == (4, 8)
+    assert AttentionSpec(d_model=32, num_heads=4, num_kv_heads=2, head_size=6).head_size == 6
+    with pytest.raises(SpecError, match='d_model=30 must be a multiple of num_heads=4'):
+        AttentionSpec(d_model=30, num_heads=4)
+
+
+def test_the_mask_is_causal_with_the_window_unless_given(layer):
+    x_BTD, y_BSD = stream(), stream(5, seed=6)
+    np.testing.assert_array_equal(layer(x_BTD), layer(x_BTD, causal()))
+    everything_BTS = visible(7, 5, causal=False)
+    np.testing.assert_array_equal(
+        layer(x_BTD, y_BSD=y_BSD), layer(x_BTD, everything_BTS, y_BSD=y_BSD)
+    )
+    near = Attention(AttentionSpec(d_model=32, num_heads=4, window=2), rngs=nnx.Rngs(0))
+    mask_BTS = visible(7, 7, causal=True, window=2)
+    np.testing.assert_array_equal(near(x_BTD), layer(x_BTD, mask_BTS))
+    np.testing.assert_array_equal(
+        near(x_BTD, y_BSD=y_BSD), layer(x_BTD, everything_BTS, y_BSD=y_BSD)
+    )
+
+
+def test_rngs_are_drawn_from_as_in_nnx(layer):
+    rngs = nnx.Rngs(0)
+    first, second = Attention(SPEC, rngs=rngs), Attention(SPEC, rngs=rngs)
+    by_key = Attention(SPEC, key=nnx.Rngs(0).params())
+    for other, same in ((first, True), (by_key, True), (second, False)):
+        equal = layer.score.w_q_DNH[...] == other.score.w_q_DNH[...]
+        assert equal.all() if same else not equal.any()
+    for given in ({}, {'key': jax.random.key(0), 'rngs': rngs}):
+        with pytest.raises(SpecError, match=r'give key=jax.random.key\(0\) or rngs=nnx.Rngs\(0\)'):
+            Attention(SPEC, **given)
+
+
+def test_the_matrices_of_a_layer_give_its_output(layer):
+    A_NDE, B_NDE = layer.matrix()
+    assert A_NDE.shape == B_NDE.shape == (4, 32, 32)
+    x_BTD = stream()
+    want_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, causal(), scale=layer.score.scale)
+    assert error(layer(x_BTD), want_BTD) < 1e-5
