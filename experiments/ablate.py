@@ -13,7 +13,7 @@ from absl import flags
 from qkattn import report
 from qkattn.config import Study
 from qkattn.errors import ConfigError
-from qkattn.run import cli, leases
+from qkattn.run import cli, leases, signals
 from qkattn.study import estimate, worker
 from qkattn.study.arms import build_arms, table
 
@@ -25,6 +25,7 @@ EXPIRY = flags.DEFINE_float(
 )
 
 
+@signals.leaving_at_once()
 def main() -> None:
     config = cli.read_config(CONFIG, Study)
     if not 0 < EXPIRY.value < math.inf:

@@ -10,7 +10,7 @@ from absl import flags
 from qkattn.config import Config
 from qkattn.errors import ConfigError
 from qkattn.metrics import METRICS, PREFIXES
-from qkattn.run import cli
+from qkattn.run import cli, signals
 from qkattn.train import train
 from qkattn.train.results import FINISHED
 
@@ -18,6 +18,7 @@ CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')
 
 
+@signals.leaving_at_once()
 def main() -> None:
     config = cli.read_config(CONFIG, Config)
     if WORKDIR.value is None:

@@ -41,7 +41,7 @@ class CheckpointError(RuntimeError):
 
 
 class Stopped(Exception):
-    """Training stopped on request, with a checkpoint saved; the same command resumes it."""
+    """Training stopped on request and saved what it trained; the same command resumes it."""
 
 
 class Lost(Exception):

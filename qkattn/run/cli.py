@@ -61,7 +61,7 @@ def command(script: str) -> list[str]:
 def run(main: Callable[[], None]) -> None:
     """Runs `main` under absl with the exit codes that launchers act on.
 
-    0 done; 75 stopped on request with a checkpoint saved (run the same command again); 2 an
+    0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
     impossible setting or workdir (do not retry); 1 anything else.
     """
 

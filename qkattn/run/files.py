@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from qkattn.errors import ConfigError, RunDirectoryError
+from qkattn.run.signals import WHOLE
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
@@ -22,7 +23,7 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
     # Written by open(), not tempfile, so that the permissions are those that the umask allows.
-    with _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
+    with WHOLE, _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
         temporary.write_bytes(data)
     return path
 

@@ -32,6 +32,7 @@ from typing import Any
 
 from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.run.files import make_directory
+from qkattn.run.signals import BEFORE_LEAVING, WHOLE
 
 EXPIRY = 300.0
 """Seconds; longer than a network file system stalls, shorter than most runs."""
@@ -63,6 +64,7 @@ class Lease:
             target=self._keep_alive, args=(expiry / _BEATS,), name=f'lease {path.name}', daemon=True
         )
         self._thread.start()
+        BEFORE_LEAVING.append(self.release)
 
     @property
     def lost(self) -> bool:
@@ -83,15 +85,17 @@ class Lease:
 
         If the file system fails, the run becomes free when the lease expires.
         """
-        if os.getpid() != self._pid or self._released.is_set():
-            return
-        self._lost = self.lost
-        self._released.set()
-        # A heartbeat in progress would undo the write below.
-        self._thread.join()
-        with contextlib.suppress(OSError):
-            if _read(self.path)[1] == self._content:
-                os.utime(self.path, (0, 0))
+        with WHOLE:
+            if os.getpid() != self._pid or self._released.is_set():
+                return
+            self._lost = self.lost
+            self._released.set()
+            BEFORE_LEAVING.remove(self.release)
+            # A heartbeat in progress would undo the write below.
+            self._thread.join()
+            with contextlib.suppress(OSError):
+                if _read(self.path)[1] == self._content:
+                    os.utime(self.path, (0, 0))
 
     def __enter__(self) -> 'Lease':
         return self
@@ -149,7 +153,7 @@ def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | Non
             path = directory / f'{run}.{number}'
             created = _seconds()
             # If it exists, another process was faster or the listing was stale: check it as well.
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(FileExistsError), WHOLE:
                 _create(path, content)
                 return Lease(path, content, expiry, created)
     return None

@@ -1,20 +1,36 @@
 """Stop requests by signal, and the exit codes that launchers act on."""
 
+import contextlib
 import os
 import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from qkattn.errors import Stopped
 
 EXIT_CONFIG = 2
 """An impossible setting or directory: launchers must not retry."""
 
 EXIT_REQUEUE = 75
-"""Stopped on request with a checkpoint saved: launchers run the same command again."""
+"""Stopped on request with nothing lost: launchers run the same command again."""
+
+WHOLE = threading.RLock()
+"""Held while something is written that `leaving_at_once` must not cut."""
+
+BEFORE_LEAVING: list[Callable[[], None]] = []
+"""What `leaving_at_once` calls first, such as the release of a lease; guarded by WHOLE."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
     """Turns SIGTERM and the first Ctrl-C into a flag, so that a loop can save and exit.
 
         with StopRequest() as stop:
+            compile()
+            stop.hold()
             while not stop.requested: ...
 
     A second Ctrl-C interrupts at once. Previous handlers are restored on exit. Use it in the main
@@ -22,13 +38,16 @@ class StopRequest:
     SIGTERM itself, and a handler installed here would replace its own.
     """
 
+    _held: list['StopRequest'] = []
+    _leaves = False
+
     def __init__(self) -> None:
         self.requested = False
         """True once a signal has arrived."""
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> 'StopRequest':
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
         # A request that an enclosing instance has received holds here, too.
         self.requested |= any(outer.requested for outer in self._enclosing())
@@ -41,6 +60,19 @@ class StopRequest:
         for number, handler in self._previous.items():
             # None is a handler that was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        with WHOLE:
+            self._held[:] = [other for other in self._held if other is not self]
+
+    def hold(self) -> None:
+        """From here to the end of the block there is something to save: nothing leaves at once.
+
+        Raises:
+          Stopped: a signal has arrived before.
+        """
+        with WHOLE:
+            if self.requested:
+                raise Stopped('stopped with nothing to save')
+            self._held.append(self)
 
     def _enclosing(self) -> list['StopRequest']:
         handlers = [getattr(handler, '__self__', None) for handler in self._previous.values()]
@@ -49,6 +81,61 @@ class StopRequest:
     def _handle(self, number: int, frame: Any) -> None:
         self.requested = True
         if number == signal.SIGINT:
-            # os.write, because a handler may interrupt a print halfway.
-            os.write(2, b'\nstopping after this step; press Ctrl-C again to stop at once\n')
+            if self._held or not self._leaves:
+                # os.write, because a handler may interrupt a print halfway.
+                os.write(2, b'\nstopping after this step; press Ctrl-C again to stop at once\n')
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """A block in which SIGTERM and Ctrl-C end the process unless a `StopRequest` is held.
+
+    For the main function of a script, which owns its process. It exits with EXIT_REQUEUE from
+    within a compilation, too: XLA compiles in C++, and Python runs no handler before that returns,
+    but a thread is told of the signal by the wake-up descriptor.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    previous_descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    # The descriptor is written for signals that have a handler in Python.
+    previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    threading.Thread(target=_watch, args=(reading,), name='signals', daemon=True).start()
+    StopRequest._leaves = True
+    try:
+        yield
+    finally:
+        StopRequest._leaves = False
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(previous_descriptor)
+        os.close(writing)
+
+
+def _watch(reading: int) -> None:
+    while number := os.read(reading, 1):
+        if number[0] in _SIGNALS:
+            _leave_unless_held()
+    os.close(reading)
+
+
+def _leave_unless_held() -> None:
+    with WHOLE:
+        if StopRequest._held:
+            return
+        try:
+            for call in BEFORE_LEAVING[:]:
+                call()
+            sys.stdout.flush()
+            os.write(2, b'\nstopped with nothing to save; the same command resumes\n')
+        finally:
+            os._exit(EXIT_REQUEUE)
+
+
+def _in_forked_child() -> None:
+    # A signal to a child is not one to this process.
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -57,7 +57,7 @@ def train(
     Raises:
       ConfigError: an invalid setting, or a workdir that is in use or of another configuration.
       CheckpointError: the checkpoints are damaged, or belong to other data.
-      Stopped: on SIGTERM or Ctrl-C; the state is saved.
+      Stopped: on SIGTERM or Ctrl-C; the state is saved once a step was trained.
       Lost: another process has taken over the run.
     """
     validate(config)
@@ -125,6 +125,7 @@ class _Run:
         )
         val_loss, unwritten = math.inf, None
         with batches, progress:
+            self.stop.hold()
             started, since = time.perf_counter(), step
             for local in batches:
                 batch = place_batch(config, program.mesh, local, part)

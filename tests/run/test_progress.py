@@ -1,15 +1,12 @@
-"""Progress with a clock that is set by hand, and stop requests with real signals."""
+"""Progress with a clock that is set by hand."""
 
 import io
-import signal
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from qkattn.run.progress import Progress
-from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
-from tests.processes import start_python
 
 
 class Clock:
@@ -84,64 +81,3 @@ def test_progress_on_a_terminal_is_one_bar():
     last = text.rstrip('\n').rsplit('\r', 1)[-1]
     for shown in ('run: 100%', '4/4', 'loss 1.5000', '10 tokens/s'):
         assert shown in last
-
-
-WAIT_FOR_STOP = """
-    import signal, sys, time
-    from qkattn.run.signals import EXIT_REQUEUE, StopRequest
-    # A shell starts background jobs with SIGINT ignored; its default is what a second one needs.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with StopRequest() as stop:
-        print('ready', flush=True)
-        while not stop.requested:
-            time.sleep(0.01)
-        print('saving', flush=True)
-        if sys.argv[1] == 'wait':
-            time.sleep(60)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    sys.exit(EXIT_REQUEUE)
-"""
-
-
-@pytest.mark.parametrize(
-    ('first', 'then', 'exit_code', 'words'),
-    [
-        (signal.SIGTERM, 'leave', EXIT_REQUEUE, ''),
-        (signal.SIGINT, 'leave', EXIT_REQUEUE, 'press Ctrl-C again'),
-        (signal.SIGINT, 'wait', -signal.SIGINT, 'KeyboardInterrupt'),
-    ],
-)
-def test_a_signal_ends_a_process_in_order_and_a_second_interrupt_at_once(
-    first, then, exit_code, words
-):
-    process = start_python(WAIT_FOR_STOP, then)
-    assert process.stdout.readline() == 'ready\n', process.stderr.read()
-    process.send_signal(first)
-    assert process.stdout.readline() == 'saving\n'
-    if then == 'wait':
-        process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, words in errors) == (exit_code, True), errors
-    assert ('press Ctrl-C again' in errors) == (first == signal.SIGINT)
-
-
-def test_exit_codes_are_those_that_launchers_know():
-    assert (EXIT_CONFIG, EXIT_REQUEUE) == (2, 75)
-
-
-def test_a_request_to_an_enclosing_one_holds_inside():
-    with StopRequest() as outer:
-        with StopRequest() as inner:
-            assert not inner.requested
-        signal.raise_signal(signal.SIGTERM)
-        with StopRequest() as inner:
-            assert inner.requested
-        assert outer.requested
-
-
-def test_a_request_that_comes_too_late_inside_holds_outside():
-    with StopRequest() as outer:
-        with StopRequest():
-            signal.raise_signal(signal.SIGTERM)
-        assert outer.requested
