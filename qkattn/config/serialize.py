@@ -10,25 +10,45 @@ from typing import Any, Literal
 
 from ml_collections import config_dict
 
+from qkattn.config import schema
 from qkattn.config.run_config import Config
 from qkattn.config.study_config import Study
 from qkattn.errors import ConfigError
 
+# Settings that do not change what a run computes, of which each worker of a study may have its own:
+# devices, and where the data lies, whose contents a run checks by fingerprints of their own.
+OF_MACHINE = ('mesh', 'data.data_dir', 'data.manual_dir')
+
 
 def to_json(config: Any) -> dict[str, Any]:
-    """The config as plain JSON values."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    """The config as plain JSON values, without later fields at their default (`schema`)."""
+    values, cls = {}, typing.cast(Any, type(config))
+    always, defaults = schema.always_stored(cls), schema.defaults(cls)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        nested = dataclasses.is_dataclass(value)
+        value = to_json(value) if nested else json.loads(json.dumps(value))
+        if field.name in always or value != defaults[field.name]:
+            values[field.name] = value
+    return values
 
 
 def from_json(cls: Any, values: Mapping[str, Any], where: str = '') -> Any:
-    """Builds `cls` from nested values; an unknown or ill-typed field raises ConfigError."""
+    """Builds `cls` from nested values; fields that they lack have the default of their schema.
+
+    Raises:
+      ConfigError: an unknown field, or a section that is not an object.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f'{where.rstrip(".") or "config"}={values!r} must be an object of fields')
     types_by_field = typing.get_type_hints(cls)
     if unknown := sorted(set(values) - set(types_by_field)):
         raise ConfigError(
-            f'unknown field {where}{unknown[0]}; known are {", ".join(types_by_field)}'
+            f'unknown field {where}{unknown[0]}={values[unknown[0]]!r}; use the newer version of '
+            f'qkattn that wrote it, or one of {", ".join(types_by_field)}'
         )
     built = {}
-    for name, value in values.items():
+    for name, value in {**schema.defaults(cls), **values}.items():
         expected = types_by_field[name]
         if dataclasses.is_dataclass(expected):
             built[name] = from_json(expected, value, f'{where}{name}.')
@@ -40,19 +60,17 @@ def from_json(cls: Any, values: Mapping[str, Any], where: str = '') -> Any:
 
 
 def fingerprint(config: Config) -> str:
-    """Hash of what a run computes: of every field but the mesh and the directories of data.
-
-    A run checks the contents of these directories by fingerprints of their own.
-    """
-    return fingerprint_of(to_json(config))
+    """Hash of what a run computes: of every field but OF_MACHINE, in the form of `to_json`."""
+    values = to_json(config)
+    for name in OF_MACHINE:
+        section, _, field = name.rpartition('.')
+        (values[section] if section else values).pop(field, None)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def fingerprint_of(values: Mapping[str, Any]) -> str:
-    """The fingerprint of a config in the form of `to_json`."""
-    values = {name: value for name, value in values.items() if name != 'mesh'}
-    where = ('data_dir', 'manual_dir')
-    values['data'] = {k: v for k, v in values['data'].items() if k not in where}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+    """The fingerprint of a stored config; raises as `from_json`."""
+    return fingerprint(from_json(Config, values))
 
 
 def to_config_dict(config: Any) -> config_dict.ConfigDict:

@@ -205,5 +205,7 @@ def test_a_search_can_be_checked_alone():
 
 
 def test_an_unknown_field_lists_the_known_ones():
-    with pytest.raises(ConfigError, match='unknown field mesh.pipeline; known are trial, data'):
+    with pytest.raises(
+        ConfigError, match='unknown field mesh.pipeline=2; use .*, or one of trial, data'
+    ):
         from_json(Config, {'mesh': {'pipeline': 2}})

@@ -1,0 +1,99 @@
+"""The schema of stored configs: what a field that is added later changes, which is nothing."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from qkattn.config import (
+    Config,
+    ModelConfig,
+    Study,
+    fingerprint,
+    fingerprint_of,
+    from_json,
+    schema,
+    to_json,
+)
+from qkattn.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WiderModel(ModelConfig):
+    normalizer: str = 'softmax'
+    window: int | None = 64  # another default than that of schema 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extra:
+    rate: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WiderConfig(Config):
+    model: WiderModel = WiderModel()
+    extra: Extra = Extra()
+
+
+def wider(**model):
+    return WiderConfig(model=WiderModel(**{'window': None} | model))
+
+
+def test_the_hash_of_the_defaults_of_schema_1():
+    assert fingerprint(Config()) == '5c6b1299941b'
+
+
+def test_a_field_at_its_default_is_neither_stored_nor_hashed():
+    assert to_json(wider()) == to_json(Config())
+    assert fingerprint(wider()) == fingerprint(Config())
+
+
+@pytest.mark.parametrize(
+    'config',
+    [wider(normalizer='sigmoid'), dataclasses.replace(wider(), extra=Extra(rate=0.25))],
+    ids=['field', 'section'],
+)
+def test_a_later_field_with_another_value_is_stored_and_hashed(config):
+    assert fingerprint(config) != fingerprint(Config())
+    assert from_json(WiderConfig, to_json(config)) == config
+    with pytest.raises(ConfigError, match=r'unknown field (model\.normalizer|extra)=.*newer'):
+        fingerprint_of(to_json(config))
+
+
+def test_another_default_is_another_config_and_stored_ones_keep_their_meaning():
+    assert fingerprint(WiderConfig()) != fingerprint(Config())
+    stored = to_json(Config())
+    del stored['model']['window'], stored['decode']
+    assert from_json(WiderConfig, stored) == wider()
+    assert fingerprint_of(stored) == fingerprint(Config())
+
+
+def test_the_default_of_a_later_field_is_frozen_with_its_schema(monkeypatch):
+    later = schema.SCHEMAS | {'2': {'WiderModel': {'normalizer': 'sigmoid'}}}
+    monkeypatch.setattr(schema, 'SCHEMAS', later)
+    schema.defaults.cache_clear()
+    try:
+        assert from_json(WiderConfig, to_json(Config())) == wider(normalizer='sigmoid')
+        assert fingerprint(wider(normalizer='sigmoid')) == fingerprint(Config())
+        assert fingerprint(wider()) != fingerprint(Config())
+    finally:
+        schema.defaults.cache_clear()
+
+
+@pytest.mark.parametrize('cls', schema.classes(Study), ids=lambda cls: cls.__name__)
+def test_every_field_has_a_frozen_default(cls):
+    frozen = {name for fields in schema.SCHEMAS.values() for name in fields.get(cls.__name__, ())}
+    missing = {n: v for n, v in schema.defaults(cls).items() if n not in frozen}
+    assert not missing, f'add to {schema.FILE.name}: {json.dumps({cls.__name__: missing})}'
+
+
+def test_committed_runs_are_named_by_the_hash_of_their_configs():
+    results = Path(__file__).parents[2] / 'experiments/results'
+    for study in results.glob('*/study.json'):
+        declared = json.loads(study.read_text())
+        assert fingerprint_of(declared['base']) == declared['base_hash'], study
+        for line in (study.with_name('plan.jsonl')).read_text().splitlines():
+            run = json.loads(line)
+            assert fingerprint_of(run['config']) == run['run'], (study, run['run'])
+            assert to_json(from_json(Config, run['config'])) == run['config']
