@@ -31,12 +31,18 @@ from qkattn.config import (
     TrialsConfig,
 )
 from qkattn.data.load import load
+from tests.outside import outside  # noqa: F401, a fixture
+
+# Parts of a run that may come from outside the package and have contract tests.
+CONTRACTS = ('dataset', 'tokenizer', 'task', 'optimizer', 'schedule')
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        '--variant', action='append', help='run the contract tests on score/value only; repeatable'
-    )
+    kinds = {'variant': 'score/value'} | dict.fromkeys(CONTRACTS, 'this name or import path')
+    for kind, what in kinds.items():
+        parser.addoption(
+            f'--{kind}', action='append', help=f'run contract tests on {what} only; repeatable'
+        )
 
 
 @pytest.fixture(scope='session')

@@ -7,7 +7,6 @@ fields are overridden on the command line as `--config.model.d_model=256`.
 from qkattn.config.model_config import ModelConfig
 from qkattn.config.run_config import (
     ANNEALED,
-    DECAYS,
     Config,
     DataConfig,
     DecodeConfig,
@@ -29,7 +28,6 @@ from qkattn.config.study_config import ControlsConfig, Study, TuningConfig
 
 __all__ = [
     'ANNEALED',
-    'DECAYS',
     'Config',
     'ControlsConfig',
     'DataConfig',

@@ -56,12 +56,14 @@ class OptimizerConfig:
 
     Attributes:
       name: 'adamw' (Loshchilov & Hutter 2019), 'muon' (Jordan et al. 2024; parameters outside the
-        blocks, biases and gains by Adam) or 'sgd' (with momentum).
+        blocks, biases and gains by Adam), 'sgd' (with momentum), or the import path of a function,
+        as in 'my_package.my_module:lion(b1=0.9)'.
       warmup_steps: steps from 0 to the peak learning rate.
       schedule: 'linear' or 'cosine' decay to final_fraction of the peak at the last step,
         'constant', or 'inverse_sqrt', sqrt(W / step) after a warm-up of W steps (Vaswani et al.
-        2017, section 5.3), which does not depend on num_steps.
-      final_fraction: learning rate at the end over the peak, of 'linear' and 'cosine'.
+        2017, section 5.3), which does not depend on num_steps; or the import path of a function.
+      final_fraction: learning rate at the end over the peak, of 'linear', 'cosine' and schedules
+        from outside.
       beta1, beta2, epsilon: of Adam; Muon reads epsilon too.
       momentum: of 'muon' and 'sgd'.
       clip_norm: gradients are scaled down to this global norm; None is off.
@@ -88,7 +90,12 @@ class OptimizerConfig:
     @property
     def anneals(self) -> bool:
         """Whether the learning rate decays to a tenth of its peak or less."""
-        return self.schedule in DECAYS and self.final_fraction <= ANNEALED
+        return self.decays and self.final_fraction <= ANNEALED
+
+    @property
+    def decays(self) -> bool:
+        """Whether the schedule ends at final_fraction; one from outside is checked to."""
+        return self.schedule in DECAYS or ':' in self.schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ def build_arms(study: Study) -> list[Arm]:
     Raises:
       ConfigError: an impossible variant, size or setting; a MatchError where no model matches.
     """
-    check_optimizer(study.base.optimizer)
+    check_optimizer(study.base.optimizer, study.base.train.num_steps)
     validate_study(study)
     arms = []
     first, *others = corpora_of(study)

@@ -61,7 +61,7 @@ def train(
       Lost: another process has taken over the run.
     """
     validate(config)
-    check_optimizer(config.optimizer)
+    check_optimizer(config.optimizer, config.train.num_steps)
     check_directory(workdir)
     sharding.require_devices(config.mesh)
     rows = rows_of(config)

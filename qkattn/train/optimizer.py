@@ -1,19 +1,24 @@
 """Optimizers by name, with learning rate and weight decay as arrays.
 
-An optimizer is one function and one line in OPTIMIZERS.
+An optimizer is one function and one line in OPTIMIZERS, or a function named by import path; options
+in the name are its keyword-only arguments.
 """
 
+import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from qkattn.config import OptimizerConfig
+from qkattn.config.calls import resolve, takes
 from qkattn.errors import ConfigError
 from qkattn.train.muon import muon
 from qkattn.train.parameter_names import decayed
-from qkattn.train.schedules import SCHEDULES
+from qkattn.train.schedules import decay_of
 
 
 def optimizer(
@@ -37,7 +42,7 @@ def optimizer(
     clip = optax.identity()
     if config.clip_norm is not None:
         clip = optax.clip_by_global_norm(jnp.float32(config.clip_norm))
-    rate, named = learning_rate * fraction, OPTIMIZERS[config.name]
+    rate, named = learning_rate * fraction, _named(config)
     if config.decay == 'coupled':
         return optax.chain(clip, named(config, rate, weight_decay))
     decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decayed)
@@ -76,10 +81,45 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def check_optimizer(config: OptimizerConfig) -> None:
-    """Raises ConfigError for an unknown optimizer or schedule."""
-    for field, known in (('name', OPTIMIZERS), ('schedule', SCHEDULES)):
-        if getattr(config, field) not in known:
+def _named(config: OptimizerConfig) -> Callable[..., optax.GradientTransformation]:
+    found, options = resolve(
+        config.name,
+        OPTIMIZERS,
+        'optimizer.name',
+        needs='a function (config, learning_rate, weight_decay, *, options)',
+        fits=takes('config', 'learning_rate', 'weight_decay'),
+    )
+    return functools.partial(found, **options)
+
+
+def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
+    """Raises ConfigError for an optimizer or schedule that is unknown or not what it has to be.
+
+    A schedule from outside has to end at the final_fraction that decides whether a run anneals.
+    """
+    named, decay = _named(config), decay_of(config)
+    if ':' in config.name:
+        made = _called('optimizer.name', config.name, lambda: named(config, 1e-3, 0.0))
+        if not isinstance(made, optax.GradientTransformation):
             raise ConfigError(
-                f'optimizer.{field}={getattr(config, field)!r} must be one of {", ".join(known)}'
+                f'optimizer.name={config.name!r} must return an optax.GradientTransformation, '
+                f'not {made!r}'
             )
+    if ':' in config.schedule:
+        steps = num_steps - config.warmup_steps
+        end = _called(
+            'optimizer.schedule', config.schedule, lambda: float(decay(config, steps)(steps))
+        )
+        if not math.isclose(end, config.final_fraction, abs_tol=1e-3):
+            raise ConfigError(
+                f'optimizer.final_fraction={config.final_fraction} must be {end:.4g}, where '
+                f'optimizer.schedule={config.schedule!r} ends'
+            )
+
+
+def _called(field: str, name: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        reason = ' '.join(str(error).split())
+        raise ConfigError(f'{field}={name!r} fails: {type(error).__name__}: {reason}') from error

@@ -1,11 +1,16 @@
-"""Schedules of the learning rate by name: one function and one line in SCHEDULES each."""
+"""Schedules of the learning rate by name: one function and one line in SCHEDULES each.
 
+One from outside is named by import path; options in the name are its keyword-only arguments.
+"""
+
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
 import optax
 
 from qkattn.config import OptimizerConfig
+from qkattn.config.calls import resolve, takes
 
 
 def linear(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
@@ -34,6 +39,18 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 }
 
 
+def decay_of(config: OptimizerConfig) -> Callable[[OptimizerConfig, int], optax.Schedule]:
+    """The function that `config.schedule` names; ConfigError where it names none."""
+    found, options = resolve(
+        config.schedule,
+        SCHEDULES,
+        'optimizer.schedule',
+        needs='a function (config, decay_steps, *, options)',
+        fits=takes('config', 'decay_steps'),
+    )
+    return functools.partial(found, **options)
+
+
 def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Fraction of the peak learning rate at step 0, 1, ..., num_steps - 1.
 
@@ -41,7 +58,7 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     reaches final_fraction after the last step, except 'inverse_sqrt', which is sqrt(W / s).
     """
     warmup = config.warmup_steps
-    decay = SCHEDULES[config.schedule](config, num_steps - warmup)
+    decay = decay_of(config)(config, num_steps - warmup)
     if not warmup:
         return decay
     rise = optax.schedules.linear_schedule(1 / (warmup + 1), 1.0, warmup)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qkattn.config import ANNEALED, DECAYS, OptimizerConfig
+from qkattn.config import ANNEALED, OptimizerConfig
 from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT
@@ -120,8 +120,9 @@ def _training(study: Study, arm: Arm) -> Iterator[Remark]:
         yield Remark(RemarkCode.STOPPED_EARLY, counts | steps, blocks, arm.place)
     planned = study.by_name[arm.example.run].config['optimizer']
     schedule, final = planned['schedule'], planned['final_fraction']
-    if not OptimizerConfig(schedule=schedule, final_fraction=final).anneals:
-        reached = {'final_fraction': final if schedule in DECAYS else None, 'limit': ANNEALED}
+    optimizer = OptimizerConfig(schedule=schedule, final_fraction=final)
+    if not optimizer.anneals:
+        reached = {'final_fraction': final if optimizer.decays else None, 'limit': ANNEALED}
         yield Remark(RemarkCode.NOT_ANNEALED, {'schedule': schedule} | reached, True, arm.place)
 
 
