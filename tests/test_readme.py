@@ -116,7 +116,7 @@ def commands() -> list[str]:
     return [x.removeprefix('PYTHONPATH=. ') for x in stripped if x]
 
 
-def test_every_command_is_accepted(example, monkeypatch):
+def test_every_command_is_accepted(example, outside, monkeypatch):
     """Flags are parsed by the scripts' own parsers; settings and arms are built and validated."""
     monkeypatch.chdir(ROOT)
     scripts = set()
