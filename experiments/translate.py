@@ -17,7 +17,7 @@ from absl import flags
 
 from qkattn import pretrained
 from qkattn.config import Config, DecodeConfig
-from qkattn.config.validate import check_decode
+from qkattn.config.validate import check_section
 from qkattn.data.load import load
 from qkattn.data.parallel import PairDataset
 from qkattn.decode.translate import score_split, translate
@@ -56,7 +56,7 @@ def main() -> None:
     }
     overrides = {name: value for name, value in overrides.items() if value is not None}
     decode = dataclasses.replace(config.decode, **overrides)
-    check_decode(decode)
+    check_section('decode.', decode)
     if SCORE.value is not None:
         for flag in (TEXT, FILE, OUT):
             if flag.value is not None:

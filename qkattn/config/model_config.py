@@ -4,100 +4,150 @@ import dataclasses
 from typing import Any, Literal
 
 from qkattn.config.calls import split_variant
+from qkattn.config.setting import setting
+
+RATE = {'least': 0, 'below': 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A transformer.
+    """A transformer."""
 
-    Attributes:
-      kind: 'decoder' (causal language model), 'encoder' (bidirectional; masked language model or
-        labels) or 'encoder_decoder' (translation).
-      score, value: the attention variant; names, names with options, or import paths. In an
-        encoder-decoder, that of the decoder's self-attention.
-      encoder_variant, cross_variant: 'score/value' of the encoder's self-attention and of the
-        cross-attention in an encoder-decoder; None is score/value.
-      d_model: D, width of the residual stream.
-      num_layers: L.
-      num_encoder_layers: of an encoder-decoder; None is num_layers.
-      num_heads: N, query heads.
-      num_kv_heads: K, key and value heads; None is num_heads.
-      head_size: H; None is d_model / num_heads.
-      d_ff: F, width of the MLP; None is 4 d_model.
-      context: longest sequence in tokens.
-      source_context: longest source of an encoder-decoder, in tokens; None is context.
-      vocab_size: V.
-      norm: 'layernorm' (Ba et al. 2016) or 'rmsnorm' (Zhang & Sennrich 2019).
-      norm_position: 'pre', x + f(norm(x)), with a norm after the last block (Xiong et al. 2020), or
-        'post', norm(x + f(x)) (Vaswani et al. 2017).
-      activation: of the MLP: 'gelu' (exact), 'gelu_tanh' (its tanh form, as in GPT-2) or 'relu'.
-      positions: 'learned' or 'sinusoidal' embeddings added to the tokens', 'rope' or 'alibi' inside
-        attention, or 'none'.
-      attention_gain: whether the norms before attention have a learned gain, an undecayed diagonal
-        factor of W_Q, W_K and W_V; without it, 'query_free' has no trained part of W_Q left. Only
-        pre-norm can go without.
-      qk_norm, score_scale, logit_cap, window: options of attention, see AttentionSpec.
-      biases: biases in projections, MLP and layer norms.
-      tied_embeddings: the output matrix is the transposed input embedding.
-      shared_embeddings: encoder and decoder of an encoder-decoder read one embedding.
-      scale_embeddings: embeddings, positions included, are multiplied by sqrt(D), which gives
-        them unit variance (Vaswani et al. 2017, section 3.4).
-      init: initial standard deviations: 'fan_in', with which a matrix has outputs as large as its
-        inputs (embeddings D^-1/2; see Score and Value for attention), or 'nanogpt': 0.02 for all
-        matrices and embeddings (Radford et al. 2019). In both, the last matrix of every branch has
-        a factor (2 L)^-1/2, gains start at 1 and biases at 0.
-      init_embedding, init_qk, init_vo, init_mlp: factors on the initial standard deviations of the
-        embeddings (tokens, positions, output matrix), of the matrices of Scores, of Values, and of
-        MLPs. A matrix that a Value shares with its Score is the Score's. Values that are not
-        random stay: gains, and the size of the signs in 'collaborative'.
-      dropout: rate on embeddings and on every branch of a block.
-      attention_dropout: rate on attention probabilities; None is dropout.
-      activation_dropout: rate on the hidden layer of the MLP.
-      remat: recompute a layer's activations in the backward pass.
-      scan_unroll: layers unrolled per iteration of the scan over layers; None unrolls all of them
-        below 12 layers (a rolled scan costs speed) and none from 12 on (it saves compile time).
-      compute_dtype: 'float32' or 'bfloat16'; parameters stay in float32.
-    """
-
-    kind: Literal['decoder', 'encoder', 'encoder_decoder'] = 'decoder'
-    score: str = 'qk'
-    value: str = 'vo'
-    encoder_variant: str | None = None
-    cross_variant: str | None = None
-    d_model: int = 128
-    num_layers: int = 4
-    num_encoder_layers: int | None = None
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    head_size: int | None = None
-    d_ff: int | None = None
-    context: int = 128
-    source_context: int | None = None
-    vocab_size: int = 256
-    norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
-    norm_position: Literal['pre', 'post'] = 'pre'
-    activation: Literal['gelu', 'gelu_tanh', 'relu'] = 'gelu_tanh'
-    positions: Literal['learned', 'sinusoidal', 'rope', 'alibi', 'none'] = 'learned'
-    attention_gain: bool = True
-    qk_norm: bool = False
-    score_scale: float = 1.0
-    logit_cap: float | None = None
-    window: int | None = None
-    biases: bool = False
-    tied_embeddings: bool = True
-    shared_embeddings: bool = True
-    scale_embeddings: bool = False
-    init: Literal['fan_in', 'nanogpt'] = 'fan_in'
-    init_embedding: float = 1.0
-    init_qk: float = 1.0
-    init_vo: float = 1.0
-    init_mlp: float = 1.0
-    dropout: float = 0.0
-    attention_dropout: float | None = None
-    activation_dropout: float = 0.0
-    remat: bool = False
-    scan_unroll: int | None = None
-    compute_dtype: Literal['float32', 'bfloat16'] = 'float32'
+    kind: Literal['decoder', 'encoder', 'encoder_decoder'] = setting(
+        'decoder',
+        "'decoder' (causal language model), 'encoder' (bidirectional; masked language model or "
+        "labels) or 'encoder_decoder' (translation).",
+    )
+    score: str = setting(
+        'qk',
+        'Score of the attention variant: a name, with options as in low_rank(rank=8), or an '
+        "import path. In an encoder-decoder, of the decoder's self-attention.",
+    )
+    value: str = setting('vo', 'Value of the attention variant, written as score is.')
+    encoder_variant: str | None = setting(
+        None,
+        "'score/value' of the self-attention in the encoder of an encoder-decoder; None is that "
+        'of the decoder.',
+    )
+    cross_variant: str | None = setting(
+        None,
+        "'score/value' of the cross-attention in an encoder-decoder; None is that of the "
+        "decoder's self-attention.",
+    )
+    d_model: int = setting(128, 'D, width of the residual stream.', least=1, most=2**17)
+    num_layers: int = setting(4, 'L, number of layers.', least=1, most=2**14)
+    num_encoder_layers: int | None = setting(
+        None,
+        'Layers of the encoder in an encoder-decoder; None is num_layers.',
+        least=1,
+        most=2**14,
+    )
+    num_heads: int = setting(4, 'N, query heads.', least=1, most=2**14)
+    num_kv_heads: int | None = setting(
+        None, 'K, key and value heads; None is num_heads.', least=1, most=2**14
+    )
+    head_size: int | None = setting(
+        None, 'H, width of a head; None is d_model / num_heads.', least=1, most=2**17
+    )
+    d_ff: int | None = setting(None, 'F, width of the MLP; None is 4 d_model.', least=1, most=2**20)
+    context: int = setting(128, 'Longest sequence, in tokens.', least=1)
+    source_context: int | None = setting(
+        None, 'Longest source of an encoder-decoder, in tokens; None is context.', least=1
+    )
+    vocab_size: int = setting(256, 'V, size of the vocabulary.', least=1)
+    norm: Literal['layernorm', 'rmsnorm'] = setting(
+        'layernorm', "'layernorm' (Ba et al. 2016) or 'rmsnorm' (Zhang & Sennrich 2019)."
+    )
+    norm_position: Literal['pre', 'post'] = setting(
+        'pre',
+        "'pre', x + f(norm(x)), with a norm after the last block (Xiong et al. 2020), or 'post', "
+        'norm(x + f(x)) (Vaswani et al. 2017).',
+    )
+    activation: Literal['gelu', 'gelu_tanh', 'relu'] = setting(
+        'gelu_tanh',
+        "Of the MLP: 'gelu' (exact), 'gelu_tanh' (its tanh form, as in GPT-2) or 'relu'.",
+    )
+    positions: Literal['learned', 'sinusoidal', 'rope', 'alibi', 'none'] = setting(
+        'learned',
+        "'learned' or 'sinusoidal' embeddings added to the tokens', 'rope' or 'alibi' inside "
+        "attention, or 'none'.",
+    )
+    attention_gain: bool = setting(
+        True,
+        'The norms before attention have a learned gain. It is an undecayed diagonal factor of '
+        "W_Q, W_K and W_V; without it, 'query_free' has no trained part of W_Q left. Only "
+        'pre-norm can go without.',
+    )
+    qk_norm: bool = setting(
+        False,
+        'Queries and keys are divided by their root mean square and multiplied by a learned gain '
+        '(Henry et al. 2020; Dehghani et al. 2023).',
+    )
+    score_scale: float = setting(
+        1.0, "Factor on the logits of attention beside the Score's own scale.", above=0
+    )
+    logit_cap: float | None = setting(
+        None, 'c in c tanh(logit / c) (Gemma 2, 2024); None is off.', above=0
+    )
+    window: int | None = setting(
+        None,
+        'A query attends to positions at distance |t - s| < window; None is all.',
+        least=1,
+    )
+    biases: bool = setting(False, 'Biases in projections, MLP and layer norms.')
+    tied_embeddings: bool = setting(True, 'The output matrix is the transposed input embedding.')
+    shared_embeddings: bool = setting(
+        True, 'Encoder and decoder of an encoder-decoder read one embedding.'
+    )
+    scale_embeddings: bool = setting(
+        False,
+        'Embeddings are multiplied by sqrt(D), positions included. This gives them unit variance '
+        '(Vaswani et al. 2017, section 3.4).',
+    )
+    init: Literal['fan_in', 'nanogpt'] = setting(
+        'fan_in',
+        "Initial standard deviations: 'fan_in', with which a matrix has outputs as large as its "
+        "inputs, or 'nanogpt', 0.02 for all matrices and embeddings (Radford et al. 2019). With "
+        "'fan_in', embeddings have D^-1/2; see Score and Value for attention. In both, the last "
+        'matrix of every branch has a factor (2 L)^-1/2, gains start at 1 and biases at 0.',
+    )
+    init_embedding: float = setting(
+        1.0,
+        'Factor on the initial standard deviation of the embeddings (tokens, positions, output '
+        'matrix).',
+        above=0,
+    )
+    init_qk: float = setting(
+        1.0,
+        'Factor on the initial standard deviation of the matrices of Scores. A matrix that a '
+        "Value shares with its Score is the Score's.",
+        above=0,
+    )
+    init_vo: float = setting(
+        1.0,
+        'Factor on the initial standard deviation of the matrices of Values. Initial values that '
+        "are not random stay: gains, and the size of the signs in 'collaborative'.",
+        above=0,
+    )
+    init_mlp: float = setting(
+        1.0, 'Factor on the initial standard deviation of the matrices of MLPs.', above=0
+    )
+    dropout: float = setting(0.0, 'Rate on embeddings and on every branch of a block.', **RATE)
+    attention_dropout: float | None = setting(
+        None, 'Rate on attention probabilities; None is dropout.', **RATE
+    )
+    activation_dropout: float = setting(0.0, 'Rate on the hidden layer of the MLP.', **RATE)
+    remat: bool = setting(False, "Recompute a layer's activations in the backward pass.")
+    scan_unroll: int | None = setting(
+        None,
+        'Layers unrolled per iteration of the scan over layers. None unrolls all of them below 12 '
+        'layers (a rolled scan costs speed) and none from 12 on (it saves compile time).',
+        least=1,
+        most=2**14,
+    )
+    compute_dtype: Literal['float32', 'bfloat16'] = setting(
+        'float32', "'float32' or 'bfloat16'; parameters stay in float32."
+    )
 
     @property
     def mlp_width(self) -> int:

@@ -4,46 +4,58 @@ import dataclasses
 from typing import Any, Literal
 
 from qkattn.config.model_config import ModelConfig
+from qkattn.config.setting import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The dataset, its tokenizer, and the rows that are cut from it.
+    """The dataset, its tokenizer, and the rows that are cut from it."""
 
-    Attributes:
-      name: 'stdlib', 'tiny_shakespeare' or 'text' for language models; 'multi30k', 'cldr' or
-        'parallel' for translation; 'tfds:NAME' or 'tfds:NAME/CONFIG' for either; or a probe with
-        its options, as in 'recall(pairs=8)'. See docs/data.md.
-      data_dir: where prepared data is cached; None is $QKATTN_DATA or ~/.cache/qkattn.
-      manual_dir: directory of files that were downloaded by hand.
-      path: the files of 'text' and 'parallel'.
-      languages: source and target of a translation set, as in 'en-de'.
-      feature: which feature of a tfds set is its text, where it has several.
-      lowercase: text is lower-cased before it is tokenised.
-      tokenizer: 'bytes', 'characters' or 'bpe'; the latter two are learned from the training
-        split, and for translation from both languages together.
-      tokenizer_size: number of ids of a 'bpe' vocabulary, at least 257.
-      mask_rate: fraction of the tokens that an encoder has to restore.
-      shift_windows: windows of text begin at an offset drawn for every epoch, so that the context
-        of a token varies.
-      drop_long: leaves out sentence pairs that do not fit into the model, in evaluation too;
-        otherwise they are an error.
-      eval_sequences: rows per evaluation, evenly spaced over the split; None is all.
-    """
-
-    name: str = 'stdlib'
-    data_dir: str | None = None
-    manual_dir: str | None = None
-    path: str | None = None
-    languages: str | None = None
-    feature: str | None = None
-    lowercase: bool = False
-    tokenizer: Literal['bytes', 'characters', 'bpe'] = 'bytes'
-    tokenizer_size: int = 8192
-    mask_rate: float = 0.15
-    shift_windows: bool = False
-    drop_long: bool = False
-    eval_sequences: int | None = None
+    name: str = setting(
+        'stdlib',
+        "'stdlib', 'tiny_shakespeare' or 'text' for language models; 'multi30k', 'cldr' or "
+        "'parallel' for translation; 'tfds:NAME' or 'tfds:NAME/CONFIG' for either; or a probe with "
+        "its options, as in 'recall(pairs=8)'. See docs/data.md.",
+        path=True,
+    )
+    data_dir: str | None = setting(
+        None, 'Where prepared data is cached; None is $QKATTN_DATA or ~/.cache/qkattn.', path=True
+    )
+    manual_dir: str | None = setting(
+        None, 'Directory of files that were downloaded by hand.', path=True
+    )
+    path: str | None = setting(None, "The files of 'text' and 'parallel'.", path=True)
+    languages: str | None = setting(
+        None, "Source and target of a translation set, as in 'en-de'.", path=True
+    )
+    feature: str | None = setting(
+        None, 'Which feature of a tfds set is its text, where it has several.'
+    )
+    lowercase: bool = setting(False, 'Text is lower-cased before it is tokenised.')
+    tokenizer: Literal['bytes', 'characters', 'bpe'] = setting(
+        'bytes',
+        "'bytes', 'characters' or 'bpe'; the latter two are learned from the training split, and "
+        'for translation from both languages together.',
+    )
+    tokenizer_size: int = setting(
+        8192, "Number of ids of a 'bpe' vocabulary, at least 257.", least=1
+    )
+    mask_rate: float = setting(
+        0.15, 'Fraction of the tokens that an encoder has to restore.', above=0, below=1
+    )
+    shift_windows: bool = setting(
+        False,
+        'Windows of text begin at an offset drawn for every epoch, so that the context of a token '
+        'varies.',
+    )
+    drop_long: bool = setting(
+        False,
+        'Leaves out sentence pairs that do not fit into the model, in evaluation too; otherwise '
+        'they are an error.',
+    )
+    eval_sequences: int | None = setting(
+        None, 'Rows per evaluation, evenly spaced over the split; None is all.', least=1
+    )
 
 
 # Schedules that decay to final_fraction, and the fraction at which a run counts as annealed.
@@ -52,40 +64,46 @@ DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, and the learning rate over the steps: linear warm-up, then a schedule.
+    """The optimizer, and the learning rate over the steps: linear warm-up, then a schedule."""
 
-    Attributes:
-      name: 'adamw' (Loshchilov & Hutter 2019), 'muon' (Jordan et al. 2024; parameters outside the
-        blocks, biases and gains by Adam), 'sgd' (with momentum), or the import path of a function,
-        as in 'my_package.my_module:lion(b1=0.9)'.
-      warmup_steps: steps from 0 to the peak learning rate.
-      schedule: 'linear' or 'cosine' decay to final_fraction of the peak at the last step,
-        'constant', or 'inverse_sqrt', sqrt(W / step) after a warm-up of W steps (Vaswani et al.
-        2017, section 5.3), which does not depend on num_steps; or the import path of a function.
-      final_fraction: learning rate at the end over the peak, of 'linear', 'cosine' and schedules
-        from outside.
-      beta1, beta2, epsilon: of Adam; Muon reads epsilon too.
-      momentum: of 'muon' and 'sgd'.
-      clip_norm: gradients are scaled down to this global norm; None is off.
-      decay: 'independent' subtracts fraction(step) * weight_decay * p in each step, whatever the
-        peak learning rate, so that arms tuned to different rates decay alike (Wortsman et al.
-        2023, section 3.2.2); 'coupled' subtracts learning_rate(step) * weight_decay * p, as in
-        PyTorch and optax. fraction(step) is the schedule, from 0 to 1. Matrices and embeddings
-        decay; biases and gains do not. The gain of the norm before attention is then an undecayed
-        diagonal factor of W_Q, W_K and W_V, and the only one where one of them is the identity;
-        `model.attention_gain=False` removes it.
-    """
-
-    name: str = 'adamw'
-    warmup_steps: int = 100
-    schedule: str = 'linear'
-    final_fraction: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.99
-    epsilon: float = 1e-8
-    momentum: float = 0.95
-    clip_norm: float | None = 1.0
-    decay: Literal['independent', 'coupled'] = 'independent'
+    name: str = setting(
+        'adamw',
+        "'adamw' (Loshchilov & Hutter 2019), 'muon' (Jordan et al. 2024; parameters outside the "
+        "blocks, biases and gains by Adam), 'sgd' (with momentum), or the import path of a "
+        "function, as in 'my_package.my_module:lion(b1=0.9)'.",
+    )
+    warmup_steps: int = setting(100, 'Steps from 0 to the peak learning rate.', least=0)
+    schedule: str = setting(
+        'linear',
+        "'linear' or 'cosine' decay to final_fraction of the peak at the last step, 'constant', or "
+        "'inverse_sqrt', sqrt(W / step) after a warm-up of W steps (Vaswani et al. 2017, section "
+        '5.3), which does not depend on num_steps; or the import path of a function.',
+    )
+    final_fraction: float = setting(
+        0.0,
+        "Learning rate at the end over the peak, of 'linear', 'cosine' and schedules from outside.",
+        least=0,
+        most=1,
+    )
+    beta1: float = setting(0.9, 'Decay of the first moment in Adam.', least=0, most=1)
+    beta2: float = setting(0.99, 'Decay of the second moment in Adam.', least=0, most=1)
+    epsilon: float = setting(
+        1e-8, 'Added to the root of the second moment in Adam; Muon reads it too.', least=0
+    )
+    momentum: float = setting(0.95, "Momentum of 'muon' and 'sgd'.", least=0, most=1)
+    clip_norm: float | None = setting(
+        1.0, 'Gradients are scaled down to this global norm; None is off.', above=0
+    )
+    decay: Literal['independent', 'coupled'] = setting(
+        'independent',
+        "'independent' subtracts fraction(step) * weight_decay * p in each step, whatever the peak "
+        'learning rate, so that arms tuned to different rates decay alike (Wortsman et al. 2023, '
+        "section 3.2.2); 'coupled' subtracts learning_rate(step) * weight_decay * p, as in PyTorch "
+        'and optax. fraction(step) is the schedule, from 0 to 1. Matrices and embeddings decay; '
+        'biases and gains do not. The gain of the norm before attention is then an undecayed '
+        'diagonal factor of W_Q, W_K and W_V, and the only one where one of them is the identity; '
+        'model.attention_gain=False removes it.',
+    )
 
     @property
     def anneals(self) -> bool:
@@ -100,48 +118,58 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Steps, batches and how often the loop logs, evaluates and saves.
+    """Steps, batches and how often the loop logs, evaluates and saves."""
 
-    Attributes:
-      num_steps: optimizer steps.
-      batch_size: sequences per step and trial.
-      accumulation: microbatches per step, weighted by their tokens.
-      label_smoothing: weight of the uniform distribution in the training target (Szegedy et al.
-        2016, section 7); not used in evaluation.
-      steps_per_dispatch: steps compiled into one program call.
-      log_every, eval_every, checkpoint_every: in steps, multiples of steps_per_dispatch.
-      lifting: how the step is lifted over trials: 'vmap' (side by side), 'map' (one after another
-        inside the program), or 'auto': the faster in a short measurement, recorded and kept.
-      init_from: exported parameters, or a run directory (its first trial), from which all trials
-        start; None initializes from the seeds.
-    """
-
-    num_steps: int = 1000
-    batch_size: int = 16
-    accumulation: int = 1
-    label_smoothing: float = 0.0
-    steps_per_dispatch: int = 10
-    log_every: int = 10
-    eval_every: int = 100
-    checkpoint_every: int = 100
-    lifting: Literal['auto', 'vmap', 'map'] = 'auto'
-    init_from: str | None = None
+    num_steps: int = setting(1000, 'Optimizer steps.', least=1)
+    batch_size: int = setting(16, 'Sequences per step and trial.', least=1)
+    accumulation: int = setting(1, 'Microbatches per step, weighted by their tokens.', least=1)
+    label_smoothing: float = setting(
+        0.0,
+        'Weight of the uniform distribution in the training target (Szegedy et al. 2016, section '
+        '7); not used in evaluation.',
+        least=0,
+        below=1,
+    )
+    steps_per_dispatch: int = setting(10, 'Steps compiled into one program call.', least=1)
+    log_every: int = setting(
+        10, 'Steps between two records of training; a multiple of steps_per_dispatch.', least=1
+    )
+    eval_every: int = setting(
+        100, 'Steps between two evaluations; a multiple of log_every.', least=1
+    )
+    checkpoint_every: int = setting(
+        100, 'Steps between two checkpoints; a multiple of log_every.', least=1
+    )
+    lifting: Literal['auto', 'vmap', 'map'] = setting(
+        'auto',
+        "How the step is lifted over trials: 'vmap' (side by side), 'map' (one after another "
+        "inside the program), or 'auto': the faster in a short measurement, recorded and kept.",
+    )
+    init_from: str | None = setting(
+        None,
+        'Exported parameters, or a run directory (its first trial), from which all trials start; '
+        'None initializes from the seeds.',
+        path=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrialsConfig:
-    """The trials of a run: every combination of the three, learning rate outermost.
+    """The trials of a run: every combination of the three, learning rate outermost."""
 
-    Attributes:
-      seeds: of initialization, data order and dropout.
-      learning_rates: peaks.
-      weight_decays: of matrices and embeddings, as `optimizer.decay` says: independent ones are
-        fractions lost per step at the peak of the schedule.
-    """
-
-    seeds: tuple[int, ...] = (0,)
-    learning_rates: tuple[float, ...] = (2e-3,)
-    weight_decays: tuple[float, ...] = (5e-4,)
+    seeds: tuple[int, ...] = setting(
+        (0,), 'Seeds of initialization, data order and dropout.', least=0, filled=True
+    )
+    learning_rates: tuple[float, ...] = setting(
+        (2e-3,), 'Peak learning rates.', least=0, filled=True
+    )
+    weight_decays: tuple[float, ...] = setting(
+        (5e-4,),
+        'Weight decays of matrices and embeddings, as optimizer.decay says. Independent ones are '
+        'fractions lost per step at the peak of the schedule.',
+        least=0,
+        filled=True,
+    )
 
     def trials(self) -> list[dict[str, Any]]:
         return [
@@ -154,27 +182,25 @@ class TrialsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """Beam search at the end of a translation run and in experiments.translate.
+    """Beam search at the end of a translation run and in experiments.translate."""
 
-    Attributes:
-      beam: number of hypotheses; 1 is greedy.
-      length_penalty: a in score / length^a.
-      max_sources: sentences of each split that are translated for BLEU; None is all.
-    """
-
-    beam: int = 5
-    length_penalty: float = 1.0
-    max_sources: int | None = None
+    beam: int = setting(5, 'Number of hypotheses; 1 is greedy.', least=1)
+    length_penalty: float = setting(1.0, 'a in score / length^a.', least=0)
+    max_sources: int | None = setting(
+        None, 'Sentences of each split that are translated for BLEU; None is all.', least=1
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Devices along each axis; their product is the number of devices used."""
 
-    trial: int = 1
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
+    trial: int = setting(1, 'Devices over which the trials are split.', least=1)
+    data: int = setting(1, 'Devices over which the sequences of a microbatch are split.', least=1)
+    fsdp: int = setting(
+        1, 'Devices over which sequences and, by their rows, parameters are split.', least=1
+    )
+    tensor: int = setting(1, 'Devices over which heads and the MLP are split.', least=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

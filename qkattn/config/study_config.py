@@ -4,6 +4,10 @@ import dataclasses
 from typing import Literal
 
 from qkattn.config.run_config import Config
+from qkattn.config.setting import setting
+
+# Where the parameters go that a variant saves.
+Destination = Literal['d_model', 'd_ff', 'num_heads', 'num_layers']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,44 +18,58 @@ class TuningConfig:
     values are tuned one at a time, with the grids still to be tuned at their middle values: grids
     must ascend by one factor (2 is usual) and are extended by it until the best value is bracketed
     by a worse one on both sides.
-
-    Attributes:
-      seeds: of the screening trials; none of trials.seeds, which are for the verdict. Empty:
-        nothing is tuned, every combination is run with trials.seeds, and there is no verdict.
-      max_points: largest number of values per setting; an arm that needs more is reported as not
-        bracketed.
-      max_seeds: largest number of screening seeds; those after `seeds`, max(seeds) + 1, + 2, ...,
-        are drawn while the best value of a setting is not significantly better than both sides.
-      score_scales, init_embeddings, init_qks, init_vos, init_mlps: grids of the model's field of
-        that name without the s; an empty one is not tuned.
     """
 
-    seeds: tuple[int, ...] = ()
-    max_points: int = 9
-    max_seeds: int = 6
-    score_scales: tuple[float, ...] = ()
-    init_embeddings: tuple[float, ...] = ()
-    init_qks: tuple[float, ...] = ()
-    init_vos: tuple[float, ...] = ()
-    init_mlps: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = setting(
+        (),
+        'Seeds of the screening trials; none of trials.seeds, which are for the verdict. Empty: '
+        'nothing is tuned, every combination is run with trials.seeds, and there is no verdict.',
+        least=0,
+    )
+    max_points: int = setting(
+        9,
+        'Largest number of values per setting; an arm that needs more is reported as not '
+        'bracketed.',
+        least=1,
+    )
+    max_seeds: int = setting(
+        6,
+        'Largest number of screening seeds; those after seeds, max(seeds) + 1, + 2, ..., are drawn '
+        'while the best value of a setting is not significantly better than both sides.',
+        least=1,
+    )
+    score_scales: tuple[float, ...] = setting(
+        (), 'Grid of model.score_scale; empty is not tuned.', above=0
+    )
+    init_embeddings: tuple[float, ...] = setting(
+        (), 'Grid of model.init_embedding; empty is not tuned.', above=0
+    )
+    init_qks: tuple[float, ...] = setting((), 'Grid of model.init_qk; empty is not tuned.', above=0)
+    init_vos: tuple[float, ...] = setting((), 'Grid of model.init_vo; empty is not tuned.', above=0)
+    init_mlps: tuple[float, ...] = setting(
+        (), 'Grid of model.init_mlp; empty is not tuned.', above=0
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControlsConfig:
-    """Arms that say what a difference is due to; only in a study with tuning.
+    """Arms that say what a difference is due to; only in a study with tuning."""
 
-    Attributes:
-      equal_shape: each variant that saves cost is also trained at the baseline's shape, which
-        separates removing a matrix from spending what it saved.
-      longer: the baseline and the arms that differ from it, or are equivalent, by the tests on the
-        test split, are also trained `longer` times as many steps (warm-up and the intervals of
-        evaluations and checkpoints grow alike), at a learning rate tuned there; None is off.
-      longer_seeds: of their verdict; empty for trials.seeds.
-    """
-
-    equal_shape: bool = True
-    longer: int | None = 4
-    longer_seeds: tuple[int, ...] = ()
+    equal_shape: bool = setting(
+        True,
+        "Each variant that saves cost is also trained at the baseline's shape. This separates "
+        'removing a matrix from spending what it saved.',
+    )
+    longer: int | None = setting(
+        4,
+        'The baseline and the arms that differ from it, or are equivalent, by the tests on the '
+        'test split, are also trained this many times as many steps; None is off. Warm-up and the '
+        'intervals of evaluations and checkpoints grow alike; the learning rate is tuned anew.',
+        least=2,
+    )
+    longer_seeds: tuple[int, ...] = setting(
+        (), 'Seeds of the verdict of longer training; empty for trials.seeds.', least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,39 +77,57 @@ class Study:
     """An ablation at equal cost: variants x destinations x sizes x corpora, each arm tuned.
 
     Attributes:
-      name, question: for the report.
       base: the settings that all arms share; trials.seeds are those of the verdict,
         trials.learning_rates and trials.weight_decays the grids.
-      baseline: the variant to which the others are matched and compared.
-      variants: 'score/value', with model fields as in 'qk/vo?num_kv_heads=1'.
-      sizes: model fields of the baseline at each size, as in 'd_model=128&num_layers=2'.
-      corpora: names of data sets, as in data.name, each with arms of its own; empty for
-        base.data.name alone.
-      match: the cost made equal: 'total' or 'non_embedding' parameters, 'flops' per token, 'cache'
-        floats per token, or None for equal shapes.
-      destinations: of the parameters that a variant saves, each an arm of its own:
-        'd_model', 'd_ff', 'num_heads' (of the baseline's size), 'num_layers'.
-      fill: the dimension that absorbs the rounding residual: 'd_ff' or None.
-      tolerance: largest |residual| accepted, relative to the target.
-      tuning: of each arm.
-      controls: arms beside the variants.
-      looks: numbers of verdict seeds at which the study may be looked at, ascending, the last one
-        all of them: every arm is trained up to one look before any goes on. Empty: one look.
-      margin: of equivalence: largest difference in loss that counts as none, in nats per token.
     """
 
-    name: str = 'study'
-    question: str | None = None
+    name: str = setting('study', 'Name in the report.')
+    question: str | None = setting(None, 'Question in the report.')
     base: Config = Config()
-    baseline: str = 'qk/vo'
-    variants: tuple[str, ...] = ('qk/vo',)
-    sizes: tuple[str, ...] = ('d_model=128',)
-    corpora: tuple[str, ...] = ()
-    match: Literal['total', 'non_embedding', 'flops', 'cache'] | None = 'total'
-    destinations: tuple[str, ...] = ('d_model',)
-    fill: Literal['d_ff'] | None = 'd_ff'
-    tolerance: float = 1e-3
+    baseline: str = setting('qk/vo', 'The variant to which the others are matched and compared.')
+    variants: tuple[str, ...] = setting(
+        ('qk/vo',),
+        "'score/value', with model fields as in 'qk/vo?num_kv_heads=1'.",
+        filled=True,
+    )
+    sizes: tuple[str, ...] = setting(
+        ('d_model=128',),
+        "Model fields of the baseline at each size, as in 'd_model=128&num_layers=2'.",
+        filled=True,
+    )
+    corpora: tuple[str, ...] = setting(
+        (),
+        'Names of data sets, as in data.name, each with arms of its own; empty for base.data.name '
+        'alone.',
+        path=True,
+    )
+    match: Literal['total', 'non_embedding', 'flops', 'cache'] | None = setting(
+        'total',
+        "The cost made equal: 'total' or 'non_embedding' parameters, 'flops' per token, 'cache' "
+        'floats per token, or None for equal shapes.',
+    )
+    destinations: tuple[Destination, ...] = setting(
+        ('d_model',),
+        'Where the parameters go that a variant saves, each an arm of its own: to d_model, d_ff, '
+        "num_heads (of the baseline's size) or num_layers.",
+        filled=True,
+    )
+    fill: Literal['d_ff'] | None = setting(
+        'd_ff', "The dimension that absorbs the rounding residual: 'd_ff' or None."
+    )
+    tolerance: float = setting(
+        1e-3, 'Largest |residual| accepted, relative to the target.', above=0
+    )
     tuning: TuningConfig = TuningConfig()
     controls: ControlsConfig = ControlsConfig()
-    looks: tuple[int, ...] = ()
-    margin: float = 0.005
+    looks: tuple[int, ...] = setting(
+        (),
+        'Numbers of verdict seeds at which the study may be looked at, ascending, the last one all '
+        'of them. Every arm is trained up to one look before any goes on. Empty: one look.',
+        least=1,
+    )
+    margin: float = setting(
+        0.005,
+        'Margin of equivalence: largest difference in loss that counts as none, in nats per token.',
+        above=0,
+    )

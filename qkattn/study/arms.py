@@ -7,7 +7,7 @@ from typing import Any
 
 from qkattn.attention import registry
 from qkattn.config import Config, ControlsConfig, ModelConfig, Study
-from qkattn.config.validate import check_types
+from qkattn.config.validate import check_section
 from qkattn.errors import ConfigError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import validate
@@ -91,8 +91,8 @@ def build_arms(study: Study) -> list[Arm]:
     Raises:
       ConfigError: an impossible variant, size or setting; a MatchError where no model matches.
     """
-    check_optimizer(study.base.optimizer, study.base.train.num_steps)
     validate_study(study)
+    check_optimizer(study.base.optimizer, study.base.train.num_steps)
     arms = []
     first, *others = corpora_of(study)
     for size in study.sizes:
@@ -113,7 +113,7 @@ def build_arms(study: Study) -> list[Arm]:
                 exact = matching.Match(baseline, cost.count(baseline), target, 0.0, baseline)
                 arms.append(Arm(variant, None, Place(variant, size, first), exact))
                 continue
-            check_types(f'variant {variant!r}: model', model(variant))
+            check_section(f'variant {variant!r}: model.', model(variant))
             for destination in study.destinations:
                 match = _matched(study, model(variant), baseline, target, destination)
                 validate(dataclasses.replace(study.base, model=match.config))

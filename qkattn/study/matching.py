@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import math
+import typing
 
 from qkattn.config import ModelConfig
+from qkattn.config.study_config import Destination
 from qkattn.errors import MatchError
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
@@ -25,7 +27,7 @@ UNITS = {
     'flops': 'FLOP per token',
     'cache': 'cached numbers per token',
 }
-DESTINATIONS = ('d_model', 'd_ff', 'num_heads', 'num_layers')
+DESTINATIONS = typing.get_args(Destination)
 
 
 @dataclasses.dataclass(frozen=True)

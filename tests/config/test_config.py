@@ -14,7 +14,8 @@ from qkattn.config import (
     to_config_dict,
     to_json,
 )
-from qkattn.config.validate import check_decode
+from qkattn.config.setting import settings
+from qkattn.config.validate import check_section
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
 
@@ -31,6 +32,18 @@ def changed(**sections) -> Config:
 def test_round_trips(config):
     assert from_json(type(config), to_json(config)) == config
     assert from_config_dict(to_config_dict(config)) == config
+
+
+@pytest.mark.parametrize('cls', [Config, Study])
+def test_every_field_declares_a_description_and_a_default_within_its_bounds(cls):
+    declared = settings(cls)
+    assert len(declared) > 70
+    for name, one in declared.items():
+        assert one.doc.endswith('.') and not one.doc.startswith(' '), name
+    check_section('', cls())
+    assert declared[f'{"base." * (cls is Study)}model.dropout'].bounds.words(float) == (
+        'at least 0 and below 1'
+    )
 
 
 def test_optional_fields_take_overrides_of_their_type():
@@ -120,14 +133,14 @@ RATE = 'must be at least 0 and below 1'
         ('train.eval_every', 25, 'must be a multiple of'),
         ('train.lifting', 'loop', 'must be one of auto, vmap, map'),
         *(('train.label_smoothing', rate, RATE) for rate in (-0.1, 1.0, NAN)),
-        ('optimizer.warmup_steps', 1000, 'must be at least 0 and below'),
-        ('optimizer.clip_norm', 0.0, 'must be above 0, or None'),
-        ('optimizer.beta2', 1.5, 'must be in'),
+        ('optimizer.warmup_steps', 1000, 'must be below train.num_steps=1000'),
+        ('optimizer.clip_norm', 0.0, 'must be above 0 and finite, or None'),
+        ('optimizer.beta2', 1.5, 'must be at least 0 and at most 1'),
         ('trials.seeds', (), 'must hold at least one value'),
-        ('trials.seeds', (1, 1), 'must hold at least one value, none twice'),
-        ('trials.seeds', (-1,), 'must be finite and not negative'),
+        ('trials.seeds', (1, 1), 'must hold no value twice'),
+        ('trials.seeds', (-1,), 'must hold values that are at least 0 and below 2**31'),
         ('trials.seeds', (0.5,), 'must hold int values'),
-        ('trials.learning_rates', (NAN,), 'must be finite'),
+        ('trials.learning_rates', (NAN,), 'must hold values that are at least 0 and finite'),
         ('trials.learning_rates', ('fast',), 'must hold float values'),
         *(('model.init_qk', f, 'must be above 0 and finite') for f in (0.0, -1.0, INF, NAN)),
         ('model.init', 'xavier', 'must be one of fan_in, nanogpt'),
@@ -191,7 +204,7 @@ def test_a_wrong_variant_is_named_with_its_site(fields, message):
 
 
 def test_settings_that_do_not_fit_each_other_are_refused():
-    refused('model.mlp_width=0 must be at least 1', model={'d_ff': 0})
+    refused('model.d_ff=0 must be at least 1', model={'d_ff': 0})
     refused('mesh.data * mesh.fsdp = 3 must divide the microbatch of 16', mesh={'data': 3})
     refused(
         'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt',
@@ -201,7 +214,7 @@ def test_settings_that_do_not_fit_each_other_are_refused():
 
 def test_a_search_can_be_checked_alone():
     with pytest.raises(ConfigError, match='decode.max_sources=-1 must be at least 1'):
-        check_decode(dataclasses.replace(Config().decode, max_sources=-1))
+        check_section('decode.', dataclasses.replace(Config().decode, max_sources=-1))
 
 
 def test_an_unknown_field_lists_the_known_ones():
