@@ -24,6 +24,10 @@ class RunDirectoryError(ConfigError):
     """A run directory cannot be used: it is in use, out of reach, or damaged."""
 
 
+class DiskError(RunDirectoryError):
+    """A file could not be written: the disk is full, over its quota, or fails."""
+
+
 class InUseError(RunDirectoryError):
     """A live process holds the run directory."""
 

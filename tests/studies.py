@@ -89,6 +89,14 @@ def trial_record(
     return record | changes
 
 
+def result_record(**changes: object) -> dict:
+    """A trial as result.json has it, without what a study adds."""
+    added = ('study', 'run', 'variant', 'size', 'corpus', 'control', 'stage', 'knob')
+    added += ('target_parameters', 'residual')
+    record = trial_record('qk/vo', **changes)
+    return {name: value for name, value in record.items() if name not in added}
+
+
 def translation_record(variant: str, bleu: float | None = 30.0, **changes: object) -> dict:
     """A trial that was scored on translations; None is one that diverged, which has no scores."""
     sides = {

@@ -15,6 +15,7 @@ from qkattn.model import with_params
 from qkattn.model.transformer import Transformer
 from qkattn.pretrained.gpt2 import load_gpt2
 from qkattn.pretrained.nanogpt import load_nanogpt
+from qkattn.run.file_schemas import CONFIG
 from qkattn.run.records import read_json
 from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints
@@ -58,7 +59,7 @@ def settings_of(source: str | os.PathLike[str]) -> Config | None:
     path = Path(source) / 'config.json'
     if not (Path(source) / 'checkpoints').is_dir() or not path.exists():
         return None
-    return from_json(Config, read_json(path)['config'])
+    return from_json(Config, read_json(path, CONFIG)['config'])
 
 
 def tokenizer_of_run(source: str | os.PathLike[str], config: Config) -> Tokenizer:

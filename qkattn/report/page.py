@@ -8,9 +8,9 @@ from qkattn.report.figures.style import DARK, HUES, LIGHT, Drawing
 from qkattn.report.prose import environment, plain, said, sentences
 from qkattn.report.sheets import sheets
 from qkattn.report.tables import headed, notes, printed, settings, summary
+from qkattn.run.json_schema import flat
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
-from qkattn.verdict.reading import flat
 
 # The figure of the first screen is the first of these that was drawn.
 FIRST = ('verdicts', 'differences', 'losses')

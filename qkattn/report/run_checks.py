@@ -14,9 +14,9 @@ from typing import Any
 from qkattn.config import TrialsConfig, fingerprint_of, from_json
 from qkattn.errors import ConfigError
 from qkattn.metrics import LOGGED, PREFIXES, bits_per_byte, perplexity, result_fields
-from qkattn.run.records import FINISHED, read_json
+from qkattn.run.file_schemas import DOCUMENTS
+from qkattn.run.records import FINISHED, for_each_line, read_json
 from qkattn.verdict import Study
-from qkattn.verdict.reading import for_each_line
 from qkattn.verdict.runs import PlannedRun
 
 # The field of a result that counts the tokens of a split.
@@ -46,7 +46,7 @@ def problems(study: Study, run: PlannedRun, records: Sequence[Mapping[str, Any]]
         return
     yield from (
         f'{path.name} of run {run.name} {problem}'
-        for problem in _unlike_documents(read_json(path), records[0])
+        for problem in _unlike_documents(read_json(path, {'validation': DOCUMENTS}), records[0])
     )
 
 

@@ -22,10 +22,9 @@ from qkattn.report.figures import figures
 from qkattn.report.tables import headline
 from qkattn.run import ledger
 from qkattn.run.files import write_atomic
-from qkattn.run.records import read_json
+from qkattn.run.records import for_each_line, read_json
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Study, find, load_study
-from qkattn.verdict.reading import for_each_line
 
 # What a change by hand may touch without being found.
 NOT_COVERED = (
@@ -97,7 +96,7 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
 
 def _unlike_its_ledger(study: Study) -> Iterator[str]:
     """What the study declares that its ledger does not, and files that nobody has looked at."""
-    declared = read_json(study.directory / 'study.json')
+    declared = read_json(study.directory / 'study.json', {})
     kept = ledger.read(study.directory / ledger.NAME)
     yield from run_checks.unlike_hash(
         'base_hash of study.json', 'base', declared['base'], declared['base_hash']

@@ -1,6 +1,7 @@
 """Directories, atomic writes and file locks on a shared file system."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import tempfile
@@ -9,8 +10,44 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from qkattn.errors import ConfigError, RunDirectoryError
+from qkattn.errors import ConfigError, DiskError, RunDirectoryError
 from qkattn.run.signals import WHOLE
+
+_DISK_ERRORS = {
+    errno.ENOSPC: 'the disk is full',
+    errno.EDQUOT: 'the quota of this user is used up',
+    errno.EFBIG: 'a file is larger than this process may write',
+    errno.EIO: 'the disk fails',
+}
+
+
+@contextlib.contextmanager
+def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A block that writes at or below `path`.
+
+    Raises:
+      DiskError: the block failed because the disk is full, over quota, or fails; what was on the
+        disk before is still there, so that the same command goes on once there is room.
+    """
+    try:
+        yield
+    except Exception as error:  # libraries raise many kinds, with the text of the system's error
+        if isinstance(error, DiskError) or (reason := _disk_reason(error)) is None:
+            raise
+        path = Path(path)
+        directory = path if path.is_dir() else path.parent
+        raise DiskError(
+            f'{directory} cannot be written: {reason}; make room and run the same command again, '
+            'which goes on from what is saved'
+        ) from error
+
+
+def _disk_reason(error: BaseException) -> str | None:
+    number = error.errno if isinstance(error, OSError) else None
+    for code, reason in _DISK_ERRORS.items():
+        if number == code or (number is None and os.strerror(code) in str(error)):
+            return reason
+    return None
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
@@ -20,7 +57,8 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     call returns. Several processes may write the same path. Missing directories are created.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
     # Written by open(), not tempfile, so that the permissions are those that the umask allows.
     with WHOLE, _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
@@ -41,14 +79,15 @@ def replacing(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager
 @contextlib.contextmanager
 def _replacing(path: Path, name: str) -> Iterator[Path]:
     temporary = path.with_name(name)
-    try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
+    with disk_errors(path.parent):
+        try:
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

@@ -28,10 +28,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from qkattn.errors import ConfigError, RunDirectoryError
-from qkattn.run.files import make_directory
+from qkattn.run.files import disk_errors, make_directory
+from qkattn.run.json_schema import check
+from qkattn.run.records import parse_json
 from qkattn.run.signals import BEFORE_LEAVING, WHOLE
 
 EXPIRY = 300.0
@@ -205,7 +206,8 @@ def _seconds() -> float:
 @contextlib.contextmanager
 def _usable(directory: Path) -> Iterator[None]:
     try:
-        yield
+        with disk_errors(directory):
+            yield
     except OSError as error:
         raise RunDirectoryError(
             f'{directory} cannot hold leases ({error.strerror}); '
@@ -228,6 +230,9 @@ def _create(path: Path, content: bytes) -> None:
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
         os.write(file, content)
+    except OSError:
+        os.utime(file, (0, 0))  # released: nobody has to wait until it expires
+        raise
     finally:
         os.close(file)
 
@@ -266,10 +271,11 @@ def _holder(path: Path, expiry: float) -> Holder | None:
         mtime, content = _read(path)
     except FileNotFoundError:
         return None
-    try:
-        about: Any = json.loads(content)
-        name, expiry = f'process {about["pid"]} on {about["host"]}', float(about['expiry'])
-    except (ValueError, KeyError, TypeError):
-        name = 'an unknown process'
+    name = 'an unknown process'
+    with contextlib.suppress(ValueError):  # cut off or damaged
+        about = parse_json(content)
+        check(about, {'host': str, 'pid': int, 'expiry': float})
+        if 0 < about['expiry'] < math.inf:
+            name, expiry = f'process {about["pid"]} on {about["host"]}', about['expiry']
     age = now - mtime
     return Holder(name, age, expiry - age) if age <= expiry else None

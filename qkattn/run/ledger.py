@@ -30,7 +30,7 @@ from typing import Any
 
 from qkattn.errors import ReportError
 from qkattn.run.files import locked, write_atomic
-from qkattn.run.records import to_jsonable
+from qkattn.run.records import parse_json, to_jsonable
 
 NAME = 'ledger.jsonl'
 DECLARED, ARMS_ADDED, LOOKED, ACCEPTED = 'declared', 'arms_added', 'looked', 'accepted'
@@ -100,8 +100,9 @@ def read(path: str | Path) -> Ledger:
     """
     path = Path(path)
     if not path.is_file():
+        problem = 'is not a file' if path.exists() else 'does not exist'
         raise ReportError(
-            f'{path} does not exist, so what this study declared is not known; '
+            f'{path} {problem}, so what this study declared is not known; '
             'restore it from a copy, or run the study in a new directory'
         )
     entries: list[Entry] = []
@@ -211,8 +212,9 @@ def digests(directory: Path) -> dict[str, str | None]:
     found = {name: _file_sha256(directory / name) for name in LOOKED_FILES}
     logs = {}
     for line in _lines(directory / 'plan.jsonl'):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a report names such a line
-            run = json.loads(line)['directory']
+        # A report names a line that has no directory.
+        with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
+            run = parse_json(line)['directory']
             evaluations = hashlib.sha256()
             for record in _lines(directory / run / 'metrics.jsonl'):
                 if b'"kind": "train"' not in record:
@@ -236,7 +238,7 @@ def _sha256(values: Mapping[str, Any]) -> str:
 def _problem(line: bytes, entries: list[Entry]) -> str | None:
     """What is wrong with the line after `entries`, to which it is added otherwise."""
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError:
         return 'is not JSON'
     if not line.endswith(b'\n'):

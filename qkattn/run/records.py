@@ -4,20 +4,28 @@ Everything written here is strict JSON (no NaN, no Infinity).
 """
 
 import dataclasses
+import errno
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qkattn.errors import RunDirectoryError
-from qkattn.run.files import write_atomic
+from qkattn.run.files import disk_errors, write_atomic
+from qkattn.run.json_schema import check
 
 # How a trial ended: `status` of each entry of result.json.
 FINISHED, DIVERGED = 'finished', 'diverged'
+
+CHECKSUM = 'crc32'
+ADVICE = 'restore it from a copy or use another run directory'
+_MAX_DEPTH = 50
 
 
 def to_jsonable(value: Any) -> Any:
@@ -55,32 +63,98 @@ def _key(key: Any) -> str:
     raise TypeError(f'{key!r} cannot be a JSON key; use a string or an integer')
 
 
-def _dumps(value: Any, **options: Any) -> str:
-    return json.dumps(to_jsonable(value), allow_nan=False, **options)
-
-
 def write_json(path: str | os.PathLike, value: Any, *, indent: int | None = 2) -> None:
-    """Writes `to_jsonable(value)` to `path`, replacing the file atomically.
+    """Writes `to_jsonable(value)`, an object or a list of objects, replacing the file atomically.
+
+    Each object gets a field `crc32`, the checksum of its other fields, which `read_json` checks
+    and leaves out.
 
     Raises:
       TypeError: `value` has no JSON form; the file is untouched.
     """
-    write_atomic(path, _dumps(value, indent=indent) + '\n')
+    plain = to_jsonable(value)
+    if isinstance(plain, list):
+        summed: Any = [item | {CHECKSUM: _checksum(item)} for item in plain]
+    else:
+        summed = plain | {CHECKSUM: _checksum(plain)}
+    write_atomic(path, json.dumps(summed, allow_nan=False, indent=indent) + '\n')
 
 
-def read_json(path: str | os.PathLike) -> Any:
-    """Reads a file written by `write_json`.
+def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any:
+    """Reads a file written by `write_json`, or one without checksums by the same schema.
+
+    Args:
+      schema: what `json_schema.check` takes.
+      advice: what to do with a file that is damaged.
 
     Raises:
-      RunDirectoryError: the file is not JSON.
+      RunDirectoryError: it cannot be read, is not JSON, does not fit the schema, or a checksum is
+        not that of the content; the message says what to do.
     """
-    path = Path(path)
     try:
-        return json.loads(path.read_bytes())
+        return parse_file(path, schema)
     except ValueError as error:
-        raise RunDirectoryError(
-            f'{path} is damaged ({error}); restore it from a copy or use another run directory.'
-        ) from error
+        raise damaged(path, error, advice) from error
+
+
+def parse_file(path: str | os.PathLike, schema: Any) -> Any:
+    """As `read_json`, but for ValueError with the reason alone."""
+    try:
+        value = parse_json(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(error.strerror) from error
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, dict) and CHECKSUM in item and item.pop(CHECKSUM) != _checksum(item):
+            raise ValueError('its checksum is not that of its content')
+    check(value, schema)
+    return value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON; ValueError where it is none, or nested deeper than anything written here."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError('it is nested too deeply') from error
+    except ValueError as error:
+        raise ValueError(f'it is not JSON ({error})') from error
+    level: list[Any] = [[value]]
+    for _ in range(_MAX_DEPTH):
+        inner = itertools.chain(*(v.values() if isinstance(v, dict) else v for v in level))
+        level = [v for v in inner if isinstance(v, dict | list)]
+    if level:
+        raise ValueError('it is nested too deeply')
+    return value
+
+
+def for_each_line(
+    path: Path, label: str, problems: list[str], take: Callable[[Any], object]
+) -> None:
+    """Calls `take` with the value of each line; where that raises ValueError, names the line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        problems.append(f'{label} does not exist.')
+        return
+    except OSError as error:
+        problems.append(f'{label} cannot be read ({error.strerror}).')
+        return
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                take(parse_json(line))
+        except ValueError as error:
+            problems.append(f'{label}:{number} was left out: {error}.')
+
+
+def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> RunDirectoryError:
+    """The error that says that a file cannot be used, why, and what to do."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    return RunDirectoryError(f'{path} is damaged ({reason}); {advice}.')
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -94,11 +168,14 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     """Returns (record, line with its newline) for every complete line."""
-    lines = path.read_bytes().splitlines(keepends=True)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise damaged(path, error) from error
     parsed: list[tuple[dict[str, Any], bytes]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             complete = line.endswith(b'\n') and isinstance(record, dict)
         except ValueError:
             complete = False
@@ -120,19 +197,26 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
 
 
 class MetricsFile:
-    """Appends records to a JSON Lines file whose steps never go back."""
+    """Appends records to a JSON Lines file whose steps never go back.
+
+    What follows the last complete line, as a crash or a full disk leaves it, is overwritten by the
+    next record, and not before: a file that turns out to be damaged stays as it is.
+    """
 
     def __init__(self, path: str | os.PathLike):
-        """Opens `path`, or creates it; an unfinished last line is dropped.
+        """Opens `path`, or creates it.
 
         Raises:
-          RunDirectoryError: a line other than the last is damaged.
+          RunDirectoryError: it cannot be read, or a line other than the last is damaged.
         """
         self.path = Path(path)
         self.last_step: int | None = None
         """Steps done at the last record; None without records."""
-        self._file = open(self.path, 'ab')  # noqa: SIM115 (open for the life of the object)
-        self._keep(None)
+        try:
+            self._file = open(self.path, 'ab', buffering=0)  # noqa: SIM115 (as long as the object)
+        except OSError as error:
+            raise damaged(self.path, error) from error
+        self._end_with(_parse(self.path))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line, which survives the death of this process.
@@ -143,6 +227,7 @@ class MetricsFile:
         Raises:
           ValueError: `step` is missing, or smaller than in the line before: call `rewind` first.
           TypeError: a value has no JSON form.
+          DiskError: the line could not be written; the file holds nothing of it.
         """
         line = to_jsonable(record)
         step = line.get('step')
@@ -150,13 +235,19 @@ class MetricsFile:
             raise ValueError(f'a metrics record needs an integer "step", not {step!r}.')
         if self.last_step is not None and step < self.last_step:
             raise ValueError(f'{self.path} is at step {self.last_step}; step {step} would repeat.')
-        self._file.write(_dumps(line).encode() + b'\n')
-        self._file.flush()
+        data = json.dumps(line, allow_nan=False).encode() + b'\n'
+        with disk_errors(self.path):
+            self._cut()
+            if self._file.write(data) != len(data):
+                self._cut()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += len(data)
         self.last_step = step
 
     def flush(self) -> None:
         """Syncs all lines to disk; call it before a checkpoint is committed."""
-        os.fsync(self._file.fileno())
+        with disk_errors(self.path):
+            os.fsync(self._file.fileno())
 
     def rewind(self, step: int, every: int | None = None) -> None:
         """Drops records after `step` and a final one, so that a run resumed there repeats none.
@@ -169,8 +260,9 @@ class MetricsFile:
         Raises:
           RunDirectoryError: the file is damaged, or records are missing.
         """
+        parsed = _parse(self.path)
         if every is not None:
-            present = {record['step'] for record, _ in _parse(self.path)}
+            present = {record['step'] for record, _ in parsed}
             missing = [s for s in range(every, step + 1, every) if s not in present]
             if missing:
                 raise RunDirectoryError(
@@ -178,7 +270,15 @@ class MetricsFile:
                     f'step{"s" * (len(missing) > 1)} up to {step}, the first at {missing[0]}; '
                     'restore the file from a copy or use another run directory'
                 )
-        self._keep(step, final=False)
+        # The final record is the last one, so that what stays is the beginning of the file.
+        self._end_with(
+            [
+                (record, line)
+                for record, line in parsed
+                if record['step'] <= step and record.get('kind') != 'final'
+            ]
+        )
+        self._cut()
 
     def close(self) -> None:
         """Flushes and closes; may be called twice."""
@@ -186,16 +286,11 @@ class MetricsFile:
             self.flush()
             self._file.close()
 
-    def _keep(self, last_step: int | None, *, final: bool = True) -> None:
-        kept = [
-            (record['step'], line)
-            for record, line in _parse(self.path)
-            if (last_step is None or record['step'] <= last_step)
-            and (final or record.get('kind') != 'final')
-        ]
-        data = b''.join(line for _, line in kept)
-        if len(data) != self.path.stat().st_size:
-            write_atomic(self.path, data)
-            self._file.close()
-            self._file = open(self.path, 'ab')  # noqa: SIM115
-        self.last_step = kept[-1][0] if kept else None
+    def _cut(self) -> None:
+        """Drops what follows the last complete line; needs no room on the disk."""
+        if os.fstat(self._file.fileno()).st_size > self._size:
+            self._file.truncate(self._size)
+
+    def _end_with(self, lines: list[tuple[dict[str, Any], bytes]]) -> None:
+        self._size = sum(len(line) for _, line in lines)
+        self.last_step = lines[-1][0]['step'] if lines else None

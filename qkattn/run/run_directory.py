@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError
-from qkattn.run.files import locked, make_directory
+from qkattn.run.file_schemas import CONFIG, PROVENANCE
+from qkattn.run.files import disk_errors, locked, make_directory
 from qkattn.run.provenance import describe_start
 from qkattn.run.records import MetricsFile, read_json, to_jsonable, write_json
 
@@ -89,15 +90,15 @@ def _acquire(stack: contextlib.ExitStack, directory: Path) -> None:
     try:
         lock = stack.enter_context(locked(path, wait=False))
     except BlockingIOError as error:
-        holder = path.read_text().strip() or 'another process'
+        holder = path.read_text(errors='replace').strip() or 'another process'
         raise InUseError(
             f'workdir={directory} is in use by {holder}; wait for it, stop it, or give another one'
         ) from error
-    lock.seek(0)
-    lock.truncate()
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
-    lock.write(f'process {os.getpid()} on {socket.gethostname()} since {started}\n')
-    lock.flush()
+    holder = f'process {os.getpid()} on {socket.gethostname()} since {started}\n'
+    with disk_errors(directory):
+        lock.truncate(0)
+        os.write(lock.fileno(), holder.encode())
 
 
 def _check_config(directory: Path, config: Mapping[str, Any], config_hash: str) -> bool:
@@ -112,11 +113,7 @@ def _check_config(directory: Path, config: Mapping[str, Any], config_hash: str) 
             )
         write_json(path, {'hash': config_hash, 'config': config})
         return False
-    found = read_json(path)
-    if not isinstance(found, dict) or not {'hash', 'config'} <= found.keys():
-        raise RunDirectoryError(
-            f'{path} has no "hash" and "config"; restore it from a copy or give another directory.'
-        )
+    found = read_json(path, CONFIG)
     if found['hash'] == config_hash:
         return True
     differences = list(_differences(found['config'], to_jsonable(config)))
@@ -158,12 +155,5 @@ def _leaves(value: Any, path: str = '') -> Iterator[tuple[str, Any]]:
 
 
 def _record_start(path: Path, command: list[str] | None) -> None:
-    starts = []
-    if path.exists():
-        found = read_json(path)
-        if not isinstance(found, dict) or not isinstance(found.get('starts'), list):
-            raise RunDirectoryError(
-                f'{path} has no list "starts"; restore it from a copy or give another directory.'
-            )
-        starts = found['starts']
+    starts = read_json(path, PROVENANCE)['starts'] if path.exists() else []
     write_json(path, {'starts': [*starts, describe_start(command)]})

@@ -7,17 +7,26 @@ the run of a worker that died is resumed from its last checkpoint.
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qkattn.config import Study
 from qkattn.data.documents import check_documents
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, Stopped
+from qkattn.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskError,
+    InUseError,
+    Lost,
+    RunDirectoryError,
+    Stopped,
+)
 from qkattn.run import leases, ledger
+from qkattn.run.file_schemas import CONFIG, STUDY, read_results
 from qkattn.run.files import check_directory, locked, make_directory, write_atomic
-from qkattn.run.records import read_json, to_jsonable, write_json
+from qkattn.run.json_schema import check, flat
+from qkattn.run.records import damaged, read_json, to_jsonable, write_json
 from qkattn.run.signals import StopRequest
 from qkattn.study import plan
 from qkattn.study.arms import Arm, build_arms
@@ -88,7 +97,7 @@ def _declare(path: Path, declared: dict[str, Any]) -> None:
     with locked(path / 'lock'):
         file, entries = path / 'study.json', path / ledger.NAME
         if file.exists():
-            earlier = read_json(file)
+            earlier = read_json(file, {})
             declared = _extended(file, earlier, declared)
             hashes = {ledger.digest(study) for study in (earlier, declared)}
             if ledger.read(entries).declaration not in hashes:
@@ -110,19 +119,23 @@ def _declare(path: Path, declared: dict[str, Any]) -> None:
 
 def _extended(file: Path, earlier: Any, declared: dict[str, Any]) -> dict[str, Any]:
     """What is declared, with the machine's settings of before; raises unless it extends that."""
-    missing = declared.keys() - earlier.keys() if isinstance(earlier, dict) else declared.keys()
+    missing = declared.keys() - earlier.keys()
     if missing or (unknown := earlier.keys() - declared.keys()):
         problem = f'no field {min(missing)!r}' if missing else f'a field {min(unknown)!r}'
         raise ConfigError(
             f'{file} has {problem}, so it is not the declaration of a study that can be continued; '
             'give another workdir'
         )
+    try:
+        check(earlier, STUDY)
+    except ValueError as error:
+        raise damaged(file, error) from error
     of_machine = {name: earlier['base'][name] for name in OF_MACHINE}
     data = {name: earlier['base']['data'][name] for name in OF_MACHINE_DATA}
     base = declared['base'] | of_machine
     declared = declared | {'base': base | {'data': base['data'] | data}}
     old, new = (
-        dict(_leaves({name: value for name, value in of.items() if name not in EXTENSIBLE}))
+        dict(flat({name: value for name, value in of.items() if name not in EXTENSIBLE}))
         for of in (earlier, declared)
     )
     for name in sorted(old.keys() | new.keys()):
@@ -142,15 +155,6 @@ def _extended(file: Path, earlier: Any, declared: dict[str, Any]) -> dict[str, A
     return declared
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every value that is no mapping itself."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f'{prefix}{name}.')
-        else:
-            yield f'{prefix}{name}', value
-
-
 def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
     """Returns every run known so far, those of them without a result, and the results."""
     read: dict[str, list[dict[str, Any]] | None] = {}
@@ -159,7 +163,8 @@ def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
         # Each file is read once, so that the plan and the runs left are of the same moment.
         if run.directory not in read:
             result = path / run.directory / 'result.json'
-            read[run.directory] = read_json(result) if result.exists() else None
+            trials = run.config.trials.trials()
+            read[run.directory] = read_results(result, trials) if result.exists() else None
         return read[run.directory]
 
     runs = plan.runs(study, arms, results)
@@ -180,26 +185,34 @@ def _write_plan(study: Study, arms: list[Arm], path: Path) -> list[PlannedRun]:
 def _list_orphans(path: Path, planned: set[str]) -> None:
     """Writes orphans.jsonl: the run directories that do not belong to the plan, and their results.
 
-    They are kept: a line has {directory, run, config, results}, null where nothing was written.
+    They are kept: a line has {directory, run, config, results}, null where nothing was written or
+    the file is damaged.
     """
     lines = []
     for directory in sorted(path.glob('runs/*')):
         if (name := directory.relative_to(path).as_posix()) not in planned:
-            about, results = (
-                read_json(directory / file) if (directory / file).exists() else None
-                for file in ('config.json', 'result.json')
-            )
+            about = _readable(directory / 'config.json', CONFIG)
             about = about or {'hash': None, 'config': None}
             line = {'directory': name, 'run': about['hash'], 'config': about['config']}
-            lines.append(json.dumps(line | {'results': results}) + '\n')
+            line['results'] = _readable(directory / 'result.json', [{}])
+            lines.append(json.dumps(line) + '\n')
     file, text = path / 'orphans.jsonl', ''.join(lines)
-    if text != (file.read_text(encoding='utf-8') if file.exists() else ''):
+    if file.is_dir() or text.encode() != (file.read_bytes() if file.exists() else b''):
         write_atomic(file, text)
         log.warning(
             '%d of the run directories in %s do not belong to the plan; orphans.jsonl lists them',
             len(lines),
             path,
         )
+
+
+def _readable(path: Path, schema: Any) -> Any:
+    """The content of an orphan's file; None if there is none, or it is damaged, which is named."""
+    try:
+        return read_json(path, schema) if path.exists() else None
+    except RunDirectoryError as error:
+        log.warning('%s', error)
+        return None
 
 
 def _work(
@@ -227,6 +240,8 @@ def _work(
         except (InUseError, Lost) as error:
             log.warning('%s; continuing with another run', error)
             return False
+        except DiskError:
+            raise  # no other run could be saved either
         except (ConfigError, CheckpointError) as error:
             log.error('skipping %s: %s', run.directory, error)
             failed[run.id] = str(error)

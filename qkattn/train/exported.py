@@ -21,6 +21,7 @@ from flax import traverse_util
 from qkattn.config import Config, ModelConfig, from_json, to_json
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
+from qkattn.run.file_schemas import CONFIG
 from qkattn.run.files import replacing
 from qkattn.run.records import read_json, write_json
 from qkattn.train.checkpoint import Checkpoints
@@ -85,7 +86,7 @@ def check(model: ModelConfig, params: dict, where: str) -> None:
 
 
 def _load_directory(path: Path) -> tuple[ModelConfig, dict]:
-    model = from_json(ModelConfig, read_json(path / ABOUT)['model'], 'model.')
+    model = from_json(ModelConfig, read_json(path / ABOUT, {'model': dict})['model'], 'model.')
     try:
         flat = safetensors.numpy.load_file(path / PARAMETERS)
     except (OSError, safetensors.SafetensorError) as error:
@@ -94,7 +95,7 @@ def _load_directory(path: Path) -> tuple[ModelConfig, dict]:
 
 
 def _load_run(path: Path, trial: int) -> tuple[ModelConfig, dict]:
-    config = from_json(Config, read_json(path / 'config.json')['config'])
+    config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
     trials = len(config.trials.trials())
     if not 0 <= trial < trials:
         raise ConfigError(f'trial={trial} must be in [0, {trials}), the trials of {path}')

@@ -17,9 +17,10 @@ from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError, Lost, Stopped
 from qkattn.model.sites import validate
+from qkattn.run.file_schemas import read_results
 from qkattn.run.files import check_directory
 from qkattn.run.progress import Progress
-from qkattn.run.records import read_json, write_json
+from qkattn.run.records import write_json
 from qkattn.run.run_directory import RunDirectory
 from qkattn.run.signals import StopRequest
 from qkattn.train import results, sharding
@@ -72,7 +73,7 @@ def train(
     with opened as directory, StopRequest() as stop:
         result_path = directory.path / 'result.json'
         if result_path.exists():
-            return read_json(result_path)
+            return read_results(result_path, config.trials.trials())
         program = build_program(config, directory.path)
         with contextlib.closing(Checkpoints(directory.path / 'checkpoints')) as checkpoints:
             run = _Run(config, rows, directory, program, checkpoints, stop, lost)

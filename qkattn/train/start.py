@@ -8,6 +8,7 @@ from typing import Any
 from qkattn.config import Config
 from qkattn.data.tasks.rows import Rows
 from qkattn.errors import CheckpointError
+from qkattn.run.file_schemas import PROVENANCE, START
 from qkattn.run.records import read_json, write_json
 from qkattn.train import exported
 from qkattn.train import program as programs
@@ -43,7 +44,7 @@ def build_program(config: Config, directory: Path) -> Program:
         exported.check(config.model, params, config.train.init_from)
     path = directory / 'lifting.json'
     if path.exists():
-        return programs.build(config, read_json(path)['lifting'], params)
+        return programs.build(config, read_json(path, {'lifting': str})['lifting'], params)
     program = programs.build(config, params=params)
     write_json(path, {'lifting': program.lifting, 'seconds_per_step': program.measured})
     return program
@@ -73,5 +74,5 @@ def restore(program: Program, checkpoints: Checkpoints, rows: Rows) -> tuple[dic
 
 def software_of(directory: Path) -> dict[str, Any]:
     """The provenance of results; user and host stay in provenance.json."""
-    start = read_json(directory / 'provenance.json')['starts'][-1]
-    return {name: start[name] for name in ('git', 'python', 'versions', 'devices')}
+    start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
+    return {name: start[name] for name in START}

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from qkattn.metrics import PREFIXES
-from qkattn.verdict import reading
+from qkattn.run.file_schemas import DOCUMENTS
+from qkattn.run.json_schema import check
+from qkattn.run.records import parse_file
 
-_NATS = tuple[tuple[float, ...] | None, ...]
-_SPLIT = {'documents': tuple[str, ...], 'tokens': tuple[float, ...], 'nats': _NATS}
 _ROUNDING = 1e-5  # relative; losses are sums of the same numbers in another order
 
 
@@ -40,8 +40,7 @@ def read(path: Path, losses: list[dict[str, float | None]]) -> list[dict[str, Do
 
     Raises ValueError that names the field that is bad or contradicts a loss.
     """
-    record = reading.parse_json(path.read_text(encoding='utf-8'))
-    reading.check(record, {'validation': dict})
+    record = parse_file(path, {'validation': DOCUMENTS})
     trials: list[dict[str, Documents]] = [{} for _ in losses]
     for split, prefix in PREFIXES.items():
         if split in record:
@@ -62,7 +61,7 @@ def read(path: Path, losses: list[dict[str, float | None]]) -> list[dict[str, Do
 
 
 def _split(record: Any, split: str, num_trials: int) -> list[Documents | None]:
-    reading.check(record, _SPLIT)
+    check(record, DOCUMENTS)
     names, tokens_C = tuple(record['documents']), np.array(record['tokens'], float)
     rows = [None if row is None else np.array(row, float) for row in record['nats']]
     if len(rows) != num_trials:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qkattn.config import ANNEALED, OptimizerConfig
+from qkattn.run.json_schema import flat
 from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
 from qkattn.verdict.load import Study
-from qkattn.verdict.reading import flat
 
 ENOUGH_SEEDS = 5
 # What an entry of the ledger accepts that would otherwise withhold every verdict.

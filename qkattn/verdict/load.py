@@ -7,16 +7,18 @@ and `documents.json`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
 from qkattn.run import ledger
+from qkattn.run.file_schemas import RUN_FILES
+from qkattn.run.json_schema import check, read
 from qkattn.run.ledger import Ledger
+from qkattn.run.records import for_each_line, parse_file
 from qkattn.study.place import CONTROLS, EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
-from qkattn.verdict import reading
 from qkattn.verdict.consistency import arm_problems, named, score_problems
 from qkattn.verdict.runs import (
     PlannedRun,
@@ -152,14 +154,16 @@ def load_study(directory: str | Path) -> Study:
     path = directory / 'study.json'
     if not directory.is_dir():
         raise ReportError(f'study directory {str(directory)!r} does not exist.')
-    if not path.is_file():
+    if not path.exists():
         raise ReportError(f'{str(path)!r} does not exist, so this is not a study directory.')
     try:
-        study = _declared(directory, reading.parse_json(path.read_text(encoding='utf-8')))
+        study = _declared(directory, parse_file(path, {}))
     except ValueError as error:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
     problems: list[str] = []
     planned = _read_plan(study, problems)
+    for run in planned.values():
+        problems += _damaged(directory, run)
     runs = tuple(
         with_documents(
             with_log(run, directory / run.directory / 'metrics.jsonl', problems),
@@ -185,17 +189,17 @@ def load_study(directory: str | Path) -> Study:
 def _declared(directory: Path, record: Any) -> Study:
     """A study as study.json declares it, without runs."""
     schema = {'tuning': dict | None, 'arms': tuple[dict, ...], 'command': str | list | None}
-    reading.check(record, {'name': str, 'question': str | None} | schema)
+    check(record, {'name': str, 'question': str | None} | schema)
     if not {'base', 'corpora', 'controls', 'looks'} <= record.keys():
         raise ValueError(
             "it is of an older format without 'base', 'corpora', 'controls' and 'looks'; run the "
             'study again, or report it with the version that made it'
         )
     tuning, command = record['tuning'], record['command']
-    study = reading.read(
+    study = read(
         Study,
         record,
-        tuning=None if tuning is None else reading.read(Tuning, tuning),
+        tuning=None if tuning is None else read(Tuning, tuning),
         looks=tuple(record['looks']) or (len(record['seeds']),),
         arms=tuple(parse_place(arm) for arm in record['arms']),
         command=' '.join(command) if isinstance(command, list) else command,
@@ -248,8 +252,19 @@ def _read_plan(study: Study, problems: list[str]) -> dict[str, PlannedRun]:
         verdicts.update({(run.place, seed): run.name for seed in run.seeds if run.stage == VERDICT})
         planned[run.name] = run
 
-    reading.for_each_line(study.directory / 'plan.jsonl', 'plan.jsonl', problems, add)
+    for_each_line(study.directory / 'plan.jsonl', 'plan.jsonl', problems, add)
     return planned
+
+
+def _damaged(directory: Path, run: PlannedRun) -> Iterator[str]:
+    """The damaged files of a run that no number of a report comes from."""
+    for name, schema in RUN_FILES.items():
+        path = directory / run.directory / name
+        try:
+            if path.exists():
+                parse_file(path, schema)
+        except (OSError, ValueError) as error:
+            yield f'{run.directory}/{name} is damaged: {error}.'
 
 
 def _with_results(
@@ -259,7 +274,7 @@ def _with_results(
     trials: dict[str, dict[tuple, Trial]] = {name: {} for name in planned}
 
     def add(record: Any) -> None:
-        reading.check(record, {'run': str})
+        check(record, {'run': str})
         if (name := record['run']) not in planned:
             raise ValueError(f'run {name!r} is not in plan.jsonl')
         trial = parse_trial(record, planned[name])
@@ -268,7 +283,7 @@ def _with_results(
                 f'run {name!r} seed {trial.seed} repeats an earlier line with other numbers'
             )
 
-    reading.for_each_line(path, path.name, problems, add)
+    for_each_line(path, path.name, problems, add)
     return [
         dataclasses.replace(run, trials=tuple(trials[name].values()))
         for name, run in planned.items()
@@ -280,9 +295,9 @@ def _read_orphans(path: Path, problems: list[str]) -> tuple[str, ...]:
     found: list[str] = []
 
     def add(record: Any) -> None:
-        reading.check(record, {'directory': str})
+        check(record, {'directory': str})
         found.append(record['directory'])
 
     if path.is_file():
-        reading.for_each_line(path, path.name, problems, add)
+        for_each_line(path, path.name, problems, add)
     return tuple(found)

@@ -1,18 +1,19 @@
 """One run of a study: its line of plan.jsonl, its trials and its evaluations during training."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qkattn.metrics import LOGGED, METRICS, PREFIXES, result_fields
-from qkattn.run.records import DIVERGED, FINISHED
+from qkattn.metrics import LOGGED, PREFIXES, result_fields
+from qkattn.run.file_schemas import PLACE, check_result
+from qkattn.run.json_schema import check, read
+from qkattn.run.records import FINISHED, for_each_line
 from qkattn.study.place import CONTROLS, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, STAGES, TRIAL_KNOBS, Settings
-from qkattn.verdict import documents, reading
+from qkattn.verdict import documents
 from qkattn.verdict.documents import Documents
 
 SPLITS = tuple(PREFIXES.values())
@@ -136,36 +137,26 @@ _CONFIG = {
     'trials': {'seeds': tuple[int, ...]},
     'data': {'name': str},
 }
-_TRIAL = {
-    'config_hash': str,
-    'trial': {'seed': int, 'learning_rate': float, 'weight_decay': float},
-    'parameters': {'attention': int, 'total': int},
-    'config': {'d_model': int, 'd_ff': int},
-    'data': dict,
-}
 # What both a trial and its planned run state: the field of Trial and that of PlannedRun.
 _SHARED = {name: name for name in ('stage', 'knob', 'residual')} | {
     'run': 'name',
     'target_parameters': 'target',
 }
-PLACE = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
 _METRIC_FIELDS = result_fields()
-# Losses that every result holds, null if not measured.
-_LOSSES = {f for m in METRICS.values() if m.role == 'loss' and m.logged for f in m.fields}
 _ROW = tuple[float | None, ...]
 
 
 def parse_place(record: Any) -> Place:
     """The arm that an object names by variant, size, corpus and control; ValueError as `check`."""
-    reading.check(record, PLACE)
+    check(record, PLACE)
     return Place(*(record[name] for name in PLACE))
 
 
 def parse_run(record: Any) -> PlannedRun:
     """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
-    reading.check(record, {'run': str, 'trials': int, 'config': _CONFIG})
+    check(record, {'run': str, 'trials': int, 'config': _CONFIG})
     given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}
-    run = reading.read(PlannedRun, record, place=parse_place(record), **given)
+    run = read(PlannedRun, record, place=parse_place(record), **given)
     if run.stage not in STAGES:
         raise ValueError(f"field 'stage' is {run.stage!r}, expected {', '.join(STAGES)}")
     valid = KNOBS if run.stage == SCREENING else ('null',)
@@ -187,7 +178,7 @@ def parse_run(record: Any) -> PlannedRun:
 
 def parse_trial(record: Any, run: PlannedRun) -> Trial:
     """Reads a trial of `run`; ValueError names the field that is bad or contradicts the plan."""
-    reading.check(record, dict.fromkeys((*PLACE, *_SHARED), object))
+    check(record, dict.fromkeys((*PLACE, *_SHARED), object))
     shared = {field: getattr(run, name) for field, name in _SHARED.items()}
     for field, planned in (run.place._asdict() | shared).items():
         if record[field] != planned:
@@ -195,13 +186,12 @@ def parse_trial(record: Any, run: PlannedRun) -> Trial:
                 f'{field} {record[field]!r} contradicts plan.jsonl, where run {run.name!r} has '
                 f'{planned!r}'
             )
-    metrics = {n: hint for n, hint in _METRIC_FIELDS.items() if n in record or n in _LOSSES}
-    reading.check(record, _TRIAL | {name: hint | None for name, hint in metrics.items()})
+    check_result(record)
     if 'source' in record['data'] or 'target' in record['data']:
-        reading.check(record['data'], {'source': dict, 'target': dict})
+        check(record['data'], {'source': dict, 'target': dict})
     for data in corpora(record['data']):
-        reading.check(data, {'name': str, 'version': str | int})
-    trial = reading.read(
+        check(data, {'name': str, 'version': str | int})
+    trial = read(
         Trial,
         record,
         **shared,
@@ -212,15 +202,9 @@ def parse_trial(record: Any, run: PlannedRun) -> Trial:
         settings=tuple(sorted((k, v) for k, v in record['trial'].items() if k != 'seed')),
         model_knobs=tuple(run.config['model'][knob] for knob in MODEL_KNOBS),
         planned_steps=run.num_steps,
-        metrics=dict.fromkeys(_METRIC_FIELDS) | {name: record[name] for name in metrics},
+        metrics=dict.fromkeys(_METRIC_FIELDS)
+        | {name: record[name] for name in _METRIC_FIELDS if name in record},
     )
-    if trial.status not in (FINISHED, DIVERGED):
-        raise ValueError(f"field 'status' is {trial.status!r}, expected {FINISHED} or {DIVERGED}")
-    if trial.finished and trial.val_loss is None:
-        raise ValueError("field 'val_loss' of a finished trial is None")
-    for name, value in trial.metrics.items():
-        if trial.finished and isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f'field {name!r} of a finished trial is {value}')
     if record['config_hash'] != run.name:
         raise ValueError(
             f'its config_hash {record["config_hash"]!r} is not that of the planned run '
@@ -238,7 +222,7 @@ def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 def with_documents(run: PlannedRun, path: Path, problems: list[str]) -> PlannedRun:
     """The run whose trials have the losses of documents.json, if no result of it is missing."""
-    if len(run.trials) < run.num_trials or not path.is_file():
+    if len(run.trials) < run.num_trials or not path.exists():
         return run
     losses = [{split: t.metrics[f'{split}_loss'] for split in SPLITS} for t in run.trials]
     try:
@@ -254,19 +238,19 @@ def with_documents(run: PlannedRun, path: Path, problems: list[str]) -> PlannedR
 
 def with_log(run: PlannedRun, path: Path, problems: list[str]) -> PlannedRun:
     """The run with what metrics.jsonl holds: the last step and, if no trial is missing, a curve."""
-    if not path.is_file():
+    if not path.exists():
         return run
     label, logged = f'{run.directory}/{path.name}', [0]
     rows: dict[int, dict[str, list]] = {}
     bad: list[str] = []
 
     def add(record: Any) -> None:
-        reading.check(record, {'kind': str, 'step': int})
+        check(record, {'kind': str, 'step': int})
         logged.append(record['step'])
         if record['kind'] != 'eval':
             return
         hints = {name: _ROW | None for name in LOGGED if name in record}
-        reading.check(record, hints | {'val_loss': _ROW})
+        check(record, hints | {'val_loss': _ROW})
         number = run.num_trials if run.trials else len(record['val_loss'])
         row = {name: (name in hints and record[name]) or [None] * number for name in LOGGED}
         for name, values in row.items():
@@ -276,7 +260,7 @@ def with_log(run: PlannedRun, path: Path, problems: list[str]) -> PlannedRun:
             raise ValueError(f'step {record["step"]} follows step {last}')
         rows[record['step']] = row
 
-    reading.for_each_line(path, label, bad, add)
+    for_each_line(path, label, bad, add)
     problems += bad[:MAX_NAMED]
     if more := len(bad[MAX_NAMED:]):
         problems.append(f'{label}: {more} more lines were left out.')

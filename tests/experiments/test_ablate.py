@@ -39,7 +39,7 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     second = script_here('ablate', *flags, f'--config.variants={variants}')
     assert second.returncode == 0, second.stderr
     assert (run / 'result.json').stat().st_mtime_ns == written
-    assert len(read_json(run / 'provenance.json')['starts']) == 1  # not even opened
+    assert len(read_json(run / 'provenance.json', {})['starts']) == 1  # not even opened
     results = lines(out / 'results.jsonl')
     assert len(results) == 9 and results[-1]['variant'] == 'signed_diagonal:SignedDiagonal/vo'
     assert len(read_metrics(next(out.glob('runs/signed*')) / 'metrics.jsonl')) == 13
@@ -88,7 +88,7 @@ def test_two_workers_and_a_kill_leave_every_run_exactly_once(start, script_here,
         assert sorted(set(steps)) == list(range(5, 45, 5))
         # An evaluation and its training record share a step, the last one with the final record.
         assert len(steps) == 8 + 8 + 1
-        starts.append(len(read_json(directory / 'provenance.json')['starts']))
+        starts.append(len(read_json(directory / 'provenance.json', {})['starts']))
     assert sorted(starts)[-1] == 2 and sorted(starts)[:-1] == [1] * (len(plan) - 1)
 
     alone = script_here('ablate', *TUNED, '--workdir=alone')
@@ -119,7 +119,7 @@ def killed_in_the_middle_of_a_run(out, workers):
             victim.kill()
             victim.communicate()
             for lease in (out / 'leases').iterdir():
-                if read_json(lease)['pid'] == pid:
+                if read_json(lease, {})['pid'] == pid:
                     os.utime(lease, (0, 0))
             return victim
         assert all(worker.poll() is None for worker in workers), workers[0].communicate()

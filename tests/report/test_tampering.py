@@ -50,7 +50,7 @@ def edit_lines(path, change):
 
 
 def edit_json(path, change):
-    content = read_json(path)
+    content = read_json(path, {})
     change(content)
     write_json(path, content)
 
@@ -288,7 +288,7 @@ def delete_an_arm_from_the_ledger_too(study):
     def change(entries):
         entry = entries[0]
         entry['arms'] = [arm for arm in entry['arms'] if arm['variant'] != 'qk/no_v']
-        entry |= {'family': 1, 'declaration': ledger.digest(read_json(study / 'study.json'))}
+        entry |= {'family': 1, 'declaration': ledger.digest(read_json(study / 'study.json', {}))}
         entry['hash'] = ledger.digest_of_entry(entry)
 
     edit_lines(study / 'ledger.jsonl', change)
@@ -414,7 +414,7 @@ def write_everything_again(study):
     """An arm that never was, in the ledger too."""
     without(study, 'qk/no_v')
     (study / 'ledger.jsonl').unlink()
-    ledger.declare(study, read_json(study / 'study.json'))
+    ledger.declare(study, read_json(study / 'study.json', {}))
     report.write_report(study)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qkattn.errors import ConfigError, RunDirectoryError
+from qkattn.errors import ConfigError, DiskError, RunDirectoryError
 from qkattn.run.files import check_directory, locked, make_directory, replacing, write_atomic
 from tests.processes import start_python
 
@@ -43,7 +43,10 @@ def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch, call):
 
     if call != 'block':
         monkeypatch.setattr(os, call, fail)
-    with pytest.raises(OSError, match='No space left'), replacing(file) as temporary:
+    with (
+        pytest.raises(DiskError, match=f'{file.parent} cannot be written: the disk is full'),
+        replacing(file) as temporary,
+    ):
         temporary.write_text('after')
         if call == 'block':
             fail()

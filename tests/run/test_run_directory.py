@@ -7,6 +7,7 @@ import pytest
 
 from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.run import provenance
+from qkattn.run.records import read_json
 from qkattn.run.run_directory import RunDirectory
 from tests.processes import start_python
 
@@ -50,7 +51,7 @@ def test_a_directory_is_free_after_close_and_its_config_written_once(tmp_path):
     with RunDirectory.open(tmp_path, CONFIG, 'a') as run:
         assert run.resumed
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
-    assert json.loads(path.read_text()) == {'hash': 'a', 'config': CONFIG}
+    assert read_json(path, {}) == {'hash': 'a', 'config': CONFIG}
 
 
 def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path):

@@ -14,6 +14,7 @@ from qkattn.run import leases, ledger
 from qkattn.run.records import read_json, write_json
 from qkattn.study import plan, worker
 from qkattn.study.arms import build_arms
+from tests.studies import result_record
 from tests.study.test_plan import STUDY
 
 
@@ -31,7 +32,7 @@ def trained(monkeypatch):
             for trial in config.trials.trials()
         ]
         results = [
-            {'trial': trial, 'status': 'finished', **dict.fromkeys(('val_loss', 'test_loss'), loss)}
+            result_record(trial=trial, **dict.fromkeys(('val_loss', 'test_loss'), loss))
             for trial, loss in trials
         ]
         workdir.mkdir(parents=True)
@@ -74,7 +75,7 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     assert [result['run'] for result in lines(path / 'results.jsonl')] == [
         line['run'] for line in planned for _ in range(line['trials'])
     ]
-    assert read_json(path / 'study.json')['name'] == 'small'
+    assert read_json(path / 'study.json', {})['name'] == 'small'
     assert not leases.holders(path / 'leases')
     # The same study again has nothing to train, and a study may grow.
     worker.run(STUDY, path)
@@ -231,7 +232,7 @@ def test_the_ledger_is_begun_before_the_first_run(trained, train_first, tmp_path
     assert len(seen) == 6 and all(of == ['declared'] for of in seen)
     entry = ledger.read(path / 'ledger.jsonl').entries[0]
     assert (entry['family'], entry['seeds'], entry['margin']) == (1, [0, 1, 2], 0.005)
-    assert entry['declaration'] == ledger.digest(read_json(path / 'study.json'))
+    assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
 
 
 def test_arms_of_a_larger_study_are_entered_and_post_hoc_after_a_look(trained, tmp_path):
@@ -276,7 +277,7 @@ def test_a_directory_without_a_whole_declaration_says_what_to_do(
 
 
 def edit(path, name, value):
-    declared = read_json(path / 'study.json') | {name: value}
+    declared = read_json(path / 'study.json', {}) | {name: value}
     declared = {key: kept for key, kept in declared.items() if kept is not None or key != name}
     write_json(path / 'study.json', declared)
 

@@ -188,7 +188,7 @@ def test_a_run_leaves_both_in_its_results_and_a_diverged_trial_neither(tiny, tmp
     assert final.keys() == measured | own.keys() | {'trials'} and 'test_solved' in measured
     for name in measured:
         assert final[name] == [fine[name], diverged[name]]
-    splits = read_json(tmp_path / 'run/documents.json')
+    splits = read_json(tmp_path / 'run/documents.json', {})
     for split, prefix in metrics.PREFIXES.items():
         found = splits[split]
         assert sum(found['tokens']) == 8 * 16 and all(t % 16 == 0 for t in found['tokens'])

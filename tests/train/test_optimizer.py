@@ -1,6 +1,5 @@
 """Optimizers against optax and by hand, and the schedules."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

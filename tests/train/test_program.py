@@ -18,7 +18,7 @@ def test_auto_measures_both_liftings_and_keeps_the_faster(
     seconds = iter([0.2, 0.1])
     monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *a: next(seconds))
     assert build_program(config, tmp_path).lifting == 'vmap'
-    assert read_json(tmp_path / 'lifting.json') == {
+    assert read_json(tmp_path / 'lifting.json', {}) == {
         'lifting': 'vmap',
         'seconds_per_step': {'map': 0.2, 'vmap': 0.1},
     }

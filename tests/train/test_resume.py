@@ -39,7 +39,7 @@ def to_end(config, workdir) -> None:
 def outcome(workdir: Path) -> dict:
     """Everything of a finished run that must not depend on interruptions."""
     records = read_metrics(workdir / 'metrics.jsonl')
-    results = read_json(workdir / 'result.json')
+    results = read_json(workdir / 'result.json', [{}])
     kept = ('trial', 'status', 'val_loss', 'test_loss', 'num_tokens')
     return {
         'metrics': records,
