@@ -100,9 +100,9 @@ def read(path: str | Path) -> Ledger:
     """
     path = Path(path)
     if not path.is_file():
-        problem = 'is not a file' if path.exists() else 'does not exist'
+        why = 'is not a file' if path.exists() else 'does not exist'
         raise ReportError(
-            f'{path} {problem}, so what this study declared is not known; '
+            f'{path} {why}, so what this study declared is not known; '
             'restore it from a copy, or run the study in a new directory'
         )
     entries: list[Entry] = []

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import signal
+import unittest.mock
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.errors import RunDirectoryError
+from qkattn.errors import DiskError, RunDirectoryError
 from qkattn.run.records import MetricsFile, read_json, read_metrics, to_jsonable, write_json
 from tests.processes import start_python
 
@@ -167,3 +168,82 @@ def test_a_record_needs_an_integer_step_that_does_not_go_back(path):
         metrics.append({'step': 2})
     metrics.append({'step': 3, 'split': 'validation'})
     assert steps_of(path) == [3, 3]
+
+
+@pytest.mark.parametrize('cut', [0.0, 0.4, 0.9])
+def test_a_full_disk_leaves_whole_lines_and_the_next_record_follows_them(path, monkeypatch, cut):
+    write_steps(path, [1, 2])
+    metrics = MetricsFile(path)
+    whole, file = path.read_bytes(), metrics._file
+    partial = unittest.mock.Mock(wraps=file)
+    partial.write = lambda data: file.write(data[: int(cut * len(data))])
+    with monkeypatch.context() as patch, pytest.raises(DiskError) as refusal:
+        patch.setattr(metrics, '_file', partial)
+        metrics.append({'step': 3, 'loss': 1.0})
+    assert f'{path.parent} cannot be written: the disk is full' in str(refusal.value)
+    assert path.read_bytes() == whole
+    metrics.append({'step': 3})
+    metrics.close()
+    assert path.read_bytes() == whole + b'{"step": 3}\n'
+
+
+def test_a_file_that_is_no_log_stays_as_it_is_until_a_record_is_written(path):
+    path.write_bytes(b'\x80garbage')
+    metrics = MetricsFile(path)
+    with pytest.raises(RunDirectoryError, match='no record of 2 steps up to 2'):
+        metrics.rewind(2, every=1)
+    metrics.close()
+    assert path.read_bytes() == b'\x80garbage'
+
+
+@pytest.mark.parametrize('value', [{'a': 1, 'b': [1.5]}, [{'a': 1, 'b': [1.5]}, {'a': 2, 'b': []}]])
+def test_what_was_changed_by_hand_has_another_checksum(tmp_path, value):
+    path = tmp_path / 'x.json'
+    schema = {'a': int, 'b': tuple[float, ...]}
+    schema = [schema] if isinstance(value, list) else schema
+    write_json(path, value)
+    assert read_json(path, schema) == value
+    path.write_text(path.read_text().replace('1.5', '1.6'))
+    with pytest.raises(RunDirectoryError, match=r'x\.json is damaged \(its checksum .*restore it'):
+        read_json(path, schema)
+    path.write_text(json.dumps(value))  # a file without checksums
+    assert read_json(path, schema) == value
+
+
+SCHEMA = {'name': str, 'rate': float, 'of': {'count': int, 'kinds': tuple[str, ...] | None}}
+SOUND = {'name': 'x', 'rate': 1, 'of': {'count': 2, 'kinds': None}}
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ('', 'it is not JSON'),
+        (b'\xff\xfe\x80', 'it is not JSON'),
+        ('[' * 100_000, 'it is nested too deeply'),
+        ('[' * 60 + ']' * 60, 'it is nested too deeply'),
+        ('[]', 'expected an object, found an empty list'),
+        (SOUND | {'rate': '1'}, "field 'rate' is '1', expected int or float"),
+        (SOUND | {'rate': True}, "field 'rate' is True, expected int or float"),
+        (SOUND | {'rate': 10**400}, r"field 'rate' is 10+\.\.\., expected int or float"),
+        (SOUND | {'of': []}, r"field 'of' is \[\], expected dict"),
+        (SOUND | {'of': {'kinds': None}}, "field 'count' is missing"),
+        (SOUND | {'of': {'count': 2, 'kinds': ['a', 1]}}, 'expected list of str or null'),
+    ],
+    ids=range(11),
+)
+def test_what_does_not_fit_its_schema_is_one_sentence(tmp_path, content, message):
+    path = tmp_path / 'x.json'
+    if isinstance(content, dict):
+        content = json.dumps(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RunDirectoryError, match=message) as refusal:
+        read_json(path, SCHEMA)
+    assert '\n' not in str(refusal.value) and len(str(refusal.value)) < 400
+    path.write_text(json.dumps(SOUND | {'more': 1}))
+    assert read_json(path, SCHEMA)['rate'] == 1
+
+
+def test_a_directory_in_the_place_of_a_file_is_one_sentence(tmp_path):
+    for read in (lambda path: read_json(path, {}), read_metrics, MetricsFile):
+        with pytest.raises(RunDirectoryError, match=r'is damaged \(Is a directory\); restore it'):
+            read(tmp_path)
