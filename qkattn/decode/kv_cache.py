@@ -78,7 +78,9 @@ def prefill(
     """
     T = tokens_BT.shape[1]
     S = next(iter(cache.layers.values())).shape[2]
-    slots_T, first = cache.length + jnp.arange(T), cache.length
+    # Under x64 a literal would be an int64, and the indices of a slice are of one type.
+    first, zero = cache.length, jnp.zeros_like(cache.length)
+    slots_T = first + jnp.arange(T)
     positions_BT = jnp.maximum(slots_T - cache.start_B[:, None], 0)
     x_BTD = model.embed(tokens_BT, positions_BT)
     valid_BS = jnp.arange(S) >= cache.start_B[:, None]
@@ -95,7 +97,7 @@ def prefill(
 
         def attend(z_BTD: jax.Array) -> jax.Array:
             for name, array in block.attention.cached(z_BTD).items():
-                start = (index, 0, first) + (0,) * (array.ndim - 2)
+                start = (index, zero, first) + (zero,) * (array.ndim - 2)
                 updated[name] = jax.lax.dynamic_update_slice(layers[name], array[None], start)
             own = {
                 name: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
@@ -113,7 +115,7 @@ def prefill(
         return (block.around([attend, cross_attend], x_BTD), updated), None
 
     # The whole cache is carried and updated in place; as an input of the scan it would be copied.
-    inputs = (model.blocks, jnp.arange(model.config.num_layers), cache.source)
+    inputs = (model.blocks, jnp.arange(model.config.num_layers, dtype=first.dtype), cache.source)
     (x_BTD, layers), _ = jax.lax.scan(
         layer, (x_BTD, cache.layers), inputs, unroll=model.config.unroll
     )

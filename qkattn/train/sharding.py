@@ -76,7 +76,8 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
             _say_once(f'{path}: {present[0]}={size} does not divide over {where}; {taken}')
         if fitting:
             axes[fitting[0]] = mesh_axis
-    return P(*(axes.get(letter) for letter in names))
+    # A mesh axis splits one axis of an array: the first N of w_talk_NN, and the second is whole.
+    return P(*(axes.get(x) if x not in names[:i] else None for i, x in enumerate(names)))
 
 
 @functools.cache

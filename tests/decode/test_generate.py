@@ -42,6 +42,22 @@ def test_greedy_tokens_are_those_without_a_cache_and_of_a_beam_of_one(model):
     )
 
 
+def test_continuations_are_the_same_where_64_bit_types_are_allowed(model):
+    draws = {'key': jax.random.key(3), 'temperature': 1.0, 'top_k': 9, 'top_p': 0.9}
+    beam = {'separator': 3, 'beam': 2}
+
+    def continued():
+        found = search(model, TOKENS[:, :4], 3, **beam)
+        return generate(model, TOKENS[:, :4], 3), generate(model, TOKENS[:, :4], 3, **draws), *found
+
+    expected = continued()
+    with jax.enable_x64(True):
+        actual = continued()
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def test_sampling_depends_on_the_key_and_on_nothing_else(model):
     draws = {'key': jax.random.key(3), 'temperature': 1.0}
     first = generate(model, TOKENS[:, :4], 6, **draws)

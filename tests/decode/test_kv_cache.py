@@ -112,6 +112,16 @@ def test_a_cache_in_bfloat16_stays_in_bfloat16():
         assert {array.dtype for array in arrays.values()} == {jnp.dtype(jnp.bfloat16)}
 
 
+def test_a_model_in_float64_decodes_in_float64():
+    with jax.enable_x64(True):
+        model = jax.tree.map(lambda p: p.astype(jnp.float64), make(positions='rope'))
+        cache = kv_cache.init_cache(model, *TOKENS.shape)
+        logits = last_logits(model, TOKENS, cache)
+        expected = np.asarray(uncached(model, TOKENS))[:, CHUNK - 1 :: CHUNK]
+    assert logits.dtype == np.float64
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
 PAIRS = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'd_ff': None}
 # The second row is shorter.
 SOURCES = np.random.default_rng(2).integers(0, 50, (2, 9))

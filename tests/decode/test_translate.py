@@ -70,6 +70,13 @@ def uncached(model, tokens_BT, sources, vocab_size=45) -> np.ndarray:
     return np.asarray(_uncached(model, tokens_BT, source_BS, valid_BS))[..., :vocab_size]
 
 
+def test_translations_are_the_same_where_64_bit_types_are_allowed():
+    expected = translated(sources_of(3), beam=2)
+    with jax.enable_x64(True):
+        assert translated(sources_of(3), beam=2) == expected
+    assert any(expected)
+
+
 def test_greedy_translations_are_those_without_a_cache():
     sources = sources_of(150)  # two full batches and a part of one
     tokens_BT = np.full((150, 10), SEPARATOR)

@@ -1,8 +1,12 @@
 """Placement of arrays by the letters of their names."""
 
 import logging
+import math
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qkattn.config import MeshConfig
@@ -24,13 +28,20 @@ from qkattn.train import sharding
         ('p/final_norm/g_D', (2, 32), P('trial', 'fsdp')),
         ('p/w_embedding_VD', (2, 256, 32), P('trial', 'fsdp', None)),
         ('p/blocks/a/w_o_NHD', (2, 3, 4, 8, 32), P('trial', None, 'tensor', None, 'fsdp')),
+        # A mesh axis splits one of two axes of the same letter.
+        ('p/blocks/a/w_talk_NN', (2, 3, 4, 4), P('trial', None, 'tensor', None)),
+        ('p/blocks/a/w_mix_DNND', (2, 3, 8, 4, 4, 8), P('trial', None, 'fsdp', 'tensor')),
         # 3 heads do not divide over 2 devices: the head size takes their place
         ('p/blocks/a/w_q_DNH', (2, 3, 33, 3, 8), P('trial', None, None, None, 'tensor')),
     ],
 )
 def test_rules_follow_the_letters_of_the_name(path, shape, want):
     mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
-    assert sharding.spec(path, shape, mesh) == want
+    spec = sharding.spec(path, shape, mesh)
+    assert tuple(spec) == (*want, *[None] * (len(spec) - len(want)))
+    placed = jax.device_put(np.zeros(shape), NamedSharding(mesh, spec))
+    split = math.prod(mesh.shape[axis] for axis in want if axis)
+    assert placed.addressable_shards[0].data.size == placed.size // split
 
 
 def test_a_fallback_is_said_once_by_name(caplog):
