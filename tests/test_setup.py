@@ -9,11 +9,13 @@ import stat
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTED_PYTHONS = ('3.11', '3.12')
@@ -90,6 +92,83 @@ def test_scripts_are_executable_and_parse(script):
     assert script.stat().st_mode & stat.S_IXUSR, f'{script} is not executable'
     assert script.read_text().startswith('#!/')
     subprocess.run(['bash', '-n', script], check=True)
+
+
+# The wheel, as an installation unpacks it
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory) -> Path:
+    """A copy of what a wheel is built from: the build writes beside it."""
+    if Version(importlib.metadata.version('setuptools')) < Version('77'):
+        pytest.skip('building a wheel needs setuptools >= 77')
+    copy = tmp_path_factory.mktemp('source')
+    for folder in OWN:
+        ignored = shutil.ignore_patterns('__pycache__', 'results')
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
+    for name in ('pyproject.toml', 'setup.py', 'README.md', 'LICENSE'):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def installed(source: Path, directory: Path, hook: str) -> Path:
+    """What the build hook builds, unpacked into `directory`."""
+    program = f'from setuptools import build_meta; build_meta.{hook}({str(directory)!r})'
+    subprocess.run([sys.executable, '-c', program], cwd=source, check=True, capture_output=True)
+    (built,) = directory.glob('*.whl')
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(directory / 'site')
+    return directory / 'site'
+
+
+def from_elsewhere(directory: Path, site: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of `qkattn ...` with `site` as the only place of the package."""
+    program = f"""import site, sys
+sys.path[:] = [{str(site)!r}, *(p for p in sys.path if p not in ('', {str(ROOT)!r}))]
+sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')]
+for name in [name for name in sys.modules if name.startswith('__editable__')]:
+    del sys.modules[name]
+site.addsitedir({str(site)!r})
+from qkattn.__main__ import main
+main()"""
+    directory.mkdir()
+    done = subprocess.run(
+        [sys.executable, '-c', program, *arguments],
+        cwd=directory,
+        env={**os.environ, 'PYTHONPATH': ''},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+SHIPPED = {p.stem for p in ROOT.glob('configs/*.py')} | {
+    p.stem for p in ROOT.glob('experiments/*.py') if p.stem != '__init__'
+}
+
+
+def test_a_wheel_has_one_top_level_package_with_everything_in_it(source, tmp_path):
+    site = installed(source, tmp_path, 'build_wheel')
+    assert {path.name.partition('-')[0] for path in site.iterdir()} == {'qkattn'}
+    for folder in OWN:
+        below = site / 'qkattn' / ('' if folder == 'qkattn' else folder)
+        files = (path.relative_to(source / folder) for path in (source / folder).rglob('*'))
+        missing = [f for f in files if (source / folder / f).is_file() and not (below / f).exists()]
+        assert not missing
+    code, text = from_elsewhere(tmp_path / 'a', site, '--help')
+    assert code == 0, text
+    assert SHIPPED <= {line.split()[0] for line in text.splitlines() if line}
+    code, text = from_elsewhere(tmp_path / 'b', site, 'train', '--config=small')
+    assert (code, text) == (2, '--workdir=DIRECTORY is required\n')
+    assert not any((tmp_path / 'b').iterdir())
+
+
+def test_an_editable_installation_has_the_commands_and_the_configs(source, tmp_path):
+    site = installed(source, tmp_path, 'build_editable')
+    assert 'qkattn = qkattn.__main__:main' in next(site.glob('*/entry_points.txt')).read_text()
+    code, text = from_elsewhere(tmp_path / 'a', site, '--help')
+    assert code == 0, text
+    assert SHIPPED <= {line.split()[0] for line in text.splitlines() if line}
 
 
 # launch/venv.sh, with a python that makes environments out of itself and a pip that only counts

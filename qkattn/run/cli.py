@@ -5,33 +5,59 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import absl.logging
 from absl import app, flags
 from ml_collections import config_flags
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.errors import CheckpointError, ConfigError, Stopped
 from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE
 
 
+def shipped(folder: str) -> dict[str, Path]:
+    """The files of configs/ or experiments/ by name: inside the package in a wheel, else beside."""
+    package = Path(__file__).parents[1]
+    inside = package / folder
+    files = sorted((inside if inside.is_dir() else package.parent / folder).glob('*.py'))
+    return {path.stem: path for path in files if path.stem != '__init__'}
+
+
+class _ConfigParser(ConfigFileFlagParser):
+    """Loads a file, or the config of that name that comes with the package."""
+
+    def parse(self, path: str) -> Any:
+        return super().parse(str(shipped('configs').get(path, path)))
+
+
 def define_config() -> flags.FlagHolder:
-    """The flag --config=FILE.py, whose fields --config.a.b=VALUE overrides."""
-    return config_flags.DEFINE_config_file(
-        'config', None, 'Python file whose get_config() returns the settings.', lock_config=True
+    """The flag --config=FILE.py or NAME, whose fields --config.a.b=VALUE overrides."""
+    holder = config_flags.DEFINE_config_file(
+        'config',
+        None,
+        'Python file whose get_config() returns the settings, or the name of a config that '
+        'comes with qkattn: ' + ', '.join(shipped('configs')),
+        lock_config=True,
     )
+    flags.FLAGS['config'].parser = _ConfigParser('config')
+    return holder
 
 
 def read_config(flag: flags.FlagHolder, kind: type[Config] | type[Study]) -> Config | Study:
     """The settings after overrides; ConfigError if the file holds the other kind of config."""
     if flag.value is None:
-        raise ConfigError('--config=FILE.py is required, e.g. --config=configs/quickstart.py')
+        raise ConfigError('--config=FILE.py is required, e.g. --config=quickstart')
     try:
         config = from_config_dict(flag.value)
     except OSError as error:  # config_flags loads the file on first access
         path = config_flags.get_config_filename(flags.FLAGS['config'])
         reason = str(error).strip().splitlines()[-1].strip()
-        raise ConfigError(f'--config={path} cannot be loaded: {reason}') from error
+        raise ConfigError(
+            f'--config={path} cannot be loaded: {reason}; configs that come with qkattn are '
+            f'{", ".join(shipped("configs"))}'
+        ) from error
     if not isinstance(config, kind):
         script = 'experiments.ablate' if isinstance(config, Study) else 'experiments.train'
         raise ConfigError(
@@ -55,7 +81,9 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
 
 def command(script: str) -> list[str]:
     """The command line, as a user would type it again."""
-    return ['python', '-m', f'experiments.{script}', *sys.argv[1:]]
+    module = f'experiments.{script}'
+    start = ['python', '-m', module] if module in sys.orig_argv else ['qkattn', script]
+    return [*start, *sys.argv[1:]]
 
 
 def run(main: Callable[[], None]) -> None:
@@ -67,14 +95,14 @@ def run(main: Callable[[], None]) -> None:
 
     def wrapped(argv: Sequence[str]) -> None:
         if len(argv) > 1:
-            _leave(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
+            leave(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
         _log_to_stderr()
         try:
             main()
         except (ConfigError, CheckpointError) as error:
-            _leave(str(error))
+            leave(str(error))
         except Stopped as stopped:
-            _leave(f'{stopped}; the same command resumes', EXIT_REQUEUE)
+            leave(f'{stopped}; the same command resumes', EXIT_REQUEUE)
 
     parsed = False
 
@@ -91,10 +119,11 @@ def run(main: Callable[[], None]) -> None:
         # is a bug and keeps its traceback.
         if parsed:
             raise
-        _leave(str(error).splitlines()[0])
+        leave(str(error).splitlines()[0])
 
 
-def _leave(sentence: str, code: int = EXIT_CONFIG) -> None:
+def leave(sentence: str, code: int = EXIT_CONFIG) -> None:
+    """Ends the process with a sentence on standard error; 2 is a setting that is wrong."""
     print(sentence, file=sys.stderr)
     sys.exit(code)
 

@@ -1,0 +1,52 @@
+"""The command `qkattn`, which is also `python -m qkattn`: runs a script of experiments.
+
+qkattn --help                                                 # lists the commands and the configs
+qkattn ablate --config=quickstart --workdir=runs/quickstart   # = python -m experiments.ablate ...
+"""
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+from qkattn import __version__
+from qkattn.run import cli
+
+
+def main() -> None:
+    """Runs the script that the first argument names with the arguments behind it."""
+    scripts = cli.shipped('experiments')
+    name, *arguments = sys.argv[1:] or ['--help']
+    if name == '--version':
+        print(__version__)
+    elif name in ('--help', '-h', 'help'):
+        print(_help(scripts))
+    elif name in scripts:
+        sys.argv = [f'qkattn {name}', *arguments]
+        if not sys.flags.safe_path:
+            sys.path.insert(0, '')  # as with -m: import paths name files of the working directory
+        runpy.run_path(str(scripts[name]), run_name='__main__')
+    else:
+        cli.leave(f'unknown command {name!r}; known are {", ".join(scripts)}')
+
+
+def _help(scripts: dict[str, Path]) -> str:
+    return '\n'.join(
+        [
+            'usage: qkattn COMMAND [--FLAG=VALUE ...]; qkattn COMMAND --help lists the flags',
+            '\ncommands',
+            *_first_lines(scripts),
+            '\nconfigs, as --config=NAME; --config=FILE.py is one of your own',
+            *_first_lines(cli.shipped('configs')),
+        ]
+    )
+
+
+def _first_lines(files: dict[str, Path]) -> list[str]:
+    """'name  first line of its docstring' for Python files, which are not run."""
+    texts = {n: ast.get_docstring(ast.parse(p.read_text('utf-8'))) for n, p in files.items()}
+    return [f'  {name:<18} {text.splitlines()[0] if text else ""}' for name, text in texts.items()]
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,7 @@
+"""The packages of a wheel: qkattn, with the scripts and the configs of the top level inside it."""
+
+from setuptools import find_packages, setup
+
+INSIDE = {'qkattn.configs': 'configs', 'qkattn.experiments': 'experiments'}
+
+setup(packages=[*find_packages(include=['qkattn*']), *INSIDE], package_dir=INSIDE)

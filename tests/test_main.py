@@ -1,0 +1,55 @@
+"""The command `qkattn`: what it lists, what it runs, what it refuses."""
+
+import sys
+
+import pytest
+
+import qkattn
+from qkattn.__main__ import main
+from tests.experiments.conftest import ROOT, added_flags_removed
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """command('train', '--flag=1', ...) -> exit code and output, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, 'path', sys.path[:])
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, 'argv', ['/bin/qkattn', *arguments])
+        code = 0
+        with added_flags_removed():
+            try:
+                main()
+            except SystemExit as stopped:
+                code = stopped.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run
+
+
+def test_help_has_a_line_for_every_script_and_every_config(command):
+    code, text = command('--help')
+    assert code == 0 and command() == (code, text)
+    for folder in ('experiments', 'configs'):
+        for path in ROOT.glob(f'{folder}/*.py'):
+            first = path.read_text().splitlines()[0].removeprefix('"""').removesuffix('"""')
+            assert path.stem == '__init__' or f'  {path.stem:<18} {first}\n' in text + '\n'
+
+
+def test_a_version_and_an_unknown_command(command):
+    assert command('--version') == (0, f'{qkattn.__version__}\n')
+    code, text = command('trian')
+    assert code == 2 and text.startswith("unknown command 'trian'; known are ablate, convert,")
+
+
+def test_a_script_runs_with_its_flags_on_a_config_by_name(command, tmp_path):
+    (tmp_path / 'mine.py').write_text('from qkattn.attention.scores.qk import QK as Mine')
+    assert command('train', '--config=small') == (2, '--workdir=DIRECTORY is required\n')
+    code, text = command('train', '--config=smal', '--workdir=w')
+    assert code == 2 and 'configs that come with qkattn are char_lm_cpu, ' in text
+    # An import path names a file of the working directory.
+    arguments = ('train', '--config=small', '--workdir=w', '--config.model.score=mine:Missing')
+    code, text = command(*arguments)
+    assert code == 2 and "mine has no 'Missing'" in text and not (tmp_path / 'w').exists()
