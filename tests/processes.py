@@ -1,9 +1,11 @@
-"""Real processes for the tests that kill and signal them."""
+"""Real processes for the tests that kill and signal them; umasks and the modes they give."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,3 +20,23 @@ def start_python(source: str, *arguments: object) -> subprocess.Popen:
         text=True,
         env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
     )
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """A block under another umask."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def other_modes(directory: Path, mask: int) -> dict[str, str]:
+    """The files and directories below whose modes are not those that the umask gives."""
+    modes = {path: path.stat().st_mode & 0o777 for path in [directory, *directory.rglob('*')]}
+    return {
+        str(path): oct(mode)
+        for path, mode in modes.items()
+        if mode != (0o777 if path.is_dir() else 0o666) & ~mask
+    }

@@ -66,14 +66,20 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     return path
 
 
-def replacing(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Path]:
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path beside `path` that replaces it atomically when the block succeeds.
 
     For files that a library writes, or that do not fit in memory. The temporary name is fixed, so
     that the next writer overwrites what a killed one left; two writers need a lock.
     """
     path = Path(path)
-    return _replacing(path, f'{path.name}.tmp')
+    with _replacing(path, f'{path.name}.tmp') as temporary:
+        temporary.unlink(missing_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask gives it; safetensors makes private files
+        yield temporary
+        temporary.chmod(mode)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import signal
 import time
 
 from qkattn.run.records import read_json, read_metrics
+from tests.processes import other_modes, umask
 from tests.test_readme import example_code
 
 
@@ -17,8 +18,10 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     script, script_here, tmp_path, monkeypatch
 ):
     flags = ('--config=study.py', '--workdir=out')
-    first = script('ablate', *flags)
+    with umask(0o002):
+        first = script('ablate', *flags)
     assert first.returncode == 0, first.stderr
+    assert not other_modes(tmp_path / 'out', 0o002)
     assert 'orbax' not in first.stderr and 'Traceback' not in first.stderr
     out = tmp_path / 'out'
     results = lines(out / 'results.jsonl')

@@ -10,7 +10,7 @@ import pytest
 
 from qkattn.errors import ConfigError, DiskError, RunDirectoryError
 from qkattn.run.files import check_directory, locked, make_directory, replacing, write_atomic
-from tests.processes import start_python
+from tests.processes import start_python, umask
 
 
 @pytest.fixture
@@ -25,15 +25,23 @@ def names(directory):
 
 
 def test_write_atomic_replaces_text_and_bytes_with_the_mode_that_the_umask_gives(file):
-    umask = os.umask(0o027)
-    try:
+    with umask(0o027):
         assert write_atomic(file, 'ä') == file
-    finally:
-        os.umask(umask)
     assert file.read_bytes() == 'ä'.encode()
     assert file.stat().st_mode & 0o777 == 0o640
     below = file.parent / 'a' / 'b'
     assert write_atomic(below, b'\xff').read_bytes() == b'\xff' and names(below.parent) == ['b']
+
+
+@pytest.mark.parametrize('mask', [0o002, 0o077])
+def test_a_file_of_a_library_has_the_mode_that_the_umask_gives(file, mask):
+    file.with_name('file.tmp').touch(0o600)  # what a killed writer left
+    with umask(mask), replacing(file) as temporary:
+        temporary.unlink(missing_ok=True)
+        temporary.touch(0o600)
+        temporary.write_text('after')
+    assert file.read_text() == 'after'
+    assert file.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 @pytest.mark.parametrize('call', ['fsync', 'replace', 'block'])

@@ -11,6 +11,7 @@ from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.run.records import read_metrics
 from qkattn.train import exported, train
+from tests.processes import other_modes, umask
 
 MODEL = ModelConfig(d_model=32, num_layers=2, num_heads=2, context=16)
 
@@ -34,18 +35,22 @@ def test_a_directory_returns_what_was_saved_and_is_not_overwritten(tmp_path):
 
 def test_training_goes_on_from_a_run_and_from_a_directory(tiny, tmp_path):
     config = tiny(model={'num_layers': 1}, train={'num_steps': 8})
-    train(config, tmp_path / 'first')
+    with umask(0o077):
+        train(config, tmp_path / 'first')
     model, params = exported.load(tmp_path / 'first', trial=1)
     assert model == config.model
     _, other = exported.load(tmp_path / 'first', trial=0)
     assert (other['w_embedding_VD'] != params['w_embedding_VD']).any()
     with pytest.raises(ConfigError, match=r'trial=2 must be in \[0, 2\)'):
         exported.load(tmp_path / 'first', trial=2)
-    exported.save(tmp_path / 'w', model, params, origin={})
-    train(
-        tiny(model={'num_layers': 1}, train={'num_steps': 8, 'init_from': str(tmp_path / 'w')}),
-        tmp_path / 'second',
-    )
+    with umask(0o002):
+        exported.save(tmp_path / 'w', model, params, origin={})
+        train(
+            tiny(model={'num_layers': 1}, train={'num_steps': 8, 'init_from': str(tmp_path / 'w')}),
+            tmp_path / 'second',
+        )
+    for directory, mask in (('first', 0o077), ('w', 0o002), ('second', 0o002)):
+        assert not other_modes(tmp_path / directory, mask)
     losses = [
         [r['loss'][-1] for r in read_metrics(tmp_path / d / 'metrics.jsonl') if 'loss' in r]
         for d in ('first', 'second')
