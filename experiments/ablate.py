@@ -23,6 +23,9 @@ DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then
 EXPIRY = flags.DEFINE_float(
     'lease_expiry', leases.EXPIRY, 'Seconds without a heartbeat before a worker counts as dead.'
 )
+ACCEPT_CHANGES = flags.DEFINE_bool(
+    'accept_changes', False, 'Continue a study with other settings; its ledger lists them.'
+)
 
 
 @signals.leaving_at_once()
@@ -37,7 +40,13 @@ def main() -> None:
         return
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
-    path = worker.run(config, WORKDIR.value, command=cli.command('ablate'), expiry=EXPIRY.value)
+    path = worker.run(
+        config,
+        WORKDIR.value,
+        command=cli.command('ablate'),
+        expiry=EXPIRY.value,
+        accept_changes=ACCEPT_CHANGES.value,
+    )
     page = report.write_report(path)
     print(f'\n{(path / "table.txt").read_text()}\nreport: {page}')
 

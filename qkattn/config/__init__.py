@@ -17,12 +17,14 @@ from qkattn.config.run_config import (
 )
 from qkattn.config.serialize import (
     concrete_types,
+    differences,
     fingerprint,
     fingerprint_of,
     from_config_dict,
     from_json,
     to_config_dict,
     to_json,
+    with_machine_of,
 )
 from qkattn.config.study_config import ControlsConfig, Study, TuningConfig
 
@@ -40,10 +42,12 @@ __all__ = [
     'TrialsConfig',
     'TuningConfig',
     'concrete_types',
+    'differences',
     'fingerprint',
     'fingerprint_of',
     'from_config_dict',
     'from_json',
     'to_config_dict',
     'to_json',
+    'with_machine_of',
 ]

@@ -73,6 +73,30 @@ def fingerprint_of(values: Mapping[str, Any]) -> str:
     return fingerprint(from_json(Config, values))
 
 
+def with_machine_of(config: Any, other: Any) -> Any:
+    """The config with the settings OF_MACHINE of another one."""
+    for name in OF_MACHINE:
+        section, _, field = name.rpartition('.')
+        old, new = (getattr(c, section) if section else c for c in (config, other))
+        changed = dataclasses.replace(old, **{field: getattr(new, field)})
+        config = dataclasses.replace(config, **{section: changed}) if section else changed
+    return config
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = '') -> list[str]:
+    """'section.field: old -> new' in JSON for every field that differs, 'absent' where it is."""
+    found = []
+    for name in {**old, **new}:
+        of_old, of_new = old.get(name), new.get(name)
+        if isinstance(of_old, Mapping) and isinstance(of_new, Mapping):
+            found += differences(of_old, of_new, f'{prefix}{name}.')
+            continue
+        texts = [json.dumps(of[name]) if name in of else 'absent' for of in (old, new)]
+        if texts[0] != texts[1]:
+            found.append(f'{prefix}{name}: {texts[0]} -> {texts[1]}')
+    return found
+
+
 def to_config_dict(config: Any) -> config_dict.ConfigDict:
     """The config as a locked ConfigDict whose optional fields keep their type for overrides."""
     out = config_dict.ConfigDict()

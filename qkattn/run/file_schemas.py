@@ -39,8 +39,8 @@ DOCUMENTS = {
 RUN_FILES = {'config.json': CONFIG, 'provenance.json': PROVENANCE, 'result.json': [RESULT]}
 # What is read of study.json before it is compared field by field, and an arm in it.
 STUDY = {
-    'base': {'mesh': dict, 'data': {'data_dir': object, 'manual_dir': object}},
-    **dict.fromkeys(('variants', 'sizes', 'corpora'), list),
+    'base': dict,
+    **dict.fromkeys(('variants', 'sizes', 'corpora', 'arms'), list),
 }
 PLACE = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
 

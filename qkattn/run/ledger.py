@@ -10,6 +10,7 @@ honest people from fooling themselves, and no more.
     declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
                  looks, margin; again where a field that may change, such as the question, does
     arms_added   arms, family, post_hoc (whether a look came before), declaration
+    changed      changes (settings and their old and new values), and as arms_added with all arms
     looked       look (1, 2, ...), files: SHA-256 of study.json, plan.jsonl, results.jsonl, and of
                  the logs (evaluations and documents.json) of all planned runs together
     accepted     code of what would withhold every verdict, and why it does not
@@ -24,7 +25,7 @@ import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ from qkattn.run.files import locked, write_atomic
 from qkattn.run.records import parse_json, to_jsonable
 
 NAME = 'ledger.jsonl'
-DECLARED, ARMS_ADDED, LOOKED, ACCEPTED = 'declared', 'arms_added', 'looked', 'accepted'
+DECLARED, ARMS_ADDED, CHANGED = 'declared', 'arms_added', 'changed'
+LOOKED, ACCEPTED = 'looked', 'accepted'
 FIELDS = {
     DECLARED: ('declaration', 'family', 'arms', 'seeds', 'looks', 'margin'),
     ARMS_ADDED: ('arms', 'family', 'post_hoc', 'declaration'),
+    CHANGED: ('changes', 'arms', 'family', 'post_hoc', 'declaration'),
     LOOKED: ('look', 'files'),
     ACCEPTED: ('code', 'why'),
 }
@@ -59,17 +62,17 @@ class Ledger:
     @functools.cached_property
     def family(self) -> int:
         """Widest family ever declared."""
-        return max(e['family'] for e in self.entries if e['event'] in (DECLARED, ARMS_ADDED))
+        return max(e['family'] for e in self.entries if 'family' in e)
 
     @functools.cached_property
     def arms(self) -> Places:
         """Every arm ever declared."""
-        return _places([e for e in self.entries if e['event'] in (DECLARED, ARMS_ADDED)])
+        return _places([e for e in self.entries if 'arms' in e])
 
     @functools.cached_property
     def post_hoc(self) -> Places:
-        """The arms that were added after the first look."""
-        return _places([e for e in self.entries if e['event'] == ARMS_ADDED and e['post_hoc']])
+        """The arms that were added, or whose settings changed, after the first look."""
+        return _places([e for e in self.entries if e.get('post_hoc')])
 
     @property
     def declaration(self) -> str:
@@ -132,15 +135,16 @@ def append(path: str | Path, event: str, **data: Any) -> None:
     write_atomic(path, text + json.dumps(entry) + '\n')
 
 
-def declare(directory: Path, declared: Mapping[str, Any]) -> None:
+def declare(directory: Path, declared: Mapping[str, Any], changes: Sequence[str] = ()) -> None:
     """Enters a study, or how it has changed since its last line, under the study's lock.
 
     Args:
       declared: the content of study.json.
+      changes: of settings, as 'name: old -> new'.
     """
     path = directory / NAME
     before = read(path) if path.exists() else None
-    if before is not None and before.declaration == digest(declared):
+    if before is not None and before.declaration == digest(declared) and not changes:
         return
     arms = declared['arms']
     primary = [arm for arm in arms if arm['control'] is None]
@@ -149,8 +153,10 @@ def declare(directory: Path, declared: Mapping[str, Any]) -> None:
         'family': sum(arm['variant'] != declared['baseline'] for arm in primary),
     }
     added = [arm for arm in arms if before is not None and place(arm) not in before.arms]
-    if before is not None and added:
-        post_hoc = before.first_look is not None
+    post_hoc = before is not None and before.first_look is not None
+    if changes:
+        append(path, CHANGED, changes=changes, arms=arms, post_hoc=post_hoc, **common)
+    elif added:
         append(path, ARMS_ADDED, arms=added, post_hoc=post_hoc, **common)
     else:
         rest = {name: declared[name] for name in ('arms', 'seeds', 'looks', 'margin')}

@@ -11,19 +11,25 @@ Readers need no lock: they always see whole files, except for the last line of m
 """
 
 import contextlib
+import dataclasses
 import datetime
-import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from qkattn.config import (
+    Config,
+    differences,
+    fingerprint,
+    from_json,
+    to_json,
+    with_machine_of,
+)
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError
 from qkattn.run.file_schemas import CONFIG, PROVENANCE
 from qkattn.run.files import disk_errors, locked, make_directory
 from qkattn.run.provenance import describe_start
-from qkattn.run.records import MetricsFile, read_json, to_jsonable, write_json
+from qkattn.run.records import MetricsFile, read_json, write_json
 
 
 class RunDirectory:
@@ -45,8 +51,7 @@ class RunDirectory:
     def open(
         cls,
         path: str | os.PathLike,
-        config: Mapping[str, Any],
-        config_hash: str,
+        config: Config,
         command: list[str] | None = None,
     ) -> 'RunDirectory':
         """Creates or resumes a run directory; a context manager.
@@ -55,8 +60,7 @@ class RunDirectory:
 
         Args:
           path: the directory, on a mounted file system.
-          config: the resolved configuration.
-          config_hash: decides whether a directory belongs to this configuration.
+          config: the resolved configuration; its fingerprint decides whether the directory is its.
           command: the command line, recorded; None: not recorded.
 
         Raises:
@@ -67,7 +71,7 @@ class RunDirectory:
         directory = make_directory(path)
         with contextlib.ExitStack() as stack:
             _acquire(stack, directory)
-            resumed = _check_config(directory, config, config_hash)
+            resumed = _check_config(directory, config)
             _record_start(directory / 'provenance.json', command)
             metrics = MetricsFile(directory / 'metrics.jsonl')
             stack.callback(metrics.close)
@@ -101,7 +105,7 @@ def _acquire(stack: contextlib.ExitStack, directory: Path) -> None:
         os.write(lock.fileno(), holder.encode())
 
 
-def _check_config(directory: Path, config: Mapping[str, Any], config_hash: str) -> bool:
+def _check_config(directory: Path, config: Config) -> bool:
     """Writes config.json, or checks the existing one; returns whether it existed."""
     path = directory / 'config.json'
     if not path.exists():
@@ -111,47 +115,22 @@ def _check_config(directory: Path, config: Mapping[str, Any], config_hash: str) 
                 f'workdir={directory} holds {" and ".join(orphans)} but no config.json to resume '
                 'from; restore it from a copy or give another directory.'
             )
-        write_json(path, {'hash': config_hash, 'config': config})
+        write_json(path, {'hash': fingerprint(config), 'config': to_json(config)})
         return False
     found = read_json(path, CONFIG)
-    if found['hash'] == config_hash:
+    try:
+        stored: Config = from_json(Config, found['config'])
+    except ConfigError as error:
+        raise ConfigError(f'{path} has an {error}; or give another workdir') from error
+    if fingerprint(stored) == fingerprint(config):
         return True
-    differences = list(_differences(found['config'], to_jsonable(config)))
-    if not differences:
-        differences = [
-            f'hash: {found["hash"]} -> {config_hash} (no field differs, so the file was '
-            'edited, or the hash computed by other code)'
-        ]
+    wanted = with_machine_of(config, stored)
+    changes = differences(dataclasses.asdict(stored), dataclasses.asdict(wanted))
     raise ConfigError(
         f'workdir={directory} holds a run of another configuration:\n  '
-        + '\n  '.join(differences)
+        + '\n  '.join(changes)
         + '\nSet these fields back to resume it, or give another workdir.'
     )
-
-
-def _differences(old: Any, new: Any) -> Iterator[str]:
-    """Yields 'path: old -> new' for every field that differs; lists are compared by position."""
-    old_leaves, new_leaves = dict(_leaves(old)), dict(_leaves(new))
-    for path in old_leaves | new_leaves:
-        texts = [
-            json.dumps(leaves[path]) if path in leaves else 'absent'
-            for leaves in (old_leaves, new_leaves)
-        ]
-        if texts[0] != texts[1]:
-            yield f'{path}: {texts[0]} -> {texts[1]}'
-
-
-def _leaves(value: Any, path: str = '') -> Iterator[tuple[str, Any]]:
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    children = list(items)
-    if not children:
-        yield path, value
-    for key, child in children:
-        yield from _leaves(child, f'{path}.{key}' if path else str(key))
 
 
 def _record_start(path: Path, command: list[str] | None) -> None:

@@ -34,12 +34,14 @@ class PlannedRun:
       stage: 'screening', 'verdict' at the tuned settings, or 'single' in a study without tuning.
       knob: the setting that is screened.
       config: resolved.
+      kept: the directory, where an earlier plan named it otherwise.
     """
 
     arm: Arm
     stage: str
     knob: str | None
     config: Config
+    kept: str | None = None
 
     @property
     def id(self) -> str:
@@ -48,6 +50,8 @@ class PlannedRun:
     @property
     def directory(self) -> str:
         """Relative to the study: readable, and one per configuration."""
+        if self.kept is not None:
+            return self.kept
         stage = '' if self.stage == SINGLE else f' {self.stage}'
         words = re.sub(r'[^\w.=]+', '-', self.arm.title + stage).strip('-')
         return f'runs/{words}-{self.id}'

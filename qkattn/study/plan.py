@@ -8,7 +8,6 @@ The plan is a function of the study and of the results of finished runs, so all 
 same plan.
 """
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -109,29 +108,19 @@ def _at_least(
 
 def declaration(study: Study, arms: list[Arm], command: list[str] | None) -> dict[str, Any]:
     """The content of study.json."""
+    values = to_json(study)
+    matched = values.pop('match')
     tuning = None
     if is_tuned(study):
-        tuning = {
-            name: getattr(study.tuning, name) for name in ('seeds', 'max_points', 'max_seeds')
-        }
-        tuning |= {f'{knob}s': values for knob, values in grids(study, arms[0]).items()}
-    return {
-        'name': study.name,
-        'question': study.question,
-        'baseline': study.baseline,
+        tuning = values['tuning'] | {f'{k}s': grid for k, grid in grids(study, arms[0]).items()}
+    return values | {
         'variants': list(dict.fromkeys(a.label for a in arms if a.place.control is None)),
-        'sizes': study.sizes,
-        'matched': study.match,
-        'fill': study.fill,
-        'tolerance': study.tolerance,
-        'margin': study.margin,
-        'destinations': study.destinations,
+        'matched': matched,
         'corpora': corpora_of(study),
-        'controls': dataclasses.asdict(controls_of(study)),
+        'controls': to_json(controls_of(study)),
         'seeds': study.base.trials.seeds,
         'looks': looks_of(study),
         'tuning': tuning,
-        'base': to_json(study.base),
         'base_hash': fingerprint(study.base),
         'arms': [arm.place._asdict() for arm in arms],
         'command': ' '.join(command) if command else None,
@@ -176,5 +165,7 @@ def result_lines(study: Study, known: list[PlannedRun], results: Results) -> str
     for run in known:
         fields = {'study': study.name, 'run': run.id, **about(study, run)}
         fields['target_parameters'] = fields.pop('target')
-        text += [json.dumps({**fields, **trial}) + '\n' for trial in results(run) or []]
+        # The hash of a config may have been another one when its run was made.
+        own = {} if run.kept is None else {'config_hash': run.id}
+        text += [json.dumps({**fields, **trial, **own}) + '\n' for trial in results(run) or []]
     return ''.join(text)

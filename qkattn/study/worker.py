@@ -4,6 +4,7 @@ Any number of workers may share a study's directory. A run is trained by one of 
 the run of a worker that died is resumed from its last checkpoint.
 """
 
+import dataclasses
 import json
 import logging
 import time
@@ -22,23 +23,15 @@ from qkattn.errors import (
     RunDirectoryError,
     Stopped,
 )
-from qkattn.run import leases, ledger
-from qkattn.run.file_schemas import CONFIG, STUDY, read_results
+from qkattn.run import leases
+from qkattn.run.file_schemas import CONFIG, read_results
 from qkattn.run.files import check_directory, locked, make_directory, write_atomic
-from qkattn.run.json_schema import check, flat
-from qkattn.run.records import damaged, read_json, to_jsonable, write_json
+from qkattn.run.records import read_json, to_jsonable
 from qkattn.run.signals import StopRequest
-from qkattn.study import plan
+from qkattn.study import declaration, plan
 from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.train import sharding, train
-
-# Fields of study.json that may gain values when a directory is used again, and those that may
-# differ altogether.
-GROWING = ('variants', 'sizes', 'corpora')
-EXTENSIBLE = (*GROWING, 'arms', 'question', 'command')
-# Settings of the base that workers on several machines may each have their own of.
-OF_MACHINE, OF_MACHINE_DATA = ('mesh',), ('data_dir', 'manual_dir')
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +44,7 @@ def run(
     *,
     command: list[str] | None = None,
     expiry: float = leases.EXPIRY,
+    accept_changes: bool = False,
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
@@ -59,6 +53,8 @@ def run(
 
     Args:
       expiry: seconds without a heartbeat after which a worker counts as dead.
+      accept_changes: whether the study of the directory may have had other settings; the ledger
+        lists them.
 
     Raises:
       ConfigError: an impossible setting or directory; at the end, if runs could not be trained.
@@ -69,13 +65,16 @@ def run(
     failed: dict[str, str] = {}
     with StopRequest() as stop:
         # Before the directory is created, so that a refused study leaves nothing behind.
-        for run in {run.config.data: run for run in _known(study, arms, path)[1]}.values():
+        runs, left, _ = _known(study, arms, path)
+        for run in {run.config.data: run for run in left}.values():
             sharding.require_devices(run.config.mesh)
             rows = rows_of(run.config)
             if study.tuning.seeds:
                 check_documents(rows, run.config.data)
         path = make_directory(path)
-        _declare(path, to_jsonable(plan.declaration(study, arms, command)))
+        declared = to_jsonable(plan.declaration(study, arms, command))
+        changes = declaration.replaced(path, runs, left)
+        declaration.declare(path, study, declared, changes, accept_changes)
         while True:
             if stop.requested:
                 raise Stopped('stopped between two runs')
@@ -92,82 +91,26 @@ def run(
     return path
 
 
-def _declare(path: Path, declared: dict[str, Any]) -> None:
-    """Writes study.json and the ledger; raises unless the directory's study is this or smaller."""
-    with locked(path / 'lock'):
-        file, entries = path / 'study.json', path / ledger.NAME
-        if file.exists():
-            earlier = read_json(file, {})
-            declared = _extended(file, earlier, declared)
-            hashes = {ledger.digest(study) for study in (earlier, declared)}
-            if ledger.read(entries).declaration not in hashes:
-                raise ConfigError(
-                    f'{file} is not what {entries} declares last; restore both from a copy, or '
-                    'give another workdir'
-                )
-        elif (path / 'runs').exists() or (
-            entries.exists() and ledger.read(entries).declaration != ledger.digest(declared)
-        ):
-            raise ConfigError(
-                f'workdir={path} holds runs or a ledger, but no study.json; restore it from a '
-                'copy, or give another workdir'
-            )
-        ledger.declare(path, declared)
-        if not file.exists() or ledger.digest(earlier) != ledger.digest(declared):
-            write_json(file, declared)
-
-
-def _extended(file: Path, earlier: Any, declared: dict[str, Any]) -> dict[str, Any]:
-    """What is declared, with the machine's settings of before; raises unless it extends that."""
-    missing = declared.keys() - earlier.keys()
-    if missing or (unknown := earlier.keys() - declared.keys()):
-        problem = f'no field {min(missing)!r}' if missing else f'a field {min(unknown)!r}'
-        raise ConfigError(
-            f'{file} has {problem}, so it is not the declaration of a study that can be continued; '
-            'give another workdir'
-        )
-    try:
-        check(earlier, STUDY)
-    except ValueError as error:
-        raise damaged(file, error) from error
-    of_machine = {name: earlier['base'][name] for name in OF_MACHINE}
-    data = {name: earlier['base']['data'][name] for name in OF_MACHINE_DATA}
-    base = declared['base'] | of_machine
-    declared = declared | {'base': base | {'data': base['data'] | data}}
-    old, new = (
-        dict(flat({name: value for name, value in of.items() if name not in EXTENSIBLE}))
-        for of in (earlier, declared)
-    )
-    for name in sorted(old.keys() | new.keys()):
-        was, now = (repr(of[name]) if name in of else 'nothing' for of in (old, new))
-        if was != now:
-            seeds = ', or declare looks for seeds to add' if name == 'base.trials.seeds' else ''
-            raise ConfigError(
-                f'workdir={file.parent} holds a study with another {name}, {was} instead of {now}; '
-                f'set it back or give another workdir{seeds}'
-            )
-    for name in GROWING:
-        if gone := [value for value in earlier[name] if value not in declared[name]]:
-            raise ConfigError(
-                f'workdir={file.parent} holds a study whose {name} have {gone[0]!r}; they may '
-                'grow but not shrink: put it back or give another workdir'
-            )
-    return declared
-
-
 def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
     """Returns every run known so far, those of them without a result, and the results."""
     read: dict[str, list[dict[str, Any]] | None] = {}
+    before = declaration.planned(path)
+
+    def kept(run: PlannedRun) -> PlannedRun:
+        line = before.get(run.id)
+        if line is None or line['directory'] == run.directory:
+            return run
+        return dataclasses.replace(run, kept=line['directory'])
 
     def results(run: PlannedRun) -> list[dict[str, Any]] | None:
         # Each file is read once, so that the plan and the runs left are of the same moment.
-        if run.directory not in read:
-            result = path / run.directory / 'result.json'
+        if run.id not in read:
+            result = path / kept(run).directory / 'result.json'
             trials = run.config.trials.trials()
-            read[run.directory] = read_results(result, trials) if result.exists() else None
-        return read[run.directory]
+            read[run.id] = read_results(result, trials) if result.exists() else None
+        return read[run.id]
 
-    runs = plan.runs(study, arms, results)
+    runs = list(map(kept, plan.runs(study, arms, results)))
     return runs, [run for run in runs if results(run) is None], results
 
 

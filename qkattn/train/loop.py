@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qkattn.config import Config, fingerprint, to_json
+from qkattn.config import Config
 from qkattn.data.pipeline import TrainBatches
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
@@ -69,7 +69,7 @@ def train(
     if jax.process_count() > 1:
         raise ConfigError(f'a run is one process, but this job has {jax.process_count()}')
 
-    opened = RunDirectory.open(workdir, to_json(config), fingerprint(config), command)
+    opened = RunDirectory.open(workdir, config, command)
     with opened as directory, StopRequest() as stop:
         result_path = directory.path / 'result.json'
         if result_path.exists():

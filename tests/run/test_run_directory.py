@@ -1,22 +1,25 @@
 """The run directory: its one owner, its one configuration, and what it records at a start."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from qkattn.config import Config, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.run import provenance
 from qkattn.run.records import read_json
 from qkattn.run.run_directory import RunDirectory
 from tests.processes import start_python
 
-CONFIG = {'seed': 0, 'model': {'d_model': 64, 'mesh': [1, 2]}}
+CONFIG = Config(trials=TrialsConfig(seeds=(0, 1)))
 
 HOLD_DIRECTORY = """
     import sys, time
+    from qkattn.config import Config
     from qkattn.run.run_directory import RunDirectory
-    with RunDirectory.open(sys.argv[1], {'seed': 0}, 'hash') as run:
+    with RunDirectory.open(sys.argv[1], Config()) as run:
         for step in range(1, 6):
             run.metrics.append({'step': step})
         print('holding', flush=True)
@@ -29,50 +32,74 @@ def test_a_directory_in_use_is_refused_until_its_process_is_killed(tmp_path):
     try:
         assert holder.stdout.readline() == 'holding\n', holder.stderr.read()
         with pytest.raises(RunDirectoryError) as refusal:
-            RunDirectory.open(tmp_path / 'run', {'seed': 0}, 'hash')
+            RunDirectory.open(tmp_path / 'run', Config())
         assert str(tmp_path / 'run') in str(refusal.value)
         assert f'process {holder.pid} on ' in str(refusal.value)
         assert '\n' not in str(refusal.value)
     finally:
         holder.kill()
         holder.communicate()
-    with RunDirectory.open(tmp_path / 'run', {'seed': 0}, 'hash') as run:
+    with RunDirectory.open(tmp_path / 'run', Config()) as run:
         assert run.resumed
         # What was appended before kill -9 is there although nothing was flushed or closed.
         assert run.metrics.last_step == 5
 
 
 def test_a_directory_is_free_after_close_and_its_config_written_once(tmp_path):
-    with RunDirectory.open(tmp_path, CONFIG, 'a') as run:
+    with RunDirectory.open(tmp_path, CONFIG) as run:
         assert not run.resumed
         assert run.path.is_absolute()
     path = tmp_path / 'config.json'
     written = path.stat()
-    with RunDirectory.open(tmp_path, CONFIG, 'a') as run:
+    with RunDirectory.open(tmp_path, CONFIG) as run:
         assert run.resumed
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
-    assert read_json(path, {}) == {'hash': 'a', 'config': CONFIG}
+    assert read_json(path, {}) == {'hash': fingerprint(CONFIG), 'config': to_json(CONFIG)}
+
+
+def with_fields(config, **sections):
+    for name, fields in sections.items():
+        section = dataclasses.replace(getattr(config, name), **fields)
+        config = dataclasses.replace(config, **{name: section})
+    return config
 
 
 def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path):
-    RunDirectory.open(tmp_path, CONFIG, 'a').close()
+    RunDirectory.open(tmp_path, CONFIG).close()
     before = (tmp_path / 'config.json').read_bytes()
-    changed = {'seed': 1, 'model': {'d_model': 64, 'mesh': [1, 4, 8]}, 'note': None}
+    changed = with_fields(
+        CONFIG,
+        model={'d_model': 64, 'window': 8},
+        trials={'seeds': (0, 2)},
+        mesh={'data': 2},  # of the machine, so no difference
+    )
     with pytest.raises(ConfigError) as refusal:
-        RunDirectory.open(tmp_path, changed, 'b')
+        RunDirectory.open(tmp_path, changed)
     listed = [line.strip() for line in str(refusal.value).splitlines()[1:-1]]
     assert listed == [
-        'seed: 0 -> 1',
-        'model.mesh.1: 2 -> 4',
-        'model.mesh.2: absent -> 8',
-        'note: absent -> null',
+        'model.d_model: 128 -> 64',
+        'model.window: null -> 8',
+        'trials.seeds: [0, 1] -> [0, 2]',
     ]
     assert 'another workdir' in str(refusal.value)
-    with pytest.raises(ConfigError, match=r'hash: a -> b \(no field differs'):
-        RunDirectory.open(tmp_path, CONFIG, 'b')
     assert (tmp_path / 'config.json').read_bytes() == before
     # A refusal leaves the directory free.
-    RunDirectory.open(tmp_path, CONFIG, 'a').close()
+    RunDirectory.open(tmp_path, CONFIG).close()
+
+
+def test_a_run_is_resumed_whatever_its_config_lacks_and_its_hash_was(tmp_path):
+    RunDirectory.open(tmp_path, CONFIG).close()
+    stored = to_json(CONFIG)
+    del stored['model']['window'], stored['decode']
+    (tmp_path / 'config.json').write_text(json.dumps({'hash': 'other', 'config': stored}))
+    with RunDirectory.open(tmp_path, CONFIG) as run:
+        assert run.resumed
+    with pytest.raises(ConfigError, match='model.window: null -> 8'):
+        RunDirectory.open(tmp_path, with_fields(CONFIG, model={'window': 8}))
+    stored['model']['normalizer'] = 'sigmoid'
+    (tmp_path / 'config.json').write_text(json.dumps({'hash': 'other', 'config': stored}))
+    with pytest.raises(ConfigError, match=r'config\.json has an unknown field model\.normalizer='):
+        RunDirectory.open(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -89,18 +116,18 @@ def test_a_directory_without_its_config_is_not_adopted(tmp_path, name, content, 
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(content)
     with pytest.raises(RunDirectoryError, match=message):
-        RunDirectory.open(tmp_path, CONFIG, 'a')
+        RunDirectory.open(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize('path', ['gs://bucket/run', '/proc'])
 def test_a_path_that_cannot_be_a_directory_is_refused(path):
     with pytest.raises(RunDirectoryError, match=path):
-        RunDirectory.open(path, CONFIG, 'a')
+        RunDirectory.open(path, CONFIG)
 
 
 def test_provenance_gains_one_entry_per_start(tmp_path):
-    RunDirectory.open(tmp_path, CONFIG, 'a', ['train', '--first']).close()
-    RunDirectory.open(tmp_path, CONFIG, 'a', ['train', '--second']).close()
+    RunDirectory.open(tmp_path, CONFIG, ['train', '--first']).close()
+    RunDirectory.open(tmp_path, CONFIG, ['train', '--second']).close()
     starts = json.loads((tmp_path / 'provenance.json').read_text())['starts']
     assert [start['command'] for start in starts] == [['train', '--first'], ['train', '--second']]
     assert starts[0]['versions']['numpy'] == np.__version__

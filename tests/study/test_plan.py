@@ -277,7 +277,7 @@ def test_every_corpus_has_arms_and_longer_controls_of_its_own():
         'control': 'equal_shape',
     }
     assert declared['variants'] == list(study.variants)
-    assert declared['controls']['longer_seeds'] == STUDY.base.trials.seeds
+    assert declared['controls']['longer_seeds'] == list(STUDY.base.trials.seeds)
 
 
 def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish():

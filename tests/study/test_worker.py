@@ -8,7 +8,16 @@ import time
 
 import pytest
 
-from qkattn.config import Config, DataConfig, TuningConfig, from_json
+from qkattn.config import (
+    Config,
+    ControlsConfig,
+    DataConfig,
+    ModelConfig,
+    Study,
+    TuningConfig,
+    from_json,
+)
+from qkattn.config.setting import setting
 from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, RunDirectoryError, Stopped
 from qkattn.run import leases, ledger
 from qkattn.run.records import read_json, write_json
@@ -181,24 +190,24 @@ def based(**parts):
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
-        ({'margin': 0.01}, 'another margin, 0.005 instead of 0.01; set it back or give'),
-        ({'tuning': TuningConfig(seeds=(10, 11))}, 'another tuning.max_points, 6 instead of 9'),
+        (
+            {'margin': 0.01},
+            r'other settings:\n  margin: 0.005 -> 0.01\nSet them back or give another .*accept',
+        ),
+        ({'tuning': TuningConfig(seeds=(10, 11))}, 'tuning.max_points: 6 -> 9'),
         (
             based(trials={'seeds': (0, 1, 2, 3)}),
-            r'another base.trials.seeds, \[0, 1, 2\] instead of \[0, 1, 2, 3\]; .*looks',
+            r'base.trials.seeds: \[0, 1, 2\] -> \[0, 1, 2, 3\]\n  looks: \[3\] -> \[4\]\n',
         ),
-        (based(train={'num_steps': 500}), 'another base.train.num_steps, 1000 instead of 500'),
-        (based(train={'batch_size': 8}), 'another base.train.batch_size, 16 instead of 8'),
+        (based(train={'num_steps': 500}), r'\n  base.train.num_steps: 1000 -> 500\n'),
+        (based(train={'batch_size': 8}), 'base.train.batch_size: 16 -> 8'),
+        (based(optimizer={'schedule': 'cosine'}), 'base.optimizer.schedule: "linear" -> "cosine"'),
+        (based(data={'name': 'text'}), 'base.data.name: "stdlib" -> "text"'),
+        (based(data={'eval_sequences': 64}), 'base.data.eval_sequences: null -> 64'),
         (
-            based(optimizer={'schedule': 'cosine'}),
-            "another base.optimizer.schedule, 'linear' instead of 'cosine'",
+            {'variants': ('qk/vo', 'qk/k_is_v')},
+            "\n  variants: 'shared_qk/vo' is left out, .*\nSet them back or give another workdir.$",
         ),
-        (based(data={'name': 'text'}), "another base.data.name, 'stdlib' instead of 'text'"),
-        (
-            based(data={'eval_sequences': 64}),
-            'another base.data.eval_sequences, None instead of 64',
-        ),
-        ({'variants': ('qk/vo', 'qk/k_is_v')}, "whose variants have 'shared_qk/vo'"),
     ],
     ids=[
         *('margin', 'tuning', 'seeds', 'steps', 'batch', 'schedule', 'data', 'evaluation rows'),
@@ -210,7 +219,138 @@ def test_a_directory_keeps_the_study_that_it_began_with(trained, tmp_path, field
     before = {p: p.read_bytes() for p in path.glob('*.json*')}
     with pytest.raises(ConfigError, match=message):
         worker.run(dataclasses.replace(STUDY, **fields), path)
-    assert {p: p.read_bytes() for p in path.glob('*.json*')} == before
+    assert {p: p.read_bytes() for p in path.glob('*.json*')} == before and len(trained) == 6
+
+
+def test_another_setting_takes_a_flag_which_the_ledger_keeps(trained, tmp_path):
+    path = worker.run(STUDY, tmp_path / 'out')
+    old = set(path.glob('runs/*'))
+    other = dataclasses.replace(STUDY, **based(train={'num_steps': 500}))
+    worker.run(other, path, accept_changes=True)
+    entry = ledger.read(path / 'ledger.jsonl').entries[-1]
+    assert (entry['event'], entry['changes']) == ('changed', ['base.train.num_steps: 1000 -> 500'])
+    assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
+    assert len(entry['arms']) == 2 and entry['post_hoc'] is False
+    # Nothing is continued with other settings: all runs are others, and the old ones are kept.
+    assert len(trained) == len(set(trained)) == 12
+    assert {path / line['directory'] for line in lines(path / 'orphans.jsonl')} == old
+    worker.run(other, path)
+    assert len(trained) == 12 and events(path) == ['declared', 'changed']
+    # Arms whose settings changed after a look are post hoc, and arms are never left out.
+    ledger.look(path)
+    worker.run(dataclasses.replace(other, margin=0.05), path, accept_changes=True)
+    assert len(trained) == 12 and len(ledger.read(path / 'ledger.jsonl').post_hoc) == 2
+    with pytest.raises(
+        ConfigError,
+        match="\n  variants: 'shared_qk/vo' is left out, .*\nSet them back or .* workdir.$",
+    ):
+        fewer = dataclasses.replace(other, variants=('qk/vo',))
+        worker.run(fewer, path, accept_changes=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterModel(ModelConfig):
+    normalizer: str = setting('softmax', 'Of scores.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterConfig(Config):
+    model: LaterModel = LaterModel()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterControls(ControlsConfig):
+    shuffled: bool = setting(False, 'Arms of shuffled text.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterStudy(Study):
+    correction: str = setting('holm', 'For several comparisons.')
+
+
+def later(controls=(), model=(), **fields):
+    """The study as a version would have it whose configs have one field more in each section."""
+    values = {f.name: getattr(STUDY, f.name) for f in dataclasses.fields(STUDY)}
+    model = LaterModel(**vars(STUDY.base.model), **dict(model))
+    values['base'] = LaterConfig(**vars(STUDY.base) | {'model': model})
+    values['controls'] = LaterControls(**vars(STUDY.controls), **dict(controls))
+    return LaterStudy(**values | fields)
+
+
+def test_a_field_that_is_added_trains_nothing_again(trained, tmp_path):
+    path = worker.run(STUDY, tmp_path / 'out', command=['x'])
+    ledger.look(path)
+    before = {p: p.read_bytes() for p in path.rglob('*.json*')}
+    worker.run(later(), path, command=['x'])
+    assert len(trained) == 6
+    assert {p: p.read_bytes() for p in path.rglob('*.json*')} == before
+    assert not ledger.look(path)  # the same files
+
+
+@pytest.mark.parametrize(
+    ('study', 'message'),
+    [
+        (later(correction='none'), r'\n  correction: "holm" -> "none"\n'),
+        (
+            later(model={'normalizer': 'sigmoid'}),
+            r'\n  base.model.normalizer: "softmax" -> "sigmoid"\n',
+        ),
+    ],
+    ids=['study', 'model'],
+)
+def test_an_added_field_with_another_value_is_a_change(trained, tmp_path, study, message):
+    path = worker.run(STUDY, tmp_path / 'out')
+    with pytest.raises(ConfigError, match=message):
+        worker.run(study, path)
+    assert len(trained) == 6
+
+
+def test_a_run_is_found_whatever_hash_named_it(trained, tmp_path):
+    """A study of a time when configs had a field less and hashes were others."""
+    path = worker.run(STUDY, tmp_path / 'out')
+    planned, study = lines(path / 'plan.jsonl'), read_json(path / 'study.json', {})
+    for line in planned:
+        named = 'runs/old-' + line['run'][::-1]
+        (path / line['directory']).rename(path / named)
+        line |= {'run': line['run'][::-1], 'directory': named}
+        del line['config']['model']['window']
+    (path / 'plan.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in planned))
+    del study['base']['model']['window']
+    write_json(path / 'study.json', study | {'base_hash': 'old'})
+    (path / 'ledger.jsonl').unlink()
+    ledger.declare(path, read_json(path / 'study.json', {}))
+    worker.run(STUDY, path)
+    assert len(trained) == 6 and not (path / 'orphans.jsonl').exists()
+    assert [line['directory'] for line in lines(path / 'plan.jsonl')] == [
+        line['directory'] for line in planned
+    ]
+    ids = {line['run'] for line in lines(path / 'plan.jsonl')}
+    assert {(r['run'], r['config_hash']) for r in lines(path / 'results.jsonl')} == {
+        (name, name) for name in ids
+    }
+    assert events(path) == ['declared', 'declared']
+
+
+def test_a_finished_run_is_not_replaced_unasked_where_arms_come_out_otherwise(
+    trained, tmp_path, monkeypatch
+):
+    path = worker.run(STUDY, tmp_path / 'out')
+
+    def other_arms(study):
+        """As another version might match them."""
+        for arm in build_arms(study):
+            wider = dataclasses.replace(arm.match.config, d_ff=arm.model.mlp_width + 1)
+            match = dataclasses.replace(arm.match, config=wider)
+            yield arm if arm.variant == 'qk/vo' else dataclasses.replace(arm, match=match)
+
+    monkeypatch.setattr(worker, 'build_arms', lambda study: list(other_arms(study)))
+    with pytest.raises(ConfigError, match=r'\n  runs/shared_qk-vo.*: model.d_ff: \d+ -> \d+\nSet'):
+        worker.run(STUDY, path)
+    assert len(trained) == 6 and events(path) == ['declared']
+    worker.run(STUDY, path, accept_changes=True)
+    assert len(trained) == 9 and events(path) == ['declared', 'changed']
+    worker.run(STUDY, path)
+    assert len(trained) == 9 and events(path) == ['declared', 'changed']
 
 
 def test_a_worker_may_have_devices_and_data_directories_of_its_own(trained, tmp_path):

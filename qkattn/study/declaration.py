@@ -1,0 +1,173 @@
+"""study.json: what a study declares before its first run, and whether a directory continues it.
+
+A directory keeps the settings that its study began with; variants, sizes and corpora may grow. Any
+other change takes a flag, and the ledger lists it. A run of other settings is another run: none is
+continued with settings that it did not begin with.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qkattn.config import (
+    Config,
+    Study,
+    differences,
+    fingerprint_of,
+    from_json,
+    schema,
+    to_json,
+    with_machine_of,
+)
+from qkattn.errors import ConfigError
+from qkattn.run import ledger
+from qkattn.run.file_schemas import STUDY
+from qkattn.run.files import locked
+from qkattn.run.json_schema import check
+from qkattn.run.records import damaged, read_json, write_json
+from qkattn.study.chains import PlannedRun
+from qkattn.study.place import Place
+
+# Fields of study.json that may gain values when a directory is used again, and those that may
+# differ altogether; those that follow from the base; and those that tell runs of a plan apart.
+GROWING = ('variants', 'sizes', 'corpora', 'arms')
+EXTENSIBLE = (*GROWING, 'question', 'command')
+DERIVED = ('seeds', 'base_hash')
+KEY = (*Place._fields, 'stage', 'knob')
+
+
+def declare(
+    path: Path,
+    study: Study,
+    declared: dict[str, Any],
+    replaced: Sequence[str],
+    accept_changes: bool,
+) -> None:
+    """Writes study.json and the ledger where they are not those of this study yet.
+
+    Args:
+      declared: the content of study.json.
+      replaced: `replaced` of the runs that are left.
+      accept_changes: whether settings may change; the ledger keeps each change.
+
+    Raises:
+      ConfigError: the directory holds another study, or a part of one.
+    """
+    with locked(path / 'lock'):
+        file, entries = path / 'study.json', path / ledger.NAME
+        changes: list[str] = []
+        if file.exists():
+            earlier = read_json(file, {})
+            declared, changes, gone = _extended(file, study, earlier, declared)
+            changes = changes or list(replaced)
+            if gone or (changes and not accept_changes):
+                flag = (
+                    ', or add --accept_changes: the ledger then lists these changes, and runs of '
+                    'other settings are trained beside those of before, which are kept'
+                )
+                raise ConfigError(
+                    f'workdir={path} holds a study of other settings:\n  '
+                    + '\n  '.join([*changes, *gone])
+                    + f'\nSet them back or give another workdir{"" if gone else flag}.'
+                )
+            hashes = {ledger.digest(study) for study in (earlier, declared)}
+            if ledger.read(entries).declaration not in hashes:
+                raise ConfigError(
+                    f'{file} is not what {entries} declares last; restore both from a copy, or '
+                    'give another workdir'
+                )
+        elif (path / 'runs').exists() or (
+            entries.exists() and ledger.read(entries).declaration != ledger.digest(declared)
+        ):
+            raise ConfigError(
+                f'workdir={path} holds runs or a ledger, but no study.json; restore it from a '
+                'copy, or give another workdir'
+            )
+        ledger.declare(path, declared, changes)
+        if not file.exists() or ledger.digest(earlier) != ledger.digest(declared):
+            write_json(file, declared)
+
+
+def _extended(
+    file: Path, study: Study, earlier: Any, declared: dict[str, Any]
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """What is declared, with the machine's settings of before; what differs; what is left out.
+
+    Raises:
+      ConfigError: what was declared before is not known here.
+    """
+    kind: Any = type(study)
+    defaults, stored = schema.defaults(kind), schema.always_stored(kind)
+    later = {name: value for name, value in defaults.items() if name not in stored}
+    earlier = later | earlier
+    missing = declared.keys() - earlier.keys()
+    if missing or (unknown := earlier.keys() - (later | declared).keys()):
+        problem = f'no field {min(missing)!r}' if missing else f'a field {min(unknown)!r}'
+        raise ConfigError(
+            f'{file} has {problem}, so it is not the declaration of a study that can be continued; '
+            'use the version of qkattn that wrote it, or give another workdir'
+        )
+    try:
+        check(earlier, STUDY)
+    except ValueError as error:
+        raise damaged(file, error) from error
+    try:
+        before: Config = from_json(type(study.base), earlier['base'], 'base.')
+    except ConfigError as error:
+        raise ConfigError(f'{file} has an {error}') from error
+    now: Config = with_machine_of(study.base, before)
+    gone = [
+        f'{name}: {value!r} is left out, but {name} may only grow'
+        for name in GROWING
+        for value in earlier[name]
+        if value not in declared[name]
+    ]
+
+    def compared(of: Mapping[str, Any], base: Config) -> dict[str, Any]:
+        kept = {name: v for name, v in of.items() if name not in (*EXTENSIBLE, *DERIVED)}
+        return kept | {'base': dataclasses.asdict(base)}
+
+    changes = differences(compared(earlier, before), compared(later | declared, now))
+    return declared | {'base': to_json(now)}, changes, gone[:1]
+
+
+def planned(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines of plan.jsonl by the fingerprint of their config; damaged ones are left out."""
+    file = path / 'plan.jsonl'
+    lines = (
+        file.read_text(encoding='utf-8', errors='replace').splitlines() if file.is_file() else []
+    )
+    return {found[0]: found[1] for line in lines if (found := _parsed(line)) is not None}
+
+
+@functools.cache
+def _parsed(line: str) -> tuple[str, dict[str, Any]] | None:
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, ConfigError):
+        record = json.loads(line)
+        if {*KEY, 'directory'} <= record.keys():
+            return fingerprint_of(record['config']), record
+    return None
+
+
+def replaced(path: Path, runs: Sequence[PlannedRun], left: Sequence[PlannedRun]) -> list[str]:
+    """How settings differ where a run is to be trained in place of a finished one of plan.jsonl.
+
+    Args:
+      runs: the whole plan; those in `left` have no result.
+    """
+    ids = {run.id for run in runs}
+    again = {(*run.arm.place, run.stage, run.knob): run for run in reversed(left)}
+    changes = []
+    for name, line in planned(path).items():
+        if name in ids or not (path / line['directory'] / 'result.json').exists():
+            continue
+        if (run := again.pop(tuple(line[field] for field in KEY), None)) is not None:
+            old = from_json(Config, line['config'])
+            new = with_machine_of(run.config, old)
+            differing = differences(dataclasses.asdict(old), dataclasses.asdict(new))
+            changes += [f'{line["directory"]}: {change}' for change in differing]
+    return changes
