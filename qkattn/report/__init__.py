@@ -6,8 +6,9 @@ from pathlib import Path
 from qkattn.report.figures import figures
 from qkattn.report.figures.drawn_data import drawn_data
 from qkattn.report.figures.style import Drawing, render
+from qkattn.report.latex import latex_table
 from qkattn.report.page import report_page
-from qkattn.report.tables import csv_table, headline, latex_table, report_markdown, report_text
+from qkattn.report.tables import csv_table, headline, report_markdown, report_text
 from qkattn.report.trials import trials_csv
 from qkattn.run import ledger
 from qkattn.run.files import write_atomic

@@ -99,15 +99,10 @@ def of_verdict(study: Study) -> Iterator[Column]:
         'p_equivalence_holm': f'p of less than {margin}',
     }
     for key, heading in tests.items():
-        yield Column(
-            key,
-            f'verdict.{key}',
-            f'{heading},|corrected' * tuned,
-            p_value,
-            brief=tuned,
-        )
+        yield Column(key, f'verdict.{key}', f'{heading},|corrected' * tuned, p_value)
     if tuned:
-        yield Column('', _p_of_word, 'p,|corrected', p_value, full=False, headline=True)
+        shown = {'full': False, 'brief': True, 'headline': True}
+        yield Column('', _p_of_word, 'p,|corrected', p_value, **shown)
     yield Column(
         'detectable_holm',
         'verdict.detectable',

@@ -47,6 +47,7 @@ def columns(study: Study, found: Findings) -> list[Column]:
     groups = dict.fromkeys(group for arm in arms for group in arm.example.parameters)
     main, *_ = metrics = measured(found)
     unit = 'nats/token [95 % interval]' if intervals else 'nats/token'
+    heading = f'difference in {found.split} loss,|{unit}'
     by_key = {
         'p_equivalence': 'difference.p_equivalence',
         **{name: f'difference.{name}' for name in ('detectable', 'margin', 'paired')},
@@ -63,14 +64,8 @@ def columns(study: Study, found: Findings) -> list[Column]:
         Column('control', 'control'),
         Column('is_baseline', 'is_baseline'),
         Column('post_hoc', lambda arm: int(prose.is_post_hoc(study, arm.place))),
-        Column(
-            '',
-            _difference,
-            f'difference in {found.split} loss,|{unit}',
-            brief=compared,
-            headline=compared,
-            control=compared,
-        ),
+        Column('', _difference, heading, headline=compared, control=compared),
+        Column('', _interval, heading, full=False, brief=compared),
         Column('difference', 'difference', parts=DIFFERENCE),
         *of_verdict(study),
         *of_parts(found),
@@ -162,8 +157,13 @@ def columns(study: Study, found: Findings) -> list[Column]:
 
 
 def _difference(arm: Arm) -> str:
+    loss = f', {arm.split} loss {mean_sd(arm.loss, 4)}' * arm.is_baseline
+    return f'{_interval(arm)}{loss}'
+
+
+def _interval(arm: Arm) -> str:
     if arm.is_baseline:
-        return f'baseline, {arm.split} loss {mean_sd(arm.loss, 4)}'
+        return 'baseline'
     unpaired = arm.difference is not None and not arm.difference.paired
     return interval(arm.difference) + ' unpaired' * unpaired
 

@@ -1,7 +1,6 @@
-"""One data frame, of the columns of `qkattn.report.columns`, as CSV, text, Markdown and LaTeX."""
+"""One data frame, of the columns of `qkattn.report.columns`, as CSV, text and Markdown."""
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
@@ -9,7 +8,7 @@ import pandas as pd
 from qkattn.report import prose
 from qkattn.report.column import Column
 from qkattn.report.columns import columns, measured
-from qkattn.report.prose import environment, one_line, sentences
+from qkattn.report.prose import one_line, sentences
 from qkattn.report.sheets import Heading, sheets
 from qkattn.stats.inference import LEVEL, POWER
 from qkattn.verdict.arms import Arm
@@ -133,45 +132,3 @@ def report_markdown(study: Study, found: Findings) -> str:
 
 def _bullets(items: Iterable[str]) -> str:
     return '\n'.join(f'- {one_line(item)}' for item in items)
-
-
-def latex_table(study: Study, found: Findings) -> str:
-    """A table environment, booktabs and nothing else; the caption says what is equal."""
-    of_study = [column for column in columns(study, found) if column.brief]
-    groups = [printed(of_study, of) for of in prose.by_where(found.arms, study).values()]
-    template = environment(html=False).get_template('table.tex.j2')
-    return template.render(study=study, found=found, columns=of_study, groups=groups, latex=latex)
-
-
-_ESCAPES = {
-    '\\': r'\textbackslash{}',
-    **{character: f'\\{character}' for character in '{}$&#%_'},
-    '^': r'\textasciicircum{}',
-    '~': r'\textasciitilde{}',
-    '<': r'\textless{}',
-    '>': r'\textgreater{}',
-    '|': r'\textbar{}',
-    '"': "''",
-    '±': r'\ensuremath{\pm}',
-    '→': r'\ensuremath{\rightarrow}',
-    '×': r'\ensuremath{\times}',
-    '–': r'\textendash{}',
-    '…': r'\ldots{}',
-}
-LAST_LATIN = 0x17F
-
-
-def latex(text: str) -> str:
-    """`text` for LaTeX's text mode, on one line; a sign before a digit becomes a minus.
-
-    A character outside of what LaTeX's default fonts hold is written as its code point.
-    """
-
-    def escape(character: str) -> str:
-        code = ord(character)
-        return _ESCAPES.get(character, character if code <= LAST_LATIN else f'[U+{code:04X}]')
-
-    pieces = re.split(r'(?<![\w.])-(?=\d)', one_line(text))
-    # Ligatures would join the hyphens of a name.
-    escaped = (''.join(map(escape, piece)).replace('--', '-{}-') for piece in pieces)
-    return r'\ensuremath{-}'.join(escaped)

@@ -1,8 +1,7 @@
-"""The printed tables: every number recomputed from the records; text, Markdown, CSV and LaTeX."""
+"""The printed tables: every number recomputed from the records; text, Markdown and CSV."""
 
 import csv
 import io
-import re
 import statistics
 
 import numpy as np
@@ -15,15 +14,12 @@ from qkattn.report.tables import (
     frame,
     headed,
     headings,
-    latex,
-    latex_table,
     markdown_table,
     notes,
     printed,
     report_text,
 )
 from qkattn.verdict import find, load_study
-from tests.report.conftest import HOSTILE, assert_compiles
 from tests.studies import (
     probe_record,
     translation_record,
@@ -252,38 +248,3 @@ def test_pipes_are_escaped(study_dir):
     table = markdown_table(headings(of_study), printed(of_study, found.arms))
     assert table.splitlines()[2].startswith('| a\\|b | ')
     assert headline(study, found).splitlines()[0] == '| variant | test loss, nats/token mean ± sd |'
-
-
-def test_latex_of_hostile_names(study_dir):
-    records = tuned_arm('qk/vo', losses=LOSSES_OF_8)
-    name = HOSTILE + 'é→' + chr(0x4E00)
-    records += tuned_arm(name, losses=[x - 0.02 - 0.001 * i for i, x in enumerate(LOSSES_OF_8)])
-    question = 'Are 100 % of the W_O needed? {no}'
-    table = latex_table(*read(write_tuned(study_dir, records, question=question)))
-    assert_compiles(table)
-    minus = r'\ensuremath{-}'
-    assert f'{minus}0.0235 [{minus}0.0255, {minus}0.0215]' in table
-    assert r'better & \textless{} 0.001' in table
-    caption = re.search(r'\\caption\{(.*)\}\n', table).group(1)
-    assert caption.startswith(r'synthetic: Are 100 \% of the W\_O needed? \{no\} Difference:')
-    assert r'Equal total parameters (820k, within 0.1 \%).' in caption
-    assert 'Learning rate tuned per arm on other seeds; 8 seeds' in caption
-    assert 'p corrected for 1 comparison; margin 0.005 nats/token.' in caption
-
-
-@pytest.mark.parametrize(
-    ('text', 'escaped'),
-    [
-        ('a_b', r'a\_b'),
-        ('50 %', r'50 \%'),
-        ('-0.1 [-0.2, +0.3]', r'\ensuremath{-}0.1 [\ensuremath{-}0.2, +0.3]'),
-        ('8-9 p-value', '8-9 p-value'),
-        ('a--b', 'a-{}-b'),
-        ('\\x{', r'\textbackslash{}x\{'),
-        ('a\n b', 'a b'),
-        ('1 ± 2', r'1 \ensuremath{\pm} 2'),
-        (chr(0x4E00), '[U+4E00]'),
-    ],
-)
-def test_latex_escapes(text, escaped):
-    assert latex(text) == escaped
