@@ -101,8 +101,7 @@ def of_verdict(study: Study) -> Iterator[Column]:
     for key, heading in tests.items():
         yield Column(key, f'verdict.{key}', f'{heading},|corrected' * tuned, p_value)
     if tuned:
-        shown = {'full': False, 'brief': True, 'headline': True}
-        yield Column('', _p_of_word, 'p,|corrected', p_value, **shown)
+        yield Column('', _p_of_word, 'p,|corrected', p_value, full=False, brief=True, headline=True)
     yield Column(
         'detectable_holm',
         'verdict.detectable',
