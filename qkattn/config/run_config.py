@@ -151,6 +151,11 @@ class TrainConfig:
         'None initializes from the seeds.',
         path=True,
     )
+    sinks: tuple[str, ...] = setting(
+        (),
+        "Where the logged numbers go besides metrics.jsonl: 'tensorboard', 'wandb' or the import "
+        'path of a class. See docs/outside.md.',
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

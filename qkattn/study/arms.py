@@ -11,6 +11,7 @@ from qkattn.config.validate import check_section
 from qkattn.errors import ConfigError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import validate
+from qkattn.run.sinks import check_sinks
 from qkattn.study import matching
 from qkattn.study.dimension import buildable
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
@@ -93,6 +94,7 @@ def build_arms(study: Study) -> list[Arm]:
     """
     validate_study(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)
+    check_sinks(study.base.train.sinks)
     arms = []
     first, *others = corpora_of(study)
     for size in study.sizes:

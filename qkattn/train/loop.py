@@ -23,6 +23,7 @@ from qkattn.run.progress import Progress
 from qkattn.run.records import write_json
 from qkattn.run.run_directory import RunDirectory
 from qkattn.run.signals import StopRequest
+from qkattn.run.sinks import Sinks, check_sinks
 from qkattn.train import results, sharding
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.measurements import evaluate
@@ -63,6 +64,7 @@ def train(
     """
     validate(config)
     check_optimizer(config.optimizer, config.train.num_steps)
+    check_sinks(config.train.sinks)
     check_directory(workdir)
     sharding.require_devices(config.mesh)
     rows = rows_of(config)
@@ -70,21 +72,27 @@ def train(
         raise ConfigError(f'a run is one process, but this job has {jax.process_count()}')
 
     opened = RunDirectory.open(workdir, config, command)
-    with opened as directory, StopRequest() as stop:
+    with (
+        opened as directory,
+        StopRequest() as stop,
+        contextlib.closing(Sinks(config, directory.path)) as sinks,
+    ):
         result_path = directory.path / 'result.json'
         if result_path.exists():
             return read_results(result_path, config.trials.trials())
         program = build_program(config, directory.path)
         with contextlib.closing(Checkpoints(directory.path / 'checkpoints')) as checkpoints:
-            run = _Run(config, rows, directory, program, checkpoints, stop, lost)
+            run = _Run(config, rows, directory, sinks, program, checkpoints, stop, lost)
             trial_results, documents = run.to_end(description, runs_left)
         if lost():
             raise Lost(f'{directory.path} was taken over before its results were written')
         # A start that finds no results makes all three again.
         write_json(directory.path / 'documents.json', documents, indent=None)
-        directory.metrics.append(results.final_record(trial_results))
+        final = results.final_record(trial_results)
+        directory.metrics.append(final)
         directory.metrics.flush()
         write_json(result_path, trial_results)
+        sinks.write(final)
         return trial_results
 
 
@@ -95,6 +103,7 @@ class _Run:
     config: Config
     rows: Rows
     directory: RunDirectory
+    sinks: Sinks
     program: Program
     checkpoints: Checkpoints
     stop: StopRequest
@@ -105,6 +114,7 @@ class _Run:
         config, program, train = self.config, self.program, self.config.train
         state, step, clock = restore(program, self.checkpoints, self.rows)
         self.directory.metrics.rewind(step, every=train.log_every)
+        self.sinks.open(step)
         seeds = [trial['seed'] for trial in config.trials.trials()]
         tokens_per_step = len(seeds) * train.batch_size * config.model.context
         part = local_rows(config, program.mesh)
@@ -151,7 +161,7 @@ class _Run:
                 clock.add(time.perf_counter() - started, (step - since) * tokens_per_step)
                 if evaluating:
                     evaluation = evaluate(config, program, self.rows, state, 'validation')
-                    self.directory.metrics.append(results.of_evaluation(step, evaluation))
+                    self._record(results.of_evaluation(step, evaluation))
                     val_loss = float(np.mean(evaluation.values['loss']))
                 if saving:
                     # Metrics reach the disk before the checkpoint: a resumed file has no gap.
@@ -168,7 +178,11 @@ class _Run:
         if unwritten is not None:
             step, metrics = unwritten
             means = {name: np.asarray(v_CX, np.float64).mean(0) for name, v_CX in metrics.items()}
-            self.directory.metrics.append({'kind': 'train', 'step': step, **means})
+            self._record({'kind': 'train', 'step': step, **means})
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self.directory.metrics.append(record)
+        self.sinks.write(record)
 
     def _results(self, state: dict, clock: Clock) -> _Outcome:
         evaluations = {

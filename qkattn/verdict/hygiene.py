@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qkattn.config import ANNEALED, OptimizerConfig
+from qkattn.config.serialize import OF_MACHINE
 from qkattn.run.json_schema import flat
 from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
@@ -22,8 +23,6 @@ ENOUGH_SEEDS = 5
 UNCOMMITTED, COMMITS = 'uncommitted', 'commits'
 # The factors of every study, and the shapes that matching solves for.
 _FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
-# Paths and device layout, which affect results at most by rounding.
-_PLACES = ('mesh', 'data.data_dir', 'data.manual_dir')
 # Settings that do not affect results; trials with shared seeds are paired whatever the others are.
 _HARMLESS = (
     *('train.steps_per_dispatch', 'train.log_every', 'train.eval_every', 'train.checkpoint_every'),
@@ -216,7 +215,7 @@ def _facts(study: Study, arm: Arm, factors: set[str]) -> dict[str, Any]:
     example = arm.example
     settings = flat(study.by_name[example.run].config)
     return {
-        **{n: v for n, v in settings if n not in factors and not n.startswith(_PLACES)},
+        **{n: v for n, v in settings if n not in factors and not n.startswith(OF_MACHINE)},
         **{f'data.{name}': value for name, value in flat(example.data)},
         **{n: getattr(example, n) for n in _MEASURED},
     }

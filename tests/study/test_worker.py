@@ -356,7 +356,8 @@ def test_a_finished_run_is_not_replaced_unasked_where_arms_come_out_otherwise(
 def test_a_worker_may_have_devices_and_data_directories_of_its_own(trained, tmp_path):
     path = worker.run(STUDY, tmp_path / 'out', command=['first'])
     before = [(path / name).read_bytes() for name in ('study.json', 'ledger.jsonl')]
-    elsewhere = based(data={'data_dir': '/elsewhere'}, mesh={'trial': 1, 'data': 1})
+    machine = {'mesh': {'trial': 1, 'data': 1}, 'train': {'sinks': ('tensorboard',)}}
+    elsewhere = based(data={'data_dir': '/elsewhere'}, **machine)
     worker.run(dataclasses.replace(STUDY, **elsewhere), path, command=['second'])
     assert [(path / name).read_bytes() for name in ('study.json', 'ledger.jsonl')] == before
 

@@ -23,6 +23,7 @@ from qkattn.run.records import read_json, read_metrics
 from qkattn.run.signals import EXIT_REQUEUE
 from qkattn.train import checkpoint, program, train
 from qkattn.train.checkpoint import Checkpoints
+from tests.run.test_sinks import events
 
 # Each start is a process of its own, forked from one that has imported everything.
 FORKS = multiprocessing.get_context('forkserver')
@@ -171,23 +172,40 @@ def test_a_run_restores_onto_another_mesh(unfinished):
         assert abs(g['val_loss'] - w['val_loss']) < 1e-4
 
 
-def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(small, trained, tmp_path):
-    """A run that another process has taken over is let go."""
-    asked = []
+def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(small, trained, outside):
+    """A run that another process has taken over is let go; its sinks get every record once."""
+    asked, tmp_path = [], outside
+    sinks = ('tensorboard', 'csv_sink:CsvSink(digits=17)')
 
     def lost():
         asked.append(None)
         return len(asked) == 7  # dispatches of one step; checkpoints are every four
 
     with pytest.raises(Lost, match='taken over at step 7'):
-        train(small(), tmp_path / 'run', lost=lost)
+        train(small(train={'sinks': sinks}), tmp_path / 'run', lost=lost)
     assert not (tmp_path / 'run/result.json').exists()
     assert sorted(p.name for p in (tmp_path / 'run/checkpoints').iterdir()) == ['4']
 
-    again = train(small(), tmp_path / 'run')
+    again = train(small(train={'sinks': sinks}), tmp_path / 'run')
     assert [r['val_loss'] for r in again] == [r['val_loss'] for r in trained(small())[1]]
     steps = [r['step'] for r in read_metrics(tmp_path / 'run/metrics.jsonl')]
     assert steps == sorted(steps) and steps.count(5) == 1
+    logged = {
+        f'{record["step"]},{record["kind"]}/{name},{trial}': value
+        for record in read_metrics(tmp_path / 'run/metrics.jsonl')
+        for name, values in record.items()
+        if isinstance(values, list) and name != 'trials'
+        for trial, value in enumerate(values)
+    }
+    lines = (tmp_path / 'run/log.csv').read_text().splitlines()
+    assert len(lines) == len(logged)
+    assert {key: float(value) for key, _, value in (x.rpartition(',') for x in lines)} == logged
+    for trial in (0, 1):
+        for name, values in events(tmp_path / f'run/tensorboard/seed={trial}').items():
+            want = {step: logged[f'{step},{name},{trial}'] for step in values}
+            assert values == pytest.approx(want, rel=1e-6)
+            steps = {'train': range(1, 13), 'eval': (4, 8, 12), 'final': (12,)}
+            assert list(values) == list(steps[name.partition('/')[0]])
 
 
 def damage(step: Path) -> None:
