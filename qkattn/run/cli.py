@@ -131,7 +131,7 @@ def leave(sentence: str, code: int = EXIT_CONFIG) -> None:
 def _log_to_stderr() -> None:
     """Prints the package's messages, one line each; libraries keep their thresholds."""
     if not flags.FLAGS['verbosity'].present:
-        absl.logging.set_verbosity(absl.logging.ERROR)  # orbax logs every step of every save
+        absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs each save, and all it raises
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter('%(message)s'))
     logger = logging.getLogger('qkattn')

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -35,11 +36,21 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         if isinstance(error, DiskError) or (reason := _disk_reason(error)) is None:
             raise
         path = Path(path)
-        directory = path if path.is_dir() else path.parent
-        raise DiskError(
-            f'{directory} cannot be written: {reason}; make room and run the same command again, '
-            'which goes on from what is saved'
-        ) from error
+        raise _disk_error(path if path.is_dir() else path.parent, reason) from error
+
+
+def require_room(directory: str | os.PathLike[str], size: int) -> None:
+    """Raises DiskError unless the disk of `directory` has room for `size` bytes."""
+    free = shutil.disk_usage(directory).free
+    if free < size:
+        raise _disk_error(directory, f'its disk has {free:,} of the {size:,} bytes that are needed')
+
+
+def _disk_error(directory: str | os.PathLike[str], reason: str) -> DiskError:
+    return DiskError(
+        f'{directory} cannot be written: {reason}; make room and run the same command again, which '
+        'goes on from what is saved'
+    )
 
 
 def _disk_reason(error: BaseException) -> str | None:

@@ -13,8 +13,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from qkattn.errors import CheckpointError
+from qkattn.run.files import disk_errors, require_room
 
-TRASH = 'trash'
+TRASH, UNFINISHED = 'trash', '*.orbax-checkpoint-tmp'
+OVERHEAD = 2**20  # bytes of a checkpoint besides its state, at most
 
 log = logging.getLogger(__name__)
 
@@ -35,37 +37,43 @@ class Checkpoints:
             shutil.rmtree(directory / TRASH, ignore_errors=True)
         newest = preservation_policy.LatestN(2)
         best = preservation_policy.BestN(get_metric_fn=_rank, reverse=True, n=1)
-        self._manager = ocp.CheckpointManager(
-            directory,
-            options=ocp.CheckpointManagerOptions(
-                best_fn=_rank,
-                best_mode='min',
-                preservation_policy=preservation_policy.AnyPreservationPolicy([newest, best]),
-                todelete_subdir=None if read_only else TRASH,
-                save_interval_steps=0 if read_only else 1,
-                create=not read_only,
-                cleanup_tmp_directories=not read_only,
-                enable_async_checkpointing=True,
-                read_only=read_only,
-            ),
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_rank,
+            best_mode='min',
+            preservation_policy=preservation_policy.AnyPreservationPolicy([newest, best]),
+            todelete_subdir=None if read_only else TRASH,
+            save_interval_steps=0 if read_only else 1,
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,
+            enable_async_checkpointing=True,
+            read_only=read_only,
         )
+        with disk_errors(directory):
+            self._manager = ocp.CheckpointManager(directory, options=options)
 
     def steps(self) -> list[int]:
         """The steps that are complete, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: dict, record: dict[str, Any], val_loss: float) -> None:
-        """Saves `state` and the JSON `record` under `step`, unless that step is there already."""
+        """Saves `state` and the JSON `record` under `step`, unless that step is there already.
+
+        Raises:
+          DiskError: this save or the one before could not be written.
+        """
         if step in self.steps():
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                record=ocp.args.JsonSave({**record, 'crc32': checksums(state)}),
-            ),
-            metrics={'val_loss': val_loss if math.isfinite(val_loss) else None},
-        )
+        # Found out before, since orbax logs a traceback for every leaf that it cannot write.
+        require_room(self.directory, OVERHEAD + sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        with disk_errors(self.directory):
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    record=ocp.args.JsonSave({**record, 'crc32': checksums(state)}),
+                ),
+                metrics={'val_loss': val_loss if math.isfinite(val_loss) else None},
+            )
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
         """The newest sound checkpoint as (state, record), placed like `target`; None if none.
@@ -117,11 +125,20 @@ class Checkpoints:
             self._manager.delete(later)
 
     def close(self) -> None:
-        """Waits for the last save."""
-        self._manager.wait_until_finished()
-        self._manager.close()
-        if not self._read_only:
-            shutil.rmtree(self.directory / TRASH, ignore_errors=True)
+        """Waits for the last save; a save that could not be finished is removed.
+
+        Raises:
+          DiskError: the last save could not be written.
+        """
+        try:
+            with disk_errors(self.directory):
+                self._manager.wait_until_finished()
+        finally:
+            with disk_errors(self.directory):
+                self._manager.close()
+            if not self._read_only:
+                for left in (self.directory / TRASH, *self.directory.glob(UNFINISHED)):
+                    shutil.rmtree(left, ignore_errors=True)
 
 
 def checksums(state: dict) -> dict[str, int]:

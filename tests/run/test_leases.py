@@ -5,6 +5,7 @@ not change what is seen.
 """
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from qkattn.errors import ConfigError, RunDirectoryError
+from qkattn.errors import ConfigError, DiskError, RunDirectoryError
 from qkattn.run import leases
 from tests.processes import start_python
 
@@ -329,3 +330,32 @@ def test_a_directory_that_cannot_be_written_is_refused_in_one_sentence(tmp_path)
         leases.acquire(tmp_path / 'file' / 'leases', 'run')
     with pytest.raises(RunDirectoryError, match=r'file cannot hold leases \(Not a directory'):
         leases.holders(tmp_path / 'file')
+
+
+def test_a_lease_that_a_full_disk_cannot_take_is_free_at_once(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(DiskError, match='the disk is full'):
+        patch.setattr(leases.os, 'write', full)
+        leases.acquire(tmp_path, 'run')
+    assert not leases.holders(tmp_path)
+    with leases.acquire(tmp_path, 'run') as lease:
+        assert lease.path.name == 'run.1'
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        *(b'', b'\x80', b'[' * 100_000, b'[]', b'{"pid": 1, "host": "x"}'),
+        *(b'{"pid": 1, "host": "x", "expiry": %s}' % text for text in (b'"9"', b'1e999', b'-1')),
+        b'{"pid": 1, "host": "x", "expiry": ' + b'9' * 400 + b'}',
+    ],
+    ids=range(9),
+)
+def test_a_damaged_lease_holds_for_the_usual_time(tmp_path, content):
+    (tmp_path / 'run.0').write_bytes(content)
+    (holder,) = leases.holders(tmp_path, expiry=60.0).values()
+    assert holder.name == 'an unknown process' and 0 < holder.free_in <= 60
+    os.utime(tmp_path / 'run.0', (time.time() - 61,) * 2)
+    assert not leases.holders(tmp_path, expiry=60.0)

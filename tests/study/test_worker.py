@@ -18,7 +18,15 @@ from qkattn.config import (
     from_json,
 )
 from qkattn.config.setting import setting
-from qkattn.errors import CheckpointError, ConfigError, InUseError, Lost, RunDirectoryError, Stopped
+from qkattn.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskError,
+    InUseError,
+    Lost,
+    RunDirectoryError,
+    Stopped,
+)
 from qkattn.run import leases, ledger
 from qkattn.run.records import read_json, write_json
 from qkattn.study import plan, worker
@@ -157,6 +165,17 @@ def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, train_fi
     with pytest.raises(ConfigError, match='1 run could not be trained: .*damaged'):
         worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == 3
+
+
+def test_a_full_disk_stops_the_worker_at_once(trained, train_first, tmp_path):
+    def full(config, workdir):
+        if len(trained) == 1:
+            raise DiskError('the disk is full')
+
+    train_first(full)
+    with pytest.raises(DiskError):
+        worker.run(STUDY, tmp_path / 'out')
+    assert len(trained) == 1 and not leases.holders(tmp_path / 'out/leases')
 
 
 def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, monkeypatch):

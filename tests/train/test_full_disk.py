@@ -1,0 +1,131 @@
+"""A full disk ends a run in one sentence; with room it ends as if there always had been."""
+
+import multiprocessing
+import os
+import resource
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from qkattn.errors import DiskError
+from qkattn.run.files import require_room
+from qkattn.train import checkpoint, program, train
+from tests.train.test_resume import outcome
+
+KIB = 1024
+FORKS = multiprocessing.get_context('forkserver')
+
+
+@pytest.fixture(scope='module')
+def config(tiny):
+    return tiny(model={'num_layers': 1, 'd_model': 16})
+
+
+@pytest.fixture(scope='module')
+def compiled(config):
+    """The run's programs, compiled once."""
+    return program.build(config)
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(compiled, monkeypatch):
+    monkeypatch.setattr(program, 'build', lambda *_, **__: compiled)
+
+
+@pytest.fixture(scope='module')
+def straight(config, tmp_path_factory):
+    """The outcome of a run that always had room."""
+    path = tmp_path_factory.mktemp('straight')
+    train(config, path)
+    return outcome(path)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 3 MiB of its own."""
+    mount = ['mount', '-t', 'tmpfs', '-o', 'size=3m', 'tmpfs', str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip('mounting a small disk needs root')
+    yield tmp_path
+    subprocess.run(['umount', '-l', str(tmp_path)], check=True)
+
+
+def fill(disk: Path, left: int) -> Path:
+    """A file that leaves `left` bytes of the disk."""
+    filler = disk / 'filler'
+    with filler.open('wb', buffering=0) as file:
+        filesystem = os.statvfs(disk)
+        os.posix_fallocate(file.fileno(), 0, filesystem.f_bavail * filesystem.f_frsize - left)
+    return filler
+
+
+# When the disk is filled (dispatches of one step; checkpoints are every four), how many KiB are
+# left, what that is enough for, and the checkpoints that stay.
+@pytest.mark.parametrize(
+    ('step', 'left', 'directory', 'kept'),
+    [
+        (0, 0, 'run', []),  # not even config.json
+        (0, 8, 'run', []),  # config.json
+        (0, 16, 'run', []),  # provenance.json
+        (9, 0, 'run', ['4', '8']),  # half a record, where the log needs another page
+        (6, 512, 'run/checkpoints', ['4']),  # records, but no checkpoint
+        (11, 900, 'run/checkpoints', ['4', '8']),
+    ],
+)
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(
+    config, straight, disk, step, left, directory, kept
+):
+    asked = []
+
+    def lost():
+        asked.append(None)
+        if len(asked) == step:
+            while not all((disk / 'run/checkpoints' / saved).exists() for saved in kept):
+                time.sleep(0.01)
+            fill(disk, left * KIB)
+        return False
+
+    if step == 0:
+        fill(disk, left * KIB)
+    with pytest.raises(DiskError) as refusal:
+        train(config, disk / 'run', lost=lost)
+    message = str(refusal.value)
+    assert message.startswith(f'{disk / directory} cannot be written: ') and '\n' not in message
+    assert ('the disk is full' in message) == (directory == 'run')
+    assert sorted(p.name for p in (disk / 'run').glob('checkpoints/*')) == kept
+    assert not [p for p in (disk / 'run').rglob('*') if p.name.endswith('tmp')]
+    (disk / 'filler').unlink()
+    train(config, disk / 'run')
+    assert outcome(disk / 'run') == straight
+
+
+def save_with_small_files(directory: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, resource.RLIM_INFINITY))
+    state = {'step': jax.numpy.int32(0), 'w': jax.numpy.arange(1e5)}
+    checkpoints = checkpoint.Checkpoints(directory)
+    checkpoints.save(1, {'step': state['step']}, {}, 1.0)
+    try:
+        checkpoints.save(2, state, {}, 1.0)
+        checkpoints.close()
+    except DiskError as error:
+        (directory.parent / 'message').write_text(str(error))
+        checkpoints.close()
+
+
+def test_a_checkpoint_that_could_not_be_written_is_removed(tmp_path):
+    """orbax fails in its own threads, after `save` has returned."""
+    process = FORKS.Process(target=save_with_small_files, args=(tmp_path / 'checkpoints',))
+    process.start()
+    process.join(120)
+    message = (tmp_path / 'message').read_text()
+    assert message.startswith(f'{tmp_path}/checkpoints cannot be written: a file is larger than')
+    assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['1']
+
+
+def test_room_is_asked_for_before_a_checkpoint_is_begun(tmp_path):
+    require_room(tmp_path, 1)
+    with pytest.raises(DiskError, match=r'its disk has [\d,]+ of the 1,000,000,000,000,000 bytes'):
+        require_room(tmp_path, 10**15)
