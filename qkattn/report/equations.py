@@ -5,6 +5,7 @@ equations.json is generated from the registries: python -m experiments.variants 
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,21 @@ def form(config: Mapping[str, Any]) -> Form:
     texts = [config['model'][kind.lower()] for kind in _known()]
     (score, a, short), (value, b, brief) = map(_part, _known(), texts)
     return Form(f'{score}/{value}', a, b, short or brief)
+
+
+def places(variant: str) -> tuple[int, int, str]:
+    """The places of Score and Value in their registries, and what else the name says.
+
+    That are options, and the import path of a class outside the package, whose place is 0.
+    """
+    found, rest = [], ''
+    for known, text in zip(_known().values(), variant.partition('/')[::2], strict=True):
+        name = re.match(r'\w*', text)[0]
+        is_known = name in known and not text[len(name) :].startswith((':', '.'))
+        found.append(list(known).index(name) if is_known else 0)
+        rest += text[len(name) :] if is_known else text
+    score, value = found
+    return score, value, rest
 
 
 def _part(kind: str, text: str) -> tuple[str, str | None, bool]:

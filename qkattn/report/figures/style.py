@@ -1,8 +1,10 @@
 """How figures look: palette, one style per variant, and rendering to PNG and theme-aware SVG."""
 
+import collections
 import dataclasses
 import io
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from qkattn.report.equations import places
 
 # Six hues chosen for distance under simulated deuteranopia and protanopia (Machado, Oliveira and
 # Fernandes 2009: at least 16 CIELAB units between any two on white, 20 on dark) and for 3:1
@@ -72,17 +76,33 @@ def style_sheet() -> AbstractContextManager[None]:
 
 
 def styles(variants: Sequence[str], baseline: str | None) -> Look:
-    """A style for each variant by its place in the study; the baseline is ink-coloured."""
-    chosen = {}
-    for index, variant in enumerate(v for v in variants if v != baseline):
-        turn, hue = divmod(index, len(HUES))
-        turn %= len(MARKERS)
-        own = {'color': HUES[hue], 'marker': MARKERS[turn], 'linestyle': DASHES[turn]}
-        chosen[variant] = own | {'linewidth': 1.5}
-    if baseline is not None:
-        ink = {'color': INK, 'marker': 'D', 'linestyle': 'solid', 'linewidth': 2.0}
-        chosen[baseline] = ink
+    """A style for each variant: its own colour, and what tells it from others of that colour.
+
+    The baseline has a marker of its own and a thick line.
+    """
+    chosen: dict[str, dict[str, Any]] = {}
+    turns: collections.Counter[str] = collections.Counter()
+    for variant in variants:
+        own = {'color': colour(variant), 'linestyle': 'solid'}
+        if variant == baseline:
+            chosen[variant] = own | {'marker': 'D', 'linewidth': 2.0}
+            continue
+        turn, more = turns[own['color']], turns[own['color']] // len(MARKERS)
+        turns[own['color']] += 1
+        own['linestyle'] = DASHES[(turn + more) % len(DASHES)]
+        chosen[variant] = own | {'marker': MARKERS[turn % len(MARKERS)], 'linewidth': 1.5}
     return chosen
+
+
+def colour(variant: str) -> str:
+    """The colour of a variant in all studies: ink for qk/vo, otherwise a hue by its name."""
+    score, value, rest = places(variant)
+    if not (score or value or rest):
+        return INK
+    # Scores beside `vo` and Values beside `qk` start at opposite ends; options never keep the hue.
+    own = score + (value and value + len(HUES) // 2)
+    other = 1 + zlib.crc32(rest.encode()) % (len(HUES) - 1) if rest else 0
+    return HUES[(own + other) % len(HUES)]
 
 
 def short(name: str, limit: int = 34) -> str:
