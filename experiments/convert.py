@@ -72,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    cli.run(main, positional=SOURCE)

@@ -1,11 +1,14 @@
 """Continues a text with a trained language model.
 
-python -m experiments.generate --source=runs/small --prompt='def main(' --num_tokens=100
+python -m experiments.generate runs/small
+python -m experiments.generate runs/small --prompt='def main(' --num_tokens=100
 
-The source is any that experiments.convert reads. The tokenizer is that of the run's data, or that
-of --data for a source without data. With --beam the continuation is found by beam search instead
-of sampling.
+The source is any that experiments.convert reads; of a run it is the newest checkpoint and the first
+trial that has not diverged. The tokenizer is that of the run's data, or that of --data for a source
+without data. With --beam the continuation is found by beam search instead of sampling.
 """
+
+import logging
 
 import jax
 import numpy as np
@@ -19,18 +22,26 @@ from qkattn.errors import ConfigError
 from qkattn.model import Decoder, Encoder
 from qkattn.run import cli
 
-SOURCE = flags.DEFINE_string('source', None, 'Model that continues the text.')
+log = logging.getLogger('qkattn.generate')
+
+SOURCE = flags.DEFINE_string(
+    'source', None, 'Model that continues the text; also without --source=.'
+)
 DATA = flags.DEFINE_string(
     'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
 )
-TRIAL = flags.DEFINE_integer('trial', 0, 'Index of the trial of a run.')
+TRIAL = flags.DEFINE_integer(
+    'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
+)
 PROMPT = flags.DEFINE_string('prompt', None, 'Text to continue; a new document without one.')
 PROMPT_TOKENS = flags.DEFINE_string(
     'prompt_tokens', None, 'Token ids to continue, as in "12 7 301"; prints ids.'
 )
 PROMPT_FILE = flags.DEFINE_string('prompt_file', None, 'File with the text to continue.')
-NUM_TOKENS = flags.DEFINE_integer('num_tokens', 64, 'Tokens to add.')
-TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Divides the logits; 0 is greedy decoding.')
+NUM_TOKENS = flags.DEFINE_integer(
+    'num_tokens', None, 'Tokens to add; default: what fits into the context, at most 256.'
+)
+TEMPERATURE = flags.DEFINE_float('temperature', 0.8, 'Divides the logits; 0 is greedy decoding.')
 TOP_K = flags.DEFINE_integer('top_k', None, 'Sample from the k most probable tokens only.')
 TOP_P = flags.DEFINE_float(
     'top_p', None, 'Sample from the most probable tokens that sum to p only.'
@@ -44,23 +55,35 @@ LENGTH_PENALTY = flags.DEFINE_float(
 
 def main() -> None:
     if SOURCE.value is None:
-        raise ConfigError('--source=DIRECTORY is required')
-    model = pretrained.load_model(SOURCE.value, trial=TRIAL.value)
+        raise ConfigError(
+            '--source=DIRECTORY is required, or the directory alone, as in generate runs/small'
+        )
+    source = pretrained.load(SOURCE.value)
+    trial = source.trial if TRIAL.value is None else TRIAL.value
+    if not 0 <= trial < len(source.models):
+        raise ConfigError(f'--trial={trial} must be in [0, {len(source.models)})')
+    model = source.models[trial]
     if not isinstance(model, Decoder) or isinstance(model, Encoder):
         raise ConfigError(
             f'--source={SOURCE.value} is a model of kind {model.config.kind!r}; only a decoder '
             'continues text (experiments.translate runs an encoder_decoder)'
+        )
+    if source.config is not None:
+        settings = ' '.join(f'{name}={value}' for name, value in source.trials[trial].items())
+        where = f'step {source.step:,}, trial {trial} of {len(source.models)} ({settings})'
+        state = '' if source.alive[trial] else ', which diverged'
+        log.info(
+            '%s: %s/%s, %s%s', source.path, model.config.score, model.config.value, where, state
         )
     if PROMPT_TOKENS.value is not None:
         if BEAM.value is not None:
             raise ConfigError('--beam requires a tokenizer, so it excludes --prompt_tokens')
         print(' '.join(map(str, sampled(model, token_ids(), model.config.vocab_size))))
         return
-    config = pretrained.settings_of(SOURCE.value)
-    if config is None:
+    if source.config is None:
         tokenizer = tokenizer_of(DataConfig(name=DATA.value))
     else:
-        tokenizer = pretrained.tokenizer_of_run(SOURCE.value, config)
+        tokenizer = pretrained.tokenizer_of_run(SOURCE.value, source.config)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ConfigError(
             f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and '
@@ -84,7 +107,7 @@ def sampled(model: Decoder, ids: list[int], vocab_size: int) -> list[int]:
     tokens_BT = generate(
         model,
         [ids],
-        NUM_TOKENS.value,
+        num_tokens(model, ids),
         key=jax.random.key(SEED.value),
         temperature=TEMPERATURE.value,
         top_k=TOP_K.value,
@@ -99,7 +122,7 @@ def searched(model: Decoder, ids: list[int], separator: int, vocab_size: int) ->
     found = search(
         model,
         [ids],
-        NUM_TOKENS.value,
+        num_tokens(model, ids),
         separator=separator,
         beam=BEAM.value,
         length_penalty=LENGTH_PENALTY.value,
@@ -107,6 +130,13 @@ def searched(model: Decoder, ids: list[int], separator: int, vocab_size: int) ->
     )
     best_T = np.asarray(found.tokens_BKT[0, 0])
     return best_T[best_T != separator].tolist()
+
+
+def num_tokens(model: Decoder, ids: list[int]) -> int:
+    """--num_tokens, or what fits into the context: the last token needs no position."""
+    if NUM_TOKENS.value is not None:
+        return NUM_TOKENS.value
+    return max(1, min(256, model.config.context - len(ids) + 1))
 
 
 def token_ids() -> list[int]:
@@ -120,4 +150,4 @@ def token_ids() -> list[int]:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    cli.run(main, positional=SOURCE)

@@ -99,4 +99,4 @@ def score(config: Config, decode: DecodeConfig) -> None:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    cli.run(main, positional=SOURCE)

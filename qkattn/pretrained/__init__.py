@@ -3,10 +3,19 @@
 from qkattn.errors import LayoutError
 from qkattn.pretrained.gpt2 import load_gpt2, save_gpt2
 from qkattn.pretrained.nanogpt import load_nanogpt
-from qkattn.pretrained.source import load_any, load_model, settings_of, tokenizer_of_run
+from qkattn.pretrained.source import (
+    Loaded,
+    load,
+    load_any,
+    load_model,
+    settings_of,
+    tokenizer_of_run,
+)
 
 __all__ = [
     'LayoutError',
+    'Loaded',
+    'load',
     'load_any',
     'load_gpt2',
     'load_model',

@@ -1,8 +1,11 @@
 """Models by path: runs, exported parameters, published files."""
 
 import contextlib
+import dataclasses
+import operator
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +52,57 @@ def load_any(
 
 def load_model(source: str | os.PathLike[str], *, trial: int = 0) -> Transformer:
     """The model of `load_any`, with parameters in its compute dtype."""
-    config, params = load_any(source, trial=trial)
+    return _model(*load_any(source, trial=trial))
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A run as its newest checkpoint has it, or a model without a run.
+
+    Attributes:
+      path: where it was loaded from.
+      models: one per trial.
+      trials: seed, learning rate and weight decay of each model; {} without a run.
+      alive: False for trials that diverged, which have their last finite parameters.
+      config, step: settings and optimizer steps of the run; None without one.
+    """
+
+    path: Path
+    models: list[Transformer]
+    trials: list[dict[str, Any]]
+    alive: list[bool]
+    config: Config | None = None
+    step: int | None = None
+
+    @property
+    def trial(self) -> int:
+        """The first trial that has not diverged; 0 where all have."""
+        return self.alive.index(True) if True in self.alive else 0
+
+    @property
+    def model(self) -> Transformer:
+        """The model of `trial`."""
+        return self.models[self.trial]
+
+
+def load(source: str | os.PathLike[str]) -> Loaded:
+    """The run at `source`, or the one model of anything else that `load_any` reads.
+
+    Raises:
+      ConfigError: as `load_any`.
+      CheckpointError: every checkpoint of the run is damaged.
+    """
+    path = Path(source)
+    if not (path / 'config.json').exists() or not (path / 'checkpoints').is_dir():
+        return Loaded(path, [_model(*load_any(path))], [{}], [True])
+    config, step, stack = exported.load_stack(path.absolute())
+    trials = config.trials.trials()
+    params = [jax.tree.map(operator.itemgetter(i), stack['params']) for i in range(len(trials))]
+    models = [_model(config.model, one) for one in params]
+    return Loaded(path, models, trials, stack['alive'].tolist(), config, step)
+
+
+def _model(config: ModelConfig, params: dict) -> Transformer:
     dtype = jnp.dtype(config.compute_dtype)
     return with_params(config, jax.tree.map(lambda p: jnp.asarray(p, dtype), params))
 

@@ -86,14 +86,18 @@ def command(script: str) -> list[str]:
     return [*start, *sys.argv[1:]]
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) -> None:
     """Runs `main` under absl with the exit codes that launchers act on.
+
+    The value of the flag `positional` may be given without its name.
 
     0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
     impossible setting or workdir (do not retry); 1 anything else.
     """
 
-    def wrapped(argv: Sequence[str]) -> None:
+    def wrapped(argv: list[str]) -> None:
+        if positional is not None and positional.value is None and len(argv) == 2:
+            flags.FLAGS[positional.name].value = argv.pop()
         if len(argv) > 1:
             leave(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
         _log_to_stderr()

@@ -6,6 +6,7 @@
 Conversions and imports write such directories; `train.init_from` starts a run from one.
 """
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -64,6 +65,10 @@ def load(path: str | os.PathLike, trial: int = 0) -> tuple[ModelConfig, dict]:
         model, params = _load_directory(path)
     elif (path / 'config.json').exists() and (path / 'checkpoints').exists():
         model, params = _load_run(path, trial)
+    elif (path / 'study.json').exists():
+        runs = sorted((path / 'runs').glob('*'))
+        which = f'; give one of its runs, e.g. {runs[0]}' if runs else ' without runs yet'
+        raise ConfigError(f'{path} is a study{which}')
     else:
         raise ConfigError(
             f'{path} holds neither exported parameters ({ABOUT}) nor a run with checkpoints '
@@ -94,22 +99,30 @@ def _load_directory(path: Path) -> tuple[ModelConfig, dict]:
     return model, traverse_util.unflatten_dict(flat, sep='.')
 
 
-def _load_run(path: Path, trial: int) -> tuple[ModelConfig, dict]:
+def load_stack(path: Path) -> tuple[Config, int, dict]:
+    """Settings, step and trials (as in `train.step`, stacked) of a run's newest checkpoint.
+
+    Raises:
+      ConfigError: a damaged config, or no checkpoint.
+      CheckpointError: every checkpoint is damaged.
+    """
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
+    seeds = jnp.zeros(len(config.trials.trials()), jnp.uint32)
+    target = jax.eval_shape(lambda: init_stack(config, seeds))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), target)
+    with contextlib.closing(Checkpoints(path / 'checkpoints', read_only=True)) as checkpoints:
+        restored = checkpoints.restore(target)
+    if restored is None:
+        raise ConfigError(f'{path} has no checkpoint yet')
+    return config, int(restored[0]['step']), restored[0]['trials']
+
+
+def _load_run(path: Path, trial: int) -> tuple[ModelConfig, dict]:
+    config, _, stack = load_stack(path)
     trials = len(config.trials.trials())
     if not 0 <= trial < trials:
         raise ConfigError(f'trial={trial} must be in [0, {trials}), the trials of {path}')
-    target = jax.eval_shape(lambda: init_stack(config, jnp.zeros(trials, jnp.uint32)))
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), target)
-    checkpoints = Checkpoints(path / 'checkpoints', read_only=True)
-    try:
-        restored = checkpoints.restore(target)
-    finally:
-        checkpoints.close()
-    if restored is None:
-        raise ConfigError(f'{path} has no checkpoint yet')
-    if not restored[0]['trials']['alive'][trial]:
+    if not stack['alive'][trial]:
         log.warning('trial %d of %s diverged; these are its last finite parameters', trial, path)
-    params = jax.tree.map(lambda a: np.asarray(a[trial]), restored[0]['trials']['params'])
-    return config.model, params
+    return config.model, jax.tree.map(lambda a: np.asarray(a[trial]), stack['params'])

@@ -19,6 +19,13 @@ def test_a_run_continues_a_prompt(script_here, tiny, tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    done = script_here('generate', 'w')
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith(
+        '\nw: qk/vo, step 12, trial 0 of 2 (seed=0 learning_rate=0.01 weight_decay=0.0005)\n'
+    )
+    # A new document that fills the context of 24, beside the separator; its last token is not fed.
+    assert done.stdout == text('--num_tokens=24', '--temperature=0.8') and done.stdout.strip()
     by_flag = text('--prompt=def f', '--seed=5')
     assert by_flag.startswith('def f') and len(by_flag.encode()) > len('def f') + 1
     assert text('--prompt_file=prompt.txt', '--seed=5') == by_flag

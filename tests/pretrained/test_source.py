@@ -1,0 +1,92 @@
+"""A run by its directory: models, settings, step; directories that are none, or damaged."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from qkattn.errors import CheckpointError, ConfigError
+from qkattn.pretrained import load, load_model
+from qkattn.train import exported, train
+
+
+@pytest.fixture(scope='module')
+def trained(tiny, tmp_path_factory):
+    """A run of two trials, one of which diverges."""
+    directory = tmp_path_factory.mktemp('runs') / 'run'
+    config = tiny(
+        model={'num_layers': 1},
+        train={'num_steps': 4},
+        trials={'seeds': (0,), 'learning_rates': (1e30, 1e-2)},
+    )
+    train(config, directory)
+    return directory, config
+
+
+def test_a_run_loads_with_a_model_per_trial(trained):
+    directory, config = trained
+    run = load(directory)
+    assert (run.path, run.config, run.step) == (directory, config, 4)
+    assert run.trials == config.trials.trials() and len(run.models) == 2
+    assert run.alive == [False, True] and run.trial == 1 and run.model is run.models[1]
+    jax.tree.map(np.testing.assert_array_equal, run.model, load_model(directory, trial=1))
+    assert run.model(np.zeros((1, 5), np.int32)).shape == (1, 5, 256)
+
+
+def test_exported_parameters_load_as_one_model(trained, tmp_path):
+    model, params = exported.load(trained[0], trial=1)
+    exported.save(tmp_path / 'w', model, params, origin={})
+    one = load(tmp_path / 'w')
+    assert (one.config, one.step, one.trials, one.trial) == (None, None, [{}], 0)
+    assert one.model.config == model
+
+
+def damage(path, text):
+    path.write_text(text)
+
+
+DAMAGES = {
+    'config.json is empty': (lambda run: damage(run / 'config.json', ''), 'config.json'),
+    'config.json is a list': (lambda run: damage(run / 'config.json', '[]'), 'config.json'),
+    'no config.json': (lambda run: (run / 'config.json').unlink(), 'holds neither exported'),
+    'no checkpoints': (lambda run: shutil.rmtree(run / 'checkpoints'), 'holds neither exported'),
+    'an empty checkpoint': (
+        lambda run: [shutil.rmtree(p) for p in (run / 'checkpoints').glob('*/state')],
+        'every checkpoint in .* is damaged',
+    ),
+    'checkpoints without steps': (
+        lambda run: [shutil.rmtree(p) for p in (run / 'checkpoints').iterdir()],
+        'has no checkpoint yet',
+    ),
+}
+
+
+@pytest.mark.parametrize('case', DAMAGES)
+def test_a_damaged_run_is_named_in_one_sentence(trained, tmp_path, case):
+    change, message = DAMAGES[case]
+    shutil.copytree(trained[0], tmp_path / 'run')
+    change(tmp_path / 'run')
+    with pytest.raises((ConfigError, CheckpointError), match=message) as raised:
+        load(tmp_path / 'run')
+    assert str(tmp_path / 'run') in str(raised.value) and '\n' not in str(raised.value)
+
+
+def test_what_is_no_run_is_named_in_one_sentence(trained, tmp_path):
+    with pytest.raises(ConfigError, match='missing does not exist'):
+        load(tmp_path / 'missing')
+    (tmp_path / 'runs').mkdir()
+    with pytest.raises(ConfigError, match='holds neither exported parameters'):
+        load(tmp_path)
+    (tmp_path / 'study.json').write_text(json.dumps({}))
+    with pytest.raises(ConfigError, match='is a study without runs yet'):
+        load(tmp_path)
+    shutil.copytree(trained[0], tmp_path / 'runs' / 'qk-vo')
+    with pytest.raises(
+        ConfigError, match=f'a study; give one of its runs, e.g. {tmp_path}/runs/qk-vo'
+    ):
+        load(tmp_path)
+    damage(tmp_path / 'qkattn.json', '[]')
+    with pytest.raises(ConfigError, match='qkattn.json'):
+        load(tmp_path)
