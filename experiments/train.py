@@ -25,7 +25,8 @@ def main() -> None:
         raise ConfigError('--workdir=DIRECTORY is required')
     for result in train(config, WORKDIR.value, command=cli.command('train')):
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
-        print(f'{trial} {result["status"]}', end='')
+        at = '' if result.get('diverged_at') is None else f' at step {result["diverged_at"]:,}'
+        print(f'{trial} {result["status"]}{at}', end='')
         if result['status'] == FINISHED:
             splits = [f'{split} {", ".join(texts)}' for split, texts in summary(result).items()]
             print(f': {"; ".join(splits)}', end='')

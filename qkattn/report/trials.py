@@ -15,7 +15,7 @@ def trials_csv(study: Study, found: Findings) -> str:
     """CSV with one row per trial, in the order of the plan: arm, settings, end, metrics, run.
 
     Numbers are unrounded, in the unit of the result files; an empty field where there is no such
-    number. A metric that no trial has is left out. `chosen` is 1 for the trials that the results of
+    number. What no trial has is left out. `chosen` is 1 for the trials that the results of
     an arm are the mean of.
     """
     chosen = {id(trial) for arm in (*found.arms, *found.controls) for trial in arm.chosen}
@@ -25,7 +25,8 @@ def trials_csv(study: Study, found: Findings) -> str:
         for trial in run.trials
     ]
     table = pd.DataFrame(rows, dtype=object)
-    unmeasured = [name for name in result_fields() if table[name].isna().all()]
+    optional = ('diverged_at', *result_fields())
+    unmeasured = [name for name in optional if table[name].isna().all()]
     return table.drop(columns=unmeasured).to_csv(index=False, lineterminator='\n')
 
 
@@ -34,7 +35,10 @@ def _row(run: PlannedRun, trial: Trial) -> dict[str, Any]:
         **trial.place._asdict(),
         **{name: getattr(trial, name) for name in ('stage', 'knob', 'seed')},
         **dict(zip(KNOBS, trial.at, strict=True)),
-        **{name: getattr(trial, name) for name in ('status', 'num_steps', 'num_tokens')},
+        **{
+            name: getattr(trial, name)
+            for name in ('status', 'diverged_at', 'num_steps', 'num_tokens')
+        },
         'parameters': trial.parameters['total'],
         **{name: getattr(trial, name) for name in ('target_parameters', 'residual')},
         **trial.metrics,

@@ -76,6 +76,8 @@ def check_result(record: Any) -> None:
     """Raises ValueError that names the field unless `record` is a result, or has more fields."""
     check(record, RESULT)
     check(record, {n: hint | None for n, hint in _METRICS.items() if n in record or n in _LOSSES})
+    if 'diverged_at' in record:  # later than the other fields
+        check(record, {'diverged_at': int | None})
     if record['status'] not in (FINISHED, DIVERGED):
         raise ValueError(
             f"field 'status' is {record['status']!r}, expected {FINISHED} or {DIVERGED}"

@@ -30,7 +30,7 @@ from qkattn.train.measurements import evaluate
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.placement import local_rows, place_batch
 from qkattn.train.program import Program
-from qkattn.train.start import Clock, build_program, restore, software_of
+from qkattn.train.start import Clock, Divergences, build_program, restore, software_of
 
 # Results of the trials, and of the documents that they were evaluated on.
 _Outcome = tuple[list[dict[str, Any]], dict[str, Any]]
@@ -112,7 +112,7 @@ class _Run:
     def to_end(self, description: str, runs_left: int | None) -> _Outcome:
         """Trains from the newest checkpoint to the last step."""
         config, program, train = self.config, self.program, self.config.train
-        state, step, clock = restore(program, self.checkpoints, self.rows)
+        state, step, clock, diverged = restore(program, self.checkpoints, self.rows)
         self.directory.metrics.rewind(step, every=train.log_every)
         self.sinks.open(step)
         seeds = [trial['seed'] for trial in config.trials.trials()]
@@ -142,20 +142,18 @@ class _Run:
                 batch = place_batch(config, program.mesh, local, part)
                 state, metrics = program.train(state, batch)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
-                self._write(unwritten)
-                unwritten = None
+                self._write(unwritten, diverged)
                 step += train.steps_per_dispatch
                 if self.lost():
                     raise Lost(f'{self.directory.path} was taken over at step {step}')
                 progress.update(step, metrics['loss'][-1])
-                if step % train.log_every == 0:
-                    unwritten = step, metrics
+                unwritten = step, metrics
                 evaluating = step % train.eval_every == 0
                 stopping = self.stop.requested and step < train.num_steps
                 saving = stopping or step % train.checkpoint_every == 0 or step == train.num_steps
                 if not (evaluating or saving):
                     continue
-                self._write(unwritten)
+                self._write(unwritten, diverged)
                 unwritten = None
                 jax.block_until_ready(state)
                 clock.add(time.perf_counter() - started, (step - since) * tokens_per_step)
@@ -166,17 +164,26 @@ class _Run:
                 if saving:
                     # Metrics reach the disk before the checkpoint: a resumed file has no gap.
                     self.directory.metrics.flush()
-                    record = {'data': self.rows.identity(), 'train_seconds': clock.seconds}
+                    record = {
+                        'data': self.rows.identity(),
+                        'train_seconds': clock.seconds,
+                        'diverged_at': diverged.record(),
+                    }
                     self.checkpoints.save(step, state, record, val_loss)
                 if stopping:
                     raise Stopped(f'stopped at step {step} of {train.num_steps}, state saved')
                 started, since = time.perf_counter(), step
-        return self._results(state, clock)
+        return self._results(state, clock, diverged)
 
-    def _write(self, unwritten: tuple[int, dict[str, jax.Array]] | None) -> None:
-        """Writes the metrics of a dispatch: means over its steps, for each trial."""
-        if unwritten is not None:
-            step, metrics = unwritten
+    def _write(
+        self, unwritten: tuple[int, dict[str, jax.Array]] | None, diverged: Divergences
+    ) -> None:
+        """Writes the metrics of a dispatch where they are logged: means over its steps by trial."""
+        if unwritten is None:
+            return
+        step, metrics = unwritten
+        diverged.add(step, np.asarray(metrics['loss']))
+        if step % self.config.train.log_every == 0:
             means = {name: np.asarray(v_CX, np.float64).mean(0) for name, v_CX in metrics.items()}
             self._record({'kind': 'train', 'step': step, **means})
 
@@ -184,7 +191,7 @@ class _Run:
         self.directory.metrics.append(record)
         self.sinks.write(record)
 
-    def _results(self, state: dict, clock: Clock) -> _Outcome:
+    def _results(self, state: dict, clock: Clock, diverged: Divergences) -> _Outcome:
         evaluations = {
             split: evaluate(self.config, self.program, self.rows, state, split)
             for split in self.rows.splits[1:]
@@ -199,6 +206,13 @@ class _Run:
         }
         provenance = software_of(self.directory.path)
         found = results.of_trials(
-            self.config, self.program, self.rows, state, evaluations, costs, provenance
+            self.config,
+            self.program,
+            self.rows,
+            state,
+            evaluations,
+            costs,
+            provenance,
+            diverged.record(),
         )
         return found, results.of_documents(self.config, self.rows, evaluations, found)

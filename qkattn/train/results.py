@@ -30,6 +30,7 @@ def of_trials(
     reached: Mapping[str, Evaluation],
     costs: Mapping[str, Any],
     provenance: Mapping[str, Any],
+    diverged_at: Sequence[int | None],
 ) -> list[dict[str, Any]]:
     """The results of a finished run, in trial order; JSON.
 
@@ -37,6 +38,7 @@ def of_trials(
       reached: the last evaluation of each split but 'train'.
       costs: seconds, tokens per second and lifting, of the whole run.
       provenance: of the software and devices; user and host stay in provenance.json.
+      diverged_at: the step at which each trial diverged; None for those that did not.
     """
     model, num_steps = config.model, int(state['step'])
     unigram, size = rows.unigram_nats('validation'), rows.bytes_per_token('validation')
@@ -77,7 +79,9 @@ def of_trials(
     for x, trial in enumerate(config.trials.trials()):
         # A finite gradient in the last step may still have left parameters with an infinite loss.
         finite = bool(alive_X[x] and np.isfinite(loss_X[x]))
-        result = {'trial': trial, 'status': FINISHED if finite else DIVERGED, **common}
+        at = num_steps if alive_X[x] and not finite else diverged_at[x]
+        status = {'status': FINISHED if finite else DIVERGED, 'diverged_at': at}
+        result = {'trial': trial, **status, **common}
         for split, prefix in PREFIXES.items():
             result |= _of_split(reached.get(split) if finite else None, prefix, x)
         result |= {name: float(v_X[x]) if finite else None for name, v_X in measured.items()}

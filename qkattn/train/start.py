@@ -2,8 +2,11 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from qkattn.config import Config
 from qkattn.data.tasks.rows import Rows
@@ -36,6 +39,27 @@ class Clock:
         return self.tokens / self.here if self.here else None
 
 
+class Divergences:
+    """The trials that have diverged, and their first step without a finite loss and gradient."""
+
+    def __init__(self, alive_X: np.ndarray, steps: Sequence[int | None] | None = None):
+        """Takes `alive` and `record()` of a checkpoint; steps that it lacks stay unknown, None."""
+        steps = [None] * len(alive_X) if steps is None else steps
+        self._steps = {x: at for x, at in enumerate(steps) if not alive_X[x]}
+        self._number = len(alive_X)
+
+    def add(self, done: int, loss_CX: np.ndarray) -> None:
+        """Enters the losses of a dispatch, after which `done` steps are done."""
+        for x, loss_C in enumerate(loss_CX.T):
+            bad_steps = np.flatnonzero(~np.isfinite(loss_C))
+            if bad_steps.size:
+                self._steps.setdefault(x, done - len(loss_C) + int(bad_steps[0]) + 1)
+
+    def record(self) -> list[int | None]:
+        """The steps by trial; None for one that has not diverged."""
+        return [self._steps.get(x) for x in range(self._number)]
+
+
 def build_program(config: Config, directory: Path) -> Program:
     """Compiles; the lifting is chosen once per run, since the last bits depend on it."""
     params = None
@@ -50,15 +74,18 @@ def build_program(config: Config, directory: Path) -> Program:
     return program
 
 
-def restore(program: Program, checkpoints: Checkpoints, rows: Rows) -> tuple[dict, int, Clock]:
-    """State, step and time of the newest sound checkpoint, or of a run that begins.
+def restore(
+    program: Program, checkpoints: Checkpoints, rows: Rows
+) -> tuple[dict, int, Clock, Divergences]:
+    """State, step, time and divergences of the newest sound checkpoint, or of a run that begins.
 
     Raises:
       CheckpointError: every checkpoint is damaged, or they belong to other data.
     """
     restored = checkpoints.restore(program.abstract_state)
     if restored is None:
-        return program.init(), 0, Clock(0.0)
+        state = program.init()
+        return state, 0, Clock(0.0), Divergences(np.asarray(state['trials']['alive']))
     state, record = restored
     if record['data'] != rows.identity():
         raise CheckpointError(
@@ -69,7 +96,9 @@ def restore(program: Program, checkpoints: Checkpoints, rows: Rows) -> tuple[dic
     step = int(state['step'])
     checkpoints.discard_after(step)
     log.info('resuming at step %s', f'{step:,}')
-    return state, step, Clock(record['train_seconds'])
+    # Checkpoints of earlier versions have no such field.
+    diverged = Divergences(np.asarray(state['trials']['alive']), record.get('diverged_at'))
+    return state, step, Clock(record['train_seconds']), diverged
 
 
 def software_of(directory: Path) -> dict[str, Any]:

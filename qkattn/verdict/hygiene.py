@@ -283,7 +283,12 @@ def _diverged(arms: Sequence[Arm]) -> Iterator[Remark]:
     diverged = []
     for arm in arms:
         counts = tuple(
-            (stage if arm.screening_trials else None, sum(not t.finished for t in of), len(of))
+            (
+                stage if arm.screening_trials else None,
+                sum(not t.finished for t in of),
+                len(of),
+                tuple(t.diverged_at for t in of if t.diverged_at is not None),
+            )
             for stage, of in ((SCREENING, arm.screening_trials), (VERDICT, arm.verdict_trials))
             if not all(trial.finished for trial in of)
         )

@@ -30,6 +30,7 @@ class Trial:
         settings are repetitions of each other.
       model_knobs, planned_steps: of the run's config; they are not among the trial settings.
       status: FINISHED or DIVERGED.
+      diverged_at: its first step without a finite loss and gradient; None if that is not known.
       metrics: all fields of `qkattn.metrics.result_fields()`; None if not measured or diverged.
       train_seconds, compile_seconds, tokens_per_second: of the run, all trials together.
       documents: losses by document on each split that has them, by the prefix of its metrics.
@@ -63,6 +64,7 @@ class Trial:
     provenance: Mapping[str, Any]
     eval_rows: int | None = None
     test_tokens: int | None = None
+    diverged_at: int | None = None
     documents: Mapping[str, Documents] = dataclasses.field(default_factory=dict)
 
     @property

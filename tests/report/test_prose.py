@@ -62,11 +62,12 @@ REMARKS = {
     'DIVERGED': (
         {
             'arms': (
-                (A, (('screening', 1, 10), ('verdict', 2, 8))),
-                (B, ((None, 1, 1),)),
+                (A, (('screening', 1, 10, (12,)), ('verdict', 2, 8, (7, 30)))),
+                (B, ((None, 1, 1, ()),)),
             )
         },
-        'a at s 1 of 10 screening trials and 2 of 8 verdict trials; b at s 1 of 1 trial',
+        'a at s 1 of 10 screening trials (at step 12) and 2 of 8 verdict trials (at steps 7-30); '
+        'b at s 1 of 1 trial',
     ),
     'EVALUATION': (
         {'tokens': (65536,), 'rows': (512, 1024), 'test_tokens': (9,), 'documents': (99, 120)},

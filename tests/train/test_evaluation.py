@@ -228,7 +228,7 @@ def test_a_metric_without_a_value_is_null_and_a_measurement_that_does_not_apply_
     config = tiny(model={'context': 7}, trials={'seeds': (0,)})
     one = values_of(loss=np.array([2.0]), loss_se=np.array([np.nan]))
     (result,) = results.of_trials(
-        config, None, rows_of(config), alive(True), {'validation': one}, {}, {}
+        config, None, rows_of(config), alive(True), {'validation': one}, {}, {}, [None]
     )
     assert result['val_loss_se'] is result['test_loss_se'] is result['val_bits_per_byte'] is None
     assert not [name for name in result if 'induction' in name or 'bleu' in name]
@@ -245,8 +245,16 @@ def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny, monkeypatc
     probe = {'val_induction_gain': values_X}
     monkeypatch.setattr(results, 'STACK_MEASUREMENTS', (lambda *_: probe, lambda *_: None))
     fine, diverged = results.of_trials(
-        config, None, rows_of(config), alive(True, True), {'validation': late, 'test': late}, {}, {}
+        config,
+        None,
+        rows_of(config),
+        alive(True, True),
+        {'validation': late, 'test': late},
+        {},
+        {},
+        [None, None],
     )
     assert (fine['status'], diverged['status']) == ('finished', 'diverged')
+    assert (fine['diverged_at'], diverged['diverged_at']) == (None, 7)
     for name in ('val_loss', 'test_accuracy', 'val_induction_gain'):
         assert fine[name] is not None and diverged[name] is None

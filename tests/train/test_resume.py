@@ -23,6 +23,7 @@ from qkattn.run.records import read_json, read_metrics
 from qkattn.run.signals import EXIT_REQUEUE
 from qkattn.train import checkpoint, program, train
 from qkattn.train.checkpoint import Checkpoints
+from qkattn.train.start import Divergences
 from tests.run.test_sinks import events
 
 # Each start is a process of its own, forked from one that has imported everything.
@@ -206,6 +207,29 @@ def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(small, trained, o
             assert values == pytest.approx(want, rel=1e-6)
             steps = {'train': range(1, 13), 'eval': (4, 8, 12), 'final': (12,)}
             assert list(values) == list(steps[name.partition('/')[0]])
+
+
+def test_a_diverged_trial_says_at_which_step_also_when_it_was_resumed(small, tmp_path):
+    config = small(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)}, train={'num_steps': 8})
+    dispatches = iter(range(8))
+    with pytest.raises(Lost):
+        train(config, tmp_path, lost=lambda: next(dispatches) == 5)
+    assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['4']
+    fine, diverged = train(config, tmp_path)
+    losses = {r['step']: r['loss'] for r in read_metrics(tmp_path / 'metrics.jsonl') if 'loss' in r}
+    first = min(step for step, (_, loss) in losses.items() if loss is None)
+    assert 1 < first < 4 and losses[first][0] is not None
+    assert (fine['status'], fine['diverged_at']) == ('finished', None)
+    assert (diverged['status'], diverged['diverged_at']) == ('diverged', first)
+
+
+def test_the_step_of_a_divergence_is_counted_within_a_dispatch():
+    nan = np.nan
+    known = Divergences(np.array([True, True, False, False]), [None, None, 2, None])
+    known.add(6, np.array([[1.0, 1.0, nan, nan], [1.0, nan, nan, nan], [1.0, nan, nan, nan]]))
+    known.add(9, np.array([[1.0, nan, nan, nan]] * 3))
+    assert known.record() == [None, 5, 2, None]  # the last one diverged before steps were kept
+    assert Divergences(np.array([False])).record() == [None]
 
 
 def damage(step: Path) -> None:

@@ -324,7 +324,8 @@ def at_rate(rate):
         (
             two(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,)),
             Remark(
-                RemarkCode.DIVERGED, {'arms': ((B, (('screening', 2, 10), ('verdict', 1, 8))),)}
+                RemarkCode.DIVERGED,
+                {'arms': ((B, (('screening', 2, 10, ()), ('verdict', 1, 8, ()))),)},
             ),
         ),
     ],
@@ -400,4 +401,4 @@ def test_a_study_without_tuning_is_checked_too(study_dir):
     assert Remark(RemarkCode.MISSING_RESULTS, lost, arm=B._replace(variant='qk/vo')) in remarks
     values = {'65536': ('qk/vo',), '4096': ('b/vo',)}
     assert data_of(remarks, RemarkCode.DIFFERS)['values'] == values
-    assert data_of(remarks, RemarkCode.DIVERGED) == {'arms': ((B, ((None, 2, 2),)),)}
+    assert data_of(remarks, RemarkCode.DIVERGED) == {'arms': ((B, ((None, 2, 2, ()),)),)}
