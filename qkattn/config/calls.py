@@ -2,10 +2,13 @@
 
 import ast
 import difflib
+import hashlib
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ConfigError, SpecError
@@ -75,6 +78,17 @@ def takes(*arguments: str) -> Callable[[Any], bool]:
         return True
 
     return fits
+
+
+def source_sha256(path: str) -> str | None:
+    """The sha256 of the file of the imported module of an import path; None if it has no file."""
+    file = getattr(sys.modules[path.partition(':')[0]], '__file__', None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+
+
+def digest(text: str) -> str:
+    """Identifies the object and the options of an import path: its text and its source file."""
+    return hashlib.sha256(f'{text} {source_sha256(text)}'.encode()).hexdigest()[:12]
 
 
 def parse_call(

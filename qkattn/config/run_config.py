@@ -14,8 +14,9 @@ class DataConfig:
     name: str = setting(
         'stdlib',
         "'stdlib', 'tiny_shakespeare' or 'text' for language models; 'multi30k', 'cldr' or "
-        "'parallel' for translation; 'tfds:NAME' or 'tfds:NAME/CONFIG' for either; or a probe with "
-        "its options, as in 'recall(pairs=8)'. See docs/data.md.",
+        "'parallel' for translation; 'tfds:NAME', 'tfds:NAME/CONFIG', 'hf:OWNER/NAME', "
+        "'hf:OWNER/NAME/CONFIG' or an import path, as in 'my_package.my_module:corpus', for "
+        "either; or a probe with its options, as in 'recall(pairs=8)'. See docs/data.md.",
         path=True,
     )
     data_dir: str | None = setting(
@@ -24,21 +25,34 @@ class DataConfig:
     manual_dir: str | None = setting(
         None, 'Directory of files that were downloaded by hand.', path=True
     )
-    path: str | None = setting(None, "The files of 'text' and 'parallel'.", path=True)
+    path: str | None = setting(None, "The files of 'text', 'parallel' and 'hf'.", path=True)
     languages: str | None = setting(
         None, "Source and target of a translation set, as in 'en-de'.", path=True
     )
     feature: str | None = setting(
-        None, 'Which feature of a tfds set is its text, where it has several.'
+        None, 'Which feature of a tfds set, or column of a hf set, is its text.'
     )
     lowercase: bool = setting(False, 'Text is lower-cased before it is tokenised.')
-    tokenizer: Literal['bytes', 'characters', 'bpe'] = setting(
+    tokenizer: str = setting(
         'bytes',
-        "'bytes', 'characters' or 'bpe'; the latter two are learned from the training split, and "
-        'for translation from both languages together.',
+        "'bytes', 'characters' or 'bpe', of which the latter two are learned from the training "
+        'split, and for translation from both languages together; the path of a .json file of the '
+        'Hugging Face tokenizers library; or an import path.',
+        path=True,
     )
     tokenizer_size: int = setting(
         8192, "Number of ids of a 'bpe' vocabulary, at least 257.", least=1
+    )
+    carve_test: bool = setting(
+        False,
+        'Whether a corpus with a validation but without a test split gets one, a tenth of train. '
+        'One without both always gets both.',
+    )
+    task: str | None = setting(
+        None,
+        'What is predicted: the import path of a task; None is the one for model.kind and the '
+        'data.',
+        path=True,
     )
     mask_rate: float = setting(
         0.15, 'Fraction of the tokens that an encoder has to restore.', above=0, below=1

@@ -31,10 +31,11 @@ def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[
 
 
 def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) -> None:
-    """Refuses a corpus whose evaluation splits are too few documents to give a standard error.
+    """Refuses a corpus that gives no verdict: too few documents for a standard error, or no test.
 
     Raises:
-      ConfigError: an evaluation split of which fewer than `minimum` documents are evaluated.
+      ConfigError: an evaluation split of which fewer than `minimum` documents are evaluated; no
+        test split.
     """
     for split in rows.splits[1:]:
         documents = rows.documents(split)
@@ -56,4 +57,9 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
             f'document{"s" * (present != 1)}, but a study that decides between variants needs '
             f'at least {minimum}; choose a corpus of more documents, such as data.name='
             "'stdlib' or 'packages', or data.name='text' with a folder of files per split."
+        )
+    if 'test' not in rows.splits:
+        raise ConfigError(
+            f'data.name={data.name!r} has no test split, by which a study decides between '
+            'variants; set data.carve_test=True to carve a tenth of its train split.'
         )

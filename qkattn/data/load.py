@@ -68,4 +68,5 @@ def _tokens(corpus: Corpus, tokenizer: Tokenizer, root: Path, language: str | No
         documents=lambda: corpus.documents(language),
         splits=corpus.splits,
         names=corpus.names,
+        carved=corpus.carved,
     )

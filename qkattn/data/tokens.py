@@ -61,6 +61,7 @@ class TokenDataset:
       version: of the text, e.g. 'py3.11.7-1.0.0'.
       tokenizer: turns ids back into text and counts their bytes.
       vocab_size: ids are in [0, vocab_size).
+      carved: the splits that were carved from train, and which part of it each is.
     """
 
     def __init__(
@@ -69,11 +70,13 @@ class TokenDataset:
         version: str,
         tokenizer: Tokenizer,
         splits: Mapping[str, tuple[np.ndarray, SplitInfo]],
+        carved: Mapping[str, float] | None = None,
     ):
         self.name = name
         self.version = version
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
+        self.carved = dict(carved or {})
         self._splits = dict(splits)
 
     @property
@@ -119,6 +122,7 @@ class TokenDataset:
             'fingerprints': {
                 split: info.fingerprint for split, (_, info) in sorted(self._splits.items())
             },
+            **({'carved': self.carved} if self.carved else {}),
         }
 
     def bytes_per_token(self, split: str) -> float:
@@ -136,6 +140,7 @@ def open_dataset(
     documents: Callable[[], Mapping[str, Iterable[bytes]]],
     splits: tuple[str, ...] = SPLITS,
     names: Callable[[str], list[str]] | None = None,
+    carved: Mapping[str, float] | None = None,
 ) -> TokenDataset:
     """Opens the token files under `data_dir` and writes them first where they are missing.
 
@@ -146,9 +151,11 @@ def open_dataset(
       documents: yields the texts of each split in a fixed order; called only to write files.
       splits: those of SPLITS that the corpus has.
       names: the names of a split's documents; kept of evaluation splits.
+      carved: as of `Corpus`.
 
     Raises:
-      ConfigError: if files have to be written and `data_dir` cannot be.
+      ConfigError: if files have to be written and `data_dir` cannot be; a document that the
+        tokenizer cannot encode.
     """
     directory = data_dir / 'tokens' / name / version / tokenizer.name
     described = {
@@ -160,7 +167,7 @@ def open_dataset(
 
     def opened() -> TokenDataset:
         files = {split: _open_split(directory, described | {'split': split}) for split in splits}
-        return TokenDataset(name, version, tokenizer, files)
+        return TokenDataset(name, version, tokenizer, files, carved)
 
     def write() -> None:
         log.info('Writing tokens of %s %s to %s', name, version, directory)
@@ -189,7 +196,14 @@ def _write_split(
     tokens_path, info_path = _paths(directory, described['split'])
     with replacing(tokens_path) as path, path.open('wb') as file:
         for text in texts:
-            ids = np.append(tokenizer.encode(text), tokenizer.separator).astype(described['dtype'])
+            try:
+                encoded = tokenizer.encode(text)
+            except ValueError as error:
+                raise ConfigError(
+                    f'document {num_documents + 1} of split {described["split"]!r} of '
+                    f'{described["dataset"]} cannot be encoded: {error}'
+                ) from error
+            ids = np.append(encoded, tokenizer.separator).astype(described['dtype'])
             file.write(ids.tobytes())
             digest.update(ids.tobytes())
             counts_V += np.bincount(ids, minlength=tokenizer.vocab_size)

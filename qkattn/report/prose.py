@@ -207,8 +207,12 @@ def data_name(data: Mapping[str, Any]) -> str:
     sides = corpora(data)
     versions = dict.fromkeys(str(side['version']) for side in sides)
     name = f'{" → ".join(side["name"] for side in sides)} {" → ".join(versions)}'
-    options = ', '.join(f'{key}={plain(value)}' for key, value in data.get('options', {}).items())
-    return f'{name} ({options})' if options else name
+    options = [f'{key}={plain(value)}' for key, value in data.get('options', {}).items()]
+    options += [
+        f'{split} split: {share:.0%} of its train split, carved'
+        for split, share in sides[0].get('carved', {}).items()
+    ]
+    return f'{name} ({", ".join(options)})' if options else name
 
 
 def plain(value: object) -> str:

@@ -152,7 +152,6 @@ RATE = 'must be at least 0 and below 1'
         ('decode.max_sources', 0, 'must be at least 1'),
         *(('decode.length_penalty', p, 'must be at least 0 and fin') for p in (-1.0, INF, NAN)),
         ('data.eval_sequences', 0, 'must be at least 1'),
-        ('data.tokenizer', 'words', 'must be one of bytes, characters'),
         ('data.tokenizer_size', 0, 'must be at least 1'),
         ('data.drop_long', 1, 'must be of type bool'),
         *(('data.mask_rate', r, 'must be above 0 and below 1') for r in (0.0, 1.0, -0.5, NAN)),

@@ -42,7 +42,8 @@ def test_rows_without_documents_are_dealt_out():
 def test_too_few_documents_are_one_sentence(letters, stdlib):
     rows = LanguageRows(letters, 4)
     letters_data = DataConfig(name='letters')
-    check_documents(rows, letters_data, 3)
+    with refused("data.name='letters' has no test split, .*; set data.carve_test=True to carve"):
+        check_documents(rows, letters_data, 3)
     says = (
         "split 'validation' of data.name='letters' has 3 documents, .* at least 4; choose a corpus"
     )

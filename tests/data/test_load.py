@@ -78,7 +78,7 @@ def test_the_kind_of_model_says_what_the_rows_are(config_of, kind, what):
         return
     rows = rows_of(config)
     assert type(rows) is ROWS[kind, what] is task_of(config)
-    assert type(rows) in TASKS
+    assert type(rows) in TASKS.values()
     assert rows.splits == tuple(SPLITS)
     batch = read_rows(rows, 'validation', [0, 0])
     lengths = dict.fromkeys(('tokens_BT', 'targets_BT', 'loss_weights_BT'), LENGTHS[what])

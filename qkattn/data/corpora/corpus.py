@@ -1,12 +1,15 @@
 """What a dataset is before it is tokenised."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from qkattn.config import DataConfig
 from qkattn.errors import ConfigError
 
+# Names under which sources have the splits of a corpus.
+SPLITS = {'train': ('train',), 'validation': ('validation', 'dev', 'valid'), 'test': ('test',)}
 # No document is more than a twentieth of the bytes of an evaluation split.
 SHARES = 20
 
@@ -19,19 +22,21 @@ class Corpus:
       name: part of cache paths and of every result, e.g. 'multi30k-en-de'.
       version: changes whenever the text can.
       languages: () for text; source and target for parallel text.
-      splits: 'train', 'validation' and, where there is one, 'test'.
+      splits: 'train', and 'validation' and 'test' where there are any.
       documents: `documents(language)` maps each split to its UTF-8 texts in a fixed order; language
         is None for text. Document i of the one language translates document i of the other.
         Prepares the dataset where that has not been done.
       names: `names(split)` names the split's documents, in their order; None where they have none.
+      carved: the splits that were carved from train, and which part of it each is.
     """
 
     name: str
     version: str
-    languages: tuple[str, ...]
+    languages: tuple[str, ...] = ()
     splits: tuple[str, ...]
     documents: Callable[[str | None], Mapping[str, Iterable[bytes]]]
     names: Callable[[str], list[str]] | None = None
+    carved: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def capped(corpus: Corpus) -> Corpus:
@@ -69,6 +74,38 @@ def _cut(texts: Iterable[bytes], size: int | None) -> Iterator[bytes]:
         # A character that would be cut in two is left out.
         whole = size is None or len(text) <= size
         yield text if whole else text[:size].decode(errors='ignore').encode()
+
+
+def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]:
+    """The text cut at the ends of the lines that reach these percentages of its bytes.
+
+    Raises:
+      ConfigError: a part would be empty.
+    """
+    ends = [text.find(b'\n', len(text) * percent // 100) + 1 for percent in percents]
+    bounds = [0, *ends, len(text)]
+    if any(high <= low for low, high in itertools.pairwise(bounds)):
+        raise ConfigError(
+            f'{name} is too small to be cut at line ends into train, validation and test '
+            f'({len(text)} bytes); give more text, or a split of its own for each.'
+        )
+    return [text[low:high] for low, high in itertools.pairwise(bounds)]
+
+
+def find_splits(available: Iterable[str], where: str) -> dict[str, str]:
+    """The names of a source's splits by those of a corpus; ConfigError without a train split."""
+    available = list(available)
+    found = {
+        split: next(name for name in names if name in available)
+        for split, names in SPLITS.items()
+        if set(names) & set(available)
+    }
+    if 'train' not in found:
+        raise ConfigError(
+            f'{where} has no train split, only {", ".join(map(repr, available))}; choose a set '
+            'that has one.'
+        )
+    return found
 
 
 def parse_languages(config: DataConfig) -> tuple[str, str]:

@@ -1,12 +1,15 @@
 """Every dataset that `data.name` can name; `find` turns the settings into a `Corpus`."""
 
 import dataclasses
-import difflib
+import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from qkattn.config import DataConfig
+from qkattn.config.calls import digest, resolve, takes
 from qkattn.data.corpora import (
     cldr,
+    hugging_face,
     multi30k,
     own_files,
     packages_text,
@@ -14,6 +17,7 @@ from qkattn.data.corpora import (
     tfds_catalogue,
     tiny_shakespeare,
 )
+from qkattn.data.corpora.carved import carved
 from qkattn.data.corpora.corpus import Corpus, capped
 from qkattn.errors import ConfigError
 
@@ -40,15 +44,24 @@ CORPORA = {
     'multi30k': Source(multi30k.corpus, required=('languages',), optional=('manual_dir',)),
     'cldr': Source(cldr.corpus, required=('languages',)),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
-    # Of any name that begins with 'tfds:'.
+    'hf': Source(hugging_face.saved, required=('path',), optional=('languages', 'feature')),
+}
+# Of any name that begins with the key and a colon.
+CATALOGUES = {
     'tfds': Source(tfds_catalogue.corpus, optional=('languages', 'feature', 'manual_dir')),
+    'hf': Source(hugging_face.published, optional=('languages', 'feature')),
 }
 SETTINGS = {
     'path': 'the file or directory of your texts',
     'languages': "source and target, as in 'en-de'",
-    'feature': 'the name of a text feature',
+    'feature': 'the name of a text feature or column',
     'manual_dir': 'a directory of files fetched by hand',
 }
+
+
+def in_catalogue(name: str) -> bool:
+    """Whether `name` is of the form 'tfds:NAME' or 'hf:NAME'."""
+    return name.partition(':')[0] in CATALOGUES and ':' in name
 
 
 def check(config: DataConfig) -> Source:
@@ -57,16 +70,21 @@ def check(config: DataConfig) -> Source:
     Raises:
       ConfigError: an unknown dataset; a setting that it requires or does not take.
     """
-    name = 'tfds' if config.name.startswith('tfds:') else config.name
-    if name not in CORPORA or config.name == 'tfds':
-        names = [*(name for name in CORPORA if name != 'tfds'), 'tfds:NAME', 'tfds:NAME/CONFIG']
-        close = difflib.get_close_matches(config.name, names, 1)
-        hint = f' (did you mean {close[0]!r}?)' if close else ''
-        raise ConfigError(
-            f'data.name={config.name!r} is not a known dataset{hint}; valid: '
-            f'{", ".join(map(repr, names))}.'
+    if in_catalogue(config.name):
+        source = CATALOGUES[config.name.partition(':')[0]]
+    else:
+        listed = {f'{name}:NAME': source for name, source in CATALOGUES.items()}
+        source, options = resolve(
+            config.name,
+            CORPORA | listed,
+            'data.name',
+            needs='a function (config, *, options) that returns a Corpus',
+            fits=takes('config'),
+            call=lambda found: getattr(found, 'corpus', found),
         )
-    source = CORPORA[name]
+        if not isinstance(source, Source):
+            corpus = functools.partial(_from_outside, functools.partial(source, **options))
+            source = Source(corpus, optional=tuple(SETTINGS))
     for setting in SETTINGS:
         value = getattr(config, setting)
         if value is not None and setting not in source.required + source.optional:
@@ -83,18 +101,32 @@ def check(config: DataConfig) -> Source:
 
 
 def find(config: DataConfig) -> Corpus:
-    """The corpus that `config` names.
+    """The corpus that `config` names, with a validation split, carved from train if need be.
 
-    Nothing is downloaded before its `documents` are read, except for 'tfds:...': which splits such
-    a set has is known only once it is prepared.
+    Nothing is downloaded before its `documents` are read, except for 'tfds:...' and 'hf:...': which
+    splits such a set has is known only once it is prepared.
 
     Raises:
       ConfigError: as `check`; a setting that the dataset cannot use.
     """
-    corpus = check(config).corpus(config)
+    corpus = carved(check(config).corpus(config), config.carve_test)
     if config.lowercase:
         corpus = _lowered(corpus)
     return corpus if corpus.languages else capped(corpus)
+
+
+def _from_outside(function: Callable[[DataConfig], Corpus], config: DataConfig) -> Corpus:
+    """The corpus of an import path; its version includes a digest of options and source."""
+    corpus = function(config)
+    if not isinstance(corpus, Corpus):
+        raise ConfigError(f'data.name={config.name!r} must return a Corpus, not {corpus!r}')
+    for field in ('name', 'version'):
+        if not re.fullmatch(r'[\w.-]*\w[\w.-]*', str(getattr(corpus, field))):
+            raise ConfigError(
+                f'data.name={config.name!r}: the {field} {getattr(corpus, field)!r} of its corpus '
+                'must consist of letters, digits, points, hyphens and underscores'
+            )
+    return dataclasses.replace(corpus, version=f'{corpus.version}-{digest(config.name)}')
 
 
 def _lowered(corpus: Corpus) -> Corpus:

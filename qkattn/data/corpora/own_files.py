@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import Corpus, parse_languages
+from qkattn.data.corpora.corpus import Corpus, cut_at_lines, parse_languages
 from qkattn.errors import ConfigError
 
 SPLITS = ('train', 'validation', 'test')
@@ -138,7 +138,7 @@ def _existing(config: DataConfig) -> Path:
 
 
 def _split_files(directory: Path, suffix: str, *, folders: bool = False) -> dict[str, Path]:
-    """The file of each split: train and validation, and test where there is one.
+    """The file of each split: train, and validation and test where there are any.
 
     Args:
       folders: whether a split may be a folder instead.
@@ -155,7 +155,7 @@ def _split_files(directory: Path, suffix: str, *, folders: bool = False) -> dict
             )
         if existing:
             found[split] = existing[0]
-        elif split != 'test':
+        elif split == 'train':
             raise ConfigError(
                 f'data.path: {str(candidates[0])!r} is missing; the directory must hold '
                 f'{candidates[0].name} or {candidates[1].name}'
@@ -238,15 +238,9 @@ def _whole(path: Path) -> Iterator[bytes]:
     yield b''.join(_blocks(path)).removeprefix(codecs.BOM_UTF8)
 
 
-def _cut(path: Path) -> tuple[bytes, bytes, bytes]:
+def _cut(path: Path) -> list[bytes]:
     (data,) = _whole(path)
-    first, second = (data.find(b'\n', len(data) * percent // 100) + 1 for percent in (90, 95))
-    if not 0 < first < second < len(data):
-        raise ConfigError(
-            f'{str(path)!r} is too small to be cut at line ends into train, validation and test '
-            f'({len(data)} bytes); give more text or a directory with train.txt and validation.txt.'
-        )
-    return data[:first], data[first:second], data[second:]
+    return cut_at_lines(data, (90, 95), repr(str(path)))
 
 
 def _lines(path: Path) -> Iterator[bytes]:

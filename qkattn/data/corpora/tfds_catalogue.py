@@ -1,11 +1,15 @@
 """Any text or translation set of the tfds catalogue: 'tfds:NAME' or 'tfds:NAME/CONFIG'."""
 
 import difflib
+import glob
 import importlib.util
 import inspect
+import os
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
+from typing import IO
 
 import tensorflow_datasets as tfds
 import tensorflow_datasets.text
@@ -14,13 +18,22 @@ import tensorflow_datasets.translate
 from qkattn.config import DataConfig
 from qkattn.data.cache import data_root
 from qkattn.data.corpora import tfds_prepare
-from qkattn.data.corpora.corpus import Corpus, parse_languages
+from qkattn.data.corpora.corpus import Corpus, find_splits, parse_languages
 from qkattn.errors import ConfigError
 
-# Names under which the catalogue has the splits of a corpus.
-SPLITS = {'train': ('train',), 'validation': ('validation', 'dev', 'valid'), 'test': ('test',)}
+
+def _open(path: str, mode: str = 'r') -> IO:
+    return open(path, mode, encoding=None if 'b' in mode else 'utf-8')
+
+
+# The functions on files of TensorFlow that sets of text use, without TensorFlow.
+FILES = {'GFile': _open, 'glob': glob.glob, 'isdir': os.path.isdir}
+WITHOUT = types.SimpleNamespace(io=types.SimpleNamespace(gfile=types.SimpleNamespace(**FILES)))
 # How the source of a builder shows that it cannot prepare without a package.
-PACKAGES = {'apache_beam': r'\bapache_beam\b|BeamBasedBuilder', 'tensorflow': r'\btf\.[a-z_]+\.\w'}
+PACKAGES = {
+    'apache_beam': r'\bapache_beam\b|BeamBasedBuilder',
+    'tensorflow': rf'\btf\.(?!io\.gfile\.({"|".join(FILES)})\b)[a-z_]+\.\w',
+}
 
 
 def corpus(config: DataConfig) -> Corpus:
@@ -28,7 +41,7 @@ def corpus(config: DataConfig) -> Corpus:
 
     Raises:
       ConfigError: for an unknown set, config, language or feature; for a set that cannot be
-        prepared here; for one without a train and a validation split.
+        prepared here; for one without a train split.
     """
     languages = parse_languages(config) if config.languages else ()
     data_dir = data_root(config.data_dir)
@@ -48,7 +61,7 @@ def corpus(config: DataConfig) -> Corpus:
     builder = tfds_prepare.prepare(
         create, data_dir=data_dir, manual_dir=config.manual_dir, advice=advice
     )
-    found = _splits(builder, config)
+    found = find_splits(builder.info.splits, f'data.name={config.name!r}')
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         path = feature if language is None else (*feature, language)
@@ -161,27 +174,13 @@ def _text_feature(
 
 def _check_preparable(builder: tfds.core.DatasetBuilder, config: DataConfig, advice: str) -> None:
     """Raises ConfigError before a download of gigabytes for what would stop the preparation."""
-    modules = {cls.__module__ for cls in type(builder).__mro__}
-    source = '\n'.join(
-        inspect.getsource(sys.modules[module])
-        for module in modules
-        if re.match(r'tensorflow_datasets\.(?!core\b)', module)
-    )
+    names = {cls.__module__ for cls in type(builder).__mro__}
+    modules = [sys.modules[n] for n in names if re.match(r'tensorflow_datasets\.(?!core\b)', n)]
+    source = '\n'.join(map(inspect.getsource, modules))
     for package, pattern in PACKAGES.items():
         if re.search(pattern, source) and importlib.util.find_spec(package) is None:
             raise ConfigError(tfds_prepare.needs_package(config.name, package, advice))
-
-
-def _splits(builder: tfds.core.DatasetBuilder, config: DataConfig) -> dict[str, str]:
-    available = list(builder.info.splits)
-    found = {}
-    for split, names in SPLITS.items():
-        present = [name for name in names if name in available]
-        if present:
-            found[split] = present[0]
-        elif split != 'test':
-            raise ConfigError(
-                f'data.name={config.name!r} has no {split} split, only '
-                f'{", ".join(map(repr, available))}; choose a set that has one.'
-            )
-    return found
+    if importlib.util.find_spec('tensorflow') is None:
+        for module in modules:
+            if 'tf' in vars(module):
+                vars(module)['tf'] = WITHOUT

@@ -5,14 +5,15 @@ are read: training rows repeat only by chance, validation and test rows are fixe
 """
 
 import dataclasses
-import difflib
+import inspect
 import math
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from qkattn.config import Config, DataConfig, ModelConfig
-from qkattn.config.calls import parse_call
+from qkattn.config.calls import parse_call, resolve
+from qkattn.data.corpora.corpus_registry import in_catalogue
 from qkattn.data.tasks.probe_tasks import PROBES, Probe
 from qkattn.data.tasks.rows import ArrayShapes, Batch, DataForm, token_shapes
 from qkattn.errors import ConfigError
@@ -23,12 +24,21 @@ TRAIN_ROWS = 2**24
 EVAL_ROWS = 1024
 SPLITS = ('train', 'validation', 'test')
 # Settings of text that a probe has no use for.
-TEXT_SETTINGS = ('manual_dir', 'path', 'languages', 'feature', 'lowercase', 'tokenizer')
+TEXT_SETTINGS: tuple[str, ...] = (
+    *('manual_dir', 'path', 'languages', 'feature', 'lowercase', 'tokenizer', 'carve_test'),
+)
 
 
 def is_probe(text: str) -> bool:
-    """Whether `text` is the name of a probe, with options or without."""
-    return text.partition('(')[0] in PROBES
+    """Whether `text` names a probe, with options or without; ConfigError as `resolve`."""
+    name, _ = parse_call(text, 'data.name')
+    return name in PROBES or (
+        ':' in name and not in_catalogue(text) and _is_probe(resolve(name, PROBES, 'data.name')[0])
+    )
+
+
+def _is_probe(found: Any) -> bool:
+    return inspect.isclass(found) and issubclass(found, Probe)
 
 
 def find(text: str) -> tuple[str, Probe]:
@@ -37,20 +47,8 @@ def find(text: str) -> tuple[str, Probe]:
     Raises:
       ConfigError: an unknown probe or option, or an option out of range.
     """
-    name, options = parse_call(text, 'data.name')
-    if name not in PROBES:
-        near = difflib.get_close_matches(name, PROBES, n=1)
-        hint = f', did you mean {near[0]!r}?' if near else ';'
-        raise ConfigError(
-            f'data.name={text!r} is not a known probe{hint} known are {", ".join(PROBES)}.'
-        )
-    kind = PROBES[name]
-    known = [field.name for field in dataclasses.fields(kind)]
+    kind, options = resolve(text, PROBES, 'data.name', needs='a subclass of Probe', fits=_is_probe)
     for option, value in options.items():
-        if option not in known:
-            raise ConfigError(
-                f'data.name={text!r}: {name} has no option {option!r}; it takes {", ".join(known)}.'
-            )
         least = kind.least[option]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(
@@ -59,7 +57,7 @@ def find(text: str) -> tuple[str, Probe]:
             )
     probe = kind(**options)
     probe.check()
-    return name, probe
+    return text.partition('(')[0], probe
 
 
 class ProbeRows:

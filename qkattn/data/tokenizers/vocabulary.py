@@ -2,10 +2,14 @@
 
 On disk, `<data_dir>/tokenizers/<name>/<version>/<kind>/` (bpe: `byte-bpe-<size>`) holds the trained
 `tokenizer.json` and `about.json`, which describes it, with its sha256.
+
+A tokenizer from outside is a class that has the attributes of `Tokenizer`, with keyword-only
+options. One that is learned has `train(texts, *, options)`, `load(model)` and `model()` besides.
 """
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -15,18 +19,21 @@ from typing import Any
 
 import tokenizers
 
+from qkattn.config.calls import digest, resolve
 from qkattn.data.cache import DamagedCache, check_sha256, prepared_once, read_description
 from qkattn.data.tokenizers.bpe import BPETokenizer
 from qkattn.data.tokenizers.characters import CharacterTokenizer
+from qkattn.data.tokenizers.file import FileTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from qkattn.errors import ConfigError
 from qkattn.run.files import write_atomic
 
-LEARNED: dict[str, type[CharacterTokenizer] | type[BPETokenizer]] = {
+KINDS: dict[str, Any] = {
+    'bytes': ByteTokenizer,
     'characters': CharacterTokenizer,
     'bpe': BPETokenizer,
 }
-KINDS = ('bytes', *LEARNED)
+METHODS = ('encode', 'decode', 'num_bytes')
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +56,24 @@ class About:
     trained_by: str
 
 
+def check(kind: str) -> tuple[Any, dict[str, Any]]:
+    """The class and the options that `data.tokenizer` names; that of a file is not opened.
+
+    Raises:
+      ConfigError: an unknown name or option, or an import path of something else.
+    """
+    if kind.endswith('.json'):
+        return FileTokenizer, {'path': kind}
+    return resolve(
+        kind,
+        KINDS,
+        'data.tokenizer',
+        needs=f'a class with {", ".join(METHODS)}, as qkattn.data.tokenizers.tokenizer.Tokenizer',
+        fits=lambda found: inspect.isclass(found) and all(hasattr(found, m) for m in METHODS),
+        call=lambda found: getattr(found, 'train', found),
+    )
+
+
 def open_tokenizer(
     data_dir: Path,
     *,
@@ -64,7 +89,7 @@ def open_tokenizer(
     at the same time; one of them trains.
 
     Args:
-      kind: one of KINDS. 'bytes' needs no training and touches no file.
+      kind: as in `check`. Those without `train` need no training and no cache.
       size: ids, of 'bpe' only.
       name, version: of the corpus.
       texts: yields the training texts, always the same; called only to train.
@@ -74,16 +99,13 @@ def open_tokenizer(
         to train and `data_dir` cannot be written; if a damaged cache cannot be restored as it was.
       ValueError: if a training text is not valid UTF-8.
     """
-    if kind == 'bytes':
-        return ByteTokenizer()
-    if kind not in KINDS:
-        raise ConfigError(
-            f'data.tokenizer={kind!r} is not a known tokenizer; valid: '
-            f'{", ".join(map(repr, KINDS))}.'
-        )
+    cls, options = check(kind)
+    if not hasattr(cls, 'train'):
+        return _named(cls(**options), kind)
     expected: dict[str, Any] = {'kind': kind, 'size': size if kind == 'bpe' else None}
     directory = data_dir / 'tokenizers' / name / version
-    directory /= f'byte-bpe-{size}' if kind == 'bpe' else kind
+    directory /= f'byte-bpe-{size}' if kind == 'bpe' else _folder(kind)
+    arguments = {'size': size} if kind == 'bpe' else options
     model_path, about_path = directory / 'tokenizer.json', directory / 'about.json'
 
     def opened() -> Tokenizer:
@@ -92,19 +114,16 @@ def open_tokenizer(
             raise FileNotFoundError(about_path)
         about = read_description(about_path, About, expected)
         check_sha256(model_path, about.model_sha256)
-        return LEARNED[kind].load(model_path.read_bytes())
+        return _named(cls.load(model_path.read_bytes()), kind)
 
     def train() -> None:
         log.info('Training the %s tokenizer of %s %s to %s', kind, name, version, directory)
-        digest = hashlib.sha256()
-        hashed = _hashed(texts(), digest)
-        trained: CharacterTokenizer | BPETokenizer = (
-            BPETokenizer.train(hashed, size) if kind == 'bpe' else CharacterTokenizer.train(hashed)
-        )
-        model = trained.model()
+        text_sha256 = hashlib.sha256()
+        hashed = _hashed(texts(), text_sha256)
+        model = cls.train(hashed, **arguments).model()
         about = About(
             **expected,
-            text_sha256=digest.hexdigest(),
+            text_sha256=text_sha256.hexdigest(),
             model_sha256=hashlib.sha256(model).hexdigest(),
             trained_by=f'tokenizers {tokenizers.__version__}' if kind == 'bpe' else 'qkattn',
         )
@@ -114,6 +133,19 @@ def open_tokenizer(
         write_atomic(about_path, json.dumps(dataclasses.asdict(about), indent=2) + '\n')
 
     return prepared_once(directory / 'lock', opened, train)
+
+
+def _folder(kind: str) -> str:
+    if ':' not in kind:
+        return kind
+    return f'{kind.partition("(")[0].replace(":", ".")}-{digest(kind)}'
+
+
+def _named(tokenizer: Any, kind: str) -> Tokenizer:
+    """The tokenizer; the name of one from outside includes a digest of its options and source."""
+    if ':' in kind and not isinstance(tokenizer, FileTokenizer):
+        tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
+    return tokenizer
 
 
 def _check_unchanged(about: About, about_path: Path) -> None:

@@ -12,12 +12,12 @@ EXAMPLES = {'path': 'x', 'languages': 'en-de', 'feature': 'text', 'manual_dir': 
 @pytest.mark.parametrize(
     ('name', 'says'),
     [
-        *((name, ".*'tfds:NAME/CONFIG'") for name in ('stdlob', 'tfds', 'tiny shakespeare', '')),
-        ('multi30', r" dataset \(did you mean 'multi30k'"),
+        *((name, '.* tfds:NAME, hf:NAME, or an') for name in ('stdlob', 'tfds', 'tiny_speare', '')),
+        ('multi30', ", did you mean 'multi30k'"),
     ],
 )
 def test_unknown_names_are_refused_with_the_known(name, says):
-    with refused(f"data.name='{name}' is not a known{says}"):
+    with refused(f"unknown data.name '{name}'{says}"):
         find(DataConfig(name=name))
 
 

@@ -124,7 +124,7 @@ DAMAGED = (PACKED[:-20], b'not gzip', PACKED[:30] + b'????' + PACKED[34:])
     [
         ('x', {}, "data.path='.*/x' does not exist"),
         ('', {}, r"train.txt' is missing; .* train.txt or train.txt.gz"),
-        ('', {'train.txt': 'x'}, "validation.txt' is missing"),
+        ('', {'validation.txt': 'x'}, "train.txt' is missing"),
         ('', SPLIT | {'train.txt.gz': PACKED}, 'both train.txt and train.txt.gz; keep one'),
         ('', SPLIT | {'train.txt': ''}, "train.txt' is empty"),
         ('', SPLIT | {'train.txt': 'a\nb\0\n'}, 'line 2, holds byte 0, .*another tokenizer'),

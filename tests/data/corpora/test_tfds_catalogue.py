@@ -48,7 +48,7 @@ QkattnText = registered('QkattnText', ('train', 'dev'), text=TEXT, n=NUMBER)
 registered('QkattnTexts', title=TEXT, body=TEXT)
 registered('QkattnInner', title=TEXT, sentences=PAIRS)
 registered('QkattnNumbers', n=NUMBER)
-registered('QkattnNoValidation', ('train', 'test'), text=TEXT)
+registered('QkattnNoTrain', ('validation', 'test'), text=TEXT)
 registered('QkattnVarying', all=tfds.features.TranslationVariableLanguages())
 
 
@@ -130,7 +130,7 @@ WMT14 = 'wmt14_translate'
         ('qkattn_inner', {'languages': 'en-de', 'feature': 'title'}, "feature='title' is for text"),
         ('qkattn_varying', {}, 'languages vary from example to example'),
         ('qkattn_numbers', {}, 'valid: none, it has no text feature'),
-        ('qkattn_no_validation', {}, "has no validation split, only 'train', 'test'"),
+        ('qkattn_no_train', {}, "qkattn_no_train' has no train split, only 'validation', 'test'"),
         ('qkattn_by_hand', {}, r'data.manual_dir=None: .* by hand: Ask the authors\.'),
     ],
 )
@@ -157,8 +157,9 @@ def test_copied_set_needs_no_code(corpus, tmp_path):
         ('ted_hrlr_translate/pt_to_en', 'en-pt', None),
         ('imdb_reviews/plain_text', None, None),
         # Packages are named before anything is downloaded.
-        ('lm1b', None, 'tensorflow'),
-        ('tiny_shakespeare', None, 'tensorflow'),
+        ('pg19', None, 'tensorflow'),
+        ('lm1b', None, None),
+        ('tiny_shakespeare', None, None),
         ('wiki40b/en', None, 'apache-beam'),
         ('wikipedia/20230601.en', None, 'apache-beam'),
         ('c4/en', None, 'apache-beam'),

@@ -147,8 +147,8 @@ def test_names_and_identities():
 @pytest.mark.parametrize(
     ('name', 'says'),
     [
-        ('recal(pairs=2)', "data.name='recal.*' is not a known probe, did you mean 'recall'"),
-        ('xyz', "data.name='xyz' is not a known probe; known are copy, reversal"),
+        ('recal(pairs=2)', "unknown data.name 'recal', did you mean 'recall'"),
+        ('xyz', "unknown data.name 'xyz'; known are copy, reversal"),
         ('copy(', r"data.name='copy\(' must be written name\(option=value"),
         ('copy(size=3)', "copy has no option 'size'; it takes length, symbols"),
         ('copy(length=0)', 'length=0 must be a whole number of at least 1'),

@@ -51,7 +51,7 @@ def test_each_kind_is_its_tokenizer(opened, directory, tmp_path, warnings):
     assert opened('bpe', size=265).vocab_size == 265
     names = ['byte-bpe-265', 'byte-bpe-270', 'characters']
     assert sorted(path.name for path in directory('bpe').parent.iterdir()) == names
-    with refused("data.tokenizer='words' .* 'bytes', 'characters', 'bpe'"):
+    with refused("unknown data.tokenizer 'words'; known are bytes, characters, bpe, or an import"):
         opened('words')
     assert not warnings
 
@@ -104,7 +104,7 @@ def test_a_damaged_vocabulary_is_not_replaced_by_another(opened, directory, monk
             opened(kind, OTHER)
     train = TYPES[kind].train
     monkeypatch.setattr(
-        TYPES[kind], 'train', lambda texts, *size: list(texts) and train(OTHER, *size)
+        TYPES[kind], 'train', lambda texts, **size: list(texts) and train(OTHER, **size)
     )
     with refused('learns another one from the same text .* delete that'):
         opened(kind)
