@@ -17,7 +17,7 @@ from qkattn.run import cli, leases, signals
 from qkattn.study import estimate, worker
 from qkattn.study.arms import build_arms, table
 
-CONFIG = cli.define_config()
+CONFIG = cli.define_config(Study)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Study directory; the same directory resumes.')
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
 EXPIRY = flags.DEFINE_float(
@@ -30,7 +30,7 @@ ACCEPT_CHANGES = flags.DEFINE_bool(
 
 @signals.leaving_at_once()
 def main() -> None:
-    config = cli.read_config(CONFIG, Study)
+    config = cli.read_config(CONFIG)
     if not 0 < EXPIRY.value < math.inf:
         raise ConfigError(f'--lease_expiry={EXPIRY.value} must be above 0 seconds and finite')
     arms = build_arms(config)

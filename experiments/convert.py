@@ -24,7 +24,15 @@ SOURCE = flags.DEFINE_string('source', None, 'Model to convert.')
 TRIAL = flags.DEFINE_integer('trial', 0, 'Index of the trial of a run.')
 NUM_HEADS = flags.DEFINE_integer('num_heads', None, 'Heads of published files without a config.')
 APPLY = flags.DEFINE_multi_string(
-    'apply', [], 'Conversion, e.g. merge or truncate(rank=8); repeatable, applied in order.'
+    'apply',
+    [],
+    '\n'.join(
+        [
+            'Conversion, e.g. merge or truncate(rank=8), exact unless it gives an error:',
+            *(f'{name}: {conversion.summary}' for name, conversion in CONVERSIONS.items()),
+            'They are applied in order',
+        ]
+    ),
 )
 OUT = flags.DEFINE_string('out', None, 'Directory to write to.')
 LAYOUT = flags.DEFINE_enum('layout', 'qkattn', ['qkattn', 'gpt2'], 'Layout of --out.')

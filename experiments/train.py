@@ -14,13 +14,13 @@ from qkattn.run import cli, signals
 from qkattn.train import train
 from qkattn.train.results import FINISHED
 
-CONFIG = cli.define_config()
+CONFIG = cli.define_config(Config)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')
 
 
 @signals.leaving_at_once()
 def main() -> None:
-    config = cli.read_config(CONFIG, Config)
+    config = cli.read_config(CONFIG)
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
     for result in train(config, WORKDIR.value, command=cli.command('train')):

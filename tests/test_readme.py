@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 
-from qkattn.config import Config, Study, from_config_dict
+from qkattn.config import Study, from_config_dict
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
 from qkattn.report.printed_numbers import check_numbers
@@ -132,9 +132,9 @@ def test_every_command_is_accepted(example, outside, monkeypatch):
             script = runpy.run_module(f'experiments.{match[1]}')
             assert len(flags.FLAGS(sys.argv)) == 1, command
             if match[1] == 'ablate':
-                build_arms(cli.read_config(script['CONFIG'], Study))
+                build_arms(cli.read_config(script['CONFIG']))
             if match[1] == 'train':
-                validate(cli.read_config(script['CONFIG'], Config))
+                validate(cli.read_config(script['CONFIG']))
     assert scripts == set(SCRIPTS)
 
 

@@ -53,6 +53,11 @@ class Conversion:
         result = self.function(layer, *norm, **options)
         return result if self.lossy else (result, None)
 
+    @property
+    def summary(self) -> str:
+        """From which variant to which, in one line."""
+        return (inspect.getdoc(self.function) or '').splitlines()[0].removesuffix(' Exact.')
+
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises ConfigError for an unknown option or a missing one."""
         name = self.function.__name__

@@ -12,7 +12,7 @@ from qkattn.errors import ConversionError
 
 
 def gqa_to_mha(layer: Attention) -> Attention:
-    """qk/vo with shared key and value heads -> one of each per query head, by repetition. Exact.
+    """qk/vo with shared key and value heads -> one of each per query head, by copying. Exact.
 
     Keys and values keep their numbers, so positions, QK-norm and caps may be any.
 
@@ -26,7 +26,7 @@ def gqa_to_mha(layer: Attention) -> Attention:
 
 
 def gqa_to_latent(layer: Attention) -> Attention:
-    """qk/vo with K key heads -> latent/latent: W_D = [W_K, W_V], then selectors of heads. Exact.
+    """qk/vo with K key heads -> latent/latent: W_D = [W_K, W_V], and head selectors. Exact.
 
     The latent has R = 2 K H channels, so the key/value cache keeps its size. Keys keep their
     numbers, so QK-norm and caps may stay. Meng et al. 2025, arXiv 2502.07864, section 3.

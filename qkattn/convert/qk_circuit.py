@@ -98,7 +98,7 @@ def _logit_error(A_NED: np.ndarray, q_ENR: np.ndarray, k_DNR: np.ndarray) -> flo
 
 
 def to_collaborative(layer: Attention) -> Attention:
-    """`qk` -> `collaborative` with R = N H: all W_Q side by side, mixing = block indicators. Exact.
+    """`qk` -> `collaborative`, R = N H: W_Q side by side, mixing = indicators. Exact.
 
     Raises:
       ConversionError: as for `merge`; or a Score other than qk.

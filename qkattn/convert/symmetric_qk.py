@@ -10,7 +10,7 @@ from qkattn.errors import ConversionError
 
 
 def to_symmetric(layer: Attention) -> Attention:
-    """Symmetric A[n] = U L U^T of rank <= H -> `symmetric`: W = U |L|^1/2 and signs of L. Exact.
+    """Symmetric A[n] = U L U^T of rank <= H -> `symmetric`: W = U |L|^1/2, signs of L. Exact.
 
     Raises:
       ConversionError: as for `merge`; A[n] is not symmetric, or of higher rank.

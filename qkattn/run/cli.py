@@ -1,11 +1,12 @@
 """Shared by the experiment scripts: config flags, messages and exit codes."""
 
+import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import absl.logging
 from absl import app, flags
@@ -14,7 +15,12 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.errors import CheckpointError, ConfigError, Stopped
+from qkattn.run.help import HelpFlag, misspelt
 from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE
+
+flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
+
+Kind = type[Config] | type[Study]
 
 
 def shipped(folder: str) -> dict[str, Path]:
@@ -26,26 +32,37 @@ def shipped(folder: str) -> dict[str, Path]:
 
 
 class _ConfigParser(ConfigFileFlagParser):
-    """Loads a file, or the config of that name that comes with the package."""
+    """Loads a file, or the config of that name that comes with the package, of a kind."""
+
+    def __init__(self, kind: Kind):
+        super().__init__('config')
+        self.kind = kind
 
     def parse(self, path: str) -> Any:
         return super().parse(str(shipped('configs').get(path, path)))
 
 
-def define_config() -> flags.FlagHolder:
-    """The flag --config=FILE.py or NAME, whose fields --config.a.b=VALUE overrides."""
+def define_config(kind: Kind) -> flags.FlagHolder:
+    """The flag --config=FILE.py or NAME of a kind, whose fields --config.a.b=VALUE overrides."""
     holder = config_flags.DEFINE_config_file(
         'config',
         None,
         'Python file whose get_config() returns the settings, or the name of a config that '
-        'comes with qkattn: ' + ', '.join(shipped('configs')),
+        'comes with qkattn: '
+        + ', '.join(shipped('configs'))
+        + '. The fields below override its settings; the defaults are those of a config that does '
+        'not set them.',
         lock_config=True,
     )
-    flags.FLAGS['config'].parser = _ConfigParser('config')
+    flags.FLAGS['config'].parser = _ConfigParser(kind)
     return holder
 
 
-def read_config(flag: flags.FlagHolder, kind: type[Config] | type[Study]) -> Config | Study:
+def _kind() -> Kind:
+    return cast(_ConfigParser, flags.FLAGS['config'].parser).kind
+
+
+def read_config(flag: flags.FlagHolder) -> Any:
     """The settings after overrides; ConfigError if the file holds the other kind of config."""
     if flag.value is None:
         raise ConfigError('--config=FILE.py is required, e.g. --config=quickstart')
@@ -58,7 +75,7 @@ def read_config(flag: flags.FlagHolder, kind: type[Config] | type[Study]) -> Con
             f'--config={path} cannot be loaded: {reason}; configs that come with qkattn are '
             f'{", ".join(shipped("configs"))}'
         ) from error
-    if not isinstance(config, kind):
+    if not isinstance(config, kind := _kind()):
         script = 'experiments.ablate' if isinstance(config, Study) else 'experiments.train'
         raise ConfigError(
             f'this config is a {type(config).__name__}, not a {kind.__name__}; '
@@ -109,21 +126,24 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             leave(f'{stopped}; the same command resumes', EXIT_REQUEUE)
 
     parsed = False
+    kind = _kind() if 'config' in flags.FLAGS else None
 
     def parse(argv: Sequence[str]) -> list[str]:
         nonlocal parsed
+        doc = inspect.unwrap(main).__globals__['__doc__']
+        flags.FLAGS['help'] = HelpFlag(doc, kind)
         rest = flags.FLAGS(argv)
         parsed = True
         return rest
 
     try:
         app.run(wrapped, flags_parser=parse)
-    except (flags.Error, AttributeError, TypeError, ValueError) as error:
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         # During parsing these are unknown flags or fields, or values of a wrong type; any later one
         # is a bug and keeps its traceback.
         if parsed:
             raise
-        leave(str(error).splitlines()[0])
+        leave((kind and misspelt(sys.argv[1:], kind)) or str(error).splitlines()[0])
 
 
 def leave(sentence: str, code: int = EXIT_CONFIG) -> None:
