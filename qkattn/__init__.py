@@ -1,3 +1,57 @@
-"""qkattn: controlled ablations of attention's weight matrices at equal parameter count."""
+"""qkattn: controlled ablations of attention's weight matrices at equal parameter count.
+
+The names below are what a notebook needs; docs/notebook.ipynb shows them. Everything else is
+imported from its package, as in `from qkattn.train import train`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = '0.1.0'
+
+# Each is imported on first use: `import qkattn`, and packages that need no jax, import none.
+_NAMES = {
+    'qkattn.attention': ('Attention', 'AttentionSpec'),
+    'qkattn.config': (
+        'Config',
+        'DataConfig',
+        'ModelConfig',
+        'OptimizerConfig',
+        'TrainConfig',
+        'TrialsConfig',
+    ),
+    'qkattn.convert': ('converted',),
+    'qkattn.data.batches': ('batches',),
+    'qkattn.model': ('build',),
+    'qkattn.model.cost': ('count',),
+    'qkattn.pretrained': ('load',),
+    'qkattn.train.step': ('loss',),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:  # the same names, for type checkers and editors
+    from qkattn.attention import Attention as Attention
+    from qkattn.attention import AttentionSpec as AttentionSpec
+    from qkattn.config import Config as Config
+    from qkattn.config import DataConfig as DataConfig
+    from qkattn.config import ModelConfig as ModelConfig
+    from qkattn.config import OptimizerConfig as OptimizerConfig
+    from qkattn.config import TrainConfig as TrainConfig
+    from qkattn.config import TrialsConfig as TrialsConfig
+    from qkattn.convert import converted as converted
+    from qkattn.data.batches import batches as batches
+    from qkattn.model import build as build
+    from qkattn.model.cost import count as count
+    from qkattn.pretrained import load as load
+    from qkattn.train.step import loss as loss
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return globals().setdefault(name, getattr(importlib.import_module(_HOMES[name]), name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -33,7 +33,12 @@ from qkattn.convert.factors import Factors, extract_factors
 from qkattn.convert.folding import fold_biases, fold_double, fold_gains
 from qkattn.convert.gauge import gauge_fix_qk, gauge_fix_vo
 from qkattn.convert.kv_heads import gqa_to_latent, gqa_to_mha
-from qkattn.convert.model_conversion import convert_model, logit_error, require_exact
+from qkattn.convert.model_conversion import (
+    convert_model,
+    converted,
+    logit_error,
+    require_exact,
+)
 from qkattn.convert.ov_circuit import merge_vo, truncate_vo, unmerge_vo
 from qkattn.convert.qk_circuit import merge, to_collaborative, truncate, unmerge
 from qkattn.convert.standard_form import to_standard
@@ -48,6 +53,7 @@ __all__ = [
     'Factors',
     'Truncation',
     'convert_model',
+    'converted',
     'extract_factors',
     'fold_biases',
     'fold_double',

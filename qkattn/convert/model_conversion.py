@@ -14,9 +14,10 @@ from qkattn.config import ModelConfig
 from qkattn.convert.conversions import Conversion, parse_conversion
 from qkattn.convert.truncation import Truncation
 from qkattn.errors import ConfigError, ConversionError, SpecError
+from qkattn.model import with_params
 from qkattn.model.blocks import Norm
-from qkattn.model.build import with_params
 from qkattn.model.sites import attention_spec
+from qkattn.model.transformer import Transformer
 
 # Largest change of the logits by a conversion that is exact but for rounding.
 EXACT = 1e-3
@@ -70,6 +71,14 @@ def convert_model(
         _reset(model.blocks.attention_norm)
     converted = _config_with(config, layers[0].spec)
     return converted, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))), errors
+
+
+def converted(model: Transformer, *texts: str) -> Transformer:
+    """The model after the conversions that `texts` name; see `convert_model`."""
+    config, params = model.config, nnx.to_pure_dict(nnx.state(model))
+    for text in texts:
+        config, params, _ = convert_model(text, config, params)
+    return with_params(config, jax.tree.map(jnp.asarray, params))
 
 
 def logit_error(

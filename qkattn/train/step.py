@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from qkattn.config import Config
 from qkattn.model import build, with_params
+from qkattn.model.transformer import Transformer
 from qkattn.train.lifting import lift
 from qkattn.train.optimizer import optimizer
 from qkattn.train.schedules import schedule
@@ -39,8 +40,18 @@ def predict(
     """Logits_BTV from all arrays of the batch but targets and loss weights."""
     dtype = jnp.dtype(config.model.compute_dtype)
     model = with_params(config.model, jax.tree.map(lambda p: p.astype(dtype), params))
+    return _logits(model, batch, dropout_key)
+
+
+def _logits(model: Transformer, batch: dict, dropout_key: jax.Array | None = None) -> jax.Array:
     inputs = {k: v for k, v in batch.items() if k not in ('targets_BT', 'loss_weights_BT')}
     return model(**inputs, dropout_key=dropout_key)
+
+
+def loss(model: Transformer, batch: dict) -> jax.Array:
+    """Cross-entropy of the targets of a batch, nats per target, weighted by the loss weights."""
+    nats_BT = cross_entropy(_logits(model, batch), batch['targets_BT'])
+    return jnp.average(nats_BT, weights=batch['loss_weights_BT'])
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:

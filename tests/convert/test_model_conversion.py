@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from qkattn.config import ModelConfig
-from qkattn.convert import CONVERSIONS, Conversion, convert_model, logit_error, merge_vo
+from qkattn.convert import CONVERSIONS, Conversion, convert_model, converted, logit_error, merge_vo
 from qkattn.errors import ConfigError, ConversionError
+from qkattn.model import with_params
 from qkattn.model.cost import abstract_params
 
 CONFIG = ModelConfig(
@@ -60,6 +61,14 @@ def test_logits_are_kept(changes, steps, variant):
     if 'fold_gains' in steps:
         assert (params['blocks']['attention_norm'].get('g_D', np.ones(1)) == 1).all()
         assert (params['blocks']['attention_norm']['b_D'] == 0).all()
+
+
+def test_a_model_is_converted_by_the_names_of_conversions():
+    model = with_params(CONFIG, params_of(CONFIG))
+    merged = converted(model, 'fold_gains', 'merge')
+    assert (merged.config.score, model.config.score) == ('merged', 'qk')
+    change = np.abs(merged(TOKENS) - model(TOKENS)).max()
+    assert 0 < change < 1e-4 * np.abs(model(TOKENS)).max()
 
 
 # The source of each conversion on a post-norm model; None where it is refused there.

@@ -1,27 +1,33 @@
 """A run by its directory: models, settings, step; directories that are none, or damaged."""
 
+import contextlib
 import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qkattn.config import to_json
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.pretrained import load, load_model
-from qkattn.train import exported, train
+from qkattn.run.records import write_json
+from qkattn.train import exported
+from qkattn.train.checkpoint import Checkpoints
+from qkattn.train.step import init_stack
 
 
 @pytest.fixture(scope='module')
 def trained(tiny, tmp_path_factory):
-    """A run of two trials, one of which diverges."""
+    """A run of two trials after 4 steps, the first of which diverged."""
     directory = tmp_path_factory.mktemp('runs') / 'run'
-    config = tiny(
-        model={'num_layers': 1},
-        train={'num_steps': 4},
-        trials={'seeds': (0,), 'learning_rates': (1e30, 1e-2)},
-    )
-    train(config, directory)
+    config = tiny(model={'num_layers': 1}, trials={'seeds': (0, 1)})
+    write_json(directory / 'config.json', {'hash': '', 'config': to_json(config)})
+    state = jax.jit(lambda seeds: init_stack(config, seeds))(jnp.arange(2, dtype=jnp.uint32))
+    state['trials']['alive'] = jnp.array([False, True])
+    with contextlib.closing(Checkpoints(directory / 'checkpoints')) as checkpoints:
+        checkpoints.save(4, {**state, 'step': jnp.int32(4)}, {}, 1.0)
     return directory, config
 
 

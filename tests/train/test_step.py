@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from qkattn.config import MeshConfig, TrialsConfig
+from qkattn.data.batches import batches
+from qkattn.model import build
 from qkattn.train import placement, program, sharding, step
 
 
@@ -169,3 +172,15 @@ def loss_of(config):
     batch = language_batch(jnp.asarray(tokens_XABT1(config)[0, 0]))
     key = jax.random.key(0)
     return lambda params: step.loss_sum(config, params, batch, key)
+
+
+def test_the_loss_of_a_model_is_the_mean_that_training_sums(tiny):
+    config = tiny(model={'num_layers': 1})
+    model = build(config.model, key=jax.random.key(0))
+    batch = next(batches(config))
+    batch['loss_weights_BT'] = np.random.default_rng(0).random((8, 16)).astype(np.float32)
+    params = nnx.to_pure_dict(nnx.state(model))
+    total = step.loss_sum(config, params, batch)
+    np.testing.assert_allclose(
+        step.loss(model, batch), total / batch['loss_weights_BT'].sum(), rtol=1e-6
+    )
