@@ -14,6 +14,7 @@ from qkattn import report
 from qkattn.config import Study
 from qkattn.errors import ConfigError
 from qkattn.run import cli, leases, signals
+from qkattn.run.progress import waiting
 from qkattn.study import estimate, worker
 from qkattn.study.arms import build_arms, table
 
@@ -33,7 +34,8 @@ def main() -> None:
     config = cli.read_config(CONFIG)
     if not 0 < EXPIRY.value < math.inf:
         raise ConfigError(f'--lease_expiry={EXPIRY.value} must be above 0 seconds and finite')
-    arms = build_arms(config)
+    with waiting(config.name, 'matching parameters'):
+        arms = build_arms(config)
     print(f'{config.name}: {len(arms)} arms\n{table(arms, config.match)}', flush=True)
     if DRY_RUN.value:
         print(f'\n{estimate.text(config, arms)}')
@@ -47,7 +49,8 @@ def main() -> None:
         expiry=EXPIRY.value,
         accept_changes=ACCEPT_CHANGES.value,
     )
-    page = report.write_report(path)
+    with waiting(config.name, 'writing the report'):
+        page = report.write_report(path)
     print(f'\n{(path / "table.txt").read_text()}\nreport: {page}')
 
 

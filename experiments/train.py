@@ -3,6 +3,8 @@
 python -m experiments.train --config=configs/small.py --workdir=runs/small
 """
 
+import textwrap
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -26,11 +28,22 @@ def main() -> None:
     for result in train(config, WORKDIR.value, command=cli.command('train')):
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
         at = '' if result.get('diverged_at') is None else f' at step {result["diverged_at"]:,}'
-        print(f'{trial} {result["status"]}{at}', end='')
-        if result['status'] == FINISHED:
-            splits = [f'{split} {", ".join(texts)}' for split, texts in summary(result).items()]
-            print(f': {"; ".join(splits)}', end='')
-        print()
+        print(f'{trial}: {result["status"]}{at}')
+        for split, texts in summary(result).items() if result['status'] == FINISHED else ():
+            text = f'{split} {", ".join(texts)}'
+            print(textwrap.fill(text, 100, initial_indent='  ', subsequent_indent='    '))
+    print('\n'.join(f'{name:<12}{where}' for name, where in places(WORKDIR.value).items()))
+
+
+def places(workdir: str) -> dict[str, str]:
+    """Where everything of a finished run lies, and what makes the rest."""
+    path = Path(workdir)
+    files = {'results': 'result.json', 'metrics': 'metrics.jsonl', 'checkpoints': 'checkpoints'}
+    return {
+        **{name: str(path / file) for name, file in files.items()},
+        'to export': f'{cli.script("convert")} --source={path} --out=DIRECTORY',
+        'to report': f'{cli.script("report")} --run={path}',
+    }
 
 
 def summary(result: dict[str, Any]) -> dict[str, list[str]]:

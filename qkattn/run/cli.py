@@ -16,6 +16,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.errors import CheckpointError, ConfigError, Stopped
 from qkattn.run.help import HelpFlag, misspelt
+from qkattn.run.progress import LogHandler
 from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE
 
 flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
@@ -96,11 +97,15 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
         raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 
 
-def command(script: str) -> list[str]:
+def command(name: str) -> list[str]:
     """The command line, as a user would type it again."""
-    module = f'experiments.{script}'
-    start = ['python', '-m', module] if module in sys.orig_argv else ['qkattn', script]
-    return [*start, *sys.argv[1:]]
+    return [*script(name).split(), *sys.argv[1:]]
+
+
+def script(name: str) -> str:
+    """How another script is started, in the way in which this one was."""
+    of_module = any(argument.startswith('experiments.') for argument in sys.orig_argv)
+    return f'python -m experiments.{name}' if of_module else f'qkattn {name}'
 
 
 def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) -> None:
@@ -156,7 +161,7 @@ def _log_to_stderr() -> None:
     """Prints the package's messages, one line each; libraries keep their thresholds."""
     if not flags.FLAGS['verbosity'].present:
         absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs each save, and all it raises
-    handler = logging.StreamHandler()
+    handler = LogHandler()
     handler.setFormatter(logging.Formatter('%(message)s'))
     logger = logging.getLogger('qkattn')
     logger.addHandler(handler)

@@ -1,91 +1,179 @@
-"""The progress display of a run: a bar on a terminal, plain lines elsewhere."""
+"""The progress display of a run: one line that is updated on a terminal, plain lines elsewhere."""
 
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import numpy as np
 import tqdm
 
-# Fetching the loss more often could stall the accelerator.
-_BAR_EVERY_SECONDS = 0.2
+# A terminal's line is drawn at most this often, since fetching the loss could stall an accelerator,
+# and at least this often, so that something moves.
+_DRAWN_EVERY, _TICK = 0.2, 1.0
+# A phase, such as compilation, is said after so many seconds, and on plain lines again whenever it
+# has lasted twice as long.
+_QUIET = 5.0
+# Plain lines are this fraction of the run so far apart, so that a long run does not fill its log.
+_PLAIN_FRACTION = 0.05
+_LABEL, _BAR = 24, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyLeft:
+    """What is left of a study after a run, as far as its plan is known.
+
+    Attributes:
+      runs: further runs without a result.
+      work: of these runs for one of the workers, as a multiple of this run's.
+    """
+
+    runs: int
+    work: float
 
 
 class Progress:
-    """Steps, loss, tokens per second and time left: a bar on a terminal, plain lines elsewhere.
+    """Phase or step, training loss and time left of a run: a line of a terminal, or plain lines.
 
     `update` may be called after every step: the loss stays on the device until it is shown. In a
     job of several processes only process 0 should create one.
     """
 
+    _shown: 'Progress | None' = None
+
     def __init__(
         self,
-        total_steps: int,
-        description: str,
-        start_step: int = 0,
+        label: str,
+        total_steps: int = 0,
+        *,
         tokens_per_step: int | None = None,
+        study: StudyLeft | None = None,
         plain_every_seconds: float = 10,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        runs_left: int | None = None,
+        columns: int | None = None,
     ):
-        """Shows nothing until the first `update`.
+        """Shows nothing until a phase lasts, or until the first `update`.
 
         Args:
+          label: of the run; a terminal shows its beginning.
           total_steps: the last step of the run.
-          description: of the run.
-          start_step: steps done before this process started.
           tokens_per_step: summed over trials; None: not shown.
-          plain_every_seconds: seconds between lines where `stream` is not a terminal.
+          study: what follows the run; None: nothing, and every evaluation is printed.
+          plain_every_seconds: least seconds between lines where `stream` is not a terminal.
           stream: where to write; None: standard error.
           clock: seconds, from any origin.
-          runs_left: runs of the study still to run after this one; None: not shown.
+          columns: of the terminal; None: as wide as it is.
         """
-        self._total = total_steps
-        self._description = description
-        self._tokens_per_step = tokens_per_step
-        self._runs_left = runs_left
+        self._label, self._total = label, total_steps
+        self._tokens_per_step, self._study = tokens_per_step, study
         self._stream = sys.stderr if stream is None else stream
-        self._clock = clock
-        self._bar = tqdm.tqdm(
-            total=total_steps,
-            initial=start_step,
-            desc=description,
-            unit='step',
-            file=self._stream,
-            disable=None,
-            dynamic_ncols=True,
-            mininterval=0,
-        )
-        self._plain = bool(self._bar.disable)
-        self._every_seconds = plain_every_seconds if self._plain else _BAR_EVERY_SECONDS
-        self._step = self._shown_step = start_step
+        self._terminal = self._stream.isatty()
+        self._every = _DRAWN_EVERY if self._terminal else plain_every_seconds
+        self._clock, self._columns = clock, columns
+        self._opened = clock()
+        self._phase: tuple[str, float, float] | None = None  # name, start, when it is said next
+        self._first: tuple[int, float] | None = None  # step and time of the first report
+        self._last = (0, self._opened)
+        self._step = self._shown_step = 0
         self._loss: Any = None
-        self._first: tuple[int, float] | None = None
+        self._texts = {'training': '', 'validation': ''}
         self._next_time = -np.inf
+        self._drawn = False
+        # Reentrant: the program's log goes through here, too, and may come from anywhere.
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        Progress._shown = self
+        threading.Thread(target=self._run, name='progress', daemon=True).start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A block without steps, such as 'compiling', that is named if it lasts."""
+        before, start = self._phase, self._clock()
+        self._phase = name, start, start + _QUIET
+        try:
+            yield
+        finally:
+            self._phase = before
+            with self._lock:
+                self._erase()
+
+    def begin(self, step: int) -> None:
+        """Training starts or resumes after `step` steps; the first ones are a phase."""
+        self._step = self._shown_step = step
+        now = self._clock()
+        self._phase = 'first steps', now, now + _QUIET
 
     def update(self, step: int, loss: Any = None) -> None:
         """Updates the display.
 
         Args:
           step: steps done since the start of the run, including resumed ones.
-          loss: in nats per token; a number, or an array over trials, whose range is shown.
+          loss: training loss in nats per token; a number, or an array over trials, whose range is
+            shown.
         """
-        now = self._clock()
-        # Rates are measured from the first report: the time before it is mostly compilation.
-        if self._first is None:
-            self._first = (step, now)
-        self._step, self._loss = step, loss
-        if now >= self._next_time:
-            self._show(now)
-            self._next_time = now + self._every_seconds
+        with self._lock:
+            now, self._phase = self._clock(), None
+            # Rates are measured from the first report: the time before it is mostly compilation.
+            self._first = self._first or (step, now)
+            self._step, self._loss, self._last = step, loss, (step, now)
+            if now >= self._next_time:
+                self._show(now)
+                gap = 0.0 if self._terminal else _PLAIN_FRACTION * (now - self._opened)
+                self._next_time = now + max(self._every, gap)
+
+    def evaluated(self, step: int, loss: Any) -> None:
+        """Takes the validation loss of the trials, in nats per token, at `step`."""
+        with self._lock:
+            self._texts['validation'] = text = loss_text(loss)
+            if self._study is None:
+                self.print(f'step {step:,}/{self._total:,}: validation loss {text} nats/token')
+
+    def print(self, text: str) -> None:
+        """Writes a line of its own."""
+        with self._lock:
+            self._erase()
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Shows the last report if it has not been shown; may be called twice."""
-        if self._step != self._shown_step:
-            self._show(self._clock())
-        self._bar.close()
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            self._phase = None
+            if self._first and (self._terminal or self._step != self._shown_step):
+                self._show(self._clock())
+            if self._drawn and self._first:
+                print(file=self._stream, flush=True)
+                self._drawn = False
+            self._erase()
+            Progress._shown = None
+
+    def tick(self) -> None:
+        """Shows how long the phase has lasted, or a terminal how long the run still takes."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            now = self._clock()
+            if self._phase:
+                name, start, said_at = self._phase
+                text = f'{name} ... {now - start:.0f} s'
+                if self._terminal:
+                    width = self._width()
+                    self._draw(f'{short(self._label, width - len(text) - 2)}: {text}')
+                elif now >= said_at:
+                    self._phase = name, start, start + 2 * (now - start)
+                    self.print(f'{self._label}: {text}')
+            elif self._terminal and self._first:
+                self._draw(self._line(now))
 
     def __enter__(self) -> 'Progress':
         return self
@@ -93,30 +181,125 @@ class Progress:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _run(self) -> None:
+        while not self._closed.wait(_TICK):
+            try:
+                self.tick()
+            except (OSError, ValueError):  # the stream is closed
+                return
+
     def _show(self, now: float) -> None:
-        first_step, first_time = self._first or (self._step, now)
-        elapsed = now - first_time
-        rate = (self._step - first_step) / elapsed if elapsed > 0 else 0.0
-        notes = []
         if self._loss is not None:
-            notes.append(f'loss {_loss_text(self._loss)}')
-        if self._tokens_per_step is not None and rate > 0:
-            notes.append(f'{rate * self._tokens_per_step:,.0f} tokens/s')
-        if self._runs_left is not None:
-            notes.append(f'{self._runs_left} run{"s" * (self._runs_left != 1)} left')
-        if self._plain:
-            if rate > 0 and self._step < self._total:
-                left = tqdm.tqdm.format_interval((self._total - self._step) / rate)
-                notes.append(f'{left} to go')
-            line = f'{self._description}: step {self._step}/{self._total}'
-            print(', '.join([line, *notes]), file=self._stream, flush=True)
-        else:
-            self._bar.set_postfix_str(', '.join(notes), refresh=False)
-            self._bar.update(self._step - self._bar.n)
+            self._texts['training'] = loss_text(self._loss)
         self._shown_step = self._step
+        if self._terminal:
+            self._draw(self._line(now))
+            return
+        losses = [f'{kind} loss {text} nats/token' for kind, text in self._texts.items() if text]
+        of_run, of_study, runs = self._left(now)
+        parts = (*losses, self._speed(), of_run, of_study and f'{of_study} left', runs)
+        text = ', '.join(part for part in parts if part)
+        self.print(f'{self._label}: step {self._step:,}/{self._total:,}, {text}')
+
+    def _line(self, now: float) -> str:
+        """The line of a terminal: label, loss and times left, and of the rest what fits."""
+        width, of_run, of_study, runs = self._width(), *self._left(now)
+        loss, val = (_compact(text) for text in self._texts.values())
+        parts = {'step': '', 'loss': loss and f'train loss {loss}', 'val': '', 'speed': ''}
+        parts |= {'run': of_run, 'study': of_study or runs}
+        more = {
+            'val': val and f'val {val}',
+            'loss': loss and f'train loss {loss} nats/token',
+            'step': f'{self._step:,}/{self._total:,}',
+            'study': ', '.join(filter(None, (of_study, runs))),
+            'speed': self._speed(),
+        }
+
+        def tail(parts: dict[str, str]) -> str:
+            return ', '.join(filter(None, parts.values()))
+
+        label = min(len(self._label), _LABEL)
+        for name, text in more.items():
+            longer = parts | {name: text}
+            if label + len(': 100%|| ') + _BAR + len(tail(longer)) <= width:
+                parts = longer
+        room = width - len(': 100%|| ') - _BAR - len(tail(parts))
+        return tqdm.tqdm.format_meter(
+            self._step,
+            self._total,
+            0,
+            ncols=width,
+            prefix=short(self._label, max(8, min(_LABEL, room))),
+            bar_format=f'{{desc}}: {{percentage:3.0f}}%|{{bar}}| {tail(parts)}',
+        )
+
+    def _rate(self) -> float:
+        """Steps per second since the first report."""
+        first_step, first_time = self._first or self._last
+        step, last_time = self._last
+        return (step - first_step) / (last_time - first_time) if last_time > first_time else 0.0
+
+    def _speed(self) -> str:
+        rate = self._rate()
+        if self._tokens_per_step is None or not rate:
+            return ''
+        return f'{rate * self._tokens_per_step:,.0f} tokens/s'
+
+    def _left(self, now: float) -> tuple[str, str, str]:
+        """Time left of the run and of the study, and its runs; '' where unknown, or over."""
+        rate, study, of_run, of_study = self._rate(), self._study, '', ''
+        if rate:
+            left = max(0.0, (self._total - self._step) / rate - (now - self._last[1]))
+            if self._step < self._total:
+                of_run = f'{_duration(left)} left'
+            if study and study.runs:
+                # A run also takes the time before its first step, which is mostly compilation.
+                before = self._first[1] - self._opened if self._first else 0.0
+                of_study = f'study {_duration(left + study.work * (before + self._total / rate))}'
+        runs = f'{study.runs} run{"s" * (study.runs != 1)} left' if study and study.runs else ''
+        return of_run, of_study, runs
+
+    def _width(self) -> int:
+        """The last column stays free: some terminals wrap once it is written."""
+        if self._columns is not None:
+            return self._columns - 1
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns - 1
+        except (OSError, ValueError):
+            return shutil.get_terminal_size().columns - 1
+
+    def _draw(self, text: str) -> None:
+        self._stream.write(f'\r{text}\x1b[K')
+        self._stream.flush()
+        self._drawn = True
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._stream.write('\r\x1b[K')
+            self._stream.flush()
+            self._drawn = False
 
 
-def _loss_text(loss: Any) -> str:
+@contextlib.contextmanager
+def waiting(label: str, phase: str) -> Iterator[None]:
+    """A block outside of a run that is named, as a phase is, if it lasts."""
+    with Progress(label) as progress, progress.phase(phase):
+        yield
+
+
+class LogHandler(logging.Handler):
+    """Prints messages on standard error, above the progress display if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text, shown = self.format(record), Progress._shown
+        if shown is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            shown.print(text)
+
+
+def loss_text(loss: Any) -> str:
+    """The loss with four decimals; over several trials its range, and how many are not finite."""
     values = np.asarray(loss, np.float64).ravel()
     finite = values[np.isfinite(values)]
     if finite.size == 0:
@@ -125,3 +308,22 @@ def _loss_text(loss: Any) -> str:
     text = f'{low:.4f}' if values.size == 1 else f'{low:.4f} to {high:.4f}'
     diverged = values.size - finite.size
     return f'{text} ({diverged} of {values.size} trials not finite)' if diverged else text
+
+
+def short(text: str, limit: int) -> str:
+    """`text`, its middle left out where it is longer than `limit`."""
+    if len(text) <= limit:
+        return text
+    half = max(0, limit - 1) // 2
+    return f'{text[: limit - 1 - half]}…{text[len(text) - half :]}'
+
+
+def _compact(text: str) -> str:
+    """A range with three decimals, and in fewer words."""
+    if ' to ' in text:
+        text = re.sub(r'(\.\d{3})\d', r'\1', text.replace(' to ', '-'))
+    return text.replace(' trials not finite', ' diverged')
+
+
+def _duration(seconds: float) -> str:
+    return tqdm.tqdm.format_interval(seconds)

@@ -26,11 +26,13 @@ from qkattn.errors import (
 from qkattn.run import leases
 from qkattn.run.file_schemas import CONFIG, read_results
 from qkattn.run.files import check_directory, locked, make_directory, write_atomic
+from qkattn.run.progress import StudyLeft, waiting
 from qkattn.run.records import read_json, to_jsonable
 from qkattn.run.signals import StopRequest
 from qkattn.study import declaration, plan
 from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun
+from qkattn.study.tuning import SINGLE
 from qkattn.train import sharding, train
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,8 @@ def run(
       ConfigError: an impossible setting or directory; at the end, if runs could not be trained.
       Stopped: on SIGTERM or Ctrl-C, with the state saved.
     """
-    arms = build_arms(study)
+    with waiting(study.name, 'matching parameters'):
+        arms = build_arms(study)
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:
@@ -68,7 +71,8 @@ def run(
         runs, left, _ = _known(study, arms, path)
         for run in {run.config.data: run for run in left}.values():
             sharding.require_devices(run.config.mesh)
-            rows = rows_of(run.config)
+            with waiting(study.name, 'preparing data'):
+                rows = rows_of(run.config)
             if study.tuning.seeds:
                 check_documents(rows, run.config.data)
         path = make_directory(path)
@@ -81,7 +85,7 @@ def run(
             left = [run for run in _write_plan(study, arms, path) if run.id not in failed]
             if not left:
                 break
-            if not any(_work(path, run, command, len(left) - 1, expiry, failed) for run in left):
+            if not any(_work(path, run, left, command, expiry, failed) for run in left):
                 _wait(path, expiry, stop)
     if failed:
         raise ConfigError(
@@ -161,8 +165,8 @@ def _readable(path: Path, schema: Any) -> Any:
 def _work(
     path: Path,
     run: PlannedRun,
+    left: list[PlannedRun],
     command: list[str] | None,
-    runs_left: int,
     expiry: float,
     failed: dict[str, str],
 ) -> bool:
@@ -176,8 +180,8 @@ def _work(
                 run.config,
                 path / run.directory,
                 command=command,
-                description=f'{run.arm.title} {run.knob or run.stage}',
-                runs_left=runs_left,
+                label=f'{run.arm.title} {run.knob or run.stage}'.removesuffix(f' {SINGLE}'),
+                study=_left_after(run, left, len(leases.holders(path / 'leases', expiry=expiry))),
                 lost=lambda: lease.lost,
             )
         except (InUseError, Lost) as error:
@@ -189,6 +193,12 @@ def _work(
             log.error('skipping %s: %s', run.directory, error)
             failed[run.id] = str(error)
     return True
+
+
+def _left_after(run: PlannedRun, left: list[PlannedRun], workers: int) -> StudyLeft:
+    """The runs but this one, whose work is shared by all workers; work is tokens x parameters."""
+    work = [of.tokens * of.arm.match.target for of in (run, *left)]
+    return StudyLeft(len(left) - 1, (sum(work[1:]) - work[0]) / work[0] / workers)
 
 
 def _wait(path: Path, expiry: float, stop: StopRequest) -> None:

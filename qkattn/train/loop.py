@@ -19,7 +19,7 @@ from qkattn.errors import ConfigError, Lost, Stopped
 from qkattn.model.sites import validate
 from qkattn.run.file_schemas import read_results
 from qkattn.run.files import check_directory
-from qkattn.run.progress import Progress
+from qkattn.run.progress import Progress, StudyLeft
 from qkattn.run.records import write_json
 from qkattn.run.run_directory import RunDirectory
 from qkattn.run.signals import StopRequest
@@ -41,8 +41,8 @@ def train(
     workdir: str | Path,
     *,
     command: list[str] | None = None,
-    description: str = 'train',
-    runs_left: int | None = None,
+    label: str = 'train',
+    study: StudyLeft | None = None,
     lost: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Trains the stack of trials to its end and returns one result per trial, in trial order.
@@ -53,7 +53,7 @@ def train(
     Args:
       workdir: the run directory.
       command: the command line, for the record.
-      description, runs_left: for the progress bar.
+      label, study: what the progress display calls the run, and what follows it.
       lost: whether another process has taken over the run; called after every dispatch.
 
     Raises:
@@ -67,11 +67,24 @@ def train(
     check_sinks(config.train.sinks)
     check_directory(workdir)
     sharding.require_devices(config.mesh)
-    rows = rows_of(config)
     if jax.process_count() > 1:
         raise ConfigError(f'a run is one process, but this job has {jax.process_count()}')
+    total, tokens_per_step = config.train.num_steps, _tokens_per_step(config)
+    with Progress(label, total, tokens_per_step=tokens_per_step, study=study) as progress:
+        with progress.phase('preparing data'):
+            rows = rows_of(config)
+        opened = RunDirectory.open(workdir, config, command)
+        return _train(config, rows, opened, progress, lost)
 
-    opened = RunDirectory.open(workdir, config, command)
+
+def _train(
+    config: Config,
+    rows: Rows,
+    opened: RunDirectory,
+    progress: Progress,
+    lost: Callable[[], bool],
+) -> list[dict[str, Any]]:
+    """Trains a run whose directory is open, unless it is finished, and closes it."""
     with (
         opened as directory,
         StopRequest() as stop,
@@ -80,10 +93,11 @@ def train(
         result_path = directory.path / 'result.json'
         if result_path.exists():
             return read_results(result_path, config.trials.trials())
-        program = build_program(config, directory.path)
+        with progress.phase('compiling'):
+            program = build_program(config, directory.path)
         with contextlib.closing(Checkpoints(directory.path / 'checkpoints')) as checkpoints:
-            run = _Run(config, rows, directory, sinks, program, checkpoints, stop, lost)
-            trial_results, documents = run.to_end(description, runs_left)
+            run = _Run(config, rows, directory, sinks, program, checkpoints, progress, stop, lost)
+            trial_results, documents = run.to_end()
         if lost():
             raise Lost(f'{directory.path} was taken over before its results were written')
         # A start that finds no results makes all three again.
@@ -106,17 +120,19 @@ class _Run:
     sinks: Sinks
     program: Program
     checkpoints: Checkpoints
+    progress: Progress
     stop: StopRequest
     lost: Callable[[], bool]
 
-    def to_end(self, description: str, runs_left: int | None) -> _Outcome:
+    def to_end(self) -> _Outcome:
         """Trains from the newest checkpoint to the last step."""
         config, program, train = self.config, self.program, self.config.train
-        state, step, clock, diverged = restore(program, self.checkpoints, self.rows)
+        with self.progress.phase('initializing'):
+            state, step, clock, diverged = restore(program, self.checkpoints, self.rows)
         self.directory.metrics.rewind(step, every=train.log_every)
         self.sinks.open(step)
+        tokens_per_step = _tokens_per_step(config)
         seeds = [trial['seed'] for trial in config.trials.trials()]
-        tokens_per_step = len(seeds) * train.batch_size * config.model.context
         part = local_rows(config, program.mesh)
         batches = TrainBatches(
             self.rows,
@@ -127,16 +143,10 @@ class _Run:
             steps_per_read=train.steps_per_dispatch,
             part=part,
         )
-        progress = Progress(
-            train.num_steps,
-            description,
-            start_step=step,
-            tokens_per_step=tokens_per_step,
-            runs_left=runs_left,
-        )
         val_loss, unwritten = math.inf, None
-        with batches, progress:
+        with batches:
             self.stop.hold()
+            self.progress.begin(step)
             started, since = time.perf_counter(), step
             for local in batches:
                 batch = place_batch(config, program.mesh, local, part)
@@ -146,7 +156,7 @@ class _Run:
                 step += train.steps_per_dispatch
                 if self.lost():
                     raise Lost(f'{self.directory.path} was taken over at step {step}')
-                progress.update(step, metrics['loss'][-1])
+                self.progress.update(step, metrics['loss'][-1])
                 unwritten = step, metrics
                 evaluating = step % train.eval_every == 0
                 stopping = self.stop.requested and step < train.num_steps
@@ -158,9 +168,11 @@ class _Run:
                 jax.block_until_ready(state)
                 clock.add(time.perf_counter() - started, (step - since) * tokens_per_step)
                 if evaluating:
-                    evaluation = evaluate(config, program, self.rows, state, 'validation')
+                    with self.progress.phase('evaluating'):
+                        evaluation = evaluate(config, program, self.rows, state, 'validation')
                     self._record(results.of_evaluation(step, evaluation))
                     val_loss = float(np.mean(evaluation.values['loss']))
+                    self.progress.evaluated(step, evaluation.values['loss'])
                 if saving:
                     # Metrics reach the disk before the checkpoint: a resumed file has no gap.
                     self.directory.metrics.flush()
@@ -192,10 +204,11 @@ class _Run:
         self.sinks.write(record)
 
     def _results(self, state: dict, clock: Clock, diverged: Divergences) -> _Outcome:
-        evaluations = {
-            split: evaluate(self.config, self.program, self.rows, state, split)
-            for split in self.rows.splits[1:]
-        }
+        with self.progress.phase('evaluating'):
+            evaluations = {
+                split: evaluate(self.config, self.program, self.rows, state, split)
+                for split in self.rows.splits[1:]
+            }
         if self.lost():
             raise Lost(f'{self.directory.path} was taken over after its last step')
         costs = {
@@ -205,14 +218,20 @@ class _Run:
             'lifting': self.program.lifting,
         }
         provenance = software_of(self.directory.path)
-        found = results.of_trials(
-            self.config,
-            self.program,
-            self.rows,
-            state,
-            evaluations,
-            costs,
-            provenance,
-            diverged.record(),
-        )
+        with self.progress.phase('measuring'):
+            found = results.of_trials(
+                self.config,
+                self.program,
+                self.rows,
+                state,
+                evaluations,
+                costs,
+                provenance,
+                diverged.record(),
+            )
         return found, results.of_documents(self.config, self.rows, evaluations, found)
+
+
+def _tokens_per_step(config: Config) -> int:
+    """Training tokens of a step, summed over trials."""
+    return len(config.trials.trials()) * config.train.batch_size * config.model.context

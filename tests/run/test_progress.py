@@ -1,12 +1,14 @@
-"""Progress with a clock that is set by hand."""
+"""Progress with a clock that is set by hand, on plain streams and on terminals of a given width."""
 
 import io
+import logging
+import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.run.progress import Progress
+from qkattn.run.progress import LogHandler, Progress, StudyLeft, short
 
 
 class Clock:
@@ -17,26 +19,71 @@ class Clock:
         return self.seconds
 
 
-def test_plain_progress_writes_whole_lines_at_intervals():
-    clock, stream = Clock(), io.StringIO()
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def screen(self) -> list[str]:
+        """The lines as a terminal shows them; the one that is being updated stands last."""
+        lines = ['']
+        for text in re.split(r'(\r|\n|\x1b\[K)', self.getvalue()):
+            if text == '\n':
+                lines.append('')
+            elif text == '\r':
+                column = 0
+            elif text == '\x1b[K':
+                lines[-1] = lines[-1][:column]
+            elif text:
+                column = 0 if not lines[-1] else column
+                lines[-1] = lines[-1][:column] + text + lines[-1][column + len(text) :]
+                column += len(text)
+        return lines
+
+
+def test_plain_progress_writes_whole_lines_at_intervals(clock):
+    stream = io.StringIO()
+    study = StudyLeft(3, work=2.0)
     progress = Progress(
-        100, 'qk.vo', start_step=40, tokens_per_step=1000, stream=stream, clock=clock, runs_left=3
+        'qk.vo', 1100, tokens_per_step=1000, stream=stream, clock=clock, study=study
     )
     assert stream.getvalue() == ''
-    for step in range(41, 101):
+    progress.begin(1040)
+    clock.seconds += 5
+    for step in range(1041, 1101):
         progress.update(step, loss=jnp.float32(2.5))
         clock.seconds += 0.5
+        if step == 1080:
+            progress.evaluated(step, np.array([2.25, 2.5]))
     progress.close()
     progress.close()
+    loss = 'training loss 2.5000 nats/token'
+    both = f'{loss}, validation loss 2.2500 to 2.5000 nats/token'
     assert stream.getvalue().splitlines() == [
-        'qk.vo: step 41/100, loss 2.5000, 3 runs left',
-        'qk.vo: step 61/100, loss 2.5000, 2,000 tokens/s, 3 runs left, 00:19 to go',
-        'qk.vo: step 81/100, loss 2.5000, 2,000 tokens/s, 3 runs left, 00:09 to go',
-        'qk.vo: step 100/100, loss 2.5000, 1,967 tokens/s, 3 runs left',
+        f'qk.vo: step 1,041/1,100, {loss}, 3 runs left',
+        # Two runs of 5 + 1100 / 2 seconds follow.
+        f'qk.vo: step 1,061/1,100, {loss}, 2,000 tokens/s, 00:19 left, study 18:49 left, 3 runs '
+        'left',
+        f'qk.vo: step 1,081/1,100, {both}, 2,000 tokens/s, 00:09 left, study 18:39 left, 3 runs '
+        'left',
+        f'qk.vo: step 1,100/1,100, {both}, 2,000 tokens/s, study 18:30 left, 3 runs left',
     ]
 
 
-def test_progress_fetches_the_loss_only_when_it_is_shown():
+def test_plain_lines_of_a_long_run_stand_farther_apart(clock):
+    stream = io.StringIO()
+    with Progress('x', 86400, stream=stream, clock=clock) as progress:
+        for step in range(1, 86401):
+            clock.seconds += 1
+            progress.update(step)
+    assert len(stream.getvalue().splitlines()) < 150
+
+
+def test_progress_fetches_the_loss_only_when_it_is_shown(clock):
     class Loss:
         fetched = 0
 
@@ -44,7 +91,7 @@ def test_progress_fetches_the_loss_only_when_it_is_shown():
             Loss.fetched += 1
             return np.asarray(1.0, dtype)
 
-    with Progress(10, 'x', stream=io.StringIO(), clock=Clock()) as progress:
+    with Progress('x', 10, stream=io.StringIO(), clock=clock) as progress:
         for step in range(1, 11):
             progress.update(step, Loss())
     assert Loss.fetched == 2
@@ -53,31 +100,113 @@ def test_progress_fetches_the_loss_only_when_it_is_shown():
 @pytest.mark.parametrize(
     ('loss', 'text'),
     [
-        (2.0, 'loss 2.0000'),
-        (np.array([2.5, 2.0]), 'loss 2.0000 to 2.5000'),
-        (np.array([2.5, np.nan, 2.0]), 'loss 2.0000 to 2.5000 (1 of 3 trials not finite)'),
-        (np.nan, 'loss not finite'),
-        (None, 'step 1/2'),
+        (2.0, 'loss 2.0000 nats/token'),
+        (np.array([2.5, 2.0]), 'loss 2.0000 to 2.5000 nats/token'),
+        (
+            np.array([2.5, np.nan, 2.0]),
+            'loss 2.0000 to 2.5000 (1 of 3 trials not finite) nats/token',
+        ),
+        (np.nan, 'loss not finite nats/token'),
+        (None, 'step 1/2, '),
     ],
 )
-def test_progress_shows_the_range_over_trials(loss, text):
+def test_progress_shows_the_range_over_trials(loss, text, clock):
     stream = io.StringIO()
-    with Progress(2, 'x', stream=stream, clock=Clock()) as progress:
+    with Progress('x', 2, stream=stream, clock=clock) as progress:
         progress.update(1, loss)
-    assert stream.getvalue().strip().endswith(text)
+    assert stream.getvalue().endswith(f'{text}\n')
 
 
-def test_progress_on_a_terminal_is_one_bar():
-    clock, stream = Clock(), io.StringIO()
-    stream.isatty = lambda: True
-    with Progress(
-        4, 'run', start_step=1, tokens_per_step=10, stream=stream, clock=clock
-    ) as progress:
-        for step in (2, 3, 4):
-            clock.seconds += 1
-            progress.update(step, 1.5)
-    text = stream.getvalue()
-    assert text.startswith('\rrun:  25%') and text.count('\n') == 1
-    last = text.rstrip('\n').rsplit('\r', 1)[-1]
-    for shown in ('run: 100%', '4/4', 'loss 1.5000', '10 tokens/s'):
-        assert shown in last
+def test_a_run_by_itself_prints_every_evaluation(clock):
+    stream = io.StringIO()
+    with Progress('train', 2000, stream=stream, clock=clock) as progress:
+        progress.evaluated(1000, np.array([2.5, 2.0]))
+    assert stream.getvalue() == ('step 1,000/2,000: validation loss 2.0000 to 2.5000 nats/token\n')
+
+
+LABEL = 'shared_qk(key_norm=True,self_mask=True)/vo d_model=128 equal_shape learning_rate'
+
+
+@pytest.mark.parametrize('columns', [60, 80, 100, 140, 200])
+def test_the_line_of_a_terminal_fits_and_keeps_label_loss_and_times(columns, clock):
+    stream = Terminal()
+    progress = Progress(
+        LABEL,
+        4000,
+        stream=stream,
+        clock=clock,
+        columns=columns,
+        tokens_per_step=3000,
+        study=StudyLeft(120, work=30.0),
+    )
+    progress.begin(0)
+    for step in (10, 1200):
+        clock.seconds += 10
+        progress.update(step, np.array([2.5, 2.345]))
+    progress.evaluated(1200, np.array([2.5, 2.25]))
+    clock.seconds += 1
+    progress.tick()
+    line = stream.screen()[-1]
+    assert len(stream.screen()) == 1 and len(line) == columns - 1
+    assert line.startswith('shar') and line[: columns // 2].count('…') == 1
+    assert ' 30%|' in line and 'train loss 2.345-2.500' in line and '00:22 left' in line
+    assert re.search(r'left, study 2\d:\d\d', line) or columns < 80
+    shown = ('nats/token', '1,200/4,000', 'val 2.250-2.500', '120 runs left', '357,000 tokens/s')
+    assert [text in line for text in shown] == {
+        60: [False] * 5,
+        80: [False] * 5,
+        100: [True, False, False, False, False],
+        140: [True, True, True, False, False],
+        200: [True] * 5,
+    }[columns]
+    progress.close()
+    assert stream.getvalue().endswith('\n')
+
+
+def test_a_phase_that_lasts_is_shown_with_its_seconds(clock):
+    plain, terminal = io.StringIO(), Terminal()
+    for stream in (plain, terminal):
+        progress = Progress('qk/vo', 10, stream=stream, clock=clock, columns=80)
+        with progress.phase('compiling'):
+            for seconds in range(1, 50):
+                clock.seconds += 1
+                progress.tick()
+                if stream is terminal:
+                    assert terminal.screen() == [f'qk/vo: compiling ... {seconds} s']
+        progress.tick()
+        progress.close()
+    assert plain.getvalue().splitlines() == [
+        f'qk/vo: compiling ... {seconds} s' for seconds in (5, 10, 20, 40)
+    ]
+    assert terminal.screen() == ['']
+
+
+def test_a_terminal_moves_between_two_updates(clock):
+    stream = Terminal()
+    progress = Progress('qk/vo', 100, stream=stream, clock=clock, columns=80)
+    progress.begin(0)
+    for step in (10, 20):
+        clock.seconds += 20
+        progress.update(step, 1.0)
+    assert '02:40 left' in stream.screen()[-1]
+    clock.seconds += 5
+    progress.tick()
+    assert '02:35 left' in stream.screen()[-1]
+    progress.close()
+
+
+def test_messages_stand_above_the_line_of_a_terminal(clock, capsys):
+    handler, record = LogHandler(), logging.LogRecord('x', 20, '', 1, 'resuming', (), None)
+    handler.emit(record)
+    assert capsys.readouterr().err == 'resuming\n'
+    stream = Terminal()
+    with Progress('qk/vo', 100, stream=stream, clock=clock, columns=80) as progress:
+        progress.update(10, 1.0)
+        handler.emit(record)
+        progress.tick()
+    above, line, end = stream.screen()
+    assert (above, line[:11], end) == ('resuming', 'qk/vo:  10%', '')
+
+
+def test_the_middle_of_a_long_name_is_left_out():
+    assert (short('qk/vo', 5), short('shared_qk/vo', 7)) == ('qk/vo', 'sha…/vo')
