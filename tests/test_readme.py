@@ -20,6 +20,7 @@ from qkattn.report.printed_numbers import check_numbers
 from qkattn.run import cli
 from qkattn.study import catalogue
 from qkattn.study.arms import build_arms
+from tests.attention import examples
 from tests.experiments.conftest import added_flags_removed
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +85,11 @@ def test_every_path_that_a_page_names_exists(page):
         assert (ROOT / path).exists(), path
     for link in re.findall(r'\]\(([^)#]+)\)', text):
         assert link.startswith('https://') or (page.parent / link).exists(), link
+
+
+def test_examples_of_extensions_are_short():
+    lengths = {name: len(source.splitlines()) for name, source in examples.SOURCES.items()}
+    assert len(lengths) >= 5 and max(lengths.values()) <= 40, lengths
 
 
 def test_every_registry_that_contributors_need_exists():

@@ -3,6 +3,8 @@
 from qkattn.attention.attend import attend, visible
 from qkattn.attention.attention import Attention
 from qkattn.attention.norm import rms_norm
+from qkattn.attention.normalizers import NORMALIZERS, Normalizer
+from qkattn.attention.parameters import bias, grouped, homogeneous, project, weight
 from qkattn.attention.registry import SCORES, VALUES, parse_variant
 from qkattn.attention.scores.score import Cache, Score
 from qkattn.attention.spec import AttentionSpec
@@ -10,17 +12,24 @@ from qkattn.attention.values.value import Factored, Value
 from qkattn.errors import SpecError
 
 __all__ = [
+    'NORMALIZERS',
     'SCORES',
     'VALUES',
     'Attention',
     'AttentionSpec',
     'Cache',
     'Factored',
+    'Normalizer',
     'Score',
     'SpecError',
     'Value',
     'attend',
+    'bias',
+    'grouped',
+    'homogeneous',
     'parse_variant',
+    'project',
     'rms_norm',
     'visible',
+    'weight',
 ]

@@ -1,7 +1,11 @@
-"""The masked softmax that all variants share."""
+"""Attention probabilities and the mix of values, which all variants share."""
 
 import jax
 import jax.numpy as jnp
+
+from qkattn.attention.normalizers import Normalizer, Softmax
+
+SOFTMAX = Softmax()
 
 
 def visible(
@@ -44,14 +48,15 @@ def attend(
     scale: float | jax.Array,
     bias_NTS: jax.Array | None = None,
     logit_cap: float | None = None,
+    normalizer: Normalizer = SOFTMAX,
     dropout: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """o[t, n] = sum_s softmax_s(scale * q[t, n] . k[s]) v[s]; the softmax in float32 or wider.
+    """o[t, n] = sum_s softmax_s(scale * q[t, n] . k[s]) v[s]; probabilities in float32 or wider.
 
     Keys and values may have fewer heads than queries, each a number that divides N, and values may
     have another head size. A shared head is not copied to the N query heads. A query whose keys are
-    all masked returns the mean of the values: finite, but without meaning.
+    all masked returns the mean of the values (softmax, entmax) or 0: finite, but without meaning.
 
     Args:
       q_BTNH, k_BSKH, v_BSKH: queries, keys and values; K and H may differ between k and v.
@@ -59,6 +64,7 @@ def attend(
       scale: factor on the logits.
       bias_NTS: added to the scaled (and capped) logits.
       logit_cap: c in c tanh(logit / c); None is off.
+      normalizer: what stands in place of softmax.
       dropout: rate at which attention probabilities are dropped; off without a key.
       dropout_key: random key of dropout.
 
@@ -79,8 +85,9 @@ def attend(
         s_BKMTS = logit_cap * jnp.tanh(s_BKMTS / logit_cap)
     if bias_NTS is not None:
         s_BKMTS = s_BKMTS + bias_NTS.reshape(K, N // K, T, S)
-    s_BKMTS = jnp.where(mask_BTS[:, None, None], s_BKMTS, jnp.finfo(logits_dtype).min / 2)
-    p_BNTS = jax.nn.softmax(s_BKMTS, axis=-1).astype(v_BSKH.dtype).reshape(B, N, T, S)
+    mask_B11TS = mask_BTS[:, None, None]
+    s_BKMTS = jnp.where(mask_B11TS, s_BKMTS, jnp.finfo(logits_dtype).min / 2)
+    p_BNTS = normalizer(s_BKMTS, mask_B11TS).astype(v_BSKH.dtype).reshape(B, N, T, S)
     if dropout and dropout_key is not None:
         keep_BNTS = jax.random.bernoulli(dropout_key, 1 - dropout, p_BNTS.shape)
         p_BNTS = jnp.where(keep_BNTS, p_BNTS / (1 - dropout), 0)

@@ -1,5 +1,7 @@
 """One attention layer: a Score and a Value, with the options that all variants share."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -16,11 +18,11 @@ from qkattn.attention.spec import AttentionSpec
 
 
 class Attention(nnx.Module):
-    """out_t = sum_n sum_s softmax_s(scale * x_t A[n] y_s^T) y_s B[n].
+    """out_t = sum_n sum_s softmax_s(scale * x_t A[n] y_s^T + b[n, t - s]) y_s B[n].
 
-    Between the projections and the softmax act, in this order: QK-norm, rotary positions, the
-    scale, the logit cap, linear position biases, the mask. The cache holds what the Score and the
-    Value cache, before any of these.
+    `spec.normalizer` may replace softmax. Between the projections and it act, in this order:
+    QK-norm, rotary positions, the scale, the logit cap, position biases, the mask. The cache holds
+    what the Score and the Value cache, before any of these.
 
     The parameters are drawn with a `key`, or with the stream 'params' of `rngs`.
 
@@ -44,9 +46,17 @@ class Attention(nnx.Module):
         """A_NDE and B_NDE of the equation above; see Score.matrix and Value.matrix.
 
         Raises:
-          NotImplementedError: the Score is not bilinear.
+          NotImplementedError: the Score is not bilinear, or the Value is not linear.
         """
         return self.score.matrix(), self.value.matrix(self.score)
+
+    def at(self, layer: int | jax.Array) -> 'Attention':
+        """The same attention as layer number `layer`, from 0, of a stack."""
+        placed = jax.tree.map(lambda leaf: leaf, self)
+        for circuit in (placed.score, placed.value):
+            if circuit.uses_layer:
+                circuit.layer = nnx.data(layer) if isinstance(layer, jax.Array) else layer
+        return placed
 
     def cached(self, y_BSD: jax.Array) -> Cache:
         """The arrays [B, S, ...] from which keys and values are computed, for a decoding cache."""
@@ -84,18 +94,23 @@ class Attention(nnx.Module):
         if self.score.hides_self and not cross:
             others_BTS = mask_BTS & (t_T[:, None] != s_S[None, :])
             mask_BTS = jnp.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
+        biases = [linear_bias(spec.num_heads, t_T, s_S)] if spec.positions == 'alibi' else []
+        learned_NTS = self.score.relative_bias(t_T[:, None] - s_S[None, :])
+        if learned_NTS is not None and not cross:
+            biases.append(learned_NTS)
         o_BTNH = attend(
             q_BTNH,
             k_BSKH,
             self.value.values(cache, self.score),
             mask_BTS,
             scale=self.score.scale * spec.score_scale,
-            bias_NTS=linear_bias(spec.num_heads, t_T, s_S) if spec.positions == 'alibi' else None,
+            bias_NTS=functools.reduce(operator.add, biases) if biases else None,
             logit_cap=spec.logit_cap,
+            normalizer=registry.find_normalizer(spec.normalizer),
             dropout=dropout,
             dropout_key=dropout_key,
         )
-        return self.value.output(o_BTNH, self.score)
+        return self.value.output(o_BTNH, self.score, x_BTD)
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Names of Scores and Values, and how a pair of them is checked and built.
+"""Names of Scores, Values and Normalizers, and how a pair of circuits is checked and built.
 
 A name is `qk`, carries options as in `low_rank(rank=8)`, or is the import path of a class outside
 the package, `my_package.my_module:MyScore`. A variant is `score/value`.
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from qkattn.attention.normalizers import NORMALIZERS, Normalizer
 from qkattn.attention.parameters import initialization
 from qkattn.attention.scores import (
     identity,
@@ -83,6 +84,16 @@ def find_value(text: str) -> tuple[type[Value], dict[str, Any]]:
     return _find(text, VALUES, Value)
 
 
+def find_normalizer(text: str) -> Normalizer:
+    """The Normalizer that `text` names, e.g. 'softmax' or 'sigmoid(bias=-6.0)'.
+
+    Raises:
+      SpecError: as `find_score`, or an option out of range.
+    """
+    cls, options = _find(text, NORMALIZERS, Normalizer)
+    return cls(**options)
+
+
 def parse_variant(text: str) -> tuple[str, str]:
     """'score/value' -> (score, value); SpecError where one is unknown."""
     score, value = split_variant(text)
@@ -99,13 +110,18 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
     with initialization(spec.init, spec.init_qk):
         score = score_class(spec, key=key, **score_options)
     with initialization(spec.init, spec.init_vo):
-        return score, value_class(spec, score, key=key, **value_options)
+        value = value_class(spec, score, key=key, **value_options)
+    for circuit in (score, value):
+        if circuit.uses_layer:
+            circuit.layer = 0
+    return score, value
 
 
 def check(spec: AttentionSpec) -> None:
     """Raises SpecError, in one sentence, where the variant of `spec` cannot be built."""
     score, score_options = find_score(spec.score)
     value, value_options = find_value(spec.value)
+    find_normalizer(spec.normalizer)
     score.check(spec, **score_options)
     _check_sharing(spec, score, score_options, value)
     value.check(spec, **value_options)

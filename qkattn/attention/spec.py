@@ -30,6 +30,8 @@ class AttentionSpec:
         learned gain (Henry et al. 2020; Dehghani et al. 2023), before they are rotated.
       score_scale: factor on the logits beside the Score's own scale.
       logit_cap: c in c tanh(logit / c) (Gemma 2, 2024); None is off.
+      normalizer: name of a Normalizer, which takes the place of softmax, with options as in
+        'sigmoid(bias=-6.0)', or an import path.
       window: a query attends to positions at distance |t - s| < window; None is all.
     """
 
@@ -48,6 +50,7 @@ class AttentionSpec:
     qk_norm: bool = False
     score_scale: float = 1.0
     logit_cap: float | None = None
+    normalizer: str = 'softmax'
     window: int | None = None
 
     def __post_init__(self) -> None:

@@ -89,6 +89,11 @@ class ModelConfig:
     logit_cap: float | None = setting(
         None, 'c in c tanh(logit / c) (Gemma 2, 2024); None is off.', above=0
     )
+    normalizer: str = setting(
+        'softmax',
+        'What turns logits into probabilities: softmax, softmax_off_by_one, sigmoid, entmax15, '
+        "sparsemax, with options as in 'sigmoid(bias=-6.0)', or an import path.",
+    )
     window: int | None = setting(
         None,
         'A query attends to positions at distance |t - s| < window; None is all.',

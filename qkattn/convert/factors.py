@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.attention.attention import Attention
+from qkattn.attention.registry import find_normalizer
 from qkattn.errors import ConversionError
 
 
@@ -89,9 +90,18 @@ def extract_factors(layer: Attention) -> Factors:
     """The factors of a layer, measured by applying its projections to a basis of the stream.
 
     Raises:
-      ConversionError: queries, keys or values are not linear in the stream.
+      ConversionError: queries, keys, values or the output are not linear in the stream; or biases
+        under a normalizer whose probabilities do not sum to 1.
     """
     spec, D = layer.spec, layer.spec.d_model
+    if not layer.value.linear:
+        raise ConversionError(f'{spec.value} is not linear in the values, so it has no matrix B[n]')
+    if spec.biases and not find_normalizer(spec.normalizer).simplex:
+        raise ConversionError(
+            'conversions drop the bias of the keys and move that of the values, which softmax '
+            f'allows and normalizer={spec.normalizer} does not; only a layer without biases '
+            'can be converted'
+        )
     with jax.enable_x64(True):
         layer = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), layer)
         score, value = layer.score, layer.value
@@ -107,11 +117,12 @@ def extract_factors(layer: Attention) -> Factors:
         w_k, b_k = _affine_map(keys, D, f'the keys of {variant}')
         w_v, b_v = _affine_map(values, D, f'the values of {variant}')
         N, H = spec.num_heads, w_v.shape[-1]
-        b_o_D = np.asarray(value.output(jnp.zeros((1, 1, N, H)), score))[0, 0]
+        b_o_D = np.asarray(value.output(jnp.zeros((1, 1, N, H)), score, jnp.zeros((1, 1, D))))[0, 0]
         w_o_NHD = np.zeros((N, H, D))
         for n in range(N):
             o_BTNH = jnp.zeros((1, H, N, H)).at[0, :, n].set(jnp.eye(H))
-            w_o_NHD[n] = np.asarray(value.output(o_BTNH, score))[0] - b_o_D
+            out_BTD = value.output(o_BTNH, score, jnp.zeros((1, H, D)))
+            w_o_NHD[n] = np.asarray(out_BTD)[0] - b_o_D
     return Factors(
         w_q_DNH=w_q,
         b_q_NH=b_q,

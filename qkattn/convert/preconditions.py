@@ -1,5 +1,6 @@
 """Preconditions of conversions; each raises `ConversionError` with the reason."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from qkattn.attention.attention import Attention
@@ -37,9 +38,19 @@ def require_free_logits(layer: Attention, conversion: str) -> None:
         raise ConversionError(
             f'{conversion} changes the length of queries and keys, which QK-norm divides by'
         )
+    require_unbiased_logits(layer, conversion)
     require_visible_diagonal(layer, conversion)
     if not layer.score.bilinear:
         raise ConversionError(f'{spec.score} is not bilinear in x and y, so it has no matrix A[n]')
+
+
+def require_unbiased_logits(layer: Attention, conversion: str) -> None:
+    """Requires a Score without a relative bias, which no target has."""
+    if layer.score.relative_bias(jnp.zeros((1, 1), int)) is not None:
+        raise ConversionError(
+            f'{layer.spec.score} adds a learned bias to the logits, which the target of '
+            f'{conversion} does not'
+        )
 
 
 def require_visible_diagonal(layer: Attention, conversion: str) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 from qkattn.attention.attention import Attention
 from qkattn.convert.factors import extract_factors
-from qkattn.convert.preconditions import require_visible_diagonal
+from qkattn.convert.preconditions import require_unbiased_logits, require_visible_diagonal
 from qkattn.convert.target import standard_layer
 from qkattn.errors import ConversionError
 
@@ -22,6 +22,7 @@ def to_standard(layer: Attention) -> Attention:
         query heads that would have to be widened or that are rotated in part.
     """
     spec, score = layer.spec, layer.score
+    require_unbiased_logits(layer, 'to_standard')
     require_visible_diagonal(layer, 'to_standard')
     if not score.bilinear:
         raise ConversionError(f'{spec.score} is not bilinear in x and y: no W_Q and W_K hold it')

@@ -59,7 +59,10 @@ def encode_source(
       valid_BS: False on padding, which follows the tokens of a row.
     """
     y_BSD = model.encode(source_BS, valid_BS.astype(jnp.int32))
-    source = jax.vmap(lambda block: block.cross_attention.cached(y_BSD))(model.blocks)
+    layers_L = jnp.arange(model.config.num_layers)
+    source = jax.vmap(lambda block, layer: block.at(layer).cross_attention.cached(y_BSD))(
+        model.blocks, layers_L
+    )
     cache = init_cache(model, len(source_BS), length)
     return cache._replace(source=source, source_valid_BS=valid_BS)
 
@@ -93,6 +96,7 @@ def prefill(
     ) -> tuple[tuple[jax.Array, Cache], None]:
         x_BTD, layers = carry
         block, index, source = inputs
+        block = block.at(index)
         updated: Cache = {}
 
         def attend(z_BTD: jax.Array) -> jax.Array:

@@ -101,6 +101,14 @@ class Block(nnx.Module):
 
         return self.around([attend], x_BTD, keys)
 
+    def at(self, layer: int | jax.Array) -> 'Block':
+        """The same block as layer number `layer`, from 0, of its stack."""
+        placed = jax.tree.map(lambda leaf: leaf, self)
+        for name, module in vars(self).items():
+            if isinstance(module, Attention):
+                setattr(placed, name, module.at(layer))
+        return placed
+
     def around(
         self,
         attends: Sequence[Branch],
@@ -166,10 +174,11 @@ def run_blocks(
     """
 
     def layer(x_BTD: jax.Array, inputs: tuple) -> tuple[jax.Array, None]:
-        block, key = inputs
-        return block(x_BTD, mask_BTS, key, **shared), None
+        block, index, key = inputs
+        return block.at(index)(x_BTD, mask_BTS, key, **shared), None
 
     if config.remat:
         layer = jax.checkpoint(layer, prevent_cse=False)
     keys = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)
-    return jax.lax.scan(layer, x_BTD, (blocks, keys), unroll=config.unroll)[0]
+    inputs = (blocks, jnp.arange(config.num_layers), keys)
+    return jax.lax.scan(layer, x_BTD, inputs, unroll=config.unroll)[0]

@@ -27,6 +27,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         qk_norm=config.qk_norm,
         score_scale=config.score_scale,
         logit_cap=config.logit_cap,
+        normalizer=config.normalizer,
         window=config.window,
     )
 

@@ -99,7 +99,8 @@ class Stream(nnx.Module):
             raise ValueError(f'{site!r} names no layers; known are {", ".join(sites)}')
         stacked = getattr(self.blocks, site)
         return [
-            jax.tree.map(operator.itemgetter(i), stacked) for i in range(self.config.num_layers)
+            jax.tree.map(operator.itemgetter(i), stacked).at(i)
+            for i in range(self.config.num_layers)
         ]
 
     def check_length(self, tokens_BT: jax.Array, field: str = 'model.context') -> None:

@@ -1,8 +1,8 @@
 """Which variants the contract suite runs on.
 
 Every Score with `vo`, `qk` with every Value, every pair that shares a projection and a seeded
-sample of the rest are quick; all other variants carry the mark `slow`. `--variant=score/value` runs
-one variant, which may be named by import path.
+sample of the rest are quick, and so are the examples of docs/extend.md; all other variants carry
+the mark `slow`. `--variant=score/value` runs one variant, which may be named by import path.
 
 A check of the Score alone asks for the fixture `score` and runs once per Score; one that depends on
 both circuits asks for `variant`; one that depends on each circuit by itself asks for `documented`,
@@ -18,6 +18,7 @@ import pytest
 from qkattn.attention import SCORES, VALUES, parse_variant, registry
 from qkattn.errors import SpecError
 from qkattn.study import catalogue
+from tests.attention import examples
 
 SAMPLE = 12
 
@@ -25,7 +26,7 @@ SAMPLE = 12
 def variants(quick: Collection[tuple[str, str]]) -> list:
     return [
         pytest.param(pair, id='/'.join(pair), marks=() if pair in quick else pytest.mark.slow)
-        for pair in catalogue.buildable_variants()
+        for pair in [*catalogue.buildable_variants(), *examples.VARIANTS]
     ]
 
 
@@ -34,7 +35,9 @@ def quick_variants() -> set[tuple[str, str]]:
     quick = {(s, v) for s, v in known if v == 'vo' or VALUES[v].shares}
     quick.update(catalogue.documented_variants())
     rest = sorted(set(known) - quick)
-    return quick | set(random.Random(0).sample(rest, min(SAMPLE, len(rest))))
+    return (
+        quick | set(examples.VARIANTS) | set(random.Random(0).sample(rest, min(SAMPLE, len(rest))))
+    )
 
 
 def pytest_generate_tests(metafunc):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qkattn.attention import Attention, AttentionSpec, oracle, visible
+from qkattn.attention import Attention, AttentionSpec, oracle, registry, visible
 
 D, N, H, T = 32, 4, 8, 7
 SIZES = {'d_model': D, 'num_heads': N, 'num_kv_heads': N, 'head_size': H}
@@ -55,7 +55,7 @@ class Computed(NamedTuple):
     q_BTNH: jax.Array
     k_BSKH: jax.Array
     A_NDE: jax.Array | None  # None where the logits are not bilinear
-    B_NDE: jax.Array
+    B_NDE: jax.Array | None  # None where the output is not linear in the values
 
 
 def other(x_BTD: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ def compute(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array) -> Computed
         score.queries(x_BTD),
         score.keys(score.cached(x_BTD)),
         score.matrix() if score.bilinear else None,
-        layer.value.matrix(score),
+        layer.value.matrix(score) if layer.value.linear else None,
     )
 
 
@@ -85,6 +85,30 @@ def hide_self(score: Any, mask_BTS: Any) -> np.ndarray:
     return np.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
 
 
+def relative_bias(score: Any, T: int, S: int) -> np.ndarray | float:
+    """b_NTS of a Score that has one, looked up pair by pair; else 0."""
+    b_N1R = score.relative_bias(jnp.arange(1 - S, T)[None])
+    if b_N1R is None:
+        return 0.0
+    b_NTS = np.zeros((len(b_N1R), T, S))
+    for t, s in np.ndindex(T, S):
+        b_NTS[:, t, s] = b_N1R[:, 0, t - s + S - 1]
+    return b_NTS
+
+
+def mixed(
+    layer: Attention, B_NDE: Any, s_BNTS: np.ndarray, x_BTD: Any, y_BSD: Any, mask_BTS: Any
+) -> np.ndarray:
+    """out_BTD from logits: the oracle's, or the Value's own slow reference."""
+    value, normalizer = layer.value, registry.find_normalizer(layer.spec.normalizer)
+    p_BNTS = oracle.probabilities(s_BNTS, mask_BTS, normalizer)
+    if B_NDE is None:
+        x_BTD, y_BSD = (np.asarray(z, np.float64) for z in (x_BTD, y_BSD))
+        return value.reference_output(p_BNTS, x_BTD, y_BSD, layer.score)
+    b_o_D = getattr(value, 'b_o_D', None)
+    return oracle.mix(p_BNTS, B_NDE, y_BSD, None if b_o_D is None else np.asarray(b_o_D[...]))
+
+
 def expected(layer: Attention, computed: Computed, x_BTD: Any, mask_BTS: Any) -> list[np.ndarray]:
     """out_BTD and across_BTD from A[n] and B[n]."""
     score, x_BTD, y_BSD = layer.score, np.asarray(x_BTD), np.asarray(other(x_BTD))
@@ -95,7 +119,9 @@ def expected(layer: Attention, computed: Computed, x_BTD: Any, mask_BTS: Any) ->
             s_BNTS = oracle.logits(computed.A_NDE, x_BTD, y, scale=score.scale)
         else:
             s_BNTS = score.scale * score.reference_logits(x_BTD, y)
-        outputs.append(oracle.mix(s_BNTS, computed.B_NDE, y, mask))
+        if y is x_BTD:
+            s_BNTS = s_BNTS + relative_bias(score, *s_BNTS.shape[2:])
+        outputs.append(mixed(layer, computed.B_NDE, s_BNTS, x_BTD, y, mask))
     return outputs
 
 

@@ -30,6 +30,8 @@ from tests.attention.layers import (
     hide_self,
     initial_logit_std,
     make,
+    mixed,
+    relative_bias,
     stream,
     wide,
 )
@@ -192,6 +194,10 @@ def test_cached_decoding_equals_the_whole(variant, positions):
     except SpecError as refusal:
         assert positions == 'rope' and '\n' not in str(refusal)
         return
+    assert_cached_decoding_equals_the_whole(layer)
+
+
+def assert_cached_decoding_equals_the_whole(layer: Attention) -> None:
     x_BTD = stream()
     want = np.asarray(layer(x_BTD, causal()))
     tokens = layer.cached(x_BTD.reshape(2 * T, 1, -1))
@@ -228,7 +234,7 @@ def logits_with_options(layer: Attention, computed: Computed) -> np.ndarray:
     if spec.positions == 'alibi':
         for n, t, s in np.ndindex(*s_BNTS.shape[1:]):
             s_BNTS[:, n, t, s] -= 2 ** (-8 * (n + 1) / N) * abs(t - s)
-    return s_BNTS
+    return s_BNTS + relative_bias(score, *s_BNTS.shape[2:])
 
 
 def assert_options_are_honoured(variant: tuple[str, str], options: dict) -> None:
@@ -240,7 +246,8 @@ def assert_options_are_honoured(variant: tuple[str, str], options: dict) -> None
         assert (t - s).max() == layer.spec.window - 1
     computed = compute(layer, x_BTD, mask_BTS)
     s_BNTS = logits_with_options(layer, computed)
-    want = oracle.mix(s_BNTS, computed.B_NDE, x_BTD, hide_self(layer.score, mask_BTS))
+    mask_BTS = hide_self(layer.score, mask_BTS)
+    want = mixed(layer, computed.B_NDE, s_BNTS, x_BTD, x_BTD, mask_BTS)
     assert error(computed.out_BTD, want) < 1e-5
 
 
@@ -266,7 +273,9 @@ def assert_rotation_is_the_complex_form(variant: tuple[str, str]) -> None:
     s_BNTS = oracle.rotary_logits(
         computed.q_BTNH, computed.k_BSKH, scale=score.scale, rope_size=score.rope_size
     )
-    want = oracle.mix(s_BNTS, computed.B_NDE, x_BTD, hide_self(score, causal()))
+    s_BNTS = s_BNTS + relative_bias(score, T, T)
+    mask_BTS = hide_self(score, causal())
+    want = mixed(layer, computed.B_NDE, s_BNTS, x_BTD, x_BTD, mask_BTS)
     assert error(computed.out_BTD, want) < 1e-5
 
 

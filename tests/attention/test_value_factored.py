@@ -91,7 +91,7 @@ def test_other_widths_write_by_the_transform(d_model):
         value = wide(make(('qk', 'hadamard(odd="dct")'), **options)).value
         x_BTD = wide(stream(d_model=d_model))
         want = x_BTD @ transform(d_model) * value.g_o_D[...] + value.b_o_D[...]
-        got = value.output(x_BTD.reshape(2, -1, N, d_model // N), None)
+        got = value.output(x_BTD.reshape(2, -1, N, d_model // N), None, x_BTD)
         assert error(got, want) < 1e-12
         w_o_NHD = (transform(d_model) * value.g_o_D[...]).reshape(N, -1, d_model)
         B_NDE = np.einsum('DNH,NHE->NDE', value.w_v_DKH[...], w_o_NHD)

@@ -45,7 +45,7 @@ def test_the_absorbed_form_is_the_same_attention(biases):
             causal(),
             scale=score.scale,
         )
-        got = value.absorbed_output(o_BTNR, score)
+        got = value.absorbed_output(o_BTNR, score, x_BTD)
         assert error(got, np.asarray(layer(x_BTD, causal()))) < 1e-12
 
 

@@ -21,7 +21,7 @@ from qkattn.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WiderModel(ModelConfig):
-    normalizer: str = 'softmax'
+    lately: str = 'softmax'
     window: int | None = 64  # another default than that of schema 1
 
 
@@ -51,13 +51,13 @@ def test_a_field_at_its_default_is_neither_stored_nor_hashed():
 
 @pytest.mark.parametrize(
     'config',
-    [wider(normalizer='sigmoid'), dataclasses.replace(wider(), extra=Extra(rate=0.25))],
+    [wider(lately='sigmoid'), dataclasses.replace(wider(), extra=Extra(rate=0.25))],
     ids=['field', 'section'],
 )
 def test_a_later_field_with_another_value_is_stored_and_hashed(config):
     assert fingerprint(config) != fingerprint(Config())
     assert from_json(WiderConfig, to_json(config)) == config
-    with pytest.raises(ConfigError, match=r'unknown field (model\.normalizer|extra)=.*newer'):
+    with pytest.raises(ConfigError, match=r'unknown field (model\.lately|extra)=.*newer'):
         fingerprint_of(to_json(config))
 
 
@@ -70,12 +70,12 @@ def test_another_default_is_another_config_and_stored_ones_keep_their_meaning():
 
 
 def test_the_default_of_a_later_field_is_frozen_with_its_schema(monkeypatch):
-    later = schema.SCHEMAS | {'2': {'WiderModel': {'normalizer': 'sigmoid'}}}
+    later = schema.SCHEMAS | {'2': {'WiderModel': {'lately': 'sigmoid'}}}
     monkeypatch.setattr(schema, 'SCHEMAS', later)
     schema.defaults.cache_clear()
     try:
-        assert from_json(WiderConfig, to_json(Config())) == wider(normalizer='sigmoid')
-        assert fingerprint(wider(normalizer='sigmoid')) == fingerprint(Config())
+        assert from_json(WiderConfig, to_json(Config())) == wider(lately='sigmoid')
+        assert fingerprint(wider(lately='sigmoid')) == fingerprint(Config())
         assert fingerprint(wider()) != fingerprint(Config())
     finally:
         schema.defaults.cache_clear()

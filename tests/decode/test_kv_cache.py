@@ -12,6 +12,7 @@ from qkattn.config import ModelConfig
 from qkattn.decode import kv_cache
 from qkattn.model import Decoder, EncoderDecoder, build, cost
 from qkattn.study import catalogue
+from tests.attention import examples  # noqa: F401, the classes in EXTENDED
 
 # Rolled layers compile faster; an output matrix of its own keeps tokens from predicting themselves.
 CONFIG = ModelConfig(
@@ -26,6 +27,11 @@ CONFIG = ModelConfig(
 )
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 12))
 CHUNK = 3  # every test appends that many tokens at a time, so that each model compiles once
+EXTENDED = {
+    'score': 't5_bias:T5Bias',
+    'value': 'differential:Differential',
+    'normalizer': 'sigmoid',
+}
 VARIANTS = sorted(catalogue.documented_variants())
 
 
@@ -78,6 +84,7 @@ def test_every_variant_decodes_from_a_cache_of_the_documented_size(score, value)
         {'positions': 'none', 'qk_norm': True, 'logit_cap': 5.0},
         {'biases': True, 'num_kv_heads': 2, 'tied_embeddings': True},
         {'score': 'latent', 'value': 'latent', 'scan_unroll': 2},
+        EXTENDED,
     ],
     ids=str,
 )
@@ -136,6 +143,7 @@ SITES = [
     {'cross_variant': 'shared_qk(self_mask=True)/k_is_v', 'positions': 'alibi', 'value': 'no_vo'},
     {'positions': 'sinusoidal', 'scale_embeddings': True, 'norm_position': 'post'},
     {'positions': 'rope', 'num_kv_heads': 1, 'window': 3, 'biases': True, 'qk_norm': True},
+    EXTENDED | {'cross_variant': 'qk/differential:Differential', 'value': 'gated:Gated'},
     {'shared_embeddings': False, 'scan_unroll': 2, 'activation': 'relu', 'norm': 'rmsnorm'},
 ]
 

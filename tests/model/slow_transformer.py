@@ -8,6 +8,7 @@ import numpy as np
 from scipy.special import erf
 
 from qkattn.attention import oracle
+from tests.attention.layers import mixed, relative_bias
 
 ACTIVATIONS = {
     'relu': lambda x: np.maximum(x, 0),
@@ -28,7 +29,7 @@ def run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
     """From embedded tokens to what the norm behind the last block leaves."""
     config = stream.config
     for index in range(config.num_layers):
-        block = jax.tree.map(lambda stacked, index=index: stacked[index], stream.blocks)
+        block = jax.tree.map(lambda stacked, index=index: stacked[index], stream.blocks).at(index)
 
         def attend(z_BTD, block=block):
             return _attention(block.attention, z_BTD, z_BTD, mask_BTS)
@@ -78,11 +79,12 @@ def logits(model, x_BTD) -> np.ndarray:
 
 
 def _attention(layer, x_BTD, y_BSD, mask_BTS):
-    A_NDE, B_NDE = layer.score.matrix(), layer.value.matrix(layer.score)
-    scale = layer.score.scale * layer.spec.score_scale
-    return oracle.attention(
-        np.asarray(A_NDE), np.asarray(B_NDE), x_BTD, y_BSD, mask_BTS, scale=scale
-    )
+    score, value = layer.score, layer.value
+    s_BNTS = oracle.logits(score.matrix(), x_BTD, y_BSD, scale=score.scale * layer.spec.score_scale)
+    if y_BSD is x_BTD:
+        s_BNTS = s_BNTS + relative_bias(score, *s_BNTS.shape[2:])
+    B_NDE = value.matrix(score) if value.linear else None
+    return mixed(layer, B_NDE, s_BNTS, x_BTD, y_BSD, mask_BTS)
 
 
 def _norm(config, norm, x_BTD):

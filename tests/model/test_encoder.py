@@ -11,6 +11,7 @@ from qkattn.attention import visible
 from qkattn.config import ModelConfig
 from qkattn.model import Decoder, Encoder, build
 from qkattn.model.blocks import MLP, Block
+from tests.attention import examples  # noqa: F401, classes that the settings name
 from tests.model import slow_transformer as slow
 
 CONFIG = ModelConfig(
@@ -69,6 +70,8 @@ def test_a_window_reaches_both_ways():
         {'norm_position': 'pre', 'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
         {'score': 'merged', 'value': 'no_v', 'biases': True, 'positions': 'none'},
         {'score': 'query_free', 'attention_gain': False},
+        {'score': 't5_bias:T5Bias', 'value': 'differential:Differential', 'normalizer': 'sigmoid'},
+        {'value': 'gated:Gated', 'normalizer': 'entmax15', 'biases': True},
     ],
     ids=lambda fields: '-'.join(map(str, fields.values())),
 )

@@ -39,6 +39,9 @@ class Score(nnx.Module):
         'query' and 'key' for x W + b = queries(x) and y W + b = keys(cached(y)), 'latent' for a
         latent y W + b that is cached as 'latent_BSR'.
       scale: factor on q k^T.
+      uses_layer: whether this Score reads `layer`.
+      layer: index of the layer in its stack, from 0; an array in a stack that is scanned. It is
+        known in every method but `__init__`, with `uses_layer`.
     """
 
     equation: ClassVar[str]
@@ -46,7 +49,9 @@ class Score(nnx.Module):
     uses_kv_heads: ClassVar[bool] = False
     supports_rope: ClassVar[bool] = True
     shareable: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    uses_layer: ClassVar[bool] = False
     scale: float
+    layer: int | jax.Array
 
     @property
     def parameter_count(self) -> str:
@@ -87,6 +92,13 @@ class Score(nnx.Module):
     def keys(self, cache: Cache) -> jax.Array:
         """k_BSKH, where K divides N."""
         raise NotImplementedError
+
+    def relative_bias(self, distance_TS: jax.Array) -> jax.Array | None:
+        """b_NTS of the distances t - s, added to the scaled and capped logits; None is without.
+
+        It is left out in cross-attention, whose two streams have no common positions.
+        """
+        return None
 
     def matrix(self) -> jax.Array:
         """A_NDD without the scale; (D+1) x (D+1) in homogeneous coordinates with biases."""

@@ -60,7 +60,7 @@ class Hadamard(Value):
     cached = VO.cached
     values = VO.values
 
-    def output(self, o_BTNH: jax.Array, score: Score) -> jax.Array:
+    def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         left, right = (jnp.asarray(f, o_BTNH.dtype) for f in factors(self.g_o_D.shape[0]))
         grid = o_BTNH.reshape(*o_BTNH.shape[:2], len(left), len(right))
         mixed = jnp.einsum('BTcd,ca,db->BTab', grid, left, right)

@@ -69,7 +69,7 @@ class NoO(Value):
     cached = VO.cached
     values = VO.values
 
-    def output(self, o_BTNH: jax.Array, score: Score) -> jax.Array:
+    def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         return o_BTNH.reshape(*o_BTNH.shape[:-2], -1)
 
     def matrix(self, score: Score) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from qkattn.attention.parameters import grouped
@@ -32,6 +33,9 @@ class Value(nnx.Module):
       uses_kv_heads: whether num_kv_heads changes this Value.
       shares: the projections of the Score that this Value uses, as named in `Score.shareable`.
       partner: the registered Score with which the Value is documented.
+      linear: whether the output is sum_n sum_s p[n, t, s] y_s B[n]; else `reference_output`
+        replaces `matrix`.
+      uses_layer, layer: as in a Score.
     """
 
     equation: ClassVar[str]
@@ -40,6 +44,9 @@ class Value(nnx.Module):
     uses_kv_heads: ClassVar[bool] = False
     shares: ClassVar[tuple[str, ...]] = ()
     partner: ClassVar[str] = 'qk'
+    linear: ClassVar[bool] = True
+    uses_layer: ClassVar[bool] = False
+    layer: int | jax.Array
 
     @classmethod
     def check(cls, spec: AttentionSpec, *args: Any, **options: Any) -> None:
@@ -53,12 +60,22 @@ class Value(nnx.Module):
         """v_BSKH, where K divides N, from the cache of Score and Value together."""
         raise NotImplementedError
 
-    def output(self, o_BTNH: jax.Array, score: Score) -> jax.Array:
-        """out_BTD from the values that each head has averaged."""
+    def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
+        """out_BTD from the values that each head has averaged, and the stream of the queries."""
         raise NotImplementedError
 
     def matrix(self, score: Score) -> jax.Array:
-        """B_NDD; (D+1) x D with biases, the last row acting on the constant 1."""
+        """B_NDD; (D+1) x D with biases, the last row acting on the constant 1.
+
+        An output bias `b_o_D` is in the last row of B[0]: with softmax, a head's probabilities sum
+        to 1.
+        """
+        raise NotImplementedError
+
+    def reference_output(
+        self, p_BNTS: np.ndarray, x_BTD: np.ndarray, y_BSD: np.ndarray, score: Score
+    ) -> np.ndarray:
+        """out_BTD in float64 from the probabilities, computed independently of `output`."""
         raise NotImplementedError
 
 
@@ -78,7 +95,7 @@ class Factored(Value):
         """o_NHD."""
         raise NotImplementedError
 
-    def output(self, o_BTNH: jax.Array, score: Score) -> jax.Array:
+    def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         out_BTD = jnp.einsum('BTNH,NHD->BTD', o_BTNH, self.output_matrix(score))
         return out_BTD if self.b_o_D is None else out_BTD + self.b_o_D[...]
 
@@ -86,5 +103,4 @@ class Factored(Value):
         w_o_NHD = self.output_matrix(score)
         v_DNH = grouped(self.value_matrix(score), w_o_NHD.shape[0])
         B_NDE = jnp.einsum('DNH,NHE->NDE', v_DNH, w_o_NHD)
-        # The probabilities of a head sum to 1, so one head carries the output bias of all.
         return B_NDE if self.b_o_D is None else B_NDE.at[0, -1].add(self.b_o_D[...])

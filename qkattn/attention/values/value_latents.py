@@ -43,14 +43,15 @@ class Latent(Factored):
         """The only value head of the absorbed form, the latent itself: [B, S, 1, R]."""
         return cache['latent_BSR'][:, :, None, :]
 
-    def absorbed_output(self, o_BTNR: jax.Array, score: Score) -> jax.Array:
+    def absorbed_output(self, o_BTNR: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         """out_BTD from averaged latents.
 
         b_V is added after averaging, which is the same where the probabilities of a query sum to 1,
-        that is without dropout on them.
+        that is with a simplex normalizer and without dropout on them.
         """
         o_BTNH = jnp.einsum('BTNR,RNH->BTNH', o_BTNR, self.w_up_v_RNH[...])
-        return self.output(o_BTNH if self.b_v_NH is None else o_BTNH + self.b_v_NH[...], score)
+        o_BTNH = o_BTNH if self.b_v_NH is None else o_BTNH + self.b_v_NH[...]
+        return self.output(o_BTNH, score, x_BTD)
 
     def value_matrix(self, score: Score) -> jax.Array:
         return composed(homogeneous(*score.shared('latent')), self.w_up_v_RNH, self.b_v_NH)

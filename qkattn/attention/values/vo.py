@@ -81,7 +81,7 @@ class MergedVO(Value):
     def values(self, cache: Cache, score: Score) -> jax.Array:
         return cache['x_BSD'][:, :, None, :]
 
-    def output(self, o_BTND: jax.Array, score: Score) -> jax.Array:
+    def output(self, o_BTND: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         out_BTE = jnp.einsum('BTND,NDE->BTE', o_BTND, self.w_ov_NDE[...])
         return out_BTE if self.b_o_D is None else out_BTE + self.b_o_D[...]
 

@@ -1,0 +1,175 @@
+"""Normalizers: how the logits of a query become the probabilities with which it mixes values.
+
+A normalizer is named in `AttentionSpec.normalizer`, with options as in 'sigmoid(bias=-6.0)', or by
+the import path of a subclass of `Normalizer`.
+"""
+
+import functools
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.optimize
+import scipy.special
+
+from qkattn.errors import SpecError
+
+
+class Normalizer:
+    """p[s] from the logits s of one query.
+
+    A subclass takes its options as keyword-only arguments of `__init__`.
+
+    Attributes:
+      source: where the form comes from.
+      simplex: whether the probabilities of a query sum to 1 and stay the same when a constant is
+        added to all of its logits. Conversions that move biases through attention rely on both.
+    """
+
+    source: ClassVar[str]
+    simplex: ClassVar[bool] = True
+
+    def __call__(self, s_BKMTS: jax.Array, mask_B11TS: jax.Array) -> jax.Array:
+        """p_BKMTS, 0 at masked keys of a query that has visible ones.
+
+        Args:
+          s_BKMTS: logits in float32 or wider, -1e38 or lower at masked keys.
+          mask_B11TS: True at visible keys; B may be 1.
+        """
+        raise NotImplementedError
+
+    def reference(self, s_S: np.ndarray) -> np.ndarray:
+        """p_S of the visible keys of one query in float64 numpy, computed independently."""
+        raise NotImplementedError
+
+
+class Softmax(Normalizer):
+    """exp(s) / sum exp(s). A query without visible keys has equal probabilities for all keys."""
+
+    source = 'Vaswani et al. 2017'
+
+    def __call__(self, s_BKMTS: jax.Array, mask_B11TS: jax.Array) -> jax.Array:
+        return jax.nn.softmax(s_BKMTS, axis=-1)
+
+    def reference(self, s_S: np.ndarray) -> np.ndarray:
+        p_S = np.exp(s_S - s_S.max())
+        return p_S / p_S.sum()
+
+
+class SoftmaxOffByOne(Normalizer):
+    """exp(s) / (1 + sum exp(s)): a query may attend to nothing, as to a key with logit 0."""
+
+    source = 'Miller 2023, "Attention is off by one"'
+    simplex = False
+
+    def __call__(self, s_BKMTS: jax.Array, mask_B11TS: jax.Array) -> jax.Array:
+        top_BKMT1 = jax.lax.stop_gradient(jnp.maximum(s_BKMTS.max(-1, keepdims=True), 0))
+        p_BKMTS = jnp.exp(s_BKMTS - top_BKMT1)
+        return p_BKMTS / (jnp.exp(-top_BKMT1) + p_BKMTS.sum(-1, keepdims=True))
+
+    def reference(self, s_S: np.ndarray) -> np.ndarray:
+        return np.exp(s_S - np.logaddexp(0, scipy.special.logsumexp(s_S)))
+
+
+class Sigmoid(Normalizer):
+    """sigmoid(s + b), each key by itself; b = -log S makes the sum about 1 at initialization.
+
+    Ramapuram et al. 2024, arXiv 2409.04431.
+
+    Args:
+      bias: b; None is -log of the number of keys that the query sees, so that it depends on
+        neither padding nor the slots of a decoding cache.
+    """
+
+    source = 'Ramapuram et al. 2024, arXiv 2409.04431'
+    simplex = False
+
+    def __init__(self, *, bias: float | None = None):
+        if bias is not None and not (isinstance(bias, int | float) and math.isfinite(bias)):
+            raise SpecError(f'sigmoid(bias={bias!r}) must be a finite number, or None')
+        self.bias = bias
+
+    def __call__(self, s_BKMTS: jax.Array, mask_B11TS: jax.Array) -> jax.Array:
+        if self.bias is not None:
+            return jax.nn.sigmoid(s_BKMTS + self.bias)
+        seen_B11T1 = mask_B11TS.sum(-1, keepdims=True, dtype=s_BKMTS.dtype)
+        return jax.nn.sigmoid(s_BKMTS - jnp.log(jnp.maximum(seen_B11T1, 1)))
+
+    def reference(self, s_S: np.ndarray) -> np.ndarray:
+        bias = -np.log(len(s_S)) if self.bias is None else self.bias
+        return scipy.special.expit(s_S + bias)
+
+
+class Entmax15(Normalizer):
+    """max(s / 2 - tau, 0)^2 with the tau at which the sum is 1: exact zeros, by sorting.
+
+    Peters et al. 2019, arXiv 1905.05702, algorithm 2. A query without visible keys has equal
+    probabilities for all keys.
+    """
+
+    source = 'Peters et al. 2019, arXiv 1905.05702'
+    alpha: ClassVar[float] = 1.5
+
+    def __call__(self, s_BKMTS: jax.Array, mask_B11TS: jax.Array) -> jax.Array:
+        return _entmax(self.alpha, s_BKMTS)
+
+    def reference(self, s_S: np.ndarray) -> np.ndarray:
+        z_S, power = (self.alpha - 1) * (s_S - s_S.max()), 1 / (self.alpha - 1)
+
+        def excess(tau: float) -> float:
+            return (np.maximum(z_S - tau, 0) ** power).sum() - 1
+
+        tau = scipy.optimize.brentq(excess, -1, 0, xtol=1e-16)
+        return np.maximum(z_S - tau, 0) ** power
+
+
+class Sparsemax(Entmax15):
+    """max(s - tau, 0) with the tau at which the sum is 1: exact zeros, by sorting.
+
+    Martins & Astudillo 2016, arXiv 1602.02068, algorithm 1.
+    """
+
+    source = 'Martins & Astudillo 2016, arXiv 1602.02068'
+    alpha = 2.0
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _entmax(alpha: float, s_BKMTS: jax.Array) -> jax.Array:
+    """max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)) over the last axis, alpha 1.5 or 2."""
+    z_BKMTS = (alpha - 1) * (s_BKMTS - s_BKMTS.max(-1, keepdims=True))
+    # tau lies in [-1, 0], so what is below -1 has probability 0 whatever its size.
+    z_BKMTS = jnp.maximum(z_BKMTS, -1)
+    down_BKMTS = -jnp.sort(-z_BKMTS, axis=-1)
+    size_S = jnp.arange(1, z_BKMTS.shape[-1] + 1, dtype=z_BKMTS.dtype)
+    mean_BKMTS = jnp.cumsum(down_BKMTS, -1) / size_S
+    # tau if the support were the first 1, 2, ..., S of the sorted logits.
+    if alpha == 2:
+        tau_BKMTS = mean_BKMTS - 1 / size_S
+    else:
+        variance_BKMTS = jnp.cumsum(down_BKMTS**2, -1) / size_S - mean_BKMTS**2
+        tau_BKMTS = mean_BKMTS - jnp.sqrt(jnp.maximum(1 / size_S - variance_BKMTS, 0))
+    support_BKMT1 = (tau_BKMTS <= down_BKMTS).sum(-1, keepdims=True)
+    tau_BKMT1 = jnp.take_along_axis(tau_BKMTS, support_BKMT1 - 1, axis=-1)
+    return jnp.maximum(z_BKMTS - tau_BKMT1, 0) ** (1 / (alpha - 1))
+
+
+@_entmax.defjvp
+def _entmax_jvp(
+    alpha: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """dp = g (ds - <g, ds> / sum(g)) with g = p^(2 - alpha) on the support; prop. 2 there."""
+    p_BKMTS = _entmax(alpha, primals[0])
+    g_BKMTS = jnp.where(p_BKMTS > 0, p_BKMTS ** (2 - alpha), 0)
+    inner_BKMT1 = (g_BKMTS * tangents[0]).sum(-1, keepdims=True)
+    return p_BKMTS, g_BKMTS * (tangents[0] - inner_BKMT1 / g_BKMTS.sum(-1, keepdims=True))
+
+
+NORMALIZERS: dict[str, type[Normalizer]] = {
+    'softmax': Softmax,
+    'softmax_off_by_one': SoftmaxOffByOne,
+    'sigmoid': Sigmoid,
+    'entmax15': Entmax15,
+    'sparsemax': Sparsemax,
+}

@@ -1,0 +1,126 @@
+"""What takes the place of softmax: the oracle, masks, decoding, gradients, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from qkattn.attention import NORMALIZERS, attend, registry
+from qkattn.convert import merge, to_standard
+from qkattn.errors import ConversionError, SpecError
+from tests.attention import examples  # noqa: F401, the normalizer `rectified`
+from tests.attention import test_contract as contract
+from tests.attention.layers import (
+    assert_equals_oracle,
+    assert_equals_oracle_in_float64,
+    causal,
+    compute,
+    error,
+    expected,
+    make,
+    stream,
+)
+
+NAMES = [*NORMALIZERS, 'sigmoid(bias=-1.5)', 'rectified:Rectified']
+SIMPLEX = ('softmax', 'entmax15', 'sparsemax')
+QKVO = ('qk', 'vo')
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_it_equals_the_oracle(name):
+    layer = make(QKVO, normalizer=name, biases=True, num_kv_heads=2)
+    assert_equals_oracle(layer, stream(), contract.mask_of((7, 5), causal=True))
+    assert_equals_oracle_in_float64(layer)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_probabilities_are_those_of_the_slow_form(name):
+    """Ties, logits of any size, one visible key, and rows whose probabilities are exactly 0."""
+    s_TS = np.array([[0, 0, 0, 0], [3, -2, 0.5, 3], [1e3, -1e3, 0, 999.7], [-1e4, -9e3, 7, 2]])
+    mask_TS = np.array([[1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0, 1, 0, 0]], bool)
+    normalizer = registry.find_normalizer(name)
+    with jax.enable_x64(True):
+        hidden_TS = jnp.where(mask_TS, s_TS, jnp.finfo(float).min / 2)
+        p_TS = np.asarray(normalizer(hidden_TS, jnp.asarray(mask_TS)))
+    assert np.all(p_TS[~mask_TS] == 0)
+    for p_S, s_S, mask_S in zip(p_TS, s_TS, mask_TS, strict=True):
+        want_S = normalizer.reference(s_S[mask_S])
+        np.testing.assert_allclose(p_S[mask_S], want_S, rtol=1e-12, atol=1e-15)
+        assert normalizer.simplex == (name in SIMPLEX)
+        if normalizer.simplex:
+            np.testing.assert_allclose(want_S.sum(), 1, rtol=1e-12)
+
+
+def test_entmax_and_sparsemax_have_exact_zeros():
+    s_S = jnp.array([1.0, 0.9, 0.2, -3.0])
+    for name, support in (('sparsemax', 2), ('entmax15', 3), ('softmax', 4)):
+        p_S = registry.find_normalizer(name)(s_S, jnp.ones(4, bool))
+        assert np.count_nonzero(p_S) == support, name
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_gradients_are_those_of_differences(name):
+    """Also in entmax and sparsemax, which have a rule of their own."""
+    normalizer = registry.find_normalizer(name)
+    with jax.enable_x64(True):
+        s_TS = jax.random.normal(jax.random.key(1), (3, 5), jnp.float64)
+        check_grads(lambda s: normalizer(s, jnp.ones((3, 5), bool)), (s_TS,), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_query_without_visible_keys_has_finite_output_and_gradients(name):
+    q_BTNH = k_BSKH = v_BSKH = 1 + stream().reshape(2, 7, 4, 8)
+    mask_BTS = causal().at[:, 2].set(False)
+
+    def loss(q_BTNH, k_BSKH, v_BSKH):
+        o_BTNH = attend(
+            q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale=1.0, normalizer=registry.find_normalizer(name)
+        )
+        return jnp.square(o_BTNH).sum(), o_BTNH
+
+    gradients, o_BTNH = jax.grad(loss, (0, 1, 2), has_aux=True)(q_BTNH, k_BSKH, v_BSKH)
+    assert all(np.isfinite(g).all() for g in gradients)
+    mean_BNH = v_BSKH.mean(1) if name in SIMPLEX else jnp.zeros((2, 4, 8))
+    np.testing.assert_allclose(o_BTNH[:, 2], mean_BNH, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_cached_decoding_equals_the_whole(name):
+    contract.assert_cached_decoding_equals_the_whole(make(QKVO, normalizer=name, biases=True))
+
+
+@pytest.mark.parametrize('name', ['sigmoid', 'entmax15'])
+def test_conversions_keep_the_function_or_refuse_biases(name):
+    for convert in (merge, to_standard):
+        layer = make(QKVO, normalizer=name)
+        assert error(convert(layer)(stream(), causal()), layer(stream(), causal())) < 1e-5
+        biased = make(QKVO, normalizer=name, biases=True)
+        if name in SIMPLEX:
+            assert error(convert(biased)(stream(), causal()), biased(stream(), causal())) < 1e-5
+        else:
+            with pytest.raises(ConversionError, match='normalizer=sigmoid does not'):
+                convert(biased)
+
+
+def test_the_oracle_tells_normalizers_apart():
+    x_BTD, outputs = stream(), {}
+    for name in NAMES:
+        layer = make(QKVO, normalizer=name)
+        outputs[name] = expected(layer, compute(layer, x_BTD, causal()), x_BTD, causal())[0]
+    for one in NAMES:
+        assert min(error(outputs[one], outputs[two]) for two in NAMES if two != one) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ('name', 'message'),
+    [
+        ('softmx', "unknown normalizer 'softmx', did you mean 'softmax'"),
+        ('softmax(heat=2)', "no option 'heat'"),
+        ("sigmoid(bias='low')", r"sigmoid\(bias='low'\) must be a finite number, or None"),
+        ('gated:Gated', 'is not a subclass of qkattn.attention.Normalizer'),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_sentence(name, message):
+    with pytest.raises(SpecError, match=message):
+        make(QKVO, normalizer=name)
