@@ -5,6 +5,8 @@ import difflib
 import hashlib
 import importlib
 import inspect
+import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -84,6 +86,13 @@ def source_sha256(path: str) -> str | None:
     """The sha256 of the file of the imported module of an import path; None if it has no file."""
     file = getattr(sys.modules[path.partition(':')[0]], '__file__', None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+
+
+def imported(values: Any) -> dict[str, str | None]:
+    """The import paths of imported modules in a config as JSON, and the sha256 of their files."""
+    text = json.dumps(values, ensure_ascii=False)
+    paths = sorted(set(re.findall(r'[^\W\d][\w.]*:[^\W\d]\w*', text)))
+    return {path: source_sha256(path) for path in paths if path.split(':')[0] in sys.modules}
 
 
 def digest(text: str) -> str:

@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ RECORDED_VERSIONS = (
 )
 
 
-def describe_start(command: list[str] | None) -> dict[str, Any]:
+def describe_start(
+    command: list[str] | None, imported: Mapping[str, str | None] | None = None
+) -> dict[str, Any]:
     """Describes this process as it starts; asks jax for its devices.
 
     Args:
       command: the command line; None: not recorded.
+      imported: the sha256 of the source file of each import path in the config.
 
     Returns:
       JSON-compatible fields; an installed version that cannot be found is None.
@@ -42,6 +46,7 @@ def describe_start(command: list[str] | None) -> dict[str, Any]:
         'git': git_state(Path(__file__).resolve().parent),
         'python': platform.python_version(),
         'platform': platform.platform(),
+        'imported': dict(imported or {}),
         'versions': {name: _version(name) for name in RECORDED_VERSIONS},
         'devices': {
             'platform': device.platform,

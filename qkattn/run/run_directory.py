@@ -25,6 +25,7 @@ from qkattn.config import (
     to_json,
     with_machine_of,
 )
+from qkattn.config.calls import imported
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError
 from qkattn.run.file_schemas import CONFIG, PROVENANCE
 from qkattn.run.files import disk_errors, locked, make_directory
@@ -72,7 +73,7 @@ class RunDirectory:
         with contextlib.ExitStack() as stack:
             _acquire(stack, directory)
             resumed = _check_config(directory, config)
-            _record_start(directory / 'provenance.json', command)
+            _record_start(directory / 'provenance.json', command, config)
             metrics = MetricsFile(directory / 'metrics.jsonl')
             stack.callback(metrics.close)
             return cls(directory, resumed, metrics, stack.pop_all())
@@ -133,6 +134,6 @@ def _check_config(directory: Path, config: Config) -> bool:
     )
 
 
-def _record_start(path: Path, command: list[str] | None) -> None:
+def _record_start(path: Path, command: list[str] | None, config: Config) -> None:
     starts = read_json(path, PROVENANCE)['starts'] if path.exists() else []
-    write_json(path, {'starts': [*starts, describe_start(command)]})
+    write_json(path, {'starts': [*starts, describe_start(command, imported(to_json(config)))]})

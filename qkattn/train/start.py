@@ -104,4 +104,5 @@ def restore(
 def software_of(directory: Path) -> dict[str, Any]:
     """The provenance of results; user and host stay in provenance.json."""
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
-    return {name: start[name] for name in START}
+    imported = {'imported': start['imported']} if start['imported'] else {}
+    return {name: start[name] for name in START} | imported

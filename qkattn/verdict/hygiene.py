@@ -259,9 +259,9 @@ def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
             facts.setdefault(name, {}).setdefault(str(value), set()).add(where)
     accepted = study.ledger.accepted if study.ledger else {}
     for name, places in facts.items():
-        if len(places) > 1 and (name.startswith('versions.') or name in _SOFTWARE):
+        if len(places) > 1 and (name.startswith(('versions.', 'imported.')) or name in _SOFTWARE):
             values = {value: tuple(sorted(of, key=str)) for value, of in places.items()}
-            is_code = name == 'git.commit'
+            is_code = name == 'git.commit' or name.startswith('imported.')
             why = accepted.get(COMMITS) if is_code else None
             data = {'name': name, 'values': values, 'accepted': why}
             yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, is_code and why is None)

@@ -1,12 +1,14 @@
 """The run directory: its one owner, its one configuration, and what it records at a start."""
 
 import dataclasses
+import hashlib
+import importlib
 import json
 
 import numpy as np
 import pytest
 
-from qkattn.config import Config, TrialsConfig, fingerprint, to_json
+from qkattn.config import Config, OptimizerConfig, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.run import provenance
 from qkattn.run.records import read_json
@@ -134,3 +136,13 @@ def test_provenance_gains_one_entry_per_start(tmp_path):
     assert set(starts[0]['versions']) == set(provenance.RECORDED_VERSIONS)
     assert starts[0]['devices']['count'] >= 1
     assert starts[0]['started'] <= starts[1]['started']
+
+
+def test_provenance_has_the_source_of_what_comes_from_outside(tmp_path, outside):
+    named = OptimizerConfig(name='lion:lion(b2=0.9)', schedule='wsd:wsd')
+    importlib.import_module('lion')
+    RunDirectory.open(tmp_path / 'run', Config(optimizer=named), None).close()
+    (start,) = json.loads((tmp_path / 'run' / 'provenance.json').read_text())['starts']
+    # Only modules that have been imported, which a run has done with all of them.
+    sha256 = hashlib.sha256((outside / 'lion.py').read_bytes()).hexdigest()
+    assert start['imported'] == {'lion:lion': sha256}

@@ -237,6 +237,17 @@ def test_software_that_differs_is_named_and_its_code_blocks(study_dir):
     assert (B, 'screening') in jax.data['values']['0.10.2']
 
 
+def test_an_import_path_with_two_sources_blocks(study_dir):
+    records = records_of(stage=None)
+    for record in records:  # the arm c/vo uses nothing from outside
+        if record['variant'] in ('qk/vo', 'b/vo'):
+            source = '1' if record['variant'] == 'qk/vo' else '2'
+            record['provenance'] = record['provenance'] | {'imported': {'x:y': source, 'x:z': '1'}}
+    _, decisions, (remark,) = checked(write_tuned(study_dir, records))
+    assert decisions == ALL_WITHHELD and remark.blocks
+    assert (remark.code, remark.data['name']) == (RemarkCode.SOFTWARE_DIFFERS, 'imported.x:y')
+
+
 def lose(directory, run, **changes):
     """Changes one result of a run."""
     path = directory / 'results.jsonl'

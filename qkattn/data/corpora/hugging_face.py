@@ -6,13 +6,13 @@ out.
 
 import functools
 import hashlib
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qkattn.config import DataConfig
+from qkattn.config.extras import load_extra
 from qkattn.data.cache import sha256_of
 from qkattn.data.corpora.corpus import Corpus, find_splits, parse_languages
 from qkattn.errors import ConfigError
@@ -35,7 +35,7 @@ def published(config: DataConfig) -> Corpus:
             "'hf:OWNER/NAME/CONFIG'."
         )
     where = f'data.name={config.name!r}'
-    library = _library(where)
+    library = load_extra('datasets', 'datasets')
     try:
         sets = library.load_dataset(*(part for part in match.groups() if part))
     except Exception as error:
@@ -56,7 +56,7 @@ def saved(config: DataConfig) -> Corpus:
       ConfigError: as `published`; a directory of something else.
     """
     where = f'data.path={config.path!r}'
-    library = _library(f'data.name={config.name!r}')
+    library = load_extra('datasets', 'datasets')
     try:
         sets = library.load_from_disk(str(Path(config.path).expanduser()))
     except Exception as error:
@@ -146,13 +146,6 @@ def _texts(
 @functools.lru_cache
 def _sha256(path: str, size: int, mtime_ns: int) -> str:
     return sha256_of(Path(path))
-
-
-def _library(where: str) -> Any:
-    try:
-        return importlib.import_module('datasets')  # optional, and slow to import
-    except ImportError as error:
-        raise ConfigError(f"{where} needs datasets: pip install 'qkattn[datasets]'.") from error
 
 
 def _reason(error: Exception) -> str:

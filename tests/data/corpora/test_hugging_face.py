@@ -98,7 +98,7 @@ def test_a_set_without_train_is_refused(saved):
 def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, 'datasets', None)
     for fields in ({'name': 'hf', 'path': 'x'}, {'name': 'hf:owner/set'}):
-        with refused(f"data.name='{fields['name']}' needs datasets: pip install 'qkattn.datasets]"):
+        with refused(r"datasets needs the package datasets: pip install -e '.\[datasets\]'"):
             find(DataConfig(**fields))
 
 

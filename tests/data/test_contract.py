@@ -1,0 +1,176 @@
+"""What every dataset, tokenizer and task keeps, registered or from outside.
+
+`--dataset=module:function`, `--tokenizer=module:Class` and `--task=module:Class` name one.
+"""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from qkattn.config import Config, DataConfig, ModelConfig
+from qkattn.data.corpora.corpus_registry import find
+from qkattn.data.load import load_text, tokenizer_of
+from qkattn.data.tasks.rows import Rows
+from qkattn.data.tasks.task_registry import rows_of, task_of
+from qkattn.data.tokenizers.vocabulary import KINDS
+from qkattn.errors import ConfigError
+from tests.data.datasets import read_rows
+from tests.data.refusals import refused
+from tests.outside import chosen
+
+pytestmark = pytest.mark.usefixtures('outside')
+
+TEXTS = ('', 'a line\nand another', 'naïve \N{SNOWMAN} 🤝\t', 'x' * 300)
+
+
+def pytest_generate_tests(metafunc):
+    chosen(metafunc, 'dataset', ['stdlib', 'fables:fables', 'fables:fables(count=30)'])
+    chosen(metafunc, 'tokenizer', [*KINDS, 'nibbles:Nibbles', 'nibbles:Nibbles(high_first=False)'])
+    chosen(metafunc, 'task', ['language', 'masked', 'ahead:Ahead', 'ahead:Ahead(distance=3)'])
+
+
+@pytest.fixture
+def data(tmp_path):
+    return DataConfig(name='fables:fables', data_dir=str(tmp_path / 'cache'), tokenizer_size=260)
+
+
+def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
+    corpus = find(dataclasses.replace(data, name=dataset))
+    assert corpus.splits[:2] == ('train', 'validation')
+    languages = corpus.languages or (None,)
+    for split in corpus.splits:
+        sizes = set()
+        for language in languages:
+            first, again = (corpus.documents(language)[split] for _ in range(2))
+            count = 0
+            for text, same in itertools.zip_longest(first, again):
+                assert isinstance(text, bytes) and text == same
+                text.decode()
+                count += 1
+            sizes.add(count)
+        (count,) = sizes
+        assert count
+        if corpus.names:
+            assert len(set(corpus.names(split))) == count
+
+
+def test_a_dataset_becomes_tokens_that_results_name(dataset, data):
+    config = dataclasses.replace(data, name=dataset)
+    tokens = load_text(config)
+    assert load_text(config).identity() == tokens.identity()
+    texts = find(config).documents(None)['validation']
+    expected = b''.join(text + b'\0' for text in texts)
+    assert bytes(tokens.split('validation')) == expected
+    identity = json.loads(json.dumps(tokens.identity()))
+    assert set(identity['fingerprints']) == set(tokens.splits)
+    assert identity.get('carved', {}) == find(config).carved
+
+
+def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
+    named = dataclasses.replace(data, tokenizer=tokenizer)
+    first, again = tokenizer_of(named), tokenizer_of(named)
+    assert first.name == again.name and first.vocab_size > first.separator >= 0
+    for text in TEXTS:
+        ids = first.encode(text)
+        assert ids.ndim == 1 and ids.dtype.kind == 'u'
+        assert np.array_equal(ids, first.encode(text.encode()))
+        assert np.array_equal(ids, again.encode(text))
+        assert np.all(ids < first.vocab_size) and first.separator not in ids
+        assert first.num_bytes(ids) <= len(text.encode())
+        with_end = np.append(ids, [first.separator])
+        assert first.num_bytes(with_end) == first.num_bytes(ids) + 1
+    text = next(iter(find(data).documents(None)['train']))
+    assert first.num_bytes(first.encode(text)) == len(text)
+    assert first.decode(first.encode(text)).encode() == text
+
+
+@pytest.fixture
+def rows(task, data) -> Rows:
+    for kind in ('decoder', 'encoder'):
+        model = ModelConfig(kind=kind, context=12, vocab_size=300)
+        config = Config(model=model, data=dataclasses.replace(data, task=task))
+        try:
+            rows = rows_of(config)
+        except ConfigError:
+            continue
+        assert task_of(config) is type(rows)
+        return rows
+    pytest.fail(f'{task} is no task of text in one language')
+
+
+def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(rows):
+    model = ModelConfig(kind=rows.kind, context=12)
+    for split in rows.splits:
+        count = rows.count(split)
+        numbers_B = [0, count - 1, 0]
+        batch, again = (read_rows(rows, split, numbers_B) for _ in range(2))
+        assert {name: (a.shape[1], a.dtype) for name, a in batch.items()} == rows.array_shapes(
+            model
+        )
+        for name, array in batch.items():
+            np.testing.assert_array_equal(array, again[name])
+            row = read_rows(rows, split, [count - 1], first_place=1)
+            np.testing.assert_array_equal(array[1:2], row[name])
+        assert np.all(batch['loss_weights_BT'].sum(axis=1) > 0)
+        for name in ('tokens_BT', 'targets_BT'):
+            assert np.all((batch[name] >= 0) & (batch[name] < rows.vocab_size))
+        if rows.documents(split) is not None:
+            names, document_R = rows.documents(split)
+            assert len(document_R) == count and np.all(document_R < len(names))
+    json.dumps(rows.identity())
+
+
+def test_a_task_predicts_tokens_further_ahead(data):
+    model = ModelConfig(context=12)
+    data = dataclasses.replace(data, task='ahead:Ahead(distance=3)')
+    batch = read_rows(rows_of(Config(model=model, data=data)), 'train', [0, 5])
+    np.testing.assert_array_equal(batch['targets_BT'][:, :-3], batch['tokens_BT'][:, 3:])
+    np.testing.assert_array_equal(batch['loss_weights_BT'], [[1] * 10 + [0] * 2] * 2)
+
+
+OUTSIDE = """
+from qkattn.data.corpora.corpus import Corpus
+def nothing(config): pass
+def slashed(config):
+    return Corpus(name='a/b', version='1', splits=('train',), documents=lambda x: {})
+"""
+
+
+@pytest.mark.parametrize(
+    ('fields', 'says'),
+    [
+        ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),
+        ({'name': 'fables:fables(size=1)'}, "has no option 'size'; it takes count"),
+        ({'name': 'fables:Corpus'}, r"='fables:Corpus' is not a function \(config, \*, options\)"),
+        ({'name': 'odd:nothing'}, "='odd:nothing' must return a Corpus, not None"),
+        ({'name': 'odd:slashed'}, "the name 'a/b' of its corpus must consist of letters"),
+        ({'name': 'stdlib(count=2)'}, "stdlib has no option 'count'; it takes none"),
+        ({'tokenizer': 'fables:fables'}, "='fables:fables' is not a class with encode, decode"),
+        ({'tokenizer': 'nibbles:Nibbles(size=1)'}, "has no option 'size'; it takes high_first"),
+        ({'task': 'nibbles:Nibbles'}, "data.task='nibbles:Nibbles' is not a class with the attr"),
+        ({'task': 'ahead:Ahead(far=1)'}, "has no option 'far'; it takes distance"),
+        ({'task': 'languag'}, "unknown data.task 'languag', did you mean 'language'"),
+        ({'task': 'masked'}, "'masked' trains model.kind='encoder' on text .*model.kind='decoder'"),
+        ({'task': 'causal_probe'}, 'causal probe, but .* is text in one language'),
+    ],
+)
+def test_what_is_none_is_refused_in_one_sentence(outside, data, fields, says):
+    (outside / 'odd.py').write_text(OUTSIDE)
+    with refused(says):
+        rows_of(Config(data=dataclasses.replace(data, **fields)))
+
+
+def test_a_changed_source_or_option_is_another_dataset_and_tokenizer(outside, data, monkeypatch):
+    data = dataclasses.replace(data, tokenizer='nibbles:Nibbles')
+    before = load_text(data).identity()
+    other = dataclasses.replace(data, tokenizer='nibbles:Nibbles(high_first=False)')
+    assert load_text(other).identity()['tokenizer'] != before['tokenizer']
+    for module in ('nibbles', 'fables'):
+        path = outside / f'{module}.py'
+        path.write_text(path.read_text() + '\n# edited\n')
+    after = load_text(data).identity()
+    assert after['version'] != before['version'] and after['tokenizer'] != before['tokenizer']
+    assert after['fingerprints'] == before['fingerprints']
