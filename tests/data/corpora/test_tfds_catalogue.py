@@ -8,7 +8,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora import tfds_catalogue
+from qkattn.data.corpora import tfds_catalogue, tfds_prepare
 from qkattn.data.corpora.corpus_registry import find
 from tests.data.refusals import refused
 from tests.data.web import unplug
@@ -176,6 +176,46 @@ def test_without_network_or_packages_the_sentence_says_what_to_do(
         corpus(name, languages=languages)
     assert not list(directory.rglob('dataset_info.json'))
     assert bool(asked) == (needs is None)
+
+
+def downloaded(monkeypatch, path):
+    """Downloads of tfds are this file, or extracted this directory."""
+    monkeypatch.setattr(tfds_catalogue.importlib.util, 'find_spec', lambda package: None)
+    monkeypatch.setattr(tfds_prepare, '_check_reachable', lambda builder, advice: None)
+    for method in ('download', 'download_and_extract'):
+        monkeypatch.setattr(tfds.download.DownloadManager, method, lambda self, url: str(path))
+
+
+def test_tiny_shakespeare_is_prepared_without_tensorflow(corpus, tmp_path, monkeypatch):
+    play = ''.join(f'line {n}: naïve\n' for n in range(100))
+    (tmp_path / 'input.txt').write_text(play, encoding='utf-8')
+    downloaded(monkeypatch, tmp_path / 'input.txt')
+    found = corpus('tiny_shakespeare')
+    texts = {split: b''.join(texts) for split, texts in found.documents(None).items()}
+    assert found.splits == ('train', 'validation', 'test') and not found.carved
+    assert b''.join(texts.values()).decode() == play
+    assert len(texts['train'].decode()) == int(0.9 * len(play))
+
+
+def test_lm1b_is_prepared_without_tensorflow_and_its_validation_split_is_carved(
+    corpus, tmp_path, monkeypatch
+):
+    root = tmp_path / '1-billion-word-language-modeling-benchmark-r13output'
+    for folder, names in (
+        ('training-monolingual.tokenized.shuffled', ['news.en-00001', 'news.en-00002']),
+        ('heldout-monolingual.tokenized.shuffled', ['news.en.heldout-00000']),
+    ):
+        (root / folder).mkdir(parents=True)
+        for name in names:
+            lines = ''.join(f'{name} , line {n} .\n' for n in range(50))
+            (root / folder / name).write_text(lines)
+    downloaded(monkeypatch, tmp_path)
+    found = corpus('lm1b')
+    assert found.splits == ('train', 'validation', 'test') and found.carved == {'validation': 0.1}
+    texts = {split: list(texts) for split, texts in found.documents(None).items()}
+    assert [len(texts[split]) for split in found.splits] == [90, 10, 50]
+    assert sorted(texts['train'] + texts['validation'])[0] == b'news.en-00001 , line 0 .'
+    assert 'tensorflow' not in sys.modules
 
 
 CHAINED = ImportError('Failed to construct it')
