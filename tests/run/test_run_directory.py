@@ -98,9 +98,9 @@ def test_a_run_is_resumed_whatever_its_config_lacks_and_its_hash_was(tmp_path):
         assert run.resumed
     with pytest.raises(ConfigError, match='model.window: null -> 8'):
         RunDirectory.open(tmp_path, with_fields(CONFIG, model={'window': 8}))
-    stored['model']['normalizer'] = 'sigmoid'
+    stored['model']['of_tomorrow'] = 'sigmoid'
     (tmp_path / 'config.json').write_text(json.dumps({'hash': 'other', 'config': stored}))
-    with pytest.raises(ConfigError, match=r'config\.json has an unknown field model\.normalizer='):
+    with pytest.raises(ConfigError, match=r'config\.json has an unknown field model\.of_tomorrow='):
         RunDirectory.open(tmp_path, CONFIG)
 
 
