@@ -1,12 +1,11 @@
 """How a field of the settings is declared: its default, its description, and what it may hold."""
 
 import dataclasses
-import sys
 import typing
 from typing import Any
 
-# Sizes, steps and seeds are int32 in compiled programs.
-INT_END = 2**31
+# Sizes, steps and seeds are int32 in compiled programs; rates and factors are float32.
+INT_END, FLOAT_MAX = 2**31, 3.4028234e38
 # Of a path, and of each part of it, in bytes: the limits of Linux and macOS.
 TEXT_END, PART_END = 4096, 256
 
@@ -15,8 +14,8 @@ TEXT_END, PART_END = 4096, 256
 class Bounds:
     """What a field may hold beyond its type; in a tuple, what each entry may.
 
-    Integers without an upper bound are below 2**31, floats without one are finite, and texts are
-    Unicode without null characters, of less than 4,096 bytes.
+    Integers without an upper bound are below 2**31, floats without one are finite in float32, and
+    texts are Unicode without null characters, of less than 4,096 bytes.
 
     Attributes:
       least, most, above, below: of numbers.
@@ -35,7 +34,7 @@ class Bounds:
         """Whether a value of type `kind` is valid."""
         if kind is str:
             return self._admit_text(value)
-        most = sys.float_info.max if self.most is None else self.most
+        most = FLOAT_MAX if self.most is None else self.most
         return kind is bool or (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -62,7 +61,7 @@ class Bounds:
         low = {'at least': self.least, 'above': self.above}
         bounds = low | {'at most': self.most, 'below': self._end(kind)}
         words = [f'{word} {_number(end)}' for word, end in bounds.items() if end is not None]
-        return ' and '.join(words + ['finite'] * (self.most is self._end(kind) is None))
+        return ' and '.join(words + ['finite in float32'] * (self.most is self._end(kind) is None))
 
 
 @dataclasses.dataclass(frozen=True)

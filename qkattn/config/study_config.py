@@ -31,12 +31,14 @@ class TuningConfig:
         'Largest number of values per setting; an arm that needs more is reported as not '
         'bracketed.',
         least=1,
+        most=1000,
     )
     max_seeds: int = setting(
         6,
         'Largest number of screening seeds; those after seeds, max(seeds) + 1, + 2, ..., are drawn '
         'while the best value of a setting is not significantly better than both sides.',
         least=1,
+        most=1000,
     )
     score_scales: tuple[float, ...] = setting(
         (), 'Grid of model.score_scale; empty is not tuned.', above=0

@@ -23,6 +23,30 @@ flags.disclaim_key_flags()  # --config is a flag of the script that defines it h
 
 Kind = type[Config] | type[Study]
 
+# What parsing raises: unknown flags or fields, values of a wrong type, literals that are malformed.
+MALFORMED = (
+    *(flags.Error, AttributeError, KeyError, TypeError, ValueError),
+    *(SyntaxError, MemoryError, RecursionError),
+)
+
+
+class _OrNone(flags.ArgumentParser):
+    """A parser that takes None too; where a setting is not optional, validation refuses it."""
+
+    def __init__(self, parser: flags.ArgumentParser):
+        self.parser = parser
+
+    def parse(self, argument: Any) -> Any:
+        return None if argument == 'None' else self.parser.parse(argument)
+
+    def flag_type(self) -> str:
+        return self.parser.flag_type()
+
+
+config_flags.register_flag_parser_for_type(int, _OrNone(flags.IntegerParser()))
+config_flags.register_flag_parser_for_type(float, _OrNone(flags.FloatParser()))
+config_flags.register_flag_parser_for_type(str, _OrNone(flags.ArgumentParser()))
+
 
 def shipped(folder: str) -> dict[str, Path]:
     """The files of configs/ or experiments/ by name: inside the package in a wheel, else beside."""
@@ -143,12 +167,11 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
 
     try:
         app.run(wrapped, flags_parser=parse)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        # During parsing these are unknown flags or fields, or values of a wrong type; any later one
-        # is a bug and keeps its traceback.
-        if parsed:
+    except MALFORMED as error:
+        if parsed:  # a bug, which keeps its traceback
             raise
-        leave((kind and misspelt(sys.argv[1:], kind)) or str(error).splitlines()[0])
+        near = misspelt(sys.argv[1:], kind) if kind else None
+        leave(near or (str(error) or type(error).__name__).splitlines()[0])
 
 
 def leave(sentence: str, code: int = EXIT_CONFIG) -> None:

@@ -167,8 +167,8 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
     require_local(path)
     # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
     directory = Path('/' + os.path.abspath(path).lstrip('/'))
-    existing = next(p for p in (directory, *directory.parents) if p.exists())
     try:
+        existing = next(p for p in (directory, *directory.parents) if p.exists())
         with tempfile.TemporaryFile(dir=existing):
             pass  # permissions alone do not say whether a file system takes files
     except OSError as error:

@@ -34,6 +34,7 @@ from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.study.tuning import SINGLE
 from qkattn.train import sharding, train
+from qkattn.train.placement import require_memory
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def run(
         runs, left, _ = _known(study, arms, path)
         for run in {run.config.data: run for run in left}.values():
             sharding.require_devices(run.config.mesh)
+            require_memory(run.config)
             with waiting(study.name, 'preparing data'):
                 rows = rows_of(run.config)
             if study.tuning.seeds:

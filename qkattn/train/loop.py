@@ -28,7 +28,7 @@ from qkattn.train import results, sharding
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.measurements import evaluate
 from qkattn.train.optimizer import check_optimizer
-from qkattn.train.placement import local_rows, place_batch
+from qkattn.train.placement import local_rows, place_batch, require_memory
 from qkattn.train.program import Program
 from qkattn.train.start import Clock, Divergences, build_program, restore, software_of
 
@@ -67,6 +67,7 @@ def train(
     check_sinks(config.train.sinks)
     check_directory(workdir)
     sharding.require_devices(config.mesh)
+    require_memory(config)
     if jax.process_count() > 1:
         raise ConfigError(f'a run is one process, but this job has {jax.process_count()}')
     total, tokens_per_step = config.train.num_steps, _tokens_per_step(config)

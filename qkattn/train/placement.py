@@ -1,5 +1,8 @@
 """Batches on the mesh: from the rows that a process reads to global arrays."""
 
+import dataclasses
+import math
+import os
 from typing import Any
 
 import jax
@@ -9,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from qkattn.config import Config
 from qkattn.data.tasks.task_registry import task_of
+from qkattn.errors import ConfigError
+from qkattn.model import cost
 from qkattn.train.sharding import batch_sharding
 
 
@@ -21,6 +26,29 @@ def leading_shape(config: Config) -> tuple[int, int, int, int]:
         train.accumulation,
         train.batch_size // train.accumulation,
     )
+
+
+def require_memory(config: Config) -> None:
+    """Raises ConfigError where parameters, gradients and a batch do not fit in the devices.
+
+    A run holds more than these; what is refused here cannot be trained by any means.
+    """
+    trials, parameters = len(config.trials.trials()), cost.measured(config.model, 'total')
+    shapes = task_of(config).array_shapes(config.model).values()
+    row = sum(length * np.dtype(dtype).itemsize for length, dtype in shapes)
+    needed = 2 * 4 * trials * parameters + math.prod(leading_shape(config)) * row
+    devices = jax.devices()[: math.prod(dataclasses.astuple(config.mesh))]
+    limits = [stats['bytes_limit'] for device in devices if (stats := device.memory_stats())]
+    # CPU devices report no limit and share the memory of the machine.
+    present = sum(limits) or os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    if needed > present:
+        raise ConfigError(
+            f'{trials} trial{"s" * (trials > 1)} of {parameters:,} parameters (model.vocab_size='
+            f'{config.model.vocab_size}, model.d_model={config.model.d_model}, model.num_layers='
+            f'{config.model.num_layers}) and batches of train.batch_size={config.train.batch_size} '
+            f'need {needed / 2**30:,.0f} GiB, more than the {present / 2**30:,.0f} GiB of the '
+            'devices; reduce these or use more devices'
+        )
 
 
 def local_rows(config: Config, mesh: Mesh) -> slice:

@@ -16,7 +16,7 @@ from qkattn.data.tasks.task_registry import task_of
 from qkattn.train import sharding
 from qkattn.train.evaluation import eval_step
 from qkattn.train.lifting import LIFTINGS, seconds_per_dispatch
-from qkattn.train.placement import constant_batch, leading_shape
+from qkattn.train.placement import constant_batch, leading_shape, require_memory
 from qkattn.train.step import init_stack, train_steps
 
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
@@ -143,6 +143,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
 
 def warm_up(config: Config) -> tuple[float, float]:
     """Seconds per step of the whole stack, timed on constant rows, and seconds to compile."""
+    require_memory(config)
     program = build(config)
     if program.measured:
         return program.measured[program.lifting], program.compile_seconds

@@ -134,7 +134,7 @@ RATE = 'must be at least 0 and below 1'
         ('train.lifting', 'loop', 'must be one of auto, vmap, map'),
         *(('train.label_smoothing', rate, RATE) for rate in (-0.1, 1.0, NAN)),
         ('optimizer.warmup_steps', 1000, 'must be below train.num_steps=1000'),
-        ('optimizer.clip_norm', 0.0, 'must be above 0 and finite, or None'),
+        ('optimizer.clip_norm', 0.0, 'must be above 0 and finite in float32, or None'),
         ('optimizer.beta2', 1.5, 'must be at least 0 and at most 1'),
         ('trials.seeds', (), 'must hold at least one value'),
         ('trials.seeds', (1, 1), 'must hold no value twice'),

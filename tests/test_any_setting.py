@@ -1,0 +1,236 @@
+"""Whatever a setting holds, it is accepted or refused in one sentence, and nothing compiles."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import pytest
+from absl import flags
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ml_collections import config_flags
+
+from qkattn.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    Study,
+    TrainConfig,
+    TrialsConfig,
+    TuningConfig,
+    from_config_dict,
+    from_json,
+    to_config_dict,
+)
+from qkattn.config import setting as declared
+from qkattn.errors import CheckpointError, ConfigError
+from qkattn.run.cli import MALFORMED
+from qkattn.study import worker
+from qkattn.study.arms import build_arms, table
+from qkattn.train import program, train
+
+RUN = Config(
+    model=ModelConfig(d_model=16, num_layers=1, num_heads=2, context=16),
+    optimizer=OptimizerConfig(warmup_steps=2),
+    train=TrainConfig(num_steps=40, batch_size=4, steps_per_dispatch=5, lifting='map'),
+    trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3)),
+)
+STUDY = Study(
+    base=dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, checkpoint_every=40)),
+    variants=('qk/vo', 'shared_qk/vo'),
+    sizes=('d_model=32',),
+    tolerance=5e-3,
+    tuning=TuningConfig(seeds=(7, 8)),
+)
+FIELDS = [(config, name) for config in (RUN, STUDY) for name in declared.settings(type(config))]
+# Each setting once: those of a run, and those that a study has besides its base.
+OWN = [(config, name) for config, name in FIELDS if config is RUN or not name.startswith('base.')]
+
+NUMBERS = (2**31, 2**31 - 1, 2**63, -1, 0, 16**5000, 1e300, 1e-320, math.nan, math.inf, -math.inf)
+TEXTS = (
+    *('', ' ', 'None', '\0', '\ud800', 'a\nb', 'x' * 5000, 'x' * 300, 'a/' * 3000, '~nobody/x'),
+    *('/dev/null', '/proc/x', '..:x/vo', ':b/vo', 'a:/vo', 'a::b/vo', 'x:y', 'json:JSONDecoder/vo'),
+    *('qk(/vo', 'qk(rank=1)/vo', 'low_rank(rank=99999999999)/vo', 'low_rank(**{})/vo', 'qk/'),
+    *('d_model=99999999999', 'd_model=0x' + 'f' * 5000, 'd_model=', 'd_model=2147483647'),
+    *('qk/vo?d_model=2147483647', 'qk/vo?num_heads=-1', 'qk/vo?' + '-' * 3000 + '1', 'qk/vo?x=1'),
+    *('tfds:', 'recall(pairs=99999999999)', 'recall(pairs=-1)', 'copy(', '(1,2', '(' * 300),
+)
+ONE = st.one_of(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(TEXTS),
+    st.text(max_size=20),
+    st.integers(),
+    st.integers(1, 64),
+    st.floats(),
+    st.floats(0, 1),
+    st.booleans(),
+    st.none(),
+    st.binary(max_size=3),
+)
+VALUES = st.one_of(
+    ONE,
+    st.lists(ONE, max_size=3).map(tuple),
+    st.lists(ONE, max_size=3),
+    st.dictionaries(st.text(max_size=5), ONE, max_size=2),
+)
+
+
+class Accepted(BaseException):
+    """Raised where the next step compiles, or creates a study's directory."""
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compilations():
+    """Stops where a program would be traced to be compiled; lists what is compiled all the same."""
+    durations = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **_: 'backend_compile' in event and durations.append(event)
+    )
+
+    def accept(*args, **kwargs):
+        raise Accepted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, 'train_steps', accept)
+        patch.setattr(worker, 'make_directory', accept)
+        yield durations
+
+
+@pytest.fixture(scope='module')
+def outcome(data_dir, tmp_path_factory):
+    """outcome(config, changes, text) -> whether it is accepted; other than one sentence fails."""
+    directory, counts = tmp_path_factory.mktemp('any'), {True: 0, False: 0}
+
+    def settle(config, changes, text) -> bool:
+        changes = {f'{"" if config is RUN else "base."}data.data_dir': data_dir} | changes
+        workdir = directory / str(sum(counts.values()))
+        try:
+            read = parsed(config, changes) if text else replaced(config, changes)
+            if isinstance(read, Study):
+                table(build_arms(read), read.match)
+                worker.run(read, workdir)
+            else:
+                train(read, workdir)
+        except Accepted:
+            return True
+        except (ConfigError, CheckpointError) as error:
+            assert str(error) and '\n' not in str(error), (changes, str(error))
+            return False
+        raise AssertionError(f'{changes} ended without a program')
+
+    def counted(config, changes, text) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(directory)  # A relative directory of data may be accepted.
+            accepted = settle(config, changes, text)
+        counts[accepted] += 1
+        return accepted
+
+    yield counted
+    print(f'accepted {counts[True]}, refused {counts[False]}')
+
+
+def parsed(config, changes):
+    """The config as the command line overrides it; what it cannot parse is a ConfigError."""
+    arguments = ['train', *(f'--config.{name}={value}' for name, value in changes.items())]
+    try:
+        values = flags.FlagValues()
+        config_flags.DEFINE_config_dict(
+            'config', to_config_dict(config), flag_values=values, sys_argv=arguments
+        )
+        values(arguments)
+        return from_config_dict(values.config)
+    except MALFORMED as error:
+        raise ConfigError((str(error) or type(error).__name__).splitlines()[0]) from error
+
+
+def replaced(config, changes):
+    """The config with fields of any type, as a file in Python or JSON may have them."""
+    values = dataclasses.asdict(config)
+    for name, value in changes.items():
+        *sections, field = name.split('.')
+        functools.reduce(dict.__getitem__, sections, values)[field] = value
+    return from_json(type(config), values)
+
+
+def written(value) -> str:
+    try:
+        return value if isinstance(value, str) else repr(value)
+    except ValueError:  # Python prints integers of up to 4,300 digits
+        return '0x' + 'f' * 5000
+
+
+def checked(outcome, config, changes, text, compilations):
+    if text:
+        changes = {name: written(value).replace('\0', '') for name, value in changes.items()}
+    before = len(compilations)
+    outcome(config, changes, text)
+    assert len(compilations) == before, changes
+
+
+def profile(examples: int):
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+CHANGES = st.one_of(
+    *(
+        st.tuples(
+            st.just(config),
+            st.dictionaries(
+                st.sampled_from([name for of, name in FIELDS if of is config]),
+                VALUES,
+                min_size=1,
+                max_size=3,
+            ),
+            st.booleans(),
+        )
+        for config in (RUN, STUDY)
+    )
+)
+
+
+def test_every_field_takes_or_refuses_extremes(outcome, compilations):
+    extremes = NUMBERS + TEXTS
+    for place, (config, name) in enumerate(OWN):
+        for step, text in ((1, True), (5, False)):
+            value = extremes[place * step % len(extremes)]
+            checked(outcome, config, {name: value}, text, compilations)
+
+
+@profile(100)
+@given(CHANGES)
+def test_any_values_are_accepted_or_refused(outcome, compilations, changes):
+    checked(outcome, *changes, compilations)
+
+
+@pytest.mark.slow
+@profile(5000)
+@given(CHANGES)
+def test_many_values_are_accepted_or_refused(outcome, compilations, changes):
+    checked(outcome, *changes, compilations)
+
+
+def test_the_settings_that_others_start_from_are_accepted(outcome):
+    for config in (RUN, STUDY):
+        for text in (True, False):
+            assert outcome(config, {}, text)
+
+
+@pytest.mark.parametrize(
+    ('config', 'name'),
+    [
+        (config, name)
+        for config, name in OWN
+        if 'None' in str(declared.settings(type(config))[name].kind)
+    ],
+)
+def test_optional_settings_are_switched_off_on_the_command_line(config, name):
+    for before in (config, parsed(config, {name: None})):
+        changed = parsed(before, {name: None})
+        assert functools.reduce(getattr, name.split('.'), changed) is None
