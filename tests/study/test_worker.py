@@ -269,7 +269,7 @@ def test_another_setting_takes_a_flag_which_the_ledger_keeps(trained, tmp_path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaterModel(ModelConfig):
-    normalizer: str = setting('softmax', 'Of scores.')
+    added_later: str = setting('softmax', 'Of scores.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,8 +311,8 @@ def test_a_field_that_is_added_trains_nothing_again(trained, tmp_path):
     [
         (later(correction='none'), r'\n  correction: "holm" -> "none"\n'),
         (
-            later(model={'normalizer': 'sigmoid'}),
-            r'\n  base.model.normalizer: "softmax" -> "sigmoid"\n',
+            later(model={'added_later': 'sigmoid'}),
+            r'\n  base.model.added_later: "softmax" -> "sigmoid"\n',
         ),
     ],
     ids=['study', 'model'],
