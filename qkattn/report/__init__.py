@@ -51,12 +51,17 @@ def write_report(study_dir: str | Path) -> Path:
     if judged and ledger.look(study.directory):
         study = load_study(study_dir)
     found = find(study)
-    drawn = figures(study, found)
-    rendered = {drawing.stem: render(drawing) for drawing in drawn}
-    for stem, figure in rendered.items():
-        write_atomic(study.directory / 'plots' / f'{stem}.png', figure.png)
-        write_atomic(study.directory / 'plots' / f'{stem}.svg', figure.paper_svg)
-    svg = {stem: figure.svg for stem, figure in rendered.items()}
+    drawn, narrow = figures(study, found), figures(study, found, narrow=True)
+    plots, svg = study.directory / 'plots', {}
+    for of in plots.glob('*.*'):
+        if of.stem not in {drawing.stem for drawing in drawn}:
+            of.unlink()
+    for drawing, small in zip(drawn, narrow, strict=True):
+        rendered = render(drawing, small)
+        svg[drawing.stem] = rendered.svg
+        for kind in ('png', 'pdf', 'svg'):
+            content = rendered.paper_svg if kind == 'svg' else getattr(rendered, kind)
+            write_atomic(plots / f'{drawing.stem}.{kind}', content)
     for name, text in (figure_data(drawn) | documents(study, found, drawn, svg)).items():
         written = write_atomic(study.directory / name, text)
     return written

@@ -13,6 +13,9 @@ FILES = (
 )
 
 
+FIGURES = ('.json', '.png', '.svg', '.pdf')
+
+
 def export(study_dir: str | Path, destination: str | Path) -> Path:
     """Writes the study's declaration, plan, results, evaluations, tables, report and figures.
 
@@ -25,7 +28,7 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     study, destination = load_study(study_dir), Path(destination)
     _check_destination(study, destination)
     source = study.directory
-    figures = [path for path in source.glob('plots/*') if path.suffix in ('.json', '.png', '.svg')]
+    figures = [path for path in source.glob('plots/*') if path.suffix in FIGURES]
     for path in (*(source / name for name in FILES), *source.glob('table.*'), *figures):
         if path.is_file():
             write_atomic(destination / path.relative_to(source), path.read_bytes())

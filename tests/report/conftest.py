@@ -172,7 +172,9 @@ def renamed(directory):
 def unrendered():
     """Pictures are no part of a check: they are not rendered."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(report, 'render', lambda drawing: Rendered(b'', '<svg></svg>', ''))
+        patched.setattr(
+            report, 'render', lambda drawing, narrow: Rendered(b'', b'', '', '<svg></svg>')
+        )
         yield
 
 

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 
 from qkattn.report.figures import figures
 from qkattn.report.figures.forest import Line, Panel, forest
-from qkattn.report.figures.style import style_sheet, styles
+from qkattn.report.figures.style import Look, style_sheet, styles
 from qkattn.report.page import described
 from qkattn.verdict import find, load_study
 from tests.report.conftest import BASE, SIZES, arms, scaled, shifted
@@ -213,7 +213,7 @@ def test_retrieval_stands_beside_the_loss(study_dir):
 def test_a_line_without_a_mean_is_drawn():
     line = Line('a/vo', absent='no result yet')
     with style_sheet():
-        figure = forest([Panel([line], 'x')], styles(['a/vo'], None))
+        figure = forest([Panel([line], 'x')], Look(styles(['a/vo'], None)))
     (ax,) = figure.axes
     assert 'no result yet' in texts(ax) and labels(ax) == ['a/vo']
 
@@ -275,9 +275,36 @@ def test_a_variant_without_scores_says_so(study_dir):
 @pytest.mark.parametrize('matched', ['total', 'non_embedding', None])
 def test_target_line_only_where_the_axis_counts_it(study_dir, matched):
     records = [trial_record('qk/vo'), trial_record('b/vo')]
+    records[1]['parameters']['mlp'] += 40000
+    records[1]['parameters']['total'] += 40000
     _, drawn = draw(write_study(study_dir, records, matched=matched))
     (ax,) = drawn['loss_parameters'].axes
     vertical = [
         line for line in ax.lines if len(set(line.get_xdata())) == 1 < len(line.get_xdata())
     ]
     assert len(vertical) == (matched == 'total')
+
+
+def test_no_loss_against_parameters_that_are_equal(study_dir):
+    records = [trial_record('qk/vo'), trial_record('b/vo')]
+    _, drawn = draw(write_study(study_dir / 'equal', records))
+    assert 'loss_parameters' not in drawn and 'losses' in drawn
+    larger = [trial_record('qk/vo', 'd_model=256', d_model=256)]
+    _, drawn = draw(write_study(study_dir / 'sizes', records + larger))
+    assert 'loss_parameters' in drawn
+
+
+def test_learning_curves_have_ticks_at_the_evaluations(study_dir):
+    for num_evals, labelled in ((4, [100, 200, 300, 400]), (9, None), (80, None)):
+        directory = study_dir / str(num_evals)
+        study = load_study(write_study(directory, [trial_record('qk/vo')], num_evals=num_evals))
+        steps = study.runs[0].curve.steps_E
+        assert len(steps) == num_evals
+        for narrow, most in ((False, 6), (True, 4)):
+            made = {of.stem: of.figure for of in figures(study, find(study), narrow=narrow)}
+            (ax,) = made['curves'].axes
+            major, minor = sorted(ax.get_xticks()), sorted(ax.get_xticks(minor=True))
+            assert set(major) <= set(steps) and major[-1] == steps[-1] and len(major) <= most
+            assert labelled is None or major == labelled
+            assert num_evals > 60 or sorted({*major, *minor}) == list(steps)
+            assert num_evals <= 60 or minor == []

@@ -78,7 +78,9 @@ def test_page_is_well_formed_and_self_contained(html):
     anchors = {attrs['href'] for tag, attrs in page.tags if tag == 'a'}
     assert used and anchors and {x[1:] for x in used | anchors | set(targets)} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
-    assert sum(tag == 'svg' for tag, _ in page.tags) == 5
+    # Each figure twice, of which a screen shows one.
+    kinds = [attrs['class'] for tag, attrs in page.tags if tag == 'svg']
+    assert kinds == ['wide', 'narrow'] * 4
     assert f'<span class="long">{LONG}</span>' in html
     assert '<strong>better</strong> than qk/vo' in html[: html.index('<nav>')]
 
@@ -101,9 +103,10 @@ def test_files_are_complete_and_figures_drawn(report):
     names = sorted(path.name for path in report.parent.iterdir() if path.is_file())
     inputs = ['ledger.jsonl', 'lock', 'plan.jsonl', 'report.html', 'results.jsonl', 'study.json']
     assert names == [*inputs, *FILES]
-    stems = ['curves', 'loss_parameters', 'losses', 'sweep_learning_rate', 'verdicts']
+    stems = ['curves', 'losses', 'sweep_learning_rate', 'verdicts']
     files = sorted(path.name for path in (report.parent / 'plots').iterdir())
-    assert files == sorted(f'{stem}.{kind}' for stem in stems for kind in ('json', 'png', 'svg'))
+    kinds = ('json', 'pdf', 'png', 'svg')
+    assert files == sorted(f'{stem}.{kind}' for stem in stems for kind in kinds)
     for stem in stems:
         image = imread(report.parent / 'plots' / f'{stem}.png')[..., :3]
         assert image.shape[0] > 150 and image.shape[1] > 600
@@ -114,11 +117,21 @@ def test_files_are_complete_and_figures_drawn(report):
         paper = (report.parent / 'plots' / f'{stem}.svg').read_text()
         assert paper.startswith('<?xml') and 'xmlns="http://www.w3.org/2000/svg"' in paper
         assert 'var(--' not in paper and 'fill="#ffffff"' in paper and 'date' not in paper
+        vectors = (report.parent / 'plots' / f'{stem}.pdf').read_bytes()
+        # Fonts that journals take, no bitmap, and no date.
+        assert vectors.startswith(b'%PDF') and b'/CIDFontType2' in vectors
+        assert not any(
+            word in vectors for word in (b'/Type3', b'/Subtype /Image', b'/CreationDate')
+        )
 
 
-def test_same_files_give_the_same_report(report):
-    before = report.read_bytes()
-    assert write_report(report.parent).read_bytes() == before
+def test_same_files_give_the_same_report_and_no_other_figure_stays(report):
+    plots = report.parent / 'plots'
+    before = {path.name: path.read_bytes() for path in plots.iterdir()} | {'': report.read_bytes()}
+    (plots / 'bowl.svg').write_text('<svg></svg>')
+    page = write_report(report.parent)
+    files = {path.name: path.read_bytes() for path in plots.iterdir()} | {'': page.read_bytes()}
+    assert files == before
 
 
 def test_hostile_names_are_escaped(study_dir):

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator
 
 from qkattn.report import prose
 from qkattn.report.figures.style import (
@@ -30,6 +30,10 @@ from qkattn.verdict.measures import VAL_LOSS
 # More lines than this in one panel cannot be told apart: each variant then gets its own panel.
 MAX_LINES = 8
 COLUMNS = 4
+# Learning curves of more evaluations have ticks at labelled ones only.
+MAX_TICKS = 60
+# Parameter counts within this ratio are equal.
+EQUAL = 1.01
 
 
 def learning_curves(
@@ -48,8 +52,9 @@ def learning_curves(
     last = curves.get(study.baseline)
     if small := len(curves) > MAX_LINES:
         variants = [variant for variant in curves if variant != study.baseline]
-        figure = Figure(figsize=(WIDTH + 1.2, 1.45 * -(-len(variants) // COLUMNS) + 0.7))
-        axes = panels(figure, COLUMNS, len(variants), sharex=True, sharey=True)
+        columns = 2 if look.narrow else COLUMNS
+        figure = look.figure(WIDTH + 1.2, 1.45 * -(-len(variants) // columns) + 0.7)
+        axes = panels(figure, columns, len(variants), sharex=True, sharey=True)
         means = pd.concat([curve.mean(axis=1) for curve in curves.values()], axis=1).dropna()
         for ax, variant in zip(axes, variants, strict=True):
             band = {'color': GRID, 'linewidth': 0, 'zorder': 1, 'label': 'range of all means'}
@@ -57,11 +62,12 @@ def learning_curves(
             if last is not None:
                 _line(ax, last, look[study.baseline], f'baseline {short(study.baseline)}')
             _line(ax, curves[variant], look[variant], 'the variant named above')
-            ax.set_title(short(names[variant], 24), fontsize=8, fontweight='normal')
+            width = 20 if look.narrow else 24
+            ax.set_title(short(names[variant], width), fontsize=8, fontweight='normal')
             ax.grid(visible=False)
         legend(figure, 'upper center', ncols=3)
     else:
-        figure = Figure(figsize=(WIDTH + 1.2, 4.2))
+        figure = look.figure(WIDTH + 1.2, 4.2)
         axes = [figure.subplots()]
         axes[0].margins(x=0.01)
         # The legend is in the order in which the lines end.
@@ -73,10 +79,10 @@ def learning_curves(
     late = [curve[curve.index >= 0.2 * curve.index[-1]] for curve in curves.values()]
     high = max(curve.max(axis=None) for curve in late)
     pad = 0.06 * (high - low) or 0.05
+    steps = sorted({step for curve in curves.values() for step in curve.index})
     for ax in axes:
         ax.set_ylim(low - pad, high + pad)
-        ax.locator_params(axis='x', nbins=2 if small else 6)
-        ax.xaxis.set_major_formatter(lambda value, _: si(value))
+        _evaluation_ticks(ax, steps, 2 if small else 4 if look.narrow else 6)
     figure.supxlabel('training tokens' if by_tokens else 'training step')
     figure.supylabel(measure.axis)
     banded = any(curve.shape[1] > 1 for curve in curves.values())
@@ -103,19 +109,32 @@ def _line(ax: Axes, curve: pd.DataFrame, style: dict[str, Any], label: str) -> N
     ax.plot(curve.index, curve.mean(axis=1), label=label, zorder=3, **style | {'marker': ''})
 
 
+def _evaluation_ticks(ax: Axes, steps: Sequence[float], most: int) -> None:
+    """A tick at every evaluation while they can be told apart, `most` of them with a label."""
+    ax.set_xticks(steps[::-1][:: -(-len(steps) // most)])
+    ax.xaxis.set_major_formatter(lambda value, _: si(value))
+    if len(steps) <= MAX_TICKS:
+        ax.xaxis.set_minor_locator(FixedLocator(steps))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+
+
 def loss_against_parameters(
     study: Study, found: Findings, look: Look
-) -> tuple[Figure, dict[str, bool]]:
+) -> tuple[Figure | None, dict[str, bool]]:
     """Mean loss against total parameters, all sizes; with the fitted law where there is one.
 
-    A line for each variant and corpus.
+    A line for each variant and corpus. None where all parameter counts are equal.
     """
+    totals = [*map(_total, found.arms)]
+    if max(totals) <= EQUAL * min(totals):
+        return None, {}
     laws = {_line_name(study, of): of.fit for of in found.scaling if not of.fit.problem}
     points: dict[str, list[Arm]] = {}
     for arm in sorted(found.arms, key=_total):
         if arm.chosen:
             points.setdefault(_line_name(study, arm), []).append(arm)
-    figure = Figure(figsize=(WIDTH + 1.8, max(4.2, 0.2 * len(points) + 1.2)))
+    height = max(4.2, 0.2 * len(points) + 1.2)
+    figure = look.figure(WIDTH + 1.8, height + 0.2 * len(points) * look.narrow)
     ax = figure.subplots()
     # The legend is in the order of the losses at the largest size.
     for name in sorted(points, key=lambda v: -_mean(points[v][-1])):
@@ -171,11 +190,9 @@ def _parameter_axis(ax: Axes, arms: Sequence[Arm], targets: Sequence[float]) -> 
         ax.set_xticks([float(np.median(of_size)) for of_size in totals])
         ax.xaxis.set_minor_locator(NullLocator())
     else:
-        # At least 1 % to either side, so that counts that are nearly equal look nearly equal.
         counts = [*totals[0], *targets]
         low, high = min(counts), max(counts)
-        middle = (low + high) / 2
-        half = max(0.01 * middle, 0.6 * (high - low))
+        middle, half = (low + high) / 2, 0.6 * (high - low)
         ax.set_xlim(middle - half, middle + half)
         ax.locator_params(axis='x', nbins=4)
         digits = 3 if half > 0.05 * middle else 4

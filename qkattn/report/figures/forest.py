@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from qkattn.report import prose
 from qkattn.report.figures.style import (
     GRID,
-    INK,
     MUTED,
     REFERENCE,
     SEEDS,
@@ -33,8 +32,10 @@ from qkattn.verdict.measures import Measure
 
 # A difference or seed that is this many times further from zero than is usual is cut off.
 _FAR = 6.0
-# Seeds are drawn below the mean: on top of the interval they would be hidden.
-_BELOW = 0.28
+# Seeds are drawn below the mean, on a wide and on a narrow screen; on top of it they would hide.
+_BELOW, _NARROW_BELOW = 0.28, 0.16
+# Where on a narrow screen name and text of a line stand, above its mean; and inches per line.
+_NAME, _TEXT, _NARROW_LINE = -0.53, -0.29, 0.66
 
 
 class Line(NamedTuple):
@@ -75,16 +76,23 @@ def forest(
 ) -> Figure:
     """Panels in rows of `columns`, whose y axis a row shares.
 
+    On a narrow screen panels stand below each other, and name and text of a line above its mean.
+
     `reference` and `dot` are the names of the dashed line and of the small dots in the legend;
     marks beyond `limits` are drawn at the edge, as arrowheads.
     """
+    columns = 1 if look.narrow else columns
     firsts = range(0, len(of_panels), columns)
     counts = [max(len(panel.lines) for panel in of_panels[i : i + columns]) for i in firsts]
-    height = [(0.25 if count <= 15 else 0.2) * count + 0.7 for count in counts]
     has_right = any(line.right for panel in of_panels for line in panel.lines)
+    narrow_line = _NARROW_LINE if has_right else 0.7 * _NARROW_LINE
+    height = [
+        (narrow_line if look.narrow else 0.25 if count <= 15 else 0.2) * count + 0.7
+        for count in counts
+    ]
     width = 2.0 + (4.6 if len(of_panels) == 1 else 2.3 + 0.9 * has_right) * columns
     width += 1.5 * (has_right and len(of_panels) == 1)
-    figure = Figure(figsize=(width, sum(height) + 0.45))
+    figure = look.figure(width, sum(height) + 0.45)
     grid = {'sharex': limits is not None, 'sharey': 'row', 'height_ratios': height}
     for ax, panel in zip(panels(figure, columns, len(of_panels), **grid), of_panels, strict=True):
         if margin is not None:
@@ -92,17 +100,25 @@ def forest(
             ax.axvspan(-margin, margin, color=GRID, alpha=0.75, linewidth=0, zorder=0, label=label)
         if panel.reference is not None:
             ax.axvline(panel.reference, label=reference, **REFERENCE)
-        if any('[' in line.right for line in panel.lines):
+        if any('[' in line.right for line in panel.lines) and not look.narrow:
             _beside(ax, 1.02, -0.85, 'mean [95 % interval]', color=MUTED)
-        for y, line in enumerate(panel.lines):
-            _draw(ax, y, line, look[line.arm], limits, dot)
-        ax.set_yticks(range(len(panel.lines)), [short(of.name or of.arm) for of in panel.lines])
+        names = [short(line.name or line.arm, 44 if look.narrow else 34) for line in panel.lines]
+        for y, (line, name) in enumerate(zip(panel.lines, names, strict=True)):
+            _draw(ax, y, line, look, limits, dot)
+            weight = {'weight': 'bold'} if line.is_decided else {'color': MUTED}
+            x, above = (0, _TEXT) if look.narrow else (1.02, 0)
+            _beside(ax, x, y + above, line.right, **weight)
+            _beside(ax, 0, y + (_NAME if line.right else 1.4 * _TEXT), name * look.narrow)
+        ax.set_yticks(range(len(panel.lines)), names)
         ax.tick_params(axis='y', length=0)
         ax.tick_params(labelbottom=True)
+        if look.narrow:
+            ax.tick_params(labelleft=False)
+            ax.spines['left'].set_visible(False)
         ax.grid(visible=False, axis='y')
-        ax.locator_params(axis='x', nbins=6 if len(of_panels) == 1 else 3)
+        ax.locator_params(axis='x', nbins=6 if len(of_panels) == 1 and not look.narrow else 3)
         ax.set(xlabel=panel.xlabel, title=short(panel.title))
-        ax.set(xlim=limits, ylim=(len(panel.lines) - 0.4, -0.6))
+        ax.set(xlim=limits, ylim=(len(panel.lines) - 0.4, -0.85 if look.narrow else -0.6))
     legend(figure, 'lower center', ncols=4 if width > WIDTH else 2)
     return figure
 
@@ -111,18 +127,15 @@ def _draw(
     ax: Axes,
     y: int,
     line: Line,
-    style: dict[str, Any],
+    look: Look,
     limits: tuple[float, float] | None,
     dot: str,
 ) -> None:
-    weight = {'color': INK, 'weight': 'bold'} if line.is_decided else {'color': MUTED}
-    _beside(ax, 1.02, y, line.right, **weight)
     if line.mean is None:
-        box = {'facecolor': SURFACE, 'edgecolor': 'none', 'pad': 1}
-        _beside(ax, 0.02, y, line.absent, style='italic', color=MUTED, bbox=box)
+        _beside(ax, 0.02, y, line.absent, style='italic', color=MUTED)
         return
     low, high = limits or (-math.inf, math.inf)
-    colour = style['color']
+    colour, below = look[line.arm]['color'], _NARROW_BELOW if look.narrow else _BELOW
     if line.low is not None and line.high is not None:
         ax.hlines(
             y, *np.clip((line.low, line.high), low, high), colour, lw=2, label='95 % interval'
@@ -130,8 +143,8 @@ def _draw(
     mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': SURFACE, 'zorder': 4, 'label': 'mean'}
     seeds = SEEDS | {'label': dot}
     for values, at, marker, mark in (
-        (line.seeds, y + _BELOW, 'o', seeds),
-        ([line.mean], y, style['marker'], mean),
+        (line.seeds, y + below, 'o', seeds),
+        ([line.mean], y, look[line.arm]['marker'], mean),
     ):
         x = np.array(values)
         outside = {'<': x < low, '>': x > high}
@@ -144,7 +157,8 @@ def _draw(
 
 def _beside(ax: Axes, x: float, y: float, text: str, **font: Any) -> None:
     if text:
-        at = {'transform': ax.get_yaxis_transform(), 'va': 'center', 'fontsize': 8}
+        box = {'facecolor': SURFACE, 'edgecolor': 'none', 'pad': 0.5}
+        at = {'transform': ax.get_yaxis_transform(), 'va': 'center', 'fontsize': 8, 'bbox': box}
         ax.text(x, y, text, **at, **font)
 
 

@@ -39,14 +39,30 @@ DASHES: tuple[Any, ...] = (
     *((0, dashes) for dashes in ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (8, 2))),
     (0, (2.5, 1, 1, 1, 1, 1)),
 )
-# Inches of a figure with one panel.
-WIDTH = 6.6
+# Inches of a figure with one panel, and of any figure on a narrow screen. The page draws the latter
+# at its size where 360 CSS pixels are free, as on a screen of 400, with text of 11 pixels or more.
+WIDTH, NARROW = 6.6, 3.6
+# Characters for which two columns of a narrow legend have room.
+_LABELS = 38
 # Keywords of a line at zero, at the baseline's mean, at a chosen value.
 REFERENCE: dict[str, Any] = {'color': INK, 'linewidth': 1, 'linestyle': (0, (4, 2)), 'zorder': 1}
 SEEDS: dict[str, Any] = {'s': 8, 'alpha': 0.6, 'linewidths': 0, 'zorder': 3, 'label': 'one seed'}
 
-# By variant its keywords of `Axes.plot`, the same in every figure.
-Look = Mapping[str, dict[str, Any]]
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """How the figures of a report are drawn: as `styles` gives them, and for which screen."""
+
+    styles: Mapping[str, dict[str, Any]]
+    narrow: bool = False
+
+    def __getitem__(self, variant: str) -> dict[str, Any]:
+        """The variant's keywords of `Axes.plot`, the same in every figure."""
+        return self.styles[variant]
+
+    def figure(self, width: float, height: float) -> Figure:
+        """An empty figure, `width` inches wide on a wide screen."""
+        return Figure(figsize=(NARROW if self.narrow else width, height))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +76,16 @@ class Drawing:
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A figure as PNG, as an SVG document on white, and as `svg`, an element of the page.
+    """A figure as PNG, PDF and an SVG document on white, and as `svg`, elements of the page.
 
-    The colours of `svg` are CSS variables, so that one figure reads on light and on dark.
+    The colours of `svg` are CSS variables, so that one figure reads on light and on dark; there are
+    two elements, one of them for narrow screens, of which the page shows one.
     """
 
     png: bytes
-    svg: str
+    pdf: bytes
     paper_svg: str
+    svg: str
 
 
 def style_sheet() -> AbstractContextManager[None]:
@@ -75,7 +93,7 @@ def style_sheet() -> AbstractContextManager[None]:
     return matplotlib.style.context([Path(__file__).with_name('qkattn.mplstyle'), _COLOURS])
 
 
-def styles(variants: Sequence[str], baseline: str | None) -> Look:
+def styles(variants: Sequence[str], baseline: str | None) -> dict[str, dict[str, Any]]:
     """A style for each variant: its own colour, and what tells it from others of that colour.
 
     The baseline has a marker of its own and a thick line.
@@ -101,7 +119,7 @@ def colour(variant: str) -> str:
         return INK
     # Scores beside `vo` and Values beside `qk` start at opposite ends; options never keep the hue.
     own = score + (value and value + len(HUES) // 2)
-    other = 1 + zlib.crc32(rest.encode()) % (len(HUES) - 1) if rest else 0
+    other = 1 + (zlib.crc32(rest.encode()) >> 16) % (len(HUES) - 1) if rest else 0
     return HUES[(own + other) % len(HUES)]
 
 
@@ -129,36 +147,48 @@ def legend(figure: Figure, loc: str, **keywords: Any) -> None:
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
+    if figure.get_figwidth() == NARROW:
+        fits = sum(sorted(map(len, handles))[-2:]) <= _LABELS
+        loc, keywords = loc.replace('right', 'upper'), {'ncols': 2 if fits else 1}
     figure.legend(handles.values(), handles, loc=f'outside {loc}', **keywords)
 
 
-def render(drawing: Drawing) -> Rendered:
-    """PNG and SVG on white, and themed SVG."""
-    figure = drawing.figure
-    png, svg = io.BytesIO(), io.BytesIO()
+def render(drawing: Drawing, narrow: Drawing | None = None) -> Rendered:
+    """All formats of a figure; the page shows `narrow` on narrow screens."""
+    png, pdf = io.BytesIO(), io.BytesIO()
     with style_sheet():
+        figure = drawing.figure
         figure.savefig(png, format='png', dpi=160, facecolor='white', metadata={'Software': None})
         # The layout is the same in every format; computing it takes as long as drawing.
         figure.set_layout_engine(None)
         # No date: the same numbers give the same bytes.
-        figure.savefig(svg, format='svg', facecolor='none', metadata={'Date': None})
-    document = svg.getvalue().decode()
+        figure.savefig(pdf, format='pdf', facecolor='white', metadata={'CreationDate': None})
+        document = _svg(figure)
     page = '<rect width="100%" height="100%" fill="#ffffff"/>'
     paper = re.sub(r'<svg\b[^>]*>', rf'\g<0>\n {page}', document, count=1)
-    paper = paper.replace(SURFACE, '#ffffff')
-    return Rendered(png.getvalue(), _inline(document, drawing.stem), paper)
+    own = _inline(document, drawing.stem, 'wide' if narrow else 'any')
+    if narrow:
+        with style_sheet():
+            own += _inline(_svg(narrow.figure), f'narrow-{narrow.stem}', 'narrow')
+    return Rendered(png.getvalue(), pdf.getvalue(), paper.replace(SURFACE, '#ffffff'), own)
 
 
-def _inline(svg: str, stem: str) -> str:
+def _svg(figure: Figure) -> str:
+    svg = io.BytesIO()
+    figure.savefig(svg, format='svg', facecolor='none', metadata={'Date': None})
+    return svg.getvalue().decode()
+
+
+def _inline(svg: str, stem: str, kind: str) -> str:
     """An SVG document as an element of an HTML page: own ids, no outside names, themed colours."""
     svg = svg[svg.index('<svg') :]
     svg = re.sub(r'<!--.*?-->\s*|<metadata>.*?</metadata>\s*', '', svg, flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', '', svg)
     svg = re.sub(r'\bid="', f'id="{stem}-', svg)
     svg = re.sub(r'((?:xlink:)?href="#|url\(#)', rf'\g<1>{stem}-', svg)
-    for name, colour in LIGHT.items():
-        svg = re.sub(colour, f'var(--{name})', svg, flags=re.IGNORECASE)
+    for name, hue in LIGHT.items():
+        svg = re.sub(hue, f'var(--{name})', svg, flags=re.IGNORECASE)
     width = float(re.findall(r'<svg[^>]*\swidth="([\d.]+)pt"', svg)[0])
-    # Its text stays near the page's: a little larger on a wide screen, not tiny on a narrow one.
-    size = f'<svg style="max-width:{1.2 * width:.0f}pt;min-width:{0.75 * width:.0f}pt"'
+    # Its text stays near the page's on a wide screen, too.
+    size = f'<svg class="{kind}" style="max-width:{1.2 * width:.0f}pt"'
     return re.sub(r'\s(width|height)="[\d.]+pt"', '', svg, count=2).replace('<svg', size, 1).strip()
