@@ -50,8 +50,8 @@ def main() -> None:
         accept_changes=ACCEPT_CHANGES.value,
     )
     with waiting(config.name, 'writing the report'):
-        page = report.write_report(path)
-    print(f'\n{(path / "table.txt").read_text()}\nreport: {page}')
+        text = report.show_report(path)
+    print(f'\n{text}')
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
-"""Prints the table of a study and writes tables, figures and report.html into its directory.
+"""Prints the results of a study or run, and writes tables, figures and report.html beside them.
 
 python -m experiments.report --study=runs/fair_small
+python -m experiments.report --run=runs/small
 python -m experiments.report --study=runs/fair_small --export=results/fair_small   # to keep
 python -m experiments.report --study=runs/fair_small --accept=commits --why='docs alone differ'
 """
@@ -13,8 +14,10 @@ from qkattn import report
 from qkattn.errors import ReportError
 from qkattn.report.export import export
 from qkattn.run import cli, ledger
+from qkattn.run.progress import waiting
 
 STUDY = flags.DEFINE_string('study', None, 'Study directory, as written by experiments.ablate.')
+RUN = flags.DEFINE_string('run', None, 'Run directory, as written by experiments.train.')
 EXPORT = flags.DEFINE_string(
     'export', None, 'Directory to copy the files to that a report is made from.'
 )
@@ -28,12 +31,16 @@ WHY = flags.DEFINE_string('why', '', 'Why --accept is right, for whoever reads t
 
 
 def main() -> None:
-    if STUDY.value is None:
-        raise ReportError('--study=DIRECTORY is required')
+    if (STUDY.value is None) == (RUN.value is None):
+        raise ReportError('one of --study=DIRECTORY and --run=DIRECTORY is required')
+    if RUN.value is not None:
+        print(report.show_run_report(RUN.value))
+        return
     for code in ACCEPT.value:
         ledger.accept(Path(STUDY.value), code, WHY.value)
-    page = report.write_report(STUDY.value)
-    print(f'{Path(page).with_name("table.txt").read_text()}\nreport: {page}')
+    with waiting(Path(STUDY.value).name, 'writing the report'):
+        text = report.show_report(STUDY.value)
+    print(text)
     if EXPORT.value is not None:
         print(f'exported to {export(STUDY.value, EXPORT.value)}')
 

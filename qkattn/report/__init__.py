@@ -8,14 +8,24 @@ from qkattn.report.figures.drawn_data import drawn_data
 from qkattn.report.figures.style import Drawing, render
 from qkattn.report.latex import latex_table
 from qkattn.report.page import report_page
+from qkattn.report.run_page import write_run_report
 from qkattn.report.tables import csv_table, headline, report_markdown, report_text
+from qkattn.report.terminal import fitted, terminal_text
 from qkattn.report.trials import trials_csv
 from qkattn.run import ledger
 from qkattn.run.files import write_atomic
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, find, load_study
 
-__all__ = ['documents', 'figure_data', 'headline', 'report_text', 'write_report']
+__all__ = [
+    'documents',
+    'figure_data',
+    'headline',
+    'report_text',
+    'show_report',
+    'show_run_report',
+    'write_report',
+]
 
 
 def documents(
@@ -38,14 +48,33 @@ def figure_data(drawn: Sequence[Drawing]) -> dict[str, str]:
 
 
 def write_report(study_dir: str | Path) -> Path:
-    """Writes report.html, table.txt, .md, .csv and .tex, trials.csv and plots/ into the directory.
+    """As `show_report`, but returns the path of report.html, which is written last."""
+    return _write(study_dir)[2]
 
-    Returns the path of report.html, which is written last. A report on more than screening is a
-    look, which the study's ledger keeps.
+
+def show_report(study_dir: str | Path) -> str:
+    """Writes the report of a study; returns what a terminal shows of it.
+
+    Writes report.html, table.txt, .md, .csv and .tex, trials.csv and plots/ into the directory. A
+    report on more than screening is a look, which the study's ledger keeps.
 
     Raises:
       ReportError: the directory is not a study or holds no result, or its ledger is damaged.
     """
+    return terminal_text(*_write(study_dir))
+
+
+def show_run_report(run_dir: str | Path) -> str:
+    """Writes report.html into a run directory; returns what a terminal shows of it.
+
+    Raises:
+      ReportError: the directory is not a run, or nothing was logged yet.
+    """
+    page, titles, rows = write_run_report(run_dir)
+    return f'{fitted(titles, rows)}\n\nall columns, curves and settings: {page}'
+
+
+def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:
     study = load_study(study_dir)
     judged = any(run.stage != SCREENING and run.trials for run in study.runs)
     if judged and ledger.look(study.directory):
@@ -64,4 +93,4 @@ def write_report(study_dir: str | Path) -> Path:
             write_atomic(plots / f'{drawing.stem}.{kind}', content)
     for name, text in (figure_data(drawn) | documents(study, found, drawn, svg)).items():
         written = write_atomic(study.directory / name, text)
-    return written
+    return study, found, written

@@ -33,6 +33,8 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     assert 'hostname' not in results[0]['provenance']
     assert (out / 'report.html').stat().st_size > 10_000
     assert 'shared_qk/vo' in first.stdout and 'report:' in first.stdout
+    report = first.stdout.split('study small')[1].split('all columns')[0]
+    assert max(map(len, report.splitlines())) <= 100
 
     (run,) = out.glob('runs/qk-vo-*')
     written = (run / 'result.json').stat().st_mtime_ns

@@ -1,0 +1,51 @@
+"""What a terminal shows of a report: at most so many columns; the rest is in the files."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from qkattn.report.columns import columns
+from qkattn.report.figures.style import short
+from qkattn.report.sheets import Heading
+from qkattn.report.tables import headings, printed, summary, text_table
+from qkattn.verdict.findings import Findings
+from qkattn.verdict.load import Study
+
+WIDTH = 100
+"""Columns of a terminal that a report fits into."""
+
+
+def terminal_text(study: Study, found: Findings, page: Path) -> str:
+    """What was found, the table of the headline, problems, and where the rest is."""
+    # The headline's columns come first, then those of both the full and the brief table.
+    of_study = [c for c in columns(study, found) if c.headline or (c.brief and c.full)]
+    of_study.sort(key=lambda column: not column.headline)
+    table = fitted(headings(of_study), printed(of_study, found.arms))
+    problems = [f'! {problem}' for problem in study.problems]
+    lines = [f'study {study.name}', *([study.question] if study.question else []), '']
+    lines += [*summary(study, found), *problems]
+    more = f'all columns, notes and settings: {page.with_name("table.txt")}'
+    return '\n'.join([*map(wrapped, lines), '', table, '', more, f'report: {page}'])
+
+
+def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:
+    """A table of the columns that fit, in their order.
+
+    The first column, a name, loses its middle where it takes more than a quarter of the width.
+    """
+    kept = [0]
+    rows = [[short(row[0], width // 4), *row[1:]] for row in rows]
+
+    def table(places: Sequence[int]) -> str:
+        of_rows = [[row[place] for place in places] for row in rows]
+        return text_table([titles[place] for place in places], of_rows)
+
+    for place in range(1, len(titles)):
+        if max(map(len, table([*kept, place]).splitlines())) <= width:
+            kept.append(place)
+    return table(kept)
+
+
+def wrapped(text: str) -> str:
+    """`text` in lines of a terminal; a path is not broken."""
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
