@@ -42,6 +42,12 @@ STUDY = {
     'base': dict,
     **dict.fromkeys(('variants', 'sizes', 'corpora', 'arms'), list),
 }
+ORPHAN = {
+    'directory': str,
+    'run': str | None,
+    'config': dict | None,
+    'results': list | None,
+}
 PLACE = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
 
 _METRICS = result_fields()

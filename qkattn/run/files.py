@@ -95,6 +95,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _replacing(path: Path, name: str) -> Iterator[Path]:
+    if path.is_dir():
+        raise RunDirectoryError(f'{path} is a directory in the place of a file; move it away')
     temporary = path.with_name(name)
     with disk_errors(path.parent):
         try:

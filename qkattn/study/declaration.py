@@ -5,10 +5,8 @@ other change takes a flag, and the ledger lists it. A run of other settings is a
 continued with settings that it did not begin with.
 """
 
-import contextlib
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,10 @@ from qkattn.config import (
 )
 from qkattn.errors import ConfigError
 from qkattn.run import ledger
-from qkattn.run.file_schemas import STUDY
+from qkattn.run.file_schemas import PLACE, STUDY
 from qkattn.run.files import locked
 from qkattn.run.json_schema import check
-from qkattn.run.records import damaged, read_json, write_json
+from qkattn.run.records import damaged, parse_json, read_json, write_json
 from qkattn.study.chains import PlannedRun
 from qkattn.study.place import Place
 
@@ -136,21 +134,28 @@ def _extended(
 
 
 def planned(path: Path) -> dict[str, dict[str, Any]]:
-    """The lines of plan.jsonl by the fingerprint of their config; damaged ones are left out."""
+    """The lines of plan.jsonl by the fingerprint of their config.
+
+    Raises:
+      RunDirectoryError: a line is damaged, so that a run may be missed that has a result.
+    """
     file = path / 'plan.jsonl'
-    lines = (
-        file.read_text(encoding='utf-8', errors='replace').splitlines() if file.is_file() else []
-    )
-    return {found[0]: found[1] for line in lines if (found := _parsed(line)) is not None}
+    try:
+        lines = file.read_bytes().splitlines() if file.exists() else []
+        return dict(map(_parsed, lines))
+    except (OSError, ValueError) as error:
+        advice = 'restore it from a copy, or remove it: it is then made again from the results'
+        raise damaged(file, error, advice) from error
 
 
 @functools.cache
-def _parsed(line: str) -> tuple[str, dict[str, Any]] | None:
-    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, ConfigError):
-        record = json.loads(line)
-        if {*KEY, 'directory'} <= record.keys():
-            return fingerprint_of(record['config']), record
-    return None
+def _parsed(line: bytes) -> tuple[str, dict[str, Any]]:
+    record = parse_json(line)
+    check(record, PLACE | {'stage': str, 'knob': str | None, 'directory': str, 'config': dict})
+    try:
+        return fingerprint_of(record['config']), record
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f'the config of run {record["directory"]} cannot be read') from error
 
 
 def replaced(path: Path, runs: Sequence[PlannedRun], left: Sequence[PlannedRun]) -> list[str]:

@@ -14,8 +14,14 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from qkattn.errors import CheckpointError
 from qkattn.run.files import disk_errors, require_room
+from qkattn.run.json_schema import check
+from qkattn.run.records import parse_file
 
 TRASH, UNFINISHED = 'trash', '*.orbax-checkpoint-tmp'
+SET_ASIDE = '.damaged'
+# What is read of a checkpoint besides its state.
+DESCRIPTIONS = {'_CHECKPOINT_METADATA': {}, 'metrics/metrics': {'val_loss': float | None}}
+RECORD = {'data': dict, 'train_seconds': float, 'crc32': dict}
 OVERHEAD = 2**20  # bytes of a checkpoint besides its state, at most
 
 log = logging.getLogger(__name__)
@@ -48,6 +54,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
             read_only=read_only,
         )
+        self._check_descriptions()
         with disk_errors(directory):
             self._manager = ocp.CheckpointManager(directory, options=options)
 
@@ -84,45 +91,61 @@ class Checkpoints:
         Raises:
           CheckpointError: there are checkpoints, and every one of them is damaged.
         """
+        found = self._newest(state=ocp.args.StandardRestore(target))
+        return None if found is None else (found.state, found.record)
+
+    def record(self) -> dict[str, Any] | None:
+        """The record of the newest sound checkpoint, without its state; raises as `restore`."""
+        found = self._newest()
+        return None if found is None else found.record
+
+    def _newest(self, **items: Any) -> Any:
+        """The record and these items of the newest checkpoint where none of them is damaged."""
         steps = self.steps()
         for step in reversed(steps):
             try:
-                found = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(target), record=ocp.args.JsonRestore()
-                    ),
-                )
+                args = ocp.args.Composite(record=ocp.args.JsonRestore(), **items)
+                found = self._manager.restore(step, args=args)
+                check(found.record, RECORD)
+                for name, crc in checksums(found.state).items() if items else ():
+                    if found.record['crc32'].get(name) != crc:
+                        raise ValueError(f'checksum of {name}')
+                return found
             except Exception as error:  # orbax and tensorstore raise many kinds on damaged files
-                log.error('checkpoint %d is damaged (%s); trying the one before', step, error)
-                continue
-            sums = checksums(found.state)
-            damaged = [name for name, crc in sums.items() if found.record['crc32'][name] != crc]
-            if not damaged:
-                return found.state, found.record
-            log.error(
-                'checkpoint %d is damaged (checksum of %s); trying the one before', step, damaged[0]
-            )
-        if steps:
+                _name_damaged(step, error)
+        if steps or self._set_aside():
             raise CheckpointError(
-                f'every checkpoint in {self.directory} (steps {steps}) is damaged; '
-                'restore one from a copy or use another workdir'
+                f'every checkpoint in {self.directory} is damaged; restore one from a copy or use '
+                'another workdir'
             )
         return None
-
-    def record(self) -> dict[str, Any] | None:
-        """The JSON record of the newest checkpoint, without its state; None if there is none."""
-        steps = self.steps()
-        if not steps:
-            return None
-        return self._manager.restore(
-            steps[-1], args=ocp.args.Composite(record=ocp.args.JsonRestore())
-        ).record
 
     def discard_after(self, step: int) -> None:
         """Deletes the (damaged) steps beyond `step`, which training will write again."""
         for later in [s for s in self.steps() if s > step]:
             self._manager.delete(later)
+        for path in self._set_aside():
+            shutil.rmtree(path)
+
+    def _set_aside(self) -> list[Path]:
+        return list(self.directory.glob(f'*{SET_ASIDE}'))
+
+    def _check_descriptions(self) -> None:
+        """Sets checkpoints aside whose description is damaged, with which orbax opens none."""
+        for path in self.directory.glob('[0-9]*'):
+            if not path.name.isdecimal():
+                continue
+            try:
+                for name, schema in DESCRIPTIONS.items():
+                    parse_file(path / name, schema)
+            except ValueError as error:
+                if self._read_only:
+                    raise CheckpointError(
+                        f'{path} is damaged ({error}); run the training command again, which goes '
+                        'on from the checkpoint before'
+                    ) from error
+                _name_damaged(path.name, error)
+                path.rename(path.with_name(path.name + SET_ASIDE))
 
     def close(self) -> None:
         """Waits for the last save; a save that could not be finished is removed.
@@ -139,6 +162,11 @@ class Checkpoints:
             if not self._read_only:
                 for left in (self.directory / TRASH, *self.directory.glob(UNFINISHED)):
                     shutil.rmtree(left, ignore_errors=True)
+
+
+def _name_damaged(step: int | str, error: Exception) -> None:
+    reason = (str(error).splitlines() or [''])[0]
+    log.error('checkpoint %s is damaged (%s); trying the one before', step, reason)
 
 
 def checksums(state: dict) -> dict[str, int]:

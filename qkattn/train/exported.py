@@ -1,7 +1,8 @@
 """Exported parameters: a model by itself, without optimizer state or data.
 
     directory/model.safetensors   parameters by path, e.g. blocks.attention.score.w_q_DNH
-    directory/qkattn.json         {"model": fields of ModelConfig, "origin": where it came from}
+    directory/qkattn.json         {"model": fields of ModelConfig, "origin": where it came from,
+                                   "parameters_crc32": checksum of each parameter's bytes}
 
 Conversions and imports write such directories; `train.init_from` starts a run from one.
 """
@@ -9,6 +10,7 @@ Conversions and imports write such directories; `train.init_from` starts a run f
 import contextlib
 import logging
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,8 @@ def save(
     flat = {name: np.ascontiguousarray(leaf) for name, leaf in flat.items()}
     with replacing(path / PARAMETERS) as part:
         safetensors.numpy.save_file(flat, part)
-    write_json(path / ABOUT, {'model': to_json(model), 'origin': origin})
+    about = {'model': to_json(model), 'origin': origin, 'parameters_crc32': _crc32s(flat)}
+    write_json(path / ABOUT, about)
     return path
 
 
@@ -91,12 +94,22 @@ def check(model: ModelConfig, params: dict, where: str) -> None:
 
 
 def _load_directory(path: Path) -> tuple[ModelConfig, dict]:
-    model = from_json(ModelConfig, read_json(path / ABOUT, {'model': dict})['model'], 'model.')
+    about = read_json(path / ABOUT, {'model': dict})
+    model = from_json(ModelConfig, about['model'], 'model.')
     try:
         flat = safetensors.numpy.load_file(path / PARAMETERS)
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(f'{path / PARAMETERS} cannot be read: {error}') from error
+    if about.get('parameters_crc32', _crc32s(flat)) != _crc32s(flat):
+        raise ConfigError(
+            f'{path / PARAMETERS} is damaged (its checksums are not those of {ABOUT}); restore it '
+            'from a copy or export the model again'
+        )
     return model, traverse_util.unflatten_dict(flat, sep='.')
+
+
+def _crc32s(flat: dict[str, np.ndarray]) -> dict[str, int]:
+    return {name: zlib.crc32(leaf.tobytes()) for name, leaf in flat.items()}
 
 
 def load_stack(path: Path) -> tuple[Config, int, dict]:

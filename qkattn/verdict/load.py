@@ -13,7 +13,7 @@ from typing import Any
 
 from qkattn.errors import ReportError
 from qkattn.run import ledger
-from qkattn.run.file_schemas import RUN_FILES
+from qkattn.run.file_schemas import ORPHAN, RUN_FILES
 from qkattn.run.json_schema import check, read
 from qkattn.run.ledger import Ledger
 from qkattn.run.records import for_each_line, parse_file
@@ -295,9 +295,9 @@ def _read_orphans(path: Path, problems: list[str]) -> tuple[str, ...]:
     found: list[str] = []
 
     def add(record: Any) -> None:
-        check(record, {'directory': str})
+        check(record, ORPHAN)
         found.append(record['directory'])
 
-    if path.is_file():
+    if path.exists():
         for_each_line(path, path.name, problems, add)
     return tuple(found)
