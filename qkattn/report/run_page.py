@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from qkattn.config import Config, from_json
 from qkattn.errors import ReportError
 from qkattn.metrics import METRICS, PREFIXES
+from qkattn.report.figures.curve_figure import evaluation_ticks
 from qkattn.report.figures.style import (
     DARK,
     HUES,
@@ -19,6 +20,7 @@ from qkattn.report.figures.style import (
     MUTED,
     WIDTH,
     Drawing,
+    Look,
     legend,
     render,
     style_sheet,
@@ -29,6 +31,8 @@ from qkattn.run.file_schemas import CONFIG, PROVENANCE, read_results
 from qkattn.run.files import write_atomic
 from qkattn.run.json_schema import flat
 from qkattn.run.records import read_json, read_metrics
+
+_WIDE, _NARROW = Look({}), Look({}, narrow=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +89,8 @@ def write_run_report(directory: str | Path) -> tuple[Path, list[Heading], list[l
     """Writes report.html into a run directory; returns its path and the table of its trials."""
     run = load_run(directory)
     with style_sheet():
-        figure = render(Drawing(loss_curves(run), 'curves'))
+        wide, narrow = (Drawing(loss_curves(run, look), 'curves') for look in (_WIDE, _NARROW))
+        figure = render(wide, narrow)
     titles, rows = trial_table(run)
     page = (
         environment(html=True)
@@ -151,25 +156,27 @@ def trial_table(run: Run) -> tuple[list[Heading], list[list[str]]]:
     return titles, rows
 
 
-def loss_curves(run: Run) -> Figure:
+def loss_curves(run: Run, look: Look = _WIDE) -> Figure:
     """Training loss (thin) and validation loss (a mark at each evaluation) by step."""
-    figure = Figure(figsize=(WIDTH + 1.2, 4.2))
+    figure = look.figure(WIDTH + 1.2, 4.2)
     axes = figure.subplots()
     for x, name in enumerate(run.trials):
-        look = {'color': HUES[x] if len(run.trials) <= len(HUES) else MUTED}
+        colour = {'color': HUES[x] if len(run.trials) <= len(HUES) else MUTED}
         for kind, field, own in (
             ('train', 'loss', {'linewidth': 0.8, 'alpha': 0.6, 'label': f'{name}, training'}),
             ('eval', 'val_loss', {'marker': MARKERS[0], 'label': f'{name}, validation'}),
         ):
             records = [record for record in run.records if record['kind'] == kind]
             losses = np.array([record[field][x] for record in records], np.float64)
-            axes.plot([record['step'] for record in records], losses, **look, **own)
+            axes.plot([record['step'] for record in records], losses, **colour, **own)
     # The first steps are far above the rest.
     late = [r['loss'] for r in run.records if r['kind'] == 'train' and r['step'] > 0.1 * run.steps]
     losses = np.array(late or [np.nan], np.float64)
     if np.isfinite(losses).any():
         low, high = np.nanmin(losses), np.nanmax(losses)
         axes.set_ylim(low - 0.06 * (high - low) - 0.01, high + 0.06 * (high - low) + 0.01)
+    if steps := [record['step'] for record in run.records if record['kind'] == 'eval']:
+        evaluation_ticks(axes, steps, 4 if look.narrow else 6)
     axes.set_xlabel('training step')
     axes.set_ylabel('loss, nats/token')
     if len(run.trials) <= len(HUES):

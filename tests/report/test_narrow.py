@@ -66,12 +66,14 @@ def test_text_of_narrow_figures_is_legible_and_inside(drawn):
         assert -0.01 <= box.y0 and box.y1 <= whole.y1 + 0.01, stem
 
 
-def test_no_text_of_a_narrow_figure_lies_on_another(drawn):
+def test_no_text_of_a_narrow_figure_lies_on_another_or_on_a_mark(drawn):
     for stem, figure in drawn[True].items():
         for ax in figure.axes:
             boxes = [text.get_window_extent() for text in ax.texts]
+            dots = [ax.transData.transform(of.get_offsets()) for of in ax.collections]
             for place, box in enumerate(boxes):
                 assert not any(box.overlaps(of) for of in boxes[:place]), (stem, place)
+                assert not any(box.contains(*dot) for of in dots for dot in of), (stem, place)
         # What stands outside of the axes: the legend and the labels of all panels together.
         outside = [of for of in (figure._supxlabel, *figure.legends) if of is not None]
         boxes = [of.get_window_extent() for of in outside]

@@ -44,7 +44,8 @@ def test_a_finished_run_has_curves_numbers_settings_and_provenance(tmp_path):
     assert lines[3].split()[:5] == ['seed', '3', 'finished', '1.5000', '1.6250']
     assert lines[4].split()[:7] == ['seed', '4', 'diverged', 'at', 'step', '201', '-']
     page = (tmp_path / 'run/report.html').read_text()
-    assert '<svg' in page and '</svg>' in page and 'http' not in page.split('<svg')[0]
+    assert page.count('<svg class="wide"') == page.count('<svg class="narrow"') == 1
+    assert 'http' not in page.split('<svg')[0]
     for shown in (
         '1.6250',
         'diverged at step 201',
@@ -66,6 +67,8 @@ def test_the_curves_are_those_of_the_log(tmp_path):
         lines['seed 3, validation'].get_xydata(), [[200, 3.5], [400, 1.5]]
     )
     assert axes.get_ylabel() == 'loss, nats/token'
+    # Ticks are where evaluations are.
+    assert list(axes.get_xticks())[::-1] == [200, 400]
 
 
 def test_an_unfinished_run_shows_its_last_losses(tmp_path):

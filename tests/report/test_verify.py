@@ -43,6 +43,12 @@ def test_what_is_exported_is_small_and_enough(written, study):
         *(f'table.{kind}' for kind in ('txt', 'md', 'csv', 'tex')),
         'trials.csv',
     }
+    assert {path.suffix for path in (study / 'plots').iterdir()} == {
+        '.json',
+        '.pdf',
+        '.png',
+        '.svg',
+    }
     kinds = {
         json.loads(line)['kind'] for log in logs for line in (study / log).read_text().splitlines()
     }

@@ -82,7 +82,7 @@ def learning_curves(
     steps = sorted({step for curve in curves.values() for step in curve.index})
     for ax in axes:
         ax.set_ylim(low - pad, high + pad)
-        _evaluation_ticks(ax, steps, 2 if small else 4 if look.narrow else 6)
+        evaluation_ticks(ax, steps, 2 if small else 4 if look.narrow else 6)
     figure.supxlabel('training tokens' if by_tokens else 'training step')
     figure.supylabel(measure.axis)
     banded = any(curve.shape[1] > 1 for curve in curves.values())
@@ -109,7 +109,7 @@ def _line(ax: Axes, curve: pd.DataFrame, style: dict[str, Any], label: str) -> N
     ax.plot(curve.index, curve.mean(axis=1), label=label, zorder=3, **style | {'marker': ''})
 
 
-def _evaluation_ticks(ax: Axes, steps: Sequence[float], most: int) -> None:
+def evaluation_ticks(ax: Axes, steps: Sequence[float], most: int) -> None:
     """A tick at every evaluation while they can be told apart, `most` of them with a label."""
     ax.set_xticks(steps[::-1][:: -(-len(steps) // most)])
     ax.xaxis.set_major_formatter(lambda value, _: si(value))
