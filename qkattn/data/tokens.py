@@ -171,6 +171,8 @@ def open_dataset(
 
     def write() -> None:
         log.info('Writing tokens of %s %s to %s', name, version, directory)
+        for split, share in (carved or {}).items():
+            log.info('%s has no %s split: %.0f %% of train are carved', name, split, 100 * share)
         texts = documents()
         for split in splits:
             named = names(split) if names is not None and split != 'train' else None

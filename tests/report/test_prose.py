@@ -322,3 +322,7 @@ def test_data_is_named():
     sides = {'source': {'name': 'a', 'version': '1'}, 'target': {'name': 'b', 'version': '2'}}
     assert prose.data_name(sides) == 'a → b 1 → 2'
     assert prose.data_name({'name': 'copy', 'version': 1, 'options': {}}) == 'copy 1'
+    carved = {'name': 'own', 'version': '1-carved-test', 'carved': {'test': 0.1}}
+    assert (
+        prose.data_name(carved) == 'own 1-carved-test (test split: 10 % of its train split, carved)'
+    )

@@ -73,6 +73,11 @@ def check(config: DataConfig) -> Source:
     if in_catalogue(config.name):
         source = CATALOGUES[config.name.partition(':')[0]]
     else:
+        if config.name not in CORPORA and tfds_catalogue.has(config.name):
+            raise ConfigError(
+                f'data.name={config.name!r} is not a dataset of qkattn but of the tfds catalogue; '
+                f"write 'tfds:{config.name}'."
+            )
         listed = {f'{name}:NAME': source for name, source in CATALOGUES.items()}
         source, options = resolve(
             config.name,

@@ -77,6 +77,14 @@ def corpus(config: DataConfig) -> Corpus:
     )
 
 
+def has(name: str) -> bool:
+    """Whether the catalogue has a set of this name."""
+    try:
+        return bool(re.fullmatch(r'\w+', name) and tfds.builder_cls(name))
+    except tfds.core.DatasetNotFoundError:
+        return False
+
+
 def _creator(full_name: str, data_dir: str) -> Callable[[], tfds.core.DatasetBuilder]:
     """A function that makes the builder of 'tfds:NAME/CONFIG'."""
     match = re.fullmatch(r'tfds:(\w+)(?:/([\w.+-]+))?', full_name)

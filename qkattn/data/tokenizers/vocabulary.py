@@ -66,7 +66,7 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
         return FileTokenizer, {'path': kind}
     return resolve(
         kind,
-        KINDS,
+        KINDS | {'PATH.json': FileTokenizer},
         'data.tokenizer',
         needs=f'a class with {", ".join(METHODS)}, as qkattn.data.tokenizers.tokenizer.Tokenizer',
         fits=lambda found: inspect.isclass(found) and all(hasattr(found, m) for m in METHODS),

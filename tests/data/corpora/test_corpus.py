@@ -19,6 +19,8 @@ EXAMPLES = {'path': 'x', 'languages': 'en-de', 'feature': 'text', 'manual_dir': 
 def test_unknown_names_are_refused_with_the_known(name, says):
     with refused(f"unknown data.name '{name}'{says}"):
         find(DataConfig(name=name))
+    with refused("data.name='lm1b' is not a dataset of qkattn but of .*; write 'tfds:lm1b'"):
+        find(DataConfig(name='lm1b'))
 
 
 @pytest.mark.parametrize(

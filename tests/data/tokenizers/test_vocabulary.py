@@ -51,7 +51,7 @@ def test_each_kind_is_its_tokenizer(opened, directory, tmp_path, warnings):
     assert opened('bpe', size=265).vocab_size == 265
     names = ['byte-bpe-265', 'byte-bpe-270', 'characters']
     assert sorted(path.name for path in directory('bpe').parent.iterdir()) == names
-    with refused("unknown data.tokenizer 'words'; known are bytes, characters, bpe, or an import"):
+    with refused("unknown data.tokenizer 'words'; known are bytes, characters, bpe, PATH.json, or"):
         opened('words')
     assert not warnings
 
