@@ -25,6 +25,8 @@ _QUIET = 5.0
 _PLAIN_FRACTION = 0.05
 _LABEL, _BAR = 24, 4
 
+_duration = tqdm.tqdm.format_interval
+
 
 @dataclasses.dataclass(frozen=True)
 class StudyLeft:
@@ -321,9 +323,7 @@ def short(text: str, limit: int) -> str:
 def _compact(text: str) -> str:
     """A range with three decimals, and in fewer words."""
     if ' to ' in text:
-        text = re.sub(r'(\.\d{3})\d', r'\1', text.replace(' to ', '-'))
+        text = re.sub(
+            r'\d+\.\d+', lambda number: f'{float(number[0]):.3f}', text.replace(' to ', '-')
+        )
     return text.replace(' trials not finite', ' diverged')
-
-
-def _duration(seconds: float) -> str:
-    return tqdm.tqdm.format_interval(seconds)

@@ -67,6 +67,7 @@ def run(
         arms = build_arms(study)
     path = check_directory(workdir)
     failed: dict[str, str] = {}
+    held: dict[str, str] = {}
     with StopRequest() as stop:
         # Before the directory is created, so that a refused study leaves nothing behind.
         runs, left, _ = _known(study, arms, path)
@@ -88,7 +89,7 @@ def run(
             if not left:
                 break
             if not any(_work(path, run, left, command, expiry, failed) for run in left):
-                _wait(path, expiry, stop)
+                held = _wait(path, expiry, stop, held)
     if failed:
         raise ConfigError(
             f'{len(failed)} run{"s" * (len(failed) > 1)} could not be trained: '
@@ -203,11 +204,16 @@ def _left_after(run: PlannedRun, left: list[PlannedRun], workers: int) -> StudyL
     return StudyLeft(len(left) - 1, (sum(work[1:]) - work[0]) / work[0] / workers)
 
 
-def _wait(path: Path, expiry: float, stop: StopRequest) -> None:
-    """Until a lease may have been given up, or a result may have come."""
+def _wait(path: Path, expiry: float, stop: StopRequest, before: dict[str, str]) -> dict[str, str]:
+    """Waits until a lease may have been given up, or a result may have come.
+
+    Returns who holds which run, which is said unless it is as `before`.
+    """
     holders = leases.holders(path / 'leases', expiry=expiry)
-    held = '; '.join(f'{run} by {who}' for run, who in holders.items())
-    log.info('waiting for other workers: %s', held)
+    held = {run: who.name for run, who in holders.items()}
+    if held and held != before:
+        log.info('waiting for %s', '; '.join(f'{run}, held by {held[run]}' for run in held))
     until = time.monotonic() + min(10.0, expiry / 4)
     while time.monotonic() < until and not stop.requested:
         time.sleep(0.1)
+    return held

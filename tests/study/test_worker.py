@@ -29,6 +29,7 @@ from qkattn.errors import (
 )
 from qkattn.run import leases, ledger
 from qkattn.run.records import read_json, write_json
+from qkattn.run.signals import StopRequest
 from qkattn.study import plan, worker
 from qkattn.study.arms import build_arms
 from tests.studies import result_record
@@ -147,6 +148,15 @@ def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
     with leases.acquire(path / 'leases', run.id, expiry=60.0), pytest.raises(Stopped):
         worker.run(single, path, expiry=60.0)
     assert not trained
+
+
+def test_who_holds_a_run_is_said_once(tmp_path, caplog):
+    caplog.set_level('INFO')
+    held: dict[str, str] = {}
+    with leases.acquire(tmp_path / 'leases', 'run', expiry=60.0):
+        for _ in range(3):
+            held = worker._wait(tmp_path, 0.1, StopRequest(), held)
+    assert caplog.text.count(f'waiting for run, held by process {os.getpid()} on ') == 1
 
 
 def test_a_request_between_runs_is_heard(trained, train_first, tmp_path):
