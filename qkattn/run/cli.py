@@ -1,5 +1,6 @@
 """Shared by the experiment scripts: config flags, messages and exit codes."""
 
+import errno
 import inspect
 import logging
 import os
@@ -153,6 +154,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             leave(str(error))
         except Stopped as stopped:
             leave(f'{stopped}; the same command resumes', EXIT_REQUEUE)
+        except OSError as error:
+            if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
+                raise
+            leave(f'{error.filename} cannot be used ({error.strerror}); give another path')
 
     parsed = False
     kind = _kind() if 'config' in flags.FLAGS else None

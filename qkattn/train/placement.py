@@ -46,7 +46,7 @@ def require_memory(config: Config) -> None:
             f'{trials} trial{"s" * (trials > 1)} of {parameters:,} parameters (model.vocab_size='
             f'{config.model.vocab_size}, model.d_model={config.model.d_model}, model.num_layers='
             f'{config.model.num_layers}) and batches of train.batch_size={config.train.batch_size} '
-            f'need {needed / 2**30:,.0f} GiB, more than the {present / 2**30:,.0f} GiB of the '
+            f'need {needed / 2**30:,.1f} GiB, more than the {present / 2**30:,.1f} GiB of the '
             'devices; reduce these or use more devices'
         )
 

@@ -2,7 +2,26 @@
 
 import pytest
 
+LONG = 'x' * 300  # a file name has at most 255 bytes
 CASES = [
+    ('train', ['--config=run.py', f'--workdir={LONG}'], 'cannot be used (File name too long)'),
+    ('ablate', ['--config=study.py', f'--workdir={LONG}/w'], 'cannot be used (File name too long)'),
+    ('train', ['--config=run.py', '--workdir=w', '--config.train.init_from=' + LONG], 'init_from'),
+    ('train', [f'--config={LONG}.py', '--workdir=w'], 'cannot be loaded'),
+    ('report', [f'--study={LONG}'], LONG),
+    ('verify', [f'--results={LONG}'], LONG),
+    ('translate', [f'--source={LONG}', '--text=a'], LONG),
+    ('generate', [f'--source={LONG}'], LONG),
+    ('convert', [f'--source={LONG}', '--apply=merge'], LONG),
+    ('train', ['--config=run.py', '--workdir=w', '--config.model.vocab_size=2147483647'], 'GiB'),
+    (
+        'train',
+        ['--config=run.py', '--workdir=w', '--config.model.window=2147483648'],
+        'below 2**31',
+    ),
+    ('train', ['--config=run.py', '--workdir=w', '--config.model.score=..:x'], "'..:x' must be wr"),
+    ('ablate', ['--config=study.py', '--dry_run', '--config.variants=("..:x/vo",)'], 'must be wr'),
+    ('ablate', ['--config=study.py', '--dry_run', '--config.looks=' + '-' * 20000 + '1'], 'Memory'),
     ('ablate', [], '--config=FILE.py is required'),
     ('ablate', ['--config=missing.py'], 'missing.py'),
     ('ablate', ['--config=run.py', '--workdir=w'], 'not a Study; run it with python -m'),
