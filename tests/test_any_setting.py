@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -13,6 +14,7 @@ from ml_collections import config_flags
 
 from qkattn.config import (
     Config,
+    DataConfig,
     ModelConfig,
     OptimizerConfig,
     Study,
@@ -31,6 +33,7 @@ from qkattn.study.arms import build_arms, table
 from qkattn.train import program, train
 
 RUN = Config(
+    data=DataConfig(name='text'),
     model=ModelConfig(d_model=16, num_layers=1, num_heads=2, context=16),
     optimizer=OptimizerConfig(warmup_steps=2),
     train=TrainConfig(num_steps=40, batch_size=4, steps_per_dispatch=5, lifting='map'),
@@ -98,20 +101,34 @@ def compilations():
 
 
 @pytest.fixture(scope='module')
-def outcome(data_dir, tmp_path_factory):
-    """outcome(config, changes, text) -> whether it is accepted; other than one sentence fails."""
-    directory, counts = tmp_path_factory.mktemp('any'), {True: 0, False: 0}
+def texts(tmp_path_factory):
+    """Text that is prepared at once, in as many documents as a study asks for."""
+    directory = tmp_path_factory.mktemp('texts')
+    for split in ('train', 'validation', 'test'):
+        (directory / split).mkdir()
+        for place in range(100):
+            (directory / split / f'{place}.txt').write_text(f'{split} {place} ' * 9)
+    return str(directory)
+
+
+@pytest.fixture(scope='module')
+def accepted(texts, tmp_path_factory, compilations):
+    """accepted(config, changes, text) -> whether; fails where it is refused in several lines.
+
+    With `text`, changes are given as on the command line, otherwise as in a file.
+    """
+    directory, numbers = tmp_path_factory.mktemp('any'), itertools.count()
 
     def settle(config, changes, text) -> bool:
-        changes = {f'{"" if config is RUN else "base."}data.data_dir': data_dir} | changes
-        workdir = directory / str(sum(counts.values()))
+        data = 'data.' if config is RUN else 'base.data.'
+        changes = {f'{data}path': texts, f'{data}data_dir': str(directory / 'data')} | changes
         try:
-            read = parsed(config, changes) if text else replaced(config, changes)
+            read = (parsed if text else replaced)(config, changes)
             if isinstance(read, Study):
                 table(build_arms(read), read.match)
-                worker.run(read, workdir)
+                worker.run(read, directory / str(next(numbers)))
             else:
-                train(read, workdir)
+                train(read, directory / str(next(numbers)))
         except Accepted:
             return True
         except (ConfigError, CheckpointError) as error:
@@ -119,20 +136,19 @@ def outcome(data_dir, tmp_path_factory):
             return False
         raise AssertionError(f'{changes} ended without a program')
 
-    def counted(config, changes, text) -> bool:
+    def checked(config, changes, text) -> bool:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(directory)  # A relative directory of data may be accepted.
-            accepted = settle(config, changes, text)
-        counts[accepted] += 1
-        return accepted
+            outcome = settle(config, changes, text)
+        assert not compilations, changes
+        return outcome
 
-    yield counted
-    print(f'accepted {counts[True]}, refused {counts[False]}')
+    return checked
 
 
 def parsed(config, changes):
     """The config as the command line overrides it; what it cannot parse is a ConfigError."""
-    arguments = ['train', *(f'--config.{name}={value}' for name, value in changes.items())]
+    arguments = ['train', *(f'--config.{name}={written(x)}' for name, x in changes.items())]
     try:
         values = flags.FlagValues()
         config_flags.DEFINE_config_dict(
@@ -154,18 +170,11 @@ def replaced(config, changes):
 
 
 def written(value) -> str:
+    """As on the command line, which holds no null characters."""
     try:
-        return value if isinstance(value, str) else repr(value)
+        return value.replace('\0', '') if isinstance(value, str) else repr(value)
     except ValueError:  # Python prints integers of up to 4,300 digits
         return '0x' + 'f' * 5000
-
-
-def checked(outcome, config, changes, text, compilations):
-    if text:
-        changes = {name: written(value).replace('\0', '') for name, value in changes.items()}
-    before = len(compilations)
-    outcome(config, changes, text)
-    assert len(compilations) == before, changes
 
 
 def profile(examples: int):
@@ -195,31 +204,30 @@ CHANGES = st.one_of(
 )
 
 
-def test_every_field_takes_or_refuses_extremes(outcome, compilations):
+def test_every_field_takes_or_refuses_extremes(accepted):
     extremes = NUMBERS + TEXTS
     for place, (config, name) in enumerate(OWN):
         for step, text in ((1, True), (5, False)):
-            value = extremes[place * step % len(extremes)]
-            checked(outcome, config, {name: value}, text, compilations)
+            accepted(config, {name: extremes[place * step % len(extremes)]}, text)
 
 
 @profile(100)
 @given(CHANGES)
-def test_any_values_are_accepted_or_refused(outcome, compilations, changes):
-    checked(outcome, *changes, compilations)
+def test_any_values_are_accepted_or_refused(accepted, changes):
+    accepted(*changes)
 
 
 @pytest.mark.slow
 @profile(5000)
 @given(CHANGES)
-def test_many_values_are_accepted_or_refused(outcome, compilations, changes):
-    checked(outcome, *changes, compilations)
+def test_many_values_are_accepted_or_refused(accepted, changes):
+    accepted(*changes)
 
 
-def test_the_settings_that_others_start_from_are_accepted(outcome):
-    for config in (RUN, STUDY):
-        for text in (True, False):
-            assert outcome(config, {}, text)
+@pytest.mark.parametrize('config', [RUN, STUDY], ids=['run', 'study'])
+@pytest.mark.parametrize('text', [True, False])
+def test_the_settings_that_others_start_from_are_accepted(accepted, config, text):
+    assert accepted(config, {}, text)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +239,5 @@ def test_the_settings_that_others_start_from_are_accepted(outcome):
     ],
 )
 def test_optional_settings_are_switched_off_on_the_command_line(config, name):
-    for before in (config, parsed(config, {name: None})):
-        changed = parsed(before, {name: None})
-        assert functools.reduce(getattr, name.split('.'), changed) is None
+    changed = parsed(config, {name: None})
+    assert functools.reduce(getattr, name.split('.'), changed) is None
