@@ -62,16 +62,21 @@ def from_json(cls: Any, values: Mapping[str, Any], where: str = '') -> Any:
 
 def fingerprint(config: Config) -> str:
     """Hash of what a run computes: of every field but OF_MACHINE, in the form of `to_json`."""
-    values = to_json(config)
-    for name in OF_MACHINE:
-        section, _, field = name.rpartition('.')
-        (values[section] if section else values).pop(field, None)
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+    return fingerprint_of(to_json(config))
 
 
 def fingerprint_of(values: Mapping[str, Any]) -> str:
-    """The fingerprint of a stored config; raises as `from_json`."""
-    return fingerprint(from_json(Config, values))
+    """The fingerprint of a config as it is stored; `fingerprint` gave it when it was written.
+
+    That of the same config may be another one today, where the config lacks fields of schema 1.
+    """
+    values = json.loads(json.dumps(values))
+    for name in OF_MACHINE:
+        section, _, field = name.rpartition('.')
+        of = values.get(section) if section else values
+        if isinstance(of, dict):
+            of.pop(field, None)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def with_machine_of(config: Any, other: Any) -> Any:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.config import TrialsConfig, fingerprint_of, from_json
-from qkattn.errors import ConfigError
 from qkattn.metrics import LOGGED, PREFIXES, bits_per_byte, perplexity, result_fields
 from qkattn.run.file_schemas import DOCUMENTS
 from qkattn.run.records import FINISHED, for_each_line, read_json
@@ -29,7 +28,8 @@ def problems(study: Study, run: PlannedRun, records: Sequence[Mapping[str, Any]]
     Args:
       records: the lines of results.jsonl that are the run's.
     """
-    yield from unlike_hash(f'run {run.name} of plan.jsonl', 'config', run.config, run.name)
+    if fingerprint_of(run.config) != run.name:
+        yield f'run {run.name} of plan.jsonl is not the hash of its config'
     if not run.trials:
         return
     trials = from_json(TrialsConfig, run.config['trials']).trials()
@@ -48,15 +48,6 @@ def problems(study: Study, run: PlannedRun, records: Sequence[Mapping[str, Any]]
         f'{path.name} of run {run.name} {problem}'
         for problem in _unlike_documents(read_json(path, {'validation': DOCUMENTS}), records[0])
     )
-
-
-def unlike_hash(name: str, what: str, config: Mapping[str, Any], hashed: str) -> Iterator[str]:
-    """Whether `hashed` is not the fingerprint of a config, or it has fields that are not known."""
-    try:
-        if fingerprint_of(config) != hashed:
-            yield f'{name} is not the hash of its {what}'
-    except ConfigError as error:
-        yield f'{name} is of a {what} with {error}'
 
 
 def same(one: Any, other: Any) -> bool:

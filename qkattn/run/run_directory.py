@@ -21,6 +21,7 @@ from qkattn.config import (
     Config,
     differences,
     fingerprint,
+    fingerprint_of,
     from_json,
     to_json,
     with_machine_of,
@@ -30,7 +31,7 @@ from qkattn.errors import ConfigError, InUseError, RunDirectoryError
 from qkattn.run.file_schemas import CONFIG, PROVENANCE
 from qkattn.run.files import disk_errors, locked, make_directory
 from qkattn.run.provenance import describe_start
-from qkattn.run.records import MetricsFile, read_json, write_json
+from qkattn.run.records import MetricsFile, damaged, read_json, write_json
 
 
 class RunDirectory:
@@ -119,6 +120,8 @@ def _check_config(directory: Path, config: Config) -> bool:
         write_json(path, {'hash': fingerprint(config), 'config': to_json(config)})
         return False
     found = read_json(path, CONFIG)
+    if fingerprint_of(found['config']) != found['hash']:
+        raise damaged(path, ValueError('its hash is not that of its config'))
     try:
         stored: Config = from_json(Config, found['config'])
     except ConfigError as error:

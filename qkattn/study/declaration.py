@@ -15,7 +15,7 @@ from qkattn.config import (
     Config,
     Study,
     differences,
-    fingerprint_of,
+    fingerprint,
     from_json,
     schema,
     to_json,
@@ -90,6 +90,16 @@ def declare(
             write_json(file, declared)
 
 
+def check_continued(path: Path, study: Study, declared: dict[str, Any]) -> None:
+    """Raises ConfigError where another worker has gone on with other settings in the meantime."""
+    file = path / 'study.json'
+    if changes := _extended(file, study, read_json(file, {}), declared)[1]:
+        raise ConfigError(
+            f'another worker goes on with other settings of the study in {path}, by '
+            f'--accept_changes: {"; ".join(changes)}'
+        )
+
+
 def _extended(
     file: Path, study: Study, earlier: Any, declared: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -153,7 +163,7 @@ def _parsed(line: bytes) -> tuple[str, dict[str, Any]]:
     record = parse_json(line)
     check(record, PLACE | {'stage': str, 'knob': str | None, 'directory': str, 'config': dict})
     try:
-        return fingerprint_of(record['config']), record
+        return fingerprint(from_json(Config, record['config'])), record
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f'the config of run {record["directory"]} cannot be read') from error
 

@@ -85,7 +85,7 @@ def run(
         while True:
             if stop.requested:
                 raise Stopped('stopped between two runs')
-            left = [run for run in _write_plan(study, arms, path) if run.id not in failed]
+            left = [run for run in _write_plan(study, arms, path, declared) if run.id not in failed]
             if not left:
                 break
             if not any(_work(path, run, left, command, expiry, failed) for run in left):
@@ -121,10 +121,13 @@ def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
     return runs, [run for run in runs if results(run) is None], results
 
 
-def _write_plan(study: Study, arms: list[Arm], path: Path) -> list[PlannedRun]:
+def _write_plan(
+    study: Study, arms: list[Arm], path: Path, declared: dict[str, Any]
+) -> list[PlannedRun]:
     """Writes what is known to plan.jsonl and results.jsonl; returns the runs without a result."""
     # Results are read and the files written under one lock, whoever else writes.
     with locked(path / 'lock'):
+        declaration.check_continued(path, study, declared)
         runs, left, results = _known(study, arms, path)
         write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
         write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))

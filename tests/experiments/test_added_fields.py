@@ -9,7 +9,7 @@ from tests.experiments import conftest
 
 ROOT = Path(__file__).parents[2]
 ADDED = {
-    'model_config.py': ('ModelConfig', "normalizer: str = setting('softmax', 'Of scores.')"),
+    'model_config.py': ('ModelConfig', "lately: str = setting('as_before', 'Of scores.')"),
     'run_config.py': ('TrainConfig', "keep: int = setting(2, 'Checkpoints kept.', least=1)"),
     'study_config.py': ('Study', "correction: str = setting('holm', 'Of p values.')"),
 }

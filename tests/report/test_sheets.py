@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 
 import pytest
 
@@ -10,6 +11,7 @@ from qkattn.report.equations import form
 from qkattn.report.figures import figures
 from qkattn.report.sheets import sheets
 from qkattn.report.tables import csv_table, report_text, settings, summary
+from qkattn.run import ledger
 from qkattn.verdict import find, load_study
 from tests.report.conftest import controlled, shifted
 from tests.studies import edit_plan, run_name, tuned_arm, write_tuned
@@ -92,6 +94,21 @@ def test_the_ledger_is_printed(of_controls):
     assert said[0].startswith('3 arms, 2 controls, 8 seeds, margin 0.005; declaration ')
     assert said[2].startswith('post hoc: qk/no_v at d_model=128; declaration ')
     assert said[3] == 'uncommitted: a comment was edited'
+
+
+def test_changes_of_settings_are_printed_and_withhold_the_word(study_dir):
+    records = [*tuned_arm('qk/vo', losses=shifted(0.0)), *tuned_arm('b/vo', losses=shifted(0.1))]
+    path = write_tuned(study_dir, records)
+    ledger.look(path)
+    study = json.loads((path / 'study.json').read_text()) | {'margin': 0.01}
+    ledger.declare(path, study, ['margin: 0.005 -> 0.01', 'looks: [4, 8] -> [8]'])
+    (path / 'study.json').write_text(json.dumps(study))
+    study = load_study(path)
+    row = rows(study, find(study), 'ledger')
+    (said,) = [of['what'] for of in row.values() if of['event'] == 'changed']
+    assert said.startswith('post hoc: margin: 0.005 -> 0.01; looks: [4, 8] -> [8]; declaration ')
+    page = documents(study, find(study), (), {})['report.html']
+    assert 'the arm was added, or its settings changed, after the first look' in page
 
 
 def test_what_was_accepted_stands_first(of_controls):

@@ -256,13 +256,6 @@ def declare_other_steps(study):
     edit_json(study / 'study.json', change)
 
 
-def add_an_unknown_setting(study):
-    def change(plan):
-        plan[0]['config']['model']['normalizer'] = 'sigmoid'
-
-    edit_lines(study / 'plan.jsonl', change)
-
-
 def without(study, variant):
     """The study as if the arm had never been in it, but for its ledger."""
 
@@ -372,7 +365,6 @@ CHANGES = {
     edit_a_parameter_count: r'has parameters\.total \d+, which is \d+ by',
     edit_bits_per_byte: 'has val_bits_per_byte',
     edit_the_config_of_a_run: 'is not the hash of its config',
-    add_an_unknown_setting: r"unknown field model\.normalizer='sigmoid'; use the newer version",
     widen_the_margin: 'study.json is not what the last declaration',
     widen_the_margin_in_the_ledger_too: r'ledger\.jsonl, line 1 was edited',
     declare_other_steps: 'base_hash of study.json is not the hash of its base',

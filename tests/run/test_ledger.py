@@ -53,6 +53,17 @@ def test_a_ledger_says_what_was_declared_and_when(directory):
     assert times == sorted(times) and all(time.tzinfo is datetime.UTC for time in times)
 
 
+def test_changed_settings_are_listed_and_make_all_arms_post_hoc_after_a_look(directory):
+    study = json.loads((directory / 'study.json').read_text()) | {'margin': 0.01}
+    ledger.declare(directory, study, ['margin: 0.005 -> 0.01'])
+    ledger.declare(directory, study)  # is entered once
+    kept = ledger.read(directory / 'ledger.jsonl')
+    *_, entry = kept.entries
+    assert (entry['event'], entry['changes']) == ('changed', ['margin: 0.005 -> 0.01'])
+    assert kept.entries[-2]['event'] == 'accepted' and kept.declaration == ledger.digest(study)
+    assert kept.post_hoc == kept.arms and kept.family == 2
+
+
 def test_the_command_is_no_part_of_a_declaration_and_every_other_field_is():
     assert ledger.digest(STUDY | {'command': 'a'}) == ledger.digest(STUDY | {'command': 'b'})
     assert ledger.digest(STUDY | {'margin': 0.01}) != ledger.digest(STUDY)

@@ -8,7 +8,14 @@ import json
 import numpy as np
 import pytest
 
-from qkattn.config import Config, OptimizerConfig, TrialsConfig, fingerprint, to_json
+from qkattn.config import (
+    Config,
+    OptimizerConfig,
+    TrialsConfig,
+    fingerprint,
+    fingerprint_of,
+    to_json,
+)
 from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.run import provenance
 from qkattn.run.records import read_json
@@ -89,17 +96,22 @@ def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path)
     RunDirectory.open(tmp_path, CONFIG).close()
 
 
+def with_hash(stored):
+    return {'hash': fingerprint_of(stored), 'config': stored}
+
+
 def test_a_run_is_resumed_whatever_its_config_lacks_and_its_hash_was(tmp_path):
     RunDirectory.open(tmp_path, CONFIG).close()
     stored = to_json(CONFIG)
     del stored['model']['window'], stored['decode']
-    (tmp_path / 'config.json').write_text(json.dumps({'hash': 'other', 'config': stored}))
+    (tmp_path / 'config.json').write_text(json.dumps(with_hash(stored)))
+    assert fingerprint_of(stored) != fingerprint(CONFIG)
     with RunDirectory.open(tmp_path, CONFIG) as run:
         assert run.resumed
     with pytest.raises(ConfigError, match='model.window: null -> 8'):
         RunDirectory.open(tmp_path, with_fields(CONFIG, model={'window': 8}))
     stored['model']['of_tomorrow'] = 'sigmoid'
-    (tmp_path / 'config.json').write_text(json.dumps({'hash': 'other', 'config': stored}))
+    (tmp_path / 'config.json').write_text(json.dumps(with_hash(stored)))
     with pytest.raises(ConfigError, match=r'config\.json has an unknown field model\.of_tomorrow='):
         RunDirectory.open(tmp_path, CONFIG)
 
@@ -109,7 +121,7 @@ def test_a_run_is_resumed_whatever_its_config_lacks_and_its_hash_was(tmp_path):
     [
         *(
             ('config.json', text, r'config\.json')
-            for text in ('{"hash": "a", ', '[]', '{"hash": "a"}')
+            for text in ('{"hash": "a", ', '[]', '{"hash": "a"}', '{"hash": "a", "config": {}}')
         ),
         ('checkpoints/1', '', 'holds checkpoints but no config.json'),
     ],

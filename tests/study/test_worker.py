@@ -231,7 +231,7 @@ def based(**parts):
         (based(train={'num_steps': 500}), r'\n  base.train.num_steps: 1000 -> 500\n'),
         (based(train={'batch_size': 8}), 'base.train.batch_size: 16 -> 8'),
         (based(optimizer={'schedule': 'cosine'}), 'base.optimizer.schedule: "linear" -> "cosine"'),
-        (based(data={'name': 'text'}), 'base.data.name: "stdlib" -> "text"'),
+        (based(data={'name': 'packages'}), 'base.data.name: "stdlib" -> "packages"'),
         (based(data={'eval_sequences': 64}), 'base.data.eval_sequences: null -> 64'),
         (
             {'variants': ('qk/vo', 'qk/k_is_v')},
@@ -275,6 +275,17 @@ def test_another_setting_takes_a_flag_which_the_ledger_keeps(trained, tmp_path):
     ):
         fewer = dataclasses.replace(other, variants=('qk/vo',))
         worker.run(fewer, path, accept_changes=True)
+
+
+def test_a_worker_stops_where_another_one_goes_on_with_other_settings(
+    trained, train_first, tmp_path
+):
+    other = dataclasses.replace(STUDY, margin=0.05)
+    declared = to_jsonable(plan.declaration(other, build_arms(other), None))
+    train_first(lambda *_: declaration.declare(tmp_path / 'out', other, declared, [], True))
+    with pytest.raises(ConfigError, match='by --accept_changes: margin: 0.05 -> 0.005'):
+        worker.run(STUDY, tmp_path / 'out')
+    assert len(trained) == 1 and events(tmp_path / 'out') == ['declared', 'changed']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
