@@ -28,9 +28,9 @@ from qkattn.errors import (
     Stopped,
 )
 from qkattn.run import leases, ledger
-from qkattn.run.records import read_json, write_json
+from qkattn.run.records import read_json, to_jsonable, write_json
 from qkattn.run.signals import StopRequest
-from qkattn.study import plan, worker
+from qkattn.study import declaration, plan, worker
 from qkattn.study.arms import build_arms
 from tests.studies import result_record
 from tests.study.test_plan import STUDY
