@@ -132,8 +132,9 @@ def locked(path: str | os.PathLike[str], *, wait: bool = True) -> Iterator[TextI
     """
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, 'a+', encoding='utf-8')  # noqa: SIM115 (closed below)
+        with disk_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, 'a+', encoding='utf-8')  # noqa: SIM115 (closed below)
     except OSError as error:
         raise ConfigError(
             f'{path.parent} cannot be written ({error.strerror}); give a directory that this user '
@@ -171,7 +172,7 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
     directory = Path('/' + os.path.abspath(path).lstrip('/'))
     try:
         existing = next(p for p in (directory, *directory.parents) if p.exists())
-        with tempfile.TemporaryFile(dir=existing):
+        with disk_errors(existing), tempfile.TemporaryFile(dir=existing):
             pass  # permissions alone do not say whether a file system takes files
     except OSError as error:
         raise _unusable(directory, error) from error
@@ -182,7 +183,8 @@ def make_directory(path: str | os.PathLike[str]) -> Path:
     """Creates `path`, unless it exists, and returns it absolute; raises as `check_directory`."""
     directory = check_directory(path)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        with disk_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(directory, error) from error
     return directory

@@ -1,5 +1,6 @@
 """Atomic writes, locks and directories, on real files and with writers that fail or are killed."""
 
+import errno
 import os
 import signal
 import time
@@ -59,6 +60,39 @@ def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch, call):
         if call == 'block':
             fail()
     assert file.read_text() == 'before' and names(file.parent) == ['file']
+
+
+@pytest.mark.parametrize('code', [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+@pytest.mark.parametrize('function', ['enter_lock', 'make_directory', 'write_atomic', 'replacing'])
+def test_a_disk_that_takes_nothing_is_named(tmp_path, monkeypatch, function, code):
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    def from_a_library(*_, **__):
+        raise ValueError(f'UNKNOWN: cannot write x [OS error {code}: {os.strerror(code)}]')
+
+    calls = {
+        'enter_lock': lambda: enter_lock(tmp_path / 'new/lock'),
+        'make_directory': lambda: make_directory(tmp_path / 'new'),
+        'write_atomic': lambda: write_atomic(tmp_path / 'new/file', 'x'),
+    }
+    with monkeypatch.context() as patch, pytest.raises(DiskError) as refusal:
+        patch.setattr(Path, 'mkdir', fail)
+        if function != 'replacing':
+            calls[function]()
+        with replacing(tmp_path / 'file'):
+            from_a_library()
+    assert f'{tmp_path} cannot be written: ' in str(refusal.value) and names(tmp_path) == []
+
+
+def test_a_directory_in_the_place_of_a_file_is_left_alone(tmp_path):
+    with pytest.raises(RunDirectoryError, match='is a directory in the place of a file'):
+        write_atomic(tmp_path, 'x')
+
+
+def test_another_error_stays_what_it_is(file):
+    with pytest.raises(ValueError, match='^other$'), replacing(file):
+        raise ValueError('other')
 
 
 def test_what_a_killed_writer_leaves_is_overwritten(file):

@@ -283,7 +283,8 @@ def test_longer_runs_are_of_declared_arms_and_orphans_are_listed(study_dir):
     records = [trial_record('qk/vo'), trial_record('qk/vo', control='longer')]
     write_study(study_dir, records)
     other = plan_line('b/vo', SIZE, control='longer')
-    write_lines(study_dir / 'orphans.jsonl', [{'directory': 'runs/a', 'run': 'a'}, {'run': 'b'}])
+    orphan = {'directory': 'runs/a', 'run': 'a', 'config': None, 'results': None}
+    write_lines(study_dir / 'orphans.jsonl', [orphan, {'run': 'b'}])
     with (study_dir / 'plan.jsonl').open('a') as file:
         file.write(json.dumps(other) + '\n')
     study = load_study(study_dir)
