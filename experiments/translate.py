@@ -1,8 +1,8 @@
 """Translates sentences with a trained encoder-decoder, or scores it on its own data.
 
-python -m experiments.translate --source=runs/multi30k_tiny --text='a man rides a horse .'
-python -m experiments.translate --source=runs/multi30k_tiny --file=input.en --out=output.de
-python -m experiments.translate --source=runs/multi30k_tiny --score=test
+python -m experiments.translate runs/phrases --text='Sat, Jan 30, 1926'
+python -m experiments.translate runs/phrases --file=input.en --out=output.de
+python -m experiments.translate runs/phrases --score=test
 
 Input and output have one sentence per line. The newest checkpoint of the run is used, so that a run
 can be scored while it trains. Flags override the run's settings of the beam search.

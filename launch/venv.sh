@@ -53,7 +53,7 @@ import hashlib, pathlib, platform, sys
 
 venv, root = sys.argv[1:]
 digest = hashlib.sha256()
-for name in ('requirements.txt', 'pyproject.toml'):
+for name in ('requirements.txt', 'pyproject.toml', 'setup.py'):
     digest.update(pathlib.Path(root, name).read_bytes())
 print(f'python {sys.version_info.major}.{sys.version_info.minor} {platform.machine()}')
 print(f'requirements {digest.hexdigest()}')

@@ -195,7 +195,7 @@ class Sandbox:
         self.bin = directory / 'bin'
         (self.root / 'launch').mkdir(parents=True)
         self.bin.mkdir()
-        for name in ('launch/venv.sh', 'requirements.txt', 'pyproject.toml'):
+        for name in ('launch/venv.sh', 'requirements.txt', 'pyproject.toml', 'setup.py'):
             shutil.copy(ROOT / name, self.root / name)
         for tool in ('bash', 'dirname', 'mkdir', 'mv', 'rm', 'cp', 'ls', 'flock'):
             if (found := shutil.which(tool)) is not None:

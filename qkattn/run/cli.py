@@ -102,10 +102,9 @@ def read_config(flag: flags.FlagHolder) -> Any:
             f'{", ".join(shipped("configs"))}'
         ) from error
     if not isinstance(config, kind := _kind()):
-        script = 'experiments.ablate' if isinstance(config, Study) else 'experiments.train'
+        other = script('ablate' if isinstance(config, Study) else 'train')
         raise ConfigError(
-            f'this config is a {type(config).__name__}, not a {kind.__name__}; '
-            f'run it with python -m {script}'
+            f'this config is a {type(config).__name__}, not a {kind.__name__}; run it with {other}'
         )
     return config
 
