@@ -1,6 +1,7 @@
 """Validation and test splits carved from train, for corpora that come without them."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
@@ -18,9 +19,9 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     """The corpus with a validation split, and then a test split too; with `test` always with both.
 
     A tenth of the documents of train with the smallest sha256 is the test split, the next tenth the
-    validation split. The hash is of a document's name, else of its text, for parallel text of its
-    source, so the order of the documents does not matter. Of fewer than 20 documents each is cut at
-    the ends of the lines that reach 80 % and 90 % of its bytes.
+    validation split. The hash is of a document's name, else of its text, for parallel text of the
+    language that comes first in the alphabet; the order of the documents does not matter. Of fewer
+    than 20 documents each is cut at the ends of the lines that reach 80 % and 90 % of its bytes.
 
     Raises:
       ConfigError: while documents are read, too few sentence pairs, or a text without enough lines.
@@ -32,11 +33,12 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
         )
     if not missing or (missing == ('test',) and not test):
         return corpus
-    first = corpus.languages[0] if corpus.languages else None
+    # Read once: train may be large.
+    placed = functools.cache(lambda: _places(corpus))
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
         own = dict(corpus.documents(language))
-        places = _places(corpus, first)
+        places = placed()
         if places is not None:
             for split in ('train', *missing):
                 texts = corpus.documents(language)['train']
@@ -54,7 +56,7 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     def names(split: str) -> list[str]:
         if split not in missing and split != 'train':
             return corpus.names(split)
-        places, known = _places(corpus, first), corpus.names('train')
+        places, known = placed(), corpus.names('train')
         return known if places is None else list(_chosen(known, places, split, missing))
 
     return dataclasses.replace(
@@ -67,14 +69,15 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     )
 
 
-def _places(corpus: Corpus, first: str | None) -> np.ndarray | None:
+def _places(corpus: Corpus) -> np.ndarray | None:
     """The rank of each document of train by its hash, in [0, 1); None for few documents."""
     keys: Iterable[bytes]
     if corpus.names:
         keys = (name.encode() for name in corpus.names('train'))
     else:
-        keys = corpus.documents(first)['train']
-    hashes = np.array([int.from_bytes(hashlib.sha256(key).digest()[:8]) for key in keys], np.uint64)
+        keys = corpus.documents(min(corpus.languages, default=None))['train']
+    digests = (hashlib.sha256(key).digest() for key in keys)
+    hashes = np.fromiter((int.from_bytes(digest[:8]) for digest in digests), np.uint64)
     if len(hashes) < SHARES:
         return None
     # Documents that are equal have one rank, so that none is in two splits.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from qkattn.config import Config, DataConfig, ModelConfig
-from qkattn.config.calls import parse_call, resolve
+from qkattn.config.calls import digest, parse_call, resolve
 from qkattn.data.corpora.corpus_registry import in_catalogue
 from qkattn.data.tasks.probe_tasks import PROBES, Probe
 from qkattn.data.tasks.rows import ArrayShapes, Batch, DataForm, token_shapes
@@ -134,7 +134,8 @@ class ProbeRows:
         return None
 
     def identity(self) -> dict[str, Any]:
-        return {'name': self.name, 'version': VERSION, 'options': self.options}
+        version = f'{VERSION}-{digest(self.name)}' if ':' in self.name else VERSION
+        return {'name': self.name, 'version': version, 'options': self.options}
 
     def bytes_per_token(self, split: str) -> None:
         return None

@@ -79,6 +79,8 @@ def test_both_sides_of_a_translation_are_carved_alike():
     for split in found.splits:
         assert [text[2:] for text in english[split]] == [text[2:] for text in german[split]]
     assert len(english['test']) == 20
+    other = read(carved(corpus(languages=('de', 'en')), test=False), 'en')
+    assert other == english
     with refused('own has no validation split, and fewer than 20 sentence pairs to carve'):
         read(carved(corpus(TEXTS[:19], languages=('en', 'de')), test=False), 'en')
 

@@ -166,3 +166,29 @@ def test_bad_names_are_one_sentence(name, says):
         probes.find(name)
     with refused("split='dev' is not in probe 'copy'; valid: 'train'"):
         opened('copy').count('dev')
+
+
+OUTSIDE = """
+import dataclasses
+from qkattn.data.tasks.probe_tasks import Copy
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Short(Copy):
+    length: int = 3
+class Other: pass
+"""
+
+
+def test_a_probe_from_outside_is_named_by_import_path(outside):
+    (outside / 'short_copy.py').write_text(OUTSIDE)
+    assert probes.is_probe('short_copy:Short(symbols=5)') and not probes.is_probe('fables:fables')
+    assert not probes.is_probe('tfds:squad')
+    rows = opened('short_copy:Short(symbols=5)')
+    assert (rows.length, rows.identity()['options']) == (6, {'length': 3, 'symbols': 5})
+    assert rows.identity()['name'] == 'short_copy:Short'
+    assert rows.identity()['version'].startswith(f'{probes.VERSION}-')
+    with refused("data.name='short_copy:Other' is not a subclass of Probe"):
+        opened('short_copy:Other')
+    with refused('short_copy:Short has no option .size.; it takes length, symbols'):
+        opened('short_copy:Short(size=1)')
+    with refused('length=0 must be a whole number of at least 1'):
+        opened('short_copy:Short(length=0)')
