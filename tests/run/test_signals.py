@@ -87,8 +87,7 @@ LEAVE = """
             stop.hold()
         files._sync = stopped_on_the_way
         files.write_atomic(directory / 'file', 'whole')
-        if not held:
-            time.sleep(60)
+        time.sleep(0.5 if held else 60)
         print('requested' if stop.requested else '')
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.set_wakeup_fd(-1) == -1
