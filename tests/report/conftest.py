@@ -141,6 +141,8 @@ def assert_compiles(table):
         lines = [line for line in tabular.splitlines() if line.endswith(r'\\')]
         rows = [re.split(r'(?<!\\)&', line.removesuffix(r'\\')) for line in lines]
         assert {len(row) for row in rows} == {len(places)}
+        # A page has room for 45 lines of this size, five of them for the caption.
+        assert len(lines) <= 40
         widths = [max(map(set_width, cells)) for cells in zip(*rows, strict=True)]
         # The text of a page is 38.9 ems of this size wide, a gap between columns 0.8.
         assert sum(widths) + 0.8 * (len(widths) - 1) <= 38.9

@@ -81,6 +81,8 @@ def test_page_is_well_formed_and_self_contained(html):
     # Each figure twice, of which a screen shows one.
     kinds = [attrs['class'] for tag, attrs in page.tags if tag == 'svg']
     assert kinds == ['wide', 'narrow'] * 4
+    assert '.narrow{display:none}' in html
+    assert '@container (max-width:44rem){.wide{display:none}.narrow{display:block}}' in html
     assert f'<span class="long">{LONG}</span>' in html
     assert '<strong>better</strong> than qk/vo' in html[: html.index('<nav>')]
 
