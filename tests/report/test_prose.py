@@ -119,7 +119,8 @@ REMARKS = {
     ),
     'POST_HOC': (
         {'first_look': '2025-01-02T03:04:05+00:00'},
-        'post hoc: the arm was added after the first look at results (2025-01-02T03:04:05+00:00)',
+        'post hoc: the arm was added, or its settings changed, after the first look at results '
+        '(2025-01-02T03:04:05+00:00)',
     ),
 }
 REASONS = {
