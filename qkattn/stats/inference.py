@@ -249,7 +249,7 @@ def _checked(
 
 def _variance(values: Sequence[float]) -> float:
     """The variance of one value, n - 1 in the denominator; 0 if the spread is only rounding."""
-    mean = np.mean(values)
+    mean = float(np.mean(values))
     if _is_rounding(np.subtract(values, mean), mean):
         return 0.0
     return float(np.var(values, ddof=1))
