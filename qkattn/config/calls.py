@@ -146,3 +146,8 @@ def _import(path: str, field: str, error: type[ValueError]) -> Any:
     if not hasattr(imported, name):
         raise error(f'{field}={path!r}: {module} has no {name!r}')
     return getattr(imported, name)
+
+
+def split_pattern(text: str) -> list[str]:
+    """'qk/vo,low_rank(rank=8)/vo' -> the variants between the commas outside of parentheses."""
+    return re.split(r',\s*(?![^()]*\))', text)

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
-from qkattn.config.calls import split_variant
+from qkattn.config.calls import split_pattern, split_variant
 from qkattn.config.setting import setting
+from qkattn.errors import SpecError
 
 RATE = {'least': 0, 'below': 1}
 
@@ -33,6 +34,11 @@ class ModelConfig:
         None,
         "'score/value' of the cross-attention in an encoder-decoder; None is that of the "
         "decoder's self-attention.",
+    )
+    pattern: str | None = setting(
+        None,
+        "Variants of the layers in turn, as in 'qk/vo,qk/no_v', repeated up to num_layers; the "
+        'first is score/value. None is score/value in every layer. In decoders and encoders.',
     )
     d_model: int = setting(128, 'D, width of the residual stream.', least=1, most=2**17)
     num_layers: int = setting(4, 'L, number of layers.', least=1, most=2**14)
@@ -177,6 +183,28 @@ class ModelConfig:
         if self.scan_unroll is not None:
             return self.scan_unroll
         return self.num_layers if self.num_layers < 12 else 1
+
+    @property
+    def cycle(self) -> tuple['ModelConfig', ...]:
+        """The settings of the layers with each variant of `pattern`, in the order of their turns.
+
+        Raises:
+          SpecError: a pattern that does not fit to the other settings.
+        """
+        if self.pattern is None:
+            return (self,)
+        variants, where = split_pattern(self.pattern), f'pattern={self.pattern!r}'
+        if self.kind == 'encoder_decoder':
+            raise SpecError(f'{where} is a setting of a decoder or an encoder, not of both')
+        if len(variants) > self.num_layers:
+            raise SpecError(
+                f'{where} has {len(variants)} variants for num_layers={self.num_layers}'
+            )
+        if variants[0] != f'{self.score}/{self.value}':
+            raise SpecError(
+                f'{where} must begin with the variant of the model, {self.score}/{self.value}'
+            )
+        return tuple(dataclasses.replace(self, pattern=None, **_fields(v)) for v in variants)
 
     @property
     def encoder(self) -> 'ModelConfig':

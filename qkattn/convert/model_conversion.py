@@ -42,6 +42,10 @@ def convert_model(
             'conversions rewrite the single stack of a decoder or an encoder, but model.kind is '
             'encoder_decoder'
         )
+    if config.pattern is not None:
+        raise ConfigError(
+            f'conversions rewrite a stack of one variant, but model.pattern is {config.pattern!r}'
+        )
     if conversion.takes_norm and config.norm_position == 'post':
         raise ConversionError(
             'in a post-norm model the residual stream also reads what the norm before attention '

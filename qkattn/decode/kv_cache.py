@@ -5,22 +5,24 @@ variant: keys and values, the stream itself where both are its slices, a latent 
 rebuilt from one.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from qkattn.attention import Cache, visible
 from qkattn.model import Decoder, EncoderDecoder
-from qkattn.model.blocks import Block
+from qkattn.model.blocks import Block, Branch
 from qkattn.model.encoder_decoder import CrossBlock
+from qkattn.model.stack import layer_of, scan_layers, stacks_of
 
 
 class KVCache(NamedTuple):
     """The cached keys and values of all layers.
 
     Attributes:
-      layers: arrays [L, B, S, ...] by name, with S slots for tokens; unfilled slots are zero.
+      layers: arrays [L, B, S, ...] by name, with S slots for tokens; unfilled slots are zero. One
+        for each variant of a pattern, of the layers that have it.
       start_B: slot of each row's first token; slots before it are padding.
       length: number of filled slots.
       source: cached keys and values of the encoder's output for cross-attention, arrays
@@ -28,7 +30,7 @@ class KVCache(NamedTuple):
       source_valid_BS: False on the padding of the source; None without an encoder.
     """
 
-    layers: Cache
+    layers: tuple[Cache, ...]
     start_B: jax.Array
     length: jax.Array
     source: Cache | None = None
@@ -38,15 +40,19 @@ class KVCache(NamedTuple):
 def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCache:
     """An empty cache of `length` slots for `batch` rows; the model may be abstract."""
 
-    def cached(model: Decoder | EncoderDecoder) -> Cache:
-        layer = jax.tree.map(lambda stacked: stacked[0], model.blocks)
-        return layer.attention.cached(model.embed(jnp.zeros((batch, 1), jnp.int32)))
+    L, P = model.config.num_layers, len(stacks_of(model.blocks))
 
-    L = model.config.num_layers
-    layers = {
-        name: jnp.zeros((L, batch, length, *array.shape[2:]), array.dtype)
-        for name, array in jax.eval_shape(cached, model).items()
-    }
+    def cached(model: Decoder | EncoderDecoder) -> list[Cache]:
+        x_BTD = model.embed(jnp.zeros((batch, 1), jnp.int32))
+        return [layer_of(model.blocks, first).attention.cached(x_BTD) for first in range(P)]
+
+    layers = tuple(
+        {
+            name: jnp.zeros((len(range(first, L, P)), batch, length, *a.shape[2:]), a.dtype)
+            for name, a in arrays.items()
+        }
+        for first, arrays in enumerate(jax.eval_shape(cached, model))
+    )
     return KVCache(layers, jnp.zeros(batch, jnp.int32), jnp.int32(0))
 
 
@@ -80,7 +86,7 @@ def prefill(
       cache needs T free slots: inside jit an overflow is not detected.
     """
     T = tokens_BT.shape[1]
-    S = next(iter(cache.layers.values())).shape[2]
+    S = jax.tree.leaves(cache.layers)[0].shape[2]
     # Under x64 a literal would be an int64, and the indices of a slice are of one type.
     first, zero = cache.length, jnp.zeros_like(cache.length)
     slots_T = first + jnp.arange(T)
@@ -92,36 +98,42 @@ def prefill(
     )
 
     def layer(
-        carry: tuple[jax.Array, Cache], inputs: tuple[Block, jax.Array, Cache]
-    ) -> tuple[tuple[jax.Array, Cache], None]:
-        x_BTD, layers = carry
-        block, index, source = inputs
-        block = block.at(index)
+        carry: tuple[jax.Array, tuple[Cache, ...]],
+        block: Block,
+        place: tuple[int, jax.Array],
+        source: Cache | None,
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
+        (x_BTD, layers), (number, index) = carry, place
         updated: Cache = {}
 
         def attend(z_BTD: jax.Array) -> jax.Array:
             for name, array in block.attention.cached(z_BTD).items():
                 start = (index, zero, first) + (zero,) * (array.ndim - 2)
-                updated[name] = jax.lax.dynamic_update_slice(layers[name], array[None], start)
+                updated[name] = jax.lax.dynamic_update_slice(
+                    layers[number][name], array[None], start
+                )
             own = {
                 name: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
                 for name, array in updated.items()
             }
             return block.attention.attend_to(z_BTD, own, mask_BTS, first_query=first)
 
+        def both(attends: list[Branch]) -> tuple[jax.Array, tuple[Cache, ...]]:
+            out_BTD = block.around(attends, x_BTD)
+            return out_BTD, (*layers[:number], updated, *layers[number + 1 :])
+
         if not isinstance(block, CrossBlock):
-            return (block.around([attend], x_BTD), updated), None
+            return both([attend])
         cross_attention, valid_B1S = block.cross_attention, cache.source_valid_BS[:, None]
 
         def cross_attend(z_BTD: jax.Array) -> jax.Array:
             return cross_attention.attend_to(z_BTD, source, valid_B1S, cross=True)
 
-        return (block.around([attend, cross_attend], x_BTD), updated), None
+        return both([attend, cross_attend])
 
     # The whole cache is carried and updated in place; as an input of the scan it would be copied.
-    inputs = (model.blocks, jnp.arange(model.config.num_layers, dtype=first.dtype), cache.source)
-    (x_BTD, layers), _ = jax.lax.scan(
-        layer, (x_BTD, cache.layers), inputs, unroll=model.config.unroll
+    x_BTD, layers = scan_layers(
+        layer, (x_BTD, cache.layers), model.blocks, cache.source, config=model.config
     )
     logits_BV = model.logits(model.normed(x_BTD[:, -1:]))[:, 0]
     return logits_BV, cache._replace(layers=layers, length=first + T)
@@ -141,7 +153,7 @@ def take_rows(cache: KVCache, rows_M: jax.Array) -> KVCache:
     a row with the same source.
     """
 
-    def take(arrays: Cache) -> Cache:
+    def take(arrays: Any) -> Any:
         return jax.tree.map(lambda array: array[:, rows_M], arrays)
 
     taken = cache._replace(layers=take(cache.layers), start_B=cache.start_B[rows_M])

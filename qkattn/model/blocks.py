@@ -151,34 +151,3 @@ def module_key(key: jax.Array, name: str) -> jax.Array:
 def split_key(key: jax.Array | None, count: int) -> Sequence[jax.Array | None]:
     """`count` keys; without a key, `count` times None."""
     return [None] * count if key is None else list(jax.random.split(key, count))
-
-
-def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block] = Block) -> Block:
-    """L blocks as one module, every parameter with a leading axis L."""
-    return jax.vmap(lambda key: kind(config, key=key))(jax.random.split(key, config.num_layers))
-
-
-def run_blocks(
-    blocks: Block,
-    x_BTD: jax.Array,
-    mask_BTS: jax.Array,
-    *,
-    config: ModelConfig,
-    dropout_key: jax.Array | None = None,
-    **shared: jax.Array,
-) -> jax.Array:
-    """Passes x through the stack in one scan over layers.
-
-    Args:
-      shared: further arguments of the blocks, the same for all layers.
-    """
-
-    def layer(x_BTD: jax.Array, inputs: tuple) -> tuple[jax.Array, None]:
-        block, index, key = inputs
-        return block.at(index)(x_BTD, mask_BTS, key, **shared), None
-
-    if config.remat:
-        layer = jax.checkpoint(layer, prevent_cse=False)
-    keys = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)
-    inputs = (blocks, jnp.arange(config.num_layers), keys)
-    return jax.lax.scan(layer, x_BTD, inputs, unroll=config.unroll)[0]

@@ -6,6 +6,7 @@ the arrays that a layer keeps, all by abstract evaluation.
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -100,6 +101,10 @@ def cache_floats_per_token(config: ModelConfig) -> int:
     """
     if config.kind == 'encoder':
         return 0
+    if config.pattern is not None:
+        cycle = [dataclasses.replace(layer, num_layers=1) for layer in config.cycle]
+        layers = itertools.islice(itertools.cycle(cycle), config.num_layers)
+        return sum(cache_floats_per_token(layer) for layer in layers)
     one_layer = abstract_model(dataclasses.replace(config, num_layers=1))
     y_BSD = jax.ShapeDtypeStruct((1, 1, config.d_model), jnp.float32)
 

@@ -1,10 +1,12 @@
 """The attention layers of a model configuration: one specification per site."""
 
+import functools
 from collections.abc import Callable
 
 from qkattn.attention import registry
 from qkattn.attention.spec import AttentionSpec
 from qkattn.config import Config, ModelConfig
+from qkattn.config.calls import split_pattern
 from qkattn.config.validate import validate_settings
 from qkattn.errors import ConfigError, SpecError
 
@@ -35,10 +37,16 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
 def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
     """The attention layers of a model: a function that makes each specification, by its setting."""
     found = {'model': lambda: attention_spec(config)}
+    for turn in range(0 if config.pattern is None else len(split_pattern(config.pattern))):
+        found[f'model.pattern[{turn}]'] = functools.partial(_at_turn, config, turn)
     if config.kind == 'encoder_decoder':
         found['model.encoder_variant'] = lambda: attention_spec(config.encoder)
         found['model.cross_variant'] = lambda: attention_spec(config.cross)
     return found
+
+
+def _at_turn(config: ModelConfig, turn: int) -> AttentionSpec:
+    return attention_spec(config.cycle[turn])
 
 
 def validate(config: Config) -> None:

@@ -1,7 +1,5 @@
 """What all models share: embedding, positions, a stack of blocks, and the output matrix."""
 
-import operator
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +8,8 @@ from qkattn.attention import Attention
 from qkattn.attention.parameters import initialization, one_key, weight
 from qkattn.attention.rope import sinusoids
 from qkattn.config import ModelConfig
-from qkattn.model.blocks import Block, Norm, drop, run_blocks, split_key, stack_blocks
+from qkattn.model.blocks import Block, Norm, drop, split_key
+from qkattn.model.stack import layer_of, run_blocks, stack_blocks
 
 
 class Stream(nnx.Module):
@@ -94,14 +93,11 @@ class Stream(nnx.Module):
           site: 'attention', or 'cross_attention' in the decoder of an encoder-decoder, whose
             `encoder` has layers of its own.
         """
-        sites = [name for name, part in vars(self.blocks).items() if isinstance(part, Attention)]
+        blocks = [layer_of(self.blocks, index) for index in range(self.config.num_layers)]
+        sites = [name for name, part in vars(blocks[0]).items() if isinstance(part, Attention)]
         if site not in sites:
             raise ValueError(f'{site!r} names no layers; known are {", ".join(sites)}')
-        stacked = getattr(self.blocks, site)
-        return [
-            jax.tree.map(operator.itemgetter(i), stacked).at(i)
-            for i in range(self.config.num_layers)
-        ]
+        return [getattr(block, site) for block in blocks]
 
     def check_length(self, tokens_BT: jax.Array, field: str = 'model.context') -> None:
         """Raises ValueError for more tokens than config.context."""

@@ -122,6 +122,6 @@ def check_sites(config: ModelConfig) -> None:
 
 def variant_of(config: ModelConfig) -> str:
     """The variant in messages, with those of the other sites where they are set."""
-    other = ('encoder_variant', 'cross_variant')
+    other = ('pattern', 'encoder_variant', 'cross_variant')
     fields = (f'{name}={getattr(config, name)}' for name in other if getattr(config, name))
     return '?'.join(filter(None, (f'{config.score}/{config.value}', '&'.join(fields))))

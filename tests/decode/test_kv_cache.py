@@ -69,8 +69,8 @@ def test_every_variant_decodes_from_a_cache_of_the_documented_size(score, value)
     model = make(score=score, value=value, positions=positions)
     cache = kv_cache.init_cache(model, *TOKENS.shape)
     assert_close(last_logits(model, TOKENS, cache, chunk=1), np.asarray(uncached(model, TOKENS)))
-    assert all(array.shape[:3] == (2, *TOKENS.shape) for array in cache.layers.values())
-    cached_bytes = sum(array.nbytes for array in cache.layers.values())
+    assert all(array.shape[:3] == (2, *TOKENS.shape) for array in jax.tree.leaves(cache.layers))
+    cached_bytes = sum(array.nbytes for array in jax.tree.leaves(cache.layers))
     assert cached_bytes == cost.cache_floats_per_token(model.config) * 4 * TOKENS.size
 
 
@@ -115,7 +115,7 @@ def test_a_cache_in_bfloat16_stays_in_bfloat16():
     cache = kv_cache.init_cache(model, 2, 4)
     logits_BV, longer = jax.eval_shape(kv_cache.prefill, model, TOKENS[:, :2], cache)
     assert logits_BV.dtype == jnp.float32
-    for arrays in (cache.layers, longer.layers):
+    for (arrays,) in (cache.layers, longer.layers):
         assert {array.dtype for array in arrays.values()} == {jnp.dtype(jnp.bfloat16)}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from scipy.special import erf
 
 from qkattn.attention import oracle
+from qkattn.model.stack import layer_of
 from tests.attention.layers import mixed, relative_bias
 
 ACTIVATIONS = {
@@ -29,7 +30,7 @@ def run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
     """From embedded tokens to what the norm behind the last block leaves."""
     config = stream.config
     for index in range(config.num_layers):
-        block = jax.tree.map(lambda stacked, index=index: stacked[index], stream.blocks).at(index)
+        block = layer_of(stream.blocks, index)
 
         def attend(z_BTD, block=block):
             return _attention(block.attention, z_BTD, z_BTD, mask_BTS)

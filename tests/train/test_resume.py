@@ -173,6 +173,24 @@ def test_a_run_restores_onto_another_mesh(unfinished):
         assert abs(g['val_loss'] - w['val_loss']) < 1e-4
 
 
+@pytest.mark.slow
+def test_layers_of_several_variants_resume_bitwise_and_on_another_mesh(small, trained, tmp_path):
+    pattern = {'num_layers': 3, 'd_model': 16, 'pattern': 'qk/vo,qk/no_v'}
+    config = small(model=pattern, trials={'seeds': (0,)}, train={'num_steps': 8})
+    straight, want = trained(config)
+    dispatches = iter(range(8))
+    with pytest.raises(Lost, match='step 7'):
+        train(config, tmp_path, lost=lambda: next(dispatches) == 6)
+    train(config, tmp_path)
+    assert outcome(tmp_path) == outcome(straight)
+    shutil.rmtree(tmp_path / 'checkpoints' / '8')
+    (tmp_path / 'result.json').unlink()
+    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
+    got = train(dataclasses.replace(config, mesh=mesh), tmp_path)
+    for g, w in zip(got, want, strict=True):
+        assert abs(g['val_loss'] - w['val_loss']) < 1e-4
+
+
 def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(small, trained, outside):
     """A run that another process has taken over is let go; its sinks get every record once."""
     asked, tmp_path = [], outside

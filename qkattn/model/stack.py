@@ -1,0 +1,117 @@
+"""The blocks of a model: stacks of equal layers, through which one scan passes."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qkattn.config import ModelConfig
+from qkattn.model.blocks import Block
+
+
+class Pattern(nnx.Module):
+    """Layers of several variants in turn: layer l is number l // P of stack l % P, of P stacks."""
+
+    def __init__(self, stacks: list[Block]):
+        self.period = len(stacks)
+        for number, stack in enumerate(stacks):
+            setattr(self, f'stack_{number}', stack)
+
+
+Blocks = Block | Pattern
+
+
+def stacks_of(blocks: Blocks) -> list[Block]:
+    """The stacks in the order of their first layers; one where all layers have one variant."""
+    if isinstance(blocks, Block):
+        return [blocks]
+    return [getattr(blocks, f'stack_{number}') for number in range(blocks.period)]
+
+
+def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block] = Block) -> Blocks:
+    """L blocks: every parameter has a leading axis of the layers of one variant, L without pattern.
+
+    Raises:
+      SpecError: a pattern that does not fit.
+    """
+    keys, cycle = jax.random.split(key, config.num_layers), config.cycle
+    if len(cycle) == 1:
+        return jax.vmap(lambda key: kind(cycle[0], key=key))(keys)
+    stacks = [
+        jax.vmap(lambda key, layer=layer: kind(layer, key=key))(keys[number :: len(cycle)])
+        for number, layer in enumerate(cycle)
+    ]
+    return Pattern(stacks)
+
+
+def layer_of(blocks: Blocks, index: int) -> Block:
+    """Layer number `index`, from 0."""
+    stacks = stacks_of(blocks)
+    row, number = divmod(index, len(stacks))
+    return jax.tree.map(operator.itemgetter(row), stacks[number]).at(index)
+
+
+def scan_layers(
+    step: Callable[[Any, Block, tuple[int, jax.Array], Any], Any],
+    carry: Any,
+    blocks: Blocks,
+    rows: Any,
+    *,
+    config: ModelConfig,
+) -> Any:
+    """The carry after `carry = step(carry, block, place, row)` for every layer in turn.
+
+    One scan: a layer, or with a pattern one layer of each variant, is an iteration. Layers beyond
+    the last whole iteration follow the scan.
+
+    Args:
+      step: `place` is the number of the block's stack and the block's row in it; `row` is that of
+        the layer in `rows`.
+      rows: arrays [L, ...] in any tree.
+    """
+    stacks, L = stacks_of(blocks), config.num_layers
+    P, inputs = len(stacks), []
+    for number, stack in enumerate(stacks):
+        layers = jnp.arange(number, L, P, dtype=jnp.int32)
+        own = rows if P == 1 else jax.tree.map(operator.itemgetter(slice(number, None, P)), rows)
+        inputs.append((stack, layers, jnp.arange(len(layers), dtype=jnp.int32), own))
+
+    def cycle(carry: Any, inputs: list[tuple]) -> tuple[Any, None]:
+        for number, (block, layer, row, own) in enumerate(inputs):
+            carry = step(carry, block.at(layer), (number, row), own)
+        return carry, None
+
+    whole, rest = divmod(L, P)
+    first = jax.tree.map(operator.itemgetter(slice(whole)), inputs) if rest else inputs
+    carry, _ = jax.lax.scan(cycle, carry, first, unroll=max(1, config.unroll // P))
+    last = jax.tree.map(operator.itemgetter(whole), inputs[:rest])
+    return cycle(carry, last)[0]
+
+
+def run_blocks(
+    blocks: Blocks,
+    x_BTD: jax.Array,
+    mask_BTS: jax.Array,
+    *,
+    config: ModelConfig,
+    dropout_key: jax.Array | None = None,
+    **shared: jax.Array,
+) -> jax.Array:
+    """Passes x through all layers.
+
+    Args:
+      shared: further arguments of the blocks, the same for all layers.
+    """
+
+    def layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
+        return block(x_BTD, mask_BTS, key, **shared)
+
+    if config.remat:
+        layer = jax.checkpoint(layer, prevent_cse=False)
+    keys = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)
+    return scan_layers(
+        lambda x_BTD, block, _, key: layer(x_BTD, block, key), x_BTD, blocks, keys, config=config
+    )

@@ -1,0 +1,151 @@
+"""Layers of several variants in turn."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn.config import Config, ModelConfig
+from qkattn.config.calls import split_pattern
+from qkattn.convert import convert_model
+from qkattn.decode import kv_cache
+from qkattn.errors import ConfigError, SpecError
+from qkattn.model import Decoder, abstract_model, build, cost
+from qkattn.model.sites import validate
+from qkattn.study import matching
+from qkattn.study.arms import parse_variant
+from tests.attention import examples  # noqa: F401, the class `Differential`
+from tests.model import slow_transformer as slow
+
+VARIANTS = ['qk/vo', 'low_rank(rank=3)/no_v', 'merged/differential:Differential']
+CONFIG = ModelConfig(
+    pattern=','.join(VARIANTS), num_layers=5, d_model=16, num_heads=2, context=12, vocab_size=11
+)
+TOKENS = np.random.default_rng(0).integers(0, 11, (2, 12))
+
+
+@pytest.fixture(scope='module')
+def model() -> Decoder:
+    return slow.shaken(build(CONFIG, key=jax.random.key(0)), 0.2)
+
+
+@pytest.fixture(scope='module')
+def want(model) -> np.ndarray:
+    x_BTD = slow.embed(model, TOKENS, np.broadcast_to(np.arange(12), (2, 12)))
+    return slow.logits(model, slow.run(model, x_BTD, np.tri(12, dtype=bool)[None]))
+
+
+def with_settings(model: Decoder, **fields) -> Decoder:
+    config = dataclasses.replace(CONFIG, **fields)
+    params = jax.tree.leaves(model)
+    return jax.tree.unflatten(jax.tree.structure(abstract_model(config)), params)
+
+
+@pytest.mark.parametrize(
+    'fields', [{}, {'scan_unroll': 1}, {'remat': True, 'scan_unroll': 3}], ids=str
+)
+def test_the_numbers_are_those_of_the_slow_reference(model, want, fields):
+    """Five layers of three variants: two layers are left after the only whole iteration."""
+    got = jax.jit(lambda model: model(TOKENS))(with_settings(model, **fields))
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+
+
+def test_decoding_with_a_cache_gives_the_same_numbers(model, want):
+    cache = kv_cache.init_cache(model, *TOKENS.shape)
+    shapes = [{name: a.shape for name, a in arrays.items()} for arrays in cache.layers]
+    assert shapes == [
+        {'k_BSKH': (2, 2, 12, 2, 8), 'v_BSKH': (2, 2, 12, 2, 8)},
+        {'k_BSKR': (2, 2, 12, 2, 3), 'x_BSD': (2, 2, 12, 16)},
+        {'x_BSD': (1, 2, 12, 16), 'v_BSMG': (1, 2, 12, 1, 16)},
+    ]
+    floats = sum(array.size for array in jax.tree.leaves(cache.layers)) // TOKENS.size
+    assert cost.cache_floats_per_token(CONFIG) == floats == 2 * 32 + 2 * 22 + 32
+    prefill = jax.jit(kv_cache.prefill)
+    for first in range(0, 12, 3):
+        logits_BV, cache = prefill(model, TOKENS[:, first : first + 3], cache)
+        expected = want[:, first + 2]
+        np.testing.assert_allclose(logits_BV, expected, atol=2e-5 * np.abs(want).max())
+    taken = kv_cache.take_rows(cache, jnp.array([1, 1]))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a[:, 0], b[:, 1]), taken.layers, cache.layers
+    )
+
+
+def test_layers_begin_as_those_of_models_with_one_variant(model):
+    fresh = build(CONFIG, key=jax.random.key(0)).layers()
+    assert [f'{a.spec.score}/{a.spec.value}' for a in fresh] == [*VARIANTS, *VARIANTS[:2]]
+    assert fresh[2].value.layer == 2
+    for index, variant in enumerate(VARIANTS[:2]):
+        fields = parse_variant(variant)
+        uniform = build(dataclasses.replace(CONFIG, pattern=None, **fields), key=jax.random.key(0))
+        for layer in (index, index + 3):
+            one, other = fresh[layer], uniform.layers()[layer]
+            jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_costs_are_sums_over_layers():
+    def uniform(variant, which):
+        one = dataclasses.replace(CONFIG, pattern=None, num_layers=1, **parse_variant(variant))
+        none = cost.measured(dataclasses.replace(one, num_layers=2), which)
+        return 2 * cost.measured(one, which) - none, none - cost.measured(one, which)
+
+    for which in ('total', 'non_embedding', 'flops', 'cache'):
+        rest, layer = uniform('qk/vo', which)
+        layers = 2 * layer + 2 * uniform(VARIANTS[1], which)[1] + uniform(VARIANTS[2], which)[1]
+        assert cost.measured(CONFIG, which) == pytest.approx(rest + layers, rel=1e-12), which
+
+
+def test_a_pattern_of_one_variant_is_the_model_without():
+    alone = dataclasses.replace(CONFIG, pattern='qk/vo')
+    plain = dataclasses.replace(CONFIG, pattern=None)
+    one, other = (build(config, key=jax.random.key(0)) for config in (alone, plain))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(one), jax.tree.leaves(other))
+
+
+@pytest.mark.parametrize('destination', ['d_model', 'd_ff', 'num_layers'])
+def test_a_pattern_is_matched(destination):
+    deep = 24 if destination == 'num_layers' else 4
+    base = ModelConfig(d_model=128, num_layers=deep, num_heads=4, context=128)
+    target = cost.measured(base, 'total')
+    config = dataclasses.replace(base, **parse_variant('qk/vo?pattern=qk/vo,qk/no_v'))
+    found = matching.match(config, target, destination=destination)
+    assert abs(found.residual) <= 1e-3
+    assert found.parameters['total'] == cost.measured(found.config, 'total')
+    assert getattr(found.config, destination) > (getattr(base, destination) or 512)
+
+
+def test_variants_are_separated_by_the_commas_outside_of_parentheses():
+    text = 'shared_qk(key_norm=True,self_mask=True)/vo, qk/low_rank(rank=(2)),a.b:C/no_v'
+    assert split_pattern(text) == [
+        'shared_qk(key_norm=True,self_mask=True)/vo',
+        'qk/low_rank(rank=(2))',
+        'a.b:C/no_v',
+    ]
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'pattern': 'qk/no_v,qk/vo'}, 'must begin with the variant of the model, qk/vo'),
+        ({'num_layers': 2}, 'has 3 variants for num_layers=2'),
+        ({'kind': 'encoder_decoder'}, 'is a setting of a decoder or an encoder'),
+        ({'pattern': 'qk/vo,qk/ov'}, "unknown value 'ov'"),
+        ({'pattern': 'qk/vo,'}, "variant '' must be written score/value"),
+        ({'pattern': ''}, "pattern='' must begin with"),
+        ({'pattern': 'qk/vo,merged/vo', 'positions': 'rope'}, r'\[1\]: merged has no rot'),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_pattern_that_does_not_fit_is_refused_in_one_sentence(fields, message):
+    config = dataclasses.replace(CONFIG, **fields)
+    with pytest.raises(ConfigError, match=f'^model.pattern.*{message}[^\n]*$'):
+        validate(Config(model=config))
+    with pytest.raises(SpecError):
+        build(config, key=jax.random.key(0))
+
+
+def test_conversions_refuse_a_pattern(model):
+    with pytest.raises(ConfigError, match="one variant, but model.pattern is 'qk/vo,low_rank"):
+        convert_model('merge', CONFIG, {})
