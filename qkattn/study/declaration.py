@@ -148,11 +148,14 @@ def planned(path: Path) -> dict[str, dict[str, Any]]:
 
     Raises:
       RunDirectoryError: a line is damaged, so that a run may be missed that has a result.
+      ConfigError: a config has a field that is not known here.
     """
     file = path / 'plan.jsonl'
     try:
         lines = file.read_bytes().splitlines() if file.exists() else []
         return dict(map(_parsed, lines))
+    except ConfigError as error:
+        raise ConfigError(f'{file} has an {error}') from error
     except (OSError, ValueError) as error:
         advice = 'restore it from a copy, or remove it: it is then made again from the results'
         raise damaged(file, error, advice) from error

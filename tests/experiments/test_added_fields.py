@@ -58,4 +58,5 @@ def test_a_study_is_resumed_after_fields_were_added(script, later, tmp_path):
     # The version without the field names it.
     conftest.ROOT = ROOT
     old = script('ablate', *FLAGS)
-    assert old.returncode == 2 and 'unknown field base.train.keep=3; use the newer' in old.stderr
+    assert old.returncode == 2
+    assert 'plan.jsonl has an unknown field train.keep=3; use the newer version' in old.stderr

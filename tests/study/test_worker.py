@@ -345,6 +345,16 @@ def test_an_added_field_with_another_value_is_a_change(trained, tmp_path, study,
     assert len(trained) == 6
 
 
+def test_a_plan_of_a_newer_version_names_the_field_that_is_not_known(trained, tmp_path):
+    path = worker.run(STUDY, tmp_path / 'out')
+    planned = lines(path / 'plan.jsonl')
+    planned[0]['config']['model']['lately'] = 3
+    (path / 'plan.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in planned))
+    with pytest.raises(ConfigError, match=r'plan\.jsonl has an unknown field model\.lately=3; use'):
+        worker.run(STUDY, path)
+    assert len(trained) == 6
+
+
 def test_a_run_is_found_whatever_hash_named_it(trained, tmp_path):
     """A study of a time when configs had a field less and hashes were others."""
     path = worker.run(STUDY, tmp_path / 'out')
