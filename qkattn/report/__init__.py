@@ -10,7 +10,7 @@ from qkattn.report.latex import latex_table
 from qkattn.report.page import report_page
 from qkattn.report.run_page import write_run_report
 from qkattn.report.tables import csv_table, headline, report_markdown, report_text
-from qkattn.report.terminal import fitted, terminal_text
+from qkattn.report.terminal import fitted, terminal_text, width_of_terminal
 from qkattn.report.trials import trials_csv
 from qkattn.run import ledger
 from qkattn.run.files import write_atomic
@@ -61,7 +61,7 @@ def show_report(study_dir: str | Path) -> str:
     Raises:
       ReportError: the directory is not a study or holds no result, or its ledger is damaged.
     """
-    return terminal_text(*_write(study_dir))
+    return terminal_text(*_write(study_dir), width_of_terminal())
 
 
 def show_run_report(run_dir: str | Path) -> str:
@@ -71,7 +71,9 @@ def show_run_report(run_dir: str | Path) -> str:
       ReportError: the directory is not a run, or nothing was logged yet.
     """
     page, titles, rows = write_run_report(run_dir)
-    return f'{fitted(titles, rows)}\n\nall columns, curves and settings: {page}'
+    return (
+        f'{fitted(titles, rows, width_of_terminal())}\n\nall columns, curves and settings: {page}'
+    )
 
 
 def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:

@@ -1,5 +1,6 @@
 """What a terminal shows of a report: at most so many columns; the rest is in the files."""
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,20 +16,26 @@ WIDTH = 100
 """Columns of a terminal that a report fits into."""
 
 
-def terminal_text(study: Study, found: Findings, page: Path) -> str:
+def width_of_terminal() -> int:
+    """The columns of this terminal, at most WIDTH, which is that of a log, too."""
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
+
+
+def terminal_text(study: Study, found: Findings, page: Path, width: int) -> str:
     """What was found, the table of the headline, problems, and where the rest is."""
     # The headline's columns come first, then those of both the full and the brief table.
     of_study = [c for c in columns(study, found) if c.headline or (c.brief and c.full)]
     of_study.sort(key=lambda column: not column.headline)
-    table = fitted(headings(of_study), printed(of_study, found.arms))
+    table = fitted(headings(of_study), printed(of_study, found.arms), width)
     problems = [f'! {problem}' for problem in study.problems]
     lines = [f'study {study.name}', *([study.question] if study.question else []), '']
     lines += [*summary(study, found), *problems]
     more = f'all columns, notes and settings: {page.with_name("table.txt")}'
-    return '\n'.join([*map(wrapped, lines), '', table, '', more, f'report: {page}'])
+    lines = [wrapped(line, width) for line in lines]
+    return '\n'.join([*lines, '', table, '', more, f'report: {page}'])
 
 
-def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:
+def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int) -> str:
     """A table of the columns that fit, in their order.
 
     The first column, a name, loses its middle where it takes more than a quarter of the width.
@@ -46,6 +53,6 @@ def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int 
     return table(kept)
 
 
-def wrapped(text: str) -> str:
+def wrapped(text: str, width: int) -> str:
     """`text` in lines of a terminal; a path is not broken."""
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)

@@ -37,7 +37,8 @@ def written(path, steps=400, finished=True):
     return path
 
 
-def test_a_finished_run_has_curves_numbers_settings_and_provenance(tmp_path):
+def test_a_finished_run_has_curves_numbers_settings_and_provenance(tmp_path, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '100')
     text = show_run_report(written(tmp_path / 'run'))
     lines = text.splitlines()
     assert max(map(len, lines[:-1])) <= 100

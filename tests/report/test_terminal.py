@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from qkattn.report.terminal import WIDTH, fitted, terminal_text
+from qkattn.report.terminal import WIDTH, fitted, terminal_text, width_of_terminal
 from qkattn.verdict import find, load_study
 
 
-def test_a_study_takes_at_most_100_columns_and_has_its_verdicts(study):
+@pytest.mark.parametrize('width', [80, WIDTH])
+def test_a_study_fits_and_has_its_verdicts(study, width):
     loaded = load_study(study)
-    text = terminal_text(loaded, find(loaded), Path('runs/study/report.html'))
+    text = terminal_text(loaded, find(loaded), Path('runs/study/report.html'), width)
     lines = text.splitlines()
-    assert max(map(len, lines)) <= WIDTH == 100
+    assert max(map(len, lines)) <= width
     (titles,) = (line for line in lines if line.startswith('variant  '))
     assert 'difference in test loss' in titles and 'verdict' in titles
     assert lines[-2:] == [
@@ -35,3 +36,9 @@ def test_columns_that_do_not_fit_are_left_out_in_turn(width):
     assert (
         lines[-2].split()[0] == f'{"x" * ((width // 4 - 1) // 2)}…{"x" * ((width // 4 - 1) // 2)}'
     )
+
+
+@pytest.mark.parametrize(('columns', 'width'), [('80', 80), ('200', 100)])
+def test_a_report_is_as_wide_as_the_terminal_up_to_100(columns, width, monkeypatch):
+    monkeypatch.setenv('COLUMNS', columns)
+    assert width_of_terminal() == width
