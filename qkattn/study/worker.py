@@ -147,7 +147,7 @@ def _list_orphans(path: Path, planned: set[str]) -> None:
             about = _readable(directory / 'config.json', CONFIG)
             about = about or {'hash': None, 'config': None}
             line = {'directory': name, 'run': about['hash'], 'config': about['config']}
-            line['results'] = _readable(directory / 'result.json', [{}])
+            line['results'] = _readable(directory / 'result.json', [{'val_loss': float | None}])
             lines.append(json.dumps(line) + '\n')
     file, text = path / 'orphans.jsonl', ''.join(lines)
     if file.is_dir() or text.encode() != (file.read_bytes() if file.exists() else b''):

@@ -8,7 +8,7 @@ import pytest
 
 from qkattn.config import TrialsConfig, TuningConfig
 from qkattn.errors import ConfigError
-from qkattn.run.records import write_json
+from qkattn.run.records import read_json, write_json
 from qkattn.study import worker
 from qkattn.study.arms import build_arms
 from qkattn.verdict import find, load_study
@@ -144,3 +144,15 @@ def test_a_damaged_file_is_named_and_nothing_is_made_again(study, caplog, name, 
         assert set(unnamed) <= {'twice', 'empty'}
     else:
         assert set(unnamed) <= {'0: without crc32'}
+
+
+@pytest.mark.parametrize('change', [lambda results: results[:-1], lambda results: results[::-1]])
+def test_results_of_other_trials_are_refused(study, change):
+    planned = json.loads((study / 'plan.jsonl').read_text().splitlines()[0])['directory']
+    file = study / planned / 'result.json'
+    sound = file.read_bytes()
+    write_json(file, change(read_json(file, [{}])))
+    (sentence,), bug = what_is_said(ablate, study)
+    file.write_bytes(sound)
+    assert bug is None
+    assert 'result.json is damaged (it has results of ' in sentence and 'remove it' in sentence
