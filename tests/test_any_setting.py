@@ -39,6 +39,11 @@ RUN = Config(
     train=TrainConfig(num_steps=40, batch_size=4, steps_per_dispatch=5, lifting='map'),
     trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3)),
 )
+PAIRS = dataclasses.replace(
+    RUN,
+    model=dataclasses.replace(RUN.model, kind='encoder_decoder'),
+    data=DataConfig(name='parallel', languages='en-de', drop_long=True),
+)
 STUDY = Study(
     base=dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, checkpoint_every=40)),
     variants=('qk/vo', 'shared_qk/vo'),
@@ -46,9 +51,14 @@ STUDY = Study(
     tolerance=5e-3,
     tuning=TuningConfig(seeds=(7, 8)),
 )
-FIELDS = [(config, name) for config in (RUN, STUDY) for name in declared.settings(type(config))]
-# Each setting once: those of a run, and those that a study has besides its base.
-OWN = [(config, name) for config, name in FIELDS if config is RUN or not name.startswith('base.')]
+FIELDS = {config: [*declared.settings(type(config))] for config in (RUN, PAIRS, STUDY)}
+# Each setting once: those of a run, those of translation alone, those of a study besides its base.
+OF_PAIRS = ('encoder_variant', 'cross_variant', 'num_encoder_layers', 'source_context')
+OWN = [
+    *((RUN, name) for name in FIELDS[RUN]),
+    *((PAIRS, f'model.{name}') for name in OF_PAIRS),
+    *((STUDY, name) for name in FIELDS[STUDY] if not name.startswith('base.')),
+]
 
 NUMBERS = (2**31, 2**31 - 1, 2**63, -1, 0, 16**5000, 1e300, 1e-320, math.nan, math.inf, -math.inf)
 TEXTS = (
@@ -108,6 +118,8 @@ def texts(tmp_path_factory):
         (directory / split).mkdir()
         for place in range(100):
             (directory / split / f'{place}.txt').write_text(f'{split} {place} ' * 9)
+        for language in ('en', 'de'):
+            (directory / f'{split}.{language}').write_text(f'{split} {language}\n' * 20)
     return str(directory)
 
 
@@ -120,7 +132,7 @@ def accepted(texts, tmp_path_factory, compilations):
     directory, numbers = tmp_path_factory.mktemp('any'), itertools.count()
 
     def settle(config, changes, text) -> bool:
-        data = 'data.' if config is RUN else 'base.data.'
+        data = 'base.data.' if config is STUDY else 'data.'
         changes = {f'{data}path': texts, f'{data}data_dir': str(directory / 'data')} | changes
         try:
             read = (parsed if text else replaced)(config, changes)
@@ -191,15 +203,10 @@ CHANGES = st.one_of(
     *(
         st.tuples(
             st.just(config),
-            st.dictionaries(
-                st.sampled_from([name for of, name in FIELDS if of is config]),
-                VALUES,
-                min_size=1,
-                max_size=3,
-            ),
+            st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3),
             st.booleans(),
         )
-        for config in (RUN, STUDY)
+        for config, names in FIELDS.items()
     )
 )
 
@@ -224,7 +231,7 @@ def test_many_values_are_accepted_or_refused(accepted, changes):
     accepted(*changes)
 
 
-@pytest.mark.parametrize('config', [RUN, STUDY], ids=['run', 'study'])
+@pytest.mark.parametrize('config', FIELDS, ids=['run', 'pairs', 'study'])
 @pytest.mark.parametrize('text', [True, False])
 def test_the_settings_that_others_start_from_are_accepted(accepted, config, text):
     assert accepted(config, {}, text)
