@@ -8,6 +8,7 @@ import pytest
 from qkattn.config import (
     Config,
     Study,
+    TuningConfig,
     fingerprint,
     from_config_dict,
     from_json,
@@ -214,6 +215,12 @@ def test_settings_that_do_not_fit_each_other_are_refused():
 def test_a_search_can_be_checked_alone():
     with pytest.raises(ConfigError, match='decode.max_sources=-1 must be at least 1'):
         check_section('decode.', dataclasses.replace(Config().decode, max_sources=-1))
+
+
+@pytest.mark.parametrize('field', ['max_seeds', 'max_points'])
+def test_the_numbers_of_trials_that_tuning_adds_are_bounded(field):
+    with pytest.raises(ConfigError, match=f'{field}=1001 must be at least 1 and at most 1000'):
+        check_section('tuning.', TuningConfig(**{field: 1001}))
 
 
 def test_an_unknown_field_lists_the_known_ones():

@@ -148,6 +148,7 @@ def enter_lock(path):
                 ('file/run', r'file/run cannot be used \(Not a directory\)'),
                 ('/proc/run', 'workdir=/proc/run cannot be used'),
                 ('/proc', 'workdir=/proc cannot be used'),
+                ('x' * 256 + '/run', r'x/run cannot be used \(File name too long\)'),
             )
         ),
     ],
