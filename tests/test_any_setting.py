@@ -67,7 +67,18 @@ TEXTS = (
     *('qk(/vo', 'qk(rank=1)/vo', 'low_rank(rank=99999999999)/vo', 'low_rank(**{})/vo', 'qk/'),
     *('d_model=99999999999', 'd_model=0x' + 'f' * 5000, 'd_model=', 'd_model=2147483647'),
     *('qk/vo?d_model=2147483647', 'qk/vo?num_heads=-1', 'qk/vo?' + '-' * 3000 + '1', 'qk/vo?x=1'),
-    *('tfds:', 'recall(pairs=99999999999)', 'recall(pairs=-1)', 'copy(', '(1,2', '(' * 300),
+    *(
+        'tfds:',
+        'tfds:9',
+        '9',
+        'hf:',
+        'hf:a',
+        'recall(pairs=99999999999)',
+        'recall(pairs=-1)',
+        'copy(',
+        '(1,2',
+        '(' * 300,
+    ),
 )
 ONE = st.one_of(
     st.sampled_from(NUMBERS),

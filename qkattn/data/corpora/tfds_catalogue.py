@@ -80,14 +80,14 @@ def corpus(config: DataConfig) -> Corpus:
 def has(name: str) -> bool:
     """Whether the catalogue has a set of this name."""
     try:
-        return bool(re.fullmatch(r'\w+', name) and tfds.builder_cls(name))
+        return bool(re.fullmatch(r'[^\W\d]\w*', name) and tfds.builder_cls(name))
     except tfds.core.DatasetNotFoundError:
         return False
 
 
 def _creator(full_name: str, data_dir: str) -> Callable[[], tfds.core.DatasetBuilder]:
     """A function that makes the builder of 'tfds:NAME/CONFIG'."""
-    match = re.fullmatch(r'tfds:(\w+)(?:/([\w.+-]+))?', full_name)
+    match = re.fullmatch(r'tfds:([^\W\d]\w*)(?:/([\w.+-]+))?', full_name)
     if match is None:
         raise ConfigError(
             f"data.name={full_name!r} is not of the form 'tfds:NAME' or 'tfds:NAME/CONFIG'."

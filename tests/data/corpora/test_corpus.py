@@ -12,7 +12,10 @@ EXAMPLES = {'path': 'x', 'languages': 'en-de', 'feature': 'text', 'manual_dir': 
 @pytest.mark.parametrize(
     ('name', 'says'),
     [
-        *((name, '.* tfds:NAME, hf:NAME, or an') for name in ('stdlob', 'tfds', 'tiny_speare', '')),
+        *(
+            (name, '.* tfds:NAME, hf:NAME, or an')
+            for name in ('stdlob', 'tfds', 'tiny_speare', '', '9')
+        ),
         ('multi30', ", did you mean 'multi30k'"),
     ],
 )

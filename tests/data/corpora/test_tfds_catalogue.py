@@ -117,7 +117,10 @@ WMT14 = 'wmt14_translate'
 @pytest.mark.parametrize(
     ('name', 'options', 'says'),
     [
-        *((name, {}, FORM) for name in ('', 'a/b/c', f'{WMT14}/de-en:1.0.0', 'x:squad', '../x')),
+        *(
+            (name, {}, FORM)
+            for name in ('', 'a/b/c', f'{WMT14}/de-en:1.0.0', 'x:squad', '../x', '9')
+        ),
         ('wmt14_translat/de-en', {}, f"no 'wmt14_translat' .*did you mean '{WMT14}'"),
         (f'{WMT14}/de-es', {}, "has no config 'de-es'; valid: .*de-en"),
         (WMT14, {}, f"name one, as in 'tfds:{WMT14}/cs-en'; valid: cs"),
