@@ -23,11 +23,12 @@ def trained(tiny, tmp_path_factory):
     """A run of two trials after 4 steps, the first of which diverged."""
     directory = tmp_path_factory.mktemp('runs') / 'run'
     config = tiny(model={'num_layers': 1}, trials={'seeds': (0, 1)})
+    record = {'data': {}, 'train_seconds': 0.0}
     write_json(directory / 'config.json', {'hash': '', 'config': to_json(config)})
     state = jax.jit(lambda seeds: init_stack(config, seeds))(jnp.arange(2, dtype=jnp.uint32))
     state['trials']['alive'] = jnp.array([False, True])
     with contextlib.closing(Checkpoints(directory / 'checkpoints')) as checkpoints:
-        checkpoints.save(4, {**state, 'step': jnp.int32(4)}, {}, 1.0)
+        checkpoints.save(4, {**state, 'step': jnp.int32(4)}, record, 1.0)
     return directory, config
 
 
