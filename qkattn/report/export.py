@@ -1,10 +1,11 @@
 """Copies what is worth keeping of a study: small files that the report can be made from again."""
 
-import json
 from pathlib import Path
 
 from qkattn.errors import ReportError
+from qkattn.run import ledger
 from qkattn.run.files import write_atomic
+from qkattn.run.records import parse_file
 from qkattn.verdict.load import Study, load_study
 
 FILES = (
@@ -36,10 +37,10 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
         log = source / run.directory / 'metrics.jsonl'
         if not log.is_file():
             continue
-        lines = log.read_text(encoding='utf-8').splitlines(keepends=True)
+        lines = log.read_bytes().splitlines(keepends=True)
         if run.trials:
-            lines = [line for line in lines if json.loads(line)['kind'] != 'train']
-        write_atomic(destination / log.relative_to(source), ''.join(lines))
+            lines = [line for line in lines if not ledger.is_training(line)]
+        write_atomic(destination / log.relative_to(source), b''.join(lines))
         documents = log.with_name('documents.json')
         if documents.is_file():
             write_atomic(destination / documents.relative_to(source), documents.read_bytes())
@@ -57,8 +58,8 @@ def _check_destination(study: Study, destination: Path) -> None:
     if (destination / 'runs').is_dir() and any(destination.glob('runs/*/checkpoints')):
         raise ReportError(f'{str(destination)!r} holds a study that was run there; give another.')
     try:
-        name = json.loads((destination / 'study.json').read_text(encoding='utf-8'))['name']
-    except (OSError, ValueError, KeyError, TypeError):
+        name = parse_file(destination / 'study.json', {'name': str})['name']
+    except ValueError:
         name = None
     if name != study.name:
         raise ReportError(

@@ -58,7 +58,7 @@ def check_study(directory: str | Path) -> int:
         path = study.directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
-        actual = path.read_text(encoding='utf-8')
+        actual = path.read_text(encoding='utf-8', errors='replace')
         if place := difference(actual, expected):
             raise ReportError(f'{path} is not what its logs give, {place}')
         count += len(NUMBER.findall(DRAWING.sub('', actual)))

@@ -223,10 +223,15 @@ def digests(directory: Path) -> dict[str, str | None]:
             run = parse_json(line)['directory']
             evaluations = hashlib.sha256()
             for record in _lines(directory / run / 'metrics.jsonl'):
-                if b'"kind": "train"' not in record:
+                if not is_training(record):
                     evaluations.update(record)
             logs[run] = [_file_sha256(directory / run / 'documents.json'), evaluations.hexdigest()]
     return found | {LOGS: _sha256(logs)}
+
+
+def is_training(line: bytes) -> bool:
+    """Whether a line of metrics.jsonl is one of those that exports and `digests` leave out."""
+    return b'"kind": "train"' in line
 
 
 def _file_sha256(path: Path) -> str | None:

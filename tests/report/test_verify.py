@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -56,6 +57,20 @@ def test_what_is_exported_is_small_and_enough(written, study):
     before = (written / 'report.html').read_text()
     report.write_report(study)
     assert (study / 'report.html').read_text() == before
+
+
+def test_damaged_lines_are_exported_as_they_are_and_named_by_a_check(written, tmp_path):
+    source = shutil.copytree(written, tmp_path / 'source')
+    log = next(source.glob('*/metrics.jsonl'))
+    log.write_bytes(log.read_bytes() + b'\x80{"kind": "ev\n')
+    copied = export(source, tmp_path / 'copy')
+    assert (copied / log.relative_to(source)).read_bytes().endswith(b'\x80{"kind": "ev\n')
+    with pytest.raises(ReportError, match=f'{log.relative_to(source)}:[0-9]+ was left out: it is'):
+        check_study(copied)
+    (written_page := tmp_path / 'source/report.html').write_bytes(b'\x80')
+    log.write_bytes((written / log.relative_to(source)).read_bytes())
+    with pytest.raises(ReportError, match=f'{written_page} is not what its logs give'):
+        check_study(source)
 
 
 def test_an_export_does_not_overwrite_something_else(written, tmp_path):
