@@ -8,6 +8,10 @@ class ConfigError(ValueError):
     """A setting that cannot work."""
 
 
+class UnknownFieldError(ConfigError):
+    """A stored config has a field that this version does not know."""
+
+
 class SpecError(ValueError):
     """An attention layer that cannot be built."""
 

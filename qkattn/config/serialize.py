@@ -13,7 +13,7 @@ from ml_collections import config_dict
 from qkattn.config import schema
 from qkattn.config.run_config import Config
 from qkattn.config.study_config import Study
-from qkattn.errors import ConfigError
+from qkattn.errors import ConfigError, UnknownFieldError
 
 # Settings that do not change what a run computes, of which each worker of a study may have its own:
 # devices, where the data lies, whose contents a run checks by fingerprints of their own, and where
@@ -38,13 +38,14 @@ def from_json(cls: Any, values: Mapping[str, Any], where: str = '') -> Any:
     """Builds `cls` from nested values; fields that they lack have the default of their schema.
 
     Raises:
-      ConfigError: an unknown field, or a section that is not an object.
+      UnknownFieldError: an unknown field.
+      ConfigError: a section that is not an object.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f'{where.rstrip(".") or "config"}={values!r} must be an object of fields')
     types_by_field = typing.get_type_hints(cls)
     if unknown := sorted(set(values) - set(types_by_field)):
-        raise ConfigError(
+        raise UnknownFieldError(
             f'unknown field {where}{unknown[0]}={values[unknown[0]]!r}; use the newer version of '
             f'qkattn that wrote it, or one of {", ".join(types_by_field)}'
         )

@@ -27,7 +27,7 @@ from qkattn.config import (
     with_machine_of,
 )
 from qkattn.config.calls import imported
-from qkattn.errors import ConfigError, InUseError, RunDirectoryError
+from qkattn.errors import ConfigError, InUseError, RunDirectoryError, UnknownFieldError
 from qkattn.run.file_schemas import CONFIG, PROVENANCE
 from qkattn.run.files import disk_errors, locked, make_directory
 from qkattn.run.provenance import describe_start
@@ -124,8 +124,10 @@ def _check_config(directory: Path, config: Config) -> bool:
         raise damaged(path, ValueError('its hash is not that of its config'))
     try:
         stored: Config = from_json(Config, found['config'])
-    except ConfigError as error:
+    except UnknownFieldError as error:
         raise ConfigError(f'{path} has an {error}; or give another workdir') from error
+    except ConfigError as error:
+        raise damaged(path, error) from error
     if fingerprint(stored) == fingerprint(config):
         return True
     wanted = with_machine_of(config, stored)

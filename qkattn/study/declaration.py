@@ -21,7 +21,7 @@ from qkattn.config import (
     to_json,
     with_machine_of,
 )
-from qkattn.errors import ConfigError
+from qkattn.errors import ConfigError, UnknownFieldError
 from qkattn.run import ledger
 from qkattn.run.file_schemas import PLACE, STUDY
 from qkattn.run.files import locked
@@ -125,8 +125,10 @@ def _extended(
         raise damaged(file, error) from error
     try:
         before: Config = from_json(type(study.base), earlier['base'], 'base.')
-    except ConfigError as error:
+    except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
+    except ConfigError as error:
+        raise damaged(file, error) from error
     now: Config = with_machine_of(study.base, before)
     gone = [
         f'{name}: {value!r} is left out, but {name} may only grow'
@@ -148,13 +150,13 @@ def planned(path: Path) -> dict[str, dict[str, Any]]:
 
     Raises:
       RunDirectoryError: a line is damaged, so that a run may be missed that has a result.
-      ConfigError: a config has a field that is not known here.
+      ConfigError: a config has a field that this version does not know.
     """
     file = path / 'plan.jsonl'
     try:
         lines = file.read_bytes().splitlines() if file.exists() else []
         return dict(map(_parsed, lines))
-    except ConfigError as error:
+    except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
     except (OSError, ValueError) as error:
         advice = 'restore it from a copy, or remove it: it is then made again from the results'
@@ -167,6 +169,8 @@ def _parsed(line: bytes) -> tuple[str, dict[str, Any]]:
     check(record, PLACE | {'stage': str, 'knob': str | None, 'directory': str, 'config': dict})
     try:
         return fingerprint(from_json(Config, record['config'])), record
+    except UnknownFieldError:
+        raise
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f'the config of run {record["directory"]} cannot be read') from error
 

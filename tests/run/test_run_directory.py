@@ -116,6 +116,12 @@ def test_a_run_is_resumed_whatever_its_config_lacks_and_its_hash_was(tmp_path):
         RunDirectory.open(tmp_path, CONFIG)
 
 
+def test_a_config_that_is_no_config_is_damaged(tmp_path):
+    (tmp_path / 'config.json').write_text(json.dumps(with_hash({'model': []})))
+    with pytest.raises(RunDirectoryError, match=r'config\.json is damaged \(model=\[\] must be'):
+        RunDirectory.open(tmp_path, CONFIG)
+
+
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [
