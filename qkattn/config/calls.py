@@ -11,9 +11,11 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from qkattn.errors import ConfigError, SpecError
+
+T = TypeVar('T')
 
 
 def resolve(
@@ -60,6 +62,20 @@ def resolve(
                     f'{name} has no option {option!r}; it takes {", ".join(accepted) or "none"}'
                 )
     return found, options
+
+
+def called(field: str, text: str, call: Callable[[], T]) -> T:
+    """The result of `call`, to code that the import path `text` names.
+
+    Raises:
+      ConfigError: as the code raises it, and in place of every other exception.
+    """
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except Exception as failure:
+        raise ConfigError(f'{field}={text!r} fails, {_at(failure)}') from failure
 
 
 def options_of(target: Callable[..., Any]) -> dict[str, Any]:
@@ -129,6 +145,12 @@ def split_variant(text: str) -> tuple[str, str]:
     return score, value
 
 
+def _at(failure: Exception) -> str:
+    last = traceback.extract_tb(failure.__traceback__)[-1]
+    reason = ' '.join(str(failure).split())
+    return f'{type(failure).__name__} in {last.filename}, line {last.lineno}: {reason}'
+
+
 def _import(path: str, field: str, error: type[ValueError]) -> Any:
     module, _, name = path.partition(':')
     if not all(part.isidentifier() for part in [*module.split('.'), name]):
@@ -138,11 +160,7 @@ def _import(path: str, field: str, error: type[ValueError]) -> Any:
     except ModuleNotFoundError as missing:
         raise error(f'{field}={path!r}: no module named {missing.name!r}') from missing
     except Exception as failure:
-        last = traceback.extract_tb(failure.__traceback__)[-1]
-        raise error(
-            f'{field}={path!r}: {module} cannot be imported, {type(failure).__name__} in '
-            f'{last.filename}, line {last.lineno}: {" ".join(str(failure).split())}'
-        ) from failure
+        raise error(f'{field}={path!r}: {module} cannot be imported, {_at(failure)}') from failure
     if not hasattr(imported, name):
         raise error(f'{field}={path!r}: {module} has no {name!r}')
     return getattr(imported, name)

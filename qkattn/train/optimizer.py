@@ -7,14 +7,13 @@ in the name are its keyword-only arguments.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from qkattn.config import OptimizerConfig
-from qkattn.config.calls import resolve, takes
+from qkattn.config.calls import called, resolve, takes
 from qkattn.errors import ConfigError
 from qkattn.train.muon import muon
 from qkattn.train.parameter_names import decayed
@@ -99,7 +98,7 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
     """
     named, decay = _named(config), decay_of(config)
     if ':' in config.name:
-        made = _called('optimizer.name', config.name, lambda: named(config, 1e-3, 0.0))
+        made = called('optimizer.name', config.name, lambda: named(config, 1e-3, 0.0))
         if not isinstance(made, optax.GradientTransformation):
             raise ConfigError(
                 f'optimizer.name={config.name!r} must return an optax.GradientTransformation, '
@@ -107,7 +106,7 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
             )
     if ':' in config.schedule:
         steps = num_steps - config.warmup_steps
-        end = _called(
+        end = called(
             'optimizer.schedule', config.schedule, lambda: float(decay(config, steps)(steps))
         )
         if not math.isclose(end, config.final_fraction, abs_tol=1e-3):
@@ -115,11 +114,3 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
                 f'optimizer.final_fraction={config.final_fraction} must be {end:.4g}, where '
                 f'optimizer.schedule={config.schedule!r} ends'
             )
-
-
-def _called(field: str, name: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        reason = ' '.join(str(error).split())
-        raise ConfigError(f'{field}={name!r} fails: {type(error).__name__}: {reason}') from error

@@ -135,6 +135,9 @@ from qkattn.data.corpora.corpus import Corpus
 def nothing(config): pass
 def slashed(config):
     return Corpus(name='a/b', version='1', splits=('train',), documents=lambda x: {})
+class Odd:
+    encode = decode = num_bytes = None
+    def __init__(self): raise KeyError('x')
 """
 
 
@@ -143,6 +146,8 @@ def slashed(config):
     [
         ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),
         ({'name': 'fables:fables(size=1)'}, "has no option 'size'; it takes count"),
+        ({'name': 'fables:fables(count="a")'}, 'fails, TypeError in .*fables.py, line 6: '),
+        ({'tokenizer': 'odd:Odd'}, "tokenizer='odd:Odd' fails, KeyError in .*odd.py, line 8: 'x'"),
         ({'name': 'fables:Corpus'}, r"='fables:Corpus' is not a function \(config, \*, options\)"),
         ({'name': 'odd:nothing'}, "='odd:nothing' must return a Corpus, not None"),
         ({'name': 'odd:slashed'}, "the name 'a/b' of its corpus must consist of letters"),

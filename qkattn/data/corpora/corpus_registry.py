@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from qkattn.config import DataConfig
-from qkattn.config.calls import digest, resolve, takes
+from qkattn.config.calls import called, digest, resolve, takes
 from qkattn.data.corpora import (
     cldr,
     hugging_face,
@@ -122,7 +122,7 @@ def find(config: DataConfig) -> Corpus:
 
 def _from_outside(function: Callable[[DataConfig], Corpus], config: DataConfig) -> Corpus:
     """The corpus of an import path; its version includes a digest of options and source."""
-    corpus = function(config)
+    corpus = called('data.name', config.name, lambda: function(config))
     if not isinstance(corpus, Corpus):
         raise ConfigError(f'data.name={config.name!r} must return a Corpus, not {corpus!r}')
     for field in ('name', 'version'):

@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from qkattn.config.calls import digest, resolve
+from qkattn.config.calls import called, digest, resolve
 from qkattn.data.cache import DamagedCache, check_sha256, prepared_once, read_description
 from qkattn.data.tokenizers.bpe import BPETokenizer
 from qkattn.data.tokenizers.characters import CharacterTokenizer
@@ -101,7 +101,7 @@ def open_tokenizer(
     """
     cls, options = check(kind)
     if not hasattr(cls, 'train'):
-        return _named(cls(**options), kind)
+        return _named(called('data.tokenizer', kind, lambda: cls(**options)), kind)
     expected: dict[str, Any] = {'kind': kind, 'size': size if kind == 'bpe' else None}
     directory = data_dir / 'tokenizers' / name / version
     directory /= f'byte-bpe-{size}' if kind == 'bpe' else _folder(kind)
