@@ -209,7 +209,7 @@ def data_name(data: Mapping[str, Any]) -> str:
     name = f'{" → ".join(side["name"] for side in sides)} {" → ".join(versions)}'
     options = [f'{key}={plain(value)}' for key, value in data.get('options', {}).items()]
     options += [
-        f'{split} split: {100 * share:.0f} % of its train split, carved'
+        f'{100 * share:.0f} % of train carved as {split} split'
         for split, share in sides[0].get('carved', {}).items()
     ]
     return f'{name} ({", ".join(options)})' if options else name

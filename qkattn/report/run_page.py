@@ -25,7 +25,7 @@ from qkattn.report.figures.style import (
     render,
     style_sheet,
 )
-from qkattn.report.prose import NONE, environment, plain, si
+from qkattn.report.prose import NONE, data_name, environment, plain, si
 from qkattn.report.sheets import Heading
 from qkattn.run.file_schemas import CONFIG, PROVENANCE, read_results
 from qkattn.run.files import write_atomic
@@ -124,6 +124,7 @@ def facts(run: Run) -> dict[str, str]:
         return about
     first = run.results[0]
     return about | {
+        'data': data_name(first['data']),
         'parameters': f'{first["parameters"]["total"]:,}',
         'FLOPs per token': si(first['flops_per_token']),
         'cache, floats per token': si(first['cache_floats_per_token']),

@@ -324,6 +324,4 @@ def test_data_is_named():
     assert prose.data_name(sides) == 'a → b 1 → 2'
     assert prose.data_name({'name': 'copy', 'version': 1, 'options': {}}) == 'copy 1'
     carved = {'name': 'own', 'version': '1-carved-test', 'carved': {'test': 0.1}}
-    assert (
-        prose.data_name(carved) == 'own 1-carved-test (test split: 10 % of its train split, carved)'
-    )
+    assert prose.data_name(carved) == 'own 1-carved-test (10 % of train carved as test split)'

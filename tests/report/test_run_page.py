@@ -33,7 +33,9 @@ def written(path, steps=400, finished=True):
         ended = result_record(trial=trials[0], val_loss=1.5, test_loss=1.625)
         diverged = result_record(trial=trials[1], val_loss=None, test_loss=None)
         result = [ended, diverged | {'status': 'diverged', 'diverged_at': 201}]
-        write_json(path / 'result.json', [r | {'train_seconds': 61.0} for r in result])
+        data = {'name': 'own', 'version': '1-carved-test', 'carved': {'test': 0.1}}
+        common = {'train_seconds': 61.0, 'data': data}
+        write_json(path / 'result.json', [r | common for r in result])
     return path
 
 
@@ -52,6 +54,7 @@ def test_a_finished_run_has_curves_numbers_settings_and_provenance(tmp_path, mon
         'diverged at step 201',
         'train.num_steps',
         'git.commit',
+        'own 1-carved-test (10 % of train carved as test split)',
         'abc&lt;d&gt;',
     ):
         assert shown in page
