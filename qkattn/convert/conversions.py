@@ -56,7 +56,8 @@ class Conversion:
     @property
     def summary(self) -> str:
         """From which variant to which, in one line."""
-        return (inspect.getdoc(self.function) or '').splitlines()[0].removesuffix(' Exact.')
+        first = (inspect.getdoc(self.function) or '').partition('\n')[0]
+        return first.removesuffix(' Exact.')
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises ConfigError for an unknown option or a missing one."""
