@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 import shutil
 import sys
 import threading
@@ -86,7 +85,7 @@ class Progress:
         self._last = (0, self._opened)
         self._step = self._shown_step = 0
         self._loss: Any = None
-        self._texts = {'training': '', 'validation': ''}
+        self._losses: dict[str, Any] = {'training': None, 'validation': None}  # that are shown
         self._next_time = -np.inf
         self._drawn = False
         # Reentrant: the program's log goes through here, too, and may come from anywhere.
@@ -134,8 +133,9 @@ class Progress:
     def evaluated(self, step: int, loss: Any) -> None:
         """Takes the validation loss of the trials, in nats per token, at `step`."""
         with self._lock:
-            self._texts['validation'] = text = loss_text(loss)
+            self._losses['validation'] = loss
             if self._study is None:
+                text = loss_text(loss)
                 self.print(f'step {step:,}/{self._total:,}: validation loss {text} nats/token')
 
     def print(self, text: str) -> None:
@@ -192,12 +192,16 @@ class Progress:
 
     def _show(self, now: float) -> None:
         if self._loss is not None:
-            self._texts['training'] = loss_text(self._loss)
+            self._losses['training'] = np.asarray(self._loss)
         self._shown_step = self._step
         if self._terminal:
             self._draw(self._line(now))
             return
-        losses = [f'{kind} loss {text} nats/token' for kind, text in self._texts.items() if text]
+        losses = [
+            f'{kind} loss {loss_text(loss)} nats/token'
+            for kind, loss in self._losses.items()
+            if loss is not None
+        ]
         of_run, of_study, runs = self._left(now)
         parts = (*losses, self._speed(), of_run, of_study and f'{of_study} left', runs)
         text = ', '.join(part for part in parts if part)
@@ -206,7 +210,7 @@ class Progress:
     def _line(self, now: float) -> str:
         """The line of a terminal: label, loss and times left, and of the rest what fits."""
         width, of_run, of_study, runs = self._width(), *self._left(now)
-        loss, val = (_compact(text) for text in self._texts.values())
+        loss, val = ('' if x is None else loss_text(x, brief=True) for x in self._losses.values())
         parts = {'step': '', 'loss': loss and f'train loss {loss}', 'val': '', 'speed': ''}
         parts |= {'run': of_run, 'study': of_study or runs}
         more = {
@@ -300,16 +304,22 @@ class LogHandler(logging.Handler):
             shown.print(text)
 
 
-def loss_text(loss: Any) -> str:
-    """The loss with four decimals; over several trials its range, and how many are not finite."""
+def loss_text(loss: Any, *, brief: bool = False) -> str:
+    """The loss with four decimals; over several trials its range, and how many are not finite.
+
+    `brief` is in fewer words, and with three decimals where there is a range.
+    """
     values = np.asarray(loss, np.float64).ravel()
     finite = values[np.isfinite(values)]
     if finite.size == 0:
         return 'not finite'
     low, high = finite.min(), finite.max()
-    text = f'{low:.4f}' if values.size == 1 else f'{low:.4f} to {high:.4f}'
-    diverged = values.size - finite.size
-    return f'{text} ({diverged} of {values.size} trials not finite)' if diverged else text
+    if values.size == 1:
+        text = f'{low:.4f}'
+    else:
+        text = f'{low:.3f}-{high:.3f}' if brief else f'{low:.4f} to {high:.4f}'
+    diverged, word = values.size - finite.size, 'diverged' if brief else 'trials not finite'
+    return f'{text} ({diverged} of {values.size} {word})' if diverged else text
 
 
 def short(text: str, limit: int) -> str:
@@ -318,12 +328,3 @@ def short(text: str, limit: int) -> str:
         return text
     half = max(0, limit - 1) // 2
     return f'{text[: limit - 1 - half]}…{text[len(text) - half :]}'
-
-
-def _compact(text: str) -> str:
-    """A range with three decimals, and in fewer words."""
-    if ' to ' in text:
-        text = re.sub(
-            r'\d+\.\d+', lambda number: f'{float(number[0]):.3f}', text.replace(' to ', '-')
-        )
-    return text.replace(' trials not finite', ' diverged')
