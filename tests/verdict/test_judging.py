@@ -297,7 +297,8 @@ def test_code_that_is_not_one_commit_withholds_words_unless_accepted(
 
 def test_runs_outside_the_plan_are_a_remark(study_dir):
     write_tuned(study_dir, arm('qk/vo', 0) + arm('b/vo', 0.03))
-    write_lines(study_dir / 'orphans.jsonl', [{'directory': 'runs/x', 'run': 'x'}])
+    orphan = {'directory': 'runs/x', 'run': 'x', 'config': None, 'results': None}
+    write_lines(study_dir / 'orphans.jsonl', [orphan])
     found = find(load_study(study_dir))
     assert Remark(RemarkCode.ORPHANED_RUNS, {'runs': ('runs/x',)}) in found.remarks
     assert found.arms[1].verdict.decision is Decision.WORSE
