@@ -64,6 +64,7 @@ def example(tmp_path, monkeypatch):
     sys.modules.pop('signed_diagonal', None)
 
 
+@pytest.mark.slow
 def test_the_example_passes_the_contract_tests(example, tmp_path):
     done = subprocess.run(
         [sys.executable, '-m', 'pytest', '-q', 'tests/attention/test_contract.py']

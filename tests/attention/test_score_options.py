@@ -60,7 +60,9 @@ def test_an_option_keeps_its_meaning_under_rotation(score):
     assert error(near[:, -1], np.asarray(far[:, -1])) > 1e-3  # positions are told apart
 
 
-@pytest.mark.parametrize(('d_model', 'num_heads'), [(64, 8), (512, 1)])
+@pytest.mark.parametrize(
+    ('d_model', 'num_heads'), [(64, 8), pytest.param(512, 1, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize('score', [v for v in VARIANTS if 'temperature=0.5' not in v])
 def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
     contract.test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads)

@@ -38,7 +38,10 @@ def test_nothing_is_stored_or_cached_twice(variant, count, floats):
     assert sum(a.size for a in layer.cached(jnp.zeros((1, 1, D))).values()) == floats
 
 
-@pytest.mark.parametrize(('d_model', 'num_heads', 'gain'), [(64, 4, 1.0), (256, 1, 0.25)])
+@pytest.mark.parametrize(
+    ('d_model', 'num_heads', 'gain'),
+    [(64, 4, 0.25), pytest.param(256, 1, 1.0, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     'variant',
     [

@@ -35,6 +35,15 @@ EXTENDED = {
 VARIANTS = sorted(catalogue.documented_variants())
 
 
+def thinned(cases, every):
+    """All of `cases`, each but every `every`-th of them for the slow lane."""
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*case, marks=[pytest.mark.slow] if i % every else [])
+        for i, case in enumerate(values)
+    ]
+
+
 def make(**fields) -> Decoder | EncoderDecoder:
     """A model whose embeddings are large enough that every token and position matters."""
     model = build(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
@@ -61,7 +70,7 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(('score', 'value'), VARIANTS)
+@pytest.mark.parametrize(('score', 'value'), thinned(VARIANTS, every=4))
 def test_every_variant_decodes_from_a_cache_of_the_documented_size(score, value):
     positions = 'rope' if SCORES[score].supports_rope else 'alibi'
     if score == 'latent':
@@ -158,7 +167,9 @@ def uncached_pairs(model, source_BS, valid_BS):
     return np.asarray(uncached(model, TOKENS, source_BS=source_BS, source_segments_BS=segments_BS))
 
 
-@pytest.mark.parametrize('fields', SITES, ids=lambda fields: '-'.join(map(str, fields.values())))
+@pytest.mark.parametrize(
+    'fields', thinned(SITES, every=2), ids=lambda fields: '-'.join(map(str, fields.values()))
+)
 def test_an_encoder_decoder_decodes_from_its_cache(fields):
     model = make(**PAIRS | fields)
     expected = uncached_pairs(model, SOURCES, VALID)

@@ -5,6 +5,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from qkattn.run.records import read_json, read_metrics
 from tests.processes import other_modes, umask
 from tests.test_readme import example_code
@@ -73,6 +75,7 @@ TUNED = (
 )
 
 
+@pytest.mark.slow
 def test_two_workers_and_a_kill_leave_every_run_exactly_once(start, script_here, tmp_path):
     out = tmp_path / 'shared'
     flags = (*TUNED, '--workdir=shared', '--lease_expiry=40')

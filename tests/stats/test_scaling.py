@@ -79,7 +79,11 @@ def test_the_floor_is_never_negative():
 
 @pytest.mark.parametrize(
     ('num_sizes', 'num_seeds', 'size_sd'),
-    [(5, 3, 0.0), (6, 1, 0.0), (6, 3, 0.008)],
+    [
+        (5, 3, 0.0),
+        pytest.param(6, 1, 0.0, marks=pytest.mark.slow),
+        pytest.param(6, 3, 0.008, marks=pytest.mark.slow),
+    ],
     ids=['noise of seeds', 'one seed per size', 'noise of sizes'],
 )
 def test_intervals_of_the_exponent_hold_the_truth_in_most_studies(num_sizes, num_seeds, size_sd):

@@ -311,13 +311,18 @@ def one_device():
     ('name', 'mesh', 'lifting'),
     [
         ('language', MeshConfig(data=2, fsdp=2, tensor=2), 'map'),
-        ('language', MeshConfig(trial=2, data=2, tensor=2), 'map'),
         ('language', MeshConfig(trial=2, fsdp=2, tensor=2), 'vmap'),
         ('masked', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
-        ('translation', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
+        pytest.param(
+            'translation',
+            MeshConfig(data=2, fsdp=2, tensor=2),
+            'vmap',
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param('language', mesh, lifting, marks=pytest.mark.slow)
             for mesh, lifting in (
+                (MeshConfig(trial=2, data=2, tensor=2), 'map'),
                 (MeshConfig(trial=2, data=2, tensor=2), 'vmap'),
                 (MeshConfig(trial=2, fsdp=2, tensor=2), 'map'),
                 (MeshConfig(data=4), 'map'),
