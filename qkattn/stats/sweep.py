@@ -244,9 +244,10 @@ def _parabola(
     design_NP = np.column_stack([np.tile(np.eye(S), (V, 1)), x_N, x_N**2])
     coefficients_P = np.linalg.lstsq(design_NP, losses_N)[0]
     b, c = coefficients_P[S:]
-    if not (c > 0 and x[0] <= -b / (2 * c) <= x[-1]):
+    vertex = -b / (2 * c) if c > 0 else math.inf
+    # A vertex at an end of the values is not lost to rounding.
+    if not x[0] - ROUNDING <= vertex <= x[-1] + ROUNDING:
         return _Parabola(curvature=float(2 * c))
-    vertex = -b / (2 * c)
     at_vertex_P = np.array([1 / S] * S + [vertex, vertex**2])
     level = float(at_vertex_P @ coefficients_P)
     parabola = _Parabola(

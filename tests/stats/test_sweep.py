@@ -74,6 +74,15 @@ def test_the_fit_is_least_squares_with_a_level_per_seed_and_fiellers_interval():
         assert t == pytest.approx(2.228139, rel=1e-5)  # the 97.5 % quantile at 10 degrees
 
 
+@pytest.mark.parametrize('optimum', [GRID[-1] * (1 - 1e-14), GRID[-1], GRID[-1] * (1 + 1e-14)])
+def test_an_optimum_at_the_end_of_the_grid_is_found_whatever_the_rounding(optimum):
+    def loss(value, seed):
+        return 2.0 + 0.01 * seed + 0.1 * math.log(value / optimum) ** 2
+
+    found = sweep.fit(_losses(loss=loss))
+    assert found.best == GRID[-1] and found.optimum == pytest.approx(GRID[-1], rel=1e-12)
+
+
 def test_only_values_within_two_steps_of_the_best_are_fitted():
     far = {value: {0: 9.0} for value in (0.00025, 0.0005, 0.032, 0.064)}
     near = _losses(seeds=(0,))
