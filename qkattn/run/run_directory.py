@@ -68,7 +68,8 @@ class RunDirectory:
         Raises:
           InUseError: a live process holds it.
           RunDirectoryError: out of reach, or damaged.
-          ConfigError: holds a run of another configuration; the message lists the differences.
+          ConfigError: holds a study, or a run of another configuration, whose differences the
+            message lists.
         """
         directory = make_directory(path)
         with contextlib.ExitStack() as stack:
@@ -111,6 +112,8 @@ def _check_config(directory: Path, config: Config) -> bool:
     """Writes config.json, or checks the existing one; returns whether it existed."""
     path = directory / 'config.json'
     if not path.exists():
+        if (directory / 'study.json').exists():
+            raise ConfigError(f'workdir={directory} holds a study; give a run its own directory')
         orphans = [n for n in ('metrics.jsonl', 'checkpoints') if (directory / n).exists()]
         if orphans:
             raise RunDirectoryError(

@@ -54,6 +54,13 @@ def test_a_directory_in_use_is_refused_until_its_process_is_killed(tmp_path):
         assert run.metrics.last_step == 5
 
 
+def test_the_directory_of_a_study_is_refused_and_left_alone(tmp_path):
+    (tmp_path / 'study.json').write_text('{}')
+    with pytest.raises(ConfigError, match='holds a study; give a run its own directory'):
+        RunDirectory.open(tmp_path, CONFIG)
+    assert {path.name for path in tmp_path.iterdir()} == {'study.json', 'lock'}
+
+
 def test_a_directory_is_free_after_close_and_its_config_written_once(tmp_path):
     with RunDirectory.open(tmp_path, CONFIG) as run:
         assert not run.resumed
