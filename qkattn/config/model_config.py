@@ -148,7 +148,11 @@ class ModelConfig:
         None, 'Rate on attention probabilities; None is dropout.', **RATE
     )
     activation_dropout: float = setting(0.0, 'Rate on the hidden layer of the MLP.', **RATE)
-    remat: bool = setting(False, "Recompute a layer's activations in the backward pass.")
+    remat: Literal['none', 'full', 'dots'] = setting(
+        'none',
+        "Which activations of a layer the backward pass computes again: 'none', 'full' (all), or "
+        "'dots' (all but the outputs of its weight matrices).",
+    )
     scan_unroll: int | None = setting(
         None,
         'Layers unrolled per iteration of the scan over layers. None unrolls all of them below 12 '

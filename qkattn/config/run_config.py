@@ -159,6 +159,12 @@ class TrainConfig:
         "How the step is lifted over trials: 'vmap' (side by side), 'map' (one after another "
         "inside the program), or 'auto': the faster in a short measurement, recorded and kept.",
     )
+    logits_chunk: int | None = setting(
+        None,
+        'Positions whose logits are held at a time, in training and evaluation; the backward pass '
+        'computes them again. None is all: B T V numbers in float32.',
+        least=1,
+    )
     init_from: str | None = setting(
         None,
         'Exported parameters, or a run directory (its first trial), from which all trials start; '

@@ -28,7 +28,8 @@ def to_json(config: Any) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         nested = dataclasses.is_dataclass(value)
-        value = to_json(value) if nested else json.loads(json.dumps(value))
+        plain = schema.stored(field.name, value)
+        value = to_json(value) if nested else json.loads(json.dumps(plain))
         if field.name in always or value != defaults[field.name]:
             values[field.name] = value
     return values
@@ -51,7 +52,7 @@ def from_json(cls: Any, values: Mapping[str, Any], where: str = '') -> Any:
         )
     built = {}
     for name, value in {**schema.defaults(cls), **values}.items():
-        expected = types_by_field[name]
+        expected, value = types_by_field[name], schema.loaded(name, value)
         if dataclasses.is_dataclass(expected):
             built[name] = from_json(expected, value, f'{where}{name}.')
         elif typing.get_origin(expected) is tuple and isinstance(value, (list, tuple)):

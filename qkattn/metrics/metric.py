@@ -15,14 +15,12 @@ class Predictions:
     """What a model predicts for one batch; numpy or jax arrays.
 
     Attributes:
-      logits_BTV: float32 logits.
       targets_BT: target tokens.
       loss_weights_BT: 0 where a position has no target.
       nats_BT: cross-entropy of each target.
       correct_BT: whether the target is the argmax prediction.
     """
 
-    logits_BTV: Any
     targets_BT: Any
     loss_weights_BT: Any
     nats_BT: Any

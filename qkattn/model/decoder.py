@@ -17,14 +17,14 @@ class Decoder(Transformer):
 
     causal: ClassVar[bool] = True
 
-    def __call__(
+    def stream(
         self,
         tokens_BT: jax.Array,
         *,
         valid_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Float32 logits_BTV.
+        """The normed stream x_BTD after the last block, of which `logits` are taken.
 
         Args:
           tokens_BT: token ids, T <= config.context.
@@ -37,4 +37,4 @@ class Decoder(Transformer):
         self.check_length(tokens_BT)
         T = tokens_BT.shape[1]
         mask_BTS = visible(T, T, causal=self.causal, valid_BS=valid_BT, window=self.config.window)
-        return self.logits(self.run(self.embed(tokens_BT), mask_BTS, dropout_key))
+        return self.run(self.embed(tokens_BT), mask_BTS, dropout_key)

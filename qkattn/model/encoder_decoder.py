@@ -75,7 +75,7 @@ class EncoderDecoder(Transformer):
             own_embedding=not config.shared_embeddings,
         )
 
-    def __call__(
+    def stream(
         self,
         tokens_BT: jax.Array,
         *,
@@ -84,7 +84,8 @@ class EncoderDecoder(Transformer):
         segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Float32 logits_BTV of the next target token.
+        """The normed stream x_BTD of the targets after the last block; its logits are those of the
+        next target token.
 
         Args:
           tokens_BT: target tokens, T <= config.context.
@@ -103,14 +104,12 @@ class EncoderDecoder(Transformer):
         y_BSD = self.encode(source_BS, source_segments_BS, dropout_key=encoder_key)
         T = tokens_BT.shape[1]
         mask_BTS = visible(T, T, causal=True, window=self.config.window)
-        return self.logits(
-            self.run(
-                self.embed(tokens_BT, positions_of(segments_BT)),
-                mask_BTS & same_pair(segments_BT, segments_BT),
-                decoder_key,
-                y_BSD=y_BSD,
-                cross_mask_BTS=same_pair(segments_BT, source_segments_BS),
-            )
+        return self.run(
+            self.embed(tokens_BT, positions_of(segments_BT)),
+            mask_BTS & same_pair(segments_BT, segments_BT),
+            decoder_key,
+            y_BSD=y_BSD,
+            cross_mask_BTS=same_pair(segments_BT, source_segments_BS),
         )
 
     def encode(
@@ -120,7 +119,7 @@ class EncoderDecoder(Transformer):
         *,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """The encoder's output y_BSD; see __call__."""
+        """The encoder's output y_BSD; see `stream`."""
         self.encoder.check_length(source_BS, 'model.source_context')
         segments_BS = _one_pair(source_BS, source_segments_BS)
         S = source_BS.shape[1]

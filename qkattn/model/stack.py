@@ -11,6 +11,13 @@ from flax import nnx
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block
 
+# What a layer keeps for the backward pass. Products with a weight matrix have no batch axes; those
+# of queries and keys, and of probabilities and values, have.
+REMAT_POLICIES = {
+    'full': jax.checkpoint_policies.nothing_saveable,
+    'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
 
 class Pattern(nnx.Module):
     """Layers of several variants in turn: layer l is number l // P of stack l % P, of P stacks."""
@@ -109,8 +116,8 @@ def run_blocks(
     def layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
         return block(x_BTD, mask_BTS, key, **shared)
 
-    if config.remat:
-        layer = jax.checkpoint(layer, prevent_cse=False)
+    if config.remat != 'none':
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT_POLICIES[config.remat])
     keys = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)
     return scan_layers(
         lambda x_BTD, block, _, key: layer(x_BTD, block, key), x_BTD, blocks, keys, config=config

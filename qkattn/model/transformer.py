@@ -1,5 +1,7 @@
 """What all models share: embedding, positions, a stack of blocks, and the output matrix."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -127,6 +129,14 @@ class Transformer(Stream):
         tied = config.tied_embeddings
         with initialization(config.init, config.init_embedding):
             self.w_output_DV = None if tied else weight(key, 'w_output_DV', (D, V), D**-0.5)
+
+    def stream(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """The normed stream x_BTD after the last block; every kind of model has its own inputs."""
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """Float32 logits_BTV; the arguments are those of `stream`."""
+        return self.logits(self.stream(*args, **kwargs))
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Float32 logits_BTV of the normed stream."""

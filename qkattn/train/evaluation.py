@@ -9,23 +9,26 @@ from jax.sharding import PartitionSpec as P
 
 from qkattn import metrics
 from qkattn.config import Config
-from qkattn.train import step
+from qkattn.train import step, targets
 from qkattn.train.lifting import lift
 from qkattn.train.sharding import BATCH_AXES
 
 
 def measure(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
     """`metrics.row_sums` of one trial [B], without dropout or label smoothing."""
-    logits_BTV = step.predict(config, params, batch)
+    found = step.on_targets(config, params, batch, _of_targets)
     return metrics.row_sums(
         metrics.Predictions(
-            logits_BTV=logits_BTV,
-            targets_BT=batch['targets_BT'],
-            loss_weights_BT=batch['loss_weights_BT'],
-            nats_BT=step.cross_entropy(logits_BTV, batch['targets_BT']),
-            correct_BT=jnp.argmax(logits_BTV, -1) == batch['targets_BT'],
+            targets_BT=batch['targets_BT'], loss_weights_BT=batch['loss_weights_BT'], **found
         )
     )
+
+
+def _of_targets(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
+    return {
+        'nats_BT': targets.cross_entropy(logits_BTV, targets_BT),
+        'correct_BT': jnp.argmax(logits_BTV, -1) == targets_BT,
+    }
 
 
 def eval_step(config: Config, lifting: str, mesh: Mesh) -> Callable[[dict, dict], dict]:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from qkattn.config import Config
 from qkattn.model import build, with_params
 from qkattn.model.transformer import Transformer
+from qkattn.train import targets
 from qkattn.train.lifting import lift
 from qkattn.train.optimizer import optimizer
 from qkattn.train.schedules import schedule
@@ -34,50 +35,42 @@ def init_stack(config: Config, seeds: jax.Array) -> dict:
     return {'step': jnp.int32(0), 'trials': trials}
 
 
-def predict(
-    config: Config, params: dict, batch: dict, dropout_key: jax.Array | None = None
-) -> jax.Array:
-    """Logits_BTV from all arrays of the batch but targets and loss weights."""
+def on_targets(
+    config: Config,
+    params: dict,
+    batch: dict,
+    measure: targets.OnTargets,
+    dropout_key: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """`measure` of the logits and targets of a batch, train.logits_chunk positions at a time."""
     dtype = jnp.dtype(config.model.compute_dtype)
     model = with_params(config.model, jax.tree.map(lambda p: p.astype(dtype), params))
-    return _logits(model, batch, dropout_key)
+    x_BTD = model.stream(**_inputs(batch), dropout_key=dropout_key)
+    chunk = config.train.logits_chunk
+    return targets.on_targets(model.logits, x_BTD, batch['targets_BT'], measure, chunk)
 
 
-def _logits(model: Transformer, batch: dict, dropout_key: jax.Array | None = None) -> jax.Array:
-    inputs = {k: v for k, v in batch.items() if k not in ('targets_BT', 'loss_weights_BT')}
-    return model(**inputs, dropout_key=dropout_key)
+def _inputs(batch: dict) -> dict:
+    """All arrays of a batch but targets and loss weights."""
+    return {k: v for k, v in batch.items() if k not in ('targets_BT', 'loss_weights_BT')}
 
 
 def loss(model: Transformer, batch: dict) -> jax.Array:
     """Cross-entropy of the targets of a batch, nats per target, weighted by the loss weights."""
-    nats_BT = cross_entropy(_logits(model, batch), batch['targets_BT'])
+    nats_BT = targets.cross_entropy(model(**_inputs(batch)), batch['targets_BT'])
     return jnp.average(nats_BT, weights=batch['loss_weights_BT'])
-
-
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """-log softmax(logits)[target], nats_BT.
-
-    The target's logit is selected by a mask: selected by index, as in optax, its gradient is a
-    scatter, for which XLA copies all logits to every device where V is split (fsdp).
-    """
-    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
-    target_logits_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
-    return jax.nn.logsumexp(logits_BTV, -1) - target_logits_BT
 
 
 def loss_sum(
     config: Config, params: dict, batch: dict, dropout_key: jax.Array | None = None
 ) -> jax.Array:
-    """Sum over the batch of loss weight times loss, in nats.
+    """Sum over the batch of loss weight times loss, in nats, with train.label_smoothing."""
 
-    The loss is (1 - e) times the cross-entropy of the target plus e times the mean cross-entropy of
-    all V tokens, e = train.label_smoothing.
-    """
-    logits_BTV = predict(config, params, batch, dropout_key)
-    nats_BT = cross_entropy(logits_BTV, batch['targets_BT'])
-    if epsilon := config.train.label_smoothing:
-        uniform_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
-        nats_BT = (1 - epsilon) * nats_BT + epsilon * uniform_BT
+    def measure(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
+        epsilon = config.train.label_smoothing
+        return {'nats_BT': targets.smoothed(logits_BTV, targets_BT, epsilon)}
+
+    nats_BT = on_targets(config, params, batch, measure, dropout_key)['nats_BT']
     return jnp.sum(nats_BT * batch['loss_weights_BT'])
 
 

@@ -26,7 +26,7 @@ _FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_
 # Settings that do not affect results; trials with shared seeds are paired whatever the others are.
 _HARMLESS = (
     *('train.steps_per_dispatch', 'train.log_every', 'train.eval_every', 'train.checkpoint_every'),
-    *('train.lifting', 'model.remat', 'model.scan_unroll', 'trials.seeds'),
+    *('train.lifting', 'train.logits_chunk', 'model.remat', 'model.scan_unroll', 'trials.seeds'),
 )
 _MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens', 'target_parameters')
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')

@@ -44,6 +44,15 @@ def test_the_hash_of_the_defaults_of_schema_1():
     assert fingerprint(Config()) == '5c6b1299941b'
 
 
+@pytest.mark.parametrize(('value', 'stored'), [('none', False), ('full', True), ('dots', 'dots')])
+def test_a_value_that_schema_1_wrote_otherwise_keeps_its_form(value, stored):
+    config = Config(model=ModelConfig(remat=value))
+    found = to_json(config)['model']['remat']
+    assert (type(found), found) == (type(stored), stored)
+    assert from_json(Config, to_json(config)) == config
+    assert (fingerprint(config) == fingerprint(Config())) == (value == 'none')
+
+
 def test_a_field_at_its_default_is_neither_stored_nor_hashed():
     assert to_json(wider()) == to_json(Config())
     assert fingerprint(wider()) == fingerprint(Config())

@@ -44,7 +44,7 @@ def with_settings(model: Decoder, **fields) -> Decoder:
 
 
 @pytest.mark.parametrize(
-    'fields', [{}, {'scan_unroll': 1}, {'remat': True, 'scan_unroll': 3}], ids=str
+    'fields', [{}, {'scan_unroll': 1}, {'remat': 'dots', 'scan_unroll': 3}], ids=str
 )
 def test_the_numbers_are_those_of_the_slow_reference(model, want, fields):
     """Five layers of three variants: two layers are left after the only whole iteration."""

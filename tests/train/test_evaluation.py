@@ -24,7 +24,7 @@ def measured(nats_BT, loss_weights_BT):
     """The sums of the rows of one batch, as computed in float32 inside a program."""
     nats_BT, weights_BT = np.float32(nats_BT), np.float32(loss_weights_BT)
     correct_BT = np.zeros(nats_BT.shape, bool)
-    return jax.jit(lambda *arrays: metrics.row_sums(metrics.Predictions(None, None, *arrays)))(
+    return jax.jit(lambda *arrays: metrics.row_sums(metrics.Predictions(None, *arrays)))(
         weights_BT, nats_BT, correct_BT
     )
 
@@ -74,7 +74,10 @@ def stub(answer, num_trials=2):
 
 @pytest.fixture
 def stubbed(monkeypatch):
-    monkeypatch.setattr(step, 'predict', lambda _c, _p, batch: batch['logits_BTV'])
+    def on_targets(config, params, batch, measure):
+        return measure(batch['logits_BTV'], batch['targets_BT'])
+
+    monkeypatch.setattr(step, 'on_targets', on_targets)
     return stub
 
 

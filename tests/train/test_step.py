@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -151,17 +152,27 @@ def test_dropout_depends_on_seed_and_step_only(four):
     assert np.abs(losses_CX[0] - losses_CX[1]).min() > 1e-4  # other units at another step
 
 
-def test_remat_and_unroll_change_nothing(four):
-    params = params_of(four())
-    found = []
-    for remat, unroll in ((False, None), (True, 1)):
+def test_remat_and_unroll_change_no_gradient_and_what_is_kept(four):
+    params, found, kept = params_of(four()), {}, {}
+    for remat, unroll in (('none', None), ('full', 1), ('dots', 1)):
         config = four(dropout=0.1, remat=remat, scan_unroll=unroll)
         traced = jax.jit(jax.grad(loss_of(config))).trace(params)
-        text = str(traced.jaxpr)
-        assert ('remat' in text or 'checkpoint' in text) == remat
-        found.append(traced.lower().compile()(params))
-    for want, got in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+        found[remat] = jax.tree.leaves(traced.lower().compile()(params))
+        kept[remat] = sum(math.prod(shape) for shape in residuals(loss_of(config), params))
+    for remat in ('full', 'dots'):
+        for want, got in zip(found['none'], found[remat], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    # 'dots' keeps q, k, v, the output of attention and the hidden layer of the MLP, 4 times as wide.
+    model = four().model
+    stream = model.num_layers * 4 * model.context * model.d_model
+    assert kept['dots'] - kept['full'] == stream * (3 + 1 + 4)
+    assert kept['none'] > kept['dots'] + 2 * stream
+
+
+def residuals(function, *args):
+    """The shapes of what the backward pass of a function reads."""
+    _, pullback = jax.vjp(jax.jit(function), *args)
+    return [leaf.shape for leaf in jax.tree.leaves(pullback)]
 
 
 def params_of(config):

@@ -14,6 +14,7 @@ from qkattn.config import Config, MeshConfig
 from qkattn.data import pipeline
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.metrics import bits_per_byte
+from qkattn.model import with_params
 from qkattn.train import evaluation, measurements, placement, program, step, train
 from tests.train.standard_error import standard_error
 
@@ -178,7 +179,12 @@ def test_rows_of_padding_and_targets_of_no_weight_change_nothing(task, name):
 
 @functools.cache
 def predicting(config):
-    return jax.jit(functools.partial(step.predict, config))
+    inputs = batch_of(config).keys() - {'targets_BT', 'loss_weights_BT'}
+
+    def predict(params, batch):
+        return with_params(config.model, params)(**{name: batch[name] for name in inputs})
+
+    return jax.jit(predict)
 
 
 def log_probabilities(config, params, batch):
@@ -188,7 +194,10 @@ def log_probabilities(config, params, batch):
 
 
 def test_label_smoothing_is_a_mixture_with_the_uniform_distribution(tiny, monkeypatch):
-    monkeypatch.setattr(step, 'predict', lambda _config, _params, batch, _key=None: batch['logits'])
+    def on_targets(config, params, batch, measure, key=None):
+        return measure(batch['logits'], batch['targets_BT'])
+
+    monkeypatch.setattr(step, 'on_targets', on_targets)
     rng = np.random.default_rng(0)
     batch = {
         'logits': rng.normal(size=(3, 5, 7)).astype(np.float32),
