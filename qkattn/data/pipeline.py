@@ -10,10 +10,11 @@ from qkattn.data.prefetch import StepBatches
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.errors import ConfigError
 
+# Of the rows of a global batch, those that this host reads; None is all.
+Part = slice | np.ndarray | None
 
-def train_batch(
-    rows: Rows, *, seed: int, step: int, batch_size: int, part: slice | None = None
-) -> Batch:
+
+def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part = None) -> Batch:
     """The training batch of a step, arrays [rows, ...].
 
     Row r of step k is element k * batch_size + r of an endless sequence that visits every row of
@@ -31,7 +32,7 @@ def train_batch(
         raise ConfigError(f'seed={seed!r} is out of range; it must be in [0, 2**32).')
     if step < 0:
         raise ConfigError(f'step={step!r} is negative; it must be at least 0.')
-    places_B = int(step) * batch_size + np.asarray(_chosen(batch_size, part))
+    places_B = int(step) * batch_size + chosen(batch_size, part)
     order = _train_order(rows.count('train'), int(seed))
     rows_B = np.array([order[place] for place in places_B.tolist()])
     draws_B2 = np.stack([np.full_like(places_B, seed), places_B], axis=1).astype(np.uint64)
@@ -58,7 +59,7 @@ class TrainBatches(StepBatches):
         start_step: int = 0,
         num_steps: int,
         steps_per_read: int = 1,
-        part: slice | None = None,
+        part: Part = None,
     ):
         def read(seed: int, step: int) -> Batch:
             return train_batch(rows, seed=seed, step=step, batch_size=batch_size, part=part)
@@ -81,7 +82,7 @@ def eval_batches(
     *,
     batch_size: int,
     max_rows: int | None = None,
-    part: slice | None = None,
+    part: Part = None,
 ) -> Iterator[Batch]:
     """Batches over a split in a fixed order; every row once.
 
@@ -94,13 +95,13 @@ def eval_batches(
     Raises:
       ConfigError: at the call, for a value out of range, an unknown split and one without rows.
     """
-    wanted = np.asarray(_chosen(batch_size, part))
-    chosen = eval_rows(rows, split, max_rows)
+    wanted = chosen(batch_size, part)
+    evaluated = eval_rows(rows, split, max_rows)
 
     def batches() -> Iterator[Batch]:
-        for start in range(0, len(chosen), batch_size):
-            real_B = start + wanted < len(chosen)
-            rows_B = chosen[np.where(real_B, start + wanted, 0)]
+        for start in range(0, len(evaluated), batch_size):
+            real_B = start + wanted < len(evaluated)
+            rows_B = evaluated[np.where(real_B, start + wanted, 0)]
             draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1).astype(np.uint64)
             yield {
                 name: np.where(real_B[(slice(None),) + (None,) * (array.ndim - 1)], array, 0)
@@ -123,13 +124,14 @@ def eval_rows(rows: Rows, split: str, max_rows: int | None = None) -> np.ndarray
     return np.arange(chosen) * available // chosen
 
 
-def _chosen(batch_size: int, part: slice | None) -> range:
+def chosen(batch_size: int, part: Part) -> np.ndarray:
+    """The numbers of the rows of a batch that `part` selects."""
     if batch_size < 1:
         raise ConfigError(f'batch_size={batch_size!r} is too small; it must be at least 1.')
-    chosen = range(batch_size) if part is None else range(batch_size)[part]
-    if not chosen:
+    numbers = np.arange(batch_size)[... if part is None else part]
+    if not numbers.size:
         raise ConfigError(f'part={part!r} selects no row of a batch of {batch_size}.')
-    return chosen
+    return numbers
 
 
 # `MapDataset.seed`, not `shuffle(seed=...)`: the latter adds the epoch to the seed, so that seed 0

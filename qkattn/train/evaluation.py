@@ -4,14 +4,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from qkattn import metrics
 from qkattn.config import Config
 from qkattn.train import step, targets
 from qkattn.train.lifting import lift
-from qkattn.train.sharding import BATCH_AXES
+from qkattn.train.sharding import row_sharding
 
 
 def measure(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
@@ -33,10 +32,9 @@ def _of_targets(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.A
 
 def eval_step(config: Config, lifting: str, mesh: Mesh) -> Callable[[dict, dict], dict]:
     """The program (params of X trials, one batch) -> the sums of `measure`, each [X, B]."""
-    batch_spec = NamedSharding(mesh, P(BATCH_AXES))
 
     def evaluate(params: dict, batch: dict) -> dict:
-        batch = jax.lax.with_sharding_constraint(batch, batch_spec)
+        batch = jax.lax.with_sharding_constraint(batch, row_sharding(mesh))
         return lift(lambda params: measure(config, params, batch), lifting, mesh)(params)
 
     return evaluate

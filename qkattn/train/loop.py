@@ -28,7 +28,7 @@ from qkattn.train import results, sharding
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.measurements import evaluate
 from qkattn.train.optimizer import check_optimizer
-from qkattn.train.placement import local_rows, place_batch, require_memory
+from qkattn.train.placement import local_share, place_batch, require_memory
 from qkattn.train.program import Program
 from qkattn.train.start import Clock, Divergences, build_program, restore, software_of
 
@@ -133,16 +133,15 @@ class _Run:
         self.directory.metrics.rewind(step, every=train.log_every)
         self.sinks.open(step)
         tokens_per_step = _tokens_per_step(config)
-        seeds = [trial['seed'] for trial in config.trials.trials()]
-        part = local_rows(config, program.mesh)
+        trials, share = config.trials.trials(), local_share(config, program.mesh)
         batches = TrainBatches(
             self.rows,
-            seeds=seeds,
+            seeds=[trials[x]['seed'] for x in share.trials],
             batch_size=train.batch_size,
             start_step=step,
             num_steps=train.num_steps - step,
             steps_per_read=train.steps_per_dispatch,
-            part=part,
+            part=share.rows,
         )
         val_loss, unwritten = math.inf, None
         with batches:
@@ -150,7 +149,7 @@ class _Run:
             self.progress.begin(step)
             started, since = time.perf_counter(), step
             for local in batches:
-                batch = place_batch(config, program.mesh, local, part)
+                batch = place_batch(config, program.mesh, local)
                 state, metrics = program.train(state, batch)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
                 self._write(unwritten, diverged)

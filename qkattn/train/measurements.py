@@ -17,7 +17,7 @@ from qkattn.data import documents, pipeline
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.decode.translate import score_trial
-from qkattn.train.placement import place_everywhere
+from qkattn.train.placement import fetch, local_rows, place_rows
 from qkattn.train.program import Program
 
 
@@ -43,9 +43,13 @@ class Evaluation:
 def evaluate(config: Config, program: Program, rows: Rows, state: dict, split: str) -> Evaluation:
     """Evaluates every trial on the split, or on data.eval_sequences rows of it."""
     batches = pipeline.eval_batches(
-        rows, split, batch_size=config.train.batch_size, max_rows=config.data.eval_sequences
+        rows,
+        split,
+        batch_size=config.train.batch_size,
+        max_rows=config.data.eval_sequences,
+        part=local_rows(config, program.mesh),
     )
-    sums = _sums(program, state, batches)
+    sums = _sums(config, program, state, batches)
     alive_X = _alive(state)
     values = metrics.values(sums, rows.bytes_per_token(split))
     return Evaluation(
@@ -97,9 +101,14 @@ def induction(
 
     def total(copy: repeats.Copy) -> dict[str, np.ndarray]:
         batches = repeats.batches(
-            r_BH, config.model.context, copy, batch_size=config.train.batch_size
+            r_BH,
+            config.model.context,
+            copy,
+            batch_size=config.train.batch_size,
+            part=local_rows(config, program.mesh),
         )
-        return {name: sums_RX.sum(0) for name, sums_RX in _sums(program, state, batches).items()}
+        sums = _sums(config, program, state, batches)
+        return {name: sums_RX.sum(0) for name, sums_RX in sums.items()}
 
     first, second = total('first'), total('second')
     alive_X = _alive(state)
@@ -120,12 +129,16 @@ TRIAL_MEASUREMENTS: tuple[Callable[[Config, Rows, dict], dict[str, Any] | None],
 )
 
 
-def _sums(program: Program, state: dict, batches: Iterable[Batch]) -> metrics.Sums:
-    """Sums over the R rows of all batches for X trials, each [R, X] in float64."""
-    parts = [program.evaluate(state, place_everywhere(program.mesh, batch)) for batch in batches]
+def _sums(config: Config, program: Program, state: dict, batches: Iterable[Batch]) -> metrics.Sums:
+    """Sums over the R rows of all batches for X trials, each [R, X] in float64.
+
+    Each process gives its `local_rows` of the batches, and gets the sums of all rows.
+    """
+    placed = (place_rows(config, program.mesh, batch) for batch in batches)
+    parts = [program.evaluate(state, batch) for batch in placed]
     return jax.tree.map(lambda *sums_XB: np.concatenate(sums_XB, 1).astype(np.float64).T, *parts)
 
 
 def _alive(state: dict) -> np.ndarray:
     """1 for a trial, NaN for one that diverged."""
-    return np.where(np.asarray(state['trials']['alive']), 1.0, np.nan)
+    return np.where(fetch(state['trials']['alive']), 1.0, np.nan)

@@ -3,18 +3,17 @@
 import dataclasses
 import math
 import os
-from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from qkattn.config import Config
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
 from qkattn.model import cost
-from qkattn.train.sharding import batch_sharding
+from qkattn.train.sharding import batch_sharding, row_sharding
 
 
 def leading_shape(config: Config) -> tuple[int, int, int, int]:
@@ -51,53 +50,87 @@ def require_memory(config: Config) -> None:
         )
 
 
-def local_rows(config: Config, mesh: Mesh) -> slice:
-    """The rows of the global batch that this process's devices hold.
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a process reads of a batch: the numbers of its trials, and of its rows of each."""
 
-    Row r of a batch is row r // A of microbatch r % A, so that these rows are consecutive.
+    trials: np.ndarray
+    rows: np.ndarray
+
+
+def local_share(config: Config, mesh: Mesh) -> Share:
+    """The trials and rows of the global batch that this process's devices hold.
+
+    Processes that share a slice of the batch axes over fsdp or tensor hold the same rows. Row r of
+    a batch is row r // A of microbatch r % A.
     """
-    shape = leading_shape(config)
-    parts = batch_sharding(mesh).addressable_devices_indices_map(shape).values()
-    bounds = [part[3].indices(shape[3]) for part in parts]
-    return slice(min(b[0] for b in bounds) * shape[2], max(b[1] for b in bounds) * shape[2])
+    _, X, A, B = shape = leading_shape(config)
+    sharding = batch_sharding(mesh)
+    rows_B = _held(sharding, shape, axis=3)
+    return Share(_held(sharding, shape, axis=1), (rows_B[:, None] * A + np.arange(A)).ravel())
 
 
-def place_batch(
-    config: Config, mesh: Mesh, local: dict[str, np.ndarray], rows: slice
-) -> dict[str, jax.Array]:
-    """The global batch [C, X, A, B, ...] of one dispatch from the rows [C, X, ...] read here.
+def local_rows(config: Config, mesh: Mesh) -> np.ndarray:
+    """The rows of an evaluation batch that this process's devices hold."""
+    return _held(row_sharding(mesh), (config.train.batch_size,), axis=0)
+
+
+def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The global batch [C, X, A, B, ...] of one dispatch from the `local_share` of it.
 
     The batch is cut into microbatches here rather than in the program, where the cut would move
     rows between devices.
     """
 
     def place(local_CXBT: np.ndarray) -> jax.Array:
-        shape = (len(local_CXBT), *leading_shape(config)[1:], local_CXBT.shape[-1])
-        C, X, A, B, T = shape
+        (C, X, _, T), (A, B) = local_CXBT.shape, leading_shape(config)[2:]
         local_CXABT = np.swapaxes(local_CXBT.reshape(C, X, -1, A, T), 2, 3)
-
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            start, stop, _ = index[3].indices(B)
-            first = rows.start // A
-            return local_CXABT[index[0], index[1], :, start - first : stop - first]
-
-        return jax.make_array_from_callback(shape, batch_sharding(mesh), part)
+        return _place(local_CXABT, batch_sharding(mesh), (C, leading_shape(config)[1], A, B, T))
 
     return {name: place(array) for name, array in local.items()}
 
 
+def place_rows(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The global evaluation batch [B, ...] from its `local_rows`."""
+
+    def place(local_BT: np.ndarray) -> jax.Array:
+        shape = (config.train.batch_size, *local_BT.shape[1:])
+        return _place(local_BT, row_sharding(mesh), shape)
+
+    return {name: place(array) for name, array in local.items()}
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    """The whole of a global array, in every process; all processes call it in the same order."""
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
+def _held(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> np.ndarray:
+    """The numbers along one axis of a global array that this process's devices hold, ascending."""
+    parts = sharding.addressable_devices_indices_map(shape).values()
+    return np.unique([np.arange(shape[axis])[part[axis]] for part in parts])
+
+
+def _place(local: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
+    """The global array of which `local` is what this process's devices hold along every axis."""
+    partial = [axis for axis, size in enumerate(local.shape) if size < shape[axis]]
+    held = {axis: _held(sharding, shape, axis) for axis in partial}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        within = list(index)
+        for axis, numbers in held.items():
+            start, stop, _ = index[axis].indices(shape[axis])
+            first = int(np.searchsorted(numbers, start))
+            within[axis] = slice(first, first + stop - start)
+        return local[tuple(within)]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
 def constant_batch(config: Config, mesh: Mesh) -> dict[str, jax.Array]:
     """A global batch of ones, for timing."""
-    rows = local_rows(config, mesh)
-    leading = (*leading_shape(config)[:2], rows.stop - rows.start)
+    share, steps = local_share(config, mesh), config.train.steps_per_dispatch
+    leading = (steps, len(share.trials), len(share.rows))
     shapes = task_of(config).array_shapes(config.model)
     local = {name: np.ones((*leading, length), dtype) for name, (length, dtype) in shapes.items()}
-    return place_batch(config, mesh, local, rows)
-
-
-def place_everywhere(mesh: Mesh, tree: Any) -> Any:
-    """Numpy arrays, replicated on every device of the mesh."""
-    replicated = NamedSharding(mesh, P())
-    return jax.tree.map(
-        lambda a: jax.make_array_from_callback(np.shape(a), replicated, lambda i: a[i]), tree
-    )
+    return place_batch(config, mesh, local)

@@ -19,6 +19,7 @@ from qkattn.train.measurements import (
     Evaluation,
     by_document,
 )
+from qkattn.train.placement import fetch
 from qkattn.train.program import Program
 
 
@@ -73,7 +74,7 @@ def of_trials(
     measured: dict[str, np.ndarray] = {}
     for measure_stack in STACK_MEASUREMENTS:
         measured |= measure_stack(config, program, rows, state) or {}
-    alive_X = np.asarray(state['trials']['alive'])
+    alive_X = fetch(state['trials']['alive'])
     loss_X = reached['validation'].values['loss']
     results = []
     for x, trial in enumerate(config.trials.trials()):
@@ -141,4 +142,4 @@ def _of_split(reached: Evaluation | None, prefix: str, x: int) -> dict[str, floa
 
 def _params(state: dict, x: int) -> dict:
     """One trial's parameters, on one device."""
-    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a[x])), state['trials']['params'])
+    return jax.tree.map(lambda a: jnp.asarray(fetch(a[x])), state['trials']['params'])

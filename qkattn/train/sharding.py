@@ -98,3 +98,8 @@ def state_shardings(state: dict, mesh: Mesh | AbstractMesh) -> dict:
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """For tokens_CXABT1: trials over `trial`, sequences of a microbatch over `data` and `fsdp`."""
     return NamedSharding(mesh, P(None, 'trial', None, BATCH_AXES))
+
+
+def row_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """For tokens_BT of an evaluation, which all trials share: rows over `data` and `fsdp`."""
+    return NamedSharding(mesh, P(BATCH_AXES))

@@ -16,6 +16,7 @@ from qkattn.run.records import read_json, write_json
 from qkattn.train import exported
 from qkattn.train import program as programs
 from qkattn.train.checkpoint import Checkpoints
+from qkattn.train.placement import fetch
 from qkattn.train.program import Program
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def restore(
     restored = checkpoints.restore(program.abstract_state)
     if restored is None:
         state = program.init()
-        return state, 0, Clock(0.0), Divergences(np.asarray(state['trials']['alive']))
+        return state, 0, Clock(0.0), Divergences(fetch(state['trials']['alive']))
     state, record = restored
     if record['data'] != rows.identity():
         raise CheckpointError(
@@ -97,7 +98,7 @@ def restore(
     checkpoints.discard_after(step)
     log.info('resuming at step %s', f'{step:,}')
     # Checkpoints of earlier versions have no such field.
-    diverged = Divergences(np.asarray(state['trials']['alive']), record.get('diverged_at'))
+    diverged = Divergences(fetch(state['trials']['alive']), record.get('diverged_at'))
     return state, step, Clock(record['train_seconds']), diverged
 
 

@@ -41,10 +41,10 @@ def test_one_trial_is_not_measured(tiny, evaluation_only):
 def test_rows_become_microbatches_in_turn(tiny):
     config = dataclasses.replace(tiny(), mesh=MeshConfig(trial=2, data=2, fsdp=2))
     mesh = sharding.make_mesh(config.mesh)
-    rows = placement.local_rows(config, mesh)
-    assert rows == slice(0, 8)
+    share = placement.local_share(config, mesh)
+    assert share.trials.tolist() == [0, 1] and share.rows.tolist() == list(range(8))
     local_CXBT = np.arange(1 * 2 * 8 * 16, dtype=np.int32).reshape(1, 2, 8, 16)
-    placed = placement.place_batch(config, mesh, {'tokens_BT': local_CXBT}, rows)['tokens_BT']
+    placed = placement.place_batch(config, mesh, {'tokens_BT': local_CXBT})['tokens_BT']
     assert placed.shape == (1, 2, 2, 4, 16)
     for a in range(2):
         np.testing.assert_array_equal(placed[0, :, a], local_CXBT[0, :, a::2])

@@ -285,15 +285,13 @@ def reached(config, mesh, lifting):
     """Program, state, training losses and evaluations after three steps."""
     split = dataclasses.replace(config, mesh=mesh)
     built, rows = program.build(split, lifting), rows_of(split)
-    part = placement.local_rows(split, built.mesh)
+    part = placement.local_share(split, built.mesh).rows
     seeds = [trial['seed'] for trial in config.trials.trials()]
     with pipeline.TrainBatches(
         rows, seeds=seeds, batch_size=8, num_steps=3, steps_per_read=3, part=part
     ) as batches:
         (local,) = batches
-    state, metrics = built.train(
-        built.init(), placement.place_batch(split, built.mesh, local, part)
-    )
+    state, metrics = built.train(built.init(), placement.place_batch(split, built.mesh, local))
     evaluation = measurements.evaluate(split, built, rows, state, 'validation')
     return (
         built,

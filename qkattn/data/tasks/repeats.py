@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from qkattn.data.pipeline import eval_batches, eval_rows
+from qkattn.data.pipeline import Part, chosen, eval_batches, eval_rows
 from qkattn.data.tasks.rows import Batch, Rows
 
 # Upper bound, of sequences and of the validation rows that their tokens come from.
@@ -45,7 +45,9 @@ def sequences(rows: Rows) -> np.ndarray | None:
     return shuffled[: count * half].reshape(count, half)
 
 
-def batches(r_BH: np.ndarray, length: int, copy: Copy, *, batch_size: int) -> Iterator[Batch]:
+def batches(
+    r_BH: np.ndarray, length: int, copy: Copy, *, batch_size: int, part: Part = None
+) -> Iterator[Batch]:
     """Batches of rows r_1 .. r_H r_1 .. r_H, of which one copy's r_2 .. r_H are targets.
 
     The first token of the second copy cannot be predicted, so r_1 is a target of neither. Rows that
@@ -55,17 +57,17 @@ def batches(r_BH: np.ndarray, length: int, copy: Copy, *, batch_size: int) -> It
       r_BH: the sequences that are shown twice.
       length: T of the batches, 2 H - 1 or 2 H; in 2 H, the last position predicts nothing.
       copy: 'first' or 'second'; tokens and targets are the same for both.
+      part: the rows of each batch that this host reads; None is all.
     """
-    count, half = r_BH.shape
+    (count, half), wanted = r_BH.shape, chosen(batch_size, part)
     shown_BT1 = np.zeros((-(-count // batch_size) * batch_size, length + 1), np.int32)
     shown_BT1[:count, : 2 * half] = np.tile(r_BH, 2)
     loss_weights_BT = np.zeros((len(shown_BT1), length), np.float32)
     start = 0 if copy == 'first' else half
     loss_weights_BT[:count, start : start + half - 1] = 1
     for at in range(0, len(shown_BT1), batch_size):
-        part = slice(at, at + batch_size)
         yield {
-            'tokens_BT': shown_BT1[part, :-1],
-            'targets_BT': shown_BT1[part, 1:],
-            'loss_weights_BT': loss_weights_BT[part],
+            'tokens_BT': shown_BT1[at + wanted, :-1],
+            'targets_BT': shown_BT1[at + wanted, 1:],
+            'loss_weights_BT': loss_weights_BT[at + wanted],
         }
