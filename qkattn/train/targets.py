@@ -21,7 +21,7 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 
 def smoothed(logits_BTV: jax.Array, targets_BT: jax.Array, epsilon: float) -> jax.Array:
-    """(1 - epsilon) times the cross-entropy plus epsilon times its mean over all tokens, nats_BT."""
+    """(1 - epsilon) times the cross-entropy plus epsilon times its mean over V tokens, nats_BT."""
     nats_BT = cross_entropy(logits_BTV, targets_BT)
     if not epsilon:
         return nats_BT

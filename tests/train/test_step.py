@@ -162,7 +162,7 @@ def test_remat_and_unroll_change_no_gradient_and_what_is_kept(four):
     for remat in ('full', 'dots'):
         for want, got in zip(found['none'], found[remat], strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
-    # 'dots' keeps q, k, v, the output of attention and the hidden layer of the MLP, 4 times as wide.
+    # 'dots' keeps q, k, v, the output of attention and the hidden layer of the MLP (4 D).
     model = four().model
     stream = model.num_layers * 4 * model.context * model.d_model
     assert kept['dots'] - kept['full'] == stream * (3 + 1 + 4)
