@@ -54,3 +54,7 @@ class Stopped(Exception):
 
 class Lost(Exception):
     """The run belongs to another process; nothing was saved since the last checkpoint."""
+
+
+class ProcessError(RuntimeError):
+    """Another process of the job failed, died or did not arrive."""

@@ -74,6 +74,10 @@ class StopRequest:
                 raise Stopped('stopped with nothing to save')
             self._held.append(self)
 
+    def due(self, step: int) -> bool:
+        """Whether to save and stop after `step` steps: the same at that step in all processes."""
+        return self.requested
+
     def _enclosing(self) -> list['StopRequest']:
         handlers = [getattr(handler, '__self__', None) for handler in self._previous.values()]
         return [outer for outer in handlers if isinstance(outer, StopRequest)]

@@ -1,0 +1,162 @@
+"""What the processes of a job decide together, through jax's key-value store, not its devices.
+
+Every function is called by all processes, in the same order. With one process they cost nothing.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jax._src import distributed
+
+from qkattn import errors
+from qkattn.errors import ConfigError, ProcessError
+
+LIMIT = 600.0
+"""Seconds that processes wait for the last of them; longer than one compiles alone."""
+
+OWNER_LIMIT = 86_400.0
+"""Seconds that they wait for what process 0 does for all, such as to prepare data."""
+
+_GRACE = 10.0  # by which process 0, which knows who is missing, gives up first
+_numbers = itertools.count()
+_published_keys: list[str] = []  # that process 0 has not deleted yet
+
+
+def owner() -> bool:
+    """Whether this process is process 0, which owns the run directory."""
+    return distributed.global_state.process_id == 0
+
+
+def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
+    """The JSON-able values of all processes, by rank.
+
+    Raises:
+      ProcessError: a process, which is named, did not arrive within `limit` seconds.
+    """
+    if _client() is None:
+        return [_through_json(value)]
+    key = f'qkattn/{next(_numbers)}'
+    if not owner():
+        _set(f'{key}/from/{distributed.global_state.process_id}', value)
+        return _published(key, limit)
+    deadline = time.monotonic() + limit
+    values, missing = [_through_json(value)], []
+    for rank in range(1, distributed.global_state.num_processes):
+        try:
+            values.append(json.loads(_get(f'{key}/from/{rank}', deadline - time.monotonic())))
+        except TimeoutError:
+            missing.append(rank)
+    if not missing:  # all have read what was published before
+        for old in _published_keys:
+            _client().key_value_delete(old)
+        _published_keys.clear()
+    return _publish(key, _unless_missing(values, missing, limit))
+
+
+def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
+    """What `call` returns in process 0, JSON-able; nothing is called in the others.
+
+    Raises:
+      The error of qkattn that `call` raised in process 0, with its text, in every process.
+      ProcessError: in the others, if process 0 raised something else or was not done in `limit`
+        seconds.
+    """
+    if _client() is None:
+        return _through_json(call())
+    key = f'qkattn/{next(_numbers)}'
+    if not owner():
+        return _published(key, limit)
+    try:
+        answer = {'value': call()}
+    except Exception as error:
+        known = getattr(errors, type(error).__name__, None) is type(error)
+        text = str(error) if known else f'process 0 raised {type(error).__name__}: {error}'
+        _set(key, {'error': type(error).__name__ if known else 'ProcessError', 'text': text})
+        raise
+    return _publish(key, answer)
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is set in any process."""
+    return any(from_all(bool(flag)))
+
+
+def barrier(name: str, *, limit: float = LIMIT) -> None:
+    """Returns once every process is here.
+
+    Raises:
+      ProcessError: processes are elsewhere, or did not arrive within `limit` seconds.
+    """
+    if len(names := set(from_all(name, limit=limit))) > 1:
+        raise ProcessError(f'the processes wait at different places: {", ".join(sorted(names))}')
+
+
+def require_same(what: str, value: str) -> None:
+    """Refuses a job whose processes differ in `what`, such as the hash of the config.
+
+    Raises:
+      ConfigError: names the ranks that differ from process 0.
+    """
+    values = from_all(value)
+    if others := [rank for rank, other in enumerate(values) if other != values[0]]:
+        raise ConfigError(
+            f'{what} of {_named(others)} differs from that of process 0 ({values[0]}): '
+            f'{values[others[0]]}; start all processes with the same command, code and data'
+        )
+
+
+def _unless_missing(values: list[Any], missing: list[int], limit: float) -> dict[str, Any]:
+    if not missing:
+        return {'value': values}
+    text = f'{_named(missing)} did not arrive within {limit:g} s, while the others waited'
+    return {'error': 'ProcessError', 'text': text}
+
+
+def _named(ranks: list[int]) -> str:
+    return f'process{"es" * (len(ranks) > 1)} {", ".join(map(str, ranks))}'
+
+
+def _client() -> Any:
+    """jax's connection to the coordinator; None in a job of one process."""
+    return distributed.global_state.client
+
+
+def _publish(key: str, answer: dict[str, Any]) -> Any:
+    """In process 0: gives the others an answer, and returns what they get."""
+    _set(key, answer)
+    _published_keys.append(key)
+    return _unpacked(answer)
+
+
+def _published(key: str, limit: float) -> Any:
+    try:
+        return _unpacked(json.loads(_get(key, limit + _GRACE)))
+    except TimeoutError:
+        text = f'process 0 did not arrive within {limit:g} s, while the others waited'
+        raise ProcessError(text) from None
+
+
+def _unpacked(answer: dict[str, Any]) -> Any:
+    if 'error' in answer:
+        raise getattr(errors, answer['error'])(answer['text'])
+    return _through_json(answer['value'])
+
+
+def _through_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _set(key: str, value: Any) -> None:
+    _client().key_value_set(key, json.dumps(value))
+
+
+def _get(key: str, seconds: float) -> str:
+    try:
+        return _client().blocking_key_value_get(key, max(1, int(1000 * seconds)))
+    except Exception as error:
+        if 'DEADLINE_EXCEEDED' in str(error):
+            raise TimeoutError from None
+        raise
