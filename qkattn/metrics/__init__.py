@@ -21,6 +21,7 @@ from qkattn.metrics.losses import (
 from qkattn.metrics.measured import BLEU, CHRF, EXACT_MATCH, INDUCTION_ACCURACY, INDUCTION_GAIN
 from qkattn.metrics.metric import PREFIXES, Metric, Predictions, Sums
 from qkattn.metrics.scores import ACCURACY, SOLVED
+from qkattn.metrics.times import TIMES
 
 # In the order in which they are printed: the main score first.
 METRICS: dict[str, Metric] = {
@@ -79,6 +80,7 @@ __all__ = [
     'LOGGED',
     'METRICS',
     'PREFIXES',
+    'TIMES',
     'Metric',
     'Predictions',
     'Sums',

@@ -123,13 +123,16 @@ def facts(run: Run) -> dict[str, str]:
     if not run.results:
         return about
     first = run.results[0]
-    return about | {
+    about |= {
         'data': data_name(first['data']),
         'parameters': f'{first["parameters"]["total"]:,}',
         'FLOPs per token': si(first['flops_per_token']),
         'cache, floats per token': si(first['cache_floats_per_token']),
         'training time': f'{first["train_seconds"]:,.0f} s',
     }
+    if 'checkpoint_seconds' in first:  # later than the other fields
+        about['waiting for checkpoints'] = f'{first["checkpoint_seconds"]:,.1f} s'
+    return about
 
 
 def trial_table(run: Run) -> tuple[list[Heading], list[list[str]]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkattn.metrics import METRICS, result_fields
+from qkattn.metrics import METRICS, TIMES, result_fields
 from qkattn.run.json_schema import check
 from qkattn.run.records import DIVERGED, FINISHED, damaged, read_json
 
@@ -82,6 +82,7 @@ def check_result(record: Any) -> None:
     """Raises ValueError that names the field unless `record` is a result, or has more fields."""
     check(record, RESULT)
     check(record, {n: hint | None for n, hint in _METRICS.items() if n in record or n in _LOSSES})
+    check(record, {name: float | None for name in TIMES if name in record})
     if 'diverged_at' in record:  # later than the other fields
         check(record, {'diverged_at': int | None})
     if record['status'] not in (FINISHED, DIVERGED):

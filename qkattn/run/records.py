@@ -74,9 +74,9 @@ def write_json(path: str | os.PathLike, value: Any, *, indent: int | None = 2) -
     """
     plain = to_jsonable(value)
     if isinstance(plain, list):
-        summed: Any = [item | {CHECKSUM: _checksum(item)} for item in plain]
+        summed: Any = [with_checksum(item) for item in plain]
     else:
-        summed = plain | {CHECKSUM: _checksum(plain)}
+        summed = with_checksum(plain)
     write_atomic(path, json.dumps(summed, allow_nan=False, indent=indent) + '\n')
 
 
@@ -104,8 +104,8 @@ def parse_file(path: str | os.PathLike, schema: Any) -> Any:
     except OSError as error:
         raise ValueError(error.strerror) from error
     for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, dict) and CHECKSUM in item and item.pop(CHECKSUM) != _checksum(item):
-            raise ValueError('its checksum is not that of its content')
+        if isinstance(item, dict) and CHECKSUM in item:
+            remove_checksum(item)
     check(value, schema)
     return value
 
@@ -151,6 +151,17 @@ def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> 
     """The error that says that a file cannot be used, why, and what to do."""
     reason = error.strerror if isinstance(error, OSError) else error
     return RunDirectoryError(f'{path} is damaged ({reason}); {advice}.')
+
+
+def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object with the field `crc32`, the checksum of its other fields."""
+    return record | {CHECKSUM: _checksum(record)}
+
+
+def remove_checksum(record: dict[str, Any]) -> None:
+    """Takes `crc32` out of an object; ValueError where it is not that of the other fields."""
+    if record.pop(CHECKSUM, None) != _checksum(record):
+        raise ValueError('its checksum is not that of its content')
 
 
 def _checksum(record: Mapping[str, Any]) -> int:

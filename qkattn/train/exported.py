@@ -26,7 +26,8 @@ from qkattn.model.cost import abstract_params
 from qkattn.run.file_schemas import CONFIG
 from qkattn.run.files import replacing
 from qkattn.run.records import read_json, write_json
-from qkattn.train.checkpoint import Checkpoints, checksums
+from qkattn.train.checkpoint import Checkpoints
+from qkattn.train.checksums import crc32s
 from qkattn.train.step import init_stack
 
 PARAMETERS, ABOUT = 'model.safetensors', 'qkattn.json'
@@ -50,7 +51,7 @@ def save(
     flat = {name: np.ascontiguousarray(leaf) for name, leaf in flat.items()}
     with replacing(path / PARAMETERS) as part:
         safetensors.numpy.save_file(flat, part)
-    about = {'model': to_json(model), 'origin': origin, 'parameters_crc32': checksums(flat)}
+    about = {'model': to_json(model), 'origin': origin, 'parameters_crc32': crc32s(flat)}
     write_json(path / ABOUT, about)
     return path
 
@@ -99,7 +100,7 @@ def _load_directory(path: Path) -> tuple[ModelConfig, dict]:
         flat = safetensors.numpy.load_file(path / PARAMETERS)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(f'{path / PARAMETERS} cannot be read: {error}') from error
-    found = checksums(flat)
+    found = crc32s(flat)
     if about.get('parameters_crc32', found) != found:
         raise ConfigError(
             f'{path / PARAMETERS} is damaged (its checksums are not those of {ABOUT}); restore it '
@@ -118,7 +119,7 @@ def load_stack(path: Path) -> tuple[Config, int, dict]:
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
     seeds = jnp.zeros(len(config.trials.trials()), jnp.uint32)
     target = jax.eval_shape(lambda: init_stack(config, seeds))
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), target)
     with contextlib.closing(Checkpoints(path / 'checkpoints', read_only=True)) as checkpoints:
         restored = checkpoints.restore(target)

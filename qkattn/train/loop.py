@@ -99,6 +99,8 @@ def _train(
         with contextlib.closing(Checkpoints(directory.path / 'checkpoints')) as checkpoints:
             run = _Run(config, rows, directory, sinks, program, checkpoints, progress, stop, lost)
             trial_results, documents = run.to_end()
+        for result in trial_results:
+            result['checkpoint_seconds'] = checkpoints.stall_seconds
         if lost():
             raise Lost(f'{directory.path} was taken over before its results were written')
         # A start that finds no results makes all three again.

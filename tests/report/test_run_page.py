@@ -34,7 +34,7 @@ def written(path, steps=400, finished=True):
         diverged = result_record(trial=trials[1], val_loss=None, test_loss=None)
         result = [ended, diverged | {'status': 'diverged', 'diverged_at': 201}]
         data = {'name': 'own', 'version': '1-carved-test', 'carved': {'test': 0.1}}
-        common = {'train_seconds': 61.0, 'data': data}
+        common = {'train_seconds': 61.0, 'checkpoint_seconds': 1.25, 'data': data}
         write_json(path / 'result.json', [r | common for r in result])
     return path
 
@@ -52,6 +52,8 @@ def test_a_finished_run_has_curves_numbers_settings_and_provenance(tmp_path, mon
     for shown in (
         '1.6250',
         'diverged at step 201',
+        'waiting for checkpoints',
+        '1.2 s',
         'train.num_steps',
         'git.commit',
         'own 1-carved-test (10 % of train carved as test split)',
