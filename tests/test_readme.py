@@ -123,14 +123,26 @@ def commands() -> list[str]:
     return [x.removeprefix('PYTHONPATH=. ') for x in stripped if x]
 
 
+def started_by(launcher: str) -> str:
+    """The command that a launcher starts, after a dry run; '' where it starts none."""
+    own, separator, started = launcher.partition(' -- ')
+    behind = ['--', *shlex.split(started)] if separator else []
+    command = [sys.executable, *shlex.split(own), '--dry_run', *behind]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return started and f'.venv/bin/python -m experiments.{started}'
+
+
 def test_every_command_is_accepted(example, outside, monkeypatch):
     """Flags are parsed by the scripts' own parsers; settings and arms are built and validated."""
     monkeypatch.chdir(ROOT)
     scripts = set()
     for command in commands():
+        if re.match(r'launch/\w+\.py ', command):
+            command = started_by(command)
         match = re.match(r'\.venv/bin/python -m experiments\.(\w+)', command)
         if not match:
-            assert command.startswith(OTHER_COMMANDS), command
+            assert not command or command.startswith(OTHER_COMMANDS), command
             continue
         scripts.add(match[1])
         # Overrides of settings are read from sys.argv.

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTED_PYTHONS = ('3.11', '3.12')
-SCRIPTS = sorted([*ROOT.glob('launch/*.sh'), ROOT / '.ci' / 'run'])
+SCRIPTS = sorted([*ROOT.glob('launch/*.sh'), *ROOT.glob('launch/*.sbatch'), ROOT / '.ci' / 'run'])
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 
 OWN = {'qkattn', 'experiments', 'configs'}

@@ -1,0 +1,43 @@
+"""Command lines of launchers: own flags, then `-- train|ablate FLAGS...`. Standard library only."""
+
+import argparse
+import sys
+from typing import NoReturn
+
+EXIT_CONFIG = 2
+COMMANDS = ('train', 'ablate')
+
+
+def leave(sentence: str, code: int = EXIT_CONFIG) -> NoReturn:
+    """Ends the launcher with one sentence on standard error; 2 is a wrong command line."""
+    print(sentence, file=sys.stderr)
+    sys.exit(code)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one sentence; flags are written out in full."""
+
+    def __init__(self, doc: str) -> None:
+        super().__init__(
+            description=doc,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        leave(f'{message}; --help lists the flags')
+
+
+def split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The launcher's own flags and the command behind `--` ([] without one).
+
+    A command that is not one of COMMANDS ends the launcher.
+    """
+    if '--' not in argv:
+        return argv, []
+    at = argv.index('--')
+    flags, command = argv[:at], argv[at + 1 :]
+    if not command or command[0] not in COMMANDS:
+        given = f'is {command[0]!r}' if command else 'is missing'
+        leave(f'the command behind -- {given}; valid are {" and ".join(COMMANDS)}')
+    return flags, command
