@@ -13,8 +13,8 @@ class DataConfig:
 
     name: str = setting(
         'stdlib',
-        "'stdlib', 'tiny_shakespeare' or 'text' for language models; 'multi30k', 'cldr' or "
-        "'parallel' for translation; 'tfds:NAME', 'tfds:NAME/CONFIG', 'hf:OWNER/NAME', "
+        "'stdlib', 'tiny_shakespeare', 'text' or 'shards' for language models; 'multi30k', 'cldr' "
+        "or 'parallel' for translation; 'tfds:NAME', 'tfds:NAME/CONFIG', 'hf:OWNER/NAME', "
         "'hf:OWNER/NAME/CONFIG' or an import path, as in 'my_package.my_module:corpus', for "
         "either; or a probe with its options, as in 'recall(pairs=8)'. See docs/data.md.",
         path=True,
@@ -25,7 +25,11 @@ class DataConfig:
     manual_dir: str | None = setting(
         None, 'Directory of files that were downloaded by hand.', path=True
     )
-    path: str | None = setting(None, "The files of 'text', 'parallel' and 'hf'.", path=True)
+    path: str | None = setting(
+        None,
+        "The files of 'text', 'parallel', 'hf' and 'shards'; of 'shards' also a URL.",
+        path=True,
+    )
     languages: str | None = setting(
         None, "Source and target of a translation set, as in 'en-de'.", path=True
     )
@@ -37,7 +41,8 @@ class DataConfig:
         'bytes',
         "'bytes', 'characters' or 'bpe', of which the latter two are learned from the training "
         'split, and for translation from both languages together; the path of a .json file of the '
-        'Hugging Face tokenizers library; or an import path.',
+        'Hugging Face tokenizers library; an import path; or, of shards without an index, '
+        "'ids(vocab_size=50257, separator=50256)'. Shards with an index have their own.",
         path=True,
     )
     tokenizer_size: int = setting(

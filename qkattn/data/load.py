@@ -9,6 +9,7 @@ from qkattn.data.cache import data_root
 from qkattn.data.corpora.corpus import Corpus
 from qkattn.data.corpora.corpus_registry import find
 from qkattn.data.parallel import PairDataset
+from qkattn.data.shards.open_shards import open_shards
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import open_tokenizer
 from qkattn.data.tokens import TokenDataset, open_dataset
@@ -25,7 +26,7 @@ def load(config: DataConfig) -> TokenDataset | PairDataset:
 
 def load_text(config: DataConfig) -> TokenDataset:
     """Opens text in one language; see `load`."""
-    return _sides(config)[0]
+    return open_shards(config) if config.name == 'shards' else _sides(config)[0]
 
 
 def load_pairs(config: DataConfig) -> PairDataset:
@@ -35,6 +36,8 @@ def load_pairs(config: DataConfig) -> PairDataset:
 
 def tokenizer_of(config: DataConfig) -> Tokenizer:
     """The dataset's tokenizer, learned from its training split the first time."""
+    if config.name == 'shards':
+        return open_shards(config).tokenizer
     return _tokenizer(config, find(config), data_root(config.data_dir))
 
 

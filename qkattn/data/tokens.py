@@ -38,6 +38,8 @@ class SplitInfo:
       num_bytes: bytes of text that the tokens stand for, one per separator.
       unigram_nats_per_token: entropy of the token frequencies of this split.
       fingerprint: sha256 of the file.
+
+    num_documents, num_bytes and unigram_nats_per_token are None where nobody has counted.
     """
 
     dataset: str
@@ -45,11 +47,11 @@ class SplitInfo:
     tokenizer: str
     split: str
     dtype: str
-    num_documents: int
+    num_documents: int | None
     document_names: list[str] | None
     num_tokens: int
-    num_bytes: int
-    unigram_nats_per_token: float
+    num_bytes: int | None
+    unigram_nats_per_token: float | None
     fingerprint: str
 
 
@@ -69,7 +71,7 @@ class TokenDataset:
         name: str,
         version: str,
         tokenizer: Tokenizer,
-        splits: Mapping[str, tuple[np.ndarray, SplitInfo]],
+        splits: Mapping[str, tuple[Any, SplitInfo]],
         carved: Mapping[str, float] | None = None,
     ):
         self.name = name
@@ -84,7 +86,7 @@ class TokenDataset:
         """The names of the splits, 'train' first."""
         return tuple(self._splits)
 
-    def _split(self, split: str) -> tuple[np.ndarray, SplitInfo]:
+    def _split(self, split: str) -> tuple[Any, SplitInfo]:
         if split not in self._splits:
             raise ConfigError(
                 f'split={split!r} is not in dataset {self.name!r}; valid: '
@@ -92,8 +94,8 @@ class TokenDataset:
             )
         return self._splits[split]
 
-    def split(self, split: str) -> np.ndarray:
-        """Token ids of a split, one-dimensional, memory-mapped and read-only.
+    def split(self, split: str) -> Any:
+        """Token ids of a split, one-dimensional and read-only: a memory map, or `ShardTokens`.
 
         Raises:
           ConfigError: for an unknown split.
@@ -103,6 +105,11 @@ class TokenDataset:
     def info(self, split: str) -> SplitInfo:
         """Counts and fingerprint of a split."""
         return self._split(split)[1]
+
+    def windows(self, split: str, first_B: np.ndarray, size: int) -> np.ndarray:
+        """Rows of `size` consecutive tokens from these positions on, int32 [B, size]."""
+        positions_BT = np.asarray(first_B)[:, None] + np.arange(size)
+        return np.asarray(self.split(split))[positions_BT].astype(np.int32)
 
     def document_ends(self, split: str) -> np.ndarray:
         """The position after each document's separator, ascending."""
@@ -125,8 +132,12 @@ class TokenDataset:
             **({'carved': self.carved} if self.carved else {}),
         }
 
-    def bytes_per_token(self, split: str) -> float:
-        """Bytes of text per token of a split, on average."""
+    def unigram_nats(self, split: str) -> float | None:
+        """Entropy of the token frequencies of a split, in nats per token."""
+        return self.info(split).unigram_nats_per_token
+
+    def bytes_per_token(self, split: str) -> float | None:
+        """Bytes of text per token of a split, on average; None where ids have no text."""
         info = self.info(split)
         return info.num_bytes / info.num_tokens
 

@@ -23,7 +23,7 @@ def test_every_flag_has_a_type_and_a_default(script_here, name):
     assert max(map(len, done.stdout.splitlines())) <= 100
     found = entries(done.stdout)
     assert found and all('; default ' in about for about in found.values())
-    assert ('config' in found) == (name in ('train', 'ablate'))
+    assert ('config' in found) == (name in ('train', 'ablate', 'prepare_data'))
     assert script_here(name, '-h').stdout == done.stdout
 
 

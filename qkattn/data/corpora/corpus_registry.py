@@ -19,6 +19,7 @@ from qkattn.data.corpora import (
 )
 from qkattn.data.corpora.carved import carved
 from qkattn.data.corpora.corpus import Corpus, capped
+from qkattn.data.shards import open_shards
 from qkattn.errors import ConfigError
 
 
@@ -43,6 +44,7 @@ CORPORA = {
     'text': Source(own_files.text, required=('path',)),
     'multi30k': Source(multi30k.corpus, required=('languages',), optional=('manual_dir',)),
     'cldr': Source(cldr.corpus, required=('languages',)),
+    'shards': Source(open_shards.corpus, required=('path',)),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
     'hf': Source(hugging_face.saved, required=('path',), optional=('languages', 'feature')),
 }
@@ -52,7 +54,7 @@ CATALOGUES = {
     'hf': Source(hugging_face.published, optional=('languages', 'feature')),
 }
 SETTINGS = {
-    'path': 'the file or directory of your texts',
+    'path': 'the file or directory of your texts or shards',
     'languages': "source and target, as in 'en-de'",
     'feature': 'the name of a text feature or column',
     'manual_dir': 'a directory of files fetched by hand',
@@ -114,7 +116,10 @@ def find(config: DataConfig) -> Corpus:
     Raises:
       ConfigError: as `check`; a setting that the dataset cannot use.
     """
-    corpus = carved(check(config).corpus(config), config.carve_test)
+    corpus = check(config).corpus(config)
+    if config.name == 'shards':  # cut, lower-cased and carved when they were made
+        return corpus
+    corpus = carved(corpus, config.carve_test)
     if config.lowercase:
         corpus = _lowered(corpus)
     return corpus if corpus.languages else capped(corpus)

@@ -41,11 +41,11 @@ class TextRows(abc.ABC):
     def identity(self) -> dict[str, Any]:
         return self.dataset.identity()
 
-    def bytes_per_token(self, split: str) -> float:
+    def bytes_per_token(self, split: str) -> float | None:
         return self.dataset.bytes_per_token(split)
 
-    def unigram_nats(self, split: str) -> float:
-        return self.dataset.info(split).unigram_nats_per_token
+    def unigram_nats(self, split: str) -> float | None:
+        return self.dataset.unigram_nats(split)
 
 
 class LanguageRows(TextRows):
@@ -92,8 +92,7 @@ class LanguageRows(TextRows):
             }
             keys = zip(draws_B2[:, 0].tolist(), epochs_B.tolist(), strict=True)
             first_B = first_B + np.array([offsets[key] for key in keys])
-        positions_BT1 = first_B[:, None] + np.arange(self.length + 1)
-        tokens_BT1 = np.asarray(self.dataset.split(split))[positions_BT1].astype(np.int32)
+        tokens_BT1 = self.dataset.windows(split, first_B, self.length + 1)
         return {
             'tokens_BT': tokens_BT1[:, :-1],
             'targets_BT': tokens_BT1[:, 1:],

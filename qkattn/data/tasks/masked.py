@@ -56,8 +56,7 @@ class MaskedRows(TextRows):
         return num_tokens // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        positions_BT = np.asarray(rows_B)[:, None] * self.length + np.arange(self.length)
-        targets_BT = np.asarray(self.dataset.split(split))[positions_BT].astype(np.int32)
+        targets_BT = self.dataset.windows(split, np.asarray(rows_B) * self.length, self.length)
         u_B3T = np.empty((len(targets_BT), 3, self.length))
         for draws_2, u_3T in zip(draws_B2.astype(np.uint64), u_B3T, strict=True):
             np.random.Generator(np.random.Philox(key=draws_2)).random(out=u_3T)

@@ -3,12 +3,16 @@
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from qkattn.data.tokenizers.characters import valid_text
 from qkattn.errors import ConfigError
+
+# The token between documents in vocabularies of GPT-2 and Llama 3.
+DOCUMENT_ENDS = ('<|endoftext|>', '<|begin_of_text|>')
 
 
 class FileTokenizer:
@@ -18,14 +22,14 @@ class FileTokenizer:
     file. Documents are encoded whole, which takes about 100 times their bytes.
     """
 
-    def __init__(self, path: str):
-        """Reads the file.
+    def __init__(self, path: str, content: bytes | None = None):
+        """Reads the file, unless its content is given.
 
         Raises:
           ConfigError: it cannot be read, or is not of the library.
         """
         try:
-            content = Path(path).expanduser().read_bytes()
+            content = Path(path).expanduser().read_bytes() if content is None else content
         except OSError as error:
             raise ConfigError(
                 f'data.tokenizer={path!r} cannot be read ({error.strerror}); it must be a '
@@ -42,10 +46,31 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
+        self._content = content
         self.name = f'file-{hashlib.sha256(content).hexdigest()[:12]}'
         self.separator = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.vocab_size = self.separator + 1
         self._dtype = np.min_scalar_type(self.separator)
+
+    @classmethod
+    def of_shards(cls, path: str) -> Self:
+        """The vocabulary of shards that others made: documents end with a token of the file."""
+        tokenizer = cls(path)
+        known = (tokenizer._tokenizer.token_to_id(token) for token in DOCUMENT_ENDS)
+        end = next((token for token in known if token is not None), None)
+        if end is not None:
+            tokenizer.vocab_size, tokenizer.separator = tokenizer.separator, end
+            tokenizer.name = f'{tokenizer.name}-{end}'
+        return tokenizer
+
+    @classmethod
+    def load(cls, model: bytes) -> Self:
+        """Restores the tokenizer from the bytes that `model` returned."""
+        return cls('tokenizer.json', model)
+
+    def model(self) -> bytes:
+        """The file."""
+        return self._content
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids of the tokens.

@@ -24,6 +24,7 @@ from qkattn.data.cache import DamagedCache, check_sha256, prepared_once, read_de
 from qkattn.data.tokenizers.bpe import BPETokenizer
 from qkattn.data.tokenizers.characters import CharacterTokenizer
 from qkattn.data.tokenizers.file import FileTokenizer
+from qkattn.data.tokenizers.ids import IdTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from qkattn.errors import ConfigError
 from qkattn.run.files import write_atomic
@@ -66,7 +67,7 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
         return FileTokenizer, {'path': kind}
     return resolve(
         kind,
-        KINDS | {'PATH.json': FileTokenizer},
+        KINDS | {'PATH.json': FileTokenizer, 'ids': IdTokenizer},
         'data.tokenizer',
         needs=f'a class with {", ".join(METHODS)}, as qkattn.data.tokenizers.tokenizer.Tokenizer',
         fits=lambda found: inspect.isclass(found) and all(hasattr(found, m) for m in METHODS),
@@ -101,7 +102,7 @@ def open_tokenizer(
     """
     cls, options = check(kind)
     if not hasattr(cls, 'train'):
-        return _named(called('data.tokenizer', kind, lambda: cls(**options)), kind)
+        return restored(kind, None)
     expected: dict[str, Any] = {'kind': kind, 'size': size if kind == 'bpe' else None}
     directory = data_dir / 'tokenizers' / name / version
     directory /= f'byte-bpe-{size}' if kind == 'bpe' else _folder(kind)
@@ -133,6 +134,18 @@ def open_tokenizer(
         write_atomic(about_path, json.dumps(dataclasses.asdict(about), indent=2) + '\n')
 
     return prepared_once(directory / 'lock', opened, train)
+
+
+def restored(kind: str, model: bytes | None) -> Tokenizer:
+    """The tokenizer of a kind, as in `check`, from the bytes that its `model` returned, if any.
+
+    Raises:
+      ConfigError: for an unknown kind, or one whose class fails.
+    """
+    cls, options = check(kind)
+    if model is not None:
+        return _named(cls.load(model), kind)
+    return _named(called('data.tokenizer', kind, lambda: cls(**options)), kind)
 
 
 def _folder(kind: str) -> str:

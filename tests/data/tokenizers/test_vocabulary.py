@@ -51,7 +51,9 @@ def test_each_kind_is_its_tokenizer(opened, directory, tmp_path, warnings):
     assert opened('bpe', size=265).vocab_size == 265
     names = ['byte-bpe-265', 'byte-bpe-270', 'characters']
     assert sorted(path.name for path in directory('bpe').parent.iterdir()) == names
-    with refused("unknown data.tokenizer 'words'; known are bytes, characters, bpe, PATH.json, or"):
+    with refused(
+        "unknown data.tokenizer 'words'; known are bytes, characters, bpe, PATH.json, ids, or"
+    ):
         opened('words')
     assert not warnings
 

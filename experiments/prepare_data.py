@@ -1,0 +1,52 @@
+"""Tokenises a text once into shards, which any number of runs on any number of hosts read.
+
+python -m experiments.prepare_data --config=configs/small.py --out=tokens/stdlib
+python -m experiments.train --config=configs/small.py --workdir=runs/shards
+    --config.data.name=shards --config.data.path=tokens/stdlib
+
+Of the config only the fields of data are read. The same command goes on after an interruption, and
+what it writes does not depend on --workers. --verify compares all shards with their sha256.
+"""
+
+import os
+
+from absl import flags
+
+from qkattn.config import Config
+from qkattn.data.shards.prepare_shards import SHARD_TOKENS, prepare, verify
+from qkattn.errors import ConfigError
+from qkattn.run import cli, signals
+
+CONFIG = cli.define_config(Config)
+OUT = flags.DEFINE_string('out', None, 'Directory of the shards; the same directory goes on.')
+WORKERS = flags.DEFINE_integer('workers', None, 'Processes that tokenise; default: one per core.')
+TOKENS = flags.DEFINE_integer(
+    'shard_tokens', SHARD_TOKENS, 'A shard ends with the document that reaches so many tokens.'
+)
+VERIFY = flags.DEFINE_bool('verify', False, 'Check the shards in --out, which may be a URL.')
+
+
+@signals.leaving_at_once()
+def main() -> None:
+    if OUT.value is None:
+        raise ConfigError('--out=DIRECTORY is required')
+    if VERIFY.value:
+        if problems := list(verify(OUT.value)):
+            raise ConfigError('; '.join(problems))
+        print(f'{OUT.value}: all shards have their sha256')
+        return
+    workers = len(os.sched_getaffinity(0)) if WORKERS.value is None else WORKERS.value
+    data = cli.read_config(CONFIG).data
+    index = prepare(data, OUT.value, workers=workers, shard_tokens=TOKENS.value)
+    for split, found in index.splits.items():
+        count = len(found.shards)
+        print(
+            f'{split}: {count:,} shard{"s" * (count > 1)}, {found.num_tokens:,} tokens, '
+            f'{found.num_documents:,} documents, {found.num_bytes:,} bytes'
+        )
+    print(f'{index.tokenizer_name}, {index.vocab_size:,} ids')
+    print(f'to train: --config.data.name=shards --config.data.path={OUT.value}')
+
+
+if __name__ == '__main__':
+    cli.run(main)

@@ -1,0 +1,279 @@
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+import tokenizers
+
+from qkattn.config import Config, DataConfig, ModelConfig
+from qkattn.data.documents import clusters
+from qkattn.data.load import load_text, tokenizer_of
+from qkattn.data.pipeline import train_batch
+from qkattn.data.shards import open_shards
+from qkattn.data.shards.prepare_shards import prepare
+from qkattn.data.tasks.language import LanguageRows
+from qkattn.data.tasks.task_registry import rows_of
+from tests.data.refusals import refused
+from tests.data.shards.examples import write_bin, write_texts
+
+
+def shards(path, **fields):
+    return DataConfig(name='shards', path=str(path), **fields)
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory):
+    """A folder of texts as a dataset."""
+    root = tmp_path_factory.mktemp('text')
+    return DataConfig(
+        name='text', path=str(write_texts(root / 'files')), data_dir=str(root / 'cache')
+    )
+
+
+@pytest.fixture(scope='module')
+def made(text, tmp_path_factory):
+    """Its shards."""
+    out = tmp_path_factory.mktemp('made') / 'shards'
+    prepare(text, str(out), workers=1, shard_tokens=1000)
+    return out
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    """A copy of them."""
+    for path in made.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def test_shards_are_the_dataset_that_they_were_made_of(text, made):
+    before, after = load_text(text), load_text(shards(made))
+    assert after.splits == before.splits and len(list(made.glob('train_*.bin'))) > 3
+    for split in before.splits:
+        assert np.array_equal(np.asarray(after.split(split)), before.split(split))
+        assert np.array_equal(after.document_ends(split), before.document_ends(split))
+        assert after.document_names(split) == before.document_names(split)
+        assert after.unigram_nats(split) == before.unigram_nats(split)
+        assert after.bytes_per_token(split) == before.bytes_per_token(split) == 1
+        info, counted = before.info(split), after.info(split)
+        for name in ('num_documents', 'num_tokens', 'num_bytes', 'version'):
+            assert getattr(info, name) == getattr(counted, name)
+    identity = json.loads(json.dumps(after.identity()))
+    assert identity.pop('fingerprints').keys() == before.identity().pop('fingerprints').keys()
+    assert identity == {'name': 'text', 'version': before.version, 'tokenizer': 'bytes'}
+    assert tokenizer_of(shards(made)).name == 'bytes'
+
+
+def test_rows_and_clusters_of_shards_are_those_of_the_text(text, made):
+    model = ModelConfig(context=16)
+    before, after = (rows_of(Config(model=model, data=d)) for d in (text, shards(made)))
+    for split in ('validation', 'test'):
+        (names, document_R), (same, same_R) = (clusters(rows, split, 9) for rows in (before, after))
+        assert names == same and np.array_equal(document_R, same_R)
+    encoder = ModelConfig(context=16, kind='encoder', vocab_size=257)
+    for kind in (model, encoder):
+        before, after = (rows_of(Config(model=kind, data=d)) for d in (text, shards(made)))
+        batches = [train_batch(rows, seed=3, step=11, batch_size=8) for rows in (before, after)]
+        for name, array in batches[0].items():
+            assert np.array_equal(array, batches[1][name]) and array.dtype == batches[1][name].dtype
+
+
+@pytest.mark.parametrize('num_hosts', [1, 2, 4])
+def test_hosts_read_their_rows_of_one_global_batch_and_no_others(made, num_hosts, monkeypatch):
+    rows = LanguageRows(load_text(shards(made)), 16, shift=True)
+    whole = train_batch(rows, seed=5, step=40, batch_size=8)
+    files = rows.dataset.split('train').files
+    sizes, real = [], files.tokens
+    monkeypatch.setattr(
+        files,
+        'tokens',
+        lambda pieces: sizes.append(sum(b - a for _, a, b in pieces)) or real(pieces),
+    )
+    parts = [
+        train_batch(rows, seed=5, step=40, batch_size=8, part=slice(host, None, num_hosts))
+        for host in range(num_hosts)
+    ]
+    assert sizes == [8 // num_hosts * 17] * num_hosts
+    for name, array in whole.items():
+        together = np.stack([part[name] for part in parts], axis=1).reshape(array.shape)
+        assert np.array_equal(together, array)
+
+
+def test_opening_reads_no_tokens(made, monkeypatch):
+    monkeypatch.setattr(open_shards.ShardTokens, 'windows', None)
+    rows = rows_of(Config(model=ModelConfig(context=16), data=shards(made)))
+    assert rows.count('train') > 100 and rows.identity() and rows.unigram_nats('validation')
+    assert rows.bytes_per_token('validation') == 1
+
+
+def end_of(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def edit(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ('damage', 'says'),
+    [
+        (lambda d: (d / 'train_000001.bin').unlink(), 'train_000001.bin is missing; copy it again'),
+        (
+            lambda d: end_of(d / 'test_000000.bin', 1500),
+            r'test_000000.bin is damaged: it has 1,500',
+        ),
+        (lambda d: end_of(d / 'index.json', 99), 'index.json is damaged .*copy it again'),
+        (lambda d: edit(d / 'index.json', schema=2), 'has schema 2, but .* reads schema 1; use'),
+        (lambda d: edit(d / 'index.json', splits=3), 'index.json is damaged'),
+        (lambda d: edit(d / 'index.json', dtype=3), "index.json is damaged .field 'dtype' is 3"),
+        (lambda d: edit(d / 'index.json', complete=False), 'is not finished; repeat the command'),
+        (
+            lambda d: edit(d / 'index.json', tokenizer_name='x'),
+            'was tokenised with x, but .* bytes',
+        ),
+    ],
+)
+def test_what_is_damaged_or_missing_is_named(copy, damage, says):
+    damage(copy)
+    with refused(says):
+        load_text(shards(copy))
+
+
+@pytest.mark.parametrize(
+    ('fields', 'says'),
+    [
+        ({'lowercase': True}, "data.lowercase=True has no effect on data.name='shards'"),
+        ({'tokenizer': 'bpe'}, "data.tokenizer='bpe' has no effect .* made with bytes; leave"),
+        ({'feature': 'x'}, "data.feature='x' has no effect"),
+        ({'path': None}, "data.path=None: data.name='shards' needs the file or directory"),
+        ({'path': 'absent'}, r"data.path='absent' cannot be read \(No such file"),
+        ({'path': 'memory://absent'}, "data.path='memory://absent' cannot be read .FileNotFound"),
+        ({'path': 'odd://x'}, "data.path='odd://x' needs a package that is not installed"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(made, fields, says):
+    with refused(says):
+        rows_of(Config(data=dataclasses.replace(shards(made), **fields)))
+
+
+def test_shards_without_an_index_are_read_as_they_are(tmp_path, caplog):
+    separated = np.arange(5000) % 50
+    separated[49::50] = 50256
+    write_bin(tmp_path / 'owt' / 'train.bin', separated, None)
+    write_bin(tmp_path / 'owt' / 'val.bin', separated[:1020], None)
+    for number in (1, 2, 3):
+        write_bin(tmp_path / 'fw' / f'fineweb_train_{number:06d}.bin', np.roll(separated, number))
+    write_bin(tmp_path / 'fw' / 'fineweb_val_000000.bin', separated[:1000])
+    write_bin(tmp_path / 'llama' / 'edu_train_000001.bin', np.arange(70000, 71000), 'uint32')
+    write_bin(tmp_path / 'llama' / 'edu_val_000000.bin', np.arange(90), 'uint32')
+    with caplog.at_level(logging.INFO):
+        owt = load_text(shards(tmp_path / 'owt'))
+    assert 'owt has no index: its ids are taken for those of ids-50257-50256' in caplog.messages
+    assert (owt.name, owt.vocab_size, owt.splits) == ('owt', 50257, ('train', 'validation'))
+    assert np.array_equal(np.asarray(owt.split('train')), separated)
+    # A document that has no separator ends with the split.
+    assert owt.document_ends('validation').tolist() == [*range(50, 1001, 50), 1020]
+    assert owt.bytes_per_token('validation') is None and owt.unigram_nats('validation') > 3
+    fineweb = load_text(shards(f'{tmp_path}/fw/fineweb_*.bin'))
+    assert (fineweb.name, len(fineweb.split('train'))) == ('fineweb', 15000)
+    window_BT = fineweb.windows('train', np.array([4998]), 4)
+    assert window_BT.tolist() == [[47, 48, 48, 50256]]
+    llama = load_text(shards(tmp_path / 'llama'))
+    assert llama.vocab_size == 128256 and llama.windows('train', np.array([3]), 2).max() == 70004
+    same = load_text(shards(tmp_path / 'owt')).identity()
+    assert same == owt.identity() and len(set(same['fingerprints'].values())) == 2
+    batch = rows_of(
+        Config(model=ModelConfig(context=9, vocab_size=50257), data=shards(tmp_path / 'owt'))
+    )
+    assert train_batch(batch, seed=0, step=0, batch_size=2)['tokens_BT'].shape == (2, 9)
+
+
+def test_splits_that_shards_lack_are_carved_from_the_end_of_train(tmp_path, caplog):
+    ids = np.arange(1000) % 30
+    path = write_bin(tmp_path / 'train.bin', ids, None)
+    data = shards(tmp_path, tokenizer='ids(vocab_size=30, separator=29)')
+    with caplog.at_level(logging.INFO):
+        dataset = load_text(data)
+    assert [len(dataset.split(split)) for split in dataset.splits] == [810, 90, 100]
+    together = [np.asarray(dataset.split(split)) for split in ('train', 'validation', 'test')]
+    assert np.array_equal(np.concatenate(together), ids)
+    assert dataset.identity()['carved'] == {'validation': 0.1, 'test': 0.1}
+    assert sum('10 % of train' in message for message in caplog.messages) == 2
+    assert len(set(dataset.identity()['fingerprints'].values())) == 3
+    write_bin(tmp_path / 'val.bin', ids[:100], None)
+    assert load_text(data).splits == ('train', 'validation')
+    carved = load_text(dataclasses.replace(data, carve_test=True))
+    assert carved.splits == ('train', 'validation', 'test') and carved.carved == {'test': 0.1}
+    assert [len(carved.split(split)) for split in carved.splits] == [900, 100, 100]
+    path.write_bytes(path.read_bytes()[:8])
+    (tmp_path / 'val.bin').unlink()
+    with refused('has no validation shards, and too few tokens in train, 4, to carve one'):
+        load_text(data)
+
+
+@pytest.fixture(scope='module')
+def vocabulary(tmp_path_factory):
+    """A tokenizer.json with a token between documents, id 3."""
+    words = {'a': 0, 'b': 1, ' ': 2, '<|endoftext|>': 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    tokenizer.add_special_tokens(['<|endoftext|>'])
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    path = tmp_path_factory.mktemp('vocabulary') / 'gpt.json'
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def test_the_vocabulary_of_shards_may_be_named(tmp_path, vocabulary):
+    write_bin(tmp_path / 'train.bin', [0, 1, 3] * 40, None)
+    write_bin(tmp_path / 'val.bin', [0, 2, 1, 3, 1, 3], None)
+    data = shards(tmp_path, tokenizer=vocabulary)
+    dataset = load_text(data)
+    assert (dataset.vocab_size, dataset.tokenizer.separator) == (4, 3)
+    assert dataset.document_ends('validation').tolist() == [4, 6]
+    assert dataset.bytes_per_token('validation') == 1
+    assert list(open_shards.corpus(data).documents(None)['validation']) == [b'a b', b'b']
+    unseparated = load_text(shards(tmp_path, tokenizer='ids(vocab_size=4, separator=None)'))
+    assert unseparated.document_ends('validation').tolist() == [6]
+    too_small = load_text(shards(tmp_path, tokenizer='ids(vocab_size=3, separator=None)'))
+    with refused(r"split 'validation' of .* holds the id 3, but .* set data.tokenizer to 'ids"):
+        too_small.windows('validation', np.array([0]), 4)
+    for call in (dataset.tokenizer.encode('b'), dataset.tokenizer.decode([1])):
+        assert len(call) == 1
+    with refused("data.tokenizer='ids' has no text, only ids; give --prompt_tokens"):
+        unseparated.tokenizer.encode('a')
+
+
+HEAD = np.array([20240520, 3, 5], '<i4').tobytes()
+
+
+@pytest.mark.parametrize(
+    ('files', 'fields', 'says'),
+    [
+        ({}, {}, 'holds no train shards; their names have to be like train.bin'),
+        ({'fineweb_000001.bin': b'ab'}, {}, 'no train shards; .*, not fineweb_000001.bin'),
+        ({'train.bin': b'abc'}, {}, 'train.bin is no shard of tokens: .* its 3 bytes have to be'),
+        ({'train.bin': HEAD}, {}, 'train.bin has a header 20240520, version 3, which .* known are'),
+        ({'x_train_1.bin': b'ab', 'y_train_1.bin': b'ab'}, {}, "shards of 'x' and 'y'; name those"),
+        ({'train.bin': b'abcd'}, {'tokenizer': 'bpe'}, "data.tokenizer='bpe' cannot be that of"),
+        (
+            {'train.bin': b'abcd'},
+            {'tokenizer': 'ids(vocab_size=2, separator=5)'},
+            'separator=5 must',
+        ),
+        ({'train.bin': b'abcd'}, {'lowercase': True}, 'data.lowercase=True has no effect'),
+    ],
+)
+def test_other_files_are_refused(tmp_path, files, fields, says):
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with refused(says):
+        load_text(shards(tmp_path, **fields))
+
+
+def test_a_shard_shorter_than_its_header_says_is_named(tmp_path):
+    end_of(write_bin(tmp_path / 'train.bin', np.arange(50)), 1100)
+    with refused(
+        'train.bin is damaged: it has 1,100 bytes, but its 50 tokens take 1,124; fetch it'
+    ):
+        load_text(shards(tmp_path))
