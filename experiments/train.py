@@ -1,6 +1,7 @@
 """Trains one architecture as a stack of trials.
 
 python -m experiments.train --config=configs/small.py --workdir=runs/small
+python -m experiments.train --config=small --dry_run --topology=v5e-4 --config.mesh.data=4
 """
 
 import textwrap
@@ -13,16 +14,33 @@ from qkattn.config import Config
 from qkattn.errors import ConfigError
 from qkattn.metrics import METRICS, PREFIXES
 from qkattn.run import cli, signals
-from qkattn.train import train
+from qkattn.train import dry_run, pods, topology, train
 from qkattn.train.results import FINISHED
 
 CONFIG = cli.define_config(Config)
+DRY_RUN = flags.DEFINE_bool(
+    'dry_run',
+    False,
+    'Compile only, and print memory, FLOPs, collectives and warnings of a step.',
+)
+TOPOLOGY = flags.DEFINE_string(
+    'topology',
+    None,
+    'Pod that --dry_run describes, without any accelerator: v5p-64, v6e-256, a3-16x8, ...; by '
+    'default the present devices. See docs/scaling.md.',
+)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')
 
 
 @signals.leaving_at_once()
 def main() -> None:
     config = cli.read_config(CONFIG)
+    if DRY_RUN.value:
+        pod = None if TOPOLOGY.value is None else pods.pod_of(TOPOLOGY.value)
+        print(dry_run.text(topology.describe(config, pod)))
+        return
+    if TOPOLOGY.value is not None:
+        raise ConfigError('--topology needs --dry_run')
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
     for result in train(config, WORKDIR.value, command=cli.command('train')):

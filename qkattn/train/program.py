@@ -77,6 +77,15 @@ def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, di
     return state, hyper, batch
 
 
+def lower(
+    config: Config, lifting: str, mesh: Mesh, state: dict, hyper: dict, batch: Any
+) -> jax.stages.Lowered:
+    """The train program, traced on abstract inputs, ready to compile for the mesh's devices."""
+    shardings = jax.tree.map(lambda a: a.sharding, state), NamedSharding(mesh, P())
+    steps = jax.jit(train_steps(config, lifting, mesh), donate_argnums=0, out_shardings=shardings)
+    return steps.lower(state, hyper, batch)
+
+
 def build(config: Config, lifting: str | None = None, params: dict | None = None) -> Program:
     """Compiles the run's programs.
 
@@ -106,12 +115,8 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
 
     def compiled(kind: str) -> tuple[Callable, float]:
         start = time.perf_counter()
-        steps = jax.jit(
-            train_steps(config, kind, mesh),
-            donate_argnums=0,
-            out_shardings=(shardings, replicated),
-        )
-        return steps.lower(abstract, hyper, batch).compile(), time.perf_counter() - start
+        lowered = lower(config, kind, mesh, abstract, abstract_hyper, batch)
+        return lowered.compile(), time.perf_counter() - start
 
     kinds: tuple[str, ...] = (lifting or config.train.lifting,)
     if kinds == ('auto',):

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import re
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -32,15 +33,17 @@ def require_devices(config: MeshConfig) -> None:
         )
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh (trial, data, fsdp, tensor) over the first devices.
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh (trial, data, fsdp, tensor) over the first of `devices`, by default all of the job.
 
     Raises:
       ConfigError: more devices asked for than there are.
     """
-    require_devices(config)
     shape = (config.trial, config.data, config.fsdp, config.tensor)
-    wanted, devices = math.prod(shape), jax.devices()
+    if devices is None:
+        require_devices(config)
+        devices = jax.devices()
+    wanted = math.prod(shape)
     if wanted < len(devices):
         log.warning('the mesh uses %d of %d devices', wanted, len(devices))
     names = ('trial', 'data', 'fsdp', 'tensor')
@@ -73,7 +76,7 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
             taken = f'split over {fitting[0]}' if fitting else 'replicated'
             size = shape[names.index(present[0])]
             where = f'{mesh_axis}={mesh.shape[mesh_axis]}'
-            _say_once(f'{path}: {present[0]}={size} does not divide over {where}; {taken}')
+            say_once(f'{path}: {present[0]}={size} does not divide over {where}; {taken}')
         if fitting:
             axes[fitting[0]] = mesh_axis
     # A mesh axis splits one axis of an array: the first N of w_talk_NN, and the second is whole.
@@ -81,7 +84,7 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
     log.info(message)
 
 

@@ -1,0 +1,35 @@
+"""Dry runs from the command line."""
+
+import pytest
+
+
+def test_a_config_is_described_on_a_pod_without_accelerators(script, tmp_path):
+    done = script(
+        'train', '--config=small', '--dry_run', '--topology=v5e-16', '--config.mesh.data=16'
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ['parameters', '836,736', 'of', '3', 'trials', 'each'] in lines
+    assert ['parameters', f'{3 * 4 * 836_736:,}', '9.58', 'MiB'] in lines
+    assert done.stdout.startswith('v5e-16: 16 v5e TPU chips on 4 hosts (4x4)')
+    assert any(line[:3] == ['all-reduce', 'over', 'data'] for line in lines)
+    written = {path.name for path in tmp_path.iterdir()} - {'run.py', 'study.py'}
+    assert not written
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (
+            ('--dry_run', '--topology=v5p-64', '--config.mesh.data=16'),
+            "has 16 devices, but topology 'v5p-64' has 32; valid is, for example, "
+            '--config.mesh.data=32 --config.train.batch_size=32',
+        ),
+        (('--dry_run', '--topology=v5q-64'), 'did you mean v5p-64?'),
+        (('--topology=v5p-64',), '--topology needs --dry_run'),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_sentence(script_here, flags, message):
+    done = script_here('train', '--config=small', *flags)
+    assert done.returncode == 2 and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
