@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec as P
 from qkattn.config import MeshConfig
 from qkattn.errors import ConfigError
 
-# Candidates in order: the first letter of the name that divides is split over the mesh axis.
+# Candidates in order: the first letter of the name that divides is split over the mesh axis. V, and
+# with it the logits, is split over fsdp and tensor together.
 # D is never split over tensor: with the embedding split V over fsdp and D over tensor, jaxlib
 # 0.10.2 and 0.12.0 return wrong sums from a scan over microbatches on a mesh of all three axes.
-CANDIDATES = {'fsdp': 'VDERC', 'tensor': 'NKFH'}
+CANDIDATES = {'fsdp': 'VDERC', 'tensor': 'NKFHV'}
+JOINT = 'V'
 
 BATCH_AXES = ('data', 'fsdp')
 
@@ -66,21 +68,27 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     names = letters(path, len(shape))
     if len(names) != len(shape):
         raise ValueError(f'{path} has shape {shape}, but its name says {names}')
-    axes: dict[str, str | None] = {'X': 'trial'}
+    axes: dict[str, tuple[str, ...]] = {'X': ('trial',)}
     for mesh_axis, candidates in CANDIDATES.items():
-        present = [c for c in candidates if c in names and c not in axes]
+        present = [c for c in candidates if c in names and (c not in axes or c in JOINT)]
         if mesh.shape[mesh_axis] == 1 or not present:
             continue
-        fitting = [c for c in present if shape[names.index(c)] % mesh.shape[mesh_axis] == 0]
+        over = {c: (*axes.get(c, ()), mesh_axis) for c in present}
+        fitting = [c for c in present if shape[names.index(c)] % _devices(mesh, over[c]) == 0]
         if fitting[:1] != present[:1]:
-            taken = f'split over {fitting[0]}' if fitting else 'replicated'
+            taken = f'split over {fitting[0]}' if fitting else f'replicated over {mesh_axis}'
             size = shape[names.index(present[0])]
-            where = f'{mesh_axis}={mesh.shape[mesh_axis]}'
+            where = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in over[present[0]])
             say_once(f'{path}: {present[0]}={size} does not divide over {where}; {taken}')
         if fitting:
-            axes[fitting[0]] = mesh_axis
+            axes[fitting[0]] = over[fitting[0]]
     # A mesh axis splits one axis of an array: the first N of w_talk_NN, and the second is whole.
-    return P(*(axes.get(x) if x not in names[:i] else None for i, x in enumerate(names)))
+    split = [axes.get(x, ()) if x not in names[:i] else () for i, x in enumerate(names)]
+    return P(*(over if len(over) > 1 else (over or (None,))[0] for over in split))
+
+
+def _devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 @functools.cache

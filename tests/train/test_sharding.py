@@ -26,7 +26,10 @@ from qkattn.train import sharding
         ('trials/opt_state/1/0/count', (2,), P('trial')),
         ('trials/alive', (2,), P('trial')),
         ('p/final_norm/g_D', (2, 32), P('trial', 'fsdp')),
-        ('p/w_embedding_VD', (2, 256, 32), P('trial', 'fsdp', None)),
+        ('p/w_embedding_VD', (2, 256, 32), P('trial', ('fsdp', 'tensor'), None)),
+        ('p/w_output_DV', (2, 32, 256), P('trial', None, ('fsdp', 'tensor'))),
+        # 50 tokens divide over 2 devices, but not over 4.
+        ('p/w_embedding_VD', (2, 50, 32), P('trial', 'fsdp', None)),
         ('p/blocks/a/w_o_NHD', (2, 3, 4, 8, 32), P('trial', None, 'tensor', None, 'fsdp')),
         # A mesh axis splits one of two axes of the same letter.
         ('p/blocks/a/w_talk_NN', (2, 3, 4, 4), P('trial', None, 'tensor', None)),
@@ -40,7 +43,8 @@ def test_rules_follow_the_letters_of_the_name(path, shape, want):
     spec = sharding.spec(path, shape, mesh)
     assert tuple(spec) == (*want, *[None] * (len(spec) - len(want)))
     placed = jax.device_put(np.zeros(shape), NamedSharding(mesh, spec))
-    split = math.prod(mesh.shape[axis] for axis in want if axis)
+    axes = [axis for over in want if over for axis in ((over,) if isinstance(over, str) else over)]
+    split = math.prod(mesh.shape[axis] for axis in axes)
     assert placed.addressable_shards[0].data.size == placed.size // split
 
 

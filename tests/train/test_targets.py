@@ -1,13 +1,16 @@
 """Losses of targets with the logits of a few positions at a time."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.train import evaluation, step
+from qkattn.config import MeshConfig
+from qkattn.train import evaluation, program, sharding, step
 
 B, T, V = 4, 16, 8192
 
@@ -70,3 +73,17 @@ def test_memory_of_training_and_evaluation_is_that_of_a_chunk(large):
         assert temporary(None, compute) > logits
         # A chunk of one position has a sixteenth of the logits, and their gradient.
         assert temporary(1, compute) < logits / 2
+
+
+def test_the_vocabulary_of_embedding_and_logits_is_split_over_fsdp_and_tensor(large):
+    config = large(None, steps_per_dispatch=1, accumulation=1)
+    config = dataclasses.replace(config, mesh=MeshConfig(fsdp=2, tensor=2))
+    mesh = sharding.make_mesh(config.mesh)
+    inputs = program.abstract_inputs(config, mesh)
+    shardings = jax.tree.map(lambda a: a.sharding, inputs[0])
+    steps = jax.jit(step.train_steps(config, 'vmap', mesh), out_shardings=(shardings, None))
+    text = steps.lower(*inputs).compile().as_text()
+    sizes = {
+        int(size) for shape in re.findall(r'f32\[([\d,]+)\]', text) for size in shape.split(',')
+    }
+    assert V // 4 in sizes and not {V, V // 2} & sizes
