@@ -270,7 +270,7 @@ def test_memory_is_that_of_the_shardings(on_pod):
     D, L, N, H, F, V, T = 32, 1, 2, 16, 128, 256, 16
     attention, mlp = 4 * D * N * H / (2 * 2), 2 * D * F / (2 * 2)
     norms = 2 * D / 2 + 2 * H / 2  # H of the gains of queries and keys is split over tensor
-    embeddings = (2 * V * D + T * D) / 2
+    embeddings = 2 * V * D / (2 * 2) + T * D / 2
     parameters = L * (attention + mlp + norms) + embeddings + D / 2
     assert run.memory['parameters'] == 4 * parameters
     counters = 4 * 2
