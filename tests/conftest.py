@@ -31,6 +31,7 @@ from qkattn.config import (
     TrialsConfig,
 )
 from qkattn.data.load import load
+from tests.buckets import bucket  # noqa: F401, a fixture
 from tests.outside import outside  # noqa: F401, a fixture
 
 # Parts of a run that may come from outside the package and have contract tests.

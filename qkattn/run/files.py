@@ -1,4 +1,4 @@
-"""Directories, atomic writes and file locks on a shared file system."""
+"""Directories, atomic writes and file locks on a shared file system or in a bucket."""
 
 import contextlib
 import errno
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from qkattn.errors import ConfigError, DiskError, RunDirectoryError
+from qkattn.run import buckets
 from qkattn.run.signals import WHOLE
 
 _DISK_ERRORS = {
@@ -20,6 +21,16 @@ _DISK_ERRORS = {
     errno.EFBIG: 'a file is larger than this process may write',
     errno.EIO: 'the disk fails',
 }
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """The path that text names: in a bucket where it is a gs:// URL, else on a file system.
+
+    Raises:
+      RunDirectoryError: a URL of another kind, or a bucket that does not exist or is out of reach.
+      ConfigError: a bucket, and the extra `gcs` is not installed.
+    """
+    return buckets.to_path(path) if buckets.is_url(path) else Path(path)
 
 
 @contextlib.contextmanager
@@ -35,12 +46,14 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:  # libraries raise many kinds, with the text of the system's error
         if isinstance(error, DiskError) or (reason := _disk_reason(error)) is None:
             raise
-        path = Path(path)
+        path = as_path(path)
         raise _disk_error(path if path.is_dir() else path.parent, reason) from error
 
 
 def require_room(directory: str | os.PathLike[str], size: int) -> None:
-    """Raises DiskError unless the disk of `directory` has room for `size` bytes."""
+    """Raises DiskError unless the disk of `directory` has room for `size` bytes; a bucket has."""
+    if buckets.is_url(directory):
+        return
     free = shutil.disk_usage(directory).free
     if free < size:
         raise _disk_error(directory, f'its disk has {free:,} of the {size:,} bytes that are needed')
@@ -67,10 +80,14 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     A reader, or a crash, sees the old file or the whole of this one, which is on the disk when the
     call returns. Several processes may write the same path. Missing directories are created.
     """
-    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    path = as_path(path)
+    if buckets.is_url(path):
+        with WHOLE:
+            buckets.write(path, data)
+        return path
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
     # Written by open(), not tempfile, so that the permissions are those that the umask allows.
     with WHOLE, _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
         temporary.write_bytes(data)
@@ -82,9 +99,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path beside `path` that replaces it atomically when the block succeeds.
 
     For files that a library writes, or that do not fit in memory. The temporary name is fixed, so
-    that the next writer overwrites what a killed one left; two writers need a lock.
+    that the next writer overwrites what a killed one left; two writers need a lock. For a path in a
+    bucket it is a local file, which is uploaded.
     """
-    path = Path(path)
+    path = as_path(path)
+    if buckets.is_url(path):
+        with tempfile.TemporaryDirectory() as directory:
+            yield (temporary := Path(directory, path.name))
+            buckets.upload(temporary, path)
+        return
     with _replacing(path, f'{path.name}.tmp') as temporary:
         temporary.unlink(missing_ok=True)
         temporary.touch()
@@ -153,21 +176,29 @@ def locked(path: str | os.PathLike[str], *, wait: bool = True) -> Iterator[TextI
         yield file
 
 
-def require_local(path: str | os.PathLike[str]) -> None:
-    """Raises RunDirectoryError where `path` is a URL."""
-    if '://' in os.fspath(path):
-        raise RunDirectoryError(
-            f'workdir={os.fspath(path)} is a URL; give a directory on a mounted file system'
-        )
+@contextlib.contextmanager
+def local_copy(path: Path) -> Iterator[Path]:
+    """Yields `path`, or for one in a bucket a local file of the same name and content."""
+    if not buckets.is_url(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        local = Path(directory, path.name)
+        buckets.download(path, local)
+        yield local
 
 
 def check_directory(path: str | os.PathLike[str]) -> Path:
     """Returns `path` made absolute if files can be written there; creates nothing.
 
     Raises:
-      RunDirectoryError: a URL, or neither `path` nor its nearest existing parent takes files.
+      RunDirectoryError: neither `path` nor its nearest existing parent takes files, or the bucket
+        takes no objects.
     """
-    require_local(path)
+    if buckets.is_url(path):
+        directory = as_path(path)
+        buckets.check_writable(directory)
+        return directory
     # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
     directory = Path('/' + os.path.abspath(path).lstrip('/'))
     try:
@@ -182,6 +213,8 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
 def make_directory(path: str | os.PathLike[str]) -> Path:
     """Creates `path`, unless it exists, and returns it absolute; raises as `check_directory`."""
     directory = check_directory(path)
+    if buckets.is_url(directory):
+        return directory
     try:
         with disk_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)

@@ -144,7 +144,7 @@ def enter_lock(path):
             (function, path, RunDirectoryError, message)
             for function in (check_directory, make_directory)
             for path, message in (
-                ('gs://bucket/run', 'gs://bucket/run is a URL'),
+                ('s3://bucket/run', 's3://bucket/run is a URL of another kind than gs://'),
                 ('file/run', r'file/run cannot be used \(Not a directory\)'),
                 ('/proc/run', 'workdir=/proc/run cannot be used'),
                 ('/proc', 'workdir=/proc cannot be used'),

@@ -1,0 +1,246 @@
+"""Paths in Cloud Storage, and writes of objects that succeed for one process only.
+
+A path is an `etils.epath.Path`, which has the methods of pathlib.Path but no `open('a')`. Objects
+whose owner matters are written here, by the generation (version number) that they replace.
+
+Without Google: STORAGE_EMULATOR_HOST=http://127.0.0.1:PORT names an emulator, which is spoken to
+without credentials. Every library that reads buckets is told of it here.
+"""
+
+import contextlib
+import functools
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from etils import epath
+
+from qkattn.config.extras import load_extra
+from qkattn.errors import RunDirectoryError
+
+EXTRA = 'gcs'
+SCHEME = 'gs://'
+REACH = 15.0
+"""Seconds after which a bucket counts as out of reach when it is opened."""
+PATIENCE = 30.0
+"""Seconds for which a later request is repeated."""
+ROLES = 'roles/storage.objectUser and roles/storage.legacyBucketReader'
+
+# Read when the libraries are imported: one protocol and one library for every bucket.
+os.environ.setdefault('EPATH_USE_TF', 'false')
+os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
+
+
+class Object(NamedTuple):
+    """An object as it was read; `updated` is the second of its last write on the bucket's clock."""
+
+    content: bytes
+    generation: int
+    updated: float
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is in a bucket, or claims to be."""
+    return '://' in os.fspath(path)
+
+
+def to_path(url: str | os.PathLike[str]) -> Path:
+    """The path that `url` names, in a bucket that exists and can be listed.
+
+    Raises:
+      RunDirectoryError: not a gs:// URL, or the bucket is out of reach.
+      ConfigError: the extra is not installed.
+    """
+    text = os.fspath(url)
+    bucket = text.removeprefix(SCHEME).partition('/')[0]
+    if not text.startswith(SCHEME) or not bucket:
+        raise RunDirectoryError(
+            f'{text} is a URL of another kind than gs://BUCKET/PATH; give one of those, or mount '
+            'the storage and give a directory'
+        )
+    _open(bucket)
+    return cast(Path, epath.Path(text))
+
+
+def check_writable(path: Path) -> None:
+    """Raises RunDirectoryError unless objects can be written and deleted below `path`."""
+    bucket, name = _split(path)
+    with _sentences(bucket, 'write'):
+        # Orbax asks for the bucket itself, which needs a permission of its own.
+        _client().get_bucket(bucket, timeout=REACH, retry=_retry(REACH))
+    now(path)
+
+
+def read(path: str | os.PathLike[str]) -> Object:
+    """The object at `path`; FileNotFoundError where there is none."""
+    blob = _blob(path)
+    with _sentences(blob.bucket.name, 'read'):
+        try:
+            content = blob.download_as_bytes(timeout=REACH, retry=_retry(PATIENCE))
+            generation = blob.generation
+            blob.reload(timeout=REACH, retry=_retry(PATIENCE))
+        except _api('NotFound') as error:
+            raise FileNotFoundError(f'{os.fspath(path)} does not exist') from error
+    if blob.generation != generation:
+        return read(path)
+    return Object(content, blob.generation, blob.updated.timestamp())
+
+
+def write(path: str | os.PathLike[str], content: bytes, generation: int | None = None) -> int:
+    """Writes an object whole and returns its generation.
+
+    Args:
+      generation: of the object that it replaces, 0 for none; None: whatever is there.
+
+    Raises:
+      FileExistsError: another process has written the object in between.
+    """
+    return _write(path, content, generation).generation
+
+
+def upload(local: Path, path: str | os.PathLike[str]) -> None:
+    """Writes an object with the content of a local file."""
+    blob = _blob(path)
+    with _sentences(blob.bucket.name, 'write'):
+        blob.upload_from_filename(local, timeout=REACH, retry=_retry(PATIENCE))
+
+
+def download(path: str | os.PathLike[str], local: Path) -> None:
+    """Writes a local file with the content of an object."""
+    blob = _blob(path)
+    with _sentences(blob.bucket.name, 'read'):
+        blob.download_to_filename(local, timeout=REACH, retry=_retry(PATIENCE))
+
+
+def delete(path: str | os.PathLike[str], generation: int | None = None) -> None:
+    """Deletes an object; one that is gone, or is of another generation, is left as it is."""
+    blob = _blob(path)
+    with (
+        _sentences(blob.bucket.name, 'write'),
+        contextlib.suppress(_api('NotFound'), _api('PreconditionFailed')),
+    ):
+        blob.delete(if_generation_match=generation, timeout=REACH, retry=_retry(PATIENCE))
+
+
+def now(path: str | os.PathLike[str]) -> float:
+    """Seconds on the clock of the bucket, which is read once and continued by this machine's."""
+    return time.monotonic() + _clock(_split(path)[0], os.path.dirname(os.fspath(path)), os.getpid())
+
+
+@functools.lru_cache(maxsize=1024)
+def _clock(bucket: str, directory: str, pid: int) -> float:
+    path = f'{directory}/.clock-{uuid.uuid4().hex}'
+    blob = _write(path, b'', 0)
+    offset = blob.updated.timestamp() - time.monotonic()
+    delete(path, blob.generation)
+    return offset
+
+
+def _write(path: str | os.PathLike[str], content: bytes, generation: int | None) -> Any:
+    blob = _blob(path)
+    with _sentences(blob.bucket.name, 'write'):
+        try:
+            blob.upload_from_string(
+                content,
+                'application/octet-stream',
+                if_generation_match=generation,
+                timeout=REACH,
+                retry=_retry(PATIENCE),
+            )
+        except _api('PreconditionFailed') as error:
+            # A request that is repeated because its answer was lost meets its own object.
+            with contextlib.suppress(FileNotFoundError):
+                if content and read(path).content == content:
+                    blob.reload(timeout=REACH, retry=_retry(PATIENCE))
+                    return blob
+            raise FileExistsError(f'{os.fspath(path)} was written by another process') from error
+    return blob
+
+
+def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
+    bucket, _, name = os.fspath(path).removeprefix(SCHEME).partition('/')
+    return bucket, name
+
+
+def _blob(path: str | os.PathLike[str]) -> Any:
+    bucket, name = _split(path)
+    return _client().bucket(bucket).blob(name)
+
+
+def _api(name: str) -> Any:
+    """An exception of the client library."""
+    return getattr(load_extra('google.api_core.exceptions', EXTRA), name)
+
+
+def _retry(seconds: float) -> Any:
+    return load_extra('google.cloud.storage.retry', EXTRA).DEFAULT_RETRY.with_timeout(seconds)
+
+
+@functools.lru_cache(maxsize=1)
+def _client() -> Any:
+    return load_extra('google.cloud.storage', EXTRA).Client()
+
+
+@functools.lru_cache(maxsize=1)
+def _prepare() -> None:
+    """Sets up the libraries that read buckets, before their first use."""
+    emulator = os.environ.get('STORAGE_EMULATOR_HOST')
+    if emulator:
+        os.environ.setdefault('TENSORSTORE_GCS_HTTP_URL', emulator)
+        os.environ.setdefault('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'none')
+    load_extra('gcsfs', EXTRA)
+    settings = load_extra('fsspec.config', EXTRA).conf.setdefault('gcs', {})
+    settings.setdefault('use_listings_cache', False)
+    settings.setdefault('token', 'anon' if emulator else 'google_default')
+
+
+@functools.lru_cache
+def _open(bucket: str) -> None:
+    """Checks once that the bucket can be listed."""
+    with _sentences(bucket, 'read'):
+        found = _client().list_blobs(bucket, max_results=1, timeout=REACH, retry=_retry(REACH))
+        next(iter(found), None)
+
+
+@contextlib.contextmanager
+def _sentences(bucket: str, task: str) -> Iterator[None]:
+    """Raises RunDirectoryError, one sentence, for what a user can change."""
+    _prepare()
+    auth = load_extra('google.auth.exceptions', EXTRA)
+    requests = load_extra('requests', EXTRA).exceptions
+    unreachable = (
+        requests.RequestException,
+        _api('RetryError'),
+        _api('ServiceUnavailable'),
+        auth.TransportError,
+    )
+    where = f'{SCHEME}{bucket}'
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError, RunDirectoryError):
+        raise
+    except _api('NotFound') as error:
+        raise RunDirectoryError(
+            f'{where} does not exist; create the bucket or give another'
+        ) from error
+    except (_api('Forbidden'), _api('Unauthorized')) as error:
+        raise RunDirectoryError(
+            f'{where} may not be used to {task}: give this account {ROLES} on the bucket'
+        ) from error
+    except unreachable as error:
+        raise RunDirectoryError(
+            f'{where} cannot be reached ({_first_line(error)}); check the network'
+            + (' and STORAGE_EMULATOR_HOST' if 'STORAGE_EMULATOR_HOST' in os.environ else '')
+        ) from error
+    except (OSError, auth.GoogleAuthError) as error:
+        raise RunDirectoryError(
+            f'{where} cannot be used ({_first_line(error)}); run `gcloud auth application-default '
+            'login` and set GOOGLE_CLOUD_PROJECT, or use a machine with a service account'
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip('.')
