@@ -7,13 +7,14 @@ Format 1 has no field `format`, and the crc32 of every array in the field `crc32
 """
 
 import contextlib
+import functools
 import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,12 +23,14 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from qkattn import __version__
+from qkattn.distributed import agreement
 from qkattn.errors import CheckpointError
 from qkattn.run.files import disk_errors, require_room
 from qkattn.run.json_schema import check
 from qkattn.run.records import parse_file, parse_json, remove_checksum, with_checksum
 from qkattn.train import checksums
 
+T = TypeVar('T')
 FORMAT = 2
 SUMS = 'checksums'
 TRASH, UNFINISHED = 'trash', '*.orbax-checkpoint-tmp'
@@ -56,8 +59,6 @@ class Checkpoints:
         self.directory = directory
         self.stall_seconds = 0.0
         self._read_only = read_only
-        if not read_only:
-            shutil.rmtree(directory / TRASH, ignore_errors=True)
         newest = preservation_policy.LatestN(2)
         best = preservation_policy.BestN(get_metric_fn=_rank, reverse=True, n=1)
         options = ocp.CheckpointManagerOptions(
@@ -71,7 +72,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
             read_only=read_only,
         )
-        self._check_descriptions()
+        self._on_owner(self._tidy)
         with disk_errors(directory):
             self._manager = ocp.CheckpointManager(directory, options=options)
 
@@ -88,7 +89,8 @@ class Checkpoints:
         if step in self.steps():
             return
         # Found out before, since orbax logs a traceback for every leaf that it cannot write.
-        require_room(self.directory, OVERHEAD + sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        size = OVERHEAD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self._on_owner(lambda: require_room(self.directory, size))
         about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}
         with self._waiting(), disk_errors(self.directory):
             # The sums are computed while the state is copied.
@@ -124,22 +126,25 @@ class Checkpoints:
 
     def _newest(self, target: dict | None = None) -> tuple[dict, dict[str, Any]] | None:
         """State (empty without a target) and record of the newest checkpoint that is sound."""
-        steps = self.steps()
+        steps = self._on_owner(self.steps)
         for step in reversed(steps):
-            try:
-                record = self._record_of(step)
-                state = {} if target is None else self._state_of(step, target, record)
+            state: dict = {}
+            record, damage = self._on_owner(functools.partial(self._record_of, step))
+            if target is not None and damage is None:
+                state, damage = self._state_of(step, target, record)
+            if damage is None:
                 return state, record
-            except _Damage as damage:
-                _name_damaged(step, damage)
-        if steps or self._set_aside():
+            _name_damaged(step, damage)
+        aside = self._on_owner(lambda: len(self._set_aside()))
+        if steps or aside:
             raise CheckpointError(
                 f'every checkpoint in {self.directory} is damaged; restore one from a copy or use '
                 'another workdir'
             )
         return None
 
-    def _record_of(self, step: int) -> dict[str, Any]:
+    def _record_of(self, step: int) -> tuple[dict[str, Any] | None, str | None]:
+        """(record, None), or (None, what is wrong with it)."""
         path = self.directory / str(step) / 'record/metadata'
         try:
             record = parse_json(path.read_bytes())
@@ -147,53 +152,69 @@ class Checkpoints:
             if 'format' in record:
                 remove_checksum(record)
                 check(record, {'format': int, 'version': str})
-            else:
-                check(record, {'crc32': dict})
+                if record['format'] > FORMAT:
+                    raise CheckpointError(
+                        f'{path.parents[1]} has format {record["format"]} of qkattn '
+                        f'{record["version"]}, but this is qkattn {__version__}, which reads '
+                        f'formats up to {FORMAT}; use qkattn {record["version"]} or later, or '
+                        'another workdir'
+                    )
+            check(record, RECORD if 'format' in record else {**RECORD, 'crc32': dict})
         except (OSError, ValueError) as error:
-            raise _Damage(f'record/metadata: {error}') from error
-        if record.get('format', 1) > FORMAT:
-            raise CheckpointError(
-                f'{path.parents[1]} has format {record["format"]} of qkattn {record["version"]}, '
-                f'but this is qkattn {__version__}, which reads formats up to {FORMAT}; use qkattn '
-                f'{record["version"]} or later, or another workdir'
-            )
-        return record
+            return None, f'record/metadata: {error}'
+        return record, None
 
-    def _state_of(self, step: int, target: dict, record: dict[str, Any]) -> dict:
+    def _state_of(self, step: int, target: dict, record: dict) -> tuple[dict, str | None]:
+        """(state, None), or (state, what is wrong with it in any of the processes)."""
         names, summed = checksums.names(target), 'format' in record
         placed = jax.tree.leaves(target)[0].sharding
         sums = jax.ShapeDtypeStruct(
             (len(names),), 'uint32', sharding=placed and checksums.replicated(placed)
         )
+        state, damage = {}, None
         try:
             args = ocp.args.StandardRestore({**target, SUMS: sums} if summed else target)
             path = epath.Path(self.directory / str(step) / 'state')
+            # Not by the manager, which waits for all processes, also for one whose files are bad.
             state = ocp.StandardCheckpointHandler().restore(path, args=args)
         except Exception as error:  # orbax and tensorstore raise many kinds on damaged files
-            raise _Damage(str(error)) from error
+            damage = str(error)
+        found = [damage] if self._read_only else agreement.from_all(damage)
+        for rank, damage in enumerate(found):
+            if damage is not None:
+                return state, f'process {rank}: {damage}' if len(found) > 1 else damage
         if summed:
             wanted = np.asarray(state.pop(SUMS)).tolist()
-            found = np.asarray(checksums.sums(state)).tolist()
+            actual = np.asarray(checksums.sums(state)).tolist()
         else:
-            found = list(checksums.crc32s(state).values())
             wanted = [record['crc32'].get(name) for name in names]
-        for name, want, have in zip(names, wanted, found, strict=True):
+            actual = list(checksums.crc32s(state).values())
+        for name, want, have in zip(names, wanted, actual, strict=True):
             if want != have:
-                raise _Damage(f'checksum of {name}')
-        return state
+                return state, f'checksum of {name}'
+        return state, None
 
     def discard_after(self, step: int) -> None:
         """Deletes the (damaged) steps beyond `step`, which training will write again."""
-        for later in [s for s in self.steps() if s > step]:
+        for later in self._on_owner(lambda: [s for s in self.steps() if s > step]):
             self._manager.delete(later)
+        self._on_owner(self._remove_set_aside)
+
+    def _remove_set_aside(self) -> None:
         for path in self._set_aside():
             shutil.rmtree(path)
 
     def _set_aside(self) -> list[Path]:
         return list(self.directory.glob(f'*{SET_ASIDE}'))
 
-    def _check_descriptions(self) -> None:
+    def _on_owner(self, call: Callable[[], T]) -> T:
+        """What process 0 does with the directory; whoever only reads asks no other process."""
+        return call() if self._read_only else agreement.on_owner(call)
+
+    def _tidy(self) -> None:
         """Sets checkpoints aside whose description is damaged, with which orbax opens none."""
+        if not self._read_only:
+            shutil.rmtree(self.directory / TRASH, ignore_errors=True)
         for path in self.directory.glob('[0-9]*'):
             if not path.name.isdecimal():
                 continue
@@ -221,7 +242,7 @@ class Checkpoints:
         finally:
             with disk_errors(self.directory):
                 self._manager.close()
-            if not self._read_only:
+            if agreement.owner() and not self._read_only:
                 for left in (self.directory / TRASH, *self.directory.glob(UNFINISHED)):
                     shutil.rmtree(left, ignore_errors=True)
 
@@ -234,12 +255,8 @@ class Checkpoints:
             self.stall_seconds += time.perf_counter() - start
 
 
-class _Damage(Exception):
-    """A checkpoint that cannot be restored; says why."""
-
-
-def _name_damaged(step: int | str, error: Exception) -> None:
-    reason = (str(error).splitlines() or [''])[0]
+def _name_damaged(step: int | str, damage: object) -> None:
+    reason = (str(damage).splitlines() or [''])[0]
     log.error('checkpoint %s is damaged (%s); trying the one before', step, reason)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
@@ -42,12 +43,17 @@ def replicated(placed: Sharding) -> Sharding:
 
 
 def crc32s(tree: Any) -> dict[str, int]:
-    """crc32 of the bytes of every array by path, of those that this process holds as a whole."""
+    """crc32 of the bytes of every array by path; called by all processes that share the arrays."""
     return {
-        name: zlib.crc32(np.ascontiguousarray(leaf).tobytes())
+        name: zlib.crc32(np.ascontiguousarray(_whole(leaf)).tobytes())
         for name, leaf in zip(names(tree), jax.tree.leaves(tree), strict=True)
-        if getattr(leaf, 'is_fully_addressable', True)  # numpy arrays lie here as a whole
     }
+
+
+def _whole(a: Any) -> np.ndarray:
+    if getattr(a, 'is_fully_addressable', True):  # numpy arrays lie here as a whole
+        return np.asarray(a)
+    return multihost_utils.process_allgather(a, tiled=True)
 
 
 @functools.cache
