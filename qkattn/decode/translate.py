@@ -17,6 +17,7 @@ from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.decode.beam import Hypotheses, beam_search
 from qkattn.decode.kv_cache import decode_step, encode_source, prefill, take_rows
 from qkattn.decode.translation_scores import translation_scores
+from qkattn.distributed import agreement
 from qkattn.errors import ConfigError
 from qkattn.metrics import PREFIXES
 from qkattn.model import EncoderDecoder, with_params
@@ -57,7 +58,10 @@ def translate_ids(
     config: DecodeConfig,
     vocab_size: int,
 ) -> list[np.ndarray]:
-    """`translate` for token ids; neither sources nor translations end with the separator."""
+    """`translate` for token ids; neither sources nor translations end with the separator.
+
+    The processes of a job share the batches; all of them call this with the same arguments.
+    """
     if not isinstance(model, EncoderDecoder):
         raise ConfigError(
             f'model.kind={model.config.kind!r} does not translate; it must be encoder_decoder'
@@ -70,9 +74,9 @@ def translate_ids(
                 f'room for {room - 1} and the separator'
             )
     by_length = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    translations: list[np.ndarray] = [np.zeros(0, np.int32)] * len(sources)
-    for first in range(0, len(sources), BATCH_SIZE):
-        chosen = by_length[first : first + BATCH_SIZE]
+    batches = [by_length[at : at + BATCH_SIZE] for at in range(0, len(sources), BATCH_SIZE)]
+    translations: dict[int, list[int]] = {}
+    for chosen in batches[jax.process_index() :: jax.process_count()]:
         width = max(len(sources[i]) for i in chosen) + 1
         width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, room)
         source_BS = np.zeros((BATCH_SIZE, width), np.int32)
@@ -92,8 +96,9 @@ def translate_ids(
         tokens_BT, lengths_B = np.asarray(best.tokens_BKT[:, 0]), np.asarray(best.lengths_BK[:, 0])
         for row, i in enumerate(chosen):
             ids = tokens_BT[row, : lengths_B[row]]
-            translations[i] = ids[ids != separator]
-    return translations
+            translations[i] = ids[ids != separator].tolist()
+    found = {i: ids for part in agreement.from_all(list(translations.items())) for i, ids in part}
+    return [np.array(found[i], np.int32) for i in range(len(sources))]
 
 
 @functools.partial(jax.jit, static_argnames=('beam', 'length_penalty', 'separator', 'vocab_size'))

@@ -74,9 +74,13 @@ class StopRequest:
                 raise Stopped('stopped with nothing to save')
             self._held.append(self)
 
-    def due(self, step: int) -> bool:
-        """Whether to save and stop after `step` steps: the same at that step in all processes."""
-        return self.requested
+    def due(self, step: int, also: bool = False) -> bool:
+        """Whether to stop after `step` steps: the same at that step in all processes.
+
+        Args:
+          also: whether this process has a reason of its own.
+        """
+        return self.requested or also
 
     def _enclosing(self) -> list['StopRequest']:
         handlers = [getattr(handler, '__self__', None) for handler in self._previous.values()]

@@ -8,12 +8,15 @@ import dataclasses
 import json
 import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from qkattn.config import Study
+from qkattn.config import Config, Study, from_json, to_json
 from qkattn.data.documents import check_documents
 from qkattn.data.tasks.task_registry import rows_of
+from qkattn.distributed import agreement
+from qkattn.distributed.owned import owned
 from qkattn.errors import (
     CheckpointError,
     ConfigError,
@@ -35,6 +38,7 @@ from qkattn.study.plan import PlannedRun
 from qkattn.study.tuning import SINGLE
 from qkattn.train import sharding, train
 from qkattn.train.placement import require_memory
+from qkattn.train.start import require_same_settings
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +67,46 @@ def run(
       ConfigError: an impossible setting or directory; at the end, if runs could not be trained.
       Stopped: on SIGTERM or Ctrl-C, with the state saved.
     """
-    with waiting(study.name, 'matching parameters'):
-        arms = build_arms(study)
+    require_same_settings(study)
     path = check_directory(workdir)
     failed: dict[str, str] = {}
-    held: dict[str, str] = {}
     with StopRequest() as stop:
+        worker = owned(lambda: _Worker(study, path, command, expiry, accept_changes, stop))
+        while (leased := agreement.on_owner(lambda: worker.lease_next(failed))) is not None:
+            if leased:
+                _train(path, leased, command, worker, failed)
+            if agreement.any_process(stop.requested):
+                raise Stopped('stopped between two runs')
+    if failed:
+        raise ConfigError(
+            f'{len(failed)} run{"s" * (len(failed) > 1)} could not be trained: '
+            + '; '.join(f'{run}: {reason}' for run, reason in failed.items())
+        )
+    return path
+
+
+class _Worker:
+    """What decides which run is trained next; in a job of several processes, process 0."""
+
+    def __init__(
+        self,
+        study: Study,
+        path: Path,
+        command: list[str] | None,
+        expiry: float,
+        accept_changes: bool,
+        stop: StopRequest,
+    ):
+        """Checks and declares the study."""
+        self._study, self._path, self._expiry, self._stop = study, path, expiry, stop
+        self.lease: leases.Lease | None = None
+        """Of the run that `lease_next` has returned."""
+        self._refused: set[str] = set()
+        self._held: dict[str, str] = {}
+        with waiting(study.name, 'matching parameters'):
+            self._arms = build_arms(study)
         # Before the directory is created, so that a refused study leaves nothing behind.
-        runs, left, _ = _known(study, arms, path)
+        runs, left, _ = _known(study, self._arms, path)
         for run in {run.config.data: run for run in left}.values():
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
@@ -78,24 +114,72 @@ def run(
                 rows = rows_of(run.config)
             if study.tuning.seeds:
                 check_documents(rows, run.config.data)
-        path = make_directory(path)
-        declared = to_jsonable(plan.declaration(study, arms, command))
+        make_directory(path)
+        self._declared = to_jsonable(plan.declaration(study, self._arms, command))
         changes = declaration.replaced(path, runs, left)
-        declaration.declare(path, study, declared, changes, accept_changes)
-        while True:
-            if stop.requested:
-                raise Stopped('stopped between two runs')
-            left = [run for run in _write_plan(study, arms, path, declared) if run.id not in failed]
-            if not left:
-                break
-            if not any(_work(path, run, left, command, expiry, failed) for run in left):
-                held = _wait(path, expiry, stop, held)
-    if failed:
-        raise ConfigError(
-            f'{len(failed)} run{"s" * (len(failed) > 1)} could not be trained: '
-            + '; '.join(f'{run}: {reason}' for run, reason in failed.items())
-        )
-    return path
+        declaration.declare(path, study, self._declared, changes, accept_changes)
+
+    def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
+        """The next run, whose lease this process then holds; JSON.
+
+        Args:
+          failed: runs that cannot be trained.
+
+        Returns:
+          {} after a while of waiting if others hold all runs that are left; None if none is left.
+        """
+        known = _write_plan(self._study, self._arms, self._path, self._declared)
+        left = [run for run in known if run.id not in failed]
+        if not left:
+            return None
+        for run in left:
+            if run.id in self._refused:
+                continue
+            self.lease = leases.acquire(self._path / 'leases', run.id, expiry=self._expiry)
+            if self.lease is not None:
+                workers = len(leases.holders(self._path / 'leases', expiry=self._expiry))
+                return {
+                    'run': run.id,
+                    'config': to_json(run.config),
+                    'directory': run.directory,
+                    'label': f'{run.arm.title} {run.knob or run.stage}'.removesuffix(f' {SINGLE}'),
+                    'left': dataclasses.asdict(_left_after(run, left, workers)),
+                }
+        self._refused.clear()
+        self._held = _wait(self._path, self._expiry, self._stop, self._held)
+        return {}
+
+    def refuse(self, run: str) -> None:
+        """Tries a run again only after the others."""
+        self._refused.add(run)
+
+
+def _train(
+    path: Path,
+    leased: dict[str, Any],
+    command: list[str] | None,
+    worker: _Worker,
+    failed: dict[str, str],
+) -> None:
+    """Trains the run that `worker` holds the lease of; enters it in `failed` if it cannot."""
+    with cast(leases.Lease, worker.lease) as lease:
+        try:
+            train(
+                from_json(Config, leased['config']),
+                path / leased['directory'],
+                command=command,
+                label=leased['label'],
+                study=StudyLeft(**leased['left']),
+                lost=lambda: agreement.owner() and lease.lost,
+            )
+        except (InUseError, Lost) as error:
+            log.warning('%s; continuing with another run', error)
+            worker.refuse(leased['run'])
+        except DiskError:
+            raise  # no other run could be saved either
+        except (ConfigError, CheckpointError) as error:
+            log.error('skipping %s: %s', leased['directory'], error)
+            failed[leased['run']] = str(error)
 
 
 def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
@@ -166,39 +250,6 @@ def _readable(path: Path, schema: Any) -> Any:
     except RunDirectoryError as error:
         log.warning('%s', error)
         return None
-
-
-def _work(
-    path: Path,
-    run: PlannedRun,
-    left: list[PlannedRun],
-    command: list[str] | None,
-    expiry: float,
-    failed: dict[str, str],
-) -> bool:
-    """Trains the run unless another worker does; returns whether the plan may have changed."""
-    lease = leases.acquire(path / 'leases', run.id, expiry=expiry)
-    if lease is None:
-        return False
-    with lease:
-        try:
-            train(
-                run.config,
-                path / run.directory,
-                command=command,
-                label=f'{run.arm.title} {run.knob or run.stage}'.removesuffix(f' {SINGLE}'),
-                study=_left_after(run, left, len(leases.holders(path / 'leases', expiry=expiry))),
-                lost=lambda: lease.lost,
-            )
-        except (InUseError, Lost) as error:
-            log.warning('%s; continuing with another run', error)
-            return False
-        except DiskError:
-            raise  # no other run could be saved either
-        except (ConfigError, CheckpointError) as error:
-            log.error('skipping %s: %s', run.directory, error)
-            failed[run.id] = str(error)
-    return True
 
 
 def _left_after(run: PlannedRun, left: list[PlannedRun], workers: int) -> StudyLeft:

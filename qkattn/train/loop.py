@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from qkattn.config import Config
 from qkattn.data.pipeline import TrainBatches
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.errors import ConfigError, Lost, Stopped
+from qkattn.distributed import agreement
+from qkattn.distributed.owned import owned, owner_first
+from qkattn.errors import Lost, Stopped
 from qkattn.model.sites import validate
 from qkattn.run.file_schemas import read_results
 from qkattn.run.files import check_directory
@@ -30,7 +33,14 @@ from qkattn.train.measurements import evaluate
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.placement import local_share, place_batch, require_memory
 from qkattn.train.program import Program
-from qkattn.train.start import Clock, Divergences, build_program, restore, software_of
+from qkattn.train.start import (
+    Clock,
+    Divergences,
+    build_program,
+    require_same_settings,
+    restore,
+    software_of,
+)
 
 # Results of the trials, and of the documents that they were evaluated on.
 _Outcome = tuple[list[dict[str, Any]], dict[str, Any]]
@@ -62,55 +72,69 @@ def train(
       Stopped: on SIGTERM or Ctrl-C; the state is saved once a step was trained.
       Lost: another process has taken over the run.
     """
+    require_same_settings(config)
     validate(config)
     check_optimizer(config.optimizer, config.train.num_steps)
     check_sinks(config.train.sinks)
-    check_directory(workdir)
+    path = check_directory(workdir)
     sharding.require_devices(config.mesh)
-    require_memory(config)
-    if jax.process_count() > 1:
-        raise ConfigError(f'a run is one process, but this job has {jax.process_count()}')
+    agreement.on_owner(lambda: require_memory(config))
     total, tokens_per_step = config.train.num_steps, _tokens_per_step(config)
-    with Progress(label, total, tokens_per_step=tokens_per_step, study=study) as progress:
+    with owned(
+        lambda: Progress(label, total, tokens_per_step=tokens_per_step, study=study)
+    ) as progress:
         with progress.phase('preparing data'):
-            rows = rows_of(config)
-        opened = RunDirectory.open(workdir, config, command)
-        return _train(config, rows, opened, progress, lost)
+            rows = owner_first(lambda: rows_of(config))
+        agreement.require_same('dataset', json.dumps(rows.identity()))
+        directory = owned(lambda: RunDirectory.open(path, config, command))
+        return _train(config, rows, path, directory, progress, lost)
 
 
 def _train(
     config: Config,
     rows: Rows,
-    opened: RunDirectory,
+    path: Path,
+    directory: RunDirectory,
     progress: Progress,
     lost: Callable[[], bool],
 ) -> list[dict[str, Any]]:
     """Trains a run whose directory is open, unless it is finished, and closes it."""
+    result_path = path / 'result.json'
+
+    def finished() -> list[dict[str, Any]] | None:
+        return read_results(result_path, config.trials.trials()) if result_path.exists() else None
+
     with (
-        opened as directory,
+        directory,
         StopRequest() as stop,
-        contextlib.closing(Sinks(config, directory.path)) as sinks,
+        contextlib.closing(owned(lambda: Sinks(config, path))) as sinks,
     ):
-        result_path = directory.path / 'result.json'
-        if result_path.exists():
-            return read_results(result_path, config.trials.trials())
+        before = agreement.on_owner(finished)
+        if before is not None:
+            return before
         with progress.phase('compiling'):
-            program = build_program(config, directory.path)
-        with contextlib.closing(Checkpoints(directory.path / 'checkpoints')) as checkpoints:
-            run = _Run(config, rows, directory, sinks, program, checkpoints, progress, stop, lost)
+            program = build_program(config, path)
+        with contextlib.closing(Checkpoints(path / 'checkpoints')) as checkpoints:
+            run = _Run(
+                config, rows, path, directory, sinks, program, checkpoints, progress, stop, lost
+            )
             trial_results, documents = run.to_end()
-        for result in trial_results:
-            result['checkpoint_seconds'] = checkpoints.stall_seconds
-        if lost():
-            raise Lost(f'{directory.path} was taken over before its results were written')
-        # A start that finds no results makes all three again.
-        write_json(directory.path / 'documents.json', documents, indent=None)
-        final = results.final_record(trial_results)
-        directory.metrics.append(final)
-        directory.metrics.flush()
-        write_json(result_path, trial_results)
-        sinks.write(final)
-        return trial_results
+
+        def written() -> list[dict[str, Any]]:
+            if lost():
+                raise Lost(f'{path} was taken over before its results were written')
+            for result in trial_results:
+                result['checkpoint_seconds'] = checkpoints.stall_seconds
+            # A start that finds no results makes all three again.
+            write_json(path / 'documents.json', documents, indent=None)
+            final = results.final_record(trial_results)
+            directory.metrics.append(final)
+            directory.metrics.flush()
+            write_json(result_path, trial_results)
+            sinks.write(final)
+            return trial_results
+
+        return agreement.on_owner(written)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +143,7 @@ class _Run:
 
     config: Config
     rows: Rows
+    path: Path
     directory: RunDirectory
     sinks: Sinks
     program: Program
@@ -132,7 +157,7 @@ class _Run:
         config, program, train = self.config, self.program, self.config.train
         with self.progress.phase('initializing'):
             state, step, clock, diverged = restore(program, self.checkpoints, self.rows)
-        self.directory.metrics.rewind(step, every=train.log_every)
+        agreement.on_owner(lambda: self.directory.metrics.rewind(step, every=train.log_every))
         self.sinks.open(step)
         tokens_per_step = _tokens_per_step(config)
         trials, share = config.trials.trials(), local_share(config, program.mesh)
@@ -156,13 +181,15 @@ class _Run:
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
                 self._write(unwritten, diverged)
                 step += train.steps_per_dispatch
-                if self.lost():
-                    raise Lost(f'{self.directory.path} was taken over at step {step}')
+                lost = self.lost()
+                due = self.stop.due(step, also=lost)
                 self.progress.update(step, metrics['loss'][-1])
                 unwritten = step, metrics
                 evaluating = step % train.eval_every == 0
-                stopping = self.stop.requested and step < train.num_steps
+                stopping = due and step < train.num_steps
                 saving = stopping or step % train.checkpoint_every == 0 or step == train.num_steps
+                if saving and agreement.any_process(lost):
+                    raise Lost(f'{self.path} was taken over at step {step}')
                 if not (evaluating or saving):
                     continue
                 self._write(unwritten, diverged)
@@ -211,15 +238,15 @@ class _Run:
                 split: evaluate(self.config, self.program, self.rows, state, split)
                 for split in self.rows.splits[1:]
             }
-        if self.lost():
-            raise Lost(f'{self.directory.path} was taken over after its last step')
+        if agreement.any_process(self.lost()):
+            raise Lost(f'{self.path} was taken over after its last step')
         costs = {
             'train_seconds': clock.seconds,
             'compile_seconds': self.program.compile_seconds,
             'tokens_per_second': clock.tokens_per_second,
             'lifting': self.program.lifting,
         }
-        provenance = software_of(self.directory.path)
+        provenance = agreement.on_owner(lambda: software_of(self.path))
         with self.progress.phase('measuring'):
             found = results.of_trials(
                 self.config,

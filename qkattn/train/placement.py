@@ -37,9 +37,11 @@ def require_memory(config: Config) -> None:
     row = sum(length * np.dtype(dtype).itemsize for length, dtype in shapes)
     needed = 2 * 4 * trials * parameters + math.prod(leading_shape(config)) * row
     devices = jax.devices()[: math.prod(dataclasses.astuple(config.mesh))]
-    limits = [stats['bytes_limit'] for device in devices if (stats := device.memory_stats())]
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    limits = [stats['bytes_limit'] for device in here if (stats := device.memory_stats())]
     # CPU devices report no limit and share the memory of the machine.
     present = sum(limits) or os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    present *= len(devices) // len(here)  # of all processes, as that of this one
     if needed > present:
         raise ConfigError(
             f'{trials} trial{"s" * (trials > 1)} of {parameters:,} parameters (model.vocab_size='

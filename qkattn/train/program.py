@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from qkattn.config import Config
 from qkattn.data.tasks.task_registry import task_of
+from qkattn.distributed import agreement
 from qkattn.train import sharding
 from qkattn.train.evaluation import eval_step
 from qkattn.train.lifting import LIFTINGS, seconds_per_dispatch
@@ -128,6 +129,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
         for kind, (run, _) in programs.items():
             seconds = seconds_per_dispatch(run, lambda: (init(hyper['seed']), hyper, scratch))
             measured[kind] = seconds / config.train.steps_per_dispatch
+        measured = agreement.on_owner(lambda: measured)
         log.info('seconds per step by lifting: %s', measured)
     chosen = min(measured, key=lambda kind: measured[kind]) if measured else kinds[0]
     steps, compile_seconds = programs[chosen]
@@ -151,10 +153,12 @@ def warm_up(config: Config) -> tuple[float, float]:
     require_memory(config)
     program = build(config)
     if program.measured:
-        return program.measured[program.lifting], program.compile_seconds
-    batch = constant_batch(config, program.mesh)
-    seconds = seconds_per_dispatch(program.train, lambda: (program.init(), batch))
-    return seconds / config.train.steps_per_dispatch, program.compile_seconds
+        per_step = program.measured[program.lifting]
+    else:
+        batch = constant_batch(config, program.mesh)
+        seconds = seconds_per_dispatch(program.train, lambda: (program.init(), batch))
+        per_step = seconds / config.train.steps_per_dispatch
+    return agreement.on_owner(lambda: (per_step, program.compile_seconds))
 
 
 def _start_from(params: dict | None, state: dict) -> dict:

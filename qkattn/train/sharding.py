@@ -27,11 +27,19 @@ log = logging.getLogger(__name__)
 
 
 def require_devices(config: MeshConfig) -> None:
-    """Raises ConfigError where the mesh needs more devices than there are."""
+    """Raises ConfigError where the mesh does not fit the devices.
+
+    One process may leave devices idle; of several, each has to have a part in every array.
+    """
     wanted, present = math.prod(dataclasses.astuple(config)), len(jax.devices())
     if wanted > present:
         raise ConfigError(
             f'mesh {dataclasses.asdict(config)} needs {wanted} devices, but there are {present}'
+        )
+    if wanted < present and jax.process_count() > 1:
+        raise ConfigError(
+            f'mesh {dataclasses.asdict(config)} uses {wanted} of the {present} devices of '
+            f'{jax.process_count()} processes; it must use all of them'
         )
 
 

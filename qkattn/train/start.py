@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from qkattn.config import Config
+from qkattn.config import Config, Study, differences, to_json
 from qkattn.data.tasks.rows import Rows
-from qkattn.errors import CheckpointError
+from qkattn.distributed import agreement
+from qkattn.errors import CheckpointError, ConfigError
 from qkattn.run.file_schemas import PROVENANCE, START
 from qkattn.run.records import read_json, write_json
 from qkattn.train import exported
@@ -61,6 +62,17 @@ class Divergences:
         return [self._steps.get(x) for x in range(self._number)]
 
 
+def require_same_settings(settings: Config | Study) -> None:
+    """Raises ConfigError where a process of the job has other settings than process 0."""
+    first, *others = agreement.from_all(to_json(settings))
+    for rank, other in enumerate(others, 1):
+        if changes := differences(first, other):
+            raise ConfigError(
+                f'process {rank} has other settings than process 0 ({", ".join(changes)}); start '
+                'all processes with the same command'
+            )
+
+
 def build_program(config: Config, directory: Path) -> Program:
     """Compiles; the lifting is chosen once per run, since the last bits depend on it."""
     params = None
@@ -68,10 +80,13 @@ def build_program(config: Config, directory: Path) -> Program:
         _, params = exported.load(config.train.init_from)
         exported.check(config.model, params, config.train.init_from)
     path = directory / 'lifting.json'
-    if path.exists():
-        return programs.build(config, read_json(path, {'lifting': str})['lifting'], params)
-    program = programs.build(config, params=params)
-    write_json(path, {'lifting': program.lifting, 'seconds_per_step': program.measured})
+    recorded = agreement.on_owner(
+        lambda: read_json(path, {'lifting': str})['lifting'] if path.exists() else None
+    )
+    program = programs.build(config, recorded, params)
+    if recorded is None:
+        chosen = {'lifting': program.lifting, 'seconds_per_step': program.measured}
+        agreement.on_owner(lambda: write_json(path, chosen))
     return program
 
 
