@@ -1,0 +1,351 @@
+"""TPU VMs: command lines, what hosts execute, and the real gcloud against an API on loopback."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.cloud_api import PLACE, ZONE, CloudApi, Hosts, cloud_api, environment
+
+ROOT = Path(__file__).resolve().parents[2]
+TPU = ROOT / 'launch' / 'tpu.py'
+WHERE = ('--name=qk', f'--zone={ZONE}')
+KIND = '--accelerator=v6e-16'
+TRAIN = ('train', '--config=small', '--workdir=gs://b/small')
+# Arguments on which a shell, or Kubernetes, could act.
+AWKWARD = (
+    '--a=b c\'d"e',
+    '--x=$HOME $(id) `id` \\',
+    '--y=one\ntwo',
+    '',
+    '*',
+    '--z=$(NAME) $$ é;&|',
+)
+needs_gcloud = pytest.mark.skipif(not shutil.which('gcloud'), reason='gcloud is not installed')
+
+# Stands for `.venv/bin/python -m qkattn`: writes its arguments, then ends with the next code of a
+# file; 'wait' ends with 75 on SIGTERM.
+PROGRAM = """#!{python}
+import json, os, signal, sys, time
+state = os.environ['HOME']
+with open(state + '/arguments', 'a') as file:
+    file.write(json.dumps([os.environ.get('TOKEN'), sys.argv[1:]]) + '\\n')
+codes = open(state + '/codes').read().split() if os.path.exists(state + '/codes') else ['0']
+open(state + '/codes', 'w').write(' '.join(codes[1:] or ['0']))
+if codes[0] == 'wait':
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(75)))
+    open(state + '/waiting', 'w').close()
+    while True:
+        time.sleep(0.05)
+sys.exit(int(codes[0]))
+"""
+
+
+def tpu(*arguments: str, launcher: Path = TPU, **kwargs) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(launcher), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+def commands(*arguments: str) -> list[list[str]]:
+    """The gcloud commands of a dry run."""
+    done = tpu(*arguments, '--dry_run') if '--' not in arguments else tpu('--dry_run', *arguments)
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    starts = [k for k, word in enumerate(words) if word == 'gcloud'] + [len(words)]
+    return [words[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def until(holds, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, 'it did not happen'
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def host(tmp_path) -> Path:
+    """A home directory like that of a host: the launchers' copy, and a stand-in for qkattn."""
+    launch = tmp_path / 'qkattn' / 'launch'
+    launch.mkdir(parents=True)
+    for name in ('host.sh', 'supervise.sh'):
+        shutil.copy(ROOT / 'launch' / name, launch)
+    program = tmp_path / 'qkattn' / '.venv' / 'bin' / 'python'
+    program.parent.mkdir(parents=True)
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+    return tmp_path
+
+
+def on_host(host: Path, command: str) -> subprocess.CompletedProcess:
+    """What sshd does with a command."""
+    return subprocess.run(
+        ['bash', '-c', command],
+        cwd=host,
+        env={**os.environ, 'HOME': str(host)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def remote(command: list[str]) -> str:
+    (text,) = [word for word in command if word.startswith('--command=')]
+    return text.removeprefix('--command=')
+
+
+def started(home: Path) -> list:
+    """(TOKEN, arguments) of every start of the stand-in."""
+    path = home / 'arguments'
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def state_of(host: Path) -> str:
+    return on_host(host, 'qkattn/launch/host.sh status').stdout.split(maxsplit=2)[2].strip()
+
+
+# Command lines
+
+
+@pytest.mark.parametrize(
+    'arguments, words',
+    [
+        (('frob', *WHERE), 'frob create setup run status logs stop delete watch'),
+        (('create', *WHERE, '--frob'), '--frob'),
+        (('create', f'--zone={ZONE}', KIND), '--name'),
+        (('create', '--name=qk', KIND), '--zone'),
+        (('create', *WHERE), '--accelerator v6e-16'),
+        (('create', *WHERE, '--accelerator=h100-8'), 'h100-8 v5litepod-N v6e-N'),
+        (('create', *WHERE, KIND, '--spot', '--reserved'), '--reserved --spot'),
+        (('create', '--name=Q k', f'--zone={ZONE}', KIND), '--name=Q k'),
+        (('run', *WHERE), 'command --'),
+        (('run', *WHERE, '--'), 'missing train ablate'),
+        (('run', *WHERE, '--', 'rm', '-rf'), 'rm train ablate'),
+        (('run', *WHERE, '--env=a b', '--', *TRAIN), '--env NAME=VALUE'),
+        (('run', *WHERE, '--retries=many', '--', *TRAIN), '--retries many'),
+        (('stop', *WHERE, '--', *TRAIN), 'stop'),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_calls_nothing(arguments, words, tmp_path):
+    called = tmp_path / 'gcloud'
+    called.write_text(f'#!/bin/sh\ntouch {tmp_path}/called\n')
+    called.chmod(0o755)
+    done = tpu(*arguments, env={**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'})
+    assert done.returncode == 2
+    assert done.stdout == '' and len(done.stderr.splitlines()) == 1, done.stderr
+    assert all(word in done.stderr for word in words.split(' ')), done.stderr
+    assert not (tmp_path / 'called').exists()
+
+
+def test_without_gcloud_it_says_what_to_install(tmp_path):
+    done = tpu('create', *WHERE, KIND, env={'PATH': str(tmp_path)})
+    assert done.returncode == 2
+    assert 'gcloud is not installed' in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_dry_run_prints_each_command():
+    queued = ['gcloud', 'compute', 'tpus', 'queued-resources']
+    ((*words, quiet),) = commands('create', *WHERE, KIND, '--spot', '--project=p')[:1]
+    assert words[:5] == [*queued, 'create'] and quiet == '--project=p'
+    assert {'--runtime-version=v2-alpha-tpuv6e', '--node-id=qk', '--spot'} <= set(words)
+    assert commands('delete', *WHERE)[0][:7] == [*queued, 'delete', 'qk', '--force']
+    copy, install = commands('setup', *WHERE)
+    assert copy[3:7] == ['tpu-vm', 'scp', 'qkattn.bundle', 'qk:qkattn.bundle']
+    assert remote(install).endswith('qkattn/launch/host.sh setup tpu')
+    assert 'host.sh stop 40' in remote(commands('stop', *WHERE, '--grace=40')[0])
+    assert '--worker=3' in commands('logs', *WHERE, '--worker=3')[0]
+    watched = commands('watch', *WHERE, KIND, '--', *TRAIN)
+    assert [words[4] for words in watched] == ['create', 'scp', 'ssh', 'ssh', 'list', 'ssh']
+
+
+# Hosts
+
+
+def test_arguments_arrive_unchanged(host):
+    (command,) = commands('run', *WHERE, "--env=TOKEN=a 'b' $c", '--', 'train', *AWKWARD)
+    assert '--worker=all' in command
+    done = on_host(host, remote(command))
+    assert done.returncode == 0, done.stderr
+    until(lambda: state_of(host) == 'exit 0')
+    assert started(host) == [["a 'b' $c", ['-m', 'qkattn', 'train', *AWKWARD]]]
+
+
+@pytest.mark.parametrize(
+    'codes, retries, starts, ended',
+    [
+        ('0', 3, 1, 0),
+        ('2', 3, 1, 2),
+        ('75 75 75 75 75 0', 1, 6, 0),
+        ('1 75 1 0', 2, 4, 0),
+        ('1 1 1 1', 2, 3, 1),
+        ('1 2', 2, 2, 2),
+        ('139', 0, 1, 139),
+    ],
+)
+def test_what_is_started_again(host, codes, retries, starts, ended):
+    (host / 'codes').write_text(codes)
+    launch, program = host / 'qkattn' / 'launch', host / 'qkattn' / '.venv' / 'bin' / 'python'
+    flags = [f'--retries={retries}', '--delay=0', '--', str(program), *AWKWARD]
+    done = on_host(host, shlex.join([str(launch / 'supervise.sh'), *flags]))
+    assert (done.returncode, len(started(host))) == (ended, starts), done.stderr
+    assert {tuple(arguments) for _, arguments in started(host)} == {AWKWARD}
+
+
+def test_a_host_is_stopped_with_its_checkpoint_and_started_once(host):
+    assert state_of(host) == 'new'
+    (host / 'codes').write_text('wait wait')
+    (run,) = commands('run', *WHERE, '--', *TRAIN)
+    on_host(host, remote(run))
+    assert state_of(host) == 'running'
+    until((host / 'waiting').exists)
+    assert on_host(host, remote(run)).stdout == 'running already\n'
+    (stop,) = commands('stop', *WHERE)
+    assert on_host(host, remote(stop)).stdout == 'ended with exit code 75\n'
+    assert state_of(host) == 'exit 75' and len(started(host)) == 1
+    assert on_host(host, remote(stop)).stdout == 'not running\n'
+    # A host that went down has a process id of before, and nobody holds its lock.
+    (host / 'qkattn-run' / 'exit').unlink()
+    assert state_of(host) == 'lost'
+
+
+def test_a_stop_that_takes_too_long_is_reported(host):
+    (host / 'codes').write_text('wait')
+    on_host(host, remote(commands('run', *WHERE, '--', *TRAIN)[0]))
+    until((host / 'waiting').exists)
+    done = on_host(host, 'qkattn/launch/host.sh stop 0.05')
+    assert (done.returncode, done.stderr) == (1, 'still saving after 0.05 s\n')
+    until(lambda: state_of(host) == 'exit 75')
+
+
+# gcloud
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    with cloud_api(hosts=2) as api:
+        hosts = Hosts(tmp_path, sys.executable)
+        yield api, hosts, environment(tmp_path, api.server_port, hosts)
+
+
+@needs_gcloud
+def test_gcloud_requests_the_slice(cloud):
+    api, _, env = cloud
+    done = tpu('create', *WHERE, KIND, '--spot', env=env)
+    assert done.returncode == 0, done.stderr
+    ((method, path, body),) = api.calls
+    assert (method, path) == ('POST', f'/v2/{PLACE}/queuedResources')
+    (spec,) = body['tpu']['nodeSpec']
+    assert body['spot'] == {} and spec['nodeId'] == 'qk' and spec['parent'] == PLACE
+    assert spec['node']['acceleratorType'] == 'v6e-16'
+    assert spec['node']['runtimeVersion'] == 'v2-alpha-tpuv6e'
+
+
+@pytest.fixture
+def launcher(tmp_path) -> Path:
+    """launch/tpu.py in a repository of its own, whose venv.sh makes a stand-in."""
+    launch = tmp_path / 'repository' / 'launch'
+    launch.mkdir(parents=True)
+    for name in ('tpu.py', 'arguments.py', 'host.sh', 'supervise.sh'):
+        shutil.copy(ROOT / 'launch' / name, launch)
+    program = launch / 'program.py'
+    program.write_text(PROGRAM.format(python=sys.executable))
+    skip_pip = '#!/bin/sh\ncase "$2" in pip) echo "$@" >>"$HOME/pip"; exit 0;; esac\n'
+    stub = launch / 'venv.sh'
+    stub.write_text(
+        '#!/usr/bin/env bash\nmkdir -p .venv/bin\n'
+        f'printf %s {shlex.quote(skip_pip)} >.venv/bin/python\n'
+        'echo "exec $PWD/launch/program.py \\"\\$@\\"" >>.venv/bin/python\n'
+        'chmod +x .venv/bin/python\n'
+    )
+    for path in (program, stub):
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    identity = ('-c', 'user.name=t', '-c', 'user.email=t@t')
+    for words in (['init', '-q'], ['add', '.'], [*identity, 'commit', '-qm', 'x']):
+        subprocess.run(['git', '-C', str(launch.parent), *words], check=True)
+    return launch / 'tpu.py'
+
+
+@needs_gcloud
+@pytest.mark.slow
+def test_gcloud_runs_the_command_on_all_hosts(cloud, launcher):
+    api, hosts, env = cloud
+    homes = [hosts.folder / f'127.0.0.{k}' for k in (1, 2)]
+
+    def succeed(*arguments: str) -> str:
+        done = tpu(*arguments, launcher=launcher, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    succeed('create', *WHERE, KIND, '--reserved')
+    assert api.calls[0][2]['reservationName'].endswith('/reservations/-')
+    succeed('setup', *WHERE)
+    assert all((home / 'pip').read_text().endswith('-e .[tpu]\n') for home in homes)
+    for home in homes:
+        (home / 'codes').write_text('wait')
+    before = len(hosts.commands())
+    succeed('run', *WHERE, '--', 'train', *AWKWARD)
+    assert [ip for ip, _ in hosts.commands()].count('127.0.0.2') == len(hosts.commands()) / 2
+    assert len(hosts.commands()) == before + 2
+    until(lambda: all((home / 'waiting').exists() for home in homes))
+    assert started(homes[1]) == [[None, ['-m', 'qkattn', 'train', *AWKWARD]]]
+    text = succeed('status', *WHERE)
+    assert text.count(' running') == 2 and 'ACTIVE' in text
+    assert succeed('stop', *WHERE).count('ended with exit code 75') == 2
+    assert succeed('status', *WHERE).count(' exit 75') == 2
+    succeed('delete', *WHERE)
+    assert (api.queued, api.calls[-1][0]) == ({}, 'DELETE')
+
+
+def preempt(api: CloudApi, homes: list[Path]) -> None:
+    """Ends the hosts' processes as a power cut does, and takes their disks."""
+    api.queued['qk']['state'] = {'state': 'SUSPENDED'}
+    for home in homes:
+        os.killpg(int((home / 'qkattn-run' / 'pid').read_text()), signal.SIGKILL)
+        shutil.rmtree(home)
+
+
+@needs_gcloud
+@pytest.mark.slow
+def test_watch_gives_up_on_a_command_that_does_not_start(cloud, launcher):
+    _, hosts, env = cloud
+    (launcher.parent / 'venv.sh').write_text('#!/bin/sh\nexit 1\n')
+    words = ['git', '-C', str(launcher.parents[1]), '-c', 'user.name=t', '-c', 'user.email=t@t']
+    subprocess.run([*words, 'commit', '-qam', 'broken'], check=True)
+    flags = ['--poll=0', '--retries=1', KIND]
+    done = tpu('watch', *WHERE, *flags, '--', *TRAIN, launcher=launcher, env=env)
+    assert done.returncode == 1
+    assert done.stderr.endswith('setup failed 2 times; the reason is above\n')
+
+
+@needs_gcloud
+@pytest.mark.slow
+def test_watch_creates_the_slice_again_after_a_preemption(cloud, launcher, tmp_path):
+    api, hosts, env = cloud
+    homes = [hosts.folder / f'127.0.0.{k}' for k in (1, 2)]
+    for home in homes:
+        home.mkdir(parents=True)
+        (home / 'codes').write_text('wait')
+    arguments = ['watch', *WHERE, KIND, '--spot', '--poll=0.2', '--', *TRAIN]
+    with (tmp_path / 'watch').open('w') as output:
+        watching = subprocess.Popen(
+            [sys.executable, str(launcher), *arguments],
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        until(lambda: all((home / 'waiting').exists() for home in homes), 90)
+        preempt(api, homes)
+        assert watching.wait(120) == 0, (tmp_path / 'watch').read_text()
+    finally:
+        watching.kill()
+    changes = [method for method, path, _ in api.calls if '/queuedResources' in path]
+    assert changes == ['POST', 'DELETE', 'POST']
+    assert [started(home) for home in homes] == [[[None, ['-m', 'qkattn', *TRAIN]]]] * 2
+    assert 'qk is suspended, delete, create' in (tmp_path / 'watch').read_text()
