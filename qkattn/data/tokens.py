@@ -223,18 +223,23 @@ def _write_split(
             num_bytes += tokenizer.num_bytes(ids)
             num_documents += 1
     num_tokens = int(counts_V.sum())
-    frequencies = counts_V[counts_V > 0] / max(num_tokens, 1)
     info = SplitInfo(
         **described,
         num_documents=num_documents,
         document_names=names,
         num_tokens=num_tokens,
         num_bytes=num_bytes,
-        unigram_nats_per_token=-float(np.sum(frequencies * np.log(frequencies))),
+        unigram_nats_per_token=entropy(counts_V),
         fingerprint=digest.hexdigest(),
     )
     # Last, because a description stands for a finished token file.
     write_atomic(info_path, json.dumps(dataclasses.asdict(info), indent=2) + '\n')
+
+
+def entropy(counts_V: np.ndarray) -> float:
+    """Entropy of the frequencies of ids, in nats per token."""
+    frequencies = counts_V[counts_V > 0] / max(counts_V.sum(), 1)
+    return -float(np.sum(frequencies * np.log(frequencies)))
 
 
 def _open_split(directory: Path, described: dict[str, str]) -> tuple[np.ndarray, SplitInfo]:

@@ -40,6 +40,7 @@ CASES = [
     ('verify', ['--results=absent'], '--results=absent contains no study directory'),
     ('train', ['--config=run.py', '--workdir=gs://bucket/x'], 'gs://bucket/x is a URL'),
     ('prepare_data', ['--config=run.py'], '--out=DIRECTORY is required'),
+    ('prepare_data', ['--config=run.py', '--out=w', '--config.data.name=books'], 'books'),
     ('prepare_data', ['--out=w'], '--config=FILE.py is required'),
     ('prepare_data', ['--config=run.py', '--out=gs://b/x'], '--out=gs://b/x is a URL; prepare'),
     ('prepare_data', ['--config=run.py', '--out=/proc/x'], '/proc/x cannot be written'),

@@ -3,6 +3,7 @@
 The text differs between interpreter versions, so the corpus version names the interpreter's.
 """
 
+import functools
 import hashlib
 import sys
 import sysconfig
@@ -88,9 +89,11 @@ def module_paths(root: Path) -> list[str]:
 def corpus(config: DataConfig) -> Corpus:
     """The corpus; a file is a document, in the order of the paths."""
     root = Path(sysconfig.get_path('stdlib'))
+    # Once: the library's directory also holds all that is installed.
+    paths = functools.cache(lambda: module_paths(root))
 
     def names(split: str) -> list[str]:
-        return [path for path in module_paths(root) if split_of(path) == split]
+        return [path for path in paths() if split_of(path) == split]
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         return {split: _texts(root, names(split)) for split in SPLITS}

@@ -21,7 +21,6 @@ from qkattn.data.corpora.corpus import Corpus
 from qkattn.data.corpora.corpus_registry import find
 from qkattn.data.load import tokenizer_of
 from qkattn.data.shards.encoding import Encoded, Encoder, chunks, encoder
-from qkattn.data.shards.shard_dataset import entropy
 from qkattn.data.shards.shard_files import (
     HEADER_BYTES,
     Counts,
@@ -40,8 +39,11 @@ from qkattn.data.shards.shard_index import (
     Index,
     IndexedShard,
     IndexedSplit,
+    kind_of,
     read_index,
 )
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.data.tokens import entropy
 from qkattn.errors import ConfigError
 from qkattn.run.files import locked, replacing, write_atomic
 
@@ -62,12 +64,18 @@ def prepare(config: DataConfig, out: str, *, workers: int, shard_tokens: int) ->
         that cannot be written, holds other shards, or is being prepared by another process.
     """
     _check(config, out, workers, shard_tokens)
+    try:
+        corpus, tokenizer = find(config), tokenizer_of(config)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a tokenizer that cannot be learned from the text
+        raise ConfigError(f'data.name={config.name!r} cannot be tokenised: {error}') from error
     directory = Path(out).expanduser()
     try:
         with locked(directory / 'lock', wait=False):
             for left in directory.glob('.*.tmp'):  # of a killed `write_atomic`
                 left.unlink()
-            return _prepared(config, directory, workers, shard_tokens)
+            return _prepared(config, corpus, tokenizer, directory, workers, shard_tokens)
     except BlockingIOError as error:
         raise ConfigError(
             f'--out={out} is being prepared by another process; wait until it has finished'
@@ -113,18 +121,21 @@ def _check(config: DataConfig, out: str, workers: int, shard_tokens: int) -> Non
         )
 
 
-def _prepared(config: DataConfig, directory: Path, workers: int, shard_tokens: int) -> Index:
-    try:
-        corpus, tokenizer = find(config), tokenizer_of(config)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f'data.name={config.name!r} is not UTF-8 ({error})') from error
+def _prepared(
+    config: DataConfig,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    directory: Path,
+    workers: int,
+    shard_tokens: int,
+) -> Index:
     model = tokenizer.model() if hasattr(tokenizer, 'model') else None
     plan = Index(
         schema=SCHEMA,
         name=corpus.name,
         version=corpus.version,
         carved=dict(corpus.carved),
-        tokenizer=config.tokenizer.rpartition('/')[2],
+        tokenizer=kind_of(config),
         tokenizer_name=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
         separator=tokenizer.separator,
@@ -191,14 +202,11 @@ def _split(
     if totals.shards:
         num_tokens = f'{totals.sum("num_tokens"):,}'
         log.info('%s: %s tokens of %s are there', directory, num_tokens, split)
-    texts = corpus.documents(None)[split]
-    try:
-        pieces = _cut(encoded(chunks(texts, totals.sum('num_documents'))), plan.shard_tokens)
-        with tqdm.tqdm(desc=split, unit=' tokens', unit_scale=True, disable=None) as bar:
-            for piece in pieces:
-                _write(plan, totals, split, directory, itertools.chain([piece], pieces), bar)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f'{corpus.name} is not UTF-8 ({error})') from error
+    left = chunks(_texts(corpus, split), totals.sum('num_documents'))
+    pieces = _cut(encoded(left), plan.shard_tokens)
+    with tqdm.tqdm(desc=split, unit=' tokens', unit_scale=True, disable=None) as bar:
+        for piece in pieces:
+            _write(plan, totals, split, directory, itertools.chain([piece], pieces), bar)
     if not totals.shards:
         raise ConfigError(f'{corpus.name} has no document in split {split!r}; give it text')
     named = corpus.names is not None and split != 'train'
@@ -211,6 +219,19 @@ def _split(
         fingerprint=totals.digest.hexdigest(),
         shards=totals.shards,
     )
+
+
+def _texts(corpus: Corpus, split: str) -> Iterator[bytes]:
+    """The documents of a split; ConfigError where they cannot be read."""
+    try:
+        yield from corpus.documents(None)[split]
+    except ConfigError:
+        raise
+    except (OSError, RuntimeError, UnicodeError) as error:
+        reason = ' '.join(str(error).split())
+        raise ConfigError(
+            f'split {split!r} of {corpus.name} cannot be read ({reason}); restore the source'
+        ) from error
 
 
 def _kept(plan: Index, totals: _Totals, files: Files, file: str) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from qkattn.data.shards.shard_files import ShardTokens
 from qkattn.data.tokenizers.ids import IdTokenizer
 from qkattn.data.tokenizers.tokenizer import Tokenizer
-from qkattn.data.tokens import SplitInfo, TokenDataset
+from qkattn.data.tokens import SplitInfo, TokenDataset, entropy
 from qkattn.errors import ConfigError
 
 
@@ -66,12 +66,6 @@ class ShardDataset(TokenDataset):
     def _bytes(self, split: str) -> float:
         num_bytes = sum(map(self.tokenizer.num_bytes, documents_of(self, split)))
         return num_bytes / len(self.split(split))
-
-
-def entropy(counts_V: np.ndarray) -> float:
-    """Nats per token of the frequencies of ids."""
-    frequencies = counts_V[counts_V > 0] / max(counts_V.sum(), 1)
-    return -float(np.sum(frequencies * np.log(frequencies)))
 
 
 def documents_of(dataset: TokenDataset, split: str) -> Iterator[np.ndarray]:

@@ -146,6 +146,12 @@ def stored_tokenizer(files: Files, index: Index) -> Tokenizer:
     return tokenizer
 
 
+def kind_of(config: DataConfig) -> str:
+    """data.tokenizer, of a file without its directory."""
+    kind = config.tokenizer
+    return kind.rpartition('/')[2] if kind.endswith('.json') else kind
+
+
 def check_settings(config: DataConfig, index: Index | None) -> None:
     """Refuses settings that say how text is tokenised, which it is already.
 
@@ -153,8 +159,7 @@ def check_settings(config: DataConfig, index: Index | None) -> None:
       ConfigError: one of them is not at its default and says something else.
     """
     default = DataConfig()
-    tokenizer = config.tokenizer.rpartition('/')[2]
-    same = index is None or tokenizer in (default.tokenizer, index.tokenizer)
+    same = index is None or kind_of(config) in (default.tokenizer, index.tokenizer)
     for name in ('lowercase', *(() if same else ('tokenizer',))):
         if (value := getattr(config, name)) != getattr(default, name):
             made = '' if index is None else f', which were made with {index.tokenizer_name}'

@@ -3,6 +3,7 @@ import errno
 import json
 import os
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -197,6 +198,46 @@ def test_too_little_or_unreadable_text_is_one_sentence(text, tmp_path, files, sa
         (tmp_path / name).write_bytes(data)
     with refused(says):
         prepare(dataclasses.replace(text, path=str(tmp_path)), str(tmp_path / 'out'), **SETTINGS)
+
+
+SOURCE = """
+from qkattn.data.corpora.corpus import Corpus
+def broken(config, *, error='OSError', text=b'a'):
+    def documents(language):
+        def texts():
+            yield from [text] * 40
+            raise {'OSError': OSError, 'RuntimeError': RuntimeError}[error]('lost')
+        return {split: texts() for split in ('train', 'validation')}
+    return Corpus(name='broken', version='1', splits=('train', 'validation'), documents=documents)
+def none(config):
+    empty = {'train': [b'a'] * 40, 'validation': []}
+    return Corpus(name='none', version='1', splits=tuple(empty), documents=lambda _: empty)
+def latin(config):
+    latin = {'train': [bytes([228])] * 40, 'validation': [b'a']}
+    return Corpus(name='latin', version='1', splits=tuple(latin), documents=lambda _: latin)
+"""
+
+
+@pytest.mark.parametrize(
+    ('fields', 'says'),
+    [
+        (
+            {'name': 'source:broken(error="OSError")'},
+            "split 'train' of broken cannot be read .lost",
+        ),
+        ({'name': 'source:broken(error="RuntimeError")'}, 'cannot be read .lost.; restore the so'),
+        ({'name': 'source:none'}, "none has no document in split 'validation'; give it text"),
+        ({'name': 'source:latin', 'tokenizer': 'bpe'}, 'cannot be tokenised: text is not valid UT'),
+        ({'name': 'source:latin', 'lowercase': True}, "split 'train' of latin.* cannot be read"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_one_sentence(text, tmp_path, monkeypatch, fields, says):
+    (tmp_path / 'source.py').write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, 'source', raising=False)
+    data = dataclasses.replace(text, path=None, tokenizer_size=257, **fields)
+    with refused(says):
+        prepare(data, str(tmp_path / 'out'), **SETTINGS)
 
 
 def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
