@@ -38,7 +38,7 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
     """
     if _client() is None:
         return [_through_json(value)]
-    key = f'qkattn/{next(_numbers)}'
+    key = f'qkattn/agreed/{next(_numbers)}'
     if not owner():
         _set(f'{key}/from/{distributed.global_state.process_id}', value)
         return _published(key, limit)
@@ -66,7 +66,7 @@ def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
     """
     if _client() is None:
         return _through_json(call())
-    key = f'qkattn/{next(_numbers)}'
+    key = f'qkattn/agreed/{next(_numbers)}'
     if not owner():
         return _published(key, limit)
     try:
@@ -103,7 +103,7 @@ def require_same(what: str, value: str) -> None:
     values = from_all(value)
     if others := [rank for rank, other in enumerate(values) if other != values[0]]:
         raise ConfigError(
-            f'{what} of {_named(others)} differs from that of process 0 ({values[0]}): '
+            f'{what} of {named(others)} differs from that of process 0 ({values[0]}): '
             f'{values[others[0]]}; start all processes with the same command, code and data'
         )
 
@@ -111,11 +111,12 @@ def require_same(what: str, value: str) -> None:
 def _unless_missing(values: list[Any], missing: list[int], limit: float) -> dict[str, Any]:
     if not missing:
         return {'value': values}
-    text = f'{_named(missing)} did not arrive within {limit:g} s, while the others waited'
+    text = f'{named(missing)} did not arrive within {limit:g} s, while the others waited'
     return {'error': 'ProcessError', 'text': text}
 
 
-def _named(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
+    """'process 1', or 'processes 1, 2'."""
     return f'process{"es" * (len(ranks) > 1)} {", ".join(map(str, ranks))}'
 
 

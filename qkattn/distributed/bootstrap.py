@@ -2,12 +2,19 @@
 
 import functools
 import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
 
 import jax
 from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
 
+from qkattn.distributed import agreement
 from qkattn.distributed.detection import PORT, Job, detect
+from qkattn.distributed.peers import EXIT_CRASH, JobPeers
 from qkattn.errors import ConfigError
+from qkattn.run import cli, signals
 
 HEARTBEAT = 30
 """Seconds without a sign of life after which jax ends the others of a job."""
@@ -15,6 +22,7 @@ HEARTBEAT = 30
 CONNECT = 'QKATTN_CONNECT_SECONDS'
 """The variable for the seconds within which all processes of a job must have started."""
 _CONNECT_SECONDS = 300
+_ECHO = 5
 
 
 @functools.cache
@@ -29,19 +37,71 @@ def start() -> Job:
         job = _cloud_tpu()
     if job.engine == 'single':
         return job
-    # Stop requests are agreed on in Python (qkattn.distributed.stop), which jax's service prevents.
+    seconds = _connect_seconds()
+    left = _reach(job, seconds) if job.process_id else seconds
+    # JobPeers agrees on stop requests; jax's service would take SIGTERM from Python's handlers.
     jax.config.update('jax_enable_preemption_service', False)
-    jax.distributed.initialize(
-        job.coordinator,
-        job.num_processes,
-        job.process_id,
-        local_device_ids=job.local_device_ids,
-        cluster_detection_method='deactivate',
-        initialization_timeout=_connect_seconds(),
-        heartbeat_timeout_seconds=HEARTBEAT,
-        shutdown_timeout_seconds=HEARTBEAT,
-    )
+    peers = JobPeers(job, seconds, HEARTBEAT)
+    try:
+        jax.distributed.initialize(
+            job.coordinator,
+            job.num_processes,
+            job.process_id,
+            local_device_ids=job.local_device_ids,
+            cluster_detection_method='deactivate',
+            initialization_timeout=left,
+            heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=HEARTBEAT,
+        )
+    except RuntimeError as error:
+        raise ConfigError(f'{peers.unconnected()}: {str(error).splitlines()[0]}') from error
+    peers.watch()
     return job
+
+
+def in_job(main: Callable[[], None]) -> Callable[[], None]:
+    """Makes a script's main function one of a job: it joins the others, and ends with them.
+
+    With several processes, one that fails prints its traceback and ends at once, with os._exit,
+    since Python's own exit waits for peers that wait for this process.
+    """
+
+    @functools.wraps(main)
+    def joined() -> None:
+        if start().num_processes == 1:
+            return main()
+        try:
+            main()
+            # Whoever is early waits here, where it still answers the others.
+            agreement.barrier('the end', limit=agreement.OWNER_LIMIT)
+        except BaseException as error:
+            sentence, code = cli.outcome(error) or (f'{type(error).__name__}: {error}', EXIT_CRASH)
+            if code == EXIT_CRASH:
+                traceback.print_exc()
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                # Mostly the echo of another process that died, whose rank jax's heartbeats tell.
+                time.sleep(HEARTBEAT + _ECHO)
+            signals.end(code, sentence)
+
+    return joined
+
+
+def _reach(job: Job, seconds: int) -> int:
+    """Waits until the coordinator listens; returns the seconds that are left."""
+    deadline = time.monotonic() + seconds
+    host, _, port = str(job.coordinator).rpartition(':')
+    while True:
+        try:
+            socket.create_connection((host.strip('[]'), int(port)), timeout=seconds).close()
+            return max(1, round(deadline - time.monotonic()))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f'process {job.process_id} does not reach the coordinator {job.coordinator} '
+                    f'within {seconds} s ({error.strerror or error}); start process 0 there, or '
+                    f'set {CONNECT} to more seconds'
+                ) from error
+        time.sleep(min(0.5, seconds / 10))
 
 
 def _connect_seconds() -> int:

@@ -149,14 +149,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         _log_to_stderr()
         try:
             main()
-        except (ConfigError, CheckpointError) as error:
-            leave(str(error))
-        except Stopped as stopped:
-            leave(f'{stopped}; the same command resumes', EXIT_REQUEUE)
-        except OSError as error:
-            if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
+        except Exception as error:
+            if (expected := outcome(error)) is None:
                 raise
-            leave(f'{error.filename} cannot be used ({error.strerror}); give another path')
+            leave(*expected)
 
     parsed = False
     kind = _kind() if 'config' in flags.FLAGS else None
@@ -176,6 +172,18 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             raise
         near = misspelt(sys.argv[1:], kind) if kind else None
         leave(near or (str(error) or type(error).__name__).splitlines()[0])
+
+
+def outcome(error: BaseException) -> tuple[str, int] | None:
+    """The sentence and the exit code of an error; None for a bug, which keeps its traceback."""
+    if isinstance(error, ConfigError | CheckpointError):
+        return str(error), EXIT_CONFIG
+    if isinstance(error, Stopped):
+        return f'{error}; the same command resumes', EXIT_REQUEUE
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+        reason = f'{error.filename} cannot be used ({error.strerror}); give another path'
+        return reason, EXIT_CONFIG
+    return None
 
 
 def leave(sentence: str, code: int = EXIT_CONFIG) -> None:

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar, NoReturn, Protocol
 
 from qkattn.errors import Stopped
 
@@ -20,9 +20,23 @@ WHOLE = threading.RLock()
 """Held while something is written that `leaving_at_once` must not cut."""
 
 BEFORE_LEAVING: list[Callable[[], None]] = []
-"""What `leaving_at_once` calls first, such as the release of a lease; guarded by WHOLE."""
+"""What `end` calls first, latest first, such as the release of a lease; guarded by WHOLE."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PATIENCE = 10.0  # seconds that `end` waits for WHOLE
+
+
+class Peers(Protocol):
+    """The other processes of a job (qkattn.distributed.peers), which stop at the same step."""
+
+    def hold(self, requested: bool) -> bool:
+        """Waits until every process is here; whether a stop was requested in one of them."""
+
+    def due(self, step: int, also: bool) -> bool:
+        """Whether to stop after `step` steps, as `StopRequest.due`."""
+
+    def announce(self, code: int, sentence: str) -> None:
+        """Tells them that this process ends, with this exit code."""
 
 
 class StopRequest:
@@ -34,9 +48,12 @@ class StopRequest:
             while not stop.requested: ...
 
     A second Ctrl-C interrupts at once. Previous handlers are restored on exit. Use it in the main
-    thread of a job that did not call `jax.distributed.initialize()`: after that call jax handles
-    SIGTERM itself, and a handler installed here would replace its own.
+    thread. In a job of several processes ask `due`, which stops them at the same step; jax's own
+    handling of SIGTERM is off there (qkattn.distributed.bootstrap).
     """
+
+    peers: ClassVar[Peers | None] = None
+    """The other processes of the job."""
 
     _held: list['StopRequest'] = []
     _leaves = False
@@ -66,13 +83,15 @@ class StopRequest:
     def hold(self) -> None:
         """From here to the end of the block there is something to save: nothing leaves at once.
 
+        Every process of a job calls it, and waits for the others.
+
         Raises:
-          Stopped: a signal has arrived before.
+          Stopped: a signal has arrived before, in any process.
         """
         with WHOLE:
-            if self.requested:
-                raise Stopped('stopped with nothing to save')
             self._held.append(self)
+        if self.requested if self.peers is None else self.peers.hold(self.requested):
+            raise Stopped('stopped with nothing to save')
 
     def due(self, step: int, also: bool = False) -> bool:
         """Whether to stop after `step` steps: the same at that step in all processes.
@@ -80,7 +99,17 @@ class StopRequest:
         Args:
           also: whether this process has a reason of its own.
         """
-        return self.requested or also
+        return self.requested or also if self.peers is None else self.peers.due(step, also)
+
+    @classmethod
+    def held(cls) -> bool:
+        """Whether there is something to save."""
+        return bool(cls._held)
+
+    @classmethod
+    def pending(cls) -> bool:
+        """Whether a stop was requested in this process while there is something to save."""
+        return any(stop.requested for stop in cls._held)
 
     def _enclosing(self) -> list['StopRequest']:
         handlers = [getattr(handler, '__self__', None) for handler in self._previous.values()]
@@ -129,15 +158,25 @@ def _watch(reading: int) -> None:
 
 def _leave_unless_held() -> None:
     with WHOLE:
-        if StopRequest._held:
-            return
-        try:
-            for call in BEFORE_LEAVING[:]:
-                call()
-            sys.stdout.flush()
-            os.write(2, b'\nstopped with nothing to save; the same command resumes\n')
-        finally:
-            os._exit(EXIT_REQUEUE)
+        for stop in StopRequest._held:
+            stop.requested = True  # the handler may have to wait for native code
+        if not StopRequest._held:
+            end(EXIT_REQUEUE, 'stopped with nothing to save; the same command resumes')
+
+
+def end(code: int, sentence: str) -> NoReturn:
+    """Ends the process from any thread, after a write that is going on; leases are released."""
+    # A write that hangs, with its file system, must not keep the process.
+    WHOLE.acquire(timeout=_PATIENCE)
+    try:
+        os.write(2, f'\n{sentence}\n'.encode())
+        for call in BEFORE_LEAVING[::-1]:
+            call()
+        if StopRequest.peers is not None:
+            StopRequest.peers.announce(code, sentence)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 def _in_forked_child() -> None:
