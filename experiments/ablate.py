@@ -12,6 +12,7 @@ from absl import flags
 
 from qkattn import report
 from qkattn.config import Study
+from qkattn.distributed import agreement, bootstrap
 from qkattn.errors import ConfigError
 from qkattn.run import cli, leases, signals
 from qkattn.run.progress import waiting
@@ -30,6 +31,7 @@ ACCEPT_CHANGES = flags.DEFINE_bool(
 
 
 @signals.leaving_at_once()
+@bootstrap.in_job
 def main() -> None:
     config = cli.read_config(CONFIG)
     if not 0 < EXPIRY.value < math.inf:
@@ -49,6 +51,8 @@ def main() -> None:
         expiry=EXPIRY.value,
         accept_changes=ACCEPT_CHANGES.value,
     )
+    if not agreement.owner():
+        return
     with waiting(config.name, 'writing the report'):
         text = report.show_report(path)
     print(f'\n{text}')

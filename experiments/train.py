@@ -11,6 +11,7 @@ from typing import Any
 from absl import flags
 
 from qkattn.config import Config
+from qkattn.distributed import bootstrap
 from qkattn.errors import ConfigError
 from qkattn.metrics import METRICS, PREFIXES
 from qkattn.run import cli, signals
@@ -33,6 +34,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same director
 
 
 @signals.leaving_at_once()
+@bootstrap.in_job
 def main() -> None:
     config = cli.read_config(CONFIG)
     if DRY_RUN.value:

@@ -1,17 +1,18 @@
 """Joins the processes of a job; a process without a job stays alone and pays nothing."""
 
+import contextlib
 import functools
 import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
 
 from qkattn.distributed import agreement
-from qkattn.distributed.detection import PORT, Job, detect
+from qkattn.distributed.detection import PORT, TRIPLE, Job, detect
 from qkattn.distributed.peers import EXIT_CRASH, JobPeers
 from qkattn.errors import ConfigError
 from qkattn.run import cli, signals
@@ -71,7 +72,9 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
         if start().num_processes == 1:
             return main()
         try:
-            main()
+            # Process 0 speaks for the job; messages and errors of all go to standard error.
+            with contextlib.nullcontext() if agreement.owner() else _silence():
+                main()
             # Whoever is early waits here, where it still answers the others.
             agreement.barrier('the end', limit=agreement.OWNER_LIMIT)
         except BaseException as error:
@@ -84,6 +87,13 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
             signals.end(code, sentence)
 
     return joined
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """A block that prints nothing to standard output."""
+    with open(os.devnull, 'w') as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
 
 
 def _reach(job: Job, seconds: int) -> int:
@@ -113,11 +123,15 @@ def _connect_seconds() -> int:
 
 def _cloud_tpu() -> Job:
     """A host of a TPU slice without Kubernetes, which asks Google's metadata server who it is."""
-    platforms = os.environ.get('JAX_PLATFORMS', 'tpu')
-    if 'tpu' not in platforms or not GceTpuCluster.is_env_present():
+    if 'tpu' not in os.environ.get('JAX_PLATFORMS', 'tpu'):
         return Job()
-    count = GceTpuCluster.get_process_count()
-    if count == 1:
-        return Job()
-    address = GceTpuCluster.get_coordinator_address(_connect_seconds(), os.environ.get(PORT))
-    return Job(count, GceTpuCluster.get_process_id(), 'tpu', address)
+    try:
+        if not GceTpuCluster.is_env_present() or (count := GceTpuCluster.get_process_count()) == 1:
+            return Job()
+        address = GceTpuCluster.get_coordinator_address(_connect_seconds(), os.environ.get(PORT))
+        return Job(count, GceTpuCluster.get_process_id(), 'tpu', address)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f'the hosts of this TPU are unknown ({error}); set {", ".join(TRIPLE)}, or '
+            'TPU_SKIP_MDS_QUERY=1 on a single host'
+        ) from error

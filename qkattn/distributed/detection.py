@@ -37,7 +37,8 @@ class Job:
                 f'process id {self.process_id} ({self.engine}) is not in 0 .. '
                 f'{self.num_processes - 1}, the ranks of a job of {self.num_processes}'
             )
-        if self.coordinator is not None and not re.fullmatch(r'.+:\d{1,5}', self.coordinator):
+        host, _, port = (self.coordinator or 'host:1').rpartition(':')
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise ConfigError(
                 f'the coordinator {self.coordinator!r} ({self.engine}) is not HOST:PORT'
             )

@@ -35,14 +35,14 @@ JOB = """
     @bootstrap.in_job
     def main():
         rank = bootstrap.start().process_id
-        print('ready', flush=True)
+        print('ready', flush=True, file=sys.__stdout__)
         if place == 'compiling':
             fail() if rank else native()
         with signals.StopRequest() as stop:
             if place == 'arriving' and rank:
                 native()
             stop.hold()
-            print('holding', flush=True)
+            print('holding', flush=True, file=sys.__stdout__)
             if place == 'collective' and rank:
                 fail()
             if place == 'collective':
