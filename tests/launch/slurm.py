@@ -15,6 +15,10 @@ from collections.abc import Callable
 from getpass import getuser
 from pathlib import Path
 
+from tests.distributed.jobs import free_port
+from tests.processes import ROOT
+
+LAUNCHER = ROOT / 'launch/slurm.py'
 PROGRAMS = ('slurmctld', 'slurmd', 'slurmstepd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
 SEARCHED = os.pathsep.join([os.environ.get('PATH', ''), '/usr/sbin', '/sbin'])
 
@@ -84,7 +88,7 @@ class Cluster:
     def __enter__(self) -> 'Cluster':
         root, host = self.root, socket.gethostname().partition('.')[0]
         (root / 'state').mkdir(parents=True)
-        port, *ports = free_ports(1 + self.nodes)
+        port, *ports = (free_port() for _ in range(1 + self.nodes))
         text = CONF.format(root=root, host=host, port=port, user=getuser())
         controller = Path(str(shutil.which('slurmctld', path=SEARCHED)))
         # Packages that were unpacked and not installed have their plugins beside their programs.
@@ -175,15 +179,37 @@ class Cluster:
         return '\n'.join(f'{p.name}\n' + '\n'.join(tail(p)) for p in files if p.exists())
 
 
+class Jobs:
+    """Submits the project's script from a directory of its own, where logs and results lie."""
+
+    def __init__(self, cluster: Cluster, directory: Path, venv: Path):
+        self.cluster, self.directory = cluster, directory
+        self.environment = cluster.environment | {'QKATTN_VENV': str(venv)}
+
+    def submit(self, *arguments: object, **variables: object) -> str:
+        """Runs the launcher, and returns the job's number."""
+        text = self.cluster.call(
+            LAUNCHER,
+            *arguments,
+            cwd=self.directory,
+            env=self.environment | {name: str(value) for name, value in variables.items()},
+        )
+        assert text.startswith('Submitted batch job ')
+        return text.split()[-1]
+
+    def log(self, job: str) -> str:
+        path = self.directory / f'slurm-{job}.out'
+        return path.read_text() if path.exists() else ''
+
+    def preempt(self, job: str) -> None:
+        """Runs a job of the higher partition, which takes all nodes, until `job` is requeued."""
+        command = ['sbatch', '--parsable', '-p', 'high', '--exclusive', '--nodes=2']
+        command += ['--output=/dev/null', '--wrap=srun sleep 600']
+        high = self.cluster.call(*command, cwd=self.directory).strip()
+        self.cluster.wait(job, lambda fields: fields['JobState'] == 'PENDING')
+        self.cluster.call('scancel', high)
+
+
 def tail(path: Path, lines: int = 15) -> list[str]:
     """The last lines of a text file."""
     return path.read_text(errors='replace').splitlines()[-lines:]
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports of loopback that nothing listens on."""
-    sockets = [socket.create_server(('127.0.0.1', 0)) for _ in range(number)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

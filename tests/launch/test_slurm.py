@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.slurm import Cluster, missing
+from tests.launch.slurm import LAUNCHER, ROOT, Jobs
 
-ROOT = Path(__file__).parents[2]
-LAUNCHER = ROOT / 'launch/slurm.py'
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
 
 # What a shell, a launcher or sbatch could change on the way to the processes.
@@ -120,47 +118,6 @@ def test_shellcheck_finds_nothing():
 
 
 # Jobs
-
-
-@pytest.fixture(scope='module')
-def cluster(tmp_path_factory):
-    if missing():
-        pytest.skip(
-            f'a private Slurm needs {", ".join(missing())} (Debian: slurmctld slurmd slurm-client)'
-        )
-    with Cluster(tmp_path_factory.mktemp('slurm') / 'cluster') as started:
-        yield started
-
-
-class Jobs:
-    """Submits the project's script from a directory of its own, where logs and results lie."""
-
-    def __init__(self, cluster: Cluster, directory: Path, venv: Path):
-        self.cluster, self.directory = cluster, directory
-        self.environment = cluster.environment | {'QKATTN_VENV': str(venv)}
-
-    def submit(self, *arguments: object, **variables: object) -> str:
-        """Runs the launcher, and returns the job's number."""
-        text = self.cluster.call(
-            LAUNCHER,
-            *arguments,
-            cwd=self.directory,
-            env=self.environment | {name: str(value) for name, value in variables.items()},
-        )
-        assert text.startswith('Submitted batch job ')
-        return text.split()[-1]
-
-    def log(self, job: str) -> str:
-        path = self.directory / f'slurm-{job}.out'
-        return path.read_text() if path.exists() else ''
-
-    def preempt(self, job: str) -> None:
-        """Runs a job of the higher partition, which takes all nodes, until `job` is requeued."""
-        command = ['sbatch', '--parsable', '-p', 'high', '--exclusive', '--nodes=2']
-        command += ['--output=/dev/null', '--wrap=srun sleep 600']
-        high = self.cluster.call(*command, cwd=self.directory).strip()
-        self.cluster.wait(job, lambda fields: fields['JobState'] == 'PENDING')
-        self.cluster.call('scancel', high)
 
 
 @pytest.fixture
