@@ -38,6 +38,7 @@ finish() {
 }
 
 child='' stopping='' interrupted=''
+# shellcheck disable=SC2317  # the trap calls it
 stop() {
   stopping=1 interrupted=1
   if [[ -n $child ]]; then kill -TERM "$child" || true; fi

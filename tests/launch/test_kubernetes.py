@@ -1,0 +1,257 @@
+"""Kubernetes: manifests against the published schemas, what restarts, arguments, wrong flags."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.test_tpu import AWKWARD, TRAIN
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ROOT / 'launch' / 'kubernetes.py'
+PYTHON = os.environ.get('QKATTN_TEST_KUBERNETES_PYTHON')
+needs_schemas = pytest.mark.skipif(
+    not PYTHON,
+    reason='QKATTN_TEST_KUBERNETES_PYTHON names no Python with kubeflow-trainer-api '
+    'and kubernetes-validate',
+)
+NAMED = ('--name=qk', '--image=r/qkattn:1')
+CASES = {
+    'tpu': ('--accelerator=v6e-16', '--spot', '--service_account=trainer', '--queue=q'),
+    'tpu host': ('--accelerator=v5litepod-8', '--volume=claim'),
+    'v5p': ('--accelerator=v5p-64',),
+    'gpu': ('--accelerator=a3-2x8', '--volume=claim', "--env=NAME=a 'b' $(c)"),
+    'any gpu': ('--accelerator=gpu-3x4', '--retries=0', '--grace=40', '--env=JAX_PROCESS_ID=7'),
+    'study': ('--accelerator=v6e-8', '--workers=5', '--spot'),
+    'gpu study': ('--accelerator=gpu-1x2', '--workers=2', '--volume=claim'),
+}
+
+
+def launch(*arguments: str, **kwargs) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(LAUNCHER), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+def rendered(*flags: str, command=('train', *AWKWARD)) -> str:
+    done = launch(*NAMED, *flags, '--dry_run', '--', *command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@functools.cache
+def validated() -> dict[str, list]:
+    """(content, problems) of the manifest of each case."""
+    texts = json.dumps([rendered(*flags) for flags in CASES.values()])
+    script = ROOT / 'tests' / 'launch' / 'validate_manifest.py'
+    done = subprocess.run([PYTHON, str(script)], input=texts, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+
+
+def job_of(content: dict) -> dict:
+    if content['kind'] == 'Job':
+        return content['spec']
+    (one,) = content['spec']['replicatedJobs']
+    return one['template']['spec']
+
+
+def pod_of(content: dict) -> dict:
+    return job_of(content)['template']['spec']
+
+
+# What Kubernetes does with the manifests
+
+
+def outcome(content: dict, code: int, disrupted: bool = False) -> str:
+    """What follows when a pod ends: the rules, as the controllers of Job and JobSet apply them."""
+    job = job_of(content)
+    action, message = 'Count', ''
+    for k, rule in enumerate(job['podFailurePolicy']['rules']):
+        if code in rule.get('onExitCodes', {'values': []})['values']:
+            action, message = rule['action'], f'failed with exit code {code}'
+        elif disrupted and 'onPodConditions' in rule:
+            action, message = rule['action'], 'has condition DisruptionTarget'
+        else:
+            continue
+        message += f' matching {action} rule at index {k}'
+        break
+    if content['kind'] == 'Job':
+        return action
+    assert job['backoffLimit'] == 0
+    reason = 'PodFailurePolicy' if action == 'FailJob' else 'BackoffLimitExceeded'
+    for rule in content['spec']['failurePolicy']['rules']:
+        patterns = rule.get('onJobFailureMessagePatterns', [''])
+        if reason in rule['onJobFailureReasons'] and any(re.search(p, message) for p in patterns):
+            return rule['action']
+    return 'RestartJobSet'
+
+
+def expanded(text: str, env: dict[str, str]) -> str:
+    """An argument as the kubelet passes it on: $(NAME) replaced, $$ a dollar sign."""
+
+    def replace(found: re.Match) -> str:
+        name = found[1]
+        return '$' if name is None else env.get(name, found[0])
+
+    return re.sub(r'\$\$|\$\(([^)]*)\)', replace, text)
+
+
+@needs_schemas
+@pytest.mark.parametrize('case', CASES)
+def test_every_field_is_known_and_has_its_type(case):
+    assert validated()[case][1] == []
+
+
+@needs_schemas
+def test_the_validator_sees_a_field_that_does_not_exist():
+    text = rendered('--accelerator=v6e-16').replace('maxRestarts', 'maxRestart')
+    text = text.replace('parallelism', 'paralelism')
+    script = ROOT / 'tests' / 'launch' / 'validate_manifest.py'
+    done = subprocess.run(
+        [PYTHON, str(script)], input=json.dumps([text]), capture_output=True, text=True
+    )
+    ((_, found),) = json.loads(done.stdout)
+    assert '.spec.failurePolicy.maxRestart is unknown' in found
+    assert '.spec.replicatedJobs[0].template.spec.paralelism is unknown' in found
+    assert any("'paralelism' was unexpected" in one for one in found)
+
+
+@needs_schemas
+@pytest.mark.parametrize('case', CASES)
+def test_arguments_arrive_unchanged_and_pods_have_time_to_save(case):
+    pod = pod_of(validated()[case][0])
+    (container,) = pod['containers']
+    env = {'HOME': '/root', 'NAME': 'replaced', 'id': 'replaced'}
+    assert [expanded(one, env) for one in container['args']] == ['train', *AWKWARD]
+    assert container['command'] == ['python', '-m', 'qkattn']
+    assert pod['restartPolicy'] == 'Never'
+    assert pod['terminationGracePeriodSeconds'] == (40 if case == 'any gpu' else 300)
+
+
+@needs_schemas
+def test_hosts_and_accelerators():
+    content = {case: one[0] for case, one in validated().items()}
+    sizes = {
+        case: (
+            job_of(one)['parallelism'],
+            job_of(one)['completions'],
+            *pod_of(one)['containers'][0]['resources']['limits'].items(),
+        )
+        for case, one in content.items()
+    }
+    assert sizes == {
+        'tpu': (4, 4, ('google.com/tpu', 4)),
+        'tpu host': (1, 1, ('google.com/tpu', 8)),
+        'v5p': (8, 8, ('google.com/tpu', 4)),
+        'gpu': (2, 2, ('nvidia.com/gpu', 8)),
+        'any gpu': (3, 3, ('nvidia.com/gpu', 4)),
+        'study': (5, 5, ('google.com/tpu', 8)),
+        'gpu study': (2, 2, ('nvidia.com/gpu', 2)),
+    }
+    nodes = {case: pod_of(one)['nodeSelector'] for case, one in content.items()}
+    gke = 'cloud.google.com/gke-'
+    assert nodes['tpu'] == {
+        f'{gke}tpu-accelerator': 'tpu-v6e-slice',
+        f'{gke}tpu-topology': '4x4',
+        f'{gke}spot': 'true',
+    }
+    assert nodes['v5p'][f'{gke}tpu-topology'] == '2x4x4'
+    assert nodes['gpu'] == {f'{gke}accelerator': 'nvidia-h100-80gb'} and not nodes['any gpu']
+
+
+@needs_schemas
+def test_processes_find_each_other():
+    content = validated()['gpu'][0]
+    env = {one['name']: one for one in pod_of(content)['containers'][0]['env']}
+    # Hostnames of a JobSet: NAME-REPLICATEDJOB-JOB-POD, in the subdomain NAME.
+    assert env['JAX_COORDINATOR_ADDRESS']['value'] == 'qk-train-0-0.qk:8476'
+    assert env['JAX_NUM_PROCESSES']['value'] == '2'
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert env['JAX_PROCESS_ID']['valueFrom'] == {'fieldRef': {'fieldPath': index}}
+    assert expanded(env['NAME']['value'], {'c': 'replaced'}) == "a 'b' $(c)"
+    assert job_of(content)['completionMode'] == 'Indexed'
+    # One of the user's replaces ours; workers of a study are jobs of one process.
+    given = pod_of(validated()['any gpu'][0])['containers'][0]['env']
+    assert [one.get('value') for one in given if one['name'] == 'JAX_PROCESS_ID'] == ['7']
+    for case in ('study', 'gpu study', 'tpu'):
+        names = {one['name'] for one in pod_of(validated()[case][0])['containers'][0]['env']}
+        assert names == {'JAX_COMPILATION_CACHE_DIR'}
+
+
+@needs_schemas
+@pytest.mark.parametrize('case', CASES)
+def test_exit_codes_decide_what_restarts(case):
+    content = validated()[case][0]
+    seen = [outcome(content, code) for code in (2, 75, 1, 139)]
+    seen.append(outcome(content, 137, disrupted=True))
+    if content['kind'] == 'Job':
+        assert seen == ['FailJob', 'Ignore', 'Count', 'Count', 'Ignore']
+        assert content['spec']['backoffLimitPerIndex'] == 3
+    else:
+        again = 'RestartJobSetAndIgnoreMaxRestarts'
+        assert seen == ['FailJobSet', again, 'RestartJobSet', 'RestartJobSet', again]
+        expected = 0 if case == 'any gpu' else 3
+        assert content['spec']['failurePolicy']['maxRestarts'] == expected
+
+
+# Command lines
+
+
+@pytest.mark.parametrize(
+    'arguments, words',
+    [
+        (('--image=i', '--accelerator=v6e-16', '--', *TRAIN), '--name'),
+        (('--name=qk', '--accelerator=v6e-16', '--', *TRAIN), '--image'),
+        ((*NAMED, '--', *TRAIN), '--accelerator'),
+        ((*NAMED, '--accelerator=v6e-12', '--', *TRAIN), 'v6e-12 16 256'),
+        ((*NAMED, '--accelerator=h100', '--', *TRAIN), 'h100 v5p-N a3-HOSTSxGPUS'),
+        ((*NAMED, '--accelerator=a3-0x8', '--', *TRAIN), 'a3-0x8'),
+        ((*NAMED, '--accelerator=v6e-16', '--workers=2', '--', *TRAIN), '--workers v6e-16 4'),
+        ((*NAMED, '--accelerator=v6e-16'), 'command --'),
+        ((*NAMED, '--accelerator=v6e-16', '--', 'sh'), 'sh train ablate'),
+        ((*NAMED, '--accelerator=v6e-16', '--frob', '--', *TRAIN), '--frob'),
+        ((*NAMED, '--accelerator=v6e-16', '--grace=-1', '--', *TRAIN), '--grace -1'),
+        ((*NAMED, '--accelerator=v6e-16', '--env=A', '--', *TRAIN), '--env=A NAME=VALUE'),
+        (('--name=a: b', '--image=i', '--accelerator=v6e-16', '--', *TRAIN), '--name=a: b'),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_submits_nothing(arguments, words, tmp_path):
+    called = tmp_path / 'kubectl'
+    called.write_text(f'#!/bin/sh\ntouch {tmp_path}/called\n')
+    called.chmod(0o755)
+    done = launch(*arguments, env={**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'})
+    assert done.returncode == 2
+    assert done.stdout == '' and len(done.stderr.splitlines()) == 1, done.stderr
+    assert all(word in done.stderr for word in words.split(' ')), done.stderr
+    assert not (tmp_path / 'called').exists()
+
+
+def test_without_kubectl_it_says_what_to_install(tmp_path):
+    arguments = (*NAMED, '--accelerator=v6e-16', '--', *TRAIN)
+    done = launch(*arguments, env={'PATH': str(tmp_path)})
+    assert done.returncode == 2
+    assert 'kubectl is not installed' in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_manifest_is_handed_to_kubectl_once(tmp_path):
+    stand_in = tmp_path / 'kubectl'
+    stand_in.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/words; cat >{tmp_path}/yaml; exit 3\n')
+    stand_in.chmod(0o755)
+    flags = ('--accelerator=a3-2x8', '--namespace=lab')
+    env = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'}
+    assert launch(*NAMED, *flags, '--', *TRAIN, env=env).returncode == 3
+    assert (tmp_path / 'words').read_text() == 'create --namespace=lab -f -\n'
+    assert (tmp_path / 'yaml').read_text() == rendered(*flags, command=TRAIN)
+
+
+def test_the_image_has_what_runs_need_and_no_more():
+    lines = (ROOT / 'launch/kubernetes/Dockerfile').read_text()
+    assert re.search(r'^USER (?!0|root)\S+$', lines, re.M)
+    assert re.search(r'^ENTRYPOINT \["python", "-m", "qkattn"\]$', lines, re.M)
+    pinned = (ROOT / 'requirements.txt').read_text().split('# Tests')[0]
+    assert 'jax==' in pinned and 'orbax-checkpoint==' in pinned and 'pytest' not in pinned
