@@ -113,7 +113,9 @@ def test_workers_are_an_array(tmp_path):
 @pytest.mark.skipif(shutil.which('shellcheck') is None, reason='shellcheck is not installed')
 def test_shellcheck_finds_nothing():
     scripts = [*ROOT.glob('launch/*.sh'), *ROOT.glob('launch/*.sbatch'), ROOT / '.ci/run']
-    done = subprocess.run(['shellcheck', *scripts], capture_output=True, text=True)
+    # SC2317: versions differ in whether a function that only a trap calls is reachable.
+    command = ['shellcheck', '--exclude=SC2317', *scripts]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -204,6 +206,15 @@ def test_a_job_that_is_asked_to_stop_or_preempted_goes_on_and_may_still_crash(st
     assert 'stopped with a checkpoint and is requeued' in log
     assert log.count('crashed (1 of at most 2 times)') == 1
     assert '0: finished' in log and '1: finished' in log and 'restart 3' in log
+
+
+@pytest.mark.slow
+def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in):
+    """Limits are whole minutes, and Slurm looks at them about once a minute."""
+    behave(stand_in, f'[[ -z $SLURM_RESTART_COUNT ]] || exit 0; {SAVES.replace("600", "2400")}')
+    job = stand_in.submit('--nodes=2', '--time=4', *TRAIN)
+    assert stand_in.cluster.end(job) == ('COMPLETED', '0:0', 1), stand_in.log(job)
+    assert f'job {job} stopped with a checkpoint and is requeued' in stand_in.log(job)
 
 
 def test_a_cancelled_job_stays_cancelled(stand_in):
