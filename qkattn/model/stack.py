@@ -1,7 +1,9 @@
 """The blocks of a model: stacks of equal layers, through which one scan passes."""
 
+import contextlib
+import contextvars
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -29,6 +31,25 @@ class Pattern(nnx.Module):
 
 
 Blocks = Block | Pattern
+
+# An activation and a letter per axis -> the activation.
+Place = Callable[[jax.Array, str], jax.Array]
+_place: contextvars.ContextVar[Place] = contextvars.ContextVar('place')
+
+
+@contextlib.contextmanager
+def placing(place: Place) -> Iterator[None]:
+    """Models traced in the block apply `place` to the stream around every layer and to logits."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+def placed(array: jax.Array, letters: str) -> jax.Array:
+    """The array as the surrounding `placing` places it; itself without one."""
+    return _place.get(lambda array, letters: array)(array, letters)
 
 
 def stacks_of(blocks: Blocks) -> list[Block]:
@@ -114,7 +135,8 @@ def run_blocks(
     """
 
     def layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
-        return block(x_BTD, mask_BTS, key, **shared)
+        x_BTD = placed(x_BTD, 'BTD')
+        return placed(block(x_BTD, mask_BTS, key, **shared), 'BTD')
 
     if config.remat != 'none':
         layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT_POLICIES[config.remat])

@@ -11,7 +11,7 @@ from qkattn.attention.parameters import initialization, one_key, weight
 from qkattn.attention.rope import sinusoids
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block, Norm, drop, split_key
-from qkattn.model.stack import layer_of, run_blocks, stack_blocks
+from qkattn.model.stack import layer_of, placed, run_blocks, stack_blocks
 
 
 class Stream(nnx.Module):
@@ -142,4 +142,5 @@ class Transformer(Stream):
         """Float32 logits_BTV of the normed stream."""
         w_output_DV = self.w_embedding_VD[...].T if self.w_output_DV is None else self.w_output_DV
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
-        return jnp.dot(x_BTD, w_output_DV[...], preferred_element_type=dtype)
+        logits_BTV = jnp.dot(placed(x_BTD, 'BTD'), w_output_DV[...], preferred_element_type=dtype)
+        return placed(logits_BTV, 'BTV')

@@ -8,9 +8,10 @@ from jax.sharding import Mesh
 
 from qkattn import metrics
 from qkattn.config import Config
+from qkattn.model.stack import placing
 from qkattn.train import step, targets
 from qkattn.train.lifting import lift
-from qkattn.train.sharding import row_sharding
+from qkattn.train.sharding import place_activations, row_sharding
 
 
 def measure(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
@@ -35,6 +36,7 @@ def eval_step(config: Config, lifting: str, mesh: Mesh) -> Callable[[dict, dict]
 
     def evaluate(params: dict, batch: dict) -> dict:
         batch = jax.lax.with_sharding_constraint(batch, row_sharding(mesh))
-        return lift(lambda params: measure(config, params, batch), lifting, mesh)(params)
+        with placing(place_activations(mesh)):
+            return lift(lambda params: measure(config, params, batch), lifting, mesh)(params)
 
     return evaluate

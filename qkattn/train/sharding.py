@@ -5,7 +5,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -117,6 +117,26 @@ def state_shardings(state: dict, mesh: Mesh | AbstractMesh) -> dict:
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """For tokens_CXABT1: trials over `trial`, sequences of a microbatch over `data` and `fsdp`."""
     return NamedSharding(mesh, P(None, 'trial', None, BATCH_AXES))
+
+
+def place_activations(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, str], jax.Array]:
+    """States how activations are split, for `qkattn.model.stack.placing`.
+
+    Rows are split as those of the batch, V over tensor, and nothing else. Without fsdp XLA finds
+    this by itself; with it, it would split D as that of the parameters and copy the batch.
+    """
+    if mesh.shape['fsdp'] == 1:
+        return lambda array, letters: array
+
+    def place(array: jax.Array, letters: str) -> jax.Array:
+        axes = {'B': BATCH_AXES} | ({'V': ('tensor',)} if mesh.shape['tensor'] > 1 else {})
+        split = [
+            axes[letter] if letter in axes and size % _devices(mesh, axes[letter]) == 0 else None
+            for letter, size in zip(letters, array.shape, strict=True)
+        ]
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*split)))
+
+    return place
 
 
 def row_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 
 from qkattn.config import Config
 from qkattn.model import build, with_params
+from qkattn.model.stack import placing
 from qkattn.model.transformer import Transformer
-from qkattn.train import targets
+from qkattn.train import sharding, targets
 from qkattn.train.lifting import lift
 from qkattn.train.optimizer import optimizer
 from qkattn.train.schedules import schedule
@@ -150,7 +151,8 @@ def train_steps(
 
     def one_step(state: dict, hyper: dict, batch: dict) -> tuple[dict, dict]:
         train_one = functools.partial(train_trial, config, state['step'])
-        trials, metrics = lift(train_one, lifting, mesh)(state['trials'], hyper, batch)
+        with placing(sharding.place_activations(mesh)):
+            trials, metrics = lift(train_one, lifting, mesh)(state['trials'], hyper, batch)
         return {'step': state['step'] + 1, 'trials': trials}, metrics
 
     def many_steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:

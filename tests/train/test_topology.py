@@ -279,6 +279,26 @@ def test_memory_is_that_of_the_shardings(on_pod):
     assert run.capacity == 80 * 10**9 and not run.warnings
 
 
+def test_fsdp_moves_parameters_and_no_activations(on_pod):
+    run = on_pod(MeshConfig(fsdp=8))
+    parameters = 4 * run.parameters
+    # Gathered for the forward and for the backward pass; gradients summed.
+    assert sum(row.size for row in run.collectives) < 3 * parameters
+    assert {row.kind for row in run.collectives} == {'all-gather', 'all-reduce'}
+    shared_out = on_pod(MeshConfig(data=8))
+    assert run.flops < shared_out.flops
+    kind = 'gradients and temporaries'
+    assert run.memory[kind] < shared_out.memory[kind]
+
+
+def test_tensor_splits_the_logits(on_pod):
+    whole = on_pod(MeshConfig(data=2, fsdp=4), vocab_size=8192)
+    split = on_pod(MeshConfig(data=2, fsdp=2, tensor=2), vocab_size=8192)
+    kind = 'gradients and temporaries'
+    assert split.memory[kind] < 1.1 * whole.memory[kind]
+    assert split.flops < 1.5 * whole.flops
+
+
 def test_what_does_not_fit_or_falls_back_is_warned_of(on_pod, monkeypatch):
     small = dataclasses.replace(FAMILIES['h100'].chip, hbm=300_000)
     family = dataclasses.replace(FAMILIES['h100'], chip=small)
