@@ -10,7 +10,7 @@ from etils.epath import backend
 
 from qkattn.run import buckets
 
-CACHES = (buckets._prepare, buckets._client, buckets._open, buckets._clock)
+CACHES = (buckets._prepare, buckets._client, buckets._open)
 
 
 @pytest.fixture
@@ -30,6 +30,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def _forget() -> None:
+    buckets._CLOCKS.clear()
     for cached in CACHES:
         cached.cache_clear()
     fsspec.config.conf.pop('gcs', None)

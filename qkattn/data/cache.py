@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qkattn.errors import ConfigError
-from qkattn.run.files import locked
+from qkattn.run.locks import locked
 
 T = TypeVar('T')
 

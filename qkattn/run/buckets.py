@@ -27,6 +27,10 @@ REACH = 15.0
 """Seconds after which a bucket counts as out of reach when it is opened."""
 PATIENCE = 30.0
 """Seconds for which a later request is repeated."""
+# CLOCK_BOOTTIME, where there is one, also counts the time for which a machine is suspended.
+_CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)
+_CLOCKS: dict[str, float] = {}
+"""By bucket, what its clock is ahead of `seconds`."""
 ROLES = 'roles/storage.objectUser and roles/storage.legacyBucketReader'
 
 # Read when the libraries are imported: one protocol and one library for every bucket.
@@ -67,10 +71,11 @@ def to_path(url: str | os.PathLike[str]) -> Path:
 
 def check_writable(path: Path) -> None:
     """Raises RunDirectoryError unless objects can be written and deleted below `path`."""
-    bucket, name = _split(path)
+    bucket, _ = _split(path)
     with _sentences(bucket, 'write'):
         # Orbax asks for the bucket itself, which needs a permission of its own.
         _client().get_bucket(bucket, timeout=REACH, retry=_retry(REACH))
+    _CLOCKS.pop(bucket, None)
     now(path)
 
 
@@ -127,16 +132,18 @@ def delete(path: str | os.PathLike[str], generation: int | None = None) -> None:
 
 def now(path: str | os.PathLike[str]) -> float:
     """Seconds on the clock of the bucket, which is read once and continued by this machine's."""
-    return time.monotonic() + _clock(_split(path)[0], os.path.dirname(os.fspath(path)), os.getpid())
+    bucket, _ = _split(path)
+    if bucket not in _CLOCKS:
+        probe = f'{os.fspath(path)}/.clock-{uuid.uuid4().hex}'
+        blob = _write(probe, b'', 0)
+        _CLOCKS[bucket] = blob.updated.timestamp() - seconds()
+        delete(probe, blob.generation)
+    return seconds() + _CLOCKS[bucket]
 
 
-@functools.lru_cache(maxsize=1024)
-def _clock(bucket: str, directory: str, pid: int) -> float:
-    path = f'{directory}/.clock-{uuid.uuid4().hex}'
-    blob = _write(path, b'', 0)
-    offset = blob.updated.timestamp() - time.monotonic()
-    delete(path, blob.generation)
-    return offset
+def seconds() -> float:
+    """Of a clock that nobody sets, for what passes between two events of this machine."""
+    return time.clock_gettime(_CLOCK)
 
 
 def _write(path: str | os.PathLike[str], content: bytes, generation: int | None) -> Any:

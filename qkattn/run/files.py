@@ -1,17 +1,15 @@
-"""Directories, atomic writes and file locks on a shared file system or in a bucket."""
+"""Directories and atomic writes on a shared file system or in a bucket."""
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
-from qkattn.errors import ConfigError, DiskError, RunDirectoryError
+from qkattn.errors import DiskError, RunDirectoryError
 from qkattn.run import buckets
 from qkattn.run.signals import WHOLE
 
@@ -138,42 +136,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def locked(path: str | os.PathLike[str], *, wait: bool = True) -> Iterator[TextIO]:
-    """Holds an exclusive lock on the file `path`, created where missing; yields the open file.
-
-    The kernel releases the lock when the holder dies, however it dies. Children made by os.fork
-    share it and keep it until they end; other programs that this process starts do not.
-
-    Args:
-      wait: for another holder to release the lock; otherwise BlockingIOError is raised.
-
-    Raises:
-      ConfigError: the directory of `path` cannot be written, or its file system has no locks.
-    """
-    path = Path(path)
-    try:
-        with disk_errors(path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, 'a+', encoding='utf-8')  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise ConfigError(
-            f'{path.parent} cannot be written ({error.strerror}); give a directory that this user '
-            'can write to, as workdir for results or as data_dir or QKATTN_DATA for data'
-        ) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise ConfigError(
-                f'{path.parent} is on a file system without locks ({error.strerror}); '
-                'give a directory on one that has them'
-            ) from error
-        yield file
 
 
 @contextlib.contextmanager

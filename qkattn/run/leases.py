@@ -14,115 +14,27 @@ sees its lease as not lost. On a file system whose clock jumps, or differs betwe
 than expiry / 8, two may see it so until the next heartbeat.
 
 A lease shows that its process is alive, not that its training makes progress.
+
+In a bucket a lease is one object, RUN, that is created, renewed and taken over by the generation
+that it replaces, so that of several processes one succeeds; ages are on the bucket's clock. There
+the lock of a run directory is a lease, too. A holder on this machine whose process is gone does not
+have to be waited for.
 """
 
 import contextlib
 import dataclasses
-import datetime
-import json
 import math
 import os
-import socket
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from qkattn.errors import ConfigError, RunDirectoryError
-from qkattn.run.files import disk_errors, make_directory
-from qkattn.run.json_schema import check
-from qkattn.run.records import parse_json
-from qkattn.run.signals import BEFORE_LEAVING, WHOLE
-
-EXPIRY = 300.0
-"""Seconds; longer than a network file system stalls, shorter than most runs."""
-
-_BEATS = 8
-"""Heartbeats per expiry; the holder gives up one heartbeat before its lease expires."""
-
-# CLOCK_BOOTTIME, where there is one, also counts the time for which a machine is suspended.
-_CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)
-
-
-class Lease:
-    """The right of this process to train a run; returned by `acquire`, a context manager.
-
-    A daemon thread renews it until `release`. A child made by os.fork does not hold it: there
-    `lost` is True and `release` does nothing.
-    """
-
-    def __init__(self, path: Path, content: bytes, expiry: float, created: float):
-        self.path = path
-        """The file of the lease."""
-        self._content = content
-        self._pid = os.getpid()
-        self._patience = expiry * (_BEATS - 1) / _BEATS
-        self._beaten = created
-        self._lost = False
-        self._released = threading.Event()
-        self._thread = threading.Thread(
-            target=self._keep_alive, args=(expiry / _BEATS,), name=f'lease {path.name}', daemon=True
-        )
-        self._thread.start()
-        BEFORE_LEAVING.append(self.release)
-
-    @property
-    def lost(self) -> bool:
-        """Whether another process holds the run, or soon may; stays True.
-
-        True once the run was taken over, the file was deleted or replaced, or no heartbeat
-        succeeded for 7/8 of the expiry (a paused process, an unreachable file system). `release`
-        freezes the value.
-        """
-        if os.getpid() != self._pid:
-            return True
-        if not self._released.is_set() and _seconds() - self._beaten > self._patience:
-            self._lost = True
-        return self._lost
-
-    def release(self) -> None:
-        """Frees the run and stops the heartbeat; may be called twice.
-
-        If the file system fails, the run becomes free when the lease expires.
-        """
-        with WHOLE:
-            if os.getpid() != self._pid or self._released.is_set():
-                return
-            self._lost = self.lost
-            self._released.set()
-            BEFORE_LEAVING.remove(self.release)
-            # A heartbeat in progress would undo the write below.
-            self._thread.join()
-            with contextlib.suppress(OSError):
-                if _read(self.path)[1] == self._content:
-                    os.utime(self.path, (0, 0))
-
-    def __enter__(self) -> 'Lease':
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
-
-    def _keep_alive(self, interval: float) -> None:
-        while not self._released.wait(interval) and not self.lost:
-            # A failed heartbeat is retried at the next interval; `lost` keeps the time.
-            with contextlib.suppress(OSError):
-                self._beat()
-
-    def _beat(self) -> None:
-        start = _seconds()
-        try:
-            mine = _read(self.path)[1] == self._content
-        except FileNotFoundError:
-            mine = False
-        if not mine or _successor(self.path).exists():
-            self._lost = True
-            return
-        os.utime(self.path)
-        # A touch that came too late does not renew the lease.
-        if not self.lost:
-            self._beaten = start
+from qkattn.run import buckets, object_leases
+from qkattn.run.buckets import seconds
+from qkattn.run.files import as_path, disk_errors, make_directory
+from qkattn.run.heartbeats import EXPIRY, Holder, Lease, content_of, holder_of
+from qkattn.run.signals import WHOLE
 
 
 def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | None:
@@ -145,37 +57,22 @@ def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | Non
     """
     if not (math.isfinite(expiry) and expiry > 0):
         raise ConfigError(f'expiry={expiry} must be a positive, finite number of seconds')
+    if buckets.is_url(directory):
+        lease = object_leases.acquire(as_path(directory) / run, expiry)
+        return lease if isinstance(lease, Lease) else None
     directory = make_directory(directory)
-    content = _content(expiry)
+    content = content_of(expiry)
     with _usable(directory):
         number = _highest(directory).get(run, -1)
         while number < 0 or _holder(directory / f'{run}.{number}', expiry) is None:
             number += 1
             path = directory / f'{run}.{number}'
-            created = _seconds()
+            created = seconds()
             # If it exists, another process was faster or the listing was stale: check it as well.
             with contextlib.suppress(FileExistsError), WHOLE:
                 _create(path, content)
-                return Lease(path, content, expiry, created)
+                return Lease(_File(path, content), expiry, created)
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Holder:
-    """The process that holds a run; as text, 'process 12 on host, 35 s ago'.
-
-    Attributes:
-      name: 'process 12 on host'; 'an unknown process' if it died before it wrote its name.
-      age: seconds since the last heartbeat.
-      free_in: seconds until the lease expires without another heartbeat.
-    """
-
-    name: str
-    age: float
-    free_in: float
-
-    def __str__(self) -> str:
-        return f'{self.name}, {max(self.age, 0):.0f} s ago'
 
 
 def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, Holder]:
@@ -188,9 +85,11 @@ def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, Holder]:
     Raises:
       RunDirectoryError: `directory` cannot be read or written.
     """
-    directory = Path(directory)
+    directory = as_path(directory)
     if not directory.exists():
         return {}
+    if buckets.is_url(directory):
+        return object_leases.holders(directory, expiry)
     with _usable(directory):
         all_runs = {
             run: _holder(directory / f'{run}.{number}', expiry)
@@ -199,8 +98,27 @@ def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, Holder]:
     return {run: holder for run, holder in all_runs.items() if holder is not None}
 
 
-def _seconds() -> float:
-    return time.clock_gettime(_CLOCK)
+@dataclasses.dataclass
+class _File:
+    """A lease on a file system."""
+
+    path: Path
+    content: bytes
+
+    def renew(self) -> bool:
+        """Whether the lease is still this one; touches it."""
+        try:
+            mine = _read(self.path)[1] == self.content
+        except FileNotFoundError:
+            mine = False
+        if not mine or _successor(self.path).exists():
+            return False
+        os.utime(self.path)
+        return True
+
+    def free(self) -> None:
+        if _read(self.path)[1] == self.content:
+            os.utime(self.path, (0, 0))
 
 
 @contextlib.contextmanager
@@ -213,16 +131,6 @@ def _usable(directory: Path) -> Iterator[None]:
             f'{directory} cannot hold leases ({error.strerror}); '
             'give a workdir that this user can write to'
         ) from error
-
-
-def _content(expiry: float) -> bytes:
-    about = {
-        'host': socket.gethostname(),
-        'pid': os.getpid(),
-        'started': datetime.datetime.now(datetime.UTC).isoformat(),
-        'expiry': expiry,
-    }
-    return json.dumps(about).encode() + b'\n'
 
 
 def _create(path: Path, content: bytes) -> None:
@@ -271,11 +179,4 @@ def _holder(path: Path, expiry: float) -> Holder | None:
         mtime, content = _read(path)
     except FileNotFoundError:
         return None
-    name = 'an unknown process'
-    with contextlib.suppress(ValueError):  # cut off or damaged
-        about = parse_json(content)
-        check(about, {'host': str, 'pid': int, 'expiry': float})
-        if 0 < about['expiry'] < math.inf:
-            name, expiry = f'process {about["pid"]} on {about["host"]}', about['expiry']
-    age = now - mtime
-    return Holder(name, age, expiry - age) if age <= expiry else None
+    return holder_of(content, now - mtime, expiry)

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
-from qkattn.run.files import locked, write_atomic
+from qkattn.run.files import write_atomic
+from qkattn.run.locks import locked
 from qkattn.run.records import parse_json, to_jsonable
 
 NAME = 'ledger.jsonl'

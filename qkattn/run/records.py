@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from qkattn.errors import RunDirectoryError
-from qkattn.run.files import disk_errors, write_atomic
+from qkattn.run.appended import appended
+from qkattn.run.files import as_path, disk_errors, write_atomic
 from qkattn.run.json_schema import check
 
 # How a trial ended: `status` of each entry of result.json.
@@ -45,8 +46,8 @@ def to_jsonable(value: Any) -> Any:
         return value
     elif isinstance(value, float):
         return value if math.isfinite(value) else None
-    elif isinstance(value, Path):
-        return str(value)
+    elif isinstance(value, os.PathLike):
+        return os.fspath(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return {f.name: to_jsonable(getattr(value, f.name)) for f in fields}
@@ -100,9 +101,9 @@ def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any
 def parse_file(path: str | os.PathLike, schema: Any) -> Any:
     """As `read_json`, but for ValueError with the reason alone."""
     try:
-        value = parse_json(Path(path).read_bytes())
+        value = parse_json(as_path(path).read_bytes())
     except OSError as error:
-        raise ValueError(error.strerror) from error
+        raise ValueError(error.strerror or error) from error
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, dict) and CHECKSUM in item:
             remove_checksum(item)
@@ -149,7 +150,7 @@ def for_each_line(
 
 def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> RunDirectoryError:
     """The error that says that a file cannot be used, why, and what to do."""
-    reason = error.strerror if isinstance(error, OSError) else error
+    reason = (isinstance(error, OSError) and error.strerror) or error
     return RunDirectoryError(f'{path} is damaged ({reason}); {advice}.')
 
 
@@ -174,7 +175,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     Raises:
       RunDirectoryError: another line is damaged, has no integer `step`, or goes back in steps.
     """
-    return [record for record, _ in _parse(Path(path))]
+    return [record for record, _ in _parse(as_path(path))]
 
 
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
@@ -210,6 +211,8 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
 class MetricsFile:
     """Appends records to a JSON Lines file whose steps never go back.
 
+    In a bucket, where nothing can be appended, lines are kept in memory until `flush`.
+
     What follows the last complete line, as a crash or a full disk leaves it, is overwritten by the
     next record, and not before: a file that turns out to be damaged stays as it is.
     """
@@ -220,17 +223,17 @@ class MetricsFile:
         Raises:
           RunDirectoryError: it cannot be read, or a line other than the last is damaged.
         """
-        self.path = Path(path)
+        self.path = as_path(path)
         self.last_step: int | None = None
         """Steps done at the last record; None without records."""
         try:
-            self._file = open(self.path, 'ab', buffering=0)  # noqa: SIM115 (as long as the object)
+            self._file = appended(self.path)
         except OSError as error:
             raise damaged(self.path, error) from error
         self._end_with(_parse(self.path))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line, which survives the death of this process.
+        """Writes one line, which survives the death of this process, in a bucket after `flush`.
 
         Args:
           record: numbers, strings, arrays; `step` (an integer, steps done) is required.
@@ -256,9 +259,9 @@ class MetricsFile:
         self.last_step = step
 
     def flush(self) -> None:
-        """Syncs all lines to disk; call it before a checkpoint is committed."""
+        """Syncs all lines to disk or bucket; call it before a checkpoint is committed."""
         with disk_errors(self.path):
-            os.fsync(self._file.fileno())
+            self._file.sync()
 
     def rewind(self, step: int, every: int | None = None) -> None:
         """Drops records after `step` and a final one, so that a run resumed there repeats none.
@@ -271,6 +274,7 @@ class MetricsFile:
         Raises:
           RunDirectoryError: the file is damaged, or records are missing.
         """
+        self.flush()
         parsed = _parse(self.path)
         if every is not None:
             present = {record['step'] for record, _ in parsed}
@@ -299,7 +303,7 @@ class MetricsFile:
 
     def _cut(self) -> None:
         """Drops what follows the last complete line; needs no room on the disk."""
-        if os.fstat(self._file.fileno()).st_size > self._size:
+        if self._file.seek(0, os.SEEK_END) > self._size:
             self._file.truncate(self._size)
 
     def _end_with(self, lines: list[tuple[dict[str, Any], bytes]]) -> None:

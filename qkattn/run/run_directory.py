@@ -12,9 +12,8 @@ Readers need no lock: they always see whole files, except for the last line of m
 
 import contextlib
 import dataclasses
-import datetime
 import os
-import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from qkattn.config import (
@@ -29,7 +28,8 @@ from qkattn.config import (
 from qkattn.config.calls import imported
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError, UnknownFieldError
 from qkattn.run.file_schemas import CONFIG, PROVENANCE
-from qkattn.run.files import disk_errors, locked, make_directory
+from qkattn.run.files import make_directory
+from qkattn.run.locks import locked
 from qkattn.run.provenance import describe_start
 from qkattn.run.records import MetricsFile, damaged, read_json, write_json
 
@@ -40,13 +40,22 @@ class RunDirectory:
     In a job of several processes only process 0 holds it.
     """
 
-    def __init__(self, path: Path, resumed: bool, metrics: MetricsFile, lock: contextlib.ExitStack):
+    def __init__(
+        self,
+        path: Path,
+        resumed: bool,
+        metrics: MetricsFile,
+        lock: contextlib.ExitStack,
+        lost: Callable[[], bool],
+    ):
         self.path = path
         """Absolute."""
         self.resumed = resumed
         """Whether the directory already held a run of this configuration."""
         self.metrics = metrics
         """Of metrics.jsonl; `rewind` to the restored checkpoint before appending."""
+        self.lost = lost
+        """Whether another process may hold the directory, which happens in a bucket alone."""
         self._lock = lock
 
     @classmethod
@@ -61,7 +70,7 @@ class RunDirectory:
         Call it after `jax.distributed.initialize()`: the devices are recorded.
 
         Args:
-          path: the directory, on a mounted file system.
+          path: the directory, on a mounted file system or in a bucket.
           config: the resolved configuration; its fingerprint decides whether the directory is its.
           command: the command line, recorded; None: not recorded.
 
@@ -73,12 +82,12 @@ class RunDirectory:
         """
         directory = make_directory(path)
         with contextlib.ExitStack() as stack:
-            _acquire(stack, directory)
+            lost = _acquire(stack, directory)
             resumed = _check_config(directory, config)
             _record_start(directory / 'provenance.json', command, config)
             metrics = MetricsFile(directory / 'metrics.jsonl')
             stack.callback(metrics.close)
-            return cls(directory, resumed, metrics, stack.pop_all())
+            return cls(directory, resumed, metrics, stack.pop_all(), lost)
 
     def close(self) -> None:
         """Closes the metrics and releases the directory; may be called twice."""
@@ -91,21 +100,14 @@ class RunDirectory:
         self.close()
 
 
-def _acquire(stack: contextlib.ExitStack, directory: Path) -> None:
-    """Locks the directory until `stack` closes, and writes who holds it into the lock file."""
-    path = directory / 'lock'
+def _acquire(stack: contextlib.ExitStack, directory: Path) -> Callable[[], bool]:
+    """Locks the directory until `stack` closes; returns what says whether the lock is lost."""
     try:
-        lock = stack.enter_context(locked(path, wait=False))
+        return stack.enter_context(locked(directory / 'lock', wait=False, named=True))
     except BlockingIOError as error:
-        holder = path.read_text(errors='replace').strip() or 'another process'
         raise InUseError(
-            f'workdir={directory} is in use by {holder}; wait for it, stop it, or give another one'
+            f'workdir={directory} is in use by {error}; wait for it, stop it, or give another one'
         ) from error
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
-    holder = f'process {os.getpid()} on {socket.gethostname()} since {started}\n'
-    with disk_errors(directory):
-        lock.truncate(0)
-        os.write(lock.fileno(), holder.encode())
 
 
 def _check_config(directory: Path, config: Config) -> bool:

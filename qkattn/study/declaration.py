@@ -24,8 +24,8 @@ from qkattn.config import (
 from qkattn.errors import ConfigError, UnknownFieldError
 from qkattn.run import ledger
 from qkattn.run.file_schemas import PLACE, STUDY
-from qkattn.run.files import locked
 from qkattn.run.json_schema import check
+from qkattn.run.locks import locked
 from qkattn.run.records import damaged, parse_json, read_json, write_json
 from qkattn.study.chains import PlannedRun
 from qkattn.study.place import Place

@@ -28,7 +28,8 @@ from qkattn.errors import (
 )
 from qkattn.run import leases
 from qkattn.run.file_schemas import CONFIG, read_results
-from qkattn.run.files import check_directory, locked, make_directory, write_atomic
+from qkattn.run.files import check_directory, make_directory, write_atomic
+from qkattn.run.locks import locked
 from qkattn.run.progress import StudyLeft, waiting
 from qkattn.run.records import read_json, to_jsonable
 from qkattn.run.signals import StopRequest

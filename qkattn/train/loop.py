@@ -87,7 +87,11 @@ def train(
             rows = owner_first(lambda: rows_of(config))
         agreement.require_same('dataset', json.dumps(rows.identity()))
         directory = owned(lambda: RunDirectory.open(path, config, command))
-        return _train(config, rows, path, directory, progress, lost)
+
+        def taken_over() -> bool:
+            return lost() or (agreement.owner() and directory.lost())
+
+        return _train(config, rows, path, directory, progress, taken_over)
 
 
 def _train(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from qkattn.errors import ConfigError, DiskError, RunDirectoryError
-from qkattn.run.files import check_directory, locked, make_directory, replacing, write_atomic
+from qkattn.run.files import check_directory, make_directory, replacing, write_atomic
+from qkattn.run.locks import locked
 from tests.processes import start_python, umask
 
 

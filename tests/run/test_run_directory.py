@@ -146,7 +146,7 @@ def test_a_directory_without_its_config_is_not_adopted(tmp_path, name, content, 
         RunDirectory.open(tmp_path, CONFIG)
 
 
-@pytest.mark.parametrize('path', ['gs://bucket/run', '/proc'])
+@pytest.mark.parametrize('path', ['s3://bucket/run', '/proc'])
 def test_a_path_that_cannot_be_a_directory_is_refused(path):
     with pytest.raises(RunDirectoryError, match=path):
         RunDirectory.open(path, CONFIG)

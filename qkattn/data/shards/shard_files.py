@@ -203,13 +203,13 @@ class _Bucket:
 
     def __init__(self, url: str):
         self.where = url.rstrip('/')
-        fsspec = load_extra('fsspec', 'buckets')
+        fsspec = load_extra('fsspec', 'gcs')
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.where)
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f'data.path={self.where!r} needs a package that is not installed ({error}); '
-                "gs:// needs pip install -e '.[buckets]'"
+                "gs:// needs pip install -e '.[gcs]'"
             ) from error
 
     def sizes(self) -> dict[str, int]:
