@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_CONFIG = 2
@@ -41,3 +42,14 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
         given = f'is {command[0]!r}' if command else 'is missing'
         leave(f'the command behind -- {given}; valid are {" and ".join(COMMANDS)}')
     return flags, command
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A parser of whole numbers that are large enough."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f'{text!r} is not a whole number of at least {least}')
+        return int(text)
+
+    return parse

@@ -18,24 +18,13 @@ import shutil
 import sys
 from pathlib import Path
 
-from arguments import Parser, leave, split
+from arguments import Parser, leave, split, whole
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / 'launch/slurm.sbatch'
 # Options of sbatch that are passed on, with a value.
 PASSED = 'account begin chdir constraint cpus_per_task dependency exclude gpus_per_node gres'
 PASSED += ' job_name mail_type mail_user mem nodelist output partition qos reservation time'
-
-
-def whole(least: int):
-    """A parser of whole numbers that are large enough."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f'{text!r} is not a whole number of at least {least}')
-        return int(text)
-
-    return parse
 
 
 def parser() -> Parser:

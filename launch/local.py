@@ -1,0 +1,242 @@
+#!/usr/bin/env python3
+"""Runs a job of several processes, or the workers of a study, on this machine.
+
+  launch/local.py --processes=2 -- train --config=NAME --workdir=DIRECTORY
+  launch/local.py --workers=4 --gpus_per_process=1 -- ablate --config=NAME --workdir=DIRECTORY
+
+Lines of the log begin with the rank of their process. SIGTERM and Ctrl-C are passed on to all
+processes, which save and end; a second Ctrl-C kills them. A job that was stopped from elsewhere
+(75) is started again, one that crashed at most --retries times, one with a wrong setting (2) never.
+--dry_run prints the commands, and does nothing. Standard library only. QKATTN_VENV is the virtual
+environment (.venv in the repository). Exit code: that of the job; of several workers the first
+that failed.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from arguments import EXIT_CONFIG, Parser, leave, split, whole
+
+ROOT = Path(__file__).resolve().parent.parent
+EXIT_REQUEUE = 75
+DELAY = 1.0
+"""Seconds between a crash and the next start."""
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def parser() -> Parser:
+    """The launcher's own flags."""
+    result = Parser(__doc__)
+    add = result.add_argument
+    add('--processes', type=whole(1), default=1, help='processes of the job (1)')
+    add('--devices_per_process', type=whole(1), help='CPU devices of each process, to try things')
+    add('--gpus_per_process', type=whole(1), help='GPUs of each process; without it all see all')
+    add('--workers', type=whole(1), help='jobs that share a study')
+    add('--retries', type=whole(0), default=3, help='how often a crashed job is started again (3)')
+    add('--grace', type=whole(1), default=300, help='seconds from a stop to a kill (300)')
+    add('--dry_run', action='store_true', help='print the commands')
+    add('--first_gpu', type=whole(0), default=0, help=argparse.SUPPRESS)  # of this worker
+    return result
+
+
+class Group:
+    """Processes that run side by side and get the signals that this one gets."""
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._running: list[subprocess.Popen] = []
+        self._deadline: float | None = None
+        self.asked = False
+        """Whether this process was asked to stop."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+
+    def run(self, parts: dict[str, tuple[list[str], dict[str, str]]], together: bool) -> list[int]:
+        """Runs command lines with additional variables by label; exit codes in order of their end.
+
+        Args:
+          together: whether the others have only the grace period left once one has ended.
+        """
+        if self.asked:
+            return [EXIT_REQUEUE]
+        self._deadline = None
+        codes = []
+        for command, variables in parts.values():
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, 'PYTHONUNBUFFERED': '1', **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+                preexec_fn=_end_with_parent,
+            )
+            self._running.append(process)
+        readers = [
+            threading.Thread(target=_copy, args=(source, to.buffer, f'[{label}] '), daemon=True)
+            for label, process in zip(parts, self._running, strict=True)
+            for source, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        if self.asked:  # while they started
+            self._send(signal.SIGTERM)
+        while self._running:
+            for process in self._running[:]:
+                if (code := process.poll()) is not None:
+                    self._running.remove(process)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)  # what it has started and left
+                    codes.append(128 - code if code < 0 else code)
+                    if together:
+                        self._deadline = self._deadline or time.monotonic() + self._grace
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                self._send(signal.SIGKILL)
+            time.sleep(0.05)
+        for reader in readers:
+            reader.join()
+        return codes
+
+    def _stop(self, number: int, frame: Any) -> None:
+        self._send(signal.SIGKILL if self.asked and number == signal.SIGINT else signal.SIGTERM)
+        self.asked = True
+        self._deadline = self._deadline or time.monotonic() + self._grace
+
+    def _send(self, number: int) -> None:
+        for process in self._running:
+            process.send_signal(number)
+
+
+def _end_with_parent() -> None:
+    """In a child on Linux: SIGTERM comes even if the launcher is killed and can pass nothing on."""
+    if sys.platform == 'linux':
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _copy(source: IO[bytes], to: IO[bytes], prefix: str) -> None:
+    for line in source:
+        to.write(prefix.encode() + line.rstrip(b'\n') + b'\n')
+        to.flush()
+
+
+def outcome(codes: list[int]) -> int:
+    """The exit code of a job: its first failure; 75 only if all ended with 0 or 75."""
+    failed = [code for code in codes if code not in (0, EXIT_REQUEUE)]
+    return failed[0] if failed else max(codes)
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return listener.getsockname()[1]
+
+
+def ranks(
+    options: argparse.Namespace, command: list[str]
+) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """The command line and the variables of each process of a job by rank."""
+    venv = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv')
+    line = [str(venv / 'bin/python'), '-m', 'qkattn', *command]
+    count, port = options.processes, free_port()
+    parts = {}
+    for rank in range(count):
+        variables = {}
+        if count > 1:
+            variables = {
+                'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{port}',
+                'JAX_NUM_PROCESSES': str(count),
+                'JAX_PROCESS_ID': str(rank),
+            }
+        if (devices := options.devices_per_process) is not None:
+            flags = f'{os.environ.get("XLA_FLAGS", "")} '.lstrip()
+            flags += f'--xla_force_host_platform_device_count={devices}'
+            variables |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': flags}
+        if (gpus := options.gpus_per_process) is not None:
+            first = options.first_gpu + rank * gpus
+            visible = os.environ.get('CUDA_VISIBLE_DEVICES')
+            all_gpus = visible.split(',') if visible else list(map(str, range(first + gpus)))
+            if len(own := all_gpus[first : first + gpus]) < gpus:
+                leave(
+                    f'CUDA_VISIBLE_DEVICES={visible} has no {first + gpus} GPUs for all processes'
+                )
+            variables['CUDA_VISIBLE_DEVICES'] = ','.join(own)
+        parts[str(rank)] = line, variables
+    return parts
+
+
+def workers(
+    options: argparse.Namespace, command: list[str]
+) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """A launcher of its own for each worker, which is started again by itself."""
+    names = ('processes', 'devices_per_process', 'gpus_per_process', 'retries', 'grace')
+    own = {name: getattr(options, name) for name in names}
+    flags = [f'--{name}={value}' for name, value in own.items() if value is not None]
+    stride = options.processes * (options.gpus_per_process or 0)
+    return {
+        f'worker {k}': (
+            [sys.executable, __file__, *flags, f'--first_gpu={k * stride}', '--', *command],
+            {},
+        )
+        for k in range(options.workers)
+    }
+
+
+def supervise(group: Group, options: argparse.Namespace, command: list[str]) -> int:
+    """Runs a job until it is done, wrong, stopped from here, or has crashed too often."""
+    crashes = 0
+    while True:
+        code = outcome(group.run(ranks(options, command), together=True))
+        if code in (0, EXIT_CONFIG) or group.asked:
+            return code
+        if code == EXIT_REQUEUE:
+            say('stopped from elsewhere; starting again')
+            continue
+        if (crashes := crashes + 1) > options.retries:
+            say(f'exit code {code}; no retry is left of {options.retries}')
+            return code
+        say(f'exit code {code}; retry {crashes} of {options.retries}')
+        until = time.monotonic() + DELAY
+        while time.monotonic() < until and not group.asked:
+            time.sleep(0.05)
+
+
+def say(text: str) -> None:
+    print(f'local: {text}', file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    flags, command = split(sys.argv[1:])
+    options = parser().parse_args(flags)
+    if not command:
+        leave('no command; give it behind --, as in -- train --config=CONFIG --workdir=DIRECTORY')
+    if options.workers and command[0] == 'train':
+        leave(f'--workers={options.workers} share a study, but the command is train')
+    if not any(f.lstrip('-').partition('=')[0] == 'workdir' for f in command):
+        leave('the command has no --workdir=DIRECTORY, from which a job that is restarted resumes')
+    if options.dry_run:
+        for label, (line, variables) in (workers if options.workers else ranks)(
+            options, command
+        ).items():
+            settings = [f'{name}={shlex.quote(value)}' for name, value in variables.items()]
+            print(f'[{label}]', *settings, shlex.join(line))
+        return 0
+    group = Group(options.grace)
+    if options.workers:
+        return outcome(group.run(workers(options, command), together=False))
+    return supervise(group, options, command)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

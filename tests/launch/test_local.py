@@ -1,0 +1,204 @@
+"""launch/local.py: command lines; and jobs of small stand-ins for qkattn's processes."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = ROOT / 'launch/local.py'
+TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
+ABLATE = ('--', 'ablate', '--config=quickstart', '--workdir=runs/quickstart')
+
+# A process that reads what to do in its n-th start from plan.json: [[rank 0, rank 1], ...].
+PROCESS = """#!{python} -S
+import json, os, signal, sys, time
+rank = int(os.environ.get('JAX_PROCESS_ID', '0'))
+try:
+    start = len(open(f'starts.{{rank}}').readlines())
+except FileNotFoundError:
+    start = 0
+with open(f'starts.{{rank}}', 'a') as file:
+    print(os.getpid(), file=file)
+does = json.load(open('plan.json'))[start][rank]
+if 'saves' in does:
+    def save(number, frame):
+        time.sleep(0.3)
+        print('saved', flush=True)
+        os._exit(does['saves'])
+    signal.signal(signal.SIGTERM, save)
+elif 'ignores' in does:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('arguments', *sys.argv[2:], flush=True)
+print('error', file=sys.stderr, flush=True)
+if 'exit' in does:
+    time.sleep(does.get('after', 0))
+    os._exit(does['exit'])
+time.sleep(60)
+"""
+
+
+def venv(directory: Path) -> Path:
+    program = directory / 'venv/bin/python'
+    program.parent.mkdir(parents=True)
+    program.write_text(PROCESS.format(python=sys.executable))
+    program.chmod(0o755)
+    return program.parent.parent
+
+
+def start(directory: Path, plan: list, *flags: str, command=TRAIN) -> subprocess.Popen:
+    (directory / 'plan.json').write_text(json.dumps(plan))
+    return subprocess.Popen(
+        [sys.executable, LAUNCHER, *flags, *command],
+        cwd=directory,
+        env={**os.environ, 'QKATTN_VENV': str(venv(directory))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def pids(directory: Path) -> list[int]:
+    return [int(line) for path in directory.glob('starts.*') for line in path.read_text().split()]
+
+
+def wait_until(directory: Path, count: int) -> None:
+    """Until as many processes have installed their handlers, which they print."""
+    deadline = time.monotonic() + 60
+    while len(pids(directory)) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z'
+    return False
+
+
+def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, **variables}
+    command = [sys.executable, LAUNCHER, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'sentence'),
+    [
+        (('--processes=0', *TRAIN), "argument --processes: '0' is not a whole number of at least"),
+        (('--proceses=2', *TRAIN), 'unrecognized arguments: --proceses=2'),
+        (('--processes=2',), 'no command; give it behind --'),
+        (('--', 'evaluate'), "the command behind -- is 'evaluate'"),
+        (('--', 'train'), 'the command has no --workdir=DIRECTORY'),
+        (('--workers=2', *TRAIN), '--workers=2 share a study, but the command is train'),
+        (('--processes=2', '--gpus_per_process=2', *TRAIN), 'CUDA_VISIBLE_DEVICES=4,5,6 has no 4'),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_one_sentence_and_code_2(arguments, sentence):
+    done = launched(*arguments, CUDA_VISIBLE_DEVICES='4,5,6')
+    assert (done.returncode, done.stdout) == (2, '')
+    assert done.stderr.startswith(sentence), done.stderr
+    assert done.stderr.count('\n') == 1
+
+
+def test_a_dry_run_prints_what_would_be_started(tmp_path):
+    flags = ('--processes=2', '--devices_per_process=4', '--gpus_per_process=1', '--dry_run')
+    hostile = "--config.name=two $HOME 'words'"
+    variables = {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6', 'XLA_FLAGS': '--xla_a=1'}
+    done = launched(*flags, *TRAIN, hostile, **variables)
+    port = re.search(r'127\.0\.0\.1:(\d+)', done.stdout)[1]
+    quoted = "'--config.name=two $HOME '\"'\"'words'\"'\"''"
+    assert done.stdout.splitlines() == [
+        f'[{rank}] JAX_COORDINATOR_ADDRESS=127.0.0.1:{port} JAX_NUM_PROCESSES=2 '
+        f'JAX_PROCESS_ID={rank} JAX_PLATFORMS=cpu '
+        "XLA_FLAGS='--xla_a=1 --xla_force_host_platform_device_count=4' "
+        f'CUDA_VISIBLE_DEVICES={gpu} '
+        f'/v/bin/python -m qkattn train --config=small --workdir=runs/small {quoted}'
+        for rank, gpu in enumerate('45')
+    ]
+    done = launched('--workers=2', '--gpus_per_process=2', '--dry_run', *ABLATE)
+    first, second = done.stdout.splitlines()
+    assert second.startswith('[worker 1]')
+    assert '--gpus_per_process=2 --retries=3 --grace=300 --first_gpu=2 -- ablate' in second
+
+
+@pytest.mark.parametrize(
+    ('plan', 'code', 'starts', 'words'),
+    [
+        ([[{'exit': 0}, {'exit': 0}]], 0, 1, ''),
+        ([[{'exit': 75}, {'exit': 75}], [{'exit': 0}, {'exit': 0}]], 0, 2, 'starting again'),
+        ([[{'exit': 2, 'after': 0.5}, {'exit': 2}]], 2, 1, ''),
+        # The others save and end with 75, or kill themselves: the first failure counts.
+        ([[{'exit': 75, 'after': 0.5}, {'exit': 2}]], 2, 1, ''),
+        ([[{'exit': 7}, {'exit': 75, 'after': 0.5}]] * 2, 7, 2, 'no retry is left of 1'),
+        ([[{'exit': 1}, {'exit': 0}], [{'exit': 75}, {'exit': 75}], [{'exit': 0}] * 2], 0, 3, ''),
+    ],
+    ids=['done', '75', '2', '2 first', 'crashes', 'crash and 75'],
+)
+def test_a_job_is_started_again_by_its_exit_code(plan, code, starts, words, tmp_path):
+    job = start(tmp_path, plan, '--processes=2', '--retries=1')
+    out, errors = job.communicate(timeout=60)
+    assert (job.returncode, words in errors) == (code, True), errors
+    assert [len((tmp_path / f'starts.{rank}').read_text().split()) for rank in (0, 1)] == [
+        starts
+    ] * 2
+    arguments = 'arguments qkattn train --config=small --workdir=runs/small'
+    assert sorted(out.splitlines()) == sorted([f'[{r}] {arguments}' for r in (0, 1)] * starts)
+    assert {'[0] error', '[1] error'} <= set(errors.splitlines())
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_reaches_all_who_save(number, tmp_path):
+    job = start(tmp_path, [[{'saves': 75}, {'saves': 75}]], '--processes=2')
+    wait_until(tmp_path, 2)
+    job.send_signal(number)
+    out, errors = job.communicate(timeout=60)
+    assert (job.returncode, out.count('saved')) == (75, 2), errors
+
+
+def test_who_does_not_end_is_killed_after_the_grace_period(tmp_path):
+    plan = [[{'saves': 75}, {'ignores': True}]]
+    job = start(tmp_path, plan, '--processes=2', '--grace=1')
+    wait_until(tmp_path, 2)
+    job.terminate()
+    out, _ = job.communicate(timeout=60)
+    assert (job.returncode, out.count('saved')) == (128 + signal.SIGKILL, 1)
+
+
+def test_who_waits_for_a_process_that_ended_is_killed(tmp_path):
+    plan = [[{}, {'exit': 1}]]
+    job = start(tmp_path, plan, '--processes=2', '--grace=1', '--retries=0')
+    job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_killed_launcher_leaves_no_process(tmp_path):
+    plan = [[{'saves': 75}, {'saves': 75}]]
+    job = start(tmp_path, plan, '--processes=2', '--workers=2', command=ABLATE)
+    wait_until(tmp_path, 4)
+    job.kill()
+    deadline = time.monotonic() + 30
+    while any(map(alive, pids(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(pids(tmp_path)) == 4
+    assert not any(map(alive, pids(tmp_path)))
+    job.communicate()
+
+
+def test_workers_are_restarted_by_themselves(tmp_path):
+    plan = [[{'exit': 0}]] * 2
+    job = start(tmp_path, plan, '--workers=2', command=ABLATE)
+    out, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    command = 'qkattn ablate --config=quickstart --workdir=runs/quickstart'
+    expected = [f'[worker {k}] [0] arguments {command}' for k in (0, 1)]
+    assert sorted(out.splitlines()) == expected
