@@ -5,9 +5,11 @@ import functools
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -46,8 +48,11 @@ def require_devices(config: MeshConfig) -> None:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh (trial, data, fsdp, tensor) over the first of `devices`, by default all of the job.
 
+    Neighbours along the last axes are near each other: tensor and fsdp cross from one process, and
+    from one slice (TPU) or node (GPU) to another, only where the axes before them are too short.
+
     Raises:
-      ConfigError: more devices asked for than there are.
+      ConfigError: more devices asked for than there are, or a mesh that does not fit the slices.
     """
     shape = (config.trial, config.data, config.fsdp, config.tensor)
     if devices is None:
@@ -57,7 +62,25 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     if wanted < len(devices):
         log.warning('the mesh uses %d of %d devices', wanted, len(devices))
     names = ('trial', 'data', 'fsdp', 'tensor')
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=devices[:wanted])
+    devices, types = devices[:wanted], (AxisType.Auto,) * 4
+    sizes = Counter(getattr(device, 'slice_index', 0) for device in devices).values()
+    if len(sizes) == 1:
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    # Slices along each axis, as many as possible along the first ones.
+    outer, left = [], len(sizes)
+    for size in shape:
+        outer.append(math.gcd(size, left))
+        left //= outer[-1]
+    inner = [size // span for size, span in zip(shape, outer, strict=True)]
+    if left > 1 or len(set(sizes)) > 1:
+        raise ConfigError(
+            f'mesh {dataclasses.asdict(config)} cannot be laid over {len(sizes)} slices or nodes '
+            f'of {", ".join(map(str, sizes))} devices; each must have its equal part of the axes'
+        )
+    arranged = mesh_utils.create_hybrid_device_mesh(
+        inner, outer, devices, allow_split_physical_axes=True
+    )
+    return Mesh(arranged, names, axis_types=types)
 
 
 def letters(path: str, num_axes: int) -> str:

@@ -1,5 +1,6 @@
 """Placement of arrays by the letters of their names."""
 
+import dataclasses
 import logging
 import math
 
@@ -61,3 +62,44 @@ def test_a_fallback_is_said_once_by_name(caplog):
 def test_a_mesh_of_more_devices_than_there_are_is_refused():
     with pytest.raises(ConfigError, match="'data': 16.*needs 16 devices, but there are 8"):
         sharding.make_mesh(MeshConfig(data=16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What a mesh asks of a device."""
+
+    id: int
+    slice_index: int
+    platform: str = 'gpu'
+    device_kind: str = 'H100'
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'crossing'),
+    [
+        (MeshConfig(data=2, tensor=4), {'data'}),
+        (MeshConfig(trial=2, data=2, fsdp=2), {'trial'}),
+        (MeshConfig(data=4, fsdp=2), {'data'}),
+        (MeshConfig(fsdp=8), {'fsdp'}),
+        (MeshConfig(trial=1, fsdp=4, tensor=2), {'fsdp'}),
+    ],
+    ids=str,
+)
+def test_fsdp_and_tensor_stay_inside_a_node_where_they_can(mesh, crossing):
+    """`jax.make_mesh` refuses the devices of several nodes."""
+    # In an order that is not that of the nodes.
+    devices = [Gpu(id=i, slice_index=i % 2) for i in range(8)]
+    built = sharding.make_mesh(mesh, devices)
+    assert dict(built.shape) == dataclasses.asdict(mesh)
+    assert {d.id for d in built.devices.flat} == set(range(8))
+    node = np.vectorize(lambda d: d.slice_index)(built.devices)
+    found = {name for i, name in enumerate(built.axis_names) if np.ptp(node, axis=i).any()}
+    assert found == crossing
+
+
+def test_a_mesh_that_does_not_fit_the_nodes_is_refused():
+    devices = [Gpu(id=i, slice_index=i // 3) for i in range(8)]  # of 3, 3 and 2
+    with pytest.raises(
+        ConfigError, match='over 3 slices or nodes of 3, 3, 2 devices'
+    ):
+        sharding.make_mesh(MeshConfig(data=8), devices)
