@@ -1,0 +1,167 @@
+"""SkyPilot: the YAML by its own parser, what runs on a host, wrong flags."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.launch.test_tpu import AWKWARD, PROGRAM, TRAIN, started
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ROOT / 'launch' / 'sky.py'
+PYTHON = os.environ.get('QKATTN_TEST_SKY_PYTHON')
+GPUS = '--accelerators=H100:8'
+STUDY = ('ablate', '--config=quickstart', '--workdir=gs://b/quickstart')
+# Loads tasks with SkyPilot's parser; prints what it understood.
+LOAD = """
+import json, sys
+import sky
+tasks = []
+for text in json.load(sys.stdin):
+    with open('task.yaml', 'w') as file:
+        file.write(text)
+    task = sky.Task.from_yaml('task.yaml')
+    (resources,) = task.resources
+    tasks.append([task.num_nodes, task.envs, task.run, resources.accelerators,
+                  resources.use_spot, resources.job_recovery])
+print(json.dumps(tasks))
+"""
+
+
+def launch(*arguments: str, **kwargs) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(LAUNCHER), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+def rendered(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
+    """The YAML and the `sky` commands of a dry run."""
+    done = launch(*flags, '--dry_run', '--', *command)
+    assert done.returncode == 0, done.stderr
+    text, _, tail = done.stdout.partition('\n\nsky ')
+    return text, [shlex.split(line) for line in f'sky {tail}'.splitlines()]
+
+
+@pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_SKY_PYTHON names no Python with skypilot')
+def test_skypilot_reads_the_tasks_as_they_are_and_as_they_are_filled_in(tmp_path):
+    files = [(ROOT / 'launch/sky' / f'{name}.yaml').read_text() for name in ('train', 'study')]
+    filled = [
+        rendered(GPUS, command=('train', *AWKWARD))[0],
+        rendered(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0],
+    ]
+    done = subprocess.run(
+        [PYTHON, '-c', LOAD],
+        input=json.dumps(files + filled),
+        cwd=tmp_path,
+        env={'HOME': str(tmp_path), 'PATH': os.environ['PATH']},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    tasks = json.loads(done.stdout.splitlines()[-1])
+    for nodes, envs, _, _, spot, recovery in tasks:
+        assert (nodes, spot, envs['RETRIES']) == (1, True, '3')
+        assert recovery['recover_on_exit_codes'] == [75]
+        assert recovery['max_restarts_on_errors'] == 0
+    assert [task[3] for task in tasks] == [{'H100': 8}, {'H100': 1}] * 2
+    texts = [yaml.safe_load(text)['run'] for text in files + filled]
+    assert [task[2] for task in tasks] == texts
+
+
+def on_node(folder: Path, text: str, **variables: str) -> dict[str, str | None]:
+    """Executes `run` as a node does; returns the triple that the program got."""
+    launch_folder, program = folder / 'launch', folder / '.venv' / 'bin' / 'python'
+    launch_folder.mkdir(exist_ok=True)
+    program.parent.mkdir(parents=True, exist_ok=True)
+    supervisor = launch_folder / 'supervise.sh'
+    supervisor.write_text((ROOT / 'launch' / 'supervise.sh').read_text())
+    names = ['JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID']
+    dump = f"json.dump({{n: os.environ.get(n) for n in {names}}}, open(state + '/triple', 'w'))\n"
+    program.write_text(
+        PROGRAM.format(python=sys.executable).replace('codes =', dump + 'codes =', 1)
+    )
+    gpus = folder / 'gpus' / 'nvidia-smi'
+    gpus.parent.mkdir(exist_ok=True)
+    gpus.write_text('#!/bin/sh\n')
+    for path in (supervisor, program, gpus):
+        path.chmod(0o755)
+    environment = {'PATH': os.environ['PATH'], 'HOME': str(folder), 'RETRIES': '3', **variables}
+    script = yaml.safe_load(text)['run']
+    done = subprocess.run(['bash', '-c', script], cwd=folder, env=environment)
+    assert done.returncode == 0
+    return json.loads((folder / 'triple').read_text())
+
+
+def test_arguments_arrive_unchanged_and_processes_find_each_other(tmp_path):
+    text, _ = rendered(GPUS, '--nodes=2', command=('train', *AWKWARD, 'a\r\x07\tb'))
+    node = {
+        'PATH': f'{tmp_path}/gpus:{os.environ["PATH"]}',
+        'SKYPILOT_NODE_IPS': '10.0.0.7\n10.0.0.8',
+        'SKYPILOT_NODE_RANK': '1',
+    }
+    assert on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node) == {
+        'JAX_COORDINATOR_ADDRESS': '10.0.0.7:8476',
+        'JAX_NUM_PROCESSES': '2',
+        'JAX_PROCESS_ID': '1',
+    }
+    # One node, or the hosts of a TPU slice, which know each other.
+    assert not any(on_node(tmp_path, text, SKYPILOT_NUM_NODES='1', **node).values())
+    node['PATH'] = os.environ['PATH']
+    assert not any(on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node).values())
+    study, _ = rendered(GPUS, '--workers=1', command=('ablate', *AWKWARD))
+    assert not any(on_node(tmp_path, study).values())
+    arguments = [words[2:] for _, words in started(tmp_path)]
+    assert arguments == [['train', *AWKWARD, 'a\r\x07\tb']] * 3 + [['ablate', *AWKWARD]]
+
+
+def test_each_worker_is_a_job(tmp_path):
+    flags = ['--accelerators=tpu-v6e-8', '--workers=2', '--infra=gcp', '--env=A=b c', '--on_demand']
+    _, commands = rendered(*flags, command=STUDY)
+    stand_in = tmp_path / 'sky'
+    stand_in.write_text(
+        '#!/usr/bin/env bash\n'
+        f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/words; cp "${{@: -1}}" {tmp_path}/yaml\n'
+    )
+    stand_in.chmod(0o755)
+    env = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'}
+    assert launch(*flags, '--', *STUDY, env=env).returncode == 0
+    words = (tmp_path / 'words').read_text().splitlines()
+    half = len(words) // 2
+    for k, (given, command) in enumerate(zip((words[:half], words[half:]), commands, strict=True)):
+        *given, path, where = given
+        assert (path[-9:], where) == ('/job.yaml', str(ROOT))
+        assert ['sky', *given] == command[:-1]
+        assert command[3:5] == ['--name', f'qkattn-{k}']
+        assert {'--no-use-spot', 'A=b c', 'EXTRAS=tpu,buckets', 'RETRIES=3'} <= set(command)
+    assert yaml.safe_load((tmp_path / 'yaml').read_text())['num_nodes'] == 1
+
+
+@pytest.mark.parametrize(
+    'arguments, words',
+    [
+        (('--', *TRAIN), '--accelerators'),
+        ((GPUS,), 'command --'),
+        ((GPUS, '--', 'sh'), 'sh train ablate'),
+        ((GPUS, '--frob', '--', *TRAIN), '--frob'),
+        (('--accelerators=8 GPUs', '--', *TRAIN), '8 H100:8'),
+        ((GPUS, '--name=A', '--', *TRAIN), '--name=A'),
+        ((GPUS, '--workers=2', '--nodes=2', '--', *STUDY), '--workers=2 --nodes=2'),
+        ((GPUS, '--nodes=0', '--', *TRAIN), '--nodes'),
+        ((GPUS, '--env==', '--', *TRAIN), '--env== NAME=VALUE'),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(arguments, words):
+    done = launch(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == '' and len(done.stderr.splitlines()) == 1, done.stderr
+    assert all(word in done.stderr for word in words.split(' ')), done.stderr
+
+
+def test_without_sky_it_says_what_to_install(tmp_path):
+    done = launch(GPUS, '--', *TRAIN, env={'PATH': str(tmp_path)})
+    assert done.returncode == 2
+    assert 'sky is not installed' in done.stderr and len(done.stderr.splitlines()) == 1
