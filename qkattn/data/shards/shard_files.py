@@ -21,6 +21,7 @@ import numpy as np
 
 from qkattn.config.extras import load_extra
 from qkattn.errors import ConfigError
+from qkattn.run import buckets
 
 HEADER = 256
 HEADER_BYTES = 4 * HEADER
@@ -203,13 +204,15 @@ class _Bucket:
 
     def __init__(self, url: str):
         self.where = url.rstrip('/')
-        fsspec = load_extra('fsspec', 'gcs')
+        if self.where.startswith(buckets.SCHEME):
+            buckets.to_path(self.where)  # the bucket is there, and libraries know of an emulator
+        fsspec = load_extra('fsspec', buckets.EXTRA)
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.where)
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f'data.path={self.where!r} needs a package that is not installed ({error}); '
-                "gs:// needs pip install -e '.[gcs]'"
+                f"gs:// needs pip install -e '.[{buckets.EXTRA}]'"
             ) from error
 
     def sizes(self) -> dict[str, int]:

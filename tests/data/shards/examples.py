@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import fsspec
 import numpy as np
+
+from qkattn.run import buckets
 
 LAYOUTS = {'uint16': (20240520, 1), 'uint32': (20240801, 7)}
 
@@ -27,6 +30,15 @@ def write_texts(directory: Path, count: int = 60) -> Path:
             text = f'{split} {n}: ' + 'naïve words, ' * (1 + n * 7 % 13) + '\n'
             (directory / split / f'{n:03d}.txt').write_text(text, encoding='utf-8')
     return directory
+
+
+def upload(path: Path, url: str) -> None:
+    """Copies a file below a URL."""
+    if url.startswith(buckets.SCHEME):
+        buckets.upload(path, f'{url}/{path.name}')
+        return
+    with fsspec.open(f'{url}/{path.name}', 'wb') as file:
+        file.write(path.read_bytes())
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -11,11 +11,11 @@ from qkattn.data.documents import clusters
 from qkattn.data.load import load_text, tokenizer_of
 from qkattn.data.pipeline import train_batch
 from qkattn.data.shards import open_shards
-from qkattn.data.shards.prepare_shards import prepare
+from qkattn.data.shards.prepare_shards import prepare, verify
 from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.task_registry import rows_of
 from tests.data.refusals import refused
-from tests.data.shards.examples import write_bin, write_texts
+from tests.data.shards.examples import upload, write_bin, write_texts
 
 
 def shards(path, **fields):
@@ -77,6 +77,29 @@ def test_rows_and_clusters_of_shards_are_those_of_the_text(text, made):
         batches = [train_batch(rows, seed=3, step=11, batch_size=8) for rows in (before, after)]
         for name, array in batches[0].items():
             assert np.array_equal(array, batches[1][name]) and array.dtype == batches[1][name].dtype
+
+
+def test_shards_in_a_bucket_are_read_by_ranges_of_the_rows(made, bucket):
+    for path in made.glob('*.*'):
+        upload(path, 'gs://runs/shards')
+    local, remote = (
+        rows_of(Config(model=ModelConfig(context=16), data=shards(where)))
+        for where in (made, 'gs://runs/shards/')
+    )
+    assert remote.identity() == local.identity()
+    del bucket.log[:]
+    batches = [train_batch(rows, seed=1, step=7, batch_size=6) for rows in (local, remote)]
+    assert np.array_equal(batches[0]['tokens_BT'], batches[1]['tokens_BT'])
+    # A row is a range, in two files at most.
+    assert 6 <= len([line for line in bucket.log if '.bin' in line]) <= 12
+    assert list(verify('gs://runs/shards')) == []
+    for where, says in (
+        ('gs://runs/absent', "data.path='gs://runs/absent' cannot be read"),
+        ('gs://absent/x', 'gs://absent does not exist'),
+        ('gs://forbidden/x', 'gs://forbidden may not be used to read'),
+    ):
+        with refused(says):
+            load_text(shards(where))
 
 
 @pytest.mark.parametrize('num_hosts', [1, 2, 4])
