@@ -12,6 +12,7 @@ from tests.compiled_programs import FLAGS, programs_directory
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(programs_directory()))
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
+os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'  # two thirds of the time of a lowering
 # Once: they are part of the key of a compiled program, and processes that tests start inherit them.
 os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '').removesuffix(FLAGS) + FLAGS
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
