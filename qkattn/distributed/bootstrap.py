@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
 from qkattn.distributed import agreement
 from qkattn.distributed.detection import PORT, TRIPLE, Job, detect
 from qkattn.distributed.peers import EXIT_CRASH, JobPeers
+from qkattn.distributed.rendezvous import meet
 from qkattn.errors import ConfigError
 from qkattn.run import cli, signals
 
@@ -39,23 +39,20 @@ def start() -> Job:
     if job.engine == 'single':
         return job
     seconds = _connect_seconds()
-    left = _reach(job, seconds) if job.process_id else seconds
+    meet(job, seconds)
     # JobPeers agrees on stop requests; jax's service would take SIGTERM from Python's handlers.
     jax.config.update('jax_enable_preemption_service', False)
-    peers = JobPeers(job, seconds, HEARTBEAT)
-    try:
-        jax.distributed.initialize(
-            job.coordinator,
-            job.num_processes,
-            job.process_id,
-            local_device_ids=job.local_device_ids,
-            cluster_detection_method='deactivate',
-            initialization_timeout=left,
-            heartbeat_timeout_seconds=HEARTBEAT,
-            shutdown_timeout_seconds=HEARTBEAT,
-        )
-    except RuntimeError as error:
-        raise ConfigError(f'{peers.unconnected()}: {str(error).splitlines()[0]}') from error
+    peers = JobPeers(job, HEARTBEAT)
+    jax.distributed.initialize(
+        job.coordinator,
+        job.num_processes,
+        job.process_id,
+        local_device_ids=job.local_device_ids,
+        cluster_detection_method='deactivate',
+        initialization_timeout=seconds,
+        heartbeat_timeout_seconds=HEARTBEAT,
+        shutdown_timeout_seconds=HEARTBEAT,
+    )
     peers.watch()
     return job
 
@@ -94,24 +91,6 @@ def _silence() -> Iterator[None]:
     """A block that prints nothing to standard output."""
     with open(os.devnull, 'w') as nowhere, contextlib.redirect_stdout(nowhere):
         yield
-
-
-def _reach(job: Job, seconds: int) -> int:
-    """Waits until the coordinator listens; returns the seconds that are left."""
-    deadline = time.monotonic() + seconds
-    host, _, port = str(job.coordinator).rpartition(':')
-    while True:
-        try:
-            socket.create_connection((host.strip('[]'), int(port)), timeout=seconds).close()
-            return max(1, round(deadline - time.monotonic()))
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f'process {job.process_id} does not reach the coordinator {job.coordinator} '
-                    f'within {seconds} s ({error.strerror or error}); start process 0 there, or '
-                    f'set {CONNECT} to more seconds'
-                ) from error
-        time.sleep(min(0.5, seconds / 10))
 
 
 def _connect_seconds() -> int:

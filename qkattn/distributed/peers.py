@@ -19,7 +19,7 @@ from jax._src import distributed
 from qkattn.distributed import agreement
 from qkattn.distributed.detection import Job
 from qkattn.run import signals
-from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
+from qkattn.run.signals import EXIT_REQUEUE, StopRequest
 
 EXIT_CRASH = 1
 
@@ -40,14 +40,13 @@ class JobPeers:
 
     Args:
       job: of several processes.
-      seconds: within which all of them must have connected.
       heartbeat: seconds of silence after which jax finds a process dead.
     """
 
-    def __init__(self, job: Job, seconds: int, heartbeat: int):
-        self._job, self._seconds = job, seconds
+    def __init__(self, job: Job, heartbeat: int):
+        self._job = job
         self._patience = heartbeat / 3  # seconds after which one would be named, should jax do so
-        self._connected = self._broken = False
+        self._broken = False
         self._ending: int | None = None  # the exit code
         self._silent: list[int] = []
         self._seen: dict[int, tuple[str | None, float]] = {}  # beats by rank, and since when
@@ -64,7 +63,6 @@ class JobPeers:
 
     def watch(self) -> None:
         """Starts to watch; all processes are connected."""
-        self._connected = True
         StopRequest.peers = self
         threading.Thread(target=self._run, name='peers', daemon=True).start()
 
@@ -104,18 +102,8 @@ class JobPeers:
         if self._ending is not None:  # the others were faster
             os._exit(self._ending)
         self._ending, self._broken = EXIT_CRASH, True  # the coordinator does not answer here
-        if not self._connected:
-            os.write(2, f'\n{self.unconnected()}\n'.encode())
-            os._exit(EXIT_CONFIG)
         ranks = self._silent or [0] * (self._job.process_id != 0)
         signals.end(EXIT_CRASH, f'{agreement.named(ranks)} died or hangs; the job ends with it')
-
-    def unconnected(self) -> str:
-        job = self._job
-        return (
-            f'process {job.process_id}: not all {job.num_processes} processes of the job reached '
-            f'the coordinator {job.coordinator} within {self._seconds} s'
-        )
 
     def _run(self) -> None:
         interval = _INTERVAL * max(1.0, self._job.num_processes / 256)
