@@ -44,6 +44,17 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
     return flags, command
 
 
+def require(command: list[str], workers: int | None = None) -> None:
+    """Ends the launcher without a command, without its directory, or if workers share no study."""
+    if not command:
+        leave('no command; give it behind --, as in -- train --config=CONFIG --workdir=DIRECTORY')
+    if workers and command[0] == 'train':
+        leave(f'--workers={workers} share a study, but the command is train')
+    names = [flag.lstrip('-').partition('=')[0] for flag in command if flag.startswith('-')]
+    if 'workdir' not in names:
+        leave('the command has no --workdir=DIRECTORY, from which a job that is restarted resumes')
+
+
 def whole(least: int) -> Callable[[str], int]:
     """A parser of whole numbers that are large enough."""
 

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from arguments import EXIT_CONFIG, Parser, leave, split, whole
+from arguments import EXIT_CONFIG, Parser, leave, require, split, whole
 
 ROOT = Path(__file__).resolve().parent.parent
 EXIT_REQUEUE = 75
@@ -219,12 +219,7 @@ def say(text: str) -> None:
 def main() -> int:
     flags, command = split(sys.argv[1:])
     options = parser().parse_args(flags)
-    if not command:
-        leave('no command; give it behind --, as in -- train --config=CONFIG --workdir=DIRECTORY')
-    if options.workers and command[0] == 'train':
-        leave(f'--workers={options.workers} share a study, but the command is train')
-    if not any(f.lstrip('-').partition('=')[0] == 'workdir' for f in command):
-        leave('the command has no --workdir=DIRECTORY, from which a job that is restarted resumes')
+    require(command, options.workers)
     if options.dry_run:
         for label, (line, variables) in (workers if options.workers else ranks)(
             options, command

@@ -18,7 +18,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from arguments import Parser, leave, split, whole
+from arguments import Parser, leave, require, split, whole
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / 'launch/slurm.sbatch'
@@ -58,12 +58,7 @@ def submission(options: argparse.Namespace, command: list[str]) -> list[str]:
 def main() -> None:
     flags, command = split(sys.argv[1:])
     options = parser().parse_args(flags)
-    if not command:
-        leave('no command; give it behind --, as in -- train --config=CONFIG --workdir=DIRECTORY')
-    if options.workers and command[0] == 'train':
-        leave(f'--workers={options.workers} share a study, but the command is train; use --nodes')
-    if not any(f.lstrip('-').partition('=')[0] == 'workdir' for f in command if f[:1] == '-'):
-        leave('the command has no --workdir=DIRECTORY, from which a requeued job resumes')
+    require(command, options.workers)
     venv = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv').absolute()
     variables = {'QKATTN_VENV': str(venv), 'QKATTN_RETRIES': str(options.retries)}
     submit = submission(options, command)
