@@ -1,46 +1,62 @@
 """A run as one job of several processes: the run of one process with as many devices."""
 
+import contextlib
 import dataclasses
 import json
+import shutil
+import signal
+import time
 
+import jax
 import numpy as np
 import pytest
 
-from qkattn.config import MeshConfig, to_json
+from qkattn.config import ControlsConfig, MeshConfig, Study, to_json
+from qkattn.run import leases, ledger
 from qkattn.run.records import read_json, read_metrics
-from qkattn.train import train
+from qkattn.run.signals import EXIT_REQUEUE
+from qkattn.study import worker
+from qkattn.train import program, train
+from qkattn.train.checkpoint import Checkpoints
 from tests.compiled_programs import FLAGS
 from tests.distributed.jobs import ended, start_job
 
-# Trains a run per line of a file; a rank that has lines of its own takes those. The results go to a
-# file, since Gloo prints.
+# Trains a run, or works on a study, per line of a file; a rank that has lines of its own takes them.
+# The results go to a file, since Gloo prints.
 JOB = """
     import json, sys
     from pathlib import Path
     from qkattn.distributed import bootstrap
     rank = bootstrap.start().process_id
-    from qkattn.config import Config, from_json
-    from qkattn.errors import ConfigError
+    from qkattn.config import Config, Study, from_json
+    from qkattn.errors import ConfigError, Stopped
+    from qkattn.study import worker
     from qkattn.train import train
+
+    def call(kind, settings, path):
+        if kind == 'Config':
+            return train(from_json(Config, settings), path)
+        return str(worker.run(from_json(Study, settings), path))
 
     job = Path(sys.argv[1])
     own = job / f'runs{rank}.jsonl'
     got = []
     for line in (own if own.exists() else job / 'runs.jsonl').read_text().splitlines():
-        config, workdir = json.loads(line)
         try:
-            got.append(train(from_json(Config, config), workdir))
+            got.append(call(*json.loads(line)))
         except ConfigError as error:
             got.append(str(error))
+        except Stopped:
+            sys.exit(75)
     (job / f'got{rank}.json').write_text(json.dumps(got))
 """
 
 
 def start(directory, runs, count=2, devices=4, source=JOB, **by_rank):
-    """Starts a job that trains `runs`, pairs of config and run directory."""
+    """Starts a job that trains `runs`, pairs of a config, or a study, and a directory."""
     directory.mkdir(exist_ok=True)
     for name, pairs in {'runs': runs, **by_rank}.items():
-        lines = [json.dumps([to_json(config), str(path)]) + '\n' for config, path in pairs]
+        lines = [json.dumps([type(c).__name__, to_json(c), str(p)]) + '\n' for c, p in pairs]
         (directory / f'{name}.jsonl').write_text(''.join(lines))
     flags = FLAGS.replace('device_count=8', f'device_count={devices}')
     return start_job(source, count, directory, XLA_FLAGS=flags)
@@ -89,7 +105,8 @@ def assert_same_run(of_job, of_one, tolerance=1e-5):
     mine, other = (json.loads((path / 'documents.json').read_text()) for path in (of_job, of_one))
     for split in mine.keys() & {'validation', 'test'}:
         assert mine[split]['tokens'] == other[split]['tokens']
-        np.testing.assert_allclose(mine[split]['nats'], other[split]['nats'], atol=1e-3)
+        for mine_C, other_C in zip(mine[split]['nats'], other[split]['nats'], strict=True):
+            assert mine_C == pytest.approx(other_C, abs=1e-3)
 
 
 def test_two_processes_are_one_with_all_their_devices(small, tmp_path):
@@ -112,3 +129,166 @@ def test_two_processes_are_one_with_all_their_devices(small, tmp_path):
     )
     begun = json.loads((tmp_path / 'two/provenance.json').read_text())['starts'][0]
     assert begun['devices'] == {'platform': 'cpu', 'kind': 'cpu', 'count': 8, 'processes': 2}
+
+
+MESHES = [
+    {'data': 8},
+    {'fsdp': 4, 'tensor': 2},
+    {'trial': 2, 'data': 4},
+    {'trial': 2, 'data': 2, 'tensor': 2},
+    {'trial': 2, 'data': 2, 'fsdp': 2},
+    {'data': 4, 'fsdp': 2},
+]
+
+
+@pytest.mark.slow
+def test_on_any_mesh_two_processes_are_one(small, tmp_path):
+    """With dropout, both liftings, steps that share a dispatch, and a loss that is not finite."""
+    train_fields = [{}, {'lifting': 'vmap'}, {'steps_per_dispatch': 2, 'log_every': 2}]
+    configs = {
+        '-'.join(f'{axis}={n}' for axis, n in mesh.items()): small(
+            mesh, train=train_fields[i % 3], model={'dropout': 0.1 * (i % 2)}
+        )
+        for i, mesh in enumerate(MESHES)
+    }
+    configs['diverges'] = small(MESHES[2], trials={'learning_rates': (1e-2, 1e30)})
+    measured = small(MESHES[3], train={'lifting': 'auto'})
+    job = start(
+        tmp_path / 'job',
+        [(config, tmp_path / 'two' / name) for name, config in configs.items()]
+        + [(measured, tmp_path / 'measured')],
+    )
+    for name, config in configs.items():
+        train(config, tmp_path / 'one' / name)
+    found = got(tmp_path / 'job', job, timeout=900)
+    for name in configs:
+        assert_same_run(tmp_path / 'two' / name, tmp_path / 'one' / name)
+    assert [r['status'] for r in results_of(tmp_path / 'two/diverges')].count('diverged') == 2
+    # The lifting that process 0 has measured as the faster.
+    lifting = read_json(tmp_path / 'measured/lifting.json', {})
+    assert {r['lifting'] for r in found[-1]} == {lifting['lifting']}
+    assert lifting['lifting'] == min(
+        lifting['seconds_per_step'], key=lifting['seconds_per_step'].get
+    )
+
+
+def state_of(config, path):
+    """The arrays of the newest checkpoint, on the mesh of `config`; their checksums are right."""
+    with contextlib.closing(Checkpoints(path / 'checkpoints', read_only=True)) as checkpoints:
+        state, _ = checkpoints.restore(program.build(config, 'map').abstract_state)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+@pytest.mark.slow
+def test_two_processes_killed_or_stopped_resume_bitwise(small, tmp_path):
+    """Killed both, or asked to stop one."""
+    config = small({'trial': 2, 'data': 2, 'tensor': 2}, {'num_steps': 40}, {'dropout': 0.1})
+    straight, killed = tmp_path / 'straight', tmp_path / 'killed'
+    got(tmp_path / 'job', start(tmp_path / 'job', [(config, straight)]))
+    for target, stop in ((3, signal.SIGKILL), (9, signal.SIGTERM), (17, signal.SIGKILL)):
+        job = start(tmp_path / 'job', [(config, killed)])
+        last = 0
+        while last < target and job[0].poll() is None:
+            time.sleep(0.01)
+            path = killed / 'metrics.jsonl'
+            last = max((r['step'] for r in read_metrics(path)), default=0) if path.exists() else 0
+        for process in job if stop == signal.SIGKILL else job[1:]:
+            process.send_signal(stop)
+        ends = ended(job)
+        expected = EXIT_REQUEUE if stop == signal.SIGTERM else -stop
+        assert [code for code, *_ in ends] == [expected] * 2, ends
+    got(tmp_path / 'job', start(tmp_path / 'job', [(config, killed)]))
+    assert read_metrics(killed / 'metrics.jsonl') == read_metrics(straight / 'metrics.jsonl')
+    assert (killed / 'documents.json').read_text() == (straight / 'documents.json').read_text()
+    for mine, other in zip(*(state_of(config, path) for path in (killed, straight)), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def rewound(path, to, step):
+    """A copy of a finished run as it was at `step`."""
+    shutil.copytree(path, to)
+    (to / 'result.json').unlink()
+    for later in (to / 'checkpoints').iterdir():
+        if later.name.isdecimal() and int(later.name) > step:
+            shutil.rmtree(later)
+    return to
+
+
+@pytest.mark.slow
+def test_checkpoints_are_restored_by_other_numbers_of_processes_and_meshes(small, tmp_path):
+    mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
+    others = [{'trial': 2, 'fsdp': 4}, {'data': 4}, {'trial': 2}, {}]
+    config = small(mesh)
+    job = start(tmp_path / 'job', [(config, tmp_path / 'two')])
+    train(config, tmp_path / 'one')
+    got(tmp_path / 'job', job)
+    want = state_of(config, rewound(tmp_path / 'two', tmp_path / 'kept', 4))
+    for i, other in enumerate(others):
+        config = small(other)
+        path = rewound(tmp_path / 'two', tmp_path / f'two-{i}', 4)
+        for mine, kept in zip(state_of(config, path), want, strict=True):
+            np.testing.assert_array_equal(mine, kept)
+        train(config, path)
+        assert_same_run(path, tmp_path / 'two')
+    # Back, and to more processes: of one to two and of two to four; and as initial parameters.
+    back = rewound(tmp_path / 'one', tmp_path / 'back', 4)
+    begun = small(mesh, {'init_from': str(tmp_path / 'one'), 'num_steps': 4})
+    runs = [(small(mesh), back), (begun, tmp_path / 'begun-by-two')]
+    got(tmp_path / 'job', start(tmp_path / 'job', runs))
+    assert_same_run(back, tmp_path / 'one')
+    train(begun, tmp_path / 'begun-by-one')
+    assert_same_run(tmp_path / 'begun-by-two', tmp_path / 'begun-by-one')
+    four = rewound(tmp_path / 'two', tmp_path / 'four', 4)
+    job = start(tmp_path / 'job', [(small({'trial': 2, 'tensor': 2, 'data': 2}), four)], 4, 2)
+    got(tmp_path / 'job', job)
+    assert_same_run(four, tmp_path / 'two')
+
+
+@pytest.mark.slow
+def test_sentences_are_translated_by_all_processes(small, tmp_path):
+    """More than one batch of them; the scores are those of one process."""
+    files = tmp_path / 'text'
+    files.mkdir()
+    pairs = [(f'{a} {b}', f'{b} und {a}') for a in range(13) for b in range(20)]
+    for split, of_split in (('train', pairs[:160]), ('validation', pairs[160:])):
+        for side, language in enumerate(('en', 'de')):
+            (files / f'{split}.{language}').write_text(''.join(f'{p[side]}\n' for p in of_split))
+    config = small(
+        {'trial': 2, 'data': 4},
+        {'accumulation': 1, 'num_steps': 4},
+        {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24, 'scan_unroll': 1},
+        data={'name': 'parallel', 'path': str(files), 'languages': 'en-de', 'eval_sequences': None},
+        decode={'beam': 2},
+    )
+    job = start(tmp_path / 'job', [(config, tmp_path / 'two')])
+    train(config, tmp_path / 'one')
+    got(tmp_path / 'job', job)
+    assert_same_run(tmp_path / 'two', tmp_path / 'one')
+    for mine, other in zip(*map(results_of, (tmp_path / 'two', tmp_path / 'one')), strict=True):
+        assert mine['val_num_sentences'] == other['val_num_sentences'] == 100
+        for name in ('val_bleu', 'val_chrf', 'val_exact_match'):
+            assert mine[name] == other[name], name
+
+
+@pytest.mark.slow
+def test_a_worker_of_two_processes_ends_a_study_as_one_process_does(small, tmp_path):
+    study = Study(
+        name='small',
+        base=small({'data': 2, 'fsdp': 2, 'tensor': 2}),
+        variants=('qk/vo', 'shared_qk/vo'),
+        sizes=('d_model=16',),
+        tolerance=0.1,
+        controls=ControlsConfig(equal_shape=False, longer=None),
+    )
+    two, one = tmp_path / 'two', tmp_path / 'one'
+    job = start(tmp_path / 'job', [(study, two), (study, two)])
+    worker.run(study, one)
+    assert got(tmp_path / 'job', job) == [str(two)] * 2
+    plans = [(path / 'plan.jsonl').read_text() for path in (two, one)]
+    assert plans[0] == plans[1] and len(plans[0].splitlines()) == 2
+    for line in map(json.loads, plans[0].splitlines()):
+        assert_same_run(two / line['directory'], one / line['directory'])
+    assert len((two / 'results.jsonl').read_text().splitlines()) == 4
+    assert not leases.holders(two / 'leases') and len(list((two / 'leases').iterdir())) == 2
+    events = [[entry['event'] for entry in ledger.read(path).entries] for path in (two, one)]
+    assert events[0] == events[1]

@@ -99,7 +99,5 @@ def test_fsdp_and_tensor_stay_inside_a_node_where_they_can(mesh, crossing):
 
 def test_a_mesh_that_does_not_fit_the_nodes_is_refused():
     devices = [Gpu(id=i, slice_index=i // 3) for i in range(8)]  # of 3, 3 and 2
-    with pytest.raises(
-        ConfigError, match='over 3 slices or nodes of 3, 3, 2 devices'
-    ):
+    with pytest.raises(ConfigError, match='over 3 slices or nodes of 3, 3, 2 devices'):
         sharding.make_mesh(MeshConfig(data=8), devices)
