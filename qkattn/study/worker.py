@@ -171,7 +171,7 @@ def _train(
                 command=command,
                 label=leased['label'],
                 study=StudyLeft(**leased['left']),
-                lost=lambda: agreement.owner() and lease.lost,
+                lost=lambda: lease.lost,
             )
         except (InUseError, Lost) as error:
             log.warning('%s; continuing with another run', error)

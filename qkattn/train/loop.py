@@ -38,6 +38,7 @@ from qkattn.train.start import (
     Divergences,
     build_program,
     require_same_settings,
+    require_shared,
     restore,
     software_of,
 )
@@ -64,7 +65,8 @@ def train(
       workdir: the run directory.
       command: the command line, for the record.
       label, study: what the progress display calls the run, and what follows it.
-      lost: whether another process has taken over the run; called after every dispatch.
+      lost: whether another process has taken over the run; called after every dispatch, in
+        process 0 of a job.
 
     Raises:
       ConfigError: an invalid setting, or a workdir that is in use or of another configuration.
@@ -80,16 +82,15 @@ def train(
     sharding.require_devices(config.mesh)
     agreement.on_owner(lambda: require_memory(config))
     total, tokens_per_step = config.train.num_steps, _tokens_per_step(config)
-    with owned(
-        lambda: Progress(label, total, tokens_per_step=tokens_per_step, study=study)
-    ) as progress:
+    shown = owned(lambda: Progress(label, total, tokens_per_step=tokens_per_step, study=study))
+    with shown as progress:
         with progress.phase('preparing data'):
             rows = owner_first(lambda: rows_of(config))
         agreement.require_same('dataset', json.dumps(rows.identity()))
         directory = owned(lambda: RunDirectory.open(path, config, command))
 
         def taken_over() -> bool:
-            return lost() or (agreement.owner() and directory.lost())
+            return agreement.owner() and (lost() or directory.lost())
 
         return _train(config, rows, path, directory, progress, taken_over)
 
@@ -103,19 +104,15 @@ def _train(
     lost: Callable[[], bool],
 ) -> list[dict[str, Any]]:
     """Trains a run whose directory is open, unless it is finished, and closes it."""
-    result_path = path / 'result.json'
-
-    def finished() -> list[dict[str, Any]] | None:
-        return read_results(result_path, config.trials.trials()) if result_path.exists() else None
-
     with (
         directory,
         StopRequest() as stop,
         contextlib.closing(owned(lambda: Sinks(config, path))) as sinks,
     ):
-        before = agreement.on_owner(finished)
-        if before is not None:
-            return before
+        require_shared(path)
+        finished = agreement.on_owner(lambda: _finished(path, config))
+        if finished is not None:
+            return finished
         with progress.phase('compiling'):
             program = build_program(config, path)
         with contextlib.closing(Checkpoints(path / 'checkpoints')) as checkpoints:
@@ -123,22 +120,13 @@ def _train(
                 config, rows, path, directory, sinks, program, checkpoints, progress, stop, lost
             )
             trial_results, documents = run.to_end()
+        return agreement.on_owner(lambda: run.write(trial_results, documents))
 
-        def written() -> list[dict[str, Any]]:
-            if lost():
-                raise Lost(f'{path} was taken over before its results were written')
-            for result in trial_results:
-                result['checkpoint_seconds'] = checkpoints.stall_seconds
-            # A start that finds no results makes all three again.
-            write_json(path / 'documents.json', documents, indent=None)
-            final = results.final_record(trial_results)
-            directory.metrics.append(final)
-            directory.metrics.flush()
-            write_json(result_path, trial_results)
-            sinks.write(final)
-            return trial_results
 
-        return agreement.on_owner(written)
+def _finished(path: Path, config: Config) -> list[dict[str, Any]] | None:
+    """The results of a finished run; None for one that is not finished."""
+    results_path = path / 'result.json'
+    return read_results(results_path, config.trials.trials()) if results_path.exists() else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +207,22 @@ class _Run:
                     raise Stopped(f'stopped at step {step} of {train.num_steps}, state saved')
                 started, since = time.perf_counter(), step
         return self._results(state, clock, diverged)
+
+    def write(
+        self, trial_results: list[dict[str, Any]], documents: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Writes what a run ends with; a start that finds no results makes all of it again."""
+        if self.lost():
+            raise Lost(f'{self.path} was taken over before its results were written')
+        for result in trial_results:
+            result['checkpoint_seconds'] = self.checkpoints.stall_seconds
+        write_json(self.path / 'documents.json', documents, indent=None)
+        final = results.final_record(trial_results)
+        self.directory.metrics.append(final)
+        self.directory.metrics.flush()
+        write_json(self.path / 'result.json', trial_results)
+        self.sinks.write(final)
+        return trial_results
 
     def _write(
         self, unwritten: tuple[int, dict[str, jax.Array]] | None, diverged: Divergences

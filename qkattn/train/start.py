@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from qkattn.train import program as programs
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.placement import fetch
 from qkattn.train.program import Program
+
+SEEN_WITHIN = 60.0
+"""Seconds within which a file that process 0 has written is seen by the others."""
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +74,21 @@ def require_same_settings(settings: Config | Study) -> None:
             raise ConfigError(
                 f'process {rank} has other settings than process 0 ({", ".join(changes)}); start '
                 'all processes with the same command'
+            )
+
+
+def require_shared(directory: Path) -> None:
+    """Raises ConfigError unless every process sees the run directory that process 0 has opened."""
+    # A network file system may remember for a while that a file was not there.
+    until = time.monotonic() + SEEN_WITHIN
+    while not (seen := (directory / 'config.json').exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    by_rank = agreement.from_all([seen, str(directory)])
+    for rank, (sees, own) in enumerate(by_rank):
+        if not sees:
+            raise ConfigError(
+                f'workdir={own} of process {rank} is not {by_rank[0][1]} of process 0; give all '
+                'processes the same directory, on a file system that their hosts share'
             )
 
 

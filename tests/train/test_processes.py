@@ -21,7 +21,7 @@ from qkattn.train.checkpoint import Checkpoints
 from tests.compiled_programs import FLAGS
 from tests.distributed.jobs import ended, start_job
 
-# Trains a run, or works on a study, per line of a file; a rank that has lines of its own takes them.
+# Trains a run, or works on a study, per line of a file; a rank with lines of its own takes them.
 # The results go to a file, since Gloo prints.
 JOB = """
     import json, sys
@@ -31,7 +31,9 @@ JOB = """
     from qkattn.config import Config, Study, from_json
     from qkattn.errors import ConfigError, Stopped
     from qkattn.study import worker
-    from qkattn.train import train
+    from qkattn.train import start, train
+
+    start.SEEN_WITHIN = 1.0
 
     def call(kind, settings, path):
         if kind == 'Config':
@@ -112,17 +114,18 @@ def assert_same_run(of_job, of_one, tolerance=1e-5):
 def test_two_processes_are_one_with_all_their_devices(small, tmp_path):
     config = small({'data': 2, 'fsdp': 2, 'tensor': 2})
     idle = dataclasses.replace(config, mesh=MeshConfig(data=4))
-    runs = [(config, tmp_path / name) for name in ('two', 'two', 'differs')]
-    runs.append((idle, tmp_path / 'idle'))
-    other = [*runs[:2], (small(train={'num_steps': 9}), tmp_path / 'differs'), runs[3]]
-    job = start(tmp_path / 'job', runs, runs1=other)
+    runs = [(config, tmp_path / name) for name in ('two', 'two', 'differs', 'mine')]
+    other = [*runs[:2], (small(train={'num_steps': 9}), runs[2][1]), (config, tmp_path / 'other')]
+    too_small = (idle, tmp_path / 'idle')
+    job = start(tmp_path / 'job', [*runs, too_small], runs1=[*other, too_small])
     train(config, tmp_path / 'one')
-    first, again, differs, refused = got(tmp_path / 'job', job)
+    first, again, differs, apart, refused = got(tmp_path / 'job', job)
     assert_same_run(tmp_path / 'two', tmp_path / 'one')
     assert first == again == results_of(tmp_path / 'two')
     assert 'uses 4 of the 8 devices of 2 processes; it must use all of them' in refused
     assert 'process 1 has other settings than process 0 (' in differs
     assert 'train.num_steps: 8 -> 9' in differs
+    assert f'workdir={tmp_path / "other"} of process 1 is not {tmp_path / "mine"} of' in apart
     assert not (tmp_path / 'idle').exists() and not (tmp_path / 'differs').exists()
     assert sorted(p.name for p in (tmp_path / 'two').iterdir()) == sorted(
         p.name for p in (tmp_path / 'one').iterdir()
