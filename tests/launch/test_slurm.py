@@ -50,7 +50,7 @@ def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
         (('--nodes=2', '--'), 'the command behind -- is missing; valid are train and ablate'),
         (('--', 'evaluate', '--workdir=x'), "the command behind -- is 'evaluate'; valid are "),
         (('--', 'train', '--config=small'), 'the command has no --workdir=DIRECTORY'),
-        (('--workers=2', *TRAIN), '--workers=2 share a study, but the command is train; '),
+        (('--workers=2', *TRAIN), '--workers=2 share a study, but the command is train\n'),
     ],
     ids=str,
 )
