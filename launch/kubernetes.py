@@ -102,6 +102,8 @@ def manifest(options: Namespace, command: list[str]) -> str:
         )
     nodes = machine['nodes'] | ({f'{GKE}spot': 'true'} if options.spot else {})
     env = [{'name': 'JAX_COMPILATION_CACHE_DIR', 'value': '/runs/.jax-cache'}]
+    if not options.workers:  # nodes are made, and images pulled, at different times
+        env += [{'name': 'QKATTN_CONNECT_SECONDS', 'value': '3600'}]
     if on_gpus and not options.workers:
         first = f'{options.name}-train-0-0.{options.name}:{PORT}'
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
