@@ -60,7 +60,7 @@ def missing() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
 
 
-def until(condition: Callable[[], object], what: Callable[[], str], seconds: float = 240) -> None:
+def until(condition: Callable[[], object], what: Callable[[], str], seconds: float = 900) -> None:
     """Waits for a condition, and fails with `what()` after a time that no healthy machine needs."""
     end = time.monotonic() + seconds
     while not condition():
