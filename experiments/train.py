@@ -30,6 +30,7 @@ TOPOLOGY = flags.DEFINE_string(
     'Pod that --dry_run describes, without any accelerator: v5p-64, v6e-256, a3-16x8, ...; by '
     'default the present devices. See docs/scaling.md.',
 )
+LOG = flags.DEFINE_string('dry_run_log', None, 'CSV file to which --dry_run appends a row.')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')
 
 
@@ -39,7 +40,10 @@ def main() -> None:
     config = cli.read_config(CONFIG)
     if DRY_RUN.value:
         pod = None if TOPOLOGY.value is None else pods.pod_of(TOPOLOGY.value)
-        print(dry_run.text(topology.describe(config, pod)))
+        described = topology.describe(config, pod)
+        print(dry_run.text(described))
+        if LOG.value is not None:
+            dry_run.log(described, LOG.value)
         return
     if TOPOLOGY.value is not None:
         raise ConfigError('--topology needs --dry_run')

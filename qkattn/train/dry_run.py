@@ -1,9 +1,14 @@
 """The text of a dry run: a description of a run on its devices as tables."""
 
+import csv
 import math
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+from qkattn.errors import ConfigError
+from qkattn.train.hlo import KINDS
 from qkattn.train.topology import Description
 
 WIDTH = 100
@@ -76,6 +81,45 @@ def _lines(run: Description) -> Iterator[str]:
         yield from _wrapped(FAKE)
 
 
+def log(run: Description, path: str | Path) -> None:
+    """Appends the description to a CSV file, sizes in GB (1e9 bytes) and times in ms.
+
+    The first column names the row by pod, mesh and stack.
+
+    Raises:
+      ConfigError: a file of other columns.
+    """
+    row: dict[str, Any] = {
+        'run': f'{run.name} {_mesh(run)} {run.trials} x {run.parameters}',
+        'compiler': run.compiler,
+        'devices': math.prod(run.mesh.values()),
+        'tokens': run.tokens,
+        'state_gb': (run.memory['parameters'] + run.memory['optimizer state']) / 1e9,
+        'memory_gb': sum(run.memory.values()) / 1e9,
+        'tflop': run.flops / 1e12,
+        'model_tflop': run.model_flops / 1e12,
+        **{f'{kind}_gb': 0.0 for kind in KINDS},
+        'collectives': sum(row.count for row in run.collectives),
+        **{f'{limit}_ms': 1e3 * seconds for limit, seconds in run.seconds.items()},
+    }
+    for one in run.collectives:
+        row[f'{one.kind}_gb'] += one.size / 1e9
+    path = Path(path)
+    header = ','.join(row)
+    if path.exists() and path.read_text().splitlines()[:1] != [header]:
+        raise ConfigError(f'--dry_run_log={path} is another table; give another file')
+    with path.open('a', newline='') as file:
+        writer = csv.DictWriter(file, row, lineterminator='\n')
+        if not file.tell():
+            writer.writeheader()
+        writer.writerow({k: f'{v:.6g}' if isinstance(v, float) else v for k, v in row.items()})
+
+
+def _mesh(run: Description) -> str:
+    """The axes that split anything."""
+    return ' '.join(f'{axis}={n}' for axis, n in run.mesh.items() if n > 1) or 'data=1'
+
+
 def size_text(size: float) -> str:
     """Bytes in the unit that suits them."""
     unit = min(int(math.log(max(size, 1), 1024)), 4)
@@ -87,7 +131,7 @@ def seconds_text(seconds: float) -> str:
     for unit, name in ((1.0, 's'), (1e-3, 'ms')):
         if seconds >= unit:
             return f'{seconds / unit:,.3g} {name}'
-    return f'{seconds * 1e6:,.3g} us'
+    return f'{seconds * 1e6:,.3g} us' if seconds > 1e-8 else '0 us'
 
 
 def _counted(count: int, noun: str) -> str:

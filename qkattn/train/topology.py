@@ -29,6 +29,11 @@ from qkattn.train.pods import Chip, Pod, chip_of
 
 # What the CPU client of one process allows.
 MOST_FAKE_DEVICES = 2048
+# LLVM's optimizations take half the time and change nothing that is described.
+UNOPTIMIZED: dict[str, str | bool] = {
+    'xla_backend_optimization_level': '0',
+    'xla_llvm_disable_expensive_passes': True,
+}
 REMEDIES = 'larger mesh.fsdp or mesh.tensor, train.accumulation and model.remat take less'
 
 log = logging.getLogger(__name__)
@@ -59,7 +64,8 @@ class Description:
     """A run on its devices; bytes and FLOPs are per device, times per optimizer step.
 
     Attributes:
-      where: the pod, or the present devices.
+      name: of the pod, or of the present devices.
+      where: the same in words.
       compiler: what compiled the program.
       mesh: sizes of the axes.
       program: lifting, scan over layers, steps per dispatch.
@@ -74,6 +80,7 @@ class Description:
       warnings: sentences.
     """
 
+    name: str
     where: str
     compiler: str
     mesh: dict[str, int]
@@ -192,6 +199,7 @@ def _describe(
 ) -> Description:
     mesh = sharding.make_mesh(config.mesh, devices if pod else None)
     trials, model = len(config.trials.trials()), config.model
+    fake = pod is not None and devices[0].platform == 'cpu'
     lifting = 'vmap' if config.train.lifting == 'auto' else config.train.lifting
     warnings: list[str] = []
     sharding.say_once.cache_clear()
@@ -199,7 +207,7 @@ def _describe(
         state, hyper, batch = program.abstract_inputs(config, mesh)
         lowered = program.lower(config, lifting, mesh, state, hyper, batch)
     with standard_error() as said, without_cache():
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=UNOPTIMIZED if fake else None)
         text = said()
     warnings += [f'replication or another axis: {message}' for message in fallbacks]
     if involuntary := re.findall(
@@ -231,6 +239,7 @@ def _describe(
     flops, accessed = work.flops / steps, work.bytes_accessed / steps
     scan = f'{model.num_layers} layers, {model.unroll} in an iteration of the scan'
     return Description(
+        name=pod.name if pod else devices[0].device_kind,
         where=where,
         compiler=compiler,
         mesh=dict(mesh.shape),

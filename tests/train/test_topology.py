@@ -1,6 +1,7 @@
 """Dry runs: names of pods, what is read from compiled programs, memory by the shardings."""
 
 import contextlib
+import csv
 import dataclasses
 import functools
 import math
@@ -326,9 +327,9 @@ def test_an_involuntary_rematerialization_is_warned_of(on_pod, monkeypatch):
         def __init__(self, *arguments):
             self.lowered = lower(*arguments)
 
-        def compile(self):
+        def compile(self, **options):
             os.write(2, XLA_SAYS)  # as XLA does, beside sys.stderr
-            return self.lowered.compile()
+            return self.lowered.compile(**options)
 
     monkeypatch.setattr(program, 'lower', Lowered)
     (warning,) = on_pod(MeshConfig(data=8)).warnings
@@ -373,3 +374,19 @@ def test_without_a_topology_the_present_devices_are_described(tiny, monkeypatch)
     assert {row.axes for row in run.collectives} == {'data', 'trial'}
     assert all(row.size <= 64 for row in run.collectives if 'trial' in row.axes)
     assert run.seconds == {} and 'time of a step' not in dry_run.text(run)
+
+
+def test_the_log_is_a_table_with_a_row_per_run(on_pod, tmp_path):
+    path = tmp_path / 'log.csv'
+    run = on_pod(MeshConfig(data=8))
+    for _ in range(2):
+        dry_run.log(run, path)
+    with path.open() as file:
+        first, second = csv.DictReader(file)
+    assert first == second and first['run'] == f'h100-1x8 data=8 1 x {run.parameters}'
+    assert float(first['all-reduce_gb']) == pytest.approx(run.collectives[0].size / 1e9, rel=1e-5)
+    assert float(first['state_gb']) == pytest.approx(12 * run.parameters / 1e9, rel=1e-3)
+    assert first['all-gather_gb'] == '0' and float(first['links_ms']) > 0
+    path.write_text('run,other\n')
+    with pytest.raises(ConfigError, match='is another table; give another file'):
+        dry_run.log(run, path)

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Writes scaling.csv beside it: dry runs of the table and the estimates in docs/scaling.md.
+#
+# bash experiments/results/scaling/run.sh      # minutes; the estimates need libtpu
+set -euo pipefail
+here=$(dirname "$0")
+python=${PYTHON:-python}
+
+describe() { # POD ROWS FLAGS...: a dry run with so many sequences per step
+  "$python" -m experiments.train --config=small --dry_run --dry_run_log="$here/scaling.csv" \
+    --config.model.context=1024 --config.model.vocab_size=50304 \
+    --config.model.compute_dtype=bfloat16 --config.train.steps_per_dispatch=1 \
+    --config.trials.seeds='(0,)' --topology="$1" --config.train.batch_size="$2" "${@:3}"
+}
+
+gpt2=(--config.model.d_model=768 --config.model.num_layers=12 --config.model.num_heads=12)
+large=(--config.model.d_model=2048 --config.model.num_layers=24 --config.model.num_heads=16
+  --config.model.remat=full)
+stack=("${gpt2[@]}" --config.trials.seeds="($(seq -s, 0 31))")
+
+weak() { # weak scaling of the 124M model, 8 sequences per device
+  for devices in 1 2 4 8 16 32 64; do
+    pod="h100-$((devices > 8 ? devices / 8 : 1))x$((devices > 8 ? 8 : devices))"
+    describe "$pod" $((8 * devices)) "${gpt2[@]}" --config.mesh.data="$devices"
+    if ((devices > 1)); then
+      describe "$pod" $((8 * devices)) "${gpt2[@]}" --config.mesh.fsdp="$devices"
+    fi
+    if ((devices > 1 && devices <= 4)); then
+      describe "$pod" $((8 * devices)) "${gpt2[@]}" --config.mesh.tensor="$devices"
+    elif ((devices > 4)); then
+      describe "$pod" $((8 * devices)) "${gpt2[@]}" --config.mesh.data=$((devices / 4)) \
+        --config.mesh.tensor=4
+    fi
+  done
+}
+
+pods() { # 256 and 4,096 chips
+  describe v6e-256 2048 "${gpt2[@]}" --config.mesh.data=256
+  describe v6e-256 1024 "${large[@]}" --config.mesh.data=16 --config.mesh.fsdp=16
+  describe v6e-256 64 "${stack[@]}" --config.mesh.trial=32 --config.mesh.data=8
+  describe v5p-8192 32768 "${gpt2[@]}" --config.mesh.data=4096
+  describe v5p-8192 16384 "${large[@]}" --config.mesh.data=256 --config.mesh.fsdp=16
+  describe v5p-8192 1024 "${stack[@]}" --config.mesh.trial=32 --config.mesh.data=128
+}
+
+for part in "${@:-weak pods}"; do
+  for name in $part; do "$name"; done
+done
