@@ -18,6 +18,7 @@ from qkattn import pretrained
 from qkattn.convert import CONVERSIONS, convert_model, logit_error, parse_conversion, require_exact
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.run import cli
+from qkattn.run.files import as_path
 from qkattn.train import exported
 
 SOURCE = flags.DEFINE_string('source', None, 'Model to convert.')
@@ -43,7 +44,7 @@ def main() -> None:
         raise ConfigError(f'--source is required; conversions are {", ".join(CONVERSIONS)}')
     for text in APPLY.value:
         parse_conversion(text)  # refuses a misspelled conversion before anything is loaded
-    if OUT.value is not None and (Path(OUT.value) / exported.PARAMETERS).exists():
+    if OUT.value is not None and (as_path(OUT.value) / exported.PARAMETERS).exists():
         raise ConfigError(f'{OUT.value} already holds parameters; give another directory')
     source = pretrained.load_any(SOURCE.value, trial=TRIAL.value, num_heads=NUM_HEADS.value)
     config, params = source

@@ -5,7 +5,6 @@ python -m experiments.train --config=small --dry_run --topology=v5e-4 --config.m
 """
 
 import textwrap
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -15,6 +14,7 @@ from qkattn.distributed import bootstrap
 from qkattn.errors import ConfigError
 from qkattn.metrics import METRICS, PREFIXES
 from qkattn.run import cli, signals
+from qkattn.run.files import as_path
 from qkattn.train import dry_run, pods, topology, train
 from qkattn.train.results import FINISHED
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 def places(workdir: str) -> dict[str, str]:
     """Where everything of a finished run lies, and what makes the rest."""
-    path = Path(workdir)
+    path = as_path(workdir)
     files = {'results': 'result.json', 'metrics': 'metrics.jsonl', 'checkpoints': 'checkpoints'}
     return {
         **{name: str(path / file) for name, file in files.items()},

@@ -10,7 +10,6 @@ can be scored while it trains. Flags override the run's settings of the beam sea
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -23,7 +22,7 @@ from qkattn.data.parallel import PairDataset
 from qkattn.decode.translate import score_split, translate
 from qkattn.errors import ConfigError
 from qkattn.run import cli
-from qkattn.run.files import write_atomic
+from qkattn.run.files import as_path, write_atomic
 
 SOURCE = flags.DEFINE_string('source', None, 'Run directory of an encoder-decoder.')
 TRIAL = flags.DEFINE_integer('trial', 0, 'Index of the trial of the run.')
@@ -74,7 +73,7 @@ def main() -> None:
     if config.data.lowercase:
         lines = [line.lower() for line in lines]
     sentences = [line for line in lines if line.strip()]
-    if OUT.value is not None and Path(OUT.value).exists():
+    if OUT.value is not None and as_path(OUT.value).exists():
         raise ConfigError(f'--out={OUT.value} exists; name a file that does not')
     tokenizer = pretrained.tokenizer_of_run(SOURCE.value, config)
     model = pretrained.load_model(SOURCE.value, trial=TRIAL.value)

@@ -17,7 +17,7 @@ from qkattn.config import ModelConfig
 from qkattn.errors import LayoutError
 from qkattn.pretrained.layout import HEAD, config_of, to_params, to_tensors
 from qkattn.pretrained.tensors import find_safetensors, normalized, read_json, read_safetensors
-from qkattn.run.files import replacing, write_atomic
+from qkattn.run.files import as_path, replacing, write_atomic
 
 # The defaults of transformers for what config.json leaves out, as the published files often do.
 DEFAULTS: dict[str, Any] = {
@@ -63,7 +63,7 @@ def load_gpt2(
     if isinstance(source, Mapping):
         named = source
     else:
-        path = Path(source)
+        path = as_path(source)
         if not path.exists():
             raise LayoutError(f'{path} does not exist')
         if path.is_dir():
@@ -126,7 +126,7 @@ def save_gpt2(config: ModelConfig, params: dict, directory: str | os.PathLike[st
     """
     tensors = to_tensors(config, params)
     named = {name if name == HEAD else f'transformer.{name}': t for name, t in tensors.items()}
-    directory = Path(directory)
+    directory = as_path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / 'model.safetensors') as path:
         save_file(named, path, metadata={'format': 'pt'})

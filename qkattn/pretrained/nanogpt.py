@@ -14,6 +14,7 @@ from qkattn.config import ModelConfig
 from qkattn.errors import LayoutError
 from qkattn.pretrained.layout import config_of, to_params
 from qkattn.pretrained.tensors import normalized, read_safetensors
+from qkattn.run.files import as_path, local_copy
 
 # torch.nn.Linear stores [outputs, inputs].
 TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
@@ -45,7 +46,7 @@ def load_nanogpt(
     Raises:
       LayoutError: the tensors are not of this layout, or torch is required and missing.
     """
-    loaded = source if isinstance(source, Mapping) else _read(Path(source))
+    loaded = source if isinstance(source, Mapping) else _read(as_path(source))
     arguments = None
     if 'model' in loaded and isinstance(loaded['model'], Mapping):
         arguments = loaded.get('model_args')
@@ -90,7 +91,8 @@ def _read_torch(path: Path) -> dict[str, Any]:
             'safetensors or as a dictionary of numpy arrays'
         ) from error
     try:
-        return torch.load(path, map_location='cpu', weights_only=True)
+        with local_copy(path) as file:
+            return torch.load(file, map_location='cpu', weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0]
         raise LayoutError(f'{path} cannot be read as a torch checkpoint: {reason}') from error

@@ -19,6 +19,7 @@ from qkattn.model.transformer import Transformer
 from qkattn.pretrained.gpt2 import load_gpt2
 from qkattn.pretrained.nanogpt import load_nanogpt
 from qkattn.run.file_schemas import CONFIG
+from qkattn.run.files import absolute, as_path
 from qkattn.run.records import read_json
 from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints
@@ -38,7 +39,7 @@ def load_any(
     Raises:
       ConfigError: `source` is none of these, or it is damaged or of another layout.
     """
-    path = Path(source)
+    path = as_path(source)
     if not path.exists():
         raise ConfigError(f'{path} does not exist')
     if path.suffix == '.pt':
@@ -92,10 +93,10 @@ def load(source: str | os.PathLike[str]) -> Loaded:
       ConfigError: as `load_any`.
       CheckpointError: every checkpoint of the run is damaged.
     """
-    path = Path(source)
+    path = as_path(source)
     if not (path / 'config.json').exists() or not (path / 'checkpoints').is_dir():
         return Loaded(path, [_model(*load_any(path))], [{}], [True])
-    config, step, stack = exported.load_stack(path.absolute())
+    config, step, stack = exported.load_stack(absolute(path))
     trials = config.trials.trials()
     params = [jax.tree.map(operator.itemgetter(i), stack['params']) for i in range(len(trials))]
     models = [_model(config.model, one) for one in params]
@@ -109,8 +110,8 @@ def _model(config: ModelConfig, params: dict) -> Transformer:
 
 def settings_of(source: str | os.PathLike[str]) -> Config | None:
     """The config of the run at `source`; None if `source` is not a run directory."""
-    path = Path(source) / 'config.json'
-    if not (Path(source) / 'checkpoints').is_dir() or not path.exists():
+    path = as_path(source) / 'config.json'
+    if not path.with_name('checkpoints').is_dir() or not path.exists():
         return None
     return from_json(Config, read_json(path, CONFIG)['config'])
 
@@ -122,7 +123,7 @@ def tokenizer_of_run(source: str | os.PathLike[str], config: Config) -> Tokenize
       ConfigError: the data has changed since the run, and its vocabulary with it.
     """
     tokenizer = tokenizer_of(config.data)
-    directory = Path(source).absolute() / 'checkpoints'
+    directory = absolute(source) / 'checkpoints'
     with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
         record = checkpoints.record()
     if record is not None:

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from qkattn.errors import LayoutError
 from qkattn.pretrained.layout import Tensors
+from qkattn.run.files import local_copy
 
 # Prefixes of torch.compile, of DataParallel, and of the Hugging Face model with a head.
 PREFIXES = ('_orig_mod.', 'module.', 'transformer.')
@@ -32,7 +33,8 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
         parts = sorted(set(read_json(path)['weight_map'].values()))
         return {n: t for part in parts for n, t in read_safetensors(path.parent / part).items()}
     try:
-        return load_file(path)
+        with local_copy(path) as file:
+            return load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
         raise LayoutError(f'{path} cannot be read as safetensors: {error}') from error
 

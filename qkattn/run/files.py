@@ -8,6 +8,9 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
+
+from etils import epath
 
 from qkattn.errors import DiskError, RunDirectoryError
 from qkattn.run import buckets
@@ -29,6 +32,12 @@ def as_path(path: str | os.PathLike[str]) -> Path:
       ConfigError: a bucket, and the extra `gcs` is not installed.
     """
     return buckets.to_path(path) if buckets.is_url(path) else Path(path)
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """`as_path`, absolute, as orbax needs it."""
+    path = as_path(path)
+    return path if buckets.is_url(path) else path.absolute()
 
 
 @contextlib.contextmanager
@@ -70,6 +79,14 @@ def _disk_reason(error: BaseException) -> str | None:
         if number == code or (number is None and os.strerror(code) in str(error)):
             return reason
     return None
+
+
+def remove_tree(path: Path) -> None:
+    """Deletes a directory, if it is there, as far as that is possible."""
+    if not buckets.is_url(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
+        cast(epath.Path, path).rmtree(missing_ok=True)
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,8 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from qkattn import __version__
 from qkattn.distributed import agreement
 from qkattn.errors import CheckpointError
-from qkattn.run.files import disk_errors, require_room
+from qkattn.run import buckets
+from qkattn.run.files import disk_errors, remove_tree, require_room
 from qkattn.run.json_schema import check
 from qkattn.run.records import parse_file, parse_json, remove_checksum, with_checksum
 from qkattn.train import checksums
@@ -35,6 +35,7 @@ FORMAT = 2
 SUMS = 'checksums'
 TRASH, UNFINISHED = 'trash', '*.orbax-checkpoint-tmp'
 SET_ASIDE = '.damaged'
+COMMITTED = 'commit_success.txt'  # the last object of a checkpoint in a bucket; no renaming there
 # What is read of a checkpoint besides its state.
 DESCRIPTIONS = {'_CHECKPOINT_METADATA': {}, 'metrics/metrics': {'val_loss': float | None}}
 RECORD = {'data': dict, 'train_seconds': float}
@@ -202,7 +203,7 @@ class Checkpoints:
 
     def _remove_set_aside(self) -> None:
         for path in self._set_aside():
-            shutil.rmtree(path)
+            remove_tree(path)
 
     def _set_aside(self) -> list[Path]:
         return list(self.directory.glob(f'*{SET_ASIDE}'))
@@ -214,9 +215,13 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Sets checkpoints aside whose description is damaged, with which orbax opens none."""
         if not self._read_only:
-            shutil.rmtree(self.directory / TRASH, ignore_errors=True)
+            remove_tree(self.directory / TRASH)
         for path in self.directory.glob('[0-9]*'):
             if not path.name.isdecimal():
+                continue
+            if buckets.is_url(path) and not (path / COMMITTED).exists():
+                if not self._read_only:
+                    remove_tree(path)
                 continue
             try:
                 for name, schema in DESCRIPTIONS.items():
@@ -244,7 +249,7 @@ class Checkpoints:
                 self._manager.close()
             if agreement.owner() and not self._read_only:
                 for left in (self.directory / TRASH, *self.directory.glob(UNFINISHED)):
-                    shutil.rmtree(left, ignore_errors=True)
+                    remove_tree(left)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

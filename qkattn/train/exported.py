@@ -24,7 +24,7 @@ from qkattn.config import Config, ModelConfig, from_json, to_json
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.run.file_schemas import CONFIG
-from qkattn.run.files import replacing
+from qkattn.run.files import absolute, local_copy, replacing
 from qkattn.run.records import read_json, write_json
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.checksums import crc32s
@@ -43,7 +43,7 @@ def save(
     Raises:
       ConfigError: the directory already holds exported parameters.
     """
-    path = Path(directory).absolute()
+    path = absolute(directory)
     if (path / PARAMETERS).exists() or (path / ABOUT).exists():
         raise ConfigError(f'{path} already holds parameters; give another directory')
     path.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def load(path: str | os.PathLike, trial: int = 0) -> tuple[ModelConfig, dict]:
       ConfigError: `path` holds neither, has no such trial, or the parameters do not fit the
         settings.
     """
-    path = Path(path).absolute()
+    path = absolute(path)
     if (path / ABOUT).exists():
         model, params = _load_directory(path)
     elif (path / 'config.json').exists() and (path / 'checkpoints').exists():
@@ -97,7 +97,8 @@ def _load_directory(path: Path) -> tuple[ModelConfig, dict]:
     about = read_json(path / ABOUT, {'model': dict})
     model = from_json(ModelConfig, about['model'], 'model.')
     try:
-        flat = safetensors.numpy.load_file(path / PARAMETERS)
+        with local_copy(path / PARAMETERS) as file:
+            flat = safetensors.numpy.load_file(file)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(f'{path / PARAMETERS} cannot be read: {error}') from error
     found = crc32s(flat)
