@@ -17,7 +17,7 @@ from tests.experiments.conftest import STUDY
 from tests.launch.slurm import ROOT, Jobs
 from tests.train.test_resume import final_state, outcome
 
-NODES = 1
+NODES = 2
 RUN = """
 from qkattn.config import *
 
