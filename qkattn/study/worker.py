@@ -12,6 +12,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
+import jax
+
 from qkattn.config import Config, Study, from_json, to_json
 from qkattn.data.documents import check_documents
 from qkattn.data.tasks.task_registry import rows_of
@@ -69,6 +71,7 @@ def run(
       Stopped: on SIGTERM or Ctrl-C, with the state saved.
     """
     require_same_settings(study)
+    jax.devices()  # which the processes of a job can only open together
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:

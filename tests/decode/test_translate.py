@@ -12,6 +12,7 @@ from qkattn.config import DecodeConfig, ModelConfig
 from qkattn.data.parallel import PairDataset
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.decode import translate, translation_scores
+from qkattn.distributed import agreement
 from qkattn.errors import ConfigError
 from qkattn.model import EncoderDecoder, build
 from tests.data.datasets import token_dataset
@@ -156,3 +157,24 @@ def test_a_split_is_scored_as_its_translations_are(monkeypatch):
     got = translate.score_split(model, pairs, 'validation', first, lowercase=False)
     assert got == translation_scores.translation_scores(found[:1], targets[:1])
     assert got['num_sentences'] == 1 and len(warnings) == 2
+
+
+def test_processes_share_the_batches_and_know_all_translations(monkeypatch):
+    monkeypatch.setattr(translate, 'BATCH_SIZE', 2)
+    sources = sources_of(7)
+    want = translated(sources, beam=1)
+    monkeypatch.setattr(jax, 'process_count', lambda: 3)
+    given: list = [[]] * 3
+    for rank in (0, 1, 2, 0):
+        monkeypatch.setattr(jax, 'process_index', lambda rank=rank: rank)
+
+        def from_all(own, rank=rank):
+            given[rank] = own
+            # Until all have arrived, others answer for them.
+            found = {i for part in given for i, _ in part}
+            return [*given, [(i, []) for i in range(7) if i not in found]]
+
+        monkeypatch.setattr(agreement, 'from_all', from_all)
+        found = translated(sources, beam=1)
+    assert [len(part) for part in given] == [3, 2, 2]  # of batches of 2, 2, 2 and 1
+    assert found == want

@@ -26,10 +26,10 @@ from tests.distributed.jobs import ended, start_job
 JOB = """
     import json, sys
     from pathlib import Path
-    from qkattn.distributed import bootstrap
-    rank = bootstrap.start().process_id
     from qkattn.config import Config, Study, from_json
-    from qkattn.errors import ConfigError, Stopped
+    from qkattn.distributed import bootstrap
+    from qkattn.errors import ConfigError
+    from qkattn.run import signals
     from qkattn.study import worker
     from qkattn.train import start, train
 
@@ -40,17 +40,20 @@ JOB = """
             return train(from_json(Config, settings), path)
         return str(worker.run(from_json(Study, settings), path))
 
-    job = Path(sys.argv[1])
-    own = job / f'runs{rank}.jsonl'
-    got = []
-    for line in (own if own.exists() else job / 'runs.jsonl').read_text().splitlines():
-        try:
-            got.append(call(*json.loads(line)))
-        except ConfigError as error:
-            got.append(str(error))
-        except Stopped:
-            sys.exit(75)
-    (job / f'got{rank}.json').write_text(json.dumps(got))
+    @signals.leaving_at_once()
+    @bootstrap.in_job
+    def main():
+        job, rank = Path(sys.argv[1]), bootstrap.start().process_id
+        own = job / f'runs{rank}.jsonl'
+        got = []
+        for line in (own if own.exists() else job / 'runs.jsonl').read_text().splitlines():
+            try:
+                got.append(call(*json.loads(line)))
+            except ConfigError as error:
+                got.append(str(error))
+        (job / f'got{rank}.json').write_text(json.dumps(got))
+
+    main()
 """
 
 

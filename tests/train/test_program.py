@@ -4,10 +4,12 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
-from qkattn.config import MeshConfig
+from qkattn.config import MeshConfig, to_json
+from qkattn.errors import ConfigError
 from qkattn.run.records import read_json
-from qkattn.train import placement, program, sharding
+from qkattn.train import placement, program, sharding, start
 from qkattn.train.start import build_program
 
 
@@ -59,3 +61,21 @@ def test_initial_trials_are_those_of_their_seeds(tiny, evaluation_only):
         state['trials']['params'],
         alone['trials']['params'],
     )
+
+
+def test_processes_with_other_settings_or_another_directory_are_refused(
+    tiny, tmp_path, monkeypatch
+):
+    config = tiny()
+    start.require_same_settings(config)
+    other = to_json(dataclasses.replace(config, mesh=MeshConfig(data=2)))
+    monkeypatch.setattr(start.agreement, 'from_all', lambda own: [own, own, other])
+    with pytest.raises(ConfigError, match=r'process 2 has other settings .* \(mesh.data: 1 -> 2\)'):
+        start.require_same_settings(config)
+
+    monkeypatch.setattr(start, 'SEEN_WITHIN', 0.0)
+    monkeypatch.setattr(start.agreement, 'from_all', lambda own: [[True, '/a'], own])
+    with pytest.raises(ConfigError, match=f'workdir={tmp_path} of process 1 is not /a of process'):
+        start.require_shared(tmp_path)
+    (tmp_path / 'config.json').touch()
+    start.require_shared(tmp_path)
