@@ -29,6 +29,7 @@ from typing import IO, Any
 from arguments import EXIT_CONFIG, Parser, leave, require, split, whole
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv') / 'bin/python'
 EXIT_REQUEUE = 75
 DELAY = 1.0
 """Seconds between a crash and the next start."""
@@ -147,8 +148,7 @@ def ranks(
     options: argparse.Namespace, command: list[str]
 ) -> dict[str, tuple[list[str], dict[str, str]]]:
     """The command line and the variables of each process of a job by rank."""
-    venv = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv')
-    line = [str(venv / 'bin/python'), '-m', 'qkattn', *command]
+    line = [str(PYTHON), '-m', 'qkattn', *command]
     count, port = options.processes, free_port()
     parts = {}
     for rank in range(count):
@@ -227,6 +227,8 @@ def main() -> int:
             settings = [f'{name}={shlex.quote(value)}' for name, value in variables.items()]
             print(f'[{label}]', *settings, shlex.join(line))
         return 0
+    if not PYTHON.exists():
+        leave(f'{PYTHON} is missing; set QKATTN_VENV to the virtual environment of qkattn')
     group = Group(options.grace)
     if options.workers:
         return outcome(group.run(workers(options, command), together=False))

@@ -94,6 +94,7 @@ class JobPeers:
             self._set(f'{_ROOT}left/{self._job.process_id}', json.dumps([code, sentence]))
             while time.monotonic() < deadline:
                 if len(_client().key_value_dir_get(f'{_ROOT}left/')) == self._job.num_processes:
+                    time.sleep(agreement.owner())  # its end ends the service, which they ask
                     break
                 time.sleep(0.1)
 

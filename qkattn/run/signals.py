@@ -169,7 +169,8 @@ def end(code: int, sentence: str) -> NoReturn:
     # A write that hangs, with its file system, must not keep the process.
     WHOLE.acquire(timeout=_PATIENCE)
     try:
-        os.write(2, f'\n{sentence}\n'.encode())
+        # On a terminal the cursor may stand behind the progress line.
+        os.write(2, ('\n' * os.isatty(2) + f'{sentence}\n').encode())
         for call in BEFORE_LEAVING[::-1]:
             call()
         if StopRequest.peers is not None:

@@ -98,12 +98,16 @@ def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
         (('--', 'evaluate'), "the command behind -- is 'evaluate'"),
         (('--', 'train'), 'the command has no --workdir=DIRECTORY'),
         (('--workers=2', *TRAIN), '--workers=2 share a study, but the command is train'),
-        (('--processes=2', '--gpus_per_process=2', *TRAIN), 'CUDA_VISIBLE_DEVICES=4,5,6 has no 4'),
+        (TRAIN, '/v/bin/python is missing; set QKATTN_VENV to the virtual environment of qkattn'),
+        (
+            ('--processes=2', '--gpus_per_process=2', '--dry_run', *TRAIN),
+            'CUDA_VISIBLE_DEVICES=4,5,6 has no 4',
+        ),
     ],
     ids=str,
 )
 def test_wrong_arguments_are_one_sentence_and_code_2(arguments, sentence):
-    done = launched(*arguments, CUDA_VISIBLE_DEVICES='4,5,6')
+    done = launched(*arguments, CUDA_VISIBLE_DEVICES='4,5,6', QKATTN_VENV='/v')
     assert (done.returncode, done.stdout) == (2, '')
     assert done.stderr.startswith(sentence), done.stderr
     assert done.stderr.count('\n') == 1
