@@ -6,6 +6,7 @@ hang are found by jax's heartbeats, which need no Python; this adds their ranks 
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -103,7 +104,10 @@ class JobPeers:
         if self._ending is not None:  # the others were faster
             os._exit(self._ending)
         self._ending, self._broken = EXIT_CRASH, True  # the coordinator does not answer here
-        ranks = self._silent or [0] * (self._job.process_id != 0)
+        ranks = self._silent or [0]
+        if ranks == [self._job.process_id]:  # no other: XLA or the C library aborts
+            faulthandler.dump_traceback()
+            signals.end(EXIT_CRASH, f'{agreement.named(ranks)} failed as printed above')
         signals.end(EXIT_CRASH, f'{agreement.named(ranks)} died or hangs; the job ends with it')
 
     def _run(self) -> None:
