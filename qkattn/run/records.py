@@ -263,18 +263,20 @@ class MetricsFile:
         with disk_errors(self.path):
             self._file.sync()
 
-    def rewind(self, step: int, every: int | None = None) -> None:
+    def rewind(self, step: int, every: int | None = None, *, evaluated: bool = True) -> None:
         """Drops records after `step` and a final one, so that a run resumed there repeats none.
 
         Args:
           step: steps done in the checkpoint being resumed; 0 when starting over.
           every: steps between records. If given, each multiple of `every` up to `step` must be in
             the file.
+          evaluated: whether the evaluation at `step` stays, if there is one.
 
         Raises:
           RunDirectoryError: the file is damaged, or records are missing.
         """
         self.flush()
+        dropped = ('final',) if evaluated else ('final', 'eval')
         parsed = _parse(self.path)
         if every is not None:
             present = {record['step'] for record, _ in parsed}
@@ -285,12 +287,13 @@ class MetricsFile:
                     f'step{"s" * (len(missing) > 1)} up to {step}, the first at {missing[0]}; '
                     'restore the file from a copy or use another run directory'
                 )
-        # The final record is the last one, so that what stays is the beginning of the file.
+        # These records are the last ones, so that what stays is the beginning of the file.
         self._end_with(
             [
                 (record, line)
                 for record, line in parsed
-                if record['step'] <= step and record.get('kind') != 'final'
+                if record['step'] < step
+                or (record['step'] == step and record.get('kind') not in dropped)
             ]
         )
         self._cut()

@@ -23,6 +23,7 @@ BEFORE_LEAVING: list[Callable[[], None]] = []
 """What `end` calls first, latest first, such as the release of a lease; guarded by WHOLE."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAVED = 'stopped after the last step, state saved'
 _PATIENCE = 10.0  # seconds that `end` waits for WHOLE
 
 
@@ -92,6 +93,22 @@ class StopRequest:
             self._held.append(self)
         if self.requested if self.peers is None else self.peers.hold(self.requested):
             raise Stopped('stopped with nothing to save')
+
+    def release(self) -> None:
+        """Everything is saved: from here on signals leave at once again.
+
+        Every process of a job calls it, and waits for the others.
+
+        Raises:
+          Stopped: a signal has arrived before, in any process.
+        """
+        stop = self.peers is not None and self.peers.hold(self.requested)
+        with WHOLE:
+            self._held[:] = [other for other in self._held if other is not self]
+            if self.requested and self._leaves and not stop:
+                end(EXIT_REQUEUE, _SAVED)  # the other processes, if any, leave with this one
+        if stop or self.requested:
+            raise Stopped(_SAVED)
 
     def due(self, step: int, also: bool = False) -> bool:
         """Whether to stop after `step` steps: the same at that step in all processes.

@@ -81,7 +81,7 @@ class Checkpoints:
         """The steps that are complete, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: dict, record: dict[str, Any], val_loss: float) -> None:
+    def save(self, step: int, state: dict, record: dict[str, Any], val_loss: float | None) -> None:
         """Saves `state` and the JSON `record` under `step`, unless that step is there already.
 
         Raises:
@@ -102,7 +102,9 @@ class Checkpoints:
                     state=ocp.args.StandardSave({**state, SUMS: sums}),
                     record=ocp.args.JsonSave(with_checksum({**record, **about})),
                 ),
-                metrics={'val_loss': val_loss if math.isfinite(val_loss) else None},
+                metrics={
+                    'val_loss': val_loss if _rank({'val_loss': val_loss}) < math.inf else None
+                },
             )
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
@@ -235,6 +237,11 @@ class Checkpoints:
                 _name_damaged(path.name, error)
                 path.rename(path.with_name(path.name + SET_ASIDE))
 
+    def wait(self) -> None:
+        """Waits for the last save; DiskError if it could not be written."""
+        with self._waiting(), disk_errors(self.directory):
+            self._manager.wait_until_finished()
+
     def close(self) -> None:
         """Waits for the last save; a save that could not be finished is removed.
 
@@ -242,8 +249,7 @@ class Checkpoints:
           DiskError: the last save could not be written.
         """
         try:
-            with self._waiting(), disk_errors(self.directory):
-                self._manager.wait_until_finished()
+            self.wait()
         finally:
             with disk_errors(self.directory):
                 self._manager.close()
@@ -267,4 +273,5 @@ def _name_damaged(step: int | str, damage: object) -> None:
 
 def _rank(metrics: dict[str, Any]) -> float:
     """Diverged runs rank last; NaN would rank best."""
-    return math.inf if metrics['val_loss'] is None else metrics['val_loss']
+    loss = metrics['val_loss']
+    return math.inf if loss is None or math.isnan(loss) else loss

@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +144,16 @@ class _Run:
     progress: Progress
     stop: StopRequest
     lost: Callable[[], bool]
+    asked: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def to_end(self) -> _Outcome:
         """Trains from the newest checkpoint to the last step."""
         config, program, train = self.config, self.program, self.config.train
         with self.progress.phase('initializing'):
-            state, step, clock, diverged = restore(program, self.checkpoints, self.rows)
-        agreement.on_owner(lambda: self.directory.metrics.rewind(step, every=train.log_every))
+            state, step, clock, diverged, evaluated = restore(program, self.checkpoints, self.rows)
+        agreement.on_owner(
+            lambda: self.directory.metrics.rewind(step, train.log_every, evaluated=evaluated)
+        )
         self.sinks.open(step)
         tokens_per_step = _tokens_per_step(config)
         trials, share = config.trials.trials(), local_share(config, program.mesh)
@@ -165,6 +169,8 @@ class _Run:
         val_loss, unwritten = math.inf, None
         with batches:
             self.stop.hold()
+            if not evaluated and (val_loss := self._evaluate(state, step)) is None:
+                raise Stopped(self._stopped(step))
             self.progress.begin(step)
             started, since = time.perf_counter(), step
             for local in batches:
@@ -174,11 +180,10 @@ class _Run:
                 self._write(unwritten, diverged)
                 step += train.steps_per_dispatch
                 lost = self.lost()
-                due = self.stop.due(step, also=lost)
+                stopping = self._due(also=lost)
                 self.progress.update(step, metrics['loss'][-1])
                 unwritten = step, metrics
                 evaluating = step % train.eval_every == 0
-                stopping = due and step < train.num_steps
                 saving = stopping or step % train.checkpoint_every == 0 or step == train.num_steps
                 if saving and agreement.any_process(lost):
                     raise Lost(f'{self.path} was taken over at step {step}')
@@ -188,23 +193,21 @@ class _Run:
                 unwritten = None
                 jax.block_until_ready(state)
                 clock.add(time.perf_counter() - started, (step - since) * tokens_per_step)
-                if evaluating:
-                    with self.progress.phase('evaluating'):
-                        evaluation = evaluate(config, program, self.rows, state, 'validation')
-                    self._record(results.of_evaluation(step, evaluation))
-                    val_loss = float(np.mean(evaluation.values['loss']))
-                    self.progress.evaluated(step, evaluation.values['loss'])
-                if saving:
+                if evaluating and not stopping:
+                    val_loss = self._evaluate(state, step)
+                    stopping = val_loss is None
+                if saving or stopping:
                     # Metrics reach the disk before the checkpoint: a resumed file has no gap.
                     self.directory.metrics.flush()
                     record = {
                         'data': self.rows.identity(),
                         'train_seconds': clock.seconds,
                         'diverged_at': diverged.record(),
+                        'evaluated': not (evaluating and stopping),
                     }
                     self.checkpoints.save(step, state, record, val_loss)
                 if stopping:
-                    raise Stopped(f'stopped at step {step} of {train.num_steps}, state saved')
+                    raise Stopped(self._stopped(step))
                 started, since = time.perf_counter(), step
         return self._results(state, clock, diverged)
 
@@ -224,6 +227,25 @@ class _Run:
         self.sinks.write(final)
         return trial_results
 
+    def _due(self, also: bool = False) -> bool:
+        """Whether to stop here: the same in all processes, which ask equally often."""
+        return self.stop.due(next(self.asked), also=also)
+
+    def _stopped(self, step: int) -> str:
+        return f'stopped at step {step} of {self.config.train.num_steps}, state saved'
+
+    def _evaluate(self, state: dict, step: int) -> float | None:
+        """Records an evaluation; its mean loss, None if a stop request came before its end."""
+        with self.progress.phase('evaluating'):
+            evaluation = evaluate(
+                self.config, self.program, self.rows, state, 'validation', stop=self._due
+            )
+        if evaluation is None:
+            return None
+        self._record(results.of_evaluation(step, evaluation))
+        self.progress.evaluated(step, evaluation.values['loss'])
+        return float(np.mean(evaluation.values['loss']))
+
     def _write(
         self, unwritten: tuple[int, dict[str, jax.Array]] | None, diverged: Divergences
     ) -> None:
@@ -241,6 +263,8 @@ class _Run:
         self.sinks.write(record)
 
     def _results(self, state: dict, clock: Clock, diverged: Divergences) -> _Outcome:
+        self.checkpoints.wait()
+        self.stop.release()
         with self.progress.phase('evaluating'):
             evaluations = {
                 split: evaluate(self.config, self.program, self.rows, state, split)

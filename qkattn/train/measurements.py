@@ -40,8 +40,18 @@ class Evaluation:
     targets_R: np.ndarray
 
 
-def evaluate(config: Config, program: Program, rows: Rows, state: dict, split: str) -> Evaluation:
-    """Evaluates every trial on the split, or on data.eval_sequences rows of it."""
+def evaluate(
+    config: Config,
+    program: Program,
+    rows: Rows,
+    state: dict,
+    split: str,
+    stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Evaluates every trial on the split, or on data.eval_sequences rows of it.
+
+    `stop` is asked before every batch; where it returns true the evaluation ends, and is None.
+    """
     batches = pipeline.eval_batches(
         rows,
         split,
@@ -49,7 +59,9 @@ def evaluate(config: Config, program: Program, rows: Rows, state: dict, split: s
         max_rows=config.data.eval_sequences,
         part=local_rows(config, program.mesh),
     )
-    sums = _sums(config, program, state, batches)
+    sums = _sums(config, program, state, batches, stop)
+    if sums is None:
+        return None
     alive_X = _alive(state)
     values = metrics.values(sums, rows.bytes_per_token(split))
     return Evaluation(
@@ -129,13 +141,24 @@ TRIAL_MEASUREMENTS: tuple[Callable[[Config, Rows, dict], dict[str, Any] | None],
 )
 
 
-def _sums(config: Config, program: Program, state: dict, batches: Iterable[Batch]) -> metrics.Sums:
-    """Sums over the R rows of all batches for X trials, each [R, X] in float64.
+def _sums(
+    config: Config,
+    program: Program,
+    state: dict,
+    batches: Iterable[Batch],
+    stop: Callable[[], bool] = lambda: False,
+) -> metrics.Sums | None:
+    """Sums over the R rows of all batches for X trials, each [R, X] in float64; None if stopped.
 
     Each process gives its `local_rows` of the batches, and gets the sums of all rows.
     """
-    placed = (place_rows(config, program.mesh, batch) for batch in batches)
-    parts = [program.evaluate(state, batch) for batch in placed]
+    parts: list[dict] = []
+    for batch in batches:
+        if stop():
+            return None
+        parts.append(program.evaluate(state, place_rows(config, program.mesh, batch)))
+        # At most two batches ahead of the devices, so that a stop request is seen early.
+        jax.block_until_ready(parts[-2:][0])
     return jax.tree.map(lambda *sums_XB: np.concatenate(sums_XB, 1).astype(np.float64).T, *parts)
 
 

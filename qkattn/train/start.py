@@ -111,8 +111,12 @@ def build_program(config: Config, directory: Path) -> Program:
 
 def restore(
     program: Program, checkpoints: Checkpoints, rows: Rows
-) -> tuple[dict, int, Clock, Divergences]:
-    """State, step, time and divergences of the newest sound checkpoint, or of a run that begins.
+) -> tuple[dict, int, Clock, Divergences, bool]:
+    """What the newest sound checkpoint, or a run that begins, goes on from.
+
+    Returns:
+      state, step, time, divergences, and whether the evaluation of this step, if it has one, is
+      done.
 
     Raises:
       CheckpointError: every checkpoint is damaged, or they belong to other data.
@@ -120,7 +124,7 @@ def restore(
     restored = checkpoints.restore(program.abstract_state)
     if restored is None:
         state = program.init()
-        return state, 0, Clock(0.0), Divergences(fetch(state['trials']['alive']))
+        return state, 0, Clock(0.0), Divergences(fetch(state['trials']['alive'])), True
     state, record = restored
     if record['data'] != rows.identity():
         raise CheckpointError(
@@ -131,9 +135,9 @@ def restore(
     step = int(state['step'])
     checkpoints.discard_after(step)
     log.info('resuming at step %s', f'{step:,}')
-    # Checkpoints of earlier versions have no such field.
+    # Checkpoints of earlier versions lack some fields.
     diverged = Divergences(fetch(state['trials']['alive']), record.get('diverged_at'))
-    return state, step, Clock(record['train_seconds']), diverged
+    return state, step, Clock(record['train_seconds']), diverged, record.get('evaluated', True)
 
 
 def software_of(directory: Path) -> dict[str, Any]:
