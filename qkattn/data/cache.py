@@ -30,7 +30,7 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
     if chosen and '://' in chosen:
         raise ConfigError(
             f'data_dir={chosen!r} is a URL, but token files are memory-mapped; name a local or '
-            'mounted directory.'
+            "mounted directory, or read shards from a bucket with data.name='shards'."
         )
     return Path(chosen or '~/.cache/qkattn').expanduser().absolute()
 

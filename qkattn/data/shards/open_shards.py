@@ -32,8 +32,8 @@ from qkattn.errors import ConfigError
 
 # Of the files without an index, which go into their fingerprint.
 HEAD = 1 << 16
-# The word of a file's name that says its split, and what is before it.
-NAMED = re.compile(r'(?:(.*)[_.-])?(train|validation|valid|val|dev|test)(?:[_.-]?\d+)?\.bin')
+# The name of a set in that of a file, the word that says its split, and the number of the shard.
+NAMED = re.compile(r'(?:(.*)[_.-])?(train|validation|valid|val|dev|test)(?:[_.-]?(\d+))?\.bin')
 ALIASES = dict.fromkeys(('val', 'valid', 'dev'), 'validation')
 # Vocabulary and separator of shards that others made: GPT-2's, and Llama 3's.
 VOCABULARIES = {'uint16': 'ids', 'uint32': 'ids(vocab_size=128256, separator=128000)'}
@@ -184,12 +184,14 @@ def _unknown(
 def _splits_of(config: DataConfig, names: list[str]) -> tuple[str, dict[str, list[str]]]:
     """The name of the set, and its files by split, in the order of their names."""
     found: dict[str, list[str]] = {}
+    numbers: dict[str, set[int]] = {}
     prefixes = set()
     for file in names:
         if match := NAMED.fullmatch(file):
             prefixes.add(match[1] or '')
             split = ALIASES.get(match[2], match[2])
             found.setdefault(split, []).append(file)
+            numbers.setdefault(split, set()).add(int(match[3] or 0))
     if 'train' not in found:
         raise ConfigError(
             f'data.path={config.path!r} holds no train shards; their names have to be like '
@@ -201,6 +203,10 @@ def _splits_of(config: DataConfig, names: list[str]) -> tuple[str, dict[str, lis
             f'data.path={config.path!r} holds shards of {" and ".join(sorted(map(repr, prefixes)))}'
             '; name those of one set with DIRECTORY/PATTERN.'
         )
+    for split, present in numbers.items():
+        if absent := sorted(set(range(min(present), max(present))) - present):
+            text = ', '.join(map(str, absent[:5])) + ', ...' * (len(absent) > 5)
+            log.warning('%s: %s has no shards with the numbers %s', config.path, split, text)
     directory = re.sub(r'[^\w.-]', '-', config.path.rstrip('/').rsplit('/', 2)[-1])
     return prefixes.pop() or directory, {s: found[s] for s in SPLITS if s in found}
 

@@ -109,6 +109,8 @@ def shard_of(file: str, size: int, head: bytes, where: str) -> Shard:
             f'{path} has a header {magic}, version {version}, which is not that of tokens; known '
             f'are {" and ".join(f"{m}, version {v}" for m, v in DTYPES)}'
         )
+    if num_tokens < 1:
+        raise ConfigError(f'{path} has a header of {num_tokens} tokens; remove it')
     shard = Shard(file=file, num_tokens=num_tokens, dtype=DTYPES[magic, version])
     check_size(shard, size, where)
     return shard

@@ -202,6 +202,9 @@ def test_shards_without_an_index_are_read_as_they_are(tmp_path, caplog):
     assert (fineweb.name, len(fineweb.split('train'))) == ('fineweb', 15000)
     window_BT = fineweb.windows('train', np.array([4998]), 4)
     assert window_BT.tolist() == [[47, 48, 48, 50256]]
+    (tmp_path / 'fw' / 'fineweb_train_000002.bin').unlink()
+    assert len(load_text(shards(tmp_path / 'fw')).split('train')) == 10000
+    assert caplog.messages[-1].endswith('fw: train has no shards with the numbers 2')
     llama = load_text(shards(tmp_path / 'llama'))
     assert llama.vocab_size == 128256 and llama.windows('train', np.array([3]), 2).max() == 70004
     same = load_text(shards(tmp_path / 'owt')).identity()
@@ -268,6 +271,7 @@ def test_the_vocabulary_of_shards_may_be_named(tmp_path, vocabulary):
 
 
 HEAD = np.array([20240520, 3, 5], '<i4').tobytes()
+EMPTY = np.array([20240520, 1, *[0] * 254], '<i4').tobytes()
 
 
 @pytest.mark.parametrize(
@@ -277,6 +281,7 @@ HEAD = np.array([20240520, 3, 5], '<i4').tobytes()
         ({'fineweb_000001.bin': b'ab'}, {}, 'no train shards; .*, not fineweb_000001.bin'),
         ({'train.bin': b'abc'}, {}, 'train.bin is no shard of tokens: .* its 3 bytes have to be'),
         ({'train.bin': HEAD}, {}, 'train.bin has a header 20240520, version 3, which .* known are'),
+        ({'train.bin': EMPTY}, {}, 'train.bin has a header of 0 tokens; remove it'),
         ({'x_train_1.bin': b'ab', 'y_train_1.bin': b'ab'}, {}, "shards of 'x' and 'y'; name those"),
         ({'train.bin': b'abcd'}, {'tokenizer': 'bpe'}, "data.tokenizer='bpe' cannot be that of"),
         (
