@@ -1,6 +1,7 @@
 """Command lines of launchers: own flags, then `-- train|ablate FLAGS...`. Standard library only."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -64,3 +65,19 @@ def whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def variable(text: str) -> str:
+    """NAME=VALUE of an environment variable."""
+    if not re.fullmatch('[A-Za-z_][A-Za-z0-9_]*=.*', text, re.DOTALL):
+        raise argparse.ArgumentTypeError(f'{text!r} is not NAME=VALUE')
+    return text
+
+
+def label(text: str) -> str:
+    """A name that clouds and Kubernetes accept, with room for what they append."""
+    if not re.fullmatch('[a-z]([-a-z0-9]{0,38}[a-z0-9])?', text):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not 1 to 40 lower-case letters, digits and inner hyphens'
+        )
+    return text

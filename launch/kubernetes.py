@@ -15,7 +15,6 @@ a2, a2ultra, g2, a3, a3mega, a3ultra, a4 on GKE, or `gpu` for nodes of any clust
 arguments, else kubectl's.
 """
 
-import argparse
 import json
 import math
 import re
@@ -27,7 +26,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from arguments import Parser, leave, split
+from arguments import Parser, label, leave, require, split, variable, whole
 
 TEMPLATES = Path(__file__).resolve().parent / 'kubernetes'
 PORT = 8476
@@ -139,37 +138,25 @@ def manifest(options: Namespace, command: list[str]) -> str:
     return template.substitute({name: quoted(value) for name, value in values.items()})
 
 
-def whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f'{text!r} is not a whole number')
-    return int(text)
-
-
 def read_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     """The command line, checked; a mistake ends the launcher with one sentence."""
     flags, command = split(argv)
     parser = Parser(__doc__)
-    parser.add_argument('--name', required=True, help='of the JobSet or Job')
+    parser.add_argument('--name', type=label, required=True, help='of the JobSet or Job')
     parser.add_argument('--image', required=True, help='made with launch/kubernetes/Dockerfile')
     parser.add_argument('--accelerator', required=True, help='e.g. v6e-16, a3-2x8, gpu-1x8')
-    parser.add_argument('--workers', type=whole, default=0, help='pods that share a study')
+    parser.add_argument('--workers', type=whole(1), help='pods that share a study')
     parser.add_argument('--spot', action='store_true', help='on nodes that may be preempted')
     parser.add_argument('--volume', help='claim that is mounted at /runs')
-    parser.add_argument('--env', action='append', default=[], help='NAME=VALUE')
+    parser.add_argument('--env', type=variable, action='append', default=[], help='NAME=VALUE')
     parser.add_argument('--service_account', default='default', help='with access to the bucket')
     parser.add_argument('--queue', help="Kueue's local queue")
     parser.add_argument('--namespace', help="default: kubectl's")
-    parser.add_argument('--retries', type=whole, default=3, help='after a crash')
-    parser.add_argument('--grace', type=whole, default=300, help='seconds to save in')
+    parser.add_argument('--retries', type=whole(0), default=3, help='after a crash')
+    parser.add_argument('--grace', type=whole(0), default=300, help='seconds to save in')
     parser.add_argument('--dry_run', action='store_true', help='print the manifest')
     options = parser.parse_args(flags)
-    if not command:
-        leave('a command behind -- is missing, e.g. -- train --config=small --workdir=gs://...')
-    if not re.fullmatch('[a-z]([-a-z0-9]{0,38}[a-z0-9])?', options.name):
-        leave(f'--name={options.name} is not 1 to 40 lower-case letters, digits, inner hyphens')
-    for one in options.env:
-        if not re.fullmatch('[A-Za-z_][A-Za-z0-9_]*=.*', one, re.S):
-            leave(f'--env={one} is not NAME=VALUE')
+    require(command, options.workers)
     return options, command
 
 

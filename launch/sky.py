@@ -20,7 +20,7 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from arguments import Parser, leave, split
+from arguments import Parser, label, leave, require, split, variable, whole
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,7 +51,7 @@ def submissions(options: Namespace, path: str) -> list[list[str]]:
     extras = 'tpu,buckets' if options.accelerators.startswith('tpu') else 'cuda,buckets'
     given = [f'EXTRAS={extras}', f'RETRIES={options.retries}', *options.env]
     flags += [word for one in given for word in ('--env', one)]
-    names = [f'{options.name}-{k}' for k in range(options.workers)] or [options.name]
+    names = [f'{options.name}-{k}' for k in range(options.workers or 0)] or [options.name]
     return [['sky', 'jobs', 'launch', '--name', name, *flags, path] for name in names]
 
 
@@ -60,28 +60,20 @@ def read_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     flags, command = split(argv)
     parser = Parser(__doc__)
     parser.add_argument('--accelerators', required=True, help='e.g. H100:8, tpu-v6e-16')
-    parser.add_argument('--name', default='qkattn', help='of the job or jobs')
-    parser.add_argument('--nodes', type=int, default=1, help='hosts with GPUs (1)')
-    parser.add_argument('--workers', type=int, default=0, help='jobs that share a study')
+    parser.add_argument('--name', type=label, default='qkattn', help='of the job or jobs')
+    parser.add_argument('--nodes', type=whole(1), default=1, help='hosts with GPUs (1)')
+    parser.add_argument('--workers', type=whole(1), help='jobs that share a study')
     parser.add_argument('--infra', help='where, e.g. gcp/us-east5; default: the cheapest')
     parser.add_argument('--on_demand', action='store_true', help='capacity that is not preempted')
-    parser.add_argument('--env', action='append', default=[], help='NAME=VALUE')
-    parser.add_argument('--retries', type=int, default=3, help='after a crash (3)')
+    parser.add_argument('--env', type=variable, action='append', default=[], help='NAME=VALUE')
+    parser.add_argument('--retries', type=whole(0), default=3, help='after a crash (3)')
     parser.add_argument('--dry_run', action='store_true', help='print, do nothing')
     options = parser.parse_args(flags)
-    if not command:
-        leave('a command behind -- is missing, e.g. -- train --config=small --workdir=gs://...')
+    require(command, options.workers)
     if not re.fullmatch(r'[A-Za-z0-9-]+(:[1-9][0-9]*)?', options.accelerators):
         leave(f'--accelerators={options.accelerators} is not NAME or NAME:COUNT, e.g. H100:8')
-    if not re.fullmatch('[a-z]([-a-z0-9]{0,38}[a-z0-9])?', options.name):
-        leave(f'--name={options.name} is not 1 to 40 lower-case letters, digits, inner hyphens')
-    if options.nodes < 1 or options.workers < 0 or options.retries < 0:
-        leave('--nodes is at least 1, --workers and --retries at least 0')
     if options.workers and options.nodes > 1:
         leave(f'--workers={options.workers} excludes --nodes={options.nodes}: a worker is one host')
-    for one in options.env:
-        if not re.fullmatch('[A-Za-z_][A-Za-z0-9_]*=.*', one, re.S):
-            leave(f'--env={one} is not NAME=VALUE')
     if not any('gs://' in argument for argument in command):
         print('note: without a gs:// directory, results end with the hosts', file=sys.stderr)
     return options, command

@@ -24,7 +24,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from arguments import Parser, leave, split
+from arguments import Parser, label, leave, require, split, variable, whole
 
 ROOT = Path(__file__).resolve().parent.parent
 VERBS = ('create', 'setup', 'run', 'status', 'logs', 'stop', 'delete', 'watch')
@@ -171,7 +171,9 @@ def read_options(argv: list[str]) -> Namespace:
     flags, command = split(argv)
     parser = Parser(__doc__)
     parser.add_argument('verb', metavar='VERB', help=', '.join(VERBS))
-    parser.add_argument('--name', required=True, help='of the queued resource and its node')
+    parser.add_argument(
+        '--name', type=label, required=True, help='of the queued resource and its node'
+    )
     parser.add_argument('--zone', required=True, help='e.g. us-east5-b')
     parser.add_argument('--project', help="default: gcloud's")
     parser.add_argument('--accelerator', help='type and number, e.g. v6e-16 (create, watch)')
@@ -180,9 +182,11 @@ def read_options(argv: list[str]) -> Namespace:
     tier.add_argument('--spot', action='store_true', help='cheaper, preemptible')
     tier.add_argument('--reserved', action='store_true', help='on reserved capacity')
     parser.add_argument('--extras', default='tpu,buckets', help='extras to install (setup, watch)')
-    parser.add_argument('--env', action='append', default=[], help='NAME=VALUE (run, watch)')
-    parser.add_argument('--retries', type=int, default=3, help='after a crash (run, watch)')
-    parser.add_argument('--grace', type=int, default=300, help='seconds to save in (stop)')
+    parser.add_argument(
+        '--env', type=variable, action='append', default=[], help='NAME=VALUE (run, watch)'
+    )
+    parser.add_argument('--retries', type=whole(0), default=3, help='after a crash (run, watch)')
+    parser.add_argument('--grace', type=whole(1), default=300, help='seconds to save in (stop)')
     parser.add_argument('--worker', default='0', help='whose log (logs)')
     parser.add_argument('--poll', type=float, default=60, help='seconds (watch)')
     parser.add_argument('--dry_run', action='store_true', help='print, do nothing')
@@ -196,19 +200,16 @@ def check(options: Namespace) -> None:
     verb, kind = options.verb, options.accelerator
     if verb not in VERBS:
         leave(f'unknown verb {verb!r}; known are {", ".join(VERBS)}')
-    if not re.fullmatch('[a-z]([-a-z0-9]{0,61}[a-z0-9])?', options.name):
-        leave(f'--name={options.name} is not made of lower-case letters, digits and inner hyphens')
     if verb in ('create', 'watch'):
         if kind is None:
             leave(f'{verb} needs --accelerator=TYPE, e.g. --accelerator=v6e-16')
         if not re.fullmatch(f'({"|".join(RUNTIMES)})-[1-9][0-9]*', kind):
             valid = ', '.join(f'{name}-N' for name in RUNTIMES)
             leave(f'--accelerator={kind} is not a TPU VM type; valid are {valid}')
-    if (verb in ('run', 'watch')) != bool(options.command):
-        needs = 'needs a command' if verb in ('run', 'watch') else 'takes no command'
-        leave(f'{verb} {needs} behind --, e.g. -- train --config=small --workdir=gs://...')
-    if any(not re.fullmatch('[A-Za-z_][A-Za-z0-9_]*=.*', one, re.S) for one in options.env):
-        leave(f'--env={options.env[0]} is not NAME=VALUE')
+    if verb in ('run', 'watch'):
+        require(options.command)
+    elif options.command:
+        leave(f'{verb} takes no command behind --')
     if options.command and not any('gs://' in one for one in options.command):
         print('note: without a gs:// directory, results end with the hosts', file=sys.stderr)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_tpu import AWKWARD, TRAIN
+from tests.launch.test_tpu import AWKWARD, STUDY, TRAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / 'launch' / 'kubernetes.py'
@@ -37,20 +37,24 @@ def launch(*arguments: str, **kwargs) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, **kwargs)
 
 
-def rendered(*flags: str, command=('train', *AWKWARD)) -> str:
-    done = launch(*NAMED, *flags, '--dry_run', '--', *command)
+def rendered(*flags: str, arguments=AWKWARD) -> str:
+    command = 'ablate' if any('--workers' in flag for flag in flags) else 'train'
+    done = launch(*NAMED, *flags, '--dry_run', '--', command, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @functools.cache
 def validated() -> dict[str, list]:
-    """(content, problems) of the manifest of each case."""
-    texts = json.dumps([rendered(*flags) for flags in CASES.values()])
+    """(content, problems) of the manifest of each case, and of a 'broken' one."""
+    texts = {case: rendered(*flags) for case, flags in CASES.items()}
+    broken = texts['tpu'].replace('maxRestarts', 'maxRestart')
+    texts['broken'] = broken.replace('parallelism', 'paralelism')
     script = ROOT / 'tests' / 'launch' / 'validate_manifest.py'
-    done = subprocess.run([PYTHON, str(script)], input=texts, capture_output=True, text=True)
+    given = json.dumps(list(texts.values()))
+    done = subprocess.run([PYTHON, str(script)], input=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+    return dict(zip(texts, json.loads(done.stdout), strict=True))
 
 
 def job_of(content: dict) -> dict:
@@ -109,13 +113,7 @@ def test_every_field_is_known_and_has_its_type(case):
 
 @needs_schemas
 def test_the_validator_sees_a_field_that_does_not_exist():
-    text = rendered('--accelerator=v6e-16').replace('maxRestarts', 'maxRestart')
-    text = text.replace('parallelism', 'paralelism')
-    script = ROOT / 'tests' / 'launch' / 'validate_manifest.py'
-    done = subprocess.run(
-        [PYTHON, str(script)], input=json.dumps([text]), capture_output=True, text=True
-    )
-    ((_, found),) = json.loads(done.stdout)
+    found = validated()['broken'][1]
     assert '.spec.failurePolicy.maxRestart is unknown' in found
     assert '.spec.replicatedJobs[0].template.spec.paralelism is unknown' in found
     assert any("'paralelism' was unexpected" in one for one in found)
@@ -127,7 +125,7 @@ def test_arguments_arrive_unchanged_and_pods_have_time_to_save(case):
     pod = pod_of(validated()[case][0])
     (container,) = pod['containers']
     env = {'HOME': '/root', 'NAME': 'replaced', 'id': 'replaced'}
-    assert [expanded(one, env) for one in container['args']] == ['train', *AWKWARD]
+    assert [expanded(one, env) for one in container['args']][1:] == list(AWKWARD)
     assert container['command'] == ['python', '-m', 'qkattn']
     assert pod['restartPolicy'] == 'Never'
     assert pod['terminationGracePeriodSeconds'] == (40 if case == 'any gpu' else 300)
@@ -135,7 +133,7 @@ def test_arguments_arrive_unchanged_and_pods_have_time_to_save(case):
 
 @needs_schemas
 def test_hosts_and_accelerators():
-    content = {case: one[0] for case, one in validated().items()}
+    content = {case: validated()[case][0] for case in CASES}
     sizes = {
         case: (
             job_of(one)['parallelism'],
@@ -212,13 +210,14 @@ def test_exit_codes_decide_what_restarts(case):
         ((*NAMED, '--accelerator=v6e-12', '--', *TRAIN), 'v6e-12 16 256'),
         ((*NAMED, '--accelerator=h100', '--', *TRAIN), 'h100 v5p-N a3-HOSTSxGPUS'),
         ((*NAMED, '--accelerator=a3-0x8', '--', *TRAIN), 'a3-0x8'),
-        ((*NAMED, '--accelerator=v6e-16', '--workers=2', '--', *TRAIN), '--workers v6e-16 4'),
+        ((*NAMED, '--accelerator=v6e-16', '--workers=2', '--', *STUDY), '--workers v6e-16 4'),
+        ((*NAMED, '--accelerator=v6e-8', '--workers=2', '--', *TRAIN), '--workers=2 train'),
         ((*NAMED, '--accelerator=v6e-16'), 'command --'),
         ((*NAMED, '--accelerator=v6e-16', '--', 'sh'), 'sh train ablate'),
         ((*NAMED, '--accelerator=v6e-16', '--frob', '--', *TRAIN), '--frob'),
         ((*NAMED, '--accelerator=v6e-16', '--grace=-1', '--', *TRAIN), '--grace -1'),
-        ((*NAMED, '--accelerator=v6e-16', '--env=A', '--', *TRAIN), '--env=A NAME=VALUE'),
-        (('--name=a: b', '--image=i', '--accelerator=v6e-16', '--', *TRAIN), '--name=a: b'),
+        ((*NAMED, '--accelerator=v6e-16', '--env=A', '--', *TRAIN), '--env A NAME=VALUE'),
+        (('--name=a: b', '--image=i', '--accelerator=v6e-16', '--', *TRAIN), '--name a:'),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_submits_nothing(arguments, words, tmp_path):
@@ -247,7 +246,7 @@ def test_a_manifest_is_handed_to_kubectl_once(tmp_path):
     env = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'}
     assert launch(*NAMED, *flags, '--', *TRAIN, env=env).returncode == 3
     assert (tmp_path / 'words').read_text() == 'create --namespace=lab -f -\n'
-    assert (tmp_path / 'yaml').read_text() == rendered(*flags, command=TRAIN)
+    assert (tmp_path / 'yaml').read_text() == rendered(*flags, arguments=TRAIN[1:])
 
 
 def test_the_image_has_what_runs_need_and_no_more():

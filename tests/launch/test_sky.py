@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch.test_tpu import AWKWARD, PROGRAM, TRAIN, started
+from tests.launch.test_tpu import AWKWARD, PROGRAM, STUDY, TRAIN, started
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / 'launch' / 'sky.py'
 PYTHON = os.environ.get('QKATTN_TEST_SKY_PYTHON')
 GPUS = '--accelerators=H100:8'
-STUDY = ('ablate', '--config=quickstart', '--workdir=gs://b/quickstart')
 # Loads tasks with SkyPilot's parser; prints what it understood.
 LOAD = """
 import json, sys
@@ -148,10 +147,10 @@ def test_each_worker_is_a_job(tmp_path):
         ((GPUS, '--', 'sh'), 'sh train ablate'),
         ((GPUS, '--frob', '--', *TRAIN), '--frob'),
         (('--accelerators=8 GPUs', '--', *TRAIN), '8 H100:8'),
-        ((GPUS, '--name=A', '--', *TRAIN), '--name=A'),
+        ((GPUS, '--name=A', '--', *TRAIN), '--name A'),
         ((GPUS, '--workers=2', '--nodes=2', '--', *STUDY), '--workers=2 --nodes=2'),
         ((GPUS, '--nodes=0', '--', *TRAIN), '--nodes'),
-        ((GPUS, '--env==', '--', *TRAIN), '--env== NAME=VALUE'),
+        ((GPUS, '--env==', '--', *TRAIN), '--env NAME=VALUE'),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(arguments, words):

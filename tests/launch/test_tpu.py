@@ -19,9 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TPU = ROOT / 'launch' / 'tpu.py'
 WHERE = ('--name=qk', f'--zone={ZONE}')
 KIND = '--accelerator=v6e-16'
+STUDY = ('ablate', '--config=quickstart', '--workdir=gs://b/quickstart')
 TRAIN = ('train', '--config=small', '--workdir=gs://b/small')
 # Arguments on which a shell, or Kubernetes, could act.
 AWKWARD = (
+    '--workdir=gs://b/r',
     '--a=b c\'d"e',
     '--x=$HOME $(id) `id` \\',
     '--y=one\ntwo',
@@ -123,8 +125,9 @@ def state_of(host: Path) -> str:
         (('create', *WHERE), '--accelerator v6e-16'),
         (('create', *WHERE, '--accelerator=h100-8'), 'h100-8 v5litepod-N v6e-N'),
         (('create', *WHERE, KIND, '--spot', '--reserved'), '--reserved --spot'),
-        (('create', '--name=Q k', f'--zone={ZONE}', KIND), '--name=Q k'),
+        (('create', '--name=Q k', f'--zone={ZONE}', KIND), '--name Q'),
         (('run', *WHERE), 'command --'),
+        (('run', *WHERE, '--', 'train', '--config=small'), '--workdir'),
         (('run', *WHERE, '--'), 'missing train ablate'),
         (('run', *WHERE, '--', 'rm', '-rf'), 'rm train ablate'),
         (('run', *WHERE, '--env=a b', '--', *TRAIN), '--env NAME=VALUE'),
@@ -340,9 +343,9 @@ def test_watch_creates_the_slice_again_after_a_preemption(cloud, launcher, tmp_p
             stderr=subprocess.STDOUT,
         )
     try:
-        until(lambda: all((home / 'waiting').exists() for home in homes), 90)
+        until(lambda: all((home / 'waiting').exists() for home in homes), 600)
         preempt(api, homes)
-        assert watching.wait(120) == 0, (tmp_path / 'watch').read_text()
+        assert watching.wait(600) == 0, (tmp_path / 'watch').read_text()
     finally:
         watching.kill()
     changes = [method for method, path, _ in api.calls if '/queuedResources' in path]
