@@ -1,7 +1,8 @@
 """A worker of a study: acquires the lease of a run, trains it, extends the plan, and repeats.
 
 Any number of workers may share a study's directory. A run is trained by one of them at a time, and
-the run of a worker that died is resumed from its last checkpoint.
+the run of a worker that died is resumed from its last checkpoint. A worker may be a job of several
+processes, of which process 0 holds the leases and writes the files of the study.
 """
 
 import dataclasses

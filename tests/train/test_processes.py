@@ -296,5 +296,7 @@ def test_a_worker_of_two_processes_ends_a_study_as_one_process_does(small, tmp_p
         assert_same_run(two / line['directory'], one / line['directory'])
     assert len((two / 'results.jsonl').read_text().splitlines()) == 4
     assert not leases.holders(two / 'leases') and len(list((two / 'leases').iterdir())) == 2
-    events = [[entry['event'] for entry in ledger.read(path).entries] for path in (two, one)]
+    events = [
+        [entry['event'] for entry in ledger.read(path / ledger.NAME).entries] for path in (two, one)
+    ]
     assert events[0] == events[1]
