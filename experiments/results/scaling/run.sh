@@ -10,13 +10,14 @@ describe() { # POD ROWS FLAGS...: a dry run with so many sequences per step
   "$python" -m experiments.train --config=small --dry_run --dry_run_log="$here/scaling.csv" \
     --config.model.context=1024 --config.model.vocab_size=50304 \
     --config.model.compute_dtype=bfloat16 --config.train.steps_per_dispatch=1 \
-    --config.trials.seeds='(0,)' --topology="$1" --config.train.batch_size="$2" "${@:3}"
+    --topology="$1" --config.train.batch_size="$2" "${@:3}"
 }
 
-gpt2=(--config.model.d_model=768 --config.model.num_layers=12 --config.model.num_heads=12)
+small=(--config.model.d_model=768 --config.model.num_layers=12 --config.model.num_heads=12)
+gpt2=("${small[@]}" --config.trials.seeds='(0,)')
 large=(--config.model.d_model=2048 --config.model.num_layers=24 --config.model.num_heads=16
-  --config.model.remat=full)
-stack=("${gpt2[@]}" --config.trials.seeds="($(seq -s, 0 31))")
+  --config.model.remat=full --config.trials.seeds='(0,)')
+stack=("${small[@]}" --config.trials.seeds="($(seq -s, 0 31))")
 
 weak() { # weak scaling of the 124M model, 8 sequences per device
   for devices in 1 2 4 8 16 32 64; do
