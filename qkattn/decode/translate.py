@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -154,15 +154,20 @@ def score_split(
     )
 
 
-def score_trial(config: Config, rows: Rows, params: dict) -> dict[str, Any] | None:
+def score_trial(
+    config: Config, rows: Rows, fetch_params: Callable[[], dict]
+) -> dict[str, Any] | None:
     """`score_split` of every split but 'train' with one trial's parameters, by result field.
+
+    Args:
+      fetch_params: brings the parameters to one device of each process.
 
     Returns:
       None where the rows are not parallel text.
     """
     if not isinstance(rows, TranslationRows):
         return None
-    model = with_params(config.model, params)
+    model = with_params(config.model, fetch_params())
     lowercase = config.data.lowercase
     return {
         f'{PREFIXES[split]}_{name}': value

@@ -135,10 +135,10 @@ def induction(
 STACK_MEASUREMENTS: tuple[
     Callable[[Config, Program, Rows, dict], dict[str, np.ndarray] | None], ...
 ] = (induction,)
-# (config, rows, one trial's parameters) -> value by field, or None where it does not apply.
-TRIAL_MEASUREMENTS: tuple[Callable[[Config, Rows, dict], dict[str, Any] | None], ...] = (
-    score_trial,
-)
+# (config, rows, () -> one trial's parameters) -> value by field, or None where it does not apply.
+TRIAL_MEASUREMENTS: tuple[
+    Callable[[Config, Rows, Callable[[], dict]], dict[str, Any] | None], ...
+] = (score_trial,)
 
 
 def _sums(

@@ -1,5 +1,6 @@
 """What a run leaves for reports: an object per trial, per evaluation, and per document."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ def of_trials(
             result |= _of_split(reached.get(split) if finite else None, prefix, x)
         result |= {name: float(v_X[x]) if finite else None for name, v_X in measured.items()}
         for measure_trial in TRIAL_MEASUREMENTS if finite else ():
-            result |= measure_trial(config, rows, _params(state, x)) or {}
+            result |= measure_trial(config, rows, functools.partial(_params, state, x)) or {}
         results.append(result)
     return to_jsonable(results)
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from qkattn.config import DecodeConfig, ModelConfig
+from qkattn.config import Config, DecodeConfig, ModelConfig
 from qkattn.data.parallel import PairDataset
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.decode import translate, translation_scores
@@ -178,3 +178,8 @@ def test_processes_share_the_batches_and_know_all_translations(monkeypatch):
         found = translated(sources, beam=1)
     assert [len(part) for part in given] == [3, 2, 2]  # of batches of 2, 2, 2 and 1
     assert found == want
+
+
+def test_only_translations_fetch_the_parameters_of_a_trial():
+    """They may not fit on one device."""
+    assert translate.score_trial(Config(), object(), lambda: pytest.fail('fetched')) is None
