@@ -97,7 +97,8 @@ def translate_ids(
         for row, i in enumerate(chosen):
             ids = tokens_BT[row, : lengths_B[row]]
             translations[i] = ids[ids != separator].tolist()
-    found = {i: ids for part in agreement.from_all(list(translations.items())) for i, ids in part}
+    parts = agreement.from_all(list(translations.items()), limit=agreement.OWNER_LIMIT)
+    found = {i: ids for part in parts for i, ids in part}
     return [np.array(found[i], np.int32) for i in range(len(sources))]
 
 

@@ -38,8 +38,11 @@ def owned(make: Callable[[], T]) -> T:
 def owner_first(make: Callable[[], T]) -> T:
     """What `make` makes in each process; the others follow process 0, and find what it prepared.
 
-    All processes raise the error that `make` raises in process 0.
+    Returns once all have it: hosts without a common disk prepare their own. All processes raise the
+    error that `make` raises in process 0.
     """
     made: list[T] = []
     agreement.on_owner(lambda: made.append(make()))
-    return made[0] if made else make()
+    value = made[0] if made else make()
+    agreement.barrier('prepared', limit=agreement.OWNER_LIMIT)
+    return value

@@ -168,7 +168,7 @@ def test_processes_share_the_batches_and_know_all_translations(monkeypatch):
     for rank in (0, 1, 2, 0):
         monkeypatch.setattr(jax, 'process_index', lambda rank=rank: rank)
 
-        def from_all(own, rank=rank):
+        def from_all(own, rank=rank, limit=None):
             given[rank] = own
             # Until all have arrived, others answer for them.
             found = {i for part in given for i, _ in part}

@@ -22,22 +22,24 @@ from tests.compiled_programs import FLAGS
 from tests.distributed.jobs import ended, start_job
 
 # Trains a run, or works on a study, per line of a file; a rank with lines of its own takes them.
-# The results go to a file, since Gloo prints.
+# The results go to a file, since Gloo prints. Process 0 loses a run after LOST_AFTER dispatches.
 JOB = """
-    import json, sys
+    import itertools, json, os, sys
     from pathlib import Path
     from qkattn.config import Config, Study, from_json
     from qkattn.distributed import bootstrap
-    from qkattn.errors import ConfigError
+    from qkattn.errors import ConfigError, Lost
     from qkattn.run import signals
     from qkattn.study import worker
     from qkattn.train import start, train
 
     start.SEEN_WITHIN = 1.0
+    lost_after, dispatches = int(os.environ.get('LOST_AFTER', 10**9)), itertools.count(1)
 
     def call(kind, settings, path):
         if kind == 'Config':
-            return train(from_json(Config, settings), path)
+            lost = lambda: next(dispatches) >= lost_after
+            return train(from_json(Config, settings), path, lost=lost)
         return str(worker.run(from_json(Study, settings), path))
 
     @signals.leaving_at_once()
@@ -49,7 +51,7 @@ JOB = """
         for line in (own if own.exists() else job / 'runs.jsonl').read_text().splitlines():
             try:
                 got.append(call(*json.loads(line)))
-            except ConfigError as error:
+            except (ConfigError, Lost) as error:
                 got.append(str(error))
         (job / f'got{rank}.json').write_text(json.dumps(got))
 
@@ -57,14 +59,14 @@ JOB = """
 """
 
 
-def start(directory, runs, count=2, devices=4, source=JOB, **by_rank):
+def start(directory, runs, count=2, devices=4, lost_after=10**9, **by_rank):
     """Starts a job that trains `runs`, pairs of a config, or a study, and a directory."""
     directory.mkdir(exist_ok=True)
     for name, pairs in {'runs': runs, **by_rank}.items():
         lines = [json.dumps([type(c).__name__, to_json(c), str(p)]) + '\n' for c, p in pairs]
         (directory / f'{name}.jsonl').write_text(''.join(lines))
     flags = FLAGS.replace('device_count=8', f'device_count={devices}')
-    return start_job(source, count, directory, XLA_FLAGS=flags)
+    return start_job(JOB, count, directory, XLA_FLAGS=flags, LOST_AFTER=str(lost_after))
 
 
 def got(directory, job, timeout=300):
@@ -208,6 +210,15 @@ def test_two_processes_killed_or_stopped_resume_bitwise(small, tmp_path):
     assert (killed / 'documents.json').read_text() == (straight / 'documents.json').read_text()
     for mine, other in zip(*(state_of(config, path) for path in (killed, straight)), strict=True):
         np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.slow
+def test_a_run_that_process_0_loses_is_let_go_by_all(small, tmp_path):
+    config, path = small({'trial': 2, 'data': 4}), tmp_path / 'two'
+    job = start(tmp_path / 'job', [(config, path)], lost_after=5)
+    assert got(tmp_path / 'job', job) == [f'{path} was taken over at step 8']
+    assert sorted(p.name for p in (path / 'checkpoints').iterdir()) == ['4']
+    assert not (path / 'result.json').exists()
 
 
 def rewound(path, to, step):
