@@ -10,7 +10,7 @@ from typing import Any
 from absl import flags
 
 from qkattn.config import Config
-from qkattn.distributed import bootstrap
+from qkattn.distributed import agreement, bootstrap
 from qkattn.errors import ConfigError
 from qkattn.metrics import METRICS, PREFIXES
 from qkattn.run import cli, signals
@@ -41,9 +41,10 @@ def main() -> None:
     if DRY_RUN.value:
         pod = None if TOPOLOGY.value is None else pods.pod_of(TOPOLOGY.value)
         described = topology.describe(config, pod)
-        print(dry_run.text(described))
-        if LOG.value is not None:
-            dry_run.log(described, LOG.value)
+        if agreement.owner():
+            print(dry_run.text(described))
+            if LOG.value is not None:
+                dry_run.log(described, LOG.value)
         return
     if TOPOLOGY.value is not None:
         raise ConfigError('--topology needs --dry_run')

@@ -65,7 +65,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     devices, types = devices[:wanted], (AxisType.Auto,) * 4
     sizes = Counter(getattr(device, 'slice_index', 0) for device in devices).values()
     if len(sizes) == 1:
-        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+        # jax.make_mesh refuses a mesh such as 32 x 8 on a torus of 16 x 16 chips.
+        arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(arranged, names, axis_types=types)
     # Slices along each axis, as many as possible along the first ones.
     outer, left = [], len(sizes)
     for size in shape:

@@ -136,7 +136,7 @@ def describe(config: Config, pod: Pod | None = None) -> Description:
         raise ConfigError(
             f'topology {pod.name!r} has {pod.devices:,} devices, more than the '
             f'{MOST_FAKE_DEVICES:,} fake ones of a process; TPU slices of this size need libtpu: '
-            'pip install libtpu'
+            "pip install -e '.[tpu]'"
         )
     return _describe(config, pod, chip, jax.devices('cpu')[: pod.devices], where, fake)
 

@@ -97,6 +97,27 @@ def test_fsdp_and_tensor_stay_inside_a_node_where_they_can(mesh, crossing):
     assert found == crossing
 
 
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    """What JAX asks a TPU for."""
+
+    id: int
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+    process_index: int = 0
+    platform: str = 'tpu'
+    device_kind: str = 'TPU v6 lite'
+
+
+@pytest.mark.parametrize('mesh', [MeshConfig(trial=8, data=2), MeshConfig(data=4, fsdp=4)], ids=str)
+def test_an_axis_may_span_a_part_of_a_side_of_the_torus(mesh):
+    """`jax.make_mesh` refuses 8 x 2 on a torus of 4 x 4."""
+    devices = [Tpu(id=i, coords=(i // 4, i % 4, 0)) for i in range(16)]
+    built = sharding.make_mesh(mesh, devices)
+    assert dict(built.shape) == dataclasses.asdict(mesh)
+    assert {d.id for d in built.devices.flat} == set(range(16))
+
+
 def test_a_mesh_that_does_not_fit_the_nodes_is_refused():
     devices = [Gpu(id=i, slice_index=i // 3) for i in range(8)]  # of 3, 3 and 2
     with pytest.raises(ConfigError, match='over 3 slices or nodes of 3, 3, 2 devices'):

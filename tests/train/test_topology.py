@@ -4,6 +4,7 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import importlib.util
 import math
 import os
 
@@ -264,6 +265,20 @@ def test_a_data_parallel_step_sums_the_gradients(on_pod):
     assert row.seconds == pytest.approx(seconds) and run.seconds['links'] == pytest.approx(seconds)
     assert run.model_flops < run.flops < 2 * run.model_flops
     assert run.memory['parameters'] == gradients and run.tokens == 8 * 16
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec('libtpu') is None, reason="libtpu is absent: pip install -e '.[tpu]'"
+)
+def test_a_tpu_slice_is_compiled_by_its_own_compiler(tiny):
+    config = tiny(
+        model={'tied_embeddings': False}, train={'accumulation': 1}, trials={'seeds': (0,)}
+    )
+    run = topology.describe(dataclasses.replace(config, mesh=MeshConfig(data=8)), pod_of('v5p-16'))
+    gradients = 4 * run.parameters
+    assert run.compiler == 'XLA for TPU v5p (libtpu)' and run.memory['program'] > 0
+    assert gradients <= sum(row.size for row in run.collectives) <= gradients + 64
+    assert run.memory['parameters'] == gradients and not run.warnings
 
 
 def test_memory_is_that_of_the_shardings(on_pod):
