@@ -1,5 +1,6 @@
 """TPU VMs: command lines, what hosts execute, and the real gcloud against an API on loopback."""
 
+import importlib
 import json
 import os
 import shlex
@@ -224,6 +225,76 @@ def test_a_stop_that_takes_too_long_is_reported(host):
     done = on_host(host, 'qkattn/launch/host.sh stop 0.05')
     assert (done.returncode, done.stderr) == (1, 'still saving after 0.05 s\n')
     until(lambda: state_of(host) == 'exit 75')
+
+
+# watch
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """launch/tpu.py as a module."""
+    monkeypatch.syspath_prepend(str(TPU.parent))
+    yield importlib.import_module('tpu')
+    for name in ('tpu', 'arguments'):
+        sys.modules.pop(name)
+
+
+@pytest.mark.parametrize(
+    'states, code',
+    [
+        (['exit 0', 'exit 0'], 0),
+        (['exit 0', 'running'], None),
+        (['exit 2', 'new'], None),
+        ([], None),
+        (['exit 1', 'exit 2', 'exit 75'], 2),
+        (['exit 75', 'exit 139', 'exit 0'], 139),
+        (['exit 75', 'exit 0'], 75),
+    ],
+)
+def test_the_hosts_decide_the_exit_code(module, states, code):
+    assert module.finished(states) == code
+
+
+@pytest.mark.parametrize(
+    'seen, verbs, code',
+    [
+        # Preempted while it runs, then done; None: gcloud or a host does not answer.
+        (
+            ['', 'PROVISIONING', 'new new', None, 'running running', 'SUSPENDING', 'SUSPENDED']
+            + ['new new', 'running exit0', 'exit0 exit0'],
+            'create setup run delete create setup run',
+            0,
+        ),
+        (['ready ready', 'exit75 exit75'], 'run', 75),
+        (['running running', 'exit2 exit2'], '', 2),
+        (['running lost', 'running running', 'exit1 exit1'], 'run', 1),
+        # A command of before has ended: the same command goes on from its checkpoint.
+        (['exit75 exit75', 'running running', 'exit0 exit0'], 'run', 0),
+        (['FAILED'], '', 1),
+    ],
+)
+def test_what_watch_does_next(module, monkeypatch, seen, verbs, code):
+    given, done = iter(seen), []
+    hosts = ''
+
+    def output_of(command: list[str]) -> str | None:
+        nonlocal hosts
+        if command[3] == 'tpu-vm':
+            return hosts
+        state = next(given)
+        if state is None or state.isupper() or not state:
+            return state
+        hosts = ''.join(f'qkattn h {one.replace("exit", "exit ")}\n' for one in state.split())
+        return 'ACTIVE\n'
+
+    monkeypatch.setattr(module, 'output_of', output_of)
+    monkeypatch.setattr(module, 'do', lambda _, verb: done.append(verb))
+    options = module.read_options(['watch', *WHERE, KIND, '--poll=0', '--', *TRAIN])
+    try:
+        ended = module.watch(options)
+    except SystemExit as end:
+        ended = end.code
+    assert (' '.join(done), ended, list(given)) == (verbs, code, [])
 
 
 # gcloud
