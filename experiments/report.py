@@ -6,14 +6,13 @@ python -m experiments.report --study=runs/fair_small --export=results/fair_small
 python -m experiments.report --study=runs/fair_small --accept=commits --why='docs alone differ'
 """
 
-from pathlib import Path
-
 from absl import flags
 
 from qkattn import report
 from qkattn.errors import ReportError
 from qkattn.report.export import export
 from qkattn.run import cli, ledger
+from qkattn.run.files import as_path
 from qkattn.run.progress import waiting
 
 STUDY = flags.DEFINE_string('study', None, 'Study directory, as written by experiments.ablate.')
@@ -37,8 +36,8 @@ def main() -> None:
         print(report.show_run_report(RUN.value))
         return
     for code in ACCEPT.value:
-        ledger.accept(Path(STUDY.value), code, WHY.value)
-    with waiting(Path(STUDY.value).name, 'writing the report'):
+        ledger.accept(as_path(STUDY.value), code, WHY.value)
+    with waiting(as_path(STUDY.value).name, 'writing the report'):
         text = report.show_report(STUDY.value)
     print(text)
     if EXPORT.value is not None:

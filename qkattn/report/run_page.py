@@ -28,7 +28,7 @@ from qkattn.report.figures.style import (
 from qkattn.report.prose import NONE, data_name, environment, plain, si
 from qkattn.report.sheets import Heading
 from qkattn.run.file_schemas import CONFIG, PROVENANCE, read_results
-from qkattn.run.files import write_atomic
+from qkattn.run.files import as_path, write_atomic
 from qkattn.run.json_schema import flat
 from qkattn.run.records import read_json, read_metrics
 
@@ -72,7 +72,7 @@ def load_run(directory: str | Path) -> Run:
       ReportError: it is none, or nothing was logged yet.
       RunDirectoryError: a file is damaged.
     """
-    path = Path(directory)
+    path = as_path(directory)
     if not (path / 'config.json').exists():
         raise ReportError(f'{path} holds no config.json, so this is not a run directory')
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])

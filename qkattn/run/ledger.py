@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
-from qkattn.run.files import write_atomic
+from qkattn.run.files import as_path, write_atomic
 from qkattn.run.locks import locked
 from qkattn.run.records import parse_json, to_jsonable
 
@@ -102,7 +102,7 @@ def read(path: str | Path) -> Ledger:
     Raises:
       ReportError: there is none, or a line of it is missing, damaged, edited or out of place.
     """
-    path = Path(path)
+    path = as_path(path)
     if not path.is_file():
         why = 'is not a file' if path.exists() else 'does not exist'
         raise ReportError(
@@ -121,7 +121,7 @@ def read(path: str | Path) -> Ledger:
 
 def append(path: str | Path, event: str, **data: Any) -> None:
     """Appends a line of FIELDS[event], to a new ledger if there is none; raises as `read`."""
-    path = Path(path)
+    path = as_path(path)
     entries = read(path).entries if path.exists() else ()
     if data.keys() != set(FIELDS[event]):
         raise ValueError(f'{event} needs {FIELDS[event]}, not {tuple(data)}')

@@ -17,6 +17,8 @@ import numpy as np
 from qkattn.config import Config, to_json
 from qkattn.config.calls import resolve, takes
 from qkattn.config.extras import load_extra
+from qkattn.errors import ConfigError
+from qkattn.run import buckets
 from qkattn.run.files import write_atomic
 
 log = logging.getLogger(__name__)
@@ -132,9 +134,18 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 class Sinks:
-    """The open sinks of a run; one that fails is dropped with a warning."""
+    """The open sinks of a run; one that fails is dropped with a warning.
+
+    Raises:
+      ConfigError: the directory is in a bucket, where TensorBoard and W&B write nothing.
+    """
 
     def __init__(self, config: Config, directory: Path):
+        if buckets.is_url(directory) and (local := sorted(SINKS.keys() & set(config.train.sinks))):
+            raise ConfigError(
+                f'train.sinks: {", ".join(local)} cannot write to workdir={directory}; leave sinks '
+                'out, or give a directory on a file system'
+            )
         self._config, self._directory = config, directory
         self._open: dict[str, Sink] = {}
 

@@ -14,6 +14,7 @@ from typing import Any
 from qkattn.errors import ReportError
 from qkattn.run import ledger
 from qkattn.run.file_schemas import ORPHAN, RUN_FILES
+from qkattn.run.files import as_path
 from qkattn.run.json_schema import check, read
 from qkattn.run.ledger import Ledger
 from qkattn.run.records import for_each_line, parse_file
@@ -150,7 +151,7 @@ def load_study(directory: str | Path) -> Study:
     Raises ReportError if the directory or `study.json` is missing or unreadable, if no trial has a
     result, or if two runs hold the same trial. Other errors are listed in `Study.problems`.
     """
-    directory = Path(directory)
+    directory = as_path(directory)
     path = directory / 'study.json'
     if not directory.is_dir():
         raise ReportError(f'study directory {str(directory)!r} does not exist.')

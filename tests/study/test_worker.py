@@ -28,6 +28,7 @@ from qkattn.errors import (
     Stopped,
 )
 from qkattn.run import leases, ledger
+from qkattn.run.files import as_path
 from qkattn.run.records import read_json, to_jsonable, write_json
 from qkattn.run.signals import StopRequest
 from qkattn.study import declaration, plan, worker
@@ -124,6 +125,26 @@ def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_pat
     assert time.monotonic() - started < 2
     # The other arm came first, to its end.
     assert [name.startswith('shared_qk') for name in trained] == [True] * 3 + [False] * 3
+
+
+def test_workers_share_a_study_in_a_bucket(trained, bucket, caplog):
+    path = as_path('gs://runs/out')
+    first, second, *_ = plan.runs(STUDY, build_arms(STUDY), lambda run: None)
+    held = leases.acquire(path / 'leases', first.id, expiry=60.0)
+    far = json.dumps({'host': 'far', 'pid': 12, 'expiry': 60.0}).encode()
+    bucket.put('runs', f'out/leases/{second.id}', far, age=61.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, '_wait', lambda *_: held.release())
+        assert worker.run(STUDY, path, command=['x']) == path
+    assert len(trained) == 6 and trained[-1].startswith('qk')
+    assert ledger.read(path / 'ledger.jsonl').family == 1
+    assert not leases.holders(path / 'leases') and not (path / 'lock').exists()
+    worker.run(STUDY, path, command=['x'])
+    assert len(trained) == 6
+    with pytest.raises(ConfigError, match='workdir=gs://runs/out holds a study of other settings'):
+        worker.run(dataclasses.replace(STUDY, margin=0.5), path)
+    names = {name.split('/')[1] for name in bucket.names('runs', 'out/')}
+    assert names == {'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'runs', 'study.json'}
 
 
 @pytest.mark.parametrize('error', [InUseError('in use'), Lost('taken over')], ids=str)
