@@ -94,6 +94,17 @@ def read(path: str | os.PathLike[str]) -> Object:
     return Object(content, blob.generation, blob.updated.timestamp())
 
 
+def generation(path: str | os.PathLike[str]) -> int:
+    """The generation of the object at `path`; FileNotFoundError where there is none."""
+    blob = _blob(path)
+    with _sentences(blob.bucket.name, 'read'):
+        try:
+            blob.reload(timeout=REACH, retry=_retry(PATIENCE))
+        except _api('NotFound') as error:
+            raise FileNotFoundError(f'{os.fspath(path)} does not exist') from error
+    return blob.generation
+
+
 def write(path: str | os.PathLike[str], content: bytes, generation: int | None = None) -> int:
     """Writes an object whole and returns its generation.
 

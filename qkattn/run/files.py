@@ -81,6 +81,14 @@ def _disk_reason(error: BaseException) -> str | None:
     return None
 
 
+def version_of(path: Path) -> tuple[int, int]:
+    """What is another pair of numbers once the file is another: its size, and when it changed."""
+    if buckets.is_url(path):
+        return 0, buckets.generation(path)
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
 def remove_tree(path: Path) -> None:
     """Deletes a directory, if it is there, as far as that is possible."""
     if not buckets.is_url(path):

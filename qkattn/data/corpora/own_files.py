@@ -18,6 +18,8 @@ from typing import IO, NamedTuple, cast
 from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import Corpus, cut_at_lines, parse_languages
 from qkattn.errors import ConfigError
+from qkattn.run import buckets
+from qkattn.run.files import as_path, version_of
 
 SPLITS = ('train', 'validation', 'test')
 BLOCK = 1 << 20
@@ -131,7 +133,7 @@ def _names(languages: tuple[str, ...]) -> str:
 
 
 def _existing(config: DataConfig) -> Path:
-    path = Path(config.path).expanduser()
+    path = as_path(config.path).expanduser()
     if not path.exists():
         raise ConfigError(f'data.path={config.path!r} does not exist; name your files.')
     return path
@@ -168,6 +170,8 @@ def _text_files(path: Path) -> dict[str, Path]:
     """The file, or the text files of a folder, by the name of the document."""
     if path.name not in SPLITS:
         return {path.name.partition('.')[0]: path}
+    if buckets.is_url(path):
+        raise ConfigError(f'{str(path)!r} is a folder in a bucket; give its text as one file.')
     files = sorted(file for file in path.rglob('*') if file.name.endswith(('.txt', '.txt.gz')))
     if not files:
         raise ConfigError(f'{str(path)!r} holds no text files; name them *.txt or *.txt.gz.')
@@ -175,7 +179,8 @@ def _text_files(path: Path) -> dict[str, Path]:
 
 
 def _open(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, 'rb')) if path.suffix == '.gz' else path.open('rb')
+    file = path.open('rb')
+    return cast(IO[bytes], gzip.open(file)) if path.suffix == '.gz' else file
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
@@ -197,15 +202,15 @@ def _blocks(path: Path) -> Iterator[bytes]:
 def _scan(path: Path, config: DataConfig) -> Scan:
     """Reads a file through; raises ConfigError if it is not text."""
     try:
-        stat = path.stat()
+        version = version_of(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return _scan_blocks(path, config.tokenizer == 'bytes', stat.st_size, stat.st_mtime_ns)
+    return _scan_blocks(path, config.tokenizer == 'bytes', version)
 
 
 # A run opens its corpus more than once.
 @functools.lru_cache
-def _scan_blocks(path: Path, without_byte_0: bool, size: int, mtime_ns: int) -> Scan:
+def _scan_blocks(path: Path, without_byte_0: bool, version: tuple[int, int]) -> Scan:
     digest = hashlib.sha256()
     decoder = codecs.getincrementaldecoder('utf-8')()
     num_ends = 0

@@ -94,6 +94,21 @@ def test_the_version_is_that_of_the_text(tmp_path, monkeypatch):
     assert read(compressed) == {'train': [b'a\nb\n'], 'validation': [b'c\n']}
 
 
+def test_a_file_may_be_in_a_bucket(bucket, tmp_path):
+    whole = 'one\ntwo\n' * 100
+    files = {'train.txt': whole, 'validation.txt.gz': gzip.compress(whole.encode())}
+    local = text(write(tmp_path, files))
+    for name in files:
+        bucket.put('runs', f'text/{name}', (tmp_path / name).read_bytes())
+    there = text('gs://runs/text')
+    assert (there.version, read(there)) == (local.version, read(local))
+    bucket.put('runs', 'text/train.txt', b'other\n')
+    assert text('gs://runs/text').version != local.version
+    bucket.put('runs', 'folders/train/a.txt', b'a\n')
+    with refused("'gs://runs/folders/train' is a folder in a bucket; give its text as one file"):
+        read(text('gs://runs/folders'))
+
+
 def test_lines_of_parallel_files_are_documents(tmp_path):
     corpus = parallel(write(tmp_path, PAIRS))
     assert (corpus.name, corpus.languages) == ('parallel-en-de', ('en', 'de'))
