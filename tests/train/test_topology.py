@@ -241,15 +241,16 @@ def test_programs_of_accelerators():
 def on_pod(tiny, monkeypatch):
     """Describes a run of one trial of one layer on a host of 8 GPUs."""
     monkeypatch.setattr(topology, 'without_cache', contextlib.nullcontext)
+    assert len(jax.devices()) == 8  # JAX has started
 
-    def make(mesh, **model):
+    def make(mesh, pod='h100-1x8', **model):
         fields = {'tied_embeddings': False, 'num_layers': 1, **model}
         config = tiny(
             trials={'seeds': (0,)},
             model=fields,
             train={'accumulation': 1, 'steps_per_dispatch': 2, 'log_every': 2, 'lifting': 'auto'},
         )
-        return topology.describe(dataclasses.replace(config, mesh=mesh), pod_of('h100-1x8'))
+        return topology.describe(dataclasses.replace(config, mesh=mesh), pod_of(pod))
 
     return make
 
@@ -362,6 +363,16 @@ def test_an_involuntary_rematerialization_is_warned_of(on_pod, monkeypatch):
 def test_a_mesh_has_as_many_devices_as_the_pod(on_pod, mesh, message):
     with pytest.raises(ConfigError, match=message):
         on_pod(mesh)
+
+
+def test_more_fake_devices_than_a_process_has_are_refused(on_pod, monkeypatch):
+    with pytest.raises(
+        ConfigError, match='with 8 CPU devices, but the dry run needs 16; run it in'
+    ):
+        on_pod(MeshConfig(data=8, tensor=2), 'h100-2x8')
+    monkeypatch.setattr(topology, 'MOST_FAKE_DEVICES', 4)
+    with pytest.raises(ConfigError, match='has 8 devices, more than the 4 fake ones of a process'):
+        on_pod(MeshConfig(data=8))
 
 
 def test_the_advice_has_a_batch_that_divides(tiny):
