@@ -1,5 +1,6 @@
 """What a terminal shows of a report: at most so many columns; the rest is in the files."""
 
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -14,6 +15,10 @@ from qkattn.verdict.load import Study
 
 WIDTH = 100
 """Columns of a terminal that a report fits into."""
+
+
+# What a terminal obeys instead of showing it: control codes and changes of the reading direction.
+_CONTROL = re.compile(r'[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]')
 
 
 def width_of_terminal() -> int:
@@ -32,7 +37,7 @@ def terminal_text(study: Study, found: Findings, page: Path, width: int) -> str:
     lines += [*summary(study, found), *problems]
     more = f'all columns, notes and settings: {page.with_name("table.txt")}'
     lines = [wrapped(line, width) for line in lines]
-    return '\n'.join([*lines, '', table, '', more, f'report: {page}'])
+    return shown('\n'.join([*lines, '', table, '', more, f'report: {page}']))
 
 
 def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int) -> str:
@@ -50,7 +55,12 @@ def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int)
     for place in range(1, len(titles)):
         if max(map(len, table([*kept, place]).splitlines())) <= width:
             kept.append(place)
-    return table(kept)
+    return shown(table(kept))
+
+
+def shown(text: str) -> str:
+    """`text` with U+FFFD for each control character, as a name in a result may have them."""
+    return _CONTROL.sub('\ufffd', text)
 
 
 def wrapped(text: str, width: int) -> str:
