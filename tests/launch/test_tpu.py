@@ -74,7 +74,7 @@ def until(holds, seconds: float = 30) -> None:
 
 
 @pytest.fixture
-def host(tmp_path) -> Path:
+def host(tmp_path):
     """A home directory like that of a host: the launchers' copy, and a stand-in for qkattn."""
     launch = tmp_path / 'qkattn' / 'launch'
     launch.mkdir(parents=True)
@@ -84,7 +84,14 @@ def host(tmp_path) -> Path:
     program.parent.mkdir(parents=True)
     program.write_text(PROGRAM.format(python=sys.executable))
     program.chmod(0o755)
-    return tmp_path
+    yield tmp_path
+    if state_of(tmp_path) == 'running':  # left by a test that failed
+        kill_processes(tmp_path)
+
+
+def kill_processes(home: Path) -> None:
+    """Kills a host's command and its supervisor."""
+    os.killpg(int((home / 'qkattn-run' / 'pid').read_text()), signal.SIGKILL)
 
 
 def on_host(host: Path, command: str) -> subprocess.CompletedProcess:
@@ -209,7 +216,7 @@ def test_a_host_is_stopped_with_its_checkpoint_and_started_once(host):
     assert state_of(host) == 'running'
     until((host / 'waiting').exists)
     assert on_host(host, remote(run)).stdout == 'running already\n'
-    (stop,) = commands('stop', *WHERE)
+    (stop,) = commands('stop', *WHERE, '--grace=30')
     assert on_host(host, remote(stop)).stdout == 'ended with exit code 75\n'
     assert state_of(host) == 'exit 75' and len(started(host)) == 1
     assert on_host(host, remote(stop)).stdout == 'not running\n'
@@ -305,6 +312,9 @@ def cloud(tmp_path):
     with cloud_api(hosts=2) as api:
         hosts = Hosts(tmp_path, sys.executable)
         yield api, hosts, environment(tmp_path, api.server_port, hosts)
+    for home in hosts.folder.glob('*'):
+        if (home / 'qkattn').exists() and state_of(home) == 'running':
+            kill_processes(home)
 
 
 @needs_gcloud
@@ -380,7 +390,7 @@ def preempt(api: CloudApi, homes: list[Path]) -> None:
     """Ends the hosts' processes as a power cut does, and takes their disks."""
     api.queued['qk']['state'] = {'state': 'SUSPENDED'}
     for home in homes:
-        os.killpg(int((home / 'qkattn-run' / 'pid').read_text()), signal.SIGKILL)
+        kill_processes(home)
         shutil.rmtree(home)
 
 
