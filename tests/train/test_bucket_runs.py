@@ -1,5 +1,7 @@
 """Runs in a bucket: killed and resumed they equal local ones; damaged checkpoints are found."""
 
+import dataclasses
+import functools
 import json
 import logging
 import os
@@ -14,19 +16,24 @@ import numpy as np
 import pytest
 
 from qkattn import pretrained
-from qkattn.config import to_json
+from qkattn.config import MeshConfig, to_json
 from qkattn.errors import CheckpointError, ConfigError, InUseError
 from qkattn.metrics import TIMES
 from qkattn.run.files import as_path
 from qkattn.run.records import read_metrics
 from qkattn.train import exported, train
+from tests.compiled_programs import FLAGS
+from tests.distributed.jobs import ended, start_job
 from tests.processes import ROOT
+
+ONE_DEVICE = FLAGS.replace('device_count=8', 'device_count=1')
 
 RUN = """
     import json, sys
     from qkattn.config import Config, from_json
-    from qkattn.run.signals import leaving_at_once
+    from qkattn.distributed import bootstrap
     from qkattn.train import train
+    bootstrap.start()
     train(from_json(Config, json.loads(sys.argv[2])), sys.argv[1])
 """
 
@@ -141,3 +148,25 @@ def test_parameters_are_exported_to_a_bucket_and_trained_from_there(bucket, smal
         exported.save('gs://runs/exported', model, params, origin={})
     with pytest.raises(ConfigError, match='gs://runs/absent holds neither'):
         exported.load('gs://runs/absent')
+
+
+@pytest.mark.slow
+def test_a_killed_job_of_two_processes_resumes_in_a_bucket(bucket, small, tmp_path):
+    config = dataclasses.replace(small, mesh=MeshConfig(data=2))
+    train(config, tmp_path / 'local')
+    job = start_job(RUN, 2, 'gs://runs/a', json.dumps(to_json(config)), XLA_FLAGS=ONE_DEVICE)
+    while not is_committed(bucket, '4'):
+        assert all(process.poll() is None for process in job), ended(job)
+        time.sleep(0.01)
+    for process in job:
+        process.kill()
+    ended(job)
+    job = start_job(RUN, 2, 'gs://runs/a', json.dumps(to_json(config)), XLA_FLAGS=ONE_DEVICE)
+    assert [code for code, _, _ in ended(job, 300)] == [0, 0]
+    (_, step, one), (_, expected, other) = map(
+        exported.load_stack, (as_path('gs://runs/a'), tmp_path / 'local')
+    )
+    assert step == expected
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), one, other)
+    steps = [record['step'] for record in read_metrics(as_path('gs://runs/a/metrics.jsonl'))]
+    assert steps == [r['step'] for r in read_metrics(tmp_path / 'local/metrics.jsonl')]
