@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from qkattn.errors import InUseError, Lost
-from qkattn.run import heartbeats, leases, locks
+from qkattn.run import buckets, heartbeats, leases, locks
 from qkattn.run.files import as_path, make_directory
 from qkattn.run.locks import locked
 from qkattn.run.records import MetricsFile, read_metrics
@@ -76,7 +76,13 @@ def test_a_lock_of_another_machine_is_taken_over_when_it_expired_and_not_before(
 
 def test_a_lock_of_another_machine_that_is_renewed_is_refused(bucket, directory, monkeypatch):
     write_lease(bucket, 'a/lock')
-    monkeypatch.setattr(locks.time, 'sleep', lambda _: write_lease(bucket, 'a/lock'))
+    renewals = [True, False]
+
+    def renew(_):
+        if renewals.pop():
+            write_lease(bucket, 'a/lock')
+
+    monkeypatch.setattr(locks.time, 'sleep', renew)
     with (
         pytest.raises(BlockingIOError, match='^process 12 on far$'),
         locked(directory / 'lock', wait=False),
@@ -116,6 +122,24 @@ def test_of_many_workers_one_acquires_a_lease(bucket, directory):
     with leases.acquire(directory / 'leases', 'run') as taken:
         assert not taken.lost
     assert bucket.names('runs') == []
+
+
+@pytest.mark.parametrize('before', [None, 61.0], ids=['none', 'expired'])
+def test_of_two_that_find_a_lease_free_the_first_acquires_it(
+    bucket, directory, monkeypatch, before
+):
+    if before is not None:
+        write_lease(bucket, 'a/leases/run', age=before)
+    write, raced = buckets.write, []
+
+    def write_second(*args):
+        if not raced:
+            raced.append(write_lease(bucket, 'a/leases/run'))
+        return write(*args)
+
+    monkeypatch.setattr(buckets, 'write', write_second)
+    assert leases.acquire(directory / 'leases', 'run') is None
+    assert leases.holders(directory / 'leases')['run'].name == 'process 12 on far'
 
 
 def test_the_clock_is_that_of_the_bucket(bucket):
