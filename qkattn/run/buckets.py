@@ -72,7 +72,7 @@ def to_path(url: str | os.PathLike[str]) -> Path:
 def check_writable(path: Path) -> None:
     """Raises RunDirectoryError unless objects can be written and deleted below `path`."""
     bucket, _ = _split(path)
-    with _sentences(bucket, 'write'):
+    with _sentences(bucket, 'write', opening=True):
         # Orbax asks for the bucket itself, which needs a permission of its own.
         _client().get_bucket(bucket, timeout=REACH, retry=_retry(REACH))
     _CLOCKS.pop(bucket, None)
@@ -218,14 +218,19 @@ def _prepare() -> None:
 @functools.lru_cache
 def _open(bucket: str) -> None:
     """Checks once that the bucket can be listed."""
-    with _sentences(bucket, 'read'):
+    with _sentences(bucket, 'read', opening=True):
         found = _client().list_blobs(bucket, max_results=1, timeout=REACH, retry=_retry(REACH))
         next(iter(found), None)
 
 
 @contextlib.contextmanager
-def _sentences(bucket: str, task: str) -> Iterator[None]:
-    """Raises RunDirectoryError, one sentence, for what a user can change."""
+def _sentences(bucket: str, task: str, opening: bool = False) -> Iterator[None]:
+    """Raises RunDirectoryError, one sentence, for what a user can change.
+
+    A bucket that was opened and cannot be reached later is a ConnectionError, after which the same
+    command may be started again.
+    """
+    kind = RunDirectoryError if opening else ConnectionError
     _prepare()
     auth = load_extra('google.auth.exceptions', EXTRA)
     requests = load_extra('requests', EXTRA).exceptions
@@ -238,7 +243,7 @@ def _sentences(bucket: str, task: str) -> Iterator[None]:
     where = f'{SCHEME}{bucket}'
     try:
         yield
-    except (FileNotFoundError, FileExistsError, RunDirectoryError):
+    except (FileNotFoundError, FileExistsError, ConnectionError, RunDirectoryError):
         raise
     except _api('NotFound') as error:
         raise RunDirectoryError(
@@ -249,12 +254,12 @@ def _sentences(bucket: str, task: str) -> Iterator[None]:
             f'{where} may not be used to {task}: give this account {ROLES} on the bucket'
         ) from error
     except unreachable as error:
-        raise RunDirectoryError(
+        raise kind(
             f'{where} cannot be reached ({_first_line(error)}); check the network'
             + (' and STORAGE_EMULATOR_HOST' if 'STORAGE_EMULATOR_HOST' in os.environ else '')
         ) from error
     except (OSError, auth.GoogleAuthError) as error:
-        raise RunDirectoryError(
+        raise kind(
             f'{where} cannot be used ({_first_line(error)}); run `gcloud auth application-default '
             'login` and set GOOGLE_CLOUD_PROJECT, or use a machine with a service account'
         ) from error

@@ -107,6 +107,16 @@ def test_an_address_without_a_server_is_named_in_time(bucket, monkeypatch):
         as_path('gs://runs/a')
 
 
+def test_a_bucket_that_is_lost_later_is_no_wrong_setting(bucket, monkeypatch):
+    path = as_path('gs://runs/a')
+    monkeypatch.setattr(buckets, 'PATIENCE', 0.1)
+    buckets._client.cache_clear()  # and its connections
+    bucket.shutdown()
+    bucket.server_close()
+    with pytest.raises(ConnectionError, match='gs://runs cannot be reached'):
+        write_atomic(path, 'x')
+
+
 def test_credentials_are_asked_for(bucket, monkeypatch, tmp_path):
     monkeypatch.delenv('STORAGE_EMULATOR_HOST')
     monkeypatch.setenv('GCE_METADATA_HOST', '127.0.0.1:1')
