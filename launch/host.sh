@@ -20,13 +20,13 @@ is_running() { ! flock -n "$state/lock" true; }
 setup() {
   rm -f "$state/ready"
   local candidate
-  for candidate in python3.13 python3.12 python3.11; do
+  for candidate in python3.12 python3.11 python3.13; do
     if [[ -z ${PYTHON:-} ]] && "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
       export PYTHON=$candidate
     fi
   done
   if [[ -z ${PYTHON:-} ]]; then # images with Python 3.10 only
-    python3 -m pip install --quiet --user uv
+    PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
     python3 -m uv python install 3.12
     PYTHON=$(python3 -m uv python find --managed-python 3.12)
     export PYTHON

@@ -4,12 +4,14 @@ import functools
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from qkattn.train import pods
 from tests.launch.test_tpu import AWKWARD, STUDY, TRAIN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,6 +198,22 @@ def test_exit_codes_decide_what_restarts(case):
         assert seen == ['FailJobSet', again, 'RestartJobSet', 'RestartJobSet', again]
         expected = 0 if case == 'any gpu' else 3
         assert content['spec']['failurePolicy']['maxRestarts'] == expected
+
+
+def test_sizes_of_slices_are_those_of_the_dry_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(LAUNCHER.parent))
+    namespace = runpy.run_path(str(LAUNCHER))
+    seen = 0
+    for kind, (_, cores, topologies, _) in namespace['TPUS'].items():
+        for chips, topology in topologies.items():
+            name = f'{kind}-{cores * chips}'
+            machine, pod = namespace['hardware'](name), pods.pod_of(name)
+            assert tuple(map(int, topology.split('x'))) == pod.shape, name
+            assert (machine['hosts'], machine['chips']) == (pod.hosts, pod.per_host), name
+            seen += 1
+    assert seen == 36
+    for kind in set(namespace['GPUS']) & set(pods.FAMILIES):
+        assert namespace['hardware'](f'{kind}-16x8')['hosts'] == pods.pod_of(f'{kind}-16x8').hosts
 
 
 # Command lines

@@ -76,6 +76,8 @@ def until(holds, seconds: float = 30) -> None:
 @pytest.fixture
 def host(tmp_path):
     """A home directory like that of a host: the launchers' copy, and a stand-in for qkattn."""
+    if not shutil.which('flock') or not shutil.which('setsid'):
+        pytest.skip('flock and setsid of Linux are not installed')
     launch = tmp_path / 'qkattn' / 'launch'
     launch.mkdir(parents=True)
     for name in ('host.sh', 'supervise.sh'):
