@@ -213,7 +213,7 @@ def _shape(count: int, family: Family) -> tuple[int, ...] | None:
         for a, b in itertools.product(range(1, math.isqrt(cubes) + 1), repeat=2)
         if a <= b and cubes % (a * b) == 0 and b <= cubes // a // b
     )
-    return tuple(4 * side for side in min(splits, key=max))
+    return tuple(4 * side for side in min(splits, key=sum))
 
 
 def _exists(shape: tuple[int, ...], family: Family) -> bool:
