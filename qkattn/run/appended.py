@@ -36,9 +36,6 @@ class AppendedObject(io.BytesIO):
         self.seek(0, os.SEEK_END)
         self.sync()
 
-    def truncate(self, size: int | None = None, /) -> int:
-        return self.seek(super().truncate(size))
-
     def sync(self) -> None:
         content = self.getvalue()
         if content == self._synced:
