@@ -114,7 +114,8 @@ def is_committed(bucket, step: str) -> bool:
 def test_unfinished_and_damaged_checkpoints_are_left_behind(bucket, small, local, caplog):
     train(small, 'gs://runs/a')
     before = 'a/checkpoints/'
-    del bucket.buckets['runs'][f'{before}12/commit_success.txt']
+    for name in ('commit_success.txt', '_CHECKPOINT_METADATA'):
+        del bucket.buckets['runs'][f'{before}12/{name}']
     for name in bucket.names('runs', f'{before}8/state/ocdbt.process_0/d/'):
         data = bytearray(bucket.read('runs', name))
         data[len(data) // 2] ^= 1
