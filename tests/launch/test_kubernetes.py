@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qkattn.train import pods
-from tests.launch.test_tpu import AWKWARD, STUDY, TRAIN
+from tests.launch.hosts import AWKWARD, STUDY, TRAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / 'launch' / 'kubernetes.py'

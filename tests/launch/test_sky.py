@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch.test_tpu import AWKWARD, PROGRAM, STUDY, TRAIN, started
+from tests.launch.hosts import AWKWARD, PROGRAM, STUDY, TRAIN, started
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / 'launch' / 'sky.py'

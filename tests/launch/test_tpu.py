@@ -1,126 +1,35 @@
 """TPU VMs: command lines, what hosts execute, and the real gcloud against an API on loopback."""
 
 import importlib
-import json
 import os
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.launch.cloud_api import PLACE, ZONE, CloudApi, Hosts, cloud_api, environment
-
-ROOT = Path(__file__).resolve().parents[2]
-TPU = ROOT / 'launch' / 'tpu.py'
-WHERE = ('--name=qk', f'--zone={ZONE}')
-KIND = '--accelerator=v6e-16'
-STUDY = ('ablate', '--config=quickstart', '--workdir=gs://b/quickstart')
-TRAIN = ('train', '--config=small', '--workdir=gs://b/small')
-# Arguments on which a shell, or Kubernetes, could act.
-AWKWARD = (
-    '--workdir=gs://b/r',
-    '--a=b c\'d"e',
-    '--x=$HOME $(id) `id` \\',
-    '--y=one\ntwo',
-    '',
-    '*',
-    '--z=$(NAME) $$ é;&|',
+from tests.launch.hosts import (
+    AWKWARD,
+    PROGRAM,
+    ROOT,
+    TPU,
+    TRAIN,
+    WHERE,
+    commands,
+    kill_processes,
+    remote,
+    started,
+    state_of,
+    tpu,
+    until,
 )
+
+KIND = '--accelerator=v6e-16'
 needs_gcloud = pytest.mark.skipif(not shutil.which('gcloud'), reason='gcloud is not installed')
-
-# Stands for `.venv/bin/python -m qkattn`: writes its arguments, then ends with the next code of a
-# file; 'wait' ends with 75 on SIGTERM.
-PROGRAM = """#!{python}
-import json, os, signal, sys, time
-state = os.environ['HOME']
-with open(state + '/arguments', 'a') as file:
-    file.write(json.dumps([os.environ.get('TOKEN'), sys.argv[1:]]) + '\\n')
-codes = open(state + '/codes').read().split() if os.path.exists(state + '/codes') else ['0']
-open(state + '/codes', 'w').write(' '.join(codes[1:] or ['0']))
-if codes[0] == 'wait':
-    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(75)))
-    open(state + '/waiting', 'w').close()
-    while True:
-        time.sleep(0.05)
-sys.exit(int(codes[0]))
-"""
-
-
-def tpu(*arguments: str, launcher: Path = TPU, **kwargs) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(launcher), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, **kwargs)
-
-
-def commands(*arguments: str) -> list[list[str]]:
-    """The gcloud commands of a dry run."""
-    done = tpu(*arguments, '--dry_run') if '--' not in arguments else tpu('--dry_run', *arguments)
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
-    starts = [k for k, word in enumerate(words) if word == 'gcloud'] + [len(words)]
-    return [words[a:b] for a, b in zip(starts, starts[1:], strict=False)]
-
-
-def until(holds, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, 'it did not happen'
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def host(tmp_path):
-    """A home directory like that of a host: the launchers' copy, and a stand-in for qkattn."""
-    if not shutil.which('flock') or not shutil.which('setsid'):
-        pytest.skip('flock and setsid of Linux are not installed')
-    launch = tmp_path / 'qkattn' / 'launch'
-    launch.mkdir(parents=True)
-    for name in ('host.sh', 'supervise.sh'):
-        shutil.copy(ROOT / 'launch' / name, launch)
-    program = tmp_path / 'qkattn' / '.venv' / 'bin' / 'python'
-    program.parent.mkdir(parents=True)
-    program.write_text(PROGRAM.format(python=sys.executable))
-    program.chmod(0o755)
-    yield tmp_path
-    if state_of(tmp_path) == 'running':  # left by a test that failed
-        kill_processes(tmp_path)
-
-
-def kill_processes(home: Path) -> None:
-    """Kills a host's command and its supervisor."""
-    os.killpg(int((home / 'qkattn-run' / 'pid').read_text()), signal.SIGKILL)
-
-
-def on_host(host: Path, command: str) -> subprocess.CompletedProcess:
-    """What sshd does with a command."""
-    return subprocess.run(
-        ['bash', '-c', command],
-        cwd=host,
-        env={**os.environ, 'HOME': str(host)},
-        capture_output=True,
-        text=True,
-    )
-
-
-def remote(command: list[str]) -> str:
-    (text,) = [word for word in command if word.startswith('--command=')]
-    return text.removeprefix('--command=')
-
-
-def started(home: Path) -> list:
-    """(TOKEN, arguments) of every start of the stand-in."""
-    path = home / 'arguments'
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def state_of(host: Path) -> str:
-    return on_host(host, 'qkattn/launch/host.sh status').stdout.split(maxsplit=2)[2].strip()
-
 
 # Command lines
 
@@ -175,65 +84,6 @@ def test_a_dry_run_prints_each_command():
     assert '--worker=3' in commands('logs', *WHERE, '--worker=3')[0]
     watched = commands('watch', *WHERE, KIND, '--', *TRAIN)
     assert [words[4] for words in watched] == ['create', 'scp', 'ssh', 'ssh', 'list', 'ssh']
-
-
-# Hosts
-
-
-def test_arguments_arrive_unchanged(host):
-    (command,) = commands('run', *WHERE, "--env=TOKEN=a 'b' $c", '--', 'train', *AWKWARD)
-    assert '--worker=all' in command
-    done = on_host(host, remote(command))
-    assert done.returncode == 0, done.stderr
-    until(lambda: state_of(host) == 'exit 0')
-    assert started(host) == [["a 'b' $c", ['-m', 'qkattn', 'train', *AWKWARD]]]
-
-
-@pytest.mark.parametrize(
-    'codes, retries, starts, ended',
-    [
-        ('0', 3, 1, 0),
-        ('2', 3, 1, 2),
-        ('75 75 75 75 75 0', 1, 6, 0),
-        ('1 75 1 0', 2, 4, 0),
-        ('1 1 1 1', 2, 3, 1),
-        ('1 2', 2, 2, 2),
-        ('139', 0, 1, 139),
-    ],
-)
-def test_what_is_started_again(host, codes, retries, starts, ended):
-    (host / 'codes').write_text(codes)
-    launch, program = host / 'qkattn' / 'launch', host / 'qkattn' / '.venv' / 'bin' / 'python'
-    flags = [f'--retries={retries}', '--delay=0', '--', str(program), *AWKWARD]
-    done = on_host(host, shlex.join([str(launch / 'supervise.sh'), *flags]))
-    assert (done.returncode, len(started(host))) == (ended, starts), done.stderr
-    assert {tuple(arguments) for _, arguments in started(host)} == {AWKWARD}
-
-
-def test_a_host_is_stopped_with_its_checkpoint_and_started_once(host):
-    assert state_of(host) == 'new'
-    (host / 'codes').write_text('wait wait')
-    (run,) = commands('run', *WHERE, '--', *TRAIN)
-    on_host(host, remote(run))
-    assert state_of(host) == 'running'
-    until((host / 'waiting').exists)
-    assert on_host(host, remote(run)).stdout == 'running already\n'
-    (stop,) = commands('stop', *WHERE, '--grace=30')
-    assert on_host(host, remote(stop)).stdout == 'ended with exit code 75\n'
-    assert state_of(host) == 'exit 75' and len(started(host)) == 1
-    assert on_host(host, remote(stop)).stdout == 'not running\n'
-    # A host that went down has a process id of before, and nobody holds its lock.
-    (host / 'qkattn-run' / 'exit').unlink()
-    assert state_of(host) == 'lost'
-
-
-def test_a_stop_that_takes_too_long_is_reported(host):
-    (host / 'codes').write_text('wait')
-    on_host(host, remote(commands('run', *WHERE, '--', *TRAIN)[0]))
-    until((host / 'waiting').exists)
-    done = on_host(host, 'qkattn/launch/host.sh stop 0.05')
-    assert (done.returncode, done.stderr) == (1, 'still saving after 0.05 s\n')
-    until(lambda: state_of(host) == 'exit 75')
 
 
 # watch

@@ -1,0 +1,96 @@
+"""What launch/tpu.py starts on a host: arguments, restarts, stops."""
+
+import shlex
+import shutil
+import sys
+
+import pytest
+
+from tests.launch.hosts import (
+    AWKWARD,
+    PROGRAM,
+    ROOT,
+    TRAIN,
+    WHERE,
+    commands,
+    kill_processes,
+    on_host,
+    remote,
+    started,
+    state_of,
+    until,
+)
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A home directory like that of a host: the launchers' copy, and a stand-in for qkattn."""
+    if not shutil.which('flock') or not shutil.which('setsid'):
+        pytest.skip('flock and setsid of Linux are not installed')
+    launch = tmp_path / 'qkattn' / 'launch'
+    launch.mkdir(parents=True)
+    for name in ('host.sh', 'supervise.sh'):
+        shutil.copy(ROOT / 'launch' / name, launch)
+    program = tmp_path / 'qkattn' / '.venv' / 'bin' / 'python'
+    program.parent.mkdir(parents=True)
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+    yield tmp_path
+    if state_of(tmp_path) == 'running':  # left by a test that failed
+        kill_processes(tmp_path)
+
+
+def test_arguments_arrive_unchanged(host):
+    (command,) = commands('run', *WHERE, "--env=TOKEN=a 'b' $c", '--', 'train', *AWKWARD)
+    assert '--worker=all' in command
+    done = on_host(host, remote(command))
+    assert done.returncode == 0, done.stderr
+    until(lambda: state_of(host) == 'exit 0')
+    assert started(host) == [["a 'b' $c", ['-m', 'qkattn', 'train', *AWKWARD]]]
+
+
+@pytest.mark.parametrize(
+    'codes, retries, starts, ended',
+    [
+        ('0', 3, 1, 0),
+        ('2', 3, 1, 2),
+        ('75 75 75 75 75 0', 1, 6, 0),
+        ('1 75 1 0', 2, 4, 0),
+        ('1 1 1 1', 2, 3, 1),
+        ('1 2', 2, 2, 2),
+        ('139', 0, 1, 139),
+    ],
+)
+def test_what_is_started_again(host, codes, retries, starts, ended):
+    (host / 'codes').write_text(codes)
+    launch, program = host / 'qkattn' / 'launch', host / 'qkattn' / '.venv' / 'bin' / 'python'
+    flags = [f'--retries={retries}', '--delay=0', '--', str(program), *AWKWARD]
+    done = on_host(host, shlex.join([str(launch / 'supervise.sh'), *flags]))
+    assert (done.returncode, len(started(host))) == (ended, starts), done.stderr
+    assert {tuple(arguments) for _, arguments in started(host)} == {AWKWARD}
+
+
+def test_a_host_is_stopped_with_its_checkpoint_and_started_once(host):
+    assert state_of(host) == 'new'
+    (host / 'codes').write_text('wait wait')
+    (run,) = commands('run', *WHERE, '--', *TRAIN)
+    on_host(host, remote(run))
+    assert state_of(host) == 'running'
+    until((host / 'waiting').exists)
+    assert on_host(host, remote(run)).stdout == 'running already\n'
+    (stop,) = commands('stop', *WHERE, '--grace=30')
+    assert on_host(host, remote(stop)).stdout == 'ended with exit code 75\n'
+    assert state_of(host) == 'exit 75' and len(started(host)) == 1
+    assert on_host(host, remote(stop)).stdout == 'not running\n'
+    # A host that went down has a process id of before, and nobody holds its lock.
+    (host / 'qkattn-run' / 'exit').unlink()
+    assert state_of(host) == 'lost'
+
+
+def test_a_stop_that_takes_too_long_is_reported(host):
+    (host / 'codes').write_text('wait')
+    on_host(host, remote(commands('run', *WHERE, '--', *TRAIN)[0]))
+    until((host / 'waiting').exists)
+    done = on_host(host, 'qkattn/launch/host.sh stop 0.05')
+    assert (done.returncode, done.stderr) == (1, 'still saving after 0.05 s\n')
+    until(lambda: state_of(host) == 'exit 75')
