@@ -33,6 +33,8 @@ PYTHON = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv') / 'bin/python'
 EXIT_REQUEUE = 75
 DELAY = 1.0
 """Seconds between a crash and the next start."""
+ALONE = 60.0
+"""Seconds in which the others end once a process of a job has failed; a hung one does not."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -68,7 +70,7 @@ class Group:
         """Runs command lines with additional variables by label; exit codes in order of their end.
 
         Args:
-          together: whether the others have only the grace period left once one has ended.
+          together: whether the others have only some time left once one has ended.
         """
         if self.asked:
             return [EXIT_REQUEUE]
@@ -101,7 +103,8 @@ class Group:
                         os.killpg(process.pid, signal.SIGKILL)  # what it has started and left
                     codes.append(128 - code if code < 0 else code)
                     if together:
-                        self._deadline = self._deadline or time.monotonic() + self._grace
+                        failed = codes[-1] not in (0, EXIT_REQUEUE)
+                        self._end_within(min(ALONE, self._grace) if failed else self._grace)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._send(signal.SIGKILL)
             time.sleep(0.05)
@@ -112,7 +115,11 @@ class Group:
     def _stop(self, number: int, frame: Any) -> None:
         self._send(signal.SIGKILL if self.asked and number == signal.SIGINT else signal.SIGTERM)
         self.asked = True
-        self._deadline = self._deadline or time.monotonic() + self._grace
+        self._end_within(self._grace)
+
+    def _end_within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _send(self, number: int) -> None:
         for process in self._running:

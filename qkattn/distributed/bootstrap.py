@@ -78,12 +78,19 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
             sentence, code = cli.outcome(error) or (f'{type(error).__name__}: {error}', EXIT_CRASH)
             if code == EXIT_CRASH:
                 traceback.print_exc()
-            if isinstance(error, jax.errors.JaxRuntimeError):
+            if _from_jax(error):
                 # Mostly the echo of another process that died, whose rank jax's heartbeats tell.
                 time.sleep(HEARTBEAT + _ECHO)
             signals.end(code, sentence)
 
     return joined
+
+
+def _from_jax(error: BaseException | None) -> bool:
+    """Whether an error is, or follows from, one of XLA's, such as a collective that failed."""
+    if error is None or isinstance(error, jax.errors.JaxRuntimeError):
+        return error is not None
+    return _from_jax(error.__cause__ or error.__context__)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from qkattn.config import to_config_dict
+from qkattn.run.records import read_metrics
+
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / 'launch/local.py'
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
@@ -206,3 +209,52 @@ def test_workers_are_restarted_by_themselves(tmp_path):
     command = 'qkattn ablate --config=quickstart --workdir=runs/quickstart'
     expected = [f'[worker {k}] [0] arguments {command}' for k in (0, 1)]
     assert sorted(out.splitlines()) == expected
+
+
+def ranks_of(launcher: int) -> dict[str, int]:
+    """The processes of a launcher by rank."""
+    found = subprocess.run(['pgrep', '-P', str(launcher)], capture_output=True, text=True)
+    environs = {int(p): Path(f'/proc/{p}/environ').read_bytes() for p in found.stdout.split()}
+    return {re.search(rb'JAX_PROCESS_ID=(\d+)', e)[1].decode(): p for p, e in environs.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
+def test_training_resumes_after_a_process_died_or_hangs(number, tiny, tmp_path):
+    config = tiny(
+        model={'num_layers': 1, 'd_model': 16},
+        train={'num_steps': 300, 'checkpoint_every': 20, 'eval_every': 100},
+        mesh={'data': 2},
+    )
+    settings = to_config_dict(config).to_dict()
+    source = (
+        'from ml_collections import ConfigDict\n\n\n'
+        f'def get_config():\n    return ConfigDict({settings!r})\n'
+    )
+    (tmp_path / 'own.py').write_text(source)
+    run = tmp_path / 'run'
+    job = subprocess.Popen(
+        [sys.executable, LAUNCHER, '--processes=2', '--devices_per_process=1', '--', 'train']
+        + [f'--config={tmp_path}/own.py', f'--workdir={run}'],
+        env={**os.environ, 'QKATTN_VENV': sys.prefix, 'PYTHONPATH': str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=(tmp_path / 'log').open('w'),
+        text=True,
+    )
+    log = tmp_path / 'log'
+    try:
+        while not (run / 'checkpoints/40').exists():
+            assert job.poll() is None, log.read_text()
+            time.sleep(0.1)
+        os.kill(ranks_of(job.pid)['1'], number)
+        out, _ = job.communicate(timeout=500)
+    finally:
+        job.terminate()
+    assert job.returncode == 0, log.read_text()
+    for words in ('process 1 died or hangs', 'retry 1 of 3', 'resuming at step'):
+        assert words in log.read_text()
+    printed = [line for line in out.splitlines() if '[Gloo]' not in line]
+    assert printed
+    assert all(line.startswith('[0] ') for line in printed)
+    steps = [r['step'] for r in read_metrics(run / 'metrics.jsonl') if r['kind'] == 'train']
+    assert steps == list(range(1, 301))
