@@ -48,7 +48,7 @@ def submissions(options: Namespace, path: str) -> list[list[str]]:
     flags += ['--no-use-spot'] if options.on_demand else ['--use-spot']
     flags += ['--infra', options.infra] if options.infra else []
     flags += ['--num-nodes', str(options.nodes)] if not options.workers else []
-    extras = 'tpu,buckets' if options.accelerators.startswith('tpu') else 'cuda,buckets'
+    extras = 'tpu,gcs' if options.accelerators.startswith('tpu') else 'cuda,gcs'
     given = [f'EXTRAS={extras}', f'RETRIES={options.retries}', *options.env]
     flags += [word for one in given for word in ('--env', one)]
     names = [f'{options.name}-{k}' for k in range(options.workers or 0)] or [options.name]

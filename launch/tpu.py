@@ -181,7 +181,7 @@ def read_options(argv: list[str]) -> Namespace:
     tier = parser.add_mutually_exclusive_group()
     tier.add_argument('--spot', action='store_true', help='cheaper, preemptible')
     tier.add_argument('--reserved', action='store_true', help='on reserved capacity')
-    parser.add_argument('--extras', default='tpu,buckets', help='extras to install (setup, watch)')
+    parser.add_argument('--extras', default='tpu,gcs', help='extras to install (setup, watch)')
     parser.add_argument(
         '--env', type=variable, action='append', default=[], help='NAME=VALUE (run, watch)'
     )

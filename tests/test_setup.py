@@ -315,3 +315,11 @@ def test_a_directory_that_the_script_did_not_make_is_left_alone(sandbox, tmp_pat
     assert os.listdir(unrelated) == ['thesis']
     sandbox.run(QKATTN_VENV=tmp_path / 'elsewhere')
     assert not sandbox.venv.exists()
+
+
+def test_launchers_install_extras_that_there_are():
+    extras, named = PYPROJECT['optional-dependencies'], set()
+    for path in [*(ROOT / 'launch').rglob('*.*'), ROOT / 'docs' / 'launch.md']:
+        for first, second in re.findall(r'\b(cuda|tpu),(\w+)', path.read_text()):
+            named |= {first, second}
+    assert {'cuda', 'tpu'} < named <= extras.keys()

@@ -135,7 +135,7 @@ def test_each_worker_is_a_job(tmp_path):
         assert (path[-9:], where) == ('/job.yaml', str(ROOT))
         assert ['sky', *given] == command[:-1]
         assert command[3:5] == ['--name', f'qkattn-{k}']
-        assert {'--no-use-spot', 'A=b c', 'EXTRAS=tpu,buckets', 'RETRIES=3'} <= set(command)
+        assert {'--no-use-spot', 'A=b c', 'EXTRAS=tpu,gcs', 'RETRIES=3'} <= set(command)
     assert yaml.safe_load((tmp_path / 'yaml').read_text())['num_nodes'] == 1
 
 

@@ -79,7 +79,7 @@ def test_a_dry_run_prints_each_command():
     assert commands('delete', *WHERE)[0][:7] == [*queued, 'delete', 'qk', '--force']
     copy, install = commands('setup', *WHERE)
     assert copy[3:7] == ['tpu-vm', 'scp', 'qkattn.bundle', 'qk:qkattn.bundle']
-    assert remote(install).endswith('qkattn/launch/host.sh setup tpu,buckets')
+    assert remote(install).endswith('qkattn/launch/host.sh setup tpu,gcs')
     assert 'host.sh stop 40' in remote(commands('stop', *WHERE, '--grace=40')[0])
     assert '--worker=3' in commands('logs', *WHERE, '--worker=3')[0]
     watched = commands('watch', *WHERE, KIND, '--', *TRAIN)
@@ -221,7 +221,7 @@ def test_gcloud_runs_the_command_on_all_hosts(cloud, launcher):
     succeed('create', *WHERE, KIND, '--reserved')
     assert api.calls[0][2]['reservationName'].endswith('/reservations/-')
     succeed('setup', *WHERE)
-    assert all((home / 'pip').read_text().endswith('-e .[tpu,buckets]\n') for home in homes)
+    assert all((home / 'pip').read_text().endswith('-e .[tpu,gcs]\n') for home in homes)
     for home in homes:
         (home / 'codes').write_text('wait')
     before = len(hosts.commands())
