@@ -4,6 +4,7 @@ import ast
 import fcntl
 import importlib.metadata
 import os
+import re
 import shutil
 import stat
 import subprocess

@@ -9,8 +9,8 @@ import math
 import re
 
 import numpy as np
+from jax._src.lib import _jax, hlo  # they have no public names
 from jax.extend.backend import get_backend
-from jaxlib import _hlo, _jax  # type: ignore[attr-defined]  # they have no public names
 
 KINDS = (
     *('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'ragged-all-to-all'),
@@ -210,6 +210,6 @@ def _costs(text: str, entry: str) -> tuple[float, float]:
     text = re.sub(r'^HloModule .*', 'HloModule part', text, count=1)
     text = re.sub(r'^ENTRY ', '', text, flags=re.MULTILINE)
     text = re.sub(rf'^(%?{re.escape(entry)} \()', r'ENTRY \1', text, count=1, flags=re.MULTILINE)
-    module = _hlo.hlo_module_from_text(text)
+    module = hlo.hlo_module_from_text(text)
     costs = _jax.hlo_module_cost_analysis(get_backend('cpu'), module)
     return costs.get('flops', 0.0), costs.get('bytes accessed', 0.0)
