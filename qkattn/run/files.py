@@ -22,6 +22,10 @@ _DISK_ERRORS = {
     errno.EFBIG: 'a file is larger than this process may write',
     errno.EIO: 'the disk fails',
 }
+_DENIED = {
+    errno.EROFS: 'its file system is read-only',
+    errno.EACCES: 'this user may not write there',
+}
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
@@ -41,8 +45,11 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+def disk_errors(path: str | os.PathLike[str], *, denied: bool = False) -> Iterator[None]:
     """A block that writes at or below `path`.
+
+    Args:
+      denied: whether a directory that may not be written is one of these errors, too.
 
     Raises:
       DiskError: the block failed because the disk is full, over quota, or fails; what was on the
@@ -51,31 +58,40 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # libraries raise many kinds, with the text of the system's error
-        if isinstance(error, DiskError) or (reason := _disk_reason(error)) is None:
+        if isinstance(error, DiskError):
             raise
         path = as_path(path)
-        raise _disk_error(path if path.is_dir() else path.parent, reason) from error
+        directory = path if path.is_dir() else path.parent
+        if reason := _disk_reason(error, _DISK_ERRORS):
+            raise _disk_error(directory, reason) from error
+        if denied and (reason := _disk_reason(error, _DENIED)):
+            raise _disk_error(directory, reason, 'make it writable') from error
+        raise
 
 
 def require_room(directory: str | os.PathLike[str], size: int) -> None:
-    """Raises DiskError unless the disk of `directory` has room for `size` bytes; a bucket has."""
+    """Raises DiskError unless `directory` takes files of `size` bytes in all; a bucket does."""
     if buckets.is_url(directory):
         return
+    with disk_errors(directory, denied=True), tempfile.TemporaryFile(dir=directory):
+        pass
     free = shutil.disk_usage(directory).free
     if free < size:
         raise _disk_error(directory, f'its disk has {free:,} of the {size:,} bytes that are needed')
 
 
-def _disk_error(directory: str | os.PathLike[str], reason: str) -> DiskError:
+def _disk_error(
+    directory: str | os.PathLike[str], reason: str, advice: str = 'make room'
+) -> DiskError:
     return DiskError(
-        f'{directory} cannot be written: {reason}; make room and run the same command again, which '
+        f'{directory} cannot be written: {reason}; {advice} and run the same command again, which '
         'goes on from what is saved'
     )
 
 
-def _disk_reason(error: BaseException) -> str | None:
+def _disk_reason(error: BaseException, reasons: dict[int, str]) -> str | None:
     number = error.errno if isinstance(error, OSError) else None
-    for code, reason in _DISK_ERRORS.items():
+    for code, reason in reasons.items():
         if number == code or (number is None and os.strerror(code) in str(error)):
             return reason
     return None

@@ -89,7 +89,8 @@ class Checkpoints:
         """
         if step in self.steps():
             return
-        # Found out before, since orbax logs a traceback for every leaf that it cannot write.
+        # Found out before, since orbax logs a traceback for every leaf that it cannot write, and
+        # does not end soon where it cannot make a directory.
         size = OVERHEAD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._on_owner(lambda: require_room(self.directory, size))
         about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}

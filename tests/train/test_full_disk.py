@@ -129,3 +129,45 @@ def test_room_is_asked_for_before_a_checkpoint_is_begun(tmp_path):
     require_room(tmp_path, 1)
     with pytest.raises(DiskError, match=r'its disk has [\d,]+ of the 1,000,000,000,000,000 bytes'):
         require_room(tmp_path, 10**15)
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A directory, and what makes it read-only, as a file system that has failed is."""
+    directory, undo = tmp_path / 'checkpoints', []
+    directory.mkdir()
+
+    def close():
+        if os.geteuid() != 0:
+            directory.chmod(0o555)
+            undo.append(lambda: directory.chmod(0o755))
+            return
+        for arguments in (['--bind', directory, directory], ['-o', 'remount,ro,bind', directory]):
+            if subprocess.run(['mount', *map(str, arguments)], capture_output=True).returncode:
+                pytest.skip('root writes everywhere but on a read-only mount, which is not allowed')
+            undo.append(lambda: subprocess.run(['umount', '-l', str(directory)], check=False))
+
+    yield directory, close, undo
+    for call in undo:
+        call()
+
+
+def test_a_read_only_directory_is_one_sentence_and_older_checkpoints_stay(read_only):
+    directory, close, undo = read_only
+    state = {'step': jax.numpy.int32(1), 'w': jax.numpy.arange(8.0)}
+    record = {'data': {}, 'train_seconds': 0.0}
+    checkpoints = checkpoint.Checkpoints(directory)
+    checkpoints.save(1, state, record, 1.0)
+    checkpoints.wait()
+    close()
+    with pytest.raises(DiskError, match=r'checkpoints cannot be written: .*; make it writable and'):
+        checkpoints.save(2, state, record, 1.0)
+        checkpoints.wait()
+    checkpoints.close()
+    while undo:
+        undo.pop()()
+    again = checkpoint.Checkpoints(directory)
+    assert again.steps() == [1] and again.record()['train_seconds'] == 0.0
+    again.save(2, state, record, 1.0)
+    again.close()
+    assert sorted(path.name for path in directory.iterdir()) == ['1', '2']
