@@ -19,7 +19,7 @@ from tests.train.test_resume import outcome
 SCRIPT = """
     import hashlib, runpy, sys
     from qkattn.data.tasks.language import LanguageRows
-    from qkattn.train import program, results
+    from qkattn.train import program
 
     def endless(*arguments, **options):
         print('working', flush=True)
@@ -28,8 +28,6 @@ SCRIPT = """
     name, place, *flags = sys.argv[1:]
     if place == 'compiling':
         program.train_steps = lambda *arguments: endless
-    elif place == 'measuring':
-        results.of_trials = endless
     else:
         LanguageRows.open = endless
     sys.argv = [name, *flags]
@@ -85,29 +83,6 @@ def test_a_request_to_a_library_ends_before_the_first_step(tiny, tmp_path, monke
         train(tiny(model={'num_layers': 1, 'd_model': 16}), tmp_path / 'run')
     assert (tmp_path / 'run/metrics.jsonl').read_bytes() == b''
     assert not list((tmp_path / 'run/checkpoints').iterdir())
-
-
-def test_a_signal_after_the_last_checkpoint_leaves_at_once(tmp_path, data_dir, monkeypatch):
-    """Also out of native code, as in decoding and measuring."""
-    monkeypatch.setenv('QKATTN_DATA', data_dir)
-    config, workdir = tmp_path / 'config.py', tmp_path / 'out'
-    config.write_text(RUN)
-    process = start_python(
-        SCRIPT, 'train', 'measuring', f'--config={config}', f'--workdir={workdir}'
-    )
-    try:
-        line = process.stdout.readline()
-        while line and line != 'working\n':
-            line = process.stdout.readline()
-        assert line, process.stderr.read()
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == EXIT_REQUEUE, errors
-    last = read_metrics(workdir / 'metrics.jsonl')[-1]['step']
-    assert (workdir / f'checkpoints/{last}/state').exists()
-    assert not (workdir / 'result.json').exists()
 
 
 @pytest.mark.parametrize('step', [8, 12])
