@@ -39,7 +39,7 @@ _place: contextvars.ContextVar[Place] = contextvars.ContextVar('place')
 
 @contextlib.contextmanager
 def placing(place: Place) -> Iterator[None]:
-    """Models traced in the block apply `place` to the stream around every layer and to logits."""
+    """Models traced in the block apply `place` to the stream around layers, logits, embeddings."""
     token = _place.set(place)
     try:
         yield

@@ -54,10 +54,10 @@ class Stream(nnx.Module):
           w_embedding_VD: the embedding, where it is shared with another Stream.
         """
         table_VD = self.w_embedding_VD[...] if w_embedding_VD is None else w_embedding_VD
-        x_BTD = table_VD[tokens_BT]
+        x_BTD = placed(table_VD, 'VD')[tokens_BT]
         T, D = x_BTD.shape[1:]
         if self.w_position_TD is not None:
-            w_position_TD = self.w_position_TD[...]
+            w_position_TD = placed(self.w_position_TD[...], 'TD')
             x_BTD = x_BTD + (
                 w_position_TD[:T] if positions_BT is None else w_position_TD[positions_BT]
             )

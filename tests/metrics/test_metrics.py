@@ -44,7 +44,7 @@ def test_values_are_ratios_of_sums_over_all_batches():
     correct_PBT = np.array([[[1, 0], [1, 0]], [[1, 0], [1, 1]]], bool)
     weights_PBT = np.array([[[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]])
     batches = [
-        metrics.row_sums(metrics.Predictions(None, None, weights_BT, nats_BT, correct_BT))
+        metrics.row_sums(metrics.Predictions(None, weights_BT, nats_BT, correct_BT))
         for nats_BT, correct_BT, weights_BT in zip(nats_PBT, correct_PBT, weights_PBT, strict=True)
     ]
     sums = {

@@ -27,8 +27,8 @@ from qkattn.train import sharding
         ('trials/opt_state/1/0/count', (2,), P('trial')),
         ('trials/alive', (2,), P('trial')),
         ('p/final_norm/g_D', (2, 32), P('trial', 'fsdp')),
-        ('p/w_embedding_VD', (2, 256, 32), P('trial', ('fsdp', 'tensor'), None)),
-        ('p/w_output_DV', (2, 32, 256), P('trial', None, ('fsdp', 'tensor'))),
+        ('p/w_embedding_VD', (2, 256, 32), P('trial', ('tensor', 'fsdp'), None)),
+        ('p/w_output_DV', (2, 32, 256), P('trial', None, ('tensor', 'fsdp'))),
         # 50 tokens divide over 2 devices, but not over 4.
         ('p/w_embedding_VD', (2, 50, 32), P('trial', 'fsdp', None)),
         ('p/blocks/a/w_o_NHD', (2, 3, 4, 8, 32), P('trial', None, 'tensor', None, 'fsdp')),

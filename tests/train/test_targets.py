@@ -75,7 +75,8 @@ def test_memory_of_training_and_evaluation_is_that_of_a_chunk(large):
         assert temporary(1, compute) < logits / 2
 
 
-def test_the_vocabulary_of_embedding_and_logits_is_split_over_fsdp_and_tensor(large):
+def test_no_device_holds_the_whole_vocabulary(large):
+    """The embedding splits V over fsdp and tensor, logits over tensor, and rows over fsdp."""
     config = large(None, steps_per_dispatch=1, accumulation=1)
     config = dataclasses.replace(config, mesh=MeshConfig(fsdp=2, tensor=2))
     mesh = sharding.make_mesh(config.mesh)
@@ -86,4 +87,6 @@ def test_the_vocabulary_of_embedding_and_logits_is_split_over_fsdp_and_tensor(la
     sizes = {
         int(size) for shape in re.findall(r'f32\[([\d,]+)\]', text) for size in shape.split(',')
     }
-    assert V // 4 in sizes and not {V, V // 2} & sizes
+    assert V not in sizes and {V // 2, V // 4} < sizes
+    rows = config.train.batch_size // 2
+    assert f'f32[2,{rows},{T},{V // 2}]' in text and f'{2 * rows},{T},{V // 2}]' not in text

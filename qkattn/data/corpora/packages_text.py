@@ -15,7 +15,7 @@ from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import Corpus
 from qkattn.errors import ConfigError
 
-# Those of requirements.txt that are installed with the package.
+# Of requirements.txt, and installed with the package. Another one would make another corpus.
 DISTRIBUTIONS = (
     *('jax', 'jaxlib', 'flax', 'optax', 'numpy', 'scipy', 'orbax-checkpoint'),
     *('tensorflow-datasets', 'importlib_resources', 'array_record', 'safetensors', 'grain'),
