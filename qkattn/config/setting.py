@@ -19,7 +19,7 @@ class Bounds:
 
     Attributes:
       least, most, above, below: of numbers.
-      path: the text is a path, each part of which has less than 256 bytes.
+      path: the text is a path on one line, each part of which has less than 256 bytes.
       filled: a tuple has at least one entry. No tuple has an entry twice.
     """
 
@@ -47,7 +47,8 @@ class Bounds:
             parts = [part.encode() for part in text.split('/')]
         except UnicodeEncodeError:  # half of a surrogate pair
             return False
-        fits = not self.path or max(map(len, parts)) < PART_END
+        one_line = len(text.splitlines()) <= 1
+        fits = not self.path or (one_line and max(map(len, parts)) < PART_END)
         return fits and len(b'/'.join(parts)) < TEXT_END and '\0' not in text
 
     def _end(self, kind: type) -> float | None:
@@ -57,7 +58,9 @@ class Bounds:
         """What is valid for values of type `kind`, e.g. 'at least 0 and below 1'."""
         if kind is str:
             words = ['Unicode text without null characters', f'below {TEXT_END} bytes']
-            return ', '.join(words + [f'parts of a path below {PART_END} bytes'] * self.path)
+            return ', '.join(
+                words + [f'one line, parts below {PART_END} bytes'] * self.path
+            )
         low = {'at least': self.least, 'above': self.above}
         bounds = low | {'at most': self.most, 'below': self._end(kind)}
         words = [f'{word} {_number(end)}' for word, end in bounds.items() if end is not None]

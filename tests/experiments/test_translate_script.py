@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-import qkattn
 from qkattn.config import DecodeConfig
 from qkattn.decode.translate import translate
-from qkattn.pretrained import settings_of, tokenizer_of_run
+from qkattn.pretrained import load_model, settings_of, tokenizer_of_run
 from qkattn.train import train
 
 
@@ -53,8 +52,8 @@ def test_text_and_files_are_translated_line_by_line(script_here, run, tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    model, tokenizer = qkattn.load(run[0]), tokenizer_of_run(run[0], settings_of(run[0]))
-    bad, cafe = translate(model, tokenizer, ['bad', 'cafe'], DecodeConfig(beam=2))
+    tokenizer = tokenizer_of_run(run[0], settings_of(run[0]))
+    bad, cafe = translate(load_model(run[0]), tokenizer, ['bad', 'cafe'], DecodeConfig(beam=2))
     assert cafe == 'efac'
     assert out('--text=bad\ncafe') == f'{bad}\n{cafe}\n'
     # The run is of lower-cased text. The last line needs no end.
