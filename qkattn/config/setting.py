@@ -58,9 +58,7 @@ class Bounds:
         """What is valid for values of type `kind`, e.g. 'at least 0 and below 1'."""
         if kind is str:
             words = ['Unicode text without null characters', f'below {TEXT_END} bytes']
-            return ', '.join(
-                words + [f'one line, parts below {PART_END} bytes'] * self.path
-            )
+            return ', '.join(words + [f'one line, parts below {PART_END} bytes'] * self.path)
         low = {'at least': self.least, 'above': self.above}
         bounds = low | {'at most': self.most, 'below': self._end(kind)}
         words = [f'{word} {_number(end)}' for word, end in bounds.items() if end is not None]

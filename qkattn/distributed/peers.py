@@ -4,6 +4,7 @@ A thread of every process reads a few keys of the coordinator once in a while. P
 hang are found by jax's heartbeats, which need no Python; this adds their ranks and the exit code.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -47,6 +48,7 @@ class JobPeers:
     def __init__(self, job: Job, heartbeat: int):
         self._job = job
         self._patience = heartbeat / 3  # seconds after which one would be named, should jax do so
+        self._watched = threading.Event()  # set when Python exits
         self._broken = False
         self._ending: int | None = None  # the exit code
         self._silent: list[int] = []
@@ -65,7 +67,15 @@ class JobPeers:
     def watch(self) -> None:
         """Starts to watch; all processes are connected."""
         StopRequest.peers = self
-        threading.Thread(target=self._run, name='peers', daemon=True).start()
+        thread = threading.Thread(target=self._run, name='peers', daemon=True)
+        thread.start()
+        # Python unwinds the stack of a daemon thread when it exits, and jax's code there aborts.
+        atexit.register(self._unwatch, thread)
+
+    def _unwatch(self, thread: threading.Thread) -> None:
+        self._watched.set()
+        thread.join(_LINGER)
+        ctypes.CDLL(None).signal(signal.SIGABRT, None)
 
     def hold(self, requested: bool) -> bool:
         with self._moved:
@@ -113,8 +123,7 @@ class JobPeers:
     def _run(self) -> None:
         interval = _INTERVAL * max(1.0, self._job.num_processes / 256)
         for beat in range(sys.maxsize):
-            time.sleep(interval)
-            if self._ending is not None:
+            if self._watched.wait(interval) or self._ending is not None:
                 return
             # Without a coordinator jax ends the process.
             with contextlib.suppress(Exception):

@@ -93,6 +93,17 @@ def test_all_stop_at_the_same_step(place, to, number):
     assert len(steps) == 1, results
 
 
+def test_a_process_that_exits_while_it_looks_at_the_others_exits_with_0():
+    source = """
+        import time
+        from qkattn.distributed import bootstrap, peers
+        peers._INTERVAL = 0.0
+        bootstrap.start()
+        time.sleep(0.2)
+    """
+    assert ended(start_job(source, 2)) == [(0, '', '')] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('place', ['compiling', 'arriving'])
 @pytest.mark.parametrize('to', [[0], [1], [0, 1]])
