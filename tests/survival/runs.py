@@ -101,9 +101,10 @@ class Job:
         return cls(workdir, place, processes)
 
     def at(self) -> str:
-        if any((self.workdir / 'checkpoints').glob(UNFINISHED)):
-            return SAVING
-        return TOLD[self.place.value]
+        # Until a run begins to train, an unfinished checkpoint is one that a killed start has left.
+        saving = any((self.workdir / 'checkpoints').glob(UNFINISHED))
+        told = TOLD[self.place.value]
+        return SAVING if saving and told in (TRAINING, EVALUATING, MEASURING) else told
 
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
