@@ -40,6 +40,7 @@ from qkattn.study import declaration, plan
 from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.study.tuning import SINGLE
+from qkattn.study.validate_study import validate_study
 from qkattn.train import sharding, train
 from qkattn.train.placement import require_memory
 from qkattn.train.start import require_same_settings
@@ -71,6 +72,7 @@ def run(
       ConfigError: an impossible setting or directory; at the end, if runs could not be trained.
       Stopped: on SIGTERM or Ctrl-C, with the state saved.
     """
+    validate_study(study)
     require_same_settings(study)
     jax.devices()  # which the processes of a job can only open together
     path = check_directory(workdir)

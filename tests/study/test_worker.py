@@ -113,6 +113,13 @@ def test_a_tuned_study_of_one_document_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.parametrize('value', [10**5000, b'0.1'], ids=['too large', 'bytes'])
+def test_a_setting_that_has_no_json_form_is_refused_in_one_sentence(value, tmp_path):
+    with pytest.raises(ConfigError, match='tolerance') as refusal:
+        worker.run(dataclasses.replace(STUDY, tolerance=value), tmp_path / 'study')
+    assert '\n' not in str(refusal.value) and not (tmp_path / 'study').exists()
+
+
 def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path):
     path = tmp_path / 'out'
     first = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]

@@ -15,20 +15,11 @@ from qkattn.data.shards.prepare_shards import prepare, verify
 from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.task_registry import rows_of
 from tests.data.refusals import refused
-from tests.data.shards.examples import upload, write_bin, write_texts
+from tests.data.shards.examples import upload, write_bin
 
 
 def shards(path, **fields):
     return DataConfig(name='shards', path=str(path), **fields)
-
-
-@pytest.fixture(scope='module')
-def text(tmp_path_factory):
-    """A folder of texts as a dataset."""
-    root = tmp_path_factory.mktemp('text')
-    return DataConfig(
-        name='text', path=str(write_texts(root / 'files')), data_dir=str(root / 'cache')
-    )
 
 
 @pytest.fixture(scope='module')

@@ -8,26 +8,17 @@ import sys
 import numpy as np
 import pytest
 
-from qkattn.config import DataConfig
 from qkattn.data.shards import prepare_shards
 from qkattn.data.shards.encoding import chunks
 from qkattn.data.shards.prepare_shards import prepare, verify
 from qkattn.errors import DiskError
 from qkattn.run.locks import locked
 from tests.data.refusals import refused
-from tests.data.shards.examples import contents, write_texts
+from tests.data.shards.examples import contents
 from tests.processes import start_python
 
 SIZE = 2000
 SETTINGS = {'workers': 1, 'shard_tokens': SIZE}
-
-
-@pytest.fixture(scope='module')
-def text(tmp_path_factory):
-    root = tmp_path_factory.mktemp('text')
-    return DataConfig(
-        name='text', path=str(write_texts(root / 'files')), data_dir=str(root / 'cache')
-    )
 
 
 @pytest.fixture(scope='module')
