@@ -24,7 +24,7 @@ _QUIET = 5.0
 _PLAIN_FRACTION = 0.05
 _LABEL, _BAR = 24, 4
 
-_duration = tqdm.tqdm.format_interval
+_duration, _log = tqdm.tqdm.format_interval, logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A block without steps, such as 'compiling', that is named if it lasts."""
+        """A block without steps, as 'compiling': named if it lasts, its seconds logged at DEBUG."""
         before, start = self._phase, self._clock()
         self._phase = name, start, start + _QUIET
         try:
@@ -105,6 +105,7 @@ class Progress:
             self._phase = before
             with self._lock:
                 self._erase()
+            _log.debug('%s: %s took %.3f s', self._label, name, self._clock() - start)
 
     def begin(self, step: int) -> None:
         """Training starts or resumes after `step` steps; the first ones are a phase."""
@@ -169,8 +170,7 @@ class Progress:
                 name, start, said_at = self._phase
                 text = f'{name} ... {now - start:.0f} s'
                 if self._terminal:
-                    width = self._width()
-                    self._draw(f'{short(self._label, width - len(text) - 2)}: {text}')
+                    self._draw(f'{short(self._label, self._width() - len(text) - 2)}: {text}')
                 elif now >= said_at:
                     self._phase = name, start, start + 2 * (now - start)
                     self.print(f'{self._label}: {text}')

@@ -210,3 +210,11 @@ def test_messages_stand_above_the_line_of_a_terminal(clock, capsys):
 
 def test_the_middle_of_a_long_name_is_left_out():
     assert (short('qk/vo', 5), short('shared_qk/vo', 7)) == ('qk/vo', 'sha…/vo')
+
+
+def test_a_phase_is_logged_with_its_seconds(clock, caplog):
+    caplog.set_level(logging.DEBUG, 'qkattn')
+    progress = Progress('qk.vo', stream=io.StringIO(), clock=clock)
+    with progress, progress.phase('compiling'):
+        clock.seconds += 1.25
+    assert caplog.messages == ['qk.vo: compiling took 1.250 s']
