@@ -20,6 +20,7 @@ MAX_LINES = 330
 # Lowest first. Rooms of one layer do not import each other.
 LAYERS = ['errors', 'config', 'metrics, stats', 'run', 'distributed', 'attention', 'model']
 LAYERS += ['convert, data', 'decode', 'train', 'pretrained', 'study', 'verdict', 'report']
+LAYERS += ['benchmark']
 LAYERS += ['experiments, __main__']
 LAYER = {room: number for number, layer in enumerate(LAYERS) for room in layer.split(', ')}
 FORBIDDEN = {'run': {'attention', 'model', 'data', 'train'}}

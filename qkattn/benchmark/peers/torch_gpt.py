@@ -1,0 +1,95 @@
+"""The same language model in plain PyTorch: torch.compile, fused attention and AdamW."""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from qkattn.benchmark.shape import Shape
+from qkattn.benchmark.work import Work
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        D = shape.width
+        self.heads, self.gelu = shape.heads, shape.gelu
+        self.attention_norm = nn.LayerNorm(D, bias=False)
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.out = nn.Linear(D, D, bias=False)
+        self.mlp_norm = nn.LayerNorm(D, bias=False)
+        self.mlp_in = nn.Linear(D, 4 * D, bias=False)
+        self.mlp_out = nn.Linear(4 * D, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, D = x.shape
+        q, k, v = (
+            part.view(B, T, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.attention_norm(x)).split(D, dim=2)
+        )
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(o.transpose(1, 2).reshape(B, T, D))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate=self.gelu))
+
+
+class GPT(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.position = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of tokens[:, 1:]; tokens is [B, T + 1]."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        x = self.embedding(inputs) + self.position.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def train(shape: dict[str, Any], compiled: bool = True) -> Work:
+    """Training steps: forward, backward, clipping, AdamW; on a CUDA device where there is one."""
+    sizes = Shape(**shape)
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision('high')  # TF32 on GPUs, as in JAX
+    model = GPT(sizes).to(device)
+    parameters = list(model.parameters())
+    groups = [
+        {'params': [p for p in parameters if p.ndim > 1], 'weight_decay': 0.1},
+        {'params': [p for p in parameters if p.ndim == 1], 'weight_decay': 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
+    loss_of = torch.compile(model) if compiled else model
+    tokens = np.random.default_rng(0).integers(
+        sizes.vocabulary, size=(sizes.batch, sizes.context + 1)
+    )
+    batch, low = torch.from_numpy(tokens).to(device), getattr(torch, sizes.dtype)
+
+    def step() -> None:
+        with torch.autocast(device.type, low, enabled=low != torch.float32):
+            loss = loss_of(batch)
+        adamw.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        adamw.step()
+
+    def run(calls: int) -> None:
+        for _ in range(calls):
+            step()
+        if device.type == 'cuda':
+            torch.cuda.synchronize()
+
+    start = time.perf_counter()
+    run(1)
+    extra = {'compile_seconds': time.perf_counter() - start}
+    return Work(run, 1, extra | {'parameters': sum(p.numel() for p in parameters)})

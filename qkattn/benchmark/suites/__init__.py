@@ -1,0 +1,1 @@
+"""The suites of `experiments.benchmark`, one file each."""

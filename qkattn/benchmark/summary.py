@@ -1,0 +1,147 @@
+"""Tables of a benchmark: text, Markdown and CSV from one list of columns."""
+
+import csv
+import dataclasses
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qkattn.benchmark.measurement import Group, Measurement
+from qkattn.report.tables import markdown_table, text_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Attributes:
+      key: its name in the CSV.
+      heading: with the unit.
+      value: of a row in its group; None is an empty cell.
+      text: its format, or a function that prints it.
+    """
+
+    key: str
+    heading: str
+    value: Callable[[Measurement, Group], Any]
+    text: str | Callable[[Any], str] = ''
+
+    def print(self, value: Any) -> str:
+        if value is None:
+            return ''
+        return self.text(value) if callable(self.text) else format(value, self.text)
+
+
+def extra(key: str, heading: str, text: str | Callable[[Any], str]) -> Column:
+    return Column(key, heading, lambda row, group: row.extra.get(key), text)
+
+
+def ratio(row: Measurement, group: Group) -> Measurement | None:
+    """The rounds over those of the group's reference."""
+    reference = group.reference_row()
+    return row.ratios(reference) if reference and row.rounds and row is not reference else None
+
+
+def milliseconds(seconds: float) -> str:
+    return f'{1e3 * seconds:,.3g}' if seconds < 1 else f'{1e3 * seconds:,.0f}'
+
+
+def _spread(of: Callable[[Measurement, Group], Measurement | None], which: int) -> Callable:
+    def value(row: Measurement, group: Group) -> float | None:
+        measured = of(row, group)
+        return measured.quartiles[which] if measured and measured.rounds else None
+
+    return value
+
+
+def _utilisation(row: Measurement, group: Group) -> float | None:
+    rate, most = row.per_second('flops'), row.extra.get('peak_flops')
+    return rate / most if rate and most else None
+
+
+def of_itself(row: Measurement, group: Group) -> Measurement:
+    return row
+
+
+COLUMNS = (
+    Column('median_seconds', 'ms', lambda row, group: row.median, milliseconds),
+    Column('first_quartile_seconds', 'from', _spread(of_itself, 0), milliseconds),
+    Column('third_quartile_seconds', 'to', _spread(of_itself, 1), milliseconds),
+    Column('ratio', 'ratio', lambda row, group: (r := ratio(row, group)) and r.median, '.3f'),
+    Column('ratio_first_quartile', 'from', _spread(ratio, 0), '.3f'),
+    Column('ratio_third_quartile', 'to', _spread(ratio, 1), '.3f'),
+    Column('tokens_per_second', 'tokens/s', lambda row, group: row.per_second('tokens'), ',.0f'),
+    Column(
+        'gigaflops',
+        'GFLOP/s',
+        lambda row, group: (rate := row.per_second('flops')) and rate / 1e9,
+        ',.1f',
+    ),
+    Column('utilisation', 'MFU', _utilisation, '.1%'),
+    Column(
+        'gigabytes_per_second',
+        'GB/s',
+        lambda row, group: (rate := row.per_second('bytes')) and rate / 1e9,
+        ',.1f',
+    ),
+    extra('predicted', 'predicted ratio', '.3f'),
+    extra('parameters', 'parameters', ',d'),
+    extra('compile_seconds', 'compile s', '.1f'),
+    extra('peak_bytes', 'peak MiB', lambda size: f'{size / 2**20:,.0f}'),
+    extra('peak_device_bytes', 'device MiB', lambda size: f'{size / 2**20:,.0f}'),
+    extra('failed', 'failed', str),
+)
+
+
+def shown(group: Group) -> list[Column]:
+    """The columns of which a row of the group has a value."""
+    return [c for c in COLUMNS if any(c.value(row, group) is not None for row in group.rows)]
+
+
+def cells(group: Group) -> tuple[list[tuple[str, bool]], list[list[str]]]:
+    """Headings (with whether they stand left) and rows as printed."""
+    columns = shown(group)
+    headings = [('', True), *((column.heading, False) for column in columns)]
+    rows = [
+        [row.name, *(column.print(column.value(row, group)) for column in columns)]
+        for row in group.rows
+    ]
+    return headings, rows
+
+
+def text(group: Group) -> str:
+    """The group's table for a terminal."""
+    return '\n'.join([_title(group), text_table(*cells(group))])
+
+
+def _title(group: Group) -> str:
+    return group.name + (f'; ratios to {group.reference}' if group.reference_row() else '')
+
+
+def page(document: dict[str, Any], groups: Sequence[Group]) -> str:
+    """All tables in Markdown, below the machine that they were measured on."""
+    facts, load = document['machine'], document['load']
+    versions = ', '.join(f'{k} {v}' for k, v in facts['versions'].items() if v)
+    devices = ', '.join(facts['accelerators']) or 'no accelerator'
+    lines = [
+        f'{facts["cpu"]}, {facts["cores"]} cores, {facts["memory_bytes"] / 2**30:.0f} GiB, '
+        f'{devices}; Python {facts["python"]}, {versions}; commit {facts["git"]["commit"]}; '
+        f'load {load["start"]} at the start, {load["end"]} at the end.',
+        'Medians of interleaved rounds, with their quartiles (from, to); ratios are medians of '
+        'ratios of seconds, round by round.',
+    ]
+    for group in groups:
+        lines += [f'### {_title(group)}', markdown_table(*cells(group))]
+    return '\n\n'.join(lines) + '\n'
+
+
+def csv_table(groups: Sequence[Group]) -> str:
+    """All columns of all rows, unrounded; the first column names group and row."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator='\n')
+    writer.writerow(['row', *(column.key for column in COLUMNS)])
+    for group in groups:
+        for row in group.rows:
+            values = [column.value(row, group) for column in COLUMNS]
+            writer.writerow([f'{group.name} / {row.name}', *values])
+    return out.getvalue()

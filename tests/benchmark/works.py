@@ -1,0 +1,27 @@
+"""Works that import neither jax nor torch, for tests of races."""
+
+import os
+from pathlib import Path
+
+from qkattn.benchmark.machine import available_cores
+from qkattn.benchmark.work import Work
+
+
+def noted(file: str, letter: str, steps: float = 1) -> Work:
+    """Appends its letter to a file with every call."""
+
+    def run(calls: int) -> None:
+        with Path(file).open('a') as opened:
+            opened.write(letter * calls)
+
+    return Work(run, steps, {'tokens': 10, 'here': [os.getpid(), *available_cores()]})
+
+
+def broken() -> Work:
+    raise ValueError('no such kernel\nand more')
+
+
+def dying() -> Work:
+    """Ends its process in the fifth call: the first round after one to warm up and two timed."""
+    left = iter(range(4))
+    return Work(lambda calls: next(left, None) is None and os._exit(3))
