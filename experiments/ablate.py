@@ -18,6 +18,7 @@ from qkattn.run import cli, leases, signals
 from qkattn.run.progress import waiting
 from qkattn.study import estimate, worker
 from qkattn.study.arms import build_arms, table
+from qkattn.train.program_cache import keep_programs
 
 CONFIG = cli.define_config(Study)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Study directory; the same directory resumes.')
@@ -33,6 +34,7 @@ ACCEPT_CHANGES = flags.DEFINE_bool(
 @signals.leaving_at_once()
 @bootstrap.in_job
 def main() -> None:
+    keep_programs()
     config = cli.read_config(CONFIG)
     if not 0 < EXPIRY.value < math.inf:
         raise ConfigError(f'--lease_expiry={EXPIRY.value} must be above 0 seconds and finite')

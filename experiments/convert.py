@@ -20,6 +20,7 @@ from qkattn.errors import ConfigError, ConversionError
 from qkattn.run import cli
 from qkattn.run.files import as_path
 from qkattn.train import exported
+from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Model to convert.')
 TRIAL = flags.DEFINE_integer('trial', 0, 'Index of the trial of a run.')
@@ -40,6 +41,7 @@ LAYOUT = flags.DEFINE_enum('layout', 'qkattn', ['qkattn', 'gpt2'], 'Layout of --
 
 
 def main() -> None:
+    keep_programs()
     if SOURCE.value is None:
         raise ConfigError(f'--source is required; conversions are {", ".join(CONVERSIONS)}')
     for text in APPLY.value:

@@ -21,6 +21,7 @@ from qkattn.decode.generate import generate, search
 from qkattn.errors import ConfigError
 from qkattn.model import Decoder, Encoder
 from qkattn.run import cli
+from qkattn.train.program_cache import keep_programs
 
 log = logging.getLogger('qkattn.generate')
 
@@ -54,6 +55,7 @@ LENGTH_PENALTY = flags.DEFINE_float(
 
 
 def main() -> None:
+    keep_programs()
     if SOURCE.value is None:
         raise ConfigError(
             '--source=DIRECTORY is required, or the directory alone, as in generate runs/small'

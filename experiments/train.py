@@ -16,6 +16,7 @@ from qkattn.metrics import METRICS, PREFIXES
 from qkattn.run import cli, signals
 from qkattn.run.files import as_path
 from qkattn.train import dry_run, pods, topology, train
+from qkattn.train.program_cache import keep_programs
 from qkattn.train.results import FINISHED
 
 CONFIG = cli.define_config(Config)
@@ -37,6 +38,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same director
 @signals.leaving_at_once()
 @bootstrap.in_job
 def main() -> None:
+    keep_programs()
     config = cli.read_config(CONFIG)
     if DRY_RUN.value:
         pod = None if TOPOLOGY.value is None else pods.pod_of(TOPOLOGY.value)

@@ -23,6 +23,7 @@ from qkattn.decode.translate import score_split, translate
 from qkattn.errors import ConfigError
 from qkattn.run import cli
 from qkattn.run.files import as_path, write_atomic
+from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Run directory of an encoder-decoder.')
 TRIAL = flags.DEFINE_integer('trial', 0, 'Index of the trial of the run.')
@@ -38,6 +39,7 @@ MAX_SOURCES = flags.DEFINE_integer(
 
 
 def main() -> None:
+    keep_programs()
     if SOURCE.value is None:
         raise ConfigError('--source=DIRECTORY is required')
     config = pretrained.settings_of(SOURCE.value)

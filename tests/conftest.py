@@ -32,8 +32,12 @@ from qkattn.config import (
     TrialsConfig,
 )
 from qkattn.data.load import load
+from qkattn.train.program_cache import keep_programs
 from tests.buckets import bucket  # noqa: F401, a fixture
 from tests.outside import outside  # noqa: F401, a fixture
+
+# As scripts do, which some tests run in this process.
+keep_programs()
 
 # Parts of a run that may come from outside the package and have contract tests.
 CONTRACTS = ('dataset', 'tokenizer', 'task', 'optimizer', 'schedule')

@@ -15,6 +15,7 @@ from qkattn.config import Config
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.distributed import agreement
 from qkattn.train import sharding
+from qkattn.train.compiling import without_cache
 from qkattn.train.evaluation import eval_step
 from qkattn.train.lifting import LIFTINGS, seconds_per_dispatch
 from qkattn.train.placement import constant_batch, leading_shape, require_memory
@@ -151,7 +152,8 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
 def warm_up(config: Config) -> tuple[float, float]:
     """Seconds per step of the whole stack, timed on constant rows, and seconds to compile."""
     require_memory(config)
-    program = build(config)
+    with without_cache():
+        program = build(config)
     if program.measured:
         per_step = program.measured[program.lifting]
     else:
