@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 FLAGS = ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+FLAGS += ' --xla_cpu_parallel_codegen_split_count=1'  # each part costs; the workers are parallel
 if version('jaxlib').startswith('0.10.'):
     # Compiles a training step in a quarter of the time; later versions do not have the choice.
     FLAGS += ' --xla_cpu_use_fusion_emitters=false'

@@ -18,6 +18,7 @@ os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '').removesuffix(FLAGS) + 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import dataclasses
+import gc
 import resource
 
 import jax
@@ -49,6 +50,12 @@ def pytest_addoption(parser):
         parser.addoption(
             f'--{kind}', action='append', help=f'run contract tests on {what} only; repeatable'
         )
+
+
+def pytest_collection_finish():
+    """What is loaded by now stays, and tracing leaves few cycles: collecting would take a seventh."""
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(scope='session')
