@@ -53,7 +53,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish():
-    """What is loaded by now stays, and tracing leaves few cycles: collecting would take a seventh."""
+    """What is loaded by now stays, and tracing leaves few cycles: collecting takes a seventh."""
     gc.freeze()
     gc.set_threshold(50_000)
 
