@@ -1,7 +1,8 @@
 """Attention layers, each the product of a Score (the QK circuit) and a Value (the OV circuit)."""
 
-from qkattn.attention.attend import attend, visible
+from qkattn.attention.attend import attend
 from qkattn.attention.attention import Attention
+from qkattn.attention.mask import Mask, visible
 from qkattn.attention.norm import rms_norm
 from qkattn.attention.normalizers import NORMALIZERS, Normalizer
 from qkattn.attention.parameters import bias, grouped, homogeneous, project, weight
@@ -19,6 +20,7 @@ __all__ = [
     'AttentionSpec',
     'Cache',
     'Factored',
+    'Mask',
     'Normalizer',
     'Score',
     'SpecError',

@@ -1,52 +1,28 @@
 """Attention probabilities and the mix of values, which all variants share."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from qkattn.attention.mask import Mask
 from qkattn.attention.normalizers import Normalizer, Softmax
 
 SOFTMAX = Softmax()
 
 
-def visible(
-    num_queries: int,
-    num_keys: int,
-    *,
-    causal: bool,
-    valid_BS: jax.Array | None = None,
-    first_query: int | jax.Array = 0,
-    window: int | None = None,
-) -> jax.Array:
-    """mask_BTS, True where a query may attend to a key; B is 1 without `valid_BS`.
-
-    Args:
-      num_queries: T.
-      num_keys: S.
-      causal: whether query position t attends to key positions s <= t only.
-      valid_BS: False on padding, which is masked for every query.
-      first_query: position of the first query, the number of cached tokens in decoding.
-      window: a query attends to positions at distance |t - s| < window; None is all.
-    """
-    t_T1 = first_query + jnp.arange(num_queries)[:, None]
-    s_1S = jnp.arange(num_keys)[None, :]
-    mask_BTS = jnp.ones((1, num_queries, num_keys), bool)
-    if causal:
-        mask_BTS = (s_1S <= t_T1)[None]
-    if window is not None:
-        mask_BTS = mask_BTS & (jnp.abs(t_T1 - s_1S) < window)[None]
-    if valid_BS is not None:
-        mask_BTS = mask_BTS & valid_BS[:, None, :]
-    return mask_BTS
+# distance_TS -> b_NTS, what is added to the scaled and capped logits at distances t - s.
+Bias = Callable[[jax.Array], jax.Array]
 
 
 def attend(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    mask_BTS: jax.Array,
+    mask: Mask | jax.Array,
     *,
     scale: float | jax.Array,
-    bias_NTS: jax.Array | None = None,
+    bias: Bias | None = None,
     logit_cap: float | None = None,
     normalizer: Normalizer = SOFTMAX,
     dropout: float = 0.0,
@@ -60,9 +36,9 @@ def attend(
 
     Args:
       q_BTNH, k_BSKH, v_BSKH: queries, keys and values; K and H may differ between k and v.
-      mask_BTS: True where a query may attend to a key; B may be 1.
+      mask: a Mask, or a mask_BTS, True where a query may attend to a key; B may be 1.
       scale: factor on the logits.
-      bias_NTS: added to the scaled (and capped) logits.
+      bias: of the distances, added to the scaled (and capped) logits.
       logit_cap: c in c tanh(logit / c); None is off.
       normalizer: what stands in place of softmax.
       dropout: rate at which attention probabilities are dropped; off without a key.
@@ -73,6 +49,7 @@ def attend(
     """
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
+    mask = Mask.of(mask)
     logits_dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     s_BKMTS = jnp.einsum(
         'BTKMH,BSKH->BKMTS',
@@ -83,9 +60,10 @@ def attend(
     s_BKMTS = s_BKMTS * scale
     if logit_cap is not None:
         s_BKMTS = logit_cap * jnp.tanh(s_BKMTS / logit_cap)
-    if bias_NTS is not None:
-        s_BKMTS = s_BKMTS + bias_NTS.reshape(K, N // K, T, S)
-    mask_B11TS = mask_BTS[:, None, None]
+    if bias is not None:
+        distance_TS = mask.queries(T)[:, None] - jnp.arange(S)
+        s_BKMTS = s_BKMTS + bias(distance_TS).reshape(K, N // K, T, S)
+    mask_B11TS = mask.dense(T, S)[:, None, None]
     s_BKMTS = jnp.where(mask_B11TS, s_BKMTS, jnp.finfo(logits_dtype).min / 2)
     p_BNTS = normalizer(s_BKMTS, mask_B11TS).astype(v_BSKH.dtype).reshape(B, N, T, S)
     if dropout and dropout_key is not None:

@@ -1,7 +1,7 @@
 """One attention layer: a Score and a Value, with the options that all variants share."""
 
+import dataclasses
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import registry
-from qkattn.attention.attend import attend, visible
+from qkattn.attention.attend import Bias, attend
+from qkattn.attention.mask import Mask
 from qkattn.attention.norm import rms_norm
 from qkattn.attention.parameters import one_key
 from qkattn.attention.rope import linear_bias, rotate_last
@@ -66,9 +67,8 @@ class Attention(nnx.Module):
         self,
         x_BTD: jax.Array,
         cache: Cache,
-        mask_BTS: jax.Array,
+        mask: Mask | jax.Array,
         *,
-        first_query: int | jax.Array = 0,
         cross: bool = False,
         dropout: float = 0.0,
         dropout_key: jax.Array | None = None,
@@ -76,35 +76,27 @@ class Attention(nnx.Module):
         """Attends from x to cached keys and values; returns out_BTD.
 
         Args:
-          mask_BTS: True where a query may attend to a key.
-          first_query: position of the first query; keys are at positions 0 to S - 1.
+          mask: a Mask, or a mask_BTS, True where a query may attend to a key.
           cross: whether the cache is of another stream, so that no position is the query's own.
           dropout: rate at which attention probabilities are dropped; off without a key.
         """
-        spec = self.spec
+        spec, mask = self.spec, Mask.of(mask)
         q_BTNH, k_BSKH = self.score.queries(x_BTD), self.score.keys(cache)
-        t_T = first_query + jnp.arange(q_BTNH.shape[1])
-        s_S = jnp.arange(k_BSKH.shape[1])
         if spec.qk_norm:
             q_BTNH = rms_norm(q_BTNH, epsilon=1e-6) * self.g_q_H[...]
             k_BSKH = rms_norm(k_BSKH, epsilon=1e-6) * self.g_k_H[...]
         if spec.positions == 'rope':
-            q_BTNH = rotate_last(q_BTNH, t_T, self.score.rope_size)
-            k_BSKH = rotate_last(k_BSKH, s_S, self.score.rope_size)
+            q_BTNH = rotate_last(q_BTNH, mask.queries(x_BTD.shape[1]), self.score.rope_size)
+            k_BSKH = rotate_last(k_BSKH, jnp.arange(k_BSKH.shape[1]), self.score.rope_size)
         if self.score.hides_self and not cross:
-            others_BTS = mask_BTS & (t_T[:, None] != s_S[None, :])
-            mask_BTS = jnp.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
-        biases = [linear_bias(spec.num_heads, t_T, s_S)] if spec.positions == 'alibi' else []
-        learned_NTS = self.score.relative_bias(t_T[:, None] - s_S[None, :])
-        if learned_NTS is not None and not cross:
-            biases.append(learned_NTS)
+            mask = dataclasses.replace(mask, hides_self=True)
         o_BTNH = attend(
             q_BTNH,
             k_BSKH,
             self.value.values(cache, self.score),
-            mask_BTS,
+            mask,
             scale=self.score.scale * spec.score_scale,
-            bias_NTS=functools.reduce(operator.add, biases) if biases else None,
+            bias=self.bias(cross),
             logit_cap=spec.logit_cap,
             normalizer=registry.find_normalizer(spec.normalizer),
             dropout=dropout,
@@ -112,10 +104,21 @@ class Attention(nnx.Module):
         )
         return self.value.output(o_BTNH, self.score, x_BTD)
 
+    def bias(self, cross: bool = False) -> Bias | None:
+        """b_NTS of the distances t - s, from ALiBi and from the Score; None without."""
+        biases: list[Bias] = []
+        if self.spec.positions == 'alibi':
+            biases.append(functools.partial(linear_bias, self.spec.num_heads))
+        if not cross and self.score.relative_bias(jnp.zeros((1, 1), int)) is not None:
+            biases.append(self.score.relative_bias)
+        if len(biases) < 2:
+            return biases[0] if biases else None
+        return lambda distance_TS: biases[0](distance_TS) + biases[1](distance_TS)
+
     def __call__(
         self,
         x_BTD: jax.Array,
-        mask_BTS: jax.Array | None = None,
+        mask: Mask | jax.Array | None = None,
         *,
         y_BSD: jax.Array | None = None,
         **dropout: Any,
@@ -126,8 +129,6 @@ class Attention(nnx.Module):
         """
         cross = y_BSD is not None
         y_BSD = y_BSD if cross else x_BTD
-        if mask_BTS is None:
-            window = None if cross else self.spec.window
-            mask_BTS = visible(x_BTD.shape[1], y_BSD.shape[1], causal=not cross, window=window)
-        cache = self.cached(y_BSD)
-        return self.attend_to(x_BTD, cache, mask_BTS, cross=cross, **dropout)
+        if mask is None:
+            mask = Mask(causal=not cross, window=None if cross else self.spec.window)
+        return self.attend_to(x_BTD, self.cached(y_BSD), mask, cross=cross, **dropout)

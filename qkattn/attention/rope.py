@@ -28,14 +28,13 @@ def rotate_last(x_BTNH: jax.Array, positions_T: jax.Array, size: int | None) -> 
     return jnp.concatenate([x_BTNH[..., :keep], turned], axis=-1) if keep else turned
 
 
-def linear_bias(num_heads: int, t_T: jax.Array, s_S: jax.Array) -> jax.Array:
-    """ALiBi, bias_NTS = -slope[n] |t - s| with slopes 2^(-8 (n + 1) / N).
+def linear_bias(num_heads: int, distance_TS: jax.Array) -> jax.Array:
+    """ALiBi, b_NTS = -slope[n] |t - s| of distances t - s with slopes 2^(-8 (n + 1) / N).
 
     Press et al. 2022, section 3; their slopes for a power of two, used for every N.
     """
     slope_N = 2.0 ** (-8.0 * np.arange(1, num_heads + 1) / num_heads)
-    distance_TS = jnp.abs(t_T[:, None] - s_S[None, :])
-    return -jnp.asarray(slope_N, jnp.float32)[:, None, None] * distance_TS
+    return -jnp.asarray(slope_N, jnp.float32)[:, None, None] * jnp.abs(distance_TS)
 
 
 def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qkattn.attention import Cache, visible
+from qkattn.attention import Cache, Mask
 from qkattn.model import Decoder, EncoderDecoder
 from qkattn.model.blocks import Block, Branch
 from qkattn.model.encoder_decoder import CrossBlock
@@ -93,9 +93,7 @@ def prefill(
     positions_BT = jnp.maximum(slots_T - cache.start_B[:, None], 0)
     x_BTD = model.embed(tokens_BT, positions_BT)
     valid_BS = jnp.arange(S) >= cache.start_B[:, None]
-    mask_BTS = visible(
-        T, S, causal=True, valid_BS=valid_BS, first_query=first, window=model.config.window
-    )
+    mask = Mask(causal=True, valid_BS=valid_BS, first_query=first, window=model.config.window)
 
     def layer(
         carry: tuple[jax.Array, tuple[Cache, ...]],
@@ -116,7 +114,7 @@ def prefill(
                 name: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
                 for name, array in updated.items()
             }
-            return block.attention.attend_to(z_BTD, own, mask_BTS, first_query=first)
+            return block.attention.attend_to(z_BTD, own, mask)
 
         def both(attends: list[Branch]) -> tuple[jax.Array, tuple[Cache, ...]]:
             out_BTD = block.around(attends, x_BTD)
@@ -124,10 +122,10 @@ def prefill(
 
         if not isinstance(block, CrossBlock):
             return both([attend])
-        cross_attention, valid_B1S = block.cross_attention, cache.source_valid_BS[:, None]
+        cross_attention, valid = block.cross_attention, Mask(valid_BS=cache.source_valid_BS)
 
         def cross_attend(z_BTD: jax.Array) -> jax.Array:
-            return cross_attention.attend_to(z_BTD, source, valid_B1S, cross=True)
+            return cross_attention.attend_to(z_BTD, source, valid, cross=True)
 
         return both([attend, cross_attend])
 

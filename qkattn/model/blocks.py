@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention import Attention, rms_norm
+from qkattn.attention import Attention, Mask, rms_norm
 from qkattn.attention.parameters import initialization, weight
 from qkattn.config import ModelConfig
 from qkattn.model.sites import attention_spec
@@ -91,13 +91,13 @@ class Block(nnx.Module):
         self.mlp = MLP(config, key=key)
 
     def __call__(
-        self, x_BTD: jax.Array, mask_BTS: jax.Array, dropout_key: jax.Array | None = None
+        self, x_BTD: jax.Array, mask: Mask, dropout_key: jax.Array | None = None
     ) -> jax.Array:
         attention_key, *keys = split_key(dropout_key, 3)
 
         def attend(y_BTD: jax.Array) -> jax.Array:
             rate = self.config.probability_dropout
-            return self.attention(y_BTD, mask_BTS, dropout=rate, dropout_key=attention_key)
+            return self.attention(y_BTD, mask, dropout=rate, dropout_key=attention_key)
 
         return self.around([attend], x_BTD, keys)
 

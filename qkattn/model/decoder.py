@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import jax
 
-from qkattn.attention import visible
+from qkattn.attention import Mask
 from qkattn.model.transformer import Transformer
 
 
@@ -35,6 +35,5 @@ class Decoder(Transformer):
           ValueError: more tokens than config.context.
         """
         self.check_length(tokens_BT)
-        T = tokens_BT.shape[1]
-        mask_BTS = visible(T, T, causal=self.causal, valid_BS=valid_BT, window=self.config.window)
-        return self.run(self.embed(tokens_BT), mask_BTS, dropout_key)
+        mask = Mask(causal=self.causal, valid_BS=valid_BT, window=self.config.window)
+        return self.run(self.embed(tokens_BT), mask, dropout_key)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention import Attention, visible
+from qkattn.attention import Attention, Mask
 from qkattn.attention.parameters import one_key
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block, Norm, module_key, split_key
@@ -25,22 +25,22 @@ class CrossBlock(Block):
     def __call__(
         self,
         x_BTD: jax.Array,
-        mask_BTS: jax.Array,
+        mask: Mask,
         dropout_key: jax.Array | None = None,
         *,
         y_BSD: jax.Array | None = None,
-        cross_mask_BTS: jax.Array | None = None,
+        cross_mask: Mask | None = None,
     ) -> jax.Array:
         """As Block; y_BSD is the encoder's output."""
         attention_key, cross_key, *keys = split_key(dropout_key, 5)
         rate = self.config.probability_dropout
 
         def attend(z_BTD: jax.Array) -> jax.Array:
-            return self.attention(z_BTD, mask_BTS, dropout=rate, dropout_key=attention_key)
+            return self.attention(z_BTD, mask, dropout=rate, dropout_key=attention_key)
 
         def cross_attend(z_BTD: jax.Array) -> jax.Array:
             return self.cross_attention(
-                z_BTD, cross_mask_BTS, y_BSD=y_BSD, dropout=rate, dropout_key=cross_key
+                z_BTD, cross_mask, y_BSD=y_BSD, dropout=rate, dropout_key=cross_key
             )
 
         return self.around([attend, cross_attend], x_BTD, keys)
@@ -102,14 +102,13 @@ class EncoderDecoder(Transformer):
         source_segments_BS = _one_pair(source_BS, source_segments_BS)
         segments_BT = _one_pair(tokens_BT, segments_BT)
         y_BSD = self.encode(source_BS, source_segments_BS, dropout_key=encoder_key)
-        T = tokens_BT.shape[1]
-        mask_BTS = visible(T, T, causal=True, window=self.config.window)
+        own = {'segments_BT': segments_BT, 'segments_BS': segments_BT}
         return self.run(
             self.embed(tokens_BT, positions_of(segments_BT)),
-            mask_BTS & same_pair(segments_BT, segments_BT),
+            Mask(causal=True, window=self.config.window, **own),
             decoder_key,
             y_BSD=y_BSD,
-            cross_mask_BTS=same_pair(segments_BT, source_segments_BS),
+            cross_mask=Mask(segments_BT=segments_BT, segments_BS=source_segments_BS),
         )
 
     def encode(
@@ -122,17 +121,10 @@ class EncoderDecoder(Transformer):
         """The encoder's output y_BSD; see `stream`."""
         self.encoder.check_length(source_BS, 'model.source_context')
         segments_BS = _one_pair(source_BS, source_segments_BS)
-        S = source_BS.shape[1]
         shared_VD = self.w_embedding_VD[...] if self.config.shared_embeddings else None
         x_BSD = self.encoder.embed(source_BS, positions_of(segments_BS), w_embedding_VD=shared_VD)
-        mask_BSS = visible(S, S, causal=False, window=self.config.window)
-        return self.encoder.run(x_BSD, mask_BSS & same_pair(segments_BS, segments_BS), dropout_key)
-
-
-def same_pair(segments_BT: jax.Array, segments_BS: jax.Array) -> jax.Array:
-    """mask_BTS: True where query and key belong to the same pair; padding belongs to none."""
-    same_BTS = segments_BT[:, :, None] == segments_BS[:, None, :]
-    return same_BTS & (segments_BS > 0)[:, None, :]
+        own = {'segments_BT': segments_BS, 'segments_BS': segments_BS}
+        return self.encoder.run(x_BSD, Mask(window=self.config.window, **own), dropout_key)
 
 
 def positions_of(segments_BT: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from qkattn.attention import Mask
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block
 
@@ -122,11 +123,11 @@ def scan_layers(
 def run_blocks(
     blocks: Blocks,
     x_BTD: jax.Array,
-    mask_BTS: jax.Array,
+    mask: Mask,
     *,
     config: ModelConfig,
     dropout_key: jax.Array | None = None,
-    **shared: jax.Array,
+    **shared: Any,
 ) -> jax.Array:
     """Passes x through all layers.
 
@@ -136,7 +137,7 @@ def run_blocks(
 
     def layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
         x_BTD = placed(x_BTD, 'BTD')
-        return placed(block(x_BTD, mask_BTS, key, **shared), 'BTD')
+        return placed(block(x_BTD, mask, key, **shared), 'BTD')
 
     if config.remat != 'none':
         layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT_POLICIES[config.remat])

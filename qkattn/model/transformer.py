@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qkattn.attention import Attention
+from qkattn.attention import Attention, Mask
 from qkattn.attention.parameters import initialization, one_key, weight
 from qkattn.attention.rope import sinusoids
 from qkattn.config import ModelConfig
@@ -70,15 +70,15 @@ class Stream(nnx.Module):
     def run(
         self,
         x_BTD: jax.Array,
-        mask_BTS: jax.Array,
+        mask: Mask,
         dropout_key: jax.Array | None = None,
-        **shared: jax.Array,
+        **shared: Any,
     ) -> jax.Array:
         """The stream after all blocks and the final norm, from the embedded tokens."""
         embedding_key, blocks_key = split_key(dropout_key, 2)
         x_BTD = drop(x_BTD, self.config.dropout, embedding_key)
         x_BTD = run_blocks(
-            self.blocks, x_BTD, mask_BTS, config=self.config, dropout_key=blocks_key, **shared
+            self.blocks, x_BTD, mask, config=self.config, dropout_key=blocks_key, **shared
         )
         return self.normed(x_BTD)
 

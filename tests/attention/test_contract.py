@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from qkattn.attention import Attention, oracle, registry, visible
+from qkattn.attention import Attention, Mask, oracle, registry, visible
 from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, TrialsConfig
 from qkattn.errors import SpecError
 from qkattn.study import catalogue
@@ -211,8 +211,8 @@ def assert_cached_decoding_equals_the_whole(layer: Attention) -> None:
         cache[name] = np.where(written, slots_BS, np.float32(1e3))
 
     def step(t, x_BD, cache):
-        mask_BTS = visible(1, T + 1, causal=True, first_query=t)
-        return layer.attend_to(x_BD[:, None], cache, mask_BTS, first_query=t)[:, 0]
+        mask = Mask(causal=True, first_query=t)
+        return layer.attend_to(x_BD[:, None], cache, mask)[:, 0]
 
     got_TBD = jax.vmap(step, (0, 1, 0))(jnp.arange(T), x_BTD, cache)
     assert np.abs(np.moveaxis(got_TBD, 0, 1) - want).max() < 1e-5 * np.abs(want).max()

@@ -1,0 +1,87 @@
+"""Which keys a query may attend to: a small structure, and the dense mask that it stands for."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=['first_query', 'valid_BS', 'segments_BT', 'segments_BS', 'mask_BTS'],
+    meta_fields=['causal', 'window', 'hides_self'],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Mask:
+    """A query may attend to a key that every field allows; Mask() allows all of them.
+
+    Attributes:
+      causal: whether query position t attends to key positions s <= t only.
+      window: a query attends to positions at distance |t - s| < window; None is all.
+      first_query: position of the first query, the number of cached tokens in decoding; None is 0.
+        Keys are at positions 0 to S - 1.
+      valid_BS: False on padding, which is masked for every query.
+      segments_BT, segments_BS: numbers from 1 of the sequences in a row, for queries and keys; a
+        query attends to its own sequence only, and 0 is padding.
+      mask_BTS: any other mask, True where a query may attend to a key; B may be 1.
+      hides_self: whether a query attends to its own position only where it may to no other.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    first_query: jax.Array | int | None = None
+    valid_BS: jax.Array | None = None
+    segments_BT: jax.Array | None = None
+    segments_BS: jax.Array | None = None
+    mask_BTS: jax.Array | None = None
+    hides_self: bool = False
+
+    @classmethod
+    def of(cls, mask: 'Mask | jax.Array') -> 'Mask':
+        """The mask itself, or a mask_BTS as a Mask."""
+        return mask if isinstance(mask, Mask) else cls(mask_BTS=mask)
+
+    def queries(self, num_queries: int) -> jax.Array:
+        """Positions of the queries, t_T."""
+        first = 0 if self.first_query is None else self.first_query
+        return first + jnp.arange(num_queries)
+
+    def dense(self, num_queries: int, num_keys: int) -> jax.Array:
+        """mask_BTS, True where a query may attend to a key; B is 1 where no field has rows."""
+        mask_BTS = self.block(0, num_queries, 0, num_keys)
+        if not self.hides_self:
+            return mask_BTS
+        others_BTS = mask_BTS & (self.queries(num_queries)[:, None] != jnp.arange(num_keys))
+        return jnp.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
+
+    def block(
+        self, first: int | jax.Array, num_queries: int, begin: int | jax.Array, num_keys: int
+    ) -> jax.Array:
+        """mask_BTS from query number `first` and key number `begin` on, without hides_self."""
+
+        def cut(array: jax.Array, start: int | jax.Array, size: int, axis: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
+
+        t_T1 = first + self.queries(num_queries)[:, None]
+        s_1S = begin + jnp.arange(num_keys)[None, :]
+        mask_BTS = jnp.ones((1, num_queries, num_keys), bool)
+        if self.causal:
+            mask_BTS = (s_1S <= t_T1)[None]
+        if self.window is not None:
+            mask_BTS = mask_BTS & (jnp.abs(t_T1 - s_1S) < self.window)[None]
+        if self.valid_BS is not None:
+            mask_BTS = mask_BTS & cut(self.valid_BS, begin, num_keys, 1)[:, None, :]
+        if self.segments_BS is not None:
+            segments_BT1 = cut(self.segments_BT, first, num_queries, 1)[:, :, None]
+            segments_B1S = cut(self.segments_BS, begin, num_keys, 1)[:, None, :]
+            mask_BTS = mask_BTS & (segments_BT1 == segments_B1S) & (segments_B1S > 0)
+        if self.mask_BTS is not None:
+            own_BTS = cut(cut(self.mask_BTS, first, num_queries, 1), begin, num_keys, 2)
+            mask_BTS = mask_BTS & own_BTS
+        return mask_BTS
+
+
+def visible(num_queries: int, num_keys: int, *, causal: bool, **fields: object) -> jax.Array:
+    """The dense mask_BTS of a `Mask` with these fields."""
+    return Mask(causal=causal, **fields).dense(num_queries, num_keys)
