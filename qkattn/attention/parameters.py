@@ -74,9 +74,18 @@ def bias(spec: AttentionSpec, shape: tuple[int, ...]) -> nnx.Param | None:
     return nnx.Param(jnp.zeros(shape, jnp.float32)) if spec.biases else None
 
 
-def project(x_BTD: jax.Array, w_DNH: jax.Array, b_NH: jax.Array | None = None) -> jax.Array:
-    """x W + b: contracts the last axis of x with the first axis of W."""
-    out = jnp.tensordot(x_BTD, w_DNH[...], axes=1)
+def project(
+    x_BTD: jax.Array, w_DNH: jax.Array, b_NH: jax.Array | None = None, *, axes: int = 1
+) -> jax.Array:
+    """x W + b: contracts the last `axes` axes of x with the first ones of W.
+
+    The other axes of x, batch and positions, are flattened: with more than one of them, XLA's CPU
+    backend transposes what it multiplies for the gradient of W, at the price of another product.
+    """
+    w_DNH = w_DNH[...]
+    rows, inner = x_BTD.shape[:-axes], x_BTD.shape[x_BTD.ndim - axes :]
+    out = jnp.tensordot(x_BTD.reshape(-1, *inner), w_DNH, axes=axes)
+    out = out.reshape(*rows, *w_DNH.shape[axes:])
     return out if b_NH is None else out + b_NH[...]
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import Attention, Mask, rms_norm
-from qkattn.attention.parameters import initialization, weight
+from qkattn.attention.parameters import initialization, project, weight
 from qkattn.config import ModelConfig
 from qkattn.model.sites import attention_spec
 
@@ -61,12 +61,9 @@ class MLP(nnx.Module):
         self.b_out_D = nnx.Param(jnp.zeros((D,), jnp.float32)) if config.biases else None
 
     def __call__(self, x_BTD: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        hidden_BTF = x_BTD @ self.w_in_DF[...]
-        if self.b_in_F is not None:
-            hidden_BTF = hidden_BTF + self.b_in_F[...]
+        hidden_BTF = project(x_BTD, self.w_in_DF, self.b_in_F)
         hidden_BTF = drop(ACTIVATIONS[self.activation](hidden_BTF), self.dropout, dropout_key)
-        out_BTD = hidden_BTF @ self.w_out_FD[...]
-        return out_BTD if self.b_out_D is None else out_BTD + self.b_out_D[...]
+        return project(hidden_BTF, self.w_out_FD, self.b_out_D)
 
 
 def drop(x_BTD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

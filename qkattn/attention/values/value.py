@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qkattn.attention.parameters import grouped
+from qkattn.attention.parameters import grouped, project
 from qkattn.attention.scores.score import Cache, Score
 from qkattn.attention.spec import AttentionSpec
 
@@ -96,8 +96,7 @@ class Factored(Value):
         raise NotImplementedError
 
     def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
-        out_BTD = jnp.einsum('BTNH,NHD->BTD', o_BTNH, self.output_matrix(score))
-        return out_BTD if self.b_o_D is None else out_BTD + self.b_o_D[...]
+        return project(o_BTNH, self.output_matrix(score), self.b_o_D, axes=2)
 
     def matrix(self, score: Score) -> jax.Array:
         w_o_NHD = self.output_matrix(score)
