@@ -51,24 +51,26 @@ def attend(
     S, K = k_BSKH.shape[1:3]
     mask = Mask.of(mask)
     logits_dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-    s_BKMTS = jnp.einsum(
-        'BTKMH,BSKH->BKMTS',
-        q_BTNH.reshape(B, T, K, N // K, H),
-        k_BSKH,
+    # The query heads of a key head are further rows, Q = M T: XLA's CPU backend takes up to twice
+    # the time for products with an axis M = N / K of their own, and for a softmax over five axes.
+    q_BKMTH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 1, 3)
+    s_BKQS = jnp.einsum(
+        'BKQH,BKSH->BKQS',
+        q_BKMTH.reshape(B, K, -1, H),
+        jnp.swapaxes(k_BSKH, 1, 2),
         preferred_element_type=logits_dtype,
     )
-    s_BKMTS = s_BKMTS * scale
+    s_BNTS = s_BKQS.reshape(B, N, T, S) * scale
     if logit_cap is not None:
-        s_BKMTS = logit_cap * jnp.tanh(s_BKMTS / logit_cap)
+        s_BNTS = logit_cap * jnp.tanh(s_BNTS / logit_cap)
     if bias is not None:
-        distance_TS = mask.queries(T)[:, None] - jnp.arange(S)
-        s_BKMTS = s_BKMTS + bias(distance_TS).reshape(K, N // K, T, S)
-    mask_B11TS = mask.dense(T, S)[:, None, None]
-    s_BKMTS = jnp.where(mask_B11TS, s_BKMTS, jnp.finfo(logits_dtype).min / 2)
-    p_BNTS = normalizer(s_BKMTS, mask_B11TS).astype(v_BSKH.dtype).reshape(B, N, T, S)
+        s_BNTS = s_BNTS + bias(mask.queries(T)[:, None] - jnp.arange(S))
+    mask_B1TS = mask.dense(T, S)[:, None]
+    s_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(logits_dtype).min / 2)
+    p_BNTS = normalizer(s_BNTS, mask_B1TS).astype(v_BSKH.dtype)
     if dropout and dropout_key is not None:
         keep_BNTS = jax.random.bernoulli(dropout_key, 1 - dropout, p_BNTS.shape)
         p_BNTS = jnp.where(keep_BNTS, p_BNTS / (1 - dropout), 0)
-    K = v_BSKH.shape[2]
-    o_BTKMH = jnp.einsum('BKMTS,BSKH->BTKMH', p_BNTS.reshape(B, K, N // K, T, S), v_BSKH)
-    return o_BTKMH.reshape(B, T, N, -1)
+    p_BKQS = p_BNTS.reshape(B, v_BSKH.shape[2], -1, S)
+    o_BKQH = jnp.einsum('BKQS,BKSH->BKQH', p_BKQS, jnp.swapaxes(v_BSKH, 1, 2))
+    return jnp.swapaxes(o_BKQH.reshape(B, N, T, -1), 1, 2)

@@ -31,12 +31,12 @@ class Normalizer:
     source: ClassVar[str]
     simplex: ClassVar[bool] = True
 
-    def __call__(self, s_BKMTS: jax.Array, mask_B11TS: jax.Array) -> jax.Array:
-        """p_BKMTS, 0 at masked keys of a query that has visible ones.
+    def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
+        """p_BNTS, 0 at masked keys of a query that has visible ones.
 
         Args:
-          s_BKMTS: logits in float32 or wider, -1e38 or lower at masked keys.
-          mask_B11TS: True at visible keys; B may be 1.
+          s_BNTS: logits in float32 or wider, -1e38 or lower at masked keys.
+          mask_B1TS: True at visible keys; B may be 1.
         """
         raise NotImplementedError
 
@@ -50,8 +50,8 @@ class Softmax(Normalizer):
 
     source = 'Vaswani et al. 2017'
 
-    def __call__(self, s_BKMTS: jax.Array, mask_B11TS: jax.Array) -> jax.Array:
-        return jax.nn.softmax(s_BKMTS, axis=-1)
+    def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
+        return jax.nn.softmax(s_BNTS, axis=-1)
 
     def reference(self, s_S: np.ndarray) -> np.ndarray:
         p_S = np.exp(s_S - s_S.max())
@@ -64,10 +64,10 @@ class SoftmaxOffByOne(Normalizer):
     source = 'Miller 2023, "Attention is off by one"'
     simplex = False
 
-    def __call__(self, s_BKMTS: jax.Array, mask_B11TS: jax.Array) -> jax.Array:
-        top_BKMT1 = jax.lax.stop_gradient(jnp.maximum(s_BKMTS.max(-1, keepdims=True), 0))
-        p_BKMTS = jnp.exp(s_BKMTS - top_BKMT1)
-        return p_BKMTS / (jnp.exp(-top_BKMT1) + p_BKMTS.sum(-1, keepdims=True))
+    def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
+        top_BNT1 = jax.lax.stop_gradient(jnp.maximum(s_BNTS.max(-1, keepdims=True), 0))
+        p_BNTS = jnp.exp(s_BNTS - top_BNT1)
+        return p_BNTS / (jnp.exp(-top_BNT1) + p_BNTS.sum(-1, keepdims=True))
 
     def reference(self, s_S: np.ndarray) -> np.ndarray:
         return np.exp(s_S - np.logaddexp(0, scipy.special.logsumexp(s_S)))
@@ -91,11 +91,11 @@ class Sigmoid(Normalizer):
             raise SpecError(f'sigmoid(bias={bias!r}) must be a finite number, or None')
         self.bias = bias
 
-    def __call__(self, s_BKMTS: jax.Array, mask_B11TS: jax.Array) -> jax.Array:
+    def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
         if self.bias is not None:
-            return jax.nn.sigmoid(s_BKMTS + self.bias)
-        seen_B11T1 = mask_B11TS.sum(-1, keepdims=True, dtype=s_BKMTS.dtype)
-        return jax.nn.sigmoid(s_BKMTS - jnp.log(jnp.maximum(seen_B11T1, 1)))
+            return jax.nn.sigmoid(s_BNTS + self.bias)
+        seen_B1T1 = mask_B1TS.sum(-1, keepdims=True, dtype=s_BNTS.dtype)
+        return jax.nn.sigmoid(s_BNTS - jnp.log(jnp.maximum(seen_B1T1, 1)))
 
     def reference(self, s_S: np.ndarray) -> np.ndarray:
         bias = -np.log(len(s_S)) if self.bias is None else self.bias
@@ -112,8 +112,8 @@ class Entmax15(Normalizer):
     source = 'Peters et al. 2019, arXiv 1905.05702'
     alpha: ClassVar[float] = 1.5
 
-    def __call__(self, s_BKMTS: jax.Array, mask_B11TS: jax.Array) -> jax.Array:
-        return _entmax(self.alpha, s_BKMTS)
+    def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
+        return _entmax(self.alpha, s_BNTS)
 
     def reference(self, s_S: np.ndarray) -> np.ndarray:
         z_S, power = (self.alpha - 1) * (s_S - s_S.max()), 1 / (self.alpha - 1)
@@ -136,23 +136,23 @@ class Sparsemax(Entmax15):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _entmax(alpha: float, s_BKMTS: jax.Array) -> jax.Array:
+def _entmax(alpha: float, s_BNTS: jax.Array) -> jax.Array:
     """max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)) over the last axis, alpha 1.5 or 2."""
-    z_BKMTS = (alpha - 1) * (s_BKMTS - s_BKMTS.max(-1, keepdims=True))
+    z_BNTS = (alpha - 1) * (s_BNTS - s_BNTS.max(-1, keepdims=True))
     # tau lies in [-1, 0], so what is below -1 has probability 0 whatever its size.
-    z_BKMTS = jnp.maximum(z_BKMTS, -1)
-    down_BKMTS = -jnp.sort(-z_BKMTS, axis=-1)
-    size_S = jnp.arange(1, z_BKMTS.shape[-1] + 1, dtype=z_BKMTS.dtype)
-    mean_BKMTS = jnp.cumsum(down_BKMTS, -1) / size_S
+    z_BNTS = jnp.maximum(z_BNTS, -1)
+    down_BNTS = -jnp.sort(-z_BNTS, axis=-1)
+    size_S = jnp.arange(1, z_BNTS.shape[-1] + 1, dtype=z_BNTS.dtype)
+    mean_BNTS = jnp.cumsum(down_BNTS, -1) / size_S
     # tau if the support were the first 1, 2, ..., S of the sorted logits.
     if alpha == 2:
-        tau_BKMTS = mean_BKMTS - 1 / size_S
+        tau_BNTS = mean_BNTS - 1 / size_S
     else:
-        variance_BKMTS = jnp.cumsum(down_BKMTS**2, -1) / size_S - mean_BKMTS**2
-        tau_BKMTS = mean_BKMTS - jnp.sqrt(jnp.maximum(1 / size_S - variance_BKMTS, 0))
-    support_BKMT1 = (tau_BKMTS <= down_BKMTS).sum(-1, keepdims=True)
-    tau_BKMT1 = jnp.take_along_axis(tau_BKMTS, support_BKMT1 - 1, axis=-1)
-    return jnp.maximum(z_BKMTS - tau_BKMT1, 0) ** (1 / (alpha - 1))
+        variance_BNTS = jnp.cumsum(down_BNTS**2, -1) / size_S - mean_BNTS**2
+        tau_BNTS = mean_BNTS - jnp.sqrt(jnp.maximum(1 / size_S - variance_BNTS, 0))
+    support_BNT1 = (tau_BNTS <= down_BNTS).sum(-1, keepdims=True)
+    tau_BNT1 = jnp.take_along_axis(tau_BNTS, support_BNT1 - 1, axis=-1)
+    return jnp.maximum(z_BNTS - tau_BNT1, 0) ** (1 / (alpha - 1))
 
 
 @_entmax.defjvp
@@ -160,10 +160,10 @@ def _entmax_jvp(
     alpha: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """dp = g (ds - <g, ds> / sum(g)) with g = p^(2 - alpha) on the support; prop. 2 there."""
-    p_BKMTS = _entmax(alpha, primals[0])
-    g_BKMTS = jnp.where(p_BKMTS > 0, p_BKMTS ** (2 - alpha), 0)
-    inner_BKMT1 = (g_BKMTS * tangents[0]).sum(-1, keepdims=True)
-    return p_BKMTS, g_BKMTS * (tangents[0] - inner_BKMT1 / g_BKMTS.sum(-1, keepdims=True))
+    p_BNTS = _entmax(alpha, primals[0])
+    g_BNTS = jnp.where(p_BNTS > 0, p_BNTS ** (2 - alpha), 0)
+    inner_BNT1 = (g_BNTS * tangents[0]).sum(-1, keepdims=True)
+    return p_BNTS, g_BNTS * (tangents[0] - inner_BNT1 / g_BNTS.sum(-1, keepdims=True))
 
 
 NORMALIZERS: dict[str, type[Normalizer]] = {
