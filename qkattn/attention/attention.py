@@ -12,7 +12,7 @@ from qkattn.attention import registry
 from qkattn.attention.attend import Bias, attend
 from qkattn.attention.mask import Mask
 from qkattn.attention.norm import rms_norm
-from qkattn.attention.parameters import one_key
+from qkattn.attention.parameters import one_key, products_once
 from qkattn.attention.rope import linear_bias, rotate_last
 from qkattn.attention.scores.score import Cache
 from qkattn.attention.spec import AttentionSpec
@@ -131,4 +131,5 @@ class Attention(nnx.Module):
         y_BSD = y_BSD if cross else x_BTD
         if mask is None:
             mask = Mask(causal=not cross, window=None if cross else self.spec.window)
-        return self.attend_to(x_BTD, self.cached(y_BSD), mask, cross=cross, **dropout)
+        with products_once():
+            return self.attend_to(x_BTD, self.cached(y_BSD), mask, cross=cross, **dropout)

@@ -3,18 +3,23 @@
 import contextlib
 import contextvars
 import functools
+import operator
 import zlib
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import get_opaque_trace_state
 
 from qkattn.attention.spec import AttentionSpec
 from qkattn.errors import SpecError
 
 # The initialization in force, and its factor for the group of parameters that is built.
 _initialization = contextvars.ContextVar('initialization', default=('fan_in', 1.0))
+
+# (stream, matrix, bias), trace and output of every `project` inside `products_once`.
+_products: contextvars.ContextVar[list | None] = contextvars.ContextVar('products', default=None)
 
 NANOGPT_STD = 0.02
 
@@ -74,6 +79,20 @@ def bias(spec: AttentionSpec, shape: tuple[int, ...]) -> nnx.Param | None:
     return nnx.Param(jnp.zeros(shape, jnp.float32)) if spec.biases else None
 
 
+@contextlib.contextmanager
+def products_once() -> Iterator[None]:
+    """Inside, `project` computes the product of one stream and one parameter once.
+
+    The compiler merges equal products. It cannot merge what their gradients cost, two products
+    more for each: there the sum over the uses comes first.
+    """
+    token = _products.set([])
+    try:
+        yield
+    finally:
+        _products.reset(token)
+
+
 def project(
     x_BTD: jax.Array, w_DNH: jax.Array, b_NH: jax.Array | None = None, *, axes: int = 1
 ) -> jax.Array:
@@ -82,11 +101,21 @@ def project(
     The other axes of x, batch and positions, are flattened: with more than one of them, XLA's CPU
     backend transposes what it multiplies for the gradient of W, at the price of another product.
     """
+    # A product belongs to the trace that made it: an inner one cannot hand it to an outer one.
+    factors, trace = (x_BTD, w_DNH, b_NH), get_opaque_trace_state()
+    known = _products.get()
+    for others, made_in, out_BTNH in known or ():
+        if made_in == trace and all(map(operator.is_, factors, others)):
+            return out_BTNH
     w_DNH = w_DNH[...]
     rows, inner = x_BTD.shape[:-axes], x_BTD.shape[x_BTD.ndim - axes :]
-    out = jnp.tensordot(x_BTD.reshape(-1, *inner), w_DNH, axes=axes)
-    out = out.reshape(*rows, *w_DNH.shape[axes:])
-    return out if b_NH is None else out + b_NH[...]
+    out_BTNH = jnp.tensordot(x_BTD.reshape(-1, *inner), w_DNH, axes=axes)
+    out_BTNH = out_BTNH.reshape(*rows, *w_DNH.shape[axes:])
+    if b_NH is not None:
+        out_BTNH = out_BTNH + b_NH[...]
+    if known is not None:
+        known.append((factors, trace, out_BTNH))
+    return out_BTNH
 
 
 def homogeneous(w_DNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:

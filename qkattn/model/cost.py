@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from qkattn.config import ModelConfig
 from qkattn.model import Decoder, EncoderDecoder, abstract_model
+from qkattn.model.transformer import Transformer
 
 GROUPS = ('embedding', 'attention', 'mlp', 'norm')
 
@@ -55,13 +57,29 @@ def flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations of all matrix products in one forward pass, per token.
 
     Counted on the traced program at the full context, two per multiply-add, masked positions
-    included. A training step costs about three times as much. In an encoder-decoder, per
-    target token, the encoding of a full source included.
+    included. In an encoder-decoder, per target token, the encoding of a full source included.
     """
+    return _flops_per_token(config, lambda model, inputs: model(**inputs))
+
+
+def training_flops_per_token(config: ModelConfig) -> float:
+    """As `flops_per_token`, of one forward and backward pass.
+
+    Three times as much, less the gradients of what is not trained, plus what model.remat computes
+    again. At equal width, batch and context the seconds of a training step are about proportional.
+    """
+
+    def loss(model: Transformer, inputs: dict) -> jax.Array:
+        return jnp.square(model(**inputs)).sum()
+
+    return _flops_per_token(config, jax.value_and_grad(loss))
+
+
+def _flops_per_token(config: ModelConfig, program: Callable) -> float:
     inputs = {'tokens_BT': jax.ShapeDtypeStruct((1, config.context), jnp.int32)}
     if config.kind == 'encoder_decoder':
         inputs['source_BS'] = jax.ShapeDtypeStruct((1, config.encoder.context), jnp.int32)
-    jaxpr = jax.make_jaxpr(lambda model, inputs: model(**inputs))(abstract_model(config), inputs)
+    jaxpr = jax.make_jaxpr(program)(abstract_model(config), inputs)
     return _matmul_flops(jaxpr.jaxpr) / config.context
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from qkattn.config import ModelConfig
 from qkattn.model import cost
+from qkattn.study import catalogue
 
 BASE = ModelConfig(d_model=64, num_layers=3, num_heads=4, context=32, vocab_size=100)
 
@@ -59,6 +60,28 @@ PROJECTION, MLP, READ, UNEMBED = 2 * 64 * 64, 4 * 64 * 256, 2 * 32 * 64, 2 * 64 
 )
 def test_flops(fields, flops):
     assert cost.flops_per_token(dataclasses.replace(BASE, **fields)) == flops
+
+
+@pytest.mark.parametrize('variant', catalogue.documented_variants(), ids='/'.join)
+def test_a_training_step_costs_three_forward_passes(variant):
+    """Two products for the gradients of each one, also where two uses share it."""
+    score, value = variant
+    config = dataclasses.replace(BASE, num_layers=1, score=score, value=value)
+    fixed = 0
+    if score == 'frozen':  # no gradients of W_Q and W_K
+        fixed = 2 * PROJECTION
+    if value == 'hadamard':  # nor of the two factors of W_O, 8 x 8
+        fixed = 2 * 2 * 64 * 8
+    want = 3 * cost.flops_per_token(config) - fixed
+    assert cost.training_flops_per_token(config) == want
+
+
+def test_rematerialization_costs_another_forward_pass():
+    config = dataclasses.replace(BASE, remat='full', scan_unroll=1)
+    layers = cost.flops_per_token(config) - UNEMBED
+    # without the last product of each layer, which no gradient needs
+    again = layers - 3 * 2 * 64 * 256
+    assert cost.training_flops_per_token(config) == 3 * (layers + UNEMBED) + again
 
 
 @pytest.mark.parametrize(
