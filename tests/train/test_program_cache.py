@@ -1,14 +1,13 @@
 """Compiled programs on disk: what is loaded, what is compiled again, and what is deleted."""
 
 import os
-import zlib
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import cache_key, compilation_cache
+from jax.experimental.compilation_cache import compilation_cache
 
 from qkattn.train import placement, program, program_cache, train
 from qkattn.train.compiling import without_cache
@@ -22,8 +21,6 @@ def kept(tmp_path, monkeypatch):
     """The directory of kept programs, in this process for the time of a test."""
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'programs'))
-    monkeypatch.setattr(cache_key, 'custom_hook', cache_key.custom_hook)
-    monkeypatch.setattr(compilation_cache, 'get_file_cache', compilation_cache.get_file_cache)
     jax.clear_caches()
     yield tmp_path / 'programs'
     for name, value in before.items():
@@ -57,44 +54,42 @@ def use(start=1.0):
 
 
 def test_the_directory_is_the_one_named_or_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(3), raising=False)
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))
     monkeypatch.setenv('QKATTN_DATA', str(tmp_path / 'shared'))
-    monkeypatch.delenv('XDG_CACHE_HOME', raising=False)
-    monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')
-    assert program_cache.directory() == tmp_path / 'home/.cache/qkattn/compiled'
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
-    assert program_cache.directory() == tmp_path / 'xdg/qkattn/compiled'
-    monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'named'))
-    assert program_cache.directory() == tmp_path / 'named'
+    for name in ('XDG_CACHE_HOME', 'JAX_COMPILATION_CACHE_DIR', 'NPROC'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value, where in (
+        ('QKATTN_LOG', 'INFO', 'home/.cache/qkattn/compiled/3-cores'),
+        ('XDG_CACHE_HOME', tmp_path / 'xdg', 'xdg/qkattn/compiled/3-cores'),
+        ('JAX_COMPILATION_CACHE_DIR', tmp_path / 'named', 'named/3-cores'),
+        ('NPROC', '2', 'named/2-cores'),
+    ):
+        monkeypatch.setenv(name, str(value))
+        assert program_cache.directory() == tmp_path / where
 
 
 def test_programs_are_kept_and_loaded_by_processes_with_as_many_cores(kept, count, monkeypatch):
     keep_programs()
-    assert kept.stat().st_mode & 0o77 == 0
+    assert program_cache.directory().stat().st_mode & 0o77 == 0
     first = use()
     assert count() == {'loaded': 0, 'compiled': 1}
     np.testing.assert_array_equal(use(), first)
     assert count() == {'loaded': 1, 'compiled': 0}
     monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(1000), raising=False)
+    keep_programs()
     use()
     assert count() == {'loaded': 0, 'compiled': 1}
-    assert len(list(kept.iterdir())) == 2
 
 
-@pytest.mark.parametrize('damage', [b'', b'not compressed', zlib.compress(b'no program')])
-def test_a_damaged_program_is_compiled_again_and_replaced(kept, count, damage, caplog):
+@pytest.mark.filterwarnings('ignore:Error reading persistent compilation cache')
+@pytest.mark.parametrize('damage', [lambda whole: whole[: len(whole) // 2], lambda _: b'', bytes])
+def test_a_damaged_program_is_compiled_again(kept, damage):
     keep_programs()
     first = use()
-    (file,) = kept.iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(damage or whole[: len(whole) // 2])
-    count()
+    (file,) = kept.glob('*/*')
+    file.write_bytes(damage(file.read_bytes()[::-1]))
     np.testing.assert_array_equal(use(), first)
-    assert count()['compiled'] == 1
-    use()
-    assert count() == {'loaded': 1, 'compiled': 0}
-    if damage != zlib.compress(b'no program'):
-        assert [r.message for r in caplog.records if 'is damaged' in r.message]
 
 
 def test_a_directory_that_cannot_be_written_is_one_warning(kept, count, caplog):
@@ -106,42 +101,32 @@ def test_a_directory_that_cannot_be_written_is_one_warning(kept, count, caplog):
     assert 'compiled programs are not kept' in message and str(kept) in message
 
 
-def test_a_full_disk_is_one_warning(kept, caplog, monkeypatch):
-    def full(*_):
-        raise OSError(28, os.strerror(28), str(kept))
-
+def test_the_least_recently_used_are_deleted_beyond_a_limit(tmp_path, kept, monkeypatch):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    named = {'1-cores/old-cache': (5, 5), '2-cores/new-cache': (6, 9), '2-cores/used-cache': (9, 5)}
+    for name, times in (named | {'2-cores/notes.txt': (1, 1)}).items():
+        file = tmp_path / 'qkattn/compiled' / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b'x' * 100)
+        os.utime(file, times)
+    monkeypatch.setattr(program_cache, 'LIMIT', 200)
+    keep_programs()  # of a directory that is named
+    assert len(list(tmp_path.glob('qkattn/*/*/*'))) == 4
+    monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')
     keep_programs()
-    monkeypatch.setattr(program_cache, 'write_atomic', full)
-    use()
-    jax.jit(lambda x: x + 1)(1.0)
-    (message,) = (r.message for r in caplog.records)
-    assert 'No space left on device' in message
-
-
-def test_the_least_recently_used_are_deleted_beyond_a_limit(kept, count, monkeypatch):
-    keep_programs()
-    use()
-    (used,) = kept.iterdir()
-    size = used.stat().st_size
-    for age, name in ((30, 'old-cache'), (20, 'older-than-used-cache'), (10, 'notes.txt')):
-        (kept / name).write_bytes(b'x' * size)
-        os.utime(kept / name, (0, used.stat().st_mtime - age))
-    os.utime(used, (0, 0))
-    use()  # is a use, which counts
-    monkeypatch.setattr(program_cache, '_limit', lambda: 2 * size)
-    keep_programs()
-    assert {p.name for p in kept.iterdir()} == {used.name, 'older-than-used-cache', 'notes.txt'}
+    left = {path.name for path in tmp_path.glob('qkattn/*/*/*')}
+    assert left == {'new-cache', 'used-cache', 'notes.txt'}
 
 
 def test_it_is_switched_off_by_jax_and_by_dry_runs(kept):
     keep_programs()
     with without_cache():
         use()
-    assert not list(kept.iterdir())
+    assert not list(kept.glob('*/*'))
     jax.config.update('jax_enable_compilation_cache', False)
     keep_programs()
     use()
-    assert not list(kept.iterdir())
+    assert not list(kept.glob('*/*'))
 
 
 def test_stages_of_an_arm_share_their_programs_which_are_the_same_to_the_last_bit(
