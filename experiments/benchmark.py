@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags
 
-from qkattn.benchmark import machine, session
+from qkattn.benchmark import machine, session, targets
 from qkattn.benchmark.session import SCALES, Options, Session
 from qkattn.benchmark.suites.steps import NEEDS, PEERS
 from qkattn.benchmark.suites.suite_registry import COLLECTIONS, SUITES
@@ -70,6 +70,7 @@ def main() -> None:
         if measured.groups:
             files = session.finish(directory)
     print('\n\n'.join(text(group) for group in measured.groups))
+    print('\n'.join(targets.lines(measured.groups, bool(measured.facts['accelerators']))))
     print('\n'.join(str(directory / name) for name in files))
 
 

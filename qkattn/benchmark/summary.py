@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from qkattn.benchmark import targets
 from qkattn.benchmark.measurement import Group, Measurement
 from qkattn.report.tables import markdown_table, text_table
 
@@ -44,6 +45,10 @@ def ratio(row: Measurement, group: Group) -> Measurement | None:
 
 def milliseconds(seconds: float) -> str:
     return f'{1e3 * seconds:,.3g}' if seconds < 1 else f'{1e3 * seconds:,.0f}'
+
+
+def mebibytes(size: float) -> str:
+    return f'{size / 2**20:,.0f}' if size >= 2**24 else f'{size / 2**20:,.2f}'
 
 
 def _spread(of: Callable[[Measurement, Group], Measurement | None], which: int) -> Callable:
@@ -87,8 +92,11 @@ COLUMNS = (
     extra('predicted', 'predicted ratio', '.3f'),
     extra('parameters', 'parameters', ',d'),
     extra('compile_seconds', 'compile s', '.1f'),
-    extra('peak_bytes', 'peak MiB', lambda size: f'{size / 2**20:,.0f}'),
-    extra('peak_device_bytes', 'device MiB', lambda size: f'{size / 2**20:,.0f}'),
+    extra('temporary_bytes', 'temporaries MiB', mebibytes),
+    extra('step_peak_bytes', 'peak of a step MiB', mebibytes),
+    extra('peak_bytes', 'peak MiB', mebibytes),
+    extra('peak_device_bytes', 'device MiB', mebibytes),
+    extra('cache_bytes', 'cache MiB', mebibytes),
     extra('failed', 'failed', str),
 )
 
@@ -130,6 +138,8 @@ def page(document: dict[str, Any], groups: Sequence[Group]) -> str:
         'Medians of interleaved rounds, with their quartiles (from, to); ratios are medians of '
         'ratios of seconds, round by round.',
     ]
+    if reached := targets.lines(groups, bool(facts['accelerators'])):
+        lines += ['### targets', '\n'.join(f'- {line}' for line in reached)]
     for group in groups:
         lines += [f'### {_title(group)}', markdown_table(*cells(group))]
     return '\n\n'.join(lines) + '\n'

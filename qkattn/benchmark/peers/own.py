@@ -22,6 +22,13 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
     return arrays | {'loss_weights_BT': np.ones(arrays['tokens_BT'].shape, np.float32)}
 
 
+def costs(config: Config) -> dict[str, Any]:
+    """Parameters of a trial; tokens and FLOPs of a step of all trials."""
+    tokens = len(config.trials.trials()) * config.train.batch_size * config.model.context
+    flops = 3 * tokens * cost.flops_per_token(config.model)
+    return {'parameters': cost.count(config.model)['total'], 'tokens': tokens, 'flops': flops}
+
+
 def train(config: dict[str, Any]) -> Work:
     """The train program of a config (JSON) of a decoder; a step is one of all its trials."""
     of_run = from_json(Config, config)
@@ -29,17 +36,14 @@ def train(config: dict[str, Any]) -> Work:
     batch = place_batch(of_run, built.mesh, batch_of(of_run))
     state = built.init()
 
-    def run(calls: int) -> None:
+    def run(calls: int) -> dict:
         nonlocal state
         for _ in range(calls):
             state, metrics = built.train(state, batch)
-        jax.block_until_ready((state, metrics))
+        return jax.block_until_ready((state, metrics))[1]
 
-    trials, tokens = len(of_run.trials.trials()), of_run.train.batch_size * of_run.model.context
     extra = {
-        'parameters': cost.count(of_run.model)['total'],
-        'tokens': trials * tokens,
-        'flops': 3 * trials * tokens * cost.flops_per_token(of_run.model),
+        **costs(of_run),
         'compile_seconds': built.compile_seconds,
         'lifting': built.lifting,
     }

@@ -1,0 +1,90 @@
+"""X trials by every lifting against X runs one after another, and against worker processes."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from qkattn.benchmark.machine import accelerators, available_cores
+from qkattn.benchmark.measurement import Measurement
+from qkattn.benchmark.race import Contestant
+from qkattn.benchmark.session import Session
+from qkattn.benchmark.shape import GPT2, RECIPE, TINY, Shape
+from qkattn.benchmark.targets import NO_AXIS, ONE_RUN
+
+PARTS = 'qkattn.benchmark.peers.own_parts'
+# Shape, steps a dispatch, numbers of trials.
+SCALES: dict[str, tuple[Shape, int, tuple[int, ...]]] = {
+    'cpu': (dataclasses.replace(RECIPE, layers=2, width=96), 4, (2, 4, 8, 16, 32)),
+    'gpu': (dataclasses.replace(GPT2, layers=4, width=256, heads=4, batch=4), 10, (2, 8, 32)),
+    'smoke': (TINY, 2, (2,)),
+}
+STEPS = 1000
+
+
+def run(session: Session) -> None:
+    """Seconds per step and trial, whose ratio to one run is that of X trials to X runs in turn."""
+    shape, dispatch, numbers = SCALES[session.scale.name]
+    # Compiled from nothing: a cache would hide what a stack saves.
+    fresh = {} if session.scale.name == 'smoke' else {'JAX_ENABLE_COMPILATION_CACHE': 'false'}
+    title, devices = f'{shape}, seconds per step and trial', 1
+    if not accelerators():
+        devices = len(available_cores())
+    contestants = list(_contestants(shape, dispatch, numbers, devices, fresh))
+    timed = session.race(
+        title,
+        contestants,
+        reference=ONE_RUN,
+        x='trials',
+        rounds=min(5, session.scale.rounds),
+        seconds=min(0.2, session.scale.seconds),
+    )
+    session.record(
+        f'{title}, with compilation in {STEPS:,} steps',
+        lambda: [*map(_with_compilation, timed.rows)],
+        reference=ONE_RUN,
+        x='trials',
+    )
+
+
+def _contestants(
+    shape: Shape, dispatch: int, numbers: tuple[int, ...], devices: int, fresh: dict[str, str]
+) -> Iterator[Contestant]:
+    """One trial without and with the axis of trials; stacks; a process for each core."""
+
+    def row(
+        line: str, work: str, trials: int, settings: dict[str, Any], name: str = '', **more: str
+    ) -> Contestant:
+        return Contestant(
+            name=name or f'{line}, {trials} trials',
+            work=f'{PARTS}:{work}',
+            settings=settings,
+            cores=len(available_cores()),
+            extra={'trials': trials, 'line': line},
+            environment={**fresh, **more},
+        )
+
+    def config(lifting: str, trials: int) -> dict[str, Any]:
+        return shape.config(steps_per_dispatch=dispatch, seeds=trials, lifting=lifting)
+
+    one = {'config': config('vmap', 1)}
+    yield row(NO_AXIS, 'one_trial', 1, one, NO_AXIS)
+    yield row('vmap', 'stack', 1, one, ONE_RUN)
+    for trials in numbers:
+        for lifting in ('vmap', 'map'):
+            yield row(lifting, 'stack', trials, {'config': config(lifting, trials)})
+        if devices > 1 and trials % devices == 0:
+            spread = {'config': {**config('map', trials), 'mesh': {'trial': devices}}}
+            flags = f'--xla_force_host_platform_device_count={devices}'
+            yield row(f'map over {devices} devices', 'stack', trials, spread, XLA_FLAGS=flags)
+    if devices > 1:
+        settings: dict[str, Any] = {'work': f'{PARTS}:stack', 'settings': one}
+        name = f'{devices} processes'
+        yield row(name, 'workers', devices, settings, name)
+
+
+def _with_compilation(row: Measurement) -> Measurement:
+    """The compilation of all its trials, shared out over them and over STEPS steps of each."""
+    if not row.rounds:
+        return row
+    share = row.extra['compile_seconds'] * row.extra['compilations_per_trial'] / STEPS
+    return dataclasses.replace(row, rounds=[seconds + share for seconds in row.rounds])

@@ -1,0 +1,78 @@
+"""A study of eight runs: where its time goes, and one process against worker processes."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from qkattn.benchmark import commands
+from qkattn.benchmark.machine import available_cores
+from qkattn.benchmark.measurement import Measurement
+from qkattn.benchmark.session import Session
+from qkattn.benchmark.targets import ONE_PROCESS, WORKERS
+
+# Overrides of the quickstart's study of eight variants: one trial each.
+SMALL = {
+    **{'base.train.num_steps': 300, 'base.train.eval_every': 100},
+    **{'base.train.checkpoint_every': 100, 'base.trials.seeds': '(0,)'},
+}
+TINY = {
+    **SMALL,
+    **{'base.train.num_steps': 40, 'base.train.eval_every': 20, 'base.train.checkpoint_every': 20},
+    **{'base.optimizer.warmup_steps': 2, 'base.model.num_layers': 1, 'base.model.context': 8},
+    **{'base.data.eval_sequences': 16, 'variants': "('qk/vo', 'qk/no_o')"},
+    **{'sizes': "('d_model=16',)"},
+}
+SCALES = {'cpu': SMALL, 'gpu': SMALL, 'smoke': TINY}
+# Phases of a run by the name of a row.
+PHASES = {
+    'data': ('preparing data',),
+    'compiling and initializing': ('compiling', 'initializing'),
+    'evaluating': ('evaluating', 'measuring'),
+    'matching': ('matching parameters',),
+    'report': ('writing the report',),
+}
+
+
+def run(session: Session) -> None:
+    settings = SCALES[session.scale.name]
+    flags = commands.overrides(settings)
+    found: dict[str, list[Measurement]] = {}
+
+    def rows(which: str) -> list[Measurement]:
+        if not found:
+            found.update(_measured(flags))
+        return found[which]
+
+    cores = len(available_cores())
+    title = f'{cores} core{"s" * (cores > 1)}'
+    commands.record(session, f'workers, {title}', lambda: rows('workers'), ONE_PROCESS)
+    commands.record(session, 'one process, by phase', lambda: rows('phases'), ONE_PROCESS)
+
+
+def _measured(flags: list[str]) -> dict[str, list[Measurement]]:
+    """The study in one process and with workers, each with a compilation cache that is empty."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        # Data is prepared, and files are read into memory, before any time counts.
+        _study(path / 'first', [*flags, '--dry_run'])
+        one = _study(path / 'one', flags)
+        workers = _study(path / 'workers', [*flags, '--workers=auto'])
+        lines = (path / 'one' / 'study' / 'results.jsonl').read_text().splitlines()
+    results = [json.loads(line) for line in lines]
+    whole = Measurement(ONE_PROCESS, {}, [one.seconds], {'runs': len(results)})
+    phases = {'interpreter and imports': one.first_phase}
+    phases |= {name: sum(one.phases[p] for p in of) for name, of in PHASES.items()}
+    phases['training'] = sum(result['train_seconds'] for result in results)
+    phases['checkpoints'] = sum(result['checkpoint_seconds'] for result in results)
+    phases['rest, waiting included'] = one.seconds - sum(phases.values())
+    return {
+        'workers': [whole, Measurement(WORKERS, {}, [workers.seconds], whole.extra)],
+        'phases': [whole, *(Measurement(name, {}, [s]) for name, s in phases.items())],
+    }
+
+
+def _study(directory: Path, flags: list[str]) -> commands.Finished:
+    return commands.run(
+        *('ablate', '--config=quickstart', f'--workdir={directory / "study"}', *flags),
+        environment={'JAX_COMPILATION_CACHE_DIR': str(directory / 'compiled')},
+    )
