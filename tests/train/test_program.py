@@ -79,3 +79,11 @@ def test_processes_with_other_settings_or_another_directory_are_refused(
         start.require_shared(tmp_path)
     (tmp_path / 'config.json').touch()
     start.require_shared(tmp_path)
+
+
+def test_a_quick_compilation_gives_the_same_initial_trials(tiny, monkeypatch, evaluation_only):
+    config = tiny(model={'num_layers': 1, 'd_model': 16})
+    plain = program.build(config, 'vmap').init()
+    monkeypatch.delenv('XLA_FLAGS')  # XLA has read it; it sets a level of the tests
+    quick = program.build(config, 'vmap').init()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), quick, plain)
