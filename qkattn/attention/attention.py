@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import registry
-from qkattn.attention.attend import Bias, attend
+from qkattn.attention.attend import attend
+from qkattn.attention.kernels.call import Bias
 from qkattn.attention.mask import Mask
 from qkattn.attention.norm import rms_norm
 from qkattn.attention.parameters import one_key, products_once
@@ -101,6 +102,7 @@ class Attention(nnx.Module):
             normalizer=registry.find_normalizer(spec.normalizer),
             dropout=dropout,
             dropout_key=dropout_key,
+            kernel=spec.kernel,
         )
         return self.value.output(o_BTNH, self.score, x_BTD)
 

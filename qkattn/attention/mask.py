@@ -81,6 +81,27 @@ class Mask:
             mask_BTS = mask_BTS & own_BTS
         return mask_BTS
 
+    def padded(self, num_queries: int, queries: int, num_keys: int, keys: int) -> 'Mask':
+        """The mask of T and S more queries and keys at the end, where no query sees the keys.
+
+        Args:
+          queries, keys: the numbers T and S with the additional ones.
+        """
+
+        def pad(array: jax.Array | None, *more: int) -> jax.Array | None:
+            return None if array is None else jnp.pad(array, [(0, 0), *((0, n) for n in more)])
+
+        t, s, valid_BS = queries - num_queries, keys - num_keys, self.valid_BS
+        if s and valid_BS is None:
+            valid_BS = jnp.ones((1, num_keys), bool)
+        return dataclasses.replace(
+            self,
+            valid_BS=pad(valid_BS, s),
+            segments_BT=pad(self.segments_BT, t),
+            segments_BS=pad(self.segments_BS, s),
+            mask_BTS=pad(self.mask_BTS, t, s),
+        )
+
 
 def visible(num_queries: int, num_keys: int, *, causal: bool, **fields: object) -> jax.Array:
     """The dense mask_BTS of a `Mask` with these fields."""

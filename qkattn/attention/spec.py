@@ -33,6 +33,7 @@ class AttentionSpec:
       normalizer: name of a Normalizer, which takes the place of softmax, with options as in
         'sigmoid(bias=-6.0)', or an import path.
       window: a query attends to positions at distance |t - s| < window; None is all.
+      kernel: what computes probabilities and the mix of values; see `kernels.choice`.
     """
 
     score: str = 'qk'
@@ -52,6 +53,7 @@ class AttentionSpec:
     logit_cap: float | None = None
     normalizer: str = 'softmax'
     window: int | None = None
+    kernel: str = 'auto'
 
     def __post_init__(self) -> None:
         for field in ('d_model', 'num_heads', 'num_kv_heads', 'head_size'):

@@ -16,9 +16,9 @@ from qkattn.config.study_config import Study
 from qkattn.errors import ConfigError, UnknownFieldError
 
 # Settings that do not change what a run computes, of which each worker of a study may have its own:
-# devices, where the data lies, whose contents a run checks by fingerprints of their own, and where
-# the logs go.
-OF_MACHINE = ('mesh', 'data.data_dir', 'data.manual_dir', 'train.sinks')
+# devices, where the data lies, whose contents a run checks by fingerprints of their own, where the
+# logs go, and what computes attention.
+OF_MACHINE = ('mesh', 'data.data_dir', 'data.manual_dir', 'train.sinks', 'model.kernel')
 
 
 def to_json(config: Any) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations of all matrix products in one forward pass, per token.
 
     Counted on the traced program at the full context, two per multiply-add, masked positions
-    included. In an encoder-decoder, per target token, the encoding of a full source included.
+    included, whatever model.kernel is. In an encoder-decoder, per target token, the encoding of a
+    full source included.
     """
     return _flops_per_token(config, lambda model, inputs: model(**inputs))
 
@@ -76,6 +77,7 @@ def training_flops_per_token(config: ModelConfig) -> float:
 
 
 def _flops_per_token(config: ModelConfig, program: Callable) -> float:
+    config = dataclasses.replace(config, kernel='einsum')
     inputs = {'tokens_BT': jax.ShapeDtypeStruct((1, config.context), jnp.int32)}
     if config.kind == 'encoder_decoder':
         inputs['source_BS'] = jax.ShapeDtypeStruct((1, config.encoder.context), jnp.int32)

@@ -1,9 +1,16 @@
 """The attention layers of a model configuration: one specification per site."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
-from qkattn.attention import registry
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh
+
+from qkattn.attention import Attention, Mask, registry
+from qkattn.attention.kernels import choice
 from qkattn.attention.spec import AttentionSpec
 from qkattn.config import Config, ModelConfig
 from qkattn.config.calls import split_pattern
@@ -31,6 +38,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         logit_cap=config.logit_cap,
         normalizer=config.normalizer,
         window=config.window,
+        kernel=config.kernel,
     )
 
 
@@ -55,5 +63,33 @@ def validate(config: Config) -> None:
     for where, spec in sites(config.model).items():
         try:
             registry.check(spec())
+            if config.model.kernel != 'auto':
+                _check_kernel(config, where, spec())
         except SpecError as error:
             raise ConfigError(f'{where}: {error}') from error
+
+
+def _check_kernel(config: Config, where: str, spec: AttentionSpec) -> None:
+    """Raises SpecError where model.kernel cannot serve a layer at the lengths of training."""
+    model, dtype = config.model, jnp.dtype(config.model.compute_dtype)
+    encoder, cross = where == 'model.encoder_variant', where == 'model.cross_variant'
+    T = model.encoder.context if encoder else model.context
+    S = model.encoder.context if cross else T
+    causal = not (encoder or cross or model.kind == 'encoder')
+
+    def attend(layer: Attention, x_BTD: jax.Array, y_BSD: jax.Array) -> jax.Array:
+        mask, key = Mask(causal=causal, window=spec.window), jax.random.key(0)
+        if model.kind == 'encoder_decoder':
+            one_BT, one_BS = (jnp.ones((1, length), jnp.int32) for length in (T, S))
+            mask = dataclasses.replace(mask, segments_BT=one_BT, segments_BS=one_BS)
+        rate = model.probability_dropout
+        return layer.attend_to(
+            x_BTD, layer.cached(y_BSD), mask, cross=cross, dropout=rate, dropout_key=key
+        )
+
+    layer = nnx.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
+    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layer)
+    x_BTD, y_BSD = (jax.ShapeDtypeStruct((1, n, model.d_model), dtype) for n in (T, S))
+    mesh = dataclasses.asdict(config.mesh)
+    with choice.on(AbstractMesh(tuple(mesh.values()), tuple(mesh))):
+        jax.eval_shape(attend, layer, x_BTD, y_BSD)

@@ -36,6 +36,8 @@ def _lines(run: Description) -> Iterator[str]:
     yield f'compiled by {run.compiler}'
     yield f'mesh {mesh}'
     yield from _wrapped(run.program)
+    for kernel in run.kernels:
+        yield from _wrapped(kernel)
     for warning in run.warnings:
         yield from _wrapped(f'WARNING {warning}')
     yield ''

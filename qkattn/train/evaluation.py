@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from qkattn import metrics
+from qkattn.attention.kernels import choice
 from qkattn.config import Config
 from qkattn.model.stack import placing
 from qkattn.train import step, targets
@@ -36,7 +37,7 @@ def eval_step(config: Config, lifting: str, mesh: Mesh) -> Callable[[dict, dict]
 
     def evaluate(params: dict, batch: dict) -> dict:
         batch = jax.lax.with_sharding_constraint(batch, row_sharding(mesh))
-        with placing(place_activations(mesh)):
+        with placing(place_activations(mesh)), choice.on(mesh):
             return lift(lambda params: measure(config, params, batch), lifting, mesh)(params)
 
     return evaluate

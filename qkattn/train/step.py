@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from qkattn.attention.kernels import choice
 from qkattn.config import Config
 from qkattn.model import build, with_params
 from qkattn.model.stack import placing
@@ -151,7 +152,7 @@ def train_steps(
 
     def one_step(state: dict, hyper: dict, batch: dict) -> tuple[dict, dict]:
         train_one = functools.partial(train_trial, config, state['step'])
-        with placing(sharding.place_activations(mesh)):
+        with placing(sharding.place_activations(mesh)), choice.on(mesh):
             trials, metrics = lift(train_one, lifting, mesh)(state['trials'], hyper, batch)
         return {'step': state['step'] + 1, 'trials': trials}, metrics
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from qkattn.attention.kernels import choice
 from qkattn.config import Config
 from qkattn.errors import ConfigError
 from qkattn.model import cost
@@ -69,6 +70,7 @@ class Description:
       compiler: what compiled the program.
       mesh: sizes of the axes.
       program: lifting, scan over layers, steps per dispatch.
+      kernels: what computes attention, and why, in sentences.
       parameters: of one trial.
       memory: bytes by kind.
       capacity: bytes of a device's HBM; None where it is not known.
@@ -85,6 +87,7 @@ class Description:
     compiler: str
     mesh: dict[str, int]
     program: str
+    kernels: tuple[str, ...]
     trials: int
     parameters: int
     memory: dict[str, int]
@@ -203,7 +206,8 @@ def _describe(
     lifting = 'vmap' if config.train.lifting == 'auto' else config.train.lifting
     warnings: list[str] = []
     sharding.say_once.cache_clear()
-    with messages(sharding.log) as fallbacks:
+    choice.say_once.cache_clear()
+    with messages(sharding.log) as fallbacks, messages(choice.log) as kernels:
         state, hyper, batch = program.abstract_inputs(config, mesh)
         lowered = program.lower(config, lifting, mesh, state, hyper, batch)
     with standard_error() as said, without_cache():
@@ -244,6 +248,7 @@ def _describe(
         compiler=compiler,
         mesh=dict(mesh.shape),
         program=f'{scan}; trials by {lifting}; {steps} steps per dispatch',
+        kernels=tuple(kernels),
         trials=trials,
         parameters=cost.count(model)['total'],
         memory=memory,

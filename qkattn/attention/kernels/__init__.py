@@ -1,0 +1,1 @@
+"""Implementations of attention beside the einsums, and the choice between them."""

@@ -1,0 +1,41 @@
+"""What one attention is to compute: the arguments that all kernels share."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from qkattn.attention.mask import Mask
+from qkattn.attention.normalizers import Normalizer
+
+# distance_TS -> b_NTS, what is added to the scaled and capped logits at distances t - s.
+Bias = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """The arguments of `attend`; `dropout` is 0 without a key."""
+
+    q_BTNH: jax.Array
+    k_BSKH: jax.Array
+    v_BSKH: jax.Array
+    mask: Mask
+    scale: float | jax.Array
+    bias: Bias | None
+    logit_cap: float | None
+    normalizer: Normalizer
+    dropout: float
+    dropout_key: jax.Array | None
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """T and S."""
+        return self.q_BTNH.shape[1], self.k_BSKH.shape[1]
+
+
+class Target(NamedTuple):
+    """Where a call is computed: the platform as JAX names it, and the devices that share it."""
+
+    platform: str
+    devices: int = 1

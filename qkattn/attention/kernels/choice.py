@@ -1,0 +1,114 @@
+"""Which kernel computes an attention, and why.
+
+model.kernel='auto' takes the first kernel of the platform's libraries that serves the attention.
+Else it is `blockwise` from a context on, below which `einsum` is as fast.
+Attention to cached keys in decoding is never a library's.
+"""
+
+import contextlib
+import contextvars
+import functools
+import logging
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from qkattn.attention.kernels import library
+from qkattn.attention.kernels.blockwise import blockwise
+from qkattn.attention.kernels.call import Call, Target
+from qkattn.attention.kernels.einsum import einsum
+from qkattn.attention.normalizers import Softmax, SoftmaxOffByOne
+from qkattn.errors import SpecError
+
+log = logging.getLogger(__name__)
+
+# Contexts from which `blockwise` is chosen: where it is faster than `einsum`, measured on CPUs; on
+# accelerators, where the logits of a head begin to take much memory.
+BLOCKWISE_FROM = {'cpu': 64}
+BLOCKWISE_FROM_ELSEWHERE = 2048
+
+LIBRARIES: dict[str, tuple[Callable, Callable]] = {
+    'dot_product': (library.dot_product_obstacle, library.dot_product),
+    'tokamax': (library.tokamax_obstacle, library.tokamax),
+    'splash': (library.splash_obstacle, library.splash),
+}
+# The libraries that 'auto' may choose, by platform.
+AUTO = {'gpu': ('dot_product',), 'tpu': ('splash',)}
+KERNELS = ('auto', 'einsum', 'blockwise', *LIBRARIES)
+
+_target: contextvars.ContextVar[Target] = contextvars.ContextVar('target')
+
+
+@contextlib.contextmanager
+def on(mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """Attention traced in the block is for the devices of a mesh."""
+    concrete = isinstance(mesh, Mesh)
+    platform = mesh.devices.flat[0].platform if concrete else jax.default_backend()
+    token = _target.set(Target(platform, mesh.size))
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def obstacle(kernel: str, call: Call, target: Target) -> str | None:
+    """Why a kernel cannot serve a call, as the end of a sentence; None where it can."""
+    if kernel == 'einsum':
+        return None
+    if kernel == 'blockwise':
+        return blockwise_obstacle(call)
+    if call.mask.first_query is not None:
+        return 'takes no cached keys'
+    return LIBRARIES[kernel][0](call, target)
+
+
+def blockwise_obstacle(call: Call) -> str | None:
+    normalizer = type(call.normalizer)
+    if normalizer not in (Softmax, SoftmaxOffByOne):
+        return f'computes softmax and softmax_off_by_one, not normalizer={normalizer.__name__}'
+    if normalizer is SoftmaxOffByOne and call.mask.hides_self:
+        return 'hides a token from itself with softmax only, not with softmax_off_by_one'
+    return None
+
+
+def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
+    """The kernel that computes the call, and the reason.
+
+    Args:
+      kernel: 'auto', or the name of one.
+
+    Raises:
+      SpecError: the named kernel cannot serve the call.
+    """
+    if kernel != 'auto' and (kernel not in LIBRARIES or call.mask.first_query is None):
+        if problem := obstacle(kernel, call, target):
+            valid = [k for k in KERNELS[1:] if obstacle(k, call, target) is None]
+            raise SpecError(f'kernel={kernel!r} {problem}; valid are auto, {", ".join(valid)}')
+        return kernel, 'as model.kernel says'
+    for name in AUTO.get(target.platform, ()):
+        if obstacle(name, call, target) is None:
+            return name, f'the kernel of {target.platform} that serves it'
+    if problem := blockwise_obstacle(call):
+        return 'einsum', f'blockwise {problem}'
+    (T, S), least = call.lengths, BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
+    long = min(T, S) >= least
+    return ('blockwise', 'einsum')[not long], f'contexts are {"not " * long}below {least}'
+
+
+def run(kernel: str, call: Call) -> jax.Array:
+    """o_BTNH by the chosen kernel; the choice is logged once."""
+    target = _target.get(None) or Target(jax.default_backend())
+    name, reason = choose(kernel, call, target)
+    T, S = call.lengths
+    say_once(f'attention of {T:,} queries to {S:,} keys by {name}: {reason}')
+    if name == 'einsum':
+        return einsum(call)
+    if name == 'blockwise':
+        return blockwise(call, target)
+    return LIBRARIES[name][1](call, target)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    log.info(message)

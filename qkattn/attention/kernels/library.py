@@ -1,0 +1,159 @@
+"""Kernels from libraries, and what each cannot serve.
+
+An obstacle is the end of the sentence 'kernel=NAME ...'; None means that the kernel serves a call.
+"""
+
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qkattn.attention.kernels.call import Call, Target
+from qkattn.attention.normalizers import Softmax
+from qkattn.config.extras import load_extra
+
+SPLASH = 'jax.experimental.pallas.ops.tpu.splash_attention'
+
+# What splash attention cuts queries and keys into, the largest that divides both.
+SPLASH_BLOCKS = (512, 256, 128)
+
+
+def _plain_softmax(call: Call, *, capped: bool = False) -> str | None:
+    """What the kernels of all libraries lack."""
+    normalizer, k_heads, v_heads = call.normalizer, call.k_BSKH.shape[2], call.v_BSKH.shape[2]
+    if type(normalizer) is not Softmax:
+        return f'computes softmax, not normalizer={type(normalizer).__name__}'
+    if k_heads != v_heads:
+        return f'needs as many key as value heads, not {k_heads} and {v_heads}'
+    if call.logit_cap is not None and not capped:
+        return f'has no logit_cap, which is {call.logit_cap}'
+    if call.bias is not None:
+        return 'has no biases of positions (positions=alibi, or those of the score)'
+    if call.dropout:
+        return f'has no dropout of attention probabilities, which is {call.dropout}'
+    if call.mask.hides_self:
+        return 'cannot hide a token from itself'
+    if call.mask.mask_BTS is not None:
+        return 'takes no mask of pairs'
+    return None
+
+
+def _unpadded(call: Call) -> str | None:
+    padded = call.mask.valid_BS is not None or call.mask.segments_BS is not None
+    return 'takes no padding and no packed sequences' if padded else None
+
+
+def _equal_sizes(call: Call) -> str | None:
+    sizes = call.k_BSKH.shape[-1], call.v_BSKH.shape[-1]
+    if sizes[0] == sizes[1]:
+        return None
+    return f'needs keys and values of one size, not {sizes[0]} and {sizes[1]}'
+
+
+def dot_product_obstacle(call: Call, target: Target) -> str | None:
+    """Of cuDNN on a GPU, and of the same function by XLA elsewhere."""
+    mask, size, dtype = call.mask, call.q_BTNH.shape[-1], call.q_BTNH.dtype
+    if obstacle := _plain_softmax(call) or _unpadded(call) or _equal_sizes(call):
+        return obstacle
+    if mask.window is not None and not mask.causal:
+        return f'takes a window with a causal mask only, and window is {mask.window}'
+    if target.platform != 'gpu':
+        return None
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f'needs bfloat16 on a GPU, not {dtype}'
+    return None if size % 8 == 0 and size <= 128 else f'needs heads of 8, 16, ... 128, not {size}'
+
+
+def dot_product(call: Call, target: Target) -> jax.Array:
+    """jax.nn.dot_product_attention."""
+    mask = call.mask
+    q_BTNH, scale = _static_scale(call)
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        call.k_BSKH,
+        call.v_BSKH,
+        scale=scale,
+        is_causal=mask.causal,
+        local_window_size=None if mask.window is None else (mask.window - 1, 0),
+        implementation='cudnn' if target.platform == 'gpu' else 'xla',
+    )
+
+
+def tokamax_obstacle(call: Call, target: Target) -> str | None:
+    """Tokamax caps logits after it adds biases, Gemma and qkattn before."""
+    if importlib.util.find_spec('tokamax') is None:
+        return "needs the package tokamax and Python 3.12: pip install -e '.[kernels]'"
+    if target.devices > 1:
+        return f'runs on one device, and the mesh has {target.devices}'
+    return _plain_softmax(call, capped=True) or _unpadded(call)
+
+
+def tokamax(call: Call, target: Target) -> jax.Array:
+    """Tokamax's attention, of whose implementations it takes the best for the platform."""
+    mask = call.mask
+    q_BTNH, scale = _static_scale(call)
+    reach = None if mask.window is None else mask.window - 1
+    return load_extra('tokamax', 'kernels').dot_product_attention(
+        q_BTNH,
+        call.k_BSKH,
+        call.v_BSKH,
+        scale=scale,
+        is_causal=mask.causal,
+        local_window_size=None if reach is None else (reach, 0 if mask.causal else reach),
+        logits_soft_cap=call.logit_cap,
+    )
+
+
+def splash_obstacle(call: Call, target: Target) -> str | None:
+    (T, S), block = call.lengths, SPLASH_BLOCKS[-1]
+    if obstacle := _plain_softmax(call, capped=True):
+        return obstacle
+    if T % block or S % block:
+        return f'needs contexts that are multiples of {block}, not {T} and {S}'
+    if target.devices > 1:
+        return f'runs on one device, and the mesh has {target.devices}'
+    return None if target.platform == 'tpu' else f'runs on a TPU, not on {target.platform}'
+
+
+def splash(call: Call, target: Target) -> jax.Array:
+    """JAX's splash attention, a Pallas kernel; interpreted where there is no TPU."""
+    splash_attention = load_extra(SPLASH, 'tpu')
+    mask, (T, S), N = call.mask, call.lengths, call.q_BTNH.shape[2]
+    if mask.window is None:
+        one = (splash_attention.CausalMask if mask.causal else splash_attention.FullMask)((T, S))
+    else:
+        reach = mask.window - 1
+        one = splash_attention.LocalMask((T, S), (reach, 0 if mask.causal else reach), 0)
+    block = next(b for b in SPLASH_BLOCKS if T % b == 0 and S % b == 0)
+    attention = splash_attention.make_splash_mha(
+        splash_attention.MultiHeadMask([one] * N),
+        block_sizes=splash_attention.BlockSizes(*[block] * 8),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=call.logit_cap,
+        interpret=target.platform != 'tpu',
+    )
+    q_BTNH = call.q_BTNH * jnp.asarray(call.scale, call.q_BTNH.dtype)
+    q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, call.k_BSKH, call.v_BSKH))
+    o_BNTH = jax.vmap(attention)(q_BNTH, k_BKSH, v_BKSH, _segments(call))
+    return jnp.swapaxes(o_BNTH, 1, 2)
+
+
+def _segments(call: Call) -> Any:
+    """Sequences by number, with -1 at keys that no query sees."""
+    mask, (T, S), B = call.mask, call.lengths, len(call.q_BTNH)
+    if mask.valid_BS is None and mask.segments_BS is None:
+        return None
+    q_BT, kv_BS = jnp.ones((B, T), jnp.int32), jnp.ones((B, S), jnp.int32)
+    if mask.segments_BS is not None:
+        q_BT, kv_BS = mask.segments_BT, jnp.where(mask.segments_BS > 0, mask.segments_BS, -1)
+    if mask.valid_BS is not None:
+        kv_BS = jnp.where(mask.valid_BS, kv_BS, -1)
+    return load_extra(SPLASH, 'tpu').SegmentIds(q=q_BT, kv=kv_BS)
+
+
+def _static_scale(call: Call) -> tuple[jax.Array, float]:
+    if isinstance(call.scale, jax.Array):
+        return call.q_BTNH * call.scale.astype(call.q_BTNH.dtype), 1.0
+    return call.q_BTNH, call.scale

@@ -1,0 +1,142 @@
+"""Which kernel computes an attention, what is said about it, and what a named one refuses."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qkattn.attention import Mask, SpecError, attend, registry
+from qkattn.attention.kernels import choice
+from qkattn.attention.kernels.call import Call, Target
+from qkattn.config import Config, MeshConfig, ModelConfig, fingerprint
+from qkattn.errors import ConfigError
+from qkattn.model.sites import validate
+
+CPU, GPU, TPU = (Target(platform) for platform in ('cpu', 'gpu', 'tpu'))
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def call(T=256, *, H=64, G=None, N=4, K=4, V=None, dtype=BF16, normalizer='softmax', **options):
+    shapes = [(1, T, N, H), (1, T, K, H), (1, T, V or K, G or H)]
+    mask = options.pop('mask', Mask(causal=True))
+    defaults = {'scale': 1.0, 'bias': None, 'logit_cap': None, 'dropout': 0.0, 'dropout_key': None}
+    return Call(
+        **dict(
+            zip(
+                ('q_BTNH', 'k_BSKH', 'v_BSKH'),
+                (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes),
+                strict=True,
+            )
+        ),
+        mask=mask,
+        normalizer=registry.find_normalizer(normalizer),
+        **{**defaults, **options},
+    )
+
+
+AUTO = [
+    (CPU, {}, 'blockwise', 'contexts are not below 64'),
+    (CPU, {'T': 63}, 'einsum', 'contexts are below 64'),
+    (CPU, {'normalizer': 'entmax15'}, 'einsum', 'blockwise computes softmax'),
+    (GPU, {}, 'dot_product', 'the kernel of gpu'),
+    (GPU, {'dtype': F32}, 'einsum', 'contexts are below 2048'),
+    (GPU, {'G': 32, 'T': 4096}, 'blockwise', 'contexts are not below 2048'),
+    (GPU, {'mask': Mask(causal=True, first_query=jnp.int32(3))}, 'einsum', 'below 2048'),
+    (TPU, {'G': 128, 'dtype': F32}, 'splash', 'the kernel of tpu'),
+    (TPU, {'T': 200}, 'einsum', 'contexts are below 2048'),
+    (Target('tpu', 8), {'T': 4096}, 'blockwise', 'contexts are not below 2048'),
+]
+
+
+@pytest.mark.parametrize(('target', 'options', 'name', 'reason'), AUTO)
+def test_auto_takes_the_kernel_of_the_platform_that_serves_the_attention(
+    target, options, name, reason
+):
+    chosen, why = choice.choose('auto', call(**options), target)
+    assert chosen == name and reason in why
+
+
+PADDED = Mask(valid_BS=jnp.ones((1, 256), bool))
+REFUSED = [
+    ('blockwise', CPU, {'normalizer': 'sigmoid'}, 'not normalizer=Sigmoid; valid are auto, einsum'),
+    ('dot_product', CPU, {'G': 32}, 'needs keys and values of one size, not 64 and 32'),
+    ('dot_product', CPU, {'K': 1, 'V': 4}, 'as many key as value heads, not 1 and 4'),
+    ('dot_product', CPU, {'logit_cap': 3.0}, 'has no logit_cap, which is 3.0'),
+    ('dot_product', CPU, {'mask': PADDED}, 'takes no padding'),
+    ('dot_product', GPU, {'dtype': F32}, 'needs bfloat16 on a GPU, not float32'),
+    ('dot_product', GPU, {'H': 256}, 'needs heads of 8, 16, ... 128, not 256'),
+    (
+        'splash',
+        CPU,
+        {},
+        'runs on a TPU, not on cpu; valid are auto, einsum, blockwise, dot_product',
+    ),
+    ('splash', TPU, {'T': 100}, 'needs contexts that are multiples of 128, not 100 and 100'),
+    ('splash', Target('tpu', 4), {}, 'runs on one device, and the mesh has 4'),
+    ('splash', TPU, {'mask': Mask(hides_self=True)}, 'cannot hide a token from itself'),
+    ('splash', TPU, {'bias': abs}, 'has no biases of positions'),
+    ('splash', TPU, {'dropout': 0.1}, 'has no dropout of attention probabilities, which is 0.1'),
+]
+
+
+@pytest.mark.parametrize(('kernel', 'target', 'options', 'words'), REFUSED)
+def test_a_named_kernel_refuses_what_it_cannot_serve(kernel, target, options, words):
+    with pytest.raises(SpecError) as refusal:
+        choice.choose(kernel, call(**options), target)
+    text = str(refusal.value)
+    assert text.startswith(f'kernel={kernel!r} ') and words in text and '\n' not in text
+
+
+def test_a_kernel_without_its_package_names_what_to_install(monkeypatch):
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+    with pytest.raises(SpecError, match=r"needs the package tokamax .* '\.\[kernels\]'"):
+        choice.choose('tokamax', call(), CPU)
+
+
+def test_attention_to_cached_keys_is_never_of_a_library():
+    cached = call(dtype=F32, mask=Mask(causal=True, first_query=jnp.int32(3)))
+    assert choice.choose('dot_product', cached, CPU)[0] == 'blockwise'
+
+
+def test_settings_are_refused_before_anything_compiles():
+    config = Config(model=ModelConfig(positions='alibi', kernel='dot_product', context=16))
+    with pytest.raises(
+        ConfigError, match="^model: kernel='dot_product' has no biases of positions"
+    ):
+        validate(config)
+    for kind, kernel in (('decoder', 'dot_product'), ('encoder_decoder', 'blockwise')):
+        validate(Config(model=ModelConfig(kind=kind, kernel=kernel, context=16)))
+    model = ModelConfig(kind='encoder_decoder', cross_variant='qk/merged_vo', kernel='dot_product')
+    with pytest.raises(
+        ConfigError, match="^model: kernel='dot_product' takes no padding and no pa"
+    ):
+        validate(Config(model=model))
+    with pytest.raises(ConfigError, match='kernel=.* must be one of auto, einsum, blockwise'):
+        validate(Config(model=ModelConfig(kernel='flash')))
+
+
+def test_the_kernel_is_no_part_of_what_a_run_computes():
+    one, other = (Config(model=ModelConfig(kernel=k)) for k in ('auto', 'einsum'))
+    assert fingerprint(one) == fingerprint(other)
+
+
+def test_the_choice_is_logged_once(caplog):
+    choice.say_once.cache_clear()
+    x_BTNH = jnp.ones((1, 3, 2, 4))
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            attend(x_BTNH, x_BTNH, x_BTNH, Mask(causal=True), scale=1.0)
+    said = [record.message for record in caplog.records if 'attention' in record.message]
+    assert said == ['attention of 3 queries to 3 keys by einsum: contexts are below 64']
+
+
+def test_the_target_is_that_of_the_mesh():
+    mesh = MeshConfig(data=8)
+    abstract = jax.sharding.AbstractMesh(
+        tuple(dataclasses.asdict(mesh).values()), tuple(dataclasses.asdict(mesh))
+    )
+    with choice.on(abstract), pytest.raises(SpecError, match='the mesh has 8'):
+        x_BTNH = jnp.ones((1, 128, 2, 4))
+        attend(x_BTNH, x_BTNH, x_BTNH, Mask(), scale=1.0, kernel='splash')

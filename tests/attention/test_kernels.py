@@ -1,0 +1,201 @@
+"""Every kernel equals the einsums, forward and backward, over the options of attention."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qkattn.attention import Mask
+from qkattn.attention.kernels.blockwise import blockwise
+from qkattn.attention.kernels.call import Call, Target
+from qkattn.attention.kernels.einsum import einsum
+from qkattn.attention.normalizers import Softmax, SoftmaxOffByOne
+from qkattn.attention.rope import linear_bias
+from qkattn.config import MeshConfig
+from qkattn.train import sharding
+from tests.attention.layers import error
+
+CPU = Target('cpu')
+T, N = 20, 4
+VALID = jnp.arange(T) < jnp.array([[17], [9]])
+SEGMENTS = jnp.array([[1] * 5 + [2] * 12 + [0] * 3, [1] * 11 + [2] * 9])
+PACKED = {'segments_BT': SEGMENTS, 'segments_BS': SEGMENTS}
+ALIBI = functools.partial(linear_bias, N)
+
+# Options of the call, and sizes: key heads, value heads, their sizes, keys.
+CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    'causal': ({'mask': Mask(causal=True)}, (4, 4, 8, 8, T)),
+    'grouped': ({'mask': Mask(causal=True, window=5), 'logit_cap': 1.5}, (2, 1, 8, 6, T)),
+    'merged': ({'mask': Mask(causal=True), 'bias': ALIBI}, (1, 4, 16, 4, T)),
+    'learned': ({'mask': Mask(window=9), 'bias': 'learned', 'logit_cap': 2.0}, (4, 2, 4, 4, T)),
+    'cross': ({'mask': Mask(), 'bias': 'learned'}, (4, 4, 8, 8, 13)),
+    'padded': ({'mask': Mask(causal=True, valid_BS=VALID)}, (4, 4, 8, 8, T)),
+    'packed': ({'mask': Mask(causal=True, **PACKED)}, (4, 4, 8, 8, T)),
+    'off_by_one': ({'mask': Mask(causal=True), 'normalizer': SoftmaxOffByOne()}, (2, 2, 8, 8, T)),
+    'hides_self': ({'mask': Mask(causal=True, hides_self=True)}, (4, 4, 8, 8, T)),
+    'cached': ({'mask': Mask(causal=True, first_query=jnp.int32(7))}, (1, 1, 8, 8, 31)),
+    'dense': ({'mask': Mask(mask_BTS=jnp.tri(T, dtype=bool)[None])}, (4, 4, 8, 8, T)),
+}
+
+
+def inputs(sizes: tuple[int, ...], dtype: Any = jnp.float32) -> tuple[list[jax.Array], jax.Array]:
+    """q, k, v and a table of biases, and weights of the output."""
+    K, V, H, G, S = sizes
+    shapes = [(2, T, N, H), (2, S, K, H), (2, S, V, G), (N, 2 * T), (2, T, N, G)]
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    *arrays, w_BTNH = (
+        jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)
+    )
+    return arrays, w_BTNH
+
+
+def call(arrays: list[jax.Array], **options: Any) -> Call:
+    q_BTNH, k_BSKH, v_BSKH, b_NR = arrays
+    options = {
+        'scale': q_BTNH.shape[-1] ** -0.5,
+        'bias': None,
+        'logit_cap': None,
+        'normalizer': Softmax(),
+        'dropout': 0.0,
+        'dropout_key': None,
+        **options,
+    }
+    if options['bias'] == 'learned':
+        options['bias'] = lambda distance_TS: b_NR[:, jnp.clip(distance_TS + T, 0, 2 * T - 1)]
+    return Call(q_BTNH=q_BTNH, k_BSKH=k_BSKH, v_BSKH=v_BSKH, **options)
+
+
+def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any) -> list:
+    """The output, and the gradients of its weighted sum by q, k, v and the table.
+
+    Without queries that no key is visible to, whose output has no meaning.
+    """
+    seen_BT = options['mask'].dense(T, arrays[1].shape[1]).any(-1)
+    w_BTNH = w_BTNH * seen_BT[..., None, None]
+
+    def run(*arrays: jax.Array) -> jax.Array:
+        return kernel(call(list(arrays), **options))
+
+    o_BTNH, pull_back = jax.vjp(run, *arrays)
+    return [o_BTNH * seen_BT[..., None, None], *pull_back(w_BTNH)]
+
+
+in_blocks = functools.partial(blockwise, target=CPU, block=8)
+
+
+def assert_equal(got: list, want: list, tolerance: float) -> None:
+    for name, a, b in zip(('o', 'dq', 'dk', 'dv', 'db'), got, want, strict=False):
+        assert a.dtype == b.dtype
+        assert error(a, b) < tolerance if np.any(b) else not np.any(a), name
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_blocks_equal_the_einsums(case):
+    options, sizes = CASES[case]
+    arrays, w_BTNH = inputs(sizes)
+    got, want = (with_gradients(k, arrays, w_BTNH, **options) for k in (in_blocks, einsum))
+    assert_equal(got, want, 1e-5)
+
+
+@pytest.mark.parametrize('case', ['grouped', 'learned'])
+def test_blocks_equal_the_einsums_in_float64_and_bfloat16(case):
+    options, sizes = CASES[case]
+    with jax.enable_x64(True):
+        arrays, w_BTNH = inputs(sizes, jnp.float64)
+        got, want = (with_gradients(k, arrays, w_BTNH, **options) for k in (in_blocks, einsum))
+        assert_equal(got, want, 1e-12)
+    arrays, w_BTNH = inputs(sizes, jnp.bfloat16)
+    got, want = (with_gradients(k, arrays, w_BTNH, **options) for k in (in_blocks, einsum))
+    assert_equal(got, want, 0.03)
+
+
+def test_a_query_without_visible_keys_returns_0():
+    arrays, _ = inputs(CASES['padded'][1])
+    mask = Mask(valid_BS=jnp.zeros((2, T), bool))
+    assert not np.any(in_blocks(call(arrays, mask=mask)))
+
+
+def test_a_traced_scale_has_a_gradient():
+    arrays, w_BTNH = inputs(CASES['causal'][1])
+
+    def weighted(kernel: Any, scale: jax.Array) -> jax.Array:
+        return (kernel(call(arrays, mask=Mask(causal=True), scale=scale)) * w_BTNH).sum()
+
+    got, want = (
+        jax.grad(functools.partial(weighted, k))(jnp.float32(0.3)) for k in (in_blocks, einsum)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_dropped_probabilities_are_as_many_and_the_same_in_the_backward_pass():
+    """The gradient by v is linear in v: o = P v has the gradient P^T w."""
+    arrays, w_BTNH = inputs(CASES['causal'][1])
+    options = {'mask': Mask(), 'dropout': 0.4, 'dropout_key': jax.random.key(3)}
+
+    def run(v_BSKH: jax.Array) -> jax.Array:
+        return in_blocks(call([*arrays[:2], v_BSKH, arrays[3]], **options))
+
+    whole_BTNH, pull_back = jax.vjp(run, jnp.ones_like(arrays[2]))
+    # Each query keeps 0.6 of T probabilities, divided by 0.6.
+    assert abs(float(whole_BTNH.mean()) - 1) < 0.05 and float(whole_BTNH.std()) > 0.1
+    (dv_BSKH,) = pull_back(w_BTNH)
+    assert abs(float((dv_BSKH * arrays[2]).sum() - (run(arrays[2]) * w_BTNH).sum())) < 1e-3
+    step = 1e-2 * arrays[0]
+    moved = [run_with(arrays[0] + sign * step, arrays, options, w_BTNH) for sign in (1, -1)]
+    dq_BTNH = with_gradients(in_blocks, arrays, w_BTNH, **options)[1]
+    np.testing.assert_allclose((moved[0] - moved[1]) / 2, (dq_BTNH * step).sum(), rtol=2e-2)
+
+
+def run_with(q_BTNH: jax.Array, arrays: list, options: dict, w_BTNH: jax.Array) -> jax.Array:
+    return (in_blocks(call([q_BTNH, *arrays[1:]], **options)) * w_BTNH).sum()
+
+
+def gradient_program(kernel: Any, mask: Mask) -> Any:
+    def weighted(*arrays: jax.Array) -> jax.Array:
+        q_BTNH, k_BSKH, v_BSKH = arrays
+        return kernel(call([q_BTNH, k_BSKH, v_BSKH, None], mask=mask, bias=ALIBI)).sum()
+
+    return jax.jit(jax.value_and_grad(weighted, (0, 1, 2)))
+
+
+def test_memory_of_blocks_is_linear_in_the_context():
+    def temporaries(kernel: Any, length: int) -> int:
+        array = jax.ShapeDtypeStruct((1, length, N, 8), jnp.float32)
+        lowered = gradient_program(kernel, Mask(causal=True)).lower(array, array, array)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    for kernel, low, high in ((in_blocks, 1.5, 2.2), (einsum, 3.5, 4.2)):
+        assert low < temporaries(kernel, 512) / temporaries(kernel, 256) < high
+
+
+def test_blocks_beyond_the_mask_are_not_computed():
+    def blocks(mask: Mask) -> int:
+        array = jnp.zeros((1, 64, N, 8))
+        jaxpr = jax.make_jaxpr(lambda x: in_blocks(call([x, x, x, None], mask=mask)))(array)
+        return int(str(jaxpr).split('length=')[1].split()[0])
+
+    found = [blocks(Mask(causal=c, window=w)) for c, w in ((0, None), (1, None), (1, 9), (0, 9))]
+    assert found == [64, 36, 15, 22]
+
+
+def test_blocks_of_sharded_rows_and_heads_are_computed_where_they_lie():
+    mesh = sharding.make_mesh(MeshConfig(data=4, tensor=2))
+    placed = NamedSharding(mesh, P(('data', 'fsdp'), None, 'tensor'))
+    array = jax.ShapeDtypeStruct((4, T, N, 8), jnp.float32, sharding=placed)
+    program = gradient_program(in_blocks, Mask(causal=True)).lower(array, array, array).compile()
+    text = program.as_text()
+    assert not any(name in text for name in ('all-gather', 'all-to-all', 'collective-permute'))
+    arrays = [jax.random.normal(jax.random.key(i), array.shape) for i in range(3)]
+    got, want = (
+        run(*(jax.device_put(a, where) for a in arrays))[1]
+        for run, where in (
+            (program, placed),
+            (gradient_program(einsum, Mask(causal=True)), jax.devices()[0]),
+        )
+    )
+    assert_equal([*got], [*want], 1e-5)
