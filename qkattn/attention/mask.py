@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,6 @@ class Mask:
         )
 
 
-def visible(num_queries: int, num_keys: int, *, causal: bool, **fields: object) -> jax.Array:
+def visible(num_queries: int, num_keys: int, *, causal: bool, **fields: Any) -> jax.Array:
     """The dense mask_BTS of a `Mask` with these fields."""
     return Mask(causal=causal, **fields).dense(num_queries, num_keys)

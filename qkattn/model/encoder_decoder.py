@@ -102,10 +102,10 @@ class EncoderDecoder(Transformer):
         source_segments_BS = _one_pair(source_BS, source_segments_BS)
         segments_BT = _one_pair(tokens_BT, segments_BT)
         y_BSD = self.encode(source_BS, source_segments_BS, dropout_key=encoder_key)
-        own = {'segments_BT': segments_BT, 'segments_BS': segments_BT}
+        window = self.config.window
         return self.run(
             self.embed(tokens_BT, positions_of(segments_BT)),
-            Mask(causal=True, window=self.config.window, **own),
+            Mask(causal=True, window=window, segments_BT=segments_BT, segments_BS=segments_BT),
             decoder_key,
             y_BSD=y_BSD,
             cross_mask=Mask(segments_BT=segments_BT, segments_BS=source_segments_BS),
@@ -123,8 +123,9 @@ class EncoderDecoder(Transformer):
         segments_BS = _one_pair(source_BS, source_segments_BS)
         shared_VD = self.w_embedding_VD[...] if self.config.shared_embeddings else None
         x_BSD = self.encoder.embed(source_BS, positions_of(segments_BS), w_embedding_VD=shared_VD)
-        own = {'segments_BT': segments_BS, 'segments_BS': segments_BS}
-        return self.encoder.run(x_BSD, Mask(window=self.config.window, **own), dropout_key)
+        window = self.config.window
+        mask = Mask(window=window, segments_BT=segments_BS, segments_BS=segments_BS)
+        return self.encoder.run(x_BSD, mask, dropout_key)
 
 
 def positions_of(segments_BT: jax.Array) -> jax.Array:

@@ -35,9 +35,8 @@ def _lines(run: Description) -> Iterator[str]:
     yield from _wrapped(run.where)
     yield f'compiled by {run.compiler}'
     yield f'mesh {mesh}'
-    yield from _wrapped(run.program)
-    for kernel in run.kernels:
-        yield from _wrapped(kernel)
+    for sentence in run.program:
+        yield from _wrapped(sentence)
     for warning in run.warnings:
         yield from _wrapped(f'WARNING {warning}')
     yield ''

@@ -69,8 +69,7 @@ class Description:
       where: the same in words.
       compiler: what compiled the program.
       mesh: sizes of the axes.
-      program: lifting, scan over layers, steps per dispatch.
-      kernels: what computes attention, and why, in sentences.
+      program: scan over layers, lifting, steps per dispatch; what computes attention.
       parameters: of one trial.
       memory: bytes by kind.
       capacity: bytes of a device's HBM; None where it is not known.
@@ -86,8 +85,7 @@ class Description:
     where: str
     compiler: str
     mesh: dict[str, int]
-    program: str
-    kernels: tuple[str, ...]
+    program: tuple[str, ...]
     trials: int
     parameters: int
     memory: dict[str, int]
@@ -112,9 +110,10 @@ def describe(config: Config, pod: Pod | None = None) -> Description:
     validate(config)
     check_optimizer(config.optimizer, config.train.num_steps)
     if pod is None:
-        devices, chip = jax.devices(), chip_of(jax.devices()[0].device_kind)
-        kind = devices[0].device_kind
-        return _describe(config, None, chip, devices, f'{len(devices)} devices ({kind})', kind)
+        devices, kind = jax.devices(), jax.devices()[0].device_kind
+        return _describe(
+            config, None, chip_of(kind), devices, f'{len(devices)} devices ({kind})', kind
+        )
     _start_jax(min(pod.devices, MOST_FAKE_DEVICES))
     shape, chip = 'x'.join(map(str, pod.shape)), pod.chip
     kind = 'TPU' if pod.family.sides else 'GPU'
@@ -146,8 +145,7 @@ def describe(config: Config, pod: Pod | None = None) -> Description:
 
 def _require_fit(config: Config, pod: Pod) -> None:
     """Raises ConfigError unless the mesh has exactly the devices of the pod."""
-    mesh = config.mesh
-    used = math.prod(dataclasses.astuple(mesh))
+    mesh, used = config.mesh, math.prod(dataclasses.astuple(config.mesh))
     if used == pod.devices:
         return
     others = mesh.trial * mesh.fsdp * mesh.tensor
@@ -204,7 +202,6 @@ def _describe(
     trials, model = len(config.trials.trials()), config.model
     fake = pod is not None and devices[0].platform == 'cpu'
     lifting = 'vmap' if config.train.lifting == 'auto' else config.train.lifting
-    warnings: list[str] = []
     sharding.say_once.cache_clear()
     choice.say_once.cache_clear()
     with messages(sharding.log) as fallbacks, messages(choice.log) as kernels:
@@ -213,10 +210,9 @@ def _describe(
     with standard_error() as said, without_cache():
         compiled = lowered.compile(compiler_options=UNOPTIMIZED if fake else None)
         text = said()
-    warnings += [f'replication or another axis: {message}' for message in fallbacks]
-    if involuntary := re.findall(
-        r'Involuntary full rematerialization.*?HLO operation (%\S+)', text
-    ):
+    warnings = [f'replication or another axis: {message}' for message in fallbacks]
+    involuntary = re.findall(r'Involuntary full rematerialization.*?HLO operation (%\S+)', text)
+    if involuntary:
         names = ', '.join(dict.fromkeys(involuntary))
         counted = f'{len(involuntary)} array{"s" * (len(involuntary) > 1)}'
         warnings.append(
@@ -247,8 +243,7 @@ def _describe(
         where=where,
         compiler=compiler,
         mesh=dict(mesh.shape),
-        program=f'{scan}; trials by {lifting}; {steps} steps per dispatch',
-        kernels=tuple(kernels),
+        program=(f'{scan}; trials by {lifting}; {steps} steps per dispatch', *kernels),
         trials=trials,
         parameters=cost.count(model)['total'],
         memory=memory,

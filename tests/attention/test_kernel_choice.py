@@ -37,8 +37,8 @@ def call(T=256, *, H=64, G=None, N=4, K=4, V=None, dtype=BF16, normalizer='softm
 
 
 AUTO = [
-    (CPU, {}, 'blockwise', 'contexts are not below 64'),
-    (CPU, {'T': 63}, 'einsum', 'contexts are below 64'),
+    (CPU, {}, 'blockwise', 'contexts are not below 256'),
+    (CPU, {'T': 255}, 'einsum', 'contexts are below 256'),
     (CPU, {'normalizer': 'entmax15'}, 'einsum', 'blockwise computes softmax'),
     (GPU, {}, 'dot_product', 'the kernel of gpu'),
     (GPU, {'dtype': F32}, 'einsum', 'contexts are below 2048'),
@@ -129,7 +129,7 @@ def test_the_choice_is_logged_once(caplog):
         for _ in range(2):
             attend(x_BTNH, x_BTNH, x_BTNH, Mask(causal=True), scale=1.0)
     said = [record.message for record in caplog.records if 'attention' in record.message]
-    assert said == ['attention of 3 queries to 3 keys by einsum: contexts are below 64']
+    assert said == ['attention of 3 queries to 3 keys by einsum: contexts are below 256']
 
 
 def test_the_target_is_that_of_the_mesh():

@@ -135,7 +135,8 @@ def _logits(
     s_BNTS = jnp.einsum(
         'BKQH,BKSH->BKQS', _by_heads(q_BNTH, K), k_BKSH, preferred_element_type=dtype
     ).reshape(B, N, t, s)
-    s_BNTS, slope_BNTS = s_BNTS * options.scale, 1.0
+    slope_BNTS: jax.Array | float = 1.0
+    s_BNTS = s_BNTS * options.scale
     if options.logit_cap is not None:
         tanh_BNTS = jnp.tanh(s_BNTS / options.logit_cap)
         s_BNTS, slope_BNTS = options.logit_cap * tanh_BNTS, 1 - jnp.square(tanh_BNTS)

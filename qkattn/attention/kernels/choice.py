@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 # Contexts from which `blockwise` is chosen: where it is faster than `einsum`, measured on CPUs; on
 # accelerators, where the logits of a head begin to take much memory.
-BLOCKWISE_FROM = {'cpu': 64}
+BLOCKWISE_FROM = {'cpu': 256}
 BLOCKWISE_FROM_ELSEWHERE = 2048
 
 LIBRARIES: dict[str, tuple[Callable, Callable]] = {
