@@ -7,7 +7,7 @@ python -m experiments.benchmark --suite=cpu --out=runs/benchmark    # all of doc
 import dataclasses
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,15 @@ from absl import flags
 
 from qkattn.benchmark import machine, session, targets
 from qkattn.benchmark.session import SCALES, Options, Session
+from qkattn.benchmark.shape import RECIPE
 from qkattn.benchmark.suites.steps import NEEDS, PEERS
 from qkattn.benchmark.suites.suite_registry import COLLECTIONS, SUITES
 from qkattn.benchmark.summary import text
+from qkattn.config import Config, from_json
+from qkattn.config.calls import split_variant
 from qkattn.config.extras import missing_extra
 from qkattn.errors import ConfigError
+from qkattn.model.sites import validate
 from qkattn.run import cli, signals
 
 SUITE = flags.DEFINE_list(
@@ -43,6 +47,10 @@ CORES = flags.DEFINE_list('cores', None, 'Numbers of cores; by default one and a
 WIDTHS = flags.DEFINE_list('widths', None, 'Widths at which variants are compared.')
 CONTEXTS = flags.DEFINE_list('contexts', None, 'Context lengths that are compared.')
 DTYPES = flags.DEFINE_list('dtypes', None, 'dtypes that are compared: float32, bfloat16.')
+GRID = flags.DEFINE_bool(
+    'grid', False, 'Variants at every width, context and dtype, not at the first context and dtype.'
+)
+VARIANTS = flags.DEFINE_list('variants', None, "Variants that are compared, as in 'qk/vo,qk/no_v'.")
 ROUNDS = flags.DEFINE_integer('rounds', None, 'Timed rounds of each group.', lower_bound=1)
 AGAIN = flags.DEFINE_bool('again', False, 'Measures again what the directory has.')
 
@@ -103,7 +111,7 @@ def chosen_peers() -> tuple[str, ...]:
 
 def asked() -> dict[str, Any]:
     """The fields of the scale that flags replace."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {'grid': GRID.value}
     if WIDTHS.value:
         found['widths'] = tuple(_whole('widths', WIDTHS.value))
     if CONTEXTS.value:
@@ -112,9 +120,26 @@ def asked() -> dict[str, Any]:
         found['dtypes'] = tuple(
             _known('dtypes', name, ('float32', 'bfloat16')) for name in DTYPES.value
         )
+    if VARIANTS.value:
+        found['only'] = tuple(checked_variants(VARIANTS.value))
     if ROUNDS.value:
         found['rounds'] = ROUNDS.value
     return found
+
+
+def checked_variants(names: Iterable[str]) -> Iterator[str]:
+    """The variants; the standard one, to which ratios are, first.
+
+    Raises:
+      ConfigError: one that is malformed, unknown or does not fit.
+    """
+    for name in dict.fromkeys(['qk/vo', *names]):
+        try:
+            score, value = split_variant(name)
+            validate(from_json(Config, RECIPE.config(score=score, value=value)))
+        except ValueError as error:
+            raise ConfigError(f'--variants={name}: {error}') from error
+        yield name
 
 
 def _whole(flag: str, values: Iterable[str], most: int | None = None) -> list[int]:

@@ -47,16 +47,17 @@ def _rows(ax: Axes, rows: Sequence[Measurement]) -> None:
 
 
 def _lines(ax: Axes, x: str, rows: Sequence[Measurement]) -> None:
-    """Medians against a number of each row's extra facts, a line for each of its 'line's."""
+    """Median time a token against a number among each row's extra facts, a line a 'line'."""
     names = list(dict.fromkeys(row.extra['line'] for row in rows))
     for number, name in enumerate(names):
         own = [row for row in rows if row.extra['line'] == name]
         style = {'color': HUES[number % len(HUES)], 'marker': MARKERS[number % len(MARKERS)]}
         style['linestyle'] = DASHES[number // len(HUES) % len(DASHES)]
-        ax.plot([r.extra[x] for r in own], [1e3 * r.median for r in own], label=name, **style)
+        times = [1e6 * row.median / row.extra.get('tokens', 1) for row in own]
+        ax.plot([row.extra[x] for row in own], times, label=name, **style)
     ax.set(xscale='log', yscale='log')
     ax.set_xlabel(x.replace('_', ' '), fontsize=7)
-    ax.set_ylabel('ms', fontsize=7)
+    ax.set_ylabel('µs per token', fontsize=7)
 
 
 def _png(figure: Figure) -> bytes:

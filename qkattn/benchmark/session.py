@@ -29,8 +29,11 @@ class Scale:
     Attributes:
       name: of the scale.
       shapes: at which training is compared with peers.
-      variants: at which the variants are, `widths` of them.
-      contexts, dtypes: with the first of `shapes`, otherwise.
+      variants: at which variants are compared with each other, at all `widths`.
+      widths, contexts, dtypes: of variants and of the standard one.
+      grid: whether variants are compared at every width, context and dtype, otherwise at the
+        context and dtype of `variants`.
+      only: the variants that are compared; () is all.
       rounds: of a race.
       seconds: of a contestant in a round, at least.
     """
@@ -41,6 +44,8 @@ class Scale:
     widths: tuple[int, ...]
     contexts: tuple[int, ...]
     dtypes: tuple[str, ...]
+    grid: bool = False
+    only: tuple[str, ...] = ()
     rounds: int = 7
     seconds: float = 0.5
 
@@ -70,6 +75,7 @@ SCALES = {
         widths=(16,),
         contexts=(8,),
         dtypes=('float32',),
+        only=('qk/vo', 'qk/no_v'),
         rounds=2,
         seconds=0.0,
     ),

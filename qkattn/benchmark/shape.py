@@ -39,6 +39,43 @@ class Shape:
         """Tokens per step."""
         return self.batch * self.context
 
+    @property
+    def flops_by_part(self) -> dict[str, int]:
+        """FLOPs of all matrix products in a step, forward and backward, masked positions included.
+
+        Two per multiply-add; twice as many backward as forward.
+        """
+        D, L, T, V = self.width, self.layers, self.context, self.vocabulary
+        forward = {
+            'attention': L * (8 * D**2 + 4 * T * D),
+            'mlp': L * 16 * D**2,
+            'logits': 2 * D * V,
+        }
+        return {part: 3 * self.tokens * flops for part, flops in forward.items()}
+
+    @property
+    def flops(self) -> int:
+        return sum(self.flops_by_part.values())
+
+    @property
+    def parameters(self) -> int:
+        D, L = self.width, self.layers
+        return 12 * D**2 * L + (self.vocabulary + self.context) * D + (2 * L + 1) * D
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of parameters, gradients and moments that a step moves at least, activations apart.
+
+        In float32: parameters are read forward, backward and for the update, gradients are written,
+        read for their norm and for the update, both moments are read; parameters and moments are
+        written.
+        """
+        return 4 * 11 * self.parameters
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
     def __str__(self) -> str:
         sizes = f'{self.layers} x {self.width} x context {self.context}'
         return f'{sizes}, batch {self.batch}, {self.dtype}'

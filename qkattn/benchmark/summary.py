@@ -64,6 +64,19 @@ def _utilisation(row: Measurement, group: Group) -> float | None:
     return rate / most if rate and most else None
 
 
+def _predicted(row: Measurement, group: Group) -> float | None:
+    """The row's FLOPs over those of the reference, where rows of the group differ in them."""
+    reference, flops = group.reference_row(), {other.extra.get('flops') for other in group.rows}
+    if reference is None or len(flops) < 2 or row is reference or 'flops' not in row.extra:
+        return None
+    return row.extra['flops'] / reference.extra['flops']
+
+
+def _excess(row: Measurement, group: Group) -> float | None:
+    measured, predicted = ratio(row, group), _predicted(row, group)
+    return measured.median / predicted if measured and predicted else None
+
+
 def of_itself(row: Measurement, group: Group) -> Measurement:
     return row
 
@@ -89,7 +102,9 @@ COLUMNS = (
         lambda row, group: (rate := row.per_second('bytes')) and rate / 1e9,
         ',.1f',
     ),
-    extra('predicted', 'predicted ratio', '.3f'),
+    Column('predicted', 'by FLOPs', _predicted, '.3f'),
+    Column('excess', 'ratio / by FLOPs', _excess, '.3f'),
+    extra('floor_seconds', 'floor ms', milliseconds),
     extra('parameters', 'parameters', ',d'),
     extra('compile_seconds', 'compile s', '.1f'),
     extra('temporary_bytes', 'temporaries MiB', mebibytes),

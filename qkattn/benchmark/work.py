@@ -26,6 +26,8 @@ WORKS = {
     'qkattn': 'qkattn.benchmark.peers.own:train',
     'functional': 'qkattn.benchmark.peers.jax_gpt:train',
     'torch': 'qkattn.benchmark.peers.torch_gpt:train',
+    'part': 'qkattn.benchmark.peers.parts:part',
     'jax_product': 'qkattn.benchmark.peers.ceilings:product',
+    'torch_product': 'qkattn.benchmark.peers.torch_gpt:product',
     'jax_copy': 'qkattn.benchmark.peers.ceilings:copy',
 }

@@ -93,3 +93,18 @@ def train(shape: dict[str, Any], compiled: bool = True) -> Work:
     run(1)
     extra = {'compile_seconds': time.perf_counter() - start}
     return Work(run, 1, extra | {'parameters': sum(p.numel() for p in parameters)})
+
+
+def product(size: int, dtype: str) -> Work:
+    """C = A B of square matrices; 2 size^3 FLOPs a step."""
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    torch.set_float32_matmul_precision('high')
+    a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+
+    def run(calls: int) -> None:
+        for _ in range(calls):
+            torch.mm(a, b)
+        if device.type == 'cuda':
+            torch.cuda.synchronize()
+
+    return Work(run, 1, {'flops': 2 * size**3})
