@@ -64,8 +64,8 @@ def main() -> None:
     names, scale = chosen_suites(SUITE.value)
     options = Options(
         scale=dataclasses.replace(SCALES[scale], **asked()),
-        peers=chosen_peers(),
         cores=tuple(_whole('cores', CORES.value or (), len(machine.available_cores()))),
+        peers=chosen_peers(),
         again=AGAIN.value,
     )
     directory = Path(OUT.value or f'runs/benchmark/{"-".join(SUITE.value)}')
