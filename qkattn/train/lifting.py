@@ -1,5 +1,6 @@
 """From one trial to a stack: a function of a trial applied over the leading axis X."""
 
+import operator
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +16,19 @@ def lift(one: Callable, lifting: str, mesh: Mesh) -> Callable:
     """`one` over the leading axis X of all its arguments; no trial reads another.
 
     'vmap' computes the trials side by side, 'map' one after another on each slice of the mesh's
-    trial axis.
+    trial axis. A single trial is computed without either.
     """
-    side_by_side = jax.vmap(one, spmd_axis_name='trial')
-    if lifting == 'vmap':
-        return side_by_side
     slices = mesh.shape['trial']
+    side_by_side = jax.vmap(one, spmd_axis_name='trial')
 
-    def mapped(*stacked: Any) -> Any:
+    def lifted(*stacked: Any) -> Any:
+        if len(jax.tree.leaves(stacked)[0]) == 1:
+            alone = one(*jax.tree.map(operator.itemgetter(0), stacked))
+            return jax.tree.map(lambda a: a[None], alone)
+        if lifting == 'vmap':
+            return side_by_side(*stacked)
+        if slices == 1:
+            return jax.lax.map(lambda turn: one(*turn), stacked)
         # Slice i of the mesh holds X / slices trials in a row; a turn takes one of each slice.
         turns = jax.tree.map(
             lambda a: jnp.swapaxes(a.reshape(slices, -1, *a.shape[1:]), 0, 1), stacked
@@ -30,9 +36,7 @@ def lift(one: Callable, lifting: str, mesh: Mesh) -> Callable:
         done = jax.lax.map(lambda turn: side_by_side(*turn), turns)
         return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:]), done)
 
-    if slices > 1:
-        return mapped
-    return lambda *stacked: jax.lax.map(lambda args: one(*args), stacked)
+    return lifted
 
 
 def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:

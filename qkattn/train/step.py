@@ -148,15 +148,26 @@ def train_trial(
 def train_steps(
     config: Config, lifting: str, mesh: Mesh
 ) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
-    """The program (state, hyper, batch [C, X, A, B, ...]) -> (state, metrics [C, X]) of C steps."""
+    """The program (state, hyper, batch [C, X, A, B, ...]) -> (state, metrics [C, X]) of C steps.
 
-    def one_step(state: dict, hyper: dict, batch: dict) -> tuple[dict, dict]:
-        train_one = functools.partial(train_trial, config, state['step'])
-        with placing(sharding.place_activations(mesh)), choice.on(mesh):
-            trials, metrics = lift(train_one, lifting, mesh)(state['trials'], hyper, batch)
-        return {'step': state['step'] + 1, 'trials': trials}, metrics
+    With 'map' a trial takes all C steps before the next one begins: its state stays near the
+    processor, and is copied once per dispatch.
+    """
+
+    def steps_of_trial(step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
+        steps_C = step + jnp.arange(batches['targets_BT'].shape[0])
+        return jax.lax.scan(
+            lambda trial, inputs: train_trial(config, inputs[0], trial, hyper, inputs[1]),
+            trial,
+            (steps_C, batches),
+        )
 
     def many_steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:
-        return jax.lax.scan(lambda s, batch: one_step(s, hyper, batch), state, batches)
+        swap = functools.partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))  # C and X
+        run = lift(functools.partial(steps_of_trial, state['step']), lifting, mesh)
+        with placing(sharding.place_activations(mesh)), choice.on(mesh):
+            trials, metrics = run(state['trials'], hyper, swap(batches))
+        step = state['step'] + batches['targets_BT'].shape[0]
+        return {'step': step, 'trials': trials}, swap(metrics)
 
     return many_steps

@@ -14,6 +14,7 @@ from qkattn.config import MeshConfig, TrialsConfig
 from qkattn.data.batches import batches
 from qkattn.model import build
 from qkattn.train import placement, program, sharding, step
+from qkattn.train.lifting import lift
 
 
 def tokens_XABT1(config, seed=0):
@@ -117,6 +118,32 @@ def test_a_stack_equals_its_trials_alone(four, lifting):
             state['trials']['params'],
             want_state['trials']['params'],
         )
+
+
+def loops(jaxpr):
+    """The lengths of a program's outermost loops."""
+    return [e.params['length'] for e in jaxpr.eqns if e.primitive.name == 'scan']
+
+
+@pytest.mark.parametrize('lifting', ['vmap', 'map'])
+def test_a_single_trial_is_computed_without_an_axis(lifting):
+    square = lift(lambda a, b: a @ b, lifting, sharding.make_mesh(MeshConfig()))
+    jaxpr = jax.make_jaxpr(square)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
+    (product,) = (e for e in jaxpr.eqns if e.primitive.name == 'dot_general')
+    assert product.outvars[0].aval.shape == (4, 5) and not loops(jaxpr)
+
+
+def test_map_takes_all_steps_of_a_trial_before_those_of_the_next(four):
+    mesh = sharding.make_mesh(MeshConfig())
+    config = four({'seeds': (0, 1, 2, 3, 4)})
+    state, hyper, _ = program.abstract_inputs(config, mesh)
+    batch = language_batch(np.broadcast_to(tokens_XABT1(config), (3, *tokens_XABT1(config).shape)))
+
+    def lengths(lifting):
+        steps = step.train_steps(config, lifting, mesh)
+        return loops(jax.make_jaxpr(steps)(state, hyper, batch).jaxpr)
+
+    assert (lengths('map'), lengths('vmap')) == ([10], [3])
 
 
 def test_a_diverged_trial_is_frozen_and_the_others_go_on(four):
