@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 
 from qkattn.benchmark import machine, session, targets
@@ -61,6 +62,7 @@ log = logging.getLogger('qkattn.benchmark')
 def main() -> None:
     if not SUITE.value:
         raise ConfigError('--suite=NAME is required, e.g. --suite=smoke')
+    jax.config.update('jax_platforms', 'cpu')  # the accelerator's memory is for the contestants
     names, scale = chosen_suites(SUITE.value)
     options = Options(
         scale=dataclasses.replace(SCALES[scale], **asked()),

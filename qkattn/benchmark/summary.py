@@ -67,7 +67,7 @@ def _utilisation(row: Measurement, group: Group) -> float | None:
 def _predicted(row: Measurement, group: Group) -> float | None:
     """The row's FLOPs over those of the reference, where rows of the group differ in them."""
     reference, flops = group.reference_row(), {other.extra.get('flops') for other in group.rows}
-    if reference is None or len(flops) < 2 or row is reference or 'flops' not in row.extra:
+    if reference is None or len(flops) < 2 or row is reference or not row.extra.get('flops'):
         return None
     return row.extra['flops'] / reference.extra['flops']
 

@@ -11,6 +11,7 @@ from qkattn.benchmark.measurement import Group, Measurement
 NO_AXIS, ONE_RUN = 'no axis of trials', 'one run'
 SHALLOW = '4 layers'
 WHOLE = 'start to first step'
+OWN = 'qkattn'
 ONE_PROCESS, WORKERS = 'one process', '--workers=auto'
 TRAINING = 'training'
 
@@ -90,6 +91,56 @@ def _quotient(row: Measurement, of: str) -> float | None:
 
 
 TARGETS = (
+    Target(
+        text="a training step over torch.compile's",
+        limit=1.1,
+        suite='steps',
+        row=OWN,
+        over='torch.compile',
+        where='cpu',
+    ),
+    Target(
+        text="a training step over torch.compile's",
+        limit=1 / 1.1,
+        suite='steps',
+        row=OWN,
+        over='torch.compile',
+        where='gpu',
+    ),
+    Target(
+        text='a training step over that of functional JAX',
+        limit=1.03,
+        suite='steps',
+        row=OWN,
+        over='functional JAX',
+    ),
+    Target(
+        text='model-FLOPs utilisation of a training step',
+        sense='at least',
+        limit=0.45,
+        suite='steps',
+        row=OWN,
+        of='flops/seconds/peak_flops',
+        where='gpu',
+    ),
+    Target(
+        text="a variant's step over qk/vo's, divided by the ratio of their FLOPs",
+        limit=1.15,
+        suite='steps',
+        group='variants*',
+        of='seconds/flops',
+        over='qk/vo',
+        where='cpu',
+    ),
+    Target(
+        text="a variant's step over qk/vo's, divided by the ratio of their FLOPs",
+        limit=1.2,
+        suite='steps',
+        group='variants*',
+        of='seconds/flops',
+        over='qk/vo',
+        where='gpu',
+    ),
     Target(
         text='one trial through the axis of trials over one without it',
         limit=1.02,

@@ -110,4 +110,5 @@ def test_tables_and_figures_are_those_of_the_measurements(begin, tmp_path):
 def test_a_shape_counts_what_its_model_does(shape):
     model = from_json(Config, shape.config()).model
     assert shape.parameters == cost.measured(model, 'total')
+    assert shape.flops == shape.tokens * cost.training_flops_per_token(model)
     assert shape.flops == 3 * shape.tokens * cost.measured(model, 'flops')

@@ -7,7 +7,7 @@ import pytest
 from qkattn.benchmark import commands
 from qkattn.benchmark.measurement import Group, Measurement
 from qkattn.benchmark.session import SCALES, Options
-from qkattn.benchmark.suites import study
+from qkattn.benchmark.suites import steps, study
 from qkattn.benchmark.suites.suite_registry import COLLECTIONS, SUITES
 from qkattn.benchmark.targets import TARGETS
 from qkattn.config import Config, ModelConfig, from_json
@@ -34,7 +34,7 @@ class Recorded:
     """A session that measures nothing: every round takes a second."""
 
     def __init__(self, scale):
-        self.options = Options(scale=SCALES[scale])
+        self.options = Options(scale=SCALES[scale], peers=tuple(steps.PEERS))
         self.scale, self.cores, self.suite = self.options.scale, (1, 2), ''
         self.contestants, self.groups = [], []
 
@@ -44,7 +44,8 @@ class Recorded:
         extra = {'compile_seconds': 2.0, 'compilations_per_trial': 0.5, 'tokens': 8}
         extra |= {'trace_rounds': [1.0], 'compile_rounds': [2.0], 'temporary_bytes': 16}
         extra |= {'cache_bytes': 4, 'predicted_cache_bytes': 4}
-        rows = [Measurement(c.name, {}, [1.0], {**c.extra, **extra}) for c in contestants]
+        extra |= {'flops': 8, 'bytes': 8}
+        rows = [Measurement(c.name, c.settings, [1.0], {**c.extra, **extra}) for c in contestants]
         return self.record(title, lambda: rows, reference=reference, x=x)
 
     def record(self, title, rows, *, reference='', x=''):

@@ -25,7 +25,7 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
 def costs(config: Config) -> dict[str, Any]:
     """Parameters of a trial; tokens and FLOPs of a step of all trials."""
     tokens = len(config.trials.trials()) * config.train.batch_size * config.model.context
-    flops = 3 * tokens * cost.flops_per_token(config.model)
+    flops = tokens * cost.training_flops_per_token(config.model)
     return {'parameters': cost.count(config.model)['total'], 'tokens': tokens, 'flops': flops}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,13 @@ from qkattn.benchmark.peers.parts import PARTS
 from qkattn.benchmark.race import Contestant
 from qkattn.benchmark.session import Session
 from qkattn.benchmark.shape import Shape
+from qkattn.config import Config, from_json
 from qkattn.config.calls import split_variant
+from qkattn.errors import ConfigError
+from qkattn.model.sites import validate
 from qkattn.study.catalogue import documented_variants
+
+log = logging.getLogger(__name__)
 
 # Of each peer, by the name of its row: the work and its settings beside the shape.
 PEERS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
@@ -81,11 +87,12 @@ def limits(shape: Shape, most: Group) -> dict[str, float]:
         for row in most.rows
         if row.settings.get('dtype') == shape.dtype
     ]
-    peak, bandwidth = max(rates, default=0.0), most.rows[-1].per_second('bytes')
     facts: dict[str, float] = {'tokens': shape.tokens, 'flops': shape.flops}
-    if peak and bandwidth:
-        floor = max(shape.flops / peak, shape.least_bytes / bandwidth)
-        facts |= {'peak_flops': peak, 'floor_seconds': floor}
+    peak, bandwidth = max(rates, default=0.0), most.rows[-1].per_second('bytes')
+    if peak:
+        facts['peak_flops'] = peak
+        moving = shape.least_bytes / bandwidth if bandwidth else 0.0
+        facts['floor_seconds'] = max(shape.flops / peak, moving)
     return facts
 
 
@@ -116,10 +123,9 @@ def parts(session: Session, shape: Shape, cores: int, most: Group) -> None:
     )
     rows = [whole]
     for name in PARTS:
-        flops = {'flops': f} if (f := shape.flops_by_part.get(name)) else {}
-        facts = {'peak_flops': facts['peak_flops'], **flops}
+        extra = {'peak_flops': facts.get('peak_flops'), 'flops': shape.flops_by_part.get(name)}
         settings = {'config': config, 'name': name}
-        rows.append(Contestant(name=name, work='part', settings=settings, extra=facts, **own))
+        rows.append(Contestant(name=name, work='part', settings=settings, extra=extra, **own))
     session.race(f'parts of a step, {shape}, {_cores(cores)}', rows, reference='whole step')
 
 
@@ -169,6 +175,11 @@ def variants(session: Session, shape: Shape, cores: int, most: Group) -> None:
     for name in session.scale.only or known:
         score, value = split_variant(name)
         config = shape.config(steps_per_dispatch=4, score=score, value=value)
+        try:
+            validate(from_json(Config, config))
+        except ConfigError as error:
+            log.info('  %s is left out: %s', name, error)
+            continue
         rows.append(
             Contestant(
                 name=name,
@@ -176,7 +187,7 @@ def variants(session: Session, shape: Shape, cores: int, most: Group) -> None:
                 settings={'config': config},
                 cores=cores,
                 process='variants',
-                extra={'peak_flops': limits(shape, most)['peak_flops']},
+                extra=limits(shape, most),
             )
         )
     title = f'variants, {shape}, {_cores(cores)}'
