@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,12 @@ from qkattn.run.signals import StopRequest
 from qkattn.run.sinks import Sinks, check_sinks
 from qkattn.train import results, sharding
 from qkattn.train.checkpoint import Checkpoints
+from qkattn.train.clock import Clock
 from qkattn.train.measurements import evaluate
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.placement import local_share, place_batch, require_memory
 from qkattn.train.program import Program
 from qkattn.train.start import (
-    Clock,
     Divergences,
     build_program,
     require_same_settings,
@@ -167,17 +166,19 @@ class _Run:
             part=share.rows,
         )
         val_loss, unwritten = math.inf, None
-        with batches:
+        with batches, contextlib.closing(clock):
             self.stop.hold()
             if not evaluated and (val_loss := self._evaluate(state, step)) is None:
                 raise Stopped(self._stopped(step))
             self.progress.begin(step)
-            started, since = time.perf_counter(), step
-            for local in batches:
-                batch = place_batch(config, program.mesh, local)
+            since = step
+            clock.start()
+            for batch in clock.inputs(place_batch(config, program.mesh, b) for b in batches):
+                clock.dispatching()
                 state, metrics = program.train(state, batch)
+                clock.dispatched(metrics)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
-                self._write(unwritten, diverged)
+                self._write(unwritten, diverged, clock)
                 step += train.steps_per_dispatch
                 lost = self.lost()
                 stopping = self._due(also=lost)
@@ -189,10 +190,10 @@ class _Run:
                     raise Lost(f'{self.path} was taken over at step {step}')
                 if not (evaluating or saving):
                     continue
-                self._write(unwritten, diverged)
+                self._write(unwritten, diverged, clock)
                 unwritten = None
                 jax.block_until_ready(state)
-                clock.add(time.perf_counter() - started, (step - since) * tokens_per_step)
+                clock.pause((step - since) * tokens_per_step)
                 if evaluating and not stopping:
                     val_loss = self._evaluate(state, step)
                     stopping = val_loss is None
@@ -201,14 +202,15 @@ class _Run:
                     self.directory.metrics.flush()
                     record = {
                         'data': self.rows.identity(),
-                        'train_seconds': clock.seconds,
+                        **clock.seconds,
                         'diverged_at': diverged.record(),
                         'evaluated': not (evaluating and stopping),
                     }
                     self.checkpoints.save(step, state, record, val_loss)
                 if stopping:
                     raise Stopped(self._stopped(step))
-                started, since = time.perf_counter(), step
+                since = step
+                clock.start()
         return self._results(state, clock, diverged)
 
     def write(
@@ -247,16 +249,21 @@ class _Run:
         return float(np.mean(evaluation.values['loss']))
 
     def _write(
-        self, unwritten: tuple[int, dict[str, jax.Array]] | None, diverged: Divergences
+        self,
+        unwritten: tuple[int, dict[str, jax.Array]] | None,
+        diverged: Divergences,
+        clock: Clock,
     ) -> None:
         """Writes the metrics of a dispatch where they are logged: means over its steps by trial."""
         if unwritten is None:
             return
         step, metrics = unwritten
-        diverged.add(step, np.asarray(metrics['loss']))
-        if step % self.config.train.log_every == 0:
-            means = {name: np.asarray(v_CX, np.float64).mean(0) for name, v_CX in metrics.items()}
-            self._record({'kind': 'train', 'step': step, **means})
+        jax.block_until_ready(metrics)
+        with clock.part('logging_seconds'):
+            diverged.add(step, np.asarray(metrics['loss']))
+            if step % self.config.train.log_every == 0:
+                means = {n: np.asarray(v_CX, np.float64).mean(0) for n, v_CX in metrics.items()}
+                self._record({'kind': 'train', 'step': step, **means})
 
     def _record(self, record: dict[str, Any]) -> None:
         self.directory.metrics.append(record)
@@ -273,7 +280,7 @@ class _Run:
         if agreement.any_process(self.lost()):
             raise Lost(f'{self.path} was taken over after its last step')
         costs = {
-            'train_seconds': clock.seconds,
+            **clock.seconds,
             'compile_seconds': self.program.compile_seconds,
             'tokens_per_second': clock.tokens_per_second,
             'lifting': self.program.lifting,

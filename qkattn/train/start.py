@@ -1,6 +1,5 @@
 """What a start of a run begins with: its compiled programs, its state and its time so far."""
 
-import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from qkattn.run.records import read_json, write_json
 from qkattn.train import exported
 from qkattn.train import program as programs
 from qkattn.train.checkpoint import Checkpoints
+from qkattn.train.clock import Clock
 from qkattn.train.placement import fetch
 from qkattn.train.program import Program
 
@@ -25,24 +25,6 @@ SEEN_WITHIN = 60.0
 """Seconds within which a file that process 0 has written is seen by the others."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class Clock:
-    """Seconds of training steps over all starts of the run, and the speed of this start."""
-
-    seconds: float
-    tokens: int = 0
-    here: float = 0.0
-
-    def add(self, seconds: float, tokens: int) -> None:
-        self.seconds += seconds
-        self.here += seconds
-        self.tokens += tokens
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self.tokens / self.here if self.here else None
 
 
 class Divergences:
@@ -124,7 +106,7 @@ def restore(
     restored = checkpoints.restore(program.abstract_state)
     if restored is None:
         state = program.init()
-        return state, 0, Clock(0.0), Divergences(fetch(state['trials']['alive'])), True
+        return state, 0, Clock({}), Divergences(fetch(state['trials']['alive'])), True
     state, record = restored
     if record['data'] != rows.identity():
         raise CheckpointError(
@@ -137,7 +119,7 @@ def restore(
     log.info('resuming at step %s', f'{step:,}')
     # Checkpoints of earlier versions lack some fields.
     diverged = Divergences(fetch(state['trials']['alive']), record.get('diverged_at'))
-    return state, step, Clock(record['train_seconds']), diverged, record.get('evaluated', True)
+    return state, step, Clock(record), diverged, record.get('evaluated', True)
 
 
 def software_of(directory: Path) -> dict[str, Any]:

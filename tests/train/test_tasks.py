@@ -16,6 +16,7 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.metrics import TIMES, bits_per_byte
 from qkattn.model import with_params
 from qkattn.train import evaluation, measurements, placement, program, step, train
+from qkattn.train.clock import PARTS
 from tests.train.standard_error import standard_error
 
 PAIRS = [
@@ -79,6 +80,7 @@ def test_a_run_leaves_plausible_results_and_the_same_ones_again(task, name, tmp_
     for a, b in zip(first, second, strict=True):
         differ = {key for key in a if a[key] != b[key]}
         assert differ <= TIMES.keys() <= a.keys()
+        assert 0 < sum(a[part] for part in PARTS) < a['train_seconds']
     metrics = [(tmp_path / which / 'metrics.jsonl').read_text() for which in 'ab']
     assert metrics[0] == metrics[1]
     assert train(config, tmp_path / 'a') == first  # a finished run
