@@ -1,6 +1,5 @@
 """Which kernel computes an attention, what is said about it, and what a named one refuses."""
 
-import dataclasses
 import logging
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 from qkattn.attention import Mask, SpecError, attend, registry
 from qkattn.attention.kernels import choice
 from qkattn.attention.kernels.call import Call, Target
-from qkattn.config import Config, MeshConfig, ModelConfig, fingerprint
+from qkattn.config import Config, ModelConfig, fingerprint
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
 
@@ -46,7 +45,7 @@ AUTO = [
     (GPU, {'mask': Mask(causal=True, first_query=jnp.int32(3))}, 'einsum', 'below 2048'),
     (TPU, {'G': 128, 'dtype': F32}, 'splash', 'the kernel of tpu'),
     (TPU, {'T': 200}, 'einsum', 'contexts are below 2048'),
-    (Target('tpu', 8), {'T': 4096}, 'blockwise', 'contexts are not below 2048'),
+    (TPU, {'K': 1, 'V': 4, 'T': 4096}, 'blockwise', 'contexts are not below 2048'),
 ]
 
 
@@ -74,7 +73,6 @@ REFUSED = [
         'runs on a TPU, not on cpu; valid are auto, einsum, blockwise, dot_product',
     ),
     ('splash', TPU, {'T': 100}, 'needs contexts that are multiples of 128, not 100 and 100'),
-    ('splash', Target('tpu', 4), {}, 'runs on one device, and the mesh has 4'),
     ('splash', TPU, {'mask': Mask(hides_self=True)}, 'cannot hide a token from itself'),
     ('splash', TPU, {'bias': abs}, 'has no biases of positions'),
     ('splash', TPU, {'dropout': 0.1}, 'has no dropout of attention probabilities, which is 0.1'),
@@ -130,13 +128,3 @@ def test_the_choice_is_logged_once(caplog):
             attend(x_BTNH, x_BTNH, x_BTNH, Mask(causal=True), scale=1.0)
     said = [record.message for record in caplog.records if 'attention' in record.message]
     assert said == ['attention of 3 queries to 3 keys by einsum: contexts are below 256']
-
-
-def test_the_target_is_that_of_the_mesh():
-    mesh = MeshConfig(data=8)
-    abstract = jax.sharding.AbstractMesh(
-        tuple(dataclasses.asdict(mesh).values()), tuple(dataclasses.asdict(mesh))
-    )
-    with choice.on(abstract), pytest.raises(SpecError, match='the mesh has 8'):
-        x_BTNH = jnp.ones((1, 128, 2, 4))
-        attend(x_BTNH, x_BTNH, x_BTNH, Mask(), scale=1.0, kernel='splash')

@@ -43,10 +43,12 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-def inputs(sizes: tuple[int, ...], dtype: Any = jnp.float32) -> tuple[list[jax.Array], jax.Array]:
+def inputs(
+    sizes: tuple[int, ...], dtype: Any = jnp.float32, length: int = T
+) -> tuple[list[jax.Array], jax.Array]:
     """q, k, v and a table of biases, and weights of the output."""
     K, V, H, G, S = sizes
-    shapes = [(2, T, N, H), (2, S, K, H), (2, S, V, G), (N, 2 * T), (2, T, N, G)]
+    shapes = [(2, length, N, H), (2, S, K, H), (2, S, V, G), (N, 2 * T), (2, length, N, G)]
     keys = jax.random.split(jax.random.key(0), len(shapes))
     *arrays, w_BTNH = (
         jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)
@@ -75,7 +77,7 @@ def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any)
 
     Without queries that no key is visible to, whose output has no meaning.
     """
-    seen_BT = options['mask'].dense(T, arrays[1].shape[1]).any(-1)
+    seen_BT = options['mask'].dense(arrays[0].shape[1], arrays[1].shape[1]).any(-1)
     w_BTNH = w_BTNH * seen_BT[..., None, None]
 
     def run(*arrays: jax.Array) -> jax.Array:

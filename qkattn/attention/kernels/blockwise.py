@@ -20,7 +20,7 @@ from qkattn.attention.mask import Mask
 from qkattn.attention.normalizers import SoftmaxOffByOne
 
 # Queries, and keys, of a block: measured on CPUs, whose caches hold its logits; elsewhere a guess.
-BLOCK = {'cpu': 64}
+BLOCK = {'cpu': 128}
 BLOCK_ELSEWHERE = 512
 
 # Subtracted from a query's logit with itself where it hides itself: far below all logits, and far

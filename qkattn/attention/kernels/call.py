@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from qkattn.attention.mask import Mask
 from qkattn.attention.normalizers import Normalizer
@@ -35,7 +36,15 @@ class Call:
 
 
 class Target(NamedTuple):
-    """Where a call is computed: the platform as JAX names it, and the devices that share it."""
+    """Where a call is computed.
+
+    Attributes:
+      platform: as JAX names it.
+      mesh: of the devices that share it; None is one device.
+      rows, heads: axes of the mesh that split B, and N and K.
+    """
 
     platform: str
-    devices: int = 1
+    mesh: Mesh | AbstractMesh | None = None
+    rows: tuple[str, ...] = ('data', 'fsdp')
+    heads: str = 'tensor'

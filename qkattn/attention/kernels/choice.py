@@ -45,7 +45,7 @@ def on(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """Attention traced in the block is for the devices of a mesh."""
     concrete = isinstance(mesh, Mesh)
     platform = mesh.devices.flat[0].platform if concrete else jax.default_backend()
-    token = _target.set(Target(platform, mesh.size))
+    token = _target.set(Target(platform, mesh))
     try:
         yield
     finally:

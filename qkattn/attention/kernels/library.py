@@ -4,10 +4,13 @@ An obstacle is the end of the sentence 'kernel=NAME ...'; None means that the ke
 """
 
 import importlib.util
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from qkattn.attention.kernels.call import Call, Target
 from qkattn.attention.normalizers import Softmax
@@ -84,8 +87,6 @@ def tokamax_obstacle(call: Call, target: Target) -> str | None:
     """Tokamax caps logits after it adds biases, Gemma and qkattn before."""
     if importlib.util.find_spec('tokamax') is None:
         return "needs the package tokamax and Python 3.12: pip install -e '.[kernels]'"
-    if target.devices > 1:
-        return f'runs on one device, and the mesh has {target.devices}'
     return _plain_softmax(call, capped=True) or _unpadded(call)
 
 
@@ -94,15 +95,19 @@ def tokamax(call: Call, target: Target) -> jax.Array:
     mask = call.mask
     q_BTNH, scale = _static_scale(call)
     reach = None if mask.window is None else mask.window - 1
-    return load_extra('tokamax', 'kernels').dot_product_attention(
-        q_BTNH,
-        call.k_BSKH,
-        call.v_BSKH,
-        scale=scale,
-        is_causal=mask.causal,
-        local_window_size=None if reach is None else (reach, 0 if mask.causal else reach),
-        logits_soft_cap=call.logit_cap,
-    )
+
+    def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, _: None) -> jax.Array:
+        return load_extra('tokamax', 'kernels').dot_product_attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            scale=scale,
+            is_causal=mask.causal,
+            local_window_size=None if reach is None else (reach, 0 if mask.causal else reach),
+            logits_soft_cap=call.logit_cap,
+        )
+
+    return _on_each_device(attention, target)(q_BTNH, call.k_BSKH, call.v_BSKH, None)
 
 
 def splash_obstacle(call: Call, target: Target) -> str | None:
@@ -111,33 +116,64 @@ def splash_obstacle(call: Call, target: Target) -> str | None:
         return obstacle
     if T % block or S % block:
         return f'needs contexts that are multiples of {block}, not {T} and {S}'
-    if target.devices > 1:
-        return f'runs on one device, and the mesh has {target.devices}'
     return None if target.platform == 'tpu' else f'runs on a TPU, not on {target.platform}'
 
 
 def splash(call: Call, target: Target) -> jax.Array:
     """JAX's splash attention, a Pallas kernel; interpreted where there is no TPU."""
     splash_attention = load_extra(SPLASH, 'tpu')
-    mask, (T, S), N = call.mask, call.lengths, call.q_BTNH.shape[2]
+    mask, (T, S) = call.mask, call.lengths
     if mask.window is None:
         one = (splash_attention.CausalMask if mask.causal else splash_attention.FullMask)((T, S))
     else:
         reach = mask.window - 1
         one = splash_attention.LocalMask((T, S), (reach, 0 if mask.causal else reach), 0)
     block = next(b for b in SPLASH_BLOCKS if T % b == 0 and S % b == 0)
-    attention = splash_attention.make_splash_mha(
-        splash_attention.MultiHeadMask([one] * N),
-        block_sizes=splash_attention.BlockSizes(*[block] * 8),
-        head_shards=1,
-        q_seq_shards=1,
-        attn_logits_soft_cap=call.logit_cap,
-        interpret=target.platform != 'tpu',
-    )
+
+    def attention(
+        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Any
+    ) -> jax.Array:
+        kernel = splash_attention.make_splash_mha(
+            splash_attention.MultiHeadMask([one] * q_BTNH.shape[2]),
+            block_sizes=splash_attention.BlockSizes(*[block] * 8),
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=call.logit_cap,
+            interpret=target.platform != 'tpu',
+        )
+        heads_first = (jnp.swapaxes(array, 1, 2) for array in (q_BTNH, k_BSKH, v_BSKH))
+        return jnp.swapaxes(jax.vmap(kernel)(*heads_first, segments), 1, 2)
+
     q_BTNH = call.q_BTNH * jnp.asarray(call.scale, call.q_BTNH.dtype)
-    q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, call.k_BSKH, call.v_BSKH))
-    o_BNTH = jax.vmap(attention)(q_BNTH, k_BKSH, v_BKSH, _segments(call))
-    return jnp.swapaxes(o_BNTH, 1, 2)
+    return _on_each_device(attention, target)(q_BTNH, call.k_BSKH, call.v_BSKH, _segments(call))
+
+
+def _on_each_device(attention: Callable, target: Target) -> Callable:
+    """`attention` of q, k, v and rows of segments, on the rows and heads that a device has.
+
+    XLA does not partition a Pallas kernel.
+    """
+    mesh = target.mesh
+    if mesh is None or mesh.size == 1:
+        return attention
+
+    def partitioned(
+        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Any
+    ) -> jax.Array:
+        over_rows = math.prod(mesh.shape[axis] for axis in target.rows)
+        rows = target.rows if len(q_BTNH) % over_rows == 0 else None
+        shards, (N, K) = mesh.shape[target.heads], (q_BTNH.shape[2], k_BSKH.shape[2])
+        q_heads = target.heads if N % shards == 0 and (K == 1 or K % shards == 0) else None
+        q_spec, k_spec = (P(rows, None, h) for h in (q_heads, q_heads if K > 1 else None))
+        return jax.shard_map(
+            attention,
+            mesh=mesh,
+            in_specs=(q_spec, k_spec, k_spec, P(rows)),
+            out_specs=q_spec,
+            check_vma=False,
+        )(q_BTNH, k_BSKH, v_BSKH, segments)
+
+    return partitioned
 
 
 def _segments(call: Call) -> Any:
