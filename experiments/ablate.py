@@ -1,12 +1,13 @@
 """Runs an ablation at equal cost, alone or with other workers, and writes its report.
 
-python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small
+python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small --workers=auto
 
 The same command resumes. Started several times, on one or more machines that share the directory,
 each worker trains runs that no other worker holds a lease on.
 """
 
 import math
+from typing import Any
 
 from absl import flags
 
@@ -14,10 +15,10 @@ from qkattn import report
 from qkattn.config import Study
 from qkattn.distributed import agreement, bootstrap
 from qkattn.errors import ConfigError
-from qkattn.run import cli, leases, signals
+from qkattn.run import children, cli, leases, signals
 from qkattn.run.progress import waiting
-from qkattn.study import estimate, worker
-from qkattn.study.arms import build_arms, table
+from qkattn.study import crew, estimate, member, ways, worker
+from qkattn.study.arms import Arm, build_arms, table
 from qkattn.train.program_cache import keep_programs
 
 CONFIG = cli.define_config(Study)
@@ -29,6 +30,12 @@ EXPIRY = flags.DEFINE_float(
 ACCEPT_CHANGES = flags.DEFINE_bool(
     'accept_changes', False, 'Continue a study with other settings; its ledger lists them.'
 )
+WORKERS = flags.DEFINE_string(
+    'workers',
+    '1',
+    'Workers on this machine, each on cores or GPUs of its own: a number, or auto, which measures '
+    'once what is fastest. 1 is this process itself.',
+)
 
 
 @signals.leaving_at_once()
@@ -38,26 +45,46 @@ def main() -> None:
     config = cli.read_config(CONFIG)
     if not 0 < EXPIRY.value < math.inf:
         raise ConfigError(f'--lease_expiry={EXPIRY.value} must be above 0 seconds and finite')
-    with waiting(config.name, 'matching parameters'):
-        arms = build_arms(config)
-    print(f'{config.name}: {len(arms)} arms\n{table(arms, config.match)}', flush=True)
+    workers = ways.parse(WORKERS.value)
+    if workers != 1 and bootstrap.start().num_processes > 1:
+        raise ConfigError(
+            f'--workers={WORKERS.value} is for one process; in a job of several, all processes are '
+            'one worker, and launchers start further ones'
+        )
+    options: dict[str, Any] = {
+        'command': cli.command('ablate'),
+        'expiry': EXPIRY.value,
+        'accept_changes': ACCEPT_CHANGES.value,
+    }
+    if (parent := children.parent()) is not None:
+        member.work(parent, config, WORKDIR.value, **options)
+        return
     if DRY_RUN.value:
+        arms = _matched(config)
+        if workers != 1:
+            print(f'\n{crew.describe(config, arms, workers, WORKDIR.value)}')
         print(f'\n{estimate.text(config, arms)}')
         return
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
-    path = worker.run(
-        config,
-        WORKDIR.value,
-        command=cli.command('ablate'),
-        expiry=EXPIRY.value,
-        accept_changes=ACCEPT_CHANGES.value,
-    )
+    if workers == 1:
+        _matched(config)
+        path = worker.run(config, WORKDIR.value, **options)
+    else:
+        path = crew.run(config, lambda: _matched(config), WORKDIR.value, workers, **options)
     if not agreement.owner():
         return
     with waiting(config.name, 'writing the report'):
         text = report.show_report(path)
     print(f'\n{text}')
+
+
+def _matched(config: Study) -> list[Arm]:
+    """The arms, which are printed."""
+    with waiting(config.name, 'matching parameters'):
+        arms = build_arms(config)
+    print(f'{config.name}: {len(arms)} arms\n{table(arms, config.match)}', flush=True)
+    return arms
 
 
 if __name__ == '__main__':

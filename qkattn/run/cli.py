@@ -15,7 +15,7 @@ from ml_collections import config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from qkattn.config import Config, Study, from_config_dict
-from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
+from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
 from qkattn.run.help import HelpFlag, misspelt
 from qkattn.run.progress import LogHandler
 from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE
@@ -180,7 +180,7 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
         return str(error), EXIT_CONFIG
     if isinstance(error, Stopped):
         return f'{error}; the same command resumes', EXIT_REQUEUE
-    if isinstance(error, Lost):
+    if isinstance(error, Lost | ProcessError):
         return str(error), 1
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
         reason = f'{error.filename} cannot be used ({error.strerror}); give another path'

@@ -17,8 +17,9 @@ A lease shows that its process is alive, not that its training makes progress.
 
 In a bucket a lease is one object, RUN, that is created, renewed and taken over by the generation
 that it replaces, so that of several processes one succeeds; ages are on the bucket's clock. There
-the lock of a run directory is a lease, too. A holder on this machine whose process is gone does not
-have to be waited for.
+the lock of a run directory is a lease, too.
+
+A holder on this machine whose process is gone does not have to be waited for.
 """
 
 import contextlib
@@ -171,7 +172,7 @@ def _read(path: Path) -> tuple[float, bytes]:
 
 
 def _holder(path: Path, expiry: float) -> Holder | None:
-    """The holder of the lease `path`; None if it expired, was released or deleted."""
+    """The holder of the lease `path`; None if it expired, was released or deleted, or is dead."""
     # Read before the lease, so that a heartbeat in between can only lower its age.
     with tempfile.TemporaryFile(dir=path.parent) as file:
         now = os.fstat(file.fileno()).st_mtime
@@ -179,4 +180,5 @@ def _holder(path: Path, expiry: float) -> Holder | None:
         mtime, content = _read(path)
     except FileNotFoundError:
         return None
-    return holder_of(content, now - mtime, expiry)
+    holder = holder_of(content, now - mtime, expiry)
+    return None if holder and object_leases.is_alive(holder) is False else holder

@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import numpy as np
 import tqdm
+
+from qkattn.run.shown import loss_text, short
 
 # A terminal's line is drawn at most this often, since fetching the loss could stall an accelerator,
 # and at least this often, so that something moves.
@@ -48,6 +50,8 @@ class Progress:
     """
 
     _shown: 'Progress | None' = None
+    told: ClassVar[Callable[[int, int], None]] = staticmethod(lambda step, total: None)
+    """Called by `update` of every display with the step and the last step."""
 
     def __init__(
         self,
@@ -126,6 +130,7 @@ class Progress:
             # Rates are measured from the first report: the time before it is mostly compilation.
             self._first = self._first or (step, now)
             self._step, self._loss, self._last = step, loss, (step, now)
+            Progress.told(step, self._total)
             if now >= self._next_time:
                 self._show(now)
                 gap = 0.0 if self._terminal else _PLAIN_FRACTION * (now - self._opened)
@@ -302,29 +307,3 @@ class LogHandler(logging.Handler):
             print(text, file=sys.stderr, flush=True)
         else:
             shown.print(text)
-
-
-def loss_text(loss: Any, *, brief: bool = False) -> str:
-    """The loss with four decimals; over several trials its range, and how many are not finite.
-
-    `brief` is in fewer words, and with three decimals where there is a range.
-    """
-    values = np.asarray(loss, np.float64).ravel()
-    finite = values[np.isfinite(values)]
-    if finite.size == 0:
-        return 'not finite'
-    low, high = finite.min(), finite.max()
-    if values.size == 1:
-        text = f'{low:.4f}'
-    else:
-        text = f'{low:.3f}-{high:.3f}' if brief else f'{low:.4f} to {high:.4f}'
-    diverged, word = values.size - finite.size, 'diverged' if brief else 'trials not finite'
-    return f'{text} ({diverged} of {values.size} {word})' if diverged else text
-
-
-def short(text: str, limit: int) -> str:
-    """`text`, its middle left out where it is longer than `limit`."""
-    if len(text) <= limit:
-        return text
-    half = max(0, limit - 1) // 2
-    return f'{text[: limit - 1 - half]}…{text[len(text) - half :]}'

@@ -63,6 +63,11 @@ class PlannedRun:
         of_trial = train.num_steps * train.batch_size * self.config.model.context
         return of_trial * len(self.config.trials.trials())
 
+    @property
+    def work(self) -> float:
+        """Proportional to the time that it takes: tokens x parameters."""
+        return self.tokens * self.arm.match.target
+
 
 def single(study: Study, arm: Arm) -> PlannedRun:
     """The run of an arm in a study without tuning: every combination of its settings."""

@@ -6,10 +6,11 @@ processes, of which process 0 holds the leases and writes the files of the study
 """
 
 import dataclasses
+import itertools
 import json
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from qkattn.errors import (
     Stopped,
 )
 from qkattn.run import leases
+from qkattn.run.buckets import is_url
 from qkattn.run.file_schemas import CONFIG, read_results
 from qkattn.run.files import check_directory, make_directory, write_atomic
 from qkattn.run.locks import locked
@@ -57,6 +59,7 @@ def run(
     command: list[str] | None = None,
     expiry: float = leases.EXPIRY,
     accept_changes: bool = False,
+    tell: Callable[..., None] | None = None,
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
@@ -67,6 +70,8 @@ def run(
       expiry: seconds without a heartbeat after which a worker counts as dead.
       accept_changes: whether the study of the directory may have had other settings; the ledger
         lists them.
+      tell: of a crew, which shows what is left of the study: called as tell('lease', run, number of
+        runs, work of each run that is left).
 
     Raises:
       ConfigError: an impossible setting or directory; at the end, if runs could not be trained.
@@ -78,7 +83,7 @@ def run(
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:
-        worker = owned(lambda: _Worker(study, path, command, expiry, accept_changes, stop))
+        worker = owned(lambda: _Worker(study, path, command, expiry, accept_changes, stop, tell))
         while (leased := agreement.on_owner(lambda: worker.lease_next(failed))) is not None:
             if leased:
                 _train(path, leased, command, worker, failed)
@@ -103,9 +108,11 @@ class _Worker:
         expiry: float,
         accept_changes: bool,
         stop: StopRequest,
+        tell: Callable[..., None] | None,
     ):
         """Checks and declares the study."""
         self._study, self._path, self._expiry, self._stop = study, path, expiry, stop
+        self._tell = tell
         self.lease: leases.Lease | None = None
         """Of the run that `lease_next` has returned."""
         self._refused: set[str] = set()
@@ -135,25 +142,33 @@ class _Worker:
         Returns:
           {} after a while of waiting if others hold all runs that are left; None if none is left.
         """
-        known = _write_plan(self._study, self._arms, self._path, self._declared)
-        left = [run for run in known if run.id not in failed]
-        if not left:
-            return None
+        runs, left = _write_plan(self._study, self._arms, self._path, self._declared)
+        left = longest_first([run for run in left if run.id not in failed])
+        self.lease = None
         for run in left:
             if run.id in self._refused:
                 continue
             self.lease = leases.acquire(self._path / 'leases', run.id, expiry=self._expiry)
             if self.lease is not None:
-                workers = len(leases.holders(self._path / 'leases', expiry=self._expiry))
-                return {
-                    'run': run.id,
-                    'config': to_json(run.config),
-                    'directory': run.directory,
-                    'label': f'{run.arm.title} {run.knob or run.stage}'.removesuffix(f' {SINGLE}'),
-                    'left': dataclasses.asdict(_left_after(run, left, workers)),
-                }
+                break
+        if self._tell is not None:
+            held = None if self.lease is None else run.id
+            self._tell('lease', held, len(runs), {of.id: of.work for of in left})
+        if self.lease is not None:
+            workers = len(leases.holders(self._path / 'leases', expiry=self._expiry))
+            # A crew has a line for what is left.
+            after = _left_after(run, left, workers) if self._tell is None else StudyLeft(0, 0.0)
+            return {
+                'run': run.id,
+                'config': to_json(run.config),
+                'directory': run.directory,
+                'label': f'{run.arm.title} {run.knob or run.stage}'.removesuffix(f' {SINGLE}'),
+                'left': dataclasses.asdict(after),
+            }
+        if not left:
+            return None
         self._refused.clear()
-        self._held = _wait(self._path, self._expiry, self._stop, self._held)
+        self._held = _wait(self._path, left, self._expiry, self._stop, self._held)
         return {}
 
     def refuse(self, run: str) -> None:
@@ -214,8 +229,8 @@ def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
 
 def _write_plan(
     study: Study, arms: list[Arm], path: Path, declared: dict[str, Any]
-) -> list[PlannedRun]:
-    """Writes what is known to plan.jsonl and results.jsonl; returns the runs without a result."""
+) -> tuple[list[PlannedRun], list[PlannedRun]]:
+    """Writes what is known to plan.jsonl and results.jsonl; returns runs, those without result."""
     # Results are read and the files written under one lock, whoever else writes.
     with locked(path / 'lock'):
         declaration.check_continued(path, study, declared)
@@ -223,7 +238,7 @@ def _write_plan(
         write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
         write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
         _list_orphans(path, {run.directory for run in runs})
-    return left
+    return runs, left
 
 
 def _list_orphans(path: Path, planned: set[str]) -> None:
@@ -260,13 +275,25 @@ def _readable(path: Path, schema: Any) -> Any:
 
 
 def _left_after(run: PlannedRun, left: list[PlannedRun], workers: int) -> StudyLeft:
-    """The runs but this one, whose work is shared by all workers; work is tokens x parameters."""
-    work = [of.tokens * of.arm.match.target for of in (run, *left)]
+    """The runs but this one, whose work is shared by all workers."""
+    work = [of.work for of in (run, *left)]
     return StudyLeft(len(left) - 1, (sum(work[1:]) - work[0]) / work[0] / workers)
 
 
-def _wait(path: Path, expiry: float, stop: StopRequest, before: dict[str, str]) -> dict[str, str]:
-    """Waits until a lease may have been given up, or a result may have come.
+def longest_first(runs: list[PlannedRun]) -> list[PlannedRun]:
+    """The runs in the order in which workers take them, so that they end at about the same time."""
+    return sorted(runs, key=lambda run: -run.work)
+
+
+def left_of(study: Study, arms: list[Arm], path: Path) -> list[PlannedRun]:
+    """The runs known so far that have no result, in the order in which workers take them."""
+    return longest_first(_known(study, arms, path)[1])
+
+
+def _wait(
+    path: Path, left: list[PlannedRun], expiry: float, stop: StopRequest, before: dict[str, str]
+) -> dict[str, str]:
+    """Waits until a result has come, a lease may have been given up, or 10 s have passed.
 
     Returns who holds which run, which is said unless it is as `before`.
     """
@@ -274,7 +301,16 @@ def _wait(path: Path, expiry: float, stop: StopRequest, before: dict[str, str]) 
     held = {run: who.name for run, who in holders.items()}
     if held and held != before:
         log.info('waiting for %s', '; '.join(f'{run}, held by {held[run]}' for run in held))
-    until = time.monotonic() + min(10.0, expiry / 4)
-    while time.monotonic() < until and not stop.requested:
+    results = [path / run.directory / 'result.json' for run in left]
+    looks = itertools.repeat(False) if is_url(path) else _any_exists(results)
+    until = time.monotonic() + min(10.0 if held else 1.0, expiry / 4)
+    while time.monotonic() < until and not stop.requested and not next(looks):
         time.sleep(0.1)
     return held
+
+
+def _any_exists(paths: list[Path]) -> Iterator[bool]:
+    """Whether a file exists, which is looked up every fifth time."""
+    while True:
+        yield any(path.exists() for path in paths)
+        yield from (False,) * 4

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.run.progress import LogHandler, Progress, StudyLeft, short
+from qkattn.run.progress import LogHandler, Progress, StudyLeft
+from qkattn.run.shown import short
 
 
 class Clock:

@@ -5,7 +5,6 @@ import signal
 import pytest
 
 from qkattn.errors import Stopped
-from qkattn.run import leases
 from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
 from tests.processes import start_python
 
@@ -104,7 +103,8 @@ def test_leaving_at_once_cuts_no_file_and_keeps_no_lease(held, exit_code, printe
     assert (process.returncode, stdout) == (exit_code, printed), errors
     assert {path.name for path in tmp_path.iterdir()} == {'file', 'leases'}
     assert (tmp_path / 'file').read_text() == 'whole'
-    assert bool(leases.holders(tmp_path / 'leases')) == (held == 'held')
+    (lease,) = (tmp_path / 'leases').iterdir()
+    assert (lease.stat().st_mtime == 0) == (held == 'not held')  # released
 
 
 def test_a_request_before_it_is_held_stops():

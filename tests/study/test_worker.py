@@ -183,7 +183,7 @@ def test_who_holds_a_run_is_said_once(tmp_path, caplog):
     held: dict[str, str] = {}
     with leases.acquire(tmp_path / 'leases', 'run', expiry=60.0):
         for _ in range(3):
-            held = worker._wait(tmp_path, 0.1, StopRequest(), held)
+            held = worker._wait(tmp_path, [], 0.1, StopRequest(), held)
     assert caplog.text.count(f'waiting for run, held by process {os.getpid()} on ') == 1
 
 

@@ -1,0 +1,329 @@
+"""The workers of a study on one machine: how many, where each runs, and what becomes of them.
+
+The parent trains nothing. It starts its own command again for each worker, on cores or a GPU of its
+own, shows what they do, starts one that crashed again, and ends when the study has its results.
+"""
+
+import contextlib
+import dataclasses
+import math
+import multiprocessing.connection
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from qkattn.config import Study, to_json
+from qkattn.errors import ConfigError, ProcessError, Stopped
+from qkattn.run import children, cores
+from qkattn.run.children import Child
+from qkattn.run.crew_display import CrewDisplay
+from qkattn.run.files import check_directory, make_directory
+from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
+from qkattn.study import plan, ways, worker
+from qkattn.study.arms import Arm
+from qkattn.study.plan import PlannedRun
+from qkattn.study.tally import Tally
+
+COMMAND = children.command()
+"""What a worker runs; `qkattn.study.member` is what it does then."""
+RETRIES = 3
+"""How often each worker that crashed is started again."""
+GRACE = 300.0
+"""Seconds from a stop request to a kill."""
+_TICK = 0.2
+# A way is timed for so many seconds, in turn with the others, so many times.
+_TIMED, _ROUNDS = 0.4, 2
+
+
+def run(
+    study: Study,
+    match: Callable[[], list[Arm]],
+    workdir: str | Path,
+    wanted: int | None,
+    **options: Any,
+) -> Path:
+    """Trains until every run of the study has its result, and returns the study's directory.
+
+    Args:
+      match: makes the arms; called while the workers start.
+      wanted: workers; None chooses by a measurement, which is recorded in the study's directory.
+      options: of `worker.run`.
+
+    Raises:
+      ConfigError, Stopped: as `worker.run`.
+      ProcessError: runs are left, because workers crashed.
+    """
+    path, (room, _) = check_directory(workdir), _room(study)
+    found = ways.recorded(path) if wanted is None else None
+    wanted = wanted if found is None else found['processes']
+    if room == 1 or wanted == 1:
+        match()
+        return worker.run(study, path, **options)
+    with StopRequest() as stop, contextlib.closing(_Crew(study, path, stop)) as crew:
+        stop.hold()
+        measured = wanted is None and not _gpus()
+        crew.start(ways.candidates(room, room) if measured else [min(wanted or room, room)])
+        left = worker.left_of(study, arms := match(), path)
+        most, note = limit(study, arms, wanted, left)
+        if found is not None:
+            crew.say(f'{ways.count(most, "worker")}, as measured before: {path / ways.NAME}')
+        elif note is not None:
+            crew.say(note)
+        if most > 1:
+            crew.train(crew.measure(left, most) if measured else most)
+    if most == 1:
+        return worker.run(study, path, **options)
+    if rest := worker.left_of(study, arms, path):
+        runs = '1 run has' if len(rest) == 1 else f'{len(rest)} runs have'
+        raise ProcessError(f'{runs} no result: {crew.failure}; the same command resumes')
+    return path
+
+
+def limit(
+    study: Study, arms: list[Arm], wanted: int | None, left: list[PlannedRun]
+) -> tuple[int, str | None]:
+    """The most workers that there is work and room for, and why they are fewer than wanted."""
+    room, what = _room(study)
+    # The plan grows; of a chain of runs only the first is known.
+    runs = max(len(left), min(len(arms), len(plan.least(study, arms)) - 1)) if left else 0
+    runs = len(left) if len(left) != 1 else runs
+    limits = [(room, f'is room on {what}'), (max(1, runs), f'are {runs} runs left')]
+    most, note = ways.at_most(wanted or room, limits)
+    return most, note if wanted else None
+
+
+def describe(study: Study, arms: list[Arm], wanted: int | None, workdir: str | None) -> str:
+    """What `run` would do, in a line."""
+    path = None if workdir is None else check_directory(workdir)
+    runs = plan.runs(study, arms, lambda run: None)
+    if path is not None:
+        runs = worker.left_of(study, arms, path)
+    most, note = limit(study, arms, wanted, runs)
+    found = None if path is None or wanted is not None else ways.recorded(path)
+    if found is not None:
+        return f'workers: {min(most, found["processes"])}, as measured before: {path}/{ways.NAME}'
+    if wanted is not None or most == 1 or _gpus():
+        return f'workers: {most}' + ('' if note is None else f' ({note})')
+    numbers = ways.candidates(len(cores.usable()), most)
+    return f'workers: {" or ".join(map(str, numbers))}, by a measurement before the first run'
+
+
+def _room(study: Study) -> tuple[int, str]:
+    """The most workers that the machine has room for, and what of it they share."""
+    number, gpus = len(cores.usable()), _gpus()
+    if gpus is None:
+        return 1, 'an accelerator whose chips one process drives together'
+    if gpus:
+        room = len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))
+        return max(1, room), ways.count(len(gpus), 'GPU')
+    return number, ways.count(number, 'core')
+
+
+def _gpus() -> list[str] | None:
+    return cores.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass
+class _Member:
+    """A worker as its parent sees it."""
+
+    number: int
+    child: Child
+    place: tuple[list[int], dict[str, str]]
+    answer: tuple | None = None
+    retries: int = 0
+    stopping: bool = False
+
+
+class _Crew:
+    """The workers, and what the parent knows of them."""
+
+    def __init__(self, study: Study, path: Path, stop: StopRequest):
+        self._study, self._path, self._stop = study, path, stop
+        self._members: list[_Member] = []
+        self._ways: dict[int, list[_Member]] = {}
+        self._display = CrewDisplay()
+        self._tally = Tally()
+        self._free = cores.free_memory()
+        self._peak = 0
+        self._asked: float | None = None  # when the workers were asked to stop
+        self._drawn = 0.0
+        self.failure = 'no worker is left'
+        self._sentences: list[str] = []
+
+    def say(self, text: str) -> None:
+        self._display.print(f'{self._study.name}: {text}')
+
+    def start(self, numbers: list[int]) -> None:
+        """Starts each number of workers, which share the cores, and the GPUs, and wait for orders.
+
+        Only the workers of one number are to compute at a time.
+        """
+        gpus = _gpus() or []
+        for number in numbers:
+            self._ways[number] = []
+            for place, own in enumerate(cores.shares(cores.usable(), number)):
+                variables = {}
+                if gpus:
+                    shares = cores.shares(gpus, number)
+                    variables['CUDA_VISIBLE_DEVICES'] = ','.join(shares[place])
+                child = Child(COMMAND, own, variables, self._display.columns)
+                self._members.append(_Member(len(self._members), child, (own, variables)))
+                self._ways[number].append(self._members[-1])
+
+    def measure(self, left: list[PlannedRun], most: int) -> int:
+        """Times the ways to use the cores, and returns the number of workers of the best."""
+        start, number = time.monotonic(), len(cores.usable())
+        self._display.status(f'{self._study.name}: measuring how {number} cores are used best')
+        wanted = ways.candidates(number, most)
+        self._keep([p for p in self._ways if p in wanted])
+        self.start([p for p in wanted if p not in self._ways])
+        config = to_json(left[0].config)
+        # A program is compiled once for each number of cores, and read from the cache after that.
+        answers = self._ask([of[0] for of in self._ways.values()], 'prepare', config, None)
+        while sum(self._ways) > (fit := self._fit()) and len(self._ways) > 1:
+            # Goes: the largest that has no room, else one between, else the largest.
+            goes = [p for p in self._ways if p > fit] or sorted(self._ways)[1:-1]
+            self._keep([p for p in self._ways if p != max(goes or self._ways)])
+        rest = [of for members in self._ways.values() for of in members[1:]]
+        self._ask(rest, 'prepare', config, answers[0][0])
+        seconds = dict.fromkeys(self._ways, math.inf)
+        for _ in range(_ROUNDS):
+            for processes, members in self._ways.items():
+                each = [s for (s,) in self._ask(members, 'time', _TIMED)]
+                seconds[processes] = min(seconds[processes], sum(each) / len(each))
+        best = ways.chosen(seconds, len(left))
+        took = time.monotonic() - start
+        make_directory(self._path)
+        ways.record(self._path, seconds, best, self._peak, took)
+        self.say(f'{ways.text(seconds, number, len(left))} ({took:.0f} s)')
+        return best
+
+    def train(self, number: int) -> None:
+        """Has this many workers train until the study has its results or none of them is left."""
+        self._keep([number] if number in self._ways else list(self._ways))
+        self._end(self._members[number:])
+        for place, of in enumerate(self._members):
+            self._display.remove(of.number)
+            of.number = place
+            of.child.tell('train')
+        while self._members:
+            self._turn()
+        if self._asked is not None:
+            raise Stopped('stopped, and the workers have saved')
+        if self._sentences:
+            raise ConfigError('; '.join(dict.fromkeys(self._sentences)))
+
+    def close(self) -> None:
+        """Kills what is left of the workers."""
+        self._end(self._members)
+        self._display.close()
+
+    def _keep(self, numbers: list[int]) -> None:
+        """Ends the workers of the other numbers."""
+        for number in set(self._ways) - set(numbers):
+            self._end(self._ways.pop(number))
+
+    def _ask(self, members: list[_Member], *order: Any) -> list[tuple]:
+        """Gives workers an order at once; their answers."""
+        for of in members:
+            of.answer = None
+            of.child.tell(*order)
+        while any(of.answer is None for of in members):
+            self._turn()
+            if self._asked is not None and not self._members:
+                raise Stopped('stopped with nothing to save')
+            if self._sentences:
+                raise ConfigError(self._sentences[0])
+            if not set(map(id, members)) <= set(map(id, self._members)):
+                raise ProcessError(f'{self.failure} while it was measured')
+        return [of.answer for of in members if of.answer is not None]
+
+    def _end(self, members: list[_Member]) -> None:
+        for of in list(members):
+            of.child.close()
+            self._members.remove(of)
+            self._display.remove(of.number)
+
+    def _turn(self) -> None:
+        """Waits for news for a moment, and acts on it."""
+        sources = [source for of in self._members for source in of.child.sources()]
+        multiprocessing.connection.wait(sources, _TICK)
+        for of in list(self._members):
+            ended = of.child.ended()  # before what it has printed last is read
+            for news in of.child.news():
+                self._hear(of, *news)
+            self._display.feed(of.number, of.child.read())
+            if ended is not None:
+                self._ended(of, ended)
+        self._stop_all()
+        if time.monotonic() - self._drawn > _TICK:
+            self._drawn = time.monotonic()
+            self._display.draw()
+
+    def _hear(self, of: _Member, kind: str, *values: Any) -> None:
+        if kind == 'error':
+            self._sentences.append(values[0])
+        elif kind == 'ready':
+            self._peak, of.answer = max(self._peak, values[0]), values[1:]
+        elif kind == 'timed':
+            of.answer = values
+        elif kind == 'lease':
+            self._tally.leased(of.number, *values)
+        elif kind == 'step':
+            step, total, peak = values
+            self._tally.stepped(of.number, step / total, time.monotonic())
+            self._require_memory(peak)
+        if text := self._tally.text(time.monotonic()):
+            self._display.status(f'{self._study.name}: {text}', self._tally.changed())
+
+    def _require_memory(self, peak: int) -> None:
+        """Stops the workers for which there is no memory."""
+        self._peak = max(self._peak, peak)
+        working, fit = [of for of in self._members if not of.stopping], self._fit()
+        if len(working) > fit:
+            each, free = self._peak / 2**30, self._free / 2**30
+            self.say(
+                f'{len(working)} workers of {each:.1f} GiB each need more than the {free:.1f} GiB '
+                f'that are free, so {fit} will do'
+            )
+            for of in working[fit:]:
+                of.stopping = True
+                of.child.stop()
+
+    def _fit(self) -> int:
+        """The number of workers that there is memory for."""
+        return max(1, int(min(self._free // self._peak, 2**20)))
+
+    def _ended(self, of: _Member, code: int) -> None:
+        """Takes a worker that has ended out of the crew, or starts it again."""
+        self._end([of])
+        self._tally.ended(of.number)
+        if code in (0, EXIT_CONFIG) or of.stopping or self._asked is not None:
+            return
+        how = f'was ended by signal {-code}' if code < 0 else f'ended with exit code {code}'
+        self.failure = f'worker {of.number} {how}'
+        if code != EXIT_REQUEUE:  # not a crash
+            of.retries += 1
+        if of.retries > RETRIES:
+            self.say(f'{self.failure}; no retry is left of {RETRIES}')
+            return
+        self.say(f'{self.failure}; it is started again, retry {of.retries} of {RETRIES}')
+        of.child = Child(COMMAND, *of.place, self._display.columns)
+        self._members.append(of)
+        of.child.tell('train')
+
+    def _stop_all(self) -> None:
+        """Passes a stop request on; kills who has not ended long after it."""
+        if not self._stop.requested:
+            return
+        if self._asked is None:
+            self._asked = time.monotonic()
+            for of in self._members:
+                of.child.stop()
+        elif time.monotonic() - self._asked > GRACE:
+            self.say(f'{len(self._members)} workers did not end within {GRACE:.0f} s')
+            self._end(self._members)

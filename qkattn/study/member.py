@@ -1,0 +1,98 @@
+"""A worker that a crew has started: measures a way to use the machine, then trains."""
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from qkattn.config import Config, Study, from_json
+from qkattn.run import cli
+from qkattn.run.progress import Progress
+from qkattn.study import worker
+from qkattn.study.arms import build_arms
+from qkattn.train import program
+from qkattn.train.placement import constant_batch, require_memory
+
+_TOLD_EVERY = 0.5  # seconds
+
+
+class _Candidate:
+    """The program of a run on constant rows, which can be timed."""
+
+    def __init__(self, config: Config, lifting: str | None):
+        require_memory(config)
+        self._program = program.build(config, lifting)
+        self.lifting = self._program.lifting
+        self._steps = config.train.steps_per_dispatch
+        self._batch = constant_batch(config, self._program.mesh)
+        self._state = self._program.init()
+        self.seconds_per_step(0.0)
+
+    def seconds_per_step(self, at_least: float) -> float:
+        """The mean over dispatches that take `at_least` seconds together."""
+        start, steps = time.perf_counter(), 0
+        while steps == 0 or time.perf_counter() - start < at_least:
+            self._state, metrics = self._program.train(self._state, self._batch)
+            jax.block_until_ready((self._state, metrics))
+            steps += self._steps
+        return (time.perf_counter() - start) / steps
+
+
+def work(pipe: Connection, study: Study, workdir: str | Path, **options: Any) -> None:
+    """Follows the orders of the parent until the study has its results; `options` of `worker.run`.
+
+        ('prepare', config, lifting)  -> ('ready', peak memory in bytes, lifting)
+        ('time', seconds)             -> ('timed', seconds per step)
+        ('train',)                    -> ('lease', ...), ('step', step, total, peak), ...
+
+    An error that has a sentence is told as ('error', sentence), and is the exit code.
+    """
+    Progress.told = _telling(pipe)
+    try:
+        build_arms(study)  # which takes a second the first time: here beside the parent
+        candidate: _Candidate | None = None
+        while (order := pipe.recv())[0] != 'train':
+            if order[0] == 'prepare':
+                candidate = _Candidate(from_json(Config, order[1]), order[2])
+                pipe.send(('ready', _peak(), candidate.lifting))
+            elif candidate is not None:
+                pipe.send(('timed', candidate.seconds_per_step(order[1])))
+        candidate = None
+        worker.run(study, workdir, tell=_sending(pipe), **options)
+    except Exception as error:
+        if (expected := cli.outcome(error)) is None:
+            raise
+        _sending(pipe)('error', expected[0])
+        sys.exit(expected[1])
+
+
+def _sending(pipe: Connection) -> Callable[..., None]:
+    def send(*news: Any) -> None:
+        with contextlib.suppress(OSError):  # the parent was killed
+            pipe.send(news)
+
+    return send
+
+
+def _telling(pipe: Connection) -> Callable[[int, int], None]:
+    send, told = _sending(pipe), -_TOLD_EVERY
+
+    def tell(step: int, total: int) -> None:
+        nonlocal told
+        if step == total or time.monotonic() - told >= _TOLD_EVERY:
+            told = time.monotonic()
+            send('step', step, total, _peak())
+
+    return tell
+
+
+def _peak() -> int:
+    """The most memory that this process has had, in bytes."""
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
