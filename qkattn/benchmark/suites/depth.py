@@ -11,7 +11,7 @@ from qkattn.benchmark.shape import GPT2, TINY, Shape
 from qkattn.benchmark.targets import SHALLOW
 
 WORK = 'qkattn.benchmark.peers.own_parts:memory_and_compilation'
-KERNELS = ('einsum',)
+KERNELS = ('einsum', 'blockwise', 'dot_product')
 LONG = Shape(layers=1, width=128, heads=4, context=4096, vocabulary=256, batch=1)
 DEEP = Shape(layers=48, width=64, heads=4, context=64, vocabulary=256, batch=4)
 
@@ -36,9 +36,9 @@ SCALES = {
         3,
         dataclasses.replace(GPT2, layers=2, batch=2),
         (1024, 4096, 8192),
-        KERNELS,
+        (*KERNELS, 'tokamax'),
     ),
-    'smoke': Scale(TINY, (2, 4), 1, TINY, (8, 16), KERNELS[:1]),
+    'smoke': Scale(TINY, (4,), 1, TINY, (16,), KERNELS[1:2]),
 }
 
 
@@ -73,7 +73,7 @@ def run(session: Session) -> None:
     )
     shapes = [dataclasses.replace(scale.long, context=context) for context in scale.contexts]
     by_context = [
-        row(shape, kernel, f'{kernel}, context {shape.context}', 1)
+        row(shape, kernel, f'{kernel}, context {shape.context}', 1, kernel=kernel)
         for kernel in scale.kernels
         for shape in shapes
     ]
