@@ -10,6 +10,7 @@ from typing import Any
 
 from absl import flags
 
+from qkattn.benchmark import printed_groups, session
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
@@ -70,6 +71,8 @@ def main() -> None:
     if WRITE.value:
         count = sum(verify.check_page(page, write=True) for page in PAGES.value)
         print(f'{counted(count, "headline")} written')
+        count = sum(printed_groups.check_page(page, write=True) for page in PAGES.value)
+        print(f'{counted(count, "table")} of benchmarks written')
     declarations = sorted(Path(RESULTS.value).glob('*/study.json'))
     if not declarations:
         raise ReportError(f'--results={RESULTS.value} contains no study directory')
@@ -80,6 +83,9 @@ def main() -> None:
             f'{declaration.parent.name}: {count:,} numbers agree with the logs, the costs of '
             f'{counted(models, "run")} with the configs'
         )
+    for path in sorted(Path(RESULTS.value).glob(f'benchmark/*/{session.FILE}')):
+        rounds = session.check(path.parent)
+        print(f'benchmark {path.parent.name}: its tables agree with {counted(rounds, "round")}')
     if PAGES.value:
         _check_pages(PAGES.value)
     print('not covered:')
@@ -101,6 +107,8 @@ def _check_pages(pages: list[str]) -> None:
     for page, count in counts.items():
         if count:
             print(f'{Path(page).name}: {counted(count, "headline")} checked against the studies')
+    tables = sum(map(printed_groups.check_page, pages))
+    print(f'{counted(tables, "table")} of benchmarks checked against their rounds')
     entries = check_numbers(NUMBERS.value)
     print(
         f'{Path(NUMBERS.value).name}: {counted(entries["logged"], "sentence")} checked against the '

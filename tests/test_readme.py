@@ -28,7 +28,16 @@ README = (ROOT / 'README.md').read_text()
 VARIANTS = (ROOT / 'docs/variants.md').read_text()
 RECIPES = (ROOT / 'docs/recipes.md').read_text()
 PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted(ROOT.glob('docs/*.md'))]
-SCRIPTS = ('ablate', 'convert', 'generate', 'prepare_data', 'report', 'train', 'translate')
+SCRIPTS = (
+    'ablate',
+    'benchmark',
+    'convert',
+    'generate',
+    'prepare_data',
+    'report',
+    'train',
+    'translate',
+)
 SCRIPTS += ('variants', 'verify')
 
 

@@ -20,12 +20,14 @@ class Column:
       heading: with the unit.
       value: of a row in its group; None is an empty cell.
       text: its format, or a function that prints it.
+      brief: whether tables in pages have it.
     """
 
     key: str
     heading: str
     value: Callable[[Measurement, Group], Any]
     text: str | Callable[[Any], str] = ''
+    brief: bool = False
 
     def print(self, value: Any) -> str:
         if value is None:
@@ -82,20 +84,32 @@ def of_itself(row: Measurement, group: Group) -> Measurement:
 
 
 COLUMNS = (
-    Column('median_seconds', 'ms', lambda row, group: row.median, milliseconds),
-    Column('first_quartile_seconds', 'from', _spread(of_itself, 0), milliseconds),
-    Column('third_quartile_seconds', 'to', _spread(of_itself, 1), milliseconds),
-    Column('ratio', 'ratio', lambda row, group: (r := ratio(row, group)) and r.median, '.3f'),
+    Column('median_seconds', 'ms', lambda row, group: row.median, milliseconds, brief=True),
+    Column('first_quartile_seconds', 'from', _spread(of_itself, 0), milliseconds, brief=True),
+    Column('third_quartile_seconds', 'to', _spread(of_itself, 1), milliseconds, brief=True),
+    Column(
+        'ratio',
+        'ratio',
+        lambda row, group: (r := ratio(row, group)) and r.median,
+        '.3f',
+        brief=True,
+    ),
     Column('ratio_first_quartile', 'from', _spread(ratio, 0), '.3f'),
     Column('ratio_third_quartile', 'to', _spread(ratio, 1), '.3f'),
-    Column('tokens_per_second', 'tokens/s', lambda row, group: row.per_second('tokens'), ',.0f'),
+    Column(
+        'tokens_per_second',
+        'tokens/s',
+        lambda row, group: row.per_second('tokens'),
+        ',.0f',
+        brief=True,
+    ),
     Column(
         'gigaflops',
         'GFLOP/s',
         lambda row, group: (rate := row.per_second('flops')) and rate / 1e9,
         ',.1f',
     ),
-    Column('utilisation', 'MFU', _utilisation, '.1%'),
+    Column('utilisation', 'MFU', _utilisation, '.1%', brief=True),
     Column(
         'gigabytes_per_second',
         'GB/s',
@@ -103,7 +117,7 @@ COLUMNS = (
         ',.1f',
     ),
     Column('predicted', 'by FLOPs', _predicted, '.3f'),
-    Column('excess', 'ratio / by FLOPs', _excess, '.3f'),
+    Column('excess', 'ratio / by FLOPs', _excess, '.3f', brief=True),
     extra('floor_seconds', 'floor ms', milliseconds),
     extra('parameters', 'parameters', ',d'),
     extra('compile_seconds', 'compile s', '.1f'),
@@ -121,9 +135,11 @@ def shown(group: Group) -> list[Column]:
     return [c for c in COLUMNS if any(c.value(row, group) is not None for row in group.rows)]
 
 
-def cells(group: Group) -> tuple[list[tuple[str, bool]], list[list[str]]]:
+def cells(
+    group: Group, columns: Sequence[Column] | None = None
+) -> tuple[list[tuple[str, bool]], list[list[str]]]:
     """Headings (with whether they stand left) and rows as printed."""
-    columns = shown(group)
+    columns = shown(group) if columns is None else columns
     headings = [('', True), *((column.heading, False) for column in columns)]
     rows = [
         [row.name, *(column.print(column.value(row, group)) for column in columns)]
@@ -135,6 +151,12 @@ def cells(group: Group) -> tuple[list[tuple[str, bool]], list[list[str]]]:
 def text(group: Group) -> str:
     """The group's table for a terminal."""
     return '\n'.join([_title(group), text_table(*cells(group))])
+
+
+def brief(group: Group) -> str:
+    """The group's table for a page."""
+    columns = [column for column in shown(group) if column.brief]
+    return f'**{_title(group)}**\n\n{markdown_table(*cells(group, columns))}'
 
 
 def _title(group: Group) -> str:

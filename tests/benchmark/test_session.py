@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from qkattn.benchmark import session, summary
+from qkattn.benchmark import printed_groups, session, summary
 from qkattn.benchmark.measurement import Group, Measurement
 from qkattn.benchmark.session import SCALES, Options, Session
 from qkattn.benchmark.shape import MEDIUM, RECIPE
@@ -104,6 +104,28 @@ def test_tables_and_figures_are_those_of_the_measurements(begin, tmp_path):
         )
         with pytest.raises(ReportError, match=message):
             session.check(tmp_path)
+
+
+def test_tables_in_pages_are_those_of_the_measurements(begin, tmp_path):
+    page = tmp_path / 'page.md'
+    names = ('steps: a', 'targets', 'steps: b')
+    empty = '\n'.join(f'<!-- benchmark: cpu | {name} -->\n<!-- end -->' for name in names[:2])
+    page.write_text(empty)
+    assert printed_groups.check_page(page) == 2  # not measured yet
+    measured = Session(tmp_path / 'cpu', begin().options)
+    measured.suite = 'steps'
+    measured.record('a', lambda: ROWS)
+    with pytest.raises(ReportError, match='has other tables than its benchmarks give'):
+        printed_groups.check_page(page)
+    printed_groups.check_page(page, write=True)
+    assert '| slow | 400 | 400 | 400 | 25 | 25.0% |' in page.read_text()
+    assert printed_groups.check_page(page) == 2
+    page.write_text(page.read_text().replace('400', '300', 1))
+    with pytest.raises(ReportError):
+        printed_groups.check_page(page)
+    page.write_text(empty.replace(names[0], names[2]))
+    with pytest.raises(ReportError, match="no group that matches 'steps: b'"):
+        printed_groups.check_page(page)
 
 
 @pytest.mark.parametrize('shape', [RECIPE, MEDIUM], ids=str)
