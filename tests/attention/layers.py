@@ -28,19 +28,20 @@ def make(
     spec = AttentionSpec(score=variant[0], value=variant[1], **{**SIZES, **options})
     leaves, tree = _initialized(spec, seed, jax.config.jax_enable_x64)
     if moved and leaves:
-        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-        moves = (0.1 * jax.random.normal(k, a.shape) for k, a in zip(keys, leaves, strict=True))
-        leaves = [a + move for a, move in zip(leaves, moves, strict=True)]
+        rng = np.random.default_rng(seed + 1)
+        leaves = [
+            jnp.asarray(a + 0.1 * rng.standard_normal(a.shape)) for a in map(np.asarray, leaves)
+        ]
     return jax.tree.unflatten(tree, leaves)
 
 
 def wide(tree: Any) -> Any:
     """The same arrays in float64; only under jax.enable_x64."""
-    return jax.tree.map(lambda a: a.astype(jnp.float64), tree)
+    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), tree)
 
 
 def stream(length: int = T, seed: int = 5, d_model: int = D) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), (2, length, d_model))
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((2, length, d_model)))
 
 
 def causal(length: int = T) -> jax.Array:
@@ -60,7 +61,7 @@ class Computed(NamedTuple):
 
 def other(x_BTD: jax.Array) -> jax.Array:
     """y_BSD with S = 5, in the width and dtype of x."""
-    return stream(5, seed=6, d_model=x_BTD.shape[-1]).astype(x_BTD.dtype)
+    return jnp.asarray(stream(5, seed=6, d_model=x_BTD.shape[-1]), x_BTD.dtype)
 
 
 def compute(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array) -> Computed:
@@ -154,6 +155,7 @@ def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **size
         circuit = make((score, value), seed=seed, moved=False, **sizes).score
         x_BTD, y_BSD = (stream(64, seed=seed + s, d_model=sizes['d_model']) for s in (50, 90))
         q_BTNH, k_BSKH = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
-        q_BTKMH = q_BTNH.reshape(*q_BTNH.shape[:2], k_BSKH.shape[2], -1, q_BTNH.shape[3])
-        stds.append(float((circuit.scale * jnp.einsum('BTKMH,BSKH->BKMTS', q_BTKMH, k_BSKH)).std()))
+        q_BTNH, k_BSKH = np.asarray(q_BTNH, np.float64), np.asarray(k_BSKH, np.float64)
+        k_BSNH = np.repeat(k_BSKH, q_BTNH.shape[2] // k_BSKH.shape[2], axis=2)
+        stds.append(circuit.scale * (q_BTNH.swapaxes(1, 2) @ k_BSNH.transpose(0, 2, 3, 1)).std())
     return float(np.mean(stds))

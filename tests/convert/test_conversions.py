@@ -258,8 +258,8 @@ def nearly_singular(growth: float) -> Attention:
     w_k_DKH, w_o_NHD = (np.array(w[...]) for w in (layer.score.w_k_DKH, layer.value.w_o_NHD))
     for n in range(N):
         first, second = 16 * n, 16 * n + 1
-        w_k_DKH[second, n] = w_k_DKH[first, n] + 80 / growth * w_k_DKH[second, n]
-        w_o_NHD[n, :, second] = w_o_NHD[n, :, first] + 80 / growth * w_o_NHD[n, :, second]
+        w_k_DKH[second, n] = w_k_DKH[first, n] + 50 / growth * w_k_DKH[second, n]
+        w_o_NHD[n, :, second] = w_o_NHD[n, :, first] + 50 / growth * w_o_NHD[n, :, second]
     layer.score.w_k_DKH[...], layer.value.w_o_NHD[...] = w_k_DKH, w_o_NHD
     return layer
 
