@@ -14,6 +14,7 @@ from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
 
 CPU, GPU, TPU = (Target(platform) for platform in ('cpu', 'gpu', 'tpu'))
+TURING, HOPPER = (Target('gpu', capability=number) for number in (7.5, 9.0))
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
@@ -40,6 +41,8 @@ AUTO = [
     (CPU, {'T': 255}, 'einsum', 'contexts are below 256'),
     (CPU, {'normalizer': 'entmax15'}, 'einsum', 'blockwise computes softmax'),
     (GPU, {}, 'dot_product', 'the kernel of gpu'),
+    (HOPPER, {'H': 256}, 'dot_product', 'the kernel of gpu'),
+    (TURING, {}, 'einsum', 'contexts are below 2048'),
     (GPU, {'dtype': F32}, 'einsum', 'contexts are below 2048'),
     (GPU, {'G': 32, 'T': 4096}, 'blockwise', 'contexts are not below 2048'),
     (GPU, {'mask': Mask(causal=True, first_query=jnp.int32(3))}, 'einsum', 'below 2048'),
@@ -66,6 +69,8 @@ REFUSED = [
     ('dot_product', CPU, {'mask': PADDED}, 'takes no padding'),
     ('dot_product', GPU, {'dtype': F32}, 'needs bfloat16 on a GPU, not float32'),
     ('dot_product', GPU, {'H': 256}, 'needs heads of 8, 16, ... 128, not 256'),
+    ('dot_product', HOPPER, {'H': 264}, 'needs heads of 8, 16, ... 256, not 264'),
+    ('dot_product', TURING, {}, 'needs a CUDA device of compute capability 8.0, not 7.5'),
     (
         'splash',
         CPU,

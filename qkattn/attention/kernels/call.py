@@ -41,10 +41,20 @@ class Target(NamedTuple):
     Attributes:
       platform: as JAX names it.
       mesh: of the devices that share it; None is one device.
+      capability: compute capability of CUDA devices; 0 of other GPUs.
       rows, heads: axes of the mesh that split B, and N and K.
     """
 
-    platform: str
+    platform: str = 'cpu'
     mesh: Mesh | AbstractMesh | None = None
+    capability: float = 8.0
     rows: tuple[str, ...] = ('data', 'fsdp')
     heads: str = 'tensor'
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh | None) -> 'Target':
+        """The devices of a mesh; JAX's first device without one, or with an abstract one."""
+        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
+        capability = str(getattr(device, 'compute_capability', cls().capability))
+        numeric = capability.replace('.', '', 1).isdigit()
+        return cls(device.platform, mesh, float(capability) if numeric else 0.0)

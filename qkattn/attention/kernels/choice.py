@@ -43,9 +43,7 @@ _target: contextvars.ContextVar[Target] = contextvars.ContextVar('target')
 @contextlib.contextmanager
 def on(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """Attention traced in the block is for the devices of a mesh."""
-    concrete = isinstance(mesh, Mesh)
-    platform = mesh.devices.flat[0].platform if concrete else jax.default_backend()
-    token = _target.set(Target(platform, mesh))
+    token = _target.set(Target.of(mesh))
     try:
         yield
     finally:
@@ -98,7 +96,7 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
 
 def run(kernel: str, call: Call) -> jax.Array:
     """o_BTNH by the chosen kernel; the choice is logged once."""
-    target = _target.get(None) or Target(jax.default_backend())
+    target = _target.get(None) or Target.of(None)
     name, reason = choose(kernel, call, target)
     T, S = call.lengths
     say_once(f'attention of {T:,} queries to {S:,} keys by {name}: {reason}')

@@ -65,7 +65,12 @@ def dot_product_obstacle(call: Call, target: Target) -> str | None:
         return None
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f'needs bfloat16 on a GPU, not {dtype}'
-    return None if size % 8 == 0 and size <= 128 else f'needs heads of 8, 16, ... 128, not {size}'
+    if target.capability < 8:
+        return f'needs a CUDA device of compute capability 8.0, not {target.capability}'
+    largest = 256 if target.capability >= 9 else 128
+    if size % 8 or size > largest:
+        return f'needs heads of 8, 16, ... {largest}, not {size}'
+    return None
 
 
 def dot_product(call: Call, target: Target) -> jax.Array:
