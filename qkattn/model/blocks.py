@@ -38,8 +38,18 @@ class Norm(nnx.Module):
         return out_BTD if self.b_D is None else out_BTD + self.b_D[...]
 
 
+def gelu(x_BTF: jax.Array) -> jax.Array:
+    """x Phi(x) with the normal distribution function Phi (Hendrycks & Gimpel 2016).
+
+    Phi is computed in float32 or wider from erf. From erfc, as in jax.nn.gelu, a narrow dtype keeps
+    the tail, but on a CPU the MLP takes 1.1 to 1.5 times as long.
+    """
+    wide_BTF = x_BTF.astype(jnp.promote_types(x_BTF.dtype, jnp.float32))
+    return (0.5 * wide_BTF * (1 + jax.lax.erf(wide_BTF * 0.5**0.5))).astype(x_BTF.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    'gelu': functools.partial(jax.nn.gelu, approximate=False),
+    'gelu': gelu,
     'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
     'relu': jax.nn.relu,
 }

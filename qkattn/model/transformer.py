@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import Attention, Mask
-from qkattn.attention.parameters import initialization, one_key, weight
+from qkattn.attention.parameters import initialization, one_key, product, weight
 from qkattn.attention.rope import sinusoids
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block, Norm, drop, split_key
@@ -142,5 +142,5 @@ class Transformer(Stream):
         """Float32 logits_BTV of the normed stream."""
         w_output_DV = self.w_embedding_VD[...].T if self.w_output_DV is None else self.w_output_DV
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
-        logits_BTV = jnp.dot(placed(x_BTD, 'BTD'), w_output_DV[...], preferred_element_type=dtype)
+        logits_BTV = product(placed(x_BTD, 'BTD'), w_output_DV, dtype=dtype)
         return placed(logits_BTV, 'BTV')
