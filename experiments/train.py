@@ -18,6 +18,7 @@ from qkattn.run.files import as_path
 from qkattn.train import dry_run, pods, topology, train
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.results import FINISHED
+from qkattn.train.trace import Trace
 
 CONFIG = cli.define_config(Config)
 DRY_RUN = flags.DEFINE_bool(
@@ -33,6 +34,14 @@ TOPOLOGY = flags.DEFINE_string(
 )
 LOG = flags.DEFINE_string('dry_run_log', None, 'CSV file to which --dry_run appends a row.')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')
+PROFILE = flags.DEFINE_string(
+    'profile', None, 'Empty directory for a trace of some steps, which slows them down.'
+)
+PROFILE_STEPS = flags.DEFINE_string(
+    'profile_steps',
+    None,
+    'Steps of the trace, as FIRST:LAST; default: three dispatches after the first two.',
+)
 
 
 @signals.leaving_at_once()
@@ -52,7 +61,8 @@ def main() -> None:
         raise ConfigError('--topology needs --dry_run')
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
-    for result in train(config, WORKDIR.value, command=cli.command('train')):
+    trace = Trace(PROFILE.value, PROFILE_STEPS.value)
+    for result in train(config, WORKDIR.value, command=cli.command('train'), trace=trace):
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
         at = '' if result.get('diverged_at') is None else f' at step {result["diverged_at"]:,}'
         print(f'{trial}: {result["status"]}{at}')

@@ -42,6 +42,7 @@ from qkattn.train.start import (
     restore,
     software_of,
 )
+from qkattn.train.trace import Trace
 
 # Results of the trials, and of the documents that they were evaluated on.
 _Outcome = tuple[list[dict[str, Any]], dict[str, Any]]
@@ -55,6 +56,7 @@ def train(
     label: str = 'train',
     study: StudyLeft | None = None,
     lost: Callable[[], bool] = lambda: False,
+    trace: Trace | None = None,
 ) -> list[dict[str, Any]]:
     """Trains the stack of trials to its end and returns one result per trial, in trial order.
 
@@ -67,6 +69,7 @@ def train(
       label, study: what the progress display calls the run, and what follows it.
       lost: whether another process has taken over the run; called after every dispatch, in
         process 0 of a job.
+      trace: the steps that are profiled; None: none.
 
     Raises:
       ConfigError: an invalid setting, or a workdir that is in use or of another configuration.
@@ -92,7 +95,7 @@ def train(
         def taken_over() -> bool:
             return agreement.owner() and (lost() or directory.lost())
 
-        return _train(config, rows, path, directory, progress, taken_over)
+        return _train(config, rows, path, directory, progress, taken_over, trace or Trace())
 
 
 def _train(
@@ -102,6 +105,7 @@ def _train(
     directory: RunDirectory,
     progress: Progress,
     lost: Callable[[], bool],
+    trace: Trace,
 ) -> list[dict[str, Any]]:
     """Trains a run whose directory is open, unless it is finished, and closes it."""
     with (
@@ -111,13 +115,25 @@ def _train(
     ):
         require_shared(path)
         finished = agreement.on_owner(lambda: _finished(path, config))
+        resumed = agreement.on_owner(lambda: directory.resumed)
+        trace.check(config, resumed=resumed, finished=finished is not None)
         if finished is not None:
             return finished
         with progress.phase('compiling'):
             program = build_program(config, path)
         with contextlib.closing(Checkpoints(path / 'checkpoints')) as checkpoints:
             run = _Run(
-                config, rows, path, directory, sinks, program, checkpoints, progress, stop, lost
+                config,
+                rows,
+                path,
+                directory,
+                sinks,
+                program,
+                checkpoints,
+                progress,
+                stop,
+                lost,
+                trace,
             )
             trial_results, documents = run.to_end()
         return agreement.on_owner(lambda: run.write(trial_results, documents))
@@ -143,6 +159,7 @@ class _Run:
     progress: Progress
     stop: StopRequest
     lost: Callable[[], bool]
+    trace: Trace
     asked: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def to_end(self) -> _Outcome:
@@ -166,7 +183,8 @@ class _Run:
             part=share.rows,
         )
         val_loss, unwritten = math.inf, None
-        with batches, contextlib.closing(clock):
+        self.trace.begin(config, step, self.progress)
+        with batches, contextlib.closing(clock), contextlib.closing(self.trace):
             self.stop.hold()
             if not evaluated and (val_loss := self._evaluate(state, step)) is None:
                 raise Stopped(self._stopped(step))
@@ -174,6 +192,7 @@ class _Run:
             since = step
             clock.start()
             for batch in clock.inputs(place_batch(config, program.mesh, b) for b in batches):
+                self.trace.at(step, state)
                 clock.dispatching()
                 state, metrics = program.train(state, batch)
                 clock.dispatched(metrics)
