@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from qkattn.benchmark.machine import available_cores
+from qkattn.benchmark.machine import available_cores, rebind
 from qkattn.benchmark.measurement import Measurement
 from qkattn.run import signals
 
@@ -115,14 +115,23 @@ class _Runner:
 
 
 def _started(contestants: Sequence[Contestant], stack: contextlib.ExitStack) -> list[_Runner]:
-    """All works, built one after another."""
+    """All works; those of processes that leave cores free are built side by side."""
     runners: dict[int, _Runner] = {}
     numbered = sorted(enumerate(contestants), key=lambda pair: _place(*pair))
-    for _, members in itertools.groupby(numbered, key=lambda pair: _place(*pair)):
-        shared = list(members)
-        process, errors = stack.enter_context(_process([own for _, own in shared]))
-        for number, (index, contestant) in enumerate(shared):
-            runners[index] = _Runner(contestant, process, errors, number)
+    grouped = itertools.groupby(numbered, key=lambda pair: _place(*pair))
+    waiting, free = [list(members) for _, members in grouped], available_cores()
+    while waiting:
+        building: list[tuple[list, subprocess.Popen, IO]] = []
+        while waiting and (not building or waiting[0][0][1].cores <= len(free)):
+            members = waiting.pop(0)
+            cores = members[0][1].cores
+            building.append((members, *stack.enter_context(_process(members, free[-cores:]))))
+            free = free[:-cores]
+        for members, process, errors in building:
+            for number, (index, contestant) in enumerate(members):
+                runners[index] = _Runner(contestant, process, errors, number)
+            rebind(process.pid, available_cores()[-members[0][1].cores :])
+        free = available_cores()
     return [runners[index] for index in range(len(contestants))]
 
 
@@ -134,16 +143,14 @@ def _place(index: int, contestant: Contestant) -> tuple:
 
 
 @contextlib.contextmanager
-def _process(contestants: Sequence[Contestant]) -> Iterator[tuple[subprocess.Popen, IO]]:
-    """The process of contestants, bound to its cores, and the file of its standard error.
+def _process(
+    members: Sequence[tuple[int, Contestant]], cores: Sequence[int]
+) -> Iterator[tuple[subprocess.Popen, IO]]:
+    """The process of numbered contestants, bound to cores, and the file of its standard error.
 
     It is killed at the end of the block, and with this process (`signals.end`).
     """
-    first = contestants[0]
-    order = {
-        'cores': available_cores()[-first.cores :],
-        'works': [(contestant.work, contestant.settings) for contestant in contestants],
-    }
+    order = {'cores': cores, 'works': [(own.work, own.settings) for _, own in members]}
     with tempfile.TemporaryFile('w+', errors='replace') as errors:
         process = subprocess.Popen(
             [sys.executable, '-m', 'qkattn.benchmark.contestant', json.dumps(order)],
@@ -151,7 +158,7 @@ def _process(contestants: Sequence[Contestant]) -> Iterator[tuple[subprocess.Pop
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=_environment(first),
+            env=_environment(members[0][1]),
         )
         signals.BEFORE_LEAVING.append(process.kill)
         try:

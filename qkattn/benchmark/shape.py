@@ -23,6 +23,7 @@ class Shape:
       batch: sequences per step, B.
       dtype: of all products; parameters are in float32.
       gelu: 'tanh' or 'none' (exact).
+      dispatch: steps of a program call, where several are compiled into one.
     """
 
     layers: int
@@ -33,6 +34,7 @@ class Shape:
     batch: int
     dtype: str = 'float32'
     gelu: str = 'none'
+    dispatch: int = 10
 
     @property
     def tokens(self) -> int:
@@ -83,7 +85,7 @@ class Shape:
     def config(
         self,
         *,
-        steps_per_dispatch: int = 10,
+        steps_per_dispatch: int | None = None,
         seeds: int = 1,
         lifting: str = 'auto',
         **model: Any,
@@ -102,7 +104,8 @@ class Shape:
             'compute_dtype': self.dtype,
             'activation': 'gelu' if self.gelu == 'none' else 'gelu_tanh',
         }
-        every = 10 * steps_per_dispatch
+        dispatch = self.dispatch if steps_per_dispatch is None else steps_per_dispatch
+        every = 10 * dispatch
         config = Config(
             model=ModelConfig(**own | model),  # type: ignore[arg-type]
             data=DataConfig(name='tiny_shakespeare', tokenizer='characters'),
@@ -110,7 +113,7 @@ class Shape:
             train=TrainConfig(
                 num_steps=1_000_000,
                 batch_size=self.batch,
-                steps_per_dispatch=steps_per_dispatch,
+                steps_per_dispatch=dispatch,
                 log_every=every,
                 eval_every=every,
                 checkpoint_every=every,
@@ -125,7 +128,7 @@ class Shape:
 
 # nanoGPT's README, "I only have a macbook", and the shape of its character model for a GPU.
 RECIPE = Shape(layers=4, width=128, heads=4, context=64, vocabulary=67, batch=12)
-MEDIUM = Shape(layers=6, width=384, heads=6, context=256, vocabulary=67, batch=4)
+MEDIUM = Shape(layers=6, width=384, heads=6, context=256, vocabulary=67, batch=4, dispatch=2)
 # GPT-2 124M (Radford et al. 2019), its vocabulary rounded up to a multiple of 128.
 GPT2 = Shape(
     layers=12,

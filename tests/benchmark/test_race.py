@@ -24,12 +24,21 @@ def contestant(tmp_path):
 
 def test_rounds_are_interleaved_and_each_contestant_has_a_bound_process(contestant):
     rows = race([contestant('a'), contestant('b')], rounds=3, seconds=0)
-    # A call to warm up and two timed ones while a contestant is built; then the rounds.
-    assert contestant.file.read_text() == 'aaabbb' + 3 * 'ab'
+    # A call to warm up and a timed one while contestants are built, side by side; then the rounds.
+    calls = contestant.file.read_text()
+    assert sorted(calls[:4]) == ['a', 'a', 'b', 'b'] and calls[4:] == 3 * 'ab'
     assert [row.name for row in rows] == ['a', 'b'] and all(len(row.rounds) == 3 for row in rows)
     (one, *cores), (other, *_) = (row.extra['here'] for row in rows)
-    assert one != other and cores == available_cores()[-1:]
+    assert one != other and len(cores) == 1
     assert rows[0].settings['cores'] == 1 and rows[0].extra['line'] == 'a'
+
+
+def test_contestants_are_timed_on_the_same_cores(contestant):
+    """Whatever cores they were built on."""
+    race([contestant(n, 'located', file=str(contestant.file)) for n in 'abc'], rounds=2, seconds=0)
+    lines = contestant.file.read_text().splitlines()
+    assert len(lines) == 12 and set(lines[-6:]) == {str(available_cores()[-1])}
+    assert len(set(lines)) == min(len(available_cores()), 3)
 
 
 def test_contestants_may_share_a_process_and_seconds_are_those_of_a_step(contestant):

@@ -17,11 +17,21 @@ def noted(file: str, letter: str, steps: float = 1) -> Work:
     return Work(run, steps, {'tokens': 10, 'here': [os.getpid(), *available_cores()]})
 
 
+def located(file: str) -> Work:
+    """Appends the cores that it may use to a file, a line a call."""
+
+    def run(calls: int) -> None:
+        with Path(file).open('a') as opened:
+            print(*available_cores(), file=opened)
+
+    return Work(run)
+
+
 def broken() -> Work:
     raise ValueError('no such kernel\nand more')
 
 
 def dying() -> Work:
-    """Ends its process in the fifth call: the first round after one to warm up and two timed."""
-    left = iter(range(4))
+    """Ends its process in the second round, after a call to warm up and a timed one."""
+    left = iter(range(3))
     return Work(lambda calls: next(left, None) is None and os._exit(3))

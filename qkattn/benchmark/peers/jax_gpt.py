@@ -97,10 +97,12 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def train(shape: dict[str, Any], attention: str = 'einsum', steps_per_dispatch: int = 10) -> Work:
+def train(
+    shape: dict[str, Any], attention: str = 'einsum', steps_per_dispatch: int | None = None
+) -> Work:
     """Training steps: forward, backward, clipping, AdamW."""
     sizes, transform = Shape(**shape), optimizer()
-    B, T, C = sizes.batch, sizes.context, steps_per_dispatch
+    B, T, C = sizes.batch, sizes.context, steps_per_dispatch or sizes.dispatch
 
     def step(state: tuple, tokens: jax.Array) -> tuple[tuple, jax.Array]:
         params, opt_state = state

@@ -32,7 +32,7 @@ BRANCHES = {'attention': attention, 'mlp': mlp}
 PARTS = (*BRANCHES, 'logits', 'optimizer')
 
 
-def part(config: dict[str, Any], name: str, calls_per_dispatch: int = 10) -> Work:
+def part(config: dict[str, Any], name: str) -> Work:
     """One of PARTS, forward and backward.
 
     'attention' and 'mlp' are that branch of all layers; 'logits' is the embedding, the final norm,
@@ -42,10 +42,11 @@ def part(config: dict[str, Any], name: str, calls_per_dispatch: int = 10) -> Wor
       config: JSON of a run of one decoder.
     """
     of_run = from_json(Config, config)
+    count = of_run.train.steps_per_dispatch
     take = _optimizer_step(of_run) if name == 'optimizer' else _gradient_step(of_run, name)
 
     def steps(carry: tuple) -> tuple:
-        return jax.lax.scan(lambda c, _: (take(c), None), carry, length=calls_per_dispatch)[0]
+        return jax.lax.scan(lambda c, _: (take(c), None), carry, length=count)[0]
 
     params = init_trial(of_run, jnp.uint32(0))
     B, T, D = of_run.train.batch_size, of_run.model.context, of_run.model.d_model
@@ -59,7 +60,7 @@ def part(config: dict[str, Any], name: str, calls_per_dispatch: int = 10) -> Wor
             carry = compiled(carry)
         jax.block_until_ready(carry)
 
-    return Work(run, calls_per_dispatch)
+    return Work(run, count)
 
 
 def _gradient_step(config: Config, name: str) -> Callable[[tuple], tuple]:

@@ -97,7 +97,7 @@ def limits(shape: Shape, most: Group) -> dict[str, float]:
 
 
 def beside_peers(session: Session, shape: Shape, cores: int, most: Group) -> None:
-    """qkattn with 10 steps and with 1 step a dispatch, and the peers."""
+    """qkattn with several steps and with 1 step a dispatch, and the peers."""
     sizes = dataclasses.asdict(shape)
     rows: dict[str, tuple[str, dict[str, Any]]] = {
         'qkattn': ('qkattn', {'config': shape.config()}),
@@ -142,7 +142,7 @@ def by_size(session: Session, cores: int, most: Group) -> None:
                 'process': 'sizes',
             }
         }
-        if 'torch' in session.options.peers:
+        if 'torch' in session.options.peers and dtype == session.scale.dtypes[0]:
             settings = {'shape': dataclasses.asdict(shape)}
             lines['torch.compile'] = {'work': 'torch', 'settings': settings, 'process': 'torch'}
         for name, own in lines.items():
@@ -171,7 +171,7 @@ def variant_shapes(session: Session) -> Iterator[Shape]:
 def variants(session: Session, shape: Shape, cores: int, most: Group) -> None:
     """Every score and every value; ratios beside those of their FLOPs."""
     known = [f'{score}/{value}' for score, value in documented_variants()]
-    rows = []
+    rows: list[Contestant] = []
     for name in session.scale.only or known:
         score, value = split_variant(name)
         config = shape.config(steps_per_dispatch=4, score=score, value=value)
@@ -186,12 +186,12 @@ def variants(session: Session, shape: Shape, cores: int, most: Group) -> None:
                 work='qkattn',
                 settings={'config': config},
                 cores=cores,
-                process='variants',
+                process=f'variants {len(rows) % 2}',  # built two at a time
                 extra=limits(shape, most),
             )
         )
     title = f'variants, {shape}, {_cores(cores)}'
-    session.race(title, rows, reference='qk/vo', seconds=session.scale.seconds / 4)
+    session.race(title, rows, reference='qk/vo', rounds=min(5, session.scale.rounds), seconds=0)
 
 
 def _cores(count: int) -> str:
