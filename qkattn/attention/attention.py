@@ -82,7 +82,8 @@ class Attention(nnx.Module):
           dropout: rate at which attention probabilities are dropped; off without a key.
         """
         spec, mask = self.spec, Mask.of(mask)
-        q_BTNH, k_BSKH = self.score.queries(x_BTD), self.score.keys(cache)
+        q_BTNH, k_BSKH = self.score.queries_and_keys(x_BTD, cache)
+        v_BSKH, output = self.value.values_and_output(cache, self.score, x_BTD.shape[1])
         if spec.qk_norm:
             q_BTNH = rms_norm(q_BTNH, epsilon=1e-6) * self.g_q_H[...]
             k_BSKH = rms_norm(k_BSKH, epsilon=1e-6) * self.g_k_H[...]
@@ -94,7 +95,7 @@ class Attention(nnx.Module):
         o_BTNH = attend(
             q_BTNH,
             k_BSKH,
-            self.value.values(cache, self.score),
+            v_BSKH,
             mask,
             scale=self.score.scale * spec.score_scale,
             bias=self.bias(cross),
@@ -104,7 +105,7 @@ class Attention(nnx.Module):
             dropout_key=dropout_key,
             kernel=spec.kernel,
         )
-        return self.value.output(o_BTNH, self.score, x_BTD)
+        return output(o_BTNH, self.score, x_BTD)
 
     def bias(self, cross: bool = False) -> Bias | None:
         """b_NTS of the distances t - s, from ALiBi and from the Score; None without."""

@@ -23,7 +23,7 @@ class Latent(Score):
     The cache holds c, R floats per token ('latent_BSR'), and the shared rotary key before rotation,
     G floats ('rope_BSG'). `keys` writes out the keys of all heads, which is cheaper in training;
     `absorbed_queries` and `absorbed_keys` are the same attention with the latent as its only key
-    head, which is cheaper in decoding.
+    head, which is cheaper in decoding. A layer takes the form with fewer multiplications.
 
     QK-norm divides a head's H content and G rotary channels by one root mean square, which depends
     on the content: the shared rotary key then gets another length in every head. The cache holds
@@ -133,6 +133,13 @@ class Latent(Score):
         )
         return jnp.concatenate([k_BSNH, rope_BSNG], axis=-1)
 
+    def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
+        cheaper = absorbing_is_cheaper(x_BTD.shape[1], cache['latent_BSR'], self.w_k_RNH)
+        # b_K is left out of the absorbed logits, which a softmax alone ignores.
+        if cheaper and not (self.spec.biases or self.spec.qk_norm):
+            return self.absorbed_queries(x_BTD), self.absorbed_keys(cache)
+        return super().queries_and_keys(x_BTD, cache)
+
     def absorbed_queries(self, x_BTD: jax.Array) -> jax.Array:
         """Queries for the latent as key, q W_K[n]^T: [B, T, N, R (+ G)].
 
@@ -166,3 +173,13 @@ class Latent(Score):
             return A_NDE
         k_DG = homogeneous(self.w_k_rope_DG, self.b_k_rope_G)
         return A_NDE + jnp.einsum('DNG,EG->NDE', q_DNG, k_DG)
+
+
+def absorbing_is_cheaper(num_queries: int, latent_BSR: jax.Array, w_RNH: jax.Array) -> bool:
+    """Whether N R (H + S) T multiplications, which read the latent itself, are below N H (R + T) S.
+
+    The first are those of T queries (or T averages) times w and times S latents, the second those
+    of S keys (or values) from their latents, and of T queries with them. In decoding T is 1.
+    """
+    T, (S, R), H = num_queries, latent_BSR.shape[1:], w_RNH.shape[-1]
+    return R * (H + S) * T < H * (R + T) * S

@@ -93,6 +93,10 @@ class Score(nnx.Module):
         """k_BSKH, where K divides N."""
         raise NotImplementedError
 
+    def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
+        """q_BTNH and k_BSKH, or others with the same products that are cheaper for this T and S."""
+        return self.queries(x_BTD), self.keys(cache)
+
     def relative_bias(self, distance_TS: jax.Array) -> jax.Array | None:
         """b_NTS of the distances t - s, added to the scaled and capped logits; None is without.
 

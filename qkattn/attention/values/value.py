@@ -7,6 +7,7 @@ Every Value initializes its parameters so that heads which each attend to one y 
 have outputs whose sum has standard deviation `spec.residual_gain`, except where it says otherwise.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -17,6 +18,9 @@ from flax import nnx
 from qkattn.attention.parameters import grouped, project
 from qkattn.attention.scores.score import Cache, Score
 from qkattn.attention.spec import AttentionSpec
+
+# o_BTNH, the Score and x_BTD -> out_BTD.
+Output = Callable[[jax.Array, Score, jax.Array], jax.Array]
 
 
 class Value(nnx.Module):
@@ -63,6 +67,12 @@ class Value(nnx.Module):
     def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         """out_BTD from the values that each head has averaged, and the stream of the queries."""
         raise NotImplementedError
+
+    def values_and_output(
+        self, cache: Cache, score: Score, num_queries: int
+    ) -> tuple[jax.Array, Output]:
+        """v_BSKH and `output`, or others with the same map that are cheaper for this T and S."""
+        return self.values(cache, score), self.output
 
     def matrix(self, score: Score) -> jax.Array:
         """B_NDD; (D+1) x D with biases, the last row acting on the constant 1.

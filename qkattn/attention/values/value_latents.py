@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from qkattn.attention.parameters import bias, composed, homogeneous, project, weight
+from qkattn.attention.scores.key_latents import absorbing_is_cheaper
 from qkattn.attention.scores.score import Cache, Score
 from qkattn.attention.spec import AttentionSpec
-from qkattn.attention.values.value import Factored
+from qkattn.attention.values.value import Factored, Output
 
 
 class Latent(Factored):
@@ -38,6 +39,15 @@ class Latent(Factored):
 
     def values(self, cache: Cache, score: Score) -> jax.Array:
         return project(cache['latent_BSR'], self.w_up_v_RNH, self.b_v_NH)
+
+    def values_and_output(
+        self, cache: Cache, score: Score, num_queries: int
+    ) -> tuple[jax.Array, Output]:
+        # b_V is added once to averages whose probabilities sum to 1, which not all do.
+        cheaper = absorbing_is_cheaper(num_queries, cache['latent_BSR'], self.w_up_v_RNH)
+        if cheaper and self.b_v_NH is None:
+            return self.absorbed_values(cache, score), self.absorbed_output
+        return super().values_and_output(cache, score, num_queries)
 
     def absorbed_values(self, cache: Cache, score: Score) -> jax.Array:
         """The only value head of the absorbed form, the latent itself: [B, S, 1, R]."""
