@@ -399,7 +399,10 @@ def test_without_a_topology_the_present_devices_are_described(tiny, monkeypatch)
     # Trials exchange nothing but the metrics, which every process gets.
     assert {row.axes for row in run.collectives} == {'data', 'trial'}
     assert all(row.size <= 64 for row in run.collectives if 'trial' in row.axes)
-    assert run.seconds == {} and 'time of a step' not in dry_run.text(run)
+    page = dry_run.text(run)
+    assert run.seconds == {} and 'time of a step' not in page
+    kernel = 'attention of 16 queries to 16 keys by einsum: contexts are below 256'
+    assert kernel in page.splitlines()
 
 
 def test_the_log_is_a_table_with_a_row_per_run(on_pod, tmp_path):
