@@ -21,6 +21,7 @@ from typing import IO, Any
 from qkattn.benchmark.machine import available_cores, rebind
 from qkattn.benchmark.measurement import Measurement
 from qkattn.run import signals
+from qkattn.run.progress import waiting
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +59,9 @@ def race(contestants: Sequence[Contestant], *, rounds: int, seconds: float) -> l
     with contextlib.ExitStack() as stack:
         runners = _started(contestants, stack)
         for number in range(rounds):
-            for runner in runners:
-                runner.time(seconds)
+            with waiting('benchmark', f'round {number + 1} of {rounds}'):
+                for runner in runners:
+                    runner.time(seconds)
             log.info('  round %d of %d', number + 1, rounds)
     return [runner.measurement() for runner in runners]
 
@@ -119,17 +121,18 @@ def _started(contestants: Sequence[Contestant], stack: contextlib.ExitStack) -> 
     runners: dict[int, _Runner] = {}
     numbered = sorted(enumerate(contestants), key=lambda pair: _place(*pair))
     grouped = itertools.groupby(numbered, key=lambda pair: _place(*pair))
-    waiting, free = [list(members) for _, members in grouped], available_cores()
-    while waiting:
+    left, free = [list(members) for _, members in grouped], available_cores()
+    while left:
         building: list[tuple[list, subprocess.Popen, IO]] = []
-        while waiting and (not building or waiting[0][0][1].cores <= len(free)):
-            members = waiting.pop(0)
+        while left and (not building or left[0][0][1].cores <= len(free)):
+            members = left.pop(0)
             cores = members[0][1].cores
             building.append((members, *stack.enter_context(_process(members, free[-cores:]))))
             free = free[:-cores]
         for members, process, errors in building:
             for number, (index, contestant) in enumerate(members):
-                runners[index] = _Runner(contestant, process, errors, number)
+                with waiting('benchmark', f'building {contestant.name}'):
+                    runners[index] = _Runner(contestant, process, errors, number)
             rebind(process.pid, available_cores()[-members[0][1].cores :])
         free = available_cores()
     return [runners[index] for index in range(len(contestants))]

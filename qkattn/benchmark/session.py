@@ -62,7 +62,7 @@ SCALES = {
     'gpu': Scale(
         name='gpu',
         shapes=(GPT2,),
-        variants=GPT2,
+        variants=dataclasses.replace(GPT2, layers=4, vocabulary=8192),
         widths=(768,),
         contexts=(1024, 4096),
         dtypes=('bfloat16', 'float32'),
@@ -120,8 +120,11 @@ class Session:
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """Numbers of cores to compare: by default one and all."""
-        return self.options.cores or tuple(sorted({1, len(machine.available_cores())}))
+        """Numbers of cores to compare: by default one and all, beside an accelerator all."""
+        most = len(machine.available_cores())
+        return self.options.cores or (
+            (most,) if machine.accelerators() else tuple(sorted({1, most}))
+        )
 
     def race(
         self,

@@ -136,7 +136,7 @@ GPT2 = Shape(
     heads=12,
     context=1024,
     vocabulary=50304,
-    batch=16,
+    batch=8,
     dtype='bfloat16',
     gelu='tanh',
 )

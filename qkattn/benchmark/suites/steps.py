@@ -33,8 +33,8 @@ PEERS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 }
 # The package that a peer needs and qkattn does not, and the extra that installs it.
 NEEDS = {'torch': ('torch', 'benchmark')}
-# Rows on more than one core.
-MAIN = ('qkattn', 'torch.compile', 'functional JAX')
+# Rows on more than one core, and on a GPU, whose memory holds no more processes at once.
+MAIN = ('qkattn', 'torch.compile', 'functional JAX', 'jax.nn.dot_product_attention')
 
 # Sizes of the square product and of the copy, in rows and MiB, by scale.
 CEILINGS = {'cpu': (2048, 256), 'gpu': (8192, 2048), 'smoke': (64, 1)}
@@ -109,7 +109,7 @@ def beside_peers(session: Session, shape: Shape, cores: int, most: Group) -> Non
     contestants = [
         Contestant(name=name, work=work, settings=settings, cores=cores, extra=limits(shape, most))
         for name, (work, settings) in rows.items()
-        if cores == session.cores[0] or name in MAIN
+        if cores == 1 or name in MAIN
     ]
     session.race(f'{shape}, {_cores(cores)}', contestants, reference='qkattn')
 
