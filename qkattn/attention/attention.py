@@ -92,19 +92,25 @@ class Attention(nnx.Module):
             k_BSKH = rotate_last(k_BSKH, jnp.arange(k_BSKH.shape[1]), self.score.rope_size)
         if self.score.hides_self and not cross:
             mask = dataclasses.replace(mask, hides_self=True)
+        bias, (B, S, K, H) = self.bias(cross), v_BSKH.shape
+        common = q_BTNH.shape[2] < spec.num_heads
+        if common and (bias is not None or (dropout and dropout_key is not None)):
+            q_BTNH, common = jnp.repeat(q_BTNH, spec.num_heads, axis=2), False
         o_BTNH = attend(
             q_BTNH,
             k_BSKH,
-            v_BSKH,
+            v_BSKH.reshape(B, S, 1, K * H) if common else v_BSKH,
             mask,
             scale=self.score.scale * spec.score_scale,
-            bias=self.bias(cross),
+            bias=bias,
             logit_cap=spec.logit_cap,
             normalizer=registry.find_normalizer(spec.normalizer),
             dropout=dropout,
             dropout_key=dropout_key,
             kernel=spec.kernel,
         )
+        if common:  # one pattern of attention over the values of all heads
+            o_BTNH = jnp.repeat(o_BTNH.reshape(B, -1, K, H), spec.num_heads // K, axis=2)
         return output(o_BTNH, self.score, x_BTD)
 
     def bias(self, cross: bool = False) -> Bias | None:

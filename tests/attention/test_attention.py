@@ -1,12 +1,15 @@
 """An attention layer by hand: default sizes and mask, a key or rngs, its A[n] and B[n]."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from qkattn.attention import Attention, AttentionSpec, SpecError, oracle, visible
-from tests.attention.layers import causal, error, stream
+from qkattn.attention.scores.identity import NeitherFull
+from qkattn.attention.scores.score import Score
+from tests.attention.layers import T, causal, error, make, stream, wide
 
 SPEC = AttentionSpec(d_model=32, num_heads=4)
 
@@ -56,3 +59,38 @@ def test_the_matrices_of_a_layer_give_its_output(layer):
     x_BTD = stream()
     want_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, causal(), scale=layer.score.scale)
     assert error(layer(x_BTD), want_BTD) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ('value', 'num_kv_heads', 'options'),
+    [
+        ('vo', 4, {}),
+        ('vo', 2, {}),
+        ('merged_vo', 4, {}),
+        ('vo', 2, {'dropout': 0.5, 'dropout_key': 1}),
+    ],
+    ids=['heads', 'grouped', 'stream', 'dropout'],
+)
+def test_logits_that_all_heads_have_in_common_are_computed_once(
+    value, num_kv_heads, options, monkeypatch
+):
+    """As with a query for each head, forward and backward."""
+    if options:
+        options = {**options, 'dropout_key': jax.random.key(1)}
+
+    def run(layer, x_BTD):
+        return jnp.square(layer(x_BTD, causal(), **options)).sum()
+
+    layer = make(('neither_full', value), num_kv_heads=num_kv_heads)
+    jaxpr = jax.make_jaxpr(run)(layer, stream()).jaxpr
+    heads = {v.aval.shape[1] for e in jaxpr.eqns for v in e.outvars if v.aval.shape[-2:] == (T, T)}
+    assert (4 in heads) == bool(options)
+    with jax.enable_x64(True):
+        inputs = wide((layer, stream()))
+        got = jax.grad(run, (0, 1))(*inputs)
+        monkeypatch.setattr(NeitherFull, 'queries_and_keys', Score.queries_and_keys)
+        jax.tree.map(
+            lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-9),
+            got,
+            jax.grad(run, (0, 1))(*inputs),
+        )

@@ -54,9 +54,11 @@ PROJECTION, MLP, READ, UNEMBED = 2 * 64 * 64, 4 * 64 * 256, 2 * 32 * 64, 2 * 64 
         ({'score': 'shared_qk'}, 3 * (3 * PROJECTION + MLP + 2 * READ) + UNEMBED),
         # four heads of D x D, each of which scores whole vectors
         ({'score': 'merged'}, 3 * (6 * PROJECTION + MLP + 5 * READ) + UNEMBED),
+        # one pattern of attention for all heads
+        ({'score': 'neither_full'}, 3 * (2 * PROJECTION + MLP + 2 * READ) + UNEMBED),
         ({'scan_unroll': 1}, 3 * (4 * PROJECTION + MLP + 2 * READ) + UNEMBED),
     ],
-    ids=['qk', 'shared_qk', 'merged', 'rolled'],
+    ids=['qk', 'shared_qk', 'merged', 'neither_full', 'rolled'],
 )
 def test_flops(fields, flops):
     assert cost.flops_per_token(dataclasses.replace(BASE, **fields)) == flops

@@ -184,6 +184,9 @@ class NeitherFull(Score):
     queries = QueryFreeFull.queries
     cached = KeyFree.cached
 
+    def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
+        return x_BTD[:, :, None, :], self.keys(cache)
+
     def keys(self, cache: Cache) -> jax.Array:
         return cache['x_BSD'][:, :, None, :]
 

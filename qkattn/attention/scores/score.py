@@ -94,7 +94,10 @@ class Score(nnx.Module):
         raise NotImplementedError
 
     def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
-        """q_BTNH and k_BSKH, or others with the same products that are cheaper for this T and S."""
+        """q_BTNH and k_BSKH, or others with the same products that are cheaper for this T and S.
+
+        One query head and one key head stand for the logits that all N heads have in common.
+        """
         return self.queries(x_BTD), self.keys(cache)
 
     def relative_bias(self, distance_TS: jax.Array) -> jax.Array | None:
