@@ -5,6 +5,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 from qkattn.attention import Mask, SpecError, attend, registry
 from qkattn.attention.kernels import choice
@@ -128,8 +129,11 @@ def test_the_kernel_is_no_part_of_what_a_run_computes():
 def test_the_choice_is_logged_once(caplog):
     choice.say_once.cache_clear()
     x_BTNH = jnp.ones((1, 3, 2, 4))
+    mesh = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
     with caplog.at_level(logging.INFO):
+        attend(x_BTNH, x_BTNH, x_BTNH, Mask(), scale=1.0, kernel='blockwise')
         for _ in range(2):
-            attend(x_BTNH, x_BTNH, x_BTNH, Mask(causal=True), scale=1.0)
+            with choice.on(mesh):
+                attend(x_BTNH, x_BTNH, x_BTNH, Mask(causal=True), scale=1.0)
     said = [record.message for record in caplog.records if 'attention' in record.message]
     assert said == ['attention of 3 queries to 3 keys by einsum: contexts are below 256']

@@ -95,11 +95,12 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
 
 
 def run(kernel: str, call: Call) -> jax.Array:
-    """o_BTNH by the chosen kernel; the choice is logged once."""
-    target = _target.get(None) or Target.of(None)
+    """o_BTNH by the chosen kernel; inside of `on` the choice is logged once."""
+    on_mesh, (T, S) = _target.get(None), call.lengths
+    target = on_mesh or Target.of(None)
     name, reason = choose(kernel, call, target)
-    T, S = call.lengths
-    say_once(f'attention of {T:,} queries to {S:,} keys by {name}: {reason}')
+    if on_mesh:
+        say_once(f'attention of {T:,} queries to {S:,} keys by {name}: {reason}')
     if name == 'einsum':
         return einsum(call)
     if name == 'blockwise':
