@@ -155,15 +155,21 @@ def test_workers_share_a_study_in_a_bucket(trained, bucket, caplog):
 
 
 @pytest.mark.parametrize('error', [InUseError('in use'), Lost('taken over')], ids=str)
-def test_a_run_that_is_in_use_or_lost_is_tried_again_later(trained, train_first, tmp_path, error):
-    refused = []
+def test_a_run_that_is_in_use_or_lost_is_tried_again_later(
+    trained, train_first, tmp_path, monkeypatch, error
+):
+    refused, wait = [], worker._wait
 
     def once(config, workdir):
         if not refused:
             refused.append(workdir.name)
             raise error
 
+    def shorter(path, left, expiry, *others):
+        return wait(path, left, 0.4, *others)
+
     train_first(once)
+    monkeypatch.setattr(worker, '_wait', shorter)
     worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == 6 and trained.count(refused[0]) == 1 and trained[0] != refused[0]
 
