@@ -24,7 +24,8 @@ class Attention(nnx.Module):
 
     `spec.normalizer` may replace softmax. Between the projections and it act, in this order:
     QK-norm, rotary positions, the scale, the logit cap, position biases, the mask. The cache holds
-    what the Score and the Value cache, before any of these.
+    what the Score and the Value cache, before any of these; keys that serve as nothing else are
+    cached with their norm and rotation.
 
     The parameters are drawn with a `key`, or with the stream 'params' of `rngs`.
 
@@ -60,9 +61,30 @@ class Attention(nnx.Module):
                 circuit.layer = nnx.data(layer) if isinstance(layer, jax.Array) else layer
         return placed
 
-    def cached(self, y_BSD: jax.Array) -> Cache:
-        """The arrays [B, S, ...] from which keys and values are computed, for a decoding cache."""
-        return {**self.score.cached(y_BSD), **self.value.cached(y_BSD, self.score)}
+    def cached(self, y_BSD: jax.Array, first: int | jax.Array = 0) -> Cache:
+        """The arrays [B, S, ...] from which keys and values are computed, for a decoding cache.
+
+        Args:
+          first: position of the first y.
+        """
+        cache = {**self.score.cached(y_BSD), **self.value.cached(y_BSD, self.score)}
+        finished = {name: self._finish_keys(cache[name], first) for name in self._finished(cache)}
+        return {**cache, **finished}
+
+    def _finished(self, cache: Cache) -> list[str]:
+        """The name of the array that is the keys and nothing else: it is cached ready for use."""
+        if 'key' in self.value.shares or not (self.spec.qk_norm or self.spec.positions == 'rope'):
+            return []
+        k_BSKH = self.score.keys(cache)
+        return [name for name, array in cache.items() if array is k_BSKH]
+
+    def _finish_keys(self, k_BSKH: jax.Array, first: int | jax.Array) -> jax.Array:
+        if self.spec.qk_norm:
+            k_BSKH = rms_norm(k_BSKH, epsilon=1e-6) * self.g_k_H[...]
+        if self.spec.positions == 'rope':
+            s_S = first + jnp.arange(k_BSKH.shape[1])
+            k_BSKH = rotate_last(k_BSKH, s_S, self.score.rope_size)
+        return k_BSKH
 
     def attend_to(
         self,
@@ -86,10 +108,10 @@ class Attention(nnx.Module):
         v_BSKH, output = self.value.values_and_output(cache, self.score, x_BTD.shape[1])
         if spec.qk_norm:
             q_BTNH = rms_norm(q_BTNH, epsilon=1e-6) * self.g_q_H[...]
-            k_BSKH = rms_norm(k_BSKH, epsilon=1e-6) * self.g_k_H[...]
         if spec.positions == 'rope':
             q_BTNH = rotate_last(q_BTNH, mask.queries(x_BTD.shape[1]), self.score.rope_size)
-            k_BSKH = rotate_last(k_BSKH, jnp.arange(k_BSKH.shape[1]), self.score.rope_size)
+        if not self._finished(cache):
+            k_BSKH = self._finish_keys(k_BSKH, 0)
         if self.score.hides_self and not cross:
             mask = dataclasses.replace(mask, hides_self=True)
         bias, (B, S, K, H) = self.bias(cross), v_BSKH.shape

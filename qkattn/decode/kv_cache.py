@@ -105,7 +105,7 @@ def prefill(
         updated: Cache = {}
 
         def attend(z_BTD: jax.Array) -> jax.Array:
-            for name, array in block.attention.cached(z_BTD).items():
+            for name, array in block.attention.cached(z_BTD, first).items():
                 start = (index, zero, first) + (zero,) * (array.ndim - 2)
                 updated[name] = jax.lax.dynamic_update_slice(
                     layers[number][name], array[None], start

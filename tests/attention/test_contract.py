@@ -200,14 +200,14 @@ def test_cached_decoding_equals_the_whole(variant, positions):
 def assert_cached_decoding_equals_the_whole(layer: Attention) -> None:
     x_BTD = stream()
     want = np.asarray(layer(x_BTD, causal()))
-    tokens = layer.cached(x_BTD.reshape(2 * T, 1, -1))
+    tokens = jax.vmap(layer.cached, (1, 0), 1)(x_BTD[:, :, None], jnp.arange(T))
     # Slots that are not written yet hold large numbers, which must not be read.
     written_TS = np.tri(T, T + 1, dtype=bool)
     cache = {}  # of every step t, by name
     for name, array in tokens.items():
-        slots_BS = np.full((2, T + 1, *array.shape[2:]), 1e3, np.float32)
-        slots_BS[:, :T] = np.asarray(array).reshape(2, T, *array.shape[2:])
-        written = written_TS.reshape(T, 1, T + 1, *[1] * (array.ndim - 2))
+        slots_BS = np.full((2, T + 1, *array.shape[3:]), 1e3, np.float32)
+        slots_BS[:, :T] = np.asarray(array)[:, :, 0]
+        written = written_TS.reshape(T, 1, T + 1, *[1] * (array.ndim - 3))
         cache[name] = np.where(written, slots_BS, np.float32(1e3))
 
     def step(t, x_BD, cache):
