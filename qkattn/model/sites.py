@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from qkattn.attention import Attention, Mask, registry
 from qkattn.attention.kernels import choice
@@ -63,15 +63,30 @@ def validate(config: Config) -> None:
     for where, spec in sites(config.model).items():
         try:
             registry.check(spec())
-            if config.model.kernel != 'auto':
-                _check_kernel(config, where, spec())
+        except SpecError as error:
+            raise ConfigError(f'{where}: {error}') from error
+    check_kernel(config.model, None)
+
+
+def check_kernel(model: ModelConfig, mesh: Mesh | AbstractMesh | None) -> None:
+    """Raises ConfigError where model.kernel cannot serve a layer at the lengths of training.
+
+    Args:
+      mesh: of the devices; None where they are not known yet.
+    """
+    if model.kernel == 'auto':
+        return
+    for where, spec in sites(model).items():
+        try:
+            with choice.on(mesh):
+                _attend_once(model, where, spec())
         except SpecError as error:
             raise ConfigError(f'{where}: {error}') from error
 
 
-def _check_kernel(config: Config, where: str, spec: AttentionSpec) -> None:
-    """Raises SpecError where model.kernel cannot serve a layer at the lengths of training."""
-    model, dtype = config.model, jnp.dtype(config.model.compute_dtype)
+def _attend_once(model: ModelConfig, where: str, spec: AttentionSpec) -> None:
+    """Traces a layer as in training."""
+    dtype = jnp.dtype(model.compute_dtype)
     encoder, cross = where == 'model.encoder_variant', where == 'model.cross_variant'
     T = model.encoder.context if encoder else model.context
     S = model.encoder.context if cross else T
@@ -90,6 +105,4 @@ def _check_kernel(config: Config, where: str, spec: AttentionSpec) -> None:
     layer = nnx.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layer)
     x_BTD, y_BSD = (jax.ShapeDtypeStruct((1, n, model.d_model), dtype) for n in (T, S))
-    mesh = dataclasses.asdict(config.mesh)
-    with choice.on(AbstractMesh(tuple(mesh.values()), tuple(mesh))):
-        jax.eval_shape(attend, layer, x_BTD, y_BSD)
+    jax.eval_shape(attend, layer, x_BTD, y_BSD)

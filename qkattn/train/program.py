@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from qkattn.config import Config
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.distributed import agreement
+from qkattn.model.sites import check_kernel
 from qkattn.train import sharding
 from qkattn.train.compiling import without_cache
 from qkattn.train.evaluation import eval_step
@@ -83,7 +84,12 @@ def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, di
 def lower(
     config: Config, lifting: str, mesh: Mesh, state: dict, hyper: dict, batch: Any
 ) -> jax.stages.Lowered:
-    """The train program, traced on abstract inputs, ready to compile for the mesh's devices."""
+    """The train program, traced on abstract inputs, ready to compile for the mesh's devices.
+
+    Raises:
+      ConfigError: model.kernel cannot serve the model on these devices.
+    """
+    check_kernel(config.model, mesh)
     shardings = jax.tree.map(lambda a: a.sharding, state), NamedSharding(mesh, P())
     steps = jax.jit(train_steps(config, lifting, mesh), donate_argnums=0, out_shardings=shardings)
     return steps.lower(state, hyper, batch)

@@ -1,6 +1,9 @@
 """Which kernel computes an attention, what is said about it, and what a named one refuses."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from qkattn.attention.kernels import choice
 from qkattn.attention.kernels.call import Call, Target
 from qkattn.config import Config, ModelConfig, fingerprint
 from qkattn.errors import ConfigError
-from qkattn.model.sites import validate
+from qkattn.model.sites import check_kernel, validate
 
 CPU, GPU, TPU = (Target(platform) for platform in ('cpu', 'gpu', 'tpu'))
 TURING, HOPPER = (Target('gpu', capability=number) for number in (7.5, 9.0))
@@ -110,13 +113,23 @@ def test_settings_are_refused_before_anything_compiles():
         ConfigError, match="^model: kernel='dot_product' has no biases of positions"
     ):
         validate(config)
-    for kind, kernel in (('decoder', 'dot_product'), ('encoder_decoder', 'blockwise')):
-        validate(Config(model=ModelConfig(kind=kind, kernel=kernel, context=16)))
+    for kind, kernel in (
+        ('decoder', 'dot_product'),
+        ('encoder_decoder', 'blockwise'),
+        ('decoder', 'splash'),  # perhaps for a pod
+    ):
+        validate(Config(model=ModelConfig(kind=kind, kernel=kernel, context=128)))
     model = ModelConfig(kind='encoder_decoder', cross_variant='qk/merged_vo', kernel='dot_product')
     with pytest.raises(
         ConfigError, match="^model: kernel='dot_product' takes no padding and no pa"
     ):
         validate(Config(model=model))
+    on_cpu = (
+        "^model: kernel='splash' runs on a TPU, not on cpu; valid are auto, einsum, blockwise, d"
+    )
+    with pytest.raises(ConfigError, match=on_cpu):
+        mesh = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
+        check_kernel(ModelConfig(kernel='splash', context=128), mesh)
     with pytest.raises(ConfigError, match='kernel=.* must be one of auto, einsum, blockwise'):
         validate(Config(model=ModelConfig(kernel='flash')))
 
@@ -137,3 +150,20 @@ def test_the_choice_is_logged_once(caplog):
                 attend(x_BTNH, x_BTNH, x_BTNH, Mask(causal=True), scale=1.0)
     said = [record.message for record in caplog.records if 'attention' in record.message]
     assert said == ['attention of 3 queries to 3 keys by einsum: contexts are below 256']
+
+
+def test_settings_are_checked_without_devices():
+    """The devices of a dry run are made after its settings are checked."""
+    program = """
+import jax
+from qkattn.config import Config, ModelConfig
+from qkattn.model import cost
+from qkattn.model.sites import validate
+
+validate(Config(model=ModelConfig(kernel='splash', context=128)))
+cost.flops_per_token(ModelConfig(d_model=8, num_layers=1))
+jax.config.update('jax_num_cpu_devices', 3)
+assert len(jax.devices()) == 3
+"""
+    environment = {**os.environ, 'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'}
+    subprocess.run([sys.executable, '-c', program], check=True, env=environment)

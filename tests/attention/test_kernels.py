@@ -104,16 +104,16 @@ def test_blocks_equal_the_einsums(case):
     assert_equal(got, want, 1e-5)
 
 
-@pytest.mark.parametrize('case', ['grouped', 'learned'])
-def test_blocks_equal_the_einsums_in_float64_and_bfloat16(case):
+@pytest.mark.parametrize(
+    ('case', 'dtype', 'tolerance'),
+    [('grouped', jnp.float64, 1e-12), ('learned', jnp.bfloat16, 0.03)],
+)
+def test_blocks_equal_the_einsums_in_other_precisions(case, dtype, tolerance):
     options, sizes = CASES[case]
-    with jax.enable_x64(True):
-        arrays, w_BTNH = inputs(sizes, jnp.float64)
+    with jax.enable_x64(dtype == jnp.float64):
+        arrays, w_BTNH = inputs(sizes, dtype)
         got, want = (with_gradients(k, arrays, w_BTNH, **options) for k in (in_blocks, einsum))
-        assert_equal(got, want, 1e-12)
-    arrays, w_BTNH = inputs(sizes, jnp.bfloat16)
-    got, want = (with_gradients(k, arrays, w_BTNH, **options) for k in (in_blocks, einsum))
-    assert_equal(got, want, 0.03)
+        assert_equal(got, want, tolerance)
 
 
 def test_a_query_without_visible_keys_returns_0():

@@ -62,6 +62,7 @@ def test_a_stack_of_models_equals_that_of_einsums(kind):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1e-3))
 
 
+@pytest.mark.slow
 def test_decoding_equals_that_of_einsums():
     logits = []
     for kernel in ('einsum', 'blockwise'):

@@ -50,15 +50,15 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
     numbers than `einsum` does.
 
     Args:
-      block: queries, and keys, of a block; None is that of the platform.
+      block: queries, and keys, of a block at most; None is that of the platform.
     """
     B, T, N, H = call.q_BTNH.shape
     S, mask, scale, q_BTNH = call.k_BSKH.shape[1], call.mask, call.scale, call.q_BTNH
     if isinstance(scale, jax.Array):
         q_BTNH, scale = q_BTNH * scale.astype(q_BTNH.dtype), 1.0
     block = block or BLOCK.get(target.platform, BLOCK_ELSEWHERE)
-    t, s = min(block, T), min(block, S)
-    i, j = -(-T // t), -(-S // s)
+    i, j = -(-T // block), -(-S // block)
+    t, s = -(-T // i), -(-S // j)
     b_NR = None
     if call.bias is not None:
         b_NR = call.bias((mask.queries(1) + jnp.arange(1 - j * s, i * t))[None])[:, 0]

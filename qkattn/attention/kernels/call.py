@@ -39,13 +39,13 @@ class Target(NamedTuple):
     """Where a call is computed.
 
     Attributes:
-      platform: as JAX names it.
+      platform: as JAX names it; None where it is not known yet, and nothing is computed.
       mesh: of the devices that share it; None is one device.
       capability: compute capability of CUDA devices; 0 of other GPUs.
       rows, heads: axes of the mesh that split B, and N and K.
     """
 
-    platform: str = 'cpu'
+    platform: str | None
     mesh: Mesh | AbstractMesh | None = None
     capability: float = 8.0
     rows: tuple[str, ...] = ('data', 'fsdp')
@@ -55,6 +55,6 @@ class Target(NamedTuple):
     def of(cls, mesh: Mesh | AbstractMesh | None) -> 'Target':
         """The devices of a mesh; JAX's first device without one, or with an abstract one."""
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
-        capability = str(getattr(device, 'compute_capability', cls().capability))
+        capability = str(getattr(device, 'compute_capability', 8.0))
         numeric = capability.replace('.', '', 1).isdigit()
         return cls(device.platform, mesh, float(capability) if numeric else 0.0)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from qkattn.attention.kernels import library
@@ -41,9 +42,13 @@ _target: contextvars.ContextVar[Target] = contextvars.ContextVar('target')
 
 
 @contextlib.contextmanager
-def on(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Attention traced in the block is for the devices of a mesh."""
-    token = _target.set(Target.of(mesh))
+def on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
+    """Attention traced in the block is for the devices of a mesh.
+
+    With None it is only checked, for devices that are not known yet: a named kernel that serves it
+    on no platform is refused, and no device is asked for.
+    """
+    token = _target.set(Target(None) if mesh is None else Target.of(mesh))
     try:
         yield
     finally:
@@ -97,8 +102,12 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
 def run(kernel: str, call: Call) -> jax.Array:
     """o_BTNH by the chosen kernel; inside of `on` the choice is logged once."""
     on_mesh, (T, S) = _target.get(None), call.lengths
+    if kernel == 'einsum' and not on_mesh:
+        return einsum(call)  # costs are counted before there are devices
     target = on_mesh or Target.of(None)
     name, reason = choose(kernel, call, target)
+    if target.platform is None:
+        return jnp.zeros((*call.q_BTNH.shape[:3], call.v_BSKH.shape[-1]), call.v_BSKH.dtype)
     if on_mesh:
         say_once(f'attention of {T:,} queries to {S:,} keys by {name}: {reason}')
     if name == 'einsum':

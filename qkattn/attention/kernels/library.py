@@ -121,7 +121,9 @@ def splash_obstacle(call: Call, target: Target) -> str | None:
         return obstacle
     if T % block or S % block:
         return f'needs contexts that are multiples of {block}, not {T} and {S}'
-    return None if target.platform == 'tpu' else f'runs on a TPU, not on {target.platform}'
+    if target.platform in ('tpu', None):
+        return None
+    return f'runs on a TPU, not on {target.platform}'
 
 
 def splash(call: Call, target: Target) -> jax.Array:
