@@ -70,14 +70,14 @@ def ceilings(session: Session, cores: int) -> Group:
             )
     rows.append(
         Contestant(
-            name=f'copy of {megabytes} MiB',
+            name=f'{megabytes} MiB negated in place',
             work='jax_copy',
             settings={'megabytes': megabytes},
             cores=cores,
             process='jax',
         )
     )
-    return session.race(f'ceilings, {_cores(cores)}', rows)
+    return session.race(f'ceilings, {_cores(cores)}', rows, rounds=_fewer(session))
 
 
 def limits(shape: Shape, most: Group) -> dict[str, float]:
@@ -126,7 +126,8 @@ def parts(session: Session, shape: Shape, cores: int, most: Group) -> None:
         extra = {'peak_flops': facts.get('peak_flops'), 'flops': shape.flops_by_part.get(name)}
         settings = {'config': config, 'name': name}
         rows.append(Contestant(name=name, work='part', settings=settings, extra=extra, **own))
-    session.race(f'parts of a step, {shape}, {_cores(cores)}', rows, reference='whole step')
+    title = f'parts of a step, {shape}, {_cores(cores)}'
+    session.race(title, rows, reference='whole step', rounds=_fewer(session))
 
 
 def by_size(session: Session, cores: int, most: Group) -> None:
@@ -149,7 +150,8 @@ def by_size(session: Session, cores: int, most: Group) -> None:
             facts = {'line': f'{name}, {dtype}', 'context': context, **limits(shape, most)}
             title = f'{name}, context {context}, {dtype}'
             rows.append(Contestant(name=title, cores=cores, extra=facts, **own))
-    session.race(f'contexts and dtypes, {base}, {_cores(cores)}', rows, x='context')
+    title = f'contexts and dtypes, {base}, {_cores(cores)}'
+    session.race(title, rows, x='context', rounds=_fewer(session))
 
 
 def variant_shapes(session: Session) -> Iterator[Shape]:
@@ -191,7 +193,12 @@ def variants(session: Session, shape: Shape, cores: int, most: Group) -> None:
             )
         )
     title = f'variants, {shape}, {_cores(cores)}'
-    session.race(title, rows, reference='qk/vo', rounds=min(5, session.scale.rounds), seconds=0)
+    session.race(title, rows, reference='qk/vo', rounds=_fewer(session), seconds=0)
+
+
+def _fewer(session: Session) -> int:
+    """Rounds of groups that are not about a few percent."""
+    return min(5, session.scale.rounds)
 
 
 def _cores(count: int) -> str:
