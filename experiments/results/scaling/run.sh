@@ -10,6 +10,7 @@ describe() { # POD ROWS FLAGS...: a dry run with so many sequences per step
   "$python" -m experiments.train --config=small --dry_run --dry_run_log="$here/scaling.csv" \
     --config.model.context=1024 --config.model.vocab_size=50304 \
     --config.model.compute_dtype=bfloat16 --config.train.steps_per_dispatch=1 \
+    --config.model.kernel=einsum \
     --topology="$1" --config.train.batch_size="$2" "${@:3}"
 }
 
