@@ -6,12 +6,12 @@ The same command resumes. Started several times, on one or more machines that sh
 each worker trains runs that no other worker holds a lease on.
 """
 
+import importlib
 import math
 from typing import Any
 
 from absl import flags
 
-from qkattn import report
 from qkattn.config import Study
 from qkattn.distributed import agreement, bootstrap
 from qkattn.errors import ConfigError
@@ -75,7 +75,8 @@ def main() -> None:
     if not agreement.owner():
         return
     with waiting(config.name, 'writing the report'):
-        text = report.show_report(path)
+        # Imported here: workers train without matplotlib and pandas.
+        text = importlib.import_module('qkattn.report').show_report(path)
     print(f'\n{text}')
 
 

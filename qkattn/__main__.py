@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from qkattn import __version__
-from qkattn.run import cli
+from qkattn.run import cli, starting
 
 
 def main() -> None:
@@ -25,6 +25,7 @@ def main() -> None:
         sys.argv = [f'qkattn {name}', *arguments]
         if not sys.flags.safe_path:
             sys.path.insert(0, '')  # as with -m: import paths name files of the working directory
+        starting.begin()
         runpy.run_path(str(scripts[name]), run_name='__main__')
     else:
         cli.leave(f'unknown command {name!r}; known are {", ".join(scripts)}')

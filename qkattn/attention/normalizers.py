@@ -11,8 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.optimize
-import scipy.special
+import scipy  # whose submodules are imported on first use
 
 from qkattn.errors import SpecError
 

@@ -1,8 +1,7 @@
 """BLEU and chrF of translations, computed by sacrebleu."""
 
+import importlib
 from collections.abc import Sequence
-
-from sacrebleu.metrics import BLEU, CHRF
 
 from qkattn.errors import ConfigError
 
@@ -44,8 +43,9 @@ def translation_scores(
         )
     if not len(hypotheses):
         raise ConfigError('hypotheses must hold at least one sentence')
-    bleu = BLEU(lowercase=lowercase, tokenize=tokenize)
-    chrf = CHRF(lowercase=lowercase)
+    metrics = importlib.import_module('sacrebleu.metrics')  # slow, and seldom needed
+    bleu = metrics.BLEU(lowercase=lowercase, tokenize=tokenize)
+    chrf = metrics.CHRF(lowercase=lowercase)
     scores = {
         'bleu': bleu.corpus_score(hypotheses, [references]).score,
         'chrf': chrf.corpus_score(hypotheses, [references]).score,

@@ -16,6 +16,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
+from qkattn.run import starting
 from qkattn.run.help import HelpFlag, misspelt
 from qkattn.run.progress import LogHandler
 from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE
@@ -140,6 +141,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
     impossible setting or workdir (do not retry); 1 anything else.
     """
+
+    starting.end()
 
     def wrapped(argv: list[str]) -> None:
         if positional is not None and positional.value is None and len(argv) == 2:

@@ -19,11 +19,9 @@ from qkattn.run.shown import loss_text, short
 # A terminal's line is drawn at most this often, since fetching the loss could stall an accelerator,
 # and at least this often, so that something moves.
 _DRAWN_EVERY, _TICK = 0.2, 1.0
-# A phase, such as compilation, is said after so many seconds, and on plain lines again whenever it
-# has lasted twice as long.
-_QUIET = 5.0
-# Plain lines are this fraction of the run so far apart, so that a long run does not fill its log.
-_PLAIN_FRACTION = 0.05
+# Plain lines are at least so many seconds apart, and with a tick at most five; later they are this
+# fraction of the run so far apart, so that a long run does not fill its log.
+_QUIET, _PLAIN_FRACTION = 4.0, 0.05
 _LABEL, _BAR = 24, 4
 
 _duration, _log = tqdm.tqdm.format_interval, logging.getLogger(__name__)
@@ -60,7 +58,7 @@ class Progress:
         *,
         tokens_per_step: int | None = None,
         study: StudyLeft | None = None,
-        plain_every_seconds: float = 10,
+        plain_every_seconds: float = _QUIET,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         columns: int | None = None,
@@ -84,13 +82,13 @@ class Progress:
         self._every = _DRAWN_EVERY if self._terminal else plain_every_seconds
         self._clock, self._columns = clock, columns
         self._opened = clock()
-        self._phase: tuple[str, float, float] | None = None  # name, start, when it is said next
+        self._phase: tuple[str, float] | None = None  # name, start
         self._first: tuple[int, float] | None = None  # step and time of the first report
         self._last = (0, self._opened)
         self._step = self._shown_step = 0
         self._loss: Any = None
         self._losses: dict[str, Any] = {'training': None, 'validation': None}  # that are shown
-        self._next_time = -np.inf
+        self._next_time = self._opened + plain_every_seconds  # of a plain line
         self._drawn = False
         # Reentrant: the program's log goes through here, too, and may come from anywhere.
         self._lock = threading.RLock()
@@ -102,7 +100,7 @@ class Progress:
     def phase(self, name: str) -> Iterator[None]:
         """A block without steps, as 'compiling': named if it lasts, its seconds logged at DEBUG."""
         before, start = self._phase, self._clock()
-        self._phase = name, start, start + _QUIET
+        self._phase = name, start
         try:
             yield
         finally:
@@ -114,8 +112,7 @@ class Progress:
     def begin(self, step: int) -> None:
         """Training starts or resumes after `step` steps; the first ones are a phase."""
         self._step = self._shown_step = step
-        now = self._clock()
-        self._phase = 'first steps', now, now + _QUIET
+        self._phase = 'first steps', self._clock()
 
     def update(self, step: int, loss: Any = None) -> None:
         """Updates the display.
@@ -128,13 +125,12 @@ class Progress:
         with self._lock:
             now, self._phase = self._clock(), None
             # Rates are measured from the first report: the time before it is mostly compilation.
-            self._first = self._first or (step, now)
+            shown, self._first = self._first and now < self._next_time, self._first or (step, now)
             self._step, self._loss, self._last = step, loss, (step, now)
             Progress.told(step, self._total)
-            if now >= self._next_time:
+            if not shown:
                 self._show(now)
-                gap = 0.0 if self._terminal else _PLAIN_FRACTION * (now - self._opened)
-                self._next_time = now + max(self._every, gap)
+                self._wait(now)
 
     def evaluated(self, step: int, loss: Any) -> None:
         """Takes the validation loss of the trials, in nats per token, at `step`."""
@@ -172,15 +168,16 @@ class Progress:
                 return
             now = self._clock()
             if self._phase:
-                name, start, said_at = self._phase
+                name, start = self._phase
                 text = f'{name} ... {now - start:.0f} s'
                 if self._terminal:
                     self._draw(f'{short(self._label, self._width() - len(text) - 2)}: {text}')
-                elif now >= said_at:
-                    self._phase = name, start, start + 2 * (now - start)
+                elif now >= self._next_time:
                     self.print(f'{self._label}: {text}')
-            elif self._terminal and self._first:
-                self._draw(self._line(now))
+                    self._wait(now)
+            elif self._first and (self._terminal or now >= self._next_time):
+                self._say(now)
+                self._wait(now)
 
     def __enter__(self) -> 'Progress':
         return self
@@ -199,6 +196,14 @@ class Progress:
         if self._loss is not None:
             self._losses['training'] = np.asarray(self._loss)
         self._shown_step = self._step
+        self._say(now)
+
+    def _wait(self, now: float) -> None:
+        gap = 0.0 if self._terminal else _PLAIN_FRACTION * (now - self._opened)
+        self._next_time = now + max(self._every, gap)
+
+    def _say(self, now: float) -> None:
+        """The last step, with the losses that were fetched last."""
         if self._terminal:
             self._draw(self._line(now))
             return

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from scipy import special
+import scipy  # whose submodules are imported on first use
 
 from qkattn.stats.inference import LEVEL, MIN_PAIRS, Difference, detectable_difference
 
@@ -59,8 +59,8 @@ def spending(looks: Sequence[int], level: float = LEVEL) -> tuple[float, ...]:
         raise ValueError(f'looks are {tuple(looks)}; numbers of seeds, they must ascend from 1.')
     if not looks:
         return (1 - level,)
-    z = special.ndtri((1 - level) / 2)
-    spent = [0.0, *(2 * float(special.ndtr(z / (n / looks[-1]) ** 0.5)) for n in looks)]
+    z = scipy.special.ndtri((1 - level) / 2)
+    spent = [0.0, *(2 * float(scipy.special.ndtr(z / (n / looks[-1]) ** 0.5)) for n in looks)]
     return tuple(b - a for a, b in itertools.pairwise(spent))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy import special, stats
+import scipy  # whose submodules are imported on first use
 
 LEVEL = 0.95  # of every interval; 1 - LEVEL is the family-wise error rate of every verdict
 POWER = 0.8  # the probability with which a detectable difference is found
@@ -44,7 +44,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     sd = math.sqrt(_variance(values))
     if sd == 0:
         return Estimate(mean, n, sd, mean, mean)
-    low, high = stats.ttest_1samp(values, 0).confidence_interval(LEVEL)
+    low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(LEVEL)
     return Estimate(mean, n, sd, float(low), float(high))
 
 
@@ -200,9 +200,9 @@ def detectable_difference(error: float, df: float, alpha: float = 1 - LEVEL) -> 
     noncentral t with noncentrality difference / error; the solution is the noncentrality at which
     it exceeds the critical value with probability POWER, in the difference's own direction.
     """
-    critical = special.stdtrit(df, 1 - alpha / 2)
-    unbiased = error * (df / special.chdtri(df, 0.5)) ** 0.5
-    return float(special.nctdtrinc(df, 1 - POWER, critical) * unbiased)
+    critical = scipy.special.stdtrit(df, 1 - alpha / 2)
+    unbiased = error * (df / scipy.special.chdtri(df, 0.5)) ** 0.5
+    return float(scipy.special.nctdtrinc(df, 1 - POWER, critical) * unbiased)
 
 
 def bootstrap(*groups: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float]:
@@ -217,7 +217,7 @@ def bootstrap(*groups: Sequence[float], resamples: int = RESAMPLES) -> tuple[flo
         return means[0] if len(means) == 1 else means[0] - means[1]
 
     def interval(method: str) -> tuple[float, float]:
-        result = stats.bootstrap(
+        result = scipy.stats.bootstrap(
             [np.asarray(group, float) for group in groups],
             statistic,
             n_resamples=resamples,
@@ -229,7 +229,7 @@ def bootstrap(*groups: Sequence[float], resamples: int = RESAMPLES) -> tuple[flo
         return float(result.low), float(result.high)
 
     with warnings.catch_warnings(), np.errstate(invalid='ignore', divide='ignore'):
-        warnings.simplefilter('ignore', stats.DegenerateDataWarning)
+        warnings.simplefilter('ignore', scipy.stats.DegenerateDataWarning)
         ends = interval('BCa')
     return ends if all(map(math.isfinite, ends)) else interval('percentile')
 
@@ -288,9 +288,9 @@ def _difference(
 
     def tail(excess: float) -> float:
         """Probability that the error of the mean exceeds `excess`."""
-        return float(special.stdtr(df, -excess / error)) if error > 0 else float(excess <= 0)
+        return float(scipy.special.stdtr(df, -excess / error)) if error > 0 else float(excess <= 0)
 
-    half = float(special.stdtrit(df, 0.5 + LEVEL / 2)) * error
+    half = float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2)) * error
     low, high = mean - tuning[0], mean + tuning[1]
     beyond = max(low, -high)  # what is left of |mean|; negative if tuning explains it all
     fields |= {

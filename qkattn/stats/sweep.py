@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from scipy import special
+import scipy  # whose submodules are imported on first use
 
 from qkattn.stats.inference import LEVEL, ROUNDING, Estimate
 
@@ -213,7 +213,7 @@ def _nearest_worse(
         of_seeds_V = np.sum(np.cumsum(table_VS, axis=0) ** 2, axis=1) / number_V
         squares_V = np.maximum(np.cumsum(np.sum(table_VS**2, axis=1)) - of_seeds_V, 0)
         df_V = np.maximum((number_V - 1) * (seeds - 1), 1)
-        t_V = special.stdtrit(df_V, 1 - (1 - LEVEL) / max(len(means) - 1, 1))
+        t_V = scipy.special.stdtrit(df_V, 1 - (1 - LEVEL) / max(len(means) - 1, 1))
         critical_V = t_V * np.sqrt(squares_V / df_V * 2 / seeds)
         for j, critical in zip(by_mean[1:], critical_V[1:].tolist(), strict=True):
             worse[j] = means[j] - means[i] > critical
@@ -260,7 +260,7 @@ def _parabola(
         return parabola
     variance = float(np.sum((losses_N - design_NP @ coefficients_P) ** 2)) / df
     covariance_PP = variance * np.linalg.inv(design_NP.T @ design_NP)
-    t = float(special.stdtrit(df, 0.5 + LEVEL / 2))
+    t = float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2))
     # To first order the vertex's own error does not move the loss there: the slope is zero.
     half = t * float(at_vertex_P @ covariance_PP @ at_vertex_P) ** 0.5
     low, high = _fieller(b, c, t**2 * covariance_PP[S:, S:])

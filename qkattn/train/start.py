@@ -1,11 +1,13 @@
 """What a start of a run begins with: its compiled programs, its state and its time so far."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from qkattn.config import Config, Study, differences, to_json
@@ -13,6 +15,7 @@ from qkattn.data.tasks.rows import Rows
 from qkattn.distributed import agreement
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.run.file_schemas import PROVENANCE, START
+from qkattn.run.progress import waiting
 from qkattn.run.records import read_json, write_json
 from qkattn.train import exported
 from qkattn.train import program as programs
@@ -50,6 +53,9 @@ class Divergences:
 
 def require_same_settings(settings: Config | Study) -> None:
     """Raises ConfigError where a process of the job has other settings than process 0."""
+    alone = not jax.distributed.is_initialized()
+    with waiting('qkattn', 'opening devices') if alone else contextlib.nullcontext():
+        jax.devices()
     first, *others = agreement.from_all(to_json(settings))
     for rank, other in enumerate(others, 1):
         if changes := differences(first, other):

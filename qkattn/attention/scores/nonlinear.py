@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
+import scipy  # whose submodules are imported on first use
 from flax import nnx
 
 from qkattn.attention.norm import rms_norm

@@ -5,8 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.fft
-import scipy.linalg
+import scipy  # whose submodules are imported on first use
 from flax import nnx
 
 from qkattn.attention.options import require_one_of, require_slices

@@ -1,0 +1,29 @@
+"""What is on the screen before the main function of a script runs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+
+
+@pytest.mark.parametrize('command', [('-m', 'experiments.verify'), ('-m', 'qkattn', 'verify')])
+def test_slow_imports_are_named(tmp_path, command):
+    """An import takes seconds, of a clock that goes 20 times as fast."""
+    (tmp_path / 'sitecustomize.py').write_text(
+        'import time\n'
+        'monotonic, slept = time.monotonic, time.sleep\n'
+        'time.monotonic = lambda: 20 * monotonic()\n'
+        'class Slow:\n'
+        '    def find_spec(self, name, *_):\n'
+        "        if name == 'qkattn.report': slept(1.6)\n"
+        'import sys; sys.meta_path.insert(0, Slow())\n'
+    )
+    env = {**os.environ, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'}
+    done = subprocess.run(
+        [sys.executable, *command, '--unknown'], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    first, *_ = done.stderr.splitlines()
+    assert first.startswith('qkattn: starting ... ') and done.returncode == 2, done.stderr
