@@ -15,9 +15,9 @@ from absl import flags
 from qkattn.config import Study
 from qkattn.distributed import agreement, bootstrap
 from qkattn.errors import ConfigError
-from qkattn.run import children, cli, leases, signals
+from qkattn.run import cli, leases, signals
 from qkattn.run.progress import waiting
-from qkattn.study import crew, estimate, member, ways, worker
+from qkattn.study import crew, estimate, room, ways, worker
 from qkattn.study.arms import Arm, build_arms, table
 from qkattn.train.program_cache import keep_programs
 
@@ -51,25 +51,21 @@ def main() -> None:
             f'--workers={WORKERS.value} is for one process; in a job of several, all processes are '
             'one worker, and launchers start further ones'
         )
+    if DRY_RUN.value:
+        arms = _matched(config)
+        if workers != 1:
+            print(f'\n{room.describe(config, arms, workers, WORKDIR.value)}')
+        print(f'\n{estimate.text(config, arms)}')
+        return
+    if WORKDIR.value is None:
+        raise ConfigError('--workdir=DIRECTORY is required')
     options: dict[str, Any] = {
         'command': cli.command('ablate'),
         'expiry': EXPIRY.value,
         'accept_changes': ACCEPT_CHANGES.value,
     }
-    if (parent := children.parent()) is not None:
-        member.work(parent, config, WORKDIR.value, **options)
-        return
-    if DRY_RUN.value:
-        arms = _matched(config)
-        if workers != 1:
-            print(f'\n{crew.describe(config, arms, workers, WORKDIR.value)}')
-        print(f'\n{estimate.text(config, arms)}')
-        return
-    if WORKDIR.value is None:
-        raise ConfigError('--workdir=DIRECTORY is required')
     if workers == 1:
-        _matched(config)
-        path = worker.run(config, WORKDIR.value, **options)
+        path = worker.run(config, WORKDIR.value, arms=_matched(config), **options)
     else:
         path = crew.run(config, lambda: _matched(config), WORKDIR.value, workers, **options)
     if not agreement.owner():

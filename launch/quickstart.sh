@@ -17,4 +17,4 @@ runs=${QKATTN_RUNS:-$root/runs}
 bash "$here/venv.sh"
 cd "$root"
 exec "$venv/bin/python" -m experiments.ablate \
-  --config=configs/quickstart.py --workdir="$runs/quickstart" "$@"
+  --config=configs/quickstart.py --workdir="$runs/quickstart" --workers=auto "$@"

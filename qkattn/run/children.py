@@ -1,4 +1,4 @@
-"""Processes that run this process's command again, on cores of their own, and report to it."""
+"""Processes on cores of their own, which report to this one."""
 
 import contextlib
 import ctypes
@@ -21,11 +21,6 @@ _PIPE = 'QKATTN_PARENT'  # the variable for the descriptor of a child's pipe
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-
-
-def command() -> list[str]:
-    """The command line of this process."""
-    return [sys.executable, *sys.orig_argv[1:]]
 
 
 def parent() -> Connection | None:

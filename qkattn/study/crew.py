@@ -1,6 +1,6 @@
 """The workers of a study on one machine: how many, where each runs, and what becomes of them.
 
-The parent trains nothing. It starts its own command again for each worker, on cores or a GPU of its
+The parent trains nothing. It starts each worker (qkattn/study/member.py) on cores or a GPU of its
 own, shows what they do, starts one that crashed again, and ends when the study has its results.
 """
 
@@ -8,34 +8,32 @@ import contextlib
 import dataclasses
 import math
 import multiprocessing.connection
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from qkattn.config import Study, to_json
+from qkattn.config import Study
 from qkattn.errors import ConfigError, ProcessError, Stopped
-from qkattn.run import children, cores
+from qkattn.run import cores
 from qkattn.run.children import Child
 from qkattn.run.crew_display import CrewDisplay
 from qkattn.run.files import check_directory, make_directory
 from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
-from qkattn.study import plan, ways, worker
+from qkattn.study import room, ways, worker
 from qkattn.study.arms import Arm
 from qkattn.study.plan import PlannedRun
 from qkattn.study.tally import Tally
 
-COMMAND = children.command()
-"""What a worker runs; `qkattn.study.member` is what it does then."""
+COMMAND = [sys.executable, '-m', 'qkattn.study.member']
 RETRIES = 3
 """How often each worker that crashed is started again."""
 GRACE = 300.0
 """Seconds from a stop request to a kill."""
 _TICK = 0.2
 # A way is timed for so many seconds, in turn with the others, so many times.
-_TIMED, _ROUNDS = 0.4, 2
+_TIMED, _ROUNDS = 0.3, 2
 
 
 def run(
@@ -56,18 +54,20 @@ def run(
       ConfigError, Stopped: as `worker.run`.
       ProcessError: runs are left, because workers crashed.
     """
-    path, (room, _) = check_directory(workdir), _room(study)
+    path, (largest, _) = check_directory(workdir), room.of_machine(study)
     found = ways.recorded(path) if wanted is None else None
     wanted = wanted if found is None else found['processes']
-    if room == 1 or wanted == 1:
-        match()
-        return worker.run(study, path, **options)
-    with StopRequest() as stop, contextlib.closing(_Crew(study, path, stop)) as crew:
+    if largest == 1 or wanted == 1:
+        return worker.run(study, path, arms=match(), **options)
+    with StopRequest() as stop, contextlib.closing(_Crew(study, path, options, stop)) as crew:
         stop.hold()
-        measured = wanted is None and not _gpus()
-        crew.start(ways.candidates(room, room) if measured else [min(wanted or room, room)])
-        left = worker.left_of(study, arms := match(), path)
-        most, note = limit(study, arms, wanted, left)
+        measured = wanted is None and not room.gpus()
+        crew.start(
+            ways.candidates(largest, largest) if measured else [min(wanted or largest, largest)]
+        )
+        options['arms'] = arms = match()
+        left = worker.left_of(study, arms, path)
+        most, note = room.limit(study, arms, wanted, left)
         if found is not None:
             crew.say(f'{ways.count(most, "worker")}, as measured before: {path / ways.NAME}')
         elif note is not None:
@@ -80,50 +80,6 @@ def run(
         runs = '1 run has' if len(rest) == 1 else f'{len(rest)} runs have'
         raise ProcessError(f'{runs} no result: {crew.failure}; the same command resumes')
     return path
-
-
-def limit(
-    study: Study, arms: list[Arm], wanted: int | None, left: list[PlannedRun]
-) -> tuple[int, str | None]:
-    """The most workers that there is work and room for, and why they are fewer than wanted."""
-    room, what = _room(study)
-    # The plan grows; of a chain of runs only the first is known.
-    runs = max(len(left), min(len(arms), len(plan.least(study, arms)) - 1)) if left else 0
-    runs = len(left) if len(left) != 1 else runs
-    limits = [(room, f'is room on {what}'), (max(1, runs), f'are {runs} runs left')]
-    most, note = ways.at_most(wanted or room, limits)
-    return most, note if wanted else None
-
-
-def describe(study: Study, arms: list[Arm], wanted: int | None, workdir: str | None) -> str:
-    """What `run` would do, in a line."""
-    path = None if workdir is None else check_directory(workdir)
-    runs = plan.runs(study, arms, lambda run: None)
-    if path is not None:
-        runs = worker.left_of(study, arms, path)
-    most, note = limit(study, arms, wanted, runs)
-    found = None if path is None or wanted is not None else ways.recorded(path)
-    if found is not None:
-        return f'workers: {min(most, found["processes"])}, as measured before: {path}/{ways.NAME}'
-    if wanted is not None or most == 1 or _gpus():
-        return f'workers: {most}' + ('' if note is None else f' ({note})')
-    numbers = ways.candidates(len(cores.usable()), most)
-    return f'workers: {" or ".join(map(str, numbers))}, by a measurement before the first run'
-
-
-def _room(study: Study) -> tuple[int, str]:
-    """The most workers that the machine has room for, and what of it they share."""
-    number, gpus = len(cores.usable()), _gpus()
-    if gpus is None:
-        return 1, 'an accelerator whose chips one process drives together'
-    if gpus:
-        room = len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))
-        return max(1, room), ways.count(len(gpus), 'GPU')
-    return number, ways.count(number, 'core')
-
-
-def _gpus() -> list[str] | None:
-    return cores.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass
@@ -141,8 +97,8 @@ class _Member:
 class _Crew:
     """The workers, and what the parent knows of them."""
 
-    def __init__(self, study: Study, path: Path, stop: StopRequest):
-        self._study, self._path, self._stop = study, path, stop
+    def __init__(self, study: Study, path: Path, options: dict[str, Any], stop: StopRequest):
+        self._study, self._path, self._options, self._stop = study, path, options, stop
         self._members: list[_Member] = []
         self._ways: dict[int, list[_Member]] = {}
         self._display = CrewDisplay()
@@ -162,7 +118,7 @@ class _Crew:
 
         Only the workers of one number are to compute at a time.
         """
-        gpus = _gpus() or []
+        gpus = room.gpus() or []
         for number in numbers:
             self._ways[number] = []
             for place, own in enumerate(cores.shares(cores.usable(), number)):
@@ -181,7 +137,7 @@ class _Crew:
         wanted = ways.candidates(number, most)
         self._keep([p for p in self._ways if p in wanted])
         self.start([p for p in wanted if p not in self._ways])
-        config = to_json(left[0].config)
+        config = left[0].config
         # A program is compiled once for each number of cores, and read from the cache after that.
         answers = self._ask([of[0] for of in self._ways.values()], 'prepare', config, None)
         while sum(self._ways) > (fit := self._fit()) and len(self._ways) > 1:
@@ -209,7 +165,7 @@ class _Crew:
         for place, of in enumerate(self._members):
             self._display.remove(of.number)
             of.number = place
-            of.child.tell('train')
+            self._train(of)
         while self._members:
             self._turn()
         if self._asked is not None:
@@ -221,6 +177,9 @@ class _Crew:
         """Kills what is left of the workers."""
         self._end(self._members)
         self._display.close()
+
+    def _train(self, of: _Member) -> None:
+        of.child.tell('train', self._study, self._path, self._options)
 
     def _keep(self, numbers: list[int]) -> None:
         """Ends the workers of the other numbers."""
@@ -314,7 +273,7 @@ class _Crew:
         self.say(f'{self.failure}; it is started again, retry {of.retries} of {RETRIES}')
         of.child = Child(COMMAND, *of.place, self._display.columns)
         self._members.append(of)
-        of.child.tell('train')
+        self._train(of)
 
     def _stop_all(self) -> None:
         """Passes a stop request on; kills who has not ended long after it."""

@@ -1,4 +1,7 @@
-"""A worker that a crew has started: measures a way to use the machine, then trains."""
+"""A worker that a crew has started: measures a way to use the machine, then trains.
+
+python -m qkattn.study.member, whose parent is a `crew`.
+"""
 
 import contextlib
 import resource
@@ -6,18 +9,18 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from qkattn.config import Config, Study, from_json
-from qkattn.run import cli
+from qkattn.config import Config
+from qkattn.errors import ConfigError
+from qkattn.run import children, cli, signals
 from qkattn.run.progress import Progress
 from qkattn.study import worker
-from qkattn.study.arms import build_arms
 from qkattn.train import program
 from qkattn.train.placement import constant_batch, require_memory
+from qkattn.train.program_cache import keep_programs
 
 _TOLD_EVERY = 0.5  # seconds
 
@@ -44,26 +47,27 @@ class _Candidate:
         return (time.perf_counter() - start) / steps
 
 
-def work(pipe: Connection, study: Study, workdir: str | Path, **options: Any) -> None:
-    """Follows the orders of the parent until the study has its results; `options` of `worker.run`.
+def work(pipe: Connection) -> None:
+    """Follows the orders of the parent until the study has its results.
 
         ('prepare', config, lifting)  -> ('ready', peak memory in bytes, lifting)
         ('time', seconds)             -> ('timed', seconds per step)
-        ('train',)                    -> ('lease', ...), ('step', step, total, peak), ...
+        ('train', study, workdir, options of `worker.run`)
+                                      -> ('lease', ...), ('step', step, total, peak), ...
 
     An error that has a sentence is told as ('error', sentence), and is the exit code.
     """
     Progress.told = _telling(pipe)
     try:
-        build_arms(study)  # which takes a second the first time: here beside the parent
         candidate: _Candidate | None = None
         while (order := pipe.recv())[0] != 'train':
             if order[0] == 'prepare':
-                candidate = _Candidate(from_json(Config, order[1]), order[2])
+                candidate = _Candidate(*order[1:])
                 pipe.send(('ready', _peak(), candidate.lifting))
             elif candidate is not None:
                 pipe.send(('timed', candidate.seconds_per_step(order[1])))
         candidate = None
+        _, study, workdir, options = order
         worker.run(study, workdir, tell=_sending(pipe), **options)
     except Exception as error:
         if (expected := cli.outcome(error)) is None:
@@ -96,3 +100,15 @@ def _peak() -> int:
     """The most memory that this process has had, in bytes."""
     unit = 1 if sys.platform == 'darwin' else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@signals.leaving_at_once()
+def main() -> None:
+    keep_programs()
+    if (pipe := children.parent()) is None:
+        raise ConfigError('qkattn.study.member is started by ablate --workers')
+    work(pipe)
+
+
+if __name__ == '__main__':
+    cli.run(main)

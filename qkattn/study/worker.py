@@ -59,6 +59,7 @@ def run(
     command: list[str] | None = None,
     expiry: float = leases.EXPIRY,
     accept_changes: bool = False,
+    arms: list[Arm] | None = None,
     tell: Callable[..., None] | None = None,
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
@@ -70,6 +71,7 @@ def run(
       expiry: seconds without a heartbeat after which a worker counts as dead.
       accept_changes: whether the study of the directory may have had other settings; the ledger
         lists them.
+      arms: of the study, where they are known.
       tell: of a crew, which shows what is left of the study: called as tell('lease', run, number of
         runs, work of each run that is left).
 
@@ -83,7 +85,9 @@ def run(
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:
-        worker = owned(lambda: _Worker(study, path, command, expiry, accept_changes, stop, tell))
+        worker = owned(
+            lambda: _Worker(study, path, command, expiry, accept_changes, arms, stop, tell)
+        )
         while (leased := agreement.on_owner(lambda: worker.lease_next(failed))) is not None:
             if leased:
                 _train(path, leased, command, worker, failed)
@@ -107,6 +111,7 @@ class _Worker:
         command: list[str] | None,
         expiry: float,
         accept_changes: bool,
+        arms: list[Arm] | None,
         stop: StopRequest,
         tell: Callable[..., None] | None,
     ):
@@ -118,7 +123,7 @@ class _Worker:
         self._refused: set[str] = set()
         self._held: dict[str, str] = {}
         with waiting(study.name, 'matching parameters'):
-            self._arms = build_arms(study)
+            self._arms = build_arms(study) if arms is None else arms
         # Before the directory is created, so that a refused study leaves nothing behind.
         runs, left, _ = _known(study, self._arms, path)
         for run in {run.config.data: run for run in left}.values():

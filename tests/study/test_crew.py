@@ -12,7 +12,7 @@ import pytest
 
 from qkattn.config import MeshConfig
 from qkattn.run import cli, cores, signals
-from qkattn.study import crew, plan, worker
+from qkattn.study import crew, plan, room, ways, worker
 from qkattn.study.arms import build_arms
 from tests.processes import ROOT
 from tests.study.test_plan import STUDY
@@ -30,7 +30,7 @@ from qkattn.run import children
 work, path, number = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 pipe = children.parent()
 (path / f'start{number}.{os.getpid()}').touch()
-assert pipe.recv() == ('train',) and children.parent() is None
+assert pipe.recv()[0] == 'train' and children.parent() is None
 if work == 'crash' and number in (0, 3, 4):
     raise RuntimeError(f'broken {number}')
 if work == 'wrong':
@@ -55,7 +55,7 @@ def run_crew(work, path) -> None:
     worker.left_of = lambda study, arms, path: [] if (path / 'done').exists() else ['run'] * 3
     crew.COMMAND = [sys.executable, '-c', WORKER, work, str(path)]
     crew.Child = lambda line, *rest: make_child([*line, str(next(started))], *rest)
-    crew.RETRIES, crew.limit = 2, lambda study, arms, wanted, left: (wanted, None)
+    crew.RETRIES, crew.room.limit = 2, lambda study, arms, wanted, left: (wanted, None)
     try:
         with signals.leaving_at_once():
             crew.run(STUDY, lambda: [], path, 3)
@@ -157,20 +157,20 @@ def test_workers_are_no_more_than_there_is_room_and_work_for(
     )
     arms = build_arms(study)
     left = plan.runs(study, arms, lambda run: None)
-    assert crew.limit(study, arms, wanted, left) == (most, note)
+    assert room.limit(study, arms, wanted, left) == (most, note)
 
 
 def test_a_dry_run_says_what_would_be_done(machine, tmp_path, monkeypatch):
     arms = build_arms(STUDY)
     machine(4, [])
-    assert crew.describe(STUDY, arms, None, None) == (
+    assert room.describe(STUDY, arms, None, None) == (
         'workers: 1 or 2, by a measurement before the first run'
     )
-    assert crew.describe(STUDY, arms, 4, str(tmp_path)) == (
+    assert room.describe(STUDY, arms, 4, str(tmp_path)) == (
         'workers: 2 (--workers=4: there are 2 runs left, so 2 workers will do)'
     )
-    monkeypatch.setattr(crew.ways, 'machine', lambda: {'cpu': 'A', 'cores': 4})
-    crew.ways.record(tmp_path, {1: 0.5, 2: 1.5}, 1, 1, 1.0)
-    assert crew.describe(STUDY, arms, None, str(tmp_path)).startswith('workers: 1, as measured')
+    monkeypatch.setattr(ways, 'machine', lambda: {'cpu': 'A', 'cores': 4})
+    ways.record(tmp_path, {1: 0.5, 2: 1.5}, 1, 1, 1.0)
+    assert room.describe(STUDY, arms, None, str(tmp_path)).startswith('workers: 1, as measured')
     machine(4, None)
-    assert crew.describe(STUDY, arms, None, None) == 'workers: 1'
+    assert room.describe(STUDY, arms, None, None) == 'workers: 1'
