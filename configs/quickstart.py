@@ -1,6 +1,6 @@
 """Quickstart: eight attention variants at equal parameter count, three seeds each.
 
-    python -m experiments.ablate --config=configs/quickstart.py --workdir=runs/quickstart --workers=auto
+    python -m experiments.ablate --config=quickstart --workdir=runs/quickstart --workers=auto
 
 or launch/quickstart.sh, which also installs what is needed.
 
