@@ -1,5 +1,7 @@
 """An attention layer by hand: default sizes and mask, a key or rngs, its A[n] and B[n]."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,3 +110,30 @@ def test_keys_that_are_nothing_else_are_cached_rotated(variant, held):
     assert {name for name in bare if not np.array_equal(cache[name], bare[name])} == held
     for name, array in cache.items():
         np.testing.assert_allclose(ahead[name], array[:, 3:], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ('variant', 'options'),
+    [
+        (('qk', 'vo'), {'num_kv_heads': 1}),
+        (('merged', 'merged_vo'), {}),
+        (('collaborative', 'merged_vo'), {}),
+        (('neither_full', 'merged_vo'), {}),
+    ],
+    ids=str,
+)
+def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, options):
+    """In the compiled gradient no array has the sizes of S = 13 keys in each of N heads."""
+    layer = make(variant, head_size=5, **options)
+    x_BTD, y_BSD = stream(), stream(13, seed=6)
+
+    def run(layer, x_BTD, y_BSD):
+        return jnp.square(layer(x_BTD, y_BSD=y_BSD)).sum()
+
+    compiled = jax.jit(jax.grad(run, (0, 1, 2))).lower(layer, x_BTD, y_BSD).compile()
+    shapes = {
+        tuple(map(int, dims.split(',')))
+        for dims in re.findall(r'f32\[([\d,]+)\]', compiled.as_text())
+    }
+    copied = {s for s in shapes if {13, 4} <= set(s) and T not in s}
+    assert any({13, T} <= set(s) for s in shapes) and not copied
