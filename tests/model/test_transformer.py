@@ -1,5 +1,7 @@
 """Single layers of a stack, and models from rngs."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from qkattn.attention import visible
 from qkattn.config import ModelConfig
 from qkattn.errors import SpecError
 from qkattn.model import EncoderDecoder, build
+from qkattn.model.build import abstract_model
 
 CONFIG = ModelConfig(d_model=16, num_layers=3, num_heads=2, context=7, vocab_size=11)
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 7))
@@ -24,6 +27,16 @@ def test_the_layers_of_a_model_compute_what_its_blocks_compute():
         A_NDE, B_NDE = layer.matrix()
         assert A_NDE.shape == B_NDE.shape == (2, 16, 16)
     np.testing.assert_allclose(model.logits(model.normed(x_BTD)), model(TOKENS), atol=1e-5)
+
+
+@pytest.mark.parametrize('variant', [('qk', 'vo'), ('merged(init="product")', 'low_rank')], ids=str)
+def test_an_abstract_model_has_the_shapes_of_a_model_and_a_model_is_drawn_after_it(variant):
+    config = dataclasses.replace(CONFIG, score=variant[0], value=variant[1], positions='learned')
+    abstract, model = abstract_model(config), build(config, key=jax.random.key(0))
+    shapes, arrays = jax.tree.leaves(abstract), jax.tree.leaves(model)
+    assert jax.tree.structure(abstract) == jax.tree.structure(model)
+    assert [(s.shape, s.dtype) for s in shapes] == [(a.shape, a.dtype) for a in arrays]
+    assert model.w_embedding_VD[...].std() > 0
 
 
 def test_an_encoder_decoder_has_layers_at_three_sites():
