@@ -183,6 +183,8 @@ class Session:
             'groups': [dataclasses.asdict(group) for group in [*self.groups, *later]],
         }
         write_atomic(self.directory / FILE, json.dumps(document, indent=1) + '\n')
+        for name, content in derived(document).items():
+            write_atomic(self.directory / name, content)
 
     def _names(self) -> set[str]:
         return {group.name for group in self.groups}
@@ -233,12 +235,12 @@ def derived(document: dict[str, Any]) -> dict[str, str]:
 
 
 def finish(directory: Path) -> list[str]:
-    """Writes tables and figures of what a directory has measured; returns their names."""
+    """Draws what a directory has measured; returns the names of all its files."""
     document = read(directory)
-    files: dict[str, str | bytes] = {**derived(document), **draw(groups_of(document))}
-    for name, content in files.items():
+    figures = draw(groups_of(document))
+    for name, content in figures.items():
         write_atomic(directory / name, content)
-    return [FILE, *files]
+    return [FILE, *derived(document), *figures]
 
 
 def check(directory: Path) -> int:

@@ -48,6 +48,7 @@ def test_a_session_that_was_stopped_goes_on(begin, tmp_path, monkeypatch):
     first.record('a', lambda: ROWS, reference='fast')
     with pytest.raises(KeyboardInterrupt):
         first.record('b', lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert session.check(tmp_path) == 6  # tables are written with every group
     calls, rows = counted()
     second = begin()
     second.record('c', rows)  # in another order: what comes later in the directory is kept
