@@ -29,7 +29,7 @@ class Scale:
 
 
 SCALES = {
-    'cpu': Scale(DEEP, (2, 4, 8, 12, 24, 48), 3, LONG, (1024, 2048, 4096), KERNELS),
+    'cpu': Scale(DEEP, (2, 4, 8, 12, 24, 48), 2, LONG, (1024, 2048, 4096), KERNELS),
     'gpu': Scale(
         dataclasses.replace(GPT2, batch=4),
         (2, 4, 12, 24, 48),

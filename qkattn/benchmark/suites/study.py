@@ -18,9 +18,9 @@ SMALL = {
 TINY = {
     **SMALL,
     **{'base.train.num_steps': 40, 'base.train.eval_every': 20, 'base.train.checkpoint_every': 20},
-    **{'base.optimizer.warmup_steps': 2, 'base.model.num_layers': 1, 'base.model.context': 8},
-    **{'base.data.eval_sequences': 16, 'variants': "('qk/vo', 'qk/no_o')"},
-    **{'sizes': "('d_model=16',)"},
+    **{'base.optimizer.warmup_steps': 2, 'base.model.num_layers': 1, 'base.model.num_heads': 2},
+    **{'base.model.context': 16, 'base.data.eval_sequences': 16, 'sizes': "('d_model=32',)"},
+    **{'variants': "('qk/vo', 'shared_qk/vo')", 'tolerance': 5e-3},
 }
 SCALES = {'cpu': SMALL, 'gpu': SMALL, 'smoke': TINY}
 # Phases of a run by the name of a row.
