@@ -29,8 +29,10 @@ cd "$root"
 failed=()
 "$venv/bin/python" -m ruff check --output-format concise . || failed+=('ruff check')
 "$venv/bin/python" -m ruff format --check --output-format concise . || failed+=('ruff format')
-"$venv/bin/python" -m mypy || failed+=('mypy')
+"$venv/bin/python" -m mypy &  # beside experiments.verify: each takes one core
+types=$!
 "$venv/bin/python" -m experiments.verify || failed+=('experiments.verify')
+wait "$types" || failed+=('mypy')
 # The expansions keep an empty array legal under `set -u` in bash 4.3 and older.
 "$venv/bin/python" -m pytest ${workers[@]+"${workers[@]}"} ${selection[@]+"${selection[@]}"} "$@" ||
   failed+=('pytest')
