@@ -80,7 +80,8 @@ def main() -> None:
         if measured.groups:
             files = session.finish(directory)
     print('\n\n'.join(text(group) for group in measured.groups))
-    print('\n'.join(targets.lines(measured.groups, bool(measured.facts['accelerators']))))
+    if scale != 'smoke':  # whose sizes say nothing about a target
+        print('\n'.join(targets.lines(measured.groups, bool(measured.facts['accelerators']))))
     print('\n'.join(str(directory / name) for name in files))
 
 
