@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from qkattn.attention import Attention, AttentionSpec, SpecError, oracle, visible
+from qkattn.attention.parameters import products_once, project
 from qkattn.attention.scores.identity import NeitherFull
 from qkattn.attention.scores.score import Score
 from tests.attention.layers import T, causal, error, make, stream, wide
@@ -137,3 +138,12 @@ def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, optio
     }
     copied = {s for s in shapes if {13, 4} <= set(s) and T not in s}
     assert any({13, T} <= set(s) for s in shapes) and not copied
+
+
+def test_a_product_of_an_inner_trace_stays_there():
+    x_BTD, w_DNH = stream(), jnp.ones((32, 4, 8))
+    with products_once():
+        inner = jax.jit(lambda: project(x_BTD, w_DNH))()
+        outer = project(x_BTD, w_DNH)
+        assert project(x_BTD, w_DNH) is outer
+    np.testing.assert_allclose(inner, outer, rtol=1e-5, atol=1e-5)

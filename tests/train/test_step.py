@@ -15,6 +15,7 @@ from qkattn.data.batches import batches
 from qkattn.model import build
 from qkattn.train import placement, program, sharding, step
 from qkattn.train.lifting import lift
+from qkattn.train.schedules import schedule
 
 
 def tokens_XABT1(config, seed=0):
@@ -109,6 +110,9 @@ def test_a_stack_equals_its_trials_alone(four, lifting):
     config = four()
     tokens = tokens_XABT1(config)
     state, metrics = three_steps(config, tokens, lifting)
+    rates_C = jnp.stack([schedule(config.optimizer, config.train.num_steps)(i) for i in range(3)])
+    np.testing.assert_allclose(metrics['learning_rate'][:, 0], 1e-2 * rates_C, rtol=1e-6)
+    assert int(state['step']) == 3 and len(set(rates_C.tolist())) == 3
     for x, trial in enumerate(config.trials.trials()):
         alone = four({'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)})
         want_state, want = three_steps(alone, tokens[x : x + 1])
