@@ -21,6 +21,7 @@ def kept(tmp_path, monkeypatch):
     """The directory of kept programs, in this process for the time of a test."""
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'programs'))
+    monkeypatch.delenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS')
     jax.clear_caches()
     yield tmp_path / 'programs'
     for name, value in before.items():
