@@ -16,6 +16,7 @@ from qkattn.config import Study
 from qkattn.distributed import agreement, bootstrap
 from qkattn.errors import ConfigError
 from qkattn.run import cli, leases, signals
+from qkattn.run.files import as_path
 from qkattn.run.progress import waiting
 from qkattn.study import crew, estimate, room, ways, worker
 from qkattn.study.arms import Arm, build_arms, table
@@ -55,7 +56,10 @@ def main() -> None:
         arms = _matched(config)
         if workers != 1:
             print(f'\n{room.describe(config, arms, workers, WORKDIR.value)}')
-        print(f'\n{estimate.text(config, arms)}')
+        measured = workers is None and WORKDIR.value is not None
+        choice = ways.recorded(as_path(WORKDIR.value)) if measured else None
+        shared = (choice['processes'], ways.speedup(choice)) if choice else ()
+        print(f'\n{estimate.text(config, arms, *shared)}')
         return
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')

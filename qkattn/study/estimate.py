@@ -6,7 +6,7 @@ import time
 
 from qkattn.config import Study
 from qkattn.model import cost as model_cost
-from qkattn.study import plan
+from qkattn.study import plan, ways
 from qkattn.study.arms import Arm, grids, is_tuned
 from qkattn.study.plan import PlannedRun
 from qkattn.train import program
@@ -61,8 +61,12 @@ def cost(runs: list[PlannedRun], speeds: dict[str, Speed]) -> Cost:
     )
 
 
-def text(study: Study, arms: list[Arm]) -> str:
+def text(study: Study, arms: list[Arm], workers: int = 1, speedup: float = 1.0) -> str:
     """The cost of the plan by stage, and what may be added; compiles one program per size.
+
+    Args:
+      workers: that share this machine.
+      speedup: of their steps per second, against the process that warms up here.
 
     Controls that are trained longer are counted apart, as their number depends on results.
     """
@@ -83,7 +87,11 @@ def text(study: Study, arms: list[Arm]) -> str:
         stages['longer, if every arm has a word'] = longer
         stages['total with longer'] = least + longer
     width = max(map(len, stages)) + 2
-    lines = [f'{name:<{width}}{_cost_text(cost(of, speeds))}' for name, of in stages.items()]
+    shared = {
+        size: Speed(speed.flops_per_second * speedup, speed.compile_seconds / workers)
+        for size, speed in speeds.items()
+    }
+    lines = [f'{name:<{width}}{_cost_text(cost(of, shared))}' for name, of in stages.items()]
     if is_tuned(study):
         seeds = len(study.tuning.seeds)
         of_trial = least[0].tokens // len(least[0].config.trials.trials())
@@ -94,10 +102,10 @@ def text(study: Study, arms: list[Arm]) -> str:
             f'{seeds * of_trial:.3g} tokens; at most {more} values per arm; while an optimum is '
             f'unclear, each of its values gets up to {study.tuning.max_seeds - seeds} further seeds'
         )
+    measured = ', '.join(f'{s.flops_per_second:.3g} FLOP/s at {z}' for z, s in speeds.items())
     lines.append(
-        f'time is for one worker on this machine, from a warm-up of {took:.0f} s'
-        f' ({", ".join(f"{s.flops_per_second:.3g} FLOP/s at {z}" for z, s in speeds.items())}),'
-        ' without evaluation'
+        f'time is for {ways.count(workers, "worker")} on this machine, from a warm-up of '
+        f'{took:.0f} s ({measured}), without evaluation'
     )
     return '\n'.join(lines)
 

@@ -27,7 +27,7 @@ def limit(
 
 
 def describe(study: Study, arms: list[Arm], wanted: int | None, workdir: str | None) -> str:
-    """What `run` would do, in a line."""
+    """What `crew.run` would do, in a line."""
     path = None if workdir is None else check_directory(workdir)
     runs = plan.runs(study, arms, lambda run: None)
     if path is not None:

@@ -1,6 +1,7 @@
 """The cost of a plan: counted, and timed by a warm-up."""
 
 import dataclasses
+import datetime
 
 import pytest
 
@@ -83,6 +84,19 @@ def test_controls_corpora_and_looks_are_counted_and_longer_runs_apart(monkeypatc
     tokens = 100 * 4 * 16 * (30 + 3 * longer)
     assert f'26 runs {30 + longer} trials {tokens:.3g} tokens' in costs['total with longer']
     assert 'gets up to 3 further seeds' in text
+
+
+def test_the_time_is_that_of_the_workers(monkeypatch):
+    monkeypatch.setattr(estimate, 'measure', lambda run: estimate.Speed(1e6, 30.0))
+    arms = build_arms(STUDY)
+    runs = plan.least(STUDY, arms)
+    training = sum(map(estimate.flops, runs)) / 1e6
+    for workers, speedup in ((1, 1.0), (4, 2.5)):
+        text = estimate.text(STUDY, arms, workers, speedup)
+        seconds = round(training / speedup + 30 * len(runs) / workers)
+        (total,) = [line for line in text.splitlines() if line.startswith('total ')]
+        assert total.endswith(f'about {datetime.timedelta(seconds=seconds)}')
+        assert f'time is for {workers} worker{"s" * (workers > 1)} on this machine' in text
 
 
 def test_the_speed_is_that_of_the_compiled_program():
