@@ -36,9 +36,10 @@ def test_the_narrowest_control_group_around_the_process_limits_its_cores(groups,
     assert quota(tmp_path) == 2.5
     groups('', cpu_max='150000 100000')
     assert quota(tmp_path) == 1.5
-    for name, text in (('quota', '50000'), ('period', '100000')):
-        groups('cpu', **{f'cpu.cfs_{name}_us': text})
-    assert quota(tmp_path) == 0.5
+    for granted, cores_worth in (('500000', 1.5), ('50000', 0.5)):
+        for name, text in (('quota', granted), ('period', '100000')):
+            groups('cpu', **{f'cpu.cfs_{name}_us': text})
+        assert quota(tmp_path) == cores_worth
 
 
 def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
