@@ -81,6 +81,10 @@ class Checkpoints:
         """The steps that are complete, oldest first."""
         return sorted(self._manager.all_steps())
 
+    def prepare(self, state: dict) -> None:
+        """Compiles what a save computes, for which training would wait at the first one."""
+        checksums.sums(state)
+
     def save(self, step: int, state: dict, record: dict[str, Any], val_loss: float | None) -> None:
         """Saves `state` and the JSON `record` under `step`, unless that step is there already.
 

@@ -112,6 +112,7 @@ def restore(
     restored = checkpoints.restore(program.abstract_state)
     if restored is None:
         state = program.init()
+        checkpoints.prepare(state)
         return state, 0, Clock({}), Divergences(fetch(state['trials']['alive'])), True
     state, record = restored
     if record['data'] != rows.identity():

@@ -137,6 +137,28 @@ def test_a_changed_array_and_changed_sums_cost_their_checkpoint(tmp_path, monkey
     assert f'checksum of {checksums.names(target)[1]}' in caplog.text
 
 
+def test_a_save_after_prepare_compiles_nothing(tmp_path):
+    compiled = []
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if 'backend_compile' in event:
+            compiled.append(seconds)
+
+    state = state_of(0)
+    state['trials']['w_XE'] = jax.numpy.zeros((2, 17))  # a tree that no other test sums
+    saved = Checkpoints(tmp_path)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        saved.prepare(state)
+        assert compiled
+        compiled.clear()
+        saved.save(1, state, RECORD, 2.0)
+        assert not compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+        saved.close()
+
+
 def test_the_time_that_training_waits_goes_on_over_starts(tmp_path):
     first = Checkpoints(tmp_path)
     assert first.stall_seconds == 0.0
