@@ -18,6 +18,7 @@ from qkattn.config import Config, Study, from_config_dict
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
 from qkattn.run import starting
 from qkattn.run.help import HelpFlag, misspelt
+from qkattn.run.memory import keep_freed_memory
 from qkattn.run.progress import LogHandler
 from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE
 
@@ -150,6 +151,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         if len(argv) > 1:
             leave(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
         _log_to_stderr()
+        keep_freed_memory()  # before there are other threads
         try:
             main()
         except Exception as error:

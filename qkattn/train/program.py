@@ -16,6 +16,7 @@ from qkattn.config import Config
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.distributed import agreement
 from qkattn.model.sites import check_kernel
+from qkattn.run.memory import keep_freed_memory
 from qkattn.train import sharding
 from qkattn.train.compiling import without_cache
 from qkattn.train.evaluation import eval_step
@@ -107,6 +108,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
     Raises:
       ConfigError: the mesh needs more devices than there are.
     """
+    keep_freed_memory()
     mesh = sharding.make_mesh(config.mesh)
     trials = config.trials.trials()
     abstract, abstract_hyper, batch = abstract_inputs(config, mesh)
