@@ -145,7 +145,7 @@ TARGETS = (
         text='one trial through the axis of trials over one without it',
         limit=1.02,
         suite='stacks',
-        group='*trial',
+        group='*one core',
         row=ONE_RUN,
         over=NO_AXIS,
     ),

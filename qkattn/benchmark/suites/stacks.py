@@ -38,6 +38,19 @@ def run(session: Session) -> None:
         rounds=min(4, session.scale.rounds),
         seconds=min(0.2, session.scale.seconds),
     )
+    alone = {'config': _config(shape, dispatch, 'vmap', 1)}
+    works = {NO_AXIS: 'one_trial', ONE_RUN: 'stack'}
+    # On one core: on several, XLA's threads leave the times of two processes further apart.
+    session.race(
+        f'{shape}, one trial on one core',
+        [
+            Contestant(name, f'{PARTS}:{work}', alone, cores=1, environment=fresh)
+            for name, work in works.items()
+        ],
+        reference=NO_AXIS,
+        rounds=session.scale.rounds,
+        seconds=session.scale.seconds,
+    )
     session.record(
         f'{title}, with compilation in {STEPS:,} steps',
         lambda: [*map(_with_compilation, timed.rows)],
@@ -49,7 +62,7 @@ def run(session: Session) -> None:
 def _contestants(
     shape: Shape, dispatch: int, numbers: tuple[int, ...], devices: int, fresh: dict[str, str]
 ) -> Iterator[Contestant]:
-    """One trial without and with the axis of trials; stacks; a process for each core."""
+    """One trial; stacks; a process for each core."""
 
     def row(
         line: str, work: str, trials: int, settings: dict[str, Any], name: str = '', **more: str
@@ -64,10 +77,9 @@ def _contestants(
         )
 
     def config(lifting: str, trials: int) -> dict[str, Any]:
-        return shape.config(steps_per_dispatch=dispatch, seeds=trials, lifting=lifting)
+        return _config(shape, dispatch, lifting, trials)
 
     one = {'config': config('vmap', 1)}
-    yield row(NO_AXIS, 'one_trial', 1, one, NO_AXIS)
     yield row('vmap', 'stack', 1, one, ONE_RUN)
     for trials in numbers:
         for lifting in ('vmap', 'map'):
@@ -80,6 +92,10 @@ def _contestants(
         settings: dict[str, Any] = {'work': f'{PARTS}:stack', 'settings': one}
         name = f'{devices} processes'
         yield row(name, 'workers', devices, settings, name)
+
+
+def _config(shape: Shape, dispatch: int, lifting: str, trials: int) -> dict[str, Any]:
+    return shape.config(steps_per_dispatch=dispatch, seeds=trials, lifting=lifting)
 
 
 def _with_compilation(row: Measurement) -> Measurement:
