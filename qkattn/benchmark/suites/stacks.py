@@ -44,7 +44,13 @@ def run(session: Session) -> None:
     session.race(
         f'{shape}, one trial on one core',
         [
-            Contestant(name, f'{PARTS}:{work}', alone, cores=1, environment=fresh)
+            Contestant(
+                name=name,
+                work=f'{PARTS}:{work}',
+                settings=alone,
+                cores=1,
+                environment=fresh,
+            )
             for name, work in works.items()
         ],
         reference=NO_AXIS,
