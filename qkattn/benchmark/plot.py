@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from qkattn.benchmark.measurement import Group, Measurement
 from qkattn.report.figures.style import DASHES, HUES, INK, MARKERS, WIDTH, legend, style_sheet
@@ -47,17 +48,26 @@ def _rows(ax: Axes, rows: Sequence[Measurement]) -> None:
 
 
 def _lines(ax: Axes, x: str, rows: Sequence[Measurement]) -> None:
-    """Median time a token against a number among each row's extra facts, a line a 'line'."""
+    """Median time against a number among each row's extra facts, a line a 'line'.
+
+    The time is that of a token where all rows have tokens.
+    """
     names = list(dict.fromkeys(row.extra['line'] for row in rows))
+    by_token = all('tokens' in row.extra for row in rows)
     for number, name in enumerate(names):
         own = [row for row in rows if row.extra['line'] == name]
         style = {'color': HUES[number % len(HUES)], 'marker': MARKERS[number % len(MARKERS)]}
         style['linestyle'] = DASHES[number // len(HUES) % len(DASHES)]
-        times = [1e6 * row.median / row.extra.get('tokens', 1) for row in own]
+        times = [1e6 * row.median / row.extra['tokens'] if by_token else row.median for row in own]
         ax.plot([row.extra[x] for row in own], times, label=name, **style)
     ax.set(xscale='log', yscale='log')
+    ax.set_xticks(sorted({row.extra[x] for row in rows}))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FormatStrFormatter('%g'))
+        axis.set_minor_formatter(NullFormatter())
     ax.set_xlabel(x.replace('_', ' '), fontsize=7)
-    ax.set_ylabel('µs per token', fontsize=7)
+    ax.set_ylabel('µs per token' if by_token else 's', fontsize=7)
 
 
 def _png(figure: Figure) -> bytes:

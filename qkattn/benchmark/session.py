@@ -235,12 +235,12 @@ def derived(document: dict[str, Any]) -> dict[str, str]:
 
 
 def finish(directory: Path) -> list[str]:
-    """Draws what a directory has measured; returns the names of all its files."""
+    """Writes the tables and figures of what a directory has measured; the names of its files."""
     document = read(directory)
-    figures = draw(groups_of(document))
-    for name, content in figures.items():
+    made: dict[str, str | bytes] = {**derived(document), **draw(groups_of(document))}
+    for name, content in made.items():
         write_atomic(directory / name, content)
-    return [FILE, *derived(document), *figures]
+    return [FILE, *made]
 
 
 def check(directory: Path) -> int:

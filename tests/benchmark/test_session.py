@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from qkattn.benchmark import printed_groups, session, summary
+from qkattn.benchmark import plot, printed_groups, session, summary
 from qkattn.benchmark.measurement import Group, Measurement
 from qkattn.benchmark.session import SCALES, Options, Session
 from qkattn.benchmark.shape import MEDIUM, RECIPE
@@ -99,12 +99,25 @@ def test_tables_and_figures_are_those_of_the_measurements(begin, tmp_path):
     table.write_text(table.read_text().replace('0.4', '0.3'))
     with pytest.raises(ReportError, match='table.csv is not what benchmark.json gives'):
         session.check(tmp_path)
+    session.finish(tmp_path)
+    assert session.check(tmp_path) == 12
     for damage, message in (('{', 'is not a benchmark'), ({'schema': 2, 'groups': []}, 'schema 2')):
         (tmp_path / 'benchmark.json').write_text(
             damage if isinstance(damage, str) else json.dumps(damage)
         )
         with pytest.raises(ReportError, match=message):
             session.check(tmp_path)
+
+
+@pytest.mark.parametrize(('tokens', 'label'), [({'tokens': 10}, 'µs per token'), ({}, 's')])
+def test_lines_are_drawn_over_the_numbers_that_were_measured(tokens, label):
+    rows = [
+        Measurement(f'{n} layers', {}, [0.1 * n], {**tokens, 'line': 'own', 'layers': n})
+        for n in (4, 12, 48)
+    ]
+    (ax,) = plot._figure([Group('depth', 'a', rows, x='layers')]).axes
+    assert [text.get_text() for text in ax.get_xticklabels()] == ['4', '12', '48']
+    assert ax.get_ylabel() == label
 
 
 def test_tables_in_pages_are_those_of_the_measurements(begin, tmp_path):
