@@ -1,8 +1,8 @@
 """Quickstart: eight attention variants at equal parameter count, three seeds each.
 
-    python -m experiments.ablate --config=quickstart --workdir=runs/quickstart --workers=auto
+    python -m experiments.ablate --config=configs/quickstart.py --workdir=runs/quickstart
 
-or launch/quickstart.sh, which also installs what is needed.
+or launch/quickstart.sh, which also installs what is needed and adds --workers=auto.
 
 Expected: a table and runs/quickstart/report.html; three seeds at one learning rate decide nothing,
 and the report says so; see experiments/results/quickstart.
