@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from qkattn.benchmark import machine, session, targets
+from qkattn.benchmark import session, targets
 from qkattn.benchmark.session import SCALES, Options, Session
 from qkattn.benchmark.shape import RECIPE
 from qkattn.benchmark.suites.steps import NEEDS, PEERS
@@ -25,7 +25,7 @@ from qkattn.config.calls import split_variant
 from qkattn.config.extras import missing_extra
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
-from qkattn.run import cli, signals
+from qkattn.run import cli, cores, signals
 
 SUITE = flags.DEFINE_list(
     'suite',
@@ -66,7 +66,7 @@ def main() -> None:
     names, scale = chosen_suites(SUITE.value)
     options = Options(
         scale=dataclasses.replace(SCALES[scale], **asked()),
-        cores=tuple(_whole('cores', CORES.value or (), len(machine.available_cores()))),
+        cores=tuple(_whole('cores', CORES.value or (), len(cores.usable()))),
         peers=chosen_peers(),
         again=AGAIN.value,
     )

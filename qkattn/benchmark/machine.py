@@ -8,16 +8,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from qkattn.run.cores import cpu, usable
 from qkattn.run.provenance import RECORDED_VERSIONS, git_state
 
 VERSIONS = (*RECORDED_VERSIONS, 'torch')
-
-
-def available_cores() -> list[int]:
-    """The numbers of the cores that this process may use."""
-    if hasattr(os, 'sched_getaffinity'):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def pin(cores: list[int]) -> None:
@@ -37,8 +31,8 @@ def facts() -> dict[str, Any]:
     """CPU, cores, memory, devices, versions and commit: what a result depends on."""
     commit = git_state(Path(__file__).resolve().parents[1])
     return {
-        'cpu': _cpu(),
-        'cores': len(available_cores()),
+        'cpu': cpu(),
+        'cores': len(usable()),
         'memory_bytes': os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'),
         'accelerators': accelerators(),
         'platform': platform.platform(),
@@ -69,11 +63,3 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu() -> str:
-    try:
-        lines = Path('/proc/cpuinfo').read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.split(':')[1].strip() for x in lines if x.startswith('model name')), '')

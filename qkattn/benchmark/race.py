@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from qkattn.benchmark.machine import available_cores, rebind
+from qkattn.benchmark.machine import rebind
 from qkattn.benchmark.measurement import Measurement
 from qkattn.run import signals
+from qkattn.run.cores import usable
 from qkattn.run.progress import waiting
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def _started(contestants: Sequence[Contestant], stack: contextlib.ExitStack) -> 
     runners: dict[int, _Runner] = {}
     numbered = sorted(enumerate(contestants), key=lambda pair: _place(*pair))
     grouped = itertools.groupby(numbered, key=lambda pair: _place(*pair))
-    left, free = [list(members) for _, members in grouped], available_cores()
+    left, free = [list(members) for _, members in grouped], usable()
     while left:
         building: list[tuple[list, subprocess.Popen, IO]] = []
         while left and (not building or left[0][0][1].cores <= len(free)):
@@ -133,8 +134,8 @@ def _started(contestants: Sequence[Contestant], stack: contextlib.ExitStack) -> 
             for number, (index, contestant) in enumerate(members):
                 with waiting('benchmark', f'building {contestant.name}'):
                     runners[index] = _Runner(contestant, process, errors, number)
-            rebind(process.pid, available_cores()[-members[0][1].cores :])
-        free = available_cores()
+            rebind(process.pid, usable()[-members[0][1].cores :])
+        free = usable()
     return [runners[index] for index in range(len(contestants))]
 
 

@@ -14,6 +14,7 @@ from qkattn.benchmark.race import Contestant, race
 from qkattn.benchmark.shape import GPT2, MEDIUM, RECIPE, TINY, Shape
 from qkattn.benchmark.summary import csv_table, page
 from qkattn.errors import ReportError
+from qkattn.run.cores import usable
 from qkattn.run.files import write_atomic
 
 SCHEMA = 1
@@ -121,7 +122,7 @@ class Session:
     @property
     def cores(self) -> tuple[int, ...]:
         """Numbers of cores to compare: by default one and all, beside an accelerator all."""
-        most = len(machine.available_cores())
+        most = len(usable())
         return self.options.cores or (
             (most,) if machine.accelerators() else tuple(sorted({1, most}))
         )

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qkattn.benchmark.machine import available_cores
 from qkattn.benchmark.race import Contestant, race
+from qkattn.run.cores import usable
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def test_contestants_are_timed_on_the_same_cores(contestant):
     """Whatever cores they were built on."""
     race([contestant(n, 'located', file=str(contestant.file)) for n in 'abc'], rounds=2, seconds=0)
     lines = contestant.file.read_text().splitlines()
-    assert len(lines) == 12 and set(lines[-6:]) == {str(available_cores()[-1])}
-    assert len(set(lines)) == min(len(available_cores()), 3)
+    assert len(lines) == 12 and set(lines[-6:]) == {str(usable()[-1])}
+    assert len(set(lines)) == min(len(usable()), 3)
 
 
 def test_contestants_may_share_a_process_and_seconds_are_those_of_a_step(contestant):

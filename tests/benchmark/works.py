@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from qkattn.benchmark.machine import available_cores
 from qkattn.benchmark.work import Work
+from qkattn.run.cores import usable
 
 
 def noted(file: str, letter: str, steps: float = 1) -> Work:
@@ -14,7 +14,7 @@ def noted(file: str, letter: str, steps: float = 1) -> Work:
         with Path(file).open('a') as opened:
             opened.write(letter * calls)
 
-    return Work(run, steps, {'tokens': 10, 'here': [os.getpid(), *available_cores()]})
+    return Work(run, steps, {'tokens': 10, 'here': [os.getpid(), *usable()]})
 
 
 def located(file: str) -> Work:
@@ -22,7 +22,7 @@ def located(file: str) -> Work:
 
     def run(calls: int) -> None:
         with Path(file).open('a') as opened:
-            print(*available_cores(), file=opened)
+            print(*usable(), file=opened)
 
     return Work(run)
 

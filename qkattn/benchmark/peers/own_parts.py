@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qkattn.benchmark.machine import available_cores
 from qkattn.benchmark.peers import own
 from qkattn.benchmark.work import Work
 from qkattn.config import Config, ModelConfig, from_json
@@ -22,6 +21,7 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.decode.generate import generate
 from qkattn.decode.kv_cache import init_cache
 from qkattn.model import build, cost
+from qkattn.run.cores import usable
 from qkattn.train import program, sharding
 from qkattn.train.placement import place_batch
 from qkattn.train.step import init_stack, init_trial, train_trial
@@ -76,7 +76,7 @@ def workers(work: str, settings: dict[str, Any]) -> Work:
 
     A step is one of one of the processes, which end with this one.
     """
-    cores = available_cores()
+    cores = usable()
     orders = [{'cores': [core], 'works': [(work, settings)]} for core in cores]
     command = [sys.executable, '-m', 'qkattn.benchmark.contestant']
     options: dict[str, Any] = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True}

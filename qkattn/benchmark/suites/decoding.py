@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from qkattn.benchmark.machine import available_cores
 from qkattn.benchmark.race import Contestant
 from qkattn.benchmark.session import Session
 from qkattn.benchmark.shape import GPT2, TINY, Shape
+from qkattn.run.cores import usable
 
 WORK = 'qkattn.benchmark.peers.own_parts:greedy'
 BASELINE = 'qk/vo'
@@ -35,7 +35,7 @@ def run(session: Session) -> None:
     """Seconds per new token of all rows."""
     shape, prompt, tokens = SCALES[session.scale.name]
     variants = dict([*VARIANTS.items()][:2]) if session.scale.name == 'smoke' else VARIANTS
-    cores = len(available_cores())
+    cores = len(usable())
     contestants = [
         Contestant(
             name=name,

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-from qkattn.benchmark.machine import available_cores
 from qkattn.benchmark.measurement import Measurement
 from qkattn.benchmark.race import Contestant
 from qkattn.benchmark.session import Session
 from qkattn.benchmark.shape import GPT2, TINY, Shape
 from qkattn.benchmark.targets import SHALLOW
+from qkattn.run.cores import usable
 
 WORK = 'qkattn.benchmark.peers.own_parts:memory_and_compilation'
 KERNELS = ('einsum', 'blockwise', 'dot_product')
@@ -54,7 +54,7 @@ def run(session: Session) -> None:
             name=name,
             work=WORK,
             settings={'config': config, 'compilations': compilations},
-            cores=len(available_cores()),
+            cores=len(usable()),
             extra={'line': line, 'layers': shape.layers, 'context': shape.context},
             environment=fresh,
         )

@@ -3,11 +3,11 @@
 import dataclasses
 
 from qkattn.benchmark import commands
-from qkattn.benchmark.machine import available_cores
 from qkattn.benchmark.race import Contestant
 from qkattn.benchmark.session import Session
 from qkattn.benchmark.shape import GPT2, MEDIUM, RECIPE, TINY, Shape
 from qkattn.benchmark.targets import TRAINING
+from qkattn.run.cores import usable
 
 WORK = 'qkattn.benchmark.peers.own_parts:batches'
 SCALES: dict[str, tuple[Shape, ...]] = {
@@ -45,6 +45,6 @@ def _pipeline(shape: Shape, seeds: int) -> Contestant:
         name=f'context {shape.context}, batch {shape.batch}, {counted}',
         work=WORK,
         settings={'config': config},
-        cores=len(available_cores()),
+        cores=len(usable()),
         process='input',
     )

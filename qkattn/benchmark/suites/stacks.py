@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from qkattn.benchmark.machine import accelerators, available_cores
+from qkattn.benchmark.machine import accelerators
 from qkattn.benchmark.measurement import Measurement
 from qkattn.benchmark.race import Contestant
 from qkattn.benchmark.session import Session
 from qkattn.benchmark.shape import GPT2, RECIPE, TINY, Shape
 from qkattn.benchmark.targets import NO_AXIS, ONE_RUN
+from qkattn.run.cores import usable
 
 PARTS = 'qkattn.benchmark.peers.own_parts'
 # Shape, steps a dispatch, numbers of trials.
@@ -28,7 +29,7 @@ def run(session: Session) -> None:
     fresh = {} if session.scale.name == 'smoke' else {'JAX_ENABLE_COMPILATION_CACHE': 'false'}
     title, devices = f'{shape}, seconds per step and trial', 1
     if not accelerators():
-        devices = len(available_cores())
+        devices = len(usable())
     contestants = list(_contestants(shape, dispatch, numbers, devices, fresh))
     timed = session.race(
         title,
@@ -77,7 +78,7 @@ def _contestants(
             name=name or f'{line}, {trials} trials',
             work=f'{PARTS}:{work}',
             settings=settings,
-            cores=len(available_cores()),
+            cores=len(usable()),
             extra={'trials': trials, 'line': line},
             environment={**fresh, **more},
         )

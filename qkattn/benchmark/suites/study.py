@@ -5,10 +5,10 @@ import tempfile
 from pathlib import Path
 
 from qkattn.benchmark import commands
-from qkattn.benchmark.machine import available_cores
 from qkattn.benchmark.measurement import Measurement
 from qkattn.benchmark.session import Session
 from qkattn.benchmark.targets import ONE_PROCESS, WORKERS
+from qkattn.run.cores import usable
 
 # Overrides of the quickstart's study of eight variants: one trial each.
 SMALL = {
@@ -43,7 +43,7 @@ def run(session: Session) -> None:
             found.update(_measured(flags))
         return found[which]
 
-    cores = len(available_cores())
+    cores = len(usable())
     title = f'{cores} core{"s" * (cores > 1)}'
     commands.record(session, f'workers, {title}', lambda: rows('workers'), ONE_PROCESS)
     commands.record(session, 'one process, by phase', lambda: rows('phases'), ONE_PROCESS)
