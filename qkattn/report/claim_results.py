@@ -1,0 +1,172 @@
+"""Decided claims as data: what claims.json holds, and what pages and figures of claims show."""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from qkattn.errors import ReportError
+from qkattn.run.json_schema import read
+from qkattn.run.records import damaged, parse_file, write_json
+
+NAME = 'claims.json'
+_ADVICE = 'make it again with python -m experiments.claims --export={}'
+
+
+class ClaimVerdict(enum.StrEnum):
+    """What is decided about a claim, at its scale."""
+
+    HOLDS = 'holds'
+    HOLDS_ONLY_IF = 'holds only if'
+    FAILS = 'fails'
+    UNDECIDED = 'undecided'
+
+
+class Kind(enum.StrEnum):
+    """What the value of a row is.
+
+    EXACT is an algebraic check; REMOVED an arm at the baseline's shape minus the baseline,
+    REINVESTED the matched arm minus that, MATCHED the matched arm minus the baseline, which is the
+    sum of both; MEASURED anything else, as a point of a curve.
+    """
+
+    EXACT = 'exact'
+    REMOVED = 'removed'
+    REINVESTED = 'reinvested'
+    MATCHED = 'matched'
+    MEASURED = 'measured'
+
+
+class Speaks(enum.StrEnum):
+    """What a row says about its claim; one that stands BESIDE others decides nothing."""
+
+    FOR = 'for'
+    AGAINST = 'against'
+    OPEN = 'open'
+    BESIDE = 'beside'
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One comparison or measurement.
+
+    Attributes:
+      what: what was compared, in a few words.
+      kind: of `Kind`.
+      context: where it was measured, name by name: model, size, corpus, steps, destination.
+      value: in `unit`, which is '' for a pure number.
+      speaks: of `Speaks`.
+      low, high: the 95 % interval.
+      expected, tolerance: of an exact check, which asks for |value - expected| <= tolerance.
+      arm: the variant, which chooses colour and marker.
+      relation: what the claim expects of the arm, 'not_better'.
+      word: the arm's verdict in its study.
+      x, x_label: the place on a curve: rows of one claim that have it are points of lines.
+      study: the study that it comes from, a directory beside claims.json.
+    """
+
+    what: str
+    kind: str
+    context: Mapping[str, str]
+    value: float
+    speaks: str
+    unit: str = ''
+    low: float | None = None
+    high: float | None = None
+    expected: float | None = None
+    tolerance: float | None = None
+    arm: str | None = None
+    relation: str | None = None
+    word: str | None = None
+    x: float | None = None
+    x_label: str | None = None
+    study: str | None = None
+
+    def __post_init__(self) -> None:
+        Kind(self.kind), Speaks(self.speaks)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClaimResult:
+    """A claim as decided at one scale.
+
+    Attributes:
+      name: 'B2'; its letter is the group.
+      source, reported: who says so, and the number reported there.
+      rule: how it is decided, in a sentence.
+      verdict: of `ClaimVerdict`.
+      condition: the contexts in which a claim holds that holds only there.
+      needed: the seeds, tokens and parameters that would decide an undecided claim.
+      decisive: the place in `rows` of the row whose number stands for the claim.
+      missing: what is missing and how to get it, sentence by sentence.
+      seconds: of training and checks together.
+    """
+
+    name: str
+    statement: str
+    source: str
+    reported: str | None
+    rule: str
+    scale: str
+    verdict: str
+    rows: tuple[Row, ...] = ()
+    condition: str | None = None
+    needed: str | None = None
+    decisive: int | None = None
+    missing: tuple[str, ...] = ()
+    studies: tuple[str, ...] = ()
+    command: str | None = None
+    commit: str | None = None
+    hardware: str | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        ClaimVerdict(self.verdict)
+        if self.decisive is not None and not 0 <= self.decisive < len(self.rows):
+            raise ValueError(f'decisive is {self.decisive}, but there are {len(self.rows)} rows')
+
+    @property
+    def anchor(self) -> str:
+        """The id of its section."""
+        return f'claim-{self.name.lower()}'
+
+    @property
+    def decisive_row(self) -> Row | None:
+        return None if self.decisive is None else self.rows[self.decisive]
+
+
+def write_claims(directory: str | Path, claims: Iterable[ClaimResult]) -> Path:
+    """Writes claims.json into a directory, each claim with a checksum; returns its path."""
+    path = Path(directory) / NAME
+    write_json(path, list(claims))
+    return path
+
+
+def read_claims(directory: str | Path) -> tuple[ClaimResult, ...]:
+    """The claims of a directory.
+
+    Raises:
+      ReportError: there is no claims.json.
+      RunDirectoryError: it was edited, or is not what `write_claims` writes.
+    """
+    path = Path(directory) / NAME
+    advice = _ADVICE.format(directory)
+    if not path.is_file():
+        raise ReportError(f'{path} does not exist; {advice}.')
+    try:
+        return tuple(map(_claim, parse_file(path, [{'name': str, 'rows': list}])))
+    except ValueError as error:
+        raise damaged(path, error, advice) from error
+
+
+def _claim(record: dict) -> ClaimResult:
+    try:
+        rows = []
+        for place, row in enumerate(record['rows']):
+            try:
+                rows.append(read(Row, row))
+            except ValueError as error:
+                raise ValueError(f'row {place}: {error}') from error
+        return read(ClaimResult, record, rows=tuple(rows))
+    except ValueError as error:
+        raise ValueError(f'claim {record["name"]}: {error}') from error
