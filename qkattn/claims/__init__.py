@@ -1,0 +1,1 @@
+"""The claims: what each says, what decides it, and the verdicts."""

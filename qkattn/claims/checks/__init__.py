@@ -1,0 +1,1 @@
+"""The checks of exact claims: algebra on small matrices, counts on real parameter trees."""

@@ -1,0 +1,105 @@
+"""A claim: its statement, where it comes from, and what decides it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from qkattn.report.claim_results import Kind, Row, Speaks
+
+Check = Callable[[], list[Row]]
+"""An exact check, decided in seconds; verification runs it again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """What a claim expects of an arm of a study, at each size, corpus and length of training.
+
+    Attributes:
+      study: the name of a file in configs/claims.
+      variant: as written in the study; where the study has several destinations, the arms of all.
+      relation: of the arm to the baseline, one of `qkattn.claims.rules.RELATIONS`.
+      at: 'matched' for the arm at the baseline's parameter count; 'removed' for its control at the
+        baseline's shape, which has fewer parameters.
+      versus: another variant that takes the place of the baseline.
+      context: what tells this expectation apart from others of the claim, factor by factor.
+      reported: the lowest and the highest difference that was reported, nats/token.
+    """
+
+    study: str
+    variant: str
+    relation: str
+    at: Literal['matched', 'removed'] = 'matched'
+    versus: str | None = None
+    context: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reported: tuple[float, float] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """Rows that are no differences between arms: curves, sweeps, drift, times.
+
+    Attributes:
+      study: a study of configs/claims; a name without such a config is a directory of the measure's
+        own.
+      read: the rows of an exported directory; does not train.
+      record: called once with (directory, scale) after the study is trained, while its checkpoints
+        are there; writes files into directory/'measures', which are exported.
+    """
+
+    study: str
+    read: Callable[[Path], list[Row]]
+    record: Callable[[Path, str], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claim and what decides it: exact checks, expectations of arms, measures.
+
+    Attributes:
+      name: 'B2'.
+      statement, rule: a sentence each; the rule says in which case the claim holds.
+      source: who says so.
+      reported: the number that was reported, in words.
+    """
+
+    name: str
+    statement: str
+    source: str
+    rule: str
+    reported: str | None = None
+    checks: tuple[Check, ...] = ()
+    expectations: tuple[Expectation, ...] = ()
+    measures: tuple[Measure, ...] = ()
+
+    @property
+    def studies(self) -> tuple[str, ...]:
+        """The names of its studies, in the order of its declaration."""
+        expected = (of.study for of in self.expectations)
+        return tuple(dict.fromkeys((*expected, *(of.study for of in self.measures))))
+
+    @property
+    def exact(self) -> bool:
+        """Whether it needs nothing but its checks."""
+        return not self.studies
+
+
+def exact(
+    what: str,
+    value: float,
+    expected: float,
+    tolerance: float = 0.0,
+    unit: str = '',
+    **context: object,
+) -> Row:
+    """The row of an exact check, for the claim if |value - expected| <= tolerance."""
+    return Row(
+        what=what,
+        kind=Kind.EXACT,
+        context={name: str(value) for name, value in context.items()},
+        value=float(value),
+        speaks=Speaks.FOR if abs(value - expected) <= tolerance else Speaks.AGAINST,
+        unit=unit,
+        expected=float(expected),
+        tolerance=float(tolerance),
+    )

@@ -1,0 +1,81 @@
+"""Decides a claim from its checks and from the studies of a directory."""
+
+import functools
+import time
+from typing import Any
+
+from qkattn.claims import rules
+from qkattn.claims.claim import Claim
+from qkattn.claims.evidence import Evidence, evidence
+from qkattn.claims.needs import needed
+from qkattn.claims.results import Results
+from qkattn.report.claim_results import ClaimResult, ClaimVerdict
+from qkattn.report.prose import device
+from qkattn.run.provenance import describe_start
+
+
+def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
+    """The verdict of a claim on what a directory has; what is missing is named.
+
+    Raises:
+      ConfigError: the claim expects an arm that its study does not declare.
+    """
+    started = time.perf_counter()
+    rows = [row for check in claim.checks for row in check()]
+    decided: list[Evidence] = []
+    missing = list(results.missing(claim, scale))
+    for expected in claim.expectations:
+        if (loaded := results.study(expected.study)) is None:
+            continue
+        found, beside, lacking = evidence(expected, loaded)
+        decided += found
+        rows += [of.row for of in found] + beside
+        missing += [
+            f'study {expected.study}: {place.variant} at {place.size} on {place.corpus} has no '
+            'difference from the baseline yet'
+            for place in lacking
+        ]
+    for measure in claim.measures:
+        rows += results.rows(measure)
+    verdict = rules.verdict(rows, complete=not missing)
+    return ClaimResult(
+        name=claim.name,
+        statement=claim.statement,
+        source=claim.source,
+        reported=claim.reported,
+        rule=claim.rule,
+        scale=scale,
+        verdict=verdict,
+        rows=tuple(rows),
+        condition=rules.condition(rows) if verdict == ClaimVerdict.HOLDS_ONLY_IF else None,
+        needed=needed(decided) if verdict == ClaimVerdict.UNDECIDED else None,
+        decisive=rules.decisive(rows, verdict),
+        missing=tuple(dict.fromkeys(missing)),
+        studies=tuple(name for name in claim.studies if results.has(name)),
+        command=f'python -m experiments.claims {claim.name} --scale={scale} --workdir=runs/{scale}',
+        **_about(claim, results, time.perf_counter() - started),
+    )
+
+
+def _about(claim: Claim, results: Results, seconds: float) -> dict[str, Any]:
+    """The commit, the hardware and the seconds of training and checks together."""
+    runs = [
+        (run.name, trial)
+        for name in claim.studies
+        if (loaded := results.study(name))
+        for run in loaded.study.runs
+        for trial in run.trials[:1]
+    ]
+    started = [trial.provenance for _, trial in runs] or [_here()]
+    commits = {str(of['git']['commit'])[:12] for of in started}
+    trained = [trial.train_seconds or 0.0 for _, trial in runs]
+    return {
+        'commit': ', '.join(sorted(commits)),
+        'hardware': ', '.join(sorted(set(map(device, started)))),
+        'seconds': round(sum(trained) + seconds, 1),
+    }
+
+
+@functools.cache
+def _here() -> dict[str, Any]:
+    return describe_start(None)

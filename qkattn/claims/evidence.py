@@ -1,0 +1,189 @@
+"""The rows of a claim's expectations, from the arms of a study and their verdicts."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from qkattn.claims import rules
+from qkattn.claims.claim import Expectation
+from qkattn.errors import ConfigError
+from qkattn.report.claim_results import Kind, Row, Speaks
+from qkattn.stats.inference import Difference
+from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
+from qkattn.verdict import Decision, Findings, Study
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.codes import Comparison, Verdict
+from qkattn.verdict.comparison import compare
+from qkattn.verdict.judging import judge
+
+UNIT = 'nats/token'
+
+
+class Evidence(NamedTuple):
+    """A row that an expectation decides by, with the arm behind it and its verdict."""
+
+    row: Row
+    arm: Arm
+    verdict: Verdict
+    difference: Difference
+
+
+class Loaded(NamedTuple):
+    """A study with its findings."""
+
+    study: Study
+    found: Findings
+
+    def bare(self, variant: str) -> str:
+        """The variant of an arm's label without its destination."""
+        for destination in self.study.destinations:
+            variant = variant.removesuffix(f' [{destination}]')
+        return variant
+
+    def context(self, arm: Arm) -> dict[str, str]:
+        """Where an arm is compared: the kind of its model, its size, corpus and steps."""
+        context = {
+            'model': self.study.base['model']['kind'].replace('_', '-'),
+            'size': arm.size,
+            'corpus': arm.corpus,
+            'steps': str(arm.example.planned_steps),
+        }
+        destination = arm.variant.removeprefix(self.bare(arm.variant)).strip(' []')
+        return context | ({'destination': destination} if destination else {})
+
+
+def evidence(
+    expected: Expectation, loaded: Loaded
+) -> tuple[list[Evidence], list[Row], list[Place]]:
+    """What decides an expectation, what stands beside it, and the arms without results.
+
+    An arm has a row at its own length of training and, matched, at a longer one. The rows beside it
+    are the other parts of the difference: removed, reinvested, matched.
+
+    Returns:
+      Evidence, the rows beside it, and the declared arms that have no difference yet.
+
+    Raises:
+      ConfigError: the study declares no such arm.
+    """
+    decided, beside = [], []
+    lacking = _declared(expected, loaded)
+    parts = {of.place: of for of in loaded.found.decomposition}
+    for arm, verdict, comparison in _cases(expected, loaded):
+        if comparison is None:
+            continue
+        if arm.place in lacking:
+            lacking.remove(arm.place)
+        context = {**loaded.context(arm), **expected.context}
+        kind = Kind.REMOVED if arm.control == EQUAL_SHAPE else Kind.MATCHED
+        row = _row(arm, comparison, kind, context, expected)
+        said = rules.speaks(expected.relation, verdict.decision)
+        word = verdict.decision.value
+        row = dataclasses.replace(row, relation=expected.relation, word=word, speaks=said)
+        decided.append(Evidence(row, arm, verdict, comparison.difference))
+        if expected.versus or arm.control == LONGER:
+            continue
+        for primary in _primary_of(arm, loaded):
+            part = parts.get(primary.place)
+            shown = {
+                Kind.REMOVED: part.removing if part else None,
+                Kind.REINVESTED: part.reinvesting if part else None,
+                Kind.MATCHED: primary.comparison,
+            }
+            for name, of in shown.items():
+                if of is not None and name != kind:
+                    own = {**loaded.context(primary), **expected.context}
+                    beside.append(_row(primary, of, name, own, expected))
+    return decided, beside, lacking
+
+
+def _declared(expected: Expectation, loaded: Loaded) -> list[Place]:
+    """The arms that the study declares for an expectation."""
+    control = EQUAL_SHAPE if expected.at == 'removed' else None
+    places = [place for place in loaded.study.arms if place.control == control]
+    variants = list(dict.fromkeys(loaded.bare(place.variant) for place in places))
+    for variant in (expected.variant, expected.versus or expected.variant):
+        if variant not in variants:
+            raise ConfigError(
+                f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
+                f'{", ".join(variants) or "none"}'
+            )
+    return [place for place in places if loaded.bare(place.variant) == expected.variant]
+
+
+def _primary_of(arm: Arm, loaded: Loaded) -> Iterator[Arm]:
+    """The matched arms of a control of equal shape, one a destination; of a matched arm itself."""
+    for other in loaded.found.arms:
+        same = (other.size, other.corpus) == (arm.size, arm.corpus)
+        if other.place == arm.place or (
+            same and arm.control == EQUAL_SHAPE and loaded.bare(other.variant) == arm.variant
+        ):
+            yield other
+
+
+def _row(
+    arm: Arm, comparison: Comparison, kind: Kind, context: Mapping[str, str], expected: Expectation
+) -> Row:
+    low, high = expected.reported or (None, None)
+    return Row(
+        what=f'{expected.variant} - {expected.versus}' if expected.versus else expected.variant,
+        kind=kind,
+        context=context,
+        value=comparison.difference.mean,
+        speaks=Speaks.BESIDE,
+        unit=UNIT,
+        low=comparison.difference.low,
+        high=comparison.difference.high,
+        expected=None if low is None else (low + high) / 2,
+        tolerance=None if low is None else (high - low) / 2,
+        arm=expected.variant,
+        study=expected.study,
+    )
+
+
+def _cases(
+    expected: Expectation, loaded: Loaded
+) -> Iterator[tuple[Arm, Verdict, Comparison | None]]:
+    """The arms of an expectation with their verdicts and differences.
+
+    Families of the corrections: matched arms have the verdict of their study; controls of equal
+    shape are corrected for all that the study declares, arms that are trained longer for all
+    comparisons of the study, as any of them may have been, pairs of variants for all such pairs.
+    """
+    study, found = loaded
+    everything = (*found.arms, *found.controls)
+    mine = [arm for arm in everything if loaded.bare(arm.variant) == expected.variant]
+    others = {
+        (arm.group, arm.control): arm
+        for arm in everything
+        if (loaded.bare(arm.variant) == expected.versus if expected.versus else arm.is_baseline)
+    }
+    family = {None: found.num_comparisons, LONGER: found.num_comparisons}
+    family[EQUAL_SHAPE] = sum(place.control == EQUAL_SHAPE for place in study.arms)
+    controls = (EQUAL_SHAPE,) if expected.at == 'removed' else (None, LONGER)
+    for control in controls:
+        against = control if expected.versus or control == LONGER else None
+        pairs = {
+            arm.place: (arm, others.get((arm.group, against)))
+            for arm in mine
+            if arm.control == control
+        }
+        number = len(pairs) if expected.versus else family[control]
+        verdicts = _judged(loaded, pairs, number, control)
+        for place, (arm, other) in pairs.items():
+            if expected.versus is None:
+                yield arm, arm.verdict or verdicts[place], arm.comparison
+            elif other is not None:
+                yield arm, verdicts[place], compare([(arm, other)], study.margin)
+
+
+def _judged(
+    loaded: Loaded, pairs: Mapping[Place, tuple[Arm, Arm | None]], family: int, control: str | None
+) -> Mapping[Place, Verdict]:
+    study, found = loaded
+    if study.tuning is None:
+        return dict.fromkeys(pairs, Verdict(Decision.NO_VERDICT))
+    if control == LONGER:
+        seeds = tuple(study.controls['longer_seeds'])
+        study = dataclasses.replace(study, seeds=seeds, looks=(len(seeds),))
+    return judge(study, {place: [pair] for place, pair in pairs.items()}, found.blocks, family)

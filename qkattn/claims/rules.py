@@ -1,0 +1,87 @@
+"""From the words of arms to the truth of a claim, and from its truth in contexts to its verdict.
+
+| relation | true | false |
+|---|---|---|
+| better | better | equivalent, worse |
+| worse | worse | equivalent, better |
+| different | better, worse | equivalent |
+| equivalent | equivalent | better or worse by more than the margin |
+| not_better | equivalent, worse | better by more than the margin |
+| not_worse | equivalent, better | worse by more than the margin |
+
+Better and worse include those below the margin unless the table says otherwise; any other word
+leaves the relation open. Rows of one context count together.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from qkattn.report.claim_results import ClaimVerdict, Row, Speaks
+from qkattn.verdict import Decision
+from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
+
+Context = tuple[tuple[str, str], ...]
+"""Factors with their values, in the order of a row."""
+
+_SAME = (Decision.EQUIVALENT,)
+# By relation, the words for it and those against it.
+RELATIONS: dict[str, tuple[tuple[Decision, ...], tuple[Decision, ...]]] = {
+    'better': (BELOW_ZERO, (*_SAME, *ABOVE_ZERO)),
+    'worse': (ABOVE_ZERO, (*_SAME, *BELOW_ZERO)),
+    'different': ((*BELOW_ZERO, *ABOVE_ZERO), _SAME),
+    'equivalent': (_SAME, (Decision.BETTER, Decision.WORSE)),
+    'not_better': ((*_SAME, *ABOVE_ZERO), (Decision.BETTER,)),
+    'not_worse': ((*_SAME, *BELOW_ZERO), (Decision.WORSE,)),
+}
+
+
+def speaks(relation: str, word: Decision) -> Speaks:
+    """What the word of an arm says about the relation."""
+    true, false = RELATIONS[relation]
+    return Speaks.FOR if word in true else Speaks.AGAINST if word in false else Speaks.OPEN
+
+
+def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
+    """The truth of a claim in each context: one row against it makes it false, else open is open.
+
+    Rows that stand beside others decide nothing.
+    """
+    found: dict[Context, set[str]] = {}
+    for row in rows:
+        if row.speaks != Speaks.BESIDE:
+            found.setdefault(tuple(row.context.items()), set()).add(row.speaks)
+    order = (Speaks.AGAINST, Speaks.OPEN, Speaks.FOR)
+    return {context: next(s for s in order if s in said) for context, said in found.items()}
+
+
+def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
+    """Holds if true in all contexts, fails if false in all; holds only if, if both occur.
+
+    Args:
+      complete: whether all contexts have results; otherwise a claim neither holds nor fails.
+    """
+    found = set(truths(rows).values())
+    if {Speaks.FOR, Speaks.AGAINST} <= found:
+        return ClaimVerdict.HOLDS_ONLY_IF
+    if not complete or len(found) != 1 or Speaks.OPEN in found:
+        return ClaimVerdict.UNDECIDED
+    return ClaimVerdict.HOLDS if found == {Speaks.FOR} else ClaimVerdict.FAILS
+
+
+def condition(rows: Iterable[Row]) -> str:
+    """The contexts in which a claim holds: by one factor if that suffices, else one by one."""
+    found = truths(rows)
+    true = [dict(context) for context, said in found.items() if said == Speaks.FOR]
+    false = [dict(context) for context, said in found.items() if said == Speaks.AGAINST]
+    for factor in true[0] if true else ():
+        holds = [of.get(factor) for of in true]
+        if None not in holds and not {*holds} & {of.get(factor) for of in false}:
+            return f'{factor} {" or ".join(dict.fromkeys(map(str, holds)))}'
+    varying = [name for name in true[0] if len({of.get(name) for of in (*true, *false)}) > 1]
+    return '; '.join(', '.join(f'{n} {of[n]}' for n in varying if n in of) for of in true)
+
+
+def decisive(rows: Sequence[Row], found: ClaimVerdict) -> int | None:
+    """The place of the first row that speaks as the verdict does."""
+    wanted = {ClaimVerdict.FAILS: Speaks.AGAINST, ClaimVerdict.UNDECIDED: Speaks.OPEN}
+    places = [i for i, row in enumerate(rows) if row.speaks == wanted.get(found, Speaks.FOR)]
+    return places[0] if places else None

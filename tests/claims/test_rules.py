@@ -1,0 +1,81 @@
+"""From words to truths, and from truths to verdicts."""
+
+import pytest
+
+from qkattn.claims import rules
+from qkattn.report.claim_results import ClaimVerdict, Kind, Row, Speaks
+from qkattn.verdict import Decision
+
+FOR, AGAINST, OPEN, BESIDE = Speaks.FOR, Speaks.AGAINST, Speaks.OPEN, Speaks.BESIDE
+# The words in the order of Decision: better, better below margin, equivalent, worse below, worse.
+SAID = {
+    'better': (FOR, FOR, AGAINST, AGAINST, AGAINST),
+    'worse': (AGAINST, AGAINST, AGAINST, FOR, FOR),
+    'different': (FOR, FOR, AGAINST, FOR, FOR),
+    'equivalent': (AGAINST, OPEN, FOR, OPEN, AGAINST),
+    'not_better': (AGAINST, OPEN, FOR, FOR, FOR),
+    'not_worse': (FOR, FOR, FOR, OPEN, AGAINST),
+}
+
+
+def row(speaks, value=0.0, **context):
+    return Row(what='arm', kind=Kind.MATCHED, context=context, value=value, speaks=speaks)
+
+
+@pytest.mark.parametrize('relation', rules.RELATIONS)
+def test_every_relation_of_every_word(relation):
+    words = list(Decision)
+    assert tuple(rules.speaks(relation, word) for word in words[:5]) == SAID[relation]
+    assert {rules.speaks(relation, word) for word in words[5:]} == {OPEN}
+
+
+def test_every_relation_is_tested():
+    assert SAID.keys() == rules.RELATIONS.keys()
+
+
+@pytest.mark.parametrize(
+    ('said', 'expected'),
+    [
+        ((FOR, FOR), ClaimVerdict.HOLDS),
+        ((AGAINST, AGAINST), ClaimVerdict.FAILS),
+        ((FOR, AGAINST, OPEN), ClaimVerdict.HOLDS_ONLY_IF),
+        ((FOR, OPEN), ClaimVerdict.UNDECIDED),
+        ((AGAINST, OPEN), ClaimVerdict.UNDECIDED),
+        ((FOR, BESIDE), ClaimVerdict.HOLDS),
+        ((BESIDE,), ClaimVerdict.UNDECIDED),
+        ((), ClaimVerdict.UNDECIDED),
+    ],
+)
+def test_verdict_over_contexts(said, expected):
+    rows = [row(of, size=str(place)) for place, of in enumerate(said)]
+    assert rules.verdict(rows) is expected
+    partial = {
+        ClaimVerdict.HOLDS: ClaimVerdict.UNDECIDED,
+        ClaimVerdict.FAILS: ClaimVerdict.UNDECIDED,
+    }
+    assert rules.verdict(rows, complete=False) is partial.get(expected, expected)
+
+
+def test_rows_of_one_context_count_together():
+    assert rules.truths([row(FOR, size='a'), row(OPEN, size='a'), row(AGAINST, size='a')]) == {
+        (('size', 'a'),): AGAINST
+    }
+    assert rules.verdict([row(FOR, size='a'), row(OPEN, size='a')]) is ClaimVerdict.UNDECIDED
+
+
+def test_the_condition_is_the_factor_that_separates():
+    rows = [row(FOR, size='8', corpus='a'), row(FOR, size='16', corpus='a')]
+    rows += [row(AGAINST, size='8', corpus='b'), row(OPEN, size='16', corpus='b')]
+    assert rules.condition(rows) == 'corpus a'
+
+
+def test_the_condition_lists_contexts_where_no_factor_separates():
+    cases = {('8', 'a'): FOR, ('16', 'b'): FOR, ('16', 'a'): AGAINST, ('8', 'b'): AGAINST}
+    rows = [row(of, model='decoder', size=size, corpus=c) for (size, c), of in cases.items()]
+    assert rules.condition(rows) == 'size 8, corpus a; size 16, corpus b'
+
+
+def test_the_decisive_row_speaks_as_the_verdict():
+    rows = [row(BESIDE), row(OPEN, size='1'), row(FOR, size='2'), row(AGAINST, size='3')]
+    assert [rules.decisive(rows, of) for of in ClaimVerdict] == [2, 2, 3, 1]
+    assert rules.decisive(rows[:1], ClaimVerdict.UNDECIDED) is None
