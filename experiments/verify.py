@@ -1,7 +1,7 @@
 """Checks every number of committed reports and pages against the logs, and lists what it cannot.
 
 python -m experiments.verify                        # all studies under experiments/results
-python -m experiments.verify --write                # writes the headlines into the pages
+python -m experiments.verify --write                # writes the blocks of results into the pages
 """
 
 import functools
@@ -14,7 +14,7 @@ from qkattn.benchmark import printed_groups, session
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
-from qkattn.report import verify
+from qkattn.report import claim_results, verify
 from qkattn.report.printed_numbers import check_numbers, uncovered
 from qkattn.report.prose import counted
 from qkattn.run import cli
@@ -28,14 +28,14 @@ RESULTS = flags.DEFINE_string(
 PAGES = flags.DEFINE_list(
     'pages',
     [str(path) for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))],
-    'Markdown pages, at least one of them with a headline; --pages= checks none.',
+    'Markdown pages, at least one of them with a block of results; --pages= checks none.',
 )
 NUMBERS = flags.DEFINE_string(
     'numbers',
     str(ROOT / 'docs/numbers.toml'),
     'Sources of the numbers of pages and config headers.',
 )
-WRITE = flags.DEFINE_bool('write', False, 'Write the headlines instead of checking them.')
+WRITE = flags.DEFINE_bool('write', False, 'Write the blocks of results before checking them.')
 
 
 @functools.cache
@@ -70,10 +70,11 @@ def check_costs(directory: Path) -> int:
 def main() -> None:
     if WRITE.value:
         count = sum(verify.check_page(page, write=True) for page in PAGES.value)
-        print(f'{counted(count, "headline")} written')
+        print(f'{counted(count, "block")} of results written')
         count = sum(printed_groups.check_page(page, write=True) for page in PAGES.value)
         print(f'{counted(count, "table")} of benchmarks written')
-    declarations = sorted(Path(RESULTS.value).glob('*/study.json'))
+    results = Path(RESULTS.value)
+    declarations = sorted([*results.glob('*/study.json'), *results.glob('claims/*/*/study.json')])
     if not declarations:
         raise ReportError(f'--results={RESULTS.value} contains no study directory')
     for declaration in declarations:
@@ -83,7 +84,10 @@ def main() -> None:
             f'{declaration.parent.name}: {count:,} numbers agree with the logs, the costs of '
             f'{counted(models, "run")} with the configs'
         )
-    for path in sorted(Path(RESULTS.value).glob(f'benchmark/*/{session.FILE}')):
+    for path in sorted(results.glob(f'claims/*/{claim_results.NAME}')):
+        count = verify.check_gallery(path.parent)
+        print(f'claims at {path.parent.name} scale: {count:,} numbers agree with {path.name}')
+    for path in sorted(results.glob(f'benchmark/*/{session.FILE}')):
         rounds = session.check(path.parent)
         print(f'benchmark {path.parent.name}: its tables agree with {counted(rounds, "round")}')
     if PAGES.value:
@@ -103,10 +107,10 @@ def _pages() -> list[str]:
 def _check_pages(pages: list[str]) -> None:
     counts = {page: verify.check_page(page) for page in pages}
     if not any(counts.values()):
-        raise ReportError(f'--pages={",".join(counts)} contain no headline')
+        raise ReportError(f'--pages={",".join(counts)} contain no block of results')
     for page, count in counts.items():
         if count:
-            print(f'{Path(page).name}: {counted(count, "headline")} checked against the studies')
+            print(f'{Path(page).name}: {counted(count, "block")} checked against the studies')
     tables = sum(map(printed_groups.check_page, pages))
     print(f'{counted(tables, "table")} of benchmarks checked against their rounds')
     entries = check_numbers(NUMBERS.value)

@@ -45,12 +45,16 @@ def report_page(
             sheets={sheet.name: sheet for sheet in sheets(study, found)},
             settings=settings(study, found),
             provenance=_provenance(study),
-            light=LIGHT,
-            dark=DARK,
-            num_hues=len(HUES),
-            css=Path(__file__).with_name('templates').joinpath('style.css').read_text('utf-8'),
+            **style(),
         )
     )
+
+
+def style(*more: str) -> dict[str, Any]:
+    """What the macro `head` needs: colours and style sheets, `more` of them behind the common."""
+    templates = Path(__file__).with_name('templates')
+    css = ''.join(templates.joinpath(name).read_text('utf-8') for name in ('style.css', *more))
+    return {'light': LIGHT, 'dark': DARK, 'num_hues': len(HUES), 'css': css}
 
 
 def described(study: Study, found: Findings, figure: Drawing) -> dict[str, Any]:

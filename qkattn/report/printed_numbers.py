@@ -35,7 +35,8 @@ MEASURED = re.compile(r'(?<![\w.,/^-])[-+]?\d[\d,]*(?:\.\d+(?:e[-+]?\d+)?(?!\w|\
 # Where numbers are no results: code, links, comments, articles, versions, headlines.
 ELSEWHERE = re.compile(
     r'```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+|arXiv[: ]\S+|\b\d{4}\.\d{5}\b'
-    r'|(?:>=|Python|jax) [\d.]+|<!-- (?:headline|benchmark).*?<!-- end -->|<!--.*?-->',
+    r'|(?:>=|Python|jax) [\d.]+'
+    r'|<!-- (?:headline|benchmark|claims|verdicts).*?<!-- end -->|<!--.*?-->',
     re.DOTALL,
 )
 FIELDS = {'logged': {'page', 'log', 'text'}, 'external': {'page', 'text', 'source'}}

@@ -13,9 +13,7 @@ from qkattn.errors import ReportError
 from qkattn.metrics import METRICS, PREFIXES
 from qkattn.report.figures.curve_figure import evaluation_ticks
 from qkattn.report.figures.style import (
-    DARK,
     HUES,
-    LIGHT,
     MARKERS,
     MUTED,
     WIDTH,
@@ -25,6 +23,7 @@ from qkattn.report.figures.style import (
     render,
     style_sheet,
 )
+from qkattn.report.page import style
 from qkattn.report.prose import NONE, data_name, environment, plain, si
 from qkattn.report.sheets import Heading
 from qkattn.run.file_schemas import CONFIG, PROVENANCE, read_results
@@ -103,9 +102,7 @@ def write_run_report(directory: str | Path) -> tuple[Path, list[Heading], list[l
             rows=rows,
             settings=[(n, plain(v)) for n, v in flat(dataclasses.asdict(run.config))],
             starts=[[(n, plain(v)) for n, v in flat(start)] for start in run.starts],
-            light=LIGHT,
-            dark=DARK,
-            css=Path(__file__).with_name('templates').joinpath('style.css').read_text('utf-8'),
+            **style(),
         )
     )
     return write_atomic(run.directory / 'report.html', page), titles, rows

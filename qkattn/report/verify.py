@@ -7,18 +7,21 @@ The chain from a log to a printed number:
     results.jsonl -> table.*, trials.csv, report.html, plots/*.json
                                                            made again, the same to nine digits
     study directory -> a page's headline                   made again
+    claims.json -> claims.html, plots/*.json, the blocks of pages          made again
 """
 
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
-from qkattn.report import documents, figure_data, run_checks
+from qkattn.report import claim_results, documents, figure_data, gallery, run_checks
+from qkattn.report.claim_results import read_claims
 from qkattn.report.figures import figures
 from qkattn.report.tables import headline
 from qkattn.run import ledger
@@ -36,7 +39,7 @@ NOT_COVERED = (
     'a study whose results, logs, report and ledger are all written again with matching hashes',
 )
 
-BLOCK = re.compile(r'(<!-- headline: (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
+BLOCK = re.compile(r'(<!-- (headline|claims|verdicts): (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 NUMBER = re.compile(r'\d+(?:[.,]\d+)*')
 FLOAT = re.compile(r'\d+\.\d+(?:e[+-]?\d+)?')
 DRAWING = re.compile(r'<svg.*?</svg>', re.DOTALL)
@@ -52,30 +55,51 @@ def check_study(directory: str | Path) -> int:
     for problem in itertools.chain(study.problems, _of_runs(study), _unlike_its_ledger(study)):
         raise ReportError(f'{study.directory}: {problem}')
     found = find(study)
-    count = 0
     drawn = figures(study, found)
-    for name, expected in (figure_data(drawn) | documents(study, found, drawn, {})).items():
-        path = study.directory / name
+    made = figure_data(drawn) | documents(study, found, drawn, {})
+    return _check_files(study.directory, made, 'report', 'logs give')
+
+
+def check_gallery(directory: str | Path) -> int:
+    """Checks the gallery of a directory against its claims.json and returns how many numbers.
+
+    Raises:
+      ReportError: the first difference, and where it is.
+      RunDirectoryError: claims.json was edited.
+    """
+    directory = Path(directory)
+    claims = read_claims(directory)
+    drawn = gallery.drawings(directory, claims)
+    made = gallery.documents(directory, claims, drawn, {})
+    return _check_files(directory, made, 'claims', f'{claim_results.NAME} gives')
+
+
+def _check_files(directory: Path, made: Mapping[str, str], script: str, source: str) -> int:
+    """How many numbers the files of a directory have, which are what is `made`, by name."""
+    count = 0
+    for name, expected in made.items():
+        path = directory / name
         if not path.is_file():
-            raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
+            raise ReportError(f'{path} does not exist; make it with python -m experiments.{script}')
         actual = path.read_text(encoding='utf-8', errors='replace')
         if place := difference(actual, expected):
-            raise ReportError(f'{path} is not what its logs give, {place}')
+            raise ReportError(f'{path} is not what its {source}, {place}')
         count += len(NUMBER.findall(DRAWING.sub('', actual)))
     return count
 
 
 def check_page(path: str | Path, *, write: bool = False) -> int:
-    """Checks the headlines of a Markdown page and returns how many there are.
+    """Checks the blocks of results in a Markdown page and returns how many there are.
 
-    A headline stands between `<!-- headline: DIRECTORY -->` (relative to the page) and
-    `<!-- end -->`.
+    A block stands between `<!-- headline: DIRECTORY -->` (relative to the page) and `<!-- end -->`:
+    the headline of a study, or `claims`, all of a directory's claims, or `verdicts`, a table of
+    them. Those are empty where the directory has no claims.json.
 
     Args:
-      write: replaces the headlines by what the studies give.
+      write: replaces the blocks by what the directories give.
 
     Raises:
-      ReportError: a headline that its study does not give.
+      ReportError: a block that its directory does not give.
     """
     path = Path(path)
     try:
@@ -84,8 +108,8 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
         raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
 
     def made(match: re.Match[str]) -> str:
-        study = load_study(path.parent / match[2])
-        return f'{match[1]}{headline(study, find(study))}{match[4]}'
+        text = _BLOCKS[match[2]](path.parent / match[3], match[3])
+        return f'{match[1]}{text}{match[5]}'
 
     expected = BLOCK.sub(made, text)
     if write and expected != text:
@@ -93,6 +117,22 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
     elif place := difference(text, expected):
         raise ReportError(f'{path} is not what its studies give, {place}')
     return len(BLOCK.findall(text))
+
+
+def _headline(directory: Path, _: str) -> str:
+    study = load_study(directory)
+    return headline(study, find(study))
+
+
+def _of_claims(made: Callable[[Path, str], str], directory: Path, base: str) -> str:
+    return made(directory, base) if (directory / claim_results.NAME).is_file() else ''
+
+
+_BLOCKS: Mapping[str, Callable[[Path, str], str]] = {
+    'headline': _headline,
+    'claims': functools.partial(_of_claims, gallery.claims_markdown),
+    'verdicts': functools.partial(_of_claims, gallery.verdicts_markdown),
+}
 
 
 def _unlike_its_ledger(study: Study) -> Iterator[str]:

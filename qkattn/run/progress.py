@@ -14,7 +14,6 @@ from typing import Any, ClassVar, TextIO
 import numpy as np
 import tqdm
 
-from qkattn.run.readers import say
 from qkattn.run.shown import loss_text, short
 
 # A terminal's line is drawn at most this often, since fetching the loss could stall an accelerator,
@@ -145,7 +144,7 @@ class Progress:
         """Writes a line of its own."""
         with self._lock:
             self._erase()
-            say(f'{text}\n', self._stream)
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Shows the last report if it has not been shown; may be called twice."""
@@ -157,7 +156,7 @@ class Progress:
             if self._first and (self._terminal or self._step != self._shown_step):
                 self._show(self._clock())
             if self._drawn and self._first:
-                say('\n', self._stream)
+                print(file=self._stream, flush=True)
                 self._drawn = False
             self._erase()
             Progress._shown = None
@@ -190,7 +189,7 @@ class Progress:
         while not self._closed.wait(_TICK):
             try:
                 self.tick()
-            except ValueError:  # the stream is closed
+            except (OSError, ValueError):  # the stream is closed
                 return
 
     def _show(self, now: float) -> None:
@@ -286,12 +285,14 @@ class Progress:
             return shutil.get_terminal_size().columns - 1
 
     def _draw(self, text: str) -> None:
-        say(f'\r{text}\x1b[K', self._stream)
+        self._stream.write(f'\r{text}\x1b[K')
+        self._stream.flush()
         self._drawn = True
 
     def _erase(self) -> None:
         if self._drawn:
-            say('\r\x1b[K', self._stream)
+            self._stream.write('\r\x1b[K')
+            self._stream.flush()
             self._drawn = False
 
 
@@ -308,6 +309,6 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text, shown = self.format(record), Progress._shown
         if shown is None:
-            say(f'{text}\n', sys.stderr)
+            print(text, file=sys.stderr, flush=True)
         else:
             shown.print(text)

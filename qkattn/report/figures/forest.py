@@ -42,7 +42,8 @@ class Line(NamedTuple):
     """One arm in one panel.
 
     `arm` is the variant, which chooses the style, `name` what stands on the axis if that differs;
-    `absent` says why where there is no mean, `right` stands beside it.
+    `absent` says why where there is no mean, `right` stands beside it, `reported` are the ends of
+    what others report.
     """
 
     arm: str
@@ -54,6 +55,7 @@ class Line(NamedTuple):
     right: str = ''
     is_decided: bool = False
     name: str = ''
+    reported: tuple[float, float] | None = None
 
 
 class Panel(NamedTuple):
@@ -135,6 +137,9 @@ def _draw(
         _beside(ax, 0.02, y, line.absent, style='italic', color=MUTED)
         return
     low, high = limits or (-math.inf, math.inf)
+    if line.reported is not None:
+        wide = {'color': MUTED, 'alpha': 0.35, 'linewidth': 9, 'label': 'reported'}
+        ax.plot(np.clip(line.reported, low, high), [y, y], **wide)
     colour, below = look[line.arm]['color'], _NARROW_BELOW if look.narrow else _BELOW
     if line.low is not None and line.high is not None:
         ax.hlines(
@@ -258,11 +263,11 @@ def differences(study: Study, found: Findings, look: Look) -> Figure | None:
     if not lines or not (tuned or any(arm.difference for arm in found.arms)):
         return None
     margin = study.margin if tuned else None
-    limits = _limits(lines, margin or 0.0)
+    limits = limits_of(lines, margin or 0.0)
     return forest(of_panels, look, _columns(study), 'no difference', margin, limits)
 
 
-def _limits(lines: Sequence[Line], margin: float) -> tuple[float, float] | None:
+def limits_of(lines: Sequence[Line], margin: float) -> tuple[float, float] | None:
     """X limits: zero, the margin and the intervals, but not those that would flatten the others."""
     values = [[x for x in (*line[1:4], *line.seeds) if x is not None] for line in lines]
     reaches = [max(map(abs, of)) for of in values if of]

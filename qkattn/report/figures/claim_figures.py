@@ -1,0 +1,244 @@
+"""Figures of a claim, from its rows: a forest of differences by context, and curves."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from qkattn.report import prose
+from qkattn.report.claim_results import ClaimResult, Kind, Row, Speaks
+from qkattn.report.figures.curve_figure import MAX_LINES
+from qkattn.report.figures.forest import Line, Panel, forest, limits_of
+from qkattn.report.figures.style import (
+    HUES,
+    MARKERS,
+    REFERENCE,
+    WIDTH,
+    Drawing,
+    Look,
+    legend,
+    panels,
+    short,
+    style_sheet,
+    styles,
+)
+
+PARTS: dict[str, str] = {
+    Kind.REMOVED: 'same shape, fewer parameters',
+    Kind.REINVESTED: 'parameters reinvested',
+    Kind.MATCHED: 'equal parameter count',
+}
+OVERVIEW = 'verdicts'
+# An axis whose positive values span more than this is logarithmic.
+_X_SPAN, _Y_SPAN = 10.0, 100.0
+
+
+class Compared(NamedTuple):
+    """Rows about the same thing in the same context, by kind; what tells them from others."""
+
+    what: str
+    context: Mapping[str, str]
+    rows: dict[str, Row]
+
+    @property
+    def word(self) -> str:
+        return next((row.word for row in self.rows.values() if row.word), '')
+
+    @property
+    def is_decided(self) -> bool:
+        return any(row.speaks in (Speaks.FOR, Speaks.AGAINST) for row in self.rows.values())
+
+
+def compared(rows: Iterable[Row]) -> list[Compared]:
+    """Removed, reinvested and matched rows, each what and context once, in their order."""
+    found: dict[tuple, Compared] = {}
+    for row in rows:
+        if row.kind in PARTS and row.x is None:
+            place = row.what, row.arm, *row.context.items()
+            found.setdefault(place, Compared(row.what, row.context, {})).rows[row.kind] = row
+    return list(found.values())
+
+
+def varying(rows: Iterable[Row]) -> list[str]:
+    """The names in contexts whose values differ between rows."""
+    values: dict[str, set[str | None]] = {}
+    rows = list(rows)
+    for name in dict.fromkeys(name for row in rows for name in row.context):
+        values[name] = {row.context.get(name) for row in rows}
+    return [name for name, among in values.items() if len(among) > 1]
+
+
+def claim_figures(claim: ClaimResult, *, narrow: bool = False) -> tuple[Drawing, ...]:
+    """The figures that its rows allow; of checks without a curve there is none."""
+    look = _look(claim.rows, narrow)
+    stem = claim.name.lower()
+    with style_sheet():
+        differences = _differences(_named(compared(claim.rows)), look)
+        levels = _levels([row for row in claim.rows if row.kind == Kind.MEASURED], look)
+        curves = _curves([row for row in claim.rows if row.x is not None], look)
+    made = {'differences': differences, 'levels': levels, 'curves': curves}
+    return tuple(
+        Drawing(figure, f'{stem}_{kind}', {'kind': kind, 'claim': claim})
+        for kind, figure in made.items()
+        if figure is not None
+    )
+
+
+def overview(claims: Sequence[ClaimResult], *, narrow: bool = False) -> Drawing | None:
+    """The decisive difference of every claim that rests on one; None where none does."""
+    named = []
+    for claim in claims:
+        row = claim.decisive_row
+        for of in compared(claim.rows):
+            if row in of.rows.values():
+                named.append((f'{claim.name}  {of.what}', of, str(claim.verdict)))
+    with style_sheet():
+        rows = [row for claim in claims for row in claim.rows]
+        figure = _differences(named, _look(rows, narrow))
+    return figure and Drawing(figure, OVERVIEW, {'kind': OVERVIEW})
+
+
+def _look(rows: Iterable[Row], narrow: bool) -> Look:
+    return Look(styles(list(dict.fromkeys(row.arm or '' for row in rows)), 'qk/vo'), narrow)
+
+
+def _named(of_claim: Sequence[Compared]) -> list[tuple[str, Compared, str]]:
+    """What is compared, each under the name that tells it from the others."""
+    names = varying(row for of in of_claim for row in of.rows.values())
+    several = len({of.what for of in of_claim}) > 1 or not names
+    made = []
+    for of in of_claim:
+        where = [of.context[name] for name in names if name in of.context]
+        made.append((', '.join([of.what] * several + where), of, of.word))
+    return made
+
+
+def _differences(named: Sequence[tuple[str, Compared, str]], look: Look) -> Figure | None:
+    """A panel for each kind; that of reinvested parameters only where it decides."""
+    kinds = [
+        kind
+        for kind in PARTS
+        if any(kind in of.rows and _drawn(of.rows[kind]) for _, of, _ in named)
+    ]
+    if not kinds:
+        return None
+    of_panels = []
+    for kind in kinds:
+        lines = []
+        for name, of, word in named:
+            row = of.rows.get(kind)
+            right = word if kind == kinds[-1] else ''
+            line = _line(row, name) if row else Line('', absent='not measured', name=name)
+            lines.append(line._replace(right=right, is_decided=of.is_decided))
+        units = dict.fromkeys(row.unit for _, of, _ in named for row in of.rows.values())
+        of_panels.append(Panel(lines, f'difference ({", ".join(units)})', PARTS[kind], 0.0))
+    every = [line for panel in of_panels for line in panel.lines]
+    return forest(of_panels, look, len(kinds), 'no difference', None, limits_of(every, 0.0))
+
+
+def _drawn(row: Row) -> bool:
+    return row.kind != Kind.REINVESTED or row.speaks != Speaks.BESIDE
+
+
+def _line(row: Row, name: str) -> Line:
+    """Reported numbers are those that a row is compared with."""
+    reported = None
+    if row.expected is not None:
+        reported = row.expected - (row.tolerance or 0.0), row.expected + (row.tolerance or 0.0)
+    return Line(row.arm or '', row.value, row.low, row.high, name=name, reported=reported)
+
+
+def _levels(rows: Sequence[Row], look: Look) -> Figure | None:
+    """Measured values that are no points of a curve, a panel for each unit."""
+    rows = [row for row in rows if row.x is None]
+    names, of_panels = varying(rows), []
+    for unit, of_unit in itertools.groupby(sorted(rows, key=_unit), key=_unit):
+        lines = []
+        for row in of_unit:
+            where = [row.context[name] for name in names if name in row.context]
+            decided = row.speaks in (Speaks.FOR, Speaks.AGAINST)
+            lines.append(_line(row, ', '.join([row.what, *where]))._replace(is_decided=decided))
+        of_panels.append(Panel(lines, unit or 'value'))
+    return forest(of_panels, look) if of_panels else None
+
+
+def _unit(row: Row) -> str:
+    return row.unit
+
+
+def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
+    """Values against x: a panel for each unit and kind, a line for what is compared and where."""
+    if not rows:
+        return None
+    found = dict.fromkeys((row.unit, row.x_label, row.kind) for row in rows)
+    columns = 1 if look.narrow else min(2, len(found))
+    height = (3.6 if columns == 1 else 3.0) * -(-len(found) // columns)
+    lines = lines_of(rows)
+    extra = 0.2 * len(lines) * look.narrow
+    figure = look.figure(WIDTH + 1.2 if columns == 1 else WIDTH + 3.0, height + extra + 0.3)
+    of_look = _line_styles(lines, look)
+    for ax, place in zip(panels(figure, columns, len(found)), found, strict=True):
+        own = {
+            name: here
+            for name, of in lines.items()
+            if (here := [row for row in of if (row.unit, row.x_label, row.kind) == place])
+        }
+        _curve_panel(ax, own, of_look)
+        unit, x_label, kind = place
+        ax.set(xlabel=x_label, ylabel=unit, title=PARTS.get(kind, '') if len(found) > 1 else '')
+    legend(figure, 'right center' if len(lines) <= MAX_LINES else 'lower center')
+    return figure
+
+
+def lines_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Points by the name of their line, by ascending x."""
+    rows = sorted((row for row in rows if row.x is not None), key=lambda row: row.x)
+    names, several = varying(rows), len({row.what for row in rows}) > 1
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        where = [row.context[name] for name in names if name in row.context]
+        # A context that repeats the name adds nothing.
+        label = dict.fromkeys([row.what] * (several or not where) + where)
+        found.setdefault(', '.join(label), []).append(row)
+    return found
+
+
+def _line_styles(lines: Mapping[str, Sequence[Row]], look: Look) -> dict[str, dict]:
+    """Those of the arms where each line has an arm of its own, else hues in turn."""
+    arms = [of[0].arm for of in lines.values()]
+    if None not in arms and len(set(arms)) == len(arms):
+        return {name: look[of[0].arm or ''] for name, of in lines.items()}
+    return {
+        name: {'color': HUES[i % len(HUES)], 'marker': MARKERS[i % len(MARKERS)]}
+        for i, name in enumerate(lines)
+    }
+
+
+def _curve_panel(ax: Axes, lines: Mapping[str, Sequence[Row]], of_look: Mapping) -> None:
+    for name, points in lines.items():
+        x, y = ([getattr(row, of) for row in points] for of in ('x', 'value'))
+        ax.plot(x, y, label=short(name), zorder=3, **of_look[name])
+        bounded = [row for row in points if row.low is not None]
+        if bounded:
+            ends = ([getattr(row, of) for row in bounded] for of in ('x', 'low', 'high'))
+            ax.fill_between(*ends, color=of_look[name]['color'], alpha=0.18, linewidth=0)
+    rows = [row for points in lines.values() for row in points]
+    if any(row.low is not None and row.low <= 0 <= row.high for row in rows):
+        ax.axhline(0.0, label='_zero', **REFERENCE)
+    if _spans([row.x for row in rows], _X_SPAN) and min(row.x for row in rows) > 0:
+        ax.set_xscale('log')
+        ax.set_xticks(sorted({row.x for row in rows})[:: -(-len({row.x for row in rows}) // 8)])
+        ax.minorticks_off()
+        ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
+    lowest = [row.value if row.low is None else row.low for row in rows]
+    if min(lowest) >= 0 and _spans(lowest, _Y_SPAN):
+        ax.set_yscale('log', nonpositive='mask')
+        ax.yaxis.set_major_formatter('{x:g}')
+
+
+def _spans(values: Sequence[float], factor: float) -> bool:
+    positive = np.array([value for value in values if value > 0])
+    return len(positive) > 1 and positive.max() > factor * positive.min()

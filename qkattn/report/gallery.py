@@ -1,0 +1,203 @@
+"""The gallery: the claims of a directory as one self-contained page and as Markdown.
+
+Both show claims.json, and the scaling laws of the study beside it, and nothing else.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qkattn.report.claim_results import ClaimResult, ClaimVerdict, read_claims
+from qkattn.report.claim_sheets import amount, claim_sheets, described_row
+from qkattn.report.figures import figures
+from qkattn.report.figures.claim_figures import claim_figures, overview
+from qkattn.report.figures.drawn_data import drawn_data
+from qkattn.report.figures.style import Drawing, render
+from qkattn.report.page import described, style
+from qkattn.report.prose import NONE, environment, tidy
+from qkattn.report.sheets import Heading
+from qkattn.report.tables import markdown_table
+from qkattn.run.files import write_atomic
+from qkattn.verdict import find, load_study
+
+PAGE = 'claims.html'
+SCALING = 'scaling'
+_LAWS = ('loss_parameters', 'multipliers')
+
+
+def write_gallery(directory: str | Path) -> Path:
+    """Writes plots/ and claims.html beside a claims.json; returns the path of the page."""
+    directory = Path(directory)
+    claims = read_claims(directory)
+    plots, svg = directory / 'plots', {}
+    drawn, narrow = drawings(directory, claims), drawings(directory, claims, narrow=True)
+    for of in plots.glob('*.*'):
+        if of.stem not in {drawing.stem for drawing in drawn}:
+            of.unlink()
+    for drawing, small in zip(drawn, narrow, strict=True):
+        rendered = render(drawing, small)
+        svg[drawing.stem] = rendered.svg
+        write_atomic(plots / f'{drawing.stem}.png', rendered.png)
+    for name, text in documents(directory, claims, drawn, svg).items():
+        written = write_atomic(directory / name, text)
+    return written
+
+
+def documents(
+    directory: Path, claims: Sequence[ClaimResult], drawn: Sequence[Drawing], svg: Mapping[str, str]
+) -> dict[str, str]:
+    """The numbers of the figures and, last, the page; `svg` is by the stem of a figure."""
+    data = {f'plots/{of.stem}.json': drawn_data(of.figure) for of in drawn}
+    return data | {PAGE: gallery_page(directory, claims, drawn, svg)}
+
+
+def drawings(
+    directory: Path, claims: Sequence[ClaimResult], *, narrow: bool = False
+) -> list[Drawing]:
+    """That of all claims, those of each, and the laws of the scaling study if it is there."""
+    first = overview(claims, narrow=narrow)
+    of_claims = [of for claim in claims for of in claim_figures(claim, narrow=narrow)]
+    return [*[first] * (first is not None), *of_claims, *_laws(directory / SCALING, narrow)]
+
+
+def _laws(directory: Path, narrow: bool) -> list[Drawing]:
+    if not (directory / 'study.json').is_file():
+        return []
+    study = load_study(directory)
+    found = find(study)
+    made = []
+    for of in figures(study, found, narrow=narrow):
+        if of.stem in _LAWS:
+            values = described(study, found, of)
+            made.append(Drawing(of.figure, f'{SCALING}_{of.stem}', values))
+    return made
+
+
+def gallery_page(
+    directory: Path, claims: Sequence[ClaimResult], drawn: Sequence[Drawing], svg: Mapping[str, str]
+) -> str:
+    """The gallery as an HTML document; a figure without an SVG is left empty."""
+    template = environment(html=True).get_template('gallery.html.j2')
+    figures = [of | {'svg': svg.get(of['stem'], '')} for of in _described(drawn)]
+    return template.render(_values(directory, claims, figures) | style('gallery.css'))
+
+
+def claims_markdown(directory: str | Path, base: str) -> str:
+    """The gallery as Markdown, whose links to files of the directory begin with `base`."""
+    directory = Path(directory)
+    claims = read_claims(directory)
+    drawn = drawings(directory, claims)
+    template = environment(html=False).get_template('gallery.md.j2')
+    values = _values(directory, claims, _described(drawn))
+    titles = ('claim', 'statement', 'verdict', 'decisive number [95 % interval]', 'scale')
+    rows = []
+    for claim in claims:
+        number, verdict = values['decisive'][claim.name]['number'], ClaimVerdict(claim.verdict)
+        word = f'{values["marks"][verdict]} {verdict}'
+        name = f'[{claim.name}](#{claim.name.lower()})'
+        rows.append([name, claim.statement, word, number, claim.scale])
+    verdicts = markdown_table([(title, True) for title in titles], rows)
+    more = {'base': base, 'table': markdown_table, 'md': _md, 'verdicts': _md(verdicts)}
+    return template.render(values | more)
+
+
+def _md(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    return text.replace('<', '&lt;').replace('*', r'\*')
+
+
+def verdicts_markdown(directory: str | Path, base: str) -> str:
+    """A line for each group of claims, their names by verdict, and the figure of all of them."""
+    claims = read_claims(directory)
+    groups = _macros().groups
+    titles: list[Heading] = [('question', True), *((word, True) for word in ClaimVerdict)]
+    rows = []
+    for letter, of_group in _grouped(claims).items():
+        by_word = [[c.name for c in of_group if c.verdict == word] for word in ClaimVerdict]
+        names = (', '.join(f'[{n}](docs/claims.md#{n.lower()})' for n in of) for of in by_word)
+        rows.append([f'{letter}. {groups[letter]}', *(of or NONE for of in names)])
+    figure = f'\n![Decisive differences of the claims]({base}/plots/verdicts.png)\n'
+    has_figure = overview(claims) is not None
+    return f'{markdown_table(titles, rows)}\n{figure * has_figure}'
+
+
+def _values(
+    directory: Path, claims: Sequence[ClaimResult], figures: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    missing = [sentence for claim in claims for sentence in claim.missing]
+    macros = _macros()
+    scales = list(dict.fromkeys(claim.scale for claim in claims))
+    return {
+        'claims': claims,
+        'grouped': _grouped(claims),
+        'groups': macros.groups,
+        'marks': macros.marks,
+        'scales': scales,
+        'summary': tidy(macros.summary(claims, scales).partition('\x1f')[0]),
+        'legend': tidy(macros.legend()),
+        'missing': list(dict.fromkeys(missing)),
+        'figures': figures,
+        'decisive': {claim.name: _decisive(claim) for claim in claims},
+        'facts': {claim.name: _facts(claim) for claim in claims},
+        'sheets': {claim.name: claim_sheets(claim) for claim in claims},
+        'reports': [
+            name
+            for name in dict.fromkeys(name for claim in claims for name in claim.studies)
+            if (directory / name / 'report.html').is_file()
+        ],
+    }
+
+
+def _grouped(claims: Sequence[ClaimResult]) -> dict[str, list[ClaimResult]]:
+    of_letter = itertools.groupby(claims, key=lambda claim: claim.name[0])
+    return {letter: list(of) for letter, of in of_letter}
+
+
+def _decisive(claim: ClaimResult) -> dict[str, str]:
+    """The number with its unit, and what and where it was measured."""
+    row = claim.decisive_row
+    if row is None:
+        return {'number': NONE, 'what': ''}
+    return {'number': f'{amount(row)} {row.unit}'.strip(), 'what': described_row(row)}
+
+
+def _facts(claim: ClaimResult) -> list[tuple[str, str]]:
+    """Name and value of who says it, how it is decided, and what ran where."""
+    facts = {
+        'source': claim.source,
+        'reported': claim.reported,
+        'decided by': claim.rule,
+        'command': claim.command,
+        'commit': claim.commit and claim.commit[:12],
+        'hardware': claim.hardware,
+        'time': None if claim.seconds is None else duration(claim.seconds),
+        'studies': ', '.join(claim.studies),
+    }
+    return [(name, value) for name, value in facts.items() if value]
+
+
+def duration(seconds: float) -> str:
+    """'1 h 24 min', '12 min', '3 s', '< 1 s'."""
+    if seconds < 60:
+        return f'{seconds:.0f} s' if seconds >= 1 else '< 1 s'
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f'{hours:,} h {minutes} min' if hours else f'{minutes} min'
+
+
+def _described(drawn: Sequence[Drawing]) -> list[dict[str, Any]]:
+    """Figures as pages show them, with the name of their claim."""
+    made = []
+    for of in drawn:
+        values = dict(of.values)
+        claim = values.pop('claim', None)
+        if 'title' not in values:
+            macro = getattr(_macros(), values['kind'])
+            title, caption = (tidy(part) for part in macro(claim).split('\x1f'))
+            values |= {'title': title, 'caption': caption}
+        made.append(values | {'stem': of.stem, 'claim': claim.name if claim else None})
+    return made
+
+
+def _macros() -> Any:
+    return environment(html=False).get_template('claims.j2').make_module()

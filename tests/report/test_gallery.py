@@ -1,0 +1,204 @@
+"""The gallery of claims: links, numbers, what is missing, escaping, and what a check finds."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from qkattn.errors import ReportError, RunDirectoryError
+from qkattn.report import gallery
+from qkattn.report.claim_results import Kind, write_claims
+from qkattn.report.claim_sheets import amount, expected
+from qkattn.report.figures.style import Rendered
+from qkattn.report.gallery import claims_markdown, duration, write_gallery
+from qkattn.report.verify import check_gallery, check_page
+from tests.decided_claims import HOSTILE, claims
+from tests.report.conftest import Page
+
+BLOCKS = {
+    'claims': '| [B2](#b2) | Dropping W_Q in a single head changes the training loss by 0.01. | '
+    '○ undecided | -0.0022 [-0.0062, +0.0030] nats/token | cpu |',
+    'verdicts': '| B. Is W_Q needed? | - | [B7](docs/claims.md#b7) | [B3](docs/claims.md#b3) | '
+    '[B2](docs/claims.md#b2) |',
+}
+
+
+@pytest.fixture(scope='module')
+def written(tmp_path_factory):
+    """A gallery whose figures are not rendered."""
+    directory = tmp_path_factory.mktemp('claims')
+    write_claims(directory, claims())
+    with pytest.MonkeyPatch.context() as patched:
+        blank = Rendered(b'', b'', '', '<svg></svg>')
+        patched.setattr(gallery, 'render', lambda drawing, narrow: blank)
+        write_gallery(directory)
+    return directory
+
+
+@pytest.fixture(scope='module')
+def html(written):
+    return (written / 'claims.html').read_text()
+
+
+@pytest.fixture
+def kept(written, tmp_path):
+    """A gallery, and a page of each block."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    for name in BLOCKS:
+        (tmp_path / f'{name}.md').write_text(f'before 1.5\n<!-- {name}: . -->\n<!-- end -->\n')
+    return tmp_path
+
+
+def section(html, name):
+    (found,) = re.findall(rf'<article id="claim-{name.lower()}".*?</article>', html, re.DOTALL)
+    return found
+
+
+def numbers(text):
+    """Signed decimals of a text, without those of names, versions and code."""
+    return set(re.findall(r'(?<![\w.=:#-])[-+]?\d+\.\d+(?:e[-+]?\d+)?', text))
+
+
+def test_the_page_is_well_formed_and_needs_no_other_file(html):
+    page = Page(html)
+    assert not {tag for tag, _ in page.tags} & {'script', 'link', 'img', 'iframe', 'object'}
+    assert len(page.ids) == len(set(page.ids)) and '@import' not in html
+    used = [value for _, attrs in page.tags for name, value in attrs.items() if 'href' in name]
+    outside = {link for link in used if not link.startswith('#')}
+    assert outside == {'https://example.org/thread'}
+    assert {link[1:] for link in used if link.startswith('#')} <= set(page.ids)
+
+
+def test_every_claim_of_the_table_links_to_its_section_in_order(html):
+    (table,) = re.findall(r'<table class="verdicts">.*?</table>', html, re.DOTALL)
+    links = re.findall(r'<th scope="row"><a href="#(claim-\w+)">(\w+)</a>', table)
+    assert links == [(claim.anchor, claim.name) for claim in claims()]
+    words = re.findall(
+        r'class="badge ([\w-]+)"><span aria-hidden="true">(.)</span> ([\w ]+)<', table
+    )
+    assert [word for *_, word in words] == [claim.verdict for claim in claims()]
+    # A word is told by its mark, too, without its colour.
+    assert {(mark, word) for _, mark, word in words} == {
+        *(('●', 'holds'), ('◐', 'holds only if'), ('✕', 'fails'), ('○', 'undecided'))
+    }
+
+
+def test_a_section_says_who_how_where_and_with_which_numbers(html):
+    text = Page(section(html, 'B2')).text
+    for said in (
+        *('training loss differs by 0.01', '48 seeds of 512k tokens at d_model=64 would decide it'),
+        *('The arm at equal parameter count is equivalent', '1 h 24 min', '1 x cpu (2 cores)'),
+        *('experiments.claims --scale=cpu --claims=B2', '0123456789ab', 'open "not better"'),
+        *('+0.0102 [+0.0062, +0.0154]', '-0.0124 [-0.0164, -0.0072]', 'model decoder, steps 500'),
+    ):
+        assert said in text
+    assert section(html, 'B2').count('<svg') == 1 and '<svg' not in section(html, 'A1')
+
+
+def test_every_printed_number_is_one_of_the_claims(written, html):
+    rows = [row for claim in claims() for row in claim.rows]
+    known = numbers(' '.join(f'{amount(row)} {expected(row)} {row.x}' for row in rows))
+    known |= numbers(' '.join(f'{c.statement} {c.source} {c.reported}' for c in claims()))
+    text = Page(re.sub(r'<svg.*?</svg>|<style.*?</style>', '', html, flags=re.DOTALL)).text
+    for page in (text, claims_markdown(written, '.')):
+        found = numbers(page)
+        assert len(found) > 60 and found <= known
+    values = {float(text) for row in rows for text in numbers(amount(row))}
+    data = [x for row in rows for x in (row.value, row.low, row.high) if x is not None]
+    assert all(min(abs(v - x) for x in data) <= max(5.1e-5, 1e-3 * abs(v)) for v in values)
+
+
+def test_what_is_missing_stands_at_the_top_and_in_its_section(written, html):
+    sentence = 'overparameterised/study.json does not exist; get it with python -m'
+    assert sentence in html[: html.index('<nav>')]
+    assert sentence in Page(section(html, 'D2')).text and sentence not in section(html, 'B2')
+    assert sentence in claims_markdown(written, '.').partition('\n|')[0]
+
+
+def test_text_is_escaped(written, html):
+    assert '<b>' not in html and Page(html).text.count(HOSTILE) == 4
+    assert '<b>' not in claims_markdown(written, '.')
+
+
+def test_a_figure_is_drawn_for_each_screen(tmp_path):
+    write_claims(tmp_path, [claim for claim in claims() if claim.name == 'C2'])
+    html = write_gallery(tmp_path).read_text()
+    kinds = [attrs['class'] for tag, attrs in Page(html).tags if tag == 'svg']
+    assert kinds == ['wide', 'narrow'] * 2 and 'var(--hue-' in section(html, 'C2')
+    assert (tmp_path / 'plots/c2_differences.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_figures_show_the_numbers_of_the_rows(written):
+    stems = ['b2_differences', 'b3_curves', 'b7_curves', 'c2_differences', 'e4_differences']
+    files = sorted(path.name for path in (written / 'plots').iterdir())
+    kinds = ('json', 'png')
+    assert files == sorted(f'{stem}.{kind}' for stem in [*stems, 'verdicts'] for kind in kinds)
+    drawn = json.loads((written / 'plots/e4_differences.json').read_text())
+    means = [part['at'][0][0][0] for part in drawn if part.get('points') == 'mean']
+    (rows,) = (claim.rows for claim in claims() if claim.name == 'E4')
+    # At equal width, then at equal parameter count.
+    assert means == [
+        *(row.value for row in rows if row.kind == Kind.REMOVED),
+        *(row.value for row in rows if row.kind == Kind.MATCHED),
+    ]
+    lines = json.loads((written / 'plots/b3_curves.json').read_text())
+    curves = {part['line']: part['at'][0] for part in lines if 'line' in part}
+    assert curves.keys() == {'fp64', 'fp32', 'bf16'} and len(curves['bf16']) == 6
+    assert curves['bf16'][0] == [0, 4e-3]
+
+
+@pytest.mark.parametrize(
+    ('block', 'changed'), [('verdicts', ('B2', 'B9')), ('claims', ('+0.0102', '+0.0103'))]
+)
+def test_blocks_of_markdown_pages_are_written_and_checked(kept, block, changed):
+    page = kept / f'{block}.md'
+    with pytest.raises(ReportError, match=f'{block}.md is not what its studies give'):
+        check_page(page)
+    assert check_page(page, write=True) == 1
+    text = page.read_text()
+    assert text.startswith('before 1.5\n') and BLOCKS[block] in text
+    assert check_page(page) == 1
+    page.write_text(
+        text.replace('B2', 'B9') if block == 'verdicts' else text.replace('02', '03', 1)
+    )
+    with pytest.raises(ReportError, match='not what its studies give'):
+        check_page(page)
+
+
+def test_a_block_is_empty_before_there_are_results(tmp_path):
+    page = tmp_path / 'claims.md'
+    page.write_text('<!-- claims: cpu -->\n<!-- end -->\n')
+    assert check_page(page) == 1
+    page.write_text('<!-- claims: cpu -->\n| A1 |\n<!-- end -->\n')
+    with pytest.raises(ReportError, match='line 2'):
+        check_page(page)
+
+
+@pytest.mark.parametrize('name', ['claims.html', 'plots/b7_curves.json', 'plots/verdicts.json'])
+def test_an_altered_number_is_found(kept, name):
+    assert check_gallery(kept) > 100
+    text = (kept / name).read_text()
+    place = next(re.finditer(r'0\.0[1-9]\d+', text)).start()
+    (kept / name).write_text(text[:place] + '7' + text[place + 1 :])
+    with pytest.raises(ReportError, match=f'{name} is not what its claims.json gives, line'):
+        check_gallery(kept)
+
+
+def test_an_altered_claim_is_found(kept):
+    text = (kept / 'claims.json').read_text()
+    (kept / 'claims.json').write_text(text.replace('"verdict": "fails"', '"verdict": "holds"', 1))
+    for check in (lambda: check_gallery(kept), lambda: check_page(kept / 'claims.md')):
+        with pytest.raises(RunDirectoryError, match='its checksum is not that of its content'):
+            check()
+    write_claims(kept, [claim for claim in claims() if claim.name != 'C1'])
+    with pytest.raises(ReportError, match='claims.html is not what its claims.json gives'):
+        check_gallery(kept)
+
+
+@pytest.mark.parametrize(
+    ('seconds', 'text'),
+    [(0.2, '< 1 s'), (3.4, '3 s'), (59.2, '59 s'), (90, '2 min'), (5025, '1 h 24 min')],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
