@@ -64,6 +64,15 @@ def pytest_collection_finish():
     gc.set_threshold(50_000)
 
 
+@pytest.fixture
+def cudnn(monkeypatch):
+    """JAX lowers cuDNN's attention for a Hopper GPU that is not there; nothing can run."""
+    own = 'jax._src.cudnn.fused_attention_stablehlo'
+    monkeypatch.setattr(f'{own}.check_cudnn_version', lambda: 91000)
+    monkeypatch.setattr(f'{own}.check_compute_capability', lambda least: True)
+    monkeypatch.setattr(f'{own}.is_cuda_compute_capability_equal', lambda one: one == '9.0')
+
+
 @pytest.fixture(scope='session')
 def data_dir(tmp_path_factory):
     """The default dataset, prepared once."""

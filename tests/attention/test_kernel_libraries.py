@@ -1,6 +1,8 @@
 """Kernels of libraries equal the einsums; Pallas kernels for TPUs interpreted, and lowered."""
 
+import contextlib
 import functools
+import importlib
 import importlib.util
 
 import jax
@@ -44,6 +46,38 @@ def test_tokamax_serves_caps_and_values_of_another_size():
     options = {'mask': Mask(causal=True), 'logit_cap': 1.5}
     got = with_gradients(lambda c: library.tokamax(c, CPU), arrays, w_BTNH, **options)
     assert_equal(got, with_gradients(einsum, arrays, w_BTNH, **options), 1e-5)
+
+
+def for_cuda(kernel, mask, K, mesh=None):
+    """The program of the gradients of two trials, lowered for a GPU that is not there."""
+    arrays, _ = inputs((K, K, 64, 64, T), jnp.bfloat16, T)
+
+    def weighted(*arrays: jax.Array) -> jax.Array:
+        return (kernel(call([*arrays, None], mask=mask), Target('gpu', None, 9.0)) ** 2).sum()
+
+    gradients = jax.jit(jax.vmap(jax.grad(weighted, (0, 1, 2))))
+    stacked = [jnp.stack([array, array]) for array in arrays[:3]]
+    with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+        return gradients.trace(*stacked).lower(lowering_platforms=('cuda',)).as_text()
+
+
+@pytest.mark.parametrize(('mask', 'K'), PLAIN)
+def test_cudnn_is_one_call_for_all_trials_forward_and_one_backward(cudnn, mask, K):
+    text = for_cuda(library.dot_product, mask, K)
+    assert [text.count(f'@__cudnn$fmhaSoftmax{way}(') for way in ('', 'Backward')] == [1, 1]
+    assert 'dot_general' not in text and 'stablehlo.while' not in text
+
+
+@WITHOUT_TOKAMAX
+@pytest.mark.parametrize(('mask', 'K'), PLAIN)
+def test_tokamax_lowers_to_a_triton_kernel(mask, K, monkeypatch):
+    tokamax = importlib.import_module('tokamax')
+    triton = functools.partial(tokamax.dot_product_attention, implementation='triton')
+    monkeypatch.setattr(tokamax, 'dot_product_attention', triton)
+    device = jax.sharding.AbstractDevice('NVIDIA H100 80GB HBM3', 132, 'cuda')
+    mesh = jax.sharding.AbstractMesh((1,), ('x',), abstract_device=device)
+    with tokamax.config.cross_compile(True):
+        assert '@__gpu$xla.gpu.triton(' in for_cuda(library.tokamax, mask, K, mesh)
 
 
 SPLASH = {

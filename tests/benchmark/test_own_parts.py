@@ -11,12 +11,14 @@ from qkattn.config import Config, from_json
 from qkattn.model import cost
 
 
-def test_one_trial_without_the_axis_of_trials_has_the_same_losses():
+def test_one_trial_without_the_axis_of_trials_computes_the_same():
     config = TINY.config(steps_per_dispatch=2, lifting='vmap')
     alone, whole = own_parts.one_trial(config), own.train(config)
     for calls in (1, 2):
-        losses_C, losses_CX = alone.run(calls)['loss'], whole.run(calls)['loss']
-        np.testing.assert_allclose(losses_C, losses_CX[:, 0], rtol=1e-5)
+        metrics_C, metrics_CX = alone.run(calls), whole.run(calls)
+        assert metrics_C.keys() == metrics_CX.keys()
+        for name, values_C in metrics_C.items():
+            np.testing.assert_allclose(values_C, metrics_CX[name][:, 0], rtol=1e-5)
     assert alone.steps == whole.steps == 2
     same = ('tokens', 'flops', 'parameters')
     assert [alone.extra[name] for name in same] == [whole.extra[name] for name in same]

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from qkattn.benchmark import commands
+from qkattn.benchmark import commands, race
 from qkattn.benchmark.measurement import Group, Measurement
 from qkattn.benchmark.session import SCALES, Options
 from qkattn.benchmark.suites import steps, study
 from qkattn.benchmark.suites.suite_registry import COLLECTIONS, SUITES
-from qkattn.benchmark.targets import TARGETS
+from qkattn.benchmark.targets import NO_AXIS, ONE_RUN, TARGETS
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.model.sites import validate
 
@@ -100,6 +100,12 @@ def test_every_target_finds_its_rows(measured, scale):
     own = measured(scale)
     here = [t for t in TARGETS if t.where in ('', scale) and t.suite in COLLECTIONS[scale]]
     assert here and [t.text for t in here if t.measured(own.groups) is None] == []
+
+
+def test_one_trial_is_compared_in_one_process(measured):
+    rows = [c for c in measured('cpu').contestants if c.name in (NO_AXIS, ONE_RUN) and c.cores == 1]
+    assert {own.name for own in rows} == {NO_AXIS, ONE_RUN}
+    assert len({repr(race._place(*pair)) for pair in enumerate(rows)}) == 1
 
 
 def test_a_start_is_split_without_a_remainder(measured):

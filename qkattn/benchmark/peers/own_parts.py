@@ -22,6 +22,7 @@ from qkattn.decode.generate import generate
 from qkattn.decode.kv_cache import init_cache
 from qkattn.model import build, cost
 from qkattn.run.cores import usable
+from qkattn.run.memory import keep_freed_memory
 from qkattn.train import program, sharding
 from qkattn.train.placement import place_batch
 from qkattn.train.step import init_stack, init_trial, train_trial
@@ -39,14 +40,15 @@ def stack(config: dict[str, Any]) -> Work:
 
 
 def one_trial(config: dict[str, Any]) -> Work:
-    """The steps of a run of one trial, written without the axis of trials."""
+    """The steps of a run of one trial, written without the axis of trials, and its metrics."""
+    keep_freed_memory()
     of_run = from_json(Config, config)
     (trial,) = of_run.trials.trials()
     hyper = {name: jnp.asarray(trial[name], dtype) for name, dtype in program.HYPER.items()}
     placed = place_batch(of_run, sharding.make_mesh(of_run.mesh), own.batch_of(of_run))
     batch = {name: a_CXABT[:, 0] for name, a_CXABT in placed.items()}
 
-    def steps(state: dict, batches: dict) -> tuple[dict, dict]:
+    def steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:
         def step(state: dict, batch: dict) -> tuple[dict, dict]:
             after, metrics = train_trial(of_run, state['step'], state['trial'], hyper, batch)
             return {'step': state['step'] + 1, 'trial': after}, metrics
@@ -58,14 +60,14 @@ def one_trial(config: dict[str, Any]) -> Work:
 
     state = jax.jit(initial)()
     start = time.perf_counter()
-    compiled = jax.jit(steps, donate_argnums=0).lower(state, batch).compile()
+    compiled = jax.jit(steps, donate_argnums=0).lower(state, hyper, batch).compile()
     extra = {**own.costs(of_run), 'compile_seconds': time.perf_counter() - start}
     extra['compilations_per_trial'] = 1
 
     def run(calls: int) -> dict:
         nonlocal state
         for _ in range(calls):
-            state, metrics = compiled(state, batch)
+            state, metrics = compiled(state, hyper, batch)
         return jax.block_until_ready((state, metrics))[1]
 
     return Work(run, of_run.train.steps_per_dispatch, extra)
