@@ -10,17 +10,16 @@ import sys
 from pathlib import Path
 
 from qkattn import __version__
-from qkattn.run import cli, starting
+from qkattn.run import cli, readers, starting
 
 
 def main() -> None:
     """Runs the script that the first argument names with the arguments behind it."""
     scripts = cli.shipped('experiments')
     name, *arguments = sys.argv[1:] or ['--help']
-    if name == '--version':
-        print(__version__)
-    elif name in ('--help', '-h', 'help'):
-        print(_help(scripts))
+    if name in ('--version', '--help', '-h', 'help'):
+        with readers.ending_unread():
+            print(__version__ if name == '--version' else _help(scripts))
     elif name in scripts:
         sys.argv = [f'qkattn {name}', *arguments]
         if not sys.flags.safe_path:

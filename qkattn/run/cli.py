@@ -16,7 +16,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
-from qkattn.run import starting
+from qkattn.run import readers, starting
 from qkattn.run.help import HelpFlag, misspelt
 from qkattn.run.memory import keep_freed_memory
 from qkattn.run.progress import LogHandler
@@ -140,7 +140,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     The value of the flag `positional` may be given without its name.
 
     0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
-    impossible setting or workdir (do not retry); 1 anything else.
+    impossible setting or workdir (do not retry); 141 done as far as anybody read what it printed,
+    as in `... | head`; 1 anything else.
     """
 
     starting.end()
@@ -153,7 +154,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         _log_to_stderr()
         keep_freed_memory()  # before there are other threads
         try:
-            main()
+            with readers.ending_unread():
+                main()
         except Exception as error:
             if (expected := outcome(error)) is None:
                 raise
@@ -195,7 +197,8 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
 
 def leave(sentence: str, code: int = EXIT_CONFIG) -> None:
     """Ends the process with a sentence on standard error; 2 is a setting that is wrong."""
-    print(sentence, file=sys.stderr)
+    readers.say(f'{sentence}\n', sys.stderr)
+    readers.say('', sys.stdout)  # what is buffered
     sys.exit(code)
 
 

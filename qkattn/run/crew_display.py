@@ -6,6 +6,7 @@ import shutil
 import sys
 from typing import TextIO
 
+from qkattn.run.readers import say
 from qkattn.run.shown import short
 
 _DECODER = codecs.getincrementaldecoder('utf-8')
@@ -62,7 +63,7 @@ class CrewDisplay:
     def print(self, text: str) -> None:
         """Writes a line of its own."""
         self._erase()
-        print(text, file=self._stream, flush=True)
+        say(f'{text}\n', self._stream)
 
     def draw(self) -> None:
         """Draws the lines of a terminal; of processes as many as there is room for."""
@@ -73,19 +74,17 @@ class CrewDisplay:
         lines = [*lines[: max(0, rows - 2)], self._status]
         self._erase()
         shown = [short(line, columns - 1) + _ERASE_LINE for line in lines]
-        self._stream.write('\r' + '\n'.join(shown))
-        self._stream.flush()
+        say('\r' + '\n'.join(shown), self._stream)
         self._drawn = len(lines)
 
     def close(self) -> None:
         """Leaves the lines that were finished; may be called twice."""
         self._erase()
-        self._stream.flush()
 
     def _erase(self) -> None:
         if self._drawn:
             up = f'\x1b[{self._drawn - 1}A' if self._drawn > 1 else ''
-            self._stream.write(f'\r{up}{_ERASE_BELOW}')
+            say(f'\r{up}{_ERASE_BELOW}', self._stream)
             self._drawn = 0
 
     def _terminal_size(self) -> os.terminal_size:

@@ -6,7 +6,6 @@ A field has its type, what it may hold, its default and its description, as `set
 import dataclasses
 import difflib
 import inspect
-import os
 import re
 import sys
 import textwrap
@@ -19,6 +18,7 @@ from absl import app, flags
 
 from qkattn.config import concrete_types
 from qkattn.config.setting import Setting, settings
+from qkattn.run.readers import ending_unread
 
 WIDTH = 100
 
@@ -35,10 +35,8 @@ class HelpFlag(app.HelpFlag):
 
     def parse(self, argument: Any) -> None:
         if self.parser.parse(argument):
-            try:
-                print(text(self._doc, self._kind), flush=True)
-            except BrokenPipeError:  # a reader such as head has seen enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with ending_unread():
+                print(text(self._doc, self._kind))
             sys.exit(0)
 
 

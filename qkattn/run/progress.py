@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TextIO
 import numpy as np
 import tqdm
 
+from qkattn.run.readers import say
 from qkattn.run.shown import loss_text, short
 
 # A terminal's line is drawn at most this often, since fetching the loss could stall an accelerator,
@@ -144,7 +145,7 @@ class Progress:
         """Writes a line of its own."""
         with self._lock:
             self._erase()
-            print(text, file=self._stream, flush=True)
+            say(f'{text}\n', self._stream)
 
     def close(self) -> None:
         """Shows the last report if it has not been shown; may be called twice."""
@@ -156,7 +157,7 @@ class Progress:
             if self._first and (self._terminal or self._step != self._shown_step):
                 self._show(self._clock())
             if self._drawn and self._first:
-                print(file=self._stream, flush=True)
+                say('\n', self._stream)
                 self._drawn = False
             self._erase()
             Progress._shown = None
@@ -189,7 +190,7 @@ class Progress:
         while not self._closed.wait(_TICK):
             try:
                 self.tick()
-            except (OSError, ValueError):  # the stream is closed
+            except ValueError:  # the stream is closed
                 return
 
     def _show(self, now: float) -> None:
@@ -285,14 +286,12 @@ class Progress:
             return shutil.get_terminal_size().columns - 1
 
     def _draw(self, text: str) -> None:
-        self._stream.write(f'\r{text}\x1b[K')
-        self._stream.flush()
+        say(f'\r{text}\x1b[K', self._stream)
         self._drawn = True
 
     def _erase(self) -> None:
         if self._drawn:
-            self._stream.write('\r\x1b[K')
-            self._stream.flush()
+            say('\r\x1b[K', self._stream)
             self._drawn = False
 
 
@@ -309,6 +308,6 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text, shown = self.format(record), Progress._shown
         if shown is None:
-            print(text, file=sys.stderr, flush=True)
+            say(f'{text}\n', sys.stderr)
         else:
             shown.print(text)

@@ -136,8 +136,7 @@ class StopRequest:
         self.requested = True
         if number == signal.SIGINT:
             if self._held or not self._leaves:
-                # os.write, because a handler may interrupt a print halfway.
-                os.write(2, b'\nstopping after this step; press Ctrl-C again to stop at once\n')
+                _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -187,7 +186,7 @@ def end(code: int, sentence: str) -> NoReturn:
     WHOLE.acquire(timeout=_PATIENCE)
     try:
         # On a terminal the cursor may stand behind the progress line.
-        os.write(2, ('\n' * os.isatty(2) + f'{sentence}\n').encode())
+        _say('\n' * os.isatty(2) + f'{sentence}\n')
         for call in BEFORE_LEAVING[::-1]:
             call()
         if StopRequest.peers is not None:
@@ -195,6 +194,12 @@ def end(code: int, sentence: str) -> NoReturn:
         sys.stdout.flush()
     finally:
         os._exit(code)
+
+
+def _say(text: str) -> None:
+    # os.write, because a handler may interrupt a print halfway. Ctrl-C also ends `... | tee log`.
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 def _in_forked_child() -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from qkattn.run.progress import Progress
+
 LONG = 'x' * 300  # a file name has at most 255 bytes
 CASES = [
     ('train', ['--config=run.py', f'--workdir={LONG}'], 'cannot be used (File name too long)'),
@@ -67,7 +69,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(('name', 'flags', 'message'), CASES, ids=lambda c: str(c)[-40:])
-def test_bad_input_is_one_sentence(script_here, tmp_path, name, flags, message):
+def test_bad_input_is_one_sentence(script_here, tmp_path, monkeypatch, name, flags, message):
+    monkeypatch.setattr(Progress, 'tick', lambda display: None)  # shows waits
     done = script_here(name, *flags)
     said = done.stderr.strip()
     assert done.returncode == 2, said
@@ -80,5 +83,6 @@ def test_bad_input_is_one_sentence(script_here, tmp_path, name, flags, message):
 
 def test_a_process_exits_with_that_code(script, tmp_path):
     done = script('ablate', '--config=study.py', '--config.fill=heads', '--workdir=w')
-    assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
+    said = [line for line in done.stderr.splitlines() if not line.startswith('qkattn: starting')]
+    assert done.returncode == 2 and len(said) == 1 and "fill='heads'" in said[0], done.stderr
     assert not (tmp_path / 'w').exists()

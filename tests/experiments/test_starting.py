@@ -3,8 +3,13 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from qkattn.run import starting
+from qkattn.run.progress import Progress
+from qkattn.study import catalogue
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
@@ -27,3 +32,20 @@ def test_slow_imports_are_named(tmp_path, command):
     )
     first, *_ = done.stderr.splitlines()
     assert first.startswith('qkattn: starting ... ') and done.returncode == 2, done.stderr
+
+
+def test_the_main_function_runs_without_the_display(script_here, monkeypatch):
+    shown = []
+
+    def text():
+        shown.append(Progress._shown)
+        return 'a catalogue'
+
+    monkeypatch.setattr(catalogue, 'text', text)
+    before = {*threading.enumerate()}
+    starting.begin()
+    (display,) = {*threading.enumerate()} - before
+    assert Progress._shown is not None
+    assert script_here('variants').stdout == 'a catalogue\n' and shown == [None]
+    display.join(timeout=60)
+    assert not display.is_alive()

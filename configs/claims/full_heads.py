@@ -1,0 +1,27 @@
+"""What do W_Q and W_K of full size (D x D) in every head buy at equal parameter count?
+
+Claim A6. Every arm has a learning-rate sweep of its own.
+
+    python -m experiments.ablate --config=configs/claims/full_heads.py:cpu \\
+        --workdir=runs/full_heads
+"""
+
+from qkattn.claims.protocol import language_model, pick, protocol
+from qkattn.config import Study, to_config_dict
+
+
+def get_config(scale='cpu'):
+    return to_config_dict(
+        Study(
+            name='full_heads',
+            question='What do W_Q and W_K of full size (D x D) in every head buy?',
+            base=language_model(scale, num_heads=4),
+            variants=(
+                'qk/vo',
+                'full_size/vo',
+                'merged/vo',
+            ),
+            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=48',), gpu=('d_model=768',)),
+            **protocol(scale),
+        )
+    )

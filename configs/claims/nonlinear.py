@@ -1,0 +1,28 @@
+"""Does a nonlinear query beat the standard one, tuned and untuned?
+
+Claim E2 (arXiv 2603.13381).
+
+    python -m experiments.ablate --config=configs/claims/nonlinear.py:cpu \\
+        --workdir=runs/nonlinear
+"""
+
+from qkattn.claims.protocol import language_model, pick, protocol
+from qkattn.config import Study, to_config_dict
+
+
+def get_config(scale='cpu'):
+    return to_config_dict(
+        Study(
+            name='nonlinear',
+            question='Does a nonlinear query beat the standard one?',
+            base=language_model(scale, num_heads=4),
+            variants=(
+                'qk/vo',
+                'nonlinear_query/vo',
+                'query_free/vo',
+            ),
+            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=48',), gpu=('d_model=768',)),
+            destinations=('d_ff',),
+            **protocol(scale),
+        )
+    )

@@ -1,0 +1,113 @@
+"""Quantities of A[n] and B[n]: functions from square matrices [..., D, D] to one number each.
+
+They say the same of every factorization of a matrix: Elhage et al. 2021, 'A mathematical framework
+for transformer circuits'. A zero matrix gives NaN, except for its norm. No number has a unit.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import entr
+
+
+def singular_values(a_NDD: jax.Array) -> jax.Array:
+    """s_ND, the largest first."""
+    return jnp.linalg.svd(a_NDD, compute_uv=False)
+
+
+def effective_rank(a_NDD: jax.Array) -> jax.Array:
+    """exp(H(p)) with p = s / sum(s), from 1 (rank 1) to D (equal singular values).
+
+    Roy & Vetterli 2007, 'The effective rank: a measure of effective dimensionality'.
+    """
+    s_ND = singular_values(a_NDD)
+    return jnp.exp(entr(s_ND / s_ND.sum(-1, keepdims=True)).sum(-1))
+
+
+def stable_rank(a_NDD: jax.Array) -> jax.Array:
+    """|A|_F^2 / |A|_2^2 = sum(s^2) / max(s)^2, from 1 to the rank.
+
+    Rudelson & Vershynin 2007, 'Sampling from large matrices'.
+    """
+    energy_ND = singular_values(a_NDD) ** 2
+    return energy_ND.sum(-1) / energy_ND[..., 0]
+
+
+def norm(a_NDD: jax.Array) -> jax.Array:
+    """|A|_F, the root of the sum of squares."""
+    return jnp.sqrt(_energy(a_NDD))
+
+
+def symmetric_share(a_NDD: jax.Array) -> jax.Array:
+    """|(A + A^T) / 2|_F^2 / |A|_F^2: 1 where A is symmetric, 0 where it is skew.
+
+    Of independent entries about 1/2, of W_Q W_K^T with independent factors too. Saponati et al.
+    2025, arXiv 2502.10927, who publish it, as 2 share - 1, of the sum of A[n] over the heads.
+    """
+    return _energy(_symmetric(a_NDD)) / _energy(a_NDD)
+
+
+def skew_share(a_NDD: jax.Array) -> jax.Array:
+    """|(A - A^T) / 2|_F^2 / |A|_F^2 = 1 - symmetric_share."""
+    return _energy(a_NDD - _symmetric(a_NDD)) / _energy(a_NDD)
+
+
+def directionality(a_NDD: jax.Array, deviations: float = 2.0) -> jax.Array:
+    """(c - r) / (c + r), from -1 (rows dominate) to 1 (columns dominate); 0 where c = r = 0.
+
+    r is the sum, over the norms of the rows, of what exceeds their mean by more than `deviations`
+    standard deviations; c is that of the columns. Rows of A act on queries, columns on keys: a
+    large column is a direction of the key that all queries look for. Saponati et al. 2025, arXiv
+    2502.10927, who find it above 0 in autoregressive models.
+    """
+
+    def excess(norms_ND: jax.Array) -> jax.Array:
+        deviation_N = norms_ND.std(-1, ddof=1)
+        bound_N = norms_ND.mean(-1) + deviations * deviation_N
+        return jnp.maximum(norms_ND - bound_N[..., None], 0).sum(-1)
+
+    r_N, c_N = (excess(jnp.sqrt((a_NDD**2).sum(axis))) for axis in (-1, -2))
+    share_N = (c_N - r_N) / jnp.where(c_N + r_N > 0, c_N + r_N, 1)
+    return jnp.where(_energy(a_NDD) > 0, share_N, jnp.nan)
+
+
+def definiteness(a_NDD: jax.Array) -> jax.Array:
+    """sum(max(e, 0)) / sum(|e|) over the eigenvalues e of (A + A^T) / 2.
+
+    1 where x A x^T >= 0 for all x, so that a token attends to what resembles it; 0 where A is
+    negative semidefinite; NaN where A is skew. W W^T gives 1.
+    """
+    e_ND = jnp.linalg.eigvalsh(_symmetric(a_NDD))
+    return jnp.maximum(e_ND, 0).sum(-1) / jnp.abs(e_ND).sum(-1)
+
+
+def drift(reference: jax.Array, other: jax.Array) -> jax.Array:
+    """|other - reference| / |reference|, root of the sum of squares over all entries.
+
+    0 where both are equal; sqrt(2) where they are orthogonal and of one norm.
+    """
+    return jnp.sqrt(((other - reference) ** 2).sum() / (reference**2).sum())
+
+
+def _symmetric(a_NDD: jax.Array) -> jax.Array:
+    return (a_NDD + jnp.swapaxes(a_NDD, -1, -2)) / 2
+
+
+def _energy(a_NDD: jax.Array) -> jax.Array:
+    return (a_NDD**2).sum((-2, -1))
+
+
+# What an analysis measures of every A[n] and B[n].
+OF_MATRICES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    function.__name__: function
+    for function in (
+        norm,
+        effective_rank,
+        stable_rank,
+        symmetric_share,
+        skew_share,
+        directionality,
+        definiteness,
+    )
+}

@@ -1,0 +1,186 @@
+"""The protocol of the claims' studies at each scale: model sizes, data, steps, seeds, tuning.
+
+'smoke' trains every arm for seconds, which shows that it runs and decides nothing; 'cpu' is the
+fair protocol at the size of two CPU cores; 'gpu' is the same protocol at published sizes.
+"""
+
+import dataclasses
+from typing import Any, Literal, TypeVar, get_args
+
+from qkattn.config import (
+    Config,
+    ControlsConfig,
+    DataConfig,
+    DecodeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrialsConfig,
+    TuningConfig,
+)
+from qkattn.errors import ConfigError
+
+Scale = Literal['smoke', 'cpu', 'gpu']
+SCALES: tuple[Scale, ...] = get_args(Scale)
+T = TypeVar('T')
+
+# Seeds of the screening, apart from those of the verdicts, which count from 0.
+SCREENING = (100, 101)
+
+
+def pick(scale: str, *, smoke: T, cpu: T, gpu: T) -> T:
+    """The value at a scale.
+
+    Raises:
+      ConfigError: an unknown scale.
+    """
+    values = {'smoke': smoke, 'cpu': cpu, 'gpu': gpu}
+    if scale not in values:
+        raise ConfigError(f'scale={scale!r} must be one of {", ".join(SCALES)}')
+    return values[scale]
+
+
+def language_model(scale: str, *, evaluations: int = 2, seeds: int = 10, **fields: Any) -> Config:
+    """A byte-level language model of two layers; at scale gpu, twelve layers and BPE pieces.
+
+    Args:
+      evaluations: times that a run is evaluated, evenly spaced.
+      seeds: of the verdict, at scale cpu.
+      **fields: of the model, in place of those of the scale.
+    """
+    model = pick(
+        scale,
+        smoke=ModelConfig(num_layers=2, num_heads=2, context=16),
+        cpu=ModelConfig(num_layers=2, num_heads=2, context=64),
+        gpu=ModelConfig(
+            num_layers=12,
+            num_heads=12,
+            context=1024,
+            vocab_size=16384,
+            compute_dtype='bfloat16',
+        ),
+    )
+    data = pick(
+        scale,
+        smoke=DataConfig(eval_sequences=512),
+        cpu=DataConfig(eval_sequences=2048),
+        gpu=DataConfig(
+            name='tfds:wiki40b/en', tokenizer='bpe', tokenizer_size=16384, eval_sequences=4096
+        ),
+    )
+    return Config(
+        model=dataclasses.replace(model, **fields),
+        data=data,
+        optimizer=_optimizer(scale),
+        train=_train(scale, (20, 500, 10000), (8, 16, 64), evaluations),
+        trials=_trials(scale, (4e-3, 8e-3, 1.6e-2, 3.2e-2), seeds),
+    )
+
+
+def masked_language_model(scale: str, **fields: Any) -> Config:
+    """An encoder that restores masked tokens, of the sizes of `language_model`."""
+    vocab_size = pick(scale, smoke=257, cpu=257, gpu=16385)
+    config = language_model(scale, **{'kind': 'encoder', 'vocab_size': vocab_size, **fields})
+    train = _train(scale, (20, 1500, 20000), (8, 16, 64))
+    return dataclasses.replace(config, train=train)
+
+
+def translator(scale: str, **fields: Any) -> Config:
+    """An encoder-decoder, English to German."""
+    model = pick(
+        scale,
+        smoke=ModelConfig(
+            kind='encoder_decoder', num_layers=1, num_encoder_layers=4, num_heads=2, context=64
+        ),
+        cpu=ModelConfig(
+            kind='encoder_decoder', num_layers=1, num_encoder_layers=4, num_heads=2, context=64
+        ),
+        gpu=ModelConfig(
+            kind='encoder_decoder', num_layers=3, num_encoder_layers=6, num_heads=4, context=128
+        ),
+    )
+    pieces = pick(scale, smoke=500, cpu=1000, gpu=8192)
+    model = dataclasses.replace(
+        model, vocab_size=pieces, **{'dropout': 0.1, 'attention_dropout': 0.0, **fields}
+    )
+    return Config(
+        model=model,
+        data=DataConfig(
+            name='cldr',
+            languages='en-de',
+            tokenizer='bpe',
+            tokenizer_size=pieces,
+            drop_long=True,
+            eval_sequences=pick(scale, smoke=128, cpu=None, gpu=None),
+        ),
+        optimizer=dataclasses.replace(_optimizer(scale), beta2=0.98),
+        train=dataclasses.replace(_train(scale, (20, 500, 6000), (8, 8, 64)), label_smoothing=0.1),
+        trials=_trials(scale, (4e-3, 8e-3, 1.6e-2), seeds=8),
+        decode=pick(
+            scale,
+            smoke=DecodeConfig(beam=1, max_sources=8),
+            cpu=DecodeConfig(beam=1, max_sources=64),
+            gpu=DecodeConfig(beam=4),
+        ),
+    )
+
+
+def protocol(scale: str, *, longer: bool = False, equal_shape: bool = True) -> dict[str, Any]:
+    """The fields `tuning`, `tolerance` and `controls` of a study.
+
+    Args:
+      longer: whether arms with a word, and the baseline, are trained again with four times as many
+        tokens.
+      equal_shape: whether each arm is trained at the baseline's shape, too.
+    """
+    return {
+        'tuning': pick(
+            scale,
+            smoke=TuningConfig(),
+            cpu=TuningConfig(seeds=SCREENING, max_seeds=4),
+            gpu=TuningConfig(seeds=SCREENING[:1], max_seeds=3),
+        ),
+        'tolerance': pick(scale, smoke=5e-3, cpu=2e-3, gpu=1e-3),
+        'controls': ControlsConfig(
+            equal_shape=equal_shape,
+            longer=4 if longer else None,
+            longer_seeds=tuple(range(pick(scale, smoke=2, cpu=6, gpu=4))) if longer else (),
+        ),
+    }
+
+
+def _optimizer(scale: str) -> OptimizerConfig:
+    return OptimizerConfig(warmup_steps=pick(scale, smoke=5, cpu=50, gpu=500))
+
+
+def _train(
+    scale: str,
+    num_steps: tuple[int, int, int],
+    batch_size: tuple[int, int, int],
+    evaluations: int = 2,
+) -> TrainConfig:
+    """Steps and batch at the three scales; the runs of a study are lifted without a measurement."""
+    place = pick(scale, smoke=0, cpu=1, gpu=2)
+    interval = num_steps[place] // evaluations
+    dispatch = 5 if interval < 25 else 25
+    return TrainConfig(
+        num_steps=num_steps[place],
+        batch_size=batch_size[place],
+        steps_per_dispatch=dispatch,
+        log_every=dispatch,
+        eval_every=interval,
+        checkpoint_every=interval,
+        lifting='map',
+    )
+
+
+def _trials(scale: str, learning_rates: tuple[float, ...], seeds: int) -> TrialsConfig:
+    return TrialsConfig(
+        seeds=tuple(range(pick(scale, smoke=2, cpu=seeds, gpu=5))),
+        learning_rates=pick(
+            scale,
+            smoke=learning_rates[:1],
+            cpu=learning_rates,
+            gpu=tuple(rate / 16 for rate in learning_rates),
+        ),
+    )

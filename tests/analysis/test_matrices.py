@@ -1,0 +1,85 @@
+"""Quantities of matrices against values worked out by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn.analysis import matrices
+
+# Symmetric part [[1, 2], [2, -2]] of energy 13, skew part [[0, 1], [-1, 0]] of energy 2.
+SPLIT = np.array([[1.0, 3.0], [1.0, -2.0]])
+DIAGONAL = np.diag([3.0, 1.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ('quantity', 'matrix', 'want'),
+    [
+        ('norm', SPLIT, 15**0.5),
+        ('symmetric_share', SPLIT, 13 / 15),
+        ('skew_share', SPLIT, 2 / 15),
+        ('symmetric_share', SPLIT - SPLIT.T, 0),
+        # p = (3/4, 1/4): exp(H) = 4 / 3^(3/4).
+        ('effective_rank', DIAGONAL, 4 / 3**0.75),
+        ('effective_rank', -5 * np.eye(4), 4),
+        ('effective_rank', np.ones((4, 4)), 1),
+        ('stable_rank', DIAGONAL, 10 / 9),
+        ('stable_rank', np.eye(4), 4),
+        # Eigenvalues (-1 +- sqrt(25)) / 2 of the symmetric part: 2 and -3.
+        ('definiteness', SPLIT, 2 / 5),
+        ('definiteness', np.eye(3), 1),
+        ('definiteness', -np.eye(3), 0),
+    ],
+)
+def test_a_quantity_has_the_value_worked_out_by_hand(quantity, matrix, want):
+    got = matrices.OF_MATRICES[quantity](jnp.asarray(matrix, jnp.float32)[None])
+    np.testing.assert_allclose(got, [want], atol=1e-6)
+
+
+def test_singular_values_come_largest_first():
+    np.testing.assert_allclose(
+        matrices.singular_values(jnp.diag(jnp.array([1.0, -4, 2]))), [4, 2, 1]
+    )
+
+
+def test_directionality_counts_what_exceeds_two_deviations():
+    """Ten columns of norm 1 but one of norm 8; the rows are of equal norm."""
+    a_DD = np.eye(10)
+    a_DD[:, 3] = 8 / 10**0.5
+    columns, rows = np.linalg.norm(a_DD, axis=0), np.linalg.norm(a_DD, axis=1)
+    assert columns[3] == pytest.approx(8) and rows.max() < rows.mean() + 2 * rows.std(ddof=1) + 1e-9
+    both_NDD = jnp.asarray(np.stack([a_DD, a_DD.T, np.eye(10), 0 * a_DD]), jnp.float32)
+    np.testing.assert_allclose(matrices.directionality(both_NDD), [1, -1, 0, np.nan])
+    mixed_DD = a_DD.copy()
+    mixed_DD[7] += 1.0
+
+    def excess(norms):
+        bound = norms.mean() + 2 * np.sqrt(((norms - norms.mean()) ** 2).sum() / 9)
+        return sum(norm - bound for norm in norms if norm > bound)
+
+    c, r = (excess(np.linalg.norm(mixed_DD, axis=axis)) for axis in (0, 1))
+    assert c > 0 and r > 0
+    got = matrices.directionality(jnp.asarray(mixed_DD, jnp.float32))
+    np.testing.assert_allclose(got, (c - r) / (c + r), atol=1e-5)
+
+
+def test_drift_is_relative_to_the_reference():
+    reference, other = jnp.array([[3.0, 0.0], [0.0, 4.0]]), jnp.array([[3.0, 1.0], [0.0, 4.0]])
+    assert float(matrices.drift(reference, other)) == pytest.approx(0.2)
+    assert float(matrices.drift(other, reference)) == pytest.approx(1 / 26**0.5)
+
+
+def test_a_zero_matrix_has_a_norm_and_nothing_else():
+    got = {name: float(f(jnp.zeros((3, 3)))) for name, f in matrices.OF_MATRICES.items()}
+    assert got.pop('norm') == 0 and all(np.isnan(list(got.values())))
+
+
+def test_quantities_do_not_depend_on_size_or_factorization():
+    """W_Q G and W_K G^-T give one A; a factor on A changes its norm alone."""
+    rng = np.random.default_rng(0)
+    w_q, w_k = rng.standard_normal((2, 8, 3))
+    gauge = rng.standard_normal((3, 3))
+    a, same = w_q @ w_k.T, (w_q @ gauge) @ (w_k @ np.linalg.inv(gauge).T).T
+    for name, function in matrices.OF_MATRICES.items():
+        got = [float(function(jnp.asarray(m, jnp.float32))) for m in (a, same, 7 * a)]
+        want = [got[0], got[0], got[0] * (7 if name == 'norm' else 1)]
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-5, err_msg=name)

@@ -1,0 +1,24 @@
+"""Every script ends quietly where nobody reads what it prints, as in `... | head`."""
+
+import subprocess
+import sys
+
+import pytest
+
+from qkattn.run.readers import EXIT_UNREAD
+from tests.experiments.conftest import ROOT
+from tests.experiments.test_help import SCRIPTS
+
+
+@pytest.mark.parametrize('name', SCRIPTS)
+def test_help_ends_quietly(name, script_here, unread, monkeypatch):
+    monkeypatch.setattr(sys, 'stdout', unread)
+    done = script_here(name, '--help')
+    assert (done.returncode, done.stderr) == (EXIT_UNREAD, '')
+
+
+@pytest.mark.parametrize('command', ['experiments.variants --equations', 'qkattn --help'])
+def test_a_process_ends_quietly(command, unread):
+    line = [sys.executable, '-m', *command.split()]
+    done = subprocess.run(line, cwd=ROOT, stdout=unread, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (EXIT_UNREAD, b'')
