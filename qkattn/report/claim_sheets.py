@@ -1,9 +1,9 @@
 """The numbers of a claim as text: the decisive one, and the tables of its rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from qkattn.report.claim_results import ClaimResult, Row, Speaks
-from qkattn.report.figures.claim_figures import PARTS, compared, lines_of, varying
+from qkattn.report.figures.claim_figures import PARTS, Axis, compared, curves, varying
 from qkattn.report.prose import NONE, environment, tidy, words
 from qkattn.report.sheets import Heading, Sheet
 
@@ -13,6 +13,9 @@ SAID: dict[str, str] = {
     Speaks.OPEN: 'open',
     Speaks.BESIDE: NONE,
 }
+
+# A table has columns for at most so many names of contexts.
+_MAX_NAMES = 3
 
 
 def amount(row: Row | None) -> str:
@@ -53,15 +56,12 @@ def described_row(row: Row) -> str:
 
 
 def claim_sheets(claim: ClaimResult) -> list[Sheet]:
-    """The tables of its rows: parts of differences, other values, curves."""
-    points = [row for row in claim.rows if row.x is not None]
+    """The tables of its rows: parts of differences, other values, and the points of each panel."""
     others = [row for row in claim.rows if row.x is None and row.kind not in PARTS]
-    made = {'parts': _parts(claim), 'values': _values(others), 'points': _points(points)}
-    return [
-        Sheet(name, *table, *_said(name, claim, shared=_shared(claim.rows)))
-        for name, table in made.items()
-        if table[1]
-    ]
+    made = [('parts', _parts(claim)), ('values', _values(others))]
+    made += [('points', _points(axis, lines)) for axis, lines in curves(claim.rows).items()]
+    shared = _shared(claim.rows)
+    return [Sheet(name, *table, *_said(name, claim, shared)) for name, table in made if table[1]]
 
 
 def _said(name: str, claim: ClaimResult, shared: str) -> list[str]:
@@ -103,34 +103,27 @@ def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
 
 
 def _values(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:
+    """A row for each value; contexts of many names, as various checks have, in one cell."""
     names = varying(rows)
-    left = [('quantity', True), *((words(name), True) for name in names)]
-    titles = [
-        *left,
-        ('value', False),
-        ('expected', False),
-        ('unit', True),
-        ('for or against', True),
-    ]
-    cells = [
-        [
-            row.what,
-            *(row.context.get(name, NONE) for name in names),
-            amount(row),
-            expected(row),
-            row.unit or NONE,
-            SAID[row.speaks],
-        ]
-        for row in rows
-    ]
-    return titles, cells
+    apart = len(names) <= _MAX_NAMES
+    places = [(words(name), True) for name in names] if apart else [('context', True)]
+    numbers = [('value', False), ('expected', False), ('unit', True)]
+    cells = []
+    for row in rows:
+        where = {name: row.context.get(name, NONE) for name in names}
+        joined = ', '.join(f'{name} {where[name]}' for name in names if name in row.context)
+        place = [*where.values()] if apart else [joined or NONE]
+        said = [amount(row), expected(row), row.unit or NONE, SAID[row.speaks]]
+        cells.append([row.what, *place, *said])
+    return [('quantity', True), *places, *numbers, ('for or against|the claim', True)], cells
 
 
-def _points(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:
+def _points(
+    axis: Axis, lines: Mapping[str, Sequence[Row]]
+) -> tuple[list[Heading], list[list[str]]]:
     """A row for each x, a column for each line."""
-    lines = lines_of(rows)
     by_x = {name: {row.x: row for row in of} for name, of in lines.items()}
-    label = ', '.join(dict.fromkeys(row.x_label or 'x' for row in rows))
-    headings = [(label, True)] + [(f'{name},|{of[0].unit}', False) for name, of in lines.items()]
-    every = sorted({row.x for row in rows if row.x is not None})
+    of_kind = PARTS.get(axis.kind, axis.unit)
+    headings = [(axis.x_label, True), *((f'{name}|{of_kind}', False) for name in lines)]
+    every = sorted({row.x for of in lines.values() for row in of if row.x is not None})
     return headings, [[f'{x:,g}', *(amount(of.get(x)) for of in by_x.values())] for x in every]

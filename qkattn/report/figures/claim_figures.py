@@ -78,8 +78,8 @@ def claim_figures(claim: ClaimResult, *, narrow: bool = False) -> tuple[Drawing,
     with style_sheet():
         differences = _differences(_named(compared(claim.rows)), look)
         levels = _levels([row for row in claim.rows if row.kind == Kind.MEASURED], look)
-        curves = _curves([row for row in claim.rows if row.x is not None], look)
-    made = {'differences': differences, 'levels': levels, 'curves': curves}
+        lines = _curves(claim.rows, look)
+    made = {'differences': differences, 'levels': levels, 'curves': lines}
     return tuple(
         Drawing(figure, f'{stem}_{kind}', {'kind': kind, 'claim': claim})
         for kind, figure in made.items()
@@ -170,39 +170,44 @@ def _unit(row: Row) -> str:
 
 
 def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
-    """Values against x: a panel for each unit and kind, a line for what is compared and where."""
-    if not rows:
+    """Values against x, by `curves`."""
+    found = curves(rows)
+    if not found:
         return None
-    found = dict.fromkeys((row.unit, row.x_label, row.kind) for row in rows)
     columns = 1 if look.narrow else min(2, len(found))
     height = (3.6 if columns == 1 else 3.0) * -(-len(found) // columns)
-    lines = lines_of(rows)
+    lines = {name: points for of in found.values() for name, points in of.items()}
     extra = 0.2 * len(lines) * look.narrow
     figure = look.figure(WIDTH + 1.2 if columns == 1 else WIDTH + 3.0, height + extra + 0.3)
     of_look = _line_styles(lines, look)
-    for ax, place in zip(panels(figure, columns, len(found)), found, strict=True):
-        own = {
-            name: here
-            for name, of in lines.items()
-            if (here := [row for row in of if (row.unit, row.x_label, row.kind) == place])
-        }
-        _curve_panel(ax, own, of_look)
-        unit, x_label, kind = place
-        ax.set(xlabel=x_label, ylabel=unit, title=PARTS.get(kind, '') if len(found) > 1 else '')
+    for ax, (place, of) in zip(panels(figure, columns, len(found)), found.items(), strict=True):
+        _curve_panel(ax, of, of_look)
+        title = short(PARTS.get(place.kind, '')) if len({of.kind for of in found}) > 1 else ''
+        ax.set(xlabel=place.x_label, ylabel=place.unit or 'value', title=title)
     legend(figure, 'right center' if len(lines) <= MAX_LINES else 'lower center')
     return figure
 
 
-def lines_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Points by the name of their line, by ascending x."""
+class Axis(NamedTuple):
+    """What the points of one panel of curves have in common."""
+
+    unit: str
+    x_label: str
+    kind: str
+
+
+def curves(rows: Iterable[Row]) -> dict[Axis, dict[str, list[Row]]]:
+    """Points by panel and by the name of their line, by ascending x."""
     rows = sorted((row for row in rows if row.x is not None), key=lambda row: row.x)
-    names, several = varying(rows), len({row.what for row in rows}) > 1
-    found: dict[str, list[Row]] = {}
+    names, whats, arms = varying(rows), {row.what for row in rows}, {row.arm for row in rows}
+    found: dict[Axis, dict[str, list[Row]]] = {}
     for row in rows:
         where = [row.context[name] for name in names if name in row.context]
-        # A context that repeats the name adds nothing.
-        label = dict.fromkeys([row.what] * (several or not where) + where)
-        found.setdefault(', '.join(label), []).append(row)
+        about = [row.what] * (len(whats) > 1 or not where) + [row.arm or ''] * (len(arms) > 1)
+        # A context or an arm that repeats the name adds nothing.
+        label = ', '.join(filter(None, dict.fromkeys(about + where)))
+        lines = found.setdefault(Axis(row.unit, row.x_label or 'x', row.kind), {})
+        lines.setdefault(label, []).append(row)
     return found
 
 
