@@ -2,6 +2,10 @@
 
 from setuptools import find_packages, setup
 
-INSIDE = {'qkattn.configs': 'configs', 'qkattn.experiments': 'experiments'}
+INSIDE = {
+    'qkattn.configs': 'configs',
+    'qkattn.configs.claims': 'configs/claims',
+    'qkattn.experiments': 'experiments',
+}
 
 setup(packages=[*find_packages(include=['qkattn*']), *INSIDE], package_dir=INSIDE)

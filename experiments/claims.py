@@ -1,26 +1,133 @@
-"""Decides the claims: runs their checks and studies at a scale, and writes the table of verdicts.
+"""Decides the claims: runs their checks and studies at a scale, and writes the verdicts.
 
 python -m experiments.claims --list
 python -m experiments.claims --scale=cpu --workdir=runs/claims --workers=auto    # all; resumes
 python -m experiments.claims B2 C1 --scale=cpu --workdir=runs/claims
 python -m experiments.claims --scale=gpu --dry_run                               # plan and cost
+python -m experiments.claims --notrain --workdir=runs/claims --export=results/claims/cpu
 """
 
 from absl import flags
 
-from qkattn.claims import catalogue
-from qkattn.run import cli
+from qkattn.claims import catalogue, costs, export, studies
+from qkattn.claims.claim import Claim
+from qkattn.claims.deciding import decide
+from qkattn.claims.protocol import SCALES
+from qkattn.claims.results import Results
+from qkattn.errors import ConfigError
+from qkattn.report.claim_results import NAME, ClaimResult, read_claims, write_claims
+from qkattn.run import cli, signals
+from qkattn.run.files import as_path
+from qkattn.run.progress import waiting
+from qkattn.study import ways
+from qkattn.train.program_cache import keep_programs
 
-CLAIMS = flags.DEFINE_list('claims', [], 'Names of claims, as in B2,C1; all by default.')
+CLAIMS = flags.DEFINE_list('claims', None, 'Names of claims, as in B2,C1; all by default.')
 LIST = flags.DEFINE_bool('list', False, 'List the claims, then stop.')
+SCALE = flags.DEFINE_enum(
+    'scale',
+    'cpu',
+    list(SCALES),
+    'smoke: minutes, decides exact claims alone; cpu: hours on two cores; gpu: published sizes.',
+)
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the studies; the same one resumes.')
+WORKERS = flags.DEFINE_string(
+    'workers', '1', 'Workers on this machine, a number or auto, as in experiments.ablate.'
+)
+TRAIN = flags.DEFINE_bool('train', True, '--notrain decides on what the workdir has.')
+DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
+FLOPS = flags.DEFINE_float(
+    'flops_per_second', None, 'With --dry_run, of training, in place of a warm-up.', lower_bound=1.0
+)
+EXPORT = flags.DEFINE_string(
+    'export', None, 'Directory to keep the verdicts on all claims in, with the studies behind them.'
+)
 
 
+@signals.leaving_at_once()
 def main() -> None:
-    claims = catalogue.chosen(CLAIMS.value)
+    keep_programs()
+    claims = catalogue.chosen(CLAIMS.value or [])
+    workers = ways.parse(WORKERS.value)
     if LIST.value:
         for claim in claims:
             print(f'{claim.name:<3} {claim.statement}')
+        return
+    if DRY_RUN.value:
+        for line in costs.lines(claims, SCALE.value, FLOPS.value):
+            print(line, flush=True)
+        return
+    names = studies.names_of(claims)
+    if WORKDIR.value is None and names:
+        needing = ', '.join(claim.name for claim in claims if claim.studies)
+        raise ConfigError(
+            f'--workdir=DIRECTORY is required for {needing}; claims with checks alone need none'
+        )
+    directory = as_path(WORKDIR.value or '.')
+    failed = {}
+    if TRAIN.value:
+        command = cli.command('claims')
+        failed = studies.train(claims, SCALE.value, directory, workers, command)
+    studies.check_scale(directory, names, SCALE.value)
+    studies.report(names, directory)
+    results = Results(directory)
+    decided = []
+    for claim in claims:
+        decided.append(_decided(claim, results))
+        print(_text(decided[-1]), flush=True)
+    if names:
+        print(f'\n{_present(names, results)}')
+    if WORKDIR.value is not None:
+        _keep(decided, results)
+    if failed:
+        reasons = '; '.join(f'{name}: {reason}' for name, reason in failed.items())
+        raise ConfigError(f'{len(failed)} of {len(names)} studies could not be trained: {reasons}')
+
+
+def _decided(claim: Claim, results: Results) -> ClaimResult:
+    with waiting(claim.name, 'deciding'):
+        return decide(claim, SCALE.value, results)
+
+
+def _keep(decided: list[ClaimResult], results: Results) -> None:
+    """Writes claims.json into the workdir, beside claims of earlier commands, and the export."""
+    known = {claim.name: claim for claim in decided}
+    if (results.directory / NAME).exists():
+        earlier = read_claims(results.directory)
+        known = {claim.name: claim for claim in earlier if claim.scale == SCALE.value} | known
+    print(f'verdicts: {write_claims(results.directory, [known[name] for name in sorted(known)])}')
+    if EXPORT.value is not None:
+        everything = [
+            next((of for of in decided if of.name == name), None) or _decided(claim, results)
+            for name, claim in catalogue.declared().items()
+        ]
+        print(f'exported to {export.export(everything, results, EXPORT.value)}')
+
+
+def _present(names: list[str], results: Results) -> str:
+    """'3 of 5 studies have results: a, b, c; d and e have none'."""
+    there = [name for name in names if results.has(name)]
+    lacking = [name for name in names if name not in there]
+    text = f'{len(there)} of {len(names)} studies have results'
+    text += f': {", ".join(there)}' if there and lacking else ''
+    return text + (f'; none: {", ".join(lacking)}' if lacking else '')
+
+
+def _text(claim: ClaimResult) -> str:
+    """A claim with its verdict, and what its verdict depends on, line by line."""
+    lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}']
+    row = claim.decisive_row
+    if row is not None:
+        interval = '' if row.low is None else f' [{row.low:+.4f}, {row.high:+.4f}]'
+        where = ', '.join(f'{name} {value}' for name, value in row.context.items())
+        lines.append(
+            f'{row.what}: {row.value:.4g}{interval} {row.unit}'.rstrip()
+            + (f' ({where})' if where else '')
+        )
+    lines += [f'holds for {claim.condition}'] if claim.condition else []
+    lines += [f'would be decided by {claim.needed}'] if claim.needed else []
+    return '\n      '.join([*lines, *claim.missing])
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    cli.run(main, positional=CLAIMS)

@@ -11,6 +11,7 @@ from typing import Any
 from absl import flags
 
 from qkattn.benchmark import printed_groups, session
+from qkattn.claims import export
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
@@ -86,7 +87,11 @@ def main() -> None:
         )
     for path in sorted(results.glob(f'claims/*/{claim_results.NAME}')):
         count = verify.check_gallery(path.parent)
-        print(f'claims at {path.parent.name} scale: {count:,} numbers agree with {path.name}')
+        rows = export.check(path.parent)
+        print(
+            f'claims at {path.parent.name} scale: {count:,} numbers agree with {path.name}, '
+            f'{counted(rows, "row")} with the studies and the checks'
+        )
     for path in sorted(results.glob(f'benchmark/*/{session.FILE}')):
         rounds = session.check(path.parent)
         print(f'benchmark {path.parent.name}: its tables agree with {counted(rounds, "round")}')

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 from qkattn.report.claim_results import Kind, Row, Speaks
 
@@ -24,15 +23,23 @@ class Expectation:
       versus: another variant that takes the place of the baseline.
       context: what tells this expectation apart from others of the claim, factor by factor.
       reported: the lowest and the highest difference that was reported, nats/token.
+      x, x_label: the place on a curve, whose points are the expectations of the same `curve`; also
+        a factor of the context.
+      curve: its name, in place of the variant.
+      scales: at which the study has this variant; all if empty.
     """
 
     study: str
     variant: str
     relation: str
-    at: Literal['matched', 'removed'] = 'matched'
+    at: str = 'matched'
     versus: str | None = None
     context: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reported: tuple[float, float] | None = None
+    x: float | None = None
+    x_label: str | None = None
+    curve: str | None = None
+    scales: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +84,10 @@ class Claim:
         """The names of its studies, in the order of its declaration."""
         expected = (of.study for of in self.expectations)
         return tuple(dict.fromkeys((*expected, *(of.study for of in self.measures))))
+
+    def expected_at(self, scale: str) -> tuple[Expectation, ...]:
+        """The expectations that a scale has arms for."""
+        return tuple(of for of in self.expectations if not of.scales or scale in of.scales)
 
     @property
     def exact(self) -> bool:

@@ -2,14 +2,16 @@
 
 import functools
 import time
+from dataclasses import replace
 from typing import Any
 
 from qkattn.claims import rules
 from qkattn.claims.claim import Claim
 from qkattn.claims.evidence import Evidence, evidence
-from qkattn.claims.needs import needed
+from qkattn.claims.needs import needed, planned
 from qkattn.claims.results import Results
-from qkattn.report.claim_results import ClaimResult, ClaimVerdict
+from qkattn.claims.studies import study_of
+from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Row, Speaks
 from qkattn.report.prose import device
 from qkattn.run.provenance import describe_start
 
@@ -24,7 +26,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     rows = [row for check in claim.checks for row in check()]
     decided: list[Evidence] = []
     missing = list(results.missing(claim, scale))
-    for expected in claim.expectations:
+    for expected in claim.expected_at(scale):
         if (loaded := results.study(expected.study)) is None:
             continue
         found, beside, lacking = evidence(expected, loaded)
@@ -37,6 +39,8 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         ]
     for measure in claim.measures:
         rows += results.rows(measure)
+    if scale == 'smoke':
+        rows = [_undecided(row, results) for row in rows]
     verdict = rules.verdict(rows, complete=not missing)
     return ClaimResult(
         name=claim.name,
@@ -48,13 +52,28 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         verdict=verdict,
         rows=tuple(rows),
         condition=rules.condition(rows) if verdict == ClaimVerdict.HOLDS_ONLY_IF else None,
-        needed=needed(decided) if verdict == ClaimVerdict.UNDECIDED else None,
+        needed=_needed(claim, scale, decided) if verdict == ClaimVerdict.UNDECIDED else None,
         decisive=rules.decisive(rows, verdict),
         missing=tuple(dict.fromkeys(missing)),
         studies=tuple(name for name in claim.studies if results.has(name)),
         command=f'python -m experiments.claims {claim.name} --scale={scale} --workdir=runs/{scale}',
         **_about(claim, results, time.perf_counter() - started),
     )
+
+
+def _undecided(row: Row, results: Results) -> Row:
+    """The row, open if it comes from training: at scale smoke a study shows only that it runs."""
+    trained = row.study is not None and results.study(row.study) is not None
+    return replace(row, speaks=Speaks.OPEN) if trained and row.speaks != Speaks.BESIDE else row
+
+
+def _needed(claim: Claim, scale: str, decided: list[Evidence]) -> str | None:
+    """What decides a claim: by the errors measured, or the scale at which its studies can."""
+    if scale != 'smoke' and (text := needed(decided)):
+        return text
+    wanted = 'cpu' if scale == 'smoke' or not decided else 'gpu'
+    studies = {name: study_of(name, wanted) for name in claim.studies}
+    return planned({name: study for name, study in studies.items() if study}, wanted)
 
 
 def _about(claim: Claim, results: Results, seconds: float) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class Loaded(NamedTuple):
             variant = variant.removesuffix(f' [{destination}]')
         return variant
 
+    def names(self, label: str, variant: str) -> bool:
+        """Whether a variant, with or without a destination, names the arm of a label."""
+        return variant in (label, self.bare(label))
+
     def context(self, arm: Arm) -> dict[str, str]:
         """Where an arm is compared: the kind of its model, its size, corpus and steps."""
         context = {
@@ -69,15 +73,18 @@ def evidence(
     decided, beside = [], []
     lacking = _declared(expected, loaded)
     parts = {of.place: of for of in loaded.found.decomposition}
+    added = dict(expected.context)
     for arm, verdict, comparison in _cases(expected, loaded):
         if comparison is None:
             continue
         if arm.place in lacking:
             lacking.remove(arm.place)
-        context = {**loaded.context(arm), **expected.context}
+        context = loaded.context(arm) | added
         kind = Kind.REMOVED if arm.control == EQUAL_SHAPE else Kind.MATCHED
+        if loaded.study.matched is None:
+            kind = Kind.MEASURED  # neither removed nor at equal parameter count
         row = _row(arm, comparison, kind, context, expected)
-        said = rules.speaks(expected.relation, verdict.decision)
+        said = rules.speaks(expected.relation, verdict.decision, row)
         word = verdict.decision.value
         row = dataclasses.replace(row, relation=expected.relation, word=word, speaks=said)
         decided.append(Evidence(row, arm, verdict, comparison.difference))
@@ -92,23 +99,25 @@ def evidence(
             }
             for name, of in shown.items():
                 if of is not None and name != kind:
-                    own = {**loaded.context(primary), **expected.context}
+                    own = loaded.context(primary) | added
                     beside.append(_row(primary, of, name, own, expected))
     return decided, beside, lacking
 
 
 def _declared(expected: Expectation, loaded: Loaded) -> list[Place]:
     """The arms that the study declares for an expectation."""
+    if loaded.study.tuning is None and expected.at == 'removed':
+        return []  # a study without tuning has no controls
     control = EQUAL_SHAPE if expected.at == 'removed' else None
     places = [place for place in loaded.study.arms if place.control == control]
-    variants = list(dict.fromkeys(loaded.bare(place.variant) for place in places))
+    variants = list(dict.fromkeys(place.variant for place in places))
     for variant in (expected.variant, expected.versus or expected.variant):
-        if variant not in variants:
+        if not any(loaded.names(label, variant) for label in variants):
             raise ConfigError(
                 f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
                 f'{", ".join(variants) or "none"}'
             )
-    return [place for place in places if loaded.bare(place.variant) == expected.variant]
+    return [place for place in places if loaded.names(place.variant, expected.variant)]
 
 
 def _primary_of(arm: Arm, loaded: Loaded) -> Iterator[Arm]:
@@ -125,8 +134,9 @@ def _row(
     arm: Arm, comparison: Comparison, kind: Kind, context: Mapping[str, str], expected: Expectation
 ) -> Row:
     low, high = expected.reported or (None, None)
+    pair = f'{expected.variant} - {expected.versus}' if expected.versus else expected.variant
     return Row(
-        what=f'{expected.variant} - {expected.versus}' if expected.versus else expected.variant,
+        what=expected.curve or pair,
         kind=kind,
         context=context,
         value=comparison.difference.mean,
@@ -136,6 +146,8 @@ def _row(
         high=comparison.difference.high,
         expected=None if low is None else (low + high) / 2,
         tolerance=None if low is None else (high - low) / 2,
+        x=expected.x,
+        x_label=expected.x_label,
         arm=expected.variant,
         study=expected.study,
     )
@@ -152,11 +164,11 @@ def _cases(
     """
     study, found = loaded
     everything = (*found.arms, *found.controls)
-    mine = [arm for arm in everything if loaded.bare(arm.variant) == expected.variant]
+    mine = [arm for arm in everything if loaded.names(arm.variant, expected.variant)]
     others = {
         (arm.group, arm.control): arm
         for arm in everything
-        if (loaded.bare(arm.variant) == expected.versus if expected.versus else arm.is_baseline)
+        if (loaded.names(arm.variant, expected.versus) if expected.versus else arm.is_baseline)
     }
     family = {None: found.num_comparisons, LONGER: found.num_comparisons}
     family[EQUAL_SHAPE] = sum(place.control == EQUAL_SHAPE for place in study.arms)

@@ -1,9 +1,10 @@
 """The scale that would decide a claim: seeds and documents, at which parameters and tokens."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from qkattn.claims.evidence import Evidence
+from qkattn.config import Study
 from qkattn.report.claim_results import Speaks
 from qkattn.stats.inference import LEVEL
 from qkattn.stats.planning import to_find
@@ -39,3 +40,16 @@ def _needed(of: Evidence) -> tuple[float, str]:
     seeds, documents = scale
     more = f' and {documents:.2g} times as many held-out documents' if documents > 1 else ''
     return seeds, f'{seeds:,} seeds in place of {found.n}{more}, {about}'
+
+
+def planned(studies: Mapping[str, Study], scale: str) -> str | None:
+    """What studies by name use at a scale; None for no studies."""
+    parts = []
+    for name, study in studies.items():
+        base = study.base
+        tokens = base.train.num_steps * base.train.batch_size * base.model.context
+        parts.append(
+            f'{name} with {len(base.trials.seeds)} seeds of {tokens:,} tokens at '
+            f'{" and ".join(study.sizes)}'
+        )
+    return f'--scale={scale}: {"; ".join(parts)}' if parts else None

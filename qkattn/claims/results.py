@@ -1,5 +1,6 @@
 """What a directory has of the studies of claims: WORKDIR/STUDY, or an exported copy."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,22 @@ MEASURES = 'measures'
 """The directory, inside that of a study, of the files that measures record."""
 
 
+def load(directory: Path) -> Loaded:
+    """A study with its findings, kept until its results change.
+
+    Raises:
+      ReportError: no study, or one without results.
+    """
+    results = directory / 'results.jsonl'
+    return _load(directory, results.stat().st_mtime_ns if results.exists() else 0)
+
+
+@functools.lru_cache(maxsize=32)
+def _load(directory: Path, time: int) -> Loaded:
+    study = load_study(directory)
+    return Loaded(study, find(study))
+
+
 class Results:
     """The studies of a directory, each read once."""
 
@@ -25,8 +42,7 @@ class Results:
         """A study with its findings; None if it has no results."""
         if name not in self._read:
             try:
-                study = load_study(self.directory / name)
-                self._read[name] = Loaded(study, find(study))
+                self._read[name] = load(self.directory / name)
             except ReportError:
                 self._read[name] = None
         return self._read[name]

@@ -9,8 +9,11 @@
 | not_better | equivalent, worse | better by more than the margin |
 | not_worse | equivalent, better | worse by more than the margin |
 
+| as_reported | the interval lies within what was reported | it lies outside |
+
 Better and worse include those below the margin unless the table says otherwise; any other word
-leaves the relation open. Rows of one context count together.
+leaves the relation open. `as_reported` asks for a word only in that one must not be withheld. Rows
+of one context count together.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +23,7 @@ from qkattn.verdict import Decision
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
 Context = tuple[tuple[str, str], ...]
-"""Factors with their values, in the order of a row."""
+"""Factors with their values, in the order of a row; its place on a curve is one of them."""
 
 _SAME = (Decision.EQUIVALENT,)
 # By relation, the words for it and those against it.
@@ -32,12 +35,24 @@ RELATIONS: dict[str, tuple[tuple[Decision, ...], tuple[Decision, ...]]] = {
     'not_better': ((*_SAME, *ABOVE_ZERO), (Decision.BETTER,)),
     'not_worse': ((*_SAME, *BELOW_ZERO), (Decision.WORSE,)),
 }
+AS_REPORTED = 'as_reported'
 
 
-def speaks(relation: str, word: Decision) -> Speaks:
-    """What the word of an arm says about the relation."""
+def speaks(relation: str, word: Decision, row: Row | None = None) -> Speaks:
+    """What the word of an arm says about the relation; of AS_REPORTED, what its row says."""
+    if relation == AS_REPORTED:
+        return _as_reported(row) if row and word is not Decision.NO_VERDICT else Speaks.OPEN
     true, false = RELATIONS[relation]
     return Speaks.FOR if word in true else Speaks.AGAINST if word in false else Speaks.OPEN
+
+
+def _as_reported(row: Row) -> Speaks:
+    if None in (row.low, row.high, row.expected, row.tolerance):
+        return Speaks.OPEN
+    low, high = row.expected - row.tolerance, row.expected + row.tolerance
+    if low <= row.low and row.high <= high:
+        return Speaks.FOR
+    return Speaks.AGAINST if row.high < low or row.low > high else Speaks.OPEN
 
 
 def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
@@ -48,7 +63,8 @@ def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
     found: dict[Context, set[str]] = {}
     for row in rows:
         if row.speaks != Speaks.BESIDE:
-            found.setdefault(tuple(row.context.items()), set()).add(row.speaks)
+            place = {row.x_label: f'{row.x:g}'} if row.x_label else {}
+            found.setdefault(tuple({**row.context, **place}.items()), set()).add(row.speaks)
     order = (Speaks.AGAINST, Speaks.OPEN, Speaks.FOR)
     return {context: next(s for s in order if s in said) for context, said in found.items()}
 

@@ -67,7 +67,10 @@ class _ConfigParser(ConfigFileFlagParser):
         self.kind = kind
 
     def parse(self, path: str) -> Any:
-        return super().parse(str(shipped('configs').get(path, path)))
+        name, colon, argument = path.partition(':')
+        folder, _, stem = name.rpartition('/')
+        file = shipped(f'configs/{folder}').get(stem, name)
+        return super().parse(f'{file}{colon}{argument}')
 
 
 def define_config(kind: Kind) -> flags.FlagHolder:
@@ -147,8 +150,11 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     starting.end()
 
     def wrapped(argv: list[str]) -> None:
-        if positional is not None and positional.value is None and len(argv) == 2:
-            flags.FLAGS[positional.name].value = argv.pop()
+        if positional is not None and positional.value is None and len(argv) > 1:
+            flag = flags.FLAGS[positional.name]
+            if len(argv) == 2 or flag.flag_type().startswith('comma'):
+                flag.parse(','.join(argv[1:]))
+                del argv[1:]
         if len(argv) > 1:
             leave(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
         _log_to_stderr()
@@ -178,7 +184,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         if parsed:  # a bug, which keeps its traceback
             raise
         near = misspelt(sys.argv[1:], kind) if kind else None
-        leave(near or (str(error) or type(error).__name__).splitlines()[0])
+        first, *more = (str(error) or type(error).__name__).strip().splitlines()
+        # Of what a config raised, its last line behind the name of the error.
+        reason = f' {more[-1].partition(": ")[2]}' if 'Traceback' in str(error) else ''
+        leave(near or f'{first}{reason}')
 
 
 def outcome(error: BaseException) -> tuple[str, int] | None:

@@ -6,7 +6,9 @@ import pytest
 
 from qkattn.claims import catalogue, declared
 from qkattn.claims.claim import Claim, Expectation, exact
-from qkattn.claims.rules import RELATIONS
+from qkattn.claims.protocol import SCALES
+from qkattn.claims.rules import AS_REPORTED, RELATIONS
+from qkattn.claims.studies import study_of
 from qkattn.errors import ConfigError
 from qkattn.report.claim_results import Speaks
 
@@ -37,7 +39,7 @@ def test_claims_are_in_order_and_well_formed():
     assert list(claims) == sorted(claims) and {'C1', 'E3'} <= claims.keys()
     for name, claim in claims.items():
         assert claim.name == name and claim.statement.endswith('.') and claim.rule.endswith('.')
-        assert {of.relation for of in claim.expectations} <= RELATIONS.keys()
+        assert {of.relation for of in claim.expectations} <= {AS_REPORTED, *RELATIONS}
         assert claim.checks or claim.expectations or claim.measures
 
 
@@ -79,3 +81,14 @@ def test_the_studies_of_a_claim_are_listed_once():
     expected = tuple(Expectation(name, 'qk/no_o', 'worse') for name in ('a', 'b', 'a'))
     claim = Claim('Z', 's', 's', 'r', expectations=expected)
     assert claim.studies == ('a', 'b')
+
+
+@pytest.mark.parametrize('scale', SCALES)
+def test_studies_have_the_arms_that_claims_expect(scale):
+    for name, claim in catalogue.declared().items():
+        for of in claim.expected_at(scale):
+            study = study_of(of.study, scale)
+            for variant in filter(None, (of.variant, of.versus)):
+                bare, _, destination = variant.partition(' [')
+                assert bare in study.variants, (name, variant)
+                assert destination.strip(']') in (*study.destinations, ''), (name, variant)

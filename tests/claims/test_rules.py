@@ -1,5 +1,7 @@
 """From words to truths, and from truths to verdicts."""
 
+import dataclasses
+
 import pytest
 
 from qkattn.claims import rules
@@ -61,6 +63,12 @@ def test_rows_of_one_context_count_together():
         (('size', 'a'),): AGAINST
     }
     assert rules.verdict([row(FOR, size='a'), row(OPEN, size='a')]) is ClaimVerdict.UNDECIDED
+
+
+def test_the_place_on_a_curve_is_a_factor():
+    rows = [dataclasses.replace(row(of), x=x, x_label='rank') for x, of in ((1, AGAINST), (8, FOR))]
+    assert rules.verdict(rows) is ClaimVerdict.HOLDS_ONLY_IF
+    assert rules.condition(rows) == 'rank 8'
 
 
 def test_the_condition_is_the_factor_that_separates():

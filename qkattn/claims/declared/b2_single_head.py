@@ -1,0 +1,20 @@
+"""B2: a single head without W_Q."""
+
+from qkattn.claims.claim import Claim, Expectation, Measure
+from qkattn.claims.measures.curves import growth_of
+
+CLAIM = Claim(
+    name='B2',
+    statement='Without W_Q a single head loses about 0.01 nats, and the difference does not grow.',
+    source='A forum thread with an experiment on a layer of one head.',
+    rule="Holds if, at the baseline's shape, the interval of the difference lies between 0.005 and "
+    '0.015, what rounds to 0.01, and that of its growth from the first evaluation to the last '
+    'below the margin.',
+    reported='training loss +0.01',
+    expectations=(
+        Expectation(
+            'single_head', 'query_free/vo', 'as_reported', at='removed', reported=(0.005, 0.015)
+        ),
+    ),
+    measures=(Measure('single_head', growth_of('query_free/vo')),),
+)

@@ -1,0 +1,35 @@
+"""E4: the order of MQA, GQA, K = V, Q = K and Q = K = V."""
+
+from qkattn.claims.claim import Claim, Expectation
+
+# Each costs more than the one before it.
+ORDER = {
+    'qk/vo?num_kv_heads=2': 'GQA',
+    'qk/vo?num_kv_heads=1': 'MQA',
+    'qk/k_is_v': 'K = V',
+    'shared_qk/vo': 'Q = K',
+    'shared_qk/k_is_v': 'Q = K = V',
+}
+STEPS = list(zip(list(ORDER)[1:], ORDER, strict=False))
+
+CLAIM = Claim(
+    name='E4',
+    statement='In a causal language model sharing costs, in ascending order: GQA, MQA, K = V, '
+    'Q = K, Q = K = V.',
+    source='Kayyam et al. 2026, arXiv 2606.04032; Shazeer 2019, arXiv 1911.02150',
+    rule='Holds if each is worse than the one before it, both at the same width and at equal '
+    'parameter count.',
+    reported='perplexity at the same width +0.7 %, +1.5 %, +3.1 %, +4.9 %, +25.4 %',
+    expectations=tuple(
+        Expectation(
+            'sharing',
+            variant,
+            'worse',
+            at=at,
+            versus=before,
+            context={'shape': shape, 'order': f'{ORDER[variant]} after {ORDER[before]}'},
+        )
+        for at, shape in (('removed', 'equal'), ('matched', 'matched'))
+        for variant, before in STEPS
+    ),
+)

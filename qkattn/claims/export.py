@@ -1,0 +1,86 @@
+"""Keeps what claims were decided from, and decides them again."""
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from qkattn.claims import catalogue
+from qkattn.claims.deciding import decide
+from qkattn.claims.results import MEASURES, Results
+from qkattn.errors import ReportError
+from qkattn.report.claim_results import NAME, ClaimResult, Kind, Row, read_claims, write_claims
+from qkattn.report.export import export as export_study
+from qkattn.report.gallery import write_gallery
+
+# What another machine or commit changes.
+_OF_MACHINE = ('command', 'commit', 'hardware', 'seconds', 'rows')
+
+
+def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> Path:
+    """Writes claims.json, its gallery and the studies behind it; returns the page's path.
+
+    Raises:
+      ReportError: the destination holds something else.
+    """
+    decided, destination = list(decided), Path(destination)
+    for name in dict.fromkeys(name for claim in decided for name in claim.studies):
+        source = results.directory / name
+        if results.study(name) is not None:
+            export_study(source, destination / name)
+        if (source / MEASURES).is_dir():
+            shutil.copytree(source / MEASURES, destination / name / MEASURES, dirs_exist_ok=True)
+    write_claims(destination, decided)
+    return write_gallery(destination)
+
+
+def check(directory: str | Path) -> int:
+    """Decides the claims of an exported directory again; returns how many rows agree.
+
+    Raises:
+      ReportError: claims.json holds other claims than are declared, or another result.
+    """
+    path, declared = Path(directory) / NAME, catalogue.declared()
+    stored, results = read_claims(directory), Results(directory)
+    if [claim.name for claim in stored] != list(declared):
+        unlike = {claim.name for claim in stored} ^ declared.keys()
+        raise ReportError(
+            f'{path} has not the claims that are declared, in their order; {", ".join(unlike)} '
+            'differ'
+        )
+    for old in stored:
+        new = decide(declared[old.name], old.scale, results)
+        fields = [f.name for f in dataclasses.fields(old) if f.name not in _OF_MACHINE]
+        for field in fields:
+            if getattr(old, field) != getattr(new, field):
+                raise ReportError(
+                    f'{path}: {field} of claim {old.name} is {getattr(old, field)!r}, but its '
+                    f'checks and studies give {getattr(new, field)!r}'
+                )
+        if len(old.rows) != len(new.rows):
+            raise ReportError(
+                f'{path}: claim {old.name} has {len(old.rows)} rows, but its checks and studies '
+                f'give {len(new.rows)}'
+            )
+        for place, (row, again) in enumerate(zip(old.rows, new.rows, strict=True)):
+            if field := _unlike(row, again):
+                raise ReportError(
+                    f'{path}: {field} of row {place} of claim {old.name} is '
+                    f'{getattr(row, field)!r}, but its checks and studies give '
+                    f'{getattr(again, field)!r}'
+                )
+    return sum(len(claim.rows) for claim in stored)
+
+
+def _unlike(row: Row, again: Row) -> str | None:
+    """The first field in which two rows differ by more than the rounding of another machine."""
+    rounding = row.tolerance if row.kind == Kind.EXACT and row.tolerance else 0.0
+    for field in (f.name for f in dataclasses.fields(row)):
+        one, other = getattr(row, field), getattr(again, field)
+        if isinstance(one, float) and isinstance(other, float):
+            if not math.isclose(one, other, rel_tol=1e-9, abs_tol=rounding):
+                return field
+        elif one != other:
+            return field
+    return None

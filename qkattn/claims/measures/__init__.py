@@ -1,0 +1,1 @@
+"""What claims read from studies beside verdicts: curves of losses, sweeps of settings."""

@@ -1,0 +1,120 @@
+"""The studies of claims: their configs at a scale, and their training."""
+
+import functools
+import logging
+import runpy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast
+
+from qkattn.claims.claim import Claim
+from qkattn.claims.protocol import SCALES
+from qkattn.claims.results import MEASURES
+from qkattn.config import Study, fingerprint, from_config_dict
+from qkattn.errors import ConfigError
+from qkattn.report import write_report
+from qkattn.run import cli
+from qkattn.run.files import check_directory, make_directory
+from qkattn.run.progress import waiting
+from qkattn.run.records import read_json
+from qkattn.study import crew
+from qkattn.study.arms import build_arms
+
+log = logging.getLogger(__name__)
+
+
+def study_of(name: str, scale: str) -> Study | None:
+    """The study that configs/claims/NAME.py gives at a scale; None if there is no such file."""
+    path = cli.shipped('configs/claims').get(name)
+    if path is None:
+        return None
+    return cast(Study, from_config_dict(runpy.run_path(str(path))['get_config'](scale)))
+
+
+def names_of(claims: Iterable[Claim]) -> list[str]:
+    """The studies of claims, each once."""
+    return list(dict.fromkeys(name for claim in claims for name in claim.studies))
+
+
+def check_scale(directory: Path, names: Iterable[str], scale: str) -> None:
+    """Raises ConfigError if the directory holds a study of another scale."""
+    for name in names:
+        file, study = directory / name / 'study.json', study_of(name, scale)
+        if study is None or not file.exists():
+            continue
+        stored = read_json(file, {'base_hash': str})['base_hash']
+        if stored == fingerprint(study.base):
+            continue
+        for other in SCALES:
+            if (of := study_of(name, other)) and stored == fingerprint(of.base):
+                raise ConfigError(
+                    f'workdir={directory} holds study {name} at scale {other}; give another '
+                    f'workdir, or --scale={other}'
+                )
+
+
+def train(
+    claims: Iterable[Claim],
+    scale: str,
+    directory: str | Path,
+    workers: int | None,
+    command: list[str],
+) -> dict[str, str]:
+    """Trains each study of the claims once and records measures; the same call resumes.
+
+    A study that cannot be trained does not stop the others.
+
+    Args:
+      workers: as in `crew.run`; 1 is this process.
+
+    Returns:
+      Why studies could not be trained, by name.
+
+    Raises:
+      ConfigError: the directory holds studies of another scale.
+      Stopped: on SIGTERM or Ctrl-C, with the state saved.
+    """
+    claims, path, failed = list(claims), check_directory(directory), {}
+    names = names_of(claims)
+    check_scale(path, names, scale)
+    for place, name in enumerate(names, start=1):
+        study = study_of(name, scale)
+        log.info('study %s, %d of %d', name, place, len(names))
+        try:
+            if study is not None:
+                crew.run(
+                    study,
+                    functools.partial(build_arms, study),
+                    path / name,
+                    workers,
+                    command=command,
+                )
+            _record(claims, name, scale, path / name)
+        except ConfigError as error:
+            failed[name] = str(error)
+            log.error('study %s: %s', name, error)
+    return failed
+
+
+def report(names: Iterable[str], directory: Path) -> None:
+    """Writes the report of each study whose results are more recent, which is a look at them."""
+    for name in names:
+        results, page = (directory / name / file for file in ('results.jsonl', 'report.html'))
+        if not results.exists() or not results.stat().st_size:
+            continue
+        if not page.exists() or page.stat().st_mtime < results.stat().st_mtime:
+            with waiting(name, 'writing the report'):
+                write_report(directory / name)
+
+
+def _record(claims: Iterable[Claim], name: str, scale: str, path: Path) -> None:
+    """Records the measures of a study that have left nothing in `MEASURES` yet."""
+    recorded = path / MEASURES
+    measures = {of.record for claim in claims for of in claim.measures if of.study == name}
+    for record in sorted((of for of in measures if of), key=lambda of: of.__name__):
+        marker = recorded / f'{record.__name__}.done'
+        if not marker.exists():
+            log.info('study %s: recording %s', name, record.__name__)
+            make_directory(recorded)
+            record(path, scale)
+            marker.touch()

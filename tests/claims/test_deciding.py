@@ -1,0 +1,167 @@
+"""Claims decided on committed studies."""
+
+import dataclasses
+import shutil
+
+import pytest
+
+from qkattn.claims.claim import Claim, Expectation, Measure, exact
+from qkattn.claims.deciding import decide
+from qkattn.claims.evidence import UNIT
+from qkattn.claims.results import Results
+from qkattn.errors import ConfigError
+from qkattn.report.claim_results import ClaimVerdict, Kind, Row, Speaks
+from tests.claims.conftest import PLAIN, REFORMER
+
+
+def claim(*expectations, checks=(), measures=()):
+    return Claim('Z1', 'A.', 'source', 'Rule.', None, checks, expectations, measures)
+
+
+def expect(variant, relation, study='fair_small', **options):
+    return Expectation(study, variant, relation, **options)
+
+
+@pytest.fixture(scope='module')
+def results(committed):
+    return Results(committed)
+
+
+@pytest.mark.parametrize(
+    ('variant', 'relation', 'verdict'),
+    [
+        ('qk/k_is_v', 'worse', ClaimVerdict.HOLDS),
+        ('qk/k_is_v', 'not_better', ClaimVerdict.HOLDS),
+        ('qk/k_is_v', 'not_worse', ClaimVerdict.FAILS),
+        ('qk/k_is_v', 'better', ClaimVerdict.FAILS),
+        ('qk/k_is_v', 'different', ClaimVerdict.HOLDS),
+        ('qk/k_is_v', 'equivalent', ClaimVerdict.FAILS),
+        ('query_free/vo', 'equivalent', ClaimVerdict.UNDECIDED),
+    ],
+)
+def test_verdicts_follow_from_the_words_of_arms(results, variant, relation, verdict):
+    assert decide(claim(expect(variant, relation)), 'cpu', results).verdict is verdict
+
+
+def test_rows_tell_what_was_removed_from_what_was_reinvested(results):
+    of = decide(claim(expect(PLAIN, 'worse', at='removed', reported=(0.1, 0.15))), 'cpu', results)
+    removed, reinvested, matched = of.rows
+    assert [row.kind for row in of.rows] == [Kind.REMOVED, Kind.REINVESTED, Kind.MATCHED]
+    assert matched.value == pytest.approx(removed.value + reinvested.value)
+    assert (removed.speaks, removed.word, removed.relation) == (Speaks.FOR, 'worse', 'worse')
+    assert {row.speaks for row in (reinvested, matched)} == {Speaks.BESIDE}
+    assert (removed.expected, removed.tolerance) == pytest.approx((0.125, 0.025))
+    assert removed.low < removed.value < removed.high and removed.unit == UNIT
+    assert removed.context == {
+        'model': 'decoder',
+        'size': 'd_model=48',
+        'corpus': 'stdlib',
+        'steps': '500',
+    }
+
+
+def test_longer_training_is_a_context_of_its_own(results):
+    of = decide(claim(expect('qk/k_is_v', 'worse')), 'cpu', results)
+    decided = [row for row in of.rows if row.speaks != Speaks.BESIDE]
+    assert [row.context['steps'] for row in decided] == ['500', '2000']
+
+
+def test_two_swapped_arms_change_the_verdict(results, swapped):
+    control = claim(expect(PLAIN, 'worse', at='removed'))
+    assert decide(control, 'cpu', results).verdict is ClaimVerdict.HOLDS
+    assert decide(control, 'cpu', Results(swapped)).verdict is ClaimVerdict.FAILS
+
+
+def test_a_claim_that_holds_in_some_contexts_names_them(results):
+    both = [
+        expect(variant, 'worse', at='removed', context={'keys': keys})
+        for variant, keys in ((PLAIN, 'plain'), (REFORMER, 'of unit length'))
+    ]
+    of = decide(claim(*both), 'cpu', results)
+    assert (of.verdict, of.condition) == (ClaimVerdict.HOLDS_ONLY_IF, 'keys plain')
+    assert of.decisive_row.context['keys'] == 'plain'
+
+
+def test_arms_are_compared_with_each_other(results):
+    of = decide(claim(expect('qk/k_is_v', 'worse', versus='qk/no_v')), 'cpu', results)
+    assert of.verdict is ClaimVerdict.HOLDS and of.rows[0].value == pytest.approx(0.0672, abs=1e-4)
+    reverse = decide(claim(expect('qk/no_v', 'worse', versus='qk/k_is_v')), 'cpu', results)
+    assert reverse.verdict is ClaimVerdict.FAILS
+
+
+def test_an_undecided_claim_states_the_scale_that_would_decide_it(results):
+    of = decide(claim(expect('qk/no_o', 'better')), 'cpu', results)
+    assert of.verdict is ClaimVerdict.UNDECIDED
+    for part in ('seeds in place of 12', '0.011 nats/token', '70,850 parameters', '512,000 tokens'):
+        assert part in of.needed
+
+
+@pytest.mark.parametrize(
+    ('reported', 'verdict'),
+    [
+        ((0.2, 0.3), ClaimVerdict.HOLDS),
+        ((0.1, 0.15), ClaimVerdict.FAILS),
+        ((0.2, 0.25), ClaimVerdict.UNDECIDED),
+    ],
+)
+def test_a_reported_number_is_held_against_the_interval(results, reported, verdict):
+    of = expect(PLAIN, 'as_reported', at='removed', reported=reported)
+    assert decide(claim(of), 'cpu', results).verdict is verdict
+
+
+def test_a_study_without_tuning_leaves_claims_open(results):
+    of = decide(claim(expect(PLAIN, 'worse', study='mlm_small')), 'cpu', results)
+    assert of.verdict is ClaimVerdict.UNDECIDED and 'not tuned' in of.needed
+    assert of.rows[0].value > 0.1 and of.rows[0].word == 'no verdict'
+
+
+def test_a_missing_study_is_named_with_the_command_that_trains_it(results):
+    of = decide(claim(expect('qk/k_is_v', 'worse'), expect('a', 'worse', 'b')), 'cpu', results)
+    assert of.verdict is ClaimVerdict.UNDECIDED and of.studies == ('fair_small',)
+    (sentence,) = of.missing
+    assert sentence.startswith(
+        'study b has no results; python -m experiments.claims Z1 --scale=cpu'
+    )
+
+
+def test_an_unfinished_study_is_named(tmp_path, committed):
+    shutil.copytree(committed / 'fair_small', tmp_path / 'fair_small')
+    path = tmp_path / 'fair_small/results.jsonl'
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(''.join(line for line in lines if '"variant": "qk/k_is_v"' not in line))
+    of = decide(claim(expect('qk/k_is_v', 'worse')), 'cpu', Results(tmp_path))
+    assert of.verdict is ClaimVerdict.UNDECIDED and not of.rows
+    assert 'lacks the results of' in of.missing[0]
+    assert 'qk/k_is_v at d_model=48 on stdlib has no difference' in of.missing[1]
+
+
+def test_an_arm_that_the_study_does_not_declare_is_refused(results):
+    with pytest.raises(
+        ConfigError, match="study 'fair_small' has no matched arm of variant 'qk/v'"
+    ):
+        decide(claim(expect('qk/v', 'worse')), 'cpu', results)
+
+
+def test_exact_checks_decide_alone_and_measures_beside(results, tmp_path):
+    row = exact('one', 1, 1)
+    of = decide(claim(checks=(lambda: [row],)), 'smoke', results)
+    assert of.verdict is ClaimVerdict.HOLDS and of.rows == (row,) and of.hardware
+
+    def read(directory):
+        text = (directory / 'measures/a.txt').read_text()
+        return [dataclasses.replace(row, value=float(text), study=directory.name)]
+
+    measured = claim(measures=(Measure('own', read, record=print),))
+    assert not decide(measured, 'smoke', Results(tmp_path)).rows
+    (tmp_path / 'own/measures').mkdir(parents=True)
+    (tmp_path / 'own/measures/a.txt').write_text('1')
+    assert decide(measured, 'smoke', Results(tmp_path)).verdict is ClaimVerdict.HOLDS
+
+
+def test_at_smoke_scale_studies_decide_nothing(results):
+    def read(directory):
+        return [Row('x', Kind.MEASURED, {}, 1.0, Speaks.FOR, study=directory.name)]
+
+    of = claim(measures=(Measure('fair_small', read),))
+    assert decide(of, 'cpu', results).verdict is ClaimVerdict.HOLDS
+    assert decide(of, 'smoke', results).verdict is ClaimVerdict.UNDECIDED

@@ -1,0 +1,137 @@
+"""The script that decides claims."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from qkattn.claims import export
+from qkattn.claims.claim import Claim, Expectation, exact
+from qkattn.claims.studies import study_of
+from qkattn.config import fingerprint
+from qkattn.errors import ReportError
+from qkattn.report.claim_results import ClaimVerdict, read_claims, write_claims
+from qkattn.run.records import write_json
+
+ROOT = Path(__file__).parents[2]
+
+
+def check():
+    return [exact('one', 1, 1)]
+
+
+EXACT = Claim('E7', 'One is one.', 'arithmetic', 'Holds if it does.', checks=(check,))
+EMPIRICAL = Claim(
+    'E8',
+    'K = V is worse.',
+    'this project',
+    'Holds if it is.',
+    expectations=(Expectation('fair_small', 'qk/k_is_v', 'worse'),),
+)
+OTHER = Claim(
+    'E9',
+    'Two studies.',
+    'this project',
+    'Holds if they agree.',
+    expectations=(
+        Expectation('fair_small', 'qk/k_is_v', 'worse'),
+        Expectation('masked', 'shared_qk/vo', 'worse'),
+    ),
+)
+
+
+@pytest.fixture
+def workdir(files, tmp_path, monkeypatch):
+    """A directory with the committed study fair_small; the claims are those above."""
+    shutil.copytree(ROOT / 'experiments/results/fair_small', tmp_path / 'runs/fair_small')
+    (tmp_path / 'runs/fair_small/report.html').touch()
+    known = {claim.name: claim for claim in (EXACT, EMPIRICAL, OTHER)}
+    monkeypatch.setattr('qkattn.claims.catalogue.declared', lambda: known)
+    return tmp_path / 'runs'
+
+
+def test_claims_are_listed(script_here):
+    done = script_here('claims', '--list')
+    assert done.returncode == 0 and 'E3  Positive control: one matrix' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'part'),
+    [
+        (['E33'], "unknown claim 'E33', did you mean 'E3'?"),
+        (['E3'], '--workdir=DIRECTORY is required for E3'),
+        (['E3', '--scale=tpu'], 'scale'),
+        (['E3', '--workers=two'], '--workers=two must be auto or a number'),
+    ],
+)
+def test_bad_input_is_one_sentence(script_here, arguments, part):
+    done = script_here('claims', *arguments)
+    assert done.returncode == 2 and part in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_partial_results_are_decided_and_what_is_missing_is_said(script_here, workdir):
+    done = script_here('claims', '--notrain', f'--workdir={workdir}')
+    assert done.returncode == 0, done.stderr
+    for part in (
+        'E7  holds',
+        'E8  holds',
+        'E9  undecided',
+        'study masked has no results; python -m experiments.claims E9 --scale=cpu',
+        '1 of 2 studies have results: fair_small; none: masked',
+    ):
+        assert part in done.stdout
+    verdicts = [claim.verdict for claim in read_claims(workdir)]
+    assert verdicts == [ClaimVerdict.HOLDS, ClaimVerdict.HOLDS, ClaimVerdict.UNDECIDED]
+
+
+def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
+    script_here, workdir, tmp_path, monkeypatch
+):
+    drawn = []
+    monkeypatch.setattr(export, 'write_gallery', drawn.append)
+    kept = tmp_path / 'kept'
+    arguments = ['--notrain', f'--workdir={workdir}', f'--export={kept}']
+    done = script_here('claims', 'E7', 'E8', *arguments)
+    assert done.returncode == 0, done.stderr
+    assert drawn == [kept] and (kept / 'fair_small/study.json').exists()
+    stored = read_claims(kept)
+    assert [claim.name for claim in stored] == ['E7', 'E8', 'E9']
+    assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 1 + 4 + 4
+    write_claims(kept, [dataclasses.replace(stored[0], verdict=ClaimVerdict.FAILS), *stored[1:]])
+    with pytest.raises(ReportError, match="verdict of claim E7 is 'fails', but its checks and .*"):
+        export.check(kept)
+    rows = (dataclasses.replace(stored[1].rows[0], value=0.0), *stored[1].rows[1:])
+    write_claims(kept, [stored[0], dataclasses.replace(stored[1], rows=rows), stored[2]])
+    with pytest.raises(ReportError, match='value of row 0 of claim E8 is 0.0'):
+        export.check(kept)
+    write_claims(kept, stored[:2])
+    with pytest.raises(ReportError, match='E9 differ'):
+        export.check(kept)
+
+
+def test_a_workdir_of_another_scale_is_refused(script_here, tmp_path):
+    path = tmp_path / 'runs/masked/study.json'
+    path.parent.mkdir(parents=True)
+    write_json(path, {'base_hash': fingerprint(study_of('masked', 'smoke').base)})
+    done = script_here('claims', 'E3', '--scale=cpu', f'--workdir={tmp_path / "runs"}')
+    assert done.returncode == 2
+    assert (
+        'holds study masked at scale smoke; give another workdir, or --scale=smoke' in done.stderr
+    )
+
+
+def test_studies_of_claims_have_short_names(script_here):
+    done = script_here('ablate', '--config=claims/masked:tpu', '--dry_run')
+    assert done.returncode == 2 and "scale='tpu' must be one of smoke, cpu, gpu" in done.stderr
+
+
+def test_a_plan_without_a_gpu_has_no_times(script_here):
+    done = script_here('claims', 'A6', '--scale=gpu', '--dry_run')
+    assert done.returncode == 0, done.stderr
+    head, line, total, note = done.stdout.splitlines()
+    assert line.split()[:2] == ['full_heads', 'A6'] and line.endswith('not measured')
+    assert 'time takes a warm-up on a GPU' in note
+    asked = ['A6', '--scale=gpu', '--dry_run', '--flops_per_second=1e14']
+    assert ' h' in script_here('claims', *asked).stdout.splitlines()[2]
