@@ -43,7 +43,7 @@ def walk(model: Transformer, inputs: Inputs, visit: Visit) -> jax.Array:
     """`model.stream(**inputs)`, layer by layer, with a call of `visit` at every attention layer."""
     watched = jax.tree.map(lambda leaf: leaf, model)
     for prefix, stream in streams(watched).items():
-        stream.run = functools.partial(_run, stream, prefix, visit)
+        vars(stream)['run'] = functools.partial(_run, stream, prefix, visit)
     return watched.stream(**inputs)
 
 

@@ -86,8 +86,11 @@ class Loaded:
         return self.models[self.trial]
 
 
-def load(source: str | os.PathLike[str]) -> Loaded:
+def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loaded:
     """The run at `source`, or the one model of anything else that `load_any` reads.
+
+    Args:
+      num_heads: for published files without a config.
 
     Raises:
       ConfigError: as `load_any`.
@@ -95,7 +98,7 @@ def load(source: str | os.PathLike[str]) -> Loaded:
     """
     path = as_path(source)
     if not (path / 'config.json').exists() or not (path / 'checkpoints').is_dir():
-        return Loaded(path, [_model(*load_any(path))], [{}], [True])
+        return Loaded(path, [_model(*load_any(path, num_heads=num_heads))], [{}], [True])
     config, step, stack = exported.load_stack(absolute(path))
     trials = config.trials.trials()
     params = [jax.tree.map(operator.itemgetter(i), stack['params']) for i in range(len(trials))]

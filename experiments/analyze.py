@@ -1,0 +1,274 @@
+"""Measures the attention of a model: rank, symmetry, patterns, norms, by layer and head.
+
+python -m experiments.analyze runs/small --out=runs/small/analysis
+python -m experiments.analyze runs/small --text='def main(' --out=analysis
+python -m experiments.analyze gpt2/model.safetensors --tokens='464 3290 318'
+
+The source is any that experiments.convert reads. Attention patterns and gradients are those of the
+text or tokens; without either, of validation rows of a run. Induction is measured on random tokens.
+--out receives analysis.csv, analysis.json and figures.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pandas as pd
+from absl import flags
+
+from qkattn import pretrained
+from qkattn.analysis import Analysis, analyze, attention_patterns, next_token_batch
+from qkattn.config import DataConfig
+from qkattn.data.load import tokenizer_of
+from qkattn.data.pipeline import eval_batches
+from qkattn.data.tasks.task_registry import rows_of
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.errors import ConfigError
+from qkattn.model import EncoderDecoder
+from qkattn.model.transformer import Transformer
+from qkattn.report.figures import attention_figure
+from qkattn.report.figures.style import Drawing, render, style_sheet
+from qkattn.report.tables import text_table
+from qkattn.run import cli
+from qkattn.run.files import as_path, make_directory, write_atomic
+from qkattn.run.records import write_json
+from qkattn.train.program_cache import keep_programs
+
+SOURCE = flags.DEFINE_string('source', None, 'Model to measure; also without --source=.')
+TRIAL = flags.DEFINE_integer(
+    'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
+)
+TEXT = flags.DEFINE_string('text', None, 'Text that the model reads; the source of a translation.')
+FILE = flags.DEFINE_string('file', None, 'File with the text.')
+TARGET = flags.DEFINE_string('target', None, 'Translation of --text that an encoder_decoder reads.')
+TOKENS = flags.DEFINE_string('tokens', None, 'Token ids that the model reads, as in "12 7 301".')
+DATA = flags.DEFINE_string(
+    'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
+)
+NUM_ROWS = flags.DEFINE_integer('num_rows', 8, 'Validation rows of a run that are read.')
+NUM_HEADS = flags.DEFINE_integer('num_heads', None, 'Heads of published files without a config.')
+OUT = flags.DEFINE_string('out', None, 'Directory for numbers and figures.')
+
+# Columns of the printed table: heading, quantity, what it is of; means over heads.
+COLUMNS = (
+    ('rank|of A', 'effective_rank', 'A'),
+    ('symmetric|share of A', 'symmetric_share', 'A'),
+    ('direc-|tionality', 'directionality', 'A'),
+    ('definite-|ness', 'definiteness', 'A'),
+    ('rank|of B', 'effective_rank', 'B'),
+    ('entropy,|nats', 'entropy', 'pattern'),
+    ('self', 'diagonal_mass', 'pattern'),
+    ('previous|token', 'previous_token_mass', 'pattern'),
+    ('induction|(best head)', 'induction_score', 'pattern'),
+    ('logit|deviation', 'logit_deviation', 'pattern'),
+)
+FIGURES = {
+    'matrices': {'A': ('effective_rank', 'symmetric_share', 'directionality', 'definiteness')},
+    'ov_matrices': {'B': ('effective_rank', 'symmetric_share', 'definiteness', 'norm')},
+    'patterns': {
+        'pattern': ('entropy', 'diagonal_mass', 'previous_token_mass', 'induction_score')
+        + ('logit_deviation',)
+    },
+}
+
+
+def main() -> None:
+    keep_programs()
+    if SOURCE.value is None:
+        raise ConfigError(
+            '--source=DIRECTORY is required, or the directory alone, as in analyze runs/small'
+        )
+    if NUM_ROWS.value < 1:
+        raise ConfigError(f'--num_rows={NUM_ROWS.value} must be at least 1')
+    if sum(flag.value is not None for flag in (TEXT, FILE, TOKENS)) > 1:
+        raise ConfigError('--text, --file and --tokens exclude each other')
+    out = None if OUT.value is None else as_path(OUT.value)
+    if out is not None and (out / 'analysis.json').exists():
+        raise ConfigError(f'{out} already holds an analysis; give another directory')
+    source = pretrained.load(SOURCE.value, num_heads=NUM_HEADS.value)
+    trial = source.trial if TRIAL.value is None else TRIAL.value
+    if not 0 <= trial < len(source.models):
+        raise ConfigError(f'--trial={trial} must be in [0, {len(source.models)})')
+    model = source.models[trial]
+    batch, words = batch_of(source, model)
+    found = analyze(model, batch)
+    config = model.config
+    print(f'{SOURCE.value}: {config.score}/{config.value}, {config.num_layers} layers')
+    print(table(found))
+    for circuit, why in (('A', 'not bilinear'), ('B', 'not linear in the values')):
+        places = [f'{site} {layer}' for site, layer, of in found.missing if of == circuit]
+        if places:
+            print(f'{", ".join(places)}: {why}, so there is no matrix {circuit}[n]')
+    if out is None:
+        return
+    make_directory(out)
+    about = {'source': str(SOURCE.value), 'trial': trial, 'step': source.step, 'model': config}
+    write(out, found, about)
+    maps = None if words is None or batch is None else maps_of(model, batch)
+    for stem, figure in figures(found, maps, words).items():
+        write_atomic(out / f'{stem}.png', figure)
+    print(f'wrote {out}')
+
+
+def batch_of(
+    source: pretrained.Loaded, model: Transformer
+) -> tuple[dict[str, Any] | None, dict[str, list[str]] | None]:
+    """What the model reads, and its words by site where they are a text or tokens."""
+    if TOKENS.value is not None or TEXT.value is not None or FILE.value is not None:
+        return given(source, model)
+    if source.config is None:
+        return None, None
+    rows = rows_of(source.config)
+    batches = eval_batches(rows, 'validation', batch_size=NUM_ROWS.value, max_rows=NUM_ROWS.value)
+    return next(batches), None
+
+
+def given(
+    source: pretrained.Loaded, model: Transformer
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The text or the tokens of the flags, as a batch of one row."""
+    translates = isinstance(model, EncoderDecoder)
+    if translates != (TARGET.value is not None) or (translates and TOKENS.value is not None):
+        raise ConfigError(
+            'an encoder_decoder reads --text (or --file) and --target, and no other model reads '
+            '--target'
+        )
+    if TOKENS.value is not None:
+        try:
+            ids = [int(word) for word in TOKENS.value.split()]
+        except ValueError as error:
+            raise ConfigError(f'--tokens={TOKENS.value!r} must be whole numbers') from error
+        words = [str(number) for number in ids]
+    else:
+        tokenizer = tokenizer_for(source, model)
+        ids, words = encoded(tokenizer, cli.text_of(TEXT, FILE), '--text')
+    check_ids('--text' if TOKENS.value is None else '--tokens', ids, model)
+    if not translates:
+        return next_token_batch(model, np.array([ids], np.int32)), {'attention': words}
+    targets, target_words = encoded(tokenizer, TARGET.value, '--target')
+    check_ids('--target', targets, model)
+    of_sites = {'attention': target_words, 'encoder/attention': words, 'cross_attention': words}
+    batch = {'tokens_BT': np.array([targets], np.int32), 'source_BS': np.array([ids], np.int32)}
+    return batch, of_sites
+
+
+def tokenizer_for(source: pretrained.Loaded, model: Transformer) -> Tokenizer:
+    if source.config is None:
+        tokenizer = tokenizer_of(DataConfig(name=DATA.value))
+    else:
+        tokenizer = pretrained.tokenizer_of_run(SOURCE.value, source.config)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ConfigError(
+            f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and '
+            f'the model {model.config.vocab_size}; give --tokens'
+        )
+    return tokenizer
+
+
+def encoded(tokenizer: Tokenizer, text: str, flag: str) -> tuple[list[int], list[str]]:
+    """Ids and words of a text."""
+    try:
+        ids = tokenizer.encode(text).tolist()
+    except ValueError as error:
+        raise ConfigError(f'{flag} cannot be encoded: {error}') from error
+    return ids, [tokenizer.decode([number]).replace('\n', '\\n') for number in ids]
+
+
+def check_ids(flag: str, ids: list[int], model: Transformer) -> None:
+    config = model.config
+    context = config.context
+    if flag == '--text' and isinstance(model, EncoderDecoder):
+        context = config.encoder.context
+    if not 2 <= len(ids) <= context:
+        raise ConfigError(f'{flag} has {len(ids)} tokens, and the model reads 2 to {context}')
+    if not 0 <= min(ids) <= max(ids) < config.vocab_size:
+        raise ConfigError(f'{flag} must hold ids in [0, {config.vocab_size})')
+
+
+def table(found: Analysis) -> str:
+    """A line for every attention layer; means over heads, of induction the best head."""
+    places = dict.fromkeys((row.site, row.layer) for row in found.rows if row.head is not None)
+    cells: dict[tuple[str, int | None], list[str]] = {place: [] for place in places}
+    titles = [('layer', True)]
+    for heading, quantity, of in COLUMNS:
+        over = np.nanmax if quantity == 'induction_score' else np.mean
+        values: dict[tuple[str, int | None], list[float]] = {}
+        for row in found.rows:
+            if (row.quantity, row.of) == (quantity, of):
+                values.setdefault((row.site, row.layer), []).append(row.value)
+        if values:
+            titles.append((heading, False))
+            for place, cell in cells.items():
+                cell.append(f'{over(values[place]):.3g}' if place in values else '-')
+    lines = [[f'{site} {layer}', *cells[site, layer]] for site, layer in places]
+    return text_table(titles, lines)
+
+
+def write(out: Any, found: Analysis, about: Mapping[str, Any]) -> None:
+    """analysis.csv and analysis.json."""
+    rows = pd.DataFrame([dataclasses.asdict(row) for row in found.rows], dtype=object)
+    write_atomic(out / 'analysis.csv', rows.to_csv(index=False, lineterminator='\n'))
+    spectra = [
+        {'site': site, 'layer': layer, 'of': of, 'singular_values': s_ND}
+        for (site, layer, of), s_ND in found.spectra.items()
+    ]
+    missing = [{'site': site, 'layer': layer, 'of': of} for site, layer, of in found.missing]
+    write_json(
+        out / 'analysis.json',
+        {**about, 'rows': found.rows, 'spectra': spectra, 'missing': missing},
+        indent=None,
+    )
+
+
+def maps_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, dict[int, np.ndarray]]:
+    """Probabilities p_NTS of the first row, by site and layer."""
+    inputs = {name: batch[name] for name in ('tokens_BT', 'source_BS') if name in batch}
+    found: dict[str, dict[int, np.ndarray]] = {}
+    for (site, layer), pattern in jax.jit(attention_patterns)(model, inputs).items():
+        found.setdefault(site, {})[layer] = np.asarray(pattern.probabilities_BNTS[0])
+    return found
+
+
+def figures(
+    found: Analysis,
+    maps: Mapping[str, Mapping[int, np.ndarray]] | None,
+    words: Mapping[str, list[str]] | None,
+) -> dict[str, bytes]:
+    """PNG by name: of every site singular values and quantities, and maps of a text."""
+    drawn = {}
+    with style_sheet():
+        spectra: dict[tuple[str, str], dict[int, np.ndarray]] = {}
+        for (site, layer, of), s_ND in found.spectra.items():
+            spectra.setdefault((site, of), {})[layer] = s_ND
+        for (site, of), layers in spectra.items():
+            figure = attention_figure.singular_values(layers, f'{of}[n]')
+            drawn[f'singular_values_{of}{suffix(site)}'] = figure
+        for site in dict.fromkeys(row.site for row in found.rows if row.head is not None):
+            for name, chosen in FIGURES.items():
+                present = {}
+                for of, quantities in chosen.items():
+                    measured = {
+                        row.quantity for row in found.rows if (row.site, row.of) == (site, of)
+                    }
+                    present |= {
+                        quantity.replace('_', ' '): found.values(quantity, of, site)
+                        for quantity in quantities
+                        if quantity in measured
+                    }
+                if present:
+                    drawn[name + suffix(site)] = attention_figure.heat_maps(present)
+        for site, layers in (maps or {}).items():
+            own = words['attention'] if site == 'cross_attention' else words[site]
+            drawn[f'maps{suffix(site)}'] = attention_figure.attention_maps(layers, own, words[site])
+        return {stem: render(Drawing(figure, stem)).png for stem, figure in drawn.items()}
+
+
+def suffix(site: str) -> str:
+    """What the names of a site's figures end in."""
+    return '' if site == 'attention' else '_' + site.removesuffix('attention').strip('/_')
+
+
+if __name__ == '__main__':
+    cli.run(main, positional=SOURCE)

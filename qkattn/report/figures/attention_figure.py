@@ -1,0 +1,132 @@
+"""Figures of an analysis: singular values, quantities by layer and head, attention maps, drift."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from qkattn.report.figures.style import (
+    DASHES,
+    GRID,
+    HUES,
+    INK,
+    WIDTH,
+    legend,
+    panels,
+)
+
+# Shades of one hue for quantities from 0 on, of two hues for those around 0.
+SHADES = LinearSegmentedColormap.from_list('shades', ['#ffffff', '#a8bfe6', HUES[0], '#0b1f45'])
+AROUND = LinearSegmentedColormap.from_list('around', [HUES[1], '#ffffff', HUES[0]])
+# Layers and heads that a figure has room for; of more, it shows some, evenly spaced.
+MAX_LAYERS, MAX_HEADS = 12, 16
+# Cells of a heat map that have room for their number.
+MAX_NUMBERS = 8
+COLUMNS = 4
+
+
+def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
+    """Singular values s_ND by index, relative to the largest: a panel a layer, a line a head."""
+    shown = _spaced(sorted(layers), MAX_LAYERS)
+    columns = min(COLUMNS, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    figure = Figure(figsize=(max(WIDTH, 1.9 * columns), 1.7 * rows + 1.0))
+    for ax, layer in zip(panels(figure, columns, len(shown), **_SHARED), shown, strict=True):
+        heads = _spaced(range(len(layers[layer])), len(HUES) * len(DASHES))
+        for place, head in enumerate(heads):
+            s_D = layers[layer][head]
+            with np.errstate(invalid='ignore'):
+                relative_D = s_D / s_D[0]
+            # Below the precision of float32 there is rounding only.
+            relative_D = np.where(relative_D > 1e-6, relative_D, np.nan)
+            style = {'color': HUES[place % len(HUES)], 'linewidth': 1.2}
+            style['linestyle'] = DASHES[place // len(HUES)]
+            ax.plot(np.arange(1, len(s_D) + 1), relative_D, label=f'head {head}', **style)
+        ax.set(yscale='log', title=f'layer {layer}')
+    figure.supxlabel('index')
+    figure.supylabel(f'singular value of {circuit}, relative to the largest')
+    legend(figure, 'upper center', ncols=6)
+    return figure
+
+
+def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
+    """A heat map [layers, heads] for each quantity by its name."""
+    columns = min(3, len(quantities))
+    rows = math.ceil(len(quantities) / columns)
+    (L, N) = next(iter(quantities.values())).shape
+    height = min(max(0.28 * L, 1.2), 3.2)
+    figure = Figure(figsize=(WIDTH, rows * (height + 0.75)))
+    for ax, (name, values_LN) in zip(
+        panels(figure, columns, len(quantities)), quantities.items(), strict=True
+    ):
+        finite = values_LN[np.isfinite(values_LN)]
+        around = finite.size > 0 and finite.min() < 0
+        top = max(float(np.abs(finite).max()) if finite.size else 1.0, 1e-12)
+        low = -top if around else 0.0
+        image = ax.imshow(
+            values_LN, cmap=AROUND if around else SHADES, vmin=low, vmax=top, aspect='auto'
+        )
+        ax.set(title=name, xlabel='head', ylabel='layer')
+        _ticks(ax, N, L)
+        bar = figure.colorbar(image, ax=ax, shrink=0.9, pad=0.02)
+        bar.outline.set_visible(False)
+        if max(L, N) <= MAX_NUMBERS:
+            for layer, head in np.ndindex(L, N):
+                value = values_LN[layer, head]
+                dark = np.isfinite(value) and abs(value) > 0.55 * top
+                colour = '#ffffff' if dark else INK
+                ax.text(head, layer, f'{value:.2g}', ha='center', va='center', color=colour, size=7)
+    return figure
+
+
+def attention_maps(
+    layers: Mapping[int, np.ndarray], queries: Sequence[str], keys: Sequence[str]
+) -> Figure:
+    """Probabilities p_NTS of one row, a map for each layer and head; a row is a query."""
+    shown = _spaced(sorted(layers), MAX_LAYERS)
+    heads = _spaced(range(len(layers[shown[0]])), MAX_HEADS)
+    # A single map has room for the tokens.
+    named = len(shown) * len(heads) <= 4 and max(len(queries), len(keys)) <= 40
+    size = 3.4 if named else max(0.62, min(1.6, WIDTH / len(heads)))
+    figure = Figure(figsize=(max(size * len(heads) + 0.9, 3.6), size * len(shown) + 0.9))
+    axes = figure.subplots(len(shown), len(heads), squeeze=False)
+    image: Any = None
+    for row, layer in enumerate(shown):
+        for column, head in enumerate(heads):
+            ax = axes[row, column]
+            image = ax.imshow(layers[layer][head], cmap=SHADES, vmin=0, vmax=1, aspect='auto')
+            ax.grid(False)
+            ax.set(xticks=[], yticks=[])
+            for spine in ax.spines.values():
+                spine.set(visible=True, color=GRID)
+            if named:
+                ax.set_xticks(range(len(keys)), keys, rotation=90, fontsize=6)
+                ax.set_yticks(range(len(queries)), queries, fontsize=6)
+            if row == 0:
+                ax.set_title(f'head {head}', fontsize=7)
+        axes[row, 0].set_ylabel(f'layer {layer}', fontsize=7)
+    figure.supxlabel('key')
+    figure.supylabel('query')
+    bar = figure.colorbar(image, ax=axes, shrink=0.6, pad=0.02, label='probability')
+    bar.outline.set_visible(False)
+    return figure
+
+
+def _ticks(ax: Axes, heads: int, layers: int) -> None:
+    ax.grid(False)
+    ax.set_xticks(_spaced(range(heads), 8))
+    ax.set_yticks(_spaced(range(layers), 8))
+
+
+def _spaced(places: Sequence[int], most: int) -> list[int]:
+    """At most that many of the places, evenly spaced, the first and the last among them."""
+    if len(places) <= most:
+        return list(places)
+    return [places[i] for i in np.linspace(0, len(places) - 1, most).round().astype(int)]
+
+
+_SHARED = {'sharex': True, 'sharey': True}
