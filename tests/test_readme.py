@@ -38,7 +38,7 @@ SCRIPTS = (
     'train',
     'translate',
 )
-SCRIPTS += ('variants', 'verify')
+SCRIPTS += ('analyze', 'variants', 'verify')
 
 
 def between(text: str, begin: str, end: str) -> str:

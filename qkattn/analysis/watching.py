@@ -43,7 +43,7 @@ def walk(model: Transformer, inputs: Inputs, visit: Visit) -> jax.Array:
     """`model.stream(**inputs)`, layer by layer, with a call of `visit` at every attention layer."""
     watched = jax.tree.map(lambda leaf: leaf, model)
     for prefix, stream in streams(watched).items():
-        vars(stream)['run'] = functools.partial(_run, stream, prefix, visit)
+        stream.run = functools.partial(_run, stream, prefix, visit)  # type: ignore[method-assign]
     return watched.stream(**inputs)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from qkattn.report.figures.style import (
     DASHES,
@@ -47,15 +48,17 @@ def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
             style['linestyle'] = DASHES[place // len(HUES)]
             ax.plot(np.arange(1, len(s_D) + 1), relative_D, label=f'head {head}', **style)
         ax.set(yscale='log', title=f'layer {layer}')
+        ax.yaxis.set_major_formatter('{x:g}')
+        ax.yaxis.set_minor_formatter(NullFormatter())
     figure.supxlabel('index')
-    figure.supylabel(f'singular value of {circuit}, relative to the largest')
+    figure.supylabel(f'singular value of {circuit}\n(largest = 1)')
     legend(figure, 'upper center', ncols=6)
     return figure
 
 
 def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
     """A heat map [layers, heads] for each quantity by its name."""
-    columns = min(3, len(quantities))
+    columns = 2 if len(quantities) == 4 else min(3, len(quantities))
     rows = math.ceil(len(quantities) / columns)
     (L, N) = next(iter(quantities.values())).shape
     height = min(max(0.28 * L, 1.2), 3.2)
@@ -63,13 +66,9 @@ def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
     for ax, (name, values_LN) in zip(
         panels(figure, columns, len(quantities)), quantities.items(), strict=True
     ):
-        finite = values_LN[np.isfinite(values_LN)]
-        around = finite.size > 0 and finite.min() < 0
-        top = max(float(np.abs(finite).max()) if finite.size else 1.0, 1e-12)
-        low = -top if around else 0.0
-        image = ax.imshow(
-            values_LN, cmap=AROUND if around else SHADES, vmin=low, vmax=top, aspect='auto'
-        )
+        low, high = _range(values_LN)
+        shades = AROUND if low < 0 else SHADES
+        image = ax.imshow(values_LN, cmap=shades, vmin=low, vmax=high, aspect='auto')
         ax.set(title=name, xlabel='head', ylabel='layer')
         _ticks(ax, N, L)
         bar = figure.colorbar(image, ax=ax, shrink=0.9, pad=0.02)
@@ -77,7 +76,8 @@ def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
         if max(L, N) <= MAX_NUMBERS:
             for layer, head in np.ndindex(L, N):
                 value = values_LN[layer, head]
-                dark = np.isfinite(value) and abs(value) > 0.55 * top
+                place = (value - low) / (high - low)
+                dark = place > (0.8 if low < 0 else 0.55) or (low < 0 and place < 0.2)
                 colour = '#ffffff' if dark else INK
                 ax.text(head, layer, f'{value:.2g}', ha='center', va='center', color=colour, size=7)
     return figure
@@ -116,10 +116,22 @@ def attention_maps(
     return figure
 
 
+def _range(values_LN: np.ndarray) -> tuple[float, float]:
+    """The range of the colours: that of the values, symmetric around 0 where some are negative."""
+    finite = values_LN[np.isfinite(values_LN)]
+    if not finite.size:
+        return 0.0, 1.0
+    low, high = float(finite.min()), float(finite.max())
+    if low < 0:
+        high = max(-low, high)
+        return -high, high
+    return low, max(high, low + 1e-6)
+
+
 def _ticks(ax: Axes, heads: int, layers: int) -> None:
     ax.grid(False)
-    ax.set_xticks(_spaced(range(heads), 8))
-    ax.set_yticks(_spaced(range(layers), 8))
+    ax.set_xticks(range(0, heads, math.ceil(heads / 8)))
+    ax.set_yticks(range(0, layers, math.ceil(layers / 8)))
 
 
 def _spaced(places: Sequence[int], most: int) -> list[int]:
