@@ -63,6 +63,11 @@ def main() -> None:
         return
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
+
+    def report() -> Any:
+        # Imported here: workers train without matplotlib and pandas.
+        return importlib.import_module('qkattn.report')
+
     options: dict[str, Any] = {
         'command': cli.command('ablate'),
         'expiry': EXPIRY.value,
@@ -71,12 +76,13 @@ def main() -> None:
     if workers == 1:
         path = worker.run(config, WORKDIR.value, arms=_matched(config), **options)
     else:
-        path = crew.run(config, lambda: _matched(config), WORKDIR.value, workers, **options)
+        path = crew.run(
+            config, lambda: _matched(config), WORKDIR.value, workers, meanwhile=report, **options
+        )
     if not agreement.owner():
         return
     with waiting(config.name, 'writing the report'):
-        # Imported here: workers train without matplotlib and pandas.
-        text = importlib.import_module('qkattn.report').show_report(path)
+        text = report().show_report(path)
     print(f'\n{text}')
 
 

@@ -9,12 +9,13 @@ import dataclasses
 import math
 import multiprocessing.connection
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qkattn.config import Study
+from qkattn.config import Config, Study
 from qkattn.errors import ConfigError, ProcessError, Stopped
 from qkattn.run import cores
 from qkattn.run.children import Child
@@ -25,6 +26,7 @@ from qkattn.study import room, ways, worker
 from qkattn.study.arms import Arm
 from qkattn.study.plan import PlannedRun
 from qkattn.study.tally import Tally
+from qkattn.train.placement import least_memory
 
 COMMAND = [sys.executable, '-m', 'qkattn.study.member']
 RETRIES = 3
@@ -32,8 +34,10 @@ RETRIES = 3
 GRACE = 300.0
 """Seconds from a stop request to a kill."""
 _TICK = 0.2
-# A way is timed for so many seconds, in turn with the others, so many times.
+# A way is timed for so many seconds, in turn with the others, so many times unless it is clear.
 _TIMED, _ROUNDS = 0.3, 2
+# Memory of a worker: bytes of a process, and of training as a multiple of its least.
+_PROCESS, _TRAINING = 2**30, 4
 
 
 def run(
@@ -41,6 +45,7 @@ def run(
     match: Callable[[], list[Arm]],
     workdir: str | Path,
     wanted: int | None,
+    meanwhile: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
@@ -48,6 +53,7 @@ def run(
     Args:
       match: makes the arms; called while the workers start.
       wanted: workers; None chooses by a measurement, which is recorded in the study's directory.
+      meanwhile: called in a thread once a worker finds nothing more to do, and its cores are free.
       options: of `worker.run`.
 
     Raises:
@@ -59,7 +65,10 @@ def run(
     wanted = wanted if found is None else found['processes']
     if largest == 1 or wanted == 1:
         return worker.run(study, path, arms=match(), **options)
-    with StopRequest() as stop, contextlib.closing(_Crew(study, path, options, stop)) as crew:
+    with (
+        StopRequest() as stop,
+        contextlib.closing(_Crew(study, path, options, stop, meanwhile)) as crew,
+    ):
         stop.hold()
         measured = wanted is None and not room.gpus()
         crew.start(
@@ -87,6 +96,7 @@ class _Member:
     """A worker as its parent sees it."""
 
     number: int
+    share: int  # of its way
     child: Child
     place: tuple[list[int], dict[str, str]]
     answer: tuple | None = None
@@ -97,8 +107,16 @@ class _Member:
 class _Crew:
     """The workers, and what the parent knows of them."""
 
-    def __init__(self, study: Study, path: Path, options: dict[str, Any], stop: StopRequest):
+    def __init__(
+        self,
+        study: Study,
+        path: Path,
+        options: dict[str, Any],
+        stop: StopRequest,
+        meanwhile: Callable[[], object],
+    ):
         self._study, self._path, self._options, self._stop = study, path, options, stop
+        self._meanwhile = threading.Thread(target=meanwhile, name='meanwhile', daemon=True)
         self._members: list[_Member] = []
         self._ways: dict[int, list[_Member]] = {}
         self._display = CrewDisplay()
@@ -127,7 +145,7 @@ class _Crew:
                     shares = cores.shares(gpus, number)
                     variables['CUDA_VISIBLE_DEVICES'] = ','.join(shares[place])
                 child = Child(COMMAND, own, variables, self._display.columns)
-                self._members.append(_Member(len(self._members), child, (own, variables)))
+                self._members.append(_Member(len(self._members), place, child, (own, variables)))
                 self._ways[number].append(self._members[-1])
 
     def measure(self, left: list[PlannedRun], most: int) -> int:
@@ -137,26 +155,41 @@ class _Crew:
         wanted = ways.candidates(number, most)
         self._keep([p for p in self._ways if p in wanted])
         self.start([p for p in wanted if p not in self._ways])
-        config = left[0].config
-        # A program is compiled once for each number of cores, and read from the cache after that.
-        answers = self._ask([of[0] for of in self._ways.values()], 'prepare', config, None)
-        while sum(self._ways) > (fit := self._fit()) and len(self._ways) > 1:
-            # Goes: the largest that has no room, else one between, else the largest.
-            goes = [p for p in self._ways if p > fit] or sorted(self._ways)[1:-1]
-            self._keep([p for p in self._ways if p != max(goes or self._ways)])
-        rest = [of for members in self._ways.values() for of in members[1:]]
-        self._ask(rest, 'prepare', config, answers[0][0])
+        self._prepare([run.config for run in left])
         seconds = dict.fromkeys(self._ways, math.inf)
         for _ in range(_ROUNDS):
             for processes, members in self._ways.items():
-                each = [s for (s,) in self._ask(members, 'time', _TIMED)]
-                seconds[processes] = min(seconds[processes], sum(each) / len(each))
+                # The first of each way times the same run, and the others work beside it.
+                first, *_ = self._ask(members, lambda of: ('time', _TIMED))
+                seconds[processes] = min(seconds[processes], *first)
+            if ways.is_clear(seconds, len(left)):
+                break
         best = ways.chosen(seconds, len(left))
         took = time.monotonic() - start
         make_directory(self._path)
         ways.record(self._path, seconds, best, self._peak, took)
         self.say(f'{ways.text(seconds, number, len(left))} ({took:.0f} s)')
         return best
+
+    def _prepare(self, configs: list[Config]) -> None:
+        """Has workers compile the runs that they would train first, whose programs are kept."""
+
+        def prepare(members: list[_Member]) -> None:
+            self._ask(members, lambda of: ('prepare', configs[of.share % len(configs)]))
+
+        first = [members[0] for members in self._ways.values()]
+        others = [of for members in self._ways.values() for of in members[1:]]
+        each = _PROCESS + _TRAINING * least_memory(configs[0])
+        if (len(first) + len(others)) * each < self._free:
+            prepare(first + others)
+            return
+        # One of each way tells what it takes.
+        prepare(first)
+        while sum(self._ways) > (fit := self._fit()) and len(self._ways) > 1:
+            # Goes: the largest that has no room, else one between, else the largest.
+            goes = [p for p in self._ways if p > fit] or sorted(self._ways)[1:-1]
+            self._keep([p for p in self._ways if p != max(goes or self._ways)])
+        prepare([of for of in others if of in self._members])
 
     def train(self, number: int) -> None:
         """Has this many workers train until the study has its results or none of them is left."""
@@ -186,11 +219,11 @@ class _Crew:
         for number in set(self._ways) - set(numbers):
             self._end(self._ways.pop(number))
 
-    def _ask(self, members: list[_Member], *order: Any) -> list[tuple]:
-        """Gives workers an order at once; their answers."""
+    def _ask(self, members: list[_Member], order: Callable[[_Member], tuple]) -> list[tuple]:
+        """Gives workers their orders at once; their answers."""
         for of in members:
             of.answer = None
-            of.child.tell(*order)
+            of.child.tell(*order(of))
         while any(of.answer is None for of in members):
             self._turn()
             if self._asked is not None and not self._members:
@@ -261,6 +294,8 @@ class _Crew:
         """Takes a worker that has ended out of the crew, or starts it again."""
         self._end([of])
         self._tally.ended(of.number)
+        if code == 0 and self._meanwhile.ident is None:
+            self._meanwhile.start()
         if code in (0, EXIT_CONFIG) or of.stopping or self._asked is not None:
             return
         how = f'was ended by signal {-code}' if code < 0 else f'ended with exit code {code}'

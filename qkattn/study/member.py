@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
+import numpy as np
 
 from qkattn.config import Config
 from qkattn.errors import ConfigError
@@ -28,13 +29,16 @@ _TOLD_EVERY = 0.5  # seconds
 class _Candidate:
     """The program of a run on constant rows, which can be timed."""
 
-    def __init__(self, config: Config, lifting: str | None):
+    def __init__(self, config: Config):
         require_memory(config)
-        self._program = program.build(config, lifting)
-        self.lifting = self._program.lifting
+        self._program = program.build(config)
         self._steps = config.train.steps_per_dispatch
         self._batch = constant_batch(config, self._program.mesh)
-        self._state = self._program.init()
+        # Ones: drawing the parameters would have to be compiled.
+        self._state = jax.tree.map(
+            lambda a: jax.device_put(np.ones(a.shape, a.dtype), a.sharding),
+            self._program.abstract_state,
+        )
         self.seconds_per_step(0.0)
 
     def seconds_per_step(self, at_least: float) -> float:
@@ -50,10 +54,10 @@ class _Candidate:
 def work(pipe: Connection) -> None:
     """Follows the orders of the parent until the study has its results.
 
-        ('prepare', config, lifting)  -> ('ready', peak memory in bytes, lifting)
-        ('time', seconds)             -> ('timed', seconds per step)
+        ('prepare', config)  -> ('ready', peak memory in bytes)
+        ('time', seconds)    -> ('timed', seconds per step)
         ('train', study, workdir, options of `worker.run`)
-                                      -> ('lease', ...), ('step', step, total, peak), ...
+                             -> ('lease', ...), ('step', step, total, peak), ...
 
     An error that has a sentence is told as ('error', sentence), and is the exit code.
     """
@@ -62,8 +66,8 @@ def work(pipe: Connection) -> None:
         candidate: _Candidate | None = None
         while (order := pipe.recv())[0] != 'train':
             if order[0] == 'prepare':
-                candidate = _Candidate(*order[1:])
-                pipe.send(('ready', _peak(), candidate.lifting))
+                candidate = _Candidate(order[1])
+                pipe.send(('ready', _peak()))
             elif candidate is not None:
                 pipe.send(('timed', candidate.seconds_per_step(order[1])))
         candidate = None

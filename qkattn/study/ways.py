@@ -24,6 +24,7 @@ _SCHEMA = {
     'peak_bytes': int,
     'seconds': float,
 }
+_CLEAR = 1.25
 _ADVICE = 'remove it: the same command then measures again'
 
 
@@ -55,6 +56,12 @@ def makespan(processes: int, seconds_per_step: float, runs: int) -> float:
 def chosen(seconds_per_step: Mapping[int, float], runs: int) -> int:
     """The number of processes that finishes `runs` first; the smaller one of equal ones."""
     return min(sorted(seconds_per_step), key=lambda p: makespan(p, seconds_per_step[p], runs))
+
+
+def is_clear(seconds_per_step: Mapping[int, float], runs: int) -> bool:
+    """Whether the best is so much faster than the next that another round would not change it."""
+    best, *others = sorted(makespan(p, s, runs) for p, s in seconds_per_step.items())
+    return not others or others[0] > _CLEAR * best
 
 
 def text(seconds_per_step: Mapping[int, float], number: int, runs: int) -> str:

@@ -27,15 +27,18 @@ def leading_shape(config: Config) -> tuple[int, int, int, int]:
     )
 
 
-def require_memory(config: Config) -> None:
-    """Raises ConfigError where parameters, gradients and a batch do not fit in the devices.
-
-    A run holds more than these; what is refused here cannot be trained by any means.
-    """
+def least_memory(config: Config) -> int:
+    """Bytes of parameters, gradients and a batch; a run holds more than these."""
     trials, parameters = len(config.trials.trials()), cost.measured(config.model, 'total')
     shapes = task_of(config).array_shapes(config.model).values()
     row = sum(length * np.dtype(dtype).itemsize for length, dtype in shapes)
-    needed = 2 * 4 * trials * parameters + math.prod(leading_shape(config)) * row
+    return 2 * 4 * trials * int(parameters) + math.prod(leading_shape(config)) * row
+
+
+def require_memory(config: Config) -> None:
+    """Raises ConfigError where `least_memory` is not in the devices: no means would do then."""
+    trials, parameters = len(config.trials.trials()), cost.measured(config.model, 'total')
+    needed = least_memory(config)
     devices = jax.devices()[: math.prod(dataclasses.astuple(config.mesh))]
     here = [device for device in devices if device.process_index == jax.process_index()]
     limits = [stats['bytes_limit'] for device in here if (stats := device.memory_stats())]

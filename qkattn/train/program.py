@@ -181,9 +181,11 @@ def _quick_to_compile(mesh: Mesh) -> dict[str, int] | None:
 
     With them drawing the parameters gives the same bits in the same time.
     """
-    name = 'xla_backend_optimization_level'
-    chosen = name in os.environ.get('XLA_FLAGS', '')
-    return None if chosen or mesh.devices.flat[0].platform != 'cpu' else {name: 1}
+    options = {'xla_backend_optimization_level': 1, 'xla_cpu_parallel_codegen_split_count': 1}
+    chosen = os.environ.get('XLA_FLAGS', '')
+    if mesh.devices.flat[0].platform != 'cpu':
+        return None
+    return {name: value for name, value in options.items() if name not in chosen}
 
 
 def _start_from(params: dict | None, state: dict) -> dict:

@@ -44,6 +44,19 @@ def test_the_way_that_ends_first_is_chosen(seconds, runs, best):
     assert ways.chosen(seconds, runs) == best
 
 
+@pytest.mark.parametrize(
+    ('seconds', 'runs', 'clear'),
+    [
+        ({1: 1.0, 2: 1.0}, 8, True),
+        ({1: 0.6, 2: 1.0}, 8, False),
+        ({1: 0.6, 2: 1.0}, 3, False),  # 1.8 against 2
+        ({1: 1.0}, 8, True),
+    ],
+)
+def test_a_second_round_is_for_ways_that_are_close(seconds, runs, clear):
+    assert ways.is_clear(seconds, runs) is clear
+
+
 def test_the_choice_is_said_with_its_figures():
     assert ways.text({1: 0.6, 2: 1.0}, 2, 8) == (
         '2 processes on 2 cores; measured: 1 process 0.6 s per step, 2 processes 0.5 s per step'

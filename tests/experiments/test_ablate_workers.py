@@ -1,0 +1,81 @@
+"""Workers that one command starts: a measurement, a worker killed, and a parent asked to stop."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from qkattn.run import cores
+from qkattn.run.records import read_json, read_metrics
+from tests.experiments.test_ablate import lines
+
+FLAGS = (
+    '--config=study.py',
+    '--config.base.train.num_steps=400',
+    '--config.base.train.log_every=20',
+    '--config.base.train.eval_every=20',
+    '--config.base.train.checkpoint_every=20',
+)
+
+
+def wait_for(found, process):
+    """What `found` returns once that is something."""
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        if (value := found()) is not None:
+            return value
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise AssertionError('nothing was found')
+
+
+def saved_at(out, step):
+    """The process that trains a run which has saved a checkpoint at `step` or later."""
+    for saved in out.glob('runs/*/checkpoints/[0-9]*'):
+        run = saved.parents[1]
+        if (
+            saved.name.isdecimal()
+            and int(saved.name) >= step
+            and not (run / 'result.json').exists()
+        ):
+            return int((run / 'lock').read_text().split()[1])
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(cores.usable()) < 2, reason='needs two cores')
+def test_killed_and_stopped_a_crew_reaches_what_it_reaches_undisturbed(
+    start, script, tmp_path, monkeypatch
+):
+    # XLA splits loops by the number of cores, on which the last bits depend.
+    monkeypatch.setenv('NPROC', '1')
+    out = tmp_path / 'disturbed'
+    flags = (*FLAGS, '--workdir=disturbed', '--workers=2')
+    crew = start('ablate', *flags)
+    os.kill(wait_for(lambda: saved_at(out, 20), crew), signal.SIGKILL)
+    wait_for(lambda: saved_at(out, 60), crew)
+    crew.send_signal(signal.SIGTERM)
+    _, errors = crew.communicate(timeout=100)
+    assert crew.returncode == 75, errors
+    assert errors.count('was ended by signal 9; it is started again, retry 1 of 3') == 1
+    assert 'the same command resumes' in errors
+    again = script('ablate', *flags)
+    assert again.returncode == 0, again.stderr
+
+    whole = script('ablate', *FLAGS, '--workdir=whole', '--workers=auto')
+    assert whole.returncode == 0, whole.stderr
+    measured = read_json(tmp_path / 'whole' / 'workers.json', {})
+    assert [way['processes'] for way in measured['ways']] == [1, 2]
+    assert all(way['seconds_per_step'] > 0 for way in measured['ways'])
+
+    results, expected = (lines(tmp_path / of / 'results.jsonl') for of in ('disturbed', 'whole'))
+    assert len(results) == 6 and [r['val_loss'] for r in results] == [
+        r['val_loss'] for r in expected
+    ]
+    starts = 0
+    for run in out.glob('runs/*'):
+        steps = [r['step'] for r in read_metrics(run / 'metrics.jsonl') if r['kind'] == 'train']
+        assert steps == list(range(20, 420, 20))
+        starts += len(read_json(run / 'provenance.json', {})['starts'])
+    assert starts > 2
