@@ -1,27 +1,42 @@
-"""Works a variant out on symbols for 2 to 4 tokens and dimensions.
+"""Works a variant out on symbols for 2 to 4 tokens and dimensions, or writes a page with all.
 
 python -m experiments.explore --variant=shared_qk/vo --tokens=3 --dims=2
+python -m experiments.explore --html=explorer.html   # drag numbers, see attention move
 """
 
 from absl import flags
 
 from qkattn.errors import ConfigError
-from qkattn.explore.bench import Bench
+from qkattn.explore.bench import Bench, sympy
+from qkattn.explore.page import page
 from qkattn.explore.worked import worked
 from qkattn.run import cli
+from qkattn.run.files import as_path, make_directory, write_atomic
+from qkattn.run.progress import waiting
 
 VARIANT = flags.DEFINE_string('variant', None, 'Variant score/value, with options of its circuits.')
 TOKENS = flags.DEFINE_integer('tokens', 2, 'Number of tokens, 2 to 4.')
 DIMS = flags.DEFINE_integer('dims', 2, 'd_model, 2 to 4.')
 HEADS = flags.DEFINE_integer('heads', 1, 'Number of heads, which divides --dims.')
 LATEX = flags.DEFINE_bool('latex', False, 'Print LaTeX (amsmath) instead of text.')
+HTML = flags.DEFINE_string('html', None, 'File to write the page to, which holds all variants.')
 
 
 def main() -> None:
-    if VARIANT.value is None:
-        raise ConfigError('--variant=SCORE/VALUE is required, e.g. --variant=qk/vo')
-    bench = Bench(VARIANT.value, TOKENS.value, DIMS.value, HEADS.value)
-    print(worked(bench, latex=LATEX.value), end='')
+    if (VARIANT.value is None) == (HTML.value is None):
+        raise ConfigError('one of --variant=SCORE/VALUE and --html=FILE is required')
+    if HTML.value is None:
+        bench = Bench(VARIANT.value, TOKENS.value, DIMS.value, HEADS.value)
+        print(worked(bench, latex=LATEX.value), end='')
+        return
+    sympy()  # says what is missing before anything is written
+    file = as_path(HTML.value)
+    if file.is_dir():
+        raise ConfigError(f'--html={file} is a directory; give a file, e.g. {file}/explorer.html')
+    make_directory(file.parent)
+    with waiting(file.name, 'writing the page'):
+        write_atomic(file, page())
+    print(f'wrote {file}')
 
 
 if __name__ == '__main__':

@@ -62,6 +62,11 @@ class Parameter:
         return next((axis for axis, letter in enumerate(self.axes) if letter in 'NK'), None)
 
     @property
+    def is_vector(self) -> bool:
+        """Whether it is a vector, in each head if it has heads."""
+        return self.initial.ndim - (self.heads is not None) < 2
+
+    @property
     def by_head(self) -> np.ndarray:
         """The positions of its entries as [head, row, column]; one row for a vector."""
         positions = np.arange(self.initial.size).reshape(self.initial.shape)
@@ -72,10 +77,9 @@ class Parameter:
     def symbols(self) -> np.ndarray:
         """q12 for row 1 and column 2, q[1]12 where there are several heads."""
         flat = np.empty(self.initial.size, object)
-        is_vector = self.initial.ndim - (self.heads is not None) < 2
         for (n, row, column), position in np.ndenumerate(self.by_head):
             head = f'[{n + 1}]' if len(self.by_head) > 1 else ''
-            place = f'{column + 1}' if is_vector else f'{row + 1}{column + 1}'
+            place = f'{column + 1}' if self.is_vector else f'{row + 1}{column + 1}'
             flat[position] = sympy().Symbol(f'{self.stem.replace("_", "")}{head}{place}')
         return flat.reshape(self.initial.shape)
 

@@ -37,14 +37,12 @@ def ties(M_NTS: np.ndarray) -> list[list[tuple[int, int, int]]]:
 
 def kind(M_DE: np.ndarray) -> str:
     """'identity', 'diagonal', 'symmetric', 'skew' or 'general', for all values of the symbols."""
-    matrix = sympy().Matrix(M_DE)
-    if matrix == sympy().eye(len(M_DE)):
-        return 'identity'
-    if matrix.is_diagonal():
-        return 'diagonal'
-    if matrix == matrix.T:
+    on = np.eye(len(M_DE), dtype=bool)
+    if (M_DE[~on] == 0).all():
+        return 'identity' if (M_DE[on] == 1).all() else 'diagonal'
+    if (M_DE == M_DE.T).all():
         return 'symmetric'
-    return 'skew' if matrix == -matrix.T else 'general'
+    return 'skew' if (M_DE + M_DE.T == 0).all() else 'general'
 
 
 def point(*expressions: np.ndarray) -> Point:

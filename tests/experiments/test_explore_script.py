@@ -14,7 +14,10 @@ pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [
-        ([], '--variant=SCORE/VALUE is required, e.g. --variant=qk/vo'),
+        ([], 'one of --variant=SCORE/VALUE and --html=FILE is required'),
+        (['--variant=qk/vo', '--html=a.html'], 'one of --variant=SCORE/VALUE and --html=FILE is'),
+        (['--html=.'], '--html=. is a directory; give a file, e.g. ./explorer.html'),
+        (['--html=/proc/x/a.html'], '/proc/x cannot be used'),
         (['--variant=qkk/vo'], "unknown score 'qkk', did you mean 'qk'?"),
         (['--variant=qk/vo', '--tokens=9'], 'tokens=9 must be from 2 to 4'),
         (['--variant=qk/vo', '--dims=x'], 'dims'),
