@@ -8,7 +8,7 @@ SIZES = ('d_model=64', 'd_model=128')
 CORPORA = ('stdlib', 'multi30k')
 RAN = {
     'command': 'python -m experiments.claims --scale=cpu --claims={}',
-    'commit': '0123456789abcdef0123456789abcdef01234567',
+    'commit': '0123456789ab',
     'hardware': '1 x cpu (2 cores)',
     'seconds': 5025.0,
 }
@@ -146,7 +146,7 @@ def claims():
             source='a forum thread with an experiment, https://example.org/thread',
             reported='training loss differs by 0.01',
             rule='The arm at equal parameter count is equivalent to the baseline in every context.',
-            needed='48 seeds of 512k tokens at d_model=64 would decide it',
+            needed='48 seeds in place of 12, to find 0.005 nats/token at d_model=64',
             decisive=2,
             studies=('single_head',),
         ),
@@ -188,7 +188,7 @@ def claims():
             'D2',
             'The over-parameterised form trains differently.',
             ClaimVerdict.UNDECIDED,
-            needed='12 seeds of 2M tokens at d_model=64 would decide it',
+            needed='--scale=cpu: overparameterised with 12 seeds of 2,000,000 tokens at d_model=64',
             missing=(
                 'overparameterised/study.json does not exist; get it with python -m '
                 'experiments.claims --claims=D2 --scale=cpu.',

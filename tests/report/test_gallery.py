@@ -15,7 +15,9 @@ from qkattn.report.gallery import claims_markdown, duration, write_gallery
 from qkattn.report.verify import check_gallery, check_page
 from tests.decided_claims import HOSTILE, claims
 from tests.report.conftest import Page
+from tests.report.test_golden import described
 
+BLANK = Rendered(b'', b'', '', '<svg></svg>')
 BLOCKS = {
     'claims': '| [B2](#b2) | Dropping W_Q in a single head changes the training loss by 0.01. | '
     '○ undecided | -0.0022 [-0.0062, +0.0030] nats/token | cpu |',
@@ -30,8 +32,7 @@ def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp('claims')
     write_claims(directory, claims())
     with pytest.MonkeyPatch.context() as patched:
-        blank = Rendered(b'', b'', '', '<svg></svg>')
-        patched.setattr(gallery, 'render', lambda drawing, narrow: blank)
+        patched.setattr(gallery, 'render', lambda drawing, narrow: BLANK)
         write_gallery(directory)
     return directory
 
@@ -87,7 +88,7 @@ def test_every_claim_of_the_table_links_to_its_section_in_order(html):
 def test_a_section_says_who_how_where_and_with_which_numbers(html):
     text = Page(section(html, 'B2')).text
     for said in (
-        *('training loss differs by 0.01', '48 seeds of 512k tokens at d_model=64 would decide it'),
+        *('training loss differs by 0.01', 'would be decided by 48 seeds in place of 12'),
         *('The arm at equal parameter count is equivalent', '1 h 24 min', '1 x cpu (2 cores)'),
         *('experiments.claims --scale=cpu --claims=B2', '0123456789ab', 'open "not better"'),
         *('+0.0102 [+0.0062, +0.0154]', '-0.0124 [-0.0164, -0.0072]', 'model decoder, steps 500'),
@@ -99,7 +100,7 @@ def test_a_section_says_who_how_where_and_with_which_numbers(html):
 def test_every_printed_number_is_one_of_the_claims(written, html):
     rows = [row for claim in claims() for row in claim.rows]
     known = numbers(' '.join(f'{amount(row)} {expected(row)} {row.x}' for row in rows))
-    known |= numbers(' '.join(f'{c.statement} {c.source} {c.reported}' for c in claims()))
+    known |= numbers(' '.join(f'{c.statement} {c.reported} {c.needed}' for c in claims()))
     text = Page(re.sub(r'<svg.*?</svg>|<style.*?</style>', '', html, flags=re.DOTALL)).text
     for page in (text, claims_markdown(written, '.')):
         found = numbers(page)
@@ -114,6 +115,18 @@ def test_what_is_missing_stands_at_the_top_and_in_its_section(written, html):
     assert sentence in html[: html.index('<nav>')]
     assert sentence in Page(section(html, 'D2')).text and sentence not in section(html, 'B2')
     assert sentence in claims_markdown(written, '.').partition('\n|')[0]
+
+
+def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(gallery, 'render', lambda drawing, narrow: BLANK)
+    described(tmp_path / 'scaling')
+    write_claims(tmp_path, claims()[:1])
+    html = write_gallery(tmp_path).read_text()
+    assert '<a href="#scaling">' in html
+    text = Page(re.findall(r'<section id="scaling">.*?</section>', html, re.DOTALL)[0]).text
+    assert 'Loss against parameters' in text and 'What one parameter is worth' in text
+    assert 'Scaling laws' in claims_markdown(tmp_path, '.').rpartition('## ')[2]
+    assert check_gallery(tmp_path) > 100
 
 
 def test_text_is_escaped(written, html):
