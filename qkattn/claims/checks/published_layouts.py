@@ -1,0 +1,151 @@
+"""Square matrices of published implementations and the D x H matrices of heads that they hold."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from qkattn.attention import Attention, oracle
+from qkattn.claims.checks.parameter_counts import count
+from qkattn.claims.checks.small_layers import D, H, N, T, difference, float64, layer, stream
+from qkattn.claims.claim import exact
+from qkattn.config import ModelConfig
+from qkattn.pretrained import layout, load_gpt2, load_nanogpt
+from qkattn.pretrained.nanogpt import TRANSPOSED
+from qkattn.report.claim_results import Row
+
+CONFIG = ModelConfig(d_model=D, num_layers=1, num_heads=N, context=T, vocab_size=16)
+ENTRIES: dict[str, Any] = {'optimizer': 'Adam, entry by entry'}
+MATRICES: dict[str, Any] = {'optimizer': 'Muon, matrix by matrix'}
+IMPORTS = {'GPT-2': load_gpt2, 'nanoGPT': load_nanogpt}
+
+
+def square_attention(x_TD: np.ndarray, square: dict[str, np.ndarray], num_heads: int) -> np.ndarray:
+    """Causal attention as implementations with D x D matrices, q, k, v and o, write it."""
+    T, D = x_TD.shape
+    q, k, v = ((x_TD @ square[name]).reshape(T, num_heads, -1).transpose(1, 0, 2) for name in 'qkv')
+    s = q @ k.transpose(0, 2, 1) / np.sqrt(D // num_heads)
+    s = np.where(np.tri(T, dtype=bool), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    o = (p / p.sum(-1, keepdims=True)) @ v
+    return o.transpose(1, 0, 2).reshape(T, D) @ square['o']
+
+
+def published() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Random tensors of a GPT-2 of one layer, and the D x D matrices q, k, v and o in them."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.normal(size=shape).astype(np.float32) / shape[0] ** 0.5
+        for name, shape in layout.shapes(CONFIG).items()
+    }
+    parts = np.split(tensors['h.0.attn.c_attn.weight'], 3, axis=1)
+    return tensors, dict(zip('qkvo', [*parts, tensors['h.0.attn.c_proj.weight']], strict=True))
+
+
+def imported(name: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """W_Q, W_K, W_V and W_O per head of the tensors, read as GPT-2 or, transposed, as nanoGPT."""
+    if name == 'nanoGPT':
+        tensors = {k: v.T if k.endswith(TRANSPOSED) else v for k, v in tensors.items()}
+    attention = IMPORTS[name](tensors, num_heads=N)[1]['blocks']['attention']
+    score, value = attention['score'], attention['value']
+    found = score['w_q_DNH'], score['w_k_DKH'], value['w_v_DKH'], value['w_o_NHD']
+    return {name: np.asarray(w[0]) for name, w in zip('qkvo', found, strict=True)}
+
+
+def in_heads(square: dict[str, np.ndarray]) -> Attention:
+    """The layer in float64 whose heads are slices of the square matrices."""
+    of = layer()
+    of.score.w_q_DNH[...] = square['q'].reshape(D, N, H)
+    of.score.w_k_DKH[...] = square['k'].reshape(D, N, H)
+    of.value.w_v_DKH[...] = square['v'].reshape(D, N, H)
+    of.value.w_o_NHD[...] = square['o'].reshape(N, H, D)
+    return of
+
+
+@float64
+def side_by_side() -> list[Row]:
+    """Square matrices against N rectangular ones: the function, by the oracle, and the count."""
+    square, x_BTD = published()[1], np.asarray(stream())
+    squared_BTD = [square_attention(x_TD, square, N) for x_TD in x_BTD]
+    of = in_heads(square)
+    A_NDE, B_NDE = map(np.asarray, of.matrix())
+    mask_BTS = np.tri(T, dtype=bool)[None]
+    oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=of.score.scale)
+    what = 'change of the output, D x D against N of D x H'
+    rows = [
+        exact(f'{what}, by A[n] and B[n]', difference(oracle_BTD, squared_BTD), 0, 1e-12),
+        exact(f'{what}, by the layer', difference(of(jnp.asarray(x_BTD)), squared_BTD), 0, 1e-12),
+    ]
+    circuits = ('score', 'value')
+    counted = sum(count('qk/vo', circuit=c, d_model=D, num_heads=N) for c in circuits)
+    return [*rows, exact('parameters of the rectangular matrices', counted, 4 * D * D)]
+
+
+def imports() -> list[Row]:
+    """Heads that are read from published layouts against slices of the square matrices."""
+    tensors, square = published()
+    rows = []
+    for name in IMPORTS:
+        found = imported(name, tensors)
+        apart = 0.0
+        for n in range(N):
+            head = slice(n * H, (n + 1) * H)
+            pairs = [(found[which][:, n], square[which][:, head]) for which in 'qkv']
+            pairs.append((found['o'][n], square['o'][head]))
+            apart = max(apart, *(np.abs(got - want).max() for got, want in pairs))
+        rows.append(exact(f'W_Q[n], W_K[n], W_V[n], W_O[n] of {name} less slices', apart, 0))
+        counted = sum(w.size for w in found.values())
+        rows.append(exact(f'parameters of attention in {name}', counted, 4 * D * D))
+    return rows
+
+
+@float64
+def one_matrix_per_head() -> list[Row]:
+    """No published layout has a projection that heads share: every number belongs to one head."""
+    rows, tensors = [], published()[0]
+    numbers = np.arange(3 * D * D, dtype=np.float32)
+    for name in IMPORTS:
+        numbered = imported(name, tensors | {'h.0.attn.c_attn.weight': numbers.reshape(D, -1)})
+        places = np.concatenate([numbered[which].ravel() for which in 'qkv'])
+        wrong = int((np.sort(places) != numbers).sum())
+        what = f'numbers of c_attn that are not in exactly one head, {name}'
+        rows.append(exact(what, wrong, 0, **ENTRIES))
+    flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
+    square = {
+        name: np.asarray(getattr(flax, which).kernel[...], np.float64).reshape(D, D)
+        for name, which in zip('qkvo', ('query', 'key', 'value', 'out'), strict=True)
+    }
+    x_BTD = stream()
+    flax = jax.tree.map(lambda a: a.astype(np.float64) if a.ndim > 1 else a, flax)
+    change = difference(flax(x_BTD, mask=np.tri(T, dtype=bool)), in_heads(square)(x_BTD))
+    rows.append(exact('change of the output, heads of flax.nnx', change, 0, 1e-6, **ENTRIES))
+    return rows
+
+
+@float64
+def steps_of_training() -> list[Row]:
+    """Three steps of an optimizer on W_Q as one D x D matrix, and as N matrices of D x H."""
+    rows = []
+    for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), MATRICES)):
+        square = after_steps(optimizer, {'heads': slice(None)})['heads']
+        heads = after_steps(optimizer, {n: slice(n * H, (n + 1) * H) for n in range(N)})
+        change = difference(np.concatenate([heads[n] for n in range(N)], axis=1), square)
+        rows.append(
+            exact('change of W_Q by training heads in one matrix', change, 0, 1e-12, **context)
+        )
+    return rows
+
+
+def after_steps(optimizer: optax.GradientTransformation, columns: dict) -> dict:
+    """Those columns of one W_Q, each as a matrix of its own, after three steps with gradients."""
+    w_SDD = np.random.default_rng(1).normal(size=(4, D, D))
+    params = {name: w_SDD[0][:, which] for name, which in columns.items()}
+    state = optimizer.init(params)
+    for gradient_DD in w_SDD[1:]:
+        gradients = {name: gradient_DD[:, which] for name, which in columns.items()}
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params

@@ -1,0 +1,81 @@
+"""Small attention layers in float64, and what the checks measure on them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from qkattn.attention import Attention, AttentionSpec, oracle
+from qkattn.attention.norm import rms_norm
+from qkattn.config.calls import split_variant
+from qkattn.convert.truncation import relative_error
+from qkattn.report.claim_results import Row
+
+# Decorates a check: what it computes is in float64.
+float64 = jax.enable_x64(True)
+
+D, N, H, T = 32, 4, 8, 12
+
+
+def layer(variant: str = 'qk/vo', *, seed: int = 0, **options: Any) -> Attention:
+    """A layer in float64 with these options of its spec, every parameter off its initial value."""
+    score, value = split_variant(variant)
+    sizes = {'d_model': D, 'num_heads': N}
+    spec = AttentionSpec(score=score, value=value, **{**sizes, **options})
+    rng = np.random.default_rng(seed + 1)
+    return jax.tree.map(
+        lambda a: jnp.asarray(a + 0.1 * rng.standard_normal(a.shape), jnp.float64),
+        Attention(spec, key=jax.random.key(seed)),
+    )
+
+
+def stream(length: int = T, *, d_model: int = D, seed: int = 5) -> jax.Array:
+    """x_BTD of two unit-normal sequences."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((2, length, d_model)))
+
+
+def softmax_input(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
+    """s_BNTS of a layer, from its queries and keys: QK-norm, rotation, scale."""
+    score, spec = layer.score, layer.spec
+    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(x_BTD))
+    if spec.qk_norm:
+        q_BTNH = rms_norm(q_BTNH, epsilon=1e-6) * layer.g_q_H[...]
+        k_BSKH = rms_norm(k_BSKH, epsilon=1e-6) * layer.g_k_H[...]
+    if spec.positions == 'rope':
+        return oracle.rotary_logits(np.asarray(q_BTNH), np.asarray(k_BSKH), scale=score.scale)
+    k_BSNH = np.repeat(k_BSKH, spec.num_heads // k_BSKH.shape[2], axis=2)
+    return score.scale * np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
+
+
+def difference(got: Any, want: Any) -> float:
+    """Largest difference relative to the largest element."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def rank(matrix: Any) -> int:
+    """Singular values above 1e-10 of the largest; of a stack, the largest rank."""
+    return int(np.linalg.matrix_rank(np.asarray(matrix, np.float64), rtol=1e-10).max())
+
+
+def fit_error(features: Any, target: Any) -> float:
+    """min over w of |features w - target| / |target|; target has the first axes of features."""
+    target_S = np.asarray(target, np.float64).ravel()
+    features_SR = np.asarray(features, np.float64).reshape(target_S.size, -1)
+    w_R = np.linalg.lstsq(features_SR, target_S, rcond=None)[0]
+    return relative_error(features_SR @ w_R, target_S)
+
+
+def freedom(function: Callable[[Any], jax.Array], parameters: Any) -> int:
+    """Independent directions in which the output of `function` moves: the rank of its Jacobian."""
+    flat_P, unflatten = ravel_pytree(parameters)
+    return rank(jax.jit(jax.jacfwd(lambda p: function(unflatten(p)).ravel()))(flat_P))
+
+
+def curve(row: Row, x: float, x_label: str) -> Row:
+    """The row as a point of a curve."""
+    return dataclasses.replace(row, x=float(x), x_label=x_label)

@@ -1,0 +1,102 @@
+"""Weight decay on W_Q and W_K as a penalty on the nuclear norm of A, on W_QK on its Frobenius norm.
+
+min over W_Q W_K^T = A of (|W_Q|^2 + |W_K|^2) / 2 is the sum of the singular values of A, reached by
+balanced factors (Srebro et al. 2005, lemma 1). For the fit |A - target|^2 / 2 with L2 penalty
+lambda / 2, factors then shrink every singular value d to max(0, d - lambda), which lowers the rank,
+and one matrix to d / (1 + lambda). Kobayashi et al. 2024, arXiv 2410.23819.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from scipy import optimize
+
+from qkattn.claims.checks.small_layers import curve, float64
+from qkattn.claims.claim import exact
+from qkattn.convert.truncation import balanced_factors
+from qkattn.report.claim_results import Row
+
+L2: dict[str, Any] = {'decay': 'in the loss'}
+DECOUPLED: dict[str, Any] = {'decay': 'AdamW without gradient noise'}
+SPECTRUM = np.array([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def penalty(matrices: Any) -> Any:
+    """(|W_Q|^2 + |W_K|^2) / 2."""
+    return sum((w**2).sum() for w in matrices) / 2
+
+
+def least_penalty() -> list[Row]:
+    """The penalty of balanced factors, and the least one that a search over factors of A finds."""
+    q_DR, k_DR = np.random.default_rng(0).normal(size=(2, 8, 3))
+    nuclear = np.linalg.svd(q_DR @ k_DR.T, compute_uv=False).sum()
+    left_DNR, right_DNR, _ = balanced_factors((q_DR @ k_DR.T)[None], 3)
+
+    def regauged(M_P: np.ndarray) -> float:
+        """The penalty of W_Q M and W_K M^-T, which have the product A."""
+        M_RR = M_P.reshape(3, 3)
+        return penalty((q_DR @ M_RR, k_DR @ np.linalg.inv(M_RR).T))
+
+    least = optimize.minimize(regauged, np.eye(3).ravel()).fun
+    return [
+        exact(
+            'penalty of balanced factors over |A|_*',
+            penalty((left_DNR, right_DNR)) / nuclear,
+            1,
+            1e-12,
+            **L2,
+        ),
+        exact('least penalty of all factors over |A|_*', least / nuclear, 1, 1e-6, **L2),
+    ]
+
+
+@float64
+def shrunk_spectra() -> list[Row]:
+    """Singular values after descent on |A - target|^2 / 2 with decay, by the form of A."""
+    rows = []
+    for strength in (0.2, 0.4, 0.7):
+        for context, adam in ((L2, False), (DECOUPLED, True)):
+            nuclear, frobenius = (
+                np.linalg.svd(fitted(strength, factored=factored, adam=adam), compute_uv=False)
+                for factored in (True, False)
+            )
+            for what, off in {
+                'W_Q W_K^T from max(0, d - lambda)': nuclear - np.maximum(0, SPECTRUM - strength),
+                'W_QK from d / (1 + lambda)': frobenius - SPECTRUM / (1 + strength),
+            }.items():
+                row = exact(f'singular values of {what}', np.abs(off).max(), 0, 2e-3, **context)
+                rows.append(curve(row, strength, 'lambda'))
+    return rows
+
+
+@functools.partial(jax.jit, static_argnames=('factored', 'adam'))
+def fitted(strength: float, *, factored: bool, adam: bool) -> jax.Array:
+    """A after 5,000 steps of descent on |A - target|^2 / 2 with decay of that strength.
+
+    Args:
+      factored: whether A = W_Q W_K^T with both decayed, or one matrix.
+      adam: whether AdamW decays beside the gradient; else the penalty is part of the loss of SGD.
+    """
+    rng = np.random.default_rng(0)
+    left_DD, right_DD = np.linalg.qr(rng.normal(size=(2, 5, 5)))[0]
+    target_DD = left_DD * SPECTRUM @ right_DD
+    optimizer = optax.adamw(0.01, weight_decay=strength) if adam else optax.sgd(0.1)
+
+    def form(matrices: tuple[jax.Array, ...]) -> jax.Array:
+        return matrices[0] @ matrices[1].T if factored else matrices[0]
+
+    def loss(matrices: tuple[jax.Array, ...]) -> jax.Array:
+        misfit = ((form(matrices) - target_DD) ** 2).sum() / 2
+        return misfit + (0 if adam else strength) * penalty(matrices)
+
+    def step(_: int, carried: tuple) -> tuple:
+        matrices, state = carried
+        updates, state = optimizer.update(jax.grad(loss)(matrices), state, matrices)
+        return optax.apply_updates(matrices, updates), state
+
+    start = tuple(jnp.asarray(w) for w in rng.normal(size=(1 + factored, 5, 5)))
+    return form(jax.lax.fori_loop(0, 5000, step, (start, optimizer.init(start)))[0])
