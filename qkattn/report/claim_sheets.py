@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from qkattn.report.claim_results import ClaimResult, Row, Speaks
-from qkattn.report.figures.claim_figures import PARTS, Axis, compared, curves, varying
+from qkattn.report.figures.claim_figures import PARTS, Axis, compared, curves, places, varying
 from qkattn.report.prose import NONE, environment, tidy, words
 from qkattn.report.sheets import Heading, Sheet
 
@@ -47,12 +47,8 @@ def expected(row: Row) -> str:
 
 def described_row(row: Row) -> str:
     """'query_free/vo, d_model=64, stdlib, steps 500': what it is about and its context."""
-    where = [
-        value if value.upper() != value else f'{words(name)} {value}'
-        for name, value in row.context.items()
-    ]
     at = [f'{row.x_label} {row.x:,g}'] if row.x is not None else []
-    return ', '.join(dict.fromkeys([row.what, *where, *at]))
+    return ', '.join(dict.fromkeys([row.what, *places(row, row.context), *at]))
 
 
 def claim_sheets(claim: ClaimResult) -> list[Sheet]:

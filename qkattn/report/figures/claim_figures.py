@@ -8,7 +8,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qkattn.report import prose
 from qkattn.report.claim_results import ClaimResult, Kind, Row, Speaks
 from qkattn.report.figures.curve_figure import MAX_LINES
 from qkattn.report.figures.forest import Line, Panel, forest, limits_of
@@ -25,6 +24,7 @@ from qkattn.report.figures.style import (
     style_sheet,
     styles,
 )
+from qkattn.report.prose import si, words
 
 PARTS: dict[str, str] = {
     Kind.REMOVED: 'same shape, fewer parameters',
@@ -34,6 +34,8 @@ PARTS: dict[str, str] = {
 OVERVIEW = 'verdicts'
 # An axis whose positive values span more than this is logarithmic.
 _X_SPAN, _Y_SPAN = 10.0, 100.0
+# Characters of a name, and of what is compared in it, which leave room for the context.
+_LONGEST, _WHAT = 52, 22
 
 
 class Compared(NamedTuple):
@@ -69,6 +71,12 @@ def varying(rows: Iterable[Row]) -> list[str]:
     for name in dict.fromkeys(name for row in rows for name in row.context):
         values[name] = {row.context.get(name) for row in rows}
     return [name for name, among in values.items() if len(among) > 1]
+
+
+def places(row: Row | Compared, names: Iterable[str]) -> list[str]:
+    """'d_model=64', 'stdlib', 'steps 500': these of its context, a number with its name."""
+    known = [(name, row.context[name]) for name in names if name in row.context]
+    return [f'{words(name)} {of}' if of[:1].isdigit() else of for name, of in known]
 
 
 def claim_figures(claim: ClaimResult, *, narrow: bool = False) -> tuple[Drawing, ...]:
@@ -111,8 +119,8 @@ def _named(of_claim: Sequence[Compared]) -> list[tuple[str, Compared, str]]:
     several = len({of.what for of in of_claim}) > 1 or not names
     made = []
     for of in of_claim:
-        where = [of.context[name] for name in names if name in of.context]
-        made.append((', '.join([of.what] * several + where), of, of.word))
+        what = [short(of.what, _WHAT)] * several
+        made.append((', '.join([*what, *places(of, names)]), of, of.word))
     return made
 
 
@@ -136,7 +144,8 @@ def _differences(named: Sequence[tuple[str, Compared, str]], look: Look) -> Figu
         units = dict.fromkeys(row.unit for _, of, _ in named for row in of.rows.values())
         of_panels.append(Panel(lines, f'difference ({", ".join(units)})', PARTS[kind], 0.0))
     every = [line for panel in of_panels for line in panel.lines]
-    return forest(of_panels, look, len(kinds), 'no difference', None, limits_of(every, 0.0))
+    reach = limits_of(every, 0.0)
+    return forest(of_panels, look, len(kinds), 'no difference', None, reach, longest=_LONGEST)
 
 
 def _drawn(row: Row) -> bool:
@@ -158,11 +167,11 @@ def _levels(rows: Sequence[Row], look: Look) -> Figure | None:
     for unit, of_unit in itertools.groupby(sorted(rows, key=_unit), key=_unit):
         lines = []
         for row in of_unit:
-            where = [row.context[name] for name in names if name in row.context]
             decided = row.speaks in (Speaks.FOR, Speaks.AGAINST)
-            lines.append(_line(row, ', '.join([row.what, *where]))._replace(is_decided=decided))
+            name = ', '.join([row.what, *places(row, names)])
+            lines.append(_line(row, name)._replace(is_decided=decided))
         of_panels.append(Panel(lines, unit or 'value'))
-    return forest(of_panels, look) if of_panels else None
+    return forest(of_panels, look, longest=_LONGEST) if of_panels else None
 
 
 def _unit(row: Row) -> str:
@@ -202,7 +211,7 @@ def curves(rows: Iterable[Row]) -> dict[Axis, dict[str, list[Row]]]:
     names, whats, arms = varying(rows), {row.what for row in rows}, {row.arm for row in rows}
     found: dict[Axis, dict[str, list[Row]]] = {}
     for row in rows:
-        where = [row.context[name] for name in names if name in row.context]
+        where = places(row, names)
         about = [row.what] * (len(whats) > 1 or not where) + [row.arm or ''] * (len(arms) > 1)
         # A context or an arm that repeats the name adds nothing.
         label = ', '.join(filter(None, dict.fromkeys(about + where)))
@@ -237,7 +246,7 @@ def _curve_panel(ax: Axes, lines: Mapping[str, Sequence[Row]], of_look: Mapping)
         ax.set_xscale('log')
         ax.set_xticks(sorted({row.x for row in rows})[:: -(-len({row.x for row in rows}) // 8)])
         ax.minorticks_off()
-        ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
+        ax.xaxis.set_major_formatter(lambda x, _: f'{x:,g}' if x < 1e5 else si(x))
     lowest = [row.value if row.low is None else row.low for row in rows]
     if min(lowest) >= 0 and _spans(lowest, _Y_SPAN):
         ax.set_yscale('log', nonpositive='mask')

@@ -75,13 +75,15 @@ def forest(
     margin: float | None = None,
     limits: tuple[float, float] | None = None,
     dot: str = 'one seed',
+    longest: int = 34,
 ) -> Figure:
     """Panels in rows of `columns`, whose y axis a row shares.
 
     On a narrow screen panels stand below each other, and name and text of a line above its mean.
 
     `reference` and `dot` are the names of the dashed line and of the small dots in the legend;
-    marks beyond `limits` are drawn at the edge, as arrowheads.
+    marks beyond `limits` are drawn at the edge, as arrowheads; names beyond `longest` characters
+    are cut in the middle.
     """
     columns = 1 if look.narrow else columns
     firsts = range(0, len(of_panels), columns)
@@ -94,6 +96,8 @@ def forest(
     ]
     width = 2.0 + (4.6 if len(of_panels) == 1 else 2.3 + 0.9 * has_right) * columns
     width += 1.5 * (has_right and len(of_panels) == 1)
+    lengths = [len(line.name or line.arm) for panel in of_panels for line in panel.lines]
+    width += 0.06 * max(0, min(max(lengths, default=0), longest) - 34)
     figure = look.figure(width, sum(height) + 0.45)
     grid = {'sharex': limits is not None, 'sharey': 'row', 'height_ratios': height}
     for ax, panel in zip(panels(figure, columns, len(of_panels), **grid), of_panels, strict=True):
@@ -104,7 +108,9 @@ def forest(
             ax.axvline(panel.reference, label=reference, **REFERENCE)
         if any('[' in line.right for line in panel.lines) and not look.narrow:
             _beside(ax, 1.02, -0.85, 'mean [95 % interval]', color=MUTED)
-        names = [short(line.name or line.arm, 44 if look.narrow else 34) for line in panel.lines]
+        names = [
+            short(line.name or line.arm, 44 if look.narrow else longest) for line in panel.lines
+        ]
         for y, (line, name) in enumerate(zip(panel.lines, names, strict=True)):
             _draw(ax, y, line, look, limits, dot)
             weight = {'weight': 'bold'} if line.is_decided else {'color': MUTED}
@@ -139,6 +145,7 @@ def _draw(
     low, high = limits or (-math.inf, math.inf)
     if line.reported is not None:
         wide = {'color': MUTED, 'alpha': 0.35, 'linewidth': 9, 'label': 'reported'}
+        wide['solid_capstyle'] = 'butt'
         ax.plot(np.clip(line.reported, low, high), [y, y], **wide)
     colour, below = look[line.arm]['color'], _NARROW_BELOW if look.narrow else _BELOW
     if line.low is not None and line.high is not None:
