@@ -12,7 +12,8 @@ NO_AXIS, ONE_RUN = 'no axis of trials', 'one run'
 SHALLOW = '4 layers'
 WHOLE = 'start to first step'
 OWN = 'qkattn'
-ONE_PROCESS, WORKERS = 'one process', '--workers=auto'
+ONE_PROCESS, ONE_CORE, WORKERS = 'one process', 'one process on one core', '--workers=auto'
+BEST = 'the better of one process and a worker on each core'
 TRAINING = 'training'
 
 
@@ -198,12 +199,20 @@ TARGETS = (
         group='*warm*',
         row=WHOLE,
     ),
-    Target(
-        text='a study of 8 runs by --workers=auto over the same in one process',
-        limit=0.55,
-        suite='study',
-        row=WORKERS,
-        over=ONE_PROCESS,
-        where='cpu',
+    *(
+        Target(
+            text=f'a study of 8 runs by --workers=auto over {what}',
+            limit=limit,
+            suite='study',
+            row=WORKERS,
+            over=over,
+            where='cpu',
+        )
+        for what, limit, over in (
+            ('the same in one process', 0.55, ONE_PROCESS),
+            # As slow as one process that has two cores, where threads bring nothing.
+            ('the same in one process on one core', 0.55, ONE_CORE),
+            (BEST, 1.05, BEST),
+        )
     ),
 )

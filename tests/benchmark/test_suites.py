@@ -62,7 +62,8 @@ def measured(monkeypatch):
         path = commands.Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         (path / 'result.json').write_text(json.dumps([RESULT]))
-        (path / 'results.jsonl').write_text(8 * (json.dumps(RESULT) + '\n'))
+        results = [{**RESULT, 'run': f'{n // 3}'} for n in range(24)]  # three trials a run
+        (path / 'results.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in results))
         return FINISHED
 
     monkeypatch.setattr(commands, 'run', command)

@@ -5,24 +5,22 @@ import tempfile
 from pathlib import Path
 
 from qkattn.benchmark import commands
+from qkattn.benchmark.machine import pin
 from qkattn.benchmark.measurement import Measurement
 from qkattn.benchmark.session import Session
-from qkattn.benchmark.targets import ONE_PROCESS, WORKERS
+from qkattn.benchmark.targets import BEST, ONE_CORE, ONE_PROCESS, WORKERS
 from qkattn.run.cores import usable
 
-# Overrides of the quickstart's study of eight variants: one trial each.
-SMALL = {
-    **{'base.train.num_steps': 300, 'base.train.eval_every': 100},
-    **{'base.train.checkpoint_every': 100, 'base.trials.seeds': '(0,)'},
-}
+# Overrides of the quickstart, eight runs of three trials, which takes minutes.
+WHOLE: dict[str, object] = {}
 TINY = {
-    **SMALL,
+    'base.trials.seeds': '(0,)',
     **{'base.train.num_steps': 40, 'base.train.eval_every': 20, 'base.train.checkpoint_every': 20},
     **{'base.optimizer.warmup_steps': 2, 'base.model.num_layers': 1, 'base.model.num_heads': 2},
     **{'base.model.context': 16, 'base.data.eval_sequences': 16, 'sizes': "('d_model=32',)"},
     **{'variants': "('qk/vo', 'shared_qk/vo')", 'tolerance': 5e-3},
 }
-SCALES = {'cpu': SMALL, 'gpu': SMALL, 'smoke': TINY}
+SCALES = {'cpu': WHOLE, 'gpu': WHOLE, 'smoke': TINY}
 # Phases of a run by the name of a row.
 PHASES = {
     'data': ('preparing data',),
@@ -50,25 +48,37 @@ def run(session: Session) -> None:
 
 
 def _measured(flags: list[str]) -> dict[str, list[Measurement]]:
-    """The study in one process and with workers, each with a compilation cache that is empty."""
+    """The study by each way, with a compilation cache that is empty every time."""
+    cores = usable()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         # Data is prepared, and files are read into memory, before any time counts.
         _study(path / 'first', [*flags, '--dry_run'])
         one = _study(path / 'one', flags)
-        workers = _study(path / 'workers', [*flags, '--workers=auto'])
+        auto = _study(path / 'auto', [*flags, '--workers=auto'])
+        each = _study(path / 'each', [*flags, f'--workers={len(cores)}'])
+        pin(cores[:1])
+        try:
+            slow = _study(path / 'slow', flags)
+        finally:
+            pin(cores)
         lines = (path / 'one' / 'study' / 'results.jsonl').read_text().splitlines()
-    results = [json.loads(line) for line in lines]
-    whole = Measurement(ONE_PROCESS, {}, [one.seconds], {'runs': len(results)})
+    results = {result['run']: result for result in map(json.loads, lines)}.values()
+    seconds = {
+        ONE_PROCESS: one.seconds,
+        ONE_CORE: slow.seconds,
+        'a worker on each core': each.seconds,
+        BEST: min(one.seconds, each.seconds),
+        WORKERS: auto.seconds,
+    }
+    ways = [Measurement(name, {}, [s], {'runs': len(results)}) for name, s in seconds.items()]
     phases = {'interpreter and imports': one.first_phase}
     phases |= {name: sum(one.phases[p] for p in of) for name, of in PHASES.items()}
     phases['training'] = sum(result['train_seconds'] for result in results)
     phases['checkpoints'] = sum(result['checkpoint_seconds'] for result in results)
     phases['rest, waiting included'] = one.seconds - sum(phases.values())
-    return {
-        'workers': [whole, Measurement(WORKERS, {}, [workers.seconds], whole.extra)],
-        'phases': [whole, *(Measurement(name, {}, [s]) for name, s in phases.items())],
-    }
+    rows = [Measurement(name, {}, [s]) for name, s in phases.items()]
+    return {'workers': ways, 'phases': [ways[0], *rows]}
 
 
 def _study(directory: Path, flags: list[str]) -> commands.Finished:
