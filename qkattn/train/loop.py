@@ -30,7 +30,7 @@ from qkattn.run.sinks import Sinks, check_sinks
 from qkattn.train import results, sharding
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.clock import Clock
-from qkattn.train.measurements import evaluate
+from qkattn.train.measurements import Evaluation, evaluate
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.placement import local_share, place_batch, require_memory
 from qkattn.train.program import Program
@@ -161,6 +161,7 @@ class _Run:
     lost: Callable[[], bool]
     trace: Trace
     asked: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    validated: dict[int, Evaluation] = dataclasses.field(default_factory=dict)  # newest, by step
 
     def to_end(self) -> _Outcome:
         """Trains from the newest checkpoint to the last step."""
@@ -263,6 +264,8 @@ class _Run:
             )
         if evaluation is None:
             return None
+        self.validated.clear()
+        self.validated[step] = evaluation
         self._record(results.of_evaluation(step, evaluation))
         self.progress.evaluated(step, evaluation.values['loss'])
         return float(np.mean(evaluation.values['loss']))
@@ -292,8 +295,10 @@ class _Run:
         self.checkpoints.wait()
         self.stop.release()
         with self.progress.phase('evaluating'):
+            done = self.validated.get(self.config.train.num_steps)
             evaluations = {
-                split: evaluate(self.config, self.program, self.rows, state, split)
+                split: (split == 'validation' and done)
+                or evaluate(self.config, self.program, self.rows, state, split)
                 for split in self.rows.splits[1:]
             }
         if agreement.any_process(self.lost()):

@@ -21,7 +21,7 @@ from qkattn.config import MeshConfig
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.run.records import read_json, read_metrics
 from qkattn.run.signals import EXIT_REQUEUE
-from qkattn.train import program, train
+from qkattn.train import loop, measurements, program, train
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.start import Divergences
 from tests.run.test_sinks import events
@@ -125,6 +125,24 @@ def test_a_finished_run_returns_its_results_and_is_not_touched(small, trained):
     assert before == {p: p.stat().st_mtime_ns for p in (path / 'checkpoints').rglob('*')}
     with pytest.raises(ConfigError, match=r'train.num_steps: 12 -> 16'):
         train(small(train={'num_steps': 16}), path)
+
+
+def test_a_validation_after_the_last_step_is_not_repeated(small, tmp_path, monkeypatch):
+    splits, config = [], small()
+
+    def evaluate(*args, **options):
+        splits.append(args[4])
+        return measurements.evaluate(*args, **options)
+
+    monkeypatch.setattr(loop, 'evaluate', evaluate)
+    results = train(config, tmp_path)
+    assert splits == [*['validation'] * (config.train.num_steps // config.train.eval_every), 'test']
+    (tmp_path / 'result.json').unlink()
+    splits.clear()
+    again = train(config, tmp_path)
+    assert splits == ['validation', 'test']
+    fields = ('val_loss', 'test_loss')
+    assert [[r[f] for f in fields] for r in again] == [[r[f] for f in fields] for r in results]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(unfinished, trained, caplog):
