@@ -35,7 +35,7 @@ GRACE = 300.0
 """Seconds from a stop request to a kill."""
 _TICK = 0.2
 # A way is timed for so many seconds, in turn with the others, so many times unless it is clear.
-_TIMED, _ROUNDS = 0.3, 2
+_TIMED, _ROUNDS = 0.3, 3
 # Memory of a worker: bytes of a process, and of training as a multiple of its least.
 _PROCESS, _TRAINING = 2**30, 4
 
@@ -99,7 +99,7 @@ class _Member:
     share: int  # of its way
     child: Child
     place: tuple[list[int], dict[str, str]]
-    answer: tuple | None = None
+    answer: float | None = None
     retries: int = 0
     stopping: bool = False
 
@@ -161,7 +161,7 @@ class _Crew:
             for processes, members in self._ways.items():
                 # The first of each way times the same run, and the others work beside it.
                 first, *_ = self._ask(members, lambda of: ('time', _TIMED))
-                seconds[processes] = min(seconds[processes], *first)
+                seconds[processes] = min(seconds[processes], first)
             if ways.is_clear(seconds, len(left)):
                 break
         best = ways.chosen(seconds, len(left))
@@ -185,6 +185,7 @@ class _Crew:
             return
         # One of each way tells what it takes.
         prepare(first)
+        self._ask(first, lambda of: ('time', 0.0))
         while sum(self._ways) > (fit := self._fit()) and len(self._ways) > 1:
             # Goes: the largest that has no room, else one between, else the largest.
             goes = [p for p in self._ways if p > fit] or sorted(self._ways)[1:-1]
@@ -219,7 +220,7 @@ class _Crew:
         for number in set(self._ways) - set(numbers):
             self._end(self._ways.pop(number))
 
-    def _ask(self, members: list[_Member], order: Callable[[_Member], tuple]) -> list[tuple]:
+    def _ask(self, members: list[_Member], order: Callable[[_Member], tuple]) -> list[float]:
         """Gives workers their orders at once; their answers."""
         for of in members:
             of.answer = None
@@ -260,11 +261,12 @@ class _Crew:
         if kind == 'error':
             self._sentences.append(values[0])
         elif kind == 'ready':
-            self._peak, of.answer = max(self._peak, values[0]), values[1:]
-        elif kind == 'timed':
-            of.answer = values
+            peak, of.answer = values
+            self._peak = max(self._peak, peak)
         elif kind == 'lease':
             self._tally.leased(of.number, *values)
+            if values[0] is None and self._meanwhile.ident is None:
+                self._meanwhile.start()
         elif kind == 'step':
             step, total, peak = values
             self._tally.stepped(of.number, step / total, time.monotonic())
@@ -294,8 +296,6 @@ class _Crew:
         """Takes a worker that has ended out of the crew, or starts it again."""
         self._end([of])
         self._tally.ended(of.number)
-        if code == 0 and self._meanwhile.ident is None:
-            self._meanwhile.start()
         if code in (0, EXIT_CONFIG) or of.stopping or self._asked is not None:
             return
         how = f'was ended by signal {-code}' if code < 0 else f'ended with exit code {code}'

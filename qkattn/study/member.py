@@ -39,7 +39,6 @@ class _Candidate:
             lambda a: jax.device_put(np.ones(a.shape, a.dtype), a.sharding),
             self._program.abstract_state,
         )
-        self.seconds_per_step(0.0)
 
     def seconds_per_step(self, at_least: float) -> float:
         """The mean over dispatches that take `at_least` seconds together."""
@@ -54,8 +53,8 @@ class _Candidate:
 def work(pipe: Connection) -> None:
     """Follows the orders of the parent until the study has its results.
 
-        ('prepare', config)  -> ('ready', peak memory in bytes)
-        ('time', seconds)    -> ('timed', seconds per step)
+        ('prepare', config)  -> ('ready', peak memory in bytes, 0.0)
+        ('time', seconds)    -> ('ready', peak memory in bytes, seconds per step)
         ('train', study, workdir, options of `worker.run`)
                              -> ('lease', ...), ('step', step, total, peak), ...
 
@@ -65,11 +64,12 @@ def work(pipe: Connection) -> None:
     try:
         candidate: _Candidate | None = None
         while (order := pipe.recv())[0] != 'train':
+            seconds = 0.0
             if order[0] == 'prepare':
                 candidate = _Candidate(order[1])
-                pipe.send(('ready', _peak()))
             elif candidate is not None:
-                pipe.send(('timed', candidate.seconds_per_step(order[1])))
+                seconds = candidate.seconds_per_step(order[1])
+            pipe.send(('ready', _peak(), seconds))
         candidate = None
         _, study, workdir, options = order
         worker.run(study, workdir, tell=_sending(pipe), **options)
