@@ -5,10 +5,14 @@ for transformer circuits'. A zero matrix gives NaN, except for its norm. No numb
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import entr
+
+Array = TypeVar('Array', jax.Array, np.ndarray)
 
 
 def singular_values(a_NDD: jax.Array) -> jax.Array:
@@ -82,12 +86,12 @@ def definiteness(a_NDD: jax.Array) -> jax.Array:
     return jnp.maximum(e_ND, 0).sum(-1) / jnp.abs(e_ND).sum(-1)
 
 
-def drift(reference: jax.Array, other: jax.Array) -> jax.Array:
+def drift(reference: Array, other: Array) -> Array:
     """|other - reference| / |reference|, root of the sum of squares over all entries.
 
     0 where both are equal; sqrt(2) where they are orthogonal and of one norm.
     """
-    return jnp.sqrt(((other - reference) ** 2).sum() / (reference**2).sum())
+    return (((other - reference) ** 2).sum() / (reference**2).sum()) ** 0.5
 
 
 def _symmetric(a_NDD: jax.Array) -> jax.Array:
