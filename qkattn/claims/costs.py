@@ -1,7 +1,6 @@
 """What a scale costs before it starts: runs, tokens, FLOPs, and time from a measured warm-up."""
 
 import dataclasses
-import datetime
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -44,9 +43,9 @@ def lines(
     yield _line('total', '', total, timed)
     device = jax.devices()[0].device_kind
     if flops_per_second is not None:
-        yield f'time is for one device that trains at {flops_per_second:.3g} FLOP/s'
+        yield f'hours of one device that trains at {flops_per_second:.3g} FLOP/s'
     elif timed:
-        yield f'time is for one process on {device}, from a warm-up of each study'
+        yield f'hours of one process on {device}, from a warm-up of each study'
     else:
         yield (
             f'time takes a warm-up on a GPU, and this device is {device}: give the command there, '
@@ -66,9 +65,7 @@ def _cost(study: Study, flops_per_second: float | None, timed: bool) -> Cost:
 
 def _line(name: str, serves: str, cost: Cost, timed: bool) -> str:
     hours = cost.seconds / 3600
-    took = (
-        f'{hours:,.0f} h' if hours >= 10 else f'{datetime.timedelta(seconds=round(cost.seconds))}'
-    )
+    took = f'{hours:,.1f} h' if hours >= 1 else f'{cost.seconds / 60:,.1f} min'
     return (
         f'{name:<20}{serves:<14}{cost.runs:>6,}{cost.trials:>8,}{cost.tokens:>10.3g}'
         f'{cost.flops:>10.3g}  {took if timed else "not measured"}'

@@ -26,10 +26,12 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     rows = [row for check in claim.checks for row in check()]
     decided: list[Evidence] = []
     missing = list(results.missing(claim, scale))
-    for expected in claim.expected_at(scale):
+    expectations = claim.expected_at(scale)
+    for expected in expectations:
         if (loaded := results.study(expected.study)) is None:
             continue
-        found, beside, lacking = evidence(expected, loaded)
+        pairs = sum(of.study == expected.study and of.versus is not None for of in expectations)
+        found, beside, lacking = evidence(expected, loaded, pairs)
         decided += found
         rows += [of.row for of in found] + beside
         missing += [

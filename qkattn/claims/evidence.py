@@ -57,12 +57,15 @@ class Loaded(NamedTuple):
 
 
 def evidence(
-    expected: Expectation, loaded: Loaded
+    expected: Expectation, loaded: Loaded, pairs: int = 1
 ) -> tuple[list[Evidence], list[Row], list[Place]]:
     """What decides an expectation, what stands beside it, and the arms without results.
 
     An arm has a row at its own length of training and, matched, at a longer one. The rows beside it
     are the other parts of the difference: removed, reinvested, matched.
+
+    Args:
+      pairs: of variants that the claim compares in this study, which are one family.
 
     Returns:
       Evidence, the rows beside it, and the declared arms that have no difference yet.
@@ -74,7 +77,7 @@ def evidence(
     lacking = _declared(expected, loaded)
     parts = {of.place: of for of in loaded.found.decomposition}
     added = dict(expected.context)
-    for arm, verdict, comparison in _cases(expected, loaded):
+    for arm, verdict, comparison in _cases(expected, loaded, pairs):
         if comparison is None:
             continue
         if arm.place in lacking:
@@ -154,13 +157,13 @@ def _row(
 
 
 def _cases(
-    expected: Expectation, loaded: Loaded
+    expected: Expectation, loaded: Loaded, number_of_pairs: int
 ) -> Iterator[tuple[Arm, Verdict, Comparison | None]]:
     """The arms of an expectation with their verdicts and differences.
 
     Families of the corrections: matched arms have the verdict of their study; controls of equal
     shape are corrected for all that the study declares, arms that are trained longer for all
-    comparisons of the study, as any of them may have been, pairs of variants for all such pairs.
+    comparisons of the study, as any of them may have been, pairs of variants for all of the claim.
     """
     study, found = loaded
     everything = (*found.arms, *found.controls)
@@ -180,7 +183,8 @@ def _cases(
             for arm in mine
             if arm.control == control
         }
-        number = len(pairs) if expected.versus else family[control]
+        of_pairs = number_of_pairs * len(_declared(expected, loaded))
+        number = of_pairs if expected.versus else family[control]
         verdicts = _judged(loaded, pairs, number, control)
         for place, (arm, other) in pairs.items():
             if expected.versus is None:

@@ -1,5 +1,6 @@
 """What a directory has of the studies of claims: WORKDIR/STUDY, or an exported copy."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,8 @@ class Results:
         """The rows of a measure; none before it has recorded, or before its study has results."""
         path = self.directory / measure.study
         ready = (path / MEASURES).is_dir() if measure.record else self.has(measure.study)
-        return measure.read(path) if ready else []
+        rows = measure.read(path) if ready else []
+        return [dataclasses.replace(row, study=measure.study) for row in rows]
 
     def missing(self, claim: Claim, scale: str) -> Iterator[str]:
         """What a claim lacks, a sentence for each study, with the command that adds it."""
