@@ -1,5 +1,6 @@
 """B7: the rank of W_Q W_K^T."""
 
+from qkattn.claims.checks import truncated_ranks
 from qkattn.claims.claim import Claim, Expectation
 
 CLAIM = Claim(
@@ -7,8 +8,9 @@ CLAIM = Claim(
     statement='W_Q W_K^T may have a low rank: below the head size the loss at equal parameter '
     'count is not worse.',
     source='A forum thread: W_Q and W_K allow a low-rank W.',
-    rule='Holds if no rank below the head size is worse than the baseline, whose rank is the head '
-    'size.',
+    rule='Holds if low_rank has every rank that it is given, and none below the head size is worse '
+    'than the baseline, whose rank is the head size.',
+    checks=(truncated_ranks.every_rank, truncated_ranks.least_error),
     expectations=tuple(
         Expectation(
             'rank',
