@@ -26,7 +26,8 @@ from qkattn.claims.checks.small_layers import (
     stream,
 )
 from qkattn.claims.claim import exact
-from qkattn.report.claim_results import Kind, Row, Speaks
+from qkattn.report.claim_results import Row, Speaks
+from qkattn.stats import inference
 
 NAMES = ('shared_qk', 'qk')
 
@@ -94,16 +95,15 @@ def dominant_diagonal() -> list[Row]:
     rows, T = [], 64
     for H in (2, 4, 16, 64):
         shares = np.array([diagonal_shares('shared_qk', H, T, seed) for seed in range(8)])
-        share, half = float(shares[:, 0].mean()), stats.t.ppf(0.975, 7) * stats.sem(shares[:, 0])
-        low, high = share - half, share + half
+        found = inference.estimate(list(shares[:, 0]))
         part = f'diagonal the largest of its row, H {"<" if H < np.log(T) else "> 2"} ln T'
-        row = exact('share of rows', share, expected_share(H, T), 0.05, part=part)
-        speaks = Speaks.FOR if low > 1 / 2 else Speaks.AGAINST if high < 1 / 2 else Speaks.OPEN
-        row = dataclasses.replace(row, kind=Kind.MEASURED, low=low, high=high, speaks=speaks)
+        row = exact('share of rows', found.mean, expected_share(H, T), 0.05, part=part)
+        speaks = Speaks.FOR if found.low > 1 / 2 else Speaks.AGAINST
+        row = dataclasses.replace(row, low=found.low, high=found.high, speaks=speaks)
         rows.append(curve(row, H, 'head_size'))
     untied = statistics.mean(diagonal_shares('qk', 16, T, seed)[0] for seed in range(8))
     row = exact('share of rows, W_Q W_K^T, H = 16', untied, 1 / T, 0.02, part=part)
-    rows.append(dataclasses.replace(row, kind=Kind.MEASURED, speaks=Speaks.BESIDE))
+    rows.append(dataclasses.replace(row, speaks=Speaks.BESIDE))
     largest, above = shares[:, 1].mean(), shares[:, 2].mean()
     part = 'diagonal has the largest score of all'
     rows.append(exact('share of sequences', largest, 1, part=part))

@@ -1,7 +1,8 @@
 """A3: multiply-adds of one matrix and of two."""
 
 from qkattn.claims.checks import multiply_adds
-from qkattn.claims.claim import Claim
+from qkattn.claims.claim import Claim, Measure
+from qkattn.claims.measures import crossover
 
 CLAIM = Claim(
     name='A3',
@@ -15,4 +16,5 @@ CLAIM = Claim(
         multiply_adds.counted_twice,
         multiply_adds.where_they_cross,
     ),
+    measures=(Measure('crossover', crossover.read, crossover.record),),
 )

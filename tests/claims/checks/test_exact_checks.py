@@ -118,10 +118,16 @@ def test_every_check_of_a_claim_is_tested():
         assert set(claim.checks) <= FOUND.keys(), claim.name
 
 
-def swapped(layer, *_) -> Factors:
+def swapped(layer) -> Factors:
     """W_K in the place of W_Q: A[n] transposed."""
     right = extract_factors(layer)
     return dataclasses.replace(right, w_q_DNH=right.w_k_DKH, w_k_DKH=right.w_q_DNH)
+
+
+def exchanged(factors) -> np.ndarray:
+    """W_K W_Q^T in the place of W_Q W_K^T."""
+    A_NED = logit_matrices(factors)
+    return np.concatenate([A_NED[:, :-1].swapaxes(1, 2), A_NED[:, -1:]], axis=1)
 
 
 def reordered(layer) -> Factors:
@@ -154,7 +160,7 @@ def transposed(tensors, num_heads):
 
 
 square_attention, load_gpt2 = published_layouts.square_attention, published_layouts.load_gpt2
-softmax_input = parameter_counts.softmax_input
+softmax_input, logit_matrices = parameter_counts.softmax_input, Factors.logit_matrices
 
 
 def from_matrix(layer, x_BTD):
@@ -169,7 +175,7 @@ def first_head(layer, x_BTD):
 
 # By what is wrong: a check that finds it, and the object, attribute and value that make it so.
 WRONG = {
-    'W_QK is W_K W_Q^T': (one_matrix.same_function, qk_circuit, 'qk_factors', swapped),
+    'W_QK is W_K W_Q^T': (one_matrix.same_function, Factors, 'logit_matrices', exchanged),
     'the rank exceeds H': (one_matrix.ranks, qk.QK, 'matrix', lambda self: np.eye(32)[None]),
     'RoPE left out': (one_matrix.what_stands_between, one_matrix, 'softmax_input', from_matrix),
     'W_QK is two matrices': (
