@@ -286,8 +286,8 @@ def test_rotary_positions_equal_the_complex_form(score):
         assert '\n' not in str(refusal)
 
 
-QUICK = [(64, 8), (256, 4), (512, 1)]
-SLOW = [(64, 1), (64, 4), (256, 1), (256, 8), (512, 4), (512, 8)]
+QUICK = [(64, 8), (512, 1)]
+SLOW = [(64, 1), (64, 4), (256, 1), (256, 4), (256, 8), (512, 4), (512, 8)]
 
 
 @pytest.mark.parametrize(
@@ -308,11 +308,11 @@ def test_a_train_step_lowers_for_a_pod_without_devices(documented):
             score=documented[0],
             value=documented[1],
             d_model=64,
-            num_layers=2,
+            num_layers=1,
             num_heads=4,
             context=16,
         ),
-        train=TrainConfig(batch_size=64, accumulation=2, steps_per_dispatch=1),
+        train=TrainConfig(batch_size=64, steps_per_dispatch=1),
         trials=TrialsConfig(seeds=(0, 1)),
     )
     config = dataclasses.replace(config, mesh=MeshConfig(trial=2, data=4, fsdp=4, tensor=4))

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from absl import app, flags
 
+from qkattn.train import train
+
 ROOT = Path(__file__).parents[2]
 
 STUDY = """
@@ -51,6 +53,14 @@ def files(tmp_path, tmp_path_factory, monkeypatch):
     (tmp_path / 'run.py').write_text(RUN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('QKATTN_DATA', str(tmp_path_factory.getbasetemp() / 'scripts-data'))
+
+
+@pytest.fixture(scope='session')
+def trained_run(tiny, tmp_path_factory):
+    """The config of a small run of two trials, and its directory, which tests only read."""
+    config, path = tiny(model={'num_layers': 1, 'context': 24}), tmp_path_factory.mktemp('trained')
+    train(config, path / 'run')
+    return config, path / 'run'
 
 
 @pytest.fixture

@@ -19,9 +19,11 @@ def succeed(done):
     return done.stdout
 
 
-def test_a_run_is_converted_generates_the_same_text_and_trains_on(script_here, tiny, tmp_path):
-    config = tiny(model={'num_layers': 1, 'context': 24})
-    train(config, tmp_path / 'run')
+def test_a_run_is_converted_generates_the_same_text_and_trains_on(
+    script_here, trained_run, tmp_path
+):
+    config, run = trained_run
+    (tmp_path / 'run').symlink_to(run)
     flags = ('--source=run', '--trial=1', '--apply=merge', '--out=merged')
     printed = succeed(script_here('convert', *flags))
     assert 'merge: merged/vo, largest relative logit change' in printed

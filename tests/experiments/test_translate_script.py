@@ -23,12 +23,12 @@ def run(tiny, tmp_path_factory):
         (path / f'{split}.xx').write_text('\n'.join(line[::-1] for line in lines))
     data = {'name': 'parallel', 'path': str(path), 'languages': 'en-xx', 'eval_sequences': 64}
     data |= {'data_dir': str(path / 'cache'), 'tokenizer': 'characters', 'lowercase': True}
-    steps = {'steps_per_dispatch': 50, 'log_every': 50, 'eval_every': 200, 'checkpoint_every': 400}
+    steps = {'steps_per_dispatch': 50, 'log_every': 50, 'eval_every': 150, 'checkpoint_every': 300}
     config = tiny(
         model={'kind': 'encoder_decoder', 'num_layers': 1, 'vocab_size': 16, 'scan_unroll': 1},
         data=data,
         optimizer={'warmup_steps': 20},
-        train=steps | {'num_steps': 400, 'batch_size': 32, 'accumulation': 1, 'lifting': 'vmap'},
+        train=steps | {'num_steps': 300, 'batch_size': 32, 'accumulation': 1, 'lifting': 'vmap'},
         trials={'seeds': (0,), 'learning_rates': (1e-2, 1e-6), 'weight_decays': (0.0,)},
         decode={'beam': 2},
     )

@@ -26,6 +26,8 @@ from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.start import Divergences
 from tests.run.test_sinks import events
 
+pytestmark = pytest.mark.usefixtures('programs_kept')
+
 # Each start is a process of its own, forked from one that has imported everything.
 FORKS = multiprocessing.get_context('forkserver')
 FORKS.set_forkserver_preload(['qkattn.train'])

@@ -72,6 +72,7 @@ def task(tiny, files, tmp_path_factory):
 TASKS = ['masked', 'translation', 'causal probe', 'labelling probe']
 
 
+@pytest.mark.usefixtures('programs_kept')
 @pytest.mark.parametrize('name', TASKS)
 def test_a_run_leaves_plausible_results_and_the_same_ones_again(task, name, tmp_path):
     config = task(name)
