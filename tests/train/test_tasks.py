@@ -81,7 +81,9 @@ def test_a_run_leaves_plausible_results_and_the_same_ones_again(task, name, tmp_
     for a, b in zip(first, second, strict=True):
         differ = {key for key in a if a[key] != b[key]}
         assert differ <= TIMES.keys() <= a.keys()
-        assert 0 < sum(a[part] for part in PARTS) < a['train_seconds']
+        # Not their sum: devices may be without work because the input is late.
+        assert all(0 <= a[part] < a['train_seconds'] for part in PARTS)
+        assert any(a[part] for part in PARTS)
     metrics = [(tmp_path / which / 'metrics.jsonl').read_text() for which in 'ab']
     assert metrics[0] == metrics[1]
     assert train(config, tmp_path / 'a') == first  # a finished run
