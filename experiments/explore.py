@@ -13,6 +13,7 @@ from qkattn.explore.worked import worked
 from qkattn.run import cli
 from qkattn.run.files import as_path, make_directory, write_atomic
 from qkattn.run.progress import waiting
+from qkattn.train.program_cache import keep_programs
 
 VARIANT = flags.DEFINE_string('variant', None, 'Variant score/value, with options of its circuits.')
 TOKENS = flags.DEFINE_integer('tokens', 2, 'Number of tokens, 2 to 4.')
@@ -29,6 +30,7 @@ def main() -> None:
         bench = Bench(VARIANT.value, TOKENS.value, DIMS.value, HEADS.value)
         print(worked(bench, latex=LATEX.value), end='')
         return
+    keep_programs()
     sympy()  # says what is missing before anything is written
     file = as_path(HTML.value)
     if file.is_dir():

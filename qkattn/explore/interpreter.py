@@ -18,12 +18,23 @@ from qkattn.errors import SpecError
 
 # Primitives that move entries, and which operands hold them; the others are indices.
 MOVES = {
-    **dict.fromkeys(
-        ('broadcast_in_dim', 'concatenate', 'convert_element_type', 'copy'), slice(None)
-    ),
-    **dict.fromkeys(('expand_dims', 'optimization_barrier', 'pad', 'reshape', 'rev'), slice(None)),
-    **dict.fromkeys(('slice', 'split', 'squeeze', 'tile', 'transpose'), slice(None)),
+    **dict.fromkeys(('concatenate', 'convert_element_type', 'copy', 'expand_dims'), slice(None)),
+    **dict.fromkeys(('optimization_barrier', 'pad', 'rev', 'slice', 'split'), slice(None)),
+    **dict.fromkeys(('squeeze', 'tile'), slice(None)),
     **{'dynamic_slice': slice(1), 'gather': slice(1), 'select_n': slice(1, None)},
+}
+
+
+def _broadcast(array: np.ndarray, shape: Any, broadcast_dimensions: Any, **_: Any) -> np.ndarray:
+    others = [axis for axis in range(len(shape)) if axis not in broadcast_dimensions]
+    return np.broadcast_to(np.expand_dims(array, others), shape)
+
+
+# The most frequent moves, by numpy: XLA would compile one for every shape.
+QUICK: dict[str, Callable[..., Any]] = {
+    'broadcast_in_dim': _broadcast,
+    'reshape': lambda array, new_sizes, **_: array.reshape(new_sizes),
+    'transpose': lambda array, permutation: array.transpose(permutation),
 }
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     **{'add': operator.add, 'add_any': operator.add, 'sub': operator.sub, 'mul': operator.mul},
@@ -69,6 +80,8 @@ def _apply(equation: Any, inputs: list[Any], number: Callable[[float], Any]) -> 
     inner = parameters.get('jaxpr', parameters.get('call_jaxpr'))
     if inner is not None:
         return _run(getattr(inner, 'jaxpr', inner), getattr(inner, 'consts', ()), inputs, number)
+    if name in QUICK:
+        return [QUICK[name](np.asarray(inputs[0]), **parameters)]
     if not any(map(_is_symbolic, inputs)):
         outputs = equation.primitive.bind(*map(jnp.asarray, inputs), **parameters)
         return list(outputs) if equation.primitive.multiple_results else [outputs]

@@ -5,7 +5,7 @@ the entries with these indices. Index i >= 0 is an entry of the circuit's own pa
 order of reading, -1 - i one of the Score that a Value shares.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from qkattn.errors import ConfigError, SpecError
 from qkattn.explore.bench import Bench, Parameter, sympy
 from qkattn.explore.structure import kind
 
-KINDS = {'score': SCORES, 'value': VALUES}
+KINDS: dict[str, Mapping[str, Any]] = {'score': SCORES, 'value': VALUES}
 # d_model and heads that the page offers.
 SIZES = ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
 

@@ -17,7 +17,6 @@ VARIANTS = [f'{score}/vo' for score in SCORES] + [f'{VALUES[v].partner}/{v}' for
 # What has no matrices on symbols, and what needs several heads.
 NOT_BILINEAR = {'nonlinear_query/vo'}
 SEVERAL_HEADS = {'qk/gauge_fixed'}
-SIZES = {2: 1, 3: 1, 4: 2}  # heads by dimensions
 NO_POWER_OF_TWO = {('qk/hadamard', 3)}
 
 
@@ -37,17 +36,20 @@ def values(symbols: np.ndarray, array: np.ndarray) -> dict:
     return {symbol: value for symbol, value in pairs if symbol.is_Symbol}
 
 
-@pytest.mark.parametrize('dims', [2, 4, pytest.param(3, marks=pytest.mark.slow)])
-def test_symbols_become_the_numbers_of_the_layer(dims):
+@pytest.mark.parametrize(
+    ('dims', 'heads'),
+    [(2, 1), (2, 2), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((3, 1), (4, 2)))],
+)
+def test_symbols_become_the_numbers_of_the_layer(dims, heads):
     rng = np.random.default_rng(0)
     x_TD = rng.standard_normal((3, dims))
     refused, benches = set(), {}
     for variant in VARIANTS:
         try:
-            benches[variant] = bench_of(variant, dims, SIZES[dims])
+            benches[variant] = bench_of(variant, dims, heads)
         except ConfigError:
             refused.add(variant)
-    expected = NOT_BILINEAR | (SEVERAL_HEADS if SIZES[dims] == 1 else set())
+    expected = NOT_BILINEAR | (SEVERAL_HEADS if heads == 1 else set())
     assert refused == expected | {variant for variant, size in NO_POWER_OF_TWO if size == dims}
 
     arrays = {

@@ -112,7 +112,7 @@ function facts(a, kind) {
   const always = kind === 'general' ? [] : [['for all numbers', kind]];
   return [
     ['rank', `${rank} of ${a.length}`],
-    ['singular values', values.map(shown).join(', ')],
+    ['singular values', values.map((v, i) => (i < rank && v < 0.005 ? v.toPrecision(1) : shown(v))).join(', ')],
     ['symmetric share', `${Math.round(100 * share)} %`],
     ...always,
   ];
@@ -215,13 +215,13 @@ function build() {
   }));
   $('x').replaceChildren(editable('x', (i, j) => `token ${i + 1}, dimension ${j + 1}`, tokens, T, D, [clones(), []]));
   for (const [id, circuit] of [['of-score', score], ['of-value', value]]) {
-    const tables = circuit.parameters.flatMap((parameter) => range(parameter.shape[0]).map((head) => {
+    const tables = circuit.parameters.map((parameter) => make('div', { class: 'together' }, ...range(parameter.shape[0]).map((head) => {
       const [heads, rows, columns] = parameter.shape, of = heads > 1 ? `, head ${head + 1}` : '';
       const own = entries(parameter).filter((e) => e.head === head);
       const label = (i, j) => `${parameter.name.replace('_', ' ')}${of}, ${parameter.vector ? '' : `row ${i + 1}, `}column ${j + 1}`;
       const title = make('span', {}, pretty(parameter.name), of);
       return editable(title, label, own, rows, columns, [[], []]);
-    }));
+    })));
     $(id).replaceChildren(...(tables.length ? tables : [make('p', { class: 'note' }, 'no parameters of its own')]));
   }
   const count = (circuit) => circuit.parameters.reduce((n, p) => n + p.shape.reduce((a, b) => a * b), 0);
@@ -240,16 +240,15 @@ function build() {
       make('div', {}, make('dt', {}, term), make('dd', {}, text)))));
     return list;
   };
-  const named = (letter, name, i, j) => [make('strong', {}, indexed(letter, i + 1, j + 1), ' '), `${name} = `];
   const part = (letter, n, sign, word) => result(`${word} part`, D, D, {
     name: `${letter}${n}${word}`, line: `f-${letter}`, read: (now) => mix(now[letter][n], transpose(now[letter][n]), (v, w) => (v + sign * w) / 2),
     heads: [[], []], label: (i, j) => `${word} part, row ${i + 1}, column ${j + 1}`,
-    formula: (i, j) => [`${word} part: half of `, indexed(letter, i + 1, j + 1), sign > 0 ? ' + ' : ' \u2212 ', indexed(letter, j + 1, i + 1)],
+    formula: (i, j) => [`${word} part: half of `, indexed(mark(letter, n), i + 1, j + 1), sign > 0 ? ' + ' : ' \u2212 ', indexed(mark(letter, n), j + 1, i + 1)],
   });
   const whole = (letter, n, polynomials, own, shared) => result(mark(letter, n), D, D, {
     name: `${letter}${n}`, line: `f-${letter}`, read: (now) => now[letter][n], heads: [[], []],
     label: (i, j) => `${letter}${head(n)}, row ${i + 1}, column ${j + 1}`,
-    formula: (i, j) => [indexed(letter, i + 1, j + 1), ' = ', ...sum(polynomials[n][i][j], own, shared)],
+    formula: (i, j) => [indexed(mark(letter, n), i + 1, j + 1), ' = ', ...sum(polynomials[n][i][j], own, shared)],
   });
   const kindB = value.kind[''] ?? value.kind[state.score];
   $('circuit-A').replaceChildren(...range(N).map((n) => block(n, [
@@ -274,8 +273,8 @@ function build() {
     formula: (i, j) => ['output of ', clones()[i], `, dimension ${j + 1}: the rows of x B, averaged with the attention`, N > 1 ? ', summed over the heads' : ''],
   });
   $('circuit-B').replaceChildren(...range(N).map((n) => block(n, [
-    whole('B', n, B, ofValue, ofScore), ...(n === N - 1 ? [output] : []),
-  ], described(n, 'B', kindB))));
+    whole('B', n, B, ofValue, ofScore), ...(N === 1 ? [output] : []),
+  ], described(n, 'B', kindB))), ...(N > 1 ? [block(N, [output])] : []));
   update();
   for (const place of ['A0:0,1', 'P0:0,1', 'B0:0,1']) {
     document.querySelector(`[data-place="${place}"]`).dispatchEvent(new Event('pointerenter'));
