@@ -21,7 +21,6 @@ from absl import flags
 from qkattn import pretrained
 from qkattn.analysis import Analysis, analyze, attention_patterns, next_token_batch
 from qkattn.config import DataConfig
-from qkattn.data.load import tokenizer_of
 from qkattn.data.pipeline import eval_batches
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.tokenizer import Tokenizer
@@ -142,7 +141,7 @@ def given(
             raise ConfigError(f'--tokens={TOKENS.value!r} must be whole numbers') from error
         words = [str(number) for number in ids]
     else:
-        tokenizer = tokenizer_for(source, model)
+        tokenizer = pretrained.tokenizer_for(source, DATA.value, '--tokens')
         ids, words = encoded(tokenizer, cli.text_of(TEXT, FILE), '--text')
     check_ids('--text' if TOKENS.value is None else '--tokens', ids, model)
     if not translates:
@@ -152,19 +151,6 @@ def given(
     of_sites = {'attention': target_words, 'encoder/attention': words, 'cross_attention': words}
     batch = {'tokens_BT': np.array([targets], np.int32), 'source_BS': np.array([ids], np.int32)}
     return batch, of_sites
-
-
-def tokenizer_for(source: pretrained.Loaded, model: Transformer) -> Tokenizer:
-    if source.config is None:
-        tokenizer = tokenizer_of(DataConfig(name=DATA.value))
-    else:
-        tokenizer = pretrained.tokenizer_of_run(SOURCE.value, source.config)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ConfigError(
-            f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and '
-            f'the model {model.config.vocab_size}; give --tokens'
-        )
-    return tokenizer
 
 
 def encoded(tokenizer: Tokenizer, text: str, flag: str) -> tuple[list[int], list[str]]:

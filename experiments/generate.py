@@ -16,7 +16,6 @@ from absl import flags
 
 from qkattn import pretrained
 from qkattn.config import DataConfig
-from qkattn.data.load import tokenizer_of
 from qkattn.decode.generate import generate, search
 from qkattn.errors import ConfigError
 from qkattn.model import Decoder, Encoder
@@ -82,15 +81,7 @@ def main() -> None:
             raise ConfigError('--beam requires a tokenizer, so it excludes --prompt_tokens')
         print(' '.join(map(str, sampled(model, token_ids(), model.config.vocab_size))))
         return
-    if source.config is None:
-        tokenizer = tokenizer_of(DataConfig(name=DATA.value))
-    else:
-        tokenizer = pretrained.tokenizer_of_run(SOURCE.value, source.config)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ConfigError(
-            f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and '
-            f'the model {model.config.vocab_size}; give --prompt_tokens'
-        )
+    tokenizer = pretrained.tokenizer_for(source, DATA.value, '--prompt_tokens')
     text = cli.text_of(PROMPT, PROMPT_FILE)
     try:
         ids = tokenizer.encode(text).tolist() or [tokenizer.separator]

@@ -9,6 +9,7 @@ from qkattn.pretrained.source import (
     load_any,
     load_model,
     settings_of,
+    tokenizer_for,
     tokenizer_of_run,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     'load_nanogpt',
     'save_gpt2',
     'settings_of',
+    'tokenizer_for',
     'tokenizer_of_run',
 ]

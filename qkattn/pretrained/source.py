@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qkattn.config import Config, ModelConfig, from_json
+from qkattn.config import Config, DataConfig, ModelConfig, from_json
 from qkattn.data.load import tokenizer_of
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
@@ -137,4 +137,27 @@ def tokenizer_of_run(source: str | os.PathLike[str], config: Config) -> Tokenize
                 f'{source} was trained with the tokenizer {trained_with}, but its data has changed '
                 f'since then and gives {tokenizer.name}; restore the data'
             )
+    return tokenizer
+
+
+def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
+    """The tokenizer of a run, or that of a dataset for a model without a run.
+
+    Args:
+      dataset: its name.
+      otherwise: the flag that takes token ids in the place of text.
+
+    Raises:
+      ConfigError: it has more tokens than the model, or the data of the run has changed.
+    """
+    if source.config is None:
+        tokenizer = tokenizer_of(DataConfig(name=dataset))
+    else:
+        tokenizer = tokenizer_of_run(source.path, source.config)
+    vocab_size = source.models[0].config.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and '
+            f'the model {vocab_size}; give {otherwise}'
+        )
     return tokenizer
