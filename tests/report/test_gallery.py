@@ -1,5 +1,6 @@
 """The gallery of claims: links, numbers, what is missing, escaping, and what a check finds."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -10,7 +11,8 @@ from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report import gallery
 from qkattn.report.claim_results import Kind, write_claims
 from qkattn.report.claim_sheets import amount, expected
-from qkattn.report.figures.style import Rendered
+from qkattn.report.figures.claim_figures import claim_figures
+from qkattn.report.figures.style import Rendered, style_sheet
 from qkattn.report.gallery import claims_markdown, duration, write_gallery
 from qkattn.report.verify import check_gallery, check_page
 from tests.decided_claims import HOSTILE, claims
@@ -159,6 +161,24 @@ def test_figures_show_the_numbers_of_the_rows(written):
     curves = {part['line']: part['at'][0] for part in lines if 'line' in part}
     assert curves.keys() == {'fp64', 'fp32', 'bf16'} and len(curves['bf16']) == 6
     assert curves['bf16'][0] == [0, 4e-3]
+
+
+def test_a_narrow_figure_holds_the_whole_context_of_a_row():
+    (claim,) = (claim for claim in claims() if claim.name == 'B2')
+    longer = [
+        dataclasses.replace(row, what=what, context=row.context | {'steps': steps})
+        for what in ('query_free/vo', 'shared_qk(key_norm=True,self_mask=True)/vo')
+        for steps in ('500', '2000')
+        for row in claim.rows
+    ]
+    (drawn,) = claim_figures(dataclasses.replace(claim, rows=tuple(longer)), narrow=True)
+    with style_sheet():
+        drawn.figure.draw_without_rendering()
+    box, (first, *_) = drawn.figure.get_tightbbox(), drawn.figure.axes
+    assert box.x0 >= 0 and box.x1 <= drawn.figure.bbox_inches.x1
+    names = [text.get_text() for text in first.texts]
+    assert 'query_free/vo, d_model=128, multi30k, steps 2000' in names
+    assert 'shared_qk(…k=True)/vo, d_model=64, stdlib, steps 500' in names
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,8 @@ def forest(
             ax.axvline(panel.reference, label=reference, **REFERENCE)
         if any('[' in line.right for line in panel.lines) and not look.narrow:
             _beside(ax, 1.02, -0.85, 'mean [95 % interval]', color=MUTED)
-        names = [
-            short(line.name or line.arm, 44 if look.narrow else longest) for line in panel.lines
-        ]
+        most = max(longest, 44) if look.narrow else longest
+        names = [short(line.name or line.arm, most) for line in panel.lines]
         for y, (line, name) in enumerate(zip(panel.lines, names, strict=True)):
             _draw(ax, y, line, look, limits, dot)
             weight = {'weight': 'bold'} if line.is_decided else {'color': MUTED}
