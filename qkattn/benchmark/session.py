@@ -1,5 +1,6 @@
 """A benchmark under way: what it measures, and what it has written of it."""
 
+import copy
 import dataclasses
 import json
 import logging
@@ -16,6 +17,7 @@ from qkattn.benchmark.summary import csv_table, page
 from qkattn.errors import ReportError
 from qkattn.run.cores import usable
 from qkattn.run.files import write_atomic
+from qkattn.run.signals import WHOLE
 
 SCHEMA = 1
 FILE, PAGE, TABLE = 'benchmark.json', 'table.md', 'table.csv'
@@ -74,7 +76,7 @@ SCALES = {
         shapes=(TINY,),
         variants=TINY,
         widths=(16,),
-        contexts=(8,),
+        contexts=(),  # its rows are those of other groups
         dtypes=('float32',),
         only=('qk/vo', 'qk/no_v'),
         rounds=2,
@@ -115,17 +117,25 @@ class Session:
         self.groups: list[Group] = []
         self._kept = {} if options.again else self._found()
 
+    def of(self, suite: str) -> 'Session':
+        """The same session, which measures groups of this suite."""
+        own = copy.copy(self)
+        own.suite = suite
+        return own
+
     @property
     def scale(self) -> Scale:
         return self.options.scale
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """Numbers of cores to compare: by default one and all, beside an accelerator all."""
+        """Numbers of cores to compare: by default one and all; beside an accelerator all."""
         most = len(usable())
-        return self.options.cores or (
-            (most,) if machine.accelerators() else tuple(sorted({1, most}))
-        )
+        if self.scale.name == 'smoke':
+            default = {1}
+        else:
+            default = {most} if machine.accelerators() else {1, most}
+        return self.options.cores or tuple(sorted(default))
 
     def race(
         self,
@@ -165,8 +175,9 @@ class Session:
         else:
             log.info('%s', group.name)
             group = dataclasses.replace(group, rows=list(rows()))
-        self.groups.append(group)
-        self._write()
+        with WHOLE:
+            self.groups.append(group)
+            self._write()
         return group
 
     def _sharing(self, contestant: Contestant) -> Contestant:

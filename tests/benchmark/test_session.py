@@ -66,6 +66,15 @@ def test_a_session_that_was_stopped_goes_on(begin, tmp_path, monkeypatch):
     assert len(calls) == 4
 
 
+def test_suites_of_a_session_write_one_file(begin, tmp_path):
+    whole = begin()
+    for suite in ('steps', 'input'):
+        whole.of(suite).record('a', lambda: ROWS)
+    names = [group.name for group in whole.groups]
+    assert names == ['steps: a', 'input: a']
+    assert [g['suite'] for g in session.read(tmp_path)['groups']] == ['steps', 'input']
+
+
 def test_numbers_of_a_table():
     fast, slow, gone = ROWS
     assert fast.median == 0.2 and fast.quartiles == (pytest.approx(0.15), pytest.approx(0.25))

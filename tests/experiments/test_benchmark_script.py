@@ -5,6 +5,7 @@ import json
 import pytest
 
 from qkattn.benchmark.suites import steps
+from qkattn.benchmark.suites.suite_registry import SUITES
 
 WRONG = {
     '': '--suite=NAME is required, e.g. --suite=smoke',
@@ -40,6 +41,7 @@ def test_the_smallest_run_measures_every_row(script, tmp_path):
     document = json.loads((tmp_path / 'out/benchmark.json').read_text())
     rows = [row for group in document['groups'] for row in group['rows']]
     assert len(rows) > 15
+    assert {group['suite'] for group in document['groups']} == {*SUITES}
     assert not [row['name'] for row in rows if not row['rounds'] or 'failed' in row['extra']]
     again = script('benchmark', '--suite=smoke', '--cores=1', '--out=out')
     assert again.returncode == 0 and again.stderr.count(': measured before') == len(

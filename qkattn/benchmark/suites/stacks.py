@@ -1,6 +1,7 @@
 """X trials by every lifting against X runs one after another, and against worker processes."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,7 @@ def run(session: Session) -> None:
     # Compiled from nothing: a cache would hide what a stack saves.
     fresh = {} if session.scale.name == 'smoke' else {'JAX_ENABLE_COMPILATION_CACHE': 'false'}
     title, devices = f'{shape}, seconds per step and trial', 1
-    if not accelerators():
+    if session.scale.name != 'smoke' and not accelerators():
         devices = len(usable())
     contestants = list(_contestants(shape, dispatch, numbers, devices, fresh))
     timed = session.race(
@@ -107,6 +108,7 @@ def _contestants(
         if devices > 1 and trials % devices == 0:
             spread = {'config': {**config('map', trials), 'mesh': {'trial': devices}}}
             flags = f'--xla_force_host_platform_device_count={devices}'
+            flags = f'{os.environ.get("XLA_FLAGS", "")} {flags}'
             yield row(f'map over {devices} devices', 'stack', trials, spread, XLA_FLAGS=flags)
     if devices > 1:
         settings: dict[str, Any] = {'work': f'{PARTS}:stack', 'settings': one}

@@ -151,7 +151,8 @@ def by_size(session: Session, cores: int, most: Group) -> None:
             title = f'{name}, context {context}, {dtype}'
             rows.append(Contestant(name=title, cores=cores, extra=facts, **own))
     title = f'contexts and dtypes, {base}, {_cores(cores)}'
-    session.race(title, rows, x='context', rounds=_fewer(session))
+    if rows:
+        session.race(title, rows, x='context', rounds=_fewer(session))
 
 
 def variant_shapes(session: Session) -> Iterator[Shape]:

@@ -32,13 +32,12 @@ PHASES = {
 
 
 def run(session: Session) -> None:
-    settings = SCALES[session.scale.name]
-    flags = commands.overrides(settings)
+    flags = commands.overrides(SCALES[session.scale.name])
     found: dict[str, list[Measurement]] = {}
 
     def rows(which: str) -> list[Measurement]:
         if not found:
-            found.update(_measured(flags))
+            found.update(_measured(flags, all_ways=session.scale.name != 'smoke'))
         return found[which]
 
     cores = len(usable())
@@ -47,30 +46,31 @@ def run(session: Session) -> None:
     commands.record(session, 'one process, by phase', lambda: rows('phases'), ONE_PROCESS)
 
 
-def _measured(flags: list[str]) -> dict[str, list[Measurement]]:
-    """The study by each way, with a compilation cache that is empty every time."""
-    cores = usable()
+def _measured(flags: list[str], all_ways: bool) -> dict[str, list[Measurement]]:
+    """The study by each way, with a compilation cache that is empty every time.
+
+    Without `all_ways`, in one process and by --workers=auto alone, from data that is not prepared.
+    """
+    cores, seconds = usable(), {}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        # Data is prepared, and files are read into memory, before any time counts.
-        _study(path / 'first', [*flags, '--dry_run'])
+        if all_ways:  # data is prepared, and files are read into memory, before any time counts
+            _study(path / 'first', [*flags, '--dry_run'])
         one = _study(path / 'one', flags)
+        seconds[ONE_PROCESS] = one.seconds
         auto = _study(path / 'auto', [*flags, '--workers=auto'])
-        each = _study(path / 'each', [*flags, f'--workers={len(cores)}'])
-        pin(cores[:1])
-        try:
-            slow = _study(path / 'slow', flags)
-        finally:
-            pin(cores)
+        if all_ways:
+            each = _study(path / 'each', [*flags, f'--workers={len(cores)}'])
+            pin(cores[:1])
+            try:
+                seconds[ONE_CORE] = _study(path / 'slow', flags).seconds
+            finally:
+                pin(cores)
+            seconds['a worker on each core'] = each.seconds
+            seconds[BEST] = min(one.seconds, each.seconds)
+        seconds[WORKERS] = auto.seconds
         lines = (path / 'one' / 'study' / 'results.jsonl').read_text().splitlines()
     results = {result['run']: result for result in map(json.loads, lines)}.values()
-    seconds = {
-        ONE_PROCESS: one.seconds,
-        ONE_CORE: slow.seconds,
-        'a worker on each core': each.seconds,
-        BEST: min(one.seconds, each.seconds),
-        WORKERS: auto.seconds,
-    }
     ways = [Measurement(name, {}, [s], {'runs': len(results)}) for name, s in seconds.items()]
     phases = {'interpreter and imports': one.first_phase}
     phases |= {name: sum(one.phases[p] for p in of) for name, of in PHASES.items()}

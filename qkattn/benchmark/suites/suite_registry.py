@@ -25,6 +25,8 @@ SUITES: dict[str, Callable[[Session], None]] = {
     'startup': startup.run,
     'study': study.run,
 }
+# Those that start commands as a user does, besides races.
+COMMANDS = ('stall', 'input', 'startup', 'study')
 # A collection runs its suites at the scale of its name.
 COLLECTIONS: dict[str, tuple[str, ...]] = {
     'cpu': tuple(SUITES),
