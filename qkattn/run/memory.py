@@ -18,6 +18,9 @@ def keep_freed_memory() -> None:
     By default glibc returns large blocks at once. XLA's CPU backend takes the temporaries of a
     program anew for every call, and the kernel clears every page of them again: as long as a small
     model computes. Nothing happens without glibc, or where its variables say something else.
+
+    It is called before any thread starts: one that takes memory has an arena of its own, which
+    keeps no block above 64 MiB, and later threads share out the arenas that there are.
     """
     named = [name for name in os.environ if name.startswith('MALLOC_') or name == 'GLIBC_TUNABLES']
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)

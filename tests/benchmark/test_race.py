@@ -2,6 +2,7 @@
 
 import pytest
 
+from qkattn.benchmark import contestant as contestants
 from qkattn.benchmark.race import Contestant, race
 from qkattn.run.cores import usable
 
@@ -31,6 +32,16 @@ def test_rounds_are_interleaved_and_each_contestant_has_a_bound_process(contesta
     (one, *cores), (other, *_) = (row.extra['here'] for row in rows)
     assert one != other and len(cores) == 1
     assert rows[0].settings['cores'] == 1 and rows[0].extra['line'] == 'a'
+
+
+def test_memory_stays_with_processes_that_run_own_programs(monkeypatch):
+    kept = []
+    monkeypatch.setattr(contestants, 'keep_freed_memory', lambda: kept.append('kept'))
+    monkeypatch.setattr(contestants.importlib, 'import_module', lambda name: kept.append(name))
+    for name in ('qkattn', 'qkattn.benchmark.peers.own_parts:stack', 'functional'):
+        assert 'failed' in contestants._built(name, {})[1]
+    peers = 'qkattn.benchmark.peers.'
+    assert kept == ['kept', f'{peers}own', 'kept', f'{peers}own_parts', f'{peers}jax_gpt']
 
 
 def test_contestants_are_timed_on_the_same_cores(contestant):

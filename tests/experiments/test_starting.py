@@ -1,5 +1,6 @@
 """What is on the screen before the main function of a script runs."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -7,7 +8,8 @@ import threading
 
 import pytest
 
-from qkattn.run import starting
+import experiments
+from qkattn.run import memory, starting
 from qkattn.run.progress import Progress
 from qkattn.study import catalogue
 
@@ -49,3 +51,12 @@ def test_the_main_function_runs_without_the_display(script_here, monkeypatch):
     assert script_here('variants').stdout == 'a catalogue\n' and shown == [None]
     display.join(timeout=60)
     assert not display.is_alive()
+
+
+def test_memory_is_kept_before_the_display_starts_a_thread(monkeypatch):
+    order = []
+    monkeypatch.setattr(sys, 'argv', ['-m'])
+    monkeypatch.setattr(memory, 'keep_freed_memory', lambda: order.append('memory'))
+    monkeypatch.setattr(starting, 'begin', lambda: order.append('display'))
+    importlib.reload(experiments)
+    assert order == ['memory', 'display']

@@ -22,7 +22,6 @@ from qkattn.decode.generate import generate
 from qkattn.decode.kv_cache import init_cache
 from qkattn.model import build, cost
 from qkattn.run.cores import usable
-from qkattn.run.memory import keep_freed_memory
 from qkattn.train import program, sharding
 from qkattn.train.placement import place_batch
 from qkattn.train.step import init_stack, init_trial, train_trial
@@ -41,7 +40,6 @@ def stack(config: dict[str, Any]) -> Work:
 
 def one_trial(config: dict[str, Any]) -> Work:
     """The steps of a run of one trial, written without the axis of trials, and its metrics."""
-    keep_freed_memory()
     of_run = from_json(Config, config)
     (trial,) = of_run.trials.trials()
     hyper = {name: jnp.asarray(trial[name], dtype) for name, dtype in program.HYPER.items()}
