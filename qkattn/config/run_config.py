@@ -164,6 +164,11 @@ class TrainConfig:
         "How the step is lifted over trials: 'vmap' (side by side), 'map' (one after another "
         "inside the program), or 'auto': the faster in a short measurement, recorded and kept.",
     )
+    attention_metrics: bool = setting(
+        False,
+        'An evaluation also measures attention: rank, symmetry and norms of its matrices, entropy '
+        'of its patterns. They are fields of metrics.jsonl; see docs/analysis.md.',
+    )
     logits_chunk: int | None = setting(
         None,
         'Positions whose logits are held at a time, in training and evaluation; the backward pass '

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from qkattn.metrics.attention import ATTENTION
 from qkattn.metrics.losses import (
     BITS_PER_BYTE,
     LOSS,
@@ -76,6 +77,7 @@ def result_fields() -> dict[str, type]:
 
 
 __all__ = [
+    'ATTENTION',
     'EVALUATED',
     'LOGGED',
     'METRICS',

@@ -31,6 +31,7 @@ class Evaluation:
       num_targets: evaluated targets; padding is none.
       num_rows: rows with at least one target.
       nats_RX, targets_R: the loss summed over each evaluated row, and its targets, in row order.
+      attention: `metrics.ATTENTION`, each [X], of the validation split; {} where that is off.
     """
 
     values: Mapping[str, np.ndarray | None]
@@ -38,6 +39,7 @@ class Evaluation:
     num_rows: int
     nats_RX: np.ndarray
     targets_R: np.ndarray
+    attention: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 def evaluate(
@@ -70,6 +72,7 @@ def evaluate(
         num_rows=int(sums['rows'].sum(0)[0]),
         nats_RX=alive_X * sums['nats'],
         targets_R=sums['weight'][:, 0],
+        attention=_attention(config, program, rows, state) if split == 'validation' else {},
     )
 
 
@@ -139,6 +142,18 @@ STACK_MEASUREMENTS: tuple[
 TRIAL_MEASUREMENTS: tuple[
     Callable[[Config, Rows, Callable[[], dict]], dict[str, Any] | None], ...
 ] = (score_trial,)
+
+
+def _attention(config: Config, program: Program, rows: Rows, state: dict) -> dict[str, np.ndarray]:
+    """`Evaluation.attention`; NaN for trials that diverged."""
+    if not config.train.attention_metrics:
+        return {}
+    size, part = config.train.batch_size, local_rows(config, program.mesh)
+    batch = next(
+        pipeline.eval_batches(rows, 'validation', batch_size=size, max_rows=size, part=part)
+    )
+    measured = program.attention(state, place_rows(config, program.mesh, batch))
+    return {name: _alive(state) * fetch(values_X) for name, values_X in measured.items()}
 
 
 def _sums(

@@ -17,7 +17,7 @@ from qkattn.data.tasks.task_registry import task_of
 from qkattn.distributed import agreement
 from qkattn.model.sites import check_kernel
 from qkattn.run.memory import keep_freed_memory
-from qkattn.train import sharding
+from qkattn.train import attention_metrics, sharding
 from qkattn.train.compiling import without_cache
 from qkattn.train.evaluation import eval_step
 from qkattn.train.lifting import LIFTINGS, seconds_per_dispatch
@@ -40,6 +40,7 @@ class Program:
       hyper: seed, learning_rate and weight_decay of each trial, on the mesh.
       train: (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]); donates its state.
       evaluate: (state, batch [B, ...]) -> sums [X, B] of `evaluation.measure`.
+      attention: (state, batch [B, ...]) -> `metrics.ATTENTION`, each [X].
       init: () -> state before step 0.
       compile_seconds: time to compile `train`.
       measured: seconds per step by lifting, where it was chosen by measurement.
@@ -51,6 +52,7 @@ class Program:
     hyper: dict[str, jax.Array]
     train: Callable[[dict, dict], tuple[dict, dict]]
     evaluate: Callable[[dict, dict], dict]
+    attention: Callable[[dict, dict], dict]
     init: Callable[[], dict]
     compile_seconds: float
     measured: dict[str, float]
@@ -149,6 +151,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
     steps, compile_seconds = programs[chosen]
 
     evaluate = jax.jit(eval_step(config, chosen, mesh), out_shardings=replicated)
+    attention = jax.jit(attention_metrics.program(config, chosen, mesh), out_shardings=replicated)
     return Program(
         mesh=mesh,
         lifting=chosen,
@@ -156,6 +159,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
         hyper=hyper,
         train=lambda state, batch: steps(state, hyper, batch),
         evaluate=lambda state, batch: evaluate(state['trials']['params'], batch),
+        attention=lambda state, batch: attention(state['trials']['params'], batch),
         init=lambda: _start_from(params, init(hyper['seed'])),
         compile_seconds=compile_seconds,
         measured=measured,

@@ -129,7 +129,7 @@ def final_record(trial_results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def of_evaluation(step: int, reached: Evaluation) -> dict[str, Any]:
     """The record of an evaluation on the validation split, for all trials."""
     logged = {m.field('val'): reached.values[m.name] for m in METRICS.values() if m.logged}
-    return {'kind': 'eval', 'step': step, **logged}
+    return {'kind': 'eval', 'step': step, **logged, **reached.attention}
 
 
 def _of_split(reached: Evaluation | None, prefix: str, x: int) -> dict[str, float | None]:

@@ -11,7 +11,7 @@ import pytest
 from qkattn.claims.measures import drift
 from qkattn.model import with_params
 from qkattn.report.claim_results import Speaks
-from qkattn.run.records import write_json
+from qkattn.run.records import parse_file, write_json
 from qkattn.train.step import init_trial
 
 
@@ -64,7 +64,7 @@ def test_models_train_apart_by_more_than_rounding(tmp_path, data_dir, monkeypatc
 
     # What is there is not trained again; a precision that is missing is, alone.
     path = tmp_path / drift.FILE
-    found = json.loads(path.read_text())
+    found = parse_file(path, {})
     lost = found['dtypes'].pop('bfloat16')
     write_json(path, found)
     trained = []

@@ -1,0 +1,91 @@
+"""Norms of factors and the rank of their products, from the checkpoints of a study."""
+
+from pathlib import Path
+
+import numpy as np
+
+from qkattn import pretrained
+from qkattn.analysis import analyze
+from qkattn.model.transformer import Transformer
+from qkattn.report.claim_results import Kind, Row, Speaks
+from qkattn.run.records import parse_file, write_json
+from qkattn.stats.inference import estimate
+
+FILE = 'measures/factors.json'
+QUANTITIES = {
+    'qk_factor_norm': "norm of the score's parameters",
+    'qk_norm': 'norm of A[n]',
+    'qk_effective_rank': 'effective rank of A[n]',
+    'ov_factor_norm': "norm of the value's parameters",
+    'ov_norm': 'norm of B[n]',
+    'ov_effective_rank': 'effective rank of B[n]',
+}
+
+
+def record(directory: Path, scale: str) -> None:
+    """Writes measures/factors.json: of every trained verdict run the `measured` of its trials."""
+    found = []
+    for run in sorted((directory / 'runs').glob('*-verdict-*')):
+        if not (run / 'result.json').exists():
+            continue
+        source = pretrained.load(run)
+        alive = [model for model, well in zip(source.models, source.alive, strict=True) if well]
+        model = source.model.config
+        found.append(
+            {
+                'run': run.name,
+                'variant': f'{model.score}/{model.value}',
+                'size': f'd_model={model.d_model}',
+                'trials': [measured(model) for model in alive],
+            }
+        )
+    (directory / FILE).parent.mkdir(parents=True, exist_ok=True)
+    write_json(directory / FILE, {'scale': scale, 'runs': found})
+
+
+def read(directory: Path) -> list[Row]:
+    """A row for each arm and quantity: the mean over seeds with its interval; decides nothing."""
+    path = directory / FILE
+    if not path.exists():
+        return []
+    rows = []
+    for run in parse_file(path, {'runs': [{'variant': str, 'size': str, 'trials': list}]})['runs']:
+        for name, what in QUANTITIES.items():
+            values = [trial[name] for trial in run['trials'] if trial[name] is not None]
+            if not values:
+                continue
+            of_seeds = estimate(values)
+            rows.append(
+                Row(
+                    what=what,
+                    kind=Kind.MEASURED,
+                    context={'size': run['size']},
+                    value=of_seeds.mean,
+                    speaks=Speaks.BESIDE,
+                    low=of_seeds.low,
+                    high=of_seeds.high,
+                    arm=run['variant'],
+                    study=directory.name,
+                )
+            )
+    return rows
+
+
+def measured(model: Transformer) -> dict[str, float]:
+    """QUANTITIES of one model, mean over layers and heads, as `qkattn.metrics.ATTENTION` has them.
+
+    NaN for circuits that are not one matrix a head.
+    """
+    found, numbers = analyze(model, induction=False), {}
+    for circuit, of, part in (('qk', 'A', 'score/'), ('ov', 'B', 'value/')):
+        for name in ('norm', 'effective_rank'):
+            values = [row.value for row in found.rows if (row.of, row.quantity) == (of, name)]
+            numbers[f'{circuit}_{name}'] = float(np.mean(values)) if values else float('nan')
+        squares: dict[tuple[str, int | None], float] = {}
+        for row in found.rows:
+            if row.quantity == 'parameter_norm' and row.of.startswith(part):
+                place = row.site, row.layer
+                squares[place] = squares.get(place, 0.0) + row.value**2
+        norms = np.sqrt(list(squares.values())) if squares else [0.0]
+        numbers[f'{circuit}_factor_norm'] = float(np.mean(norms))
+    return {name: numbers[name] for name in QUANTITIES}
