@@ -1,6 +1,7 @@
 """Suites at all scales, without measuring: what they would start, and where targets read it."""
 
 import json
+import os
 
 import pytest
 
@@ -113,6 +114,25 @@ def test_a_start_is_split_without_a_remainder(measured):
     cold, warm = (g for g in measured('cpu').groups if g.suite == 'startup')
     assert [row.rounds[0] for row in cold.rows] == pytest.approx([3.0, 1.25, 0.25, 0.45, 0.3, 0.75])
     assert [len(row.rounds) for row in warm.rows] == 6 * [2]
+
+
+@pytest.mark.skipif(not hasattr(os, 'sched_getaffinity'), reason='needs affinities')
+def test_one_of_the_ways_of_a_study_has_one_core(measured, monkeypatch):
+    run, started = commands.run, []
+
+    def seen(script, *flags, environment=None):
+        started.append((len(os.sched_getaffinity(0)), flags[-1]))
+        return run(script, *flags, environment=environment)
+
+    measured('cpu')
+    monkeypatch.setattr(commands, 'run', seen)
+    study.run(Recorded('cpu'))
+    all_cores = len(os.sched_getaffinity(0))
+    assert [cores for cores, _ in started] == [all_cores] * 4 + [1]
+    assert [flag for _, flag in started if 'workers' in flag] == [
+        '--workers=auto',
+        f'--workers={all_cores}',
+    ]
 
 
 def test_the_phases_of_a_study_add_up(measured):

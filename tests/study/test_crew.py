@@ -2,16 +2,19 @@
 
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import time
+import types
 
 import pytest
 
 from qkattn.config import MeshConfig
 from qkattn.run import cli, cores, signals
+from qkattn.run.records import read_json
 from qkattn.study import crew, plan, room, ways, worker
 from qkattn.study.arms import build_arms
 from tests.processes import ROOT
@@ -30,7 +33,12 @@ from qkattn.run import children
 work, path, number = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 pipe = children.parent()
 (path / f'start{number}.{os.getpid()}').touch()
-assert pipe.recv()[0] == 'train' and children.parent() is None
+while (order := pipe.recv())[0] != 'train':
+    with open(path / 'orders', 'a') as file:
+        file.write(f'{number} {order[0]} {order[1]}\\n')
+    pipe.send(('ready', 1, 1.0))
+assert children.parent() is None
+pipe.send(('lease', None, 3, {}))
 if work == 'crash' and number in (0, 3, 4):
     raise RuntimeError(f'broken {number}')
 if work == 'wrong':
@@ -51,14 +59,18 @@ def run_crew(work, path) -> None:
     started, make_child = itertools.count(), crew.Child
     core = min(os.sched_getaffinity(0))
     os.environ['PYTHONPATH'] = str(ROOT)
-    cores.usable, cores.free_memory = lambda: [core] * 3, lambda: 100.0
-    worker.left_of = lambda study, arms, path: [] if (path / 'done').exists() else ['run'] * 3
+    free = math.inf if work == 'at_once' else 100.0
+    cores.usable, cores.free_memory = lambda: [core] * 3, lambda: free
+    runs = [types.SimpleNamespace(config=number) for number in range(2)]
+    worker.left_of = lambda study, arms, path: [] if (path / 'done').exists() else runs
+    crew.least_memory, crew.room.gpus = lambda config: 1, lambda: []
     crew.COMMAND = [sys.executable, '-c', WORKER, work, str(path)]
     crew.Child = lambda line, *rest: make_child([*line, str(next(started))], *rest)
-    crew.RETRIES, crew.room.limit = 2, lambda study, arms, wanted, left: (wanted, None)
+    crew.RETRIES, crew.room.limit = 2, lambda study, arms, wanted, left: (3, None)
     try:
         with signals.leaving_at_once():
-            crew.run(STUDY, lambda: [], path, 3)
+            wanted = None if work in ('in_turn', 'at_once') else 3
+            crew.run(STUDY, lambda: [], path, wanted, meanwhile=(path / 'meanwhile').touch)
     except Exception as error:
         cli.leave(*cli.outcome(error))
 
@@ -85,7 +97,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc')
 def test_workers_that_end_in_any_way(tmp_path):
     parents, ends = {}, {}
-    for work in ('crash', 'wrong', 'too_large', 'asked', 'killed'):
+    for work in ('crash', 'wrong', 'too_large', 'asked', 'killed', 'in_turn', 'at_once'):
         path = tmp_path / work
         path.mkdir()
         parents[work] = FORKS.Process(target=run_crew, args=(work, path))
@@ -111,7 +123,20 @@ def test_workers_that_end_in_any_way(tmp_path):
         'too_large': (0, ends['too_large'][1]),  # the third may not have begun
         'asked': (75, 3),
         'killed': (-9, 3),
+        'in_turn': (0, 4),
+        'at_once': (0, 4),
     }, ends
+    for work in ('in_turn', 'at_once'):
+        orders = [line.split() for line in (tmp_path / work / 'orders').read_text().splitlines()]
+        prepared = [(worker, run) for worker, order, run in orders if order == 'prepare']
+        # One process, and three that compile the programs of both runs.
+        assert sorted(prepared) == [('0', '0'), ('1', '0'), ('2', '1'), ('3', '0')]
+        assert [seconds for _, order, seconds in orders if order == 'time'].count('0.3') == 4
+        # In turn, one of each way has also computed, which says what memory it takes.
+        computed = [worker for worker, order, least in orders if (order, least) == ('time', '0.0')]
+        assert sorted(computed) == ([] if work == 'at_once' else ['0', '1'])
+        found = read_json(tmp_path / work / ways.NAME, {})
+        assert found['processes'] == 3 and (tmp_path / work / 'meanwhile').exists()
     assert '[0] RuntimeError: broken 0\n' in ends['crash'][2]
     assert (
         'retry 1 of 2' in ends['crash'][2] and ends['crash'][2].count('no retry is left of 2') == 1
