@@ -39,7 +39,7 @@ output, out = p x B
   out21 = p21 x11 + p22 x21
   out22 = p21 x12 + p22 x22
 
-4 parameters, 4 in A and 0 in B; A and B move in 3 directions, 1 change nothing
+4 parameters, 4 in A and 0 in B; A and B move in 3 directions, 1 changes nothing
   the same A and B for every orthogonal G: W_Q G
 """
 
