@@ -8,7 +8,7 @@ import numpy as np
 
 from qkattn import convert
 from qkattn.attention import Score
-from qkattn.claims.checks.small_layers import D, difference, float64, freedom, layer, stream
+from qkattn.claims.checks.small_layers import D, difference, float64, freedom, layer, output, stream
 from qkattn.claims.claim import exact
 from qkattn.convert.target import empty_layer, fill, respecified
 from qkattn.report.claim_results import Row
@@ -30,7 +30,7 @@ def folded() -> list[Row]:
     rows, x_BTD = [], stream()
     for name, options in LAYERS.items():
         of = layer('double/double', **options)
-        change = difference(convert.fold_double(of)(x_BTD), of(x_BTD))
+        change = difference(output(convert.fold_double(of), x_BTD), output(of, x_BTD))
         rows.append(exact(f'change of the output by folding, {name}', change, 0, 1e-12, **WIDE))
     return rows
 
@@ -43,7 +43,7 @@ def unfolded() -> list[Row]:
     eye = np.eye(D)
     score = {'w_q_outer_DR': eye, 'w_q_RNH': w_q_DNH, 'w_k_outer_DR': eye, 'w_k_RKH': w_k_DNH}
     double = fill(empty_layer(respecified(of.spec, score='double'), of), of, score=score)
-    change = difference(double(x_BTD), of(x_BTD))
+    change = difference(output(double, x_BTD), output(of, x_BTD))
     return [exact('change of the output, shared W_Q = I', change, 0, 1e-12, **WIDE)]
 
 

@@ -17,6 +17,7 @@ from qkattn.claims.checks.small_layers import (
     fit_error,
     float64,
     layer,
+    output,
     softmax_input,
     stream,
 )
@@ -46,7 +47,7 @@ def single_head() -> list[Row]:
     without = without_w_q(of)
     change = difference(softmax_input(without, x_BTD), softmax_input(of, x_BTD))
     rows = [exact('change of the softmax input, W_Q removed', change, 0, 1e-12, **SINGLE)]
-    change = difference(without(x_BTD), of(x_BTD))
+    change = difference(output(without, x_BTD), output(of, x_BTD))
     rows.append(exact('change of the output, W_Q removed', change, 0, 1e-12, **SINGLE))
     free = layer('query_free/vo', num_heads=1)
     back = fill(
@@ -54,7 +55,7 @@ def single_head() -> list[Row]:
         free,
         score={'w_q_DNH': np.eye(D)[:, None], 'w_k_DKH': np.asarray(free.score.w_k_DKH[...])},
     )
-    change = difference(back(x_BTD), free(x_BTD))
+    change = difference(output(back, x_BTD), output(free, x_BTD))
     rows.append(exact('change of the output, W_Q = I put back', change, 0, 1e-12, **SINGLE))
     ratio = parameters('query_free/vo', 1) / parameters('qk/vo', 1)
     return [*rows, exact('share of the attention parameters that is left', ratio, 3 / 4, **SINGLE)]
@@ -89,7 +90,7 @@ def many_heads() -> list[Row]:
     """N heads need N matrices of D x D; slices of X leave most of A[n] out of reach."""
     rows, x_BTD, of = [], stream(), layer()
     context: dict[str, Any] = {'layer': 'many heads, all read X'}
-    change = difference(without_w_q(of)(x_BTD), of(x_BTD))
+    change = difference(output(without_w_q(of), x_BTD), output(of, x_BTD))
     rows.append(exact('change of the output, W_Q removed', change, 0, 1e-12, **context))
     for heads in (2, 4, 8):
         ratio = parameters('query_free_full/vo', heads) / parameters('qk/vo', heads)

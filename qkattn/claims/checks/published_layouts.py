@@ -10,7 +10,7 @@ from flax import nnx
 
 from qkattn.attention import Attention, oracle
 from qkattn.claims.checks.parameter_counts import count
-from qkattn.claims.checks.small_layers import D, H, N, T, difference, float64, layer, stream
+from qkattn.claims.checks.small_layers import D, H, N, T, difference, float64, layer, output, stream
 from qkattn.claims.claim import exact
 from qkattn.config import ModelConfig
 from qkattn.pretrained import layout, load_gpt2, load_nanogpt
@@ -77,7 +77,12 @@ def side_by_side() -> list[Row]:
     what = 'change of the output, D x D against N of D x H'
     rows = [
         exact(f'{what}, by A[n] and B[n]', difference(oracle_BTD, squared_BTD), 0, 1e-12),
-        exact(f'{what}, by the layer', difference(of(jnp.asarray(x_BTD)), squared_BTD), 0, 1e-12),
+        exact(
+            f'{what}, by the layer',
+            difference(output(of, jnp.asarray(x_BTD)), squared_BTD),
+            0,
+            1e-12,
+        ),
     ]
     circuits = ('score', 'value')
     counted = sum(count('qk/vo', circuit=c, d_model=D, num_heads=N) for c in circuits)
@@ -120,7 +125,7 @@ def one_matrix_per_head() -> list[Row]:
     }
     x_BTD = stream()
     flax = jax.tree.map(lambda a: a.astype(np.float64) if a.ndim > 1 else a, flax)
-    change = difference(flax(x_BTD, mask=np.tri(T, dtype=bool)), in_heads(square)(x_BTD))
+    change = difference(flax(x_BTD, mask=np.tri(T, dtype=bool)), output(in_heads(square), x_BTD))
     rows.append(exact('change of the output, heads of flax.nnx', change, 0, 1e-6, **ENTRIES))
     return rows
 
@@ -143,9 +148,9 @@ def after_steps(optimizer: optax.GradientTransformation, columns: dict) -> dict:
     """Those columns of one W_Q, each as a matrix of its own, after three steps with gradients."""
     w_SDD = np.random.default_rng(1).normal(size=(4, D, D))
     params = {name: w_SDD[0][:, which] for name, which in columns.items()}
-    state = optimizer.init(params)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
     for gradient_DD in w_SDD[1:]:
         gradients = {name: gradient_DD[:, which] for name, which in columns.items()}
-        updates, state = optimizer.update(gradients, state, params)
+        updates, state = update(gradients, state, params)
         params = optax.apply_updates(params, updates)
     return params

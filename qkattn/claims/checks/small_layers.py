@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 from qkattn.attention import Attention, AttentionSpec, oracle
 from qkattn.attention.norm import rms_norm
+from qkattn.attention.parameters import shapes_only
 from qkattn.config.calls import split_variant
 from qkattn.convert.truncation import relative_error
 from qkattn.report.claim_results import Row
@@ -22,15 +23,20 @@ D, N, H, T = 32, 4, 8, 12
 
 
 def layer(variant: str = 'qk/vo', *, seed: int = 0, **options: Any) -> Attention:
-    """A layer in float64 with these options of its spec, every parameter off its initial value."""
+    """A layer in float64 with these options of its spec; parameters are normal, variance 1/D."""
     score, value = split_variant(variant)
-    sizes = {'d_model': D, 'num_heads': N}
-    spec = AttentionSpec(score=score, value=value, **{**sizes, **options})
-    rng = np.random.default_rng(seed + 1)
-    return jax.tree.map(
-        lambda a: jnp.asarray(a + 0.1 * rng.standard_normal(a.shape), jnp.float64),
-        Attention(spec, key=jax.random.key(seed)),
-    )
+    spec = AttentionSpec(score=score, value=value, **{'d_model': D, 'num_heads': N} | options)
+    rng = np.random.default_rng(seed)
+    with shapes_only():
+        shapes = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
+    std = spec.d_model**-0.5
+    return jax.tree.map(lambda of: jnp.asarray(std * rng.standard_normal(of.shape)), shapes)
+
+
+@jax.jit
+def output(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array | None = None) -> jax.Array:
+    """out_BTD of a layer, compiled; causal without a mask."""
+    return layer(x_BTD, mask_BTS)
 
 
 def stream(length: int = T, *, d_model: int = D, seed: int = 5) -> jax.Array:

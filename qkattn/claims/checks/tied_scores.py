@@ -49,7 +49,7 @@ def half_the_numbers() -> list[Row]:
     """Parameters and free numbers of W W^T over those of W_Q W_K^T."""
     rows, D = [], 16
     context: dict[str, Any] = {'part': 'half of A'}
-    for H in (2, 4, 8, 16):
+    for H in (4, 16):
         sizes: dict[str, Any] = {'d_model': D, 'num_heads': 1, 'head_size': H}
         share = count('shared_qk/vo', **sizes) / count('qk/vo', **sizes)
         tied, free = (
@@ -71,7 +71,7 @@ def half_the_pattern() -> list[Row]:
     """Free numbers of the patterns of T tokens, of W W^T over those of W_Q W_K^T, at D = H = 8."""
     rows, what = [], 'share of the free numbers of a pattern'
     for mask, causal in (('', False), (', causal mask', True)):
-        for T in (2, 3, 4, 8, 24):
+        for T in (2, 8, 24):
             tied, free = (pattern_freedom(name, T, causal=causal) for name in NAMES)
             part = f'half of the pattern, T {"<=" if T <= 8 else ">"} D{mask}'
             rows.append(curve(exact(what, tied / free, 1 / 2, 0.1, part=part), T, 'tokens'))

@@ -7,7 +7,7 @@ import numpy as np
 
 from qkattn import convert
 from qkattn.attention import Attention
-from qkattn.claims.checks.small_layers import curve, difference, float64, layer, rank, stream
+from qkattn.claims.checks.small_layers import curve, difference, float64, layer, rank
 from qkattn.claims.claim import exact
 from qkattn.report.claim_results import Row
 
@@ -26,15 +26,16 @@ def of_rank(r: int) -> Attention:
 @float64
 def every_rank() -> list[Row]:
     """r from 1 to D: factors of head size r compute the function of a W_QK of rank r."""
-    rows, x_BTD = [], stream(d_model=D)
+    rows = []
     for r in range(1, D + 1):
         of = of_rank(r)
         factored = convert.unmerge(of, rank=r)
-        change = difference(factored(x_BTD), of(x_BTD))
-        found = rank(factored.score.matrix())
+        A_NDE = np.asarray(factored.score.matrix())
+        before_NDE = of.score.scale * np.asarray(of.score.matrix())
+        change = difference(factored.score.scale * A_NDE, before_NDE)
         at_r = (
-            exact('change of the output by factors of size r', change, 0, 1e-12, **FORM),
-            exact('rank of W_Q W_K^T', found, r, **FORM),
+            exact('change of A by factors of size r', change, 0, 1e-12, **FORM),
+            exact('rank of W_Q W_K^T', rank(A_NDE), r, **FORM),
         )
         rows += [curve(row, r, 'r') for row in at_r]
     return rows

@@ -21,6 +21,7 @@ from qkattn.claims.checks.small_layers import (
     float64,
     freedom,
     layer,
+    output,
     softmax_input,
     stream,
 )
@@ -110,7 +111,7 @@ def gauge() -> list[Row]:
         'W_Q M and W_K M^-T': {'w_q': w['w_q'] @ M_HH, 'w_k': w['w_k'] @ inverse_HH.T},
         'W_V M and M^-1 W_O': {'w_v': w['w_v'] @ M_HH, 'w_o': inverse_HH @ w['w_o']},
     }.items():
-        change = difference(with_matrices(small(), w | moved)(x_BTD), of(x_BTD))
+        change = difference(output(with_matrices(small(), w | moved), x_BTD), output(of, x_BTD))
         rows.append(exact(f'change of the output, {what}', change, 0, 1e-12))
     return rows
 
@@ -138,7 +139,7 @@ def where_and_what() -> list[Row]:
 
 def pattern(of: Attention, x_TD: jax.Array) -> np.ndarray:
     """P_TS of a layer with one head, from out = P (x B), all positions visible."""
-    out_TD = of(x_TD[None], jnp.ones((1, len(x_TD), len(x_TD)), bool))[0]
+    out_TD = output(of, x_TD[None], jnp.ones((1, len(x_TD), len(x_TD)), bool))[0]
     return np.linalg.solve((x_TD @ of.matrix()[1][0]).T, out_TD.T).T
 
 
