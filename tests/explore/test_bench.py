@@ -38,7 +38,7 @@ def values(symbols: np.ndarray, array: np.ndarray) -> dict:
 
 @pytest.mark.parametrize(
     ('dims', 'heads'),
-    [(2, 1), (2, 2), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((3, 1), (4, 2)))],
+    [(2, 2), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((2, 1), (3, 1), (4, 2)))],
 )
 def test_symbols_become_the_numbers_of_the_layer(dims, heads):
     rng = np.random.default_rng(0)
