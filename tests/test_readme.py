@@ -38,7 +38,7 @@ SCRIPTS = (
     'train',
     'translate',
 )
-SCRIPTS += ('analyze', 'variants', 'verify')
+SCRIPTS += ('analyze', 'claims', 'explore', 'variants', 'verify')
 
 
 def between(text: str, begin: str, end: str) -> str:

@@ -10,7 +10,7 @@ from qkattn.run.json_schema import read
 from qkattn.run.records import damaged, parse_file, write_json
 
 NAME = 'claims.json'
-_ADVICE = 'make it again with python -m experiments.claims --export={}'
+_ADVICE = 'make it again with python -m experiments.claims --workdir=DIR --export={}'
 
 
 class ClaimVerdict(enum.StrEnum):
