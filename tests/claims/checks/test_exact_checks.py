@@ -113,6 +113,12 @@ def test_what_it_finds(check):
     assert said(check) == FOUND[check]
 
 
+def test_the_diagonal_is_the_largest_as_often_as_expected():
+    for row in tied_scores.dominant_diagonal():
+        if row.expected != 1:
+            assert abs(row.value - row.expected) <= row.tolerance, row
+
+
 def test_every_check_of_a_claim_is_tested():
     for claim in catalogue.declared().values():
         assert set(claim.checks) <= FOUND.keys(), claim.name

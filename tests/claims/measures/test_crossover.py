@@ -28,13 +28,14 @@ SMALL = {int: 4, tuple: (3,)}
 def test_ratios_stand_beside_the_counted_ones_and_decide_nothing(directory):
     measured = [
         {'D': 64, 'H': 16, 'T': 32, 'ratios': [1.9, 2.0, 2.1]},
+        {'D': 64, 'H': 16, 'T': 96, 'ratios': [2.9, 3.0, 3.1]},
         {'D': 64, 'H': 64, 'T': 32, 'ratios': [1.4, 1.5, 1.6]},  # counted 0.6
         {'D': 64, 'H': 48, 'T': 32, 'ratios': [0.7, 1.0, 1.4]},
     ]
     text = json.dumps({'device': 'a device', 'measured': measured})
     (directory / 'measures/crossover.json').write_text(text)
     *rows, order = crossover.read(directory)
-    assert [row.expected for row in rows] == pytest.approx([2.4, 0.6, 0.8])
-    assert [row.value for row in rows] == pytest.approx([2, 1.5, 1], abs=0.01)
-    assert (order.value, order.expected) == (1, 0) and 'of 2 with' in order.what
+    assert [row.expected for row in rows] == pytest.approx([2.4, 2.8, 0.6, 0.8])
+    assert [row.value for row in rows] == pytest.approx([2, 3, 1.5, 1], abs=0.01)
+    assert (order.value, order.expected) == (1, 0) and 'of 3 with' in order.what
     assert {row.speaks for row in (*rows, order)} == {Speaks.BESIDE}
