@@ -9,6 +9,7 @@ both circuits asks for `variant`; one that depends on each circuit by itself ask
 of which only the variants of the documentation are quick, each Score and each Value once.
 """
 
+import functools
 import random
 import re
 from collections.abc import Collection
@@ -23,15 +24,18 @@ from tests.attention import examples
 SAMPLE = 12
 
 
+buildable_variants = functools.cache(catalogue.buildable_variants)
+
+
 def variants(quick: Collection[tuple[str, str]]) -> list:
     return [
         pytest.param(pair, id='/'.join(pair), marks=() if pair in quick else pytest.mark.slow)
-        for pair in [*catalogue.buildable_variants(), *examples.VARIANTS]
+        for pair in [*buildable_variants(), *examples.VARIANTS]
     ]
 
 
 def quick_variants() -> set[tuple[str, str]]:
-    known = catalogue.buildable_variants()
+    known = buildable_variants()
     quick = {(s, v) for s, v in known if v == 'vo' or VALUES[v].shares}
     quick.update(catalogue.documented_variants())
     rest = sorted(set(known) - quick)
@@ -70,6 +74,6 @@ def pytest_terminal_summary(terminalreporter):
     if done:
         terminalreporter.write_line(
             f'contract tests: {len(done)} variant{"s" * (len(done) != 1)} run, '
-            f'{len(catalogue.buildable_variants())} registered '
+            f'{len(buildable_variants())} registered '
             f'({len(SCORES)} scores, {len(VALUES)} values)'
         )

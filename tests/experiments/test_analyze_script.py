@@ -12,7 +12,7 @@ from qkattn.config import ModelConfig
 from qkattn.model import build
 from qkattn.model.cost import abstract_params
 from qkattn.pretrained import save_gpt2
-from qkattn.train import exported, train
+from qkattn.train import exported
 
 SIZES = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'context': 12, 'vocab_size': 257}
 
@@ -29,8 +29,8 @@ def save(path, **fields):
     exported.save(path, config, params, origin={})
 
 
-def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, tiny, tmp_path):
-    train(tiny(model={'num_layers': 1, 'context': 24}), tmp_path / 'run')
+def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, trained_run, tmp_path):
+    (tmp_path / 'run').symlink_to(trained_run[1])
     printed = succeed(script_here('analyze', 'run'))
     assert printed.startswith('run: qk/vo, 1 layers\n') and 'attention 0' in printed
     one = succeed(script_here('analyze', '--source=run', '--text=def f(x):', '--out=out'))

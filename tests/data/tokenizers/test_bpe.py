@@ -14,8 +14,8 @@ from qkattn.data.tokenizers.bpe import BPETokenizer
 from tests.data.refusals import refused
 
 ROOT = Path(sysconfig.get_path('stdlib'))
-CODE = [(ROOT / path).read_bytes() for path in module_paths(ROOT)[:15]]
-HELD_OUT = [(ROOT / path).read_bytes() for path in module_paths(ROOT)[40:50]]
+TEXTS = [(ROOT / path).read_bytes() for path in module_paths(ROOT)[:50]]
+CODE, HELD_OUT = TEXTS[:15], TEXTS[40:]
 ODD = [
     *('', '\n', '\n\n\n', ' ', '    ', ' \n ', '\n    x\n\n        y\n', 'a  b   c '),
     *('\t\tx\ty\t', 'a\r\nb\r', 'nul \0 nul'),
