@@ -35,7 +35,7 @@ def test_ratios_stand_beside_the_counted_ones_and_decide_nothing(directory):
     text = json.dumps({'device': 'a device', 'measured': measured})
     (directory / 'measures/crossover.json').write_text(text)
     *rows, order = crossover.read(directory)
-    assert [row.expected for row in rows] == pytest.approx([2.4, 2.8, 0.6, 0.8])
+    assert [row.expected for row in rows] == pytest.approx([2.4, 20 / 7, 0.6, 0.8])
     assert [row.value for row in rows] == pytest.approx([2, 3, 1.5, 1], abs=0.01)
     assert (order.value, order.expected) == (1, 0) and 'of 3 with' in order.what
     assert {row.speaks for row in (*rows, order)} == {Speaks.BESIDE}
