@@ -17,7 +17,7 @@ from qkattn.report import verify
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'experiments/results'
 STUDIES = sorted(path.parent.name for path in RESULTS.glob('*/study.json'))
-FAIR = RESULTS / 'fair_small'
+FAIR, PAGE = RESULTS / 'fair_small', ROOT / 'docs/protocol.md'
 
 
 TRIALS = [json.loads(line) for line in (FAIR / 'results.jsonl').read_text().splitlines()]
@@ -28,14 +28,14 @@ def test_committed_reports_are_what_their_logs_give(name):
     assert verify.check_study(RESULTS / name) > 50
 
 
-def test_the_headline_of_the_readme_is_what_its_study_gives():
-    assert verify.check_page(ROOT / 'README.md') == 1
+def test_the_headline_of_the_protocol_is_what_its_study_gives():
+    assert verify.check_page(PAGE) == 1
 
 
 @pytest.fixture(scope='module')
 def headline() -> dict[str, list[str]]:
-    """The README's table, by arm."""
-    text = (ROOT / 'README.md').read_text()
+    """The table of the protocol's page, by arm."""
+    text = (PAGE).read_text()
     (block,) = re.findall(r'<!-- headline: \S+ -->\n(.*?)<!-- end -->', text, re.DOTALL)
     rows = [line.strip('| ').split(' | ') for line in block.splitlines() if line.startswith('|')]
     return {runs[0]: runs[1:] for runs in rows[2:]}
@@ -78,7 +78,7 @@ def test_differences_and_words(headline):
 def test_what_is_left_after_a_longer_training():
     losses = losses_of('longer', num_seeds=6)
     baseline = losses.pop('qk/vo')
-    text = (ROOT / 'README.md').read_text()
+    text = (PAGE).read_text()
     (said,) = re.findall(r'Trained 4 times as long, difference to qk/vo: (.*?\])\. ', text)
     found = dict(re.findall(r'(\S+) ([-+][\d.]+) \[', said))
     assert {arm: f'{(of - baseline).mean():+.4f}' for arm, of in losses.items()} == found
