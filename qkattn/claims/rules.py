@@ -84,15 +84,19 @@ def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
 
 
 def condition(rows: Iterable[Row]) -> str:
-    """The contexts in which a claim holds: by one factor if that suffices, else one by one."""
+    """The contexts in which a claim holds: by one factor if that suffices, else one by one.
+
+    A factor suffices if the claim is true wherever the factor has one of some values.
+    """
     found = truths(rows)
     true = [dict(context) for context, said in found.items() if said == Speaks.FOR]
-    false = [dict(context) for context, said in found.items() if said == Speaks.AGAINST]
+    other = [dict(context) for context, said in found.items() if said != Speaks.FOR]
     for factor in true[0] if true else ():
         holds = [of.get(factor) for of in true]
-        if None not in holds and not {*holds} & {of.get(factor) for of in false}:
-            return f'{factor} {" or ".join(dict.fromkeys(map(str, holds)))}'
-    varying = [name for name in true[0] if len({of.get(name) for of in (*true, *false)}) > 1]
+        if None not in holds and not {*holds} & {of.get(factor) for of in other}:
+            values = list(dict.fromkeys(map(str, holds)))
+            return f'{factor}{":" * (len(values) > 1)} {"; ".join(values)}'
+    varying = [name for name in true[0] if len({of.get(name) for of in (*true, *other)}) > 1]
     return '; '.join(', '.join(f'{n} {of[n]}' for n in varying if n in of) for of in true)
 
 

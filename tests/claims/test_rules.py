@@ -77,6 +77,19 @@ def test_the_condition_is_the_factor_that_separates():
     assert rules.condition(rows) == 'corpus a'
 
 
+def test_a_factor_does_not_separate_where_a_context_is_open():
+    rows = [row(FOR, size='8', corpus='a'), row(OPEN, size='16', corpus='a')]
+    rows += [row(AGAINST, size='16', corpus='b')]
+    assert rules.condition(rows) == 'size 8'
+    rows += [row(AGAINST, size='8', corpus='b')]
+    assert rules.condition(rows) == 'size 8, corpus a'
+
+
+def test_the_values_of_a_factor_may_hold_commas():
+    rows = [row('for', part='half, T <= D'), row('for', part='symmetry'), row('against', part='c')]
+    assert rules.condition(rows) == 'part: half, T <= D; symmetry'
+
+
 def test_the_condition_lists_contexts_where_no_factor_separates():
     cases = {('8', 'a'): FOR, ('16', 'b'): FOR, ('16', 'a'): AGAINST, ('8', 'b'): AGAINST}
     rows = [row(of, model='decoder', size=size, corpus=c) for (size, c), of in cases.items()]
