@@ -1,4 +1,4 @@
-"""Does a layer of one head need W_Q, or W_K?
+"""Does a layer of one head need W_Q?
 
 Claim B2; its exact form is B1.
 
@@ -14,12 +14,11 @@ def get_config(scale='cpu'):
     return to_config_dict(
         Study(
             name='single_head',
-            question='Does a layer of one head need W_Q, or W_K?',
-            base=language_model(scale, num_heads=1),
+            question='Does a layer of one head need W_Q?',
+            base=language_model(scale, seeds=96, num_heads=1),
             variants=(
                 'qk/vo',
                 'query_free/vo',
-                'key_free/vo',
             ),
             sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=48',), gpu=('d_model=768',)),
             **protocol(scale),
