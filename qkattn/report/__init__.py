@@ -5,7 +5,8 @@ from pathlib import Path
 
 from qkattn.report.figures import figures
 from qkattn.report.figures.drawn_data import drawn_data
-from qkattn.report.figures.style import Drawing, render
+from qkattn.report.figures.plots import write_plots
+from qkattn.report.figures.style import Drawing
 from qkattn.report.latex import latex_table
 from qkattn.report.page import report_page
 from qkattn.report.run_page import write_run_report
@@ -83,16 +84,7 @@ def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:
         study = load_study(study_dir)
     found = find(study)
     drawn, narrow = figures(study, found), figures(study, found, narrow=True)
-    plots, svg = study.directory / 'plots', {}
-    for of in plots.glob('*.*'):
-        if of.stem not in {drawing.stem for drawing in drawn}:
-            of.unlink()
-    for drawing, small in zip(drawn, narrow, strict=True):
-        rendered = render(drawing, small)
-        svg[drawing.stem] = rendered.svg
-        for kind in ('png', 'pdf', 'svg'):
-            content = rendered.paper_svg if kind == 'svg' else getattr(rendered, kind)
-            write_atomic(plots / f'{drawing.stem}.{kind}', content)
+    svg = write_plots(study.directory / 'plots', drawn, narrow)
     for name, text in (figure_data(drawn) | documents(study, found, drawn, svg)).items():
         written = write_atomic(study.directory / name, text)
     return study, found, written

@@ -13,7 +13,8 @@ from qkattn.report.claim_sheets import amount, claim_sheets, described_row
 from qkattn.report.figures import figures
 from qkattn.report.figures.claim_figures import claim_figures, overview
 from qkattn.report.figures.drawn_data import drawn_data
-from qkattn.report.figures.style import Drawing, render
+from qkattn.report.figures.plots import write_plots
+from qkattn.report.figures.style import Drawing
 from qkattn.report.page import described, style
 from qkattn.report.prose import NONE, environment, tidy
 from qkattn.report.sheets import Heading
@@ -30,15 +31,8 @@ def write_gallery(directory: str | Path) -> Path:
     """Writes plots/ and claims.html beside a claims.json; returns the path of the page."""
     directory = Path(directory)
     claims = read_claims(directory)
-    plots, svg = directory / 'plots', {}
     drawn, narrow = drawings(directory, claims), drawings(directory, claims, narrow=True)
-    for of in plots.glob('*.*'):
-        if of.stem not in {drawing.stem for drawing in drawn}:
-            of.unlink()
-    for drawing, small in zip(drawn, narrow, strict=True):
-        rendered = render(drawing, small)
-        svg[drawing.stem] = rendered.svg
-        write_atomic(plots / f'{drawing.stem}.png', rendered.png)
+    svg = write_plots(directory / 'plots', drawn, narrow, kinds=('png',))
     for name, text in documents(directory, claims, drawn, svg).items():
         written = write_atomic(directory / name, text)
     return written

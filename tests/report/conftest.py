@@ -15,6 +15,7 @@ from matplotlib.textpath import text_to_path
 from qkattn import report
 from qkattn.config import fingerprint_of
 from qkattn.report.export import export
+from qkattn.report.figures import plots
 from qkattn.report.figures.style import Rendered
 from qkattn.run import ledger
 from tests.studies import tuned_arm, write_lines, write_tuned
@@ -175,7 +176,7 @@ def unrendered():
     """Pictures are no part of a check: they are not rendered."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            report, 'render', lambda drawing, narrow: Rendered(b'', b'', '', '<svg></svg>')
+            plots, 'render', lambda drawing, narrow: Rendered(b'', b'', '', '<svg></svg>')
         )
         yield
 

@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 from qkattn.errors import ReportError, RunDirectoryError
-from qkattn.report import gallery
 from qkattn.report.claim_results import Kind, write_claims
 from qkattn.report.claim_sheets import amount, expected
+from qkattn.report.figures import plots
 from qkattn.report.figures.claim_figures import claim_figures
 from qkattn.report.figures.style import Rendered, style_sheet
 from qkattn.report.gallery import claims_markdown, duration, write_gallery
@@ -34,7 +34,7 @@ def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp('claims')
     write_claims(directory, claims())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gallery, 'render', lambda drawing, narrow: BLANK)
+        patched.setattr(plots, 'render', lambda drawing, narrow: BLANK)
         write_gallery(directory)
     return directory
 
@@ -120,7 +120,7 @@ def test_what_is_missing_stands_at_the_top_and_in_its_section(written, html):
 
 
 def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(gallery, 'render', lambda drawing, narrow: BLANK)
+    monkeypatch.setattr(plots, 'render', lambda drawing, narrow: BLANK)
     described(tmp_path / 'scaling')
     write_claims(tmp_path, claims()[:1])
     html = write_gallery(tmp_path).read_text()

@@ -1,0 +1,34 @@
+"""The directory plots/ of a report: figures as files, and as SVG for its page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qkattn.report.figures.style import Drawing, render
+from qkattn.run.files import write_atomic
+
+
+def write_plots(
+    plots: Path,
+    drawn: Sequence[Drawing],
+    narrow: Sequence[Drawing],
+    kinds: Sequence[str] = ('png', 'pdf', 'svg'),
+) -> dict[str, str]:
+    """Writes figures into a directory, and removes those of before that are not drawn any more.
+
+    Args:
+      narrow: the same figures for a phone, which stand in the SVG of the page alone.
+
+    Returns:
+      The SVG of each figure for a page, by its stem.
+    """
+    for of in plots.glob('*.*'):
+        if of.stem not in {drawing.stem for drawing in drawn}:
+            of.unlink()
+    svg = {}
+    for drawing, small in zip(drawn, narrow, strict=True):
+        rendered = render(drawing, small)
+        svg[drawing.stem] = rendered.svg
+        for kind in kinds:
+            content = rendered.paper_svg if kind == 'svg' else getattr(rendered, kind)
+            write_atomic(plots / f'{drawing.stem}.{kind}', content)
+    return svg
