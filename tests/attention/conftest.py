@@ -6,7 +6,8 @@ the mark `slow`. `--variant=score/value` runs one variant, which may be named by
 
 A check of the Score alone asks for the fixture `score` and runs once per Score; one that depends on
 both circuits asks for `variant`; one that depends on each circuit by itself asks for `documented`,
-of which only the variants of the documentation are quick, each Score and each Value once.
+of which only the variants of the documentation are quick, each Score and each Value once. One that
+compiles or lowers a program for each circuit asks for `some`: every fifth of these is quick.
 """
 
 import functools
@@ -21,7 +22,7 @@ from qkattn.errors import SpecError
 from qkattn.study import catalogue
 from tests.attention import examples
 
-SAMPLE = 12
+SAMPLE = 6
 
 
 buildable_variants = functools.cache(catalogue.buildable_variants)
@@ -48,7 +49,11 @@ def pytest_generate_tests(metafunc):
     if not metafunc.module.__name__.endswith('test_contract'):
         return
     named = metafunc.config.getoption('--variant')
-    chosen = {'variant': quick_variants, 'documented': catalogue.documented_variants}
+    chosen = {
+        'variant': quick_variants,
+        'documented': catalogue.documented_variants,
+        'some': lambda: catalogue.documented_variants()[::5],
+    }
     for fixture in chosen.keys() & set(metafunc.fixturenames):
         pairs = [pytest.param(_checked(text), id=text) for text in named or ()]
         metafunc.parametrize(fixture, pairs or variants(chosen[fixture]()))

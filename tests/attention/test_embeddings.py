@@ -9,6 +9,7 @@ from flax import nnx
 
 from qkattn.attention import attend
 from tests.attention.layers import D, H, N, causal, error, make, stream, wide
+from tests.lanes import thinned
 
 GAIN = 0.5  # a residual gain other than 1, which `subspace` applies as its step size
 P_DNH = np.eye(D).reshape(D, N, H)
@@ -74,7 +75,8 @@ def standard(matrices, x_BTD, scale):
 
 
 @pytest.mark.parametrize(
-    ('text', 'num_kv_heads'), [*((text, N) for text in LIFTS), ('qk/k_is_v', 2), ('qk/double', 2)]
+    ('text', 'num_kv_heads'),
+    [*thinned([(text, N) for text in LIFTS], every=2), ('qk/k_is_v', 2), ('qk/double', 2)],
 )
 def test_it_is_standard_attention_with_these_matrices(text, num_kv_heads):
     """The gradient of a matrix with several uses is the sum over all of them."""

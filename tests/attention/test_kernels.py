@@ -83,8 +83,12 @@ def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any)
     def run(*arrays: jax.Array) -> jax.Array:
         return kernel(call(list(arrays), **options))
 
-    o_BTNH, pull_back = jax.vjp(run, *arrays)
-    return [o_BTNH * seen_BT[..., None, None], *pull_back(w_BTNH)]
+    @jax.jit
+    def both(*arrays: jax.Array) -> list:
+        o_BTNH, pull_back = jax.vjp(run, *arrays)
+        return [o_BTNH * seen_BT[..., None, None], *pull_back(w_BTNH)]
+
+    return both(*arrays)
 
 
 in_blocks = functools.partial(blockwise, target=CPU, block=8)

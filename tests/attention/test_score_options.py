@@ -21,6 +21,7 @@ from tests.attention.layers import (
     make,
     stream,
 )
+from tests.lanes import thinned
 
 VARIANTS = [
     'merged(init="product")',
@@ -45,7 +46,7 @@ VARIANTS = [
 ROTARY = ['latent(rope_size=4)', 'latent(rope_size=6, query_size=10, size=5)', 'low_rank(rank=2)']
 
 
-@pytest.mark.parametrize('score', VARIANTS)
+@pytest.mark.parametrize('score', thinned(VARIANTS, every=2))
 def test_an_option_keeps_the_contract(score):
     assert_equals_oracle_in_float64(make((score, 'vo'), biases=True))
     contract.test_it_equals_the_oracle((score, 'vo'))
@@ -63,7 +64,9 @@ def test_an_option_keeps_its_meaning_under_rotation(score):
 @pytest.mark.parametrize(
     ('d_model', 'num_heads'), [(64, 8), pytest.param(512, 1, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize('score', [v for v in VARIANTS if 'temperature=0.5' not in v])
+@pytest.mark.parametrize(
+    'score', thinned([v for v in VARIANTS if 'temperature=0.5' not in v], every=2)
+)
 def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
     contract.test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads)
 

@@ -18,6 +18,7 @@ from tests.attention.layers import (
     stream,
     wide,
 )
+from tests.lanes import only
 
 R, G = 6, 4
 VARIANT = (f'latent(size={R})', 'latent')
@@ -51,8 +52,11 @@ def test_the_absorbed_form_is_the_same_attention(biases):
         assert error(got, np.asarray(layer(x_BTD, causal()))) < 1e-12
 
 
-@pytest.mark.parametrize('score', ['latent(size=24)', 'latent(size=6)'])
-@pytest.mark.parametrize('positions', ['none', 'rope'])
+PLACED = [('latent(size=24)', 'rope'), ('latent(size=6)', 'none')]
+FORMS = [*PLACED, ('latent(size=24)', 'none'), ('latent(size=6)', 'rope')]
+
+
+@pytest.mark.parametrize(('score', 'positions'), only(PLACED, FORMS))
 def test_the_form_with_fewer_products_is_the_same_attention(score, positions, monkeypatch):
     """R = 24 > H: absorbed for one query of seven keys; R = 6 < H: for all queries."""
     if positions == 'rope':
