@@ -84,7 +84,7 @@ def test_the_mix_of_values_by_the_pattern_is_what_the_layer_returns(score, optio
 @pytest.mark.parametrize(
     'fields',
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {'kind': 'encoder', 'norm_position': 'post', 'biases': True},
         {'kind': 'encoder_decoder', 'cross_variant': 'merged/vo', 'num_encoder_layers': 1},
         {'pattern': 'qk/vo,key_free/no_v', 'num_layers': 3, 'positions': 'rope'},

@@ -11,6 +11,7 @@ from qkattn.convert import CONVERSIONS, Conversion, convert_model, converted, lo
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.model import with_params
 from qkattn.model.cost import abstract_params
+from tests.lanes import thinned
 
 CONFIG = ModelConfig(
     d_model=32,
@@ -97,7 +98,7 @@ def test_every_conversion_is_tried_on_a_post_norm_model():
     assert [text.partition('(')[0] for text in SOURCES] == list(CONVERSIONS)
 
 
-@pytest.mark.parametrize('text', SOURCES)
+@pytest.mark.parametrize('text', thinned(SOURCES, every=2))
 def test_a_post_norm_model_keeps_its_logits_or_is_refused(text):
     changes = SOURCES[text] or {}
     config = dataclasses.replace(CONFIG, num_layers=2, norm_position='post', **changes)

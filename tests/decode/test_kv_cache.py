@@ -13,6 +13,7 @@ from qkattn.decode import kv_cache
 from qkattn.model import Decoder, EncoderDecoder, build, cost
 from qkattn.study import catalogue
 from tests.attention import examples  # noqa: F401, the classes in EXTENDED
+from tests.lanes import thinned
 
 # Rolled layers compile faster; an output matrix of its own keeps tokens from predicting themselves.
 CONFIG = ModelConfig(
@@ -33,15 +34,6 @@ EXTENDED = {
     'normalizer': 'sigmoid',
 }
 VARIANTS = sorted(catalogue.documented_variants())
-
-
-def thinned(cases, every):
-    """All of `cases`, each but every `every`-th of them for the slow lane."""
-    values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [
-        pytest.param(*case, marks=[pytest.mark.slow] if i % every else [])
-        for i, case in enumerate(values)
-    ]
 
 
 def make(**fields) -> Decoder | EncoderDecoder:
@@ -70,7 +62,7 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(('score', 'value'), thinned(VARIANTS, every=4))
+@pytest.mark.parametrize(('score', 'value'), thinned(VARIANTS, every=6))
 def test_every_variant_decodes_from_a_cache_of_the_documented_size(score, value):
     positions = 'rope' if SCORES[score].supports_rope else 'alibi'
     if score == 'latent':
@@ -87,9 +79,9 @@ def test_every_variant_decodes_from_a_cache_of_the_documented_size(score, value)
     'fields',
     [
         {'positions': 'learned'},
-        {'positions': 'rope'},
+        pytest.param({'positions': 'rope'}, marks=pytest.mark.slow),
         {'positions': 'alibi', 'window': 3},
-        {'positions': 'sinusoidal', 'norm': 'rmsnorm'},
+        pytest.param({'positions': 'sinusoidal', 'norm': 'rmsnorm'}, marks=pytest.mark.slow),
         {'positions': 'none', 'qk_norm': True, 'logit_cap': 5.0},
         {'biases': True, 'num_kv_heads': 2, 'tied_embeddings': True},
         {'score': 'latent', 'value': 'latent', 'scan_unroll': 2},
@@ -168,7 +160,7 @@ def uncached_pairs(model, source_BS, valid_BS):
 
 
 @pytest.mark.parametrize(
-    'fields', thinned(SITES, every=2), ids=lambda fields: '-'.join(map(str, fields.values()))
+    'fields', thinned(SITES, every=3), ids=lambda fields: '-'.join(map(str, fields.values()))
 )
 def test_an_encoder_decoder_decodes_from_its_cache(fields):
     model = make(**PAIRS | fields)

@@ -71,6 +71,7 @@ def uncached(model, tokens_BT, sources, vocab_size=45) -> np.ndarray:
     return np.asarray(_uncached(model, tokens_BT, source_BS, valid_BS))[..., :vocab_size]
 
 
+@pytest.mark.slow
 def test_translations_are_the_same_where_64_bit_types_are_allowed():
     expected = translated(sources_of(3), beam=2)
     with jax.enable_x64(True):

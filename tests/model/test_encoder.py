@@ -12,6 +12,7 @@ from qkattn.config import ModelConfig
 from qkattn.model import Decoder, Encoder, build
 from qkattn.model.blocks import MLP, Block
 from tests.attention import examples  # noqa: F401, classes that the settings name
+from tests.lanes import thinned
 from tests.model import slow_transformer as slow
 
 CONFIG = ModelConfig(
@@ -61,21 +62,25 @@ def test_a_window_reaches_both_ways():
     assert moved_BT.tolist() == [[False, False, True, True, True, False, False]] * 2
 
 
+FIELDS = [
+    {'norm_position': 'pre', 'activation': 'gelu', 'positions': 'learned'},
+    SCALED | {'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
+    SCALED | {'norm': 'rmsnorm', 'tied_embeddings': False},
+    {'norm_position': 'pre', 'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
+    {'score': 'merged', 'value': 'no_v', 'biases': True, 'positions': 'none'},
+    {'score': 'query_free', 'attention_gain': False},
+    {'score': 't5_bias:T5Bias', 'value': 'differential:Differential', 'normalizer': 'sigmoid'},
+    {'value': 'gated:Gated', 'normalizer': 'entmax15', 'biases': True},
+]
+# Each with either kind, of which the quick tests have one in turn.
+PAIRS = [(f, k) for i, f in enumerate(FIELDS) for k in ('encoder', 'decoder')[:: (-1) ** i]]
+
+
 @pytest.mark.parametrize(
-    'fields',
-    [
-        {'norm_position': 'pre', 'activation': 'gelu', 'positions': 'learned'},
-        SCALED | {'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
-        SCALED | {'norm': 'rmsnorm', 'tied_embeddings': False},
-        {'norm_position': 'pre', 'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
-        {'score': 'merged', 'value': 'no_v', 'biases': True, 'positions': 'none'},
-        {'score': 'query_free', 'attention_gain': False},
-        {'score': 't5_bias:T5Bias', 'value': 'differential:Differential', 'normalizer': 'sigmoid'},
-        {'value': 'gated:Gated', 'normalizer': 'entmax15', 'biases': True},
-    ],
-    ids=lambda fields: '-'.join(map(str, fields.values())),
+    ('fields', 'kind'),
+    thinned(PAIRS, every=2),
+    ids=lambda of: of if isinstance(of, str) else '-'.join(map(str, of.values())),
 )
-@pytest.mark.parametrize('kind', ['encoder', 'decoder'])
 def test_the_numbers_are_those_of_the_slow_reference(fields, kind):
     model = slow.shaken(make(kind=kind, **fields))
     valid_BT = np.arange(7) < np.array([[7], [4]])

@@ -135,9 +135,9 @@ def reference(model, source_BS, source_segments_BS, tokens_BT, segments_BT):
 @pytest.mark.parametrize(
     'fields',
     [
-        {'positions': 'rope'},
+        pytest.param({'positions': 'rope'}, marks=pytest.mark.slow),
         {'positions': 'rope', 'window': 2},
-        {'positions': 'alibi'},
+        pytest.param({'positions': 'alibi'}, marks=pytest.mark.slow),
         {
             'positions': 'alibi',
             'score': 'shared_qk(self_mask=True)',

@@ -24,16 +24,19 @@ EXPIRY = 60.0
 
 # Every worker that is about to create a file waits until all of them are.
 RACE = """
-    import os, sys
+    import os, sys, time
     from qkattn.run import leases
     directory, barrier, workers, *runs = sys.argv[1:]
     create = leases._create
+    def meet(name, wait):
+        open(f'{barrier}/{name}-{os.getpid()}', 'x').close()
+        while sum(other.startswith(name + '-') for other in os.listdir(barrier)) < int(workers):
+            wait()
     def create_together(path, content):
-        open(f'{barrier}/{path.name}-{os.getpid()}', 'x').close()
-        while sum(name.startswith(path.name + '-') for name in os.listdir(barrier)) < int(workers):
-            pass
+        meet(path.name, lambda: None)
         create(path, content)
     leases._create = create_together
+    meet('started', lambda: time.sleep(0.005))
     held = [lease for run in runs if (lease := leases.acquire(directory, run))]
     print(*(lease.path.name for lease in held), flush=True)
     sys.stdin.read()
@@ -104,7 +107,7 @@ def test_of_racing_processes_exactly_one_acquires_each_run(tmp_path, tmp_path_fa
     assert sorted(sum(won, [])) == sorted(
         [f'{run}.0' for run in fresh] + [f'{run}.2' for run in expired]
     )
-    assert len(list(barrier.iterdir())) == 3 * 10
+    assert len(list(barrier.iterdir())) == 3 * (1 + 10)
 
 
 def test_the_run_of_a_process_that_stops_is_taken_over_when_its_lease_expired_not_before(tmp_path):

@@ -77,12 +77,13 @@ def test_the_floor_is_never_negative():
     assert fit.a.value == pytest.approx(-slope, abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('num_sizes', 'num_seeds', 'size_sd'),
     [
         (5, 3, 0.0),
-        pytest.param(6, 1, 0.0, marks=pytest.mark.slow),
-        pytest.param(6, 3, 0.008, marks=pytest.mark.slow),
+        (6, 1, 0.0),
+        (6, 3, 0.008),
     ],
     ids=['noise of seeds', 'one seed per size', 'noise of sizes'],
 )

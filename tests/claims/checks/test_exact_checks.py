@@ -26,9 +26,18 @@ from qkattn.report.claim_results import Speaks
 
 FOR, AGAINST = Speaks.FOR, Speaks.AGAINST
 TRUE = {'': FOR}
+# `experiments.verify` runs all of them.
 SLOW = {
     one_matrix.same_function,
     one_matrix.ranks,
+    parameter_counts.heads_of_a_fixed_width,
+    published_layouts.side_by_side,
+    published_layouts.steps_of_training,
+    identity_queries.single_head,
+    truncated_ranks.least_error,
+    tied_scores.dominant_diagonal,
+    double_projection.folded,
+    double_projection.reach,
     truncated_ranks.every_rank,
     two_by_two.free_in_each_variant,
     two_by_two.where_and_what,
@@ -113,6 +122,7 @@ def test_what_it_finds(check):
     assert said(check) == FOUND[check]
 
 
+@pytest.mark.slow
 def test_the_diagonal_is_the_largest_as_often_as_expected():
     for row in tied_scores.dominant_diagonal():
         if row.expected != 1:
