@@ -41,6 +41,7 @@ def test_the_cache_holds_what_the_cost_of_a_variant_predicts():
     assert (work.steps, work.extra['tokens']) == (3, 2)
 
 
+@pytest.mark.slow
 def test_memory_and_compilation_have_every_round_and_the_bytes_of_a_step():
     config = TINY.config(steps_per_dispatch=1, lifting='vmap')
     extra = own_parts.memory_and_compilation(config, compilations=1).extra

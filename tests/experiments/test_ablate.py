@@ -17,11 +17,11 @@ def lines(path):
 
 
 def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
-    script, script_here, tmp_path, monkeypatch
+    script_here, tmp_path, monkeypatch
 ):
     flags = ('--config=study.py', '--workdir=out')
     with umask(0o002):
-        first = script('ablate', *flags, '--workers=2')
+        first = script_here('ablate', *flags, '--workers=2')
     assert first.returncode == 0, first.stderr
     assert 'small: 2 of 2 runs done' in first.stderr
     assert not other_modes(tmp_path / 'out', 0o002)

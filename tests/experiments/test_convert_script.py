@@ -19,9 +19,7 @@ def succeed(done):
     return done.stdout
 
 
-def test_a_run_is_converted_generates_the_same_text_and_trains_on(
-    script_here, trained_run, tmp_path
-):
+def test_a_run_is_converted_and_generates_the_same_text(script_here, trained_run, tmp_path):
     config, run = trained_run
     (tmp_path / 'run').symlink_to(run)
     flags = ('--source=run', '--trial=1', '--apply=merge', '--out=merged')
@@ -39,8 +37,17 @@ def test_a_run_is_converted_generates_the_same_text_and_trains_on(
     other = dataclasses.replace(config, train=init_from)
     with pytest.raises(ConfigError, match='parameter blocks.attention.score'):
         train(other, tmp_path / 'other')
+
+
+@pytest.mark.slow
+def test_a_converted_run_trains_on(script_here, trained_run, tmp_path):
+    config, run = trained_run
+    (tmp_path / 'run').symlink_to(run)
+    succeed(script_here('convert', '--source=run', '--apply=merge', '--out=merged'))
+    init_from = dataclasses.replace(config.train, init_from=str(tmp_path / 'merged'))
     merged = dataclasses.replace(config.model, score='merged')
-    train(dataclasses.replace(other, model=merged), tmp_path / 'on')
+    results = train(dataclasses.replace(config, model=merged, train=init_from), tmp_path / 'on')
+    assert all(result['status'] == 'finished' for result in results)
 
 
 def test_a_gpt2_model_is_merged_and_generates_the_same_text(script_here, tmp_path):

@@ -41,7 +41,9 @@ def test_reversal_is_learned_from_files(run):
     assert result['val_exact_match'] >= 0.95 and untrained['val_exact_match'] == 0
     assert result['val_num_sentences'] == 100
     assert result['val_chrf'] > 95 and result['val_accuracy'] > 0.95 and result['val_loss'] < 0.2
-    assert result['test_loss'] is None and 'test_bleu' not in result
+    assert result['test_loss'] is result['test_accuracy'] is None and 'test_bleu' not in result
+    assert 0 <= result['val_bleu'] <= 100 and result['val_bleu_signature']
+    assert result['val_bits_per_byte'] > 0 and result['data']['unigram_bits_per_byte'] > 0
 
 
 def test_text_and_files_are_translated_line_by_line(script_here, run, tmp_path):

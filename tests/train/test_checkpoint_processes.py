@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from qkattn.train import checksums
 from tests.distributed.jobs import ended, start_job
 from tests.train.test_checkpoint import rewrite_record, save, save_format_1, state_of
@@ -62,6 +64,7 @@ JOB = """
 """
 
 
+@pytest.mark.slow
 def test_two_processes_restore_the_same_checkpoint_whatever_one_of_them_finds(tmp_path):
     own, single, old = (tmp_path / name for name in ('own', 'single', 'old'))
     save(single, 4)

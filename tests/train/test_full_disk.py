@@ -68,11 +68,11 @@ def fill(disk: Path, left: int) -> Path:
     ('step', 'left', 'directory', 'kept'),
     [
         (0, 0, 'run', []),  # not even config.json
-        (0, 8, 'run', []),  # config.json
+        pytest.param(0, 8, 'run', [], marks=pytest.mark.slow),  # config.json
         (0, 16, 'run', []),  # provenance.json
         (9, 0, 'run', ['4', '8']),  # half a record, where the log needs another page
         (6, 512, 'run/checkpoints', ['4']),  # records, but no checkpoint
-        (11, 900, 'run/checkpoints', ['4', '8']),
+        pytest.param(11, 900, 'run/checkpoints', ['4', '8'], marks=pytest.mark.slow),
     ],
 )
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(

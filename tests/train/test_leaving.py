@@ -12,6 +12,7 @@ from qkattn.run.records import read_metrics
 from qkattn.run.signals import EXIT_REQUEUE
 from qkattn.train import program, results, train
 from tests.experiments.conftest import RUN, STUDY
+from tests.lanes import only
 from tests.processes import start_python
 from tests.train.test_resume import outcome
 
@@ -38,7 +39,7 @@ SCRIPT = """
 @pytest.mark.parametrize(
     ('name', 'place', 'stop'),
     [
-        ('train', 'preparing data', signal.SIGINT),
+        pytest.param('train', 'preparing data', signal.SIGINT, marks=pytest.mark.slow),
         ('ablate', 'compiling', signal.SIGTERM),
     ],
 )
@@ -85,7 +86,7 @@ def test_a_request_to_a_library_ends_before_the_first_step(tiny, tmp_path, monke
     assert not list((tmp_path / 'run/checkpoints').iterdir())
 
 
-@pytest.mark.parametrize('step', [8, 12])
+@pytest.mark.parametrize('step', only([8], [8, 12]))
 def test_a_request_during_an_evaluation_saves_and_the_next_start_evaluates_first(
     step, tiny, tmp_path, monkeypatch
 ):

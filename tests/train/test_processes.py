@@ -117,17 +117,17 @@ def assert_same_run(of_job, of_one, tolerance=1e-5):
 
 
 def test_two_processes_are_one_with_all_their_devices(small, tmp_path):
-    config = small({'data': 2, 'fsdp': 2, 'tensor': 2})
-    idle = dataclasses.replace(config, mesh=MeshConfig(data=4))
+    config = small({'data': 2, 'tensor': 2})
+    idle = dataclasses.replace(config, mesh=MeshConfig(data=2))
     runs = [(config, tmp_path / name) for name in ('two', 'two', 'differs', 'mine')]
     other = [*runs[:2], (small(train={'num_steps': 9}), runs[2][1]), (config, tmp_path / 'other')]
     too_small = (idle, tmp_path / 'idle')
-    job = start(tmp_path / 'job', [*runs, too_small], runs1=[*other, too_small])
+    job = start(tmp_path / 'job', [*runs, too_small], devices=2, runs1=[*other, too_small])
     train(config, tmp_path / 'one')
     first, again, differs, apart, refused = got(tmp_path / 'job', job)
     assert_same_run(tmp_path / 'two', tmp_path / 'one')
     assert first == again == results_of(tmp_path / 'two')
-    assert 'uses 4 of the 8 devices of 2 processes; it must use all of them' in refused
+    assert 'uses 2 of the 4 devices of 2 processes; it must use all of them' in refused
     assert 'process 1 has other settings than process 0 (' in differs
     assert 'train.num_steps: 8 -> 9' in differs
     assert f'workdir={tmp_path / "other"} of process 1 is not {tmp_path / "mine"} of' in apart
@@ -136,7 +136,7 @@ def test_two_processes_are_one_with_all_their_devices(small, tmp_path):
         p.name for p in (tmp_path / 'one').iterdir()
     )
     begun = json.loads((tmp_path / 'two/provenance.json').read_text())['starts'][0]
-    assert begun['devices'] == {'platform': 'cpu', 'kind': 'cpu', 'count': 8, 'processes': 2}
+    assert begun['devices'] == {'platform': 'cpu', 'kind': 'cpu', 'count': 4, 'processes': 2}
 
 
 MESHES = [

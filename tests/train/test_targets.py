@@ -11,6 +11,7 @@ import pytest
 
 from qkattn.config import MeshConfig
 from qkattn.train import evaluation, program, sharding, step
+from tests.lanes import only
 
 B, T, V = 4, 16, 8192
 
@@ -40,7 +41,7 @@ def params_of(config):
     return step.init_trial(config, jnp.uint32(0))['params']
 
 
-@pytest.mark.parametrize('chunk', [1, 5, 8])
+@pytest.mark.parametrize('chunk', only([5], [1, 5, 8]))
 def test_chunks_change_no_loss_no_gradient_and_no_evaluation(large, chunk):
     found = []
     for config in (large(None, label_smoothing=0.1), large(chunk, label_smoothing=0.1)):

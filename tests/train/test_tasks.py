@@ -17,6 +17,7 @@ from qkattn.metrics import TIMES, bits_per_byte
 from qkattn.model import with_params
 from qkattn.train import evaluation, measurements, placement, program, step, train
 from qkattn.train.clock import PARTS
+from tests.lanes import only
 from tests.train.standard_error import standard_error
 
 PAIRS = [
@@ -69,11 +70,12 @@ def task(tiny, files, tmp_path_factory):
     return make
 
 
-TASKS = ['masked', 'translation', 'causal probe', 'labelling probe']
-
-
 @pytest.mark.usefixtures('programs_kept')
-@pytest.mark.parametrize('name', TASKS)
+# tests/experiments/test_translate_script.py trains a translator.
+@pytest.mark.parametrize(
+    'name',
+    only(['masked', 'causal probe'], ['masked', 'translation', 'causal probe', 'labelling probe']),
+)
 def test_a_run_leaves_plausible_results_and_the_same_ones_again(task, name, tmp_path):
     config = task(name)
     first, second = (train(config, tmp_path / which) for which in 'ab')
@@ -224,7 +226,9 @@ def test_label_smoothing_is_a_mixture_with_the_uniform_distribution(tiny, monkey
     assert abs(plain - want) > 1e-2
 
 
-@pytest.mark.parametrize('name', ['translation', 'masked', 'labelling probe'])
+@pytest.mark.parametrize(
+    'name', only(['masked', 'labelling probe'], ['translation', 'masked', 'labelling probe'])
+)
 def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluation_only):
     # 5 rows at a time do not divide the rows that there are.
     config = task(
@@ -319,29 +323,23 @@ def one_device():
     return functools.cache(lambda config: reached(config, MeshConfig(), 'vmap'))
 
 
+SPREAD = [
+    ('language', MeshConfig(trial=2, fsdp=2, tensor=2), 'vmap'),
+    ('masked', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
+    # tests/train/test_processes.py maps over trials.
+    ('language', MeshConfig(data=2, fsdp=2, tensor=2), 'map'),
+    ('translation', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
+    ('language', MeshConfig(trial=2, data=2, tensor=2), 'map'),
+    ('language', MeshConfig(trial=2, data=2, tensor=2), 'vmap'),
+    ('language', MeshConfig(trial=2, fsdp=2, tensor=2), 'map'),
+    ('language', MeshConfig(data=4), 'map'),
+    ('language', MeshConfig(fsdp=4, tensor=2), 'map'),
+]
+
+
 @pytest.mark.parametrize(
     ('name', 'mesh', 'lifting'),
-    [
-        ('language', MeshConfig(data=2, fsdp=2, tensor=2), 'map'),
-        ('language', MeshConfig(trial=2, fsdp=2, tensor=2), 'vmap'),
-        ('masked', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
-        pytest.param(
-            'translation',
-            MeshConfig(data=2, fsdp=2, tensor=2),
-            'vmap',
-            marks=pytest.mark.slow,
-        ),
-        *(
-            pytest.param('language', mesh, lifting, marks=pytest.mark.slow)
-            for mesh, lifting in (
-                (MeshConfig(trial=2, data=2, tensor=2), 'map'),
-                (MeshConfig(trial=2, data=2, tensor=2), 'vmap'),
-                (MeshConfig(trial=2, fsdp=2, tensor=2), 'map'),
-                (MeshConfig(data=4), 'map'),
-                (MeshConfig(fsdp=4, tensor=2), 'map'),
-            )
-        ),
-    ],
+    only(SPREAD[:2], SPREAD),
     ids=lambda m: m if isinstance(m, str) else f'{m.trial}{m.data}{m.fsdp}{m.tensor}',
 )
 def test_eight_devices_reach_what_one_does(

@@ -308,6 +308,7 @@ def test_fsdp_moves_parameters_and_no_activations(on_pod):
     assert run.memory[kind] < shared_out.memory[kind]
 
 
+@pytest.mark.slow
 def test_tensor_splits_the_logits(on_pod):
     whole = on_pod(MeshConfig(data=2, fsdp=4), vocab_size=8192)
     split = on_pod(MeshConfig(data=2, fsdp=2, tensor=2), vocab_size=8192)
