@@ -67,9 +67,9 @@ def test_the_matrices_of_a_layer_give_its_output(layer):
 @pytest.mark.parametrize(
     ('value', 'num_kv_heads', 'options'),
     [
-        ('vo', 4, {}),
+        pytest.param('vo', 4, {}, marks=pytest.mark.slow),
         ('vo', 2, {}),
-        ('merged_vo', 4, {}),
+        pytest.param('merged_vo', 4, {}, marks=pytest.mark.slow),
         ('vo', 2, {'dropout': 0.5, 'dropout_key': 1}),
     ],
     ids=['heads', 'grouped', 'stream', 'dropout'],

@@ -74,6 +74,7 @@ def test_functional_jax_is_the_same_function(own, attention):
     agree(found, (loss, grads))
 
 
+@pytest.mark.slow
 def test_functional_jax_takes_the_same_step(own):
     params, grads, _, _, own_params = own
     updates, _ = jax_gpt.optimizer().update(grads, jax_gpt.optimizer().init(params), params)
