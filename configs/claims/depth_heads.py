@@ -17,6 +17,7 @@ def get_config(scale='cpu'):
             question='Do many single-head layers beat fewer multi-head ones?',
             base=language_model(
                 scale,
+                seeds=16,
                 num_layers=pick(scale, smoke=2, cpu=4, gpu=12),
                 num_heads=pick(scale, smoke=4, cpu=4, gpu=12),
             ),

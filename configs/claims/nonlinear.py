@@ -15,7 +15,7 @@ def get_config(scale='cpu'):
         Study(
             name='nonlinear',
             question='Does a nonlinear query beat the standard one?',
-            base=language_model(scale, num_heads=4),
+            base=language_model(scale, seeds=40, num_heads=4),
             variants=(
                 'qk/vo',
                 'nonlinear_query/vo',

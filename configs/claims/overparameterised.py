@@ -14,7 +14,7 @@ from qkattn.config import Study, to_config_dict
 
 
 def get_config(scale='cpu'):
-    base = language_model(scale, num_heads=4)
+    base = language_model(scale, seeds=40, num_heads=4)
     decays = pick(scale, smoke=(5e-4,), cpu=(2.5e-4, 5e-4, 1e-3), gpu=(2.5e-4, 5e-4, 1e-3))
     return to_config_dict(
         Study(

@@ -15,7 +15,7 @@ def get_config(scale='cpu'):
         Study(
             name='rank',
             question='How much rank does W_Q[n] W_K[n]^T need?',
-            base=language_model(scale),
+            base=language_model(scale, seeds=24),
             variants=(
                 'qk/vo',
                 'low_rank(rank=1)/vo',

@@ -15,7 +15,7 @@ def get_config(scale='cpu'):
         Study(
             name='twelve_heads',
             question='Does a decoder of twelve heads lose anything without W_Q?',
-            base=language_model(scale, seeds=24, num_heads=12),
+            base=language_model(scale, seeds=40, num_heads=12),
             variants=(
                 'qk/vo',
                 'query_free/vo',

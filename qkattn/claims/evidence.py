@@ -197,7 +197,7 @@ def _judged(
     loaded: Loaded, pairs: Mapping[Place, tuple[Arm, Arm | None]], family: int, control: str | None
 ) -> Mapping[Place, Verdict]:
     study, found = loaded
-    if study.tuning is None:
+    if not pairs or study.tuning is None:
         return dict.fromkeys(pairs, Verdict(Decision.NO_VERDICT))
     if control == LONGER:
         seeds = tuple(study.controls['longer_seeds'])

@@ -66,6 +66,11 @@ def test_longer_training_is_a_context_of_its_own(results):
     assert [row.context['steps'] for row in decided] == ['500', '2000']
 
 
+def test_a_study_without_longer_training_has_its_own_length_alone(results):
+    of = decide(claim(expect('qk/no_o', 'different', study='initialization')), 'cpu', results)
+    assert [row.context['steps'] for row in of.rows if row.speaks != Speaks.BESIDE] == ['400']
+
+
 def test_two_swapped_arms_change_the_verdict(results, swapped):
     control = claim(expect(PLAIN, 'worse', at='removed'))
     assert decide(control, 'cpu', results).verdict is ClaimVerdict.HOLDS
