@@ -40,8 +40,8 @@ STUDY, FILE = 'drift', 'measures/drift.json'
 DTYPES = ('float64', 'float32', 'bfloat16')
 VARIANTS = ('qk', 'query_free')
 CURVES = {
-    'products': 'one product against two, rounding alone',
-    'rounding': 'rounding, amplified by training',
+    'products': 'rounding alone',
+    'rounding': 'rounding, trained',
     'apart': 'trained apart',
 }
 # How many times as large as rounding a difference is that rounding does not explain.
