@@ -7,6 +7,8 @@ python -m experiments.claims --scale=gpu --dry_run                              
 python -m experiments.claims --notrain --workdir=runs/claims --export=results/claims/cpu
 """
 
+from pathlib import Path
+
 from absl import flags
 
 from qkattn.claims import catalogue, costs, export, studies
@@ -64,6 +66,8 @@ def main() -> None:
             f'--workdir=DIRECTORY is required for {needing}; claims with checks alone need none'
         )
     directory = as_path(WORKDIR.value or '.')
+    if WORKDIR.value is not None:
+        _earlier(directory)
     failed = {}
     if TRAIN.value:
         command = cli.command('claims')
@@ -89,12 +93,21 @@ def _decided(claim: Claim, results: Results) -> ClaimResult:
         return decide(claim, SCALE.value, results)
 
 
+def _earlier(directory: Path) -> list[ClaimResult]:
+    """The claims of earlier commands on a workdir; ConfigError if they are of another scale."""
+    earlier = list(read_claims(directory)) if (directory / NAME).exists() else []
+    for claim in earlier:
+        if claim.scale != SCALE.value:
+            raise ConfigError(
+                f'workdir={directory} holds claims at scale {claim.scale}; give another workdir, '
+                f'or --scale={claim.scale}'
+            )
+    return earlier
+
+
 def _keep(decided: list[ClaimResult], results: Results) -> None:
     """Writes claims.json into the workdir, beside claims of earlier commands, and the export."""
-    known = {claim.name: claim for claim in decided}
-    if (results.directory / NAME).exists():
-        earlier = read_claims(results.directory)
-        known = {claim.name: claim for claim in earlier if claim.scale == SCALE.value} | known
+    known = {claim.name: claim for claim in (*_earlier(results.directory), *decided)}
     print(f'verdicts: {write_claims(results.directory, [known[name] for name in sorted(known)])}')
     if EXPORT.value is not None:
         everything = [

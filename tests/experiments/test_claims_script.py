@@ -122,6 +122,14 @@ def test_a_workdir_of_another_scale_is_refused(script_here, tmp_path):
     )
 
 
+def test_claims_of_another_scale_are_refused_and_kept(script_here, workdir):
+    assert script_here('claims', 'E7', f'--workdir={workdir}').returncode == 0
+    kept = (workdir / 'claims.json').read_bytes()
+    done = script_here('claims', 'E7', '--scale=smoke', f'--workdir={workdir}')
+    assert done.returncode == 2 and 'holds claims at scale cpu; give another' in done.stderr
+    assert (workdir / 'claims.json').read_bytes() == kept
+
+
 def test_studies_of_claims_have_short_names(script_here):
     done = script_here('ablate', '--config=claims/masked:tpu', '--dry_run')
     assert done.returncode == 2 and "scale='tpu' must be one of smoke, cpu, gpu" in done.stderr
