@@ -15,7 +15,7 @@ def get_config(scale='cpu'):
         Study(
             name='decoder',
             question='Which of W_Q, W_K, W_V, W_O does a causal language model need?',
-            base=language_model(scale, evaluations=4, seeds=24),
+            base=language_model(scale, evaluations=4, seeds=16),
             baseline='qk/vo',
             variants=(
                 'qk/vo',

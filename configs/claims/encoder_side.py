@@ -16,7 +16,7 @@ def get_config(scale='cpu'):
         Study(
             name='encoder_side',
             question='Which matrices does the encoder of a translation model need?',
-            base=translator(scale),
+            base=translator(scale, seeds=6),
             variants=(
                 'qk/vo',
                 'qk/vo?encoder_variant=shared_qk/vo',
@@ -27,7 +27,7 @@ def get_config(scale='cpu'):
             sizes=pick(
                 scale,
                 smoke=('d_model=40',),
-                cpu=('d_model=40', 'd_model=64', 'd_model=96'),
+                cpu=('d_model=40', 'd_model=56', 'd_model=72'),
                 gpu=tuple(f'd_model={d}' for d in (128, 256, 512, 1024, 2048)),
             ),
             corpora=pick(scale, smoke=('cldr',), cpu=('cldr', 'multi30k'), gpu=('multi30k',)),

@@ -1,6 +1,6 @@
 """Loss against parameters, and how many parameters of the standard model one of an arm is worth.
 
-Five sizes of each arm, all trained on the same number of tokens.
+At least four sizes of each arm, all trained on the same number of tokens.
 
     python -m experiments.ablate --config=configs/claims/scaling.py:cpu \\
         --workdir=runs/scaling
@@ -26,7 +26,7 @@ def get_config(scale='cpu'):
             sizes=pick(
                 scale,
                 smoke=('d_model=32', 'd_model=48'),
-                cpu=tuple(f'd_model={d}' for d in (32, 48, 64, 96, 128)),
+                cpu=tuple(f'd_model={d}' for d in (32, 48, 72, 108)),
                 gpu=tuple(f'd_model={d}' for d in (192, 384, 768, 1152)),
             ),
             **protocol(scale, equal_shape=False),

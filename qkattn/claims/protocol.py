@@ -85,16 +85,21 @@ def masked_language_model(scale: str, **fields: Any) -> Config:
     return dataclasses.replace(config, train=train)
 
 
-def translator(scale: str, **fields: Any) -> Config:
-    """An encoder-decoder, English to German."""
+def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
+    """An encoder-decoder, English to German.
+
+    Args:
+      scale: 'smoke', 'cpu' or 'gpu'; the first two share one shape.
+      seeds: of the verdict, at scale cpu.
+      **fields: of the model, in place of those of the scale.
+    """
+    small = ModelConfig(
+        kind='encoder_decoder', num_layers=1, num_encoder_layers=4, num_heads=2, context=64
+    )
     model = pick(
         scale,
-        smoke=ModelConfig(
-            kind='encoder_decoder', num_layers=1, num_encoder_layers=4, num_heads=2, context=64
-        ),
-        cpu=ModelConfig(
-            kind='encoder_decoder', num_layers=1, num_encoder_layers=4, num_heads=2, context=64
-        ),
+        smoke=small,
+        cpu=small,
         gpu=ModelConfig(
             kind='encoder_decoder', num_layers=3, num_encoder_layers=6, num_heads=4, context=128
         ),
@@ -115,7 +120,7 @@ def translator(scale: str, **fields: Any) -> Config:
         ),
         optimizer=dataclasses.replace(_optimizer(scale), beta2=0.98),
         train=dataclasses.replace(_train(scale, (20, 500, 6000), (8, 8, 64)), label_smoothing=0.1),
-        trials=_trials(scale, (4e-3, 8e-3, 1.6e-2), seeds=8),
+        trials=_trials(scale, (4e-3, 8e-3, 1.6e-2), seeds),
         decode=pick(
             scale,
             smoke=DecodeConfig(beam=1, max_sources=8),
@@ -144,7 +149,7 @@ def protocol(scale: str, *, longer: bool = False, equal_shape: bool = True) -> d
         'controls': ControlsConfig(
             equal_shape=equal_shape,
             longer=4 if longer else None,
-            longer_seeds=tuple(range(pick(scale, smoke=2, cpu=6, gpu=4))) if longer else (),
+            longer_seeds=tuple(range(pick(scale, smoke=2, cpu=4, gpu=4))) if longer else (),
         ),
     }
 
