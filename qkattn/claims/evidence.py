@@ -89,6 +89,8 @@ def evidence(
         row = _row(arm, comparison, kind, context, expected)
         said = rules.speaks(expected.relation, verdict.decision, row)
         word = verdict.decision.value
+        if one := rules.one_sided(expected.relation, verdict, comparison):
+            word, said = one
         row = dataclasses.replace(row, relation=expected.relation, word=word, speaks=said)
         decided.append(Evidence(row, arm, verdict, comparison.difference))
         if expected.versus or arm.control == LONGER:

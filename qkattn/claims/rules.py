@@ -2,24 +2,25 @@
 
 | relation | true | false |
 |---|---|---|
-| better | better | equivalent, worse |
-| worse | worse | equivalent, better |
+| better | better | equivalent, worse; not better by the margin |
+| worse | worse | equivalent, better; not worse by the margin |
 | different | better, worse | equivalent |
 | equivalent | equivalent | better or worse by more than the margin |
-| not_better | equivalent, worse | better by more than the margin |
-| not_worse | equivalent, better | worse by more than the margin |
-
+| not_better | equivalent, worse; not better by the margin | better by more than the margin |
+| not_worse | equivalent, better; not worse by the margin | worse by more than the margin |
 | as_reported | the interval lies within what was reported | it lies outside |
 
-Better and worse include those below the margin unless the table says otherwise; any other word
-leaves the relation open. `as_reported` asks for a word only in that one must not be withheld. Rows
-of one context count together.
+Better and worse include those below the margin unless the table says otherwise. An arm that has
+none of these words may still be shown to be not better, or not worse, by the margin: one side of
+the equivalence test alone. Anything else leaves the relation open. `as_reported` asks for a word
+only in that one must not be withheld. Rows of one context count together.
 """
 
 from collections.abc import Iterable, Sequence
 
 from qkattn.report.claim_results import ClaimVerdict, Row, Speaks
 from qkattn.verdict import Decision
+from qkattn.verdict.codes import Comparison, ReasonCode, Verdict
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
 Context = tuple[tuple[str, str], ...]
@@ -37,6 +38,15 @@ RELATIONS: dict[str, tuple[tuple[Decision, ...], tuple[Decision, ...]]] = {
 }
 AS_REPORTED = 'as_reported'
 
+NOT_BETTER, NOT_WORSE = 'not better by the margin', 'not worse by the margin'
+# By relation, the one-sided finding that decides it, and what that says.
+ONE_SIDED = {
+    'better': (NOT_BETTER, Speaks.AGAINST),
+    'worse': (NOT_WORSE, Speaks.AGAINST),
+    'not_better': (NOT_BETTER, Speaks.FOR),
+    'not_worse': (NOT_WORSE, Speaks.FOR),
+}
+
 
 def speaks(relation: str, word: Decision, row: Row | None = None) -> Speaks:
     """What the word of an arm says about the relation; of AS_REPORTED, what its row says."""
@@ -44,6 +54,29 @@ def speaks(relation: str, word: Decision, row: Row | None = None) -> Speaks:
         return _as_reported(row) if row and word is not Decision.NO_VERDICT else Speaks.OPEN
     true, false = RELATIONS[relation]
     return Speaks.FOR if word in true else Speaks.AGAINST if word in false else Speaks.OPEN
+
+
+def one_sided(relation: str, verdict: Verdict, comparison: Comparison) -> tuple[str, Speaks] | None:
+    """The finding on one side that decides the relation of an undecided arm, and what it says.
+
+    Tested at the arm's share of the error rate, alpha / comparisons (Bonferroni); the mean of the
+    validation split has to lie on the same side of the margin. A false finding needs a difference
+    beyond the margin, where equivalence would be false too: its error rate is that of the words.
+    None if nothing is found, or if a trial diverged.
+    """
+    if relation not in ONE_SIDED or verdict.decision is not Decision.UNDECIDED:
+        return None
+    found, said = ONE_SIDED[relation]
+    difference = comparison.difference
+    sign, p = (1, difference.p_not_worse) if found == NOT_WORSE else (-1, difference.p_not_better)
+    if p is None or verdict.alpha is None or _diverged(verdict):
+        return None
+    shown = p <= verdict.alpha / max(1, verdict.num_comparisons)
+    return (found, said) if shown and sign * comparison.validation < difference.margin else None
+
+
+def _diverged(verdict: Verdict) -> bool:
+    return any(reason.code is ReasonCode.DIVERGED for reason in verdict.reasons)
 
 
 def _as_reported(row: Row) -> Speaks:

@@ -69,6 +69,8 @@ class Difference:
     difference of less than `margin`, the one-sided p value at the margin plus that at zero, so that
     a difference in the wrong direction counts as false too. `p_equivalence`: two one-sided t tests
     (Schuirmann 1987) of a difference of `margin` or more in either direction; the larger p value.
+    The two alone: `p_not_better`, of a mean of -`margin` or less, and `p_not_worse`, of one of
+    `margin` or more (a test of non-inferiority, as a lower loss is better).
     `detectable`: the |difference| found by `p` < 0.05 in its direction with probability 0.8 or
     more if these errors were the true ones; for one test, before correction for several arms.
 
@@ -90,6 +92,8 @@ class Difference:
     p: float | None
     p_margin: float | None
     p_equivalence: float | None
+    p_not_better: float | None
+    p_not_worse: float | None
     detectable: float | None
     error_seeds: float | None
     error_evaluation: float | None
@@ -293,13 +297,16 @@ def _difference(
     half = float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2)) * error
     low, high = mean - tuning[0], mean + tuning[1]
     beyond = max(low, -high)  # what is left of |mean|; negative if tuning explains it all
+    not_better, not_worse = tail(margin + low), tail(margin - high)
     fields |= {
         'sd': sd,
         'low': low - half,
         'high': high + half,
         'p': min(1.0, 2 * tail(beyond)),
         'p_margin': min(1.0, tail(beyond - margin) + tail(beyond)),
-        'p_equivalence': max(tail(margin - high), tail(margin + low)),
+        'p_equivalence': max(not_better, not_worse),
+        'p_not_better': not_better,
+        'p_not_worse': not_worse,
         'detectable': detectable_difference(error, df) + sum(tuning),
         'error_seeds': errors[0][0],
         'error_evaluation': errors[1][0],

@@ -37,6 +37,8 @@ def results(committed):
         ('qk/k_is_v', 'different', ClaimVerdict.HOLDS),
         ('qk/k_is_v', 'equivalent', ClaimVerdict.FAILS),
         ('query_free/vo', 'equivalent', ClaimVerdict.UNDECIDED),
+        ('qk/no_o', 'not_worse', ClaimVerdict.HOLDS),
+        ('qk/no_o', 'not_better', ClaimVerdict.UNDECIDED),
     ],
 )
 def test_verdicts_follow_from_the_words_of_arms(results, variant, relation, verdict):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -49,15 +50,26 @@ def test_growth_is_the_last_difference_minus_the_first(committed):
     assert 0.01 < first < 0.5 and row.low < row.value < row.high
 
 
-def test_untuned_differences_are_at_rates_of_both(committed):
-    rows = at_one_rate(committed / 'fair_small', 'qk/k_is_v')
-    assert [row.x for row in rows][:4] == [0.004, 0.008, 0.016, 0.032]
-    assert [row.speaks for row in rows[1:]] == [Speaks.BESIDE] * (len(rows) - 1)
-    assert rows[0].context['baseline'] == 'untuned' and rows[0].speaks != Speaks.BESIDE
-    losses = {}
-    for arm in load(committed / 'fair_small').found.arms:
-        for trial in arm.screening_trials:
-            if arm.variant in ('qk/vo', 'qk/k_is_v') and trial.learning_rate == 0.004:
-                losses.setdefault(arm.variant, []).append(trial.val_loss)
-    means = [sum(losses[v]) / len(losses[v]) for v in ('qk/k_is_v', 'qk/vo')]
-    assert rows[0].value == pytest.approx(means[0] - means[1])
+def test_untuned_differences_are_paired_over_seeds_at_a_rate(committed):
+    (row,) = at_one_rate(committed / 'quickstart', 'merged/vo')
+    assert (row.x, row.context['baseline']) == (0.004, 'untuned')
+    arm, baseline = (of for of in load(committed / 'quickstart').found.arms[:2][::-1])
+    assert (arm.variant, baseline.variant) == ('merged/vo', 'qk/vo')
+    assert row.value == pytest.approx(arm.test_loss.mean - baseline.test_loss.mean)
+    assert (row.low, row.high) == pytest.approx((arm.difference.low, arm.difference.high))
+
+
+def test_the_lowest_rate_of_both_decides(committed, tmp_path):
+    """Seed 2 of both arms at twice the rate: two curves' points, of two seeds and of one."""
+    study = tmp_path / 'two_rates'
+    shutil.copytree(committed / 'quickstart', study)
+    path = study / 'results.jsonl'
+    text = path.read_text()
+    changed = re.sub(r'("learning_rate": )0.004(?=[^{}]*"seed": 2)', r'\g<1>0.008', text)
+    changed = re.sub(r'("seed": 2[^{}]*"learning_rate": )0.004', r'\g<1>0.008', changed)
+    assert changed.count('0.008') > text.count('0.008')
+    path.write_text(changed)
+    rows = at_one_rate(study, 'merged/vo')
+    assert [row.x for row in rows] == [0.004, 0.008]
+    assert rows[0].speaks != Speaks.BESIDE and rows[1].speaks == Speaks.BESIDE
+    assert rows[0].low is not None and rows[1].low is None

@@ -12,6 +12,7 @@ from qkattn.errors import ConfigError
 from qkattn.study.arms import build_arms, is_tuned
 
 CONFIGS = sorted((Path(__file__).parents[2] / 'configs/claims').glob('*.py'))
+UNTUNED = ('nonlinear_untuned',)
 
 
 def study(path, scale):
@@ -27,7 +28,7 @@ def test_studies_are_matched_at_every_scale(path, scale):
     of = study(path, scale)
     arms = build_arms(of)
     assert of.name == path.stem
-    assert is_tuned(of) == (scale != 'smoke')
+    assert is_tuned(of) == (scale != 'smoke' and of.name not in UNTUNED)
     matched = [arm for arm in arms if arm.place.control is None and of.match]
     assert all(abs(arm.match.residual) <= of.tolerance for arm in matched)
 

@@ -6,7 +6,9 @@ import pytest
 
 from qkattn.claims import rules
 from qkattn.report.claim_results import ClaimVerdict, Kind, Row, Speaks
+from qkattn.stats import inference
 from qkattn.verdict import Decision
+from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
 
 FOR, AGAINST, OPEN, BESIDE = Speaks.FOR, Speaks.AGAINST, Speaks.OPEN, Speaks.BESIDE
 # The words in the order of Decision: better, better below margin, equivalent, worse below, worse.
@@ -29,6 +31,47 @@ def test_every_relation_of_every_word(relation):
     words = list(Decision)
     assert tuple(rules.speaks(relation, word) for word in words[:5]) == SAID[relation]
     assert {rules.speaks(relation, word) for word in words[5:]} == {OPEN}
+
+
+def arm(mean, validation=None, *, sd=0.002, decision=Decision.UNDECIDED, **fields):
+    """Verdict and comparison of an arm with 8 pairs around a mean difference."""
+    found = inference.paired([mean - sd, mean + sd] * 4, 0.005, resamples=None)
+    compared = Comparison('test', {}, found, mean if validation is None else validation, None, 9)
+    fields = {'alpha': 0.05, 'num_comparisons': 4} | fields
+    return Verdict(decision, **fields), compared
+
+
+def test_one_side_of_the_margin_suffices():
+    # Between 0 and the margin, closer than the errors allow to call it equivalent.
+    verdict, compared = arm(0.004)
+    assert compared.difference.p_equivalence > 0.05 / 4
+    assert rules.one_sided('not_better', verdict, compared) == (rules.NOT_BETTER, FOR)
+    assert rules.one_sided('better', verdict, compared) == (rules.NOT_BETTER, AGAINST)
+    assert rules.one_sided('not_worse', verdict, compared) is None
+    mirrored = arm(-0.004)
+    assert rules.one_sided('not_worse', *mirrored) == (rules.NOT_WORSE, FOR)
+    assert rules.one_sided('worse', *mirrored) == (rules.NOT_WORSE, AGAINST)
+    assert rules.one_sided('better', *mirrored) is None
+
+
+@pytest.mark.parametrize(
+    ('relation', 'of'),
+    [
+        ('different', {}),
+        ('equivalent', {}),
+        ('as_reported', {}),
+        ('not_worse', {'validation': 0.006}),
+        ('not_worse', {'decision': Decision.NO_VERDICT}),
+        ('not_worse', {'decision': Decision.WORSE_BELOW_MARGIN}),
+        ('not_worse', {'reasons': (Reason(ReasonCode.DIVERGED),)}),
+        ('not_worse', {'alpha': None}),
+        ('not_worse', {'num_comparisons': 10**7}),
+        ('not_worse', {'sd': 0.02}),
+    ],
+)
+def test_no_side_is_excluded_otherwise(relation, of):
+    assert rules.one_sided('not_worse', *arm(-0.004)) is not None
+    assert rules.one_sided(relation, *arm(-0.004, **of)) is None
 
 
 def test_every_relation_is_tested():

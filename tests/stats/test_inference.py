@@ -226,6 +226,7 @@ def paired(values):
     columns = {
         **{'mean': mean, 'sd': sd, 'low': interval[0], 'high': interval[1], 'p': p},
         **{'p_margin': np.minimum(beyond + p / 2, 1), 'p_equivalence': np.maximum(above, below)},
+        **{'p_not_better': above, 'p_not_worse': below},
         **{'detectable': inference.detectable_difference(1.0, n - 1) * error, 'error_seeds': error},
     }
     exact = {'n': n, 'bootstrap_low': None, 'bootstrap_high': None, 'error_evaluation': 0.0}

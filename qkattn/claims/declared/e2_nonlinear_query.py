@@ -14,5 +14,5 @@ CLAIM = Claim(
     expectations=(
         Expectation('nonlinear', 'nonlinear_query/vo', 'better', context={'baseline': 'tuned'}),
     ),
-    measures=(Measure('nonlinear', untuned('nonlinear_query/vo')),),
+    measures=(Measure('nonlinear_untuned', untuned('nonlinear_query/vo')),),
 )

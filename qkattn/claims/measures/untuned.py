@@ -1,43 +1,42 @@
 """What a difference would be without tuning: both arms at one learning rate."""
 
+import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
-from qkattn.claims.evidence import UNIT, Loaded
+from qkattn.claims.evidence import UNIT
 from qkattn.claims.results import load
 from qkattn.report.claim_results import Kind, Row, Speaks
-from qkattn.stats import inference
 from qkattn.stats.inference import Difference
 from qkattn.verdict.arms import Arm
+from qkattn.verdict.comparison import compare
 
 
 def at_one_rate(directory: Path, variant: str) -> list[Row]:
-    """Differences between untuned arms, from the screening: at each learning rate of both.
+    """Differences of a study without tuning, at each learning rate that both arms have.
 
-    A curve over learning rates; that at the lowest declared rate, where published baselines tend to
-    stand, decides: better if its interval is below zero, not so if it is above. It is of the
-    screening seeds and the validation split.
+    A curve over learning rates; that at the lowest one, where published baselines tend to stand,
+    decides: better if its interval is below zero, not so if it is above.
     """
     loaded = load(directory)
-    if loaded.study.tuning is None:
-        return []
-    lowest = min(loaded.study.tuning.learning_rates)
     baselines = {arm.group: arm for arm in loaded.found.arms if arm.is_baseline}
     rows = []
     for arm in loaded.found.arms:
         if loaded.bare(arm.variant) != variant or arm.group not in baselines:
             continue
-        for rate, found in sorted(_by_rate(loaded, arm, baselines[arm.group]).items()):
+        found = dict(_by_rate(arm, baselines[arm.group], loaded.study.margin))
+        for rate, difference in found.items():
             rows.append(
                 Row(
                     what=f'{variant} at one learning rate for both',
                     kind=Kind.MEASURED,
                     context=loaded.context(arm) | {'baseline': 'untuned'},
-                    value=found.mean,
-                    speaks=_better(found) if rate == lowest else Speaks.BESIDE,
+                    value=difference.mean,
+                    speaks=_better(difference) if rate == min(found) else Speaks.BESIDE,
                     unit=UNIT,
-                    low=found.low,
-                    high=found.high,
+                    low=difference.low,
+                    high=difference.high,
                     arm=variant,
                     x=rate,
                     x_label='learning rate',
@@ -52,17 +51,20 @@ def untuned(variant: str) -> functools.partial:
     return functools.partial(at_one_rate, variant=variant)
 
 
-def _by_rate(loaded: Loaded, arm: Arm, baseline: Arm) -> dict[float, Difference]:
-    """The paired differences at the learning rates at which both were screened."""
-    losses = [
-        {(t.learning_rate, t.seed): t.val_loss for t in of.screening_trials if t.val_loss}
-        for of in (arm, baseline)
-    ]
-    pairs: dict[float, list[float]] = {}
-    for at in losses[0].keys() & losses[1].keys():
-        pairs.setdefault(at[0], []).append(losses[0][at] - losses[1][at])
-    margin = loaded.study.margin
-    return {rate: inference.paired(of, margin, resamples=None) for rate, of in pairs.items()}
+def _by_rate(arm: Arm, baseline: Arm, margin: float) -> Iterator[tuple[float, Difference]]:
+    """The differences at the learning rates at which both have finished trials, ascending."""
+    for rate in arm.learning_rates:
+        pair = _at(rate, arm), _at(rate, baseline)
+        if found := compare([pair], margin, resamples=None):
+            yield rate, found.difference
+
+
+def _at(rate: float, arm: Arm) -> Arm:
+    """The arm with no other trials than those at a learning rate, in place of those at its best."""
+    trials = tuple(trial for trial in arm.trials if trial.learning_rate == rate)
+    finished = tuple(trial for trial in trials if trial.finished)
+    chosen = dataclasses.replace(arm, trials=trials, verdict_trials=trials, chosen=finished)
+    return chosen.at({trial.seed for trial in trials})
 
 
 def _better(found: Difference) -> Speaks:
