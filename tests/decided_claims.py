@@ -26,9 +26,8 @@ def of_claim(name, statement, verdict, rows=(), **more):
     }
     ran = RAN | {'command': RAN['command'].format(name)}
     values = about | ran | more
-    return ClaimResult(
-        name=name, statement=statement, scale='cpu', verdict=verdict, rows=tuple(rows), **values
-    )
+    values |= {'name': name, 'title': f'in short, {name}', 'statement': statement}
+    return ClaimResult(scale='cpu', verdict=verdict, rows=tuple(rows), **values)
 
 
 def parts(what, arm, context, removed, reinvested, speaks=Speaks.FOR, half=0.004, **more):

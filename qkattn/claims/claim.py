@@ -65,12 +65,14 @@ class Claim:
 
     Attributes:
       name: 'B2'.
+      title: the statement in a few words, for tables of all claims.
       statement, rule: a sentence each; the rule says in which case the claim holds.
       source: who says so.
       reported: the number that was reported, in words.
     """
 
     name: str
+    title: str
     statement: str
     source: str
     rule: str

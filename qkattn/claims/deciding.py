@@ -46,6 +46,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     verdict = rules.verdict(rows, complete=not missing)
     return ClaimResult(
         name=claim.name,
+        title=claim.title,
         statement=claim.statement,
         source=claim.source,
         reported=claim.reported,

@@ -92,6 +92,7 @@ class ClaimResult:
 
     Attributes:
       name: 'B2'; its letter is the group.
+      title: the statement in a few words.
       source, reported: who says so, and the number reported there.
       rule: how it is decided, in a sentence.
       verdict: of `ClaimVerdict`.
@@ -103,6 +104,7 @@ class ClaimResult:
     """
 
     name: str
+    title: str
     statement: str
     source: str
     reported: str | None

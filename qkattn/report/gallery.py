@@ -102,18 +102,21 @@ def _md(text: str) -> str:
 
 
 def verdicts_markdown(directory: str | Path, base: str) -> str:
-    """A line for each group of claims, their names by verdict, and the figure of all of them."""
+    """A row for each group of claims, which stand by verdict, and the figure of all of them."""
     claims = read_claims(directory)
     groups = _macros().groups
     titles: list[Heading] = [('question', True), *((word, True) for word in ClaimVerdict)]
     rows = []
     for letter, of_group in _grouped(claims).items():
-        by_word = [[c.name for c in of_group if c.verdict == word] for word in ClaimVerdict]
-        names = (', '.join(f'[{n}](docs/claims.md#{n.lower()})' for n in of) for of in by_word)
-        rows.append([f'{letter}. {groups[letter]}', *(of or NONE for of in names)])
+        by_word = [[_entry(c) for c in of_group if c.verdict == word] for word in ClaimVerdict]
+        rows.append([f'{letter}. {groups[letter]}', *('<br>'.join(of) or NONE for of in by_word)])
     figure = f'\n![Decisive differences of the claims]({base}/plots/verdicts.png)\n'
     has_figure = overview(claims) is not None
     return f'{markdown_table(titles, rows)}\n{figure * has_figure}'
+
+
+def _entry(claim: ClaimResult) -> str:
+    return f'[{claim.name}](docs/claims.md#{claim.name.lower()}) {_md(claim.title)}'
 
 
 def _values(

@@ -18,7 +18,7 @@ from qkattn.claims.claim import Claim, exact
 def check():
     return [exact('one', 1, 1)]
 
-CLAIM = Claim('{}', 'One is one.', 'arithmetic', 'Holds if it does.', checks=(check,))
+CLAIM = Claim('{}', 'one', 'One is one.', 'arithmetic', 'Holds if it does.', checks=(check,))
 """
 
 
@@ -40,6 +40,7 @@ def test_claims_are_in_order_and_well_formed():
     for name, claim in claims.items():
         assert claim.name == name and claim.statement.endswith('.') and claim.rule.endswith('.')
         assert {of.relation for of in claim.expectations} <= {AS_REPORTED, *RELATIONS}
+        assert 0 < len(claim.title) <= 65 and claim.title[-1] != '.'
         assert claim.checks or claim.expectations or claim.measures
 
 
@@ -79,7 +80,7 @@ def test_an_exact_row_speaks_by_its_tolerance():
 
 def test_the_studies_of_a_claim_are_listed_once():
     expected = tuple(Expectation(name, 'qk/no_o', 'worse') for name in ('a', 'b', 'a'))
-    claim = Claim('Z', 's', 's', 'r', expectations=expected)
+    claim = Claim('Z', 't', 's', 's', 'r', expectations=expected)
     assert claim.studies == ('a', 'b')
 
 

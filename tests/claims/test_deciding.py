@@ -15,7 +15,7 @@ from tests.claims.conftest import PLAIN, REFORMER
 
 
 def claim(*expectations, checks=(), measures=()):
-    return Claim('Z1', 'A.', 'source', 'Rule.', None, checks, expectations, measures)
+    return Claim('Z1', 'a', 'A.', 'source', 'Rule.', None, checks, expectations, measures)
 
 
 def expect(variant, relation, study='fair_small', **options):

@@ -26,7 +26,7 @@ def record(directory, scale):
 def claim(name, study):
     measures = (Measure(study, lambda directory: [], record), Measure('own', lambda _: [], record))
     expected = (Expectation(study, 'qk/no_o', 'worse'), Expectation('broken', 'qk/no_o', 'worse'))
-    return Claim(name, 'A.', 'source', 'Rule.', expectations=expected, measures=measures)
+    return Claim(name, 'a', 'A.', 'source', 'Rule.', expectations=expected, measures=measures)
 
 
 @pytest.fixture

@@ -21,9 +21,10 @@ def check():
     return [exact('one', 1, 1)]
 
 
-EXACT = Claim('E7', 'One is one.', 'arithmetic', 'Holds if it does.', checks=(check,))
+EXACT = Claim('E7', 'one', 'One is one.', 'arithmetic', 'Holds if it does.', checks=(check,))
 EMPIRICAL = Claim(
     'E8',
+    'sharing',
     'K = V is worse.',
     'this project',
     'Holds if it is.',
@@ -31,6 +32,7 @@ EMPIRICAL = Claim(
 )
 OTHER = Claim(
     'E9',
+    'both',
     'Two studies.',
     'this project',
     'Holds if they agree.',

@@ -5,6 +5,7 @@ from qkattn.claims.claim import Claim
 
 CLAIM = Claim(
     name='A1',
+    title='one W_QK can replace W_Q and W_K',
     statement='softmax(X W_Q W_K^T X^T) can be written with one D x D matrix W_QK, whose rank '
     'is at most H.',
     source='A thread on the mathematics of self-attention: why two matrices?',

@@ -5,6 +5,7 @@ from qkattn.claims.claim import Claim
 
 CLAIM = Claim(
     name='A2',
+    title='merging them adds parameters if D > 2 H',
     statement='One matrix per head has D^2 parameters and two have 2 D H: merging adds '
     'parameters if and only if D > 2 H.',
     source='A thread on the mathematics of self-attention: why two matrices?',

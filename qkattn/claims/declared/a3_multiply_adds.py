@@ -6,6 +6,7 @@ from qkattn.claims.measures import crossover
 
 CLAIM = Claim(
     name='A3',
+    title='merging them adds multiply-adds if D >= 2 H',
     statement='Per head, scores of T tokens take 2 T D H + T^2 H multiply-adds with two '
     'matrices and T D^2 + T^2 D with one, which is never less if D >= 2 H, less up to T = D '
     '(2 H - D) / (D - H) if H < D < 2 H, and always less if H >= D.',

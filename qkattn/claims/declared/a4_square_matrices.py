@@ -5,6 +5,7 @@ from qkattn.claims.claim import Claim
 
 CLAIM = Claim(
     name='A4',
+    title='Linear(D, D) is the matrices of all heads',
     statement='A square Linear(D, D) holds N rectangular D x H matrices side by side: equal '
     'function, equal parameter count.',
     source='A thread on multi-head attention',

@@ -4,6 +4,7 @@ from qkattn.claims.claim import Claim, Expectation
 
 CLAIM = Claim(
     name='A6',
+    title='W_Q and W_K of full size in every head lower the loss',
     statement='W_Q and W_K of full size (D x D) in every head buy a lower loss at equal parameter '
     'count.',
     source='A thread on the mathematics of self-attention, about papers that define heads so.',

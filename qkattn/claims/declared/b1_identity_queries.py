@@ -5,6 +5,7 @@ from qkattn.claims.claim import Claim
 
 CLAIM = Claim(
     name='B1',
+    title='in a single head W_Q adds no functions',
     statement="With a single head, W_K' = W_K W_Q^T makes Q = X: the same functions with 3/4 "
     'of the attention parameters.',
     source='A forum thread: is W_Q needed?',

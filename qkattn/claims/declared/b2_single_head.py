@@ -5,6 +5,7 @@ from qkattn.claims.measures.curves import growth_of
 
 CLAIM = Claim(
     name='B2',
+    title='a single head loses 0.01 nats without W_Q',
     statement='Without W_Q a single head loses about 0.01 nats, and the difference does not grow.',
     source='A forum thread with an experiment on a layer of one head.',
     rule="Holds if, at the baseline's shape, the interval of the difference lies between 0.005 and "

@@ -5,6 +5,7 @@ from qkattn.claims.measures import drift
 
 CLAIM = Claim(
     name='B3',
+    title='one product against two is a numerical effect',
     statement="The difference between a trained single head with W_Q and W_K and one with W_K' = "
     'W_K W_Q^T alone is a numerical effect of one product against two.',
     source='A forum thread on whether W_Q is needed, with an experiment.',

@@ -6,6 +6,7 @@ SLICES, WHOLE = {'reading': 'slices of X'}, {'reading': 'all of X in every head'
 
 CLAIM = Claim(
     name='B4',
+    title='multi-head attention needs W_Q or W_K, not both',
     statement='In multi-head attention W_Q is not necessary: it is enough to transform either keys '
     'or queries.',
     source='A forum thread in which both this and its opposite are said.',

@@ -4,6 +4,7 @@ from qkattn.claims.claim import Claim, Expectation
 
 CLAIM = Claim(
     name='B5',
+    title='many single-head layers beat fewer multi-head ones',
     statement='Many single-head layers are better than fewer multi-head layers at equal parameter '
     'count.',
     source='A forum thread; Liu et al. 2021, arXiv 2106.09650, with an initialization of its own.',

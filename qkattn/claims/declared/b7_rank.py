@@ -5,6 +5,7 @@ from qkattn.claims.claim import Claim, Expectation
 
 CLAIM = Claim(
     name='B7',
+    title='the rank may be below the head size',
     statement='W_Q W_K^T may have a low rank: below the head size the loss at equal parameter '
     'count is not worse.',
     source='A forum thread: W_Q and W_K allow a low-rank W.',

@@ -6,6 +6,7 @@ MATRICES = {'query_free/vo': 'without W_Q', 'key_free/vo': 'without W_K', 'merge
 
 CLAIM = Claim(
     name='B8',
+    title='cross-attention works with one matrix for both',
     statement='Cross-attention, whose two streams differ, works as well with one matrix in place '
     'of W_Q and W_K.',
     source='A forum thread on queries of a decoder and keys of an encoder.',

@@ -5,6 +5,7 @@ from qkattn.claims.claim import Claim
 
 CLAIM = Claim(
     name='C1',
+    title='Q Q^T is symmetric, with half the information',
     statement='Q Q^T is symmetric, carries half the information of Q K^T, and its diagonal '
     'dominates.',
     source='A thread that asks why attention does not use Q Q^T, with an answer by an experimenter',

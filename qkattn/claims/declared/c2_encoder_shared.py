@@ -4,6 +4,7 @@ from qkattn.claims.claim import Claim, Expectation
 
 CLAIM = Claim(
     name='C2',
+    title='Q Q^T is worse in an encoder',
     statement='Q Q^T in the encoder of a translation model works, saves parameters and performs '
     'worse.',
     source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',

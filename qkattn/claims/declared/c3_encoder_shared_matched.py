@@ -4,6 +4,7 @@ from qkattn.claims.claim import Claim, Expectation
 
 CLAIM = Claim(
     name='C3',
+    title='Q Q^T is not better with its savings reinvested',
     statement='With d_model adjusted to about the same number of parameters, Q Q^T in the encoder '
     'still does not become better.',
     source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',

@@ -6,6 +6,7 @@ VARIANT = 'qk/vo?encoder_variant=qk/no_v'
 
 CLAIM = Claim(
     name='C4',
+    title='the same without W_V',
     statement='The same goes for replacing V: worse at the same shape, and not better at equal '
     'parameter count.',
     source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',

@@ -4,6 +4,7 @@ from qkattn.claims.claim import Claim, Expectation
 
 CLAIM = Claim(
     name='C6',
+    title='the same in encoder-only and decoder-only models',
     statement='The conclusions do not differ for encoder-only and decoder-only models.',
     source='A thread that asks why attention does not use Q Q^T: "I don\'t think the conclusions '
     'differ".',

@@ -5,6 +5,7 @@ from qkattn.claims.claim import Claim
 
 CLAIM = Claim(
     name='C7',
+    title='W_Q and W_K choose where, W_V and W_O what',
     statement='By 2 x 2 matrices: W_Q and W_K act through A = W_Q W_K^T alone and choose where'
     ' to attend, W_V and W_O through B = W_V W_O alone and choose what is moved; Q Q^T ties A'
     ' and its transpose.',

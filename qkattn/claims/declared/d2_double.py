@@ -7,6 +7,7 @@ DOUBLED = {'double/vo': 'W_Q, W_K', 'qk/double': 'W_V', 'double/double': 'W_Q, W
 
 CLAIM = Claim(
     name='D2',
+    title='two matrices in a row train differently',
     statement='Two matrices in a row, which write the same functions as one, train differently.',
     source='A thread on the lectures about multi-head attention.',
     rule="Holds if each over-parameterised form differs from the baseline at the baseline's shape, "

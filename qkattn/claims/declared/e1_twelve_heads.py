@@ -4,6 +4,7 @@ from qkattn.claims.claim import Claim, Expectation
 
 CLAIM = Claim(
     name='E1',
+    title='W_Q = I at twelve heads loses nothing',
     statement='W_Q = I at twelve heads loses nothing.',
     source='Karbevski and Mijoski 2025, arXiv 2510.23912',
     rule="Holds if the tests find equivalence within the margin, at the baseline's shape and at "

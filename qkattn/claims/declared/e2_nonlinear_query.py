@@ -5,6 +5,7 @@ from qkattn.claims.measures.untuned import untuned
 
 CLAIM = Claim(
     name='E2',
+    title='a nonlinear query is better',
     statement='A nonlinear query is better than the baseline.',
     source='Karbevski 2026, arXiv 2603.13381; a public audit finds that the gain is that of tuning '
     'the baseline.',

@@ -4,6 +4,7 @@ from qkattn.claims.claim import Claim, Expectation
 
 CLAIM = Claim(
     name='E3',
+    title='W_Q = W_K harms a masked language model',
     statement='Positive control: one matrix for queries and keys makes a masked language model '
     'worse.',
     source='Courtois et al. 2024, ACL Findings, arXiv 2406.06366',

@@ -14,6 +14,7 @@ STEPS = list(zip(list(ORDER)[1:], ORDER, strict=False))
 
 CLAIM = Claim(
     name='E4',
+    title='costs ascend: GQA, MQA, K = V, Q = K, Q = K = V',
     statement='In a causal language model sharing costs, in ascending order: GQA, MQA, K = V, '
     'Q = K, Q = K = V.',
     source='Kayyam et al. 2026, arXiv 2606.04032; Shazeer 2019, arXiv 1911.02150',

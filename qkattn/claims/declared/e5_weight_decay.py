@@ -5,6 +5,7 @@ from qkattn.claims.claim import Claim
 
 CLAIM = Claim(
     name='E5',
+    title='decay is a nuclear norm of two matrices, a Frobenius norm of one',
     statement='Weight decay on W_Q and W_K is a penalty on the nuclear norm of W_Q W_K^T, on '
     'W_QK one on its Frobenius norm.',
     source='Kobayashi et al. 2024, arXiv 2410.23819; Srebro et al. 2005',

@@ -4,6 +4,7 @@ from qkattn.claims.claim import Claim, Expectation
 
 CLAIM = Claim(
     name='E6',
+    title='it matters where savings go',
     statement='Where the saved parameters go (d_model, d_ff, heads, depth) changes the answer.',
     source='Shazeer 2019, arXiv 1911.02150, against equal-width comparisons; this project.',
     rule='Holds if, at equal parameter count, each other destination differs from d_model, for '
