@@ -95,7 +95,8 @@ def _decided(claim: Claim, results: Results) -> ClaimResult:
 
 def _earlier(directory: Path) -> list[ClaimResult]:
     """The claims of earlier commands on a workdir; ConfigError if they are of another scale."""
-    earlier = list(read_claims(directory)) if (directory / NAME).exists() else []
+    advice = 'move it away: the studies beside it decide the claims again'
+    earlier = list(read_claims(directory, advice)) if (directory / NAME).exists() else []
     for claim in earlier:
         if claim.scale != SCALE.value:
             raise ConfigError(

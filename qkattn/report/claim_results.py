@@ -144,15 +144,18 @@ def write_claims(directory: str | Path, claims: Iterable[ClaimResult]) -> Path:
     return path
 
 
-def read_claims(directory: str | Path) -> tuple[ClaimResult, ...]:
+def read_claims(directory: str | Path, advice: str | None = None) -> tuple[ClaimResult, ...]:
     """The claims of a directory.
+
+    Args:
+      advice: what to do without the file or with a damaged one; by default, to export it again.
 
     Raises:
       ReportError: there is no claims.json.
       RunDirectoryError: it was edited, or is not what `write_claims` writes.
     """
     path = Path(directory) / NAME
-    advice = _ADVICE.format(directory)
+    advice = advice or _ADVICE.format(directory)
     if not path.is_file():
         raise ReportError(f'{path} does not exist; {advice}.')
     try:

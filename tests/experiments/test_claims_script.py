@@ -132,6 +132,14 @@ def test_claims_of_another_scale_are_refused_and_kept(script_here, workdir):
     assert (workdir / 'claims.json').read_bytes() == kept
 
 
+def test_damaged_claims_of_a_workdir_are_kept(script_here, workdir):
+    path = workdir / 'claims.json'
+    path.write_text('[{"name": "E7"}]')
+    done = script_here('claims', 'E7', f'--workdir={workdir}')
+    assert done.returncode == 2 and path.read_text() == '[{"name": "E7"}]'
+    assert f'{path} is damaged' in done.stderr and 'move it away: the studies beside' in done.stderr
+
+
 def test_studies_of_claims_have_short_names(script_here):
     done = script_here('ablate', '--config=claims/masked:tpu', '--dry_run')
     assert done.returncode == 2 and "scale='tpu' must be one of smoke, cpu, gpu" in done.stderr
