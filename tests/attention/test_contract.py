@@ -43,8 +43,8 @@ def mask_of(lengths: tuple[int, int], **options) -> jax.Array:
     return visible(T, T, valid_BS=valid_BS, **options)
 
 
-def test_it_equals_the_oracle(variant):
-    assert_equals_oracle(make(variant), stream(), mask_of((T, T - 2), causal=True))
+def test_it_equals_the_oracle(documented):
+    assert_equals_oracle(make(documented), stream(), mask_of((T, T - 2), causal=True))
 
 
 @functools.cache
@@ -125,15 +125,15 @@ def test_every_parameter_has_a_finite_gradient(variant):
             assert np.abs(gradient).max() > 0, name
 
 
-def test_grouped_heads_equal_the_oracle(variant):
-    score, value = registry.find_score(variant[0])[0], registry.find_value(variant[1])[0]
+def test_grouped_heads_equal_the_oracle(documented):
+    score, value = registry.find_score(documented[0])[0], registry.find_value(documented[1])[0]
     for num_kv_heads in (1, 2):
         if not (score.uses_kv_heads or value.uses_kv_heads):
             with pytest.raises(SpecError, match='changes nothing|num_kv_heads must be'):
-                make(variant, num_kv_heads=num_kv_heads)
+                make(documented, num_kv_heads=num_kv_heads)
             continue
         try:
-            layer = make(variant, num_kv_heads=num_kv_heads, biases=True)
+            layer = make(documented, num_kv_heads=num_kv_heads, biases=True)
         except SpecError as refusal:  # a pair that needs as many key heads as query heads
             assert 'num_kv_heads' in str(refusal) and '\n' not in str(refusal)
             continue
