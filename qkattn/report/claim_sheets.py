@@ -119,7 +119,7 @@ def _points(
 ) -> tuple[list[Heading], list[list[str]]]:
     """A row for each x, a column for each line."""
     by_x = {name: {row.x: row for row in of} for name, of in lines.items()}
-    of_kind = PARTS.get(axis.kind, axis.unit)
-    headings = [(axis.x_label, True), *((f'{name}|{of_kind}', False) for name in lines)]
+    about = ', '.join(filter(None, [axis.place, PARTS.get(axis.kind, axis.unit)]))
+    headings = [(axis.x_label, True), *((f'{name}|{about}', False) for name in lines)]
     every = sorted({row.x for of in lines.values() for row in of if row.x is not None})
     return headings, [[f'{x:,g}', *(amount(of.get(x)) for of in by_x.values())] for x in every]

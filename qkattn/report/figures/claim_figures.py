@@ -12,6 +12,7 @@ from qkattn.report.claim_results import ClaimResult, Kind, Row, Speaks
 from qkattn.report.figures.curve_figure import MAX_LINES
 from qkattn.report.figures.forest import Line, Panel, forest, limits_of
 from qkattn.report.figures.style import (
+    DASHES,
     HUES,
     MARKERS,
     REFERENCE,
@@ -179,45 +180,78 @@ def _unit(row: Row) -> str:
 
 
 def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
-    """Values against x, by `curves`."""
+    """Values against x, by `curves`; panels of one axis have one scale."""
     found = curves(rows)
     if not found:
         return None
-    columns = 1 if look.narrow else min(2, len(found))
-    height = (3.6 if columns == 1 else 3.0) * -(-len(found) // columns)
+    alike = len({axis._replace(place='') for axis in found}) == 1 < len(found)
+    columns = 1 if look.narrow else min(2 + alike, len(found))
+    height = 2.2 if alike else 3.6 if columns == 1 else 3.0
     lines = {name: points for of in found.values() for name, points in of.items()}
-    extra = 0.2 * len(lines) * look.narrow
-    figure = look.figure(WIDTH + 1.2 if columns == 1 else WIDTH + 3.0, height + extra + 0.3)
+    below = alike or len(lines) > MAX_LINES
+    extra = 0.2 * len(lines) * (look.narrow or below)
+    width = WIDTH + 1.2 if columns == 1 else WIDTH + 3.0
+    figure = look.figure(width, height * -(-len(found) // columns) + extra + 0.3)
     of_look = _line_styles(lines, look)
-    for ax, (place, of) in zip(panels(figure, columns, len(found)), found.items(), strict=True):
+    axes = panels(figure, columns, len(found), sharex=alike, sharey=alike)
+    for ax, (axis, of) in zip(axes, found.items(), strict=True):
         _curve_panel(ax, of, of_look)
-        title = short(PARTS.get(place.kind, '')) if len({of.kind for of in found}) > 1 else ''
-        ax.set(xlabel=place.x_label, ylabel=place.unit or 'value', title=title)
-    legend(figure, 'right center' if len(lines) <= MAX_LINES else 'lower center')
+        among = found.values() if alike else [of]
+        _scales(ax, [row for of in among for points in of.values() for row in points])
+        kind = PARTS.get(axis.kind, '') * (len({axis.kind for axis in found}) > 1)
+        title = ', '.join(filter(None, [axis.place, kind]))
+        ax.set(xlabel=axis.x_label, ylabel=axis.unit or 'value', title=short(title))
+        if alike:
+            ax.label_outer()
+    legend(figure, 'lower center' if below else 'right center', ncols=columns if below else 1)
     return figure
 
 
 class Axis(NamedTuple):
-    """What the points of one panel of curves have in common."""
+    """What the points of one panel of curves have in common; a place in their contexts or ''."""
 
     unit: str
     x_label: str
     kind: str
+    place: str = ''
 
 
 def curves(rows: Iterable[Row]) -> dict[Axis, dict[str, list[Row]]]:
-    """Points by panel and by the name of their line, by ascending x."""
+    """Points by panel and by the name of their line, by ascending x.
+
+    Many lines have a panel for each value of one name in their contexts.
+    """
     rows = sorted((row for row in rows if row.x is not None), key=lambda row: row.x)
     names, whats, arms = varying(rows), {row.what for row in rows}, {row.arm for row in rows}
-    found: dict[Axis, dict[str, list[Row]]] = {}
+    of_axes: dict[Axis, list[Row]] = {}
     for row in rows:
-        where = places(row, names)
-        about = [row.what] * (len(whats) > 1 or not where) + [row.arm or ''] * (len(arms) > 1)
-        # A context or an arm that repeats the name adds nothing.
-        label = ', '.join(filter(None, dict.fromkeys(about + where)))
-        lines = found.setdefault(Axis(row.unit, row.x_label or 'x', row.kind), {})
-        lines.setdefault(label, []).append(row)
+        of_axes.setdefault(Axis(row.unit, row.x_label or 'x', row.kind), []).append(row)
+    found: dict[Axis, dict[str, list[Row]]] = {}
+    for axis, of_axis in of_axes.items():
+        apart = _apart(of_axis)
+        for row in of_axis:
+            where = places(row, [name for name in names if name not in apart])
+            about = [row.what] * (len(whats) > 1 or not where) + [row.arm or ''] * (len(arms) > 1)
+            # A context or an arm that repeats the name adds nothing.
+            label = ', '.join(filter(None, dict.fromkeys(about + where)))
+            panel = axis._replace(place=', '.join(places(row, apart)))
+            found.setdefault(panel, {}).setdefault(label, []).append(row)
     return found
+
+
+def _apart(rows: Sequence[Row]) -> list[str]:
+    """The name in contexts, of the fewest values, that has a panel for each where lines are many.
+
+    None where a panel would have one line.
+    """
+    lines = {(row.what, row.arm, *row.context.items()) for row in rows}
+    counts = {
+        name: len({row.context[name] for row in rows})
+        for name in varying(rows)
+        if all(name in row.context for row in rows)
+    }
+    fewest = sorted(counts, key=lambda name: counts[name])[:1]
+    return [name for name in fewest if 2 * counts[name] <= len(lines) > len(HUES)]
 
 
 def _line_styles(lines: Mapping[str, Sequence[Row]], look: Look) -> dict[str, dict]:
@@ -225,10 +259,12 @@ def _line_styles(lines: Mapping[str, Sequence[Row]], look: Look) -> dict[str, di
     arms = [of[0].arm for of in lines.values()]
     if None not in arms and len(set(arms)) == len(arms):
         return {name: look[of[0].arm or ''] for name, of in lines.items()}
-    return {
-        name: {'color': HUES[i % len(HUES)], 'marker': MARKERS[i % len(MARKERS)]}
-        for i, name in enumerate(lines)
-    }
+    looks = [
+        {'color': hue, 'marker': marker, 'linestyle': dashes}
+        for dashes in DASHES
+        for hue, marker in zip(HUES, MARKERS, strict=True)
+    ]
+    return dict(zip(lines, itertools.cycle(looks), strict=False))
 
 
 def _curve_panel(ax: Axes, lines: Mapping[str, Sequence[Row]], of_look: Mapping) -> None:
@@ -239,12 +275,19 @@ def _curve_panel(ax: Axes, lines: Mapping[str, Sequence[Row]], of_look: Mapping)
         if bounded:
             ends = ([getattr(row, of) for row in bounded] for of in ('x', 'low', 'high'))
             ax.fill_between(*ends, color=of_look[name]['color'], alpha=0.18, linewidth=0)
-    rows = [row for points in lines.values() for row in points]
+
+
+def _scales(ax: Axes, rows: Sequence[Row]) -> None:
+    """Logarithmic ones where positive values span decades; x = 0 then stands left of them."""
     if any(row.low is not None and row.low <= 0 <= row.high for row in rows):
         ax.axhline(0.0, label='_zero', **REFERENCE)
-    if _spans([row.x for row in rows], _X_SPAN) and min(row.x for row in rows) > 0:
-        ax.set_xscale('log')
-        ax.set_xticks(sorted({row.x for row in rows})[:: -(-len({row.x for row in rows}) // 8)])
+    every = sorted({row.x for row in rows if row.x is not None})
+    if every[0] >= 0 and _spans(every, _X_SPAN):
+        if every[0] == 0:
+            ax.set_xscale('symlog', linthresh=every[1], linscale=0.5)
+        else:
+            ax.set_xscale('log')
+        ax.set_xticks(every[:: -(-len(every) // 8)])
         ax.minorticks_off()
         ax.xaxis.set_major_formatter(lambda x, _: f'{x:,g}' if x < 1e5 else si(x))
     lowest = [row.value if row.low is None else row.low for row in rows]
