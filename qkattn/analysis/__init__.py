@@ -4,6 +4,7 @@
 """
 
 from qkattn.analysis.analyze import Analysis, Row, analyze, circuit_matrices, next_token_batch
+from qkattn.analysis.means import means
 from qkattn.analysis.patterns import Pattern
 from qkattn.analysis.watching import attention_patterns, sites, walk
 
@@ -14,6 +15,7 @@ __all__ = [
     'analyze',
     'attention_patterns',
     'circuit_matrices',
+    'means',
     'next_token_batch',
     'sites',
     'walk',

@@ -1,7 +1,7 @@
 """D2: training with two matrices in a row."""
 
 from qkattn.claims.claim import Claim, Expectation, Measure
-from qkattn.claims.measures import factors
+from qkattn.claims.measures import factor_norms
 
 DOUBLED = {'double/vo': 'W_Q, W_K', 'qk/double': 'W_V', 'double/double': 'W_Q, W_K, W_V'}
 
@@ -16,5 +16,5 @@ CLAIM = Claim(
         Expectation('overparameterised', variant, 'different', context={'doubled': name})
         for variant, name in DOUBLED.items()
     ),
-    measures=(Measure('overparameterised', factors.read, factors.record),),
+    measures=(Measure('overparameterised', factor_norms.read, factor_norms.record),),
 )

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
+import jax
 
 from qkattn import pretrained
-from qkattn.analysis import analyze
+from qkattn.analysis import means
 from qkattn.model.transformer import Transformer
 from qkattn.report.claim_results import Kind, Row, Speaks
 from qkattn.run.records import parse_file, write_json
@@ -72,20 +72,9 @@ def read(directory: Path) -> list[Row]:
 
 
 def measured(model: Transformer) -> dict[str, float]:
-    """QUANTITIES of one model, mean over layers and heads, as `qkattn.metrics.ATTENTION` has them.
+    """QUANTITIES of one model, mean over layers and heads.
 
     NaN for circuits that are not one matrix a head.
     """
-    found, numbers = analyze(model, induction=False), {}
-    for circuit, of, part in (('qk', 'A', 'score/'), ('ov', 'B', 'value/')):
-        for name in ('norm', 'effective_rank'):
-            values = [row.value for row in found.rows if (row.of, row.quantity) == (of, name)]
-            numbers[f'{circuit}_{name}'] = float(np.mean(values)) if values else float('nan')
-        squares: dict[tuple[str, int | None], float] = {}
-        for row in found.rows:
-            if row.quantity == 'parameter_norm' and row.of.startswith(part):
-                place = row.site, row.layer
-                squares[place] = squares.get(place, 0.0) + row.value**2
-        norms = np.sqrt(list(squares.values())) if squares else [0.0]
-        numbers[f'{circuit}_factor_norm'] = float(np.mean(norms))
-    return {name: numbers[name] for name in QUANTITIES}
+    found = jax.jit(means)(model)
+    return {name: float(found[name]) for name in QUANTITIES}
