@@ -7,9 +7,11 @@ import shutil
 
 import pytest
 
+from qkattn.claims.measures import crossover, drift, factor_norms
 from qkattn.claims.measures.curves import flips, growth
 from qkattn.claims.measures.untuned import at_one_rate
 from qkattn.claims.results import load
+from qkattn.errors import RunDirectoryError
 from qkattn.report.claim_results import Speaks
 from tests.claims.conftest import PLAIN
 
@@ -73,3 +75,31 @@ def test_the_lowest_rate_of_both_decides(committed, tmp_path):
     assert [row.x for row in rows] == [0.004, 0.008]
     assert rows[0].speaks != Speaks.BESIDE and rows[1].speaks == Speaks.BESIDE
     assert rows[0].low is not None and rows[1].low is None
+
+
+@pytest.mark.parametrize('measure', [crossover, drift, factor_norms])
+def test_a_damaged_file_is_named(measure, tmp_path):
+    path = tmp_path / measure.FILE
+    path.parent.mkdir()
+    assert measure.read(tmp_path) == []
+    for text, reason in {
+        '{"a"': 'it is not JSON',
+        '{"crc32": 1}': 'checksum',
+        '{}': 'field',
+    }.items():
+        path.write_text(text)
+        with pytest.raises(RunDirectoryError, match=f'{path} is damaged .*{reason}.*; restore it'):
+            measure.read(tmp_path)
+
+
+@pytest.mark.parametrize('measure', [crossover, drift])
+def test_an_altered_number_is_found(measure, committed, tmp_path):
+    path = tmp_path / measure.FILE
+    path.parent.mkdir()
+    (name,) = (committed / 'claims/cpu').glob(f'*/{measure.FILE}')
+    text = name.read_text()
+    path.write_text(text)
+    assert len(measure.read(tmp_path)) > 10
+    path.write_text(re.sub(r'0\.(\d)', r'0.5\1', text, count=1))
+    with pytest.raises(RunDirectoryError, match='its checksum is not that of its content'):
+        measure.read(tmp_path)

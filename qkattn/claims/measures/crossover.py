@@ -1,7 +1,6 @@
 """Seconds of the scores with one matrix over those with two, beside the counted multiply-adds."""
 
 import dataclasses
-import json
 import math
 import time
 from pathlib import Path
@@ -12,12 +11,13 @@ import jax
 from qkattn.attention import Attention, AttentionSpec
 from qkattn.claims.checks.multiply_adds import factored, merged, scores
 from qkattn.claims.protocol import pick
-from qkattn.claims.results import MEASURES
 from qkattn.report.claim_results import Kind, Row, Speaks
-from qkattn.run.files import write_atomic
+from qkattn.run.records import read_json, write_json
 from qkattn.stats import inference
 
-FILE = 'crossover.json'
+FILE = 'measures/crossover.json'
+_MEASURED = {'D': int, 'H': int, 'T': int, 'ratios': tuple[float, ...]}
+_SCHEMA = {'device': str, 'measured': [_MEASURED]}
 
 
 def record(directory: Path, scale: str) -> None:
@@ -33,8 +33,7 @@ def record(directory: Path, scale: str) -> None:
         for T in lengths
     ]
     device = jax.devices()[0].device_kind
-    text = json.dumps({'device': device, 'measured': measured}, indent=1)
-    write_atomic(directory / MEASURES / FILE, text + '\n')
+    write_json(directory / FILE, {'device': device, 'measured': measured})
 
 
 def ratios(T: int, D: int, H: int, pairs: int) -> list[float]:
@@ -60,8 +59,15 @@ def seconds(run: Any, repeats: int) -> float:
 
 
 def read(directory: Path) -> list[Row]:
-    """The ratio at each T with its counted one, and how often their order differs; none decides."""
-    found = json.loads((directory / MEASURES / FILE).read_text())
+    """The ratio at each T with its counted one, and how often their order differs; none decides.
+
+    Raises:
+      RunDirectoryError: the file is damaged.
+    """
+    path = directory / FILE
+    if not path.exists():
+        return []
+    found = read_json(path, _SCHEMA)
     rows, against, clear = [], 0, 0
     for of in found['measured']:
         T, D, H = of['T'], of['D'], of['H']

@@ -31,8 +31,7 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from qkattn.report.claim_results import Kind, Row, Speaks
-from qkattn.run.json_schema import check
-from qkattn.run.records import parse_file, write_json
+from qkattn.run.records import read_json, write_json
 from qkattn.train.optimizer import optimizer
 from qkattn.train.step import init_trial, train_trial
 
@@ -46,13 +45,14 @@ CURVES = {
 }
 # How many times as large as rounding a difference is that rounding does not explain.
 BEYOND = 3.0
-_SCHEMA = {'steps': tuple[int, ...], 'dtypes': dict}
+_BY_STEP = Mapping[str, tuple[float, ...]]
+_SCHEMA = {'steps': tuple[int, ...], 'dtypes': Mapping[str, _BY_STEP]}
 
 
 def record(directory: Path, scale: str) -> None:
     """Writes measures/drift.json; precisions that it holds already are not trained again."""
     path, config = directory / FILE, settings(scale)
-    found = parse_file(path, _SCHEMA) if path.exists() else {}
+    found = read_json(path, _SCHEMA) if path.exists() else {}
     steps = sampled(config.train.num_steps)
     if found.get('scale') != scale:
         found = {'scale': scale, 'steps': steps, 'dtypes': {}}
@@ -74,13 +74,15 @@ def read(directory: Path) -> list[Row]:
 
     The claim is that the difference is numerical. Where the models have trained apart by more than
     BEYOND times what rounding explains, it is not.
+
+    Raises:
+      RunDirectoryError: the file is damaged.
     """
     path = directory / FILE
     if not path.exists():
         return []
-    found, rows = parse_file(path, _SCHEMA), []
+    found, rows = read_json(path, _SCHEMA), []
     for dtype, curves in found['dtypes'].items():
-        check(curves, dict.fromkeys(CURVES, tuple[float, ...]))
         explained = max(curves['products'][-1], curves['rounding'][-1])
         speaks = Speaks.AGAINST if curves['apart'][-1] > BEYOND * explained else Speaks.FOR
         for name, what in CURVES.items():

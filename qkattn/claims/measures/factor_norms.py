@@ -8,7 +8,7 @@ from qkattn import pretrained
 from qkattn.analysis import means
 from qkattn.model.transformer import Transformer
 from qkattn.report.claim_results import Kind, Row, Speaks
-from qkattn.run.records import parse_file, write_json
+from qkattn.run.records import read_json, write_json
 from qkattn.stats.inference import estimate
 
 FILE = 'measures/factors.json'
@@ -44,12 +44,16 @@ def record(directory: Path, scale: str) -> None:
 
 
 def read(directory: Path) -> list[Row]:
-    """A row for each arm and quantity: the mean over seeds with its interval; decides nothing."""
+    """A row for each arm and quantity: the mean over seeds with its interval; decides nothing.
+
+    Raises:
+      RunDirectoryError: the file is damaged.
+    """
     path = directory / FILE
     if not path.exists():
         return []
     rows = []
-    for run in parse_file(path, {'runs': [{'variant': str, 'size': str, 'trials': list}]})['runs']:
+    for run in read_json(path, {'runs': [{'variant': str, 'size': str, 'trials': list}]})['runs']:
         for name, what in QUANTITIES.items():
             values = [trial[name] for trial in run['trials'] if trial[name] is not None]
             if not values:

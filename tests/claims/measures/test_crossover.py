@@ -17,7 +17,9 @@ def directory(tmp_path):
 def test_every_shape_is_timed_in_pairs(directory, monkeypatch):
     monkeypatch.setattr(crossover, 'pick', lambda scale, smoke, cpu, gpu: SMALL[type(smoke)])
     crossover.record(directory, 'smoke')
-    measured = json.loads((directory / 'measures/crossover.json').read_text())['measured']
+    found = json.loads((directory / 'measures/crossover.json').read_text())
+    measured = found['measured']
+    assert found.keys() == {'device', 'measured', 'crc32'}
     assert [(of['D'], of['H'], of['T']) for of in measured] == [(4, 1, 3), (4, 3, 3), (4, 4, 3)]
     assert all(len(of['ratios']) == 4 and min(of['ratios']) > 0 for of in measured)
 
