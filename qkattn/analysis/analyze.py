@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.analysis import factors, watching
-from qkattn.analysis.matrices import OF_MATRICES, singular_values
+from qkattn.analysis.matrices import OF_MATRICES, definiteness, singular_values
 from qkattn.analysis.patterns import IN_ORDER, OF_PATTERNS, Pattern, induction_score
 from qkattn.model import Encoder, EncoderDecoder
 from qkattn.model.transformer import Transformer
@@ -95,7 +95,7 @@ def analyze(
     rows: list[Row] = []
     spectra: dict[Place, np.ndarray] = {}
     missing: list[Place] = []
-    for (site, layer, of), numbers in jax.device_get(of_matrices(model)).items():
+    for (site, layer, of), numbers in of_matrices(model).items():
         if not numbers:
             missing.append((site, layer, of))
             continue
@@ -168,21 +168,34 @@ def of_pattern(pattern: Pattern, in_order: bool) -> dict[str, jax.Array]:
     return {name: function(pattern) for name, function in chosen.items()}
 
 
-@jax.jit
-def of_matrices(model: Transformer) -> dict[Place, dict[str, jax.Array]]:
+def of_matrices(model: Transformer) -> dict[Place, dict[str, np.ndarray]]:
     """OF_MATRICES [N] and singular_values [N, D] of every circuit; {} of one without a matrix."""
-    found = circuit_matrices(model)
+    found = jax.jit(circuit_matrices)(model)
     present = {place: a_NDD for place, a_NDD in found.items() if a_NDD is not None}
     if not present:
         return {place: {} for place in found}
     stacked_PNDD = jnp.stack(list(present.values()))
-    numbers = {name: function(stacked_PNDD) for name, function in OF_MATRICES.items()}
-    numbers['singular_values'] = singular_values(stacked_PNDD)
+    # One after the other, each with one decomposition: see `matrices`.
+    numbers = [jax.device_get(program(stacked_PNDD)) for program in (_of_spectra, _of_forms)]
     rows = {place: row for row, place in enumerate(present)}
     return {
-        place: {n: of_P[rows[place]] for n, of_P in numbers.items()} if place in rows else {}
+        place: {n: of_P[rows[place]] for of in numbers for n, of_P in of.items()}
+        if place in rows
+        else {}
         for place in found
     }
+
+
+@jax.jit
+def _of_spectra(a_PNDD: jax.Array) -> dict[str, jax.Array]:
+    """What needs no eigenvalues."""
+    chosen = OF_MATRICES | {'singular_values': singular_values}
+    return {name: of(a_PNDD) for name, of in chosen.items() if of is not definiteness}
+
+
+@jax.jit
+def _of_forms(a_PNDD: jax.Array) -> dict[str, jax.Array]:
+    return {definiteness.__name__: definiteness(a_PNDD)}
 
 
 @jax.jit

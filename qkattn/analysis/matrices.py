@@ -2,6 +2,10 @@
 
 They say the same of every factorization of a matrix: Elhage et al. 2021, 'A mathematical framework
 for transformer circuits'. A zero matrix gives NaN, except for its norm. No number has a unit.
+
+A program decomposes one array at most: stack all matrices, and keep `definiteness`, which needs
+eigenvalues, apart from the functions of singular values. On CPUs, programs of jaxlib 0.10.2 with
+two calls of LAPACK that do not depend on each other may wait for ever.
 """
 
 from collections.abc import Callable

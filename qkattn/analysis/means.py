@@ -21,13 +21,16 @@ def means(model: Transformer, inputs: Mapping[str, Any] | None = None) -> dict[s
     of a layer. NaN for what the attention does not have; no inputs, no patterns.
     """
     found: dict[str, jax.Array] = {}
-    circuits = circuit_matrices(model)
     layers = [layer for of_site in watching.sites(model).values() for layer in of_site]
+    present = {place: a for place, a in circuit_matrices(model).items() if a is not None}
+    numbers = {}
+    if present:  # all in one array, as `matrices` asks for
+        stacked_PNDD = jnp.stack(list(present.values()))
+        numbers = {name: matrices.OF_MATRICES[name](stacked_PNDD) for name in OF_MATRICES}
     for circuit, of, part in (('qk', 'A', 'score'), ('ov', 'B', 'value')):
-        stacks = [a for (*_, which), a in circuits.items() if which == of and a is not None]
+        rows = [row for row, (*_, which) in enumerate(present) if which == of]
         for name in OF_MATRICES:
-            function = matrices.OF_MATRICES[name]
-            found[f'{circuit}_{name}'] = _mean(function(a_NDD) for a_NDD in stacks)
+            found[f'{circuit}_{name}'] = _mean(numbers[name][row] for row in rows)
         found[f'{circuit}_factor_norm'] = _mean(_norm(getattr(layer, part)) for layer in layers)
     if inputs is None:
         return found

@@ -13,10 +13,10 @@ from qkattn.analysis import (
     analyze,
     attention_patterns,
     circuit_matrices,
+    means,
     next_token_batch,
     walk,
 )
-from qkattn.analysis.analyze import of_matrices
 from qkattn.analysis.watching import see
 from qkattn.attention import Attention, AttentionSpec, Mask, oracle, registry
 from qkattn.config import ModelConfig
@@ -163,7 +163,7 @@ def test_trials_under_vmap_have_the_numbers_that_each_has_alone():
 
     def measured(params):
         model = with_params(config, params)
-        return of_matrices(model), attention_patterns(model, {'tokens_BT': TOKENS})
+        return means(model), attention_patterns(model, {'tokens_BT': TOKENS})
 
     together = jax.jit(jax.vmap(measured))(stacked)
     for x in range(2):
