@@ -10,6 +10,7 @@ from qkattn.model.transformer import Transformer
 from qkattn.report.claim_results import Kind, Row, Speaks
 from qkattn.run.records import read_json, write_json
 from qkattn.stats.inference import estimate
+from qkattn.study.tuning import SCREENING
 
 FILE = 'measures/factors.json'
 QUANTITIES = {
@@ -23,10 +24,10 @@ QUANTITIES = {
 
 
 def record(directory: Path, scale: str) -> None:
-    """Writes measures/factors.json: of every trained verdict run the `measured` of its trials."""
+    """Writes measures/factors.json: of every run but those of a screening, `measured` by trial."""
     found = []
-    for run in sorted((directory / 'runs').glob('*-verdict-*')):
-        if not (run / 'result.json').exists():
+    for run in sorted((directory / 'runs').iterdir()):
+        if f'-{SCREENING}-' in run.name or not (run / 'result.json').exists():
             continue
         source = pretrained.load(run)
         alive = [model for model, well in zip(source.models, source.alive, strict=True) if well]

@@ -35,7 +35,8 @@ def test_norms_and_rank_are_those_of_the_factors_and_their_product():
 
 
 def test_a_study_has_a_row_for_each_arm_and_quantity(tmp_path, monkeypatch):
-    runs = {'double-vo-d_model=8-verdict-1': 'double', 'qk-vo-d_model=8-verdict-2': 'qk'}
+    # Runs of a study without tuning have no stage.
+    runs = {'double-vo-d_model=8-1': 'double', 'qk-vo-d_model=8-verdict-2': 'qk'}
     for name in (*runs, 'qk-vo-d_model=8-screening-3', 'qk-vo-d_model=8-verdict-4'):
         (tmp_path / 'runs' / name).mkdir(parents=True)
         if not name.endswith('4'):  # which is not finished
