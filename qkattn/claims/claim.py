@@ -69,6 +69,7 @@ class Claim:
       statement, rule: a sentence each; the rule says in which case the claim holds.
       source: who says so.
       reported: the number that was reported, in words.
+      premises: checks of what its studies presume; they can speak against it only.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Claim:
     checks: tuple[Check, ...] = ()
     expectations: tuple[Expectation, ...] = ()
     measures: tuple[Measure, ...] = ()
+    premises: tuple[Check, ...] = ()
 
     @property
     def studies(self) -> tuple[str, ...]:

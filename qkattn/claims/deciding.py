@@ -24,6 +24,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     """
     started = time.perf_counter()
     rows = [row for check in claim.checks for row in check()]
+    rows += [_premise(row) for check in claim.premises for row in check()]
     decided: list[Evidence] = []
     missing = list(results.missing(claim, scale))
     expectations = claim.expected_at(scale)
@@ -33,7 +34,8 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         pairs = sum(of.study == expected.study and of.versus is not None for of in expectations)
         found, beside, lacking = evidence(expected, loaded, pairs)
         decided += found
-        rows += [of.row for of in found] + beside
+        rows += [of.row for of in found]
+        rows += [row for place, row in enumerate(beside) if row not in (*rows, *beside[:place])]
         missing += [
             f'study {expected.study}: {place.variant} at {place.size} on {place.corpus} has no '
             'difference from the baseline yet'
@@ -55,7 +57,9 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         verdict=verdict,
         rows=tuple(rows),
         condition=rules.condition(rows) if verdict == ClaimVerdict.HOLDS_ONLY_IF else None,
-        needed=_needed(claim, scale, decided) if verdict == ClaimVerdict.UNDECIDED else None,
+        needed=_needed(claim, scale, results, decided)
+        if verdict == ClaimVerdict.UNDECIDED
+        else None,
         decisive=rules.decisive(rows, verdict),
         missing=tuple(dict.fromkeys(missing)),
         studies=tuple(name for name in claim.studies if results.has(name)),
@@ -64,18 +68,24 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     )
 
 
+def _premise(row: Row) -> Row:
+    """A row that is true stands beside the claim."""
+    return replace(row, speaks=Speaks.BESIDE) if row.speaks == Speaks.FOR else row
+
+
 def _undecided(row: Row, results: Results) -> Row:
     """The row, open if it comes from training: at scale smoke a study shows only that it runs."""
     trained = row.study is not None and results.study(row.study) is not None
     return replace(row, speaks=Speaks.OPEN) if trained and row.speaks != Speaks.BESIDE else row
 
 
-def _needed(claim: Claim, scale: str, decided: list[Evidence]) -> str | None:
-    """What decides a claim: by the errors measured, or the scale at which its studies can."""
-    if scale != 'smoke' and (text := needed(decided)):
+def _needed(claim: Claim, scale: str, results: Results, decided: list[Evidence]) -> str | None:
+    """What decides a claim: studies without results, or more of those with open arms."""
+    lacking = [name for name in claim.studies if not results.has(name)]
+    wanted = 'cpu' if scale == 'smoke' else scale if lacking else 'gpu'
+    if scale != 'smoke' and not lacking and (text := needed(decided)):
         return text
-    wanted = 'cpu' if scale == 'smoke' or not decided else 'gpu'
-    studies = {name: study_of(name, wanted) for name in claim.studies}
+    studies = {name: study_of(name, wanted) for name in lacking or claim.studies}
     return planned({name: study for name, study in studies.items() if study}, wanted)
 
 

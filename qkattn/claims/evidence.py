@@ -62,7 +62,8 @@ def evidence(
     """What decides an expectation, what stands beside it, and the arms without results.
 
     An arm has a row at its own length of training and, matched, at a longer one. The rows beside it
-    are the other parts of the difference: removed, reinvested, matched.
+    are the other parts of the difference: removed, reinvested, matched; beside a pair of variants,
+    those of each against the baseline.
 
     Args:
       pairs: of variants that the claim compares in this study, which are one family.
@@ -93,9 +94,9 @@ def evidence(
             word, said = one
         row = dataclasses.replace(row, relation=expected.relation, word=word, speaks=said)
         decided.append(Evidence(row, arm, verdict, comparison.difference))
-        if expected.versus or arm.control == LONGER:
+        if arm.control == LONGER:
             continue
-        for primary in _primary_of(arm, loaded):
+        for primary in _primaries(arm, expected, loaded):
             part = parts.get(primary.place)
             shown = {
                 Kind.REMOVED: part.removing if part else None,
@@ -103,9 +104,15 @@ def evidence(
                 Kind.MATCHED: primary.comparison,
             }
             for name, of in shown.items():
-                if of is not None and name != kind:
-                    own = loaded.context(primary) | added
-                    beside.append(_row(primary, of, name, own, expected))
+                if of is None or (name == kind and not expected.versus):
+                    continue
+                own = loaded.context(primary)
+                if expected.versus:
+                    alone = dataclasses.replace(expected, variant=loaded.bare(primary.variant))
+                    alone = dataclasses.replace(alone, versus=None, reported=None)
+                    beside.append(_row(primary, of, name, own, alone))
+                else:
+                    beside.append(_row(primary, of, name, own | added, expected))
     return decided, beside, lacking
 
 
@@ -125,11 +132,18 @@ def _declared(expected: Expectation, loaded: Loaded) -> list[Place]:
     return [place for place in places if loaded.names(place.variant, expected.variant)]
 
 
-def _primary_of(arm: Arm, loaded: Loaded) -> Iterator[Arm]:
-    """The matched arms of a control of equal shape, one a destination; of a matched arm itself."""
+def _primaries(arm: Arm, expected: Expectation, loaded: Loaded) -> Iterator[Arm]:
+    """The matched arms of a control of equal shape, one a destination; of a matched arm itself.
+
+    Of a pair, the matched arms of both variants.
+    """
+    pair = (expected.variant, expected.versus)
     for other in loaded.found.arms:
         same = (other.size, other.corpus) == (arm.size, arm.corpus)
-        if other.place == arm.place or (
+        if expected.versus:
+            if same and any(of and loaded.names(other.variant, of) for of in pair):
+                yield other
+        elif other.place == arm.place or (
             same and arm.control == EQUAL_SHAPE and loaded.bare(other.variant) == arm.variant
         ):
             yield other

@@ -75,19 +75,17 @@ def _shared(rows: Sequence[Row]) -> str:
 
 def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
     of_claim = compared(claim.rows)
-    names = varying(row for of in of_claim for row in of.rows.values())
+    names = varying(of_claim)
     rows = []
     for of in of_claim:
         parts = list(of.rows.values())
-        speaks = next((row.speaks for row in parts if row.speaks != Speaks.BESIDE), Speaks.BESIDE)
-        relation = next((row.relation for row in parts if row.relation), '')
         rows.append(
             [
                 of.what,
                 *(of.context.get(name, NONE) for name in names),
                 *(amount(of.rows.get(kind)) for kind in PARTS),
                 of.word or NONE,
-                f'{SAID[speaks]} "{words(relation)}"' if relation else SAID[speaks],
+                _said_by(parts),
             ]
         )
     units = ', '.join(dict.fromkeys(row.unit for of in of_claim for row in of.rows.values()))
@@ -96,6 +94,16 @@ def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
     numbers = [(f'{name}, {units}|{of}', False) for name, of in titles]
     left = [('verdict', True), ('for or against|the claim', True)]
     return [('arm', True), *((words(name), True) for name in names), *numbers, *left], rows
+
+
+def _said_by(parts: Sequence[Row]) -> str:
+    """'for "not worse"'; 'for "worse", open "not better"' of several that decide."""
+    said = [
+        f'{SAID[row.speaks]} "{words(row.relation)}"' if row.relation else SAID[row.speaks]
+        for row in parts
+        if row.speaks != Speaks.BESIDE
+    ]
+    return ', '.join(dict.fromkeys(said)) or SAID[Speaks.BESIDE]
 
 
 def _values(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:

@@ -62,6 +62,36 @@ def test_rows_tell_what_was_removed_from_what_was_reinvested(results):
     }
 
 
+def test_beside_a_pair_stand_both_against_the_baseline(results):
+    at = {'at': 'removed', 'versus': 'qk/no_o'}
+    of = decide(claim(expect('qk/k_is_v', 'worse', **at)), 'cpu', results)
+    assert [row.what for row in of.rows if row.speaks != Speaks.BESIDE] == ['qk/k_is_v - qk/no_o']
+    beside = [(row.arm, row.kind) for row in of.rows if row.speaks == Speaks.BESIDE]
+    kinds = (Kind.REMOVED, Kind.REINVESTED, Kind.MATCHED)
+    assert sorted(beside) == sorted((arm, k) for arm in ('qk/k_is_v', 'qk/no_o') for k in kinds)
+    both = claim(
+        *(expect('qk/k_is_v', 'worse', **at | {'at': how}) for how in ('removed', 'matched'))
+    )
+    rows = decide(both, 'cpu', results).rows
+    assert len([row for row in rows if row.speaks == Speaks.BESIDE]) == len(beside)
+
+
+def test_a_premise_speaks_against_a_claim_only(results):
+    true, false = (lambda v=v: [exact('one', v, 1, of='rank')] for v in (1, 2))
+    for check, said in ((true, Speaks.BESIDE), (false, Speaks.AGAINST)):
+        of = dataclasses.replace(claim(expect('qk/k_is_v', 'worse')), premises=(check,))
+        decided = decide(of, 'cpu', results)
+        assert decided.rows[0].speaks == said
+        holds = said == Speaks.BESIDE
+        assert decided.verdict is (ClaimVerdict.HOLDS if holds else ClaimVerdict.HOLDS_ONLY_IF)
+
+
+def test_a_study_without_results_is_what_is_needed_first(results):
+    pair = (expect('query_free/vo', 'equivalent'), expect('qk/no_v', 'worse', study='masked'))
+    of = decide(claim(*pair), 'cpu', results)
+    assert of.needed.startswith('--scale=cpu: masked with ') and 'seeds in place' not in of.needed
+
+
 def test_longer_training_is_a_context_of_its_own(results):
     of = decide(claim(expect('qk/k_is_v', 'worse')), 'cpu', results)
     decided = [row for row in of.rows if row.speaks != Speaks.BESIDE]

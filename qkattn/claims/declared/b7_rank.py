@@ -9,9 +9,9 @@ CLAIM = Claim(
     statement='W_Q W_K^T may have a low rank: below the head size the loss at equal parameter '
     'count is not worse.',
     source='A forum thread: W_Q and W_K allow a low-rank W.',
-    rule='Holds if low_rank has every rank that it is given, and none below the head size is worse '
-    'than the baseline, whose rank is the head size.',
-    checks=(truncated_ranks.every_rank, truncated_ranks.least_error),
+    rule='Holds if no rank below the head size, which is that of the baseline, is worse; that '
+    'low_rank has every rank that it is given is a premise.',
+    premises=(truncated_ranks.every_rank, truncated_ranks.least_error),
     expectations=tuple(
         Expectation(
             'rank',

@@ -48,7 +48,9 @@ class Compared(NamedTuple):
 
     @property
     def word(self) -> str:
-        return next((row.word for row in self.rows.values() if row.word), '')
+        """'worse', or 'worse / undecided' where the verdicts of its rows differ."""
+        words = {kind: self.rows[kind].word for kind in PARTS if kind in self.rows}
+        return ' / '.join(dict.fromkeys(word for word in words.values() if word))
 
     @property
     def is_decided(self) -> bool:
@@ -56,16 +58,23 @@ class Compared(NamedTuple):
 
 
 def compared(rows: Iterable[Row]) -> list[Compared]:
-    """Removed, reinvested and matched rows, each what and context once, in their order."""
+    """Removed, reinvested and matched rows, each what and context once, in their order.
+
+    The kind tells the shape, which is no part of the context; of two rows of one kind that which
+    decides is shown.
+    """
     found: dict[tuple, Compared] = {}
     for row in rows:
         if row.kind in PARTS and row.x is None:
-            place = row.what, row.arm, *row.context.items()
-            found.setdefault(place, Compared(row.what, row.context, {})).rows[row.kind] = row
+            context = {name: of for name, of in row.context.items() if name != 'shape'}
+            place = row.what, row.arm, *context.items()
+            parts = found.setdefault(place, Compared(row.what, context, {})).rows
+            if row.speaks != Speaks.BESIDE or row.kind not in parts:
+                parts[row.kind] = row
     return list(found.values())
 
 
-def varying(rows: Iterable[Row]) -> list[str]:
+def varying(rows: Iterable[Row | Compared]) -> list[str]:
     """The names in contexts whose values differ between rows."""
     values: dict[str, set[str | None]] = {}
     rows = list(rows)
@@ -116,7 +125,7 @@ def _look(rows: Iterable[Row], narrow: bool) -> Look:
 
 def _named(of_claim: Sequence[Compared]) -> list[tuple[str, Compared, str]]:
     """What is compared, each under the name that tells it from the others."""
-    names = varying(row for of in of_claim for row in of.rows.values())
+    names = varying(of_claim)
     several = len({of.what for of in of_claim}) > 1 or not names
     made = []
     for of in of_claim:
