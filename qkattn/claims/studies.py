@@ -1,9 +1,10 @@
 """The studies of claims: their configs at a scale, and their training."""
 
+import contextlib
 import functools
 import logging
 import runpy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -60,7 +61,7 @@ def train(
     workers: int | None,
     command: list[str],
 ) -> dict[str, str]:
-    """Trains each study of the claims once and records measures; the same call resumes.
+    """Trains each study of the claims once, then records measures; the same call resumes.
 
     A study that cannot be trained does not stop the others.
 
@@ -77,22 +78,26 @@ def train(
     claims, path, failed = list(claims), check_directory(directory), {}
     names = names_of(claims)
     check_scale(path, names, scale)
-    for place, name in enumerate(names, start=1):
-        study = study_of(name, scale)
-        log.info('study %s, %d of %d', name, place, len(names))
+
+    @contextlib.contextmanager
+    def going_on(name: str) -> Iterator[None]:
         try:
-            if study is not None:
-                crew.run(
-                    study,
-                    functools.partial(build_arms, study),
-                    path / name,
-                    workers,
-                    command=command,
-                )
-            _record(claims, name, scale, path / name)
+            yield
         except ConfigError as error:
             failed[name] = str(error)
             log.error('study %s: %s', name, error)
+
+    studies = {name: study for name in names if (study := study_of(name, scale))}
+    for place, (name, study) in enumerate(studies.items(), start=1):
+        log.info('study %s, %d of %d', name, place, len(studies))
+        arms = functools.partial(build_arms, study)
+        with going_on(name):
+            crew.run(study, arms, path / name, workers, command=command)
+    # After all training: workers start from a process that has no threads of JAX yet.
+    for name in names:
+        if name not in failed:
+            with going_on(name):
+                _record(claims, name, scale, path / name)
     return failed
 
 

@@ -189,10 +189,11 @@ def test_exact_checks_decide_alone_and_measures_beside(results, tmp_path):
         return [dataclasses.replace(row, value=float(text), study=directory.name)]
 
     measured = claim(measures=(Measure('own', read, record=print),))
-    assert not decide(measured, 'smoke', Results(tmp_path)).rows
+    assert not decide(measured, 'cpu', Results(tmp_path)).rows
     (tmp_path / 'own/measures').mkdir(parents=True)
     (tmp_path / 'own/measures/a.txt').write_text('1')
-    assert decide(measured, 'smoke', Results(tmp_path)).verdict is ClaimVerdict.HOLDS
+    assert decide(measured, 'cpu', Results(tmp_path)).verdict is ClaimVerdict.HOLDS
+    assert decide(measured, 'smoke', Results(tmp_path)).verdict is ClaimVerdict.UNDECIDED
 
 
 def test_at_smoke_scale_studies_decide_nothing(results):
