@@ -25,7 +25,7 @@ class Expectation:
       reported: the lowest and the highest difference that was reported, nats/token.
       x, x_label: the place on a curve, whose points are the expectations of the same `curve`; also
         a factor of the context.
-      curve: its name, in place of the variant.
+      curve: what is compared, in place of the variant.
       scales: at which the study has this variant; all if empty.
     """
 

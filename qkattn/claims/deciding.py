@@ -26,6 +26,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     rows = [row for check in claim.checks for row in check()]
     rows += [_premise(row) for check in claim.premises for row in check()]
     decided: list[Evidence] = []
+    also: list[Row] = []
     missing = list(results.missing(claim, scale))
     expectations = claim.expected_at(scale)
     for expected in expectations:
@@ -35,12 +36,13 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         found, beside, lacking = evidence(expected, loaded, pairs)
         decided += found
         rows += [of.row for of in found]
-        rows += [row for place, row in enumerate(beside) if row not in (*rows, *beside[:place])]
+        also += [row for row in beside if row not in also]
         missing += [
             f'study {expected.study}: {place.variant} at {place.size} on {place.corpus} has no '
             'difference from the baseline yet'
             for place in lacking
         ]
+    rows += also
     for measure in claim.measures:
         rows += results.rows(measure)
     if scale == 'smoke':

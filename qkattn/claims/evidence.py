@@ -109,7 +109,7 @@ def evidence(
                 own = loaded.context(primary)
                 if expected.versus:
                     alone = dataclasses.replace(expected, variant=loaded.bare(primary.variant))
-                    alone = dataclasses.replace(alone, versus=None, reported=None)
+                    alone = dataclasses.replace(alone, versus=None, reported=None, curve=None)
                     beside.append(_row(primary, of, name, own, alone))
                 else:
                     beside.append(_row(primary, of, name, own | added, expected))
@@ -167,7 +167,8 @@ def _row(
         tolerance=None if low is None else (high - low) / 2,
         x=expected.x,
         x_label=expected.x_label,
-        arm=expected.variant,
+        # The points of a curve have one colour.
+        arm=expected.variant if expected.x is None else None,
         study=expected.study,
     )
 

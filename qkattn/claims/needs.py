@@ -24,8 +24,9 @@ def needed(evidence: Iterable[Evidence]) -> str | None:
 def _needed(of: Evidence) -> tuple[float, str]:
     """What would decide an arm, behind a number that grows with it."""
     trial, place, found = of.arm.example, of.arm.place, of.difference
+    point = f' at {of.row.x_label} {of.row.x:g}' if of.row.x is not None else ''
     where = (
-        f'{of.row.what} at {place.size} on {place.corpus}, {trial.parameters["total"]:,} '
+        f'{of.row.what}{point} at {place.size} on {place.corpus}, {trial.parameters["total"]:,} '
         f'parameters and {trial.num_tokens:,} tokens a run'
     )
     if of.verdict.decision is Decision.NO_VERDICT:

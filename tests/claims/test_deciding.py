@@ -76,6 +76,13 @@ def test_beside_a_pair_stand_both_against_the_baseline(results):
     assert len([row for row in rows if row.speaks == Speaks.BESIDE]) == len(beside)
 
 
+def test_the_points_of_a_curve_are_of_one_arm_and_named_by_their_place(results):
+    place = {'x': 8.0, 'x_label': 'rank', 'curve': 'rank r'}
+    of = decide(claim(expect('query_free/vo', 'equivalent', **place)), 'cpu', results)
+    assert {(row.what, row.arm, row.x) for row in of.rows} == {('rank r', None, 8.0)}
+    assert 'in rank r at rank 8 at d_model=48 on stdlib' in of.needed
+
+
 def test_a_premise_speaks_against_a_claim_only(results):
     true, false = (lambda v=v: [exact('one', v, 1, of='rank')] for v in (1, 2))
     for check, said in ((true, Speaks.BESIDE), (false, Speaks.AGAINST)):

@@ -28,7 +28,8 @@ CLAIM = Claim(
             'worse',
             at=at,
             versus=before,
-            context={'shape': shape, 'order': f'{ORDER[variant]} after {ORDER[before]}'},
+            context={'shape': shape, 'order': f'after {ORDER[before]}'},
+            curve=ORDER[variant],
         )
         for at, shape in (('removed', 'equal'), ('matched', 'matched'))
         for variant, before in STEPS
