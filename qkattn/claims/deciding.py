@@ -77,16 +77,22 @@ def _premise(row: Row) -> Row:
 
 def _undecided(row: Row) -> Row:
     """The row, open if it comes from training: at scale smoke a study shows only that it runs."""
-    trained = row.study is not None
-    return replace(row, speaks=Speaks.OPEN) if trained and row.speaks != Speaks.BESIDE else row
+    if row.study is None or row.speaks == Speaks.BESIDE:
+        return row
+    return replace(row, speaks=Speaks.OPEN)
 
 
 def _needed(claim: Claim, scale: str, results: Results, decided: list[Evidence]) -> str | None:
     """What decides a claim: studies without results, or more of those with open arms."""
     lacking = [name for name in claim.studies if not results.has(name)]
-    wanted = 'cpu' if scale == 'smoke' else scale if lacking else 'gpu'
-    if scale != 'smoke' and not lacking and (text := needed(decided)):
+    if scale == 'smoke':
+        wanted = 'cpu'
+    elif lacking:
+        wanted = scale
+    elif text := needed(decided):
         return text
+    else:
+        wanted = 'gpu'
     studies = {name: study_of(name, wanted) for name in lacking or claim.studies}
     return planned({name: study for name, study in studies.items() if study}, wanted)
 

@@ -74,9 +74,9 @@ def evidence(
     Raises:
       ConfigError: the study declares no such arm.
     """
-    decided, beside = [], []
+    decided: list[Evidence] = []
+    beside: list[Row] = []
     lacking = _declared(expected, loaded)
-    parts = {of.place: of for of in loaded.found.decomposition}
     added = dict(expected.context)
     for arm, verdict, comparison in _cases(expected, loaded, pairs):
         if comparison is None:
@@ -94,25 +94,8 @@ def evidence(
             word, said = one
         row = dataclasses.replace(row, relation=expected.relation, word=word, speaks=said)
         decided.append(Evidence(row, arm, verdict, comparison.difference))
-        if arm.control == LONGER:
-            continue
-        for primary in _primaries(arm, expected, loaded):
-            part = parts.get(primary.place)
-            shown = {
-                Kind.REMOVED: part.removing if part else None,
-                Kind.REINVESTED: part.reinvesting if part else None,
-                Kind.MATCHED: primary.comparison,
-            }
-            for name, of in shown.items():
-                if of is None or (name == kind and not expected.versus):
-                    continue
-                own = loaded.context(primary)
-                if expected.versus:
-                    alone = dataclasses.replace(expected, variant=loaded.bare(primary.variant))
-                    alone = dataclasses.replace(alone, versus=None, reported=None, curve=None)
-                    beside.append(_row(primary, of, name, own, alone))
-                else:
-                    beside.append(_row(primary, of, name, own | added, expected))
+        if arm.control != LONGER:
+            beside += _beside(arm, kind, expected, loaded)
     return decided, beside, lacking
 
 
@@ -132,21 +115,28 @@ def _declared(expected: Expectation, loaded: Loaded) -> list[Place]:
     return [place for place in places if loaded.names(place.variant, expected.variant)]
 
 
-def _primaries(arm: Arm, expected: Expectation, loaded: Loaded) -> Iterator[Arm]:
-    """The matched arms of a control of equal shape, one a destination; of a matched arm itself.
-
-    Of a pair, the matched arms of both variants.
-    """
-    pair = (expected.variant, expected.versus)
-    for other in loaded.found.arms:
-        same = (other.size, other.corpus) == (arm.size, arm.corpus)
+def _beside(arm: Arm, kind: Kind, expected: Expectation, loaded: Loaded) -> Iterator[Row]:
+    """The parts of an arm's difference but for `kind`; of a pair, all of both from the baseline."""
+    parts = {of.place: of for of in loaded.found.decomposition}
+    for primary in loaded.found.arms:
+        if (primary.size, primary.corpus) != (arm.size, arm.corpus):
+            continue
+        variant, shown, context = loaded.bare(primary.variant), expected, expected.context
         if expected.versus:
-            if same and any(of and loaded.names(other.variant, of) for of in pair):
-                yield other
-        elif other.place == arm.place or (
-            same and arm.control == EQUAL_SHAPE and loaded.bare(other.variant) == arm.variant
-        ):
-            yield other
+            if variant not in (expected.variant, expected.versus):
+                continue
+            shown, context = Expectation(expected.study, variant, expected.relation), {}
+        elif primary.place != arm.place and (arm.control != EQUAL_SHAPE or variant != arm.variant):
+            continue
+        part = parts.get(primary.place)
+        found = {
+            Kind.REMOVED: part.removing if part else None,
+            Kind.REINVESTED: part.reinvesting if part else None,
+            Kind.MATCHED: primary.comparison,
+        }
+        for name, of in found.items():
+            if of is not None and (expected.versus or name != kind):
+                yield _row(primary, of, name, loaded.context(primary) | dict(context), shown)
 
 
 def _row(
