@@ -67,12 +67,12 @@ def main() -> None:
         )
     directory = as_path(WORKDIR.value or '.')
     if WORKDIR.value is not None:
+        studies.check_workdir(directory, names, SCALE.value)
         _earlier(directory)
     failed = {}
     if TRAIN.value:
         command = cli.command('claims')
         failed = studies.train(claims, SCALE.value, directory, workers, command)
-    studies.check_scale(directory, names, SCALE.value)
     studies.report(names, directory)
     results = Results(directory)
     decided = []

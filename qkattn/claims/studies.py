@@ -37,8 +37,13 @@ def names_of(claims: Iterable[Claim]) -> list[str]:
     return list(dict.fromkeys(name for claim in claims for name in claim.studies))
 
 
-def check_scale(directory: Path, names: Iterable[str], scale: str) -> None:
-    """Raises ConfigError if the directory holds a study of another scale."""
+def check_workdir(directory: Path, names: Iterable[str], scale: str) -> None:
+    """Raises ConfigError if the directory is that of one study, or holds one of another scale."""
+    if (directory / 'study.json').exists():
+        raise ConfigError(
+            f'workdir={directory} is the directory of one study; claims need another, which has a '
+            'directory for each study'
+        )
     for name in names:
         file, study = directory / name / 'study.json', study_of(name, scale)
         if study is None or not file.exists():
@@ -72,12 +77,12 @@ def train(
       Why studies could not be trained, by name.
 
     Raises:
-      ConfigError: the directory holds studies of another scale.
+      ConfigError: the directory is that of one study, or holds studies of another scale.
       Stopped: on SIGTERM or Ctrl-C, with the state saved.
     """
     claims, path, failed = list(claims), check_directory(directory), {}
     names = names_of(claims)
-    check_scale(path, names, scale)
+    check_workdir(path, names, scale)
 
     @contextlib.contextmanager
     def going_on(name: str) -> Iterator[None]:

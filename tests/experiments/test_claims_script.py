@@ -124,6 +124,16 @@ def test_a_workdir_of_another_scale_is_refused(script_here, tmp_path):
     )
 
 
+def test_the_directory_of_one_study_is_refused_and_kept(script_here, workdir):
+    study = workdir / 'fair_small'
+    kept = sorted(study.iterdir())
+    for trains in ('--train', '--notrain'):
+        done = script_here('claims', 'E7', trains, f'--workdir={study}')
+        assert done.returncode == 2
+        assert f'workdir={study} is the directory of one study; claims need another' in done.stderr
+    assert sorted(study.iterdir()) == kept
+
+
 def test_claims_of_another_scale_are_refused_and_kept(script_here, workdir):
     assert script_here('claims', 'E7', f'--workdir={workdir}').returncode == 0
     kept = (workdir / 'claims.json').read_bytes()

@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from qkattn.errors import ReportError, RunDirectoryError
-from qkattn.report.claim_results import Kind, write_claims
+from qkattn.report.claim_results import ClaimVerdict, Kind, write_claims
 from qkattn.report.claim_sheets import amount, expected
 from qkattn.report.figures import plots
-from qkattn.report.figures.claim_figures import claim_figures
+from qkattn.report.figures.claim_figures import claim_figures, overview
 from qkattn.report.figures.style import Rendered, style_sheet
 from qkattn.report.gallery import claims_markdown, duration, write_gallery
 from qkattn.report.verify import check_gallery, check_page
@@ -179,6 +179,26 @@ def test_a_narrow_figure_holds_the_whole_context_of_a_row():
     names = [text.get_text() for text in first.texts]
     assert 'query_free/vo, d_model=128, multi30k, steps 2000' in names
     assert 'shared_qk(…k=True)/vo, d_model=64, stdlib, steps 500' in names
+
+
+def test_the_figure_of_verdicts_shows_decided_claims_whole():
+    (near,) = (claim for claim in claims() if claim.name == 'C2')
+    far = [dataclasses.replace(row, value=2.0, low=1.0, high=3.0) for row in near.rows]
+    open_claim = dataclasses.replace(near, name='C3', verdict=ClaimVerdict.UNDECIDED)
+    drawn = overview([near, near, open_claim, dataclasses.replace(near, rows=tuple(far))])
+    names = [text.get_text() for text in drawn.figure.axes[0].get_yticklabels()]
+    assert names == ['C2 shared_qk/vo'] * 3
+    assert all(ax.get_xlim()[1] > 3.0 for ax in drawn.figure.axes)
+    assert overview([open_claim]) is None
+
+
+def test_a_legend_has_whole_names_in_lines():
+    (claim,) = (claim for claim in claims() if claim.name == 'B3')
+    name = 'the largest difference of two logits of one function in'
+    rows = [dataclasses.replace(row, what=f'{name} {row.what}') for row in claim.rows]
+    (drawn,) = claim_figures(dataclasses.replace(claim, rows=tuple(rows)))
+    labels = [text.get_text() for text in drawn.figure.legends[0].get_texts()]
+    assert ' '.join(labels[0].split()).startswith(f'{name} fp64') and '\n' in labels[0]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Figures of a claim, from its rows: a forest of differences by context, and curves."""
 
 import itertools
+import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qkattn.report.claim_results import ClaimResult, Kind, Row, Speaks
+from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.report.figures.curve_figure import MAX_LINES
 from qkattn.report.figures.forest import Line, Panel, forest, limits_of
 from qkattn.report.figures.style import (
@@ -35,8 +37,11 @@ PARTS: dict[str, str] = {
 OVERVIEW = 'verdicts'
 # An axis whose positive values span more than this is logarithmic.
 _X_SPAN, _Y_SPAN = 10.0, 100.0
-# Characters of a name, and of what is compared in it, which leave room for the context.
-_LONGEST, _WHAT = 52, 22
+# Characters of a name, and of what is compared in it, which leave room for the context; of a line
+# in a legend.
+_LONGEST, _WHAT, _LEGEND = 52, 22, 34
+# An axis has a tick at each of so many places.
+_TICKS = 8
 
 
 class Compared(NamedTuple):
@@ -106,16 +111,18 @@ def claim_figures(claim: ClaimResult, *, narrow: bool = False) -> tuple[Drawing,
 
 
 def overview(claims: Sequence[ClaimResult], *, narrow: bool = False) -> Drawing | None:
-    """The decisive difference of every claim that rests on one; None where none does."""
+    """The decisive difference of every decided claim that rests on one; None where none does."""
     named = []
     for claim in claims:
+        if claim.verdict == ClaimVerdict.UNDECIDED:
+            continue
         row = claim.decisive_row
         for of in compared(claim.rows):
             if row in of.rows.values():
                 named.append((f'{claim.name}  {of.what}', of, str(claim.verdict)))
     with style_sheet():
         rows = [row for claim in claims for row in claim.rows]
-        figure = _differences(named, _look(rows, narrow))
+        figure = _differences(named, _look(rows, narrow), far=math.inf)
     return figure and Drawing(figure, OVERVIEW, {'kind': OVERVIEW})
 
 
@@ -134,7 +141,9 @@ def _named(of_claim: Sequence[Compared]) -> list[tuple[str, Compared, str]]:
     return made
 
 
-def _differences(named: Sequence[tuple[str, Compared, str]], look: Look) -> Figure | None:
+def _differences(
+    named: Sequence[tuple[str, Compared, str]], look: Look, **limits: float
+) -> Figure | None:
     """A panel for each kind; that of reinvested parameters only where it decides."""
     kinds = [
         kind
@@ -154,7 +163,7 @@ def _differences(named: Sequence[tuple[str, Compared, str]], look: Look) -> Figu
         units = dict.fromkeys(row.unit for _, of, _ in named for row in of.rows.values())
         of_panels.append(Panel(lines, f'difference ({", ".join(units)})', PARTS[kind], 0.0))
     every = [line for panel in of_panels for line in panel.lines]
-    reach = limits_of(every, 0.0)
+    reach = limits_of(every, 0.0, **limits)
     return forest(of_panels, look, len(kinds), 'no difference', None, reach, longest=_LONGEST)
 
 
@@ -198,7 +207,7 @@ def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
     height = 2.2 if alike else 3.6 if columns == 1 else 3.0
     lines = {name: points for of in found.values() for name, points in of.items()}
     below = alike or len(lines) > MAX_LINES
-    extra = 0.2 * len(lines) * (look.narrow or below)
+    extra = 0.2 * sum(map(_num_lines, lines)) * (look.narrow or below)
     width = WIDTH + 1.2 if columns == 1 else WIDTH + 3.0
     figure = look.figure(width, height * -(-len(found) // columns) + extra + 0.3)
     of_look = _line_styles(lines, look)
@@ -279,11 +288,19 @@ def _line_styles(lines: Mapping[str, Sequence[Row]], look: Look) -> dict[str, di
 def _curve_panel(ax: Axes, lines: Mapping[str, Sequence[Row]], of_look: Mapping) -> None:
     for name, points in lines.items():
         x, y = ([getattr(row, of) for row in points] for of in ('x', 'value'))
-        ax.plot(x, y, label=short(name), zorder=3, **of_look[name])
+        ax.plot(x, y, label=_wrapped(name), zorder=3, **of_look[name])
         bounded = [row for row in points if row.low is not None]
         if bounded:
             ends = ([getattr(row, of) for row in bounded] for of in ('x', 'low', 'high'))
             ax.fill_between(*ends, color=of_look[name]['color'], alpha=0.18, linewidth=0)
+
+
+def _wrapped(name: str) -> str:
+    return textwrap.fill(name, _LEGEND, break_long_words=False)
+
+
+def _num_lines(name: str) -> int:
+    return _wrapped(name).count('\n') + 1
 
 
 def _scales(ax: Axes, rows: Sequence[Row]) -> None:
@@ -296,9 +313,12 @@ def _scales(ax: Axes, rows: Sequence[Row]) -> None:
             ax.set_xscale('symlog', linthresh=every[1], linscale=0.5)
         else:
             ax.set_xscale('log')
-        ax.set_xticks(every[:: -(-len(every) // 8)])
+        ax.set_xticks(every[:: -(-len(every) // _TICKS)])
         ax.minorticks_off()
         ax.xaxis.set_major_formatter(lambda x, _: f'{x:,g}' if x < 1e5 else si(x))
+    elif len(every) <= _TICKS:
+        ax.set_xticks(every)
+        ax.xaxis.set_major_formatter('{x:g}')
     lowest = [row.value if row.low is None else row.low for row in rows]
     if min(lowest) >= 0 and _spans(lowest, _Y_SPAN):
         ax.set_yscale('log', nonpositive='mask')

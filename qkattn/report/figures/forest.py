@@ -273,11 +273,16 @@ def differences(study: Study, found: Findings, look: Look) -> Figure | None:
     return forest(of_panels, look, _columns(study), 'no difference', margin, limits)
 
 
-def limits_of(lines: Sequence[Line], margin: float) -> tuple[float, float] | None:
-    """X limits: zero, the margin and the intervals, but not those that would flatten the others."""
+def limits_of(
+    lines: Sequence[Line], margin: float, far: float = _FAR
+) -> tuple[float, float] | None:
+    """X limits: zero, the margin and the intervals, up to `far` times the median of their reach.
+
+    Beyond, an interval would flatten the others.
+    """
     values = [[x for x in (*line[1:4], *line.seeds) if x is not None] for line in lines]
     reaches = [max(map(abs, of)) for of in values if of]
-    limit = max(4 * margin, _FAR * statistics.median(reaches or [0.0]))
+    limit = max(4 * margin, far * statistics.median(reaches or [0.0]))
     limit = limit if max(reaches, default=0.0) > limit else math.inf
     shown = np.clip([x for of in values for x in of] + [-1.5 * margin, 1.5 * margin], -limit, limit)
     pad = 0.05 * (max(shown) - min(shown))

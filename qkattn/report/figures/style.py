@@ -148,7 +148,8 @@ def legend(figure: Figure, loc: str, **keywords: Any) -> None:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if figure.get_figwidth() == NARROW:
-        fits = sum(sorted(map(len, handles))[-2:]) <= _LABELS
+        widths = sorted(max(map(len, label.splitlines())) for label in handles)
+        fits = sum(widths[-2:]) <= _LABELS
         loc, keywords = loc.replace('right', 'upper'), {'ncols': 2 if fits else 1}
     figure.legend(handles.values(), handles, loc=f'outside {loc}', **keywords)
 
