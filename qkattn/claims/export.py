@@ -12,7 +12,7 @@ from qkattn.claims.results import MEASURES, Results
 from qkattn.errors import ReportError
 from qkattn.report.claim_results import NAME, ClaimResult, Kind, Row, read_claims, write_claims
 from qkattn.report.export import export as export_study
-from qkattn.report.gallery import write_gallery
+from qkattn.report.gallery import SCALING, write_gallery
 
 # What another machine or commit changes.
 _OF_MACHINE = ('command', 'commit', 'hardware', 'seconds', 'rows')
@@ -21,11 +21,14 @@ _OF_MACHINE = ('command', 'commit', 'hardware', 'seconds', 'rows')
 def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> Path:
     """Writes claims.json, its gallery and the studies behind it; returns the page's path.
 
+    The scaling study, which belongs to no claim, is kept where the directory has it.
+
     Raises:
       ReportError: the destination holds something else.
     """
     decided, destination = list(decided), Path(destination)
-    for name in dict.fromkeys(name for claim in decided for name in claim.studies):
+    names = [name for claim in decided for name in claim.studies]
+    for name in dict.fromkeys([*names, SCALING]):
         source = results.directory / name
         if results.study(name) is not None:
             export_study(source, destination / name)

@@ -94,10 +94,12 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     drawn = []
     monkeypatch.setattr(export, 'write_gallery', drawn.append)
     kept = tmp_path / 'kept'
+    shutil.copytree(workdir / 'fair_small', workdir / 'scaling')  # belongs to no claim
     arguments = ['--notrain', f'--workdir={workdir}', f'--export={kept}']
     done = script_here('claims', 'E7', 'E8', *arguments)
     assert done.returncode == 0, done.stderr
-    assert drawn == [kept] and (kept / 'fair_small/study.json').exists()
+    assert drawn == [kept]
+    assert all((kept / name / 'study.json').exists() for name in ('fair_small', 'scaling'))
     stored = read_claims(kept)
     assert [claim.name for claim in stored] == ['E7', 'E8', 'E9']
     assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 1 + 4 + 4
