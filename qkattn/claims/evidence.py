@@ -123,7 +123,8 @@ def _beside(arm: Arm, kind: Kind, expected: Expectation, loaded: Loaded) -> Iter
             continue
         variant, shown, context = loaded.bare(primary.variant), expected, expected.context
         if expected.versus:
-            if variant not in (expected.variant, expected.versus):
+            pair = (expected.variant, expected.versus)
+            if not any(loaded.names(primary.variant, of) for of in pair):
                 continue
             shown, context = Expectation(expected.study, variant, expected.relation), {}
         elif primary.place != arm.place and (arm.control != EQUAL_SHAPE or variant != arm.variant):

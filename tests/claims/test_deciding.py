@@ -7,7 +7,7 @@ import pytest
 
 from qkattn.claims.claim import Claim, Expectation, Measure, exact
 from qkattn.claims.deciding import decide
-from qkattn.claims.evidence import UNIT
+from qkattn.claims.evidence import UNIT, Loaded, evidence
 from qkattn.claims.results import Results
 from qkattn.errors import ConfigError
 from qkattn.report.claim_results import ClaimVerdict, Kind, Row, Speaks
@@ -74,6 +74,27 @@ def test_beside_a_pair_stand_both_against_the_baseline(results):
     )
     rows = decide(both, 'cpu', results).rows
     assert len([row for row in rows if row.speaks == Speaks.BESIDE]) == len(beside)
+
+
+def test_beside_a_pair_of_destinations_stand_both(results):
+    names = {'qk/k_is_v': 'qk/k_is_v [d_model]', 'qk/no_v': 'qk/k_is_v [d_ff]'}
+    study, found = results.study('fair_small')
+
+    def renamed(place):
+        return place._replace(variant=names.get(place.variant, place.variant))
+
+    def of(items):
+        return tuple(dataclasses.replace(item, place=renamed(item.place)) for item in items)
+
+    study = dataclasses.replace(
+        study, destinations=('d_model', 'd_ff'), arms=tuple(map(renamed, study.arms))
+    )
+    parts = {name: of(getattr(found, name)) for name in ('arms', 'controls', 'decomposition')}
+    expected = expect('qk/k_is_v [d_ff]', 'different', versus='qk/k_is_v [d_model]')
+    _, beside, _ = evidence(expected, Loaded(study, dataclasses.replace(found, **parts)))
+    kinds = (Kind.REMOVED, Kind.REINVESTED, Kind.MATCHED)
+    where = {(row.context['destination'], row.kind) for row in beside}
+    assert where == {(name, kind) for name in ('d_model', 'd_ff') for kind in kinds}
 
 
 def test_the_points_of_a_curve_are_of_one_arm_and_named_by_their_place(results):
