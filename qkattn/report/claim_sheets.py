@@ -68,8 +68,8 @@ def _said(name: str, claim: ClaimResult, shared: str) -> list[str]:
 
 def _shared(rows: Sequence[Row]) -> str:
     """'model decoder, steps 500': what all contexts have in common."""
-    names = set(varying(rows))
-    same = [item for row in rows[:1] for item in row.context.items() if item[0] not in names]
+    first = rows[0].context if rows else {}
+    same = [of for of in first.items() if all(of in row.context.items() for row in rows)]
     return ', '.join(f'{words(name)} {value}' for name, value in same)
 
 

@@ -6,7 +6,7 @@ Both show claims.json, and the scaling laws of the study beside it, and nothing 
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkattn.report.claim_results import ClaimResult, ClaimVerdict, read_claims
 from qkattn.report.claim_sheets import amount, claim_sheets, described_row
@@ -17,73 +17,83 @@ from qkattn.report.figures.plots import write_plots
 from qkattn.report.figures.style import Drawing
 from qkattn.report.page import described, style
 from qkattn.report.prose import NONE, environment, tidy
-from qkattn.report.sheets import Heading
+from qkattn.report.sheets import Heading, sheets
 from qkattn.report.tables import markdown_table
 from qkattn.run.files import write_atomic
-from qkattn.verdict import find, load_study
+from qkattn.verdict import Findings, Study, find, load_study
 
 PAGE = 'claims.html'
 SCALING = 'scaling'
 _LAWS = ('loss_parameters', 'multipliers')
 
 
+class Gallery(NamedTuple):
+    """What a gallery shows: claims.json of a directory, and the scaling study if it is there."""
+
+    directory: Path
+    claims: Sequence[ClaimResult]
+    scaling: tuple[Study, Findings] | None
+
+
+def read_gallery(directory: str | Path) -> Gallery:
+    """Reads what the gallery of a directory shows.
+
+    Raises:
+      ReportError: claims.json or the scaling study cannot be read.
+      RunDirectoryError: claims.json was edited.
+    """
+    directory = Path(directory)
+    claims, scaling = read_claims(directory), None
+    if (directory / SCALING / 'study.json').is_file():
+        study = load_study(directory / SCALING)
+        scaling = study, find(study)
+    return Gallery(directory, claims, scaling)
+
+
 def write_gallery(directory: str | Path) -> Path:
     """Writes plots/ and claims.html beside a claims.json; returns the path of the page."""
-    directory = Path(directory)
-    claims = read_claims(directory)
-    drawn, narrow = drawings(directory, claims), drawings(directory, claims, narrow=True)
-    svg = write_plots(directory / 'plots', drawn, narrow, kinds=('png',))
-    for name, text in documents(directory, claims, drawn, svg).items():
-        written = write_atomic(directory / name, text)
+    gallery = read_gallery(directory)
+    drawn, narrow = drawings(gallery), drawings(gallery, narrow=True)
+    svg = write_plots(gallery.directory / 'plots', drawn, narrow, kinds=('png',))
+    for name, text in documents(gallery, drawn, svg).items():
+        written = write_atomic(gallery.directory / name, text)
     return written
 
 
-def documents(
-    directory: Path, claims: Sequence[ClaimResult], drawn: Sequence[Drawing], svg: Mapping[str, str]
-) -> dict[str, str]:
+def documents(gallery: Gallery, drawn: Sequence[Drawing], svg: Mapping[str, str]) -> dict[str, str]:
     """The numbers of the figures and, last, the page; `svg` is by the stem of a figure."""
     data = {f'plots/{of.stem}.json': drawn_data(of.figure) for of in drawn}
-    return data | {PAGE: gallery_page(directory, claims, drawn, svg)}
+    return data | {PAGE: gallery_page(gallery, drawn, svg)}
 
 
-def drawings(
-    directory: Path, claims: Sequence[ClaimResult], *, narrow: bool = False
-) -> list[Drawing]:
-    """That of all claims, those of each, and the laws of the scaling study if it is there."""
-    first = overview(claims, narrow=narrow)
-    of_claims = [of for claim in claims for of in claim_figures(claim, narrow=narrow)]
-    return [*[first] * (first is not None), *of_claims, *_laws(directory / SCALING, narrow)]
+def drawings(gallery: Gallery, *, narrow: bool = False) -> list[Drawing]:
+    """That of all claims, those of each, and those of the scaling laws."""
+    first = overview(gallery.claims, narrow=narrow)
+    of_claims = [of for claim in gallery.claims for of in claim_figures(claim, narrow=narrow)]
+    return [*[first] * (first is not None), *of_claims, *_laws(gallery.scaling, narrow)]
 
 
-def _laws(directory: Path, narrow: bool) -> list[Drawing]:
-    if not (directory / 'study.json').is_file():
+def _laws(scaling: tuple[Study, Findings] | None, narrow: bool) -> list[Drawing]:
+    if scaling is None:
         return []
-    study = load_study(directory)
-    found = find(study)
-    made = []
-    for of in figures(study, found, narrow=narrow):
-        if of.stem in _LAWS:
-            values = described(study, found, of)
-            made.append(Drawing(of.figure, f'{SCALING}_{of.stem}', values))
-    return made
+    study, found = scaling
+    drawn = [of for of in figures(study, found, narrow=narrow) if of.stem in _LAWS]
+    return [Drawing(of.figure, f'{SCALING}_{of.stem}', described(study, found, of)) for of in drawn]
 
 
-def gallery_page(
-    directory: Path, claims: Sequence[ClaimResult], drawn: Sequence[Drawing], svg: Mapping[str, str]
-) -> str:
+def gallery_page(gallery: Gallery, drawn: Sequence[Drawing], svg: Mapping[str, str]) -> str:
     """The gallery as an HTML document; a figure without an SVG is left empty."""
     template = environment(html=True).get_template('gallery.html.j2')
     figures = [of | {'svg': svg.get(of['stem'], '')} for of in _described(drawn)]
-    return template.render(_values(directory, claims, figures) | style('gallery.css'))
+    return template.render(_values(gallery, figures) | style('gallery.css'))
 
 
 def claims_markdown(directory: str | Path, base: str) -> str:
     """The gallery as Markdown, whose links to files of the directory begin with `base`."""
-    directory = Path(directory)
-    claims = read_claims(directory)
-    drawn = drawings(directory, claims)
+    gallery = read_gallery(directory)
+    claims, drawn = gallery.claims, drawings(gallery)
     template = environment(html=False).get_template('gallery.md.j2')
-    values = _values(directory, claims, _described(drawn))
+    values = _values(gallery, _described(drawn))
     titles = ('claim', 'statement', 'verdict', 'decisive number [95 % interval]', 'scale')
     rows = []
     for claim in claims:
@@ -119,9 +129,8 @@ def _entry(claim: ClaimResult) -> str:
     return f'[{claim.name}](docs/claims.md#{claim.name.lower()}) {_md(claim.title)}'
 
 
-def _values(
-    directory: Path, claims: Sequence[ClaimResult], figures: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def _values(gallery: Gallery, figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    claims, scaling = gallery.claims, gallery.scaling
     missing = [sentence for claim in claims for sentence in claim.missing]
     macros = _macros()
     scales = list(dict.fromkeys(claim.scale for claim in claims))
@@ -139,10 +148,11 @@ def _values(
         'more': {claim.name: tidy(macros.more(claim)) for claim in claims},
         'facts': {claim.name: _facts(claim) for claim in claims},
         'sheets': {claim.name: claim_sheets(claim) for claim in claims},
+        'laws': [of for of in sheets(*scaling) if of.name == 'laws'] if scaling else [],
         'reports': [
             name
             for name in dict.fromkeys(name for claim in claims for name in claim.studies)
-            if (directory / name / 'report.html').is_file()
+            if (gallery.directory / name / 'report.html').is_file()
         ],
     }
 

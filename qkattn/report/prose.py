@@ -19,11 +19,10 @@ from markupsafe import Markup
 from qkattn.report.equations import form
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
-from qkattn.stats.scaling import Problem, ProblemCode
+from qkattn.stats.scaling import Problem
 from qkattn.study.place import Place
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import NotScaled, Reason, Remark, RemarkCode
-from qkattn.verdict.findings import Scaling
 from qkattn.verdict.load import Missing, Study
 from qkattn.verdict.measures import Measure
 from qkattn.verdict.runs import corpora
@@ -239,16 +238,6 @@ def _optima(arms: Iterable[Arm]) -> list[dict[str, Any]]:
     return [{'nats': sweep.at_worst, 'arm': arm, 'knob': knob} for arm, knob, sweep in sweeps]
 
 
-def _problems(scaling: Iterable[Scaling], baseline: str | None) -> dict[str, list[str]]:
-    """Variants by the reason why they have no multiplier, or the baseline no law."""
-    found: dict[str, list[str]] = {}
-    for of in scaling:
-        problem = (of.fit if of.variant == baseline else of.multiplier or of.fit).problem
-        if problem and problem.code is not ProblemCode.NO_BASELINE_LAW:
-            found.setdefault(clause(problem), []).append(of.variant)
-    return found
-
-
 def by_size(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
     """Arms, which stand size by size, of each size."""
     return {size: list(of) for size, of in itertools.groupby(arms, key=lambda arm: arm.size)}
@@ -291,7 +280,7 @@ def environment(html: bool) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions = (si, mean_sd, interval, bracketed, p_value, listed, counted, span, words, clause)
+    functions = (si, mean_sd, interval, p_value, listed, counted, span, words, clause)
     made.filters |= {
         f.__name__: f
         for f in (*functions, remark, reasons, progress, tidy, data_name, device, where, by_where)
@@ -304,7 +293,6 @@ def environment(html: bool) -> jinja2.Environment:
             of for of in remarks if of.blocks and not (of.arm and of.arm.control)
         ],
         'optima': _optima,
-        'problems': _problems,
         'details': _details,
         'by_size': by_size,
         'by_difference': functools.partial(

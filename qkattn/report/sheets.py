@@ -1,4 +1,4 @@
-"""The tables beside that of the arms: what a difference is made of, corpora, controls, the ledger.
+"""The tables beside that of the arms: parts, corpora, controls, scaling laws, forms, the ledger.
 
 Each is declared once, as rows of text, and printed in every format.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from qkattn.report import prose
 from qkattn.report.columns import columns
 from qkattn.report.equations import form
-from qkattn.report.prose import NONE, interval, p_value, words
+from qkattn.report.prose import NONE, bracketed, clause, interval, p_value, words
 from qkattn.run import ledger
 from qkattn.study.place import Place
 from qkattn.verdict.arms import Arm
@@ -36,6 +36,7 @@ def sheets(study: Study, found: Findings) -> list[Sheet]:
         'parts': _parts(study, found),
         'overall': _overall(study, found),
         'controls': _controls(study, found),
+        'laws': _laws(study, found),
         'forms': _forms(study, found),
         'ledger': _ledger(study),
     }
@@ -100,6 +101,27 @@ def _controls(study: Study, found: Findings) -> tuple[list[Heading], list[list[s
     of_study = [column for column in columns(study, found) if column.control]
     rows = [[column.print(arm) for column in of_study] for arm in found.controls]
     return [(column.heading, column.left) for column in of_study], rows
+
+
+def _laws(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+    """The law of each variant, what one of its parameters is worth, or why there is none."""
+    headings, cells = _places(study)
+    left = [heading for heading in headings if heading[0] != 'size']  # a law is over sizes
+    numbers = ('E,|nats/token', 'A', 'a', 'R²', 'baseline parameters|per parameter')
+    rows = []
+    for of in found.scaling:
+        law, worth = of.fit, of.multiplier
+        row = cells(of)
+        if law.problem:
+            row += [NONE] * 4
+        else:
+            row += [bracketed(law.E), bracketed(law.A, '.3g'), bracketed(law.a)]
+            row.append(f'{law.r_squared:.3f}')
+        row.append(NONE if worth is None or worth.problem else bracketed(worth))
+        problems = [law.problem, worth.problem if worth else None]
+        reasons = dict.fromkeys(clause(problem) for problem in problems if problem)
+        rows.append([*row, '; '.join(reasons) or NONE])
+    return [*left, *((name, False) for name in numbers), ('no number, because', True)], rows
 
 
 def _forms(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:

@@ -21,7 +21,6 @@ from typing import Any
 from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
 from qkattn.report import claim_results, documents, figure_data, gallery, run_checks
-from qkattn.report.claim_results import read_claims
 from qkattn.report.figures import figures
 from qkattn.report.tables import headline
 from qkattn.run import ledger
@@ -67,11 +66,9 @@ def check_gallery(directory: str | Path) -> int:
       ReportError: the first difference, and where it is.
       RunDirectoryError: claims.json was edited.
     """
-    directory = Path(directory)
-    claims = read_claims(directory)
-    drawn = gallery.drawings(directory, claims)
-    made = gallery.documents(directory, claims, drawn, {})
-    return _check_files(directory, made, 'claims', f'{claim_results.NAME} gives')
+    shown = gallery.read_gallery(directory)
+    made = gallery.documents(shown, gallery.drawings(shown), {})
+    return _check_files(shown.directory, made, 'claims', f'{claim_results.NAME} gives')
 
 
 def _check_files(directory: Path, made: Mapping[str, str], script: str, source: str) -> int:

@@ -114,3 +114,25 @@ def test_rows_of_both_shapes_are_one_line_and_the_deciding_row_is_shown():
         Kind.MATCHED: 0.4,
     }
     assert (one.context, one.word) == ({}, 'worse / undecided')
+
+
+def test_a_context_that_repeats_what_is_compared_is_said_once():
+    rows = [
+        Row(
+            what=what,
+            kind=Kind.MATCHED,
+            context={'corpus': 'stdlib', 'variant': what, 'destination': place},
+            value=0.01,
+            speaks=Speaks.BESIDE,
+        )
+        for what in ('K = V', 'Q = K')
+        for place in ('d_ff', 'num_heads')
+    ]
+    (axes,) = axes_of(of_claim('E6', 'A claim.', 'undecided', rows))
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels == [
+        f'{what}, {of}' for what in ('K = V', 'Q = K') for of in ('d_ff', 'num_heads')
+    ]
+    (table,) = claim_sheets(of_claim('E6', 'A claim.', 'undecided', rows))
+    assert [name for name, _ in table.headings[:2]] == ['arm', 'destination']
+    assert table.note == 'All rows: corpus stdlib.'

@@ -127,7 +127,11 @@ def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path, monkeypatch):
     assert '<a href="#scaling">' in html
     text = Page(re.findall(r'<section id="scaling">.*?</section>', html, re.DOTALL)[0]).text
     assert 'Loss against parameters' in text and 'What one parameter is worth' in text
-    assert 'Scaling laws' in claims_markdown(tmp_path, '.').rpartition('## ')[2]
+    laws = claims_markdown(tmp_path, '.').rpartition('## ')[2]
+    assert laws.startswith('Scaling laws')
+    # A law, the worth of a parameter, the note.
+    for said in ('1.600 [1.599, 1.600]', '1.200 [1.200, 1.200]', 'N parameters'):
+        assert said in text and said in laws
     assert check_gallery(tmp_path) > 100
 
 

@@ -176,7 +176,7 @@ PROBLEMS = {
     ),
     'NO_BASELINE_LAW': (
         {'problem': Problem(ProblemCode.FEW_SIZES, {'sizes': 1, 'needed': 4})},
-        'the baseline has no scaling law: a scaling law needs 4 sizes or more, there is 1',
+        'the baseline has no scaling law',
     ),
     'SINGLE_LOSS': ({}, 'from a single loss of the arm'),
     'EXTRAPOLATED': (

@@ -16,6 +16,7 @@ CLAIM = Claim(
             'different',
             versus=f'{variant} [d_model]',
             context={'variant': name, 'destination': f'{destination}, not d_model'},
+            curve=name,
         )
         for variant, name in (
             ('shared_qk(key_norm=True,self_mask=True)/vo', 'Q = K as in Reformer'),

@@ -80,12 +80,13 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
 
 
 def varying(rows: Iterable[Row | Compared]) -> list[str]:
-    """The names in contexts whose values differ between rows."""
-    values: dict[str, set[str | None]] = {}
-    rows = list(rows)
+    """The names in contexts whose values differ between rows, and do not only repeat `what`."""
+    rows, found = list(rows), []
     for name in dict.fromkeys(name for row in rows for name in row.context):
-        values[name] = {row.context.get(name) for row in rows}
-    return [name for name, among in values.items() if len(among) > 1]
+        among = {row.context.get(name) for row in rows}
+        if len(among) > 1 and any(row.context.get(name) not in (None, row.what) for row in rows):
+            found.append(name)
+    return found
 
 
 def places(row: Row | Compared, names: Iterable[str]) -> list[str]:
@@ -134,11 +135,10 @@ def _named(of_claim: Sequence[Compared]) -> list[tuple[str, Compared, str]]:
     """What is compared, each under the name that tells it from the others."""
     names = varying(of_claim)
     several = len({of.what for of in of_claim}) > 1 or not names
-    made = []
-    for of in of_claim:
-        what = [short(of.what, _WHAT)] * several
-        made.append((', '.join([*what, *places(of, names)]), of, of.word))
-    return made
+    return [
+        (', '.join([*[short(of.what, _WHAT)] * several, *places(of, names)]), of, of.word)
+        for of in of_claim
+    ]
 
 
 def _differences(
