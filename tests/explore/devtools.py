@@ -17,8 +17,9 @@ FLAGS += ['--disable-extensions', '--disable-background-networking', '--disable-
 class Page:
     """One open page; messages are JSON that ends in a zero byte."""
 
-    def __init__(self, write: int, read: int):
+    def __init__(self, write: int, read: int, complaints: Path):
         self._write, self._read = os.fdopen(write, 'wb', 0), os.fdopen(read, 'rb')
+        self._complaints = complaints
         self._id, self._session = 0, None
         self.events: list[dict[str, Any]] = []
 
@@ -47,7 +48,7 @@ class Page:
     def _take(self) -> dict[str, Any]:
         data = bytearray()
         while (byte := self._read.read(1)) != b'\0':
-            assert byte, 'Chromium has ended'
+            assert byte, f'Chromium has ended: {self._complaints.read_text()[-1000:]}'
             data += byte
         message = json.loads(data)
         if 'method' in message:
@@ -107,18 +108,20 @@ def opened(chromium: str, url: str, profile: Path, seconds: float = 60) -> Itera
     read, to_write = os.pipe()
     command = [chromium, *FLAGS, f'--user-data-dir={profile}', '--remote-debugging-pipe']
     program = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'
-    process = subprocess.Popen(
-        ['bash', '-c', program, *command],
-        pass_fds=(to_read, to_write),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    complaints = profile.with_suffix('.log')
+    with complaints.open('wb') as log:
+        process = subprocess.Popen(
+            ['bash', '-c', program, *command],
+            pass_fds=(to_read, to_write),
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
     os.close(to_read)
     os.close(to_write)
     watch = threading.Timer(seconds, process.kill)
     watch.start()
     try:
-        page = Page(write, read)
+        page = Page(write, read, complaints)
         page.open(url)
         yield page
     finally:
