@@ -16,6 +16,7 @@ the equivalence test alone. Anything else leaves the relation open. `as_reported
 only in that one must not be withheld. Rows of one context count together.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from qkattn.report.claim_results import ClaimVerdict, Row, Speaks
@@ -117,7 +118,7 @@ def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
 
 
 def condition(rows: Iterable[Row]) -> str:
-    """The contexts in which a claim holds: by one factor if that suffices, else one by one.
+    """The contexts in which a claim holds: by one factor if that suffices, else by several.
 
     A factor suffices if the claim is true wherever the factor has one of some values.
     """
@@ -129,8 +130,25 @@ def condition(rows: Iterable[Row]) -> str:
         if None not in holds and not {*holds} & {of.get(factor) for of in other}:
             values = list(dict.fromkeys(map(str, holds)))
             return f'{factor}{":" * (len(values) > 1)} {"; ".join(values)}'
-    varying = [name for name in true[0] if len({of.get(name) for of in (*true, *other)}) > 1]
-    return '; '.join(', '.join(f'{n} {of[n]}' for n in varying if n in of) for of in true)
+    return '; '.join(', '.join(f'{n} {of}' for n, of in part) for part in _covering(true, other))
+
+
+def _covering(true: Sequence[dict], other: Sequence[dict]) -> list[Context]:
+    """Values of factors that together are those of all true contexts, each of no other context.
+
+    Greedy: next is that of most contexts left, with the fewest factors.
+    """
+    left, found = list(true), []
+    while left:
+        parts = [
+            part
+            for size in range(1, len(left[0]) + 1)
+            for part in itertools.combinations(left[0].items(), size)
+            if size == len(left[0]) or not any(of.items() >= {*part} for of in other)
+        ]
+        found.append(max(parts, key=lambda part: sum(of.items() >= {*part} for of in left)))
+        left = [of for of in left if not of.items() >= {*found[-1]}]
+    return found
 
 
 def decisive(rows: Sequence[Row], found: ClaimVerdict) -> int | None:

@@ -139,6 +139,16 @@ def test_the_condition_lists_contexts_where_no_factor_separates():
     assert rules.condition(rows) == 'size 8, corpus a; size 16, corpus b'
 
 
+def test_the_condition_names_the_fewest_factors_that_leave_out_every_other_context():
+    true = {('decoder', '500', 'C2'), ('decoder', '2000', 'C2'), ('decoder', '500', 'C3')}
+    other = {('encoder', '500', 'C2'), ('encoder', '500', 'C3'), ('decoder', '2000', 'C3')}
+    rows = [
+        row(FOR if of in true else OPEN, corpus='a', model=of[0], steps=of[1], conclusion=of[2])
+        for of in sorted(true | other)
+    ]
+    assert rules.condition(rows) == 'model decoder, conclusion C2; model decoder, steps 500'
+
+
 def test_the_decisive_row_speaks_as_the_verdict():
     rows = [row(BESIDE), row(OPEN, size='1'), row(FOR, size='2'), row(AGAINST, size='3')]
     assert [rules.decisive(rows, of) for of in ClaimVerdict] == [2, 2, 3, 1]

@@ -1,5 +1,6 @@
 """Curves of a claim: panels where lines are many, and axes of points that span decades."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -50,6 +51,17 @@ def test_many_lines_have_a_panel_for_each_value_of_a_context(narrow):
     assert [t.get_text() for t in axes[0].figure.legends[0].get_texts()] == ['one', 'two', 'three']
     tables = claim_sheets(claim_of(PRECISIONS))
     assert [table.headings[1][0] for table in tables] == ['one|fp64', 'one|fp32', 'one|bf16']
+
+
+@pytest.mark.parametrize('narrow', [False, True])
+def test_a_single_line_has_its_name_at_the_axis_and_counts_have_whole_ticks(narrow):
+    counts = claim_of([('fp64', '8', 6), ('fp64', '8', 8)], ['arms'], (1, 3))
+    (ax,) = axes_of(dataclasses.replace(counts, rows=counts.rows[1:3]), narrow=narrow)
+    assert ax.get_ylabel() == 'arms' and not ax.figure.legends
+    assert [text.get_text() for text in ax.get_yticklabels()] == [f'{y:g}' for y in ax.get_yticks()]
+    assert all(float(y).is_integer() for y in ax.get_yticks())
+    caption = environment(html=False).get_template('claims.j2').make_module().curves
+    assert caption(counts).startswith('Arms against step')
 
 
 def test_panels_are_of_the_context_of_fewest_values():

@@ -198,7 +198,10 @@ def _unit(row: Row) -> str:
 
 
 def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
-    """Values against x, by `curves`; panels of one axis have one scale."""
+    """Values against x, by `curves`; panels of one axis have one scale.
+
+    A single line has its name at the axis, several have a legend.
+    """
     found = curves(rows)
     if not found:
         return None
@@ -218,10 +221,12 @@ def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
         _scales(ax, [row for of in among for points in of.values() for row in points])
         kind = PARTS.get(axis.kind, '') * (len({axis.kind for axis in found}) > 1)
         title = ', '.join(filter(None, [axis.place, kind]))
-        ax.set(xlabel=axis.x_label, ylabel=axis.unit or 'value', title=short(title))
+        only = _wrapped(next(iter(lines))) if len(lines) == 1 else ''
+        ax.set(xlabel=axis.x_label, ylabel=only or axis.unit or 'value', title=short(title))
         if alike:
             ax.label_outer()
-    legend(figure, 'lower center' if below else 'right center', ncols=columns if below else 1)
+    if len(lines) > 1:
+        legend(figure, 'lower center' if below else 'right center', ncols=columns if below else 1)
     return figure
 
 
@@ -323,6 +328,9 @@ def _scales(ax: Axes, rows: Sequence[Row]) -> None:
     if min(lowest) >= 0 and _spans(lowest, _Y_SPAN):
         ax.set_yscale('log', nonpositive='mask')
         ax.yaxis.set_major_formatter('{x:g}')
+    elif all(float(row.value).is_integer() for row in rows):
+        ax.yaxis.get_major_locator().set_params(integer=True)
+        ax.yaxis.set_major_formatter('{x:,g}')
 
 
 def _spans(values: Sequence[float], factor: float) -> bool:
