@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from qkattn.report.claim_results import ClaimResult, Row, Speaks
-from qkattn.report.figures.claim_figures import PARTS, Axis, compared, curves, places, varying
+from qkattn.report.claim_rows import PARTS, Axis, compared, curves, places, varying
 from qkattn.report.prose import NONE, environment, tidy, words
 from qkattn.report.sheets import Heading, Sheet
 

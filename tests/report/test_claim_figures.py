@@ -6,8 +6,9 @@ import itertools
 import pytest
 
 from qkattn.report.claim_results import Kind, Row, Speaks
+from qkattn.report.claim_rows import curves
 from qkattn.report.claim_sheets import claim_sheets
-from qkattn.report.figures.claim_figures import claim_figures, compared, curves
+from qkattn.report.figures.claim_figures import claim_figures
 from qkattn.report.figures.style import style_sheet
 from qkattn.report.prose import environment, tidy
 from tests.decided_claims import of_claim
@@ -108,24 +109,6 @@ def test_a_caption_says_that_zeros_are_left_out():
     }
     assert said[0.0].endswith('points. A logarithmic axis leaves out zeros.')
     assert said[1e-14].endswith('measured points.') and said[-1.0] == said[1e-14]
-
-
-def test_rows_of_both_shapes_are_one_line_and_the_deciding_row_is_shown():
-    def row(kind, speaks, value, word=None, **context):
-        return Row('arm', kind, context, value, speaks, arm='qk/no_o', word=word)
-
-    rows = [
-        row(Kind.REMOVED, Speaks.FOR, 0.1, 'worse', shape='equal'),
-        row(Kind.MATCHED, Speaks.BESIDE, 0.2, shape='equal'),
-        row(Kind.REMOVED, Speaks.BESIDE, 0.3, shape='matched'),
-        row(Kind.MATCHED, Speaks.OPEN, 0.4, 'undecided', shape='matched'),
-    ]
-    (one,) = compared(rows)
-    assert {kind: of.value for kind, of in one.rows.items()} == {
-        Kind.REMOVED: 0.1,
-        Kind.MATCHED: 0.4,
-    }
-    assert (one.context, one.word) == ({}, 'worse / undecided')
 
 
 def test_a_context_that_repeats_what_is_compared_is_said_once():

@@ -4,13 +4,13 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from qkattn.report.claim_rows import PARTS, Compared, compared, curves, places, varying
 from qkattn.report.figures.curve_figure import MAX_LINES
 from qkattn.report.figures.forest import Line, Panel, forest, limits_of
 from qkattn.report.figures.style import (
@@ -27,13 +27,8 @@ from qkattn.report.figures.style import (
     style_sheet,
     styles,
 )
-from qkattn.report.prose import si, words
+from qkattn.report.prose import si
 
-PARTS: dict[str, str] = {
-    Kind.REMOVED: 'same shape, fewer parameters',
-    Kind.REINVESTED: 'parameters reinvested',
-    Kind.MATCHED: 'equal parameter count',
-}
 OVERVIEW = 'verdicts'
 # An axis whose positive values span more than this is logarithmic.
 _X_SPAN, _Y_SPAN = 10.0, 100.0
@@ -42,57 +37,6 @@ _X_SPAN, _Y_SPAN = 10.0, 100.0
 _LONGEST, _WHAT, _LEGEND = 52, 22, 34
 # An axis has a tick at each of so many places.
 _TICKS = 8
-
-
-class Compared(NamedTuple):
-    """Rows about the same thing in the same context, by kind; what tells them from others."""
-
-    what: str
-    context: Mapping[str, str]
-    rows: dict[str, Row]
-
-    @property
-    def word(self) -> str:
-        """'worse', or 'worse / undecided' where the verdicts of its rows differ."""
-        words = {kind: self.rows[kind].word for kind in PARTS if kind in self.rows}
-        return ' / '.join(dict.fromkeys(word for word in words.values() if word))
-
-    @property
-    def is_decided(self) -> bool:
-        return any(row.speaks in (Speaks.FOR, Speaks.AGAINST) for row in self.rows.values())
-
-
-def compared(rows: Iterable[Row]) -> list[Compared]:
-    """Removed, reinvested and matched rows, each what and context once, in their order.
-
-    The kind tells the shape, which is no part of the context; of two rows of one kind that which
-    decides is shown.
-    """
-    found: dict[tuple, Compared] = {}
-    for row in rows:
-        if row.kind in PARTS and row.x is None:
-            context = {name: of for name, of in row.context.items() if name != 'shape'}
-            place = row.what, row.arm, *context.items()
-            parts = found.setdefault(place, Compared(row.what, context, {})).rows
-            if row.speaks != Speaks.BESIDE or row.kind not in parts:
-                parts[row.kind] = row
-    return list(found.values())
-
-
-def varying(rows: Iterable[Row | Compared]) -> list[str]:
-    """The names in contexts whose values differ between rows, and do not only repeat `what`."""
-    rows, found = list(rows), []
-    for name in dict.fromkeys(name for row in rows for name in row.context):
-        among = {row.context.get(name) for row in rows}
-        if len(among) > 1 and any(row.context.get(name) not in (None, row.what) for row in rows):
-            found.append(name)
-    return found
-
-
-def places(row: Row | Compared, names: Iterable[str]) -> list[str]:
-    """'d_model=64', 'stdlib', 'steps 500': these of its context, a number with its name."""
-    known = [(name, row.context[name]) for name in names if name in row.context]
-    return [f'{words(name)} {of}' if of[:1].isdigit() else of for name, of in known]
 
 
 def claim_figures(claim: ClaimResult, *, narrow: bool = False) -> tuple[Drawing, ...]:
@@ -228,53 +172,6 @@ def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
     if len(lines) > 1:
         legend(figure, 'lower center' if below else 'right center', ncols=columns if below else 1)
     return figure
-
-
-class Axis(NamedTuple):
-    """What the points of one panel of curves have in common; a place in their contexts or ''."""
-
-    unit: str
-    x_label: str
-    kind: str
-    place: str = ''
-
-
-def curves(rows: Iterable[Row]) -> dict[Axis, dict[str, list[Row]]]:
-    """Points by panel and by the name of their line, by ascending x.
-
-    Many lines have a panel for each value of one name in their contexts.
-    """
-    rows = sorted((row for row in rows if row.x is not None), key=lambda row: row.x)
-    names, whats, arms = varying(rows), {row.what for row in rows}, {row.arm for row in rows}
-    of_axes: dict[Axis, list[Row]] = {}
-    for row in rows:
-        of_axes.setdefault(Axis(row.unit, row.x_label or 'x', row.kind), []).append(row)
-    found: dict[Axis, dict[str, list[Row]]] = {}
-    for axis, of_axis in of_axes.items():
-        apart = _apart(of_axis)
-        for row in of_axis:
-            where = places(row, [name for name in names if name not in apart])
-            about = [row.what] * (len(whats) > 1 or not where) + [row.arm or ''] * (len(arms) > 1)
-            # A context or an arm that repeats the name adds nothing.
-            label = ', '.join(filter(None, dict.fromkeys(about + where)))
-            panel = axis._replace(place=', '.join(places(row, apart)))
-            found.setdefault(panel, {}).setdefault(label, []).append(row)
-    return found
-
-
-def _apart(rows: Sequence[Row]) -> list[str]:
-    """The name in contexts, of the fewest values, that has a panel for each where lines are many.
-
-    None where a panel would have one line.
-    """
-    lines = {(row.what, row.arm, *row.context.items()) for row in rows}
-    counts = {
-        name: len({row.context[name] for row in rows})
-        for name in varying(rows)
-        if all(name in row.context for row in rows)
-    }
-    fewest = sorted(counts, key=lambda name: counts[name])[:1]
-    return [name for name in fewest if 2 * counts[name] <= len(lines) > len(HUES)]
 
 
 def _line_styles(lines: Mapping[str, Sequence[Row]], look: Look) -> dict[str, dict]:
