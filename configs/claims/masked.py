@@ -18,12 +18,12 @@ def get_config(scale='cpu'):
             base=masked_language_model(scale),
             variants=(
                 'qk/vo',
+                'query_free/vo',
                 'shared_qk/vo',
                 'qk/no_v',
                 'qk/no_o',
             ),
             sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=64',), gpu=('d_model=768',)),
-            # At the larger rates seeds differ by more than arms do.
-            **protocol(scale, screening=4),
+            **protocol(scale),
         )
     )

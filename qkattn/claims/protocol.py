@@ -25,7 +25,7 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 T = TypeVar('T')
 
 # Seeds of the screening, apart from those of the verdicts, which count from 0.
-SCREENING = (100, 101, 102, 103)
+SCREENING = (100, 101)
 
 
 def pick(scale: str, *, smoke: T, cpu: T, gpu: T) -> T:
@@ -91,8 +91,7 @@ def masked_language_model(scale: str, **fields: Any) -> Config:
     }
     config = language_model(scale, **model | fields)
     train = _train(scale, (20, 2000, 20000), (8, 16, 64))
-    trials = _trials(scale, (2e-3, 4e-3, 8e-3, 1.6e-2), seeds=10)
-    return dataclasses.replace(config, train=train, trials=trials)
+    return dataclasses.replace(config, train=train)
 
 
 def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
@@ -140,13 +139,10 @@ def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
     )
 
 
-def protocol(
-    scale: str, *, screening: int = 2, longer: bool = False, equal_shape: bool = True
-) -> dict[str, Any]:
+def protocol(scale: str, *, longer: bool = False, equal_shape: bool = True) -> dict[str, Any]:
     """The fields `tuning`, `tolerance` and `controls` of a study.
 
     Args:
-      screening: seeds of the sweeps, at scale cpu.
       longer: whether arms with a word, and the baseline, are trained again with four times as many
         tokens.
       equal_shape: whether each arm is trained at the baseline's shape, too.
@@ -155,7 +151,7 @@ def protocol(
         'tuning': pick(
             scale,
             smoke=TuningConfig(),
-            cpu=TuningConfig(seeds=SCREENING[:screening], max_seeds=screening + 2),
+            cpu=TuningConfig(seeds=SCREENING, max_seeds=4),
             gpu=TuningConfig(seeds=SCREENING[:1], max_seeds=3),
         ),
         'tolerance': pick(scale, smoke=5e-3, cpu=2e-3, gpu=1e-3),
