@@ -18,7 +18,6 @@ def get_config(scale='cpu'):
             base=masked_language_model(scale),
             variants=(
                 'qk/vo',
-                'query_free/vo',
                 'shared_qk/vo',
                 'qk/no_v',
                 'qk/no_o',

@@ -16,7 +16,7 @@ def get_config(scale='cpu'):
         Study(
             name='scaling',
             question='How many parameters is one of an arm worth?',
-            base=language_model(scale, steps=1000, seeds=6),
+            base=language_model(scale, seeds=6),
             variants=(
                 'qk/vo',
                 'query_free/vo',
