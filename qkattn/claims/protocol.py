@@ -78,7 +78,7 @@ def language_model(scale: str, *, evaluations: int = 2, seeds: int = 10, **field
 
 
 def masked_language_model(scale: str, **fields: Any) -> Config:
-    """An encoder that restores masked tokens, of the sizes of `language_model`."""
+    """An encoder that restores masked tokens, of the width and depth of `language_model`."""
     model: dict[str, Any] = {
         'kind': 'encoder',
         'vocab_size': pick(scale, smoke=257, cpu=257, gpu=16385),
