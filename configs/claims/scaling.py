@@ -1,6 +1,7 @@
 """Loss against parameters, and how many parameters of the standard model one of an arm is worth.
 
-At least four sizes of each arm, all trained on the same number of tokens.
+At least four sizes of each arm, all trained on the same number of tokens. Heads keep their
+size; their number grows with d_model.
 
     python -m experiments.ablate --config=configs/claims/scaling.py:cpu \\
         --workdir=runs/scaling
@@ -15,7 +16,7 @@ def get_config(scale='cpu'):
         Study(
             name='scaling',
             question='How many parameters is one of an arm worth?',
-            base=language_model(scale, seeds=6),
+            base=language_model(scale, steps=1500, seeds=6),
             variants=(
                 'qk/vo',
                 'query_free/vo',
@@ -23,11 +24,14 @@ def get_config(scale='cpu'):
                 'qk/no_o',
                 'qk/k_is_v',
             ),
-            sizes=pick(
-                scale,
-                smoke=('d_model=32', 'd_model=48'),
-                cpu=tuple(f'd_model={d}' for d in (32, 48, 72, 108)),
-                gpu=tuple(f'd_model={d}' for d in (192, 384, 768, 1152)),
+            sizes=tuple(
+                f'd_model={d_model}&num_heads={num_heads}'
+                for d_model, num_heads in pick(
+                    scale,
+                    smoke=((32, 2), (48, 3)),
+                    cpu=((32, 2), (48, 3), (64, 4), (96, 6)),
+                    gpu=((192, 3), (384, 6), (768, 12), (1152, 18)),
+                )
             ),
             **protocol(scale, equal_shape=False),
         )

@@ -40,10 +40,13 @@ def pick(scale: str, *, smoke: T, cpu: T, gpu: T) -> T:
     return values[scale]
 
 
-def language_model(scale: str, *, evaluations: int = 2, seeds: int = 10, **fields: Any) -> Config:
+def language_model(
+    scale: str, *, steps: int = 500, evaluations: int = 2, seeds: int = 10, **fields: Any
+) -> Config:
     """A byte-level language model of two layers; at scale gpu, twelve layers and BPE pieces.
 
     Args:
+      steps: of training, at scale cpu.
       evaluations: times that a run is evaluated, evenly spaced.
       seeds: of the verdict, at scale cpu.
       **fields: of the model, in place of those of the scale.
@@ -72,7 +75,7 @@ def language_model(scale: str, *, evaluations: int = 2, seeds: int = 10, **field
         model=dataclasses.replace(model, **fields),
         data=data,
         optimizer=_optimizer(scale),
-        train=_train(scale, (20, 500, 10000), (8, 16, 64), evaluations),
+        train=_train(scale, (20, steps, 10000), (8, 16, 64), evaluations),
         trials=_trials(scale, (4e-3, 8e-3, 1.6e-2, 3.2e-2), seeds),
     )
 
