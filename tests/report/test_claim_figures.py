@@ -63,6 +63,9 @@ def test_a_single_line_has_its_name_at_the_axis_and_counts_have_whole_ticks(narr
     assert all(float(y).is_integer() for y in ax.get_yticks())
     caption = environment(html=False).get_template('claims.j2').make_module().curves
     assert caption(counts).startswith('Arms against step')
+    losses = [dataclasses.replace(row, unit='nats/token') for row in counts.rows[1:3]]
+    (ax,) = axes_of(dataclasses.replace(counts, rows=losses), narrow=narrow)
+    assert ax.get_ylabel() == 'arms, nats/token'
 
 
 def test_panels_are_of_the_context_of_fewest_values():

@@ -166,7 +166,8 @@ def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
         kind = PARTS.get(axis.kind, '') * (len({axis.kind for axis in found}) > 1)
         title = ', '.join(filter(None, [axis.place, kind]))
         only = _wrapped(next(iter(lines))) if len(lines) == 1 else ''
-        ax.set(xlabel=axis.x_label, ylabel=only or axis.unit or 'value', title=short(title))
+        y_label = ', '.join(filter(None, [only, axis.unit])) or 'value'
+        ax.set(xlabel=axis.x_label, ylabel=y_label, title=short(title))
         if alike:
             ax.label_outer()
     if len(lines) > 1:
