@@ -5,10 +5,11 @@ an object; or a list of one schema for a list of such values that is not empty.
 """
 
 import dataclasses
+import functools
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar('T')
@@ -37,7 +38,7 @@ def check(value: Any, schema: Any) -> None:
         if name not in value:
             raise ValueError(f'field {name!r} is missing')
         kind = type(hint) if isinstance(hint, dict | list) else hint
-        if not _fits(value[name], kind):
+        if not _fits(kind)(value[name]):
             raise ValueError(f'field {name!r} is {_shown(value[name])}, expected {_expected(kind)}')
         if isinstance(hint, dict | list):
             check(value[name], hint)
@@ -80,19 +81,29 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _fits(value: Any, hint: Any) -> bool:
+@functools.cache
+def _fits(hint: Any) -> Callable[[Any], bool]:
+    """Whether values fit a hint, which is looked into once: files hold millions of values."""
     kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is types.UnionType:
-        return any(_fits(value, option) for option in parts)
+        options = [_fits(option) for option in parts]
+        return lambda value: any(fits(value) for fits in options)
     if kind is tuple:
-        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
-    if isinstance(value, bool):
-        return kind in (bool, object)
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        return False  # digits without end, which nothing can compute with
+        item_fits = _fits(parts[0])
+        return lambda value: isinstance(value, list) and all(map(item_fits, value))
     if kind is Mapping and parts and parts[1] is not Any:
-        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
-    return isinstance(value, _TYPES.get(kind, kind))
+        item_fits = _fits(parts[1])
+        return lambda value: isinstance(value, dict) and all(map(item_fits, value.values()))
+    allowed = _TYPES.get(kind, (kind,))
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, bool):
+            return kind in (bool, object)
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            return False  # digits without end, which nothing can compute with
+        return isinstance(value, allowed)
+
+    return fits
 
 
 def _expected(hint: Any, joint: str = ' or ') -> str:
