@@ -24,6 +24,8 @@ Scale = Literal['smoke', 'cpu', 'gpu']
 SCALES: tuple[Scale, ...] = get_args(Scale)
 T = TypeVar('T')
 
+# Learning rates of the screening, at scale cpu.
+RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 # Seeds of the screening, apart from those of the verdicts, which count from 0.
 SCREENING = (100, 101)
 
@@ -41,13 +43,20 @@ def pick(scale: str, *, smoke: T, cpu: T, gpu: T) -> T:
 
 
 def language_model(
-    scale: str, *, steps: int = 500, evaluations: int = 2, seeds: int = 10, **fields: Any
+    scale: str,
+    *,
+    steps: int = 500,
+    evaluations: int = 2,
+    learning_rates: tuple[float, ...] = RATES,
+    seeds: int = 10,
+    **fields: Any,
 ) -> Config:
     """A byte-level language model of two layers; at scale gpu, twelve layers and BPE pieces.
 
     Args:
       steps: of training, at scale cpu.
       evaluations: times that a run is evaluated, evenly spaced.
+      learning_rates: of the screening, at scale cpu; at scale gpu a sixteenth of them.
       seeds: of the verdict, at scale cpu.
       **fields: of the model, in place of those of the scale.
     """
@@ -76,7 +85,7 @@ def language_model(
         data=data,
         optimizer=_optimizer(scale),
         train=_train(scale, (20, steps, 10000), (8, 16, 64), evaluations),
-        trials=_trials(scale, (4e-3, 8e-3, 1.6e-2, 3.2e-2), seeds),
+        trials=_trials(scale, learning_rates, seeds),
     )
 
 
@@ -89,11 +98,10 @@ def masked_language_model(scale: str, **fields: Any) -> Config:
         # left, so that seeds spread by more than arms differ.
         'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
     }
-    config = language_model(scale, **model | fields)
-    train = _train(scale, (20, 2000, 20000), (8, 16, 64))
     # At four times the best rate some seeds stay untrained, which hides the parabola: finer steps.
-    trials = _trials(scale, tuple(2e-3 * 2 ** (step / 2) for step in range(5)), seeds=8)
-    return dataclasses.replace(config, train=train, trials=trials)
+    rates = tuple(2e-3 * 2 ** (step / 2) for step in range(5))
+    config = language_model(scale, learning_rates=rates, seeds=8, **model | fields)
+    return dataclasses.replace(config, train=_train(scale, (20, 2000, 20000), (8, 16, 64)))
 
 
 def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
