@@ -14,8 +14,10 @@ from qkattn.config import Study, to_config_dict
 
 
 def get_config(scale='cpu'):
-    base = language_model(scale, seeds=40, num_heads=4)
-    decays = pick(scale, smoke=(5e-4,), cpu=(2.5e-4, 5e-4, 1e-3), gpu=(2.5e-4, 5e-4, 1e-3))
+    # In steps of sqrt 2: what coarser ones leave open is more than the arms differ by.
+    rates = tuple(4e-3 * 2 ** (step / 2) for step in range(1, 6))
+    base = language_model(scale, learning_rates=rates, seeds=40, num_heads=4)
+    decays = pick(scale, smoke=(2e-3,), cpu=(1e-3, 2e-3, 4e-3), gpu=(2.5e-4, 5e-4, 1e-3))
     return to_config_dict(
         Study(
             name='overparameterised',
