@@ -15,7 +15,7 @@ def get_config(scale='cpu'):
         Study(
             name='sharing',
             question='What does sharing cost, across heads and across matrices?',
-            base=language_model(scale, seeds=80, num_heads=4),
+            base=language_model(scale, seeds=24, num_heads=4),
             variants=(
                 'qk/vo',
                 'qk/vo?num_kv_heads=2',
