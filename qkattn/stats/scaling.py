@@ -42,7 +42,7 @@ class ProblemCode(enum.Enum):
     EXPONENT_NEAR_ZERO = enum.auto()  # [value], with an interval from [low] to [high]
     EXPONENT_LOOSE = enum.auto()  # the same
     # Of multipliers.
-    NO_BASELINE_LAW = enum.auto()
+    NO_BASELINE_LAW = enum.auto()  # because of the baseline's own [problem]
     SINGLE_LOSS = enum.auto()  # the arm has one loss in all
     EXTRAPOLATED = enum.auto()  # [loss] at [parameters] is beyond [factor] times the [end] size
     INTERVAL_EXTRAPOLATED = enum.auto()  # the interval around [value] is
@@ -158,9 +158,9 @@ def multiplier(
       ValueError: as `fit`.
     """
     own, other = table('arm', *arm), table('baseline', *baseline)
-    replica = _fit(other, replicates)[1]
+    curve, replica = _fit(other, replicates)
     if replica is None:
-        return _refused(ProblemCode.NO_BASELINE_LAW)
+        return _refused(ProblemCode.NO_BASELINE_LAW, problem=curve.problem)
     if not own.df and len(own.parameters) == 1:
         return _refused(ProblemCode.SINGLE_LOSS)
     low, high = np.log(other.parameters[0] / REACH), np.log(other.parameters[-1] * REACH)

@@ -174,7 +174,10 @@ PROBLEMS = {
         LOOSE,
         'determine the exponent: 0.25, with a 95 % interval from 0.01 to 0.5',
     ),
-    'NO_BASELINE_LAW': ({}, 'the baseline has no scaling law'),
+    'NO_BASELINE_LAW': (
+        {'problem': Problem(ProblemCode.FEW_SIZES, {'sizes': 1, 'needed': 4})},
+        'the baseline has no scaling law',
+    ),
     'SINGLE_LOSS': ({}, 'from a single loss of the arm'),
     'EXTRAPOLATED': (
         {'loss': 2.0, 'parameters': 1000.0, 'end': 'largest', 'factor': 2.0},

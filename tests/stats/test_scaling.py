@@ -230,7 +230,7 @@ def test_losses_that_determine_no_law_are_refused(sizes, losses, code, data):
     assert fit.E is fit.A is fit.a is fit.residual_rms is fit.r_squared is None
     assert fit.losses == pytest.approx(tuple(rows.mean(axis=1)))
     found = scaling.multiplier((SIZES, law(SIZES)[:, None]), (sizes, rows))
-    assert found.problem == Problem(ProblemCode.NO_BASELINE_LAW, {})
+    assert found.problem == Problem(ProblemCode.NO_BASELINE_LAW, {'problem': fit.problem})
     assert found.value is found.low is found.high is None
     assert found.by_size == ()
 
