@@ -1,7 +1,8 @@
 """Loss against parameters, and how many parameters of the standard model one of an arm is worth.
 
-At least four sizes of each arm, all trained on the same number of tokens. Heads keep their
-size; their number grows with d_model.
+At least four sizes of each arm, all trained on the same number of tokens. The number of heads
+grows with d_model: heads have 64 dimensions at scale gpu and 16 at scale cpu, where the smallest
+model has one of 22.
 
     python -m experiments.ablate --config=configs/claims/scaling.py:cpu \\
         --workdir=runs/scaling
@@ -29,7 +30,7 @@ def get_config(scale='cpu'):
                 for d_model, num_heads in pick(
                     scale,
                     smoke=((32, 2), (48, 3)),
-                    cpu=((32, 2), (48, 3), (64, 4), (96, 6)),
+                    cpu=((22, 1), (32, 2), (48, 3), (64, 4), (96, 6)),
                     gpu=((192, 3), (384, 6), (768, 12), (1152, 18)),
                 )
             ),
