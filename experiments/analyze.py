@@ -3,10 +3,12 @@
 python -m experiments.analyze runs/small --out=runs/small/analysis
 python -m experiments.analyze runs/small --text='def main(' --out=analysis
 python -m experiments.analyze gpt2/model.safetensors --tokens='464 3290 318'
+python -m experiments.analyze runs/merged --reference=runs/small
 
 The source is any that experiments.convert reads. Attention patterns and gradients are those of the
 text or tokens; without either, of validation rows of a run. Induction is measured on random tokens.
---out receives analysis.csv, analysis.json and figures.
+With --reference, drift is that of A[n] and B[n] from those of another model. --out receives
+analysis.csv, analysis.json, figures, and for a text or tokens the probabilities, maps.csv.
 """
 
 import dataclasses
@@ -39,6 +41,9 @@ SOURCE = flags.DEFINE_string('source', None, 'Model to measure; also without --s
 TRIAL = flags.DEFINE_integer(
     'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
 )
+REFERENCE = flags.DEFINE_string(
+    'reference', None, 'Model from which drift is measured; of a run, the same trial.'
+)
 TEXT = flags.DEFINE_string('text', None, 'Text that the model reads; the source of a translation.')
 FILE = flags.DEFINE_string('file', None, 'File with the text.')
 TARGET = flags.DEFINE_string('target', None, 'Translation of --text that an encoder_decoder reads.')
@@ -57,6 +62,8 @@ COLUMNS = (
     ('direc-|tionality', 'directionality', 'A'),
     ('definite-|ness', 'definiteness', 'A'),
     ('rank|of B', 'effective_rank', 'B'),
+    ('drift|of A', 'drift', 'A'),
+    ('drift|of B', 'drift', 'B'),
     ('entropy,|nats', 'entropy', 'pattern'),
     ('self', 'diagonal_mass', 'pattern'),
     ('previous|token', 'previous_token_mass', 'pattern'),
@@ -64,13 +71,19 @@ COLUMNS = (
     ('logit|deviation', 'logit_deviation', 'pattern'),
 )
 FIGURES = {
-    'matrices': {'A': ('effective_rank', 'symmetric_share', 'directionality', 'definiteness')},
-    'ov_matrices': {'B': ('effective_rank', 'symmetric_share', 'definiteness', 'norm')},
+    'matrices': {
+        'A': ('effective_rank', 'symmetric_share', 'directionality', 'definiteness', 'drift')
+    },
+    'ov_matrices': {'B': ('effective_rank', 'symmetric_share', 'definiteness', 'norm', 'drift')},
     'patterns': {
         'pattern': ('entropy', 'diagonal_mass', 'previous_token_mass', 'induction_score')
         + ('logit_deviation',)
     },
 }
+# Query tokens and key tokens of a site.
+Words = tuple[list[str], list[str]]
+# Most lines of maps.csv, about 100 MB.
+MAX_LINES = 2_000_000
 
 
 def main() -> None:
@@ -88,13 +101,17 @@ def main() -> None:
         raise ConfigError(f'{out} already holds an analysis; give another directory')
     source = pretrained.load(SOURCE.value, num_heads=NUM_HEADS.value)
     trial = source.trial if TRIAL.value is None else TRIAL.value
-    if not 0 <= trial < len(source.models):
-        raise ConfigError(f'--trial={trial} must be in [0, {len(source.models)})')
-    model = source.models[trial]
+    model, about = chosen(source, trial)
+    reference, about['reference'] = None, None
+    if REFERENCE.value is not None:
+        other = pretrained.load(REFERENCE.value, num_heads=NUM_HEADS.value)
+        reference, about['reference'] = chosen(other, trial if len(other.models) > 1 else 0)
     batch, words = batch_of(source, model)
-    found = analyze(model, batch)
+    found = analyze(model, batch, reference=reference)
     config = model.config
     print(f'{SOURCE.value}: {config.score}/{config.value}, {config.num_layers} layers')
+    if reference is not None:
+        print(f'drift from {REFERENCE.value}: {reference.config.score}/{reference.config.value}')
     print(table(found))
     for circuit, why in (('A', 'not bilinear'), ('B', 'not linear in the values')):
         places = [f'{site} {layer}' for site, layer, of in found.missing if of == circuit]
@@ -103,30 +120,40 @@ def main() -> None:
     if out is None:
         return
     make_directory(out)
-    about = {'source': str(SOURCE.value), 'trial': trial, 'step': source.step, 'model': config}
     write(out, found, about)
-    maps = None if words is None or batch is None else maps_of(model, batch)
+    maps = {} if words is None else maps_of(model, batch)
+    if maps:
+        write_maps(out, maps, words)
     for stem, figure in figures(found, maps, words).items():
         write_atomic(out / f'{stem}.png', figure)
     print(f'wrote {out}')
 
 
+def chosen(source: pretrained.Loaded, trial: int) -> tuple[Transformer, dict[str, Any]]:
+    """A trial of a run, or the one model of another source, and what it is."""
+    if not 0 <= trial < len(source.models):
+        raise ConfigError(
+            f'--trial={trial} must be in [0, {len(source.models)}), the trials of {source.path}'
+        )
+    model = source.models[trial]
+    about = {'source': str(source.path), 'trial': trial, 'step': source.step}
+    return model, about | {'model': model.config}
+
+
 def batch_of(
     source: pretrained.Loaded, model: Transformer
-) -> tuple[dict[str, Any] | None, dict[str, list[str]] | None]:
-    """What the model reads, and its words by site where they are a text or tokens."""
+) -> tuple[dict[str, Any] | None, dict[str, Words] | None]:
+    """What the model reads, and its tokens by site where they are a text or tokens."""
     if TOKENS.value is not None or TEXT.value is not None or FILE.value is not None:
         return given(source, model)
     if source.config is None:
         return None, None
     rows = rows_of(source.config)
-    batches = eval_batches(rows, 'validation', batch_size=NUM_ROWS.value, max_rows=NUM_ROWS.value)
-    return next(batches), None
+    count = min(NUM_ROWS.value, rows.count('validation'))
+    return next(eval_batches(rows, 'validation', batch_size=count, max_rows=count)), None
 
 
-def given(
-    source: pretrained.Loaded, model: Transformer
-) -> tuple[dict[str, Any], dict[str, list[str]]]:
+def given(source: pretrained.Loaded, model: Transformer) -> tuple[dict[str, Any], dict[str, Words]]:
     """The text or the tokens of the flags, as a batch of one row."""
     translates = isinstance(model, EncoderDecoder)
     if translates != (TARGET.value is not None) or (translates and TOKENS.value is not None):
@@ -145,10 +172,14 @@ def given(
         ids, words = encoded(tokenizer, cli.text_of(TEXT, FILE), '--text')
     check_ids('--text' if TOKENS.value is None else '--tokens', ids, model)
     if not translates:
-        return next_token_batch(model, np.array([ids], np.int32)), {'attention': words}
+        return next_token_batch(model, np.array([ids], np.int32)), {'attention': (words, words)}
     targets, target_words = encoded(tokenizer, TARGET.value, '--target')
     check_ids('--target', targets, model)
-    of_sites = {'attention': target_words, 'encoder/attention': words, 'cross_attention': words}
+    of_sites = {
+        'attention': (target_words, target_words),
+        'encoder/attention': (words, words),
+        'cross_attention': (target_words, words),
+    }
     batch = {'tokens_BT': np.array([targets], np.int32), 'source_BS': np.array([ids], np.int32)}
     return batch, of_sites
 
@@ -179,7 +210,7 @@ def table(found: Analysis) -> str:
     cells: dict[tuple[str, int | None], list[str]] = {place: [] for place in places}
     titles = [('layer', True)]
     for heading, quantity, of in COLUMNS:
-        over = np.nanmax if quantity == 'induction_score' else np.mean
+        over = np.max if quantity == 'induction_score' else np.mean
         values: dict[tuple[str, int | None], list[float]] = {}
         for row in found.rows:
             if (row.quantity, row.of) == (quantity, of):
@@ -209,18 +240,39 @@ def write(out: Any, found: Analysis, about: Mapping[str, Any]) -> None:
 
 
 def maps_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, dict[int, np.ndarray]]:
-    """Probabilities p_NTS of the first row, by site and layer."""
+    """Probabilities p_NTS of the first row, NaN at masked keys, by site and layer."""
     inputs = {name: batch[name] for name in ('tokens_BT', 'source_BS') if name in batch}
     found: dict[str, dict[int, np.ndarray]] = {}
     for (site, layer), pattern in jax.jit(attention_patterns)(model, inputs).items():
-        found.setdefault(site, {})[layer] = np.asarray(pattern.probabilities_BNTS[0])
+        p_NTS = np.asarray(pattern.probabilities_BNTS[0], np.float32)
+        found.setdefault(site, {})[layer] = np.where(pattern.mask_BTS[0], p_NTS, np.nan)
     return found
+
+
+def write_maps(
+    out: Any, maps: Mapping[str, Mapping[int, np.ndarray]], words: Mapping[str, Words]
+) -> None:
+    """maps.csv: a line for each head, query, and key that it may attend to."""
+    count = sum(np.isfinite(p_NTS).sum() for layers in maps.values() for p_NTS in layers.values())
+    if count > MAX_LINES:
+        print(f'maps.csv would have {count:,} lines, more than {MAX_LINES:,}; give a shorter text')
+        return
+    tables = []
+    for site, layers in maps.items():
+        queries, keys = (np.array(tokens, object) for tokens in words[site])
+        for layer, p_NTS in layers.items():
+            n, t, s = np.nonzero(np.isfinite(p_NTS))
+            places = {'site': site, 'layer': layer, 'head': n, 'query': t, 'key': s}
+            tokens = {'query_token': queries[t], 'key_token': keys[s]}
+            tables.append(pd.DataFrame({**places, **tokens, 'probability': p_NTS[n, t, s]}))
+    text = pd.concat(tables).to_csv(index=False, lineterminator='\n', float_format='%.6g')
+    write_atomic(out / 'maps.csv', text)
 
 
 def figures(
     found: Analysis,
-    maps: Mapping[str, Mapping[int, np.ndarray]] | None,
-    words: Mapping[str, list[str]] | None,
+    maps: Mapping[str, Mapping[int, np.ndarray]],
+    words: Mapping[str, Words] | None,
 ) -> dict[str, bytes]:
     """PNG by name: of every site singular values and quantities, and maps of a text."""
     drawn = {}
@@ -245,9 +297,8 @@ def figures(
                     }
                 if present:
                     drawn[name + suffix(site)] = attention_figure.heat_maps(present)
-        for site, layers in (maps or {}).items():
-            own = words['attention'] if site == 'cross_attention' else words[site]
-            drawn[f'maps{suffix(site)}'] = attention_figure.attention_maps(layers, own, words[site])
+        for site, layers in maps.items():
+            drawn[f'maps{suffix(site)}'] = attention_figure.attention_maps(layers, *words[site])
         return {stem: render(Drawing(figure, stem)).png for stem, figure in drawn.items()}
 
 

@@ -16,10 +16,10 @@ from qkattn.claims.claim import Claim
 from qkattn.claims.deciding import decide
 from qkattn.claims.protocol import SCALES
 from qkattn.claims.results import Results
-from qkattn.errors import ConfigError
+from qkattn.errors import ConfigError, ProcessError
 from qkattn.report.claim_results import NAME, ClaimResult, read_claims, write_claims
 from qkattn.run import cli, signals
-from qkattn.run.files import as_path
+from qkattn.run.buckets import is_url
 from qkattn.run.progress import waiting
 from qkattn.study import ways
 from qkattn.train.program_cache import keep_programs
@@ -49,6 +49,8 @@ EXPORT = flags.DEFINE_string(
 @signals.leaving_at_once()
 def main() -> None:
     keep_programs()
+    if CLAIMS.value == []:
+        raise ConfigError('--claims is empty; give names as in B2,C1, or leave it out for all')
     claims = catalogue.chosen(CLAIMS.value or [])
     workers = ways.parse(WORKERS.value)
     if LIST.value:
@@ -65,12 +67,14 @@ def main() -> None:
         raise ConfigError(
             f'--workdir=DIRECTORY is required for {needing}; claims with checks alone need none'
         )
-    directory = as_path(WORKDIR.value or '.')
+    if WORKDIR.value is None and EXPORT.value is not None:
+        raise ConfigError('--export takes the studies of --workdir=DIRECTORY, which is missing')
+    directory = _directory()
     if WORKDIR.value is not None:
         studies.check_workdir(directory, names, SCALE.value)
         _earlier(directory)
     failed = {}
-    if TRAIN.value:
+    if TRAIN.value and names:
         command = cli.command('claims')
         failed = studies.train(claims, SCALE.value, directory, workers, command)
     studies.report(names, directory)
@@ -85,7 +89,26 @@ def main() -> None:
         _keep(decided, results)
     if failed:
         reasons = '; '.join(f'{name}: {reason}' for name, reason in failed.items())
-        raise ConfigError(f'{len(failed)} of {len(names)} studies could not be trained: {reasons}')
+        crashed = any(isinstance(reason, ProcessError) for reason in failed.values())
+        raise (ProcessError if crashed else ConfigError)(
+            f'{len(failed)} of {len(names)} studies could not be trained: {reasons}'
+        )
+
+
+def _directory() -> Path:
+    """The workdir, which --notrain needs to exist; ConfigError for one that claims cannot use."""
+    if WORKDIR.value is None:
+        return Path()
+    if is_url(WORKDIR.value):
+        raise ConfigError(
+            f'workdir={WORKDIR.value} is in a bucket; claims need a directory of a file system'
+        )
+    directory = Path(WORKDIR.value)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f'workdir={directory} is a file; give a directory')
+    if not TRAIN.value and not directory.exists():
+        raise ConfigError(f'workdir={directory} does not exist, and --notrain trains nothing')
+    return directory
 
 
 def _decided(claim: Claim, results: Results) -> ClaimResult:
@@ -139,6 +162,7 @@ def _text(claim: ClaimResult) -> str:
             + (f' ({where})' if where else '')
         )
     lines += [f'holds for {claim.condition}'] if claim.condition else []
+    lines += [f'false for {claim.refuted}'] if claim.refuted else []
     lines += [f'would be decided by {claim.needed}'] if claim.needed else []
     return '\n      '.join([*lines, *claim.missing])
 

@@ -1,4 +1,4 @@
-"""Tokenises a text once into shards, which any number of runs on any number of hosts read.
+"""Tokenizes a text once into shards, which any number of runs on any number of hosts read.
 
 python -m experiments.prepare_data --config=configs/small.py --out=tokens/stdlib
 python -m experiments.train --config=configs/small.py --workdir=runs/shards
@@ -19,7 +19,7 @@ from qkattn.run import cli, signals
 
 CONFIG = cli.define_config(Config)
 OUT = flags.DEFINE_string('out', None, 'Directory of the shards; the same directory goes on.')
-WORKERS = flags.DEFINE_integer('workers', None, 'Processes that tokenise; default: one per core.')
+WORKERS = flags.DEFINE_integer('workers', None, 'Processes that tokenize; default: one per core.')
 TOKENS = flags.DEFINE_integer(
     'shard_tokens', SHARD_TOKENS, 'A shard ends with the document that reaches so many tokens.'
 )

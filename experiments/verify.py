@@ -19,7 +19,7 @@ from qkattn.report import claim_results, verify
 from qkattn.report.printed_numbers import check_numbers, uncovered
 from qkattn.report.prose import counted
 from qkattn.run import cli
-from qkattn.verdict import load_study
+from qkattn.verdict import load_findings
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,7 +55,7 @@ def check_costs(directory: Path) -> int:
       ReportError: a result with other counts.
     """
     models = 0
-    for run in load_study(directory).runs:
+    for run in load_findings(directory)[0].runs:
         if run.trials:
             models += 1
             for name, expected in _costs(from_json(Config, run.config).model).items():

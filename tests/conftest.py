@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import gc
 import resource
+from pathlib import Path
 
 import jax
 import pytest
@@ -35,6 +36,7 @@ from qkattn.config import (
     TrialsConfig,
 )
 from qkattn.data.load import load
+from qkattn.run import provenance
 from qkattn.train.program_cache import keep_programs
 from tests.browser import chromium  # noqa: F401, a fixture
 from tests.buckets import bucket  # noqa: F401, a fixture
@@ -47,6 +49,13 @@ keep_programs()
 # One context for all lowerings. Each would make its own: a fifth of the time of a small program,
 # and a MiB that stays.
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+
+# The commit of this checkout, asked once: every run would start three processes of git.
+PACKAGE = Path(provenance.__file__).resolve().parents[1]
+git_state, own_state = provenance.git_state, functools.cache(provenance.git_state)
+provenance.git_state = lambda directory: (
+    dict(own_state(directory)) if directory.is_relative_to(PACKAGE) else git_state(directory)
+)
 
 # Parts of a run that may come from outside the package and have contract tests.
 CONTRACTS = ('dataset', 'tokenizer', 'task', 'optimizer', 'schedule')
@@ -117,12 +126,26 @@ def study_dir(tmp_path):
     return tmp_path / 'study'
 
 
+def memory() -> int:
+    """Bytes that the process holds now; where the system does not tell, the most it ever held."""
+    try:
+        pages = Path('/proc/self/statm').read_text().split()[1]
+    except OSError:
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(pages) * resource.getpagesize()
+
+
+held_after_dropping = [0]  # bytes, when programs were last dropped
+
+
 @pytest.fixture(autouse=True, scope='module')
 def compiled_programs_are_dropped():
-    """Programs in memory are dropped between modules once the process has grown past 2 GiB.
+    """Programs in memory are dropped between modules while the process holds more than 2 GiB.
 
-    Dropping them after every module costs a sixth of the time: most small programs recur.
+    But only where it has grown by half a GiB since they were dropped last: not all memory comes
+    back. Dropping them after every module costs a sixth of the time: most small programs recur.
     """
     yield
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 2 * 2**20:  # KiB on Linux
+    if memory() > max(2 * 2**30, held_after_dropping[-1] + 2**29):
         jax.clear_caches()
+        held_after_dropping[-1] = memory()

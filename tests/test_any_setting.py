@@ -31,6 +31,7 @@ from qkattn.run.cli import MALFORMED
 from qkattn.study import worker
 from qkattn.study.arms import build_arms, table
 from qkattn.train import program, train
+from tests.lanes import only
 
 RUN = Config(
     data=DataConfig(name='text'),
@@ -222,14 +223,20 @@ CHANGES = st.one_of(
 )
 
 
-def test_every_field_takes_or_refuses_extremes(accepted):
-    extremes = NUMBERS + TEXTS
-    for place, (config, name) in enumerate(OWN):
-        for step, text in ((1, True), (5, False)):
+# Each field in both forms; in the quick tests in one, in turns.
+FORMS = [(True, 0), (False, 1), (True, 1), (False, 0)]
+
+
+@pytest.mark.parametrize(('text', 'half'), only(FORMS[:2], FORMS))
+@pytest.mark.parametrize('config', FIELDS, ids=['run', 'pairs', 'study'])
+def test_every_field_takes_or_refuses_extremes(accepted, config, text, half):
+    extremes, step = NUMBERS + TEXTS, 1 if text else 5
+    for place, (of, name) in [*enumerate(OWN)][half::2]:
+        if of is config:
             accepted(config, {name: extremes[place * step % len(extremes)]}, text)
 
 
-@profile(100)
+@profile(40)
 @given(CHANGES)
 def test_any_values_are_accepted_or_refused(accepted, changes):
     accepted(*changes)

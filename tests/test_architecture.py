@@ -93,9 +93,9 @@ def test_every_room_has_its_layer_and_nothing_lies_flat():
     assert entries - files <= LAYER.keys()
 
 
-def test_the_bottom_of_a_verdict_imports_without_jax():
-    rooms = ('config', 'metrics', 'stats', 'verdict', 'report')
-    program = f'import sys, {", ".join(f"qkattn.{room}" for room in rooms)}; '
+def test_the_bottom_of_a_verdict_and_contestants_import_without_jax():
+    modules = ('config', 'metrics', 'stats', 'verdict', 'report', 'benchmark.contestant')
+    program = f'import sys, {", ".join(f"qkattn.{module}" for module in modules)}; '
     program += 'sys.exit("jax" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', program], cwd=ROOT).returncode == 0
 

@@ -116,8 +116,7 @@ def test_every_registry_that_contributors_need_exists():
 
 OTHER_COMMANDS = (
     'git clone ',  # of this repository
-    'qkattn/launch/quickstart.sh',  # tests/test_setup.py; log in experiments/results/quickstart
-    'qkattn/launch/test.sh',
+    'launch/quickstart.sh',  # tests/test_setup.py; log in experiments/results/quickstart
     'launch/test.sh',
     '.venv/bin/python -m pytest ',  # the example runs above
     '.venv/bin/python -m mypy',

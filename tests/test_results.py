@@ -1,7 +1,8 @@
 """The committed verdicts, worked out again from the trials with nothing of the package.
 
-`experiments.verify` holds what is printed against the logs with the package's own code; here the
-numbers of the headline are made with numpy and scipy alone, so that an error in that code shows.
+`experiments.verify` holds what is printed against the logs with the package's own code, and
+launch/test.sh runs it before the tests. Here the numbers of the headline are made with numpy and
+scipy alone, so that an error in that code shows.
 """
 
 import json
@@ -23,11 +24,13 @@ FAIR, PAGE = RESULTS / 'fair_small', ROOT / 'docs/protocol.md'
 TRIALS = [json.loads(line) for line in (FAIR / 'results.jsonl').read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', STUDIES)
 def test_committed_reports_are_what_their_logs_give(name):
     assert verify.check_study(RESULTS / name) > 50
 
 
+@pytest.mark.slow
 def test_the_headline_of_the_protocol_is_what_its_study_gives():
     assert verify.check_page(PAGE) == 1
 
@@ -79,7 +82,7 @@ def test_what_is_left_after_a_longer_training():
     losses = losses_of('longer', num_seeds=6)
     baseline = losses.pop('qk/vo')
     text = (PAGE).read_text()
-    (said,) = re.findall(r'Trained 4 times as long, difference to qk/vo: (.*?\])\. ', text)
+    (said,) = re.findall(r'Trained 4 times as long, difference from qk/vo: (.*?\])\. ', text)
     found = dict(re.findall(r'(\S+) ([-+][\d.]+) \[', said))
     assert {arm: f'{(of - baseline).mean():+.4f}' for arm, of in losses.items()} == found
 

@@ -161,8 +161,8 @@ def test_a_wheel_has_one_top_level_package_with_everything_in_it(source, tmp_pat
     code, text = from_elsewhere(tmp_path / 'a', site, '--help')
     assert code == 0, text
     assert SHIPPED <= {line.split()[0] for line in text.splitlines() if line}
-    code, text = from_elsewhere(tmp_path / 'b', site, 'train', '--config=small')
-    assert (code, text) == (2, '--workdir=DIRECTORY is required\n')
+    code, text = from_elsewhere(tmp_path / 'b', site, 'prepare_data', '--config=small')
+    assert (code, text) == (2, '--out=DIRECTORY is required\n')
     assert not any((tmp_path / 'b').iterdir())
 
 

@@ -4,6 +4,8 @@ Claims B4, B6, C6.
 
     python -m experiments.ablate --config=configs/claims/decoder.py:cpu \\
         --workdir=runs/decoder
+
+Expected result: docs/claims.md, B4, B6 and C6; time: B6.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol

@@ -4,6 +4,8 @@ Claim B5.
 
     python -m experiments.ablate --config=configs/claims/depth_heads.py:cpu \\
         --workdir=runs/depth_heads
+
+Expected result and time: docs/claims.md, B5.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol

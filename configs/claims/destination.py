@@ -4,6 +4,8 @@ Claim E6.
 
     python -m experiments.ablate --config=configs/claims/destination.py:cpu \\
         --workdir=runs/destination
+
+Expected result and time: docs/claims.md, E6.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol

@@ -1,9 +1,11 @@
 """What do W_Q and W_K of full size (D x D) in every head buy at equal parameter count?
 
-Claim A6. Every arm has a learning-rate sweep of its own.
+Claims A6 and B4. Every arm has a learning-rate sweep of its own.
 
     python -m experiments.ablate --config=configs/claims/full_heads.py:cpu \\
         --workdir=runs/full_heads
+
+Expected result: docs/claims.md, A6 and B4; time: A6.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol

@@ -4,6 +4,8 @@ Claims C6 and E3.
 
     python -m experiments.ablate --config=configs/claims/masked.py:cpu \\
         --workdir=runs/masked
+
+Expected result: docs/claims.md, C6 and E3; time: E3.
 """
 
 from qkattn.claims.protocol import masked_language_model, pick, protocol

@@ -1,9 +1,11 @@
-"""Does a nonlinear query beat the standard one, tuned and untuned?
+"""Does a nonlinear query beat the standard one, each at its own tuned settings?
 
-Claim E2 (arXiv 2603.13381).
+Claim E2 (arXiv 2603.13381); nonlinear_untuned compares the two untuned.
 
     python -m experiments.ablate --config=configs/claims/nonlinear.py:cpu \\
         --workdir=runs/nonlinear
+
+Expected result and time, with nonlinear_untuned: docs/claims.md, E2.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol

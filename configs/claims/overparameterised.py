@@ -5,6 +5,8 @@ The weight decay is tuned, too: it acts on the factors.
 
     python -m experiments.ablate --config=configs/claims/overparameterised.py:cpu \\
         --workdir=runs/overparameterised
+
+Expected result and time: docs/claims.md, D2.
 """
 
 import dataclasses

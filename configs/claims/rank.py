@@ -4,6 +4,8 @@ Claim B7. The rank goes from 1 over the head size (qk) to d_model (merged).
 
     python -m experiments.ablate --config=configs/claims/rank.py:cpu \\
         --workdir=runs/rank
+
+Expected result and time: docs/claims.md, B7.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol

@@ -4,6 +4,8 @@ Claim E4. Controls of equal shape show the same arms at equal width.
 
     python -m experiments.ablate --config=configs/claims/sharing.py:cpu \\
         --workdir=runs/sharing
+
+Expected result and time: docs/claims.md, E4.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol

@@ -4,6 +4,8 @@ Claim B2; its exact form is B1.
 
     python -m experiments.ablate --config=configs/claims/single_head.py:cpu \\
         --workdir=runs/single_head
+
+Expected result and time: docs/claims.md, B2.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol

@@ -4,6 +4,8 @@ Claim E1 (Karbevski & Mijoski 2025, arXiv 2510.23912), with an equivalence test.
 
     python -m experiments.ablate --config=configs/claims/twelve_heads.py:cpu \\
         --workdir=runs/twelve_heads
+
+Expected result and time: docs/claims.md, E1.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.analysis import factors, watching
-from qkattn.analysis.matrices import OF_MATRICES, definiteness, singular_values
+from qkattn.analysis.matrices import OF_MATRICES, definiteness, drift, singular_values
 from qkattn.analysis.patterns import IN_ORDER, OF_PATTERNS, Pattern, induction_score
+from qkattn.errors import ConfigError
 from qkattn.model import Encoder, EncoderDecoder
 from qkattn.model.transformer import Transformer
 
@@ -31,7 +32,7 @@ class Row:
       layer, head: from 0; None of what has none.
       of: 'A' or 'B', the matrices of a head; 'pattern', its probabilities and logits; or the name
         of a parameter.
-      quantity: a name of OF_MATRICES, OF_PATTERNS, IN_ORDER, or 'induction_score',
+      quantity: a name of OF_MATRICES, OF_PATTERNS, IN_ORDER, or 'drift', 'induction_score',
         'parameter_norm', 'gradient_norm'.
       value: NaN where it is not defined, as the effective rank of a zero matrix.
     """
@@ -60,7 +61,7 @@ class Analysis:
     missing: list[Place]
 
     def values(self, quantity: str, of: str | None = None, site: str = 'attention') -> np.ndarray:
-        """[L, N] of a quantity, or [L] of one that has no heads; in the order of the rows.
+        """[L, N] of a quantity, or [L, 1] of one that has no heads; NaN in layers without it.
 
         Raises:
           KeyError: the quantity was not measured there.
@@ -68,16 +69,22 @@ class Analysis:
         found: dict[int, list[float]] = {}
         for row in self.rows:
             if (row.quantity, row.site) == (quantity, site) and of in (None, row.of):
-                found.setdefault(row.layer, []).append(row.value)
+                found.setdefault(row.layer or 0, []).append(row.value)
         if not found:
             raise KeyError(f'no {quantity} of {of} at {site}')
-        return np.array([found[layer] for layer in sorted(found)])
+        layers = [row.layer or 0 for row in self.rows if row.site == site]
+        layers += [layer for where, layer, _ in self.missing if where == site]
+        values_LN = np.full((max(layers) + 1, max(map(len, found.values()))), np.nan)
+        for layer, values_N in found.items():
+            values_LN[layer] = values_N
+        return values_LN
 
 
 def analyze(
     model: Transformer,
     batch: Mapping[str, Any] | None = None,
     *,
+    reference: Transformer | None = None,
     induction: bool = True,
     seed: int = 0,
 ) -> Analysis:
@@ -89,10 +96,17 @@ def analyze(
     Args:
       batch: inputs of the model (tokens_BT; source_BS, segments, ...), of which patterns are taken;
         with targets_BT and loss_weights_BT also gradients. None measures matrices and parameters.
+      reference: model from which the drift of A and B is measured.
       induction: whether random tokens are shown twice to a decoder or encoder.
       seed: of these tokens.
+
+    Raises:
+      ConfigError: as `drifts`.
     """
     rows: list[Row] = []
+    if reference is not None:
+        for (site, layer, of), drift_N in jax.device_get(drifts(reference, model)).items():
+            rows += _by_head(site, layer, of, {drift.__name__: drift_N})
     spectra: dict[Place, np.ndarray] = {}
     missing: list[Place] = []
     for (site, layer, of), numbers in of_matrices(model).items():
@@ -139,16 +153,44 @@ def circuit_matrices(model: Transformer) -> dict[Place, jax.Array | None]:
     return found
 
 
+@jax.jit
+def drifts(reference: Transformer, other: Transformer) -> dict[Place, jax.Array]:
+    """`drift` [N] from the reference's A[n] and B[n] to the other's, of circuits that have both.
+
+    Raises:
+      ConfigError: the models differ in layers, heads or d_model.
+    """
+    theirs, ours = circuit_matrices(reference), circuit_matrices(other)
+    needs = 'drift is between models of the same layers, heads and d_model'
+    for site, layer, _ in sorted(theirs.keys() ^ ours.keys()):
+        raise ConfigError(f'{site} {layer} is a layer of one model only; {needs}')
+    found = {}
+    for place, a_NDD in theirs.items():
+        b_NDD = ours[place]
+        if a_NDD is None or b_NDD is None:
+            continue
+        if a_NDD.shape != b_NDD.shape:
+            site, layer, of = place
+            raise ConfigError(
+                f'{site} {layer}: {of}[n] is {[*a_NDD.shape]} in the reference and '
+                f'{[*b_NDD.shape]} in the model; {needs}'
+            )
+        found[place] = jax.vmap(drift)(a_NDD, b_NDD)
+    return found
+
+
 def repeated_tokens(model: Transformer, seed: int) -> dict[str, np.ndarray] | None:
     """tokens_BT of uniform random tokens r_1 .. r_H r_1 .. r_H, T <= context; None where T < 4.
 
-    None of an encoder-decoder, too, whose targets follow a source.
+    H <= window, so that a query sees the token after its previous occurrence. None of an
+    encoder-decoder, too, whose targets follow a source.
     """
-    half = model.config.context // 2
+    config = model.config
+    half = min(config.context // 2, config.window or config.context)
     if half < 2 or isinstance(model, EncoderDecoder):
         return None
     rng = np.random.default_rng(seed)
-    r_BH = rng.integers(0, model.config.vocab_size, (REPEATED_ROWS, half))
+    r_BH = rng.integers(0, config.vocab_size, (REPEATED_ROWS, half))
     return {'tokens_BT': np.tile(r_BH, 2)}
 
 

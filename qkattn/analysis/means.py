@@ -14,11 +14,16 @@ OF_MATRICES = ('norm', 'effective_rank', 'symmetric_share')
 OF_PATTERNS = ('entropy', 'logit_deviation', 'diagonal_mass', 'previous_token_mass')
 
 
-def means(model: Transformer, inputs: Mapping[str, Any] | None = None) -> dict[str, jax.Array]:
+def means(
+    model: Transformer,
+    inputs: Mapping[str, Any] | None = None,
+    rows_B: jax.Array | None = None,
+) -> dict[str, jax.Array]:
     """OF_MATRICES of A[n] as 'qk_norm', of B[n] as 'ov_norm', and OF_PATTERNS for these inputs.
 
     'qk_factor_norm' and 'ov_factor_norm' are those of all parameters of the score and of the value
-    of a layer. NaN for what the attention does not have; no inputs, no patterns.
+    of a layer. NaN for what the attention does not have; no inputs, no patterns. `rows_B` is False
+    for rows whose patterns do not count; None is all.
     """
     found: dict[str, jax.Array] = {}
     layers = [layer for of_site in watching.sites(model).values() for layer in of_site]
@@ -35,6 +40,11 @@ def means(model: Transformer, inputs: Mapping[str, Any] | None = None) -> dict[s
     if inputs is None:
         return found
     seen = watching.attention_patterns(model, inputs)
+    if rows_B is not None:
+        seen = {
+            place: pattern._replace(mask_BTS=pattern.mask_BTS & rows_B[:, None, None])
+            for place, pattern in seen.items()
+        }
     for name in OF_PATTERNS:
         of_pattern = (patterns.OF_PATTERNS | patterns.IN_ORDER)[name]
         chosen = [

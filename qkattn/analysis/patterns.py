@@ -1,6 +1,7 @@
 """Quantities of attention patterns: functions from what a layer computes to one number a head [N].
 
-Means are over the queries of all rows that see the key in question, so that padding does not count.
+Means are over the queries of all rows that see the key in question, or any key where there is none
+in question, so that padding does not count. They are NaN where no query does.
 """
 
 from collections.abc import Callable
@@ -34,8 +35,9 @@ def entropy(pattern: Pattern) -> jax.Array:
 
 
 def diagonal_mass(pattern: Pattern) -> jax.Array:
-    """Mean of p[t, t], the probability with which a token attends to itself."""
-    return _shifted_mass(pattern, 0)
+    """Mean of p[t, t], the probability with which a token attends to itself; 0 where it may not."""
+    p_BNT = jnp.diagonal(pattern.probabilities_BNTS, axis1=-2, axis2=-1)
+    return _mean(p_BNT, pattern.mask_BTS.any(-1))
 
 
 def previous_token_mass(pattern: Pattern) -> jax.Array:
@@ -84,9 +86,9 @@ def _shifted_mass(pattern: Pattern, distance: int) -> jax.Array:
 
 
 def _mean(value_BNT: jax.Array, visible_BT: jax.Array) -> jax.Array:
-    """Mean over rows and those queries that are visible; 0 without any."""
+    """Mean over rows and those queries that are visible; NaN without any."""
     weight_B1T = jnp.broadcast_to(visible_BT[:, None], value_BNT[:, :1].shape)
-    return (value_BNT * weight_B1T).sum((0, 2)) / jnp.maximum(weight_B1T.sum(), 1)
+    return (value_BNT * weight_B1T).sum((0, 2)) / weight_B1T.sum()
 
 
 # What an analysis measures of every head: where queries and keys have positions in common, and

@@ -16,7 +16,7 @@ import time
 import traceback
 from typing import Any
 
-from qkattn.benchmark.machine import pin
+from qkattn.benchmark.binding import pin
 from qkattn.benchmark.work import WORKS, Work
 from qkattn.run.memory import keep_freed_memory
 

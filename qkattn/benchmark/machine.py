@@ -1,6 +1,5 @@
-"""The machine and the code of a benchmark, and the cores that contestants run on."""
+"""The machine and the code of a benchmark."""
 
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -12,19 +11,6 @@ from qkattn.run.cores import cpu, usable
 from qkattn.run.provenance import RECORDED_VERSIONS, git_state
 
 VERSIONS = (*RECORDED_VERSIONS, 'torch')
-
-
-def pin(cores: list[int]) -> None:
-    """Binds this process, and threads that it will start, to cores, where the system can."""
-    if hasattr(os, 'sched_setaffinity'):
-        os.sched_setaffinity(0, cores)
-
-
-def rebind(process: int, cores: list[int]) -> None:
-    """Binds all threads of a running process to other cores, on Linux; one that has ended stays."""
-    with contextlib.suppress(OSError, AttributeError):
-        for thread in os.listdir(f'/proc/{process}/task'):
-            os.sched_setaffinity(int(thread), cores)
 
 
 def facts() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from qkattn.benchmark.machine import rebind
+from qkattn.benchmark.binding import rebind
 from qkattn.benchmark.measurement import Measurement
 from qkattn.run import signals
 from qkattn.run.cores import usable

@@ -9,6 +9,9 @@ from qkattn.report.claim_results import Kind, Row, Speaks
 Check = Callable[[], list[Row]]
 """An exact check, decided in seconds; verification runs it again."""
 
+Recorder = Callable[[Path, str], None]
+"""Writes the files of a measure, given the directory of its study and the scale."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
@@ -51,12 +54,13 @@ class Measure:
         own.
       read: the rows of an exported directory; does not train.
       record: called once with (directory, scale) after the study is trained, while its checkpoints
-        are there; writes files into directory/'measures', which are exported.
+        are there; writes files into directory/'measures', which are exported. Its module names it:
+        one a module.
     """
 
     study: str
     read: Callable[[Path], list[Row]]
-    record: Callable[[Path, str], None] | None = None
+    record: Recorder | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +96,6 @@ class Claim:
     def expected_at(self, scale: str) -> tuple[Expectation, ...]:
         """The expectations that a scale has arms for."""
         return tuple(of for of in self.expectations if not of.scales or scale in of.scales)
-
-    @property
-    def exact(self) -> bool:
-        """Whether it needs nothing but its checks."""
-        return not self.studies
 
 
 def exact(

@@ -12,7 +12,7 @@ from qkattn.claims.needs import needed, planned
 from qkattn.claims.results import Results
 from qkattn.claims.studies import study_of
 from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Row, Speaks
-from qkattn.report.prose import device
+from qkattn.report.prose import NOT_RECORDED, device
 from qkattn.run.provenance import describe_start
 
 
@@ -44,10 +44,14 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         ]
     rows += also
     for measure in claim.measures:
-        rows += results.rows(measure)
+        measured = results.rows(measure)
+        rows += measured
+        if not measured and results.ready(measure):
+            missing.append(f'the logs of study {measure.study} lack what a measurement reads')
     if scale == 'smoke':
         rows = [_undecided(row) for row in rows]
     verdict = rules.verdict(rows, complete=not missing)
+    undecided = verdict == ClaimVerdict.UNDECIDED
     return ClaimResult(
         name=claim.name,
         title=claim.title,
@@ -59,9 +63,8 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         verdict=verdict,
         rows=tuple(rows),
         condition=rules.condition(rows) if verdict == ClaimVerdict.HOLDS_ONLY_IF else None,
-        needed=_needed(claim, scale, results, decided)
-        if verdict == ClaimVerdict.UNDECIDED
-        else None,
+        refuted=rules.condition(rows, Speaks.AGAINST) or None if undecided else None,
+        needed=_needed(claim, scale, results, decided) if undecided else None,
         decisive=rules.decisive(rows, verdict),
         missing=tuple(dict.fromkeys(missing)),
         studies=tuple(name for name in claim.studies if results.has(name)),
@@ -84,7 +87,7 @@ def _undecided(row: Row) -> Row:
 
 def _needed(claim: Claim, scale: str, results: Results, decided: list[Evidence]) -> str | None:
     """What decides a claim: studies without results, or more of those with open arms."""
-    lacking = [name for name in claim.studies if not results.has(name)]
+    lacking = [name for name in claim.studies if results.unfinished(name)]
     if scale == 'smoke':
         wanted = 'cpu'
     elif lacking:
@@ -99,20 +102,26 @@ def _needed(claim: Claim, scale: str, results: Results, decided: list[Evidence])
 
 def _about(claim: Claim, results: Results, seconds: float) -> dict[str, Any]:
     """The commit, the hardware and the seconds of training and checks together."""
-    runs = [
-        (run.name, trial)
+    trials = [
+        trial
         for name in claim.studies
         if (loaded := results.study(name))
         for run in loaded.study.runs
         for trial in run.trials[:1]
     ]
-    started = [trial.provenance for _, trial in runs] or [_here()]
-    commits = {str(of['git']['commit'])[:12] for of in started}
-    trained = [trial.train_seconds or 0.0 for _, trial in runs]
+    # A measure without a study has its own training.
+    measured = [
+        of
+        for measure in claim.measures
+        if results.study(measure.study) is None and (of := results.provenance(measure))
+    ]
+    started = [*(trial.provenance for trial in trials), *(of['start'] for of in measured)]
+    started = started or [_here()]
+    spent = [trial.train_seconds or 0.0 for trial in trials] + [of['seconds'] for of in measured]
     return {
-        'commit': ', '.join(sorted(commits)),
+        'commit': ', '.join(sorted({(of['git']['commit'] or NOT_RECORDED)[:12] for of in started})),
         'hardware': ', '.join(sorted(set(map(device, started)))),
-        'seconds': round(sum(trained) + seconds, 1),
+        'seconds': round(sum(spent) + seconds, 1),
     }
 
 

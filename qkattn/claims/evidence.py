@@ -34,15 +34,9 @@ class Loaded(NamedTuple):
     study: Study
     found: Findings
 
-    def bare(self, variant: str) -> str:
-        """The variant of an arm's label without its destination."""
-        for destination in self.study.destinations:
-            variant = variant.removesuffix(f' [{destination}]')
-        return variant
-
     def names(self, label: str, variant: str) -> bool:
         """Whether a variant, with or without a destination, names the arm of a label."""
-        return variant in (label, self.bare(label))
+        return variant in (label, self.study.bare(label))
 
     def context(self, arm: Arm) -> dict[str, str]:
         """Where an arm is compared: the kind of its model, its size, corpus and steps."""
@@ -52,7 +46,7 @@ class Loaded(NamedTuple):
             'corpus': arm.corpus,
             'steps': str(arm.example.planned_steps),
         }
-        destination = arm.variant.removeprefix(self.bare(arm.variant)).strip(' []')
+        destination = arm.variant.removeprefix(self.study.bare(arm.variant)).strip(' []')
         return context | ({'destination': destination} if destination else {})
 
 
@@ -88,10 +82,7 @@ def evidence(
         if loaded.study.matched is None:
             kind = Kind.MEASURED  # neither removed nor at equal parameter count
         row = _row(arm, comparison, kind, context, expected)
-        said = rules.speaks(expected.relation, verdict.decision, row)
-        word = verdict.decision.value
-        if one := rules.one_sided(expected.relation, verdict, comparison):
-            word, said = one
+        word, said = rules.said(row, expected.relation, verdict, comparison)
         row = dataclasses.replace(row, relation=expected.relation, word=word, speaks=said)
         decided.append(Evidence(row, arm, verdict, comparison.difference))
         if arm.control != LONGER:
@@ -121,7 +112,7 @@ def _beside(arm: Arm, kind: Kind, expected: Expectation, loaded: Loaded) -> Iter
     for primary in loaded.found.arms:
         if (primary.size, primary.corpus) != (arm.size, arm.corpus):
             continue
-        variant, shown, context = loaded.bare(primary.variant), expected, expected.context
+        variant, shown, context = loaded.study.bare(primary.variant), expected, expected.context
         if expected.versus:
             pair = (expected.variant, expected.versus)
             if not any(loaded.names(primary.variant, of) for of in pair):
@@ -133,7 +124,7 @@ def _beside(arm: Arm, kind: Kind, expected: Expectation, loaded: Loaded) -> Iter
         found = {
             Kind.REMOVED: part.removing if part else None,
             Kind.REINVESTED: part.reinvesting if part else None,
-            Kind.MATCHED: primary.comparison,
+            Kind.MATCHED: primary.comparison if loaded.study.matched is not None else None,
         }
         for name, of in found.items():
             if of is not None and (expected.versus or name != kind):
@@ -193,10 +184,11 @@ def _cases(
         }
         of_pairs = number_of_pairs * len(_declared(expected, loaded))
         number = of_pairs if expected.versus else family[control]
-        verdicts = _judged(loaded, pairs, number, control)
+        of_study = expected.versus is None and control is None and study.tuning is not None
+        verdicts = {} if of_study else _judged(loaded, pairs, number, control)
         for place, (arm, other) in pairs.items():
             if expected.versus is None:
-                yield arm, arm.verdict or verdicts[place], arm.comparison
+                yield arm, arm.verdict if of_study else verdicts[place], arm.comparison
             elif other is not None:
                 yield arm, verdicts[place], compare([(arm, other)], study.margin)
 

@@ -10,12 +10,14 @@ from qkattn.stats.inference import LEVEL
 from qkattn.stats.planning import to_find
 from qkattn.verdict import Decision
 
+_BELOW_MARGIN = (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN)
+
 
 def needed(evidence: Iterable[Evidence]) -> str | None:
     """What would decide the open arms, by the one that takes most; None without an open arm.
 
     The seeds find a difference of the measured size, at least of the margin, with probability 0.8
-    at the errors measured.
+    at the errors measured; of an arm below the margin, the distance from the margin.
     """
     needs = [_needed(of) for of in evidence if of.row.speaks == Speaks.OPEN]
     return max(needs)[1] if needs else None
@@ -32,12 +34,17 @@ def _needed(of: Evidence) -> tuple[float, str]:
     if of.verdict.decision is Decision.NO_VERDICT:
         codes = dict.fromkeys(r.code.name.lower().replace('_', ' ') for r in of.verdict.reasons)
         return math.inf, f'a verdict of {where}, withheld: {", ".join(codes) or "not tuned"}'
-    size = max(abs(found.mean), found.margin)
-    about = f'to find a difference of {size:.2g} nats/token in {where}'
+    if of.verdict.decision in _BELOW_MARGIN:
+        size = abs(abs(found.mean) - found.margin)
+        what = f'{found.mean:+.2g} from the margin of {found.margin:g} nats/token'
+        about = f'to tell a difference of {what} in {where}'
+    else:
+        size = max(abs(found.mean), found.margin)
+        about = f'to find a difference of {size:.2g} nats/token in {where}'
     alpha = (of.verdict.alpha or 1 - LEVEL) / max(1, of.verdict.num_comparisons)
     if (scale := to_find(found, size, alpha)) is None:
         hidden = found.tuning_low + found.tuning_high
-        return 1e9, f'a finer sweep, which leaves {hidden:.2g} nats/token open, {about}'
+        return 1e9, f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'
     seeds, documents = scale
     more = f' and {documents:.2g} times as many held-out documents' if documents > 1 else ''
     return seeds, f'{seeds:,} seeds in place of {found.n}{more}, {about}'

@@ -1,35 +1,30 @@
 """What a directory has of the studies of claims: WORKDIR/STUDY, or an exported copy."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from qkattn.claims.claim import Claim, Measure
+from qkattn.claims.claim import Claim, Measure, Recorder
 from qkattn.claims.evidence import Loaded
 from qkattn.errors import ReportError
 from qkattn.report.claim_results import Row
 from qkattn.report.prose import counted
-from qkattn.verdict import find, load_study
+from qkattn.run.records import read_json
+from qkattn.verdict import load_findings
 
 MEASURES = 'measures'
 """The directory, inside that of a study, of the files that measures record."""
 
 
+def marker(study: Path, record: Recorder) -> Path:
+    """The file that `record` is over for a study: how the process started, and its seconds."""
+    return study / MEASURES / f'{record.__module__.rpartition(".")[2]}.done'
+
+
 def load(directory: Path) -> Loaded:
-    """A study with its findings, kept until its results change.
-
-    Raises:
-      ReportError: no study, or one without results.
-    """
-    results = directory / 'results.jsonl'
-    return _load(directory, results.stat().st_mtime_ns if results.exists() else 0)
-
-
-@functools.lru_cache(maxsize=32)
-def _load(directory: Path, time: int) -> Loaded:
-    study = load_study(directory)
-    return Loaded(study, find(study))
+    """A study with its findings, kept until its files change; raises as `load_study`."""
+    return Loaded(*load_findings(directory))
 
 
 class Results:
@@ -37,39 +32,61 @@ class Results:
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
-        self._read: dict[str, Loaded | None] = {}
+        self._read: dict[str, Loaded | ReportError] = {}
 
     def study(self, name: str) -> Loaded | None:
-        """A study with its findings; None if it has no results."""
+        """A study with its findings; None if it has no results, or none that can be read."""
         if name not in self._read:
             try:
                 self._read[name] = load(self.directory / name)
-            except ReportError:
-                self._read[name] = None
-        return self._read[name]
+            except ReportError as error:
+                self._read[name] = error
+        found = self._read[name]
+        return None if isinstance(found, ReportError) else found
 
     def has(self, name: str) -> bool:
         """Whether there are results of a study, or files that a measure recorded there."""
         return self.study(name) is not None or (self.directory / name / MEASURES).is_dir()
 
+    def unfinished(self, name: str) -> bool:
+        """Whether a study has no results, or lacks runs of its plan."""
+        loaded = self.study(name)
+        return bool(loaded.study.missing) if loaded else not self.has(name)
+
     def rows(self, measure: Measure) -> list[Row]:
         """The rows of a measure; none before it has recorded, or before its study has results."""
-        path = self.directory / measure.study
-        ready = (path / MEASURES).is_dir() if measure.record else self.has(measure.study)
-        rows = measure.read(path) if ready else []
+        rows = measure.read(self.directory / measure.study) if self.ready(measure) else []
         return [dataclasses.replace(row, study=measure.study) for row in rows]
+
+    def ready(self, measure: Measure) -> bool:
+        """Whether a measure has recorded; of one that only reads, whether there are results."""
+        if measure.record is None:
+            return self.study(measure.study) is not None
+        return marker(self.directory / measure.study, measure.record).exists()
+
+    def provenance(self, measure: Measure) -> dict[str, Any] | None:
+        """How a measure was recorded: 'start', as of a run, and 'seconds'; None if it was not."""
+        if measure.record is None or not self.ready(measure):
+            return None
+        path = marker(self.directory / measure.study, measure.record)
+        return read_json(path, {'start': dict, 'seconds': float})
 
     def missing(self, claim: Claim, scale: str) -> Iterator[str]:
         """What a claim lacks, a sentence for each study, with the command that adds it."""
         command = f'python -m experiments.claims {claim.name} --scale={scale} --workdir=DIR'
         for name in claim.studies:
-            if not self.has(name):
+            loaded = self.study(name)
+            if loaded is None and self._begun(name):
+                yield f'study {name} cannot be used: {self._read[name]}'
+            elif not self.has(name):
                 yield f'study {name} has no results; {command} trains it into DIR/{name}'
-            elif (loaded := self.study(name)) and (left := loaded.study.missing):
+            elif loaded and (left := loaded.study.missing):
                 yield f'study {name} lacks the results of {counted(left, "run")}; {command} goes on'
         for measure in claim.measures:
-            if measure.record and self.has(measure.study) and not self._recorded(measure):
+            if measure.record and self.has(measure.study) and not self.ready(measure):
                 yield f'study {measure.study} lacks a measurement; {command} makes it'
 
-    def _recorded(self, measure: Measure) -> bool:
-        return (self.directory / measure.study / MEASURES).is_dir()
+    def _begun(self, name: str) -> bool:
+        """Whether there are results, whatever they are like."""
+        results = self.directory / name / 'results.jsonl'
+        return results.exists() and results.stat().st_size > 0

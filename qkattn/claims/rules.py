@@ -2,18 +2,20 @@
 
 | relation | true | false |
 |---|---|---|
-| better | better | equivalent, worse; not better by the margin |
-| worse | worse | equivalent, better; not worse by the margin |
+| better | better | equivalent, worse, worse (below margin); not better by the margin |
+| worse | worse | equivalent, better, better (below margin); not worse by the margin |
 | different | better, worse | equivalent |
-| equivalent | equivalent | better or worse by more than the margin |
-| not_better | equivalent, worse; not better by the margin | better by more than the margin |
-| not_worse | equivalent, better; not worse by the margin | worse by more than the margin |
+| equivalent | equivalent | better, worse |
+| not_better | equivalent, worse, worse (below margin); not better by the margin | better |
+| not_worse | equivalent, better, better (below margin); not worse by the margin | worse |
 | as_reported | the interval lies within what was reported | it lies outside |
 
-Better and worse include those below the margin unless the table says otherwise. An arm that has
-none of these words may still be shown to be not better, or not worse, by the margin: one side of
-the equivalence test alone. Anything else leaves the relation open. `as_reported` asks for a word
-only in that one must not be withheld. Rows of one context count together.
+The words of arms are those of `qkattn.stats.decision`: better and worse are so by the margin or
+more. Below the margin the side of zero is known, but not that of the margin: with more seeds such
+an arm may turn out either better or equivalent. An undecided arm may still be shown to be not
+better, or not worse, by the margin: one side of the equivalence test alone. Anything else leaves
+the relation open. `as_reported` asks for a word only in that one must not be withheld. Rows of one
+context count together.
 """
 
 import itertools
@@ -30,9 +32,9 @@ Context = tuple[tuple[str, str], ...]
 _SAME = (Decision.EQUIVALENT,)
 # By relation, the words for it and those against it.
 RELATIONS: dict[str, tuple[tuple[Decision, ...], tuple[Decision, ...]]] = {
-    'better': (BELOW_ZERO, (*_SAME, *ABOVE_ZERO)),
-    'worse': (ABOVE_ZERO, (*_SAME, *BELOW_ZERO)),
-    'different': ((*BELOW_ZERO, *ABOVE_ZERO), _SAME),
+    'better': ((Decision.BETTER,), (*_SAME, *ABOVE_ZERO)),
+    'worse': ((Decision.WORSE,), (*_SAME, *BELOW_ZERO)),
+    'different': ((Decision.BETTER, Decision.WORSE), _SAME),
     'equivalent': (_SAME, (Decision.BETTER, Decision.WORSE)),
     'not_better': ((*_SAME, *ABOVE_ZERO), (Decision.BETTER,)),
     'not_worse': ((*_SAME, *BELOW_ZERO), (Decision.WORSE,)),
@@ -49,10 +51,17 @@ ONE_SIDED = {
 }
 
 
-def speaks(relation: str, word: Decision, row: Row | None = None) -> Speaks:
-    """What the word of an arm says about the relation; of AS_REPORTED, what its row says."""
+def said(row: Row, relation: str, verdict: Verdict, comparison: Comparison) -> tuple[str, Speaks]:
+    """The word or the one-sided finding about the arm of a row, and what it says."""
+    word = verdict.decision.value
     if relation == AS_REPORTED:
-        return _as_reported(row) if row and word is not Decision.NO_VERDICT else Speaks.OPEN
+        return word, as_reported(row, verdict, comparison)
+    one = one_sided(relation, verdict, comparison)
+    return one or (word, speaks(relation, verdict.decision))
+
+
+def speaks(relation: str, word: Decision) -> Speaks:
+    """What the word of an arm says about the relation."""
     true, false = RELATIONS[relation]
     return Speaks.FOR if word in true else Speaks.AGAINST if word in false else Speaks.OPEN
 
@@ -80,13 +89,23 @@ def _diverged(verdict: Verdict) -> bool:
     return any(reason.code is ReasonCode.DIVERGED for reason in verdict.reasons)
 
 
-def _as_reported(row: Row) -> Speaks:
-    if None in (row.low, row.high, row.expected, row.tolerance):
+def as_reported(row: Row, verdict: Verdict, comparison: Comparison) -> Speaks:
+    """Whether the interval of a row lies within what was reported, or outside.
+
+    Open if a word is withheld, if a trial diverged, and if the mean of the validation split lies on
+    the other side of a reported bound.
+    """
+    withheld = verdict.decision is Decision.NO_VERDICT or _diverged(verdict)
+    if withheld or None in (row.low, row.high, row.expected, row.tolerance):
         return Speaks.OPEN
     low, high = row.expected - row.tolerance, row.expected + row.tolerance
     if low <= row.low and row.high <= high:
-        return Speaks.FOR
-    return Speaks.AGAINST if row.high < low or row.low > high else Speaks.OPEN
+        return Speaks.FOR if low <= comparison.validation <= high else Speaks.OPEN
+    if row.high < low:
+        return Speaks.AGAINST if comparison.validation < low else Speaks.OPEN
+    if row.low > high:
+        return Speaks.AGAINST if comparison.validation > high else Speaks.OPEN
+    return Speaks.OPEN
 
 
 def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
@@ -117,20 +136,20 @@ def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
     return ClaimVerdict.HOLDS if found == {Speaks.FOR} else ClaimVerdict.FAILS
 
 
-def condition(rows: Iterable[Row]) -> str:
-    """The contexts in which a claim holds: by one factor if that suffices, else by several.
+def condition(rows: Iterable[Row], truth: Speaks = Speaks.FOR) -> str:
+    """The contexts in which a claim has a truth: by one factor if that suffices, else by several.
 
-    A factor suffices if the claim is true wherever the factor has one of some values.
+    A factor suffices if the claim has this truth wherever the factor has one of some values.
     """
     found = truths(rows)
-    true = [dict(context) for context, said in found.items() if said == Speaks.FOR]
-    other = [dict(context) for context, said in found.items() if said != Speaks.FOR]
+    true = [dict(context) for context, said in found.items() if said == truth]
+    other = [dict(context) for context, said in found.items() if said != truth]
     for factor in true[0] if true else ():
         holds = [of.get(factor) for of in true]
         if None not in holds and not {*holds} & {of.get(factor) for of in other}:
             values = list(dict.fromkeys(map(str, holds)))
-            return f'{factor}{":" * (len(values) > 1)} {"; ".join(values)}'
-    return '; '.join(', '.join(f'{n} {of}' for n, of in part) for part in _covering(true, other))
+            return f'{factor}: {"; ".join(values)}'
+    return '; '.join(', '.join(f'{n}: {of}' for n, of in part) for part in _covering(true, other))
 
 
 def _covering(true: Sequence[dict], other: Sequence[dict]) -> list[Context]:

@@ -4,20 +4,22 @@ import contextlib
 import functools
 import logging
 import runpy
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
 from qkattn.claims.claim import Claim
 from qkattn.claims.protocol import SCALES
-from qkattn.claims.results import MEASURES
+from qkattn.claims.results import marker
 from qkattn.config import Study, fingerprint, from_config_dict
-from qkattn.errors import ConfigError
+from qkattn.errors import ConfigError, DiskError, ProcessError
 from qkattn.report import write_report
 from qkattn.run import cli
 from qkattn.run.files import check_directory, make_directory
 from qkattn.run.progress import waiting
-from qkattn.run.records import read_json
+from qkattn.run.provenance import describe_start
+from qkattn.run.records import read_json, write_json
 from qkattn.study import crew
 from qkattn.study.arms import build_arms
 
@@ -65,10 +67,10 @@ def train(
     directory: str | Path,
     workers: int | None,
     command: list[str],
-) -> dict[str, str]:
+) -> dict[str, Exception]:
     """Trains each study of the claims once, then records measures; the same call resumes.
 
-    A study that cannot be trained does not stop the others.
+    A study that cannot be trained, or whose workers give up, does not stop the others.
 
     Args:
       workers: as in `crew.run`; 1 is this process.
@@ -78,9 +80,11 @@ def train(
 
     Raises:
       ConfigError: the directory is that of one study, or holds studies of another scale.
+      DiskError: nothing can be written.
       Stopped: on SIGTERM or Ctrl-C, with the state saved.
     """
-    claims, path, failed = list(claims), check_directory(directory), {}
+    claims, path = list(claims), check_directory(directory)
+    failed: dict[str, Exception] = {}
     names = names_of(claims)
     check_workdir(path, names, scale)
 
@@ -88,8 +92,10 @@ def train(
     def going_on(name: str) -> Iterator[None]:
         try:
             yield
-        except ConfigError as error:
-            failed[name] = str(error)
+        except DiskError:
+            raise  # the others could not be saved either
+        except (ConfigError, ProcessError) as error:
+            failed[name] = error
             log.error('study %s: %s', name, error)
 
     studies = {name: study for name in names if (study := study_of(name, scale))}
@@ -118,13 +124,14 @@ def report(names: Iterable[str], directory: Path) -> None:
 
 
 def _record(claims: Iterable[Claim], name: str, scale: str, path: Path) -> None:
-    """Records the measures of a study that have left nothing in `MEASURES` yet."""
-    recorded = path / MEASURES
-    measures = {of.record for claim in claims for of in claim.measures if of.study == name}
-    for record in sorted((of for of in measures if of), key=lambda of: of.__name__):
-        marker = recorded / f'{record.__name__}.done'
-        if not marker.exists():
-            log.info('study %s: recording %s', name, record.__name__)
-            make_directory(recorded)
+    """Records the measures of a study that are not recorded yet."""
+    measures = (of.record for claim in claims for of in claim.measures if of.study == name)
+    for record in dict.fromkeys(of for of in measures if of):
+        done = marker(path, record)
+        if not done.exists():
+            log.info('study %s: recording %s', name, done.stem)
+            make_directory(done.parent)
+            started = time.perf_counter()
             record(path, scale)
-            marker.touch()
+            seconds = time.perf_counter() - started
+            write_json(done, {'start': describe_start(None), 'seconds': seconds})

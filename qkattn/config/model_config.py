@@ -75,7 +75,7 @@ class ModelConfig:
     )
     positions: Literal['learned', 'sinusoidal', 'rope', 'alibi', 'none'] = setting(
         'learned',
-        "'learned' or 'sinusoidal' embeddings added to the tokens', 'rope' or 'alibi' inside "
+        "'learned' or 'sinusoidal' embeddings added to the tokens, 'rope' or 'alibi' inside "
         "attention, or 'none'.",
     )
     attention_gain: bool = setting(

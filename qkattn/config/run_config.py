@@ -13,10 +13,11 @@ class DataConfig:
 
     name: str = setting(
         'stdlib',
-        "'stdlib', 'tiny_shakespeare', 'text' or 'shards' for language models; 'multi30k', 'cldr' "
-        "or 'parallel' for translation; 'tfds:NAME', 'tfds:NAME/CONFIG', 'hf:OWNER/NAME', "
-        "'hf:OWNER/NAME/CONFIG' or an import path, as in 'my_package.my_module:corpus', for "
-        "either; or a probe with its options, as in 'recall(pairs=8)'. See docs/data.md.",
+        "'stdlib', 'packages', 'tiny_shakespeare', 'text' or 'shards' for language models; "
+        "'multi30k', 'cldr' or 'parallel' for translation; 'tfds:NAME', 'tfds:NAME/CONFIG', "
+        "'hf:OWNER/NAME', 'hf:OWNER/NAME/CONFIG', 'hf' with data.path, or an import path, as in "
+        "'my_package.my_module:corpus', for either; or a probe with its options, as in "
+        "'recall(pairs=8)'. See docs/data.md.",
         path=True,
     )
     data_dir: str | None = setting(
@@ -36,7 +37,7 @@ class DataConfig:
     feature: str | None = setting(
         None, 'Which feature of a tfds set, or column of a hf set, is its text.'
     )
-    lowercase: bool = setting(False, 'Text is lower-cased before it is tokenised.')
+    lowercase: bool = setting(False, 'Text is lower-cased before it is tokenized.')
     tokenizer: str = setting(
         'bytes',
         "'bytes', 'characters' or 'bpe', of which the latter two are learned from the training "

@@ -145,11 +145,18 @@ class Bench:
     def matrices(
         self, arrays: list[np.ndarray], number: Callable[[float], Any]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A_NDE and B_NDE of the layer's own `matrix` on arrays of symbols, one per parameter."""
+        """A_NDE and B_NDE of the layer's own `matrix` on arrays of symbols, one per parameter.
+
+        Raises:
+          ConfigError: `matrix` has an operation that is unknown for symbols.
+        """
         tree = jax.tree.structure(self.layer)
-        A_NDE, B_NDE = evaluate(
-            lambda *leaves: jax.tree.unflatten(tree, leaves).matrix(), *arrays, number=number
-        )
+        try:
+            A_NDE, B_NDE = evaluate(
+                lambda *leaves: jax.tree.unflatten(tree, leaves).matrix(), *arrays, number=number
+            )
+        except SpecError as error:
+            raise ConfigError(f'{self.variant}: {error}') from error
         return A_NDE, B_NDE
 
     @functools.cached_property

@@ -1,4 +1,8 @@
-"""Changes of parameters that leave A[n] and B[n] as they are, solved for with an invertible G."""
+"""Changes of parameters that leave A[n] and B[n] as they are, solved for with an invertible G.
+
+Parameters and G have rational values instead of symbols: what holds there, exactly, holds for
+almost all values, and G may have any size.
+"""
 
 import dataclasses
 import itertools
@@ -7,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from qkattn.errors import ConfigError
 from qkattn.explore.bench import Bench, Parameter, exact, grid, sympy
 from qkattn.explore.structure import point
 
 Values = dict[str, np.ndarray]
+Matrices = tuple[np.ndarray, np.ndarray]
+# The plain powers first; a key takes G^-T, and what follows W_V or W_Q takes G^-1.
+ON_LEFT = ('', 'G^-1', 'G^-T', 'G', 'G^T', 'G^-2')
+ON_RIGHT = ('', 'G^-T', 'G^-1', 'G', 'G^T', 'G^-2')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +28,7 @@ class Gauge:
     Attributes:
       first: what is multiplied by G from the right, e.g. 'W_Q'.
       changes: what becomes of the others: 'W_K G^-T', or None where it is no such product.
-      group: which G are meant: 'invertible', 'diagonal' or 'orthogonal'.
+      group: which G are meant: 'invertible', 'orthogonal' or 'diagonal'.
     """
 
     first: str
@@ -30,26 +37,14 @@ class Gauge:
 
 
 def gauges(bench: Bench) -> list[Gauge]:
-    """Solved with symbols at d_model 2; the form of a gauge is the same at every size."""
-    small = _small(bench)
-    if small is None:
-        return []
-    parts = [*small.of('score'), *small.of('value')]
+    """Those of every axis that A or B sums over, at the bench's own sizes."""
+    parts = [*bench.of('score'), *bench.of('value')]
     letters = dict.fromkeys(letter for part in parts for letter in part.axes)
-    return [g for letter in letters if letter not in 'DENK' for g in _along(small, parts, letter)]
-
-
-def _small(bench: Bench) -> Bench | None:
-    for heads in (1, 2):
-        try:
-            return Bench(bench.variant, 2, 2, heads)
-        except ConfigError:  # options that need other sizes
-            pass
-    return None
+    return [g for letter in letters if letter not in 'DENK' for g in _along(bench, parts, letter)]
 
 
 def _along(bench: Bench, parts: list[Parameter], letter: str) -> Iterator[Gauge]:
-    """The gauges of an axis that A or B sums over; each parameter is changed by one of them."""
+    """The gauges of one axis; each parameter is changed by one of them."""
     having = [part for part in parts if letter in part.axes]
     done: set[str] = set()
     for first in having:
@@ -63,108 +58,114 @@ def _along(bench: Bench, parts: list[Parameter], letter: str) -> Iterator[Gauge]
 
 
 def _solved(bench: Bench, first: Parameter, others: list[Parameter]) -> Gauge | None:
-    """The widest group of G whose changes are matrix products, else the widest of all."""
+    """The first group of G whose changes are matrix products, else the first of all."""
     size = first.initial.shape[-1]
     G = grid('G', size, size)
+    at = point(G, *(part.symbols for part in bench.parameters))
+    values = {part.attribute: _valued(part.symbols, at) for part in bench.parameters}
     found = []
-    for group, M in (('invertible', G), ('diagonal', np.where(np.eye(size), G, exact(0.0)))):
-        values: Values = {part.attribute: part.symbols for part in bench.parameters}
-        values[first.attribute] = first.symbols @ M
-        changes: dict[str, str | None] = {}
-        conditions: list[Any] = []
-        for which in (0, 1):
-            problem = _difference(bench, values, which)
-            free = [part for part in others if part.name not in changes]
-            if problem and not _repair(bench, values, free, changes, which, M):
-                conditions += problem
-        if not conditions or _hold_if_orthogonal(conditions, G):
-            found.append(Gauge(first.name, changes, 'orthogonal' if conditions else group))
-            if None not in changes.values():
+    for group, elements in _elements(_valued(G, at)).items():
+        ways = [_changes(bench, values, first, others, element) for element in elements]
+        if ways[0] is not None and all(way == ways[0] for way in ways):
+            found.append(Gauge(first.name, ways[0], group))
+            if None not in ways[0].values():
                 return found[-1]
     return found[0] if found else None
+
+
+def _valued(symbols: np.ndarray, at: Mapping[Any, Any]) -> np.ndarray:
+    return np.vectorize(at.__getitem__, otypes=[object])(symbols)
+
+
+def _elements(free: np.ndarray) -> dict[str, list[np.ndarray]]:
+    """Generic elements of each group; of the orthogonal one a rotation and a reflection."""
+    size = len(free)
+    one, G = sympy().eye(size), sympy().Matrix(free)
+    rotation = (one - G + G.T) * (one + G - G.T).inv()  # Cayley
+    reflection = sympy().diag(-1, *[1] * (size - 1)) * rotation
+    return {
+        'invertible': [free],
+        'orthogonal': [np.array(turned.tolist(), object) for turned in (rotation, reflection)],
+        'diagonal': [np.where(np.eye(size), free, exact(0.0))],
+    }
+
+
+def _changes(
+    bench: Bench, before: Values, first: Parameter, others: list[Parameter], G: np.ndarray
+) -> dict[str, str | None] | None:
+    """What becomes of the others when the first is multiplied by G; None if A or B is lost."""
+    values = {**before, first.attribute: before[first.attribute] @ G}
+    wanted = _matrices(bench, before)
+    changes: dict[str, str | None] = {}
+    for which in (0, 1):
+        if any(_difference(bench, values, wanted)[which]):
+            free = [part for part in others if part.name not in changes]
+            if not _repair(bench, values, wanted, free, changes, which, G):
+                return None
+    return None if any(map(any, _difference(bench, values, wanted))) else changes
 
 
 def _repair(
     bench: Bench,
     values: Values,
+    wanted: Matrices,
     free: list[Parameter],
     changes: dict[str, str | None],
     which: int,
-    M: np.ndarray,
+    G: np.ndarray,
 ) -> bool:
     """Changes one more parameter such that A (0) or B (1) is as before; False if none does it."""
     solved = []
     for other in free:
         unknown = np.array(sympy().symbols(f'u:{other.initial.size}'), object)
         trial = {**values, other.attribute: unknown.reshape(other.initial.shape)}
-        solution = _linear(_difference(bench, trial, which), list(unknown))
-        if solution is not None:
-            array = solution.reshape(other.initial.shape)
-            solved.append((other, array, _words(other, array, M)))
-            if solved[-1][2] is not None:
-                break
+        equations = _difference(bench, trial, wanted)[which]
+        if not all(sympy().Poly(e, *unknown).total_degree() < 2 for e in equations):
+            continue
+        rows, right = sympy().linear_eq_to_matrix(equations, *unknown)
+        for words, array in _products(other, values[other.attribute], G):
+            if not any(map(sympy().expand, rows * sympy().Matrix(array.ravel()) - right)):
+                values[other.attribute], changes[other.name] = array, words
+                return True
+        solutions = list(sympy().linsolve((rows, right), *unknown))
+        if solutions and not solutions[0].free_symbols:
+            solved.append((other, np.array(solutions[0], object).reshape(other.initial.shape)))
     if not solved:
         return False
-    other, values[other.attribute], changes[other.name] = solved[-1] if solved[-1][2] else solved[0]
+    other, values[other.attribute] = solved[0]
+    changes[other.name] = None
     return True
 
 
-def _difference(bench: Bench, values: Values, which: int) -> list[Any]:
-    """The numerators of the entries of A' - A, or of B' - B, that are not zero."""
-    changed = bench.matrices([values[p.attribute] for p in bench.parameters], exact)[which]
-    entries = [a - b for a, b in zip(changed.flat, bench.AB[which].flat, strict=True)]
-    numerators = [sympy().expand(sympy().fraction(sympy().together(e))[0]) for e in entries]
-    return [numerator for numerator in numerators if numerator != 0]
+def _matrices(bench: Bench, values: Values) -> Matrices:
+    return bench.matrices([values[part.attribute] for part in bench.parameters], exact)
 
 
-def _linear(equations: list[Any], unknown: list[Any]) -> np.ndarray | None:
-    """The only solution for almost all values of the other symbols; None without one."""
-    if not all(sympy().Poly(e, *unknown).total_degree() < 2 for e in equations):
-        return None
-    solutions = list(sympy().linsolve(equations, *unknown))
-    if not solutions or any(entry.free_symbols & {*unknown} for entry in solutions[0]):
-        return None
-    return np.array([sympy().cancel(entry) for entry in solutions[0]], object)
+def _difference(bench: Bench, values: Values, wanted: Matrices) -> list[list[Any]]:
+    """The entries of A' - A and of B' - B."""
+    pairs = zip(_matrices(bench, values), wanted, strict=True)
+    return [[sympy().expand(entry) for entry in (new - old).flat] for new, old in pairs]
 
 
-def _hold_if_orthogonal(conditions: list[Any], G: np.ndarray) -> bool:
-    """Whether they hold for every rotation and reflection of at most two dimensions."""
-    t = sympy().Symbol('t')
-    cosine, sine = (1 - t**2) / (1 + t**2), 2 * t / (1 + t**2)
-    turned = [[[sign]] for sign in (1, -1)]
-    if len(G) == 2:
-        turned = [[[cosine, sign * sine], [-sine, sign * cosine]] for sign in (1, -1)]
-    for rows in turned:
-        at = dict(zip(G.flat, itertools.chain(*rows), strict=True))
-        if any(sympy().cancel(condition.subs(at)) != 0 for condition in conditions):
-            return False
-    return True
-
-
-def _words(part: Parameter, changed: np.ndarray, M: np.ndarray) -> str | None:
-    """The change as matrices to the left and to the right of the parameter; None if it is not."""
-    at = point(changed, part.symbols, M)
-    values = (np.array([e.subs(at) for e in array.flat]) for array in (changed, part.symbols))
-    after, before = (array[part.by_head] for array in values)
-    G = sympy().Matrix(M).subs(at)
-    powers = {
-        '': G**0,
-        'G^-1': G.inv(),
-        'G^-T': G.inv().T,
-        'G': G,
-        'G^T': G.T,
-        'G^-2': G.inv() ** 2,
-    }
-    forms = {word: np.array(power.tolist(), object) for word, power in powers.items()}
-    # The plain forms first; a key takes G^-T, and what follows W_V or W_Q takes G^-1.
-    on_right = ('', 'G^-T', 'G^-1', *(word for word in forms if word not in ('', 'G^-T', 'G^-1')))
-    pairs = itertools.product(forms, on_right)
-    for left, right in sorted(pairs, key=lambda pair: bool(pair[0]) + bool(pair[1])):
-        fits = [not left or before.shape[1] == len(M), not right or before.shape[2] == len(M)]
-        if not all(fits):
-            continue
-        product = forms[left] @ before if left else before
-        product = product @ forms[right] if right else product
-        if (product == after).all():
-            return ' '.join(word for word in (left, part.name, right) if word)
-    return None
+def _products(
+    part: Parameter, array: np.ndarray, G: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The parameter with powers of G to the left and to the right, with the words for it."""
+    power = sympy().Matrix(G)
+    inverse = power.inv()
+    powers = {'G': power, 'G^T': power.T, 'G^-1': inverse, 'G^-T': inverse.T, 'G^-2': inverse**2}
+    forms = {word: np.array(matrix.tolist(), object) for word, matrix in powers.items()}
+    before = array.ravel()[part.by_head]
+    pairs = itertools.product(
+        ON_LEFT if before.shape[1] == len(G) else ON_LEFT[:1],
+        ON_RIGHT if before.shape[2] == len(G) else ON_RIGHT[:1],
+    )
+    for left, right in sorted(pairs, key=lambda pair: sum(map(bool, pair))):
+        after = forms[left] @ before if left else before
+        after = after @ forms[right] if right else after
+        changed = np.empty(array.size, object)
+        changed[part.by_head] = after
+        yield (
+            ' '.join(word for word in (left, part.name, right) if word),
+            changed.reshape(array.shape),
+        )

@@ -38,8 +38,10 @@ QUICK: dict[str, Callable[..., Any]] = {
 }
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     **{'add': operator.add, 'add_any': operator.add, 'sub': operator.sub, 'mul': operator.mul},
-    **{'neg': operator.neg, 'stop_gradient': operator.pos},
+    **{'neg': operator.neg, 'stop_gradient': operator.pos, 'square': lambda array: array * array},
 }
+# Primitives that run their function once; others, such as scan, repeat it.
+CALLS = ('jit', 'remat2', 'custom_jvp_call', 'custom_vjp_call')
 
 
 def evaluate(
@@ -77,8 +79,8 @@ def _run(
 
 def _apply(equation: Any, inputs: list[Any], number: Callable[[float], Any]) -> list[Any]:
     name, parameters = equation.primitive.name, equation.params
-    inner = parameters.get('jaxpr', parameters.get('call_jaxpr'))
-    if inner is not None:
+    if name in CALLS:
+        inner = parameters['call_jaxpr' if name.startswith('custom') else 'jaxpr']
         return _run(getattr(inner, 'jaxpr', inner), getattr(inner, 'consts', ()), inputs, number)
     if name in QUICK:
         return [QUICK[name](np.asarray(inputs[0]), **parameters)]
@@ -87,7 +89,11 @@ def _apply(equation: Any, inputs: list[Any], number: Callable[[float], Any]) -> 
         return list(outputs) if equation.primitive.multiple_results else [outputs]
     if name in MOVES:
         return _moved(equation, inputs, MOVES[name], number)
+    if name == 'div' and not _is_symbolic(inputs[1]):
+        name, inputs = 'mul', [inputs[0], 1 / np.asarray(inputs[1])]
     operands = [_symbols(array, number) for array in inputs]
+    if name == 'integer_pow' and parameters['y'] > 0:
+        return [np.asarray(operands[0] ** parameters['y'], object)]
     if name == 'dot_general':
         return [_product(*operands, *parameters['dimension_numbers'])]
     if name == 'reduce_sum':

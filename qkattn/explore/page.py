@@ -24,9 +24,9 @@ def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
     )
     # '<' inside a string of JSON would end the script element early.
     data = json.dumps(table(sizes), separators=(',', ':')).replace('<', '\\u003c')
-    sources = {
-        name: environment.loader.get_source(environment, f'explorer.{name}')[0]
-        for name in ('css', 'js')
-    }
+    css, *scripts = (
+        environment.loader.get_source(environment, f'explorer.{name}')[0]
+        for name in ('css', 'compute.js', 'show.js', 'act.js')
+    )
     template = environment.get_template('explorer.html.j2')
-    return template.render(data=data, light=LIGHT, dark=DARK, **sources)
+    return template.render(data=data, light=LIGHT, dark=DARK, css=css, scripts=scripts)

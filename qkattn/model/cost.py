@@ -53,6 +53,7 @@ def count(config: ModelConfig) -> dict[str, int]:
     return {**parameters, 'total': total}
 
 
+@functools.lru_cache(maxsize=1024)  # a run of a known config need not trace it again
 def flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations of all matrix products in one forward pass, per token.
 
@@ -114,6 +115,7 @@ def _is_jaxpr(value: object) -> bool:
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
 
+@functools.lru_cache(maxsize=1024)
 def cache_floats_per_token(config: ModelConfig) -> int:
     """Floats in the key/value cache of decoding per past token, over all layers.
 

@@ -97,6 +97,7 @@ class ClaimResult:
       rule: how it is decided, in a sentence.
       verdict: of `ClaimVerdict`.
       condition: the contexts in which a claim holds that holds only there.
+      refuted: the contexts in which an undecided claim is false.
       needed: the seeds, tokens and parameters that would decide an undecided claim.
       decisive: the place in `rows` of the row whose number stands for the claim.
       missing: what is missing and how to get it, sentence by sentence.
@@ -113,6 +114,7 @@ class ClaimResult:
     verdict: str
     rows: tuple[Row, ...] = ()
     condition: str | None = None
+    refuted: str | None = None
     needed: str | None = None
     decisive: int | None = None
     missing: tuple[str, ...] = ()

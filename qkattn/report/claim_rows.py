@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from qkattn.report.claim_results import Kind, Row, Speaks
 from qkattn.report.figures.style import HUES
-from qkattn.report.prose import words
+from qkattn.report.prose import listed, words
 
 PARTS: dict[str, str] = {
     Kind.REMOVED: 'same shape, fewer parameters',
@@ -63,6 +63,22 @@ def places(row: Row | Compared, names: Iterable[str]) -> list[str]:
     """'d_model=64', 'stdlib', 'steps 500': these of its context, a number with its name."""
     known = [(name, row.context[name]) for name in names if name in row.context]
     return [f'{words(name)} {of}' if of[:1].isdigit() else of for name, of in known]
+
+
+def has_several_arms(rows: Iterable[Row]) -> bool:
+    """Whether arms differ between rows, and do not only repeat `what`."""
+    rows = list(rows)
+    return len({row.arm for row in rows}) > 1 and any(
+        row.arm not in (None, row.what) for row in rows
+    )
+
+
+def quantity(rows: Iterable[Row], most: int = 1) -> str:
+    """What values are of: 'rank of A', 'loss (nats/token)', 'values' of more than `most` things."""
+    rows = list(rows)
+    whats, units = ([*dict.fromkeys(getattr(row, of) for row in rows)] for of in ('what', 'unit'))
+    name = listed(whats) if len(whats) <= most else 'values'
+    return name + (f' ({units[0]})' if len(units) == 1 and units[0] else '')
 
 
 class Axis(NamedTuple):

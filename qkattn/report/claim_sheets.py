@@ -3,8 +3,16 @@
 from collections.abc import Mapping, Sequence
 
 from qkattn.report.claim_results import ClaimResult, Row, Speaks
-from qkattn.report.claim_rows import PARTS, Axis, compared, curves, places, varying
-from qkattn.report.prose import NONE, environment, tidy, words
+from qkattn.report.claim_rows import (
+    PARTS,
+    Axis,
+    compared,
+    curves,
+    has_several_arms,
+    places,
+    varying,
+)
+from qkattn.report.prose import END, NONE, environment, tidy, words
 from qkattn.report.sheets import Heading, Sheet
 
 SAID: dict[str, str] = {
@@ -14,6 +22,8 @@ SAID: dict[str, str] = {
     Speaks.BESIDE: NONE,
 }
 
+# Headings and rows.
+Table = tuple[list[Heading], list[list[str]]]
 # A table has columns for at most so many names of contexts.
 _MAX_NAMES = 3
 
@@ -54,16 +64,23 @@ def described_row(row: Row) -> str:
 def claim_sheets(claim: ClaimResult) -> list[Sheet]:
     """The tables of its rows: parts of differences, other values, and the points of each panel."""
     others = [row for row in claim.rows if row.x is None and row.kind not in PARTS]
-    made = [('parts', _parts(claim)), ('values', _values(others))]
-    made += [('points', _points(axis, lines)) for axis, lines in curves(claim.rows).items()]
+    made: list[tuple[str, Sequence[Row], Table]] = [
+        ('parts', (), _parts(claim)),
+        ('values', others, _values(others)),
+    ]
+    for axis, lines in curves(claim.rows).items():
+        points = [row for of in lines.values() for row in of]
+        made.append(('points', points, _points(axis, lines)))
     shared = _shared(claim.rows)
-    return [Sheet(name, *table, *_said(name, claim, shared)) for name, table in made if table[1]]
+    return [
+        Sheet(name, *table, *_said(name, rows, shared)) for name, rows, table in made if table[1]
+    ]
 
 
-def _said(name: str, claim: ClaimResult, shared: str) -> list[str]:
-    """Title and note of a table."""
+def _said(name: str, rows: Sequence[Row], shared: str) -> list[str]:
+    """Title and note of a table, which shows these rows."""
     module = environment(html=False).get_template('claims.j2').make_module()
-    return [tidy(part) for part in getattr(module, name)(claim, shared).split('\x1f')]
+    return [tidy(part) for part in getattr(module, name)(rows, shared).split(END)]
 
 
 def _shared(rows: Sequence[Row]) -> str:
@@ -73,7 +90,7 @@ def _shared(rows: Sequence[Row]) -> str:
     return ', '.join(f'{words(name)} {value}' for name, value in same)
 
 
-def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
+def _parts(claim: ClaimResult) -> Table:
     of_claim = compared(claim.rows)
     names = varying(of_claim)
     rows = []
@@ -106,9 +123,9 @@ def _said_by(parts: Sequence[Row]) -> str:
     return ', '.join(dict.fromkeys(said)) or SAID[Speaks.BESIDE]
 
 
-def _values(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:
+def _values(rows: Sequence[Row]) -> Table:
     """A row for each value; contexts of many names, as various checks have, in one cell."""
-    names = varying(rows)
+    names, several = varying(rows), has_several_arms(rows)
     apart = len(names) <= _MAX_NAMES
     places = [(words(name), True) for name in names] if apart else [('context', True)]
     numbers = [('value', False), ('expected', False), ('unit', True)]
@@ -116,15 +133,14 @@ def _values(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:
     for row in rows:
         where = {name: row.context.get(name, NONE) for name in names}
         joined = ', '.join(f'{name} {where[name]}' for name in names if name in row.context)
-        place = [*where.values()] if apart else [joined or NONE]
+        place = [row.arm or NONE] * several + ([*where.values()] if apart else [joined or NONE])
         said = [amount(row), expected(row), row.unit or NONE, SAID[row.speaks]]
         cells.append([row.what, *place, *said])
-    return [('quantity', True), *places, *numbers, ('for or against|the claim', True)], cells
+    about = [('quantity', True), *[('arm', True)] * several, *places]
+    return [*about, *numbers, ('for or against|the claim', True)], cells
 
 
-def _points(
-    axis: Axis, lines: Mapping[str, Sequence[Row]]
-) -> tuple[list[Heading], list[list[str]]]:
+def _points(axis: Axis, lines: Mapping[str, Sequence[Row]]) -> Table:
     """A row for each x, a column for each line."""
     by_x = {name: {row.x: row for row in of} for name, of in lines.items()}
     about = ', '.join(filter(None, [axis.place, PARTS.get(axis.kind, axis.unit)]))

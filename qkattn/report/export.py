@@ -12,16 +12,16 @@ FILES = (
     *('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'orphans.jsonl'),
     *('trials.csv', 'report.html'),
 )
-
-
 FIGURES = ('.json', '.png', '.svg', '.pdf')
+LOGS = ('metrics.jsonl', 'documents.json')
 
 
 def export(study_dir: str | Path, destination: str | Path) -> Path:
     """Writes the study's declaration, plan, results, evaluations, tables, report and figures.
 
     Left out are checkpoints, locks and leases, the training records of finished runs, and
-    provenance.json, which names machines and users.
+    provenance.json, which names machines and users. Logs and figures of an earlier export that
+    the study no longer has are removed.
 
     Raises:
       ReportError: no study, or `destination` holds something else.
@@ -29,22 +29,33 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     study, destination = load_study(study_dir), Path(destination)
     _check_destination(study, destination)
     source = study.directory
-    figures = [path for path in source.glob('plots/*') if path.suffix in FIGURES]
-    for path in (*(source / name for name in FILES), *source.glob('table.*'), *figures):
-        if path.is_file():
-            write_atomic(destination / path.relative_to(source), path.read_bytes())
+    kept = [*(source / name for name in FILES), *source.glob('table.*'), *_figures(source)]
+    written = {
+        write_atomic(destination / path.relative_to(source), path.read_bytes())
+        for path in kept
+        if path.is_file()
+    }
     for run in study.runs:
-        log = source / run.directory / 'metrics.jsonl'
+        log, documents = (source / run.directory / name for name in LOGS)
         if not log.is_file():
             continue
         lines = log.read_bytes().splitlines(keepends=True)
         if run.trials:
             lines = [line for line in lines if not ledger.is_training(line)]
-        write_atomic(destination / log.relative_to(source), b''.join(lines))
-        documents = log.with_name('documents.json')
+        written.add(write_atomic(destination / log.relative_to(source), b''.join(lines)))
         if documents.is_file():
-            write_atomic(destination / documents.relative_to(source), documents.read_bytes())
+            copy = destination / documents.relative_to(source)
+            written.add(write_atomic(copy, documents.read_bytes()))
+    logs = [path for name in LOGS for path in destination.glob(f'runs/*/{name}')]
+    for path in {*logs, *_figures(destination)} - written:
+        path.unlink()
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
     return destination
+
+
+def _figures(directory: Path) -> list[Path]:
+    return [path for path in directory.glob('plots/*') if path.suffix in FIGURES]
 
 
 def _check_destination(study: Study, destination: Path) -> None:

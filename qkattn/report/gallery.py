@@ -16,11 +16,11 @@ from qkattn.report.figures.drawn_data import drawn_data
 from qkattn.report.figures.plots import write_plots
 from qkattn.report.figures.style import Drawing
 from qkattn.report.page import described, style
-from qkattn.report.prose import NONE, environment, tidy
+from qkattn.report.prose import END, NONE, environment, tidy
 from qkattn.report.sheets import Heading, sheets
 from qkattn.report.tables import markdown_table
 from qkattn.run.files import write_atomic
-from qkattn.verdict import Findings, Study, find, load_study
+from qkattn.verdict import Findings, Study, load_findings
 
 PAGE = 'claims.html'
 SCALING = 'scaling'
@@ -45,8 +45,7 @@ def read_gallery(directory: str | Path) -> Gallery:
     directory = Path(directory)
     claims, scaling = read_claims(directory), None
     if (directory / SCALING / 'study.json').is_file():
-        study = load_study(directory / SCALING)
-        scaling = study, find(study)
+        scaling = load_findings(directory / SCALING)
     return Gallery(directory, claims, scaling)
 
 
@@ -200,9 +199,9 @@ def _described(drawn: Sequence[Drawing]) -> list[dict[str, Any]]:
         values = dict(of.values)
         claim = values.pop('claim', None)
         if 'title' not in values:
-            macro = getattr(_macros(), values['kind'])
-            title, caption = (tidy(part) for part in macro(claim).split('\x1f'))
-            values |= {'title': title, 'caption': caption}
+            macro = getattr(_macros(), values.pop('kind'))
+            title, caption = (tidy(part) for part in macro(values.pop('about', {})).split(END))
+            values = {'title': title, 'caption': caption}
         made.append(values | {'stem': of.stem, 'claim': claim.name if claim else None})
     return made
 

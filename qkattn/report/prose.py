@@ -16,6 +16,7 @@ import jinja2
 import jinja2.runtime
 from markupsafe import Markup
 
+from qkattn.metrics import PREFIXES
 from qkattn.report.equations import form
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
@@ -28,10 +29,11 @@ from qkattn.verdict.measures import Measure
 from qkattn.verdict.runs import corpora
 
 NONE = '-'
+NOT_RECORDED = 'not recorded'
 END = '\x1f'
 HASH = re.compile(r'[0-9a-f]{32,}')
 # The splits as words.
-SPLITS = {'test': 'test', 'val': 'validation'}
+SPLITS = {prefix: split for split, prefix in PREFIXES.items()}
 # What a study matches, as a noun in the plural.
 QUANTITIES = {
     'total': 'total parameters',
@@ -103,8 +105,8 @@ def span(numbers: Iterable[int]) -> str:
 
 
 def words(name: str) -> str:
-    """A field as words: 'learning_rate' -> 'learning rate'."""
-    return name.replace('_', ' ')
+    """A field as words: 'learning_rate' -> 'learning rate'; words stay, as 'after W_Q' does."""
+    return name if ' ' in name else name.replace('_', ' ')
 
 
 def one_line(text: str) -> str:
@@ -143,9 +145,14 @@ def where(study: Study, of: Any) -> str:
     return ', '.join(name for name, among in several if len(among) > 1)
 
 
+def on_corpus(study: Study, of: Any) -> str:
+    """A variant of the study, with the corpus if there are several."""
+    return of.variant + (f', {of.corpus}' if len(study.corpora) > 1 else '')
+
+
 def is_post_hoc(study: Study, place: Place) -> bool:
     """Whether the arm was added after the first look at results."""
-    return study.ledger is not None and place in study.ledger.post_hoc
+    return study.ledger is not None and place.declared in study.ledger.post_hoc
 
 
 def shown(study: Study, place: Place) -> str:
@@ -225,7 +232,7 @@ def device(provenance: Mapping[str, Any]) -> str:
             return f'{count} x {kind}'
         case {'device': name}:
             return plain(name)
-    return 'not recorded'
+    return NOT_RECORDED
 
 
 def _rates(arms: Iterable[Arm]) -> list[float]:

@@ -24,7 +24,7 @@ from qkattn.report.figures.style import (
     style_sheet,
 )
 from qkattn.report.page import style
-from qkattn.report.prose import NONE, data_name, environment, plain, si
+from qkattn.report.prose import NONE, counted, data_name, environment, plain, si
 from qkattn.report.sheets import Heading
 from qkattn.run.file_schemas import CONFIG, PROVENANCE, read_results
 from qkattn.run.files import as_path, write_atomic
@@ -112,7 +112,8 @@ def facts(run: Run) -> dict[str, str]:
     """What the run is, in a few names and values."""
     model, train = run.config.model, run.config.train
     about = {
-        'model': f'{model.score}/{model.value}, d_model {model.d_model}, {model.num_layers} layers',
+        'model': f'{model.score}/{model.value}, d_model {model.d_model}, '
+        + counted(model.num_layers, 'layer'),
         'data': run.config.data.name,
         'steps': f'{run.steps:,} of {train.num_steps:,}',
         'tokens per trial': si(run.steps * train.batch_size * model.context),

@@ -81,7 +81,8 @@ def headline(study: Study, found: Findings) -> str:
 def settings(study: Study, found: Findings) -> list[tuple[str, str]]:
     """Names and values of the settings that all arms share, of the runs that results are from."""
     runs = [study.by_name[arm.example.run] for arm in found.arms]
-    said = sentences('settings.j2', study=study, found=found, config=runs[0].config)
+    models = [run.config['model'] for run in runs]
+    said = sentences('settings.j2', study=study, found=found, config=runs[0].config, models=models)
     return [(name, value) for name, _, value in (line.partition(': ') for line in said)]
 
 

@@ -27,7 +27,7 @@ from qkattn.run import ledger
 from qkattn.run.files import write_atomic
 from qkattn.run.records import for_each_line, read_json
 from qkattn.study.tuning import SCREENING
-from qkattn.verdict import Study, find, load_study
+from qkattn.verdict import Study, load_findings
 
 # What a change by hand may touch without being found.
 NOT_COVERED = (
@@ -50,10 +50,9 @@ def check_study(directory: str | Path) -> int:
     Raises:
       ReportError: the first difference, and where it is.
     """
-    study = load_study(directory)
+    study, found = load_findings(directory)
     for problem in itertools.chain(study.problems, _of_runs(study), _unlike_its_ledger(study)):
         raise ReportError(f'{study.directory}: {problem}')
-    found = find(study)
     drawn = figures(study, found)
     made = figure_data(drawn) | documents(study, found, drawn, {})
     return _check_files(study.directory, made, 'report', 'logs give')
@@ -117,8 +116,7 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
 
 
 def _headline(directory: Path, _: str) -> str:
-    study = load_study(directory)
-    return headline(study, find(study))
+    return headline(*load_findings(directory))
 
 
 def _of_claims(made: Callable[[Path, str], str], directory: Path, base: str) -> str:

@@ -69,8 +69,8 @@ class Interval:
 class Fit:
     """L(N) = E + A N^-a over `sizes` (parameters, ascending) with mean `losses` (nats per token).
 
-    E is in nats, A in nats * parameters^a, `residual_rms` (root mean square of mean loss minus law)
-    in nats; `r_squared` is of the mean losses. If there is a `problem`, these are all None.
+    E is in nats, A in nats * parameters^a; `r_squared` is of the mean losses. If there is a
+    `problem`, these are all None.
     """
 
     sizes: tuple[float, ...]
@@ -79,7 +79,6 @@ class Fit:
     E: Interval | None = None
     A: Interval | None = None
     a: Interval | None = None
-    residual_rms: float | None = None
     r_squared: float | None = None
 
     def loss(self, parameters: float) -> float:
@@ -228,8 +227,7 @@ def _fit(data: Table, replicates: int) -> tuple[Fit, _Replica | None]:
         near_zero = a.low <= MIN_EXPONENT
         code = ProblemCode.EXPONENT_NEAR_ZERO if near_zero else ProblemCode.EXPONENT_LOOSE
         return Fit(sizes, losses, Problem(code, vars(a))), None
-    rms = float(np.sqrt(np.square(residuals).mean()))
-    result = Fit(sizes, losses, None, E, A, a, rms, r_squared)
+    result = Fit(sizes, losses, None, E, A, a, r_squared)
     return result, _Replica(law, laws, residuals, picks, tail_X, rng)
 
 

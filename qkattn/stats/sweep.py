@@ -22,7 +22,8 @@ import scipy  # whose submodules are imported on first use
 from qkattn.stats.inference import LEVEL, ROUNDING, Estimate
 
 REACH = 2  # grid steps to either side of the best value that the parabola is fitted to, at least
-MIN_VALUES = 3  # a parabola has three coefficients
+MIN_VALUES = 3  # a parabola has three coefficients, a bracketed value a worse one on both sides
+MIN_SEEDS = 2  # one shows no noise
 MAX_LOG = 100.0  # an interval wider than a factor e^100 bounds nothing
 
 
@@ -146,7 +147,7 @@ def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
     parabola = _parabola(values[near], finite[near], means[near], values[i])
     low, high = parabola.optimum_low, parabola.optimum_high
     bracketed = False
-    if len(seeds) > 1 and below is not None and above is not None:
+    if len(seeds) >= MIN_SEEDS and below is not None and above is not None:
         bracketed = True
         if low is not None and high is not None:
             low, high = max(low, values[below]), min(high, values[above])

@@ -319,5 +319,6 @@ class _Crew:
             for of in self._members:
                 of.child.stop()
         elif time.monotonic() - self._asked > GRACE:
-            self.say(f'{len(self._members)} workers did not end within {GRACE:.0f} s')
+            late = ways.count(len(self._members), 'worker')
+            self.say(f'{late} did not end within {GRACE:.0f} s')
             self._end(self._members)

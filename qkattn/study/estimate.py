@@ -97,11 +97,14 @@ def text(study: Study, arms: list[Arm], workers: int = 1, speedup: float = 1.0) 
         of_trial = least[0].tokens // len(least[0].config.trials.trials())
         tuned = [values for values in grids(study, arms[0]).values() if len(values) > 1]
         more = sum(study.tuning.max_points - len(values) for values in tuned)
-        lines.append(
-            f'each value that extends a grid adds {seeds} trials, '
-            f'{seeds * of_trial:.3g} tokens; at most {more} values per arm; while an optimum is '
-            f'unclear, each of its values gets up to {study.tuning.max_seeds - seeds} further seeds'
+        sentence = (
+            f'each value that extends a grid adds {ways.count(seeds, "trial")}, '
+            f'{seeds * of_trial:.3g} tokens; at most {ways.count(more, "value")} per arm'
         )
+        if further := study.tuning.max_seeds - seeds:
+            sentence += '; while an optimum is unclear, each of its values gets up to '
+            sentence += ways.count(further, 'further seed')
+        lines.append(sentence)
     measured = ', '.join(f'{s.flops_per_second:.3g} FLOP/s at {z}' for z, s in speeds.items())
     lines.append(
         f'time is for {ways.count(workers, "worker")} on this machine, from a warm-up of '

@@ -22,3 +22,8 @@ class Place(NamedTuple):
     size: str
     corpus: str
     control: str | None = None
+
+    @property
+    def declared(self) -> 'Place':
+        """As study.json declares it: without the control for an arm that is trained longer."""
+        return self._replace(control=None) if self.control == LONGER else self

@@ -21,7 +21,11 @@ def limit(
     # The plan grows; of a chain of runs only the first is known.
     runs = max(len(left), min(len(arms), len(plan.least(study, arms)) - 1)) if left else 0
     runs = len(left) if len(left) != 1 else runs
-    limits = [(room, f'is room on {what}'), (max(1, runs), f'are {runs} runs left')]
+    verb = 'is' if runs == 1 else 'are'
+    limits = [
+        (room, f'is room on {what}'),
+        (max(1, runs), f'{verb} {ways.count(runs, "run")} left'),
+    ]
     most, note = ways.at_most(wanted or room, limits)
     return most, note if wanted else None
 

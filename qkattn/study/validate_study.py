@@ -9,6 +9,7 @@ from qkattn.config.validate import check_section
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_PAIRS
+from qkattn.stats.sweep import MIN_SEEDS, MIN_VALUES
 from qkattn.study.tuning import MODEL_KNOBS, screening_seeds
 
 
@@ -46,6 +47,15 @@ def _check_tuning(study: Study) -> None:
             f'tuning.max_seeds={tuning.max_seeds} must be at least {len(seeds)}, the number of '
             'tuning.seeds'
         )
+    for name, number, least in (
+        ('max_seeds', tuning.max_seeds, MIN_SEEDS),
+        ('max_points', tuning.max_points, MIN_VALUES),
+    ):
+        if number < least:
+            raise ConfigError(
+                f'tuning.{name}={number} must be at least {least}: a verdict needs a best value '
+                f'that {MIN_SEEDS} seeds or more show to have worse ones on both sides'
+            )
     _check_fresh(study, 'trials.seeds', trials.seeds)
     if len(trials.learning_rates) < 2:
         raise ConfigError(

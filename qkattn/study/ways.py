@@ -110,4 +110,4 @@ def at_most(wanted: int, limits: Sequence[tuple[int, str]]) -> tuple[int, str | 
 
 def count(number: int, word: str = 'process') -> str:
     """'1 process', '2 cores', ..."""
-    return f'{number} {word}{("es" if word.endswith("s") else "s") if number > 1 else ""}'
+    return f'{number} {word}{("es" if word.endswith("s") else "s") if number != 1 else ""}'

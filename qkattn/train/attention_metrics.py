@@ -1,5 +1,6 @@
 """The program that measures the attention of a stack of trials during training."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,9 +16,11 @@ from qkattn.train.lifting import lift
 from qkattn.train.sharding import place_activations, row_sharding
 
 
-def measure(config: Config, params: dict, inputs: dict) -> dict[str, jax.Array]:
-    """`metrics.ATTENTION` of one trial; NaN for what its attention does not have."""
-    found = means(with_params(config.model, params), inputs)
+def measure(
+    config: Config, params: dict, inputs: dict, rows_B: jax.Array | None = None
+) -> dict[str, jax.Array]:
+    """`metrics.ATTENTION` of one trial, as `means`."""
+    found = means(with_params(config.model, params), inputs, rows_B)
     return {name: found[name] for name in ATTENTION}
 
 
@@ -27,7 +30,9 @@ def program(config: Config, lifting: str, mesh: Mesh) -> Callable[[dict, dict], 
     def measured(params: dict, batch: dict) -> dict:
         batch = jax.lax.with_sharding_constraint(batch, row_sharding(mesh))
         inputs = {n: a for n, a in batch.items() if n not in ('targets_BT', 'loss_weights_BT')}
+        rows_B = batch['loss_weights_BT'].any(-1)  # rows that pad the batch have no targets
+        of_trial = functools.partial(measure, config, inputs=inputs, rows_B=rows_B)
         with placing(place_activations(mesh)), choice.on(mesh):
-            return lift(lambda params: measure(config, params, inputs), lifting, mesh)(params)
+            return lift(of_trial, lifting, mesh)(params)
 
     return measured

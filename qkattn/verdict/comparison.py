@@ -76,12 +76,15 @@ def _evaluation_error(
 ) -> tuple[float, float | None, int | None]:
     """Standard error over documents, its degrees of freedom (Satterthwaite), number of documents.
 
-    Without losses by document, or if those of the two arms are of other targets, 0, None and None.
+    Without losses by document, of one document only, or if those of the two arms are of other
+    targets, 0, None and None.
     """
     variances, dfs, number = [], [], 0
     for arm, other in pairs:
         both = [arm.documents(split, seeds), other.documents(split, seeds)]
         if not all(both) or not all(of.alike(both[0][0]) for side in both for of in side):
+            return 0.0, None, None
+        if len(both[0][0].names) < 2:
             return 0.0, None, None
         arm_SC, other_SC = (np.array([of.nats_C for of in side]) for side in both)
         nats_SC = arm_SC - other_SC if seeds else (arm_SC.mean(0) - other_SC.mean(0))[None]

@@ -68,6 +68,6 @@ def _split(record: Any, split: str, num_trials: int) -> list[Documents | None]:
         raise ValueError(f'split {split!r} has nats of {len(rows)} trials, not of {num_trials}')
     if any(of is not None and of.shape != (len(names),) for of in (tokens_C, *rows)):
         raise ValueError(f'split {split!r} does not have one number for each of its documents')
-    if len(set(names)) < len(names) or not tokens_C.sum() > 0:
-        raise ValueError(f'split {split!r} repeats a document or has no targets')
+    if len(set(names)) < len(names) or not names or not (tokens_C > 0).all():
+        raise ValueError(f'split {split!r} repeats a document, or has one without targets')
     return [None if row is None else Documents(names, tokens_C, row) for row in rows]

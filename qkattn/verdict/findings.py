@@ -4,14 +4,18 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 """
 
 import dataclasses
+import functools
+import hashlib
 import math
+from pathlib import Path
 
+from qkattn.run.files import as_path
 from qkattn.stats import scaling
 from qkattn.verdict import hygiene, judging, parts
 from qkattn.verdict.arms import Arm, Group, arms_of
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, Verdict
 from qkattn.verdict.comparison import compare
-from qkattn.verdict.load import Study
+from qkattn.verdict.load import Study, load_study
 from qkattn.verdict.parts import Decomposition
 
 
@@ -90,6 +94,29 @@ class Findings:
         return not self.scaling and len({arm.size for arm in self.arms}) > 1
 
 
+def load_findings(directory: str | Path) -> tuple[Study, Findings]:
+    """A study with its findings, read again only if its files have changed.
+
+    Raises ReportError as `load_study`.
+    """
+    path = as_path(directory)
+    # All that a study is read from: its own JSON files, and those of runs in DIR/ or runs/DIR/.
+    files = sorted(
+        (str(file), hashlib.sha256(file.read_bytes()).digest())
+        for where in ('*', '*/*', '*/*/*')
+        for file in path.glob(f'{where}.json*')
+        if file.suffix in ('.json', '.jsonl') and file.is_file()
+    )
+    return _load(path, tuple(files))
+
+
+@functools.lru_cache(maxsize=32)
+def _load(directory: Path, files: tuple[tuple[str, bytes], ...]) -> tuple[Study, Findings]:
+    """`files`, with their digests, tell when to read again."""
+    study = load_study(directory)
+    return study, find(study)
+
+
 def find(study: Study) -> Findings:
     """Computes the findings of a study."""
     arms = arms_of(study)
@@ -113,7 +140,8 @@ def find(study: Study) -> Findings:
         primary = tuple(dataclasses.replace(a, verdict=verdicts.get(a.place)) for a in primary)
         found = dataclasses.replace(found, arms=primary, num_comparisons=family)
         found = dataclasses.replace(found, overall=_overall(study, found, baselines))
-    decomposition = parts.decompose(study, (*found.arms, *found.controls))
+    shared = [remark for remark in found.blocks if remark.every_arm]
+    decomposition = parts.decompose(study, (*found.arms, *found.controls), shared)
     return dataclasses.replace(found, scaling=_scaling(study, found), decomposition=decomposition)
 
 

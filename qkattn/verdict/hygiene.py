@@ -10,6 +10,7 @@ from typing import Any
 
 from qkattn.config import ANNEALED, OptimizerConfig
 from qkattn.config.serialize import OF_MACHINE
+from qkattn.run import ledger
 from qkattn.run.json_schema import flat
 from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
@@ -20,7 +21,7 @@ from qkattn.verdict.load import Study
 
 ENOUGH_SEEDS = 5
 # What an entry of the ledger accepts that would otherwise withhold every verdict.
-UNCOMMITTED, COMMITS = 'uncommitted', 'commits'
+UNCOMMITTED, COMMITS = ledger.ACCEPTABLE
 # The factors of every study, and the shapes that matching solves for.
 _FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
 # Settings that do not affect results; trials with shared seeds are paired whatever the others are.
@@ -81,7 +82,7 @@ def _declaration(study: Study) -> Iterator[Remark]:
 
 def _post_hoc(study: Study, arm: Arm) -> Iterator[Remark]:
     """An arm that was added after a look at results was chosen by them, and gets no word."""
-    if study.ledger and arm.place in study.ledger.post_hoc:
+    if study.ledger and arm.place.declared in study.ledger.post_hoc:
         data = {'first_look': study.ledger.first_look}
         yield Remark(RemarkCode.POST_HOC, data, True, arm.place)
 

@@ -18,7 +18,7 @@ from qkattn.run.files import as_path
 from qkattn.run.json_schema import check, read
 from qkattn.run.ledger import Ledger
 from qkattn.run.records import for_each_line, parse_file
-from qkattn.study.place import CONTROLS, EQUAL_SHAPE, LONGER, Place
+from qkattn.study.place import CONTROLS, EQUAL_SHAPE, Place
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
 from qkattn.verdict.consistency import arm_problems, named, score_problems
 from qkattn.verdict.runs import (
@@ -144,6 +144,12 @@ class Study:
     def by_name(self) -> dict[str, PlannedRun]:
         return {run.name: run for run in self.runs}
 
+    def bare(self, variant: str) -> str:
+        """A variant without the destination in its name."""
+        for destination in self.destinations:
+            variant = variant.removesuffix(f' [{destination}]')
+        return variant
+
 
 def load_study(directory: str | Path) -> Study:
     """Reads the study in `directory`.
@@ -239,8 +245,7 @@ def _read_plan(study: Study, problems: list[str]) -> dict[str, PlannedRun]:
 
     def add(record: Any) -> None:
         run = parse_run(record)
-        primary = run.place._replace(control=None) if run.place.control == LONGER else run.place
-        if primary not in study.arms:
+        if run.place.declared not in study.arms:
             raise ValueError(f'{named(run.place)} is no arm that study.json declares')
         if planned.get(run.name, run) != run:
             raise ValueError(f'run {run.name!r} is planned twice, differently')

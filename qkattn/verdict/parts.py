@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.codes import Comparison, RemarkCode
+from qkattn.verdict.codes import Comparison, Remark, RemarkCode
 from qkattn.verdict.comparison import compare
 from qkattn.verdict.load import Study
 
@@ -39,11 +39,16 @@ class Decomposition:
     longer: Comparison | None
 
 
-def decompose(study: Study, arms: Sequence[Arm]) -> tuple[Decomposition, ...]:
-    """One for each primary arm but the baseline of which a control has results."""
+def decompose(
+    study: Study, arms: Sequence[Arm], shared: Sequence[Remark] = ()
+) -> tuple[Decomposition, ...]:
+    """One for each primary arm but the baseline of which a control has results.
+
+    `shared` are the blocking remarks about every arm, which no arm has of its own.
+    """
     by_place = {arm.place: arm for arm in arms}
     return tuple(
-        _decomposition(study, arm, by_place)
+        _decomposition(study, arm, by_place, shared)
         for arm in arms
         if arm.control is None and not arm.is_baseline and _controls(study, arm, by_place)
     )
@@ -51,17 +56,16 @@ def decompose(study: Study, arms: Sequence[Arm]) -> tuple[Decomposition, ...]:
 
 def _controls(study: Study, arm: Arm, by_place: Mapping[Place, Arm]) -> dict[str, Arm]:
     """The controls of an arm by kind; one of equal shape has no destination in its name."""
-    bare = arm.variant
-    for destination in study.destinations:
-        bare = bare.removesuffix(f' [{destination}]')
     places = {
-        EQUAL_SHAPE: arm.place._replace(variant=bare, control=EQUAL_SHAPE),
+        EQUAL_SHAPE: arm.place._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE),
         LONGER: arm.place._replace(control=LONGER),
     }
     return {kind: by_place[place] for kind, place in places.items() if place in by_place}
 
 
-def _decomposition(study: Study, arm: Arm, by_place: Mapping[Place, Arm]) -> Decomposition:
+def _decomposition(
+    study: Study, arm: Arm, by_place: Mapping[Place, Arm], shared: Sequence[Remark]
+) -> Decomposition:
     controls = _controls(study, arm, by_place)
     same, longer = controls.get(EQUAL_SHAPE), controls.get(LONGER)
     place = arm.place._replace(variant=study.baseline or '')
@@ -69,7 +73,7 @@ def _decomposition(study: Study, arm: Arm, by_place: Mapping[Place, Arm]) -> Dec
     def part(one: Arm | None, other: Arm | None) -> Comparison | None:
         if one is None or other is None:
             return None
-        if any(remark.code not in UNSURE for remark in (*one.blocks, *other.blocks)):
+        if any(remark.code not in UNSURE for remark in (*shared, *one.blocks, *other.blocks)):
             return None
         return compare([(one, other)], study.margin, None)
 

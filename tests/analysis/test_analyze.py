@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 
 from qkattn.analysis import (
+    Analysis,
+    Row,
     analyze,
     attention_patterns,
     circuit_matrices,
@@ -17,9 +19,13 @@ from qkattn.analysis import (
     next_token_batch,
     walk,
 )
+from qkattn.analysis.factors import params_of
+from qkattn.analysis.patterns import diagonal_mass
 from qkattn.analysis.watching import see
 from qkattn.attention import Attention, AttentionSpec, Mask, oracle, registry
 from qkattn.config import ModelConfig
+from qkattn.convert import convert_model
+from qkattn.errors import ConfigError
 from qkattn.model import abstract_model, build, with_params
 from tests.attention import examples, layers
 
@@ -63,6 +69,13 @@ def test_a_pattern_is_that_of_the_slow_reference(score, options):
     normalizer = registry.find_normalizer(layer.spec.normalizer)
     want = oracle.probabilities(want, mask_BTS, normalizer)
     np.testing.assert_allclose(got.probabilities_BNTS, want, atol=1e-5)
+
+
+def test_a_token_that_sees_others_has_no_mass_on_itself_where_it_is_hidden():
+    layer = layers.make(('shared_qk(self_mask=True)', 'vo'))
+    seen = see(layer, layers.stream(), Mask(causal=True))
+    # The first token sees itself alone.
+    np.testing.assert_allclose(diagonal_mass(seen), 1 / layers.T, rtol=1e-6)
 
 
 @pytest.mark.parametrize('score', ['nonlinear_query', 'qk'])
@@ -155,6 +168,29 @@ def test_a_score_that_is_not_bilinear_is_said_to_lack_a_matrix():
     assert found.missing == [('attention', 0, 'B')] and examples
 
 
+def test_values_are_at_the_numbers_of_their_layers():
+    rows = [Row('attention', 1, head, 'A', 'norm', head + 2.0) for head in range(2)]
+    found = Analysis(rows, {}, [('attention', 0, 'A'), ('attention', 2, 'A')])
+    nan = np.nan
+    np.testing.assert_array_equal(found.values('norm', 'A'), [[nan, nan], [2, 3], [nan, nan]])
+
+
+def test_drift_is_that_of_each_head_between_two_factorizations():
+    reference, scaled = make(), make()
+    scaled.blocks.attention.score.w_q_DNH[...] *= np.array([[1.0], [1.5]])
+    config, params, _ = convert_model('merge', scaled.config, params_of(scaled))
+    found = analyze(with_params(config, params), induction=False, reference=reference)
+    np.testing.assert_allclose(found.values('drift', 'A'), [[0, 0.5]] * 2, atol=1e-5)
+    np.testing.assert_array_equal(found.values('drift', 'B'), np.zeros((2, 2)))
+
+
+def test_a_reference_has_the_same_layers_heads_and_width():
+    with pytest.raises(ConfigError, match='attention 1 is a layer of one model only'):
+        analyze(make(), reference=make(num_layers=1))
+    with pytest.raises(ConfigError, match='attention 0: A.* is .4, 16, 16. in the reference'):
+        analyze(make(), reference=make(num_heads=4))
+
+
 def test_trials_under_vmap_have_the_numbers_that_each_has_alone():
     config = ModelConfig(**SIZES)
     models = [build(config, key=jax.random.key(seed)) for seed in range(2)]
@@ -193,11 +229,13 @@ def test_every_registered_variant_is_measured(circuit):
         )
 
 
-def test_attention_that_is_equal_over_all_keys_has_its_induction_score():
-    model = make()
+@pytest.mark.parametrize(
+    ('window', 'want'), [(None, np.mean([1 / (t + 1) for t in range(4, 8)])), (3, 1 / 3)]
+)
+def test_attention_that_is_equal_over_all_keys_has_its_induction_score(window, want):
+    model = make(window=window)
     model.blocks.attention.score.w_q_DNH[...] *= 0
     found = analyze(model)
-    want = np.mean([1 / (t + 1) for t in range(4, 8)])
     np.testing.assert_allclose(found.values('induction_score', 'pattern'), want, rtol=1e-5)
 
 

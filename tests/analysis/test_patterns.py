@@ -53,6 +53,12 @@ def test_a_hidden_diagonal_has_no_mass():
     assert float(patterns.diagonal_mass(pattern(PREVIOUS, mask=mask))[0]) == 0
 
 
+def test_a_mass_on_keys_that_no_query_sees_is_undefined():
+    alone = pattern(np.eye(4), mask=np.eye(4, dtype=bool)[None])
+    assert float(patterns.diagonal_mass(alone)[0]) == 1
+    assert np.isnan(patterns.previous_token_mass(alone)).all()
+
+
 def test_the_induction_score_is_the_mass_after_the_previous_occurrence():
     """Tokens a b a b: position 2 looks at 1, position 3 at 2."""
     head = np.zeros((4, 4))

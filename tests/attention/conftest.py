@@ -5,12 +5,15 @@ sample of the rest are quick, and so are the examples of docs/extend.md; all oth
 the mark `slow`. `--variant=score/value` runs one variant, which may be named by import path.
 
 A check of the Score alone asks for the fixture `score` and runs once per Score; one that depends on
-both circuits asks for `variant`; one that depends on each circuit by itself asks for `documented`,
-of which only the variants of the documentation are quick, each Score and each Value once. One that
-compiles or lowers a program for each circuit asks for `some`: every fifth of these is quick.
+both circuits asks for `variant`, and for `positions` where it is held at both kinds of them: one of
+these is quick, in turns. One that depends on each circuit by itself asks for `documented`, of which
+only the variants of the documentation are quick, each Score and each Value once, or for `shown`:
+the examples too. One that compiles or lowers a program for each circuit asks for `some`: every
+ninth variant of the documentation is quick.
 """
 
 import functools
+import itertools
 import random
 import re
 from collections.abc import Collection
@@ -22,16 +25,33 @@ from qkattn.errors import SpecError
 from qkattn.study import catalogue
 from tests.attention import examples
 
-SAMPLE = 6
-
+SAMPLE, SLOW = 6, pytest.mark.slow
 
 buildable_variants = functools.cache(catalogue.buildable_variants)
 
 
+def every_variant() -> list[tuple[str, str]]:
+    return [*buildable_variants(), *examples.VARIANTS]
+
+
 def variants(quick: Collection[tuple[str, str]]) -> list:
     return [
-        pytest.param(pair, id='/'.join(pair), marks=() if pair in quick else pytest.mark.slow)
-        for pair in [*buildable_variants(), *examples.VARIANTS]
+        pytest.param(pair, id='/'.join(pair), marks=() if pair in quick else SLOW)
+        for pair in every_variant()
+    ]
+
+
+def placed(named: list[tuple[str, str]]) -> list:
+    """Variants at both kinds of positions, of which the quick ones are rotary in turns."""
+    quick = [pair for pair in every_variant() if pair in quick_variants()]
+    rotary = [pair for pair in quick if registry.find_score(pair[0])[0].supports_rope]
+    rotary = [pair for pair in rotary if pair[0] != 'latent'][::2]  # refused without rope_size
+    chosen = {(pair, 'rope' if pair in rotary else 'alibi') for pair in quick}
+    return [
+        pytest.param(
+            *one, id=f'{"/".join(one[0])}-{one[1]}', marks=() if named or one in chosen else SLOW
+        )
+        for one in itertools.product(named or every_variant(), ('rope', 'alibi'))
     ]
 
 
@@ -52,8 +72,12 @@ def pytest_generate_tests(metafunc):
     chosen = {
         'variant': quick_variants,
         'documented': catalogue.documented_variants,
-        'some': lambda: catalogue.documented_variants()[::5],
+        'shown': lambda: [*catalogue.documented_variants(), *examples.VARIANTS],
+        'some': lambda: catalogue.documented_variants()[::9],
     }
+    if 'positions' in metafunc.fixturenames:
+        metafunc.parametrize(('variant', 'positions'), placed([_checked(x) for x in named or ()]))
+        return
     for fixture in chosen.keys() & set(metafunc.fixturenames):
         pairs = [pytest.param(_checked(text), id=text) for text in named or ()]
         metafunc.parametrize(fixture, pairs or variants(chosen[fixture]()))

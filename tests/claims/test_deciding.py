@@ -8,9 +8,12 @@ import pytest
 from qkattn.claims.claim import Claim, Expectation, Measure, exact
 from qkattn.claims.deciding import decide
 from qkattn.claims.evidence import UNIT, Loaded, evidence
+from qkattn.claims.needs import needed
 from qkattn.claims.results import Results
 from qkattn.errors import ConfigError
 from qkattn.report.claim_results import ClaimVerdict, Kind, Row, Speaks
+from qkattn.run.records import write_json
+from qkattn.verdict import Decision
 from tests.claims.conftest import PLAIN, REFORMER
 
 
@@ -20,6 +23,10 @@ def claim(*expectations, checks=(), measures=()):
 
 def expect(variant, relation, study='fair_small', **options):
     return Expectation(study, variant, relation, **options)
+
+
+def record(directory, scale):
+    raise NotImplementedError
 
 
 @pytest.fixture(scope='module')
@@ -143,7 +150,8 @@ def test_a_claim_that_holds_in_some_contexts_names_them(results):
         for variant, keys in ((PLAIN, 'plain'), (REFORMER, 'of unit length'))
     ]
     of = decide(claim(*both), 'cpu', results)
-    assert (of.verdict, of.condition) == (ClaimVerdict.HOLDS_ONLY_IF, 'keys plain')
+    assert (of.verdict, of.condition) == (ClaimVerdict.HOLDS_ONLY_IF, 'keys: plain')
+    assert of.refuted is None
     assert of.decisive_row.context['keys'] == 'plain'
 
 
@@ -172,6 +180,49 @@ def test_an_undecided_claim_states_the_scale_that_would_decide_it(results):
 def test_a_reported_number_is_held_against_the_interval(results, reported, verdict):
     of = expect(PLAIN, 'as_reported', at='removed', reported=reported)
     assert decide(claim(of), 'cpu', results).verdict is verdict
+
+
+def test_an_undecided_claim_says_where_it_is_false(results):
+    expected = (('query_free/vo', 'W_Q'), ('qk/k_is_v', 'W_V'))
+    of = [expect(variant, 'better', context={'removed': name}) for variant, name in expected]
+    decided = decide(claim(*of), 'cpu', results)
+    assert decided.verdict is ClaimVerdict.UNDECIDED and decided.refuted == 'removed: W_V'
+    assert 'in query_free/vo' in decided.needed
+    assert decide(claim(of[0]), 'cpu', results).refuted is None
+
+
+def test_below_the_margin_the_distance_from_it_is_what_is_needed(results):
+    (of,), _, _ = evidence(expect('qk/no_o', 'better'), results.study('fair_small'))
+    text = 'a difference of -0.011 from the margin of 0.005 nats/token in qk/no_o'
+    assert text not in needed([of])
+    verdict = dataclasses.replace(of.verdict, decision=Decision.BETTER_BELOW_MARGIN)
+    below = needed([of._replace(verdict=verdict)])
+    assert text in below and int(below.split()[0]) > 2 * int(needed([of]).split()[0])
+
+
+def test_a_measure_that_its_logs_do_not_allow_is_missing(results):
+    of = claim(expect('qk/k_is_v', 'worse'), measures=(Measure('fair_small', lambda path: []),))
+    decided = decide(of, 'cpu', results)
+    assert decided.verdict is ClaimVerdict.UNDECIDED
+    assert decided.missing == ('the logs of study fair_small lack what a measurement reads',)
+
+
+def test_a_study_that_cannot_be_read_is_not_called_untrained(tmp_path, committed):
+    shutil.copytree(committed / 'fair_small', tmp_path / 'fair_small')
+    (tmp_path / 'fair_small/study.json').write_text('{"a"')
+    of = decide(claim(expect('qk/k_is_v', 'worse')), 'cpu', Results(tmp_path))
+    (sentence,) = of.missing
+    assert sentence.startswith('study fair_small cannot be used: ') and 'is not JSON' in sentence
+
+
+def test_what_is_left_of_a_plan_is_needed_first(tmp_path, committed):
+    shutil.copytree(committed / 'claims/cpu/full_heads', tmp_path / 'full_heads')
+    path = tmp_path / 'full_heads/results.jsonl'
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(''.join(line for line in lines if '"variant": "full_size/vo"' not in line))
+    of = decide(claim(expect('merged/vo', 'better', 'full_heads')), 'cpu', Results(tmp_path))
+    assert of.rows[0].speaks == Speaks.OPEN and of.missing
+    assert of.needed.startswith('--scale=cpu: full_heads with ')
 
 
 def test_a_study_without_tuning_leaves_claims_open(results):
@@ -216,11 +267,18 @@ def test_exact_checks_decide_alone_and_measures_beside(results, tmp_path):
         text = (directory / 'measures/a.txt').read_text()
         return [dataclasses.replace(row, value=float(text), study=directory.name)]
 
-    measured = claim(measures=(Measure('own', read, record=print),))
+    measured = claim(measures=(Measure('own', read, record=record),))
     assert not decide(measured, 'cpu', Results(tmp_path)).rows
     (tmp_path / 'own/measures').mkdir(parents=True)
     (tmp_path / 'own/measures/a.txt').write_text('1')
-    assert decide(measured, 'cpu', Results(tmp_path)).verdict is ClaimVerdict.HOLDS
+    begun = decide(measured, 'cpu', Results(tmp_path))  # the process that records it was killed
+    assert not begun.rows and 'study own lacks a measurement' in begun.missing[0]
+    git, devices = {'commit': 'abc'}, {'kind': 'TPU v5', 'count': 4}
+    start = {'git': git, 'devices': devices}
+    write_json(tmp_path / 'own/measures/test_deciding.done', {'start': start, 'seconds': 50.0})
+    done = decide(measured, 'cpu', Results(tmp_path))
+    assert done.verdict is ClaimVerdict.HOLDS and not done.missing
+    assert (done.commit, done.hardware) == ('abc', '4 x TPU v5') and done.seconds >= 50
     assert decide(measured, 'smoke', Results(tmp_path)).verdict is ClaimVerdict.UNDECIDED
 
 

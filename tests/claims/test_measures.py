@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from qkattn.claims.measures import crossover, drift, factor_norms
-from qkattn.claims.measures.curves import flips, growth
+from qkattn.claims.measures.curves import early, growth
 from qkattn.claims.measures.untuned import at_one_rate
 from qkattn.claims.results import load
 from qkattn.errors import RunDirectoryError
@@ -16,24 +16,31 @@ from qkattn.report.claim_results import Speaks
 from tests.claims.conftest import PLAIN
 
 
-def test_words_that_flip_are_counted_by_fraction(committed, tmp_path):
-    (row,) = flips(committed / 'fair_small')
-    assert row.x == 0.5 and row.context == {}
-    assert (row.value, row.speaks) == (0, Speaks.AGAINST) and 'words of 8 arms' in row.what
+def counts(study):
+    """Differences that change, verdicts that turn, verdicts gained or lost; what the first say."""
+    rows = early(study)
+    assert {row.x for row in rows} == {0.5} and {row.context['arms'] for row in rows} == {'8'}
+    assert [row.speaks for row in rows[1:]] == [Speaks.BESIDE] * 2
+    return *(row.value for row in rows), rows[0].speaks
+
+
+def test_what_changes_after_an_early_reading_is_counted_by_fraction(committed, tmp_path):
+    changed, turned, gained, said = counts(committed / 'fair_small')
+    assert changed >= 1 and said == Speaks.FOR and turned == 0
     study = tmp_path / 'early'
     shutil.copytree(committed / 'fair_small', study)
     for run in load(study).study.runs:
-        if run.place.variant == 'qk/no_o' and run.stage == 'verdict':
+        if run.place.variant == 'qk/k_is_v' and run.stage == 'verdict':
             path = study / run.directory / 'metrics.jsonl'
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             for line in lines:
                 if line['kind'] == 'eval' and line['step'] == 250 and run.place.control is None:
-                    line['val_loss'] = [loss + 1 for loss in line['val_loss']]
+                    line['val_loss'] = [loss - 1 for loss in line['val_loss']]
             path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
     results = study / 'results.jsonl'
     os.utime(results, ns=(results.stat().st_mtime_ns + 1,) * 2)
-    (row,) = flips(study)
-    assert row.value >= 1 and row.speaks == Speaks.FOR
+    # qk/k_is_v is better until it is annealed, then worse.
+    assert counts(study)[:2] == (changed + 1, 1)
 
 
 def test_growth_is_the_last_difference_minus_the_first(committed):

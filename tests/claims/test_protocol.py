@@ -10,6 +10,7 @@ from qkattn.claims import protocol
 from qkattn.config import from_config_dict
 from qkattn.errors import ConfigError
 from qkattn.study.arms import build_arms, is_tuned
+from qkattn.study.tuning import screening_seeds
 
 CONFIGS = sorted((Path(__file__).parents[2] / 'configs/claims').glob('*.py'))
 UNTUNED = ('nonlinear_untuned',)
@@ -38,10 +39,12 @@ def test_longer_training_is_asked_for_by_name():
     assert protocol.protocol('cpu', longer=True)['controls'].longer == 4
 
 
-def test_screening_seeds_are_none_of_the_verdict():
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_screening_seeds_are_none_of_the_verdict(path):
     for scale in protocol.SCALES:
-        seeds = protocol.language_model(scale).trials.seeds
-        assert not set(seeds) & set(protocol.protocol(scale)['tuning'].seeds)
+        of = study(path, scale)
+        if is_tuned(of):
+            assert not {*of.base.trials.seeds} & {*screening_seeds(of.tuning)}
 
 
 def test_fields_of_the_model_replace_those_of_the_scale():

@@ -13,9 +13,9 @@ from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
 FOR, AGAINST, OPEN, BESIDE = Speaks.FOR, Speaks.AGAINST, Speaks.OPEN, Speaks.BESIDE
 # The words in the order of Decision: better, better below margin, equivalent, worse below, worse.
 SAID = {
-    'better': (FOR, FOR, AGAINST, AGAINST, AGAINST),
-    'worse': (AGAINST, AGAINST, AGAINST, FOR, FOR),
-    'different': (FOR, FOR, AGAINST, FOR, FOR),
+    'better': (FOR, OPEN, AGAINST, AGAINST, AGAINST),
+    'worse': (AGAINST, AGAINST, AGAINST, OPEN, FOR),
+    'different': (FOR, OPEN, AGAINST, OPEN, FOR),
     'equivalent': (AGAINST, OPEN, FOR, OPEN, AGAINST),
     'not_better': (AGAINST, OPEN, FOR, FOR, FOR),
     'not_worse': (FOR, FOR, FOR, OPEN, AGAINST),
@@ -74,6 +74,28 @@ def test_no_side_is_excluded_otherwise(relation, of):
     assert rules.one_sided(relation, *arm(-0.004, **of)) is None
 
 
+@pytest.mark.parametrize(
+    ('low', 'high', 'validation', 'expected'),
+    [
+        (0.011, 0.014, 0.012, FOR),
+        (0.011, 0.014, 0.016, OPEN),
+        (-0.02, -0.01, -0.02, AGAINST),
+        (-0.02, -0.01, 0.012, OPEN),
+        (0.02, 0.03, 0.02, AGAINST),
+        (0.02, 0.03, 0.012, OPEN),
+        (0.001, 0.012, 0.012, OPEN),
+    ],
+)
+def test_a_reported_number_needs_the_validation_split(low, high, validation, expected):
+    verdict, compared = arm(0.0125, validation)
+    of = dataclasses.replace(row(OPEN), low=low, high=high, expected=0.0125, tolerance=0.0025)
+    assert rules.said(of, 'as_reported', verdict, compared) == ('undecided', expected)
+    diverged = dataclasses.replace(verdict, reasons=(Reason(ReasonCode.DIVERGED),))
+    withheld = dataclasses.replace(verdict, decision=Decision.NO_VERDICT)
+    for verdict in (diverged, withheld):
+        assert rules.said(of, 'as_reported', verdict, compared)[1] == OPEN
+
+
 def test_every_relation_is_tested():
     assert SAID.keys() == rules.RELATIONS.keys()
 
@@ -111,21 +133,22 @@ def test_rows_of_one_context_count_together():
 def test_the_place_on_a_curve_is_a_factor():
     rows = [dataclasses.replace(row(of), x=x, x_label='rank') for x, of in ((1, AGAINST), (8, FOR))]
     assert rules.verdict(rows) is ClaimVerdict.HOLDS_ONLY_IF
-    assert rules.condition(rows) == 'rank 8'
+    assert rules.condition(rows) == 'rank: 8'
+    assert rules.condition(rows, AGAINST) == 'rank: 1'
 
 
 def test_the_condition_is_the_factor_that_separates():
     rows = [row(FOR, size='8', corpus='a'), row(FOR, size='16', corpus='a')]
     rows += [row(AGAINST, size='8', corpus='b'), row(OPEN, size='16', corpus='b')]
-    assert rules.condition(rows) == 'corpus a'
+    assert rules.condition(rows) == 'corpus: a'
 
 
 def test_a_factor_does_not_separate_where_a_context_is_open():
     rows = [row(FOR, size='8', corpus='a'), row(OPEN, size='16', corpus='a')]
     rows += [row(AGAINST, size='16', corpus='b')]
-    assert rules.condition(rows) == 'size 8'
+    assert rules.condition(rows) == 'size: 8'
     rows += [row(AGAINST, size='8', corpus='b')]
-    assert rules.condition(rows) == 'size 8, corpus a'
+    assert rules.condition(rows) == 'size: 8, corpus: a'
 
 
 def test_the_values_of_a_factor_may_hold_commas():
@@ -136,7 +159,7 @@ def test_the_values_of_a_factor_may_hold_commas():
 def test_the_condition_lists_contexts_where_no_factor_separates():
     cases = {('8', 'a'): FOR, ('16', 'b'): FOR, ('16', 'a'): AGAINST, ('8', 'b'): AGAINST}
     rows = [row(of, model='decoder', size=size, corpus=c) for (size, c), of in cases.items()]
-    assert rules.condition(rows) == 'size 8, corpus a; size 16, corpus b'
+    assert rules.condition(rows) == 'size: 8, corpus: a; size: 16, corpus: b'
 
 
 def test_the_condition_names_the_fewest_factors_that_leave_out_every_other_context():
@@ -146,7 +169,7 @@ def test_the_condition_names_the_fewest_factors_that_leave_out_every_other_conte
         row(FOR if of in true else OPEN, corpus='a', model=of[0], steps=of[1], conclusion=of[2])
         for of in sorted(true | other)
     ]
-    assert rules.condition(rows) == 'model decoder, conclusion C2; model decoder, steps 500'
+    assert rules.condition(rows) == 'model: decoder, conclusion: C2; model: decoder, steps: 500'
 
 
 def test_the_decisive_row_speaks_as_the_verdict():

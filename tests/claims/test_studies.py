@@ -14,6 +14,7 @@ from qkattn.config import (
     TrainConfig,
     TrialsConfig,
 )
+from qkattn.errors import DiskError, ProcessError
 
 RECORDED = []
 
@@ -70,9 +71,32 @@ def test_studies_are_trained_once_and_measures_recorded_once(small, tmp_path):
     claims = [claim('Z1', 'first'), claim('Z2', 'first')]
     for _ in range(2):
         failed = studies.train(claims, 'smoke', tmp_path, 1, ['test'])
-        assert list(failed) == ['broken'] and 'multi30k' in failed['broken']
+        assert list(failed) == ['broken'] and 'multi30k' in str(failed['broken'])
         assert RECORDED == [('first', True), ('own', True)]
     results = Results(tmp_path)
     assert len(results.study('first').study.trials) == 2
     assert [results.has(name) for name in ('first', 'broken', 'own')] == [True, False, True]
     assert (tmp_path / 'own/measures/scale.txt').read_text() == 'smoke'
+    recorded = results.provenance(claims[0].measures[1])
+    assert recorded['seconds'] >= 0 and recorded['start']['devices']['count'] >= 1
+
+
+@pytest.mark.parametrize(
+    ('error', 'others'), [(ProcessError('workers died'), True), (DiskError('full'), False)]
+)
+def test_what_stops_the_other_studies(small, tmp_path, monkeypatch, error, others):
+    trained = []
+
+    def run(study, *args, **options):
+        trained.append(study.name)
+        raise error
+
+    monkeypatch.setattr(studies.crew, 'run', run)
+    claims = [claim('Z1', 'first')]
+    if others:
+        assert studies.train(claims, 'smoke', tmp_path, 1, [])['last'] is error
+        assert trained == ['first', 'broken', 'last']
+    else:
+        with pytest.raises(DiskError):
+            studies.train(claims, 'smoke', tmp_path, 1, [])
+        assert trained == ['first']

@@ -11,6 +11,7 @@ import pytest
 
 from qkattn.decode import beam
 from qkattn.errors import ConfigError
+from tests.lanes import only
 
 V, T, SEPARATOR = 3, 4, 1
 
@@ -112,7 +113,7 @@ def check(got, b, want):
         np.testing.assert_allclose(got.scores_BK[b, k], score, rtol=2e-5)
 
 
-@pytest.mark.parametrize('length_penalty', [-2.0, 0.0, 0.6, 2.0])
+@pytest.mark.parametrize('length_penalty', only([-2.0, 0.6], [-2.0, 0.0, 0.6, 2.0]))
 def test_a_wide_beam_finds_every_hypothesis_in_order(length_penalty):
     tree_BNV = random_tree(0, batch=12)
     got = search(tree_BNV, beam=V**T, length_penalty=length_penalty)
@@ -122,7 +123,10 @@ def test_a_wide_beam_finds_every_hypothesis_in_order(length_penalty):
         check(got, b, want)
 
 
-@pytest.mark.parametrize(('beam_size', 'length_penalty'), [(1, 1.0), (2, 0.0), (3, 1.0), (5, 1.7)])
+NARROW = [(2, 0.0), (5, 1.7), (1, 1.0), (3, 1.0)]
+
+
+@pytest.mark.parametrize(('beam_size', 'length_penalty'), only(NARROW[:2], NARROW))
 def test_a_narrow_beam_is_the_plain_algorithm_run_to_the_end(beam_size, length_penalty):
     tree_BNV = random_tree(7, batch=40, vocab=5, length=5)
     got = search(tree_BNV, beam=beam_size, num_tokens=5, length_penalty=length_penalty)

@@ -72,7 +72,7 @@ TUNED = (
     '--config.base.trials.learning_rates=(2e-3,4e-3,8e-3)',
     '--config.tuning.seeds=(10,)',
     '--config.tuning.max_points=3',
-    '--config.tuning.max_seeds=1',
+    '--config.tuning.max_seeds=2',
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from qkattn.config import ModelConfig
+from qkattn.data.tasks.language import LanguageRows
 from qkattn.model import build
 from qkattn.model.cost import abstract_params
 from qkattn.pretrained import save_gpt2
@@ -33,14 +34,20 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, trained_run
     (tmp_path / 'run').symlink_to(trained_run[1])
     printed = succeed(script_here('analyze', 'run'))
     assert printed.startswith('run: qk/vo, 1 layers\n') and 'attention 0' in printed
-    one = succeed(script_here('analyze', '--source=run', '--text=def f(x):', '--out=out'))
+    flags = ('--text=def f(x):', '--reference=run', '--out=out')
+    one = succeed(script_here('analyze', '--source=run', *flags))
     other = succeed(script_here('analyze', '--source=run', '--text=def f(x):', '--trial=1'))
-    assert one.splitlines()[1:3] == other.splitlines()[1:3] and one != other
+    assert one != other and 'drift' not in other
     table = pd.read_csv(tmp_path / 'out/analysis.csv')
     written = json.loads((tmp_path / 'out/analysis.json').read_text())
     assert len(table) == len(written['rows']) and written['step'] == 12
     heads = table[(table['quantity'] == 'symmetric_share') & (table['of'] == 'A')]
     assert list(heads['head']) == [0, 1] and heads['value'].between(0, 1).all()
+    drift = table[table['quantity'] == 'drift']
+    assert list(drift['of']) == ['A', 'A', 'B', 'B'] and (drift['value'] == 0).all()
+    assert written['reference'] == {
+        name: written[name] for name in ('source', 'trial', 'step', 'model')
+    }
     gradients = table[table['quantity'] == 'gradient_norm']
     assert 'score/w_q_DNH' in set(gradients['of']) and (gradients['value'] > 0).all()
     assert np.shape(written['spectra'][0]['singular_values']) == (2, 32)
@@ -49,9 +56,18 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, trained_run
         *('singular_values_A.png', 'singular_values_B.png', 'matrices.png', 'ov_matrices.png'),
         *('patterns.png', 'maps.png'),
     }
+    maps = pd.read_csv(tmp_path / 'out/maps.csv')
+    assert list(maps.columns) == [
+        *('site', 'layer', 'head', 'query', 'key', 'query_token', 'key_token', 'probability')
+    ]
+    assert len(maps) == 2 * 9 * 10 // 2 and (maps['key'] <= maps['query']).all()
+    assert ''.join(maps[(maps['head'] == 1) & (maps['query'] == 8)]['key_token']) == 'def f(x):'
+    sums = maps.groupby(['head', 'query_token', 'query'])['probability'].sum()
+    assert len(sums) == 2 * 9 and sums.between(0.9999, 1.0001).all()
     again = script_here('analyze', '--source=run', '--out=out')
     assert again.returncode == 2 and 'already holds an analysis' in again.stderr
 
+    save(tmp_path / 'wide', num_layers=1, d_model=64, num_heads=1)
     for flags, message in (
         (['--trial=2'], '--trial=2 must be in [0, 2)'),
         (['--text=a', '--tokens=1 2'], 'exclude each other'),
@@ -61,10 +77,19 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, trained_run
         (['--tokens=1 900'], '--tokens must hold ids in [0, 256)'),
         (['--text=abc', '--target=abc'], 'no other model reads --target'),
         (['--num_rows=0'], '--num_rows=0 must be at least 1'),
+        (['--reference=absent'], 'absent does not exist'),
+        (['--reference=wide'], 'attention 0: A[n] is [1, 64, 64] in the reference'),
     ):
         done = script_here('analyze', '--source=run', *flags)
         assert done.returncode == 2 and message in done.stderr, (flags, done.stderr)
         assert 'Traceback' not in done.stderr
+
+
+def test_rows_that_a_split_does_not_have_are_not_measured(script_here, trained_run, monkeypatch):
+    monkeypatch.setattr(LanguageRows, 'count', lambda rows, split: 3)
+    flags = '--num_rows=3', '--num_rows=8'
+    few, more = (succeed(script_here('analyze', str(trained_run[1]), flag)) for flag in flags)
+    assert few == more
 
 
 @pytest.mark.slow
@@ -77,7 +102,7 @@ def test_kinds_of_models_and_files(script_here, tmp_path):
     printed = succeed(script_here('analyze', *flags))
     assert 'cross_attention 1' in printed and 'encoder/attention 0' in printed
     assert {p.name for p in (tmp_path / 'pair_out').glob('maps*')} == {
-        *('maps.png', 'maps_cross.png', 'maps_encoder.png'),
+        *('maps.png', 'maps_cross.png', 'maps_encoder.png', 'maps.csv'),
     }
     done = script_here('analyze', '--source=pair', '--text=a dog')
     assert done.returncode == 2 and 'reads --text (or --file) and --target' in done.stderr

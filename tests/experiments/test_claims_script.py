@@ -65,6 +65,11 @@ def test_claims_are_listed(script_here):
         (['E3'], '--workdir=DIRECTORY is required for E3'),
         (['E3', '--scale=tpu'], 'scale'),
         (['E3', '--workers=two'], '--workers=two must be auto or a number'),
+        (['--claims='], '--claims is empty; give names as in B2,C1'),
+        (['A2', '--export=kept'], '--export takes the studies of --workdir=DIRECTORY'),
+        (['A2', '--workdir=gs://a/b'], 'workdir=gs://a/b is in a bucket; claims need a directory'),
+        (['A2', '--workdir=nowhere', '--notrain'], 'workdir=nowhere does not exist'),
+        (['A2', f'--workdir={__file__}'], f'workdir={__file__} is a file; give a directory'),
     ],
 )
 def test_bad_input_is_one_sentence(script_here, arguments, part):

@@ -82,7 +82,7 @@ def test_bad_input_is_one_sentence(script_here, tmp_path, monkeypatch, name, fla
 
 
 def test_a_process_exits_with_that_code(script, tmp_path):
-    done = script('ablate', '--config=study.py', '--config.fill=heads', '--workdir=w')
+    done = script('report', '--study=absent')
     said = [line for line in done.stderr.splitlines() if not line.startswith('qkattn: starting')]
-    assert done.returncode == 2 and len(said) == 1 and "fill='heads'" in said[0], done.stderr
-    assert not (tmp_path / 'w').exists()
+    assert done.returncode == 2 and len(said) == 1, done.stderr
+    assert "'absent' does not exist" in said[0] and not (tmp_path / 'absent').exists()

@@ -24,7 +24,10 @@ def test_every_flag_has_a_type_and_a_default(script_here, name):
     found = entries(done.stdout)
     assert found and all('; default ' in about for about in found.values())
     assert ('config' in found) == (name in ('train', 'ablate', 'prepare_data'))
-    assert script_here(name, '-h').stdout == done.stdout
+
+
+def test_a_short_flag_shows_the_same(script_here):
+    assert script_here('train', '-h').stdout == script_here('train', '--help').stdout
 
 
 @pytest.mark.parametrize(('name', 'kind'), [('train', Config), ('ablate', Study)])

@@ -18,7 +18,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
 @pytest.mark.parametrize(
-    'command', only(['qkattn verify'], ['experiments.verify', 'qkattn verify'])
+    'command', only(['qkattn report'], ['experiments.verify', 'qkattn report'])
 )
 def test_slow_imports_are_named(tmp_path, command):
     """An import takes seconds, of a clock that goes 20 times as fast."""

@@ -75,14 +75,15 @@ class Page:
     def drag(self, selector: str, right: float) -> None:
         """Presses on an element, moves to the right in steps, and lets go."""
         x, y = self.center(selector)
-        self._mouse('mousePressed', x, y)
+        self.mouse('mousePressed', x, y)
         for step in range(1, 5):
-            self._mouse('mouseMoved', x + right * step / 4, y)
-        self._mouse('mouseReleased', x + right, y)
+            self.mouse('mouseMoved', x + right * step / 4, y)
+        self.mouse('mouseReleased', x + right, y)
 
-    def _mouse(self, kind: str, x: float, y: float) -> None:
-        held = {'button': 'left', 'buttons': 1, 'clickCount': 1}
-        self.send('Input.dispatchMouseEvent', type=kind, x=x, y=y, **held)
+    def mouse(self, kind: str, x: float, y: float, held: bool = True) -> None:
+        """One event of the mouse, with its left button held or with none."""
+        button = {'button': 'left', 'buttons': 1, 'clickCount': 1} if held else {}
+        self.send('Input.dispatchMouseEvent', type=kind, x=x, y=y, **button)
 
     def press(self, key: str, shift: bool = False) -> None:
         """One key, down and up; a character types itself."""

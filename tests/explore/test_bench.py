@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.attention import SCORES, VALUES, Mask, oracle
+from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError, SpecError
 from qkattn.explore.bench import Bench, exact, grid
 from qkattn.explore.interpreter import evaluate
@@ -149,9 +150,37 @@ def test_constants_are_exact():
     assert exact(0.123456789).is_Float
 
 
-def test_an_unknown_operation_is_named():
-    with pytest.raises(SpecError, match='the operation exp is not known for symbols'):
-        evaluate(jnp.exp, grid('x', 1, 2), number=exact)
+@pytest.mark.parametrize(
+    ('function', 'name'),
+    [
+        (jnp.exp, 'exp'),
+        (lambda x_TD: 1 / x_TD, 'div'),
+        (lambda x_TD: x_TD**-2, 'integer_pow'),
+        (lambda x_TD: jax.lax.fori_loop(0, 3, lambda _, power_TD: power_TD @ x_TD, x_TD), 'scan'),
+    ],
+)
+def test_an_unknown_operation_is_named(function, name):
+    with pytest.raises(SpecError, match=f'the operation {name} is not known for symbols'):
+        evaluate(function, grid('x', 2, 2), number=exact)
+
+
+def test_division_by_constants_and_powers():
+    x_TD = grid('x', 2, 2)
+    (out_TD,) = evaluate(lambda x_TD: x_TD**3 + jnp.square(x_TD / 3**0.5), x_TD, number=exact)
+    assert (out_TD == x_TD**3 + x_TD**2 / 3).all()
+
+
+class Exponential(QK):
+    """A matrix that is no polynomial."""
+
+    def matrix(self):
+        return jnp.exp(super().matrix())
+
+
+def test_a_class_with_an_unknown_operation_is_named():
+    variant = f'{__name__}:Exponential/vo'
+    with pytest.raises(ConfigError, match=f'^{variant}: the operation exp is not known'):
+        _ = Bench(variant).AB
 
 
 def test_the_same_point_every_time():

@@ -1,4 +1,4 @@
-"""Gauges: what is solved at two dimensions holds, with exact fractions, at others."""
+"""Gauges: what is solved at one size, and that it holds, with exact fractions, at others."""
 
 import numpy as np
 import pytest
@@ -33,6 +33,19 @@ FOUND = {
 @pytest.mark.parametrize('variant', FOUND)
 def test_solutions(variant):
     assert gauges(Bench(variant)) == FOUND[variant]
+
+
+@pytest.mark.parametrize(
+    ('variant', 'dims', 'heads', 'found'),
+    [
+        ('collaborative(size=3)/no_v', 2, 1, FOUND['collaborative/no_v']),
+        ('shared_qk/no_v', 3, 1, [Gauge('W_Q', {}, 'orthogonal')]),
+        ('low_rank(rank=3)/vo', 4, 1, FOUND['qk/vo']),
+        ('symmetric/gauge_fixed', 4, 2, FOUND['symmetric/no_v']),
+    ],
+)
+def test_solutions_at_sizes_that_options_take(variant, dims, heads, found):
+    assert gauges(Bench(variant, 2, dims, heads)) == found
 
 
 @pytest.mark.parametrize('dims', (3, 4))

@@ -10,7 +10,7 @@ from qkattn.report.claim_rows import curves
 from qkattn.report.claim_sheets import claim_sheets
 from qkattn.report.figures.claim_figures import claim_figures
 from qkattn.report.figures.style import style_sheet
-from qkattn.report.prose import environment, tidy
+from qkattn.report.prose import END, environment, tidy
 from tests.decided_claims import of_claim
 
 
@@ -32,6 +32,16 @@ def claim_of(points, whats=('one', 'two', 'three'), steps=(0, 1, 32, 500)):
 
 
 PRECISIONS = [('fp64', '8', 1e-14), ('fp32', '8', 1e-6), ('bf16', '8', 1e-1)]
+
+
+def said(claim):
+    """Title and caption of each figure of a claim."""
+    module = environment(html=False).get_template('claims.j2').make_module()
+    return {
+        kind: [tidy(part) for part in getattr(module, kind)(of.values['about']).split(END)]
+        for of in claim_figures(claim)
+        for kind in [of.values['kind']]
+    }
 
 
 def axes_of(claim, **look):
@@ -61,11 +71,9 @@ def test_a_single_line_has_its_name_at_the_axis_and_counts_have_whole_ticks(narr
     assert ax.get_ylabel() == 'arms' and not ax.figure.legends
     assert [text.get_text() for text in ax.get_yticklabels()] == [f'{y:g}' for y in ax.get_yticks()]
     assert all(float(y).is_integer() for y in ax.get_yticks())
-    caption = environment(html=False).get_template('claims.j2').make_module().curves
-    assert caption(counts).startswith('Arms against step')
     losses = [dataclasses.replace(row, unit='nats/token') for row in counts.rows[1:3]]
     (ax,) = axes_of(dataclasses.replace(counts, rows=losses), narrow=narrow)
-    assert ax.get_ylabel() == 'arms, nats/token'
+    assert ax.get_ylabel() == 'arms (nats/token)'
 
 
 def test_panels_are_of_the_context_of_fewest_values():
@@ -104,14 +112,66 @@ def test_y_is_logarithmic_where_the_values_of_all_panels_span_decades():
     assert {ax.get_yscale() for ax in axes_of(claim_of(flat))} == {'linear'}
 
 
-def test_a_caption_says_that_zeros_are_left_out():
-    caption = environment(html=False).get_template('claims.j2').make_module().curves
-    said = {
-        least: tidy(caption(claim_of([('fp64', '8', least), ('fp32', '8', 1.0)])))
-        for least in (0.0, 1e-14, -1.0)
-    }
-    assert said[0.0].endswith('points. A logarithmic axis leaves out zeros.')
-    assert said[1e-14].endswith('measured points.') and said[-1.0] == said[1e-14]
+@pytest.mark.parametrize(
+    ('values', 'hidden'),
+    [((0.0, 1e-6, 1.0), True), ((0.0, 1.0), False), ((1e-14, 1.0), False), ((-1.0, 1.0), False)],
+)
+def test_a_caption_says_that_zeros_are_left_out_where_the_axis_does(values, hidden):
+    points = [(f'fp{place}', '8', value) for place, value in enumerate(values)]
+    _, caption = said(claim_of(points, whats=['one']))['curves']
+    more = ' A logarithmic axis leaves out zeros.' * hidden
+    assert caption == f'Marks are measured points.{more}'
+
+
+@pytest.mark.parametrize(
+    ('whats', 'unit', 'title', 'label'),
+    [
+        (['arms'], '', 'Arms', 'arms'),
+        (['qk/no_o'], 'nats/token', 'qk/no_o (nats/token)', 'qk/no_o (nats/token)'),
+        (['rank', 'norm'], '', 'Rank and norm', 'values'),
+        (['a', 'b', 'c'], 'of 8', 'Values (of 8)', 'values (of 8)'),
+    ],
+)
+def test_title_and_axis_name_what_the_points_are_of(whats, unit, title, label):
+    claim = claim_of([('fp32', '8', 1.0)], whats, (1, 3))
+    rows = tuple(dataclasses.replace(row, unit=unit) for row in claim.rows)
+    claim = dataclasses.replace(claim, rows=rows)
+    assert said(claim)['curves'][0] == f'{title} against step'
+    assert axes_of(claim)[0].get_ylabel() == label
+
+
+def test_a_caption_is_about_the_rows_that_are_shown():
+    about = {'context': {}, 'value': 0.01, 'speaks': Speaks.BESIDE}
+    difference = Row('qk/no_o', Kind.MATCHED, expected=0.01, tolerance=0.005, low=0.0, **about)
+    growth = Row('growth', Kind.MEASURED, **about)
+    point = Row('points', Kind.MEASURED, x=1.0, **about)
+    claim = of_claim('B2', 'A claim.', 'undecided', [difference, growth, point])
+    captions = {kind: caption for kind, (_, caption) in said(claim).items()}
+    assert captions['differences'].endswith(' Grey: the reported number.')
+    assert captions['levels'] == '' and captions['curves'] == 'Marks are measured points.'
+    assert [sheet.note for sheet in claim_sheets(claim)] == ['', '', '']
+    expected = dataclasses.replace(growth, expected=0.0, low=0.0, high=0.02)
+    claim = dataclasses.replace(claim, rows=(expected,))
+    assert said(claim)['levels'][1] == 'Lines are 95 % intervals. Grey: what is expected.'
+    (table,) = claim_sheets(claim)
+    assert table.note == 'A value is expected within its tolerance.'
+
+
+def test_values_of_several_arms_are_told_apart():
+    about = {'kind': Kind.MEASURED, 'context': {}, 'speaks': Speaks.BESIDE, 'value': 1.0}
+    arms = ('qk/vo', 'qk/double')
+    rows = [Row(what='norm', arm=arm, **about) for arm in arms]
+    rows.append(Row(what='qk/double', arm='qk/double', **about))
+    claim = of_claim('D2', 'A claim.', 'undecided', rows)
+    (table,) = claim_sheets(claim)
+    assert [name for name, _ in table.headings[:2]] == ['quantity', 'arm']
+    assert [cells[:2] for cells in table.rows[:2]] == [['norm', arm] for arm in arms]
+    (axes,) = axes_of(claim)
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    assert names == ['norm, qk/vo', 'norm, qk/double', 'qk/double']
+    own = [dataclasses.replace(row, what=row.arm) for row in rows]
+    (table,) = claim_sheets(dataclasses.replace(claim, rows=tuple(own)))
+    assert 'arm' not in [name for name, _ in table.headings]
 
 
 def test_a_context_that_repeats_what_is_compared_is_said_once():

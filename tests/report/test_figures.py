@@ -1,9 +1,12 @@
 """What the figures show: read from the matplotlib objects, not from pixels."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
+from qkattn.metrics import METRICS
 from qkattn.report.figures import figures
 from qkattn.report.figures.forest import Line, Panel, forest
 from qkattn.report.figures.style import Look, style_sheet, styles
@@ -308,3 +311,14 @@ def test_learning_curves_have_ticks_at_the_evaluations(study_dir):
             assert labelled is None or major == labelled
             assert num_evals > 60 or sorted({*major, *minor}) == list(steps)
             assert num_evals <= 60 or minor == []
+
+
+def test_the_best_arm_is_at_the_top_where_lower_is_better(study_dir, monkeypatch):
+    monkeypatch.setitem(
+        METRICS, 'accuracy', dataclasses.replace(METRICS['accuracy'], direction='lower')
+    )
+    study = load_study(study_of('probe', study_dir))
+    found = find(study)
+    (drawn,) = (of for of in figures(study, found) if of.stem == 'scores')
+    assert labels(drawn.figure.axes[0]) == ['c/vo', 'qk/vo', 'b/vo']
+    assert 'left is better' in described(study, found, drawn)['caption']

@@ -181,7 +181,7 @@ def test_costs_are_relative_to_the_baseline(study_dir, cache, said):
 def test_without_a_baseline_result(study_dir, baseline):
     changes = {'variants': ['absent/vo', 'b/vo', 'c/vo']}
     html = quick(write_study(study_dir, grid(['b/vo', 'c/vo']), baseline=baseline, **changes))
-    assert 'Difference to the baseline' not in html
+    assert 'Difference from the baseline' not in html
     said = 'No difference at d_model=64: the baseline absent/vo has no finished trial there.'
     assert (said in html) == (baseline is not None)
 

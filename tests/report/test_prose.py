@@ -66,7 +66,7 @@ REMARKS = {
                 (B, ((None, 1, 1, ()),)),
             )
         },
-        'a at s 1 of 10 screening trials (at step 12) and 2 of 8 verdict trials (at steps 7-30); '
+        'a at s: 1 of 10 screening trials (at step 12) and 2 of 8 verdict trials (at steps 7-30); '
         'b at s 1 of 1 trial',
     ),
     'EVALUATION': (
@@ -284,6 +284,17 @@ def test_arms_without_results_are_counted(study_dir):
     assert last == '1 arm of 2 has no verdict trials so far.'
 
 
+def test_an_arm_that_waits_for_its_next_look_has_verdict_trials(study_dir):
+    arms = ('qk/vo', 'b/vo')
+    records = [r for variant in arms for r in tuned_arm(variant, losses=BASE)[:14]]
+    late = [(variant, 'd_model=128', 'verdict', None, f'{variant} late') for variant in arms]
+    write_tuned(study_dir, records, looks=[4, 8], declared=late)
+    for *_, name in late:
+        edit_plan(study_dir, name, trials__seeds=[4, 5, 6, 7])
+    assert [missing.name for missing in load_study(study_dir).missing] == [of[-1] for of in late]
+    assert 'no verdict trials' not in ' '.join(summary(study_dir))
+
+
 def test_what_blocks_every_arm_is_the_result(study_dir):
     records = [
         r for v in ('qk/vo', 'b/vo') for r in tuned_arm(v, losses=BASE, screening_seeds=(100, 7))
@@ -310,7 +321,7 @@ def test_a_study_without_tuning_describes(study_dir, baseline, rates, why):
     first, *rest, _ = summary(write_study(study_dir, records, baseline=baseline))
     assert first.startswith(f'No verdict: {why}')
     if baseline:
-        assert rest[0].startswith('Differences in test loss to qk/vo, nats/token (descriptive,')
+        assert rest[0].startswith('Differences in test loss from qk/vo, nats/token (descriptive,')
         assert rest[0].index('c/vo -0.4900') < rest[0].index('b/vo +0.5050')
 
 

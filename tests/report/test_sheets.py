@@ -42,7 +42,7 @@ def test_removing_and_reinvesting_add_up(of_controls):
     assert all('[' in cell for cell in list(parts['qk/no_o'].values())[1:])
     table, _, text = headline(*of_controls).partition('\n\n')
     assert '| -0.0200 [-0.0209, -0.0191] | -0.0100 [-0.0100, -0.0100] |' in table
-    assert 'Trained 4 times as long, difference to qk/vo: qk/no_o -0.0100 [' in text
+    assert 'Trained 4 times as long, difference from qk/vo: qk/no_o -0.0100 [' in text
 
 
 def test_controls_are_no_contestants(of_controls):

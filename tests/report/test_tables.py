@@ -21,7 +21,9 @@ from qkattn.report.tables import (
 )
 from qkattn.verdict import find, load_study
 from tests.studies import (
+    edit_plan,
     probe_record,
+    run_name,
     translation_record,
     trial_record,
     tuned_arm,
@@ -48,6 +50,16 @@ def single(study_dir):
     ]
     records.append(trial_record('merged_qk/vo', seed=3, learning_rate=3e-3, val_loss=None))
     return read(write_study(study_dir, records, declared=[('qk/merged_vo', 'd_model=128')]))
+
+
+def test_settings_have_the_layers_and_heads_of_all_sizes(study_dir):
+    sizes = {'d_model=64&num_layers=1': (64, 1, 1), 'd_model=128': (128, 1, 4)}
+    records = [trial_record('qk/vo', size, d_model=of[0]) for size, of in sizes.items()]
+    write_study(study_dir, records)
+    for size, (_, layers, heads) in sizes.items():
+        name = run_name('qk/vo', size)
+        edit_plan(study_dir, name, model__num_layers=layers, model__num_heads=heads)
+    assert 'model: decoder, 1 layer, 1 or 4 heads, pre-norm' in report_text(*read(study_dir))
 
 
 @pytest.fixture

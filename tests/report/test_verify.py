@@ -88,6 +88,19 @@ def test_an_export_does_not_overwrite_something_else(written, tmp_path):
     assert export(written, export(written, tmp_path / 'twice')) == tmp_path / 'twice'
 
 
+def test_an_export_removes_what_an_earlier_one_left(written, study):
+    stale = [study / 'runs/old/metrics.jsonl', study / 'runs/old/documents.json']
+    stale.append(study / 'plots/old.png')
+    other = [study / name for name in ('measures/b2.jsonl', 'plots/notes.txt', 'runs/mine.txt')]
+    for path in (*stale, *other):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('old')
+    kept = {path for path in study.rglob('*') if path.is_file()}
+    export(written, study)
+    assert {path for path in study.rglob('*') if path.is_file()} == kept - {*stale}
+    assert not (study / 'runs/old').exists()
+
+
 @pytest.mark.parametrize('name', ['table.txt', 'table.md', 'table.csv', 'table.tex', 'report.html'])
 def test_one_digit_changed_by_hand_is_found(study, name):
     text = (study / name).read_text()

@@ -185,6 +185,15 @@ def test_workers_are_no_more_than_there_is_room_and_work_for(
     assert room.limit(study, arms, wanted, left) == (most, note)
 
 
+def test_a_last_run_is_counted_in_the_singular(machine):
+    machine(8, [])
+    arms = build_arms(STUDY)
+    for left, said in (([], 'are 0 runs'), (plan.runs(STUDY, arms, lambda run: None)[:1], 'is 1')):
+        study = dataclasses.replace(STUDY, variants=('qk/vo',))
+        _, note = room.limit(study, arms[:1], 5, left)
+        assert f'there {said}' in note and note.endswith('so 1 worker will do')
+
+
 def test_a_dry_run_says_what_would_be_done(machine, tmp_path, monkeypatch):
     arms = build_arms(STUDY)
     machine(4, [])

@@ -58,7 +58,9 @@ def test_the_warm_up_measures_every_size_once(monkeypatch):
     assert first.startswith('screening (learning_rate)') and '4 runs     8 trials' in first
     assert second.startswith('verdict') and '4 runs    12 trials' in second
     assert total.startswith('total') and '8 runs    20 trials' in total
-    assert more.startswith('each value') and '1 trials, 6.4e+03 tokens; at most 3 values' in more
+    assert (
+        more.startswith('each value') and 'adds 1 trial, 6.4e+03 tokens; at most 3 values' in more
+    )
 
 
 def test_controls_corpora_and_looks_are_counted_and_longer_runs_apart(monkeypatch):
@@ -84,6 +86,12 @@ def test_controls_corpora_and_looks_are_counted_and_longer_runs_apart(monkeypatc
     tokens = 100 * 4 * 16 * (30 + 3 * longer)
     assert f'26 runs {30 + longer} trials {tokens:.3g} tokens' in costs['total with longer']
     assert 'gets up to 3 further seeds' in text
+    most = dataclasses.replace(study.tuning, max_points=3, max_seeds=2)
+    text = estimate.text(dataclasses.replace(study, tuning=most), build_arms(study))
+    assert 'at most 1 value per arm' in text and text.count('up to 1 further seed\n') == 1
+    most = dataclasses.replace(most, seeds=(10, 11))
+    text = estimate.text(dataclasses.replace(study, tuning=most), build_arms(study))
+    assert 'further seed' not in text
 
 
 def test_the_time_is_that_of_the_workers(monkeypatch):

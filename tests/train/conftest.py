@@ -2,8 +2,10 @@ import contextlib
 
 import pytest
 
-from qkattn.train import program
+from qkattn.train import program, train
 from qkattn.train.compiling import without_cache
+
+BUILD = program.build  # before any test replaces it
 
 
 @pytest.fixture
@@ -12,26 +14,37 @@ def evaluation_only(monkeypatch):
     monkeypatch.setattr(program, 'train_steps', lambda *_: lambda state, hyper, batch: (state, {}))
 
 
-@pytest.fixture(scope='module')
-def kept() -> dict:
-    """The programs of a module, by config and lifting."""
-    return {}
-
-
-@pytest.fixture
-def programs_kept(kept, monkeypatch):
-    """Later starts of a run, in this process, take the programs of the first one."""
-    build = program.build
+@pytest.fixture(scope='session')
+def built_once():
+    """`program.build`, which builds a config's programs once for all tests."""
+    kept = {}
 
     def once(config, lifting=None, params=None):
         if params is not None:
-            return build(config, lifting, params)
+            return BUILD(config, lifting, params)
         key = config, lifting or config.train.lifting
         if key not in kept:
-            kept[key] = build(config, lifting)
+            kept[key] = BUILD(config, lifting)
         return kept[key]
 
-    monkeypatch.setattr(program, 'build', once)
+    return once
+
+
+@pytest.fixture
+def programs_kept(built_once, monkeypatch):
+    """Later starts of a run, in this process, take the programs of the first one."""
+    monkeypatch.setattr(program, 'build', built_once)
+
+
+@pytest.fixture(scope='session')
+def small_run(tiny, built_once, tmp_path_factory):
+    """The config of a finished run, quick to compile, and its directory, which tests only read."""
+    config = tiny(model={'num_layers': 1, 'd_model': 16})
+    path = tmp_path_factory.mktemp('small') / 'run'
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, 'build', built_once)
+        train(config, path)
+    return config, path
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from qkattn.model import build
 from qkattn.pretrained import load
 from qkattn.run.records import read_metrics
 from qkattn.train import attention_metrics, train
+from qkattn.train.sharding import make_mesh
 
 
 def test_the_setting_is_off_and_in_no_hash():
@@ -74,6 +75,21 @@ def test_evaluations_log_them_and_nothing_else_changes(tiny, tmp_path):
         train(config, tmp_path / 'again', lost=lambda: next(dispatches) >= 3)
     train(config, tmp_path / 'again')
     assert read_metrics(tmp_path / 'again/metrics.jsonl') == on
+
+
+def test_rows_that_pad_a_batch_do_not_count():
+    config = Config(model=ModelConfig(d_model=16, num_layers=1, num_heads=2, context=8))
+    model = build(config.model, key=jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf[None], nnx.to_pure_dict(nnx.state(model)))
+    tokens_BT = np.random.default_rng(0).integers(0, 256, (2, 8))
+    batch = {'tokens_BT': tokens_BT, 'loss_weights_BT': np.eye(2, 8, dtype=np.float32)}
+    padded = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in batch.items()}
+    program = jax.jit(attention_metrics.program(config, 'map', make_mesh(config.mesh)))
+    got, want = (
+        {name: value_X.item() for name, value_X in program(params, rows).items()}
+        for rows in (padded, batch)
+    )
+    assert got == pytest.approx(want, rel=1e-5)
 
 
 def norm_of(found, *factors):

@@ -103,9 +103,10 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(
-    'axes', [(None, None, None), ('trial', 'fsdp', 'tensor'), (('data', 'tensor'), None, 'fsdp')]
-)
+SPLITS = [(('data', 'tensor'), None, 'fsdp'), ('trial', 'fsdp', 'tensor'), (None, None, None)]
+
+
+@pytest.mark.parametrize('axes', only([(SPLITS[0],)], [(axes,) for axes in SPLITS]))
 def test_sums_are_equal_on_every_mesh(axes):
     tree = {dtype: example(dtype, (8, 8, 8)) for dtype in DTYPES} | {'step': np.int32(7)}
     want = sums(*tree.values())

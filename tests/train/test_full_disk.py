@@ -12,35 +12,14 @@ import pytest
 
 from qkattn.errors import DiskError
 from qkattn.run.files import require_room
-from qkattn.train import checkpoint, program, train
+from qkattn.train import checkpoint, train
 from tests.train.test_resume import outcome
 
 KIB = 1024
 FORKS = multiprocessing.get_context('forkserver')
 
 
-@pytest.fixture(scope='module')
-def config(tiny):
-    return tiny(model={'num_layers': 1, 'd_model': 16})
-
-
-@pytest.fixture(scope='module')
-def compiled(config):
-    """The run's programs, compiled once."""
-    return program.build(config)
-
-
-@pytest.fixture(autouse=True)
-def compiled_once(compiled, monkeypatch):
-    monkeypatch.setattr(program, 'build', lambda *_, **__: compiled)
-
-
-@pytest.fixture(scope='module')
-def straight(config, tmp_path_factory):
-    """The outcome of a run that always had room."""
-    path = tmp_path_factory.mktemp('straight')
-    train(config, path)
-    return outcome(path)
+pytestmark = pytest.mark.usefixtures('programs_kept')
 
 
 @pytest.fixture
@@ -69,16 +48,16 @@ def fill(disk: Path, left: int) -> Path:
     [
         (0, 0, 'run', []),  # not even config.json
         pytest.param(0, 8, 'run', [], marks=pytest.mark.slow),  # config.json
-        (0, 16, 'run', []),  # provenance.json
+        pytest.param(0, 16, 'run', [], marks=pytest.mark.slow),  # provenance.json
         (9, 0, 'run', ['4', '8']),  # half a record, where the log needs another page
         (6, 512, 'run/checkpoints', ['4']),  # records, but no checkpoint
         pytest.param(11, 900, 'run/checkpoints', ['4', '8'], marks=pytest.mark.slow),
     ],
 )
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(
-    config, straight, disk, step, left, directory, kept
+    small_run, disk, step, left, directory, kept
 ):
-    asked = []
+    (config, straight), asked = small_run, []
 
     def lost():
         asked.append(None)
@@ -99,7 +78,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(
     assert not [p for p in (disk / 'run').rglob('*') if p.name.endswith('tmp')]
     (disk / 'filler').unlink()
     train(config, disk / 'run')
-    assert outcome(disk / 'run') == straight
+    assert outcome(disk / 'run') == outcome(straight)
 
 
 def save_with_small_files(directory: Path) -> None:

@@ -71,13 +71,12 @@ def test_a_signal_before_the_first_step_leaves_at_once(
         assert list((workdir / 'leases').iterdir()) and not leases.holders(workdir / 'leases')
 
 
-def test_a_request_to_a_library_ends_before_the_first_step(tiny, tmp_path, monkeypatch):
+def test_a_request_to_a_library_ends_before_the_first_step(tiny, tmp_path, built_once, monkeypatch):
     """A notebook outlives it."""
-    build = program.build
 
     def interrupted(*arguments, **options):
         signal.raise_signal(signal.SIGTERM)
-        return build(*arguments, **options)
+        return built_once(*arguments, **options)
 
     monkeypatch.setattr(program, 'build', interrupted)
     with pytest.raises(Stopped, match='stopped with nothing to save'):

@@ -29,9 +29,9 @@ def test_auto_measures_both_liftings_and_keeps_the_faster(
 
 
 def test_the_measurement_is_of_seconds(tiny, evaluation_only):
-    built = program.build(tiny(train={'lifting': 'auto'}))
+    small = {'num_layers': 1, 'd_model': 16}
+    built = program.build(tiny(model=small, train={'lifting': 'auto'}))
     assert set(built.measured) == {'map', 'vmap'}
-    assert built.lifting == min(built.measured, key=built.measured.get)
     assert all(1e-6 < s < 600 for s in built.measured.values())
 
 

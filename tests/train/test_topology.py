@@ -237,10 +237,9 @@ def test_programs_of_accelerators():
     assert work.unknown_loops == 1 and totals(work)['reduce-scatter', 4] == (1, whole)
 
 
-@pytest.fixture
-def on_pod(tiny, monkeypatch):
+@pytest.fixture(scope='module')
+def on_pod(tiny):
     """Describes a run of one trial of one layer on a host of 8 GPUs."""
-    monkeypatch.setattr(topology, 'without_cache', contextlib.nullcontext)
     assert len(jax.devices()) == 8  # JAX has started
 
     def make(mesh, pod='h100-1x8', **model):
@@ -250,13 +249,20 @@ def on_pod(tiny, monkeypatch):
             model=fields,
             train={'accumulation': 1, 'steps_per_dispatch': 2, 'log_every': 2, 'lifting': 'auto'},
         )
-        return topology.describe(dataclasses.replace(config, mesh=mesh), pod_of(pod))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(topology, 'without_cache', contextlib.nullcontext)
+            return topology.describe(dataclasses.replace(config, mesh=mesh), pod_of(pod))
 
     return make
 
 
-def test_a_data_parallel_step_sums_the_gradients(on_pod):
-    run = on_pod(MeshConfig(data=8))
+@pytest.fixture(scope='module')
+def data_parallel(on_pod):
+    return on_pod(MeshConfig(data=8))
+
+
+def test_a_data_parallel_step_sums_the_gradients(data_parallel):
+    run = data_parallel
     gradients = 4 * run.parameters
     (row,) = run.collectives
     assert (row.kind, row.axes, row.group) == ('all-reduce', 'data', 8)
@@ -296,16 +302,15 @@ def test_memory_is_that_of_the_shardings(on_pod):
     assert run.capacity == 80 * 10**9 and not run.warnings
 
 
-def test_fsdp_moves_parameters_and_no_activations(on_pod):
+def test_fsdp_moves_parameters_and_no_activations(on_pod, data_parallel):
     run = on_pod(MeshConfig(fsdp=8))
     parameters = 4 * run.parameters
     # Gathered for the forward and for the backward pass; gradients summed.
     assert sum(row.size for row in run.collectives) < 3 * parameters
     assert {row.kind for row in run.collectives} == {'all-gather', 'all-reduce'}
-    shared_out = on_pod(MeshConfig(data=8))
-    assert run.flops < shared_out.flops
+    assert run.flops < data_parallel.flops
     kind = 'gradients and temporaries'
-    assert run.memory[kind] < shared_out.memory[kind]
+    assert run.memory[kind] < data_parallel.memory[kind]
 
 
 @pytest.mark.slow
@@ -406,9 +411,8 @@ def test_without_a_topology_the_present_devices_are_described(tiny, monkeypatch)
     assert kernel in page.splitlines()
 
 
-def test_the_log_is_a_table_with_a_row_per_run(on_pod, tmp_path):
-    path = tmp_path / 'log.csv'
-    run = on_pod(MeshConfig(data=8))
+def test_the_log_is_a_table_with_a_row_per_run(data_parallel, tmp_path):
+    path, run = tmp_path / 'log.csv', data_parallel
     for _ in range(2):
         dry_run.log(run, path)
     with path.open() as file:

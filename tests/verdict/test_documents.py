@@ -55,6 +55,7 @@ def test_a_study_may_have_no_test_split_and_no_documents(study_dir):
         (lambda of: of['test'].update(nats=[None, None]), "0 of split 'test' has a loss of None"),
         (lambda of: of['test']['nats'][1].append(of['test']['nats'][1].pop() + 1), 'its result'),
         (lambda of: of['test']['documents'].__setitem__(0, 'test/1.py'), 'repeats a document'),
+        (lambda of: of['test']['tokens'].__setitem__(0, 0), 'or has one without targets'),
         (lambda of: of['test']['tokens'].__setitem__(0, None), "field 'tokens' is [None"),
     ],
 )

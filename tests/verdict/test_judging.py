@@ -9,14 +9,16 @@ from scipy import stats
 
 from qkattn.run import ledger
 from qkattn.stats import decision, inference
-from qkattn.study.place import Place
+from qkattn.study.place import LONGER, Place
 from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
 from tests.studies import (
     edit_plan,
     run_name,
+    trial_record,
     tuned_arm,
     write_documents,
     write_lines,
+    write_study,
     write_tuned,
 )
 
@@ -160,6 +162,18 @@ def test_few_documents_of_text_give_no_word(study_dir, number, few):
     assert words(probe) == {'b/vo': Decision.BETTER}
 
 
+def test_a_single_document_leaves_no_error_over_documents(study_dir):
+    untuned = [trial_record(v, seed=seed) for v in ('qk/vo', 'b/vo') for seed in range(3)]
+    write_study(study_dir, untuned, num_documents=1)
+    compared = find(load_study(study_dir)).arms[1].comparison
+    assert (compared.num_documents, compared.difference.error_evaluation) == (None, 0.0)
+    records = arm('qk/vo', 0) + arm('b/vo', -0.03)
+    for record in records:
+        record |= {'val_bits_per_byte': None, 'test_bits_per_byte': None}
+    probe = write_tuned(study_dir / 'probe', records, num_documents=1)
+    assert codes(verdicts(probe)['b/vo'].reasons) == [ReasonCode.NO_DOCUMENTS]
+
+
 def at_looks(directory, losses, looks=(4, 8), results=None):
     """A study whose verdict runs hold the seeds of one look each, as many as have `results`."""
     records = []
@@ -233,13 +247,15 @@ def declared_later(directory, variant, looked):
 
 @pytest.mark.parametrize('looked', [False, True])
 def test_an_arm_that_was_added_after_a_look_gets_no_word(study_dir, looked):
-    write_tuned(study_dir, arm('qk/vo', 0) + arm('b/vo', -0.03) + arm('c/vo', 0.03))
+    records = arm('qk/vo', 0) + arm('b/vo', -0.03) + arm('c/vo', 0.03)
+    records += arm('qk/vo', 0, control=LONGER) + arm('b/vo', -0.03, control=LONGER)
+    write_tuned(study_dir, records)
     declared_later(study_dir, 'b/vo', looked)
     found = find(load_study(study_dir))
     expected = {'b/vo': Decision.NO_VERDICT if looked else Decision.BETTER}
     assert words(study_dir) == expected | {'c/vo': Decision.WORSE}
     post_hoc = [remark for remark in found.remarks if remark.code is RemarkCode.POST_HOC]
-    assert [remark.arm for remark in post_hoc] == [B] * looked
+    assert [remark.arm for remark in post_hoc] == [B, B._replace(control=LONGER)] * looked
     assert found.arms[1].difference.mean == pytest.approx(-0.029875)
 
 

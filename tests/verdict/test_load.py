@@ -8,7 +8,7 @@ import pytest
 from qkattn.errors import ReportError
 from qkattn.study.place import Place
 from qkattn.study.tuning import KNOBS
-from qkattn.verdict import Missing, load_study
+from qkattn.verdict import Missing, load_findings, load_study
 from tests.studies import (
     edit_plan,
     plan_line,
@@ -305,3 +305,22 @@ def test_one_seed_and_setting_may_be_screened_in_two_runs(study_dir):
     # A line that repeats an earlier one counts once.
     study = load_study(write_tuned(study_dir, [*records, again, again]))
     assert len(study.trials) == 19 and study.problems == ()
+
+
+def test_findings_are_read_again_only_once_a_file_has_changed(study_dir):
+    write_tuned(study_dir, tuned_arm('qk/vo'))
+    study, found = load_findings(study_dir)
+    assert found.arms and load_findings(str(study_dir))[1] is found
+    run = study_dir / study.runs[0].directory
+    new = [run / 'config.json', study_dir / 'orphans.jsonl']
+    for path in [*study_dir.glob('*.json*'), *run.glob('*.json*'), *new]:
+        text = path.read_text() if path.exists() else ''
+        damage = '' if path.name == 'ledger.jsonl' else 'x'
+        path.write_text(f'{text}{damage}\n')
+        try:
+            again = load_findings(study_dir)[1]
+        except ReportError:  # study.json and ledger.jsonl are of use only whole
+            again = None
+        assert again is not found, path
+        path.write_text(text)
+        assert load_findings(study_dir)[1] is found or path in new

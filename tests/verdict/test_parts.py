@@ -95,6 +95,16 @@ def test_an_arm_that_breaks_a_rule_is_no_part(study_dir, variant, control, lost)
     assert found.arms[1].verdict.decision is word
 
 
+def test_arms_that_all_break_a_rule_are_no_parts(study_dir):
+    write_tuned(study_dir, controlled())
+    for run in load_study(study_dir).runs:
+        edit_plan(study_dir, run.name, optimizer__schedule='constant')
+    found = find(load_study(study_dir))
+    assert [(of.code, of.arm) for of in found.blocks] == [(RemarkCode.NOT_ANNEALED, None)]
+    (parts,) = found.decomposition
+    assert parts.removing is parts.reinvesting is parts.longer is None
+
+
 def test_an_arm_that_is_known_badly_is_a_part(study_dir):
     records = controlled()
     for record in records:

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from qkattn.benchmark import commands
-from qkattn.benchmark.machine import pin
+from qkattn.benchmark.binding import pin
 from qkattn.benchmark.measurement import Measurement
 from qkattn.benchmark.session import Session
 from qkattn.benchmark.targets import BEST, ONE_CORE, ONE_PROCESS, WORKERS

@@ -143,13 +143,14 @@ def pattern(of: Attention, x_TD: jax.Array) -> np.ndarray:
     return np.linalg.solve((x_TD @ of.matrix()[1][0]).T, out_TD.T).T
 
 
+@float64
 def one_way() -> list[Row]:
     """[[0, 1], [0, 0]], by which token 1 attends to token 2 and not the reverse, as W W^T."""
-    A_DE = np.array([[0.0, 1.0], [0.0, 0.0]])
+    of, A_DE = small('shared_qk/vo'), np.array([[0.0, 1.0], [0.0, 0.0]])
 
     def squared_error(w_P: np.ndarray) -> float:
-        w_DH = w_P.reshape(2, 2)
-        return ((w_DH @ w_DH.T - A_DE) ** 2).sum()
+        fitted_DE = np.asarray(with_matrices(of, {'w_q': w_P}).score.matrix()[0])
+        return float(((fitted_DE - A_DE) ** 2).sum())
 
     least = optimize.minimize(squared_error, np.array([0.5, 0.1, 0.4, -0.2])).fun
     what = 'error of the best W W^T for A = [[0, 1], [0, 0]]'

@@ -8,14 +8,16 @@ CLAIM = Claim(
     statement='The conclusions do not differ for encoder-only and decoder-only models.',
     source='A thread that asks why attention does not use Q Q^T: "I don\'t think the conclusions '
     'differ".',
-    rule="Holds if, in both, one matrix for queries and keys is worse at the baseline's shape, and "
-    'it, no W_V and no W_O are not better by more than the margin at equal parameter count.',
+    rule='Holds if, in both, one matrix for queries and keys, and no W_V, are worse at the '
+    "baseline's shape, and these and no W_O are not better by more than the margin at equal "
+    'parameter count.',
     expectations=tuple(
         Expectation(study, variant, relation, at=at, context={'conclusion': name})
         for study in ('masked', 'decoder')
         for variant, relation, at, name in (
             ('shared_qk/vo', 'worse', 'removed', 'of C2'),
             ('shared_qk/vo', 'not_better', 'matched', 'of C3'),
+            ('qk/no_v', 'worse', 'removed', 'of C4'),
             ('qk/no_v', 'not_better', 'matched', 'of C4'),
             ('qk/no_o', 'not_better', 'matched', 'of C5'),
         )

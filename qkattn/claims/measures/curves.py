@@ -12,37 +12,59 @@ from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
 from qkattn.study.place import EQUAL_SHAPE, Place
 from qkattn.verdict.arms import Arm, Group
+from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
-# Early losses of a seed, by the fraction of training at which they are read.
+# Losses of a seed, or their differences, by the fraction of training at which they are read.
 Losses = Mapping[float, float]
+SIDES = {**dict.fromkeys(BELOW_ZERO, -1), Decision.EQUIVALENT: 0, **dict.fromkeys(ABOVE_ZERO, 1)}
 
 
-def flips(directory: Path) -> list[Row]:
-    """How many words of arms differ when validation losses are read early, a row a fraction.
+def early(directory: Path) -> list[Row]:
+    """What changes when differences are read early: counts of arms by fraction of training.
 
-    The same tests decide on early losses and on those of the last step, both on the validation
-    split, on the seeds of the verdict. One word that differs speaks for the claim.
+    Differences of primary arms on the validation split, paired by seed. Those that differ from the
+    annealed ones by more than the margin speak for the claim; against it, that all are equivalent
+    to them. Beside them stand verdicts that turn, to the other side of zero or to equivalence and
+    back, and those that only one of both has, which contradict nothing.
     """
     loaded = load(directory)
-    differences = _differences(loaded)
-    words = {f: _words(loaded, of) for f, of in differences.items()}
-    annealed = words.pop(1.0, {})
+    by_arm = dict(_differences(loaded))
+    fractions = sorted({f for pairs in by_arm.values() for of in pairs for f in of} - {1.0})
+    annealed = _words(
+        loaded, {place: [of[1.0] for of in found if 1.0 in of] for place, found in by_arm.items()}
+    )
     rows = []
-    for fraction, early in words.items():
-        both = [place for place in early if place in annealed]
-        flipped = sum(early[place] is not annealed[place] for place in both)
-        rows.append(
+    for fraction in fractions:
+        pairs = {
+            place: [(of[fraction], of[1.0]) for of in found if {fraction, 1.0} <= of.keys()]
+            for place, found in by_arm.items()
+        }
+        words = _words(loaded, {place: [one for one, _ in of] for place, of in pairs.items()})
+        change = _words(loaded, {place: [a - b for a, b in of] for place, of in pairs.items()})
+        sides = [(SIDES.get(words[place]), SIDES.get(annealed[place])) for place in words]
+        changed = sum(word in (Decision.BETTER, Decision.WORSE) for word in change.values())
+        same = all(word is Decision.EQUIVALENT for word in change.values())
+        said = Speaks.FOR if changed else Speaks.AGAINST if same and change else Speaks.OPEN
+        turned = sum(None not in of and of[0] != of[1] for of in sides)
+        gained = sum((of[0] is None) != (of[1] is None) for of in sides)
+        counts = (
+            ('differences that change by more than the margin', changed, said),
+            ('verdicts that turn', turned, Speaks.BESIDE),
+            ('verdicts gained or lost', gained, Speaks.BESIDE),
+        )
+        rows += [
             Row(
-                what=f'words of {len(both)} arms that differ from those of annealed losses',
+                what=what,
                 kind=Kind.MEASURED,
-                context={},
-                value=float(flipped),
-                speaks=Speaks.FOR if flipped else Speaks.AGAINST,
+                context={'arms': str(len(words))},
+                value=float(count),
+                speaks=speaks,
                 x=fraction,
                 x_label='fraction of the steps',
                 study=directory.name,
             )
-        )
+            for what, count, speaks in counts
+        ]
     return rows
 
 
@@ -94,17 +116,12 @@ def _not_above(found: Difference) -> Speaks:
     return Speaks.AGAINST if found.low > 0 else Speaks.OPEN
 
 
-def _differences(loaded: Loaded) -> dict[float, dict[Place, list[float]]]:
-    """By fraction of training, the differences of primary arms from their baseline over seeds."""
+def _differences(loaded: Loaded) -> Iterator[tuple[Place, list[Losses]]]:
+    """Of each primary arm, its differences from the baseline, seed by seed."""
     baselines: dict[Group, Arm] = {a.group: a for a in loaded.found.arms if a.is_baseline}
-    found: dict[float, dict[Place, list[float]]] = {}
     for arm in loaded.found.arms:
-        if arm.is_baseline or arm.group not in baselines:
-            continue
-        for pair in _pairs(loaded, arm, baselines[arm.group]):
-            for fraction, difference in pair.items():
-                found.setdefault(fraction, {}).setdefault(arm.place, []).append(difference)
-    return dict(sorted(found.items()))
+        if not arm.is_baseline and arm.group in baselines:
+            yield arm.place, list(_pairs(loaded, arm, baselines[arm.group]))
 
 
 def _pairs(loaded: Loaded, arm: Arm, baseline: Arm) -> Iterator[Losses]:
@@ -133,7 +150,8 @@ def _words(loaded: Loaded, differences: Mapping[Place, list[float]]) -> dict[Pla
     """The words of the tests of a verdict, without the errors of documents and tuning."""
     margin = loaded.study.margin
     tested = {
-        place: inference.paired(of, margin, resamples=None) for place, of in differences.items()
+        place: inference.paired(of, margin, resamples=None) if of else None
+        for place, of in differences.items()
     }
     judged = decision.judge(tested, planned=loaded.found.num_comparisons)
     return {place: of.decision for place, of in judged.items()}

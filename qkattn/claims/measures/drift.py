@@ -95,7 +95,7 @@ def read(directory: Path) -> list[Row]:
                         context={'precision': dtype},
                         value=value,
                         speaks=speaks if last else Speaks.BESIDE,
-                        unit='of the logits',
+                        unit='fraction of the logits',
                         x=step,
                         x_label='step',
                         study=directory.name,

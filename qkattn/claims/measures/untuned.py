@@ -23,7 +23,7 @@ def at_one_rate(directory: Path, variant: str) -> list[Row]:
     baselines = {arm.group: arm for arm in loaded.found.arms if arm.is_baseline}
     rows = []
     for arm in loaded.found.arms:
-        if loaded.bare(arm.variant) != variant or arm.group not in baselines:
+        if loaded.study.bare(arm.variant) != variant or arm.group not in baselines:
             continue
         found = dict(_by_rate(arm, baselines[arm.group], loaded.study.margin))
         for rate, difference in found.items():

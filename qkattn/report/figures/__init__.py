@@ -40,10 +40,10 @@ def _figures(
         yield difference, 'verdicts', {}
     # One of the scores: what else there is stands in the table.
     for score in measures.scores(found.arms)[:1]:
-        figure = forest.levels(study, found, look, score, direction=-1)
-        yield figure, 'scores', {'name': score.name}
+        about = {'name': score.name, 'direction': score.metric.direction}
+        yield forest.levels(study, found, look, score), 'scores', about
     if has_results:
-        yield forest.levels(study, found, look, loss, direction=1), 'losses', split
+        yield forest.levels(study, found, look, loss), 'losses', split
     if not study.tuning:
         yield difference, 'differences', {}
     groups = prose.by_where(found.arms, study)

@@ -25,8 +25,10 @@ SHADES = LinearSegmentedColormap.from_list('shades', ['#ffffff', '#a8bfe6', HUES
 AROUND = LinearSegmentedColormap.from_list('around', [HUES[1], '#ffffff', HUES[0]])
 # Layers and heads that a figure has room for; of more, it shows some, evenly spaced.
 MAX_LAYERS, MAX_HEADS = 12, 16
-# Cells of a heat map that have room for their number.
-MAX_NUMBERS = 8
+# Layers of a heat map, and characters across it, that have room for the numbers of its cells.
+MAX_NUMBERS, MAX_CHARACTERS = 8, 36
+# Tokens that attention maps name, and the inches of each.
+MAX_TOKENS, TOKEN = 40, 0.085
 COLUMNS = 4
 
 
@@ -58,7 +60,7 @@ def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
 
 def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
     """A heat map [layers, heads] for each quantity by its name."""
-    columns = 2 if len(quantities) == 4 else min(3, len(quantities))
+    columns = min(2, len(quantities))
     rows = math.ceil(len(quantities) / columns)
     (L, N) = next(iter(quantities.values())).shape
     height = min(max(0.28 * L, 1.2), 3.2)
@@ -70,29 +72,36 @@ def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
         shades = AROUND if low < 0 else SHADES
         image = ax.imshow(values_LN, cmap=shades, vmin=low, vmax=high, aspect='auto')
         ax.set(title=name, xlabel='head', ylabel='layer')
+        ax.patch.set(hatch='////', edgecolor=GRID)  # seen where there is no value
         _ticks(ax, N, L)
         bar = figure.colorbar(image, ax=ax, shrink=0.9, pad=0.02)
         bar.outline.set_visible(False)
-        if max(L, N) <= MAX_NUMBERS:
-            for layer, head in np.ndindex(L, N):
-                value = values_LN[layer, head]
-                place = (value - low) / (high - low)
-                dark = place > (0.8 if low < 0 else 0.55) or (low < 0 and place < 0.2)
-                colour = '#ffffff' if dark else INK
-                ax.text(head, layer, f'{value:.2g}', ha='center', va='center', color=colour, size=7)
+        texts = {
+            cell: f'{value:.2g}' for cell, value in np.ndenumerate(values_LN) if np.isfinite(value)
+        }
+        if L > MAX_NUMBERS or N * max(map(len, texts.values()), default=0) > MAX_CHARACTERS:
+            continue
+        for (layer, head), text in texts.items():
+            place = (values_LN[layer, head] - low) / (high - low)
+            dark = place > (0.8 if low < 0 else 0.55) or (low < 0 and place < 0.2)
+            colour = '#ffffff' if dark else INK
+            ax.text(head, layer, text, ha='center', va='center', color=colour, size=7)
     return figure
 
 
 def attention_maps(
     layers: Mapping[int, np.ndarray], queries: Sequence[str], keys: Sequence[str]
 ) -> Figure:
-    """Probabilities p_NTS of one row, a map for each layer and head; a row is a query."""
+    """Probabilities p_NTS of one row, a map for each layer and head; a row is a query.
+
+    The outer maps name the tokens where there is room.
+    """
     shown = _spaced(sorted(layers), MAX_LAYERS)
     heads = _spaced(range(len(layers[shown[0]])), MAX_HEADS)
-    # A single map has room for the tokens.
-    named = len(shown) * len(heads) <= 4 and max(len(queries), len(keys)) <= 40
-    size = 3.4 if named else max(0.62, min(1.6, WIDTH / len(heads)))
-    figure = Figure(figsize=(max(size * len(heads) + 0.9, 3.6), size * len(shown) + 0.9))
+    named = max(len(queries), len(keys)) <= MAX_TOKENS
+    size = max(0.62, min(1.6, WIDTH / len(heads)))
+    width, height = (max(size, named * TOKEN * len(words)) for words in (keys, queries))
+    figure = Figure(figsize=(max(width * len(heads) + 0.9, 3.6), height * len(shown) + 0.9))
     axes = figure.subplots(len(shown), len(heads), squeeze=False)
     image: Any = None
     for row, layer in enumerate(shown):
@@ -103,8 +112,9 @@ def attention_maps(
             ax.set(xticks=[], yticks=[])
             for spine in ax.spines.values():
                 spine.set(visible=True, color=GRID)
-            if named:
+            if named and row == len(shown) - 1:
                 ax.set_xticks(range(len(keys)), keys, rotation=90, fontsize=6)
+            if named and column == 0:
                 ax.set_yticks(range(len(queries)), queries, fontsize=6)
             if row == 0:
                 ax.set_title(f'head {head}', fontsize=7)

@@ -4,13 +4,23 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Kind, Row, Speaks
-from qkattn.report.claim_rows import PARTS, Compared, compared, curves, places, varying
+from qkattn.report.claim_rows import (
+    PARTS,
+    Compared,
+    compared,
+    curves,
+    has_several_arms,
+    places,
+    quantity,
+    varying,
+)
 from qkattn.report.figures.curve_figure import MAX_LINES
 from qkattn.report.figures.forest import Line, Panel, forest, limits_of
 from qkattn.report.figures.style import (
@@ -27,7 +37,7 @@ from qkattn.report.figures.style import (
     style_sheet,
     styles,
 )
-from qkattn.report.prose import si
+from qkattn.report.prose import listed, si
 
 OVERVIEW = 'verdicts'
 # An axis whose positive values span more than this is logarithmic.
@@ -48,11 +58,27 @@ def claim_figures(claim: ClaimResult, *, narrow: bool = False) -> tuple[Drawing,
         levels = _levels([row for row in claim.rows if row.kind == Kind.MEASURED], look)
         lines = _curves(claim.rows, look)
     made = {'differences': differences, 'levels': levels, 'curves': lines}
+    points = [row for row in claim.rows if row.x is not None]
     return tuple(
-        Drawing(figure, f'{stem}_{kind}', {'kind': kind, 'claim': claim})
+        Drawing(figure, f'{stem}_{kind}', {'kind': kind, 'claim': claim} | _about(figure, points))
         for kind, figure in made.items()
         if figure is not None
     )
+
+
+def _about(figure: Figure, points: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """What a heading and a caption say of a figure, and of the points of curves in it."""
+    labels = {label for ax in figure.axes for label in ax.get_legend_handles_labels()[1]}
+    of_log = [line for ax in figure.axes if ax.get_yscale() == 'log' for line in ax.lines]
+    about = {
+        'y': quantity(points, most=2),
+        'x': listed(dict.fromkeys(row.x_label or 'x' for row in points)),
+        'is_banded': any(row.low is not None for row in points),
+        'has_intervals': '95 % interval' in labels,
+        'has_reported': 'reported' in labels,
+        'hides_zeros': any(0 in line.get_ydata() for line in of_log),
+    }
+    return {'about': about}
 
 
 def overview(claims: Sequence[ClaimResult], *, narrow: bool = False) -> Drawing | None:
@@ -126,12 +152,13 @@ def _line(row: Row, name: str) -> Line:
 def _levels(rows: Sequence[Row], look: Look) -> Figure | None:
     """Measured values that are no points of a curve, a panel for each unit."""
     rows = [row for row in rows if row.x is None]
-    names, of_panels = varying(rows), []
+    names, several, of_panels = varying(rows), has_several_arms(rows), []
     for unit, of_unit in itertools.groupby(sorted(rows, key=_unit), key=_unit):
         lines = []
         for row in of_unit:
             decided = row.speaks in (Speaks.FOR, Speaks.AGAINST)
-            name = ', '.join([row.what, *places(row, names)])
+            about = [row.what, *[row.arm or ''] * several, *places(row, names)]
+            name = ', '.join(filter(None, dict.fromkeys(about)))
             lines.append(_line(row, name)._replace(is_decided=decided))
         of_panels.append(Panel(lines, unit or 'value'))
     return forest(of_panels, look, longest=_LONGEST) if of_panels else None
@@ -144,7 +171,7 @@ def _unit(row: Row) -> str:
 def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
     """Values against x, by `curves`; panels of one axis have one scale.
 
-    A single line has its name at the axis, several have a legend.
+    What they share has its name at the axis, several lines have a legend.
     """
     found = curves(rows)
     if not found:
@@ -165,8 +192,7 @@ def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
         _scales(ax, [row for of in among for points in of.values() for row in points])
         kind = PARTS.get(axis.kind, '') * (len({axis.kind for axis in found}) > 1)
         title = ', '.join(filter(None, [axis.place, kind]))
-        only = _wrapped(next(iter(lines))) if len(lines) == 1 else ''
-        y_label = ', '.join(filter(None, [only, axis.unit])) or 'value'
+        y_label = _wrapped(quantity(row for points in of.values() for row in points))
         ax.set(xlabel=axis.x_label, ylabel=y_label, title=short(title))
         if alike:
             ax.label_outer()

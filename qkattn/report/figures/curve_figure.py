@@ -23,7 +23,7 @@ from qkattn.report.figures.style import (
 )
 from qkattn.report.prose import by_size, si
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.findings import Findings, Scaling
+from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 from qkattn.verdict.measures import VAL_LOSS
 
@@ -128,11 +128,11 @@ def loss_against_parameters(
     totals = [*map(_total, found.arms)]
     if max(totals) <= EQUAL * min(totals):
         return None, {}
-    laws = {_line_name(study, of): of.fit for of in found.scaling if not of.fit.problem}
+    laws = {prose.on_corpus(study, of): of.fit for of in found.scaling if not of.fit.problem}
     points: dict[str, list[Arm]] = {}
     for arm in sorted(found.arms, key=_total):
         if arm.chosen:
-            points.setdefault(_line_name(study, arm), []).append(arm)
+            points.setdefault(prose.on_corpus(study, arm), []).append(arm)
     height = max(4.2, 0.2 * len(points) + 1.2)
     figure = look.figure(WIDTH + 1.8, height + 0.2 * len(points) * look.narrow)
     ax = figure.subplots()
@@ -166,10 +166,6 @@ def loss_against_parameters(
     _parameter_axis(ax, found.arms, targets)
     legend(figure, 'right center')
     return figure, {'targets': bool(targets), 'laws': bool(laws)}
-
-
-def _line_name(study: Study, of: Arm | Scaling) -> str:
-    return of.variant + (f', {of.corpus}' if len(study.corpora) > 1 else '')
 
 
 def _mean(arm: Arm) -> float:

@@ -25,7 +25,7 @@ from qkattn.report.figures.style import (
 )
 from qkattn.study.place import Place
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.findings import Findings, Scaling
+from qkattn.verdict.findings import Findings
 from qkattn.verdict.judging import WORDS
 from qkattn.verdict.load import Study
 from qkattn.verdict.measures import Measure
@@ -225,7 +225,7 @@ def _of_metric(arm: Arm, measure: Measure) -> Line:
     return Line(arm.variant, value.mean, value.low, value.high, measure.of_seeds(arm))
 
 
-def levels(study: Study, found: Findings, look: Look, measure: Measure, direction: int) -> Figure:
+def levels(study: Study, found: Findings, look: Look, measure: Measure) -> Figure:
     """A metric of every arm, with a line at the baseline's mean."""
     baselines = [arm for arm in found.arms if arm.is_baseline]
     means = {prose.where(study, arm): measure.over_seeds(arm) for arm in baselines}
@@ -237,13 +237,13 @@ def levels(study: Study, found: Findings, look: Look, measure: Measure, directio
         'not measured for every seed',
         reference=lambda name: value.mean if (value := means.get(name)) else None,
         with_baseline=True,
-        direction=direction,
+        direction=-1 if measure.metric.direction == 'higher' else 1,
     )
     return forest(of_panels, look, _columns(study), _baseline(study))
 
 
 def differences(study: Study, found: Findings, look: Look) -> Figure | None:
-    """Differences to the baseline, with verdicts and margin where the study is tuned.
+    """Differences from the baseline, with verdicts and margin where the study is tuned.
 
     None where there is nothing to compare.
     """
@@ -294,20 +294,18 @@ def multipliers(study: Study, found: Findings, look: Look) -> Figure | None:
     known, unknown = [], []
     for of in found.scaling:
         if of.multiplier is not None and of.multiplier.problem:
-            unknown.append(Line(of.variant, absent='see the table', name=_of_corpus(study, of)))
+            unknown.append(
+                Line(of.variant, absent='see the table', name=prose.on_corpus(study, of))
+            )
         elif of.multiplier is not None:
             worth = of.multiplier
             line = Line(of.variant, worth.value, worth.low, worth.high, worth.by_size)
             right = prose.bracketed(worth)
-            known.append(line._replace(right=right, name=_of_corpus(study, of)))
+            known.append(line._replace(right=right, name=prose.on_corpus(study, of)))
     known.sort(key=lambda line: -line.mean)
     xlabel = 'baseline parameters per parameter of the arm'
     panel = Panel([*known, *unknown], xlabel, reference=1.0)
     return forest([panel], look, dot='one size') if known else None
-
-
-def _of_corpus(study: Study, of: Scaling) -> str:
-    return of.variant + (f', {of.corpus}' if len(study.corpora) > 1 else '')
 
 
 def retrieval(

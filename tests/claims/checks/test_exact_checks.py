@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.attention import registry
-from qkattn.attention.scores import identity, qk, rank, symmetric
+from qkattn.attention.scores import identity, qk, rank, shared_projections, symmetric
 from qkattn.claims import catalogue
 from qkattn.claims.checks import (
     double_projection,
@@ -134,6 +134,11 @@ def test_every_check_of_a_claim_is_tested():
         assert {*claim.checks, *claim.premises} <= FOUND.keys(), claim.name
 
 
+def test_every_check_is_seen_to_speak_against():
+    both = {check for check, of in FOUND.items() if AGAINST in of.values()}
+    assert {of[0] for of in WRONG.values()} | both == FOUND.keys()
+
+
 def swapped(layer) -> Factors:
     """W_K in the place of W_Q: A[n] transposed."""
     right = extract_factors(layer)
@@ -176,6 +181,7 @@ def transposed(tensors, num_heads):
 
 
 square_attention, load_gpt2 = published_layouts.square_attention, published_layouts.load_gpt2
+imported, of_rank = published_layouts.imported, truncated_ranks.of_rank
 softmax_input, logit_matrices = parameter_counts.softmax_input, Factors.logit_matrices
 
 
@@ -187,6 +193,19 @@ def from_matrix(layer, x_BTD):
 def first_head(layer, x_BTD):
     """The scores of head 0 for all heads."""
     return softmax_input(layer, x_BTD)[:, :1].repeat(layer.spec.num_heads, axis=1)
+
+
+def one_for_two(name, tensors):
+    """The entries of W_K in the place of those of W_Q."""
+    found = imported(name, tensors)
+    return found | {'q': found['k']}
+
+
+class Twice(shared_projections.Double):
+    """The queries of `double`, times 2."""
+
+    def queries(self, x_BTD):
+        return 2 * super().queries(x_BTD)
 
 
 # By what is wrong: a check that finds it, and the object, attribute and value that make it so.
@@ -258,6 +277,27 @@ WRONG = {
         identity.QueryFree,
     ),
     'M^T for M^-1': (two_by_two.gauge, np.linalg, 'inv', np.transpose),
+    'Q Q^T as free as Q K^T': (
+        two_by_two.free_in_each_variant,
+        registry.SCORES,
+        'shared_qk',
+        qk.QK,
+    ),
+    'Q Q^T is not tied': (two_by_two.where_and_what, registry.SCORES, 'shared_qk', qk.QK),
+    'Q Q^T attends one way': (two_by_two.one_way, registry.SCORES, 'shared_qk', qk.QK),
+    'rank r - 1 for r': (
+        truncated_ranks.every_rank,
+        truncated_ranks,
+        'of_rank',
+        lambda r: of_rank(max(1, r - 1)),
+    ),
+    'W_Q is W_K': (
+        published_layouts.one_matrix_per_head,
+        published_layouts,
+        'imported',
+        one_for_two,
+    ),
+    'twice the queries': (double_projection.unfolded, registry.SCORES, 'double', Twice),
     'heads in another order': (double_projection.folded, folding, 'extract_factors', reordered),
     'half of the penalty': (
         weight_decay.least_penalty,
