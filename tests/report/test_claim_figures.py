@@ -194,3 +194,23 @@ def test_a_context_that_repeats_what_is_compared_is_said_once():
     (table,) = claim_sheets(of_claim('E6', 'A claim.', 'undecided', rows))
     assert [name for name, _ in table.headings[:2]] == ['arm', 'destination']
     assert table.note == 'All rows: corpus stdlib.'
+
+
+def texts_of(ax):
+    return [text.get_text() for text in ax.texts if text.get_text()]
+
+
+@pytest.mark.parametrize('narrow', [False, True])
+def test_verdicts_of_both_kinds_leave_room_for_the_panels(narrow):
+    of = Row('qk/no_o', Kind.REMOVED, {}, 0.1, Speaks.FOR, 'nats/token', 0.0, 0.2, word='worse')
+    matched = dataclasses.replace(of, kind=Kind.MATCHED, word='undecided', speaks=Speaks.OPEN)
+    axes = axes_of(of_claim('E4', 'A claim.', 'undecided', [of, matched]), narrow=narrow)
+    assert ('worse / undecided' if narrow else 'worse /\nundecided') in texts_of(axes[-1])
+
+
+def test_names_of_a_panel_tell_its_own_values_apart():
+    loss = Row('arm', Kind.MEASURED, {'corpus': 'stdlib'}, 0.1, Speaks.OPEN, 'nats/token')
+    rows = [loss, dataclasses.replace(loss, what='other'), Row('norm', Kind.MEASURED, {}, 1, 'for')]
+    axes = axes_of(of_claim('D2', 'A claim.', 'undecided', rows))
+    names = [label.get_text() for ax in axes for label in ax.get_yticklabels()]
+    assert sorted(names) == ['arm', 'norm', 'other']

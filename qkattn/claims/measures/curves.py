@@ -59,6 +59,7 @@ def early(directory: Path) -> list[Row]:
                 context={'arms': str(len(words))},
                 value=float(count),
                 speaks=speaks,
+                unit='arms',
                 x=fraction,
                 x_label='fraction of the steps',
                 study=directory.name,

@@ -127,7 +127,9 @@ def _differences(
         lines = []
         for name, of, word in named:
             row = of.rows.get(kind)
-            right = word if kind == kinds[-1] else ''
+            # Several words in a row would leave no room for the panels.
+            right = word.replace(' / ', ' /\n' if not look.narrow else ' / ')
+            right = right if kind == kinds[-1] else ''
             line = _line(row, name) if row else Line('', absent='not measured', name=name)
             lines.append(line._replace(right=right, is_decided=of.is_decided))
         units = dict.fromkeys(row.unit for _, of, _ in named for row in of.rows.values())
@@ -152,9 +154,10 @@ def _line(row: Row, name: str) -> Line:
 def _levels(rows: Sequence[Row], look: Look) -> Figure | None:
     """Measured values that are no points of a curve, a panel for each unit."""
     rows = [row for row in rows if row.x is None]
-    names, several, of_panels = varying(rows), has_several_arms(rows), []
-    for unit, of_unit in itertools.groupby(sorted(rows, key=_unit), key=_unit):
-        lines = []
+    of_panels = []
+    for unit, group in itertools.groupby(sorted(rows, key=_unit), key=_unit):
+        of_unit, lines = list(group), []
+        names, several = varying(of_unit), has_several_arms(of_unit)
         for row in of_unit:
             decided = row.speaks in (Speaks.FOR, Speaks.AGAINST)
             about = [row.what, *[row.arm or ''] * several, *places(row, names)]
