@@ -10,6 +10,7 @@ from qkattn.claims.evidence import Loaded
 from qkattn.errors import ReportError
 from qkattn.report.claim_results import Row
 from qkattn.report.prose import counted
+from qkattn.run.file_schemas import START
 from qkattn.run.records import read_json
 from qkattn.verdict import load_findings
 
@@ -69,7 +70,7 @@ class Results:
         if measure.record is None or not self.ready(measure):
             return None
         path = marker(self.directory / measure.study, measure.record)
-        return read_json(path, {'start': dict, 'seconds': float})
+        return read_json(path, {'start': START, 'seconds': float})
 
     def missing(self, claim: Claim, scale: str) -> Iterator[str]:
         """What a claim lacks, a sentence for each study, with the command that adds it."""

@@ -16,6 +16,7 @@ from qkattn.config import Study, fingerprint, from_config_dict
 from qkattn.errors import ConfigError, DiskError, ProcessError
 from qkattn.report import write_report
 from qkattn.run import cli
+from qkattn.run.file_schemas import START
 from qkattn.run.files import check_directory, make_directory
 from qkattn.run.progress import waiting
 from qkattn.run.provenance import describe_start
@@ -134,4 +135,6 @@ def _record(claims: Iterable[Claim], name: str, scale: str, path: Path) -> None:
             started = time.perf_counter()
             record(path, scale)
             seconds = time.perf_counter() - started
-            write_json(done, {'start': describe_start(None), 'seconds': seconds})
+            # It is exported: user, host and paths are left out.
+            start = {name: of for name, of in describe_start(None).items() if name in START}
+            write_json(done, {'start': start, 'seconds': seconds})

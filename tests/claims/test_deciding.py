@@ -274,7 +274,7 @@ def test_exact_checks_decide_alone_and_measures_beside(results, tmp_path):
     begun = decide(measured, 'cpu', Results(tmp_path))  # the process that records it was killed
     assert not begun.rows and 'study own lacks a measurement' in begun.missing[0]
     git, devices = {'commit': 'abc'}, {'kind': 'TPU v5', 'count': 4}
-    start = {'git': git, 'devices': devices}
+    start = {'git': git, 'python': '3.11', 'versions': {}, 'devices': devices}
     write_json(tmp_path / 'own/measures/test_deciding.done', {'start': start, 'seconds': 50.0})
     done = decide(measured, 'cpu', Results(tmp_path))
     assert done.verdict is ClaimVerdict.HOLDS and not done.missing

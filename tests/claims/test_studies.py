@@ -15,6 +15,7 @@ from qkattn.config import (
     TrialsConfig,
 )
 from qkattn.errors import DiskError, ProcessError
+from qkattn.run.file_schemas import START
 
 RECORDED = []
 
@@ -79,6 +80,7 @@ def test_studies_are_trained_once_and_measures_recorded_once(small, tmp_path):
     assert (tmp_path / 'own/measures/scale.txt').read_text() == 'smoke'
     recorded = results.provenance(claims[0].measures[1])
     assert recorded['seconds'] >= 0 and recorded['start']['devices']['count'] >= 1
+    assert recorded['start'].keys() == START.keys()  # no user, no host, no path
 
 
 @pytest.mark.parametrize(
