@@ -7,7 +7,7 @@ model has one of 22.
     python -m experiments.ablate --config=configs/claims/scaling.py:cpu \\
         --workdir=runs/scaling
 
-Expected result: docs/claims.md, Scaling laws. Time: about three hours of training.
+Expected result: docs/claims.md, Scaling laws. Time: about two hours on two cores.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol
