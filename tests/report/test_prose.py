@@ -67,7 +67,7 @@ REMARKS = {
             )
         },
         'a at s: 1 of 10 screening trials (at step 12) and 2 of 8 verdict trials (at steps 7-30); '
-        'b at s 1 of 1 trial',
+        'b at s: 1 of 1 trial',
     ),
     'EVALUATION': (
         {'tokens': (65536,), 'rows': (512, 1024), 'test_tokens': (9,), 'documents': (99, 120)},
