@@ -19,7 +19,7 @@ def load(config: DataConfig) -> TokenDataset | PairDataset:
     """Opens the dataset, preparing it under its data directory the first time.
 
     Raises:
-      ConfigError: a dataset that is unknown, cannot be fetched, or cannot be tokenised as set.
+      ConfigError: a dataset that is unknown, cannot be fetched, or cannot be tokenized as set.
     """
     return load_pairs(config) if config.languages else load_text(config)
 

@@ -1,4 +1,4 @@
-"""Tokenised parallel text: the same sentences in two languages."""
+"""Tokenized parallel text: the same sentences in two languages."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ class PairDataset:
     """Parallel text: sentence i of a split is document i on both sides.
 
     Attributes:
-      source, target: the two sides, tokenised alike.
+      source, target: the two sides, tokenized alike.
       splits: those that both sides have.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A tokenised corpus: one memory-mapped file of token ids per split, checked whenever it is opened.
+"""A tokenized corpus: one memory-mapped file of token ids per split, checked whenever it is opened.
 
 On disk, `<data_dir>/tokens/<name>/<version>/<tokenizer>/<split>.bin` holds the ids of all documents
 of a split, a separator after each; `<split>.json` beside it describes them, with their sha256.

@@ -1,4 +1,4 @@
-"""What a dataset is before it is tokenised."""
+"""What a dataset is before it is tokenized."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ SHARES = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Texts of a dataset, not tokenised.
+    """Texts of a dataset, not tokenized.
 
     Attributes:
       name: part of cache paths and of every result, e.g. 'multi30k-en-de'.

@@ -1,7 +1,7 @@
 """Multi30k: captions of pictures in English with translations, 29,000 sentences to train on.
 
 Source: Elliott et al. 2016, https://aclanthology.org/W16-3210; French: Elliott et al. 2017,
-https://aclanthology.org/W17-4718. Task 1, raw (not tokenised); the test split is
+https://aclanthology.org/W17-4718. Task 1, raw (not tokenized); the test split is
 test_2016_flickr.
 """
 

@@ -1,4 +1,4 @@
-"""Tokenises documents in worker processes, in the order in which they come."""
+"""Tokenizes documents in worker processes, in the order in which they come."""
 
 import collections
 import concurrent.futures
@@ -59,7 +59,7 @@ def chunks(documents: Iterable[bytes], skip: int = 0) -> Iterator[Chunk]:
 
 
 def encode(tokenizer: Tokenizer, dtype: str, chunk: Chunk) -> Encoded:
-    """Tokenises a chunk.
+    """Tokenizes a chunk.
 
     Raises:
       ConfigError: a document that the tokenizer refuses.

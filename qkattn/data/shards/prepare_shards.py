@@ -54,10 +54,10 @@ log = logging.getLogger(__name__)
 
 
 def prepare(config: DataConfig, out: str, *, workers: int, shard_tokens: int) -> Index:
-    """Tokenises all splits of a dataset into shards below `out`, or goes on with that.
+    """Tokenizes all splits of a dataset into shards below `out`, or goes on with that.
 
     Args:
-      workers: processes that tokenise.
+      workers: processes that tokenize.
       shard_tokens: a shard is closed behind the document that reaches so many.
 
     Raises:
@@ -70,7 +70,7 @@ def prepare(config: DataConfig, out: str, *, workers: int, shard_tokens: int) ->
     except ConfigError:
         raise
     except ValueError as error:  # a tokenizer that cannot be learned from the text
-        raise ConfigError(f'data.name={config.name!r} cannot be tokenised: {error}') from error
+        raise ConfigError(f'data.name={config.name!r} cannot be tokenized: {error}') from error
     directory = Path(out).expanduser()
     try:
         with locked(directory / 'lock', wait=False):
@@ -114,7 +114,7 @@ def _check(config: DataConfig, out: str, workers: int, shard_tokens: int) -> Non
         if value < 1:
             raise ConfigError(f'--{flag}={value} must be at least 1')
     if config.name == 'shards':
-        raise ConfigError("data.name='shards' is tokenised already; name the text")
+        raise ConfigError("data.name='shards' is tokenized already; name the text")
     if config.languages:
         raise ConfigError(
             f'data.languages={config.languages!r} is a translation set; shards hold text in one '

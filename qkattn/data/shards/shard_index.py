@@ -1,4 +1,4 @@
-"""The index of a directory of shards: what was tokenised how, and the shards of each split.
+"""The index of a directory of shards: what was tokenized how, and the shards of each split.
 
 `index.json` is written twice: first as a plan, without splits, then with all of them. A learned or
 read vocabulary lies beside it, `tokenizer.json`.
@@ -140,7 +140,7 @@ def stored_tokenizer(files: Files, index: Index) -> Tokenizer:
     tokenizer = restored(index.tokenizer, model)
     if tokenizer.name != index.tokenizer_name:
         raise ConfigError(
-            f'{files.where} was tokenised with {index.tokenizer_name}, but tokenizer='
+            f'{files.where} was tokenized with {index.tokenizer_name}, but tokenizer='
             f'{index.tokenizer!r} is {tokenizer.name}; restore its source'
         )
     return tokenizer
@@ -153,7 +153,7 @@ def kind_of(config: DataConfig) -> str:
 
 
 def check_settings(config: DataConfig, index: Index | None) -> None:
-    """Refuses settings that say how text is tokenised, which it is already.
+    """Refuses settings that say how text is tokenized, which it is already.
 
     Raises:
       ConfigError: one of them is not at its default and says something else.

@@ -144,7 +144,7 @@ def edit(path, **fields):
         (lambda d: edit(d / 'index.json', complete=False), 'is not finished; repeat the command'),
         (
             lambda d: edit(d / 'index.json', tokenizer_name='x'),
-            'was tokenised with x, but .* bytes',
+            'was tokenized with x, but .* bytes',
         ),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_second_process_and_other_settings_are_refused(text, whole, tmp_path):
             {'out': 'gs://bucket/x'},
             '--out=gs://bucket/x is a URL; prepare .* gcloud storage cp',
         ),
-        ({'name': 'shards'}, {}, "data.name='shards' is tokenised already; name the text"),
+        ({'name': 'shards'}, {}, "data.name='shards' is tokenized already; name the text"),
         ({'name': 'cldr', 'path': None, 'languages': 'en-de'}, {}, 'is a translation set; shards'),
         ({'name': 'recall(pairs=8)', 'path': None}, {}, "unknown data.name 'recall'"),
         ({'path': '/absent'}, {}, "data.path='/absent' does not exist"),
@@ -218,7 +218,7 @@ def latin(config):
         ),
         ({'name': 'source:broken(error="RuntimeError")'}, 'cannot be read .lost.; restore the so'),
         ({'name': 'source:none'}, "none has no document in split 'validation'; give it text"),
-        ({'name': 'source:latin', 'tokenizer': 'bpe'}, 'cannot be tokenised: text is not valid UT'),
+        ({'name': 'source:latin', 'tokenizer': 'bpe'}, 'cannot be tokenized: text is not valid UT'),
         ({'name': 'source:latin', 'lowercase': True}, "split 'train' of latin.* cannot be read"),
     ],
 )
