@@ -115,8 +115,8 @@ def _about(claim: Claim, results: Results, seconds: float) -> dict[str, Any]:
         for measure in claim.measures
         if results.study(measure.study) is None and (of := results.provenance(measure))
     ]
-    started = [*(trial.provenance for trial in trials), *(of['start'] for of in measured)]
-    started = started or [_here()]
+    starts = [*(trial.provenance for trial in trials), *(of['start'] for of in measured)]
+    started = starts or [_here()]
     spent = [trial.train_seconds or 0.0 for trial in trials] + [of['seconds'] for of in measured]
     return {
         'commit': ', '.join(sorted({(of['git']['commit'] or NOT_RECORDED)[:12] for of in started})),

@@ -99,13 +99,10 @@ def as_reported(row: Row, verdict: Verdict, comparison: Comparison) -> Speaks:
     if withheld or None in (row.low, row.high, row.expected, row.tolerance):
         return Speaks.OPEN
     low, high = row.expected - row.tolerance, row.expected + row.tolerance
-    if low <= row.low and row.high <= high:
-        return Speaks.FOR if low <= comparison.validation <= high else Speaks.OPEN
-    if row.high < low:
-        return Speaks.AGAINST if comparison.validation < low else Speaks.OPEN
-    if row.low > high:
-        return Speaks.AGAINST if comparison.validation > high else Speaks.OPEN
-    return Speaks.OPEN
+    sides = {(of > high) - (of < low) for of in (row.low, row.high, comparison.validation)}
+    if len(sides) > 1:
+        return Speaks.OPEN
+    return Speaks.FOR if sides == {0} else Speaks.AGAINST
 
 
 def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:

@@ -136,5 +136,5 @@ def _record(claims: Iterable[Claim], name: str, scale: str, path: Path) -> None:
             record(path, scale)
             seconds = time.perf_counter() - started
             # It is exported: user, host and paths are left out.
-            start = {name: of for name, of in describe_start(None).items() if name in START}
-            write_json(done, {'start': start, 'seconds': seconds})
+            start = describe_start(None)
+            write_json(done, {'start': {key: start[key] for key in START}, 'seconds': seconds})

@@ -127,9 +127,9 @@ def _differences(
         lines = []
         for name, of, word in named:
             row = of.rows.get(kind)
-            # Several words in a row would leave no room for the panels.
-            right = word.replace(' / ', ' /\n' if not look.narrow else ' / ')
-            right = right if kind == kinds[-1] else ''
+            right = word if kind == kinds[-1] else ''
+            if not look.narrow:  # two verdicts in a row would leave no room for the panels
+                right = right.replace(' / ', ' /\n')
             line = _line(row, name) if row else Line('', absent='not measured', name=name)
             lines.append(line._replace(right=right, is_decided=of.is_decided))
         units = dict.fromkeys(row.unit for _, of, _ in named for row in of.rows.values())
