@@ -10,7 +10,7 @@ the file are the validation split.
 
 Expected: validation loss 1.8946 nats/character on the whole split (published: 1.88 on a sample of
 20 batches); see experiments/results/char_lm_cpu.
-Time: two minutes on two CPU cores.
+Time: two minutes on two CPU cores; a fifth of the work is evaluation.
 """
 
 from qkattn.config import (

@@ -9,7 +9,7 @@ The last 10 % of the file are the validation split.
 
 Expected: near the published best validation loss of 1.4697 nats/character (on a sample of 200
 batches; here on the whole split). Not run, because it needs an accelerator.
-Time: not measured.
+Time: not measured: needs a GPU.
 """
 
 from qkattn.config import (

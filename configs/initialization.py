@@ -9,7 +9,8 @@ statement about initialization as much as about W_K or W_O.
 
 Expected: nanoGPT's initialization costs the baseline +0.28 nats per token; see
 experiments/results/initialization.
-Time: 24 minutes of training on two very busy CPU cores.
+Time: 24 minutes of training on two very busy CPU cores; a sixth of the work is evaluation, which
+comes on top.
 """
 
 from qkattn.config import (

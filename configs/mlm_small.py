@@ -8,7 +8,7 @@ clearly worse at equal parameter count, too.
 
 Expected: shared_qk +0.19 nats per masked token over 3 seeds at one learning rate; see
 experiments/results/mlm_small.
-Time: ten minutes of one CPU core, five on two that are free.
+Time: ten minutes of one CPU core, five on two that are free; a fifth of the work is evaluation.
 """
 
 from qkattn.config import (

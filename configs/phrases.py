@@ -3,8 +3,8 @@
     python -m experiments.train --config=configs/phrases.py --workdir=runs/phrases
 
 Expected: `translate runs/phrases --text='Sat, Jan 30, 1926'` prints 'Sa., 30. Jan. 1926'; model and
-steps are those of configs/translation_small.py, whose scores are logged.
-Time: not logged; a few minutes on two CPU cores.
+steps are those of configs/translation_small.py; see experiments/results/phrases.
+Time: 64 seconds of processor time; 85 seconds on two busy CPU cores.
 """
 
 from qkattn.config import (
@@ -41,10 +41,10 @@ def get_config():
                 label_smoothing=0.1,
                 steps_per_dispatch=20,
                 log_every=20,
-                eval_every=200,
-                checkpoint_every=200,
+                eval_every=300,
+                checkpoint_every=300,
             ),
             trials=TrialsConfig(learning_rates=(4e-3,)),
-            decode=DecodeConfig(beam=4, max_sources=320),
+            decode=DecodeConfig(beam=4, max_sources=64),
         )
     )

@@ -6,7 +6,8 @@ or launch/quickstart.sh, which also installs what is needed and adds --workers=a
 
 Expected: a table and runs/quickstart/report.html; three seeds at one learning rate decide nothing,
 and the report says so; see experiments/results/quickstart.
-Time: seven minutes of one CPU core, four on two that are free.
+Time: seven minutes of one CPU core, four on two that are free; an eighth of the work is
+evaluation.
 """
 
 from qkattn.config import (

@@ -2,18 +2,27 @@
 
     python -m experiments.train --config=configs/small.py --workdir=runs/small
 
-Expected: runs/small/result.json with one object per seed; the base of the examples in docs/.
-Time: not logged; 1,000 steps of 836,736 parameters take minutes on two CPU cores.
+Expected: validation loss 1.77 nats/token with every seed, 434,816 parameters; see
+experiments/results/small. It is the base of the examples in docs/.
+Time: 69 seconds of processor time; 96 seconds on two busy CPU cores.
 """
 
-from qkattn.config import Config, ModelConfig, TrainConfig, TrialsConfig, to_config_dict
+from qkattn.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    TrainConfig,
+    TrialsConfig,
+    to_config_dict,
+)
 
 
 def get_config():
     return to_config_dict(
         Config(
-            model=ModelConfig(d_model=128, num_layers=4, num_heads=4, context=128),
-            train=TrainConfig(num_steps=1000, batch_size=16),
+            model=ModelConfig(d_model=128, num_layers=2, num_heads=4, context=64),
+            data=DataConfig(eval_sequences=512),
+            train=TrainConfig(num_steps=600, batch_size=16, eval_every=200, checkpoint_every=200),
             trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(2e-3,)),
         )
     )

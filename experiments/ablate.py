@@ -18,7 +18,7 @@ from qkattn.errors import ConfigError
 from qkattn.run import cli, leases, signals
 from qkattn.run.files import as_path
 from qkattn.run.progress import waiting
-from qkattn.study import crew, estimate, room, ways, worker
+from qkattn.study import crew, estimate, room, ways, worker, yardsticks
 from qkattn.study.arms import Arm, build_arms, table
 from qkattn.train.program_cache import keep_programs
 
@@ -81,6 +81,8 @@ def main() -> None:
         )
     if not agreement.owner():
         return
+    if config.tuning.seeds:
+        yardsticks.record_finished(path)
     with waiting(config.name, 'writing the report'):
         text = report().show_report(path)
     print(f'\n{text}')

@@ -84,6 +84,9 @@ FIGURES = {
 Words = tuple[list[str], list[str]]
 # Most lines of maps.csv, about 100 MB.
 MAX_LINES = 2_000_000
+# Most probabilities of a layer that are held at once, 256 MiB; the default of --num_rows is always
+# taken.
+MAX_PROBABILITIES = 2**26
 
 
 def main() -> None:
@@ -149,7 +152,14 @@ def batch_of(
     if source.config is None:
         return None, None
     rows = rows_of(source.config)
-    count = min(NUM_ROWS.value, rows.count('validation'))
+    available = rows.count('validation')
+    count = min(NUM_ROWS.value, available)
+    most = MAX_PROBABILITIES // (model.config.num_heads * model.config.context**2)
+    if count > (most := max(most, NUM_ROWS.default)):
+        raise ConfigError(
+            f'--num_rows={NUM_ROWS.value} must be at most {most:,} for this model; the run has '
+            f'{available:,} validation rows'
+        )
     return next(eval_batches(rows, 'validation', batch_size=count, max_rows=count)), None
 
 

@@ -3,8 +3,11 @@
 python -m experiments.report --study=runs/fair_small
 python -m experiments.report --run=runs/small
 python -m experiments.report --study=runs/fair_small --export=results/fair_small   # to keep
+python -m experiments.report --study=runs/fair_small --yardsticks          # record them first
 python -m experiments.report --study=runs/fair_small --accept=commits --why='docs alone differ'
 """
+
+import importlib
 
 from absl import flags
 
@@ -27,6 +30,9 @@ ACCEPT = flags.DEFINE_list(
     '(that differ between runs). Needs --why.',
 )
 WHY = flags.DEFINE_string('why', '', 'Why --accept is right, for whoever reads the report.')
+YARDSTICKS = flags.DEFINE_bool(
+    'yardsticks', False, 'Record what the models of the study have to beat, if it is not recorded.'
+)
 
 
 def main() -> None:
@@ -37,11 +43,19 @@ def main() -> None:
         return
     for code in ACCEPT.value:
         ledger.accept(as_path(STUDY.value), code, WHY.value)
+    problems = []
+    if YARDSTICKS.value:
+        # Imported here: reports are written without JAX.
+        recorder = importlib.import_module('qkattn.study.yardsticks')
+        with waiting(as_path(STUDY.value).name, 'recording yardsticks'):
+            problems = recorder.record(STUDY.value)
     with waiting(as_path(STUDY.value).name, 'writing the report'):
         text = report.show_report(STUDY.value)
     print(text)
     if EXPORT.value is not None:
         print(f'exported to {export(STUDY.value, EXPORT.value)}')
+    if problems:
+        raise ReportError(f'yardsticks could not be recorded: {"; ".join(problems)}')
 
 
 if __name__ == '__main__':

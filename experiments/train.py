@@ -50,6 +50,8 @@ def main() -> None:
     keep_programs()
     config = cli.read_config(CONFIG)
     if DRY_RUN.value:
+        if LOG.value is not None:
+            dry_run.check_log(LOG.value)
         pod = None if TOPOLOGY.value is None else pods.pod_of(TOPOLOGY.value)
         described = topology.describe(config, pod)
         if agreement.owner():

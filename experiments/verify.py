@@ -13,7 +13,7 @@ from absl import flags
 from qkattn.benchmark import printed_groups, session
 from qkattn.claims import export
 from qkattn.config import Config, ModelConfig, from_json
-from qkattn.errors import ReportError
+from qkattn.errors import ConfigError, ReportError
 from qkattn.model import cost
 from qkattn.report import claim_results, verify
 from qkattn.report.printed_numbers import check_numbers, uncovered
@@ -69,6 +69,9 @@ def check_costs(directory: Path) -> int:
 
 
 def main() -> None:
+    for page in PAGES.value:
+        if not Path(page).is_file():
+            raise ConfigError(f'--pages: {page!r} is not a file')
     if WRITE.value:
         count = sum(verify.check_page(page, write=True) for page in PAGES.value)
         print(f'{counted(count, "block")} of results written')

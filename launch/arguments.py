@@ -35,10 +35,13 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 
     A command that is not one of COMMANDS ends the launcher.
     """
-    if '--' not in argv:
-        return argv, []
-    at = argv.index('--')
+    at = argv.index('--') if '--' in argv else len(argv)
     flags, command = argv[:at], argv[at + 1 :]
+    for flag in flags:  # argparse drops a value that is --
+        if flag.partition('=')[2] == '--':
+            leave(f'{flag} has no value; -- alone begins the command')
+    if at == len(argv):
+        return flags, []
     if not command or command[0] not in COMMANDS:
         given = f'is {command[0]!r}' if command else 'is missing'
         leave(f'the command behind -- {given}; valid are {" and ".join(COMMANDS)}')

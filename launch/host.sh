@@ -31,6 +31,9 @@ setup() {
     PYTHON=$(python3 -m uv python find --managed-python 3.12)
     export PYTHON
   fi
+  if [[ -e .venv/qkattn-stamp ]] && ! is_running; then # venv.sh does not know that nothing runs
+    .venv/bin/python -m pip install --quiet -r requirements.txt
+  fi
   launch/venv.sh
   .venv/bin/python -m pip install --quiet -c requirements.txt -e ".[${1:-tpu}]"
   touch "$state/ready"

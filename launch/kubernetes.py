@@ -100,7 +100,9 @@ def manifest(options: Namespace, command: list[str]) -> str:
             f'{options.accelerator} with {machine["hosts"]}; submit one job per worker instead'
         )
     nodes = machine['nodes'] | ({f'{GKE}spot': 'true'} if options.spot else {})
-    env = [{'name': 'JAX_COMPILATION_CACHE_DIR', 'value': '/runs/.jax-cache'}]
+    # Programs are executed: a directory is that of one user, and pods with TPUs run as root.
+    programs = f'/runs/.jax-cache-{"gpu" if on_gpus else "tpu"}'
+    env = [{'name': 'JAX_COMPILATION_CACHE_DIR', 'value': programs}]
     if not options.workers:  # nodes are made, and images pulled, at different times
         env += [{'name': 'QKATTN_CONNECT_SECONDS', 'value': '3600'}]
     if on_gpus and not options.workers:

@@ -2,7 +2,7 @@
 
 import math
 
-from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Kind, Row, Speaks, stored
 
 SIZES = ('d_model=64', 'd_model=128')
 CORPORA = ('stdlib', 'multi30k')
@@ -17,7 +17,7 @@ HOSTILE = '<b>x</b> & $y$ | `z`'
 
 
 def of_claim(name, statement, verdict, rows=(), **more):
-    """A claim whose command names it; the first row decides."""
+    """A claim whose command names it, with the digits of claims.json; the first row decides."""
     about = {
         'source': 'a forum thread',
         'reported': None,
@@ -27,7 +27,7 @@ def of_claim(name, statement, verdict, rows=(), **more):
     ran = RAN | {'command': RAN['command'].format(name)}
     values = about | ran | more
     values |= {'name': name, 'title': f'in short, {name}', 'statement': statement}
-    return ClaimResult(scale='cpu', verdict=verdict, rows=tuple(rows), **values)
+    return ClaimResult(scale='cpu', verdict=verdict, rows=tuple(map(stored, rows)), **values)
 
 
 def parts(what, arm, context, removed, reinvested, speaks=Speaks.FOR, half=0.004, **more):

@@ -200,8 +200,10 @@ def tuned_arm(
 def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Path:
     """A study with tuning, of records that `tuned_arm` made.
 
-    Grids are those of `RATES` and may not grow; `tuning__seeds` is a field of the tuning.
+    Grids are those of `RATES` and may not grow; `tuning__seeds` is a field of the tuning. All
+    baselines beat their yardsticks; `yardsticks` are changes of `write_yardsticks`.
     """
+    yardsticks = keywords.pop('yardsticks', {})
     tuning = {
         'seeds': list(SCREENING_SEEDS),
         'max_points': len(RATES),
@@ -212,7 +214,39 @@ def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Pat
     }
     own = [name for name in keywords if name.startswith('tuning__')]
     tuning |= {name.removeprefix('tuning__'): keywords.pop(name) for name in own}
-    return write_study(directory, records, **{'tuning': tuning} | keywords)
+    write_study(directory, records, **{'tuning': tuning} | keywords)
+    write_yardsticks(directory, records, **yardsticks)
+    return directory
+
+
+def write_yardsticks(
+    directory: Path,
+    records: Sequence[dict],
+    baseline: str | None = 'qk/vo',
+    trials: Mapping[str, Sequence[Mapping]] | None = None,
+    **changes: object,
+) -> None:
+    """yardsticks.json of a study: losses far above those of any arm.
+
+    Args:
+      trials: what is measured of the verdict runs of arms, by variant.
+      **changes: of every group.
+    """
+    losses = {split: {'5-gram': 9.0, '6-gram': 9.1} for split in ('val', 'test')}
+    counted = {'task': 'language', 'seen': 307200, 'tokens': 307200, 'losses': losses}
+    groups, runs = {}, {}
+    for record in records:
+        longer, name = record['control'] == 'longer', record['run']
+        if record['stage'] == 'verdict':
+            place = {of: record[of] for of in ('variant', 'size', 'corpus', 'control')}
+            own = (trials or {}).get(record['variant'])
+            runs[name] = {'run': name, **place, 'trials': own, 'why': None}
+            if record['variant'] == baseline and record['control'] != 'equal_shape':
+                where = {'size': record['size'], 'corpus': record['corpus'], 'longer': longer}
+                group = {'run': name} | where | counted | changes
+                groups.setdefault(tuple(where.values()), group)
+    content = {'groups': list(groups.values()), 'runs': list(runs.values()), 'seconds': 1.0}
+    (directory / ledger.YARDSTICKS).write_text(json.dumps(content))
 
 
 def run_config(variant: str, records: Sequence[dict], corpus: str = 'stdlib') -> Config:
@@ -234,6 +268,13 @@ def run_config(variant: str, records: Sequence[dict], corpus: str = 'stdlib') ->
             weight_decays=each('weight_decay') if records else (0.1,),
         ),
     )
+
+
+def beat_yardsticks(study: Path) -> None:
+    """Gives a committed study yardsticks that its baselines beat."""
+    records = [json.loads(line) for line in (study / 'results.jsonl').read_text().splitlines()]
+    baseline = json.loads((study / 'study.json').read_text())['baseline']
+    write_yardsticks(study, records, baseline, task='probe')
 
 
 def plan_line(

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob('qkattn/**/*.py'), *ROOT.glob('experiments/*.py')])
-MAX_LINES = 330
+MAX_LINES = 600
 
 # Lowest first. Rooms of one layer do not import each other.
 LAYERS = ['errors', 'config', 'metrics, stats', 'run', 'distributed', 'attention', 'model']

@@ -1,5 +1,6 @@
 """What README.md and docs/ show is what the project does."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from absl import flags
 
 from qkattn.config import Study, from_config_dict
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
 from qkattn.report.printed_numbers import check_numbers
@@ -166,6 +168,12 @@ def test_every_command_is_accepted(example, outside, monkeypatch):
     assert scripts == set(SCRIPTS)
 
 
+TIME = (
+    r'\nTime: (\d+|one|two|three|four|five|six|seven|ten)( and a half)? (seconds|minutes)\b|'
+    r'\nTime: not measured: needs a GPU\.'
+)
+
+
 @pytest.mark.parametrize('path', sorted((ROOT / 'configs').glob('*.py')), ids=lambda p: p.stem)
 def test_every_config_is_valid(path):
     namespace: dict = {}
@@ -178,9 +186,35 @@ def test_every_config_is_valid(path):
     script = 'ablate' if isinstance(config, Study) else 'train'
     for part in (f'-m experiments.{script} --config=configs/{path.name}', 'Expected', 'Time'):
         assert part in namespace['__doc__'], part
+    assert re.search(TIME, namespace['__doc__'])
 
 
 RESULTS = ROOT / 'experiments/results'
+EMBEDDED = ['direction', 'fair_small', 'initialization', 'mlm_small', 'phrases']
+EMBEDDED += ['query_free_recipe', 'quickstart', 'small', 'translation_small']
+
+
+@pytest.mark.parametrize('name', EMBEDDED)
+def test_a_tenth_of_the_work_is_evaluation_or_the_header_says_how_much(name, data_dir):
+    """A token that is only evaluated costs a third of one that is trained on."""
+    namespace = runpy.run_path(str(ROOT / f'configs/{name}.py'))
+    config = from_config_dict(namespace['get_config']())
+    base = config.base if isinstance(config, Study) else config
+    base = dataclasses.replace(base, data=dataclasses.replace(base.data, data_dir=data_dir))
+    rows, train = rows_of(base), base.train
+    validation, test = (
+        min(rows.count(split), base.data.eval_sequences or rows.count(split))
+        for split in ('validation', 'test')
+    )
+    assert train.num_steps % train.eval_every == 0
+    evaluated = (train.num_steps // train.eval_every * validation + test) / 3
+    share = evaluated / (evaluated + train.num_steps * train.batch_size)
+    fraction = re.search(r'an? (\w+) of\s+the\s+work\s+is\s+evaluation', namespace['__doc__'])
+    if share > 0.1:
+        assert (RESULTS / name).exists(), 'without results that rest on it, it can change'
+        assert fraction[1] == {5: 'fifth', 6: 'sixth', 7: 'seventh', 8: 'eighth'}[round(1 / share)]
+    else:
+        assert fraction is None
 
 
 def test_printed_numbers_are_those_of_their_logs():
@@ -191,6 +225,14 @@ def test_recipes_are_those_of_logs_that_are_no_tables():
     log = (RESULTS / 'quickstart/log.txt').read_text()
     minutes, seconds = re.search(r'^user\s+(\d+)m([\d.]+)s$', log, re.M).groups()
     assert f'{minutes} min {float(seconds):.0f} s of processor time' in RECIPES
+
+    for name in ('small', 'phrases'):
+        log = (RESULTS / name / 'log.txt').read_text()
+        times = dict(re.findall(r'^(real|user|sys)\s+(\d+m[\d.]+)s$', log, re.M))
+        minutes = {kind: map(float, text.split('m')) for kind, text in times.items()}
+        real, user, system = (60 * m + s for m, s in minutes.values())
+        sentence = f'Time: {user + system:.0f} seconds of processor time; {real:.0f} seconds on two'
+        assert sentence in (ROOT / f'configs/{name}.py').read_text()
 
     lines = (RESULTS / 'multi30k_tiny/scores.jsonl').read_text().splitlines()
     scores = {score['step']: score for score in map(json.loads, lines)}

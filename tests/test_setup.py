@@ -181,6 +181,7 @@ case "$*" in
   *version_info*3,\\ 11*) exit "${FAKE_VERSION_STATUS:-0}" ;;
   *ensurepip*) exit "${FAKE_ENSUREPIP_STATUS:-0}" ;;
   '-I -m venv '*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
+  *' --dry-run '*) exit "${FAKE_PINS_STATUS:-1}" ;; # whether all pins are installed
   '-I -m pip '*) echo "$*" >>"$FAKE_PIP_LOG"; exit "${FAKE_PIP_STATUS:-0}" ;;
   *realpath*) echo "$FAKE_BASE" ;;
   *) exec "$REAL_PYTHON" "$@" ;;
@@ -260,7 +261,12 @@ def test_without_any_python_one_sentence_says_so(sandbox):
     assert sandbox.run(2) == f'venv: {NO_PYTHON}\n'
 
 
-def test_the_environment_is_reused_until_its_inputs_change(sandbox):
+def everything(directory: Path) -> dict[Path, bytes | None]:
+    files = sorted(directory.rglob('*'))
+    return {path: path.read_bytes() if path.is_file() else None for path in files}
+
+
+def test_a_complete_environment_is_reused_and_never_changed_under_a_job(sandbox):
     sandbox.run()
     assert sandbox.pip_calls() == 2, 'requirements, then the package'
     assert sandbox.run() == f'venv: using {sandbox.venv}\n'
@@ -268,46 +274,103 @@ def test_the_environment_is_reused_until_its_inputs_change(sandbox):
 
     with open(sandbox.root / 'requirements.txt', 'a') as file:
         file.write('# changed\n')
-    (sandbox.venv / 'left-over').touch()
+    (sandbox.venv / 'of a job').touch()
+    before = everything(sandbox.venv)
+    text = sandbox.run(2)
+    assert f'{sandbox.venv} has other packages than requirements.txt; once nothing runs' in text
+    assert len(text.splitlines()) == 1
+    assert everything(sandbox.venv) == before and sandbox.pip_calls() == 2
+    # Where all of them are installed, as after pip in that sentence, the package alone follows.
+    assert sandbox.run(FAKE_PINS_STATUS=0) == f'venv: using {sandbox.venv}\n'
+    assert sandbox.pip_calls() == 3 and (sandbox.venv / 'of a job').exists()
+    assert sandbox.run() == f'venv: using {sandbox.venv}\n' and sandbox.pip_calls() == 3
+
+
+def test_an_environment_of_another_python_is_left_alone(sandbox):
+    """Another node that mounts it may have its interpreter."""
     sandbox.run()
-    assert sandbox.pip_calls() == 4
-    assert not (sandbox.venv / 'left-over').exists()
-
-
-def test_an_interrupted_installation_is_recreated(sandbox):
-    assert 'could not install requirements.txt' in sandbox.run(1, FAKE_PIP_STATUS=1)
-    assert sandbox.venv.exists()
-    assert 'incomplete or out of date' in sandbox.run()
-    assert sandbox.pip_calls() == 3
+    stamp = sandbox.venv / 'qkattn-stamp'
+    text = stamp.read_text()
+    stamp.write_text('python 3.10 riscv64\n' + text.partition('\n')[2])
+    assert '.venv is for Python 3.10 riscv64, unlike PYTHON or this machine' in sandbox.run(2)
+    stamp.write_text(text)
     (sandbox.venv / 'bin' / 'python').unlink()
-    sandbox.run()
-    assert sandbox.pip_calls() == 5, 'an environment whose interpreter is gone is recreated'
+    before = everything(sandbox.venv)
+    assert 'unlike PYTHON or this machine; set QKATTN_VENV to another path' in sandbox.run(2)
+    assert everything(sandbox.venv) == before and sandbox.pip_calls() == 2
 
 
-@pytest.mark.skipif(shutil.which('flock') is None, reason='venv.sh locks where flock exists')
+@pytest.mark.parametrize('linked', [False, True])
+def test_an_interrupted_installation_is_started_over(sandbox, tmp_path, linked):
+    if linked:
+        (tmp_path / 'scratch').mkdir()
+        sandbox.venv.symlink_to(tmp_path / 'scratch')
+    assert 'could not install requirements.txt' in sandbox.run(1, FAKE_PIP_STATUS=1)
+    (sandbox.venv / 'left-over').touch()
+    assert 'creating' in sandbox.run()
+    assert sandbox.pip_calls() == 3
+    assert not (sandbox.venv / 'left-over').exists()
+    assert sandbox.venv.is_symlink() == linked
+    assert sandbox.run() == f'venv: using {sandbox.venv}\n'
+
+
+needs_flock = pytest.mark.skipif(not shutil.which('flock'), reason='venv.sh locks where flock is')
+
+
+@needs_flock
 def test_a_second_installation_waits_for_the_first(sandbox):
-    with open(sandbox.root / 'requirements.txt') as file:
+    sandbox.run(1, FAKE_PIP_STATUS=1)
+    with open(sandbox.venv / 'made-by-qkattn', 'a') as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         process = sandbox.start()
         assert process.stderr.readline() == 'venv: waiting for another installation to finish\n'
-        assert sandbox.pip_calls() == 0
+        assert sandbox.pip_calls() == 1
     process.communicate()
     assert process.returncode == 0
+    assert sandbox.pip_calls() == 3
+
+
+@needs_flock
+def test_two_installers_at_a_time_install_once(sandbox):
+    both = [sandbox.start() for _ in range(2)]
+    for process in both:
+        assert process.communicate()[1] and process.returncode == 0
     assert sandbox.pip_calls() == 2
 
 
-def test_a_copied_environment_or_tree_gets_an_environment_of_its_own(sandbox, tmp_path):
+@pytest.mark.parametrize('complete', [True, False])
+def test_an_environment_of_another_clone_is_left_alone(sandbox, tmp_path, complete):
+    """An editable installation points to one tree, so two trees cannot share an environment."""
+    shared = tmp_path / 'shared'
+    sandbox.run(0 if complete else 1, QKATTN_VENV=shared, FAKE_PIP_STATUS=int(not complete))
+    before, calls, first = everything(shared), sandbox.pip_calls(), sandbox.root
+    shutil.copytree(first, tmp_path / 'clone')
+    sandbox.root = tmp_path / 'clone'
+    text = sandbox.run(2, QKATTN_VENV=shared)
+    assert f' for {first}; set QKATTN_VENV to another path' in text
+    assert len(text.splitlines()) == 1
+    assert everything(shared) == before and sandbox.pip_calls() == calls
+
+
+def test_a_moved_or_copied_environment_is_left_alone_and_a_second_path_is_not(sandbox, tmp_path):
     sandbox.run()
-    shutil.copytree(sandbox.venv, tmp_path / 'environment')
-    shutil.copytree(sandbox.root, tmp_path / 'tree')
-    assert 'recreating it' in sandbox.run(QKATTN_VENV=tmp_path / 'environment')
-    assert sandbox.pip_calls() == 4
-    original, sandbox.root = sandbox.venv, tmp_path / 'tree'
-    assert 'recreating it' in sandbox.run()
-    assert sandbox.pip_calls() == 6
-    # The editable installation points to one tree, so two trees cannot share an environment.
-    assert 'recreating it' in sandbox.run(QKATTN_VENV=original)
-    assert sandbox.pip_calls() == 8
+    (tmp_path / 'mount').symlink_to(sandbox.root)
+    same = tmp_path / 'mount' / '.venv'
+    assert sandbox.run(QKATTN_VENV=same) == f'venv: using {same}\n'
+    shutil.copytree(sandbox.venv, tmp_path / 'copy')
+    assert f'copy was made as {sandbox.venv} for ' in sandbox.run(2, QKATTN_VENV=tmp_path / 'copy')
+    sandbox.root = sandbox.root.rename(tmp_path / 'moved')
+    text = sandbox.run(2)
+    assert f'moved/.venv was made as {sandbox.venv} for ' in text
+    assert sandbox.pip_calls() == 2
+
+
+def test_git_ignores_an_environment_that_is_a_link(tmp_path):
+    subprocess.run(['git', 'init', '-q', tmp_path], check=True)
+    shutil.copy(ROOT / '.gitignore', tmp_path)
+    (tmp_path / '.venv').symlink_to(tmp_path / 'scratch')
+    status = ['git', '-C', tmp_path, 'status', '--porcelain']
+    assert subprocess.check_output(status, text=True) == '?? .gitignore\n'
 
 
 def test_a_directory_that_the_script_did_not_make_is_left_alone(sandbox, tmp_path):

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import json
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any
 from qkattn.benchmark.measurement import Measurement
 from qkattn.benchmark.session import Session
 from qkattn.benchmark.targets import TRAINING
+from qkattn.run.records import parse_json
 
 Rows = Callable[[], Sequence[Measurement]]
 
@@ -111,7 +111,7 @@ def trained(scale: str) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as directory:
         run('train', '--config=char_lm_cpu', f'--workdir={directory}', *overrides(settings))
-        return json.loads((Path(directory) / 'result.json').read_text())[0]
+        return parse_json((Path(directory) / 'result.json').read_bytes())[0]
 
 
 def record(session: Session, title: str, rows: Rows, reference: str) -> None:

@@ -17,6 +17,7 @@ from qkattn.benchmark.summary import csv_table, page
 from qkattn.errors import ReportError
 from qkattn.run.cores import usable
 from qkattn.run.files import write_atomic
+from qkattn.run.records import parse_json
 from qkattn.run.signals import WHOLE
 
 SCHEMA = 1
@@ -227,7 +228,7 @@ def read(directory: Path) -> dict[str, Any]:
     path = Path(directory) / FILE
     text = path.read_text('utf-8')
     try:
-        document = json.loads(text)
+        document = parse_json(text)
         groups_of(document)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ReportError(f'{path} is not a benchmark: {error!r}; measure it again') from error

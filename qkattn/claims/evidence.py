@@ -190,7 +190,7 @@ def _cases(
             if expected.versus is None:
                 yield arm, arm.verdict if of_study else verdicts[place], arm.comparison
             elif other is not None:
-                yield arm, verdicts[place], compare([(arm, other)], study.margin)
+                yield arm, verdicts[place], compare([(arm, other)], study)
 
 
 def _judged(

@@ -1,10 +1,10 @@
 """Keeps what claims were decided from, and decides them again."""
 
 import dataclasses
-import math
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from qkattn.claims import catalogue
 from qkattn.claims.deciding import decide
@@ -13,6 +13,7 @@ from qkattn.errors import ReportError
 from qkattn.report.claim_results import NAME, ClaimResult, Kind, Row, read_claims, write_claims
 from qkattn.report.export import export as export_study
 from qkattn.report.gallery import SCALING, write_gallery
+from qkattn.report.verify import difference, near
 
 # What another machine or commit changes.
 _OF_MACHINE = ('command', 'commit', 'hardware', 'seconds', 'rows')
@@ -53,36 +54,48 @@ def check(directory: str | Path) -> int:
             'differ'
         )
     for old in stored:
-        new = decide(declared[old.name], old.scale, results)
-        fields = [f.name for f in dataclasses.fields(old) if f.name not in _OF_MACHINE]
-        for field in fields:
-            if getattr(old, field) != getattr(new, field):
-                raise ReportError(
-                    f'{path}: {field} of claim {old.name} is {getattr(old, field)!r}, but its '
-                    f'checks and studies give {getattr(new, field)!r}'
-                )
-        if len(old.rows) != len(new.rows):
-            raise ReportError(
-                f'{path}: claim {old.name} has {len(old.rows)} rows, but its checks and studies '
-                f'give {len(new.rows)}'
-            )
-        for place, (row, again) in enumerate(zip(old.rows, new.rows, strict=True)):
-            if field := _unlike(row, again):
-                raise ReportError(
-                    f'{path}: {field} of row {place} of claim {old.name} is '
-                    f'{getattr(row, field)!r}, but its checks and studies give '
-                    f'{getattr(again, field)!r}'
-                )
+        if found := mismatch(old, decide(declared[old.name], old.scale, results)):
+            raise ReportError(f'{path}: {found}')
     return sum(len(claim.rows) for claim in stored)
 
 
+def mismatch(old: ClaimResult, new: ClaimResult) -> str | None:
+    """The first difference between a stored claim and the same one decided again."""
+    fields = [f.name for f in dataclasses.fields(old) if f.name not in _OF_MACHINE]
+    for field in fields:
+        one, other = getattr(old, field), getattr(new, field)
+        if not _agree(field, one, other):
+            return (
+                f'{field} of claim {old.name} is {one!r}, but its checks and studies give {other!r}'
+            )
+    if len(old.rows) != len(new.rows):
+        return (
+            f'claim {old.name} has {len(old.rows)} rows, but its checks and studies give '
+            f'{len(new.rows)}'
+        )
+    for place, (row, again) in enumerate(zip(old.rows, new.rows, strict=True)):
+        if field := _unlike(row, again):
+            return (
+                f'{field} of row {place} of claim {old.name} is {getattr(row, field)!r}, but its '
+                f'checks and studies give {getattr(again, field)!r}'
+            )
+    return None
+
+
+def _agree(field: str, old: Any, new: Any) -> bool:
+    """Whether fields are equal; counts of what a claim needs may be one apart."""
+    if field != 'needed' or None in (old, new):
+        return old == new
+    return difference(old, new, at_boundary=lambda _: True) is None
+
+
 def _unlike(row: Row, again: Row) -> str | None:
-    """The first field in which two rows differ by more than the rounding of another machine."""
+    """The first field in which a stored row is not the one made again; see report.verify."""
     rounding = row.tolerance if row.kind == Kind.EXACT and row.tolerance else 0.0
     for field in (f.name for f in dataclasses.fields(row)):
         one, other = getattr(row, field), getattr(again, field)
         if isinstance(one, float) and isinstance(other, float):
-            if not math.isclose(one, other, rel_tol=1e-9, abs_tol=rounding):
+            if not (near(one, other) or abs(one - other) <= rounding):
                 return field
         elif one != other:
             return field

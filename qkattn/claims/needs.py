@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from qkattn.claims.evidence import Evidence
 from qkattn.config import Study
 from qkattn.report.claim_results import Speaks
+from qkattn.report.prose import reasons
 from qkattn.stats.inference import LEVEL
 from qkattn.stats.planning import to_find
 from qkattn.verdict import Decision
@@ -32,8 +33,8 @@ def _needed(of: Evidence) -> tuple[float, str]:
         f'parameters and {trial.num_tokens:,} tokens a run'
     )
     if of.verdict.decision is Decision.NO_VERDICT:
-        codes = dict.fromkeys(r.code.name.lower().replace('_', ' ') for r in of.verdict.reasons)
-        return math.inf, f'a verdict of {where}, withheld: {", ".join(codes) or "not tuned"}'
+        why = reasons(of) or 'not tuned'
+        return math.inf, f'a verdict of {where}, withheld: {why}'
     if of.verdict.decision in _BELOW_MARGIN:
         size = abs(abs(found.mean) - found.margin)
         what = f'{found.mean:+.2g} from the margin of {found.margin:g} nats/token'

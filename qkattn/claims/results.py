@@ -83,6 +83,8 @@ class Results:
                 yield f'study {name} has no results; {command} trains it into DIR/{name}'
             elif loaded and (left := loaded.study.missing):
                 yield f'study {name} lacks the results of {counted(left, "run")}; {command} goes on'
+            elif loaded and (problems := loaded.study.problems):
+                yield f'study {name} is damaged: {problems[0].removesuffix(".")}'
         for measure in claim.measures:
             if measure.record and self.has(measure.study) and not self.ready(measure):
                 yield f'study {measure.study} lacks a measurement; {command} makes it'

@@ -21,7 +21,7 @@ from qkattn.run.files import check_directory, make_directory
 from qkattn.run.progress import waiting
 from qkattn.run.provenance import describe_start
 from qkattn.run.records import read_json, write_json
-from qkattn.study import crew
+from qkattn.study import crew, declaration, yardsticks
 from qkattn.study.arms import build_arms
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ def check_workdir(directory: Path, names: Iterable[str], scale: str) -> None:
             f'workdir={directory} is the directory of one study; claims need another, which has a '
             'directory for each study'
         )
+    declaration.require_no_run(directory)
     for name in names:
         file, study = directory / name / 'study.json', study_of(name, scale)
         if study is None or not file.exists():
@@ -109,6 +110,8 @@ def train(
     for name in names:
         if name not in failed:
             with going_on(name):
+                if name in studies and studies[name].tuning.seeds:
+                    yardsticks.record_finished(path / name)
                 _record(claims, name, scale, path / name)
     return failed
 

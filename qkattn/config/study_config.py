@@ -6,6 +6,8 @@ from typing import Literal
 from qkattn.config.run_config import Config
 from qkattn.config.setting import setting
 
+# What is chosen of a sweep.
+Choice = Literal['vertex', 'minimax']
 # Where the parameters go that a variant saves.
 Destination = Literal['d_model', 'd_ff', 'num_heads', 'num_layers']
 
@@ -39,6 +41,11 @@ class TuningConfig:
         'while the best value of a setting is not significantly better than both sides.',
         least=1,
         most=1000,
+    )
+    choice: Choice = setting(
+        'vertex',
+        'What is chosen of a swept setting: the vertex of the fitted parabola, or the value whose '
+        'loss is bounded closest to that of the optimum, whatever the skew of the sweep (minimax).',
     )
     score_scales: tuple[float, ...] = setting(
         (), 'Grid of model.score_scale; empty is not tuned.', above=0

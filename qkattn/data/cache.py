@@ -1,15 +1,17 @@
 """The directory of prepared data, and how it is filled: once, under a lock, checked when opened."""
 
 import hashlib
-import json
 import logging
 import os
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from qkattn.errors import ConfigError
+from qkattn.run.files import expanded
 from qkattn.run.locks import locked
+from qkattn.run.records import parse_file
 
 T = TypeVar('T')
 
@@ -32,7 +34,7 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
             f'data_dir={chosen!r} is a URL, but token files are memory-mapped; name a local or '
             "mounted directory, or read shards from a bucket with data.name='shards'."
         )
-    return Path(chosen or '~/.cache/qkattn').expanduser().absolute()
+    return expanded(chosen or '~/.cache/qkattn').absolute()
 
 
 def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], None]) -> T:
@@ -64,7 +66,7 @@ def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], Non
             return opened()
 
 
-def read_description(path: Path, kind: Callable[..., T], expected: Mapping[str, Any]) -> T:
+def read_description(path: Path, kind: type[T], expected: Mapping[str, Any]) -> T:
     """The dataclass `kind` that the JSON file `path` holds.
 
     Args:
@@ -74,8 +76,8 @@ def read_description(path: Path, kind: Callable[..., T], expected: Mapping[str, 
       DamagedCache: it cannot be read, or holds other values.
     """
     try:
-        described = kind(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        described = kind(**parse_file(path, typing.get_type_hints(kind)))
+    except (ValueError, TypeError) as error:
         raise DamagedCache(f'{str(path)!r} is damaged: it cannot be read ({error}).') from error
     for field, value in expected.items():
         if getattr(described, field) != value:

@@ -1,6 +1,5 @@
 """Named tensors from files or dictionaries, as float32 numpy arrays under GPT-2's names."""
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from safetensors.numpy import load_file
 from qkattn.errors import LayoutError
 from qkattn.pretrained.layout import Tensors
 from qkattn.run.files import local_copy
+from qkattn.run.records import parse_json
 
 # Prefixes of torch.compile, of DataParallel, and of the Hugging Face model with a head.
 PREFIXES = ('_orig_mod.', 'module.', 'transformer.')
@@ -42,7 +42,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 def read_json(path: Path) -> dict[str, Any]:
     """The contents of a JSON file; LayoutError where it cannot be read."""
     try:
-        return json.loads(path.read_text())
+        return parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise LayoutError(f'{path} cannot be read: {error}') from error
 

@@ -3,9 +3,11 @@
 import dataclasses
 import enum
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from qkattn.errors import ReportError
+from qkattn.report.prose import rounded
 from qkattn.run.json_schema import read
 from qkattn.run.records import damaged, parse_file, write_json
 
@@ -140,10 +142,18 @@ class ClaimResult:
 
 
 def write_claims(directory: str | Path, claims: Iterable[ClaimResult]) -> Path:
-    """Writes claims.json into a directory, each claim with a checksum; returns its path."""
+    """Writes claims.json into a directory, each claim with a checksum; returns its path.
+
+    Numbers of rows have the digits of `rounded`.
+    """
     path = Path(directory) / NAME
-    write_json(path, list(claims))
+    write_json(path, [replace(of, rows=tuple(map(stored, of.rows))) for of in claims])
     return path
+
+
+def stored(row: Row) -> Row:
+    """The row with the digits that claims.json has."""
+    return replace(row, **{name: rounded(of) for name, of in vars(row).items()})
 
 
 def read_claims(directory: str | Path, advice: str | None = None) -> tuple[ClaimResult, ...]:

@@ -2,8 +2,8 @@
 
 A column with a heading is printed on the page, in table.md and in table.txt, a brief one also in
 the LaTeX table, one of the headline in a Markdown page, one for controls in their table. Every
-column with a key stands in the data frame and in table.csv, unrounded, in the unit of the result
-files.
+column with a key stands in the data frame, unrounded, and in table.csv, to six digits, in the unit
+of the result files.
 """
 
 import functools

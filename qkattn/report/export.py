@@ -10,6 +10,7 @@ from qkattn.verdict.load import Study, load_study
 
 FILES = (
     *('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'orphans.jsonl'),
+    ledger.YARDSTICKS,
     *('trials.csv', 'report.html'),
 )
 FIGURES = ('.json', '.png', '.svg', '.pdf')

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 from qkattn.report.claim_results import ClaimResult, ClaimVerdict, read_claims
 from qkattn.report.claim_sheets import amount, claim_sheets, described_row
 from qkattn.report.figures import figures
@@ -98,7 +100,7 @@ def claims_markdown(directory: str | Path, base: str) -> str:
     for claim in claims:
         number, verdict = values['decisive'][claim.name]['number'], ClaimVerdict(claim.verdict)
         word = f'{values["marks"][verdict]} {verdict}'
-        name = f'[{claim.name}](#{claim.name.lower()})'
+        name = Markup(f'[{claim.name}](#{claim.name.lower()})')
         rows.append([name, claim.statement, word, number, claim.scale])
     verdicts = markdown_table([(title, True) for title in titles], rows)
     more = {'base': base, 'table': markdown_table, 'md': _md, 'verdicts': _md(verdicts)}
@@ -118,14 +120,15 @@ def verdicts_markdown(directory: str | Path, base: str) -> str:
     rows = []
     for letter, of_group in _grouped(claims).items():
         by_word = [[_entry(c) for c in of_group if c.verdict == word] for word in ClaimVerdict]
-        rows.append([f'{letter}. {groups[letter]}', *('<br>'.join(of) or NONE for of in by_word)])
+        cells = [Markup('<br>').join(of) or NONE for of in by_word]
+        rows.append([f'{letter}. {groups[letter]}', *cells])
     figure = f'\n![Decisive differences of the claims]({base}/plots/verdicts.png)\n'
     has_figure = overview(claims) is not None
     return f'{markdown_table(titles, rows)}\n{figure * has_figure}'
 
 
-def _entry(claim: ClaimResult) -> str:
-    return f'[{claim.name}](docs/claims.md#{claim.name.lower()}) {_md(claim.title)}'
+def _entry(claim: ClaimResult) -> Markup:
+    return Markup(f'[{claim.name}](docs/claims.md#{claim.name.lower()}) {_md(claim.title)}')
 
 
 def _values(gallery: Gallery, figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ written with a space. Of a Python file only the docstring is a page.
 
 import ast
 import csv
-import json
 import os
 import re
 import string
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
+from qkattn.run.records import parse_json
 
 # Decimals and percentages.
 MEASURED = re.compile(r'(?<![\w.,/^-])[-+]?\d[\d,]*(?:\.\d+(?:e[-+]?\d+)?(?!\w|\.\d)|(?= %))')
@@ -118,9 +118,9 @@ def _text(kind: str, entry: Mapping[str, str], root: Path, where: str) -> str:
 def _log(path: Path) -> Any:
     text = path.read_text(encoding='utf-8')
     if path.suffix == '.jsonl':
-        return [json.loads(line) for line in text.splitlines()]
+        return [parse_json(line) for line in text.splitlines()]
     if path.suffix != '.csv':
-        return json.loads(text)
+        return parse_json(text)
     rows = [
         {name: _number(value) for name, value in row.items()}
         for row in csv.DictReader(text.splitlines())

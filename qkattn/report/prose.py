@@ -7,7 +7,6 @@ rendered as plain text, or as HTML with all values escaped.
 import functools
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
@@ -29,6 +28,7 @@ from qkattn.verdict.measures import Measure
 from qkattn.verdict.runs import corpora
 
 NONE = '-'
+DIGITS = 6  # significant ones, of a derived number that is stored
 NOT_RECORDED = 'not recorded'
 END = '\x1f'
 HASH = re.compile(r'[0-9a-f]{32,}')
@@ -43,17 +43,28 @@ QUANTITIES = {
 }
 
 
+def rounded(value: Any) -> Any:
+    """A number as it is stored, and numbers in lists: to DIGITS digits, whole ones as they are."""
+    if isinstance(value, list):
+        return [rounded(of) for of in value]
+    if not isinstance(value, float) or value.is_integer():
+        return value
+    # Digits before the point stay: they may be those of a count.
+    large = abs(value) >= 10 ** (DIGITS - 1)
+    return round(value, 1) if large else float(f'{value:.{DIGITS - 1}e}')
+
+
 def si(value: float | None, digits: int = 3) -> str:
     """`value` with `digits` significant digits and a decimal prefix, 1234567 -> '1.23M'."""
     if value is None:
         return NONE
     if value == 0:
         return '0'
-    rounded = float(f'{value:.{digits - 1}e}')
-    thousands = min(max(math.floor(math.log10(abs(rounded)) / 3), 0), 6)
+    text = f'{value:.{digits - 1}e}'
+    thousands = min(max(int(text.partition('e')[2]) // 3, 0), 6)
     if thousands == 0:
-        return f'{rounded:.{digits}g}'
-    return f'{rounded / 1000**thousands:#.{digits}g}'.rstrip('.') + ' kMGTPE'[thousands]
+        return f'{float(text):.{digits}g}'
+    return f'{float(text) / 1000**thousands:#.{digits}g}'.rstrip('.') + ' kMGTPE'[thousands]
 
 
 def mean_sd(value: Estimate | None, decimals: int) -> str:

@@ -2,7 +2,7 @@
 
 plan.jsonl       the run's name is the hash of its config, its trials are the config's, in order
 metrics.jsonl    the last evaluation and the final record hold what results.jsonl does
-documents.json   the sums over documents are the losses
+documents.json   is there; `load_study` compares its sums over documents with the losses
 results.jsonl    tokens, residual, perplexity, bits per byte follow from the other fields
 """
 
@@ -13,13 +13,10 @@ from typing import Any
 
 from qkattn.config import TrialsConfig, fingerprint_of, from_json
 from qkattn.metrics import LOGGED, PREFIXES, bits_per_byte, perplexity, result_fields
-from qkattn.run.file_schemas import DOCUMENTS
-from qkattn.run.records import FINISHED, for_each_line, read_json
+from qkattn.run.records import FINISHED, for_each_line
 from qkattn.verdict import Study
+from qkattn.verdict.documents import COUNTS
 from qkattn.verdict.runs import PlannedRun
-
-# The field of a result that counts the tokens of a split.
-COUNTS = {'val': 'eval_tokens', 'test': 'test_tokens'}
 
 
 def problems(study: Study, run: PlannedRun, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -43,17 +40,6 @@ def problems(study: Study, run: PlannedRun, records: Sequence[Mapping[str, Any]]
     path = study.directory / run.directory / 'documents.json'
     if not path.is_file():
         yield f'run {run.name} has results, but {path.name} is missing'
-        return
-    yield from (
-        f'{path.name} of run {run.name} {problem}'
-        for problem in _unlike_documents(read_json(path, {'validation': DOCUMENTS}), records[0])
-    )
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, numbers to nine digits."""
-    numbers = [isinstance(v, int | float) and not isinstance(v, bool) for v in (one, other)]
-    return math.isclose(one, other, rel_tol=1e-9) if all(numbers) else one == other
 
 
 def _unlike_itself(study: Study, run: PlannedRun, record: Mapping[str, Any]) -> Iterator[str]:
@@ -107,21 +93,17 @@ def _unlike_log(path: Path, run: PlannedRun, records: Sequence[Mapping[str, Any]
     for_each_line(path, path.name, bad, lines.append)
     yield from (f'run {run.name}: {problem}' for problem in bad)
     evaluations = [line for line in lines if line['kind'] == 'eval']
-    num_steps = run.trials[0].num_steps
-    if not evaluations or evaluations[-1]['step'] != num_steps:
-        yield f'run {run.name} was not evaluated at its last step'
-        return
-    final = lines[-1]
-    if final['kind'] != 'final' or final['step'] != num_steps:
-        yield f'run {run.name} has no final record at the end of its log'
+    final = lines[-1]  # `load_study` names a log without these records
+    if final['step'] != run.trials[0].num_steps:
+        yield f'run {run.name} has a final record of step {final["step"]}'
         return
     if final['trials'] != [record['trial'] for record in records]:
         yield f'run {run.name} has other trials in the final record of its log'
         return
     for name in COUNTS.values():
         for record in records:
-            if record[name] != final[name]:
-                yield f'run {run.name} has {name} {record[name]}, but {final[name]} in its log'
+            if (count := record.get(name)) != (logged := final.get(name)):
+                yield f'run {run.name} has {name} {count}, but {logged} in its log'
     for source, fields in ((evaluations[-1], LOGGED), (final, tuple(result_fields()))):
         yield from _unlike_line(source, fields, run, records)
 
@@ -139,15 +121,6 @@ def _unlike_line(
             return
         for record, value in zip(records, logged, strict=True):
             result = record.get(name)
-            if not same(result, value):
+            if result != value:
                 about = f'seed {record["trial"]["seed"]} of run {run.name}'
                 yield f'{about} has {name} {result}, but {value} in its log'
-
-
-def _unlike_documents(content: Any, record: Mapping[str, Any]) -> Iterator[str]:
-    """Numbers of tokens that are not those of the results; `load_study` compares the losses."""
-    for split, prefix in PREFIXES.items():
-        counted = sum(content[split]['tokens']) if split in content else None
-        expected = record[COUNTS[prefix]]
-        if counted != expected:
-            yield f'has {counted} tokens of split {split!r}, but its results {expected}'

@@ -3,15 +3,27 @@
 Each is declared once, as rows of text, and printed in every format.
 """
 
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from qkattn.report import prose
 from qkattn.report.columns import columns
 from qkattn.report.equations import form
-from qkattn.report.prose import NONE, bracketed, clause, interval, p_value, words
+from qkattn.report.prose import (
+    NONE,
+    NOT_RECORDED,
+    SPLITS,
+    bracketed,
+    clause,
+    interval,
+    p_value,
+    si,
+    words,
+)
 from qkattn.run import ledger
 from qkattn.study.place import Place
+from qkattn.verdict import trained
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
@@ -36,6 +48,8 @@ def sheets(study: Study, found: Findings) -> list[Sheet]:
         'parts': _parts(study, found),
         'overall': _overall(study, found),
         'controls': _controls(study, found),
+        'yardsticks': yardsticks(study, found),
+        'positions': _positions(study, found),
         'laws': _laws(study, found),
         'forms': _forms(study, found),
         'ledger': _ledger(study),
@@ -101,6 +115,44 @@ def _controls(study: Study, found: Findings) -> tuple[list[Heading], list[list[s
     of_study = [column for column in columns(study, found) if column.control]
     rows = [[column.print(arm) for column in of_study] for arm in found.controls]
     return [(column.heading, column.left) for column in of_study], rows
+
+
+def yardsticks(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+    """Each baseline beside what it has to beat."""
+    names = ['trained|enough', 'tokens|seen', f'{SPLITS[found.split]}|loss', 'best counts|of these']
+    names += ['their|loss', 'gain by|position', 'BLEU', 'worth of|sources']
+    rows = []
+    for of in trained.standings(study, (*found.arms, *found.controls)):
+        task, loss = of.yardstick.task if of.yardstick else None, of.arm.loss
+
+        def recorded(value: float | None, spec: str, own: str, task: str | None = task) -> str:
+            return NONE if task != own else NOT_RECORDED if value is None else f'{value:{spec}}'
+
+        row = [of.arm.size, of.arm.corpus, 'no' if of.remarks else 'yes']
+        row.append(si(of.yardstick.seen) if of.yardstick else NOT_RECORDED)
+        row.append(f'{loss.mean:.3f}' if loss else NONE)
+        row += (of.best[0], f'{of.best[1]:.3f}') if of.best else (NONE, NONE)
+        row += [recorded(of.gain, '.3f', 'language'), recorded(of.bleu, '.1f', 'translation')]
+        rows.append([*row, recorded(of.sources, '.3f', 'translation')])
+    return [('size', True), ('corpus', True), *((name, False) for name in names)], rows
+
+
+def _positions(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+    """The loss of each arm by position, mean over seeds, and with the sources of other pairs."""
+    headings, cells = _places(study)
+    measured = study.yardsticks.measured if study.yardsticks else {}
+    arms = [arm for arm in (*found.arms, *found.controls) if measured.get(arm.place)]
+    trials = [trial for arm in arms for trial in measured[arm.place]]
+    names = list(dict.fromkeys(name for trial in trials for name in trial.positions))
+    rows = []
+    for arm in arms:
+        own = measured[arm.place]
+        columns = [[of.positions.get(name) for of in own] for name in names]
+        columns.append([of.shuffled for of in own])
+        means = [NONE if None in of else f'{statistics.fmean(of):.3f}' for of in columns]
+        rows.append([*cells(arm), words(arm.control or NONE), *means])
+    headings = [*headings, ('control', True), *((name, False) for name in names)]
+    return [*headings, ('sources|shuffled', False)], rows
 
 
 def _laws(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:

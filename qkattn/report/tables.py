@@ -1,15 +1,18 @@
 """One data frame, of the columns of `qkattn.report.columns`, as CSV, text and Markdown."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
+from markupsafe import Markup
 
 from qkattn.report import prose
 from qkattn.report.column import Column
 from qkattn.report.columns import columns, measured
-from qkattn.report.prose import one_line, sentences
+from qkattn.report.prose import one_line, rounded, sentences
 from qkattn.report.sheets import Heading, sheets
+from qkattn.run.shown import visible
 from qkattn.stats.inference import LEVEL, POWER
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -24,8 +27,10 @@ def frame(study: Study, found: Findings) -> pd.DataFrame:
 
 
 def csv_table(study: Study, found: Findings) -> str:
-    """The data frame as CSV; an empty field where there is no such number."""
-    return frame(study, found).to_csv(index=False, lineterminator='\n')
+    """The data frame as CSV, with the digits of `rounded`; an empty field where it has None."""
+    table = frame(study, found)
+    stored = pd.DataFrame({name: map(rounded, table[name]) for name in table}, dtype=object)
+    return stored.to_csv(index=False, lineterminator='\n')
 
 
 def printed(of_study: Sequence[Column], arms: Iterable[Arm]) -> list[list[str]]:
@@ -42,7 +47,8 @@ def headings(of_study: Sequence[Column]) -> list[Heading]:
 
 
 def text_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned plain text, two heading lines, one line per row."""
+    """Aligned plain text, two heading lines, one line per row; what is not text is escaped."""
+    rows = [list(map(visible, row)) for row in rows]
     lines = [*zip(*(f'{title}|'.split('|')[:2] for title, _ in titles), strict=True), *rows]
     lines = [line for line in lines if any(line)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
@@ -52,12 +58,22 @@ def text_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table; pipes and backslashes in names are escaped."""
-    names = [title.replace('|', ' ') for title, _ in titles]
+    """A pipe table; cells are escaped, but for the markup in those that are `Markup`."""
+    names = [markdown(title.replace('|', ' ')) for title, _ in titles]
     places = [':--' if left else '--:' for _, left in titles]
-    escapes = str.maketrans({'\\': r'\\', '|': r'\|'})
-    lines = [names, places, *rows]
-    return '\n'.join(f'| {" | ".join(c.translate(escapes) for c in line)} |' for line in lines)
+    of_rows = [[c if isinstance(c, Markup) else markdown(c) for c in row] for row in rows]
+    lines = [names, places, *([c.replace('|', r'\|') for c in row] for row in of_rows)]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+
+
+def markdown(text: str) -> str:
+    """Text that Markdown shows as it is, on one line: without HTML, code, images and links."""
+    return _MARKUP.sub(lambda found: _ESCAPES[found[0]], visible(one_line(text)))
+
+
+# A bracket that no tag begins with, and an ampersand of no entity, are text in Markdown.
+_MARKUP = re.compile(r'<(?=[A-Za-z/!?])|&(?=#?\w+;)|[\\`]|(?<=\])[(\[:]')
+_ESCAPES = {'<': '&lt;', '&': '&amp;'} | {char: f'\\{char}' for char in '\\`([:'}
 
 
 def headline(study: Study, found: Findings) -> str:
@@ -74,7 +90,7 @@ def headline(study: Study, found: Findings) -> str:
 
     rows = printed(of_study, sorted(found.arms, key=rank))
     said = sentences('headline.j2', study=study, found=found)
-    text = ' '.join([*said, summary(study, found)[-1]])
+    text = markdown(' '.join([*said, summary(study, found)[-1]]))
     return f'{markdown_table(headings(of_study), rows)}\n\n{text}\n'
 
 
@@ -115,21 +131,22 @@ def report_text(study: Study, found: Findings) -> str:
     for sheet in sheets(study, found):
         parts += ['', sheet.title, '', text_table(sheet.headings, sheet.rows), '', sheet.note]
     parts += ['', 'Settings', '', *(f'{name}: {of}' for name, of in settings(study, found))]
-    return '\n'.join(parts) + '\n'
+    return '\n'.join(visible(line) for part in parts for line in part.split('\n')) + '\n'
 
 
 def report_markdown(study: Study, found: Findings) -> str:
     """What was found, the tables and their notes as a Markdown document."""
-    question = [one_line(study.question)] if study.question else []
+    question = [study.question] if study.question else []
     of_study = headed(study, found)
-    parts = [f'# {one_line(study.name)}', *question, *summary(study, found)]
+    parts = [f'# {markdown(study.name)}', *map(markdown, [*question, *summary(study, found)])]
     parts.append(markdown_table(headings(of_study), printed(of_study, found.arms)))
     parts.append(_bullets([*notes(study, found), *study.problems]))
     for sheet in sheets(study, found):
-        parts += [f'## {sheet.title}', markdown_table(sheet.headings, sheet.rows), sheet.note]
+        table = markdown_table(sheet.headings, sheet.rows)
+        parts += [f'## {markdown(sheet.title)}', table, markdown(sheet.note)]
     lines = [f'{name}: {value}' for name, value in settings(study, found)]
     return '\n\n'.join([*parts, '## Settings', _bullets(lines)]) + '\n'
 
 
 def _bullets(items: Iterable[str]) -> str:
-    return '\n'.join(f'- {one_line(item)}' for item in items)
+    return '\n'.join(f'- {markdown(item)}' for item in items)

@@ -1,6 +1,5 @@
 """What a terminal shows of a report: at most so many columns; the rest is in the files."""
 
-import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -8,17 +7,15 @@ from pathlib import Path
 
 from qkattn.report.columns import columns
 from qkattn.report.figures.style import short
-from qkattn.report.sheets import Heading
+from qkattn.report.prose import one_line
+from qkattn.report.sheets import Heading, yardsticks
 from qkattn.report.tables import headings, printed, summary, text_table
+from qkattn.run.shown import visible
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
 WIDTH = 100
 """Columns of a terminal that a report fits into."""
-
-
-# What a terminal obeys instead of showing it: control codes and changes of the reading direction.
-_CONTROL = re.compile(r'[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]')
 
 
 def width_of_terminal() -> int:
@@ -36,8 +33,10 @@ def terminal_text(study: Study, found: Findings, page: Path, width: int) -> str:
     lines = [f'study {study.name}', *([study.question] if study.question else []), '']
     lines += [*summary(study, found), *problems]
     more = f'all columns, notes and settings: {page.with_name("table.txt")}'
-    lines = [wrapped(line, width) for line in lines]
-    return shown('\n'.join([*lines, '', table, '', more, f'report: {page}']))
+    lines = [wrapped(visible(one_line(line)), width) for line in lines]
+    beside = yardsticks(study, found)
+    measured = ['', fitted(*beside, width)] if beside[1] else []
+    return '\n'.join([*lines, '', table, *measured, '', more, f'report: {page}'])
 
 
 def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int) -> str:
@@ -46,7 +45,7 @@ def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int)
     The first column, a name, loses its middle where it takes more than a quarter of the width.
     """
     kept = [0]
-    rows = [[short(row[0], width // 4), *row[1:]] for row in rows]
+    rows = [[short(visible(row[0]), width // 4), *row[1:]] for row in rows]
 
     def table(places: Sequence[int]) -> str:
         of_rows = [[row[place] for place in places] for row in rows]
@@ -55,12 +54,7 @@ def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int)
     for place in range(1, len(titles)):
         if max(map(len, table([*kept, place]).splitlines())) <= width:
             kept.append(place)
-    return shown(table(kept))
-
-
-def shown(text: str) -> str:
-    """`text` with U+FFFD for each control character, as a name in a result may have them."""
-    return _CONTROL.sub('\ufffd', text)
+    return table(kept)
 
 
 def wrapped(text: str, width: int) -> str:

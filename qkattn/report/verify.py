@@ -4,30 +4,50 @@ The chain from a log to a printed number:
 
     ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
     metrics.jsonl, documents.json of a run -> results.jsonl                  see run_checks
-    results.jsonl -> table.*, trials.csv, report.html, plots/*.json
-                                                           made again, the same to nine digits
+    results.jsonl -> table.*, trials.csv, report.html, plots/*.json        made again
     study directory -> a page's headline                   made again
+    results.jsonl -> claims.json                           decided again, see qkattn.claims.export
     claims.json -> claims.html, plots/*.json, the blocks of pages          made again
+
+What a run logged, and what only copies or counts it, is compared exactly: hashes, results, counts,
+trials.csv, words and verdicts. Derived numbers are not the same everywhere: vector instructions of
+processors, and versions of numpy, round exp, log and sums differently, and a bootstrapped fit
+carries the last bits to the ninth digit. They are stored to six digits or fewer, and a stored one
+agrees with the one made again, x, if it is what a number within TOLERANCE of x rounds to:
+
+    claims.json            by its rows, whose x is at hand (`near`)
+    tables, pages          by their text: prints that are one unit of their last digit apart agree
+                           if that of six digits is meant, or if a number of the findings lies at
+                           the boundary between both (`same_print`), as '< 0.001' beside '0.001'
+
+This is about what is stored. No test of what the program computes has a wider tolerance for it.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
-from qkattn.report import claim_results, documents, figure_data, gallery, run_checks
+from qkattn.report import claim_results, documents, figure_data, gallery, run_checks, tables
 from qkattn.report.figures import figures
-from qkattn.report.tables import headline
+from qkattn.report.prose import DIGITS, rounded
 from qkattn.run import ledger
 from qkattn.run.files import write_atomic
 from qkattn.run.records import for_each_line, read_json
 from qkattn.study.tuning import SCREENING
-from qkattn.verdict import Study, load_findings
+from qkattn.verdict import Findings, Study, load_findings
+
+TOLERANCE = 1e-6  # relative, of derived numbers
+COPY = 'trials.csv'  # of results.jsonl
 
 # What a change by hand may touch without being found.
 NOT_COVERED = (
@@ -35,12 +55,15 @@ NOT_COVERED = (
     'times, throughput, provenance, and fingerprints of data, which are as the runs recorded them',
     'training records in metrics.jsonl, orphans.jsonl, log.txt, and runs that left no study.json',
     'checkpoints: that a logged loss is the loss of a model',
+    'yardsticks.json: losses of n-grams, by position and with shuffled sources, as recorded',
     'a study whose results, logs, report and ledger are all written again with matching hashes',
 )
 
 BLOCK = re.compile(r'(<!-- (headline|claims|verdicts): (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 NUMBER = re.compile(r'\d+(?:[.,]\d+)*')
-FLOAT = re.compile(r'\d+\.\d+(?:e[+-]?\d+)?')
+PRINT = re.compile(r'(?:< )?[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?')
+WIDTH = re.compile(r'([ -])\1+')
+PLAIN = {'&lt;': '<', r'\textless{}': '<', r'\ensuremath{-}': '-'}  # signs of HTML and LaTeX
 DRAWING = re.compile(r'<svg.*?</svg>', re.DOTALL)
 
 
@@ -55,7 +78,7 @@ def check_study(directory: str | Path) -> int:
         raise ReportError(f'{study.directory}: {problem}')
     drawn = figures(study, found)
     made = figure_data(drawn) | documents(study, found, drawn, {})
-    return _check_files(study.directory, made, 'report', 'logs give')
+    return _check_files(study.directory, made, 'report', 'logs give', [(study, found)])
 
 
 def check_gallery(directory: str | Path) -> int:
@@ -67,18 +90,26 @@ def check_gallery(directory: str | Path) -> int:
     """
     shown = gallery.read_gallery(directory)
     made = gallery.documents(shown, gallery.drawings(shown), {})
-    return _check_files(shown.directory, made, 'claims', f'{claim_results.NAME} gives')
+    source, studies = f'{claim_results.NAME} gives', [shown.scaling] if shown.scaling else []
+    return _check_files(shown.directory, made, 'claims', source, studies)
 
 
-def _check_files(directory: Path, made: Mapping[str, str], script: str, source: str) -> int:
+def _check_files(
+    directory: Path,
+    made: Mapping[str, str],
+    script: str,
+    source: str,
+    studies: Iterable[tuple[Study, Findings]],
+) -> int:
     """How many numbers the files of a directory have, which are what is `made`, by name."""
+    at_boundary = boundaries(lambda: studies)
     count = 0
     for name, expected in made.items():
         path = directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.{script}')
         actual = path.read_text(encoding='utf-8', errors='replace')
-        if place := difference(actual, expected):
+        if place := difference(actual, expected, None if name == COPY else at_boundary):
             raise ReportError(f'{path} is not what its {source}, {place}')
         count += len(NUMBER.findall(DRAWING.sub('', actual)))
     return count
@@ -110,13 +141,22 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
     expected = BLOCK.sub(made, text)
     if write and expected != text:
         write_atomic(path, expected)
-    elif place := difference(text, expected):
+    elif place := difference(text, expected, boundaries(lambda: _studies(path, text))):
         raise ReportError(f'{path} is not what its studies give, {place}')
     return len(BLOCK.findall(text))
 
 
+def _studies(path: Path, text: str) -> Iterator[tuple[Study, Findings]]:
+    """The studies whose derived numbers the blocks of a page print; claims.json has its own."""
+    for match in BLOCK.finditer(text):
+        of_claims = Path(gallery.SCALING) if match[2] != 'headline' else Path()
+        directory = path.parent / match[3] / of_claims
+        if (directory / 'study.json').is_file():
+            yield load_findings(directory)
+
+
 def _headline(directory: Path, _: str) -> str:
-    return headline(*load_findings(directory))
+    return tables.headline(*load_findings(directory))
 
 
 def _of_claims(made: Callable[[Path, str], str], directory: Path, base: str) -> str:
@@ -143,10 +183,13 @@ def _unlike_its_ledger(study: Study) -> Iterator[str]:
     if not any(run.stage != SCREENING and run.trials for run in study.runs):
         return
     if kept.looked_files != (files := ledger.digests(study.directory)):
-        unlike = [name for name in files if kept.looked_files.get(name) != files[name]]
+        either = {**kept.looked_files, **files}
+        unlike = [name for name in either if kept.looked_files.get(name) != files.get(name)]
+        altered = [f'run {run} is not what look {n} saw; ' for run, n in study.altered.items()]
         yield (
-            f'{" and ".join(unlike)} changed since the last look in {ledger.NAME}; restore what '
-            'was edited, or make the report again where results were added'
+            f'{" and ".join(unlike)} changed since the last look in {ledger.NAME}; '
+            f'{"".join(altered)}restore what was edited, or make the report again where results '
+            'were added'
         )
 
 
@@ -159,19 +202,93 @@ def _of_runs(study: Study) -> Iterator[str]:
         yield from run_checks.problems(study, run, lines[run.name])
 
 
-def _same(line: str, other: str) -> bool:
-    """Whether lines differ only in digits that another build of numpy may compute differently."""
-    texts, numbers = zip(*((FLOAT.split(x), FLOAT.findall(x)) for x in (line, other)), strict=True)
+def near(stored: float, number: float) -> bool:
+    """Whether a number within TOLERANCE of `number` is stored as `stored`."""
+    return stored in {rounded(number * (1 + of)) for of in (-TOLERANCE, 0, TOLERANCE)}
+
+
+def same_print(one: str, other: str, at_boundary: Callable[[float], bool]) -> bool:
+    """Whether two prints of a derived number differ as those of two machines may.
+
+    Args:
+      at_boundary: whether the number lies where rounding goes from one print to the other.
+    """
+    texts = [text.removeprefix('< ') for text in (one, other)]
+    a, b = map(float, texts)
+    if a == b:
+        return one.startswith('<') == other.startswith('<') or at_boundary(a)
+    is_count = a.is_integer() and b.is_integer()
+    # Large numbers keep all digits before the point.
+    last_bits = TOLERANCE if min(abs(a), abs(b)) >= 10 ** (DIGITS - 1) else 1e-9
+    if math.isclose(a, b, rel_tol=last_bits) and not is_count:
+        return True
+    low, high = sorted(map(Decimal, texts), key=abs)
+    last = min(int(of.as_tuple().exponent) for of in (low, high))
+    if abs(high - low) > Decimal(1).scaleb(last):
+        return False
+    has_all_digits = low.adjusted() - last + 1 >= DIGITS and not is_count
+    return has_all_digits or at_boundary(float(low + high) / 2)
+
+
+def boundaries(
+    studies: Callable[[], Iterable[tuple[Study, Findings]]],
+) -> Callable[[float], bool]:
+    """A function that tells whether a number of the findings lies at a boundary, to TOLERANCE.
+
+    Powers of ten do not count: fractions are printed in percent, and prefixes stand for thousands.
+    """
+
+    @functools.cache
+    def logarithms() -> list[float]:
+        numbers = (of for pair in studies() for of in _numbers((pair[1], tables.frame(*pair))))
+        return [math.log10(abs(of)) for of in {*numbers} if of and math.isfinite(of)]
+
+    def at_boundary(boundary: float) -> bool:
+        if not boundary:
+            return False
+        place = math.log10(abs(boundary))
+        apart = (abs(math.remainder(of - place, 1)) for of in logarithms())
+        return any(of <= math.log10(1 + TOLERANCE) for of in apart)
+
+    return at_boundary
+
+
+def _numbers(of: Any) -> Iterator[float]:
+    """All numbers of dataclasses, mappings, sequences and tables within each other."""
+    if isinstance(of, float):
+        yield of
+    elif dataclasses.is_dataclass(of):
+        yield from _numbers(vars(of))
+    elif isinstance(of, Mapping):
+        yield from _numbers([*of.values()])
+    elif isinstance(of, list | tuple | pd.DataFrame):
+        for part in of.to_numpy().ravel() if isinstance(of, pd.DataFrame) else of:
+            yield from _numbers(part)
+
+
+def _same(line: str, other: str, at_boundary: Callable[[float], bool]) -> bool:
+    """Whether two lines differ in nothing but numbers that `same_print` takes for one."""
+    for sign, plain in PLAIN.items():
+        line, other = line.replace(sign, plain), other.replace(sign, plain)
+    prints = [PRINT.findall(x) for x in (line, other)]
+    # A table is as wide as its numbers.
+    texts = [WIDTH.sub(r'\1', PRINT.sub('0', x)) for x in (line, other)]
     return texts[0] == texts[1] and all(
-        math.isclose(float(a), float(b), rel_tol=1e-9) for a, b in zip(*numbers, strict=True)
+        a == b or same_print(a, b, at_boundary) for a, b in zip(*prints, strict=True)
     )
 
 
-def difference(actual: str, expected: str) -> str | None:
-    """'line 3: 'a', expected 'b'', or None where both are the same but for drawings."""
+def difference(
+    actual: str, expected: str, at_boundary: Callable[[float], bool] | None = None
+) -> str | None:
+    """'line 3: 'a', expected 'b'', or None where both are the same but for drawings.
+
+    Args:
+      at_boundary: of `same_print`, for texts of derived numbers; without it all are exact.
+    """
     lines, others = (DRAWING.sub('', text).splitlines() for text in (actual, expected))
     for number, (line, other) in enumerate(zip(lines, others, strict=False), start=1):
-        if line != other and not _same(line, other):
+        if line != other and not (at_boundary and _same(line, other, at_boundary)):
             pairs = zip(line, other, strict=False)
             length = min(len(line), len(other))
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), length)

@@ -16,7 +16,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
-from qkattn.run import readers, starting
+from qkattn.run import readers, signals, starting
 from qkattn.run.help import HelpFlag, misspelt
 from qkattn.run.memory import keep_freed_memory
 from qkattn.run.progress import LogHandler
@@ -159,6 +159,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             leave(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
         _log_to_stderr()
         keep_freed_memory()  # before there are other threads
+        signals.started()
         try:
             with readers.ending_unread():
                 main()

@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import cast
 
 from etils import epath
 
-from qkattn.errors import DiskError, RunDirectoryError
+from qkattn.errors import ConfigError, DiskError, RunDirectoryError
 from qkattn.run import buckets
 from qkattn.run.signals import WHOLE
 
@@ -21,7 +23,10 @@ _DISK_ERRORS = {
     errno.EDQUOT: 'the quota of this user is used up',
     errno.EFBIG: 'a file is larger than this process may write',
     errno.EIO: 'the disk fails',
+    errno.ESTALE: 'its file system is gone',
+    errno.ENOTCONN: 'its file system is gone',
 }
+_ABSENT = {errno.ENOENT: 'it does not exist'}
 _DENIED = {
     errno.EROFS: 'its file system is read-only',
     errno.EACCES: 'this user may not write there',
@@ -45,15 +50,19 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def disk_errors(path: str | os.PathLike[str], *, denied: bool = False) -> Iterator[None]:
+def disk_errors(
+    path: str | os.PathLike[str], *, denied: bool = False, creates: bool = False
+) -> Iterator[None]:
     """A block that writes at or below `path`.
 
     Args:
+      creates: whether it creates `path`, which is then not gone where it does not exist.
       denied: whether a directory that may not be written is one of these errors, too.
 
     Raises:
-      DiskError: the block failed because the disk is full, over quota, or fails; what was on the
-        disk before is still there, so that the same command goes on once there is room.
+      DiskError: the block failed because the disk is full, over quota, or fails, or because the
+        directory is gone; what was on the disk before is still there, so that the same command goes
+        on once there is room.
     """
     try:
         yield
@@ -61,12 +70,30 @@ def disk_errors(path: str | os.PathLike[str], *, denied: bool = False) -> Iterat
         if isinstance(error, DiskError):
             raise
         path = as_path(path)
-        directory = path if path.is_dir() else path.parent
+        if not creates and _disk_reason(error, _ABSENT) and (gone := _gone(path)) is not None:
+            raise gone from error
+        directory = path if os.path.isdir(path) else path.parent
         if reason := _disk_reason(error, _DISK_ERRORS):
             raise _disk_error(directory, reason) from error
         if denied and (reason := _disk_reason(error, _DENIED)):
             raise _disk_error(directory, reason, 'make it writable') from error
         raise
+
+
+@functools.cache
+def drop_echoes() -> None:
+    """Keeps tensorstore from printing a traceback for each array that fails after the first.
+
+    The first one ends the event loop of a save, and is raised; the others call that loop in vain
+    from threads of C++.
+    """
+    hook = sys.unraisablehook
+
+    def without_echoes(unraisable: 'sys.UnraisableHookArgs') -> None:
+        if unraisable.object is not None or str(unraisable.exc_value) != 'Event loop is closed':
+            hook(unraisable)
+
+    sys.unraisablehook = without_echoes
 
 
 def require_room(directory: str | os.PathLike[str], size: int) -> None:
@@ -78,6 +105,29 @@ def require_room(directory: str | os.PathLike[str], size: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < size:
         raise _disk_error(directory, f'its disk has {free:,} of the {size:,} bytes that are needed')
+
+
+def require_same_directory(directory: Path, before: os.stat_result) -> None:
+    """Raises DiskError where a path is no longer the directory of which it had this status."""
+    with disk_errors(directory):
+        if not os.path.samestat(os.stat(directory), before):
+            raise _gone_error(directory)
+
+
+def _gone(path: Path) -> DiskError | None:
+    """The error for the outermost directory of `path` that is not there; None if all are."""
+    if buckets.is_url(path):
+        return None
+    missing = (p for p in (*reversed(path.parents), path) if not os.path.lexists(p))
+    first = next(missing, None)
+    return None if first is None else _gone_error(first)
+
+
+def _gone_error(directory: Path) -> DiskError:
+    return DiskError(
+        f'{directory} is gone: it was removed, renamed or unmounted; put it back and run the same '
+        'command again, which goes on from what is saved'
+    )
 
 
 def _disk_error(
@@ -125,7 +175,7 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
         with WHOLE:
             buckets.write(path, data)
         return path
-    with disk_errors(path.parent):
+    with disk_errors(path.parent, creates=True):
         path.parent.mkdir(parents=True, exist_ok=True)
     # Written by open(), not tempfile, so that the permissions are those that the umask allows.
     with WHOLE, _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
@@ -204,6 +254,7 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
         return directory
     # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
     directory = Path('/' + os.path.abspath(path).lstrip('/'))
+    _require_utf8(directory)
     try:
         existing = next(p for p in (directory, *directory.parents) if p.exists())
         with disk_errors(existing), tempfile.TemporaryFile(dir=existing):
@@ -213,13 +264,44 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
     return directory
 
 
+def _require_utf8(path: Path) -> None:
+    """Checkpoints are written by a library that takes paths in UTF-8 alone."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise RunDirectoryError(
+            f'workdir={str(path)!a} is not UTF-8 in this locale '
+            f'({sys.getfilesystemencoding()}); give a directory of another name, or set LC_ALL to '
+            'a locale of UTF-8'
+        ) from error
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """`as_path` with the home directory for ~; an empty HOME counts as unset.
+
+    Raises:
+      ConfigError: this user has no home directory; else as `as_path`.
+    """
+    if buckets.is_url(path):
+        return as_path(path)
+    if not os.environ.get('HOME', 'unset'):
+        del os.environ['HOME']  # for libraries that have caches there, too
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f'{os.fspath(path)} has no meaning without a home directory; set HOME, or give another '
+            'directory'
+        ) from error
+
+
 def make_directory(path: str | os.PathLike[str]) -> Path:
     """Creates `path`, unless it exists, and returns it absolute; raises as `check_directory`."""
     directory = check_directory(path)
     if buckets.is_url(directory):
         return directory
     try:
-        with disk_errors(directory):
+        with disk_errors(directory, creates=True):
             directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(directory, error) from error

@@ -6,6 +6,7 @@ an object; or a list of one schema for a list of such values that is not empty.
 
 import dataclasses
 import functools
+import math
 import sys
 import types
 import typing
@@ -101,6 +102,8 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
             return kind in (bool, object)
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             return False  # digits without end, which nothing can compute with
+        if isinstance(value, float) and not math.isfinite(value):
+            return False  # strict JSON has no such numbers; 1e999 is read as one
         return isinstance(value, allowed)
 
     return fits

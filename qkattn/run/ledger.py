@@ -11,12 +11,14 @@ honest people from fooling themselves, and no more.
                  looks, margin; again where a field that may change, such as the question, does
     arms_added   arms, family, post_hoc (whether a look came before), declaration
     changed      changes (settings and their old and new values), and as arms_added with all arms
-    looked       look (1, 2, ...), files: SHA-256 of study.json, plan.jsonl, results.jsonl, and of
-                 the logs (evaluations and documents.json) of all planned runs together
+    looked       look (1, 2, ...), files: SHA-256 of study.json, plan.jsonl, results.jsonl and
+                 yardsticks.json, if it is recorded, and of the logs (evaluations and
+                 documents.json) of all planned runs together; runs: of the metrics and logs of each
+                 run with results
     accepted     code of what would withhold every verdict, and why it does not
 
 An arm is {variant, size, corpus, control}; the family is the number of primary arms (control null)
-but the baseline. Writers hold the study's lock.
+but the baseline. What a look has seen of a run does not change. Writers hold the study's lock.
 """
 
 import contextlib
@@ -25,11 +27,12 @@ import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
+from qkattn.metrics import result_fields
 from qkattn.run.files import as_path, write_atomic
 from qkattn.run.locks import locked
 from qkattn.run.records import parse_json, to_jsonable
@@ -41,14 +44,19 @@ FIELDS = {
     DECLARED: ('declaration', 'family', 'arms', 'seeds', 'looks', 'margin'),
     ARMS_ADDED: ('arms', 'family', 'post_hoc', 'declaration'),
     CHANGED: ('changes', 'arms', 'family', 'post_hoc', 'declaration'),
-    LOOKED: ('look', 'files'),
+    LOOKED: ('look', 'files', 'runs'),
     ACCEPTED: ('code', 'why'),
 }
+_LATER = {'runs'}  # fields that lines of earlier versions lack
 # What may be accepted: runs of a checkout with uncommitted changes, runs of different commits.
 ACCEPTABLE = ('uncommitted', 'commits')
 LOGS = 'logs'
 LOOKED_FILES = ('study.json', 'plan.jsonl', 'results.jsonl')
+# Counted where a study has it.
+YARDSTICKS = 'yardsticks.json'
 PLACE = ('variant', 'size', 'corpus', 'control')
+# The fields of a result that were seen; times may be measured again.
+_SEEN = ('trial', 'status', 'diverged_at', 'num_steps', *result_fields())
 
 Entry = Mapping[str, Any]
 Places = frozenset[tuple[str | None, ...]]
@@ -89,6 +97,22 @@ class Ledger:
     def looked_files(self) -> dict[str, str | None]:
         """`digests` at the last look; empty before the first."""
         return next((e['files'] for e in reversed(self.entries) if e['event'] == LOOKED), {})
+
+    def altered(self, runs: Mapping[str, str]) -> dict[str, int]:
+        """The first look at each run that it has seen otherwise than `runs`, which are as `seen`.
+
+        A run is gone for a reason only where the settings of the study have changed.
+        """
+        looks: dict[str, tuple[str, int]] = {}
+        for entry in reversed(self.entries):
+            if entry['event'] == LOOKED and 'runs' in entry:
+                looks |= {run: (of, entry['look']) for run, of in entry['runs'].items()}
+        may_go = any(entry['event'] == CHANGED for entry in self.entries)
+        return {
+            run: look
+            for run, (of, look) in looks.items()
+            if runs.get(run, of if may_go else None) != of
+        }
 
     @property
     def accepted(self) -> dict[str, str]:
@@ -165,16 +189,20 @@ def declare(directory: Path, declared: Mapping[str, Any], changes: Sequence[str]
 
 
 def look(directory: Path) -> bool:
-    """Enters a look at the study's results, and returns True, unless it was at the same files."""
+    """Enters a look at the study's results, and returns True.
+
+    None is entered if the files are those of the last one, or not what a look saw of a run.
+    """
     path = directory / NAME
-    files = digests(directory)
-    if files == read(path).looked_files:
+    files, runs = digests(directory), seen(directory)
+    kept = read(path)
+    if files == kept.looked_files or kept.altered(runs):
         return False  # before a lock is made, so that a kept copy of a study stays as it is
     with locked(directory / 'lock'):
         kept = read(path)
         if files != kept.looked_files:  # nobody was quicker
             number = sum(entry['event'] == LOOKED for entry in kept.entries) + 1
-            append(path, LOOKED, look=number, files=files)
+            append(path, LOOKED, look=number, files=files, runs=runs)
     return True
 
 
@@ -212,22 +240,45 @@ def digest_of_entry(entry: Entry) -> str:
 
 
 def digests(directory: Path) -> dict[str, str | None]:
-    """SHA-256 of each of LOOKED_FILES, and one of the logs of all planned runs.
+    """SHA-256 of each of LOOKED_FILES and of YARDSTICKS, and one of the logs of all planned runs.
 
     Of metrics.jsonl all lines count but those of training, which copies of a study leave out.
     """
     found = {name: _file_sha256(directory / name) for name in LOOKED_FILES}
-    logs = {}
+    if (yardsticks := _file_sha256(directory / YARDSTICKS)) is not None:
+        found[YARDSTICKS] = yardsticks
+    logs = {planned['directory']: of for planned, of in _logs(directory)}
+    return found | {LOGS: _sha256(logs)}
+
+
+def seen(directory: Path) -> dict[str, str]:
+    """SHA-256 of what a look sees of each planned run with results: metrics and logs."""
+    results: dict[str, list[dict[str, Any]]] = {}
+    for line in _lines(directory / 'results.jsonl'):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a report names the line
+            result = parse_json(line)
+            found = {name: result[name] for name in _SEEN if name in result}
+            if found not in (of_run := results.setdefault(result['run'], [])):
+                of_run.append(found)
+    logs = {planned.get('run'): of for planned, of in _logs(directory)}
+    return {
+        run: _sha256({'results': of_run, 'logs': logs[run]})
+        for run, of_run in results.items()
+        if run in logs
+    }
+
+
+def _logs(directory: Path) -> Iterator[tuple[dict[str, Any], list[str | None]]]:
+    """Each line of the plan with the hashes of the run's documents.json and evaluations."""
     for line in _lines(directory / 'plan.jsonl'):
         # A report names a line that has no directory.
         with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
-            run = parse_json(line)['directory']
+            run = directory / (planned := parse_json(line))['directory']
             evaluations = hashlib.sha256()
-            for record in _lines(directory / run / 'metrics.jsonl'):
+            for record in _lines(run / 'metrics.jsonl'):
                 if not is_training(record):
                     evaluations.update(record)
-            logs[run] = [_file_sha256(directory / run / 'documents.json'), evaluations.hexdigest()]
-    return found | {LOGS: _sha256(logs)}
+            yield planned, [_file_sha256(run / 'documents.json'), evaluations.hexdigest()]
 
 
 def is_training(line: bytes) -> bool:
@@ -261,7 +312,7 @@ def _problem(line: bytes, entries: list[Entry]) -> str | None:
         return 'was edited: its hash is not that of its content'
     if entry['previous'] != (entries[-1]['hash'] if entries else None):
         return 'does not follow the line before it'
-    if entry['event'] not in FIELDS or not set(FIELDS[entry['event']]) <= entry.keys():
+    if entry['event'] not in FIELDS or not set(FIELDS[entry['event']]) - _LATER <= entry.keys():
         return f'has the event {entry["event"]!r} without the fields of one that is known'
     if not entries and entry['event'] != DECLARED:
         return 'declares no study'

@@ -52,7 +52,7 @@ def locked(
 @contextlib.contextmanager
 def _flocked(path: Path, wait: bool, named: bool) -> Iterator[Callable[[], bool]]:
     try:
-        with disk_errors(path.parent):
+        with disk_errors(path.parent, creates=True):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, 'a+', encoding='utf-8')  # noqa: SIM115 (closed below)
     except OSError as error:

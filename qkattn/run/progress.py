@@ -1,31 +1,34 @@
 """The progress display of a run: one line that is updated on a terminal, plain lines elsewhere."""
 
+import collections
 import contextlib
 import dataclasses
 import logging
 import os
 import shutil
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TextIO
 
-import numpy as np
 import tqdm
 
 from qkattn.run.readers import say
-from qkattn.run.shown import loss_text, short
+from qkattn.run.shown import loss_text, short, time_left
 
-# A terminal's line is drawn at most this often, since fetching the loss could stall an accelerator,
-# and at least this often, so that something moves.
+# A terminal's line is drawn at most and at least this often, so that something moves.
 _DRAWN_EVERY, _TICK = 0.2, 1.0
 # Plain lines are at least so many seconds apart, and with a tick at most five; later they are this
 # fraction of the run so far apart, so that a long run does not fill its log.
 _QUIET, _PLAIN_FRACTION = 4.0, 0.05
 _LABEL, _BAR = 24, 4
+# Phases between steps, and what they make: the time left counts those to come.
+_PAUSES = {'evaluating': 'evaluation', 'saving': 'checkpoint'}
+_FULL = {'brief': True, 'unit': True}
 
-_duration, _log = tqdm.tqdm.format_interval, logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +47,8 @@ class StudyLeft:
 class Progress:
     """Phase or step, training loss and time left of a run: a line of a terminal, or plain lines.
 
-    `update` may be called after every step: the loss stays on the device until it is shown. In a
-    job of several processes only process 0 should create one.
+    `update` may be called after every step, with numbers of the host: every line shows the newest
+    ones. In a job of several processes only process 0 should create one.
     """
 
     _shown: 'Progress | None' = None
@@ -86,9 +89,12 @@ class Progress:
         self._phase: tuple[str, float] | None = None  # name, start
         self._first: tuple[int, float] | None = None  # step and time of the first report
         self._last = (0, self._opened)
-        self._step = self._shown_step = 0
-        self._loss: Any = None
-        self._losses: dict[str, Any] = {'training': None, 'validation': None}  # that are shown
+        self._begun = self._step = self._shown_step = 0
+        self._losses: dict[str, Any] = {'training': None, 'validation': None}  # newest
+        self._took: dict[str, list[float]] = collections.defaultdict(list)  # seconds by phase
+        self._paused = 0.0  # seconds of phases since the first report
+        self._planned: dict[str, int] = {}  # _PAUSES after `begin`
+        self._to_come: collections.Counter[str] = collections.Counter()  # of these
         self._next_time = self._opened + plain_every_seconds  # of a plain line
         self._drawn = False
         # Reentrant: the program's log goes through here, too, and may come from anywhere.
@@ -105,14 +111,20 @@ class Progress:
         try:
             yield
         finally:
-            self._phase = before
             with self._lock:
+                seconds = self._clock() - start
+                self._phase = before
+                self._took[name].append(seconds)
+                self._paused += seconds if self._first else 0.0
+                self._to_come[name] -= self._to_come[name] > 0
                 self._erase()
-            _log.debug('%s: %s took %.3f s', self._label, name, self._clock() - start)
+            _log.debug('%s: %s took %.3f s', self._label, name, seconds)
 
-    def begin(self, step: int) -> None:
-        """Training starts or resumes after `step` steps; the first ones are a phase."""
-        self._step = self._shown_step = step
+    def begin(self, step: int, *, evaluating: int = 0, saving: int = 0) -> None:
+        """Training starts or resumes after `step` steps; so many phases of these names follow."""
+        self._begun = self._step = self._shown_step = step
+        self._planned = {'evaluating': evaluating, 'saving': saving}
+        self._to_come = collections.Counter(self._planned)
         self._phase = 'first steps', self._clock()
 
     def update(self, step: int, loss: Any = None) -> None:
@@ -120,26 +132,26 @@ class Progress:
 
         Args:
           step: steps done since the start of the run, including resumed ones.
-          loss: training loss in nats per token; a number, or an array over trials, whose range is
-            shown.
+          loss: training loss of the step in nats per token; a number, or an array over trials,
+            whose range is shown.
         """
         with self._lock:
             now, self._phase = self._clock(), None
             # Rates are measured from the first report: the time before it is mostly compilation.
             shown, self._first = self._first and now < self._next_time, self._first or (step, now)
-            self._step, self._loss, self._last = step, loss, (step, now)
+            self._step, self._losses['training'] = step, loss
+            self._last = step, now - self._paused
             Progress.told(step, self._total)
             if not shown:
-                self._show(now)
-                self._wait(now)
+                self._say(now)
 
     def evaluated(self, step: int, loss: Any) -> None:
         """Takes the validation loss of the trials, in nats per token, at `step`."""
         with self._lock:
             self._losses['validation'] = loss
             if self._study is None:
-                text = loss_text(loss)
-                self.print(f'step {step:,}/{self._total:,}: validation loss {text} nats/token')
+                text = loss_text(loss, unit=True)
+                self.print(f'step {step:,}/{self._total:,}: validation loss {text}')
 
     def print(self, text: str) -> None:
         """Writes a line of its own."""
@@ -155,7 +167,7 @@ class Progress:
             self._closed.set()
             self._phase = None
             if self._first and (self._terminal or self._step != self._shown_step):
-                self._show(self._clock())
+                self._say(self._clock())
             if self._drawn and self._first:
                 say('\n', self._stream)
                 self._drawn = False
@@ -178,7 +190,6 @@ class Progress:
                     self._wait(now)
             elif self._first and (self._terminal or now >= self._next_time):
                 self._say(now)
-                self._wait(now)
 
     def __enter__(self) -> 'Progress':
         return self
@@ -193,42 +204,39 @@ class Progress:
             except ValueError:  # the stream is closed
                 return
 
-    def _show(self, now: float) -> None:
-        if self._loss is not None:
-            self._losses['training'] = np.asarray(self._loss)
-        self._shown_step = self._step
-        self._say(now)
-
     def _wait(self, now: float) -> None:
         gap = 0.0 if self._terminal else _PLAIN_FRACTION * (now - self._opened)
         self._next_time = now + max(self._every, gap)
 
     def _say(self, now: float) -> None:
-        """The last step, with the losses that were fetched last."""
+        """The last step, with the newest losses."""
+        self._shown_step = self._step
+        self._wait(now)
         if self._terminal:
             self._draw(self._line(now))
             return
         losses = [
-            f'{kind} loss {loss_text(loss)} nats/token'
+            f'{kind} loss {loss_text(loss, unit=True)}'
             for kind, loss in self._losses.items()
             if loss is not None
         ]
-        of_run, of_study, runs = self._left(now)
-        parts = (*losses, self._speed(), of_run, of_study and f'{of_study} left', runs)
+        _, of_run, of_study, runs = self._left(now)
+        parts = (*losses, self._speed(), of_run, of_study, runs)
         text = ', '.join(part for part in parts if part)
         self.print(f'{self._label}: step {self._step:,}/{self._total:,}, {text}')
 
     def _line(self, now: float) -> str:
         """The line of a terminal: label, loss and times left, and of the rest what fits."""
-        width, of_run, of_study, runs = self._width(), *self._left(now)
+        width, brief, of_run, of_study, runs = self._width(), *self._left(now)
         loss, val = ('' if x is None else loss_text(x, brief=True) for x in self._losses.values())
         parts = {'step': '', 'loss': loss and f'train loss {loss}', 'val': '', 'speed': ''}
-        parts |= {'run': of_run, 'study': of_study or runs}
+        parts |= {'run': brief, 'study': of_study.removesuffix(' left') or runs}
         more = {
             'val': val and f'val {val}',
-            'loss': loss and f'train loss {loss} nats/token',
+            'loss': loss and 'train loss ' + loss_text(self._losses['training'], **_FULL),
             'step': f'{self._step:,}/{self._total:,}',
-            'study': ', '.join(filter(None, (of_study, runs))),
+            'study': ', '.join(filter(None, (of_study.removesuffix(' left'), runs))),
+            'run': of_run,
             'speed': self._speed(),
         }
 
@@ -257,24 +265,33 @@ class Progress:
         return (step - first_step) / (last_time - first_time) if last_time > first_time else 0.0
 
     def _speed(self) -> str:
-        rate = self._rate()
-        if self._tokens_per_step is None or not rate:
-            return ''
-        return f'{rate * self._tokens_per_step:,.0f} tokens/s'
+        speed = self._rate() * (self._tokens_per_step or 0)
+        return f'{speed:,.0f} tokens/s' if speed else ''
 
-    def _left(self, now: float) -> tuple[str, str, str]:
-        """Time left of the run and of the study, and its runs; '' where unknown, or over."""
-        rate, study, of_run, of_study = self._rate(), self._study, '', ''
+    def _left(self, now: float) -> tuple[str, str, str, str]:
+        """Time left of the run, briefly and in full, and of the study, and its runs; '' where over.
+
+        Evaluations and checkpoints take as long as those before them; without one, they are named.
+        """
+        rate, study, brief, of_run, of_study = self._rate(), self._study, '', '', ''
+        # The low median, since the first evaluation also compiles.
+        each = {name: statistics.median_low(took) for name, took in self._took.items()}
+        to_come = {name: number for name, number in self._to_come.items() if number}
+        untimed = {_PAUSES[name]: n for name, n in to_come.items() if name not in each}
         if rate:
-            left = max(0.0, (self._total - self._step) / rate - (now - self._last[1]))
-            if self._step < self._total:
-                of_run = f'{_duration(left)} left'
+            steps = (self._total - self._step) / rate - (now - self._paused - self._last[1])
+            left = max(0.0, steps) + sum(n * each.get(name, 0.0) for name, n in to_come.items())
+            if self._step < self._total or to_come:
+                brief, of_run = time_left(left, untimed)
             if study and study.runs:
                 # A run also takes the time before its first step, which is mostly compilation.
                 before = self._first[1] - self._opened if self._first else 0.0
-                of_study = f'study {_duration(left + study.work * (before + self._total / rate))}'
+                pauses = sum(n * each.get(name, 0.0) for name, n in self._planned.items())
+                pauses *= self._total / max(1, self._total - self._begun)
+                whole = before + self._total / rate + pauses
+                of_study = f'study {time_left(left + study.work * whole, untimed)[0]}'
         runs = f'{study.runs} run{"s" * (study.runs != 1)} left' if study and study.runs else ''
-        return of_run, of_study, runs
+        return brief, of_run, of_study, runs
 
     def _width(self) -> int:
         """The last column stays free: some terminals wrap once it is written."""

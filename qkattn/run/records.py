@@ -1,10 +1,9 @@
-"""JSON files that survive crashes: whole files replaced atomically, and the metrics log.
+"""JSON files that survive crashes: whole files replaced atomically, and lines of the metrics log.
 
 Everything written here is strict JSON (no NaN, no Infinity).
 """
 
 import dataclasses
-import errno
 import itertools
 import json
 import math
@@ -17,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from qkattn.errors import RunDirectoryError
-from qkattn.run.appended import appended
-from qkattn.run.files import as_path, disk_errors, write_atomic
+from qkattn.run.files import as_path, write_atomic
 from qkattn.run.json_schema import check
 
 # How a trial ended: `status` of each entry of result.json.
@@ -26,6 +24,10 @@ FINISHED, DIVERGED = 'finished', 'diverged'
 
 CHECKSUM = 'crc32'
 ADVICE = 'restore it from a copy or use another run directory'
+METRICS_ADVICE = (
+    'restore the file from a copy or use another run directory; the checkpoints of this one are '
+    'kept, and convert --source exports their parameters'
+)
 _MAX_DEPTH = 50
 
 
@@ -112,7 +114,10 @@ def parse_file(path: str | os.PathLike, schema: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON; ValueError where it is none, or nested deeper than anything written here."""
+    """Parses JSON; ValueError where it is none, or nested deeper than anything written here.
+
+    Whatever reads JSON of a file reads it by this function.
+    """
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -143,9 +148,17 @@ def for_each_line(
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                take(parse_json(line))
+                take(_parse_line(line))
         except ValueError as error:
             problems.append(f'{label}:{number} was left out: {error}.')
+
+
+def _parse_line(line: bytes) -> Any:
+    """The value of a line of JSON Lines, whose checksum, if it has one, is checked and left out."""
+    value = parse_json(line)
+    if isinstance(value, dict) and CHECKSUM in value:
+        remove_checksum(value)
+    return value
 
 
 def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> RunDirectoryError:
@@ -173,12 +186,13 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads a metrics file, also one that is being written: an unfinished last line is left out.
 
     Raises:
-      RunDirectoryError: another line is damaged, has no integer `step`, or goes back in steps.
+      RunDirectoryError: another line is damaged, has no integer `step`, or goes back in steps; a
+        checksum is not that of its line.
     """
-    return [record for record, _ in _parse(as_path(path))]
+    return [record for record, _ in parse_metrics(as_path(path))]
 
 
-def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+def parse_metrics(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     """Returns (record, line with its newline) for every complete line."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -191,124 +205,24 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
             complete = line.endswith(b'\n') and isinstance(record, dict)
         except ValueError:
             complete = False
+        if complete and CHECKSUM in record:
+            try:
+                remove_checksum(record)
+            except ValueError as error:
+                raise RunDirectoryError(
+                    f'{path}, line {number} is damaged ({error}); {METRICS_ADVICE}'
+                ) from error
         if not complete and number == len(lines):
             break
         if not complete or type(record.get('step')) is not int:
             raise RunDirectoryError(
                 f'{path}, line {number} is not a JSON object with an integer "step"; '
-                'restore the file from a copy or use another run directory.'
+                f'{METRICS_ADVICE}'
             )
         if parsed and record['step'] < parsed[-1][0]['step']:
             raise RunDirectoryError(
                 f'{path}, line {number} goes back to step {record["step"]} from step '
-                f'{parsed[-1][0]["step"]}; restore the file from a copy or use another run '
-                'directory.'
+                f'{parsed[-1][0]["step"]}; {METRICS_ADVICE}'
             )
         parsed.append((record, line))
     return parsed
-
-
-class MetricsFile:
-    """Appends records to a JSON Lines file whose steps never go back.
-
-    In a bucket, where nothing can be appended, lines are kept in memory until `flush`.
-
-    What follows the last complete line, as a crash or a full disk leaves it, is overwritten by the
-    next record, and not before: a file that turns out to be damaged stays as it is.
-    """
-
-    def __init__(self, path: str | os.PathLike):
-        """Opens `path`, or creates it.
-
-        Raises:
-          RunDirectoryError: it cannot be read, or a line other than the last is damaged.
-        """
-        self.path = as_path(path)
-        self.last_step: int | None = None
-        """Steps done at the last record; None without records."""
-        try:
-            self._file = appended(self.path)
-        except OSError as error:
-            raise damaged(self.path, error) from error
-        self._end_with(_parse(self.path))
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line, which survives the death of this process, in a bucket after `flush`.
-
-        Args:
-          record: numbers, strings, arrays; `step` (an integer, steps done) is required.
-
-        Raises:
-          ValueError: `step` is missing, or smaller than in the line before: call `rewind` first.
-          TypeError: a value has no JSON form.
-          DiskError: the line could not be written; the file holds nothing of it.
-        """
-        line = to_jsonable(record)
-        step = line.get('step')
-        if type(step) is not int:
-            raise ValueError(f'a metrics record needs an integer "step", not {step!r}.')
-        if self.last_step is not None and step < self.last_step:
-            raise ValueError(f'{self.path} is at step {self.last_step}; step {step} would repeat.')
-        data = json.dumps(line, allow_nan=False).encode() + b'\n'
-        with disk_errors(self.path):
-            self._cut()
-            if self._file.write(data) != len(data):
-                self._cut()
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._size += len(data)
-        self.last_step = step
-
-    def flush(self) -> None:
-        """Syncs all lines to disk or bucket; call it before a checkpoint is committed."""
-        with disk_errors(self.path):
-            self._file.sync()
-
-    def rewind(self, step: int, every: int | None = None, *, evaluated: bool = True) -> None:
-        """Drops records after `step` and a final one, so that a run resumed there repeats none.
-
-        Args:
-          step: steps done in the checkpoint being resumed; 0 when starting over.
-          every: steps between records. If given, each multiple of `every` up to `step` must be in
-            the file.
-          evaluated: whether the evaluation at `step` stays, if there is one.
-
-        Raises:
-          RunDirectoryError: the file is damaged, or records are missing.
-        """
-        self.flush()
-        dropped = ('final',) if evaluated else ('final', 'eval')
-        parsed = _parse(self.path)
-        if every is not None:
-            present = {record['step'] for record, _ in parsed}
-            missing = [s for s in range(every, step + 1, every) if s not in present]
-            if missing:
-                raise RunDirectoryError(
-                    f'{self.path} has no record of {len(missing)} '
-                    f'step{"s" * (len(missing) > 1)} up to {step}, the first at {missing[0]}; '
-                    'restore the file from a copy or use another run directory'
-                )
-        # These records are the last ones, so that what stays is the beginning of the file.
-        self._end_with(
-            [
-                (record, line)
-                for record, line in parsed
-                if record['step'] < step
-                or (record['step'] == step and record.get('kind') not in dropped)
-            ]
-        )
-        self._cut()
-
-    def close(self) -> None:
-        """Flushes and closes; may be called twice."""
-        if not self._file.closed:
-            self.flush()
-            self._file.close()
-
-    def _cut(self) -> None:
-        """Drops what follows the last complete line; needs no room on the disk."""
-        if self._file.seek(0, os.SEEK_END) > self._size:
-            self._file.truncate(self._size)
-
-    def _end_with(self, lines: list[tuple[dict[str, Any], bytes]]) -> None:
-        self._size = sum(len(line) for _, line in lines)
-        self.last_step = lines[-1][0]['step'] if lines else None

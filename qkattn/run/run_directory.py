@@ -12,6 +12,7 @@ Readers need no lock: they always see whole files, except for the last line of m
 
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +28,14 @@ from qkattn.config import (
 )
 from qkattn.config.calls import imported
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError, UnknownFieldError
+from qkattn.run.appended import MetricsFile
 from qkattn.run.file_schemas import CONFIG, PROVENANCE
 from qkattn.run.files import make_directory
 from qkattn.run.locks import locked
 from qkattn.run.provenance import describe_start
-from qkattn.run.records import MetricsFile, damaged, read_json, write_json
+from qkattn.run.records import damaged, read_json, read_metrics, write_json
+
+log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -87,6 +91,8 @@ class RunDirectory:
             _record_start(directory / 'provenance.json', command, config)
             metrics = MetricsFile(directory / 'metrics.jsonl')
             stack.callback(metrics.close)
+            if (directory / 'result.json').exists():
+                _check_finished(metrics.path)
             return cls(directory, resumed, metrics, stack.pop_all(), lost)
 
     def close(self) -> None:
@@ -98,6 +104,12 @@ class RunDirectory:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _check_finished(metrics: Path) -> None:
+    last = read_metrics(metrics)[-1:]
+    if not last or last[0].get('kind') != 'final':
+        log.warning('%s lacks the last records of a finished run; restore it from a copy', metrics)
 
 
 def _acquire(stack: contextlib.ExitStack, directory: Path) -> Callable[[], bool]:

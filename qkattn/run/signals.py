@@ -16,6 +16,9 @@ EXIT_CONFIG = 2
 EXIT_REQUEUE = 75
 """Stopped on request with nothing lost: launchers run the same command again."""
 
+RESUMABLE = ('ablate', 'benchmark', 'claims', 'prepare_data', 'train')
+"""The scripts of experiments that are `leaving_at_once`; SIGTERM and Ctrl-C end the others."""
+
 WHOLE = threading.RLock()
 """Held while something is written that `leaving_at_once` must not cut."""
 
@@ -24,6 +27,7 @@ BEFORE_LEAVING: list[Callable[[], None]] = []
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAVED = 'stopped after the last step, state saved'
+_NOTHING = 'stopped with nothing to save; the same command resumes'
 _PATIENCE = 10.0  # seconds that `end` waits for WHOLE
 
 
@@ -165,6 +169,40 @@ def leaving_at_once() -> Iterator[None]:
         os.close(writing)
 
 
+def leave_while_starting(script: str) -> None:
+    """Lets signals end the process of a script, in one line, from here to its main function.
+
+    The imports between take seconds, and may swallow a KeyboardInterrupt or crash on it. Behind its
+    main function, a script that is RESUMABLE leaves in the same way.
+    """
+    if script in RESUMABLE:
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: end(EXIT_REQUEUE, _NOTHING))
+    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored by a shell
+        signal.signal(signal.SIGINT, _interrupted)
+    sys.excepthook = _without_interrupts
+
+
+def started() -> None:
+    """From here on Ctrl-C is a KeyboardInterrupt, except in a RESUMABLE script."""
+    if signal.getsignal(signal.SIGINT) is _interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupted(number: int, frame: Any) -> None:
+    _without_interrupts(KeyboardInterrupt, KeyboardInterrupt(), None)
+    # The end that a shell expects: it then ends a loop, or a script, around the command.
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _without_interrupts(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        _say('\n' * os.isatty(2) + 'interrupted\n')
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def _watch(reading: int) -> None:
     while number := os.read(reading, 1):
         if number[0] in _SIGNALS:
@@ -177,7 +215,7 @@ def _leave_unless_held() -> None:
         for stop in StopRequest._held:
             stop.requested = True  # the handler may have to wait for native code
         if not StopRequest._held:
-            end(EXIT_REQUEUE, 'stopped with nothing to save; the same command resumes')
+            end(EXIT_REQUEUE, _NOTHING)
 
 
 def end(code: int, sentence: str) -> NoReturn:

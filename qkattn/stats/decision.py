@@ -111,6 +111,9 @@ def judge(
     | equivalent | differs by less than the margin, perhaps by nothing |
     | better, worse (below margin) | differs from zero, neither of the above |
 
+    Each test has to hold with and without the seeds that lie apart (`inference.Difference`), which
+    can only withhold a word.
+
     Divergence never helps: an arm with diverged trials is worse or undecided; if trials of its
     baseline diverged, it is better or undecided.
 
@@ -128,9 +131,11 @@ def judge(
     diverged = diverged or {}
     if unknown := [arm for arm in diverged if arm not in differences]:
         raise ValueError(f'diverged names {unknown}; the arms are {list(differences)}.')
-    # Any: no field of a difference of so many pairs is None.
+    # Any: no field of a difference of so many pairs is None, where all errors are known.
     tested: dict[Arm, Any] = {
-        arm: d for arm, d in differences.items() if d is not None and d.n >= MIN_PAIRS
+        arm: d
+        for arm, d in differences.items()
+        if d is not None and d.n >= MIN_PAIRS and d.p is not None
     }
     family = max(planned, len(tested))
     margins = holm([*(d.p_margin for d in tested.values()), *[1.0] * (family - len(tested))])
@@ -144,8 +149,12 @@ def judge(
     for (arm, d), p_margin in zip(tested.items(), margins, strict=False):
         p_differs, p_same = corrected(d.p), corrected(d.p_equivalence)
         found = [p <= alpha_of_look for p in (p_differs, p_margin, p_same)]
-        error = math.hypot(d.error_seeds, d.error_evaluation)
-        detectable = detectable_difference(error, d.df, alpha_of_look / family)
+        detectable = max(
+            detectable_difference(
+                math.hypot(one.error_seeds, one.error_evaluation), one.df, alpha_of_look / family
+            )
+            for one in filter(None, (d, d.typical))
+        )
         judgements[arm] = Judgement(
             _decide(d.mean < 0, *found, *map(bool, diverged.get(arm, (0, 0)))),
             *(p_differs, p_margin, p_same),

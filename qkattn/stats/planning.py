@@ -13,7 +13,7 @@ def to_find(found: Difference, size: float, alpha: float = 1 - LEVEL) -> tuple[i
 
     n pairs have error_seeds = sd / sqrt(n), k times as many documents error_evaluation / sqrt(k);
     the errors of tuning stay. k is 1 where pairs suffice; otherwise each error gets half of the
-    variance.
+    variance. The pairs that do not lie apart (`Difference.typical`) vary less, so they suffice too.
 
     Args:
       found: of the pairs there are.

@@ -8,11 +8,20 @@ the loss of seed s at value v is modelled as a parabola in x = ln(v / best) with
 so that the effect of a seed common to all values (data order, initialization) cancels. The
 optimum is the vertex x* = -b / 2c. Losses are in nats per token, values in their own unit.
 
+A parabola that is fitted to a skewed curve misses its optimum by a bias that no residual need show.
+So how far the loss lies above the optimum is bounded over all curves of a family with skew,
+
+    L_s(v) = a_s + C g_k(x - x0),   g_k(u) = u^2 / 2 (1 + k u),   |k| <= SKEW,
+
+that the data do not contradict, where g_k goes on along its tangent beyond its inflection, so that
+it is convex. See `Sweep.excess`.
+
 A value is worse than the best if their difference cannot be the luck of the seeds. The grid grows,
 and further seeds are drawn, until there is one on both sides: see `Sweep.bracketed`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -24,6 +33,9 @@ from qkattn.stats.inference import LEVEL, ROUNDING, Estimate
 REACH = 2  # grid steps to either side of the best value that the parabola is fitted to, at least
 MIN_VALUES = 3  # a parabola has three coefficients, a bracketed value a worse one on both sides
 MIN_SEEDS = 2  # one shows no noise
+SKEW = 0.6  # the largest relative cubic part of a curve, per unit of ln(value), that a bound allows
+POINTS = 41  # optima, and skews, at which the bound of an excess is evaluated, ...
+ZOOMS = 4  # ... each time on a finer grid around those that the data do not contradict
 MAX_LOG = 100.0  # an interval wider than a factor e^100 bounds nothing
 
 
@@ -58,7 +70,7 @@ class Sweep:
     the spread between seeds. `optimum_low` and `optimum_high` are None if the data do not bound the
     optimum. Intervals are 95 % and need residual degrees of freedom, which one seed at three values
     does not leave. They account for noise and misfit only through residuals: where the loss is not
-    a parabola, the error of the vertex exceeds them.
+    a parabola, the error of the vertex exceeds them. `at_worst` bounds what that costs.
 
     `sensitivity` is the mean over the grid of (mean loss - lowest), where lowest is the smaller of
     the best observed mean and the fitted minimum, and the `num_diverged` values at which a seed
@@ -83,35 +95,95 @@ class Sweep:
     optimum_high: float | None
     sensitivity: float | None
     num_diverged: int
+    choice: str = 'vertex'
 
-    @property
+    @functools.cached_property
     def chosen(self) -> float:
-        """The value to train at: the optimum if it lies between the neighbours of best, else best.
+        """The value to train at, between the neighbours of best, rounded to three digits.
 
-        The optimum is rounded to three significant digits.
+        By `choice` it is the optimum of the parabola ('vertex'), or the value whose excess over the
+        optimum has the least bound ('minimax'). `best` where there is none between its neighbours.
         """
         i = self.values.index(self.best)
         if self.optimum is None or i in (0, len(self.values) - 1):
             return self.best
-        rounded = float(f'{self.optimum:.3g}')
-        return rounded if self.values[i - 1] < rounded < self.values[i + 1] else self.best
+        below, above = self.values[i - 1], self.values[i + 1]
+        value = self.optimum
+        if self.choice == 'minimax' and self._curves is not None:
+            ends = max(below, self.fitted[0]), min(above, self.fitted[-1])
+            value = min(np.geomspace(*ends, 2 * POINTS)[1:-1].tolist(), key=self.excess)
+        rounded = float(f'{value:.3g}')
+        return rounded if below < rounded < above else self.best
 
-    @property
+    @functools.cached_property
     def at_worst(self) -> float | None:
-        """Nats by which the loss at `chosen` exceeds that of the optimum, at most.
+        """The bound of `excess` at `chosen`; None where nothing bounds the optimum."""
+        return None if self._curves is None else self.excess(self.chosen)
 
-        The parabola's rise between `chosen` and the farther end of the optimum's 95 % interval, to
-        second order; None without an interval: then nothing bounds the excess.
+    def excess(self, value: float) -> float:
+        """Nats by which the loss at `value` exceeds that of the optimum, at most, at 95 %.
+
+        The largest of all curves C g_k(x - x0) with an optimum x0 among the fitted values, whose
+        residual sum of squares exceeds the least of any of them by t^2 times the variance at most.
+        For parabolas alone these are the optima of Fieller's interval. The variance is that of the
+        residuals, or that between the slopes of the seeds if it is larger: where the optima of
+        seeds differ, the losses of a seed err together.
+
+        Raises ValueError if the data do not bound the optimum (`at_worst` is None).
         """
+        if self._curves is None:
+            raise ValueError('the sweep does not bound its optimum')
+        scale_C, optimum_C, skew_C = self._curves
+        return float(np.max(scale_C * _curve(math.log(value / self.best) - optimum_C, skew_C)))
+
+    @functools.cached_property
+    def _curves(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """The largest scale, the optimum ln(value / best) and the skew of each possible curve."""
         if not (self.curvature and self.optimum_low and self.optimum_high):
             return None
-        farther = max(self.chosen / self.optimum_low, self.optimum_high / self.chosen)
-        if farther - 1 <= ROUNDING:
-            return 0.0
-        return self.curvature / 2 * math.log(farther) ** 2
+        x_V = np.log(np.array(self.fitted) / self.best)
+        losses_VS = np.array([self.losses[self.values.index(v)] for v in self.fitted])
+        losses_VS -= losses_VS.mean(axis=0)
+        V, S = losses_VS.shape
+        if (df := V * S - S - min(V - 1, MIN_VALUES)) < 1:
+            return None
+        means_V = losses_VS.mean(axis=1)
+        scatter = float(np.sum((losses_VS - means_V[:, None]) ** 2))
+        x_V_centred = x_V - x_V.mean()
+        slopes_S = x_V_centred @ losses_VS / (x_V_centred @ x_V_centred) ** 0.5
+        between = float(np.var(slopes_S, ddof=1)) if S > 1 else 0.0
+        t = float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2))
+        optimum_C, skew_C = (np.empty(0),) * 2
+        ends = [(x_V[0], x_V[-1]), (-SKEW, SKEW)]
+        for _ in range(ZOOMS):
+            axes = [np.linspace(*end, POINTS) for end in ends]
+            optimum_C, skew_C = (of.ravel() for of in np.meshgrid(*axes))
+            curve_CV = _curve(x_V - optimum_C[:, None], skew_C[:, None])
+            curve_CV -= curve_CV.mean(axis=1, keepdims=True)
+            squares_C = np.sum(curve_CV**2, axis=1)
+            scale_C = np.maximum(np.sum(curve_CV * means_V, axis=1) / squares_C, 0)
+            misfit_C = S * np.sum((means_V - scale_C[:, None] * curve_CV) ** 2, axis=1)
+            variance = max((scatter + misfit_C.min()) / df, between)
+            spare_C = misfit_C.min() + t**2 * variance - misfit_C
+            possible_C = spare_C >= 0
+            scale_C = scale_C + np.sqrt(np.maximum(spare_C, 0) / (S * squares_C))
+            ends = [
+                (max(low, of_C[possible_C].min() - step), min(high, of_C[possible_C].max() + step))
+                for of_C, (low, high), step in zip(
+                    (optimum_C, skew_C), ends, [axis[1] - axis[0] for axis in axes], strict=True
+                )
+            ]
+        return scale_C[possible_C], optimum_C[possible_C], skew_C[possible_C]
 
 
-def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
+def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
+    """u^2 / 2 (1 + skew u), along its tangent beyond the inflection at u = -1 / (3 skew)."""
+    # The second derivative is 1 + 3 skew u. Where it is zero, the slope is u / 2.
+    turn = np.where(1 + 3 * skew * u >= 0, u, -1 / np.where(skew, 3 * skew, np.inf))
+    return turn**2 / 2 * (1 + skew * turn) + turn / 2 * (u - turn)
+
+
+def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'vertex') -> Sweep:
     """Fits `losses`: value -> seed -> loss, where None or a non-finite loss means diverged.
 
     The parabola is fitted to `Sweep.fitted` by least squares. The optimum's interval is Fieller's
@@ -166,6 +238,7 @@ def fit(losses: Mapping[float, Mapping[int, float | None]]) -> Sweep:
         **vars(parabola),
         sensitivity=_sensitivity(means, lowest),
         num_diverged=sum(math.isinf(m) for m in means),
+        choice=choice,
     )
 
 

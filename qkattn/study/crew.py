@@ -22,7 +22,7 @@ from qkattn.run.children import Child
 from qkattn.run.crew_display import CrewDisplay
 from qkattn.run.files import check_directory, make_directory
 from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
-from qkattn.study import room, ways, worker
+from qkattn.study import declaration, room, ways, worker
 from qkattn.study.arms import Arm
 from qkattn.study.plan import PlannedRun
 from qkattn.study.tally import Tally
@@ -61,6 +61,7 @@ def run(
       ProcessError: runs are left, because workers crashed.
     """
     path, (largest, _) = check_directory(workdir), room.of_machine(study)
+    declaration.require_no_run(path)
     found = ways.recorded(path) if wanted is None else None
     wanted = wanted if found is None else found['processes']
     if largest == 1 or wanted == 1:

@@ -38,6 +38,15 @@ DERIVED = ('seeds', 'base_hash')
 KEY = (*Place._fields, 'stage', 'knob')
 
 
+def require_no_run(path: Path) -> None:
+    """Raises ConfigError where a study is to begin in the directory of a run."""
+    if (path / 'config.json').exists():
+        raise ConfigError(
+            f'workdir={path} holds a run, not a study; give a study its own directory, or go on '
+            'with the run by train'
+        )
+
+
 def declare(
     path: Path,
     study: Study,

@@ -30,7 +30,7 @@ Measured = Mapping[Settings, Mapping[int, float | None]]
 
 
 class Limits(Protocol):
-    """Of the tuning of an arm: its first seeds, most values of a knob, most seeds."""
+    """Of the tuning of an arm: first seeds, most values of a knob, most seeds, what is chosen."""
 
     @property
     def seeds(self) -> tuple[int, ...]: ...
@@ -38,6 +38,8 @@ class Limits(Protocol):
     def max_points(self) -> int: ...
     @property
     def max_seeds(self) -> int: ...
+    @property
+    def choice(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ def tune(grids: Mapping[str, tuple[float, ...]], limits: Limits, measured: Measu
             if open_seeds := next(filter(None, missing.values()), ()):
                 together = tuple(v for v in values if missing[v] == open_seeds)
                 return Tuning(sweeps, settings, knob, together, open_seeds)
-            found = sweeps[knob] = sweep.fit(losses)
+            found = sweeps[knob] = sweep.fit(losses, limits.choice)
             further = sweep.next_values(found, grids[knob][1] / grids[knob][0], limits.max_points)
             if further:
                 values += further

@@ -122,6 +122,7 @@ class _Worker:
         """Of the run that `lease_next` has returned."""
         self._refused: set[str] = set()
         self._held: dict[str, str] = {}
+        declaration.require_no_run(path)
         with waiting(study.name, 'matching parameters'):
             self._arms = build_arms(study) if arms is None else arms
         # Before the directory is created, so that a refused study leaves nothing behind.

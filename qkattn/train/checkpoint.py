@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,13 @@ from qkattn import __version__
 from qkattn.distributed import agreement
 from qkattn.errors import CheckpointError
 from qkattn.run import buckets
-from qkattn.run.files import disk_errors, remove_tree, require_room
+from qkattn.run.files import (
+    disk_errors,
+    drop_echoes,
+    remove_tree,
+    require_room,
+    require_same_directory,
+)
 from qkattn.run.json_schema import check
 from qkattn.run.records import parse_file, parse_json, remove_checksum, with_checksum
 from qkattn.train import checksums
@@ -60,6 +67,9 @@ class Checkpoints:
         self.directory = directory
         self.stall_seconds = 0.0
         self._read_only = read_only
+        self._emptying = threading.Thread()
+        if not read_only:
+            drop_echoes()
         newest = preservation_policy.LatestN(2)
         best = preservation_policy.BestN(get_metric_fn=_rank, reverse=True, n=1)
         options = ocp.CheckpointManagerOptions(
@@ -76,6 +86,8 @@ class Checkpoints:
         self._on_owner(self._tidy)
         with disk_errors(directory):
             self._manager = ocp.CheckpointManager(directory, options=options)
+            watched = agreement.owner() and not read_only and not buckets.is_url(directory)
+            self._status = directory.stat() if watched else None
 
     def steps(self) -> list[int]:
         """The steps that are complete, oldest first."""
@@ -93,12 +105,13 @@ class Checkpoints:
         """
         if step in self.steps():
             return
+        about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}
+        self.wait()
         # Found out before, since orbax logs a traceback for every leaf that it cannot write, and
         # does not end soon where it cannot make a directory.
         size = OVERHEAD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._on_owner(lambda: require_room(self.directory, size))
-        about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}
-        with self._waiting(), disk_errors(self.directory):
+        with self._waiting(), self._on_disk():
             # The sums are computed while the state is copied.
             sums = checksums.sums(state)
             self._manager.save(
@@ -111,6 +124,21 @@ class Checkpoints:
                     'val_loss': val_loss if _rank({'val_loss': val_loss}) < math.inf else None
                 },
             )
+        if agreement.owner():
+            self._emptying = threading.Thread(target=self._empty_when_saved, daemon=True)
+            self._emptying.start()
+
+    def _empty_when_saved(self) -> None:
+        """Deletes what a save has superseded, once it is complete, while training goes on."""
+        with contextlib.suppress(Exception):  # of the save, which `wait` raises
+            self._manager.wait_until_finished()
+            self._empty_trash()
+
+    def _empty_trash(self) -> None:
+        """Deletes the steps in the trash, which itself stays: orbax may be moving one there."""
+        if not buckets.is_url(self.directory):
+            for step in (self.directory / TRASH).glob('*'):
+                remove_tree(step)
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
         """The newest sound checkpoint as (state, record), placed like `target`; None if none.
@@ -206,9 +234,11 @@ class Checkpoints:
         """Deletes the (damaged) steps beyond `step`, which training will write again."""
         for later in self._on_owner(lambda: [s for s in self.steps() if s > step]):
             self._manager.delete(later)
-        self._on_owner(self._remove_set_aside)
+        self._on_owner(self._remove_discarded)
 
-    def _remove_set_aside(self) -> None:
+    def _remove_discarded(self) -> None:
+        """Also of the trash, where a step has to be free when it is superseded a second time."""
+        self._empty_trash()
         for path in self._set_aside():
             remove_tree(path)
 
@@ -243,9 +273,15 @@ class Checkpoints:
                 path.rename(path.with_name(path.name + SET_ASIDE))
 
     def wait(self) -> None:
-        """Waits for the last save; DiskError if it could not be written."""
-        with self._waiting(), disk_errors(self.directory):
+        """Waits for the last save and for what it supersedes to be deleted.
+
+        Raises:
+          DiskError: the save could not be written.
+        """
+        with self._waiting(), self._on_disk():
             self._manager.wait_until_finished()
+            if self._emptying.ident is not None:
+                self._emptying.join()
 
     def close(self) -> None:
         """Waits for the last save; a save that could not be finished is removed.
@@ -256,11 +292,22 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            with disk_errors(self.directory):
+            with self._on_disk():
                 self._manager.close()
             if agreement.owner() and not self._read_only:
                 for left in (self.directory / TRASH, *self.directory.glob(UNFINISHED)):
                     remove_tree(left)
+
+    @contextlib.contextmanager
+    def _on_disk(self) -> Iterator[None]:
+        """A block of orbax, which raises errors of any kind where its directory is gone."""
+        with disk_errors(self.directory):
+            try:
+                yield
+            except Exception:
+                if self._status is not None:
+                    require_same_directory(self.directory, self._status)
+                raise
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,13 +83,22 @@ def _lines(run: Description) -> Iterator[str]:
         yield from _wrapped(FAKE)
 
 
+def check_log(path: str | Path) -> None:
+    """ConfigError if `log` cannot append to a path; a device may have no end to read up to."""
+    path = Path(path)
+    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
+        raise ConfigError(
+            f'--dry_run_log={path} must be a CSV file, or a name for one in a directory that exists'
+        )
+
+
 def log(run: Description, path: str | Path) -> None:
     """Appends the description to a CSV file, sizes in GB (1e9 bytes) and times in ms.
 
     The first column names the row by pod, mesh and stack.
 
     Raises:
-      ConfigError: a file of other columns.
+      ConfigError: a file of other columns, or one that cannot be written.
     """
     row: dict[str, Any] = {
         'run': f'{run.name} {_mesh(run)} {run.trials} x {run.parameters}',
@@ -105,15 +115,19 @@ def log(run: Description, path: str | Path) -> None:
     }
     for one in run.collectives:
         row[f'{one.kind}_gb'] += one.size / 1e9
-    path = Path(path)
-    header = ','.join(row)
-    if path.exists() and path.read_text().splitlines()[:1] != [header]:
-        raise ConfigError(f'--dry_run_log={path} is another table; give another file')
-    with path.open('a', newline='') as file:
-        writer = csv.DictWriter(file, row, lineterminator='\n')
-        if not file.tell():
-            writer.writeheader()
-        writer.writerow({k: f'{v:.6g}' if isinstance(v, float) else v for k, v in row.items()})
+    check_log(path)
+    header = ','.join(row) + '\n'
+    try:
+        with open(path, 'a+', newline='', errors='replace') as file:
+            file.seek(0)
+            if file.readline(len(header)) not in ('', header):
+                raise ConfigError(f'--dry_run_log={path} is another table; give another file')
+            writer = csv.DictWriter(file, row, lineterminator='\n')
+            if not file.seek(0, os.SEEK_END):
+                writer.writeheader()
+            writer.writerow({k: f'{v:.6g}' if isinstance(v, float) else v for k, v in row.items()})
+    except OSError as error:
+        raise ConfigError(f'--dry_run_log={path} cannot be written: {error.strerror}') from error
 
 
 def _mesh(run: Description) -> str:

@@ -2,14 +2,14 @@
 
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-LIFTINGS = ('map', 'vmap')
+LIFTINGS = {'map': 'one after another', 'vmap': 'side by side'}
 
 
 def lift(one: Callable, lifting: str, mesh: Mesh) -> Callable:
@@ -54,3 +54,10 @@ def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+def measured_text(seconds: Mapping[str, float]) -> str:
+    """The measured seconds per step by lifting, the fastest first, in a sentence."""
+    kinds = sorted(seconds, key=lambda kind: seconds[kind])
+    parts = [f'{LIFTINGS[kind]} ({kind}): {seconds[kind]:.3g} s per step' for kind in kinds]
+    return f'trials are trained {"; ".join(parts)}'

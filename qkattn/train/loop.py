@@ -37,6 +37,7 @@ from qkattn.train.program import Program
 from qkattn.train.start import (
     Divergences,
     build_program,
+    pauses,
     require_same_settings,
     require_shared,
     restore,
@@ -167,10 +168,8 @@ class _Run:
         """Trains from the newest checkpoint to the last step."""
         config, program, train = self.config, self.program, self.config.train
         with self.progress.phase('initializing'):
-            state, step, clock, diverged, evaluated = restore(program, self.checkpoints, self.rows)
-        agreement.on_owner(
-            lambda: self.directory.metrics.rewind(step, train.log_every, evaluated=evaluated)
-        )
+            state, step, clock, diverged, kept = restore(program, self.checkpoints, self.rows)
+        agreement.on_owner(lambda: self.directory.metrics.rewind(step, train.log_every, **kept))
         self.sinks.open(step)
         tokens_per_step = _tokens_per_step(config)
         trials, share = config.trials.trials(), local_share(config, program.mesh)
@@ -187,9 +186,9 @@ class _Run:
         self.trace.begin(config, step, self.progress)
         with batches, contextlib.closing(clock), contextlib.closing(self.trace):
             self.stop.hold()
-            if not evaluated and (val_loss := self._evaluate(state, step)) is None:
+            if not kept['evaluated'] and (val_loss := self._evaluate(state, step)) is None:
                 raise Stopped(self._stopped(step))
-            self.progress.begin(step)
+            self.progress.begin(step, **pauses(train, step, self.rows.splits))
             since = step
             clock.start()
             for batch in clock.inputs(place_batch(config, program.mesh, b) for b in batches):
@@ -202,7 +201,6 @@ class _Run:
                 step += train.steps_per_dispatch
                 lost = self.lost()
                 stopping = self._due(also=lost)
-                self.progress.update(step, metrics['loss'][-1])
                 unwritten = step, metrics
                 evaluating = step % train.eval_every == 0
                 saving = stopping or step % train.checkpoint_every == 0 or step == train.num_steps
@@ -218,15 +216,16 @@ class _Run:
                     val_loss = self._evaluate(state, step)
                     stopping = val_loss is None
                 if saving or stopping:
-                    # Metrics reach the disk before the checkpoint: a resumed file has no gap.
-                    self.directory.metrics.flush()
                     record = {
+                        # On the disk before the checkpoint: a resumed file has no gap.
+                        'metrics': agreement.on_owner(self.directory.metrics.flush),
                         'data': self.rows.identity(),
                         **clock.seconds,
                         'diverged_at': diverged.record(),
                         'evaluated': not (evaluating and stopping),
                     }
-                    self.checkpoints.save(step, state, record, val_loss)
+                    with self.progress.phase('saving'):
+                        self.checkpoints.save(step, state, record, val_loss)
                 if stopping:
                     raise Stopped(self._stopped(step))
                 since = step
@@ -241,12 +240,14 @@ class _Run:
             raise Lost(f'{self.path} was taken over before its results were written')
         for result in trial_results:
             result['checkpoint_seconds'] = self.checkpoints.stall_seconds
+        self.directory.metrics.check()
         write_json(self.path / 'documents.json', documents, indent=None)
         final = results.final_record(trial_results)
         self.directory.metrics.append(final)
         self.directory.metrics.flush()
         write_json(self.path / 'result.json', trial_results)
         self.sinks.write(final)
+        results.warn_of_diverged(self.path, trial_results)
         return trial_results
 
     def _due(self, also: bool = False) -> bool:
@@ -258,10 +259,7 @@ class _Run:
 
     def _evaluate(self, state: dict, step: int) -> float | None:
         """Records an evaluation; its mean loss, None if a stop request came before its end."""
-        with self.progress.phase('evaluating'):
-            evaluation = evaluate(
-                self.config, self.program, self.rows, state, 'validation', stop=self._due
-            )
+        evaluation = self._evaluation(state, 'validation', stop=self._due)
         if evaluation is None:
             return None
         self.validated.clear()
@@ -270,22 +268,25 @@ class _Run:
         self.progress.evaluated(step, evaluation.values['loss'])
         return float(np.mean(evaluation.values['loss']))
 
+    def _evaluation(self, state: dict, split: str, **stop: Callable[[], bool]) -> Evaluation | None:
+        with self.progress.phase('evaluating'):
+            return evaluate(self.config, self.program, self.rows, state, split, **stop)
+
     def _write(
-        self,
-        unwritten: tuple[int, dict[str, jax.Array]] | None,
-        diverged: Divergences,
-        clock: Clock,
+        self, unwritten: tuple[int, dict] | None, diverged: Divergences, clock: Clock
     ) -> None:
-        """Writes the metrics of a dispatch where they are logged: means over its steps by trial."""
+        """Shows and logs the metrics of a dispatch: means over its steps by trial."""
         if unwritten is None:
             return
         step, metrics = unwritten
         jax.block_until_ready(metrics)
         with clock.part('logging_seconds'):
-            diverged.add(step, np.asarray(metrics['loss']))
+            loss_CX = np.asarray(metrics['loss'], np.float64)
+            diverged.add(step, loss_CX)
             if step % self.config.train.log_every == 0:
                 means = {n: np.asarray(v_CX, np.float64).mean(0) for n, v_CX in metrics.items()}
                 self._record({'kind': 'train', 'step': step, **means})
+        self.progress.update(step, loss_CX.mean(0))
 
     def _record(self, record: dict[str, Any]) -> None:
         self.directory.metrics.append(record)
@@ -294,13 +295,11 @@ class _Run:
     def _results(self, state: dict, clock: Clock, diverged: Divergences) -> _Outcome:
         self.checkpoints.wait()
         self.stop.release()
-        with self.progress.phase('evaluating'):
-            done = self.validated.get(self.config.train.num_steps)
-            evaluations = {
-                split: (split == 'validation' and done)
-                or evaluate(self.config, self.program, self.rows, state, split)
-                for split in self.rows.splits[1:]
-            }
+        done = self.validated.get(self.config.train.num_steps)
+        evaluations = {
+            split: (split == 'validation' and done) or self._evaluation(state, split)
+            for split in self.rows.splits[1:]
+        }
         if agreement.any_process(self.lost()):
             raise Lost(f'{self.path} was taken over after its last step')
         costs = {

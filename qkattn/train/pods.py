@@ -1,5 +1,6 @@
 """Chips, pods of them and the names that users know, with what their makers publish."""
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -122,6 +123,7 @@ FAMILIES = {
 }
 _SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _BELOW_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_SIZE = r'\d+(?:x\d+)*'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +175,7 @@ def pod_of(name: str) -> Pod:
     Raises:
       ConfigError: an unknown name, or a size that does not exist.
     """
-    found = re.fullmatch(r'([a-z0-9]+)-(\d+(?:x\d+)*)', name.lower())
+    found = re.fullmatch(f'([a-z0-9]+)-({_SIZE})', name.lower())
     if not found or found[1] not in FAMILIES:
         raise ConfigError(_unknown(name))
     family, sizes = FAMILIES[found[1]], tuple(map(int, found[2].split('x')))
@@ -199,7 +201,7 @@ def chip_of(device_kind: str) -> Chip | None:
 def _shape(count: int, family: Family) -> tuple[int, ...] | None:
     """The usual shape of a slice whose name counts `count`."""
     chips, rest = divmod(count, family.cores)
-    if rest:
+    if rest or chips > family.most:
         return None
     small = _SQUARES if family.sides == 2 else _BELOW_A_CUBE
     for shape in small:
@@ -227,7 +229,7 @@ def _exists(shape: tuple[int, ...], family: Family) -> bool:
 def _unknown(name: str) -> str:
     start, _, size = name.lower().partition('-')
     near = difflib.get_close_matches(start, FAMILIES, n=1, cutoff=0.5)
-    meant = f'; did you mean {near[0]}-{size or "64"}?' if near else ''
+    meant = f'; did you mean {_sized(near[0], size)}?' if near else ''
     tpus, gpus = (
         ', '.join(n for n, f in FAMILIES.items() if bool(f.sides) == is_tpu)
         for is_tpu in (True, False)
@@ -236,6 +238,14 @@ def _unknown(name: str) -> str:
         f'topology {name!r} is unknown{meant} Names are {tpus} with a number or a shape, as in '
         f'v5p-64 and v5p-2x4x4, and {gpus} with hosts x GPUs, as in a3-16x8'
     ).replace('unknown Names', 'unknown; names')
+
+
+def _sized(start: str, size: str) -> str:
+    """A pod of a family that exists, of this size if possible."""
+    for one in filter(re.compile(_SIZE).fullmatch, (size, '64')):
+        with contextlib.suppress(ConfigError):
+            return pod_of(f'{start}-{one}').name
+    return f'{start}-16x8'
 
 
 def _no_such_slice(name: str, start: str, family: Family, sizes: tuple[int, ...]) -> str:

@@ -20,7 +20,7 @@ from qkattn.run.memory import keep_freed_memory
 from qkattn.train import attention_metrics, sharding
 from qkattn.train.compiling import without_cache
 from qkattn.train.evaluation import eval_step
-from qkattn.train.lifting import LIFTINGS, seconds_per_dispatch
+from qkattn.train.lifting import LIFTINGS, measured_text, seconds_per_dispatch
 from qkattn.train.placement import constant_batch, leading_shape, require_memory
 from qkattn.train.step import init_stack, train_steps
 
@@ -137,7 +137,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
 
     kinds: tuple[str, ...] = (lifting or config.train.lifting,)
     if kinds == ('auto',):
-        kinds = LIFTINGS if len(trials) > 1 else ('vmap',)
+        kinds = tuple(LIFTINGS) if len(trials) > 1 else ('vmap',)
     programs = {kind: compiled(kind) for kind in kinds}
     measured: dict[str, float] = {}
     if len(kinds) > 1:
@@ -146,7 +146,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
             seconds = seconds_per_dispatch(run, lambda: (init(hyper['seed']), hyper, scratch))
             measured[kind] = seconds / config.train.steps_per_dispatch
         measured = agreement.on_owner(lambda: measured)
-        log.info('seconds per step by lifting: %s', measured)
+        log.info('%s', measured_text(measured))
     chosen = min(measured, key=lambda kind: measured[kind]) if measured else kinds[0]
     steps, compile_seconds = programs[chosen]
 

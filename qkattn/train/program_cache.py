@@ -13,6 +13,9 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from qkattn.errors import ConfigError
+from qkattn.run.files import expanded
+
 LIMIT = 4 * 2**30
 """Bytes in the user's cache beyond which programs are deleted, least recently used first."""
 
@@ -31,8 +34,10 @@ def directory() -> Path:
 
     Not of QKATTN_DATA, which users may share: programs are machine code that is executed.
     """
-    named, cache = os.environ.get(_NAMED), os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-    path = Path(named or f'{cache}/qkattn/compiled').expanduser().absolute()
+    named, cache = os.environ.get(_NAMED), os.environ.get('XDG_CACHE_HOME', '')
+    if not os.path.isabs(cache):  # a directory that the standard tells to ignore
+        cache = '~/.cache'
+    path = expanded(named or f'{cache}/qkattn/compiled').absolute()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     return path / f'{os.environ.get("NPROC") or cores}-cores'
 
@@ -41,7 +46,7 @@ def keep_programs() -> None:
     """Keeps what this process compiles from now on, and loads what another one has kept.
 
     With JAX_ENABLE_COMPILATION_CACHE=false it compiles everything. A directory that cannot be
-    written is a warning, and nothing is kept.
+    written, or into which others may write, is a warning, and nothing is kept.
     """
     for name, value in _SETTINGS.items():
         if name.upper() not in os.environ:
@@ -51,11 +56,14 @@ def keep_programs() -> None:
     try:
         path = directory()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(f'{path} is not a directory of this user alone, of mode 700')
         with tempfile.TemporaryFile(dir=path):
             pass
         if not os.environ.get(_NAMED):
             _delete_oldest(path.parent)
-    except (OSError, RuntimeError) as error:  # a user may have no home directory
+    except (OSError, ConfigError) as error:  # a user may have no home directory
         log.warning('compiled programs are not kept (%s); %s names a directory', error, _NAMED)
         jax.config.update('jax_enable_compilation_cache', False)
     else:

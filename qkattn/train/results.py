@@ -1,7 +1,9 @@
 """What a run leaves for reports: an object per trial, per evaluation, and per document."""
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +24,10 @@ from qkattn.train.measurements import (
 )
 from qkattn.train.placement import fetch
 from qkattn.train.program import Program
+
+log = logging.getLogger(__name__)
+
+MAX_NAMED = 4  # diverged trials in a warning; the others are counted
 
 
 def of_trials(
@@ -124,6 +130,25 @@ def final_record(trial_results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         'test_tokens': first['test_tokens'],
         **{name: [result.get(name) for result in trial_results] for name in present},
     }
+
+
+def warn_of_diverged(directory: Path, trial_results: Sequence[Mapping[str, Any]]) -> None:
+    """Logs how many trials diverged, if any, at which seeds, learning rates and steps."""
+    lost = [result for result in trial_results if result['status'] == DIVERGED]
+    if not lost:
+        return
+    number = len(trial_results)
+    named = [
+        f'seed {of["trial"]["seed"]} at learning rate {of["trial"]["learning_rate"]:g}'
+        + ('' if of['diverged_at'] is None else f' at step {of["diverged_at"]:,}')
+        for of in lost[:MAX_NAMED]
+    ]
+    named += [f'{len(lost) - MAX_NAMED} more'] * (len(lost) > MAX_NAMED)
+    who, advice = f'{len(lost)} of {number} trials diverged', ''
+    if len(lost) == number:
+        who = 'the only trial' if number == 1 else f'all {number} trials'
+        who, advice = f'{who} diverged, the run has no losses', '; lower trials.learning_rates'
+    log.warning('%s: %s: %s%s', directory, who, ', '.join(named), advice)
 
 
 def of_evaluation(step: int, reached: Evaluation) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qkattn.config import Config, Study, differences, to_json
+from qkattn.config import Config, Study, TrainConfig, differences, to_json
 from qkattn.data.tasks.rows import Rows
 from qkattn.distributed import agreement
 from qkattn.errors import CheckpointError, ConfigError
@@ -99,12 +99,12 @@ def build_program(config: Config, directory: Path) -> Program:
 
 def restore(
     program: Program, checkpoints: Checkpoints, rows: Rows
-) -> tuple[dict, int, Clock, Divergences, bool]:
+) -> tuple[dict, int, Clock, Divergences, dict[str, Any]]:
     """What the newest sound checkpoint, or a run that begins, goes on from.
 
     Returns:
-      state, step, time, divergences, and whether the evaluation of this step, if it has one, is
-      done.
+      state, step, time, divergences, and what of metrics.jsonl belongs to it, as `evaluated` and
+      `written` of `MetricsFile.rewind`.
 
     Raises:
       CheckpointError: every checkpoint is damaged, or they belong to other data.
@@ -113,20 +113,31 @@ def restore(
     if restored is None:
         state = program.init()
         checkpoints.prepare(state)
-        return state, 0, Clock({}), Divergences(fetch(state['trials']['alive'])), True
+        diverged = Divergences(fetch(state['trials']['alive']))
+        return state, 0, Clock({}), diverged, {'evaluated': True}
     state, record = restored
-    if record['data'] != rows.identity():
+    if changes := differences(record['data'], rows.identity()):
         raise CheckpointError(
-            f'{checkpoints.directory.parent} was trained on {record["data"]}, but the dataset is '
-            f'{rows.identity()}; use the interpreter and the data of its first start, or another '
-            'workdir'
+            f'{checkpoints.directory.parent} was trained on other data than the present dataset '
+            f'({", ".join(changes)}); use the interpreter and the data of its first start, or '
+            'another workdir'
         )
     step = int(state['step'])
     checkpoints.discard_after(step)
     log.info('resuming at step %s', f'{step:,}')
     # Checkpoints of earlier versions lack some fields.
     diverged = Divergences(fetch(state['trials']['alive']), record.get('diverged_at'))
-    return state, step, Clock(record), diverged, record.get('evaluated', True)
+    kept = {'evaluated': record.get('evaluated', True), 'written': record.get('metrics')}
+    return state, step, Clock(record), diverged, kept
+
+
+def pauses(train: TrainConfig, step: int, splits: Sequence[str]) -> dict[str, int]:
+    """How many evaluations and checkpoints follow `step`: each split but 'train' ends with one."""
+    each = {'evaluating': train.eval_every, 'saving': train.checkpoint_every}
+    count = {name: train.num_steps // every - step // every for name, every in each.items()}
+    count['evaluating'] += len(splits) - 1 - (train.num_steps % train.eval_every == 0)
+    count['saving'] += train.num_steps % train.checkpoint_every != 0
+    return count
 
 
 def software_of(directory: Path) -> dict[str, Any]:

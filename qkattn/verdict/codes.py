@@ -30,6 +30,11 @@ class RemarkCode(enum.Enum):
     NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(20, 23)
     # Of an arm: the splits that it is measured on, and when it was declared.
     NO_TEST, FEW_DOCUMENTS, POST_HOC = range(23, 26)
+    # Of an arm, or of the study where the run is no longer planned: what a look has seen.
+    ALTERED = 26
+    # Of a baseline, or of the study: whether its models are trained enough to compare.
+    NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(27, 30)
+    LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(30, 33)
 
 
 class ReasonCode(enum.Enum):
@@ -41,6 +46,8 @@ class ReasonCode(enum.Enum):
     DIFFERENT_WITHIN_MARGIN, DIFFERENT_BUT_DIVERGED, SPLITS_DISAGREE = range(7, 10)
     # Missing results.
     NO_VERDICT_TRIALS, NO_BASELINE_TRIALS, BASELINE_BLOCKED, NO_DOCUMENTS = range(10, 14)
+    # The tests without the seeds that lie apart, which have to agree.
+    SEEDS_APART = 14
 
 
 class NotScaled(enum.Enum):

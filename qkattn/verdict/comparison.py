@@ -9,6 +9,7 @@ import numpy as np
 from qkattn.stats import inference
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison
+from qkattn.verdict.load import Study
 
 # An arm and the one that it is compared with.
 Pair = tuple[Arm, Arm]
@@ -17,13 +18,16 @@ _SPLITS = (TEST, VALIDATION)
 
 
 def compare(
-    pairs: Sequence[Pair], margin: float, resamples: int | None = inference.RESAMPLES
+    pairs: Sequence[Pair], study: Study, resamples: int | None = inference.RESAMPLES
 ) -> Comparison | None:
     """Compares the chosen trials of the pairs; None if an arm has none, or no seed is shared.
 
     A single pair that shares no seed is compared unpaired. The interval includes the error over
     documents, taken as independent between corpora, and the error of tuning: the arm may be better
     than measured by what its own settings may be off, and worse by what the other's may be.
+
+    Where a study has losses by document, and these arms have none over the same documents, the
+    error over documents is not known: then there is no interval and no test.
     """
     if not pairs or not all(arm.chosen and other.chosen for arm, other in pairs):
         return None
@@ -32,7 +36,7 @@ def compare(
     seeds = sorted(set.intersection(*(set(own) for both in losses[split] for own in both)))
     if not seeds and len(pairs) > 1:
         return None
-    error, df, number = _evaluation_error(pairs, seeds, split)
+    error, df, number = _evaluation_error(pairs, seeds, split, study.has_documents)
     errors: dict[str, Any] = {
         'evaluation_error': error,
         'evaluation_df': df,
@@ -42,13 +46,13 @@ def compare(
     if seeds:
         arm_S, other_S = (_means(losses[split], side, seeds) for side in (0, 1))
         differences = dict(zip(seeds, (arm_S - other_S).tolist(), strict=True))
-        difference = inference.paired(list(differences.values()), margin, **errors)
+        difference = inference.paired(list(differences.values()), study.margin, **errors)
         validation = [_means(losses[VALIDATION], side, seeds) for side in (0, 1)]
         correlation = _correlation(arm_S, other_S)
     else:
         differences, correlation = {}, None
         group, other = (list(own.values()) for own in losses[split][0])
-        difference = inference.welch(group, other, margin, **errors)
+        difference = inference.welch(group, other, study.margin, **errors)
         validation = [np.array(list(own.values())) for own in losses[VALIDATION][0]]
     confirmed = float(validation[0].mean() - validation[1].mean())
     return Comparison(split, differences, difference, confirmed, correlation, number)
@@ -72,18 +76,18 @@ def _tuning_error(arms: Sequence[Arm]) -> float:
 
 
 def _evaluation_error(
-    pairs: Sequence[Pair], seeds: Sequence[int], split: str
-) -> tuple[float, float | None, int | None]:
+    pairs: Sequence[Pair], seeds: Sequence[int], split: str, expected: bool
+) -> tuple[float | None, float | None, int | None]:
     """Standard error over documents, its degrees of freedom (Satterthwaite), number of documents.
 
-    Without losses by document, of one document only, or if those of the two arms are of other
-    targets, 0, None and None.
+    Of one document only, 0, None and None. Without losses by document, or if those of the two arms
+    are of other targets, the error is None where losses by document are expected, else 0.
     """
     variances, dfs, number = [], [], 0
     for arm, other in pairs:
         both = [arm.documents(split, seeds), other.documents(split, seeds)]
         if not all(both) or not all(of.alike(both[0][0]) for side in both for of in side):
-            return 0.0, None, None
+            return None if expected else 0.0, None, None
         if len(both[0][0].names) < 2:
             return 0.0, None, None
         arm_SC, other_SC = (np.array([of.nats_C for of in side]) for side in both)

@@ -7,7 +7,8 @@ from typing import Any
 from qkattn.errors import ReportError
 from qkattn.metrics import METRICS
 from qkattn.study.place import Place
-from qkattn.study.tuning import SINGLE
+from qkattn.study.tuning import SCREENING, SINGLE
+from qkattn.verdict.documents import Documents
 from qkattn.verdict.runs import Trial
 
 
@@ -36,6 +37,26 @@ def arm_problems(trials: Iterable[Trial]) -> Iterator[str]:
                 f'trials of {arm} differ in parameters or config: runs {first.run!r} and '
                 f'{trial.run!r}; the table shows those of the chosen trials.'
             )
+
+
+def document_problems(trials: Iterable[Trial]) -> Iterator[str]:
+    """Losses of arms of one size and corpus that are not over the same documents."""
+    firsts: dict[tuple[str, str, str], tuple[Trial, Documents]] = {}
+    runs: set[str] = set()
+    for trial in trials:
+        if trial.stage == SCREENING or trial.run in runs:
+            continue  # the trials of a run share their documents, and screening does not use them
+        for split, found in trial.documents.items():
+            runs.add(trial.run)
+            key = trial.place.size, trial.place.corpus, split
+            first, expected = firsts.setdefault(key, (trial, found))
+            if not found.alike(expected):
+                yield (
+                    f'losses are not comparable, documents of split {split!r} differ: '
+                    f'{len(expected.names)} with {expected.tokens_C.sum():,.0f} targets '
+                    f'({named(first.place)}), {len(found.names)} with {found.tokens_C.sum():,.0f} '
+                    f'({named(trial.place)}).'
+                )
 
 
 def score_problems(trials: Sequence[Trial]) -> Iterator[str]:

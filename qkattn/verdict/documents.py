@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from qkattn.run.file_schemas import DOCUMENTS
 from qkattn.run.json_schema import check
 from qkattn.run.records import parse_file
 
+# The field of a result that counts the targets of a split.
+COUNTS = {'val': 'eval_tokens', 'test': 'test_tokens'}
 _ROUNDING = 1e-5  # relative; losses are sums of the same numbers in another order
 
 
@@ -35,16 +38,30 @@ class Documents:
         return self.names == other.names and np.array_equal(self.tokens_C, other.tokens_C)
 
 
-def read(path: Path, losses: list[dict[str, float | None]]) -> list[dict[str, Documents]]:
-    """The documents of each trial by the prefix of a split; `losses` has every trial's losses.
+def read(
+    path: Path, losses: list[dict[str, float | None]], counts: Mapping[str, int | None]
+) -> list[dict[str, Documents]]:
+    """The documents of each trial by the prefix of a split.
 
-    Raises ValueError that names the field that is bad or contradicts a loss.
+    Args:
+      losses: of every trial.
+      counts: targets of the splits, those that are known.
+
+    Raises:
+      ValueError: names the field that is bad or contradicts a loss or count.
     """
     record = parse_file(path, {'validation': DOCUMENTS})
     trials: list[dict[str, Documents]] = [{} for _ in losses]
     for split, prefix in PREFIXES.items():
-        if split in record:
+        if split not in record:
+            if any(own[prefix] is not None for own in losses):
+                raise ValueError(f'split {split!r} is missing, of which its results have losses')
+        else:
             of_split = _split(record[split], split, len(losses))
+            if counts[prefix] not in (None, tokens := sum(record[split]['tokens'])):
+                raise ValueError(
+                    f'it has {tokens} tokens of split {split!r}, but its results {counts[prefix]}'
+                )
             for place, (found, own) in enumerate(zip(of_split, losses, strict=True)):
                 expected = own[prefix]
                 loss = None if found is None else found.loss

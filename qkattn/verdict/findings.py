@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qkattn.run.files import as_path
 from qkattn.stats import scaling
-from qkattn.verdict import hygiene, judging, parts
+from qkattn.verdict import hygiene, judging, parts, trained
 from qkattn.verdict.arms import Arm, Group, arms_of
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, Verdict
 from qkattn.verdict.comparison import compare
@@ -154,7 +154,7 @@ def _family(study: Study) -> int:
 def _compared(study: Study, arm: Arm, baseline: Arm | None) -> Comparison | None:
     if arm.is_baseline or baseline is None:
         return None
-    return compare([(arm, baseline)], study.margin)
+    return compare([(arm, baseline)], study)
 
 
 def _overall(study: Study, found: Findings, baselines: dict[Group, Arm]) -> tuple[Overall, ...]:
@@ -172,7 +172,7 @@ def _overall(study: Study, found: Findings, baselines: dict[Group, Arm]) -> tupl
         Overall(
             *key,
             arms=tuple(arm for arm, _ in pairs),
-            comparison=compare([(a, b) for a, b in pairs if b is not None], study.margin)
+            comparison=compare([(a, b) for a, b in pairs if b is not None], study)
             if all(b is not None for _, b in pairs)
             else None,
             verdict=verdicts[key],
@@ -182,12 +182,14 @@ def _overall(study: Study, found: Findings, baselines: dict[Group, Arm]) -> tupl
 
 
 def _scaling(study: Study, found: Findings) -> tuple[Scaling, ...]:
-    """Scaling fits of all variants that have a size to use."""
+    """Scaling fits of all variants that have a size to use, at which models are trained enough."""
     if found.blocks or len(study.sizes) < 2:
         return ()
+    short = {of.arm.group for of in trained.standings(study, found.arms) if of.remarks}
     curves = {}
     for key in dict.fromkeys((arm.variant, arm.corpus) for arm in found.arms):
         own = [arm for arm in found.arms if (arm.variant, arm.corpus) == key]
+        own = [arm for arm in own if arm.group not in short]
         if usable := [arm for arm in own if arm.not_scaled is None]:
             parameters = [arm.example.parameters['total'] for arm in usable]
             curves[key] = parameters, [list(arm.losses(arm.split).values()) for arm in usable]

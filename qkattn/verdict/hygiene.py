@@ -15,6 +15,7 @@ from qkattn.run.json_schema import flat
 from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT
+from qkattn.verdict import trained
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
 from qkattn.verdict.load import Study
@@ -41,6 +42,7 @@ def check(study: Study, arms: Sequence[Arm]) -> tuple[Remark, ...]:
         if study.tuning:
             remarks += [*_post_hoc(study, arm), *_seeds(study, arm), *_settings(study, arm)]
             remarks += _splits(arm)
+    remarks += trained.check(study, arms) if study.tuning else ()
     remarks += [*_differences(study, arms), *_software(study, arms), *_look(study, arms)]
     remarks += [*_few_seeds(study, arms), *_diverged(arms), *_evaluation(arms)]
     return tuple(sorted(_merged(remarks, len(arms)), key=lambda remark: not remark.blocks))
@@ -76,6 +78,9 @@ def _declaration(study: Study) -> Iterator[Remark]:
     """The study is what its ledger declares, and no run was left out of its plan."""
     if study.ledger and study.ledger.declaration != study.declaration:
         yield Remark(RemarkCode.OTHER_DECLARATION, {}, blocks=True)
+    for run, look in study.altered.items():
+        arm = study.by_name[run].place if run in study.by_name else None
+        yield Remark(RemarkCode.ALTERED, {'run': run, 'look': look}, True, arm)
     if study.orphans:
         yield Remark(RemarkCode.ORPHANED_RUNS, {'runs': study.orphans})
 

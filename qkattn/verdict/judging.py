@@ -67,7 +67,7 @@ def _of_look(
     study: Study, cases: Mapping[Key, list[Pair]], family: int, alpha: float
 ) -> Iterator[tuple[Key, Verdict]]:
     """The verdicts of the arms that have results at this look, and of these results alone."""
-    compared = {key: compare(pairs, study.margin, None) for key, pairs in cases.items()}
+    compared = {key: compare(pairs, study, None) for key, pairs in cases.items()}
     diverged = {
         key: (sum(a.num_diverged for a, _ in pairs), sum(b.num_diverged for _, b in pairs))
         for key, pairs in cases.items()
@@ -131,3 +131,6 @@ def _outcome(
     else:
         data = {'p': p, 'p_equivalence': p_same, 'detectable': judged.detectable}
         yield Reason(ReasonCode.NOT_SHOWN, data)
+    if others := difference.typical:
+        data = {'apart': difference.n - others.n, 'n': difference.n, 'mean': difference.mean}
+        yield Reason(ReasonCode.SEEDS_APART, data | {'typical': others.mean, 'p': others.p})

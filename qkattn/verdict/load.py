@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from qkattn.config.study_config import Choice
 from qkattn.errors import ReportError
 from qkattn.run import ledger
 from qkattn.run.file_schemas import ORPHAN, RUN_FILES
@@ -20,16 +21,18 @@ from qkattn.run.ledger import Ledger
 from qkattn.run.records import for_each_line, parse_file
 from qkattn.study.place import CONTROLS, EQUAL_SHAPE, Place
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
-from qkattn.verdict.consistency import arm_problems, named, score_problems
+from qkattn.verdict.consistency import arm_problems, document_problems, named, score_problems
 from qkattn.verdict.runs import (
     PlannedRun,
     Trial,
+    lost_logs,
     parse_place,
     parse_run,
     parse_trial,
     with_documents,
     with_log,
 )
+from qkattn.verdict.yardstick import Yardsticks, read_yardsticks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Tuning:
     init_qks: tuple[float, ...]
     init_vos: tuple[float, ...]
     init_mlps: tuple[float, ...]
+    choice: Choice = 'vertex'
 
     @property
     def grids(self) -> dict[str, tuple[float, ...]]:
@@ -90,8 +94,10 @@ class Study:
       arms: the declared ones, controls included but those that are trained longer.
       base, base_hash: the settings that all arms share, as JSON, and their fingerprint.
       ledger: None in a study without tuning that has none.
+      altered: the runs that are not what an earlier look saw, with the number of that look.
       orphans: directories of runs that are no part of the plan.
       runs: those of the plan.
+      yardsticks: None if they are not recorded.
       problems: sentences about what could not be read.
     """
 
@@ -116,13 +122,20 @@ class Study:
     directory: Path
     declaration: str
     ledger: Ledger | None = None
+    altered: Mapping[str, int] = dataclasses.field(default_factory=dict)
     orphans: tuple[str, ...] = ()
     runs: tuple[PlannedRun, ...] = ()
     problems: tuple[str, ...] = ()
+    yardsticks: Yardsticks | None = None
 
     @property
     def trials(self) -> tuple[Trial, ...]:
         return tuple(trial for run in self.runs for trial in run.trials)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether trials have losses by document; those of earlier versions have none."""
+        return any(trial.documents for trial in self.trials)
 
     @property
     def missing(self) -> tuple[Missing, ...]:
@@ -171,25 +184,30 @@ def load_study(directory: str | Path) -> Study:
     planned = _read_plan(study, problems)
     for run in planned.values():
         problems += _damaged(directory, run)
+    with_results = _with_results(directory / 'results.jsonl', planned, problems)
+    problems += lost_logs(with_results, directory)
     runs = tuple(
-        with_documents(
-            with_log(run, directory / run.directory / 'metrics.jsonl', problems),
-            directory / run.directory / 'documents.json',
-            problems,
-        )
-        for run in _with_results(directory / 'results.jsonl', planned, problems)
+        with_documents(with_log(run, directory, problems), directory, problems)
+        for run in with_results
     )
     if not any(run.trials for run in runs):
         detail = f' ({problems[0].removesuffix(".")})' if problems else ''
         raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
     entries = directory / ledger.NAME
+    kept = ledger.read(entries) if study.tuning or entries.exists() else None
     study = dataclasses.replace(
         study,
         runs=runs,
-        ledger=ledger.read(entries) if study.tuning or entries.exists() else None,
+        ledger=kept,
+        altered=kept.altered(ledger.seen(directory)) if kept else {},
         orphans=_read_orphans(directory / 'orphans.jsonl', problems),
+        yardsticks=read_yardsticks(directory, problems),
     )
-    problems += [*arm_problems(study.trials), *score_problems(study.trials)]
+    problems += [
+        *arm_problems(study.trials),
+        *score_problems(study.trials),
+        *document_problems(study.trials),
+    ]
     return dataclasses.replace(study, problems=tuple(problems))
 
 
@@ -202,6 +220,8 @@ def _declared(directory: Path, record: Any) -> Study:
             "it is of an older format without 'base', 'corpora', 'controls' and 'looks'; run the "
             'study again, or report it with the version that made it'
         )
+    controls = {'equal_shape': bool, 'longer': float | None, 'longer_seeds': tuple[int, ...]}
+    check(record, {name: tuple[int, ...] for name in ('seeds', 'looks')} | {'controls': controls})
     tuning, command = record['tuning'], record['command']
     study = read(
         Study,
@@ -213,6 +233,7 @@ def _declared(directory: Path, record: Any) -> Study:
         directory=directory,
         declaration=ledger.digest(record),
         ledger=None,
+        altered={},
         orphans=(),
     )
     if not study.seeds or study.tuning and not study.tuning.seeds:
@@ -222,6 +243,8 @@ def _declared(directory: Path, record: Any) -> Study:
             f"field 'looks' is {list(study.looks)}, expected numbers of seeds that ascend to all "
             f'{len(study.seeds)}'
         )
+    if not study.margin > 0:
+        raise ValueError(f"field 'margin' is {study.margin}, expected nats per token above 0")
     valid = {'size': study.sizes, 'corpus': study.corpora, 'control': (None, *CONTROLS)}
     for arm in study.arms:
         of_arm = valid | ({} if arm.control == EQUAL_SHAPE else {'variant': study.variants})

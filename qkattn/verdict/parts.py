@@ -12,7 +12,9 @@ from qkattn.verdict.load import Study
 # Remarks that withhold a word and leave an estimate.
 UNSURE = (
     *(RemarkCode.NOT_BRACKETED, RemarkCode.UNBOUNDED_OPTIMUM, RemarkCode.FEW_DOCUMENTS),
-    *(RemarkCode.NO_TEST, RemarkCode.POST_HOC),
+    *(RemarkCode.NO_TEST, RemarkCode.POST_HOC, RemarkCode.NO_YARDSTICK, RemarkCode.BIMODAL_SEEDS),
+    *(RemarkCode.BELOW_YARDSTICK, RemarkCode.LITTLE_CONTEXT),
+    *(RemarkCode.LOW_BLEU, RemarkCode.SOURCES_UNUSED),
 )
 
 
@@ -75,7 +77,7 @@ def _decomposition(
             return None
         if any(remark.code not in UNSURE for remark in (*shared, *one.blocks, *other.blocks)):
             return None
-        return compare([(one, other)], study.margin, None)
+        return compare([(one, other)], study, None)
 
     return Decomposition(
         arm.place,

@@ -1,14 +1,15 @@
 """One run of a study: its line of plan.jsonl, its trials and its evaluations during training."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import GenericAlias
 from typing import Any
 
 import numpy as np
 
 from qkattn.metrics import LOGGED, PREFIXES, result_fields
-from qkattn.run.file_schemas import PLACE, check_result
+from qkattn.run.file_schemas import FINAL, PLACE, check_result
 from qkattn.run.json_schema import check, read
 from qkattn.run.records import FINISHED, for_each_line
 from qkattn.study.place import CONTROLS, Place
@@ -17,6 +18,7 @@ from qkattn.verdict import documents
 from qkattn.verdict.documents import Documents
 
 SPLITS = tuple(PREFIXES.values())
+LOG, DOCUMENTS = 'metrics.jsonl', 'documents.json'
 MAX_NAMED = 2  # bad lines of a log that are named; the others are counted
 
 
@@ -146,6 +148,7 @@ _SHARED = {name: name for name in ('stage', 'knob', 'residual')} | {
 }
 _METRIC_FIELDS = result_fields()
 _ROW = tuple[float | None, ...]
+_OF_TRIALS = {n: GenericAlias(tuple, (h | None, ...)) | None for n, h in _METRIC_FIELDS.items()}
 
 
 def parse_place(record: Any) -> Place:
@@ -222,13 +225,24 @@ def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return (data['source'], data['target']) if 'source' in data else (data,)
 
 
-def with_documents(run: PlannedRun, path: Path, problems: list[str]) -> PlannedRun:
+def lost_logs(runs: Sequence[PlannedRun], directory: Path) -> Iterator[str]:
+    """The logs that runs with results lack, of a kind that others of the study have."""
+    for name in (LOG, DOCUMENTS):
+        absent = [not (directory / run.directory / name).exists() for run in runs]
+        for run, is_absent in zip(runs, absent, strict=True):
+            if run.trials and is_absent and not all(absent):
+                yield f'{run.directory} has results, but {name} is missing.'
+
+
+def with_documents(run: PlannedRun, directory: Path, problems: list[str]) -> PlannedRun:
     """The run whose trials have the losses of documents.json, if no result of it is missing."""
+    path = directory / run.directory / DOCUMENTS
     if len(run.trials) < run.num_trials or not path.exists():
         return run
     losses = [{split: t.metrics[f'{split}_loss'] for split in SPLITS} for t in run.trials]
+    counts = {split: getattr(run.trials[0], field) for split, field in documents.COUNTS.items()}
     try:
-        found = documents.read(path, losses)
+        found = documents.read(path, losses, counts)
     except ValueError as error:
         problems.append(f'{run.directory}/{path.name} was left out: {error}.')
         return run
@@ -238,18 +252,22 @@ def with_documents(run: PlannedRun, path: Path, problems: list[str]) -> PlannedR
     )
 
 
-def with_log(run: PlannedRun, path: Path, problems: list[str]) -> PlannedRun:
+def with_log(run: PlannedRun, directory: Path, problems: list[str]) -> PlannedRun:
     """The run with what metrics.jsonl holds: the last step and, if no trial is missing, a curve."""
+    path = directory / run.directory / LOG
     if not path.exists():
         return run
-    label, logged = f'{run.directory}/{path.name}', [0]
+    label, logged, kinds = f'{run.directory}/{path.name}', [0], ['']
     rows: dict[int, dict[str, list]] = {}
     bad: list[str] = []
 
     def add(record: Any) -> None:
         check(record, {'kind': str, 'step': int})
         logged.append(record['step'])
+        if record['kind'] == 'final':
+            check(record, FINAL | {n: hint for n, hint in _OF_TRIALS.items() if n in record})
         if record['kind'] != 'eval':
+            kinds.append(record['kind'])
             return
         hints = {name: _ROW | None for name in LOGGED if name in record}
         check(record, hints | {'val_loss': _ROW})
@@ -261,11 +279,18 @@ def with_log(run: PlannedRun, path: Path, problems: list[str]) -> PlannedRun:
         if rows and record['step'] <= (last := max(rows)):
             raise ValueError(f'step {record["step"]} follows step {last}')
         rows[record['step']] = row
+        kinds.append('eval')
 
     for_each_line(path, label, bad, add)
     problems += bad[:MAX_NAMED]
     if more := len(bad[MAX_NAMED:]):
         problems.append(f'{label}: {more} more lines were left out.')
+    if run.trials and not bad and (not rows or max(rows) != run.trials[0].num_steps):
+        problems.append(f'{label}: the run was not evaluated at its last step.')
+    elif run.trials and not bad and kinds[-1] != 'final':
+        problems.append(f'{label} has no final record at the end of its log.')
+    if not run.trials and kinds[-1] == 'final':
+        problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
     curve = None
     if rows and len(run.trials) == run.num_trials:
         values_EX = {n: np.array([row[n] for row in rows.values()], float) for n in LOGGED}

@@ -12,6 +12,7 @@ from qkattn.benchmark.shape import MEDIUM, RECIPE
 from qkattn.config import Config, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
+from tests import damages
 
 ROWS = [
     Measurement('fast', {}, [0.1, 0.2, 0.3], {'tokens': 10, 'flops': 4e9, 'peak_flops': 8e10}),
@@ -110,7 +111,11 @@ def test_tables_and_figures_are_those_of_the_measurements(begin, tmp_path):
         session.check(tmp_path)
     session.finish(tmp_path)
     assert session.check(tmp_path) == 12
-    for damage, message in (('{', 'is not a benchmark'), ({'schema': 2, 'groups': []}, 'schema 2')):
+    for damage, message in (
+        ('{', 'is not a benchmark'),
+        (damages.NESTED, 'is not a benchmark.*nested too deeply'),
+        ({'schema': 2, 'groups': []}, 'schema 2'),
+    ):
         (tmp_path / 'benchmark.json').write_text(
             damage if isinstance(damage, str) else json.dumps(damage)
         )

@@ -5,19 +5,25 @@ from pathlib import Path
 
 import pytest
 
+from tests.studies import beat_yardsticks
+
 RESULTS = Path(__file__).parents[2] / 'experiments/results'
 
 
 @pytest.fixture(scope='session')
-def committed():
-    """The directory of committed studies."""
-    return RESULTS
+def committed(tmp_path_factory):
+    """The committed studies, as if all baselines had beaten their yardsticks."""
+    path = tmp_path_factory.mktemp('committed') / 'results'
+    shutil.copytree(RESULTS, path, ignore=shutil.ignore_patterns('*.html', '*.svg', '*.png'))
+    for declaration in path.rglob('study.json'):
+        beat_yardsticks(declaration.parent)
+    return path
 
 
 @pytest.fixture
-def swapped(tmp_path):
+def swapped(committed, tmp_path):
     """fair_small with two of its arms swapped: shared_qk, plain and as in Reformer."""
-    shutil.copytree(RESULTS / 'fair_small', tmp_path / 'fair_small')
+    shutil.copytree(committed / 'fair_small', tmp_path / 'fair_small')
     one, other = (f'"variant": "{variant}"' for variant in (PLAIN, REFORMER))
     for name in ('plan.jsonl', 'results.jsonl'):
         path = tmp_path / 'fair_small' / name

@@ -15,6 +15,8 @@ from qkattn.errors import RunDirectoryError
 from qkattn.report.claim_results import Speaks
 from tests.claims.conftest import PLAIN
 
+pytestmark = pytest.mark.stored
+
 
 def counts(study):
     """Differences that change, verdicts that turn, verdicts gained or lost; what the first say."""

@@ -71,6 +71,8 @@ def test_documents_of_evaluation_splits_keep_their_names(tmp_path, warnings):
         ('train.bin', None, 'it cannot be read'),
         ('train.json', None, 'it cannot be read'),
         ('train.json', lambda data: b'{', 'it cannot be read'),
+        ('train.json', lambda data: b'[' * 200_000, 'it cannot be read (it is nested too deeply)'),
+        ('train.json', lambda data: data.replace(b': 6,', b': "6",'), 'it cannot be read'),
         ('train.json', lambda data: b'[]', 'it cannot be read'),
         ('train.json', lambda data: b'{"version": "1.2"}', 'it cannot be read'),
         ('train.json', lambda data: data.replace(b'"1.2"', b'"1.1"'), "version is '1.1', not '1.2"),

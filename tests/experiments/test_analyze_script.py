@@ -90,6 +90,11 @@ def test_rows_that_a_split_does_not_have_are_not_measured(script_here, trained_r
     flags = '--num_rows=3', '--num_rows=8'
     few, more = (succeed(script_here('analyze', str(trained_run[1]), flag)) for flag in flags)
     assert few == more
+    # A layer of its two heads and 24 positions then has too many probabilities to be held.
+    monkeypatch.setattr(LanguageRows, 'count', lambda rows, split: 10**9)
+    done = script_here('analyze', str(trained_run[1]), '--num_rows=2147483647')
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert '--num_rows=2147483647 must be at most 58,254 for this model' in done.stderr
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ def test_a_config_is_described_on_a_pod_without_accelerators(script, tmp_path):
     done = script('train', '--config=small', '--dry_run', *pod, *smaller)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ['parameters', '246,144', 'of', '3', 'trials', 'each'] in lines
-    assert ['parameters', f'{3 * 4 * 246_144:,}', '2.82', 'MiB'] in lines
+    assert ['parameters', '237,952', 'of', '3', 'trials', 'each'] in lines
+    assert ['parameters', f'{3 * 4 * 237_952:,}', '2.72', 'MiB'] in lines
     assert done.stdout.startswith('v5e-16: 16 v5e TPU chips on 4 hosts (4x4)')
     assert any(line[:3] == ['all-reduce', 'over', 'data'] for line in lines)
     written = {path.name for path in tmp_path.iterdir()} - {'run.py', 'study.py'}
@@ -27,6 +27,9 @@ def test_a_config_is_described_on_a_pod_without_accelerators(script, tmp_path):
         ),
         (('--dry_run', '--topology=v5q-64'), 'did you mean v5p-64?'),
         (('--topology=v5p-64',), '--topology needs --dry_run'),
+        # Reading /dev/full has no end.
+        (('--dry_run', '--dry_run_log=/dev/full'), '--dry_run_log=/dev/full must be a CSV file'),
+        (('--dry_run', '--dry_run_log=absent/x.csv'), 'must be a CSV file, or a name for one in a'),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(script_here, flags, message):

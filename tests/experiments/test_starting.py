@@ -2,14 +2,17 @@
 
 import importlib
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 import experiments
-from qkattn.run import memory, starting
+from qkattn.run import memory, signals, starting
 from qkattn.run.progress import Progress
 from qkattn.study import catalogue
 from tests.lanes import only
@@ -63,7 +66,74 @@ def test_the_main_function_runs_without_the_display(script_here, monkeypatch):
 def test_memory_is_kept_before_the_display_starts_a_thread(monkeypatch):
     order = []
     monkeypatch.setattr(sys, 'argv', ['-m'])
+    monkeypatch.setattr(signals, 'leave_while_starting', lambda script: order.append('signals'))
     monkeypatch.setattr(memory, 'keep_freed_memory', lambda: order.append('memory'))
     monkeypatch.setattr(starting, 'begin', lambda: order.append('display'))
     importlib.reload(experiments)
-    assert order == ['memory', 'display']
+    assert order == ['signals', 'memory', 'display']
+
+
+WAITING = """
+import signal, sys, time
+class Waiting:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            print('importing', file=sys.stderr, flush=True)
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass  # as extension modules do
+signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run with it ignored
+sys.meta_path.insert(0, Waiting())
+"""
+
+
+@pytest.mark.parametrize(
+    ('command', 'module', 'stop', 'code', 'words'),
+    [
+        ('experiments.train', 'tqdm', signal.SIGINT, signals.EXIT_REQUEUE, 'the same command'),
+        ('experiments.ablate', 'jax', signal.SIGTERM, signals.EXIT_REQUEUE, 'the same command'),
+        ('qkattn train', 'absl', signal.SIGTERM, signals.EXIT_REQUEUE, 'the same command'),
+        ('experiments.verify', 'tqdm', signal.SIGINT, -signal.SIGINT, 'interrupted'),
+        ('qkattn report', 'absl', signal.SIGINT, -signal.SIGINT, 'interrupted'),
+    ],
+)
+def test_a_signal_ends_the_imports_in_one_line(tmp_path, command, module, stop, code, words):
+    """Also where an import swallows the interrupt."""
+    (tmp_path / 'sitecustomize.py').write_text(WAITING.format(module=module))
+    process = subprocess.Popen(
+        [sys.executable, '-m', *command.split()],
+        cwd=ROOT,
+        env={**os.environ, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stderr.readline() == 'importing\n'
+        process.send_signal(stop)
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == code, errors
+    said = [line for line in errors.splitlines() if not line.startswith('qkattn: starting')]
+    assert len(said) == 1 and words in said[0], errors
+
+
+def test_an_interrupt_behind_the_imports_has_no_traceback():
+    program = """import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from qkattn.run import signals
+signals.leave_while_starting('verify')
+signals.started()
+try:
+    signal.raise_signal(signal.SIGINT)
+finally:
+    print('cleaned up')
+"""
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, 'cleaned up\n')
+    assert done.stderr == 'interrupted\n'
+
+
+def test_resumable_scripts_are_those_that_leave_at_once():
+    sources = {path.stem: path.read_text() for path in Path(ROOT, 'experiments').glob('*.py')}
+    leaving = [n for n, text in sources.items() if re.search('^@signals.leaving_at', text, re.M)]
+    assert sorted(leaving) == sorted(signals.RESUMABLE)

@@ -58,6 +58,12 @@ def test_counts_that_the_config_does_not_give_are_found(study, script_here, name
     assert f'has {name} ' in done.stderr and 'but its config gives' in done.stderr
 
 
+@pytest.mark.parametrize('page', ['/', '/dev/zero', 'absent.md'])
+def test_a_page_that_is_no_file_is_refused_before_the_studies_are_read(script_here, page):
+    done = script_here('verify', '--results=/absent', f'--pages={page}')
+    assert (done.returncode, done.stderr) == (2, f'--pages: {page!r} is not a file\n')
+
+
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [

@@ -87,6 +87,22 @@ def test_a_host_is_stopped_with_its_checkpoint_and_started_once(host):
     assert state_of(host) == 'lost'
 
 
+def test_setup_updates_packages_unless_a_job_runs(host):
+    update = ['-m', 'pip', 'install', '--quiet', '-r', 'requirements.txt']
+    stub = host / 'qkattn' / 'launch' / 'venv.sh'
+    stub.write_text('#!/bin/sh\n')
+    stub.chmod(0o755)
+    (host / 'qkattn' / '.venv' / 'qkattn-stamp').touch()
+    assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
+    assert [words for _, words in started(host)][0] == update and len(started(host)) == 2
+    (host / 'codes').write_text('wait')
+    on_host(host, remote(commands('run', *WHERE, '--', *TRAIN)[0]))
+    until((host / 'waiting').exists)
+    assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
+    assert [words for _, words in started(host)].count(update) == 1 and len(started(host)) == 4
+    on_host(host, 'qkattn/launch/host.sh stop')
+
+
 def test_a_stop_that_takes_too_long_is_reported(host):
     (host / 'codes').write_text('wait')
     on_host(host, remote(commands('run', *WHERE, '--', *TRAIN)[0]))

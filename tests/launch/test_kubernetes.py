@@ -200,6 +200,16 @@ def test_exit_codes_decide_what_restarts(case):
         assert content['spec']['failurePolicy']['maxRestarts'] == expected
 
 
+@pytest.mark.parametrize('case', CASES)
+def test_compiled_programs_are_in_a_directory_that_one_user_writes(case):
+    """A mount changes the modes below a volume to those of its fsGroup, unless told otherwise."""
+    text = rendered(*CASES[case])
+    kind = 'gpu' if 'nvidia.com/gpu":' in text or 'nvidia.com/gpu:' in text else 'tpu'
+    assert f'"JAX_COMPILATION_CACHE_DIR", "value": "/runs/.jax-cache-{kind}"' in text
+    assert text.count('fsGroup: 1000') == text.count('fsGroupChangePolicy: OnRootMismatch')
+    assert (kind == 'tpu') == ('runAsUser' in text)
+
+
 def test_sizes_of_slices_are_those_of_the_dry_run(monkeypatch):
     monkeypatch.syspath_prepend(str(LAUNCHER.parent))
     namespace = runpy.run_path(str(LAUNCHER))
@@ -235,6 +245,7 @@ def test_sizes_of_slices_are_those_of_the_dry_run(monkeypatch):
         ((*NAMED, '--accelerator=v6e-16', '--frob', '--', *TRAIN), '--frob'),
         ((*NAMED, '--accelerator=v6e-16', '--grace=-1', '--', *TRAIN), '--grace -1'),
         ((*NAMED, '--accelerator=v6e-16', '--env=A', '--', *TRAIN), '--env A NAME=VALUE'),
+        (('--name=qk', '--image=--', '--accelerator=v6e-16', '--', *TRAIN), '--image=-- value'),
         (('--name=a: b', '--image=i', '--accelerator=v6e-16', '--', *TRAIN), '--name a:'),
     ],
 )

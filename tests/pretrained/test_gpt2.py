@@ -14,6 +14,7 @@ from qkattn.errors import LayoutError
 from qkattn.model import with_params
 from qkattn.model.cost import abstract_params
 from qkattn.pretrained import load_gpt2, save_gpt2
+from tests import damages
 
 from .reference import TOKENS, D, F, L, N, T, V, forward, make_tensors
 
@@ -243,6 +244,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 
     refused('nowhere does not exist', tmp_path / 'nowhere')
     refused(r'config\.json cannot be read')
+    (tmp_path / 'config.json').write_text(damages.NESTED)
+    refused(r'config\.json cannot be read: it is nested too deeply')
+    (tmp_path / 'config.json').unlink()
     write(tmp_path, make_tensors())
     refused('num_heads=4 contradicts n_head=2', num_heads=4)
     weights = tmp_path / 'model.safetensors'

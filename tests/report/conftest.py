@@ -38,7 +38,7 @@ def arms(size='d_model=128', **changes):
         'good/vo': shifted(-0.03),
         'bad/vo': shifted(0.05),
         'same/vo': shifted(0.0005),
-        'wide/vo': shifted(0.006, 0.02),
+        'wide/vo': shifted(0.006, 0.012),
     }
     return [r for v, losses in made.items() for r in tuned_arm(v, size, losses, **changes)]
 
@@ -168,6 +168,10 @@ def renamed(directory):
     for result in results:
         result['run'] = result['config_hash'] = names[result['run']]
     write_lines(directory / 'results.jsonl', results)
+    content = json.loads((directory / ledger.YARDSTICKS).read_text())
+    for of in (*content['groups'], *content['runs']):
+        of['run'] = names[of['run']]
+    (directory / ledger.YARDSTICKS).write_text(json.dumps(content))
     return directory
 
 

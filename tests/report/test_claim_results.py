@@ -20,6 +20,15 @@ def test_claims_are_read_as_they_were_written(tmp_path):
     assert read_claims(write_claims(tmp_path, written).parent) == written
 
 
+def test_numbers_are_written_to_six_digits_and_whole_ones_as_they_are(tmp_path):
+    (claim,) = (claim for claim in claims() if claim.name == 'A1')
+    row = dataclasses.replace(claim.rows[0], value=1234567.0, low=0.01234567891, high=1234567.891)
+    written = dataclasses.replace(claim, rows=(row, *claim.rows[1:]))
+    (found,) = read_claims(write_claims(tmp_path, [written]).parent)
+    assert (found.rows[0].value, found.rows[0].low) == (1234567.0, 0.0123457)
+    assert (found.rows[0].high, found.rows[1:]) == (1234567.9, claim.rows[1:])
+
+
 def test_a_missing_file_is_named_with_the_command_that_makes_it(tmp_path):
     told = f'{tmp_path}/claims.json does not exist; make it again with python -m experiments.claims'
     with pytest.raises(ReportError, match=f'^{re.escape(told)}'):

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 
 from qkattn.metrics import METRICS
 from qkattn.report.figures import figures
+from qkattn.report.figures.drawn_data import drawn_data
 from qkattn.report.figures.forest import Line, Panel, forest
 from qkattn.report.figures.style import Look, style_sheet, styles
 from qkattn.report.page import described
@@ -322,3 +323,21 @@ def test_the_best_arm_is_at_the_top_where_lower_is_better(study_dir, monkeypatch
     (drawn,) = (of for of in figures(study, found) if of.stem == 'scores')
     assert labels(drawn.figure.axes[0]) == ['c/vo', 'qk/vo', 'b/vo']
     assert 'left is better' in described(study, found, drawn)['caption']
+
+
+def test_yardsticks_are_lines(study_dir):
+    """In the curves the axis reaches down to it; a sweep has its number in the legend at least."""
+    losses = {'val': {'5-gram': 1.5}, 'test': {'5-gram': 1.4}}
+    _, drawn = draw(write_tuned(study_dir, arms(), yardsticks={'losses': losses}))
+    (curves,), sweep = drawn['curves'].axes, drawn['sweep_learning_rate'].axes[0]
+    assert set(line(curves, '5-gram, 1.500').get_ydata()) == {1.5}
+    assert curves.get_ylim()[0] < 1.5
+    assert set(line(sweep, '5-gram, 1.500 (below)').get_ydata()) == {1.5}
+    assert sweep.get_ylim()[0] > 1.5
+    for stem in ('curves', 'sweep_learning_rate'):
+        assert '"line": "5-gram, 1.500' in drawn_data(drawn[stem])
+
+
+def test_a_study_without_yardsticks_has_no_line(study_dir):
+    _, drawn = draw(write_study(study_dir, [trial_record('qk/vo'), trial_record('b/vo')]))
+    assert not [of for of in drawn['curves'].axes[0].lines if 'gram' in str(of.get_label())]

@@ -104,7 +104,7 @@ def test_every_seed_is_drawn(html):
 def test_files_are_complete_and_figures_drawn(report):
     names = sorted(path.name for path in report.parent.iterdir() if path.is_file())
     inputs = ['ledger.jsonl', 'lock', 'plan.jsonl', 'report.html', 'results.jsonl', 'study.json']
-    assert names == [*inputs, *FILES]
+    assert names == [*inputs, *FILES, 'yardsticks.json']
     stems = ['curves', 'losses', 'sweep_learning_rate', 'verdicts']
     files = sorted(path.name for path in (report.parent / 'plots').iterdir())
     kinds = ('json', 'pdf', 'png', 'svg')

@@ -6,6 +6,7 @@ import pytest
 
 from qkattn.errors import ReportError
 from qkattn.report.printed_numbers import check_numbers, uncovered
+from tests import damages
 
 ENTRIES = """
 [[logged]]
@@ -89,8 +90,12 @@ def test_another_number_is_found(numbers, name, old, new, message):
         check_numbers(numbers)
 
 
-def test_a_log_that_is_gone_is_named(numbers):
-    (numbers.parents[1] / 'results/result.json').unlink()
+def test_a_log_that_is_damaged_or_gone_is_named(numbers):
+    log = numbers.parents[1] / 'results/result.json'
+    log.write_text(damages.NESTED)
+    with pytest.raises(ReportError, match='cannot be made from results/result.json.*too deeply'):
+        check_numbers(numbers)
+    log.unlink()
     with pytest.raises(ReportError, match='cannot be made from results/result.json'):
         check_numbers(numbers)
 

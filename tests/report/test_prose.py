@@ -104,6 +104,7 @@ REMARKS = {
         {'look': 2, 'looks': 3, 'seeds': 12, 'reached': 1, 'arms': 7},
         'look 2 of 3, at 12 seeds, is in progress: 1 of 7 arms has reached it',
     ),
+    'ALTERED': ({'run': 'a1', 'look': 2}, 'run a1 is not what look 2 saw: its results, evalua'),
     'ORPHANED_RUNS': (
         {'runs': ('runs/a',)},
         '1 run outside the plan, which no number rests on: runs/a',
@@ -121,6 +122,25 @@ REMARKS = {
         {'first_look': '2025-01-02T03:04:05+00:00'},
         'post hoc: the arm was added, or its settings changed, after the first look at results '
         '(2025-01-02T03:04:05+00:00)',
+    ),
+    'NO_YARDSTICK': ({}, 'its yardsticks are not recorded; python -m experiments.report --study='),
+    'BELOW_YARDSTICK': (
+        {'split': 'test', 'loss': 1.94, 'name': '5-gram', 'yardstick': 1.577, 'tokens': 512000},
+        'not trained enough to compare: test loss 1.940 nats/token, counts of the same 512,000 '
+        'tokens (5-gram) have 1.577',
+    ),
+    'LITTLE_CONTEXT': (
+        {'gain': 0.022, 'needed': 0.1},
+        'not trained enough to compare: its loss falls by 0.022 nats/token between position 4 and',
+    ),
+    'LOW_BLEU': ({'bleu': 3.5, 'needed': 15.0}, 'not trained enough to compare: BLEU 3.5, less'),
+    'SOURCES_UNUSED': (
+        {'cost': 0.05, 'needed': 0.5},
+        'with the sources of other sentences its loss rises by 0.050 nats/token, less than 0.5',
+    ),
+    'BIMODAL_SEEDS': (
+        {'sd': 0.4, 'usual': 0.012, 'times': 3.0},
+        'standard deviation of 0.4 nats/token is more than 3 times the median arm',
     ),
 }
 REASONS = {
@@ -159,6 +179,10 @@ REASONS = {
         'the baseline qk/vo: its verdict trials ran at more than one setting',
     ),
     'NO_DOCUMENTS': ({}, 'it and the baseline have no losses over the same documents'),
+    'SEEDS_APART': (
+        {'apart': 2, 'n': 16, 'mean': 0.02, 'typical': -0.001, 'p': 0.4},
+        '2 of 16 seeds lie apart, +0.0200 nats/token with and -0.0010 without (p = 0.400, not',
+    ),
 }
 LOOSE = {'value': 0.25, 'low': 0.01, 'high': 0.5}
 PROBLEMS = {

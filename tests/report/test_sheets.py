@@ -14,7 +14,7 @@ from qkattn.report.tables import csv_table, report_text, settings, summary
 from qkattn.run import ledger
 from qkattn.verdict import find, load_study
 from tests.report.conftest import controlled, shifted
-from tests.studies import edit_plan, run_name, tuned_arm, write_tuned
+from tests.studies import edit_plan, run_name, tuned_arm, write_tuned, write_yardsticks
 
 
 @pytest.fixture(scope='module')
@@ -182,3 +182,27 @@ def test_losses_are_in_one_unit(of_controls):
     assert 'bits/byte' not in text
     assert 'test loss,' in text and 'val loss,' in text
     assert 'test_bits_per_byte_mean' in csv_table(*of_controls)
+
+
+def test_each_baseline_stands_beside_its_yardstick(study_dir):
+    """What was measured of a baseline, what was not, and whether it is trained enough."""
+    records = [
+        record
+        for size in ('d_model=64', 'd_model=128')
+        for variant in ('qk/vo', 'b/vo')
+        for record in tuned_arm(variant, size, losses=shifted(0.0))
+    ]
+    trial = {'seed': 0, 'loss': 2.1, 'positions': {'1': 2.5, '2': None}, 'shuffled': None}
+    trials = {'qk/vo': [trial | {'early': 2.2, 'late': late} for late in (1.9, 2.0)]}
+    losses = {'val': {'4-gram': 3.0}, 'test': {'3-gram': 2.5, '4-gram': 2.25}}
+    yardsticks = {'losses': losses, 'trials': trials}
+    study = load_study(write_tuned(study_dir, records, yardsticks=yardsticks))
+    row = rows(study, find(study), 'yardsticks')['d_model=128']
+    assert list(row.values())[2:] == ['yes', '307k', '2.101', '4-gram', '2.250', '0.250', '-', '-']
+    position = rows(study, find(study), 'positions')['qk/vo']
+    assert (position['1'], position['2'], position['sources|shuffled']) == ('2.500', '-', '-')
+    write_yardsticks(study_dir, records, losses={'test': {'4-gram': 2.0}})
+    study = load_study(study_dir)
+    row = rows(study, find(study), 'yardsticks')['d_model=64']
+    assert (row['trained|enough'], row['gain by|position']) == ('no', 'not recorded')
+    assert not [sheet for sheet in sheets(study, find(study)) if sheet.name == 'positions']

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import statistics
 
 import numpy as np
@@ -17,8 +18,11 @@ from qkattn.report.tables import (
     markdown_table,
     notes,
     printed,
+    report_markdown,
     report_text,
+    text_table,
 )
+from qkattn.report.terminal import terminal_text
 from qkattn.verdict import find, load_study
 from tests.studies import (
     edit_plan,
@@ -165,11 +169,11 @@ def test_metrics_of_other_tasks(study_dir, of, scores, printed):
         assert record['test_accuracy_mean'] == '0.5' and 'val_bits_per_byte_mean' not in record
 
 
-def test_csv_holds_unrounded_numbers(single):
+def test_csv_holds_numbers_in_the_unit_of_results_to_six_digits(single):
     first, second = records_of(*single)
     assert first['is_baseline'] == '1' and first['difference_mean'] == ''
     assert float(second['difference_mean']) == pytest.approx(0.05)
-    assert float(second['val_loss_mean']) == statistics.fmean(LOSSES['merged_qk/vo'])
+    assert float(second['val_loss_mean']) == round(statistics.fmean(LOSSES['merged_qk/vo']), 5)
     assert float(second['compile_seconds']) == 3.25
     assert second['seeds'] == '0 1 2' and second['learning_rates_run'] == '0.001 0.003'
 
@@ -254,9 +258,41 @@ def test_headline_of_a_study_without_tuning(single):
     assert lines[3] == '| merged_qk/vo | +0.0500 [-0.0245, +0.1245] |'
 
 
-def test_pipes_are_escaped(study_dir):
+@pytest.mark.parametrize(
+    ('name', 'escaped'),
+    [
+        ('a|b', r'a\|b'),
+        ('<script>alert(1)</script>', '&lt;script>alert(1)&lt;/script>'),
+        ('<!-- a --> &amp; &#60;', '&lt;!-- a --> &amp;amp; &amp;#60;'),
+        ('a < b & c > d', 'a < b & c > d'),
+        ('![a](http://b) [c][d]', r'![a]\(http://b) [c]\[d]'),
+        ('`a` \\frac', r'\`a\` \\frac'),
+        ('one\ntwo\r\n# three', 'one two # three'),
+        ('\x1b[31mred \u202egro', r'\\x1b[31mred \\u202egro'),
+    ],
+)
+def test_names_are_text_in_markdown(study_dir, name, escaped):
+    records = [trial_record(variant, seed=seed) for variant in ('qk/vo', name) for seed in (0, 1)]
+    study, found = read(write_study(study_dir, records, question=name, name=name))
+    text = report_markdown(study, found)
+    of_line = escaped.replace(r'\|', '|')  # which is text outside of tables
+    assert text.startswith(f'# {of_line}\n\n{of_line}\n\n')
+    titles, _, _, row = [line for line in text.splitlines() if line.startswith('| ')][:4]
+    assert row.startswith(f'| {escaped} | ') and f'\n| {escaped} | ' in headline(study, found)
+    assert len(re.findall(r'(?<!\\)\|', row)) == titles.count('|')
+    assert not re.search('<[a-z/!]', text) and '\x1b' not in text
+
+
+def test_text_tables_show_what_a_terminal_obeys(study_dir):
+    """The names of variants, which a config of someone else may hold."""
+    assert text_table([('name', True)], [['a\n\tb\x7f']]).splitlines()[2:] == [r'a\n\tb\x7f']
+    name = 'a\x1b[2J\n\u202eb\u2066'
+    study, found = read(write_study(study_dir, [trial_record(name)], baseline=None, question=name))
+    for text in (report_text(study, found), terminal_text(study, found, study_dir / 'a', 120)):
+        assert not re.search('[\x1b\u202e\u2066]', text)
+        assert any(line.startswith(r'a\x1b[2J \u202eb\u2066 ') for line in text.splitlines())
+
+
+def test_headings_of_a_study_without_baseline(study_dir):
     study, found = read(write_study(study_dir, [trial_record('a|b')], baseline=None))
-    of_study = headed(study, found)
-    table = markdown_table(headings(of_study), printed(of_study, found.arms))
-    assert table.splitlines()[2].startswith('| a\\|b | ')
     assert headline(study, found).splitlines()[0] == '| variant | test loss, nats/token mean ± sd |'

@@ -4,6 +4,7 @@ Where the report has to follow a change, it is made again, which enters a furthe
 """
 
 import json
+import math
 import re
 
 import pytest
@@ -141,6 +142,36 @@ def lower_a_loss_wherever_it_stands(study):
     edit_json(log_of(study, 'qk/no_o', 'documents.json'), change_documents)
 
 
+def shift_an_arm_and_look_again(study):
+    """All logs of its verdict agree, and the report is that of the new numbers."""
+    nats = 0.2
+    shifted = [(f'{split}_loss', nats) for split in ('val', 'test')]
+    shifted += [(f'{split}_bits_per_byte', nats / 0.6931471805599453) for split in ('val', 'test')]
+
+    def change(of):
+        for trial in of['qk/no_o']:
+            for name, by in shifted:
+                trial[name] -= by
+
+    def change_log(log):
+        for record in log:
+            for name, by in shifted:
+                if record.get(name):
+                    record[name] = [value - by for value in record[name]]
+
+    def change_documents(documents):
+        for of in documents.values():
+            rows = of['nats']
+            of['nats'] = [
+                [n - nats * t for n, t in zip(r, of['tokens'], strict=True)] for r in rows
+            ]
+
+    edit_results(study, change)
+    edit_lines(log_of(study, 'qk/no_o'), change_log)
+    edit_json(log_of(study, 'qk/no_o', 'documents.json'), change_documents)
+    report.write_report(study)
+
+
 def move_nats_between_documents(study):
     def change(documents):
         for nats in documents['test']['nats']:
@@ -176,6 +207,13 @@ def swap_the_results_of_two_arms_with_their_documents(study):
 def edit_the_final_record(study):
     def change(log):
         log[-1]['test_loss'][0] += 1e-6
+
+    edit_lines(log_of(study, 'qk/no_v'), change)
+
+
+def edit_the_last_bit_of_the_final_record(study):
+    def change(log):
+        log[-1]['test_loss'][0] = math.nextafter(log[-1]['test_loss'][0], math.inf)
 
     edit_lines(log_of(study, 'qk/no_v'), change)
 
@@ -355,9 +393,11 @@ CHANGES = {
     lower_a_loss: 'over its documents, its result has',
     lower_a_loss_in_the_log_too: 'over its documents, its result has',
     lower_a_loss_wherever_it_stands: 'results.jsonl and logs changed since the last look',
+    shift_an_arm_and_look_again: r'last look in ledger\.jsonl; run \w+ is not what look 1 saw;',
     move_nats_between_documents: 'logs changed since the last look',
     change_tokens_of_documents: '131072 tokens of split .validation., but its results 65536',
     edit_the_final_record: 'has test_loss .* in its log',
+    edit_the_last_bit_of_the_final_record: 'has test_loss .* in its log',
     drop_the_final_record: 'no final record at the end of its log',
     edit_an_earlier_evaluation: 'logs changed since the last look',
     edit_the_number_of_tokens: 'has num_tokens 153600, which is 307200',

@@ -1,6 +1,7 @@
 """A number that the logs do not give is found, wherever it stands."""
 
 import json
+import math
 import re
 import shutil
 
@@ -9,8 +10,9 @@ import pytest
 from qkattn import report
 from qkattn.errors import ReportError
 from qkattn.report.export import export
-from qkattn.report.verify import check_page, check_study
+from qkattn.report.verify import boundaries, check_page, check_study, difference, same_print
 from qkattn.run import ledger
+from qkattn.verdict import load_findings
 from tests.studies import trial_record, tuned_arm, write_lines, write_study, write_tuned
 
 pytestmark = pytest.mark.usefixtures('blank')
@@ -42,7 +44,7 @@ def test_what_is_exported_is_small_and_enough(written, study):
     assert {name for name in names - logs - documents if not name.startswith('plots/')} == {
         *('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'report.html'),
         *(f'table.{kind}' for kind in ('txt', 'md', 'csv', 'tex')),
-        'trials.csv',
+        *('trials.csv', 'yardsticks.json'),
     }
     assert {path.suffix for path in (study / 'plots').iterdir()} == {
         '.json',
@@ -125,6 +127,100 @@ def test_the_last_bits_of_unrounded_numbers_may_differ_but_no_more(study):
             assert check_study(study) > 100
 
 
+EXACT = math.pi / 1000  # 0.0031415926..., which lies at no boundary
+
+
+def at(*numbers):
+    """Whether one of these is within 1e-6 of a boundary, as `boundaries` of findings."""
+    return lambda boundary: any(abs(abs(boundary) / abs(of) - 1) <= 1e-6 for of in numbers)
+
+
+@pytest.mark.parametrize(
+    ('stored', 'made', 'number', 'agree'),
+    [
+        # Six digits: one unit of the last one.
+        ('3.14159', '3.1416', EXACT, True),
+        ('0.00314159', '0.00314161', EXACT, False),
+        ('1.00001e-07', '9.99996e-08', EXACT, False),
+        ('1.0', '0.999999', EXACT, True),
+        ('-0.0119999', '-0.012', EXACT, True),
+        ('0.0119999', '-0.0119999', EXACT, False),
+        ('3.14159', '3.14259', EXACT, False),
+        ('1234567.8', '1234567.9', EXACT, True),
+        # Counts are exact.
+        ('1234567', '1234568', EXACT, False),
+        ('1234567.0', '1234568.0', EXACT, False),
+        ('12', '13', EXACT, False),
+        # Fewer digits: only where the number lies at the boundary.
+        ('+0.082', '+0.083', 0.0825 + 1e-12, True),
+        ('+0.082', '+0.083', 0.0826, False),
+        ('+0.082', '+0.084', 0.083, False),
+        ('0.0042', '0.0041999', 0.00419995, True),
+        ('0.0042', '0.0041', EXACT, False),
+        ('914', '915', 914.5, True),
+        ('+0.0000', '-0.0000', EXACT, True),
+        ('+0.0000', '-0.0001', -0.00005, True),
+        ('< 0.001', '0.001', 0.001 - 1e-12, True),
+        ('< 0.001', '0.001', 0.0012, False),
+        ('< 0.001', '0.002', 0.001, False),
+    ],
+)
+def test_prints_agree_that_rounding_on_two_machines_gives(stored, made, number, agree):
+    assert same_print(stored, made, at(number)) == agree
+    assert same_print(made, stored, at(number)) == agree
+
+
+def test_text_around_numbers_is_exact_but_for_the_width_of_a_table():
+    for one, other, agree in (
+        ('p &lt; 0.001, worse', 'p 0.001, worse', True),
+        (r'p \textless{} 0.001 & \ensuremath{-}0.082', 'p 0.001 & -0.083', True),
+        ('a   9.9995  b\n---------', 'a  10.0000  b\n----------', False),
+        ('a   +0.082  b\n------', 'a  +0.083  b\n-------', True),
+        ('+0.082 better', '+0.083 worse', False),
+        ('3 seeds', '4 seeds', False),
+    ):
+        assert (difference(one, other, at(0.0825, 0.001)) is None) == agree
+    assert difference('0.082', '0.083') is not None
+
+
+def test_a_number_at_the_boundary_is_one_of_the_findings(study):
+    pair = load_findings(study)
+    at_boundary = boundaries(lambda: [pair])
+    mean = pair[1].arms[1].difference.mean
+    assert at_boundary(mean) and at_boundary(-100 * mean) and at_boundary(mean * (1 + 9e-7))
+    assert not at_boundary(mean * (1 + 2e-6))
+
+
+@pytest.mark.parametrize('name', ['table.txt', 'table.md', 'table.csv', 'table.tex', 'report.html'])
+def test_the_last_digit_printed_is_held(study, name):
+    """No number of this study lies at a boundary."""
+    text = (study / name).read_text()
+    (match,) = list(re.finditer(r'0\.09\d+', text))[:1]
+    digit = text[match.end() - 1]
+    other = str((int(digit) + (2 if name == 'table.csv' else 1)) % 10)
+    (study / name).write_text(text[: match.end() - 1] + other + text[match.end() :])
+    with pytest.raises(ReportError, match=f'{name} is not what its logs give'):
+        check_study(study)
+
+
+def test_the_fourth_digit_of_the_data_of_a_figure_is_held(study):
+    path = study / 'plots/verdicts.json'
+    text = path.read_text()
+    number = next(of for of in re.findall(r'\d\.\d{5,}', text) if float(of))
+    path.write_text(text.replace(number, f'{float(number) * 1.001:.6g}', 1))
+    with pytest.raises(ReportError, match='verdicts.json is not what its logs give'):
+        check_study(study)
+
+
+def test_copies_of_logs_are_exact(study):
+    path = study / 'trials.csv'
+    text = path.read_text()
+    number = max(re.findall(r'\d\.\d{9,}', text), key=len)
+    path.write_text(text.replace(number, repr(float(number) * (1 + 1e-13)), 1))
+    with pytest.raises(ReportError, match='trials.csv is not what its logs give'):
+        check_study(study)
+
+
 def edit(path, change):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     change(lines)
@@ -136,7 +232,7 @@ def refused(study, message):
         check_study(study)
 
 
-def test_what_is_missing_or_unlike_its_log_is_found(study):
+def test_what_is_missing_or_unlike_its_log_is_found(written, study):
     def better(lines):
         lines[-1]['val_loss'] -= 0.001
 
@@ -159,6 +255,7 @@ def test_what_is_missing_or_unlike_its_log_is_found(study):
     refused(study, 'was not evaluated at its last step')
     log.unlink()
     refused(study, 'metrics.jsonl is missing')
+    shutil.copy(written / log.relative_to(study), log)
     edit(study / 'plan.jsonl', slower)
     refused(study, 'is not the hash of its config')
 
@@ -188,9 +285,20 @@ def test_the_log_of_an_unfinished_run_is_kept_whole(written, tmp_path):
     ]
     kept = export(written, tmp_path / 'part')
     (kept / 'results.jsonl').write_text(''.join(x for x in lines if last not in x))
-    log = (written / unfinished / 'metrics.jsonl').read_text()
+    edit(kept / 'ledger.jsonl', lambda entries: entries.pop())  # the look at all of them
+    *log, _ = (written / unfinished / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    log = ''.join(log)
     (kept / unfinished / 'metrics.jsonl').write_text(log)
     report.write_report(kept)
     again = export(kept, tmp_path / 'again')
     assert (again / unfinished / 'metrics.jsonl').read_text() == log
     assert check_study(again) > 100
+
+
+@pytest.mark.parametrize('lost', [False, True])
+def test_yardsticks_are_those_of_the_last_look(lost, study):
+    path = study / ledger.YARDSTICKS
+    text = path.read_text().replace('9.0', '1.0')
+    path.unlink() if lost else path.write_text(text)
+    with pytest.raises(ReportError, match=r'yardsticks\.json changed since the last look in'):
+        check_study(study)

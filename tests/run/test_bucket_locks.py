@@ -8,9 +8,10 @@ import pytest
 
 from qkattn.errors import InUseError, Lost
 from qkattn.run import buckets, heartbeats, leases, locks
+from qkattn.run.appended import MetricsFile
 from qkattn.run.files import as_path, make_directory
 from qkattn.run.locks import locked
-from qkattn.run.records import MetricsFile, read_metrics
+from qkattn.run.records import read_metrics
 from qkattn.run.run_directory import RunDirectory
 from tests.processes import start_python
 

@@ -2,15 +2,26 @@
 
 import errno
 import os
+import pwd
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qkattn.errors import ConfigError, DiskError, RunDirectoryError
-from qkattn.run.files import check_directory, make_directory, replacing, write_atomic
+from qkattn.run.files import (
+    check_directory,
+    disk_errors,
+    drop_echoes,
+    expanded,
+    make_directory,
+    replacing,
+    write_atomic,
+)
 from qkattn.run.locks import locked
 from tests.processes import start_python, umask
 
@@ -168,3 +179,46 @@ def test_a_directory_is_checked_without_a_trace_and_made_absolute(tmp_path):
     assert check_directory(doubled) == tmp_path / 'a' / 'run' and names(tmp_path) == []
     assert make_directory(doubled) == tmp_path / 'a' / 'run'
     assert names(tmp_path / 'a' / 'run') == []
+
+
+def test_a_directory_that_is_gone_is_named(tmp_path):
+    with (
+        pytest.raises(DiskError, match=f'^{tmp_path}/a is gone: .*; put it back and run the same'),
+        disk_errors(tmp_path / 'a/b'),
+    ):
+        (tmp_path / 'a/b/c').touch()
+    with pytest.raises(FileNotFoundError), disk_errors(tmp_path):
+        (tmp_path / 'c').stat()
+
+
+def test_a_directory_whose_name_is_not_utf_8_is_one_sentence(tmp_path):
+    """Under LC_ALL=C, a name in UTF-8 is decoded in the same way."""
+    path = os.fsdecode(os.fsencode(tmp_path) + b'/r\xff')
+    for call in (check_directory, make_directory):
+        with pytest.raises(RunDirectoryError, match=r"r\\udcff' is not UTF-8 .*; give a directory"):
+            call(path)
+    assert names(tmp_path) == []
+
+
+def test_what_tensorstore_repeats_of_an_error_is_not_printed(monkeypatch):
+    printed = []
+    monkeypatch.setattr(sys, 'unraisablehook', lambda args: printed.append(str(args.exc_value)))
+    drop_echoes.__wrapped__()
+    for owner, text in ((None, 'Event loop is closed'), (None, 'x'), ([], 'Event loop is closed')):
+        sys.unraisablehook(SimpleNamespace(object=owner, exc_value=RuntimeError(text)))
+    assert printed == ['x', 'Event loop is closed']
+
+
+def test_an_empty_home_counts_as_unset(monkeypatch):
+    monkeypatch.setenv('HOME', '/somewhere')
+    assert expanded('~/x') == Path('/somewhere/x')
+    monkeypatch.setenv('HOME', '')
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    assert expanded('~/x') == Path(home, 'x') and 'HOME' not in os.environ
+
+    def nobody(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, 'getpwuid', nobody)
+    with pytest.raises(ConfigError, match='^~/x has no meaning without a home directory; set HOME'):
+        expanded('~/x')

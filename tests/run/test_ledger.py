@@ -168,3 +168,75 @@ def test_a_missing_last_line_shows_in_the_files_alone(directory):
     path.write_text(''.join(path.read_text().splitlines(keepends=True)[:2]))
     kept = ledger.read(path)
     assert kept.declaration != ledger.digest(json.loads((directory / 'study.json').read_text()))
+
+
+def run_of(directory, name, loss=2.0):
+    """Writes a planned run with a result and logs."""
+    for file, line in (
+        ('plan.jsonl', {'run': name, 'directory': f'runs/{name}'}),
+        ('results.jsonl', {'run': name, 'status': 'finished', 'val_loss': loss, 'seconds': 1.0}),
+    ):
+        with (directory / file).open('a') as lines:
+            lines.write(json.dumps(line) + '\n')
+    write_atomic(directory / f'runs/{name}/documents.json', '{}')
+    write_atomic(directory / f'runs/{name}/metrics.jsonl', '{"kind": "eval", "val_loss": [2.0]}\n')
+
+
+def altered(directory):
+    return ledger.read(directory / 'ledger.jsonl').altered(ledger.seen(directory))
+
+
+def replace(directory, file, old, new):
+    text = (directory / file).read_text()
+    assert old in text
+    (directory / file).write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda d: replace(d, 'results.jsonl', '2.0', '1.9'),
+        lambda d: replace(d, 'results.jsonl', 'finished', 'diverged'),
+        lambda d: replace(d, 'runs/a/metrics.jsonl', '2.0', '1.9'),
+        lambda d: (d / 'runs/a/documents.json').unlink(),
+        lambda d: (d / 'results.jsonl').write_text(''),
+        lambda d: replace(d, 'plan.jsonl', 'runs/a', 'runs/b'),
+    ],
+)
+def test_what_a_look_saw_of_a_run_may_not_change(tmp_path, change):
+    ledger.declare(tmp_path, STUDY)
+    run_of(tmp_path, 'a')
+    assert ledger.look(tmp_path) and not altered(tmp_path)
+    change(tmp_path)
+    run_of(tmp_path, 'c')
+    entries = (tmp_path / 'ledger.jsonl').read_bytes()
+    assert altered(tmp_path) == {'a': 1} and not ledger.look(tmp_path)
+    assert (tmp_path / 'ledger.jsonl').read_bytes() == entries
+
+
+def test_runs_are_added_after_a_look_and_replaced_where_settings_change(tmp_path):
+    ledger.declare(tmp_path, STUDY)
+    run_of(tmp_path, 'a')
+    assert ledger.look(tmp_path)
+    run_of(tmp_path, 'b')
+    replace(tmp_path, 'results.jsonl', '"seconds": 1.0', '"seconds": 9.0')
+    assert not altered(tmp_path) and ledger.look(tmp_path)
+    *_, entry = ledger.read(tmp_path / 'ledger.jsonl').entries
+    assert entry['look'] == 2 and entry['runs'].keys() == {'a', 'b'}
+    (tmp_path / 'plan.jsonl').unlink()
+    run_of(tmp_path, 'b')
+    assert altered(tmp_path) == {'a': 1}
+    ledger.declare(tmp_path, STUDY | {'margin': 0.01}, ['margin: 0.005 -> 0.01'])
+    assert not altered(tmp_path)
+
+
+def test_a_look_of_an_earlier_version_is_as_it_is(tmp_path, monkeypatch):
+    ledger.declare(tmp_path, STUDY)
+    run_of(tmp_path, 'a')
+    with monkeypatch.context() as earlier:
+        earlier.setitem(ledger.FIELDS, 'looked', ('look', 'files'))
+        files = ledger.digests(tmp_path)
+        ledger.append(tmp_path / 'ledger.jsonl', 'looked', look=1, files=files)
+    assert not ledger.look(tmp_path)
+    replace(tmp_path, 'results.jsonl', '2.0', '1.9')
+    assert not altered(tmp_path) and ledger.look(tmp_path)

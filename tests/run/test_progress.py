@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qkattn.run import progress as progress_module
 from qkattn.run.progress import LogHandler, Progress, StudyLeft
 from qkattn.run.shown import short
 
@@ -97,6 +98,63 @@ def test_progress_fetches_the_loss_only_when_it_is_shown(clock):
     assert Loss.fetched == 2
 
 
+def test_every_line_shows_the_newest_loss(clock):
+    """Also where the lines are those of the timer, each just before an update."""
+    stream = io.StringIO()
+    with Progress('x', 9, stream=stream, clock=clock) as progress:
+        for step in range(1, 10):
+            progress.update(step, 4 - step / 10)
+            clock.seconds += 10
+            progress.tick()
+    shown = re.findall(r'step (\d)/9, training loss ([\d.]+)', stream.getvalue())
+    assert shown == [('1', '3.9000')] + [(f'{n}', f'{4 - n / 10:.4f}') for n in range(1, 10)]
+
+
+def test_the_time_left_counts_the_evaluations_and_checkpoints_to_come(clock, monkeypatch):
+    monkeypatch.setattr(progress_module, '_PLAIN_FRACTION', 0.0)
+    stream = io.StringIO()
+    settings = {'tokens_per_step': 10, 'plain_every_seconds': 1}
+    progress = Progress('x', 40, **settings, stream=stream, clock=clock)
+    progress.begin(0, evaluating=5, saving=2)
+    for step in range(1, 41):
+        clock.seconds += 2
+        progress.update(step, 3.0)
+        if step % 10 == 0:
+            with progress.phase('evaluating'):
+                clock.seconds += 50 if step == 10 else 30  # the first one compiles
+        if step % 20 == 0:
+            with progress.phase('saving'):
+                clock.seconds += 1
+    progress.close()
+    left = dict(re.findall(r'step (\d+)/40, .* 5 tokens/s, (.*)', stream.getvalue()))
+    assert [left[step] for step in ('2', '11', '20', '21', '31', '39', '40')] == [
+        '01:16 left plus 5 evaluations and 2 checkpoints',
+        '04:18 left plus 2 checkpoints',
+        '04:00 left plus 2 checkpoints',
+        '02:09 left',
+        '01:19 left',
+        '01:03 left',
+        '01:01 left',
+    ]
+    # The speed is that of the steps alone.
+    assert set(re.findall(r'(\S+) tokens/s', stream.getvalue())) == {'5'}
+
+
+def test_an_evaluation_before_the_first_step_is_a_measurement(clock):
+    stream = io.StringIO()
+    progress = Progress('x', 40, stream=stream, clock=clock, study=StudyLeft(1, work=2.0))
+    with progress.phase('evaluating'):
+        clock.seconds += 7
+    progress.begin(20, evaluating=3)
+    for step in (30, 40):
+        progress.update(step, 3.0)
+        clock.seconds += 10
+    progress.tick()
+    # A whole run takes 7 s before its first step, 40 steps, and twice as many evaluations.
+    assert 21 + 2 * (7 + 40 + 42) == 3 * 60 + 19
+    assert '00:21 left, study 03:19 left, 1 run left' in stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ('loss', 'text'),
     [
@@ -104,9 +162,10 @@ def test_progress_fetches_the_loss_only_when_it_is_shown(clock):
         (np.array([2.5, 2.0]), 'loss 2.0000 to 2.5000 nats/token'),
         (
             np.array([2.5, np.nan, 2.0]),
-            'loss 2.0000 to 2.5000 (1 of 3 trials not finite) nats/token',
+            'loss 2.0000 to 2.5000 nats/token (1 of 3 trials not finite)',
         ),
-        (np.nan, 'loss not finite nats/token'),
+        (np.nan, 'training loss not finite'),
+        (np.array([np.nan, np.inf]), 'training loss not finite'),
         (None, 'step 1/2, '),
     ],
 )

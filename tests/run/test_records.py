@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from qkattn.errors import DiskError, RunDirectoryError
-from qkattn.run.records import MetricsFile, read_json, read_metrics, to_jsonable, write_json
+from qkattn.run.appended import MetricsFile
+from qkattn.run.records import (
+    read_json,
+    read_metrics,
+    to_jsonable,
+    with_checksum,
+    write_json,
+)
 from tests.processes import start_python
 
 
@@ -74,7 +81,8 @@ def test_values_that_are_not_finite_become_null(path):
     MetricsFile(path).append(record)
     # Python's reader takes NaN and Infinity, which are not JSON, by this function.
     found = json.loads(path.read_text(), parse_constant=lambda constant: constant)
-    assert found == {'step': 1, 'loss': [1.0, None, None], 'best': None, 'x': None}
+    plain = {'step': 1, 'loss': [1.0, None, None], 'best': None, 'x': None}
+    assert found == with_checksum(plain) and read_metrics(path) == [plain]
 
 
 def test_death_between_writing_and_replacing_leaves_the_old_file(path):
@@ -184,7 +192,101 @@ def test_a_full_disk_leaves_whole_lines_and_the_next_record_follows_them(path, m
     assert path.read_bytes() == whole
     metrics.append({'step': 3})
     metrics.close()
-    assert path.read_bytes() == whole + b'{"step": 3}\n'
+    line = json.dumps(with_checksum({'step': 3}))
+    assert path.read_bytes() == whole + line.encode() + b'\n'
+
+
+@pytest.fixture
+def logged(path):
+    """A log of six steps with an evaluation, and what `flush` has returned before the last two."""
+    metrics = MetricsFile(path)
+    for step in range(1, 5):
+        metrics.append({'step': step, 'loss': 1.5})
+    metrics.append({'step': 4, 'kind': 'eval'})
+    kept = metrics.flush()
+    for step in (5, 6):
+        metrics.append({'step': step, 'loss': 1.5})
+    metrics.close()
+    return path, kept
+
+
+def test_a_log_is_rewound_to_what_a_checkpoint_has_kept(logged):
+    path, kept = logged
+    lines = path.read_bytes().splitlines(keepends=True)
+    metrics = MetricsFile(path)
+    metrics.rewind(4, every=1, written=kept)
+    assert path.read_bytes() == b''.join(lines[:5]) and metrics.flush() == kept
+    metrics.append({'step': 5, 'loss': 1.5})
+    assert path.read_bytes() == b''.join(lines[:6])
+
+
+@pytest.mark.parametrize(
+    ('damage', 'message'),
+    [
+        (lambda lines: [lines[0].replace(b'1.5', b'1.6'), *lines[1:]], 'line 1 is damaged .*check'),
+        (lambda lines: [lines[0].replace(b'1.5', b'NaN'), *lines[1:]], 'line 1 is damaged .*check'),
+        (lambda lines: [*lines[:4], *lines[5:]], 'lines 1 to 5 are not those that the run has'),
+        (lambda lines: lines[:4], 'has 4 of the 5 lines that the run has written'),
+        (lambda lines: [*lines[:2], b'{"step": 3}\n', *lines[3:]], 'lines 1 to 5 are not those'),
+        (lambda lines: [], 'has no record of 4 steps up to 4, the first at 1'),
+    ],
+    ids=['digit', 'nan', 'no eval', 'cut', 'other', 'deleted'],
+)
+def test_a_log_that_is_not_what_was_written_is_refused_and_stays(logged, damage, message):
+    path, kept = logged
+    damaged = b''.join(damage(path.read_bytes().splitlines(keepends=True)))
+    path.write_bytes(damaged)
+    with pytest.raises(RunDirectoryError, match=rf'metrics\.jsonl,? {message}') as refusal:
+        MetricsFile(path).rewind(4, every=1, written=kept)
+    assert 'checkpoints of this one are kept' in str(refusal.value)
+    assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize('replaced', [False, True])
+def test_a_log_that_is_removed_while_it_is_open_is_written_again(path, caplog, replaced):
+    metrics = MetricsFile(path)
+    metrics.append({'step': 1})
+    whole = path.read_bytes()
+    path.unlink()
+    if replaced:
+        path.write_text('other\n')
+    metrics.append({'step': 2})
+    assert 'metrics.jsonl was removed or replaced, and is written again' in caplog.text
+    assert path.read_bytes().startswith(whole) and steps_of(path) == [1, 2]
+    for call in (metrics.check, metrics.close):
+        path.unlink()
+        call()
+    assert steps_of(path) == [1, 2]
+
+
+def test_a_log_that_is_changed_while_it_is_open_is_refused(path):
+    metrics = MetricsFile(path)
+    metrics.append({'step': 1, 'loss': 1.5})
+    metrics.append({'step': 2, 'loss': 1.5})
+    whole = path.read_bytes()
+    with path.open('r+b') as file:
+        file.write(whole.replace(b'1.5', b'1.6', 1))
+    with pytest.raises(RunDirectoryError, match='line 1 is damaged'):
+        metrics.check()
+    with path.open('r+b') as file:
+        file.truncate(10)
+    with pytest.raises(RunDirectoryError, match=r'has 10 of the \d+ bytes that the run has writt'):
+        metrics.append({'step': 3})
+
+
+@pytest.mark.parametrize('recreated', [False, True])
+def test_a_log_whose_directory_is_gone_says_so(tmp_path, recreated):
+    directory = tmp_path / 'runs/a'
+    directory.mkdir(parents=True)
+    metrics = MetricsFile(directory / 'metrics.jsonl')
+    metrics.append({'step': 1})
+    directory.rename(tmp_path / 'b')
+    if recreated:
+        directory.mkdir()
+    for call in (lambda: metrics.append({'step': 2}), metrics.flush, metrics.close):
+        with pytest.raises(DiskError, match=f'^{directory} is gone: it was removed, renamed or un'):
+            call()
+    assert metrics._file.closed and directory.exists() == recreated
 
 
 def test_a_file_that_is_no_log_stays_as_it_is_until_a_record_is_written(path):

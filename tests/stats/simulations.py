@@ -3,11 +3,14 @@
     python -m tests.stats.simulations [studies]
 
 prints the counts. Every study goes through the planner's tuning and the decisions of a report. Loss
-is a parabola in ln(learning rate) with normal noise, in nats per token; the arms' true losses at
-their optima are known, so it is known which words are false. The draws are fixed.
+is a curve in ln(learning rate), a parabola or skewed, with noise, in nats per token; the arms' true
+losses at their optima are known, so it is known which words are false. The draws are fixed.
 """
 
+import copy
 import dataclasses
+import functools
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,47 +27,105 @@ NOISE = 0.0097  # of one trial
 LEVEL_NOISE = 0.01  # that all arms and values share, by seed
 FLAT, SHARP = 0.01, 0.2  # second derivative of the loss by ln(learning rate)
 GRIDS = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': (0.002, 0.004, 0.008, 0.016)}
-LIMITS = TuningConfig(seeds=(100, 101))
+CHOICES = ('vertex', 'minimax')  # of TuningConfig.choice
 ARMS = 7
 MARGIN = inference.MARGIN
 ALLOWED = 0.055  # rate of false words: 5 % and the noise of a simulation
 LOWER = (Decision.BETTER, Decision.BETTER_BELOW_MARGIN)
 HIGHER = (Decision.WORSE, Decision.WORSE_BELOW_MARGIN)
 
-# Curvatures of the baseline and of the arms.
+MANY = 80  # seeds, which show a small bias
+BAD = 0.2  # by which a bad trial is worse
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The loss of an arm: curvature / 2 x^2 (1 + cubic x) at x = ln(value / optimum).
+
+    It follows its tangent beyond the inflection. ln(optimum) differs between seeds with standard
+    deviation `spread`, and a share of `bad` trials ends BAD nats worse.
+    """
+
+    curvature: float = SHARP
+    cubic: float = 0.0
+    spread: float = 0.0
+    bad: float = 0.0
+
+    def excess(self, x: np.ndarray) -> np.ndarray:
+        """Over the optimum, in nats."""
+        turn = -1 / (3 * self.cubic) if self.cubic else math.inf
+        near = np.where(x / turn > 1, turn, x)  # the slope at the inflection is curvature / 2 turn
+        return self.curvature / 2 * (near**2 * (1 + self.cubic * near) + near * (x - near))
+
+
+# The shapes of the baseline and of the arms.
 CASES = {
-    'all flat': (FLAT, (FLAT,) * ARMS),
-    'flat arms, sharp baseline': (SHARP, (FLAT,) * ARMS),
-    'sharp arms, flat baseline': (FLAT, (SHARP,) * ARMS),
-    'all sharp': (SHARP, (SHARP,) * ARMS),
-    'all nearly constant': (0.001, (0.001,) * ARMS),
+    'all flat': (Shape(FLAT), Shape(FLAT)),
+    'flat arms, sharp baseline': (Shape(), Shape(FLAT)),
+    'sharp arms, flat baseline': (Shape(FLAT), Shape()),
+    'all sharp': (Shape(), Shape()),
+    'all nearly constant': (Shape(0.001), Shape(0.001)),
+    'cubic part of 0.25': (Shape(cubic=0.25), Shape(cubic=0.25)),
+    'cubic part of 0.46': (Shape(cubic=0.46), Shape(cubic=0.46)),
+    'cubic arms': (Shape(), Shape(cubic=0.46)),
+    'cubic baseline': (Shape(cubic=0.46), Shape()),
+    'optima by seed': (Shape(spread=0.15), Shape(spread=0.15)),
+    'bad trials of the baseline': (Shape(bad=0.1), Shape()),
+    'bad trials of the arms': (Shape(), Shape(bad=0.1)),
+    'bad trials': (Shape(bad=0.1), Shape(bad=0.1)),
 }
 
 
 @dataclasses.dataclass
 class Arm:
-    """A simulated arm: loss(v) = level + curvature / 2 ln(v / optimum)^2 + noise."""
+    """A simulated arm: loss(v) = level + excess(ln(v / optimum)) + noise."""
 
     rng: np.random.Generator
-    curvature: float
+    shape: Shape
     level: float = 0.0
 
     def __post_init__(self):
         self.optimum = float(np.exp(self.rng.uniform(math.log(0.002), math.log(0.016))))
 
-    def loss(self, value: float, seeds: np.ndarray) -> np.ndarray:
-        """The losses of one trial for each of the seeds' own levels."""
-        excess = self.curvature / 2 * math.log(value / self.optimum) ** 2
-        return self.level + excess + seeds + self.rng.normal(0, NOISE, len(seeds))
+    @property
+    def mean(self) -> float:
+        """The mean loss at the optimum, bad trials included."""
+        return self.level + self.shape.bad * BAD
 
-    def tuned(self, seeds: Mapping[int, float]) -> Sweep:
+    def loss(self, value: float, seeds: np.ndarray, apart: np.ndarray) -> np.ndarray:
+        """The losses of one trial for each of the seeds' own levels and optima."""
+        excess = self.shape.excess(math.log(value / self.optimum) - apart)
+        excess -= self.shape.curvature / 2 * self.shape.spread**2  # the mean at the best value
+        bad = BAD * (self.rng.random(len(seeds)) < self.shape.bad)
+        return self.level + excess + bad + seeds + self.rng.normal(0, NOISE, len(seeds))
+
+    def aparts(self, number: int) -> np.ndarray:
+        return self.rng.normal(0, self.shape.spread, number)
+
+    def tuned(self, seeds: Mapping[int, float], choice: str) -> Sweep:
         """The sweep of its learning rate, as the planner asks for it."""
+        limits = TuningConfig(seeds=(100, 101), choice=choice)
         measured: dict[tuple[float, ...], dict[int, float | None]] = {}
-        while (plan := tune(GRIDS, LIMITS, measured)).knob is not None:
+        apart = dict(zip(seeds, self.aparts(len(seeds)).tolist(), strict=True))
+        while (plan := tune(GRIDS, limits, measured)).knob is not None:
+            own = [np.array([of[s] for s in plan.seeds]) for of in (seeds, apart)]
             for at in map(plan.at, plan.values):
-                losses = self.loss(at[0], np.array([seeds[s] for s in plan.seeds]))
+                losses = self.loss(at[0], *own)
                 measured.setdefault(at, {}).update(zip(plan.seeds, losses.tolist(), strict=True))
         return plan.sweeps['learning_rate']
+
+
+@functools.lru_cache(1)
+def tuned(case: str, studies: int, choice: str) -> list[list[tuple[Arm, Sweep]]]:
+    """The arms of studies, the baseline first, with their sweeps."""
+    rng = np.random.default_rng(list(CASES).index(case))
+    found = []
+    for _ in range(studies):
+        levels = dict(zip(range(100, 200), rng.normal(0, LEVEL_NOISE, 100), strict=True))
+        baseline, others = CASES[case]
+        arms = [Arm(rng, shape) for shape in (baseline, *[others] * ARMS)]
+        found.append([(arm, arm.tuned(levels, choice)) for arm in arms])
+    return found
 
 
 @dataclasses.dataclass
@@ -112,19 +173,28 @@ def is_false(word: Decision, true: float) -> bool:
 
 
 def study(
-    rng: np.random.Generator, case: str, num_seeds: int, effect: float, whole: Counts, plain: Counts
+    tuned_arms: Sequence[tuple[Arm, Sweep]],
+    rng: np.random.Generator,
+    num_seeds: int,
+    effect: float,
+    whole: Counts,
+    plain: Counts,
 ) -> None:
     """Adds a study to `whole`, and what it says without regard to its tuning to `plain`.
 
-    The first arm differs by `effect`, which is found if it gets a word in the right direction.
+    The first arm differs by `effect`, which is found if it gets a word in the right direction. A
+    word is false if it contradicts the difference of the means, or that without bad trials.
     """
-    curvature, curvatures = CASES[case]
-    screening = dict(zip(range(100, 200), rng.normal(0, LEVEL_NOISE, 100), strict=True))
     levels_S = rng.normal(0, LEVEL_NOISE, num_seeds)
-    arms = [Arm(rng, one) for one in (curvature, *curvatures)]
+    arms = [copy.copy(arm) for arm, _ in tuned_arms]
     arms[1].level = effect
-    sweeps = [arm.tuned(screening) for arm in arms]
-    losses = [arm.loss(s.chosen, levels_S) for arm, s in zip(arms, sweeps, strict=True)]
+    for arm in arms:
+        arm.rng = rng
+    sweeps = [sweep for _, sweep in tuned_arms]
+    losses = [
+        arm.loss(sweep.chosen, levels_S, arm.aparts(num_seeds))
+        for arm, sweep in zip(arms, sweeps, strict=True)
+    ]
     misses = [s.at_worst if s.bracketed and s.at_worst is not None else math.inf for s in sweeps]
     for counts in (whole, plain):
         tuning = [(miss, misses[0]) if counts is whole else (0.0, 0.0) for miss in misses]
@@ -134,11 +204,13 @@ def study(
             if max(tuning[i]) < math.inf
         }
         words = decision.judge(differences, planned=len(arms) - 1)
+        true = [{arm.level, arm.mean - arms[0].mean} for arm in arms]
         counts.studies += 1
-        counts.false += any(is_false(word.decision, arms[i].level) for i, word in words.items())
+        counts.false += any(is_false(w.decision, of) for i, w in words.items() for of in true[i])
         counts.arms += len(arms) - 1
         counts.tested += len(differences)
-        counts.covered += sum(d.low <= arms[i].level <= d.high for i, d in differences.items())
+        means = {i: arms[i].mean - arms[0].mean for i in differences}
+        counts.covered += sum(d.low <= means[i] <= d.high for i, d in differences.items())
         counts.detectable += [word.detectable for word in words.values()]
         counts.screened += sum(sum(map(len, sweep.losses)) for sweep in sweeps)
         if effect and 1 in words:
@@ -146,12 +218,14 @@ def study(
             counts.found += words[1].decision in (LOWER if effect < 0 else HIGHER)
 
 
-def simulate(case: str, num_seeds: int, studies: int, effect: float = 0.0) -> tuple[Counts, Counts]:
+def simulate(
+    case: str, num_seeds: int, studies: int, effect: float = 0.0, choice: str = 'vertex'
+) -> tuple[Counts, Counts]:
     """Counts over `studies`, with the tuning's error and without any regard to it."""
     rng = np.random.default_rng([list(CASES).index(case), num_seeds, int(effect != 0)])
     whole, plain = Counts(), Counts()
-    for i in range(studies):
-        study(rng, case, num_seeds, effect * (-1) ** i, whole, plain)
+    for i, arms in enumerate(tuned(case, studies, choice)):
+        study(arms, rng, num_seeds, effect * (-1) ** i, whole, plain)
     return whole, plain
 
 
@@ -241,17 +315,17 @@ def main(argv: Sequence[str]) -> None:
         'arms added after 7 declared ones': added_arms(2 * studies, 7, 15, declared=True),
     }.items():
         print(f'{name}: {number} of {of} studies with a false word ({number / of:.1%})', flush=True)
-    for case in CASES:
-        for num_seeds in (8, 16):
-            whole, plain = simulate(case, num_seeds, studies)
+    for case, choice in itertools.product(CASES, CHOICES):
+        for num_seeds in (8, 16, MANY):
+            whole, plain = simulate(case, num_seeds, studies, choice=choice)
             per_arm = whole.screened / (ARMS + 1) / studies
-            print(f'{case}, {num_seeds} seeds, {per_arm:.1f} screening trials per arm')
+            print(f'{case}, {choice}, {num_seeds} seeds, {per_arm:.1f} screening trials per arm')
             print(f'  without the tuning error: {plain}')
             print(f'  with it:                  {whole}')
             print(f'  {whole.tested} of {whole.arms} arms tested', flush=True)
             if whole.detectable:
                 effect = float(np.median(whole.detectable))
-                whole, _ = simulate(case, num_seeds, studies, effect)
+                whole, _ = simulate(case, num_seeds, studies, effect, choice)
                 print(f'  an effect of {effect:.4f}:     {whole}', flush=True)
 
 

@@ -28,7 +28,7 @@ def test_an_estimate_is_the_t_interval_of_scipy():
 @pytest.mark.parametrize(('n_arm', 'n_baseline'), [(9, None), (8, 8), (4, 11), (12, 3)])
 def test_a_difference_is_scipys_t_test_and_its_two_one_sided_ones(mean, n_arm, n_baseline):
     """Paired, or of unequal variances (Welch) where the baseline has seeds of its own."""
-    margin, rng = 0.006, np.random.default_rng(3)
+    margin, rng = 0.006, np.random.default_rng(4)  # whose values lie together
     arm, baseline = rng.normal(mean, 0.004, n_arm), rng.normal(0.0, 0.002, n_baseline or n_arm)
     if n_baseline is None:
         found = inference.paired(arm - baseline, margin, resamples=None)
@@ -46,6 +46,44 @@ def test_a_difference_is_scipys_t_test_and_its_two_one_sided_ones(mean, n_arm, n
     assert (found.mean, found.sd) == pytest.approx((np.mean(arm) - np.mean(baseline), sd))
     assert (found.n, found.margin) == (min(n_arm, n_baseline or n_arm), margin)
     assert found.paired == (n_baseline is None)
+
+
+def test_a_finding_holds_with_and_without_the_values_that_lie_apart():
+    values = [-0.012, -0.008, -0.015, -0.006, -0.011, -0.009, -0.010]
+    alone = inference.paired(values, resamples=None)
+    assert alone.typical is None and alone.p < 0.001
+    found = inference.paired([*values, 0.06], resamples=None)
+    assert found.typical == alone and (found.n, alone.n) == (8, 7)
+    assert found.p == pytest.approx(scipy_stats.ttest_1samp([*values, 0.06], 0).pvalue)
+    assert found.p > 0.5 and found.detectable > alone.detectable
+    # The other way round: a shift that a few of many values make is no finding.
+    rng = np.random.default_rng(0)
+    shifted = [*rng.normal(0, 0.01, 72), *rng.normal(0.2, 0.01, 8)]
+    found = inference.paired(shifted, resamples=None)
+    assert scipy_stats.ttest_1samp(shifted, 0).pvalue < 0.01 < 0.1 < found.p == found.typical.p
+    assert found.low == found.typical.low < 0 < found.typical.high < found.high
+    # Sides must agree.
+    turned = inference.paired([-1.01, -1.0, -0.99, -1.0, -0.98, 9.0, 9.1], resamples=None)
+    assert turned.mean > 0 > turned.typical.mean and (turned.p, turned.p_margin) == (1.0, 1.0)
+    # Samples that are not paired each lose theirs.
+    both = inference.welch([*values, 0.06], [v + 0.001 for v in values], resamples=None)
+    assert (both.n, both.typical.n) == (7, 7) and both.typical.mean == pytest.approx(-0.001)
+
+
+def test_values_lie_apart_by_the_median_absolute_deviation():
+    limit = 5 * 1.4826  # of 0 and +-1, whose median absolute deviation is 1
+    for last, apart in ((limit - 0.01, False), (limit + 0.01, True)):
+        sample = (-1.0, -1.0, 0.0, 1.0, 1.0, 0.0, -1.0, 0.0, last)
+        assert inference.typical(sample) == (sample[:-1] if apart else sample)
+    assert inference.typical((0.0, 0.1, 9.0)) == (0.0, 0.1, 9.0)  # too few
+    assert inference.typical((1.0, 1.0, 1.0, 9.0)) == (1.0, 1.0, 1.0, 9.0)  # no spread to tell by
+
+
+@pytest.mark.parametrize(('n', 'share'), [(4, 0.1), (8, 0.05), (16, 0.02), (80, 0.004)])
+def test_normal_values_seldom_lie_apart(n, share):
+    rng, count = np.random.default_rng(5), 4000
+    apart = sum(len(inference.typical(row)) < n for row in rng.normal(0, 1, (count, n)).tolist())
+    assert apart <= share * count + 4 * (share * count) ** 0.5
 
 
 @pytest.mark.parametrize('df', [1, 2, 7, 14, 60])
@@ -184,6 +222,17 @@ def test_the_bootstrap_is_scipys_bca_and_repeats():
     assert (two.bootstrap_low, two.bootstrap_high) == pytest.approx((two.low, two.high), abs=0.35)
 
 
+def test_the_bootstrap_does_not_depend_on_how_means_of_permutations_are_rounded():
+    """With three values, two of nine resamples have the mean of the sample itself."""
+    values = np.array([0.031, 0.0274, 0.0402])
+    expected = inference.bootstrap(values)
+    for shift in range(1, 9):
+        ends = np.subtract(inference.bootstrap(values + shift), shift)
+        assert tuple(ends) == pytest.approx(expected, abs=1e-12), shift
+        apart = np.add(values, shift), [float(shift)] * 3
+        assert inference.bootstrap(*apart) == pytest.approx(expected, abs=1e-12), shift
+
+
 @pytest.mark.parametrize(
     ('call', 'message'),
     [
@@ -215,7 +264,10 @@ def within(rate, expected, trials, errors=4.0):
 
 
 def paired(values):
-    """`inference.paired` of every row, by scipy's tests of all rows at once."""
+    """`inference.paired` of every row, by scipy's tests of all rows at once.
+
+    Rows of which some values lie apart go through `inference.paired`.
+    """
     n, sd, margin = values.shape[-1], values.std(axis=-1, ddof=1), inference.MARGIN
     mean, error = values.mean(axis=-1), sd / n**0.5
     test = functools.partial(scipy_stats.ttest_1samp, axis=-1)
@@ -235,9 +287,12 @@ def paired(values):
         inference.Difference(**exact, **dict(zip(columns, row, strict=True)))
         for row in np.stack(list(columns.values()), axis=-1).tolist()
     ]
-    for row, found in zip(values[:3], rows, strict=False):
-        expected = dataclasses.astuple(inference.paired(row, resamples=None))
-        assert dataclasses.astuple(found) == pytest.approx(expected)
+    for i, row in enumerate(values):
+        if len(inference.typical(row)) < n:
+            rows[i] = inference.paired(row, resamples=None)
+        elif i < 5:
+            expected = dataclasses.astuple(inference.paired(row, resamples=None))
+            assert dataclasses.astuple(rows[i]) == pytest.approx(expected)
     return rows
 
 

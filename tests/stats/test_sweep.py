@@ -1,6 +1,5 @@
 """Sweeps of one setting: the parabola, its intervals, and how the grid grows."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -107,24 +106,72 @@ def test_few_values_or_seeds_leave_blanks():
     assert two.loss.low is not None and two.optimum_low is not None
 
 
-def test_a_chosen_value_that_misses_by_rounding_alone_is_the_optimum():
-    bounded = {'optimum_low': 0.004 * (1 - 2e-16), 'optimum_high': 0.004 * (1 + 4e-16)}
-    found = dataclasses.replace(sweep.fit(_losses()), optimum=0.004, **bounded)
-    assert found.chosen == 0.004 and found.at_worst == 0
-    wider = dataclasses.replace(found, optimum_high=0.004 * (1 + 1e-9))
-    assert wider.at_worst == pytest.approx(0.03 * 1e-18, rel=1e-5)
+def _allowed(found, value):
+    """The largest excess at `value` of curves on a fixed grid of optima and skews."""
+    x = np.log(np.array(found.fitted) / value)
+    losses = np.array([found.losses[found.values.index(v)] for v in found.fitted])
+    losses -= losses.mean(axis=0)
+    means, seeds = losses.mean(axis=1), losses.shape[1]
+    slopes = (x - x.mean()) @ losses / np.sum((x - x.mean()) ** 2) ** 0.5
+    optimum = np.linspace(x[0], x[-1], 1001)[:, None, None]
+    skew = np.linspace(-sweep.SKEW, sweep.SKEW, 121)[:, None]
+    curve = sweep._curve(x - optimum, skew)
+    curve -= curve.mean(axis=-1, keepdims=True)
+    length = np.sum(curve**2, axis=-1)
+    scale = np.maximum(np.sum(curve * means, axis=-1) / length, 0.0)
+    square = np.sum((losses - (scale[..., None] * curve)[..., None]) ** 2, axis=(-2, -1))
+    df = losses.size - seeds - 3
+    variance = max(square.min() / df, np.var(slopes, ddof=1))
+    spare = square.min() + scipy_stats.t.isf(0.025, df) ** 2 * variance - square
+    largest = scale + np.sqrt(np.maximum(spare, 0) / (seeds * length))
+    return np.max(np.where(spare >= 0, largest * sweep._curve(-optimum, skew)[..., 0], 0.0))
 
 
-@pytest.mark.parametrize('order', [1, -1])
-def test_at_worst_is_the_parabola_at_the_farther_end_of_the_interval(order):
+@pytest.mark.parametrize('choice', ['vertex', 'minimax'])
+@pytest.mark.parametrize('noise', [0.01, 0.03])
+def test_at_worst_is_the_largest_excess_of_the_curves_that_the_data_do_not_contradict(
+    choice, noise
+):
     rng = np.random.default_rng(1)
-    losses = _losses(loss=lambda v, s: _loss(v, s) + rng.normal(0, 0.03))
-    found = sweep.fit(dict(zip(GRID, list(losses.values())[::order], strict=True)))
-    x = math.log(found.chosen)
-    ends = [math.log(end) - x for end in (found.optimum_low, found.optimum_high)]
-    excess = [found.curvature / 2 * end**2 for end in ends]
-    assert (excess[1] - excess[0]) * order > 1e-4  # Fieller's interval is not symmetric
-    assert found.at_worst == pytest.approx(max(excess))
+    losses = _losses(loss=lambda v, s: _loss(v, s, 0.2) + rng.normal(0, noise))
+    found = sweep.fit(losses, choice)
+    assert found.at_worst == found.excess(found.chosen)
+    for value in (found.chosen, found.best, 0.003):
+        assert found.excess(value) == pytest.approx(_allowed(found, value), rel=0.15)
+
+
+def test_a_curve_is_convex_with_its_optimum_and_scale_at_zero():
+    u = np.linspace(-4, 4, 801)
+    for skew in (-sweep.SKEW, -0.2, 0.0, 0.3, sweep.SKEW):
+        curve = sweep._curve(u, np.array(skew))
+        assert curve.min() == curve[400] == 0 and np.all(np.diff(curve, 2) >= -1e-12)
+        near = np.abs(u) < 0.5
+        assert curve[near] == pytest.approx((u**2 / 2 * (1 + skew * u))[near])
+
+
+def test_what_a_skewed_sweep_misses_is_within_the_bound():
+    """The vertex misses its optimum by far more than Fieller's interval of the parabola."""
+
+    def loss(value, seed):
+        return float(0.2 * sweep._curve(math.log(value / OPTIMUM), np.array(0.46)))
+
+    found, near = (sweep.fit(_losses(loss=loss), choice) for choice in ('vertex', 'minimax'))
+    assert (
+        found.at_worst == pytest.approx(loss(found.chosen, 0), rel=1e-3) and found.at_worst > 0.005
+    )
+    assert found.optimum_high < OPTIMUM  # outside Fieller's interval
+    assert near.chosen == pytest.approx(OPTIMUM, rel=0.03) and near.at_worst < 0.001
+    noisy = [
+        sweep.fit(_noisy(np.random.default_rng(i), 0.2, 2), choice)
+        for i in range(40)
+        for choice in ('vertex', 'minimax')
+    ]
+    assert all(m.at_worst <= v.at_worst for v, m in zip(noisy[::2], noisy[1::2], strict=True))
+
+
+def test_nothing_bounds_the_excess_without_an_optimum():
+    with pytest.raises(ValueError, match='does not bound its optimum'):
+        sweep.fit(_losses(GRID[:2])).excess(0.001)
 
 
 @pytest.mark.parametrize(

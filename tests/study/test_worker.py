@@ -30,7 +30,7 @@ from qkattn.run import leases, ledger
 from qkattn.run.files import as_path
 from qkattn.run.records import read_json, to_jsonable, write_json
 from qkattn.run.signals import StopRequest
-from qkattn.study import declaration, plan, worker
+from qkattn.study import crew, declaration, plan, worker
 from qkattn.study.arms import build_arms
 from tests.studies import result_record
 from tests.study.test_plan import STUDY
@@ -110,6 +110,17 @@ def test_a_tuned_study_of_one_document_is_refused_before_anything_is_written(tmp
     with pytest.raises(ConfigError, match=r"of data.name='text', .*book.txt', has 1 document, but"):
         worker.run(study, tmp_path / 'out')
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('workers', [1, 2])
+def test_the_directory_of_a_run_is_refused_before_anything_is_written(tmp_path, workers):
+    (tmp_path / 'config.json').write_text('{}')
+    with pytest.raises(ConfigError, match=f'workdir={tmp_path} holds a run, not a study; give a'):
+        if workers == 1:
+            worker.run(STUDY, tmp_path)
+        else:
+            crew.run(STUDY, lambda: build_arms(STUDY), tmp_path, workers)
+    assert [path.name for path in tmp_path.iterdir()] == ['config.json']
 
 
 @pytest.mark.parametrize('value', [10**5000, b'0.1'], ids=['too large', 'bytes'])

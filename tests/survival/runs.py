@@ -35,7 +35,7 @@ FORKS.set_forkserver_preload(['tests.survival.runs'])
 PREPARING, COMPILING, INITIALIZING = 'preparing data', 'compiling', 'initializing'
 TRAINING, EVALUATING, MEASURING = 'training', 'evaluating', 'measuring'
 SAVING, ANYWHERE = 'saving', 'anywhere'
-TOLD = ('starting', PREPARING, COMPILING, INITIALIZING, TRAINING, EVALUATING, MEASURING)
+TOLD = ('starting', PREPARING, COMPILING, INITIALIZING, TRAINING, EVALUATING, MEASURING, SAVING)
 # Seconds that a run is left alone in a place, at most.
 LINGER = {TRAINING: 0.3, SAVING: 0.05, ANYWHERE: 8.0}
 LIMIT = 600.0
@@ -54,14 +54,16 @@ def to_end(config: Config, workdir: Path, place, rank: int, count: int, address:
 
     @contextlib.contextmanager
     def phase(self: Progress, name: str) -> Iterator[None]:
-        before, place.value = place.value, TOLD.index(name)
+        before = place.value
+        if name in TOLD:  # and not 'opening devices', which is before all
+            place.value = TOLD.index(name)
         with real_phase(self, name):
             yield
         place.value = before
 
-    def begin(self: Progress, step: int) -> None:
+    def begin(self: Progress, step: int, **follow: int) -> None:
         place.value = TOLD.index(TRAINING)
-        real_begin(self, step)
+        real_begin(self, step, **follow)
 
     Progress.phase, Progress.begin = phase, begin
 

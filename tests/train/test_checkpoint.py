@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from qkattn import __version__
 from qkattn.config import MeshConfig
-from qkattn.errors import CheckpointError
+from qkattn.errors import CheckpointError, DiskError
 from qkattn.run.records import with_checksum
 from qkattn.train import checkpoint, checksums
 from qkattn.train.checkpoint import Checkpoints
@@ -171,3 +171,44 @@ def test_the_time_that_training_waits_goes_on_over_starts(tmp_path):
     second.restore(placed(state_of(0), MeshConfig()))
     assert second.stall_seconds == saved == second.record()['checkpoint_seconds']
     second.close()
+
+
+def test_superseded_checkpoints_are_deleted_while_training_goes_on(tmp_path):
+    saved = Checkpoints(tmp_path)
+    for step in range(1, 9):
+        saved.save(step, state_of(step), RECORD, float(step))
+        # Of the save before: the newest two, the best, the one being written, and no trash.
+        assert len(list(tmp_path.glob('[0-9]*'))) <= 4 and not list(tmp_path.glob('trash/*/*'))
+    saved.wait()
+    assert not list(tmp_path.glob('trash/*'))
+    saved.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['1', '7', '8']
+
+
+def test_a_step_that_is_written_again_after_damage_can_be_superseded(tmp_path):
+    target = save(tmp_path, 4, 8)
+    rewrite_record(tmp_path / '8', lambda text: text.replace('2.5', '3.5'))
+    again = Checkpoints(tmp_path)
+    assert int(again.restore(target)[0]['step']) == 4
+    again.discard_after(4)
+    for step in (8, 12, 16, 20):
+        again.save(step, state_of(step), RECORD, float(step))
+    again.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['16', '20', '4']
+
+
+@pytest.mark.parametrize('recreated', [False, True])
+def test_a_directory_that_is_gone_is_one_sentence(tmp_path, recreated):
+    directory = tmp_path / 'run/checkpoints'
+    saved = Checkpoints(directory)
+    saved.save(1, state_of(1), RECORD, 2.0)
+    saved.wait()
+    (tmp_path / 'run').rename(tmp_path / 'moved')
+    if recreated:
+        directory.mkdir(parents=True)
+        saved._manager.save = lambda *_, **__: 1 / 0  # errors may be of any kind
+    gone = directory if recreated else tmp_path / 'run'
+    with pytest.raises(DiskError, match=f'^{gone} is gone: it was removed, renamed or unmounted'):
+        saved.save(2, state_of(2), RECORD, 2.0)
+    saved.close()
+    assert [p.name for p in (tmp_path / 'moved/checkpoints').iterdir()] == ['1']

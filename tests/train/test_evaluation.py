@@ -1,7 +1,6 @@
 """What an evaluation makes of the sums that a program returns."""
 
 import dataclasses
-import json
 import math
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from qkattn.data.tasks import repeats
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.metrics import losses
 from qkattn.model import cost
-from qkattn.run.records import read_json
+from qkattn.run.records import read_json, read_metrics
 from qkattn.train import evaluation, measurements, results, sharding, step, train
 from tests.train.standard_error import standard_error
 
@@ -178,7 +177,7 @@ def test_a_run_leaves_both_in_its_results_and_a_diverged_trial_neither(tiny, tmp
     assert [diverged[name] for name in names] == [None] * 4
     assert all(math.isfinite(fine[name]) for name in names)
     assert 0 < fine['val_loss_se'] < 0.5 and 0 <= fine['val_induction_accuracy'] <= 1
-    records = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').open()]
+    records = read_metrics(tmp_path / 'run/metrics.jsonl')
     (record,) = [record for record in records if record['kind'] == 'eval']
     assert set(record) == {
         *('kind', 'step', 'val_loss', 'val_bits_per_byte', 'val_accuracy', 'val_solved')
@@ -261,3 +260,34 @@ def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny, monkeypatc
     assert (fine['diverged_at'], diverged['diverged_at']) == (None, 7)
     for name in ('val_loss', 'test_accuracy', 'val_induction_gain'):
         assert fine[name] is not None and diverged[name] is None
+
+
+@pytest.mark.parametrize(
+    ('diverged_at', 'said'),
+    [
+        ([None, None], None),
+        ([1200, None], '1 of 2 trials diverged: seed 0 at learning rate 0.1 at step 1,200'),
+        (
+            [3],
+            'the only trial diverged, the run has no losses: seed 0 at learning rate 0.1 at step '
+            '3; lower trials.learning_rates',
+        ),
+        (
+            [1, 1, 2, 2, 3, 3],
+            'all 6 trials diverged, the run has no losses: seed 0 at learning rate 0.1 at step 1, '
+            'seed 1 at learning rate 0.1 at step 1, seed 2 at learning rate 0.1 at step 2, seed 3 '
+            'at learning rate 0.1 at step 2, 2 more; lower trials.learning_rates',
+        ),
+    ],
+)
+def test_diverged_trials_are_told_at_the_end(diverged_at, said, caplog):
+    found = [
+        {
+            'trial': {'seed': seed, 'learning_rate': 0.1},
+            'status': 'finished' if at is None else 'diverged',
+            'diverged_at': at,
+        }
+        for seed, at in enumerate(diverged_at)
+    ]
+    results.warn_of_diverged('runs/a', found)
+    assert [of.message for of in caplog.records] == ([f'runs/a: {said}'] if said else [])

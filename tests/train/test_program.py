@@ -1,6 +1,7 @@
 """The choice of lifting, and placement of what each process reads."""
 
 import dataclasses
+import logging
 
 import jax
 import numpy as np
@@ -14,16 +15,21 @@ from qkattn.train.start import build_program
 
 
 def test_auto_measures_both_liftings_and_keeps_the_faster(
-    tiny, tmp_path, monkeypatch, evaluation_only
+    tiny, tmp_path, monkeypatch, evaluation_only, caplog
 ):
+    caplog.set_level(logging.INFO, 'qkattn')
     config = tiny(train={'lifting': 'auto'})
-    seconds = iter([0.2, 0.1])
+    seconds = iter([0.2, 0.1 + 1 / 30000])
     monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *a: next(seconds))
     assert build_program(config, tmp_path).lifting == 'vmap'
     assert read_json(tmp_path / 'lifting.json', {}) == {
         'lifting': 'vmap',
-        'seconds_per_step': {'map': 0.2, 'vmap': 0.1},
+        'seconds_per_step': {'map': 0.2, 'vmap': 0.1 + 1 / 30000},
     }
+    assert caplog.messages[-1] == (
+        'trials are trained side by side (vmap): 0.1 s per step; one after another (map): 0.2 s '
+        'per step'
+    )
     # A later start takes the recorded choice without measuring (the iterator is used up).
     assert build_program(config, tmp_path).lifting == 'vmap'
 

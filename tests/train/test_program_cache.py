@@ -62,6 +62,8 @@ def test_the_directory_is_the_one_named_or_in_the_users_cache(monkeypatch, tmp_p
         monkeypatch.delenv(name, raising=False)
     for name, value, where in (
         ('QKATTN_LOG', 'INFO', 'home/.cache/qkattn/compiled/3-cores'),
+        ('XDG_CACHE_HOME', '', 'home/.cache/qkattn/compiled/3-cores'),
+        ('XDG_CACHE_HOME', 'relative', 'home/.cache/qkattn/compiled/3-cores'),
         ('XDG_CACHE_HOME', tmp_path / 'xdg', 'xdg/qkattn/compiled/3-cores'),
         ('JAX_COMPILATION_CACHE_DIR', tmp_path / 'named', 'named/3-cores'),
         ('NPROC', '2', 'named/2-cores'),
@@ -100,6 +102,25 @@ def test_a_directory_that_cannot_be_written_is_one_warning(kept, count, caplog):
     assert count() == {'loaded': 0, 'compiled': 0}
     (message,) = (r.message for r in caplog.records)
     assert 'compiled programs are not kept' in message and str(kept) in message
+
+
+@pytest.mark.parametrize('shared', ['by mode', 'by owner'])
+def test_programs_of_a_directory_that_others_may_write_are_not_executed(
+    kept, count, caplog, monkeypatch, shared
+):
+    keep_programs()
+    use()
+    assert count()['compiled'] == 1
+    if shared == 'by mode':
+        program_cache.directory().chmod(0o2770)  # as Kubernetes leaves a volume with an fsGroup
+    else:
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, 'geteuid', lambda: other)
+    keep_programs()
+    use()
+    assert count() == {'loaded': 0, 'compiled': 0}
+    (message,) = (record.message for record in caplog.records)
+    assert f'{program_cache.directory()} is not a directory of this user alone' in message
 
 
 def test_the_least_recently_used_are_deleted_beyond_a_limit(tmp_path, kept, monkeypatch):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -17,13 +18,14 @@ import numpy as np
 import pytest
 
 from qkattn import data
-from qkattn.config import MeshConfig
+from qkattn.config import MeshConfig, TrainConfig
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
-from qkattn.run.records import read_json, read_metrics
+from qkattn.run.progress import Progress
+from qkattn.run.records import read_json, read_metrics, with_checksum
 from qkattn.run.signals import EXIT_REQUEUE
 from qkattn.train import loop, measurements, program, train
 from qkattn.train.checkpoint import Checkpoints
-from qkattn.train.start import Divergences
+from qkattn.train.start import Divergences, pauses
 from tests.run.test_sinks import events
 
 pytestmark = pytest.mark.usefixtures('programs_kept')
@@ -111,6 +113,31 @@ def test_a_run_stopped_and_killed_at_random_ends_bitwise_equal(tiny, trained, tm
     assert steps == list(range(1, 25))
 
 
+def test_the_display_gets_the_logged_losses_and_the_count_of_what_follows(
+    small, tmp_path, monkeypatch
+):
+    losses, follows, phases, phase = {}, [], Counter(), Progress.phase
+    monkeypatch.setattr(Progress, 'update', lambda _, step, loss: losses.update({step: loss}))
+    monkeypatch.setattr(Progress, 'begin', lambda _, step, **counts: follows.append(counts))
+    monkeypatch.setattr(
+        Progress, 'phase', lambda self, name: phases.update([name]) or phase(self, name)
+    )
+    train(small(), tmp_path)
+    records = read_metrics(tmp_path / 'metrics.jsonl')
+    logged = {record['step']: record['loss'] for record in records if record['kind'] == 'train'}
+    assert {step: loss.tolist() for step, loss in losses.items()} == logged
+    assert all(isinstance(loss, np.ndarray) for loss in losses.values())
+    assert follows == [{'evaluating': 4, 'saving': 3}]
+    assert phases & Counter(follows[0]) == follows[0] and phases['evaluating'] == 4
+
+
+def test_evaluations_and_checkpoints_to_come_include_those_after_the_last_step():
+    uneven = TrainConfig(num_steps=10, eval_every=4, checkpoint_every=4)
+    splits = 'train', 'validation', 'test'
+    assert pauses(uneven, 0, splits) == {'evaluating': 4, 'saving': 3}
+    assert pauses(uneven, 4, splits[:2]) == {'evaluating': 2, 'saving': 2}
+
+
 @pytest.fixture
 def unfinished(small, trained, tmp_path):
     """Its config, a copy of the run in `tmp_path` whose results were lost, and those results."""
@@ -157,6 +184,56 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(unfinished, train
     assert read_metrics(path / 'metrics.jsonl') == read_metrics(straight / 'metrics.jsonl')
 
 
+@pytest.mark.parametrize('end', [0, -1])
+def test_a_finished_run_that_has_lost_records_is_named(small, trained, tmp_path, caplog, end):
+    path, results = trained(small())
+    shutil.copytree(path, tmp_path / 'run')
+    metrics = tmp_path / 'run/metrics.jsonl'
+    metrics.write_bytes(metrics.read_bytes()[:end])
+    assert train(small(), tmp_path / 'run') == results
+    assert 'metrics.jsonl lacks the last records of a finished run' in caplog.text
+
+
+@pytest.mark.parametrize('removed', [False, True])
+def test_metrics_that_were_changed_or_removed_before_a_resume_are_named(unfinished, removed):
+    config, path, _ = unfinished
+    metrics = path / 'metrics.jsonl'
+    if removed:
+        metrics.unlink()
+    else:
+        metrics.write_bytes(metrics.read_bytes().replace(b'1', b'2', 1))
+    with pytest.raises(ConfigError, match=r'metrics\.jsonl.*restore the file from a copy or use'):
+        train(config, path)
+    assert sorted(p.name for p in (path / 'checkpoints').iterdir()) == ['12', '8']
+
+
+def test_metrics_that_are_changed_while_a_run_trains_are_named_at_its_end(small, tmp_path):
+    asked = []
+
+    def lost():
+        asked.append(None)
+        if len(asked) == 7:
+            with (tmp_path / 'metrics.jsonl').open('r+b') as file:
+                file.seek(20)
+                file.write(b'9')
+        return False
+
+    with pytest.raises(ConfigError, match=r'metrics\.jsonl, line 1 .*; restore the file from'):
+        train(small(), tmp_path, lost=lost)
+    assert not (tmp_path / 'result.json').exists() and (tmp_path / 'checkpoints/12').exists()
+
+
+def test_a_run_of_an_earlier_version_resumes_without_what_its_checkpoint_lacks(unfinished, trained):
+    config, path, _ = unfinished
+    shutil.rmtree(path / 'checkpoints/12')
+    file = path / 'checkpoints/8/record/metadata'
+    record = json.loads(file.read_text())
+    assert record.pop('crc32') and record.pop('metrics')['lines'] == 10
+    file.write_text(json.dumps(with_checksum(record)))
+    train(config, path)
+    assert outcome(path) == outcome(trained(config)[0])
+
+
 def test_a_run_killed_before_its_results_were_written_repeats_no_record(unfinished, trained):
     config, path, want = unfinished
     assert read_metrics(path / 'metrics.jsonl')[-1]['kind'] == 'final'
@@ -180,7 +257,8 @@ def test_other_data_is_refused(unfinished, monkeypatch):
     monkeypatch.setattr(
         data.tokens.TokenDataset, 'identity', lambda self: {**real(self), 'version': 'other'}
     )
-    with pytest.raises(CheckpointError, match='was trained on .* but the dataset is'):
+    only = r'was trained on other data than the present dataset \(version: "\S+" -> "other"\); use'
+    with pytest.raises(CheckpointError, match=only):
         train(config, path)
 
 
@@ -247,7 +325,7 @@ def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(small, trained, o
             assert list(values) == list(steps[name.partition('/')[0]])
 
 
-def test_a_diverged_trial_says_at_which_step_also_when_it_was_resumed(small, tmp_path):
+def test_a_diverged_trial_says_at_which_step_also_when_it_was_resumed(small, tmp_path, caplog):
     config = small(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)}, train={'num_steps': 8})
     dispatches = iter(range(8))
     with pytest.raises(Lost):
@@ -259,6 +337,9 @@ def test_a_diverged_trial_says_at_which_step_also_when_it_was_resumed(small, tmp
     assert 1 < first < 4 and losses[first][0] is not None
     assert (fine['status'], fine['diverged_at']) == ('finished', None)
     assert (diverged['status'], diverged['diverged_at']) == ('diverged', first)
+    (warning,) = [of.message for of in caplog.records if 'diverged' in of.message]
+    named = f'seed 0 at learning rate 1e+30 at step {first}'
+    assert warning == f'{tmp_path}: 1 of 2 trials diverged: {named}'
 
 
 def test_the_step_of_a_divergence_is_counted_within_a_dispatch():

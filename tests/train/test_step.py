@@ -70,6 +70,7 @@ GOLDEN = {
 }
 
 
+@pytest.mark.stored
 def test_golden_step(four):
     """One step in exact numbers, which change only with initialization, loss, optimizer or jax's
     random bits: after an intended change of these, copy the printed numbers. The first loss is that

@@ -47,6 +47,10 @@ def test_names_of_pods(name, shape, devices, hosts):
     [
         ('v5q-64', r"'v5q-64' is unknown; did you mean v5p-64\?"),
         ('b3-16x8', r"'b3-16x8' is unknown; did you mean a3-16x8\?"),
+        ('v44-4', r"'v44-4' is unknown; did you mean v4-64\?"),
+        ('a3x-8', r"'a3x-8' is unknown; did you mean a3-16x8\?"),
+        ('a3-2x8;touch x', r"'a3-2x8;touch x' is unknown; did you mean a3-16x8\?"),
+        ('v5p-1' + '0' * 18, r'the closest is v5p-12288$'),
         ('cluster', r"'cluster' is unknown; names are v4, v5e, .*, as in v5p-64 .*, as in a3-16x8"),
         ('v5p-63', r'have 8, 16, 32, 64, 128 or a multiple of 128 up to 12,288 .* is v5p-64$'),
         ('v6e-100', r'have 1, 4, 8, 16, 32, 64, 128, 256 chips; the closest is v6e-128$'),

@@ -274,7 +274,7 @@ def noisy(records, sd):
 )
 def test_the_interval_includes_what_tuning_may_have_missed(study_dir, whose, delta, decision):
     records = {'baseline': arm('qk/vo', 0), 'arm': arm('b/vo', delta)}
-    sweep = noisy(records[whose], 0.03)
+    sweep = noisy(records[whose], 0.012)
     assert sweep.bracketed and 0.001 < sweep.at_worst < 0.01
     found = found_in(write_tuned(study_dir, records['baseline'] + records['arm']))
     other = next(a for a in found.arms if a.is_baseline == (whose == 'arm'))
@@ -288,6 +288,19 @@ def test_the_interval_includes_what_tuning_may_have_missed(study_dir, whose, del
         (mean - low - half, mean + high + half)
     )
     assert decisions(found) == {'b/vo': decision}
+
+
+def test_a_word_that_a_bad_seed_withholds_says_so(study_dir):
+    """Seven of eight seeds are better, one is worse by far: the word has to hold both ways."""
+    records = arm('qk/vo', 0) + arm('b/vo', -0.03)
+    for split in ('val_loss', 'test_loss'):
+        records[-1][split] += 0.5
+    found = found_in(write_tuned(study_dir, records))
+    assert decisions(found) == {'b/vo': UNDECIDED}
+    not_shown, apart = found.arms[1].verdict.reasons
+    assert [not_shown.code, apart.code] == [ReasonCode.NOT_SHOWN, ReasonCode.SEEDS_APART]
+    assert (apart.data['apart'], apart.data['n']) == (1, 8)
+    assert apart.data['typical'] < -0.02 < 0.02 < apart.data['mean'] and apart.data['p'] < 0.001
 
 
 @pytest.mark.parametrize('whose', ['arm', 'baseline'])

@@ -2,10 +2,13 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 
+from qkattn.errors import ReportError
+from qkattn.report.prose import clause
 from qkattn.study.place import Place
 from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
 from tests.studies import (
@@ -413,3 +416,129 @@ def test_a_study_without_tuning_is_checked_too(study_dir):
     values = {'65536': ('qk/vo',), '4096': ('b/vo',)}
     assert data_of(remarks, RemarkCode.DIFFERS)['values'] == values
     assert data_of(remarks, RemarkCode.DIVERGED) == {'arms': ((B, ((None, 2, 2, ()),)),)}
+
+
+DOCUMENTS, LOG = (f'{VERDICT["b/vo"]}/{name}' for name in ('documents.json', 'metrics.jsonl'))
+SCREENED_DOCUMENTS = f'{run_name("b/vo", SIZE, "screening", "learning_rate")}/documents.json'
+
+
+def of_test(change):
+    """A damage of the test split of documents.json."""
+
+    def damage(content):
+        documents = json.loads(content)
+        change(documents['test'])
+        return json.dumps(documents).encode()
+
+    return damage
+
+
+def merge(documents):
+    """Two documents become one, whose sums are theirs."""
+    documents['documents'].pop()
+    for values in (documents['tokens'], *documents['nats']):
+        last = values.pop()
+        values[-1] += last
+
+
+def without_last_line(content):
+    return b''.join(content.splitlines(keepends=True)[:-1])
+
+
+def without_run(content):
+    return b''.join(
+        line for line in content.splitlines(keepends=True) if VERDICT['b/vo'].encode() not in line
+    )
+
+
+@pytest.fixture(scope='module')
+def sound(tmp_path_factory):
+    return write_tuned(tmp_path_factory.mktemp('sound'), records_of(), num_documents=101)
+
+
+GONE, DIRECTORY = (lambda content: None), (lambda content: ())
+HALF, GARBAGE = (lambda content: content[: len(content) // 2]), (lambda content: b'\x80\x00')
+NAN = lambda content: content.replace(b'2.02', b'NaN')  # noqa: E731
+C_WITHHELD = {'b/vo': WORSE, 'c/vo': NO_VERDICT}
+
+
+@pytest.mark.parametrize(
+    ('file', 'damage', 'said', 'decisions'),
+    [
+        ('study.json', GONE, r'study\.json.* does not exist, so this is not a study', None),
+        ('study.json', DIRECTORY, r'study\.json.* cannot be read: Is a directory', None),
+        ('study.json', HALF, r'study\.json.* cannot be read: it is not JSON', None),
+        ('study.json', GARBAGE, r'study\.json.* cannot be read: it is not JSON', None),
+        ('study.json', lambda c: c.replace(b'0.005', b'NaN'), "'margin' is nan", None),
+        ('ledger.jsonl', GONE, r'ledger\.jsonl does not exist', None),
+        ('ledger.jsonl', DIRECTORY, r'ledger\.jsonl is not a file', None),
+        ('ledger.jsonl', HALF, r'ledger\.jsonl, line 1 is not JSON', None),
+        ('ledger.jsonl', GARBAGE, r'ledger\.jsonl, line 1 is not JSON', None),
+        ('plan.jsonl', GONE, r'no results yet \(plan\.jsonl does not exist', None),
+        ('plan.jsonl', DIRECTORY, r'no results yet \(plan\.jsonl cannot be read', None),
+        ('plan.jsonl', GARBAGE, r'no results yet \(plan\.jsonl:1 was left out', None),
+        ('plan.jsonl', lambda c: c[:-99], r'plan\.jsonl:6 was left out', C_WITHHELD),
+        ('plan.jsonl', without_run, 'is not in plan.jsonl', WITHHELD),
+        ('results.jsonl', GONE, r'no results yet \(results\.jsonl does not exist', None),
+        ('results.jsonl', DIRECTORY, r'no results yet \(results\.jsonl cannot be read', None),
+        ('results.jsonl', GARBAGE, r'no results yet \(results\.jsonl:1 was left out', None),
+        ('results.jsonl', lambda c: c[:-99], r'results\.jsonl:54 was left out', C_WITHHELD),
+        ('results.jsonl', without_last_line, '7 of its 8 verdict trials', C_WITHHELD),
+        ('results.jsonl', NAN, "'val_loss' is nan", WITHHELD),
+        ('results.jsonl', without_run, r'results\.jsonl lacks the results of b_vo', WITHHELD),
+        (LOG, GONE, r'verdict-4 has results, but metrics\.jsonl is missing', JUDGED),
+        (LOG, DIRECTORY, r'metrics\.jsonl cannot be read \(Is a directory', JUDGED),
+        (LOG, lambda c: c[:-99], r'metrics\.jsonl:21 was left out', JUDGED),
+        (LOG, without_last_line, r'metrics\.jsonl has no final record', JUDGED),
+        (LOG, HALF, r'metrics\.jsonl:\d+ was left out', JUDGED),
+        (LOG, NAN, "metrics.jsonl:20 was left out: field 'val_loss' is .*nan", JUDGED),
+        (DOCUMENTS, GONE, r'verdict-4 has results, but documents\.json is missing', WITHHELD),
+        (DOCUMENTS, DIRECTORY, r'documents\.json was left out: Is a directory', WITHHELD),
+        (DOCUMENTS, HALF, r'documents\.json was left out: it is not JSON', WITHHELD),
+        (DOCUMENTS, GARBAGE, r'documents\.json was left out: it is not JSON', WITHHELD),
+        (DOCUMENTS, lambda c: b'[' * 10**6, 'left out: it is nested too deeply', WITHHELD),
+        (DOCUMENTS, lambda c: c.replace(b'"test": ', b'"t": '), "'test' is missing", WITHHELD),
+        (DOCUMENTS, of_test(lambda of: of['nats'].pop()), 'nats of 7 trials', WITHHELD),
+        (DOCUMENTS, of_test(merge), '101 with 32,768 targets .* 100 with 32,768', WITHHELD),
+        (DOCUMENTS, of_test(lambda of: of['nats'][0].__setitem__(0, 1e999)), 'inf', WITHHELD),
+        (SCREENED_DOCUMENTS, GONE, r'but documents\.json is missing', JUDGED),
+    ],
+)  # fmt: skip
+def test_evidence_that_is_damaged_is_named_and_what_rests_on_it_is_withheld(
+    sound, study_dir, file, damage, said, decisions
+):
+    """No decisions: the study cannot be read. Without documents an interval would be narrower."""
+    path = shutil.copytree(sound, study_dir) / file
+    damaged = damage(path.read_bytes())
+    path.unlink()
+    if damaged == ():
+        path.mkdir()
+    elif damaged is not None:
+        path.write_bytes(damaged)
+    if decisions is None:
+        with pytest.raises(ReportError, match=said):
+            load_study(study_dir)
+        return
+    study = load_study(study_dir)
+    found = find(study)
+    remarks = [clause(remark) for remark in found.remarks if remark.blocks]
+    assert re.search(said, '\n'.join([*study.problems, *remarks]))
+    assert {a.variant: a.verdict.decision for a in found.arms if a.verdict} == decisions
+    is_known = {a.variant: a.difference.low is not None for a in found.arms if a.difference}
+    assert is_known.pop('b/vo', False) == (decisions['b/vo'] is WORSE)
+    if file == DOCUMENTS:
+        assert [why.code for why in found.arms[1].verdict.reasons] == [ReasonCode.NO_DOCUMENTS]
+
+
+def test_without_documents_an_arm_of_an_untuned_study_has_no_interval(study_dir):
+    records = [trial_record(v, seed=s, val_loss=2 + s / 9) for v in VERDICT for s in range(3)]
+    write_study(study_dir, records)
+    lows = [arm.difference.low for arm in find(load_study(study_dir)).arms[1:]]
+    assert None not in lows
+    (study_dir / run_name('b/vo', SIZE) / 'documents.json').unlink()
+    _, b, c = find(load_study(study_dir)).arms
+    assert (b.difference.low, c.difference.low) == (None, lows[1]) and b.difference.n == 3
+    for path in study_dir.glob('*/documents.json'):  # as a version without them leaves a study
+        path.unlink()
+    study = load_study(study_dir)
+    assert study.problems == () and find(study).arms[1].difference.low == pytest.approx(lows[0])

@@ -45,6 +45,7 @@ def test_missing_arms_of_a_study_without_tuning(study_dir):
 
 
 GOOD = plan_line('b/vo', SIZE)
+FINAL = {'kind': 'final', 'step': 401, 'trials': [], 'eval_tokens': 1, 'test_tokens': None}
 EVALUATION = {'kind': 'eval', 'step': 401, 'val_loss': [1.0, 1.0], 'val_bits_per_byte': None}
 
 
@@ -59,7 +60,7 @@ def result(variant='qk/vo', seed=2, **changes):
         ('results.jsonl', [1], 'expected an object, found list'),
         ('results.jsonl', {}, "field 'run' is missing"),
         ('results.jsonl', {'run': RUN}, "field 'variant' is missing"),
-        ('results.jsonl', result(val_loss=float('nan')), "'val_loss' of a finished trial is nan"),
+        ('results.jsonl', result(val_loss=float('nan')), "'val_loss' is nan, expected int or floa"),
         ('results.jsonl', result('other'), 'is not in plan.jsonl'),
         ('results.jsonl', result(residual=0.5), 'residual 0.5 contradicts plan.jsonl'),
         ('results.jsonl', result(), f'seed 2 is not one of run {RUN!r}, which has [0, 1]'),
@@ -83,6 +84,8 @@ def result(variant='qk/vo', seed=2, **changes):
         ('plan.jsonl', GOOD | {'knob': 'width'}, "'width', expected null at stage 'single'"),
         ('plan.jsonl', GOOD | {'config': {}}, "field 'model' is missing"),
         ('plan.jsonl', plan_line('b/vo', SIZE, name=RUN), 'is planned twice, differently'),
+        (METRICS, {'kind': 'final', 'step': 401}, "field 'trials' is missing"),
+        (METRICS, FINAL | {'val_loss': 3}, "'val_loss' is 3, expected list of int/float/null"),
         (METRICS, '{"kind": "ev', ' is not JSON'),
         (METRICS, EVALUATION | {'step': 400}, 'step 400 follows step 400'),
         (METRICS, EVALUATION | {'val_loss': [1.0, 'x']}, 'expected list of int/float/null'),
@@ -231,8 +234,13 @@ def test_a_second_verdict_of_an_arm_is_refused(study_dir):
     ('changes', 'said'),
     [
         ({'margin': None}, "field 'margin' is None, expected int or float"),
+        ({'margin': float('nan')}, "field 'margin' is nan, expected int or float"),
+        ({'margin': 0.0}, "field 'margin' is 0.0, expected nats per token above 0"),
         ({'tuning': {'seeds': [1]}}, "field 'max_points' is missing"),
         ({'tuning': TUNING | {'seeds': []}}, "field 'seeds' is [], expected at least one"),
+        ({'seeds': 3}, "field 'seeds' is 3, expected list of int"),
+        ({'looks': 3}, "field 'looks' is 3, expected list of int"),
+        ({'controls': {'equal_shape': True}}, "field 'longer' is missing"),
         ({'seeds': ['a']}, "field 'seeds' is ['a'], expected list of int"),
         ({'tuning': TUNING | {'weight_decays': []}}, "'weight_decays' of its tuning is [], exp"),
         ({'tuning': TUNING | {'learning_rates': [2, 1]}}, 'is [2, 1], expected one value or sev'),

@@ -144,3 +144,11 @@ def test_a_control_without_its_verdict_run_is_no_part(study_dir):
     assert parts.removing is parts.reinvesting is None and parts.longer is not None
     missing = load_study(study_dir).missing
     assert [(of.place.control, of.stage) for of in missing] == [(EQUAL_SHAPE, 'verdict')]
+
+
+def test_models_that_are_not_trained_enough_have_parts_without_a_word(study_dir):
+    losses = {'test': {'5-gram': 1.0}}
+    found = find(load_study(write_tuned(study_dir, controlled(), yardsticks={'losses': losses})))
+    assert found.arms[1].verdict.decision is Decision.NO_VERDICT
+    (parts,) = found.decomposition
+    assert None not in (parts.removing, parts.reinvesting, parts.longer)

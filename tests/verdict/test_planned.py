@@ -24,7 +24,7 @@ from qkattn.study import plan
 from qkattn.study.arms import build_arms
 from qkattn.study.place import EQUAL_SHAPE, LONGER
 from qkattn.verdict import Decision, RemarkCode, find, load_study
-from tests.studies import trial_record, write_documents
+from tests.studies import trial_record, write_documents, write_yardsticks
 
 STUDY = Study(
     name='planned',
@@ -78,6 +78,8 @@ def directory(tmp_path_factory):
     for run in runs:
         (path / run.directory).mkdir(parents=True)
         write_documents(path / run.directory, results_of(run))
+    results = (path / 'results.jsonl').read_text().splitlines()
+    write_yardsticks(path, [json.loads(line) for line in results])
     return path
 
 

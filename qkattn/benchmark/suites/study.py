@@ -1,6 +1,5 @@
 """A study of eight runs: where its time goes, and one process against worker processes."""
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from qkattn.benchmark.measurement import Measurement
 from qkattn.benchmark.session import Session
 from qkattn.benchmark.targets import BEST, ONE_CORE, ONE_PROCESS, WORKERS
 from qkattn.run.cores import usable
+from qkattn.run.records import parse_json
 
 # Overrides of the quickstart, eight runs of three trials, which takes minutes.
 WHOLE: dict[str, object] = {}
@@ -70,7 +70,7 @@ def _measured(flags: list[str], all_ways: bool) -> dict[str, list[Measurement]]:
             seconds[BEST] = min(one.seconds, each.seconds)
         seconds[WORKERS] = auto.seconds
         lines = (path / 'one' / 'study' / 'results.jsonl').read_text().splitlines()
-    results = {result['run']: result for result in map(json.loads, lines)}.values()
+    results = {result['run']: result for result in map(parse_json, lines)}.values()
     ways = [Measurement(name, {}, [s], {'runs': len(results)}) for name, s in seconds.items()]
     phases = {'interpreter and imports': one.first_phase}
     phases |= {name: sum(one.phases[p] for p in of) for name, of in PHASES.items()}

@@ -11,6 +11,7 @@ from qkattn.report.claim_results import Kind, Row, Speaks
 from qkattn.stats.inference import Difference
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.comparison import compare
+from qkattn.verdict.load import Study
 
 
 def at_one_rate(directory: Path, variant: str) -> list[Row]:
@@ -25,7 +26,7 @@ def at_one_rate(directory: Path, variant: str) -> list[Row]:
     for arm in loaded.found.arms:
         if loaded.study.bare(arm.variant) != variant or arm.group not in baselines:
             continue
-        found = dict(_by_rate(arm, baselines[arm.group], loaded.study.margin))
+        found = dict(_by_rate(arm, baselines[arm.group], loaded.study))
         for rate, difference in found.items():
             rows.append(
                 Row(
@@ -51,11 +52,11 @@ def untuned(variant: str) -> functools.partial:
     return functools.partial(at_one_rate, variant=variant)
 
 
-def _by_rate(arm: Arm, baseline: Arm, margin: float) -> Iterator[tuple[float, Difference]]:
+def _by_rate(arm: Arm, baseline: Arm, study: Study) -> Iterator[tuple[float, Difference]]:
     """The differences at the learning rates at which both have finished trials, ascending."""
     for rate in arm.learning_rates:
         pair = _at(rate, arm), _at(rate, baseline)
-        if found := compare([pair], margin, resamples=None):
+        if found := compare([pair], study, resamples=None):
             yield rate, found.difference
 
 

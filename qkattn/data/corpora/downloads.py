@@ -10,7 +10,7 @@ import requests
 from qkattn.config import DataConfig
 from qkattn.data.cache import check_sha256, data_root, prepared_once, sha256_of
 from qkattn.errors import ConfigError
-from qkattn.run.files import replacing
+from qkattn.run.files import expanded, replacing
 
 # Seconds to connect, and of silence while reading, after which a download counts as failed.
 TIMEOUT = (10, 60)
@@ -56,7 +56,7 @@ def fetch(dataset: str, files: Iterable[SourceFile], config: DataConfig) -> list
                     origin, advice = file.url, by_hand
                     _download(file, temporary, advice)
                 else:
-                    source = Path(config.manual_dir).expanduser() / file.name
+                    source = expanded(config.manual_dir) / file.name
                     origin = f'data.manual_dir={config.manual_dir!r}: {str(source)!r}'
                     advice = f'put the file {file.url} there, unchanged'
                     _copy(source, temporary, origin, advice)

@@ -16,6 +16,7 @@ from qkattn.config.extras import load_extra
 from qkattn.data.cache import sha256_of
 from qkattn.data.corpora.corpus import Corpus, find_splits, parse_languages
 from qkattn.errors import ConfigError
+from qkattn.run.files import expanded
 
 # Rows that are read at a time.
 READ_TOGETHER = 1000
@@ -58,7 +59,7 @@ def saved(config: DataConfig) -> Corpus:
     where = f'data.path={config.path!r}'
     library = load_extra('datasets', 'datasets')
     try:
-        sets = library.load_from_disk(str(Path(config.path).expanduser()))
+        sets = library.load_from_disk(str(expanded(config.path)))
     except Exception as error:
         raise ConfigError(
             f'{where} cannot be opened ({_reason(error)}); it must be a directory that '

@@ -19,7 +19,7 @@ from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import Corpus, cut_at_lines, parse_languages
 from qkattn.errors import ConfigError
 from qkattn.run import buckets
-from qkattn.run.files import as_path, version_of
+from qkattn.run.files import expanded, version_of
 
 SPLITS = ('train', 'validation', 'test')
 BLOCK = 1 << 20
@@ -133,7 +133,7 @@ def _names(languages: tuple[str, ...]) -> str:
 
 
 def _existing(config: DataConfig) -> Path:
-    path = as_path(config.path).expanduser()
+    path = expanded(config.path)
     if not path.exists():
         raise ConfigError(f'data.path={config.path!r} does not exist; name your files.')
     return path

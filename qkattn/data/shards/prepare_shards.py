@@ -45,7 +45,7 @@ from qkattn.data.shards.shard_index import (
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokens import entropy
 from qkattn.errors import ConfigError
-from qkattn.run.files import replacing, write_atomic
+from qkattn.run.files import expanded, replacing, write_atomic
 from qkattn.run.locks import locked
 
 SHARD_TOKENS = 100_000_000
@@ -71,7 +71,7 @@ def prepare(config: DataConfig, out: str, *, workers: int, shard_tokens: int) ->
         raise
     except ValueError as error:  # a tokenizer that cannot be learned from the text
         raise ConfigError(f'data.name={config.name!r} cannot be tokenized: {error}') from error
-    directory = Path(out).expanduser()
+    directory = expanded(out)
     try:
         with locked(directory / 'lock', wait=False):
             for left in directory.glob('.*.tmp'):  # of a killed `write_atomic`

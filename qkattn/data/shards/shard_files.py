@@ -14,7 +14,6 @@ import concurrent.futures
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy as np
 from qkattn.config.extras import load_extra
 from qkattn.errors import ConfigError
 from qkattn.run import buckets
+from qkattn.run.files import expanded
 
 HEADER = 256
 HEADER_BYTES = 4 * HEADER
@@ -162,7 +162,7 @@ class _Local:
     """Memory-mapped; a file is opened when it is first read."""
 
     def __init__(self, directory: str):
-        self._directory, self.where = Path(directory).expanduser(), directory
+        self._directory, self.where = expanded(directory), directory
         self._mapped: dict[str, np.ndarray] = {}
 
     def sizes(self) -> dict[str, int]:

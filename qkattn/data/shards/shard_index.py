@@ -15,6 +15,7 @@ from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import restored
 from qkattn.errors import ConfigError
 from qkattn.run.json_schema import check
+from qkattn.run.records import parse_json
 
 INDEX = 'index.json'
 MODEL = 'tokenizer.json'
@@ -93,7 +94,7 @@ def read_index(files: Files) -> Index:
     """
     where = f'{files.where}/{INDEX}'
     try:
-        record = json.loads(files.content(INDEX))
+        record = parse_json(files.content(INDEX))
         check(record, {'schema': int})
         if record['schema'] != SCHEMA:
             raise ConfigError(

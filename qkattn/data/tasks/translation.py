@@ -1,5 +1,7 @@
 """Translation: sentence pairs packed into rows of a fixed shape for an encoder-decoder."""
 
+import copy
+import dataclasses
 import logging
 from typing import Any, ClassVar, Self
 
@@ -66,6 +68,7 @@ class TranslationRows:
         self.num_dropped = {split: int(np.sum(~fits_I)) for split, fits_I in fits.items()}
         if any(self.num_dropped.values()):
             self._report_long(sizes, drop_long)
+        self._sources: dict[str, np.ndarray] = {}
         self._packed = {
             split: pack(sizes[split], np.flatnonzero(fits[split]), (source_length, length))
             for split in self.splits
@@ -115,7 +118,10 @@ class TranslationRows:
         )
         source, target = self.pairs.source.split(split), self.pairs.target.split(split)
         source_bounds, target_bounds = self.pairs.bounds(split)
-        source_BS, source_segments_BS = lay_out(source, source_bounds, self.source_length, placed)
+        sources = placed
+        if split in self._sources:
+            sources = dataclasses.replace(placed, pair_P=self._sources[split][placed.pair_P])
+        source_BS, source_segments_BS = lay_out(source, source_bounds, self.source_length, sources)
         targets_BT, segments_BT = lay_out(target, target_bounds, self.length, placed)
         # Each pair's target ends with the separator, so shifting the row by one puts a separator
         # before the next pair's first token; the row's own first is put there by hand.
@@ -129,6 +135,27 @@ class TranslationRows:
             'segments_BT': segments_BT,
             'loss_weights_BT': (segments_BT > 0).astype(np.float32),
         }
+
+    def with_shuffled_sources(self) -> Self:
+        """The same rows, in which a target stands beside the source of another pair.
+
+        Sources change places among those of equal length, so that a model loses what it knows from
+        their words alone; one whose length no other has stays.
+        """
+        shuffled = copy.copy(self)
+        shuffled._sources = {}
+        for split in self.splits:
+            lengths_I = np.diff(self.pairs.bounds(split)[0])
+            draw_I = np.random.Generator(np.random.Philox(key=0)).random(len(lengths_I))
+            order_I = np.lexsort((draw_I, lengths_I))
+            # Each moves to the next of its length, the last to the first.
+            first_I = np.searchsorted(lengths_I[order_I], lengths_I[order_I])
+            last_I = np.searchsorted(lengths_I[order_I], lengths_I[order_I], side='right') - 1
+            place_I = np.arange(len(order_I))
+            follows_I = np.where(place_I == last_I, first_I, place_I + 1)
+            shuffled._sources[split] = np.empty_like(order_I)
+            shuffled._sources[split][order_I] = order_I[follows_I]
+        return shuffled
 
     def documents(self, split: str) -> None:
         return None

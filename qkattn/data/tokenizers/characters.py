@@ -7,6 +7,8 @@ from typing import Self
 
 import numpy as np
 
+from qkattn.run.records import parse_json
+
 UNKNOWN = '\N{REPLACEMENT CHARACTER}'
 SEPARATOR = '\0'
 
@@ -77,7 +79,7 @@ class CharacterTokenizer:
     @classmethod
     def load(cls, model: bytes) -> Self:
         """Restores the tokenizer from the bytes that `model` returned."""
-        return cls(json.loads(model)['characters'])
+        return cls(parse_json(model)['characters'])
 
     def model(self) -> bytes:
         """The tokenizer as JSON."""

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -10,6 +9,7 @@ from tokenizers import Tokenizer
 
 from qkattn.data.tokenizers.characters import valid_text
 from qkattn.errors import ConfigError
+from qkattn.run.files import expanded
 
 # The token between documents in vocabularies of GPT-2 and Llama 3.
 DOCUMENT_ENDS = ('<|endoftext|>', '<|begin_of_text|>')
@@ -29,7 +29,7 @@ class FileTokenizer:
           ConfigError: it cannot be read, or is not of the library.
         """
         try:
-            content = Path(path).expanduser().read_bytes() if content is None else content
+            content = expanded(path).read_bytes() if content is None else content
         except OSError as error:
             raise ConfigError(
                 f'data.tokenizer={path!r} cannot be read ({error.strerror}); it must be a '

@@ -20,6 +20,7 @@ from qkattn.report.figures.style import (
     legend,
     panels,
     short,
+    yardstick,
 )
 from qkattn.report.prose import by_size, si
 from qkattn.verdict.arms import Arm
@@ -65,7 +66,6 @@ def learning_curves(
             width = 20 if look.narrow else 24
             ax.set_title(short(names[variant], width), fontsize=8, fontweight='normal')
             ax.grid(visible=False)
-        legend(figure, 'upper center', ncols=3)
     else:
         figure = look.figure(WIDTH + 1.2, 4.2)
         axes = [figure.subplots()]
@@ -73,7 +73,6 @@ def learning_curves(
         # The legend is in the order in which the lines end.
         for variant in sorted(curves, key=lambda v: -curves[v].iloc[-1].mean()):
             _line(axes[0], curves[variant], look[variant], short(names[variant]))
-        legend(figure, 'right center')
     # The last four fifths of training, where variants differ, are shown.
     low = min(curve.min(axis=None) for curve in curves.values())
     late = [curve[curve.index >= 0.2 * curve.index[-1]] for curve in curves.values()]
@@ -83,6 +82,8 @@ def learning_curves(
     for ax in axes:
         ax.set_ylim(low - pad, high + pad)
         evaluation_ticks(ax, steps, 2 if small else 4 if look.narrow else 6)
+        yardstick(ax, study, arms[0], fit=True)
+    legend(figure, 'upper center' if small else 'right center', **{'ncols': 3} if small else {})
     figure.supxlabel('training tokens' if by_tokens else 'training step')
     figure.supylabel(measure.axis)
     banded = any(curve.shape[1] > 1 for curve in curves.values())

@@ -9,11 +9,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter
 
+from qkattn.report.prose import rounded
 from qkattn.run.records import to_jsonable
 
 
 def drawn_data(figure: Figure) -> str:
-    """JSON: for each panel its axes' labels, what is drawn in it as coordinates, and its texts."""
+    """JSON: for each panel its axes' labels, what is drawn in it as coordinates, and its texts.
+
+    Numbers have the digits of `rounded`.
+    """
     panels = [_panel(ax) for ax in figure.axes if ax.get_visible()]
     lines = ',\n'.join(
         json.dumps(part) for panel in panels for part in (panel['axes'], *panel['drawn'])
@@ -40,8 +44,8 @@ def _drawn(ax: Axes) -> Iterator[dict[str, Any]]:
         corners = patch.get_patch_transform().transform(patch.get_path().vertices)
         yield _part('patch', patch.get_label(), [corners])
     for text in ax.texts:
-        yield {'text': text.get_text(), 'at': to_jsonable(text.get_position())}
+        yield {'text': text.get_text(), 'at': rounded(to_jsonable(text.get_position()))}
 
 
 def _part(kind: str, label: Any, coordinates: list[Any]) -> dict[str, Any]:
-    return {kind: str(label), 'at': [to_jsonable(np.asarray(of)) for of in coordinates]}
+    return {kind: str(label), 'at': [rounded(to_jsonable(np.asarray(of))) for of in coordinates]}

@@ -15,6 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qkattn.report.equations import places
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.codes import VALIDATION
+from qkattn.verdict.load import Study
 
 # Six hues chosen for distance under simulated deuteranopia and protanopia (Machado, Oliveira and
 # Fernandes 2009: at least 16 CIELAB units between any two on white, 20 on dark) and for 3:1
@@ -139,6 +142,25 @@ def panels(figure: Figure, columns: int, count: int, **share: Any) -> list[Axes]
     for ax in axes[max(count - columns, 0) :]:
         ax.tick_params(labelbottom=True)
     return axes[:count]
+
+
+def yardstick(ax: Axes, study: Study, arm: Arm, *, fit: bool = False) -> None:
+    """A thin line at the loss on the validation split that the arm's baseline has to beat.
+
+    Where it lies outside the axis, the legend alone has its number; with `fit` the axis reaches
+    down to it.
+    """
+    groups = study.yardsticks.groups if study.yardsticks else {}
+    best = groups[arm.group].best(VALIDATION) if arm.group in groups else None
+    if best is None:
+        return
+    name, loss = best
+    low, high = ax.get_ylim()
+    low = min(low, loss - 0.03 * (high - loss)) if fit else low
+    where = ' (below)' if loss < low else ' (above)' if loss > high else ''
+    line = REFERENCE | {'color': MUTED, 'linewidth': 0.8, 'linestyle': (0, (1, 1))}
+    ax.axhline(loss, label=f'{name}, {loss:.3f}{where}', **line)
+    ax.set_ylim(low, high)
 
 
 def legend(figure: Figure, loc: str, **keywords: Any) -> None:

@@ -10,7 +10,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter
 
-from qkattn.report.figures.style import INK, REFERENCE, SEEDS, WIDTH, Look, legend, panels, short
+from qkattn.report.figures.style import (
+    INK,
+    REFERENCE,
+    SEEDS,
+    WIDTH,
+    Look,
+    legend,
+    panels,
+    short,
+    yardstick,
+)
 from qkattn.report.prose import shown, words
 from qkattn.stats.sweep import Sweep
 from qkattn.verdict.arms import Arm
@@ -47,6 +57,7 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Look) -> tu
         title = f'{short(shown(study, arm.place), 18 if look.narrow else 23)}\n{_chosen(sweep)}'
         ax.set_title(title.replace(' [', '\n[') if look.narrow else title, fontsize=8)
         _draw(ax, sweep, look[arm.variant])
+        yardstick(ax, study, arm)
     figure.supxlabel(f'{words(knob)} (log scale)')
     figure.supylabel('val loss (nats/token)')
     legend(figure, 'upper center', ncols=4)

@@ -14,6 +14,7 @@ from qkattn.data.shards import open_shards
 from qkattn.data.shards.prepare_shards import prepare, verify
 from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.task_registry import rows_of
+from tests import damages
 from tests.data.refusals import refused
 from tests.data.shards.examples import upload, write_bin
 
@@ -138,7 +139,12 @@ def edit(path, **fields):
             r'test_000000.bin is damaged: it has 1,500',
         ),
         (lambda d: end_of(d / 'index.json', 99), 'index.json is damaged .*copy it again'),
+        (lambda d: (d / 'index.json').write_text(damages.NESTED), 'damaged .it is nested too'),
         (lambda d: edit(d / 'index.json', schema=2), 'has schema 2, but .* reads schema 1; use'),
+        (
+            lambda d: (d / 'index.json').write_text('[' * 200_000),
+            'index.json is damaged .it is nes',
+        ),
         (lambda d: edit(d / 'index.json', splits=3), 'index.json is damaged'),
         (lambda d: edit(d / 'index.json', dtype=3), "index.json is damaged .field 'dtype' is 3"),
         (lambda d: edit(d / 'index.json', complete=False), 'is not finished; repeat the command'),

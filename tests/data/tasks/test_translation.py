@@ -169,3 +169,14 @@ def test_bad_settings_are_one_sentence(source, target, lengths, split, says):
     with refused(says):
         rows = TranslationRows(PairDataset(side('a', source), target), *lengths, drop_long=True)
         rows.count(split)
+
+
+def test_shuffled_sources_are_those_of_other_pairs_of_equal_length(rows):
+    own, shuffled = list(unpack(read(rows))), list(unpack(read(rows.with_shuffled_sources())))
+    assert [pair[1:] for pair in own] == [pair[1:] for pair in shuffled]
+    lengths = [len(source) for source, _, _ in own]
+    assert [len(source) for source, _, _ in shuffled] == lengths
+    assert sorted(source for source, _, _ in own) == sorted(source for source, _, _ in shuffled)
+    stay = [a[0] == b[0] for a, b in zip(own, shuffled, strict=True)]
+    alone = [length == 1 or lengths.count(length) == 1 for length in lengths]
+    assert stay == alone  # empty sentences are alike

@@ -1,0 +1,319 @@
+"""Yardsticks of a study: what its models have to beat before arms are compared, and what they do.
+
+Recorded once, when training is finished, from the data that the models saw and from the checkpoints
+of the verdict runs that are still there:
+
+    yardsticks.json
+      groups   of each size, corpus and length of training: the task, the tokens that its models
+               saw, the tokens counted, and on each evaluation split the losses (nats/token) of
+               counts of these tokens, by name; of a translation none
+      runs     of each verdict run its trials: loss by position, at position 4 ('early') and over
+               the last half of the context ('late'), and with the sources shuffled; or why not
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from qkattn.attention.kernels import choice
+from qkattn.config import Config, MeshConfig, from_json
+from qkattn.data import pipeline
+from qkattn.data.tasks.language import LanguageRows
+from qkattn.data.tasks.masked import MaskedRows
+from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.data.tasks.task_registry import rows_of, task_of
+from qkattn.data.tasks.translation import TranslationRows
+from qkattn.errors import CheckpointError, ConfigError
+from qkattn.metrics import PREFIXES
+from qkattn.run.file_schemas import PLACE, START
+from qkattn.run.files import absolute
+from qkattn.run.ledger import YARDSTICKS
+from qkattn.run.progress import waiting
+from qkattn.run.provenance import describe_start
+from qkattn.run.records import FINISHED, parse_json, read_json, to_jsonable, write_json
+from qkattn.stats import ngrams
+from qkattn.study.place import EQUAL_SHAPE, LONGER
+from qkattn.study.tuning import SCREENING, VERDICT
+from qkattn.train import step, targets
+from qkattn.train.exported import load_stack
+from qkattn.train.lifting import lift
+from qkattn.train.sharding import make_mesh
+
+ORDERS = 6
+# Counts of more tokens take more memory than they lower the loss; the file says how many were.
+MAX_TOKENS = 2**23
+EARLY = 4
+# Between a logged loss and the same from a checkpoint, on another machine.
+ROUNDING = 1e-3
+
+log = logging.getLogger(__name__)
+
+_Record = dict[str, Any]
+
+
+def record(directory: str | Path) -> list[str]:
+    """Writes yardsticks.json into a study's directory; what it holds already is kept.
+
+    Returns:
+      Why yardsticks of a size and corpus could not be computed, a sentence each.
+
+    Raises:
+      ConfigError: a directory without the files of a study.
+    """
+    path, started = absolute(directory), time.perf_counter()
+    declared = read_json(path / 'study.json', {'baseline': str | None})
+    plan, results = _lines(path / 'plan.jsonl'), _lines(path / 'results.jsonl')
+    finished = {r['run']: r for r in reversed(results) if r['status'] == FINISHED}
+    runs = [of for of in plan if of['stage'] != SCREENING and of['run'] in finished]
+    schema = {'groups': tuple[dict, ...], 'runs': tuple[dict, ...], 'seconds': float}
+    before = read_json(path / YARDSTICKS, schema) if (path / YARDSTICKS).exists() else {}
+    groups = {of['run']: of for of in before.get('groups', ())}
+    measured = {of['run']: of for of in before.get('runs', ()) if of['trials'] is not None}
+    problems: dict[str, None] = {}
+    made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
+    counted: dict[Any, _Record] = {}
+    for run in runs:
+        name, config = run['run'], from_json(Config, run['config'])
+        own = [result for result in results if result['run'] == name]
+        of_group = {
+            'size': run['size'],
+            'corpus': run['corpus'],
+            'longer': run['control'] == LONGER,
+        }
+        is_baseline = run['variant'] == declared['baseline'] and run['control'] != EQUAL_SHAPE
+        # What the losses of counts depend on.
+        key = config.data, config.model.context, config.train.num_steps, config.trials.seeds[0]
+        try:
+            if is_baseline and not any(of.items() >= of_group.items() for of in made['groups']):
+                if name not in groups and key not in counted:
+                    counted[key] = _group(config, own[0])
+                made['groups'].append(groups.get(name) or {'run': name} | of_group | counted[key])
+            if run['stage'] == VERDICT:
+                place = {field: run[field] for field in PLACE}
+                found = measured.get(name) or {'run': name} | place | _run(path, run, config, own)
+                made['runs'].append(found)
+        except ConfigError as error:
+            problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
+    if made != {name: list(before.get(name, ())) for name in made}:
+        start = describe_start(None)
+        about = {'recorded': start['started'], 'start': {key: start[key] for key in START}}
+        seconds = before.get('seconds', 0.0) + time.perf_counter() - started
+        write_json(path / YARDSTICKS, about | {'seconds': seconds} | to_jsonable(made))
+    return list(problems)
+
+
+def record_finished(directory: Path) -> None:
+    """Records the yardsticks of a study whose training is finished; logs what it could not.
+
+    A job of several processes does not: reading checkpoints would take all of them.
+    """
+    problems = ['the job has several processes']
+    if jax.process_count() == 1:
+        with waiting(directory.name, 'recording yardsticks'):
+            problems = record(directory)
+    for problem in problems:
+        log.warning(
+            'yardsticks of %s not recorded: %s; python -m experiments.report --study=%s '
+            '--yardsticks records them',
+            *(directory.name, problem, directory),
+        )
+
+
+def _lines(path: Path) -> list[_Record]:
+    try:
+        return [parse_json(line) for line in path.read_bytes().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f'{path} cannot be read: {error}') from error
+
+
+def _group(config: Config, result: Mapping[str, Any]) -> _Record:
+    """What models of this config saw, and the losses of counts of it."""
+    seen = config.train.num_steps * config.train.batch_size * config.model.context
+    about = {'task': 'translation', 'seen': seen, 'tokens': None, 'losses': {}}
+    if issubclass(task_of(config), TranslationRows):
+        return about
+    rows = _same_rows(config, result)
+    if isinstance(rows, LanguageRows | MaskedRows):
+        return about | _counted(config, rows)
+    chance = {PREFIXES[split]: rows.unigram_nats(split) for split in rows.splits[1:]}
+    uniform = float(np.log(rows.vocab_size))
+    losses = {split: {'chance': uniform if of is None else of} for split, of in chance.items()}
+    return about | {'task': 'probe', 'losses': losses}
+
+
+def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
+    """The rows of a config; ConfigError if they are not those that the result is of."""
+    rows = rows_of(config)
+    here = to_jsonable(rows.identity())
+    if any(result['data'].get(name) != value for name, value in here.items()):
+        raise ConfigError(
+            f'data.name={config.data.name!r} gives other data on this machine than the study was '
+            'trained on; record its yardsticks where the same versions are installed'
+        )
+    return rows
+
+
+def _text(rows: LanguageRows | MaskedRows, seed: int, number: int) -> np.ndarray:
+    """The first `number` rows that a trial trains on, int32 [R, L]."""
+    size = min(number, 1024)
+    batches = (
+        pipeline.train_batch(rows, seed=seed, step=at, batch_size=size)
+        for at in range(-(-number // size))
+    )
+    return np.concatenate([_tokens(rows, batch) for batch in batches])[:number]
+
+
+def _tokens(rows: Rows, batch: Batch) -> np.ndarray:
+    """The text of a batch, whatever of it is hidden."""
+    if isinstance(rows, MaskedRows):
+        return batch['targets_BT']
+    return np.concatenate([batch['tokens_BT'][:, :1], batch['targets_BT']], axis=1)
+
+
+def _counted(config: Config, rows: LanguageRows | MaskedRows) -> _Record:
+    """The training tokens of the first trial, each once, and what their counts give."""
+    number = config.train.num_steps * config.train.batch_size
+    number = min(number, rows.count('train'), max(MAX_TOKENS // rows.length, 1))
+    text_RL = _text(rows, config.trials.seeds[0], number)
+    splits = {}
+    for split in rows.splits[1:]:
+        most = config.data.eval_sequences
+        batches = list(pipeline.eval_batches(rows, split, batch_size=1024, max_rows=most))
+        splits[split] = {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
+    if isinstance(rows, MaskedRows):
+        task, names = 'masked', ['frequencies', 'one neighbour', 'both neighbours']
+        nats = _between(rows, text_RL, list(splits.values()))
+    else:
+        task, names = 'language', [f'{order}-gram' for order in range(1, ORDERS + 1)]
+        counted = ngrams.preceding(text_RL, ORDERS - 1)
+        sets = [ngrams.preceding(_tokens(rows, of), ORDERS - 1) for of in splits.values()]
+        nats = ngrams.losses(*counted, sets, rows.vocab_size)
+    losses = {}
+    for (split, of), nats_OM in zip(splits.items(), nats, strict=True):
+        means_O = np.average(nats_OM, axis=1, weights=of['loss_weights_BT'].ravel())
+        losses[PREFIXES[split]] = dict(zip(names, means_O.tolist(), strict=True))
+    return {'task': task, 'tokens': number * rows.length, 'losses': losses}
+
+
+def _between(rows: MaskedRows, text_RT: np.ndarray, splits: list[Batch]) -> list[np.ndarray]:
+    """Counts of a token's neighbours; of a target whose left one is hidden, of its right one."""
+    sides, nats = ngrams.neighbours(text_RT), []
+    shown = [
+        np.where(of['tokens_BT'] == rows.mask, ngrams.MISSING, of['tokens_BT']) for of in splits
+    ]
+    known = [(ngrams.neighbours(shown_BT), of) for shown_BT, of in zip(shown, splits, strict=True)]
+    for order in (slice(None), slice(None, None, -1)):
+        sets = [(contexts_KM[order], of['targets_BT'].ravel()) for contexts_KM, of in known]
+        nats.append(ngrams.losses(sides[order], text_RT.ravel(), sets, rows.vocab_size))
+    return [
+        np.where(contexts_KM[0] == ngrams.MISSING, right_OM, left_OM)
+        for (contexts_KM, _), left_OM, right_OM in zip(known, *nats, strict=True)
+    ]
+
+
+def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:
+    """The trials of a verdict run, or why they are not measured."""
+    directory = path / run['directory']
+    if not (directory / 'checkpoints').is_dir():
+        return {'trials': None, 'why': 'it has no checkpoint'}
+    try:
+        _, reached, stack = load_stack(directory)
+    except (ConfigError, CheckpointError) as error:
+        return {'trials': None, 'why': str(error)}
+    if reached != config.train.num_steps:
+        return {'trials': None, 'why': f'its last checkpoint is of step {reached}'}
+    rows = _same_rows(config, results[0])
+    log.info('measuring the loss by position of %s', run['directory'])
+    trials = list(_trials(config, rows, stack['params']))
+    split = PREFIXES[rows.splits[-1]]
+    made = []
+    for result, trial in zip(results, trials, strict=True):
+        if result['status'] != FINISHED:
+            continue
+        if not np.isclose(trial['loss'], logged := result[f'{split}_loss'], atol=ROUNDING):
+            why = f'its checkpoint has a loss of {trial["loss"]:.4f}, its result {logged:.4f}'
+            return {'trials': None, 'why': why}
+        made.append({'seed': result['trial']['seed']} | trial)
+    return {'trials': made, 'why': None}
+
+
+def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
+    """What is measured of each of the stacked trials, on the last split."""
+    nats_XT, weight_T = _by_position(config, rows, params)
+    loss_X = nats_XT.sum(1) / weight_T.sum()
+    shuffled_X = [None] * len(loss_X)
+    if isinstance(rows, TranslationRows):
+        nats, weights = _by_position(config, rows.with_shuffled_sources(), params)
+        shuffled_X = (nats.sum(1) / weights.sum()).tolist()
+    T = len(weight_T)
+    late = slice(T // 2, None)
+    for nats_T, loss, shuffled in zip(nats_XT, loss_X, shuffled_X, strict=True):
+
+        def mean(of: slice, nats_T: np.ndarray = nats_T) -> float | None:
+            return float(nats_T[of].sum() / weight_T[of].sum()) if weight_T[of].any() else None
+
+        yield {
+            'loss': float(loss),
+            'positions': {name: mean(of) for name, of in buckets(T).items()},
+            'early': mean(slice(EARLY - 1, EARLY)) if 2 * EARLY <= T else None,
+            'late': mean(late) if 2 * EARLY <= T else None,
+            'shuffled': shuffled,
+        }
+
+
+def buckets(length: int) -> dict[str, slice]:
+    """Positions 1, 2, 3, 4, 5-8, 9-16, ... of a row, as slices by name."""
+    ends = [1, 2, 3, 4]
+    while ends[-1] < length:
+        ends.append(2 * ends[-1])
+    ends = [min(end, length) for end in ends]
+    return {
+        str(end) if end - first == 1 else f'{first + 1}-{end}': slice(first, end)
+        for first, end in zip([0, *ends[:-1]], ends, strict=True)
+        if end > first
+    }
+
+
+def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Sums over the last split, by the position of a target in its sentence or row.
+
+    Returns:
+      nats_XT, and the weight of targets at each position, weight_T; float64.
+    """
+    mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
+
+    def of_trial(params: dict, batch: Batch) -> jax.Array:
+        found = step.on_targets(
+            config, params, batch, lambda *pair: {'nats_BT': targets.cross_entropy(*pair)}
+        )
+        return found['nats_BT'] * batch['loss_weights_BT']
+
+    @jax.jit
+    def measure(params: dict, batch: Batch) -> jax.Array:
+        with choice.on(mesh):
+            return lift(lambda one: of_trial(one, batch), 'map', mesh)(params)
+
+    X = len(jax.tree.leaves(params)[0])
+    T = config.model.context
+    nats_XT, weight_T = np.zeros((X, T)), np.zeros(T)
+    size, most = config.train.batch_size, config.data.eval_sequences
+    for batch in pipeline.eval_batches(rows, rows.splits[-1], batch_size=size, max_rows=most):
+        at_BT = _positions(batch).ravel()
+        weight_T += np.bincount(at_BT, batch['loss_weights_BT'].ravel(), minlength=T)
+        for nats_T, nats_BT in zip(nats_XT, np.asarray(measure(params, batch)), strict=True):
+            nats_T += np.bincount(at_BT, nats_BT.ravel(), minlength=T)
+    return nats_XT, weight_T
+
+
+def _positions(batch: Batch) -> np.ndarray:
+    """The place of each target in its sentence, or in its row, from 0."""
+    place_BT = np.broadcast_to(np.arange(batch['targets_BT'].shape[1]), batch['targets_BT'].shape)
+    if 'segments_BT' not in batch:
+        return place_BT
+    starts_BT = np.diff(batch['segments_BT'], axis=1, prepend=-1) != 0
+    return place_BT - np.maximum.accumulate(np.where(starts_BT, place_BT, 0), axis=1)

@@ -1,0 +1,182 @@
+"""Yardsticks of a small study, recorded from its data and from the checkpoint of its one run."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from qkattn.config import to_json
+from qkattn.data import pipeline
+from qkattn.data.tasks.masked import MaskedRows
+from qkattn.data.tasks.task_registry import rows_of
+from qkattn.run.ledger import YARDSTICKS
+from qkattn.run.records import read_json
+from qkattn.stats import ngrams
+from qkattn.study import yardsticks
+from qkattn.train import train
+
+PLACE = {'size': 'd_model=32', 'corpus': 'stdlib', 'control': None}
+RUN = {'run': 'a', 'variant': 'qk/vo', **PLACE, 'stage': 'verdict', 'directory': 'runs/a'}
+
+
+@pytest.fixture(scope='module')
+def trained(tiny, tmp_path_factory):
+    """A config and a study directory with one finished verdict run of it, which tests copy."""
+    config, path = tiny(model={'num_layers': 1, 'context': 24}), tmp_path_factory.mktemp('study')
+    train(config, path / 'runs/a')
+    (path / 'study.json').write_text('{"baseline": "qk/vo"}')
+    (path / 'plan.jsonl').write_text(json.dumps(RUN | {'config': to_json(config)}) + '\n')
+    results = read_json(path / 'runs/a/result.json', [{}])
+    lines = [json.dumps(result | {'run': 'a'}) + '\n' for result in results]
+    (path / 'results.jsonl').write_text(''.join(lines))
+    return config, path
+
+
+@pytest.fixture
+def study(trained, tmp_path):
+    """The study with a link to the run; and its config."""
+    config, path = trained
+    for name in ('study.json', 'plan.jsonl', 'results.jsonl'):
+        (tmp_path / name).write_text((path / name).read_text())
+    (tmp_path / 'runs').mkdir()
+    (tmp_path / 'runs/a').symlink_to(path / 'runs/a')
+    return config, tmp_path
+
+
+def recorded(path):
+    return read_json(path / YARDSTICKS, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
+
+
+def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
+    config, path = study
+    assert yardsticks.record(path) == []
+    (group,) = recorded(path)['groups']
+    assert group.items() >= {'run': 'a', 'size': 'd_model=32', 'longer': False}.items()
+    assert group.items() >= {'task': 'language', 'seen': 2304, 'tokens': 2304}.items()
+    rows = rows_of(config)
+
+    def text(batches):
+        return np.concatenate(
+            [np.hstack([b['tokens_BT'][:, :1], b['targets_BT']]) for b in batches]
+        )
+
+    steps = [pipeline.train_batch(rows, seed=0, step=k, batch_size=8) for k in range(12)]
+    evaluated = text(pipeline.eval_batches(rows, 'test', batch_size=8, max_rows=8))
+    (nats_OM,) = ngrams.losses(
+        *ngrams.preceding(text(steps), 5), [ngrams.preceding(evaluated, 5)], rows.vocab_size
+    )
+    expected = {f'{order}-gram': nats_M.mean() for order, nats_M in enumerate(nats_OM, start=1)}
+    assert group['losses']['test'] == pytest.approx(expected)
+    assert list(group['losses']) == ['val', 'test']
+
+
+def test_the_loss_by_position_is_that_of_the_result(study):
+    config, path = study
+    yardsticks.record(path)
+    (run,) = recorded(path)['runs']
+    results = [json.loads(line) for line in (path / 'results.jsonl').read_text().splitlines()]
+    assert [trial['seed'] for trial in run['trials']] == [0, 1]
+    for trial, result in zip(run['trials'], results, strict=True):
+        assert trial['loss'] == pytest.approx(result['test_loss'], abs=1e-5)
+        widths = [1, 1, 1, 1, 4, 8, 8]  # all rows are full
+        assert list(trial['positions']) == ['1', '2', '3', '4', '5-8', '9-16', '17-24']
+        mean = np.average(list(trial['positions'].values()), weights=widths)
+        assert mean == pytest.approx(result['test_loss'], abs=1e-5)
+        assert trial['early'] == trial['positions']['4'] and trial['shuffled'] is None
+
+
+def test_what_is_recorded_is_kept(study, monkeypatch):
+    _, path = study
+    yardsticks.record(path)
+    before = (path / YARDSTICKS).read_bytes()
+    (path / 'runs/a').unlink()  # as of a study that was copied without its checkpoints
+    monkeypatch.setattr(yardsticks, '_group', None)
+    assert yardsticks.record(path) == [] and (path / YARDSTICKS).read_bytes() == before
+
+
+def test_without_a_checkpoint_only_counts_are_recorded(study):
+    _, path = study
+    (path / 'runs/a').unlink()
+    assert yardsticks.record(path) == []
+    found = recorded(path)
+    assert found['groups'][0]['losses']['test'] and found['start']['git']
+    place = {'run': 'a', 'variant': 'qk/vo', **PLACE}
+    assert found['runs'] == [place | {'trials': None, 'why': 'it has no checkpoint'}]
+
+
+def edit(path, **changes):
+    lines = [json.loads(line) | changes for line in path.read_text().splitlines()]
+    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+
+
+def test_other_data_is_refused(study):
+    _, path = study
+    edit(path / 'results.jsonl', data={'name': 'stdlib', 'version': '2', 'fingerprints': {}})
+    (problem,) = yardsticks.record(path)
+    assert problem == (
+        "d_model=32, stdlib: data.name='stdlib' gives other data on this machine than the study "
+        'was trained on; record its yardsticks where the same versions are installed'
+    )
+    assert not (path / YARDSTICKS).exists()
+
+
+def test_a_checkpoint_of_another_training_is_not_measured(study):
+    _, path = study
+    edit(path / 'results.jsonl', test_loss=1.0)
+    assert yardsticks.record(path) == []
+    (run,) = recorded(path)['runs']
+    assert run['trials'] is None and run['why'].endswith(', its result 1.0000')
+
+
+def test_a_probe_has_chance(tiny):
+    config = tiny(model={'context': 7}, data={'name': 'recall(pairs=2)', 'eval_sequences': None})
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, data_dir=None))
+    data = json.loads(json.dumps(rows_of(config).identity()))
+    group = yardsticks._group(config, {'data': data})
+    chance = rows_of(config).unigram_nats('test')
+    assert group['task'] == 'probe' and group['losses']['test'] == {'chance': chance}
+
+
+def test_a_masked_text_is_counted_by_its_neighbours(tiny):
+    config = tiny(model={'kind': 'encoder', 'vocab_size': 257})
+    rows = rows_of(config)
+    group = yardsticks._counted(config, rows)
+    losses = list(group['losses']['test'].values())
+    assert isinstance(rows, MaskedRows) and group['task'] == 'masked' and group['tokens'] == 1536
+    assert losses[1] < losses[0] - 0.1
+
+
+def test_a_hidden_left_neighbour_leaves_the_right_one():
+    class Rows:
+        mask, vocab_size = 4, 4
+
+    text_RT = np.array([[0, 1, 2], [0, 1, 2], [3, 1, 3]])
+    batch = {'tokens_BT': np.array([[4, 4, 2]]), 'targets_BT': np.array([[0, 1, 2]])}
+    (nats_OM,) = yardsticks._between(Rows(), text_RT, [batch])
+    unigram = (3 + 3 / 4 + 1 / 4) / (9 + 4)  # of the target 1, with 4 types
+    assert np.exp(-nats_OM[0, 1]) == pytest.approx(unigram)
+    # Two tokens stand to the left of a 2, both 1; one type.
+    assert np.exp(-nats_OM[1, 1]) == pytest.approx((2 + unigram) / (2 + 1))
+    assert nats_OM[2, 1] == nats_OM[1, 1]
+
+
+@pytest.mark.parametrize(
+    ('length', 'names'),
+    [
+        (1, ['1']),
+        (4, ['1', '2', '3', '4']),
+        (9, ['1', '2', '3', '4', '5-8', '9']),
+        (48, ['1', '2', '3', '4', '5-8', '9-16', '17-32', '33-48']),
+    ],
+)
+def test_buckets_cover_every_position_once(length, names):
+    found = yardsticks.buckets(length)
+    assert list(found) == names
+    assert [p for of in found.values() for p in range(length)[of]] == list(range(length))
+
+
+def test_the_position_of_a_target_counts_from_its_sentence():
+    segments_BT = np.array([[1, 1, 2, 2, 2, 0]])
+    places = yardsticks._positions({'targets_BT': segments_BT, 'segments_BT': segments_BT})
+    assert places[0, :5].tolist() == [0, 1, 0, 1, 2]
