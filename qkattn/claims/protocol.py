@@ -18,6 +18,7 @@ from qkattn.config import (
     TrialsConfig,
     TuningConfig,
 )
+from qkattn.config.study_config import Choice
 from qkattn.errors import ConfigError
 
 Scale = Literal['smoke', 'cpu', 'gpu']
@@ -89,6 +90,25 @@ def language_model(
     )
 
 
+def trained_language_model(
+    scale: str, *, steps: int = 2500, seeds: int = 8, **fields: Any
+) -> Config:
+    """A byte-level language model that gets beyond n-grams: 5.1 MB of text at scale cpu.
+
+    Args:
+      steps: of training, at scale cpu.
+      seeds: of the verdict, at scale cpu.
+      **fields: of the model, in place of those of the scale.
+    """
+    model = {
+        'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
+        'context': pick(scale, smoke=16, cpu=128, gpu=1024),
+    }
+    return language_model(
+        scale, steps=steps, learning_rates=(3e-3, 6e-3, 1.2e-2), seeds=seeds, **model | fields
+    )
+
+
 def masked_language_model(scale: str, **fields: Any) -> Config:
     """An encoder that restores masked tokens, of the width and depth of `language_model`."""
     model: dict[str, Any] = {
@@ -149,20 +169,27 @@ def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
     )
 
 
-def protocol(scale: str, *, longer: bool = False, equal_shape: bool = True) -> dict[str, Any]:
+def protocol(
+    scale: str,
+    *,
+    longer: bool = False,
+    equal_shape: bool = True,
+    choice: Choice = 'vertex',
+) -> dict[str, Any]:
     """The fields `tuning`, `tolerance` and `controls` of a study.
 
     Args:
       longer: whether arms with a word, and the baseline, are trained again with four times as many
         tokens.
       equal_shape: whether each arm is trained at the baseline's shape, too.
+      choice: of a swept setting.
     """
     return {
         'tuning': pick(
             scale,
             smoke=TuningConfig(),
-            cpu=TuningConfig(seeds=SCREENING, max_seeds=4),
-            gpu=TuningConfig(seeds=SCREENING[:1], max_seeds=3),
+            cpu=TuningConfig(seeds=SCREENING, max_seeds=4, choice=choice),
+            gpu=TuningConfig(seeds=SCREENING[:1], max_seeds=3, choice=choice),
         ),
         'tolerance': pick(scale, smoke=5e-3, cpu=2e-3, gpu=1e-3),
         'controls': ControlsConfig(

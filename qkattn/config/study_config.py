@@ -140,3 +140,8 @@ class Study:
         'Margin of equivalence: largest difference in loss that counts as none, in nats per token.',
         above=0,
     )
+    expected: tuple[str, ...] = setting(
+        (),
+        "Positive controls: known effects that the study has to find, as in 'qk/vo?num_heads=1 is "
+        "worse' or 'shared_qk/vo is worse at equal shape'. A study that does not is said so first.",
+    )

@@ -10,6 +10,7 @@ from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_PAIRS
 from qkattn.stats.sweep import MIN_SEEDS, MIN_VALUES
+from qkattn.study.place import parse_expected
 from qkattn.study.tuning import MODEL_KNOBS, screening_seeds
 
 
@@ -22,6 +23,7 @@ def validate_study(study: Study) -> None:
         raise ConfigError(
             f'destinations={study.destinations} have no effect with match=None; give one'
         )
+    _check_expected(study)
     if study.tuning.seeds:
         _check_tuning(study)
         _check_verdict(study)
@@ -32,6 +34,24 @@ def validate_study(study: Study) -> None:
         for name, values in _model_grids(study.tuning).items():
             if values:
                 raise ConfigError(f'{name}={values} need tuning.seeds to be screened with')
+
+
+def _check_expected(study: Study) -> None:
+    """Each positive control is an arm of the study that can get a word."""
+    for text in study.expected:
+        of = parse_expected(text)
+        known = [variant for variant in study.variants if variant != study.baseline]
+        if not of.equal_shape and len(study.destinations) > 1:
+            known = [f'{name} [{place}]' for name in known for place in study.destinations]
+        if of.variant not in known:
+            raise ConfigError(
+                f'expected={text!r}: {of.variant!r} is none of the arms that are compared with '
+                f'{study.baseline!r}; they are {", ".join(map(repr, known))}'
+            )
+        if of.equal_shape and not (study.controls.equal_shape and study.match):
+            raise ConfigError(f'expected={text!r} needs controls.equal_shape and a match')
+        if not study.tuning.seeds:
+            raise ConfigError(f'expected={text!r} needs tuning.seeds: others have no verdict')
 
 
 def _model_grids(tuning: TuningConfig) -> dict[str, tuple[float, ...]]:
