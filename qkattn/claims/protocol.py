@@ -104,8 +104,12 @@ def trained_language_model(
         'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
         'context': pick(scale, smoke=16, cpu=128, gpu=1024),
     }
-    return language_model(
-        scale, steps=steps, learning_rates=(3e-3, 6e-3, 1.2e-2), seeds=seeds, **model | fields
+    rates = (3e-3, 6e-3, 1.2e-2)
+    config = language_model(scale, steps=steps, learning_rates=rates, seeds=seeds, **model | fields)
+    # 100 documents, which a verdict needs.
+    sequences = pick(scale, smoke=512, cpu=2560, gpu=4096)
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, eval_sequences=sequences)
     )
 
 
