@@ -11,12 +11,21 @@ from pathlib import Path
 
 from qkattn.run.files import as_path
 from qkattn.stats import scaling
+from qkattn.study.place import EQUAL_SHAPE, Expected, Place, parse_expected
 from qkattn.verdict import hygiene, judging, parts, trained
 from qkattn.verdict.arms import Arm, Group, arms_of
-from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, Verdict
+from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Decision, Remark, Verdict
 from qkattn.verdict.comparison import compare
 from qkattn.verdict.load import Study, load_study
 from qkattn.verdict.parts import Decomposition
+
+# The verdicts with which a positive control passes.
+_PASSES = {
+    'better': judging.BELOW_ZERO,
+    'worse': judging.ABOVE_ZERO,
+    'not better': (Decision.EQUIVALENT, *judging.ABOVE_ZERO),
+    'not worse': (Decision.EQUIVALENT, *judging.BELOW_ZERO),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +44,25 @@ class Overall:
     arms: tuple[Arm, ...]
     comparison: Comparison | None
     verdict: Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class PositiveControl:
+    """A known effect that the study has to find, at one size and on one corpus.
+
+    Attributes:
+      passed: whether the arm has the expected verdict; None while it has no verdict.
+    """
+
+    expected: Expected
+    arm: Arm
+    verdict: Verdict
+
+    @property
+    def passed(self) -> bool | None:
+        if self.verdict.decision is Decision.NO_VERDICT:
+            return None
+        return self.verdict.decision in _PASSES[self.expected.word]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +95,7 @@ class Findings:
         baselines, or as many as ever were declared; 0 in a study without tuning.
       decomposition: of the arms that have a control with results.
       overall: one for each variant but the baseline and size, if there are several corpora.
+      positive: the positive controls, decided as a family of their own.
     """
 
     arms: tuple[Arm, ...]
@@ -76,6 +105,7 @@ class Findings:
     num_comparisons: int = 0
     decomposition: tuple[Decomposition, ...] = ()
     overall: tuple[Overall, ...] = ()
+    positive: tuple[PositiveControl, ...] = ()
 
     @property
     def blocks(self) -> tuple[Remark, ...]:
@@ -139,10 +169,28 @@ def find(study: Study) -> Findings:
         verdicts = judging.judge(study, compared, found.blocks, family)
         primary = tuple(dataclasses.replace(a, verdict=verdicts.get(a.place)) for a in primary)
         found = dataclasses.replace(found, arms=primary, num_comparisons=family)
-        found = dataclasses.replace(found, overall=_overall(study, found, baselines))
+        overall = _overall(study, found, baselines)
+        positive = _positive(study, found, baselines)
+        found = dataclasses.replace(found, overall=overall, positive=positive)
     shared = [remark for remark in found.blocks if remark.every_arm]
     decomposition = parts.decompose(study, (*found.arms, *found.controls), shared)
     return dataclasses.replace(found, scaling=_scaling(study, found), decomposition=decomposition)
+
+
+def _positive(
+    study: Study, found: Findings, baselines: dict[Group, Arm]
+) -> tuple[PositiveControl, ...]:
+    """The verdict of every arm of which an effect is expected."""
+    cases: dict[tuple[Expected, Place], list[tuple[Arm, Arm | None]]] = {}
+    for expected in map(parse_expected, study.expected):
+        control = EQUAL_SHAPE if expected.equal_shape else None
+        for arm in (*found.arms, *found.controls):
+            if (arm.variant, arm.control) == (expected.variant, control):
+                cases[expected, arm.place] = [(arm, baselines.get(arm.group))]
+    verdicts = judging.judge(study, cases, found.blocks, len(cases))
+    return tuple(
+        PositiveControl(key[0], cases[key][0][0], verdict) for key, verdict in verdicts.items()
+    )
 
 
 def _family(study: Study) -> int:

@@ -19,7 +19,7 @@ from qkattn.run.files import as_path
 from qkattn.run.json_schema import check, read
 from qkattn.run.ledger import Ledger
 from qkattn.run.records import for_each_line, parse_file
-from qkattn.study.place import CONTROLS, EQUAL_SHAPE, Place
+from qkattn.study.place import CONTROLS, EQUAL_SHAPE, Place, parse_expected
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
 from qkattn.verdict.consistency import arm_problems, document_problems, named, score_problems
 from qkattn.verdict.runs import (
@@ -91,6 +91,7 @@ class Study:
       tuning: None if nothing is tuned.
       looks: numbers of verdict seeds at which arms are judged, ascending; all seeds are the last.
       controls: `equal_shape`, `longer` and `longer_seeds` of the config.
+      expected: the positive controls, as in the config.
       arms: the declared ones, controls included but those that are trained longer.
       base, base_hash: the settings that all arms share, as JSON, and their fingerprint.
       ledger: None in a study without tuning that has none.
@@ -127,6 +128,7 @@ class Study:
     runs: tuple[PlannedRun, ...] = ()
     problems: tuple[str, ...] = ()
     yardsticks: Yardsticks | None = None
+    expected: tuple[str, ...] = ()
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -243,6 +245,9 @@ def _declared(directory: Path, record: Any) -> Study:
             f"field 'looks' is {list(study.looks)}, expected numbers of seeds that ascend to all "
             f'{len(study.seeds)}'
         )
+    for text in study.expected:
+        if parse_expected(text).variant not in {arm.variant for arm in study.arms}:
+            raise ValueError(f"field 'expected' holds {text!r}, which is about no declared arm")
     if not study.margin > 0:
         raise ValueError(f"field 'margin' is {study.margin}, expected nats per token above 0")
     valid = {'size': study.sizes, 'corpus': study.corpora, 'control': (None, *CONTROLS)}

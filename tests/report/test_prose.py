@@ -291,6 +291,15 @@ def test_many_arms_are_counted(study_dir):
     assert said.index('v0/vo') < said.index('v4/vo') and 'v5/vo' not in said
 
 
+def test_a_positive_control_that_fails_is_said_first(study_dir):
+    records = [*tuned_arm('qk/vo', losses=BASE), *tuned_arm('b/vo', losses=shifted(0.02))]
+    expected = ['b/vo is worse', 'b/vo is not worse']
+    first, verdicts, passed, _ = summary(write_tuned(study_dir, records, expected=expected))
+    assert first.startswith('Positive control fails: b/vo is expected to be not worse than qk/vo, ')
+    assert 'and is worse (+0.02' in first and 'b/vo (+0.02' in verdicts
+    assert passed.startswith('Positive control: b/vo is worse than qk/vo, as expected (+0.02')
+
+
 def test_many_described_arms_are_a_range(study_dir):
     records = [
         trial_record('qk/vo'),

@@ -9,7 +9,7 @@ from scipy import stats
 
 from qkattn.run import ledger
 from qkattn.stats import decision, inference
-from qkattn.study.place import LONGER, Place
+from qkattn.study.place import EXPECTED, LONGER, Place
 from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
 from tests.studies import (
     edit_plan,
@@ -83,6 +83,38 @@ def test_a_word_is_that_of_the_test_split_and_validation_supports_it(
         assert reason.data['decision'].value.startswith(
             'equivalent' if test == 0.0004 else 'better' if test < 0 else 'worse'
         )
+
+
+@pytest.mark.parametrize(
+    ('delta', 'passes'),
+    [
+        (0.03, {'worse', 'not better'}),
+        (-0.03, {'better', 'not worse'}),
+        (0.0, {'not better', 'not worse'}),
+        (None, set()),
+    ],
+)
+def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, passes):
+    noise = 40 * NOISE if delta is None else NOISE - NOISE.mean()
+    records = arm('qk/vo', 0) + arm('b/vo', delta or 1e-9, noise=noise) + arm('c/vo', 0.02)
+    expected = [f'b/vo is {word}' for word in EXPECTED]
+    found = find(load_study(write_tuned(study_dir, records, expected=expected)))
+    assert {of.expected.word for of in found.positive if of.passed} == passes
+    assert [of.passed is None for of in found.positive] == [False] * 4
+    assert {of.verdict.num_comparisons for of in found.positive} == {4}
+
+
+def test_a_positive_control_may_be_at_equal_shape_and_waits_for_results(study_dir):
+    at_shape = arm('b/vo', 0.03, control='equal_shape')
+    records = arm('qk/vo', 0) + arm('b/vo', -0.03) + at_shape
+    expected = ['b/vo is worse at equal shape', 'b/vo is worse']
+    write_tuned(study_dir, records, expected=expected)
+    first, second = find(load_study(study_dir)).positive
+    assert (first.passed, first.arm.control) == (True, 'equal_shape')
+    assert (second.passed, second.arm.control) == (False, None)
+    run = run_name('b/vo', SIZE, 'verdict')
+    write_tuned(study_dir, [r for r in records if r['run'] != run], expected=expected)
+    assert [of.passed for of in find(load_study(study_dir)).positive] == [True, None]
 
 
 def test_without_test_losses_there_is_no_word(study_dir):
