@@ -62,7 +62,13 @@ def read_results(path: Path, trials: Sequence[Mapping[str, Any]]) -> list[dict[s
     Raises:
       RunDirectoryError: the file is damaged, or holds other trials.
     """
-    results = read_json(path, [{}], _ADVICE)
+    return as_results(read_json(path, [{}], _ADVICE), trials, path)
+
+
+def as_results(
+    results: list[dict[str, Any]], trials: Sequence[Mapping[str, Any]], path: Path
+) -> list[dict[str, Any]]:
+    """`results`, which were read from `path`, if they are those of the trials; raises likewise."""
     try:
         for number, result in enumerate(results):
             try:

@@ -163,9 +163,20 @@ def result_lines(study: Study, known: list[PlannedRun], results: Results) -> str
     """results.jsonl: a line per trial of every finished run."""
     text = []
     for run in known:
-        fields = {'study': study.name, 'run': run.id, **about(study, run)}
-        fields['target_parameters'] = fields.pop('target')
+        fields = _line(study, run)
         # The hash of a config may have been another one when its run was made.
         own = {} if run.kept is None else {'config_hash': run.id}
         text += [json.dumps({**fields, **trial, **own}) + '\n' for trial in results(run) or []]
     return ''.join(text)
+
+
+def exported_results(study: Study, run: PlannedRun, lines: list[dict]) -> list[dict[str, Any]]:
+    """The results of a run as result.json holds them, of its lines in results.jsonl."""
+    fields = _line(study, run)
+    return [{name: v for name, v in line.items() if name not in fields} for line in lines]
+
+
+def _line(study: Study, run: PlannedRun) -> dict[str, Any]:
+    fields = {'study': study.name, 'run': run.id, **about(study, run)}
+    fields['target_parameters'] = fields.pop('target')
+    return fields

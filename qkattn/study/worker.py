@@ -6,6 +6,7 @@ processes, of which process 0 holds the leases and writes the files of the study
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -32,11 +33,12 @@ from qkattn.errors import (
 )
 from qkattn.run import leases
 from qkattn.run.buckets import is_url
-from qkattn.run.file_schemas import CONFIG, read_results
+from qkattn.run.file_schemas import CONFIG, as_results, read_results
 from qkattn.run.files import check_directory, make_directory, write_atomic
+from qkattn.run.json_schema import check
 from qkattn.run.locks import locked
 from qkattn.run.progress import StudyLeft, waiting
-from qkattn.run.records import read_json, to_jsonable
+from qkattn.run.records import damaged, parse_json, read_json, to_jsonable
 from qkattn.run.signals import StopRequest
 from qkattn.study import declaration, plan
 from qkattn.study.arms import Arm, build_arms
@@ -214,6 +216,7 @@ def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
     """Returns every run known so far, those of them without a result, and the results."""
     read: dict[str, list[dict[str, Any]] | None] = {}
     before = declaration.planned(path)
+    exported = functools.cache(lambda: _exported(path))
 
     def kept(run: PlannedRun) -> PlannedRun:
         line = before.get(run.id)
@@ -224,13 +227,37 @@ def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
     def results(run: PlannedRun) -> list[dict[str, Any]] | None:
         # Each file is read once, so that the plan and the runs left are of the same moment.
         if run.id not in read:
-            result = path / kept(run).directory / 'result.json'
+            directory = path / kept(run).directory
             trials = run.config.trials.trials()
-            read[run.id] = read_results(result, trials) if result.exists() else None
+            if (directory / 'result.json').exists():
+                read[run.id] = read_results(directory / 'result.json', trials)
+            elif _is_exported(directory) and run.id in exported():
+                results = plan.exported_results(study, run, exported()[run.id])
+                read[run.id] = as_results(results, trials, path / 'results.jsonl')
+            else:
+                read[run.id] = None
         return read[run.id]
 
     runs = list(map(kept, plan.runs(study, arms, results)))
     return runs, [run for run in runs if results(run) is None], results
+
+
+def _is_exported(directory: Path) -> bool:
+    """Whether an export made the directory: it keeps the log of a run, but not its config."""
+    return (directory / 'metrics.jsonl').exists() and not (directory / 'config.json').exists()
+
+
+def _exported(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The lines of results.jsonl by run: all that an export keeps of the result of a run."""
+    file, lines = path / 'results.jsonl', {}
+    try:
+        for line in file.read_bytes().splitlines() if file.exists() else ():
+            record = parse_json(line)
+            check(record, {'run': str})
+            lines.setdefault(record['run'], []).append(record)
+    except ValueError as error:
+        raise damaged(file, error, 'restore it from a copy, or remove it') from error
+    return lines
 
 
 def _write_plan(

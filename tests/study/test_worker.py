@@ -533,6 +533,44 @@ def test_a_worker_that_died_between_ledger_and_declaration_is_resumed(trained, t
     assert events(path) == ['declared', 'arms_added']
 
 
+def test_an_exported_study_goes_on_where_it_was(trained, train_first, tmp_path):
+    """An export keeps logs and results.jsonl; of the runs that are left, nothing."""
+
+    def stop(config, workdir):
+        if len(trained) == 2:
+            raise Stopped('enough')
+
+    train_first(stop)
+    with pytest.raises(Stopped):
+        worker.run(STUDY, tmp_path)
+    before = lines(tmp_path / 'results.jsonl')
+    assert before and len({line['run'] for line in before}) == 2
+    for file in tmp_path.glob('runs/*/result.json'):
+        (file.parent / 'metrics.jsonl').touch()
+        file.unlink()
+    train_first(lambda config, workdir: None)
+    worker.run(STUDY, tmp_path)
+    assert len(trained) == len(set(trained)) > 2
+    after = lines(tmp_path / 'results.jsonl')
+    assert [line for line in after if line in before] == before
+
+
+def test_results_that_an_export_lacks_are_named_and_those_of_a_run_are_not_taken(trained, tmp_path):
+    worker.run(STUDY, tmp_path)
+    kept = (tmp_path / 'results.jsonl').read_text()
+    (directory, *_) = (file.parent for file in tmp_path.glob('runs/*/result.json'))
+    (directory / 'result.json').unlink()
+    (directory / 'metrics.jsonl').touch()
+    (tmp_path / 'results.jsonl').write_text('{')
+    with pytest.raises(RunDirectoryError, match=r'results.jsonl is damaged \(.* or remove it'):
+        worker.run(STUDY, tmp_path)
+    # A run whose config is there was not exported: without its result it is trained again.
+    (tmp_path / 'results.jsonl').write_text(kept)
+    (directory / 'config.json').touch()
+    with pytest.raises(FileExistsError):  # by the stand-in for training
+        worker.run(STUDY, tmp_path)
+
+
 def test_runs_outside_the_plan_are_listed_and_kept(trained, tmp_path, caplog):
     path = worker.run(STUDY, tmp_path / 'out')
     assert not (path / 'orphans.jsonl').exists()
