@@ -89,6 +89,8 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
     if kind is types.UnionType:
         options = [_fits(option) for option in parts]
         return lambda value: any(fits(value) for fits in options)
+    if kind is typing.Literal:
+        return lambda value: value in parts
     if kind is tuple:
         item_fits = _fits(parts[0])
         return lambda value: isinstance(value, list) and all(map(item_fits, value))
@@ -113,6 +115,8 @@ def _expected(hint: Any, joint: str = ' or ') -> str:
     kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is types.UnionType:
         return joint.join(_expected(option, joint) for option in parts)
+    if kind is typing.Literal:
+        return joint.join(map(repr, parts))
     if kind is tuple:
         return f'list of {_expected(parts[0], "/")}'
     if kind is Mapping and parts and parts[1] is not Any:
