@@ -20,10 +20,10 @@ LOGS = ('metrics.jsonl', 'documents.json')
 def export(study_dir: str | Path, destination: str | Path) -> Path:
     """Writes the study's declaration, plan, results, evaluations, tables, report and figures.
 
-    Left out are checkpoints, locks and leases, runs that are not finished, the training records of
-    the others, and provenance.json, which names machines and users. Logs and figures of an earlier
-    export that the study no longer has are removed. A copy of an export is a working directory, in
-    which the study goes on.
+    Left out are checkpoints, locks and leases, the training records of finished runs, and
+    provenance.json, which names machines and users. Logs and figures of an earlier export that
+    the study no longer has are removed. A copy of an export is a working directory, in which the
+    study goes on with the runs that have no result.
 
     Raises:
       ReportError: no study, or `destination` holds something else.
@@ -39,10 +39,11 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     }
     for run in study.runs:
         log, documents = (source / run.directory / name for name in LOGS)
-        if not (run.trials and log.is_file()):
+        if not log.is_file():
             continue
         lines = log.read_bytes().splitlines(keepends=True)
-        lines = [line for line in lines if not ledger.is_training(line)]
+        if run.trials:
+            lines = [line for line in lines if not ledger.is_training(line)]
         written.add(write_atomic(destination / log.relative_to(source), b''.join(lines)))
         if documents.is_file():
             copy = destination / documents.relative_to(source)

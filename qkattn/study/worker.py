@@ -193,6 +193,7 @@ def _train(
 ) -> None:
     """Trains the run that `worker` holds the lease of; enters it in `failed` if it cannot."""
     with cast(leases.Lease, worker.lease) as lease:
+        agreement.on_owner(lambda: _begin_anew(path / leased['directory']))
         try:
             train(
                 from_json(Config, leased['config']),
@@ -245,6 +246,12 @@ def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
 def _is_exported(directory: Path) -> bool:
     """Whether an export made the directory: it keeps the log of a run, but not its config."""
     return (directory / 'metrics.jsonl').exists() and not (directory / 'config.json').exists()
+
+
+def _begin_anew(directory: Path) -> None:
+    """Removes the log of an unfinished run, of which an export leaves out the checkpoints."""
+    if _is_exported(directory):
+        (directory / 'metrics.jsonl').unlink()
 
 
 def _exported(path: Path) -> dict[str, list[dict[str, Any]]]:
