@@ -146,6 +146,16 @@ for _ in {1..600}; do sleep .1; done
 """
 
 
+def fails(rank: int, code: int) -> str:
+    """A script whose process `rank` fails once the other has begun, which saves and ends.
+
+    A process that has not begun dies of the SIGTERM of srun, which counts as a crash.
+    """
+    begun = f'started-{1 - rank}-${{SLURM_RESTART_COUNT:-0}}'
+    failure = f'until [[ -e {begun} ]]; do sleep .1; done; exit {code}'
+    return f'if [[ $SLURM_PROCID = {rank} ]]; then {failure}; fi\n{SAVES}'
+
+
 def started(jobs: Jobs, job: str, restart: int = 0, processes: int = 2) -> None:
     """Waits until all processes of a start have begun."""
     files = [jobs.directory / f'started-{rank}-{restart}' for rank in range(processes)]
@@ -168,7 +178,7 @@ def test_every_process_gets_the_arguments_unchanged(stand_in):
 
 
 def test_a_crash_of_one_process_is_retried_a_bounded_number_of_times(stand_in):
-    behave(stand_in, f'[[ $SLURM_PROCID = 1 ]] && exit 1; {SAVES}')
+    behave(stand_in, fails(rank=1, code=1))
     job = stand_in.submit('--nodes=2', '--retries=1', *TRAIN)
     assert stand_in.cluster.end(job) == ('FAILED', '1:0', 1), stand_in.log(job)
     log = stand_in.log(job)
@@ -178,7 +188,7 @@ def test_a_crash_of_one_process_is_retried_a_bounded_number_of_times(stand_in):
 
 
 def test_a_wrong_setting_that_one_process_sees_is_never_retried(stand_in):
-    behave(stand_in, f'[[ $SLURM_PROCID = 0 ]] && exit 2; {SAVES}')
+    behave(stand_in, fails(rank=0, code=2))
     job = stand_in.submit('--nodes=2', *TRAIN)
     assert stand_in.cluster.end(job) == ('FAILED', '2:0', 0), stand_in.log(job)
     assert f'job {job} has a wrong setting or directory and is not requeued' in stand_in.log(job)
