@@ -91,25 +91,44 @@ def language_model(
 
 
 def trained_language_model(
-    scale: str, *, steps: int = 2000, seeds: int = 8, **fields: Any
+    scale: str,
+    *,
+    steps: int = 2000,
+    evaluations: int = 2,
+    seeds: int = 8,
+    data: str | None = None,
+    **fields: Any,
 ) -> Config:
     """A byte-level language model that gets beyond n-grams: 4.1 MB of text at scale cpu.
 
     Args:
       steps: of training, at scale cpu.
+      evaluations: times that a run is evaluated, evenly spaced.
       seeds: of the verdict, at scale cpu.
-      **fields: of the model, in place of those of the scale.
+      data: the corpus below scale gpu, stdlib by default.
+      **fields: of the model, in place of those of the scale; `kind='encoder'` restores masked
+        tokens.
     """
+    if fields.get('kind') == 'encoder':
+        fields['vocab_size'] = pick(scale, smoke=257, cpu=257, gpu=16385)
     model = {
         'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
         'context': pick(scale, smoke=16, cpu=128, gpu=1024),
     }
     rates = (3e-3, 6e-3, 1.2e-2)
-    config = language_model(scale, steps=steps, learning_rates=rates, seeds=seeds, **model | fields)
+    config = language_model(
+        scale,
+        steps=steps,
+        evaluations=evaluations,
+        learning_rates=rates,
+        seeds=seeds,
+        **model | fields,
+    )
     # 100 documents, which a verdict needs.
     sequences = pick(scale, smoke=512, cpu=2560, gpu=4096)
+    name = config.data.name if data is None or scale == 'gpu' else data
     return dataclasses.replace(
-        config, data=dataclasses.replace(config.data, eval_sequences=sequences)
+        config, data=dataclasses.replace(config.data, name=name, eval_sequences=sequences)
     )
 
 
@@ -170,6 +189,24 @@ def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
             cpu=DecodeConfig(beam=1, max_sources=64),
             gpu=DecodeConfig(beam=4),
         ),
+    )
+
+
+def trained_translator(scale: str, *, seeds: int = 6, **fields: Any) -> Config:
+    """A translator that uses its sources: 2,200 steps of 32 sentences at scale cpu.
+
+    Args:
+      seeds: of the verdict, at scale cpu.
+      **fields: of the model, in place of those of the scale.
+    """
+    config = translator(scale, seeds=seeds, **fields)
+    train = _train(scale, (20, 2200, 6000), (8, 32, 64))
+    name = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k')
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, name=name),
+        train=dataclasses.replace(train, label_smoothing=config.train.label_smoothing),
+        trials=_trials(scale, (2e-3, 4e-3, 8e-3), seeds),
     )
 
 

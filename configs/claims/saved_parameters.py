@@ -1,0 +1,31 @@
+"""Does it matter where the saved parameters go?
+
+To d_model, d_ff, heads or layers; each is an arm of its own.
+
+    python -m experiments.ablate --config=configs/claims/saved_parameters.py:cpu \\
+        --workdir=runs/saved_parameters
+"""
+
+from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.config import Study, to_config_dict
+
+
+def get_config(scale='cpu'):
+    return to_config_dict(
+        Study(
+            name='saved_parameters',
+            question='Does it matter where the saved parameters go?',
+            base=trained_language_model(
+                scale, num_layers=pick(scale, smoke=8, cpu=8, gpu=12), data='packages'
+            ),
+            variants=(
+                'qk/vo',
+                'qk/k_is_v',
+            ),
+            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=64',), gpu=('d_model=768',)),
+            destinations=('d_model', 'd_ff', 'num_heads', 'num_layers'),
+            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+            margin=0.01,
+            **protocol(scale, equal_shape=True, choice='minimax'),
+        )
+    )

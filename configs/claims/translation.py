@@ -1,0 +1,29 @@
+"""Which matrices does the encoder of a translator need?
+
+Multi30k, English to German.
+
+    python -m experiments.ablate --config=configs/claims/translation.py:cpu \\
+        --workdir=runs/translation
+"""
+
+from qkattn.claims.protocol import pick, protocol, trained_translator
+from qkattn.config import Study, to_config_dict
+
+
+def get_config(scale='cpu'):
+    return to_config_dict(
+        Study(
+            name='translation',
+            question='Which matrices does the encoder of a translator need?',
+            base=trained_translator(scale),
+            variants=(
+                'qk/vo',
+                'qk/vo?encoder_variant=shared_qk/vo',
+                'qk/vo?encoder_variant=qk/no_v',
+                'qk/vo?encoder_variant=qk/no_o',
+            ),
+            sizes=pick(scale, smoke=('d_model=40',), cpu=('d_model=96',), gpu=('d_model=512',)),
+            margin=0.02,
+            **protocol(scale, choice='minimax'),
+        )
+    )

@@ -1,0 +1,30 @@
+"""Which matrices does the cross-attention of a translator need?
+
+Multi30k, English to German.
+
+    python -m experiments.ablate --config=configs/claims/translation_cross.py:cpu \\
+        --workdir=runs/translation_cross
+"""
+
+from qkattn.claims.protocol import pick, protocol, trained_translator
+from qkattn.config import Study, to_config_dict
+
+
+def get_config(scale='cpu'):
+    return to_config_dict(
+        Study(
+            name='translation_cross',
+            question='Which matrices does the cross-attention of a translator need?',
+            base=trained_translator(scale),
+            variants=(
+                'qk/vo',
+                'qk/vo?cross_variant=query_free/vo',
+                'qk/vo?cross_variant=key_free/vo',
+                'qk/vo?cross_variant=merged/vo',
+            ),
+            sizes=pick(scale, smoke=('d_model=40',), cpu=('d_model=96',), gpu=('d_model=512',)),
+            destinations=('d_ff',),
+            margin=0.02,
+            **protocol(scale, choice='minimax'),
+        )
+    )
