@@ -16,9 +16,8 @@ from qkattn.config import Study
 from qkattn.distributed import agreement, bootstrap
 from qkattn.errors import ConfigError
 from qkattn.run import cli, leases, signals
-from qkattn.run.files import as_path
 from qkattn.run.progress import waiting
-from qkattn.study import crew, estimate, room, ways, worker, yardsticks
+from qkattn.study import estimate, local_workers, worker, yardsticks
 from qkattn.study.arms import Arm, build_arms, table
 from qkattn.train.program_cache import keep_programs
 
@@ -34,8 +33,8 @@ ACCEPT_CHANGES = flags.DEFINE_bool(
 WORKERS = flags.DEFINE_string(
     'workers',
     '1',
-    'Workers on this machine, each on cores or GPUs of its own: a number, or auto, which measures '
-    'once what is fastest. 1 is this process itself.',
+    'Workers on this machine, each on cores or GPUs of its own: a number, or auto, one per mesh of '
+    'GPUs, else per core, as far as memory goes. 1 is this process itself.',
 )
 
 
@@ -46,7 +45,7 @@ def main() -> None:
     config = cli.read_config(CONFIG)
     if not 0 < EXPIRY.value < math.inf:
         raise ConfigError(f'--lease_expiry={EXPIRY.value} must be above 0 seconds and finite')
-    workers = ways.parse(WORKERS.value)
+    workers = local_workers.parse(WORKERS.value)
     if workers != 1 and bootstrap.start().num_processes > 1:
         raise ConfigError(
             f'--workers={WORKERS.value} is for one process; in a job of several, all processes are '
@@ -55,11 +54,8 @@ def main() -> None:
     if DRY_RUN.value:
         arms = _matched(config)
         if workers != 1:
-            print(f'\n{room.describe(config, arms, workers, WORKDIR.value)}')
-        measured = workers is None and WORKDIR.value is not None
-        choice = ways.recorded(as_path(WORKDIR.value)) if measured else None
-        shared = (choice['processes'], ways.speedup(choice)) if choice else ()
-        print(f'\n{estimate.text(config, arms, *shared)}')
+            print(f'\n{local_workers.describe(config, arms, workers, WORKDIR.value)}')
+        print(f'\n{estimate.text(config, arms)}')
         return
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
@@ -76,7 +72,7 @@ def main() -> None:
     if workers == 1:
         path = worker.run(config, WORKDIR.value, arms=_matched(config), **options)
     else:
-        path = crew.run(
+        path = local_workers.run(
             config, lambda: _matched(config), WORKDIR.value, workers, meanwhile=report, **options
         )
     if not agreement.owner():

@@ -21,7 +21,7 @@ from qkattn.report.claim_results import NAME, ClaimResult, read_claims, write_cl
 from qkattn.run import cli, signals
 from qkattn.run.buckets import is_url
 from qkattn.run.progress import waiting
-from qkattn.study import ways
+from qkattn.study import local_workers
 from qkattn.train.program_cache import keep_programs
 
 CLAIMS = flags.DEFINE_list('claims', None, 'Names of claims, as in B2,C1; all by default.')
@@ -52,7 +52,7 @@ def main() -> None:
     if CLAIMS.value == []:
         raise ConfigError('--claims is empty; give names as in B2,C1, or leave it out for all')
     claims = catalogue.chosen(CLAIMS.value or [])
-    workers = ways.parse(WORKERS.value)
+    workers = local_workers.parse(WORKERS.value)
     if LIST.value:
         for claim in claims:
             print(f'{claim.name:<3} {claim.statement}')

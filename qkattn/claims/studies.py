@@ -21,7 +21,7 @@ from qkattn.run.files import check_directory, make_directory
 from qkattn.run.progress import waiting
 from qkattn.run.provenance import describe_start
 from qkattn.run.records import read_json, write_json
-from qkattn.study import crew, declaration, yardsticks
+from qkattn.study import declaration, local_workers, yardsticks
 from qkattn.study.arms import build_arms
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def train(
     A study that cannot be trained, or whose workers give up, does not stop the others.
 
     Args:
-      workers: as in `crew.run`; 1 is this process.
+      workers: as in `local_workers.run`; 1 is this process.
 
     Returns:
       Why studies could not be trained, by name.
@@ -105,7 +105,7 @@ def train(
         log.info('study %s, %d of %d', name, place, len(studies))
         arms = functools.partial(build_arms, study)
         with going_on(name):
-            crew.run(study, arms, path / name, workers, command=command)
+            local_workers.run(study, arms, path / name, workers, command=command)
     # After all training: workers start from a process that has no threads of JAX yet.
     for name in names:
         if name not in failed:

@@ -6,8 +6,9 @@ import time
 
 from qkattn.config import Study
 from qkattn.model import cost as model_cost
-from qkattn.study import plan, ways
+from qkattn.study import plan
 from qkattn.study.arms import Arm, grids, is_tuned
+from qkattn.study.local_workers import count
 from qkattn.study.plan import PlannedRun
 from qkattn.train import program
 
@@ -61,12 +62,8 @@ def cost(runs: list[PlannedRun], speeds: dict[str, Speed]) -> Cost:
     )
 
 
-def text(study: Study, arms: list[Arm], workers: int = 1, speedup: float = 1.0) -> str:
+def text(study: Study, arms: list[Arm]) -> str:
     """The cost of the plan by stage, and what may be added; compiles one program per size.
-
-    Args:
-      workers: that share this machine.
-      speedup: of their steps per second, against the process that warms up here.
 
     Controls that are trained longer are counted apart, as their number depends on results.
     """
@@ -87,27 +84,23 @@ def text(study: Study, arms: list[Arm], workers: int = 1, speedup: float = 1.0) 
         stages['longer, if every arm has a word'] = longer
         stages['total with longer'] = least + longer
     width = max(map(len, stages)) + 2
-    shared = {
-        size: Speed(speed.flops_per_second * speedup, speed.compile_seconds / workers)
-        for size, speed in speeds.items()
-    }
-    lines = [f'{name:<{width}}{_cost_text(cost(of, shared))}' for name, of in stages.items()]
+    lines = [f'{name:<{width}}{_cost_text(cost(runs, speeds))}' for name, runs in stages.items()]
     if is_tuned(study):
         seeds = len(study.tuning.seeds)
         of_trial = least[0].tokens // len(least[0].config.trials.trials())
         tuned = [values for values in grids(study, arms[0]).values() if len(values) > 1]
         more = sum(study.tuning.max_points - len(values) for values in tuned)
         sentence = (
-            f'each value that extends a grid adds {ways.count(seeds, "trial")}, '
-            f'{seeds * of_trial:.3g} tokens; at most {ways.count(more, "value")} per arm'
+            f'each value that extends a grid adds {count(seeds, "trial")}, '
+            f'{seeds * of_trial:.3g} tokens; at most {count(more, "value")} per arm'
         )
         if further := study.tuning.max_seeds - seeds:
             sentence += '; while an optimum is unclear, each of its values gets up to '
-            sentence += ways.count(further, 'further seed')
+            sentence += count(further, 'further seed')
         lines.append(sentence)
     measured = ', '.join(f'{s.flops_per_second:.3g} FLOP/s at {z}' for z, s in speeds.items())
     lines.append(
-        f'time is for {ways.count(workers, "worker")} on this machine, from a warm-up of '
+        f'time is for 1 worker on this machine, from a warm-up of '
         f'{took:.0f} s ({measured}), without evaluation'
     )
     return '\n'.join(lines)

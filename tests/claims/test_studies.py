@@ -93,7 +93,7 @@ def test_what_stops_the_other_studies(small, tmp_path, monkeypatch, error, other
         trained.append(study.name)
         raise error
 
-    monkeypatch.setattr(studies.crew, 'run', run)
+    monkeypatch.setattr(studies.local_workers, 'run', run)
     claims = [claim('Z1', 'first')]
     if others:
         assert studies.train(claims, 'smoke', tmp_path, 1, [])['last'] is error

@@ -30,7 +30,7 @@ from qkattn.run import leases, ledger
 from qkattn.run.files import as_path
 from qkattn.run.records import read_json, to_jsonable, write_json
 from qkattn.run.signals import StopRequest
-from qkattn.study import crew, declaration, plan, worker
+from qkattn.study import declaration, local_workers, plan, worker
 from qkattn.study.arms import build_arms
 from tests.studies import result_record
 from tests.study.test_plan import STUDY
@@ -119,7 +119,7 @@ def test_the_directory_of_a_run_is_refused_before_anything_is_written(tmp_path, 
         if workers == 1:
             worker.run(STUDY, tmp_path)
         else:
-            crew.run(STUDY, lambda: build_arms(STUDY), tmp_path, workers)
+            local_workers.run(STUDY, lambda: build_arms(STUDY), tmp_path, workers)
     assert [path.name for path in tmp_path.iterdir()] == ['config.json']
 
 

@@ -13,16 +13,17 @@ import types
 import pytest
 
 from qkattn.config import MeshConfig
-from qkattn.run import cli, cores, signals
-from qkattn.run.records import read_json
-from qkattn.study import crew, plan, room, ways, worker
+from qkattn.errors import ConfigError
+from qkattn.run import children, cli, cores, signals
+from qkattn.study import local_workers, plan, worker
 from qkattn.study.arms import build_arms
+from qkattn.study.local_workers import Remaining
 from tests.processes import ROOT
 from tests.study.test_plan import STUDY
 
 # The parents are forked from a process that has imported everything.
 FORKS = multiprocessing.get_context('forkserver')
-FORKS.set_forkserver_preload(['tests.study.test_crew'])
+FORKS.set_forkserver_preload(['tests.study.test_local_workers'])
 
 
 # A worker that trains nothing: what it does, its directory, and the how-manieth it is.
@@ -33,10 +34,7 @@ from qkattn.run import children
 work, path, number = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 pipe = children.parent()
 (path / f'start{number}.{os.getpid()}').touch()
-while (order := pipe.recv())[0] != 'train':
-    with open(path / 'orders', 'a') as file:
-        file.write(f'{number} {order[0]} {order[1]}\\n')
-    pipe.send(('ready', 1, 1.0))
+pipe.recv()
 assert children.parent() is None
 pipe.send(('lease', None, 3, {}))
 if work == 'crash' and number in (0, 3, 4):
@@ -51,26 +49,27 @@ time.sleep(100 if work in ('asked', 'killed') else 1)
 """
 
 
-def run_crew(work, path) -> None:
+def run_workers(work, path) -> None:
     """The parent of three workers that do `work`."""
     log = os.open(path / 'errors', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
-    started, make_child = itertools.count(), crew.Child
+    started, make_child = itertools.count(), children.Child
     core = min(os.sched_getaffinity(0))
     os.environ['PYTHONPATH'] = str(ROOT)
-    free = math.inf if work == 'at_once' else 100.0
-    cores.usable, cores.free_memory = lambda: [core] * 3, lambda: free
+    cores.usable, cores.free_memory = lambda: [core] * 3, lambda: 100.0
     runs = [types.SimpleNamespace(config=number) for number in range(2)]
     worker.left_of = lambda study, arms, path: [] if (path / 'done').exists() else runs
-    crew.least_memory, crew.room.gpus = lambda config: 1, lambda: []
-    crew.COMMAND = [sys.executable, '-c', WORKER, work, str(path)]
-    crew.Child = lambda line, *rest: make_child([*line, str(next(started))], *rest)
-    crew.RETRIES, crew.room.limit = 2, lambda study, arms, wanted, left: (3, None)
+    local_workers._gpus = lambda: []
+    local_workers.COMMAND = [sys.executable, '-c', WORKER, work, str(path)]
+    children.Child = lambda line, *rest: make_child([*line, str(next(started))], *rest)
+    local_workers.RETRIES = 2
+    local_workers.limit = lambda study, arms, wanted, left: (3, None)
     try:
         with signals.leaving_at_once():
-            wanted = None if work in ('in_turn', 'at_once') else 3
-            crew.run(STUDY, lambda: [], path, wanted, meanwhile=(path / 'meanwhile').touch)
+            local_workers.run(
+                STUDY, lambda: [], path, wanted=3, meanwhile=(path / 'meanwhile').touch
+            )
     except Exception as error:
         cli.leave(*cli.outcome(error))
 
@@ -97,10 +96,10 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc')
 def test_workers_that_end_in_any_way(tmp_path):
     parents, ends = {}, {}
-    for work in ('crash', 'wrong', 'too_large', 'asked', 'killed', 'in_turn', 'at_once'):
+    for work in ('crash', 'wrong', 'too_large', 'asked', 'killed', 'done'):
         path = tmp_path / work
         path.mkdir()
-        parents[work] = FORKS.Process(target=run_crew, args=(work, path))
+        parents[work] = FORKS.Process(target=run_workers, args=(work, path))
         parents[work].start()
     try:
         # A request reaches the parent alone, which passes it on; kill -9 cannot be passed on.
@@ -123,20 +122,9 @@ def test_workers_that_end_in_any_way(tmp_path):
         'too_large': (0, ends['too_large'][1]),  # the third may not have begun
         'asked': (75, 3),
         'killed': (-9, 3),
-        'in_turn': (0, 4),
-        'at_once': (0, 4),
+        'done': (0, 3),
     }, ends
-    for work in ('in_turn', 'at_once'):
-        orders = [line.split() for line in (tmp_path / work / 'orders').read_text().splitlines()]
-        prepared = [(worker, run) for worker, order, run in orders if order == 'prepare']
-        # One process, and three that compile the programs of both runs.
-        assert sorted(prepared) == [('0', '0'), ('1', '0'), ('2', '1'), ('3', '0')]
-        assert [seconds for _, order, seconds in orders if order == 'time'].count('0.3') == 4
-        # In turn, one of each way has also computed, which says what memory it takes.
-        computed = [worker for worker, order, least in orders if (order, least) == ('time', '0.0')]
-        assert sorted(computed) == ([] if work == 'at_once' else ['0', '1'])
-        found = read_json(tmp_path / work / ways.NAME, {})
-        assert found['processes'] == 3 and (tmp_path / work / 'meanwhile').exists()
+    assert (tmp_path / 'done' / 'meanwhile').exists()
     assert '[0] RuntimeError: broken 0\n' in ends['crash'][2]
     assert (
         'retry 1 of 2' in ends['crash'][2] and ends['crash'][2].count('no retry is left of 2') == 1
@@ -148,9 +136,10 @@ def test_workers_that_end_in_any_way(tmp_path):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(8, gpus=[...]) -> so many cores, and accelerators."""
+    """machine(8, gpus=[...], free=1e9) -> so many cores, accelerators and bytes."""
 
-    def have(number: int, gpus: list[str] | None) -> None:
+    def have(number: int, gpus: list[str] | None, free: float = math.inf) -> None:
+        monkeypatch.setattr(cores, 'free_memory', lambda: free)
         monkeypatch.setattr(cores, 'usable', lambda: list(range(number)))
         monkeypatch.setattr(cores, 'accelerators', lambda platforms: gpus)
 
@@ -161,7 +150,7 @@ def machine(monkeypatch):
     ('number', 'gpus', 'wanted', 'most', 'note'),
     [
         (2, [], None, 2, None),
-        (8, [], None, 3, None),
+        (8, [], None, 3, '--workers=auto: there are 3 runs left, so 3 workers will do'),
         (2, [], 3, 2, '--workers=3: there is room on 2 cores, so 2 workers will do'),
         (8, [], 5, 3, '--workers=5: there are 3 runs left, so 3 workers will do'),
         (1, [], 2, 1, '--workers=2: there is room on 1 core, so 1 worker will do'),
@@ -182,7 +171,7 @@ def test_workers_are_no_more_than_there_is_room_and_work_for(
     )
     arms = build_arms(study)
     left = plan.runs(study, arms, lambda run: None)
-    assert room.limit(study, arms, wanted, left) == (most, note)
+    assert local_workers.limit(study, arms, wanted, left) == (most, note)
 
 
 def test_a_last_run_is_counted_in_the_singular(machine):
@@ -190,21 +179,65 @@ def test_a_last_run_is_counted_in_the_singular(machine):
     arms = build_arms(STUDY)
     for left, said in (([], 'are 0 runs'), (plan.runs(STUDY, arms, lambda run: None)[:1], 'is 1')):
         study = dataclasses.replace(STUDY, variants=('qk/vo',))
-        _, note = room.limit(study, arms[:1], 5, left)
+        _, note = local_workers.limit(study, arms[:1], 5, left)
         assert f'there {said}' in note and note.endswith('so 1 worker will do')
 
 
-def test_a_dry_run_says_what_would_be_done(machine, tmp_path, monkeypatch):
+def test_memory_limits_workers_that_are_not_asked_for_by_number(machine):
+    arms = build_arms(STUDY)
+    left = plan.runs(STUDY, arms, lambda run: None)
+    machine(2, [], free=2**31)
+    most, note = local_workers.limit(STUDY, arms, None, left)
+    assert most == 1 and 'there is memory for workers of 1.0 GiB, so 1 worker will do' in note
+    assert local_workers.limit(STUDY, arms, 2, left) == (2, None)
+
+
+def test_a_dry_run_says_what_would_be_done(machine, tmp_path):
     arms = build_arms(STUDY)
     machine(4, [])
-    assert room.describe(STUDY, arms, None, None) == (
-        'workers: 1 or 2, by a measurement before the first run'
-    )
-    assert room.describe(STUDY, arms, 4, str(tmp_path)) == (
+    assert local_workers.describe(STUDY, arms, 4, str(tmp_path)) == (
         'workers: 2 (--workers=4: there are 2 runs left, so 2 workers will do)'
     )
-    monkeypatch.setattr(ways, 'machine', lambda: {'cpu': 'A', 'cores': 4})
-    ways.record(tmp_path, {1: 0.5, 2: 1.5}, 1, 1, 1.0)
-    assert room.describe(STUDY, arms, None, str(tmp_path)).startswith('workers: 1, as measured')
     machine(4, None)
-    assert room.describe(STUDY, arms, None, None) == 'workers: 1'
+    assert local_workers.describe(STUDY, arms, None, None) == 'workers: 1'
+
+
+@pytest.mark.parametrize('text', ['0', '-1', 'two', '1.5', '', '²'])
+def test_a_number_of_workers_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match=f'--workers={text} must be auto or a number'):
+        local_workers.parse(text)
+    assert local_workers.parse('auto') is None and local_workers.parse('12') == 12
+
+
+def test_time_left_follows_from_the_work_done_since_the_first_report():
+    remaining = Remaining()
+    assert remaining.text(0.0) == '' and remaining.seconds(0.0) is None
+    left = {'a': 100.0, 'b': 100.0, 'c': 200.0}
+    remaining.leased(0, 'a', 3, left)
+    remaining.leased(1, 'c', 3, left)
+    assert remaining.text(1.0) == '0 of 3 runs done'
+    remaining.stepped(0, 0.5, 10.0)  # resumed: what was done before tells nothing of the speed
+    remaining.stepped(1, 0.0, 10.0)
+    assert remaining.seconds(12.0) is None
+    remaining.stepped(0, 1.0, 15.0)
+    remaining.stepped(1, 0.25, 15.0)
+    # 100 units in 5 s; left are b and three quarters of c.
+    assert remaining.seconds(15.0) == 250 * 5 / 100
+    remaining.leased(0, 'b', 3, {'b': 100.0, 'c': 200.0})
+    assert remaining.text(15.0) == '1 of 3 runs done, 00:12 left'
+    remaining.stepped(0, 0.0, 15.0)
+    # A run that a worker has left, or lost, is counted as left again.
+    remaining.ended(1)
+    assert remaining.seconds(15.0) == 300 * 5 / 100
+
+
+def test_a_plan_may_grow_and_ends_without_a_time():
+    remaining = Remaining()
+    remaining.leased(0, 'a', 1, {'a': 1.0})
+    remaining.stepped(0, 0.0, 0.0)
+    remaining.stepped(0, 1.0, 1.0)
+    assert remaining.changed() and not remaining.changed()
+    remaining.leased(0, 'b', 2, {'b': 3.0})
+    assert remaining.changed() and remaining.text(1.0) == '1 of 2 runs done, 00:03 left'
+    remaining.leased(0, None, 2, {})
+    assert remaining.text(2.0) == '2 of 2 runs done'
