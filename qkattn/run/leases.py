@@ -24,18 +24,186 @@ A holder on this machine whose process is gone does not have to be waited for.
 
 import contextlib
 import dataclasses
+import datetime
+import json
 import math
 import os
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from qkattn.errors import ConfigError, RunDirectoryError
-from qkattn.run import buckets, object_leases
+from qkattn.run import buckets
 from qkattn.run.buckets import seconds
 from qkattn.run.files import as_path, disk_errors, make_directory
-from qkattn.run.heartbeats import EXPIRY, Holder, Lease, content_of, holder_of
-from qkattn.run.signals import WHOLE
+from qkattn.run.json_schema import check
+from qkattn.run.records import parse_json
+from qkattn.run.signals import BEFORE_LEAVING, WHOLE
+
+EXPIRY = 300.0
+"""Seconds; longer than a network file system stalls, shorter than most runs."""
+
+_BEATS = 8
+"""Heartbeats per expiry; the holder gives up one heartbeat before its lease expires."""
+
+
+# What a lease is, wherever it lies
+
+
+class Mark(Protocol):
+    """Where a lease is kept."""
+
+    path: Path
+
+    def renew(self) -> bool:
+        """Makes the lease young again; returns whether it still is this one."""
+
+    def free(self) -> None:
+        """Ends the lease, if it still is this one."""
+
+
+class Lease:
+    """The right of this process to train a run; returned by `acquire`, a context manager.
+
+    A daemon thread renews it until `release`. A child made by os.fork does not hold it: there
+    `lost` is True and `release` does nothing.
+    """
+
+    def __init__(self, mark: Mark, expiry: float, created: float):
+        self.path = mark.path
+        """The file or object of the lease."""
+        self._mark = mark
+        self._pid = os.getpid()
+        self._patience = expiry * (_BEATS - 1) / _BEATS
+        self._beaten = created
+        self._lost = False
+        self._released = threading.Event()
+        self._thread = threading.Thread(
+            target=self._keep_alive,
+            args=(expiry / _BEATS,),
+            name=f'lease {self.path.name}',
+            daemon=True,
+        )
+        self._thread.start()
+        BEFORE_LEAVING.append(self.release)
+
+    @property
+    def lost(self) -> bool:
+        """Whether another process holds the run, or soon may; stays True.
+
+        True once the run was taken over, the file was deleted or replaced, or no heartbeat
+        succeeded for 7/8 of the expiry (a paused process, an unreachable file system). `release`
+        freezes the value.
+        """
+        if os.getpid() != self._pid:
+            return True
+        if not self._released.is_set() and seconds() - self._beaten > self._patience:
+            self._lost = True
+        return self._lost
+
+    def release(self) -> None:
+        """Frees the run and stops the heartbeat; may be called twice.
+
+        If the file system fails, the run becomes free when the lease expires.
+        """
+        with WHOLE:
+            if os.getpid() != self._pid or self._released.is_set():
+                return
+            self._lost = self.lost
+            self._released.set()
+            BEFORE_LEAVING.remove(self.release)
+            # A heartbeat in progress would undo the write below.
+            self._thread.join()
+            with contextlib.suppress(OSError, ConfigError):
+                self._mark.free()
+
+    def __enter__(self) -> 'Lease':
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def _keep_alive(self, interval: float) -> None:
+        while not self._released.wait(interval) and not self.lost:
+            # A failed heartbeat is retried at the next interval; `lost` keeps the time.
+            with contextlib.suppress(Exception):
+                self._beat()
+
+    def _beat(self) -> None:
+        start = seconds()
+        if not self._mark.renew():
+            self._lost = True
+            return
+        # A touch that came too late does not renew the lease.
+        if not self.lost:
+            self._beaten = start
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """The process that holds a run; as text, 'process 12 on host, 35 s ago'.
+
+    Attributes:
+      name: 'process 12 on host'; 'an unknown process' if it died before it wrote its name.
+      age: seconds since the last heartbeat.
+      free_in: seconds until the lease expires without another heartbeat.
+      process: as `process` names it; None where that is not known.
+      generation: of the lease's object in a bucket; another heartbeat has another one.
+    """
+
+    name: str
+    age: float
+    free_in: float
+    process: str | None = None
+    generation: int = 0
+
+    def __str__(self) -> str:
+        return f'{self.name}, {max(self.age, 0):.0f} s ago'
+
+
+def holder_of(content: bytes, age: float, expiry: float) -> Holder | None:
+    """The holder of a lease of this content, whose last heartbeat is `age` seconds ago."""
+    name, known = 'an unknown process', None
+    with contextlib.suppress(ValueError):  # cut off or damaged
+        about = parse_json(content)
+        check(about, {'host': str, 'pid': int, 'expiry': float})
+        if 0 < about['expiry'] < math.inf:
+            name, expiry = f'process {about["pid"]} on {about["host"]}', about['expiry']
+            known = about.get('process')
+    return Holder(name, age, expiry - age, known) if age <= expiry else None
+
+
+def content_of(expiry: float) -> bytes:
+    """What a lease of this process holds."""
+    about = {
+        'host': socket.gethostname(),
+        'process': process(),
+        'pid': os.getpid(),
+        'started': datetime.datetime.now(datetime.UTC).isoformat(),
+        'expiry': expiry,
+    }
+    return json.dumps(about).encode() + b'\n'
+
+
+def process(pid: int | None = None) -> str | None:
+    """A name of a process, this one or another of this machine, that no other one has or gets.
+
+    It is made of the boot, the process namespace, the number, and when the process began; None
+    where there is no such process, or no /proc.
+    """
+    try:
+        boot = Path('/proc/sys/kernel/random/boot_id').read_text().strip()
+        space = os.stat('/proc/self/ns/pid').st_ino
+        state, *fields = Path(f'/proc/{pid or "self"}/stat').read_text().rpartition(')')[2].split()
+    except OSError:
+        return None
+    return None if state in 'ZX' else f'{boot} {space} {pid or os.getpid()} {fields[18]}'
+
+
+# On a file system
 
 
 def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | None:
@@ -59,7 +227,7 @@ def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | Non
     if not (math.isfinite(expiry) and expiry > 0):
         raise ConfigError(f'expiry={expiry} must be a positive, finite number of seconds')
     if buckets.is_url(directory):
-        lease = object_leases.acquire(as_path(directory) / run, expiry)
+        lease = acquire_object(as_path(directory) / run, expiry)
         return lease if isinstance(lease, Lease) else None
     directory = make_directory(directory)
     content = content_of(expiry)
@@ -90,7 +258,7 @@ def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, Holder]:
     if not directory.exists():
         return {}
     if buckets.is_url(directory):
-        return object_leases.holders(directory, expiry)
+        return _object_holders(directory, expiry)
     with _usable(directory):
         all_runs = {
             run: _holder(directory / f'{run}.{number}', expiry)
@@ -181,4 +349,69 @@ def _holder(path: Path, expiry: float) -> Holder | None:
     except FileNotFoundError:
         return None
     holder = holder_of(content, now - mtime, expiry)
-    return None if holder and object_leases.is_alive(holder) is False else holder
+    return None if holder and is_alive(holder) is False else holder
+
+
+# In a bucket
+
+
+def acquire_object(path: Path, expiry: float) -> Lease | Holder:
+    """Acquires the lease that is the object `path`, or returns who holds it."""
+    content = content_of(expiry)
+    while True:
+        try:
+            found = buckets.read(path)
+        except FileNotFoundError:
+            found = None
+        if found and (holder := _object_holder(path, found, expiry)):
+            return holder
+        created = seconds()
+        # If another process was faster, who holds it is looked up again.
+        with contextlib.suppress(FileExistsError), WHOLE:
+            generation = buckets.write(path, content, found.generation if found else 0)
+            return Lease(_Object(path, content, generation), expiry, created)
+
+
+def _object_holders(directory: Path, expiry: float) -> dict[str, Holder]:
+    """The holder of each lease below `directory` that is held, by name."""
+    found: dict[str, Holder] = {}
+    for path in sorted(directory.iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            if holder := _object_holder(path, buckets.read(path), expiry):
+                found[path.name] = holder
+    return found
+
+
+def _object_holder(path: Path, found: buckets.Object, expiry: float) -> Holder | None:
+    """The holder of a lease; None if it expired, or was a process of this machine that is gone."""
+    holder = holder_of(found.content, buckets.now(path) - found.updated, expiry)
+    if holder is None or is_alive(holder) is False:
+        return None
+    return dataclasses.replace(holder, generation=found.generation)
+
+
+def is_alive(holder: Holder) -> bool | None:
+    """Whether the holder is a live process of this machine; None for another machine's."""
+    here, there = process(), holder.process
+    if not here or not isinstance(there, str) or here.split()[:2] != there.split()[:2]:
+        return None
+    return process(int(there.split()[2])) == there
+
+
+@dataclasses.dataclass
+class _Object:
+    """A lease in a bucket."""
+
+    path: Path
+    content: bytes
+    generation: int
+
+    def renew(self) -> bool:
+        try:
+            self.generation = buckets.write(self.path, self.content, self.generation)
+        except FileExistsError:
+            return False
+        return True
+
+    def free(self) -> None:
+        buckets.delete(self.path, self.generation)

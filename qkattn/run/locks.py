@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qkattn.errors import ConfigError
-from qkattn.run import buckets, object_leases
+from qkattn.run import buckets, leases
 from qkattn.run.files import as_path, disk_errors
-from qkattn.run.heartbeats import Lease
 
 EXPIRY = 120.0
 """Seconds without a heartbeat after which a lock in a bucket is taken over."""
@@ -83,9 +82,9 @@ def _flocked(path: Path, wait: bool, named: bool) -> Iterator[Callable[[], bool]
 @contextlib.contextmanager
 def _leased(path: Path, wait: bool) -> Iterator[Callable[[], bool]]:
     seen: int | None = None
-    while not isinstance(found := object_leases.acquire(path, EXPIRY), Lease):
+    while not isinstance(found := leases.acquire_object(path, EXPIRY), leases.Lease):
         if not wait:
-            if object_leases.is_alive(found) or seen not in (None, found.generation):
+            if leases.is_alive(found) or seen not in (None, found.generation):
                 raise BlockingIOError(found.name)
             if seen is None:
                 log.warning(

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from qkattn.errors import InUseError, Lost
-from qkattn.run import buckets, heartbeats, leases, locks
+from qkattn.run import buckets, leases, locks
 from qkattn.run.appended import MetricsFile
 from qkattn.run.files import as_path, make_directory
 from qkattn.run.locks import locked
@@ -92,7 +92,7 @@ def test_a_lock_of_another_machine_that_is_renewed_is_refused(bucket, directory,
 
 
 def test_a_lock_is_renewed_and_lost_to_who_takes_it_over(bucket, directory, monkeypatch):
-    monkeypatch.setattr(heartbeats, '_BEATS', 12_000)
+    monkeypatch.setattr(leases, '_BEATS', 12_000)
     with locked(directory / 'lock') as lost:
         bucket.set_age('runs', 'a/lock', 110.0)
         wait_until(lambda: len([c for c in bucket.log if 'ifGenerationMatch' in c]) > 3)
@@ -106,7 +106,7 @@ def wait_until(condition) -> None:
     for _ in range(3000):
         if condition():
             return
-        heartbeats.threading.Event().wait(0.01)
+        leases.threading.Event().wait(0.01)
     raise AssertionError('nothing happened')
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from qkattn.errors import ConfigError, DiskError, RunDirectoryError
-from qkattn.run import heartbeats, leases
+from qkattn.run import leases
 from tests.processes import start_python
 
 HOUR = 3600.0
@@ -44,8 +44,8 @@ RACE = """
 
 HOLD = """
     import sys, time
-    from qkattn.run import heartbeats, leases
-    heartbeats._BEATS = 1200
+    from qkattn.run import leases
+    leases._BEATS = 1200
     with leases.acquire(sys.argv[1], 'run', expiry=60.0) as lease:
         print('holding', flush=True)
         while not lease.lost:
@@ -57,15 +57,14 @@ HOLD = """
 @pytest.fixture
 def frequent(monkeypatch):
     """A heartbeat every 50 ms of leases that expire in a minute."""
-    monkeypatch.setattr(heartbeats, '_BEATS', 1200)
+    monkeypatch.setattr(leases, '_BEATS', 1200)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A list whose only number is added to the holder's clock, in seconds."""
-    skipped, seconds = [0.0], heartbeats.seconds
-    for module in (heartbeats, leases):
-        monkeypatch.setattr(module, 'seconds', lambda: seconds() + skipped[0])
+    skipped, seconds = [0.0], leases.seconds
+    monkeypatch.setattr(leases, 'seconds', lambda: seconds() + skipped[0])
     return skipped
 
 
