@@ -13,7 +13,7 @@ from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.run.sinks import check_sinks
 from qkattn.study import matching
-from qkattn.study.dimension import buildable
+from qkattn.study.matching import buildable
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.study.validate_study import validate_study

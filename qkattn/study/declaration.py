@@ -27,8 +27,8 @@ from qkattn.run.file_schemas import PLACE, STUDY
 from qkattn.run.json_schema import check
 from qkattn.run.locks import locked
 from qkattn.run.records import damaged, parse_json, read_json, write_json
-from qkattn.study.chains import PlannedRun
 from qkattn.study.place import Place
+from qkattn.study.plan import PlannedRun
 
 # Fields of study.json that may gain values when a directory is used again, and those that may
 # differ altogether; those that follow from the base; and those that tell runs of a plan apart.
