@@ -22,7 +22,7 @@ import scipy
 from qkattn.verdict import findings
 
 RELATIVE = 1e-15  # a few units in the last place
-PACKAGES = ('qkattn.stats.', 'qkattn.verdict.', 'qkattn.metrics.', 'qkattn.report.')
+PACKAGES = ('qkattn.stats.', 'qkattn.verdict.', 'qkattn.metrics', 'qkattn.report.')
 INEXACT = {
     *('exp', 'exp2', 'expm1', 'log', 'log2', 'log10', 'log1p', 'power', 'float_power', 'pow'),
     *('tanh', 'hypot', 'dot', 'matmul', 'inner', 'outer', 'einsum', 'vecdot', 'mean', 'sum'),
