@@ -7,12 +7,14 @@ import itertools
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from jax._src import distributed
 
 from qkattn import errors
 from qkattn.errors import ConfigError, ProcessError
+
+T = TypeVar('T')
 
 LIMIT = 600.0
 """Seconds that processes wait for the last of them; longer than one compiles alone."""
@@ -161,3 +163,46 @@ def _get(key: str, seconds: float) -> str:
         if 'DEADLINE_EXCEEDED' in str(error):
             raise TimeoutError from None
         raise
+
+
+# What only process 0 has: the run directory, its metrics, the progress display
+
+
+class _Nothing:
+    """Answers every call, also of what it holds, by doing nothing."""
+
+    def __getattr__(self, name: str) -> '_Nothing':
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> '_Nothing':
+        return self
+
+    def __enter__(self) -> '_Nothing':
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
+def owned(make: Callable[[], T]) -> T:
+    """What `make` makes in process 0; in every other process, an object that does nothing.
+
+    For what is written or shown and returns nothing that the run depends on. All processes raise
+    the error that `make` raises.
+    """
+    made: list[T] = []
+    on_owner(lambda: made.append(make()))
+    return made[0] if made else cast(T, _Nothing())
+
+
+def owner_first(make: Callable[[], T]) -> T:
+    """What `make` makes in each process; the others follow process 0, and find what it prepared.
+
+    Returns once all have it: hosts without a common disk prepare their own. All processes raise the
+    error that `make` raises in process 0.
+    """
+    made: list[T] = []
+    on_owner(lambda: made.append(make()))
+    value = made[0] if made else make()
+    barrier('prepared', limit=OWNER_LIMIT)
+    return value

@@ -21,7 +21,7 @@ from qkattn.config import Config, Study, from_json, to_json
 from qkattn.data.documents import check_documents
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.distributed import agreement
-from qkattn.distributed.owned import owned
+from qkattn.distributed.agreement import owned
 from qkattn.errors import (
     CheckpointError,
     ConfigError,

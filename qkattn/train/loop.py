@@ -17,7 +17,7 @@ from qkattn.data.pipeline import TrainBatches
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.distributed import agreement
-from qkattn.distributed.owned import owned, owner_first
+from qkattn.distributed.agreement import owned, owner_first
 from qkattn.errors import Lost, Stopped
 from qkattn.model.sites import validate
 from qkattn.run.file_schemas import read_results

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from qkattn.distributed import agreement
-from qkattn.distributed.owned import owned, owner_first
+from qkattn.distributed.agreement import owned, owner_first
 from qkattn.errors import InUseError
 
 
