@@ -7,14 +7,14 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from qkattn.explore import gauge, structure
+from qkattn.explore import structure
 from qkattn.explore.bench import Bench, Parameter, grid, sympy
 
 POWERS = {'^-1': '^{-1}', '^-2': '^{-2}', '^-T': r'^{-\top}', '^T': r'^{\top}'}
 
 
 def worked(bench: Bench, *, latex: bool = False) -> str:
-    """Parameters, A, scores, the softmax's input, B, output, and what changes none of them."""
+    """Parameters, A, scores, the softmax's input, B, output, and how many change nothing."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader('qkattn.explore'),
         trim_blocks=True,
@@ -58,7 +58,6 @@ def _facts(bench: Bench) -> dict[str, Any]:
         ),
         'dimension': structure.dimension(*bench.AB),
         'scaled': '' if bench.scale == 1 else bench.scale,
-        'gauges': gauge.gauges(bench),
     }
 
 

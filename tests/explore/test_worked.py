@@ -40,7 +40,6 @@ output, out = p x B
   out22 = p21 x12 + p22 x22
 
 4 parameters, 4 in A and 0 in B; A and B move in 3 directions, 1 changes nothing
-  the same A and B for every orthogonal G: W_Q G
 """
 
 
@@ -53,7 +52,6 @@ def test_latex_has_the_same_equations():
     assert text.count(r'\begin{align*}') == text.count(r'\end{align*}') == 4
     assert r'a^{(2)}_{21} &= q^{(2)}_{21} k^{(2)}_{11} \\' in text
     assert r'\frac{\exp(s^{(n)}_{ts})}{\sum_u \exp(s^{(n)}_{tu})}' in text
-    assert r'$G$: } W_{\mathrm{V}} G,\ G^{-1} W_{\mathrm{O}} \]' in text
     assert r'\frac{\sqrt{2}}{2}' in worked(Bench('qk/vo'), latex=True)
 
 
