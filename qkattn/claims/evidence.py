@@ -51,7 +51,7 @@ class Loaded(NamedTuple):
 
 
 def evidence(
-    expected: Expectation, loaded: Loaded, pairs: int = 1
+    expected: Expectation, loaded: Loaded, family: int = 1
 ) -> tuple[list[Evidence], list[Row], list[Place]]:
     """What decides an expectation, what stands beside it, and the arms without results.
 
@@ -60,7 +60,7 @@ def evidence(
     those of each against the baseline.
 
     Args:
-      pairs: of variants that the claim compares in this study, which are one family.
+      family: by how many comparisons the error rate of each row is divided.
 
     Returns:
       Evidence, the rows beside it, and the declared arms that have no difference yet.
@@ -72,7 +72,7 @@ def evidence(
     beside: list[Row] = []
     lacking = _declared(expected, loaded)
     added = dict(expected.context)
-    for arm, verdict, comparison in _cases(expected, loaded, pairs):
+    for arm, verdict, comparison in _cases(expected, loaded, family):
         if comparison is None:
             continue
         if arm.place in lacking:
@@ -88,6 +88,14 @@ def evidence(
         if arm.control != LONGER:
             beside += _beside(arm, kind, expected, loaded)
     return decided, beside, lacking
+
+
+def number_of_rows(expected: Expectation, loaded: Loaded | None) -> int:
+    """How many rows decide an expectation once its study is finished, if that is declared."""
+    if loaded is None:
+        return 1
+    longer = expected.at == 'matched' and loaded.study.controls['longer'] is not None
+    return len(_declared(expected, loaded)) * (2 if longer else 1)
 
 
 def _declared(expected: Expectation, loaded: Loaded) -> list[Place]:
@@ -156,14 +164,9 @@ def _row(
 
 
 def _cases(
-    expected: Expectation, loaded: Loaded, number_of_pairs: int
+    expected: Expectation, loaded: Loaded, family: int
 ) -> Iterator[tuple[Arm, Verdict, Comparison | None]]:
-    """The arms of an expectation with their verdicts and differences.
-
-    Families of the corrections: matched arms have the verdict of their study; controls of equal
-    shape are corrected for all that the study declares, arms that are trained longer for all
-    comparisons of the study, as any of them may have been, pairs of variants for all of the claim.
-    """
+    """The arms of an expectation with their verdicts and differences."""
     study, found = loaded
     everything = (*found.arms, *found.controls)
     mine = [arm for arm in everything if loaded.names(arm.variant, expected.variant)]
@@ -172,34 +175,21 @@ def _cases(
         for arm in everything
         if (loaded.names(arm.variant, expected.versus) if expected.versus else arm.is_baseline)
     }
-    family = {None: found.num_comparisons, LONGER: found.num_comparisons}
-    family[EQUAL_SHAPE] = sum(place.control == EQUAL_SHAPE for place in study.arms)
-    controls = (EQUAL_SHAPE,) if expected.at == 'removed' else (None, LONGER)
-    for control in controls:
+    for control in (EQUAL_SHAPE,) if expected.at == 'removed' else (None, LONGER):
         against = control if expected.versus or control == LONGER else None
-        pairs = {
-            arm.place: (arm, others.get((arm.group, against)))
-            for arm in mine
-            if arm.control == control
-        }
-        of_pairs = number_of_pairs * len(_declared(expected, loaded))
-        number = of_pairs if expected.versus else family[control]
-        of_study = expected.versus is None and control is None and study.tuning is not None
-        verdicts = {} if of_study else _judged(loaded, pairs, number, control)
-        for place, (arm, other) in pairs.items():
+        for arm in (arm for arm in mine if arm.control == control):
+            other = others.get((arm.group, against))
             if expected.versus is None:
-                yield arm, arm.verdict if of_study else verdicts[place], arm.comparison
+                yield arm, _judged(loaded, (arm, other), family), arm.comparison
             elif other is not None:
-                yield arm, verdicts[place], compare([(arm, other)], study)
+                yield arm, _judged(loaded, (arm, other), family), compare([(arm, other)], study)
 
 
-def _judged(
-    loaded: Loaded, pairs: Mapping[Place, tuple[Arm, Arm | None]], family: int, control: str | None
-) -> Mapping[Place, Verdict]:
+def _judged(loaded: Loaded, pair: tuple[Arm, Arm | None], family: int) -> Verdict:
     study, found = loaded
-    if not pairs or study.tuning is None:
-        return dict.fromkeys(pairs, Verdict(Decision.NO_VERDICT))
-    if control == LONGER:
+    if study.tuning is None:
+        return Verdict(Decision.NO_VERDICT)
+    if pair[0].control == LONGER:
         seeds = tuple(study.controls['longer_seeds'])
         study = dataclasses.replace(study, seeds=seeds, looks=(len(seeds),))
-    return judge(study, {place: [pair] for place, pair in pairs.items()}, found.blocks, family)
+    return judge(study, {None: [pair]}, found.blocks, family)[None]

@@ -16,18 +16,26 @@ an arm may turn out either better or equivalent. An undecided arm may still be s
 better, or not worse, by the margin: one side of the equivalence test alone. Anything else leaves
 the relation open. `as_reported` asks for a word only in that one must not be withheld. Rows of one
 context count together.
+
+A claim is one family. "True in every context" and "false in every context" are found if every row
+rejects at the error rate, without correction: the null hypothesis is a union, that of some context,
+so the test of their intersection errs at most at that rate (Berger 1982, Technometrics 24:295).
+"True here, false there" selects rows, so each is tested at the error rate over their number.
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
 
-from qkattn.report.claim_results import ClaimVerdict, Row, Speaks
+from qkattn.report.claim_results import ClaimVerdict, Row, Speaks, is_theorem
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, ReasonCode, Verdict
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
 Context = tuple[tuple[str, str], ...]
 """Factors with their values, in the order of a row; its place on a curve is one of them."""
+
+# The names in a context whose values make another setting.
+SETTING = ('size', 'corpus', 'steps')
 
 _SAME = (Decision.EQUIVALENT,)
 # By relation, the words for it and those against it.
@@ -122,15 +130,30 @@ def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
 def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
     """Holds if true in all contexts, fails if false in all; holds only if, if both occur.
 
+    What training decides holds or fails in two settings at least, else in this setting.
+
     Args:
       complete: whether all contexts have results; otherwise a claim neither holds nor fails.
     """
+    rows = list(rows)
     found = set(truths(rows).values())
     if {Speaks.FOR, Speaks.AGAINST} <= found:
         return ClaimVerdict.HOLDS_ONLY_IF
     if not complete or len(found) != 1 or Speaks.OPEN in found:
         return ClaimVerdict.UNDECIDED
-    return ClaimVerdict.HOLDS if found == {Speaks.FOR} else ClaimVerdict.FAILS
+    enough = is_theorem(rows) or len(settings(rows)) > 1
+    if found == {Speaks.FOR}:
+        return ClaimVerdict.HOLDS if enough else ClaimVerdict.HOLDS_HERE
+    return ClaimVerdict.FAILS if enough else ClaimVerdict.FAILS_HERE
+
+
+def settings(rows: Iterable[Row]) -> set[Context]:
+    """Sizes, corpora and lengths of training of the rows that decide."""
+    return {
+        tuple((name, row.context[name]) for name in SETTING if name in row.context)
+        for row in rows
+        if row.speaks != Speaks.BESIDE
+    }
 
 
 def condition(rows: Iterable[Row], truth: Speaks = Speaks.FOR) -> str:
@@ -169,6 +192,7 @@ def _covering(true: Sequence[dict], other: Sequence[dict]) -> list[Context]:
 
 def decisive(rows: Sequence[Row], found: ClaimVerdict) -> int | None:
     """The place of the first row that speaks as the verdict does."""
-    wanted = {ClaimVerdict.FAILS: Speaks.AGAINST, ClaimVerdict.UNDECIDED: Speaks.OPEN}
+    wanted = dict.fromkeys((ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE), Speaks.AGAINST)
+    wanted[ClaimVerdict.UNDECIDED] = Speaks.OPEN
     places = [i for i, row in enumerate(rows) if row.speaks == wanted.get(found, Speaks.FOR)]
     return places[0] if places else None

@@ -16,11 +16,13 @@ _ADVICE = 'make it again with python -m experiments.claims --workdir=DIR --expor
 
 
 class ClaimVerdict(enum.StrEnum):
-    """What is decided about a claim, at its scale."""
+    """What is decided about a claim, at its scale; HERE: in one setting where two are needed."""
 
     HOLDS = 'holds'
+    HOLDS_HERE = 'holds in this setting'
     HOLDS_ONLY_IF = 'holds only if'
     FAILS = 'fails'
+    FAILS_HERE = 'fails in this setting'
     UNDECIDED = 'undecided'
 
 
@@ -103,6 +105,7 @@ class ClaimResult:
       needed: the seeds, tokens and parameters that would decide an undecided claim.
       decisive: the place in `rows` of the row whose number stands for the claim.
       missing: what is missing and how to get it, sentence by sentence.
+      models: size, training and loss of the baselines beside their yardsticks, one by one.
       seconds: of training and checks together.
     """
 
@@ -125,6 +128,7 @@ class ClaimResult:
     commit: str | None = None
     hardware: str | None = None
     seconds: float | None = None
+    models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         ClaimVerdict(self.verdict)
@@ -137,8 +141,19 @@ class ClaimResult:
         return f'claim-{self.name.lower()}'
 
     @property
+    def is_theorem(self) -> bool:
+        """Whether algebra alone decides it, and no training."""
+        return is_theorem(self.rows)
+
+    @property
     def decisive_row(self) -> Row | None:
         return None if self.decisive is None else self.rows[self.decisive]
+
+
+def is_theorem(rows: Iterable[Row]) -> bool:
+    """Whether there are rows that decide, each of them an exact check."""
+    kinds = {row.kind for row in rows if row.speaks != Speaks.BESIDE}
+    return kinds == {Kind.EXACT}
 
 
 def write_claims(directory: str | Path, claims: Iterable[ClaimResult]) -> Path:

@@ -96,14 +96,18 @@ def claims_markdown(directory: str | Path, base: str) -> str:
     template = environment(html=False).get_template('gallery.md.j2')
     values = _values(gallery, _described(drawn))
     titles = ('claim', 'statement', 'verdict', 'decisive number [95 % interval]', 'scale')
-    rows = []
+    rows: dict[bool, list[list[str]]] = {True: [], False: []}
     for claim in claims:
         number, verdict = values['decisive'][claim.name]['number'], ClaimVerdict(claim.verdict)
         word = f'{values["marks"][verdict]} {verdict}'
         name = Markup(f'[{claim.name}](#{claim.name.lower()})')
-        rows.append([name, claim.statement, word, number, claim.scale])
-    verdicts = markdown_table([(title, True) for title in titles], rows)
-    more = {'base': base, 'table': markdown_table, 'md': _md, 'verdicts': _md(verdicts)}
+        rows[claim.is_theorem].append([name, claim.statement, word, number, claim.scale])
+    tables = {
+        theorems: _md(markdown_table([(title, True) for title in titles], of_kind))
+        for theorems, of_kind in rows.items()
+        if of_kind
+    }
+    more = {'base': base, 'table': markdown_table, 'md': _md, 'verdicts': tables}
     return template.render(values | more)
 
 
@@ -113,18 +117,22 @@ def _md(text: str) -> str:
 
 
 def verdicts_markdown(directory: str | Path, base: str) -> str:
-    """A row for each group of claims, which stand by verdict, and the figure of all of them."""
+    """A row for each group of claims, which stand by verdict, theorems first, and their figure."""
     claims = read_claims(directory)
-    groups = _macros().groups
-    titles: list[Heading] = [('question', True), *((word, True) for word in ClaimVerdict)]
-    rows = []
-    for letter, of_group in _grouped(claims).items():
-        by_word = [[_entry(c) for c in of_group if c.verdict == word] for word in ClaimVerdict]
-        cells = [Markup('<br>').join(of) or NONE for of in by_word]
-        rows.append([f'{letter}. {groups[letter]}', *cells])
+    groups, headings, tables = _macros().groups, _macros().kinds, []
+    for theorems, heading in headings.items():
+        of_kind = [claim for claim in claims if claim.is_theorem == theorems]
+        shown = [word for word in ClaimVerdict if any(c.verdict == word for c in of_kind)]
+        titles: list[Heading] = [(heading, True), *((word, True) for word in shown)]
+        rows = []
+        for letter, of_group in _grouped(of_kind).items():
+            by_word = [[_entry(c) for c in of_group if c.verdict == word] for word in shown]
+            cells = [Markup('<br>').join(of) or NONE for of in by_word]
+            rows.append([f'{letter}. {groups[letter]}', *cells])
+        tables += [markdown_table(titles, rows)] * bool(rows)
     figure = f'\n![Decisive differences of the claims]({base}/plots/verdicts.png)\n'
     has_figure = overview(claims) is not None
-    return f'{markdown_table(titles, rows)}\n{figure * has_figure}'
+    return '\n\n'.join(tables) + f'\n{figure * has_figure}'
 
 
 def _entry(claim: ClaimResult) -> Markup:
@@ -141,6 +149,7 @@ def _values(gallery: Gallery, figures: Sequence[Mapping[str, Any]]) -> dict[str,
         'grouped': _grouped(claims),
         'groups': macros.groups,
         'marks': macros.marks,
+        'kinds': macros.kinds,
         'scales': scales,
         'summary': tidy(macros.summary(claims, scales)),
         'legend': tidy(macros.legend()),
@@ -183,6 +192,7 @@ def _facts(claim: ClaimResult) -> list[tuple[str, str]]:
         'hardware': claim.hardware,
         'time': None if claim.seconds is None else duration(claim.seconds),
         'studies': ', '.join(claim.studies),
+        'baselines': '; '.join(claim.models),
     }
     return [(name, value) for name, value in facts.items() if value]
 

@@ -7,7 +7,7 @@ import pytest
 
 from qkattn.claims.claim import Claim, Expectation, Measure, exact
 from qkattn.claims.deciding import decide
-from qkattn.claims.evidence import UNIT, Loaded, evidence
+from qkattn.claims.evidence import UNIT, Loaded, evidence, number_of_rows
 from qkattn.claims.needs import needed
 from qkattn.claims.results import Results
 from qkattn.errors import ConfigError
@@ -44,12 +44,12 @@ def of_claims(committed):
 @pytest.mark.parametrize(
     ('relation', 'verdict'),
     [
-        ('worse', ClaimVerdict.HOLDS),
-        ('not_better', ClaimVerdict.HOLDS),
-        ('not_worse', ClaimVerdict.FAILS),
-        ('better', ClaimVerdict.FAILS),
-        ('different', ClaimVerdict.HOLDS),
-        ('equivalent', ClaimVerdict.FAILS),
+        ('worse', ClaimVerdict.HOLDS_HERE),
+        ('not_better', ClaimVerdict.HOLDS_HERE),
+        ('not_worse', ClaimVerdict.FAILS_HERE),
+        ('better', ClaimVerdict.FAILS_HERE),
+        ('different', ClaimVerdict.HOLDS_HERE),
+        ('equivalent', ClaimVerdict.FAILS_HERE),
     ],
 )
 def test_verdicts_follow_from_the_words_of_arms(of_claims, relation, verdict):
@@ -126,7 +126,7 @@ def test_a_premise_speaks_against_a_claim_only(of_claims):
         decided = decide(of, 'cpu', of_claims)
         assert decided.rows[0].speaks == said
         holds = said == Speaks.BESIDE
-        assert decided.verdict is (ClaimVerdict.HOLDS if holds else ClaimVerdict.HOLDS_ONLY_IF)
+        assert decided.verdict is (ClaimVerdict.HOLDS_HERE if holds else ClaimVerdict.HOLDS_ONLY_IF)
 
 
 def test_a_study_without_results_is_what_is_needed_first(results):
@@ -148,8 +148,8 @@ def test_a_study_without_longer_training_has_its_own_length_alone(results):
 
 def test_two_swapped_arms_change_the_verdict(results, swapped):
     control = claim(expect(PLAIN, 'worse', at='removed'))
-    assert decide(control, 'cpu', results).verdict is ClaimVerdict.HOLDS
-    assert decide(control, 'cpu', Results(swapped)).verdict is ClaimVerdict.FAILS
+    assert decide(control, 'cpu', results).verdict is ClaimVerdict.HOLDS_HERE
+    assert decide(control, 'cpu', Results(swapped)).verdict is ClaimVerdict.FAILS_HERE
 
 
 def test_a_claim_that_holds_in_some_contexts_names_them(results):
@@ -181,14 +181,40 @@ def test_an_undecided_claim_states_the_scale_that_would_decide_it(results):
 @pytest.mark.parametrize(
     ('reported', 'verdict'),
     [
-        ((0.2, 0.3), ClaimVerdict.HOLDS),
-        ((0.1, 0.15), ClaimVerdict.FAILS),
+        ((0.2, 0.3), ClaimVerdict.HOLDS_HERE),
+        ((0.1, 0.15), ClaimVerdict.FAILS_HERE),
         ((0.2, 0.25), ClaimVerdict.UNDECIDED),
     ],
 )
 def test_a_reported_number_is_held_against_the_interval(results, reported, verdict):
     of = expect(PLAIN, 'as_reported', at='removed', reported=reported)
     assert decide(claim(of), 'cpu', results).verdict is verdict
+
+
+def test_a_claim_is_one_family(of_claims):
+    """All rows at once are tested at the error rate; to tell them apart, each at its share."""
+    worse = [expect(name, 'worse', study='sharing') for name in ('shared_qk/vo', 'qk/k_is_v')]
+    together, apart = (
+        [evidence(of, of_claims.study('sharing'), family)[0][0] for of in worse]
+        for family in (1, 2)
+    )
+    assert [of.verdict.num_comparisons for of in together] == [1, 1]
+    assert [of.verdict.num_comparisons for of in apart] == [2, 2]
+    assert together[0].verdict.p_holm < apart[0].verdict.p_holm
+    assert number_of_rows(worse[0], of_claims.study('sharing')) == 1
+    # Two sizes, two corpora, two lengths of training.
+    decoder = expect('shared_qk/vo', 'worse', study='decoder')
+    assert number_of_rows(decoder, of_claims.study('decoder')) == 8
+    assert number_of_rows(decoder, None) == 1
+
+
+def test_the_models_behind_a_claim_are_named_beside_their_yardstick(of_claims):
+    of = decide(claim(expect('shared_qk/vo', 'worse', study='sharing')), 'cpu', of_claims)
+    (model,) = of.models
+    assert model.startswith(
+        'sharing, d_model=56 on stdlib: 93,464 parameters, 500 steps, 512,000 tokens, test loss '
+    )
+    assert '-gram' in model
 
 
 def test_an_undecided_claim_says_where_it_is_false(results):
@@ -311,5 +337,5 @@ def test_at_smoke_scale_studies_decide_nothing(results):
         return [Row('x', Kind.MEASURED, {}, 1.0, Speaks.FOR, study=directory.name)]
 
     of = claim(measures=(Measure('fair_small', read),))
-    assert decide(of, 'cpu', results).verdict is ClaimVerdict.HOLDS
+    assert decide(of, 'cpu', results).verdict is ClaimVerdict.HOLDS_HERE
     assert decide(of, 'smoke', results).verdict is ClaimVerdict.UNDECIDED

@@ -108,7 +108,8 @@ def test_every_relation_is_tested():
         ((FOR, AGAINST, OPEN), ClaimVerdict.HOLDS_ONLY_IF),
         ((FOR, OPEN), ClaimVerdict.UNDECIDED),
         ((AGAINST, OPEN), ClaimVerdict.UNDECIDED),
-        ((FOR, BESIDE), ClaimVerdict.HOLDS),
+        ((FOR, BESIDE), ClaimVerdict.HOLDS_HERE),
+        ((AGAINST,), ClaimVerdict.FAILS_HERE),
         ((BESIDE,), ClaimVerdict.UNDECIDED),
         ((), ClaimVerdict.UNDECIDED),
     ],
@@ -116,11 +117,18 @@ def test_every_relation_is_tested():
 def test_verdict_over_contexts(said, expected):
     rows = [row(of, size=str(place)) for place, of in enumerate(said)]
     assert rules.verdict(rows) is expected
-    partial = {
-        ClaimVerdict.HOLDS: ClaimVerdict.UNDECIDED,
-        ClaimVerdict.FAILS: ClaimVerdict.UNDECIDED,
-    }
-    assert rules.verdict(rows, complete=False) is partial.get(expected, expected)
+    kept = (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED)
+    partial = expected if expected in kept else ClaimVerdict.UNDECIDED
+    assert rules.verdict(rows, complete=False) is partial
+
+
+def test_another_variant_or_shape_is_no_other_setting_and_theorems_need_none():
+    rows = [row(FOR, size='a', variant=name) for name in 'bc']
+    assert rules.verdict(rows) is ClaimVerdict.HOLDS_HERE
+    assert rules.verdict([*rows, row(FOR, size='d')]) is ClaimVerdict.HOLDS
+    theorem = [dataclasses.replace(of, kind=Kind.EXACT) for of in rows]
+    assert rules.verdict(theorem) is ClaimVerdict.HOLDS
+    assert rules.verdict([*theorem, *rows]) is ClaimVerdict.HOLDS_HERE
 
 
 def test_rows_of_one_context_count_together():
@@ -174,5 +182,5 @@ def test_the_condition_names_the_fewest_factors_that_leave_out_every_other_conte
 
 def test_the_decisive_row_speaks_as_the_verdict():
     rows = [row(BESIDE), row(OPEN, size='1'), row(FOR, size='2'), row(AGAINST, size='3')]
-    assert [rules.decisive(rows, of) for of in ClaimVerdict] == [2, 2, 3, 1]
+    assert [rules.decisive(rows, of) for of in ClaimVerdict] == [2, 2, 2, 3, 3, 1]
     assert rules.decisive(rows[:1], ClaimVerdict.UNDECIDED) is None

@@ -5,12 +5,13 @@ from qkattn.claims.measures.curves import growth_of
 
 CLAIM = Claim(
     name='B2',
-    title='a single head loses 0.01 nats without W_Q',
-    statement='Without W_Q a single head loses about 0.01 nats, and the difference does not grow.',
+    title='without W_Q the training loss of a single head is 0.01 nats higher',
+    statement='Without W_Q the training loss of a single head is about 0.01 nats higher, and the '
+    'difference does not grow.',
     source='A forum thread with an experiment on a layer of one head.',
-    rule="Holds if, at the baseline's shape, the interval of the difference lies between 0.005 and "
-    '0.015, what rounds to 0.01, and that of its growth from the first evaluation to the last '
-    'below the margin.',
+    rule="Read as a loss on the test split. Holds if, at the baseline's shape, the interval of the "
+    'difference lies between 0.005 and 0.015, what rounds to 0.01, and that of its growth from the '
+    'first evaluation to the last below the margin.',
     reported='training loss +0.01',
     expectations=(
         Expectation(

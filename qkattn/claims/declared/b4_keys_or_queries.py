@@ -14,7 +14,9 @@ CLAIM = Claim(
     'where heads have slices of X as queries (keys), and not worse where every head has all of X, '
     'which is one matrix W_QK a head.',
     expectations=(
-        Expectation('decoder', 'query_free/vo', 'not_worse', context={**SLICES, 'without': 'W_Q'}),
+        Expectation(
+            'lm_stdlib', 'query_free/vo', 'not_worse', context={**SLICES, 'without': 'W_Q'}
+        ),
         Expectation('decoder', 'key_free/vo', 'not_worse', context={**SLICES, 'without': 'W_K'}),
         Expectation('full_heads', 'merged/vo', 'not_worse', context={**WHOLE, 'without': 'W_Q'}),
     ),
