@@ -256,7 +256,8 @@ def _begin_anew(directory: Path) -> None:
 
 def _exported(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The lines of results.jsonl by run: all that an export keeps of the result of a run."""
-    file, lines = path / 'results.jsonl', {}
+    file = path / 'results.jsonl'
+    lines: dict[str, list[dict[str, Any]]] = {}
     try:
         for line in file.read_bytes().splitlines() if file.exists() else ():
             record = parse_json(line)
