@@ -332,3 +332,12 @@ def test_findings_are_read_again_only_once_a_file_has_changed(study_dir):
         assert again is not found, path
         path.write_text(text)
         assert load_findings(study_dir)[1] is found or path in new
+
+
+def test_a_choice_is_one_of_its_names(study_dir):
+    records = tuned_arm('qk/vo', losses=[2.0, 2.1, 2.2])
+    write_tuned(study_dir, records, tuning__choice='minimax')
+    assert load_study(study_dir).tuning.choice == 'minimax'
+    write_tuned(study_dir, records, tuning__choice='best')
+    with pytest.raises(ReportError, match="'choice' is 'best', expected 'vertex' or 'minimax'"):
+        load_study(study_dir)
