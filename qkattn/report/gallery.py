@@ -4,7 +4,7 @@ Both show claims.json, and the scaling laws of the study beside it, and nothing 
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,26 +117,31 @@ def _md(text: str) -> str:
 
 
 def verdicts_markdown(directory: str | Path, base: str) -> str:
-    """A row for each group of claims, which stand by verdict, theorems first, and their figure."""
+    """A row for each group of claims, theorems first, the marks of verdicts, and their figure."""
     claims = read_claims(directory)
-    groups, headings, tables = _macros().groups, _macros().kinds, []
-    for theorems, heading in headings.items():
-        of_kind = [claim for claim in claims if claim.is_theorem == theorems]
-        shown = [word for word in ClaimVerdict if any(c.verdict == word for c in of_kind)]
-        titles: list[Heading] = [(heading, True), *((word, True) for word in shown)]
-        rows = []
-        for letter, of_group in _grouped(of_kind).items():
-            by_word = [[_entry(c) for c in of_group if c.verdict == word] for word in shown]
-            cells = [Markup('<br>').join(of) or NONE for of in by_word]
-            rows.append([f'{letter}. {groups[letter]}', *cells])
-        tables += [markdown_table(titles, rows)] * bool(rows)
+    macros = _macros()
+    undecided = ClaimVerdict.UNDECIDED
+    kinds: dict[str, Callable[[ClaimResult], bool]] = {
+        'theorems': lambda claim: claim.is_theorem,
+        'experiments, decided': lambda claim: not claim.is_theorem and claim.verdict != undecided,
+        'experiments, undecided': lambda c: not c.is_theorem and c.verdict == undecided,
+    }
+    titles: list[Heading] = [('question', True), *((kind, True) for kind in kinds)]
+    rows = []
+    for letter, of_group in _grouped(claims).items():
+        of_kinds = [[_entry(c, macros.marks) for c in of_group if of(c)] for of in kinds.values()]
+        cells = [Markup('<br>').join(of_kind) or NONE for of_kind in of_kinds]
+        rows.append([f'{letter}. {macros.groups[letter]}', *cells])
+    used = [word for word in ClaimVerdict if any(claim.verdict == word for claim in claims)]
+    legend = ', '.join(f'{macros.marks[word]} {word}' for word in used)
     figure = f'\n![Decisive differences of the claims]({base}/plots/verdicts.png)\n'
     has_figure = overview(claims) is not None
-    return '\n\n'.join(tables) + f'\n{figure * has_figure}'
+    return f'{markdown_table(titles, rows)}\n\n{legend}\n{figure * has_figure}'
 
 
-def _entry(claim: ClaimResult) -> Markup:
-    return Markup(f'[{claim.name}](docs/claims.md#{claim.name.lower()}) {_md(claim.title)}')
+def _entry(claim: ClaimResult, marks: Mapping[str, str]) -> Markup:
+    mark = marks[ClaimVerdict(claim.verdict)]
+    return Markup(f'{mark} [{claim.name}](docs/claims.md#{claim.name.lower()}) {_md(claim.title)}')
 
 
 def _values(gallery: Gallery, figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ BLANK = Rendered(b'', b'', '', '<svg></svg>')
 BLOCKS = {
     'claims': '| [B2](#b2) | Dropping W_Q in a single head changes the training loss by 0.01. | '
     '○ undecided | -0.0022 [-0.0062, +0.0030] nats/token | cpu |',
-    'verdicts': '| B. Is W_Q needed? | - | [B7](docs/claims.md#b7) in short, B7 | '
-    '[B3](docs/claims.md#b3) in short, B3 | [B2](docs/claims.md#b2) in short, B2 |',
+    'verdicts': '| B. Is W_Q needed? | - | ✕ [B3](docs/claims.md#b3) in short, B3<br>'
+    '◐ [B7](docs/claims.md#b7) in short, B7 | ○ [B2](docs/claims.md#b2) in short, B2 |',
 }
 
 
