@@ -12,7 +12,6 @@ from qkattn import metrics
 from qkattn.config import MeshConfig
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.metrics import losses
 from qkattn.model import cost
 from qkattn.run.records import read_json, read_metrics
 from qkattn.train import evaluation, measurements, results, sharding, step, train
@@ -48,14 +47,14 @@ def test_the_standard_error_is_that_of_a_ratio_over_rows(spread, unequal):
     sums = joined([measured(*pair) for pair in zip(nats_PBT, weights_PBT, strict=True)])
     nats_PB = (np.float32(nats_PBT).astype(np.float64) * weights_PBT).sum(-1)
     want = standard_error(nats_PB.ravel(), weights_PBT.sum(-1).ravel())
-    np.testing.assert_allclose(losses.standard_error(sums), [want], rtol=1e-4)
+    np.testing.assert_allclose(metrics.standard_error(sums), [want], rtol=1e-4)
 
 
 def test_a_single_row_has_no_standard_error_and_equal_rows_have_none_to_speak_of():
     one, weights = np.array([[1.0, 2.0], [9.0, 9.0]]), np.array([[1.0, 1.0], [0.0, 0.0]])
-    assert np.isnan(losses.standard_error(joined([measured(one, weights)]))).all()
+    assert np.isnan(metrics.standard_error(joined([measured(one, weights)]))).all()
     same = measured(np.full((2, 2), 1.5), np.ones((2, 2)))
-    assert losses.standard_error(joined([same])) == [0.0]
+    assert metrics.standard_error(joined([same])) == [0.0]
 
 
 def stub(answer, num_trials=2):

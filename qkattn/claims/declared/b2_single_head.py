@@ -5,7 +5,7 @@ from qkattn.claims.measures.curves import growth_of
 
 CLAIM = Claim(
     name='B2',
-    title='without W_Q the training loss of a single head is 0.01 nats higher',
+    title='without W_Q a single head trains to a loss 0.01 nats higher',
     statement='Without W_Q the training loss of a single head is about 0.01 nats higher, and the '
     'difference does not grow.',
     source='A forum thread with an experiment on a layer of one head.',
