@@ -1,43 +1,33 @@
-"""The same language model as a hand-written function of a dictionary of arrays, in plain JAX.
-
-Its attention is two einsums, Flax's MultiHeadDotProductAttention or jax.nn.dot_product_attention.
-"""
+"""The same language model as a hand-written function of a dictionary of arrays, in plain JAX."""
 
 import functools
 import time
+from collections.abc import Mapping
 from typing import Any
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qkattn.benchmark.shape import Shape
-from qkattn.benchmark.work import Work
+from experiments.benchmark.race import Work
 
 
-def init(shape: Shape, key: jax.Array) -> dict[str, Any]:
-    D, N, H = shape.width, shape.heads, shape.width // shape.heads
-    sizes: dict[str, tuple[int, ...]] = {
-        'q': (D, N, H),
-        'k': (D, N, H),
-        'v': (D, N, H),
-        'o': (N, H, D),
-    }
-    sizes |= {'in': (D, 4 * D), 'out': (4 * D, D)}
+def init(model: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
+    D, N = model['d_model'], model['num_heads']
+    H = D // N
+    sizes: dict[str, tuple[int, ...]] = {name: (D, N, H) for name in 'qkv'}
+    sizes |= {'o': (N, H, D), 'in': (D, 4 * D), 'out': (4 * D, D)}
 
     def layer(key: jax.Array) -> dict[str, jax.Array]:
-        keys = jax.random.split(key, len(sizes))
-        drawn = {
-            n: 0.02 * jax.random.normal(k, s) for k, (n, s) in zip(keys, sizes.items(), strict=True)
-        }
+        keys = dict(zip(sizes, jax.random.split(key, len(sizes)), strict=True))
+        drawn = {name: 0.02 * jax.random.normal(keys[name], sizes[name]) for name in sizes}
         return drawn | {'attention_gain': jnp.ones(D), 'mlp_gain': jnp.ones(D)}
 
-    embedding, position, *keys = jax.random.split(key, 2 + shape.layers)
+    embedding, position, *keys = jax.random.split(key, 2 + model['num_layers'])
     return {
-        'embedding': 0.02 * jax.random.normal(embedding, (shape.vocabulary, D)),
-        'position': 0.02 * jax.random.normal(position, (shape.context, D)),
+        'embedding': 0.02 * jax.random.normal(embedding, (model['vocab_size'], D)),
+        'position': 0.02 * jax.random.normal(position, (model['context'], D)),
         'layers': [layer(key) for key in keys],
         'gain': jnp.ones(D),
     }
@@ -49,7 +39,7 @@ def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
     return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype) * gain
 
 
-def einsum(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
+def attention(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
     q, k, v = (jnp.einsum('btd,dnh->btnh', x, p[name]) for name in 'qkv')
     T, H = q.shape[1], q.shape[3]
     s = jnp.einsum('btnh,bsnh->bnts', q, k, preferred_element_type=jnp.float32) * H**-0.5
@@ -58,34 +48,15 @@ def einsum(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
     return jnp.einsum('btnh,nhd->btd', o, p['o'])
 
 
-def dot_product(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
-    q, k, v = (jnp.einsum('btd,dnh->btnh', x, p[name]) for name in 'qkv')
-    o = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return jnp.einsum('btnh,nhd->btd', o, p['o'])
-
-
-def flax_mha(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
-    N, D = p['o'].shape[0], p['o'].shape[2]
-    layer = flax.linen.MultiHeadDotProductAttention(
-        N, qkv_features=D, use_bias=False, dtype=x.dtype
-    )
-    names = {'query': 'q', 'key': 'k', 'value': 'v', 'out': 'o'}
-    params = {name: {'kernel': p[own]} for name, own in names.items()}
-    return layer.apply({'params': params}, x, mask=flax.linen.make_causal_mask(x[..., 0]))
-
-
-ATTENTIONS = {'einsum': einsum, 'flax': flax_mha, 'dot_product': dot_product}
-
-
-def loss(shape: Shape, attention: str, params: dict, tokens: jax.Array) -> jax.Array:
+def loss(model: Mapping[str, Any], params: dict, tokens: jax.Array) -> jax.Array:
     """Mean cross-entropy of tokens[:, 1:]; tokens is [B, T + 1]."""
-    p = jax.tree.map(lambda a: a.astype(shape.dtype), params)
+    p = jax.tree.map(lambda a: a.astype(model['compute_dtype']), params)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = p['embedding'][inputs] + p['position'][: inputs.shape[1]]
     for layer in p['layers']:
-        x = x + ATTENTIONS[attention](norm(x, layer['attention_gain']), layer)
+        x = x + attention(norm(x, layer['attention_gain']), layer)
         hidden = norm(x, layer['mlp_gain']) @ layer['in']
-        x = x + jax.nn.gelu(hidden, approximate=shape.gelu == 'tanh') @ layer['out']
+        x = x + jax.nn.gelu(hidden, approximate=model['activation'] == 'gelu_tanh') @ layer['out']
     x = norm(x, p['gain'])
     logits = jnp.dot(x, p['embedding'].T, preferred_element_type=jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
@@ -97,28 +68,27 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def train(
-    shape: dict[str, Any], attention: str = 'einsum', steps_per_dispatch: int | None = None
-) -> Work:
-    """Training steps: forward, backward, clipping, AdamW."""
-    sizes, transform = Shape(**shape), optimizer()
-    B, T, C = sizes.batch, sizes.context, steps_per_dispatch or sizes.dispatch
+def train(config: Mapping[str, Any]) -> Work:
+    """Training steps of a run (JSON): forward, backward, clipping, AdamW."""
+    model, transform = config['model'], optimizer()
+    C, B = config['train']['steps_per_dispatch'], config['train']['batch_size']
+    shape = (C, B, model['context'] + 1)
 
     def step(state: tuple, tokens: jax.Array) -> tuple[tuple, jax.Array]:
         params, opt_state = state
-        value, grads = jax.value_and_grad(functools.partial(loss, sizes, attention))(params, tokens)
+        value, grads = jax.value_and_grad(functools.partial(loss, model))(params, tokens)
         updates, opt_state = transform.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
-    params = init(sizes, jax.random.key(0))
+    def steps(state: tuple, tokens: jax.Array) -> tuple[tuple, jax.Array]:
+        return step(state, tokens[0]) if C == 1 else jax.lax.scan(step, state, tokens)
+
+    params = init(model, jax.random.key(0))
     state = (params, transform.init(params))
-    tokens = jnp.asarray(np.random.default_rng(0).integers(sizes.vocabulary, size=(C, B, T + 1)))
-    steps = jax.jit(lambda state, tokens: jax.lax.scan(step, state, tokens), donate_argnums=0)
-    if C == 1:
-        steps = jax.jit(lambda state, tokens: step(state, tokens[0]), donate_argnums=0)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(model['vocab_size'], size=shape))
     start = time.perf_counter()
-    compiled = steps.lower(state, tokens).compile()
-    compile_seconds = time.perf_counter() - start
+    compiled = jax.jit(steps, donate_argnums=0).lower(state, tokens).compile()
+    extra = {'compile_seconds': time.perf_counter() - start}
 
     def run(calls: int) -> None:
         nonlocal state
@@ -126,5 +96,4 @@ def train(
             state, losses = compiled(state, tokens)
         jax.block_until_ready((state, losses))
 
-    count = sum(a.size for a in jax.tree.leaves(params))
-    return Work(run, C, {'parameters': count, 'compile_seconds': compile_seconds})
+    return Work(run, C, extra)

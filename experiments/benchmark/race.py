@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import logging
 import math
 import os
 import resource
@@ -30,8 +29,6 @@ from qkattn.run.progress import waiting
 
 ROOT = str(Path(__file__).parents[2])
 OWN = 'experiments.benchmark.works'  # programs as qkattn's scripts run them
-
-log = logging.getLogger('qkattn.benchmark')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +55,8 @@ class Contestant:
       work: 'package.module:function', which builds a Work from settings.
       settings: keyword arguments of that function, JSON values.
       cores: number of cores that its process is bound to.
-      process: contestants with the same non-empty one, cores and environment share a process.
+      process: contestants with the same non-empty one share a process.
       extra: facts for the row, as those of a Work.
-      environment: variables of its process.
     """
 
     name: str
@@ -69,7 +65,6 @@ class Contestant:
     cores: int
     process: str = ''
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,64 +114,43 @@ def race(contestants: Sequence[Contestant], *, rounds: int, seconds: float) -> l
       rounds: times that each is timed.
       seconds: that a contestant is timed for in a round, at least; at least one call.
     """
-    processes: dict[tuple, Process] = {}
+    processes: dict[str | int, Process] = {}
+    rows: list[tuple[Contestant, Process, dict[str, Any], list[float]]] = []
     with contextlib.ExitStack() as stack:
-        runners = []
         for index, contestant in enumerate(contestants):
-            key = (contestant.process or index, contestant.cores, *contestant.environment.items())
+            key = contestant.process or index
             if key not in processes:
-                process = Process(usable()[-contestant.cores :], contestant.environment)
-                processes[key] = stack.enter_context(process)
+                processes[key] = stack.enter_context(Process(usable()[-contestant.cores :]))
+            order = {'work': contestant.work, 'settings': contestant.settings}
             with waiting('benchmark', f'building {contestant.name}'):
-                runners.append(_Runner(contestant, processes[key]))
+                rows.append((contestant, processes[key], processes[key].ask(order), []))
         for number in range(rounds):
             with waiting('benchmark', f'round {number + 1} of {rounds}'):
-                for runner in runners:
-                    runner.time(seconds)
-            log.info('  round %d of %d', number + 1, rounds)
-    return [runner.measurement() for runner in runners]
+                for _, process, built, times in rows:
+                    if 'failed' not in built:
+                        calls = max(1, math.ceil(seconds / built['seconds']))
+                        answer = process.ask({'number': built['number'], 'calls': calls})
+                        if 'failed' in answer:
+                            built['failed'] = answer['failed']
+                        else:
+                            times.append(answer['seconds'] / (calls * built['steps']))
+    return [_measurement(contestant, built, times) for contestant, _, built, times in rows]
 
 
-class _Runner:
-    """A contestant whose work is built in a running process."""
-
-    def __init__(self, contestant: Contestant, process: 'Process'):
-        self.contestant, self.process = contestant, process
-        self.rounds: list[float] = []
-        process.send({'work': contestant.work, 'settings': contestant.settings})
-        self.built = self._answer()
-
-    def time(self, seconds: float) -> None:
-        """One round."""
-        if 'failed' in self.built:
-            return
-        calls = max(1, math.ceil(seconds / self.built['seconds']))
-        self.process.send({'number': self.built['number'], 'calls': calls})
-        answer = self._answer()
-        if 'failed' in answer:
-            self.built = answer
-        else:
-            self.rounds.append(answer['seconds'] / (calls * self.built['steps']))
-
-    def measurement(self) -> Measurement:
-        settings = {**self.contestant.settings, 'cores': self.contestant.cores}
-        if 'failed' in self.built:
-            failed = {'failed': self.built['failed']}
-            return Measurement(self.contestant.name, settings, [], failed)
-        extra = {**self.contestant.extra, **self.built['extra']}
-        return Measurement(self.contestant.name, settings, self.rounds, extra)
-
-    def _answer(self) -> dict[str, Any]:
-        answer = self.process.receive()
-        if 'failed' in answer:
-            log.warning('  %s failed: %s', self.contestant.name, answer['failed'])
-        return answer
+def _measurement(
+    contestant: Contestant, built: Mapping[str, Any], times: Sequence[float]
+) -> Measurement:
+    settings = {**contestant.settings, 'cores': contestant.cores}
+    if 'failed' in built:
+        return Measurement(contestant.name, settings, [], {'failed': built['failed']})
+    extra = {**contestant.extra, **built['extra']}
+    return Measurement(contestant.name, settings, times, extra)
 
 
 class Process(contextlib.AbstractContextManager):
     """A process, bound to cores, that builds works and times them until the end of a block."""
 
-    def __init__(self, cores: Sequence[int], environment: Mapping[str, str]):
+    def __init__(self, cores: Sequence[int]):
         # Not by -m, for which experiments/__init__.py begins a script: other memory, a display.
         program = f'import sys; sys.path.append({ROOT!r}); '
         program += f'from experiments.benchmark import race; race.serve({list(cores)})'
@@ -187,20 +161,18 @@ class Process(contextlib.AbstractContextManager):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **own, **environment},
+            env={**os.environ, **own},
         )
 
     def __exit__(self, *exc_info: object) -> None:
         self._process.kill()
         self._process.communicate()
 
-    def send(self, order: Mapping[str, Any]) -> None:
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to an order of `serve`; {'failed': why} where the process has ended."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f'{json.dumps(order)}\n')
             self._process.stdin.flush()
-
-    def receive(self) -> dict[str, Any]:
-        """The answer to the oldest order without one; {'failed': why} where there is none."""
         if line := self._process.stdout.readline():
             return json.loads(line)
         return {'failed': f'its process ended with code {self._process.wait()}'}

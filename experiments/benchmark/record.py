@@ -4,9 +4,9 @@ import dataclasses
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from experiments.benchmark.race import Measurement
 from qkattn.errors import ReportError
@@ -18,10 +18,8 @@ SCHEMA = 1
 FILE = 'benchmark.json'
 
 # Names of rows that targets compare.
-OWN = 'qkattn'
-NO_AXIS, ONE_RUN = 'no axis of trials', 'one run'
+QKATTN, ONE_RUN = 'qkattn', 'one run'
 ONE_PROCESS, ONE_CORE, WORKERS = 'one process', 'one process on one core', '--workers=auto'
-BEST = 'the better of one process and a worker on each core'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +86,8 @@ def cells(row: Measurement, group: Group) -> dict[str, str]:
         return {'failed': row.extra.get('failed', '')}
     low, high = row.quartiles
     reference, numbers = group.row(group.reference), row.extra
-    printed = {
-        'ms': _milliseconds(row.median),
-        'from': _milliseconds(low),
-        'to': _milliseconds(high),
-    }
+    times = {'ms': row.median, 'from': low, 'to': high}
+    printed = {name: _milliseconds(seconds) for name, seconds in times.items()}
     if reference and row is not reference:
         printed['ratio'] = f'{row.ratio(reference):.3f}'
         differ = len({other.extra.get('flops') for other in group.rows}) > 1
@@ -102,8 +97,8 @@ def cells(row: Measurement, group: Group) -> dict[str, str]:
         printed['tokens/s'] = f'{rate:,.0f}'
     if rate := row.per_second('flops'):
         printed['GFLOP/s'] = f'{rate / 1e9:,.1f}'
-    if utilisation := _utilisation(row):
-        printed['MFU'] = f'{utilisation:.1%}'
+        if numbers.get('peak_flops'):
+            printed['MFU'] = f'{rate / numbers["peak_flops"]:.1%}'
     if 'compile_seconds' in numbers:
         printed['compile s'] = f'{numbers["compile_seconds"]:.1f}'
     for name in ('peak', 'cache'):
@@ -114,12 +109,6 @@ def cells(row: Measurement, group: Group) -> dict[str, str]:
 
 def _milliseconds(seconds: float) -> str:
     return f'{1e3 * seconds:,.3g}' if seconds < 1 else f'{1e3 * seconds:,.0f}'
-
-
-def _utilisation(row: Measurement) -> float | None:
-    """Model-FLOPs utilisation: of the largest product rate that was measured."""
-    rate, peak = row.per_second('flops'), row.extra.get('peak_flops')
-    return rate / peak if rate and peak else None
 
 
 def _ratio_by_flops(row: Measurement, reference: Measurement) -> float | None:
@@ -143,129 +132,59 @@ def table(group: Group, *, markdown: bool = False) -> str:
     return f'{title}\n{text_table(headings, lines)}'
 
 
-Value = Callable[[Measurement, Group], float | None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
-    """A bound on one number of the rows of a suite; where several rows have it, on the worst.
-
-    Attributes:
-      text: what the number is.
-      suite, group, row: where it is read; the latter two are patterns, as '*'.
-      value: the number of a row; None where it has none.
-      sense, limit: its bound.
-      machine: the kind of machine that it is a target on; '' is any.
-    """
+class Target(NamedTuple):
+    """A number of the rows of a suite that is at most `limit`; where several have it, the worst."""
 
     text: str
     suite: str
-    group: str = '*'
-    row: str = '*'
-    value: Value
-    sense: Literal['at most', 'at least'] = 'at most'
+    row: str  # a pattern: '*' is any
+    number: Callable[[Measurement, Group], float | None]
     limit: float
-    machine: Literal['', 'cpu', 'gpu'] = ''
-
-    def measured(self, groups: Iterable[Group]) -> float | None:
-        """The worst number; None where no row has it."""
-        worst = max if self.sense == 'at most' else min
-        return worst(self._numbers(groups), default=None)
-
-    def _numbers(self, groups: Iterable[Group]) -> Iterator[float]:
-        for group in groups:
-            if group.suite == self.suite and fnmatch.fnmatch(group.title, self.group):
-                for row in group.rows:
-                    if row.rounds and fnmatch.fnmatch(row.name, self.row):
-                        if (number := self.value(row, group)) is not None:
-                            yield number
+    machine: str = ''  # 'cpu' or 'gpu'; '' is any
 
     def line(self, groups: Iterable[Group]) -> str | None:
         """The target, what was measured and whether that meets it; None where it was not."""
-        if (number := self.measured(groups)) is None:
+        measured = [
+            self.number(row, group)
+            for group in groups
+            for row in group.rows
+            if group.suite == self.suite and row.rounds and fnmatch.fnmatch(row.name, self.row)
+        ]
+        worst = max((number for number in measured if number is not None), default=None)
+        if worst is None:
             return None
-        missed = number / self.limit - 1 if self.sense == 'at most' else 1 - number / self.limit
-        reached = 'met' if missed <= 0 else f'missed by {missed:.1%}'
-        return f'{self.text}: {number:.3g}, {self.sense} {self.limit:g}: {reached}'
+        reached = f'missed by {worst / self.limit - 1:.1%}' if worst > self.limit else 'met'
+        return f'{self.text}: {worst:.3g}, at most {self.limit:g}: {reached}'
 
 
-def over(name: str, ratio: Callable = Measurement.ratio) -> Value:
-    """A row's ratio to another row of its group."""
+def _over(name: str, ratio: Callable = Measurement.ratio) -> Callable:
+    """The function from a row to its ratio to another row of its group."""
 
-    def value(row: Measurement, group: Group) -> float | None:
+    def number(row: Measurement, group: Group) -> float | None:
         reference = group.row(name)
         return None if reference is None or row is reference else ratio(row, reference)
 
-    return value
+    return number
 
 
-def _cache(row: Measurement, group: Group) -> float | None:
+def _cache(row: Measurement, group: Group) -> float:
     return row.extra['cache_bytes'] / row.extra['predicted_cache_bytes']
 
 
-def _training(over_row: str, limit: float, machine: Literal['', 'cpu', 'gpu'] = '') -> Target:
-    whose = {'torch.compile': "torch.compile's", 'functional JAX': 'that of functional JAX'}
-    text = f'a training step over {whose[over_row]}'
-    value = over(over_row)
-    return Target(text=text, suite='steps', row=OWN, value=value, limit=limit, machine=machine)
-
-
-def _by_flops(limit: float, machine: Literal['cpu', 'gpu']) -> Target:
-    text = "a variant's step over qk/vo's, divided by the ratio of their FLOPs"
-    value = over('qk/vo', _ratio_by_flops)
-    return Target(text=text, suite='steps', value=value, limit=limit, machine=machine)
-
-
+STEP = 'a training step over'
+VARIANT = "a variant's step over qk/vo's, divided by the ratio of their FLOPs"
+STUDY = 'a study of 8 runs by --workers=auto over'
 TARGETS = (
-    _training('torch.compile', 1.1, 'cpu'),
-    _training('torch.compile', 1 / 1.1, 'gpu'),
-    _training('functional JAX', 1.03),
-    Target(
-        text='model-FLOPs utilisation of a training step',
-        suite='steps',
-        row=OWN,
-        value=lambda row, group: _utilisation(row),
-        sense='at least',
-        limit=0.45,
-        machine='gpu',
-    ),
-    _by_flops(1.15, 'cpu'),
-    _by_flops(1.2, 'gpu'),
-    Target(
-        text='one trial through the axis of trials over one without it',
-        suite='stacks',
-        row=ONE_RUN,
-        value=over(NO_AXIS),
-        limit=1.02,
-    ),
-    Target(
-        text='a stack of 8 trials over 8 runs one after another',
-        suite='stacks',
-        group='*trial',
-        row='vmap, 8 trials',
-        value=over(ONE_RUN),
-        limit=0.25,
-        machine='gpu',
-    ),
-    Target(
-        text='bytes of a real cache over those predicted', suite='decoding', value=_cache, limit=1
-    ),
-    *(
-        Target(
-            text=f'a study of 8 runs by --workers=auto over {what}',
-            suite='study',
-            row=WORKERS,
-            value=over(name),
-            limit=limit,
-            machine='cpu',
-        )
-        for what, limit, name in (
-            ('the same in one process', 0.55, ONE_PROCESS),
-            # As slow as one process that has two cores, where threads bring nothing.
-            ('the same in one process on one core', 0.55, ONE_CORE),
-            (BEST, 1.05, BEST),
-        )
-    ),
+    Target(f"{STEP} torch.compile's", 'steps', QKATTN, _over('torch.compile'), 1.1, 'cpu'),
+    Target(f"{STEP} torch.compile's", 'steps', QKATTN, _over('torch.compile'), 1 / 1.1, 'gpu'),
+    Target(f'{STEP} that of functional JAX', 'steps', QKATTN, _over('functional JAX'), 1.03),
+    Target(VARIANT, 'steps', '*', _over('qk/vo', _ratio_by_flops), 1.15, 'cpu'),
+    Target(VARIANT, 'steps', '*', _over('qk/vo', _ratio_by_flops), 1.2, 'gpu'),
+    Target('8 trials by vmap over 8 runs', 'stacks', 'vmap, 8 *', _over(ONE_RUN), 0.25, 'gpu'),
+    Target('bytes of a real cache over those predicted', 'decoding', '*', _cache, 1),
+    Target(f'{STUDY} the same in {ONE_PROCESS}', 'study', WORKERS, _over(ONE_PROCESS), 0.55, 'cpu'),
+    # As slow as one process that has two cores, where threads bring nothing.
+    Target(f'{STUDY} the same in {ONE_CORE}', 'study', WORKERS, _over(ONE_CORE), 0.55, 'cpu'),
 )
 
 
