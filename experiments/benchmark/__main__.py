@@ -8,6 +8,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def main() -> None:
             record.write(directory, facts, groups)
             print(f'{record.table(group)}\n', flush=True)
     if SCALE.value != 'smoke':  # whose sizes say nothing about a target
-        print('\n'.join(record.target_lines(groups, bool(facts['machine']['accelerators']))))
+        kind = record.machine_kind(facts['machine'])
+        print('\n'.join(record.target_lines(groups, kind)))
     print(directory / record.FILE)
 
 
@@ -79,13 +81,9 @@ def machine() -> dict[str, Any]:
 
 def accelerators() -> list[str]:
     """The NVIDIA GPUs by name; initializing jax here would take their memory."""
-    command = ['nvidia-smi', '--query-gpu=name', '--format=csv,noheader']
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(
-            '\n'
-        )[:-1]
-    except (OSError, subprocess.CalledProcessError):
+    if not shutil.which('nvidia-smi'):
         return []
+    return subprocess.getoutput('nvidia-smi --query-gpu=name --format=csv,noheader').splitlines()
 
 
 if __name__ == '__main__':
