@@ -6,6 +6,7 @@ INSIDE = {
     'qkattn.configs': 'configs',
     'qkattn.configs.claims': 'configs/claims',
     'qkattn.experiments': 'experiments',
+    'qkattn.experiments.benchmark': 'experiments/benchmark',
 }
 
 setup(packages=[*find_packages(include=['qkattn*']), *INSIDE], package_dir=INSIDE)

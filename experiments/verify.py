@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags
 
-from qkattn.benchmark import printed_groups, session
+from experiments.benchmark import record
 from qkattn.claims import export
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ConfigError, ReportError
@@ -75,7 +75,7 @@ def main() -> None:
     if WRITE.value:
         count = sum(verify.check_page(page, write=True) for page in PAGES.value)
         print(f'{counted(count, "block")} of results written')
-        count = sum(printed_groups.check_page(page, write=True) for page in PAGES.value)
+        count = sum(record.check_page(page, write=True) for page in PAGES.value)
         print(f'{counted(count, "table")} of benchmarks written')
     results = Path(RESULTS.value)
     declarations = sorted([*results.glob('*/study.json'), *results.glob('claims/*/*/study.json')])
@@ -95,9 +95,9 @@ def main() -> None:
             f'claims at {path.parent.name} scale: {count:,} numbers agree with {path.name}, '
             f'{counted(rows, "row")} with the studies and the checks'
         )
-    for path in sorted(results.glob(f'benchmark/*/{session.FILE}')):
-        rounds = session.check(path.parent)
-        print(f'benchmark {path.parent.name}: its tables agree with {counted(rounds, "round")}')
+    for path in sorted(results.glob(f'benchmark/*/{record.FILE}')):
+        rounds = sum(len(row.rounds) for group in record.read(path.parent)[1] for row in group.rows)
+        print(f'benchmark {path.parent.name}: {counted(rounds, "round")}')
     if PAGES.value:
         _check_pages(PAGES.value)
     print('not covered:')
@@ -119,7 +119,7 @@ def _check_pages(pages: list[str]) -> None:
     for page, count in counts.items():
         if count:
             print(f'{Path(page).name}: {counted(count, "block")} checked against the studies')
-    tables = sum(map(printed_groups.check_page, pages))
+    tables = sum(map(record.check_page, pages))
     print(f'{counted(tables, "table")} of benchmarks checked against their rounds')
     entries = check_numbers(NUMBERS.value)
     print(

@@ -29,6 +29,7 @@ def main() -> None:
         sys.argv = [f'qkattn {name}', *arguments]
         if not sys.flags.safe_path:
             sys.path.insert(0, '')  # as with -m: import paths name files of the working directory
+        sys.path.append(str(cli.shipped('experiments')['train'].parents[1]))  # of experiments
         starting.begin()
         runpy.run_path(str(scripts[name]), run_name='__main__')
     else:

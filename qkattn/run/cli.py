@@ -55,8 +55,10 @@ def shipped(folder: str) -> dict[str, Path]:
     """The files of configs/ or experiments/ by name: inside the package in a wheel, else beside."""
     package = Path(__file__).parents[1]
     inside = package / folder
-    files = sorted((inside if inside.is_dir() else package.parent / folder).glob('*.py'))
-    return {path.stem: path for path in files if path.stem != '__init__'}
+    found = inside if inside.is_dir() else package.parent / folder
+    files = {path.stem: path for path in found.glob('*.py') if path.stem != '__init__'}
+    packages = {path.parent.name: path for path in found.glob('*/__main__.py')}
+    return dict(sorted((files | packages).items()))
 
 
 class _ConfigParser(ConfigFileFlagParser):

@@ -16,7 +16,7 @@ EXIT_CONFIG = 2
 EXIT_REQUEUE = 75
 """Stopped on request with nothing lost: launchers run the same command again."""
 
-RESUMABLE = ('ablate', 'benchmark', 'claims', 'prepare_data', 'train')
+RESUMABLE = ('ablate', 'claims', 'prepare_data', 'train')
 """The scripts of experiments that are `leaving_at_once`; SIGTERM and Ctrl-C end the others."""
 
 WHOLE = threading.RLock()

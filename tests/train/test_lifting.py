@@ -1,26 +1,26 @@
 """What a stack of trials becomes in the program of a GPU, which is lowered without one."""
 
 import collections
-import dataclasses
 import re
 
 import jax
 import pytest
 
 from qkattn.attention.kernels.call import Target
-from qkattn.benchmark.shape import TINY
-from qkattn.config import Config, from_json
+from qkattn.config import Config, ModelConfig, TrainConfig, TrialsConfig
 from qkattn.train import program, sharding
 from qkattn.train.step import train_steps
 from tests.lanes import only
 
-SHAPE = dataclasses.replace(TINY, layers=2, width=32, context=16, vocabulary=32, dtype='bfloat16')
+SIZES = {'num_layers': 2, 'd_model': 32, 'num_heads': 2, 'context': 16, 'vocab_size': 32}
 
 
 def lowered(trials, lifting, **model):
     """Counts of loops, and of products with and without a batch, in a step for CUDA."""
-    config = from_json(
-        Config, SHAPE.config(steps_per_dispatch=2, seeds=trials, lifting=lifting, **model)
+    config = Config(
+        model=ModelConfig(compute_dtype='bfloat16', **SIZES, **model),
+        train=TrainConfig(batch_size=2, steps_per_dispatch=2, lifting=lifting),
+        trials=TrialsConfig(seeds=tuple(range(trials)), learning_rates=(1e-3,)),
     )
     mesh = sharding.make_mesh(config.mesh)
     steps = jax.jit(train_steps(config, lifting, mesh))

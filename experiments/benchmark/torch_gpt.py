@@ -1,6 +1,7 @@
 """The same language model in plain PyTorch: torch.compile, fused attention and AdamW."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,15 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qkattn.benchmark.shape import Shape
-from qkattn.benchmark.work import Work
+from experiments.benchmark.race import Work
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, model: Mapping[str, Any]):
         super().__init__()
-        D = shape.width
-        self.heads, self.gelu = shape.heads, shape.gelu
+        D, self.heads = model['d_model'], model['num_heads']
+        self.gelu = 'tanh' if model['activation'] == 'gelu_tanh' else 'none'
         self.attention_norm = nn.LayerNorm(D, bias=False)
         self.qkv = nn.Linear(D, 3 * D, bias=False)
         self.out = nn.Linear(D, D, bias=False)
@@ -36,12 +36,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, model: Mapping[str, Any]):
         super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.position = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
-        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.embedding = nn.Embedding(model['vocab_size'], model['d_model'])
+        self.position = nn.Embedding(model['context'], model['d_model'])
+        self.blocks = nn.ModuleList([Block(model) for _ in range(model['num_layers'])])
+        self.norm = nn.LayerNorm(model['d_model'], bias=False)
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -56,9 +56,9 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def train(shape: dict[str, Any], compiled: bool = True) -> Work:
-    """Training steps: forward, backward, clipping, AdamW; on a CUDA device where there is one."""
-    sizes = Shape(**shape)
+def train(config: Mapping[str, Any]) -> Work:
+    """Training steps of a run (JSON): forward, backward, clipping, AdamW; on a GPU if any."""
+    sizes, batch_size = config['model'], config['train']['batch_size']
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     torch.manual_seed(0)
     torch.set_float32_matmul_precision('high')  # TF32 on GPUs, as in JAX
@@ -69,11 +69,11 @@ def train(shape: dict[str, Any], compiled: bool = True) -> Work:
         {'params': [p for p in parameters if p.ndim == 1], 'weight_decay': 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
-    loss_of = torch.compile(model) if compiled else model
+    loss_of = torch.compile(model)
     tokens = np.random.default_rng(0).integers(
-        sizes.vocabulary, size=(sizes.batch, sizes.context + 1)
+        sizes['vocab_size'], size=(batch_size, sizes['context'] + 1)
     )
-    batch, low = torch.from_numpy(tokens).to(device), getattr(torch, sizes.dtype)
+    batch, low = torch.from_numpy(tokens).to(device), getattr(torch, sizes['compute_dtype'])
 
     def step() -> None:
         with torch.autocast(device.type, low, enabled=low != torch.float32):
@@ -91,20 +91,4 @@ def train(shape: dict[str, Any], compiled: bool = True) -> Work:
 
     start = time.perf_counter()
     run(1)
-    extra = {'compile_seconds': time.perf_counter() - start}
-    return Work(run, 1, extra | {'parameters': sum(p.numel() for p in parameters)})
-
-
-def product(size: int, dtype: str) -> Work:
-    """C = A B of square matrices; 2 size^3 FLOPs a step."""
-    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    torch.set_float32_matmul_precision('high')
-    a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
-
-    def run(calls: int) -> None:
-        for _ in range(calls):
-            torch.mm(a, b)
-        if device.type == 'cuda':
-            torch.cuda.synchronize()
-
-    return Work(run, 1, {'flops': 2 * size**3})
+    return Work(run, 1, {'compile_seconds': time.perf_counter() - start})

@@ -1,0 +1,1 @@
+"""Training and decoding timed beside other implementations, on one machine."""

@@ -1,0 +1,90 @@
+"""Times training and decoding beside other implementations, on this machine.
+
+python -m experiments.benchmark --suite=steps
+python -m experiments.benchmark --suite=steps,stacks,decoding,study --scale=smoke  # does it run?
+"""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+import qkattn
+from experiments.benchmark import record
+from experiments.benchmark.suites import SCALES, SUITES, settings
+from qkattn.config import Config, from_json
+from qkattn.errors import ConfigError
+from qkattn.model.sites import validate
+from qkattn.run import cli, cores
+from qkattn.run.provenance import RECORDED_VERSIONS, git_state
+
+SUITE = flags.DEFINE_list('suite', None, f'What is measured, several of {", ".join(SUITES)}.')
+SCALE = flags.DEFINE_enum('scale', 'cpu', [*SCALES], 'Sizes; the times of smoke mean nothing.')
+VARIANTS = flags.DEFINE_list('variants', None, "Variants that are compared, as in 'qk/no_v'.")
+OUT = flags.DEFINE_string(
+    'out',
+    None,
+    f'Directory in which {record.FILE} is replaced; runs/benchmark/SUITES by default.',
+)
+
+
+def main() -> None:
+    if not SUITE.value:
+        raise ConfigError('--suite=NAME is required, e.g. --suite=steps')
+    if unknown := [name for name in SUITE.value if name not in SUITES]:
+        raise ConfigError(f'unknown --suite={unknown[0]}; known are {", ".join(SUITES)}')
+    scale = SCALES[SCALE.value]
+    if VARIANTS.value:
+        scale = dataclasses.replace(scale, names=tuple(dict.fromkeys(['qk/vo', *VARIANTS.value])))
+        for name in scale.names:
+            try:
+                validate(from_json(Config, settings(scale.variants, name)))
+            except ValueError as error:
+                raise ConfigError(f'--variants={name}: {error}') from error
+    jax.config.update('jax_platforms', 'cpu')  # the accelerator's memory is for the contestants
+    directory = Path(OUT.value or f'runs/benchmark/{"-".join(SUITE.value)}')
+    facts = {'machine': machine(), 'load': {'start': os.getloadavg()[0]}}
+    groups: list[record.Group] = []
+    for suite in SUITE.value:
+        for group in SUITES[suite](scale):
+            groups.append(group)
+            facts['load']['end'] = os.getloadavg()[0]
+            record.write(directory, facts, groups)
+            print(f'{record.table(group)}\n', flush=True)
+    if SCALE.value != 'smoke':  # whose sizes say nothing about a target
+        kind = record.machine_kind(facts['machine'])
+        print('\n'.join(record.target_lines(groups, kind)))
+    print(directory / record.FILE)
+
+
+def machine() -> dict[str, Any]:
+    """CPU, cores, memory, devices, versions and commit: what a result depends on."""
+    installed = {dist.name: dist.version for dist in importlib.metadata.distributions()}
+    return {
+        'cpu': cores.cpu(),
+        'cores': len(cores.usable()),
+        'memory_bytes': os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'),
+        'accelerators': accelerators(),
+        'platform': platform.platform(),
+        'python': platform.python_version(),
+        'versions': {name: installed.get(name) for name in (*RECORDED_VERSIONS, 'torch')},
+        'git': git_state(Path(qkattn.__file__).parent),
+    }
+
+
+def accelerators() -> list[str]:
+    """The NVIDIA GPUs by name; initializing jax here would take their memory."""
+    if not shutil.which('nvidia-smi'):
+        return []
+    return subprocess.getoutput('nvidia-smi --query-gpu=name --format=csv,noheader').splitlines()
+
+
+if __name__ == '__main__':
+    cli.run(main)

@@ -1,0 +1,224 @@
+"""Contestants side by side: each in a process of its own that stays alive, timed in turns.
+
+Round i goes through all contestants before round i + 1 begins, so that what changes on the machine
+in the meantime hits all alike; only one of them computes at a time.
+
+Nothing here imports jax: the process of a contestant imports what it times, and torch shares none.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qkattn.run.cores import usable
+from qkattn.run.memory import keep_freed_memory
+from qkattn.run.progress import waiting
+
+ROOT = str(Path(__file__).parents[2])
+OWN = 'experiments.benchmark.works'  # programs as qkattn's scripts run them
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Something to time, compiled.
+
+    Attributes:
+      run: does its work `calls` times, and returns once all results are there.
+      steps: steps (or tokens, ...) of one call; times are given per step.
+      extra: facts for the row: 'tokens' and 'flops' of a step, 'compile_seconds', ...
+    """
+
+    run: Callable[[int], object]
+    steps: float = 1
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One row of a race.
+
+    Attributes:
+      name: of the row.
+      work: 'package.module:function', which builds a Work from settings.
+      settings: keyword arguments of that function, JSON values.
+      cores: number of cores that its process is bound to.
+      process: contestants with the same non-empty one share a process.
+      extra: facts for the row, as those of a Work.
+    """
+
+    name: str
+    work: str
+    settings: Mapping[str, Any]
+    cores: int
+    process: str = ''
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One row of a table.
+
+    Attributes:
+      name: of the row within its group.
+      settings: what it was built with.
+      rounds: seconds per step, one number a round; round i of all rows of a race is interleaved.
+      extra: facts of a Work; 'failed' in place of rounds where it could not be measured.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    rounds: Sequence[float]
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and third; of one round, that round."""
+        if len(self.rounds) == 1:
+            return self.rounds[0], self.rounds[0]
+        first, _, third = statistics.quantiles(self.rounds, n=4, method='inclusive')
+        return first, third
+
+    def ratio(self, reference: 'Measurement') -> float | None:
+        """The median of ratios of seconds, round by round, so that drift of the machine cancels."""
+        pairs = zip(self.rounds, reference.rounds, strict=False)
+        ratios = [seconds / other for seconds, other in pairs]
+        return statistics.median(ratios) if ratios else None
+
+    def per_second(self, name: str) -> float | None:
+        """extra[name] of a step over the median seconds of one."""
+        amount = self.extra.get(name)
+        return amount / self.median if amount and self.rounds else None
+
+
+def race(contestants: Sequence[Contestant], *, rounds: int, seconds: float) -> list[Measurement]:
+    """Builds all contestants, then times them interleaved; a row for each, in their order.
+
+    Args:
+      rounds: times that each is timed.
+      seconds: that a contestant is timed for in a round, at least; at least one call.
+    """
+    processes: dict[str | int, Process] = {}
+    rows: list[tuple[Contestant, Process, dict[str, Any], list[float]]] = []
+    with contextlib.ExitStack() as stack:
+        for index, contestant in enumerate(contestants):
+            key = contestant.process or index
+            if key not in processes:
+                processes[key] = stack.enter_context(Process(usable()[-contestant.cores :]))
+            order = {'work': contestant.work, 'settings': contestant.settings}
+            with waiting('benchmark', f'building {contestant.name}'):
+                rows.append((contestant, processes[key], processes[key].ask(order), []))
+        for number in range(rounds):
+            with waiting('benchmark', f'round {number + 1} of {rounds}'):
+                for _, process, built, times in rows:
+                    if 'failed' not in built:
+                        calls = max(1, math.ceil(seconds / built['seconds']))
+                        answer = process.ask({'number': built['number'], 'calls': calls})
+                        if 'failed' in answer:
+                            built['failed'] = answer['failed']
+                        else:
+                            times.append(answer['seconds'] / (calls * built['steps']))
+    return [_measurement(contestant, built, times) for contestant, _, built, times in rows]
+
+
+def _measurement(
+    contestant: Contestant, built: Mapping[str, Any], times: Sequence[float]
+) -> Measurement:
+    settings = {**contestant.settings, 'cores': contestant.cores}
+    if 'failed' in built:
+        return Measurement(contestant.name, settings, [], {'failed': built['failed']})
+    extra = {**contestant.extra, **built['extra']}
+    return Measurement(contestant.name, settings, times, extra)
+
+
+class Process(contextlib.AbstractContextManager):
+    """A process, bound to cores, that builds works and times them until the end of a block."""
+
+    def __init__(self, cores: Sequence[int]):
+        # Not by -m, for which experiments/__init__.py begins a script: other memory, a display.
+        program = f'import sys; sys.path.append({ROOT!r}); '
+        program += f'from experiments.benchmark import race; race.serve({list(cores)})'
+        own = {'OMP_NUM_THREADS': str(len(cores)), 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+        own['JAX_ENABLE_COMPILATION_CACHE'] = 'false'  # it does not know the number of threads
+        self._process = subprocess.Popen(
+            [sys.executable, '-c', program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **own},
+        )
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to an order of `serve`; {'failed': why} where the process has ended."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f'{json.dumps(order)}\n')
+            self._process.stdin.flush()
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        return {'failed': f'its process ended with code {self._process.wait()}'}
+
+
+def serve(cores: Sequence[int]) -> None:
+    """Answers each order, a JSON object on a line of standard input, by one on standard output.
+
+    {'work', 'settings'} builds a work -> 'number', 'steps', 'extra', 'seconds' of its second call.
+    {'number', 'calls'} runs it that often -> 'seconds' of all calls.
+    What fails -> 'failed', a sentence.
+    """
+    if hasattr(os, 'sched_setaffinity'):
+        os.sched_setaffinity(0, cores)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    answers = os.fdopen(os.dup(1), 'w', buffering=1)
+    os.dup2(2, 1)  # what libraries print
+    works: list[Work] = []
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            if 'work' in order:
+                answer = _build(order['work'], order['settings'], works)
+            else:
+                answer = {'seconds': _seconds(works[order['number']], order['calls'])}
+        except Exception as error:  # whatever a library raises, out of memory too
+            traceback.print_exc()
+            answer = {'failed': f'{type(error).__name__}: {error}'.splitlines()[0]}
+        print(json.dumps(answer), file=answers)
+
+
+def _build(name: str, settings: Mapping[str, Any], works: list[Work]) -> dict[str, Any]:
+    """Appends a work, after its first call, to `works`; the answer that describes it."""
+    module, function = name.split(':')
+    if module == OWN:
+        keep_freed_memory()  # before an import starts a thread
+    work = getattr(importlib.import_module(module), function)(**settings)
+    work.run(1)
+    works.append(work)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    extra = {**work.extra, 'peak_bytes': peak * (1 if sys.platform == 'darwin' else 1024)}
+    seconds = _seconds(work, 1)
+    return {'number': len(works) - 1, 'steps': work.steps, 'extra': extra, 'seconds': seconds}
+
+
+def _seconds(work: Work, calls: int) -> float:
+    start = time.perf_counter()
+    work.run(calls)
+    return time.perf_counter() - start

@@ -1,0 +1,303 @@
+"""What is measured: at which sizes, and beside what. A suite yields groups as they are timed."""
+
+import dataclasses
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmark.race import OWN, ROOT, Contestant, Measurement, race
+from experiments.benchmark.record import ONE_CORE, ONE_PROCESS, ONE_RUN, QKATTN, WORKERS, Group
+from qkattn.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrialsConfig,
+    from_json,
+    to_json,
+)
+from qkattn.config.calls import split_variant
+from qkattn.errors import ConfigError, ProcessError
+from qkattn.model import cost
+from qkattn.model.sites import validate
+from qkattn.run.cores import usable
+from qkattn.study.catalogue import documented_variants
+
+log = logging.getLogger('qkattn.benchmark')
+
+TRAIN, GREEDY = f'{OWN}:train', f'{OWN}:greedy'
+JAX, TORCH = 'experiments.benchmark.jax_gpt:train', 'experiments.benchmark.torch_gpt:train'
+
+
+def decoder(
+    layers: int,
+    width: int,
+    heads: int,
+    context: int,
+    vocabulary: int,
+    batch: int,
+    dispatch: int = 10,
+    **model: Any,
+) -> Config:
+    """A run: pre-norm, learned positions, tied embeddings, no biases; clipping and AdamW.
+
+    Args:
+      batch: sequences per step.
+      dispatch: steps of a program call.
+      model: further settings of ModelConfig.
+    """
+    sizes = {'num_layers': layers, 'd_model': width, 'num_heads': heads, 'context': context}
+    return Config(
+        model=ModelConfig(vocab_size=vocabulary, **sizes | model),
+        data=DataConfig(name='tiny_shakespeare', tokenizer='characters'),
+        optimizer=OptimizerConfig(decay='coupled'),
+        train=TrainConfig(batch_size=batch, steps_per_dispatch=dispatch),
+        trials=TrialsConfig(seeds=(0,), learning_rates=(1e-3,), weight_decays=(0.1,)),
+    )
+
+
+def settings(
+    run: Config, variant: str = 'qk/vo', *, dispatch: int = 0, trials: int = 1, lifting: str = ''
+) -> dict[str, Any]:
+    """The JSON of a run with a variant, steps of a program call if not 0, and trials.
+
+    Raises:
+      ConfigError: a variant that is malformed.
+    """
+    score, value = split_variant(variant)
+    dispatch = dispatch or run.train.steps_per_dispatch
+    train = {'num_steps': 1_000_000, 'lifting': lifting or 'auto', 'steps_per_dispatch': dispatch}
+    train |= dict.fromkeys(('log_every', 'eval_every', 'checkpoint_every'), 10 * dispatch)
+    sections = to_json(run)
+    sections['model'] |= {'score': score, 'value': value}
+    sections['train'] |= train
+    sections['trials'] |= {'seeds': [*range(trials)]}
+    return sections
+
+
+def title_of(run: Config) -> str:
+    model = run.model
+    sizes = f'{model.num_layers} x {model.d_model} x context {model.context}'
+    return f'{sizes}, batch {run.train.batch_size}, {model.compute_dtype}'
+
+
+# nanoGPT's README, "I only have a macbook", and the shape of its character model for a GPU.
+RECIPE = decoder(4, 128, 4, 64, 67, 12)
+MEDIUM = decoder(6, 384, 6, 256, 67, 4, dispatch=2)
+# GPT-2 124M (Radford et al. 2019), its vocabulary rounded up to a multiple of 128.
+LOW: dict[str, Any] = {'compute_dtype': 'bfloat16', 'activation': 'gelu_tanh'}
+GPT2 = decoder(12, 768, 12, 1024, 50304, 8, **LOW)
+TINY = decoder(1, 16, 2, 8, 11, 2)
+DECODED = 'qk/vo merged/vo shared_qk/vo query_free/vo key_free/vo qk/no_v qk/no_o qk/merged_vo'
+DECODED += ' qk/k_is_v latent/latent'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+      shapes: at which training is compared with peers, on all cores, and on one if `one_core`.
+      variants: the shape at which `names`, or all variants, are compared with each other.
+      stacks, trials: the shape of a stack, and how many trials are in one program.
+      decoding, prompt, tokens: the shape of a decoder, after and of how many tokens it decodes.
+      study: overrides of configs/quickstart.py.
+      rounds: of a race.
+      seconds: of a contestant in a round, at least.
+    """
+
+    shapes: tuple[Config, ...]
+    one_core: bool = True
+    variants: Config
+    names: tuple[str, ...] = ()
+    stacks: Config
+    trials: tuple[int, ...] = (2, 8, 32)
+    decoding: Config
+    prompt: int
+    tokens: int
+    study: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    rounds: int = 7
+    seconds: float = 0.5
+
+
+SCALES = {
+    'cpu': Scale(
+        shapes=(RECIPE, MEDIUM),
+        variants=decoder(4, 128, 4, 64, 67, 12, dispatch=4),
+        stacks=decoder(2, 96, 4, 64, 67, 12, dispatch=4),
+        decoding=decoder(4, 128, 4, 256, 256, 8),
+        prompt=16,
+        tokens=128,
+    ),
+    'gpu': Scale(
+        shapes=(GPT2,),
+        one_core=False,
+        variants=decoder(4, 768, 12, 1024, 8192, 8, dispatch=4, **LOW),
+        # A character model that leaves most of a GPU idle when it is alone, and fits 32 times.
+        stacks=decoder(4, 256, 4, 256, 256, 8, **LOW),
+        decoding=GPT2,
+        prompt=128,
+        tokens=512,
+        seconds=1.0,
+    ),
+    'smoke': Scale(
+        shapes=(TINY,),
+        one_core=False,
+        variants=TINY,
+        names=('qk/vo', 'qk/no_v'),
+        stacks=TINY,
+        trials=(2,),
+        decoding=TINY,
+        prompt=2,
+        tokens=4,
+        study={
+            **{'base.trials.seeds': '(0,)', 'base.train.num_steps': 40, 'sizes': "('d_model=32',)"},
+            **{'base.train.eval_every': 20, 'base.train.checkpoint_every': 20, 'tolerance': 5e-3},
+            **{'base.optimizer.warmup_steps': 2, 'base.data.eval_sequences': 16},
+            **{'base.model.num_layers': 1, 'base.model.num_heads': 2, 'base.model.context': 16},
+            'variants': "('qk/vo', 'shared_qk/vo')",
+        },
+        rounds=2,
+        seconds=0.0,
+    ),
+}
+
+
+def steps(scale: Scale) -> Iterator[Group]:
+    """Training steps: beside the peers, by the number of cores, and of every variant."""
+    counts = sorted({1, len(usable())} if scale.one_core else {len(usable())})
+    for run in scale.shapes:
+        for cores in counts:
+            yield _beside_peers(scale, run, cores)
+    rows = []
+    for name in scale.names or map('/'.join, documented_variants()):
+        config = settings(scale.variants, name)
+        try:
+            validate(from_json(Config, config))
+        except ConfigError as error:
+            log.info('  %s is left out: %s', name, error)
+        else:
+            rows.append(_row(name, TRAIN, {'config': config}, counts[0], process='variants'))
+    title = f'variants, {title_of(scale.variants)}, {_counted(counts[0])}'
+    yield _group('steps', title, rows, scale.rounds, 0, 'qk/vo')
+
+
+def _beside_peers(scale: Scale, run: Config, cores: int) -> Group:
+    several, single = {'config': settings(run)}, {'config': settings(run, dispatch=1)}
+    works = {
+        QKATTN: (TRAIN, several),
+        f'{QKATTN}, 1 step a dispatch': (TRAIN, single),
+        'torch.compile': (TORCH, single),
+        'functional JAX': (JAX, several),
+        'functional JAX, 1 step a dispatch': (JAX, single),
+    }
+    if not importlib.util.find_spec('torch'):
+        log.warning("torch.compile is left out: it needs pip install -e '.[benchmark]'")
+        del works['torch.compile']
+    tokens = run.train.batch_size * run.model.context
+    extra = {'tokens': tokens, 'flops': tokens * cost.training_flops_per_token(run.model)}
+    rows = [_row(name, *work, cores, extra=extra) for name, work in works.items()]
+    title = f'{title_of(run)}, {_counted(cores)}'
+    return _group('steps', title, rows, scale.rounds, scale.seconds, QKATTN)
+
+
+def stacks(scale: Scale) -> Iterator[Group]:
+    """Seconds per step and trial, whose ratio to one run is that of X trials to X runs in turn."""
+    rows = [_row(ONE_RUN, TRAIN, {'config': settings(scale.stacks, lifting='vmap')})]
+    for trials in scale.trials:
+        for lifting in ('vmap', 'map'):
+            config = settings(scale.stacks, trials=trials, lifting=lifting)
+            rows.append(_row(f'{lifting}, {trials} trials', TRAIN, {'config': config}))
+    title = f'{title_of(scale.stacks)}, seconds per step and trial'
+    yield _group('stacks', title, rows, scale.rounds, scale.seconds, ONE_RUN)
+
+
+def decoding(scale: Scale) -> Iterator[Group]:
+    """Greedy decoding: seconds per new token of all rows, and the bytes that caches really hold."""
+    sizes = {
+        'rows': scale.decoding.train.batch_size,
+        'prompt': scale.prompt,
+        'tokens': scale.tokens,
+    }
+    names = scale.names or DECODED.split()
+    models = {name: settings(scale.decoding, name)['model'] for name in names}
+    rows = [
+        _row(name, GREEDY, {'model': model, **sizes}, process='decoding')
+        for name, model in models.items()
+    ]
+    title = f'{title_of(scale.decoding)}, {scale.prompt} + {scale.tokens} tokens'
+    yield _group('decoding', title, rows, scale.rounds, scale.seconds, 'qk/vo')
+
+
+def study(scale: Scale) -> Iterator[Group]:
+    """The quickstart in one process, in one process on one core, and by workers.
+
+    The compilation cache is empty every time; data is prepared, and files are read into memory,
+    before any time counts.
+    """
+    flags = [f'--config.{name}={value}' for name, value in scale.study.items()]
+    with tempfile.TemporaryDirectory() as directory:
+        path, cores = Path(directory), usable()
+        _ablate(path / 'first', *flags, '--dry_run')
+        seconds = {
+            ONE_PROCESS: _ablate(path / 'one', *flags),
+            ONE_CORE: _ablate(path / 'slow', *flags, cores=cores[:1]),
+            WORKERS: _ablate(path / 'auto', *flags, '--workers=auto'),
+        }
+    rows = [Measurement(name, {}, [measured]) for name, measured in seconds.items()]
+    yield Group('study', f'workers, {_counted(len(cores))}', rows, ONE_PROCESS)
+
+
+def _ablate(directory: Path, *flags: str, cores: Sequence[int] = ()) -> float:
+    """Seconds of the quickstart, bound to `cores` if there are any."""
+    command = [sys.executable, '-m', 'experiments.ablate', '--config=quickstart', *flags]
+    paths = [os.environ.get('PYTHONPATH'), ROOT]
+    environment = {'JAX_COMPILATION_CACHE_DIR': f'{directory}/compiled'}
+    environment['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
+    start = time.perf_counter()
+    done = subprocess.run(
+        [*command, f'--workdir={directory}/study'],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+    )
+    if done.returncode:
+        last = done.stderr.strip().rpartition('\n')[2]
+        raise ProcessError(f'experiments.ablate ended with {done.returncode}: {last}')
+    return time.perf_counter() - start
+
+
+def _row(
+    name: str, work: str, arguments: Mapping[str, Any], cores: int = 0, **more: Any
+) -> Contestant:
+    """A contestant on all cores, unless `cores` says how many."""
+    cores = cores or len(usable())
+    return Contestant(name=name, work=work, settings=arguments, cores=cores, **more)
+
+
+def _group(
+    suite: str, title: str, rows: Sequence[Contestant], rounds: int, seconds: float, reference: str
+) -> Group:
+    log.info('%s: %s', suite, title)
+    return Group(suite, title, race(rows, rounds=rounds, seconds=seconds), reference)
+
+
+def _counted(cores: int) -> str:
+    return f'{cores} core{"s" * (cores > 1)}'
+
+
+SUITES: dict[str, Callable[[Scale], Iterator[Group]]] = {
+    'steps': steps,
+    'stacks': stacks,
+    'decoding': decoding,
+    'study': study,
+}

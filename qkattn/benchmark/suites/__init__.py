@@ -1,1 +1,0 @@
-"""The suites of `experiments.benchmark`, one file each."""

@@ -1,0 +1,285 @@
+"""experiments.benchmark: races, tables, targets, pages; what the peers compute; the script."""
+
+import functools
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.benchmark import jax_gpt, record, suites, works
+from experiments.benchmark.race import Contestant, Measurement, Work, race
+from experiments.benchmark.record import Group
+from qkattn.config import Config, ModelConfig, from_json
+from qkattn.errors import ReportError
+from qkattn.model import cost
+from qkattn.model.sites import validate
+from qkattn.run.cores import usable
+from qkattn.train import step
+
+RUN = suites.decoder(2, 16, 2, 12, 11, 2)
+
+
+# Works of contestants.
+
+
+def noted(file: str, letter: str, steps: float = 1) -> Work:
+    """Appends its letter to a file with every call."""
+
+    def run(calls: int) -> None:
+        with open(file, 'a') as opened:
+            opened.write(letter * calls)
+
+    return Work(run, steps, {'here': [os.getpid(), *usable()]})
+
+
+def broken() -> Work:
+    raise ValueError('no such kernel\nand more')
+
+
+def dying() -> Work:
+    """Ends its process in the second round, after a call to warm up and a timed one."""
+    left = iter(range(3))
+    return Work(lambda calls: next(left, None) is None and os._exit(3))
+
+
+@pytest.fixture
+def contestant(tmp_path):
+    """contestant('a', ...) -> one that appends its name to a file."""
+
+    def make(name, work='noted', process='', **settings):
+        if work == 'noted':
+            settings |= {'file': str(tmp_path / 'calls'), 'letter': name}
+        work = f'tests.experiments.test_benchmark:{work}'
+        own = {'name': name, 'work': work, 'settings': settings, 'process': process}
+        return Contestant(**own, cores=1, extra={'tokens': 10})
+
+    return make
+
+
+def test_rounds_are_interleaved_in_processes_bound_to_the_same_cores(contestant, tmp_path):
+    rows = [contestant('a', process='p'), contestant('b'), contestant('c', process='p', steps=1e6)]
+    a, b, c = race(rows, rounds=3, seconds=0)
+    # A call to warm up and a timed one of each as it is built; then the rounds.
+    assert (tmp_path / 'calls').read_text() == 'aabbcc' + 3 * 'abc'
+    assert [len(row.rounds) for row in (a, b, c)] == [3, 3, 3] and a.extra['tokens'] == 10
+    (one, *cores), (other, *same), third = (row.extra['here'] for row in (a, b, c))
+    assert one != other and third == [one, *cores] and cores == same == usable()[-1:]
+    assert c.median < a.median / 1e3  # seconds are those of a step
+
+
+def test_a_contestant_that_fails_leaves_the_others(contestant):
+    rows = [contestant('a'), contestant('x', 'broken'), contestant('y', 'dying')]
+    a, failed, died = race(rows, rounds=3, seconds=0)
+    assert len(a.rounds) == 3
+    assert (list(failed.rounds), failed.extra) == ([], {'failed': 'ValueError: no such kernel'})
+    assert (list(died.rounds), died.extra) == ([], {'failed': 'its process ended with code 3'})
+
+
+ROWS = [
+    Measurement('fast', {}, [0.1, 0.2, 0.3], {'tokens': 10, 'flops': 4e9, 'peak_flops': 8e10}),
+    Measurement('slow', {}, [0.4, 0.4, 0.4], {'tokens': 10, 'flops': 8e9, 'peak_flops': 8e10}),
+    Measurement('gone', {}, [], {'failed': 'ValueError: no'}),
+]
+GROUP = Group('steps', 'rows', ROWS, 'fast')
+FACTS = {'machine': {'accelerators': []}, 'load': {}}
+
+
+def test_a_table_has_medians_quartiles_and_ratios_round_by_round():
+    fast, slow, gone = (record.cells(row, GROUP) for row in ROWS)
+    assert (fast['ms'], fast['from'], fast['to'], fast['MFU']) == ('200', '150', '250', '25.0%')
+    assert 'ratio' not in fast and fast['tokens/s'] == '50' and gone == {'failed': 'ValueError: no'}
+    assert (slow['ratio'], slow['ratio / by FLOPs']) == ('2.000', '1.000')  # of 4, 2 and 4/3
+
+
+@pytest.mark.parametrize(
+    ('target', 'line'),
+    [
+        ({'row': 'slow', 'limit': 1.9}, 'x: 2, at most 1.9: missed by 5.3%'),
+        ({'row': '*', 'limit': 2}, 'x: 2, at most 2: met'),
+        ({'number': lambda row, group: row.median, 'limit': 1}, 'x: 0.4, at most 1: met'),
+        ({'machine': 'gpu'}, None),
+        ({'row': 'gone'}, None),
+        ({'suite': 'other'}, None),
+        ({'number': record._over('gone')}, None),
+    ],
+)
+def test_a_target_is_about_the_worst_row(target, line, monkeypatch):
+    fields = {'text': 'x', 'suite': 'steps', 'row': '*', 'number': record._over('fast'), 'limit': 1}
+    monkeypatch.setattr(record, 'TARGETS', [record.Target(**fields | target)])
+    assert [*record.target_lines([GROUP], 'cpu')] == [line] * (line is not None)
+
+
+def test_pages_print_the_tables_of_a_benchmark(tmp_path):
+    page = tmp_path / 'page.md'
+    page.write_text('<!-- benchmark: cpu | steps: r* -->\n<!-- end -->')
+    record.write(tmp_path / 'cpu', FACTS, [GROUP])
+    assert record.read(tmp_path / 'cpu') == (FACTS['machine'], [GROUP])
+    with pytest.raises(ReportError, match='has other tables than its benchmarks give'):
+        record.check_page(page)
+    assert record.check_page(page, write=True) == record.check_page(page) == 1
+    assert '| slow | 400 | 400 | 400 | 2.000 | 25 | 25.0% | 1.000 |' in page.read_text()
+    page.write_text(page.read_text().replace('steps: r*', 'steps: b'))
+    with pytest.raises(ReportError, match="no group that matches 'steps: b'"):
+        record.check_page(page)
+
+
+@pytest.mark.parametrize(
+    ('damage', 'message'),
+    [('{', 'is not a benchmark'), ('{}', 'KeyError'), ('[]', 'is not a benchmark')]
+    + [('{"schema": 2, "machine": {}, "groups": []}', 'schema 2')],
+)
+def test_a_damaged_file_is_refused(damage, message, tmp_path):
+    (tmp_path / record.FILE).write_text(damage)
+    with pytest.raises(ReportError, match=message):
+        record.read(tmp_path)
+
+
+@pytest.mark.parametrize('scale', suites.SCALES)
+def test_what_a_suite_starts_is_valid_and_every_target_finds_its_rows(scale, monkeypatch):
+    def timed(contestants, *, rounds, seconds):
+        assert len({row.name for row in contestants}) == len(contestants)
+        for row in contestants:
+            if 'config' in row.settings:
+                validate(from_json(Config, row.settings['config']))
+            else:
+                from_json(ModelConfig, row.settings['model'])
+        extra = {'flops': 8, 'cache_bytes': 4, 'predicted_cache_bytes': 4}
+        return [Measurement(c.name, {}, [1.0], {**c.extra, **extra}) for c in contestants]
+
+    monkeypatch.setattr(suites, 'race', timed)
+    monkeypatch.setattr(suites, '_ablate', lambda *flags, cores=(): 1.0)
+    monkeypatch.setattr(suites.importlib.util, 'find_spec', lambda name: name)
+    groups = [g for suite in suites.SUITES.values() for g in suite(suites.SCALES[scale])]
+    assert len({group.name for group in groups}) == len(groups) >= 5
+    assert all(group.row(group.reference) for group in groups)
+    if scale != 'smoke':
+        known = [target for target in record.TARGETS if target.machine in ('', scale)]
+        assert len([*record.target_lines(groups, scale)]) == len(known)
+
+
+@pytest.fixture(scope='module')
+def own():
+    """Parameters and gradients of qkattn, its loss, tokens [B, T + 1]."""
+    tokens = np.random.default_rng(0).integers(11, size=(2, 13))
+    batch = {'tokens_BT': tokens[:, :-1], 'targets_BT': tokens[:, 1:]}
+    batch['loss_weights_BT'] = np.ones(batch['tokens_BT'].shape, np.float32)
+    batch = jax.tree.map(lambda a: a[None], batch)
+    arrays, definition = jax.tree.flatten(step.init_trial(RUN, 0)['params'])
+    # Gains differ from 1, so that one that is left out, or is another's, shows.
+    keys = jax.random.split(jax.random.key(1), len(arrays))
+    drawn = [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(arrays, keys, strict=True)]
+    params = definition.unflatten(drawn)
+    loss, grads = step.gradients(RUN, params, batch)
+    return params, grads, loss, tokens, batch
+
+
+def renamed(params):
+    """The arrays as `jax_gpt` names them."""
+    blocks = params['blocks']
+    score, value = blocks['attention']['score'], blocks['attention']['value']
+    names = {'q': score['w_q_DNH'], 'k': score['w_k_DKH'], 'v': value['w_v_DKH']}
+    names |= {'o': value['w_o_NHD'], 'in': blocks['mlp']['w_in_DF']}
+    names['out'] = blocks['mlp']['w_out_FD']
+    names['attention_gain'] = blocks['attention_norm']['g_D']
+    names['mlp_gain'] = blocks['mlp_norm']['g_D']
+    return {
+        'embedding': params['w_embedding_VD'],
+        'position': params['w_position_TD'],
+        'layers': [{n: a[layer] for n, a in names.items()} for layer in range(2)],
+        'gain': params['final_norm']['g_D'],
+    }
+
+
+def agree(found, expected):
+    tolerance = 1e-5 * max(np.abs(e).max() for e in jax.tree.leaves(expected))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=tolerance)
+    jax.tree.map(close, found, expected)
+
+
+def test_functional_jax_computes_the_same_loss_gradients_and_step(own):
+    params, grads, loss, tokens, batch = own
+    model, theirs = suites.settings(RUN)['model'], renamed(params)
+    fresh = jax_gpt.init(model, jax.random.key(0))
+    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, theirs)
+    found = jax.value_and_grad(functools.partial(jax_gpt.loss, model))(theirs, tokens)
+    agree(found, (loss, renamed(grads)))
+    optimizer = jax_gpt.optimizer()
+    updates, _ = optimizer.update(renamed(grads), optimizer.init(theirs), theirs)
+    trial = step.init_trial(RUN, 0) | {'params': params, 'alive': True}
+    # Behind the warm-up, at the beginning of the decay, the learning rate is the peak.
+    hyper = {'seed': 0, 'learning_rate': 1e-3, 'weight_decay': 0.1}
+    settings = from_json(Config, suites.settings(RUN))
+    after, _ = step.train_trial(settings, RUN.optimizer.warmup_steps, trial, hyper, batch)
+    agree(optax.apply_updates(theirs, updates), renamed(after['params']))
+
+
+def test_torch_computes_the_same_loss_and_gradients(own):
+    torch = pytest.importorskip('torch', exc_type=ImportError)
+    from experiments.benchmark import torch_gpt
+
+    params, grads, loss, tokens, _ = own
+    model = torch_gpt.GPT(suites.settings(RUN)['model'])
+    assert sum(p.numel() for p in model.parameters()) == cost.count(RUN.model)['total']
+    arrays = of_torch(renamed(params))
+    model.load_state_dict({name: torch.tensor(array) for name, array in arrays.items()})
+    found = model(torch.tensor(tokens))
+    found.backward()
+    assert found.item() == pytest.approx(float(loss), rel=1e-5)
+    agree({n: p.grad.numpy() for n, p in model.named_parameters()}, of_torch(renamed(grads)))
+
+
+def of_torch(params):
+    """The arrays as `torch_gpt` names and transposes them: a linear layer has [out, in]."""
+    arrays = {'embedding': params['embedding'], 'position': params['position']}
+    arrays['norm'] = params['gain']
+    for number, layer in enumerate(params['layers']):
+        block = {'attention_norm': layer['attention_gain'], 'mlp_norm': layer['mlp_gain']}
+        block['qkv'] = np.concatenate([layer[name].reshape(16, 16).T for name in 'qkv'])
+        block['out'] = layer['o'].reshape(16, 16).T
+        block |= {'mlp_in': layer['in'].T, 'mlp_out': layer['out'].T}
+        arrays |= {f'blocks.{number}.{name}': array for name, array in block.items()}
+    return {f'{name}.weight': np.asarray(array) for name, array in arrays.items()}
+
+
+def test_a_step_of_a_stack_is_one_of_one_of_its_trials():
+    stack = works.train(suites.settings(RUN, dispatch=2, trials=3, lifting='map'))
+    assert stack.steps == 2 * 3 and stack.extra['tokens'] == 2 * 12
+    assert stack.extra['flops'] == 24 * cost.training_flops_per_token(RUN.model)
+    assert stack.run(1)['loss'].shape == (2, 3)
+
+
+def test_the_cache_holds_what_the_cost_of_a_variant_predicts():
+    work = works.greedy(suites.settings(RUN)['model'], rows=2, prompt=2, tokens=3)
+    assert work.extra['cache_bytes'] == 4 * 2 * 2 * 16 * 2 * 12  # k and v, 2 layers, rows, context
+    assert work.extra['predicted_cache_bytes'] == work.extra['cache_bytes']
+    assert (work.steps, work.extra['tokens']) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ('given', 'expected'),
+    [
+        ('', '--suite=NAME is required, e.g. --suite=steps'),
+        ('--suite=stepz', 'unknown --suite=stepz; known are steps, stacks, decoding, study'),
+        ('--suite=steps --scale=cup', 'flag --scale=cup: value should be one of <cpu|gpu|smoke>'),
+        ('--suite=steps --variants=qk/voo', '--variants=qk/voo: model: unknown value '),
+        ('--suite=steps --variants=qk', "--variants=qk: variant 'qk' must be written score/value"),
+    ],
+)
+def test_what_cannot_run_is_refused(given, expected, script_here, tmp_path):
+    done = script_here('benchmark', *given.split())
+    assert done.returncode == 2 and done.stderr.count('\n') == 1
+    assert done.stderr.startswith(expected) and not (tmp_path / 'runs').exists()
+
+
+@pytest.mark.slow
+def test_the_smallest_run_measures_every_row(script, tmp_path):
+    done = script('benchmark', f'--suite={",".join(suites.SUITES)}', '--scale=smoke', '--out=out')
+    assert done.returncode == 0, done.stderr
+    groups = json.loads((tmp_path / 'out/benchmark.json').read_text())['groups']
+    assert {group['suite'] for group in groups} == {*suites.SUITES}
+    rows = [row for group in groups for row in group['rows']]
+    assert len(rows) >= 14 and all(row['rounds'] for row in rows)
