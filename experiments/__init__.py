@@ -2,15 +2,15 @@
 
 import sys
 
-from qkattn.run import signals
+from qkattn.jobs import signals
 
 # While Python looks for the script of `python -m experiments.NAME`; before imports of seconds.
 if sys.argv[0] == '-m':
     module = next((word for word in sys.orig_argv if 'experiments.' in word), '')
     signals.leave_while_starting(module.rpartition('.')[2])
 
-from qkattn.run import starting
-from qkattn.run.memory import keep_freed_memory
+from qkattn.jobs import starting
+from qkattn.jobs.memory import keep_freed_memory
 
 if sys.argv[0] == '-m':
     keep_freed_memory()  # before there are other threads, that of the display too

@@ -13,10 +13,10 @@ from typing import Any
 from absl import flags
 
 from qkattn.config import Study
-from qkattn.distributed import agreement, bootstrap
 from qkattn.errors import ConfigError
-from qkattn.run import cli, leases, signals
-from qkattn.run.progress import waiting
+from qkattn.jobs import agreement, bootstrap, cli, signals
+from qkattn.jobs.progress import waiting
+from qkattn.storage import leases
 from qkattn.study import estimate, local_workers, worker, yardsticks
 from qkattn.study.arms import Arm, build_arms, table
 from qkattn.train.program_cache import keep_programs

@@ -27,14 +27,14 @@ from qkattn.data.pipeline import eval_batches
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
+from qkattn.jobs import cli
 from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer
 from qkattn.report.figures import attention_figure
 from qkattn.report.figures.style import Drawing, render, style_sheet
 from qkattn.report.tables import text_table
-from qkattn.run import cli
-from qkattn.run.files import as_path, make_directory, write_atomic
-from qkattn.run.records import write_json
+from qkattn.storage.files import as_path, make_directory, write_atomic
+from qkattn.storage.records import write_json
 from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Model to measure; also without --source=.')

@@ -17,10 +17,10 @@ from qkattn.claims.deciding import decide
 from qkattn.claims.protocol import SCALES
 from qkattn.claims.results import Results
 from qkattn.errors import ConfigError, ProcessError
+from qkattn.jobs import cli, signals
+from qkattn.jobs.progress import waiting
 from qkattn.report.claim_results import NAME, ClaimResult, read_claims, write_claims
-from qkattn.run import cli, signals
-from qkattn.run.buckets import is_url
-from qkattn.run.progress import waiting
+from qkattn.storage.buckets import is_url
 from qkattn.study import local_workers
 from qkattn.train.program_cache import keep_programs
 

@@ -17,8 +17,8 @@ from absl import flags
 from qkattn import pretrained
 from qkattn.convert import CONVERSIONS, convert_model, logit_error, parse_conversion, require_exact
 from qkattn.errors import ConfigError, ConversionError
-from qkattn.run import cli
-from qkattn.run.files import as_path
+from qkattn.jobs import cli
+from qkattn.storage.files import as_path
 from qkattn.train import exported
 from qkattn.train.program_cache import keep_programs
 

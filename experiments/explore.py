@@ -10,9 +10,9 @@ from qkattn.errors import ConfigError
 from qkattn.explore.bench import Bench, sympy
 from qkattn.explore.page import page
 from qkattn.explore.worked import worked
-from qkattn.run import cli
-from qkattn.run.files import as_path, make_directory, write_atomic
-from qkattn.run.progress import waiting
+from qkattn.jobs import cli
+from qkattn.jobs.progress import waiting
+from qkattn.storage.files import as_path, make_directory, write_atomic
 from qkattn.train.program_cache import keep_programs
 
 VARIANT = flags.DEFINE_string('variant', None, 'Variant score/value, with options of its circuits.')

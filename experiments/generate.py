@@ -18,8 +18,8 @@ from qkattn import pretrained
 from qkattn.config import DataConfig
 from qkattn.decode.generate import generate, search
 from qkattn.errors import ConfigError
+from qkattn.jobs import cli
 from qkattn.model import Decoder, Encoder
-from qkattn.run import cli
 from qkattn.train.program_cache import keep_programs
 
 log = logging.getLogger('qkattn.generate')

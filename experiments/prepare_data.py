@@ -15,7 +15,7 @@ from absl import flags
 from qkattn.config import Config
 from qkattn.data.shards.prepare_shards import SHARD_TOKENS, prepare, verify
 from qkattn.errors import ConfigError
-from qkattn.run import cli, signals
+from qkattn.jobs import cli, signals
 
 CONFIG = cli.define_config(Config)
 OUT = flags.DEFINE_string('out', None, 'Directory of the shards; the same directory goes on.')

@@ -13,10 +13,11 @@ from absl import flags
 
 from qkattn import report
 from qkattn.errors import ReportError
+from qkattn.jobs import cli
+from qkattn.jobs.progress import waiting
 from qkattn.report.export import export
-from qkattn.run import cli, ledger
-from qkattn.run.files import as_path
-from qkattn.run.progress import waiting
+from qkattn.storage import ledger
+from qkattn.storage.files import as_path
 
 STUDY = flags.DEFINE_string('study', None, 'Study directory, as written by experiments.ablate.')
 RUN = flags.DEFINE_string('run', None, 'Run directory, as written by experiments.train.')

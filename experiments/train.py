@@ -10,11 +10,10 @@ from typing import Any
 from absl import flags
 
 from qkattn.config import Config
-from qkattn.distributed import agreement, bootstrap
 from qkattn.errors import ConfigError
+from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.metrics import METRICS, PREFIXES
-from qkattn.run import cli, signals
-from qkattn.run.files import as_path
+from qkattn.storage.files import as_path
 from qkattn.train import dry_run, pods, topology, train
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.results import FINISHED

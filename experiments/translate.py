@@ -21,8 +21,8 @@ from qkattn.data.load import load
 from qkattn.data.parallel import PairDataset
 from qkattn.decode.translate import score_split, translate
 from qkattn.errors import ConfigError
-from qkattn.run import cli
-from qkattn.run.files import as_path, write_atomic
+from qkattn.jobs import cli
+from qkattn.storage.files import as_path, write_atomic
 from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Run directory of an encoder-decoder.')

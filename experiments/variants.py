@@ -5,7 +5,7 @@ python -m experiments.variants
 
 from absl import flags
 
-from qkattn.run import cli
+from qkattn.jobs import cli
 from qkattn.study import catalogue
 
 MARKDOWN = flags.DEFINE_bool('markdown', False, 'Print tables in Markdown instead.')

@@ -14,11 +14,11 @@ from experiments.benchmark import record
 from qkattn.claims import export
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ConfigError, ReportError
+from qkattn.jobs import cli
 from qkattn.model import cost
 from qkattn.report import claim_results, verify
 from qkattn.report.printed_numbers import check_numbers, uncovered
 from qkattn.report.prose import counted
-from qkattn.run import cli
 from qkattn.verdict import load_findings
 
 ROOT = Path(__file__).parents[1]

@@ -9,13 +9,13 @@ import runpy
 import sys
 from pathlib import Path
 
-from qkattn.run import signals
+from qkattn.jobs import signals
 
 if __name__ == '__main__' or Path(sys.argv[0]).name == 'qkattn':  # before imports that take seconds
     signals.leave_while_starting(''.join(sys.argv[1:2]))
 
 from qkattn import __version__
-from qkattn.run import cli, readers, starting
+from qkattn.jobs import cli, readers, starting
 
 
 def main() -> None:

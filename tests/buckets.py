@@ -8,7 +8,7 @@ import fsspec
 import pytest
 from etils.epath import backend
 
-from qkattn.run import buckets
+from qkattn.storage import buckets
 
 CACHES = (buckets._prepare, buckets._client, buckets._open)
 

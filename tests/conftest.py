@@ -36,7 +36,7 @@ from qkattn.config import (
     TrialsConfig,
 )
 from qkattn.data.load import load
-from qkattn.run import provenance
+from qkattn.storage import provenance
 from qkattn.train.program_cache import keep_programs
 from tests.browser import chromium  # noqa: F401, a fixture
 from tests.buckets import bucket  # noqa: F401, a fixture

@@ -17,7 +17,7 @@ from qkattn.config import (
     to_json,
 )
 from qkattn.metrics import result_fields
-from qkattn.run import ledger
+from qkattn.storage import ledger
 from qkattn.study.tuning import MODEL_KNOBS
 
 NATS_PER_BIT = 0.6931471805599453

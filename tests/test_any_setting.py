@@ -27,7 +27,7 @@ from qkattn.config import (
 )
 from qkattn.config import setting as declared
 from qkattn.errors import CheckpointError, ConfigError
-from qkattn.run.cli import MALFORMED
+from qkattn.jobs.cli import MALFORMED
 from qkattn.study import worker
 from qkattn.study.arms import build_arms, table
 from qkattn.train import program, train

@@ -17,9 +17,9 @@ from absl import flags
 from qkattn.config import Study, from_config_dict
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
+from qkattn.jobs import cli
 from qkattn.model.sites import validate
 from qkattn.report.printed_numbers import check_numbers
-from qkattn.run import cli
 from qkattn.study import catalogue
 from qkattn.study.arms import build_arms
 from tests.attention import examples

@@ -21,9 +21,9 @@ from experiments.benchmark import record
 from experiments.benchmark.suites import SCALES, SUITES, settings
 from qkattn.config import Config, from_json
 from qkattn.errors import ConfigError
+from qkattn.jobs import cli, cores
 from qkattn.model.sites import validate
-from qkattn.run import cli, cores
-from qkattn.run.provenance import RECORDED_VERSIONS, git_state
+from qkattn.storage.provenance import RECORDED_VERSIONS, git_state
 
 SUITE = flags.DEFINE_list('suite', None, f'What is measured, several of {", ".join(SUITES)}.')
 SCALE = flags.DEFINE_enum('scale', 'cpu', [*SCALES], 'Sizes; the times of smoke mean nothing.')

@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkattn.run.cores import usable
-from qkattn.run.memory import keep_freed_memory
-from qkattn.run.progress import waiting
+from qkattn.jobs.cores import usable
+from qkattn.jobs.memory import keep_freed_memory
+from qkattn.jobs.progress import waiting
 
 ROOT = str(Path(__file__).parents[2])
 OWN = 'experiments.benchmark.works'  # programs as qkattn's scripts run them

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from experiments.benchmark.race import Measurement
 from qkattn.errors import ReportError
 from qkattn.report.tables import markdown_table, text_table
-from qkattn.run.files import write_atomic
-from qkattn.run.records import parse_json
+from qkattn.storage.files import write_atomic
+from qkattn.storage.records import parse_json
 
 SCHEMA = 1
 FILE = 'benchmark.json'

@@ -26,9 +26,9 @@ from qkattn.config import (
 )
 from qkattn.config.calls import split_variant
 from qkattn.errors import ConfigError, ProcessError
+from qkattn.jobs.cores import usable
 from qkattn.model import cost
 from qkattn.model.sites import validate
-from qkattn.run.cores import usable
 from qkattn.study.catalogue import documented_variants
 
 log = logging.getLogger('qkattn.benchmark')

@@ -14,13 +14,13 @@ from qkattn.claims.protocol import SCALES
 from qkattn.claims.results import marker
 from qkattn.config import Study, fingerprint, from_config_dict
 from qkattn.errors import ConfigError, DiskError, ProcessError
+from qkattn.jobs import cli
+from qkattn.jobs.progress import waiting
 from qkattn.report import write_report
-from qkattn.run import cli
-from qkattn.run.file_schemas import START
-from qkattn.run.files import check_directory, make_directory
-from qkattn.run.progress import waiting
-from qkattn.run.provenance import describe_start
-from qkattn.run.records import read_json, write_json
+from qkattn.storage.file_schemas import START
+from qkattn.storage.files import check_directory, make_directory
+from qkattn.storage.provenance import describe_start
+from qkattn.storage.records import read_json, write_json
 from qkattn.study import declaration, local_workers, yardsticks
 from qkattn.study.arms import build_arms
 

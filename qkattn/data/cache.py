@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qkattn.errors import ConfigError
-from qkattn.run.files import expanded
-from qkattn.run.locks import locked
-from qkattn.run.records import parse_file
+from qkattn.storage.files import expanded
+from qkattn.storage.locks import locked
+from qkattn.storage.records import parse_file
 
 T = TypeVar('T')
 

@@ -18,7 +18,7 @@ import numpy as np
 from qkattn.data.cache import DamagedCache, check_sha256, prepared_once, read_description
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
-from qkattn.run.files import replacing, write_atomic
+from qkattn.storage.files import replacing, write_atomic
 
 SPLITS = ('train', 'validation', 'test')
 

@@ -17,8 +17,8 @@ from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.decode.beam import Hypotheses, beam_search
 from qkattn.decode.kv_cache import decode_step, encode_source, prefill, take_rows
 from qkattn.decode.translation_scores import translation_scores
-from qkattn.distributed import agreement
 from qkattn.errors import ConfigError
+from qkattn.jobs import agreement
 from qkattn.metrics import PREFIXES
 from qkattn.model import EncoderDecoder, with_params
 

@@ -17,7 +17,7 @@ from qkattn.config import ModelConfig
 from qkattn.errors import LayoutError
 from qkattn.pretrained.layout import HEAD, config_of, to_params, to_tensors
 from qkattn.pretrained.tensors import find_safetensors, normalized, read_json, read_safetensors
-from qkattn.run.files import as_path, replacing, write_atomic
+from qkattn.storage.files import as_path, replacing, write_atomic
 
 # The defaults of transformers for what config.json leaves out, as the published files often do.
 DEFAULTS: dict[str, Any] = {

@@ -14,7 +14,7 @@ from qkattn.config import ModelConfig
 from qkattn.errors import LayoutError
 from qkattn.pretrained.layout import config_of, to_params
 from qkattn.pretrained.tensors import normalized, read_safetensors
-from qkattn.run.files import as_path, local_copy
+from qkattn.storage.files import as_path, local_copy
 
 # torch.nn.Linear stores [outputs, inputs].
 TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from qkattn.errors import LayoutError
 from qkattn.pretrained.layout import Tensors
-from qkattn.run.files import local_copy
-from qkattn.run.records import parse_json
+from qkattn.storage.files import local_copy
+from qkattn.storage.records import parse_json
 
 # Prefixes of torch.compile, of DataParallel, and of the Hugging Face model with a head.
 PREFIXES = ('_orig_mod.', 'module.', 'transformer.')

@@ -13,8 +13,8 @@ from qkattn.report.run_page import write_run_report
 from qkattn.report.tables import csv_table, headline, report_markdown, report_text
 from qkattn.report.terminal import fitted, terminal_text, width_of_terminal
 from qkattn.report.trials import trials_csv
-from qkattn.run import ledger
-from qkattn.run.files import write_atomic
+from qkattn.storage import ledger
+from qkattn.storage.files import write_atomic
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, find, load_study
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from qkattn.errors import ReportError
-from qkattn.run import ledger
-from qkattn.run.files import write_atomic
-from qkattn.run.records import parse_file
+from qkattn.storage import ledger
+from qkattn.storage.files import write_atomic
+from qkattn.storage.records import parse_file
 from qkattn.verdict.load import Study, load_study
 
 FILES = (

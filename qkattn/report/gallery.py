@@ -21,7 +21,7 @@ from qkattn.report.page import described, style
 from qkattn.report.prose import END, NONE, environment, tidy
 from qkattn.report.sheets import Heading, sheets
 from qkattn.report.tables import markdown_table
-from qkattn.run.files import write_atomic
+from qkattn.storage.files import write_atomic
 from qkattn.verdict import Findings, Study, load_findings
 
 PAGE = 'claims.html'

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
-from qkattn.run.records import parse_json
+from qkattn.storage.records import parse_json
 
 # Decimals and percentages.
 MEASURED = re.compile(r'(?<![\w.,/^-])[-+]?\d[\d,]*(?:\.\d+(?:e[-+]?\d+)?(?!\w|\.\d)|(?= %))')

@@ -13,7 +13,7 @@ from typing import Any
 
 from qkattn.config import TrialsConfig, fingerprint_of, from_json
 from qkattn.metrics import LOGGED, PREFIXES, bits_per_byte, perplexity, result_fields
-from qkattn.run.records import FINISHED, for_each_line
+from qkattn.storage.records import FINISHED, for_each_line
 from qkattn.verdict import Study
 from qkattn.verdict.documents import COUNTS
 from qkattn.verdict.runs import PlannedRun

@@ -26,10 +26,10 @@ from qkattn.report.figures.style import (
 from qkattn.report.page import style
 from qkattn.report.prose import NONE, counted, data_name, environment, plain, si
 from qkattn.report.sheets import Heading
-from qkattn.run.file_schemas import CONFIG, PROVENANCE, read_results
-from qkattn.run.files import as_path, write_atomic
-from qkattn.run.json_schema import flat
-from qkattn.run.records import read_json, read_metrics
+from qkattn.storage.file_schemas import CONFIG, PROVENANCE, read_results
+from qkattn.storage.files import as_path, write_atomic
+from qkattn.storage.json_schema import flat
+from qkattn.storage.records import read_json, read_metrics
 
 _WIDE, _NARROW = Look({}), Look({}, narrow=True)
 

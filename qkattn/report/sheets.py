@@ -21,7 +21,7 @@ from qkattn.report.prose import (
     si,
     words,
 )
-from qkattn.run import ledger
+from qkattn.storage import ledger
 from qkattn.study.place import Place
 from qkattn.verdict import trained
 from qkattn.verdict.arms import Arm

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 from markupsafe import Markup
 
+from qkattn.jobs.shown import visible
 from qkattn.report import prose
 from qkattn.report.column import Column
 from qkattn.report.columns import columns, measured
 from qkattn.report.prose import one_line, rounded, sentences
 from qkattn.report.sheets import Heading, sheets
-from qkattn.run.shown import visible
 from qkattn.stats.inference import LEVEL, POWER
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings

@@ -5,12 +5,12 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from qkattn.jobs.shown import visible
 from qkattn.report.columns import columns
 from qkattn.report.figures.style import short
 from qkattn.report.prose import one_line
 from qkattn.report.sheets import Heading, yardsticks
 from qkattn.report.tables import headings, printed, summary, text_table
-from qkattn.run.shown import visible
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 

@@ -40,9 +40,9 @@ from qkattn.errors import ReportError
 from qkattn.report import claim_results, documents, figure_data, gallery, run_checks, tables
 from qkattn.report.figures import figures
 from qkattn.report.prose import DIGITS, rounded
-from qkattn.run import ledger
-from qkattn.run.files import write_atomic
-from qkattn.run.records import for_each_line, read_json
+from qkattn.storage import ledger
+from qkattn.storage.files import write_atomic
+from qkattn.storage.records import for_each_line, read_json
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, load_findings
 

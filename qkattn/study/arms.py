@@ -11,7 +11,7 @@ from qkattn.config.validate import check_section
 from qkattn.errors import ConfigError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import validate
-from qkattn.run.sinks import check_sinks
+from qkattn.storage.sinks import check_sinks
 from qkattn.study import matching
 from qkattn.study.matching import buildable
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place

@@ -22,11 +22,11 @@ from qkattn.config import (
     with_machine_of,
 )
 from qkattn.errors import ConfigError, UnknownFieldError
-from qkattn.run import ledger
-from qkattn.run.file_schemas import PLACE, STUDY
-from qkattn.run.json_schema import check
-from qkattn.run.locks import locked
-from qkattn.run.records import damaged, parse_json, read_json, write_json
+from qkattn.storage import ledger
+from qkattn.storage.file_schemas import PLACE, STUDY
+from qkattn.storage.json_schema import check
+from qkattn.storage.locks import locked
+from qkattn.storage.records import damaged, parse_json, read_json, write_json
 from qkattn.study.place import Place
 from qkattn.study.plan import PlannedRun
 

@@ -22,11 +22,11 @@ import tqdm
 
 from qkattn.config import Study
 from qkattn.errors import ConfigError, ProcessError, Stopped
-from qkattn.run import children, cli, cores, signals
-from qkattn.run.crew_display import CrewDisplay
-from qkattn.run.files import check_directory
-from qkattn.run.progress import Progress
-from qkattn.run.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
+from qkattn.jobs import children, cli, cores, signals
+from qkattn.jobs.crew_display import CrewDisplay
+from qkattn.jobs.progress import Progress
+from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
+from qkattn.storage.files import check_directory
 from qkattn.study import declaration, plan, worker
 from qkattn.study.arms import Arm
 from qkattn.study.plan import PlannedRun

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qkattn.config import Config, Study, TrialsConfig, fingerprint, to_json
-from qkattn.run.records import FINISHED, to_jsonable
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
+from qkattn.storage.records import FINISHED, to_jsonable
 from qkattn.study.arms import Arm, base_of, controls_of, corpora_of, grids, is_tuned, looks_of
 from qkattn.study.place import LONGER, Place
 from qkattn.study.tuning import (

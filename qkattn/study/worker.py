@@ -20,8 +20,6 @@ import jax
 from qkattn.config import Config, Study, from_json, to_json
 from qkattn.data.documents import check_documents
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.distributed import agreement
-from qkattn.distributed.agreement import owned
 from qkattn.errors import (
     CheckpointError,
     ConfigError,
@@ -31,15 +29,17 @@ from qkattn.errors import (
     RunDirectoryError,
     Stopped,
 )
-from qkattn.run import leases
-from qkattn.run.buckets import is_url
-from qkattn.run.file_schemas import CONFIG, as_results, read_results
-from qkattn.run.files import check_directory, make_directory, write_atomic
-from qkattn.run.json_schema import check
-from qkattn.run.locks import locked
-from qkattn.run.progress import StudyLeft, waiting
-from qkattn.run.records import damaged, parse_json, read_json, to_jsonable
-from qkattn.run.signals import StopRequest
+from qkattn.jobs import agreement
+from qkattn.jobs.agreement import owned
+from qkattn.jobs.progress import StudyLeft, waiting
+from qkattn.jobs.signals import StopRequest
+from qkattn.storage import leases
+from qkattn.storage.buckets import is_url
+from qkattn.storage.file_schemas import CONFIG, as_results, read_results
+from qkattn.storage.files import check_directory, make_directory, write_atomic
+from qkattn.storage.json_schema import check
+from qkattn.storage.locks import locked
+from qkattn.storage.records import damaged, parse_json, read_json, to_jsonable
 from qkattn.study import declaration, plan
 from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun

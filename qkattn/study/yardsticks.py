@@ -29,14 +29,14 @@ from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tasks.task_registry import rows_of, task_of
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.errors import CheckpointError, ConfigError
+from qkattn.jobs.progress import waiting
 from qkattn.metrics import PREFIXES
-from qkattn.run.file_schemas import PLACE, START
-from qkattn.run.files import absolute
-from qkattn.run.ledger import YARDSTICKS
-from qkattn.run.progress import waiting
-from qkattn.run.provenance import describe_start
-from qkattn.run.records import FINISHED, parse_json, read_json, to_jsonable, write_json
 from qkattn.stats import ngrams
+from qkattn.storage.file_schemas import PLACE, START
+from qkattn.storage.files import absolute
+from qkattn.storage.ledger import YARDSTICKS
+from qkattn.storage.provenance import describe_start
+from qkattn.storage.records import FINISHED, parse_json, read_json, to_jsonable, write_json
 from qkattn.study.place import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import SCREENING, VERDICT
 from qkattn.train import step, targets

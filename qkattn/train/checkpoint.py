@@ -23,18 +23,18 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from qkattn import __version__
-from qkattn.distributed import agreement
 from qkattn.errors import CheckpointError
-from qkattn.run import buckets
-from qkattn.run.files import (
+from qkattn.jobs import agreement
+from qkattn.storage import buckets
+from qkattn.storage.files import (
     disk_errors,
     drop_echoes,
     remove_tree,
     require_room,
     require_same_directory,
 )
-from qkattn.run.json_schema import check
-from qkattn.run.records import parse_file, parse_json, remove_checksum, with_checksum
+from qkattn.storage.json_schema import check
+from qkattn.storage.records import parse_file, parse_json, remove_checksum, with_checksum
 from qkattn.train import checksums
 
 T = TypeVar('T')

@@ -23,9 +23,9 @@ from flax import traverse_util
 from qkattn.config import Config, ModelConfig, from_json, to_json
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
-from qkattn.run.file_schemas import CONFIG
-from qkattn.run.files import absolute, local_copy, replacing
-from qkattn.run.records import read_json, write_json
+from qkattn.storage.file_schemas import CONFIG
+from qkattn.storage.files import absolute, local_copy, replacing
+from qkattn.storage.records import read_json, write_json
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.checksums import crc32s
 from qkattn.train.step import init_stack

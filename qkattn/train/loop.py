@@ -16,17 +16,17 @@ from qkattn.config import Config
 from qkattn.data.pipeline import TrainBatches
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.distributed import agreement
-from qkattn.distributed.agreement import owned, owner_first
 from qkattn.errors import Lost, Stopped
+from qkattn.jobs import agreement
+from qkattn.jobs.agreement import owned, owner_first
+from qkattn.jobs.progress import Progress, StudyLeft
+from qkattn.jobs.signals import StopRequest
 from qkattn.model.sites import validate
-from qkattn.run.file_schemas import read_results
-from qkattn.run.files import check_directory
-from qkattn.run.progress import Progress, StudyLeft
-from qkattn.run.records import write_json
-from qkattn.run.run_directory import RunDirectory
-from qkattn.run.signals import StopRequest
-from qkattn.run.sinks import Sinks, check_sinks
+from qkattn.storage.file_schemas import read_results
+from qkattn.storage.files import check_directory
+from qkattn.storage.records import write_json
+from qkattn.storage.run_directory import RunDirectory
+from qkattn.storage.sinks import Sinks, check_sinks
 from qkattn.train import results, sharding
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.clock import Clock

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from qkattn.config import Config
 from qkattn.data.tasks.task_registry import task_of
-from qkattn.distributed import agreement
+from qkattn.jobs import agreement
+from qkattn.jobs.memory import keep_freed_memory
 from qkattn.model.sites import check_kernel
-from qkattn.run.memory import keep_freed_memory
 from qkattn.train import attention_metrics, sharding
 from qkattn.train.compiling import without_cache
 from qkattn.train.evaluation import eval_step

@@ -14,7 +14,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from qkattn.errors import ConfigError
-from qkattn.run.files import expanded
+from qkattn.storage.files import expanded
 
 LIMIT = 4 * 2**30
 """Bytes in the user's cache beyond which programs are deleted, least recently used first."""

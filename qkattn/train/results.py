@@ -15,7 +15,7 @@ from qkattn.data.tasks.rows import Rows
 from qkattn.metrics import EVALUATED, METRICS, PREFIXES, bits_per_byte, result_fields
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
-from qkattn.run.records import DIVERGED, FINISHED, to_jsonable
+from qkattn.storage.records import DIVERGED, FINISHED, to_jsonable
 from qkattn.train.measurements import (
     STACK_MEASUREMENTS,
     TRIAL_MEASUREMENTS,

@@ -12,11 +12,11 @@ import numpy as np
 
 from qkattn.config import Config, Study, TrainConfig, differences, to_json
 from qkattn.data.tasks.rows import Rows
-from qkattn.distributed import agreement
 from qkattn.errors import CheckpointError, ConfigError
-from qkattn.run.file_schemas import PROVENANCE, START
-from qkattn.run.progress import waiting
-from qkattn.run.records import read_json, write_json
+from qkattn.jobs import agreement
+from qkattn.jobs.progress import waiting
+from qkattn.storage.file_schemas import PROVENANCE, START
+from qkattn.storage.records import read_json, write_json
 from qkattn.train import exported
 from qkattn.train import program as programs
 from qkattn.train.checkpoint import Checkpoints

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from qkattn.config import Config
-from qkattn.distributed import agreement
 from qkattn.errors import ConfigError
-from qkattn.run import buckets
-from qkattn.run.progress import Progress
+from qkattn.jobs import agreement
+from qkattn.jobs.progress import Progress
+from qkattn.storage import buckets
 
 SKIPPED, TRACED = 2, 3
 """Dispatches before the trace, and of it, where no steps are named."""

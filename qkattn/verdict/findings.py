@@ -9,8 +9,8 @@ import hashlib
 import math
 from pathlib import Path
 
-from qkattn.run.files import as_path
 from qkattn.stats import scaling
+from qkattn.storage.files import as_path
 from qkattn.study.place import EQUAL_SHAPE, Expected, Place, parse_expected
 from qkattn.verdict import hygiene, judging, parts, trained
 from qkattn.verdict.arms import Arm, Group, arms_of

@@ -10,9 +10,9 @@ from typing import Any
 
 from qkattn.config import ANNEALED, OptimizerConfig
 from qkattn.config.serialize import OF_MACHINE
-from qkattn.run import ledger
-from qkattn.run.json_schema import flat
 from qkattn.stats.inference import MIN_DOCUMENTS
+from qkattn.storage import ledger
+from qkattn.storage.json_schema import flat
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT
 from qkattn.verdict import trained

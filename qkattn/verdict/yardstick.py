@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from qkattn.run import ledger
-from qkattn.run.file_schemas import PLACE
-from qkattn.run.json_schema import check, read
-from qkattn.run.records import parse_file
+from qkattn.storage import ledger
+from qkattn.storage.file_schemas import PLACE
+from qkattn.storage.json_schema import check, read
+from qkattn.storage.records import parse_file
 from qkattn.study.place import Place
 
 

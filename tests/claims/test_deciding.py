@@ -12,7 +12,7 @@ from qkattn.claims.needs import needed
 from qkattn.claims.results import Results
 from qkattn.errors import ConfigError
 from qkattn.report.claim_results import ClaimVerdict, Kind, Row, Speaks
-from qkattn.run.records import write_json
+from qkattn.storage.records import write_json
 from qkattn.verdict import Decision
 from tests.claims.conftest import PLAIN, REFORMER
 

@@ -11,7 +11,7 @@ import pytest
 from qkattn.claims.measures import drift
 from qkattn.model import with_params
 from qkattn.report.claim_results import Speaks
-from qkattn.run.records import parse_file, write_json
+from qkattn.storage.records import parse_file, write_json
 from qkattn.train.step import init_trial
 
 

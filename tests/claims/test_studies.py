@@ -15,7 +15,7 @@ from qkattn.config import (
     TrialsConfig,
 )
 from qkattn.errors import DiskError, ProcessError
-from qkattn.run.file_schemas import START
+from qkattn.storage.file_schemas import START
 
 RECORDED = []
 

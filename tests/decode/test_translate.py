@@ -12,8 +12,8 @@ from qkattn.config import Config, DecodeConfig, ModelConfig
 from qkattn.data.parallel import PairDataset
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.decode import translate, translation_scores
-from qkattn.distributed import agreement
 from qkattn.errors import ConfigError
+from qkattn.jobs import agreement
 from qkattn.model import EncoderDecoder, build
 from tests.data.datasets import token_dataset
 

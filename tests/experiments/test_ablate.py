@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from qkattn.run.records import read_json, read_metrics
+from qkattn.storage.records import read_json, read_metrics
 from tests.processes import other_modes, umask
 from tests.test_readme import example_code
 

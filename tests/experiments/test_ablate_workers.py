@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from qkattn.run import cores
-from qkattn.run.records import read_json, read_metrics
+from qkattn.jobs import cores
+from qkattn.storage.records import read_json, read_metrics
 from tests.experiments.test_ablate import lines
 
 FLAGS = (

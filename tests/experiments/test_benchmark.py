@@ -15,9 +15,9 @@ from experiments.benchmark.race import Contestant, Measurement, Work, race
 from experiments.benchmark.record import Group
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ReportError
+from qkattn.jobs.cores import usable
 from qkattn.model import cost
 from qkattn.model.sites import validate
-from qkattn.run.cores import usable
 from qkattn.train import step
 
 RUN = suites.decoder(2, 16, 2, 12, 11, 2)

@@ -12,7 +12,7 @@ from qkattn.claims.studies import study_of
 from qkattn.config import fingerprint
 from qkattn.errors import ReportError
 from qkattn.report.claim_results import ClaimVerdict, read_claims, write_claims
-from qkattn.run.records import write_json
+from qkattn.storage.records import write_json
 from tests.studies import beat_yardsticks
 
 ROOT = Path(__file__).parents[2]

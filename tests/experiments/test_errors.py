@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkattn.run.progress import Progress
+from qkattn.jobs.progress import Progress
 
 LONG = 'x' * 300  # a file name has at most 255 bytes
 CASES = [

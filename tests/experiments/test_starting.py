@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import experiments
-from qkattn.run import memory, signals, starting
-from qkattn.run.progress import Progress
+from qkattn.jobs import memory, signals, starting
+from qkattn.jobs.progress import Progress
 from qkattn.study import catalogue
 from tests.lanes import only
 
@@ -120,7 +120,7 @@ def test_a_signal_ends_the_imports_in_one_line(tmp_path, command, module, stop, 
 def test_an_interrupt_behind_the_imports_has_no_traceback():
     program = """import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from qkattn.run import signals
+from qkattn.jobs import signals
 signals.leave_while_starting('verify')
 signals.started()
 try:

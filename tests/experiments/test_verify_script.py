@@ -7,7 +7,7 @@ import pytest
 from qkattn.config import fingerprint_of
 from qkattn.model import cost
 from qkattn.report.verify import NOT_COVERED
-from qkattn.run import ledger
+from qkattn.storage import ledger
 from tests.studies import run_config, trial_record, write_lines, write_study
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from getpass import getuser
 from pathlib import Path
 
-from tests.distributed.jobs import free_port
+from tests.jobs.jobs import free_port
 from tests.processes import ROOT
 
 LAUNCHER = ROOT / 'launch/slurm.py'

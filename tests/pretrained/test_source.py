@@ -12,7 +12,7 @@ import pytest
 from qkattn.config import to_json
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.pretrained import load, load_model
-from qkattn.run.records import write_json
+from qkattn.storage.records import write_json
 from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.step import init_stack

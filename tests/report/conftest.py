@@ -17,7 +17,7 @@ from qkattn.config import fingerprint_of
 from qkattn.report.export import export
 from qkattn.report.figures import plots
 from qkattn.report.figures.style import Rendered
-from qkattn.run import ledger
+from qkattn.storage import ledger
 from tests.studies import tuned_arm, write_lines, write_tuned
 
 BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))

@@ -9,7 +9,7 @@ from qkattn.config import Config, TrainConfig, TrialsConfig, fingerprint, to_jso
 from qkattn.errors import ReportError
 from qkattn.report import show_run_report
 from qkattn.report.run_page import load_run, loss_curves, trial_table
-from qkattn.run.records import write_json
+from qkattn.storage.records import write_json
 from tests.studies import result_record
 
 CONFIG = Config(train=TrainConfig(num_steps=400), trials=TrialsConfig(seeds=(3, 4)))

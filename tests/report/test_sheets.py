@@ -11,7 +11,7 @@ from qkattn.report.equations import form
 from qkattn.report.figures import figures
 from qkattn.report.sheets import sheets
 from qkattn.report.tables import csv_table, report_text, settings, summary
-from qkattn.run import ledger
+from qkattn.storage import ledger
 from qkattn.verdict import find, load_study
 from tests.report.conftest import controlled, shifted
 from tests.studies import edit_plan, run_name, tuned_arm, write_tuned, write_yardsticks

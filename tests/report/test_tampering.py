@@ -13,8 +13,8 @@ from qkattn import report
 from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
 from qkattn.report import verify
-from qkattn.run import ledger
-from qkattn.run.records import read_json, write_json
+from qkattn.storage import ledger
+from qkattn.storage.records import read_json, write_json
 from tests.studies import write_lines
 
 pytestmark = pytest.mark.usefixtures('blank')

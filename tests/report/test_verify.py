@@ -11,7 +11,7 @@ from qkattn import report
 from qkattn.errors import ReportError
 from qkattn.report.export import export
 from qkattn.report.verify import boundaries, check_page, check_study, difference, same_print
-from qkattn.run import ledger
+from qkattn.storage import ledger
 from qkattn.verdict import load_findings
 from tests.studies import trial_record, tuned_arm, write_lines, write_study, write_tuned
 

@@ -8,7 +8,7 @@ import pytest
 
 from qkattn.config import TrialsConfig, TuningConfig
 from qkattn.errors import ConfigError
-from qkattn.run.records import read_json, write_json
+from qkattn.storage.records import read_json, write_json
 from qkattn.study import worker
 from qkattn.study.arms import build_arms
 from qkattn.verdict import find, load_study

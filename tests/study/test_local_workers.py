@@ -14,7 +14,7 @@ import pytest
 
 from qkattn.config import MeshConfig
 from qkattn.errors import ConfigError
-from qkattn.run import children, cli, cores, signals
+from qkattn.jobs import children, cli, cores, signals
 from qkattn.study import local_workers, plan, worker
 from qkattn.study.arms import build_arms
 from qkattn.study.local_workers import Remaining
@@ -29,7 +29,7 @@ FORKS.set_forkserver_preload(['tests.study.test_local_workers'])
 # A worker that trains nothing: what it does, its directory, and the how-manieth it is.
 WORKER = """
 import os, pathlib, sys, time
-from qkattn.run import children
+from qkattn.jobs import children
 
 work, path, number = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 pipe = children.parent()

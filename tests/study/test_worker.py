@@ -26,10 +26,10 @@ from qkattn.errors import (
     RunDirectoryError,
     Stopped,
 )
-from qkattn.run import leases, ledger
-from qkattn.run.files import as_path
-from qkattn.run.records import read_json, to_jsonable, write_json
-from qkattn.run.signals import StopRequest
+from qkattn.jobs.signals import StopRequest
+from qkattn.storage import leases, ledger
+from qkattn.storage.files import as_path
+from qkattn.storage.records import read_json, to_jsonable, write_json
 from qkattn.study import declaration, local_workers, plan, worker
 from qkattn.study.arms import build_arms
 from tests.studies import result_record

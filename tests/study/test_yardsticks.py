@@ -10,9 +10,9 @@ from qkattn.config import to_json
 from qkattn.data import pipeline
 from qkattn.data.tasks.masked import MaskedRows
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.run.ledger import YARDSTICKS
-from qkattn.run.records import read_json
 from qkattn.stats import ngrams
+from qkattn.storage.ledger import YARDSTICKS
+from qkattn.storage.records import read_json
 from qkattn.study import yardsticks
 from qkattn.train import train
 

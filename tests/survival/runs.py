@@ -16,17 +16,16 @@ import jax
 import numpy as np
 
 from qkattn.config import Config
-from qkattn.distributed import bootstrap
 from qkattn.errors import Stopped
+from qkattn.jobs import bootstrap, signals
+from qkattn.jobs.progress import Progress
 from qkattn.metrics import TIMES
-from qkattn.run import signals
-from qkattn.run.progress import Progress
-from qkattn.run.records import read_json, read_metrics
+from qkattn.storage.records import read_json, read_metrics
 from qkattn.train import train
 from qkattn.train.checkpoint import UNFINISHED
 from qkattn.train.exported import load_stack
 from tests.compiled_programs import FLAGS
-from tests.distributed.jobs import free_port
+from tests.jobs.jobs import free_port
 
 FORKS = multiprocessing.get_context('forkserver')
 FORKS.set_forkserver_preload(['tests.survival.runs'])

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from qkattn.run.records import read_metrics
-from qkattn.run.signals import EXIT_REQUEUE
+from qkattn.jobs.signals import EXIT_REQUEUE
+from qkattn.storage.records import read_metrics
 from tests.survival import runs
 from tests.train.test_tasks import PAIRS
 

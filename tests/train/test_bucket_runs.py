@@ -19,11 +19,11 @@ from qkattn import pretrained
 from qkattn.config import MeshConfig, to_json
 from qkattn.errors import CheckpointError, ConfigError, InUseError
 from qkattn.metrics import TIMES
-from qkattn.run.files import as_path
-from qkattn.run.records import read_metrics
+from qkattn.storage.files import as_path
+from qkattn.storage.records import read_metrics
 from qkattn.train import exported, train
 from tests.compiled_programs import FLAGS
-from tests.distributed.jobs import ended, start_job
+from tests.jobs.jobs import ended, start_job
 from tests.processes import ROOT
 
 ONE_DEVICE = FLAGS.replace('device_count=8', 'device_count=1')
@@ -31,7 +31,7 @@ ONE_DEVICE = FLAGS.replace('device_count=8', 'device_count=1')
 RUN = """
     import json, sys
     from qkattn.config import Config, from_json
-    from qkattn.distributed import bootstrap
+    from qkattn.jobs import bootstrap
     from qkattn.train import train
     bootstrap.start()
     train(from_json(Config, json.loads(sys.argv[2])), sys.argv[1])

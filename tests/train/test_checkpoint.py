@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from qkattn import __version__
 from qkattn.config import MeshConfig
 from qkattn.errors import CheckpointError, DiskError
-from qkattn.run.records import with_checksum
+from qkattn.storage.records import with_checksum
 from qkattn.train import checkpoint, checksums
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.sharding import make_mesh

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qkattn.train import checksums
-from tests.distributed.jobs import ended, start_job
+from tests.jobs.jobs import ended, start_job
 from tests.train.test_checkpoint import rewrite_record, save, save_format_1, state_of
 
 JOB = """
@@ -15,7 +15,7 @@ JOB = """
     import jax
     import numpy as np
     from qkattn.config import MeshConfig
-    from qkattn.distributed import agreement, bootstrap
+    from qkattn.jobs import agreement, bootstrap
     from qkattn.errors import CheckpointError
     from qkattn.train import checksums
     from qkattn.train.checkpoint import Checkpoints

@@ -9,7 +9,7 @@ import pytest
 from qkattn.config import ModelConfig
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
-from qkattn.run.records import read_metrics
+from qkattn.storage.records import read_metrics
 from qkattn.train import exported, train
 from tests.processes import other_modes, umask
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from qkattn.errors import DiskError
-from qkattn.run.files import require_room
+from qkattn.storage.files import require_room
 from qkattn.train import checkpoint, train
 from tests.train.test_resume import outcome
 

@@ -7,9 +7,9 @@ import pytest
 
 from qkattn.data import pipeline
 from qkattn.errors import Lost, Stopped
-from qkattn.run import leases
-from qkattn.run.records import read_metrics
-from qkattn.run.signals import EXIT_REQUEUE
+from qkattn.jobs.signals import EXIT_REQUEUE
+from qkattn.storage import leases
+from qkattn.storage.records import read_metrics
 from qkattn.train import program, results, train
 from tests.experiments.conftest import RUN, STUDY
 from tests.lanes import only

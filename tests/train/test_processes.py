@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from qkattn.config import ControlsConfig, MeshConfig, Study, to_json
-from qkattn.run import leases, ledger
-from qkattn.run.records import read_json, read_metrics
-from qkattn.run.signals import EXIT_REQUEUE
+from qkattn.jobs.signals import EXIT_REQUEUE
+from qkattn.storage import leases, ledger
+from qkattn.storage.records import read_json, read_metrics
 from qkattn.study import worker
 from qkattn.train import program, train
 from qkattn.train.checkpoint import Checkpoints
 from tests.compiled_programs import FLAGS
-from tests.distributed.jobs import ended, start_job
+from tests.jobs.jobs import ended, start_job
 
 # Trains a run, or works on a study, per line of a file; a rank with lines of its own takes them.
 # The results go to a file, since Gloo prints. Process 0 loses a run after LOST_AFTER dispatches.
@@ -27,9 +27,9 @@ JOB = """
     import itertools, json, os, sys
     from pathlib import Path
     from qkattn.config import Config, Study, from_json
-    from qkattn.distributed import bootstrap
+    from qkattn.jobs import bootstrap
     from qkattn.errors import ConfigError, Lost
-    from qkattn.run import signals
+    from qkattn.jobs import signals
     from qkattn.study import worker
     from qkattn.train import start, train
 

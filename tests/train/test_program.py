@@ -9,7 +9,7 @@ import pytest
 
 from qkattn.config import MeshConfig, to_json
 from qkattn.errors import ConfigError
-from qkattn.run.records import read_json
+from qkattn.storage.records import read_json
 from qkattn.train import placement, program, sharding, start
 from qkattn.train.start import build_program
 

@@ -20,13 +20,13 @@ import pytest
 from qkattn import data
 from qkattn.config import MeshConfig, TrainConfig
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
-from qkattn.run.progress import Progress
-from qkattn.run.records import read_json, read_metrics, with_checksum
-from qkattn.run.signals import EXIT_REQUEUE
+from qkattn.jobs.progress import Progress
+from qkattn.jobs.signals import EXIT_REQUEUE
+from qkattn.storage.records import read_json, read_metrics, with_checksum
 from qkattn.train import loop, measurements, program, train
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.start import Divergences, pauses
-from tests.run.test_sinks import events
+from tests.storage.test_sinks import events
 
 pytestmark = pytest.mark.usefixtures('programs_kept')
 

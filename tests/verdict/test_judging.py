@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qkattn.run import ledger
 from qkattn.stats import decision, inference
+from qkattn.storage import ledger
 from qkattn.study.place import EXPECTED, LONGER, Place
 from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
 from tests.studies import (

@@ -18,8 +18,8 @@ from qkattn.config import (
     TuningConfig,
 )
 from qkattn.model import cost
-from qkattn.run import ledger
-from qkattn.run.records import to_jsonable
+from qkattn.storage import ledger
+from qkattn.storage.records import to_jsonable
 from qkattn.study import plan
 from qkattn.study.arms import build_arms
 from qkattn.study.place import EQUAL_SHAPE, LONGER

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from qkattn.run import ledger
+from qkattn.storage import ledger
 from qkattn.study.place import Place
 from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
 from qkattn.verdict.trained import standings

@@ -12,8 +12,8 @@ from qkattn.attention import Attention, AttentionSpec
 from qkattn.claims.checks.multiply_adds import factored, merged, scores
 from qkattn.claims.protocol import pick
 from qkattn.report.claim_results import Kind, Row, Speaks
-from qkattn.run.records import read_json, write_json
 from qkattn.stats import inference
+from qkattn.storage.records import read_json, write_json
 
 FILE = 'measures/crossover.json'
 _MEASURED = {'D': int, 'H': int, 'T': int, 'ratios': tuple[float, ...]}

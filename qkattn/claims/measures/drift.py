@@ -31,7 +31,7 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from qkattn.report.claim_results import Kind, Row, Speaks
-from qkattn.run.records import read_json, write_json
+from qkattn.storage.records import read_json, write_json
 from qkattn.train.optimizer import optimizer
 from qkattn.train.step import init_trial, train_trial
 

@@ -8,8 +8,8 @@ from qkattn import pretrained
 from qkattn.analysis import means
 from qkattn.model.transformer import Transformer
 from qkattn.report.claim_results import Kind, Row, Speaks
-from qkattn.run.records import read_json, write_json
 from qkattn.stats.inference import estimate
+from qkattn.storage.records import read_json, write_json
 from qkattn.study.tuning import SCREENING
 
 FILE = 'measures/factors.json'

@@ -10,7 +10,7 @@ import requests
 from qkattn.config import DataConfig
 from qkattn.data.cache import check_sha256, data_root, prepared_once, sha256_of
 from qkattn.errors import ConfigError
-from qkattn.run.files import expanded, replacing
+from qkattn.storage.files import expanded, replacing
 
 # Seconds to connect, and of silence while reading, after which a download counts as failed.
 TIMEOUT = (10, 60)

@@ -16,7 +16,7 @@ from qkattn.config.extras import load_extra
 from qkattn.data.cache import sha256_of
 from qkattn.data.corpora.corpus import Corpus, find_splits, parse_languages
 from qkattn.errors import ConfigError
-from qkattn.run.files import expanded
+from qkattn.storage.files import expanded
 
 # Rows that are read at a time.
 READ_TOGETHER = 1000

@@ -18,8 +18,8 @@ from typing import IO, NamedTuple, cast
 from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import Corpus, cut_at_lines, parse_languages
 from qkattn.errors import ConfigError
-from qkattn.run import buckets
-from qkattn.run.files import expanded, version_of
+from qkattn.storage import buckets
+from qkattn.storage.files import expanded, version_of
 
 SPLITS = ('train', 'validation', 'test')
 BLOCK = 1 << 20

@@ -45,8 +45,8 @@ from qkattn.data.shards.shard_index import (
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokens import entropy
 from qkattn.errors import ConfigError
-from qkattn.run.files import expanded, replacing, write_atomic
-from qkattn.run.locks import locked
+from qkattn.storage.files import expanded, replacing, write_atomic
+from qkattn.storage.locks import locked
 
 SHARD_TOKENS = 100_000_000
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from qkattn.config.extras import load_extra
 from qkattn.errors import ConfigError
-from qkattn.run import buckets
-from qkattn.run.files import expanded
+from qkattn.storage import buckets
+from qkattn.storage.files import expanded
 
 HEADER = 256
 HEADER_BYTES = 4 * HEADER

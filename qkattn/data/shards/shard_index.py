@@ -14,8 +14,8 @@ from qkattn.data.shards.shard_files import Counts, Files, Shard
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import restored
 from qkattn.errors import ConfigError
-from qkattn.run.json_schema import check
-from qkattn.run.records import parse_json
+from qkattn.storage.json_schema import check
+from qkattn.storage.records import parse_json
 
 INDEX = 'index.json'
 MODEL = 'tokenizer.json'

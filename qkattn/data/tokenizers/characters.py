@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from qkattn.run.records import parse_json
+from qkattn.storage.records import parse_json
 
 UNKNOWN = '\N{REPLACEMENT CHARACTER}'
 SEPARATOR = '\0'

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from qkattn.data.tokenizers.characters import valid_text
 from qkattn.errors import ConfigError
-from qkattn.run.files import expanded
+from qkattn.storage.files import expanded
 
 # The token between documents in vocabularies of GPT-2 and Llama 3.
 DOCUMENT_ENDS = ('<|endoftext|>', '<|begin_of_text|>')

@@ -27,7 +27,7 @@ from qkattn.data.tokenizers.file import FileTokenizer
 from qkattn.data.tokenizers.ids import IdTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from qkattn.errors import ConfigError
-from qkattn.run.files import write_atomic
+from qkattn.storage.files import write_atomic
 
 KINDS: dict[str, Any] = {
     'bytes': ByteTokenizer,

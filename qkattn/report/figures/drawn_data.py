@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter
 
 from qkattn.report.prose import rounded
-from qkattn.run.records import to_jsonable
+from qkattn.storage.records import to_jsonable
 
 
 def drawn_data(figure: Figure) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qkattn.report.figures.style import Drawing, render
-from qkattn.run.files import write_atomic
+from qkattn.storage.files import write_atomic
 
 
 def write_plots(

@@ -5,7 +5,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 
-from qkattn.run import buckets
+from qkattn.storage import buckets
 
 LAYOUTS = {'uint16': (20240520, 1), 'uint32': (20240801, 7)}
 

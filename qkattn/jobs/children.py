@@ -1,0 +1,136 @@
+"""Processes on cores of their own, which report to this one."""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import termios
+import tty
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from qkattn.jobs.signals import EXIT_REQUEUE
+
+_PIPE = 'QKATTN_PARENT'  # the variable for the descriptor of a child's pipe
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def parent() -> Connection | None:
+    """The pipe to the process that started this one as a child; None for any other process."""
+    if (descriptor := os.environ.pop(_PIPE, None)) is None:
+        return None
+    os.set_inheritable(int(descriptor), False)
+    return Connection(int(descriptor))
+
+
+class Child:
+    """A process on its own cores, whose standard output and error come back through `read`.
+
+    They are a terminal if that of this process is one. Ctrl-C does not reach it; if this process is
+    killed it gets SIGTERM (on Linux).
+    """
+
+    def __init__(
+        self,
+        line: Sequence[str],
+        cores: Sequence[int],
+        variables: Mapping[str, str],
+        columns: int | None,
+    ):
+        """Starts the process.
+
+        Args:
+          line: its command line.
+          cores: that it may use.
+          variables: of its environment, beside those of this process.
+          columns: of the terminal that it writes to; None: it writes to a pipe.
+        """
+        self.pipe, theirs = multiprocessing.Pipe()
+        if columns is None:
+            self.output, written = os.pipe()
+        else:
+            self.output, written = os.openpty()
+            tty.setraw(written)
+            termios.tcsetwinsize(written, (24, columns))
+        os.set_blocking(self.output, False)
+        # Held back until the child has no handlers of this process, which would take them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        self._process = subprocess.Popen(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=written,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **variables, _PIPE: str(theirs.fileno())},
+            start_new_session=True,
+            preexec_fn=functools.partial(_begin, cores, os.getpid()),
+        )
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        theirs.close()
+        os.close(written)
+
+    def sources(self) -> list[Any]:
+        """What becomes ready, for `multiprocessing.connection.wait`, when there is news."""
+        return [self.pipe, self.output]
+
+    def ended(self) -> int | None:
+        """The exit code, below zero for a signal; None while it runs."""
+        return self._process.poll()
+
+    def read(self) -> bytes:
+        """What it has printed since the last call."""
+        parts = []
+        with contextlib.suppress(BlockingIOError):
+            try:
+                while part := os.read(self.output, 65536):
+                    parts.append(part)
+            except OSError as error:
+                if error.errno != errno.EIO:  # a terminal that nobody writes to any more
+                    raise
+        return b''.join(parts)
+
+    def tell(self, *order: Any) -> None:
+        """Sends an order, unless it has ended."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(order)
+
+    def news(self) -> list[tuple]:
+        """What it has sent since the last call."""
+        messages = []
+        with contextlib.suppress(OSError, EOFError):
+            while self.pipe.poll():
+                messages.append(self.pipe.recv())
+        return messages
+
+    def stop(self) -> None:
+        """Asks it to save and to end."""
+        self._process.terminate()
+
+    def close(self) -> None:
+        """Kills what is left of it, with the processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.pipe.close()
+        os.close(self.output)
+
+
+def _begin(cores: Sequence[int], parent: int) -> None:
+    """In the child, before its program is loaded."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    if sys.platform == 'linux':
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(EXIT_REQUEUE)
+    if hasattr(os, 'sched_setaffinity'):
+        os.sched_setaffinity(0, cores)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

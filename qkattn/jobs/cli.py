@@ -1,0 +1,226 @@
+"""Shared by the experiment scripts: config flags, messages and exit codes."""
+
+import errno
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import absl.logging
+from absl import app, flags
+from ml_collections import config_flags
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
+
+from qkattn.config import Config, Study, from_config_dict
+from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
+from qkattn.jobs import readers, signals, starting
+from qkattn.jobs.help import HelpFlag, misspelt
+from qkattn.jobs.memory import keep_freed_memory
+from qkattn.jobs.progress import LogHandler
+from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
+
+flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
+
+Kind = type[Config] | type[Study]
+
+# What parsing raises: unknown flags or fields, values of a wrong type, literals that are malformed.
+MALFORMED = (
+    *(flags.Error, AttributeError, KeyError, TypeError, ValueError),
+    *(SyntaxError, MemoryError, RecursionError),
+)
+
+
+class _OrNone(flags.ArgumentParser):
+    """A parser that takes None too; where a setting is not optional, validation refuses it."""
+
+    def __init__(self, parser: flags.ArgumentParser):
+        self.parser = parser
+
+    def parse(self, argument: Any) -> Any:
+        return None if argument == 'None' else self.parser.parse(argument)
+
+    def flag_type(self) -> str:
+        return self.parser.flag_type()
+
+
+config_flags.register_flag_parser_for_type(int, _OrNone(flags.IntegerParser()))
+config_flags.register_flag_parser_for_type(float, _OrNone(flags.FloatParser()))
+config_flags.register_flag_parser_for_type(str, _OrNone(flags.ArgumentParser()))
+
+
+def shipped(folder: str) -> dict[str, Path]:
+    """The files of configs/ or experiments/ by name: inside the package in a wheel, else beside."""
+    package = Path(__file__).parents[1]
+    inside = package / folder
+    found = inside if inside.is_dir() else package.parent / folder
+    files = {path.stem: path for path in found.glob('*.py') if path.stem != '__init__'}
+    packages = {path.parent.name: path for path in found.glob('*/__main__.py')}
+    return dict(sorted((files | packages).items()))
+
+
+class _ConfigParser(ConfigFileFlagParser):
+    """Loads a file, or the config of that name that comes with the package, of a kind."""
+
+    def __init__(self, kind: Kind):
+        super().__init__('config')
+        self.kind = kind
+
+    def parse(self, path: str) -> Any:
+        name, colon, argument = path.partition(':')
+        folder, _, stem = name.rpartition('/')
+        file = shipped(f'configs/{folder}').get(stem, name)
+        return super().parse(f'{file}{colon}{argument}')
+
+
+def define_config(kind: Kind) -> flags.FlagHolder:
+    """The flag --config=FILE.py or NAME of a kind, whose fields --config.a.b=VALUE overrides."""
+    holder = config_flags.DEFINE_config_file(
+        'config',
+        None,
+        'Python file whose get_config() returns the settings, or the name of a config that '
+        'comes with qkattn: '
+        + ', '.join(shipped('configs'))
+        + '. The fields below override its settings; the defaults are those of a config that does '
+        'not set them.',
+        lock_config=True,
+    )
+    flags.FLAGS['config'].parser = _ConfigParser(kind)
+    return holder
+
+
+def _kind() -> Kind:
+    return cast(_ConfigParser, flags.FLAGS['config'].parser).kind
+
+
+def read_config(flag: flags.FlagHolder) -> Any:
+    """The settings after overrides; ConfigError if the file holds the other kind of config."""
+    if flag.value is None:
+        raise ConfigError('--config=FILE.py is required, e.g. --config=quickstart')
+    try:
+        config = from_config_dict(flag.value)
+    except OSError as error:  # config_flags loads the file on first access
+        path = config_flags.get_config_filename(flags.FLAGS['config'])
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ConfigError(
+            f'--config={path} cannot be loaded: {reason}; configs that come with qkattn are '
+            f'{", ".join(shipped("configs"))}'
+        ) from error
+    if not isinstance(config, kind := _kind()):
+        other = script('ablate' if isinstance(config, Study) else 'train')
+        raise ConfigError(
+            f'this config is a {type(config).__name__}, not a {kind.__name__}; run it with {other}'
+        )
+    return config
+
+
+def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
+    """The value of `text`, or the content of the file that `file` names; '' without either."""
+    if file.value is None:
+        return '' if text.value is None else text.value
+    if text.value is not None:
+        raise ConfigError(f'--{text.name} and --{file.name} exclude each other')
+    try:
+        return Path(file.value).read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
+
+
+def command(name: str) -> list[str]:
+    """The command line, as a user would type it again."""
+    return [*script(name).split(), *sys.argv[1:]]
+
+
+def script(name: str) -> str:
+    """How another script is started, in the way in which this one was."""
+    of_module = any(argument.startswith('experiments.') for argument in sys.orig_argv)
+    return f'python -m experiments.{name}' if of_module else f'qkattn {name}'
+
+
+def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) -> None:
+    """Runs `main` under absl with the exit codes that launchers act on.
+
+    The value of the flag `positional` may be given without its name.
+
+    0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
+    impossible setting or workdir (do not retry); 141 done as far as anybody read what it printed,
+    as in `... | head`; 1 anything else.
+    """
+
+    starting.end()
+
+    def wrapped(argv: list[str]) -> None:
+        if positional is not None and positional.value is None and len(argv) > 1:
+            flag = flags.FLAGS[positional.name]
+            if len(argv) == 2 or flag.flag_type().startswith('comma'):
+                flag.parse(','.join(argv[1:]))
+                del argv[1:]
+        if len(argv) > 1:
+            leave(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
+        _log_to_stderr()
+        keep_freed_memory()  # before there are other threads
+        signals.started()
+        try:
+            with readers.ending_unread():
+                main()
+        except Exception as error:
+            if (expected := outcome(error)) is None:
+                raise
+            leave(*expected)
+
+    parsed = False
+    kind = _kind() if 'config' in flags.FLAGS else None
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        nonlocal parsed
+        doc = inspect.unwrap(main).__globals__['__doc__']
+        flags.FLAGS['help'] = HelpFlag(doc, kind)
+        rest = flags.FLAGS(argv)
+        parsed = True
+        return rest
+
+    try:
+        app.run(wrapped, flags_parser=parse)
+    except MALFORMED as error:
+        if parsed:  # a bug, which keeps its traceback
+            raise
+        near = misspelt(sys.argv[1:], kind) if kind else None
+        first, *more = (str(error) or type(error).__name__).strip().splitlines()
+        # Of what a config raised, its last line behind the name of the error.
+        reason = f' {more[-1].partition(": ")[2]}' if 'Traceback' in str(error) else ''
+        leave(near or f'{first}{reason}')
+
+
+def outcome(error: BaseException) -> tuple[str, int] | None:
+    """The sentence and the exit code of an error; None for a bug, which keeps its traceback."""
+    if isinstance(error, ConfigError | CheckpointError):
+        return str(error), EXIT_CONFIG
+    if isinstance(error, Stopped):
+        return f'{error}; the same command resumes', EXIT_REQUEUE
+    if isinstance(error, Lost | ProcessError):
+        return str(error), 1
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+        reason = f'{error.filename} cannot be used ({error.strerror}); give another path'
+        return reason, EXIT_CONFIG
+    return None
+
+
+def leave(sentence: str, code: int = EXIT_CONFIG) -> None:
+    """Ends the process with a sentence on standard error; 2 is a setting that is wrong."""
+    readers.say(f'{sentence}\n', sys.stderr)
+    readers.say('', sys.stdout)  # what is buffered
+    sys.exit(code)
+
+
+def _log_to_stderr() -> None:
+    """Prints the package's messages, one line each; libraries keep their thresholds."""
+    if not flags.FLAGS['verbosity'].present:
+        absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs each save, and all it raises
+    handler = LogHandler()
+    handler.setFormatter(logging.Formatter('%(message)s'))
+    logger = logging.getLogger('qkattn')
+    logger.addHandler(handler)
+    logger.setLevel(os.environ.get('QKATTN_LOG', 'INFO'))
+    logger.propagate = False

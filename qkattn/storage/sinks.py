@@ -1,0 +1,207 @@
+"""Sinks: where the numbers of a run go besides metrics.jsonl.
+
+A sink is a class. `train.sinks` names it, as a key of SINKS or by import path, with its options,
+which are keyword-only parameters of the class.
+"""
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from qkattn.config import Config, to_json
+from qkattn.config.calls import resolve, takes
+from qkattn.config.extras import load_extra
+from qkattn.errors import ConfigError
+from qkattn.storage import buckets
+from qkattn.storage.files import write_atomic
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """What a sink has to offer; an error that it raises ends the sink, not the run."""
+
+    def __init__(self, directory: Path, config: Config, step: int):
+        """Opens the sink at the start of a run, or when it resumes.
+
+        Args:
+          directory: the run directory.
+          config: its settings; `config.trials.trials()` are the trials.
+          step: steps done. What was written of later ones will be written again.
+        """
+
+    def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        """Takes the values of X trials [X] by name, as in 'train/loss' or 'eval/val_loss'.
+
+        Losses are in nats/token; NaN is the value of a trial that diverged. Steps never decrease.
+        """
+
+    def close(self) -> None:
+        """Called once at the end, also when the run stops or fails."""
+
+
+def trial_names(config: Config) -> list[str]:
+    """A name for each trial, of the settings in which they differ; '' for a single one."""
+    trials = config.trials.trials()
+    differing = [name for name in trials[0] if len({trial[name] for trial in trials}) > 1]
+    return [','.join(f'{name}={trial[name]}' for name in differing) for trial in trials]
+
+
+class TensorBoard:
+    """Event files in tensorboard/ of the run directory, one series per trial."""
+
+    package = 'tensorboardX'
+
+    def __init__(self, directory: Path, config: Config, step: int):
+        package = load_extra(self.package, 'tensorboard')
+        events, self._scalar = package.event_file_writer, package.summary.scalar
+        self._event = events.event_pb2.Event
+        self._writers = []
+        for name in trial_names(config):
+            path = directory / 'tensorboard' / name
+            path.mkdir(parents=True, exist_ok=True)
+            # Two starts may fall into the same second, of which the file is named.
+            self._writers.append(events.EventsWriter(str(path / 'events'), f'.{step}'))
+        # As purge_step of a SummaryWriter, whose queue a kill would lose: readers drop what earlier
+        # files hold from this step on.
+        start = {'status': 1}
+        for writer in self._writers:
+            writer.write_event(self._event(step=step + 1, session_log=start))
+
+    def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        now = time.time()
+        for x, writer in enumerate(self._writers):
+            for name, value_X in values.items():
+                summary = self._scalar(name, float(value_X[x]))
+                writer.write_event(self._event(wall_time=now, step=step, summary=summary))
+            writer.flush()
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, in wandb/ of the run directory; WANDB_MODE=offline works too.
+
+    A resumed run continues the same one: its id is that of the run directory, and Weights & Biases
+    drops steps that it has already.
+    """
+
+    package = 'wandb'
+
+    def __init__(self, directory: Path, config: Config, step: int, *, project: str = 'qkattn'):
+        wandb = load_extra(self.package, 'wandb')
+        file = directory / 'wandb' / 'id'
+        if not file.exists():
+            write_atomic(file, uuid.uuid4().hex)
+        self._trials = [f'/{name}' if name else '' for name in trial_names(config)]
+        self._run = wandb.init(
+            project=project,
+            name=directory.name,
+            dir=str(directory),
+            id=file.read_text(encoding='utf-8'),
+            resume='allow',
+            config=to_json(config),
+            settings=wandb.Settings(console='off'),
+        )
+
+    def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        named = {
+            name + trial: float(value)
+            for name, value_X in values.items()
+            for trial, value in zip(self._trials, value_X, strict=True)
+        }
+        self._run.log(named, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SINKS: dict[str, type[TensorBoard] | type[WandB]] = {'tensorboard': TensorBoard, 'wandb': WandB}
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raises ConfigError for a sink that is unknown, is none, or lacks its package."""
+    for name in names:
+        _find(name)
+
+
+class Sinks:
+    """The open sinks of a run; one that fails is dropped with a warning.
+
+    Raises:
+      ConfigError: the directory is in a bucket, where TensorBoard and W&B write nothing.
+    """
+
+    def __init__(self, config: Config, directory: Path):
+        if buckets.is_url(directory) and (local := sorted(SINKS.keys() & set(config.train.sinks))):
+            raise ConfigError(
+                f'train.sinks: {", ".join(local)} cannot write to workdir={directory}; leave sinks '
+                'out, or give a directory on a file system'
+            )
+        self._config, self._directory = config, directory
+        self._open: dict[str, Sink] = {}
+
+    def open(self, step: int) -> None:
+        """Opens `train.sinks` at `step`; until then, `write` and `close` do nothing."""
+        for name in self._config.train.sinks:
+            with self._guarded(name):
+                cls, options = _find(name)
+                self._open[name] = cls(self._directory, self._config, step, **options)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes the values [X] of a record of metrics.jsonl."""
+        if not self._open:
+            return
+        values = {
+            f'{record["kind"]}/{name}': np.array(value, np.float64)
+            for name, value in record.items()
+            if name != 'trials' and np.ndim(value) == 1
+        }
+        for name, sink in list(self._open.items()):
+            with self._guarded(name):
+                sink.write(record['step'], values)
+
+    def close(self) -> None:
+        for name, sink in list(self._open.items()):
+            with self._guarded(name):
+                sink.close()
+
+    @contextlib.contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            log.warning(
+                'sink %s fails, and the run goes on without it: %s: %s',
+                name,
+                type(error).__name__,
+                error,
+            )
+
+
+def _find(text: str) -> tuple[type[Sink], dict[str, Any]]:
+    cls, options = resolve(
+        text,
+        SINKS,
+        'train.sinks',
+        needs='a class of (directory, config, step) with write and close',
+        fits=_is_sink,
+    )
+    name = text.partition('(')[0]
+    if name in SINKS:
+        load_extra(cls.package, name)
+    return cls, options
+
+
+def _is_sink(found: Any) -> bool:
+    methods = (getattr(found, name, None) for name in ('write', 'close'))
+    return takes('directory', 'config', 'step')(found) and all(map(callable, methods))

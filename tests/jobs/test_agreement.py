@@ -1,0 +1,89 @@
+"""What processes agree on, in real jobs; the same calls in a process that is alone."""
+
+import json
+
+import pytest
+
+from qkattn.errors import ConfigError, InUseError
+from qkattn.jobs import agreement
+from tests.jobs.jobs import ended, start_job
+
+JOB = """
+    import json, time
+    from jax._src import distributed
+    from qkattn import errors
+    from qkattn.jobs import agreement, bootstrap
+
+    rank = bootstrap.start().process_id
+    assert bootstrap.start().process_id == rank and agreement.owner() == (rank == 0)
+    seen, called = {}, []
+
+    def says(error, text):
+        called.append(text)
+        raise error(text)
+
+    def attempt(call):
+        try:
+            return call()
+        except Exception as error:
+            return [type(error).__name__, str(error)]
+
+    seen['all'] = agreement.from_all({'rank': rank, 'none': None})
+    seen['owner'] = agreement.on_owner(lambda: called.append('value') or [rank, 'value'])
+    seen['refused'] = attempt(lambda: agreement.on_owner(lambda: says(errors.InUseError, 'held')))
+    seen['bug'] = attempt(lambda: agreement.on_owner(lambda: says(KeyError, 'bug')))
+    seen['any'] = [agreement.any_process(rank == 1), agreement.any_process(False)]
+    agreement.require_same('seed', '0')
+    seen['differs'] = attempt(lambda: agreement.require_same('hash', 'ab'[rank > 0]))
+    for _ in range(50):
+        agreement.on_owner(lambda: 'x' * 1000)
+        agreement.barrier('here')
+    seen['places'] = attempt(lambda: agreement.barrier('one' if rank else 'other'))
+    client = distributed.global_state.client
+    time.sleep(3 * (rank == 2))
+    seen['late'] = attempt(lambda: agreement.barrier('late', limit=1))
+    agreement.barrier('end')
+    seen['keys'] = len(client.key_value_dir_get('qkattn/agreed'))
+    seen['called'] = called
+    print(json.dumps(seen))
+"""
+
+
+def test_three_processes_agree():
+    results = ended(start_job(JOB, 3))
+    assert [code for code, _, _ in results] == [0, 0, 0], results
+    first, *others = (json.loads(out) for _, out, _ in results)
+    assert first['all'] == [{'rank': rank, 'none': None} for rank in range(3)]
+    assert first['called'] == ['value', 'held', 'bug']
+    assert first['bug'] == ['KeyError', "'bug'"]
+    for seen in (first, *others):
+        assert (seen['owner'], seen['any']) == ([0, 'value'], [True, False])
+        assert seen['refused'] == ['InUseError', 'held']
+        assert seen['differs'][0] == 'ConfigError'
+        assert seen['differs'][1].startswith(
+            'hash of processes 1, 2 differs from that of process 0 (a): b; '
+        )
+        assert seen['places'][0] == 'ProcessError'
+        assert seen['keys'] < 10
+    assert [seen['called'] for seen in others] == [[], []]
+    for seen in others:
+        assert seen['bug'] == ['ProcessError', "process 0 raised KeyError: 'bug'"]
+        assert seen['all'] == first['all']
+    text = 'process 2 did not arrive within 1 s, while the others waited'
+    assert [seen['late'] for seen in (first, *others)] == [['ProcessError', text]] * 3
+
+
+def test_a_single_process_agrees_with_itself():
+    assert agreement.owner()
+    assert agreement.from_all((1, 2)) == [[1, 2]]
+    assert agreement.on_owner(lambda: {1: 'as JSON'}) == {'1': 'as JSON'}
+    assert (agreement.any_process(True), agreement.any_process(False)) == (True, False)
+    agreement.require_same('hash', 'a')
+    agreement.barrier('here')
+    with pytest.raises(InUseError, match='held'):
+        agreement.on_owner(lambda: refuse('held'))
+    assert issubclass(InUseError, ConfigError)
+
+
+def refuse(text):
+    raise InUseError(text)

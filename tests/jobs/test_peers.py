@@ -1,0 +1,153 @@
+"""Stop requests, failures, deaths and hangs in real jobs of two processes."""
+
+import re
+import signal
+
+import pytest
+
+from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
+from tests.jobs.jobs import ended, start_job
+
+# The main function of a script: `place` is where the processes are when something happens.
+JOB = """
+    import hashlib, os, sys, time
+    import jax, numpy as np
+    from jax.experimental import multihost_utils
+    from qkattn.jobs import agreement, bootstrap
+    from qkattn.errors import ConfigError, Stopped
+    from qkattn.jobs import cli, signals
+
+    place, failure = sys.argv[1:]
+    bootstrap.HEARTBEAT = 8
+
+    def native():
+        hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
+
+    def fail():
+        if failure == 'raise':
+            raise ValueError('of one')
+        if failure == 'config':
+            raise ConfigError('a file of one host')
+        if failure == 'exit':
+            os._exit(0)
+        native()
+
+    @signals.leaving_at_once()
+    @bootstrap.in_job
+    def main():
+        rank = bootstrap.start().process_id
+        print('ready', flush=True, file=sys.__stdout__)
+        if place == 'compiling':
+            fail() if rank else native()
+        with signals.StopRequest() as stop:
+            if place == 'arriving' and rank:
+                native()
+            stop.hold()
+            print('holding', flush=True, file=sys.__stdout__)
+            if place == 'collective' and rank:
+                fail()
+            if place == 'collective':
+                multihost_utils.process_allgather(np.arange(3))
+            if place == 'agreement':
+                fail() if rank else agreement.barrier('there')
+            for step in range(2, 10**6, 2):
+                time.sleep(0.01 * (rank + 1))
+                if stop.due(step):
+                    agreement.barrier('saving')
+                    time.sleep(1)
+                    raise Stopped(f'stopped at step {step}')
+                if step % 100 == 0:
+                    agreement.barrier('in step')
+
+    sys.argv[1:] = []
+    cli.run(main)
+"""
+
+
+def until(process, line):
+    for text in process.stdout:
+        if text == f'{line}\n':
+            return
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.parametrize(
+    ('place', 'to', 'number'),
+    [
+        ('loop', [1], signal.SIGTERM),
+        pytest.param('loop', [0], signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param('loop', [0, 1, 1], signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_all_stop_at_the_same_step(place, to, number):
+    processes = start_job(JOB, 2, place, 'none')
+    for process in processes:
+        until(process, 'holding')
+    for rank in to:
+        processes[rank].send_signal(number)
+    results = ended(processes)
+    assert [code for code, _, _ in results] == [EXIT_REQUEUE] * 2, results
+    steps = {
+        step for _, _, error in results for step in re.findall(r'stopped at step (\d+)', error)
+    }
+    assert len(steps) == 1, results
+
+
+def test_a_process_that_exits_while_it_looks_at_the_others_exits_with_0():
+    source = """
+        import time
+        from qkattn.jobs import bootstrap, peers
+        peers._INTERVAL = 0.0
+        bootstrap.start()
+        time.sleep(0.2)
+    """
+    assert ended(start_job(source, 2)) == [(0, '', '')] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('place', ['compiling', 'arriving'])
+@pytest.mark.parametrize('to', [[0], [1], [0, 1]])
+def test_without_a_step_all_leave_at_once(place, to):
+    processes = start_job(JOB, 2, place, 'none')
+    for process in processes:
+        until(process, 'ready')
+    for rank in to:
+        processes[rank].send_signal(signal.SIGTERM)
+    results = ended(processes)
+    assert [code for code, _, _ in results] == [EXIT_REQUEUE] * 2, results
+    assert all('nothing to save' in error for _, _, error in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('place', ['compiling', 'collective', 'agreement'])
+@pytest.mark.parametrize(
+    ('failure', 'code', 'words'),
+    [
+        ('raise', 1, 'process 1 has ended with code 1: ValueError: of one'),
+        ('config', EXIT_CONFIG, 'process 1 has ended with code 2: a file of one host'),
+        ('exit', 1, 'process 1 died or hangs'),
+        (signal.SIGKILL, 1, 'process 1 died or hangs'),
+        (signal.SIGSTOP, 1, 'process 1 died or hangs'),
+    ],
+)
+def test_the_others_end_and_name_the_one_that_failed(place, failure, code, words):
+    processes = start_job(JOB, 2, place, getattr(failure, 'name', failure))
+    for process in processes:
+        until(process, 'ready' if place == 'compiling' else 'holding')
+    if not isinstance(failure, str):
+        processes[1].send_signal(failure)
+    ((found, _, error),) = ended(processes[:1], timeout=60)
+    processes[1].kill()
+    assert (found, words in error) == (code, True), error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
+def test_the_others_end_without_the_coordinator(number):
+    processes = start_job(JOB, 2, 'compiling', 'none')
+    for process in processes:
+        until(process, 'ready')
+    processes[0].send_signal(number)
+    ((found, _, error),) = ended(processes[1:], timeout=60)
+    processes[0].kill()
+    assert (found, 'process 0 died or hangs' in error) == (1, True), error

@@ -1,0 +1,125 @@
+"""Stop requests with real signals."""
+
+import signal
+
+import pytest
+
+from qkattn.errors import Stopped
+from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
+from tests.processes import start_python
+
+WAIT_FOR_STOP = """
+    import signal, sys, time
+    from qkattn.jobs.signals import EXIT_REQUEUE, StopRequest
+    # A shell starts background jobs with SIGINT ignored; its default is what a second one needs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with StopRequest() as stop:
+        print('ready', flush=True)
+        while not stop.requested:
+            time.sleep(0.01)
+        print('saving', flush=True)
+        if sys.argv[1] == 'wait':
+            time.sleep(60)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    sys.exit(EXIT_REQUEUE)
+"""
+
+
+@pytest.mark.parametrize(
+    ('first', 'then', 'exit_code', 'words'),
+    [
+        (signal.SIGTERM, 'leave', EXIT_REQUEUE, ''),
+        (signal.SIGINT, 'leave', EXIT_REQUEUE, 'press Ctrl-C again'),
+        (signal.SIGINT, 'wait', -signal.SIGINT, 'KeyboardInterrupt'),
+        (signal.SIGINT, 'leave unread', EXIT_REQUEUE, ''),  # as in `... 2>&1 | tee log`
+    ],
+)
+def test_a_signal_ends_a_process_in_order_and_a_second_interrupt_at_once(
+    first, then, exit_code, words
+):
+    process = start_python(WAIT_FOR_STOP, then)
+    assert process.stdout.readline() == 'ready\n', process.stderr.read()
+    if 'unread' in then:
+        process.stderr.close()
+    process.send_signal(first)
+    assert process.stdout.readline() == 'saving\n'
+    if then == 'wait':
+        process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1] or ''
+    assert (process.returncode, words in errors) == (exit_code, True), errors
+    assert ('press Ctrl-C again' in errors) == (first == signal.SIGINT and 'unread' not in then)
+
+
+def test_exit_codes_are_those_that_launchers_know():
+    assert (EXIT_CONFIG, EXIT_REQUEUE) == (2, 75)
+
+
+def test_a_request_to_an_enclosing_one_holds_inside():
+    with StopRequest() as outer:
+        with StopRequest() as inner:
+            assert not inner.requested
+        signal.raise_signal(signal.SIGTERM)
+        with StopRequest() as inner:
+            assert inner.requested
+        assert outer.requested
+
+
+def test_a_request_that_comes_too_late_inside_holds_outside():
+    with StopRequest() as outer:
+        with StopRequest():
+            signal.raise_signal(signal.SIGTERM)
+        assert outer.requested
+
+
+LEAVE = """
+    import os, signal, sys, time
+    from pathlib import Path
+    from qkattn.jobs import signals
+    from qkattn.storage import files, leases
+
+    def stopped_on_the_way(path, sync=files._sync):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        sync(path)
+
+    with signals.leaving_at_once(), signals.StopRequest() as stop:
+        directory, held = Path(sys.argv[1]), sys.argv[2] == 'held'
+        lease = leases.acquire(directory / 'leases', 'run')
+        if held:
+            stop.hold()
+        files._sync = stopped_on_the_way
+        files.write_atomic(directory / 'file', 'whole')
+        time.sleep(0.5 if held else 60)
+        print('requested' if stop.requested else '')
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+"""
+
+
+@pytest.mark.parametrize(
+    ('held', 'exit_code', 'printed'),
+    [
+        ('not held', EXIT_REQUEUE, ''),
+        ('not held, unread', EXIT_REQUEUE, ''),
+        ('held', 0, 'requested\n'),
+    ],
+)
+def test_leaving_at_once_cuts_no_file_and_keeps_no_lease(held, exit_code, printed, tmp_path):
+    """Where a request is held, there is something to save: the program itself ends."""
+    process = start_python(LEAVE, tmp_path, held)
+    if 'unread' in held:
+        process.stderr.close()
+    stdout, errors = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (exit_code, printed), errors
+    assert {path.name for path in tmp_path.iterdir()} == {'file', 'leases'}
+    assert (tmp_path / 'file').read_text() == 'whole'
+    (lease,) = (tmp_path / 'leases').iterdir()
+    assert (lease.stat().st_mtime == 0) == ('not' in held)  # released
+
+
+def test_a_request_before_it_is_held_stops():
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped, match='nothing to save'):
+            stop.hold()

@@ -1,0 +1,138 @@
+"""Paths, objects and errors of buckets, against a server on loopback."""
+
+import concurrent.futures
+import socket
+import sys
+
+import pytest
+
+from qkattn.errors import ConfigError, RunDirectoryError
+from qkattn.storage import buckets
+from qkattn.storage.files import (
+    as_path,
+    check_directory,
+    local_copy,
+    make_directory,
+    replacing,
+    write_atomic,
+)
+
+
+def test_a_url_is_a_path_with_the_methods_of_pathlib(bucket):
+    path = as_path('gs://runs/a')
+    assert str(path / 'b') == 'gs://runs/a/b' and not path.exists()
+    assert write_atomic(path / 'b', 'ä') == path / 'b' and bucket.read('runs', 'a/b') == b'\xc3\xa4'
+    assert write_atomic('gs://runs/a/c/d', b'\xff').read_bytes() == b'\xff'
+    assert sorted(p.name for p in path.iterdir()) == ['b', 'c']
+    assert path.is_dir() and not path.is_file() and (path / 'b').is_file()
+    assert [str(p) for p in path.glob('c/*')] == ['gs://runs/a/c/d']
+    bucket.put('runs', 'a/e', b'x')
+    assert (path / 'e').exists()  # listings are not cached
+    assert as_path(path / 'b') == path / 'b'
+    assert [call.split('?')[0] for call in bucket.log if 'POST' in call] == [
+        'POST /upload/storage/v1/b/runs/o'
+    ] * 2
+
+
+def test_a_file_of_a_library_is_uploaded_whole_or_not_at_all(bucket):
+    path = as_path('gs://runs/model.bin')
+    data = bytes(range(256)) * 40_000  # a resumable upload
+    with pytest.raises(ValueError, match='halfway'), replacing(path) as temporary:
+        temporary.write_bytes(data)
+        raise ValueError('halfway')
+    assert bucket.names('runs') == []
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+    assert bucket.read('runs', 'model.bin') == data and bucket.names('runs') == ['model.bin']
+    with local_copy(path) as local:
+        assert local.read_bytes() == data and local.name == 'model.bin'
+
+
+def test_an_object_is_replaced_only_in_the_generation_that_was_read(bucket):
+    path = as_path('gs://runs/lock')
+    first = buckets.write(path, b'mine', 0)
+    with pytest.raises(FileExistsError):
+        buckets.write(path, b'yours', 0)
+    assert buckets.read(path)[:2] == (b'mine', first)
+    second = buckets.write(path, b'yours', first)
+    buckets.delete(path, first)
+    assert buckets.read(path)[:2] == (b'yours', second)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda i: _won(path, b'%d' % i, second), range(8)))
+    assert sum(won) == 1 and buckets.read(path).content == b'%d' % won.index(True)
+    buckets.delete(path)
+    with pytest.raises(FileNotFoundError):
+        buckets.read(path)
+
+
+def _won(path, content, generation):
+    try:
+        buckets.write(path, content, generation)
+    except FileExistsError:
+        return False
+    return True
+
+
+def test_a_directory_of_a_bucket_is_checked_without_a_trace(bucket):
+    assert str(make_directory('gs://runs/a/b')) == 'gs://runs/a/b'
+    assert bucket.names('runs') == []
+    assert any(call.startswith('POST') for call in bucket.log)
+
+
+@pytest.mark.parametrize(
+    ('url', 'message'),
+    [
+        ('gs://none/run', 'gs://none does not exist'),
+        ('gs://forbidden/run', 'gs://forbidden may not be used to read: .*objectUser'),
+        ('gs://read-only/run', 'gs://read-only may not be used to write: .*objectUser'),
+        ('s3://runs/run', 's3://runs/run is a URL of another kind than gs://BUCKET/PATH; .* mount'),
+        ('gs:///run', 'gs:///run is a URL of another kind'),
+    ],
+)
+def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, url, message):
+    with pytest.raises(RunDirectoryError, match=message) as refusal:
+        check_directory(url)
+    assert '\n' not in str(refusal.value)
+    assert len(bucket.log) < 6
+
+
+def test_an_address_without_a_server_is_named_in_time(bucket, monkeypatch):
+    monkeypatch.setattr(buckets, 'REACH', 0.5)
+    with socket.create_server(('127.0.0.1', 0)) as silent:
+        monkeypatch.setenv('STORAGE_EMULATOR_HOST', f'http://127.0.0.1:{silent.getsockname()[1]}')
+        buckets._client.cache_clear()
+        with pytest.raises(RunDirectoryError, match='cannot be reached .*STORAGE_EMULATOR_HOST'):
+            as_path('gs://runs/a')
+    with pytest.raises(RunDirectoryError, match='gs://runs cannot be reached'):
+        as_path('gs://runs/a')
+
+
+def test_a_bucket_that_is_lost_later_is_no_wrong_setting(bucket, monkeypatch):
+    path = as_path('gs://runs/a')
+    monkeypatch.setattr(buckets, 'PATIENCE', 0.1)
+    buckets._client.cache_clear()  # and its connections
+    bucket.shutdown()
+    bucket.server_close()
+    with pytest.raises(ConnectionError, match='gs://runs cannot be reached'):
+        write_atomic(path, 'x')
+
+
+def test_credentials_are_asked_for(bucket, monkeypatch, tmp_path):
+    monkeypatch.delenv('STORAGE_EMULATOR_HOST')
+    monkeypatch.setenv('GCE_METADATA_HOST', '127.0.0.1:1')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.setenv('CLOUDSDK_CONFIG', str(tmp_path))
+    monkeypatch.delenv('GOOGLE_APPLICATION_CREDENTIALS', raising=False)
+    buckets._client.cache_clear()
+    with pytest.raises(RunDirectoryError, match='gs://runs cannot be used .*gcloud auth'):
+        as_path('gs://runs/a')
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'gcsfs', None)
+    buckets._open.cache_clear()
+    buckets._prepare.cache_clear()
+    with pytest.raises(
+        ConfigError, match=r"gcs needs the package gcsfs: pip install -e '.\[gcs\]'"
+    ):
+        as_path('gs://runs/a')

@@ -1,0 +1,173 @@
+"""The run directory: its one owner, its one configuration, and what it records at a start."""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+
+import numpy as np
+import pytest
+
+from qkattn.config import (
+    Config,
+    OptimizerConfig,
+    TrialsConfig,
+    fingerprint,
+    fingerprint_of,
+    to_json,
+)
+from qkattn.errors import ConfigError, RunDirectoryError
+from qkattn.storage import provenance
+from qkattn.storage.records import read_json
+from qkattn.storage.run_directory import RunDirectory
+from tests.processes import start_python
+
+CONFIG = Config(trials=TrialsConfig(seeds=(0, 1)))
+
+HOLD_DIRECTORY = """
+    import sys, time
+    from qkattn.config import Config
+    from qkattn.storage.run_directory import RunDirectory
+    with RunDirectory.open(sys.argv[1], Config()) as run:
+        for step in range(1, 6):
+            run.metrics.append({'step': step})
+        print('holding', flush=True)
+        time.sleep(60)
+"""
+
+
+def test_a_directory_in_use_is_refused_until_its_process_is_killed(tmp_path):
+    holder = start_python(HOLD_DIRECTORY, tmp_path / 'run')
+    try:
+        assert holder.stdout.readline() == 'holding\n', holder.stderr.read()
+        with pytest.raises(RunDirectoryError) as refusal:
+            RunDirectory.open(tmp_path / 'run', Config())
+        assert str(tmp_path / 'run') in str(refusal.value)
+        assert f'process {holder.pid} on ' in str(refusal.value)
+        assert '\n' not in str(refusal.value)
+    finally:
+        holder.kill()
+        holder.communicate()
+    with RunDirectory.open(tmp_path / 'run', Config()) as run:
+        assert run.resumed
+        # What was appended before kill -9 is there although nothing was flushed or closed.
+        assert run.metrics.last_step == 5
+
+
+def test_the_directory_of_a_study_is_refused_and_left_alone(tmp_path):
+    (tmp_path / 'study.json').write_text('{}')
+    with pytest.raises(ConfigError, match='holds a study; give a run its own directory'):
+        RunDirectory.open(tmp_path, CONFIG)
+    assert {path.name for path in tmp_path.iterdir()} == {'study.json', 'lock'}
+
+
+def test_a_directory_is_free_after_close_and_its_config_written_once(tmp_path):
+    with RunDirectory.open(tmp_path, CONFIG) as run:
+        assert not run.resumed
+        assert run.path.is_absolute()
+    path = tmp_path / 'config.json'
+    written = path.stat()
+    with RunDirectory.open(tmp_path, CONFIG) as run:
+        assert run.resumed
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+    assert read_json(path, {}) == {'hash': fingerprint(CONFIG), 'config': to_json(CONFIG)}
+
+
+def with_fields(config, **sections):
+    for name, fields in sections.items():
+        section = dataclasses.replace(getattr(config, name), **fields)
+        config = dataclasses.replace(config, **{name: section})
+    return config
+
+
+def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path):
+    RunDirectory.open(tmp_path, CONFIG).close()
+    before = (tmp_path / 'config.json').read_bytes()
+    changed = with_fields(
+        CONFIG,
+        model={'d_model': 64, 'window': 8},
+        trials={'seeds': (0, 2)},
+        mesh={'data': 2},  # of the machine, so no difference
+    )
+    with pytest.raises(ConfigError) as refusal:
+        RunDirectory.open(tmp_path, changed)
+    listed = [line.strip() for line in str(refusal.value).splitlines()[1:-1]]
+    assert listed == [
+        'model.d_model: 128 -> 64',
+        'model.window: null -> 8',
+        'trials.seeds: [0, 1] -> [0, 2]',
+    ]
+    assert 'another workdir' in str(refusal.value)
+    assert (tmp_path / 'config.json').read_bytes() == before
+    # A refusal leaves the directory free.
+    RunDirectory.open(tmp_path, CONFIG).close()
+
+
+def with_hash(stored):
+    return {'hash': fingerprint_of(stored), 'config': stored}
+
+
+def test_a_run_is_resumed_whatever_its_config_lacks_and_its_hash_was(tmp_path):
+    RunDirectory.open(tmp_path, CONFIG).close()
+    stored = to_json(CONFIG)
+    del stored['model']['window'], stored['decode']
+    (tmp_path / 'config.json').write_text(json.dumps(with_hash(stored)))
+    assert fingerprint_of(stored) != fingerprint(CONFIG)
+    with RunDirectory.open(tmp_path, CONFIG) as run:
+        assert run.resumed
+    with pytest.raises(ConfigError, match='model.window: null -> 8'):
+        RunDirectory.open(tmp_path, with_fields(CONFIG, model={'window': 8}))
+    stored['model']['of_tomorrow'] = 'sigmoid'
+    (tmp_path / 'config.json').write_text(json.dumps(with_hash(stored)))
+    with pytest.raises(ConfigError, match=r'config\.json has an unknown field model\.of_tomorrow='):
+        RunDirectory.open(tmp_path, CONFIG)
+
+
+def test_a_config_that_is_no_config_is_damaged(tmp_path):
+    (tmp_path / 'config.json').write_text(json.dumps(with_hash({'model': []})))
+    with pytest.raises(RunDirectoryError, match=r'config\.json is damaged \(model=\[\] must be'):
+        RunDirectory.open(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        *(
+            ('config.json', text, r'config\.json')
+            for text in ('{"hash": "a", ', '[]', '{"hash": "a"}', '{"hash": "a", "config": {}}')
+        ),
+        ('checkpoints/1', '', 'holds checkpoints but no config.json'),
+    ],
+)
+def test_a_directory_without_its_config_is_not_adopted(tmp_path, name, content, message):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RunDirectoryError, match=message):
+        RunDirectory.open(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize('path', ['s3://bucket/run', '/proc'])
+def test_a_path_that_cannot_be_a_directory_is_refused(path):
+    with pytest.raises(RunDirectoryError, match=path):
+        RunDirectory.open(path, CONFIG)
+
+
+def test_provenance_gains_one_entry_per_start(tmp_path):
+    RunDirectory.open(tmp_path, CONFIG, ['train', '--first']).close()
+    RunDirectory.open(tmp_path, CONFIG, ['train', '--second']).close()
+    starts = json.loads((tmp_path / 'provenance.json').read_text())['starts']
+    assert [start['command'] for start in starts] == [['train', '--first'], ['train', '--second']]
+    assert starts[0]['versions']['numpy'] == np.__version__
+    assert set(starts[0]['versions']) == set(provenance.RECORDED_VERSIONS)
+    assert starts[0]['devices']['count'] >= 1
+    assert starts[0]['started'] <= starts[1]['started']
+
+
+def test_provenance_has_the_source_of_what_comes_from_outside(tmp_path, outside):
+    named = OptimizerConfig(name='lion:lion(b2=0.9)', schedule='wsd:wsd')
+    importlib.import_module('lion')
+    RunDirectory.open(tmp_path / 'run', Config(optimizer=named), None).close()
+    (start,) = json.loads((tmp_path / 'run' / 'provenance.json').read_text())['starts']
+    # Only modules that have been imported, which a run has done with all of them.
+    sha256 = hashlib.sha256((outside / 'lion.py').read_bytes()).hexdigest()
+    assert start['imported'] == {'lion:lion': sha256}

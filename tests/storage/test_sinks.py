@@ -1,0 +1,168 @@
+"""Sinks: what they are given, what is refused, and what becomes of one that fails."""
+
+import dataclasses
+import json
+import math
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkattn.config import Config, TrainConfig, TrialsConfig, fingerprint
+from qkattn.errors import ConfigError
+from qkattn.storage.sinks import Sinks, check_sinks, trial_names
+
+CONFIG = Config(trials=TrialsConfig(seeds=(0, 1), learning_rates=(1e-3, 2e-3)))
+
+
+def with_sinks(*names: str, config: Config = CONFIG) -> Config:
+    return dataclasses.replace(config, train=TrainConfig(sinks=names))
+
+
+def events(directory: Path) -> dict[str, dict[int, float]]:
+    """{name: {step: value}} of the event files of a trial, as TensorBoard reads them."""
+    tensorboardx = pytest.importorskip('tensorboardX')
+    found: dict[str, dict[int, float]] = {}
+    for path in sorted(directory.glob('events.*'), key=lambda path: path.stat().st_mtime_ns):
+        content, offset = path.read_bytes(), 0
+        while offset < len(content):
+            (length,) = struct.unpack_from('Q', content, offset)
+            record = content[offset + 12 : offset + 12 + length]
+            event = tensorboardx.proto.event_pb2.Event.FromString(record)
+            offset += 16 + length
+            if event.HasField('session_log'):
+                for values in found.values():
+                    for step in [step for step in values if step >= event.step]:
+                        del values[step]
+            for value in event.summary.value:
+                assert event.step not in found.setdefault(value.tag, {})
+                found[value.tag][event.step] = value.simple_value
+    return found
+
+
+class Writes:
+    """Keeps what it is given."""
+
+    def __init__(self, directory, config, step, *, fails_at=None):
+        self.path, self.fails_at = directory / 'written', fails_at
+
+    def write(self, step, values):
+        if step == self.fails_at:
+            raise OSError('no room')
+        with self.path.open('a') as file:
+            file.write(json.dumps([step, {name: list(v_X) for name, v_X in values.items()}]) + '\n')
+
+    def close(self):
+        with self.path.open('a') as file:
+            file.write('"closed"\n')
+
+
+class NoSink:
+    def __init__(self, directory, config, step):
+        pass
+
+
+def test_a_sink_gets_the_values_of_the_trials_and_is_closed(tmp_path):
+    sinks = Sinks(with_sinks('tests.storage.test_sinks:Writes'), tmp_path)
+    sinks.write({'kind': 'train', 'step': 1, 'loss': np.ones(4)})  # not open yet
+    sinks.open(0)
+    sinks.write({'kind': 'train', 'step': 2, 'loss': np.arange(4.0)})
+    final = {'val_loss': [1.5, None, 2.5, 3.5], 'trials': CONFIG.trials.trials(), 'eval_tokens': 7}
+    sinks.write({'kind': 'final', 'step': 2, **final, 'none': None})
+    sinks.close()
+    lines = (tmp_path / 'written').read_text().splitlines()
+    assert json.loads(lines[0]) == [2, {'train/loss': [0, 1, 2, 3]}]
+    step, values = json.loads(lines[1])
+    assert (step, list(values)) == (2, ['final/val_loss'])
+    assert values['final/val_loss'][::2] == [1.5, 2.5] and math.isnan(values['final/val_loss'][1])
+    assert lines[2:] == ['"closed"']
+
+
+def test_a_sink_that_fails_is_dropped_once_and_the_others_go_on(tmp_path, caplog):
+    failing = 'tests.storage.test_sinks:Writes(fails_at=1)'
+    sinks = Sinks(with_sinks(failing, 'tensorboard'), tmp_path)
+    sinks.open(0)
+    for step in (1, 2):
+        sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})
+    sinks.close()
+    assert not (tmp_path / 'written').exists()
+    assert caplog.text.count('fails, and the run goes on without it: OSError: no room') == 1
+    trial = tmp_path / 'tensorboard' / 'seed=1,learning_rate=0.002'
+    assert events(trial) == {'train/loss': {1: 1.0, 2: 2.0}}
+
+
+def test_a_resumed_run_repeats_no_event(tmp_path):
+    config = with_sinks('tensorboard', config=Config())
+    for start, end in ((0, 6), (4, 8)):
+        sinks = Sinks(config, tmp_path)
+        sinks.open(start)
+        for step in range(start + 1, end + 1):
+            sinks.write({'kind': 'train', 'step': step, 'loss': [start + step / 10]})
+        if start:
+            sinks.close()  # the first start was killed
+    values = events(tmp_path / 'tensorboard')['train/loss']
+    assert list(values) == [1, 2, 3, 4, 5, 6, 7, 8]
+    np.testing.assert_allclose([values[4], values[5]], [0.4, 4.5], rtol=1e-6)
+
+
+def test_trials_are_named_by_what_tells_them_apart():
+    assert trial_names(CONFIG)[1] == 'seed=1,learning_rate=0.001'
+    assert trial_names(Config()) == ['']
+
+
+@pytest.mark.parametrize(
+    ('name', 'sentence'),
+    [
+        ('tensorbord', "unknown train.sinks 'tensorbord', did you mean 'tensorboard'"),
+        ('tensorboard(port=1)', "tensorboard has no option 'port'"),
+        ('no_such_module:Sink', "no module named 'no_such_module'"),
+        (
+            'tests.storage.test_sinks:NoSink',
+            'is not a class of .directory, config, step. with write',
+        ),
+        (
+            'tests.storage.test_sinks:events',
+            'is not a class of .directory, config, step. with write',
+        ),
+    ],
+)
+def test_a_sink_that_cannot_be_opened_is_refused(name, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_sinks([name])
+
+
+@pytest.mark.parametrize(
+    ('name', 'package'), [('tensorboard', 'tensorboardX'), ('wandb(project="x")', 'wandb')]
+)
+def test_an_absent_package_is_named_with_what_installs_it(name, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    extra = name.partition('(')[0]
+    with pytest.raises(ConfigError) as refused:
+        check_sinks([name])
+    assert str(refused.value) == (
+        f"{extra} needs the package {package}: pip install -e '.[{extra}]'"
+    )
+
+
+def test_sinks_are_no_part_of_the_fingerprint():
+    assert fingerprint(with_sinks('tensorboard')) == fingerprint(CONFIG)
+
+
+def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip('wandb', reason='wandb is not installed')
+    monkeypatch.setenv('WANDB_MODE', 'offline')
+    monkeypatch.setenv('WANDB_SILENT', 'true')
+    ids = []
+    for start in (0, 2):
+        sinks = Sinks(with_sinks('wandb(project="x")'), tmp_path)
+        sinks.open(start)
+        ids.append((wandb.run.id, wandb.run.project, wandb.run.config['model']['d_model']))
+        for step in (start + 1, start + 2):  # a step is logged when the next one begins
+            sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})
+        summary = wandb.run.summary
+        assert summary['train/loss/seed=1,learning_rate=0.002'] == start + 1
+        sinks.close()
+    assert ids[0] == ids[1] == ((tmp_path / 'wandb/id').read_text(), 'x', 128)
+    assert len(list(tmp_path.glob('wandb/offline-run-*/*.wandb'))) == 2
