@@ -4,6 +4,7 @@ jax ends a process by abort() if one of them is missing, and does not say which.
 """
 
 import contextlib
+import os
 import socket
 import time
 
@@ -88,7 +89,7 @@ def _listen(port: int, deadline: float) -> socket.socket:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f'the coordinator cannot listen on port {port} '
-                    f'({error.strerror}); give the job another one'
+                    f'({os.strerror(error.errno or 0)}); give the job another one'
                 ) from error
         time.sleep(_AGAIN)
 
