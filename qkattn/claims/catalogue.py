@@ -1,4 +1,4 @@
-"""The declared claims: every file of `qkattn.claims.declared`, and any import path."""
+"""The declared claims: all in the files of `qkattn.claims.declared`, and any import path."""
 
 import difflib
 import functools
@@ -17,14 +17,14 @@ def declared() -> dict[str, Claim]:
     """The claims by name, in the order of their names.
 
     Raises:
-      ConfigError: two files declare the same claim.
+      ConfigError: a name is declared twice.
     """
-    found: dict[str, Claim] = {}
+    claims: dict[str, Claim] = {}
     for module in pkgutil.iter_modules(directory.__path__, f'{directory.__name__}.'):
-        claim = importlib.import_module(module.name).CLAIM
-        if found.setdefault(claim.name, claim) is not claim:
-            raise ConfigError(f'claim {claim.name!r} is declared twice, also in {module.name}')
-    return dict(sorted(found.items()))
+        for claim in vars(importlib.import_module(module.name)).values():
+            if isinstance(claim, Claim) and claims.setdefault(claim.name, claim) is not claim:
+                raise ConfigError(f'claim {claim.name!r} is declared twice, also in {module.name}')
+    return dict(sorted(claims.items()))
 
 
 def chosen(names: Iterable[str]) -> list[Claim]:
@@ -39,8 +39,13 @@ def chosen(names: Iterable[str]) -> list[Claim]:
 
 def _find(name: str, known: dict[str, Claim]) -> Claim:
     if ':' in name:
-        needs = 'a qkattn.claims.claim.Claim'
-        return resolve(name, {}, 'claim', needs=needs, fits=lambda of: isinstance(of, Claim))[0]
+        return resolve(
+            name,
+            {},
+            'claim',
+            needs='a qkattn.claims.claim.Claim',
+            fits=lambda given: isinstance(given, Claim),
+        )[0]
     if name.upper() not in known:
         near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.4)
         hint = f', did you mean {near[0]!r}?' if near else ';'

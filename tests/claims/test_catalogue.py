@@ -44,7 +44,7 @@ def test_claims_are_in_order_and_well_formed():
         assert claim.checks or claim.expectations or claim.measures
 
 
-def test_a_claim_that_is_added_as_one_file_is_listed(folder):
+def test_a_claim_that_is_added_is_listed(folder):
     (folder / 'z1_one.py').write_text(FILE.format('Z1'))
     assert catalogue.chosen(['z1'])[0].checks[0]()[0].speaks == Speaks.FOR
 

@@ -1,1 +1,1 @@
-"""One file a claim, each with a `CLAIM`; a file that is added is a claim that is listed."""
+"""The claims, a file for each group of questions; a `Claim` that is added here is listed."""

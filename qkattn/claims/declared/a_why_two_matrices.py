@@ -1,0 +1,86 @@
+"""Group A: why two matrices, W_Q and W_K?"""
+
+from qkattn.claims.checks import multiply_adds, one_matrix, parameter_counts, published_layouts
+from qkattn.claims.claim import Claim, Expectation, Measure
+from qkattn.claims.measures import crossover
+
+A1 = Claim(
+    name='A1',
+    title='one W_QK can replace W_Q and W_K',
+    statement='softmax(X W_Q W_K^T X^T) can be written with one D x D matrix W_QK, whose rank '
+    'is at most H.',
+    source='A thread on the mathematics of self-attention: why two matrices?',
+    rule='Holds where one matrix gives the same softmax input, output and logits in float64 '
+    'and has rank H; what stands between W_Q and W_K is a context.',
+    checks=(
+        one_matrix.same_function,
+        one_matrix.ranks,
+        one_matrix.what_stands_between,
+    ),
+)
+
+A2 = Claim(
+    name='A2',
+    title='merging them adds parameters if D > 2 H',
+    statement='One matrix per head has D^2 parameters and two have 2 D H: merging adds '
+    'parameters if and only if D > 2 H.',
+    source='A thread on the mathematics of self-attention: why two matrices?',
+    rule='Holds if the parameters counted on layers are N D^2 and 2 N D H at every D and H, '
+    'and merging adds some exactly where D > 2 H; with fewer key heads, wherever D > 2 H.',
+    checks=(parameter_counts.merged_against_factored,),
+)
+
+A3 = Claim(
+    name='A3',
+    title='merging them adds multiply-adds if D >= 2 H',
+    statement='Per head, scores of T tokens take 2 T D H + T^2 H multiply-adds with two '
+    'matrices and T D^2 + T^2 D with one, which is never less if D >= 2 H, less up to T = D '
+    '(2 H - D) / (D - H) if H < D < 2 H, and always less if H >= D.',
+    source='A thread on the mathematics of self-attention: why two matrices?',
+    rule='Holds if the compiled programs and the traced models have these counts, which cross '
+    'there; measured times stand beside them.',
+    checks=(
+        multiply_adds.counted_twice,
+        multiply_adds.where_they_cross,
+    ),
+    measures=(Measure('crossover', crossover.read, crossover.record),),
+)
+
+A4 = Claim(
+    name='A4',
+    title='Linear(D, D) is the matrices of all heads',
+    statement='A square Linear(D, D) holds N rectangular D x H matrices side by side: equal '
+    'function, equal parameter count.',
+    source='A thread on multi-head attention',
+    rule='Holds if both compute the same output in float64, and the heads of imported GPT-2 '
+    'and nanoGPT tensors are slices of their square matrices, bit by bit.',
+    checks=(
+        published_layouts.side_by_side,
+        published_layouts.imports,
+    ),
+)
+
+A5 = Claim(
+    name='A5',
+    title='N heads cost as much as one, with N patterns',
+    statement='With H = D / N a head has 2 D^2 / N parameters in W_Q and W_K; N heads have 2 '
+    'D^2 together and buy N attention patterns.',
+    source='A thread on multi-head attention',
+    rule='Holds if the counts are those at every N, and the patterns of N heads are linearly '
+    'independent.',
+    checks=(parameter_counts.heads_of_a_fixed_width,),
+)
+
+A6 = Claim(
+    name='A6',
+    title='W_Q and W_K of full size in every head lower the loss',
+    statement='W_Q and W_K of full size (D x D) in every head buy a lower loss at equal parameter '
+    'count.',
+    source='A thread on the mathematics of self-attention, about papers that define heads so.',
+    rule='Holds if both ways to write scores of rank D, as two full matrices and as one, are '
+    'better than heads of size D/N, each at its own learning rate.',
+    expectations=(
+        Expectation('full_heads', 'full_size/vo', 'better', context={'scores': 'W_Q W_K^T'}),
+        Expectation('full_heads', 'merged/vo', 'better', context={'scores': 'W_QK'}),
+    ),
+)

@@ -1,0 +1,153 @@
+"""Group B: is W_Q needed?"""
+
+from qkattn.claims.checks import identity_queries, truncated_ranks
+from qkattn.claims.claim import Claim, Expectation, Measure
+from qkattn.claims.measures import drift
+from qkattn.claims.measures.curves import early, growth_of
+
+SLICES, WHOLE = {'reading': 'slices of X'}, {'reading': 'all of X in every head'}
+IN_CROSS_ATTENTION = {
+    'query_free/vo': 'without W_Q',
+    'key_free/vo': 'without W_K',
+    'merged/vo': 'W_QK',
+}
+    'query_free/vo': 'without W_Q',
+    'key_free/vo': 'without W_K',
+    'merged/vo': 'W_QK',
+}
+
+B1 = Claim(
+    name='B1',
+    title='in a single head W_Q adds no functions',
+    statement="With a single head, W_K' = W_K W_Q^T makes Q = X: the same functions with 3/4 "
+    'of the attention parameters.',
+    source='A forum thread: is W_Q needed?',
+    rule='Holds where the best Q = X gives the same softmax input in float64 with 3/4 of the '
+    'parameters; biases, RoPE and more heads are contexts.',
+    checks=(
+        identity_queries.single_head,
+        identity_queries.single_head_with_more,
+        identity_queries.many_heads,
+    ),
+)
+
+B2 = Claim(
+    name='B2',
+    title='without W_Q a single head trains to a loss 0.01 nats higher',
+    statement='Without W_Q the training loss of a single head is about 0.01 nats higher, and the '
+    'difference does not grow.',
+    source='A forum thread with an experiment on a layer of one head.',
+    rule="Read as a loss on the test split. Holds if, at the baseline's shape, the interval of the "
+    'difference lies between 0.005 and 0.015, what rounds to 0.01, and that of its growth from the '
+    'first evaluation to the last below the margin.',
+    reported='training loss +0.01',
+    expectations=(
+        Expectation(
+            'single_head', 'query_free/vo', 'as_reported', at='removed', reported=(0.005, 0.015)
+        ),
+    ),
+    measures=(Measure('single_head', growth_of('query_free/vo')),),
+)
+
+B3 = Claim(
+    name='B3',
+    title='one product against two is a numerical effect',
+    statement="The difference between a trained single head with W_Q and W_K and one with W_K' = "
+    'W_K W_Q^T alone is a numerical effect of one product against two.',
+    source='A forum thread on whether W_Q is needed, with an experiment.',
+    rule='Fails in a precision if models that start as one function and see the same batches have '
+    f'logits that differ by more than {drift.BEYOND:g} times what rounding explains at the last '
+    'step, else holds there.',
+    measures=(Measure(drift.STUDY, drift.read, drift.record),),
+)
+
+B4 = Claim(
+    name='B4',
+    title='multi-head attention needs W_Q or W_K, not both',
+    statement='In multi-head attention W_Q is not necessary: it is enough to transform either keys '
+    'or queries.',
+    source='A forum thread in which both this and its opposite are said.',
+    rule='Holds if, at equal parameter count, attention is not worse without W_Q and without W_K, '
+    'where heads have slices of X as queries (keys), and not worse where every head has all of X, '
+    'which is one matrix W_QK a head.',
+    expectations=(
+        Expectation(
+            'lm_stdlib', 'query_free/vo', 'not_worse', context={**SLICES, 'without': 'W_Q'}
+        ),
+        Expectation('decoder', 'key_free/vo', 'not_worse', context={**SLICES, 'without': 'W_K'}),
+        Expectation('full_heads', 'merged/vo', 'not_worse', context={**WHOLE, 'without': 'W_Q'}),
+    ),
+)
+
+B5 = Claim(
+    name='B5',
+    title='many single-head layers beat fewer multi-head ones',
+    statement='Many single-head layers are better than fewer multi-head layers at equal parameter '
+    'count.',
+    source='A forum thread; Liu et al. 2021, arXiv 2106.09650, with an initialization of its own.',
+    rule='Holds if stacks of single-head layers, two and four times as deep as the multi-head '
+    'baseline, are better.',
+    expectations=tuple(
+        Expectation(
+            'depth_heads',
+            f'qk/vo?num_heads=1&num_layers={layers}',
+            'better',
+            context={'depth': f'{times} times'},
+            scales=(scale,),
+        )
+        for scale, depths in {'smoke': {4: 2}, 'cpu': {8: 2, 16: 4}, 'gpu': {24: 2, 48: 4}}.items()
+        for layers, times in depths.items()
+    ),
+)
+
+B6 = Claim(
+    name='B6',
+    title='early differences are not the annealed ones',
+    statement='Differences between arms that are read early are not those of annealed models.',
+    source='A forum thread: removing a matrix acts like a lower learning rate.',
+    rule='Holds if, at every fraction of the steps, the difference of some arm from the baseline '
+    'is another than after annealing, by more than the margin, on the same seeds, each arm at its '
+    'own learning rate; verdicts that turn stand beside it.',
+    measures=(Measure('decoder', early),),
+)
+
+B7 = Claim(
+    name='B7',
+    title='the rank may be below the head size',
+    statement='W_Q W_K^T may have a low rank: below the head size the loss at equal parameter '
+    'count is not worse.',
+    source='A forum thread: W_Q and W_K allow a low-rank W.',
+    rule='Holds if no rank below the head size, which is that of the baseline, is worse; that '
+    'low_rank has every rank that it is given is a premise.',
+    premises=(truncated_ranks.every_rank, truncated_ranks.least_error),
+    expectations=tuple(
+        Expectation(
+            'rank',
+            f'low_rank(rank={rank})/vo',
+            'not_worse',
+            x=float(rank),
+            x_label='rank',
+            curve='W_Q W_K^T of rank r',
+        )
+        for rank in (1, 2, 4, 8, 16)
+    ),
+)
+
+B8 = Claim(
+    name='B8',
+    title='cross-attention works with one matrix for both',
+    statement='Cross-attention, whose two streams differ, works as well with one matrix in place '
+    'of W_Q and W_K.',
+    source='A forum thread on queries of a decoder and keys of an encoder.',
+    rule='Holds if a translation model whose cross-attention has no W_Q, no W_K or one merged '
+    'matrix is not worse at equal parameter count.',
+    expectations=tuple(
+        Expectation(
+            'cross',
+            f'qk/vo?cross_variant={variant}',
+            'not_worse',
+            context={'cross-attention': name},
+        )
+        for variant, name in IN_CROSS_ATTENTION.items()
+    ),
+)

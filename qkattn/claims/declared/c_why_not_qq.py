@@ -1,0 +1,112 @@
+"""Group C: why not Q Q^T?"""
+
+from qkattn.claims.checks import tied_scores, two_by_two
+from qkattn.claims.claim import Claim, Expectation
+
+WITHOUT_V = 'qk/vo?encoder_variant=qk/no_v'
+
+C1 = Claim(
+    name='C1',
+    title='Q Q^T is symmetric, with half the information',
+    statement='Q Q^T is symmetric, carries half the information of Q K^T, and its diagonal '
+    'dominates.',
+    source='A thread that asks why attention does not use Q Q^T, with an answer by an experimenter',
+    rule='Each part is a context. Half the information: a share of 0.4 to 0.6 of the free '
+    'numbers of A, or of the pattern of T tokens. The diagonal dominates: it is the largest '
+    'of its row in more than half of the rows at initialization, T = 64.',
+    checks=(
+        tied_scores.symmetry,
+        tied_scores.half_the_numbers,
+        tied_scores.half_the_pattern,
+        tied_scores.dominant_diagonal,
+    ),
+)
+
+C2 = Claim(
+    name='C2',
+    title='Q Q^T is worse in an encoder',
+    statement='Q Q^T in the encoder of a translation model works, saves parameters and performs '
+    'worse.',
+    source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',
+    rule="Holds if one matrix for queries and keys is worse at the baseline's shape, at every "
+    'width.',
+    reported='d_model from 128 to 2048: works, saves weights, performs worse',
+    expectations=(
+        Expectation('encoder_side', 'qk/vo?encoder_variant=shared_qk/vo', 'worse', at='removed'),
+    ),
+)
+
+C3 = Claim(
+    name='C3',
+    title='Q Q^T is not better with its savings reinvested',
+    statement='With d_model adjusted to about the same number of parameters, Q Q^T in the encoder '
+    'still does not become better.',
+    source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',
+    rule='Holds if it is not better by more than the margin at equal parameter count, at every '
+    'width.',
+    expectations=(Expectation('encoder_side', 'qk/vo?encoder_variant=shared_qk/vo', 'not_better'),),
+)
+
+C4 = Claim(
+    name='C4',
+    title='the same without W_V',
+    statement='The same goes for replacing V: worse at the same shape, and not better at equal '
+    'parameter count.',
+    source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',
+    rule="Holds if the encoder without W_V is worse at the baseline's shape, and at equal "
+    'parameter count not better by more than the margin, at every width.',
+    expectations=(
+        Expectation('encoder_side', WITHOUT_V, 'worse', at='removed', context={'shape': 'equal'}),
+        Expectation('encoder_side', WITHOUT_V, 'not_better', context={'shape': 'matched'}),
+    ),
+)
+
+C5 = Claim(
+    name='C5',
+    title='the same without W_O',
+    statement='Dropping W_O in the encoder is never better than about break-even at equal '
+    'parameter count.',
+    source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',
+    rule='Holds if it is not better by more than the margin, at every width.',
+    expectations=(Expectation('encoder_side', 'qk/vo?encoder_variant=qk/no_o', 'not_better'),),
+)
+
+C6 = Claim(
+    name='C6',
+    title='the same in encoder-only and decoder-only models',
+    statement='The conclusions do not differ for encoder-only and decoder-only models.',
+    source='A thread that asks why attention does not use Q Q^T: "I don\'t think the conclusions '
+    'differ".',
+    rule='Holds if, in both, one matrix for queries and keys, and no W_V, are worse at the '
+    "baseline's shape, and these and no W_O are not better by more than the margin at equal "
+    'parameter count.',
+    expectations=tuple(
+        Expectation(study, variant, relation, at=at, context={'conclusion': name})
+        for variant, relation, at, name, studies in (
+            ('shared_qk/vo', 'worse', 'removed', 'of C2', ('masked', 'decoder')),
+            ('shared_qk/vo', 'not_better', 'matched', 'of C3', ('masked', 'lm_stdlib')),
+            ('qk/no_v', 'worse', 'removed', 'of C4', ('masked', 'decoder')),
+            ('qk/no_v', 'not_better', 'matched', 'of C4', ('masked', 'decoder')),
+            ('qk/no_o', 'not_better', 'matched', 'of C5', ('masked', 'lm_stdlib')),
+        )
+        for study in studies
+    ),
+)
+
+C7 = Claim(
+    name='C7',
+    title='W_Q and W_K choose where, W_V and W_O what',
+    statement='By 2 x 2 matrices: W_Q and W_K act through A = W_Q W_K^T alone and choose where'
+    ' to attend, W_V and W_O through B = W_V W_O alone and choose what is moved; Q Q^T ties A'
+    ' and its transpose.',
+    source='A thread that asks why attention does not use Q Q^T: intuition from 2 x 2 matrices',
+    rule='Holds if layers have the A, B and numbers of free entries worked out by hand, GL(H) '
+    'of each circuit leaves the output as it is, and W_V and W_O leave the pattern as it is.',
+    checks=(
+        two_by_two.worked_by_hand,
+        two_by_two.where_and_what,
+        two_by_two.gauge,
+        two_by_two.one_way,
+        two_by_two.free_in_each_variant,
+    ),
+)

@@ -1,0 +1,49 @@
+"""Group D: one projection or two in a row?"""
+
+from qkattn.claims.checks import double_projection, published_layouts
+from qkattn.claims.claim import Claim, Expectation, Measure
+from qkattn.claims.measures import factor_norms
+
+DOUBLED = {'double/vo': 'W_Q, W_K', 'qk/double': 'W_V', 'double/double': 'W_Q, W_K, W_V'}
+
+D1 = Claim(
+    name='D1',
+    title='W_i^Q after a shared W^Q adds no functions',
+    statement='W_i^Q applied after a shared W^Q is the same function class as one matrix per head.',
+    source='Threads on multi-head lectures and on the equations of Vaswani et al. 2017',
+    rule='Holds where folding and unfolding leave the output as it is in float64 and all W_Q '
+    'are within reach; the width R of the shared projection is a context.',
+    checks=(
+        double_projection.folded,
+        double_projection.unfolded,
+        double_projection.reach,
+    ),
+)
+
+D2 = Claim(
+    name='D2',
+    title='two matrices in a row train differently',
+    statement='Two matrices in a row, which write the same functions as one, train differently.',
+    source='A thread on the lectures about multi-head attention.',
+    rule="Holds if each over-parameterised form differs from the baseline at the baseline's shape, "
+    'learning rate and weight decay tuned for each.',
+    expectations=tuple(
+        Expectation('overparameterised', variant, 'different', context={'doubled': name})
+        for variant, name in DOUBLED.items()
+    ),
+    measures=(Measure('overparameterised', factor_norms.read, factor_norms.record),),
+)
+
+D3 = Claim(
+    name='D3',
+    title='implementations learn one matrix per head',
+    statement='Implementations learn one matrix per head directly, for Q, K and V.',
+    source='Threads on multi-head lectures and on the equations of Vaswani et al. 2017',
+    rule='Holds if every number of c_attn in GPT-2 and nanoGPT, and of the projections in '
+    'flax.nnx, belongs to exactly one head, and training heads inside one matrix trains each '
+    'as by itself; the optimizer is a context.',
+    checks=(
+        published_layouts.one_matrix_per_head,
+        published_layouts.steps_of_training,
+    ),
+)

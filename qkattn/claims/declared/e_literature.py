@@ -1,0 +1,138 @@
+"""Group E: what the literature adds."""
+
+from qkattn.claims.checks import weight_decay
+from qkattn.claims.claim import Claim, Expectation, Measure
+from qkattn.claims.measures.untuned import untuned
+
+# Each costs more than the one before it, and the first more than the baseline.
+ASCENDING = {
+    'qk/vo?num_kv_heads=2': 'GQA',
+    'qk/vo?num_kv_heads=1': 'MQA',
+    'qk/k_is_v': 'K = V',
+    'shared_qk/vo': 'Q = K',
+    'shared_qk/k_is_v': 'Q = K = V',
+}
+STEPS = list(zip(list(ASCENDING)[1:], ASCENDING, strict=False))
+SHAPES = (('removed', 'equal'), ('matched', 'matched'))
+
+E1 = Claim(
+    name='E1',
+    title='W_Q = I at twelve heads loses nothing',
+    statement='W_Q = I at twelve heads loses nothing.',
+    source='Karbevski and Mijoski 2025, arXiv 2510.23912',
+    rule="Holds if the tests find equivalence within the margin, at the baseline's shape and at "
+    'equal parameter count, both arms tuned and annealed.',
+    reported='no loss, with 8 % fewer parameters outside the embedding',
+    expectations=(
+        Expectation(
+            'twelve_heads', 'query_free/vo', 'equivalent', at='removed', context={'shape': 'equal'}
+        ),
+        Expectation('twelve_heads', 'query_free/vo', 'equivalent', context={'shape': 'matched'}),
+    ),
+)
+
+E2 = Claim(
+    name='E2',
+    title='a nonlinear query is better',
+    statement='A nonlinear query is better than the baseline.',
+    source='Karbevski 2026, arXiv 2603.13381; a public audit finds that the gain is that of tuning '
+    'the baseline.',
+    rule='Holds if it is better with both arms tuned, and with both at the lowest learning rate of '
+    'the sweep; holds only if the baseline is untuned, where tuning takes the gain away.',
+    reported='-0.037 nats untuned; at most 0.005 after the baseline is tuned',
+    expectations=(
+        Expectation('nonlinear', 'nonlinear_query/vo', 'better', context={'baseline': 'tuned'}),
+    ),
+    measures=(Measure('nonlinear_untuned', untuned('nonlinear_query/vo')),),
+)
+
+E3 = Claim(
+    name='E3',
+    title='W_Q = W_K harms a masked language model',
+    statement='Positive control: one matrix for queries and keys makes a masked language model '
+    'worse.',
+    source='Courtois et al. 2024, ACL Findings, arXiv 2406.06366',
+    rule="Holds if shared_qk/vo is worse than qk/vo at the baseline's shape and at equal parameter "
+    'count.',
+    reported='+0.10 to +0.15 nats per masked token at equal width',
+    expectations=(
+        Expectation(
+            'masked',
+            'shared_qk/vo',
+            'worse',
+            at='removed',
+            context={'shape': 'equal'},
+            reported=(0.10, 0.15),
+        ),
+        Expectation('masked', 'shared_qk/vo', 'worse', context={'shape': 'matched'}),
+    ),
+)
+
+E4 = Claim(
+    name='E4',
+    title='costs ascend: GQA, MQA, K = V, Q = K, Q = K = V',
+    statement='In a causal language model sharing costs, in ascending order: GQA, MQA, K = V, '
+    'Q = K, Q = K = V.',
+    source='Kayyam et al. 2026, arXiv 2606.04032; Shazeer 2019, arXiv 1911.02150',
+    rule='Holds if GQA is worse than the baseline, and each other than the one before it, both at '
+    'the same width and at equal parameter count.',
+    reported='perplexity at the same width +0.7 %, +1.5 %, +3.1 %, +4.9 %, +25.4 %',
+    expectations=(
+        *(
+            Expectation('sharing', next(iter(ASCENDING)), 'worse', at=at, context={'shape': shape})
+            for at, shape in SHAPES
+        ),
+        *(
+            Expectation(
+                'sharing',
+                variant,
+                'worse',
+                at=at,
+                versus=before,
+                context={'shape': shape, 'order': f'after {ASCENDING[before]}'},
+                curve=ASCENDING[variant],
+            )
+            for at, shape in SHAPES
+            for variant, before in STEPS
+        ),
+    ),
+)
+
+E5 = Claim(
+    name='E5',
+    title='decay is a nuclear norm of two matrices, a Frobenius norm of one',
+    statement='Weight decay on W_Q and W_K is a penalty on the nuclear norm of W_Q W_K^T, on '
+    'W_QK one on its Frobenius norm.',
+    source='Kobayashi et al. 2024, arXiv 2410.23819; Srebro et al. 2005',
+    rule='Holds where the least (|W_Q|^2 + |W_K|^2) / 2 is the nuclear norm, and descent '
+    'shrinks singular values d to max(0, d - lambda) in factors and to d / (1 + lambda) in '
+    'one matrix; where the decay acts is a context.',
+    checks=(
+        weight_decay.least_penalty,
+        weight_decay.shrunk_spectra,
+    ),
+)
+
+E6 = Claim(
+    name='E6',
+    title='it matters where savings go',
+    statement='Where the saved parameters go (d_model, d_ff, heads, depth) changes the answer.',
+    source='Shazeer 2019, arXiv 1911.02150, against equal-width comparisons; this project.',
+    rule='Holds if, at equal parameter count, each other destination differs from d_model, for '
+    'each variant.',
+    expectations=tuple(
+        Expectation(
+            'destination',
+            f'{variant} [{destination}]',
+            'different',
+            versus=f'{variant} [d_model]',
+            context={'variant': name, 'destination': f'{destination}, not d_model'},
+            curve=name,
+        )
+        for variant, name in (
+            ('shared_qk(key_norm=True,self_mask=True)/vo', 'Q = K as in Reformer'),
+            ('qk/k_is_v', 'K = V'),
+        )
+        for destination in ('d_ff', 'num_heads', 'num_layers')
+    ),
+)
