@@ -11,10 +11,6 @@ IN_CROSS_ATTENTION = {
     'key_free/vo': 'without W_K',
     'merged/vo': 'W_QK',
 }
-    'query_free/vo': 'without W_Q',
-    'key_free/vo': 'without W_K',
-    'merged/vo': 'W_QK',
-}
 
 B1 = Claim(
     name='B1',
