@@ -112,9 +112,9 @@ def main() -> None:
     batch, words = batch_of(source, model)
     found = analyze(model, batch, reference=reference)
     config = model.config
-    print(f'{SOURCE.value}: {config.score}/{config.value}, {config.num_layers} layers')
+    print(f'{SOURCE.value}: {config.variant}, {config.num_layers} layers')
     if reference is not None:
-        print(f'drift from {REFERENCE.value}: {reference.config.score}/{reference.config.value}')
+        print(f'drift from {REFERENCE.value}: {reference.config.variant}')
     print(table(found))
     for circuit, why in (('A', 'not bilinear'), ('B', 'not linear in the values')):
         places = [f'{site} {layer}' for site, layer, of in found.missing if of == circuit]

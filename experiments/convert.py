@@ -52,7 +52,7 @@ def main() -> None:
     config, params = source
     length = min(config.context, 64)
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (4, length))
-    print(f'{SOURCE.value}: {config.score}/{config.value}, {config.num_layers} layers')
+    print(f'{SOURCE.value}: {config.variant}, {config.num_layers} layers')
     reference = source
     for text in APPLY.value:
         try:
@@ -68,7 +68,7 @@ def main() -> None:
             )
         if errors:
             reference = config, params
-        print(f'{text}: {config.score}/{config.value}, largest relative logit change {change:.2e}')
+        print(f'{text}: {config.variant}, largest relative logit change {change:.2e}')
     if OUT.value is None:
         return
     if LAYOUT.value == 'gpt2':

@@ -24,7 +24,7 @@ from qkattn.config import (
     from_json,
     to_json,
 )
-from qkattn.config.calls import split_variant
+from qkattn.config.calls import Variant
 from qkattn.errors import ConfigError, ProcessError
 from qkattn.jobs.cores import usable
 from qkattn.model import cost
@@ -72,12 +72,12 @@ def settings(
     Raises:
       ConfigError: a variant that is malformed.
     """
-    score, value = split_variant(variant)
+    circuits = Variant.parse(variant)._asdict()
     dispatch = dispatch or run.train.steps_per_dispatch
     train = {'num_steps': 1_000_000, 'lifting': lifting or 'auto', 'steps_per_dispatch': dispatch}
     train |= dict.fromkeys(('log_every', 'eval_every', 'checkpoint_every'), 10 * dispatch)
     sections = to_json(run)
-    sections['model'] |= {'score': score, 'value': value}
+    sections['model'] |= circuits
     sections['train'] |= train
     sections['trials'] |= {'seeds': [*range(trials)]}
     return sections

@@ -24,7 +24,7 @@ from qkattn.attention.scores.score import Score
 from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values import factored, hadamard, slices, tied, value_latents, vo
 from qkattn.attention.values.value import Value
-from qkattn.config.calls import resolve, split_variant
+from qkattn.config.calls import Variant, resolve
 from qkattn.errors import SpecError
 
 SCORES: dict[str, type[Score]] = {
@@ -94,12 +94,12 @@ def find_normalizer(text: str) -> Normalizer:
     return cls(**options)
 
 
-def parse_variant(text: str) -> tuple[str, str]:
-    """'score/value' -> (score, value); SpecError where one is unknown."""
-    score, value = split_variant(text)
-    find_score(score)
-    find_value(value)
-    return score, value
+def parse_variant(text: str) -> Variant:
+    """The variant of 'score/value'; SpecError where one of them is unknown."""
+    variant = Variant.parse(text)
+    find_score(variant.score)
+    find_value(variant.value)
+    return variant
 
 
 def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
@@ -127,7 +127,7 @@ def check(spec: AttentionSpec) -> None:
     value.check(spec, **value_options)
     if spec.num_kv_heads < spec.num_heads and not (score.uses_kv_heads or value.uses_kv_heads):
         raise SpecError(
-            f'num_kv_heads={spec.num_kv_heads} changes nothing in {spec.score}/{spec.value}, '
+            f'num_kv_heads={spec.num_kv_heads} changes nothing in {spec.variant}, '
             f'which has no key or value heads to share; leave it at num_heads={spec.num_heads}'
         )
     if spec.positions == 'rope' and not score.supports_rope:

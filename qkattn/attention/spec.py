@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from qkattn.config.calls import Variant
 from qkattn.errors import SpecError
 
 
@@ -81,6 +82,10 @@ class AttentionSpec:
             raise SpecError(f'logit_cap={self.logit_cap} must be above 0, or None')
         if self.window is not None and self.window < 1:
             raise SpecError(f'window={self.window} must be at least 1, or None')
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(self.score, self.value)
 
     @property
     def letters(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from qkattn.errors import ConfigError, SpecError
 
@@ -137,12 +137,22 @@ def parse_call(
         ) from None
 
 
-def split_variant(text: str) -> tuple[str, str]:
-    """'score/value' -> (score, value)."""
-    score, slash, value = text.partition('/')
-    if not slash:
-        raise SpecError(f'variant {text!r} must be written score/value, e.g. qk/vo')
-    return score, value
+class Variant(NamedTuple):
+    """One way to write attention, as text `score/value`; each may have options."""
+
+    score: str
+    value: str
+
+    @classmethod
+    def parse(cls, text: str) -> 'Variant':
+        """The variant of 'score/value'; SpecError where it is written otherwise."""
+        score, slash, value = text.partition('/')
+        if not slash:
+            raise SpecError(f'variant {text!r} must be written score/value, e.g. qk/vo')
+        return cls(score, value)
+
+    def __str__(self) -> str:
+        return f'{self.score}/{self.value}'
 
 
 def _at(failure: Exception) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from qkattn.config.calls import split_pattern, split_variant
+from qkattn.config.calls import Variant, split_pattern
 from qkattn.config.setting import setting
 from qkattn.errors import SpecError
 
@@ -171,6 +171,10 @@ class ModelConfig:
     )
 
     @property
+    def variant(self) -> Variant:
+        return Variant(self.score, self.value)
+
+    @property
     def mlp_width(self) -> int:
         return 4 * self.d_model if self.d_ff is None else self.d_ff
 
@@ -210,10 +214,8 @@ class ModelConfig:
             raise SpecError(
                 f'{where} has {len(variants)} variants for num_layers={self.num_layers}'
             )
-        if variants[0] != f'{self.score}/{self.value}':
-            raise SpecError(
-                f'{where} must begin with the variant of the model, {self.score}/{self.value}'
-            )
+        if variants[0] != str(self.variant):
+            raise SpecError(f'{where} must begin with the variant of the model, {self.variant}')
         return tuple(dataclasses.replace(self, pattern=None, **_fields(v)) for v in variants)
 
     @property
@@ -240,7 +242,4 @@ class ModelConfig:
 
 
 def _fields(variant: str | None) -> dict[str, Any]:
-    if variant is None:
-        return {}
-    score, value = split_variant(variant)
-    return {'score': score, 'value': value}
+    return {} if variant is None else Variant.parse(variant)._asdict()

@@ -112,7 +112,7 @@ def extract_factors(layer: Attention) -> Factors:
         def values(y_BSD: jax.Array) -> jax.Array:
             return value.values(layer.cached(y_BSD), score)
 
-        variant = f'{spec.score}/{spec.value}'
+        variant = str(spec.variant)
         w_q, b_q = _affine_map(score.queries, D, f'the queries of {variant}')
         w_k, b_k = _affine_map(keys, D, f'the keys of {variant}')
         w_v, b_v = _affine_map(values, D, f'the values of {variant}')

@@ -27,7 +27,7 @@ def fold_double(layer: Attention) -> Attention:
     double_score = spec.score.partition('(')[0] == 'double'
     double_value = spec.value.partition('(')[0] == 'double'
     if not (double_score or double_value):
-        raise ConversionError(f'{spec.score}/{spec.value} has no double projection to fold')
+        raise ConversionError(f'{spec.variant} has no double projection to fold')
     spec = dataclasses.replace(
         spec,
         score='qk' if double_score else spec.score,

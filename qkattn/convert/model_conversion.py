@@ -67,8 +67,8 @@ def convert_model(
             errors.append(truncation)
         if layer.spec != layers[0].spec:
             raise ConversionError(
-                f'layer {index} would become {layer.spec.score}/{layer.spec.value} and layer 0 '
-                f'{layers[0].spec.score}/{layers[0].spec.value}, but a stack has one variant'
+                f'layer {index} would become {layer.spec.variant} and layer 0 '
+                f'{layers[0].spec.variant}, but a stack has one variant'
             )
     model.blocks.attention = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     if conversion.takes_norm:

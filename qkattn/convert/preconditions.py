@@ -90,6 +90,6 @@ def require_standard(layer: Attention, conversion: str) -> None:
     """Requires the variant qk/vo."""
     if (layer.spec.score, layer.spec.value) != ('qk', 'vo'):
         raise ConversionError(
-            f'{conversion} starts from qk/vo, not {layer.spec.score}/{layer.spec.value}; '
+            f'{conversion} starts from qk/vo, not {layer.spec.variant}; '
             'convert with to_standard first'
         )

@@ -53,7 +53,7 @@ def empty_layer(spec: AttentionSpec, source: Attention) -> Attention:
             if gain.shape != target.shape:
                 raise ConversionError(
                     f'QK-norm acts on queries of size {gain.shape[0]}, and in '
-                    f'{spec.score}/{spec.value} they have size {target.shape[0]}'
+                    f'{spec.variant} they have size {target.shape[0]}'
                 )
             setattr(layer, name, nnx.Param(jnp.array(gain[...], dtype_of(source))))
     return layer

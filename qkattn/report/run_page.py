@@ -112,8 +112,7 @@ def facts(run: Run) -> dict[str, str]:
     """What the run is, in a few names and values."""
     model, train = run.config.model, run.config.train
     about = {
-        'model': f'{model.score}/{model.value}, d_model {model.d_model}, '
-        + counted(model.num_layers, 'layer'),
+        'model': f'{model.variant}, d_model {model.d_model}, ' + counted(model.num_layers, 'layer'),
         'data': run.config.data.name,
         'steps': f'{run.steps:,} of {train.num_steps:,}',
         'tokens per trial': si(run.steps * train.batch_size * model.context),

@@ -80,10 +80,10 @@ def parse_variant(text: str) -> dict[str, Any]:
     """'score/value?field=value' as model fields."""
     name, _, fields = text.partition('?')
     try:
-        score, value = registry.parse_variant(name)
+        variant = registry.parse_variant(name)
     except SpecError as error:
         raise ConfigError(f'variant {text!r}: {error}') from error
-    return {'score': score, 'value': value, **parse_fields(fields, f'variant {text!r}')}
+    return {**variant._asdict(), **parse_fields(fields, f'variant {text!r}')}
 
 
 def build_arms(study: Study) -> list[Arm]:

@@ -129,7 +129,7 @@ def variant_of(config: ModelConfig) -> str:
     """The variant in messages, with those of the other sites where they are set."""
     other = ('pattern', 'encoder_variant', 'cross_variant')
     fields = (f'{name}={getattr(config, name)}' for name in other if getattr(config, name))
-    return '?'.join(filter(None, (f'{config.score}/{config.value}', '&'.join(fields))))
+    return '?'.join(filter(None, (str(config.variant), '&'.join(fields))))
 
 
 # The costs that can be made equal, and their units.

@@ -186,7 +186,7 @@ def test_packed_pairs_are_to_the_model_what_they_are_alone(fields):
 def test_each_site_takes_its_own_variant(fields, variants):
     model = abstract_model(dataclasses.replace(CONFIG, score='shared_qk', **fields))
     sites = (model.blocks.attention, model.encoder.blocks.attention, model.blocks.cross_attention)
-    assert [f'{site.spec.score}/{site.spec.value}' for site in sites] == variants
+    assert [str(site.spec.variant) for site in sites] == variants
     positions = fields.get('positions', 'none')
     assert [site.spec.positions for site in sites] == [positions, positions, 'none']
 

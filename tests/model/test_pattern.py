@@ -75,7 +75,7 @@ def test_decoding_with_a_cache_gives_the_same_numbers(model, want):
 
 def test_layers_begin_as_those_of_models_with_one_variant(model):
     fresh = build(CONFIG, key=jax.random.key(0)).layers()
-    assert [f'{a.spec.score}/{a.spec.value}' for a in fresh] == [*VARIANTS, *VARIANTS[:2]]
+    assert [str(a.spec.variant) for a in fresh] == [*VARIANTS, *VARIANTS[:2]]
     assert fresh[2].value.layer == 2
     for index, variant in enumerate(VARIANTS[:2]):
         fields = parse_variant(variant)

@@ -18,6 +18,7 @@ from qkattn.claims.checks.small_layers import (
     stream,
 )
 from qkattn.claims.claim import exact
+from qkattn.config.calls import Variant
 from qkattn.report.claim_results import Row
 
 WIDTHS = (8, 12, 32, 64)
@@ -25,7 +26,7 @@ WIDTHS = (8, 12, 32, 64)
 
 def count(variant: str, *, circuit: str = 'score', **sizes: Any) -> int:
     """Parameters of one circuit of a layer; `sizes` are those of its spec."""
-    score, value = variant.split('/')
+    score, value = Variant.parse(variant)
     spec = AttentionSpec(score=score, value=value, **sizes)
     with shapes_only():
         layer = nnx.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))

@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 from qkattn.attention import Attention, AttentionSpec, oracle
 from qkattn.attention.norm import rms_norm
 from qkattn.attention.parameters import shapes_only
-from qkattn.config.calls import split_variant
+from qkattn.config.calls import Variant
 from qkattn.convert.truncation import relative_error
 from qkattn.report.claim_results import Row
 
@@ -24,7 +24,7 @@ D, N, H, T = 32, 4, 8, 12
 
 def layer(variant: str = 'qk/vo', *, seed: int = 0, **options: Any) -> Attention:
     """A layer in float64 with these options of its spec; parameters are normal, variance 1/D."""
-    score, value = split_variant(variant)
+    score, value = Variant.parse(variant)
     spec = AttentionSpec(score=score, value=value, **{'d_model': D, 'num_heads': N} | options)
     rng = np.random.default_rng(seed)
     with shapes_only():

@@ -35,7 +35,7 @@ def record(directory: Path, scale: str) -> None:
         found.append(
             {
                 'run': run.name,
-                'variant': f'{model.score}/{model.value}',
+                'variant': str(model.variant),
                 'size': f'd_model={model.d_model}',
                 'trials': [measured(model) for model in alive],
             }
