@@ -7,7 +7,7 @@ from qkattn.jobs import signals
 # While Python looks for the script of `python -m experiments.NAME`; before imports of seconds.
 if sys.argv[0] == '-m':
     module = next((word for word in sys.orig_argv if 'experiments.' in word), '')
-    signals.leave_while_starting(module.rpartition('.')[2])
+    signals.exit_while_starting(module.rpartition('.')[2])
 
 from qkattn.jobs import starting
 from qkattn.jobs.memory import keep_freed_memory

@@ -38,7 +38,7 @@ WORKERS = flags.DEFINE_string(
 )
 
 
-@signals.leaving_at_once()
+@signals.exit_on_signal()
 @bootstrap.in_job
 def main() -> None:
     keep_programs()

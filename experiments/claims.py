@@ -46,7 +46,7 @@ EXPORT = flags.DEFINE_string(
 )
 
 
-@signals.leaving_at_once()
+@signals.exit_on_signal()
 def main() -> None:
     keep_programs()
     if CLAIMS.value == []:

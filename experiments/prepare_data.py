@@ -26,7 +26,7 @@ TOKENS = flags.DEFINE_integer(
 VERIFY = flags.DEFINE_bool('verify', False, 'Check the shards in --out, which may be a URL.')
 
 
-@signals.leaving_at_once()
+@signals.exit_on_signal()
 def main() -> None:
     if OUT.value is None:
         raise ConfigError('--out=DIRECTORY is required')

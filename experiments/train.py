@@ -43,7 +43,7 @@ PROFILE_STEPS = flags.DEFINE_string(
 )
 
 
-@signals.leaving_at_once()
+@signals.exit_on_signal()
 @bootstrap.in_job
 def main() -> None:
     keep_programs()

@@ -12,7 +12,7 @@ from pathlib import Path
 from qkattn.jobs import signals
 
 if __name__ == '__main__' or Path(sys.argv[0]).name == 'qkattn':  # before imports that take seconds
-    signals.leave_while_starting(''.join(sys.argv[1:2]))
+    signals.exit_while_starting(''.join(sys.argv[1:2]))
 
 from qkattn import __version__
 from qkattn.jobs import cli, readers, starting
@@ -33,7 +33,7 @@ def main() -> None:
         starting.begin()
         runpy.run_path(str(scripts[name]), run_name='__main__')
     else:
-        cli.leave(f'unknown command {name!r}; known are {", ".join(scripts)}')
+        cli.exit_with(f'unknown command {name!r}; known are {", ".join(scripts)}')
 
 
 def _help(scripts: dict[str, Path]) -> str:

@@ -158,7 +158,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
                 flag.parse(','.join(argv[1:]))
                 del argv[1:]
         if len(argv) > 1:
-            leave(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
+            exit_with(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
         _log_to_stderr()
         keep_freed_memory()  # before there are other threads
         signals.started()
@@ -168,7 +168,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         except Exception as error:
             if (expected := outcome(error)) is None:
                 raise
-            leave(*expected)
+            exit_with(*expected)
 
     parsed = False
     kind = _kind() if 'config' in flags.FLAGS else None
@@ -190,7 +190,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         first, *more = (str(error) or type(error).__name__).strip().splitlines()
         # Of what a config raised, its last line behind the name of the error.
         reason = f' {more[-1].partition(": ")[2]}' if 'Traceback' in str(error) else ''
-        leave(near or f'{first}{reason}')
+        exit_with(near or f'{first}{reason}')
 
 
 def outcome(error: BaseException) -> tuple[str, int] | None:
@@ -207,7 +207,7 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
-def leave(sentence: str, code: int = EXIT_CONFIG) -> None:
+def exit_with(sentence: str, code: int = EXIT_CONFIG) -> None:
     """Ends the process with a sentence on standard error; 2 is a setting that is wrong."""
     readers.say(f'{sentence}\n', sys.stderr)
     readers.say('', sys.stdout)  # what is buffered

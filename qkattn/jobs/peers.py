@@ -56,8 +56,8 @@ class JobPeers:
         self._block = 0  # number of the block of a StopRequest that is held
         self._confirmed = False  # whether all processes hold it
         self._also = False  # whether this process has a reason of its own to stop
-        self._last = -1  # step of the last `due`
-        self._frozen = False  # `_last` was published, so `due` waits for the decision
+        self._last = -1  # step of the last `should_stop`
+        self._frozen = False  # `_last` was published, so `should_stop` waits for the decision
         self._stop_after: int | None = None
         # jax ends a process whose job is broken by abort(), in a thread of its own.
         self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)
@@ -76,7 +76,7 @@ class JobPeers:
         thread.join(_LINGER)
         ctypes.CDLL(None).signal(signal.SIGABRT, None)
 
-    def hold(self, requested: bool) -> bool:
+    def meet(self, requested: bool) -> bool:
         with self._moved:
             self._block += 1
             self._last, self._stop_after = -1, None
@@ -85,7 +85,7 @@ class JobPeers:
         self._confirmed = not stop
         return stop
 
-    def due(self, step: int, also: bool) -> bool:
+    def should_stop(self, step: int, also: bool) -> bool:
         with self._moved:
             self._also |= also
             self._moved.wait_for(lambda: not self._frozen or self._stop_after is not None)
@@ -179,7 +179,7 @@ class JobPeers:
         if code != EXIT_REQUEUE:
             signals.end(code, f'process {rank} has ended with code {code}: {sentence}')
         # All hold a block or none does, so who left before it was held will never come.
-        if not (StopRequest.held() and self._confirmed):
+        if not (StopRequest.deferred() and self._confirmed):
             signals.end(code, f'process {rank} has {sentence}')
 
     def _set(self, key: str, value: str) -> None:

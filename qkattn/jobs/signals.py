@@ -17,28 +17,28 @@ EXIT_REQUEUE = 75
 """Stopped on request with nothing lost: launchers run the same command again."""
 
 RESUMABLE = ('ablate', 'claims', 'prepare_data', 'train')
-"""The scripts of experiments that are `leaving_at_once`; SIGTERM and Ctrl-C end the others."""
+"""The scripts of experiments that `exit_on_signal`; SIGTERM and Ctrl-C kill the others."""
 
-WHOLE = threading.RLock()
-"""Held while something is written that `leaving_at_once` must not cut."""
+no_interrupt = threading.RLock()
+"""Held while something is written that `exit_on_signal` must not cut."""
 
-BEFORE_LEAVING: list[Callable[[], None]] = []
-"""What `end` calls first, latest first, such as the release of a lease; guarded by WHOLE."""
+exit_hooks: list[Callable[[], None]] = []
+"""What `end` calls, latest first, such as the release of a lease; guarded by `no_interrupt`."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAVED = 'stopped after the last step, state saved'
 _NOTHING = 'stopped with nothing to save; the same command resumes'
-_PATIENCE = 10.0  # seconds that `end` waits for WHOLE
+_PATIENCE = 10.0  # seconds that `end` waits for `no_interrupt`
 
 
 class Peers(Protocol):
     """The other processes of a job (qkattn.jobs.peers), which stop at the same step."""
 
-    def hold(self, requested: bool) -> bool:
-        """Waits until every process is here; whether a stop was requested in one of them."""
+    def meet(self, requested: bool) -> bool:
+        """Waits for every process; whether a stop was requested in one of them."""
 
-    def due(self, step: int, also: bool) -> bool:
-        """Whether to stop after `step` steps, as `StopRequest.due`."""
+    def should_stop(self, step: int, also: bool) -> bool:
+        """As `StopRequest.should_stop`."""
 
     def announce(self, code: int, sentence: str) -> None:
         """Tells them that this process ends, with this exit code."""
@@ -49,29 +49,29 @@ class StopRequest:
 
         with StopRequest() as stop:
             compile()
-            stop.hold()
+            stop.defer_exit()
             while not stop.requested: ...
 
-    A second Ctrl-C interrupts at once. Previous handlers are restored on exit. Use it in the main
-    thread. In a job of several processes ask `due`, which stops them at the same step; jax's own
-    handling of SIGTERM is off there (qkattn.jobs.bootstrap).
+    A second Ctrl-C interrupts at once. Previous handlers are restored on exit. For the main thread.
+    In a job of several processes `should_stop` stops them at the same step; jax's own handling of
+    SIGTERM is off there (qkattn.jobs.bootstrap).
     """
 
     peers: ClassVar[Peers | None] = None
     """The other processes of the job."""
 
-    _held: list['StopRequest'] = []
-    _leaves = False
+    _deferring: list['StopRequest'] = []
+    _exits = False  # whether inside `exit_on_signal`
 
     def __init__(self) -> None:
         self.requested = False
-        """True once a signal has arrived."""
+        """Whether a signal has arrived."""
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> 'StopRequest':
         for number in _SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
-        # A request that an enclosing instance has received holds here, too.
+        # A request that an enclosing instance has received counts here, too.
         self.requested |= any(outer.requested for outer in self._enclosing())
         return self
 
@@ -79,58 +79,61 @@ class StopRequest:
         # A request that came too late to be acted on here is the enclosing instance's.
         for outer in self._enclosing():
             outer.requested |= self.requested
-        for number, handler in self._previous.items():
-            # None is a handler that was not installed from Python and cannot be restored.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        with WHOLE:
-            self._held[:] = [other for other in self._held if other is not self]
+        _restore(self._previous)
+        with no_interrupt:
+            self._undefer()
 
-    def hold(self) -> None:
-        """From here to the end of the block there is something to save: nothing leaves at once.
+    def defer_exit(self) -> None:
+        """From here to the end of the block there is something to save: no signal exits at once.
 
         Every process of a job calls it, and waits for the others.
 
         Raises:
           Stopped: a signal has arrived before, in any process.
         """
-        with WHOLE:
-            self._held.append(self)
-        if self.requested if self.peers is None else self.peers.hold(self.requested):
+        with no_interrupt:
+            self._deferring.append(self)
+        if self.requested if self.peers is None else self.peers.meet(self.requested):
             raise Stopped('stopped with nothing to save')
 
-    def release(self) -> None:
-        """Everything is saved: from here on signals leave at once again.
+    def allow_exit(self) -> None:
+        """Everything is saved: from here on signals exit at once again.
 
         Every process of a job calls it, and waits for the others.
 
         Raises:
           Stopped: a signal has arrived before, in any process.
         """
-        stop = self.peers is not None and self.peers.hold(self.requested)
-        with WHOLE:
-            self._held[:] = [other for other in self._held if other is not self]
-            if self.requested and self._leaves and not stop:
-                end(EXIT_REQUEUE, _SAVED)  # the other processes, if any, leave with this one
+        stop = self.peers is not None and self.peers.meet(self.requested)
+        with no_interrupt:
+            self._undefer()
+            if self.requested and self._exits and not stop:
+                end(EXIT_REQUEUE, _SAVED)  # the other processes, if any, exit with this one
         if stop or self.requested:
             raise Stopped(_SAVED)
 
-    def due(self, step: int, also: bool = False) -> bool:
+    def should_stop(self, step: int, also: bool = False) -> bool:
         """Whether to stop after `step` steps: the same at that step in all processes.
 
         Args:
-          also: whether this process has a reason of its own.
+          also: whether this process has another reason to stop.
         """
-        return self.requested or also if self.peers is None else self.peers.due(step, also)
+        if self.peers is None:
+            return self.requested or also
+        return self.peers.should_stop(step, also)
 
     @classmethod
-    def held(cls) -> bool:
+    def deferred(cls) -> bool:
         """Whether there is something to save."""
-        return bool(cls._held)
+        return bool(cls._deferring)
 
     @classmethod
     def pending(cls) -> bool:
         """Whether a stop was requested in this process while there is something to save."""
-        return any(stop.requested for stop in cls._held)
+        return any(stop.requested for stop in cls._deferring)
+
+    def _undefer(self) -> None:
+        self._deferring[:] = [other for other in self._deferring if other is not self]
 
     def _enclosing(self) -> list['StopRequest']:
         handlers = [getattr(handler, '__self__', None) for handler in self._previous.values()]
@@ -139,14 +142,14 @@ class StopRequest:
     def _handle(self, number: int, frame: Any) -> None:
         self.requested = True
         if number == signal.SIGINT:
-            if self._held or not self._leaves:
+            if self._deferring or not self._exits:
                 _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """A block in which SIGTERM and Ctrl-C end the process unless a `StopRequest` is held.
+def exit_on_signal() -> Iterator[None]:
+    """A block in which SIGTERM and Ctrl-C end the process unless a `StopRequest` defers that.
 
     For the main function of a script, which owns its process. It exits with EXIT_REQUEUE from
     within a compilation, too: XLA compiles in C++, and Python runs no handler before that returns,
@@ -158,22 +161,20 @@ def leaving_at_once() -> Iterator[None]:
     # The descriptor is written for signals that have a handler in Python.
     previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
     threading.Thread(target=_watch, args=(reading,), name='signals', daemon=True).start()
-    StopRequest._leaves = True
+    StopRequest._exits = True
     try:
         yield
     finally:
-        StopRequest._leaves = False
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        StopRequest._exits = False
+        _restore(previous)
         signal.set_wakeup_fd(previous_descriptor)
         os.close(writing)
 
 
-def leave_while_starting(script: str) -> None:
+def exit_while_starting(script: str) -> None:
     """Lets signals end the process of a script, in one line, from here to its main function.
 
-    The imports between take seconds, and may swallow a KeyboardInterrupt or crash on it. Behind its
-    main function, a script that is RESUMABLE leaves in the same way.
+    The imports between take seconds, and may swallow a KeyboardInterrupt or crash on it.
     """
     if script in RESUMABLE:
         for number in _SIGNALS:
@@ -187,6 +188,28 @@ def started() -> None:
     """From here on Ctrl-C is a KeyboardInterrupt, except in a RESUMABLE script."""
     if signal.getsignal(signal.SIGINT) is _interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end(code: int, sentence: str) -> NoReturn:
+    """Ends the process from any thread, after a write in progress; leases are released."""
+    # A write that hangs, with its file system, must not keep the process.
+    no_interrupt.acquire(timeout=_PATIENCE)
+    try:
+        # On a terminal the cursor may stand behind the progress line.
+        _say('\n' * os.isatty(2) + f'{sentence}\n')
+        for call in exit_hooks[::-1]:
+            call()
+        if StopRequest.peers is not None:
+            StopRequest.peers.announce(code, sentence)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        # None is a handler that was not installed from Python and cannot be restored.
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _interrupted(number: int, frame: Any) -> None:
@@ -206,32 +229,12 @@ def _without_interrupts(kind: type[BaseException], error: BaseException, trace: 
 def _watch(reading: int) -> None:
     while number := os.read(reading, 1):
         if number[0] in _SIGNALS:
-            _leave_unless_held()
+            with no_interrupt:
+                for stop in StopRequest._deferring:
+                    stop.requested = True  # the handler may have to wait for native code
+                if not StopRequest._deferring:
+                    end(EXIT_REQUEUE, _NOTHING)
     os.close(reading)
-
-
-def _leave_unless_held() -> None:
-    with WHOLE:
-        for stop in StopRequest._held:
-            stop.requested = True  # the handler may have to wait for native code
-        if not StopRequest._held:
-            end(EXIT_REQUEUE, _NOTHING)
-
-
-def end(code: int, sentence: str) -> NoReturn:
-    """Ends the process from any thread, after a write that is going on; leases are released."""
-    # A write that hangs, with its file system, must not keep the process.
-    WHOLE.acquire(timeout=_PATIENCE)
-    try:
-        # On a terminal the cursor may stand behind the progress line.
-        _say('\n' * os.isatty(2) + f'{sentence}\n')
-        for call in BEFORE_LEAVING[::-1]:
-            call()
-        if StopRequest.peers is not None:
-            StopRequest.peers.announce(code, sentence)
-        sys.stdout.flush()
-    finally:
-        os._exit(code)
 
 
 def _say(text: str) -> None:

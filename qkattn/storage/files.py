@@ -15,7 +15,7 @@ from typing import cast
 from etils import epath
 
 from qkattn.errors import ConfigError, DiskError, RunDirectoryError
-from qkattn.jobs.signals import WHOLE
+from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
 
 _DISK_ERRORS = {
@@ -172,13 +172,13 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     data = content.encode() if isinstance(content, str) else content
     path = as_path(path)
     if buckets.is_url(path):
-        with WHOLE:
+        with no_interrupt:
             buckets.write(path, data)
         return path
     with disk_errors(path.parent, creates=True):
         path.parent.mkdir(parents=True, exist_ok=True)
     # Written by open(), not tempfile, so that the permissions are those that the umask allows.
-    with WHOLE, _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
+    with no_interrupt, _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
         temporary.write_bytes(data)
     return path
 

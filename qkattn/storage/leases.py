@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Protocol
 
 from qkattn.errors import ConfigError, RunDirectoryError
-from qkattn.jobs.signals import BEFORE_LEAVING, WHOLE
+from qkattn.jobs.signals import exit_hooks, no_interrupt
 from qkattn.storage import buckets
 from qkattn.storage.buckets import seconds
 from qkattn.storage.files import as_path, disk_errors, make_directory
@@ -88,7 +88,7 @@ class Lease:
             daemon=True,
         )
         self._thread.start()
-        BEFORE_LEAVING.append(self.release)
+        exit_hooks.append(self.release)
 
     @property
     def lost(self) -> bool:
@@ -109,12 +109,12 @@ class Lease:
 
         If the file system fails, the run becomes free when the lease expires.
         """
-        with WHOLE:
+        with no_interrupt:
             if os.getpid() != self._pid or self._released.is_set():
                 return
             self._lost = self.lost
             self._released.set()
-            BEFORE_LEAVING.remove(self.release)
+            exit_hooks.remove(self.release)
             # A heartbeat in progress would undo the write below.
             self._thread.join()
             with contextlib.suppress(OSError, ConfigError):
@@ -238,7 +238,7 @@ def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | Non
             path = directory / f'{run}.{number}'
             created = seconds()
             # If it exists, another process was faster or the listing was stale: check it as well.
-            with contextlib.suppress(FileExistsError), WHOLE:
+            with contextlib.suppress(FileExistsError), no_interrupt:
                 _create(path, content)
                 return Lease(_File(path, content), expiry, created)
     return None
@@ -367,7 +367,7 @@ def acquire_object(path: Path, expiry: float) -> Lease | Holder:
             return holder
         created = seconds()
         # If another process was faster, who holds it is looked up again.
-        with contextlib.suppress(FileExistsError), WHOLE:
+        with contextlib.suppress(FileExistsError), no_interrupt:
             generation = buckets.write(path, content, found.generation if found else 0)
             return Lease(_Object(path, content, generation), expiry, created)
 

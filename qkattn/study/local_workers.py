@@ -144,7 +144,7 @@ def run(
         StopRequest() as stop,
         contextlib.closing(_Workers(study, path, options, stop, meanwhile)) as workers,
     ):
-        stop.hold()
+        stop.defer_exit()
         workers.start(min(wanted or largest, largest))
         options['arms'] = arms = match()
         most, note = limit(study, arms, wanted, worker.left_of(study, arms, path))
@@ -418,7 +418,7 @@ def _peak_memory() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-@signals.leaving_at_once()
+@signals.exit_on_signal()
 def main() -> None:
     keep_programs()
     if (pipe := children.parent()) is None:

@@ -185,7 +185,7 @@ class _Run:
         val_loss, unwritten = math.inf, None
         self.trace.begin(config, step, self.progress)
         with batches, contextlib.closing(clock), contextlib.closing(self.trace):
-            self.stop.hold()
+            self.stop.defer_exit()
             if not kept['evaluated'] and (val_loss := self._evaluate(state, step)) is None:
                 raise Stopped(self._stopped(step))
             self.progress.begin(step, **pauses(train, step, self.rows.splits))
@@ -252,7 +252,7 @@ class _Run:
 
     def _due(self, also: bool = False) -> bool:
         """Whether to stop here: the same in all processes, which ask equally often."""
-        return self.stop.due(next(self.asked), also=also)
+        return self.stop.should_stop(next(self.asked), also=also)
 
     def _stopped(self, step: int) -> str:
         return f'stopped at step {step} of {self.config.train.num_steps}, state saved'
@@ -294,7 +294,7 @@ class _Run:
 
     def _results(self, state: dict, clock: Clock, diverged: Divergences) -> _Outcome:
         self.checkpoints.wait()
-        self.stop.release()
+        self.stop.allow_exit()
         done = self.validated.get(self.config.train.num_steps)
         evaluations = {
             split: (split == 'validation' and done) or self._evaluation(state, split)

@@ -66,7 +66,7 @@ def test_the_main_function_runs_without_the_display(script_here, monkeypatch):
 def test_memory_is_kept_before_the_display_starts_a_thread(monkeypatch):
     order = []
     monkeypatch.setattr(sys, 'argv', ['-m'])
-    monkeypatch.setattr(signals, 'leave_while_starting', lambda script: order.append('signals'))
+    monkeypatch.setattr(signals, 'exit_while_starting', lambda script: order.append('signals'))
     monkeypatch.setattr(memory, 'keep_freed_memory', lambda: order.append('memory'))
     monkeypatch.setattr(starting, 'begin', lambda: order.append('display'))
     importlib.reload(experiments)
@@ -121,7 +121,7 @@ def test_an_interrupt_behind_the_imports_has_no_traceback():
     program = """import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from qkattn.jobs import signals
-signals.leave_while_starting('verify')
+signals.exit_while_starting('verify')
 signals.started()
 try:
     signal.raise_signal(signal.SIGINT)
@@ -135,5 +135,7 @@ finally:
 
 def test_resumable_scripts_are_those_that_leave_at_once():
     sources = {path.stem: path.read_text() for path in Path(ROOT, 'experiments').glob('*.py')}
-    leaving = [n for n, text in sources.items() if re.search('^@signals.leaving_at', text, re.M)]
-    assert sorted(leaving) == sorted(signals.RESUMABLE)
+    exiting = [
+        n for n, text in sources.items() if re.search('^@signals.exit_on_signal', text, re.M)
+    ]
+    assert sorted(exiting) == sorted(signals.RESUMABLE)

@@ -32,7 +32,7 @@ JOB = """
             os._exit(0)
         native()
 
-    @signals.leaving_at_once()
+    @signals.exit_on_signal()
     @bootstrap.in_job
     def main():
         rank = bootstrap.start().process_id
@@ -42,7 +42,7 @@ JOB = """
         with signals.StopRequest() as stop:
             if place == 'arriving' and rank:
                 native()
-            stop.hold()
+            stop.defer_exit()
             print('holding', flush=True, file=sys.__stdout__)
             if place == 'collective' and rank:
                 fail()
@@ -52,7 +52,7 @@ JOB = """
                 fail() if rank else agreement.barrier('there')
             for step in range(2, 10**6, 2):
                 time.sleep(0.01 * (rank + 1))
-                if stop.due(step):
+                if stop.should_stop(step):
                     agreement.barrier('saving')
                     time.sleep(1)
                     raise Stopped(f'stopped at step {step}')

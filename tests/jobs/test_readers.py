@@ -66,5 +66,5 @@ def test_a_wrong_setting_keeps_its_exit_code(unread, monkeypatch):
     monkeypatch.setattr(sys, 'stdout', unread)
     print('buffered')
     with pytest.raises(SystemExit) as ended:
-        cli.leave('d_model=0 must be at least 1')
+        cli.exit_with('d_model=0 must be at least 1')
     assert ended.value.code == 2 and goes_nowhere(unread)

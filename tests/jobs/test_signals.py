@@ -83,11 +83,11 @@ LEAVE = """
         time.sleep(0.5)
         sync(path)
 
-    with signals.leaving_at_once(), signals.StopRequest() as stop:
+    with signals.exit_on_signal(), signals.StopRequest() as stop:
         directory, held = Path(sys.argv[1]), sys.argv[2] == 'held'
         lease = leases.acquire(directory / 'leases', 'run')
         if held:
-            stop.hold()
+            stop.defer_exit()
         files._sync = stopped_on_the_way
         files.write_atomic(directory / 'file', 'whole')
         time.sleep(0.5 if held else 60)
@@ -105,7 +105,7 @@ LEAVE = """
         ('held', 0, 'requested\n'),
     ],
 )
-def test_leaving_at_once_cuts_no_file_and_keeps_no_lease(held, exit_code, printed, tmp_path):
+def test_exit_on_signal_cuts_no_file_and_keeps_no_lease(held, exit_code, printed, tmp_path):
     """Where a request is held, there is something to save: the program itself ends."""
     process = start_python(LEAVE, tmp_path, held)
     if 'unread' in held:
@@ -122,4 +122,4 @@ def test_a_request_before_it_is_held_stops():
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Stopped, match='nothing to save'):
-            stop.hold()
+            stop.defer_exit()

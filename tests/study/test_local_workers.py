@@ -66,12 +66,12 @@ def run_workers(work, path) -> None:
     local_workers.RETRIES = 2
     local_workers.limit = lambda study, arms, wanted, left: (3, None)
     try:
-        with signals.leaving_at_once():
+        with signals.exit_on_signal():
             local_workers.run(
                 STUDY, lambda: [], path, wanted=3, meanwhile=(path / 'meanwhile').touch
             )
     except Exception as error:
-        cli.leave(*cli.outcome(error))
+        cli.exit_with(*cli.outcome(error))
 
 
 def pids(path) -> list[int]:

@@ -66,7 +66,7 @@ def to_end(config: Config, workdir: Path, place, rank: int, count: int, address:
 
     Progress.phase, Progress.begin = phase, begin
 
-    @signals.leaving_at_once()
+    @signals.exit_on_signal()
     def main() -> None:
         bootstrap.start()
         train(config, workdir)

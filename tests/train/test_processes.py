@@ -42,7 +42,7 @@ JOB = """
             return train(from_json(Config, settings), path, lost=lost)
         return str(worker.run(from_json(Study, settings), path))
 
-    @signals.leaving_at_once()
+    @signals.exit_on_signal()
     @bootstrap.in_job
     def main():
         job, rank = Path(sys.argv[1]), bootstrap.start().process_id
