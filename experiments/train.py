@@ -14,7 +14,7 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.metrics import METRICS, PREFIXES
 from qkattn.storage.files import as_path
-from qkattn.train import dry_run, pods, topology, train
+from qkattn.train import dry_run, pods, train
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.results import FINISHED
 from qkattn.train.trace import Trace
@@ -23,7 +23,7 @@ CONFIG = cli.define_config(Config)
 DRY_RUN = flags.DEFINE_bool(
     'dry_run',
     False,
-    'Compile only, and print memory, FLOPs, collectives and warnings of a step.',
+    'Compile only, and print memory, FLOPs and warnings of a step.',
 )
 TOPOLOGY = flags.DEFINE_string(
     'topology',
@@ -52,11 +52,11 @@ def main() -> None:
         if LOG.value is not None:
             dry_run.check_log(LOG.value)
         pod = None if TOPOLOGY.value is None else pods.pod_of(TOPOLOGY.value)
-        described = topology.describe(config, pod)
+        described = dry_run.describe(config, pod)
         if agreement.owner():
             print(dry_run.text(described))
             if LOG.value is not None:
-                dry_run.log(described, LOG.value)
+                dry_run.append_to_log(described, LOG.value)
         return
     if TOPOLOGY.value is not None:
         raise ConfigError('--topology needs --dry_run')

@@ -222,7 +222,7 @@ def test_sizes_of_slices_are_those_of_the_dry_run(monkeypatch):
             assert (machine['hosts'], machine['chips']) == (pod.hosts, pod.per_host), name
             seen += 1
     assert seen == 36
-    for kind in set(namespace['GPUS']) & set(pods.FAMILIES):
+    for kind in set(namespace['GPUS']) & set(pods.CHIPS):
         assert namespace['hardware'](f'{kind}-16x8')['hosts'] == pods.pod_of(f'{kind}-16x8').hosts
 
 
