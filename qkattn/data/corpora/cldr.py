@@ -8,29 +8,27 @@ version, which is therefore part of the corpus version.
 
 import datetime
 import functools
-import hashlib
-import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
-from typing import Literal
+from typing import Any
 
 import babel
 from babel import Locale, UnknownLocaleError, dates, lists, localedata, numbers, units
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import Corpus, parse_languages
+from qkattn.data.corpora.corpus import SPLITS, Corpus, hash64, parse_languages, split_of
 from qkattn.errors import ConfigError
 
 # Of the nine categories and the split by the sha256 of the source text.
-VERSION = '1.0.0'
-SPLITS = ('train', 'validation', 'test')
-BABEL = f'babel{babel.__version__}'
+VERSION = f'babel{babel.__version__}-1.0.0'
 # Longer texts on either side are left out; fewer than 1 % are.
 MAX_BYTES = 120
 
 # Formats one value in the language of a locale: phrase(locale=...).
 Phrase = Callable[..., str]
+Pair = tuple[Locale, Locale]
 
 # Without weeks of the year, which start on different days, and time zones.
 SKELETONS = (
@@ -40,143 +38,135 @@ SKELETONS = (
 TIME_SKELETONS = ('EHm', 'EBhm', 'Ehm', 'Bhm', 'Bh', 'h')
 INTERVALS = ('yMMMEd', 'yMMMd', 'yMMMM', 'yMEd', 'MMMEd', 'MMMd', 'MEd')
 TIME_INTERVALS = ('Hm', 'hm', 'h', 'H')
-# Amounts of each unit that are not written in the next larger one.
-DELTAS = {'seconds': 50, 'minutes': 50, 'hours': 20, 'days': 5, 'weeks': 3, 'months': 10}
+DAY = 24 * 60 * 60
+# Seconds of a unit from the second to the year, and amounts not written in the next larger one.
+DELTAS = (
+    *((1, 50), (60, 50), (60 * 60, 20), (DAY, 5), (7 * DAY, 3)),
+    *((30.5 * DAY, 10), (365.25 * DAY, 99)),
+)
 RATES = ('duration-second', 'duration-minute', 'duration-hour', 'duration-day', 'duration-week')
 RATED = ('length', 'volume', 'mass', 'energy', 'digital')
 
 
-def _shared(pair: tuple[Locale, Locale], names: Callable[[Locale], Iterable[str]]) -> list[str]:
-    """Names that both languages have, in the same order on every machine."""
-    return sorted(set(names(pair[0])).intersection(names(pair[1])))
+def _shared(pair: Pair, field: str) -> list[str]:
+    """Keys of a field that both languages have, in the same order on every machine."""
+    return sorted(set.intersection(*(set(filter(None, getattr(side, field))) for side in pair)))
 
 
 def _moment(rng: Random) -> datetime.datetime:
     return datetime.datetime(1900, 1, 1) + datetime.timedelta(
-        days=rng.randrange(200 * 365), seconds=rng.randrange(24 * 60 * 60)
+        days=rng.randrange(200 * 365), seconds=rng.randrange(DAY)
     )
 
 
 # Every value is formatted in every form, one form after another: where two forms read alike in the
 # source, the first gives the translation of all values, so that there is a rule to learn.
-def _dates(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
-    known = _shared(pair, lambda locale: locale.datetime_skeletons)
-    for _ in range(800):
+def _dates(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    widths = ('full', 'long', 'medium', 'short')
+    return _moments(rng, pair, 800, dates.format_date, widths, SKELETONS)
+
+
+def _times(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    widths = ('full', 'medium', 'short')
+    return _moments(rng, pair, 600, dates.format_datetime, widths, TIME_SKELETONS)
+
+
+def _moments(
+    rng: Random,
+    pair: Pair,
+    count: int,
+    format_width: Callable[..., str],
+    widths: tuple[str, ...],
+    skeletons: tuple[str, ...],
+) -> Iterator[Phrase]:
+    known = _shared(pair, 'datetime_skeletons')
+    for _ in range(count):
         moment = _moment(rng)
-        for width in ('full', 'long', 'medium', 'short'):
-            yield functools.partial(dates.format_date, moment.date(), width)
-        for skeleton in SKELETONS:
+        for width in widths:
+            yield partial(format_width, moment, width)
+        for skeleton in skeletons:
             if skeleton in known:
-                yield functools.partial(dates.format_skeleton, skeleton, moment)
+                yield partial(dates.format_skeleton, skeleton, moment)
 
 
-def _times(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
-    known = _shared(pair, lambda locale: locale.datetime_skeletons)
-    for _ in range(600):
-        moment = _moment(rng)
-        for width in ('full', 'medium', 'short'):
-            yield functools.partial(dates.format_datetime, moment, width)
-        for skeleton in TIME_SKELETONS:
-            if skeleton in known:
-                yield functools.partial(dates.format_skeleton, skeleton, moment)
-
-
-def _intervals(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
-    known = _shared(pair, lambda locale: filter(None, locale.interval_formats))
+def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    known = _shared(pair, 'interval_formats')
     for number in range(900):
         start = _moment(rng)
         end = start + datetime.timedelta(days=rng.randrange(1, (6, 60, 600)[number % 3]))
         for skeleton in INTERVALS:
             if skeleton in known:
-                yield functools.partial(dates.format_interval, start.date(), end.date(), skeleton)
+                yield partial(dates.format_interval, start.date(), end.date(), skeleton)
         end = start + datetime.timedelta(minutes=rng.randrange(60, 480))
         for skeleton in TIME_INTERVALS:
             if skeleton in known and end.date() == start.date():
-                yield functools.partial(dates.format_interval, start, end, skeleton)
+                yield partial(dates.format_interval, start, end, skeleton)
 
 
-def _deltas(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
-    days = {'months': 30.5, 'years': 365.25}
-    for unit, most in {**DELTAS, 'years': 99}.items():
+def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    for seconds, most in DELTAS:
         for amount in range(1, most + 1):
-            delta = datetime.timedelta(
-                **({'days': amount * days[unit]} if unit in days else {unit: amount})
-            )
-            yield functools.partial(dates.format_timedelta, delta)
-            yield functools.partial(dates.format_timedelta, delta, format='short')
+            delta = datetime.timedelta(seconds=amount * seconds)
+            yield partial(dates.format_timedelta, delta)
+            yield partial(dates.format_timedelta, delta, format='short')
             for signed in (delta, -delta):
-                yield functools.partial(dates.format_timedelta, signed, add_direction=True)
+                yield partial(dates.format_timedelta, signed, add_direction=True)
 
 
-def _amounts(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
-    for currency in _shared(pair, lambda locale: locale.currencies):
+def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    in_words = partial(numbers.format_currency, format_type='name', currency_digits=False)
+    for currency in _shared(pair, 'currencies'):
         for amount in [1, *(rng.randrange(2, 10 ** rng.randrange(1, 7)) for _ in range(16))]:
-            yield functools.partial(
-                numbers.format_currency, amount, currency, format_type='name', currency_digits=False
-            )
+            yield partial(in_words, amount, currency)
         for _ in range(6):
             cents = rng.randrange(10 ** rng.randrange(3, 9))
-            yield functools.partial(numbers.format_currency, cents / 100, currency)
+            yield partial(numbers.format_currency, cents / 100, currency)
 
 
-def _numbers(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
-    widths = _shared(pair, lambda locale: locale.compact_decimal_formats)
+def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    compact: Any = partial(numbers.format_compact_decimal, fraction_digits=1)
+    widths = _shared(pair, 'compact_decimal_formats')
     for _ in range(700):
         number = rng.randrange(1, 10 ** rng.randrange(4, 13))
-        yield functools.partial(numbers.format_decimal, number / 100)
-        yield functools.partial(
-            numbers.format_percent, number % 10**4 / 1000, decimal_quantization=False
-        )
+        yield partial(numbers.format_decimal, number / 100)
+        share = number % 10**4 / 1000
+        yield partial(numbers.format_percent, share, decimal_quantization=False)
         for width in widths:
-            yield functools.partial(
-                numbers.format_compact_decimal,
-                number,
-                format_type=width,  # type: ignore[arg-type]
-                fraction_digits=1,
-            )
+            yield partial(compact, number, format_type=width)
 
 
 def _measure(rng: Random, unit: str) -> Phrase:
     number = rng.choice((rng.randrange(1, 100), rng.randrange(1, 10**5), rng.randrange(99) / 10))
-    return functools.partial(units.format_unit, number, unit)
+    return partial(units.format_unit, number, unit)
 
 
-def _units(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
-    for unit in _shared(pair, lambda locale: locale.unit_display_names):
+def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    for unit in _shared(pair, 'unit_display_names'):
         for number in range(24):
-            phrase = (
-                functools.partial(units.format_unit, 1, unit) if not number else _measure(rng, unit)
-            )
-            yield functools.partial(phrase, length='long')
+            phrase = _measure(rng, unit) if number else partial(units.format_unit, 1, unit)
+            yield partial(phrase, length='long')
             if number < 8:
-                yield functools.partial(phrase, length='short')
+                yield partial(phrase, length='short')
         if unit.startswith(RATED):
             for rate in RATES:
+                per = partial(units.format_compound_unit, denominator_unit=rate)
                 for _ in range(5):
-                    yield functools.partial(
-                        units.format_compound_unit, rng.randrange(1, 500), unit,
-                        denominator_unit=rate,
-                    )  # fmt: skip
+                    yield partial(per, rng.randrange(1, 500), unit)
 
 
-def _names(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
+def _names(rng: Random, pair: Pair) -> Iterator[Phrase]:
     for field in ('territories', 'languages', 'currencies', 'scripts', 'variants'):
-        for key in _shared(pair, operator.attrgetter(field)):
-            yield functools.partial(_name, field, key)
+        for key in _shared(pair, field):
+            yield partial(_name, field, key)
     for identifier in sorted(localedata.locale_identifiers()):
-        named_locale = Locale.parse(identifier)
-        yield functools.partial(_locale_name, named_locale)
-    for zone in _shared(pair, lambda locale: locale.meta_zones):
+        yield partial(Locale.get_display_name, Locale.parse(identifier))
+    for zone in _shared(pair, 'meta_zones'):
         for kind in ('generic', 'standard', 'daylight'):
-            yield functools.partial(_zone_name, zone, kind)
+            yield partial(_zone_name, zone, kind)
 
 
 def _name(field: str, key: str, locale: Locale) -> str:
     return getattr(locale, field)[key]
-
-
-def _locale_name(named: Locale, locale: Locale) -> str | None:
-    return named.get_display_name(locale)
 
 
 def _zone_name(zone: str, kind: str, locale: Locale) -> str:
@@ -184,32 +174,29 @@ def _zone_name(zone: str, kind: str, locale: Locale) -> str:
     return names['long'][kind] if 'long' in names and kind in names['long'] else ''
 
 
-def _lists(rng: Random, pair: tuple[Locale, Locale]) -> Iterator[Phrase]:
-    def listed(items: Sequence[Phrase], style: Literal['standard', 'or']) -> Phrase:
-        return lambda locale: lists.format_list(
-            [phrase(locale=locale) for phrase in items], style, locale
-        )
+def _list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
+    return lists.format_list([phrase(locale=locale) for phrase in items], style, locale)
 
-    known = _shared(pair, lambda locale: locale.list_patterns)
-    both: tuple[Literal['standard', 'or'], ...] = ('standard', 'or')
-    styles = [style for style in both if style in known]
+
+def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    known = _shared(pair, 'list_patterns')
+    styles = [style for style in ('standard', 'or') if style in known]
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
-        known = _shared(pair, operator.attrgetter(field))
+        known = _shared(pair, field)
         # A few languages name next to nothing.
         for _ in range(count if len(known) >= 4 else 0):
             keys = rng.sample(known, rng.choice((2, 2, 3, 3, 4)))
+            items = [partial(_name, field, key) for key in keys]
             for style in styles:
-                yield listed([functools.partial(_name, field, key) for key in keys], style)
-    known = _shared(pair, lambda locale: locale.unit_display_names)
+                yield partial(_list, items, style)
+    known = _shared(pair, 'unit_display_names')
     for _ in range(2500):
-        items = [
-            functools.partial(_measure(rng, unit), length='long')
-            for unit in rng.sample(known, rng.choice((2, 2, 3)))
-        ]
-        yield listed(items, rng.choice(styles))
+        chosen = rng.sample(known, rng.choice((2, 2, 3)))
+        items = [partial(_measure(rng, unit), length='long') for unit in chosen]
+        yield partial(_list, items, rng.choice(styles))
 
 
-CATEGORIES: Mapping[str, Callable[[Random, tuple[Locale, Locale]], Iterator[Phrase]]] = {
+CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {
     'dates': _dates,
     'times': _times,
     'intervals': _intervals,
@@ -231,7 +218,10 @@ def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str
     seen = set()
     for category, phrases in CATEGORIES.items():
         for phrase in phrases(Random(f'cldr {category}'), locales):
-            source, target = (_tidy(phrase(locale=locale)) for locale in locales)
+            # Locale data has nine kinds of space that look alike.
+            source, target = (
+                re.sub(r'\s+', ' ', phrase(locale=locale) or '').strip() for locale in locales
+            )
             if not source or not target or source == target or source in seen:
                 continue
             seen.add(source)
@@ -239,19 +229,17 @@ def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str
                 yield category, source, target
 
 
-def _tidy(text: str | None) -> str:
-    # Locale data has nine kinds of space that look alike.
-    return re.sub(r'\s+', ' ', text or '').strip()
+# Each side is read for the vocabulary and again for its tokens.
+@functools.lru_cache(maxsize=1)
+def _ordered(languages: tuple[str, str]) -> list[tuple[str, int, str, str]]:
+    """Split, hash, source and target of all pairs; split 90/5/5 by the source text.
 
-
-def place(source: str) -> tuple[str, int]:
-    """Split of a source text, about 90/5/5, and its rank there, both from its sha256.
-
-    The rank mixes the categories, so that any stretch of a split is a sample of it.
+    The hash mixes the categories, so that any stretch of a split is a sample of it.
     """
-    rank = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8])
-    percent = rank * 100 >> 64
-    return 'train' if percent < 90 else 'validation' if percent < 95 else 'test', rank
+    return sorted(
+        (split_of(source, 90, 5), hash64(source.encode()), source, target)
+        for _, source, target in pairs(*languages)
+    )
 
 
 def corpus(config: DataConfig) -> Corpus:
@@ -260,43 +248,29 @@ def corpus(config: DataConfig) -> Corpus:
     Raises:
       ConfigError: for a language that Babel does not know.
     """
-    source, target = parse_languages(config)
-    languages = _identifier(source, config), _identifier(target, config)
-    if languages[0] == languages[1]:
-        raise ConfigError(
-            f'data.languages={config.languages!r} names one language twice; source and target must '
-            'differ.'
-        )
+
+    def spelled(language: str) -> str:
+        """Babel's own spelling, so that a language has one name: 'EN' -> 'en'."""
+        try:
+            return str(Locale.parse(language))
+        except (ValueError, UnknownLocaleError) as error:
+            raise ConfigError(
+                f'data.languages={config.languages!r}: CLDR has no {language!r}; valid: two of '
+                "Babel's locales, such as 'en', 'de', 'fr', 'pt_BR' or 'zh_Hans'."
+            ) from error
+
+    languages = parse_languages(config, spelled)
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
-        side = languages.index(str(language))
         texts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
-        for split, _, *sides in _placed(languages):
-            texts[split].append(sides[side].encode())
+        for split, _, *sides in _ordered(languages):
+            texts[split].append(sides[languages.index(str(language))].encode())
         return texts
 
     return Corpus(
         name='cldr-' + '-'.join(languages),
-        version=f'{BABEL}-{VERSION}',
+        version=VERSION,
         languages=languages,
         splits=SPLITS,
         documents=documents,
     )
-
-
-# Each side is read for the vocabulary and again for its tokens.
-@functools.lru_cache(maxsize=1)
-def _placed(languages: tuple[str, str]) -> list[tuple[str, int, str, str]]:
-    """Split, rank, source and target of all pairs, in order."""
-    return sorted((*place(source), source, target) for _, source, target in pairs(*languages))
-
-
-def _identifier(language: str, config: DataConfig) -> str:
-    """Babel's own spelling, so that a language has one name: 'EN' -> 'en'."""
-    try:
-        return str(Locale.parse(language))
-    except (ValueError, UnknownLocaleError) as error:
-        raise ConfigError(
-            f'data.languages={config.languages!r}: CLDR has no {language!r}; valid: two of '
-            "Babel's locales, such as 'en', 'de', 'fr', 'pt_BR' or 'zh_Hans'."
-        ) from error

@@ -1,15 +1,21 @@
-"""What a dataset is before it is tokenized."""
+"""A dataset before it is tokenized: its texts, and splits that are carved from its train split."""
 
 import dataclasses
+import functools
+import hashlib
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from qkattn.config import DataConfig
 from qkattn.errors import ConfigError
 
-# Names under which sources have the splits of a corpus.
-SPLITS = {'train': ('train',), 'validation': ('validation', 'dev', 'valid'), 'test': ('test',)}
+SPLITS = ('train', 'validation', 'test')
+# Fraction of the documents of train that a carved split takes, or of the bytes of each if few.
+SHARE = 0.1
 # No document is more than a twentieth of the bytes of an evaluation split.
 SHARES = 20
 
@@ -27,7 +33,7 @@ class Corpus:
         is None for text. Document i of the one language translates document i of the other.
         Prepares the dataset where that has not been done.
       names: `names(split)` names the split's documents, in their order; None where they have none.
-      carved: the splits that were carved from train, and which part of it each is.
+      carved: the splits that were carved from train, and which fraction of it each is.
     """
 
     name: str
@@ -39,15 +45,99 @@ class Corpus:
     carved: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+def hash64(key: bytes) -> int:
+    """The first 64 bits of the sha256."""
+    return int.from_bytes(hashlib.sha256(key).digest()[:8])
+
+
+def split_of(key: str, train: int, validation: int) -> str:
+    """The split of a document by the hash of its key; `train` and `validation` are percentages."""
+    percent = hash64(key.encode()) * 100 >> 64
+    return SPLITS[(percent >= train) + (percent >= train + validation)]
+
+
+def carved(corpus: Corpus, test: bool) -> Corpus:
+    """The corpus with a validation split, and with a test split if `test` or if it had neither.
+
+    A tenth of the documents of train with the smallest sha256 is the test split, the next tenth the
+    validation split. The hash is of a document's name, else of its text, for parallel text of the
+    language that comes first in the alphabet; the order of the documents does not matter. Of fewer
+    than 20 documents each is cut at the ends of the lines that reach 80 % and 90 % of its bytes.
+
+    Raises:
+      ConfigError: while documents are read, too few sentence pairs, or a text without enough lines.
+    """
+    missing = tuple(split for split in SPLITS[1:] if split not in corpus.splits)
+    if 'train' not in corpus.splits:
+        raise ConfigError(
+            f'{corpus.name} has no train split, only {", ".join(map(repr, corpus.splits))}.'
+        )
+    if not missing or (missing == ('test',) and not test):
+        return corpus
+
+    @functools.cache  # train may be large
+    def split_of_document() -> np.ndarray | None:
+        if corpus.names:
+            keys: Iterable[bytes] = (name.encode() for name in corpus.names('train'))
+        else:
+            keys = corpus.documents(min(corpus.languages, default=None))['train']
+        hashes = np.fromiter(map(hash64, keys), np.uint64)
+        if len(hashes) < SHARES:
+            return None
+        # Equal documents have one rank, so that none is in two splits.
+        ranks = np.searchsorted(np.sort(hashes), hashes) / len(hashes)
+        splits = np.array(SPLITS[::-1])[np.digitize(ranks, (SHARE, 2 * SHARE))]
+        return np.where(np.isin(splits, missing), splits, 'train')
+
+    def documents(language: str | None) -> dict[str, Iterable[bytes]]:
+        texts, assigned = dict(corpus.documents(language)), split_of_document()
+        if assigned is None and corpus.languages:
+            raise ConfigError(
+                f'{corpus.name} has no {missing[0]} split, and fewer than {SHARES} sentence pairs '
+                'to carve one from; give it one.'
+            )
+        percents = (80, 90)[-len(missing) :]
+        for part, split in enumerate(('train', *missing)):
+            train = corpus.documents(language)['train']
+            if assigned is None:
+                cuts = (cut_at_lines(text, percents, corpus.name) for text in train)
+                texts[split] = map(operator.itemgetter(part), cuts)
+            else:
+                texts[split] = itertools.compress(train, assigned == split)
+        return texts
+
+    def names(split: str) -> list[str]:
+        if split not in ('train', *missing):
+            return corpus.names(split)
+        train, assigned = corpus.names('train'), split_of_document()
+        return train if assigned is None else list(itertools.compress(train, assigned == split))
+
+    return dataclasses.replace(
+        corpus,
+        version='-'.join((corpus.version, 'carved', *missing)),
+        splits=tuple(split for split in SPLITS if split in (*corpus.splits, *missing)),
+        documents=documents,
+        names=names if corpus.names else None,
+        carved=dict.fromkeys(missing, SHARE),
+    )
+
+
 def capped(corpus: Corpus) -> Corpus:
     """The corpus with its evaluation documents cut to at most 1 / SHARES of their split."""
 
+    def cut(texts: Iterable[bytes], size: int) -> Iterator[bytes]:
+        for text in texts:
+            # A character that would be cut in two is left out.
+            yield text if len(text) <= size else text[:size].decode(errors='ignore').encode()
+
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
-        texts: dict[str, Iterable[bytes]] = dict(corpus.documents(language))
+        texts = dict(corpus.documents(language))
         # Read twice, so that no split has to fit into memory.
         again = corpus.documents(language)
         for split in corpus.splits[1:]:
-            texts[split] = _cut(texts[split], largest_size([len(text) for text in again[split]]))
+            size = largest_size([len(text) for text in again[split]])
+            if size is not None:
+                texts[split] = cut(texts[split], size)
         return texts
 
     return dataclasses.replace(corpus, documents=documents)
@@ -69,11 +159,16 @@ def largest_size(sizes: Sequence[int]) -> int | None:
     return None
 
 
-def _cut(texts: Iterable[bytes], size: int | None) -> Iterator[bytes]:
-    for text in texts:
-        # A character that would be cut in two is left out.
-        whole = size is None or len(text) <= size
-        yield text if whole else text[:size].decode(errors='ignore').encode()
+def lowered(corpus: Corpus) -> Corpus:
+    """The corpus in lower case, which its version names."""
+
+    def documents(language: str | None) -> dict[str, Iterable[bytes]]:
+        return {
+            split: (text.decode().lower().encode() for text in texts)
+            for split, texts in corpus.documents(language).items()
+        }
+
+    return dataclasses.replace(corpus, version=f'{corpus.version}-lower', documents=documents)
 
 
 def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]:
@@ -83,47 +178,81 @@ def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]
       ConfigError: a part would be empty.
     """
     ends = [text.find(b'\n', len(text) * percent // 100) + 1 for percent in percents]
-    bounds = [0, *ends, len(text)]
-    if any(high <= low for low, high in itertools.pairwise(bounds)):
+    bounds = list(itertools.pairwise([0, *ends, len(text)]))
+    if any(high <= low for low, high in bounds):
         raise ConfigError(
             f'{name} is too small to be cut at line ends into train, validation and test '
             f'({len(text)} bytes); give more text, or a split of its own for each.'
         )
-    return [text[low:high] for low, high in itertools.pairwise(bounds)]
+    return [text[low:high] for low, high in bounds]
 
 
 def find_splits(available: Iterable[str], where: str) -> dict[str, str]:
     """The names of a source's splits by those of a corpus; ConfigError without a train split."""
     available = list(available)
-    found = {
-        split: next(name for name in names if name in available)
-        for split, names in SPLITS.items()
-        if set(names) & set(available)
-    }
-    if 'train' not in found:
+    names = {'train': ['train'], 'validation': ['validation', 'dev', 'valid'], 'test': ['test']}
+    present = {split: [n for n in known if n in available] for split, known in names.items()}
+    if not present['train']:
         raise ConfigError(
             f'{where} has no train split, only {", ".join(map(repr, available))}; choose a set '
             'that has one.'
         )
-    return found
+    return {split: chosen[0] for split, chosen in present.items() if chosen}
 
 
-def parse_languages(config: DataConfig) -> tuple[str, str]:
+def find_feature(
+    texts: Sequence[str],
+    translations: Mapping[str, Iterable[str]],
+    languages: tuple[str, ...],
+    config: DataConfig,
+    where: str,
+) -> str | None:
+    """The feature of a set that holds its text, or its sentences by language.
+
+    Args:
+      texts: the features that are text.
+      translations: the languages of each feature that holds sentences by language.
+
+    Returns:
+      None where the sentences of each language are a feature of that name.
+
+    Raises:
+      ConfigError: there is none, or several and `config.feature` names none of them.
+    """
+    fitting = list(texts)
+    if languages:
+        if config.feature is None and set(languages) <= set(texts):
+            return None
+        fitting = [name for name, known in translations.items() if set(languages) <= set(known)]
+    if config.feature in fitting or (config.feature is None and len(fitting) == 1):
+        return config.feature or fitting[0]
+    sides = [f'{name} ({", ".join(known)})' for name, known in translations.items()]
+    raise ConfigError(
+        f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name one '
+        f'text of {where}; its texts are {", ".join(sorted(texts)) or "none"}, its translations '
+        f'{", ".join(sides) or "none"}.'
+    )
+
+
+def parse_languages(config: DataConfig, spelled: Callable[[str], str] = str) -> tuple[str, str]:
     """Source and target of `config.languages`: 'en-de' -> ('en', 'de').
+
+    Args:
+      spelled: gives the one spelling of a language, or raises ConfigError.
 
     Raises:
       ConfigError: unless they are two different names of letters, digits and underscores.
     """
-    languages = config.languages or ''
-    parts = languages.split('-')
+    parts = (config.languages or '').split('-')
     if len(parts) != 2 or not all(re.fullmatch(r'[A-Za-z0-9_]+', part) for part in parts):
         raise ConfigError(
             f'data.languages={config.languages!r} is not a pair; write source and target with a '
             "hyphen between, as in 'en-de'."
         )
-    if parts[0] == parts[1]:
+    source, target = map(spelled, parts)
+    if source == target:
         raise ConfigError(
             f'data.languages={config.languages!r} names one language twice; source and target must '
             'differ.'
         )
-    return parts[0], parts[1]
+    return source, target

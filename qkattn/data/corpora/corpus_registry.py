@@ -3,22 +3,19 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 from qkattn.config import DataConfig
 from qkattn.config.calls import called, digest, resolve, takes
 from qkattn.data.corpora import (
     cldr,
+    downloads,
     hugging_face,
-    multi30k,
     own_files,
-    packages_text,
-    stdlib_text,
+    python_text,
     tfds_catalogue,
-    tiny_shakespeare,
 )
-from qkattn.data.corpora.carved import carved
-from qkattn.data.corpora.corpus import Corpus, capped
+from qkattn.data.corpora.corpus import Corpus, capped, carved, lowered
 from qkattn.data.shards import open_shards
 from qkattn.errors import ConfigError
 
@@ -38,20 +35,18 @@ class Source:
 
 
 CORPORA = {
-    'stdlib': Source(stdlib_text.corpus),
-    'packages': Source(packages_text.corpus),
-    'tiny_shakespeare': Source(tiny_shakespeare.corpus, optional=('manual_dir',)),
+    'stdlib': Source(python_text.stdlib),
+    'packages': Source(python_text.packages),
+    'tiny_shakespeare': Source(downloads.tiny_shakespeare, optional=('manual_dir',)),
     'text': Source(own_files.text, required=('path',)),
-    'multi30k': Source(multi30k.corpus, required=('languages',), optional=('manual_dir',)),
+    'multi30k': Source(downloads.multi30k, required=('languages',), optional=('manual_dir',)),
     'cldr': Source(cldr.corpus, required=('languages',)),
     'shards': Source(open_shards.corpus, required=('path',)),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
     'hf': Source(hugging_face.saved, required=('path',), optional=('languages', 'feature')),
-}
-# Of any name that begins with the key and a colon.
-CATALOGUES = {
-    'tfds': Source(tfds_catalogue.corpus, optional=('languages', 'feature', 'manual_dir')),
-    'hf': Source(hugging_face.published, optional=('languages', 'feature')),
+    # Of any name that begins like this.
+    'tfds:NAME': Source(tfds_catalogue.corpus, optional=('languages', 'feature')),
+    'hf:NAME': Source(hugging_face.published, optional=('languages', 'feature')),
 }
 SETTINGS = {
     'path': 'the file or directory of your texts or shards',
@@ -63,7 +58,7 @@ SETTINGS = {
 
 def in_catalogue(name: str) -> bool:
     """Whether `name` is of the form 'tfds:NAME' or 'hf:NAME'."""
-    return name.partition(':')[0] in CATALOGUES and ':' in name
+    return name.startswith(('tfds:', 'hf:'))
 
 
 def check(config: DataConfig) -> Source:
@@ -73,36 +68,29 @@ def check(config: DataConfig) -> Source:
       ConfigError: an unknown dataset; a setting that it requires or does not take.
     """
     if in_catalogue(config.name):
-        source = CATALOGUES[config.name.partition(':')[0]]
+        source = CORPORA[f'{config.name.partition(":")[0]}:NAME']
     else:
-        if config.name not in CORPORA and tfds_catalogue.has(config.name):
-            raise ConfigError(
-                f'data.name={config.name!r} is not a dataset of qkattn but of the tfds catalogue; '
-                f"write 'tfds:{config.name}'."
-            )
-        listed = {f'{name}:NAME': source for name, source in CATALOGUES.items()}
         source, options = resolve(
             config.name,
-            CORPORA | listed,
+            CORPORA,
             'data.name',
             needs='a function (config, *, options) that returns a Corpus',
             fits=takes('config'),
-            call=lambda found: getattr(found, 'corpus', found),
+            call=lambda target: getattr(target, 'corpus', target),
         )
         if not isinstance(source, Source):
             corpus = functools.partial(_from_outside, functools.partial(source, **options))
             source = Source(corpus, optional=tuple(SETTINGS))
-    for setting in SETTINGS:
+    for setting, meaning in SETTINGS.items():
         value = getattr(config, setting)
         if value is not None and setting not in source.required + source.optional:
             raise ConfigError(
                 f'data.{setting}={value!r} has no effect on data.name={config.name!r}; leave it '
                 'None.'
             )
-    for setting in source.required:
-        if not (value := getattr(config, setting)):
+        if not value and setting in source.required:
             raise ConfigError(
-                f'data.{setting}={value!r}: data.name={config.name!r} needs {SETTINGS[setting]}.'
+                f'data.{setting}={value!r}: data.name={config.name!r} needs {meaning}.'
             )
     return source
 
@@ -110,8 +98,8 @@ def check(config: DataConfig) -> Source:
 def find(config: DataConfig) -> Corpus:
     """The corpus that `config` names, with a validation split, carved from train if need be.
 
-    Nothing is downloaded before its `documents` are read, except for 'tfds:...' and 'hf:...': which
-    splits such a set has is known only once it is prepared.
+    Nothing is downloaded before its `documents` are read, except for 'hf:...': which splits such a
+    set has is known only once it is there.
 
     Raises:
       ConfigError: as `check`; a setting that the dataset cannot use.
@@ -121,7 +109,7 @@ def find(config: DataConfig) -> Corpus:
         return corpus
     corpus = carved(corpus, config.carve_test)
     if config.lowercase:
-        corpus = _lowered(corpus)
+        corpus = lowered(corpus)
     return corpus if corpus.languages else capped(corpus)
 
 
@@ -137,14 +125,3 @@ def _from_outside(function: Callable[[DataConfig], Corpus], config: DataConfig) 
                 'must consist of letters, digits, points, hyphens and underscores'
             )
     return dataclasses.replace(corpus, version=f'{corpus.version}-{digest(config.name)}')
-
-
-def _lowered(corpus: Corpus) -> Corpus:
-    def lowered(texts: Iterable[bytes]) -> Iterator[bytes]:
-        for text in texts:
-            yield text.decode().lower().encode()
-
-    def documents(language: str | None) -> dict[str, Iterator[bytes]]:
-        return {split: lowered(texts) for split, texts in corpus.documents(language).items()}
-
-    return dataclasses.replace(corpus, version=f'{corpus.version}-lower', documents=documents)

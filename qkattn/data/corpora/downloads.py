@@ -1,7 +1,8 @@
-"""The files that a dataset is made of: downloaded or copied once, and checked."""
+"""Datasets that are downloaded once, checked by sha256: Tiny Shakespeare and Multi30k."""
 
+import gzip
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import requests
 
 from qkattn.config import DataConfig
 from qkattn.data.cache import check_sha256, data_root, prepared_once, sha256_of
+from qkattn.data.corpora.corpus import Corpus, parse_languages
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded, replacing
 
@@ -27,6 +29,86 @@ class SourceFile(NamedTuple):
         return self.url.rpartition('/')[2]
 
 
+PLAYS = SourceFile(
+    'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
+    '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
+)
+CAPTIONS_URL = 'https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw'
+CAPTIONS = {
+    name: SourceFile(f'{CAPTIONS_URL}/{name}.gz', sha256)
+    for name, sha256 in (
+        ('train.de', '726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6'),
+        ('train.en', 'd79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f'),
+        ('train.fr', '622e75069e9f4c577425c4f277116ce66e63a2401c0a2312d90073cb12379a3c'),
+        ('val.de', 'f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a'),
+        ('val.en', '14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28'),
+        ('val.fr', 'ca3106f1a72390591d25f6c45cb4cd39dec4cd3f123e099748a3ce5256c160e9'),
+        ('test_2016_flickr.de', '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8'),
+        ('test_2016_flickr.en', '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9'),
+        ('test_2016_flickr.fr', '6d326e188d259fb1d04ac19eae3af956559b3a0b93d7635e56c90987c40c8b90'),
+    )
+}
+CAPTION_PARTS = {'train': 'train', 'validation': 'val', 'test': 'test_2016_flickr'}
+
+
+def tiny_shakespeare(config: DataConfig) -> Corpus:
+    """1.1 MB of plays in one file, the usual first text of a language model.
+
+    Split as in nanoGPT: the first 90 % of the characters train, the rest validate. Source:
+    Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks" (2015).
+    """
+
+    def documents(language: str | None) -> dict[str, list[bytes]]:
+        (path,) = fetch('tiny_shakespeare', [PLAYS], config)
+        text = path.read_bytes().decode()
+        cut = int(0.9 * len(text))
+        return {'train': [text[:cut].encode()], 'validation': [text[cut:].encode()]}
+
+    return Corpus(
+        name='tiny_shakespeare',
+        version='1.0.0',
+        splits=('train', 'validation'),
+        documents=documents,
+    )
+
+
+def multi30k(config: DataConfig) -> Corpus:
+    """Captions of pictures in English with translations, 29,000 sentences to train on.
+
+    Task 1, raw (not tokenized); the test split is test_2016_flickr. Source: Elliott et al. 2016,
+    https://aclanthology.org/W16-3210; French: Elliott et al. 2017,
+    https://aclanthology.org/W17-4718.
+
+    Raises:
+      ConfigError: a language that Multi30k does not have.
+    """
+    languages = parse_languages(config)
+    for language in languages:
+        if f'train.{language}' not in CAPTIONS:
+            raise ConfigError(
+                f'data.languages={config.languages!r}: multi30k has no {language!r}; valid: two of '
+                "'de', 'en', 'fr'."
+            )
+
+    def documents(language: str | None) -> Mapping[str, Iterable[bytes]]:
+        names = [f'{part}.{side}' for part in CAPTION_PARTS.values() for side in sorted(languages)]
+        paths = dict(zip(names, fetch('multi30k', map(CAPTIONS.get, names), config), strict=True))
+        texts = {
+            split: gzip.decompress(paths[f'{part}.{language}'].read_bytes())
+            for split, part in CAPTION_PARTS.items()
+        }
+        # Not splitlines, which would also cut at other characters than the end of a line.
+        return {split: text.removesuffix(b'\n').split(b'\n') for split, text in texts.items()}
+
+    return Corpus(
+        name='multi30k-' + '-'.join(languages),
+        version='1.0.0',
+        languages=languages,
+        splits=tuple(CAPTION_PARTS),
+        documents=documents,
+    )
+
+
 def fetch(dataset: str, files: Iterable[SourceFile], config: DataConfig) -> list[Path]:
     """The paths of the files under the data directory; fetches them where they are missing.
 
@@ -37,9 +119,7 @@ def fetch(dataset: str, files: Iterable[SourceFile], config: DataConfig) -> list
     """
     files = list(files)
     directory = data_root(config.data_dir) / 'downloads' / dataset
-    by_hand = 'fetch the files by hand and set data.manual_dir to the directory that holds ' + (
-        ', '.join(file.name for file in files)
-    )
+    names = ', '.join(file.name for file in files)
 
     def fetched(file: SourceFile) -> Path:
         path = directory / file.name
@@ -51,15 +131,23 @@ def fetch(dataset: str, files: Iterable[SourceFile], config: DataConfig) -> list
             return path
 
         def get() -> None:
+            origin = file.url
+            advice = f'fetch the files by hand and set data.manual_dir to the directory of {names}'
+            if config.manual_dir is not None:
+                source = expanded(config.manual_dir) / file.name
+                origin = f'data.manual_dir={config.manual_dir!r}: {str(source)!r}'
+                advice = f'put the file {file.url} there, unchanged'
             with replacing(path) as temporary:
-                if config.manual_dir is None:
-                    origin, advice = file.url, by_hand
-                    _download(file, temporary, advice)
-                else:
-                    source = expanded(config.manual_dir) / file.name
-                    origin = f'data.manual_dir={config.manual_dir!r}: {str(source)!r}'
-                    advice = f'put the file {file.url} there, unchanged'
-                    _copy(source, temporary, origin, advice)
+                try:
+                    if config.manual_dir is not None:
+                        shutil.copyfile(source, temporary)
+                    else:
+                        _download(file.url, temporary)
+                except OSError as error:  # which requests' errors are
+                    # Without the two layers of urllib3 that repeat the address.
+                    cause = getattr(error.args[0], 'reason', error) if error.args else error
+                    reason = error.strerror or str(cause).split('): ', 1)[-1]
+                    raise ConfigError(f'{origin} cannot be read ({reason}); {advice}.') from error
                 if (sha256 := sha256_of(temporary)) != file.sha256:
                     raise ConfigError(f'{origin} has sha256 {sha256}, not {file.sha256}; {advice}.')
 
@@ -68,27 +156,7 @@ def fetch(dataset: str, files: Iterable[SourceFile], config: DataConfig) -> list
     return [fetched(file) for file in files]
 
 
-def _download(file: SourceFile, path: Path, advice: str) -> None:
-    try:
-        with requests.get(file.url, stream=True, timeout=TIMEOUT) as response:
-            response.raise_for_status()
-            with path.open('wb') as opened:
-                for block in response.iter_content(1 << 20):
-                    opened.write(block)
-    except requests.RequestException as error:
-        raise ConfigError(
-            f'{file.url} cannot be downloaded ({reason(error)}); {advice}.'
-        ) from error
-
-
-def _copy(source: Path, path: Path, origin: str, advice: str) -> None:
-    try:
-        shutil.copyfile(source, path)
-    except OSError as error:
-        raise ConfigError(f'{origin} cannot be read ({error.strerror}); {advice}.') from error
-
-
-def reason(error: requests.RequestException) -> str:
-    """What went wrong, without the two layers of urllib3 that repeat the address."""
-    cause = getattr(error.args[0], 'reason', error) if error.args else error
-    return str(cause).split('): ', 1)[-1]
+def _download(url: str, path: Path) -> None:
+    with requests.get(url, stream=True, timeout=TIMEOUT) as response, path.open('wb') as file:
+        response.raise_for_status()
+        file.writelines(response.iter_content(1 << 20))

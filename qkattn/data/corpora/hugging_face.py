@@ -14,7 +14,7 @@ from typing import Any
 from qkattn.config import DataConfig
 from qkattn.config.extras import load_extra
 from qkattn.data.cache import sha256_of
-from qkattn.data.corpora.corpus import Corpus, find_splits, parse_languages
+from qkattn.data.corpora.corpus import Corpus, find_feature, find_splits, parse_languages
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded
 
@@ -30,15 +30,12 @@ def published(config: DataConfig) -> Corpus:
         that it does not have; `datasets` is not installed.
     """
     match = re.fullmatch(r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?', config.name)
-    if match is None:
-        raise ConfigError(
-            f"data.name={config.name!r} is not of the form 'hf:OWNER/NAME' or "
-            "'hf:OWNER/NAME/CONFIG'."
-        )
     where = f'data.name={config.name!r}'
+    if match is None:
+        raise ConfigError(f"{where} is not of the form 'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG'.")
     library = load_extra('datasets', 'datasets')
     try:
-        sets = library.load_dataset(*(part for part in match.groups() if part))
+        sets = library.load_dataset(*filter(None, match.groups()))
     except Exception as error:
         raise ConfigError(
             f'{where} cannot be opened ({_reason(error)}); check its name and the network, or save '
@@ -68,11 +65,8 @@ def saved(config: DataConfig) -> Corpus:
     sets = sets if isinstance(sets, Mapping) else {'train': sets}
     digest = hashlib.sha256()
     for split, rows in sets.items():
-        for file in rows.cache_files:
-            stat = Path(file['filename']).stat()
-            digest.update(
-                f'{split} {_sha256(file["filename"], stat.st_size, stat.st_mtime_ns)}\n'.encode()
-            )
+        for file in map(Path, (file['filename'] for file in rows.cache_files)):
+            digest.update(f'{split} {_sha256(file, file.stat().st_mtime_ns)}\n'.encode())
     return _corpus(sets, where, config, f'sha256-{digest.hexdigest()[:16]}')
 
 
@@ -80,13 +74,17 @@ def _corpus(sets: Mapping[str, Any], where: str, config: DataConfig, version: st
     languages = parse_languages(config) if config.languages else ()
     splits = find_splits(sets, where)
     features = sets[splits['train']].features
-    column = _column(features, languages, where, config.feature)
+    strings = ('string', 'large_string')
+    texts = [key for key, f in features.items() if getattr(f, 'dtype', None) in strings]
+    # Older versions of the library have a feature `Translation` for what is a mapping.
+    nested = {key: getattr(f, 'languages', f) for key, f in features.items() if key not in texts}
+    translations = {
+        key: list(f) for key, f in nested.items() if isinstance(f, Mapping | list | tuple)
+    }
+    column = find_feature(texts, translations, languages, config, where)
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
-        wanted = languages.index(language) if language else 0
-        return {
-            split: _texts(sets[name], column, languages, wanted) for split, name in splits.items()
-        }
+        return {split: _texts(sets[s], column, languages, language) for split, s in splits.items()}
 
     name = config.name.replace(':', '-') if config.path is None else 'hf'
     return Corpus(
@@ -98,55 +96,23 @@ def _corpus(sets: Mapping[str, Any], where: str, config: DataConfig, version: st
     )
 
 
-def _column(
-    features: Mapping[str, Any], languages: tuple[str, ...], where: str, wanted: str | None
-) -> str | None:
-    """The column of the text, or of the sentences by language; None: a column per language."""
-    texts = [name for name, feature in features.items() if _is_text(feature)]
-    both = {name: getattr(f, 'languages', f) for name, f in features.items() if not _is_text(f)}
-    both = {name: list(f) for name, f in both.items() if isinstance(f, Mapping | list | tuple)}
-    if languages:
-        fitting = [name for name, known in both.items() if set(languages) <= set(known)]
-        if wanted is None and set(languages) <= set(texts):
-            return None
-        if wanted in fitting or (wanted is None and len(fitting) == 1):
-            return wanted or fitting[0]
-        raise ConfigError(
-            f'{where} has no one column of sentences in {" and ".join(map(repr, languages))}, but '
-            f'{", ".join(map(repr, features))}; set data.languages or data.feature to those it has.'
-        )
-    if wanted in texts or (wanted is None and len(texts) == 1):
-        return wanted or texts[0]
-    raise ConfigError(
-        f'data.feature={wanted!r} does not name one column of text in {where}; valid: '
-        f'{", ".join(map(repr, texts)) or "none, it has no column of text"}.'
-    )
-
-
-def _is_text(feature: Any) -> bool:
-    return getattr(feature, 'dtype', None) in ('string', 'large_string')
-
-
 def _texts(
-    rows: Any, column: str | None, languages: tuple[str, ...], wanted: int
+    rows: Any, column: str | None, languages: tuple[str, ...], language: str | None
 ) -> Iterator[bytes]:
-    columns = list(languages) if column is None else [column]
+    """The text of each row; of rows that have it in all languages, in one of them."""
+    columns = [column] if column else list(languages)
+    wanted = languages.index(language) if languages else 0
     for batch in rows.select_columns(columns).iter(READ_TOGETHER):
-        for values in zip(*(batch[name] for name in columns), strict=True):
-            pair = (
-                (values[0] or {})
-                if languages and column
-                else dict(zip(languages, values, strict=False))
-            )
-            sides = [pair.get(language) for language in languages] or values
-            if all(sides):
-                yield sides[wanted].encode()
+        if languages and column:
+            batch = {name: [(row or {}).get(name) for row in batch[column]] for name in languages}
+        sides = zip(*(batch[name] for name in languages or columns), strict=True)
+        yield from (texts[wanted].encode() for texts in sides if all(texts))
 
 
 # A run opens its corpus more than once.
 @functools.lru_cache
-def _sha256(path: str, size: int, mtime_ns: int) -> str:
-    return sha256_of(Path(path))
+def _sha256(path: Path, mtime_ns: int) -> str:
+    return sha256_of(path)
 
 
 def _reason(error: Exception) -> str:

@@ -5,33 +5,23 @@ line break. A file may be compressed, with '.gz' after its name.
 """
 
 import codecs
+import contextlib
 import functools
 import gzip
 import hashlib
-import itertools
 import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, cast
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import Corpus, cut_at_lines, parse_languages
+from qkattn.data.corpora.corpus import SPLITS, Corpus, cut_at_lines, parse_languages
 from qkattn.errors import ConfigError
 from qkattn.storage import buckets
 from qkattn.storage.files import expanded, version_of
 
-SPLITS = ('train', 'validation', 'test')
-BLOCK = 1 << 20
-
 log = logging.getLogger(__name__)
-
-
-class Scan(NamedTuple):
-    """Result of reading a file through."""
-
-    sha256: str
-    num_lines: int
 
 
 def text(config: DataConfig) -> Corpus:
@@ -44,33 +34,27 @@ def text(config: DataConfig) -> Corpus:
       ConfigError: for files that are missing, empty, damaged or not UTF-8.
     """
     path = _existing(config)
+    files = {'file': {'file': path}}
     if path.is_dir():
         found = _split_files(path, '.txt', folders=True)
-        paths = {split: _text_files(file) for split, file in found.items()}
-        splits = tuple(paths)
-    else:
-        paths = {'file': {'file': path}}
-        splits = SPLITS
+        files = {split: _documents(file) for split, file in found.items()}
     digest = hashlib.sha256()
-    for files in paths.values():
-        for name, file in files.items():
-            digest.update(f'{name} {_scan(file, config).sha256}\n'.encode())
+    for documents_of_split in files.values():
+        for name, file in documents_of_split.items():
+            digest.update(f'{name} {_scan(file, config)[0]}\n'.encode())
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
         if path.is_dir():
-            return {
-                split: itertools.chain.from_iterable(map(_whole, files.values()))
-                for split, files in paths.items()
-            }
-        return {split: [part] for split, part in zip(SPLITS, _cut(path), strict=True)}
+            return {split: map(_whole, files[split].values()) for split in files}
+        parts = cut_at_lines(_whole(path), (90, 95), repr(str(path)))
+        return {split: [part] for split, part in zip(SPLITS, parts, strict=True)}
 
     return Corpus(
         name='text',
         version=f'sha256-{digest.hexdigest()[:16]}',
-        languages=(),
-        splits=splits,
+        splits=tuple(files) if path.is_dir() else SPLITS,
         documents=documents,
-        names=(lambda split: list(paths[split])) if path.is_dir() else None,
+        names=(lambda split: list(files[split])) if path.is_dir() else None,
     )
 
 
@@ -88,48 +72,39 @@ def parallel(config: DataConfig) -> Corpus:
     if not path.is_dir():
         raise ConfigError(
             f'data.path={config.path!r} is a file; parallel text is a directory with '
-            f'{_names(languages)}.'
+            f'{", ".join(f"{split}.{side}" for split in SPLITS[:2] for side in languages)}.'
         )
-    sides = [_split_files(path, f'.{language}') for language in languages]
-    for split in SPLITS:
-        present = [split in side for side in sides]
-        if any(present) and not all(present):
-            missing = languages[present.index(False)]
-            raise ConfigError(
-                f'data.path={config.path!r} holds {split!r} in one language only; '
-                f'{split}.{missing} is missing.'
-            )
+    files = {language: _split_files(path, f'.{language}') for language in languages}
+    splits = tuple(split for split in SPLITS if any(split in side for side in files.values()))
     digest = hashlib.sha256()
-    for split in sides[0]:
-        files = [side[split] for side in sides]
-        scans = [_scan(file, config) for file in files]
-        if scans[0].num_lines != scans[1].num_lines:
-            counts = ' and '.join(
-                f'{scan.num_lines} in {str(file)!r}'
-                for scan, file in zip(scans, files, strict=True)
-            )
+    for split in splits:
+        for language in languages:
+            if split not in files[language]:
+                raise ConfigError(
+                    f'data.path={config.path!r} holds {split!r} in one language only; '
+                    f'{split}.{language} is missing.'
+                )
+        scans = {language: _scan(files[language][split], config) for language in languages}
+        if len({num_lines for _, num_lines in scans.values()}) > 1:
+            counts = [f'{scans[side][1]} in {str(files[side][split])!r}' for side in languages]
             raise ConfigError(
-                f'Parallel text needs equal numbers of lines, but there are {counts}.'
+                f'Parallel text needs equal numbers of lines, but there are {" and ".join(counts)}.'
             )
-        for language, scan in zip(languages, scans, strict=True):
-            digest.update(f'{split}.{language} {scan.sha256}\n'.encode())
+        for language, (sha256, _) in scans.items():
+            digest.update(f'{split}.{language} {sha256}\n'.encode())
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         wanted = languages.index(str(language))
-        return {split: _side([side[split] for side in sides], wanted) for split in sides[0]}
+        paths = {split: [files[side][split] for side in languages] for split in splits}
+        return {split: _side(paths[split], wanted) for split in splits}
 
     return Corpus(
         name='parallel-' + '-'.join(languages),
         version=f'sha256-{digest.hexdigest()[:16]}',
         languages=languages,
-        splits=tuple(sides[0]),
+        splits=splits,
         documents=documents,
     )
-
-
-def _names(languages: tuple[str, ...]) -> str:
-    names = [f'{split}.{language}' for split in SPLITS[:2] for language in languages]
-    return f'{", ".join(names[:-1])} and {names[-1]}'
 
 
 def _existing(config: DataConfig) -> Path:
@@ -145,28 +120,26 @@ def _split_files(directory: Path, suffix: str, *, folders: bool = False) -> dict
     Args:
       folders: whether a split may be a folder instead.
     """
-    found = {}
+    files = {}
     for split in SPLITS:
-        candidates = [directory / f'{split}{suffix}', directory / f'{split}{suffix}.gz']
-        candidates += [directory / split] if folders else []
-        existing = [path for path in candidates if path.exists()]
+        names = [f'{split}{suffix}', f'{split}{suffix}.gz', *[split] * folders]
+        existing = [directory / name for name in names if (directory / name).exists()]
         if len(existing) > 1:
             raise ConfigError(
                 f'{str(directory)!r} holds both {existing[0].name} and {existing[1].name}; '
                 'keep one of them.'
             )
         if existing:
-            found[split] = existing[0]
+            files[split] = existing[0]
         elif split == 'train':
             raise ConfigError(
-                f'data.path: {str(candidates[0])!r} is missing; the directory must hold '
-                f'{candidates[0].name} or {candidates[1].name}'
-                f'{f", or a folder {split}" if folders else ""}.'
+                f'data.path: {str(directory / names[0])!r} is missing; the directory must hold '
+                f'{" or ".join(names)}.'
             )
-    return found
+    return files
 
 
-def _text_files(path: Path) -> dict[str, Path]:
+def _documents(path: Path) -> dict[str, Path]:
     """The file, or the text files of a folder, by the name of the document."""
     if path.name not in SPLITS:
         return {path.name.partition('.')[0]: path}
@@ -178,84 +151,59 @@ def _text_files(path: Path) -> dict[str, Path]:
     return {file.relative_to(path.parent).as_posix(): file for file in files}
 
 
-def _open(path: Path) -> IO[bytes]:
-    file = path.open('rb')
-    return cast(IO[bytes], gzip.open(file)) if path.suffix == '.gz' else file
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        f'{str(path)!r} cannot be read ({error}); it must be a readable file'
-        f'{" in gzip format" if path.suffix == ".gz" else ""}.'
-    )
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The uncompressed file; ConfigError where it cannot be read."""
     try:
-        with _open(path) as file:
-            while block := file.read(BLOCK):
-                yield block
+        with path.open('rb') as file:
+            yield cast(IO[bytes], gzip.GzipFile(fileobj=file)) if path.suffix == '.gz' else file
     except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
+        raise ConfigError(
+            f'{str(path)!r} cannot be read ({error}); it must be a readable file'
+            f'{" in gzip format" if path.suffix == ".gz" else ""}.'
+        ) from error
 
 
-def _scan(path: Path, config: DataConfig) -> Scan:
-    """Reads a file through; raises ConfigError if it is not text."""
-    try:
-        version = version_of(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    return _scan_blocks(path, config.tokenizer == 'bytes', version)
+def _scan(path: Path, config: DataConfig) -> tuple[str, int]:
+    """The sha256 of a file and the number of its lines; ConfigError if it is not text."""
+    return _scan_version(path, config.tokenizer == 'bytes', version_of(path))
 
 
 # A run opens its corpus more than once.
 @functools.lru_cache
-def _scan_blocks(path: Path, without_byte_0: bool, version: tuple[int, int]) -> Scan:
-    digest = hashlib.sha256()
-    decoder = codecs.getincrementaldecoder('utf-8')()
-    num_ends = 0
-    last = pending = b''
-    for block in itertools.chain(_blocks(path), [b'']):
-        try:
-            decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            line = num_ends + (pending + block)[: error.start].count(b'\n') + 1
-            raise ConfigError(
-                f'{str(path)!r}, line {line}, is not UTF-8 ({error.reason}); convert the file.'
-            ) from error
-        pending = decoder.getstate()[0]
-        if without_byte_0 and (position := block.find(0)) >= 0:
-            line = num_ends + block[:position].count(b'\n') + 1
-            raise ConfigError(
-                f"{str(path)!r}, line {line}, holds byte 0, which data.tokenizer='bytes' keeps for "
-                'the ends of documents; remove it or choose another tokenizer.'
-            )
-        digest.update(block)
-        num_ends += block.count(b'\n')
-        last = block or last
-    if not last:
+def _scan_version(path: Path, without_byte_0: bool, version: tuple[int, int]) -> tuple[str, int]:
+    digest, number = hashlib.sha256(), 0
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            digest.update(line)
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f'{str(path)!r}, line {number}, is not UTF-8 ({error.reason}); convert the '
+                    'file.'
+                ) from error
+            if without_byte_0 and 0 in line:
+                raise ConfigError(
+                    f"{str(path)!r}, line {number}, holds byte 0, which data.tokenizer='bytes' "
+                    'keeps for the ends of documents; remove it or choose another tokenizer.'
+                )
+    if not number:
         raise ConfigError(f'{str(path)!r} is empty; it must hold text.')
-    return Scan(digest.hexdigest(), num_ends + (not last.endswith(b'\n')))
+    return digest.hexdigest(), number
 
 
-def _whole(path: Path) -> Iterator[bytes]:
-    # The byte order mark that some editors put in front of UTF-8 is not text.
-    yield b''.join(_blocks(path)).removeprefix(codecs.BOM_UTF8)
-
-
-def _cut(path: Path) -> list[bytes]:
-    (data,) = _whole(path)
-    return cut_at_lines(data, (90, 95), repr(str(path)))
+def _whole(path: Path) -> bytes:
+    with _opened(path) as file:
+        # The byte order mark that some editors put in front of UTF-8 is not text.
+        return file.read().removeprefix(codecs.BOM_UTF8)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(file):
-                line = line.removeprefix(codecs.BOM_UTF8) if not number else line
-                yield line.removesuffix(b'\n').removesuffix(b'\r')
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
+    with _opened(path) as file:
+        for number, line in enumerate(file):
+            line = line.removeprefix(codecs.BOM_UTF8) if not number else line
+            yield line.removesuffix(b'\n').removesuffix(b'\r')
 
 
 def _side(paths: list[Path], wanted: int) -> Iterator[bytes]:

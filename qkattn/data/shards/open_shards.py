@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.carved import SHARE
-from qkattn.data.corpora.corpus import SPLITS, Corpus
+from qkattn.data.corpora.corpus import SHARE, SPLITS, Corpus
 from qkattn.data.shards.shard_dataset import ShardDataset, documents_of
 from qkattn.data.shards.shard_files import Files, ShardTokens, check_size, files_at, shard_of
 from qkattn.data.shards.shard_index import (

@@ -1,72 +1,130 @@
+"""Which settings a dataset takes, and what is done to any corpus: carving, cutting, lower case."""
+
+import random
+
 import numpy as np
 import pytest
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import Corpus, capped, largest_size, parse_languages
-from qkattn.data.corpora.corpus_registry import find
+from qkattn.data.corpora.corpus import (
+    Corpus,
+    capped,
+    carved,
+    largest_size,
+    lowered,
+    parse_languages,
+)
+from qkattn.data.corpora.corpus_registry import CORPORA, SETTINGS, find
+from qkattn.data.load import load
 from tests.data.refusals import refused
 
-EXAMPLES = {'path': 'x', 'languages': 'en-de', 'feature': 'text', 'manual_dir': '/files'}
+TEXTS = [f'document {number}\n'.encode() for number in range(200)]
+BOTH = {'validation': 0.1, 'test': 0.1}
 
 
-@pytest.mark.parametrize(
-    ('name', 'says'),
-    [
-        *(
-            (name, '.* tfds:NAME, hf:NAME, or an')
-            for name in ('stdlob', 'tfds', 'tiny_speare', '', '9')
-        ),
-        ('multi30', ", did you mean 'multi30k'"),
-    ],
-)
-def test_unknown_names_are_refused_with_the_known(name, says):
-    with refused(f"unknown data.name '{name}'{says}"):
-        find(DataConfig(name=name))
-    with refused("data.name='lm1b' is not a dataset of qkattn but of .*; write 'tfds:lm1b'"):
-        find(DataConfig(name='lm1b'))
+def corpus(texts=TEXTS, names=None, languages=(), **others) -> Corpus:
+    splits = {'train': texts, **others}
+
+    def documents(language):
+        prefix = (language or '').encode()
+        return {split: iter([prefix + text for text in own]) for split, own in splits.items()}
+
+    return Corpus(
+        name='own',
+        version='1',
+        languages=languages,
+        splits=tuple(splits),
+        documents=documents,
+        names=names,
+    )
 
 
-@pytest.mark.parametrize(
-    ('name', 'needed', 'optional'),
-    [
-        ('stdlib', (), ()),
-        ('packages', (), ()),
-        ('tiny_shakespeare', (), ('manual_dir',)),
-        ('text', ('path',), ()),
-        ('multi30k', ('languages',), ('manual_dir',)),
-        ('cldr', ('languages',), ()),
-        ('parallel', ('path', 'languages'), ()),
-        ('tfds:imdb_reviews/plain_text', (), ('languages', 'feature', 'manual_dir')),
-    ],
-)
-def test_settings_that_are_needed_and_those_without_effect_are_named(name, needed, optional):
-    given = {field: EXAMPLES[field] for field in needed}
-    for field in needed:
-        for value in (None, ''):
-            with refused(f"data.{field}={value!r}: data.name='{name}' needs"):
-                find(DataConfig(name=name, **given | {field: value}))
-    for field in EXAMPLES.keys() - {*needed, *optional}:
-        with refused(f"data.{field}='{EXAMPLES[field]}' has no effect on .*{name}"):
-            find(DataConfig(name=name, **given, **{field: EXAMPLES[field]}))
+def read(corpus, language=None):
+    return {split: list(texts) for split, texts in corpus.documents(language).items()}
 
 
-def test_languages_are_two_names():
-    assert parse_languages(DataConfig(languages='en-pt_BR')) == ('en', 'pt_BR')
-    for languages in ('en', 'en-de-fr', 'en-', '-', 'en - de', 'en/de', '../x-de', 'en-d\u00e9'):
-        with refused(f"data.languages='{languages}' is not a pair"):
-            parse_languages(DataConfig(languages=languages))
-    with refused("'en-en' names one language twice"):
-        parse_languages(DataConfig(languages='en-en'))
+def test_a_tenth_of_the_documents_each_whatever_their_order():
+    both = carved(corpus(), test=False)
+    assert (both.splits, both.carved) == (('train', 'validation', 'test'), BOTH)
+    assert both.version == '1-carved-validation-test'
+    splits = read(both)
+    assert [len(texts) for texts in splits.values()] == [160, 20, 20]
+    assert sorted(sum(splits.values(), [])) == sorted(TEXTS)
+    assert splits['train'] == [text for text in TEXTS if text in splits['train']]
+    # Written down, so that published splits stay what they are.
+    assert splits['test'][:2] == [b'document 9\n', b'document 11\n']
+    mixed = read(carved(corpus(random.Random(0).sample(TEXTS, 200)), test=False))
+    assert all(set(mixed[split]) == set(texts) for split, texts in splits.items())
+    # The validation split is the same where a test split came with the corpus.
+    given = carved(corpus(test=[b'x\n']), test=False)
+    assert (given.version, given.carved) == ('1-carved-validation', {'validation': 0.1})
+    assert read(given)['validation'] == splits['validation'] and read(given)['test'] == [b'x\n']
 
 
-def test_lower_case_shows_in_the_version(tmp_path):
-    for name in ('train', 'validation'):
-        (tmp_path / f'{name}.txt').write_text(f'Ärger, {name.upper()}\nΣΑΣ\n')
-    plain = find(DataConfig(name='text', path=str(tmp_path)))
-    lower = find(DataConfig(name='text', path=str(tmp_path), lowercase=True))
-    assert lower.version == f'{plain.version}-lower'
-    assert list(lower.documents(None)['train']) == ['ärger, train\nσας\n'.encode()]
-    assert list(plain.documents(None)['train']) == ['Ärger, TRAIN\nΣΑΣ\n'.encode()]
+def test_equal_documents_are_in_one_split_and_names_go_with_their_documents():
+    # 28.5 of 285 documents would be a tenth, which is not a multiple of 3.
+    splits = read(carved(corpus([text for text in TEXTS[:95] for _ in range(3)]), test=False))
+    assert len(splits['test']) == 30
+    assert not set(splits['train']) & set(splits['test'] + splits['validation'])
+
+    def names(split):
+        return [text.decode() for text in (TEXTS if split == 'train' else [b'x'])]
+
+    for others in ({}, {'test': [b'x']}):
+        found = carved(corpus(names=names, **others), test=False)
+        for split, texts in read(found).items():
+            assert found.names(split) == [text.decode() for text in texts]
+
+
+def test_both_sides_of_a_translation_are_carved_alike():
+    found = carved(corpus(languages=('en', 'de')), test=False)
+    english, german = read(found, 'en'), read(found, 'de')
+    for split in found.splits:
+        assert [text[2:] for text in english[split]] == [text[2:] for text in german[split]]
+    assert len(english['test']) == 20
+    assert read(carved(corpus(languages=('de', 'en')), test=False), 'en') == english
+    with refused('own has no validation split, and fewer than 20 sentence pairs to carve'):
+        read(carved(corpus(TEXTS[:19], languages=('en', 'de')), test=False), 'en')
+
+
+def test_few_documents_are_cut_at_line_ends():
+    lines = [b'%03d\n' % number for number in range(100)]
+    for others, bounds in (({}, [0, 81, 91, 100]), ({'test': [b'x']}, [0, 91, 100])):
+        parts = read(carved(corpus([b''.join(lines)] * 2, **others), test=False))
+        for split, low, high in zip(parts, bounds[:-1], bounds[1:], strict=False):
+            if split not in others:
+                assert parts[split] == [b''.join(lines[low:high])] * 2
+    assert carved(corpus([b'x'], names=lambda split: ['a']), test=False).names('test') == ['a']
+    with refused(r'own is too small to be cut at line ends .*\(4 bytes\)'):
+        list(read(carved(corpus([b'a\nb\n']), test=False))['test'])
+
+
+def test_a_validation_split_stays_and_a_test_split_is_carved_when_asked_for():
+    given = {'validation': [b'v\n']}
+    assert carved(corpus(**given), test=False).splits == ('train', 'validation')
+    found = carved(corpus(**given), test=True)
+    assert found.carved == {'test': 0.1} and found.version == '1-carved-test'
+    assert read(found)['validation'] == [b'v\n'] and len(read(found)['test']) == 20
+    whole = corpus(validation=[b'v'], test=[b't'])
+    assert carved(whole, test=True) is whole
+    with refused("own has no train split, only 'test'"):
+        carved(Corpus(**vars(corpus()) | {'splits': ('test',)}), test=False)
+
+
+@pytest.mark.parametrize('carve_test', [False, True])
+def test_results_say_what_was_carved(tmp_path, carve_test):
+    (tmp_path / 'train.txt').write_text(''.join(f'line {n}\n' for n in range(100)))
+    config = DataConfig(name='text', path=str(tmp_path), data_dir=str(tmp_path / 'cache'))
+    assert load(config).identity()['carved'] == BOTH
+    (tmp_path / 'validation.txt').write_text('line\n')
+    identity = load(DataConfig(**vars(config) | {'carve_test': carve_test})).identity()
+    assert identity.get('carved') == ({'test': 0.1} if carve_test else None)
+    assert sorted(identity['fingerprints']) == [*['test'] * carve_test, 'train', 'validation']
+
+
+def test_lower_case_shows_in_the_version():
+    lower = lowered(corpus(['Ärger, ΣΑΣ\n'.encode()]))
+    assert (lower.version, read(lower)) == ('1-lower', {'train': ['ärger, σας\n'.encode()]})
 
 
 def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
@@ -80,18 +138,35 @@ def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
         more = [min(size, limit + 2) for size in sizes]
         assert max(more) > 0.05 * sum(more)
     assert largest_size([7] * 20) is largest_size([9] * 19) is largest_size([]) is None
-
-
-def test_only_evaluation_splits_are_cut_and_no_character_is():
+    # Only evaluation splits, here to 180 / 19 = 9.47 bytes, and no character is cut in two.
     long, texts = 'ä'.encode() * 100, [b'b' * 9] * 20
-    corpus = Corpus(
-        name='letters',
-        version='1',
-        languages=(),
-        splits=('train', 'validation'),
-        documents=lambda language: {'train': iter([long]), 'validation': iter([long, *texts])},
-    )
-    found = capped(corpus).documents(None)
-    assert list(found['train']) == [long]
-    # A limit of 180 / 19 = 9.47 bytes.
-    assert list(found['validation']) == ['ä'.encode() * 4, *texts]
+    found = capped(corpus([long], validation=[long, *texts]))
+    assert read(found) == {'train': [long], 'validation': ['ä'.encode() * 4, *texts]}
+
+
+@pytest.mark.parametrize('name', ['stdlob', 'tfds', '', '9', 'multi30'])
+def test_unknown_names_are_refused_with_the_known(name):
+    near = 'did you mean' if name.startswith(('st', 'mu', 'tf')) else 'known are stdlib, .* tfds:'
+    with refused(f"unknown data.name '{name}'.*{near}"):
+        find(DataConfig(name=name))
+
+
+@pytest.mark.parametrize('name', CORPORA)
+def test_settings_that_are_needed_and_those_without_effect_are_named(name):
+    source, given = CORPORA[name], dict.fromkeys(CORPORA[name].required, 'x-y')
+    for field in source.required:
+        for value in (None, ''):
+            with refused(f"data.{field}={value!r}: data.name='{name}' needs"):
+                find(DataConfig(name=name, **given | {field: value}))
+    for field in SETTINGS.keys() - {*source.required, *source.optional}:
+        with refused(f"data.{field}='z' has no effect on data.name='{name}'"):
+            find(DataConfig(name=name, **given, **{field: 'z'}))
+
+
+def test_languages_are_two_names():
+    assert parse_languages(DataConfig(languages='en-pt_BR')) == ('en', 'pt_BR')
+    for languages in ('en', 'en-de-fr', 'en-', '-', 'en - de', 'en/de', '../x-de', 'en-d\u00e9'):
+        with refused(f"data.languages='{languages}' is not a pair"):
+            parse_languages(DataConfig(languages=languages))
+    with refused("'en-en' names one language twice"):
+        parse_languages(DataConfig(languages='en-en'))

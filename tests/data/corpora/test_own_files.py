@@ -86,7 +86,7 @@ def test_the_version_is_that_of_the_text(tmp_path, monkeypatch):
     assert all(version.startswith('sha256-') and len(version) == 7 + 16 for version in versions)
     # Unchanged files are not read again.
     with monkeypatch.context() as patched:
-        patched.setattr(own_files, '_blocks', None)
+        patched.setattr(own_files, '_opened', None)
         assert text(tmp_path / 'x').version == versions[-1]
     packed = {f'{name}.gz': gzip.compress(data.encode()) for name, data in SPLIT.items()}
     compressed = text(write(tmp_path / 'packed', packed))
@@ -175,9 +175,7 @@ def test_files_and_directories_are_not_confused(tmp_path):
         text(tmp_path)
 
 
-@pytest.mark.parametrize('block', [1, 3, 4, 1 << 20])
-def test_line_that_is_not_utf_8_is_named(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(own_files, 'BLOCK', block)
+def test_line_that_is_not_utf_8_is_named(tmp_path):
     for number, (content, says) in enumerate(
         (
             ('grün\nblau\n'.encode() + b'gelb\xe4\nrot\n', 'line 3, is not UTF-8'),

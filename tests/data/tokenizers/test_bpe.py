@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-from qkattn.data.corpora.stdlib_text import module_paths
+from qkattn.data.corpora.python_text import modules
 from qkattn.data.tokenizers import bpe
 from qkattn.data.tokenizers.bpe import BPETokenizer
 from tests.data.refusals import refused
 
 ROOT = Path(sysconfig.get_path('stdlib'))
-TEXTS = [(ROOT / path).read_bytes() for path in module_paths(ROOT)[:50]]
+TEXTS = [(ROOT / path).read_bytes() for path in modules(ROOT)[:50]]
 CODE, HELD_OUT = TEXTS[:15], TEXTS[40:]
 ODD = [
     *('', '\n', '\n\n\n', ' ', '    ', ' \n ', '\n    x\n\n        y\n', 'a  b   c '),
