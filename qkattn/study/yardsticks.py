@@ -23,8 +23,7 @@ import numpy as np
 from qkattn.attention.kernels import choice
 from qkattn.config import Config, MeshConfig, from_json
 from qkattn.data import pipeline
-from qkattn.data.tasks.language import LanguageRows
-from qkattn.data.tasks.masked import MaskedRows
+from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tasks.task_registry import rows_of, task_of
 from qkattn.data.tasks.translation import TranslationRows

@@ -3,9 +3,8 @@ import pytest
 
 from qkattn.config import DataConfig
 from qkattn.data.documents import check_documents, clusters
-from qkattn.data.tasks.language import LanguageRows
-from qkattn.data.tasks.masked import MaskedRows
-from qkattn.data.tasks.probes import CausalProbeRows, find
+from qkattn.data.tasks.language import LanguageRows, MaskedRows
+from qkattn.data.tasks.probe_tasks import CausalProbeRows, find
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from tests.data.datasets import token_dataset
 from tests.data.refusals import refused

@@ -9,9 +9,8 @@ import pytest
 from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.data.load import load
 from qkattn.data.parallel import PairDataset
-from qkattn.data.tasks.language import LanguageRows
-from qkattn.data.tasks.masked import MaskedRows
-from qkattn.data.tasks.probes import CausalProbeRows, LabellingProbeRows
+from qkattn.data.tasks.language import LanguageRows, MaskedRows
+from qkattn.data.tasks.probe_tasks import CausalProbeRows, LabellingProbeRows
 from qkattn.data.tasks.task_registry import TASKS, rows_of, task_of
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokens import TokenDataset

@@ -8,7 +8,7 @@ import pytest
 
 from qkattn.config import to_json
 from qkattn.data import pipeline
-from qkattn.data.tasks.masked import MaskedRows
+from qkattn.data.tasks.language import MaskedRows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.stats import ngrams
 from qkattn.storage.ledger import YARDSTICKS

@@ -23,7 +23,7 @@ from qkattn.data.shards.shard_index import (
     read_index,
     stored_tokenizer,
 )
-from qkattn.data.tokenizers.file import FileTokenizer
+from qkattn.data.tokenizers.subwords import FileTokenizer
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import restored
 from qkattn.data.tokens import SplitInfo

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from qkattn.data.shards.shard_files import ShardTokens
-from qkattn.data.tokenizers.ids import IdTokenizer
-from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.data.tokenizers.tokenizer import IdTokenizer, Tokenizer
 from qkattn.data.tokens import SplitInfo, TokenDataset, entropy
 from qkattn.errors import ConfigError
 

@@ -1,25 +1,20 @@
-"""Language modelling: windows of text, each token predicted from those before it."""
+"""Windows of text, of which next tokens or hidden tokens are predicted."""
 
-import abc
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from qkattn.config import Config, ModelConfig
+from qkattn.config import Config
 from qkattn.data.load import load_text
-from qkattn.data.tasks.rows import ArrayShapes, Batch, DataForm, token_shapes
+from qkattn.data.tasks.rows import Batch, DataForm, Rows, token_batch, uniform
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 
 
-class TextRows(abc.ABC):
+class TextRows(Rows):
     """Windows of `length` tokens of a text; subclasses choose which of them are predicted."""
 
     data: ClassVar[DataForm] = 'text in one language'
-
-    @staticmethod
-    def array_shapes(model: ModelConfig) -> ArrayShapes:
-        return token_shapes(model)
 
     def __init__(self, dataset: TokenDataset, length: int):
         if length < 1:
@@ -28,9 +23,13 @@ class TextRows(abc.ABC):
         self.splits = dataset.splits
         self.vocab_size = dataset.vocab_size
 
-    @abc.abstractmethod
-    def count(self, split: str) -> int:
-        """See `Rows`."""
+    def _check_length(self, split: str, longest: int) -> None:
+        if self.length > longest:
+            raise ConfigError(
+                f'model.context={self.length!r} is too long for split {split!r} of dataset '
+                f'{self.dataset.name!r} with {len(self.dataset.split(split))} tokens; it must be '
+                f'at most {max(longest, 0)}.'
+            )
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray]:
         """A row belongs to the document of the token in its middle."""
@@ -72,29 +71,75 @@ class LanguageRows(TextRows):
 
     def count(self, split: str) -> int:
         num_tokens = len(self.dataset.split(split))
-        shifted = self.shift and split == 'train'
-        needed = 2 * self.length if shifted else self.length + 1
-        if num_tokens < needed:
-            raise ConfigError(
-                f'model.context={self.length!r} is too long for split {split!r} of dataset '
-                f'{self.dataset.name!r} with {num_tokens} tokens; it must be at most '
-                f'{max(num_tokens // 2 if shifted else num_tokens - 1, 0)}.'
-            )
-        return (num_tokens - needed) // self.length + 1
+        if self.shift and split == 'train':
+            self._check_length(split, num_tokens // 2)
+            return num_tokens // self.length - 1
+        self._check_length(split, num_tokens - 1)
+        return (num_tokens - 1) // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         first_B = rows_B * self.length
         if self.shift and split == 'train':
             epochs_B = draws_B2[:, 1] // self.count(split)
-            offsets = {
-                (seed, epoch): np.random.default_rng((seed, epoch)).integers(self.length)
-                for seed, epoch in {*zip(draws_B2[:, 0].tolist(), epochs_B.tolist(), strict=True)}
-            }
-            keys = zip(draws_B2[:, 0].tolist(), epochs_B.tolist(), strict=True)
+            keys = list(zip(draws_B2[:, 0].tolist(), epochs_B.tolist(), strict=True))
+            offsets = {key: np.random.default_rng(key).integers(self.length) for key in set(keys)}
             first_B = first_B + np.array([offsets[key] for key in keys])
         tokens_BT1 = self.dataset.windows(split, first_B, self.length + 1)
-        return {
-            'tokens_BT': tokens_BT1[:, :-1],
-            'targets_BT': tokens_BT1[:, 1:],
-            'loss_weights_BT': np.ones((len(rows_B), self.length), np.float32),
-        }
+        weights_BT = np.ones((len(rows_B), self.length))
+        return token_batch(tokens_BT1[:, :-1], tokens_BT1[:, 1:], weights_BT)
+
+
+class MaskedRows(TextRows):
+    """Windows of text of which an encoder restores the hidden tokens (Devlin et al. 2019, 3.1).
+
+    Window w of a split holds tokens [w*length, (w+1)*length); the fewer than `length` tokens at the
+    end of a split are left out. Of each row max(1, round(mask_rate * length)) positions are drawn
+    without replacement, separators like any other token; they alone are targets. A drawn token
+    becomes the mask with probability 0.8 and a random token with probability 0.1 (any but the
+    separator, so possibly itself); otherwise it stays. A row that is read again is masked
+    differently in training, and always the same in an evaluation.
+
+    Attributes:
+      mask: the id of a hidden token, the one after the tokenizer's.
+
+    Raises:
+      ConfigError: a mask_rate or a length out of range.
+    """
+
+    kind: ClassVar[str] = 'encoder'
+
+    @classmethod
+    def open(cls, config: Config) -> Self:
+        return cls(load_text(config.data), config.model.context, config.data.mask_rate)
+
+    def __init__(self, dataset: TokenDataset, length: int, mask_rate: float = 0.15):
+        super().__init__(dataset, length)
+        if not 0 < mask_rate < 1:
+            raise ConfigError(
+                f'data.mask_rate={mask_rate!r} is out of range; it must lie between 0 and 1.'
+            )
+        self.mask_rate = mask_rate
+        self.num_masked = max(1, round(mask_rate * length))
+        self.mask = dataset.vocab_size
+        self.vocab_size = dataset.vocab_size + 1
+
+    def count(self, split: str) -> int:
+        num_tokens = len(self.dataset.split(split))
+        self._check_length(split, num_tokens)
+        return num_tokens // self.length
+
+    def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
+        targets_BT = self.dataset.windows(split, np.asarray(rows_B) * self.length, self.length)
+        u_B3T = uniform(draws_B2, (3, self.length))
+        # The positions of the smallest of independent numbers are a draw without replacement.
+        order_BT = np.argsort(u_B3T[:, 0], axis=1)
+        chosen_BT = np.zeros(targets_BT.shape, bool)
+        np.put_along_axis(chosen_BT, order_BT[:, : self.num_masked], True, axis=1)
+        replaced_BT = chosen_BT & (u_B3T[:, 1] < 0.9)
+        random_BT = (u_B3T[:, 2] * (self.dataset.vocab_size - 1)).astype(np.int32)
+        random_BT += random_BT >= self.dataset.tokenizer.separator
+        hidden_BT = np.where(u_B3T[:, 1] < 0.8, self.mask, random_BT)
+        return token_batch(np.where(replaced_BT, hidden_BT, targets_BT), targets_BT, chosen_BT)
+
+    def identity(self) -> dict[str, Any]:
+        return self.dataset.identity() | {'masking': {'version': 1, 'rate': self.mask_rate}}

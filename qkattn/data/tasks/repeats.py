@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from qkattn.data.pipeline import Part, chosen, eval_batches, eval_rows
-from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.data.tasks.rows import Batch, Rows, token_batch
 
 # Upper bound, of sequences and of the validation rows that their tokens come from.
 NUM_ROWS = 64
@@ -60,14 +60,11 @@ def batches(
       part: the rows of each batch that this host reads; None is all.
     """
     (count, half), wanted = r_BH.shape, chosen(batch_size, part)
-    shown_BT1 = np.zeros((-(-count // batch_size) * batch_size, length + 1), np.int32)
-    shown_BT1[:count, : 2 * half] = np.tile(r_BH, 2)
-    loss_weights_BT = np.zeros((len(shown_BT1), length), np.float32)
-    start = 0 if copy == 'first' else half
-    loss_weights_BT[:count, start : start + half - 1] = 1
-    for at in range(0, len(shown_BT1), batch_size):
-        yield {
-            'tokens_BT': shown_BT1[at + wanted, :-1],
-            'targets_BT': shown_BT1[at + wanted, 1:],
-            'loss_weights_BT': loss_weights_BT[at + wanted],
-        }
+    twice_BT1 = np.zeros((-(-count // batch_size) * batch_size, length + 1), np.int32)
+    twice_BT1[:count, : 2 * half] = np.tile(r_BH, 2)
+    loss_weights_BT = np.zeros((len(twice_BT1), length), np.float32)
+    first = 0 if copy == 'first' else half
+    loss_weights_BT[:count, first : first + half - 1] = 1
+    for start in range(0, len(twice_BT1), batch_size):
+        shown_BT1, weights_BT = twice_BT1[start + wanted], loss_weights_BT[start + wanted]
+        yield token_batch(shown_BT1[:, :-1], shown_BT1[:, 1:], weights_BT)

@@ -34,6 +34,8 @@ class Rows(Protocol):
     @staticmethod
     def array_shapes(model: ModelConfig) -> ArrayShapes:
         """Length and dtype of the arrays of one row, by name; needs no data."""
+        T = model.context
+        return {'tokens_BT': (T, INT), 'targets_BT': (T, INT), 'loss_weights_BT': (T, FLOAT)}
 
     @classmethod
     def open(cls, config: Config) -> Self:
@@ -67,18 +69,36 @@ class Rows(Protocol):
 
         None where rows are independent of each other.
         """
+        return None
 
     def identity(self) -> dict[str, Any]:
         """Identifies the data in results and checkpoints; JSON."""
 
     def bytes_per_token(self, split: str) -> float | None:
         """Mean bytes of text per target; None where rows are not text."""
+        return None
 
     def unigram_nats(self, split: str) -> float | None:
         """Loss per target of the best model that knows only frequencies, if known."""
+        return None
 
 
-def token_shapes(model: ModelConfig) -> ArrayShapes:
-    """The arrays of rows whose only input is tokens_BT."""
-    T = model.context
-    return {'tokens_BT': (T, INT), 'targets_BT': (T, INT), 'loss_weights_BT': (T, FLOAT)}
+def token_batch(
+    tokens_BT: np.ndarray, targets_BT: np.ndarray, loss_weights_BT: np.ndarray
+) -> Batch:
+    """A batch of rows whose only input is tokens."""
+    return {
+        'tokens_BT': np.asarray(tokens_BT, INT),
+        'targets_BT': np.asarray(targets_BT, INT),
+        'loss_weights_BT': np.asarray(loss_weights_BT, FLOAT),
+    }
+
+
+def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], part: int = 0) -> np.ndarray:
+    """Numbers in [0, 1), an array of `shape` from each pair of draws; parts are independent."""
+    u = np.empty((len(draws_B2), *shape))
+    for draws_2, u_row in zip(np.asarray(draws_B2, np.uint64), u, strict=True):
+        # A counter's high word sets the parts 2^192 draws apart.
+        generator = np.random.Philox(key=draws_2, counter=part << 192)
+        np.random.Generator(generator).random(out=u_row)
+    return u

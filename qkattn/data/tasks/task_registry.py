@@ -5,9 +5,8 @@ from typing import Any
 from qkattn.config import Config, DataConfig
 from qkattn.config.calls import resolve
 from qkattn.data.corpora import corpus_registry
-from qkattn.data.tasks import probes
-from qkattn.data.tasks.language import LanguageRows
-from qkattn.data.tasks.masked import MaskedRows
+from qkattn.data.tasks import probe_tasks
+from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from qkattn.data.tasks.rows import DataForm, Rows
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers import vocabulary
@@ -17,8 +16,8 @@ TASKS: dict[str, type[Rows]] = {
     'language': LanguageRows,
     'masked': MaskedRows,
     'translation': TranslationRows,
-    'causal_probe': probes.CausalProbeRows,
-    'labelling_probe': probes.LabellingProbeRows,
+    'causal_probe': probe_tasks.CausalProbeRows,
+    'labelling_probe': probe_tasks.LabellingProbeRows,
 }
 INTERFACE = ('kind', 'data', *(name for name in vars(Rows) if not name.startswith('_')))
 
@@ -31,36 +30,6 @@ def task_of(config: Config) -> type[Rows]:
         kind of model, or to data.task.
     """
     return _task(config)[0]
-
-
-def _task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
-    """The task and its options."""
-    form, kind, named = _form(config.data), config.model.kind, config.data.task
-    if not probes.is_probe(config.data.name):
-        vocabulary.check(config.data.tokenizer)
-    if named is not None:
-        task, options = resolve(
-            named,
-            TASKS,
-            'data.task',
-            needs='a class with the attributes of qkattn.data.tasks.rows.Rows',
-            fits=lambda found: all(hasattr(found, name) for name in INTERFACE),
-            call=lambda found: found.open,
-        )
-        if (task.kind, task.data) != (kind, form):
-            raise ConfigError(
-                f'data.task={named!r} trains model.kind={task.kind!r} on {task.data}, but '
-                f'model.kind={kind!r} and data.name={config.data.name!r} is {form}.'
-            )
-        return task, options
-    tasks = [task for task in TASKS.values() if task.kind == kind]
-    for task in tasks:
-        if task.data == form:
-            return task, {}
-    raise ConfigError(
-        f'data.name={config.data.name!r} is {form}, but model.kind={kind!r} needs '
-        f'{" or ".join(task.data for task in tasks)}.'
-    )
 
 
 def rows_of(config: Config) -> Rows:
@@ -83,9 +52,36 @@ def rows_of(config: Config) -> Rows:
     return rows
 
 
+def _task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
+    """The task and its options."""
+    form, kind, name = _form(config.data), config.model.kind, config.data.name
+    if config.data.task is not None:
+        task, options = resolve(
+            config.data.task,
+            TASKS,
+            'data.task',
+            needs='a class with the attributes of qkattn.data.tasks.rows.Rows',
+            fits=lambda task: all(hasattr(task, attribute) for attribute in INTERFACE),
+            call=lambda task: task.open,
+        )
+        if (task.kind, task.data) != (kind, form):
+            raise ConfigError(
+                f'data.task={config.data.task!r} trains model.kind={task.kind!r} on {task.data}, '
+                f'but model.kind={kind!r} and data.name={name!r} is {form}.'
+            )
+        return task, options
+    tasks = {task.data: task for task in TASKS.values() if task.kind == kind}
+    if form not in tasks:
+        raise ConfigError(
+            f'data.name={name!r} is {form}, but model.kind={kind!r} needs {" or ".join(tasks)}.'
+        )
+    return tasks[form], {}
+
+
 def _form(data: DataConfig) -> DataForm:
-    if probes.is_probe(data.name):
-        _, probe = probes.find(data.name)
+    if probe_tasks.is_probe(data.name):
+        _, probe = probe_tasks.find(data.name)
         return 'a causal probe' if probe.causal else 'a labelling probe'
     corpus_registry.check(data)
+    vocabulary.check(data.tokenizer)
     return 'a translation set' if data.languages else 'text in one language'

@@ -1,7 +1,6 @@
 """Translation: sentence pairs packed into rows of a fixed shape for an encoder-decoder."""
 
 import copy
-import dataclasses
 import logging
 from typing import Any, ClassVar, Self
 
@@ -10,14 +9,18 @@ import numpy as np
 from qkattn.config import Config, ModelConfig
 from qkattn.data.load import load_pairs
 from qkattn.data.parallel import PairDataset
-from qkattn.data.tasks.packing import PACKING, Packed, Placed, lay_out, pack, ranges
-from qkattn.data.tasks.rows import INT, ArrayShapes, Batch, DataForm, token_shapes
+from qkattn.data.tasks.rows import INT, ArrayShapes, Batch, DataForm, Rows, token_batch
 from qkattn.errors import ConfigError
+
+# Changes whenever the same pairs would be packed differently.
+PACKING = 1
+# Rows that are being filled at a time; more pack a little tighter, and each pair looks at them all.
+OPEN_ROWS = 64
 
 log = logging.getLogger(__name__)
 
 
-class TranslationRows:
+class TranslationRows(Rows):
     """Rows of several sentence pairs each, the target predicted from the source.
 
     A source x_1 .. x_m enters as itself and the separator, m + 1 tokens; a target y_1 .. y_n enters
@@ -43,7 +46,7 @@ class TranslationRows:
     def array_shapes(model: ModelConfig) -> ArrayShapes:
         S, T = model.encoder.context, model.context
         source = {'source_BS': (S, INT), 'source_segments_BS': (S, INT)}
-        return token_shapes(model) | source | {'segments_BT': (T, INT)}
+        return Rows.array_shapes(model) | source | {'segments_BT': (T, INT)}
 
     @classmethod
     def open(cls, config: Config) -> Self:
@@ -58,82 +61,84 @@ class TranslationRows:
                 raise ConfigError(f'{field}={value!r} is too small; it must be at least 1.')
         self.pairs, self.source_length, self.length = pairs, source_length, length
         self.splits, self.vocab_size = pairs.splits, pairs.vocab_size
-        sizes = {
-            split: np.stack([np.diff(b) for b in pairs.bounds(split)]) for split in self.splits
-        }
-        fits = {
-            split: (sizes_2I[0] <= source_length) & (sizes_2I[1] <= length)
-            for split, sizes_2I in sizes.items()
-        }
-        self.num_dropped = {split: int(np.sum(~fits_I)) for split, fits_I in fits.items()}
-        if any(self.num_dropped.values()):
-            self._report_long(sizes, drop_long)
         self._sources: dict[str, np.ndarray] = {}
-        self._packed = {
-            split: pack(sizes[split], np.flatnonzero(fits[split]), (source_length, length))
-            for split in self.splits
-        }
-
-    def _report_long(self, sizes: dict[str, np.ndarray], drop_long: bool) -> None:
-        if not drop_long:
-            longest = [max(s[side].max(initial=0) for s in sizes.values()) for side in (0, 1)]
+        self.num_dropped: dict[str, int] = {}
+        self._packed: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        sizes = {s: np.stack([np.diff(b) for b in pairs.bounds(s)]) for s in self.splits}
+        for split, sizes_2I in sizes.items():
+            fits_I = (sizes_2I[0] <= source_length) & (sizes_2I[1] <= length)
+            self.num_dropped[split] = int(np.sum(~fits_I))
+            self._packed[split] = pack(sizes_2I, np.flatnonzero(fits_I), (source_length, length))
+        if any(self.num_dropped.values()) and not drop_long:
+            sizes_2I = np.concatenate([*sizes.values()], axis=1)
             raise ConfigError(
-                f'{sum(self.num_dropped.values())} of {sum(s.shape[1] for s in sizes.values())} '
-                f'sentence pairs are longer than model.source_context={self.source_length} or '
-                f'model.context={self.length} tokens; the longest source has {longest[0]} and the '
-                f'longest target {longest[1]} with their separators, so raise the two, or leave '
-                'such pairs out, of evaluation too, with data.drop_long=True.'
+                f'{sum(self.num_dropped.values())} of {sizes_2I.shape[1]} sentence pairs are '
+                f'longer than model.source_context={source_length} or model.context={length} '
+                f'tokens; the longest source has {sizes_2I[0].max()} and the longest target '
+                f'{sizes_2I[1].max()} with their separators, so raise the two, or leave such pairs '
+                'out, of evaluation too, with data.drop_long=True.'
             )
-        for split, dropped in self.num_dropped.items():
-            log.info(
-                'drop_long: %d of %d pairs of split %r are left out of training and evaluation',
-                dropped,
-                sizes[split].shape[1],
-                split,
-            )
+        if any(self.num_dropped.values()):
+            for split, dropped in self.num_dropped.items():
+                log.info(
+                    'drop_long: %d of %d pairs of split %r are left out of training and evaluation',
+                    dropped,
+                    sizes[split].shape[1],
+                    split,
+                )
 
-    def _rows(self, split: str) -> Packed:
+    def _pairs_of_rows(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         num_pairs = len(self.pairs.bounds(split)[0]) - 1  # refuses an unknown split
-        packed = self._packed[split]
-        if not len(packed.pairs):
+        pairs, first = self._packed[split]
+        if not len(pairs):
             raise ConfigError(
                 f'split {split!r} of parallel text {self.pairs.source.name!r} has no sentence pair '
                 f'that fits into model.source_context={self.source_length} and '
                 f'model.context={self.length} tokens, of {num_pairs}.'
             )
-        return packed
+        return pairs, first
 
     def count(self, split: str) -> int:
-        return len(self._rows(split).first) - 1
+        return len(self._pairs_of_rows(split)[1]) - 1
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        packed = self._rows(split)
+        pairs, first = self._pairs_of_rows(split)
         rows_B = np.asarray(rows_B)
-        first_B, counts_B = packed.first[rows_B], packed.first[rows_B + 1] - packed.first[rows_B]
-        placed = Placed(
-            num_rows=len(rows_B),
-            pair_P=packed.pairs[ranges(first_B, counts_B)],
-            row_P=np.repeat(np.arange(len(rows_B)), counts_B),
-            segment_P=ranges(np.ones_like(counts_B), counts_B),
-        )
+        counts_B = first[rows_B + 1] - first[rows_B]
+        # The pairs of the batch, row after row: which, in which row, and their number there from 1.
+        pair_P = pairs[_ranges(first[rows_B], counts_B)]
+        row_P = np.repeat(np.arange(len(rows_B)), counts_B)
+        segment_P = _ranges(np.ones_like(counts_B), counts_B)
+
+        def lay_out(
+            tokens: np.ndarray, bounds: np.ndarray, pair_P: np.ndarray, length: int
+        ) -> tuple[np.ndarray, np.ndarray]:
+            """One side of the batch: tokens and segments."""
+            sizes_P = bounds[pair_P + 1] - bounds[pair_P]
+            row_N = np.repeat(row_P, sizes_P)
+            sizes_B = np.bincount(row_N, minlength=len(rows_B))
+            column_N = _ranges(np.zeros_like(sizes_B), sizes_B)
+            tokens_BT = np.zeros((len(rows_B), length), INT)
+            segments_BT = np.zeros_like(tokens_BT)
+            tokens_BT[row_N, column_N] = tokens[_ranges(bounds[pair_P], sizes_P)]
+            segments_BT[row_N, column_N] = np.repeat(segment_P, sizes_P)
+            return tokens_BT, segments_BT
+
         source, target = self.pairs.source.split(split), self.pairs.target.split(split)
         source_bounds, target_bounds = self.pairs.bounds(split)
-        sources = placed
-        if split in self._sources:
-            sources = dataclasses.replace(placed, pair_P=self._sources[split][placed.pair_P])
-        source_BS, source_segments_BS = lay_out(source, source_bounds, self.source_length, sources)
-        targets_BT, segments_BT = lay_out(target, target_bounds, self.length, placed)
+        source_P = self._sources[split][pair_P] if split in self._sources else pair_P
+        source_BS, source_segments_BS = lay_out(source, source_bounds, source_P, self.source_length)
+        targets_BT, segments_BT = lay_out(target, target_bounds, pair_P, self.length)
         # Each pair's target ends with the separator, so shifting the row by one puts a separator
         # before the next pair's first token; the row's own first is put there by hand.
         tokens_BT = np.roll(targets_BT, 1, axis=1)
         tokens_BT[:, 0] = self.pairs.separator
+        used_BT = segments_BT > 0
         return {
             'source_BS': source_BS,
             'source_segments_BS': source_segments_BS,
-            'tokens_BT': np.where(segments_BT > 0, tokens_BT, 0),
-            'targets_BT': targets_BT,
             'segments_BT': segments_BT,
-            'loss_weights_BT': (segments_BT > 0).astype(np.float32),
+            **token_batch(np.where(used_BT, tokens_BT, 0), targets_BT, used_BT),
         }
 
     def with_shuffled_sources(self) -> Self:
@@ -151,25 +156,17 @@ class TranslationRows:
             # Each moves to the next of its length, the last to the first.
             first_I = np.searchsorted(lengths_I[order_I], lengths_I[order_I])
             last_I = np.searchsorted(lengths_I[order_I], lengths_I[order_I], side='right') - 1
-            place_I = np.arange(len(order_I))
-            follows_I = np.where(place_I == last_I, first_I, place_I + 1)
+            position_I = np.arange(len(order_I))
+            follows_I = np.where(position_I == last_I, first_I, position_I + 1)
             shuffled._sources[split] = np.empty_like(order_I)
             shuffled._sources[split][order_I] = order_I[follows_I]
         return shuffled
 
-    def documents(self, split: str) -> None:
-        return None
-
     def identity(self) -> dict[str, Any]:
         """The two sides, how pairs are packed, and how many `drop_long` left out per split."""
-        return self.pairs.identity() | {
-            'packing': {
-                'version': PACKING,
-                'source_length': self.source_length,
-                'length': self.length,
-            },
-            'dropped_pairs': self.num_dropped,
-        }
+        lengths = {'source_length': self.source_length, 'length': self.length}
+        packing = {'packing': {'version': PACKING} | lengths, 'dropped_pairs': self.num_dropped}
+        return self.pairs.identity() | packing
 
     def bytes_per_token(self, split: str) -> float:
         """Of the whole target side of the split."""
@@ -177,4 +174,40 @@ class TranslationRows:
 
     def unigram_nats(self, split: str) -> float:
         """Of the whole target side of the split."""
-        return self.pairs.target.info(split).unigram_nats_per_token
+        return self.pairs.target.unigram_nats(split)
+
+
+def _ranges(starts_P: np.ndarray, counts_P: np.ndarray) -> np.ndarray:
+    """start, start + 1, .., start + count - 1 of each, one after another."""
+    before_P = np.cumsum(counts_P) - counts_P
+    return np.arange(counts_P.sum()) + np.repeat(starts_P - before_P, counts_P)
+
+
+def pack(
+    sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Best fit of the pairs, in a shuffled order, into a bounded number of open rows.
+
+    Returns:
+      Pairs and bounds: row r holds pairs[bounds[r]:bounds[r + 1]], in this order.
+    """
+    order = kept[np.argsort(np.random.Generator(np.random.Philox(key=0)).random(len(kept)))]
+    num_rows = OPEN_ROWS
+    row_O = np.arange(num_rows)
+    room_2O = np.repeat(np.array([capacity_2]).T, num_rows, axis=1)
+    rows = []
+    for size_2 in sizes_2I.T[order]:
+        left_2O = room_2O - size_2[:, None]
+        left_O = np.where(left_2O.min(0) < 0, sum(capacity_2), left_2O.sum(0))
+        slot = left_O.argmin()
+        # A sentence has a token at least, its separator, so a row it fits into has less room left.
+        if left_O[slot] == sum(capacity_2):
+            # The row that is closest to full on either side is closed, an empty one opened.
+            slot = room_2O.min(0).argmin()
+            room_2O[:, slot] = capacity_2
+            row_O[slot] = num_rows
+            num_rows += 1
+        room_2O[:, slot] -= size_2
+        rows.append(row_O[slot])
+    _, counts = np.unique(rows, return_counts=True)
+    return order[np.argsort(rows, kind='stable')], np.append(0, np.cumsum(counts))

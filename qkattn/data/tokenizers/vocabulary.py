@@ -21,11 +21,13 @@ import tokenizers
 
 from qkattn.config.calls import called, digest, resolve
 from qkattn.data.cache import DamagedCache, check_sha256, prepared_once, read_description
-from qkattn.data.tokenizers.bpe import BPETokenizer
-from qkattn.data.tokenizers.characters import CharacterTokenizer
-from qkattn.data.tokenizers.file import FileTokenizer
-from qkattn.data.tokenizers.ids import IdTokenizer
-from qkattn.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
+from qkattn.data.tokenizers.tokenizer import (
+    ByteTokenizer,
+    CharacterTokenizer,
+    IdTokenizer,
+    Tokenizer,
+)
 from qkattn.errors import ConfigError
 from qkattn.storage.files import write_atomic
 
@@ -33,6 +35,8 @@ KINDS: dict[str, Any] = {
     'bytes': ByteTokenizer,
     'characters': CharacterTokenizer,
     'bpe': BPETokenizer,
+    'PATH.json': FileTokenizer,
+    'ids': IdTokenizer,
 }
 METHODS = ('encode', 'decode', 'num_bytes')
 
@@ -67,11 +71,11 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
         return FileTokenizer, {'path': kind}
     return resolve(
         kind,
-        KINDS | {'PATH.json': FileTokenizer, 'ids': IdTokenizer},
+        KINDS,
         'data.tokenizer',
         needs=f'a class with {", ".join(METHODS)}, as qkattn.data.tokenizers.tokenizer.Tokenizer',
-        fits=lambda found: inspect.isclass(found) and all(hasattr(found, m) for m in METHODS),
-        call=lambda found: getattr(found, 'train', found),
+        fits=lambda cls: inspect.isclass(cls) and all(hasattr(cls, method) for method in METHODS),
+        call=lambda cls: getattr(cls, 'train', cls),
     )
 
 
@@ -103,10 +107,14 @@ def open_tokenizer(
     cls, options = check(kind)
     if not hasattr(cls, 'train'):
         return restored(kind, None)
-    expected: dict[str, Any] = {'kind': kind, 'size': size if kind == 'bpe' else None}
-    directory = data_dir / 'tokenizers' / name / version
-    directory /= f'byte-bpe-{size}' if kind == 'bpe' else _folder(kind)
-    arguments = {'size': size} if kind == 'bpe' else options
+    expected: dict[str, Any] = {'kind': kind, 'size': None}
+    folder, trained_by = kind, 'qkattn'
+    if kind == 'bpe':
+        options, expected['size'] = {'size': size}, size
+        folder, trained_by = f'byte-bpe-{size}', f'tokenizers {tokenizers.__version__}'
+    elif ':' in kind:
+        folder = f'{kind.partition("(")[0].replace(":", ".")}-{digest(kind)}'
+    directory = data_dir / 'tokenizers' / name / version / folder
     model_path, about_path = directory / 'tokenizer.json', directory / 'about.json'
 
     def opened() -> Tokenizer:
@@ -115,18 +123,25 @@ def open_tokenizer(
             raise FileNotFoundError(about_path)
         about = read_description(about_path, About, expected)
         check_sha256(model_path, about.model_sha256)
-        return _named(cls.load(model_path.read_bytes()), kind)
+        return restored(kind, model_path.read_bytes())
 
     def train() -> None:
         log.info('Training the %s tokenizer of %s %s to %s', kind, name, version, directory)
         text_sha256 = hashlib.sha256()
-        hashed = _hashed(texts(), text_sha256)
-        model = cls.train(hashed, **arguments).model()
+
+        def hashed() -> Iterator[bytes]:
+            for text in texts():
+                # With its length, so that where one text ends and the next begins counts too.
+                text_sha256.update(len(text).to_bytes(8))
+                text_sha256.update(text)
+                yield text
+
+        model = cls.train(hashed(), **options).model()
         about = About(
             **expected,
             text_sha256=text_sha256.hexdigest(),
             model_sha256=hashlib.sha256(model).hexdigest(),
-            trained_by=f'tokenizers {tokenizers.__version__}' if kind == 'bpe' else 'qkattn',
+            trained_by=trained_by,
         )
         _check_unchanged(about, about_path)
         write_atomic(model_path, model)
@@ -139,52 +154,36 @@ def open_tokenizer(
 def restored(kind: str, model: bytes | None) -> Tokenizer:
     """The tokenizer of a kind, as in `check`, from the bytes that its `model` returned, if any.
 
+    The name of one from outside includes a digest of its options and source.
+
     Raises:
       ConfigError: for an unknown kind, or one whose class fails.
     """
     cls, options = check(kind)
-    if model is not None:
-        return _named(cls.load(model), kind)
-    return _named(called('data.tokenizer', kind, lambda: cls(**options)), kind)
-
-
-def _folder(kind: str) -> str:
-    if ':' not in kind:
-        return kind
-    return f'{kind.partition("(")[0].replace(":", ".")}-{digest(kind)}'
-
-
-def _named(tokenizer: Any, kind: str) -> Tokenizer:
-    """The tokenizer; the name of one from outside includes a digest of its options and source."""
+    if model is None:
+        tokenizer = called('data.tokenizer', kind, lambda: cls(**options))
+    else:
+        tokenizer = cls.load(model)
     if ':' in kind and not isinstance(tokenizer, FileTokenizer):
         tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
     return tokenizer
 
 
 def _check_unchanged(about: About, about_path: Path) -> None:
-    """Raises ConfigError if a damaged vocabulary was another one than that learned in its place."""
+    """Raises ConfigError if a damaged vocabulary was another one than that learned in its place.
+
+    Ids would mean something else than in the results and models that exist.
+    """
     try:
         before = read_description(about_path, About, {'kind': about.kind, 'size': about.size})
     except DamagedCache:
         return
     if about.model_sha256 == before.model_sha256:
         return
-    # Ids would mean something else than in the results and models that exist.
-    reason = (
-        'the training text has changed'
-        if about.text_sha256 != before.text_sha256
-        else f'{about.trained_by} learns another one from the same text than {before.trained_by}'
-    )
+    reason = f'{about.trained_by} learns another one from the same text than {before.trained_by}'
+    if about.text_sha256 != before.text_sha256:
+        reason = 'the training text has changed'
     raise ConfigError(
         f'data.tokenizer={about.kind!r}: the damaged vocabulary in {str(about_path.parent)!r} '
         f'cannot be restored, because {reason}; delete that directory to train another one.'
     )
-
-
-def _hashed(texts: Iterable[bytes], digest: 'hashlib._Hash') -> Iterator[bytes]:
-    """The texts, which go into `digest` as they pass."""
-    for text in texts:
-        # With its length, so that where one text ends and the next begins counts too.
-        digest.update(len(text).to_bytes(8))
-        digest.update(text)
-        yield text

@@ -1,9 +1,15 @@
+"""Windows of text: next tokens, and hidden tokens."""
+
+import json
+
 import numpy as np
 import pytest
 
-from qkattn.data.tasks.language import LanguageRows
-from tests.data.datasets import check_shapes, read_rows
+from qkattn.data.tasks.language import LanguageRows, MaskedRows
+from tests.data.datasets import check_shapes, read_rows, token_dataset
 from tests.data.refusals import refused
+
+LENGTH = 20
 
 
 @pytest.mark.parametrize(
@@ -24,19 +30,6 @@ def test_every_token_but_the_first_is_a_target_once(numbers, tokens, length, cou
     assert (batch['loss_weights_BT'] == 1).all()
 
 
-@pytest.mark.parametrize(
-    ('length', 'shift', 'says'),
-    [
-        (0, False, 'model.context=0 is too small'),
-        (30, False, "model.context=30 is too long for split 'train' .* 30 tokens; .* at most 29"),
-        (16, True, "model.context=16 is too long for split 'train' .* 30 tokens; .* at most 15"),
-    ],
-)
-def test_bad_lengths_are_one_sentence(numbers, length, shift, says):
-    with refused(says):
-        LanguageRows(numbers(train=30), length, shift=shift).count('train')
-
-
 def test_shifted_windows_move_together_and_anew_in_every_epoch(numbers):
     rows = LanguageRows(numbers(train=105, validation=106), 7, shift=True)
     assert rows.count('train') == 14
@@ -52,3 +45,82 @@ def test_shifted_windows_move_together_and_anew_in_every_epoch(numbers):
     # Evaluation is not shifted, and reads one window more.
     assert rows.count('validation') == 15
     assert read_rows(rows, 'validation', [0])['tokens_BT'][0, 0] == 0
+
+
+def test_eighty_ten_ten_of_as_many_positions_in_every_row_all_equally_often(numbers):
+    """Every row of 60,000 tokens, masked once; a token that is its position is its original."""
+    rows = MaskedRows(numbers(train=60_010), LENGTH, 0.2)
+    batch = read_rows(rows, 'train', range(rows.count('train')))
+    check_shapes(batch, 3000, LENGTH)
+    assert np.array_equal(batch['targets_BT'].ravel(), np.arange(60_000))
+    weights_BT, chosen = batch['loss_weights_BT'], batch['loss_weights_BT'] == 1
+    assert np.array_equal(batch['tokens_BT'][~chosen], batch['targets_BT'][~chosen])
+    assert set(np.unique(weights_BT)) == {0, 1} and (weights_BT.sum(1) == 4).all()
+    # 3000 rows, probability 0.2: standard deviation 0.0073.
+    assert abs(weights_BT.mean(0) - 0.2).max() < 0.03
+    apart_TT = (weights_BT.T @ weights_BT / 3000)[~np.eye(LENGTH, dtype=bool)]
+    assert abs(apart_TT - 4 / 20 * 3 / 19).max() < 0.02
+    tokens, targets = batch['tokens_BT'][chosen], batch['targets_BT'][chosen]
+    masked, kept = tokens == rows.mask, tokens == targets
+    # 12,000 choices: standard deviations 0.0037 and 0.0027.
+    assert masked.mean() == pytest.approx(0.8, abs=0.015)
+    assert kept.mean() == pytest.approx(0.1, abs=0.012)
+    drawn = tokens[~masked & ~kept]
+    # Uniform over the 65,535 ids that are neither the separator nor the mask.
+    assert 1 <= drawn.min() and drawn.max() <= 65_535
+    assert np.histogram(drawn, 4, (0, 65_536))[0] / len(drawn) == pytest.approx(0.25, abs=0.06)
+
+
+def test_a_separator_is_chosen_but_never_drawn():
+    class Letters:
+        name, vocab_size, separator = 'letters', 4, 2
+
+    dataset = token_dataset('letters', Letters(), {'train': np.full(6000, 2, np.uint8)})
+    rows = MaskedRows(dataset, 10, 0.5)
+    batch = read_rows(rows, 'train', range(600))
+    assert rows.vocab_size == 5
+    assert set(batch['tokens_BT'][batch['tokens_BT'] != 2]) == {0, 1, 3, 4}
+    assert (batch['loss_weights_BT'].sum(1) == 5).all()
+
+
+def test_a_mask_is_a_function_of_the_draws_alone(numbers):
+    rows = MaskedRows(numbers(train=2000, validation=2000), LENGTH, 0.3)
+    draws_B2 = np.array([[7, 1], [7, 2], [7, 3], [1, 7]], np.uint64)
+    batch = rows.read('train', np.array([5, 0, 5, 5]), draws_B2)
+    assert len(np.unique(batch['loss_weights_BT'], axis=0)) == 4
+    one = rows.read('validation', np.array([0]), draws_B2[1:2])
+    for name in batch:
+        assert np.array_equal(one[name][0], batch[name][1])
+    # Written down, so that a library that draws differently does not go unnoticed.
+    assert np.flatnonzero(one['loss_weights_BT'][0]).tolist() == [6, 7, 8, 12, 14, 19]
+
+
+def test_identity_and_units_of_masked_rows(numbers):
+    rows = MaskedRows(numbers(train=60_010), LENGTH, 0.2)
+    identity = rows.identity()
+    assert json.loads(json.dumps(identity)) == identity
+    assert identity['name'] == 'numbers'
+    assert identity != MaskedRows(numbers(train=60_010), LENGTH, 0.1).identity()
+    assert (rows.vocab_size, rows.mask) == (65_537, 65_536)
+    assert (rows.splits, rows.bytes_per_token('train')) == (('train',), 2.0)
+    assert rows.unigram_nats('train') == pytest.approx(np.log(60_010))
+    for length, rate, num_masked in ((10, 0.01, 1), (100, 0.15, 15)):
+        few = MaskedRows(numbers(train=100), length, rate)
+        assert (few.num_masked, few.count('train')) == (num_masked, 100 // length)
+
+
+@pytest.mark.parametrize(
+    ('task', 'settings', 'split', 'says'),
+    [
+        (LanguageRows, {'length': 0}, 'train', 'model.context=0 is too small'),
+        (LanguageRows, {'length': 30}, 'train', "=30 is too long for split 'train' .* at most 29"),
+        (LanguageRows, {'length': 16, 'shift': True}, 'train', 'context=16 is .* at most 15'),
+        (MaskedRows, {'length': 9, 'mask_rate': 0.0}, 'train', 'data.mask_rate=0.0 is out of'),
+        (MaskedRows, {'length': 9, 'mask_rate': 1.0}, 'train', 'data.mask_rate=1.0 is out of'),
+        (MaskedRows, {'length': 10}, 'validation', "'numbers' with 9 tokens; .* at most 9"),
+        (MaskedRows, {'length': 9}, 'test', "split='test' is not in dataset"),
+    ],
+)
+def test_bad_settings_are_one_sentence(numbers, task, settings, split, says):
+    with refused(says):
+        task(numbers(train=30, validation=9), **settings).count(split)

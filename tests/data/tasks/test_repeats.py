@@ -3,7 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from qkattn.data.tasks import probes, repeats
+from qkattn.data.tasks import probe_tasks, repeats
 from qkattn.data.tasks.language import LanguageRows
 from tests.data.datasets import check_shapes, read_rows
 
@@ -45,11 +45,11 @@ def test_the_order_never_changes(text):
 def test_each_copy_asks_for_all_tokens_but_the_first(length, batch_size, copy):
     half = (length + 1) // 2
     r_BH = np.arange(1, 1 + 4 * half, dtype=np.int32).reshape(4, half)
-    found = list(repeats.batches(r_BH, length, copy, batch_size=batch_size))
-    assert len(found) == -(-4 // batch_size)
-    for batch in found:
+    parts = list(repeats.batches(r_BH, length, copy, batch_size=batch_size))
+    assert len(parts) == -(-4 // batch_size)
+    for batch in parts:
         check_shapes(batch, batch_size, length)
-    whole = {name: np.concatenate([batch[name] for batch in found]) for name in found[0]}
+    whole = {name: np.concatenate([batch[name] for batch in parts]) for name in parts[0]}
     assert not any(array[4:].any() for array in whole.values())
     twice_BT1 = np.concatenate([r_BH, r_BH, np.zeros((4, 1), int)], axis=1)[:, : length + 1]
     assert np.array_equal(whole['tokens_BT'][:4], twice_BT1[:, :-1])
@@ -66,4 +66,4 @@ def test_small_splits_have_few_and_short_rows_and_probes_none(text):
     assert repeats.sequences(text(9, tokens=10)).shape == (1, 5)
     assert repeats.sequences(text(7)) is None
     for name in ('recall', 'copy', 'induction'):
-        assert repeats.sequences(probes.CausalProbeRows(*probes.find(name))) is None
+        assert repeats.sequences(probe_tasks.CausalProbeRows(*probe_tasks.find(name))) is None

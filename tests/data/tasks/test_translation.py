@@ -79,8 +79,8 @@ def test_every_pair_is_in_one_row_whole_and_with_its_own_translation(parallel, r
     )
     assert sorted(unpack(read(rows, split))) == expected
     # Sentences are in file order, without separators, and may be empty.
-    for found, side in zip(parallel.sentences(split), (SOURCES, TARGETS), strict=True):
-        assert [ids.tolist() for ids in found] == [ids.tolist() for ids in side[split]]
+    for read_back, side in zip(parallel.sentences(split), (SOURCES, TARGETS), strict=True):
+        assert [ids.tolist() for ids in read_back] == [ids.tolist() for ids in side[split]]
 
 
 def test_rows_are_well_filled_and_padded_with_zeros_behind_the_pairs(rows):
@@ -123,18 +123,18 @@ def test_long_pairs_are_refused_or_dropped_counted_and_said(parallel, rows, capl
         TranslationRows(parallel, 22, LENGTH)
     with caplog.at_level(logging.INFO, 'qkattn.data.tasks.translation'):
         short = TranslationRows(parallel, 22, 16, drop_long=True)
-    dropped, said = {}, []
+    dropped, messages = {}, []
     for split, pairs in splits.items():
         kept = [[*s, SEPARATOR] for s, t in pairs if len(s) < 22 and len(t) < 16]
         assert sorted(source for source, _, _ in unpack(read(short, split))) == sorted(kept)
         dropped[split] = len(pairs) - len(kept)
-        said.append(
+        messages.append(
             f'drop_long: {dropped[split]} of {len(pairs)} pairs of split {split!r} are left out of '
             'training and evaluation'
         )
     assert min(dropped.values()) > 0
     assert short.identity()['dropped_pairs'] == dropped
-    assert caplog.messages == said
+    assert caplog.messages == messages
     assert rows.identity()['dropped_pairs'] == {'train': 0, 'validation': 0}
 
 
@@ -172,11 +172,11 @@ def test_bad_settings_are_one_sentence(source, target, lengths, split, says):
 
 
 def test_shuffled_sources_are_those_of_other_pairs_of_equal_length(rows):
-    own, shuffled = list(unpack(read(rows))), list(unpack(read(rows.with_shuffled_sources())))
-    assert [pair[1:] for pair in own] == [pair[1:] for pair in shuffled]
-    lengths = [len(source) for source, _, _ in own]
+    before, shuffled = list(unpack(read(rows))), list(unpack(read(rows.with_shuffled_sources())))
+    assert [pair[1:] for pair in before] == [pair[1:] for pair in shuffled]
+    lengths = [len(source) for source, _, _ in before]
     assert [len(source) for source, _, _ in shuffled] == lengths
-    assert sorted(source for source, _, _ in own) == sorted(source for source, _, _ in shuffled)
-    stay = [a[0] == b[0] for a, b in zip(own, shuffled, strict=True)]
+    assert sorted(source for source, _, _ in before) == sorted(source for source, _, _ in shuffled)
+    stay = [a[0] == b[0] for a, b in zip(before, shuffled, strict=True)]
     alone = [length == 1 or lengths.count(length) == 1 for length in lengths]
     assert stay == alone  # empty sentences are alike

@@ -3,9 +3,8 @@ import re
 
 import pytest
 
-from qkattn.data.tokenizers.bpe import BPETokenizer
-from qkattn.data.tokenizers.characters import CharacterTokenizer
-from qkattn.data.tokenizers.tokenizer import ByteTokenizer
+from qkattn.data.tokenizers.subwords import BPETokenizer
+from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
 from qkattn.data.tokenizers.vocabulary import open_tokenizer
 from tests.data.refusals import refused
 

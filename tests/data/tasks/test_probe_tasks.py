@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from qkattn.data.tasks import probes
+from qkattn.data.tasks import probe_tasks
 from tests.data.datasets import check_shapes, read_rows
 from tests.data.refusals import refused
 
@@ -23,8 +23,8 @@ TIGHT = [
 ]
 
 
-def opened(name: str) -> probes.ProbeRows:
-    return probes.ProbeRows(*probes.find(name))
+def opened(name: str) -> probe_tasks.ProbeRows:
+    return probe_tasks.ProbeRows(*probe_tasks.find(name))
 
 
 def read(name, split='train', count=300, seed=5):
@@ -38,7 +38,7 @@ def examples(name):
         yield tokens.tolist(), targets.tolist(), np.flatnonzero(weights).tolist()
 
 
-@pytest.mark.parametrize('name', [*probes.PROBES, *SMALL, *TIGHT])
+@pytest.mark.parametrize('name', [*probe_tasks.PROBES, *SMALL, *TIGHT])
 def test_shapes_types_and_range(name):
     rows, batch = opened(name), read(name)
     check_shapes(batch, 300, rows.length)
@@ -55,7 +55,7 @@ def test_shapes_types_and_range(name):
         assert used.tolist() == list(range(rows.vocab_size))
         assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
     assert rows.bytes_per_token('train') is None
-    if probes.find(name)[1].causal:
+    if probe_tasks.find(name)[1].causal:
         assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
 
 
@@ -111,12 +111,11 @@ def test_successor_labels_with_the_payload_of_the_next_key():
     assert len(orders) == 24
 
 
-@pytest.mark.parametrize('name', probes.PROBES)
+@pytest.mark.parametrize('name', probe_tasks.PROBES)
 def test_training_rows_follow_their_draws_and_evaluation_rows_their_numbers(name):
     rows = opened(name)
-    assert rows.count('train') >= 2**24
-    assert rows.count('validation') == rows.count('test') == 1024
-    batches = {split: read(name, split, count=50) for split in probes.SPLITS}
+    assert [rows.count(split) for split in rows.splits] == [2**24, 1024, 1024]
+    batches = {split: read(name, split, count=50) for split in rows.splits}
     # 50 rows each, and no row in two splits.
     tokens = np.concatenate([batch['tokens_BT'] for batch in batches.values()])
     assert len(np.unique(tokens, axis=0)) == 150
@@ -134,9 +133,11 @@ def test_rows_are_the_same_for_ever():
 
 
 def test_names_and_identities():
-    assert probes.is_probe('copy') and probes.is_probe('copy(length=3)')
-    assert not probes.is_probe('stdlib')
-    assert [name for name in probes.PROBES if not probes.find(name)[1].causal] == ['successor']
+    assert probe_tasks.is_probe('copy') and probe_tasks.is_probe('copy(length=3)')
+    assert not probe_tasks.is_probe('stdlib')
+    assert [name for name in probe_tasks.PROBES if not probe_tasks.find(name)[1].causal] == [
+        'successor'
+    ]
     assert opened('copy()').identity() == opened('copy').identity()
     identity = opened('recall(pairs=5)').identity()
     options = {'pairs': 5, 'keys': 32, 'values': 32}
@@ -163,7 +164,7 @@ def test_names_and_identities():
 )
 def test_bad_names_are_one_sentence(name, says):
     with refused(says):
-        probes.find(name)
+        probe_tasks.find(name)
     with refused("split='dev' is not in probe 'copy'; valid: 'train'"):
         opened('copy').count('dev')
 
@@ -180,12 +181,14 @@ class Other: pass
 
 def test_a_probe_from_outside_is_named_by_import_path(outside):
     (outside / 'short_copy.py').write_text(OUTSIDE)
-    assert probes.is_probe('short_copy:Short(symbols=5)') and not probes.is_probe('fables:fables')
-    assert not probes.is_probe('tfds:squad')
+    assert probe_tasks.is_probe('short_copy:Short(symbols=5)') and not probe_tasks.is_probe(
+        'fables:fables'
+    )
+    assert not probe_tasks.is_probe('tfds:squad')
     rows = opened('short_copy:Short(symbols=5)')
     assert (rows.length, rows.identity()['options']) == (6, {'length': 3, 'symbols': 5})
     assert rows.identity()['name'] == 'short_copy:Short'
-    assert rows.identity()['version'].startswith(f'{probes.VERSION}-')
+    assert rows.identity()['version'].startswith(f'{probe_tasks.VERSION}-')
     with refused("data.name='short_copy:Other' is not a subclass of Probe"):
         opened('short_copy:Other')
     with refused('short_copy:Short has no option .size.; it takes length, symbols'):
