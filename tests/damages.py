@@ -3,8 +3,13 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
+
+T = TypeVar('T')
+EVERY = 24  # cases, of which one is tried in the quick tests, from one of the first twelve
+SOME = [pytest.param(1, marks=pytest.mark.slow, id='all'), pytest.param(EVERY, id='some')]
 NESTED = '[' * 100_000
 WHOLE: dict[str, Callable[[bytes], bytes]] = {
     'empty': lambda content: b'',
@@ -24,6 +29,11 @@ WHOLE: dict[str, Callable[[bytes], bytes]] = {
     'nested inside': lambda content: content.replace(b': ', b': ' + b'[' * 900 + b']' * 900, 1),
     'twice': lambda content: content + content,
 }
+
+
+def some(cases: list[T], name: str, every: int) -> list[T]:
+    """Each `every`-th case, from one that differs by name."""
+    return cases[len(name) % min(every, EVERY // 2) :: every]
 
 
 def replace(path: Path, content: bytes | None) -> None:

@@ -1,9 +1,7 @@
-"""Checkpoints that are whole or absent: orbax, plus the checksums it does not keep.
+"""Checkpoints that are whole or absent: orbax, plus the checksums that it does not keep.
 
-    checkpoints/N/state/   orbax: the arrays, and `checksums`, the sums of `train.checksums`
-    checkpoints/N/record/  JSON: step, time and data of the run; format, version and crc32
-
-Format 1 has no field `format`, and the crc32 of every array in the field `crc32` of its record.
+checkpoints/N/state/   orbax: the arrays, and `checksums`, the sums of `train.checksums`
+checkpoints/N/record/  JSON: step, time and data of the run; format, version and crc32
 """
 
 import contextlib
@@ -55,8 +53,8 @@ class Checkpoints:
     """The checkpoints of a run: the newest two and the one with the best validation loss.
 
     Saving is asynchronous: `save` returns when the state is copied, and a step exists once it is
-    complete on disk. Every array has a checksum that `restore` checks, because a flipped bit in
-    its data would otherwise load without a word.
+    complete on disk. `restore` checks the checksum of every array, in which a flipped bit would
+    otherwise go unnoticed.
 
     Attributes:
       stall_seconds: time that training has waited in `save` and `close`, over all starts.
@@ -106,24 +104,19 @@ class Checkpoints:
         if step in self.steps():
             return
         about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}
+        metrics = {'val_loss': val_loss if _rank({'val_loss': val_loss}) < math.inf else None}
         self.wait()
-        # Found out before, since orbax logs a traceback for every leaf that it cannot write, and
-        # does not end soon where it cannot make a directory.
+        # Checked before: orbax logs a traceback for every leaf that it cannot write, and does not
+        # end soon where it cannot make a directory.
         size = OVERHEAD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._on_owner(lambda: require_room(self.directory, size))
-        with self._waiting(), self._on_disk():
-            # The sums are computed while the state is copied.
-            sums = checksums.sums(state)
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave({**state, SUMS: sums}),
-                    record=ocp.args.JsonSave(with_checksum({**record, **about})),
-                ),
-                metrics={
-                    'val_loss': val_loss if _rank({'val_loss': val_loss}) < math.inf else None
-                },
+        with self._waiting():
+            sums = checksums.sums(state)  # computed while the state is copied
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave({**state, SUMS: sums}),
+                record=ocp.args.JsonSave(with_checksum({**record, **about})),
             )
+            self._manager.save(step, args=items, metrics=metrics)
         if agreement.owner():
             self._emptying = threading.Thread(target=self._empty_when_saved, daemon=True)
             self._emptying.start()
@@ -150,15 +143,14 @@ class Checkpoints:
           CheckpointError: there are checkpoints, and every one of them is damaged, or a later
             version wrote the newest one.
         """
-        if (found := self._newest(target)) is None:
-            return None
-        self.stall_seconds = found[1].get('checkpoint_seconds', 0.0)
-        return found
+        if (newest := self._newest(target)) is not None:
+            self.stall_seconds = newest[1].get('checkpoint_seconds', 0.0)
+        return newest
 
     def record(self) -> dict[str, Any] | None:
         """The record of the newest sound checkpoint, without its state; raises as `restore`."""
-        found = self._newest()
-        return None if found is None else found[1]
+        newest = self._newest()
+        return None if newest is None else newest[1]
 
     def _newest(self, target: dict | None = None) -> tuple[dict, dict[str, Any]] | None:
         """State (empty without a target) and record of the newest checkpoint that is sound."""
@@ -167,7 +159,7 @@ class Checkpoints:
             state: dict = {}
             record, damage = self._on_owner(functools.partial(self._record_of, step))
             if target is not None and damage is None:
-                state, damage = self._state_of(step, target, record)
+                state, damage = self._state_of(step, target)
             if damage is None:
                 return state, record
             _name_damaged(step, damage)
@@ -184,51 +176,38 @@ class Checkpoints:
         path = self.directory / str(step) / 'record/metadata'
         try:
             record = parse_json(path.read_bytes())
-            check(record, {})
-            if 'format' in record:
-                remove_checksum(record)
-                check(record, {'format': int, 'version': str})
-                if record['format'] > FORMAT:
-                    raise CheckpointError(
-                        f'{path.parents[1]} has format {record["format"]} of qkattn '
-                        f'{record["version"]}, but this is qkattn {__version__}, which reads '
-                        f'formats up to {FORMAT}; use qkattn {record["version"]} or later, or '
-                        'another workdir'
-                    )
-            check(record, RECORD if 'format' in record else {**RECORD, 'crc32': dict})
+            check(record, {'format': int, 'version': str})
+            remove_checksum(record)
+            if record['format'] > FORMAT:
+                raise CheckpointError(
+                    f'{path.parents[1]} has format {record["format"]} of qkattn '
+                    f'{record["version"]}, but this is qkattn {__version__}, which reads format '
+                    f'{FORMAT}; use qkattn {record["version"]} or later, or another workdir'
+                )
+            check(record, RECORD)
         except (OSError, ValueError) as error:
             return None, f'record/metadata: {error}'
         return record, None
 
-    def _state_of(self, step: int, target: dict, record: dict) -> tuple[dict, str | None]:
+    def _state_of(self, step: int, target: dict) -> tuple[dict, str | None]:
         """(state, None), or (state, what is wrong with it in any of the processes)."""
-        names, summed = checksums.names(target), 'format' in record
-        placed = jax.tree.leaves(target)[0].sharding
-        sums = jax.ShapeDtypeStruct(
-            (len(names),), 'uint32', sharding=placed and checksums.replicated(placed)
-        )
+        names, placed = checksums.names(target), jax.tree.leaves(target)[0].sharding
+        sharding = placed and checksums.replicated(placed)
+        sums = jax.ShapeDtypeStruct((len(names),), 'uint32', sharding=sharding)
         state, damage = {}, None
         try:
-            args = ocp.args.StandardRestore({**target, SUMS: sums} if summed else target)
+            args = ocp.args.StandardRestore({**target, SUMS: sums})
             path = epath.Path(self.directory / str(step) / 'state')
             # Not by the manager, which waits for all processes, also for one whose files are bad.
             state = ocp.StandardCheckpointHandler().restore(path, args=args)
         except Exception as error:  # orbax and tensorstore raise many kinds on damaged files
             damage = str(error)
-        found = [damage] if self._read_only else agreement.from_all(damage)
-        for rank, damage in enumerate(found):
+        damages = [damage] if self._read_only else agreement.from_all(damage)
+        for rank, damage in enumerate(damages):
             if damage is not None:
-                return state, f'process {rank}: {damage}' if len(found) > 1 else damage
-        if summed:
-            wanted = np.asarray(state.pop(SUMS)).tolist()
-            actual = np.asarray(checksums.sums(state)).tolist()
-        else:
-            wanted = [record['crc32'].get(name) for name in names]
-            actual = list(checksums.crc32s(state).values())
-        for name, want, have in zip(names, wanted, actual, strict=True):
-            if want != have:
-                return state, f'checksum of {name}'
-        return state, None
+                return state, f'process {rank}: {damage}' if len(damages) > 1 else damage
+        differ = np.asarray(state.pop(SUMS)) != np.asarray(checksums.sums(state))
+        return state, f'checksum of {names[differ.argmax()]}' if differ.any() else None
 
     def discard_after(self, step: int) -> None:
         """Deletes the (damaged) steps beyond `step`, which training will write again."""
@@ -278,7 +257,7 @@ class Checkpoints:
         Raises:
           DiskError: the save could not be written.
         """
-        with self._waiting(), self._on_disk():
+        with self._waiting():
             self._manager.wait_until_finished()
             if self._emptying.ident is not None:
                 self._emptying.join()
@@ -292,15 +271,16 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            with self._on_disk():
+            with self._waiting():
                 self._manager.close()
             if agreement.owner() and not self._read_only:
                 for left in (self.directory / TRASH, *self.directory.glob(UNFINISHED)):
                     remove_tree(left)
 
     @contextlib.contextmanager
-    def _on_disk(self) -> Iterator[None]:
-        """A block of orbax, which raises errors of any kind where its directory is gone."""
+    def _waiting(self) -> Iterator[None]:
+        """A call of orbax, timed; it raises errors of any kind where its directory is gone."""
+        start = time.perf_counter()
         with disk_errors(self.directory):
             try:
                 yield
@@ -308,14 +288,8 @@ class Checkpoints:
                 if self._status is not None:
                     require_same_directory(self.directory, self._status)
                 raise
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stall_seconds += time.perf_counter() - start
+            finally:
+                self.stall_seconds += time.perf_counter() - start
 
 
 def _name_damaged(step: int | str, damage: object) -> None:

@@ -1,4 +1,4 @@
-"""Checksums of arrays: on the devices where they lie, whatever the mesh; and crc32 of their bytes.
+"""Checksums of arrays, computed on the devices where they lie, whatever the mesh.
 
 The sum of an array x of M elements with the bit patterns b_0 ... b_(M-1), in row-major order, is
 
@@ -10,14 +10,12 @@ depend on mesh, devices or processes. Elements of 8 bytes count as two of 4 byte
 """
 
 import functools
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
@@ -40,20 +38,6 @@ def names(tree: Any) -> list[str]:
 def replicated(placed: Sharding) -> Sharding:
     """All of an array on every device of the mesh, or on the one device, of `placed`."""
     return NamedSharding(placed.mesh, PartitionSpec()) if hasattr(placed, 'mesh') else placed
-
-
-def crc32s(tree: Any) -> dict[str, int]:
-    """crc32 of the bytes of every array by path; called by all processes that share the arrays."""
-    return {
-        name: zlib.crc32(np.ascontiguousarray(_whole(leaf)).tobytes())
-        for name, leaf in zip(names(tree), jax.tree.leaves(tree), strict=True)
-    }
-
-
-def _whole(a: Any) -> np.ndarray:
-    if getattr(a, 'is_fully_addressable', True):  # numpy arrays lie here as a whole
-        return np.asarray(a)
-    return multihost_utils.process_allgather(a, tiled=True)
 
 
 @functools.cache

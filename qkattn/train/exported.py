@@ -10,6 +10,7 @@ Conversions and imports write such directories; `train.init_from` starts a run f
 import contextlib
 import logging
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from qkattn.storage.file_schemas import CONFIG
 from qkattn.storage.files import absolute, local_copy, replacing
 from qkattn.storage.records import read_json, write_json
 from qkattn.train.checkpoint import Checkpoints
-from qkattn.train.checksums import crc32s
 from qkattn.train.step import init_stack
 
 PARAMETERS, ABOUT = 'model.safetensors', 'qkattn.json'
@@ -51,7 +51,7 @@ def save(
     flat = {name: np.ascontiguousarray(leaf) for name, leaf in flat.items()}
     with replacing(path / PARAMETERS) as part:
         safetensors.numpy.save_file(flat, part)
-    about = {'model': to_json(model), 'origin': origin, 'parameters_crc32': crc32s(flat)}
+    about = {'model': to_json(model), 'origin': origin, 'parameters_crc32': _crc32s(flat)}
     write_json(path / ABOUT, about)
     return path
 
@@ -101,13 +101,17 @@ def _load_directory(path: Path) -> tuple[ModelConfig, dict]:
             flat = safetensors.numpy.load_file(file)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(f'{path / PARAMETERS} cannot be read: {error}') from error
-    found = crc32s(flat)
-    if about.get('parameters_crc32', found) != found:
+    actual = _crc32s(flat)
+    if about.get('parameters_crc32', actual) != actual:
         raise ConfigError(
             f'{path / PARAMETERS} is damaged (its checksums are not those of {ABOUT}); restore it '
             'from a copy or export the model again'
         )
     return model, traverse_util.unflatten_dict(flat, sep='.')
+
+
+def _crc32s(flat: dict[str, np.ndarray]) -> dict[str, int]:
+    return {name: zlib.crc32(leaf.tobytes()) for name, leaf in sorted(flat.items())}
 
 
 def load_stack(path: Path) -> tuple[Config, int, dict]:

@@ -100,7 +100,9 @@ def test_a_study_of_an_earlier_version_goes_on_where_it_was_killed(started):
     assert_kept(killed, before)
     lines = (path / 'results.jsonl').read_bytes()
     assert lines.startswith(first) and first and (path / 'ledger.jsonl').read_bytes() == ledger
-    for result, expected in zip(map(json.loads, lines.splitlines()), EXPECTED['study'], strict=True):
+    for result, expected in zip(
+        map(json.loads, lines.splitlines()), EXPECTED['study'], strict=True
+    ):
         loss = expected.pop('val_loss')
         assert expected.items() <= result.items()
         assert result['val_loss'] == pytest.approx(loss, abs=ATOL)

@@ -1,4 +1,4 @@
-"""Models by themselves: saved, loaded, taken from a run, trained further."""
+"""Models by themselves: saved, loaded, taken from a run, trained further; damage is named."""
 
 import dataclasses
 
@@ -11,9 +11,10 @@ from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.storage.records import read_metrics
 from qkattn.train import exported, train
+from tests import damages
 from tests.processes import other_modes, umask
 
-MODEL = ModelConfig(d_model=32, num_layers=2, num_heads=2, context=16)
+MODEL = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
 
 
 def params_of(model: ModelConfig) -> dict:
@@ -63,14 +64,27 @@ def test_training_goes_on_from_a_run_and_from_a_directory(tiny, tmp_path):
     [
         ({'value': 'no_v'}, 'has no place for parameter blocks.attention.value.w_v_DKH'),
         ({'tied_embeddings': False}, 'lacks parameter w_output_DV'),
-        ({'d_ff': 100}, r'blocks.mlp.w_in_DF is \(2, 32, 128\), not \(2, 32, 100\)'),
+        ({'d_ff': 100}, r'blocks.mlp.w_in_DF is \(2, 16, 64\), not \(2, 16, 100\)'),
     ],
 )
-def test_other_parameters_are_refused_by_name(change, message):
+def test_other_parameters_are_refused_by_name(tmp_path, change, message):
     with pytest.raises(ConfigError, match=message):
         exported.check(dataclasses.replace(MODEL, **change), params_of(MODEL), 'w')
-
-
-def test_a_directory_that_holds_neither_is_refused(tmp_path):
     with pytest.raises(ConfigError, match='holds neither exported parameters .* nor a run'):
         exported.load(tmp_path)
+
+
+@pytest.mark.parametrize('name', [exported.PARAMETERS, exported.ABOUT])
+def test_damaged_files_are_named(tmp_path, name):
+    exported.save(tmp_path, MODEL, params_of(MODEL), origin={})
+    sound = (tmp_path / name).read_bytes()
+    flipped = sound[:-5] + bytes([sound[-5] ^ 1]) + sound[-4:]
+    fields = damages.fields(sound) if name == exported.ABOUT else ()
+    for label, content in [*damages.whole(sound), ('one bit', flipped), *fields]:
+        damages.replace(tmp_path / name, content)
+        if label == '0: without crc32':
+            exported.load(tmp_path)
+            continue
+        with pytest.raises(ConfigError) as refused:
+            exported.load(tmp_path)
+        assert name in str(refused.value) and '\n' not in str(refused.value), label

@@ -10,51 +10,34 @@ from qkattn.train import trace, train
 from qkattn.train.trace import Trace
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """[] of what the profiler is told, with the steps that are done."""
-    calls, done = [], [0]
-
-    def start(directory, **_):
-        calls.append(('start', done[0]))
-
-    def stop():
-        calls.append(('stop', done[0]))
-
-    profiler = types.SimpleNamespace(start_trace=start, stop_trace=stop)
-    monkeypatch.setattr(trace.jax, 'profiler', profiler)
-    monkeypatch.setattr(trace.Path, 'rglob', lambda *_: [trace.Path(__file__)])
-
-    def run(tracing, config, since=0):
-        progress = types.SimpleNamespace(phase=lambda _: contextlib.nullcontext())
-        tracing.begin(config, since, progress)
-        calls.clear()
-        with contextlib.closing(tracing):
-            for done[0] in range(since, config.train.num_steps, config.train.steps_per_dispatch):
-                tracing.at(done[0], None)
-        return calls
-
-    return run
-
-
 @pytest.mark.parametrize(
-    ('steps', 'since', 'expected'),
+    ('directory', 'steps', 'since', 'expected'),
     [
-        (None, 0, [('start', 4), ('stop', 10)]),
-        (None, 12, [('start', 16), ('stop', 18)]),
-        (None, 18, [('start', 18), ('stop', 18)]),
-        ('1:1', 0, [('start', 0), ('stop', 2)]),
-        ('6:9', 0, [('start', 4), ('stop', 10)]),
-        ('19:20', 6, [('start', 18), ('stop', 18)]),
+        ('out', None, 0, [('start', 4), ('stop', 10)]),
+        ('out', None, 12, [('start', 16), ('stop', 18)]),
+        ('out', None, 18, [('start', 18), ('stop', 18)]),
+        ('out', '1:1', 0, [('start', 0), ('stop', 2)]),
+        ('out', '6:9', 0, [('start', 4), ('stop', 10)]),
+        ('out', '19:20', 6, [('start', 18), ('stop', 18)]),
+        (None, None, 0, []),
     ],
 )
-def test_the_dispatches_of_the_steps_are_traced(tiny, traced, steps, since, expected):
-    config = tiny(train={'num_steps': 20, 'steps_per_dispatch': 2})
-    assert traced(Trace('out', steps), config, since) == expected
-
-
-def test_nothing_is_traced_without_a_directory(tiny, traced):
-    assert traced(Trace(), tiny()) == []
+def test_the_dispatches_of_the_steps_are_traced(
+    tiny, monkeypatch, directory, steps, since, expected
+):
+    config, calls, done = tiny(train={'num_steps': 20, 'steps_per_dispatch': 2}), [], since
+    profiler = types.SimpleNamespace(
+        start_trace=lambda *_, **__: calls.append(('start', done)),
+        stop_trace=lambda: calls.append(('stop', done)),
+    )
+    monkeypatch.setattr(trace.jax, 'profiler', profiler)
+    monkeypatch.setattr(trace.Path, 'rglob', lambda *_: [trace.Path(__file__)])
+    progress = types.SimpleNamespace(phase=lambda _: contextlib.nullcontext())
+    with contextlib.closing(Trace(directory, steps)) as tracing:
+        tracing.begin(config, since, progress)
+        for done in range(since, 20, 2):
+            tracing.at(done, None)
+    assert calls == expected
 
 
 @pytest.mark.parametrize('steps', ['5', '0:3', '5:3', '1:2:3', '', 'a:b', '-1:3'])
@@ -96,6 +79,6 @@ def test_a_run_is_traced_also_once_it_resumes(tiny, tmp_path, caplog):
             config, tmp_path / 'run', trace=Trace(f'{tmp_path}/trace'), lost=lambda: next(lost) == 7
         )
     train(config, tmp_path / 'run', trace=Trace(f'{tmp_path}/trace', '9:9'))
-    said = [record.message for record in caplog.records if 'trace from' in record.message]
-    assert ['step 3 on' in said[0], 'step 9 on' in said[1]] == [True, True]
+    messages = [record.message for record in caplog.records if 'trace from' in record.message]
+    assert ['step 3 on' in messages[0], 'step 9 on' in messages[1]] == [True, True]
     assert len(list((tmp_path / 'trace').rglob('*.xplane.pb'))) == 2
