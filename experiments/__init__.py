@@ -9,9 +9,9 @@ if sys.argv[0] == '-m':
     module = next((word for word in sys.orig_argv if 'experiments.' in word), '')
     signals.exit_while_starting(module.rpartition('.')[2])
 
-from qkattn.jobs import starting
-from qkattn.jobs.memory import keep_freed_memory
+from qkattn.jobs.display import show_starting
+from qkattn.jobs.machine import keep_freed_memory
 
 if sys.argv[0] == '-m':
     keep_freed_memory()  # before there are other threads, that of the display too
-    starting.begin()
+    show_starting()

@@ -15,7 +15,7 @@ from absl import flags
 from qkattn.config import Study
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
-from qkattn.jobs.progress import waiting
+from qkattn.jobs.display import waiting
 from qkattn.storage import leases
 from qkattn.study import estimate, local_workers, worker, yardsticks
 from qkattn.study.arms import Arm, build_arms, table

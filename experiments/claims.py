@@ -18,7 +18,7 @@ from qkattn.claims.protocol import SCALES
 from qkattn.claims.results import Results
 from qkattn.errors import ConfigError, ProcessError
 from qkattn.jobs import cli, signals
-from qkattn.jobs.progress import waiting
+from qkattn.jobs.display import waiting
 from qkattn.report.claim_results import NAME, ClaimResult, read_claims, write_claims
 from qkattn.storage.buckets import is_url
 from qkattn.study import local_workers

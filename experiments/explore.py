@@ -11,7 +11,7 @@ from qkattn.explore.bench import Bench, sympy
 from qkattn.explore.page import page
 from qkattn.explore.worked import worked
 from qkattn.jobs import cli
-from qkattn.jobs.progress import waiting
+from qkattn.jobs.display import waiting
 from qkattn.storage.files import as_path, make_directory, write_atomic
 from qkattn.train.program_cache import keep_programs
 

@@ -14,7 +14,7 @@ from absl import flags
 from qkattn import report
 from qkattn.errors import ReportError
 from qkattn.jobs import cli
-from qkattn.jobs.progress import waiting
+from qkattn.jobs.display import waiting
 from qkattn.report.export import export
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path

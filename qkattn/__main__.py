@@ -15,7 +15,9 @@ if __name__ == '__main__' or Path(sys.argv[0]).name == 'qkattn':  # before impor
     signals.exit_while_starting(''.join(sys.argv[1:2]))
 
 from qkattn import __version__
-from qkattn.jobs import cli, readers, starting
+from qkattn.jobs import cli
+from qkattn.jobs.display import show_starting
+from qkattn.jobs.output import ending_unread
 
 
 def main() -> None:
@@ -23,14 +25,14 @@ def main() -> None:
     scripts = cli.shipped('experiments')
     name, *arguments = sys.argv[1:] or ['--help']
     if name in ('--version', '--help', '-h', 'help'):
-        with readers.ending_unread():
+        with ending_unread():
             print(__version__ if name == '--version' else _help(scripts))
     elif name in scripts:
         sys.argv = [f'qkattn {name}', *arguments]
         if not sys.flags.safe_path:
             sys.path.insert(0, '')  # as with -m: import paths name files of the working directory
         sys.path.append(str(cli.shipped('experiments')['train'].parents[1]))  # of experiments
-        starting.begin()
+        show_starting()
         runpy.run_path(str(scripts[name]), run_name='__main__')
     else:
         cli.exit_with(f'unknown command {name!r}; known are {", ".join(scripts)}')

@@ -21,7 +21,8 @@ from experiments.benchmark import record
 from experiments.benchmark.suites import SCALES, SUITES, settings
 from qkattn.config import Config, from_json
 from qkattn.errors import ConfigError
-from qkattn.jobs import cli, cores
+from qkattn.jobs import cli
+from qkattn.jobs.machine import cpu, usable_cores
 from qkattn.model.sites import validate
 from qkattn.storage.provenance import RECORDED_VERSIONS, git_state
 
@@ -68,8 +69,8 @@ def machine() -> dict[str, Any]:
     """CPU, cores, memory, devices, versions and commit: what a result depends on."""
     installed = {dist.name: dist.version for dist in importlib.metadata.distributions()}
     return {
-        'cpu': cores.cpu(),
-        'cores': len(cores.usable()),
+        'cpu': cpu(),
+        'cores': len(usable_cores()),
         'memory_bytes': os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'),
         'accelerators': accelerators(),
         'platform': platform.platform(),

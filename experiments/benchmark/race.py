@@ -23,9 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkattn.jobs.cores import usable
-from qkattn.jobs.memory import keep_freed_memory
-from qkattn.jobs.progress import waiting
+from qkattn.jobs.display import waiting
+from qkattn.jobs.machine import keep_freed_memory, usable_cores
 
 ROOT = str(Path(__file__).parents[2])
 OWN = 'experiments.benchmark.works'  # programs as qkattn's scripts run them
@@ -120,7 +119,7 @@ def race(contestants: Sequence[Contestant], *, rounds: int, seconds: float) -> l
         for index, contestant in enumerate(contestants):
             key = contestant.process or index
             if key not in processes:
-                processes[key] = stack.enter_context(Process(usable()[-contestant.cores :]))
+                processes[key] = stack.enter_context(Process(usable_cores()[-contestant.cores :]))
             order = {'work': contestant.work, 'settings': contestant.settings}
             with waiting('benchmark', f'building {contestant.name}'):
                 rows.append((contestant, processes[key], processes[key].ask(order), []))

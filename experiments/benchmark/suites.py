@@ -26,7 +26,7 @@ from qkattn.config import (
 )
 from qkattn.config.calls import Variant
 from qkattn.errors import ConfigError, ProcessError
-from qkattn.jobs.cores import usable
+from qkattn.jobs.machine import usable_cores
 from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.study.catalogue import documented_variants
@@ -173,7 +173,7 @@ SCALES = {
 
 def steps(scale: Scale) -> Iterator[Group]:
     """Training steps: beside the peers, by the number of cores, and of every variant."""
-    counts = sorted({1, len(usable())} if scale.one_core else {len(usable())})
+    counts = sorted({1, len(usable_cores())} if scale.one_core else {len(usable_cores())})
     for run in scale.shapes:
         for cores in counts:
             yield _beside_peers(scale, run, cores)
@@ -245,7 +245,7 @@ def study(scale: Scale) -> Iterator[Group]:
     """
     flags = [f'--config.{name}={value}' for name, value in scale.study.items()]
     with tempfile.TemporaryDirectory() as directory:
-        path, cores = Path(directory), usable()
+        path, cores = Path(directory), usable_cores()
         _ablate(path / 'first', *flags, '--dry_run')
         seconds = {
             ONE_PROCESS: _ablate(path / 'one', *flags),
@@ -280,7 +280,7 @@ def _row(
     name: str, work: str, arguments: Mapping[str, Any], cores: int = 0, **more: Any
 ) -> Contestant:
     """A contestant on all cores, unless `cores` says how many."""
-    cores = cores or len(usable())
+    cores = cores or len(usable_cores())
     return Contestant(name=name, work=work, settings=arguments, cores=cores, **more)
 
 

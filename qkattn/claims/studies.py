@@ -15,7 +15,7 @@ from qkattn.claims.results import marker
 from qkattn.config import Study, fingerprint, from_config_dict
 from qkattn.errors import ConfigError, DiskError, ProcessError
 from qkattn.jobs import cli
-from qkattn.jobs.progress import waiting
+from qkattn.jobs.display import waiting
 from qkattn.report import write_report
 from qkattn.storage.file_schemas import START
 from qkattn.storage.files import check_directory, make_directory

@@ -2,15 +2,12 @@
 
 import contextlib
 import ctypes
-import errno
 import functools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import termios
-import tty
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,35 +29,17 @@ def parent() -> Connection | None:
 
 
 class Child:
-    """A process on its own cores, whose standard output and error come back through `read`.
+    """A process on its own cores, with a pipe for messages and one for what it prints.
 
-    They are a terminal if that of this process is one. Ctrl-C does not reach it; if this process is
-    killed it gets SIGTERM (on Linux).
+    Ctrl-C does not reach it; if this process is killed it gets SIGTERM (on Linux).
     """
 
-    def __init__(
-        self,
-        line: Sequence[str],
-        cores: Sequence[int],
-        variables: Mapping[str, str],
-        columns: int | None,
-    ):
-        """Starts the process.
-
-        Args:
-          line: its command line.
-          cores: that it may use.
-          variables: of its environment, beside those of this process.
-          columns: of the terminal that it writes to; None: it writes to a pipe.
-        """
+    def __init__(self, line: Sequence[str], cores: Sequence[int], variables: Mapping[str, str]):
+        """Starts the command line on these cores, with variables beside those of this process."""
         self.pipe, theirs = multiprocessing.Pipe()
-        if columns is None:
-            self.output, written = os.pipe()
-        else:
-            self.output, written = os.openpty()
-            tty.setraw(written)
-            termios.tcsetwinsize(written, (24, columns))
-        os.set_blocking(self.output, False)
+        self._output, written = os.pipe()
+        self._unfinished = b''
+        os.set_blocking(self._output, False)
         # Held back until the child has no handlers of this process, which would take them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         self._process = subprocess.Popen(
@@ -78,37 +57,35 @@ class Child:
         os.close(written)
 
     def sources(self) -> list[Any]:
-        """What becomes ready, for `multiprocessing.connection.wait`, when there is news."""
-        return [self.pipe, self.output]
+        """What `multiprocessing.connection.wait` waits for."""
+        return [self.pipe, self._output]
 
     def ended(self) -> int | None:
         """The exit code, below zero for a signal; None while it runs."""
         return self._process.poll()
 
-    def read(self) -> bytes:
-        """What it has printed since the last call."""
-        parts = []
+    def lines(self, last: bool = False) -> list[str]:
+        """The lines that it has printed since the last call; `last`: also one without an end."""
         with contextlib.suppress(BlockingIOError):
-            try:
-                while part := os.read(self.output, 65536):
-                    parts.append(part)
-            except OSError as error:
-                if error.errno != errno.EIO:  # a terminal that nobody writes to any more
-                    raise
-        return b''.join(parts)
+            while part := os.read(self._output, 65536):
+                self._unfinished += part
+        *lines, self._unfinished = self._unfinished.split(b'\n')
+        if last and self._unfinished:
+            lines.append(self._unfinished)
+        return [line.decode(errors='replace').rstrip('\r') for line in lines]
 
-    def tell(self, *order: Any) -> None:
-        """Sends an order, unless it has ended."""
+    def send(self, *message: Any) -> None:
+        """Sends a message, unless it has ended."""
         with contextlib.suppress(OSError):
-            self.pipe.send(order)
+            self.pipe.send(message)
 
-    def news(self) -> list[tuple]:
+    def messages(self) -> list[tuple]:
         """What it has sent since the last call."""
-        messages = []
+        received = []
         with contextlib.suppress(OSError, EOFError):
             while self.pipe.poll():
-                messages.append(self.pipe.recv())
-        return messages
+                received.append(self.pipe.recv())
+        return received
 
     def stop(self) -> None:
         """Asks it to save and to end."""
@@ -120,7 +97,7 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self.pipe.close()
-        os.close(self.output)
+        os.close(self._output)
 
 
 def _begin(cores: Sequence[int], parent: int) -> None:

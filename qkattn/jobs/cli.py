@@ -1,25 +1,32 @@
-"""Shared by the experiment scripts: config flags, messages and exit codes."""
+"""Shared by the experiment scripts: config flags, --help, messages and exit codes."""
 
+import dataclasses
+import difflib
 import errno
 import inspect
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import absl.logging
 from absl import app, flags
 from ml_collections import config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from qkattn.config import Config, Study, from_config_dict
+from qkattn.config import Config, Study, concrete_types, from_config_dict
+from qkattn.config.setting import Setting, settings
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
-from qkattn.jobs import readers, signals, starting
-from qkattn.jobs.help import HelpFlag, misspelt
-from qkattn.jobs.memory import keep_freed_memory
-from qkattn.jobs.progress import LogHandler
+from qkattn.jobs import signals
+from qkattn.jobs.display import LogHandler, end_starting
+from qkattn.jobs.machine import keep_freed_memory
+from qkattn.jobs.output import ending_unread, say
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
 
 flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
@@ -31,6 +38,10 @@ MALFORMED = (
     *(flags.Error, AttributeError, KeyError, TypeError, ValueError),
     *(SyntaxError, MemoryError, RecursionError),
 )
+_HELP_WIDTH = 100
+
+
+# Flags
 
 
 class _OrNone(flags.ArgumentParser):
@@ -55,9 +66,9 @@ def shipped(folder: str) -> dict[str, Path]:
     """The files of configs/ or experiments/ by name: inside the package in a wheel, else beside."""
     package = Path(__file__).parents[1]
     inside = package / folder
-    found = inside if inside.is_dir() else package.parent / folder
-    files = {path.stem: path for path in found.glob('*.py') if path.stem != '__init__'}
-    packages = {path.parent.name: path for path in found.glob('*/__main__.py')}
+    directory = inside if inside.is_dir() else package.parent / folder
+    files = {path.stem: path for path in directory.glob('*.py') if path.stem != '__init__'}
+    packages = {path.parent.name: path for path in directory.glob('*/__main__.py')}
     return dict(sorted((files | packages).items()))
 
 
@@ -81,10 +92,8 @@ def define_config(kind: Kind) -> flags.FlagHolder:
         'config',
         None,
         'Python file whose get_config() returns the settings, or the name of a config that '
-        'comes with qkattn: '
-        + ', '.join(shipped('configs'))
-        + '. The fields below override its settings; the defaults are those of a config that does '
-        'not set them.',
+        f'comes with qkattn: {", ".join(shipped("configs"))}. The fields below override its '
+        'settings; the defaults are those of a config that does not set them.',
         lock_config=True,
     )
     flags.FLAGS['config'].parser = _ConfigParser(kind)
@@ -139,6 +148,9 @@ def script(name: str) -> str:
     return f'python -m experiments.{name}' if of_module else f'qkattn {name}'
 
 
+# Running a script
+
+
 def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) -> None:
     """Runs `main` under absl with the exit codes that launchers act on.
 
@@ -149,7 +161,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     as in `... | head`; 1 anything else.
     """
 
-    starting.end()
+    end_starting()
 
     def wrapped(argv: list[str]) -> None:
         if positional is not None and positional.value is None and len(argv) > 1:
@@ -163,7 +175,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         keep_freed_memory()  # before there are other threads
         signals.started()
         try:
-            with readers.ending_unread():
+            with ending_unread():
                 main()
         except Exception as error:
             if (expected := outcome(error)) is None:
@@ -175,8 +187,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
 
     def parse(argv: Sequence[str]) -> list[str]:
         nonlocal parsed
-        doc = inspect.unwrap(main).__globals__['__doc__']
-        flags.FLAGS['help'] = HelpFlag(doc, kind)
+        flags.FLAGS['help'] = _HelpFlag(inspect.unwrap(main).__globals__['__doc__'], kind)
         rest = flags.FLAGS(argv)
         parsed = True
         return rest
@@ -186,7 +197,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     except MALFORMED as error:
         if parsed:  # a bug, which keeps its traceback
             raise
-        near = misspelt(sys.argv[1:], kind) if kind else None
+        near = _misspelt(sys.argv[1:], kind) if kind else None
         first, *more = (str(error) or type(error).__name__).strip().splitlines()
         # Of what a config raised, its last line behind the name of the error.
         reason = f' {more[-1].partition(": ")[2]}' if 'Traceback' in str(error) else ''
@@ -209,8 +220,8 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
 
 def exit_with(sentence: str, code: int = EXIT_CONFIG) -> None:
     """Ends the process with a sentence on standard error; 2 is a setting that is wrong."""
-    readers.say(f'{sentence}\n', sys.stderr)
-    readers.say('', sys.stdout)  # what is buffered
+    say(f'{sentence}\n', sys.stderr)
+    say('', sys.stdout)  # what is buffered
     sys.exit(code)
 
 
@@ -224,3 +235,94 @@ def _log_to_stderr() -> None:
     logger.addHandler(handler)
     logger.setLevel(os.environ.get('QKATTN_LOG', 'INFO'))
     logger.propagate = False
+
+
+# --help: the flags of a script, and every field of its config by section
+
+
+class _HelpFlag(app.HelpFlag):
+    """--help and -h: prints the help of the running script and ends the process with code 0."""
+
+    SHORT_NAME = 'h'
+
+    def __init__(self, doc: str, kind: Kind | None):
+        super().__init__()
+        self.allow_override = True
+        self._doc, self._kind = doc, kind
+
+    def parse(self, argument: Any) -> None:
+        if not self.parser.parse(argument):
+            return
+        lines = [*inspect.cleandoc(self._doc).splitlines(), '', 'flags:']
+        for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
+            head = f'--{flag.name}: {flag.flag_type()}; default {flag.default!r}'
+            lines += _entry(head, flag.help)
+        with ending_unread():
+            print('\n'.join([*lines, *(_sections(self._kind) if self._kind else ())]))
+        sys.exit(0)
+
+
+def _sections(kind: Any, prefix: str = 'config.') -> Iterator[str]:
+    """The fields of a class of settings, then those of its sections."""
+    sections = {n: k for n, k in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(k)}
+    fields = [s for name, s in settings(kind).items() if '.' not in name]
+    if fields:
+        heading = f'{prefix[:-1]}: {inspect.getdoc(kind)}'.splitlines()[0]
+        yield from ('', *textwrap.wrap(heading, _HELP_WIDTH))
+    for field in fields:
+        valid = _valid(field)
+        yield from _entry(
+            f'--{prefix}{field.name}: {_type(field.kind)}{", " * bool(valid)}{valid}; '
+            f'default {field.default!r}',
+            field.doc,
+        )
+    for name, section in sections.items():
+        yield from _sections(section, f'{prefix}{name}.')
+
+
+def _entry(head: str, description: str | None) -> list[str]:
+    """A flag, and what it does; line breaks of a description are kept."""
+    lines = []
+    for indent, text in ((2, head), *((6, part) for part in (description or '').splitlines())):
+        lines += textwrap.wrap(
+            text,
+            _HELP_WIDTH,
+            initial_indent=' ' * indent,
+            subsequent_indent=' ' * (indent + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
+
+
+def _type(kind: Any) -> str:
+    """A type as in 'int or None', 'tuple of float', or the values of a Literal."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return ' or '.join(map(repr, parts))
+    if origin in (types.UnionType, typing.Union):
+        return ' or '.join(map(_type, parts))
+    if origin is tuple:
+        return f'tuple of {_type(parts[0])}'
+    return 'None' if kind is type(None) else kind.__name__
+
+
+def _valid(setting: Setting) -> str:
+    """The bounds of numbers; texts have their limits at the length of a path."""
+    (kind, *_) = concrete_types(setting.kind)
+    if kind is tuple:
+        (kind, *_) = concrete_types(typing.get_args(setting.kind)[0])
+    return setting.bounds.words(kind) if kind in (int, float) else ''
+
+
+def _misspelt(arguments: Sequence[str], kind: Kind) -> str | None:
+    """A sentence on the first --config.FIELD that the config does not have; None without any."""
+    known = settings(kind)
+    sections = {name.rpartition('.')[0] for name in known}
+    for argument in arguments:
+        name = re.match(r'--?(?:no)?config\.([^=]*)', argument)
+        if name and name[1] not in known and name[1] not in sections:
+            near = difflib.get_close_matches(name[1], known, n=1)
+            meant = f'; did you mean --config.{near[0]}?' if near else ''
+            return f'unknown field --config.{name[1]}{meant} (--help lists all fields)'
+    return None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 from markupsafe import Markup
 
-from qkattn.jobs.shown import visible
+from qkattn.jobs.output import visible
 from qkattn.report import prose
 from qkattn.report.column import Column
 from qkattn.report.columns import columns, measured

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from qkattn.jobs.shown import visible
+from qkattn.jobs.output import visible
 from qkattn.report.columns import columns
 from qkattn.report.figures.style import short
 from qkattn.report.prose import one_line

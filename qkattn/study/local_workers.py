@@ -1,14 +1,14 @@
 """Several workers of a study on one machine, each on cores or GPUs of its own.
 
 The parent trains nothing. It starts the workers (python -m qkattn.study.local_workers), shows what
-they print, starts one that crashed again, and ends when the study has its results.
+they do, starts one that crashed again, and ends when the study has its results.
 """
 
 import contextlib
 import dataclasses
+import functools
 import math
 import multiprocessing.connection
-import resource
 import sys
 import threading
 import time
@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import tqdm
 
 from qkattn.config import Study
 from qkattn.errors import ConfigError, ProcessError, Stopped
-from qkattn.jobs import children, cli, cores, signals
-from qkattn.jobs.crew_display import CrewDisplay
-from qkattn.jobs.progress import Progress
+from qkattn.jobs import children, cli, machine, signals
+from qkattn.jobs.display import Progress, Row, Screen, interval
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
 from qkattn.storage.files import check_directory
 from qkattn.study import declaration, plan, worker
@@ -64,13 +62,13 @@ def count(number: int, noun: str) -> str:
 
 def capacity(study: Study) -> tuple[int, str]:
     """The most workers that the machine has cores or GPUs for, and which of them they share."""
-    number, gpus = len(cores.usable()), _gpus()
+    cores, gpus = len(machine.usable_cores()), _gpus()
     if gpus is None:
         return 1, 'an accelerator whose chips one process drives together'
     if gpus:
         workers = len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))
         return max(1, workers), count(len(gpus), 'GPU')
-    return number, count(number, 'core')
+    return cores, count(cores, 'core')
 
 
 def limit(
@@ -89,7 +87,7 @@ def limit(
         (max(1, runs), f'{"is" if runs == 1 else "are"} {count(runs, "run")} left'),
     ]
     if wanted is None and left and not _gpus():
-        free, each = cores.free_memory(), _PROCESS + _TRAINING * least_memory(left[0].config)
+        free, each = machine.free_memory(), _PROCESS + _TRAINING * least_memory(left[0].config)
         fit = max(1, int(min(free / each, 2**20)))
         limits.append((fit, f'is memory for workers of {each / 2**30:.1f} GiB'))
     most, reason = min(limits, key=lambda limit: limit[0])
@@ -109,8 +107,7 @@ def describe(study: Study, arms: list[Arm], wanted: int | None, workdir: str | N
 
 
 def _gpus() -> list[str] | None:
-    """As `cores.accelerators`."""
-    return cores.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
+    return machine.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
 
 
 # The parent
@@ -155,21 +152,20 @@ def run(
     if most == 1:
         return worker.run(study, path, **options)
     if rest := worker.left_of(study, arms, path):
-        runs = '1 run has' if len(rest) == 1 else f'{len(rest)} runs have'
+        runs = f'{count(len(rest), "run")} {"has" if len(rest) == 1 else "have"}'
         raise ProcessError(f'{runs} no result: {workers.failure}; the same command resumes')
     return path
 
 
 @dataclasses.dataclass
 class _Worker:
-    """A worker as its parent sees it."""
+    """A worker as its parent sees it; `start` starts its process, again after a crash."""
 
     number: int
-    own: Sequence[int]  # its cores
-    variables: dict[str, str]
+    start: Callable[[], children.Child]
     child: children.Child
     retries: int = 0
-    stopping: bool = False
+    row: Row | None = None
 
 
 class _Workers:
@@ -186,102 +182,99 @@ class _Workers:
         self._study, self._path, self._options, self._stop = study, path, options, stop
         self._meanwhile = threading.Thread(target=meanwhile, name='meanwhile', daemon=True)
         self._workers: list[_Worker] = []
-        self._display = CrewDisplay()
+        self._screen = Screen()
         self._remaining = Remaining()
-        self._free = cores.free_memory()
-        self._peak = 1
-        self._asked: float | None = None  # when the workers were asked to stop
+        self._stop_time: float | None = None  # when the workers were asked to stop
         self._drawn = 0.0
         self._errors: list[str] = []
         self.failure = 'no worker is left'
 
     def say(self, text: str) -> None:
-        self._display.print(f'{self._study.name}: {text}')
+        self._screen.print(f'{self._study.name}: {text}')
 
     def start(self, number: int) -> None:
         """Starts workers, which share the cores and the GPUs, and wait until they are to train."""
-        gpus = cores.shares(_gpus() or [], number)
-        for place, own in enumerate(cores.shares(cores.usable(), number)):
-            variables = {'CUDA_VISIBLE_DEVICES': ','.join(gpus[place])} if gpus[place] else {}
-            child = children.Child(COMMAND, own, variables, self._display.columns)
-            self._workers.append(_Worker(place, own, variables, child))
+        gpus = machine.shares(_gpus() or [], number)
+        for i, cores in enumerate(machine.shares(machine.usable_cores(), number)):
+            variables = {'CUDA_VISIBLE_DEVICES': ','.join(gpus[i])} if gpus[i] else {}
+            start = functools.partial(children.Child, COMMAND, cores, variables)
+            self._workers.append(_Worker(i, start, start()))
 
     def train(self, number: int) -> None:
         """Has `number` workers train until the study has its results or none of them is left."""
-        self._end(self._workers[number:])
+        for member in self._workers[number:]:
+            self._remove(member)
         for member in self._workers:
             self._train(member)
         while self._workers:
             self._turn()
-        if self._asked is not None:
+        if self._stop_time is not None:
             raise Stopped('stopped, and the workers have saved')
         if self._errors:
             raise ConfigError('; '.join(dict.fromkeys(self._errors)))
 
     def close(self) -> None:
         """Kills what is left of the workers."""
-        self._end(self._workers)
-        self._display.close()
+        for member in self._workers[:]:
+            self._remove(member)
+        self._screen.close()
 
     def _train(self, member: _Worker) -> None:
-        member.child.tell(self._study, self._path, self._options)
+        member.child.send(self._study, self._path, self._options, self._screen.terminal)
 
-    def _end(self, members: Sequence[_Worker]) -> None:
-        for member in list(members):
-            member.child.close()
-            self._workers.remove(member)
-            self._display.remove(member.number)
+    def _remove(self, member: _Worker) -> None:
+        self._print(member, last=True)
+        member.child.close()
+        member.row = None
+        self._workers.remove(member)
+        self._remaining.ended(member.number)
+
+    def _print(self, member: _Worker, last: bool = False) -> None:
+        for line in member.child.lines(last):
+            self._screen.print(f'[{member.number}] {line}')
 
     def _turn(self) -> None:
         """Waits for messages for a moment, and acts on them."""
         sources = [source for member in self._workers for source in member.child.sources()]
         multiprocessing.connection.wait(sources, _TICK)
-        for member in list(self._workers):
-            ended = member.child.ended()  # before what it has printed last is read
-            for message in member.child.news():
+        for member in self._workers[:]:
+            code = member.child.ended()  # before what it has printed last is read
+            for message in member.child.messages():
                 self._receive(member, *message)
-            self._display.feed(member.number, member.child.read())
-            if ended is not None:
-                self._ended(member, ended)
+            self._print(member)
+            if code is not None:
+                self._ended(member, code)
         self._pass_on_stop()
-        if time.monotonic() - self._drawn > _TICK:
+        if self._screen.terminal and time.monotonic() - self._drawn > _TICK:
             self._drawn = time.monotonic()
-            self._display.draw()
+            done, runs = self._remaining.done()
+            first = Row(self._study.name, done / max(1, runs), self._remaining.text(self._drawn))
+            rows = [
+                dataclasses.replace(m.row, label=f'[{m.number}] {m.row.label}')
+                for m in self._workers
+                if m.row is not None
+            ]
+            self._screen.draw([first, *rows])
 
     def _receive(self, member: _Worker, kind: str, *values: Any) -> None:
         if kind == 'error':
             self._errors.append(values[0])
+        elif kind == 'row':
+            member.row = values[0]
         elif kind == 'lease':
+            before = self._remaining.done()
             self._remaining.leased(member.number, *values)
+            if self._remaining.done() != before and not self._screen.terminal:
+                self.say(self._remaining.text(time.monotonic()))
             if values[0] is None and self._meanwhile.ident is None:
                 self._meanwhile.start()
         elif kind == 'step':
-            step, total, peak = values
-            self._remaining.stepped(member.number, step / total, time.monotonic())
-            self._require_memory(peak)
-        if text := self._remaining.text(time.monotonic()):
-            self._display.status(f'{self._study.name}: {text}', self._remaining.changed())
-
-    def _require_memory(self, peak: int) -> None:
-        """Stops the workers for which there is no memory."""
-        self._peak = max(self._peak, peak)
-        working = [member for member in self._workers if not member.stopping]
-        fit = max(1, int(min(self._free / self._peak, 2**20)))
-        if len(working) > fit:
-            each, free = self._peak / 2**30, self._free / 2**30
-            self.say(
-                f'{len(working)} workers of {each:.1f} GiB each need more than the {free:.1f} GiB '
-                f'that are free, so {fit} will do'
-            )
-            for member in working[fit:]:
-                member.stopping = True
-                member.child.stop()
+            self._remaining.stepped(member.number, values[0], time.monotonic())
 
     def _ended(self, member: _Worker, code: int) -> None:
         """Leaves a worker out that has ended, or starts it again."""
-        self._end([member])
-        self._remaining.ended(member.number)
-        if code in (0, EXIT_CONFIG) or member.stopping or self._asked is not None:
+        self._remove(member)
+        if code in (0, EXIT_CONFIG) or self._stop_time is not None:
             return
         how = f'was ended by signal {-code}' if code < 0 else f'ended with exit code {code}'
         self.failure = f'worker {member.number} {how}'
@@ -291,8 +284,7 @@ class _Workers:
             self.say(f'{self.failure}; no retry is left of {RETRIES}')
             return
         self.say(f'{self.failure}; it is started again, retry {member.retries} of {RETRIES}')
-        columns = self._display.columns
-        member.child = children.Child(COMMAND, member.own, member.variables, columns)
+        member.child = member.start()
         self._workers.append(member)
         self._train(member)
 
@@ -300,27 +292,13 @@ class _Workers:
         """Passes a stop request on; kills the workers that have not ended long after it."""
         if not self._stop.requested:
             return
-        if self._asked is None:
-            self._asked = time.monotonic()
+        if self._stop_time is None:
+            self._stop_time = time.monotonic()
             for member in self._workers:
                 member.child.stop()
-        elif time.monotonic() - self._asked > GRACE:
+        elif time.monotonic() - self._stop_time > GRACE:
             self.say(f'{count(len(self._workers), "worker")} did not end within {GRACE:.0f} s')
-            self._end(self._workers)
-
-
-@dataclasses.dataclass
-class _Training:
-    """The run that a worker trains: its work, the fractions done at first and last report."""
-
-    run: str
-    work: float
-    first: float | None = None
-    done: float = 0.0
-
-    @property
-    def trained(self) -> float:
-        return self.work * (self.done - (self.first or 0.0))
+            self.close()
 
 
 class Remaining:
@@ -329,93 +307,100 @@ class Remaining:
     def __init__(self) -> None:
         self._runs = 0
         self._left: dict[str, float] = {}
-        self._training: dict[int, _Training] = {}
-        self._done = 0.0  # of runs that are over
+        self._running: dict[int, tuple[str, float, float | None]] = {}  # run, work, fraction done
+        self._trained = 0.0  # since the first report
         self._since: float | None = None
-        self._shown = -1
 
     def leased(self, worker: int, run: str | None, runs: int, left: dict[str, float]) -> None:
         """A worker begins a run, or waits (None); `left` is the work of all runs without result."""
         self.ended(worker)
         self._runs, self._left = runs, left
         if run is not None:
-            self._training[worker] = _Training(run, left[run])
+            self._running[worker] = run, left[run], None
 
     def stepped(self, worker: int, fraction: float, now: float) -> None:
         """A worker has done this fraction of its run at a time in seconds."""
         self._since = now if self._since is None else self._since
-        if (training := self._training.get(worker)) is not None:
-            training.first = fraction if training.first is None else training.first
-            training.done = fraction
+        if worker in self._running:
+            run, work, before = self._running[worker]
+            # What a resumed run had done before tells nothing of the speed.
+            self._trained += 0.0 if before is None else work * (fraction - before)
+            self._running[worker] = run, work, fraction
 
     def ended(self, worker: int) -> None:
         """A worker does not train its run any more."""
-        if (training := self._training.pop(worker, None)) is not None:
-            self._done += training.trained
+        self._running.pop(worker, None)
 
     def seconds(self, now: float) -> float | None:
         """At the speed since the first report; None before there is one."""
-        done = self._done + sum(training.trained for training in self._training.values())
-        if self._since is None or now <= self._since or done <= 0:
+        if self._since is None or now <= self._since or self._trained <= 0:
             return None
-        left = sum(self._left.values()) - sum(
-            training.work * training.done
-            for training in self._training.values()
-            if training.run in self._left
-        )
-        return max(0.0, left) * (now - self._since) / done
+        running = self._running.values()
+        done = sum(work * (part or 0.0) for run, work, part in running if run in self._left)
+        return max(0.0, sum(self._left.values()) - done) * (now - self._since) / self._trained
+
+    def done(self) -> tuple[int, int]:
+        """The number of runs that are done, and of all."""
+        return self._runs - len(self._left), self._runs
 
     def text(self, now: float) -> str:
         """'3 of 8 runs done, 02:10 left'; '' before anything is known."""
-        if not self._runs:
-            return ''
-        seconds, done = self.seconds(now), self._runs - len(self._left)
-        unknown = seconds is None or not self._left
-        left = '' if unknown else f', {tqdm.tqdm.format_interval(seconds)} left'
-        return f'{done} of {self._runs} runs done{left}'
-
-    def changed(self) -> bool:
-        """Whether another number of runs is done than at the last call."""
-        before, self._shown = self._shown, self._runs - len(self._left)
-        return self._shown != before
+        done, runs = self.done()
+        seconds = self.seconds(now) if self._left else None
+        left = '' if seconds is None else f', {interval(seconds)} left'
+        return f'{done} of {runs} runs done{left}' if runs else ''
 
 
 # A worker
 
 
+class _ParentScreen(Screen):
+    """The terminal of the parent, to which a worker sends its row; it prints to a pipe."""
+
+    def __init__(self, send: Callable[..., None]):
+        super().__init__()
+        self.terminal, self._send = True, send
+        self._row: Row | None = None
+
+    def draw(self, rows: Sequence[Row]) -> None:
+        (self._row,) = rows
+        self._send('row', self._row)
+
+    def close(self, keep: bool = False) -> None:
+        if keep and self._row is not None:
+            self.print(str(self._row))
+        self._row = None
+        self._send('row', None)
+
+
 def work(pipe: Connection) -> None:
-    """Trains the study that the parent sends, and tells it of leases and steps.
+    """Trains the study that the parent sends, and tells it of leases, steps and rows.
 
-    An error that has a sentence is told as ('error', sentence), and is the exit code.
+    An error that has a sentence is sent as ('error', sentence), and is the exit code.
     """
+    lock, reported = threading.Lock(), -_REPORTED_EVERY
 
-    def tell(*message: Any) -> None:
-        with contextlib.suppress(OSError):  # the parent was killed
+    def send(*message: Any) -> None:
+        with lock, contextlib.suppress(OSError):  # the parent was killed
             pipe.send(message)
-
-    reported = -_REPORTED_EVERY
 
     def report(step: int, total: int) -> None:
         nonlocal reported
         if step == total or time.monotonic() - reported >= _REPORTED_EVERY:
             reported = time.monotonic()
-            tell('step', step, total, _peak_memory())
+            send('step', step / total)
 
-    Progress.told = report
+    Progress.on_step = report
     try:
-        study, workdir, options = pipe.recv()
-        worker.run(study, workdir, tell=tell, **options)
+        study, workdir, options, terminal = pipe.recv()
+        if terminal:
+            Progress.make_screen = lambda: _ParentScreen(send)
+        worker.run(study, workdir, tell=send, **options)
     except Exception as error:
         if (expected := cli.outcome(error)) is None:
             raise
-        tell('error', expected[0])
+        send('error', expected[0])
         sys.exit(expected[1])
-
-
-def _peak_memory() -> int:
-    """The most memory that this process has had, in bytes."""
-    unit = 1 if sys.platform == 'darwin' else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @signals.exit_on_signal()

@@ -31,7 +31,7 @@ from qkattn.errors import (
 )
 from qkattn.jobs import agreement
 from qkattn.jobs.agreement import owned
-from qkattn.jobs.progress import StudyLeft, waiting
+from qkattn.jobs.display import StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.storage import leases
 from qkattn.storage.buckets import is_url

@@ -28,7 +28,7 @@ from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tasks.task_registry import rows_of, task_of
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.errors import CheckpointError, ConfigError
-from qkattn.jobs.progress import waiting
+from qkattn.jobs.display import waiting
 from qkattn.metrics import PREFIXES
 from qkattn.stats import ngrams
 from qkattn.storage.file_schemas import PLACE, START

@@ -19,7 +19,7 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import Lost, Stopped
 from qkattn.jobs import agreement
 from qkattn.jobs.agreement import owned, owner_first
-from qkattn.jobs.progress import Progress, StudyLeft
+from qkattn.jobs.display import Progress, StudyLeft
 from qkattn.jobs.signals import StopRequest
 from qkattn.model.sites import validate
 from qkattn.storage.file_schemas import read_results

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from qkattn.config import Config
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.jobs import agreement
-from qkattn.jobs.memory import keep_freed_memory
+from qkattn.jobs.machine import keep_freed_memory
 from qkattn.model.sites import check_kernel
 from qkattn.train import attention_metrics, sharding
 from qkattn.train.compiling import without_cache

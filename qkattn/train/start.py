@@ -14,7 +14,7 @@ from qkattn.config import Config, Study, TrainConfig, differences, to_json
 from qkattn.data.tasks.rows import Rows
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs import agreement
-from qkattn.jobs.progress import waiting
+from qkattn.jobs.display import waiting
 from qkattn.storage.file_schemas import PROVENANCE, START
 from qkattn.storage.records import read_json, write_json
 from qkattn.train import exported

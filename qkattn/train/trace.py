@@ -11,7 +11,7 @@ import jax
 from qkattn.config import Config
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement
-from qkattn.jobs.progress import Progress
+from qkattn.jobs.display import Progress
 from qkattn.storage import buckets
 
 SKIPPED, TRACED = 2, 3

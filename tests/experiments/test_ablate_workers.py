@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from qkattn.jobs import cores
+from qkattn.jobs import machine
 from qkattn.storage.records import read_json, read_metrics
 from tests.experiments.test_ablate import lines
 
@@ -44,7 +44,7 @@ def saved_at(out, step):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(cores.usable()) < 2, reason='needs two cores')
+@pytest.mark.skipif(len(machine.usable_cores()) < 2, reason='needs two cores')
 def test_killed_and_stopped_a_crew_reaches_what_it_reaches_undisturbed(
     start, script, tmp_path, monkeypatch
 ):

@@ -15,7 +15,7 @@ from experiments.benchmark.race import Contestant, Measurement, Work, race
 from experiments.benchmark.record import Group
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ReportError
-from qkattn.jobs.cores import usable
+from qkattn.jobs.machine import usable_cores
 from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.train import step
@@ -33,7 +33,7 @@ def noted(file: str, letter: str, steps: float = 1) -> Work:
         with open(file, 'a') as opened:
             opened.write(letter * calls)
 
-    return Work(run, steps, {'here': [os.getpid(), *usable()]})
+    return Work(run, steps, {'here': [os.getpid(), *usable_cores()]})
 
 
 def broken() -> Work:
@@ -67,7 +67,7 @@ def test_rounds_are_interleaved_in_processes_bound_to_the_same_cores(contestant,
     assert (tmp_path / 'calls').read_text() == 'aabbcc' + 3 * 'abc'
     assert [len(row.rounds) for row in (a, b, c)] == [3, 3, 3] and a.extra['tokens'] == 10
     (one, *cores), (other, *same), third = (row.extra['here'] for row in (a, b, c))
-    assert one != other and third == [one, *cores] and cores == same == usable()[-1:]
+    assert one != other and third == [one, *cores] and cores == same == usable_cores()[-1:]
     assert c.median < a.median / 1e3  # seconds are those of a step
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkattn.jobs.progress import Progress
+from qkattn.jobs.display import Progress
 
 LONG = 'x' * 300  # a file name has at most 255 bytes
 CASES = [

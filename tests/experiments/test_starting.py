@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import experiments
-from qkattn.jobs import memory, signals, starting
-from qkattn.jobs.progress import Progress
+from qkattn.jobs import display, machine, signals
+from qkattn.jobs.display import Progress
 from qkattn.study import catalogue
 from tests.lanes import only
 
@@ -55,20 +55,20 @@ def test_the_main_function_runs_without_the_display(script_here, monkeypatch):
 
     monkeypatch.setattr(catalogue, 'text', text)
     before = {*threading.enumerate()}
-    starting.begin()
-    (display,) = {*threading.enumerate()} - before
+    display.show_starting()
+    (thread,) = {*threading.enumerate()} - before
     assert Progress._shown is not None
     assert script_here('variants').stdout == 'a catalogue\n' and shown == [None]
-    display.join(timeout=60)
-    assert not display.is_alive()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
 
 
 def test_memory_is_kept_before_the_display_starts_a_thread(monkeypatch):
     order = []
     monkeypatch.setattr(sys, 'argv', ['-m'])
     monkeypatch.setattr(signals, 'exit_while_starting', lambda script: order.append('signals'))
-    monkeypatch.setattr(memory, 'keep_freed_memory', lambda: order.append('memory'))
-    monkeypatch.setattr(starting, 'begin', lambda: order.append('display'))
+    monkeypatch.setattr(machine, 'keep_freed_memory', lambda: order.append('memory'))
+    monkeypatch.setattr(display, 'show_starting', lambda: order.append('display'))
     importlib.reload(experiments)
     assert order == ['signals', 'memory', 'display']
 
@@ -91,10 +91,10 @@ sys.meta_path.insert(0, Waiting())
 @pytest.mark.parametrize(
     ('command', 'module', 'stop', 'code', 'words'),
     [
-        ('experiments.train', 'tqdm', signal.SIGINT, signals.EXIT_REQUEUE, 'the same command'),
+        ('experiments.train', 'rich', signal.SIGINT, signals.EXIT_REQUEUE, 'the same command'),
         ('experiments.ablate', 'jax', signal.SIGTERM, signals.EXIT_REQUEUE, 'the same command'),
         ('qkattn train', 'absl', signal.SIGTERM, signals.EXIT_REQUEUE, 'the same command'),
-        ('experiments.verify', 'tqdm', signal.SIGINT, -signal.SIGINT, 'interrupted'),
+        ('experiments.verify', 'rich', signal.SIGINT, -signal.SIGINT, 'interrupted'),
         ('qkattn report', 'absl', signal.SIGINT, -signal.SIGINT, 'interrupted'),
     ],
 )

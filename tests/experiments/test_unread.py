@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from qkattn.jobs.readers import EXIT_UNREAD
+from qkattn.jobs.output import EXIT_UNREAD
 from tests.experiments.conftest import ROOT
 from tests.experiments.test_help import SCRIPTS
 from tests.lanes import only

@@ -1,4 +1,4 @@
-"""The parent of a study's workers: where they run, and what it does when they end."""
+"""The parent of a study's workers: how many it starts, and what it does when they end."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ import pytest
 
 from qkattn.config import MeshConfig
 from qkattn.errors import ConfigError
-from qkattn.jobs import children, cli, cores, signals
+from qkattn.jobs import children, cli, machine, signals
 from qkattn.study import local_workers, plan, worker
 from qkattn.study.arms import build_arms
 from qkattn.study.local_workers import Remaining
@@ -26,10 +26,11 @@ FORKS = multiprocessing.get_context('forkserver')
 FORKS.set_forkserver_preload(['tests.study.test_local_workers'])
 
 
-# A worker that trains nothing: what it does, its directory, and the how-manieth it is.
+# A worker that trains nothing: what it does, its directory, and which start of one it is.
 WORKER = """
 import os, pathlib, sys, time
 from qkattn.jobs import children
+from qkattn.jobs.display import Row
 
 work, path, number = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 pipe = children.parent()
@@ -37,15 +38,15 @@ pipe = children.parent()
 pipe.recv()
 assert children.parent() is None
 pipe.send(('lease', None, 3, {}))
+pipe.send(('row', Row('qk/vo', 0.5, 'loss 2')))
 if work == 'crash' and number in (0, 3, 4):
     raise RuntimeError(f'broken {number}')
 if work == 'wrong':
     pipe.send(('error', 'd_model=90 is wrong'))
     sys.exit(2)
-if work == 'too_large':
-    pipe.send(('step', 1, 2, 40))
 time.sleep(100 if work in ('asked', 'killed') else 1)
 (path / 'done').touch()
+print('no end of line', end='')
 """
 
 
@@ -57,7 +58,7 @@ def run_workers(work, path) -> None:
     started, make_child = itertools.count(), children.Child
     core = min(os.sched_getaffinity(0))
     os.environ['PYTHONPATH'] = str(ROOT)
-    cores.usable, cores.free_memory = lambda: [core] * 3, lambda: 100.0
+    machine.usable_cores = lambda: [core] * 3
     runs = [types.SimpleNamespace(config=number) for number in range(2)]
     worker.left_of = lambda study, arms, path: [] if (path / 'done').exists() else runs
     local_workers._gpus = lambda: []
@@ -96,7 +97,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc')
 def test_workers_that_end_in_any_way(tmp_path):
     parents, ends = {}, {}
-    for work in ('crash', 'wrong', 'too_large', 'asked', 'killed', 'done'):
+    for work in ('crash', 'wrong', 'asked', 'killed', 'done'):
         path = tmp_path / work
         path.mkdir()
         parents[work] = FORKS.Process(target=run_workers, args=(work, path))
@@ -119,50 +120,67 @@ def test_workers_that_end_in_any_way(tmp_path):
     assert {work: end[:2] for work, end in ends.items()} == {
         'crash': (0, 5),
         'wrong': (2, 3),
-        'too_large': (0, ends['too_large'][1]),  # the third may not have begun
         'asked': (75, 3),
         'killed': (-9, 3),
         'done': (0, 3),
     }, ends
     assert (tmp_path / 'done' / 'meanwhile').exists()
-    assert '[0] RuntimeError: broken 0\n' in ends['crash'][2]
-    assert (
-        'retry 1 of 2' in ends['crash'][2] and ends['crash'][2].count('no retry is left of 2') == 1
-    )
-    assert ends['wrong'][2].count('d_model=90 is wrong') == 1
-    assert ends['too_large'][2].count('3 workers of 0.0 GiB each need more than the 0.0 GiB') == 1
-    assert 'and the workers have saved; the same command resumes' in ends['asked'][2]
+    said = {work: end[2] for work, end in ends.items()}
+    assert '[0] RuntimeError: broken 0\n' in said['crash'] and 'retry 1 of 2' in said['crash']
+    assert said['crash'].count('no retry is left of 2') == 1
+    assert said['wrong'].count('d_model=90 is wrong') == 1
+    assert 'and the workers have saved; the same command resumes' in said['asked']
+    assert said['done'].count('3 of 3 runs done\n') == 1 and '[2] no end of line\n' in said['done']
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """machine(8, gpus=[...], free=1e9) -> so many cores, accelerators and bytes."""
+def have(monkeypatch):
+    """have(8, gpus=[...], free=1e9) -> so many cores, accelerators and bytes."""
 
     def have(number: int, gpus: list[str] | None, free: float = math.inf) -> None:
-        monkeypatch.setattr(cores, 'free_memory', lambda: free)
-        monkeypatch.setattr(cores, 'usable', lambda: list(range(number)))
-        monkeypatch.setattr(cores, 'accelerators', lambda platforms: gpus)
+        monkeypatch.setattr(machine, 'free_memory', lambda: free)
+        monkeypatch.setattr(machine, 'usable_cores', lambda: list(range(number)))
+        monkeypatch.setattr(machine, 'accelerators', lambda platforms: gpus)
 
     return have
 
 
 @pytest.mark.parametrize(
-    ('number', 'gpus', 'wanted', 'most', 'note'),
+    ('number', 'gpus', 'wanted', 'runs', 'free', 'most', 'note'),
     [
-        (2, [], None, 2, None),
-        (8, [], None, 3, '--workers=auto: there are 3 runs left, so 3 workers will do'),
-        (2, [], 3, 2, '--workers=3: there is room on 2 cores, so 2 workers will do'),
-        (8, [], 5, 3, '--workers=5: there are 3 runs left, so 3 workers will do'),
-        (1, [], 2, 1, '--workers=2: there is room on 1 core, so 1 worker will do'),
-        (8, ['0', '1', '2', '3'], None, 2, None),
-        (8, ['0'], 2, 1, '--workers=2: there is room on 1 GPU, so 1 worker will do'),
-        (8, None, None, 1, None),
+        (2, [], None, 3, math.inf, 2, None),
+        (
+            8,
+            [],
+            None,
+            3,
+            math.inf,
+            3,
+            '--workers=auto: there are 3 runs left, so 3 workers will do',
+        ),
+        (2, [], 3, 3, math.inf, 2, '--workers=3: there is room on 2 cores, so 2 workers will do'),
+        (8, [], 5, 3, math.inf, 3, '--workers=5: there are 3 runs left, so 3 workers will do'),
+        (1, [], 2, 3, math.inf, 1, '--workers=2: there is room on 1 core, so 1 worker will do'),
+        (8, [], 5, 0, math.inf, 1, '--workers=5: there are 0 runs left, so 1 worker will do'),
+        (8, ['0', '1', '2', '3'], None, 3, math.inf, 2, None),
+        (8, ['0'], 2, 3, math.inf, 1, '--workers=2: there is room on 1 GPU, so 1 worker will do'),
+        (8, None, None, 3, math.inf, 1, None),
+        (
+            2,
+            [],
+            None,
+            3,
+            2**31,
+            1,
+            '--workers=auto: there is memory for workers of 1.0 GiB, so 1 worker will do',
+        ),
+        (2, [], 2, 3, 2**31, 2, None),  # asked for by number
     ],
 )
 def test_workers_are_no_more_than_there_is_room_and_work_for(
-    machine, number, gpus, wanted, most, note
+    have, tmp_path, number, gpus, wanted, runs, free, most, note
 ):
-    machine(number, gpus)
+    have(number, gpus, free)
     mesh = MeshConfig(data=2 if gpus and len(gpus) > 1 else 1)
     study = dataclasses.replace(
         STUDY,
@@ -170,36 +188,11 @@ def test_workers_are_no_more_than_there_is_room_and_work_for(
         base=dataclasses.replace(STUDY.base, mesh=mesh),
     )
     arms = build_arms(study)
-    left = plan.runs(study, arms, lambda run: None)
+    left = plan.runs(study, arms, lambda run: None)[:runs]
     assert local_workers.limit(study, arms, wanted, left) == (most, note)
-
-
-def test_a_last_run_is_counted_in_the_singular(machine):
-    machine(8, [])
-    arms = build_arms(STUDY)
-    for left, said in (([], 'are 0 runs'), (plan.runs(STUDY, arms, lambda run: None)[:1], 'is 1')):
-        study = dataclasses.replace(STUDY, variants=('qk/vo',))
-        _, note = local_workers.limit(study, arms[:1], 5, left)
-        assert f'there {said}' in note and note.endswith('so 1 worker will do')
-
-
-def test_memory_limits_workers_that_are_not_asked_for_by_number(machine):
-    arms = build_arms(STUDY)
-    left = plan.runs(STUDY, arms, lambda run: None)
-    machine(2, [], free=2**31)
-    most, note = local_workers.limit(STUDY, arms, None, left)
-    assert most == 1 and 'there is memory for workers of 1.0 GiB, so 1 worker will do' in note
-    assert local_workers.limit(STUDY, arms, 2, left) == (2, None)
-
-
-def test_a_dry_run_says_what_would_be_done(machine, tmp_path):
-    arms = build_arms(STUDY)
-    machine(4, [])
-    assert local_workers.describe(STUDY, arms, 4, str(tmp_path)) == (
-        'workers: 2 (--workers=4: there are 2 runs left, so 2 workers will do)'
-    )
-    machine(4, None)
-    assert local_workers.describe(STUDY, arms, None, None) == 'workers: 1'
+    if runs:
+        described = f'workers: {most}' + (f' ({note})' if note else '')
+        assert local_workers.describe(study, arms, wanted, str(tmp_path)) == described
 
 
 @pytest.mark.parametrize('text', ['0', '-1', 'two', '1.5', '', '²'])
@@ -229,15 +222,8 @@ def test_time_left_follows_from_the_work_done_since_the_first_report():
     # A run that a worker has left, or lost, is counted as left again.
     remaining.ended(1)
     assert remaining.seconds(15.0) == 300 * 5 / 100
-
-
-def test_a_plan_may_grow_and_ends_without_a_time():
-    remaining = Remaining()
-    remaining.leased(0, 'a', 1, {'a': 1.0})
-    remaining.stepped(0, 0.0, 0.0)
-    remaining.stepped(0, 1.0, 1.0)
-    assert remaining.changed() and not remaining.changed()
-    remaining.leased(0, 'b', 2, {'b': 3.0})
-    assert remaining.changed() and remaining.text(1.0) == '1 of 2 runs done, 00:03 left'
-    remaining.leased(0, None, 2, {})
-    assert remaining.text(2.0) == '2 of 2 runs done'
+    # The plan may grow; its end has no time.
+    remaining.leased(0, 'd', 5, {'d': 4.0})
+    assert remaining.text(15.0) == '4 of 5 runs done, 00:00 left'
+    remaining.leased(0, None, 5, {})
+    assert remaining.done() == (5, 5) and remaining.text(15.0) == '5 of 5 runs done'

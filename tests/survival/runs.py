@@ -18,7 +18,7 @@ import numpy as np
 from qkattn.config import Config
 from qkattn.errors import Stopped
 from qkattn.jobs import bootstrap, signals
-from qkattn.jobs.progress import Progress
+from qkattn.jobs.display import Progress
 from qkattn.metrics import TIMES
 from qkattn.storage.records import read_json, read_metrics
 from qkattn.train import train

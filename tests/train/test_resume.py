@@ -20,7 +20,7 @@ import pytest
 from qkattn import data
 from qkattn.config import MeshConfig, TrainConfig
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
-from qkattn.jobs.progress import Progress
+from qkattn.jobs.display import Progress
 from qkattn.jobs.signals import EXIT_REQUEUE
 from qkattn.storage.records import read_json, read_metrics, with_checksum
 from qkattn.train import loop, measurements, program, train

@@ -4,6 +4,8 @@ Each limit is the narrowest of the machine's, of this process's affinity, and of
 that it runs in.
 """
 
+import ctypes
+import functools
 import importlib.util
 import math
 import os
@@ -11,30 +13,34 @@ import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-GROUPS = Path('/sys/fs/cgroup')
+GROUPS, MEMBERSHIP = Path('/sys/fs/cgroup'), Path('/proc/self/cgroup')
 _ACCELERATORS = ('dev/accel[0-9]*', 'dev/vfio/[0-9]*', 'dev/kfd')  # TPUs, and GPUs of AMD
+# Parameters of mallopt (glibc's malloc.h), and their values: one arena for all threads, which keeps
+# freed memory and takes large blocks too. The last is refused where it is above glibc's limit.
+_M_ARENA_MAX, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -8, -1, -3
+_MMAP_THRESHOLDS = (2**30, 2**25)
 
 
-def usable() -> list[int]:
+def usable_cores() -> list[int]:
     """The cores by number: as many as the affinity and the quota of the control groups leave."""
     if hasattr(os, 'sched_getaffinity'):
         cores = sorted(os.sched_getaffinity(0))
     else:
         cores = list(range(os.cpu_count() or 1))
     wanted = max(1, math.floor(min(len(cores), quota())))
-    return [cores[place * len(cores) // wanted] for place in range(wanted)]
+    return [cores[i * len(cores) // wanted] for i in range(wanted)]
 
 
 def shares(items: Sequence, number: int) -> list[list]:
     """`items` in `number` groups of neighbours, as equal as they can be."""
-    ends = [place * len(items) // number for place in range(number + 1)]
+    ends = [i * len(items) // number for i in range(number + 1)]
     return [list(items[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def quota(groups: Path = GROUPS, own: Path = Path('/proc/self/cgroup')) -> float:
+def quota(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float:
     """Cores' worth of time that the control groups grant; infinity without a limit."""
     limits = [math.inf]
-    for text in _settings('cpu.max', groups, own):
+    for text in _settings('cpu.max', groups, membership):
         granted, _, period = text.partition(' ')
         if granted != 'max':
             limits.append(int(granted) / int(period))
@@ -45,17 +51,15 @@ def quota(groups: Path = GROUPS, own: Path = Path('/proc/self/cgroup')) -> float
 
 
 def free_memory(
-    groups: Path = GROUPS,
-    own: Path = Path('/proc/self/cgroup'),
-    memory: Path = Path('/proc/meminfo'),
+    groups: Path = GROUPS, membership: Path = MEMBERSHIP, memory: Path = Path('/proc/meminfo')
 ) -> float:
     """Bytes that processes may still take; infinity where that is unknown."""
     free = [math.inf]
     for line in _text(memory).splitlines():
         if line.startswith('MemAvailable:'):
             free.append(1024 * int(line.split()[1]))
-    limits = _settings('memory.max', groups, own), _settings('memory.current', groups, own)
-    for limit, used in zip(*limits, strict=False):
+    names = ('memory.max', 'memory.current')
+    for limit, used in zip(*(_settings(n, groups, membership) for n in names), strict=False):
         if limit != 'max':
             free.append(int(limit) - int(used))
     return min(free)
@@ -77,26 +81,42 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
     """
     if platforms == 'cpu':
         return []
-    if importlib.util.find_spec('jax_plugins') and list(root.glob('dev/nvidia[0-9]*')):
+    gpus = list(root.glob('dev/nvidia[0-9]*'))
+    if gpus and importlib.util.find_spec('jax_plugins'):
         visible = os.environ.get('CUDA_VISIBLE_DEVICES')
-        names = sorted((path.name for path in root.glob('dev/nvidia[0-9]*')), key=_number)
-        every = [str(place) for place in range(len(names))]
+        every = [str(i) for i in range(len(gpus))]
         return every if visible is None else [name for name in visible.split(',') if name]
     return None if any(list(root.glob(pattern)) for pattern in _ACCELERATORS) else []
 
 
-def _number(name: str) -> int:
-    return int(name.removeprefix('nvidia'))
+@functools.cache
+def keep_freed_memory() -> None:
+    """Memory that is freed stays with this process, which takes it again without page faults.
+
+    By default glibc returns large blocks at once. XLA's CPU backend takes the temporaries of a
+    program anew for every call, and the kernel clears every page of them again: as long as a small
+    model computes. Nothing happens without glibc, or where its variables say something else.
+
+    Call it before any thread starts: one that takes memory has an arena of its own, which keeps no
+    block above 64 MiB, and later threads share out the arenas that there are.
+    """
+    set_by_user = any(n.startswith('MALLOC_') or n == 'GLIBC_TUNABLES' for n in os.environ)
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
+    if set_by_user or mallopt is None:
+        return
+    mallopt(_M_ARENA_MAX, 1)
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    any(mallopt(_M_MMAP_THRESHOLD, value) for value in _MMAP_THRESHOLDS)
 
 
-def _settings(name: str, groups: Path, own: Path) -> Iterator[str]:
+def _settings(name: str, groups: Path, membership: Path) -> Iterator[str]:
     """A setting of this process's control group, and of those around it, where they have it."""
-    for line in _text(own).splitlines():
+    for line in _text(membership).splitlines():
         number, _, path = line.split(':', 2)
         if number == '0':
-            here = groups / path.lstrip('/')
-            for group in (here, *here.parents):
-                if group.is_relative_to(groups) and (text := _text(group / name)):
+            group = groups / path.lstrip('/')
+            for parent in (group, *group.parents):
+                if parent.is_relative_to(groups) and (text := _text(parent / name)):
                     yield text
 
 

@@ -1,8 +1,9 @@
-"""Output whose reader may be gone, as in `... | head` or on a terminal that was closed."""
+"""Text for people: what a terminal shows of it, and readers that are gone, as in `... | head`."""
 
 import contextlib
 import errno
 import os
+import re
 import select
 import signal
 import sys
@@ -12,7 +13,21 @@ from typing import TextIO
 EXIT_UNREAD = 128 + signal.SIGPIPE
 """Nobody reads standard output any more: what a shell reports of a command that SIGPIPE ended."""
 
-_GONE = (errno.EPIPE, errno.EIO)
+# What a terminal obeys instead of showing it: control codes and changes of the reading direction.
+_OBEYED = re.compile(r'[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]')
+
+
+def visible(text: str) -> str:
+    """`text` on one line, with an escape such as \\x1b for each character that a terminal obeys."""
+    return _OBEYED.sub(lambda match: match[0].encode('unicode_escape').decode(), text)
+
+
+def short(text: str, limit: int) -> str:
+    """`text`, its middle left out where it is longer than `limit`."""
+    if len(text) <= limit:
+        return text
+    half = max(0, limit - 1) // 2
+    return f'{text[: limit - 1 - half]}…{text[len(text) - half :]}'
 
 
 def say(text: str, stream: TextIO) -> None:
@@ -21,7 +36,7 @@ def say(text: str, stream: TextIO) -> None:
         stream.write(text)
         stream.flush()
     except OSError as error:
-        if error.errno not in _GONE:
+        if error.errno not in (errno.EPIPE, errno.EIO):
             raise
         _discard(stream)
 
@@ -33,20 +48,16 @@ def ending_unread() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _unread(sys.stdout):  # another pipe
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not poll.poll(0):  # another pipe
             raise
         _discard(sys.stdout)
         sys.exit(EXIT_UNREAD)
 
 
-def _unread(stream: TextIO) -> bool:
-    poll = select.poll()
-    poll.register(stream.fileno(), 0)
-    return bool(poll.poll(0))
-
-
 def _discard(stream: TextIO) -> None:
-    """What is buffered and all that follows, whoever writes it, goes nowhere."""
+    """Sends what is buffered, and all that follows, nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,0 +1,406 @@
+"""The display of a run or of several workers: rows that a terminal redraws, plain lines elsewhere.
+
+It is on standard error, with the messages of the program above it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TextIO, cast
+
+import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from qkattn.jobs.output import say, short
+
+# A terminal is drawn at most and at least this often, so that something moves.
+_DRAWN_EVERY, _TICK = 0.2, 1.0
+# Plain lines are at least so many seconds apart, and with a tick at most five; later they are this
+# fraction of the run so far apart, so that a long run does not fill its log.
+_QUIET, _PLAIN_FRACTION = 4.0, 0.05
+_LABEL, _BAR = 24, 12
+_UNIT = ' nats/token'
+# Phases between steps, and what they make: the time left counts those to come.
+_PAUSES = {'evaluating': 'evaluation', 'saving': 'checkpoint'}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of a terminal: a label, the fraction done if it is known, details by importance."""
+
+    label: str
+    fraction: float | None
+    details: str
+
+    def __str__(self) -> str:
+        percent = '' if self.fraction is None else f'{self.fraction:.0%}, '
+        return f'{self.label}: {percent}{self.details}'
+
+
+class Screen:
+    """A stream of whole lines, below which a terminal shows rows that are redrawn."""
+
+    def __init__(self, stream: TextIO | None = None, columns: int | None = None):
+        """Draws nothing.
+
+        Args:
+          stream: where to write; None: standard error.
+          columns: of the terminal; None: as wide as it is.
+        """
+        self._stream = sys.stderr if stream is None else stream
+        self._columns = columns
+        self._live: Live | None = None
+        self.terminal = self._stream.isatty() and not Console(force_terminal=True).is_dumb_terminal
+
+    def print(self, text: str) -> None:
+        """Writes a line, above the rows."""
+        if self._live is None:
+            say(f'{text}\n', self._stream)
+        else:
+            self._live.console.print(Text(text), soft_wrap=True)
+
+    def draw(self, rows: Sequence[Row]) -> None:
+        """Shows these rows; for a terminal only."""
+        if self._live is None:
+            console = _Console(
+                file=cast(TextIO, _Stream(self._stream)),
+                force_terminal=True,
+                force_jupyter=False,
+                width=self._columns,
+            )
+            self._live = Live(
+                console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+            )
+            self._live.start()
+        self._live.update(_table(rows, self._live.console.width), refresh=True)
+
+    def close(self, keep: bool = False) -> None:
+        """Removes the rows, or keeps them as lines; may be called twice."""
+        if self._live is not None:
+            self._live.transient = not keep
+            self._live.stop()
+            self._live = None
+
+
+class _Console(Console):
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leaves the cursor as it is: a process that is killed could not show it again."""
+        return False
+
+
+class _Stream:
+    """A stream whose reader may be gone."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        say(text, self._stream)
+
+    def flush(self) -> None:
+        """Nothing is left: `write` flushes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _table(rows: Sequence[Row], width: int) -> Table:
+    labels = [short(row.label, min(_LABEL, width // 4)) for row in rows]
+    table = Table.grid(padding=(0, 1))
+    for column in (max(map(len, labels)), _BAR if width >= 80 else 4, 4, None):
+        table.add_column(width=column)
+    for row, label in zip(rows, labels, strict=True):
+        known = row.fraction is not None
+        table.add_row(
+            Text(label),
+            ProgressBar(1.0 if known else None, row.fraction or 0.0, pulse=not known),
+            Text(f'{row.fraction:4.0%}' if known else ''),
+            Text(row.details, no_wrap=True, overflow='ellipsis'),
+        )
+    return table
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyLeft:
+    """What is left of a study after a run, as far as its plan is known.
+
+    Attributes:
+      runs: further runs without a result.
+      work: of these runs for one of the workers, as a multiple of this run's.
+    """
+
+    runs: int
+    work: float
+
+
+class Progress:
+    """Phase or step, training loss and time left of a run.
+
+    `update` may be called after every step, with numbers of the host: every line shows the newest
+    ones. In a job of several processes only process 0 should create one.
+    """
+
+    make_screen: ClassVar[Callable[[], Screen]] = Screen
+    """Makes the screen of a display."""
+    on_step: ClassVar[Callable[[int, int], None]] = staticmethod(lambda step, total: None)
+    """Called by `update` of every display with the step and the last step."""
+    _shown: ClassVar['Progress | None'] = None
+
+    def __init__(
+        self,
+        label: str,
+        total_steps: int = 0,
+        *,
+        tokens_per_step: int | None = None,
+        study: StudyLeft | None = None,
+        screen: Screen | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Shows nothing until a phase lasts, or until the first `update`.
+
+        Args:
+          label: of the run; a terminal shows its beginning and its end.
+          total_steps: the last step of the run.
+          tokens_per_step: summed over trials; None: not shown.
+          study: what follows the run; None: nothing, and every evaluation is printed.
+          screen: where to draw; None: standard error.
+          clock: seconds, from any origin.
+        """
+        self._label, self._total = label, total_steps
+        self._tokens_per_step, self._study = tokens_per_step, study
+        self._screen = Progress.make_screen() if screen is None else screen
+        self._every = _DRAWN_EVERY if self._screen.terminal else _QUIET
+        self._clock, self._opened = clock, clock()
+        self._phase: tuple[str, float] | None = None  # name, start
+        self._first: tuple[int, float] | None = None  # step and time of the first report
+        self._last = (0, self._opened)
+        self._begun = self._step = self._shown_step = 0
+        self._losses: dict[str, Any] = {'training': None, 'validation': None}  # newest
+        self._took: dict[str, list[float]] = collections.defaultdict(list)  # seconds by phase
+        self._paused = 0.0  # seconds of phases since the first report
+        self._planned: dict[str, int] = {}  # _PAUSES after `begin`
+        self._to_come: collections.Counter[str] = collections.Counter()  # of these
+        self._next_time = self._opened + _QUIET  # of a plain line
+        # Reentrant: the program's log goes through here, too, and may come from anywhere.
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        Progress._shown = self
+        threading.Thread(target=self._run, name='progress', daemon=True).start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A block without steps, as 'compiling': named if it lasts, its seconds logged at DEBUG."""
+        before, start = self._phase, self._clock()
+        self._phase = name, start
+        try:
+            yield
+        finally:
+            with self._lock:
+                seconds = self._clock() - start
+                self._phase = before
+                self._took[name].append(seconds)
+                self._paused += seconds if self._first else 0.0
+                self._to_come[name] -= self._to_come[name] > 0
+                self._screen.close()
+            _log.debug('%s: %s took %.3f s', self._label, name, seconds)
+
+    def begin(self, step: int, *, evaluating: int = 0, saving: int = 0) -> None:
+        """Training starts or resumes after `step` steps; so many phases of these names follow."""
+        self._begun = self._step = self._shown_step = step
+        self._planned = {'evaluating': evaluating, 'saving': saving}
+        self._to_come = collections.Counter(self._planned)
+        self._phase = 'first steps', self._clock()
+
+    def update(self, step: int, loss: Any = None) -> None:
+        """Updates the display.
+
+        Args:
+          step: steps done since the start of the run, including resumed ones.
+          loss: training loss of the step in nats per token; a number, or an array over trials,
+            whose range is shown.
+        """
+        with self._lock:
+            now, self._phase = self._clock(), None
+            # Rates are measured from the first report: the time before it is mostly compilation.
+            shown, self._first = self._first and now < self._next_time, self._first or (step, now)
+            self._step, self._losses['training'] = step, loss
+            self._last = step, now - self._paused
+            Progress.on_step(step, self._total)
+            if not shown:
+                self._show(now)
+
+    def evaluated(self, step: int, loss: Any) -> None:
+        """Takes the validation loss of the trials, in nats per token, at `step`."""
+        with self._lock:
+            self._losses['validation'] = loss
+            if self._study is None:
+                text = loss_text(loss, _UNIT)
+                self.print(f'step {step:,}/{self._total:,}: validation loss {text}')
+
+    def print(self, text: str) -> None:
+        """Writes a line of its own."""
+        with self._lock:
+            self._screen.print(text)
+
+    def close(self) -> None:
+        """Shows the last report if it has not been shown; may be called twice."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            self._phase = None
+            if self._first and (self._screen.terminal or self._step != self._shown_step):
+                self._show(self._clock())
+            self._screen.close(keep=self._first is not None)
+            Progress._shown = None
+
+    def tick(self) -> None:
+        """Shows how long the phase has lasted, or a terminal how long the run still takes."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            now = self._clock()
+            if self._phase:
+                name, start = self._phase
+                row = Row(self._label, None, f'{name} ... {now - start:.0f} s')
+                if self._screen.terminal:
+                    self._screen.draw([row])
+                elif now >= self._next_time:
+                    self.print(str(row))
+                    self._wait(now)
+            elif self._first and (self._screen.terminal or now >= self._next_time):
+                self._show(now)
+
+    def __enter__(self) -> 'Progress':
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_TICK):
+            try:
+                self.tick()
+            except ValueError:  # the stream is closed
+                return
+
+    def _wait(self, now: float) -> None:
+        gap = 0.0 if self._screen.terminal else _PLAIN_FRACTION * (now - self._opened)
+        self._next_time = now + max(self._every, gap)
+
+    def _show(self, now: float) -> None:
+        """The last step, with the newest losses."""
+        self._shown_step = self._step
+        self._wait(now)
+        step, left = f'{self._step:,}/{self._total:,}', self._left(now)
+        rate = self._rate() * (self._tokens_per_step or 0)
+        speed = f'{rate:,.0f} tokens/s' if rate else ''
+        unit = '' if self._screen.terminal else _UNIT
+        loss, val = (None if x is None else loss_text(x, unit) for x in self._losses.values())
+        if self._screen.terminal:
+            parts = [loss and f'loss {loss}', *left, step, val and f'validation {val}', speed]
+            fraction = self._step / max(1, self._total)
+            self._screen.draw([Row(self._label, fraction, ', '.join(filter(None, parts)))])
+            return
+        losses = [loss and f'training loss {loss}', val and f'validation loss {val}']
+        text = ', '.join(filter(None, [*losses, speed, *left]))
+        self.print(f'{self._label}: step {step}, {text}')
+
+    def _rate(self) -> float:
+        """Steps per second since the first report."""
+        first_step, first_time = self._first or self._last
+        step, last_time = self._last
+        return (step - first_step) / (last_time - first_time) if last_time > first_time else 0.0
+
+    def _left(self, now: float) -> tuple[str, str, str]:
+        """Time left of the run and of the study, and the study's runs; '' where over.
+
+        Evaluations and checkpoints take as long as those before them; without one, they are named.
+        """
+        rate, study, of_run, of_study = self._rate(), self._study, '', ''
+        # The low median, since the first evaluation also compiles.
+        each = {name: statistics.median_low(took) for name, took in self._took.items()}
+        to_come = {name: number for name, number in self._to_come.items() if number}
+        untimed = {_PAUSES[name]: n for name, n in to_come.items() if name not in each}
+        if rate:
+            steps = (self._total - self._step) / rate - (now - self._paused - self._last[1])
+            left = max(0.0, steps) + sum(n * each.get(name, 0.0) for name, n in to_come.items())
+            if self._step < self._total or to_come:
+                of_run = f'{interval(left)} left{_plus(untimed)}'
+            if study and study.runs:
+                # A run also takes the time before its first step, which is mostly compilation.
+                before = self._first[1] - self._opened if self._first else 0.0
+                pauses = sum(n * each.get(name, 0.0) for name, n in self._planned.items())
+                pauses *= self._total / max(1, self._total - self._begun)
+                run = before + self._total / rate + pauses
+                over = 'over ' * bool(untimed)
+                of_study = f'study {over}{interval(left + study.work * run)} left'
+        runs = f'{study.runs} run{"s" * (study.runs != 1)} left' if study and study.runs else ''
+        return of_run, of_study, runs
+
+
+def loss_text(loss: Any, unit: str = '') -> str:
+    """The loss with four decimals; over several trials its range, and how many are not finite."""
+    values = np.asarray(loss, np.float64).ravel()
+    finite = values[np.isfinite(values)]
+    if finite.size == 0:
+        return 'not finite'
+    low, high = finite.min(), finite.max()
+    text = (f'{low:.4f}' if values.size == 1 else f'{low:.4f} to {high:.4f}') + unit
+    diverged = values.size - finite.size
+    return f'{text} ({diverged} of {values.size} trials not finite)' if diverged else text
+
+
+def interval(seconds: float) -> str:
+    """'02:10', or '1:02:10' from an hour on."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f'{hours}:{minutes:02d}:{seconds:02d}' if hours else f'{minutes:02d}:{seconds:02d}'
+
+
+def _plus(untimed: Mapping[str, int]) -> str:
+    counts = [f'{number} {noun}{"s" * (number != 1)}' for noun, number in untimed.items()]
+    return f' plus {" and ".join(counts)}' if counts else ''
+
+
+@contextlib.contextmanager
+def waiting(label: str, phase: str) -> Iterator[None]:
+    """A block outside of a run that is named, as a phase is, if it lasts."""
+    with Progress(label) as progress, progress.phase(phase):
+        yield
+
+
+_starting = contextlib.ExitStack()
+
+
+def show_starting() -> None:
+    """Says after a while that the script is starting: imports take seconds."""
+    _starting.enter_context(waiting('qkattn', 'starting'))
+
+
+def end_starting() -> None:
+    """The script has something else to say; may be called without `show_starting`."""
+    _starting.close()
+
+
+class LogHandler(logging.Handler):
+    """Prints messages on standard error, above the display if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text, shown = self.format(record), Progress._shown
+        if shown is None:
+            say(f'{text}\n', sys.stderr)
+        else:
+            shown.print(text)

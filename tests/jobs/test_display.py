@@ -1,0 +1,297 @@
+"""The display with a clock that is set by hand, on plain streams and on terminals of a width."""
+
+import io
+import logging
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn.jobs import display
+from qkattn.jobs.display import LogHandler, Progress, Row, Screen, StudyLeft, interval
+
+LABEL = 'shared_qk(key_norm=True,self_mask=True)/vo d_model=128 equal_shape learning_rate'
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """What stands on it."""
+        rows, row, column = [''], 0, 0
+        for part in re.findall(r'\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+', self.getvalue()):
+            if part == '\r':
+                column = 0
+            elif part == '\n':
+                row, column = row + 1, 0
+                rows += [''] * (row + 1 - len(rows))
+            elif part[0] != '\x1b':
+                rows[row] = (
+                    rows[row][:column].ljust(column) + part + rows[row][column + len(part) :]
+                )
+                column += len(part)
+            elif part[-1] == 'A':
+                row -= int(part[2:-1])
+            elif part == '\x1b[2K':
+                rows[row] = ''
+        return [line.rstrip() for line in rows]
+
+
+class Clock:
+    seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def show(clock):
+    """show(stream, label, steps, ...) -> a display on a stream, 80 columns wide."""
+
+    def make(stream, *arguments, columns=80, **settings) -> Progress:
+        return Progress(*arguments, screen=Screen(stream, columns), clock=clock, **settings)
+
+    return make
+
+
+def test_plain_lines_stand_at_intervals(show, clock):
+    stream = io.StringIO()
+    progress = show(stream, 'qk.vo', 1100, tokens_per_step=1000, study=StudyLeft(3, work=2.0))
+    assert stream.getvalue() == ''
+    progress.begin(1040)
+    clock.seconds += 5
+    for step in range(1041, 1101):
+        progress.update(step, loss=jnp.float32(2.5))
+        clock.seconds += 0.2
+        if step == 1080:
+            progress.evaluated(step, np.array([2.25, 2.5]))
+    progress.close()
+    progress.close()
+    loss = 'training loss 2.5000 nats/token'
+    both = f'{loss}, validation loss 2.2500 to 2.5000 nats/token, 5,000 tokens/s'
+    assert stream.getvalue().splitlines() == [
+        f'qk.vo: step 1,041/1,100, {loss}, 3 runs left',
+        # Two runs of 5 + 1100 / 5 seconds follow.
+        f'qk.vo: step 1,061/1,100, {loss}, 5,000 tokens/s, 00:07 left, study 07:37 left, '
+        '3 runs left',
+        f'qk.vo: step 1,081/1,100, {both}, 00:03 left, study 07:33 left, 3 runs left',
+        f'qk.vo: step 1,100/1,100, {both}, study 07:30 left, 3 runs left',
+    ]
+
+
+def test_plain_lines_of_a_long_run_stand_farther_apart(show, clock):
+    class Loss:
+        fetched = 0
+
+        def __array__(self, dtype=None, copy=None):
+            Loss.fetched += 1
+            return np.asarray(1.0, dtype)
+
+    with show(stream := io.StringIO(), 'x', 86400) as progress:
+        for step in range(1, 86401):
+            clock.seconds += 1
+            progress.update(step, Loss())
+    lines = len(stream.getvalue().splitlines())
+    assert lines < 170 and Loss.fetched == lines  # of the device, only what is shown
+
+
+def test_every_line_shows_the_newest_loss(show, clock):
+    """Also where the lines are those of the timer, each just before an update."""
+    with show(stream := io.StringIO(), 'x', 9) as progress:
+        for step in range(1, 10):
+            progress.update(step, 4 - step / 10)
+            clock.seconds += 10
+            progress.tick()
+    shown = re.findall(r'step (\d)/9, training loss ([\d.]+)', stream.getvalue())
+    assert shown == [('1', '3.9000')] + [(f'{n}', f'{4 - n / 10:.4f}') for n in range(1, 10)]
+
+
+def test_the_time_left_counts_the_evaluations_and_checkpoints_to_come(show, clock, monkeypatch):
+    monkeypatch.setattr(display, '_PLAIN_FRACTION', 0.0)
+    monkeypatch.setattr(display, '_QUIET', 1.0)
+    progress = show(stream := io.StringIO(), 'x', 40, tokens_per_step=10)
+    progress.begin(0, evaluating=5, saving=2)
+    for step in range(1, 41):
+        clock.seconds += 2
+        progress.update(step, 3.0)
+        if step % 10 == 0:
+            with progress.phase('evaluating'):
+                clock.seconds += 50 if step == 10 else 30  # the first one compiles
+        if step % 20 == 0:
+            with progress.phase('saving'):
+                clock.seconds += 1
+    progress.close()
+    left = dict(re.findall(r'step (\d+)/40, .* 5 tokens/s, (.*)', stream.getvalue()))
+    assert {step: left[step] for step in ('2', '11', '20', '21', '31', '39', '40')} == {
+        '2': '01:16 left plus 5 evaluations and 2 checkpoints',
+        '11': '04:18 left plus 2 checkpoints',
+        '20': '04:00 left plus 2 checkpoints',
+        '21': '02:09 left',
+        '31': '01:19 left',
+        '39': '01:03 left',
+        '40': '01:01 left',
+    }
+    # The speed is that of the steps alone.
+    assert set(re.findall(r'(\S+) tokens/s', stream.getvalue())) == {'5'}
+
+
+def test_an_evaluation_before_the_first_step_is_a_measurement(show, clock):
+    progress = show(stream := io.StringIO(), 'x', 40, study=StudyLeft(1, work=2.0))
+    with progress.phase('evaluating'):
+        clock.seconds += 7
+    progress.begin(20, evaluating=3)
+    for step in (30, 40):
+        progress.update(step, 3.0)
+        clock.seconds += 10
+    progress.tick()
+    # A whole run takes 7 s before its first step, 40 steps, and twice as many evaluations.
+    assert 21 + 2 * (7 + 40 + 42) == 3 * 60 + 19
+    assert '00:21 left, study 03:19 left, 1 run left' in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ('loss', 'text'),
+    [
+        (2.0, 'loss 2.0000 nats/token'),
+        (np.array([2.5, 2.0]), 'loss 2.0000 to 2.5000 nats/token'),
+        (
+            np.array([2.5, np.nan, 2.0]),
+            'loss 2.0000 to 2.5000 nats/token (1 of 3 trials not finite)',
+        ),
+        (np.array([np.nan, np.inf]), 'training loss not finite'),
+        (None, 'step 1/2, '),
+    ],
+)
+def test_the_range_over_trials(loss, text, show):
+    with show(stream := io.StringIO(), 'x', 2) as progress:
+        progress.update(1, loss)
+    assert stream.getvalue().endswith(f'{text}\n')
+
+
+def test_a_run_by_itself_prints_every_evaluation(show):
+    with show(stream := io.StringIO(), 'train', 2000) as progress:
+        progress.evaluated(1000, np.array([2.5, 2.0]))
+    assert stream.getvalue() == 'step 1,000/2,000: validation loss 2.0000 to 2.5000 nats/token\n'
+
+
+@pytest.mark.parametrize('columns', [60, 80, 140, 200])
+def test_the_row_of_a_terminal_fits_and_shows_what_matters_most(columns, show, clock):
+    study = StudyLeft(120, work=30.0)
+    stream = Terminal()
+    progress = show(stream, LABEL, 4000, columns=columns, tokens_per_step=3000, study=study)
+    progress.begin(0)
+    for step in (10, 1200):
+        clock.seconds += 10
+        progress.update(step, np.array([2.5, 2.345]))
+    progress.evaluated(1200, np.array([2.5, 2.25]))
+    clock.seconds += 1
+    progress.tick()
+    (line,) = stream.lines()
+    assert len(line) <= columns and line.startswith('shar') and '…' in line[:24]
+    assert '30%' in line and 'loss 2.3450 to 2.5000, 00:2' in line
+    shown = ('study 2', '120 runs left', '1,200/4,000', 'validation 2.25', '357,000 tokens/s')
+    assert sum(text in line for text in shown) == {60: 0, 80: 0, 140: 4, 200: 5}[columns]
+    progress.close()
+    assert stream.lines() == [stream.lines()[0], ''] and '30%' in stream.lines()[0]
+
+
+def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
+    caplog.set_level(logging.DEBUG, 'qkattn')
+    plain, terminal = io.StringIO(), Terminal()
+    for stream in (plain, terminal):
+        progress = show(stream, 'qk/vo', 10)
+        with progress.phase('compiling'):
+            for seconds in range(1, 50):
+                clock.seconds += 1
+                progress.tick()
+                if stream is terminal:
+                    (line,) = terminal.lines()
+                    assert line.startswith('qk/vo') and line.endswith(f'compiling ... {seconds} s')
+        progress.tick()
+        progress.close()
+    assert plain.getvalue().splitlines() == [
+        f'qk/vo: compiling ... {seconds} s' for seconds in range(4, 50, 4)
+    ]
+    assert not any(terminal.lines())
+    assert caplog.messages == ['qk/vo: compiling took 49.000 s'] * 2
+
+
+def test_a_terminal_moves_between_two_updates_below_messages(show, clock, capsys):
+    handler, record = LogHandler(), logging.LogRecord('x', 20, '', 1, 'resuming', (), None)
+    handler.emit(record)
+    assert capsys.readouterr().err == 'resuming\n'
+    with show(stream := Terminal(), 'qk/vo', 100) as progress:
+        progress.begin(0)
+        for step in (10, 20):
+            clock.seconds += 20
+            progress.update(step, 1.0)
+        assert '02:40 left' in stream.lines()[-1]
+        clock.seconds += 5
+        handler.emit(record)
+        progress.tick()
+    above, line, end = stream.lines()
+    assert (above, '02:35 left' in line, end) == ('resuming', True, '')
+
+
+def test_no_plain_stretch_is_silent_for_more_than_five_seconds(show, clock):
+    """Whatever short phases and long steps follow each other."""
+
+    class Lines(io.StringIO):
+        def write(self, text):
+            times.append(clock.seconds)
+            return super().write(text)
+
+    times = [clock.seconds]
+    with show(stream := Lines(), 'x', 10) as progress:
+
+        def wait(seconds):
+            for _ in range(seconds):
+                clock.seconds += 1
+                progress.tick()
+
+        for phase in ('preparing data', 'compiling', 'initializing'):
+            with progress.phase(phase):
+                wait(3)
+        progress.begin(0)
+        wait(12)
+        for step in (1, 2):
+            progress.update(step, 1.5)
+            wait(17)
+        with progress.phase('evaluating'):
+            wait(9)
+    times.append(clock.seconds)
+    assert max(np.diff(times)) <= 5
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == 'x: compiling ... 1 s' and lines.count(lines[-1]) == 1
+
+
+def test_rows_of_several_processes_stand_below_whole_lines():
+    screen = Screen(stream := Terminal(), 60)
+    for done in (0.1, 0.2):
+        screen.draw([Row('study', None, '0 of 8 runs done'), Row('[0] one', done, 'loss 2')])
+        screen.print(f'{done} \x07')
+    first, second, study, one = stream.lines()
+    assert (first, second, study[:5]) == ('0.1', '0.2', 'study')
+    assert study.endswith('0 of 8 runs done') and re.match(r'\[0\] one\s.* 20% loss 2$', one)
+    screen.draw([Row('study', 1.0, '8 of 8 runs done')])
+    assert len(list(filter(None, stream.lines()))) == 3  # the row of a process that has ended goes
+    screen.close()
+    screen.close()
+    assert list(filter(None, stream.lines())) == [first, second]
+    assert '\x1b[?25l' not in stream.getvalue()  # a killed process could not show the cursor again
+
+
+def test_a_dumb_terminal_has_plain_lines(monkeypatch):
+    monkeypatch.setenv('TERM', 'dumb')
+    assert not Screen(Terminal()).terminal and not Screen(io.StringIO()).terminal
+
+
+def test_times_are_read_as_clocks():
+    assert [interval(s) for s in (0, 59.9, 130, 3723)] == ['00:00', '00:59', '02:10', '1:02:03']

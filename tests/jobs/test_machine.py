@@ -1,0 +1,123 @@
+"""The cores, accelerators and memory that a process may use, whatever limits them."""
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qkattn.jobs import machine
+
+
+@pytest.fixture
+def group(tmp_path):
+    """group(path, {file: text}) writes settings of the control group at `path`."""
+    (tmp_path / 'membership').write_text('0::/outer/inner\n')
+
+    def write(path: str, settings: dict[str, str]) -> None:
+        directory = tmp_path / 'cgroup' / path
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in settings.items():
+            (directory / name).write_text(text)
+
+    return write
+
+
+def test_the_narrowest_control_group_limits_the_cores(group, tmp_path):
+    def quota() -> float:
+        return machine.quota(tmp_path / 'cgroup', tmp_path / 'membership')
+
+    assert quota() == math.inf
+    group('outer', {'cpu.max': '250000 100000'})
+    group('outer/inner', {'cpu.max': 'max 100000'})
+    assert quota() == 2.5
+    group('', {'cpu.max': '150000 100000'})
+    assert quota() == 1.5
+    for granted, cores in (('500000', 1.5), ('50000', 0.5)):  # the first version of groups
+        group('cpu', {'cpu.cfs_quota_us': granted, 'cpu.cfs_period_us': '100000'})
+        assert quota() == cores
+
+
+def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {9, 3, 4, 5, 6, 7, 8, 2}, raising=False)
+    every = [2, 3, 4, 5, 6, 7, 8, 9]
+    for limit, left in ((math.inf, every), (4.9, [2, 4, 6, 8]), (0.5, [2]), (100.0, every)):
+        monkeypatch.setattr(machine, 'quota', lambda limit=limit: limit)
+        assert machine.usable_cores() == left
+
+
+def test_memory_is_what_the_machine_and_the_control_groups_leave(group, tmp_path):
+    def free() -> float:
+        names = ('cgroup', 'membership', 'meminfo')
+        return machine.free_memory(*(tmp_path / name for name in names))
+
+    assert free() == math.inf
+    (tmp_path / 'meminfo').write_text('MemTotal: 9 kB\nMemAvailable: 4 kB\n')
+    assert free() == 4096
+    group('outer/inner', {'memory.max': 'max', 'memory.current': '10'})
+    group('outer', {'memory.max': '5000', 'memory.current': '2000'})
+    assert free() == 3000
+
+
+def test_cores_are_shared_by_neighbours():
+    assert machine.shares([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
+    assert machine.shares(range(5), 3) == [[0], [1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ('devices', 'visible', 'platforms', 'names'),
+    [
+        ((), None, None, []),
+        (('nvidia0', 'nvidia1', 'nvidiactl'), None, None, ['0', '1']),
+        (('nvidia0', 'nvidia1'), '1', None, ['1']),
+        (('nvidia0', 'nvidia1'), '', None, []),
+        (('nvidia0', 'accel0'), None, 'cpu', []),
+        (('accel0', 'accel1'), None, None, None),
+        (('vfio/0',), None, 'tpu', None),
+    ],
+)
+def test_accelerators_are_listed_without_opening_them(
+    devices, visible, platforms, names, tmp_path, monkeypatch
+):
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    if visible is not None:
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
+    monkeypatch.setattr(machine.importlib.util, 'find_spec', lambda name: name == 'jax_plugins')
+    for name in devices:
+        (tmp_path / 'dev' / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / 'dev' / name).touch()
+    assert machine.accelerators(platforms, tmp_path) == names
+
+
+# Takes 64 MiB, writes and frees them twice; prints the page faults of the second time.
+PROGRAM = """
+import ctypes, resource
+from qkattn.jobs.machine import keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(2**26)
+    ctypes.memset(block, 1, 2**26)
+    libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+keep_freed_memory()
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), 'mallopt'), reason='malloc is not of glibc')
+@pytest.mark.parametrize(('variables', 'kept'), [({}, True), ({'MALLOC_ARENA_MAX': '4'}, False)])
+def test_freed_memory_is_taken_again_without_faults_unless_the_user_says_otherwise(variables, kept):
+    done = subprocess.run(
+        [sys.executable, '-c', PROGRAM],
+        env={'PYTHONPATH': ':'.join(sys.path)} | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (int(done.stdout) < 100) is kept
