@@ -36,7 +36,7 @@ from qkattn.config import (
     TrialsConfig,
 )
 from qkattn.data.load import load
-from qkattn.storage import provenance
+from qkattn.storage import run_directory
 from qkattn.train.program_cache import keep_programs
 from tests.browser import chromium  # noqa: F401, a fixture
 from tests.buckets import bucket  # noqa: F401, a fixture
@@ -51,9 +51,9 @@ keep_programs()
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 # The commit of this checkout, asked once: every run would start three processes of git.
-PACKAGE = Path(provenance.__file__).resolve().parents[1]
-git_state, own_state = provenance.git_state, functools.cache(provenance.git_state)
-provenance.git_state = lambda directory: (
+PACKAGE = Path(run_directory.__file__).resolve().parents[1]
+git_state, own_state = run_directory.git_state, functools.cache(run_directory.git_state)
+run_directory.git_state = lambda directory: (
     dict(own_state(directory)) if directory.is_relative_to(PACKAGE) else git_state(directory)
 )
 

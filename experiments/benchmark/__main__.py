@@ -24,7 +24,7 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.machine import cpu, usable_cores
 from qkattn.model.sites import validate
-from qkattn.storage.provenance import RECORDED_VERSIONS, git_state
+from qkattn.storage.run_directory import RECORDED_VERSIONS, git_state
 
 SUITE = flags.DEFINE_list('suite', None, f'What is measured, several of {", ".join(SUITES)}.')
 SCALE = flags.DEFINE_enum('scale', 'cpu', [*SCALES], 'Sizes; the times of smoke mean nothing.')

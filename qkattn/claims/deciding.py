@@ -14,7 +14,7 @@ from qkattn.claims.results import Results
 from qkattn.claims.studies import study_of
 from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Row, Speaks
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device
-from qkattn.storage.provenance import describe_start
+from qkattn.storage.run_directory import describe_start
 from qkattn.verdict.trained import standings
 
 

@@ -10,8 +10,7 @@ from qkattn.claims.evidence import Loaded
 from qkattn.errors import ReportError
 from qkattn.report.claim_results import Row
 from qkattn.report.prose import counted
-from qkattn.storage.file_schemas import START
-from qkattn.storage.records import read_json
+from qkattn.storage.records import START, read_json
 from qkattn.verdict import load_findings
 
 MEASURES = 'measures'

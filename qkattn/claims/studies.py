@@ -17,10 +17,9 @@ from qkattn.errors import ConfigError, DiskError, ProcessError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
 from qkattn.report import write_report
-from qkattn.storage.file_schemas import START
 from qkattn.storage.files import check_directory, make_directory
-from qkattn.storage.provenance import describe_start
-from qkattn.storage.records import read_json, write_json
+from qkattn.storage.records import START, read_json, write_json
+from qkattn.storage.run_directory import describe_start
 from qkattn.study import declaration, local_workers, yardsticks
 from qkattn.study.arms import build_arms
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded
-from qkattn.storage.locks import locked
+from qkattn.storage.leases import locked
 from qkattn.storage.records import parse_file
 
 T = TypeVar('T')

@@ -18,9 +18,8 @@ from qkattn.model import with_params
 from qkattn.model.transformer import Transformer
 from qkattn.pretrained.gpt2 import load_gpt2
 from qkattn.pretrained.nanogpt import load_nanogpt
-from qkattn.storage.file_schemas import CONFIG
 from qkattn.storage.files import absolute, as_path
-from qkattn.storage.records import read_json
+from qkattn.storage.records import CONFIG, read_json
 from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints
 

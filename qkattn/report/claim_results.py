@@ -8,8 +8,7 @@ from pathlib import Path
 
 from qkattn.errors import ReportError
 from qkattn.report.prose import rounded
-from qkattn.storage.json_schema import read
-from qkattn.storage.records import damaged, parse_file, write_json
+from qkattn.storage.records import damaged, parse_file, read, write_json
 
 NAME = 'claims.json'
 _ADVICE = 'make it again with python -m experiments.claims --workdir=DIR --export={}'

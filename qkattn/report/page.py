@@ -8,7 +8,7 @@ from qkattn.report.figures.style import DARK, HUES, LIGHT, Drawing
 from qkattn.report.prose import environment, plain, said, sentences
 from qkattn.report.sheets import sheets
 from qkattn.report.tables import headed, notes, printed, settings, summary
-from qkattn.storage.json_schema import flat
+from qkattn.storage.records import flat
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 

@@ -26,10 +26,9 @@ from qkattn.report.figures.style import (
 from qkattn.report.page import style
 from qkattn.report.prose import NONE, counted, data_name, environment, plain, si
 from qkattn.report.sheets import Heading
-from qkattn.storage.file_schemas import CONFIG, PROVENANCE, read_results
 from qkattn.storage.files import as_path, write_atomic
-from qkattn.storage.json_schema import flat
-from qkattn.storage.records import read_json, read_metrics
+from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import CONFIG, PROVENANCE, flat, read_json, read_results
 
 _WIDE, _NARROW = Look({}), Look({}, narrow=True)
 

@@ -74,34 +74,26 @@ def check_writable(path: Path) -> None:
     bucket, _ = _split(path)
     with _sentences(bucket, 'write', opening=True):
         # Orbax asks for the bucket itself, which needs a permission of its own.
-        _client().get_bucket(bucket, timeout=REACH, retry=_retry(REACH))
+        _client().get_bucket(bucket, **_patience(REACH))
     _CLOCKS.pop(bucket, None)
     now(path)
 
 
 def read(path: str | os.PathLike[str]) -> Object:
     """The object at `path`; FileNotFoundError where there is none."""
-    blob = _blob(path)
-    with _sentences(blob.bucket.name, 'read'):
-        try:
-            content = blob.download_as_bytes(timeout=REACH, retry=_retry(PATIENCE))
-            generation = blob.generation
-            blob.reload(timeout=REACH, retry=_retry(PATIENCE))
-        except _api('NotFound') as error:
-            raise FileNotFoundError(f'{os.fspath(path)} does not exist') from error
+    with _request(path, 'read') as blob:
+        content = blob.download_as_bytes(**_patience())
+        generation = blob.generation
+        blob.reload(**_patience())
     if blob.generation != generation:
         return read(path)
-    return Object(content, blob.generation, blob.updated.timestamp())
+    return Object(content, generation, blob.updated.timestamp())
 
 
 def generation(path: str | os.PathLike[str]) -> int:
     """The generation of the object at `path`; FileNotFoundError where there is none."""
-    blob = _blob(path)
-    with _sentences(blob.bucket.name, 'read'):
-        try:
-            blob.reload(timeout=REACH, retry=_retry(PATIENCE))
-        except _api('NotFound') as error:
-            raise FileNotFoundError(f'{os.fspath(path)} does not exist') from error
+    with _request(path, 'read') as blob:
+        blob.reload(**_patience())
     return blob.generation
 
 
@@ -117,28 +109,13 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
     return _write(path, content, generation).generation
 
 
-def upload(local: Path, path: str | os.PathLike[str]) -> None:
-    """Writes an object with the content of a local file."""
-    blob = _blob(path)
-    with _sentences(blob.bucket.name, 'write'):
-        blob.upload_from_filename(local, timeout=REACH, retry=_retry(PATIENCE))
-
-
-def download(path: str | os.PathLike[str], local: Path) -> None:
-    """Writes a local file with the content of an object."""
-    blob = _blob(path)
-    with _sentences(blob.bucket.name, 'read'):
-        blob.download_to_filename(local, timeout=REACH, retry=_retry(PATIENCE))
-
-
 def delete(path: str | os.PathLike[str], generation: int | None = None) -> None:
     """Deletes an object; one that is gone, or is of another generation, is left as it is."""
-    blob = _blob(path)
     with (
-        _sentences(blob.bucket.name, 'write'),
+        _request(path, 'write') as blob,
         contextlib.suppress(_api('NotFound'), _api('PreconditionFailed')),
     ):
-        blob.delete(if_generation_match=generation, timeout=REACH, retry=_retry(PATIENCE))
+        blob.delete(if_generation_match=generation, **_patience())
 
 
 def now(path: str | os.PathLike[str]) -> float:
@@ -153,26 +130,24 @@ def now(path: str | os.PathLike[str]) -> float:
 
 
 def seconds() -> float:
-    """Of a clock that nobody sets, for what passes between two events of this machine."""
+    """Time on a clock that nobody sets, for differences between two events of this machine."""
     return time.clock_gettime(_CLOCK)
 
 
 def _write(path: str | os.PathLike[str], content: bytes, generation: int | None) -> Any:
-    blob = _blob(path)
-    with _sentences(blob.bucket.name, 'write'):
+    with _request(path, 'write') as blob:
         try:
             blob.upload_from_string(
                 content,
                 'application/octet-stream',
                 if_generation_match=generation,
-                timeout=REACH,
-                retry=_retry(PATIENCE),
+                **_patience(),
             )
         except _api('PreconditionFailed') as error:
             # A request that is repeated because its answer was lost meets its own object.
             with contextlib.suppress(FileNotFoundError):
                 if content and read(path).content == content:
-                    blob.reload(timeout=REACH, retry=_retry(PATIENCE))
+                    blob.reload(**_patience())
                     return blob
             raise FileExistsError(f'{os.fspath(path)} was written by another process') from error
     return blob
@@ -183,18 +158,28 @@ def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
     return bucket, name
 
 
-def _blob(path: str | os.PathLike[str]) -> Any:
-    bucket, name = _split(path)
-    return _client().bucket(bucket).blob(name)
-
-
 def _api(name: str) -> Any:
     """An exception of the client library."""
     return getattr(load_extra('google.api_core.exceptions', EXTRA), name)
 
 
-def _retry(seconds: float) -> Any:
-    return load_extra('google.cloud.storage.retry', EXTRA).DEFAULT_RETRY.with_timeout(seconds)
+def _patience(seconds: float | None = None) -> dict[str, Any]:
+    """How long a request may take, and for how long it is repeated."""
+    retry = load_extra('google.cloud.storage.retry', EXTRA).DEFAULT_RETRY
+    return {'timeout': REACH, 'retry': retry.with_timeout(seconds or PATIENCE)}
+
+
+@contextlib.contextmanager
+def _request(path: str | os.PathLike[str], task: str) -> Iterator[Any]:
+    """A block that uses an object, which it yields; FileNotFoundError where it reads none."""
+    bucket, name = _split(path)
+    with _sentences(bucket, task):
+        try:
+            yield _client().bucket(bucket).blob(name)
+        except _api('NotFound') as error:
+            if task != 'read':
+                raise
+            raise FileNotFoundError(f'{os.fspath(path)} does not exist') from error
 
 
 @functools.lru_cache(maxsize=1)
@@ -219,8 +204,7 @@ def _prepare() -> None:
 def _open(bucket: str) -> None:
     """Checks once that the bucket can be listed."""
     with _sentences(bucket, 'read', opening=True):
-        found = _client().list_blobs(bucket, max_results=1, timeout=REACH, retry=_retry(REACH))
-        next(iter(found), None)
+        next(iter(_client().list_blobs(bucket, max_results=1, **_patience(REACH))), None)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Directories and atomic writes on a shared file system or in a bucket."""
+"""Paths, directories and atomic writes, on a shared file system or in a bucket."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ from qkattn.errors import ConfigError, DiskError, RunDirectoryError
 from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
 
-_DISK_ERRORS = {
+_FAILED = {
     errno.ENOSPC: 'the disk is full',
     errno.EDQUOT: 'the quota of this user is used up',
     errno.EFBIG: 'a file is larger than this process may write',
@@ -26,7 +26,6 @@ _DISK_ERRORS = {
     errno.ESTALE: 'its file system is gone',
     errno.ENOTCONN: 'its file system is gone',
 }
-_ABSENT = {errno.ENOENT: 'it does not exist'}
 _DENIED = {
     errno.EROFS: 'its file system is read-only',
     errno.EACCES: 'this user may not write there',
@@ -49,51 +48,75 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return path if buckets.is_url(path) else path.absolute()
 
 
-@contextlib.contextmanager
-def disk_errors(
-    path: str | os.PathLike[str], *, denied: bool = False, creates: bool = False
-) -> Iterator[None]:
-    """A block that writes at or below `path`.
-
-    Args:
-      creates: whether it creates `path`, which is then not gone where it does not exist.
-      denied: whether a directory that may not be written is one of these errors, too.
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """`as_path` with the home directory for ~, which an empty HOME does not set.
 
     Raises:
-      DiskError: the block failed because the disk is full, over quota, or fails, or because the
-        directory is gone; what was on the disk before is still there, so that the same command goes
-        on once there is room.
+      ConfigError: this user has no home directory; else as `as_path`.
     """
+    if buckets.is_url(path):
+        return as_path(path)
+    if not os.environ.get('HOME', 'unset'):
+        del os.environ['HOME']  # for libraries that have caches there, too
     try:
-        yield
-    except Exception as error:  # libraries raise many kinds, with the text of the system's error
-        if isinstance(error, DiskError):
-            raise
-        path = as_path(path)
-        if not creates and _disk_reason(error, _ABSENT) and (gone := _gone(path)) is not None:
-            raise gone from error
-        directory = path if os.path.isdir(path) else path.parent
-        if reason := _disk_reason(error, _DISK_ERRORS):
-            raise _disk_error(directory, reason) from error
-        if denied and (reason := _disk_reason(error, _DENIED)):
-            raise _disk_error(directory, reason, 'make it writable') from error
-        raise
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f'{os.fspath(path)} has no meaning without a home directory; set HOME, or give another '
+            'directory'
+        ) from error
 
 
-@functools.cache
-def drop_echoes() -> None:
-    """Keeps tensorstore from printing a traceback for each array that fails after the first.
+# Directories
 
-    The first one ends the event loop of a save, and is raised; the others call that loop in vain
-    from threads of C++.
+
+def check_directory(path: str | os.PathLike[str]) -> Path:
+    """Returns `path` made absolute if files can be written there; creates nothing.
+
+    Raises:
+      RunDirectoryError: neither `path` nor its nearest existing parent takes files, or the bucket
+        takes no objects.
     """
-    hook = sys.unraisablehook
+    if buckets.is_url(path):
+        directory = as_path(path)
+        buckets.check_writable(directory)
+        return directory
+    # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
+    directory = Path('/' + os.path.abspath(path).lstrip('/'))
+    try:
+        str(directory).encode()  # orbax takes paths in UTF-8 alone
+        existing = next(p for p in (directory, *directory.parents) if p.exists())
+        with disk_errors(existing), tempfile.TemporaryFile(dir=existing):
+            pass  # permissions alone do not say whether a file system takes files
+    except UnicodeEncodeError as error:
+        raise RunDirectoryError(
+            f'workdir={str(directory)!a} is not UTF-8 in this locale '
+            f'({sys.getfilesystemencoding()}); give a directory of another name, or set LC_ALL to '
+            'a locale of UTF-8'
+        ) from error
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    return directory
 
-    def without_echoes(unraisable: 'sys.UnraisableHookArgs') -> None:
-        if unraisable.object is not None or str(unraisable.exc_value) != 'Event loop is closed':
-            hook(unraisable)
 
-    sys.unraisablehook = without_echoes
+def make_directory(path: str | os.PathLike[str]) -> Path:
+    """Creates `path`, unless it exists, and returns it absolute; raises as `check_directory`."""
+    directory = check_directory(path)
+    if not buckets.is_url(directory):
+        try:
+            with disk_errors(directory, creates=True):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(directory, error) from error
+    return directory
+
+
+def remove_tree(path: Path) -> None:
+    """Deletes a directory, if it is there, as far as that is possible."""
+    if not buckets.is_url(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
+        cast(epath.Path, path).rmtree(missing_ok=True)
 
 
 def require_room(directory: str | os.PathLike[str], size: int) -> None:
@@ -104,63 +127,25 @@ def require_room(directory: str | os.PathLike[str], size: int) -> None:
         pass
     free = shutil.disk_usage(directory).free
     if free < size:
-        raise _disk_error(directory, f'its disk has {free:,} of the {size:,} bytes that are needed')
+        raise _unwritable(directory, f'its disk has {free:,} of the {size:,} bytes that are needed')
 
 
 def require_same_directory(directory: Path, before: os.stat_result) -> None:
     """Raises DiskError where a path is no longer the directory of which it had this status."""
     with disk_errors(directory):
         if not os.path.samestat(os.stat(directory), before):
-            raise _gone_error(directory)
+            raise _gone(directory)
 
 
-def _gone(path: Path) -> DiskError | None:
-    """The error for the outermost directory of `path` that is not there; None if all are."""
-    if buckets.is_url(path):
-        return None
-    missing = (p for p in (*reversed(path.parents), path) if not os.path.lexists(p))
-    first = next(missing, None)
-    return None if first is None else _gone_error(first)
-
-
-def _gone_error(directory: Path) -> DiskError:
-    return DiskError(
-        f'{directory} is gone: it was removed, renamed or unmounted; put it back and run the same '
-        'command again, which goes on from what is saved'
-    )
-
-
-def _disk_error(
-    directory: str | os.PathLike[str], reason: str, advice: str = 'make room'
-) -> DiskError:
-    return DiskError(
-        f'{directory} cannot be written: {reason}; {advice} and run the same command again, which '
-        'goes on from what is saved'
-    )
-
-
-def _disk_reason(error: BaseException, reasons: dict[int, str]) -> str | None:
-    number = error.errno if isinstance(error, OSError) else None
-    for code, reason in reasons.items():
-        if number == code or (number is None and os.strerror(code) in str(error)):
-            return reason
-    return None
+# Files
 
 
 def version_of(path: Path) -> tuple[int, int]:
-    """What is another pair of numbers once the file is another: its size, and when it changed."""
+    """What differs once the file is another one: its size, and when it changed."""
     if buckets.is_url(path):
         return 0, buckets.generation(path)
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
-
-
-def remove_tree(path: Path) -> None:
-    """Deletes a directory, if it is there, as far as that is possible."""
-    if not buckets.is_url(path):
-        shutil.rmtree(path, ignore_errors=True)
-    elif path.exists():
-        cast(epath.Path, path).rmtree(missing_ok=True)
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
@@ -187,15 +172,14 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path beside `path` that replaces it atomically when the block succeeds.
 
-    For files that a library writes, or that do not fit in memory. The temporary name is fixed, so
-    that the next writer overwrites what a killed one left; two writers need a lock. For a path in a
-    bucket it is a local file, which is uploaded.
+    For files that a library writes. The temporary name is fixed, so that the next writer overwrites
+    what a killed one left; two writers need a lock. For a path in a bucket it is a local file.
     """
     path = as_path(path)
     if buckets.is_url(path):
         with tempfile.TemporaryDirectory() as directory:
             yield (temporary := Path(directory, path.name))
-            buckets.upload(temporary, path)
+            buckets.write(path, temporary.read_bytes())
         return
     with _replacing(path, f'{path.name}.tmp') as temporary:
         temporary.unlink(missing_ok=True)
@@ -237,75 +221,84 @@ def local_copy(path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as directory:
         local = Path(directory, path.name)
-        buckets.download(path, local)
+        local.write_bytes(buckets.read(path).content)
         yield local
 
 
-def check_directory(path: str | os.PathLike[str]) -> Path:
-    """Returns `path` made absolute if files can be written there; creates nothing.
+# Errors
+
+
+@contextlib.contextmanager
+def disk_errors(
+    path: str | os.PathLike[str], *, denied: bool = False, creates: bool = False
+) -> Iterator[None]:
+    """A block that writes at or below `path`.
+
+    Args:
+      creates: whether it creates `path`, which is then not gone where it does not exist.
+      denied: whether a directory that may not be written is one of these errors, too.
 
     Raises:
-      RunDirectoryError: neither `path` nor its nearest existing parent takes files, or the bucket
-        takes no objects.
+      DiskError: the block failed because the disk is full, over quota, or fails, or because the
+        directory is gone; what was on the disk before is still there, so that the same command goes
+        on once there is room.
     """
-    if buckets.is_url(path):
-        directory = as_path(path)
-        buckets.check_writable(directory)
-        return directory
-    # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
-    directory = Path('/' + os.path.abspath(path).lstrip('/'))
-    _require_utf8(directory)
     try:
-        existing = next(p for p in (directory, *directory.parents) if p.exists())
-        with disk_errors(existing), tempfile.TemporaryFile(dir=existing):
-            pass  # permissions alone do not say whether a file system takes files
-    except OSError as error:
-        raise _unusable(directory, error) from error
-    return directory
+        yield
+    except DiskError:
+        raise
+    except Exception as error:  # libraries raise many kinds, with the text of the system's error
+        path = as_path(path)
+        absent = not creates and not buckets.is_url(path) and _reason(error, {errno.ENOENT: 'gone'})
+        outermost_first = (*reversed(path.parents), path) if absent else ()
+        for missing in (p for p in outermost_first if not os.path.lexists(p)):
+            raise _gone(missing) from error
+        directory = path if os.path.isdir(path) else path.parent
+        if reason := _reason(error, _FAILED):
+            raise _unwritable(directory, reason) from error
+        if denied and (reason := _reason(error, _DENIED)):
+            raise _unwritable(directory, reason, 'make it writable') from error
+        raise
 
 
-def _require_utf8(path: Path) -> None:
-    """Checkpoints are written by a library that takes paths in UTF-8 alone."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError as error:
-        raise RunDirectoryError(
-            f'workdir={str(path)!a} is not UTF-8 in this locale '
-            f'({sys.getfilesystemencoding()}); give a directory of another name, or set LC_ALL to '
-            'a locale of UTF-8'
-        ) from error
+@functools.cache
+def drop_echoes() -> None:
+    """Keeps tensorstore from printing a traceback for each array that fails after the first.
 
-
-def expanded(path: str | os.PathLike[str]) -> Path:
-    """`as_path` with the home directory for ~; an empty HOME counts as unset.
-
-    Raises:
-      ConfigError: this user has no home directory; else as `as_path`.
+    The first one ends the event loop of a save, and is raised; the others call that loop in vain
+    from threads of C++.
     """
-    if buckets.is_url(path):
-        return as_path(path)
-    if not os.environ.get('HOME', 'unset'):
-        del os.environ['HOME']  # for libraries that have caches there, too
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(
-            f'{os.fspath(path)} has no meaning without a home directory; set HOME, or give another '
-            'directory'
-        ) from error
+    hook = sys.unraisablehook
+
+    def without_echoes(unraisable: 'sys.UnraisableHookArgs') -> None:
+        if unraisable.object is not None or str(unraisable.exc_value) != 'Event loop is closed':
+            hook(unraisable)
+
+    sys.unraisablehook = without_echoes
 
 
-def make_directory(path: str | os.PathLike[str]) -> Path:
-    """Creates `path`, unless it exists, and returns it absolute; raises as `check_directory`."""
-    directory = check_directory(path)
-    if buckets.is_url(directory):
-        return directory
-    try:
-        with disk_errors(directory, creates=True):
-            directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unusable(directory, error) from error
-    return directory
+def _reason(error: BaseException, reasons: dict[int, str]) -> str | None:
+    number = error.errno if isinstance(error, OSError) else None
+    for code, reason in reasons.items():
+        if number == code or (number is None and os.strerror(code) in str(error)):
+            return reason
+    return None
+
+
+def _gone(directory: Path) -> DiskError:
+    return DiskError(
+        f'{directory} is gone: it was removed, renamed or unmounted; put it back and run the same '
+        'command again, which goes on from what is saved'
+    )
+
+
+def _unwritable(
+    directory: str | os.PathLike[str], reason: str, advice: str = 'make room'
+) -> DiskError:
+    return DiskError(
+        f'{directory} cannot be written: {reason}; {advice} and run the same command again, which '
+        'goes on from what is saved'
+    )
 
 
 def _unusable(directory: Path, error: OSError) -> RunDirectoryError:

@@ -1,68 +1,56 @@
-"""Leases: which process trains which run, among many processes and hosts that share a directory.
+"""Leases and locks: which process works on what, of many processes and hosts on shared storage.
 
-    leases/RUN.N   lease number N = 0, 1, 2, ... of a run: JSON {host, pid, started, expiry}
+A lease is the right to train a run. Its holder renews it at regular intervals; one that was not
+renewed for `expiry` seconds has expired, and one whose holder was a process of this machine that is
+gone is free at once. Its content is JSON {host, process, pid, started, expiry}.
 
-The highest number is in force. The holder touches its file at regular intervals; a file that was
-not touched for `expiry` seconds has expired, and whoever creates the next number holds the run.
-Exclusive creation succeeds in exactly one process, and nothing is renamed or deleted, so there is
-no race. The files of finished runs stay, about a hundred bytes each.
+    leases/RUN.N   on a file system: lease number N = 0, 1, ... of a run, renewed by touching it
+    leases/RUN     in a bucket: one object, renewed by writing it again
 
-Ages compare timestamps of the file system (of the lease, and of a file created for the purpose),
-because clocks of hosts differ. The holder measures the time since its last heartbeat with a
-monotonic clock and gives up before anybody else may take over, so at most one process at a time
-sees its lease as not lost. On a file system whose clock jumps, or differs between hosts by more
-than expiry / 8, two may see it so until the next heartbeat.
+On a file system the highest number is in force, and whoever creates the next one holds the run:
+exclusive creation succeeds in one process, and nothing is renamed or deleted. In a bucket an object
+is created, renewed and taken over by the generation that it replaces.
 
-A lease shows that its process is alive, not that its training makes progress.
+Ages are on the clock of the file system or bucket, because clocks of hosts differ. The holder
+measures the time since its last heartbeat with a monotonic clock and gives up before anybody else
+may take over, so at most one process at a time sees its lease as not lost. On a file system whose
+clock jumps, or differs between hosts by more than expiry / 8, two may see it so until the next
+heartbeat. A lease shows that its process is alive, not that its training makes progress.
 
-In a bucket a lease is one object, RUN, that is created, renewed and taken over by the generation
-that it replaces, so that of several processes one succeeds; ages are on the bucket's clock. There
-the lock of a run directory is a lease, too.
-
-A holder on this machine whose process is gone does not have to be waited for.
+A lock (`locked`) is one of the kernel on a file system, and a lease in a bucket.
 """
 
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import json
+import logging
 import math
 import os
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.jobs.signals import exit_hooks, no_interrupt
 from qkattn.storage import buckets
 from qkattn.storage.buckets import seconds
 from qkattn.storage.files import as_path, disk_errors, make_directory
-from qkattn.storage.json_schema import check
-from qkattn.storage.records import parse_json
+from qkattn.storage.records import check, parse_json
 
 EXPIRY = 300.0
 """Seconds; longer than a network file system stalls, shorter than most runs."""
-
+LOCK_EXPIRY = 120.0
+"""Seconds without a heartbeat after which a lock in a bucket is taken over."""
 _BEATS = 8
 """Heartbeats per expiry; the holder gives up one heartbeat before its lease expires."""
+_POLL = 0.5
 
-
-# What a lease is, wherever it lies
-
-
-class Mark(Protocol):
-    """Where a lease is kept."""
-
-    path: Path
-
-    def renew(self) -> bool:
-        """Makes the lease young again; returns whether it still is this one."""
-
-    def free(self) -> None:
-        """Ends the lease, if it still is this one."""
+log = logging.getLogger(__name__)
 
 
 class Lease:
@@ -72,23 +60,22 @@ class Lease:
     `lost` is True and `release` does nothing.
     """
 
-    def __init__(self, mark: Mark, expiry: float, created: float):
-        self.path = mark.path
-        """The file or object of the lease."""
-        self._mark = mark
-        self._pid = os.getpid()
+    def __init__(self, entry: '_File | _Object', content: bytes, expiry: float, created: float):
+        self._entry, self._content, self._pid = entry, content, os.getpid()
         self._patience = expiry * (_BEATS - 1) / _BEATS
-        self._beaten = created
-        self._lost = False
+        self._beaten, self._lost = created, False
         self._released = threading.Event()
+        keep_alive, name = self._keep_alive, f'lease {self.path.name}'
         self._thread = threading.Thread(
-            target=self._keep_alive,
-            args=(expiry / _BEATS,),
-            name=f'lease {self.path.name}',
-            daemon=True,
+            target=keep_alive, args=(expiry / _BEATS,), name=name, daemon=True
         )
         self._thread.start()
         exit_hooks.append(self.release)
+
+    @property
+    def path(self) -> Path:
+        """The file or object of the lease."""
+        return self._entry.path
 
     @property
     def lost(self) -> bool:
@@ -115,10 +102,9 @@ class Lease:
             self._lost = self.lost
             self._released.set()
             exit_hooks.remove(self.release)
-            # A heartbeat in progress would undo the write below.
-            self._thread.join()
+            self._thread.join()  # a heartbeat in progress would undo what follows
             with contextlib.suppress(OSError, ConfigError):
-                self._mark.free()
+                self._entry.free(self._content)
 
     def __enter__(self) -> 'Lease':
         return self
@@ -134,11 +120,9 @@ class Lease:
 
     def _beat(self) -> None:
         start = seconds()
-        if not self._mark.renew():
+        if not self._entry.renew(self._content):
             self._lost = True
-            return
-        # A touch that came too late does not renew the lease.
-        if not self.lost:
+        elif not self.lost:  # a heartbeat that came too late does not renew the lease
             self._beaten = start
 
 
@@ -148,62 +132,20 @@ class Holder:
 
     Attributes:
       name: 'process 12 on host'; 'an unknown process' if it died before it wrote its name.
-      age: seconds since the last heartbeat.
+      beat: time of the last heartbeat on the clock of the storage.
+      age: seconds since then.
       free_in: seconds until the lease expires without another heartbeat.
-      process: as `process` names it; None where that is not known.
-      generation: of the lease's object in a bucket; another heartbeat has another one.
+      alive: whether it is a live process of this machine; None for another machine's.
     """
 
     name: str
+    beat: float
     age: float
     free_in: float
-    process: str | None = None
-    generation: int = 0
+    alive: bool | None = None
 
     def __str__(self) -> str:
         return f'{self.name}, {max(self.age, 0):.0f} s ago'
-
-
-def holder_of(content: bytes, age: float, expiry: float) -> Holder | None:
-    """The holder of a lease of this content, whose last heartbeat is `age` seconds ago."""
-    name, known = 'an unknown process', None
-    with contextlib.suppress(ValueError):  # cut off or damaged
-        about = parse_json(content)
-        check(about, {'host': str, 'pid': int, 'expiry': float})
-        if 0 < about['expiry'] < math.inf:
-            name, expiry = f'process {about["pid"]} on {about["host"]}', about['expiry']
-            known = about.get('process')
-    return Holder(name, age, expiry - age, known) if age <= expiry else None
-
-
-def content_of(expiry: float) -> bytes:
-    """What a lease of this process holds."""
-    about = {
-        'host': socket.gethostname(),
-        'process': process(),
-        'pid': os.getpid(),
-        'started': datetime.datetime.now(datetime.UTC).isoformat(),
-        'expiry': expiry,
-    }
-    return json.dumps(about).encode() + b'\n'
-
-
-def process(pid: int | None = None) -> str | None:
-    """A name of a process, this one or another of this machine, that no other one has or gets.
-
-    It is made of the boot, the process namespace, the number, and when the process began; None
-    where there is no such process, or no /proc.
-    """
-    try:
-        boot = Path('/proc/sys/kernel/random/boot_id').read_text().strip()
-        space = os.stat('/proc/self/ns/pid').st_ino
-        state, *fields = Path(f'/proc/{pid or "self"}/stat').read_text().rpartition(')')[2].split()
-    except OSError:
-        return None
-    return None if state in 'ZX' else f'{boot} {space} {pid or os.getpid()} {fields[18]}'
-
-
-# On a file system
 
 
 def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | None:
@@ -226,22 +168,9 @@ def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | Non
     """
     if not (math.isfinite(expiry) and expiry > 0):
         raise ConfigError(f'expiry={expiry} must be a positive, finite number of seconds')
-    if buckets.is_url(directory):
-        lease = acquire_object(as_path(directory) / run, expiry)
-        return lease if isinstance(lease, Lease) else None
-    directory = make_directory(directory)
-    content = content_of(expiry)
-    with _usable(directory):
-        number = _highest(directory).get(run, -1)
-        while number < 0 or _holder(directory / f'{run}.{number}', expiry) is None:
-            number += 1
-            path = directory / f'{run}.{number}'
-            created = seconds()
-            # If it exists, another process was faster or the listing was stale: check it as well.
-            with contextlib.suppress(FileExistsError), no_interrupt:
-                _create(path, content)
-                return Lease(_File(path, content), expiry, created)
-    return None
+    directory = as_path(directory) if buckets.is_url(directory) else make_directory(directory)
+    lease = _acquire(directory, run, expiry)
+    return lease if isinstance(lease, Lease) else None
 
 
 def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, Holder]:
@@ -257,37 +186,161 @@ def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, Holder]:
     directory = as_path(directory)
     if not directory.exists():
         return {}
-    if buckets.is_url(directory):
-        return _object_holders(directory, expiry)
     with _usable(directory):
-        all_runs = {
-            run: _holder(directory / f'{run}.{number}', expiry)
-            for run, number in sorted(_highest(directory).items())
-        }
-    return {run: holder for run, holder in all_runs.items() if holder is not None}
+        by_run = {run: _holder(entry, expiry) for run, entry in sorted(_entries(directory).items())}
+    return {run: holder for run, holder in by_run.items() if holder is not None}
+
+
+def _acquire(directory: Path, run: str, expiry: float) -> Lease | Holder:
+    about = {
+        'host': socket.gethostname(),
+        'process': _process(),
+        'pid': os.getpid(),
+        'started': datetime.datetime.now(datetime.UTC).isoformat(),
+        'expiry': expiry,
+    }
+    content = json.dumps(about).encode() + b'\n'
+    with _usable(directory):
+        entry = _entries(directory, run)[run]
+        while (holder := _holder(entry, expiry)) is None:
+            created = seconds()
+            # If another process was faster, or the listing was stale, that lease is checked, too.
+            with contextlib.suppress(FileExistsError), no_interrupt:
+                entry.take(content)
+                return Lease(entry, content, expiry, created)
+    return holder
+
+
+def _holder(entry: '_File | _Object', expiry: float) -> Holder | None:
+    """The holder of a lease; None if there is none, or it expired, was released or is dead."""
+    if (current := entry.read()) is None:
+        return None
+    content, beat, now = current
+    name, alive = 'an unknown process', None
+    with contextlib.suppress(ValueError):  # cut off or damaged
+        about = parse_json(content)
+        check(about, {'host': str, 'pid': int, 'expiry': float})
+        if about['expiry'] > 0:
+            name, expiry = f'process {about["pid"]} on {about["host"]}', about['expiry']
+            alive = _is_alive(about.get('process'))
+    age = now - beat
+    return None if age > expiry or alive is False else Holder(name, beat, age, expiry - age, alive)
+
+
+def _is_alive(name: object) -> bool | None:
+    """Whether the process that `_process` named is alive; None for one of another machine."""
+    here = _process()
+    if not here or not isinstance(name, str) or here.split()[:2] != name.split()[:2]:
+        return None
+    return _process(int(name.split()[2])) == name
+
+
+def _process(pid: int | None = None) -> str | None:
+    """A name of a process, this one or another of this machine, that no other one has or gets.
+
+    It is made of the boot, the process namespace, the number, and when the process began; None
+    where there is no such process, or no /proc.
+    """
+    try:
+        boot = Path('/proc/sys/kernel/random/boot_id').read_text().strip()
+        space = os.stat('/proc/self/ns/pid').st_ino
+        state, *fields = Path(f'/proc/{pid or "self"}/stat').read_text().rpartition(')')[2].split()
+    except OSError:
+        return None
+    return None if state in 'ZX' else f'{boot} {space} {pid or os.getpid()} {fields[18]}'
+
+
+# Where a lease is kept. `read` gives its content, the time of its last heartbeat and the time now;
+# `take` replaces what was read, with FileExistsError if another process has been faster.
 
 
 @dataclasses.dataclass
 class _File:
-    """A lease on a file system."""
+    """The lease of a run on a file system."""
+
+    directory: Path
+    run: str
+    number: int
+
+    @property
+    def path(self) -> Path:
+        return self.directory / f'{self.run}.{self.number}'
+
+    def read(self) -> tuple[bytes, float, float] | None:
+        # Before the lease is read, so that a heartbeat in between can only lower its age.
+        with tempfile.TemporaryFile(dir=self.directory) as file:
+            now = os.fstat(file.fileno()).st_mtime
+        with contextlib.suppress(FileNotFoundError), open(self.path, 'rb') as file:
+            # Of the open file: NFS answers a plain stat from a cache that may be a minute old.
+            return file.read(), os.fstat(file.fileno()).st_mtime, now
+        return None
+
+    def take(self, content: bytes) -> None:
+        self.number += 1
+        file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            os.write(file, content)
+        except OSError:
+            os.utime(file, (0, 0))  # released: nobody has to wait until it expires
+            raise
+        finally:
+            os.close(file)
+
+    def renew(self, content: bytes) -> bool:
+        """Touches the lease; returns whether it still is this one."""
+        successor = dataclasses.replace(self, number=self.number + 1)
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.read_bytes() == content and not successor.path.exists():
+                os.utime(self.path)
+                return True
+        return False
+
+    def free(self, content: bytes) -> None:
+        if self.path.read_bytes() == content:
+            os.utime(self.path, (0, 0))
+
+
+@dataclasses.dataclass
+class _Object:
+    """The lease of a run in a bucket."""
 
     path: Path
-    content: bytes
+    generation: int = 0
 
-    def renew(self) -> bool:
-        """Whether the lease is still this one; touches it."""
+    def read(self) -> tuple[bytes, float, float] | None:
+        now = buckets.now(self.path)
         try:
-            mine = _read(self.path)[1] == self.content
+            content, self.generation, updated = buckets.read(self.path)
         except FileNotFoundError:
-            mine = False
-        if not mine or _successor(self.path).exists():
+            self.generation = 0
+            return None
+        return content, updated, now
+
+    def take(self, content: bytes) -> None:
+        self.generation = buckets.write(self.path, content, self.generation)
+
+    def renew(self, content: bytes) -> bool:
+        try:
+            self.take(content)
+        except FileExistsError:
             return False
-        os.utime(self.path)
         return True
 
-    def free(self) -> None:
-        if _read(self.path)[1] == self.content:
-            os.utime(self.path, (0, 0))
+    def free(self, content: bytes) -> None:
+        buckets.delete(self.path, self.generation)
+
+
+def _entries(directory: Path, *runs: str) -> Mapping[str, '_File | _Object']:
+    """The lease of each run below `directory`, and of `runs`, which need not have one."""
+    if buckets.is_url(directory):
+        names = runs or [path.name for path in directory.iterdir()]
+        return {run: _Object(directory / run) for run in names}
+    numbers = dict.fromkeys(runs, -1)
+    for name in os.listdir(directory):
+        run, _, number = name.rpartition('.')
+        if run and number.isdecimal():
+            numbers[run] = max(numbers.get(run, -1), int(number))
+    return {run: _File(directory, run, number) for run, number in numbers.items()}
 
 
 @contextlib.contextmanager
@@ -296,122 +349,85 @@ def _usable(directory: Path) -> Iterator[None]:
         with disk_errors(directory):
             yield
     except OSError as error:
+        if buckets.is_url(directory):
+            raise
         raise RunDirectoryError(
             f'{directory} cannot hold leases ({error.strerror}); '
             'give a workdir that this user can write to'
         ) from error
 
 
-def _create(path: Path, content: bytes) -> None:
-    """Creates `path` or raises FileExistsError. A crash may leave the file empty."""
-    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    try:
-        os.write(file, content)
-    except OSError:
-        os.utime(file, (0, 0))  # released: nobody has to wait until it expires
-        raise
-    finally:
-        os.close(file)
+# Locks
 
 
-def _successor(path: Path) -> Path:
-    run, _, number = path.name.rpartition('.')
-    return path.with_name(f'{run}.{int(number) + 1}')
+@contextlib.contextmanager
+def locked(
+    path: str | os.PathLike[str], *, wait: bool = True, named: bool = False
+) -> Iterator[Callable[[], bool]]:
+    """Holds an exclusive lock on the file `path`; yields a function: whether the lock is lost.
 
+    On a file system the kernel releases the lock when the holder dies, however it dies, and a lock
+    is never lost. Children made by os.fork share it and keep it until they end; other programs that
+    this process starts do not.
 
-def _highest(directory: Path) -> dict[str, int]:
-    """The highest number by run."""
-    numbers: dict[str, int] = {}
-    for name in os.listdir(directory):
-        run, _, number = name.rpartition('.')
-        if run and number.isdecimal():
-            numbers[run] = max(numbers.get(run, 0), int(number))
-    return numbers
+    A lock in a bucket is a lease. It is taken over at once where its holder was a process of this
+    machine that is gone, else when it expires; a holder that shows a heartbeat until then has it.
 
+    Args:
+      wait: for another holder to release the lock; otherwise BlockingIOError, which says who holds
+        it, is raised.
+      named: whether the file says who holds it; a lease always does.
 
-def _read(path: Path) -> tuple[float, bytes]:
-    """Returns (mtime, content).
-
-    The mtime is read from the open file, because NFS answers a plain stat from a cache that may be
-    a minute old, but an open from the server.
+    Raises:
+      ConfigError: the directory of `path` cannot be written, or its file system has no locks.
     """
-    with open(path, 'rb') as file:
-        return os.fstat(file.fileno()).st_mtime, file.read()
-
-
-def _holder(path: Path, expiry: float) -> Holder | None:
-    """The holder of the lease `path`; None if it expired, was released or deleted, or is dead."""
-    # Read before the lease, so that a heartbeat in between can only lower its age.
-    with tempfile.TemporaryFile(dir=path.parent) as file:
-        now = os.fstat(file.fileno()).st_mtime
+    path = as_path(path)
+    if buckets.is_url(path):
+        with _leased(path, wait) as lease:
+            yield lambda: lease.lost
+        return
     try:
-        mtime, content = _read(path)
-    except FileNotFoundError:
-        return None
-    holder = holder_of(content, now - mtime, expiry)
-    return None if holder and is_alive(holder) is False else holder
-
-
-# In a bucket
-
-
-def acquire_object(path: Path, expiry: float) -> Lease | Holder:
-    """Acquires the lease that is the object `path`, or returns who holds it."""
-    content = content_of(expiry)
-    while True:
+        with disk_errors(path.parent, creates=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, 'a+', encoding='utf-8')  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise ConfigError(
+            f'{path.parent} cannot be written ({error.strerror}); give a directory that this user '
+            'can write to, as workdir for results or as data_dir or QKATTN_DATA for data'
+        ) from error
+    with file:
         try:
-            found = buckets.read(path)
-        except FileNotFoundError:
-            found = None
-        if found and (holder := _object_holder(path, found, expiry)):
-            return holder
-        created = seconds()
-        # If another process was faster, who holds it is looked up again.
-        with contextlib.suppress(FileExistsError), no_interrupt:
-            generation = buckets.write(path, content, found.generation if found else 0)
-            return Lease(_Object(path, content, generation), expiry, created)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            holder = path.read_text(errors='replace').strip() or 'another process'
+            raise BlockingIOError(holder) from error
+        except OSError as error:
+            raise ConfigError(
+                f'{path.parent} is on a file system without locks ({error.strerror}); '
+                'give a directory on one that has them'
+            ) from error
+        if named:
+            started = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
+            holder = f'process {os.getpid()} on {socket.gethostname()} since {started}\n'
+            with disk_errors(path.parent):
+                file.truncate(0)
+                os.write(file.fileno(), holder.encode())
+        yield lambda: False
 
 
-def _object_holders(directory: Path, expiry: float) -> dict[str, Holder]:
-    """The holder of each lease below `directory` that is held, by name."""
-    found: dict[str, Holder] = {}
-    for path in sorted(directory.iterdir()):
-        with contextlib.suppress(FileNotFoundError):
-            if holder := _object_holder(path, buckets.read(path), expiry):
-                found[path.name] = holder
-    return found
-
-
-def _object_holder(path: Path, found: buckets.Object, expiry: float) -> Holder | None:
-    """The holder of a lease; None if it expired, or was a process of this machine that is gone."""
-    holder = holder_of(found.content, buckets.now(path) - found.updated, expiry)
-    if holder is None or is_alive(holder) is False:
-        return None
-    return dataclasses.replace(holder, generation=found.generation)
-
-
-def is_alive(holder: Holder) -> bool | None:
-    """Whether the holder is a live process of this machine; None for another machine's."""
-    here, there = process(), holder.process
-    if not here or not isinstance(there, str) or here.split()[:2] != there.split()[:2]:
-        return None
-    return process(int(there.split()[2])) == there
-
-
-@dataclasses.dataclass
-class _Object:
-    """A lease in a bucket."""
-
-    path: Path
-    content: bytes
-    generation: int
-
-    def renew(self) -> bool:
-        try:
-            self.generation = buckets.write(self.path, self.content, self.generation)
-        except FileExistsError:
-            return False
-        return True
-
-    def free(self) -> None:
-        buckets.delete(self.path, self.generation)
+def _leased(path: Path, wait: bool) -> Lease:
+    """The lease of a lock in a bucket, once it is free."""
+    first: Holder | None = None
+    while not isinstance(holder := _acquire(path.parent, path.name, LOCK_EXPIRY), Lease):
+        if not wait and (holder.alive or (first and holder.beat != first.beat)):
+            raise BlockingIOError(holder.name)
+        if not wait and first is None:
+            log.warning(
+                '%s is held by %s; going on in %.0f s unless it shows that it is alive',
+                path,
+                holder,
+                max(holder.free_in, 0),
+            )
+        first = first or holder
+        time.sleep(_POLL)
+    return holder

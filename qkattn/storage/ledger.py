@@ -4,8 +4,8 @@
 
 `hash` is the SHA-256 of the line's other fields, `previous` the hash of the line before it, so a
 line that is edited, moved or left out breaks the chain. A missing last line does not: it shows in
-the files that the last line describes. Whoever rewrites the whole ledger is not found out; it keeps
-honest people from fooling themselves, and no more.
+the files that the last line describes. A ledger that is rewritten as a whole is not
+noticed: it protects from mistakes, not from fraud.
 
     declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
                  looks, margin; again where a field that may change, such as the question, does
@@ -34,8 +34,8 @@ from typing import Any
 from qkattn.errors import ReportError
 from qkattn.metrics import result_fields
 from qkattn.storage.files import as_path, write_atomic
-from qkattn.storage.locks import locked
-from qkattn.storage.records import parse_json, to_jsonable
+from qkattn.storage.leases import locked
+from qkattn.storage.records import PLACE, parse_json, to_jsonable
 
 NAME = 'ledger.jsonl'
 DECLARED, ARMS_ADDED, CHANGED = 'declared', 'arms_added', 'changed'
@@ -50,11 +50,7 @@ FIELDS = {
 _LATER = {'runs'}  # fields that lines of earlier versions lack
 # What may be accepted: runs of a checkout with uncommitted changes, runs of different commits.
 ACCEPTABLE = ('uncommitted', 'commits')
-LOGS = 'logs'
-LOOKED_FILES = ('study.json', 'plan.jsonl', 'results.jsonl')
-# Counted where a study has it.
 YARDSTICKS = 'yardsticks.json'
-PLACE = ('variant', 'size', 'corpus', 'control')
 # The fields of a result that were seen; times may be measured again.
 _SEEN = ('trial', 'status', 'diverged_at', 'num_steps', *result_fields())
 
@@ -106,12 +102,12 @@ class Ledger:
         looks: dict[str, tuple[str, int]] = {}
         for entry in reversed(self.entries):
             if entry['event'] == LOOKED and 'runs' in entry:
-                looks |= {run: (of, entry['look']) for run, of in entry['runs'].items()}
+                looks |= {run: (seen, entry['look']) for run, seen in entry['runs'].items()}
         may_go = any(entry['event'] == CHANGED for entry in self.entries)
         return {
             run: look
-            for run, (of, look) in looks.items()
-            if runs.get(run, of if may_go else None) != of
+            for run, (seen, look) in looks.items()
+            if runs.get(run, seen if may_go else None) != seen
         }
 
     @property
@@ -240,15 +236,16 @@ def digest_of_entry(entry: Entry) -> str:
 
 
 def digests(directory: Path) -> dict[str, str | None]:
-    """SHA-256 of each of LOOKED_FILES and of YARDSTICKS, and one of the logs of all planned runs.
+    """SHA-256 of the files of a study that a look sees, and one of the logs of all planned runs.
 
     Of metrics.jsonl all lines count but those of training, which copies of a study leave out.
     """
-    found = {name: _file_sha256(directory / name) for name in LOOKED_FILES}
-    if (yardsticks := _file_sha256(directory / YARDSTICKS)) is not None:
-        found[YARDSTICKS] = yardsticks
-    logs = {planned['directory']: of for planned, of in _logs(directory)}
-    return found | {LOGS: _sha256(logs)}
+    names = ('study.json', 'plan.jsonl', 'results.jsonl', YARDSTICKS)
+    files = {name: _file_sha256(directory / name) for name in names}
+    if files[YARDSTICKS] is None:  # not every study has them
+        del files[YARDSTICKS]
+    logs = {planned['directory']: hashes for planned, hashes in _logs(directory)}
+    return files | {'logs': _sha256(logs)}
 
 
 def seen(directory: Path) -> dict[str, str]:
@@ -257,13 +254,13 @@ def seen(directory: Path) -> dict[str, str]:
     for line in _lines(directory / 'results.jsonl'):
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a report names the line
             result = parse_json(line)
-            found = {name: result[name] for name in _SEEN if name in result}
-            if found not in (of_run := results.setdefault(result['run'], [])):
-                of_run.append(found)
-    logs = {planned.get('run'): of for planned, of in _logs(directory)}
+            fields = {name: result[name] for name in _SEEN if name in result}
+            if fields not in (trials := results.setdefault(result['run'], [])):
+                trials.append(fields)
+    logs = {planned.get('run'): hashes for planned, hashes in _logs(directory)}
     return {
-        run: _sha256({'results': of_run, 'logs': logs[run]})
-        for run, of_run in results.items()
+        run: _sha256({'results': trials, 'logs': logs[run]})
+        for run, trials in results.items()
         if run in logs
     }
 

@@ -1,34 +1,83 @@
-"""JSON files that survive crashes: whole files replaced atomically, and lines of the metrics log.
+"""JSON files of runs and studies: written whole, with checksums, and checked when they are read.
 
-Everything written here is strict JSON (no NaN, no Infinity).
+Everything written here is strict JSON (no NaN, no Infinity). A schema says what a file must hold:
+it is a type, a union of types, `tuple[T, ...]` for a list; a mapping of field to schema for an
+object; or a list of one schema for a list of such values that is not empty.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import os
+import sys
+import types
+import typing
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from qkattn.errors import RunDirectoryError
+from qkattn.metrics import METRICS, TIMES, result_fields
 from qkattn.storage.files import as_path, write_atomic
-from qkattn.storage.json_schema import check
 
+T = TypeVar('T')
 # How a trial ended: `status` of each entry of result.json.
 FINISHED, DIVERGED = 'finished', 'diverged'
-
 CHECKSUM = 'crc32'
 ADVICE = 'restore it from a copy or use another run directory'
-METRICS_ADVICE = (
-    'restore the file from a copy or use another run directory; the checkpoints of this one are '
-    'kept, and convert --source exports their parameters'
+_RESULT_ADVICE = (
+    'restore it from a copy, or remove it: the same command then makes it again from the newest '
+    'checkpoint'
 )
 _MAX_DEPTH = 50
+_MAX_SHOWN = 80  # characters of a value in a message
+# What JSON has for a type; other types stand for themselves.
+_TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Mapping: (dict,)}
+
+CONFIG = {'hash': str, 'config': dict}
+# A start in provenance.json, and the file.
+START = {'git': dict, 'python': str, 'versions': dict, 'devices': dict}
+PROVENANCE = {'starts': [START]}
+# An entry of result.json; `check_result` adds the metrics.
+RESULT = {
+    'trial': {'seed': int, 'learning_rate': float, 'weight_decay': float},
+    'status': str,
+    'num_steps': int,
+    'num_tokens': int,
+    'config_hash': str,
+    'parameters': {'attention': int, 'total': int},
+    'config': {'d_model': int, 'd_ff': int},
+    'flops_per_token': float,
+    'cache_floats_per_token': float | None,
+    'eval_tokens': int | None,
+    'data': dict,
+    'provenance': dict,
+}
+# The last record of metrics.jsonl, beside the metrics of all trials.
+FINAL = {'trials': tuple[dict, ...], 'eval_tokens': int | None, 'test_tokens': int | None}
+# A split of documents.json: names and targets of documents, and nats of each trial.
+DOCUMENTS = {
+    'documents': tuple[str, ...],
+    'tokens': tuple[float, ...],
+    'nats': tuple[tuple[float, ...] | None, ...],
+}
+# Files of a run that reports are not made from.
+RUN_FILES = {'config.json': CONFIG, 'provenance.json': PROVENANCE, 'result.json': [RESULT]}
+# What is read of study.json before it is compared field by field, and an arm in it.
+STUDY = {'base': dict, **dict.fromkeys(('variants', 'sizes', 'corpora', 'arms'), list)}
+ORPHAN = {'directory': str, 'run': str | None, 'config': dict | None, 'results': list | None}
+PLACE = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
+_METRICS = result_fields()
+# Losses that every result holds, null if not measured.
+_LOSSES = {f for m in METRICS.values() if m.role == 'loss' and m.logged for f in m.fields}
+
+
+# Writing
 
 
 def to_jsonable(value: Any) -> Any:
@@ -76,18 +125,33 @@ def write_json(path: str | os.PathLike, value: Any, *, indent: int | None = 2) -
       TypeError: `value` has no JSON form; the file is untouched.
     """
     plain = to_jsonable(value)
-    if isinstance(plain, list):
-        summed: Any = [with_checksum(item) for item in plain]
-    else:
-        summed = with_checksum(plain)
+    summed = [*map(with_checksum, plain)] if isinstance(plain, list) else with_checksum(plain)
     write_atomic(path, json.dumps(summed, allow_nan=False, indent=indent) + '\n')
+
+
+def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object with the field `crc32`, the checksum of its other fields."""
+    return record | {CHECKSUM: _checksum(record)}
+
+
+def remove_checksum(record: dict[str, Any]) -> None:
+    """Takes `crc32` out of an object; ValueError where it is not that of the other fields."""
+    if record.pop(CHECKSUM, None) != _checksum(record):
+        raise ValueError('its checksum is not that of its content')
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+# Reading
 
 
 def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any:
     """Reads a file written by `write_json`, or one without checksums by the same schema.
 
     Args:
-      schema: what `json_schema.check` takes.
+      schema: what `check` takes.
       advice: what to do with a file that is damaged.
 
     Raises:
@@ -148,17 +212,12 @@ def for_each_line(
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                take(_parse_line(line))
+                value = parse_json(line)
+                if isinstance(value, dict) and CHECKSUM in value:
+                    remove_checksum(value)
+                take(value)
         except ValueError as error:
             problems.append(f'{label}:{number} was left out: {error}.')
-
-
-def _parse_line(line: bytes) -> Any:
-    """The value of a line of JSON Lines, whose checksum, if it has one, is checked and left out."""
-    value = parse_json(line)
-    if isinstance(value, dict) and CHECKSUM in value:
-        remove_checksum(value)
-    return value
 
 
 def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> RunDirectoryError:
@@ -167,62 +226,156 @@ def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> 
     return RunDirectoryError(f'{path} is damaged ({reason}); {advice}.')
 
 
-def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object with the field `crc32`, the checksum of its other fields."""
-    return record | {CHECKSUM: _checksum(record)}
+# Results
 
 
-def remove_checksum(record: dict[str, Any]) -> None:
-    """Takes `crc32` out of an object; ValueError where it is not that of the other fields."""
-    if record.pop(CHECKSUM, None) != _checksum(record):
-        raise ValueError('its checksum is not that of its content')
-
-
-def _checksum(record: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
-
-
-def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads a metrics file, also one that is being written: an unfinished last line is left out.
+def read_results(path: Path, trials: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The results of a run's trials.
 
     Raises:
-      RunDirectoryError: another line is damaged, has no integer `step`, or goes back in steps; a
-        checksum is not that of its line.
+      RunDirectoryError: the file is damaged, or holds other trials.
     """
-    return [record for record, _ in parse_metrics(as_path(path))]
+    return as_results(read_json(path, [{}], _RESULT_ADVICE), trials, path)
 
 
-def parse_metrics(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """Returns (record, line with its newline) for every complete line."""
+def as_results(
+    results: list[dict[str, Any]], trials: Sequence[Mapping[str, Any]], path: Path
+) -> list[dict[str, Any]]:
+    """`results`, which were read from `path`, if they are those of the trials; raises likewise."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise damaged(path, error) from error
-    parsed: list[tuple[dict[str, Any], bytes]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = parse_json(line)
-            complete = line.endswith(b'\n') and isinstance(record, dict)
-        except ValueError:
-            complete = False
-        if complete and CHECKSUM in record:
+        for number, result in enumerate(results):
             try:
-                remove_checksum(record)
+                check_result(result)
             except ValueError as error:
-                raise RunDirectoryError(
-                    f'{path}, line {number} is damaged ({error}); {METRICS_ADVICE}'
-                ) from error
-        if not complete and number == len(lines):
-            break
-        if not complete or type(record.get('step')) is not int:
-            raise RunDirectoryError(
-                f'{path}, line {number} is not a JSON object with an integer "step"; '
-                f'{METRICS_ADVICE}'
+                raise ValueError(f'trial {number}: {error}') from error
+        stored = [result['trial'] for result in results]
+        # Settings that trials have gained since the file was written are not in it.
+        known = [{n: v for n, v in trial.items() if n in stored[0]} for trial in trials]
+        if stored != known:
+            raise ValueError(
+                f'it has results of {len(stored)} trials that are not those of the run'
             )
-        if parsed and record['step'] < parsed[-1][0]['step']:
-            raise RunDirectoryError(
-                f'{path}, line {number} goes back to step {record["step"]} from step '
-                f'{parsed[-1][0]["step"]}; {METRICS_ADVICE}'
-            )
-        parsed.append((record, line))
-    return parsed
+    except ValueError as error:
+        raise damaged(path, error, _RESULT_ADVICE) from error
+    return results
+
+
+def check_result(record: Any) -> None:
+    """Raises ValueError that names the field unless `record` is a result, or has more fields."""
+    check(record, RESULT)
+    check(record, {n: hint | None for n, hint in _METRICS.items() if n in record or n in _LOSSES})
+    check(record, {name: float | None for name in TIMES if name in record})
+    if 'diverged_at' in record:  # later than the other fields
+        check(record, {'diverged_at': int | None})
+    if record['status'] not in (FINISHED, DIVERGED):
+        raise ValueError(
+            f"field 'status' is {record['status']!r}, expected {FINISHED} or {DIVERGED}"
+        )
+    if record['status'] == FINISHED and record['val_loss'] is None:
+        raise ValueError("field 'val_loss' of a finished trial is None")
+
+
+# Schemas
+
+
+def check(value: Any, schema: Any) -> None:
+    """Raises ValueError that names the field unless `value` is of this schema.
+
+    An object may have other fields, too.
+    """
+    if isinstance(schema, list):
+        if not isinstance(value, list) or not value:
+            raise ValueError(f'expected a list that is not empty, found {_kind(value)}')
+        for number, item in enumerate(value):
+            try:
+                check(item, schema[0])
+            except ValueError as error:
+                raise ValueError(f'entry {number}: {error}') from error
+        return
+    if not isinstance(value, dict):
+        raise ValueError(f'expected an object, found {_kind(value)}')
+    for name, hint in schema.items():
+        if name not in value:
+            raise ValueError(f'field {name!r} is missing')
+        kind = type(hint) if isinstance(hint, dict | list) else hint
+        if not _fits(kind)(value[name]):
+            text = repr(value[name])
+            shown = text if len(text) <= _MAX_SHOWN else f'{text[:_MAX_SHOWN]}...'
+            raise ValueError(f'field {name!r} is {shown}, expected {_expected(kind)}')
+        if isinstance(hint, dict | list):
+            check(value[name], hint)
+
+
+def read(cls: type[T], record: Any, **given: Any) -> T:
+    """A dataclass from an object, whose annotations are the schema; `given` is not read.
+
+    Fields with a default may be absent; lists become tuples. Raises ValueError as `check`.
+    """
+    check(record, {})
+    hints = typing.get_type_hints(cls)
+    fields: tuple[dataclasses.Field, ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
+    required = {f.name for f in fields if f.default is dataclasses.MISSING}
+    names = [f.name for f in fields if f.name in (required | record.keys()) - given.keys()]
+    check(record, {name: hints[name] for name in names})
+    return cls(**given, **{name: _frozen(record[name]) for name in names})
+
+
+def flat(record: Mapping, separator: str = '.', prefix: str = '') -> Iterator[tuple[str, Any]]:
+    """(name, value) of every value that is no mapping itself, named 'outer.inner'."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, separator, f'{prefix}{name}{separator}')
+        else:
+            yield f'{prefix}{name}', value
+
+
+def _kind(value: Any) -> str:
+    return 'an empty list' if value == [] else type(value).__name__
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+@functools.cache
+def _fits(hint: Any) -> Callable[[Any], bool]:
+    """Whether values fit a hint, which is looked into once: files hold millions of values."""
+    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is types.UnionType:
+        options = [_fits(option) for option in parts]
+        return lambda value: any(fits(value) for fits in options)
+    if kind is typing.Literal:
+        return lambda value: value in parts
+    if kind is tuple:
+        item_fits = _fits(parts[0])
+        return lambda value: isinstance(value, list) and all(map(item_fits, value))
+    if kind is Mapping and parts and parts[1] is not Any:
+        item_fits = _fits(parts[1])
+        return lambda value: isinstance(value, dict) and all(map(item_fits, value.values()))
+    allowed = _TYPES.get(kind, (kind,))
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, bool):
+            return kind in (bool, object)
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            return False  # digits without end, which nothing can compute with
+        if isinstance(value, float) and not math.isfinite(value):
+            return False  # strict JSON has no such numbers; 1e999 is read as one
+        return isinstance(value, allowed)
+
+    return fits
+
+
+def _expected(hint: Any, joint: str = ' or ') -> str:
+    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is types.UnionType:
+        return joint.join(_expected(option, joint) for option in parts)
+    if kind is typing.Literal:
+        return joint.join(map(repr, parts))
+    if kind is tuple:
+        return f'list of {_expected(parts[0], "/")}'
+    if kind is Mapping and parts and parts[1] is not Any:
+        return f'object of {_expected(parts[1], "/")}'
+    if kind is type(None):
+        return 'null'
+    return joint.join(option.__name__ for option in _TYPES.get(kind, (kind,)))

@@ -12,10 +12,18 @@ Readers need no lock: they always see whole files, except for the last line of m
 
 import contextlib
 import dataclasses
+import datetime
+import importlib.metadata
 import logging
 import os
-from collections.abc import Callable
+import platform
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from qkattn.config import (
     Config,
@@ -28,12 +36,15 @@ from qkattn.config import (
 )
 from qkattn.config.calls import imported
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError, UnknownFieldError
-from qkattn.storage.appended import MetricsFile
-from qkattn.storage.file_schemas import CONFIG, PROVENANCE
 from qkattn.storage.files import make_directory
-from qkattn.storage.locks import locked
-from qkattn.storage.provenance import describe_start
-from qkattn.storage.records import damaged, read_json, read_metrics, write_json
+from qkattn.storage.leases import locked
+from qkattn.storage.metrics_log import MetricsFile, read_metrics
+from qkattn.storage.records import CONFIG, PROVENANCE, damaged, read_json, write_json
+
+RECORDED_VERSIONS = (
+    *('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorflow-datasets', 'grain'),
+    'numpy',
+)
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +97,27 @@ class RunDirectory:
         """
         directory = make_directory(path)
         with contextlib.ExitStack() as stack:
-            lost = _acquire(stack, directory)
+            try:
+                lost = stack.enter_context(locked(directory / 'lock', wait=False, named=True))
+            except BlockingIOError as error:
+                raise InUseError(
+                    f'workdir={directory} is in use by {error}; wait for it, stop it, or give '
+                    'another one'
+                ) from error
             resumed = _check_config(directory, config)
-            _record_start(directory / 'provenance.json', command, config)
+            provenance = directory / 'provenance.json'
+            starts = read_json(provenance, PROVENANCE)['starts'] if provenance.exists() else []
+            start = describe_start(command, imported(to_json(config)))
+            write_json(provenance, {'starts': [*starts, start]})
             metrics = MetricsFile(directory / 'metrics.jsonl')
             stack.callback(metrics.close)
             if (directory / 'result.json').exists():
-                _check_finished(metrics.path)
+                last = read_metrics(metrics.path)[-1:]
+                if not last or last[0].get('kind') != 'final':
+                    log.warning(
+                        '%s lacks the last records of a finished run; restore it from a copy',
+                        metrics.path,
+                    )
             return cls(directory, resumed, metrics, stack.pop_all(), lost)
 
     def close(self) -> None:
@@ -104,22 +129,6 @@ class RunDirectory:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _check_finished(metrics: Path) -> None:
-    last = read_metrics(metrics)[-1:]
-    if not last or last[0].get('kind') != 'final':
-        log.warning('%s lacks the last records of a finished run; restore it from a copy', metrics)
-
-
-def _acquire(stack: contextlib.ExitStack, directory: Path) -> Callable[[], bool]:
-    """Locks the directory until `stack` closes; returns what says whether the lock is lost."""
-    try:
-        return stack.enter_context(locked(directory / 'lock', wait=False, named=True))
-    except BlockingIOError as error:
-        raise InUseError(
-            f'workdir={directory} is in use by {error}; wait for it, stop it, or give another one'
-        ) from error
 
 
 def _check_config(directory: Path, config: Config) -> bool:
@@ -136,11 +145,11 @@ def _check_config(directory: Path, config: Config) -> bool:
             )
         write_json(path, {'hash': fingerprint(config), 'config': to_json(config)})
         return False
-    found = read_json(path, CONFIG)
-    if fingerprint_of(found['config']) != found['hash']:
+    record = read_json(path, CONFIG)
+    if fingerprint_of(record['config']) != record['hash']:
         raise damaged(path, ValueError('its hash is not that of its config'))
     try:
-        stored: Config = from_json(Config, found['config'])
+        stored: Config = from_json(Config, record['config'])
     except UnknownFieldError as error:
         raise ConfigError(f'{path} has an {error}; or give another workdir') from error
     except ConfigError as error:
@@ -156,6 +165,74 @@ def _check_config(directory: Path, config: Config) -> bool:
     )
 
 
-def _record_start(path: Path, command: list[str] | None, config: Config) -> None:
-    starts = read_json(path, PROVENANCE)['starts'] if path.exists() else []
-    write_json(path, {'starts': [*starts, describe_start(command, imported(to_json(config)))]})
+def describe_start(
+    command: list[str] | None, imported: Mapping[str, str | None] | None = None
+) -> dict[str, Any]:
+    """Describes this process as it starts; asks jax for its devices.
+
+    Args:
+      command: the command line; None: not recorded.
+      imported: the sha256 of the source file of each import path in the config.
+
+    Returns:
+      JSON-compatible fields; the version of a package that is not installed is None.
+    """
+    device = jax.devices()[0]
+    return {
+        'started': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        'command': command,
+        'working_directory': os.getcwd(),
+        'hostname': socket.gethostname(),
+        'process': os.getpid(),
+        'git': git_state(Path(__file__).resolve().parent),
+        'python': platform.python_version(),
+        'platform': platform.platform(),
+        'imported': dict(imported or {}),
+        'versions': {name: _version(name) for name in RECORDED_VERSIONS},
+        'devices': {
+            'platform': device.platform,
+            'kind': device.device_kind,
+            'count': jax.device_count(),
+            'processes': jax.process_count(),
+        },
+    }
+
+
+def git_state(directory: Path) -> dict[str, Any]:
+    """Returns the checkout that the package in `directory` belongs to.
+
+    Returns:
+      {'commit': full hash, 'dirty': whether files differ from it or are untracked}; without such a
+      checkout {'commit': None, 'dirty': None, 'reason': why}. A package installed into an
+      environment inside another repository's checkout does not belong to it.
+    """
+    try:
+        _git(directory, 'ls-files', '--error-unmatch', '__init__.py')
+        commit = _git(directory, 'rev-parse', 'HEAD').strip()
+        dirty = bool(_git(directory, 'status', '--porcelain'))
+    except subprocess.CalledProcessError as error:
+        return {'commit': None, 'dirty': None, 'reason': error.stderr.strip()}
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {'commit': None, 'dirty': None, 'reason': str(error)}
+    return {'commit': commit, 'dirty': dirty}
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    # Variables like GIT_DIR, which git sets for its hooks, would name another repository.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith('GIT_')}
+    environment['GIT_OPTIONAL_LOCKS'] = '0'
+    return subprocess.run(
+        ['git', '-C', str(directory), *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=environment,
+    ).stdout
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -23,10 +23,8 @@ from qkattn.config import (
 )
 from qkattn.errors import ConfigError, UnknownFieldError
 from qkattn.storage import ledger
-from qkattn.storage.file_schemas import PLACE, STUDY
-from qkattn.storage.json_schema import check
-from qkattn.storage.locks import locked
-from qkattn.storage.records import damaged, parse_json, read_json, write_json
+from qkattn.storage.leases import locked
+from qkattn.storage.records import PLACE, STUDY, check, damaged, parse_json, read_json, write_json
 from qkattn.study.place import Place
 from qkattn.study.plan import PlannedRun
 

@@ -35,11 +35,18 @@ from qkattn.jobs.display import StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.storage import leases
 from qkattn.storage.buckets import is_url
-from qkattn.storage.file_schemas import CONFIG, as_results, read_results
 from qkattn.storage.files import check_directory, make_directory, write_atomic
-from qkattn.storage.json_schema import check
-from qkattn.storage.locks import locked
-from qkattn.storage.records import damaged, parse_json, read_json, to_jsonable
+from qkattn.storage.leases import locked
+from qkattn.storage.records import (
+    CONFIG,
+    as_results,
+    check,
+    damaged,
+    parse_json,
+    read_json,
+    read_results,
+    to_jsonable,
+)
 from qkattn.study import declaration, plan
 from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun

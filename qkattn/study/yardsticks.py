@@ -31,11 +31,18 @@ from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs.display import waiting
 from qkattn.metrics import PREFIXES
 from qkattn.stats import ngrams
-from qkattn.storage.file_schemas import PLACE, START
 from qkattn.storage.files import absolute
 from qkattn.storage.ledger import YARDSTICKS
-from qkattn.storage.provenance import describe_start
-from qkattn.storage.records import FINISHED, parse_json, read_json, to_jsonable, write_json
+from qkattn.storage.records import (
+    FINISHED,
+    PLACE,
+    START,
+    parse_json,
+    read_json,
+    to_jsonable,
+    write_json,
+)
+from qkattn.storage.run_directory import describe_start
 from qkattn.study.place import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import SCREENING, VERDICT
 from qkattn.train import step, targets

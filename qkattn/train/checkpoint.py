@@ -31,8 +31,7 @@ from qkattn.storage.files import (
     require_room,
     require_same_directory,
 )
-from qkattn.storage.json_schema import check
-from qkattn.storage.records import parse_file, parse_json, remove_checksum, with_checksum
+from qkattn.storage.records import check, parse_file, parse_json, remove_checksum, with_checksum
 from qkattn.train import checksums
 
 T = TypeVar('T')

@@ -24,9 +24,8 @@ from flax import traverse_util
 from qkattn.config import Config, ModelConfig, from_json, to_json
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
-from qkattn.storage.file_schemas import CONFIG
 from qkattn.storage.files import absolute, local_copy, replacing
-from qkattn.storage.records import read_json, write_json
+from qkattn.storage.records import CONFIG, read_json, write_json
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.step import init_stack
 

@@ -22,9 +22,8 @@ from qkattn.jobs.agreement import owned, owner_first
 from qkattn.jobs.display import Progress, StudyLeft
 from qkattn.jobs.signals import StopRequest
 from qkattn.model.sites import validate
-from qkattn.storage.file_schemas import read_results
 from qkattn.storage.files import check_directory
-from qkattn.storage.records import write_json
+from qkattn.storage.records import read_results, write_json
 from qkattn.storage.run_directory import RunDirectory
 from qkattn.storage.sinks import Sinks, check_sinks
 from qkattn.train import results, sharding

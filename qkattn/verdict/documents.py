@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkattn.metrics import PREFIXES
-from qkattn.storage.file_schemas import DOCUMENTS
-from qkattn.storage.json_schema import check
-from qkattn.storage.records import parse_file
+from qkattn.storage.records import DOCUMENTS, check, parse_file
 
 # The field of a result that counts the targets of a split.
 COUNTS = {'val': 'eval_tokens', 'test': 'test_tokens'}

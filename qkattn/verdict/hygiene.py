@@ -12,7 +12,7 @@ from qkattn.config import ANNEALED, OptimizerConfig
 from qkattn.config.serialize import OF_MACHINE
 from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.storage import ledger
-from qkattn.storage.json_schema import flat
+from qkattn.storage.records import flat
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT
 from qkattn.verdict import trained

@@ -14,11 +14,9 @@ from typing import Any
 from qkattn.config.study_config import Choice
 from qkattn.errors import ReportError
 from qkattn.storage import ledger
-from qkattn.storage.file_schemas import ORPHAN, RUN_FILES
 from qkattn.storage.files import as_path
-from qkattn.storage.json_schema import check, read
 from qkattn.storage.ledger import Ledger
-from qkattn.storage.records import for_each_line, parse_file
+from qkattn.storage.records import ORPHAN, RUN_FILES, check, for_each_line, parse_file, read
 from qkattn.study.place import CONTROLS, EQUAL_SHAPE, Place, parse_expected
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
 from qkattn.verdict.consistency import arm_problems, document_problems, named, score_problems

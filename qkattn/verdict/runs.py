@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkattn.metrics import LOGGED, PREFIXES, result_fields
-from qkattn.storage.file_schemas import FINAL, PLACE, check_result
-from qkattn.storage.json_schema import check, read
-from qkattn.storage.records import FINISHED, for_each_line
+from qkattn.storage.records import FINAL, FINISHED, PLACE, check, check_result, for_each_line, read
 from qkattn.study.place import CONTROLS, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, STAGES, TRIAL_KNOBS, Settings
 from qkattn.verdict import documents

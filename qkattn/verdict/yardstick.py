@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qkattn.storage import ledger
-from qkattn.storage.file_schemas import PLACE
-from qkattn.storage.json_schema import check, read
-from qkattn.storage.records import parse_file
+from qkattn.storage.records import PLACE, check, parse_file, read
 from qkattn.study.place import Place
 
 

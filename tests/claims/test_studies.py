@@ -15,7 +15,7 @@ from qkattn.config import (
     TrialsConfig,
 )
 from qkattn.errors import DiskError, ProcessError
-from qkattn.storage.file_schemas import START
+from qkattn.storage.records import START
 
 RECORDED = []
 

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from qkattn.storage.records import read_json, read_metrics
+from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import read_json
 from tests.processes import other_modes, umask
 from tests.test_readme import example_code
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qkattn.config import to_config_dict
-from qkattn.storage.records import read_metrics
+from qkattn.storage.metrics_log import read_metrics
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / 'launch/local.py'

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from qkattn.config import Config, from_json
-from qkattn.storage.records import read_json, read_metrics
+from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import read_json
 from tests.experiments.conftest import STUDY
 from tests.launch.slurm import ROOT, Jobs
 from tests.train.test_resume import final_state, outcome

@@ -22,7 +22,7 @@ from qkattn.storage.files import (
     replacing,
     write_atomic,
 )
-from qkattn.storage.locks import locked
+from qkattn.storage.leases import locked
 from tests.processes import start_python, umask
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from qkattn.errors import DiskError, RunDirectoryError
-from qkattn.storage.appended import MetricsFile
+from qkattn.storage.metrics_log import MetricsFile, read_metrics
 from qkattn.storage.records import (
     read_json,
-    read_metrics,
     to_jsonable,
     with_checksum,
     write_json,

@@ -17,7 +17,7 @@ from qkattn.config import (
     to_json,
 )
 from qkattn.errors import ConfigError, RunDirectoryError
-from qkattn.storage import provenance
+from qkattn.storage import run_directory
 from qkattn.storage.records import read_json
 from qkattn.storage.run_directory import RunDirectory
 from tests.processes import start_python
@@ -158,7 +158,7 @@ def test_provenance_gains_one_entry_per_start(tmp_path):
     starts = json.loads((tmp_path / 'provenance.json').read_text())['starts']
     assert [start['command'] for start in starts] == [['train', '--first'], ['train', '--second']]
     assert starts[0]['versions']['numpy'] == np.__version__
-    assert set(starts[0]['versions']) == set(provenance.RECORDED_VERSIONS)
+    assert set(starts[0]['versions']) == set(run_directory.RECORDED_VERSIONS)
     assert starts[0]['devices']['count'] >= 1
     assert starts[0]['started'] <= starts[1]['started']
 

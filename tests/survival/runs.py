@@ -20,7 +20,8 @@ from qkattn.errors import Stopped
 from qkattn.jobs import bootstrap, signals
 from qkattn.jobs.display import Progress
 from qkattn.metrics import TIMES
-from qkattn.storage.records import read_json, read_metrics
+from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import read_json
 from qkattn.train import train
 from qkattn.train.checkpoint import UNFINISHED
 from qkattn.train.exported import load_stack

@@ -23,7 +23,8 @@ from qkattn.config import (
     TrialsConfig,
     from_json,
 )
-from qkattn.storage.records import read_json, read_metrics
+from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import read_json
 from qkattn.study import worker
 from qkattn.train import train
 

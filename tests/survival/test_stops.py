@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from qkattn.jobs.signals import EXIT_REQUEUE
-from qkattn.storage.records import read_metrics
+from qkattn.storage.metrics_log import read_metrics
 from tests.survival import runs
 from tests.train.test_tasks import PAIRS
 

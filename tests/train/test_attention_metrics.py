@@ -15,7 +15,7 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import Lost
 from qkattn.model import build
 from qkattn.pretrained import load
-from qkattn.storage.records import read_metrics
+from qkattn.storage.metrics_log import read_metrics
 from qkattn.train import attention_metrics, train
 from qkattn.train.sharding import make_mesh
 

@@ -14,7 +14,7 @@ from qkattn.config import MeshConfig, to_json
 from qkattn.errors import CheckpointError, ConfigError, InUseError
 from qkattn.metrics import TIMES
 from qkattn.storage.files import as_path
-from qkattn.storage.records import read_metrics
+from qkattn.storage.metrics_log import read_metrics
 from qkattn.train import exported, train
 from tests.compiled_programs import FLAGS
 from tests.jobs.jobs import ended, start_job

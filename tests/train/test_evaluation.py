@@ -13,7 +13,8 @@ from qkattn.config import MeshConfig
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.model import cost
-from qkattn.storage.records import read_json, read_metrics
+from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import read_json
 from qkattn.train import evaluation, measurements, results, sharding, step, train
 from tests.train.standard_error import standard_error
 

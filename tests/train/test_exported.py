@@ -9,7 +9,7 @@ import pytest
 from qkattn.config import ModelConfig
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
-from qkattn.storage.records import read_metrics
+from qkattn.storage.metrics_log import read_metrics
 from qkattn.train import exported, train
 from tests import damages
 from tests.processes import other_modes, umask

@@ -9,7 +9,7 @@ from qkattn.data import pipeline
 from qkattn.errors import Lost, Stopped
 from qkattn.jobs.signals import EXIT_REQUEUE
 from qkattn.storage import leases
-from qkattn.storage.records import read_metrics
+from qkattn.storage.metrics_log import read_metrics
 from qkattn.train import program, results, train
 from tests.experiments.conftest import RUN, STUDY
 from tests.lanes import only

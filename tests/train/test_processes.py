@@ -14,7 +14,8 @@ import pytest
 from qkattn.config import ControlsConfig, MeshConfig, Study, to_json
 from qkattn.jobs.signals import EXIT_REQUEUE
 from qkattn.storage import leases, ledger
-from qkattn.storage.records import read_json, read_metrics
+from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import read_json
 from qkattn.study import worker
 from qkattn.train import program, train
 from qkattn.train.checkpoint import Checkpoints

@@ -22,7 +22,8 @@ from qkattn.config import MeshConfig, TrainConfig
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.jobs.display import Progress
 from qkattn.jobs.signals import EXIT_REQUEUE
-from qkattn.storage.records import read_json, read_metrics, with_checksum
+from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import read_json, with_checksum
 from qkattn.train import loop, measurements, program, train
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.start import Divergences, pauses

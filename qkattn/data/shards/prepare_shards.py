@@ -46,7 +46,7 @@ from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokens import entropy
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded, replacing, write_atomic
-from qkattn.storage.locks import locked
+from qkattn.storage.leases import locked
 
 SHARD_TOKENS = 100_000_000
 

@@ -14,8 +14,7 @@ from qkattn.data.shards.shard_files import Counts, Files, Shard
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import restored
 from qkattn.errors import ConfigError
-from qkattn.storage.json_schema import check
-from qkattn.storage.records import parse_json
+from qkattn.storage.records import check, parse_json
 
 INDEX = 'index.json'
 MODEL = 'tokenizer.json'

@@ -12,7 +12,7 @@ from qkattn.data.shards import prepare_shards
 from qkattn.data.shards.encoding import chunks
 from qkattn.data.shards.prepare_shards import prepare, verify
 from qkattn.errors import DiskError
-from qkattn.storage.locks import locked
+from qkattn.storage.leases import locked
 from tests.data.refusals import refused
 from tests.data.shards.examples import contents
 from tests.processes import start_python

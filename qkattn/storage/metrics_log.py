@@ -1,4 +1,4 @@
-"""Files that grow at their end, on a file system and in a bucket, and the metrics log."""
+"""The metrics log of a run: JSON Lines whose steps never go back, on a disk or in a bucket."""
 
 import contextlib
 import errno
@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,66 @@ from qkattn.errors import Lost, RunDirectoryError
 from qkattn.storage import buckets
 from qkattn.storage.files import as_path, disk_errors, require_same_directory, write_atomic
 from qkattn.storage.records import (
-    METRICS_ADVICE,
+    CHECKSUM,
     damaged,
-    parse_metrics,
+    parse_json,
+    remove_checksum,
     to_jsonable,
     with_checksum,
 )
 
+ADVICE = (
+    'restore the file from a copy or use another run directory; the checkpoints of this one are '
+    'kept, and convert --source exports their parameters'
+)
+Lines = Sequence[tuple[dict[str, Any], bytes]]
+"""(record, line with its newline) of complete lines."""
+
 log = logging.getLogger(__name__)
 
 
-class Appended(io.FileIO):
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Reads a metrics file, also one that is being written: an unfinished last line is left out.
+
+    Raises:
+      RunDirectoryError: another line is damaged, has no integer `step`, or goes back in steps; a
+        checksum is not that of its line.
+    """
+    return [record for record, _ in _parse(as_path(path))]
+
+
+def _parse(path: Path) -> Lines:
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise damaged(path, error) from error
+    parsed: list[tuple[dict[str, Any], bytes]] = []
+    last_step: int | None = None
+    for number, line in enumerate(lines, start=1):
+        record, problem = None, 'is not a JSON object with an integer "step"'
+        with contextlib.suppress(ValueError):
+            record = parse_json(line) if line.endswith(b'\n') else None
+        if not isinstance(record, dict) and number == len(lines):
+            break
+        if isinstance(record, dict):
+            try:
+                if CHECKSUM in record:
+                    remove_checksum(record)
+            except ValueError as error:
+                problem = f'is damaged ({error})'
+            else:
+                step = record.get('step')
+                if type(step) is int:
+                    if last_step is None or step >= last_step:
+                        parsed.append((record, line))
+                        last_step = step
+                        continue
+                    problem = f'goes back to step {step} from step {last_step}'
+        raise RunDirectoryError(f'{path}, line {number} {problem}; {ADVICE}')
+    return parsed
+
+
+class _File(io.FileIO):
     """A file that grows; `sync` puts it on the disk."""
 
     def __init__(self, path: Path):
@@ -44,7 +93,7 @@ class Appended(io.FileIO):
         return False
 
 
-class AppendedObject(io.BytesIO):
+class _Object(io.BytesIO):
     """An object that grows in memory; `sync` uploads it whole.
 
     Raises:
@@ -52,18 +101,12 @@ class AppendedObject(io.BytesIO):
     """
 
     def __init__(self, path: Path):
-        self._path = path
-        self._synced: bytes | None = None
-        self._generation = 0
+        self._path, self._synced, self._generation = path, None, 0
         with contextlib.suppress(FileNotFoundError):
             self._synced, self._generation, _ = buckets.read(path)
         super().__init__(self._synced or b'')
         self.seek(0, os.SEEK_END)
         self.sync()
-
-    def in_place(self) -> bool:
-        """True: `sync` finds out whether the object is another one."""
-        return True
 
     def sync(self) -> None:
         content = self.getvalue()
@@ -75,16 +118,17 @@ class AppendedObject(io.BytesIO):
             raise Lost(f'{self._path} was taken over: {error}') from error
         self._synced = content
 
+    def in_place(self) -> bool:
+        """True: `sync` finds out whether the object is another one."""
+        return True
 
-def appended(path: Path) -> Appended | AppendedObject:
-    """Opens `path` to grow, or creates it."""
-    return AppendedObject(path) if buckets.is_url(path) else Appended(path)
+
+def _open(path: Path) -> _File | _Object:
+    return _Object(path) if buckets.is_url(path) else _File(path)
 
 
 class MetricsFile:
-    """Appends records to a JSON Lines file whose steps never go back.
-
-    In a bucket, where nothing can be appended, lines are kept in memory until `flush`.
+    """Appends records to a metrics log; in a bucket, lines are kept in memory until `flush`.
 
     What follows the last complete line, as a crash or a full disk leaves it, is overwritten by the
     next record, and not before: a file that turns out to be damaged stays as it is. Each record has
@@ -102,10 +146,10 @@ class MetricsFile:
         self.last_step: int | None = None
         """Steps done at the last record; None without records."""
         try:
-            self._file = appended(self.path)
+            self._file = _open(self.path)
         except OSError as error:
             raise damaged(self.path, error) from error
-        self._end_with(parse_metrics(self.path))
+        self._end_with(_parse(self.path))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line, which survives the death of this process, in a bucket after `flush`.
@@ -153,7 +197,7 @@ class MetricsFile:
     def check(self) -> None:
         """Raises RunDirectoryError unless the file holds what was written."""
         written = self.flush()
-        self._require(parse_metrics(self.path), written)
+        self._require(_parse(self.path), written)
 
     def rewind(
         self,
@@ -177,8 +221,7 @@ class MetricsFile:
             what was `written`.
         """
         self.flush()
-        dropped = ('final',) if evaluated else ('final', 'eval')
-        parsed = parse_metrics(self.path)
+        parsed = _parse(self.path)
         if every is not None:
             present = {record['step'] for record, _ in parsed}
             missing = [s for s in range(every, step + 1, every) if s not in present]
@@ -186,12 +229,13 @@ class MetricsFile:
                 raise RunDirectoryError(
                     f'{self.path} has no record of {len(missing)} '
                     f'step{"s" * (len(missing) > 1)} up to {step}, the first at {missing[0]}; '
-                    f'{METRICS_ADVICE}'
+                    f'{ADVICE}'
                 )
         if written is not None:
             self._require(parsed, written)
             parsed = parsed[: written['lines']]
-        # These records are the last ones, so that what stays is the beginning of the file.
+        dropped = ('final',) if evaluated else ('final', 'eval')
+        # The dropped records are the last ones, so that what stays is the beginning of the file.
         self._end_with(
             [
                 (record, line)
@@ -217,28 +261,22 @@ class MetricsFile:
         self._file.seek(0)
         content = self._file.read()[: self._size]
         if zlib.crc32(content) != self._crc32:
-            raise RunDirectoryError(
-                f'{self.path} was replaced while it was written to; {METRICS_ADVICE}'
-            )
+            raise RunDirectoryError(f'{self.path} was replaced while it was written to; {ADVICE}')
         log.warning('%s was removed or replaced, and is written again', self.path)
         write_atomic(self.path, content)
         self._file.close()
-        self._file = appended(self.path)
+        self._file = _open(self.path)
 
-    def _require(
-        self, parsed: list[tuple[dict[str, Any], bytes]], written: Mapping[str, int]
-    ) -> None:
+    def _require(self, parsed: Lines, written: Mapping[str, int]) -> None:
         """Raises RunDirectoryError unless the first lines are those that were written."""
-        lines = [line for _, line in parsed[: written['lines']]]
+        number, lines = written['lines'], [line for _, line in parsed[: written['lines']]]
         if zlib.crc32(b''.join(lines)) != written['crc32']:
-            number = written['lines']
-            raise RunDirectoryError(
-                f'{self.path} has {len(lines)} of the {number} lines that the run has written; '
-                f'{METRICS_ADVICE}'
+            problem = (
+                f' has {len(lines)} of the {number} lines that the run has written'
                 if len(lines) < number
-                else f'{self.path}, lines 1 to {number} are not those that the run has written; '
-                f'{METRICS_ADVICE}'
+                else f', lines 1 to {number} are not those that the run has written'
             )
+            raise RunDirectoryError(f'{self.path}{problem}; {ADVICE}')
 
     def _cut(self) -> None:
         """Drops what follows the last complete line; needs no room on the disk."""
@@ -246,12 +284,12 @@ class MetricsFile:
         if end < self._size:
             raise RunDirectoryError(
                 f'{self.path} has {end:,} of the {self._size:,} bytes that the run has written; '
-                f'{METRICS_ADVICE}'
+                f'{ADVICE}'
             )
         if end > self._size:
             self._file.truncate(self._size)
 
-    def _end_with(self, lines: list[tuple[dict[str, Any], bytes]]) -> None:
+    def _end_with(self, lines: Lines) -> None:
         self._lines = self._size = self._crc32 = 0
         for _, line in lines:
             self._add(line)
