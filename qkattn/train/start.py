@@ -15,8 +15,7 @@ from qkattn.data.tasks.rows import Rows
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs import agreement
 from qkattn.jobs.display import waiting
-from qkattn.storage.file_schemas import PROVENANCE, START
-from qkattn.storage.records import read_json, write_json
+from qkattn.storage.records import PROVENANCE, START, read_json, write_json
 from qkattn.train import exported
 from qkattn.train import program as programs
 from qkattn.train.checkpoint import Checkpoints

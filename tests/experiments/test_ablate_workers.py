@@ -7,7 +7,8 @@ import time
 import pytest
 
 from qkattn.jobs import machine
-from qkattn.storage.records import read_json, read_metrics
+from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import read_json
 from tests.experiments.test_ablate import lines
 
 FLAGS = (
