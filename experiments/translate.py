@@ -16,7 +16,7 @@ from absl import flags
 
 from qkattn import pretrained
 from qkattn.config import Config, DecodeConfig
-from qkattn.config.validate import check_section
+from qkattn.config.setting import check_section
 from qkattn.data.load import load
 from qkattn.data.parallel import PairDataset
 from qkattn.decode.translate import score_split, translate

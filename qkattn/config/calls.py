@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from qkattn.errors import ConfigError, SpecError
@@ -98,7 +99,7 @@ def takes(*arguments: str) -> Callable[[Any], bool]:
     return fits
 
 
-def source_sha256(path: str) -> str | None:
+def _source_sha256(path: str) -> str | None:
     """The sha256 of the file of the imported module of an import path; None if it has no file."""
     file = getattr(sys.modules[path.partition(':')[0]], '__file__', None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
@@ -108,12 +109,12 @@ def imported(values: Any) -> dict[str, str | None]:
     """The import paths of imported modules in a config as JSON, and the sha256 of their files."""
     text = json.dumps(values, ensure_ascii=False)
     paths = sorted(set(re.findall(r'[^\W\d][\w.]*:[^\W\d]\w*', text)))
-    return {path: source_sha256(path) for path in paths if path.split(':')[0] in sys.modules}
+    return {path: _source_sha256(path) for path in paths if path.split(':')[0] in sys.modules}
 
 
 def digest(text: str) -> str:
     """Identifies the object and the options of an import path: its text and its source file."""
-    return hashlib.sha256(f'{text} {source_sha256(text)}'.encode()).hexdigest()[:12]
+    return hashlib.sha256(f'{text} {_source_sha256(text)}'.encode()).hexdigest()[:12]
 
 
 def parse_call(
@@ -179,3 +180,13 @@ def _import(path: str, field: str, error: type[ValueError]) -> Any:
 def split_pattern(text: str) -> list[str]:
     """'qk/vo,low_rank(rank=8)/vo' -> the variants between the commas outside of parentheses."""
     return re.split(r',\s*(?![^()]*\))', text)
+
+
+def load_extra(package: str, extra: str) -> ModuleType:
+    """Imports a package of an extra of pyproject.toml; ConfigError says how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as missing:
+        raise ConfigError(
+            f"{extra} needs the package {missing.name}: pip install -e '.[{extra}]'"
+        ) from missing

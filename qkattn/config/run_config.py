@@ -1,10 +1,12 @@
-"""The settings of a run."""
+"""The settings of a run, and what they must be together."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from qkattn.config.model_config import ModelConfig
-from qkattn.config.setting import setting
+from qkattn.config.setting import check_section, setting
+from qkattn.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,8 @@ class DataConfig:
     )
 
 
+# Widest heads of one layer together, N H.
+MAX_HEADS_WIDTH = 2**24
 # Schedules that decay to final_fraction, and the fraction at which a run counts as annealed.
 DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
 
@@ -250,3 +254,63 @@ class Config:
     trials: TrialsConfig = TrialsConfig()
     decode: DecodeConfig = DecodeConfig()
     mesh: MeshConfig = MeshConfig()
+
+
+def validate_settings(config: Config) -> None:
+    """Raises ConfigError for the first invalid setting."""
+    check_section('', config)
+    for conflict in _conflicts(config):
+        raise ConfigError(conflict)
+
+
+def _conflicts(config: Config) -> Iterator[str]:
+    """A sentence for each setting that does not fit another one."""
+    model, optimizer, train, mesh = config.model, config.optimizer, config.train, config.mesh
+    width = model.num_heads * (model.head_size or 1)
+    if width > MAX_HEADS_WIDTH:
+        yield f'model.num_heads * model.head_size = {width} must be at most {MAX_HEADS_WIDTH}'
+    if not model.attention_gain and model.norm_position == 'post':
+        yield (
+            'model.attention_gain=False needs model.norm_position=pre: with post, the norm before '
+            'attention also ends the branch before it'
+        )
+    for name in ('encoder_variant', 'cross_variant', 'num_encoder_layers', 'source_context'):
+        value = getattr(model, name)
+        if value is not None and model.kind != 'encoder_decoder':
+            yield (
+                f'model.{name}={value!r} is a setting of an encoder-decoder, but model.kind is '
+                f'{model.kind!r}; leave it None or set model.kind to encoder_decoder'
+            )
+    if train.batch_size % train.accumulation:
+        yield f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
+    for name in ('num_steps', 'log_every', 'eval_every', 'checkpoint_every'):
+        # A run can only resume between two dispatches.
+        unit = 'steps_per_dispatch' if name in ('num_steps', 'log_every') else 'log_every'
+        steps, multiple = getattr(train, name), getattr(train, unit)
+        if steps % multiple:
+            yield f'train.{name}={steps} must be a multiple of train.{unit}={multiple}'
+    if optimizer.warmup_steps >= train.num_steps:
+        yield (
+            f'optimizer.warmup_steps={optimizer.warmup_steps} must be below '
+            f'train.num_steps={train.num_steps}'
+        )
+    if optimizer.schedule == 'inverse_sqrt' and not optimizer.warmup_steps:
+        yield (
+            'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt, '
+            'whose unit is the warm-up'
+        )
+    if optimizer.decay == 'independent' and max(config.trials.weight_decays) >= 0.1:
+        yield (
+            f'trials.weight_decays={config.trials.weight_decays} must be below 0.1 with '
+            "optimizer.decay='independent', which subtracts this fraction in every step at the "
+            'peak, e.g. 5e-4; for a published decay that is multiplied by the learning rate, set '
+            "optimizer.decay='coupled'"
+        )
+    trials, microbatch = len(config.trials.trials()), train.batch_size // train.accumulation
+    if trials % mesh.trial:
+        yield f'mesh.trial={mesh.trial} must divide the number of trials, {trials}'
+    if microbatch % (mesh.data * mesh.fsdp):
+        yield (
+            f'mesh.data * mesh.fsdp = {mesh.data * mesh.fsdp} must divide the microbatch of '
+            f'{microbatch} sequences (train.batch_size / train.accumulation)'
+        )

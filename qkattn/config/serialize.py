@@ -1,36 +1,77 @@
-"""Configs as JSON, as hashes, and as the ConfigDict that the command line overrides."""
+"""Configs as JSON, as hashes, and as the ConfigDict that the command line overrides.
+
+schema.json numbers the fields of stored configs: {number: {class: {field: default}}}, with the
+defaults that fields had when they were introduced. The fields of schema 1 are stored and hashed
+always; those of a later number only where they differ from their default there. So a field that is
+added with a default changes no hash, no run directory and no plan, and a stored config without it
+keeps its meaning when the default of the dataclass changes. A number is never edited: a field is
+added under the newest one, or the next.
+"""
 
 import dataclasses
+import functools
 import hashlib
 import json
-import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from ml_collections import config_dict
 
-from qkattn.config import schema
 from qkattn.config.run_config import Config
+from qkattn.config.setting import concrete_types
 from qkattn.config.study_config import Study
 from qkattn.errors import ConfigError, UnknownFieldError
 
+FILE = Path(__file__).with_name('schema.json')
+SCHEMAS: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text(encoding='utf-8'))
+# {field: {value: as it is stored}}, of values that schema 1 wrote in another form.
+STORED_AS: dict[str, dict[str, Any]] = {'remat': {'none': False, 'full': True}}
 # Settings that do not change what a run computes, of which each worker of a study may have its own:
 # devices, where the data lies, whose contents a run checks by fingerprints of their own, where the
 # logs go, and what computes attention.
 OF_MACHINE = ('mesh', 'data.data_dir', 'data.manual_dir', 'train.sinks', 'model.kernel')
 
 
+@functools.cache
+def defaults(cls: Any) -> dict[str, Any]:
+    """The default with which each field was introduced, as JSON; {} for a section.
+
+    A field that is in no schema yet has that of the dataclass.
+    """
+    present: dict[str, Any] = {
+        f.name: {} if dataclasses.is_dataclass(f.default) else f.default
+        for f in dataclasses.fields(cls)
+    }
+    frozen = {n: v for number in SCHEMAS for n, v in _introduced(number, cls).items()}
+    return json.loads(json.dumps(present | {n: v for n, v in frozen.items() if n in present}))
+
+
+def always_stored(cls: Any) -> set[str]:
+    """The fields of schema 1."""
+    return set(_introduced('1', cls))
+
+
+def _introduced(number: str, cls: Any) -> dict[str, Any]:
+    """The fields that a schema introduced, those of base classes included."""
+    fields: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        fields |= SCHEMAS[number].get(base.__name__, {})
+    return fields
+
+
 def to_json(config: Any) -> dict[str, Any]:
-    """The config as plain JSON values, without later fields at their default (`schema`)."""
+    """The config as plain JSON values, without later fields at their default in the schema."""
     values, cls = {}, typing.cast(Any, type(config))
-    always, defaults = schema.always_stored(cls), schema.defaults(cls)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        nested = dataclasses.is_dataclass(value)
-        plain = schema.stored(field.name, value)
-        value = to_json(value) if nested else json.loads(json.dumps(plain))
-        if field.name in always or value != defaults[field.name]:
+        if dataclasses.is_dataclass(value):
+            value = to_json(value)
+        elif isinstance(value, str):
+            value = STORED_AS.get(field.name, {}).get(value, value)
+        value = json.loads(json.dumps(value))
+        if field.name in always_stored(cls) or value != defaults(cls)[field.name]:
             values[field.name] = value
     return values
 
@@ -44,21 +85,21 @@ def from_json(cls: Any, values: Mapping[str, Any], where: str = '') -> Any:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f'{where.rstrip(".") or "config"}={values!r} must be an object of fields')
-    types_by_field = typing.get_type_hints(cls)
-    if unknown := sorted(set(values) - set(types_by_field)):
+    kinds = typing.get_type_hints(cls)
+    if unknown := sorted(set(values) - set(kinds)):
         raise UnknownFieldError(
             f'unknown field {where}{unknown[0]}={values[unknown[0]]!r}; use the newer version of '
-            f'qkattn that wrote it, or one of {", ".join(types_by_field)}'
+            f'qkattn that wrote it, or one of {", ".join(kinds)}'
         )
-    built = {}
-    for name, value in {**schema.defaults(cls), **values}.items():
-        expected, value = types_by_field[name], schema.loaded(name, value)
-        if dataclasses.is_dataclass(expected):
-            built[name] = from_json(expected, value, f'{where}{name}.')
-        elif typing.get_origin(expected) is tuple and isinstance(value, (list, tuple)):
-            built[name] = tuple(value)
-        else:
-            built[name] = value
+    built: dict[str, Any] = {}
+    for name, value in (defaults(cls) | dict(values)).items():
+        for plain, stored in STORED_AS.get(name, {}).items():
+            value = plain if stored is value else value
+        if dataclasses.is_dataclass(kinds[name]):
+            value = from_json(kinds[name], value, f'{where}{name}.')
+        elif typing.get_origin(kinds[name]) is tuple and isinstance(value, list):
+            value = tuple(value)
+        built[name] = value
     return cls(**built)
 
 
@@ -75,63 +116,53 @@ def fingerprint_of(values: Mapping[str, Any]) -> str:
     values = json.loads(json.dumps(values))
     for name in OF_MACHINE:
         section, _, field = name.rpartition('.')
-        of = values.get(section) if section else values
-        if isinstance(of, dict):
-            of.pop(field, None)
+        fields = values.get(section) if section else values
+        if isinstance(fields, dict):
+            fields.pop(field, None)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def with_machine_of(config: Any, other: Any) -> Any:
     """The config with the settings OF_MACHINE of another one."""
     for name in OF_MACHINE:
-        section, _, field = name.rpartition('.')
-        old, new = (getattr(c, section) if section else c for c in (config, other))
-        changed = dataclasses.replace(old, **{field: getattr(new, field)})
-        config = dataclasses.replace(config, **{section: changed}) if section else changed
+        section, _, field = name.partition('.')
+        value = getattr(other, section)
+        if field:
+            changed = {field: getattr(value, field)}
+            value = dataclasses.replace(getattr(config, section), **changed)
+        config = dataclasses.replace(config, **{section: value})
     return config
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = '') -> list[str]:
     """'section.field: old -> new' in JSON for every field that differs, 'absent' where it is."""
-    found = []
+    changes = []
     for name in {**old, **new}:
-        of_old, of_new = old.get(name), new.get(name)
-        if isinstance(of_old, Mapping) and isinstance(of_new, Mapping):
-            found += differences(of_old, of_new, f'{prefix}{name}.')
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            changes += differences(before, after, f'{prefix}{name}.')
             continue
-        texts = [json.dumps(of[name]) if name in of else 'absent' for of in (old, new)]
+        texts = [json.dumps(side[name]) if name in side else 'absent' for side in (old, new)]
         if texts[0] != texts[1]:
-            found.append(f'{prefix}{name}: {texts[0]} -> {texts[1]}')
-    return found
+            changes.append(f'{prefix}{name}: {texts[0]} -> {texts[1]}')
+    return changes
 
 
 def to_config_dict(config: Any) -> config_dict.ConfigDict:
     """The config as a locked ConfigDict whose optional fields keep their type for overrides."""
-    out = config_dict.ConfigDict()
-    types_by_field = typing.get_type_hints(type(config))
+    values, kinds = config_dict.ConfigDict(), typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             value = to_config_dict(value)
-        elif type(None) in (options := concrete_types(types_by_field[field.name])):
-            concrete = next(o for o in options if o is not type(None))
-            reference = config_dict.placeholder(concrete)
+        elif type(None) in (options := concrete_types(kinds[field.name])):
+            reference = config_dict.placeholder(next(o for o in options if o is not type(None)))
             reference.set(value)
             value = reference
-        out[field.name] = value
-    return out.lock()
+        values[field.name] = value
+    return values.lock()
 
 
 def from_config_dict(values: config_dict.ConfigDict) -> Config | Study:
     """Back to the dataclass, after overrides."""
-    cls = Study if 'variants' in values else Config
-    return from_json(cls, values.to_dict())
-
-
-def concrete_types(annotation: Any) -> list[type]:
-    """The concrete types that a field may hold; a Literal counts as the type of its values."""
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return [o for arm in typing.get_args(annotation) for o in concrete_types(arm)]
-    if typing.get_origin(annotation) is Literal:
-        return [type(typing.get_args(annotation)[0])]
-    return [typing.get_origin(annotation) or annotation]
+    return from_json(Study if 'variants' in values else Config, values.to_dict())

@@ -1,8 +1,11 @@
 """How a field of the settings is declared: its default, its description, and what it may hold."""
 
 import dataclasses
+import types
 import typing
-from typing import Any
+from typing import Any, Literal
+
+from qkattn.errors import ConfigError
 
 # Sizes, steps and seeds are int32 in compiled programs; rates and factors are float32.
 INT_END, FLOAT_MAX = 2**31, 3.4028234e38
@@ -89,14 +92,85 @@ def setting(default: Any, doc: str, **bounds: Any) -> Any:
 def settings(cls: Any, prefix: str = '') -> dict[str, Setting]:
     """The fields of a class of settings and of its sections, by dotted name."""
     kinds = typing.get_type_hints(cls)
-    found: dict[str, Setting] = {}
+    fields: dict[str, Setting] = {}
     for field in dataclasses.fields(cls):
         name, kind = f'{prefix}{field.name}', kinds[field.name]
         if dataclasses.is_dataclass(kind):
-            found |= settings(kind, f'{name}.')
+            fields |= settings(kind, f'{name}.')
         else:
-            found[name] = Setting(name, kind, field.default, **field.metadata)
-    return found
+            fields[name] = Setting(name, kind, field.default, **field.metadata)
+    return fields
+
+
+def concrete_types(annotation: Any) -> list[type]:
+    """The concrete types that a field may hold; a Literal counts as the type of its values."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return [o for arm in typing.get_args(annotation) for o in concrete_types(arm)]
+    if typing.get_origin(annotation) is Literal:
+        return [type(typing.get_args(annotation)[0])]
+    return [typing.get_origin(annotation) or annotation]
+
+
+def check_section(where: str, section: Any) -> None:
+    """Raises ConfigError where a field, or one of a nested section, is not what it declares.
+
+    Args:
+      where: the prefix of the fields' names in messages, as in 'model.'.
+    """
+    kinds = typing.get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        name, value, kind = f'{where}{field.name}', getattr(section, field.name), kinds[field.name]
+        if 'bounds' in field.metadata:
+            if expected := _expected(value, kind, field.metadata['bounds']):
+                optional = ', or None' if type(None) in concrete_types(kind) else ''
+                raise ConfigError(f'{name}={_shown(value)} must {expected}{optional}')
+        elif isinstance(value, kind):
+            check_section(f'{name}.', value)
+        else:
+            raise ConfigError(f'{name}={_shown(value)} must be a {kind.__name__}')
+
+
+def _expected(value: Any, kind: Any, bounds: Bounds) -> str | None:
+    """What a field must do that `value` does not, as in 'be at least 0'; None if it is valid."""
+    several, options = typing.get_origin(kind) is tuple, concrete_types(kind)
+    if value is None and type(None) in options:
+        return None
+    if several and isinstance(value, tuple):
+        options = concrete_types(typing.get_args(kind)[0])
+    entries, entry_type = value if several and isinstance(value, tuple) else (value,), options[0]
+    if not all(_is_a(entry_type, entry) for entry in entries):
+        name = entry_type.__name__
+        return f'hold {name} values' if several else f'be of type {name}'
+    literals = _literals(kind)
+    if literals and not set(entries) <= set(literals):
+        return f'{"hold" if several else "be one of"} {", ".join(literals)}'
+    if not all(bounds.admit(entry_type, entry) for entry in entries):
+        return f'{"hold values that are" if several else "be"} {bounds.words(entry_type)}'
+    if bounds.filled and not entries:
+        return 'hold at least one value, none twice'
+    return 'hold no value twice' if len(set(entries)) < len(entries) else None
+
+
+def _literals(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) is Literal:
+        return typing.get_args(annotation)
+    return tuple(v for arm in typing.get_args(annotation) for v in _literals(arm))
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    """Whether `value` is of this type; an int counts as a float, True and False as no number."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _shown(value: Any) -> str:
+    """The value in a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints integers of up to 4,300 digits
+        return 'an integer of over 4,300 digits'
+    return text if len(text) <= 200 else f'{text[:100]}...{text[-50:]}'
 
 
 def _number(end: Any) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from qkattn.attention import Attention, AttentionSpec, parse_variant
 from qkattn.attention.parameters import shapes_only
-from qkattn.config.extras import load_extra
+from qkattn.config.calls import load_extra
 from qkattn.errors import ConfigError, SpecError
 from qkattn.explore.interpreter import evaluate
 

@@ -20,8 +20,8 @@ from absl import app, flags
 from ml_collections import config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from qkattn.config import Config, Study, concrete_types, from_config_dict
-from qkattn.config.setting import Setting, settings
+from qkattn.config import Config, Study, from_config_dict
+from qkattn.config.setting import Setting, concrete_types, settings
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
 from qkattn.jobs import signals
 from qkattn.jobs.display import LogHandler, end_starting

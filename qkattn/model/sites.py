@@ -14,7 +14,7 @@ from qkattn.attention.kernels import choice
 from qkattn.attention.spec import AttentionSpec
 from qkattn.config import Config, ModelConfig
 from qkattn.config.calls import split_pattern
-from qkattn.config.validate import validate_settings
+from qkattn.config.run_config import validate_settings
 from qkattn.errors import ConfigError, SpecError
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from etils import epath
 
-from qkattn.config.extras import load_extra
+from qkattn.config.calls import load_extra
 from qkattn.errors import RunDirectoryError
 
 EXTRA = 'gcs'

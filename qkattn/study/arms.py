@@ -7,7 +7,7 @@ from typing import Any
 
 from qkattn.attention import registry
 from qkattn.config import Config, ControlsConfig, ModelConfig, Study
-from qkattn.config.validate import check_section
+from qkattn.config.setting import check_section
 from qkattn.errors import ConfigError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import validate

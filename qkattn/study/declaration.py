@@ -17,7 +17,7 @@ from qkattn.config import (
     differences,
     fingerprint,
     from_json,
-    schema,
+    serialize,
     to_json,
     with_machine_of,
 )
@@ -116,7 +116,7 @@ def _extended(
       ConfigError: what was declared before is not known here.
     """
     kind: Any = type(study)
-    defaults, stored = schema.defaults(kind), schema.always_stored(kind)
+    defaults, stored = serialize.defaults(kind), serialize.always_stored(kind)
     later = {name: value for name, value in defaults.items() if name not in stored}
     earlier = later | earlier
     missing = declared.keys() - earlier.keys()

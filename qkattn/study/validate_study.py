@@ -5,7 +5,7 @@ import itertools
 import math
 
 from qkattn.config import Study, TuningConfig
-from qkattn.config.validate import check_section
+from qkattn.config.setting import check_section
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_PAIRS

@@ -43,7 +43,7 @@ def test_a_name_or_an_import_path_with_options():
 
 
 @pytest.mark.parametrize(
-    ('text', 'says'),
+    ('text', 'message'),
     [
         ('constnt', "^unknown optimizer.schedule 'constnt', did you mean 'constant'.*constant, or"),
         ('', "^unknown optimizer.schedule ''; known are constant, or an import path"),
@@ -79,7 +79,7 @@ def test_a_name_or_an_import_path_with_options():
         ('outside_calls:quadratic(slope=1)', "no option 'slope'; it takes power"),
     ],
 )
-def test_what_cannot_be_resolved_is_one_sentence(text, says):
-    with pytest.raises(ConfigError, match=says) as caught:
+def test_what_cannot_be_resolved_is_one_sentence(text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
         named(text, needs='a function of two', fits=takes('config', 'steps'))
     assert '\n' not in str(caught.value)

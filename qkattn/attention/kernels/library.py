@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from qkattn.attention.kernels.call import Call, Target
 from qkattn.attention.normalizers import Softmax
-from qkattn.config.extras import load_extra
+from qkattn.config.calls import load_extra
 
 SPLASH = 'jax.experimental.pallas.ops.tpu.splash_attention'
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.config import DataConfig
-from qkattn.config.extras import load_extra
+from qkattn.config.calls import load_extra
 from qkattn.data.cache import sha256_of
 from qkattn.data.corpora.corpus import Corpus, find_feature, find_splits, parse_languages
 from qkattn.errors import ConfigError

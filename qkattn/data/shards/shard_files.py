@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qkattn.config.extras import load_extra
+from qkattn.config.calls import load_extra
 from qkattn.errors import ConfigError
 from qkattn.storage import buckets
 from qkattn.storage.files import expanded

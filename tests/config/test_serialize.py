@@ -1,19 +1,24 @@
-"""The schema of stored configs: what a field that is added later changes, which is nothing."""
+"""Configs as JSON and hashes: a field that is added later changes nothing."""
 
 import dataclasses
 import json
+import typing
 from pathlib import Path
 
 import pytest
 
 from qkattn.config import (
     Config,
+    MeshConfig,
     ModelConfig,
     Study,
+    TrialsConfig,
     fingerprint,
     fingerprint_of,
+    from_config_dict,
     from_json,
-    schema,
+    serialize,
+    to_config_dict,
     to_json,
 )
 from qkattn.errors import ConfigError
@@ -40,15 +45,35 @@ def wider(**model):
     return WiderConfig(model=WiderModel(**{'window': None} | model))
 
 
-def test_the_hash_of_the_defaults_of_schema_1():
-    assert fingerprint(Config()) == '5c6b1299941b'
+@pytest.mark.parametrize('config', [Config(), Study()], ids=['config', 'study'])
+def test_round_trips(config):
+    assert from_json(type(config), to_json(config)) == config
+    assert from_config_dict(to_config_dict(config)) == config
+
+
+def test_optional_fields_take_overrides_of_their_type():
+    values = to_config_dict(Config())
+    values.model.d_ff = 300
+    values.model.scan_unroll = None
+    assert from_config_dict(values).model.d_ff == 300
+    with pytest.raises(TypeError):
+        values.model.d_ff = 'wide'
+    with pytest.raises(AttributeError):
+        values.model.width = 3
+
+
+def test_the_fingerprint_is_of_what_is_computed_not_of_where():
+    assert fingerprint(Config()) == '5c6b1299941b'  # of the defaults of schema 1
+    assert fingerprint(Config(mesh=MeshConfig(data=8))) == fingerprint(Config())
+    others = Config(trials=TrialsConfig(seeds=(1,))), Config(model=ModelConfig(value='no_v'))
+    assert len({*map(fingerprint, (Config(), *others))}) == 3
 
 
 @pytest.mark.parametrize(('value', 'stored'), [('none', False), ('full', True), ('dots', 'dots')])
 def test_a_value_that_schema_1_wrote_otherwise_keeps_its_form(value, stored):
     config = Config(model=ModelConfig(remat=value))
-    found = to_json(config)['model']['remat']
-    assert (type(found), found) == (type(stored), stored)
+    written = to_json(config)['model']['remat']
+    assert (type(written), written) == (type(stored), stored)
     assert from_json(Config, to_json(config)) == config
     assert (fingerprint(config) == fingerprint(Config())) == (value == 'none')
 
@@ -66,7 +91,7 @@ def test_a_field_at_its_default_is_neither_stored_nor_hashed():
 def test_a_later_field_with_another_value_is_stored_and_hashed(config):
     assert fingerprint(config) != fingerprint(Config())
     assert from_json(WiderConfig, to_json(config)) == config
-    with pytest.raises(ConfigError, match=r'unknown field (model\.lately|extra)=.*newer'):
+    with pytest.raises(ConfigError, match=r'unknown field (model\.lately|extra)=.*newer.*one of '):
         from_json(Config, to_json(config))
 
 
@@ -79,22 +104,29 @@ def test_another_default_is_another_config_and_stored_ones_keep_their_meaning():
 
 
 def test_the_default_of_a_later_field_is_frozen_with_its_schema(monkeypatch):
-    later = schema.SCHEMAS | {'2': {'WiderModel': {'lately': 'sigmoid'}}}
-    monkeypatch.setattr(schema, 'SCHEMAS', later)
-    schema.defaults.cache_clear()
+    later = serialize.SCHEMAS | {'2': {'WiderModel': {'lately': 'sigmoid'}}}
+    monkeypatch.setattr(serialize, 'SCHEMAS', later)
+    serialize.defaults.cache_clear()
     try:
         assert from_json(WiderConfig, to_json(Config())) == wider(lately='sigmoid')
         assert fingerprint(wider(lately='sigmoid')) == fingerprint(Config())
         assert fingerprint(wider()) != fingerprint(Config())
     finally:
-        schema.defaults.cache_clear()
+        serialize.defaults.cache_clear()
 
 
-@pytest.mark.parametrize('cls', schema.classes(Study), ids=lambda cls: cls.__name__)
+def classes(cls) -> list:
+    """The dataclass and those of its sections."""
+    kinds = typing.get_type_hints(cls).values()
+    return [cls, *(c for kind in kinds if dataclasses.is_dataclass(kind) for c in classes(kind))]
+
+
+@pytest.mark.parametrize('cls', classes(Study), ids=lambda cls: cls.__name__)
 def test_every_field_has_a_frozen_default(cls):
-    frozen = {name for fields in schema.SCHEMAS.values() for name in fields.get(cls.__name__, ())}
-    missing = {n: v for n, v in schema.defaults(cls).items() if n not in frozen}
-    assert not missing, f'add to {schema.FILE.name}: {json.dumps({cls.__name__: missing})}'
+    schemas = serialize.SCHEMAS.values()
+    frozen = {name for fields in schemas for name in fields.get(cls.__name__, ())}
+    missing = {n: v for n, v in serialize.defaults(cls).items() if n not in frozen}
+    assert not missing, f'add to {serialize.FILE.name}: {json.dumps({cls.__name__: missing})}'
 
 
 def test_committed_runs_are_named_by_the_hash_of_their_configs():
