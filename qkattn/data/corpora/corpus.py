@@ -187,53 +187,6 @@ def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]
     return [text[low:high] for low, high in bounds]
 
 
-def find_splits(available: Iterable[str], where: str) -> dict[str, str]:
-    """The names of a source's splits by those of a corpus; ConfigError without a train split."""
-    available = list(available)
-    names = {'train': ['train'], 'validation': ['validation', 'dev', 'valid'], 'test': ['test']}
-    present = {split: [n for n in known if n in available] for split, known in names.items()}
-    if not present['train']:
-        raise ConfigError(
-            f'{where} has no train split, only {", ".join(map(repr, available))}; choose a set '
-            'that has one.'
-        )
-    return {split: chosen[0] for split, chosen in present.items() if chosen}
-
-
-def find_feature(
-    texts: Sequence[str],
-    translations: Mapping[str, Iterable[str]],
-    languages: tuple[str, ...],
-    config: DataConfig,
-    where: str,
-) -> str | None:
-    """The feature of a set that holds its text, or its sentences by language.
-
-    Args:
-      texts: the features that are text.
-      translations: the languages of each feature that holds sentences by language.
-
-    Returns:
-      None where the sentences of each language are a feature of that name.
-
-    Raises:
-      ConfigError: there is none, or several and `config.feature` names none of them.
-    """
-    fitting = list(texts)
-    if languages:
-        if config.feature is None and set(languages) <= set(texts):
-            return None
-        fitting = [name for name, known in translations.items() if set(languages) <= set(known)]
-    if config.feature in fitting or (config.feature is None and len(fitting) == 1):
-        return config.feature or fitting[0]
-    sides = [f'{name} ({", ".join(known)})' for name, known in translations.items()]
-    raise ConfigError(
-        f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name one '
-        f'text of {where}; its texts are {", ".join(sorted(texts)) or "none"}, its translations '
-        f'{", ".join(sides) or "none"}.'
-    )
-
-
 def parse_languages(config: DataConfig, spelled: Callable[[str], str] = str) -> tuple[str, str]:
     """Source and target of `config.languages`: 'en-de' -> ('en', 'de').
 

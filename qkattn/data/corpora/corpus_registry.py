@@ -7,14 +7,7 @@ from collections.abc import Callable
 
 from qkattn.config import DataConfig
 from qkattn.config.calls import called, digest, resolve, takes
-from qkattn.data.corpora import (
-    cldr,
-    downloads,
-    hugging_face,
-    own_files,
-    python_text,
-    tfds_catalogue,
-)
+from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
 from qkattn.data.corpora.corpus import Corpus, capped, carved, lowered
 from qkattn.data.shards import open_shards
 from qkattn.errors import ConfigError
@@ -43,10 +36,10 @@ CORPORA = {
     'cldr': Source(cldr.corpus, required=('languages',)),
     'shards': Source(open_shards.corpus, required=('path',)),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
-    'hf': Source(hugging_face.saved, required=('path',), optional=('languages', 'feature')),
+    'hf': Source(catalogues.saved, required=('path',), optional=('languages', 'feature')),
     # Of any name that begins like this.
-    'tfds:NAME': Source(tfds_catalogue.corpus, optional=('languages', 'feature')),
-    'hf:NAME': Source(hugging_face.published, optional=('languages', 'feature')),
+    'tfds:NAME': Source(catalogues.tfds_set, optional=('languages', 'feature')),
+    'hf:NAME': Source(catalogues.published, optional=('languages', 'feature')),
 }
 SETTINGS = {
     'path': 'the file or directory of your texts or shards',

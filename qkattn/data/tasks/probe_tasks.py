@@ -8,6 +8,7 @@ import abc
 import dataclasses
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -21,8 +22,7 @@ from qkattn.errors import ConfigError
 
 # Changes whenever the same draws would make other rows.
 VERSION = 1
-TRAIN_ROWS = 2**24
-EVAL_ROWS = 1024
+TRAIN_ROWS, EVAL_ROWS = 2**24, 1024
 # Settings of text that a probe has no use for.
 TEXT_SETTINGS: tuple[str, ...] = (
     *('manual_dir', 'path', 'languages', 'feature', 'lowercase', 'tokenizer', 'carve_test'),
@@ -41,19 +41,16 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe(abc.ABC):
-    """A synthetic task; the fields of the dataclass are its options.
+    """A synthetic task; the fields of the dataclass are its options, whole numbers.
 
     Attributes:
       causal: whether the row is a sequence whose next tokens a decoder predicts, or a set of tokens
         that an encoder labels.
-      least: the smallest value of each option.
+      least: the smallest value of each option, which may depend on the options before it.
     """
 
     causal: ClassVar[bool] = True
-    least: ClassVar[dict[str, int]]
-
-    def check(self) -> None:  # noqa: B027  most tasks have nothing to check
-        """Raises ConfigError where the options do not fit together."""
+    least: ClassVar[Mapping[str, int] | property]
 
     @property
     @abc.abstractmethod
@@ -63,6 +60,17 @@ class Probe(abc.ABC):
     @abc.abstractmethod
     def make(self, u_BU: np.ndarray) -> Arrays:
         """tokens_BT, targets_BT and loss_weights_BT from uniform numbers [rows, sizes.draws]."""
+
+
+def _whole(u: np.ndarray, number: int) -> np.ndarray:
+    """Uniform numbers in [0, 1) as uniform whole numbers in [0, number)."""
+    return (u * number).astype(np.int64)
+
+
+def _predict(sequence_BT1: np.ndarray, predicted: np.ndarray) -> Arrays:
+    """Next-token prediction of a sequence where `predicted`, per position or position and row."""
+    tokens_BT, targets_BT = sequence_BT1[:, :-1], sequence_BT1[:, 1:]
+    return tokens_BT, targets_BT, np.broadcast_to(predicted, tokens_BT.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +83,7 @@ class Copy(Probe):
     """
 
     least = {'length': 1, 'symbols': 2}
+    step: ClassVar[int] = 1
     length: int = 16
     symbols: int = 64
 
@@ -85,18 +94,14 @@ class Copy(Probe):
     def make(self, u_BU: np.ndarray) -> Arrays:
         x_BN = _whole(u_BU, self.symbols)
         separator_B1 = np.full((len(u_BU), 1), self.symbols)
-        sequence_BT1 = np.concatenate([x_BN, separator_B1, self.again(x_BN)], axis=1)
+        sequence_BT1 = np.concatenate([x_BN, separator_B1, x_BN[:, :: self.step]], axis=1)
         return _predict(sequence_BT1, np.arange(2 * self.length) >= self.length)
-
-    def again(self, x_BN: np.ndarray) -> np.ndarray:
-        return x_BN
 
 
 class Reversal(Copy):
     """x_1 .. x_n, a separator, x_n .. x_1; the second half is predicted. Options as of Copy."""
 
-    def again(self, x_BN: np.ndarray) -> np.ndarray:
-        return x_BN[:, ::-1]
+    step = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,28 +112,22 @@ class Induction(Probe):
     (Olsson et al. 2022). Bigrams do not overlap; their two places in the row are random.
 
     Args:
-      length: tokens of a row.
       repeats: bigrams that occur twice.
+      length: tokens of a row.
       symbols: what the symbols of a row are drawn from, without replacement.
     """
 
-    least = {'length': 1, 'repeats': 1, 'symbols': 2}
     length: int = 32
     repeats: int = 4
     symbols: int = 64
 
-    def check(self) -> None:
-        if self.length + 1 < 4 * self.repeats:
-            raise ConfigError(
-                f'data.name: induction(length={self.length}) has no room for repeats='
-                f'{self.repeats} bigrams twice; length must be at least {4 * self.repeats - 1}.'
-            )
-        if self.symbols < self.length + 1 - 2 * self.repeats:
-            raise ConfigError(
-                f'data.name: induction(symbols={self.symbols}) has too few symbols for length='
-                f'{self.length} with repeats={self.repeats}; symbols must be at least '
-                f'{self.length + 1 - 2 * self.repeats}.'
-            )
+    @property
+    def least(self) -> dict[str, int]:  # type: ignore[override]
+        return {
+            'repeats': 1,
+            'length': 4 * self.repeats - 1,
+            'symbols': self.length + 1 - 2 * self.repeats,
+        }
 
     @property
     def sizes(self) -> Sizes:
@@ -162,25 +161,18 @@ class Recall(Probe):
       values: what the values are drawn from, independently; other ids than the keys'.
     """
 
-    least = {'pairs': 1, 'keys': 1, 'values': 2}
     pairs: int = 8
     keys: int = 32
     values: int = 32
 
-    def check(self) -> None:
-        if self.pairs > self.keys:
-            raise ConfigError(
-                f'data.name: recall(pairs={self.pairs}) needs that many keys, but keys='
-                f'{self.keys}; keys must be at least {self.pairs}.'
-            )
+    @property
+    def least(self) -> dict[str, int]:  # type: ignore[override]
+        return {'pairs': 1, 'keys': self.pairs, 'values': 2}
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(
-            vocabulary=self.keys + self.values,
-            answers=self.values,
-            draws=self.keys + 2 * self.pairs,
-        )
+        draws = self.keys + 2 * self.pairs
+        return Sizes(vocabulary=self.keys + self.values, answers=self.values, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
         P = self.pairs
@@ -222,9 +214,8 @@ class Successor(Probe):
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(
-            vocabulary=self.keys * self.payloads, answers=self.payloads, draws=2 * self.keys
-        )
+        vocabulary, draws = self.keys * self.payloads, 2 * self.keys
+        return Sizes(vocabulary=vocabulary, answers=self.payloads, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
         u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
@@ -233,17 +224,6 @@ class Successor(Probe):
         tokens_BT = keys_BT * self.payloads + np.take_along_axis(payloads_BK, keys_BT, axis=1)
         targets_BT = np.take_along_axis(payloads_BK, (keys_BT + 1) % self.keys, axis=1)
         return tokens_BT, targets_BT, np.ones(keys_BT.shape)
-
-
-def _whole(u: np.ndarray, number: int) -> np.ndarray:
-    """Uniform numbers in [0, 1) as uniform whole numbers in [0, number)."""
-    return (u * number).astype(np.int64)
-
-
-def _predict(sequence_BT1: np.ndarray, predicted: np.ndarray) -> Arrays:
-    """Next-token prediction of a sequence where `predicted`, per position or position and row."""
-    tokens_BT, targets_BT = sequence_BT1[:, :-1], sequence_BT1[:, 1:]
-    return tokens_BT, targets_BT, np.broadcast_to(predicted, tokens_BT.shape)
 
 
 PROBES: dict[str, type[Probe]] = {
@@ -275,14 +255,15 @@ def find(text: str) -> tuple[str, Probe]:
     """
     kind, options = resolve(text, PROBES, 'data.name', needs='a subclass of Probe', fits=_is_probe)
     for option, value in options.items():
-        least = kind.least[option]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if type(value) is not int:
+            raise ConfigError(f'data.name={text!r}: {option}={value!r} must be a whole number.')
+    probe = kind(**options)
+    for option, least in probe.least.items():
+        if (value := getattr(probe, option)) < least:
             raise ConfigError(
                 f'data.name={text!r}: {option}={value!r} must be a whole number of at least '
                 f'{least}.'
             )
-    probe = kind(**options)
-    probe.check()
     return text.partition('(')[0], probe
 
 
@@ -318,11 +299,13 @@ class ProbeRows(Rows):
         return rows
 
     def __init__(self, name: str, probe: Probe):
-        self.name = name
+        self.name, self._probe = name, probe
         self.options = dataclasses.asdict(probe)
         self.vocab_size = probe.sizes.vocabulary
-        self._probe = probe
-        self.length = self.read('validation', np.arange(1), np.zeros((1, 2)))['tokens_BT'].shape[1]
+        self.length = self.read('test', np.arange(1), np.zeros((1, 2)))['tokens_BT'].shape[1]
+
+    def count(self, split: str) -> int:
+        return EVAL_ROWS if self._part(split) else TRAIN_ROWS
 
     def _part(self, split: str) -> int:
         if split not in SPLITS:
@@ -332,13 +315,9 @@ class ProbeRows(Rows):
             )
         return SPLITS.index(split)
 
-    def count(self, split: str) -> int:
-        return EVAL_ROWS if self._part(split) else TRAIN_ROWS
-
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         part = self._part(split)
         if part:
-            rows_B = np.asarray(rows_B)
             draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1)
         return token_batch(*self._probe.make(uniform(draws_B2, (self._probe.sizes.draws,), part)))
 

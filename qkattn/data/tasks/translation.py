@@ -63,7 +63,7 @@ class TranslationRows(Rows):
         self.splits, self.vocab_size = pairs.splits, pairs.vocab_size
         self._sources: dict[str, np.ndarray] = {}
         self.num_dropped: dict[str, int] = {}
-        self._packed: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._packed: dict[str, list[np.ndarray]] = {}  # the pairs of each row
         sizes = {s: np.stack([np.diff(b) for b in pairs.bounds(s)]) for s in self.splits}
         for split, sizes_2I in sizes.items():
             fits_I = (sizes_2I[0] <= source_length) & (sizes_2I[1] <= length)
@@ -87,41 +87,38 @@ class TranslationRows(Rows):
                     split,
                 )
 
-    def _pairs_of_rows(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(self, split: str) -> list[np.ndarray]:
         num_pairs = len(self.pairs.bounds(split)[0]) - 1  # refuses an unknown split
-        pairs, first = self._packed[split]
-        if not len(pairs):
+        if not self._packed[split]:
             raise ConfigError(
                 f'split {split!r} of parallel text {self.pairs.source.name!r} has no sentence pair '
                 f'that fits into model.source_context={self.source_length} and '
                 f'model.context={self.length} tokens, of {num_pairs}.'
             )
-        return pairs, first
+        return self._packed[split]
 
     def count(self, split: str) -> int:
-        return len(self._pairs_of_rows(split)[1]) - 1
+        return len(self._rows(split))
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        pairs, first = self._pairs_of_rows(split)
-        rows_B = np.asarray(rows_B)
-        counts_B = first[rows_B + 1] - first[rows_B]
-        # The pairs of the batch, row after row: which, in which row, and their number there from 1.
-        pair_P = pairs[_ranges(first[rows_B], counts_B)]
-        row_P = np.repeat(np.arange(len(rows_B)), counts_B)
-        segment_P = _ranges(np.ones_like(counts_B), counts_B)
+        packed = self._rows(split)
+        pairs = [packed[row] for row in rows_B]
+        pair_P = np.concatenate(pairs)
+        row_P = np.repeat(np.arange(len(pairs)), [len(row) for row in pairs])
+        segment_P = np.concatenate([np.arange(len(row)) + 1 for row in pairs])
 
         def lay_out(
             tokens: np.ndarray, bounds: np.ndarray, pair_P: np.ndarray, length: int
         ) -> tuple[np.ndarray, np.ndarray]:
             """One side of the batch: tokens and segments."""
-            sizes_P = bounds[pair_P + 1] - bounds[pair_P]
-            row_N = np.repeat(row_P, sizes_P)
-            sizes_B = np.bincount(row_N, minlength=len(rows_B))
-            column_N = _ranges(np.zeros_like(sizes_B), sizes_B)
-            tokens_BT = np.zeros((len(rows_B), length), INT)
-            segments_BT = np.zeros_like(tokens_BT)
-            tokens_BT[row_N, column_N] = tokens[_ranges(bounds[pair_P], sizes_P)]
-            segments_BT[row_N, column_N] = np.repeat(segment_P, sizes_P)
+            starts_P, ends_P = bounds[pair_P], bounds[pair_P + 1]
+            sizes_B = np.bincount(row_P, ends_P - starts_P, len(pairs))
+            filled_BT = np.arange(length) < sizes_B[:, None]
+            tokens_BT, segments_BT = np.zeros((2, len(pairs), length), INT)
+            tokens = np.asarray(tokens)  # a view, of which slices are cheaper than of a memory map
+            sentences = [tokens[a:b] for a, b in zip(starts_P, ends_P, strict=True)]
+            tokens_BT[filled_BT] = np.concatenate(sentences)
+            segments_BT[filled_BT] = np.repeat(segment_P, ends_P - starts_P)
             return tokens_BT, segments_BT
 
         source, target = self.pairs.source.split(split), self.pairs.target.split(split)
@@ -153,13 +150,10 @@ class TranslationRows(Rows):
             lengths_I = np.diff(self.pairs.bounds(split)[0])
             draw_I = np.random.Generator(np.random.Philox(key=0)).random(len(lengths_I))
             order_I = np.lexsort((draw_I, lengths_I))
-            # Each moves to the next of its length, the last to the first.
-            first_I = np.searchsorted(lengths_I[order_I], lengths_I[order_I])
-            last_I = np.searchsorted(lengths_I[order_I], lengths_I[order_I], side='right') - 1
-            position_I = np.arange(len(order_I))
-            follows_I = np.where(position_I == last_I, first_I, position_I + 1)
+            groups = np.split(order_I, np.flatnonzero(np.diff(lengths_I[order_I])) + 1)
             shuffled._sources[split] = np.empty_like(order_I)
-            shuffled._sources[split][order_I] = order_I[follows_I]
+            for group in groups:
+                shuffled._sources[split][group] = np.roll(group, -1)
         return shuffled
 
     def identity(self) -> dict[str, Any]:
@@ -177,20 +171,8 @@ class TranslationRows(Rows):
         return self.pairs.target.unigram_nats(split)
 
 
-def _ranges(starts_P: np.ndarray, counts_P: np.ndarray) -> np.ndarray:
-    """start, start + 1, .., start + count - 1 of each, one after another."""
-    before_P = np.cumsum(counts_P) - counts_P
-    return np.arange(counts_P.sum()) + np.repeat(starts_P - before_P, counts_P)
-
-
-def pack(
-    sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Best fit of the pairs, in a shuffled order, into a bounded number of open rows.
-
-    Returns:
-      Pairs and bounds: row r holds pairs[bounds[r]:bounds[r + 1]], in this order.
-    """
+def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) -> list[np.ndarray]:
+    """Best fit of the pairs, in a shuffled order, into a bounded number of open rows."""
     order = kept[np.argsort(np.random.Generator(np.random.Philox(key=0)).random(len(kept)))]
     num_rows = OPEN_ROWS
     row_O = np.arange(num_rows)
@@ -209,5 +191,7 @@ def pack(
             num_rows += 1
         room_2O[:, slot] -= size_2
         rows.append(row_O[slot])
-    _, counts = np.unique(rows, return_counts=True)
-    return order[np.argsort(rows, kind='stable')], np.append(0, np.cumsum(counts))
+    if not rows:
+        return []
+    _, first = np.unique(sorted(rows), return_index=True)
+    return np.split(order[np.argsort(rows, kind='stable')], first[1:])
