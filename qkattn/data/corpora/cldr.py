@@ -38,19 +38,18 @@ SKELETONS = (
 TIME_SKELETONS = ('EHm', 'EBhm', 'Ehm', 'Bhm', 'Bh', 'h')
 INTERVALS = ('yMMMEd', 'yMMMd', 'yMMMM', 'yMEd', 'MMMEd', 'MMMd', 'MEd')
 TIME_INTERVALS = ('Hm', 'hm', 'h', 'H')
+# Units in seconds, from the second to the year, and amounts not written in the next larger unit.
 DAY = 24 * 60 * 60
-# Seconds of a unit from the second to the year, and amounts not written in the next larger one.
-DELTAS = (
-    *((1, 50), (60, 50), (60 * 60, 20), (DAY, 5), (7 * DAY, 3)),
-    *((30.5 * DAY, 10), (365.25 * DAY, 99)),
-)
+UNITS = (1, 60, 60 * 60, DAY, 7 * DAY, 30.5 * DAY, 365.25 * DAY)
+AMOUNTS = (50, 50, 20, 5, 3, 10, 99)
 RATES = ('duration-second', 'duration-minute', 'duration-hour', 'duration-day', 'duration-week')
 RATED = ('length', 'volume', 'mass', 'energy', 'digital')
 
 
-def _shared(pair: Pair, field: str) -> list[str]:
-    """Keys of a field that both languages have, in the same order on every machine."""
-    return sorted(set.intersection(*(set(filter(None, getattr(side, field))) for side in pair)))
+def _shared(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]:
+    """Keys of a field that both languages have: those `among`, or all, sorted."""
+    known = set.intersection(*(set(filter(None, getattr(side, field))) for side in pair))
+    return [key for key in among or sorted(known) if key in known]
 
 
 def _moment(rng: Random) -> datetime.datetime:
@@ -62,49 +61,40 @@ def _moment(rng: Random) -> datetime.datetime:
 # Every value is formatted in every form, one form after another: where two forms read alike in the
 # source, the first gives the translation of all values, so that there is a rule to learn.
 def _dates(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    widths = ('full', 'long', 'medium', 'short')
-    return _moments(rng, pair, 800, dates.format_date, widths, SKELETONS)
+    skeletons = _shared(pair, 'datetime_skeletons', SKELETONS)
+    for _ in range(800):
+        moment = _moment(rng)
+        for width in ('full', 'long', 'medium', 'short'):
+            yield partial(dates.format_date, moment, width)
+        for skeleton in skeletons:
+            yield partial(dates.format_skeleton, skeleton, moment)
 
 
 def _times(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    widths = ('full', 'medium', 'short')
-    return _moments(rng, pair, 600, dates.format_datetime, widths, TIME_SKELETONS)
-
-
-def _moments(
-    rng: Random,
-    pair: Pair,
-    count: int,
-    format_width: Callable[..., str],
-    widths: tuple[str, ...],
-    skeletons: tuple[str, ...],
-) -> Iterator[Phrase]:
-    known = _shared(pair, 'datetime_skeletons')
-    for _ in range(count):
+    skeletons = _shared(pair, 'datetime_skeletons', TIME_SKELETONS)
+    for _ in range(600):
         moment = _moment(rng)
-        for width in widths:
-            yield partial(format_width, moment, width)
+        for width in ('full', 'medium', 'short'):
+            yield partial(dates.format_datetime, moment, width)
         for skeleton in skeletons:
-            if skeleton in known:
-                yield partial(dates.format_skeleton, skeleton, moment)
+            yield partial(dates.format_skeleton, skeleton, moment)
 
 
 def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    known = _shared(pair, 'interval_formats')
+    skeletons = _shared(pair, 'interval_formats', INTERVALS)
+    time_skeletons = _shared(pair, 'interval_formats', TIME_INTERVALS)
     for number in range(900):
         start = _moment(rng)
         end = start + datetime.timedelta(days=rng.randrange(1, (6, 60, 600)[number % 3]))
-        for skeleton in INTERVALS:
-            if skeleton in known:
-                yield partial(dates.format_interval, start.date(), end.date(), skeleton)
+        for skeleton in skeletons:
+            yield partial(dates.format_interval, start.date(), end.date(), skeleton)
         end = start + datetime.timedelta(minutes=rng.randrange(60, 480))
-        for skeleton in TIME_INTERVALS:
-            if skeleton in known and end.date() == start.date():
-                yield partial(dates.format_interval, start, end, skeleton)
+        for skeleton in time_skeletons if end.date() == start.date() else ():
+            yield partial(dates.format_interval, start, end, skeleton)
 
 
 def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    for seconds, most in DELTAS:
+    for seconds, most in zip(UNITS, AMOUNTS, strict=True):
         for amount in range(1, most + 1):
             delta = datetime.timedelta(seconds=amount * seconds)
             yield partial(dates.format_timedelta, delta)
@@ -170,8 +160,7 @@ def _name(field: str, key: str, locale: Locale) -> str:
 
 
 def _zone_name(zone: str, kind: str, locale: Locale) -> str:
-    names = locale.meta_zones[zone]
-    return names['long'][kind] if 'long' in names and kind in names['long'] else ''
+    return locale.meta_zones[zone].get('long', {}).get(kind, '')
 
 
 def _list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
@@ -179,8 +168,7 @@ def _list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
 
 
 def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    known = _shared(pair, 'list_patterns')
-    styles = [style for style in ('standard', 'or') if style in known]
+    styles = _shared(pair, 'list_patterns', ('standard', 'or'))
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
         known = _shared(pair, field)
         # A few languages name next to nothing.

@@ -36,12 +36,14 @@ def text(config: DataConfig) -> Corpus:
     path = _existing(config)
     files = {'file': {'file': path}}
     if path.is_dir():
-        found = _split_files(path, '.txt', folders=True)
-        files = {split: _documents(file) for split, file in found.items()}
-    digest = hashlib.sha256()
-    for documents_of_split in files.values():
-        for name, file in documents_of_split.items():
-            digest.update(f'{name} {_scan(file, config)[0]}\n'.encode())
+        options = {split: (f'{split}.txt', f'{split}.txt.gz', split) for split in SPLITS}
+        files = {
+            split: _documents(file)
+            for split, names in options.items()
+            if (file := _one_of(path, names, required=split == 'train'))
+        }
+    named = [item for documents in files.values() for item in documents.items()]
+    version = _version((name, _scan(file, config)[0]) for name, file in named)
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
         if path.is_dir():
@@ -51,7 +53,7 @@ def text(config: DataConfig) -> Corpus:
 
     return Corpus(
         name='text',
-        version=f'sha256-{digest.hexdigest()[:16]}',
+        version=version,
         splits=tuple(files) if path.is_dir() else SPLITS,
         documents=documents,
         names=(lambda split: list(files[split])) if path.is_dir() else None,
@@ -74,35 +76,36 @@ def parallel(config: DataConfig) -> Corpus:
             f'data.path={config.path!r} is a file; parallel text is a directory with '
             f'{", ".join(f"{split}.{side}" for split in SPLITS[:2] for side in languages)}.'
         )
-    files = {language: _split_files(path, f'.{language}') for language in languages}
-    splits = tuple(split for split in SPLITS if any(split in side for side in files.values()))
-    digest = hashlib.sha256()
-    for split in splits:
-        for language in languages:
-            if split not in files[language]:
-                raise ConfigError(
-                    f'data.path={config.path!r} holds {split!r} in one language only; '
-                    f'{split}.{language} is missing.'
-                )
-        scans = {language: _scan(files[language][split], config) for language in languages}
-        if len({num_lines for _, num_lines in scans.values()}) > 1:
-            counts = [f'{scans[side][1]} in {str(files[side][split])!r}' for side in languages]
+    files: dict[str, list[Path]] = {}
+    sums: list[tuple[str, str]] = []
+    for split in SPLITS:
+        names = [f'{split}.{language}' for language in languages]
+        pair = [_one_of(path, (name, f'{name}.gz'), required=split == 'train') for name in names]
+        if not any(pair):
+            continue
+        if None in pair:
             raise ConfigError(
-                f'Parallel text needs equal numbers of lines, but there are {" and ".join(counts)}.'
+                f'data.path={config.path!r} holds {split!r} in one language only; '
+                f'{names[pair.index(None)]} is missing.'
             )
-        for language, (sha256, _) in scans.items():
-            digest.update(f'{split}.{language} {sha256}\n'.encode())
+        (source_sum, num_source), (target_sum, num_target) = (_scan(file, config) for file in pair)
+        if num_source != num_target:
+            raise ConfigError(
+                f'Parallel text needs equal numbers of lines, but there are {num_source} in '
+                f'{str(pair[0])!r} and {num_target} in {str(pair[1])!r}.'
+            )
+        files[split] = pair
+        sums += zip(names, (source_sum, target_sum), strict=True)
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         wanted = languages.index(str(language))
-        paths = {split: [files[side][split] for side in languages] for split in splits}
-        return {split: _side(paths[split], wanted) for split in splits}
+        return {split: _side(pair, wanted) for split, pair in files.items()}
 
     return Corpus(
         name='parallel-' + '-'.join(languages),
-        version=f'sha256-{digest.hexdigest()[:16]}',
+        version=_version(sums),
         languages=languages,
-        splits=splits,
+        splits=tuple(files),
         documents=documents,
     )
 
@@ -114,29 +117,20 @@ def _existing(config: DataConfig) -> Path:
     return path
 
 
-def _split_files(directory: Path, suffix: str, *, folders: bool = False) -> dict[str, Path]:
-    """The file of each split: train, and validation and test where there are any.
-
-    Args:
-      folders: whether a split may be a folder instead.
-    """
-    files = {}
-    for split in SPLITS:
-        names = [f'{split}{suffix}', f'{split}{suffix}.gz', *[split] * folders]
-        existing = [directory / name for name in names if (directory / name).exists()]
-        if len(existing) > 1:
-            raise ConfigError(
-                f'{str(directory)!r} holds both {existing[0].name} and {existing[1].name}; '
-                'keep one of them.'
-            )
-        if existing:
-            files[split] = existing[0]
-        elif split == 'train':
-            raise ConfigError(
-                f'data.path: {str(directory / names[0])!r} is missing; the directory must hold '
-                f'{" or ".join(names)}.'
-            )
-    return files
+def _one_of(directory: Path, names: tuple[str, ...], *, required: bool) -> Path | None:
+    """The file or folder of a split, which has one of these names."""
+    existing = [directory / name for name in names if (directory / name).exists()]
+    if len(existing) > 1:
+        raise ConfigError(
+            f'{str(directory)!r} holds both {existing[0].name} and {existing[1].name}; keep one of '
+            'them.'
+        )
+    if not existing and required:
+        raise ConfigError(
+            f'data.path: {str(directory / names[0])!r} is missing; the directory must hold '
+            f'{" or ".join(names)}.'
+        )
+    return existing[0] if existing else None
 
 
 def _documents(path: Path) -> dict[str, Path]:
@@ -162,6 +156,11 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
             f'{str(path)!r} cannot be read ({error}); it must be a readable file'
             f'{" in gzip format" if path.suffix == ".gz" else ""}.'
         ) from error
+
+
+def _version(sums: Iterable[tuple[str, str]]) -> str:
+    lines = ''.join(f'{name} {sha256}\n' for name, sha256 in sums)
+    return f'sha256-{hashlib.sha256(lines.encode()).hexdigest()[:16]}'
 
 
 def _scan(path: Path, config: DataConfig) -> tuple[str, int]:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -95,13 +95,10 @@ def packages(config: DataConfig) -> Corpus:
 
 
 def _corpus(
-    name: str,
-    version: str,
-    documents: Callable[[], Sequence[Document]],
-    split_of_name: Callable[[str], str],
+    name: str, version: str, documents: Callable[[], list[Document]], split: Callable[[str], str]
 ) -> Corpus:
-    def chosen(split: str) -> list[Document]:
-        return [document for document in documents() if split_of_name(document.name) == split]
+    def chosen(wanted: str) -> list[Document]:
+        return [document for document in documents() if split(document.name) == wanted]
 
     return Corpus(
         name=name,
@@ -120,23 +117,24 @@ def module_name(path: str) -> str:
     return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
 
 
+def _left_out(path: PurePosixPath, directories: set[str], files: tuple[str, ...]) -> bool:
+    return bool(directories.intersection(path.parts[:-1])) or any(map(path.match, files))
+
+
 def modules(root: Path) -> list[str]:
     """Sorted paths, relative to `root`, of the files of the standard library that belong to it.
 
     Raises:
       FileNotFoundError: there are none (a standard library in a zip file, for example).
     """
-
-    def belongs(path: PurePosixPath) -> bool:
-        # A directory that is no package (config-3.x-<platform>, lib-dynload) is generated.
-        return (
-            not STDLIB_LEFT_OUT.intersection(path.parts[:-1])
-            and all(part.isidentifier() for part in path.parts[:-1])
-            and not any(path.match(pattern) for pattern in STDLIB_FILES_LEFT_OUT)
-        )
-
     files = (PurePosixPath(path.relative_to(root).as_posix()) for path in root.rglob('*.py'))
-    paths = sorted(str(path) for path in files if belongs(path))
+    paths = sorted(
+        str(path)
+        for path in files
+        # A directory that is no package (config-3.x-<platform>, lib-dynload) is generated.
+        if all(part.isidentifier() for part in path.parts[:-1])
+        and not _left_out(path, STDLIB_LEFT_OUT, STDLIB_FILES_LEFT_OUT)
+    )
     if not paths:
         raise FileNotFoundError(
             f'The standard library at {str(root)!r} holds no source files (*.py); run with an '
@@ -147,12 +145,10 @@ def modules(root: Path) -> list[str]:
 
 def belongs(path: PurePosixPath) -> bool:
     """Whether a file of a distribution, by its path in the installation, is text of `packages`."""
+    # Scripts lie outside; descriptions name the licences of what a platform's wheel includes.
+    elsewhere = path.parts[0] == '..' or path.parts[0].endswith('.dist-info')
     return (
-        path.suffix in SUFFIXES
-        # Scripts lie outside; descriptions name the licences of what a platform's wheel includes.
-        and not (path.parts[0] == '..' or path.parts[0].endswith('.dist-info'))
-        and not LEFT_OUT.intersection(path.parts[:-1])
-        and not any(path.match(pattern) for pattern in FILES_LEFT_OUT)
+        path.suffix in SUFFIXES and not elsewhere and not _left_out(path, LEFT_OUT, FILES_LEFT_OUT)
     )
 
 

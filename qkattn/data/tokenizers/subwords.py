@@ -1,7 +1,7 @@
 """Sub-words of the Hugging Face `tokenizers` library: learned, or read from a tokenizer.json."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Self
 
 import numpy as np
@@ -48,7 +48,7 @@ class BPETokenizer(Tokenizer):
         """Learns a vocabulary of `size` ids; the same texts give the same vocabulary.
 
         Raises:
-          ConfigError: a size below 257 or above what the texts support; empty texts.
+          ConfigError: a size below 257 or above what the texts support.
           ValueError: a text that is not valid UTF-8.
         """
         if not MIN_SIZE <= size <= MAX_SIZE:
@@ -66,18 +66,8 @@ class BPETokenizer(Tokenizer):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        num_lines = 0
-
-        def lines() -> Iterator[str]:
-            nonlocal num_lines
-            for text in texts:
-                for line in _lines(valid_text(text)):
-                    num_lines += 1
-                    yield line
-
-        tokenizer.train_from_iterator(lines(), trainer)
-        if not num_lines:
-            raise ConfigError("data.tokenizer='bpe' cannot be trained: the training text is empty.")
+        lines = (line for text in texts for line in _lines(valid_text(text)))
+        tokenizer.train_from_iterator(lines, trainer)
         if tokenizer.get_vocab_size() < size:
             raise ConfigError(
                 f'data.tokenizer_size={size} is more than the training text supports; it must be '

@@ -7,6 +7,7 @@ A tokenizer from outside is a class that has the attributes of `Tokenizer`, with
 options. One that is learned has `train(texts, *, options)`, `load(model)` and `model()` besides.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -45,14 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """Description of a cached vocabulary.
-
-    Attributes:
-      kind, size: as requested; size is None where the text alone decides.
-      text_sha256: of the training text.
-      model_sha256: of the model file.
-      trained_by: library and version, to explain a difference.
-    """
+    """Where a cached vocabulary is from; size is None where the text alone decides it."""
 
     kind: str
     size: int | None
@@ -97,7 +91,7 @@ def open_tokenizer(
       kind: as in `check`. Those without `train` need no training and no cache.
       size: ids, of 'bpe' only.
       name, version: of the corpus.
-      texts: yields the training texts, always the same; called only to train.
+      texts: the training texts, always the same; called only to train.
 
     Raises:
       ConfigError: for an unknown kind; for a size that the text cannot fill; if there is something
@@ -143,7 +137,18 @@ def open_tokenizer(
             model_sha256=hashlib.sha256(model).hexdigest(),
             trained_by=trained_by,
         )
-        _check_unchanged(about, about_path)
+        with contextlib.suppress(DamagedCache):
+            before = read_description(about_path, About, expected)
+            if before.model_sha256 != about.model_sha256:
+                # Ids would mean something else than in the results and models that exist.
+                same = about.text_sha256 == before.text_sha256
+                learned = f'{trained_by} learns another one from the same text than'
+                changed = 'the training text has changed'
+                reason = f'{learned} {before.trained_by}' if same else changed
+                raise ConfigError(
+                    f'data.tokenizer={kind!r}: the damaged vocabulary in {str(directory)!r} cannot '
+                    f'be restored, because {reason}; delete that directory to train another one.'
+                )
         write_atomic(model_path, model)
         # Last, because a description stands for a finished model.
         write_atomic(about_path, json.dumps(dataclasses.asdict(about), indent=2) + '\n')
@@ -167,23 +172,3 @@ def restored(kind: str, model: bytes | None) -> Tokenizer:
     if ':' in kind and not isinstance(tokenizer, FileTokenizer):
         tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
     return tokenizer
-
-
-def _check_unchanged(about: About, about_path: Path) -> None:
-    """Raises ConfigError if a damaged vocabulary was another one than that learned in its place.
-
-    Ids would mean something else than in the results and models that exist.
-    """
-    try:
-        before = read_description(about_path, About, {'kind': about.kind, 'size': about.size})
-    except DamagedCache:
-        return
-    if about.model_sha256 == before.model_sha256:
-        return
-    reason = f'{about.trained_by} learns another one from the same text than {before.trained_by}'
-    if about.text_sha256 != before.text_sha256:
-        reason = 'the training text has changed'
-    raise ConfigError(
-        f'data.tokenizer={about.kind!r}: the damaged vocabulary in {str(about_path.parent)!r} '
-        f'cannot be restored, because {reason}; delete that directory to train another one.'
-    )
