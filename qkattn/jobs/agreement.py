@@ -38,24 +38,27 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
     Raises:
       ProcessError: a process, which is named, did not arrive within `limit` seconds.
     """
-    if _client() is None:
+    if client() is None:
         return [_through_json(value)]
     key = f'qkattn/agreed/{next(_numbers)}'
     if not owner():
         _set(f'{key}/from/{distributed.global_state.process_id}', value)
         return _published(key, limit)
     deadline = time.monotonic() + limit
-    values, missing = [_through_json(value)], []
+    answer, missing = {'value': [_through_json(value)]}, []
     for rank in range(1, distributed.global_state.num_processes):
         try:
-            values.append(json.loads(_get(f'{key}/from/{rank}', deadline - time.monotonic())))
+            text = _get(f'{key}/from/{rank}', deadline - time.monotonic())
+            answer['value'].append(json.loads(text))
         except TimeoutError:
             missing.append(rank)
-    if not missing:  # all have read what was published before
-        for old in _published_keys:
-            _client().key_value_delete(old)
-        _published_keys.clear()
-    return _publish(key, _unless_missing(values, missing, limit))
+    if missing:
+        text = f'{named(missing)} did not arrive within {limit:g} s, while the others waited'
+        return _publish(key, {'error': 'ProcessError', 'text': text})
+    for old in _published_keys:  # which all have read
+        client().key_value_delete(old)
+    _published_keys.clear()
+    return _publish(key, answer)
 
 
 def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
@@ -66,7 +69,7 @@ def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
       ProcessError: in the others, if process 0 raised something else or was not done in `limit`
         seconds.
     """
-    if _client() is None:
+    if client() is None:
         return _through_json(call())
     key = f'qkattn/agreed/{next(_numbers)}'
     if not owner():
@@ -96,8 +99,8 @@ def barrier(name: str, *, limit: float = LIMIT) -> None:
         raise ProcessError(f'the processes wait at different places: {", ".join(sorted(names))}')
 
 
-def require_same(what: str, value: str) -> None:
-    """Refuses a job whose processes differ in `what`, such as the hash of the config.
+def require_same(name: str, value: str) -> None:
+    """Refuses a job whose processes differ in a value, such as the hash of the config.
 
     Raises:
       ConfigError: names the ranks that differ from process 0.
@@ -105,16 +108,33 @@ def require_same(what: str, value: str) -> None:
     values = from_all(value)
     if others := [rank for rank, other in enumerate(values) if other != values[0]]:
         raise ConfigError(
-            f'{what} of {named(others)} differs from that of process 0 ({values[0]}): '
+            f'{name} of {named(others)} differs from that of process 0 ({values[0]}): '
             f'{values[others[0]]}; start all processes with the same command, code and data'
         )
 
 
-def _unless_missing(values: list[Any], missing: list[int], limit: float) -> dict[str, Any]:
-    if not missing:
-        return {'value': values}
-    text = f'{named(missing)} did not arrive within {limit:g} s, while the others waited'
-    return {'error': 'ProcessError', 'text': text}
+def owned(make: Callable[[], T]) -> T:
+    """What `make` makes in process 0; in every other process, an object that does nothing.
+
+    For what is written or shown and returns nothing that the run depends on: the run directory, its
+    metrics, the display. All processes raise the error that `make` raises.
+    """
+    made: list[T] = []
+    on_owner(lambda: made.append(make()))
+    return made[0] if made else cast(T, _Nothing())
+
+
+def owner_first(make: Callable[[], T]) -> T:
+    """What `make` makes in each process; the others follow process 0, and use what it prepared.
+
+    Returns once all have it: hosts without a common disk prepare their own. All processes raise the
+    error that `make` raises in process 0.
+    """
+    made: list[T] = []
+    on_owner(lambda: made.append(make()))
+    value = made[0] if made else make()
+    barrier('prepared', limit=OWNER_LIMIT)
+    return value
 
 
 def named(ranks: list[int]) -> str:
@@ -122,9 +142,25 @@ def named(ranks: list[int]) -> str:
     return f'process{"es" * (len(ranks) > 1)} {", ".join(map(str, ranks))}'
 
 
-def _client() -> Any:
+def client() -> Any:
     """jax's connection to the coordinator; None in a job of one process."""
     return distributed.global_state.client
+
+
+class _Nothing:
+    """Answers every call, also of its attributes, by doing nothing."""
+
+    def __getattr__(self, name: str) -> '_Nothing':
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> '_Nothing':
+        return self
+
+    def __enter__(self) -> '_Nothing':
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
 
 
 def _publish(key: str, answer: dict[str, Any]) -> Any:
@@ -153,56 +189,13 @@ def _through_json(value: Any) -> Any:
 
 
 def _set(key: str, value: Any) -> None:
-    _client().key_value_set(key, json.dumps(value))
+    client().key_value_set(key, json.dumps(value))
 
 
 def _get(key: str, seconds: float) -> str:
     try:
-        return _client().blocking_key_value_get(key, max(1, int(1000 * seconds)))
+        return client().blocking_key_value_get(key, max(1, int(1000 * seconds)))
     except Exception as error:
         if 'DEADLINE_EXCEEDED' in str(error):
             raise TimeoutError from None
         raise
-
-
-# What only process 0 has: the run directory, its metrics, the progress display
-
-
-class _Nothing:
-    """Answers every call, also of what it holds, by doing nothing."""
-
-    def __getattr__(self, name: str) -> '_Nothing':
-        return self
-
-    def __call__(self, *_: Any, **__: Any) -> '_Nothing':
-        return self
-
-    def __enter__(self) -> '_Nothing':
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-
-def owned(make: Callable[[], T]) -> T:
-    """What `make` makes in process 0; in every other process, an object that does nothing.
-
-    For what is written or shown and returns nothing that the run depends on. All processes raise
-    the error that `make` raises.
-    """
-    made: list[T] = []
-    on_owner(lambda: made.append(make()))
-    return made[0] if made else cast(T, _Nothing())
-
-
-def owner_first(make: Callable[[], T]) -> T:
-    """What `make` makes in each process; the others follow process 0, and find what it prepared.
-
-    Returns once all have it: hosts without a common disk prepare their own. All processes raise the
-    error that `make` raises in process 0.
-    """
-    made: list[T] = []
-    on_owner(lambda: made.append(make()))
-    value = made[0] if made else make()
-    barrier('prepared', limit=OWNER_LIMIT)
-    return value

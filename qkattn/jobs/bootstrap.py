@@ -3,26 +3,24 @@
 import contextlib
 import functools
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
 
 import jax
-from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
 
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, cli, signals
-from qkattn.jobs.detection import PORT, TRIPLE, Job, detect
+from qkattn.jobs.detection import Job, connect_seconds, detect
 from qkattn.jobs.peers import EXIT_CRASH, JobPeers
-from qkattn.jobs.rendezvous import meet
 
 HEARTBEAT = 30
 """Seconds without a sign of life after which jax ends the others of a job."""
 
-CONNECT = 'QKATTN_CONNECT_SECONDS'
-"""The variable for the seconds within which all processes of a job must have started."""
-_CONNECT_SECONDS = 300
 _ECHO = 5
+_HELLO = 5.0  # seconds that a process may take to say who it is, once connected
+_AGAIN = 0.2  # seconds between two attempts
 
 
 @functools.cache
@@ -32,12 +30,10 @@ def start() -> Job:
     Raises:
       ConfigError: variables that contradict, or processes that did not come in time.
     """
-    job = detect(os.environ)
-    if job.engine == 'single':
-        job = _cloud_tpu()
+    job = detect()
     if job.engine == 'single':
         return job
-    seconds = _connect_seconds()
+    seconds = connect_seconds()
     meet(job, seconds)
     # JobPeers agrees on stop requests; jax's service would take SIGTERM from Python's handlers.
     jax.config.update('jax_enable_preemption_service', False)
@@ -99,24 +95,100 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _connect_seconds() -> int:
-    text = os.environ.get(CONNECT, str(_CONNECT_SECONDS))
-    if not text.isdecimal() or not 1 <= int(text) <= 86_400:
-        raise ConfigError(f'{CONNECT}={text!r} is not a number of seconds in 1 .. 86400')
-    return int(text)
+def meet(job: Job, seconds: float) -> None:
+    """Returns once all processes are at the coordinator's port, where jax then starts its service.
+
+    jax ends a process by abort() if one of them is missing, and does not say which.
+
+    Raises:
+      ConfigError: the coordinator is not reached, or processes are missing, after `seconds`; or
+        they disagree on how many they are.
+    """
+    deadline = time.monotonic() + seconds
+    host, _, port = str(job.coordinator).rpartition(':')
+    if job.process_id:
+        _report(job, (host.strip('[]'), int(port)), seconds, deadline)
+    else:
+        _receive(job, int(port), seconds, deadline)
 
 
-def _cloud_tpu() -> Job:
-    """A host of a TPU slice without Kubernetes, which asks Google's metadata server who it is."""
-    if 'tpu' not in os.environ.get('JAX_PLATFORMS', 'tpu'):
-        return Job()
+def _receive(job: Job, port: int, seconds: float, deadline: float) -> None:
+    """In process 0: waits for the others, then lets them go on."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_listen(port, deadline))
+        arrived: dict[int, socket.socket] = {}
+        while len(arrived) < job.num_processes - 1:
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                connection = stack.enter_context(listener.accept()[0])
+            except TimeoutError:
+                missing = [rank for rank in range(1, job.num_processes) if rank not in arrived]
+                raise ConfigError(
+                    f'{agreement.named(missing)} of {job.num_processes} did not reach the '
+                    f'coordinator {job.coordinator} within {seconds:g} s'
+                ) from None
+            connection.settimeout(_HELLO)
+            try:
+                rank, count = map(int, connection.recv(64).split())
+            except (OSError, ValueError):  # not one of ours
+                continue
+            if count != job.num_processes:
+                answer = f'process {rank} is one of {count} processes, but process 0 one of '
+                answer += str(job.num_processes)
+                connection.sendall(answer.encode())
+                raise ConfigError(answer)
+            connection.setblocking(False)
+            arrived[rank] = connection
+            # Whoever has died since may be started again.
+            arrived = {rank: socket for rank, socket in arrived.items() if _is_open(socket)}
+        for connection in arrived.values():
+            with contextlib.suppress(OSError):  # jax says what is wrong with it
+                connection.sendall(b'go')
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the other side, which sends nothing more, has not closed it."""
     try:
-        if not GceTpuCluster.is_env_present() or (count := GceTpuCluster.get_process_count()) == 1:
-            return Job()
-        address = GceTpuCluster.get_coordinator_address(_connect_seconds(), os.environ.get(PORT))
-        return Job(count, GceTpuCluster.get_process_id(), 'tpu', address)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f'the hosts of this TPU are unknown ({error}); set {", ".join(TRIPLE)}, or '
-            'TPU_SKIP_MDS_QUERY=1 on a single host'
-        ) from error
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _listen(port: int, deadline: float) -> socket.socket:
+    ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    while True:
+        try:
+            return socket.create_server(
+                ('', port), family=family, backlog=4096, dualstack_ipv6=ipv6
+            )
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f'the coordinator cannot listen on port {port} '
+                    f'({os.strerror(error.errno or 0)}); give the job another one'
+                ) from error
+        time.sleep(_AGAIN)
+
+
+def _report(job: Job, address: tuple[str, int], seconds: float, deadline: float) -> None:
+    """In the others: tells process 0 who this is, and waits until all are there."""
+    reason: OSError | str = 'it does not answer'
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(address, timeout=left) as connection:
+                connection.sendall(f'{job.process_id} {job.num_processes}'.encode())
+                answer = connection.recv(1024).decode()
+        except OSError as error:
+            reason, answer = error.strerror or error, ''
+        if answer == 'go':
+            return
+        if answer:
+            raise ConfigError(answer)
+        time.sleep(_AGAIN)
+    raise ConfigError(
+        f'process {job.process_id} does not reach the coordinator {job.coordinator}, or not all '
+        f'{job.num_processes} processes do, within {seconds:g} s ({reason})'
+    )

@@ -1,13 +1,20 @@
 """Which part of which job a process is, read from the variables that its engine sets."""
 
 import dataclasses
+import os
 import re
-from collections.abc import Mapping
+
+from jax._src.clusters import ClusterEnv, OmpiCluster, SlurmCluster
+from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
 
 from qkattn.errors import ConfigError
 
 TRIPLE = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 PORT = 'JAX_COORDINATOR_PORT'
+
+CONNECT = 'QKATTN_CONNECT_SECONDS'
+"""The variable for the seconds within which all processes of a job must have started."""
+_CONNECT_SECONDS = 300
 # The ports from which a job takes one by its number, as jax does.
 _PORTS, _FIRST_PORT = 2**12, 2**16 - 2**12
 _TPU_PORT = 8482
@@ -44,98 +51,108 @@ class Job:
             )
 
 
-def detect(environ: Mapping[str, str]) -> Job:
-    """The job of a process with these variables; without any of an engine, a single process.
+def detect() -> Job:
+    """The job of this process; without an engine's variables, a single process.
 
     In this order: the triple JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID; a Slurm
-    step of several tasks; Open MPI; GKE. JAX_COORDINATOR_PORT replaces the port that an engine's
-    job gets by its number, and JAX_COORDINATOR_ADDRESS alone the whole address.
+    step of several tasks; Open MPI; GKE; the metadata server of a TPU VM. JAX_COORDINATOR_PORT
+    replaces the port that an engine's job gets by its number, and JAX_COORDINATOR_ADDRESS alone the
+    whole address.
 
     Raises:
       ConfigError: variables that are incomplete, malformed or contradict each other.
     """
-    if any(name in environ for name in TRIPLE[1:]):
-        missing = [name for name in TRIPLE if name not in environ]
-        if missing:
+    if any(name in os.environ for name in TRIPLE[1:]):
+        if missing := [name for name in TRIPLE if name not in os.environ]:
             raise ConfigError(
                 f'{" and ".join(missing)} must be set, too: a job is described by '
                 f'{", ".join(TRIPLE)} together, or by its engine alone'
             )
-        count, rank = (_integer(environ, name) for name in TRIPLE[1:])
-        return Job(count, rank, 'explicit', environ[TRIPLE[0]])
-    slurm, mpi = _slurm(environ), _open_mpi(environ)
-    if (
-        slurm
-        and mpi
-        and (slurm.num_processes, slurm.process_id)
-        != (
-            mpi.num_processes,
-            mpi.process_id,
-        )
-    ):
+        count, rank = map(_integer, TRIPLE[1:])
+        return Job(count, rank, 'explicit', os.environ[TRIPLE[0]])
+    slurm, mpi = _slurm(), _open_mpi()
+    ranks = [(job.process_id, job.num_processes) for job in (slurm, mpi) if job]
+    if len(set(ranks)) > 1:
         raise ConfigError(
-            f'Slurm says process {slurm.process_id} of {slurm.num_processes}, but Open MPI says '
-            f'{mpi.process_id} of {mpi.num_processes}; start with srun alone, or unset '
-            'SLURM_STEP_NUM_TASKS'
+            f'Slurm says process {ranks[0][0]} of {ranks[0][1]}, but Open MPI says {ranks[1][0]} '
+            f'of {ranks[1][1]}; start with srun alone, or unset SLURM_STEP_NUM_TASKS'
         )
-    job = slurm or mpi or _gke(environ)
-    if job is None and TRIPLE[0] in environ:
+    job = slurm or mpi or _gke()
+    if job is None and TRIPLE[0] in os.environ:
         raise ConfigError(f'{TRIPLE[0]} is set, but not {TRIPLE[1]} and {TRIPLE[2]}')
-    return job or Job()
+    return job or _tpu_vm() or Job()
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
+def connect_seconds() -> int:
+    """The seconds that CONNECT grants."""
+    text = os.environ.get(CONNECT, str(_CONNECT_SECONDS))
+    if not text.isdecimal() or not 1 <= int(text) <= 86_400:
+        raise ConfigError(f'{CONNECT}={text!r} is not a number of seconds in 1 .. 86400')
+    return int(text)
+
+
+def _integer(name: str) -> int:
     try:
-        return int(environ[name])
+        return int(os.environ[name])
     except KeyError:
         raise ConfigError(f'{name} is not set, though the engine of this job sets it') from None
     except ValueError:
-        raise ConfigError(f'{name}={environ[name]!r} is not an integer') from None
+        raise ConfigError(f'{name}={os.environ[name]!r} is not an integer') from None
 
 
-def _address(environ: Mapping[str, str], host: str, port: int) -> str:
-    if TRIPLE[0] in environ:
-        return environ[TRIPLE[0]]
-    return f'{host}:{_integer(environ, PORT) if PORT in environ else port}'
+def _slurm() -> Job | None:
+    """A task of a step; a batch script itself is a process of its own.
 
-
-def _slurm(environ: Mapping[str, str]) -> Job | None:
-    """A task of a step; a batch script itself is a process of its own."""
-    if 'SLURM_STEP_NUM_TASKS' not in environ:
+    Unlike jax, which counts the tasks of the allocation, gives its steps one port, and a task one
+    GPU.
+    """
+    if os.environ.get('SLURM_STEP_NUM_TASKS', '1') == '1':
         return None
-    count = _integer(environ, 'SLURM_STEP_NUM_TASKS')
-    if count == 1:
-        return None
-    rank, local = _integer(environ, 'SLURM_PROCID'), _integer(environ, 'SLURM_LOCALID')
-    # Two steps of one allocation run side by side.
-    number = _integer(environ, 'SLURM_JOB_ID') + 61 * _integer(environ, 'SLURM_STEP_ID')
-    nodes = environ.get('SLURM_STEP_NODELIST', '')
-    first = re.match(r'([^,\[]+)(?:\[(\w+))?', nodes)
-    if first is None:
-        raise ConfigError(f'SLURM_STEP_NODELIST={nodes!r} names no node')
-    host = ''.join(part for part in first.groups() if part)
-    tasks = _tasks_on_node(environ)
-    devices = _block(environ, local, tasks, environ.get('SLURM_GPUS_ON_NODE'))
-    address = _address(environ, host, _FIRST_PORT + number % _PORTS)
-    return Job(count, rank, 'slurm', address, devices)
-
-
-def _tasks_on_node(environ: Mapping[str, str]) -> int:
-    """Of SLURM_STEP_TASKS_PER_NODE, such as '2(x3),1', the number for this node."""
-    text = environ.get('SLURM_STEP_TASKS_PER_NODE', '')
+    number = _integer('SLURM_JOB_ID') + 61 * _integer('SLURM_STEP_ID')
+    text = os.environ.get('SLURM_STEP_TASKS_PER_NODE', '')  # such as '2(x3),1'
     counts = re.findall(r'(\d+)(?:\(x(\d+)\))?', text)
     tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
-    node = _integer(environ, 'SLURM_NODEID')
+    node = _integer('SLURM_NODEID')
     if not 0 <= node < len(tasks):
         raise ConfigError(f'SLURM_NODEID={node} has no entry in SLURM_STEP_TASKS_PER_NODE={text!r}')
-    return tasks[node]
+    devices = _block(_integer('SLURM_LOCALID'), tasks[node], os.environ.get('SLURM_GPUS_ON_NODE'))
+    port = str(_FIRST_PORT + number % _PORTS)
+    return _launched('slurm', SlurmCluster, _integer('SLURM_STEP_NUM_TASKS'), port, devices)
 
 
-def _block(
-    environ: Mapping[str, str], local: int, tasks: int, on_node: str | None
-) -> tuple[int, ...] | None:
+def _open_mpi() -> Job | None:
+    if os.environ.get('OMPI_COMM_WORLD_SIZE', '1') == '1':
+        return None
+    local, tasks = (_integer(f'OMPI_COMM_WORLD_LOCAL_{name}') for name in ('RANK', 'SIZE'))
+    count, devices = _integer('OMPI_COMM_WORLD_SIZE'), _block(local, tasks, None)
+    return _launched('openmpi', OmpiCluster, count, None, devices)
+
+
+def _launched(
+    engine: str,
+    cluster: type[ClusterEnv],
+    count: int,
+    port: str | None,
+    devices: tuple[int, ...] | None,
+) -> Job:
+    """A job whose rank, and whose coordinator unless it is set, jax reads."""
+    try:
+        rank, address = cluster.get_process_id(), os.environ.get(TRIPLE[0])
+        if address is None:
+            address = cluster.get_coordinator_address(None, os.environ.get(PORT, port))
+            host, _, port = address.rpartition(':')
+            address = f'[{host}]:{port}' if ':' in host else address  # IPv6
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f'the variables of {engine} are incomplete or malformed ({error!r}); set '
+            f'{TRIPLE[0]}=HOST:PORT of process 0, or all of {", ".join(TRIPLE)}'
+        ) from error
+    return Job(count, rank, engine, address, devices)
+
+
+def _block(local: int, tasks: int, on_node: str | None) -> tuple[int, ...] | None:
     """The GPUs of a task among those it sees: all if they are its own, else its equal share."""
-    visible = len([gpu for gpu in environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if gpu])
+    visible = len([gpu for gpu in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if gpu])
     if not visible:
         return None
     total = int(on_node) if on_node and on_node.isdecimal() else visible
@@ -150,41 +167,37 @@ def _block(
     )
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Job | None:
-    if 'OMPI_COMM_WORLD_SIZE' not in environ:
-        return None
-    count = _integer(environ, 'OMPI_COMM_WORLD_SIZE')
-    if count == 1:
-        return None
-    rank, local = (_integer(environ, f'OMPI_COMM_WORLD_{name}') for name in ('RANK', 'LOCAL_RANK'))
-    uri = environ.get(
-        'OMPI_MCA_orte_hnp_uri', ''
-    )  # '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911'
-    found = re.match(r'(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^],]+))', uri)
-    if found is None and TRIPLE[0] not in environ:
-        raise ConfigError(
-            f'Open MPI gives no address of its launcher (OMPI_MCA_orte_hnp_uri={uri!r}); set '
-            f'{TRIPLE[0]}=HOST:PORT of process 0'
-        )
-    number, v4, v6 = found.groups() if found else (0, '', None)
-    # The number of an Open MPI job is a multiple of 2**12.
-    port = _FIRST_PORT + int(number) // _PORTS % _PORTS
-    tasks = _integer(environ, 'OMPI_COMM_WORLD_LOCAL_SIZE')
-    address = _address(environ, v4 or f'[{v6}]', port)
-    return Job(count, rank, 'openmpi', address, _block(environ, local, tasks, None))
+def _gke() -> Job | None:
+    """A host of one or more TPU slices, as GKE describes them.
 
-
-def _gke(environ: Mapping[str, str]) -> Job | None:
-    """A host of one or more TPU slices, as GKE describes them."""
-    text = environ.get('TPU_PROCESS_ADDRESSES') or environ.get('TPU_WORKER_HOSTNAMES') or ''
+    Unlike jax, which looks up the coordinator's address and asks the metadata server for slices.
+    """
+    text = os.environ.get('TPU_PROCESS_ADDRESSES') or os.environ.get('TPU_WORKER_HOSTNAMES') or ''
     hosts = [host for host in text.split(',') if host]
-    slices = _integer(environ, 'MEGASCALE_NUM_SLICES') if 'MEGASCALE_NUM_SLICES' in environ else 1
+    slices = _integer('MEGASCALE_NUM_SLICES') if 'MEGASCALE_NUM_SLICES' in os.environ else 1
     if len(hosts) * slices < 2:
         return None
-    in_slice = _integer(environ, 'TPU_WORKER_ID')
+    in_slice = _integer('TPU_WORKER_ID')
     if not 0 <= in_slice < len(hosts):
         raise ConfigError(f'TPU_WORKER_ID={in_slice} is not one of the {len(hosts)} hosts {text}')
-    number = _integer(environ, 'MEGASCALE_SLICE_ID') if slices > 1 else 0
-    first = environ.get('MEGASCALE_COORDINATOR_ADDRESS') or hosts[0]
-    address = _address(environ, first.split(':')[0], _TPU_PORT)
+    number = _integer('MEGASCALE_SLICE_ID') if slices > 1 else 0
+    first = os.environ.get('MEGASCALE_COORDINATOR_ADDRESS') or hosts[0]
+    port = _integer(PORT) if PORT in os.environ else _TPU_PORT
+    address = os.environ.get(TRIPLE[0], f'{first.split(":")[0]}:{port}')
     return Job(len(hosts) * slices, in_slice + number * len(hosts), 'gke', address)
+
+
+def _tpu_vm() -> Job | None:
+    """A host of a TPU slice without Kubernetes, which asks Google's metadata server who it is."""
+    if 'tpu' not in os.environ.get('JAX_PLATFORMS', 'tpu'):
+        return None
+    try:
+        if not GceTpuCluster.is_env_present() or (count := GceTpuCluster.get_process_count()) == 1:
+            return None
+        address = GceTpuCluster.get_coordinator_address(connect_seconds(), os.environ.get(PORT))
+        return Job(count, GceTpuCluster.get_process_id(), 'tpu', address)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f'the hosts of this TPU are unknown ({error}); set {", ".join(TRIPLE)}, or '
+            'TPU_SKIP_MDS_QUERY=1 on a single host'
+        ) from error

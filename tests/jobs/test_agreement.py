@@ -1,11 +1,13 @@
 """What processes agree on, in real jobs; the same calls in a process that is alone."""
 
+import contextlib
 import json
 
 import pytest
 
 from qkattn.errors import ConfigError, InUseError
 from qkattn.jobs import agreement
+from qkattn.jobs.agreement import owned, owner_first
 from tests.jobs.jobs import ended, start_job
 
 JOB = """
@@ -30,9 +32,14 @@ JOB = """
 
     seen['all'] = agreement.from_all({'rank': rank, 'none': None})
     seen['owner'] = agreement.on_owner(lambda: called.append('value') or [rank, 'value'])
-    seen['refused'] = attempt(lambda: agreement.on_owner(lambda: says(errors.InUseError, 'held')))
+    seen['refused'] = attempt(lambda: agreement.owned(lambda: says(errors.InUseError, 'held')))
     seen['bug'] = attempt(lambda: agreement.on_owner(lambda: says(KeyError, 'bug')))
     seen['any'] = [agreement.any_process(rank == 1), agreement.any_process(False)]
+    made = agreement.owned(lambda: called.append('made') or called)
+    if rank:
+        with made as entered:
+            entered.metrics.append(1)
+    seen['first'] = agreement.owner_first(lambda: f'made by {rank}')
     agreement.require_same('seed', '0')
     seen['differs'] = attempt(lambda: agreement.require_same('hash', 'ab'[rank > 0]))
     for _ in range(50):
@@ -52,25 +59,22 @@ JOB = """
 def test_three_processes_agree():
     results = ended(start_job(JOB, 3))
     assert [code for code, _, _ in results] == [0, 0, 0], results
-    first, *others = (json.loads(out) for _, out, _ in results)
+    first, *others = seen = [json.loads(out) for _, out, _ in results]
     assert first['all'] == [{'rank': rank, 'none': None} for rank in range(3)]
-    assert first['called'] == ['value', 'held', 'bug']
-    assert first['bug'] == ['KeyError', "'bug'"]
-    for seen in (first, *others):
-        assert (seen['owner'], seen['any']) == ([0, 'value'], [True, False])
-        assert seen['refused'] == ['InUseError', 'held']
-        assert seen['differs'][0] == 'ConfigError'
-        assert seen['differs'][1].startswith(
-            'hash of processes 1, 2 differs from that of process 0 (a): b; '
-        )
-        assert seen['places'][0] == 'ProcessError'
-        assert seen['keys'] < 10
-    assert [seen['called'] for seen in others] == [[], []]
-    for seen in others:
-        assert seen['bug'] == ['ProcessError', "process 0 raised KeyError: 'bug'"]
-        assert seen['all'] == first['all']
-    text = 'process 2 did not arrive within 1 s, while the others waited'
-    assert [seen['late'] for seen in (first, *others)] == [['ProcessError', text]] * 3
+    assert [one['called'] for one in seen] == [['value', 'held', 'bug', 'made'], [], []]
+    assert [one['bug'] for one in seen] == [
+        ['KeyError', "'bug'"],
+        *[['ProcessError', "process 0 raised KeyError: 'bug'"]] * 2,
+    ]
+    assert [one['first'] for one in seen] == ['made by 0', 'made by 1', 'made by 2']
+    late = ['ProcessError', 'process 2 did not arrive within 1 s, while the others waited']
+    for one in seen:
+        assert (one['owner'], one['any']) == ([0, 'value'], [True, False])
+        assert (one['all'], one['refused']) == (first['all'], ['InUseError', 'held'])
+        kind, text = one['differs']
+        assert kind == 'ConfigError' and text.startswith('hash of processes 1, 2 differs')
+        assert (one['places'][0], one['late']) == ('ProcessError', late)
+        assert one['keys'] < 10
 
 
 def test_a_single_process_agrees_with_itself():
@@ -81,9 +85,19 @@ def test_a_single_process_agrees_with_itself():
     agreement.require_same('hash', 'a')
     agreement.barrier('here')
     with pytest.raises(InUseError, match='held'):
-        agreement.on_owner(lambda: refuse('held'))
+        owned(lambda: refuse('held'))
     assert issubclass(InUseError, ConfigError)
+    assert owner_first(lambda: 7) == 7
+    with contextlib.closing(owned(contextlib.ExitStack)) as stack:
+        assert isinstance(stack, contextlib.ExitStack)
 
 
 def refuse(text):
     raise InUseError(text)
+
+
+def test_an_error_beside_an_object_that_does_nothing_stays_one(monkeypatch):
+    monkeypatch.setattr(agreement, 'on_owner', lambda call: None)  # as in the other processes
+    with pytest.raises(ValueError, match='stays'), owned(list) as nothing:
+        nothing.metrics.append({'step': 1})
+        raise ValueError('an error stays one')

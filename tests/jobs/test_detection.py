@@ -34,9 +34,24 @@ SLICES = GKE | {
     'MEGASCALE_SLICE_ID': '2',
     'MEGASCALE_COORDINATOR_ADDRESS': 's0-w-0.svc:8080',
 }
+IPV6 = {'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp6://[fe80::b9b,2620:10d::2]:43370'}
 PORT = {'JAX_COORDINATOR_PORT': '7777'}
 # jax's port of this Open MPI job.
 MPI_PORT = 61440 + 1531576320 // 4096 % 4096
+
+
+@pytest.fixture
+def job_of(monkeypatch):
+    """job_of(environ) -> the job of a process with these variables alone."""
+
+    def make(environ: dict[str, str]) -> Job:
+        for name in {*EXPLICIT, *SLURM, *MPI, *SLICES, *PORT, 'CUDA_VISIBLE_DEVICES'}:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        return detect()
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -58,13 +73,14 @@ MPI_PORT = 61440 + 1531576320 // 4096 % 4096
         ),
         (SLURM | {'SLURM_STEP_NODELIST': 'a,b'}, Job(5, 3, 'slurm', 'a:62344')),
         (MPI, Job(4, 2, 'openmpi', f'10.96.0.1:{MPI_PORT}')),
+        (MPI | IPV6, Job(4, 2, 'openmpi', f'[fe80::b9b]:{MPI_PORT}')),
         (MPI | {'JAX_COORDINATOR_ADDRESS': 'h:1'}, Job(4, 2, 'openmpi', 'h:1')),
         (GKE, Job(2, 1, 'gke', 'w-0.svc:8482')),
         (SLICES, Job(6, 5, 'gke', 's0-w-0.svc:8482')),
     ],
 )
-def test_a_job_of_every_engine(environ, job):
-    assert detect(environ) == job
+def test_a_job_of_every_engine(environ, job, job_of):
+    assert job_of(environ) == job
 
 
 @pytest.mark.parametrize(
@@ -78,10 +94,10 @@ def test_a_job_of_every_engine(environ, job):
         ('0,1,2,3', None, '1', (2, 3)),
     ],
 )
-def test_the_gpus_of_a_task(visible, on_node, local, devices):
+def test_the_gpus_of_a_task(visible, on_node, local, devices, job_of):
     gpus = {'CUDA_VISIBLE_DEVICES': visible, 'SLURM_LOCALID': local}
     gpus |= {} if on_node is None else {'SLURM_GPUS_ON_NODE': on_node}
-    assert detect(SLURM | gpus).local_device_ids == devices
+    assert job_of(SLURM | gpus).local_device_ids == devices
 
 
 @pytest.mark.parametrize(
@@ -97,7 +113,7 @@ def test_the_gpus_of_a_task(visible, on_node, local, devices):
         (SLURM | {'SLURM_PROCID': '5'}, r'process id 5 \(slurm\)'),
         (SLURM | {'SLURM_NODEID': '3'}, 'SLURM_NODEID=3 has no entry'),
         ({k: v for k, v in SLURM.items() if k != 'SLURM_LOCALID'}, 'SLURM_LOCALID is not set'),
-        (SLURM | {'SLURM_STEP_NODELIST': ''}, 'names no node'),
+        (SLURM | {'SLURM_STEP_NODELIST': ''}, 'is not HOST:PORT'),
         (
             SLURM | {'CUDA_VISIBLE_DEVICES': '0,1,2', 'SLURM_GPUS_ON_NODE': '3'},
             '2 tasks on a node with 3 GPUs, of which each sees 3',
@@ -111,6 +127,6 @@ def test_the_gpus_of_a_task(visible, on_node, local, devices):
         (GKE | {'TPU_WORKER_ID': '2'}, 'TPU_WORKER_ID=2 is not one of the 2 hosts'),
     ],
 )
-def test_what_is_incomplete_or_contradicts(environ, words):
+def test_what_is_incomplete_or_contradicts(environ, words, job_of):
     with pytest.raises(ConfigError, match=words):
-        detect(environ)
+        job_of(environ)

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from qkattn.errors import ConfigError
+from qkattn.jobs.bootstrap import meet
 from qkattn.jobs.detection import Job
-from qkattn.jobs.rendezvous import meet
 from tests.jobs.jobs import free_port
 
 
