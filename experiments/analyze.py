@@ -20,9 +20,9 @@ import numpy as np
 import pandas as pd
 from absl import flags
 
-from qkattn import pretrained
 from qkattn.analysis import Analysis, analyze, attention_patterns, next_token_batch
 from qkattn.config import DataConfig
+from qkattn.convert import loading
 from qkattn.data.pipeline import eval_batches
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.tokenizer import Tokenizer
@@ -102,12 +102,12 @@ def main() -> None:
     out = None if OUT.value is None else as_path(OUT.value)
     if out is not None and (out / 'analysis.json').exists():
         raise ConfigError(f'{out} already holds an analysis; give another directory')
-    source = pretrained.load(SOURCE.value, num_heads=NUM_HEADS.value)
-    trial = source.trial if TRIAL.value is None else TRIAL.value
+    source = loading.load(SOURCE.value, num_heads=NUM_HEADS.value)
+    trial = source.check_trial(TRIAL.value)
     model, about = chosen(source, trial)
     reference, about['reference'] = None, None
     if REFERENCE.value is not None:
-        other = pretrained.load(REFERENCE.value, num_heads=NUM_HEADS.value)
+        other = loading.load(REFERENCE.value, num_heads=NUM_HEADS.value)
         reference, about['reference'] = chosen(other, trial if len(other.models) > 1 else 0)
     batch, words = batch_of(source, model)
     found = analyze(model, batch, reference=reference)
@@ -132,19 +132,15 @@ def main() -> None:
     print(f'wrote {out}')
 
 
-def chosen(source: pretrained.Loaded, trial: int) -> tuple[Transformer, dict[str, Any]]:
+def chosen(source: loading.Loaded, trial: int) -> tuple[Transformer, dict[str, Any]]:
     """A trial of a run, or the one model of another source, and what it is."""
-    if not 0 <= trial < len(source.models):
-        raise ConfigError(
-            f'--trial={trial} must be in [0, {len(source.models)}), the trials of {source.path}'
-        )
-    model = source.models[trial]
+    model = source.models[source.check_trial(trial)]
     about = {'source': str(source.path), 'trial': trial, 'step': source.step}
     return model, about | {'model': model.config}
 
 
 def batch_of(
-    source: pretrained.Loaded, model: Transformer
+    source: loading.Loaded, model: Transformer
 ) -> tuple[dict[str, Any] | None, dict[str, Words] | None]:
     """What the model reads, and its tokens by site where they are a text or tokens."""
     if TOKENS.value is not None or TEXT.value is not None or FILE.value is not None:
@@ -163,7 +159,7 @@ def batch_of(
     return next(eval_batches(rows, 'validation', batch_size=count, max_rows=count)), None
 
 
-def given(source: pretrained.Loaded, model: Transformer) -> tuple[dict[str, Any], dict[str, Words]]:
+def given(source: loading.Loaded, model: Transformer) -> tuple[dict[str, Any], dict[str, Words]]:
     """The text or the tokens of the flags, as a batch of one row."""
     translates = isinstance(model, EncoderDecoder)
     if translates != (TARGET.value is not None) or (translates and TOKENS.value is not None):
@@ -178,7 +174,7 @@ def given(source: pretrained.Loaded, model: Transformer) -> tuple[dict[str, Any]
             raise ConfigError(f'--tokens={TOKENS.value!r} must be whole numbers') from error
         words = [str(number) for number in ids]
     else:
-        tokenizer = pretrained.tokenizer_for(source, DATA.value, '--tokens')
+        tokenizer = loading.tokenizer_for(source, DATA.value, '--tokens')
         ids, words = encoded(tokenizer, cli.text_of(TEXT, FILE), '--text')
     check_ids('--text' if TOKENS.value is None else '--tokens', ids, model)
     if not translates:

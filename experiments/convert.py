@@ -4,8 +4,7 @@ python -m experiments.convert --source=runs/small --apply=fold_gains --apply=mer
 
 The source is a run directory, a directory of exported parameters, a directory or .safetensors file
 of a GPT-2 in the Hugging Face layout, or a nanoGPT .pt file. --out is a directory of exported
-parameters, from which training continues with --config.train.init_from=DIR, or with --layout=gpt2
-a directory that Hugging Face transformers loads.
+parameters, from which training continues with --config.train.init_from=DIR.
 """
 
 import json
@@ -14,8 +13,14 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from qkattn import pretrained
-from qkattn.convert import CONVERSIONS, convert_model, logit_error, parse_conversion, require_exact
+from qkattn.convert.conversions import (
+    CONVERSIONS,
+    convert_model,
+    logit_error,
+    parse_conversion,
+    require_exact,
+)
+from qkattn.convert.loading import load_any
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.jobs import cli
 from qkattn.storage.files import as_path
@@ -37,7 +42,6 @@ APPLY = flags.DEFINE_multi_string(
     ),
 )
 OUT = flags.DEFINE_string('out', None, 'Directory to write to.')
-LAYOUT = flags.DEFINE_enum('layout', 'qkattn', ['qkattn', 'gpt2'], 'Layout of --out.')
 
 
 def main() -> None:
@@ -48,7 +52,7 @@ def main() -> None:
         parse_conversion(text)  # refuses a misspelled conversion before anything is loaded
     if OUT.value is not None and (as_path(OUT.value) / exported.PARAMETERS).exists():
         raise ConfigError(f'{OUT.value} already holds parameters; give another directory')
-    source = pretrained.load_any(SOURCE.value, trial=TRIAL.value, num_heads=NUM_HEADS.value)
+    source = load_any(SOURCE.value, trial=TRIAL.value, num_heads=NUM_HEADS.value)
     config, params = source
     length = min(config.context, 64)
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (4, length))
@@ -71,11 +75,8 @@ def main() -> None:
         print(f'{text}: {config.variant}, largest relative logit change {change:.2e}')
     if OUT.value is None:
         return
-    if LAYOUT.value == 'gpt2':
-        pretrained.save_gpt2(config, params, OUT.value)
-    else:
-        origin = {'source': Path(SOURCE.value).name, 'trial': TRIAL.value, 'applied': APPLY.value}
-        exported.save(OUT.value, config, params, origin=origin)
+    origin = {'source': Path(SOURCE.value).name, 'trial': TRIAL.value, 'applied': APPLY.value}
+    exported.save(OUT.value, config, params, origin=origin)
     print(
         f'wrote {OUT.value} ({json.dumps({"score": config.score, "value": config.value})}); '
         "without optimizer state: Adam's second moments do not transform with the parameters"

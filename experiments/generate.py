@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from absl import flags
 
-from qkattn import pretrained
 from qkattn.config import DataConfig
+from qkattn.convert import loading
 from qkattn.decode.generate import generate, search
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
@@ -59,10 +59,8 @@ def main() -> None:
         raise ConfigError(
             '--source=DIRECTORY is required, or the directory alone, as in generate runs/small'
         )
-    source = pretrained.load(SOURCE.value)
-    trial = source.trial if TRIAL.value is None else TRIAL.value
-    if not 0 <= trial < len(source.models):
-        raise ConfigError(f'--trial={trial} must be in [0, {len(source.models)})')
+    source = loading.load(SOURCE.value)
+    trial = source.check_trial(TRIAL.value)
     model = source.models[trial]
     if not isinstance(model, Decoder) or isinstance(model, Encoder):
         raise ConfigError(
@@ -81,7 +79,7 @@ def main() -> None:
             raise ConfigError('--beam requires a tokenizer, so it excludes --prompt_tokens')
         print(' '.join(map(str, sampled(model, token_ids(), model.config.vocab_size))))
         return
-    tokenizer = pretrained.tokenizer_for(source, DATA.value, '--prompt_tokens')
+    tokenizer = loading.tokenizer_for(source, DATA.value, '--prompt_tokens')
     text = cli.text_of(PROMPT, PROMPT_FILE)
     try:
         ids = tokenizer.encode(text).tolist() or [tokenizer.separator]

@@ -14,14 +14,15 @@ from typing import Any
 
 from absl import flags
 
-from qkattn import pretrained
 from qkattn.config import Config, DecodeConfig
 from qkattn.config.setting import check_section
+from qkattn.convert import loading
 from qkattn.data.load import load
 from qkattn.data.parallel import PairDataset
 from qkattn.decode.translate import score_split, translate
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
+from qkattn.model import EncoderDecoder
 from qkattn.storage.files import as_path, write_atomic
 from qkattn.train.program_cache import keep_programs
 
@@ -42,7 +43,8 @@ def main() -> None:
     keep_programs()
     if SOURCE.value is None:
         raise ConfigError('--source=DIRECTORY is required')
-    config = pretrained.settings_of(SOURCE.value)
+    source = loading.load(SOURCE.value)
+    config, model = source.config, source.models[source.check_trial(TRIAL.value)]
     if config is None:
         raise ConfigError(f'--source={SOURCE.value} is not the directory of a training run')
     if config.model.kind != 'encoder_decoder':
@@ -50,6 +52,7 @@ def main() -> None:
             f'--source={SOURCE.value} is a model of kind {config.model.kind!r}; only an '
             'encoder_decoder translates'
         )
+    tokenizer = loading.tokenizer_for(source, config.data.name, '--text')
     overrides: dict[str, Any] = {
         'beam': BEAM.value,
         'length_penalty': LENGTH_PENALTY.value,
@@ -62,7 +65,7 @@ def main() -> None:
         for flag in (TEXT, FILE, OUT):
             if flag.value is not None:
                 raise ConfigError(f'--score and --{flag.name} exclude each other')
-        score(config, decode)
+        score(model, config, decode)
         return
     if MAX_SOURCES.value is not None:
         raise ConfigError('--max_sources applies to --score only; leave it out')
@@ -77,8 +80,6 @@ def main() -> None:
     sentences = [line for line in lines if line.strip()]
     if OUT.value is not None and as_path(OUT.value).exists():
         raise ConfigError(f'--out={OUT.value} exists; name a file that does not')
-    tokenizer = pretrained.tokenizer_of_run(SOURCE.value, config)
-    model = pretrained.load_model(SOURCE.value, trial=TRIAL.value)
     translations = iter(translate(model, tokenizer, sentences, decode))
     text = ''.join(f'{next(translations) if line.strip() else ""}\n' for line in lines)
     if OUT.value is None:
@@ -87,14 +88,12 @@ def main() -> None:
         write_atomic(OUT.value, text)
 
 
-def score(config: Config, decode: DecodeConfig) -> None:
+def score(model: EncoderDecoder, config: Config, decode: DecodeConfig) -> None:
     """Prints the scores of the split --score as JSON."""
     pairs = load(config.data)
     assert isinstance(pairs, PairDataset)  # an encoder_decoder is trained on nothing else
     if SCORE.value not in pairs.splits:
         raise ConfigError(f'--score={SCORE.value} must be one of {", ".join(pairs.splits)}')
-    pretrained.tokenizer_of_run(SOURCE.value, config)  # refuses data that has changed
-    model = pretrained.load_model(SOURCE.value, trial=TRIAL.value)
     scores = score_split(model, pairs, SCORE.value, decode, lowercase=config.data.lowercase)
     print(json.dumps({'split': SCORE.value, **dataclasses.asdict(decode), **scores}, indent=2))
 

@@ -20,11 +20,11 @@ _NAMES = {
         'TrainConfig',
         'TrialsConfig',
     ),
-    'qkattn.convert': ('converted',),
+    'qkattn.convert.conversions': ('converted',),
+    'qkattn.convert.loading': ('load',),
     'qkattn.data.batches': ('batches',),
     'qkattn.model': ('build',),
     'qkattn.model.cost': ('count',),
-    'qkattn.pretrained': ('load',),
     'qkattn.train.step': ('loss',),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
@@ -39,11 +39,11 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from qkattn.config import OptimizerConfig as OptimizerConfig
     from qkattn.config import TrainConfig as TrainConfig
     from qkattn.config import TrialsConfig as TrialsConfig
-    from qkattn.convert import converted as converted
+    from qkattn.convert.conversions import converted as converted
+    from qkattn.convert.loading import load as load
     from qkattn.data.batches import batches as batches
     from qkattn.model import build as build
     from qkattn.model.cost import count as count
-    from qkattn.pretrained import load as load
     from qkattn.train.step import loss as loss
 
 

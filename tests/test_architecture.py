@@ -19,7 +19,7 @@ MAX_LINES = 600
 
 # Lowest first. Rooms of one layer do not import each other.
 LAYERS = ['errors', 'config', 'metrics, stats', 'jobs', 'storage', 'attention', 'model']
-LAYERS += ['convert, data', 'analysis, decode', 'train', 'pretrained', 'study']
+LAYERS += ['data', 'analysis, decode', 'train', 'convert', 'study']
 LAYERS += ['verdict', 'report', 'claims, explore']
 LAYERS += ['experiments, __main__']
 LAYER = {room: number for number, layer in enumerate(LAYERS) for room in layer.split(', ')}

@@ -15,10 +15,10 @@ import pytest
 import safetensors.numpy
 
 from qkattn.config import DataConfig, ModelConfig
+from qkattn.convert.published import load_gpt2, load_nanogpt
 from qkattn.data.load import load
 from qkattn.errors import CheckpointError, ConfigError, SpecError
 from qkattn.model.cost import abstract_params
-from qkattn.pretrained import load_gpt2, load_nanogpt
 from qkattn.report import show_run_report, terminal
 from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints

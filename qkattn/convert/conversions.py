@@ -1,4 +1,4 @@
-"""The registry of conversions between attention variants.
+"""The registry of conversions between attention variants, and their use on whole models.
 
 To add one, write a function `(layer, *, options) -> layer` that raises `ConversionError` where a
 precondition does not hold, and add it to `CONVERSIONS`. `experiments.convert --apply=NAME` and
@@ -10,17 +10,26 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
 from qkattn.attention.attention import Attention
-from qkattn.config.calls import parse_call
-from qkattn.convert.folding import fold_biases, fold_double, fold_gains
-from qkattn.convert.gauge import gauge_fix_qk, gauge_fix_vo, shared_columns, shared_rows
-from qkattn.convert.kv_heads import gqa_to_latent, gqa_to_mha
-from qkattn.convert.ov_circuit import merge_vo, truncate_vo, unmerge_vo
-from qkattn.convert.qk_circuit import merge, to_collaborative, truncate, unmerge
-from qkattn.convert.standard_form import to_standard
-from qkattn.convert.symmetric_qk import to_shared, to_symmetric
-from qkattn.convert.truncation import Truncation
-from qkattn.errors import ConfigError
+from qkattn.attention.spec import AttentionSpec
+from qkattn.config import ModelConfig
+from qkattn.config.calls import options_of, resolve
+from qkattn.convert import circuits, whole_layer
+from qkattn.convert.factors import Truncation
+from qkattn.convert.target import require
+from qkattn.errors import ConfigError, ConversionError, SpecError
+from qkattn.model import with_params
+from qkattn.model.blocks import Norm
+from qkattn.model.sites import attention_spec
+from qkattn.model.transformer import Transformer
+
+# Largest change of the logits by a conversion that is exact but for rounding.
+EXACT = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,54 +68,147 @@ class Conversion:
         first = (inspect.getdoc(self.function) or '').partition('\n')[0]
         return first.removesuffix(' Exact.')
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raises ConfigError for an unknown option or a missing one."""
-        name = self.function.__name__
-        known = {
-            p.name: p.default is p.empty
-            for p in inspect.signature(self.function).parameters.values()
-            if p.kind is p.KEYWORD_ONLY
-        }
-        for option in options:
-            if option not in known:
-                raise ConfigError(
-                    f'conversion {name} has no option {option!r}; '
-                    f'it takes {", ".join(known) or "none"}'
-                )
-        for option, required in known.items():
-            if required and option not in options:
-                raise ConfigError(f'conversion {name} requires the option {option!r}')
-
 
 CONVERSIONS: dict[str, Conversion] = {
-    'to_standard': Conversion(to_standard, 'both'),
-    'merge': Conversion(merge, 'QK'),
-    'unmerge': Conversion(unmerge, 'QK'),
-    'truncate': Conversion(truncate, 'QK', lossy=True, example={'rank': 2}),
-    'merge_vo': Conversion(merge_vo, 'OV'),
-    'unmerge_vo': Conversion(unmerge_vo, 'OV'),
-    'truncate_vo': Conversion(truncate_vo, 'OV', lossy=True, example={'rank': 2}),
-    'gauge_fix_qk': Conversion(gauge_fix_qk, 'QK', in_stack=shared_rows),
-    'gauge_fix_vo': Conversion(gauge_fix_vo, 'OV', in_stack=shared_columns),
-    'to_symmetric': Conversion(to_symmetric, 'QK'),
-    'to_shared': Conversion(to_shared, 'QK'),
-    'to_collaborative': Conversion(to_collaborative, 'QK'),
-    'fold_double': Conversion(fold_double, 'both'),
-    'fold_biases': Conversion(fold_biases, 'both'),
-    'fold_gains': Conversion(fold_gains, 'both', takes_norm=True),
-    'gqa_to_mha': Conversion(gqa_to_mha, 'both'),
-    'gqa_to_latent': Conversion(gqa_to_latent, 'both'),
+    'to_standard': Conversion(whole_layer.to_standard, 'both'),
+    'merge': Conversion(circuits.merge, 'QK'),
+    'unmerge': Conversion(circuits.unmerge, 'QK'),
+    'truncate': Conversion(circuits.truncate, 'QK', lossy=True, example={'rank': 2}),
+    'merge_vo': Conversion(circuits.merge_vo, 'OV'),
+    'unmerge_vo': Conversion(circuits.unmerge_vo, 'OV'),
+    'truncate_vo': Conversion(circuits.truncate_vo, 'OV', lossy=True, example={'rank': 2}),
+    'gauge_fix_qk': Conversion(circuits.gauge_fix_qk, 'QK', in_stack=circuits.shared_rows),
+    'gauge_fix_vo': Conversion(circuits.gauge_fix_vo, 'OV', in_stack=circuits.shared_columns),
+    'to_symmetric': Conversion(circuits.to_symmetric, 'QK'),
+    'to_shared': Conversion(circuits.to_shared, 'QK'),
+    'to_collaborative': Conversion(circuits.to_collaborative, 'QK'),
+    'fold_double': Conversion(whole_layer.fold_double, 'both'),
+    'fold_biases': Conversion(whole_layer.fold_biases, 'both'),
+    'fold_gains': Conversion(whole_layer.fold_gains, 'both', takes_norm=True),
+    'gqa_to_mha': Conversion(whole_layer.gqa_to_mha, 'both'),
+    'gqa_to_latent': Conversion(whole_layer.gqa_to_latent, 'both'),
 }
 
 
 def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
     """The conversion and options that `text` names, e.g. 'merge' or 'truncate(rank=8)'.
 
+    `text` may also be the import path of a Conversion.
+
     Raises:
       ConfigError: an unknown conversion or option, or a missing option.
     """
-    name, options = parse_call(text, 'conversion')
-    if name not in CONVERSIONS:
-        raise ConfigError(f'unknown conversion {name!r}; known are {", ".join(CONVERSIONS)}')
-    CONVERSIONS[name].check_options(options)
-    return CONVERSIONS[name], options
+    conversion, options = resolve(
+        text,
+        CONVERSIONS,
+        'conversion',
+        needs='a Conversion',
+        fits=lambda found: isinstance(found, Conversion),
+        call=lambda found: found.function,
+    )
+    for option, default in options_of(conversion.function).items():
+        if default is inspect.Parameter.empty and option not in options:
+            raise ConfigError(f'{text} requires the option {option!r}')
+    return conversion, options
+
+
+def convert_model(
+    text: str, config: ModelConfig, params: dict[str, Any]
+) -> tuple[ModelConfig, dict[str, Any], list[Truncation]]:
+    """Applies the conversion that `text` names to the attention of every layer.
+
+    Returns:
+      The config and parameters of the converted model, and the error in each layer of a lossy
+      conversion.
+
+    Raises:
+      ConfigError: an unknown conversion or option.
+      ConversionError: a precondition does not hold.
+    """
+    conversion, options = parse_conversion(text)
+    if config.kind == 'encoder_decoder':
+        raise ConfigError(
+            'conversions rewrite the single stack of a decoder or an encoder, but model.kind is '
+            'encoder_decoder'
+        )
+    if config.pattern is not None:
+        raise ConfigError(
+            f'conversions rewrite a stack of one variant, but model.pattern is {config.pattern!r}'
+        )
+    require(
+        not (conversion.takes_norm and config.norm_position == 'post'),
+        'in a post-norm model the residual stream also reads what the norm before attention '
+        'writes, so its gain and bias have no place in the projections alone',
+    )
+    model = with_params(config, jax.tree.map(jnp.asarray, params))
+    norm, sources = model.blocks.attention_norm, model.layers()
+    if conversion.in_stack is not None:
+        options = {**conversion.in_stack(sources, **options)}
+    layers: list[Attention] = []
+    errors: list[Truncation] = []
+    for index, source in enumerate(sources):
+        try:
+            of_norm = _gain_and_bias(norm, index, config) if conversion.takes_norm else ()
+            layer, truncation = conversion(source, *of_norm, **options)
+        except (ConversionError, SpecError) as error:
+            raise ConversionError(f'layer {index}: {error}') from error
+        layers.append(layer)
+        errors += [] if truncation is None else [truncation]
+        require(
+            layer.spec == layers[0].spec,
+            f'layer {index} would become {layer.spec.variant} and layer 0 '
+            f'{layers[0].spec.variant}, but a stack has one variant',
+        )
+    model.blocks.attention = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    if conversion.takes_norm:
+        for parameter, initial in ((norm.g_D, 1.0), (norm.b_D, 0.0)):
+            if parameter is not None:
+                parameter[...] = jnp.full_like(parameter[...], initial)
+    config = _config_with(config, layers[0].spec)
+    return config, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))), errors
+
+
+def converted(model: Transformer, *texts: str) -> Transformer:
+    """The model after the conversions that `texts` name; see `convert_model`."""
+    config, params = model.config, nnx.to_pure_dict(nnx.state(model))
+    for text in texts:
+        config, params, _ = convert_model(text, config, params)
+    return with_params(config, jax.tree.map(jnp.asarray, params))
+
+
+def logit_error(
+    before: tuple[ModelConfig, dict], after: tuple[ModelConfig, dict], tokens_BT: np.ndarray
+) -> float:
+    """Largest difference of the two models' logits, relative to the largest logit."""
+    logits = []
+    for config, params in (before, after):
+        model = with_params(config, jax.tree.map(jnp.asarray, params))
+        logits.append(np.asarray(jax.jit(lambda m, t: m(t))(model, tokens_BT), np.float64))
+    return float(np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max())
+
+
+def require_exact(text: str, change: float) -> None:
+    """Requires that an exact conversion moves no logit by more than 1e-3 of the largest.
+
+    Raises:
+      ConversionError: it does; a lossy conversion may.
+    """
+    require(
+        parse_conversion(text)[0].lossy or change <= EXACT,
+        f'it moves logits by {change:.1e} of the largest, and an exact conversion may by '
+        f'{EXACT:.0e} at most',
+    )
+
+
+def _gain_and_bias(norm: Norm, index: int, config: ModelConfig) -> tuple[Any, Any]:
+    gain_D = np.ones(config.d_model) if norm.g_D is None else np.asarray(norm.g_D[index])
+    return gain_D, None if norm.b_D is None else np.asarray(norm.b_D[index])
+
+
+def _config_with(config: ModelConfig, spec: AttentionSpec) -> ModelConfig:
+    """The model whose attention layers have `spec`."""
+    fields = ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
+    changes = {name: getattr(spec, name) for name in fields}
+    config = dataclasses.replace(config, d_ff=config.mlp_width, **changes)
+    require(attention_spec(config) == spec, f'no model setting gives layers of {spec}')
+    return config

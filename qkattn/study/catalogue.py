@@ -21,7 +21,7 @@ from qkattn.attention import (
 )
 from qkattn.config import ModelConfig
 from qkattn.config.calls import options_of
-from qkattn.convert import CONVERSIONS
+from qkattn.convert.conversions import CONVERSIONS
 from qkattn.errors import ConversionError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec

@@ -24,7 +24,7 @@ from qkattn.analysis.patterns import diagonal_mass
 from qkattn.analysis.watching import see
 from qkattn.attention import Attention, AttentionSpec, Mask, oracle, registry
 from qkattn.config import ModelConfig
-from qkattn.convert import convert_model
+from qkattn.convert.conversions import convert_model
 from qkattn.errors import ConfigError
 from qkattn.model import abstract_model, build, with_params
 from tests.attention import examples, layers

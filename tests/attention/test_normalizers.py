@@ -7,7 +7,8 @@ import pytest
 from jax.test_util import check_grads
 
 from qkattn.attention import NORMALIZERS, attend, registry
-from qkattn.convert import merge, to_standard
+from qkattn.convert.circuits import merge
+from qkattn.convert.whole_layer import to_standard
 from qkattn.errors import ConversionError, SpecError
 from tests.attention import examples  # noqa: F401, the normalizer `rectified`
 from tests.attention import test_contract as contract

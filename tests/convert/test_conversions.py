@@ -1,390 +1,179 @@
-"""Conversions keep the function exactly; where one is refused, it would not keep it."""
+"""Whole models converted by name: same logits, and refusals that name the layer."""
 
 import dataclasses
-import functools
-import inspect
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn import convert
-from qkattn.attention import Attention
-from qkattn.config.calls import Variant
-from qkattn.convert import CONVERSIONS, parse_conversion
+from qkattn.config import ModelConfig
+from qkattn.convert.circuits import merge_vo
+from qkattn.convert.conversions import (
+    CONVERSIONS,
+    Conversion,
+    convert_model,
+    converted,
+    logit_error,
+    parse_conversion,
+)
 from qkattn.errors import ConfigError, ConversionError
-from qkattn.study.catalogue import documented_variants
-from tests.attention.layers import N, causal, error, make, stream
-from tests.lanes import thinned
+from qkattn.model import with_params
+from qkattn.model.cost import abstract_params
+from tests.lanes import only, thinned
+
+CONFIG = ModelConfig(
+    d_model=32, num_layers=3, num_heads=4, context=24, vocab_size=50, biases=True, scan_unroll=1
+)
+TOKENS = np.random.default_rng(1).integers(0, 50, (2, 20))
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
+def params_of(config: ModelConfig) -> dict:
+    """Trained-looking parameters: nothing at its initial value, gains about 1."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, a):
+        gain = path[-1].key.startswith('g_')
+        return (gain + 0.2 * rng.standard_normal(a.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_params(config))
 
 
-def cast(layer, dtype=jnp.float64) -> Attention:
-    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a), dtype), layer)
+KEPT = [
+    ({}, ['fold_gains', 'fold_biases', 'merge', 'merge_vo'], 'merged/merged_vo'),
+    ({}, ['gauge_fix_qk', 'gauge_fix_vo', 'merge', 'unmerge'], None),
+    ({}, ['gauge_fix_qk(pivot=False)', 'gauge_fix_vo(pivot=False)'], 'gauge_fixed/gauge_fixed'),
+    ({'num_kv_heads': 2}, ['gqa_to_mha', 'merge'], 'merged/vo'),
+    ({'num_kv_heads': 2}, ['gqa_to_latent'], None),
+    ({'score': 'shared_qk', 'value': 'k_is_v'}, ['to_standard'], 'qk/vo'),
+    ({'positions': 'rope'}, ['fold_gains', 'gauge_fix_vo(pivot=False)'], 'qk/gauge_fixed'),
+    ({'attention_gain': False}, ['fold_gains', 'merge'], 'merged/vo'),
+]
 
 
-def layer_of(variant: str, **options) -> Attention:
-    options = {'d_model': 64, 'head_size': 16, 'biases': True, **options}
-    return cast(make(Variant.parse(variant), **options))
+@pytest.mark.parametrize(
+    ('changes', 'steps', 'variant'),
+    thinned(KEPT, every=2),
+    ids=lambda v: '-'.join(v) if isinstance(v, list) else None,
+)
+def test_logits_are_kept(changes, steps, variant):
+    config = dataclasses.replace(CONFIG, **changes)
+    params = params_of(config)
+    before = config, params
+    for step in steps:
+        config, params, errors = convert_model(step, config, params)
+        assert errors == []
+    assert logit_error(before, (config, params), TOKENS) < 1e-4
+    assert variant in (None, str(config.variant))
+    if 'fold_gains' in steps:
+        assert (params['blocks']['attention_norm'].get('g_D', np.ones(1)) == 1).all()
+        assert (params['blocks']['attention_norm']['b_D'] == 0).all()
+    model = with_params(*before)
+    again = converted(model, *steps)
+    assert again.config == config and model.config == before[0]
+    np.testing.assert_array_equal(again(TOKENS), with_params(config, params)(TOKENS))
 
 
-def apply(conversions: str, layer: Attention) -> Attention:
-    """Applies conversions, written as on the command line and separated by spaces."""
-    for text in conversions.split(' '):
-        conversion, options = parse_conversion(text)
-        layer, truncation = conversion(layer, **options)
-        assert truncation is None
-    return layer
-
-
-def difference(converted: Attention, layer: Attention) -> float:
-    """Of the outputs, relative to the largest."""
-    leaves = jax.tree.leaves(layer)
-    dtype = leaves[0].dtype if leaves else jnp.float64
-    x_BTD = stream(d_model=layer.spec.d_model).astype(dtype)
-    return error(converted(x_BTD, causal()), np.asarray(layer(x_BTD, causal())))
-
-
-def low_rank_merged(rank: int) -> Attention:
-    """`merged` whose A[n] have that rank, biases included."""
-    layer = layer_of('merged/vo')
-    left_key, right_key = jax.random.split(jax.random.key(8))
-    left_ENR = jax.random.normal(left_key, (65, N, rank), jnp.float64)
-    right_DNR = jax.random.normal(right_key, (64, N, rank), jnp.float64) / 64
-    A_END = jnp.einsum('ENR,DNR->END', left_ENR, right_DNR)
-    layer.score.w_qk_DNE[...] = A_END[:-1]
-    layer.score.b_q_NE[...] = A_END[-1]
-    return layer
-
-
-def symmetric_merged(positive: int, negative: int = 0) -> Attention:
-    """`merged` without biases whose A[n] are symmetric with that many eigenvalues of each sign."""
-    layer = layer_of('merged/vo', biases=False)
-    signs_R = jnp.array([1.0] * positive + [-1.0] * negative)
-    w_DNR = jax.random.normal(jax.random.key(8), (64, N, len(signs_R)), jnp.float64) / 8
-    A_DNE = jnp.einsum('DNR,R,ENR->DNE', w_DNR, signs_R, w_DNR)
-    layer.score.w_qk_DNE[...] = (A_DNE + jnp.transpose(A_DNE, (2, 1, 0))) / 2
-    return layer
-
-
-def singular() -> Attention:
-    layer = layer_of('qk/vo')
-    layer.score.w_k_DKH[:, 1, 0] = layer.score.w_k_DKH[:, 1, 1]
-    return layer
-
-
-SPECIAL = {
-    'merged of rank 16': lambda: low_rank_merged(16),
-    'merged of rank 5': lambda: low_rank_merged(5),
-    'indefinite': lambda: symmetric_merged(9, 7),
-    'definite': lambda: symmetric_merged(16),
-    'symmetric of rank 17': lambda: symmetric_merged(17),
-    'singular': singular,
+# The source of each conversion on a post-norm model; None where it is refused there.
+SOURCES: dict[str, dict | None] = {
+    'to_standard': {'score': 'shared_qk', 'value': 'k_is_v'},
+    'merge': {},
+    'unmerge': {},
+    'truncate(rank=8)': {},  # the head size
+    'merge_vo': {},
+    'unmerge_vo': {},
+    'truncate_vo(rank=8)': {},
+    'gauge_fix_qk': {},
+    'gauge_fix_vo': {},
+    'to_symmetric': {'score': 'shared_qk'},
+    'to_shared': {'score': 'symmetric'},
+    'to_collaborative': {},
+    'fold_double': {'score': 'double', 'value': 'double'},
+    'fold_biases': {},
+    'fold_gains': None,
+    'gqa_to_mha': {'num_kv_heads': 2},
+    'gqa_to_latent': {'num_kv_heads': 2},
 }
 
 
-def source_of(source: str, options: dict) -> Attention:
-    return SPECIAL[source]() if source in SPECIAL else layer_of(source, **options)
+def test_every_conversion_is_tried_on_a_post_norm_model():
+    assert [text.partition('(')[0] for text in SOURCES] == list(CONVERSIONS)
 
 
-ROPE = {'positions': 'rope'}
-GROUPED = {'num_kv_heads': 2}
-ALIBI = {'positions': 'alibi', 'score_scale': 0.7}
-NORMED = {'qk_norm': True, 'logit_cap': 2.0, 'positions': 'rope', 'score_scale': 0.7}
+@pytest.mark.parametrize('text', only([*list(SOURCES)[::3], 'fold_gains'], SOURCES))
+def test_a_post_norm_model_keeps_its_logits_or_is_refused(text):
+    changes = SOURCES[text] or {}
+    config = dataclasses.replace(CONFIG, num_layers=2, norm_position='post', **changes)
+    params = params_of(config)
+    if SOURCES[text] is None:
+        with pytest.raises(ConversionError, match='post-norm model the residual stream also'):
+            convert_model(text, config, params)
+        return
+    after, kept, _ = convert_model(text, config, params)
+    assert after != config or text in ('unmerge', 'unmerge_vo', 'fold_biases') or '(' in text
+    assert logit_error((config, params), (after, kept), TOKENS) < 1e-4
 
-# Conversions, the source and its options, the variant of the target. float32 layers are also
-# tested where something is inverted, factored or multiplied.
-FLOAT32 = [
-    ('merge', 'qk/vo', ALIBI, 'merged/vo'),
-    ('unmerge', 'merged of rank 16', {}, 'qk/vo'),
-    ('gauge_fix_qk(pivot=False)', 'qk/vo', ALIBI, 'gauge_fixed/vo'),
-    ('gauge_fix_qk', 'qk/vo', GROUPED, None),
-    ('gauge_fix_qk', 'singular', {}, None),
-    ('to_symmetric', 'indefinite', {}, 'symmetric/vo'),
-    ('merge_vo', 'qk/vo', NORMED, 'qk/merged_vo'),
-    ('merge_vo unmerge_vo', 'qk/hadamard', ROPE, 'qk/vo'),
-    ('gauge_fix_vo(pivot=False)', 'qk/vo', NORMED, 'qk/gauge_fixed'),
-    ('gauge_fix_vo', 'qk/vo', {**ROPE, **GROUPED}, None),
-    ('fold_double', 'double/double(size=70)', {**NORMED, **GROUPED}, 'qk/vo'),
-    ('gqa_to_latent', 'qk/vo', {**ALIBI, **GROUPED}, 'latent(size=64)/latent'),
-]
-FLOAT64 = [
-    ('merge', 'qk/vo', GROUPED, 'merged/vo'),
-    ('merge', 'pairwise/no_v', {}, 'merged/no_v'),
-    ('merge unmerge', 'qk/vo', ALIBI, 'qk/vo'),
-    ('unmerge(rank=5)', 'merged of rank 5', {}, 'low_rank(rank=5)/vo'),
-    ('gauge_fix_qk(pivot=False)', 'qk/vo', GROUPED, 'gauge_fixed/vo'),
-    ('gauge_fix_qk', 'qk/vo', {'d_model': 16, **GROUPED}, None),  # no free rows
-    ('to_symmetric', 'shared_qk/no_v', {}, 'symmetric/no_v'),
-    ('to_shared', 'definite', {}, 'shared_qk/vo'),
-    ('to_collaborative', 'qk/vo', {**ALIBI, **GROUPED}, 'collaborative/vo'),
-    ('to_collaborative unmerge', 'qk/vo', ALIBI, 'qk/vo'),
-    ('to_collaborative to_standard', 'qk/vo', {'score_scale': 0.7}, 'qk/vo'),
-    ('merge_vo', 'qk/vo', {**GROUPED, **ROPE}, 'qk/merged_vo'),
-    ('merge_vo', 'qk/k_is_v', ROPE, 'qk/merged_vo'),
-    ('merge_vo unmerge_vo(rank=5)', 'merged/low_rank(rank=5)', {}, 'merged/low_rank(rank=5)'),
-    ('merge_vo unmerge', 'qk/vo', {'d_model': 8}, 'qk/merged_vo'),  # a rank above d_model
-    ('fold_double', 'double(which="k")/no_o', ROPE, 'qk/no_o'),
-    ('fold_double', 'merged/double(size=9)', {}, 'merged/vo'),
-    ('gqa_to_mha', 'qk/vo', {**NORMED, **GROUPED}, 'qk/vo'),
-    ('fold_biases', 'qk/vo', {**ALIBI, **GROUPED}, 'qk/vo'),
-    ('fold_biases(keys=False)', 'qk/vo', NORMED, 'qk/vo'),
-]
+
+@pytest.mark.parametrize('circuit', ['qk', 'vo'])
+def test_layers_share_well_conditioned_blocks_where_the_default_ones_are_nearly_singular(circuit):
+    params = params_of(CONFIG)
+    attention, H = params['blocks']['attention'], 8
+    w_LDKH = attention['score']['w_k_DKH']
+    if circuit == 'vo':
+        w_LDKH = np.moveaxis(attention['value']['w_o_NHD'], 3, 1)  # a view
+    for n in range(4):
+        w_LDKH[:, n * H + 1, n] = w_LDKH[:, n * H, n] + 1e-5 * w_LDKH[:, n * H + 1, n]
+        # Layer 0 alone would pick rows 2 and 3, which are nearly equal in layer 1.
+        w_LDKH[0, n * H + 2 : n * H + 4, n] *= 100
+        w_LDKH[1, n * H + 3, n] = w_LDKH[1, n * H + 2, n] + 1e-5 * w_LDKH[1, n * H + 3, n]
+    with pytest.raises(ConversionError, match='layer 0: the block of W_. of .* too close to sing'):
+        convert_model(f'gauge_fix_{circuit}(pivot=False)', CONFIG, params)
+    config, fixed, _ = convert_model(f'gauge_fix_{circuit}', CONFIG, params)
+    assert logit_error((CONFIG, params), (config, fixed), TOKENS) < 1e-5
+
+
+def test_truncation_reports_the_error_of_every_layer():
+    params = params_of(CONFIG)
+    config, truncated, errors = convert_model('truncate(rank=2)', CONFIG, params)
+    assert [error.rank for error in errors] == [2, 2, 2]
+    assert all(0.1 < error.relative < 1 and 0.1 < error.measured < 1 for error in errors)
+    assert logit_error((CONFIG, params), (config, truncated), TOKENS) > 1e-2
 
 
 @pytest.mark.parametrize(
-    ('conversions', 'source', 'options', 'variant'),
-    thinned([*FLOAT32, *FLOAT64], every=3),
-    ids=str,
-)
-def test_the_target_computes_the_same_function(conversions, source, options, variant):
-    layer = source_of(source, options)
-    before = [np.asarray(a).copy() for a in jax.tree.leaves(layer)]
-    converted = apply(conversions, layer)
-    assert variant in (None, str(converted.spec.variant))
-    assert difference(converted, layer) < 1e-12
-    for a, b in zip(jax.tree.leaves(layer), before, strict=True):
-        np.testing.assert_array_equal(a, b)
-    if (conversions, source, options, variant) in FLOAT32:
-        narrow = cast(layer, jnp.float32)
-        converted = apply(conversions, narrow)
-        assert {a.dtype for a in jax.tree.leaves(converted)} == {np.dtype('float32')}
-        assert difference(converted, narrow) < 1e-4
-
-
-CAPPED = {'score_scale': 0.7, 'logit_cap': 3.0}
-LINEAR = ['/'.join(pair) for pair in sorted(documented_variants()) if pair[0] != 'nonlinear_query']
-UNDOCUMENTED = [
-    'latent(size=20, query_size=9)/latent',
-    "shared_qk(temperature='learned')/k_is_v",
-    'query_free/no_o',
-    'neither/no_vo',
-    'qk/low_rank(rank=20)',
-]
-ROTATED = ['shared_qk/k_is_v', 'shared_qk/subspace', 'query_free/no_v', 'double/o_is_v']
-ROTATED += ['qk/k_is_v', 'qk/low_rank(rank=5)', 'low_rank(rank=20)/vo']
-STANDARD = [('qk/k_is_v', GROUPED), *((variant, CAPPED) for variant in LINEAR + UNDOCUMENTED)]
-STANDARD += [(variant, options) for variant in ROTATED for options in (ROPE, NORMED)]
-
-
-@pytest.mark.parametrize(('variant', 'options'), thinned(STANDARD, every=5), ids=str)
-def test_standard_attention_represents_every_linear_variant(variant, options):
-    layer = layer_of(variant, **options)
-    target = convert.to_standard(layer)
-    assert (target.spec.score, target.spec.value) == ('qk', 'vo')
-    assert target.spec.num_kv_heads == options.get('num_kv_heads', N)
-    assert difference(target, layer) < 1e-12
-
-
-@pytest.mark.parametrize('biases', [False, True], ids=['plain', 'biases'])
-@pytest.mark.parametrize('options', [{}, NORMED], ids=['plain', 'rope, norm and cap'])
-def test_gains_and_biases_of_the_norm_fold_into_the_projections(biases, options):
-    layer = layer_of('qk/vo', **{'biases': biases, 'num_kv_heads': 2, **options})
-    rng = np.random.default_rng(3)
-    gain_D, bias_D = 1 + rng.normal(size=64) / 3, rng.normal(size=64)
-    x_BTD = stream(d_model=64).astype(jnp.float64)
-    for bias in (None, bias_D):
-        folded = convert.fold_gains(layer, gain_D, bias)
-        assert folded.spec.biases == (biases or bias is not None)
-        scaled_BTD = x_BTD * gain_D + (0 if bias is None else bias)
-        expected = np.asarray(layer(scaled_BTD, causal()))
-        assert error(folded(x_BTD, causal()), expected) < 1e-12
-        assert error(layer(x_BTD, causal()), expected) > 1e-2
-
-
-def test_collaborative_heads_hold_the_parameters_of_qk():
-    layer = layer_of('qk/vo', **ALIBI)
-    score = convert.to_collaborative(layer).score
-    for shared, of_heads in (('w_q_DR', 'w_q_DNH'), ('w_k_DR', 'w_k_DKH')):
-        w_DR = np.reshape(getattr(layer.score, of_heads)[...], (64, -1))
-        np.testing.assert_allclose(getattr(score, shared)[...], w_DR, atol=1e-15)
-    np.testing.assert_array_equal(score.w_mixing_NR[...], np.repeat(np.eye(N), 16, axis=1))
-
-
-def test_unmerged_factors_are_balanced():
-    layer = layer_of('qk/vo', biases=False)
-    score = apply('merge unmerge', layer).score
-    q_DNH, k_DNH = score.w_q_DNH[...], score.w_k_DKH[...]
-    for w_DNH in (q_DNH, k_DNH):
-        gram_NHH = np.einsum('DNH,DNG->NHG', w_DNH, w_DNH)
-        assert np.abs(gram_NHH * (1 - np.eye(16))).max() < 1e-12 * np.abs(gram_NHH).max()
-    np.testing.assert_allclose((q_DNH**2).sum(0), (k_DNH**2).sum(0), rtol=1e-11)
-    squares = (layer.score.w_q_DNH[...] ** 2).sum() + (layer.score.w_k_DKH[...] ** 2).sum()
-    assert (q_DNH**2).sum() + (k_DNH**2).sum() < squares
-
-
-@pytest.mark.parametrize('rank', [2, 15])
-def test_truncation_loses_what_eckart_and_young_prove(rank):
-    layer = layer_of('qk/vo', biases=False)
-    score, lost_of_score = convert.truncate(layer, rank=rank)
-    value, lost_of_value = convert.truncate_vo(layer, rank=rank)
-    assert difference(score, layer) > 1e-2
-    for exact_NDE, cut_NDE, lost in (
-        (
-            layer.score.scale * layer.score.matrix(),
-            score.score.scale * score.score.matrix(),
-            lost_of_score,
-        ),
-        (layer.value.matrix(None), value.value.matrix(None), lost_of_value),
-    ):
-        s_NR = np.linalg.svd(exact_NDE, compute_uv=False)
-        cut_N = np.linalg.norm(np.asarray(cut_NDE) - exact_NDE, axis=(1, 2))
-        np.testing.assert_allclose(lost.frobenius_N, cut_N, rtol=1e-9)
-        np.testing.assert_allclose(cut_N, np.sqrt((s_NR[:, rank:] ** 2).sum(-1)), rtol=1e-9)
-        assert lost.relative == pytest.approx(np.linalg.norm(cut_N) / np.linalg.norm(exact_NDE))
-        assert lost.measured == pytest.approx(lost.relative, rel=0.15)
-
-
-def test_gauge_fixing_removes_h_squared_parameters_a_head_and_pivoting_keeps_them_small():
-    layer = layer_of('qk/vo', biases=False)
-    plain_qk, pivoted_qk = (convert.gauge_fix_qk(layer, pivot=pivot) for pivot in (False, True))
-    plain_vo, pivoted_vo = (convert.gauge_fix_vo(layer, pivot=pivot) for pivot in (False, True))
-    for pivoted, plain in (
-        (pivoted_qk.score.w_k_free_CKH, plain_qk.score.w_k_free_CKH),
-        (pivoted_vo.value.w_o_NHC, plain_vo.value.w_o_NHC),
-    ):
-        assert np.abs(pivoted[...]).max() < 4 < np.abs(plain[...]).max()
-    both = convert.gauge_fix_vo(plain_qk)
-    sizes = [sum(a.size for a in jax.tree.leaves(one)) for one in (layer, both)]
-    assert sizes[0] - sizes[1] == 2 * N * 16 * 16
-    assert difference(both, layer) < 1e-12
-
-
-def nearly_singular(growth: float) -> Attention:
-    """Default blocks of W_K and W_O that multiply rounding errors by about `growth`."""
-    layer = layer_of('qk/vo')
-    w_k_DKH, w_o_NHD = (np.array(w[...]) for w in (layer.score.w_k_DKH, layer.value.w_o_NHD))
-    for n in range(N):
-        first, second = 16 * n, 16 * n + 1
-        w_k_DKH[second, n] = w_k_DKH[first, n] + 50 / growth * w_k_DKH[second, n]
-        w_o_NHD[n, :, second] = w_o_NHD[n, :, first] + 50 / growth * w_o_NHD[n, :, second]
-    layer.score.w_k_DKH[...], layer.value.w_o_NHD[...] = w_k_DKH, w_o_NHD
-    return layer
-
-
-@pytest.mark.parametrize(
-    ('growth', 'dtype', 'largest'),
+    ('text', 'changes', 'error', 'message'),
     [
-        (100, jnp.float32, 1e-5),
-        (1000, jnp.float32, 1e-5),
-        (1e4, jnp.float32, None),
-        (5e7, jnp.float32, None),
-        (1e4, jnp.float64, 1e-11),
-        (1e7, jnp.float64, 1e-8),
-        (1e9, jnp.float64, None),
-    ],
-    ids=str,
-)
-def test_the_dtype_limits_how_singular_a_block_may_be(growth, dtype, largest):
-    """float64 holds the exact function; default blocks are refused where pivoting is exact."""
-    layer = cast(nearly_singular(growth), dtype)
-    exact, small = cast(layer), {jnp.float32: 1e-5, jnp.float64: 1e-12}[dtype]
-    for function in (convert.gauge_fix_qk, convert.gauge_fix_vo):
-        assert difference(cast(function(layer)), exact) < small
-        if largest is None:
-            with pytest.raises(ConversionError, match='too close to singular: it would multiply'):
-                function(layer, pivot=False)
-        else:
-            assert difference(cast(function(layer, pivot=False)), exact) < largest
-
-
-def under(layer: Attention, **options) -> Attention:
-    """The same parameters with other options of the layer, whatever that does to the function."""
-    spec = dataclasses.replace(layer.spec, **options)
-    target = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
-    return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(layer))
-
-
-def test_rewriting_the_qk_circuit_does_not_commute_with_rope_and_the_ov_circuit_does():
-    layer = layer_of('qk/vo', biases=False)
-    rotated = under(layer, **ROPE)
-    fixed = convert.to_standard(convert.gauge_fix_qk(layer, pivot=False))
-    assert difference(under(fixed, **ROPE), rotated) > 1e-2
-    assert difference(under(convert.gauge_fix_vo(layer, pivot=False), **ROPE), rotated) < 1e-12
-
-
-def test_the_bias_of_the_keys_matters_under_rope_and_under_a_cap():
-    layer = layer_of('qk/vo')
-    folded = convert.fold_biases(layer)
-    assert not folded.score.b_k_KH[...].any() and not folded.value.b_v_KH[...].any()
-    assert np.abs(folded.value.b_o_D[...]).max() > 0.01
-    layer.score.b_k_KH[...] = folded.score.b_k_KH[...] + 1.0
-    assert difference(convert.fold_biases(layer), layer) < 1e-12
-    for options in (ROPE, {'logit_cap': 1.0}):
-        assert difference(under(folded, **options), under(layer, **options)) > 1e-2
-
-
-FREE_LOGITS = ('merge', 'unmerge', 'gauge_fix_qk', 'to_symmetric', 'to_shared', 'to_collaborative')
-CAP, NORM = {'logit_cap': 2.0}, {'qk_norm': True}
-REFUSED = [
-    *((c, 'qk/vo', ROPE, 'RoPE rotates queries and keys between') for c in FREE_LOGITS),
-    *((c, 'qk/vo', NORM, 'QK-norm divides') for c in FREE_LOGITS),
-    ('gqa_to_latent', 'qk/vo', ROPE, 'rotate between the latent'),
-    ('fold_biases', 'qk/vo', ROPE, 'RoPE rotates'),
-    ('fold_biases', 'qk/vo', CAP, 'but logit_cap=2.0 does not'),
-    ('merge', 'qk/vo', CAP, 'but logit_cap=2.0 does not'),
-    ('merge', 'qk/k_is_v', {}, 'k_is_v shares a matrix of qk, which merge replaces'),
-    ('merge', 'shared_qk(self_mask=True)/vo', {}, 'masks the diagonal'),
-    ('to_standard', 'shared_qk(self_mask=True)/vo', {}, 'masks the diagonal'),
-    ('merge', 'shared_qk(key_norm=True)/vo', {}, 'is not bilinear'),
-    ('to_standard', 'shared_qk(key_norm=True)/vo', {}, 'is not bilinear'),
-    ('to_standard', 'nonlinear_query/vo', {}, 'is not bilinear'),
-    ('unmerge', 'qk/vo', GROUPED, 'gqa_to_mha first'),
-    ('unmerge_vo', 'qk/vo', GROUPED, 'gqa_to_mha first'),
-    ('unmerge', 'merged/vo', {}, 'rank above 16'),
-    ('unmerge(rank=15)', 'qk/vo', {}, 'rank above 15'),
-    ('unmerge_vo(rank=15)', 'qk/vo', {}, 'rank above 15'),
-    ('unmerge_vo', 'qk/merged_vo', {}, 'rank above 16'),
-    ('to_symmetric', 'qk/vo', {}, r'A\[n\] is not symmetric'),
-    ('to_shared', 'indefinite', {}, 'negative eigenvalues'),
-    ('to_symmetric', 'symmetric of rank 17', {}, 'rank above head_size=16'),
-    ('gauge_fix_qk', 'merged/vo', {}, 'starts from the score qk'),
-    ('to_collaborative', 'merged/vo', {}, 'starts from the score qk'),
-    ('gauge_fix_vo', 'qk/no_v', {}, 'starts from the value vo'),
-    ('fold_double', 'qk/vo', {}, 'no double projection to fold'),
-    ('gqa_to_mha', 'query_free/vo', {}, 'starts from qk/vo'),
-    ('gqa_to_latent', 'qk/vo', {}, '= 128, wider than the stream'),
-    ('to_standard', 'qk/low_rank(rank=20)', ROPE, 'queries of size 16 would be widened to the 20'),
-    ('to_standard', 'latent(size=20, rope_size=4)/latent', ROPE, 'rotates 4 of 20 channels'),
-]
-
-
-def test_a_refusal_names_the_reason_in_one_sentence():
-    make_once = functools.cache(lambda source, options: source_of(source, dict(options)))
-    for conversion, source, options, reason in REFUSED:
-        layer = make_once(source, tuple(options.items()))
-        with pytest.raises(ConversionError, match=reason) as refusal:
-            apply(conversion, layer)
-        assert '\n' not in str(refusal.value), conversion
-    with pytest.raises(ConversionError, match='starts from qk/vo'):
-        convert.fold_gains(layer_of('query_free/vo'), np.ones(64))
-
-
-@pytest.mark.parametrize(
-    ('text', 'message'),
-    [
-        ('fold', "unknown conversion 'fold'; known are to_standard"),
-        ('truncate', "truncate requires the option 'rank'"),
-        ('merge(rank=2)', "merge has no option 'rank'; it takes none"),
-        ('gauge_fix_qk(pivots=True)', "no option 'pivots'; it takes pivot"),
-        ('fold_gains(gain_D=1)', "no option 'gain_D'"),
-        ('merge(', 'must be written name'),
+        ('merge', {'positions': 'rope'}, ConversionError, 'layer 0: RoPE rotates'),
+        ('truncate(rank=0)', {}, ConversionError, 'layer 0: .*rank=0'),
+        ('merge', {'kind': 'encoder_decoder'}, ConfigError, 'model.kind is encoder_decoder'),
+        ('merg', {}, ConfigError, "unknown conversion 'merg', did you mean 'merge'"),
+        ('truncate', {}, ConfigError, "truncate requires the option 'rank'"),
+        ('merge(rank=2)', {}, ConfigError, "merge has no option 'rank'; it takes none"),
+        ('gauge_fix_qk(pivots=True)', {}, ConfigError, "no option 'pivots'; it takes pivot"),
+        ('fold_gains(gain_D=1)', {}, ConfigError, "no option 'gain_D'"),
+        ('merge(', {}, ConfigError, 'must be written name'),
+        ('math:pi', {}, ConfigError, "conversion='math:pi' is not a Conversion"),
     ],
 )
-def test_a_conversion_that_is_written_wrongly_is_one_sentence(text, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_conversion(text)
+def test_a_refusal_names_the_reason(text, changes, error, message):
+    config = dataclasses.replace(CONFIG, **changes)
+    with pytest.raises(error, match=message):
+        convert_model(text, config, params_of(config))
+
+
+def test_layers_that_would_become_different_variants_are_refused(monkeypatch):
+    def one_merged(layer):
+        layers.append(layer)
+        return merge_vo(layer) if len(layers) > 1 else layer
+
+    layers = []
+    monkeypatch.setitem(CONVERSIONS, 'merge_vo', Conversion(one_merged, 'OV'))
+    with pytest.raises(ConversionError, match='layer 1 would become qk/merged_vo .* one variant'):
+        convert_model('merge_vo', CONFIG, params_of(CONFIG))
 
 
 def test_the_registry_agrees_with_the_functions():
     for name, conversion in CONVERSIONS.items():
         assert conversion.function.__name__ == name
-        assert conversion.example.keys() <= inspect.signature(conversion.function).parameters.keys()
-        conversion.check_options(conversion.example)
+        options = ', '.join(f'{option}={value!r}' for option, value in conversion.example.items())
+        assert parse_conversion(f'{name}({options})') == (conversion, dict(conversion.example))
         assert conversion.lossy == name.startswith('truncate')

@@ -11,9 +11,8 @@ from flax import nnx
 from qkattn.config import ModelConfig
 from qkattn.data.tasks.language import LanguageRows
 from qkattn.model import build
-from qkattn.model.cost import abstract_params
-from qkattn.pretrained import save_gpt2
 from qkattn.train import exported
+from tests.convert.test_published import make_tensors, write
 
 SIZES = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'context': 12, 'vocab_size': 257}
 
@@ -69,7 +68,7 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, trained_run
 
     save(tmp_path / 'wide', num_layers=1, d_model=64, num_heads=1)
     for flags, message in (
-        (['--trial=2'], '--trial=2 must be in [0, 2)'),
+        (['--trial=2'], 'trial=2 must be in [0, 2)'),
         (['--text=a', '--tokens=1 2'], 'exclude each other'),
         (['--text=a'], '--text has 1 tokens, and the model reads 2 to 24'),
         (['--text=a\udc80'], '--text cannot be encoded'),
@@ -111,12 +110,7 @@ def test_kinds_of_models_and_files(script_here, tmp_path):
     }
     done = script_here('analyze', '--source=pair', '--text=a dog')
     assert done.returncode == 2 and 'reads --text (or --file) and --target' in done.stderr
-    config = ModelConfig(**SIZES | {'biases': True})
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda a: (0.3 * rng.standard_normal(a.shape)).astype(np.float32), abstract_params(config)
-    )
-    save_gpt2(config, params, tmp_path / 'gpt2')
+    write(tmp_path / 'gpt2', make_tensors())
     printed = succeed(script_here('analyze', 'gpt2'))
     assert 'induction' in printed and 'entropy' not in printed  # nothing was read
     done = script_here('analyze', '--source=absent')

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from qkattn.config import ModelConfig
-from qkattn.convert import CONVERSIONS, Conversion
+from qkattn.convert.conversions import CONVERSIONS, Conversion
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
-from qkattn.pretrained import load_gpt2, save_gpt2
 from qkattn.train import exported, train
+from tests.convert.test_published import make_tensors, write
 
 
 def succeed(done):
@@ -51,31 +51,18 @@ def test_a_converted_run_trains_on(script_here, trained_run, tmp_path):
 
 
 def test_a_gpt2_model_is_merged_and_generates_the_same_text(script_here, tmp_path):
-    config = ModelConfig(
-        d_model=32, num_layers=2, num_heads=4, context=24, vocab_size=90, biases=True
-    )
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda a: (0.3 * rng.standard_normal(a.shape)).astype(np.float32), abstract_params(config)
-    )
-    save_gpt2(config, params, tmp_path / 'gpt2')
+    write(tmp_path / 'gpt2', make_tensors())
     succeed(script_here('convert', '--source=gpt2', '--apply=merge', '--out=merged'))
     assert exported.load(tmp_path / 'merged')[0].score == 'merged'
-    greedy = ('--prompt_tokens=5 17 80', '--num_tokens=16', '--temperature=0')
+    greedy = ('--prompt_tokens=5 17 20', '--num_tokens=7', '--temperature=0')
     text = succeed(script_here('generate', '--source=gpt2', *greedy))
-    assert len(text.split()) == 16
+    assert len(text.split()) == 7
     assert succeed(script_here('generate', '--source=merged', *greedy)) == text
 
-    succeed(script_here('convert', '--source=gpt2', '--layout=gpt2', '--out=copy'))
-    jax.tree.map(np.testing.assert_array_equal, load_gpt2(tmp_path / 'copy')[1], params)
     printed = succeed(script_here('convert', '--source=gpt2', '--apply=truncate(rank=2)'))
     assert 'layer 1: rank 2 leaves out' in printed and 'wrote' not in printed
-    for flags, message in (
-        (['--source=merged', '--layout=gpt2', '--out=no'], "score='merged' has no place"),
-        (['--source=gpt2', '--apply=to_shared'], 'to_shared is refused: layer 0'),
-    ):
-        done = script_here('convert', *flags)
-        assert done.returncode == 2 and message in done.stderr and 'Traceback' not in done.stderr
+    done = script_here('convert', '--source=gpt2', '--apply=to_shared')
+    assert done.returncode == 2 and 'to_shared is refused: layer 0' in done.stderr
 
 
 def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(

@@ -4,7 +4,7 @@ import pytest
 
 from qkattn.config import Config, Study
 from qkattn.config.setting import settings
-from qkattn.convert import CONVERSIONS
+from qkattn.convert.conversions import CONVERSIONS
 from qkattn.jobs.cli import shipped
 
 SCRIPTS = [name for name in shipped('experiments') if not name.startswith('_')]

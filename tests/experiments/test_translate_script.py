@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from qkattn.config import DecodeConfig
+from qkattn.convert.loading import load, tokenizer_for
 from qkattn.decode.translate import translate
-from qkattn.pretrained import load_model, settings_of, tokenizer_of_run
 from qkattn.train import train
 
 
@@ -54,8 +54,9 @@ def test_text_and_files_are_translated_line_by_line(script_here, run, tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    tokenizer = tokenizer_of_run(run[0], settings_of(run[0]))
-    bad, cafe = translate(load_model(run[0]), tokenizer, ['bad', 'cafe'], DecodeConfig(beam=2))
+    loaded = load(run[0])
+    tokenizer = tokenizer_for(loaded, '', '')
+    bad, cafe = translate(loaded.models[0], tokenizer, ['bad', 'cafe'], DecodeConfig(beam=2))
     assert cafe == 'efac'
     assert out('--text=bad\ncafe') == f'{bad}\n{cafe}\n'
     # The run is of lower-cased text. The last line needs no end.

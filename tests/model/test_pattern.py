@@ -9,7 +9,7 @@ import pytest
 
 from qkattn.config import Config, ModelConfig
 from qkattn.config.calls import split_pattern
-from qkattn.convert import convert_model
+from qkattn.convert.conversions import convert_model
 from qkattn.decode import kv_cache
 from qkattn.errors import ConfigError, SpecError
 from qkattn.model import Decoder, abstract_model, build, cost

@@ -10,11 +10,11 @@ from flax import nnx
 from qkattn import metrics
 from qkattn.analysis import analyze
 from qkattn.config import Config, ModelConfig, TrainConfig, fingerprint
+from qkattn.convert.loading import load
 from qkattn.data.pipeline import eval_batches
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import Lost
 from qkattn.model import build
-from qkattn.pretrained import load
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.train import attention_metrics, train
 from qkattn.train.sharding import make_mesh

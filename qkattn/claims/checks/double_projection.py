@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qkattn import convert
 from qkattn.attention import Score
 from qkattn.claims.checks.small_layers import D, difference, float64, freedom, layer, output, stream
 from qkattn.claims.claim import exact
-from qkattn.convert.target import empty_layer, fill, respecified
+from qkattn.convert.target import empty_layer, fill
+from qkattn.convert.whole_layer import fold_double
 from qkattn.report.claim_results import Row
 
 WIDE: dict[str, Any] = {'width of the shared projection': 'R >= D'}
@@ -26,11 +26,11 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 @float64
 def folded() -> list[Row]:
-    """Output of a double layer after `convert.fold_double`, whatever else the layer has."""
+    """Output of a double layer after `fold_double`, whatever else the layer has."""
     rows, x_BTD = [], stream()
     for name, options in LAYERS.items():
         of = layer('double/double', **options)
-        change = difference(output(convert.fold_double(of), x_BTD), output(of, x_BTD))
+        change = difference(output(fold_double(of), x_BTD), output(of, x_BTD))
         rows.append(exact(f'change of the output by folding, {name}', change, 0, 1e-12, **WIDE))
     return rows
 
@@ -42,7 +42,7 @@ def unfolded() -> list[Row]:
     w_q_DNH, w_k_DNH = (np.asarray(w[...]) for w in (of.score.w_q_DNH, of.score.w_k_DKH))
     eye = np.eye(D)
     score = {'w_q_outer_DR': eye, 'w_q_RNH': w_q_DNH, 'w_k_outer_DR': eye, 'w_k_RKH': w_k_DNH}
-    double = fill(empty_layer(respecified(of.spec, score='double'), of), of, score=score)
+    double = fill(empty_layer(of, score='double'), of, score=score)
     change = difference(output(double, x_BTD), output(of, x_BTD))
     return [exact('change of the output, shared W_Q = I', change, 0, 1e-12, **WIDE)]
 

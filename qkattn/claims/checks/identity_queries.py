@@ -22,9 +22,8 @@ from qkattn.claims.checks.small_layers import (
     stream,
 )
 from qkattn.claims.claim import exact
-from qkattn.convert import extract_factors
-from qkattn.convert.target import empty_layer, fill, respecified
-from qkattn.convert.truncation import relative_error
+from qkattn.convert.factors import extract_factors, relative_error
+from qkattn.convert.target import empty_layer, fill, logit_scale
 from qkattn.report.claim_results import Row
 
 SINGLE: dict[str, Any] = {'layer': 'single head'}
@@ -34,8 +33,8 @@ BEST = "error of the best W_K', relative to the softmax input"
 def without_w_q(of: Attention) -> Attention:
     """The layer with queries X and keys of D x D matrices W_K'[n] = W_K[n] W_Q[n]^T."""
     factors = extract_factors(of)
-    target = empty_layer(respecified(of.spec, score='query_free_full'), of)
-    scale = factors.scale / (target.score.scale * of.spec.score_scale)
+    target = empty_layer(of, score='query_free_full')
+    scale = factors.scale / logit_scale(target)
     w_k_DNE = scale * np.einsum('DNH,ENH->DNE', factors.w_k_DKH, factors.w_q_DNH)
     return fill(target, of, score={'w_k_DNE': w_k_DNE, 'b_k_NE': np.zeros(w_k_DNE.shape[1:])})
 
@@ -51,7 +50,7 @@ def single_head() -> list[Row]:
     rows.append(exact('change of the output, W_Q removed', change, 0, 1e-12, **SINGLE))
     free = layer('query_free/vo', num_heads=1)
     back = fill(
-        empty_layer(respecified(free.spec, score='qk'), free),
+        empty_layer(free, score='qk'),
         free,
         score={'w_q_DNH': np.eye(D)[:, None], 'w_k_DKH': np.asarray(free.score.w_k_DKH[...])},
     )

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qkattn import convert
 from qkattn.attention import Attention
 from qkattn.claims.checks.small_layers import (
     H,
@@ -24,6 +23,8 @@ from qkattn.claims.checks.small_layers import (
 )
 from qkattn.claims.claim import exact
 from qkattn.config import ModelConfig
+from qkattn.convert.circuits import merge
+from qkattn.convert.conversions import converted
 from qkattn.model import Decoder, build
 from qkattn.report.claim_results import Row
 
@@ -42,20 +43,18 @@ SMALL = ModelConfig(
 
 @float64
 def same_function() -> list[Row]:
-    """Softmax input and output of layers, and logits of a model, after `convert.merge`."""
+    """Softmax input and output of layers, and logits of a model, after `merge`."""
     rows = []
     for name, options in LAYERS.items():
         of, x_BTD = layer(**options), stream()
-        merged = convert.merge(of)
+        merged = merge(of)
         change = difference(output(merged, x_BTD), output(of, x_BTD))
         rows.append(exact(f'change of the output, {name}', change, 0, 1e-12, **NOTHING))
         if not options:
             change = difference(softmax_input(merged, x_BTD), softmax_input(of, x_BTD))
             rows.insert(0, exact('change of the softmax input', change, 0, 1e-12, **NOTHING))
     model, tokens_BT = trained(), jnp.arange(16).reshape(2, 8)
-    logits = [
-        jax.jit(lambda m: m(tokens_BT))(m) for m in (convert.converted(model, 'merge'), model)
-    ]
+    logits = [jax.jit(lambda m: m(tokens_BT))(m) for m in (converted(model, 'merge'), model)]
     change = difference(*logits)
     rows.append(exact('change of the logits of a trained model', change, 0, 1e-12, **NOTHING))
     return rows

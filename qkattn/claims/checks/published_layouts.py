@@ -13,8 +13,7 @@ from qkattn.claims.checks.parameter_counts import count
 from qkattn.claims.checks.small_layers import D, H, N, T, difference, float64, layer, output, stream
 from qkattn.claims.claim import exact
 from qkattn.config import ModelConfig
-from qkattn.pretrained import layout, load_gpt2, load_nanogpt
-from qkattn.pretrained.nanogpt import TRANSPOSED
+from qkattn.convert.published import TRANSPOSED, load_gpt2, load_nanogpt, shapes
 from qkattn.report.claim_results import Row
 
 CONFIG = ModelConfig(d_model=D, num_layers=1, num_heads=N, context=T, vocab_size=16)
@@ -39,7 +38,7 @@ def published() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     tensors = {
         name: rng.normal(size=shape).astype(np.float32) / shape[0] ** 0.5
-        for name, shape in layout.shapes(CONFIG).items()
+        for name, shape in shapes(CONFIG).items()
     }
     parts = np.split(tensors['h.0.attn.c_attn.weight'], 3, axis=1)
     return tensors, dict(zip('qkvo', [*parts, tensors['h.0.attn.c_proj.weight']], strict=True))

@@ -13,7 +13,7 @@ from qkattn.attention import Attention, AttentionSpec, oracle
 from qkattn.attention.norm import rms_norm
 from qkattn.attention.parameters import shapes_only
 from qkattn.config.calls import Variant
-from qkattn.convert.truncation import relative_error
+from qkattn.convert.factors import relative_error
 from qkattn.report.claim_results import Row
 
 # Decorates a check: what it computes is in float64.

@@ -5,10 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from qkattn import convert
 from qkattn.attention import Attention
 from qkattn.claims.checks.small_layers import curve, difference, float64, layer, rank
 from qkattn.claims.claim import exact
+from qkattn.convert.circuits import truncate, unmerge
 from qkattn.report.claim_results import Row
 
 D = 16
@@ -29,7 +29,7 @@ def every_rank() -> list[Row]:
     rows = []
     for r in range(1, D + 1):
         of = of_rank(r)
-        factored = convert.unmerge(of, rank=r)
+        factored = unmerge(of, rank=r)
         A_NDE = np.asarray(factored.score.matrix())
         before_NDE = of.score.scale * np.asarray(of.score.matrix())
         change = difference(factored.score.scale * A_NDE, before_NDE)
@@ -49,7 +49,7 @@ def least_error() -> list[Row]:
     s_NR = np.linalg.svd(A_NDE, compute_uv=False)
     rows = []
     for r in range(1, D):
-        lost = convert.truncate(of, rank=r)[1].relative
+        lost = truncate(of, rank=r)[1].relative
         least = float(np.linalg.norm(s_NR[:, r:]) / np.linalg.norm(s_NR))
         row = exact('error of truncating W_QK to rank r', lost, least, 1e-12, **FORM)
         rows.append(curve(row, r, 'r'))

@@ -17,7 +17,7 @@ from scipy import optimize
 
 from qkattn.claims.checks.small_layers import curve, float64
 from qkattn.claims.claim import exact
-from qkattn.convert.truncation import balanced_factors
+from qkattn.convert.factors import balanced_factors
 from qkattn.report.claim_results import Row
 
 L2: dict[str, Any] = {'decay': 'in the loss'}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import jax
 
-from qkattn import pretrained
 from qkattn.analysis import means
+from qkattn.convert import loading
 from qkattn.model.transformer import Transformer
 from qkattn.report.claim_results import Kind, Row, Speaks
 from qkattn.stats.inference import estimate
@@ -29,7 +29,7 @@ def record(directory: Path, scale: str) -> None:
     for run in sorted((directory / 'runs').iterdir()):
         if f'-{SCREENING}-' in run.name or not (run / 'result.json').exists():
             continue
-        source = pretrained.load(run)
+        source = loading.load(run)
         alive = [model for model, well in zip(source.models, source.alive, strict=True) if well]
         model = source.model.config
         found.append(

@@ -20,7 +20,7 @@ from qkattn.claims.checks import (
     two_by_two,
     weight_decay,
 )
-from qkattn.convert import folding, qk_circuit
+from qkattn.convert import circuits, whole_layer
 from qkattn.convert.factors import Factors, extract_factors
 from qkattn.report.claim_results import Speaks
 
@@ -253,7 +253,7 @@ WRONG = {
     ),
     'the smallest are kept': (
         truncated_ranks.least_error,
-        qk_circuit,
+        circuits,
         'balanced_factors',
         smallest_first,
     ),
@@ -298,7 +298,7 @@ WRONG = {
         one_for_two,
     ),
     'twice the queries': (double_projection.unfolded, registry.SCORES, 'double', Twice),
-    'heads in another order': (double_projection.folded, folding, 'extract_factors', reordered),
+    'heads in another order': (double_projection.folded, whole_layer, 'extract_factors', reordered),
     'half of the penalty': (
         weight_decay.least_penalty,
         weight_decay,

@@ -46,7 +46,7 @@ def test_a_study_has_a_row_for_each_arm_and_quantity(tmp_path, monkeypatch):
         models = [make(runs[path.name], seed) for seed in range(3)]
         return SimpleNamespace(models=models, alive=[True, True, False], model=models[0])
 
-    monkeypatch.setattr(factor_norms.pretrained, 'load', load)
+    monkeypatch.setattr(factor_norms.loading, 'load', load)
     factor_norms.record(tmp_path, 'cpu')
     rows = factor_norms.read(tmp_path)
     assert len(rows) == 2 * len(factor_norms.QUANTITIES) and {r.speaks for r in rows} == {

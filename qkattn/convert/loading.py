@@ -1,0 +1,147 @@
+"""Models by path: runs, exported parameters, published files."""
+
+import contextlib
+import dataclasses
+import operator
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qkattn.config import Config, DataConfig, ModelConfig
+from qkattn.convert.published import load_gpt2, load_nanogpt
+from qkattn.data.load import tokenizer_of
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.errors import ConfigError
+from qkattn.model import with_params
+from qkattn.model.transformer import Transformer
+from qkattn.storage.files import absolute, as_path
+from qkattn.train import exported
+from qkattn.train.checkpoint import Checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A run as its newest checkpoint has it, or a model without a run.
+
+    Attributes:
+      path: where it was loaded from.
+      models: one per trial, with parameters in the compute dtype.
+      trials: seed, learning rate and weight decay of each model; {} without a run.
+      alive: False for trials that diverged, which have their last finite parameters.
+      config, step: settings and optimizer steps of the run; None without one.
+    """
+
+    path: Path
+    models: list[Transformer]
+    trials: list[dict[str, Any]]
+    alive: list[bool]
+    config: Config | None = None
+    step: int | None = None
+
+    @property
+    def trial(self) -> int:
+        """The first trial that has not diverged; 0 where all have."""
+        return self.alive.index(True) if True in self.alive else 0
+
+    @property
+    def model(self) -> Transformer:
+        """The model of `trial`."""
+        return self.models[self.trial]
+
+    def check_trial(self, trial: int | None) -> int:
+        """`trial`, or the default where it is None; ConfigError where it is out of range."""
+        trial = self.trial if trial is None else trial
+        if not 0 <= trial < len(self.models):
+            raise ConfigError(
+                f'trial={trial} must be in [0, {len(self.models)}), the trials of {self.path}'
+            )
+        return trial
+
+
+def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loaded:
+    """The run at `source`, or the one model of anything else that `load_any` reads.
+
+    Args:
+      num_heads: for published files without a config.
+
+    Raises:
+      ConfigError: as `load_any`.
+      CheckpointError: every checkpoint of the run is damaged.
+    """
+    path = as_path(source)
+    if not (path / 'config.json').exists() or not (path / 'checkpoints').is_dir():
+        return Loaded(path, [_model(*load_any(path, num_heads=num_heads))], [{}], [True])
+    config, step, stack = exported.load_stack(absolute(path))
+    trials = config.trials.trials()
+    params = [jax.tree.map(operator.itemgetter(i), stack['params']) for i in range(len(trials))]
+    models = [_model(config.model, one) for one in params]
+    return Loaded(path, models, trials, stack['alive'].tolist(), config, step)
+
+
+def load_any(
+    source: str | os.PathLike[str], *, trial: int = 0, num_heads: int | None = None
+) -> tuple[ModelConfig, dict]:
+    """The config and parameters of the model at `source`, whose kind follows from its files.
+
+    Args:
+      source: a run directory or a directory of exported parameters; a directory or .safetensors
+        file of a GPT-2 in the Hugging Face layout; a nanoGPT .pt checkpoint.
+      trial: index of the trial of a run.
+      num_heads: for published files without a config.
+
+    Raises:
+      ConfigError: `source` is none of these, or it is damaged or of another layout.
+    """
+    path = as_path(source)
+    if not path.exists():
+        raise ConfigError(f'{path} does not exist')
+    if path.suffix == '.pt':
+        return load_nanogpt(path, num_heads=num_heads)
+    if path.is_file() or (
+        not (path / exported.ABOUT).exists() and any(path.glob('*.safetensors*'))
+    ):
+        return load_gpt2(path, num_heads=num_heads)
+    return exported.load(path, trial)
+
+
+def _model(config: ModelConfig, params: dict) -> Transformer:
+    dtype = jnp.dtype(config.compute_dtype)
+    return with_params(config, jax.tree.map(lambda p: jnp.asarray(p, dtype), params))
+
+
+def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
+    """The tokenizer of a run, or that of a dataset for a model without a run.
+
+    Args:
+      dataset: its name.
+      otherwise: the flag that takes token ids in the place of text.
+
+    Raises:
+      ConfigError: it has more tokens than the model, or the data of the run, and its vocabulary
+        with it, has changed since the run.
+    """
+    if source.config is None:
+        tokenizer = tokenizer_of(DataConfig(name=dataset))
+    else:
+        tokenizer = tokenizer_of(source.config.data)
+        directory = absolute(source.path) / 'checkpoints'
+        with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
+            record = checkpoints.record()
+        assert record is not None  # the checkpoint that was loaded
+        data = record['data']
+        trained_with = data.get('source', data)['tokenizer']
+        if tokenizer.name != trained_with:
+            raise ConfigError(
+                f'{source.path} was trained with the tokenizer {trained_with}, but its data has '
+                f'changed since then and gives {tokenizer.name}; restore the data'
+            )
+    vocab_size = source.model.config.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and '
+            f'the model {vocab_size}; give {otherwise}'
+        )
+    return tokenizer

@@ -1,0 +1,256 @@
+"""GPT-2 and nanoGPT files: the logits of the published equations, and files that do not fit."""
+
+import dataclasses
+import json
+import math
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from qkattn.config import ModelConfig
+from qkattn.convert.published import load_gpt2, load_nanogpt
+from qkattn.errors import LayoutError
+from qkattn.model import with_params
+from tests import damages
+
+D, N, L, F, T, V = 16, 2, 3, 48, 10, 29
+TOKENS = np.random.default_rng(1).integers(0, V, (3, T))
+DESCRIPTION = {'model_type': 'gpt2', 'n_embd': D, 'n_head': N, 'n_inner': F, 'n_layer': L}
+DESCRIPTION |= {'n_positions': T, 'vocab_size': V}
+ARGUMENTS = {'n_layer': L, 'n_head': N, 'n_embd': D, 'block_size': T, 'vocab_size': V}
+ARGUMENTS |= {'dropout': 0.1, 'bias': True}
+
+
+def make_tensors(*, biases=True, width=F):
+    """Random GPT-2 tensors under their published names; gains near 1, nothing symmetrical."""
+    rng, tensors = np.random.default_rng(0), {}
+    shapes = {'wte': (V, D), 'wpe': (T, D), 'ln_f': (D,)}
+    parts = {'ln_1': (D,), 'attn.c_attn': (D, 3 * D), 'attn.c_proj': (D, D)}
+    parts |= {'ln_2': (D,), 'mlp.c_fc': (D, width), 'mlp.c_proj': (width, D)}
+    shapes |= {f'h.{i}.{name}': shape for i in range(L) for name, shape in parts.items()}
+    for name, shape in shapes.items():
+        gain = 'ln_' in name
+        tensors[f'{name}.weight'] = np.float32(gain + 0.3 * rng.standard_normal(shape))
+        if biases and name not in ('wte', 'wpe'):
+            tensors[f'{name}.bias'] = np.float32(0.3 * rng.standard_normal(shape[-1]))
+    return tensors
+
+
+def forward(tensors, *, num_heads=N, exact_gelu=False):
+    """Logits of Radford et al. 2019 in float64 numpy; biases that are absent are zero."""
+    p = {name: np.asarray(t, np.float64) for name, t in tensors.items()}
+
+    def affine(x, name):
+        return x @ p[f'{name}.weight'] + p.get(f'{name}.bias', 0)
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x * p[f'{name}.weight'] + p.get(f'{name}.bias', 0)
+
+    def gelu(x):
+        tanh = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+        erf = np.vectorize(math.erf)(x / math.sqrt(2))
+        return 0.5 * x * (1 + (erf if exact_gelu else tanh))
+
+    def attend(q, k, v):
+        s_BTS = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+        p_BTS = np.exp(s_BTS) * np.tri(T)
+        return p_BTS / p_BTS.sum(-1, keepdims=True) @ v
+
+    x_BTD = p['wte.weight'][TOKENS] + p['wpe.weight']
+    for h in (f'h.{i}' for i in range(L)):
+        qkv = np.split(affine(norm(x_BTD, f'{h}.ln_1'), f'{h}.attn.c_attn'), 3, -1)
+        heads = zip(*(np.split(a, num_heads, -1) for a in qkv), strict=True)
+        o_BTD = np.concatenate([attend(*head) for head in heads], -1)
+        x_BTD = x_BTD + affine(o_BTD, f'{h}.attn.c_proj')
+        hidden = gelu(affine(norm(x_BTD, f'{h}.ln_2'), f'{h}.mlp.c_fc'))
+        x_BTD = x_BTD + affine(hidden, f'{h}.mlp.c_proj')
+    return norm(x_BTD, 'ln_f') @ p.get('lm_head.weight', p['wte.weight']).T
+
+
+def write(directory, tensors, **described):
+    """A GPT-2 in the Hugging Face layout."""
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / 'model.safetensors')
+    (directory / 'config.json').write_text(json.dumps(DESCRIPTION | described))
+    return directory
+
+
+def as_nanogpt(tensors, prefix='_orig_mod.'):
+    """As torch.compile'd nanoGPT names and turns them, with its tied second name and masks."""
+    named = {f'{prefix}lm_head.weight': tensors['wte.weight']}
+    for name, tensor in tensors.items():
+        turned = '.c_' in name and name.endswith('weight')
+        named[f'{prefix}transformer.{name}'] = tensor.T.copy() if turned else tensor
+    named[f'{prefix}transformer.h.0.attn.bias'] = np.tril(np.ones((1, 1, T, T), np.float32))
+    return named
+
+
+def check_logits(loaded, expected):
+    logits = jax.jit(lambda model: model(TOKENS))(with_params(*loaded))
+    assert np.std(expected) > 1
+    np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def same_params(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one[1], other[1])
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_a_gpt2_has_the_logits_of_the_equations(tmp_path, tied):
+    tensors = make_tensors()
+    head = np.random.default_rng(2).normal(size=(V, D)).astype(np.float32)
+    tensors |= {} if tied else {'lm_head.weight': head}
+    named = {f'transformer.{name}': t for name, t in tensors.items()}
+    named['transformer.h.0.attn.bias'] = np.tril(np.ones((1, 1, T, T), np.uint8))
+    named['transformer.h.0.attn.masked_bias'] = np.float32([-1e4])
+    loaded = load_gpt2(write(tmp_path, named, tie_word_embeddings=tied))
+    sizes = {'d_model': D, 'num_heads': N, 'num_layers': L, 'd_ff': F, 'context': T}
+    assert loaded[0] == ModelConfig(**sizes, vocab_size=V, biases=True, tied_embeddings=tied)
+    check_logits(loaded, forward(tensors))
+
+
+@pytest.mark.parametrize(
+    ('prefix', 'biases'), [('', True), ('_orig_mod.', False), ('module.', True)]
+)
+def test_a_nanogpt_has_the_logits_of_the_equations(prefix, biases):
+    tensors = make_tensors(biases=biases, width=4 * D)
+    loaded = load_nanogpt(as_nanogpt(tensors, prefix), num_heads=N)
+    assert (loaded[0].biases, loaded[0].tied_embeddings, loaded[0].num_layers) == (biases, True, L)
+    expected = forward(tensors, exact_gelu=True)
+    check_logits(loaded, expected)
+    with pytest.raises(AssertionError):  # the two forms of GELU are told apart
+        check_logits(loaded, forward(tensors))
+
+
+def test_dictionaries_and_files_hold_the_same(tmp_path):
+    tensors = make_tensors(width=4 * D)
+    expected = load_gpt2(tensors, num_heads=4)
+    check_logits(expected, forward(tensors, num_heads=4))
+    named, lone = as_nanogpt(tensors), tmp_path / 'lone'
+    lone.mkdir()
+    save_file(tensors, lone / 'gpt2.safetensors')
+    save_file(named, lone / 'nano.safetensors')
+    for load, source in (
+        (load_gpt2, tensors),
+        (load_gpt2, lone / 'gpt2.safetensors'),
+        (load_nanogpt, named),
+        (load_nanogpt, lone / 'nano.safetensors'),
+    ):
+        with pytest.raises(LayoutError, match='num_heads is required'):
+            load(source)
+        same_params(load(source, num_heads=4), expected)
+    checkpoint = {'model': named, 'model_args': ARGUMENTS, 'iter_num': 7}
+    expected = load_gpt2(tensors, num_heads=N)
+    same_params(load_nanogpt(checkpoint), expected)
+    assert load_nanogpt(checkpoint)[0] == dataclasses.replace(expected[0], activation='gelu')
+    parts = {name: f'part-{i % 2}.safetensors' for i, name in enumerate(sorted(tensors))}
+    for file in set(parts.values()):
+        save_file({n: t for n, t in tensors.items() if parts[n] == file}, tmp_path / file)
+    index = tmp_path / 'model.safetensors.index.json'
+    index.write_text(json.dumps({'weight_map': parts}))
+    (tmp_path / 'config.json').write_text(json.dumps(DESCRIPTION | {'n_inner': None}))
+    same_params(load_gpt2(tmp_path), expected)
+
+
+@pytest.mark.parametrize('dtype', [np.float16, ml_dtypes.bfloat16])
+def test_narrow_floats_are_widened_exactly(tmp_path, dtype):
+    narrow = {name: t.astype(dtype) for name, t in make_tensors().items()}
+    params = load_gpt2(write(tmp_path, narrow))[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    np.testing.assert_array_equal(params['w_embedding_VD'], narrow['wte.weight'].astype(np.float32))
+
+
+def test_a_torch_checkpoint_is_read(tmp_path):
+    torch = pytest.importorskip('torch', reason='torch is optional; only .pt files need it')
+    tensors = make_tensors(width=4 * D)
+    narrow = {n: torch.from_numpy(t.copy()).bfloat16() for n, t in as_nanogpt(tensors).items()}
+    checkpoint = {'model': narrow, 'model_args': ARGUMENTS, 'best_val_loss': torch.tensor(1.0)}
+    torch.save(checkpoint, tmp_path / 'ckpt.pt')
+    config, params = load_nanogpt(tmp_path / 'ckpt.pt')
+    assert config.num_heads == N
+    expected = torch.from_numpy(tensors['wte.weight']).bfloat16().float().numpy()
+    np.testing.assert_array_equal(params['w_embedding_VD'], expected)
+    (tmp_path / 'broken.pt').write_bytes(b'no checkpoint')
+    for name in ('broken.pt', 'absent.pt'):
+        with pytest.raises(LayoutError, match=f'{name} cannot be read as a torch checkpoint'):
+            load_nanogpt(tmp_path / name)
+
+
+def remove(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, shape, dtype=np.float32):
+    return lambda tensors: tensors.update({name: np.zeros(shape, dtype)})
+
+
+@pytest.mark.parametrize(
+    ('damage', 'message'),
+    [
+        (remove('wpe.weight'), "tensor 'wpe.weight' is missing"),
+        (remove('h.1.ln_2.bias'), "tensor 'h.1.ln_2.bias' is missing"),
+        (remove('ln_f.bias'), "'h.0.attn.c_attn.bias' has no place in a GPT-2 without biases"),
+        (put('h.2.attn.q_norm.weight', (8,)), "'h.2.attn.q_norm.weight' has no place"),
+        (put('h.1.attn.c_attn.weight', (48, 16)), r'c_attn.weight.* \(48, 16\), not \(16, 48\)'),
+        (put('wte.weight', (V, D), np.float64), "'wte.weight' is of float64"),
+        (put('lm_head.weight', (V, D)), "'lm_head.weight' differs from 'wte.weight'"),
+        (put('transformer.ln_f.bias', (D,)), "'ln_f.bias' occurs twice"),
+        (put('h.3.ln_1.weight', (D,)), "tensor 'h.3.ln_1.bias' is missing"),
+        ({'n_layer': 4}, 'n_layer=4 .* num_layers=3'),
+        ({'n_inner': None}, 'n_inner=64 .* mlp_width=48'),
+        ({'vocab_size': 30}, 'vocab_size=30'),
+        ({'n_head': 3}, 'd_model=16 must be a multiple of num_heads=3'),
+        ({'activation_function': 'gelu'}, "activation_function='gelu' is not supported"),
+        ({'layer_norm_epsilon': 1e-6}, 'layer_norm_epsilon=1e-06 is not supported'),
+        ({'scale_attn_weights': False}, 'scale_attn_weights=False'),
+        ({'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx=True'),
+        ({'model_type': 'gptj'}, "model_type='gptj'"),
+        ({'tie_word_embeddings': False}, "tensor 'lm_head.weight' is missing"),
+    ],
+)
+def test_a_wrong_tensor_or_description_is_named(tmp_path, damage, message):
+    tensors, described = make_tensors(), damage
+    if callable(damage):
+        damage(tensors)
+        described = {}
+    with pytest.raises(LayoutError, match=message):
+        load_gpt2(write(tmp_path, tensors, **described))
+
+
+def test_what_is_no_model_is_named(monkeypatch, tmp_path):
+    def refused(message, source=tmp_path, load=load_gpt2, **options):
+        with pytest.raises(LayoutError, match=message):
+            load(source, **options)
+
+    refused('nowhere does not exist', tmp_path / 'nowhere')
+    refused(r'config\.json cannot be read')
+    (tmp_path / 'config.json').write_text(damages.NESTED)
+    refused(r'config\.json cannot be read: it is nested too deeply')
+    (tmp_path / 'config.json').write_text(json.dumps({'n_embd': D}))
+    write(tmp_path, make_tensors())
+    refused('n_head=2 .* num_heads=4', num_heads=4)
+    weights = tmp_path / 'model.safetensors'
+    (tmp_path / 'config.json').write_text(json.dumps({'n_embd': D}))
+    refused(r'config\.json: n_head is missing')
+    write(tmp_path, make_tensors())
+    weights.write_bytes(weights.read_bytes()[:1000])
+    refused(r'model\.safetensors cannot be read as safetensors')
+    weights.unlink()
+    refused(r'neither model\.safetensors nor')
+
+    tensors = make_tensors(width=4 * D)
+    transposed = r'c_attn\.weight.* \(48, 16\), not \(16, 48\); load_gpt2'
+    refused(transposed, tensors, load_nanogpt, num_heads=N)
+    for wrong, message in (
+        ({'block_size': 11}, 'block_size=11 .* context=10'),
+        ({'use_rmsnorm': True}, 'use_rmsnorm=True is not an argument of nanoGPT'),
+    ):
+        checkpoint = {'model': as_nanogpt(tensors), 'model_args': ARGUMENTS | wrong}
+        refused(message, checkpoint, load_nanogpt)
+    monkeypatch.setitem(sys.modules, 'torch', None)
+    refused(r'ckpt\.pt can only be read with torch', tmp_path / 'ckpt.pt', load_nanogpt)
