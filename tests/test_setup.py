@@ -97,81 +97,65 @@ def test_scripts_are_executable_and_parse(script):
 
 # The wheel, as an installation unpacks it
 
-
-@pytest.fixture(scope='module')
-def source(tmp_path_factory) -> Path:
-    """A copy of what a wheel is built from: the build writes beside it."""
-    if Version(importlib.metadata.version('setuptools')) < Version('77'):
-        pytest.skip('building a wheel needs setuptools >= 77')
-    copy = tmp_path_factory.mktemp('source')
-    for folder in OWN:
-        ignored = shutil.ignore_patterns('__pycache__', 'results')
-        shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
-    for name in ('pyproject.toml', 'setup.py', 'README.md', 'LICENSE'):
-        shutil.copy(ROOT / name, copy)
-    return copy
-
-
-def installed(source: Path, directory: Path, hook: str) -> Path:
-    """What the build hook builds, unpacked into `directory`."""
-    program = f'from setuptools import build_meta; build_meta.{hook}({str(directory)!r})'
-    subprocess.run([sys.executable, '-c', program], cwd=source, check=True, capture_output=True)
-    (built,) = directory.glob('*.whl')
-    with zipfile.ZipFile(built) as archive:
-        archive.extractall(directory / 'site')
-    return directory / 'site'
-
-
-def from_elsewhere(directory: Path, site: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of `qkattn ...` with `site` as the only place of the package."""
-    program = f"""import site, sys
-sys.path[:] = [{str(site)!r}, *(p for p in sys.path if p not in ('', {str(ROOT)!r}))]
-sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')]
-for name in [name for name in sys.modules if name.startswith('__editable__')]:
-    del sys.modules[name]
-site.addsitedir({str(site)!r})
-from qkattn.__main__ import main
-main()"""
-    directory.mkdir()
-    done = subprocess.run(
-        [sys.executable, '-c', program, *arguments],
-        cwd=directory,
-        env={**os.environ, 'PYTHONPATH': ''},
-        capture_output=True,
-        text=True,
-    )
-    lines = (done.stdout + done.stderr).splitlines(keepends=True)
-    # Shown where imports take seconds.
-    return done.returncode, ''.join(x for x in lines if not x.startswith('qkattn: starting'))
-
-
 SHIPPED = {p.stem for p in ROOT.glob('configs/*.py')} | {
     p.stem for p in ROOT.glob('experiments/*.py') if p.stem != '__init__'
 }
+FROM_ELSEWHERE = f"""
+import site, sys
+sys.path[:] = [sys.argv[1], *(p for p in sys.path if p not in ('', {str(ROOT)!r}))]
+sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')]
+for name in [name for name in sys.modules if name.startswith('__editable__')]:
+    del sys.modules[name]
+site.addsitedir(sys.argv.pop(1))
+from qkattn.__main__ import main
+main()"""
 
 
-def test_a_wheel_has_one_top_level_package_with_everything_in_it(source, tmp_path):
-    site = installed(source, tmp_path, 'build_wheel')
+@pytest.mark.parametrize('hook', ['build_wheel', 'build_editable'])
+def test_an_installation_has_the_commands_and_the_configs(tmp_path, hook):
+    if Version(importlib.metadata.version('setuptools')) < Version('77'):
+        pytest.skip('building a wheel needs setuptools >= 77')
+    source, site = tmp_path / 'source', tmp_path / 'site'  # the build writes beside its source
+    for folder in OWN:
+        ignored = shutil.ignore_patterns('__pycache__', 'results')
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
+    for name in ('pyproject.toml', 'setup.py', 'README.md', 'LICENSE'):
+        shutil.copy(ROOT / name, source)
+    program = f'from setuptools import build_meta; build_meta.{hook}({str(tmp_path)!r})'
+    command = [sys.executable, '-c', program]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (built,) = tmp_path.glob('*.whl')
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(site)
+
+    def qkattn(*arguments: str) -> tuple[int, str]:
+        """Exit code and output of `qkattn ...` with `site` as the only place of the package."""
+        (elsewhere := tmp_path / 'elsewhere').mkdir(exist_ok=True)
+        done = subprocess.run(
+            [sys.executable, '-c', FROM_ELSEWHERE, site, *arguments],
+            cwd=elsewhere,
+            env={**os.environ, 'PYTHONPATH': ''},
+            capture_output=True,
+            text=True,
+        )
+        assert not any(elsewhere.iterdir())
+        lines = (done.stdout + done.stderr).splitlines(keepends=True)
+        # Shown where imports take seconds.
+        return done.returncode, ''.join(x for x in lines if not x.startswith('qkattn: starting'))
+
+    code, text = qkattn('--help')
+    assert code == 0, text
+    assert SHIPPED <= {line.split()[0] for line in text.splitlines() if line}
+    assert 'qkattn = qkattn.__main__:main' in next(site.glob('*/entry_points.txt')).read_text()
+    if hook == 'build_editable':
+        return
     assert {path.name.partition('-')[0] for path in site.iterdir()} == {'qkattn'}
     for folder in OWN:
         below = site / 'qkattn' / ('' if folder == 'qkattn' else folder)
-        files = (path.relative_to(source / folder) for path in (source / folder).rglob('*'))
-        missing = [f for f in files if (source / folder / f).is_file() and not (below / f).exists()]
-        assert not missing
-    code, text = from_elsewhere(tmp_path / 'a', site, '--help')
-    assert code == 0, text
-    assert SHIPPED <= {line.split()[0] for line in text.splitlines() if line}
-    code, text = from_elsewhere(tmp_path / 'b', site, 'prepare_data', '--config=small')
-    assert (code, text) == (2, '--out=DIRECTORY is required\n')
-    assert not any((tmp_path / 'b').iterdir())
-
-
-def test_an_editable_installation_has_the_commands_and_the_configs(source, tmp_path):
-    site = installed(source, tmp_path, 'build_editable')
-    assert 'qkattn = qkattn.__main__:main' in next(site.glob('*/entry_points.txt')).read_text()
-    code, text = from_elsewhere(tmp_path / 'a', site, '--help')
-    assert code == 0, text
-    assert SHIPPED <= {line.split()[0] for line in text.splitlines() if line}
+        files = [path for path in (source / folder).rglob('*') if path.is_file()]
+        assert not [f for f in files if not (below / f.relative_to(source / folder)).exists()]
+    refused = qkattn('prepare_data', '--config=small')
+    assert refused == (2, '--out=DIRECTORY is required\n')
 
 
 # launch/venv.sh, with a python that makes environments out of itself and a pip that only counts
@@ -245,6 +229,7 @@ NO_VENV = 'python3 has no venv module; install it (Debian: python3-venv).'
 @pytest.mark.parametrize(
     ('variables', 'sentence'),
     [
+        (None, NO_PYTHON),
         ({'FAKE_VERSION_STATUS': 1}, NO_PYTHON),
         ({'FAKE_VERSION_STATUS': 1, 'PYTHON': 'python3'}, WRONG_PYTHON),
         ({'FAKE_ENSUREPIP_STATUS': 1}, NO_VENV),
@@ -252,18 +237,15 @@ NO_VENV = 'python3 has no venv module; install it (Debian: python3-venv).'
     ],
 )
 def test_without_a_suitable_python_one_sentence_says_so(sandbox, variables, sentence):
-    assert sandbox.run(2, **variables) == f'venv: {sentence}\n'
+    if variables is None:
+        sandbox.python.unlink()
+    assert sandbox.run(2, **variables or {}) == f'venv: {sentence}\n'
     assert not sandbox.venv.exists()
 
 
-def test_without_any_python_one_sentence_says_so(sandbox):
-    sandbox.python.unlink()
-    assert sandbox.run(2) == f'venv: {NO_PYTHON}\n'
-
-
-def everything(directory: Path) -> dict[Path, bytes | None]:
-    files = sorted(directory.rglob('*'))
-    return {path: path.read_bytes() if path.is_file() else None for path in files}
+def files_below(directory: Path) -> dict[Path, bytes | None]:
+    paths = sorted(directory.rglob('*'))
+    return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
 
 def test_a_complete_environment_is_reused_and_never_changed_under_a_job(sandbox):
@@ -275,29 +257,75 @@ def test_a_complete_environment_is_reused_and_never_changed_under_a_job(sandbox)
     with open(sandbox.root / 'requirements.txt', 'a') as file:
         file.write('# changed\n')
     (sandbox.venv / 'of a job').touch()
-    before = everything(sandbox.venv)
+    before = files_below(sandbox.venv)
     text = sandbox.run(2)
     assert f'{sandbox.venv} has other packages than requirements.txt; once nothing runs' in text
     assert len(text.splitlines()) == 1
-    assert everything(sandbox.venv) == before and sandbox.pip_calls() == 2
+    assert files_below(sandbox.venv) == before and sandbox.pip_calls() == 2
     # Where all of them are installed, as after pip in that sentence, the package alone follows.
     assert sandbox.run(FAKE_PINS_STATUS=0) == f'venv: using {sandbox.venv}\n'
     assert sandbox.pip_calls() == 3 and (sandbox.venv / 'of a job').exists()
     assert sandbox.run() == f'venv: using {sandbox.venv}\n' and sandbox.pip_calls() == 3
 
 
-def test_an_environment_of_another_python_is_left_alone(sandbox):
+def of_another_python(sandbox, tmp_path):
     """Another node that mounts it may have its interpreter."""
     sandbox.run()
     stamp = sandbox.venv / 'qkattn-stamp'
-    text = stamp.read_text()
-    stamp.write_text('python 3.10 riscv64\n' + text.partition('\n')[2])
-    assert '.venv is for Python 3.10 riscv64, unlike PYTHON or this machine' in sandbox.run(2)
-    stamp.write_text(text)
+    stamp.write_text('python 3.10 riscv64\n' + stamp.read_text().partition('\n')[2])
+    return sandbox.venv, '.venv is for Python 3.10 riscv64, unlike PYTHON or this machine'
+
+
+def without_an_interpreter(sandbox, tmp_path):
+    sandbox.run()
     (sandbox.venv / 'bin' / 'python').unlink()
-    before = everything(sandbox.venv)
-    assert 'unlike PYTHON or this machine; set QKATTN_VENV to another path' in sandbox.run(2)
-    assert everything(sandbox.venv) == before and sandbox.pip_calls() == 2
+    return sandbox.venv, 'unlike PYTHON or this machine; set QKATTN_VENV to another path'
+
+
+def of_another_clone(sandbox, tmp_path, failing=0):
+    """An editable installation points to one tree, so two trees cannot share an environment."""
+    first, shared = sandbox.root, tmp_path / 'shared'
+    sandbox.run(failing, QKATTN_VENV=shared, FAKE_PIP_STATUS=failing)
+    sandbox.root = shutil.copytree(first, tmp_path / 'clone')
+    return shared, f' for {first}; set QKATTN_VENV to another path'
+
+
+def unfinished_of_another_clone(sandbox, tmp_path):
+    return of_another_clone(sandbox, tmp_path, failing=1)
+
+
+def copied(sandbox, tmp_path):
+    sandbox.run()
+    (tmp_path / 'mount').symlink_to(sandbox.root)
+    same = tmp_path / 'mount' / '.venv'  # a second path is no copy
+    assert sandbox.run(QKATTN_VENV=same) == f'venv: using {same}\n'
+    copy = shutil.copytree(sandbox.venv, tmp_path / 'copy')
+    return copy, f'copy was made as {sandbox.venv} for '
+
+
+def moved(sandbox, tmp_path):
+    sandbox.run()
+    old, sandbox.root = sandbox.venv, sandbox.root.rename(tmp_path / 'moved')
+    return sandbox.root / '.venv', f'moved/.venv was made as {old} for '
+
+
+def made_by_someone_else(sandbox, tmp_path):
+    (home := tmp_path / 'home').mkdir()
+    (home / 'thesis').touch()
+    return home, 'was not made by this script'
+
+
+@pytest.mark.parametrize(
+    'case',
+    [of_another_python, without_an_interpreter, of_another_clone, unfinished_of_another_clone]
+    + [copied, moved, made_by_someone_else],
+)
+def test_an_environment_that_is_not_of_this_tree_and_machine_is_left_alone(sandbox, tmp_path, case):
+    directory, sentence = case(sandbox, tmp_path)
+    before, calls = files_below(directory), sandbox.pip_calls()
+    text = sandbox.run(2, QKATTN_VENV=directory)
+    assert sentence in text and len(text.splitlines()) == 1
+    assert files_below(directory) == before and sandbox.pip_calls() == calls
 
 
 @pytest.mark.parametrize('linked', [False, True])
@@ -338,49 +366,12 @@ def test_two_installers_at_a_time_install_once(sandbox):
     assert sandbox.pip_calls() == 2
 
 
-@pytest.mark.parametrize('complete', [True, False])
-def test_an_environment_of_another_clone_is_left_alone(sandbox, tmp_path, complete):
-    """An editable installation points to one tree, so two trees cannot share an environment."""
-    shared = tmp_path / 'shared'
-    sandbox.run(0 if complete else 1, QKATTN_VENV=shared, FAKE_PIP_STATUS=int(not complete))
-    before, calls, first = everything(shared), sandbox.pip_calls(), sandbox.root
-    shutil.copytree(first, tmp_path / 'clone')
-    sandbox.root = tmp_path / 'clone'
-    text = sandbox.run(2, QKATTN_VENV=shared)
-    assert f' for {first}; set QKATTN_VENV to another path' in text
-    assert len(text.splitlines()) == 1
-    assert everything(shared) == before and sandbox.pip_calls() == calls
-
-
-def test_a_moved_or_copied_environment_is_left_alone_and_a_second_path_is_not(sandbox, tmp_path):
-    sandbox.run()
-    (tmp_path / 'mount').symlink_to(sandbox.root)
-    same = tmp_path / 'mount' / '.venv'
-    assert sandbox.run(QKATTN_VENV=same) == f'venv: using {same}\n'
-    shutil.copytree(sandbox.venv, tmp_path / 'copy')
-    assert f'copy was made as {sandbox.venv} for ' in sandbox.run(2, QKATTN_VENV=tmp_path / 'copy')
-    sandbox.root = sandbox.root.rename(tmp_path / 'moved')
-    text = sandbox.run(2)
-    assert f'moved/.venv was made as {sandbox.venv} for ' in text
-    assert sandbox.pip_calls() == 2
-
-
 def test_git_ignores_an_environment_that_is_a_link(tmp_path):
     subprocess.run(['git', 'init', '-q', tmp_path], check=True)
     shutil.copy(ROOT / '.gitignore', tmp_path)
     (tmp_path / '.venv').symlink_to(tmp_path / 'scratch')
     status = ['git', '-C', tmp_path, 'status', '--porcelain']
     assert subprocess.check_output(status, text=True) == '?? .gitignore\n'
-
-
-def test_a_directory_that_the_script_did_not_make_is_left_alone(sandbox, tmp_path):
-    unrelated = tmp_path / 'home'
-    unrelated.mkdir()
-    (unrelated / 'thesis').touch()
-    assert 'was not made by this script' in sandbox.run(2, QKATTN_VENV=unrelated)
-    assert os.listdir(unrelated) == ['thesis']
-    sandbox.run(QKATTN_VENV=tmp_path / 'elsewhere')
-    assert not sandbox.venv.exists()
 
 
 def test_launchers_install_extras_that_there_are():
