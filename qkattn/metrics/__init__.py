@@ -157,50 +157,6 @@ def _bits_per_byte(sums: Sums, bytes_per_target: float | None) -> np.ndarray | N
     return np.array([bits_per_byte(loss, bytes_per_target) for loss in mean_loss(sums)])
 
 
-LOSS = Metric(
-    name='loss',
-    label='loss',
-    unit='nats/token',
-    direction='lower',
-    description='Mean cross-entropy of the targets.',
-    role='loss',
-    logged=True,
-    sums=(nats, weight),
-    value=mean_loss,
-)
-BITS_PER_BYTE = Metric(
-    name='bits_per_byte',
-    label='bits/byte',
-    unit='bits/byte',
-    direction='lower',
-    description='The loss per byte of text, which compares across tokenizers.',
-    role='loss',
-    logged=True,
-    sums=(nats, weight),
-    value=_bits_per_byte,
-)
-PERPLEXITY = Metric(
-    name='perplexity',
-    label='perplexity',
-    direction='lower',
-    description='Exponential of the loss.',
-    role='loss',
-    decimals=2,
-    sums=(nats, weight),
-    value=lambda sums, _: np.array([perplexity(loss) for loss in mean_loss(sums)]),
-)
-LOSS_SE = Metric(
-    name='loss_se',
-    label='standard error of the loss',
-    unit='nats/token',
-    direction='lower',
-    description='Standard error of the loss over the evaluated rows.',
-    role='error',
-    sums=(nats, weight, rows),
-    value=standard_error,
-)
-
-
 def correct(p: Predictions) -> Any:
     return (p.correct_BT * p.loss_weights_BT).sum(-1)
 
@@ -208,87 +164,6 @@ def correct(p: Predictions) -> Any:
 def solved(p: Predictions) -> Any:
     right_B = (p.correct_BT | (p.loss_weights_BT == 0)).all(-1)
     return p.loss_weights_BT.any(-1) & right_B
-
-
-ACCURACY = Metric(
-    name='accuracy',
-    label='accuracy',
-    unit='%',
-    direction='higher',
-    description='Fraction of the targets that are the argmax prediction.',
-    role='score',
-    scale=100.0,
-    decimals=2,
-    logged=True,
-    for_text=False,
-    sums=(correct, weight),
-    value=lambda sums, _: sums['correct'].sum(0) / sums['weight'].sum(0),
-)
-SOLVED = Metric(
-    name='solved',
-    label='solved',
-    unit='%',
-    direction='higher',
-    description='Fraction of the rows whose targets are all the argmax prediction.',
-    role='score',
-    scale=100.0,
-    decimals=2,
-    logged=True,
-    for_text=False,
-    sums=(solved, rows),
-    value=lambda sums, _: sums['solved'].sum(0) / sums['rows'].sum(0),
-)
-
-
-INDUCTION_GAIN = Metric(
-    name='induction_gain',
-    label='induction gain',
-    unit='nats/token',
-    direction='higher',
-    description='How much lower the loss is on the second copy of random tokens than on the first.',
-    role='probe',
-    decimals=3,
-    prefixes=('val',),
-)
-INDUCTION_ACCURACY = Metric(
-    name='induction_accuracy',
-    label='induction accuracy',
-    unit='%',
-    direction='higher',
-    description='Accuracy on the second copy of random tokens.',
-    role='probe',
-    scale=100.0,
-    decimals=1,
-    prefixes=('val',),
-)
-BLEU = Metric(
-    name='bleu',
-    label='BLEU',
-    direction='higher',
-    description='Corpus BLEU of the translations, in percent (sacrebleu).',
-    role='score',
-    decimals=2,
-    details={'num_sentences': int, 'bleu_signature': str},
-)
-CHRF = Metric(
-    name='chrf',
-    label='chrF',
-    direction='higher',
-    description='Corpus chrF2 of the translations, in percent (sacrebleu).',
-    role='score',
-    decimals=2,
-    details={'chrf_signature': str},
-)
-EXACT_MATCH = Metric(
-    name='exact_match',
-    label='exact match',
-    unit='%',
-    direction='higher',
-    description='Fraction of the translations that are their reference, character by character.',
-    role='score',
-    scale=100.0,
-    decimals=2,
-)
 
 
 # Each is a mean over layers and heads, null where there is none: a score that is not bilinear has
@@ -324,17 +199,127 @@ TIMES = {
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        LOSS,
-        BITS_PER_BYTE,
-        PERPLEXITY,
-        LOSS_SE,
-        BLEU,
-        CHRF,
-        EXACT_MATCH,
-        ACCURACY,
-        SOLVED,
-        INDUCTION_GAIN,
-        INDUCTION_ACCURACY,
+        Metric(
+            name='loss',
+            label='loss',
+            unit='nats/token',
+            direction='lower',
+            description='Mean cross-entropy of the targets.',
+            role='loss',
+            logged=True,
+            sums=(nats, weight),
+            value=mean_loss,
+        ),
+        Metric(
+            name='bits_per_byte',
+            label='bits/byte',
+            unit='bits/byte',
+            direction='lower',
+            description='The loss per byte of text, which compares across tokenizers.',
+            role='loss',
+            logged=True,
+            sums=(nats, weight),
+            value=_bits_per_byte,
+        ),
+        Metric(
+            name='perplexity',
+            label='perplexity',
+            direction='lower',
+            description='Exponential of the loss.',
+            role='loss',
+            decimals=2,
+            sums=(nats, weight),
+            value=lambda sums, _: np.array([perplexity(loss) for loss in mean_loss(sums)]),
+        ),
+        Metric(
+            name='loss_se',
+            label='standard error of the loss',
+            unit='nats/token',
+            direction='lower',
+            description='Standard error of the loss over the evaluated rows.',
+            role='error',
+            sums=(nats, weight, rows),
+            value=standard_error,
+        ),
+        Metric(
+            name='bleu',
+            label='BLEU',
+            direction='higher',
+            description='Corpus BLEU of the translations, in percent (sacrebleu).',
+            role='score',
+            decimals=2,
+            details={'num_sentences': int, 'bleu_signature': str},
+        ),
+        Metric(
+            name='chrf',
+            label='chrF',
+            direction='higher',
+            description='Corpus chrF2 of the translations, in percent (sacrebleu).',
+            role='score',
+            decimals=2,
+            details={'chrf_signature': str},
+        ),
+        Metric(
+            name='exact_match',
+            label='exact match',
+            unit='%',
+            direction='higher',
+            description='Fraction of the translations that are their reference, '
+            'character by character.',
+            role='score',
+            scale=100.0,
+            decimals=2,
+        ),
+        Metric(
+            name='accuracy',
+            label='accuracy',
+            unit='%',
+            direction='higher',
+            description='Fraction of the targets that are the argmax prediction.',
+            role='score',
+            scale=100.0,
+            decimals=2,
+            logged=True,
+            for_text=False,
+            sums=(correct, weight),
+            value=lambda sums, _: sums['correct'].sum(0) / sums['weight'].sum(0),
+        ),
+        Metric(
+            name='solved',
+            label='solved',
+            unit='%',
+            direction='higher',
+            description='Fraction of the rows whose targets are all the argmax prediction.',
+            role='score',
+            scale=100.0,
+            decimals=2,
+            logged=True,
+            for_text=False,
+            sums=(solved, rows),
+            value=lambda sums, _: sums['solved'].sum(0) / sums['rows'].sum(0),
+        ),
+        Metric(
+            name='induction_gain',
+            label='induction gain',
+            unit='nats/token',
+            direction='higher',
+            description='How much lower the loss is on the second copy of random tokens than on the '
+            'first.',
+            role='probe',
+            decimals=3,
+            prefixes=('val',),
+        ),
+        Metric(
+            name='induction_accuracy',
+            label='induction accuracy',
+            unit='%',
+            direction='higher',
+            description='Accuracy on the second copy of random tokens.',
+            role='probe',
+            scale=100.0,
+            decimals=1,
+            prefixes=('val',),
+        ),
     )
 }
 EVALUATED = {name: metric for name, metric in METRICS.items() if metric.value is not None}
@@ -356,9 +341,9 @@ def row_sums(predictions: Predictions) -> dict[str, Any]:
 def values(sums: Sums, bytes_per_target: float | None) -> dict[str, np.ndarray | None]:
     """Every evaluated metric for X trials, from the sums of R rows, each [R, X]."""
     return {
-        name: metric.value(sums, bytes_per_target)
+        name: value(sums, bytes_per_target)
         for name, metric in EVALUATED.items()
-        if metric.value is not None
+        if (value := metric.value) is not None
     }
 
 
@@ -370,21 +355,3 @@ def result_fields() -> dict[str, type]:
         for prefix in metric.prefixes
         for name, kind in {metric.name: float, **metric.details}.items()
     }
-
-
-__all__ = [
-    'ATTENTION',
-    'EVALUATED',
-    'LOGGED',
-    'METRICS',
-    'PREFIXES',
-    'TIMES',
-    'Metric',
-    'Predictions',
-    'Sums',
-    'bits_per_byte',
-    'perplexity',
-    'result_fields',
-    'row_sums',
-    'values',
-]
