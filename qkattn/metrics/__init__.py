@@ -303,8 +303,8 @@ METRICS: dict[str, Metric] = {
             label='induction gain',
             unit='nats/token',
             direction='higher',
-            description='How much lower the loss is on the second copy of random tokens than on the '
-            'first.',
+            description='How much lower the loss is on the second copy of random tokens than on '
+            'the first.',
             role='probe',
             decimals=3,
             prefixes=('val',),
