@@ -1,27 +1,30 @@
-"""Runs that are killed and stopped: processes forked from one that has imported everything."""
+"""Runs and studies that are killed and stopped: processes forked from one that imported all."""
 
 import contextlib
 import dataclasses
+import json
 import multiprocessing
 import os
 import random
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from qkattn.config import Config
+from qkattn.config import Config, Study
 from qkattn.errors import Stopped
 from qkattn.jobs import bootstrap, signals
 from qkattn.jobs.display import Progress
 from qkattn.metrics import TIMES
+from qkattn.storage.buckets import is_url
+from qkattn.storage.files import as_path
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
+from qkattn.study import worker
 from qkattn.train import train
 from qkattn.train.checkpoint import UNFINISHED
 from qkattn.train.exported import load_stack
@@ -31,46 +34,66 @@ from tests.jobs.jobs import free_port
 FORKS = multiprocessing.get_context('forkserver')
 FORKS.set_forkserver_preload(['tests.survival.runs'])
 
-# The places of a run that it tells of; a checkpoint is being saved where its directory lies.
-PREPARING, COMPILING, INITIALIZING = 'preparing data', 'compiling', 'initializing'
+# The phases that a run reports; a checkpoint is being saved while its unfinished directory exists.
+STARTING, PREPARING, COMPILING = 'starting', 'preparing data', 'compiling'
 TRAINING, EVALUATING, MEASURING = 'training', 'evaluating', 'measuring'
 SAVING, ANYWHERE = 'saving', 'anywhere'
-TOLD = ('starting', PREPARING, COMPILING, INITIALIZING, TRAINING, EVALUATING, MEASURING, SAVING)
-# Seconds that a run is left alone in a place, at most.
+INITIALIZING = 'initializing'
+PHASES = (STARTING, PREPARING, COMPILING, INITIALIZING, TRAINING, EVALUATING, MEASURING, SAVING)
+# Seconds that a run is left alone in a phase, at most.
 LINGER = {TRAINING: 0.3, SAVING: 0.05, ANYWHERE: 8.0}
 LIMIT = 600.0
 
 
-def to_end(config: Config, workdir: Path, place, rank: int, count: int, address: str) -> None:
+@dataclasses.dataclass
+class Kind:
+    """What is disturbed: a run or a study, by `count` processes, below a directory or a bucket."""
+
+    settings: Config | Study
+    root: str
+    count: int = 1
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def at(self, name: str) -> str:
+        return f'{self.root}/{name}'
+
+    def with_data(self, data_dir: str) -> 'Kind':
+        """A run whose data is prepared in another directory."""
+        data = dataclasses.replace(self.settings.data, data_dir=data_dir)
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, data=data))
+
+
+def to_end(kind: Kind, workdir: str, log: str, phase, rank: int, address: str) -> None:
     """What one process of a job runs, with the exit codes of the command."""
-    log = os.open(f'{workdir}.{rank}.log', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
-        os.dup2(log, stream)
+        os.dup2(file, stream)
     os.environ['XLA_FLAGS'] = FLAGS.replace('device_count=8', 'device_count=1')
-    if count > 1:
+    os.environ |= kind.environment
+    if kind.count > 1:
         os.environ['JAX_COORDINATOR_ADDRESS'] = address
-        os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_PROCESS_ID'] = str(count), str(rank)
+        os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_PROCESS_ID'] = str(kind.count), str(rank)
     real_phase, real_begin = Progress.phase, Progress.begin
 
     @contextlib.contextmanager
-    def phase(self: Progress, name: str) -> Iterator[None]:
-        before = place.value
-        if name in TOLD:  # and not 'opening devices', which is before all
-            place.value = TOLD.index(name)
+    def reported(self: Progress, name: str) -> Iterator[None]:
+        before = phase.value
+        if name in PHASES:  # and not 'opening devices', which is before all
+            phase.value = PHASES.index(name)
         with real_phase(self, name):
             yield
-        place.value = before
+        phase.value = before
 
     def begin(self: Progress, step: int, **follow: int) -> None:
-        place.value = TOLD.index(TRAINING)
+        phase.value = PHASES.index(TRAINING)
         real_begin(self, step, **follow)
 
-    Progress.phase, Progress.begin = phase, begin
+    Progress.phase, Progress.begin = reported, begin
 
     @signals.exit_on_signal()
     def main() -> None:
         bootstrap.start()
-        train(config, workdir)
+        (train if isinstance(kind.settings, Config) else worker.run)(kind.settings, workdir)
 
     try:
         main()
@@ -83,41 +106,41 @@ def to_end(config: Config, workdir: Path, place, rank: int, count: int, address:
     os._exit(code)
 
 
-@dataclasses.dataclass
 class Job:
-    """A start of a run, by one or several processes."""
+    """A start of a run or a study, by one or several processes."""
 
-    workdir: Path
-    place: object
-    processes: list
-
-    @classmethod
-    def start(cls, config: Config, workdir: Path, count: int) -> 'Job':
-        place, address = FORKS.Value('i', 0), f'127.0.0.1:{free_port()}'
-        processes = [
-            FORKS.Process(target=to_end, args=(config, workdir, place, rank, count, address))
-            for rank in range(count)
+    def __init__(self, kind: Kind, name: str, logs: Path):
+        self.workdir, self.logs = as_path(kind.at(name)), logs
+        self._phase, address = FORKS.Value('i', 0), f'127.0.0.1:{free_port()}'
+        self.processes = [
+            FORKS.Process(
+                target=to_end,
+                args=(kind, kind.at(name), f'{logs}/{rank}.log', self._phase, rank, address),
+            )
+            for rank in range(kind.count)
         ]
-        for process in processes:
+        for process in self.processes:
             process.start()
-        return cls(workdir, place, processes)
 
-    def at(self) -> str:
+    def phase(self) -> str:
         # Until a run begins to train, an unfinished checkpoint is one that a killed start has left.
-        saving = any((self.workdir / 'checkpoints').glob(UNFINISHED))
-        told = TOLD[self.place.value]
-        return SAVING if saving and told in (TRAINING, EVALUATING, MEASURING) else told
+        reported = PHASES[self._phase.value]
+        if reported in (TRAINING, EVALUATING, MEASURING) and not is_url(self.workdir):
+            for checkpoints in ('checkpoints', 'runs/*/checkpoints'):
+                if any(self.workdir.glob(f'{checkpoints}/{UNFINISHED}')):
+                    return SAVING
+        return reported
 
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
 
-    def linger(self, where: str, rng: random.Random) -> bool:
-        """Waits for a random moment in a place; whether all processes are alive then."""
+    def linger(self, phase: str, rng: random.Random) -> bool:
+        """Waits for a random moment in a phase; whether all processes are alive then."""
         deadline = time.monotonic() + LIMIT
-        while self.alive() and where != ANYWHERE and self.at() != where:
-            assert time.monotonic() < deadline, f'never {where}'
+        while self.alive() and phase != ANYWHERE and self.phase() != phase:
+            assert time.monotonic() < deadline, f'never {phase}'
             time.sleep(0.001)
-        until = time.monotonic() + rng.uniform(0, LINGER.get(where, 0.1))
+        until = time.monotonic() + rng.uniform(0, LINGER.get(phase, 0.1))
         while self.alive() and time.monotonic() < until:
             time.sleep(0.001)
         return self.alive()
@@ -134,82 +157,81 @@ class Job:
             process.join(LIMIT)
         return [process.exitcode for process in self.processes]
 
-    def log(self) -> str:
-        logs = self.workdir.parent.glob(f'{self.workdir.name}.*.log')
-        return '\n'.join(path.read_text()[-3000:] for path in logs)
+    def end(self) -> None:
+        assert set(self.codes()) == {0}, '\n'.join(
+            path.read_text()[-3000:] for path in self.logs.glob('*.log')
+        )
 
 
-def finish(config: Config, workdir: Path, count: int) -> None:
-    job = Job.start(config, workdir, count)
-    assert job.codes() == [0] * count, job.log()
-
-
-def require_equal(workdir: Path, straight: Path) -> None:
-    """The finished run is the undisturbed one: parameters, optimizer state, metrics, results."""
+def require_equal(one: Path, other: Path) -> None:
+    """Two finished runs, or studies, are one: parameters, optimizer state, metrics, results."""
+    if (one / 'study.json').exists():
+        plans = [(path / 'plan.jsonl').read_bytes() for path in (one, other)]
+        assert plans[0] == plans[1]
+        lines = [(path / 'results.jsonl').read_text().splitlines() for path in (one, other)]
+        require_same_results(*(map(json.loads, results) for results in lines))
+        for run in map(json.loads, plans[0].splitlines()):
+            require_equal(one / run['directory'], other / run['directory'])
+        return
     for name in ('metrics.jsonl', 'documents.json'):
-        assert (workdir / name).read_bytes() == (straight / name).read_bytes(), name
-    found, want = (
-        [{k: v for k, v in result.items() if k not in TIMES} for result in results]
-        for results in (read_json(path / 'result.json', [{}]) for path in (workdir, straight))
-    )
-    assert found == want
-    (config, step, state), (_, want_step, want_state) = map(load_stack, (workdir, straight))
-    assert step == want_step == config.train.num_steps
-    jax.tree.map(np.testing.assert_array_equal, state, want_state)
-    steps = [r['step'] for r in read_metrics(workdir / 'metrics.jsonl') if r['kind'] == 'train']
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    require_same_results(*(read_json(path / 'result.json', [{}]) for path in (one, other)))
+    (config, step, state), (_, other_step, other_state) = map(load_stack, (one, other))
+    assert step == other_step == config.train.num_steps
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
+    steps = [r['step'] for r in read_metrics(one / 'metrics.jsonl') if r['kind'] == 'train']
     assert steps == list(range(1, step + 1))
-    left = [p for p in workdir.rglob('*') if p.name.endswith(('tmp', '.damaged'))]
-    assert not left and not (workdir / 'checkpoints/trash').exists()
+    left = [path.name for folder in (one, one / 'checkpoints') for path in folder.iterdir()]
+    assert not [name for name in left if name.endswith(('tmp', '.damaged'))] and 'trash' not in left
+
+
+def require_same_results(*records) -> None:
+    one, other = (
+        [{k: v for k, v in r.items() if k not in TIMES} for r in rows] for rows in records
+    )
+    assert one == other
 
 
 def disturb(
-    config: Config,
-    straight: Path,
-    count: int,
+    kind: Kind,
+    tmp_path: Path,
     moments: list[str],
     rng: random.Random,
     disturbance: Callable[[Job], None],
 ) -> Counter:
-    """Starts a run again and again, disturbed once each, until it is finished and equal.
+    """Starts a run or study again and again, disturbed once each, until it is finished and equal.
 
     Args:
-      straight: the directory of the undisturbed run.
-      count: processes.
-      moments: where it is disturbed; when the run is finished before, another one is begun.
+      moments: phases in which it is disturbed; when it is finished before, another one is begun.
 
     Returns:
-      How often it was disturbed in each place, and under 'runs' how many runs finished.
+      How often it was disturbed in each phase, and under 'runs' how many were finished.
     """
-    seen, run, data = Counter(), 0, config.data.data_dir
+    logs, straight, seen, number = tmp_path / 'logs', tmp_path / 'straight', Counter(), 0
+    logs.mkdir()
+    undisturbed = dataclasses.replace(kind, root=str(tmp_path))
+    Job(undisturbed, 'straight', logs).end()
     moments = [*moments]
     while moments:
-        workdir = straight.parent / f'run{count}-{run}'
         if moments[0] == PREPARING:  # there is something to prepare in an empty directory only
-            data = str(straight.parent / f'data{count}-{len(moments)}')
-        here = dataclasses.replace(config, data=dataclasses.replace(config.data, data_dir=data))
-        job = Job.start(here, workdir, count)
+            kind = kind.with_data(f'{tmp_path}/data{len(moments)}')
+        job = Job(kind, f'run-{number}', logs)
         if job.linger(moments[0], rng):
-            seen[job.at()] += 1
+            seen[job.phase()] += 1
             disturbance(job)
             moments.pop(0)
         else:
-            assert job.codes() == [0] * count, job.log()
-            require_equal(workdir, straight)
-            run += 1
-        data = here.data.data_dir
-    finish(here, workdir, count)
-    require_equal(workdir, straight)
-    seen['runs'] = run + 1
+            job.end()
+            require_equal(job.workdir, straight)
+            number += 1
+    job = Job(kind, f'run-{number}', logs)
+    job.end()
+    require_equal(job.workdir, straight)
+    seen['runs'] = number + 1
     return seen
 
 
-def drawn(count: int, weights: dict[str, int], rng: random.Random) -> list[str]:
-    """Places, each at least once, the others by weight."""
-    places = list(weights)
-    more = rng.choices(places, list(weights.values()), k=max(0, count - len(places)))
-    return rng.sample(places + more, len(places + more))
-
-
-def killed(job: Job, rng: random.Random) -> None:
-    job.signal(signal.SIGKILL, rng)
-    job.codes()
+def drawn(count: int, weights: Mapping[str, int], rng: random.Random) -> list[str]:
+    """Phases, each at least once, the others by weight."""
+    more = rng.choices([*weights], [*weights.values()], k=max(0, count - len(weights)))
+    return rng.sample([*weights, *more], max(count, len(weights)))

@@ -1,0 +1,254 @@
+"""The metrics log, through crashes, full disks, damage and rewinding."""
+
+import json
+import unittest.mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn.errors import DiskError, Lost, RunDirectoryError
+from qkattn.storage.files import make_directory
+from qkattn.storage.metrics_log import MetricsFile, read_metrics
+from qkattn.storage.records import with_checksum
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / 'metrics.jsonl'
+
+
+def write_steps(path, steps, tail: str = '') -> None:
+    path.write_text(''.join(f'{{"step":{s},  "loss": 1.0}}\n' for s in steps) + tail)
+
+
+def steps_of(path) -> list[int]:
+    return [record['step'] for record in read_metrics(path)]
+
+
+def test_a_record_is_strict_json_with_a_checksum(path):
+    losses = jnp.array([1.0, jnp.nan, jnp.inf])
+    record = {'step': np.int64(1), 'loss': losses, 'best': float('-inf'), 'x': np.nan}
+    MetricsFile(path).append(record)
+    # Python's reader takes NaN and Infinity, which are not JSON, by this function.
+    stored = json.loads(path.read_text(), parse_constant=lambda constant: constant)
+    plain = {'step': 1, 'loss': [1.0, None, None], 'best': None, 'x': None}
+    assert stored == with_checksum(plain) and read_metrics(path) == [plain]
+
+
+def test_a_record_needs_an_integer_step_that_does_not_go_back(path):
+    metrics = MetricsFile(path)
+    for record in ({}, {'step': None}, {'step': 1.0}, {'step': True}):
+        with pytest.raises(ValueError, match='integer "step"'):
+            metrics.append(record)
+    assert path.read_bytes() == b''
+    metrics.append({'step': 3})
+    with pytest.raises(ValueError, match='step 2 would repeat'):
+        metrics.append({'step': 2})
+    metrics.append({'step': 3, 'split': 'validation'})
+    assert steps_of(path) == [3, 3]
+
+
+@pytest.mark.parametrize('kept', [0, 30, 50])
+def test_rewind_drops_later_steps_and_a_torn_line_and_no_byte_else(path, kept):
+    write_steps(path, range(10, 60, 10), tail='{"step": 60, "lo')
+    metrics = MetricsFile(path)
+    assert metrics.last_step == 50
+    metrics.rewind(kept, every=10)
+    assert metrics.last_step == (kept or None)
+    expected = path.with_name('expected')
+    write_steps(expected, range(10, kept + 10, 10))
+    assert path.read_bytes() == expected.read_bytes()
+    metrics.append({'step': kept + 10})
+    assert steps_of(path) == [*range(10, kept + 20, 10)]
+
+
+def test_rewind_drops_the_final_record_and_an_evaluation_that_is_made_again(path):
+    write_steps(path, [5, 10], tail='{"step": 10, "kind": "eval"}\n{"step": 10, "kind": "final"}\n')
+    metrics = MetricsFile(path)
+    metrics.rewind(10, every=5)
+    assert steps_of(path) == [5, 10, 10]
+    metrics.rewind(10, evaluated=False)
+    assert steps_of(path) == [5, 10]
+
+
+def test_rewind_detects_gaps(path):
+    write_steps(path, [5, 10, 20, 25])
+    metrics = MetricsFile(path)
+    for step, count in ((20, '1 step'), (30, '2 steps')):
+        with pytest.raises(RunDirectoryError, match=f'no record of {count} up to {step}.*at 15'):
+            metrics.rewind(step, every=5)
+    assert steps_of(path) == [5, 10, 20, 25]
+    metrics.rewind(14, every=5)
+    assert steps_of(path) == [5, 10]
+
+
+@pytest.mark.parametrize('tail', ['{"step": 3}', '{"step": 3, "lo\n', '\0\0\0', '3\n'])
+def test_opening_repairs_a_torn_end_so_that_appending_is_safe(path, tail):
+    write_steps(path, [1, 2], tail=tail)
+    assert steps_of(path) == [1, 2], 'a reader of a live file leaves the torn line out'
+    metrics = MetricsFile(path)
+    assert path.read_text().endswith(tail), 'a file that may be no log stays until it is written'
+    metrics.append({'step': 3})
+    assert steps_of(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ('damage', 'message'),
+    [
+        ('{"step": 3, "lo\n', 'line 3 is not a JSON object'),
+        ('\n', 'line 3 is not a JSON object'),
+        ('[3]\n', 'line 3 is not a JSON object'),
+        ('{"loss": 1}\n', 'line 3 is not a JSON object with an integer "step"'),
+        ('{"step": 1}\n', 'line 3 goes back to step 1 from step 2'),
+    ],
+)
+def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_changed(path, damage, message):
+    write_steps(path, [1, 2], tail=damage + '{"step": 4}\n')
+    before = path.read_bytes()
+    for reader in (read_metrics, MetricsFile):
+        with pytest.raises(RunDirectoryError, match=rf'metrics\.jsonl, {message}'):
+            reader(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize('cut', [0.0, 0.4, 0.9])
+def test_a_full_disk_leaves_whole_lines_and_the_next_record_follows_them(path, monkeypatch, cut):
+    write_steps(path, [1, 2])
+    metrics = MetricsFile(path)
+    before, file = path.read_bytes(), metrics._file
+    partial = unittest.mock.Mock(wraps=file)
+    partial.write = lambda data: file.write(data[: int(cut * len(data))])
+    with monkeypatch.context() as patch, pytest.raises(DiskError, match='the disk is full'):
+        patch.setattr(metrics, '_file', partial)
+        metrics.append({'step': 3, 'loss': 1.0})
+    assert path.read_bytes() == before
+    metrics.append({'step': 3})
+    metrics.close()
+    line = json.dumps(with_checksum({'step': 3}))
+    assert path.read_bytes() == before + line.encode() + b'\n'
+
+
+@pytest.fixture
+def logged(path):
+    """A log of six steps with an evaluation, and what `flush` has returned before the last two."""
+    metrics = MetricsFile(path)
+    for step in range(1, 5):
+        metrics.append({'step': step, 'loss': 1.5})
+    metrics.append({'step': 4, 'kind': 'eval'})
+    kept = metrics.flush()
+    for step in (5, 6):
+        metrics.append({'step': step, 'loss': 1.5})
+    metrics.close()
+    return path, kept
+
+
+def test_a_log_is_rewound_to_what_a_checkpoint_has_kept(logged):
+    path, kept = logged
+    lines = path.read_bytes().splitlines(keepends=True)
+    metrics = MetricsFile(path)
+    metrics.rewind(4, every=1, written=kept)
+    assert path.read_bytes() == b''.join(lines[:5]) and metrics.flush() == kept
+    metrics.append({'step': 5, 'loss': 1.5})
+    assert path.read_bytes() == b''.join(lines[:6])
+
+
+@pytest.mark.parametrize(
+    ('damage', 'message'),
+    [
+        (lambda lines: [lines[0].replace(b'1.5', b'1.6'), *lines[1:]], 'line 1 is damaged .*check'),
+        (lambda lines: [lines[0].replace(b'1.5', b'NaN'), *lines[1:]], 'line 1 is damaged .*check'),
+        (lambda lines: [*lines[:4], *lines[5:]], 'lines 1 to 5 are not those that the run has'),
+        (lambda lines: lines[:4], 'has 4 of the 5 lines that the run has written'),
+        (lambda lines: [*lines[:2], b'{"step": 3}\n', *lines[3:]], 'lines 1 to 5 are not those'),
+        (lambda lines: [], 'has no record of 4 steps up to 4, the first at 1'),
+        (lambda lines: [b'\x80garbage'], 'has no record of 4 steps up to 4, the first at 1'),
+    ],
+    ids=['digit', 'nan', 'no eval', 'cut', 'other', 'deleted', 'no log'],
+)
+def test_a_log_that_is_not_what_was_written_is_refused_and_stays(logged, damage, message):
+    path, kept = logged
+    damaged = b''.join(damage(path.read_bytes().splitlines(keepends=True)))
+    path.write_bytes(damaged)
+    with pytest.raises(RunDirectoryError, match=rf'metrics\.jsonl,? {message}') as refusal:
+        MetricsFile(path).rewind(4, every=1, written=kept)
+    assert 'checkpoints of this one are kept' in str(refusal.value)
+    assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize('replaced', [False, True])
+def test_a_log_that_is_removed_while_it_is_open_is_written_again(path, caplog, replaced):
+    metrics = MetricsFile(path)
+    metrics.append({'step': 1})
+    before = path.read_bytes()
+    path.unlink()
+    if replaced:
+        path.write_text('other\n')
+    metrics.append({'step': 2})
+    assert 'was removed or replaced' in caplog.text
+    assert path.read_bytes().startswith(before) and steps_of(path) == [1, 2]
+    for call in (metrics.check, metrics.close):
+        path.unlink()
+        call()
+    assert steps_of(path) == [1, 2]
+
+
+def test_a_log_that_is_changed_while_it_is_open_is_refused(path):
+    metrics = MetricsFile(path)
+    metrics.append({'step': 1, 'loss': 1.5})
+    metrics.append({'step': 2, 'loss': 1.5})
+    before = path.read_bytes()
+    with path.open('r+b') as file:
+        file.write(before.replace(b'1.5', b'1.6', 1))
+    with pytest.raises(RunDirectoryError, match='line 1 is damaged'):
+        metrics.check()
+    with path.open('r+b') as file:
+        file.truncate(10)
+    with pytest.raises(RunDirectoryError, match=r'has 10 of the \d+ bytes that the run has writt'):
+        metrics.append({'step': 3})
+
+
+@pytest.mark.parametrize('recreated', [False, True])
+def test_a_log_whose_directory_is_gone_says_so(tmp_path, recreated):
+    directory = tmp_path / 'runs/a'
+    directory.mkdir(parents=True)
+    metrics = MetricsFile(directory / 'metrics.jsonl')
+    metrics.append({'step': 1})
+    directory.rename(tmp_path / 'b')
+    if recreated:
+        directory.mkdir()
+    for call in (lambda: metrics.append({'step': 2}), metrics.flush, metrics.close):
+        with pytest.raises(DiskError, match=f'^{directory} is gone'):
+            call()
+    assert metrics._file.closed and directory.exists() == recreated
+
+
+def test_a_directory_in_the_place_of_a_log_is_one_sentence(tmp_path):
+    for read in (read_metrics, MetricsFile):
+        with pytest.raises(RunDirectoryError, match=r'is damaged \(Is a directory\); restore it'):
+            read(tmp_path)
+
+
+def test_metrics_reach_a_bucket_at_flush_and_are_lost_to_another_writer(bucket):
+    path = make_directory('gs://runs/a') / 'metrics.jsonl'
+    metrics = MetricsFile(path)
+    for step in (1, 2):
+        metrics.append({'step': step})
+    assert read_metrics(path) == []
+    metrics.flush()
+    metrics.append({'step': 3})
+    assert steps_of(path) == [1, 2]
+    metrics.flush()
+    uploads = len(bucket.log)
+    metrics.flush()
+    assert len(bucket.log) == uploads
+    again = MetricsFile(path)
+    assert again.last_step == 3
+    again.rewind(2, every=1)
+    again.append({'step': 3, 'again': True})
+    again.close()
+    assert read_metrics(path) == [{'step': 1}, {'step': 2}, {'step': 3, 'again': True}]
+    metrics.append({'step': 4})
+    with pytest.raises(Lost, match='metrics.jsonl was taken over'):
+        metrics.close()
+    assert steps_of(path) == [1, 2, 3]
