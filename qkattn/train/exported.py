@@ -66,7 +66,15 @@ def load(path: str | os.PathLike, trial: int = 0) -> tuple[ModelConfig, dict]:
     if (path / ABOUT).exists():
         model, params = _load_directory(path)
     elif (path / 'config.json').exists() and (path / 'checkpoints').exists():
-        model, params = _load_run(path, trial)
+        config, _, stack = load_stack(path)
+        if not 0 <= trial < len(stack['alive']):
+            count = len(stack['alive'])
+            raise ConfigError(f'trial={trial} must be in [0, {count}), the trials of {path}')
+        if not stack['alive'][trial]:
+            log.warning(
+                'trial %d of %s diverged; these are its last finite parameters', trial, path
+            )
+        model, params = config.model, jax.tree.map(lambda a: np.asarray(a[trial]), stack['params'])
     elif (path / 'study.json').exists():
         runs = sorted((path / 'runs').glob('*'))
         which = f'; give one of its runs, e.g. {runs[0]}' if runs else ' without runs yet'
@@ -130,13 +138,3 @@ def load_stack(path: Path) -> tuple[Config, int, dict]:
     if restored is None:
         raise ConfigError(f'{path} has no checkpoint yet')
     return config, int(restored[0]['step']), restored[0]['trials']
-
-
-def _load_run(path: Path, trial: int) -> tuple[ModelConfig, dict]:
-    config, _, stack = load_stack(path)
-    trials = len(config.trials.trials())
-    if not 0 <= trial < trials:
-        raise ConfigError(f'trial={trial} must be in [0, {trials}), the trials of {path}')
-    if not stack['alive'][trial]:
-        log.warning('trial %d of %s diverged; these are its last finite parameters', trial, path)
-    return config.model, jax.tree.map(lambda a: np.asarray(a[trial]), stack['params'])

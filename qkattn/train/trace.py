@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Trace:
-    """Traces the dispatches of the steps named, in process 0; nothing without a directory."""
+    """Traces the dispatches of the chosen steps, in process 0; none without a directory."""
 
     def __init__(self, directory: str | None = None, steps: str | None = None):
         """Takes --profile, and --profile_steps: 'FIRST:LAST', counted from 1, both included.
@@ -29,13 +29,14 @@ class Trace:
         Raises:
           ConfigError: steps without a directory or of another form, or a directory in a bucket.
         """
-        if directory is None and steps is not None:
-            raise ConfigError(f'--profile_steps={steps} needs --profile=DIRECTORY')
-        found = re.fullmatch(r'(\d+):(\d+)', '1:1' if steps is None else steps)
-        if not found or not 1 <= int(found[1]) <= int(found[2]):
-            raise ConfigError(f'--profile_steps={steps} must be FIRST:LAST with 1 <= FIRST <= LAST')
-        self._steps = None if steps is None else (int(found[1]), int(found[2]))
-        self._text = f'--profile_steps={steps}'
+        self._flag, self._steps = f'--profile_steps={steps}', None
+        if steps is not None:
+            if directory is None:
+                raise ConfigError(f'{self._flag} needs --profile=DIRECTORY')
+            parts = re.fullmatch(r'(\d+):(\d+)', steps)
+            if not parts or not 1 <= int(parts[1]) <= int(parts[2]):
+                raise ConfigError(f'{self._flag} must be FIRST:LAST with 1 <= FIRST <= LAST')
+            self._steps = int(parts[1]), int(parts[2])
         if buckets.is_url(directory or ''):
             raise ConfigError(f'--profile={directory} must be a directory on a file system')
         self._directory = None if directory is None else Path(directory)
@@ -53,7 +54,7 @@ class Trace:
         if finished:
             raise ConfigError(f'--profile={directory}: the run is finished; give another workdir')
         if self._steps and self._steps[1] > config.train.num_steps:
-            raise ConfigError(f'{self._text} must lie in 1:{config.train.num_steps}')
+            raise ConfigError(f'{self._flag} must lie in 1:{config.train.num_steps}')
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if not resumed and any(directory.iterdir()):
@@ -64,7 +65,7 @@ class Trace:
             raise ConfigError(f'--profile={directory} cannot be used ({error.strerror})') from error
 
     def begin(self, config: Config, step: int, progress: Progress) -> None:
-        """The run goes on after `step` steps; raises ConfigError if those named are done."""
+        """The run goes on after `step` steps; raises ConfigError if the chosen ones are done."""
         each, num_steps = config.train.steps_per_dispatch, config.train.num_steps
         if self._directory is None or not agreement.owner():
             return
@@ -73,7 +74,7 @@ class Trace:
             self._from = max(step, min(step + SKIPPED * each, num_steps - each))
             self._to = self._from + TRACED * each
         elif self._steps[0] <= step:
-            raise ConfigError(f'{self._text} must lie in {step + 1}:{num_steps}, the steps left')
+            raise ConfigError(f'{self._flag} must lie in {step + 1}:{num_steps}, the steps left')
         else:
             self._from, self._to = (self._steps[0] - 1) // each * each, self._steps[1]
 
