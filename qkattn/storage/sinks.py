@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """What a sink has to offer; an error that it raises ends the sink, not the run."""
+    """The methods of a sink; an error that one raises ends the sink, not the run."""
 
     def __init__(self, directory: Path, config: Config, step: int):
         """Opens the sink at the start of a run, or when it resumes.
@@ -32,17 +32,17 @@ class Sink(Protocol):
         Args:
           directory: the run directory.
           config: its settings; `config.trials.trials()` are the trials.
-          step: steps done. What was written of later ones will be written again.
+          step: steps done; what was written of later ones will be written again.
         """
 
     def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """Takes the values of X trials [X] by name, as in 'train/loss' or 'eval/val_loss'.
+        """Writes the values of X trials [X] by name, as in 'train/loss' or 'eval/val_loss'.
 
         Losses are in nats/token; NaN is the value of a trial that diverged. Steps never decrease.
         """
 
     def close(self) -> None:
-        """Called once at the end, also when the run stops or fails."""
+        """Ends the sink; called once, also when the run stops or fails."""
 
 
 def trial_names(config: Config) -> list[str]:
@@ -179,12 +179,8 @@ class Sinks:
             yield
         except Exception as error:
             self._open.pop(name, None)
-            log.warning(
-                'sink %s fails, and the run goes on without it: %s: %s',
-                name,
-                type(error).__name__,
-                error,
-            )
+            kind = type(error).__name__
+            log.warning('sink %s fails, and the run goes on without it: %s: %s', name, kind, error)
 
 
 def _find(text: str) -> tuple[type[Sink], dict[str, Any]]:
@@ -201,6 +197,6 @@ def _find(text: str) -> tuple[type[Sink], dict[str, Any]]:
     return cls, options
 
 
-def _is_sink(found: Any) -> bool:
-    methods = (getattr(found, name, None) for name in ('write', 'close'))
-    return takes('directory', 'config', 'step')(found) and all(map(callable, methods))
+def _is_sink(value: Any) -> bool:
+    methods = (getattr(value, name, None) for name in ('write', 'close'))
+    return takes('directory', 'config', 'step')(value) and all(map(callable, methods))

@@ -1,6 +1,7 @@
 """Paths, objects and errors of buckets, against a server on loopback."""
 
 import concurrent.futures
+import contextlib
 import socket
 import sys
 
@@ -57,20 +58,18 @@ def test_an_object_is_replaced_only_in_the_generation_that_was_read(bucket):
     second = buckets.write(path, b'yours', first)
     buckets.delete(path, first)
     assert buckets.read(path)[:2] == (b'yours', second)
+
+    def wins(i):
+        with contextlib.suppress(FileExistsError):
+            return buckets.write(path, b'%d' % i, second) > second
+        return False
+
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(lambda i: _won(path, b'%d' % i, second), range(8)))
+        won = list(pool.map(wins, range(8)))
     assert sum(won) == 1 and buckets.read(path).content == b'%d' % won.index(True)
     buckets.delete(path)
     with pytest.raises(FileNotFoundError):
         buckets.read(path)
-
-
-def _won(path, content, generation):
-    try:
-        buckets.write(path, content, generation)
-    except FileExistsError:
-        return False
-    return True
 
 
 def test_a_directory_of_a_bucket_is_checked_without_a_trace(bucket):

@@ -162,14 +162,6 @@ def test_a_ledger_that_does_not_exist_or_is_empty_says_what_to_do(directory):
         ledger.look(directory)
 
 
-def test_a_missing_last_line_shows_in_the_files_alone(directory):
-    """The chain of what is left is whole; study.json is not what its last line declares."""
-    path = directory / 'ledger.jsonl'
-    path.write_text(''.join(path.read_text().splitlines(keepends=True)[:2]))
-    kept = ledger.read(path)
-    assert kept.declaration != ledger.digest(json.loads((directory / 'study.json').read_text()))
-
-
 def run_of(directory, name, loss=2.0):
     """Writes a planned run with a result and logs."""
     for file, line in (

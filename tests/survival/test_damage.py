@@ -1,0 +1,175 @@
+"""Damaged files of runs and studies: a table of file x damage.
+
+A run whose file is damaged is refused in one sentence that names the file, or ends as it would
+have. A study names the file when it is resumed or reported, and trains nothing again.
+"""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from qkattn.config import TrialsConfig, TuningConfig
+from qkattn.errors import CheckpointError, ConfigError
+from qkattn.storage.records import read_json, write_json
+from qkattn.study import worker
+from qkattn.study.arms import build_arms
+from qkattn.train import train
+from qkattn.verdict import find, load_study
+from tests import damages
+from tests.studies import result_record, write_documents, write_metrics
+from tests.study.test_plan import STUDY
+from tests.train.conftest import built_once, programs_kept, small_run  # noqa: F401 (fixtures)
+from tests.train.test_resume import outcome
+
+OF_RUN = ('config.json', 'provenance.json', 'lifting.json', 'metrics.jsonl', 'result.json')
+OF_STUDY = ('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'orphans.jsonl')
+OF_PLANNED = ('config.json', 'provenance.json', 'metrics.jsonl', 'documents.json', 'result.json')
+# Made again by every worker from the results of the runs.
+DERIVED = ('plan.jsonl', 'results.jsonl', 'orphans.jsonl')
+START = {'git': {'commit': 'a', 'dirty': False}, 'python': '3.11', 'versions': {}, 'devices': {}}
+SMALL = dataclasses.replace(
+    STUDY,
+    base=dataclasses.replace(
+        STUDY.base, trials=TrialsConfig(seeds=(0, 1), learning_rates=(4e-3,), weight_decays=(0.1,))
+    ),
+    tuning=TuningConfig(),
+)
+
+
+@pytest.mark.usefixtures('programs_kept')
+@pytest.mark.parametrize('every', damages.SOME)
+@pytest.mark.parametrize('name', OF_RUN)
+def test_a_run_with_a_damaged_file_refuses_or_ends_as_it_would_have(
+    small_run,  # noqa: F811
+    tmp_path,
+    name,
+    every,
+):
+    config, source = small_run
+    sound = (source / name).read_bytes()
+    cases = [*damages.whole(sound), *(() if name == 'metrics.jsonl' else damages.fields(sound))]
+    for label, content in damages.some(cases, name, every):
+        path = shutil.copytree(source, tmp_path / 'run')
+        if name != 'result.json':  # the run is resumed at its end
+            (path / 'result.json').unlink()
+        damages.replace(path / name, content)
+        try:
+            train(config, path)
+        except (ConfigError, CheckpointError) as error:
+            assert name in str(error) and '\n' not in str(error)
+            left = None if (path / name).is_dir() else (path / name).read_bytes()
+            assert left == content
+            assert (path / 'result.json').exists() == (name == 'result.json')
+        else:
+            assert name == 'metrics.jsonl' or label == '0: without crc32', label
+            assert outcome(path) == outcome(source)
+        shutil.rmtree(path)
+
+
+def write_run(config, workdir, **_):
+    """Stands in for training: writes the files of a finished run."""
+    results = []
+    for trial in config.trials.trials():
+        loss = 2 + abs(trial['learning_rate'] - 4e-3) + trial['seed'] / 100
+        size = {'d_model': config.model.d_model, 'd_ff': config.model.mlp_width}
+        known = {'config_hash': workdir.name.rpartition('-')[2], 'num_steps': 1000, 'config': size}
+        results.append(result_record(trial=trial, val_loss=loss, test_loss=loss, **known))
+    workdir.mkdir(parents=True)
+    write_json(workdir / 'config.json', {'hash': 'x', 'config': {}})
+    write_json(workdir / 'provenance.json', {'starts': [START]})
+    write_metrics(workdir, results, num_evals=2)
+    write_documents(workdir, results, number=3)
+    write_json(workdir / 'documents.json', json.loads((workdir / 'documents.json').read_text()))
+    write_json(workdir / 'result.json', results)
+
+
+def must_not_train(config, workdir, **_):
+    raise AssertionError(f'{workdir} is trained again')
+
+
+@pytest.fixture(scope='module')
+def study(tmp_path_factory):
+    """A finished study with a run outside its plan; nothing that is left of it is trained."""
+    path, arms = tmp_path_factory.mktemp('sound') / 'study', build_arms(SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, 'train', write_run)
+        patch.setattr(worker, 'build_arms', lambda study: arms)
+        patch.setattr(worker, 'rows_of', lambda config: None)
+        patch.setattr(worker, 'check_documents', lambda rows, data: None)
+        worker.run(SMALL, path)
+        shutil.copytree(sorted(path.glob('runs/*'))[0], path / 'runs/outside')
+        worker.run(SMALL, path)
+        patch.setattr(worker, 'train', must_not_train)
+        yield path
+
+
+def resume(path):
+    worker.run(SMALL, path)
+    return []
+
+
+def report(path):
+    study = load_study(path)
+    find(study)
+    return study.problems
+
+
+def sentences(command, path):
+    """What a command says of the study."""
+    try:
+        return list(command(path))
+    except ConfigError as error:
+        return [str(error)]
+
+
+def contents(path):
+    return {p: p.read_bytes() for p in path.rglob('*') if p.is_file() and p.name != 'lock'}
+
+
+def planned_run(study):
+    return study / json.loads((study / 'plan.jsonl').read_text().splitlines()[0])['directory']
+
+
+@pytest.mark.parametrize('every', damages.SOME)
+@pytest.mark.parametrize(
+    'name', (*OF_STUDY, *OF_PLANNED, 'outside/config.json', 'outside/result.json')
+)
+def test_a_damaged_file_of_a_study_is_named_and_nothing_is_made_again(study, caplog, name, every):
+    of_run = study / 'runs' if '/' in name else planned_run(study)
+    file = (study if name in OF_STUDY else of_run) / name
+    before = contents(study)
+    cases = [*damages.whole(before[file]), *damages.fields(before[file])]
+    unnamed = []
+    for label, damaged in damages.some(cases, name, every):
+        caplog.clear()
+        said = []
+        for command in (report, resume):
+            damages.replace(file, damaged)
+            said += sentences(command, study)
+            after, kept = contents(study), {**before, file: damaged}
+            assert not [
+                path
+                for path in before
+                if path.name not in DERIVED and after.get(path) != kept[path]
+            ], label
+            for path in {file, *(study / derived for derived in DERIVED)}:
+                damages.replace(path, before[path])
+        if not any(file.name in sentence for sentence in (*said, caplog.text)):
+            unnamed.append(label)
+        assert not [s for s in said if '\n' in s.partition('holds a study of other settings')[0]]
+    if name in (*DERIVED, 'metrics.jsonl'):  # not every field is read
+        assert {label for label in unnamed if label in damages.WHOLE} <= {'twice', 'empty'}
+    else:
+        assert set(unnamed) <= {'0: without crc32'}
+
+
+@pytest.mark.parametrize('change', [lambda results: results[:-1], lambda results: results[::-1]])
+def test_results_of_other_trials_are_refused(study, change):
+    file = planned_run(study) / 'result.json'
+    sound = file.read_bytes()
+    write_json(file, change(read_json(file, [{}])))
+    (sentence,) = sentences(resume, study)
+    file.write_bytes(sound)
+    assert 'result.json is damaged (it has results of ' in sentence and 'remove it' in sentence
