@@ -18,6 +18,7 @@ from qkattn.config import (
 )
 from qkattn.metrics import result_fields
 from qkattn.storage import ledger
+from qkattn.study import stored
 from qkattn.study.tuning import MODEL_KNOBS
 
 NATS_PER_BIT = 0.6931471805599453
@@ -271,7 +272,8 @@ def run_config(variant: str, records: Sequence[dict], corpus: str = 'stdlib') ->
 
 
 def beat_yardsticks(study: Path) -> None:
-    """Gives a committed study yardsticks that its baselines beat."""
+    """Makes a copy of a committed study a working directory, with yardsticks that it beats."""
+    stored.unpack_in_place(study)
     records = [json.loads(line) for line in (study / 'results.jsonl').read_text().splitlines()]
     baseline = json.loads((study / 'study.json').read_text())['baseline']
     write_yardsticks(study, records, baseline, task='probe')
@@ -454,4 +456,4 @@ def write_documents(
             ]
             names = [f'{split}/{place}.py' for place in range(number)]
             content[split] = {'documents': names, 'tokens': tokens, 'nats': nats}
-    (directory / 'documents.json').write_text(json.dumps(content))
+    (directory / 'documents.json').write_text(json.dumps(content) + '\n')

@@ -20,6 +20,7 @@ from qkattn.claims.deciding import decide
 from qkattn.claims.results import Results
 from qkattn.report import tables, verify
 from qkattn.report.claim_results import read_claims
+from qkattn.study import stored
 from qkattn.verdict import load_findings
 from tests.disturbed import disturbed
 from tests.lanes import only
@@ -35,7 +36,8 @@ CLAIMS = RESULTS / 'claims/cpu'
 SCALING, SINGLE = CLAIMS / 'scaling', CLAIMS / 'single_head'
 
 
-TRIALS = [json.loads(line) for line in (FAIR / 'results.jsonl').read_text().splitlines()]
+LINES = (stored.opened(FAIR) / 'results.jsonl').read_text().splitlines()
+TRIALS = list(map(json.loads, LINES))
 
 
 @pytest.mark.slow
@@ -89,7 +91,6 @@ def test_claims_and_pages_agree_where_the_last_bits_differ():
     compared = [of for of in stored if not (declared[of.name].checks or declared[of.name].premises)]
     assert len(compared) > 10
     with disturbed():
-        assert verify.check_gallery(CLAIMS) > 1000
         for page in ('README.md', 'docs/claims.md', 'docs/protocol.md'):
             assert verify.check_page(ROOT / page) == 1
         results = Results(CLAIMS)

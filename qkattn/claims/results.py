@@ -11,6 +11,7 @@ from qkattn.errors import ReportError
 from qkattn.report.claim_results import Row
 from qkattn.report.prose import counted
 from qkattn.storage.records import START, read_json
+from qkattn.study.stored import RUNS
 from qkattn.verdict import load_findings
 
 MEASURES = 'measures'
@@ -90,5 +91,5 @@ class Results:
 
     def _begun(self, name: str) -> bool:
         """Whether there are results, whatever they are like."""
-        results = self.directory / name / 'results.jsonl'
-        return results.exists() and results.stat().st_size > 0
+        files = (self.directory / name / file for file in ('results.jsonl', RUNS))
+        return any(file.exists() and file.stat().st_size for file in files)

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qkattn.report.figures import figures
-from qkattn.report.figures.drawn_data import drawn_data
 from qkattn.report.figures.plots import write_plots
 from qkattn.report.figures.style import Drawing
 from qkattn.report.latex import latex_table
@@ -20,7 +19,6 @@ from qkattn.verdict import Findings, Study, find, load_study
 
 __all__ = [
     'documents',
-    'figure_data',
     'headline',
     'report_text',
     'show_report',
@@ -41,11 +39,6 @@ def documents(
         'trials.csv': trials_csv(study, found),
         'report.html': report_page(study, found, drawn, svg),
     }
-
-
-def figure_data(drawn: Sequence[Drawing]) -> dict[str, str]:
-    """The files of the numbers that figures show, by name."""
-    return {f'plots/{drawing.stem}.json': drawn_data(drawing.figure) for drawing in drawn}
 
 
 def write_report(study_dir: str | Path) -> Path:
@@ -80,11 +73,11 @@ def show_run_report(run_dir: str | Path) -> str:
 def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:
     study = load_study(study_dir)
     judged = any(run.stage != SCREENING and run.trials for run in study.runs)
-    if judged and ledger.look(study.directory):
+    if judged and ledger.look(study.directory, study.files):
         study = load_study(study_dir)
     found = find(study)
     drawn, narrow = figures(study, found), figures(study, found, narrow=True)
     svg = write_plots(study.directory / 'plots', drawn, narrow)
-    for name, text in (figure_data(drawn) | documents(study, found, drawn, svg)).items():
+    for name, text in documents(study, found, drawn, svg).items():
         written = write_atomic(study.directory / name, text)
     return study, found, written

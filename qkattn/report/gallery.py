@@ -14,7 +14,6 @@ from qkattn.report.claim_results import ClaimResult, ClaimVerdict, read_claims
 from qkattn.report.claim_sheets import amount, claim_sheets, described_row
 from qkattn.report.figures import figures
 from qkattn.report.figures.claim_figures import claim_figures, overview
-from qkattn.report.figures.drawn_data import drawn_data
 from qkattn.report.figures.plots import write_plots
 from qkattn.report.figures.style import Drawing
 from qkattn.report.page import described, style
@@ -56,15 +55,7 @@ def write_gallery(directory: str | Path) -> Path:
     gallery = read_gallery(directory)
     drawn, narrow = drawings(gallery), drawings(gallery, narrow=True)
     svg = write_plots(gallery.directory / 'plots', drawn, narrow, kinds=('png',))
-    for name, text in documents(gallery, drawn, svg).items():
-        written = write_atomic(gallery.directory / name, text)
-    return written
-
-
-def documents(gallery: Gallery, drawn: Sequence[Drawing], svg: Mapping[str, str]) -> dict[str, str]:
-    """The numbers of the figures and, last, the page; `svg` is by the stem of a figure."""
-    data = {f'plots/{of.stem}.json': drawn_data(of.figure) for of in drawn}
-    return data | {PAGE: gallery_page(gallery, drawn, svg)}
+    return write_atomic(gallery.directory / PAGE, gallery_page(gallery, drawn, svg))
 
 
 def drawings(gallery: Gallery, *, narrow: bool = False) -> list[Drawing]:

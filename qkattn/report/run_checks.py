@@ -13,6 +13,7 @@ from typing import Any
 
 from qkattn.config import TrialsConfig, fingerprint_of, from_json
 from qkattn.metrics import LOGGED, PREFIXES, bits_per_byte, perplexity, result_fields
+from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.records import FINISHED, for_each_line
 from qkattn.verdict import Study
 from qkattn.verdict.documents import COUNTS
@@ -36,9 +37,9 @@ def problems(study: Study, run: PlannedRun, records: Sequence[Mapping[str, Any]]
     for trial, record in zip(run.trials, records, strict=True):
         about = f'seed {trial.seed} of run {run.name}'
         yield from (f'{about} has {problem}' for problem in _unlike_itself(study, run, record))
-    yield from _unlike_log(study.directory / run.directory / 'metrics.jsonl', run, records)
-    path = study.directory / run.directory / 'documents.json'
-    if not path.is_file():
+    yield from _unlike_log(study.files / run.directory / 'metrics.jsonl', run, records)
+    path = study.files / run.directory / 'documents.json'
+    if not path.is_file() and not left_out_documents(path.parent):
         yield f'run {run.name} has results, but {path.name} is missing'
 
 

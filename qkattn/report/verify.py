@@ -4,13 +4,14 @@ The chain from a log to a printed number:
 
     ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
     metrics.jsonl, documents.json of a run -> results.jsonl                  see run_checks
-    results.jsonl -> table.*, trials.csv, report.html, plots/*.json        made again
-    study directory -> a page's headline                   made again
+    results.jsonl -> table.md, table.csv, a page's headline                made again
     results.jsonl -> claims.json                           decided again, see qkattn.claims.export
-    claims.json -> claims.html, plots/*.json, the blocks of pages          made again
+    claims.json -> the blocks of pages                                     made again
+
+A stored study has the files of the first two lines in another form (`qkattn.study.stored`).
 
 What a run logged, and what only copies or counts it, is compared exactly: hashes, results, counts,
-trials.csv, words and verdicts. Derived numbers are not the same everywhere: vector instructions of
+words and verdicts. Derived numbers are not the same everywhere: vector instructions of
 processors, and versions of numpy, round exp, log and sums differently, and a bootstrapped fit
 carries the last bits to the ninth digit. They are stored to six digits or fewer, and a stored one
 agrees with the one made again, x, if it is what a number within TOLERANCE of x rounds to:
@@ -37,8 +38,7 @@ import pandas as pd
 
 from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
-from qkattn.report import claim_results, documents, figure_data, gallery, run_checks, tables
-from qkattn.report.figures import figures
+from qkattn.report import claim_results, gallery, run_checks, tables
 from qkattn.report.prose import DIGITS, rounded
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
@@ -47,11 +47,10 @@ from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, load_findings
 
 TOLERANCE = 1e-6  # relative, of derived numbers
-COPY = 'trials.csv'  # of results.jsonl
 
 # What a change by hand may touch without being found.
 NOT_COVERED = (
-    'pictures: PNG and SVG files, and the drawings in report.html; the numbers behind them are',
+    'pictures: PNG files; the numbers behind them are',
     'times, throughput, provenance, and fingerprints of data, which are as the runs recorded them',
     'training records in metrics.jsonl, orphans.jsonl, log.txt, and runs that left no study.json',
     'checkpoints: that a logged loss is the loss of a model',
@@ -64,7 +63,6 @@ NUMBER = re.compile(r'\d+(?:[.,]\d+)*')
 PRINT = re.compile(r'(?:< )?[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?')
 WIDTH = re.compile(r'([ -])\1+')
 PLAIN = {'&lt;': '<', r'\textless{}': '<', r'\ensuremath{-}': '-'}  # signs of HTML and LaTeX
-DRAWING = re.compile(r'<svg.*?</svg>', re.DOTALL)
 
 
 def check_study(directory: str | Path) -> int:
@@ -76,42 +74,20 @@ def check_study(directory: str | Path) -> int:
     study, found = load_findings(directory)
     for problem in itertools.chain(study.problems, _of_runs(study), _unlike_its_ledger(study)):
         raise ReportError(f'{study.directory}: {problem}')
-    drawn = figures(study, found)
-    made = figure_data(drawn) | documents(study, found, drawn, {})
-    return _check_files(study.directory, made, 'report', 'logs give', [(study, found)])
-
-
-def check_gallery(directory: str | Path) -> int:
-    """Checks the gallery of a directory against its claims.json and returns how many numbers.
-
-    Raises:
-      ReportError: the first difference, and where it is.
-      RunDirectoryError: claims.json was edited.
-    """
-    shown = gallery.read_gallery(directory)
-    made = gallery.documents(shown, gallery.drawings(shown), {})
-    source, studies = f'{claim_results.NAME} gives', [shown.scaling] if shown.scaling else []
-    return _check_files(shown.directory, made, 'claims', source, studies)
-
-
-def _check_files(
-    directory: Path,
-    made: Mapping[str, str],
-    script: str,
-    source: str,
-    studies: Iterable[tuple[Study, Findings]],
-) -> int:
-    """How many numbers the files of a directory have, which are what is `made`, by name."""
-    at_boundary = boundaries(lambda: studies)
+    made = {
+        'table.md': tables.report_markdown(study, found),
+        'table.csv': tables.csv_table(study, found),
+    }
+    at_boundary = boundaries(lambda: [(study, found)])
     count = 0
     for name, expected in made.items():
-        path = directory / name
+        path = study.directory / name
         if not path.is_file():
-            raise ReportError(f'{path} does not exist; make it with python -m experiments.{script}')
+            raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
         actual = path.read_text(encoding='utf-8', errors='replace')
-        if place := difference(actual, expected, None if name == COPY else at_boundary):
-            raise ReportError(f'{path} is not what its {source}, {place}')
-        count += len(NUMBER.findall(DRAWING.sub('', actual)))
+        if place := difference(actual, expected, at_boundary):
+            raise ReportError(f'{path} is not what its logs give, {place}')
+        count += len(NUMBER.findall(actual))
     return count
 
 
@@ -182,7 +158,7 @@ def _unlike_its_ledger(study: Study) -> Iterator[str]:
         yield f'study.json has other arms than {ledger.NAME}'
     if not any(run.stage != SCREENING and run.trials for run in study.runs):
         return
-    if kept.looked_files != (files := ledger.digests(study.directory)):
+    if kept.looked_files != (files := ledger.digests(study.files)):
         either = {**kept.looked_files, **files}
         unlike = [name for name in either if kept.looked_files.get(name) != files.get(name)]
         altered = [f'run {run} is not what look {n} saw; ' for run, n in study.altered.items()]
@@ -196,7 +172,7 @@ def _unlike_its_ledger(study: Study) -> Iterator[str]:
 def _of_runs(study: Study) -> Iterator[str]:
     lines: dict[str, list[dict[str, Any]]] = {run.name: [] for run in study.runs}
     for_each_line(
-        study.directory / 'results.jsonl', '', [], lambda line: lines[line['run']].append(line)
+        study.files / 'results.jsonl', '', [], lambda line: lines[line['run']].append(line)
     )
     for run in study.runs:
         yield from run_checks.problems(study, run, lines[run.name])
@@ -281,12 +257,12 @@ def _same(line: str, other: str, at_boundary: Callable[[float], bool]) -> bool:
 def difference(
     actual: str, expected: str, at_boundary: Callable[[float], bool] | None = None
 ) -> str | None:
-    """'line 3: 'a', expected 'b'', or None where both are the same but for drawings.
+    """'line 3: 'a', expected 'b'', or None where both are the same.
 
     Args:
       at_boundary: of `same_print`, for texts of derived numbers; without it all are exact.
     """
-    lines, others = (DRAWING.sub('', text).splitlines() for text in (actual, expected))
+    lines, others = actual.splitlines(), expected.splitlines()
     for number, (line, other) in enumerate(zip(lines, others, strict=False), start=1):
         if line != other and not (at_boundary and _same(line, other, at_boundary)):
             pairs = zip(line, other, strict=False)

@@ -51,6 +51,8 @@ _LATER = {'runs'}  # fields that lines of earlier versions lack
 # What may be accepted: runs of a checkout with uncommitted changes, runs of different commits.
 ACCEPTABLE = ('uncommitted', 'commits')
 YARDSTICKS = 'yardsticks.json'
+# In place of documents.json where a stored study leaves that out: its SHA-256.
+DOCUMENTS_SHA256 = 'documents.sha256'
 # The fields of a result that were seen; times may be measured again.
 _SEEN = ('trial', 'status', 'diverged_at', 'num_steps', *result_fields())
 
@@ -184,13 +186,14 @@ def declare(directory: Path, declared: Mapping[str, Any], changes: Sequence[str]
         append(path, DECLARED, **common, **rest)
 
 
-def look(directory: Path) -> bool:
-    """Enters a look at the study's results, and returns True.
+def look(directory: Path, logs: Path | None = None) -> bool:
+    """Enters a look at the study's results, whose files are in `logs`, and returns True.
 
     None is entered if the files are those of the last one, or not what a look saw of a run.
     """
     path = directory / NAME
-    files, runs = digests(directory), seen(directory)
+    logs = directory if logs is None else logs
+    files, runs = digests(logs), seen(logs)
     kept = read(path)
     if files == kept.looked_files or kept.altered(runs):
         return False  # before a lock is made, so that a kept copy of a study stays as it is
@@ -275,7 +278,14 @@ def _logs(directory: Path) -> Iterator[tuple[dict[str, Any], list[str | None]]]:
             for record in _lines(run / 'metrics.jsonl'):
                 if not is_training(record):
                     evaluations.update(record)
-            yield planned, [_file_sha256(run / 'documents.json'), evaluations.hexdigest()]
+            documents = left_out_documents(run) or _file_sha256(run / 'documents.json')
+            yield planned, [documents, evaluations.hexdigest()]
+
+
+def left_out_documents(run: Path) -> str | None:
+    """SHA-256 of the documents.json that the stored form of a study leaves out of a run."""
+    path = run / DOCUMENTS_SHA256
+    return path.read_text().strip() if path.is_file() else None
 
 
 def is_training(line: bytes) -> bool:

@@ -25,6 +25,7 @@ from qkattn.errors import ConfigError, UnknownFieldError
 from qkattn.storage import ledger
 from qkattn.storage.leases import locked
 from qkattn.storage.records import PLACE, STUDY, check, damaged, parse_json, read_json, write_json
+from qkattn.study import stored
 from qkattn.study.place import Place
 from qkattn.study.plan import PlannedRun
 
@@ -63,6 +64,7 @@ def declare(
       ConfigError: the directory holds another study, or a part of one.
     """
     with locked(path / 'lock'):
+        stored.unpack_in_place(path)
         file, entries = path / 'study.json', path / ledger.NAME
         changes: list[str] = []
         if file.exists():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from qkattn.stats import scaling
 from qkattn.storage.files import as_path
+from qkattn.study import stored
 from qkattn.study.place import EQUAL_SHAPE, Expected, Place, parse_expected
 from qkattn.verdict import hygiene, judging, parts, trained
 from qkattn.verdict.arms import Arm, Group, arms_of
@@ -130,6 +131,8 @@ def load_findings(directory: str | Path) -> tuple[Study, Findings]:
     Raises ReportError as `load_study`.
     """
     path = as_path(directory)
+    if (copy := stored.opened(path)) != path:
+        return _load(path, ((str(copy), b''),))
     # All that a study is read from: its own JSON files, and those of runs in DIR/ or runs/DIR/.
     files = sorted(
         (str(file), hashlib.sha256(file.read_bytes()).digest())

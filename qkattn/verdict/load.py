@@ -3,7 +3,7 @@
 A study is `study.json` (the declared arms), `plan.jsonl` (one object per run known so far),
 `results.jsonl` (one object per trial, those of a run in order), `ledger.jsonl` (what was declared
 and when), `orphans.jsonl` (runs outside the plan) and one directory per run with `metrics.jsonl`
-and `documents.json`.
+and `documents.json`; or the files of `qkattn.study.stored`, from which these are made.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.ledger import Ledger
 from qkattn.storage.records import ORPHAN, RUN_FILES, check, for_each_line, parse_file, read
+from qkattn.study import stored
 from qkattn.study.place import CONTROLS, EQUAL_SHAPE, Place, parse_expected
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
 from qkattn.verdict.consistency import arm_problems, document_problems, named, score_problems
@@ -92,6 +93,7 @@ class Study:
       expected: the positive controls, as in the config.
       arms: the declared ones, controls included but those that are trained longer.
       base, base_hash: the settings that all arms share, as JSON, and their fingerprint.
+      directory, files: where reports go, and where logs are; two for a stored study.
       ledger: None in a study without tuning that has none.
       altered: the runs that are not what an earlier look saw, with the number of that look.
       orphans: directories of runs that are no part of the plan.
@@ -119,6 +121,7 @@ class Study:
     base_hash: str
     command: str | None
     directory: Path
+    files: Path
     declaration: str
     ledger: Ledger | None = None
     altered: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -171,24 +174,23 @@ def load_study(directory: str | Path) -> Study:
     result, or if two runs hold the same trial. Other errors are listed in `Study.problems`.
     """
     directory = as_path(directory)
-    path = directory / 'study.json'
+    path, files = directory / 'study.json', stored.opened(directory)
     if not directory.is_dir():
         raise ReportError(f'study directory {str(directory)!r} does not exist.')
     if not path.exists():
         raise ReportError(f'{str(path)!r} does not exist, so this is not a study directory.')
     try:
-        study = _declared(directory, parse_file(path, {}))
+        study = _declared(directory, files, parse_file(path, {}))
     except ValueError as error:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
     problems: list[str] = []
     planned = _read_plan(study, problems)
     for run in planned.values():
-        problems += _damaged(directory, run)
-    with_results = _with_results(directory / 'results.jsonl', planned, problems)
-    problems += lost_logs(with_results, directory)
+        problems += _damaged(files, run)
+    with_results = _with_results(files / 'results.jsonl', planned, problems)
+    problems += lost_logs(with_results, files)
     runs = tuple(
-        with_documents(with_log(run, directory, problems), directory, problems)
-        for run in with_results
+        with_documents(with_log(run, files, problems), files, problems) for run in with_results
     )
     if not any(run.trials for run in runs):
         detail = f' ({problems[0].removesuffix(".")})' if problems else ''
@@ -199,8 +201,8 @@ def load_study(directory: str | Path) -> Study:
         study,
         runs=runs,
         ledger=kept,
-        altered=kept.altered(ledger.seen(directory)) if kept else {},
-        orphans=_read_orphans(directory / 'orphans.jsonl', problems),
+        altered=kept.altered(ledger.seen(files)) if kept else {},
+        orphans=_read_orphans(files / 'orphans.jsonl', problems),
         yardsticks=read_yardsticks(directory, problems),
     )
     problems += [
@@ -211,7 +213,7 @@ def load_study(directory: str | Path) -> Study:
     return dataclasses.replace(study, problems=tuple(problems))
 
 
-def _declared(directory: Path, record: Any) -> Study:
+def _declared(directory: Path, files: Path, record: Any) -> Study:
     """A study as study.json declares it, without runs."""
     schema = {'tuning': dict | None, 'arms': tuple[dict, ...], 'command': str | list | None}
     check(record, {'name': str, 'question': str | None} | schema)
@@ -231,6 +233,7 @@ def _declared(directory: Path, record: Any) -> Study:
         arms=tuple(parse_place(arm) for arm in record['arms']),
         command=' '.join(command) if isinstance(command, list) else command,
         directory=directory,
+        files=files,
         declaration=ledger.digest(record),
         ledger=None,
         altered={},
@@ -284,7 +287,7 @@ def _read_plan(study: Study, problems: list[str]) -> dict[str, PlannedRun]:
         verdicts.update({(run.place, seed): run.name for seed in run.seeds if run.stage == VERDICT})
         planned[run.name] = run
 
-    for_each_line(study.directory / 'plan.jsonl', 'plan.jsonl', problems, add)
+    for_each_line(study.files / 'plan.jsonl', 'plan.jsonl', problems, add)
     return planned
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkattn.metrics import LOGGED, PREFIXES, result_fields
+from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.records import FINAL, FINISHED, PLACE, check, check_result, for_each_line, read
 from qkattn.study.place import CONTROLS, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, STAGES, TRIAL_KNOBS, Settings
@@ -228,7 +229,8 @@ def lost_logs(runs: Sequence[PlannedRun], directory: Path) -> Iterator[str]:
     for name in (LOG, DOCUMENTS):
         absent = [not (directory / run.directory / name).exists() for run in runs]
         for run, is_absent in zip(runs, absent, strict=True):
-            if run.trials and is_absent and not all(absent):
+            left_out = name == DOCUMENTS and left_out_documents(directory / run.directory)
+            if run.trials and is_absent and not all(absent) and not left_out:
                 yield f'{run.directory} has results, but {name} is missing.'
 
 

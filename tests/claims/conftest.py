@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[2] / 'experiments/results'
 def committed(tmp_path_factory):
     """The committed studies, as if all baselines had beaten their yardsticks."""
     path = tmp_path_factory.mktemp('committed') / 'results'
-    shutil.copytree(RESULTS, path, ignore=shutil.ignore_patterns('*.html', '*.svg', '*.png'))
+    shutil.copytree(RESULTS, path, ignore=shutil.ignore_patterns('*.png'))
     for declaration in path.rglob('study.json'):
         beat_yardsticks(declaration.parent)
     return path

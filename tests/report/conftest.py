@@ -18,6 +18,7 @@ from qkattn.report.export import export
 from qkattn.report.figures import plots
 from qkattn.report.figures.style import Rendered
 from qkattn.storage import ledger
+from qkattn.study import stored
 from tests.studies import tuned_arm, write_lines, write_tuned
 
 BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))
@@ -210,4 +211,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def study(written, tmp_path):
-    return export(written, tmp_path / 'kept')
+    """A copy of it that was stored and is a working directory again."""
+    kept = export(written, tmp_path / 'kept')
+    stored.unpack_in_place(kept)
+    return kept

@@ -1,7 +1,6 @@
 """The gallery of claims: links, numbers, what is missing, escaping, and what a check finds."""
 
 import dataclasses
-import json
 import re
 import shutil
 
@@ -13,8 +12,14 @@ from qkattn.report.claim_sheets import amount, expected
 from qkattn.report.figures import plots
 from qkattn.report.figures.claim_figures import claim_figures, overview
 from qkattn.report.figures.style import Rendered, style_sheet
-from qkattn.report.gallery import claims_markdown, duration, write_gallery
-from qkattn.report.verify import check_gallery, check_page
+from qkattn.report.gallery import (
+    claims_markdown,
+    drawings,
+    duration,
+    read_gallery,
+    write_gallery,
+)
+from qkattn.report.verify import check_page
 from tests.decided_claims import HOSTILE, claims
 from tests.report.conftest import Page
 from tests.report.test_golden import described
@@ -135,7 +140,6 @@ def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path, monkeypatch):
     # A law, the worth of a parameter, the note.
     for said in ('1.600 [1.599, 1.600]', '1.200 [1.200, 1.200]', 'N parameters'):
         assert said in text and said in laws
-    assert check_gallery(tmp_path) > 100
 
 
 def test_text_is_escaped(written, html):
@@ -154,20 +158,23 @@ def test_a_figure_is_drawn_for_each_screen(tmp_path):
 def test_figures_show_the_numbers_of_the_rows(written):
     stems = ['b2_differences', 'b3_curves', 'b7_curves', 'c2_differences', 'e4_differences']
     files = sorted(path.name for path in (written / 'plots').iterdir())
-    kinds = ('json', 'png')
-    assert files == sorted(f'{stem}.{kind}' for stem in [*stems, 'verdicts'] for kind in kinds)
-    drawn = json.loads((written / 'plots/e4_differences.json').read_text())
-    means = [part['at'][0][0][0] for part in drawn if part.get('points') == 'mean']
+    assert files == sorted(f'{stem}.png' for stem in [*stems, 'verdicts'])
+    drawn = {of.stem: of.figure for of in drawings(read_gallery(written))}
+    means = [
+        points.get_offsets()[0][0]
+        for ax in drawn['e4_differences'].axes
+        for points in ax.collections
+        if points.get_label() == 'mean'
+    ]
     (rows,) = (claim.rows for claim in claims() if claim.name == 'E4')
     # At equal width, then at equal parameter count.
     assert means == [
         *(row.value for row in rows if row.kind == Kind.REMOVED),
         *(row.value for row in rows if row.kind == Kind.MATCHED),
     ]
-    lines = json.loads((written / 'plots/b3_curves.json').read_text())
-    curves = {part['line']: part['at'][0] for part in lines if 'line' in part}
-    assert curves.keys() == {'fp64', 'fp32', 'bf16'} and len(curves['bf16']) == 6
-    assert curves['bf16'][0] == [0, 4e-3]
+    curves = {line.get_label(): line.get_xydata() for line in drawn['b3_curves'].axes[0].lines}
+    assert {'fp64', 'fp32', 'bf16'} <= curves.keys() and len(curves['bf16']) == 6
+    assert list(curves['bf16'][0]) == [0, 4e-3]
 
 
 def test_a_narrow_figure_holds_the_whole_context_of_a_row():
@@ -235,25 +242,11 @@ def test_a_block_is_empty_before_there_are_results(tmp_path):
         check_page(page)
 
 
-@pytest.mark.parametrize('name', ['claims.html', 'plots/b7_curves.json', 'plots/verdicts.json'])
-def test_an_altered_number_is_found(kept, name):
-    assert check_gallery(kept) > 100
-    text = (kept / name).read_text()
-    place = next(re.finditer(r'0\.0[1-9]\d+', text)).start()
-    (kept / name).write_text(text[:place] + '7' + text[place + 1 :])
-    with pytest.raises(ReportError, match=f'{name} is not what its claims.json gives, line'):
-        check_gallery(kept)
-
-
 def test_an_altered_claim_is_found(kept):
     text = (kept / 'claims.json').read_text()
     (kept / 'claims.json').write_text(text.replace('"verdict": "fails"', '"verdict": "holds"', 1))
-    for check in (lambda: check_gallery(kept), lambda: check_page(kept / 'claims.md')):
-        with pytest.raises(RunDirectoryError, match='its checksum is not that of its content'):
-            check()
-    write_claims(kept, [claim for claim in claims() if claim.name != 'C1'])
-    with pytest.raises(ReportError, match='claims.html is not what its claims.json gives'):
-        check_gallery(kept)
+    with pytest.raises(RunDirectoryError, match='its checksum is not that of its content'):
+        check_page(kept / 'claims.md')
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_files_are_complete_and_figures_drawn(report):
     assert names == [*inputs, *FILES, 'yardsticks.json']
     stems = ['curves', 'losses', 'sweep_learning_rate', 'verdicts']
     files = sorted(path.name for path in (report.parent / 'plots').iterdir())
-    kinds = ('json', 'pdf', 'png', 'svg')
+    kinds = ('pdf', 'png', 'svg')
     assert files == sorted(f'{stem}.{kind}' for stem in stems for kind in kinds)
     for stem in stems:
         image = imread(report.parent / 'plots' / f'{stem}.png')[..., :3]

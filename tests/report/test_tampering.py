@@ -366,20 +366,8 @@ def add_a_seed(study):
     edit_lines(log_of(study, 'qk/no_o'), log)
 
 
-def edit_the_data_of_a_figure(study):
-    edit_text(study / 'plots/verdicts.json', r'-0\.09', '-0.12')
-
-
-def delete_the_data_of_a_figure(study):
-    (study / 'plots/verdicts.json').unlink()
-
-
 def edit_a_table(study):
     edit_text(study / 'table.md', r'0\.09', '0.12')
-
-
-def edit_the_page(study):
-    edit_text(study / 'report.html', r'0\.09', '0.12')
 
 
 CHANGES = {
@@ -413,10 +401,7 @@ CHANGES = {
     drop_the_last_line_of_the_ledger: 'changed since the last look',
     reorder_the_ledger: r'ledger\.jsonl, line 2 does not follow',
     add_a_seed: 'has nats of 8 trials, not of 9',
-    edit_the_data_of_a_figure: r'plots/verdicts\.json is not what its logs give',
-    delete_the_data_of_a_figure: r'plots/verdicts\.json does not exist',
     edit_a_table: r'table\.md is not what its logs give',
-    edit_the_page: r'report\.html is not what its logs give',
 }
 
 
@@ -430,7 +415,8 @@ def test_a_study_changed_by_hand_is_found_out(study, change, message):
 
 
 def draw_another_picture(study):
-    (study / 'plots/verdicts.svg').write_text('<svg>higher</svg>')
+    (study / 'plots').mkdir()
+    (study / 'plots/verdicts.png').write_bytes(b'higher')
 
 
 def make_training_faster(study):

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures('blank')
 
 
 def test_a_report_is_what_its_logs_give(study):
-    # Three arms with a dozen numbers each, in five files.
-    assert check_study(study) > 5 * 3 * 12
+    # Three arms with a dozen numbers each, in two files.
+    assert check_study(study) > 2 * 3 * 12
 
 
 def test_a_report_on_verdict_results_is_a_look(written, tmp_path):
@@ -34,44 +34,25 @@ def test_a_report_on_verdict_results_is_a_look(written, tmp_path):
     assert ledger.read(unseen / 'ledger.jsonl').first_look is None
 
 
-def test_what_is_exported_is_small_and_enough(written, study):
-    names = {str(path.relative_to(study)) for path in study.rglob('*') if path.is_file()}
-    logs = {name for name in names if name.endswith('metrics.jsonl')}
-    documents = {name for name in names if name.endswith('documents.json')}
-    assert len(logs) == len(documents) == 6 and not any(
-        'result.json' in name.split('/') for name in names
-    )
-    assert {name for name in names - logs - documents if not name.startswith('plots/')} == {
-        *('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'report.html'),
-        *(f'table.{kind}' for kind in ('txt', 'md', 'csv', 'tex')),
-        *('trials.csv', 'yardsticks.json'),
+def test_an_export_has_a_few_files_of_which_the_report_is_made_again(written, tmp_path):
+    kept = export(written, tmp_path / 'kept')
+    assert {path.name for path in kept.iterdir()} == {
+        *('study.json', 'ledger.jsonl', 'yardsticks.json', 'runs.jsonl', 'documents.npz'),
+        *('table.md', 'table.csv'),
     }
-    assert {path.suffix for path in (study / 'plots').iterdir()} == {
-        '.json',
-        '.pdf',
-        '.png',
-        '.svg',
-    }
-    kinds = {
-        json.loads(line)['kind'] for log in logs for line in (study / log).read_text().splitlines()
-    }
-    assert kinds == {'eval', 'final'}
-    before = (written / 'report.html').read_text()
-    report.write_report(study)
-    assert (study / 'report.html').read_text() == before
+    assert check_study(kept) == check_study(written)
+    report.write_report(kept)
+    for name in ('report.html', 'trials.csv', 'ledger.jsonl'):
+        assert (kept / name).read_text() == (written / name).read_text()
 
 
-def test_damaged_lines_are_exported_as_they_are_and_named_by_a_check(written, tmp_path):
+def test_a_damaged_line_is_named_before_a_study_is_stored(written, tmp_path):
     source = shutil.copytree(written, tmp_path / 'source')
     log = next(source.glob('*/metrics.jsonl'))
     log.write_bytes(log.read_bytes() + b'\x80{"kind": "ev\n')
-    copied = export(source, tmp_path / 'copy')
-    assert (copied / log.relative_to(source)).read_bytes().endswith(b'\x80{"kind": "ev\n')
+    with pytest.raises(ReportError, match=f'{log} cannot be stored: line [0-9]+ is not JSON'):
+        export(source, tmp_path / 'copy')
     with pytest.raises(ReportError, match=f'{log.relative_to(source)}:[0-9]+ was left out: it is'):
-        check_study(copied)
-    (written_page := tmp_path / 'source/report.html').write_bytes(b'\x80')
-    log.write_bytes((written / log.relative_to(source)).read_bytes())
-    with pytest.raises(ReportError, match=f'{written_page} is not what its logs give'):
         check_study(source)
 
 
@@ -87,23 +68,12 @@ def test_an_export_does_not_overwrite_something_else(written, tmp_path):
     other = write_study(tmp_path / 'other', [trial_record('qk/vo')], name='another')
     with pytest.raises(ReportError, match='holds something else than study'):
         export(written, other)
+    with pytest.raises(ReportError, match='holds a study that was run there'):
+        export(written, shutil.copytree(written, tmp_path / 'run'))
     assert export(written, export(written, tmp_path / 'twice')) == tmp_path / 'twice'
 
 
-def test_an_export_removes_what_an_earlier_one_left(written, study):
-    stale = [study / 'runs/old/metrics.jsonl', study / 'runs/old/documents.json']
-    stale.append(study / 'plots/old.png')
-    other = [study / name for name in ('measures/b2.jsonl', 'plots/notes.txt', 'runs/mine.txt')]
-    for path in (*stale, *other):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('old')
-    kept = {path for path in study.rglob('*') if path.is_file()}
-    export(written, study)
-    assert {path for path in study.rglob('*') if path.is_file()} == kept - {*stale}
-    assert not (study / 'runs/old').exists()
-
-
-@pytest.mark.parametrize('name', ['table.txt', 'table.md', 'table.csv', 'table.tex', 'report.html'])
+@pytest.mark.parametrize('name', ['table.md', 'table.csv'])
 def test_one_digit_changed_by_hand_is_found(study, name):
     text = (study / name).read_text()
     # The mean difference of no_v, -0.094 or so, as far as each file prints it.
@@ -191,7 +161,7 @@ def test_a_number_at_the_boundary_is_one_of_the_findings(study):
     assert not at_boundary(mean * (1 + 2e-6))
 
 
-@pytest.mark.parametrize('name', ['table.txt', 'table.md', 'table.csv', 'table.tex', 'report.html'])
+@pytest.mark.parametrize('name', ['table.md', 'table.csv'])
 def test_the_last_digit_printed_is_held(study, name):
     """No number of this study lies at a boundary."""
     text = (study / name).read_text()
@@ -200,24 +170,6 @@ def test_the_last_digit_printed_is_held(study, name):
     other = str((int(digit) + (2 if name == 'table.csv' else 1)) % 10)
     (study / name).write_text(text[: match.end() - 1] + other + text[match.end() :])
     with pytest.raises(ReportError, match=f'{name} is not what its logs give'):
-        check_study(study)
-
-
-def test_the_fourth_digit_of_the_data_of_a_figure_is_held(study):
-    path = study / 'plots/verdicts.json'
-    text = path.read_text()
-    number = next(of for of in re.findall(r'\d\.\d{5,}', text) if float(of))
-    path.write_text(text.replace(number, f'{float(number) * 1.001:.6g}', 1))
-    with pytest.raises(ReportError, match='verdicts.json is not what its logs give'):
-        check_study(study)
-
-
-def test_copies_of_logs_are_exact(study):
-    path = study / 'trials.csv'
-    text = path.read_text()
-    number = max(re.findall(r'\d\.\d{9,}', text), key=len)
-    path.write_text(text.replace(number, repr(float(number) * (1 + 1e-13)), 1))
-    with pytest.raises(ReportError, match='trials.csv is not what its logs give'):
         check_study(study)
 
 
@@ -242,8 +194,8 @@ def test_what_is_missing_or_unlike_its_log_is_found(written, study):
     def slower(lines):
         lines[0]['config']['optimizer']['warmup_steps'] += 1
 
-    (study / 'table.tex').unlink()
-    refused(study, 'table.tex does not exist')
+    (study / 'table.md').unlink()
+    refused(study, 'table.md does not exist')
     edit(study / 'results.jsonl', better)
     refused(study, r'has a loss of 1\.9\d+ nats/token over its documents, its result has 1\.9\d+')
     edit(study / 'results.jsonl', worse)
@@ -273,26 +225,6 @@ def test_a_headline_is_written_and_checked(study, tmp_path):
     page.write_text(text.replace('-0.09', '-0.10', 1))
     with pytest.raises(ReportError, match='not what its studies give'):
         check_page(page)
-
-
-def test_the_log_of_an_unfinished_run_is_kept_whole(written, tmp_path):
-    lines = (written / 'results.jsonl').read_text().splitlines(keepends=True)
-    last = json.loads(lines[-1])['run']
-    (unfinished,) = [
-        json.loads(line)['directory']
-        for line in (written / 'plan.jsonl').read_text().splitlines()
-        if json.loads(line)['run'] == last
-    ]
-    kept = export(written, tmp_path / 'part')
-    (kept / 'results.jsonl').write_text(''.join(x for x in lines if last not in x))
-    edit(kept / 'ledger.jsonl', lambda entries: entries.pop())  # the look at all of them
-    *log, _ = (written / unfinished / 'metrics.jsonl').read_text().splitlines(keepends=True)
-    log = ''.join(log)
-    (kept / unfinished / 'metrics.jsonl').write_text(log)
-    report.write_report(kept)
-    again = export(kept, tmp_path / 'again')
-    assert (again / unfinished / 'metrics.jsonl').read_text() == log
-    assert check_study(again) > 100
 
 
 @pytest.mark.parametrize('lost', [False, True])

@@ -1,0 +1,285 @@
+"""A study in a handful of files, from which its directory is made again byte for byte.
+
+    study.json, ledger.jsonl, yardsticks.json   as in the study's directory
+    runs.jsonl      what runs share, then a line per run: its plan, results and evaluations
+    documents.npz   nats by document, of all trials but those of screening
+
+A line leaves out what it would repeat: settings that study.json has, provenance and data (which it
+names by their index), columns of evaluations that are columns of its results. The documents.json of
+a screening run leaves its SHA-256 alone, which the ledger needs.
+"""
+
+import atexit
+import functools
+import hashlib
+import io
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from qkattn.errors import ReportError
+from qkattn.storage.files import as_path, write_atomic
+from qkattn.storage.ledger import DOCUMENTS_SHA256, is_training, left_out_documents
+from qkattn.storage.records import parse_json
+from qkattn.study.tuning import SCREENING
+
+RUNS, DOCUMENTS = 'runs.jsonl', 'documents.npz'
+WHOLE_FILES = ('study.json', 'ledger.jsonl', 'yardsticks.json', 'orphans.jsonl')
+_INDEXED = ('provenance', 'data')
+_FORMAT = 1
+Record = dict[str, Any]
+
+
+def opened(directory: str | Path) -> Path:
+    """The directory of a study as training leaves it: of a stored one, a temporary copy.
+
+    Raises:
+      ReportError: a stored study that is damaged.
+    """
+    path = as_path(directory)
+    if not (path / RUNS).is_file():
+        return path
+    names = (RUNS, DOCUMENTS, *WHOLE_FILES)
+    digest = hashlib.sha256()
+    for name in names:
+        file = path / name
+        digest.update(file.read_bytes() if file.is_file() else b'absent')
+    return _copy(path, digest.hexdigest())
+
+
+@functools.lru_cache(maxsize=64)
+def _copy(path: Path, digest: str) -> Path:
+    directory = Path(tempfile.mkdtemp(prefix=f'qkattn-{digest[:8]}-'))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    unpack(path, directory)
+    return directory
+
+
+def pack(study: Path, destination: Path) -> None:
+    """Writes the stored form of the directory of a study.
+
+    Left out are checkpoints, training records of finished runs, and provenance.json, which names
+    machines and users.
+
+    Raises:
+      ReportError: a file that would not be the same when it is unpacked.
+    """
+    files: dict[str, bytes] = {}
+
+    def lines_of(
+        name: str, leave_out: Callable[[bytes], bool] = lambda line: False
+    ) -> list[Record]:
+        content = (study / name).read_bytes() if (study / name).is_file() else b''
+        lines = [line for line in content.splitlines(keepends=True) if line.endswith(b'\n')]
+        kept = [line for line in lines if not leave_out(line)]
+        files[name] = b''.join(kept)
+        for number, line in enumerate(lines, start=1):
+            try:
+                parse_json(line)
+            except ValueError as error:
+                raise ReportError(
+                    f'{study / name} cannot be stored: line {number} is not JSON'
+                ) from error
+        return list(map(parse_json, kept))
+
+    base = parse_json((study / 'study.json').read_bytes())['base']
+    results: dict[str, list[Record]] = {}
+    for result in lines_of('results.jsonl'):
+        results.setdefault(result['run'], []).append(result)
+    shared: dict[str, list[Any]] = {name: [] for name in (*_INDEXED, 'documents')}
+    arrays: dict[str, Any] = {}
+    packed: list[Record] = []
+    for run in lines_of('plan.jsonl'):
+        directory, trials = run['directory'], results.get(run['run'], [])
+        line: Record = {'plan': run | {'config': _changed(run['config'], base)}}
+        columns = _columns(trials)
+        same = {name for name, column in columns.items() if all(v == column[0] for v in column)}
+        line['result'] = {
+            name: _index(shared[name], column[0])
+            if name in _INDEXED
+            else column[0]
+            if name in same
+            else None
+            for name, column in columns.items()
+        }
+        line['trials'] = {name: columns[name] for name in columns if name not in same}
+        log = f'{directory}/metrics.jsonl'
+        line['log'] = None
+        if (study / log).is_file():
+            records = lines_of(log, is_training if trials else lambda line: False)
+            line['log'] = [
+                {name: None if _is_column(columns, name, v) else [v] for name, v in record.items()}
+                for record in records
+            ]
+        documents = f'{directory}/documents.json'
+        if (study / documents).is_file():
+            content = (study / documents).read_bytes()
+            line['documents'] = {'sha256': hashlib.sha256(content).hexdigest()}
+            if run['stage'] != SCREENING:
+                files[documents] = content
+                line['documents'] |= _pack_documents(
+                    run['run'], parse_json(content), shared['documents'], arrays
+                )
+        elif digest := left_out_documents(study / directory):
+            line['documents'] = {'sha256': digest}
+        packed.append(line)
+    text = '\n'.join(map(json.dumps, [{'format': _FORMAT} | shared, *packed])) + '\n'
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    made = {RUNS: text.encode(), DOCUMENTS: buffer.getvalue()}
+    for name in WHOLE_FILES:
+        if (study / name).is_file():
+            made[name] = (study / name).read_bytes()
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, content in made.items():
+            Path(temporary, name).write_bytes(content)
+        for name, content in _files(Path(temporary)):
+            if name in files and content != files[name]:
+                raise ReportError(
+                    f'{study / name} cannot be stored: it would not come back as it is'
+                )
+    for name, content in made.items():
+        write_atomic(destination / name, content)
+
+
+def unpack(stored: Path, destination: Path) -> None:
+    """Writes the directory of a stored study, in which the study can go on.
+
+    Raises:
+      ReportError: the stored study is damaged.
+    """
+    for name, content in _files(stored):
+        write_atomic(destination / name, content)
+    for name in WHOLE_FILES:
+        if (stored / name).is_file():
+            write_atomic(destination / name, (stored / name).read_bytes())
+
+
+def unpack_in_place(directory: Path) -> None:
+    """Turns a stored study into a working directory, where there is one; may be repeated.
+
+    Raises:
+      ReportError: the stored study is damaged.
+    """
+    if (directory / RUNS).is_file():
+        unpack(directory, directory)
+        (directory / DOCUMENTS).unlink()
+        (directory / RUNS).unlink()
+
+
+def _files(stored: Path) -> Iterator[tuple[str, bytes]]:
+    """The name and content of each file that `pack` leaves out."""
+    try:
+        base = parse_json((stored / 'study.json').read_bytes())['base']
+        shared, *lines = _lines(stored / RUNS)
+        if shared['format'] != _FORMAT:
+            raise ValueError(f'format {shared["format"]!r} is not {_FORMAT}')
+        arrays = dict(np.load(io.BytesIO((stored / DOCUMENTS).read_bytes())))
+        plans = [line['plan'] | {'config': _merged(line['plan']['config'], base)} for line in lines]
+        yield 'plan.jsonl', _text(plans)
+        results = [list(_results(line, shared)) for line in lines]
+        yield 'results.jsonl', _text(itertools.chain(*results))
+        for line, trials in zip(lines, results, strict=True):
+            directory = line['plan']['directory']
+            if line['log'] is not None:
+                columns = _columns(trials)
+                log = (
+                    {name: columns[name] if v is None else v[0] for name, v in record.items()}
+                    for record in line['log']
+                )
+                yield f'{directory}/metrics.jsonl', _text(log)
+            if (documents := line.get('documents')) is None:
+                continue
+            if len(documents) == 1:
+                yield f'{directory}/{DOCUMENTS_SHA256}', documents['sha256'].encode() + b'\n'
+            else:
+                record = _documents(line['plan']['run'], documents, shared['documents'], arrays)
+                yield f'{directory}/documents.json', _text([record])
+    except (OSError, EOFError, BadZipFile, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ReportError(
+            f'the stored study {str(stored)!r} is damaged ({error}); restore it from a copy'
+        ) from error
+
+
+def _results(line: Record, shared: Record) -> Iterator[Record]:
+    """The lines of results.jsonl of a run."""
+    template = dict(line['result'])
+    for name in _INDEXED:
+        if name in template:
+            template[name] = shared[name][template[name]]
+    number = len(next(iter(line['trials'].values()), [None] if template else []))
+    for trial in range(number):
+        yield template | {name: column[trial] for name, column in line['trials'].items()}
+
+
+def _pack_documents(run: str, record: Record, sets: list[Any], arrays: dict[str, Any]) -> Record:
+    """A record of documents.json without numbers, which are added to `arrays`."""
+    packed: Record = {}
+    for split, part in record.items():
+        if isinstance(part, dict):
+            rows = part['nats']
+            packed[split] = {
+                'set': _index(sets, {'documents': part['documents'], 'tokens': part['tokens']}),
+                'absent': [place for place, row in enumerate(rows) if row is None],
+                'trials': len(rows),
+            }
+            arrays[f'{run}-{split}'] = np.array([row for row in rows if row is not None], float)
+        else:
+            packed[split] = part
+    return packed
+
+
+def _documents(
+    run: str, packed: Record, sets: list[Any], arrays: Mapping[str, np.ndarray]
+) -> Record:
+    record: Record = {}
+    for split, part in packed.items():
+        if isinstance(part, dict):
+            rows = iter(arrays[f'{run}-{split}'].tolist())
+            absent = set(part['absent'])
+            nats = [None if place in absent else next(rows) for place in range(part['trials'])]
+            record[split] = sets[part['set']] | {'nats': nats}
+        elif split != 'sha256':
+            record[split] = part
+    return record
+
+
+def _columns(trials: Sequence[Record]) -> dict[str, list[Any]]:
+    return {name: [trial[name] for trial in trials] for name in (trials or [{}])[0]}
+
+
+def _is_column(columns: Mapping[str, list[Any]], name: str, value: Any) -> bool:
+    return isinstance(value, list) and columns.get(name) == value
+
+
+def _index(values: list[Any], value: Any) -> int:
+    if value not in values:
+        values.append(value)
+    return values.index(value)
+
+
+def _changed(config: Record, base: Record) -> Record:
+    """The settings of a config that are not those of the base, section by section."""
+    return {
+        section: {name: v for name, v in fields.items() if v != base[section][name]}
+        for section, fields in config.items()
+    }
+
+
+def _merged(changed: Record, base: Record) -> Record:
+    return {section: base[section] | fields for section, fields in changed.items()}
+
+
+def _lines(path: Path) -> list[Record]:
+    return [parse_json(line) for line in path.read_bytes().splitlines()]
+
+
+def _text(records: Iterable[Record]) -> bytes:
+    return ''.join(json.dumps(record) + '\n' for record in records).encode()

@@ -1,0 +1,122 @@
+"""A stored study has a few files, from which its directory comes back byte for byte."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from qkattn.errors import ReportError
+from qkattn.storage import ledger
+from qkattn.study import stored
+from qkattn.verdict import load_findings
+from tests.studies import trial_record, tuned_arm, write_study, write_tuned
+
+
+@pytest.fixture(scope='module')
+def study(tmp_path_factory):
+    """A tuned study with a diverged trial, without its training records."""
+    records = [*tuned_arm('qk/vo'), *tuned_arm('qk/no_o', losses=[2.1, None, 2.2])]
+    path = write_tuned(tmp_path_factory.mktemp('stored') / 'study', records)
+    ledger.look(path)
+    for log in path.glob('*/metrics.jsonl'):
+        lines = log.read_bytes().splitlines(keepends=True)
+        log.write_bytes(b''.join(line for line in lines if not ledger.is_training(line)))
+    return path
+
+
+@pytest.fixture
+def kept(study, tmp_path):
+    stored.pack(study, tmp_path / 'kept')
+    return tmp_path / 'kept'
+
+
+def files(path):
+    return {
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in path.rglob('*')
+        if file.is_file() and file.name != 'lock'
+    }
+
+
+def test_all_comes_back_but_documents_of_screening(study, kept):
+    assert set(files(kept)) == {
+        *('study.json', 'ledger.jsonl', 'yardsticks.json', 'runs.jsonl', 'documents.npz')
+    }
+    before, after = files(study), files(stored.opened(kept))
+    left_out = {name for name in before if 'screening' in name and name.endswith('documents.json')}
+    assert left_out and before.keys() - left_out == {
+        name for name in after if not name.endswith(ledger.DOCUMENTS_SHA256)
+    }
+    assert all(after[name] == before[name] for name in before.keys() - left_out)
+    for name in left_out:
+        digest = after[name.replace('documents.json', ledger.DOCUMENTS_SHA256)].decode().strip()
+        assert digest == hashlib.sha256(before[name]).hexdigest()
+
+
+def test_findings_and_the_chain_of_the_ledger_are_those_of_the_study(study, kept):
+    one, other = load_findings(study)[1], load_findings(kept)[1]
+    assert [arm.verdict for arm in one.arms] == [arm.verdict for arm in other.arms]
+    assert [arm.difference for arm in one.arms] == [arm.difference for arm in other.arms]
+    looked = ledger.read(kept / ledger.NAME).looked_files
+    assert looked == ledger.digests(stored.opened(kept)) == ledger.digests(study)
+
+
+def test_a_stored_study_becomes_a_working_directory_in_place(study, kept):
+    stored.unpack_in_place(kept)
+    assert not {stored.RUNS, stored.DOCUMENTS} & files(kept).keys()
+    assert (
+        files(kept).items()
+        >= {
+            name: content for name, content in files(study).items() if 'screening' not in name
+        }.items()
+    )
+    stored.unpack_in_place(kept)  # again, where nothing is stored
+
+
+def test_training_records_of_unfinished_runs_are_kept(tmp_path):
+    study = write_study(tmp_path / 'study', [trial_record('qk/vo'), trial_record('qk/no_v')])
+    lines = (study / 'results.jsonl').read_text().splitlines(keepends=True)
+    (study / 'results.jsonl').write_text(lines[0])
+    stored.pack(study, tmp_path / 'kept')
+    again = stored.opened(tmp_path / 'kept')
+    finished, unfinished = (
+        json.loads(line)['directory'] for line in (study / 'plan.jsonl').read_text().splitlines()
+    )
+    assert b'"train"' not in (again / finished / 'metrics.jsonl').read_bytes()
+    log = f'{unfinished}/metrics.jsonl'
+    assert (again / log).read_bytes() == (study / log).read_bytes()
+
+
+def test_what_would_not_come_back_is_refused_and_nothing_is_written(study, tmp_path):
+    copy = shutil.copytree(study, tmp_path / 'copy')
+    documents = next(copy.glob('*verdict*/documents.json'))
+    documents.write_bytes(documents.read_bytes().replace(b', ', b',', 1))
+    with pytest.raises(ReportError, match=f'{documents} cannot be stored: it would not come back'):
+        stored.pack(copy, tmp_path / 'kept')
+    assert not (tmp_path / 'kept').exists()
+
+
+@pytest.mark.parametrize(
+    ('name', 'change'),
+    [
+        ('runs.jsonl', lambda content: content[:-20]),
+        ('runs.jsonl', lambda content: content.replace(b'"format": 1', b'"format": 2')),
+        ('runs.jsonl', lambda content: content.replace(b'"data": 0', b'"data": 7', 1)),
+        ('documents.npz', lambda content: content[: len(content) // 2]),
+        ('documents.npz', lambda content: b''),
+    ],
+)
+def test_damage_is_one_sentence(kept, name, change):
+    (kept / name).write_bytes(change((kept / name).read_bytes()))
+    with pytest.raises(ReportError, match='the stored study .* is damaged .*; restore it'):
+        load_findings(kept)
+
+
+def test_an_edited_number_is_found_by_the_ledger(kept):
+    path = kept / stored.RUNS
+    text = path.read_text()
+    assert '2.1' in text
+    path.write_text(text.replace('2.1', '2.2', 1))
+    looked = ledger.read(kept / ledger.NAME).looked_files
+    assert looked != ledger.digests(stored.opened(kept))
