@@ -13,7 +13,7 @@ import os
 from absl import flags
 
 from qkattn.config import Config
-from qkattn.data.shards.prepare_shards import SHARD_TOKENS, prepare, verify
+from qkattn.data.load import prepare, verify
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli, signals
 
@@ -21,7 +21,7 @@ CONFIG = cli.define_config(Config)
 OUT = flags.DEFINE_string('out', None, 'Directory of the shards; the same directory goes on.')
 WORKERS = flags.DEFINE_integer('workers', None, 'Processes that tokenize; default: one per core.')
 TOKENS = flags.DEFINE_integer(
-    'shard_tokens', SHARD_TOKENS, 'A shard ends with the document that reaches so many tokens.'
+    'shard_tokens', 100_000_000, 'A shard ends with the document that reaches so many tokens.'
 )
 VERIFY = flags.DEFINE_bool('verify', False, 'Check the shards in --out, which may be a URL.')
 

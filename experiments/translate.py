@@ -18,7 +18,7 @@ from qkattn.config import Config, DecodeConfig
 from qkattn.config.setting import check_section
 from qkattn.convert import loading
 from qkattn.data.load import load
-from qkattn.data.parallel import PairDataset
+from qkattn.data.tokens import PairDataset
 from qkattn.decode.translate import score_split, translate
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli

@@ -22,7 +22,7 @@ _NAMES = {
     ),
     'qkattn.convert.conversions': ('converted',),
     'qkattn.convert.loading': ('load',),
-    'qkattn.data.batches': ('batches',),
+    'qkattn.data.pipeline': ('batches',),
     'qkattn.model': ('build',),
     'qkattn.model.cost': ('count',),
     'qkattn.train.step': ('loss',),
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from qkattn.config import TrialsConfig as TrialsConfig
     from qkattn.convert.conversions import converted as converted
     from qkattn.convert.loading import load as load
-    from qkattn.data.batches import batches as batches
+    from qkattn.data.pipeline import batches as batches
     from qkattn.model import build as build
     from qkattn.model.cost import count as count
     from qkattn.train.step import loss as loss

@@ -24,7 +24,7 @@ from qkattn.report import show_run_report, terminal
 from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.verdict import find, load_study
-from tests.data.shards.examples import write_bin, write_texts
+from tests.data.datasets import write_bin, write_texts
 from tests.studies import trial_record, write_study
 from tests.test_architecture import FILES, ROOT
 

@@ -18,8 +18,8 @@ T = TypeVar('T')
 log = logging.getLogger(__name__)
 
 
-class DamagedCache(Exception):
-    """A cached file is not what its description states, or one of the two cannot be read."""
+class DamagedData(Exception):
+    """A file is not what its description states, or one of the two cannot be read."""
 
 
 def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -37,14 +37,14 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
     return expanded(chosen or '~/.cache/qkattn').absolute()
 
 
-def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], None]) -> T:
+def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], object]) -> T:
     """Returns `opened()`; where there is nothing to open yet, one process prepares it first.
 
     Any number of processes may call this at the same time.
 
     Args:
       lock: a file that the preparing process holds; the others wait for it.
-      opened: raises FileNotFoundError where nothing is there, and DamagedCache, which is logged as
+      opened: raises FileNotFoundError where nothing is there, and DamagedData, which is logged as
         a warning, where something is that has to be prepared again.
       prepare: makes what `opened` opens.
 
@@ -54,37 +54,31 @@ def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], Non
     try:
         # Without the lock first, so that a finished cache may be on a read-only disk.
         return opened()
-    except (FileNotFoundError, DamagedCache):
+    except (FileNotFoundError, DamagedData):
         with locked(lock):
             try:
                 return opened()
             except FileNotFoundError:
                 pass
-            except DamagedCache as error:
-                log.warning('%s It is prepared again.', error)
+            except DamagedData as error:
+                log.warning('%s; it is prepared again', error)
             prepare()
             return opened()
 
 
 def read_description(path: Path, kind: type[T], expected: Mapping[str, Any]) -> T:
-    """The dataclass `kind` that the JSON file `path` holds.
-
-    Args:
-      expected: values that some of its fields must have.
+    """The dataclass `kind` in a JSON file, some of whose fields must have the `expected` values.
 
     Raises:
-      DamagedCache: it cannot be read, or holds other values.
+      DamagedData: it cannot be read, or holds other values.
     """
     try:
         described = kind(**parse_file(path, typing.get_type_hints(kind)))
     except (ValueError, TypeError) as error:
-        raise DamagedCache(f'{str(path)!r} is damaged: it cannot be read ({error}).') from error
+        raise DamagedData(f'{path} is damaged: it cannot be read ({error})') from error
     for field, value in expected.items():
-        if getattr(described, field) != value:
-            raise DamagedCache(
-                f'{str(path)!r} is damaged: {field} is {getattr(described, field)!r}, not '
-                f'{value!r}.'
-            )
+        if (stored := getattr(described, field)) != value:
+            raise DamagedData(f'{path} is damaged: {field} is {stored!r}, not {value!r}')
     return described
 
 
@@ -95,10 +89,10 @@ def sha256_of(path: Path) -> str:
 
 
 def check_sha256(path: Path, expected: str) -> None:
-    """Raises DamagedCache unless the file can be read and has this sha256."""
+    """Raises DamagedData unless the file can be read and has this sha256."""
     try:
         sha256 = sha256_of(path)
     except OSError as error:
-        raise DamagedCache(f'{str(path)!r} is damaged: it cannot be read ({error}).') from error
+        raise DamagedData(f'{path} is damaged: it cannot be read ({error})') from error
     if sha256 != expected:
-        raise DamagedCache(f'{str(path)!r} is damaged: its sha256 is {sha256}, not {expected}.')
+        raise DamagedData(f'{path} is damaged: its sha256 is {sha256}, not {expected}')

@@ -1,17 +1,39 @@
-"""Batches of rows: train_batch = f(rows, seed, step), eval_batches in a fixed order."""
+"""Batches of rows: train_batch = f(rows, seed, step), evaluations in a fixed order."""
 
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Generator, Iterator, Sequence
 
 import grain
 import numpy as np
 
-from qkattn.data.prefetch import StepBatches
+from qkattn.config import Config, DataConfig
 from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
+from qkattn.stats.inference import MIN_DOCUMENTS
 
 # Of the rows of a global batch, those that this host reads; None is all.
 Part = slice | np.ndarray | None
+# Rows of tasks without documents are independent; more clusters would say little more.
+MAX_CLUSTERS = 128
+
+
+def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[Batch]:
+    """The batches that a run with this configuration reads, arrays [train.batch_size, length].
+
+    'train' has no end and is the data of the trial with this seed; 'validation' and 'test' are the
+    data.eval_sequences rows of an evaluation, once.
+
+    Raises:
+      ConfigError: as `rows_of`, `train_batch` and `eval_batches`.
+    """
+    rows, size = rows_of(config), config.train.batch_size
+    if split == 'train':
+        steps = itertools.count()
+        return (train_batch(rows, seed=seed, step=step, batch_size=size) for step in steps)
+    return eval_batches(rows, split, batch_size=size, max_rows=config.data.eval_sequences)
 
 
 def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part = None) -> Batch:
@@ -32,48 +54,73 @@ def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part
         raise ConfigError(f'seed={seed!r} is out of range; it must be in [0, 2**32).')
     if step < 0:
         raise ConfigError(f'step={step!r} is negative; it must be at least 0.')
-    places_B = int(step) * batch_size + chosen(batch_size, part)
+    positions_B = int(step) * batch_size + chosen(batch_size, part)
     order = _train_order(rows.count('train'), int(seed))
-    rows_B = np.array([order[place] for place in places_B.tolist()])
-    draws_B2 = np.stack([np.full_like(places_B, seed), places_B], axis=1).astype(np.uint64)
+    rows_B = np.array([order[position] for position in positions_B.tolist()])
+    draws_B2 = np.stack([np.full_like(positions_B, seed), positions_B], axis=1).astype(np.uint64)
     return rows.read('train', rows_B, draws_B2)
 
 
-class TrainBatches(StepBatches):
-    """Iterates over the training batches of a stack of trials; one thread reads ahead.
+# `MapDataset.seed`, not `shuffle(seed=...)`: the latter adds the epoch to the seed, so that seed 0
+# in its second epoch would repeat the first epoch of seed 1.
+@functools.lru_cache(maxsize=4096)
+def _train_order(num_rows: int, seed: int) -> grain.MapDataset:
+    return grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
+
+
+def train_batches(
+    rows: Rows,
+    *,
+    seeds: Sequence[int],
+    batch_size: int,
+    start_step: int = 0,
+    num_steps: int,
+    steps_per_read: int = 1,
+    part: Part = None,
+) -> Generator[Batch]:
+    """The training batches of a stack of trials; one thread reads ahead until it is closed.
 
     Yields arrays [steps_per_read, trials, rows, ...] for the `num_steps` steps from `start_step`
-    on; [c, x] is `train_batch` of seeds[x]. The last read is shorter where `steps_per_read` does
-    not divide `num_steps`. Close it when done, or use it in a `with` statement.
+    on; [c, x] is `train_batch` of seeds[x], read once for trials of one seed. The last read is
+    shorter where `steps_per_read` does not divide `num_steps`. There is no state but the step.
 
     Raises:
-      ConfigError: on creation, for a value out of range and for a train split without rows.
+      ConfigError: at the call, for a value out of range and for a train split without rows.
     """
+    if not len(seeds):
+        raise ConfigError('seeds=() names no trial; give at least one seed.')
+    counts = {'start_step': start_step, 'num_steps': num_steps, 'steps_per_read': steps_per_read}
+    for field, value in counts.items():
+        if value < (least := int(field == 'steps_per_read')):
+            raise ConfigError(f'{field}={value!r} is too small; it must be at least {least}.')
+    unique_seeds, seed_of_trial = np.unique(np.asarray(seeds), return_inverse=True)
+    steps = range(start_step, start_step + num_steps)
 
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        seeds: Sequence[int],
-        batch_size: int,
-        start_step: int = 0,
-        num_steps: int,
-        steps_per_read: int = 1,
-        part: Part = None,
-    ):
-        def read(seed: int, step: int) -> Batch:
-            return train_batch(rows, seed=seed, step=step, batch_size=batch_size, part=part)
+    def read_seed(seed: int, step: int) -> Batch:
+        return train_batch(rows, seed=seed, step=step, batch_size=batch_size, part=part)
 
-        # Raises errors in the settings here instead of in the thread.
-        for seed in seeds:
-            read(seed, 0)
-        super().__init__(
-            read,
-            seeds=seeds,
-            start_step=start_step,
-            num_steps=num_steps,
-            steps_per_read=steps_per_read,
-        )
+    def read_step(step: int) -> Batch:
+        by_seed = _stacked([read_seed(seed, step) for seed in unique_seeds.tolist()])
+        return {name: array[seed_of_trial] for name, array in by_seed.items()}
+
+    def read(number: int) -> Batch:
+        first = number * steps_per_read
+        return _stacked([read_step(step) for step in steps[first : first + steps_per_read]])
+
+    for seed in unique_seeds.tolist():  # raises errors in the settings here, not in the thread
+        read_seed(seed, 0)
+    reads = grain.MapDataset.range(-(-num_steps // steps_per_read)).map(read)
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+
+    def ahead() -> Generator[Batch]:
+        with contextlib.closing(iter(reads.to_iter_dataset(options))) as iterator:
+            yield from iterator
+
+    return ahead()
+
+
+def _stacked(parts: list[Batch]) -> Batch:
+    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
 
 
 def eval_batches(
@@ -95,13 +142,13 @@ def eval_batches(
     Raises:
       ConfigError: at the call, for a value out of range, an unknown split and one without rows.
     """
-    wanted = chosen(batch_size, part)
-    evaluated = eval_rows(rows, split, max_rows)
+    numbers_B = chosen(batch_size, part)
+    evaluated_R = eval_rows(rows, split, max_rows)
 
     def batches() -> Iterator[Batch]:
-        for start in range(0, len(evaluated), batch_size):
-            real_B = start + wanted < len(evaluated)
-            rows_B = evaluated[np.where(real_B, start + wanted, 0)]
+        for start in range(0, len(evaluated_R), batch_size):
+            real_B = start + numbers_B < len(evaluated_R)
+            rows_B = evaluated_R[np.where(real_B, start + numbers_B, 0)]
             draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1).astype(np.uint64)
             yield {
                 name: np.where(real_B[(slice(None),) + (None,) * (array.ndim - 1)], array, 0)
@@ -120,8 +167,8 @@ def eval_rows(rows: Rows, split: str, max_rows: int | None = None) -> np.ndarray
         raise ConfigError(
             f'max_rows={max_rows!r} is too small; it must be at least 1, or None for all.'
         )
-    chosen = min(max_rows, available)
-    return np.arange(chosen) * available // chosen
+    count = min(max_rows, available)
+    return np.arange(count) * available // count
 
 
 def chosen(batch_size: int, part: Part) -> np.ndarray:
@@ -134,8 +181,51 @@ def chosen(batch_size: int, part: Part) -> np.ndarray:
     return numbers
 
 
-# `MapDataset.seed`, not `shuffle(seed=...)`: the latter adds the epoch to the seed, so that seed 0
-# in its second epoch would repeat the first epoch of seed 1.
-@functools.lru_cache(maxsize=4096)
-def _train_order(num_rows: int, seed: int) -> grain.MapDataset:
-    return grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
+def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[str], np.ndarray]:
+    """Names of evaluation clusters, and the cluster of each row that `eval_batches` reads.
+
+    A cluster is a document, whose rows depend on each other. Rows of a task without documents are
+    dealt out in turn to at most MAX_CLUSTERS clusters, '0', '1' and so on.
+    """
+    chosen_R = eval_rows(rows, split, max_rows)
+    documents = rows.documents(split)
+    if documents is not None:
+        names, document_R = documents
+        return names, document_R[chosen_R]
+    count = min(MAX_CLUSTERS, len(chosen_R))
+    return [str(number) for number in range(count)], np.arange(len(chosen_R)) % count
+
+
+def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) -> None:
+    """Refuses a corpus that gives no verdict: too few documents for a standard error, or no test.
+
+    Raises:
+      ConfigError: an evaluation split of which fewer than `minimum` documents are evaluated; no
+        test split.
+    """
+    for split in rows.splits[1:]:
+        documents = rows.documents(split)
+        if documents is None:
+            continue
+        present = len(np.unique(documents[1]))
+        evaluated = len(np.unique(clusters(rows, split, data.eval_sequences)[1]))
+        if evaluated >= minimum:
+            continue
+        path = '' if data.path is None else f', data.path={data.path!r},'
+        if present >= minimum:
+            raise ConfigError(
+                f'data.eval_sequences={data.eval_sequences} evaluates {evaluated} of {present} '
+                f'documents in split {split!r} of data.name={data.name!r}{path} but a study that '
+                f'decides between variants needs at least {minimum}; raise it, or set None for all.'
+            )
+        raise ConfigError(
+            f'split {split!r} of data.name={data.name!r}{path} has {present} '
+            f'document{"s" * (present != 1)}, but a study that decides between variants needs '
+            f'at least {minimum}; choose a corpus of more documents, such as data.name='
+            "'stdlib' or 'packages', or data.name='text' with a folder of files per split."
+        )
+    if 'test' not in rows.splits:
+        raise ConfigError(
+            f'data.name={data.name!r} has no test split, by which a study decides between '
+            'variants; set data.carve_test=True to carve a tenth of its train split.'
+        )

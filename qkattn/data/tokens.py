@@ -1,68 +1,48 @@
-"""A tokenized corpus: one memory-mapped file of token ids per split, checked whenever it is opened.
-
-On disk, `<data_dir>/tokens/<name>/<version>/<tokenizer>/<split>.bin` holds the ids of all documents
-of a split, a separator after each; `<split>.json` beside it describes them, with their sha256.
-"""
+"""A tokenized corpus: the token ids of its splits, and what is known of them."""
 
 import dataclasses
-import hashlib
-import json
-import logging
-import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+import functools
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from qkattn.data.cache import DamagedCache, check_sha256, prepared_once, read_description
-from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.data.shard_files import ShardTokens
+from qkattn.data.tokenizers.tokenizer import IdTokenizer, Tokenizer
 from qkattn.errors import ConfigError
-from qkattn.storage.files import replacing, write_atomic
-
-SPLITS = ('train', 'validation', 'test')
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """What a token file holds.
+    """Counts and statistics of a split; None where nobody has counted.
 
     Attributes:
-      dataset, version, tokenizer, split: the source of the tokens.
-      dtype: of one token id, in the byte order of the machine.
       num_documents: documents, each followed by a separator.
       document_names: of the documents of an evaluation split, where the corpus has names.
       num_tokens: token ids, separators included.
       num_bytes: bytes of text that the tokens stand for, one per separator.
-      unigram_nats_per_token: entropy of the token frequencies of this split.
-      fingerprint: sha256 of the file.
-
-    num_documents, num_bytes and unigram_nats_per_token are None where nobody has counted.
+      unigram_nats_per_token: entropy of the token frequencies.
+      fingerprint: sha256 of all tokens, however they are cut into shards.
     """
 
-    dataset: str
-    version: str
-    tokenizer: str
-    split: str
-    dtype: str
-    num_documents: int | None
-    document_names: list[str] | None
+    num_documents: int | None = None
+    document_names: tuple[str, ...] | None = None
     num_tokens: int
-    num_bytes: int | None
-    unigram_nats_per_token: float | None
+    num_bytes: int | None = None
+    unigram_nats_per_token: float | None = None
     fingerprint: str
 
 
 class TokenDataset:
-    """Token ids of the splits of one corpus.
+    """Token ids of the splits of one corpus; what their infos leave out is counted when asked.
 
     Attributes:
       name: e.g. 'stdlib'.
       version: of the text, e.g. 'py3.11.7-1.0.0'.
       tokenizer: turns ids back into text and counts their bytes.
       vocab_size: ids are in [0, vocab_size).
+      splits: their names, 'train' first.
       carved: the splits that were carved from train, and which part of it each is.
     """
 
@@ -71,22 +51,18 @@ class TokenDataset:
         name: str,
         version: str,
         tokenizer: Tokenizer,
-        splits: Mapping[str, tuple[Any, SplitInfo]],
+        splits: Mapping[str, tuple[ShardTokens, SplitInfo]],
         carved: Mapping[str, float] | None = None,
     ):
-        self.name = name
-        self.version = version
-        self.tokenizer = tokenizer
-        self.vocab_size = tokenizer.vocab_size
+        self.name, self.version = name, version
+        self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
         self.carved = dict(carved or {})
+        self.splits = tuple(splits)
         self._splits = dict(splits)
+        self._counted = functools.cache(self._count)
+        self._counted_bytes = functools.cache(self._count_bytes)
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """The names of the splits, 'train' first."""
-        return tuple(self._splits)
-
-    def _split(self, split: str) -> tuple[Any, SplitInfo]:
+    def _split(self, split: str) -> tuple[ShardTokens, SplitInfo]:
         if split not in self._splits:
             raise ConfigError(
                 f'split={split!r} is not in dataset {self.name!r}; valid: '
@@ -94,8 +70,8 @@ class TokenDataset:
             )
         return self._splits[split]
 
-    def split(self, split: str) -> Any:
-        """Token ids of a split, one-dimensional and read-only: a memory map, or `ShardTokens`.
+    def split(self, split: str) -> ShardTokens:
+        """Token ids of a split.
 
         Raises:
           ConfigError: for an unknown split.
@@ -107,153 +83,130 @@ class TokenDataset:
         return self._split(split)[1]
 
     def windows(self, split: str, first_B: np.ndarray, size: int) -> np.ndarray:
-        """Rows of `size` consecutive tokens from these positions on, int32 [B, size]."""
-        positions_BT = np.asarray(first_B)[:, None] + np.arange(size)
-        return np.asarray(self.split(split))[positions_BT].astype(np.int32)
+        """Rows of `size` consecutive tokens from these positions on, int32 [B, size].
+
+        Raises:
+          ConfigError: an id that is not in the vocabulary.
+        """
+        tokens_BT = self.split(split).windows(first_B, size)
+        if tokens_BT.size and (highest := int(tokens_BT.max())) >= self.vocab_size:
+            raise ConfigError(
+                f'split {split!r} of {self.name} holds the id {highest}, but its tokenizer '
+                f'{self.tokenizer.name} has {self.vocab_size}; set data.tokenizer to '
+                "'ids(vocab_size=N)', or fetch the shards again if they are damaged."
+            )
+        return tokens_BT
 
     def document_ends(self, split: str) -> np.ndarray:
         """The position after each document's separator, ascending."""
-        return np.flatnonzero(self.split(split) == self.tokenizer.separator) + 1
+        return self._counted(split)[0]
 
     def document_names(self, split: str) -> list[str]:
         """Names of a split's documents in order; their numbers where the corpus names none."""
-        info = self.info(split)
-        return info.document_names or [str(n) for n in range(len(self.document_ends(split)))]
+        names = self.info(split).document_names
+        return list(names or map(str, range(len(self.document_ends(split)))))
 
     def identity(self) -> dict[str, Any]:
         """Identifies the data in results and checkpoints; JSON."""
-        return {
-            'name': self.name,
-            'version': self.version,
-            'tokenizer': self.tokenizer.name,
-            'fingerprints': {
-                split: info.fingerprint for split, (_, info) in sorted(self._splits.items())
-            },
-            **({'carved': self.carved} if self.carved else {}),
-        }
+        fingerprints = {split: info.fingerprint for split, (_, info) in self._splits.items()}
+        identity = {'name': self.name, 'version': self.version, 'tokenizer': self.tokenizer.name}
+        carved = {'carved': self.carved} if self.carved else {}
+        return {**identity, 'fingerprints': dict(sorted(fingerprints.items())), **carved}
 
-    def unigram_nats(self, split: str) -> float | None:
+    def unigram_nats(self, split: str) -> float:
         """Entropy of the token frequencies of a split, in nats per token."""
-        return self.info(split).unigram_nats_per_token
+        known = self.info(split).unigram_nats_per_token
+        return self._counted(split)[1] if known is None else known
 
     def bytes_per_token(self, split: str) -> float | None:
         """Bytes of text per token of a split, on average; None where ids have no text."""
-        info = self.info(split)
-        return info.num_bytes / info.num_tokens
+        num_bytes, num_tokens = self.info(split).num_bytes, self.info(split).num_tokens
+        if num_bytes is None and isinstance(self.tokenizer, IdTokenizer):
+            return None
+        return (self._counted_bytes(split) if num_bytes is None else num_bytes) / num_tokens
+
+    def _count(self, split: str) -> tuple[np.ndarray, float]:
+        """The ends of the documents, and the entropy of the token frequencies."""
+        counts_V, ends, position = np.zeros(self.vocab_size, np.int64), [np.empty(0, np.int64)], 0
+        for ids in self.split(split).blocks():
+            counts_V += np.bincount(ids, minlength=self.vocab_size)[: self.vocab_size]
+            ends.append(np.flatnonzero(ids == self.tokenizer.separator) + position + 1)
+            position += len(ids)
+        # A document whose separator is missing ends with the split.
+        open_end = [] if position in (0, *ends[-1][-1:]) else [position]
+        return np.concatenate([*ends, np.array(open_end, np.int64)]), entropy(counts_V)
+
+    def _count_bytes(self, split: str) -> int:
+        bounds = itertools.pairwise([0, *self.document_ends(split).tolist()])
+        documents = (self.windows(split, np.array([a]), b - a)[0] for a, b in bounds)
+        return sum(map(self.tokenizer.num_bytes, documents))
 
 
-def open_dataset(
-    data_dir: Path,
-    *,
-    name: str,
-    version: str,
-    tokenizer: Tokenizer,
-    documents: Callable[[], Mapping[str, Iterable[bytes]]],
-    splits: tuple[str, ...] = SPLITS,
-    names: Callable[[str], list[str]] | None = None,
-    carved: Mapping[str, float] | None = None,
-) -> TokenDataset:
-    """Opens the token files under `data_dir` and writes them first where they are missing.
+class PairDataset:
+    """Tokenized parallel text: sentence i of a split is document i on both sides.
 
-    A damaged file is logged as a warning and written again. Any number of processes may call this
-    at the same time.
-
-    Args:
-      documents: yields the texts of each split in a fixed order; called only to write files.
-      splits: those of SPLITS that the corpus has.
-      names: the names of a split's documents; kept of evaluation splits.
-      carved: as of `Corpus`.
+    Attributes:
+      source, target: the two sides, tokenized alike.
+      splits: those that both sides have.
 
     Raises:
-      ConfigError: if files have to be written and `data_dir` cannot be; a document that the
-        tokenizer cannot encode.
+      ConfigError: sides with different tokenizers or unequally many sentences.
     """
-    directory = data_dir / 'tokens' / name / version / tokenizer.name
-    described = {
-        'dataset': name,
-        'version': version,
-        'tokenizer': tokenizer.name,
-        'dtype': str(np.min_scalar_type(tokenizer.vocab_size - 1)),
-    }
 
-    def opened() -> TokenDataset:
-        files = {split: _open_split(directory, described | {'split': split}) for split in splits}
-        return TokenDataset(name, version, tokenizer, files, carved)
-
-    def write() -> None:
-        log.info('Writing tokens of %s %s to %s', name, version, directory)
-        for split, share in (carved or {}).items():
-            log.info('%s has no %s split: %.0f %% of train are carved', name, split, 100 * share)
-        texts = documents()
-        for split in splits:
-            named = names(split) if names is not None and split != 'train' else None
-            _write_split(directory, described | {'split': split}, tokenizer, texts[split], named)
-
-    return prepared_once(directory / 'lock', opened, write)
-
-
-def _paths(directory: Path, split: str) -> tuple[Path, Path]:
-    return directory / f'{split}.bin', directory / f'{split}.json'
-
-
-def _write_split(
-    directory: Path,
-    described: dict[str, str],
-    tokenizer: Tokenizer,
-    texts: Iterable[bytes],
-    names: list[str] | None,
-) -> None:
-    counts_V = np.zeros(tokenizer.vocab_size, np.int64)
-    digest = hashlib.sha256()
-    num_documents = num_bytes = 0
-    tokens_path, info_path = _paths(directory, described['split'])
-    with replacing(tokens_path) as path, path.open('wb') as file:
-        for text in texts:
-            try:
-                encoded = tokenizer.encode(text)
-            except ValueError as error:
+    def __init__(self, source: TokenDataset, target: TokenDataset):
+        if source.tokenizer.name != target.tokenizer.name:
+            raise ConfigError(
+                f'source {source.name!r} and target {target.name!r} have the tokenizers '
+                f'{source.tokenizer.name!r} and {target.tokenizer.name!r}; both sides of parallel '
+                'text need the same one.'
+            )
+        self.source, self.target = source, target
+        self.splits = tuple(split for split in source.splits if split in target.splits)
+        self.vocab_size, self.separator = source.vocab_size, source.tokenizer.separator
+        self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for split in self.splits:
+            ends = source.document_ends(split), target.document_ends(split)
+            if len(ends[0]) != len(ends[1]):
                 raise ConfigError(
-                    f'document {num_documents + 1} of split {described["split"]!r} of '
-                    f'{described["dataset"]} cannot be encoded: {error}'
-                ) from error
-            ids = np.append(encoded, tokenizer.separator).astype(described['dtype'])
-            file.write(ids.tobytes())
-            digest.update(ids.tobytes())
-            counts_V += np.bincount(ids, minlength=tokenizer.vocab_size)
-            num_bytes += tokenizer.num_bytes(ids)
-            num_documents += 1
-    num_tokens = int(counts_V.sum())
-    info = SplitInfo(
-        **described,
-        num_documents=num_documents,
-        document_names=names,
-        num_tokens=num_tokens,
-        num_bytes=num_bytes,
-        unigram_nats_per_token=entropy(counts_V),
-        fingerprint=digest.hexdigest(),
-    )
-    # Last, because a description stands for a finished token file.
-    write_atomic(info_path, json.dumps(dataclasses.asdict(info), indent=2) + '\n')
+                    f'split {split!r} has {len(ends[0])} sentences in source {source.name!r} but '
+                    f'{len(ends[1])} in target {target.name!r}; line i of one must translate line '
+                    'i of the other.'
+                )
+            self._bounds[split] = np.append(0, ends[0]), np.append(0, ends[1])
+
+    def bounds(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Source and target bounds [pairs + 1]: pair i is tokens [bounds[i], bounds[i + 1]).
+
+        The last of these tokens is the separator.
+
+        Raises:
+          ConfigError: an unknown split.
+        """
+        if split not in self._bounds:
+            raise ConfigError(
+                f'split={split!r} is not in parallel text {self.source.name!r}; valid: '
+                f'{", ".join(map(repr, self.splits))}.'
+            )
+        return self._bounds[split]
+
+    def tokens(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """All source and all target tokens of a split."""
+        return np.asarray(self.source.split(split)), np.asarray(self.target.split(split))
+
+    def sentences(self, split: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """All source and all target sentences in file order, without separators."""
+        source, target = (
+            [ids[a:b] for a, b in zip(bounds[:-1], bounds[1:] - 1, strict=True)]
+            for ids, bounds in zip(self.tokens(split), self.bounds(split), strict=True)
+        )
+        return source, target
+
+    def identity(self) -> dict[str, Any]:
+        """Identifies the data in results and checkpoints; JSON."""
+        return {'source': self.source.identity(), 'target': self.target.identity()}
 
 
 def entropy(counts_V: np.ndarray) -> float:
     """Entropy of the frequencies of ids, in nats per token."""
     frequencies = counts_V[counts_V > 0] / max(counts_V.sum(), 1)
     return -float(np.sum(frequencies * np.log(frequencies)))
-
-
-def _open_split(directory: Path, described: dict[str, str]) -> tuple[np.ndarray, SplitInfo]:
-    tokens_path, info_path = _paths(directory, described['split'])
-    # os.path, because Path.exists raises where a directory may not be entered.
-    if not os.path.exists(tokens_path) and not os.path.exists(info_path):
-        raise FileNotFoundError(tokens_path)
-    info = read_description(info_path, SplitInfo, described)
-    if info.document_names is not None and len(info.document_names) != info.num_documents:
-        raise DamagedCache(
-            f'{str(info_path)!r} is damaged: it names {len(info.document_names)} of '
-            f'{info.num_documents} documents.'
-        )
-    check_sha256(tokens_path, info.fingerprint)
-    if not info.num_tokens:
-        return np.zeros(0, info.dtype), info
-    return np.memmap(tokens_path, info.dtype, mode='r', shape=(info.num_tokens,)), info

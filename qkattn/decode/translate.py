@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.config import Config, DecodeConfig
-from qkattn.data.parallel import PairDataset
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.data.tokens import PairDataset
 from qkattn.decode.beam import Hypotheses, beam_search
 from qkattn.decode.kv_cache import decode_step, encode_source, prefill, take_rows
 from qkattn.decode.translation_scores import translation_scores

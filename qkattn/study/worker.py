@@ -18,7 +18,7 @@ from typing import Any, cast
 import jax
 
 from qkattn.config import Config, Study, from_json, to_json
-from qkattn.data.documents import check_documents
+from qkattn.data.pipeline import check_documents
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import (
     CheckpointError,

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from qkattn.config import Config
-from qkattn.data.pipeline import TrainBatches
+from qkattn.data.pipeline import train_batches
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import Lost, Stopped
@@ -172,7 +172,7 @@ class _Run:
         self.sinks.open(step)
         tokens_per_step = _tokens_per_step(config)
         trials, share = config.trials.trials(), local_share(config, program.mesh)
-        batches = TrainBatches(
+        batches = train_batches(
             self.rows,
             seeds=[trials[x]['seed'] for x in share.trials],
             batch_size=train.batch_size,
@@ -183,7 +183,7 @@ class _Run:
         )
         val_loss, unwritten = math.inf, None
         self.trace.begin(config, step, self.progress)
-        with batches, contextlib.closing(clock), contextlib.closing(self.trace):
+        with contextlib.closing(batches), contextlib.closing(clock), contextlib.closing(self.trace):
             self.stop.defer_exit()
             if not kept['evaluated'] and (val_loss := self._evaluate(state, step)) is None:
                 raise Stopped(self._stopped(step))

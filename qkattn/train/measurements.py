@@ -13,7 +13,7 @@ import numpy as np
 
 from qkattn import metrics
 from qkattn.config import Config
-from qkattn.data import documents, pipeline
+from qkattn.data import pipeline
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.decode.translate import score_trial
@@ -84,7 +84,7 @@ def by_document(
     Their sums are those of the split. A row counts as one of the document that it belongs to; rows
     that belong to none are dealt out in turn.
     """
-    names, document_R = documents.clusters(rows, split, config.data.eval_sequences)
+    names, document_R = pipeline.clusters(rows, split, config.data.eval_sequences)
     count = len(document_R)  # rows that pad the last batch follow
 
     def total(values_R: np.ndarray) -> np.ndarray:

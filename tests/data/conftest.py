@@ -3,9 +3,9 @@ import pytest
 
 from qkattn.config import DataConfig
 from qkattn.data import cache
-from qkattn.data.load import load
+from qkattn.data.load import load, prepare
 from qkattn.data.tokens import TokenDataset
-from tests.data.datasets import token_dataset
+from tests.data.datasets import token_dataset, write_texts
 
 
 class Numbers:
@@ -39,3 +39,19 @@ def warnings(monkeypatch):
     messages = []
     monkeypatch.setattr(cache.log, 'warning', lambda text, *args: messages.append(text % args))
     return messages
+
+
+@pytest.fixture(scope='session')
+def text(tmp_path_factory):
+    """A folder of texts as a dataset."""
+    root = tmp_path_factory.mktemp('text')
+    path = str(write_texts(root / 'files'))
+    return DataConfig(name='text', path=path, data_dir=str(root / 'cache'))
+
+
+@pytest.fixture(scope='session')
+def made(text, tmp_path_factory):
+    """Its shards of 2000 tokens, made in one process."""
+    out = tmp_path_factory.mktemp('made') / 'shards'
+    prepare(text, str(out), workers=1, shard_tokens=2000)
+    return out

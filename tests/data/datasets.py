@@ -1,35 +1,41 @@
-"""Token datasets made of arrays, and batches of their rows."""
+"""Token datasets made of arrays, batches of their rows, and shards and texts on disk."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from qkattn.data.shard_files import MAGIC, Shard, ShardTokens
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokens import SplitInfo, TokenDataset
+
+
+class Arrays:
+    """Arrays in the place of the files of shards."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self.arrays = arrays
+
+    def tokens(self, pieces):
+        return [self.arrays[shard.file][low:high] for shard, low, high in pieces]
 
 
 def token_dataset(
     name: str, tokenizer: Tokenizer, splits: dict[str, np.ndarray], bytes_per_token: int = 2
 ) -> TokenDataset:
     """A dataset of version '1'; the fingerprint of a split is made of the two names."""
-    described = {}
+    made = {}
     for split, tokens in splits.items():
         info = SplitInfo(
-            dataset=name,
-            version='1',
-            tokenizer=tokenizer.name,
-            split=split,
-            dtype=str(tokens.dtype),
-            num_documents=1,
-            document_names=None,
             num_tokens=len(tokens),
             num_bytes=bytes_per_token * len(tokens),
             unigram_nats_per_token=float(np.log(max(len(tokens), 1))),
             fingerprint=name + split,
         )
-        described[split] = (tokens, info)
-    return TokenDataset(name, '1', tokenizer, described)
+        shard = Shard(file=split, num_tokens=len(tokens), dtype=str(tokens.dtype))
+        made[split] = ShardTokens(Arrays(splits), [shard]), info
+    return TokenDataset(name, '1', tokenizer, made)
 
 
 def read_rows(
@@ -49,3 +55,27 @@ def check_shapes(batch: Batch, num_rows: int, length: int) -> None:
         'targets_BT': ((num_rows, length), 'int32'),
         'loss_weights_BT': ((num_rows, length), 'float32'),
     }
+
+
+def write_bin(path: Path, ids, dtype: str | None = 'uint16') -> Path:
+    """Writes ids as llm.c does; as nanoGPT does, without a header, where `dtype` is None."""
+    header = np.zeros(256 if dtype else 0, '<i4')
+    header[:3] = [*MAGIC[dtype], len(ids)] if dtype else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header.tobytes() + np.asarray(ids, dtype or 'uint16').tobytes())
+    return path
+
+
+def write_texts(directory: Path, count: int = 60) -> Path:
+    """A folder per split with a document per file, of 10 to 200 bytes."""
+    for split, number in (('train', count), ('validation', 20), ('test', 20)):
+        (directory / split).mkdir(parents=True)
+        for n in range(number):
+            text = f'{split} {n}: ' + 'naïve words, ' * (1 + n * 7 % 13) + '\n'
+            (directory / split / f'{n:03d}.txt').write_text(text, encoding='utf-8')
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """The bytes of every file."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}

@@ -13,7 +13,6 @@ import pytest
 from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.data.corpora.corpus_registry import find
 from qkattn.data.load import load_text, tokenizer_of
-from qkattn.data.shards.prepare_shards import prepare
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of, task_of
 from qkattn.data.tokenizers.vocabulary import KINDS
@@ -28,7 +27,7 @@ TEXTS = ('', 'a line\nand another', 'naïve \N{SNOWMAN} 🤝\t', 'x' * 300)
 
 
 def pytest_generate_tests(metafunc):
-    chosen(metafunc, 'dataset', ['fables:fables', 'fables:fables(count=30)', 'shards'])
+    chosen(metafunc, 'dataset', ['fables:fables', 'fables:fables(count=30)'])
     kinds = [kind for kind in KINDS if kind not in ('PATH.json', 'ids')]
     outside = ['nibbles:Nibbles', 'nibbles:Nibbles(high_first=False)']
     chosen(metafunc, 'tokenizer', [*kinds, *outside])
@@ -40,16 +39,8 @@ def data(tmp_path):
     return DataConfig(name='fables:fables', data_dir=str(tmp_path / 'cache'), tokenizer_size=260)
 
 
-def named(dataset, data, tmp_path):
-    """The dataset of this name; 'shards' are made of the one that `data` names."""
-    if dataset != 'shards':
-        return dataclasses.replace(data, name=dataset)
-    prepare(data, str(tmp_path / 'shards'), workers=1, shard_tokens=1000)
-    return dataclasses.replace(data, name='shards', path=str(tmp_path / 'shards'))
-
-
-def test_a_dataset_gives_the_same_documents_each_time(dataset, data, tmp_path):
-    corpus = find(named(dataset, data, tmp_path))
+def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
+    corpus = find(dataclasses.replace(data, name=dataset))
     assert corpus.splits[:2] == ('train', 'validation')
     sizes = []
     for language in corpus.languages or (None,):
@@ -67,8 +58,8 @@ def test_a_dataset_gives_the_same_documents_each_time(dataset, data, tmp_path):
         assert all(len(set(corpus.names(s))) == count for s, count in sizes[0].items())
 
 
-def test_a_dataset_becomes_tokens_that_results_name(dataset, data, tmp_path):
-    config = named(dataset, data, tmp_path)
+def test_a_dataset_becomes_tokens_that_results_name(dataset, data):
+    config = dataclasses.replace(data, name=dataset)
     tokens = load_text(config)
     assert load_text(config).identity() == tokens.identity()
     texts = find(config).documents(None)['validation']

@@ -1,21 +1,133 @@
-"""Every kind of model with every kind of data: the right rows, or one sentence."""
+"""The cache of a corpus, and the rows of every kind of model on every kind of data."""
 
 import dataclasses
+import hashlib
 import itertools
+import json
+import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qkattn.config import Config, DataConfig, ModelConfig
+from qkattn.data import write_shards
 from qkattn.data.load import load
-from qkattn.data.parallel import PairDataset
 from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from qkattn.data.tasks.probe_tasks import CausalProbeRows, LabellingProbeRows
 from qkattn.data.tasks.task_registry import TASKS, rows_of, task_of
 from qkattn.data.tasks.translation import TranslationRows
-from qkattn.data.tokens import TokenDataset
+from qkattn.data.tokens import PairDataset
 from tests.data.datasets import read_rows
 from tests.data.refusals import refused
+
+CORPUS = """
+from qkattn.data.corpora.corpus import Corpus
+texts = {'train': [b'aab', b'c'], 'validation': [b'abcd'], 'test': [b'']}
+def letters(config):
+    def names(split):
+        return [f'{split} {n}' for n in range(len(texts[split]))]
+    return Corpus(
+        name='letters', version='1', splits=tuple(texts), documents=lambda _: texts, names=names
+    )
+"""
+
+
+@pytest.fixture
+def letters(tmp_path, monkeypatch):
+    """A corpus of three splits, of which no document is cut."""
+    (tmp_path / 'letters.py').write_text(CORPUS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, 'letters', raising=False)
+    return DataConfig(name='letters:letters', data_dir=str(tmp_path / 'data'))
+
+
+def cache_of(config):
+    (index,) = Path(config.data_dir).rglob('index.json')
+    return index.parent
+
+
+def test_the_cache_holds_a_shard_per_split_in_the_narrowest_dtype(letters, warnings):
+    dataset = load(letters)
+    assert {split: np.asarray(dataset.split(split)).tobytes() for split in dataset.splits} == {
+        'train': b'aab\0c\0',
+        'validation': b'abcd\0',
+        'test': b'\0',
+    }
+    info = dataset.info('train')
+    assert (info.num_documents, info.num_tokens, info.num_bytes) == (2, 6, 6)
+    # Frequencies 2, 1, 1, 2 of 6.
+    nats = 2 * (2 / 6) * math.log(6 / 2) + 2 * (1 / 6) * math.log(6)
+    assert info.unigram_nats_per_token == pytest.approx(nats, rel=1e-12)
+    # Of the ids as they are stored: results and checkpoints hold it.
+    assert info.fingerprint == hashlib.sha256(b'aab\0c\0').hexdigest()
+    assert dataset.document_names('validation') == ['validation 0'] and info.document_names is None
+    directory = cache_of(letters)
+    assert {path.name for path in directory.iterdir()} == {
+        *('lock', 'index.json', 'train_000000.bin', 'validation_000000.bin', 'test_000000.bin')
+    }
+    assert directory.parts[-4:-2] == ('tokens', 'letters') and directory.name == 'bytes'
+    # Opened again, also as shards, and beside files of another layout, it is not written again.
+    for name in ('train.bin', 'train.json'):
+        (directory / name).write_bytes(b'{}')
+    stamps = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+    shards = DataConfig(name='shards', path=str(directory))
+    for config in (letters, shards):
+        assert load(config).identity() == dataset.identity() and not warnings
+    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == stamps
+
+
+@pytest.mark.parametrize(
+    ('file', 'damage', 'message'),
+    [
+        ('train_000000.bin', lambda data: data[:1024] + b'b' + data[1025:], 'its sha256 is not'),
+        ('validation_000000.bin', lambda data: data[:-1], 'it has 1,028 bytes, but its 5 tokens'),
+        ('train_000000.bin', None, 'train_000000.bin is missing;'),
+        ('index.json', lambda data: b'{', 'it is not JSON'),
+        ('index.json', lambda data: b'[]', 'expected an object'),
+        ('index.json', lambda data: b'[' * 200_000, 'it is nested too deeply'),
+        ('index.json', lambda data: data.replace(b': 6,', b': "6",'), "field 'num_tokens' is '6'"),
+        ('index.json', lambda data: data.replace(b'"1-', b'"2-'), "has version='2-"),
+        ('index.json', lambda data: data.replace(b'"validation 0"', b''), 'contradict each other'),
+    ],
+)
+def test_a_damaged_cache_is_named_and_written_again(letters, warnings, file, damage, message):
+    identity = load(letters).identity()
+    path = cache_of(letters) / file
+    content = path.read_bytes()
+    path.write_bytes(damage(content)) if damage else path.unlink()
+    after = load(letters)
+    assert after.identity() == identity and path.read_bytes() == content
+    assert np.asarray(after.split('train')).tobytes() == b'aab\0c\0'
+    (warning,) = warnings
+    assert message in warning and '\n' not in warning and str(path.parent) in warning
+    assert warning.endswith('; it is prepared again')
+
+
+def test_an_interrupted_write_is_finished_by_the_next(letters, warnings, monkeypatch):
+    def interrupted(*arguments):
+        if len(list(Path(letters.data_dir).rglob('*.bin'))) == 1:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    real = write_shards.Shard.header
+    with monkeypatch.context() as patched:
+        patched.setattr(write_shards.Shard, 'header', interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load(letters)
+    directory = cache_of(letters)
+    assert not json.loads((directory / 'index.json').read_text())['complete']
+    (kept,) = directory.glob('*.bin')
+    stamp = kept.stat().st_mtime_ns
+    assert len(load(letters).split('validation')) == 5 and not warnings
+    assert kept.stat().st_mtime_ns == stamp and not list(directory.glob('*.tmp'))
+    # Shards of an index that says something else are not kept.
+    index = directory / 'index.json'
+    index.write_text(index.read_text().replace('"version": "1', '"version": "0'))
+    load(letters)
+    assert kept.stat().st_mtime_ns != stamp and len(warnings) == 1
+
 
 LINES = {
     'en': [f'the {n} dog{"s" * (n > 1)} run home' for n in range(40)],
@@ -127,7 +239,6 @@ def test_both_sides_of_a_translation_share_a_vocabulary_of_the_training_split(co
 
 def test_settings_reach_the_rows(config_of):
     text = config_of(DECODER, 'text').data
-    assert isinstance(load(text), TokenDataset)
     assert load(dataclasses.replace(text, lowercase=True)).version.endswith('-lower')
     assert rows_of(config_of(DECODER, 'text', shift_windows=True)).shift
     masked = rows_of(config_of(ENCODER, 'text', mask_rate=0.5))

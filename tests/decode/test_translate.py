@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from qkattn.config import Config, DecodeConfig, ModelConfig
-from qkattn.data.parallel import PairDataset
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
+from qkattn.data.tokens import PairDataset
 from qkattn.decode import translate, translation_scores
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement

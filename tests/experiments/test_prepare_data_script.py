@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from qkattn.config import DataConfig
-from qkattn.data.shards.prepare_shards import prepare
+from qkattn.data.load import prepare
 from qkattn.train import train
-from tests.data.shards.examples import contents, write_bin, write_texts
+from tests.data.datasets import contents, write_bin, write_texts
 
 FLAGS = ['--config=run.py', '--config.data.name=text', '--config.data.path=files', '--out=shards']
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from qkattn.config import MeshConfig, TrialsConfig
-from qkattn.data.batches import batches
+from qkattn.data.pipeline import batches
 from qkattn.model import build
 from qkattn.train import placement, program, sharding, step
 from qkattn.train.lifting import lift

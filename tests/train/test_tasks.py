@@ -296,10 +296,9 @@ def reached(config, mesh, lifting):
     built, rows = program.build(split, lifting), rows_of(split)
     part = placement.local_share(split, built.mesh).rows
     seeds = [trial['seed'] for trial in config.trials.trials()]
-    with pipeline.TrainBatches(
+    (local,) = pipeline.train_batches(
         rows, seeds=seeds, batch_size=8, num_steps=3, steps_per_read=3, part=part
-    ) as batches:
-        (local,) = batches
+    )
     state, metrics = built.train(built.init(), placement.place_batch(split, built.mesh, local))
     evaluation = measurements.evaluate(split, built, rows, state, 'validation')
     return (

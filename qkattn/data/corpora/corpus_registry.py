@@ -9,7 +9,6 @@ from qkattn.config import DataConfig
 from qkattn.config.calls import called, digest, resolve, takes
 from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
 from qkattn.data.corpora.corpus import Corpus, capped, carved, lowered
-from qkattn.data.shards import open_shards
 from qkattn.errors import ConfigError
 
 
@@ -27,6 +26,10 @@ class Source:
     optional: tuple[str, ...] = ()
 
 
+def _shards(config: DataConfig) -> Corpus:
+    raise ConfigError("data.name='shards' is tokenized already; name the text")
+
+
 CORPORA = {
     'stdlib': Source(python_text.stdlib),
     'packages': Source(python_text.packages),
@@ -34,7 +37,7 @@ CORPORA = {
     'text': Source(own_files.text, required=('path',)),
     'multi30k': Source(downloads.multi30k, required=('languages',), optional=('manual_dir',)),
     'cldr': Source(cldr.corpus, required=('languages',)),
-    'shards': Source(open_shards.corpus, required=('path',)),
+    'shards': Source(_shards, required=('path',)),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
     'hf': Source(catalogues.saved, required=('path',), optional=('languages', 'feature')),
     # Of any name that begins like this.
@@ -98,8 +101,6 @@ def find(config: DataConfig) -> Corpus:
       ConfigError: as `check`; a setting that the dataset cannot use.
     """
     corpus = check(config).corpus(config)
-    if config.name == 'shards':  # cut, lower-cased and carved when they were made
-        return corpus
     corpus = carved(corpus, config.carve_test)
     if config.lowercase:
         corpus = lowered(corpus)

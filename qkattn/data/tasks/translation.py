@@ -8,8 +8,8 @@ import numpy as np
 
 from qkattn.config import Config, ModelConfig
 from qkattn.data.load import load_pairs
-from qkattn.data.parallel import PairDataset
 from qkattn.data.tasks.rows import INT, ArrayShapes, Batch, DataForm, Rows, token_batch
+from qkattn.data.tokens import PairDataset
 from qkattn.errors import ConfigError
 
 # Changes whenever the same pairs would be packed differently.
@@ -115,13 +115,12 @@ class TranslationRows(Rows):
             sizes_B = np.bincount(row_P, ends_P - starts_P, len(pairs))
             filled_BT = np.arange(length) < sizes_B[:, None]
             tokens_BT, segments_BT = np.zeros((2, len(pairs), length), INT)
-            tokens = np.asarray(tokens)  # a view, of which slices are cheaper than of a memory map
             sentences = [tokens[a:b] for a, b in zip(starts_P, ends_P, strict=True)]
             tokens_BT[filled_BT] = np.concatenate(sentences)
             segments_BT[filled_BT] = np.repeat(segment_P, ends_P - starts_P)
             return tokens_BT, segments_BT
 
-        source, target = self.pairs.source.split(split), self.pairs.target.split(split)
+        source, target = self.pairs.tokens(split)
         source_bounds, target_bounds = self.pairs.bounds(split)
         source_P = self._sources[split][pair_P] if split in self._sources else pair_P
         source_BS, source_segments_BS = lay_out(source, source_bounds, source_P, self.source_length)

@@ -21,7 +21,7 @@ from typing import Any
 import tokenizers
 
 from qkattn.config.calls import called, digest, resolve
-from qkattn.data.cache import DamagedCache, check_sha256, prepared_once, read_description
+from qkattn.data.cache import DamagedData, check_sha256, prepared_once, read_description
 from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
 from qkattn.data.tokenizers.tokenizer import (
     ByteTokenizer,
@@ -137,7 +137,7 @@ def open_tokenizer(
             model_sha256=hashlib.sha256(model).hexdigest(),
             trained_by=trained_by,
         )
-        with contextlib.suppress(DamagedCache):
+        with contextlib.suppress(DamagedData):
             before = read_description(about_path, About, expected)
             if before.model_sha256 != about.model_sha256:
                 # Ids would mean something else than in the results and models that exist.

@@ -167,7 +167,7 @@ def test_a_saved_directory_is_text(saved, tmp_path):
     assert found.version.startswith('sha256-') and not found.carved
     assert read(found) == {'train': [text.encode() for text in TEXTS], 'validation': [b'v']}
     dataset = load(DataConfig(name='hf', path=path, data_dir=str(tmp_path / 'cache')))
-    assert dataset.tokenizer.decode(dataset.split('validation')[:-1]) == 'v'
+    assert dataset.tokenizer.decode(np.asarray(dataset.split('validation'))[:-1]) == 'v'
     version = found.version
     path = saved(train={'text': TEXTS, 'title': TEXTS[::-1]})
     changed = find(DataConfig(name='hf', path=path, feature='title', carve_test=True))

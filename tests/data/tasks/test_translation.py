@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from qkattn.config import ModelConfig
-from qkattn.data.parallel import PairDataset
 from qkattn.data.tasks.translation import TranslationRows
-from qkattn.data.tokens import TokenDataset
+from qkattn.data.tokens import PairDataset, TokenDataset
 from tests.data.datasets import read_rows, token_dataset
 from tests.data.refusals import refused
 
@@ -146,7 +145,7 @@ def test_identity_and_units(parallel, rows):
     assert identity != TranslationRows(parallel, SOURCE_LENGTH, LENGTH + 1).identity()
     assert (rows.splits, rows.vocab_size) == (('train', 'validation'), 60_000)
     assert rows.bytes_per_token('train') == 3
-    assert rows.unigram_nats('train') == parallel.target.info('train').unigram_nats_per_token
+    assert rows.unigram_nats('train') == parallel.target.unigram_nats('train')
 
 
 NINE = {'train': [np.arange(10, 19)], 'validation': []}
