@@ -192,7 +192,7 @@ def _ledger(study: Study) -> tuple[list[Heading], list[list[str]]]:
     entries = study.ledger.entries if study.ledger else ()
     rows = []
     for entry in entries:
-        arms = [Place(*ledger.place(arm)) for arm in entry.get('arms', ())]
+        arms = [Place(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
         (what,) = prose.said('sheets.j2', 'entered', study, entry=entry, arms=arms)
         time = str(entry['time']).removesuffix('+00:00').replace('T', ' ')
         numbers = [str(entry[name]) if name in entry else NONE for name in ('look', 'family')]

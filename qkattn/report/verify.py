@@ -154,7 +154,7 @@ def _unlike_its_ledger(study: Study) -> Iterator[str]:
         yield 'base_hash of study.json is not the hash of its base'
     if kept.declaration != ledger.digest(declared):
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
-    if kept.arms != {ledger.place(arm) for arm in declared['arms']}:
+    if kept.arms != {ledger.arm_key(arm) for arm in declared['arms']}:
         yield f'study.json has other arms than {ledger.NAME}'
     if not any(run.stage != SCREENING and run.trials for run in study.runs):
         return

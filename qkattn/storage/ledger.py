@@ -35,7 +35,7 @@ from qkattn.errors import ReportError
 from qkattn.metrics import result_fields
 from qkattn.storage.files import as_path, write_atomic
 from qkattn.storage.leases import locked
-from qkattn.storage.records import PLACE, parse_json, to_jsonable
+from qkattn.storage.records import ARM_KEY, parse_json, to_jsonable
 
 NAME = 'ledger.jsonl'
 DECLARED, ARMS_ADDED, CHANGED = 'declared', 'arms_added', 'changed'
@@ -57,7 +57,7 @@ DOCUMENTS_SHA256 = 'documents.sha256'
 _SEEN = ('trial', 'status', 'diverged_at', 'num_steps', *result_fields())
 
 Entry = Mapping[str, Any]
-Places = frozenset[tuple[str | None, ...]]
+ArmKeys = frozenset[tuple[str | None, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +72,14 @@ class Ledger:
         return max(e['family'] for e in self.entries if 'family' in e)
 
     @functools.cached_property
-    def arms(self) -> Places:
+    def arms(self) -> ArmKeys:
         """Every arm ever declared."""
-        return _places([e for e in self.entries if 'arms' in e])
+        return _arm_keys([e for e in self.entries if 'arms' in e])
 
     @functools.cached_property
-    def post_hoc(self) -> Places:
+    def post_hoc(self) -> ArmKeys:
         """The arms that were added, or whose settings changed, after the first look."""
-        return _places([e for e in self.entries if e.get('post_hoc')])
+        return _arm_keys([e for e in self.entries if e.get('post_hoc')])
 
     @property
     def declaration(self) -> str:
@@ -175,7 +175,7 @@ def declare(directory: Path, declared: Mapping[str, Any], changes: Sequence[str]
         'declaration': digest(declared),
         'family': sum(arm['variant'] != declared['baseline'] for arm in primary),
     }
-    added = [arm for arm in arms if before is not None and place(arm) not in before.arms]
+    added = [arm for arm in arms if before is not None and arm_key(arm) not in before.arms]
     post_hoc = before is not None and before.first_look is not None
     if changes:
         append(path, CHANGED, changes=changes, arms=arms, post_hoc=post_hoc, **common)
@@ -223,9 +223,9 @@ def accept(directory: Path, code: str, why: str) -> None:
         append(path, ACCEPTED, code=code, why=why)
 
 
-def place(arm: Mapping[str, Any]) -> tuple[str | None, ...]:
+def arm_key(arm: Mapping[str, Any]) -> tuple[str | None, ...]:
     """(variant, size, corpus, control) of an arm of study.json."""
-    return tuple(arm[name] for name in PLACE)
+    return tuple(arm[name] for name in ARM_KEY)
 
 
 def digest(declared: Mapping[str, Any]) -> str:
@@ -334,5 +334,5 @@ def _broken(path: Path, number: int, problem: str) -> ReportError:
     )
 
 
-def _places(entries: list[Entry]) -> Places:
-    return frozenset(place(arm) for entry in entries for arm in entry['arms'])
+def _arm_keys(entries: list[Entry]) -> ArmKeys:
+    return frozenset(arm_key(arm) for entry in entries for arm in entry['arms'])

@@ -71,7 +71,7 @@ RUN_FILES = {'config.json': CONFIG, 'provenance.json': PROVENANCE, 'result.json'
 # What is read of study.json before it is compared field by field, and an arm in it.
 STUDY = {'base': dict, **dict.fromkeys(('variants', 'sizes', 'corpora', 'arms'), list)}
 ORPHAN = {'directory': str, 'run': str | None, 'config': dict | None, 'results': list | None}
-PLACE = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
+ARM_KEY = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
 _METRICS = result_fields()
 # Losses that every result holds, null if not measured.
 _LOSSES = {f for m in METRICS.values() if m.role == 'loss' and m.logged for f in m.fields}

@@ -49,29 +49,24 @@ RECORDED_VERSIONS = (
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False)
 class RunDirectory:
     """A run directory held by this process; make one with `RunDirectory.open`.
 
     In a job of several processes only process 0 holds it.
+
+    Attributes:
+      path: absolute.
+      resumed: whether the directory already held a run of this configuration.
+      metrics: of metrics.jsonl; `rewind` to the restored checkpoint before appending.
+      lost: whether another process may hold the directory, which happens in a bucket alone.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        resumed: bool,
-        metrics: MetricsFile,
-        lock: contextlib.ExitStack,
-        lost: Callable[[], bool],
-    ):
-        self.path = path
-        """Absolute."""
-        self.resumed = resumed
-        """Whether the directory already held a run of this configuration."""
-        self.metrics = metrics
-        """Of metrics.jsonl; `rewind` to the restored checkpoint before appending."""
-        self.lost = lost
-        """Whether another process may hold the directory, which happens in a bucket alone."""
-        self._lock = lock
+    path: Path
+    resumed: bool
+    metrics: MetricsFile
+    lost: Callable[[], bool]
+    _open: contextlib.ExitStack
 
     @classmethod
     def open(
@@ -118,11 +113,11 @@ class RunDirectory:
                         '%s lacks the last records of a finished run; restore it from a copy',
                         metrics.path,
                     )
-            return cls(directory, resumed, metrics, stack.pop_all(), lost)
+            return cls(directory, resumed, metrics, lost, stack.pop_all())
 
     def close(self) -> None:
         """Closes the metrics and releases the directory; may be called twice."""
-        self._lock.close()
+        self._open.close()
 
     def __enter__(self) -> 'RunDirectory':
         return self

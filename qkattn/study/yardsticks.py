@@ -34,8 +34,8 @@ from qkattn.stats import ngrams
 from qkattn.storage.files import absolute
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.records import (
+    ARM_KEY,
     FINISHED,
-    PLACE,
     START,
     parse_json,
     read_json,
@@ -100,7 +100,7 @@ def record(directory: str | Path) -> list[str]:
                     counted[key] = _group(config, own[0])
                 made['groups'].append(groups.get(name) or {'run': name} | of_group | counted[key])
             if run['stage'] == VERDICT:
-                place = {field: run[field] for field in PLACE}
+                place = {field: run[field] for field in ARM_KEY}
                 found = measured.get(name) or {'run': name} | place | _run(path, run, config, own)
                 made['runs'].append(found)
         except ConfigError as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qkattn.storage import ledger
-from qkattn.storage.records import PLACE, check, parse_file, read
+from qkattn.storage.records import ARM_KEY, check, parse_file, read
 from qkattn.study.place import Place
 
 
@@ -82,8 +82,8 @@ def read_yardsticks(directory: Path, problems: list[str]) -> Yardsticks | None:
             check(of, {'size': str, 'corpus': str, 'longer': bool})
             groups[of['size'], of['corpus'], of['longer']] = read(Yardstick, of)
         for of in record['runs']:
-            check(of, PLACE | {'trials': tuple[dict, ...] | None})
-            place = Place(*(of[name] for name in PLACE))
+            check(of, ARM_KEY | {'trials': tuple[dict, ...] | None})
+            place = Place(*(of[name] for name in ARM_KEY))
             trials = tuple(read(Measured, trial) for trial in of['trials'] or ())
             measured[place] = measured.get(place, ()) + trials
     except (OSError, ValueError) as error:
