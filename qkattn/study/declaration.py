@@ -24,7 +24,7 @@ from qkattn.config import (
 from qkattn.errors import ConfigError, UnknownFieldError
 from qkattn.storage import ledger
 from qkattn.storage.leases import locked
-from qkattn.storage.records import PLACE, STUDY, check, damaged, parse_json, read_json, write_json
+from qkattn.storage.records import ARM_KEY, STUDY, check, damaged, parse_json, read_json, write_json
 from qkattn.study import stored
 from qkattn.study.place import Place
 from qkattn.study.plan import PlannedRun
@@ -175,7 +175,7 @@ def planned(path: Path) -> dict[str, dict[str, Any]]:
 @functools.cache
 def _parsed(line: bytes) -> tuple[str, dict[str, Any]]:
     record = parse_json(line)
-    check(record, PLACE | {'stage': str, 'knob': str | None, 'directory': str, 'config': dict})
+    check(record, ARM_KEY | {'stage': str, 'knob': str | None, 'directory': str, 'config': dict})
     try:
         return fingerprint(from_json(Config, record['config'])), record
     except UnknownFieldError:

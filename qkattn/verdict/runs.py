@@ -10,7 +10,7 @@ import numpy as np
 
 from qkattn.metrics import LOGGED, PREFIXES, result_fields
 from qkattn.storage.ledger import left_out_documents
-from qkattn.storage.records import FINAL, FINISHED, PLACE, check, check_result, for_each_line, read
+from qkattn.storage.records import FINAL, FINISHED, ARM_KEY, check, check_result, for_each_line, read
 from qkattn.study.place import CONTROLS, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, STAGES, TRIAL_KNOBS, Settings
 from qkattn.verdict import documents
@@ -152,8 +152,8 @@ _OF_TRIALS = {n: GenericAlias(tuple, (h | None, ...)) | None for n, h in _METRIC
 
 def parse_place(record: Any) -> Place:
     """The arm that an object names by variant, size, corpus and control; ValueError as `check`."""
-    check(record, PLACE)
-    return Place(*(record[name] for name in PLACE))
+    check(record, ARM_KEY)
+    return Place(*(record[name] for name in ARM_KEY))
 
 
 def parse_run(record: Any) -> PlannedRun:
@@ -182,7 +182,7 @@ def parse_run(record: Any) -> PlannedRun:
 
 def parse_trial(record: Any, run: PlannedRun) -> Trial:
     """Reads a trial of `run`; ValueError names the field that is bad or contradicts the plan."""
-    check(record, dict.fromkeys((*PLACE, *_SHARED), object))
+    check(record, dict.fromkeys((*ARM_KEY, *_SHARED), object))
     shared = {field: getattr(run, name) for field, name in _SHARED.items()}
     for field, planned in (run.place._asdict() | shared).items():
         if record[field] != planned:
