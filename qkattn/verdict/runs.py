@@ -10,7 +10,15 @@ import numpy as np
 
 from qkattn.metrics import LOGGED, PREFIXES, result_fields
 from qkattn.storage.ledger import left_out_documents
-from qkattn.storage.records import FINAL, FINISHED, ARM_KEY, check, check_result, for_each_line, read
+from qkattn.storage.records import (
+    ARM_KEY,
+    FINAL,
+    FINISHED,
+    check,
+    check_result,
+    for_each_line,
+    read,
+)
 from qkattn.study.place import CONTROLS, Place
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, STAGES, TRIAL_KNOBS, Settings
 from qkattn.verdict import documents
