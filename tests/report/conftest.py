@@ -3,14 +3,9 @@
 import contextlib
 import json
 import math
-import re
 from html.parser import HTMLParser
-from pathlib import Path
 
-import matplotlib
 import pytest
-from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import text_to_path
 
 from qkattn import report
 from qkattn.config import fingerprint_of
@@ -24,7 +19,6 @@ from tests.studies import tuned_arm, write_lines, write_tuned
 BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))
 SIZES = {f'd_model={d}': d for d in (32, 64, 96, 128)}
 LONG = 'my_package.my_module:MyScore/my_package.other:MyValue?num_kv_heads=1'
-CMR10 = FontProperties(fname=Path(matplotlib.get_data_path(), 'fonts/ttf/cmr10.ttf'), size=10)
 HOSTILE = '<script>alert("x")</script>--><b>&amp;$\\frac$|a_b\n%'
 
 
@@ -122,40 +116,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.words.append(data)
-
-
-def assert_compiles(table):
-    """Braces balance, environments nest, nothing active is bare, cells and widths are as stated."""
-    plain = re.sub(r'\\[{}%&#$_\\]', '', table)
-    depth = 0
-    for character in plain:
-        depth += (character == '{') - (character == '}')
-        assert depth >= 0
-    assert depth == 0
-    assert not re.search(r'[_#^~"|<>$]', plain)
-    assert plain.count('%') == 1 and plain.startswith('% needs')
-    opened = re.findall(r'\\(begin|end)\{(\w+)\}', table)
-    of_one = [('begin', 'table'), ('begin', 'tabular'), ('end', 'tabular'), ('end', 'table')]
-    assert opened == of_one * (len(opened) // 4) and opened
-    assert all(ord(character) <= 0x17F for character in table)
-    for tabular in table.split(r'\begin{tabular}')[1:]:
-        (places,) = re.findall(r'^\{@\{\}([lr]+)@\{\}\}$', tabular, re.MULTILINE)
-        lines = [line for line in tabular.splitlines() if line.endswith(r'\\')]
-        rows = [re.split(r'(?<!\\)&', line.removesuffix(r'\\')) for line in lines]
-        assert {len(row) for row in rows} == {len(places)}
-        # A page has room for 45 lines of this size, five of them for the caption.
-        assert len(lines) <= 40
-        widths = [max(map(set_width, cells)) for cells in zip(*rows, strict=True)]
-        # The text of a page is 38.9 ems of this size wide, a gap between columns 0.8.
-        assert sum(widths) + 0.8 * (len(widths) - 1) <= 38.9
-
-
-def set_width(cell):
-    """The width of a cell in Computer Modern, ems, which has no signs and underscores of text."""
-    cell = cell.strip().replace(r'\quad{}', 'W')
-    cell = re.sub(r'\\ensuremath\{.*?\}|\\text\w+\{\}|[-<>=]', '+', cell)
-    cell = cell.replace('\\', '').translate(str.maketrans('_é', '(e'))
-    return text_to_path.get_text_width_height_descent(cell, CMR10, ismath=False)[0] / 10
 
 
 def renamed(directory):
