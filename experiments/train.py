@@ -14,7 +14,8 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.metrics import METRICS, PREFIXES
 from qkattn.storage.files import as_path
-from qkattn.train import dry_run, pods, train
+from qkattn.train import dry_run, pods
+from qkattn.train.loop import train
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.results import FINISHED
 from qkattn.train.trace import Trace

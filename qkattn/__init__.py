@@ -1,7 +1,7 @@
 """qkattn: controlled ablations of attention's weight matrices at equal parameter count.
 
 The names below are what a notebook needs; docs/notebook.ipynb shows them. Everything else is
-imported from its package, as in `from qkattn.train import train`.
+imported from its package, as in `from qkattn.train.loop import train`.
 """
 
 import importlib
@@ -25,7 +25,7 @@ _NAMES = {
     'qkattn.data.pipeline': ('batches',),
     'qkattn.model': ('build',),
     'qkattn.model.cost': ('count',),
-    'qkattn.train.step': ('loss',),
+    'qkattn.model.transformer': ('loss',),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOMES)
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from qkattn.data.pipeline import batches as batches
     from qkattn.model import build as build
     from qkattn.model.cost import count as count
-    from qkattn.train.step import loss as loss
+    from qkattn.model.transformer import loss as loss
 
 
 def __getattr__(name: str) -> Any:

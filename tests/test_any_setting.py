@@ -17,7 +17,8 @@ from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs.cli import MALFORMED
 from qkattn.study import worker
 from qkattn.study.arms import build_arms, table
-from qkattn.train import program, train
+from qkattn.train import program
+from qkattn.train.loop import train
 from tests.lanes import only
 
 RUN = {

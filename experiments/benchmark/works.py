@@ -11,7 +11,7 @@ from qkattn.decode.generate import generate
 from qkattn.decode.kv_cache import init_cache
 from qkattn.model import build, cost
 from qkattn.train import program
-from qkattn.train.placement import place_batch
+from qkattn.train.sharding import place_batch
 
 
 def batch_of(config: Config) -> dict[str, np.ndarray]:

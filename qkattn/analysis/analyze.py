@@ -14,7 +14,7 @@ from qkattn.analysis.matrices import OF_MATRICES, definiteness, drift, singular_
 from qkattn.analysis.patterns import IN_ORDER, OF_PATTERNS, Pattern, induction_score
 from qkattn.errors import ConfigError
 from qkattn.model import Encoder, EncoderDecoder
-from qkattn.model.transformer import Transformer
+from qkattn.model.transformer import Transformer, inputs_of
 
 # Site, layer, and 'A' or 'B'.
 Place = tuple[str, int, str]
@@ -115,7 +115,7 @@ def analyze(
             continue
         spectra[site, layer, of] = numbers.pop('singular_values')
         rows += _by_head(site, layer, of, numbers)
-    inputs = {n: a for n, a in (batch or {}).items() if n not in ('targets_BT', 'loss_weights_BT')}
+    inputs = inputs_of(batch or {})
     measured = jax.device_get(_of_inputs(model, inputs)) if inputs else {}
     for (site, layer), numbers in measured.items():
         rows += _by_head(site, layer, 'pattern', numbers)

@@ -1,30 +1,19 @@
 """Norms of the parameters and of their gradients, by layer and factor."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from qkattn.model.stack import stacks_of
-from qkattn.model.transformer import Transformer
-
-# Inputs of the model, and targets_BT with loss_weights_BT.
-Batch = Mapping[str, jax.Array]
-
-
-def loss(model: Transformer, batch: Batch) -> jax.Array:
-    """Cross-entropy of the targets of a batch, nats per target, weighted by the loss weights."""
-    inputs = {n: a for n, a in batch.items() if n not in ('targets_BT', 'loss_weights_BT')}
-    nats_BT = optax.softmax_cross_entropy_with_integer_labels(model(**inputs), batch['targets_BT'])
-    return jnp.average(nats_BT, weights=batch['loss_weights_BT'])
+from qkattn.model.transformer import Transformer, loss
 
 
 @jax.jit
-def gradients(model: Transformer, batch: Batch) -> dict:
-    """The gradient of `loss`, nats per target, as a parameter tree."""
+def gradients(model: Transformer, batch: dict[str, Any]) -> dict:
+    """The gradient of the loss of a batch, nats per target, as a parameter tree."""
     graph, params = nnx.split(model)
     grads = jax.grad(lambda params: loss(nnx.merge(graph, params), batch))(params)
     return nnx.to_pure_dict(grads)

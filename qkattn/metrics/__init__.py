@@ -1,7 +1,7 @@
 """Every metric of a trial, declared once: result files, tables and figures follow from METRICS.
 
 An evaluated metric is one `Metric` with its sums and its line below. A metric that is measured when
-a run ends is declared likewise, without sums, and computed by a function of train.measurements.
+a run ends is declared likewise, without sums, and computed by `train.results`.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class Metric:
       for_text: whether reports show it for text, for which there are bits per byte.
       details: further fields of the same measurement and their types.
       sums: what `value` needs of every row. Empty where the metric is not an evaluation of the
-        loss targets but an output of one of `train.measurements.MEASUREMENTS`.
+        loss targets but measured by `train.results`.
       value: (sums, bytes per target, if targets are text) -> value of every trial [X], or None
         where it is not defined.
     """

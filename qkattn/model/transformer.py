@@ -1,5 +1,6 @@
 """What all models share: embedding, positions, a stack of blocks, and the output matrix."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -144,3 +145,25 @@ class Transformer(Stream):
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
         logits_BTV = product(placed(x_BTD, 'BTD'), w_output_DV, dtype=dtype)
         return placed(logits_BTV, 'BTV')
+
+
+def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a batch that a model takes: all but targets and loss weights."""
+    return {n: a for n, a in batch.items() if n not in ('targets_BT', 'loss_weights_BT')}
+
+
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """-log softmax(logits)[target], nats_BT.
+
+    The target's logit is selected by a mask: selected by index, as in optax, its gradient is a
+    scatter, for which XLA copies all logits to every device where V is split (fsdp).
+    """
+    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
+    target_logits_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
+    return jax.nn.logsumexp(logits_BTV, -1) - target_logits_BT
+
+
+def loss(model: Transformer, batch: Mapping[str, Any]) -> jax.Array:
+    """Cross-entropy of the targets of a batch, nats per target, weighted by the loss weights."""
+    nats_BT = cross_entropy(model(**inputs_of(batch)), batch['targets_BT'])
+    return jnp.average(nats_BT, weights=batch['loss_weights_BT'])

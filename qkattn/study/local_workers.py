@@ -28,8 +28,8 @@ from qkattn.storage.files import check_directory
 from qkattn.study import declaration, plan, worker
 from qkattn.study.arms import Arm
 from qkattn.study.plan import PlannedRun
-from qkattn.train.placement import least_memory
 from qkattn.train.program_cache import keep_programs
+from qkattn.train.sharding import least_memory
 
 AUTO = 'auto'
 COMMAND = [sys.executable, '-m', 'qkattn.study.local_workers']

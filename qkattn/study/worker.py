@@ -52,9 +52,9 @@ from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.study.tuning import SINGLE
 from qkattn.study.validate_study import validate_study
-from qkattn.train import sharding, train
-from qkattn.train.placement import require_memory
-from qkattn.train.start import require_same_settings
+from qkattn.train import sharding
+from qkattn.train.loop import require_same_settings, train
+from qkattn.train.sharding import require_memory
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from qkattn.attention.kernels import choice
 from qkattn.config import Config, MeshConfig, from_json
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import LanguageRows, MaskedRows
@@ -30,6 +29,7 @@ from qkattn.data.tasks.translation import TranslationRows
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs.display import waiting
 from qkattn.metrics import PREFIXES
+from qkattn.model.transformer import cross_entropy
 from qkattn.stats import ngrams
 from qkattn.storage.files import absolute
 from qkattn.storage.ledger import YARDSTICKS
@@ -45,9 +45,9 @@ from qkattn.storage.records import (
 from qkattn.storage.run_directory import describe_start
 from qkattn.study.place import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import SCREENING, VERDICT
-from qkattn.train import step, targets
+from qkattn.train import step
 from qkattn.train.exported import load_stack
-from qkattn.train.lifting import lift
+from qkattn.train.program import stack_program
 from qkattn.train.sharding import make_mesh
 
 ORDERS = 6
@@ -292,18 +292,7 @@ def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, 
       nats_XT, and the weight of targets at each position, weight_T; float64.
     """
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
-
-    def of_trial(params: dict, batch: Batch) -> jax.Array:
-        found = step.on_targets(
-            config, params, batch, lambda *pair: {'nats_BT': targets.cross_entropy(*pair)}
-        )
-        return found['nats_BT'] * batch['loss_weights_BT']
-
-    @jax.jit
-    def measure(params: dict, batch: Batch) -> jax.Array:
-        with choice.on(mesh):
-            return lift(lambda one: of_trial(one, batch), 'map', mesh)(params)
-
+    measure = stack_program(config, 'map', mesh, _weighted_nats)
     X = len(jax.tree.leaves(params)[0])
     T = config.model.context
     nats_XT, weight_T = np.zeros((X, T)), np.zeros(T)
@@ -311,9 +300,19 @@ def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, 
     for batch in pipeline.eval_batches(rows, rows.splits[-1], batch_size=size, max_rows=most):
         at_BT = _positions(batch).ravel()
         weight_T += np.bincount(at_BT, batch['loss_weights_BT'].ravel(), minlength=T)
-        for nats_T, nats_BT in zip(nats_XT, np.asarray(measure(params, batch)), strict=True):
+        for nats_T, nats_BT in zip(
+            nats_XT, np.asarray(measure(params, batch)['nats_BT']), strict=True
+        ):
             nats_T += np.bincount(at_BT, nats_BT.ravel(), minlength=T)
     return nats_XT, weight_T
+
+
+def _weighted_nats(config: Config, params: dict, batch: Batch) -> dict[str, jax.Array]:
+    """Loss weight times cross-entropy of every target of one trial."""
+    measured = step.on_targets(
+        config, params, batch, lambda *pair: {'nats_BT': cross_entropy(*pair)}
+    )
+    return {'nats_BT': measured['nats_BT'] * batch['loss_weights_BT']}
 
 
 def _positions(batch: Batch) -> np.ndarray:

@@ -23,8 +23,8 @@ class Clock:
     """
 
     def __init__(self, record: Mapping[str, Any]):
-        """Goes on from a checkpoint's record, which earlier versions wrote without parts."""
-        self.seconds = {name: record.get(name, 0.0) for name in ('train_seconds', *PARTS)}
+        """Continues from the seconds in a checkpoint's record."""
+        self.seconds = {name: record[name] for name in ('train_seconds', *PARTS)}
         self._tokens, self._since = 0, time.perf_counter()
         self._before = self.seconds['train_seconds']
         self._watch = concurrent.futures.ThreadPoolExecutor(1, 'clock')

@@ -23,9 +23,10 @@ from qkattn.errors import ConfigError
 from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.train import program, sharding
-from qkattn.train.compiling import messages, without_cache
+from qkattn.train.compiling import messages
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.pods import Pod, chip_of
+from qkattn.train.program_cache import without_cache
 
 # What the CPU client of one process allows.
 MOST_FAKE_DEVICES = 2048

@@ -4,48 +4,50 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import logging
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from qkattn.config import Config
-from qkattn.data.pipeline import train_batches
+from qkattn.config import Config, Study, TrainConfig, differences, to_json
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.errors import Lost, Stopped
+from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.jobs import agreement
 from qkattn.jobs.agreement import owned, owner_first
-from qkattn.jobs.display import Progress, StudyLeft
+from qkattn.jobs.display import Progress, StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.model.sites import validate
 from qkattn.storage.files import check_directory
-from qkattn.storage.records import read_results, write_json
+from qkattn.storage.metrics_log import MetricsFile
+from qkattn.storage.records import read_json, read_results, write_json
 from qkattn.storage.run_directory import RunDirectory
 from qkattn.storage.sinks import Sinks, check_sinks
-from qkattn.train import results, sharding
+from qkattn.train import exported, program, results, sharding
 from qkattn.train.checkpoint import Checkpoints
-from qkattn.train.clock import Clock
-from qkattn.train.measurements import Evaluation, evaluate
+from qkattn.train.clock import PARTS, Clock
 from qkattn.train.optimizer import check_optimizer
-from qkattn.train.placement import local_share, place_batch, require_memory
 from qkattn.train.program import Program
-from qkattn.train.start import (
-    Divergences,
-    build_program,
-    pauses,
-    require_same_settings,
-    require_shared,
-    restore,
-    software_of,
-)
 from qkattn.train.trace import Trace
+from qkattn.train.trials import Evaluation, Stack
 
-# Results of the trials, and of the documents that they were evaluated on.
-_Outcome = tuple[list[dict[str, Any]], dict[str, Any]]
+SEEN_WITHIN = 60.0
+"""Seconds within which a file that process 0 has written is seen by the others."""
+
+# The record of a checkpoint before step 0; checkpoints of earlier versions lack some of its fields.
+_FIRST = {
+    **dict.fromkeys(('train_seconds', *PARTS), 0.0),
+    'diverged_at': None,
+    'evaluated': True,
+    'metrics': None,
+}
+
+log = logging.getLogger(__name__)
 
 
 def train(
@@ -81,38 +83,20 @@ def train(
     require_same_settings(config)
     check_optimizer(config.optimizer, config.train.num_steps)
     check_sinks(config.train.sinks)
-    path = check_directory(workdir)
+    path, trace = check_directory(workdir), trace or Trace()
     sharding.require_devices(config.mesh)
-    agreement.on_owner(lambda: require_memory(config))
+    agreement.on_owner(lambda: sharding.require_memory(config))
     total, tokens_per_step = config.train.num_steps, _tokens_per_step(config)
-    shown = owned(lambda: Progress(label, total, tokens_per_step=tokens_per_step, study=study))
-    with shown as progress:
+    with contextlib.ExitStack() as exits:
+        progress = exits.enter_context(
+            owned(lambda: Progress(label, total, tokens_per_step=tokens_per_step, study=study))
+        )
         with progress.phase('preparing data'):
             rows = owner_first(lambda: rows_of(config))
         agreement.require_same('dataset', json.dumps(rows.identity()))
-        directory = owned(lambda: RunDirectory.open(path, config, command))
-
-        def taken_over() -> bool:
-            return agreement.owner() and (lost() or directory.lost())
-
-        return _train(config, rows, path, directory, progress, taken_over, trace or Trace())
-
-
-def _train(
-    config: Config,
-    rows: Rows,
-    path: Path,
-    directory: RunDirectory,
-    progress: Progress,
-    lost: Callable[[], bool],
-    trace: Trace,
-) -> list[dict[str, Any]]:
-    """Trains a run whose directory is open, unless it is finished, and closes it."""
-    with (
-        directory,
-        StopRequest() as stop,
-        contextlib.closing(owned(lambda: Sinks(config, path))) as sinks,
-    ):
+        directory = exits.enter_context(owned(lambda: RunDirectory.open(path, config, command)))
+        stop = exits.enter_context(StopRequest())
+        sinks = exits.enter_context(contextlib.closing(owned(lambda: Sinks(config, path))))
         require_shared(path)
         finished = agreement.on_owner(lambda: _finished(path, config))
         resumed = agreement.on_owner(lambda: directory.resumed)
@@ -120,23 +104,26 @@ def _train(
         if finished is not None:
             return finished
         with progress.phase('compiling'):
-            program = build_program(config, path)
+            compiled = build_program(config, path)
+        log_of_run = _Log(directory.metrics, sinks, progress)
+
+        def taken_over() -> bool:
+            return agreement.owner() and (lost() or directory.lost())
+
         with contextlib.closing(Checkpoints(path / 'checkpoints')) as checkpoints:
-            run = _Run(
-                config,
-                rows,
-                path,
-                directory,
-                sinks,
-                program,
-                checkpoints,
-                progress,
-                stop,
-                lost,
-                trace,
-            )
-            trial_results, documents = run.to_end()
-        return agreement.on_owner(lambda: run.write(trial_results, documents))
+            with progress.phase('initializing'):
+                stack, record = start_stack(config, compiled, rows, checkpoints)
+            run = _Run(path, stack, log_of_run, checkpoints, stop, taken_over)
+            trial_results, documents = run.to_end(record, trace)
+
+        def write() -> list[dict[str, Any]]:
+            if taken_over():
+                raise Lost(f'{path} was taken over before its results were written')
+            for result in trial_results:
+                result['checkpoint_seconds'] = checkpoints.stall_seconds
+            return log_of_run.end(path, trial_results, documents)
+
+        return agreement.on_owner(write)
 
 
 def _finished(path: Path, config: Config) -> list[dict[str, Any]] | None:
@@ -145,62 +132,191 @@ def _finished(path: Path, config: Config) -> list[dict[str, Any]] | None:
     return read_results(results_path, config.trials.trials()) if results_path.exists() else None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """One start of a run."""
+def _tokens_per_step(config: Config) -> int:
+    """Training tokens of a step, summed over trials."""
+    return len(config.trials.trials()) * config.train.batch_size * config.model.context
 
-    config: Config
-    rows: Rows
-    path: Path
-    directory: RunDirectory
+
+# What a start begins with: settings and files that all processes share, programs, state
+
+
+def require_same_settings(settings: Config | Study) -> None:
+    """Raises ConfigError where a process of the job has other settings than process 0."""
+    alone = not jax.distributed.is_initialized()
+    with waiting('qkattn', 'opening devices') if alone else contextlib.nullcontext():
+        jax.devices()
+    first, *others = agreement.from_all(to_json(settings))
+    for rank, other in enumerate(others, 1):
+        if changes := differences(first, other):
+            raise ConfigError(
+                f'process {rank} has other settings than process 0 ({", ".join(changes)}); start '
+                'all processes with the same command'
+            )
+
+
+def require_shared(directory: Path) -> None:
+    """Raises ConfigError unless every process sees the run directory that process 0 has opened."""
+    # A network file system may remember for a while that a file was not there.
+    until = time.monotonic() + SEEN_WITHIN
+    while not (seen := (directory / 'config.json').exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    by_rank = agreement.from_all([seen, str(directory)])
+    for rank, (sees, named) in enumerate(by_rank):
+        if not sees:
+            raise ConfigError(
+                f'workdir={named} of process {rank} is not {by_rank[0][1]} of process 0; give all '
+                'processes the same directory, on a file system that their hosts share'
+            )
+
+
+def build_program(config: Config, directory: Path) -> Program:
+    """Compiles; the lifting is chosen once per run, since the last bits depend on it."""
+    params = None
+    if config.train.init_from is not None:
+        _, params = exported.load(config.train.init_from)
+        exported.check(config.model, params, config.train.init_from)
+    path = directory / 'lifting.json'
+    recorded = agreement.on_owner(
+        lambda: read_json(path, {'lifting': str})['lifting'] if path.exists() else None
+    )
+    built = program.build(config, recorded, params)
+    if recorded is None:
+        chosen = {'lifting': built.lifting, 'seconds_per_step': built.measured}
+        agreement.on_owner(lambda: write_json(path, chosen))
+    return built
+
+
+def start_stack(
+    config: Config, built: Program, rows: Rows, checkpoints: Checkpoints
+) -> tuple[Stack, dict[str, Any]]:
+    """The trials at the newest sound checkpoint, or before step 0, and the checkpoint's record.
+
+    Raises:
+      CheckpointError: every checkpoint is damaged, or they belong to other data.
+    """
+    restored = checkpoints.restore(built.abstract_state)
+    if restored is None:
+        state = built.init()
+        checkpoints.prepare(state)
+        return Stack(config, built, rows, state), _FIRST
+    state, record = restored
+    if changes := differences(record['data'], rows.identity()):
+        raise CheckpointError(
+            f'{checkpoints.directory.parent} was trained on other data than the present dataset '
+            f'({", ".join(changes)}); use the interpreter and the data of its first start, or '
+            'another workdir'
+        )
+    stack = Stack(config, built, rows, state)
+    checkpoints.discard_after(stack.step)
+    log.info('resuming at step %s', f'{stack.step:,}')
+    return stack, _FIRST | record
+
+
+def pauses(train: TrainConfig, step: int, splits: Sequence[str]) -> dict[str, int]:
+    """How many evaluations and checkpoints follow `step`: each split but 'train' ends with one."""
+    each = {'evaluating': train.eval_every, 'saving': train.checkpoint_every}
+    count = {name: train.num_steps // every - step // every for name, every in each.items()}
+    count['evaluating'] += len(splits) - 1 - (train.num_steps % train.eval_every == 0)
+    count['saving'] += train.num_steps % train.checkpoint_every != 0
+    return count
+
+
+# The steps
+
+
+class Divergences:
+    """The trials that have diverged, and their first step without a finite loss and gradient."""
+
+    def __init__(self, alive_X: np.ndarray, steps: Sequence[int | None] | None = None):
+        """Takes `alive` and `record()` of a checkpoint; steps that it lacks stay unknown, None."""
+        steps = [None] * len(alive_X) if steps is None else steps
+        self._steps = {x: at for x, at in enumerate(steps) if not alive_X[x]}
+        self._number = len(alive_X)
+
+    def add(self, done: int, loss_CX: np.ndarray) -> None:
+        """Enters the losses of a dispatch, after which `done` steps are done."""
+        for x, loss_C in enumerate(loss_CX.T):
+            bad_steps = np.flatnonzero(~np.isfinite(loss_C))
+            if bad_steps.size:
+                self._steps.setdefault(x, done - len(loss_C) + int(bad_steps[0]) + 1)
+
+    def record(self) -> list[int | None]:
+        """The steps by trial; None for one that has not diverged."""
+        return [self._steps.get(x) for x in range(self._number)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Log:
+    """What a run writes and shows as it goes."""
+
+    metrics: MetricsFile
     sinks: Sinks
-    program: Program
-    checkpoints: Checkpoints
     progress: Progress
+
+    def record(self, record: dict[str, Any]) -> None:
+        self.metrics.append(record)
+        self.sinks.write(record)
+
+    def end(
+        self, path: Path, trial_results: list[dict[str, Any]], documents: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Writes what a run ends with; a start that finds no results makes all of it again."""
+        self.metrics.check()
+        write_json(path / 'documents.json', documents, indent=None)
+        final = results.final_record(trial_results)
+        self.metrics.append(final)
+        self.metrics.flush()
+        write_json(path / 'result.json', trial_results)
+        self.sinks.write(final)
+        results.warn_of_diverged(path, trial_results)
+        return trial_results
+
+
+@dataclasses.dataclass
+class _Run:
+    """One start of a run, from a checkpoint to the last step."""
+
+    path: Path
+    stack: Stack
+    log: _Log
+    checkpoints: Checkpoints
     stop: StopRequest
     lost: Callable[[], bool]
-    trace: Trace
     asked: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    validated: dict[int, Evaluation] = dataclasses.field(default_factory=dict)  # newest, by step
+    validated: tuple[int, Evaluation] | None = None  # the newest, and its step
 
-    def to_end(self) -> _Outcome:
-        """Trains from the newest checkpoint to the last step."""
-        config, program, train = self.config, self.program, self.config.train
-        with self.progress.phase('initializing'):
-            state, step, clock, diverged, kept = restore(program, self.checkpoints, self.rows)
-        agreement.on_owner(lambda: self.directory.metrics.rewind(step, train.log_every, **kept))
-        self.sinks.open(step)
-        tokens_per_step = _tokens_per_step(config)
-        trials, share = config.trials.trials(), local_share(config, program.mesh)
-        batches = train_batches(
-            self.rows,
-            seeds=[trials[x]['seed'] for x in share.trials],
-            batch_size=train.batch_size,
-            start_step=step,
-            num_steps=train.num_steps - step,
-            steps_per_read=train.steps_per_dispatch,
-            part=share.rows,
-        )
+    def to_end(self, record: dict[str, Any], trace: Trace) -> tuple[list[dict], dict[str, Any]]:
+        """Trains from the checkpoint of `record` on; the results of trials and documents."""
+        stack, train, step = self.stack, self.stack.config.train, self.stack.step
+        kept = {'evaluated': record['evaluated'], 'written': record['metrics']}
+        agreement.on_owner(lambda: self.log.metrics.rewind(step, train.log_every, **kept))
+        self.log.sinks.open(step)
+        clock, diverged = Clock(record), Divergences(stack.alive_X, record['diverged_at'])
+        tokens_per_step = _tokens_per_step(stack.config)
         val_loss, unwritten = math.inf, None
-        self.trace.begin(config, step, self.progress)
-        with contextlib.closing(batches), contextlib.closing(clock), contextlib.closing(self.trace):
+        trace.begin(stack.config, step, self.log.progress)
+        with (
+            contextlib.closing(stack.batches()) as batches,
+            contextlib.closing(clock),
+            contextlib.closing(trace),
+        ):
             self.stop.defer_exit()
-            if not kept['evaluated'] and (val_loss := self._evaluate(state, step)) is None:
+            if not record['evaluated'] and (val_loss := self._validate(step)) is None:
                 raise Stopped(self._stopped(step))
-            self.progress.begin(step, **pauses(train, step, self.rows.splits))
+            self.log.progress.begin(step, **pauses(train, step, stack.rows.splits))
             since = step
             clock.start()
-            for batch in clock.inputs(place_batch(config, program.mesh, b) for b in batches):
-                self.trace.at(step, state)
+            for batch in clock.inputs(map(stack.place, batches)):
+                trace.at(step, stack.state)
                 clock.dispatching()
-                state, metrics = program.train(state, batch)
+                metrics = stack.train(batch)
                 clock.dispatched(metrics)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
                 self._write(unwritten, diverged, clock)
                 step += train.steps_per_dispatch
-                lost = self.lost()
-                stopping = self._due(also=lost)
                 unwritten = step, metrics
+                lost = self.lost()
+                stopping = self._should_stop(also=lost)
                 evaluating = step % train.eval_every == 0
                 saving = stopping or step % train.checkpoint_every == 0 or step == train.num_steps
                 if saving and agreement.any_process(lost):
@@ -209,67 +325,48 @@ class _Run:
                     continue
                 self._write(unwritten, diverged, clock)
                 unwritten = None
-                jax.block_until_ready(state)
+                jax.block_until_ready(stack.state)
                 clock.pause((step - since) * tokens_per_step)
                 if evaluating and not stopping:
-                    val_loss = self._evaluate(state, step)
+                    val_loss = self._validate(step)
                     stopping = val_loss is None
                 if saving or stopping:
                     record = {
                         # On the disk before the checkpoint: a resumed file has no gap.
-                        'metrics': agreement.on_owner(self.directory.metrics.flush),
-                        'data': self.rows.identity(),
+                        'metrics': agreement.on_owner(self.log.metrics.flush),
+                        'data': stack.rows.identity(),
                         **clock.seconds,
                         'diverged_at': diverged.record(),
                         'evaluated': not (evaluating and stopping),
                     }
-                    with self.progress.phase('saving'):
-                        self.checkpoints.save(step, state, record, val_loss)
+                    with self.log.progress.phase('saving'):
+                        self.checkpoints.save(step, stack.state, record, val_loss)
                 if stopping:
                     raise Stopped(self._stopped(step))
                 since = step
                 clock.start()
-        return self._results(state, clock, diverged)
+        return self._results(clock, diverged)
 
-    def write(
-        self, trial_results: list[dict[str, Any]], documents: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Writes what a run ends with; a start that finds no results makes all of it again."""
-        if self.lost():
-            raise Lost(f'{self.path} was taken over before its results were written')
-        for result in trial_results:
-            result['checkpoint_seconds'] = self.checkpoints.stall_seconds
-        self.directory.metrics.check()
-        write_json(self.path / 'documents.json', documents, indent=None)
-        final = results.final_record(trial_results)
-        self.directory.metrics.append(final)
-        self.directory.metrics.flush()
-        write_json(self.path / 'result.json', trial_results)
-        self.sinks.write(final)
-        results.warn_of_diverged(self.path, trial_results)
-        return trial_results
-
-    def _due(self, also: bool = False) -> bool:
+    def _should_stop(self, also: bool = False) -> bool:
         """Whether to stop here: the same in all processes, which ask equally often."""
         return self.stop.should_stop(next(self.asked), also=also)
 
     def _stopped(self, step: int) -> str:
-        return f'stopped at step {step} of {self.config.train.num_steps}, state saved'
+        return f'stopped at step {step} of {self.stack.config.train.num_steps}, state saved'
 
-    def _evaluate(self, state: dict, step: int) -> float | None:
+    def _validate(self, step: int) -> float | None:
         """Records an evaluation; its mean loss, None if a stop request came before its end."""
-        evaluation = self._evaluation(state, 'validation', stop=self._due)
+        evaluation = self._evaluate('validation', self._should_stop)
         if evaluation is None:
             return None
-        self.validated.clear()
-        self.validated[step] = evaluation
-        self._record(results.of_evaluation(step, evaluation))
-        self.progress.evaluated(step, evaluation.values['loss'])
+        self.validated = step, evaluation
+        self.log.record(results.eval_record(step, evaluation))
+        self.log.progress.evaluated(step, evaluation.values['loss'])
         return float(np.mean(evaluation.values['loss']))
 
-    def _evaluation(self, state: dict, split: str, **stop: Callable[[], bool]) -> Evaluation | None:
-        with self.progress.phase('evaluating'):
-            return evaluate(self.config, self.program, self.rows, state, split, **stop)
+    def _evaluate(self, split: str, *should_stop: Callable[[], bool]) -> Evaluation | None:
+        with self.log.progress.phase('evaluating'):
+            return self.stack.evaluate(split, *should_stop)
 
     def _write(
         self, unwritten: tuple[int, dict] | None, diverged: Divergences, clock: Clock
@@ -282,46 +379,35 @@ class _Run:
         with clock.part('logging_seconds'):
             loss_CX = np.asarray(metrics['loss'], np.float64)
             diverged.add(step, loss_CX)
-            if step % self.config.train.log_every == 0:
+            if step % self.stack.config.train.log_every == 0:
                 means = {n: np.asarray(v_CX, np.float64).mean(0) for n, v_CX in metrics.items()}
-                self._record({'kind': 'train', 'step': step, **means})
-        self.progress.update(step, loss_CX.mean(0))
+                self.log.record({'kind': 'train', 'step': step, **means})
+        self.log.progress.update(step, loss_CX.mean(0))
 
-    def _record(self, record: dict[str, Any]) -> None:
-        self.directory.metrics.append(record)
-        self.sinks.write(record)
-
-    def _results(self, state: dict, clock: Clock, diverged: Divergences) -> _Outcome:
+    def _results(
+        self, clock: Clock, diverged: Divergences
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The results of the trials, and of the documents that they were evaluated on."""
+        stack = self.stack
         self.checkpoints.wait()
         self.stop.allow_exit()
-        done = self.validated.get(self.config.train.num_steps)
-        evaluations = {
-            split: (split == 'validation' and done) or self._evaluation(state, split)
-            for split in self.rows.splits[1:]
-        }
+        evaluations = {}
+        for split in stack.rows.splits[1:]:
+            if split == 'validation' and self.validated and self.validated[0] == stack.step:
+                evaluations[split] = self.validated[1]
+            else:
+                evaluations[split] = self._evaluate(split)
         if agreement.any_process(self.lost()):
             raise Lost(f'{self.path} was taken over after its last step')
         costs = {
             **clock.seconds,
-            'compile_seconds': self.program.compile_seconds,
+            'compile_seconds': stack.program.compile_seconds,
             'tokens_per_second': clock.tokens_per_second,
-            'lifting': self.program.lifting,
+            'lifting': stack.program.lifting,
         }
-        provenance = agreement.on_owner(lambda: software_of(self.path))
-        with self.progress.phase('measuring'):
-            found = results.of_trials(
-                self.config,
-                self.program,
-                self.rows,
-                state,
-                evaluations,
-                costs,
-                provenance,
-                diverged.record(),
+        provenance = agreement.on_owner(lambda: results.software_of(self.path))
+        with self.log.progress.phase('measuring'):
+            trial_results = results.trial_results(
+                stack, evaluations, costs, provenance, diverged.record()
             )
-        return found, results.of_documents(self.config, self.rows, evaluations, found)
-
-
-def _tokens_per_step(config: Config) -> int:
-    """Training tokens of a step, summed over trials."""
-    return len(config.trials.trials()) * config.train.batch_size * config.model.context
+        return trial_results, results.document_results(stack, evaluations, trial_results)

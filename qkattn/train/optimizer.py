@@ -1,7 +1,8 @@
-"""Optimizers by name, with learning rate and weight decay as arrays.
+"""Optimizers and schedules by name, with learning rate and weight decay as arrays.
 
-An optimizer is one function and one line in OPTIMIZERS, or a function named by import path; options
-in the name are its keyword-only arguments.
+An optimizer is one function and one line in OPTIMIZERS, a schedule one function and one line in
+SCHEDULES, or either a function named by import path; options in the name are its keyword-only
+arguments.
 """
 
 import functools
@@ -15,9 +16,9 @@ import optax
 from qkattn.config import OptimizerConfig
 from qkattn.config.calls import called, resolve, takes
 from qkattn.errors import ConfigError
-from qkattn.train.muon import muon
-from qkattn.train.parameter_names import decayed
-from qkattn.train.schedules import decay_of
+
+# Root mean square of Muon's updates, that of Adam's (Liu et al. 2025, section 2.2).
+UPDATE_RMS = 0.2
 
 
 def optimizer(
@@ -41,11 +42,23 @@ def optimizer(
     clip = optax.identity()
     if config.clip_norm is not None:
         clip = optax.clip_by_global_norm(jnp.float32(config.clip_norm))
-    rate, named = learning_rate * fraction, _named(config)
+    rate, named = learning_rate * fraction, _named_optimizer(config)
     if config.decay == 'coupled':
         return optax.chain(clip, named(config, rate, weight_decay))
     decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decayed)
     return optax.chain(clip, named(config, rate, 0.0), decay)
+
+
+def decayed(params: dict) -> dict:
+    """True for matrices and embeddings (w_...) that train, False for biases, gains and frozen."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key.startswith('w_') and not is_frozen(path), params
+    )
+
+
+def is_frozen(path: tuple) -> bool:
+    """Whether a parameter never trains (w_frozen_...): its gradient is 0 and it does not decay."""
+    return path[-1].key.startswith('w_frozen_')
 
 
 def adamw(
@@ -73,6 +86,52 @@ def sgd(
     )
 
 
+def muon(
+    config: OptimizerConfig, learning_rate: jax.Array, weight_decay: jax.Array
+) -> optax.GradientTransformation:
+    """Muon for the matrices of the blocks (Jordan et al. 2024), Adam for all other parameters.
+
+    Both with Nesterov momentum, as in optax. Updates of matrices are scaled to the root mean square
+    of Adam's (Liu et al. 2025, 'Muon is scalable for LLM training'), so that learning rates
+    compare. Each head is a matrix of its own.
+    """
+    return optax.chain(
+        optax.contrib.muon(
+            1.0,
+            beta=config.momentum,
+            eps=config.epsilon,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            muon_weight_dimension_numbers=matrix_axes,
+            consistent_rms=UPDATE_RMS,
+        ),
+        optax.add_decayed_weights(-weight_decay, mask=decayed),
+        optax.scale(learning_rate),
+    )
+
+
+def matrix_axes(params: dict) -> dict:
+    """The two matrix axes of every parameter that Muon trains, None for the others.
+
+    They are the matrices of the blocks. Axes of layers (L) and heads (N, K), with at least two
+    letters besides, are batches of matrices: w_q_DNH is one [D, H] matrix a layer and head.
+    """
+
+    def axes(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+        name = path[-1].key
+        letters = name.rpartition('_')[2]
+        in_block = any(entry.key == 'blocks' for entry in path)
+        if not (in_block and name.startswith('w_') and len(letters) > 1) or is_frozen(path):
+            return None
+        first = leaf.ndim - len(letters)
+        kept = [i for i, letter in enumerate(letters) if letter not in 'NK']
+        kept = kept if len(kept) == 2 else list(range(len(letters)))
+        *rows, columns = (first + i for i in kept)
+        return optax.contrib.MuonDimensionNumbers(tuple(rows), (columns,))
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     'adamw': adamw,
     'muon': muon,
@@ -80,15 +139,59 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def _named(config: OptimizerConfig) -> Callable[..., optax.GradientTransformation]:
-    found, options = resolve(
-        config.name,
-        OPTIMIZERS,
-        'optimizer.name',
-        needs='a function (config, learning_rate, weight_decay, *, options)',
-        fits=takes('config', 'learning_rate', 'weight_decay'),
+def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Fraction of the peak learning rate at step 0, 1, ..., num_steps - 1.
+
+    Step s < W of the warm-up has (s + 1) / (W + 1), so that no step is wasted at zero; the decay
+    reaches final_fraction after the last step, except 'inverse_sqrt', which is sqrt(W / s).
+    """
+    warmup = config.warmup_steps
+    decay = _named_schedule(config)(config, num_steps - warmup)
+    if not warmup:
+        return decay
+    rise = optax.schedules.linear_schedule(1 / (warmup + 1), 1.0, warmup)
+    return optax.schedules.join_schedules([rise, decay], [warmup])
+
+
+def linear(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+    return optax.schedules.linear_schedule(1.0, config.final_fraction, decay_steps)
+
+
+def cosine(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+    return optax.schedules.cosine_decay_schedule(1.0, decay_steps, config.final_fraction)
+
+
+def constant(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+    return optax.schedules.constant_schedule(1.0)
+
+
+def inverse_sqrt(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+    warmup = config.warmup_steps
+    return lambda steps: jnp.sqrt(warmup / (warmup + jnp.maximum(steps, 0)))
+
+
+# (config, number of steps after the warm-up) -> fraction of the peak at each of these steps.
+SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
+    'linear': linear,
+    'cosine': cosine,
+    'constant': constant,
+    'inverse_sqrt': inverse_sqrt,
+}
+
+
+def _named_optimizer(config: OptimizerConfig) -> Callable[..., optax.GradientTransformation]:
+    needs = 'a function (config, learning_rate, weight_decay, *, options)'
+    fits = takes('config', 'learning_rate', 'weight_decay')
+    function, options = resolve(config.name, OPTIMIZERS, 'optimizer.name', needs=needs, fits=fits)
+    return functools.partial(function, **options)
+
+
+def _named_schedule(config: OptimizerConfig) -> Callable[[OptimizerConfig, int], optax.Schedule]:
+    needs, fits = 'a function (config, decay_steps, *, options)', takes('config', 'decay_steps')
+    function, options = resolve(
+        config.schedule, SCHEDULES, 'optimizer.schedule', needs=needs, fits=fits
     )
-    return functools.partial(found, **options)
+    return functools.partial(function, **options)
 
 
 def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
@@ -96,7 +199,7 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
 
     A schedule from outside has to end at the final_fraction that decides whether a run anneals.
     """
-    named, decay = _named(config), decay_of(config)
+    named, decay = _named_optimizer(config), _named_schedule(config)
     if ':' in config.name:
         made = called('optimizer.name', config.name, lambda: named(config, 1e-3, 0.0))
         if not isinstance(made, optax.GradientTransformation):

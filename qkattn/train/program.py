@@ -1,37 +1,41 @@
-"""The compiled programs of a run."""
+"""From one trial to a stack: the compiled programs of a run, on its mesh."""
 
 import dataclasses
+import functools
 import logging
+import operator
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qkattn.attention.kernels import choice
 from qkattn.config import Config
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.jobs import agreement
 from qkattn.jobs.machine import keep_freed_memory
 from qkattn.model.sites import check_kernel
-from qkattn.train import attention_metrics, sharding
-from qkattn.train.compiling import without_cache
-from qkattn.train.evaluation import eval_step
-from qkattn.train.lifting import LIFTINGS, measured_text, seconds_per_dispatch
-from qkattn.train.placement import constant_batch, leading_shape, require_memory
-from qkattn.train.step import init_stack, train_steps
+from qkattn.model.stack import placing
+from qkattn.train import sharding
+from qkattn.train.program_cache import without_cache
+from qkattn.train.sharding import leading_shape
+from qkattn.train.step import init_stack, train_trial
 
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
+LIFTINGS = {'map': 'one after another', 'vmap': 'side by side'}
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A run's train and eval programs on its mesh.
+    """A run's train program on its mesh.
 
     Attributes:
       mesh: (trial, data, fsdp, tensor).
@@ -39,8 +43,6 @@ class Program:
       abstract_state: ShapeDtypeStructs with shardings, the target of a restore.
       hyper: seed, learning_rate and weight_decay of each trial, on the mesh.
       train: (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]); donates its state.
-      evaluate: (state, batch [B, ...]) -> sums [X, B] of `evaluation.measure`.
-      attention: (state, batch [B, ...]) -> `metrics.ATTENTION`, each [X].
       init: () -> state before step 0.
       compile_seconds: time to compile `train`.
       measured: seconds per step by lifting, where it was chosen by measurement.
@@ -51,11 +53,85 @@ class Program:
     abstract_state: dict
     hyper: dict[str, jax.Array]
     train: Callable[[dict, dict], tuple[dict, dict]]
-    evaluate: Callable[[dict, dict], dict]
-    attention: Callable[[dict, dict], dict]
     init: Callable[[], dict]
     compile_seconds: float
     measured: dict[str, float]
+
+
+def lift(one: Callable, lifting: str, mesh: Mesh) -> Callable:
+    """`one` over the leading axis X of all its arguments; no trial reads another.
+
+    'vmap' computes the trials side by side, 'map' one after another on each slice of the mesh's
+    trial axis. A single trial is computed without either.
+    """
+    slices = mesh.shape['trial']
+    side_by_side = jax.vmap(one, spmd_axis_name='trial')
+
+    def lifted(*stacked: Any) -> Any:
+        if len(jax.tree.leaves(stacked)[0]) == 1:
+            alone = one(*jax.tree.map(operator.itemgetter(0), stacked))
+            return jax.tree.map(lambda a: a[None], alone)
+        if lifting == 'vmap':
+            return side_by_side(*stacked)
+        if slices == 1:
+            return jax.lax.map(lambda turn: one(*turn), stacked)
+        # Slice i of the mesh holds X / slices trials in a row; a turn takes one of each slice.
+        turns = jax.tree.map(
+            lambda a: jnp.swapaxes(a.reshape(slices, -1, *a.shape[1:]), 0, 1), stacked
+        )
+        done = jax.lax.map(lambda turn: side_by_side(*turn), turns)
+        return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:]), done)
+
+    return lifted
+
+
+def train_steps(
+    config: Config, lifting: str, mesh: Mesh
+) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
+    """The program (state, hyper, batch [C, X, A, B, ...]) -> (state, metrics [C, X]) of C steps.
+
+    With 'map' a trial takes all C steps before the next one begins: its state stays near the
+    processor, and is copied once per dispatch.
+    """
+
+    def steps_of_trial(step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
+        steps_C = step + jnp.arange(batches['targets_BT'].shape[0])
+        return jax.lax.scan(
+            lambda trial, inputs: train_trial(config, inputs[0], trial, hyper, inputs[1]),
+            trial,
+            (steps_C, batches),
+        )
+
+    def many_steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:
+        swap = functools.partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))  # C and X
+        run = lift(functools.partial(steps_of_trial, state['step']), lifting, mesh)
+        with placing(sharding.place_activations(mesh)), choice.on(mesh):
+            trials, metrics = run(state['trials'], hyper, swap(batches))
+        step = state['step'] + batches['targets_BT'].shape[0]
+        return {'step': step, 'trials': trials}, swap(metrics)
+
+    return many_steps
+
+
+@functools.lru_cache(maxsize=16)  # those of a run are few, and those of runs before it are freed
+def stack_program(
+    config: Config,
+    lifting: str,
+    mesh: Mesh,
+    measure: Callable[[Config, dict, dict], dict[str, jax.Array]],
+) -> Callable[[dict, dict], dict[str, jax.Array]]:
+    """The program (params of X trials, one batch [B, ...]) -> `measure` of each, stacked.
+
+    Args:
+      measure: (config, params of a trial, batch) -> arrays by name.
+    """
+
+    def measured(params: dict, batch: dict) -> dict[str, jax.Array]:
+        batch = jax.lax.with_sharding_constraint(batch, sharding.row_sharding(mesh))
+        with placing(sharding.place_activations(mesh)), choice.on(mesh):
+            return lift(lambda params: measure(config, params, batch), lifting, mesh)(params)
+
+    return jax.jit(measured, out_shardings=NamedSharding(mesh, P()))
 
 
 def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, dict, Any]:
@@ -99,7 +175,7 @@ def lower(
 
 
 def build(config: Config, lifting: str | None = None, params: dict | None = None) -> Program:
-    """Compiles the run's programs.
+    """Compiles the run's train program.
 
     Args:
       config: validated.
@@ -114,7 +190,6 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
     mesh = sharding.make_mesh(config.mesh)
     trials = config.trials.trials()
     abstract, abstract_hyper, batch = abstract_inputs(config, mesh)
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
     hyper: dict[str, jax.Array] = {
         name: jax.make_array_from_callback(
             wanted.shape,
@@ -123,10 +198,9 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
         )
         for name, wanted in abstract_hyper.items()
     }
-    replicated = NamedSharding(mesh, P())
     init = jax.jit(
         lambda seeds: init_stack(config, seeds),
-        out_shardings=shardings,
+        out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
         compiler_options=_quick_to_compile(mesh),
     )
 
@@ -149,26 +223,54 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
         log.info('%s', measured_text(measured))
     chosen = min(measured, key=lambda kind: measured[kind]) if measured else kinds[0]
     steps, compile_seconds = programs[chosen]
-
-    evaluate = jax.jit(eval_step(config, chosen, mesh), out_shardings=replicated)
-    attention = jax.jit(attention_metrics.program(config, chosen, mesh), out_shardings=replicated)
     return Program(
         mesh=mesh,
         lifting=chosen,
         abstract_state=abstract,
         hyper=hyper,
         train=lambda state, batch: steps(state, hyper, batch),
-        evaluate=lambda state, batch: evaluate(state['trials']['params'], batch),
-        attention=lambda state, batch: attention(state['trials']['params'], batch),
         init=lambda: _start_from(params, init(hyper['seed'])),
         compile_seconds=compile_seconds,
         measured=measured,
     )
 
 
+def constant_batch(config: Config, mesh: Mesh) -> dict[str, jax.Array]:
+    """A global batch of ones, for timing."""
+    share = sharding.local_share(config, mesh)
+    leading = (config.train.steps_per_dispatch, len(share.trials), len(share.rows))
+    shapes = task_of(config).array_shapes(config.model)
+    local = {name: np.ones((*leading, length), dtype) for name, (length, dtype) in shapes.items()}
+    return sharding.place_batch(config, mesh, local)
+
+
+def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
+    """The faster of two timed calls of `steps`.
+
+    Args:
+      steps: (state, *others) -> (state, metrics).
+      inputs: makes the arguments of the first call.
+    """
+    state, *others = jax.block_until_ready(inputs())
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        state, metrics = steps(state, *others)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def measured_text(seconds: Mapping[str, float]) -> str:
+    """The measured seconds per step by lifting, the fastest first, in a sentence."""
+    kinds = sorted(seconds, key=lambda kind: seconds[kind])
+    parts = [f'{LIFTINGS[kind]} ({kind}): {seconds[kind]:.3g} s per step' for kind in kinds]
+    return f'trials are trained {"; ".join(parts)}'
+
+
 def warm_up(config: Config) -> tuple[float, float]:
     """Seconds per step of the whole stack, timed on constant rows, and seconds to compile."""
-    require_memory(config)
+    sharding.require_memory(config)
     with without_cache():
         program = build(config)
     if program.measured:

@@ -5,9 +5,11 @@ the number of cores, which the key lacks: each number has a directory of its own
 is that of the process that runs it, to the last bit.
 """
 
+import contextlib
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -71,11 +73,24 @@ def keep_programs() -> None:
     compilation_cache.reset_cache()  # JAX decides once whether it uses one
 
 
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Compiles afresh: XLA warns while it compiles."""
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    jax.config.update('jax_enable_compilation_cache', False)
+    compilation_cache.reset_cache()  # JAX decides once whether it uses the cache
+    try:
+        yield
+    finally:
+        jax.config.update('jax_enable_compilation_cache', enabled)
+        compilation_cache.reset_cache()
+
+
 def _delete_oldest(path: Path) -> None:
     """Deletes the programs used least recently, until what is left is within the limit."""
     files = [(file.stat(), file) for file in path.glob('*/*-cache')]
     total = sum(stat.st_size for stat, _ in files)
-    for stat, file in sorted(files, key=lambda found: max(found[0].st_atime, found[0].st_mtime)):
+    for stat, file in sorted(files, key=lambda entry: max(entry[0].st_atime, entry[0].st_mtime)):
         if total <= LIMIT:
             break
         file.unlink(missing_ok=True)

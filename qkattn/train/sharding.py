@@ -1,20 +1,28 @@
-"""Where arrays live: one table from the letters in a parameter's name to the axes of the mesh."""
+"""Where arrays live: the mesh, parameters by the letters in their names, batches by their rows.
+
+A process reads the rows of its own devices; `place_batch` and `place_rows` make global arrays of
+them.
+"""
 
 import dataclasses
 import functools
 import logging
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.experimental import mesh_utils
+import numpy as np
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qkattn.config import MeshConfig
+from qkattn.config import Config, MeshConfig
+from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
+from qkattn.model import cost
 
 # Candidates in order: the first letter of the name that divides is split over the mesh axis. V, and
 # with it the logits, is split over fsdp and tensor together.
@@ -90,10 +98,10 @@ def letters(path: str, num_axes: int) -> str:
 
     'params/blocks/mlp/w_in_DF' with 4 axes -> 'XLDF'. A leaf that is no parameter has only X.
     """
-    found = re.search(r'(?:^|/)[wbg](?:_[a-z]+)*_([A-Z]+)$', path)
-    own = found[1] if found else ''
-    leading = 'XL' if re.search(r'(^|/)blocks/', path) and own else 'X'
-    return (leading + own).ljust(num_axes, '.')[:num_axes]
+    match = re.search(r'(?:^|/)[wbg](?:_[a-z]+)*_([A-Z]+)$', path)
+    named = match[1] if match else ''
+    leading = 'XL' if re.search(r'(^|/)blocks/', path) and named else 'X'
+    return (leading + named).ljust(num_axes, '.')[:num_axes]
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
@@ -133,16 +141,11 @@ def say_once(message: str) -> None:
 def state_shardings(state: dict, mesh: Mesh | AbstractMesh) -> dict:
     """A NamedSharding for every leaf of an (abstract) train state; `step` is replicated."""
 
-    def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def of_leaf(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator='/')
         return NamedSharding(mesh, P() if name == 'step' else spec(name, leaf.shape, mesh))
 
-    return jax.tree_util.tree_map_with_path(one, state)
-
-
-def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """For tokens_CXABT1: trials over `trial`, sequences of a microbatch over `data` and `fsdp`."""
-    return NamedSharding(mesh, P(None, 'trial', None, BATCH_AXES))
+    return jax.tree_util.tree_map_with_path(of_leaf, state)
 
 
 def place_activations(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, str], jax.Array]:
@@ -169,6 +172,119 @@ def place_activations(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, str], j
     return place
 
 
+def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """For tokens_CXABT1: trials over `trial`, sequences of a microbatch over `data` and `fsdp`."""
+    return NamedSharding(mesh, P(None, 'trial', None, BATCH_AXES))
+
+
 def row_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """For tokens_BT of an evaluation, which all trials share: rows over `data` and `fsdp`."""
     return NamedSharding(mesh, P(BATCH_AXES))
+
+
+def leading_shape(config: Config) -> tuple[int, int, int, int]:
+    """[C, X, A, B] of one dispatch: steps, trials, microbatches, rows."""
+    train = config.train
+    trials, rows = len(config.trials.trials()), train.batch_size // train.accumulation
+    return train.steps_per_dispatch, trials, train.accumulation, rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a process reads of a batch: the numbers of its trials, and of its rows of each."""
+
+    trials: np.ndarray
+    rows: np.ndarray
+
+
+def local_share(config: Config, mesh: Mesh) -> Share:
+    """The trials and rows of the global batch that this process's devices hold.
+
+    Processes that share a slice of the batch axes over fsdp or tensor hold the same rows. Row r of
+    a batch is row r // A of microbatch r % A.
+    """
+    _, X, A, B = shape = leading_shape(config)
+    rows_B = _held(batch_sharding(mesh), shape, axis=3)
+    rows = (rows_B[:, None] * A + np.arange(A)).ravel()
+    return Share(_held(batch_sharding(mesh), shape, axis=1), rows)
+
+
+def local_rows(config: Config, mesh: Mesh) -> np.ndarray:
+    """The rows of an evaluation batch that this process's devices hold."""
+    return _held(row_sharding(mesh), (config.train.batch_size,), axis=0)
+
+
+def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The global batch [C, X, A, B, ...] of one dispatch from the `local_share` of it.
+
+    The batch is cut into microbatches here rather than in the program, where the cut would move
+    rows between devices.
+    """
+
+    def place(local_CXBT: np.ndarray) -> jax.Array:
+        (C, X, _, T), (A, B) = local_CXBT.shape, leading_shape(config)[2:]
+        local_CXABT = np.swapaxes(local_CXBT.reshape(C, X, -1, A, T), 2, 3)
+        return _place(local_CXABT, batch_sharding(mesh), (C, leading_shape(config)[1], A, B, T))
+
+    return {name: place(array) for name, array in local.items()}
+
+
+def place_rows(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The global evaluation batch [B, ...] from its `local_rows`."""
+    B, rows = config.train.batch_size, row_sharding(mesh)
+    return {name: _place(a_BT, rows, (B, *a_BT.shape[1:])) for name, a_BT in local.items()}
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    """The whole of a global array, in every process; all processes call it in the same order."""
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
+def _held(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> np.ndarray:
+    """The numbers along one axis of a global array that this process's devices hold, ascending."""
+    parts = sharding.addressable_devices_indices_map(shape).values()
+    return np.unique([np.arange(shape[axis])[part[axis]] for part in parts])
+
+
+def _place(local: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
+    """The global array of which `local` is what this process's devices hold along every axis."""
+    partial = [axis for axis, size in enumerate(local.shape) if size < shape[axis]]
+    held = {axis: _held(sharding, shape, axis) for axis in partial}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        within = list(index)
+        for axis, numbers in held.items():
+            start, stop, _ = index[axis].indices(shape[axis])
+            first = int(np.searchsorted(numbers, start))
+            within[axis] = slice(first, first + stop - start)
+        return local[tuple(within)]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def least_memory(config: Config) -> int:
+    """Bytes of parameters, gradients and a batch; a run holds more than these."""
+    trials, parameters = len(config.trials.trials()), cost.measured(config.model, 'total')
+    shapes = task_of(config).array_shapes(config.model).values()
+    row = sum(length * np.dtype(dtype).itemsize for length, dtype in shapes)
+    return 2 * 4 * trials * int(parameters) + math.prod(leading_shape(config)) * row
+
+
+def require_memory(config: Config) -> None:
+    """Raises ConfigError where the devices lack `least_memory`, however it is placed."""
+    trials, parameters = len(config.trials.trials()), cost.measured(config.model, 'total')
+    needed = least_memory(config)
+    devices = jax.devices()[: math.prod(dataclasses.astuple(config.mesh))]
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    limits = [stats['bytes_limit'] for device in here if (stats := device.memory_stats())]
+    # CPU devices report no limit and share the memory of the machine.
+    present = sum(limits) or os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    present *= len(devices) // len(here)  # of all processes, as that of this one
+    if needed > present:
+        raise ConfigError(
+            f'{trials} trial{"s" * (trials > 1)} of {parameters:,} parameters (model.vocab_size='
+            f'{config.model.vocab_size}, model.d_model={config.model.d_model}, model.num_layers='
+            f'{config.model.num_layers}) and batches of train.batch_size={config.train.batch_size} '
+            f'need {needed / 2**30:,.1f} GiB, more than the {present / 2**30:,.1f} GiB of the '
+            'devices; reduce these or use more devices'
+        )

@@ -1,4 +1,4 @@
-"""One optimizer step of one trial, and the program that takes it for a stack of trials.
+"""One optimizer step of one trial: loss, gradient, update.
 
 A trial's state is {'params', 'opt_state', 'alive'}; `alive` is False once its loss or gradient was
 not finite. A stack is {'step': scalar, 'trials': states of trials with a leading axis X}.
@@ -11,17 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
-from qkattn.attention.kernels import choice
 from qkattn.config import Config
 from qkattn.model import build, with_params
-from qkattn.model.stack import placing
-from qkattn.model.transformer import Transformer
-from qkattn.train import sharding, targets
-from qkattn.train.lifting import lift
-from qkattn.train.optimizer import optimizer
-from qkattn.train.schedules import schedule
+from qkattn.model.transformer import cross_entropy, inputs_of
+from qkattn.train.optimizer import optimizer, schedule
+
+# (logits_BTV, targets_BT) -> values of every target, [B, T] each.
+OnTargets = Callable[[jax.Array, jax.Array], dict[str, jax.Array]]
 
 
 def init_trial(config: Config, seed: jax.Array) -> dict:
@@ -41,26 +38,44 @@ def on_targets(
     config: Config,
     params: dict,
     batch: dict,
-    measure: targets.OnTargets,
+    measure: OnTargets,
     dropout_key: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """`measure` of the logits and targets of a batch, train.logits_chunk positions at a time."""
+    """`measure` of the logits and targets of a batch.
+
+    With train.logits_chunk = C the logits of C positions are computed at a time, and once more in
+    the backward pass: B C V of them are held instead of B T V.
+    """
     dtype = jnp.dtype(config.model.compute_dtype)
     model = with_params(config.model, jax.tree.map(lambda p: p.astype(dtype), params))
-    x_BTD = model.stream(**_inputs(batch), dropout_key=dropout_key)
-    chunk = config.train.logits_chunk
-    return targets.on_targets(model.logits, x_BTD, batch['targets_BT'], measure, chunk)
+    x_BTD = model.stream(**inputs_of(batch), dropout_key=dropout_key)
+    targets_BT, C = batch['targets_BT'], config.train.logits_chunk
+    B, T = targets_BT.shape
+
+    def measured(x_BCD: jax.Array, targets_BC: jax.Array) -> dict[str, jax.Array]:
+        return measure(model.logits(x_BCD), targets_BC)
+
+    if C is None or C >= T:
+        return measured(x_BTD, targets_BT)
+    chunks = -(-T // C)
+
+    def cut(a_BT: jax.Array) -> jax.Array:
+        """[chunks, B, C, ...]; the last chunk is padded."""
+        padding = [(0, 0), (0, chunks * C - T)] + [(0, 0)] * (a_BT.ndim - 2)
+        return jnp.moveaxis(jnp.pad(a_BT, padding).reshape(B, chunks, C, *a_BT.shape[2:]), 1, 0)
+
+    one = jax.checkpoint(lambda inputs: measured(*inputs), prevent_cse=False)
+    values = jax.lax.map(one, (cut(x_BTD), cut(targets_BT)))
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(B, -1)[:, :T], values)
 
 
-def _inputs(batch: dict) -> dict:
-    """All arrays of a batch but targets and loss weights."""
-    return {k: v for k, v in batch.items() if k not in ('targets_BT', 'loss_weights_BT')}
-
-
-def loss(model: Transformer, batch: dict) -> jax.Array:
-    """Cross-entropy of the targets of a batch, nats per target, weighted by the loss weights."""
-    nats_BT = targets.cross_entropy(model(**_inputs(batch)), batch['targets_BT'])
-    return jnp.average(nats_BT, weights=batch['loss_weights_BT'])
+def smoothed(logits_BTV: jax.Array, targets_BT: jax.Array, epsilon: float) -> jax.Array:
+    """(1 - epsilon) times the cross-entropy plus epsilon times its mean over V tokens, nats_BT."""
+    nats_BT = cross_entropy(logits_BTV, targets_BT)
+    if not epsilon:
+        return nats_BT
+    uniform_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
+    return (1 - epsilon) * nats_BT + epsilon * uniform_BT
 
 
 def loss_sum(
@@ -70,7 +85,7 @@ def loss_sum(
 
     def measure(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
         epsilon = config.train.label_smoothing
-        return {'nats_BT': targets.smoothed(logits_BTV, targets_BT, epsilon)}
+        return {'nats_BT': smoothed(logits_BTV, targets_BT, epsilon)}
 
     nats_BT = on_targets(config, params, batch, measure, dropout_key)['nats_BT']
     return jnp.sum(nats_BT * batch['loss_weights_BT'])
@@ -143,31 +158,3 @@ def train_trial(
     }
     metrics = {name: jnp.where(alive, value, jnp.nan) for name, value in metrics.items()}
     return {**state, 'alive': alive}, metrics
-
-
-def train_steps(
-    config: Config, lifting: str, mesh: Mesh
-) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
-    """The program (state, hyper, batch [C, X, A, B, ...]) -> (state, metrics [C, X]) of C steps.
-
-    With 'map' a trial takes all C steps before the next one begins: its state stays near the
-    processor, and is copied once per dispatch.
-    """
-
-    def steps_of_trial(step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
-        steps_C = step + jnp.arange(batches['targets_BT'].shape[0])
-        return jax.lax.scan(
-            lambda trial, inputs: train_trial(config, inputs[0], trial, hyper, inputs[1]),
-            trial,
-            (steps_C, batches),
-        )
-
-    def many_steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:
-        swap = functools.partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))  # C and X
-        run = lift(functools.partial(steps_of_trial, state['step']), lifting, mesh)
-        with placing(sharding.place_activations(mesh)), choice.on(mesh):
-            trials, metrics = run(state['trials'], hyper, swap(batches))
-        step = state['step'] + batches['targets_BT'].shape[0]
-        return {'step': step, 'trials': trials}, swap(metrics)
-
-    return many_steps

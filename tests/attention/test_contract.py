@@ -19,7 +19,7 @@ from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, TrialsCo
 from qkattn.errors import SpecError
 from qkattn.study import catalogue
 from qkattn.train import program, sharding
-from qkattn.train.step import train_steps
+from qkattn.train.program import train_steps
 from tests.attention.layers import (
     Computed,
     N,

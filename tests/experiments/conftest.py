@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from absl import app, flags
 
-from qkattn.train import train
+from qkattn.train.loop import train
 
 ROOT = Path(__file__).parents[2]
 

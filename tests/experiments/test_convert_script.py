@@ -10,7 +10,8 @@ from qkattn.config import ModelConfig
 from qkattn.convert.conversions import CONVERSIONS, Conversion
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
-from qkattn.train import exported, train
+from qkattn.train import exported
+from qkattn.train.loop import train
 from tests.convert.test_published import make_tensors, write
 
 

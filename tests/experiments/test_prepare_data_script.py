@@ -11,7 +11,7 @@ import pytest
 
 from qkattn.config import DataConfig
 from qkattn.data.load import prepare
-from qkattn.train import train
+from qkattn.train.loop import train
 from tests.data.datasets import contents, write_bin, write_texts
 
 FLAGS = ['--config=run.py', '--config.data.name=text', '--config.data.path=files', '--out=shards']

@@ -8,7 +8,7 @@ import pytest
 from qkattn.config import DecodeConfig
 from qkattn.convert.loading import load, tokenizer_for
 from qkattn.decode.translate import translate
-from qkattn.train import train
+from qkattn.train.loop import train
 
 
 @pytest.fixture(scope='module')

@@ -17,7 +17,7 @@ from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from tests.experiments.conftest import STUDY
 from tests.launch.slurm import ROOT, Jobs
-from tests.train.test_resume import final_state, outcome
+from tests.train.test_loop import final_state, outcome
 
 RUN = """
 from qkattn.config import *

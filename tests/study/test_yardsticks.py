@@ -14,7 +14,7 @@ from qkattn.stats import ngrams
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.records import read_json
 from qkattn.study import yardsticks
-from qkattn.train import train
+from qkattn.train.loop import train
 
 PLACE = {'size': 'd_model=32', 'corpus': 'stdlib', 'control': None}
 RUN = {'run': 'a', 'variant': 'qk/vo', **PLACE, 'stage': 'verdict', 'directory': 'runs/a'}

@@ -25,9 +25,9 @@ from qkattn.storage.files import as_path
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.study import worker
-from qkattn.train import train
 from qkattn.train.checkpoint import UNFINISHED
 from qkattn.train.exported import load_stack
+from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
 from tests.jobs.jobs import free_port
 

@@ -15,13 +15,13 @@ from qkattn.errors import CheckpointError, ConfigError
 from qkattn.storage.records import read_json, write_json
 from qkattn.study import worker
 from qkattn.study.arms import build_arms
-from qkattn.train import train
+from qkattn.train.loop import train
 from qkattn.verdict import find, load_study
 from tests import damages
 from tests.studies import result_record, write_documents, write_metrics
 from tests.study.test_plan import STUDY
 from tests.train.conftest import built_once, programs_kept, small_run  # noqa: F401 (fixtures)
-from tests.train.test_resume import outcome
+from tests.train.test_loop import outcome
 
 OF_RUN = ('config.json', 'provenance.json', 'lifting.json', 'metrics.jsonl', 'result.json')
 OF_STUDY = ('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'orphans.jsonl')

@@ -26,7 +26,7 @@ from qkattn.config import (
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.study import worker
-from qkattn.train import train
+from qkattn.train.loop import train
 
 FIXTURES = Path(__file__).with_name('fixtures')
 EXPECTED = json.loads((FIXTURES / 'expected.json').read_text())

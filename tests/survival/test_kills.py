@@ -17,7 +17,7 @@ from qkattn.config import ControlsConfig, Study
 from qkattn.jobs.signals import EXIT_REQUEUE
 from qkattn.storage.metrics_log import read_metrics
 from tests.survival import runs
-from tests.train.test_tasks import PAIRS
+from tests.train.conftest import PAIRS
 
 PHASES = {
     **{runs.PREPARING: 2, runs.COMPILING: 1, runs.INITIALIZING: 1, runs.TRAINING: 6},

@@ -1,11 +1,22 @@
 import contextlib
+import functools
+import math
 
+import numpy as np
 import pytest
 
-from qkattn.train import program, train
-from qkattn.train.compiling import without_cache
+from qkattn.config import Config
+from qkattn.train import program
+from qkattn.train.loop import train
+from qkattn.train.program_cache import without_cache
 
 BUILD = program.build  # before any test replaces it
+
+PAIRS = [
+    (f'{a} {b}', f'{b} und {a}')
+    for a in ('one', 'two', 'three', 'four', 'five', 'six')
+    for b in ('ox', 'cat', 'hen', 'dog', 'rat')
+]
 
 
 @pytest.fixture
@@ -17,15 +28,12 @@ def evaluation_only(monkeypatch):
 @pytest.fixture(scope='session')
 def built_once():
     """`program.build`, which builds a config's programs once for all tests."""
-    kept = {}
+    kept = functools.cache(BUILD)
 
     def once(config, lifting=None, params=None):
         if params is not None:
             return BUILD(config, lifting, params)
-        key = config, lifting or config.train.lifting
-        if key not in kept:
-            kept[key] = BUILD(config, lifting)
-        return kept[key]
+        return kept(config, lifting or config.train.lifting)
 
     return once
 
@@ -34,6 +42,12 @@ def built_once():
 def programs_kept(built_once, monkeypatch):
     """Later starts of a run, in this process, take the programs of the first one."""
     monkeypatch.setattr(program, 'build', built_once)
+
+
+@pytest.fixture
+def small(tiny):
+    """A run of two trials, quick to compile."""
+    return functools.partial(tiny, model={'num_layers': 1, 'd_model': 16})
 
 
 @pytest.fixture(scope='session')
@@ -58,3 +72,52 @@ def without_rematerialization(capfd):
         assert 'rematerialization' not in capfd.readouterr().err
 
     return compiling
+
+
+@pytest.fixture(scope='session')
+def pairs_files(tmp_path_factory):
+    """A directory of sentence pairs."""
+    path = tmp_path_factory.mktemp('pairs')
+    for split, pairs in (('train', PAIRS[:24]), ('validation', PAIRS[24:])):
+        for side, language in enumerate(('en', 'de')):
+            text = ''.join(f'{pair[side]}\n' for pair in pairs)
+            (path / f'{split}.{language}').write_text(text)
+    return path
+
+
+@pytest.fixture
+def task(tiny, pairs_files, tmp_path_factory):
+    """task('masked', model={...}): a tiny run of two trials."""
+    cache = str(tmp_path_factory.getbasetemp() / 'task-data')
+    translation = {'name': 'parallel', 'path': str(pairs_files), 'languages': 'en-de'}
+    settings = {
+        'language': ({}, {}),
+        'masked': ({'kind': 'encoder', 'vocab_size': 257}, {}),
+        'translation': (
+            {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24},
+            translation | {'data_dir': cache},
+        ),
+        'causal probe': ({'context': 7}, {'name': 'recall(pairs=2, keys=4, values=4)'}),
+        'labelling probe': (
+            {'kind': 'encoder', 'context': 4},
+            {'name': 'successor(keys=4, payloads=2)'},
+        ),
+    }
+
+    def make(name: str, **sections) -> Config:
+        model, data = settings[name]
+        model = {'num_layers': 1, 'd_model': 16, 'scan_unroll': 1} | model
+        given = {'model': model, 'data': data, 'train': {'num_steps': 8}, 'decode': {'beam': 2}}
+        merged = {key: fields | sections.pop(key, {}) for key, fields in given.items()}
+        return tiny(**merged, **sections)
+
+    return make
+
+
+def standard_error(nats_R, weights_R) -> float:
+    """Of a ratio of sums over rows, in float64; rows without targets do not count."""
+    nats_R, weights_R = np.asarray(nats_R, np.float64), np.asarray(weights_R, np.float64)
+    used = weights_R > 0
+    R, loss = used.sum(), nats_R.sum() / weights_R.sum()
+    squares = (nats_R - loss * weights_R)[used] ** 2
+    return math.sqrt(R / (R - 1) * squares.sum()) / weights_R.sum()

@@ -9,7 +9,8 @@ from qkattn.errors import CheckpointError, ConfigError
 from qkattn.metrics import TIMES
 from qkattn.storage.files import as_path
 from qkattn.storage.metrics_log import read_metrics
-from qkattn.train import exported, train
+from qkattn.train import exported
+from qkattn.train.loop import train
 
 URL = 'gs://runs/a'
 

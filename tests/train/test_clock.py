@@ -6,7 +6,7 @@ import types
 import pytest
 
 from qkattn.train import clock
-from qkattn.train.clock import Clock
+from qkattn.train.clock import PARTS, Clock
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def now(monkeypatch):
 
 
 def test_input_is_the_wait_for_the_next_batch_and_not_what_is_done_with_it(now):
-    timed = Clock({})
+    timed = Clock(dict.fromkeys(('train_seconds', *PARTS), 0.0))
 
     def batches():
         for batch in range(3):
@@ -33,7 +33,7 @@ def test_input_is_the_wait_for_the_next_batch_and_not_what_is_done_with_it(now):
 def test_a_gap_is_from_the_end_of_a_dispatch_to_the_next_one(now, monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(clock.jax, 'block_until_ready', lambda _: ended.wait(5) or 1 / 0)
-    timed = Clock({})
+    timed = Clock(dict.fromkeys(('train_seconds', *PARTS), 0.0))
     timed.start()
     timed.dispatching()
     timed.dispatched('running')
@@ -58,7 +58,8 @@ def test_a_gap_is_from_the_end_of_a_dispatch_to_the_next_one(now, monkeypatch):
 
 
 def test_a_resumed_run_goes_on_from_the_seconds_of_its_checkpoint(now):
-    timed = Clock({'train_seconds': 40.0, 'logging_seconds': 2.0, 'data': {}})
+    record = dict.fromkeys(PARTS, 0.0) | {'train_seconds': 40.0, 'logging_seconds': 2.0}
+    timed = Clock(record | {'data': {}})
     timed.start()
     with timed.part('logging_seconds'):
         now[0] += 0.5

@@ -10,7 +10,8 @@ from qkattn.config import ModelConfig
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.storage.metrics_log import read_metrics
-from qkattn.train import exported, train
+from qkattn.train import exported
+from qkattn.train.loop import train
 from tests import damages
 from tests.processes import other_modes, umask
 

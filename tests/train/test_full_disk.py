@@ -12,8 +12,9 @@ import pytest
 
 from qkattn.errors import DiskError
 from qkattn.storage.files import require_room
-from qkattn.train import checkpoint, train
-from tests.train.test_resume import outcome
+from qkattn.train import checkpoint
+from qkattn.train.loop import train
+from tests.train.test_loop import outcome
 
 KIB = 1024
 FORKS = multiprocessing.get_context('forkserver')

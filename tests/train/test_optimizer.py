@@ -1,4 +1,7 @@
-"""Optimizers against optax and by hand, and the schedules."""
+"""Optimizers by hand and against optax, schedules, and what those from outside keep.
+
+`--optimizer=module:function` and `--schedule=module:function` name one of one's own.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +12,15 @@ import pytest
 from qkattn.config import ModelConfig, OptimizerConfig
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
-from qkattn.train import train
-from qkattn.train.muon import matrix_axes
-from qkattn.train.optimizer import OPTIMIZERS, optimizer
-from qkattn.train.parameter_names import decayed
-from qkattn.train.schedules import schedule
-from tests.lanes import only
+from qkattn.train import optimizer as optimizers
+from qkattn.train.optimizer import (
+    OPTIMIZERS,
+    SCHEDULES,
+    check_optimizer,
+    decayed,
+    matrix_axes,
+)
+from tests.outside import chosen
 
 MODEL = ModelConfig(d_model=8, num_layers=2, num_heads=2, context=4, vocab_size=16, biases=True)
 RATE, DECAY = 0.1, 0.5
@@ -91,7 +97,7 @@ def test_two_steps_are_those_by_hand(name, decay):
 
     @jax.jit
     def steps(rate, weight_decay, fractions, params, grads):
-        transforms = [optimizer(config, rate, weight_decay, f) for f in fractions]
+        transforms = [optimizers.optimizer(config, rate, weight_decay, f) for f in fractions]
         return two_steps(transforms, params, *grads)
 
     got = steps(RATE, DECAY, jnp.array(FRACTIONS), params, grads)
@@ -109,7 +115,9 @@ def test_adamw_is_that_of_optax_and_gradients_are_clipped():
         optax.clip_by_global_norm(1.0),
         optax.adamw(RATE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=DECAY, mask=decayed),
     )
-    got = optimizer(OptimizerConfig(decay='coupled'), jnp.float32(RATE), jnp.float32(DECAY))
+    got = optimizers.optimizer(
+        OptimizerConfig(decay='coupled'), jnp.float32(RATE), jnp.float32(DECAY)
+    )
     both = jax.jit(lambda *trees: [two_steps(2 * [which], *trees) for which in (got, want)])
     jax.tree.map(np.testing.assert_array_equal, *both(params, *grads))
 
@@ -133,34 +141,14 @@ def test_decay_is_of_matrices_and_embeddings_and_muon_trains_the_matrices_of_blo
     }
 
 
-@pytest.mark.parametrize('name', only(['sgd'], [name for name in OPTIMIZERS if name != 'adamw']))
-def test_a_stack_of_trials_learns(tiny, tmp_path, name):
-    config = tiny(
-        model={'num_layers': 1, 'd_model': 16},
-        optimizer={'name': name},
-        trials={'learning_rates': (1e-2, 2e-2), 'seeds': (0,)},
-        train={'steps_per_dispatch': 4, 'log_every': 4, 'num_steps': 16, 'eval_every': 16},
-    )
-    results = train(config, tmp_path / name)
-    assert all(2 < result['val_loss'] < 5.4 for result in results)
-    assert results[0]['val_loss'] != results[1]['val_loss']
-
-
 @pytest.mark.parametrize('rate', [0.1, 0.4])
 @pytest.mark.parametrize('decay', ['independent', 'coupled'])
 def test_independent_decay_does_not_depend_on_the_peak_learning_rate(decay, rate):
     params, zero = ({'w_in_DF': jnp.full((2, 3), value)} for value in (1.0, 0.0))
-    transform = optimizer(OptimizerConfig(name='sgd', decay=decay), rate, 0.05, 0.5)
+    transform = optimizers.optimizer(OptimizerConfig(name='sgd', decay=decay), rate, 0.05, 0.5)
     after = two_steps([transform, transform], params, zero, zero)
     kept = (1 - 0.5 * 0.05 * (rate if decay == 'coupled' else 1)) ** 2
     np.testing.assert_allclose(after['w_in_DF'], kept, rtol=1e-6)
-
-
-@pytest.mark.parametrize('field', ['name', 'schedule'])
-def test_an_unknown_name_is_refused_before_anything_is_written(tiny, tmp_path, field):
-    with pytest.raises(ConfigError, match=f"unknown optimizer.{field} 'best'; known are"):
-        train(tiny(optimizer={field: 'best'}), tmp_path / 'run')
-    assert not (tmp_path / 'run').exists()
 
 
 @pytest.mark.parametrize(
@@ -175,6 +163,121 @@ def test_an_unknown_name_is_refused_before_anything_is_written(tiny, tmp_path, f
 )
 def test_schedules(name, steps, want):
     config = OptimizerConfig(schedule=name, warmup_steps=4, final_fraction=0.2)
-    np.testing.assert_allclose(schedule(config, 64)(jnp.array(steps)), want, rtol=1e-6)
+    np.testing.assert_allclose(optimizers.schedule(config, 64)(jnp.array(steps)), want, rtol=1e-6)
     if name == 'inverse_sqrt':  # independent of the length of the run
-        np.testing.assert_allclose(schedule(config, 50)(jnp.array(steps)), want, rtol=1e-6)
+        np.testing.assert_allclose(
+            optimizers.schedule(config, 50)(jnp.array(steps)), want, rtol=1e-6
+        )
+
+
+# What every optimizer and schedule keeps, registered or from outside
+
+STEPS, WARMUP = 60, 4
+
+
+def pytest_generate_tests(metafunc):
+    chosen(metafunc, 'optimizer', [*OPTIMIZERS, 'lion:lion', 'lion:lion(b1=0.8, b2=0.9)'])
+    chosen(metafunc, 'schedule', [*SCHEDULES, 'wsd:wsd', 'wsd:wsd(decay=0.5)'])
+
+
+@pytest.fixture
+def descend(outside, optimizer):
+    """descend(rate, weight_decay): parameters before and after eight steps down sum of squares."""
+    config = OptimizerConfig(name=optimizer, clip_norm=None)
+    params = {
+        'w_embedding_VD': jnp.linspace(-1, 1, 12).reshape(4, 3),
+        'blocks': {
+            'w_in_DF': jnp.linspace(1, 2, 12).reshape(3, 4),
+            'w_frozen_DF': jnp.ones((3, 4)),
+            'b_in_F': jnp.ones(4),
+        },
+    }
+
+    @jax.jit
+    def step(state, rate, weight_decay):
+        params, inner = state
+        grads = jax.tree.map(lambda p: 2 * p, params)
+        grads['blocks']['w_frozen_DF'] *= 0
+        transform = optimizers.optimizer(config, rate, weight_decay, fraction=0.5)
+        updates, inner = transform.update(grads, inner, params)
+        return optax.apply_updates(params, updates), inner
+
+    def run(rate, weight_decay):
+        # The state depends on none of the numbers.
+        state = params, optimizers.optimizer(config, 0.0, 0.0).init(params)
+        for _ in range(8):
+            state = step(state, rate, weight_decay)
+        assert step._cache_size() == 1
+        return params, state[0]
+
+    return run
+
+
+def test_an_optimizer_descends_and_leaves_what_has_no_gradient(descend):
+    before, after = descend(0.02, 0.0)
+    np.testing.assert_array_equal(after['blocks'].pop('w_frozen_DF'), 1)
+    del before['blocks']['w_frozen_DF']
+    squares = [[float(jnp.sum(p**2)) for p in jax.tree.leaves(tree)] for tree in (before, after)]
+    assert np.all(np.less(squares[1], squares[0]))
+
+
+def test_without_a_learning_rate_only_independent_decay_moves_an_optimizer(descend):
+    before, after = descend(0.0, 0.1)
+    kept = (1 - 0.5 * 0.1) ** 8
+    np.testing.assert_allclose(after['w_embedding_VD'], kept * before['w_embedding_VD'], rtol=1e-5)
+    np.testing.assert_array_equal(after['blocks']['b_in_F'], before['blocks']['b_in_F'])
+    np.testing.assert_array_equal(after['blocks']['w_frozen_DF'], 1)
+
+
+def test_a_schedule_warms_up_to_the_peak_and_ends_where_it_says(outside, schedule):
+    config = OptimizerConfig(schedule=schedule, warmup_steps=WARMUP, final_fraction=0.1)
+    check_optimizer(config, STEPS)
+    fraction = jax.jit(jax.vmap(optimizers.schedule(config, STEPS)))
+    fractions = np.asarray(fraction(jnp.arange(STEPS + 1)))
+    np.testing.assert_allclose(fractions[: WARMUP + 1], np.arange(1, 6) / 5, rtol=1e-5)
+    assert np.all((fractions >= 0) & (fractions <= 1 + 1e-6))
+    if config.decays:
+        np.testing.assert_allclose(fractions[-1], 0.1, rtol=1e-5)
+
+
+OUTSIDE = """
+import optax
+def returns_nothing(config, learning_rate, weight_decay): pass
+def fails(config, learning_rate, weight_decay): raise KeyError('x')
+def ends_at_a_third(config, decay_steps): return lambda steps: 1 - 2 * steps / decay_steps / 3
+def divides(config, decay_steps): return lambda steps: 1 / (steps - decay_steps)
+"""
+
+
+@pytest.mark.parametrize(
+    ('fields', 'says'),
+    [
+        ({'name': 'best'}, "unknown optimizer.name 'best'; known are adamw, muon, sgd, or an imp"),
+        ({'schedule': 'cosin'}, "unknown optimizer.schedule 'cosin', did you mean 'cosine'"),
+        ({'name': 'adamw(b1=1.0)'}, "adamw has no option 'b1'; it takes none"),
+        ({'name': 'lion:lion(rank=1)'}, "has no option 'rank'; it takes b1, b2"),
+        ({'name': 'wsd:wsd'}, r'is not a function \(config, learning_rate, weight_decay'),
+        ({'name': 'optax:adam'}, "name='optax:adam' fails, TypeError in .*, line "),
+        ({'name': 'strange:returns_nothing'}, 'must return an optax.GradientT.*, not None'),
+        (
+            {'name': 'strange:fails'},
+            "optimizer.name='strange:fails' fails, KeyError in .*strange.py, line 4: 'x'",
+        ),
+        ({'schedule': 'lion:lion'}, r'is not a function \(config, decay_steps'),
+        ({'schedule': 'strange:divides'}, 'fails, ZeroDivisionError in .*strange.py, line 6: '),
+        ({'schedule': 'strange:ends_at_a_third'}, 'final_fraction=0.0 must be 0.3333, where opti'),
+    ],
+)
+def test_what_is_none_is_refused_in_one_sentence(outside, fields, says):
+    (outside / 'strange.py').write_text(OUTSIDE)
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_optimizer(OptimizerConfig(**fields), 1000)
+    assert '\n' not in str(caught.value)
+
+
+def test_a_schedule_from_outside_anneals_where_it_ends_low():
+    low, high = (
+        OptimizerConfig(schedule='strange:ends_at_a_third', final_fraction=f) for f in (0.1, 1 / 3)
+    )
+    assert low.anneals and high.decays and not high.anneals
+    assert not OptimizerConfig(schedule='constant').decays

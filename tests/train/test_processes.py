@@ -17,8 +17,9 @@ from qkattn.storage import leases, ledger
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.study import worker
-from qkattn.train import program, train
+from qkattn.train import program
 from qkattn.train.checkpoint import Checkpoints
+from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
 from tests.jobs.jobs import ended, start_job
 
@@ -32,9 +33,10 @@ JOB = """
     from qkattn.errors import ConfigError, Lost
     from qkattn.jobs import signals
     from qkattn.study import worker
-    from qkattn.train import start, train
+    from qkattn.train import loop
+    from qkattn.train.loop import train
 
-    start.SEEN_WITHIN = 1.0
+    loop.SEEN_WITHIN = 1.0
     lost_after, dispatches = int(os.environ.get('LOST_AFTER', 10**9)), itertools.count(1)
 
     def call(kind, settings, path):

@@ -1,95 +1,115 @@
-"""The choice of lifting, and placement of what each process reads."""
+"""From one trial to a stack: lifting, its choice, and what it becomes on a GPU."""
 
-import dataclasses
+import collections
 import logging
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.config import MeshConfig, to_json
-from qkattn.errors import ConfigError
+from qkattn.attention.kernels.call import Target
+from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, TrialsConfig
 from qkattn.storage.records import read_json
-from qkattn.train import placement, program, sharding, start
-from qkattn.train.start import build_program
+from qkattn.train import program, sharding
+from qkattn.train.loop import build_program
+from tests.lanes import only
+
+SIZES = {'num_layers': 2, 'd_model': 32, 'num_heads': 2, 'context': 16, 'vocab_size': 32}
+
+
+def loops(jaxpr):
+    """The lengths of a program's outermost loops."""
+    return [e.params['length'] for e in jaxpr.eqns if e.primitive.name == 'scan']
+
+
+@pytest.mark.parametrize('lifting', ['vmap', 'map'])
+def test_a_single_trial_is_computed_without_an_axis(lifting):
+    square = program.lift(lambda a, b: a @ b, lifting, sharding.make_mesh(MeshConfig()))
+    jaxpr = jax.make_jaxpr(square)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
+    (product,) = (e for e in jaxpr.eqns if e.primitive.name == 'dot_general')
+    assert product.outvars[0].aval.shape == (4, 5) and not loops(jaxpr)
+
+
+def test_map_takes_all_steps_of_a_trial_before_those_of_the_next(tiny):
+    config = tiny(
+        trials={'seeds': (0, 1, 2, 3, 4)}, train={'steps_per_dispatch': 3, 'log_every': 3}
+    )
+    mesh = sharding.make_mesh(MeshConfig())
+
+    def lengths(lifting):
+        steps = program.train_steps(config, lifting, mesh)
+        return loops(jax.make_jaxpr(steps)(*program.abstract_inputs(config, mesh)).jaxpr)
+
+    assert (lengths('map'), lengths('vmap')) == ([5], [3])
+
+
+def lowered(trials, lifting, **model):
+    """Counts of loops, and of products with and without a batch, in a step for CUDA."""
+    config = Config(
+        model=ModelConfig(compute_dtype='bfloat16', **SIZES, **model),
+        train=TrainConfig(batch_size=2, steps_per_dispatch=2, lifting=lifting),
+        trials=TrialsConfig(seeds=tuple(range(trials)), learning_rates=(1e-3,)),
+    )
+    mesh = sharding.make_mesh(config.mesh)
+    steps = jax.jit(program.train_steps(config, lifting, mesh))
+    traced = steps.trace(*program.abstract_inputs(config, mesh))
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+    found = collections.Counter(re.findall(r'stablehlo\.while|@__cudnn\S+?(?=\()', text))
+    for line in re.findall('.*stablehlo.dot_general.*', text):
+        found['batched' if 'batching_dims = ' in line else 'product'] += 1
+    return found
+
+
+@pytest.mark.parametrize('kernel', only(['einsum'], ['einsum', 'blockwise']))
+def test_side_by_side_all_products_are_batched_and_no_loop_is_added(kernel):
+    one, stack = lowered(1, 'vmap', kernel=kernel), lowered(8, 'vmap', kernel=kernel)
+    assert one['product'] > 20 and stack['product'] == 0
+    assert stack['batched'] == one['product'] + one['batched']
+    assert stack['stablehlo.while'] == one['stablehlo.while']
+
+
+def test_one_after_another_is_one_loop_around_the_products_of_one():
+    one, stack = lowered(1, 'map'), lowered(8, 'map')
+    assert stack.pop('stablehlo.while') == one.pop('stablehlo.while') + 1
+    assert stack == one
+
+
+def test_cudnn_computes_the_attention_of_all_trials_at_once(monkeypatch, cudnn):
+    monkeypatch.setattr(Target, 'of', classmethod(lambda cls, mesh: cls('gpu', mesh, 9.0)))
+    one, stack = lowered(1, 'vmap'), lowered(8, 'vmap')
+    for name in ('@__cudnn$fmhaSoftmax', '@__cudnn$fmhaSoftmaxBackward'):
+        assert stack[name] == one[name] > 0
+    assert stack['product'] == 0 and stack['batched'] == one['product']
 
 
 def test_auto_measures_both_liftings_and_keeps_the_faster(
-    tiny, tmp_path, monkeypatch, evaluation_only, caplog
+    small, tmp_path, monkeypatch, evaluation_only, caplog
 ):
     caplog.set_level(logging.INFO, 'qkattn')
-    config = tiny(train={'lifting': 'auto'})
+    config = small(train={'lifting': 'auto'})
+    built = program.build(config)
+    assert set(built.measured) == {'map', 'vmap'}
+    assert all(1e-6 < seconds < 600 for seconds in built.measured.values())
     seconds = iter([0.2, 0.1 + 1 / 30000])
     monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *a: next(seconds))
     assert build_program(config, tmp_path).lifting == 'vmap'
-    assert read_json(tmp_path / 'lifting.json', {}) == {
-        'lifting': 'vmap',
-        'seconds_per_step': {'map': 0.2, 'vmap': 0.1 + 1 / 30000},
-    }
-    assert caplog.messages[-1] == (
-        'trials are trained side by side (vmap): 0.1 s per step; one after another (map): 0.2 s '
-        'per step'
-    )
+    recorded = {'lifting': 'vmap', 'seconds_per_step': {'map': 0.2, 'vmap': 0.1 + 1 / 30000}}
+    assert read_json(tmp_path / 'lifting.json', {}) == recorded
+    assert '(vmap): 0.1 s per step; one after another (map): 0.2 s' in caplog.messages[-1]
     # A later start takes the recorded choice without measuring (the iterator is used up).
     assert build_program(config, tmp_path).lifting == 'vmap'
+    one = program.build(small(train={'lifting': 'auto'}, trials={'seeds': (0,)}))
+    assert one.lifting == 'vmap' and one.measured == {}
 
 
-def test_the_measurement_is_of_seconds(tiny, evaluation_only):
-    small = {'num_layers': 1, 'd_model': 16}
-    built = program.build(tiny(model=small, train={'lifting': 'auto'}))
-    assert set(built.measured) == {'map', 'vmap'}
-    assert all(1e-6 < s < 600 for s in built.measured.values())
-
-
-def test_one_trial_is_not_measured(tiny, evaluation_only):
-    built = program.build(tiny(train={'lifting': 'auto'}, trials={'seeds': (0,)}))
-    assert built.lifting == 'vmap' and built.measured == {}
-
-
-def test_rows_become_microbatches_in_turn(tiny):
-    config = dataclasses.replace(tiny(), mesh=MeshConfig(trial=2, data=2, fsdp=2))
-    mesh = sharding.make_mesh(config.mesh)
-    share = placement.local_share(config, mesh)
-    assert share.trials.tolist() == [0, 1] and share.rows.tolist() == list(range(8))
-    local_CXBT = np.arange(1 * 2 * 8 * 16, dtype=np.int32).reshape(1, 2, 8, 16)
-    placed = placement.place_batch(config, mesh, {'tokens_BT': local_CXBT})['tokens_BT']
-    assert placed.shape == (1, 2, 2, 4, 16)
-    for a in range(2):
-        np.testing.assert_array_equal(placed[0, :, a], local_CXBT[0, :, a::2])
-    assert len({str(s.index) for s in placed.addressable_shards}) == 8
-
-
-def test_initial_trials_are_those_of_their_seeds(tiny, evaluation_only):
-    state = program.build(tiny(trials={'seeds': (3, 4)}), 'vmap').init()
-    alone = program.build(tiny(trials={'seeds': (4,)}), 'vmap').init()
-    jax.tree.map(
-        lambda stacked, one: np.testing.assert_array_equal(stacked[1], one[0]),
-        state['trials']['params'],
-        alone['trials']['params'],
-    )
-
-
-def test_processes_with_other_settings_or_another_directory_are_refused(
-    tiny, tmp_path, monkeypatch
+def test_initial_trials_are_those_of_their_seeds_however_quickly_compiled(
+    small, monkeypatch, evaluation_only
 ):
-    config = tiny()
-    start.require_same_settings(config)
-    other = to_json(dataclasses.replace(config, mesh=MeshConfig(data=2)))
-    monkeypatch.setattr(start.agreement, 'from_all', lambda own: [own, own, other])
-    with pytest.raises(ConfigError, match=r'process 2 has other settings .* \(mesh.data: 1 -> 2\)'):
-        start.require_same_settings(config)
-
-    monkeypatch.setattr(start, 'SEEN_WITHIN', 0.0)
-    monkeypatch.setattr(start.agreement, 'from_all', lambda own: [[True, '/a'], own])
-    with pytest.raises(ConfigError, match=f'workdir={tmp_path} of process 1 is not /a of process'):
-        start.require_shared(tmp_path)
-    (tmp_path / 'config.json').touch()
-    start.require_shared(tmp_path)
-
-
-def test_a_quick_compilation_gives_the_same_initial_trials(tiny, monkeypatch, evaluation_only):
-    config = tiny(model={'num_layers': 1, 'd_model': 16})
-    plain = program.build(config, 'vmap').init()
+    state = program.build(small(trials={'seeds': (3, 4)}), 'vmap').init()['trials']
+    alone = program.build(small(trials={'seeds': (4,)}), 'vmap').init()['trials']
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[0]), state, alone)
     monkeypatch.delenv('XLA_FLAGS')  # XLA has read it; it sets a level of the tests
-    quick = program.build(config, 'vmap').init()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), quick, plain)
+    quick = program.build(small(trials={'seeds': (3, 4)}), 'vmap').init()['trials']
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), quick, state)

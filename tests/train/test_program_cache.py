@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from qkattn.train import placement, program, program_cache, train
-from qkattn.train.compiling import without_cache
-from qkattn.train.program_cache import keep_programs
+from qkattn.train import program, program_cache
+from qkattn.train.loop import train
+from qkattn.train.program_cache import keep_programs, without_cache
 
 OPTIONS = ('jax_compilation_cache_dir', 'jax_enable_compilation_cache')
 
@@ -159,7 +159,7 @@ def test_stages_of_an_arm_share_their_programs_which_are_the_same_to_the_last_bi
     def one_step(**trials):
         config = tiny(model={'num_layers': 1, 'd_model': 16}, trials=trials)
         built = program.build(config)
-        batch = placement.constant_batch(config, built.mesh)
+        batch = program.constant_batch(config, built.mesh)
         return jax.tree.map(np.asarray, built.train(built.init(), batch))
 
     keep_programs()

@@ -1,4 +1,4 @@
-"""Placement of arrays by the letters of their names."""
+"""The mesh, arrays by the letters of their names, batches by their rows, memory."""
 
 import dataclasses
 import logging
@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qkattn.config import MeshConfig
+from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, TrialsConfig
 from qkattn.errors import ConfigError
+from qkattn.model import cost
 from qkattn.train import sharding
 
 
@@ -57,11 +58,6 @@ def test_a_fallback_is_said_once_by_name(caplog):
     assert [r.getMessage() for r in caplog.records if 'said_once' in r.getMessage()] == [
         'p/blocks/said_once/w_q_DNH: N=6 does not divide over tensor=4; split over H'
     ]
-
-
-def test_a_mesh_of_more_devices_than_there_are_is_refused():
-    with pytest.raises(ConfigError, match="'data': 16.*needs 16 devices, but there are 8"):
-        sharding.make_mesh(MeshConfig(data=16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +114,105 @@ def test_an_axis_may_span_a_part_of_a_side_of_the_torus(mesh):
     assert {d.id for d in built.devices.flat} == set(range(16))
 
 
-def test_a_mesh_that_does_not_fit_the_nodes_is_refused():
+def test_a_mesh_that_does_not_fit_the_devices_is_refused():
+    with pytest.raises(ConfigError, match="'data': 16.*needs 16 devices, but there are 8"):
+        sharding.make_mesh(MeshConfig(data=16))
     devices = [Gpu(id=i, slice_index=i // 3) for i in range(8)]  # of 3, 3 and 2
     with pytest.raises(ConfigError, match='over 3 slices or nodes of 3, 3, 2 devices'):
         sharding.make_mesh(MeshConfig(data=8), devices)
+
+
+# Batches and memory
+
+CONFIG = Config(
+    model=ModelConfig(d_model=16, num_layers=1, num_heads=2, context=16),
+    train=TrainConfig(steps_per_dispatch=5, batch_size=4),
+    trials=TrialsConfig(seeds=(0, 1, 2)),
+)
+
+
+def test_parameters_gradients_and_a_batch_have_to_fit(monkeypatch):
+    # Float32 parameters and gradients; tokens, targets and loss weights of 5 steps of 4 rows.
+    needed = 2 * 4 * 3 * cost.measured(CONFIG.model, 'total') + 5 * 3 * 4 * (3 * 16) * 4
+    memory = {'SC_PAGE_SIZE': 1, 'SC_PHYS_PAGES': needed}
+    monkeypatch.setattr(sharding.os, 'sysconf', memory.__getitem__)
+    sharding.require_memory(CONFIG)
+    memory['SC_PHYS_PAGES'] -= 1
+    with pytest.raises(ConfigError, match='3 trials of 7,472 parameters'):
+        sharding.require_memory(CONFIG)
+
+
+def test_sizes_that_no_machine_holds_are_refused_by_name():
+    model = dataclasses.replace(CONFIG.model, vocab_size=2**31 - 1)
+    with pytest.raises(ConfigError, match='model.vocab_size=2147483647.* 768.0 GiB, more than the'):
+        sharding.require_memory(dataclasses.replace(CONFIG, model=model))
+
+
+MESHES = [
+    MeshConfig(data=8),
+    MeshConfig(data=2, fsdp=2, tensor=2),
+    MeshConfig(trial=2, data=4),
+    MeshConfig(trial=2, data=2, tensor=2),
+    MeshConfig(trial=4, tensor=2),
+    MeshConfig(fsdp=4, tensor=2),
+]
+# Devices by process: a block each; rows of devices that are not consecutive; one with other trials.
+JOBS = [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]], [[0, 1, 2], [3, 4, 5], [6, 7]]]
+
+
+@pytest.mark.parametrize('job', JOBS, ids=['blocks', 'spread', 'unequal'])
+@pytest.mark.parametrize('mesh', MESHES, ids=str)
+def test_processes_read_what_their_devices_hold_and_place_the_batch(mesh, job, monkeypatch):
+    config = dataclasses.replace(
+        CONFIG,
+        train=TrainConfig(steps_per_dispatch=3, batch_size=16, accumulation=2),
+        trials=TrialsConfig(seeds=(0, 1, 2, 3)),
+        mesh=mesh,
+    )
+    over = sharding.make_mesh(mesh)
+    batch = {'tokens_BT': np.random.default_rng(0).integers(0, 99, (3, 4, 16, 5), np.int32)}
+    rows = {'tokens_BT': np.random.default_rng(1).integers(0, 99, (16, 5), np.int32)}
+    want = {
+        'batch': sharding.place_batch(config, over, batch)['tokens_BT'],
+        'rows': sharding.place_rows(config, over, rows)['tokens_BT'],
+    }
+    given: dict = {'batch': {}, 'rows': {}}
+    read = np.zeros((len(job), 4, 16), bool)
+    for process, ids in enumerate(job):
+
+        def mine(self, shape, ids=ids):
+            return {d: i for d, i in self.devices_indices_map(shape).items() if d.id in ids}
+
+        def keep(shape, placed, part, mine=mine):
+            return {device.id: part(index) for device, index in mine(placed, shape).items()}
+
+        with monkeypatch.context() as patch:
+            patch.setattr(NamedSharding, 'addressable_devices_indices_map', mine)
+            patch.setattr(jax, 'make_array_from_callback', keep)
+            share, numbers = sharding.local_share(config, over), sharding.local_rows(config, over)
+            own = batch['tokens_BT'][:, share.trials][:, :, share.rows]
+            given['batch'] |= sharding.place_batch(config, over, {'_': own})['_']
+            own = rows['tokens_BT'][numbers]
+            given['rows'] |= sharding.place_rows(config, over, {'_': own})['_']
+        read[process][np.ix_(share.trials, share.rows)] = True
+    for name, array in want.items():
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(given[name][shard.device.id], shard.data)
+    assert read.any(0).all()
+    if math.prod((mesh.data, mesh.fsdp)) == 8 or (job is JOBS[0] and mesh.tensor == 1):
+        assert read.sum() == 4 * 16  # nothing is read twice
+    if mesh.trial == 2 and job is JOBS[0]:
+        assert read[:, :, 0].tolist() == [[True, True, False, False], [False, False, True, True]]
+
+
+def test_rows_become_microbatches_in_turn(tiny):
+    config = dataclasses.replace(tiny(), mesh=MeshConfig(trial=2, data=2, fsdp=2))
+    mesh = sharding.make_mesh(config.mesh)
+    share = sharding.local_share(config, mesh)
+    assert share.trials.tolist() == [0, 1] and share.rows.tolist() == list(range(8))
+    local_CXBT = np.arange(1 * 2 * 8 * 16, dtype=np.int32).reshape(1, 2, 8, 16)
+    placed = sharding.place_batch(config, mesh, {'tokens_BT': local_CXBT})['tokens_BT']
+    assert placed.shape == (1, 2, 2, 4, 16)
+    for a in range(2):
+        np.testing.assert_array_equal(placed[0, :, a], local_CXBT[0, :, a::2])
+    assert len({str(s.index) for s in placed.addressable_shards}) == 8

@@ -1,8 +1,8 @@
-"""The step: golden numbers, accumulation, trials, divergence, dtype."""
+"""One step: golden numbers, losses, accumulation, divergence, dropout, memory."""
 
-import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +10,25 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qkattn.config import MeshConfig, TrialsConfig
+import qkattn
+from qkattn.config import MeshConfig
+from qkattn.data import pipeline
 from qkattn.data.pipeline import batches
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.model import build
-from qkattn.train import placement, program, sharding, step
-from qkattn.train.lifting import lift
-from qkattn.train.schedules import schedule
+from qkattn.train import program, sharding, step, trials
+from qkattn.train.optimizer import schedule
+from tests.lanes import only
+
+GOLDEN = {
+    'loss': [6.1501417, 5.9226151],
+    'grad_norm': [2.7045262, 2.1575873],
+    'update_norm': [0.6097617, 0.6096081],
+}
 
 
 def tokens_XABT1(config, seed=0):
-    shape = (*placement.leading_shape(config)[1:], config.model.context + 1)
+    shape = (*sharding.leading_shape(config)[1:], config.model.context + 1)
     return np.random.default_rng(seed).integers(0, 256, shape).astype(np.int32)
 
 
@@ -33,23 +42,28 @@ def language_batch(tokens_ABT1):
 
 
 @functools.cache
-def compiled(config, lifting):
+def compiled(model, optimizer, train, lifting):
     """Initialization and training program; trials differ in data only."""
+    config = qkattn.Config(model=model, optimizer=optimizer, train=train)
     mesh = sharding.make_mesh(MeshConfig())
     init = functools.partial(step.init_stack, config)
-    return jax.jit(init), jax.jit(step.train_steps(config, lifting, mesh))
+    return jax.jit(init), jax.jit(program.train_steps(config, lifting, mesh))
 
 
 def three_steps(config, tokens, lifting='vmap'):
     """State and metrics after three steps on the same tokens."""
-    trials = config.trials.trials()
+    points = config.trials.trials()
     hyper = {
-        name: jnp.array([trial[name] for trial in trials], dtype)
+        name: jnp.array([trial[name] for trial in points], dtype)
         for name, dtype in program.HYPER.items()
     }
-    init, run = compiled(dataclasses.replace(config, trials=TrialsConfig()), lifting)
+    init, run = compiled(config.model, config.optimizer, config.train, lifting)
     batch = language_batch(jnp.broadcast_to(tokens, (3, *tokens.shape)))
     return run(init(hyper['seed']), hyper, batch)
+
+
+def params_of(config):
+    return step.init_trial(config, jnp.uint32(0))['params']
 
 
 @pytest.fixture
@@ -61,13 +75,6 @@ def four(tiny):
         return tiny(model={'scan_unroll': 1} | model, trials=trials)
 
     return make
-
-
-GOLDEN = {
-    'loss': [6.1501417, 5.9226151],
-    'grad_norm': [2.7045262, 2.1575873],
-    'update_norm': [0.6097617, 0.6096081],
-}
 
 
 @pytest.mark.stored
@@ -99,11 +106,16 @@ def test_microbatches_are_one_batch_weighted_by_tokens(four):
     want = jax.jit(jax.value_and_grad(mean_loss))(params)
     gradients = jax.jit(functools.partial(step.gradients, config))
     for batch_ABT in (batch, jax.tree.map(lambda a: a[None], whole)):
-        jax.tree.map(
-            lambda got, leaf: np.testing.assert_allclose(got, leaf, rtol=1e-6, atol=1e-6),
-            gradients(params, batch_ABT),
-            want,
-        )
+        assert_close(gradients(params, batch_ABT), want, 1e-6)
+
+
+def assert_close(got, want, rtol):
+    """Leaves agree to `rtol` of their largest number; bitwise for 0."""
+
+    def close(a, b):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+
+    jax.tree.map(close, got, want)
 
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
@@ -123,32 +135,6 @@ def test_a_stack_equals_its_trials_alone(four, lifting):
             state['trials']['params'],
             want_state['trials']['params'],
         )
-
-
-def loops(jaxpr):
-    """The lengths of a program's outermost loops."""
-    return [e.params['length'] for e in jaxpr.eqns if e.primitive.name == 'scan']
-
-
-@pytest.mark.parametrize('lifting', ['vmap', 'map'])
-def test_a_single_trial_is_computed_without_an_axis(lifting):
-    square = lift(lambda a, b: a @ b, lifting, sharding.make_mesh(MeshConfig()))
-    jaxpr = jax.make_jaxpr(square)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
-    (product,) = (e for e in jaxpr.eqns if e.primitive.name == 'dot_general')
-    assert product.outvars[0].aval.shape == (4, 5) and not loops(jaxpr)
-
-
-def test_map_takes_all_steps_of_a_trial_before_those_of_the_next(four):
-    mesh = sharding.make_mesh(MeshConfig())
-    config = four({'seeds': (0, 1, 2, 3, 4)})
-    state, hyper, _ = program.abstract_inputs(config, mesh)
-    batch = language_batch(np.broadcast_to(tokens_XABT1(config), (3, *tokens_XABT1(config).shape)))
-
-    def lengths(lifting):
-        steps = step.train_steps(config, lifting, mesh)
-        return loops(jax.make_jaxpr(steps)(state, hyper, batch).jaxpr)
-
-    assert (lengths('map'), lengths('vmap')) == ([10], [3])
 
 
 def test_a_diverged_trial_is_frozen_and_the_others_go_on(four):
@@ -173,27 +159,38 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_parameters(four):
 
 
 def test_dropout_depends_on_seed_and_step_only(four):
-    trials = {'learning_rates': (0.0,), 'weight_decays': (0.0,), 'seeds': (0, 1, 2, 3)}
-    config = four(trials, dropout=0.1)
+    points = {'learning_rates': (0.0,), 'weight_decays': (0.0,), 'seeds': (0, 1, 2, 3)}
+    config = four(points, dropout=0.1)
     tokens = tokens_XABT1(config)
-    losses_CX = np.asarray(three_steps(config, tokens)[1]['loss'])
-    again_CX = np.asarray(three_steps(config, tokens)[1]['loss'])
+    losses_CX, again_CX = (np.asarray(three_steps(config, tokens)[1]['loss']) for _ in range(2))
     np.testing.assert_array_equal(losses_CX, again_CX)
-    _, without = three_steps(four(trials), tokens)
+    _, without = three_steps(four(points), tokens)
     assert np.abs(losses_CX[0] - without['loss'][0]).min() > 1e-4
     assert np.abs(losses_CX[0] - losses_CX[1]).min() > 1e-4  # other units at another step
 
 
+@pytest.mark.parametrize('field', ['dropout', 'attention_dropout', 'activation_dropout'])
+def test_each_kind_of_dropout_alone_acts_in_training(four, field):
+    batch, key = language_batch(tokens_XABT1(four())[0, 0]), jax.random.key(0)
+    plain, dropped = (
+        jax.jit(functools.partial(step.loss_sum, config))(params_of(four()), batch, key)
+        for config in (four(), four(**{field: 0.5}))
+    )
+    assert abs(dropped - plain) > 1e-3 and four(**{field: 0.5}).model.drops
+
+
 def test_remat_and_unroll_change_no_gradient_and_what_is_kept(four):
     params, found, kept = params_of(four()), {}, {}
+    batch = language_batch(jnp.asarray(tokens_XABT1(four())[0, 0]))
     for remat, unroll in (('none', None), ('full', 1), ('dots', 1)):
         config = four(dropout=0.1, remat=remat, scan_unroll=unroll)
-        traced = jax.jit(jax.grad(loss_of(config))).trace(params)
-        found[remat] = jax.tree.leaves(traced.lower().compile()(params))
-        kept[remat] = sum(math.prod(shape) for shape in residuals(loss_of(config), params))
+        loss = functools.partial(step.loss_sum, config, batch=batch, dropout_key=jax.random.key(0))
+        found[remat] = jax.jit(jax.grad(loss))(params)
+        # What the backward pass reads.
+        _, pullback = jax.vjp(jax.jit(loss), params)
+        kept[remat] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
     for remat in ('full', 'dots'):
-        for want, got in zip(found['none'], found[remat], strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+        assert_close(found[remat], found['none'], 1e-4)
     # 'dots' keeps q, k, v, the output of attention and the hidden layer of the MLP (4 D).
     model = four().model
     stream = model.num_layers * 4 * model.context * model.d_model
@@ -201,29 +198,135 @@ def test_remat_and_unroll_change_no_gradient_and_what_is_kept(four):
     assert kept['none'] > kept['dots'] + 2 * stream
 
 
-def residuals(function, *args):
-    """The shapes of what the backward pass of a function reads."""
-    _, pullback = jax.vjp(jax.jit(function), *args)
-    return [leaf.shape for leaf in jax.tree.leaves(pullback)]
-
-
-def params_of(config):
-    return step.init_trial(config, jnp.uint32(0))['params']
-
-
-def loss_of(config):
-    batch = language_batch(jnp.asarray(tokens_XABT1(config)[0, 0]))
-    key = jax.random.key(0)
-    return lambda params: step.loss_sum(config, params, batch, key)
-
-
 def test_the_loss_of_a_model_is_the_mean_that_training_sums(tiny):
     config = tiny(model={'num_layers': 1})
     model = build(config.model, key=jax.random.key(0))
     batch = next(batches(config))
     batch['loss_weights_BT'] = np.random.default_rng(0).random((8, 16)).astype(np.float32)
-    params = nnx.to_pure_dict(nnx.state(model))
-    total = step.loss_sum(config, params, batch)
-    np.testing.assert_allclose(
-        step.loss(model, batch), total / batch['loss_weights_BT'].sum(), rtol=1e-6
-    )
+    total = step.loss_sum(config, nnx.to_pure_dict(nnx.state(model)), batch)
+    mean = total / batch['loss_weights_BT'].sum()
+    np.testing.assert_allclose(qkattn.loss(model, batch), mean, rtol=1e-6)
+
+
+def test_label_smoothing_is_a_mixture_with_the_uniform_distribution(tiny, monkeypatch):
+    def on_targets(config, params, batch, measure, key=None):
+        return measure(batch['logits'], batch['targets_BT'])
+
+    for module in (step, trials):
+        monkeypatch.setattr(module, 'on_targets', on_targets)
+    rng = np.random.default_rng(0)
+    batch = {
+        'logits': rng.normal(size=(3, 5, 7)).astype(np.float32),
+        'targets_BT': rng.integers(0, 7, (3, 5)),
+        'loss_weights_BT': rng.integers(0, 2, (3, 5)).astype(np.float32),
+    }
+    smooth = tiny(train={'label_smoothing': 0.1})
+    nats_BTV = -np.log(np.exp(batch['logits']) / np.exp(batch['logits']).sum(-1, keepdims=True))
+    # Cross-entropy with 0.9 of the target and 0.1 of everything, word for word.
+    want, plain = 0.0, 0.0
+    for b, t in zip(*np.nonzero(batch['loss_weights_BT']), strict=True):
+        target_V = np.eye(7)[batch['targets_BT'][b, t]]
+        want += (0.9 * target_V + 0.1 / 7) @ nats_BTV[b, t]
+        plain += target_V @ nats_BTV[b, t]
+    np.testing.assert_allclose(step.loss_sum(smooth, None, batch), want, rtol=1e-5)
+    np.testing.assert_allclose(step.loss_sum(tiny(), None, batch), plain, rtol=1e-5)
+    nats_B = trials.row_sums(smooth, None, batch)['nats']
+    np.testing.assert_allclose(nats_B.sum(), plain, rtol=1e-5)
+    assert abs(plain - want) > 1e-2
+
+
+@pytest.mark.parametrize('name', ['translation', 'masked', 'causal probe'])
+def test_padding_and_targets_of_no_weight_enter_no_loss_and_no_gradient(task, name):
+    config = task(name)
+    three = pipeline.train_batch(rows_of(config), seed=0, step=0, batch_size=3)
+    batch = jax.tree.map(lambda a: np.concatenate([a, np.zeros_like(a)]), three)
+    params, compute = params_of(config), jax.jit(functools.partial(step.gradients, config))
+
+    def losses_and_gradients(batch):
+        return compute(params, jax.tree.map(lambda a: a[None], batch))
+
+    want = losses_and_gradients(batch)
+    # Each row twice is the same mean only if rows of padding add nothing to sum or weight.
+    twice = jax.tree.map(lambda a: np.concatenate([a, a]), three)
+    assert_close(losses_and_gradients(twice), want, 1e-5)
+    used_BT = batch['loss_weights_BT'] > 0
+    ignored = batch | {'targets_BT': np.where(used_BT, batch['targets_BT'], np.int32(3))}
+    assert_close(losses_and_gradients(ignored), want, 0.0)
+    changed = batch | {'targets_BT': np.where(used_BT, 5, batch['targets_BT'])}
+    assert abs(losses_and_gradients(changed)[0] - want[0]) > 0.1
+    if name == 'translation':
+        padding_BT, padding_BS = batch['segments_BT'] == 0, batch['source_segments_BS'] == 0
+        assert padding_BT[:3].any() and padding_BS[:3].any()
+        other = batch | {
+            'tokens_BT': np.where(padding_BT, 77, batch['tokens_BT']),
+            'source_BS': np.where(padding_BS, 55, batch['source_BS']),
+        }
+        # Bitwise, but for the embeddings that padding looked up: their gradient is 0 anyhow.
+        assert_close(losses_and_gradients(other), want, 1e-6)
+
+
+# Logits of a few positions at a time
+
+B, T, V = 4, 16, 8192
+
+
+@pytest.fixture
+def large(tiny):
+    """A model whose logits are most of what it computes."""
+
+    def make(chunk, **train):
+        model = {'d_model': 8, 'num_layers': 1, 'vocab_size': V}
+        return tiny(model=model, train={'logits_chunk': chunk} | train)
+
+    return make
+
+
+@functools.cache
+def large_batch():
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, V, (B, T), np.int32) for name in ('tokens_BT', 'targets_BT')}
+    return batch | {'loss_weights_BT': (rng.random((B, T)) > 0.2).astype(np.float32)}
+
+
+def gradient(config, params):
+    return jax.value_and_grad(functools.partial(step.loss_sum, config))(params, large_batch())
+
+
+def sums(config, params):
+    return trials.row_sums(config, params, large_batch())
+
+
+@pytest.mark.parametrize('chunk', only([5], [1, 5, 8]))
+def test_chunks_change_no_loss_no_gradient_and_no_evaluation(large, chunk):
+    whole, cut = large(None, label_smoothing=0.1), large(chunk, label_smoothing=0.1)
+    params = params_of(whole)
+    for compute in (gradient, sums):
+        want, got = (jax.jit(functools.partial(compute, c))(params) for c in (whole, cut))
+        assert_close(got, want, 1e-5)
+
+
+def test_memory_of_training_and_evaluation_is_that_of_a_chunk(large):
+    def temporary(chunk, compute):
+        params = jax.eval_shape(lambda: params_of(large(chunk)))
+        compiled = jax.jit(functools.partial(compute, large(chunk))).lower(params).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    logits = 4 * B * T * V
+    for compute in (gradient, sums):
+        assert temporary(None, compute) > logits
+        # A chunk of one position has a sixteenth of the logits, and their gradient.
+        assert temporary(1, compute) < logits / 2
+
+
+def test_no_device_holds_the_whole_vocabulary(large):
+    """The embedding splits V over fsdp and tensor, logits over tensor, and rows over fsdp."""
+    config = large(None, steps_per_dispatch=1, accumulation=1)
+    mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
+    lowered = program.lower(config, 'vmap', mesh, *program.abstract_inputs(config, mesh))
+    text = lowered.compile().as_text()
+    sizes = {
+        int(size) for shape in re.findall(r'f32\[([\d,]+)\]', text) for size in shape.split(',')
+    }
+    assert V not in sizes and {V // 2, V // 4} < sizes
+    rows = config.train.batch_size // 2
+    assert f'f32[2,{rows},{T},{V // 2}]' in text and f'{2 * rows},{T},{V // 2}]' not in text

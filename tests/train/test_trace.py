@@ -6,7 +6,8 @@ import types
 import pytest
 
 from qkattn.errors import ConfigError, Lost
-from qkattn.train import trace, train
+from qkattn.train import trace
+from qkattn.train.loop import train
 from qkattn.train.trace import Trace
 
 

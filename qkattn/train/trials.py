@@ -1,0 +1,202 @@
+"""The trials of a run as one stack: what trains and evaluates them."""
+
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qkattn import metrics
+from qkattn.analysis import means
+from qkattn.config import Config
+from qkattn.data import pipeline
+from qkattn.data.tasks import repeats
+from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.model import with_params
+from qkattn.model.transformer import cross_entropy, inputs_of
+from qkattn.train.program import Program, stack_program
+from qkattn.train.sharding import fetch, local_rows, local_share, place_batch, place_rows
+from qkattn.train.step import on_targets
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """X trials on one split.
+
+    Attributes:
+      values: [X] by the name of a metric, NaN for trials that diverged; None where the metric is
+        not defined.
+      num_targets: evaluated targets; padding is none.
+      num_rows: rows with at least one target.
+      nats_RX, targets_R: the loss summed over each evaluated row, and its targets, in row order.
+      attention: `metrics.ATTENTION`, each [X], of the validation split; {} where that is off.
+    """
+
+    values: Mapping[str, np.ndarray | None]
+    num_targets: int
+    num_rows: int
+    nats_RX: np.ndarray
+    targets_R: np.ndarray
+    attention: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Stack:
+    """X trials on their mesh, and the rows that they are trained and evaluated on.
+
+    Attributes:
+      state: as in `train.step`; it changes with every dispatch.
+    """
+
+    config: Config
+    program: Program
+    rows: Rows
+    state: dict
+
+    def batches(self) -> Generator[Batch]:
+        """What this process reads of the batches from the next step to the last; close it."""
+        train, trials, step = self.config.train, self.config.trials.trials(), self.step
+        share = local_share(self.config, self.program.mesh)
+        return pipeline.train_batches(
+            self.rows,
+            seeds=[trials[x]['seed'] for x in share.trials],
+            batch_size=train.batch_size,
+            start_step=step,
+            num_steps=train.num_steps - step,
+            steps_per_read=train.steps_per_dispatch,
+            part=share.rows,
+        )
+
+    def place(self, batch: Batch) -> dict[str, jax.Array]:
+        """One of `batches` on the devices."""
+        return place_batch(self.config, self.program.mesh, batch)
+
+    def train(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Takes the steps of one dispatch; returns their metrics [C, X]."""
+        self.state, measured = self.program.train(self.state, batch)
+        return measured
+
+    @property
+    def step(self) -> int:
+        """Number of steps done."""
+        return int(self.state['step'])
+
+    @property
+    def alive_X(self) -> np.ndarray:
+        return fetch(self.state['trials']['alive'])
+
+    def params(self, x: int) -> dict:
+        """One trial's parameters, on one device of each process."""
+        return jax.tree.map(lambda a: jnp.asarray(fetch(a[x])), self.state['trials']['params'])
+
+    def evaluate(
+        self, split: str, should_stop: Callable[[], bool] = lambda: False
+    ) -> Evaluation | None:
+        """Evaluates every trial on the split, or on data.eval_sequences rows of it.
+
+        Returns:
+          None where `should_stop`, which is called before every batch, has returned true.
+        """
+        batches = self._eval_batches(split, self.config.data.eval_sequences)
+        if (sums := self._sums(batches, should_stop)) is None:
+            return None
+        values = metrics.values(sums, self.rows.bytes_per_token(split))
+        number_X = self._number_X()
+        return Evaluation(
+            values={name: None if v_X is None else number_X * v_X for name, v_X in values.items()},
+            num_targets=int(sums['weight'].sum(0)[0]),
+            num_rows=int(sums['rows'].sum(0)[0]),
+            nats_RX=number_X * sums['nats'],
+            targets_R=sums['weight'][:, 0],
+            attention=self._attention() if split == 'validation' else {},
+        )
+
+    def induction(self) -> dict[str, np.ndarray] | None:
+        """How the trials use what stands earlier in their context; NaN for trials that diverged.
+
+        Random tokens are shown twice (Olsson et al. 2022, 'In-context learning and induction
+        heads'); only a model that finds them again in its context does better on the second copy.
+
+        Returns:
+          None where the rows have no such `repeats.sequences`.
+        """
+        r_BH = repeats.sequences(self.rows)
+        if r_BH is None:
+            return None
+
+        def total(copy: repeats.Copy) -> dict[str, np.ndarray]:
+            size, part = self.config.train.batch_size, local_rows(self.config, self.program.mesh)
+            context = self.config.model.context
+            batches = repeats.batches(r_BH, context, copy, batch_size=size, part=part)
+            return {name: sums_RX.sum(0) for name, sums_RX in self._sums(batches).items()}
+
+        first, second, number_X = total('first'), total('second'), self._number_X()
+        gain_X = first['nats'] / first['weight'] - second['nats'] / second['weight']
+        return {
+            'val_induction_gain': number_X * gain_X,
+            'val_induction_accuracy': number_X * second['correct'] / second['weight'],
+        }
+
+    def _attention(self) -> dict[str, np.ndarray]:
+        """`Evaluation.attention`, of the rows of one batch."""
+        if not self.config.train.attention_metrics:
+            return {}
+        batch = next(self._eval_batches('validation', self.config.train.batch_size))
+        measured = self._measure(attention_means, batch)
+        return {name: self._number_X() * fetch(values_X) for name, values_X in measured.items()}
+
+    def _eval_batches(self, split: str, max_rows: int | None) -> Iterator[Batch]:
+        """What this process reads of the batches over a split."""
+        size, part = self.config.train.batch_size, local_rows(self.config, self.program.mesh)
+        return pipeline.eval_batches(
+            self.rows, split, batch_size=size, max_rows=max_rows, part=part
+        )
+
+    def _measure(self, measure: Callable[..., dict], batch: Batch) -> dict[str, jax.Array]:
+        mesh = self.program.mesh
+        run = stack_program(self.config, self.program.lifting, mesh, measure)
+        return run(self.state['trials']['params'], place_rows(self.config, mesh, batch))
+
+    def _sums(
+        self, batches: Iterable[Batch], should_stop: Callable[[], bool] = lambda: False
+    ) -> metrics.Sums | None:
+        """`row_sums` of the R rows of all batches, each [R, X] in float64; None if stopped."""
+        parts: list[dict] = []
+        for batch in batches:
+            if should_stop():
+                return None
+            parts.append(self._measure(row_sums, batch))
+            # At most two batches ahead of the devices, so that a stop request is seen early.
+            jax.block_until_ready(parts[-2:][0])
+        names = parts[0]
+        return {n: np.concatenate([p[n] for p in parts], 1).astype(np.float64).T for n in names}
+
+    def _number_X(self) -> np.ndarray:
+        """1 for a trial, NaN for one that diverged."""
+        return np.where(self.alive_X, 1.0, np.nan)
+
+
+def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
+    """`metrics.row_sums` of one trial [B], without dropout or label smoothing."""
+
+    def predicted(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
+        return {
+            'nats_BT': cross_entropy(logits_BTV, targets_BT),
+            'correct_BT': jnp.argmax(logits_BTV, -1) == targets_BT,
+        }
+
+    return metrics.row_sums(
+        metrics.Predictions(
+            targets_BT=batch['targets_BT'],
+            loss_weights_BT=batch['loss_weights_BT'],
+            **on_targets(config, params, batch, predicted),
+        )
+    )
+
+
+def attention_means(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
+    """`metrics.ATTENTION` of one trial, as `analysis.means`."""
+    rows_B = batch['loss_weights_BT'].any(-1)  # rows that pad the batch have no targets
+    measured = means(with_params(config.model, params), inputs_of(batch), rows_B)
+    return {name: measured[name] for name in metrics.ATTENTION}

@@ -1,0 +1,315 @@
+"""What trials reach: evaluations, induction, attention, on one device and on eight."""
+
+import dataclasses
+import functools
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from qkattn import metrics
+from qkattn.analysis import analyze
+from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, fingerprint
+from qkattn.data import pipeline
+from qkattn.data.tasks import repeats
+from qkattn.data.tasks.task_registry import rows_of
+from qkattn.model import build, with_params
+from qkattn.model.transformer import inputs_of
+from qkattn.train import program, trials
+from qkattn.train.sharding import make_mesh
+from qkattn.train.trials import Stack
+from tests.lanes import only
+from tests.train.conftest import standard_error
+
+
+def row_sums(nats_BT, weights_BT):
+    """The sums of the rows of a batch, as computed in float32 inside a program, [R, 1]."""
+    nats_BT, weights_BT = np.float32(nats_BT), np.float32(weights_BT)
+    correct_BT = np.zeros(nats_BT.shape, bool)
+    sums = jax.jit(lambda *arrays: metrics.row_sums(metrics.Predictions(None, *arrays)))(
+        weights_BT, nats_BT, correct_BT
+    )
+    return {name: np.float64(sums_R)[:, None] for name, sums_R in sums.items()}
+
+
+@pytest.mark.parametrize('spread', [1.0, 0.1, 0.003])
+@pytest.mark.parametrize('unequal', [False, True])
+def test_the_standard_error_is_that_of_a_ratio_over_rows(spread, unequal):
+    """Rows of 256 targets at 3 nats, which differ much or hardly at all."""
+    rng = np.random.default_rng(0)
+    nats_RT = 3 + spread * (rng.normal(size=(80, 1)) + rng.normal(size=(80, 256)))
+    lengths_R = rng.integers(1, 257, 80) if unequal else np.full(80, 256)
+    weights_RT = (np.arange(256) < lengths_R[:, None]).astype(np.float32)
+    weights_RT[71:] = 0  # rows of padding
+    nats_R = (np.float32(nats_RT).astype(np.float64) * weights_RT).sum(-1)
+    want = standard_error(nats_R, weights_RT.sum(-1))
+    got = metrics.standard_error(row_sums(nats_RT, weights_RT))
+    np.testing.assert_allclose(got, [want], rtol=1e-4)
+
+
+def test_a_single_row_has_no_standard_error_and_equal_rows_have_none_to_speak_of():
+    assert np.isnan(metrics.standard_error(row_sums([[1, 2], [9, 9]], [[1, 1], [0, 0]]))).all()
+    assert metrics.standard_error(row_sums(np.full((2, 2), 1.5), np.ones((2, 2)))) == [0.0]
+
+
+@pytest.mark.parametrize(
+    'name', only(['masked', 'labelling probe'], ['translation', 'masked', 'labelling probe'])
+)
+def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluation_only):
+    # 5 rows at a time do not divide the rows that there are.
+    config = task(
+        name,
+        model={'dropout': 0.5},
+        train={'batch_size': 5, 'accumulation': 1, 'label_smoothing': 0.2},
+        trials={'seeds': (0, 7)},
+        data={'eval_sequences': None if name == 'translation' else 12},
+    )
+    rows = rows_of(config)
+    if 'probe' not in name:
+        monkeypatch.setattr(rows, 'bytes_per_token', {'validation': 2.0}.__getitem__)
+    built = program.build(config)
+    stack = Stack(config, built, rows, built.init())
+    got = stack.evaluate('validation')
+    numbers = pipeline.eval_rows(rows, 'validation', config.data.eval_sequences)
+    draws_B2 = np.stack([np.zeros_like(numbers), numbers], axis=1).astype(np.uint64)
+    batch = rows.read('validation', numbers, draws_B2)
+    predict = jax.jit(lambda params: with_params(config.model, params)(**inputs_of(batch)))
+    used = batch['loss_weights_BT'] > 0
+    for x in range(2):
+        logits_BTV = np.asarray(predict(stack.params(x)), np.float64)
+        logs_BTV = logits_BTV - np.log(np.exp(logits_BTV).sum(-1, keepdims=True))
+        nats_BT = -np.take_along_axis(logs_BTV, batch['targets_BT'][..., None], -1)[..., 0] * used
+        right_BT = logs_BTV.argmax(-1) == batch['targets_BT']
+        want = {
+            'loss': (nats_BT[used].mean(), 1e-5),
+            'accuracy': (right_BT[used].mean(), 1e-6),
+            'solved': (np.mean([right_BT[b, used[b]].all() for b in range(len(used))]), 1e-6),
+            'loss_se': (standard_error(nats_BT.sum(-1), used.sum(-1)), 1e-4),
+        }
+        for metric, (value, rtol) in want.items():
+            np.testing.assert_allclose(got.values[metric][x], value, rtol=rtol, err_msg=metric)
+        nats_R = got.nats_RX[: len(used), x]
+        np.testing.assert_allclose(nats_R, nats_BT.sum(-1), rtol=1e-5, atol=1e-5)
+    assert got.num_targets == got.targets_R.sum() == batch['loss_weights_BT'].sum()
+    if 'probe' in name:
+        assert got.values['bits_per_byte'] is None
+    else:
+        bits_X = got.values['loss'] / math.log(2) / 2
+        np.testing.assert_allclose(got.values['bits_per_byte'], bits_X, rtol=1e-12)
+    stack.state['trials']['alive'] = jnp.array([True, False])
+    dead = stack.evaluate('validation')
+    assert dead.values['loss'][0] == got.values['loss'][0]
+    assert np.isnan([dead.values[name][1] for name in ('loss', 'accuracy', 'solved')]).all()
+    assert stack.evaluate('validation', lambda: True) is None
+
+
+# Induction
+
+
+@pytest.fixture
+def induction_of(monkeypatch):
+    """induction_of(config, answer): of models that predict `answer(tokens_BT)`, logits_BTV."""
+
+    def call(config, answer, alive=(True, True)):
+        def sums(config, lifting, mesh, measure):
+            @jax.jit
+            def of_logits(batch, logits_BTV):
+                return measure(config, logits_BTV, batch)
+
+            def run(params, batch):
+                found = of_logits(batch, answer(np.asarray(batch['tokens_BT'])))
+                return {n: np.repeat(np.asarray(a)[None], 2, axis=0) for n, a in found.items()}
+
+            return run
+
+        def on_targets(config, logits_BTV, batch, measure):
+            return measure(logits_BTV, batch['targets_BT'])
+
+        monkeypatch.setattr(trials, 'stack_program', sums)
+        monkeypatch.setattr(trials, 'on_targets', on_targets)
+        state = {'step': np.int32(7), 'trials': {'alive': np.array(alive), 'params': {}}}
+        built = SimpleNamespace(mesh=make_mesh(MeshConfig()), lifting='map')
+        found = Stack(config, built, rows_of(config), state).induction()
+        return found and (found['val_induction_gain'], found['val_induction_accuracy'])
+
+    return call
+
+
+@pytest.mark.parametrize('context', [16, 17])
+def test_a_model_that_copies_gains_and_one_that_does_not_does_not(tiny, induction_of, context):
+    config = tiny(model={'context': context}, train={'batch_size': 24, 'accumulation': 1})
+    half = (context + 1) // 2
+
+    def copying(tokens_BT, sure):
+        """Predicts what stood H - 1 positions ago, its logit `sure` above the others."""
+        again_BT = np.roll(tokens_BT, half - 1, axis=1)
+        again_BT[:, : half - 1] = 0
+        return np.where(again_BT[..., None] == np.arange(256), np.float32(sure), np.float32(0))
+
+    gain_X, accuracy_X = induction_of(config, functools.partial(copying, sure=30.0))
+    np.testing.assert_allclose(accuracy_X, [1, 1])
+    # The first copy was never seen before: token 0 is guessed, which no text holds.
+    np.testing.assert_allclose(gain_X, 30, atol=0.01)
+    # Half a guess: the gain is the difference of two closed forms.
+    gain_X, _ = induction_of(config, functools.partial(copying, sure=5.0))
+    np.testing.assert_allclose(gain_X, 5, rtol=1e-5)
+    # Blind to its window: every copy costs the same, and only one token is ever right.
+    r_BH = repeats.sequences(rows_of(config))
+    values, counts = np.unique(r_BH[:, 1:], return_counts=True)
+    always_BTV = np.zeros((24, context, 256), np.float32)
+    always_BTV[..., values[counts.argmax()]] = 3.0
+    gain_X, accuracy_X = induction_of(config, lambda _: always_BTV, alive=(True, False))
+    np.testing.assert_allclose(gain_X, [0, np.nan], atol=1e-6)
+    part = counts.max() / r_BH[:, 1:].size
+    np.testing.assert_allclose(accuracy_X, [part, np.nan], rtol=1e-6)
+
+
+def test_every_arm_is_shown_the_same(tiny, induction_of):
+    """Whatever its width, depth, heads, variant and batches."""
+    shown = []
+    for model, train in (
+        ({}, {}),
+        ({'d_model': 64, 'num_layers': 1, 'num_heads': 4}, {'batch_size': 2, 'accumulation': 1}),
+    ):
+        seen = []
+
+        def answer(tokens_BT, seen=seen):
+            seen.append(tokens_BT)
+            return np.zeros((*tokens_BT.shape, 256), np.float32)
+
+        induction_of(tiny(model=model, train=train), answer)
+        # 64 rows fill the batches of both sizes: one copy after the other.
+        shown.append(np.concatenate(seen))
+    assert shown[0].shape == (128, 16)
+    np.testing.assert_array_equal(*shown)
+
+
+@pytest.mark.parametrize(
+    'sections',
+    [
+        {'model': {'kind': 'encoder', 'vocab_size': 257}},
+        {'model': {'kind': 'encoder', 'vocab_size': 257}, 'data': {'mask_rate': 0.99}},
+        {'model': {'context': 7}},
+        {'model': {'context': 7}, 'data': {'name': 'recall(pairs=2, keys=4, values=4)'}},
+        {'model': {'context': 32}, 'data': {'name': 'induction'}},
+    ],
+    ids=['encoder', 'all masked', 'short', 'short probe', 'probe'],
+)
+def test_where_repeats_mean_nothing_there_is_no_probe(tiny, induction_of, sections):
+    assert induction_of(tiny(**sections), None) is None
+
+
+# Attention
+
+
+def test_attention_metrics_are_off_and_in_no_hash():
+    assert not TrainConfig().attention_metrics
+    assert fingerprint(Config()) == fingerprint(Config(train=TrainConfig(attention_metrics=False)))
+
+
+def test_attention_metrics_are_those_of_an_analysis_without_rows_that_pad():
+    config = Config(model=ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8))
+    model = build(config.model, key=jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf[None], nnx.to_pure_dict(nnx.state(model)))
+    tokens_BT = np.random.default_rng(0).integers(0, 256, (2, 8))
+    batch = {'tokens_BT': tokens_BT, 'loss_weights_BT': np.eye(2, 8, dtype=np.float32)}
+    padded = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in batch.items()}
+    run = program.stack_program(config, 'map', make_mesh(config.mesh), trials.attention_means)
+    found = analyze(model, {'tokens_BT': tokens_BT}, induction=False)
+
+    def norm_of(*factors):
+        """Mean over layers of the norm of some factors together."""
+        return np.sqrt(sum(found.values('parameter_norm', f) ** 2 for f in factors)).mean()
+
+    want = {
+        'qk_norm': found.values('norm', 'A').mean(),
+        'qk_effective_rank': found.values('effective_rank', 'A').mean(),
+        'qk_symmetric_share': found.values('symmetric_share', 'A').mean(),
+        'qk_factor_norm': norm_of('score/w_q_DNH', 'score/w_k_DKH'),
+        'ov_norm': found.values('norm', 'B').mean(),
+        'ov_effective_rank': found.values('effective_rank', 'B').mean(),
+        'ov_factor_norm': norm_of('value/w_v_DKH', 'value/w_o_NHD'),
+        'attention_entropy': found.values('entropy', 'pattern').mean(),
+        'attention_logit_deviation': found.values('logit_deviation', 'pattern').mean(),
+        'attention_diagonal_mass': found.values('diagonal_mass', 'pattern').mean(),
+        'attention_previous_token_mass': found.values('previous_token_mass', 'pattern').mean(),
+    }
+    assert want.keys() == metrics.ATTENTION.keys()
+    got, of_padded = (
+        {name: value_X.item() for name, value_X in run(params, rows).items()}
+        for rows in (batch, padded)
+    )
+    assert got == pytest.approx(want, rel=1e-4) and of_padded == pytest.approx(got, rel=1e-5)
+
+
+# Eight devices
+
+
+def reached(config, mesh, lifting):
+    """The trials after three steps, what they reach, and its standard error."""
+    split = dataclasses.replace(config, mesh=mesh)
+    built = program.build(split, lifting)
+    stack = Stack(split, built, rows_of(split), built.init())
+    (local,) = stack.batches()
+    loss_CX = stack.train(stack.place(local))['loss']
+    evaluation = stack.evaluate('validation')
+    found = {
+        'loss': loss_CX,
+        'val_loss': evaluation.values['loss'],
+        'rows': evaluation.num_rows,
+        'targets': evaluation.num_targets,
+        'row_loss': evaluation.nats_RX / np.maximum(evaluation.targets_R, 1)[:, None],
+        **(stack.induction() or {}),
+    }
+    return stack, found, evaluation.values['loss_se']
+
+
+@pytest.fixture(scope='module')
+def one_device():
+    """What is reached on one device, by config."""
+    return functools.cache(lambda config: reached(config, MeshConfig(), 'vmap'))
+
+
+SPREAD = [
+    ('language', MeshConfig(trial=2, fsdp=2, tensor=2), 'vmap'),
+    ('masked', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
+    # tests/train/test_processes.py maps over trials.
+    ('language', MeshConfig(data=2, fsdp=2, tensor=2), 'map'),
+    ('translation', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
+    ('language', MeshConfig(trial=2, data=2, tensor=2), 'map'),
+    ('language', MeshConfig(trial=2, data=2, tensor=2), 'vmap'),
+    ('language', MeshConfig(trial=2, fsdp=2, tensor=2), 'map'),
+    ('language', MeshConfig(data=4), 'map'),
+    ('language', MeshConfig(fsdp=4, tensor=2), 'map'),
+]
+
+
+@pytest.mark.parametrize(
+    ('name', 'mesh', 'lifting'),
+    only(SPREAD[:1], SPREAD),
+    ids=lambda m: m if isinstance(m, str) else f'{m.trial}{m.data}{m.fsdp}{m.tensor}',
+)
+def test_eight_devices_reach_what_one_does(
+    task, one_device, name, mesh, lifting, without_rematerialization
+):
+    # XLA rematerializes in a scan over several layers of an encoder of 257 tokens.
+    layers = 1 if name == 'masked' else 2
+    config = task(
+        name, model={'num_layers': layers}, train={'num_steps': 3, 'steps_per_dispatch': 3}
+    )
+    _, want, want_se = one_device(config)
+    with without_rematerialization():
+        stack, got, got_se = reached(config, mesh, lifting)
+    assert got.keys() == want.keys() and ('val_induction_gain' in got) == (name == 'language')
+    for key in want:
+        atol = 2e-3 if key == 'val_induction_accuracy' else 1e-5
+        np.testing.assert_allclose(got[key], want[key], atol=atol, rtol=0, err_msg=key)
+    np.testing.assert_allclose(got_se, want_se, rtol=1e-4)
+    for leaf, planned in zip(
+        jax.tree.leaves(stack.state), jax.tree.leaves(stack.program.abstract_state), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(planned.sharding, leaf.ndim)
