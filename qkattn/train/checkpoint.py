@@ -70,8 +70,7 @@ class Checkpoints:
         newest = preservation_policy.LatestN(2)
         best = preservation_policy.BestN(get_metric_fn=_rank, reverse=True, n=1)
         options = ocp.CheckpointManagerOptions(
-            best_fn=_rank,
-            best_mode='min',
+            best_fn=_rank,  # without it no metrics are saved
             preservation_policy=preservation_policy.AnyPreservationPolicy([newest, best]),
             todelete_subdir=None if read_only else TRASH,
             save_interval_steps=0 if read_only else 1,
@@ -116,21 +115,23 @@ class Checkpoints:
                 record=ocp.args.JsonSave(with_checksum({**record, **about})),
             )
             self._manager.save(step, args=items, metrics=metrics)
-        if agreement.owner():
+        if agreement.owner() and not buckets.is_url(self.directory):
             self._emptying = threading.Thread(target=self._empty_when_saved, daemon=True)
             self._emptying.start()
 
     def _empty_when_saved(self) -> None:
-        """Deletes what a save has superseded, once it is complete, while training goes on."""
+        """Deletes what a save has superseded, once it is complete, while training goes on.
+
+        The trash itself stays: orbax may be moving a step there.
+        """
         with contextlib.suppress(Exception):  # of the save, which `wait` raises
             self._manager.wait_until_finished()
-            self._empty_trash()
+            self._remove(f'{TRASH}/*')
 
-    def _empty_trash(self) -> None:
-        """Deletes the steps in the trash, which itself stays: orbax may be moving one there."""
-        if not buckets.is_url(self.directory):
-            for step in (self.directory / TRASH).glob('*'):
-                remove_tree(step)
+    def _remove(self, *patterns: str) -> None:
+        """Deletes what matches below the directory."""
+        for path in (path for pattern in patterns for path in self.directory.glob(pattern)):
+            remove_tree(path)
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
         """The newest sound checkpoint as (state, record), placed like `target`; None if none.
@@ -162,7 +163,7 @@ class Checkpoints:
             if damage is None:
                 return state, record
             _name_damaged(step, damage)
-        aside = self._on_owner(lambda: len(self._set_aside()))
+        aside = self._on_owner(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
         if steps or aside:
             raise CheckpointError(
                 f'every checkpoint in {self.directory} is damaged; restore one from a copy or use '
@@ -209,19 +210,13 @@ class Checkpoints:
         return state, f'checksum of {names[differ.argmax()]}' if differ.any() else None
 
     def discard_after(self, step: int) -> None:
-        """Deletes the (damaged) steps beyond `step`, which training will write again."""
+        """Deletes the (damaged) steps beyond `step`, which training will write again.
+
+        Also from the trash, where a step has to be free when it is superseded a second time.
+        """
         for later in self._on_owner(lambda: [s for s in self.steps() if s > step]):
             self._manager.delete(later)
-        self._on_owner(self._remove_discarded)
-
-    def _remove_discarded(self) -> None:
-        """Also of the trash, where a step has to be free when it is superseded a second time."""
-        self._empty_trash()
-        for path in self._set_aside():
-            remove_tree(path)
-
-    def _set_aside(self) -> list[Path]:
-        return list(self.directory.glob(f'*{SET_ASIDE}'))
+        self._on_owner(lambda: self._remove(f'{TRASH}/*', f'*{SET_ASIDE}'))
 
     def _on_owner(self, call: Callable[[], T]) -> T:
         """What process 0 does with the directory; whoever only reads asks no other process."""
@@ -273,8 +268,7 @@ class Checkpoints:
             with self._waiting():
                 self._manager.close()
             if agreement.owner() and not self._read_only:
-                for left in (self.directory / TRASH, *self.directory.glob(UNFINISHED)):
-                    remove_tree(left)
+                self._remove(TRASH, UNFINISHED)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
