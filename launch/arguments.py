@@ -2,9 +2,10 @@
 
 import argparse
 import re
+import shutil
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EXIT_CONFIG = 2
 COMMANDS = ('train', 'ablate')
@@ -16,47 +17,16 @@ def leave(sentence: str, code: int = EXIT_CONFIG) -> NoReturn:
     sys.exit(code)
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one sentence; flags are written out in full."""
-
-    def __init__(self, doc: str) -> None:
-        super().__init__(
-            description=doc,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        leave(f'{message}; --help lists the flags')
+def need(tool: str, hint: str) -> None:
+    """Ends the launcher where a program is not installed."""
+    if not shutil.which(tool):
+        leave(f'{tool} is not installed; {hint}')
 
 
-def split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own flags and the command behind `--` ([] without one).
-
-    A command that is not one of COMMANDS ends the launcher.
-    """
-    at = argv.index('--') if '--' in argv else len(argv)
-    flags, command = argv[:at], argv[at + 1 :]
-    for flag in flags:  # argparse drops a value that is --
-        if flag.partition('=')[2] == '--':
-            leave(f'{flag} has no value; -- alone begins the command')
-    if at == len(argv):
-        return flags, []
-    if not command or command[0] not in COMMANDS:
-        given = f'is {command[0]!r}' if command else 'is missing'
-        leave(f'the command behind -- {given}; valid are {" and ".join(COMMANDS)}')
-    return flags, command
-
-
-def require(command: list[str], workers: int | None = None) -> None:
-    """Ends the launcher without a command, without its directory, or if workers share no study."""
-    if not command:
-        leave('no command; give it behind --, as in -- train --config=CONFIG --workdir=DIRECTORY')
-    if workers and command[0] == 'train':
-        leave(f'--workers={workers} share a study, but the command is train')
-    names = [flag.lstrip('-').partition('=')[0] for flag in command if flag.startswith('-')]
-    if 'workdir' not in names:
-        leave('the command has no --workdir=DIRECTORY, from which a job that is restarted resumes')
+def note_lost(command: list[str], storage: str, owners: str) -> None:
+    """Says that results will be lost where the command names no bucket."""
+    if command and not any('gs://' in argument for argument in command):
+        print(f'note: without {storage}, results end with the {owners}', file=sys.stderr)
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -84,3 +54,61 @@ def label(text: str) -> str:
             f'{text!r} is not 1 to 40 lower-case letters, digits and inner hyphens'
         )
     return text
+
+
+def flag(text: str, kind: Callable[[str], Any] = str, default: Any = None, **more: Any) -> dict:
+    """A flag: its help, what parses its value, its default, and more of `add_argument`."""
+    return {'help': text, 'type': kind, 'default': default, **more}
+
+
+def switch(text: str) -> dict:
+    """A flag without a value."""
+    return {'help': text, 'action': 'store_true'}
+
+
+ENV = flag('NAME=VALUE', variable, [], action='append')
+WORKERS = flag('jobs that share a study', whole(1))
+DRY_RUN = switch('print what would be done, and do nothing')
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        leave(f'{message}; --help lists the flags')
+
+
+def read(doc: str, flags: dict[str, dict], argv: list[str]) -> argparse.Namespace:
+    """The command line: the values of `flags`, and `command`, what stands behind `--` or [].
+
+    A mistake ends the launcher with one sentence: an unknown flag, a wrong value, a command that is
+    not one of COMMANDS or has no directory; workers that share no study.
+    """
+    at = argv.index('--') if '--' in argv else len(argv)
+    parser = _Parser(
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, settings in flags.items():
+        parser.add_argument(name, **settings)
+    for argument in argv[:at]:  # argparse drops a value that is --
+        if argument.partition('=')[2] == '--':
+            leave(f'{argument} has no value; -- alone begins the command')
+    command = argv[at + 1 :]
+    if at < len(argv) and command[:1] not in [[name] for name in COMMANDS]:
+        given = f'is {command[0]!r}' if command else 'is missing'
+        leave(f'the command behind -- {given}; valid are {" and ".join(COMMANDS)}')
+    options = parser.parse_args(argv[:at])
+    options.command = command
+    workers = getattr(options, 'workers', None)
+    if workers and command[:1] == ['train']:
+        leave(f'--workers={workers} share a study, but the command is train')
+    names = [word.lstrip('-').partition('=')[0] for word in command if word.startswith('-')]
+    if command and 'workdir' not in names:
+        leave('the command has no --workdir=DIRECTORY, from which a job that is restarted resumes')
+    return options
+
+
+def require_command(options: argparse.Namespace) -> None:
+    """Ends the launcher without a command."""
+    if not options.command:
+        leave('no command; give it behind --, as in -- train --config=CONFIG --workdir=DIRECTORY')

@@ -16,17 +16,27 @@ arguments, else kubectl's.
 """
 
 import json
-import math
 import re
-import shutil
 import string
 import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from arguments import Parser, label, leave, require, split, variable, whole
+from arguments import (
+    DRY_RUN,
+    ENV,
+    flag,
+    label,
+    leave,
+    need,
+    note_lost,
+    read,
+    require_command,
+    switch,
+    whole,
+)
 
 TEMPLATES = Path(__file__).resolve().parent / 'kubernetes'
 PORT = 8476
@@ -52,37 +62,56 @@ GPUS = {
     'a4': 'nvidia-b200',
 }
 GKE = 'cloud.google.com/gke-'
+FLAGS = {
+    '--name': flag('of the JobSet or Job', label, required=True),
+    '--image': flag('made with launch/kubernetes/Dockerfile', required=True),
+    '--accelerator': flag('e.g. v6e-16, a3-2x8, gpu-1x8', required=True),
+    '--workers': flag('pods that share a study', whole(1)),
+    '--spot': switch('on nodes that may be preempted'),
+    '--volume': flag('claim that is mounted at /runs'),
+    '--env': ENV,
+    '--service_account': flag('with access to the bucket', default='default'),
+    '--queue': flag("Kueue's local queue"),
+    '--namespace': flag("default: kubectl's"),
+    '--retries': flag('after a crash', whole(0), 3),
+    '--grace': flag('seconds to save in', whole(0), 300),
+    '--dry_run': DRY_RUN,
+}
 
 
-def hardware(accelerator: str) -> dict[str, Any]:
-    """Hosts, chips per host and node labels; an unknown accelerator ends the launcher."""
+class Machine(NamedTuple):
+    """Hosts with so many chips each, of a resource, on nodes with these labels."""
+
+    resource: str
+    hosts: int
+    chips: int
+    nodes: dict[str, str]
+
+
+def hardware(accelerator: str) -> Machine:
+    """What --accelerator names; an unknown one ends the launcher."""
     kind, _, size = accelerator.partition('-')
-    if kind in GPUS and (found := re.fullmatch('([1-9][0-9]*)x([1-9][0-9]*)', size)):
-        hosts, chips = map(int, found.groups())
-        nodes = {} if GPUS[kind] is None else {f'{GKE}accelerator': GPUS[kind]}
-        return {'resource': 'nvidia.com/gpu', 'hosts': hosts, 'chips': chips, 'nodes': nodes}
+    if kind in GPUS and (sizes := re.fullmatch('([1-9][0-9]*)x([1-9][0-9]*)', size)):
+        name = GPUS[kind]
+        nodes = {} if name is None else {f'{GKE}accelerator': name}
+        return Machine('nvidia.com/gpu', int(sizes[1]), int(sizes[2]), nodes)
     if kind in TPUS:
-        label, cores, topologies, most = TPUS[kind]
-        sizes = {str(cores * chips): chips for chips in topologies}
-        if size not in sizes:
-            leave(f'--accelerator={accelerator} does not exist; {kind} has {", ".join(sizes)}')
-        total = sizes[size]
+        name, cores, topologies, most = TPUS[kind]
+        totals = {str(cores * chips): chips for chips in topologies}
+        if size not in totals:
+            leave(f'--accelerator={accelerator} does not exist; {kind} has {", ".join(totals)}')
+        total = totals[size]
         chips = total if total <= most else 4
-        nodes = {f'{GKE}tpu-accelerator': label, f'{GKE}tpu-topology': topologies[total]}
-        return {
-            'resource': 'google.com/tpu',
-            'hosts': math.ceil(total / chips),
-            'chips': chips,
-            'nodes': nodes,
-        }
-    valid = ', '.join([f'{one}-N' for one in TPUS] + [f'{one}-HOSTSxGPUS' for one in GPUS])
+        nodes = {f'{GKE}tpu-accelerator': name, f'{GKE}tpu-topology': topologies[total]}
+        return Machine('google.com/tpu', total // chips, chips, nodes)
+    valid = ', '.join([f'{kind}-N' for kind in TPUS] + [f'{kind}-HOSTSxGPUS' for kind in GPUS])
     leave(f'--accelerator={accelerator} is not known; valid are {valid}')
 
 
 def quoted(value: Any) -> str:
     """A value as YAML in one line, in ASCII: JSON with YAML's escape for long code points."""
     text = json.dumps(value, ensure_ascii=False)
-    return re.sub('[^ -~]', lambda found: f'\\U{ord(found[0]):08x}', text)
+    return re.sub('[^ -~]', lambda match: f'\\U{ord(match[0]):08x}', text)
 
 
 def literal(text: str) -> str:
@@ -90,31 +119,30 @@ def literal(text: str) -> str:
     return text.replace('$', '$$')
 
 
-def manifest(options: Namespace, command: list[str]) -> str:
+def manifest(options: Namespace) -> str:
     """The YAML of the JobSet, or of the Job with --workers."""
-    machine = hardware(options.accelerator)
-    on_gpus = machine['resource'] == 'nvidia.com/gpu'
-    if options.workers and machine['hosts'] > 1:
+    machine, workers = hardware(options.accelerator), options.workers
+    on_gpus = machine.resource == 'nvidia.com/gpu'
+    if workers and machine.hosts > 1:
         leave(
-            f'--workers={options.workers} needs an accelerator of one host, not '
-            f'{options.accelerator} with {machine["hosts"]}; submit one job per worker instead'
+            f'--workers={workers} needs an accelerator of one host, not '
+            f'{options.accelerator} with {machine.hosts}; submit one job per worker instead'
         )
-    nodes = machine['nodes'] | ({f'{GKE}spot': 'true'} if options.spot else {})
     # Programs are executed: a directory is that of one user, and pods with TPUs run as root.
     programs = f'/runs/.jax-cache-{"gpu" if on_gpus else "tpu"}'
     env = [{'name': 'JAX_COMPILATION_CACHE_DIR', 'value': programs}]
-    if not options.workers:  # nodes are made, and images pulled, at different times
+    if not workers:  # nodes are made, and images pulled, at different times
         env += [{'name': 'QKATTN_CONNECT_SECONDS', 'value': '3600'}]
-    if on_gpus and not options.workers:
+    if on_gpus and not workers:
         first = f'{options.name}-train-0-0.{options.name}:{PORT}'
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         env += [
             {'name': 'JAX_COORDINATOR_ADDRESS', 'value': first},
-            {'name': 'JAX_NUM_PROCESSES', 'value': str(machine['hosts'])},
+            {'name': 'JAX_NUM_PROCESSES', 'value': str(machine.hosts)},
             {'name': 'JAX_PROCESS_ID', 'valueFrom': {'fieldRef': {'fieldPath': index}}},
         ]
-    given = dict(one.split('=', 1) for one in options.env)
-    env = [one for one in env if one['name'] not in given]
+    given = dict(setting.split('=', 1) for setting in options.env)
+    env = [entry for entry in env if entry['name'] not in given]
     env += [{'name': name, 'value': literal(value)} for name, value in given.items()]
     claim = {'persistentVolumeClaim': {'claimName': options.volume}}
     queue = {'kueue.x-k8s.io/queue-name': options.queue} if options.queue else {}
@@ -123,60 +151,37 @@ def manifest(options: Namespace, command: list[str]) -> str:
         'labels': {'app': 'qkattn'} | queue,
         'retries': options.retries,
         'grace': options.grace,
-        'hosts': machine['hosts'],
-        'chips': machine['chips'],
-        'workers': options.workers,
-        'limits': {machine['resource']: machine['chips']},
+        'hosts': machine.hosts,
+        'chips': machine.chips,
+        'workers': workers,
+        'limits': {machine.resource: machine.chips},
         'user': {'runAsNonRoot': True} if on_gpus else {'runAsUser': 0},
         'service_account': options.service_account,
-        'nodes': nodes,
+        'nodes': machine.nodes | ({f'{GKE}spot': 'true'} if options.spot else {}),
         'image': options.image,
-        'arguments': [literal(argument) for argument in command],
+        'arguments': [literal(argument) for argument in options.command],
         'env': env,
         'volume': {'name': 'runs'} | (claim if options.volume else {'emptyDir': {}}),
     }
-    file = 'study' if options.workers else 'gpu' if on_gpus else 'tpu'
+    file = 'study' if workers else 'gpu' if on_gpus else 'tpu'
     template = string.Template((TEMPLATES / f'{file}.yaml').read_text())
     return template.substitute({name: quoted(value) for name, value in values.items()})
 
 
-def read_options(argv: list[str]) -> tuple[Namespace, list[str]]:
-    """The command line, checked; a mistake ends the launcher with one sentence."""
-    flags, command = split(argv)
-    parser = Parser(__doc__)
-    parser.add_argument('--name', type=label, required=True, help='of the JobSet or Job')
-    parser.add_argument('--image', required=True, help='made with launch/kubernetes/Dockerfile')
-    parser.add_argument('--accelerator', required=True, help='e.g. v6e-16, a3-2x8, gpu-1x8')
-    parser.add_argument('--workers', type=whole(1), help='pods that share a study')
-    parser.add_argument('--spot', action='store_true', help='on nodes that may be preempted')
-    parser.add_argument('--volume', help='claim that is mounted at /runs')
-    parser.add_argument('--env', type=variable, action='append', default=[], help='NAME=VALUE')
-    parser.add_argument('--service_account', default='default', help='with access to the bucket')
-    parser.add_argument('--queue', help="Kueue's local queue")
-    parser.add_argument('--namespace', help="default: kubectl's")
-    parser.add_argument('--retries', type=whole(0), default=3, help='after a crash')
-    parser.add_argument('--grace', type=whole(0), default=300, help='seconds to save in')
-    parser.add_argument('--dry_run', action='store_true', help='print the manifest')
-    options = parser.parse_args(flags)
-    require(command, options.workers)
-    return options, command
-
-
 def main() -> int:
-    options, command = read_options(sys.argv[1:])
-    text = manifest(options, command)
-    if not options.volume and not any('gs://' in argument for argument in command):
-        print('note: without --volume or gs://, results end with the pods', file=sys.stderr)
+    options = read(__doc__, FLAGS, sys.argv[1:])
+    require_command(options)
+    text = manifest(options)
+    if not options.volume:
+        note_lost(options.command, '--volume or gs://', 'pods')
     if options.dry_run:
         print(text, end='')
         return 0
-    if not shutil.which('kubectl'):
-        leave('kubectl is not installed; https://kubernetes.io/docs/tasks/tools says how')
+    need('kubectl', 'https://kubernetes.io/docs/tasks/tools says how')
     where = [f'--namespace={options.namespace}'] if options.namespace else []
     # `create` refuses a name that is taken, where `apply` would leave a finished job as it is.
-    return subprocess.run(
-        ['kubectl', 'create', *where, '-f', '-'], input=text, text=True
-    ).returncode
+    command = ['kubectl', 'create', *where, '-f', '-']
+    return subprocess.run(command, input=text, text=True).returncode
 
 
 if __name__ == '__main__':

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from arguments import EXIT_CONFIG, Parser, leave, require, split, whole
+from arguments import DRY_RUN, EXIT_CONFIG, WORKERS, flag, leave, read, require_command, whole
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv') / 'bin/python'
@@ -38,20 +38,20 @@ ALONE = 60.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
+FLAGS = {
+    '--processes': flag('processes of the job (1)', whole(1), 1),
+    '--devices_per_process': flag('CPU devices of each process, to try things', whole(1)),
+    '--gpus_per_process': flag('GPUs of each process; without it all see all', whole(1)),
+    '--workers': WORKERS,
+    '--retries': flag('how often a crashed job is started again (3)', whole(0), 3),
+    '--grace': flag('seconds from a stop to a kill (300)', whole(1), 300),
+    '--dry_run': DRY_RUN,
+    '--first_gpu': flag(argparse.SUPPRESS, whole(0), 0),  # of this worker
+}
+PASSED_ON = ('processes', 'devices_per_process', 'gpus_per_process', 'retries', 'grace')
 
-def parser() -> Parser:
-    """The launcher's own flags."""
-    result = Parser(__doc__)
-    add = result.add_argument
-    add('--processes', type=whole(1), default=1, help='processes of the job (1)')
-    add('--devices_per_process', type=whole(1), help='CPU devices of each process, to try things')
-    add('--gpus_per_process', type=whole(1), help='GPUs of each process; without it all see all')
-    add('--workers', type=whole(1), help='jobs that share a study')
-    add('--retries', type=whole(0), default=3, help='how often a crashed job is started again (3)')
-    add('--grace', type=whole(1), default=300, help='seconds from a stop to a kill (300)')
-    add('--dry_run', action='store_true', help='print the commands')
-    add('--first_gpu', type=whole(0), default=0, help=argparse.SUPPRESS)  # of this worker
-    return result
+Parts = dict[str, tuple[list[str], dict[str, str]]]
+"""Command lines and additional variables of processes by label."""
 
 
 class Group:
@@ -66,8 +66,8 @@ class Group:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
 
-    def run(self, parts: dict[str, tuple[list[str], dict[str, str]]], together: bool) -> list[int]:
-        """Runs command lines with additional variables by label; exit codes in order of their end.
+    def run(self, parts: Parts, together: bool) -> list[int]:
+        """Runs processes to their end; exit codes in order of their end.
 
         Args:
           together: whether the others have only some time left once one has ended.
@@ -144,26 +144,18 @@ def outcome(codes: list[int]) -> int:
     return failed[0] if failed else max(codes)
 
 
-def free_port() -> int:
-    """A port that nothing listens on."""
+def ranks(options: argparse.Namespace) -> Parts:
+    """The processes of a job by rank."""
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
-        return listener.getsockname()[1]
-
-
-def ranks(
-    options: argparse.Namespace, command: list[str]
-) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """The command line and the variables of each process of a job by rank."""
-    line = [str(PYTHON), '-m', 'qkattn', *command]
-    count, port = options.processes, free_port()
+        address = f'127.0.0.1:{listener.getsockname()[1]}'
     parts = {}
-    for rank in range(count):
+    for rank in range(options.processes):
         variables = {}
-        if count > 1:
+        if options.processes > 1:
             variables = {
-                'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{port}',
-                'JAX_NUM_PROCESSES': str(count),
+                'JAX_COORDINATOR_ADDRESS': address,
+                'JAX_NUM_PROCESSES': str(options.processes),
                 'JAX_PROCESS_ID': str(rank),
             }
         if (devices := options.devices_per_process) is not None:
@@ -174,37 +166,32 @@ def ranks(
             first = options.first_gpu + rank * gpus
             visible = os.environ.get('CUDA_VISIBLE_DEVICES')
             all_gpus = visible.split(',') if visible else list(map(str, range(first + gpus)))
-            if len(own := all_gpus[first : first + gpus]) < gpus:
+            if len(all_gpus) < first + gpus:
                 leave(
                     f'CUDA_VISIBLE_DEVICES={visible} has no {first + gpus} GPUs for all processes'
                 )
-            variables['CUDA_VISIBLE_DEVICES'] = ','.join(own)
-        parts[str(rank)] = line, variables
+            variables['CUDA_VISIBLE_DEVICES'] = ','.join(all_gpus[first : first + gpus])
+        parts[str(rank)] = [str(PYTHON), '-m', 'qkattn', *options.command], variables
     return parts
 
 
-def workers(
-    options: argparse.Namespace, command: list[str]
-) -> dict[str, tuple[list[str], dict[str, str]]]:
+def workers(options: argparse.Namespace) -> Parts:
     """A launcher of its own for each worker, which is started again by itself."""
-    names = ('processes', 'devices_per_process', 'gpus_per_process', 'retries', 'grace')
-    own = {name: getattr(options, name) for name in names}
-    flags = [f'--{name}={value}' for name, value in own.items() if value is not None]
+    passed = {name: getattr(options, name) for name in PASSED_ON}
+    line = [sys.executable, __file__]
+    line += [f'--{name}={value}' for name, value in passed.items() if value is not None]
     stride = options.processes * (options.gpus_per_process or 0)
     return {
-        f'worker {k}': (
-            [sys.executable, __file__, *flags, f'--first_gpu={k * stride}', '--', *command],
-            {},
-        )
+        f'worker {k}': ([*line, f'--first_gpu={k * stride}', '--', *options.command], {})
         for k in range(options.workers)
     }
 
 
-def supervise(group: Group, options: argparse.Namespace, command: list[str]) -> int:
+def supervise(group: Group, options: argparse.Namespace) -> int:
     """Runs a job until it is done, wrong, stopped from here, or has crashed too often."""
     crashes = 0
     while True:
-        code = outcome(group.run(ranks(options, command), together=True))
+        code = outcome(group.run(ranks(options), together=True))
         if code in (0, EXIT_CONFIG) or group.asked:
             return code
         if code == EXIT_REQUEUE:
@@ -224,13 +211,10 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    flags, command = split(sys.argv[1:])
-    options = parser().parse_args(flags)
-    require(command, options.workers)
+    options = read(__doc__, FLAGS, sys.argv[1:])
+    require_command(options)
     if options.dry_run:
-        for label, (line, variables) in (workers if options.workers else ranks)(
-            options, command
-        ).items():
+        for label, (line, variables) in (workers if options.workers else ranks)(options).items():
             settings = [f'{name}={shlex.quote(value)}' for name, value in variables.items()]
             print(f'[{label}]', *settings, shlex.join(line))
         return 0
@@ -238,8 +222,8 @@ def main() -> int:
         leave(f'{PYTHON} is missing; set QKATTN_VENV to the virtual environment of qkattn')
     group = Group(options.grace)
     if options.workers:
-        return outcome(group.run(workers(options, command), together=False))
-    return supervise(group, options, command)
+        return outcome(group.run(workers(options), together=False))
+    return supervise(group, options)
 
 
 if __name__ == '__main__':

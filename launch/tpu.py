@@ -16,7 +16,6 @@ command, and does so again after each preemption; it ends with the exit code of 
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,19 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from arguments import Parser, label, leave, require, split, variable, whole
+from arguments import (
+    DRY_RUN,
+    ENV,
+    flag,
+    label,
+    leave,
+    need,
+    note_lost,
+    read,
+    require_command,
+    switch,
+    whole,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 VERBS = ('create', 'setup', 'run', 'status', 'logs', 'stop', 'delete', 'watch')
@@ -39,6 +50,23 @@ RUNTIMES = {
 }
 
 HOST = 'qkattn/launch/host.sh'  # on every host, in the copy of the repository
+FLAGS = {
+    'verb': flag(', '.join(VERBS), metavar='VERB'),
+    '--name': flag('of the queued resource and its node', label, required=True),
+    '--zone': flag('e.g. us-east5-b', required=True),
+    '--project': flag("default: gcloud's"),
+    '--accelerator': flag('type and number, e.g. v6e-16 (create, watch)'),
+    '--runtime_version': flag('default: by type'),
+    '--spot': switch('cheaper, preemptible'),
+    '--reserved': switch('on reserved capacity'),
+    '--extras': flag('extras to install (setup, watch)', default='tpu,gcs'),
+    '--env': ENV,
+    '--retries': flag('after a crash (run, watch)', whole(0), 3),
+    '--grace': flag('seconds to save in (stop)', whole(1), 300),
+    '--worker': flag('whose log (logs)', default='0'),
+    '--poll': flag('seconds (watch)', float, 60),
+    '--dry_run': DRY_RUN,
+}
 UNPACK = """set -e
 git init -q qkattn
 git -C qkattn fetch -q ~/qkattn.bundle HEAD
@@ -61,53 +89,36 @@ def ssh(options: Namespace, script: str, worker: str = 'all') -> list[str]:
     return gcloud(options, 'ssh', *where, f'--command={script}')
 
 
-def create(options: Namespace) -> list[list[str]]:
-    kind = options.accelerator.split('-')[0]
-    flags = [f'--node-id={options.name}', f'--accelerator-type={options.accelerator}']
-    flags += [f'--runtime-version={options.runtime_version or RUNTIMES[kind]}']
-    flags += [flag for flag in ('--spot', '--reserved') if getattr(options, flag[2:])]
-    return [gcloud(options, 'create', options.name, *flags, group='queued-resources')]
-
-
-def setup(options: Namespace) -> list[list[str]]:
-    """Copies the current commit with its history, so that provenance names it, and installs it."""
-    copy = ['scp', options.bundle, f'{options.name}:qkattn.bundle', '--worker=all']
-    install = shlex.join([HOST, 'setup', options.extras])
-    return [gcloud(options, *copy), ssh(options, UNPACK + install)]
-
-
-def start(options: Namespace) -> list[list[str]]:
-    command = [HOST, 'start', f'--retries={options.retries}', '--', *options.command]
-    environment = ['env', *options.env] if options.env else []
-    return [ssh(options, shlex.join([*environment, *command]))]
-
-
-def status(options: Namespace) -> list[list[str]]:
-    return [state(options), ssh(options, STATUS)]
-
-
-def logs(options: Namespace) -> list[list[str]]:
-    return [ssh(options, f'{HOST} logs', worker=options.worker)]
-
-
-def stop(options: Namespace) -> list[list[str]]:
-    return [ssh(options, f'{HOST} stop {options.grace}')]
-
-
-def delete(options: Namespace) -> list[list[str]]:
-    return [gcloud(options, 'delete', options.name, '--force', group='queued-resources')]
-
-
 def state(options: Namespace) -> list[str]:
     """Prints the state of the queued resource; nothing if there is none."""
     only = [f'--filter=name~/{options.name}$', '--format=value(state.state)']
     return gcloud(options, 'list', *only, group='queued-resources')
 
 
-STEPS = {
-    **{'create': create, 'setup': setup, 'run': start, 'status': status},
-    **{'logs': logs, 'stop': stop, 'delete': delete},
-}
+def steps(options: Namespace, verb: str) -> list[list[str]]:
+    """The gcloud commands of a verb."""
+    if verb == 'create':
+        kind = options.accelerator
+        version = options.runtime_version or RUNTIMES[kind.split('-')[0]]
+        flags = [f'--node-id={options.name}', f'--accelerator-type={kind}']
+        flags += [f'--runtime-version={version}']
+        flags += [f'--{tier}' for tier in ('spot', 'reserved') if getattr(options, tier)]
+        return [gcloud(options, 'create', options.name, *flags, group='queued-resources')]
+    if verb == 'setup':  # this commit with its history, so that provenance names it
+        copy = ['scp', options.bundle, f'{options.name}:qkattn.bundle', '--worker=all']
+        install = shlex.join([HOST, 'setup', options.extras])
+        return [gcloud(options, *copy), ssh(options, UNPACK + install)]
+    if verb == 'run':
+        command = [HOST, 'start', f'--retries={options.retries}', '--', *options.command]
+        environment = ['env', *options.env] if options.env else []
+        return [ssh(options, shlex.join([*environment, *command]))]
+    if verb == 'status':
+        return [state(options), ssh(options, STATUS)]
+    if verb == 'logs':
+        return [ssh(options, f'{HOST} logs', worker=options.worker)]
+    if verb == 'stop':
+        return [ssh(options, f'{HOST} stop {options.grace}')]
+    return [gcloud(options, 'delete', options.name, '--force', group='queued-resources')]
 
 
 def output_of(command: list[str]) -> str | None:
@@ -118,9 +129,8 @@ def output_of(command: list[str]) -> str | None:
 
 def do(options: Namespace, verb: str) -> int:
     """Runs the commands of a verb up to the first that fails; its exit code."""
-    for command in STEPS[verb](options):
-        code = subprocess.run(command).returncode
-        if code:
+    for command in steps(options, verb):
+        if code := subprocess.run(command).returncode:
             return code
     return 0
 
@@ -130,7 +140,7 @@ def finished(states: list[str]) -> int | None:
 
     2 on any host decides; then 0 if all ended so; then a crash before 75 (stopped).
     """
-    codes = [int(one.split()[1]) for one in states if one.startswith('exit')]
+    codes = [int(text.split()[1]) for text in states if text.startswith('exit')]
     if len(codes) < len(states) or not codes:
         return None
     crashes = [code for code in codes if code not in (0, 75)]
@@ -142,22 +152,24 @@ def watch(options: Namespace) -> int:
     started, failures = False, 0
     while True:
         queued = output_of(state(options))
-        word = 'UNKNOWN' if queued is None else queued.strip() or 'ABSENT'
-        verbs = {'ABSENT': ['create'], 'SUSPENDED': ['delete', 'create']}.get(word, [])
-        found: list[str] = []
-        if word == 'ACTIVE':
-            found = re.findall(r'^qkattn \S+ (.+)$', output_of(ssh(options, STATUS)) or '', re.M)
-            code = finished(found)
+        slice_state = 'UNKNOWN' if queued is None else queued.strip() or 'ABSENT'
+        verbs = {'ABSENT': ['create'], 'SUSPENDED': ['delete', 'create']}.get(slice_state, [])
+        hosts: list[str] = []
+        if slice_state == 'ACTIVE':
+            hosts = re.findall(r'^qkattn \S+ (.+)$', output_of(ssh(options, STATUS)) or '', re.M)
+            code = finished(hosts)
             if started and code is not None:
                 return code
-            if 'new' in found:
+            if 'new' in hosts:
                 verbs = ['setup', 'run']
-            elif code is not None or {'ready', 'lost'} & set(found):
+            elif code is not None or {'ready', 'lost'} & set(hosts):
                 verbs = ['run']
-            started = started or 'running' in found
-        elif word == 'FAILED':
+            started = started or 'running' in hosts
+        elif slice_state == 'FAILED':
             leave(f'the request {options.name} failed; delete it and see the quota of the zone', 1)
-        print(f'watch: {options.name} is {word.lower()}', *found, *verbs, sep=', ', flush=True)
+        print(
+            f'watch: {options.name} is {slice_state.lower()}', *hosts, *verbs, sep=', ', flush=True
+        )
         failed = next((verb for verb in verbs if do(options, verb)), None)
         started = started or ('run' in verbs and not failed)
         failures = failures + 1 if failed else 0
@@ -168,38 +180,12 @@ def watch(options: Namespace) -> int:
 
 def read_options(argv: list[str]) -> Namespace:
     """The command line, checked; a mistake ends the launcher with one sentence."""
-    flags, command = split(argv)
-    parser = Parser(__doc__)
-    parser.add_argument('verb', metavar='VERB', help=', '.join(VERBS))
-    parser.add_argument(
-        '--name', type=label, required=True, help='of the queued resource and its node'
-    )
-    parser.add_argument('--zone', required=True, help='e.g. us-east5-b')
-    parser.add_argument('--project', help="default: gcloud's")
-    parser.add_argument('--accelerator', help='type and number, e.g. v6e-16 (create, watch)')
-    parser.add_argument('--runtime_version', help='default: by type')
-    tier = parser.add_mutually_exclusive_group()
-    tier.add_argument('--spot', action='store_true', help='cheaper, preemptible')
-    tier.add_argument('--reserved', action='store_true', help='on reserved capacity')
-    parser.add_argument('--extras', default='tpu,gcs', help='extras to install (setup, watch)')
-    parser.add_argument(
-        '--env', type=variable, action='append', default=[], help='NAME=VALUE (run, watch)'
-    )
-    parser.add_argument('--retries', type=whole(0), default=3, help='after a crash (run, watch)')
-    parser.add_argument('--grace', type=whole(1), default=300, help='seconds to save in (stop)')
-    parser.add_argument('--worker', default='0', help='whose log (logs)')
-    parser.add_argument('--poll', type=float, default=60, help='seconds (watch)')
-    parser.add_argument('--dry_run', action='store_true', help='print, do nothing')
-    options = parser.parse_args(flags)
-    options.command = command
-    check(options)
-    return options
-
-
-def check(options: Namespace) -> None:
+    options = read(__doc__, FLAGS, argv)
     verb, kind = options.verb, options.accelerator
     if verb not in VERBS:
         leave(f'unknown verb {verb!r}; known are {", ".join(VERBS)}')
+    if options.spot and options.reserved:
+        leave('argument --reserved: not allowed with argument --spot')
     if verb in ('create', 'watch'):
         if kind is None:
             leave(f'{verb} needs --accelerator=TYPE, e.g. --accelerator=v6e-16')
@@ -207,11 +193,11 @@ def check(options: Namespace) -> None:
             valid = ', '.join(f'{name}-N' for name in RUNTIMES)
             leave(f'--accelerator={kind} is not a TPU VM type; valid are {valid}')
     if verb in ('run', 'watch'):
-        require(options.command)
+        require_command(options)
     elif options.command:
         leave(f'{verb} takes no command behind --')
-    if options.command and not any('gs://' in one for one in options.command):
-        print('note: without a gs:// directory, results end with the hosts', file=sys.stderr)
+    note_lost(options.command, 'a gs:// directory', 'hosts')
+    return options
 
 
 def main() -> int:
@@ -219,11 +205,10 @@ def main() -> int:
     if options.dry_run:
         options.bundle = 'qkattn.bundle'
         verbs = ('create', 'setup', 'run', 'status') if options.verb == 'watch' else [options.verb]
-        for command in (one for verb in verbs for one in STEPS[verb](options)):
+        for command in (command for verb in verbs for command in steps(options, verb)):
             print(shlex.join(command))
         return 0
-    if not shutil.which('gcloud'):
-        leave('gcloud is not installed; https://cloud.google.com/sdk/docs/install says how')
+    need('gcloud', 'https://cloud.google.com/sdk/docs/install says how')
     with tempfile.TemporaryDirectory() as folder:
         options.bundle = f'{folder}/qkattn.bundle'
         if options.verb in ('setup', 'watch'):

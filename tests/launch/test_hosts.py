@@ -2,20 +2,20 @@
 
 import shlex
 import shutil
-import sys
 
 import pytest
 
-from tests.launch.hosts import (
+from tests.launch.launchers import (
     AWKWARD,
+    LAUNCH,
     PROGRAM,
-    ROOT,
     TRAIN,
     WHERE,
-    commands,
+    gcloud_commands,
     kill_processes,
     on_host,
     remote,
+    stand_in,
     started,
     state_of,
     until,
@@ -30,18 +30,15 @@ def host(tmp_path):
     launch = tmp_path / 'qkattn' / 'launch'
     launch.mkdir(parents=True)
     for name in ('host.sh', 'supervise.sh'):
-        shutil.copy(ROOT / 'launch' / name, launch)
-    program = tmp_path / 'qkattn' / '.venv' / 'bin' / 'python'
-    program.parent.mkdir(parents=True)
-    program.write_text(PROGRAM.format(python=sys.executable))
-    program.chmod(0o755)
+        shutil.copy(LAUNCH / name, launch)
+    stand_in(tmp_path / 'qkattn/.venv/bin/python', PROGRAM)
     yield tmp_path
     if state_of(tmp_path) == 'running':  # left by a test that failed
         kill_processes(tmp_path)
 
 
 def test_arguments_arrive_unchanged(host):
-    (command,) = commands('run', *WHERE, "--env=TOKEN=a 'b' $c", '--', 'train', *AWKWARD)
+    (command,) = gcloud_commands('run', *WHERE, "--env=TOKEN=a 'b' $c", command=('train', *AWKWARD))
     assert '--worker=all' in command
     done = on_host(host, remote(command))
     assert done.returncode == 0, done.stderr
@@ -73,12 +70,12 @@ def test_what_is_started_again(host, codes, retries, starts, ended):
 def test_a_host_is_stopped_with_its_checkpoint_and_started_once(host):
     assert state_of(host) == 'new'
     (host / 'codes').write_text('wait wait')
-    (run,) = commands('run', *WHERE, '--', *TRAIN)
+    (run,) = gcloud_commands('run', *WHERE, command=TRAIN)
     on_host(host, remote(run))
     assert state_of(host) == 'running'
     until((host / 'waiting').exists)
     assert on_host(host, remote(run)).stdout == 'running already\n'
-    (stop,) = commands('stop', *WHERE, '--grace=30')
+    (stop,) = gcloud_commands('stop', *WHERE, '--grace=30')
     assert on_host(host, remote(stop)).stdout == 'ended with exit code 75\n'
     assert state_of(host) == 'exit 75' and len(started(host)) == 1
     assert on_host(host, remote(stop)).stdout == 'not running\n'
@@ -89,14 +86,12 @@ def test_a_host_is_stopped_with_its_checkpoint_and_started_once(host):
 
 def test_setup_updates_packages_unless_a_job_runs(host):
     update = ['-m', 'pip', 'install', '--quiet', '-r', 'requirements.txt']
-    stub = host / 'qkattn' / 'launch' / 'venv.sh'
-    stub.write_text('#!/bin/sh\n')
-    stub.chmod(0o755)
+    stand_in(host / 'qkattn/launch/venv.sh', '#!/bin/sh\n')
     (host / 'qkattn' / '.venv' / 'qkattn-stamp').touch()
     assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
     assert [words for _, words in started(host)][0] == update and len(started(host)) == 2
     (host / 'codes').write_text('wait')
-    on_host(host, remote(commands('run', *WHERE, '--', *TRAIN)[0]))
+    on_host(host, remote(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
     until((host / 'waiting').exists)
     assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
     assert [words for _, words in started(host)].count(update) == 1 and len(started(host)) == 4
@@ -105,7 +100,7 @@ def test_setup_updates_packages_unless_a_job_runs(host):
 
 def test_a_stop_that_takes_too_long_is_reported(host):
     (host / 'codes').write_text('wait')
-    on_host(host, remote(commands('run', *WHERE, '--', *TRAIN)[0]))
+    on_host(host, remote(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
     until((host / 'waiting').exists)
     done = on_host(host, 'qkattn/launch/host.sh stop 0.05')
     assert (done.returncode, done.stderr) == (1, 'still saving after 0.05 s\n')

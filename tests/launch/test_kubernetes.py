@@ -6,16 +6,22 @@ import os
 import re
 import runpy
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import yaml
 
 from qkattn.train import pods
-from tests.launch.hosts import AWKWARD, STUDY, TRAIN
+from tests.launch.launchers import (
+    AWKWARD,
+    LAUNCH,
+    ROOT,
+    TRAIN,
+    before_path,
+    dry_run,
+    launch,
+    stand_in,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-LAUNCHER = ROOT / 'launch' / 'kubernetes.py'
 PYTHON = os.environ.get('QKATTN_TEST_KUBERNETES_PYTHON')
 needs_schemas = pytest.mark.skipif(
     not PYTHON,
@@ -34,48 +40,34 @@ CASES = {
 }
 
 
-def launch(*arguments: str, **kwargs) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(LAUNCHER), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, **kwargs)
-
-
 def rendered(*flags: str, arguments=AWKWARD) -> str:
     command = 'ablate' if any('--workers' in flag for flag in flags) else 'train'
-    done = launch(*NAMED, *flags, '--dry_run', '--', command, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return dry_run('kubernetes', *NAMED, *flags, command=(command, *arguments))
 
 
 @functools.cache
-def validated() -> dict[str, list]:
-    """(content, problems) of the manifest of each case, and of a 'broken' one."""
-    texts = {case: rendered(*flags) for case, flags in CASES.items()}
-    broken = texts['tpu'].replace('maxRestarts', 'maxRestart')
-    texts['broken'] = broken.replace('parallelism', 'paralelism')
-    script = ROOT / 'tests' / 'launch' / 'validate_manifest.py'
-    given = json.dumps(list(texts.values()))
-    done = subprocess.run([PYTHON, str(script)], input=given, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(texts, json.loads(done.stdout), strict=True))
+def content(case: str) -> dict:
+    """The manifest of a case, whose arguments are awkward."""
+    return yaml.safe_load(rendered(*CASES[case]))
 
 
-def job_of(content: dict) -> dict:
-    if content['kind'] == 'Job':
-        return content['spec']
-    (one,) = content['spec']['replicatedJobs']
+def job_of(manifest: dict) -> dict:
+    if manifest['kind'] == 'Job':
+        return manifest['spec']
+    (one,) = manifest['spec']['replicatedJobs']
     return one['template']['spec']
 
 
-def pod_of(content: dict) -> dict:
-    return job_of(content)['template']['spec']
+def pod_of(manifest: dict) -> dict:
+    return job_of(manifest)['template']['spec']
 
 
 # What Kubernetes does with the manifests
 
 
-def outcome(content: dict, code: int, disrupted: bool = False) -> str:
+def outcome(manifest: dict, code: int, disrupted: bool = False) -> str:
     """What follows when a pod ends: the rules, as the controllers of Job and JobSet apply them."""
-    job = job_of(content)
+    job = job_of(manifest)
     action, message = 'Count', ''
     for k, rule in enumerate(job['podFailurePolicy']['rules']):
         if code in rule.get('onExitCodes', {'values': []})['values']:
@@ -86,11 +78,11 @@ def outcome(content: dict, code: int, disrupted: bool = False) -> str:
             continue
         message += f' matching {action} rule at index {k}'
         break
-    if content['kind'] == 'Job':
+    if manifest['kind'] == 'Job':
         return action
     assert job['backoffLimit'] == 0
     reason = 'PodFailurePolicy' if action == 'FailJob' else 'BackoffLimitExceeded'
-    for rule in content['spec']['failurePolicy']['rules']:
+    for rule in manifest['spec']['failurePolicy']['rules']:
         patterns = rule.get('onJobFailureMessagePatterns', [''])
         if reason in rule['onJobFailureReasons'] and any(re.search(p, message) for p in patterns):
             return rule['action']
@@ -100,31 +92,32 @@ def outcome(content: dict, code: int, disrupted: bool = False) -> str:
 def expanded(text: str, env: dict[str, str]) -> str:
     """An argument as the kubelet passes it on: $(NAME) replaced, $$ a dollar sign."""
 
-    def replace(found: re.Match) -> str:
-        name = found[1]
-        return '$' if name is None else env.get(name, found[0])
+    def replace(match: re.Match) -> str:
+        return '$' if match[1] is None else env.get(match[1], match[0])
 
     return re.sub(r'\$\$|\$\(([^)]*)\)', replace, text)
 
 
 @needs_schemas
-@pytest.mark.parametrize('case', CASES)
-def test_every_field_is_known_and_has_its_type(case):
-    assert validated()[case][1] == []
+def test_every_field_is_known_and_has_its_type():
+    texts = {case: rendered(*flags) for case, flags in CASES.items()}
+    broken = texts['tpu'].replace('maxRestarts', 'maxRestart')
+    texts['broken'] = broken.replace('parallelism', 'paralelism')
+    script = ROOT / 'tests' / 'launch' / 'validate_manifest.py'
+    given = json.dumps(list(texts.values()))
+    done = subprocess.run([PYTHON, str(script)], input=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    validated = dict(zip(texts, json.loads(done.stdout), strict=True))
+    problems = validated.pop('broken')[1]
+    assert '.spec.failurePolicy.maxRestart is unknown' in problems
+    assert '.spec.replicatedJobs[0].template.spec.paralelism is unknown' in problems
+    assert any("'paralelism' was unexpected" in problem for problem in problems)
+    assert {case: problems for case, (_, problems) in validated.items()} == dict.fromkeys(CASES, [])
 
 
-@needs_schemas
-def test_the_validator_sees_a_field_that_does_not_exist():
-    found = validated()['broken'][1]
-    assert '.spec.failurePolicy.maxRestart is unknown' in found
-    assert '.spec.replicatedJobs[0].template.spec.paralelism is unknown' in found
-    assert any("'paralelism' was unexpected" in one for one in found)
-
-
-@needs_schemas
 @pytest.mark.parametrize('case', CASES)
 def test_arguments_arrive_unchanged_and_pods_have_time_to_save(case):
-    pod = pod_of(validated()[case][0])
+    pod = pod_of(content(case))
     (container,) = pod['containers']
     env = {'HOME': '/root', 'NAME': 'replaced', 'id': 'replaced'}
     assert [expanded(one, env) for one in container['args']][1:] == list(AWKWARD)
@@ -133,16 +126,15 @@ def test_arguments_arrive_unchanged_and_pods_have_time_to_save(case):
     assert pod['terminationGracePeriodSeconds'] == (40 if case == 'any gpu' else 300)
 
 
-@needs_schemas
 def test_hosts_and_accelerators():
-    content = {case: validated()[case][0] for case in CASES}
+    manifests = {case: content(case) for case in CASES}
     sizes = {
         case: (
             job_of(one)['parallelism'],
             job_of(one)['completions'],
             *pod_of(one)['containers'][0]['resources']['limits'].items(),
         )
-        for case, one in content.items()
+        for case, one in manifests.items()
     }
     assert sizes == {
         'tpu': (4, 4, ('google.com/tpu', 4)),
@@ -153,7 +145,7 @@ def test_hosts_and_accelerators():
         'study': (5, 5, ('google.com/tpu', 8)),
         'gpu study': (2, 2, ('nvidia.com/gpu', 2)),
     }
-    nodes = {case: pod_of(one)['nodeSelector'] for case, one in content.items()}
+    nodes = {case: pod_of(one)['nodeSelector'] for case, one in manifests.items()}
     gke = 'cloud.google.com/gke-'
     assert nodes['tpu'] == {
         f'{gke}tpu-accelerator': 'tpu-v6e-slice',
@@ -164,40 +156,38 @@ def test_hosts_and_accelerators():
     assert nodes['gpu'] == {f'{gke}accelerator': 'nvidia-h100-80gb'} and not nodes['any gpu']
 
 
-@needs_schemas
 def test_processes_find_each_other():
-    content = validated()['gpu'][0]
-    env = {one['name']: one for one in pod_of(content)['containers'][0]['env']}
+    manifest = content('gpu')
+    env = {one['name']: one for one in pod_of(manifest)['containers'][0]['env']}
     # Hostnames of a JobSet: NAME-REPLICATEDJOB-JOB-POD, in the subdomain NAME.
     assert env['JAX_COORDINATOR_ADDRESS']['value'] == 'qk-train-0-0.qk:8476'
     assert env['JAX_NUM_PROCESSES']['value'] == '2'
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert env['JAX_PROCESS_ID']['valueFrom'] == {'fieldRef': {'fieldPath': index}}
     assert expanded(env['NAME']['value'], {'c': 'replaced'}) == "a 'b' $(c)"
-    assert job_of(content)['completionMode'] == 'Indexed'
+    assert job_of(manifest)['completionMode'] == 'Indexed'
     # One of the user's replaces ours; workers of a study are jobs of one process.
-    given = pod_of(validated()['any gpu'][0])['containers'][0]['env']
+    given = pod_of(content('any gpu'))['containers'][0]['env']
     assert [one.get('value') for one in given if one['name'] == 'JAX_PROCESS_ID'] == ['7']
     for case in ('study', 'gpu study', 'tpu'):
-        names = {one['name'] for one in pod_of(validated()[case][0])['containers'][0]['env']}
+        names = {one['name'] for one in pod_of(content(case))['containers'][0]['env']}
         assert names - {'QKATTN_CONNECT_SECONDS'} == {'JAX_COMPILATION_CACHE_DIR'}
         assert ('QKATTN_CONNECT_SECONDS' in names) == (case == 'tpu')
 
 
-@needs_schemas
 @pytest.mark.parametrize('case', CASES)
 def test_exit_codes_decide_what_restarts(case):
-    content = validated()[case][0]
-    seen = [outcome(content, code) for code in (2, 75, 1, 139)]
-    seen.append(outcome(content, 137, disrupted=True))
-    if content['kind'] == 'Job':
+    manifest = content(case)
+    seen = [outcome(manifest, code) for code in (2, 75, 1, 139)]
+    seen.append(outcome(manifest, 137, disrupted=True))
+    if manifest['kind'] == 'Job':
         assert seen == ['FailJob', 'Ignore', 'Count', 'Count', 'Ignore']
-        assert content['spec']['backoffLimitPerIndex'] == 3
+        assert manifest['spec']['backoffLimitPerIndex'] == 3
     else:
         again = 'RestartJobSetAndIgnoreMaxRestarts'
         assert seen == ['FailJobSet', again, 'RestartJobSet', 'RestartJobSet', again]
         expected = 0 if case == 'any gpu' else 3
-        assert content['spec']['failurePolicy']['maxRestarts'] == expected
+        assert manifest['spec']['failurePolicy']['maxRestarts'] == expected
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -211,62 +201,27 @@ def test_compiled_programs_are_in_a_directory_that_one_user_writes(case):
 
 
 def test_sizes_of_slices_are_those_of_the_dry_run(monkeypatch):
-    monkeypatch.syspath_prepend(str(LAUNCHER.parent))
-    namespace = runpy.run_path(str(LAUNCHER))
+    monkeypatch.syspath_prepend(str(LAUNCH))
+    namespace = runpy.run_path(str(LAUNCH / 'kubernetes.py'))
     seen = 0
     for kind, (_, cores, topologies, _) in namespace['TPUS'].items():
         for chips, topology in topologies.items():
             name = f'{kind}-{cores * chips}'
             machine, pod = namespace['hardware'](name), pods.pod_of(name)
             assert tuple(map(int, topology.split('x'))) == pod.shape, name
-            assert (machine['hosts'], machine['chips']) == (pod.hosts, pod.per_host), name
+            assert (machine.hosts, machine.chips) == (pod.hosts, pod.per_host), name
             seen += 1
     assert seen == 36
     for kind in set(namespace['GPUS']) & set(pods.CHIPS):
-        assert namespace['hardware'](f'{kind}-16x8')['hosts'] == pods.pod_of(f'{kind}-16x8').hosts
-
-
-# Command lines
-
-
-@pytest.mark.parametrize(
-    'arguments, words',
-    [
-        (('--image=i', '--accelerator=v6e-16', '--', *TRAIN), '--name'),
-        (('--name=qk', '--accelerator=v6e-16', '--', *TRAIN), '--image'),
-        ((*NAMED, '--', *TRAIN), '--accelerator'),
-        ((*NAMED, '--accelerator=v6e-12', '--', *TRAIN), 'v6e-12 16 256'),
-        ((*NAMED, '--accelerator=h100', '--', *TRAIN), 'h100 v5p-N a3-HOSTSxGPUS'),
-        ((*NAMED, '--accelerator=a3-0x8', '--', *TRAIN), 'a3-0x8'),
-        ((*NAMED, '--accelerator=v6e-16', '--workers=2', '--', *STUDY), '--workers v6e-16 4'),
-        ((*NAMED, '--accelerator=v6e-8', '--workers=2', '--', *TRAIN), '--workers=2 train'),
-        ((*NAMED, '--accelerator=v6e-16'), 'command --'),
-        ((*NAMED, '--accelerator=v6e-16', '--', 'sh'), 'sh train ablate'),
-        ((*NAMED, '--accelerator=v6e-16', '--frob', '--', *TRAIN), '--frob'),
-        ((*NAMED, '--accelerator=v6e-16', '--grace=-1', '--', *TRAIN), '--grace -1'),
-        ((*NAMED, '--accelerator=v6e-16', '--env=A', '--', *TRAIN), '--env A NAME=VALUE'),
-        (('--name=qk', '--image=--', '--accelerator=v6e-16', '--', *TRAIN), '--image=-- value'),
-        (('--name=a: b', '--image=i', '--accelerator=v6e-16', '--', *TRAIN), '--name a:'),
-    ],
-)
-def test_a_wrong_command_line_is_one_sentence_and_submits_nothing(arguments, words, refused):
-    refused(launch, 'kubectl', arguments, words)
-
-
-def test_without_kubectl_it_says_what_to_install(tmp_path):
-    arguments = (*NAMED, '--accelerator=v6e-16', '--', *TRAIN)
-    done = launch(*arguments, env={'PATH': str(tmp_path)})
-    assert done.returncode == 2
-    assert 'kubectl is not installed' in done.stderr and len(done.stderr.splitlines()) == 1
+        assert namespace['hardware'](f'{kind}-16x8').hosts == pods.pod_of(f'{kind}-16x8').hosts
 
 
 def test_a_manifest_is_handed_to_kubectl_once(tmp_path):
-    stand_in = tmp_path / 'kubectl'
-    stand_in.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/words; cat >{tmp_path}/yaml; exit 3\n')
-    stand_in.chmod(0o755)
+    script = f'#!/bin/sh\necho "$@" >{tmp_path}/words; cat >{tmp_path}/yaml; exit 3\n'
+    stand_in(tmp_path / 'kubectl', script)
     flags = ('--accelerator=a3-2x8', '--namespace=lab')
-    env = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'}
-    assert launch(*NAMED, *flags, '--', *TRAIN, env=env).returncode == 3
+    done = launch('kubernetes', *NAMED, *flags, '--', *TRAIN, env=before_path(tmp_path))
+    assert done.returncode == 3
     assert (tmp_path / 'words').read_text() == 'create --namespace=lab -f -\n'
     assert (tmp_path / 'yaml').read_text() == rendered(*flags, arguments=TRAIN[1:])
 

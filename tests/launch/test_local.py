@@ -14,11 +14,11 @@ import pytest
 
 from qkattn.config import to_config_dict
 from qkattn.storage.metrics_log import read_metrics
+from tests.launch.launchers import LAUNCH, ROOT, dry_run, stand_in
 
-ROOT = Path(__file__).parents[2]
-LAUNCHER = ROOT / 'launch/local.py'
-TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
-ABLATE = ('--', 'ablate', '--config=quickstart', '--workdir=runs/quickstart')
+LAUNCHER = LAUNCH / 'local.py'
+TRAIN = ('train', '--config=small', '--workdir=runs/small')
+ABLATE = ('ablate', '--config=quickstart', '--workdir=runs/quickstart')
 
 # A process that reads what to do in its n-th start from plan.json: [[rank 0, rank 1], ...].
 PROCESS = """#!{python} -S
@@ -48,20 +48,13 @@ time.sleep(60)
 """
 
 
-def venv(directory: Path) -> Path:
-    program = directory / 'venv/bin/python'
-    program.parent.mkdir(parents=True)
-    program.write_text(PROCESS.format(python=sys.executable))
-    program.chmod(0o755)
-    return program.parent.parent
-
-
 def start(directory: Path, plan: list, *flags: str, command=TRAIN) -> subprocess.Popen:
     (directory / 'plan.json').write_text(json.dumps(plan))
+    stand_in(directory / 'venv/bin/python', PROCESS.format(python=sys.executable))
     return subprocess.Popen(
-        [sys.executable, LAUNCHER, *flags, *command],
+        [sys.executable, LAUNCHER, *flags, '--', *command],
         cwd=directory,
-        env={**os.environ, 'QKATTN_VENV': str(venv(directory))},
+        env={**os.environ, 'QKATTN_VENV': str(directory / 'venv')},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -86,44 +79,14 @@ def alive(pid: int) -> bool:
     return False
 
 
-def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, **variables}
-    command = [sys.executable, LAUNCHER, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'sentence'),
-    [
-        (('--processes=0', *TRAIN), "argument --processes: '0' is not a whole number of at least"),
-        (('--proceses=2', *TRAIN), 'unrecognized arguments: --proceses=2'),
-        (('--processes=2',), 'no command; give it behind --'),
-        (('--', 'evaluate'), "the command behind -- is 'evaluate'"),
-        (('--', 'train'), 'the command has no --workdir=DIRECTORY'),
-        (('--workers=2', *TRAIN), '--workers=2 share a study, but the command is train'),
-        (TRAIN, '/v/bin/python is missing; set QKATTN_VENV to the virtual environment of qkattn'),
-        (
-            ('--processes=2', '--gpus_per_process=2', '--dry_run', *TRAIN),
-            'CUDA_VISIBLE_DEVICES=4,5,6 has no 4',
-        ),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_one_sentence_and_code_2(arguments, sentence):
-    done = launched(*arguments, CUDA_VISIBLE_DEVICES='4,5,6', QKATTN_VENV='/v')
-    assert (done.returncode, done.stdout) == (2, '')
-    assert done.stderr.startswith(sentence), done.stderr
-    assert done.stderr.count('\n') == 1
-
-
-def test_a_dry_run_prints_what_would_be_started(tmp_path):
-    flags = ('--processes=2', '--devices_per_process=4', '--gpus_per_process=1', '--dry_run')
+def test_a_dry_run_prints_what_would_be_started():
+    flags = ('--processes=2', '--devices_per_process=4', '--gpus_per_process=1')
     hostile = "--config.name=two $HOME 'words'"
     variables = {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6', 'XLA_FLAGS': '--xla_a=1'}
-    done = launched(*flags, *TRAIN, hostile, **variables)
-    port = re.search(r'127\.0\.0\.1:(\d+)', done.stdout)[1]
+    text = dry_run('local', *flags, command=(*TRAIN, hostile), **variables)
+    port = re.search(r'127\.0\.0\.1:(\d+)', text)[1]
     quoted = "'--config.name=two $HOME '\"'\"'words'\"'\"''"
-    assert done.stdout.splitlines() == [
+    assert text.splitlines() == [
         f'[{rank}] JAX_COORDINATOR_ADDRESS=127.0.0.1:{port} JAX_NUM_PROCESSES=2 '
         f'JAX_PROCESS_ID={rank} JAX_PLATFORMS=cpu '
         "XLA_FLAGS='--xla_a=1 --xla_force_host_platform_device_count=4' "
@@ -131,8 +94,8 @@ def test_a_dry_run_prints_what_would_be_started(tmp_path):
         f'/v/bin/python -m qkattn train --config=small --workdir=runs/small {quoted}'
         for rank, gpu in enumerate('45')
     ]
-    done = launched('--workers=2', '--gpus_per_process=2', '--dry_run', *ABLATE)
-    first, second = done.stdout.splitlines()
+    text = dry_run('local', '--workers=2', '--gpus_per_process=2', command=ABLATE)
+    _, second = text.splitlines()
     assert second.startswith('[worker 1]')
     assert '--gpus_per_process=2 --retries=3 --grace=300 --first_gpu=2 -- ablate' in second
 
@@ -213,8 +176,8 @@ def test_workers_are_restarted_by_themselves(tmp_path):
 
 def ranks_of(launcher: int) -> dict[str, int]:
     """The processes of a launcher by rank."""
-    found = subprocess.run(['pgrep', '-P', str(launcher)], capture_output=True, text=True)
-    environs = {int(p): Path(f'/proc/{p}/environ').read_bytes() for p in found.stdout.split()}
+    children = subprocess.run(['pgrep', '-P', str(launcher)], capture_output=True, text=True)
+    environs = {int(p): Path(f'/proc/{p}/environ').read_bytes() for p in children.stdout.split()}
     return {re.search(rb'JAX_PROCESS_ID=(\d+)', e)[1].decode(): p for p, e in environs.items()}
 
 

@@ -4,16 +4,25 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.launch.hosts import AWKWARD, PROGRAM, STUDY, TRAIN, started
+from tests.launch.launchers import (
+    AWKWARD,
+    LAUNCH,
+    PROGRAM,
+    ROOT,
+    STUDY,
+    TRAIN,
+    before_path,
+    dry_run,
+    launch,
+    stand_in,
+    started,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-LAUNCHER = ROOT / 'launch' / 'sky.py'
 PYTHON = os.environ.get('QKATTN_TEST_SKY_PYTHON')
 GPUS = '--accelerators=H100:8'
 # Loads tasks with SkyPilot's parser; prints what it understood.
@@ -32,22 +41,15 @@ print(json.dumps(tasks))
 """
 
 
-def launch(*arguments: str, **kwargs) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(LAUNCHER), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, **kwargs)
-
-
 def rendered(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
     """The YAML and the `sky` commands of a dry run."""
-    done = launch(*flags, '--dry_run', '--', *command)
-    assert done.returncode == 0, done.stderr
-    text, _, tail = done.stdout.partition('\n\nsky ')
+    text, _, tail = dry_run('sky', *flags, command=command).partition('\n\nsky ')
     return text, [shlex.split(line) for line in f'sky {tail}'.splitlines()]
 
 
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_SKY_PYTHON names no Python with skypilot')
 def test_skypilot_reads_the_tasks_as_they_are_and_as_they_are_filled_in(tmp_path):
-    files = [(ROOT / 'launch/sky' / f'{name}.yaml').read_text() for name in ('train', 'study')]
+    files = [(LAUNCH / f'sky/{name}.yaml').read_text() for name in ('train', 'study')]
     filled = [
         rendered(GPUS, command=('train', *AWKWARD))[0],
         rendered(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0],
@@ -73,21 +75,11 @@ def test_skypilot_reads_the_tasks_as_they_are_and_as_they_are_filled_in(tmp_path
 
 def on_node(folder: Path, text: str, **variables: str) -> dict[str, str | None]:
     """Executes `run` as a node does; returns the triple that the program got."""
-    launch_folder, program = folder / 'launch', folder / '.venv' / 'bin' / 'python'
-    launch_folder.mkdir(exist_ok=True)
-    program.parent.mkdir(parents=True, exist_ok=True)
-    supervisor = launch_folder / 'supervise.sh'
-    supervisor.write_text((ROOT / 'launch' / 'supervise.sh').read_text())
+    stand_in(folder / 'launch/supervise.sh', (LAUNCH / 'supervise.sh').read_text())
     names = ['JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID']
     dump = f"json.dump({{n: os.environ.get(n) for n in {names}}}, open(state + '/triple', 'w'))\n"
-    program.write_text(
-        PROGRAM.format(python=sys.executable).replace('codes =', dump + 'codes =', 1)
-    )
-    gpus = folder / 'gpus' / 'nvidia-smi'
-    gpus.parent.mkdir(exist_ok=True)
-    gpus.write_text('#!/bin/sh\n')
-    for path in (supervisor, program, gpus):
-        path.chmod(0o755)
+    stand_in(folder / '.venv/bin/python', PROGRAM.replace('codes =', dump + 'codes =', 1))
+    stand_in(folder / 'gpus/nvidia-smi', '#!/bin/sh\n')
     environment = {'PATH': os.environ['PATH'], 'HOME': str(folder), 'RETRIES': '3', **variables}
     script = yaml.safe_load(text)['run']
     done = subprocess.run(['bash', '-c', script], cwd=folder, env=environment)
@@ -120,14 +112,12 @@ def test_arguments_arrive_unchanged_and_processes_find_each_other(tmp_path):
 def test_each_worker_is_a_job(tmp_path):
     flags = ['--accelerators=tpu-v6e-8', '--workers=2', '--infra=gcp', '--env=A=b c', '--on_demand']
     _, commands = rendered(*flags, command=STUDY)
-    stand_in = tmp_path / 'sky'
-    stand_in.write_text(
+    stand_in(
+        tmp_path / 'sky',
         '#!/usr/bin/env bash\n'
-        f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/words; cp "${{@: -1}}" {tmp_path}/yaml\n'
+        f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/words; cp "${{@: -1}}" {tmp_path}/yaml\n',
     )
-    stand_in.chmod(0o755)
-    env = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'}
-    assert launch(*flags, '--', *STUDY, env=env).returncode == 0
+    assert launch('sky', *flags, '--', *STUDY, env=before_path(tmp_path)).returncode == 0
     words = (tmp_path / 'words').read_text().splitlines()
     half = len(words) // 2
     for k, (given, command) in enumerate(zip((words[:half], words[half:]), commands, strict=True)):
@@ -137,30 +127,3 @@ def test_each_worker_is_a_job(tmp_path):
         assert command[3:5] == ['--name', f'qkattn-{k}']
         assert {'--no-use-spot', 'A=b c', 'EXTRAS=tpu,gcs', 'RETRIES=3'} <= set(command)
     assert yaml.safe_load((tmp_path / 'yaml').read_text())['num_nodes'] == 1
-
-
-@pytest.mark.parametrize(
-    'arguments, words',
-    [
-        (('--', *TRAIN), '--accelerators'),
-        ((GPUS,), 'command --'),
-        ((GPUS, '--', 'sh'), 'sh train ablate'),
-        ((GPUS, '--frob', '--', *TRAIN), '--frob'),
-        (('--accelerators=8 GPUs', '--', *TRAIN), '8 H100:8'),
-        ((GPUS, '--name=A', '--', *TRAIN), '--name A'),
-        ((GPUS, '--workers=2', '--nodes=2', '--', *STUDY), '--workers=2 --nodes=2'),
-        ((GPUS, '--nodes=0', '--', *TRAIN), '--nodes'),
-        ((GPUS, '--env==', '--', *TRAIN), '--env NAME=VALUE'),
-    ],
-)
-def test_a_wrong_command_line_is_one_sentence(arguments, words):
-    done = launch(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == '' and len(done.stderr.splitlines()) == 1, done.stderr
-    assert all(word in done.stderr for word in words.split(' ')), done.stderr
-
-
-def test_without_sky_it_says_what_to_install(tmp_path):
-    done = launch(GPUS, '--', *TRAIN, env={'PATH': str(tmp_path)})
-    assert done.returncode == 2
-    assert 'sky is not installed' in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,15 +1,14 @@
 """launch/slurm.py and launch/slurm.sbatch: command lines, and jobs of a real Slurm on loopback."""
 
-import os
-import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.launch.slurm import LAUNCHER, ROOT, Jobs
+from tests.launch import launchers
+from tests.launch.launchers import ROOT, dry_run
+from tests.launch.slurm import Jobs
 
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
 
@@ -32,59 +31,16 @@ ARGUMENTS += ['one\ntwo\n', '%j %%', 'ünï', '--', '--config.variants=(\'qk/vo\
 # Command lines, without Slurm
 
 
-def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, **variables}
-    return subprocess.run([LAUNCHER, *arguments], env=environment, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'sentence'),
-    [
-        (('--nodes=0', *TRAIN), "argument --nodes: '0' is not a whole number of at least 1; "),
-        (('--processes_per_node=x', *TRAIN), "argument --processes_per_node: 'x' is not a whole"),
-        (('--retries=-1', *TRAIN), "argument --retries: '-1' is not a whole number of at least 0"),
-        (('--nods=2', *TRAIN), 'unrecognized arguments: --nods=2; --help lists the flags'),
-        (('--partition', *TRAIN), 'argument --partition: expected one argument; '),
-        (TRAIN[1:], 'unrecognized arguments: train '),
-        (('--nodes=2',), 'no command; give it behind --'),
-        (('--nodes=2', '--'), 'the command behind -- is missing; valid are train and ablate'),
-        (('--', 'evaluate', '--workdir=x'), "the command behind -- is 'evaluate'; valid are "),
-        (('--', 'train', '--config=small'), 'the command has no --workdir=DIRECTORY'),
-        (('--workers=2', *TRAIN), '--workers=2 share a study, but the command is train\n'),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_one_sentence_and_code_2(arguments, sentence):
-    done = launched(*arguments)
-    assert done.returncode == 2 and done.stdout == ''
-    assert done.stderr.startswith(sentence) and done.stderr.count('\n') == 1
-
-
-def test_what_is_not_installed_is_said_in_one_sentence(tmp_path):
-    done = launched(*TRAIN, QKATTN_VENV=str(tmp_path))
-    assert (done.returncode, done.stderr) == (
-        2,
-        f'{tmp_path} has no bin/python; run launch/venv.sh or set QKATTN_VENV\n',
-    )
-    (tmp_path / 'bin').mkdir()
-    for name in ('python', 'python3'):
-        (tmp_path / 'bin' / name).symlink_to(sys.executable)
-    done = launched(*TRAIN, QKATTN_VENV=str(tmp_path), PATH=str(tmp_path / 'bin'))
-    assert done.returncode == 2
-    assert done.stderr.startswith('sbatch is not installed; ')
-    assert done.stderr.count('\n') == 1
-
-
 def submitted(tmp_path: Path, *arguments: str) -> tuple[dict[str, str], list[str]]:
     """Variables and arguments of the sbatch that a dry run prints, as a shell reads its line."""
-    done = launched('--dry_run', *arguments, QKATTN_VENV=str(tmp_path / 'a venv'))
-    assert (done.returncode, done.stderr) == (0, '')
-    head, _, script = done.stdout.partition('\n\n# ')
+    at = arguments.index('--')
+    venv = {'QKATTN_VENV': str(tmp_path / 'a venv')}
+    text = dry_run('slurm', *arguments[:at], command=arguments[at + 1 :], **venv)
+    head, _, script = text.partition('\n\n# ')
     assert script.partition('\n')[2] == (ROOT / 'launch/slurm.sbatch').read_text()
-    stand_in = tmp_path / 'sbatch'
-    stand_in.write_text('#!/bin/sh\nenv >variables\nprintf "%s\\0" "$@" >arguments\n')
-    stand_in.chmod(0o755)
-    environment = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'}
+    script = '#!/bin/sh\nenv >variables\nprintf "%s\\0" "$@" >arguments\n'
+    launchers.stand_in(tmp_path / 'sbatch', script)
+    environment = launchers.before_path(tmp_path)
     subprocess.run(['bash', '-euc', head], cwd=tmp_path, env=environment, check=True)
     lines = (tmp_path / 'variables').read_text().splitlines()
     variables = dict(line.split('=', 1) for line in lines if line.startswith('QKATTN_'))
@@ -110,27 +66,15 @@ def test_workers_are_an_array(tmp_path):
     assert arguments[4:] == ['ablate', '--workdir', 'runs/study']
 
 
-@pytest.mark.skipif(shutil.which('shellcheck') is None, reason='shellcheck is not installed')
-def test_shellcheck_finds_nothing():
-    scripts = [*ROOT.glob('launch/*.sh'), *ROOT.glob('launch/*.sbatch'), ROOT / '.ci/run']
-    # SC2317: versions differ in whether a function that only a trap calls is reachable.
-    command = ['shellcheck', '--exclude=SC2317', *scripts]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
 # Jobs
 
 
 @pytest.fixture
 def stand_in(cluster, tmp_path):
     """Jobs whose processes run the shell script stand_in.sh of the directory as qkattn."""
-    venv = tmp_path / 'venv'
-    (venv / 'bin').mkdir(parents=True)
-    program = venv / 'bin/python'
-    program.write_text('#!/usr/bin/env bash\nshift 2\n. ./stand_in.sh\n')
-    program.chmod(0o755)
-    return Jobs(cluster, tmp_path, venv)
+    program = tmp_path / 'venv/bin/python'
+    launchers.stand_in(program, '#!/usr/bin/env bash\nshift 2\n. ./stand_in.sh\n')
+    return Jobs(cluster, tmp_path, tmp_path / 'venv')
 
 
 def behave(jobs: Jobs, script: str) -> None:

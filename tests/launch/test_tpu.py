@@ -3,78 +3,45 @@
 import importlib
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.cloud_api import PLACE, ZONE, CloudApi, Hosts, cloud_api, environment
-from tests.launch.hosts import (
+from tests.launch.cloud_api import PLACE, CloudApi, Hosts, cloud_api, environment
+from tests.launch.launchers import (
     AWKWARD,
+    LAUNCH,
     PROGRAM,
-    ROOT,
-    TPU,
     TRAIN,
     WHERE,
-    commands,
+    gcloud_commands,
     kill_processes,
+    launch,
     remote,
+    stand_in,
     started,
     state_of,
-    tpu,
     until,
 )
 
 KIND = '--accelerator=v6e-16'
 needs_gcloud = pytest.mark.skipif(not shutil.which('gcloud'), reason='gcloud is not installed')
 
-# Command lines
-
-
-@pytest.mark.parametrize(
-    'arguments, words',
-    [
-        (('frob', *WHERE), 'frob create setup run status logs stop delete watch'),
-        (('create', *WHERE, '--frob'), '--frob'),
-        (('create', f'--zone={ZONE}', KIND), '--name'),
-        (('create', '--name=qk', KIND), '--zone'),
-        (('create', *WHERE), '--accelerator v6e-16'),
-        (('create', *WHERE, '--accelerator=h100-8'), 'h100-8 v5litepod-N v6e-N'),
-        (('create', *WHERE, KIND, '--spot', '--reserved'), '--reserved --spot'),
-        (('create', '--name=Q k', f'--zone={ZONE}', KIND), '--name Q'),
-        (('run', *WHERE), 'command --'),
-        (('run', *WHERE, '--', 'train', '--config=small'), '--workdir'),
-        (('run', *WHERE, '--'), 'missing train ablate'),
-        (('run', *WHERE, '--', 'rm', '-rf'), 'rm train ablate'),
-        (('run', *WHERE, '--env=a b', '--', *TRAIN), '--env NAME=VALUE'),
-        (('run', *WHERE, '--retries=many', '--', *TRAIN), '--retries many'),
-        (('stop', *WHERE, '--', *TRAIN), 'stop'),
-    ],
-)
-def test_a_wrong_command_line_is_one_sentence_and_calls_nothing(arguments, words, refused):
-    refused(tpu, 'gcloud', arguments, words)
-
-
-def test_without_gcloud_it_says_what_to_install(tmp_path):
-    done = tpu('create', *WHERE, KIND, env={'PATH': str(tmp_path)})
-    assert done.returncode == 2
-    assert 'gcloud is not installed' in done.stderr and len(done.stderr.splitlines()) == 1
-
 
 def test_a_dry_run_prints_each_command():
     queued = ['gcloud', 'compute', 'tpus', 'queued-resources']
-    ((*words, quiet),) = commands('create', *WHERE, KIND, '--spot', '--project=p')[:1]
-    assert words[:5] == [*queued, 'create'] and quiet == '--project=p'
+    ((*words, project),) = gcloud_commands('create', *WHERE, KIND, '--spot', '--project=p')
+    assert words[:5] == [*queued, 'create'] and project == '--project=p'
     assert {'--runtime-version=v2-alpha-tpuv6e', '--node-id=qk', '--spot'} <= set(words)
-    assert commands('delete', *WHERE)[0][:7] == [*queued, 'delete', 'qk', '--force']
-    copy, install = commands('setup', *WHERE)
+    assert gcloud_commands('delete', *WHERE)[0][:7] == [*queued, 'delete', 'qk', '--force']
+    copy, install = gcloud_commands('setup', *WHERE)
     assert copy[3:7] == ['tpu-vm', 'scp', 'qkattn.bundle', 'qk:qkattn.bundle']
     assert remote(install).endswith('qkattn/launch/host.sh setup tpu,gcs')
-    assert 'host.sh stop 40' in remote(commands('stop', *WHERE, '--grace=40')[0])
-    assert '--worker=3' in commands('logs', *WHERE, '--worker=3')[0]
-    watched = commands('watch', *WHERE, KIND, '--', *TRAIN)
+    assert 'host.sh stop 40' in remote(gcloud_commands('stop', *WHERE, '--grace=40')[0])
+    assert '--worker=3' in gcloud_commands('logs', *WHERE, '--worker=3')[0]
+    watched = gcloud_commands('watch', *WHERE, KIND, command=TRAIN)
     assert [words[4] for words in watched] == ['create', 'scp', 'ssh', 'ssh', 'list', 'ssh']
 
 
@@ -84,7 +51,7 @@ def test_a_dry_run_prints_each_command():
 @pytest.fixture
 def module(monkeypatch):
     """launch/tpu.py as a module."""
-    monkeypatch.syspath_prepend(str(TPU.parent))
+    monkeypatch.syspath_prepend(str(LAUNCH))
     yield importlib.import_module('tpu')
     for name in ('tpu', 'arguments'):
         sys.modules.pop(name)
@@ -164,7 +131,7 @@ def cloud(tmp_path):
 @needs_gcloud
 def test_gcloud_requests_the_slice(cloud):
     api, _, env = cloud
-    done = tpu('create', *WHERE, KIND, '--spot', env=env)
+    done = launch('tpu', 'create', *WHERE, KIND, '--spot', env=env)
     assert done.returncode == 0, done.stderr
     ((method, path, body),) = api.calls
     assert (method, path) == ('POST', f'/v2/{PLACE}/queuedResources')
@@ -175,38 +142,35 @@ def test_gcloud_requests_the_slice(cloud):
 
 
 @pytest.fixture
-def launcher(tmp_path) -> Path:
-    """launch/tpu.py in a repository of its own, whose venv.sh makes a stand-in."""
-    launch = tmp_path / 'repository' / 'launch'
-    launch.mkdir(parents=True)
+def folder(tmp_path) -> Path:
+    """The launchers in a repository of its own, whose venv.sh makes a stand-in."""
+    folder = tmp_path / 'repository' / 'launch'
+    folder.mkdir(parents=True)
     for name in ('tpu.py', 'arguments.py', 'host.sh', 'supervise.sh'):
-        shutil.copy(ROOT / 'launch' / name, launch)
-    program = launch / 'program.py'
-    program.write_text(PROGRAM.format(python=sys.executable))
+        shutil.copy(LAUNCH / name, folder)
+    stand_in(folder / 'program.py', PROGRAM)
     skip_pip = '#!/bin/sh\ncase "$2" in pip) echo "$@" >>"$HOME/pip"; exit 0;; esac\n'
-    stub = launch / 'venv.sh'
-    stub.write_text(
+    stand_in(
+        folder / 'venv.sh',
         '#!/usr/bin/env bash\nmkdir -p .venv/bin\n'
         f'printf %s {shlex.quote(skip_pip)} >.venv/bin/python\n'
         'echo "exec $PWD/launch/program.py \\"\\$@\\"" >>.venv/bin/python\n'
-        'chmod +x .venv/bin/python\n'
+        'chmod +x .venv/bin/python\n',
     )
-    for path in (program, stub):
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
     identity = ('-c', 'user.name=t', '-c', 'user.email=t@t')
     for words in (['init', '-q'], ['add', '.'], [*identity, 'commit', '-qm', 'x']):
-        subprocess.run(['git', '-C', str(launch.parent), *words], check=True)
-    return launch / 'tpu.py'
+        subprocess.run(['git', '-C', str(folder.parent), *words], check=True)
+    return folder
 
 
 @needs_gcloud
 @pytest.mark.slow
-def test_gcloud_runs_the_command_on_all_hosts(cloud, launcher):
+def test_gcloud_runs_the_command_on_all_hosts(cloud, folder):
     api, hosts, env = cloud
     homes = [hosts.folder / f'127.0.0.{k}' for k in (1, 2)]
 
     def succeed(*arguments: str) -> str:
-        done = tpu(*arguments, launcher=launcher, env=env)
+        done = launch('tpu', *arguments, folder=folder, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -240,20 +204,20 @@ def preempt(api: CloudApi, homes: list[Path]) -> None:
 
 @needs_gcloud
 @pytest.mark.slow
-def test_watch_gives_up_on_a_command_that_does_not_start(cloud, launcher):
+def test_watch_gives_up_on_a_command_that_does_not_start(cloud, folder):
     _, hosts, env = cloud
-    (launcher.parent / 'venv.sh').write_text('#!/bin/sh\nexit 1\n')
-    words = ['git', '-C', str(launcher.parents[1]), '-c', 'user.name=t', '-c', 'user.email=t@t']
+    (folder / 'venv.sh').write_text('#!/bin/sh\nexit 1\n')
+    words = ['git', '-C', str(folder.parent), '-c', 'user.name=t', '-c', 'user.email=t@t']
     subprocess.run([*words, 'commit', '-qam', 'broken'], check=True)
     flags = ['--poll=0', '--retries=1', KIND]
-    done = tpu('watch', *WHERE, *flags, '--', *TRAIN, launcher=launcher, env=env)
+    done = launch('tpu', 'watch', *WHERE, *flags, '--', *TRAIN, folder=folder, env=env)
     assert done.returncode == 1
     assert done.stderr.endswith('setup failed 2 times; the reason is above\n')
 
 
 @needs_gcloud
 @pytest.mark.slow
-def test_watch_creates_the_slice_again_after_a_preemption(cloud, launcher, tmp_path):
+def test_watch_creates_the_slice_again_after_a_preemption(cloud, folder, tmp_path):
     api, hosts, env = cloud
     homes = [hosts.folder / f'127.0.0.{k}' for k in (1, 2)]
     for home in homes:
@@ -262,7 +226,7 @@ def test_watch_creates_the_slice_again_after_a_preemption(cloud, launcher, tmp_p
     arguments = ['watch', *WHERE, KIND, '--spot', '--poll=0.2', '--', *TRAIN]
     with (tmp_path / 'watch').open('w') as output:
         watching = subprocess.Popen(
-            [sys.executable, str(launcher), *arguments],
+            [sys.executable, str(folder / 'tpu.py'), *arguments],
             env=env,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""Hosts on this machine: home directories, a stand-in for qkattn, and what sshd would do."""
+"""The launchers, stand-ins for the programs that they start, and hosts on this machine."""
 
 import json
 import os
@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from tests.launch.cloud_api import ZONE
+from tests.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-TPU = ROOT / 'launch' / 'tpu.py'
+LAUNCH = ROOT / 'launch'
 WHERE = ('--name=qk', f'--zone={ZONE}')
 STUDY = ('ablate', '--config=quickstart', '--workdir=gs://b/quickstart')
 TRAIN = ('train', '--config=small', '--workdir=gs://b/small')
@@ -29,7 +29,7 @@ AWKWARD = (
 
 # Stands for `.venv/bin/python -m qkattn`: writes its arguments, then ends with the next code of a
 # file; 'wait' ends with 75 on SIGTERM.
-PROGRAM = """#!{python}
+PROGRAM = f"""#!{sys.executable}
 import json, os, signal, sys, time
 state = os.environ['HOME']
 with open(state + '/arguments', 'a') as file:
@@ -45,18 +45,44 @@ sys.exit(int(codes[0]))
 """
 
 
-def tpu(*arguments: str, launcher: Path = TPU, **kwargs) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(launcher), *arguments]
+def launch(name: str, *arguments: str, folder: Path = LAUNCH, **kwargs):
+    """Runs a launcher to its end."""
+    command = [sys.executable, str(folder / f'{name}.py'), *arguments]
     return subprocess.run(command, capture_output=True, text=True, **kwargs)
 
 
-def commands(*arguments: str) -> list[list[str]]:
-    """The gcloud commands of a dry run."""
-    done = tpu(*arguments, '--dry_run') if '--' not in arguments else tpu('--dry_run', *arguments)
+def dry_run(name: str, *flags: str, command: tuple[str, ...] = (), **variables: str) -> str:
+    """What the dry run of a launcher prints."""
+    behind = ('--', *command) if command else ()
+    done = launch(name, *flags, '--dry_run', *behind, env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
+    return done.stdout
+
+
+def stand_in(path: Path, text: str) -> Path:
+    """Writes an executable file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def before_path(folder: Path) -> dict[str, str]:
+    """The environment in which the programs of a folder come first."""
+    return {**os.environ, 'PATH': f'{folder}:{os.environ["PATH"]}'}
+
+
+def gcloud_commands(*flags: str, command: tuple[str, ...] = ()) -> list[list[str]]:
+    """The gcloud commands of a dry run of launch/tpu.py."""
+    words = shlex.split(dry_run('tpu', *flags, command=command))
     starts = [k for k, word in enumerate(words) if word == 'gcloud'] + [len(words)]
     return [words[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def remote(command: list[str]) -> str:
+    """What a gcloud command runs on hosts."""
+    (text,) = [word for word in command if word.startswith('--command=')]
+    return text.removeprefix('--command=')
 
 
 def until(holds, seconds: float = 30) -> None:
@@ -73,18 +99,9 @@ def kill_processes(home: Path) -> None:
 
 def on_host(host: Path, command: str) -> subprocess.CompletedProcess:
     """What sshd does with a command."""
-    return subprocess.run(
-        ['bash', '-c', command],
-        cwd=host,
-        env={**os.environ, 'HOME': str(host)},
-        capture_output=True,
-        text=True,
-    )
-
-
-def remote(command: list[str]) -> str:
-    (text,) = [word for word in command if word.startswith('--command=')]
-    return text.removeprefix('--command=')
+    environment = {**os.environ, 'HOME': str(host)}
+    line = ['bash', '-c', command]
+    return subprocess.run(line, cwd=host, env=environment, capture_output=True, text=True)
 
 
 def started(home: Path) -> list:

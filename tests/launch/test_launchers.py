@@ -1,0 +1,109 @@
+"""What the five launchers share: command lines, and sentences about those that are wrong."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.launchers import ROOT, STUDY, TRAIN, WHERE, before_path, launch, stand_in
+
+KUBERNETES = ('--name=qk', '--image=r/qkattn:1')
+V6E = '--accelerator=v6e-16'
+# Flags that are right.
+RIGHT = {
+    'local': (),
+    'slurm': (),
+    'tpu': ('run', *WHERE),
+    'kubernetes': (*KUBERNETES, '--accelerator=v6e-8'),
+    'sky': ('--accelerators=H100:8',),
+}
+TOOLS = {'slurm': 'sbatch', 'tpu': 'gcloud', 'kubernetes': 'kubectl', 'sky': 'sky'}
+TRAIN_SMALL = ('--', *TRAIN)
+# What is wrong in all of them, and words of the sentence.
+SHARED = [
+    (('--frob', *TRAIN_SMALL), 'unrecognized --frob --help'),
+    (('--retries=many', *TRAIN_SMALL), '--retries many'),
+    (('--retries=-1', *TRAIN_SMALL), '--retries -1 at least 0'),
+    (('--retries=--', *TRAIN_SMALL), '--retries=-- value'),
+    (('--retries', *TRAIN_SMALL), '--retries expected one'),
+    (TRAIN, 'unrecognized train'),
+    ((), 'no command --'),
+    (('--',), 'missing train ablate'),
+    (('--', 'sh', '--workdir=x'), "'sh' train ablate"),
+    (('--', 'train', '--config=small'), '--workdir=DIRECTORY'),
+    (('--workers=2', *TRAIN_SMALL), '--workers=2 train'),
+]
+WRONG = [(name, (*RIGHT[name], *flags), words) for name in RIGHT for flags, words in SHARED]
+WRONG = [case for case in WRONG if case[0] != 'tpu' or '--workers=2' not in case[1]] + [
+    ('local', ('--processes=0', *TRAIN_SMALL), '--processes 0'),
+    ('local', TRAIN_SMALL, '/v/bin/python missing QKATTN_VENV'),
+    (
+        'local',
+        ('--processes=2', '--gpus_per_process=2', '--dry_run', *TRAIN_SMALL),
+        'CUDA_VISIBLE_DEVICES=4,5,6 has no 4',
+    ),
+    ('slurm', ('--nodes=0', *TRAIN_SMALL), '--nodes 0'),
+    ('slurm', ('--partition', *TRAIN_SMALL), '--partition'),
+    ('slurm', TRAIN_SMALL, '/v has no bin/python launch/venv.sh'),
+    ('tpu', ('frob', *WHERE), 'frob create setup run status logs stop delete watch'),
+    ('tpu', ('create', f'{WHERE[1]}', V6E), '--name'),
+    ('tpu', ('create', '--name=qk', V6E), '--zone'),
+    ('tpu', ('create', *WHERE), '--accelerator v6e-16'),
+    ('tpu', ('create', *WHERE, '--accelerator=h100-8'), 'h100-8 v5litepod-N v6e-N'),
+    ('tpu', ('create', *WHERE, V6E, '--spot', '--reserved'), '--reserved --spot'),
+    ('tpu', ('create', '--name=Q k', WHERE[1], V6E), '--name Q'),
+    ('tpu', ('run', *WHERE, '--env=a b', *TRAIN_SMALL), '--env NAME=VALUE'),
+    ('tpu', ('stop', *WHERE, *TRAIN_SMALL), 'stop takes no'),
+    ('kubernetes', ('--image=i', V6E, *TRAIN_SMALL), '--name'),
+    ('kubernetes', ('--name=qk', V6E, *TRAIN_SMALL), '--image'),
+    ('kubernetes', (*KUBERNETES, *TRAIN_SMALL), '--accelerator'),
+    ('kubernetes', (*KUBERNETES, '--accelerator=v6e-12', *TRAIN_SMALL), 'v6e-12 16 256'),
+    ('kubernetes', (*KUBERNETES, '--accelerator=h100', *TRAIN_SMALL), 'h100 v5p-N a3-HOSTSxGPUS'),
+    ('kubernetes', (*KUBERNETES, '--accelerator=a3-0x8', *TRAIN_SMALL), 'a3-0x8'),
+    ('kubernetes', (*KUBERNETES, V6E, '--workers=2', '--', *STUDY), '--workers v6e-16 4'),
+    ('kubernetes', (*KUBERNETES, V6E, '--grace=-1', *TRAIN_SMALL), '--grace -1'),
+    ('kubernetes', ('--name=a: b', '--image=i', V6E, *TRAIN_SMALL), '--name a:'),
+    ('sky', TRAIN_SMALL, '--accelerators'),
+    ('sky', ('--accelerators=8 GPUs', *TRAIN_SMALL), '8 H100:8'),
+    ('sky', (*RIGHT['sky'], '--name=A', *TRAIN_SMALL), '--name A'),
+    ('sky', (*RIGHT['sky'], '--workers=2', '--nodes=2', '--', *STUDY), '--workers=2 --nodes=2'),
+]
+
+
+@pytest.mark.parametrize(('name', 'arguments', 'words'), WRONG, ids=lambda x: str(x)[-60:])
+def test_a_wrong_command_line_is_one_sentence_and_calls_nothing(name, arguments, words, tmp_path):
+    for tool in TOOLS.values():
+        stand_in(tmp_path / tool, f'#!/bin/sh\ntouch {tmp_path}/called\n')
+    env = before_path(tmp_path) | {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6'}
+    done = launch(name, *arguments, env=env)
+    assert (done.returncode, done.stdout) == (2, ''), done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert all(word in done.stderr for word in words.split(' ')), done.stderr
+    assert not (tmp_path / 'called').exists()
+
+
+@pytest.mark.parametrize('name', TOOLS)
+def test_a_tool_that_is_missing_is_named(name, tmp_path):
+    (tmp_path / 'bin').mkdir()
+    (tmp_path / 'bin/python').symlink_to(sys.executable)
+    env = {'PATH': str(tmp_path / 'bin'), 'QKATTN_VENV': str(tmp_path)}
+    done = launch(name, *RIGHT[name], *TRAIN_SMALL, env=env)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f'{TOOLS[name]} is not installed; ')
+
+
+@pytest.mark.parametrize('name', ['tpu', 'kubernetes', 'sky'])
+@pytest.mark.parametrize(('workdir', 'lost'), [('gs://b/w', False), ('runs/w', True)])
+def test_results_that_end_with_the_hosts_are_noted(name, workdir, lost):
+    done = launch(name, *RIGHT[name], '--dry_run', '--', 'train', f'--workdir={workdir}')
+    assert (done.returncode, 'note: without' in done.stderr) == (0, lost)
+
+
+@pytest.mark.skipif(shutil.which('shellcheck') is None, reason='shellcheck is not installed')
+def test_shellcheck_finds_nothing():
+    scripts = [*ROOT.glob('launch/*.sh'), *ROOT.glob('launch/*.sbatch'), ROOT / '.ci/run']
+    # SC2317: versions differ in whether a function that only a trap calls is reachable.
+    command = ['shellcheck', '--exclude=SC2317', *scripts]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
