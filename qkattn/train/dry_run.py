@@ -5,12 +5,14 @@ without it, are partitioned over as many fake CPU devices: parameters, optimizer
 exact, temporaries are those of the CPU compiler.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
 import math
 import os
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from qkattn.errors import ConfigError
 from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.train import program, sharding
-from qkattn.train.compiling import messages
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.pods import Pod, chip_of
 from qkattn.train.program_cache import without_cache
@@ -96,7 +97,7 @@ def describe(config: Config, pod: Pod | None = None) -> Description:
     lifting = 'vmap' if train.lifting == 'auto' else train.lifting
     sharding.say_once.cache_clear()
     choice.say_once.cache_clear()
-    with messages(sharding.log) as fallbacks, messages(choice.log) as kernels:
+    with _messages(sharding.log) as fallbacks, _messages(choice.log) as kernels:
         state, hyper, batch = program.abstract_inputs(config, mesh)
         lowered = program.lower(config, lifting, mesh, state, hyper, batch)
     with without_cache():
@@ -134,6 +135,24 @@ def describe(config: Config, pod: Pod | None = None) -> Description:
         tokens=tokens,
         warnings=tuple(warnings),
     )
+
+
+@contextlib.contextmanager
+def _messages(logger: logging.Logger) -> Iterator[list[str]]:
+    """Keeps the messages of a logger, which are not printed."""
+    lines, level = [], logger.level
+
+    def keep(record: logging.LogRecord) -> bool:
+        lines.append(record.getMessage())
+        return False
+
+    logger.setLevel(logging.INFO)
+    logger.addFilter(keep)
+    try:
+        yield lines
+    finally:
+        logger.removeFilter(keep)
+        logger.setLevel(level)
 
 
 def _require_fit(config: Config, pod: Pod) -> None:

@@ -66,6 +66,7 @@ RATE = 'must be at least 0 and below 1'
         ('model.d_model', 130, 'must be a multiple of num_heads=4'),
         ('model.d_model', 128.0, 'must be of type int'),
         ('model.num_layers', 0, 'must be at least 1'),
+        ('model.num_layers', True, 'must be of type int'),
         ('model.d_ff', 0, 'must be at least 1 and at most 2**20, or None'),
         ('model.biases', 1, 'must be of type bool'),
         ('model.activation_dropout', None, 'must be of type float'),
