@@ -20,7 +20,8 @@ import numpy as np
 import pandas as pd
 from absl import flags
 
-from qkattn.analysis import Analysis, analyze, attention_patterns, next_token_batch
+from qkattn.analysis.analyze import Analysis, analyze, next_token_batch
+from qkattn.analysis.patterns import attention_patterns
 from qkattn.config import DataConfig
 from qkattn.convert import loading
 from qkattn.data.pipeline import eval_batches

@@ -1,25 +1,40 @@
-"""Everything that is measured of one model: of its matrices, its attention, its gradients."""
+"""What is measured of one model: of its matrices, its attention, its parameters and gradients."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from qkattn.analysis import factors, watching
-from qkattn.analysis.matrices import OF_MATRICES, definiteness, drift, singular_values
-from qkattn.analysis.patterns import IN_ORDER, OF_PATTERNS, Pattern, induction_score
+from qkattn.analysis.matrices import MATRIX_QUANTITIES, definiteness, drift, singular_values
+from qkattn.analysis.patterns import (
+    IN_ORDER,
+    PATTERN_QUANTITIES,
+    attention_patterns,
+    induction_score,
+    sites,
+)
 from qkattn.errors import ConfigError
 from qkattn.model import Encoder, EncoderDecoder
-from qkattn.model.transformer import Transformer, inputs_of
+from qkattn.model.stack import stacks_of
+from qkattn.model.transformer import Transformer, inputs_of, loss
 
 # Site, layer, and 'A' or 'B'.
-Place = tuple[str, int, str]
+Circuit = tuple[str, int, str]
 # Rows of random tokens that are shown twice, for the induction score.
 REPEATED_ROWS = 8
+# What one program computes; the last one needs eigenvalues, see `matrices`.
+PROGRAMS: tuple[tuple[Callable, ...], ...] = (
+    (*(q for q in MATRIX_QUANTITIES.values() if q is not definiteness), singular_values),
+    (definiteness,),
+)
+# The quantities of which `means` takes the mean.
+MEAN_OF_MATRICES = ('norm', 'effective_rank', 'symmetric_share')
+MEAN_OF_PATTERNS = ('entropy', 'logit_deviation', 'diagonal_mass', 'previous_token_mass')
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -32,8 +47,8 @@ class Row:
       layer, head: from 0; None of what has none.
       of: 'A' or 'B', the matrices of a head; 'pattern', its probabilities and logits; or the name
         of a parameter.
-      quantity: a name of OF_MATRICES, OF_PATTERNS, IN_ORDER, or 'drift', 'induction_score',
-        'parameter_norm', 'gradient_norm'.
+      quantity: a name of MATRIX_QUANTITIES, PATTERN_QUANTITIES, IN_ORDER, or 'drift',
+        'induction_score', 'parameter_norm', 'gradient_norm'.
       value: NaN where it is not defined, as the effective rank of a zero matrix.
     """
 
@@ -57,8 +72,8 @@ class Analysis:
     """
 
     rows: list[Row]
-    spectra: dict[Place, np.ndarray]
-    missing: list[Place]
+    spectra: dict[Circuit, np.ndarray]
+    missing: list[Circuit]
 
     def values(self, quantity: str, of: str | None = None, site: str = 'attention') -> np.ndarray:
         """[L, N] of a quantity, or [L, 1] of one that has no heads; NaN in layers without it.
@@ -66,17 +81,19 @@ class Analysis:
         Raises:
           KeyError: the quantity was not measured there.
         """
-        found: dict[int, list[float]] = {}
-        for row in self.rows:
-            if (row.quantity, row.site) == (quantity, site) and of in (None, row.of):
-                found.setdefault(row.layer or 0, []).append(row.value)
-        if not found:
+        chosen = [
+            row
+            for row in self.rows
+            if (row.quantity, row.site) == (quantity, site) and of in (None, row.of)
+        ]
+        if not chosen:
             raise KeyError(f'no {quantity} of {of} at {site}')
         layers = [row.layer or 0 for row in self.rows if row.site == site]
         layers += [layer for where, layer, _ in self.missing if where == site]
-        values_LN = np.full((max(layers) + 1, max(map(len, found.values()))), np.nan)
-        for layer, values_N in found.items():
-            values_LN[layer] = values_N
+        heads = max(row.head or 0 for row in chosen) + 1
+        values_LN = np.full((max(layers) + 1, heads), np.nan)
+        for row in chosen:
+            values_LN[row.layer or 0, row.head or 0] = row.value
         return values_LN
 
 
@@ -105,56 +122,98 @@ def analyze(
     """
     rows: list[Row] = []
     if reference is not None:
-        for (site, layer, of), drift_N in jax.device_get(drifts(reference, model)).items():
-            rows += _by_head(site, layer, of, {drift.__name__: drift_N})
-    spectra: dict[Place, np.ndarray] = {}
-    missing: list[Place] = []
-    for (site, layer, of), numbers in of_matrices(model).items():
-        if not numbers:
-            missing.append((site, layer, of))
-            continue
-        spectra[site, layer, of] = numbers.pop('singular_values')
-        rows += _by_head(site, layer, of, numbers)
+        for circuit, drift_N in jax.device_get(drifts(reference, model)).items():
+            rows += _by_head(circuit, {drift.__name__: drift_N})
+    matrices = jax.jit(circuit_matrices)(model)
+    present = [circuit for circuit, a_NDD in matrices.items() if a_NDD is not None]
+    spectra: dict[Circuit, np.ndarray] = {}
+    if present:
+        a_PNDD = jnp.stack([matrices[circuit] for circuit in present])
+        numbers: dict[str, np.ndarray] = {}
+        for quantities in PROGRAMS:
+            numbers |= jax.device_get(of_matrices(a_PNDD, quantities))
+        spectra = dict(zip(present, numbers.pop(singular_values.__name__), strict=True))
+        for place, circuit in enumerate(present):
+            rows += _by_head(circuit, {name: values_P[place] for name, values_P in numbers.items()})
     inputs = inputs_of(batch or {})
     measured = jax.device_get(_of_inputs(model, inputs)) if inputs else {}
-    for (site, layer), numbers in measured.items():
-        rows += _by_head(site, layer, 'pattern', numbers)
+    for (site, layer), numbers_N in measured.items():
+        rows += _by_head((site, layer, 'pattern'), numbers_N)
     if induction and (repeated := repeated_tokens(model, seed)) is not None:
         period = repeated['tokens_BT'].shape[1] // 2
-        for layer, numbers in enumerate(jax.device_get(_of_repeats(model, repeated, period))):
-            rows += _by_head('attention', layer, 'pattern', {'induction_score': numbers})
-    trees = {'parameter_norm': factors.params_of(model)}
+        for layer, score_N in enumerate(jax.device_get(_of_repeats(model, repeated, period))):
+            rows += _by_head(('attention', layer, 'pattern'), {induction_score.__name__: score_N})
+    rows += _norms(model, 'parameter_norm', nnx.to_pure_dict(nnx.state(model)))
     if batch is not None and 'targets_BT' in batch:
-        trees['gradient_norm'] = factors.gradients(model, dict(batch))
-    for quantity, tree in trees.items():
-        rows += [
-            Row(site, layer, None, factor, quantity, value)
-            for site, layer, factor, value in factors.norms(model, tree)
-        ]
-    return Analysis(rows, spectra, missing)
+        rows += _norms(model, 'gradient_norm', gradients(model, dict(batch)))
+    return Analysis(rows, spectra, [circuit for circuit in matrices if circuit not in spectra])
 
 
-def circuit_matrices(model: Transformer) -> dict[Place, jax.Array | None]:
+def means(
+    model: Transformer,
+    inputs: Mapping[str, Any] | None = None,
+    rows_B: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """Attention in a few numbers: means over sites, layers and heads; traceable by jit and vmap.
+
+    MEAN_OF_MATRICES of A[n] as 'qk_norm', of B[n] as 'ov_norm', and MEAN_OF_PATTERNS for these
+    inputs as 'attention_entropy'. 'qk_factor_norm' and 'ov_factor_norm' are those of all parameters
+    of the score and of the value of a layer. NaN for what the attention does not have; no inputs,
+    no patterns. `rows_B` is False for rows whose patterns do not count; None is all.
+    """
+    results: dict[str, jax.Array] = {}
+    layers = [layer for layers in sites(model).values() for layer in layers]
+    present = {c: a_NDD for c, a_NDD in circuit_matrices(model).items() if a_NDD is not None}
+    numbers = {}
+    if present:  # all in one array, as `matrices` asks for
+        a_PNDD = jnp.stack(list(present.values()))
+        numbers = {name: MATRIX_QUANTITIES[name](a_PNDD) for name in MEAN_OF_MATRICES}
+    for circuit, matrix, part in (('qk', 'A', 'score'), ('ov', 'B', 'value')):
+        places = [place for place, (*_, which) in enumerate(present) if which == matrix]
+        for name in MEAN_OF_MATRICES:
+            results[f'{circuit}_{name}'] = _mean(numbers[name][place] for place in places)
+        results[f'{circuit}_factor_norm'] = _mean(_norm(getattr(layer, part)) for layer in layers)
+    if inputs is None:
+        return results
+    patterns = attention_patterns(model, inputs)
+    if rows_B is not None:
+        patterns = {
+            site: pattern._replace(mask_BTS=pattern.mask_BTS & rows_B[:, None, None])
+            for site, pattern in patterns.items()
+        }
+    for name in MEAN_OF_PATTERNS:
+        quantity = (PATTERN_QUANTITIES | IN_ORDER)[name]
+        results[f'attention_{name}'] = _mean(
+            quantity(pattern)
+            for (site, _), pattern in patterns.items()
+            if name not in IN_ORDER or not site.endswith('cross_attention')
+        )
+    return results
+
+
+def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
     """A[n] and B[n], [N, D, D], of every attention layer, in float32 or wider.
 
     A has the scale of the logits. None where the circuit is not one matrix a head.
     """
     D = model.config.d_model
-    found: dict[Place, jax.Array | None] = {}
-    for site, layers in watching.sites(model).items():
+    matrices: dict[Circuit, jax.Array | None] = {}
+    for site, layers in sites(model).items():
         for layer, attention in enumerate(layers):
-            attention = jax.tree.map(_wide, attention)
+            attention = jax.tree.map(
+                lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), attention
+            )
             score, value = attention.score, attention.value
             scale = score.scale * attention.spec.score_scale
             a_NDE = scale * score.matrix() if score.bilinear else None
             b_NDE = value.matrix(score) if value.linear else None
-            found[site, layer, 'A'] = None if a_NDE is None else a_NDE[:, :D, :D]
-            found[site, layer, 'B'] = None if b_NDE is None else b_NDE[:, :D, :D]
-    return found
+            for name, matrix_NDE in (('A', a_NDE), ('B', b_NDE)):
+                matrices[site, layer, name] = None if matrix_NDE is None else matrix_NDE[:, :D, :D]
+    return matrices
 
 
 @jax.jit
-def drifts(reference: Transformer, other: Transformer) -> dict[Place, jax.Array]:
+def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Array]:
     """`drift` [N] from the reference's A[n] and B[n] to the other's, of circuits that have both.
 
     Raises:
@@ -164,19 +223,19 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Place, jax.Array]
     needs = 'drift is between models of the same layers, heads and d_model'
     for site, layer, _ in sorted(theirs.keys() ^ ours.keys()):
         raise ConfigError(f'{site} {layer} is a layer of one model only; {needs}')
-    found = {}
-    for place, a_NDD in theirs.items():
-        b_NDD = ours[place]
+    changes = {}
+    for circuit, a_NDD in theirs.items():
+        b_NDD = ours[circuit]
         if a_NDD is None or b_NDD is None:
             continue
         if a_NDD.shape != b_NDD.shape:
-            site, layer, of = place
+            site, layer, matrix = circuit
             raise ConfigError(
-                f'{site} {layer}: {of}[n] is {[*a_NDD.shape]} in the reference and '
+                f'{site} {layer}: {matrix}[n] is {[*a_NDD.shape]} in the reference and '
                 f'{[*b_NDD.shape]} in the model; {needs}'
             )
-        found[place] = jax.vmap(drift)(a_NDD, b_NDD)
-    return found
+        changes[circuit] = jax.vmap(drift)(a_NDD, b_NDD)
+    return changes
 
 
 def repeated_tokens(model: Transformer, seed: int) -> dict[str, np.ndarray] | None:
@@ -204,57 +263,39 @@ def next_token_batch(model: Transformer, tokens_BT: np.ndarray) -> dict[str, np.
     return {'tokens_BT': tokens_BT, 'targets_BT': targets_BT, 'loss_weights_BT': weights_BT}
 
 
-def of_pattern(pattern: Pattern, in_order: bool) -> dict[str, jax.Array]:
-    """Every quantity [N] of a pattern by name; `in_order` where t and s count one sequence."""
-    chosen = OF_PATTERNS | (IN_ORDER if in_order else {})
-    return {name: function(pattern) for name, function in chosen.items()}
-
-
-def of_matrices(model: Transformer) -> dict[Place, dict[str, np.ndarray]]:
-    """OF_MATRICES [N] and singular_values [N, D] of every circuit; {} of one without a matrix."""
-    found = jax.jit(circuit_matrices)(model)
-    present = {place: a_NDD for place, a_NDD in found.items() if a_NDD is not None}
-    if not present:
-        return {place: {} for place in found}
-    stacked_PNDD = jnp.stack(list(present.values()))
-    # One after the other, each with one decomposition: see `matrices`.
-    numbers = [jax.device_get(program(stacked_PNDD)) for program in (_of_spectra, _of_forms)]
-    rows = {place: row for row, place in enumerate(present)}
-    return {
-        place: {n: of_P[rows[place]] for of in numbers for n, of_P in of.items()}
-        if place in rows
-        else {}
-        for place in found
-    }
-
-
 @jax.jit
-def _of_spectra(a_PNDD: jax.Array) -> dict[str, jax.Array]:
-    """What needs no eigenvalues."""
-    chosen = OF_MATRICES | {'singular_values': singular_values}
-    return {name: of(a_PNDD) for name, of in chosen.items() if of is not definiteness}
+def gradients(model: Transformer, batch: Mapping[str, jax.Array]) -> dict:
+    """The gradient of `loss`, nats per target, as a parameter tree."""
+    graph, params = nnx.split(model)
+    grads = jax.grad(lambda params: loss(nnx.merge(graph, params), batch))(params)
+    return nnx.to_pure_dict(grads)
 
 
-@jax.jit
-def _of_forms(a_PNDD: jax.Array) -> dict[str, jax.Array]:
-    return {definiteness.__name__: definiteness(a_PNDD)}
+@functools.partial(jax.jit, static_argnames='quantities')
+def of_matrices(a_PNDD: jax.Array, quantities: tuple[Callable, ...]) -> dict[str, jax.Array]:
+    """Quantities of P circuits by name, each [P, N]."""
+    return {quantity.__name__: quantity(a_PNDD) for quantity in quantities}
 
 
 @jax.jit
 def _of_inputs(model: Transformer, inputs: Mapping[str, Any]) -> dict[tuple[str, int], dict]:
-    return {
-        place: of_pattern(pattern, not place[0].endswith('cross_attention'))
-        for place, pattern in watching.attention_patterns(model, inputs).items()
-    }
+    """Every quantity [N] by site and layer; IN_ORDER where t and s count one sequence."""
+    results = {}
+    for (site, layer), pattern in attention_patterns(model, inputs).items():
+        in_order = {} if site.endswith('cross_attention') else IN_ORDER
+        chosen = PATTERN_QUANTITIES | in_order
+        results[site, layer] = {name: quantity(pattern) for name, quantity in chosen.items()}
+    return results
 
 
 @functools.partial(jax.jit, static_argnames='period')
 def _of_repeats(model: Transformer, inputs: Mapping[str, Any], period: int) -> list[jax.Array]:
-    found = watching.attention_patterns(model, inputs)
-    return [induction_score(pattern, period) for pattern in found.values()]
+    patterns = attention_patterns(model, inputs)
+    return [induction_score(pattern, period) for pattern in patterns.values()]
 
 
-def _by_head(site: str, layer: int, of: str, numbers: Mapping[str, np.ndarray]) -> list[Row]:
+def _by_head(key: Circuit, numbers: Mapping[str, np.ndarray]) -> list[Row]:
+    site, layer, of = key
     return [
         Row(site, layer, head, of, name, float(value))
         for name, values_N in numbers.items()
@@ -262,5 +303,34 @@ def _by_head(site: str, layer: int, of: str, numbers: Mapping[str, np.ndarray]) 
     ]
 
 
-def _wide(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+def _norms(model: Transformer, quantity: str, tree: dict) -> list[Row]:
+    """The root of the sum of squares of every array of a tree with the model's parameter paths.
+
+    Of 'blocks/attention/score/w_q_DNH' the site is 'attention', the factor 'score/w_q_DNH', and
+    there is one norm a layer; what is outside the blocks has no layer.
+    """
+    rows = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(tree)):
+        parts = jax.tree_util.keystr(path, simple=True, separator='/').split('/')
+        prefix, *rest = ('encoder/', *parts[1:]) if parts[0] == 'encoder' else ('', *parts)
+        if rest[0] != 'blocks':
+            size = float(np.linalg.norm(leaf.ravel()))
+            rows.append(Row(f'{prefix}model', None, None, '/'.join(rest), quantity, size))
+            continue
+        period, number = len(stacks_of((model.encoder if prefix else model).blocks)), 0
+        if period > 1:
+            number = int(rest.pop(1).removeprefix('stack_'))
+        for place, weights in enumerate(leaf):
+            layer, size = number + place * period, float(np.linalg.norm(weights.ravel()))
+            rows.append(Row(prefix + rest[1], layer, None, '/'.join(rest[2:]), quantity, size))
+    return rows
+
+
+def _mean(values: Iterable[jax.Array]) -> jax.Array:
+    flat = [jnp.ravel(value) for value in values]
+    return jnp.concatenate(flat).mean() if flat else jnp.float32(jnp.nan)
+
+
+def _norm(circuit: Any) -> jax.Array:
+    squares = [(leaf.astype(jnp.float32) ** 2).sum() for leaf in jax.tree.leaves(circuit)]
+    return jnp.sqrt(sum(squares, jnp.float32(0)))

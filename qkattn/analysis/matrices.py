@@ -107,7 +107,7 @@ def _energy(a_NDD: jax.Array) -> jax.Array:
 
 
 # What an analysis measures of every A[n] and B[n].
-OF_MATRICES: dict[str, Callable[[jax.Array], jax.Array]] = {
+MATRIX_QUANTITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
     function.__name__: function
     for function in (
         norm,

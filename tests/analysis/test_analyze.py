@@ -1,7 +1,8 @@
-"""Models of every kind and variant, against the slow reference of attention."""
+"""Models of every kind and variant: rows and means, against numpy and the oracle of attention."""
 
 import functools
 import operator
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +10,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qkattn.analysis import (
+from qkattn.analysis.analyze import (
+    PROGRAMS,
     Analysis,
     Row,
     analyze,
-    attention_patterns,
     circuit_matrices,
     means,
     next_token_batch,
-    walk,
+    of_matrices,
 )
-from qkattn.analysis.factors import params_of
-from qkattn.analysis.patterns import diagonal_mass
-from qkattn.analysis.watching import see
-from qkattn.attention import Attention, AttentionSpec, Mask, oracle, registry
+from qkattn.analysis.patterns import attention_patterns
+from qkattn.attention import registry
 from qkattn.config import ModelConfig
-from qkattn.convert.conversions import convert_model
+from qkattn.convert.conversions import converted
 from qkattn.errors import ConfigError
 from qkattn.model import abstract_model, build, with_params
-from tests.attention import examples, layers
+from tests.attention import examples  # noqa: F401, the class Differential
 
 TOKENS = np.random.default_rng(0).integers(0, 30, (2, 8))
 SIZES = {'d_model': 16, 'num_heads': 2, 'num_layers': 2, 'context': 8, 'vocab_size': 30}
@@ -35,63 +34,6 @@ SIZES = {'d_model': 16, 'num_heads': 2, 'num_layers': 2, 'context': 8, 'vocab_si
 
 def make(**fields):
     return build(ModelConfig(**{**SIZES, **fields}), key=jax.random.key(0))
-
-
-@pytest.mark.parametrize(
-    ('score', 'options'),
-    [
-        ('merged', {}),
-        ('query_free', {}),
-        ('shared_qk(self_mask=True)', {}),
-        ('qk', {'positions': 'alibi'}),
-        ('qk', {'normalizer': 'sigmoid', 'score_scale': 0.5}),
-        ('qk', {'logit_cap': 0.7, 'window': 3}),
-        ('qk', {'biases': True}),
-    ],
-)
-def test_a_pattern_is_that_of_the_slow_reference(score, options):
-    layer = layers.make((score, 'vo'), **options)
-    x_BTD, mask = layers.stream(), Mask(causal=True, window=layer.spec.window)
-    got = see(layer, x_BTD, mask)
-    scale = layer.score.scale * layer.spec.score_scale
-    want = oracle.logits(np.asarray(layer.score.matrix()), x_BTD, x_BTD, scale=scale)
-    if cap := layer.spec.logit_cap:
-        want = cap * np.tanh(want / cap)
-    if options.get('positions') == 'alibi':
-        slopes = 2.0 ** (-8 * np.arange(1, layers.N + 1) / layers.N)
-        distance = np.arange(layers.T)[:, None] - np.arange(layers.T)
-        want = want - slopes[:, None, None] * np.abs(distance)
-    mask_BTS = np.array(mask.dense(layers.T, layers.T))
-    if layer.score.hides_self:
-        mask_BTS &= ~np.eye(layers.T, dtype=bool) | (np.arange(layers.T) == 0)[:, None]
-    np.testing.assert_array_equal(got.mask_BTS, mask_BTS)
-    np.testing.assert_allclose(got.logits_BNTS, want * mask_BTS[:, None], atol=1e-4)
-    normalizer = registry.find_normalizer(layer.spec.normalizer)
-    want = oracle.probabilities(want, mask_BTS, normalizer)
-    np.testing.assert_allclose(got.probabilities_BNTS, want, atol=1e-5)
-
-
-def test_a_token_that_sees_others_has_no_mass_on_itself_where_it_is_hidden():
-    layer = layers.make(('shared_qk(self_mask=True)', 'vo'))
-    seen = see(layer, layers.stream(), Mask(causal=True))
-    # The first token sees itself alone.
-    np.testing.assert_allclose(diagonal_mass(seen), 1 / layers.T, rtol=1e-6)
-
-
-@pytest.mark.parametrize('score', ['nonlinear_query', 'qk'])
-@pytest.mark.parametrize('options', [{}, {'positions': 'rope', 'qk_norm': True}])
-def test_the_mix_of_values_by_the_pattern_is_what_the_layer_returns(score, options):
-    """Of scores and options without A[n], too."""
-    layer = layers.make((score, 'vo'), **options)
-    x_BTD, y_BSD = layers.stream(), layers.stream(length=5, seed=6)
-    for y, mask in ((None, Mask(causal=True)), (y_BSD, Mask())):
-        if options and y is not None:
-            continue
-        seen = see(layer, x_BTD, mask, y)
-        memory = x_BTD if y is None else y
-        B_NDE = np.asarray(layer.value.matrix(layer.score))
-        want = oracle.mix(np.asarray(seen.probabilities_BNTS), B_NDE, memory)
-        np.testing.assert_allclose(layer(x_BTD, mask, y_BSD=y), want, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -106,85 +48,60 @@ def test_the_mix_of_values_by_the_pattern_is_what_the_layer_returns(score, optio
 )
 def test_every_site_layer_and_head_is_measured(fields):
     model, batch = make(**fields), {'tokens_BT': TOKENS}
-    config = model.config
+    config, depths = model.config, {'attention': model.config.num_layers}
     if config.kind == 'encoder_decoder':
         batch['source_BS'] = TOKENS[:, :6]
+        depths |= {'cross_attention': config.num_layers, 'encoder/attention': 1}
     elif config.kind == 'decoder':
         batch = next_token_batch(model, TOKENS)
-    found = analyze(model, batch)
-    L, sites = config.num_layers, {'attention'}
-    if config.kind == 'encoder_decoder':
-        sites = {'attention', 'cross_attention', 'encoder/attention'}
-    for site in sites:
-        depth = 1 if site.startswith('encoder') else L
+    analysis = analyze(model, batch)
+    for site, depth in depths.items():
         for of, quantity in (('A', 'effective_rank'), ('B', 'norm'), ('pattern', 'entropy')):
-            assert found.values(quantity, of, site).shape == (depth, 2)
-    assert found.missing == [] and len(found.spectra) == 2 * sum(
-        1 if site.startswith('encoder') else L for site in sites
-    )
-    kinds = {(row.site, row.quantity) for row in found.rows}
-    assert (('cross_attention', 'diagonal_mass') in kinds) is False
+            assert analysis.values(quantity, of, site).shape == (depth, 2)
+    assert analysis.missing == [] and len(analysis.spectra) == 2 * sum(depths.values())
+    kinds = {(row.site, row.quantity) for row in analysis.rows}
+    assert ('cross_attention', 'diagonal_mass') not in kinds
     assert (('attention', 'induction_score') in kinds) == (config.kind != 'encoder_decoder')
     assert any(q == 'gradient_norm' for _, q in kinds) == (config.kind == 'decoder')
 
 
-def test_a_walk_layer_by_layer_gives_what_the_model_computes():
-    model = make(kind='encoder_decoder', cross_variant='merged/vo', norm_position='post')
-    inputs = {'tokens_BT': TOKENS, 'source_BS': TOKENS[:, :6]}
-    got = jax.jit(lambda m, i: walk(m, i, lambda *_: None))(model, inputs)
-    want = jax.jit(lambda m, i: m.stream(**i))(model, inputs)
-    np.testing.assert_allclose(got, want, atol=2e-5)
-
-
 def test_numbers_of_a_layer_are_those_of_its_matrices():
     model = make(score_scale=0.5)
-    found = analyze(model, induction=False)
-    layer = model.layers()[1]
-    w_q, w_k, w_v, w_o = (
-        np.asarray(w, np.float64)
-        for w in (
-            *(layer.score.w_q_DNH[...], layer.score.w_k_DKH[...]),
-            *(layer.value.w_v_DKH[...], layer.value.w_o_NHD[...]),
-        )
-    )
+    analysis = analyze(model, induction=False)
+    score, value = model.layers()[1].score, model.layers()[1].value
+    w_q, w_k = (np.asarray(w[...], np.float64) for w in (score.w_q_DNH, score.w_k_DKH))
+    w_v, w_o = (np.asarray(w[...], np.float64) for w in (value.w_v_DKH, value.w_o_NHD))
     A = 0.5 * 8**-0.5 * w_q[:, 1] @ w_k[:, 1].T
     s_D = np.linalg.svd(A, compute_uv=False)
-    np.testing.assert_allclose(found.spectra['attention', 1, 'A'][1], s_D, atol=1e-5)
-    assert found.values('norm', 'A')[1, 1] == pytest.approx(np.linalg.norm(A), rel=1e-5)
+    np.testing.assert_allclose(analysis.spectra['attention', 1, 'A'][1], s_D, atol=1e-5)
+    assert analysis.values('norm', 'A')[1, 1] == pytest.approx(np.linalg.norm(A), rel=1e-5)
     B = w_v[:, 0] @ w_o[0]
     share = np.linalg.norm((B + B.T) / 2) ** 2 / np.linalg.norm(B) ** 2
-    assert found.values('symmetric_share', 'B')[1, 0] == pytest.approx(share, rel=1e-4)
-    norms = found.values('parameter_norm', 'score/w_q_DNH')
+    assert analysis.values('symmetric_share', 'B')[1, 0] == pytest.approx(share, rel=1e-4)
+    norms = analysis.values('parameter_norm', 'score/w_q_DNH')
     np.testing.assert_allclose(norms[1], [np.linalg.norm(w_q)], rtol=1e-5)
     with pytest.raises(KeyError, match='no entropy'):
-        found.values('entropy')
+        analysis.values('entropy')
 
 
-def test_a_score_that_is_not_bilinear_is_said_to_lack_a_matrix():
-    found = analyze(make(score='nonlinear_query'), induction=False)
-    assert found.missing == [('attention', 0, 'A'), ('attention', 1, 'A')]
-    assert {place[2] for place in found.spectra} == {'B'}
-    found = analyze(make(value='differential:Differential', num_layers=1), induction=False)
-    assert found.missing == [('attention', 0, 'B')] and examples
-
-
-def test_values_are_at_the_numbers_of_their_layers():
+def test_a_circuit_without_a_matrix_is_missing():
+    analysis = analyze(make(score='nonlinear_query'), induction=False)
+    assert analysis.missing == [('attention', 0, 'A'), ('attention', 1, 'A')]
+    assert {circuit[2] for circuit in analysis.spectra} == {'B'}
+    analysis = analyze(make(value='differential:Differential', num_layers=1), induction=False)
+    assert analysis.missing == [('attention', 0, 'B')]
     rows = [Row('attention', 1, head, 'A', 'norm', head + 2.0) for head in range(2)]
-    found = Analysis(rows, {}, [('attention', 0, 'A'), ('attention', 2, 'A')])
-    nan = np.nan
-    np.testing.assert_array_equal(found.values('norm', 'A'), [[nan, nan], [2, 3], [nan, nan]])
+    analysis = Analysis(rows, {}, [('attention', 0, 'A'), ('attention', 2, 'A')])
+    expected = [[np.nan] * 2, [2, 3], [np.nan] * 2]
+    np.testing.assert_array_equal(analysis.values('norm', 'A'), expected)
 
 
 def test_drift_is_that_of_each_head_between_two_factorizations():
     reference, scaled = make(), make()
     scaled.blocks.attention.score.w_q_DNH[...] *= np.array([[1.0], [1.5]])
-    config, params, _ = convert_model('merge', scaled.config, params_of(scaled))
-    found = analyze(with_params(config, params), induction=False, reference=reference)
-    np.testing.assert_allclose(found.values('drift', 'A'), [[0, 0.5]] * 2, atol=1e-5)
-    np.testing.assert_array_equal(found.values('drift', 'B'), np.zeros((2, 2)))
-
-
-def test_a_reference_has_the_same_layers_heads_and_width():
+    analysis = analyze(converted(scaled, 'merge'), induction=False, reference=reference)
+    np.testing.assert_allclose(analysis.values('drift', 'A'), [[0, 0.5]] * 2, atol=1e-5)
+    np.testing.assert_array_equal(analysis.values('drift', 'B'), np.zeros((2, 2)))
     with pytest.raises(ConfigError, match='attention 1 is a layer of one model only'):
         analyze(make(), reference=make(num_layers=1))
     with pytest.raises(ConfigError, match='attention 0: A.* is .4, 16, 16. in the reference'):
@@ -203,9 +120,36 @@ def test_trials_under_vmap_have_the_numbers_that_each_has_alone():
 
     together = jax.jit(jax.vmap(measured))(stacked)
     for x in range(2):
-        of_x = jax.tree.map(operator.itemgetter(x), together)
+        one = jax.tree.map(operator.itemgetter(x), together)
         alone = jax.jit(measured)(params[x])
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), of_x, alone)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), one, alone)
+
+
+def test_means_are_of_circuits_and_where_there_are_inputs_of_patterns():
+    model = abstract_model(ModelConfig(d_model=8, num_heads=2, context=4))
+    circuits = jax.eval_shape(means, model).keys()
+    assert {name[:3] for name in circuits} == {'qk_', 'ov_'} and len(circuits) == 8
+    inputs = {'tokens_BT': np.zeros((1, 4), np.int32)}
+    more = jax.eval_shape(means, model, inputs).keys() - circuits
+    assert {name.partition('_')[0] for name in more} == {'attention'} and len(more) == 4
+
+
+@pytest.mark.parametrize('kind', ['decoder', 'encoder_decoder'])
+def test_a_program_decomposes_one_array(kind):
+    """The calls of LAPACK in the compiled programs, which are for CPUs."""
+
+    def decompositions(function, *inputs):
+        with jax.default_device(jax.devices('cpu')[0]):
+            text = jax.jit(function).lower(*inputs).compile().as_text()
+        return re.findall(r'custom_call_target="(lapack_\w+)"', text)
+
+    sizes = {'d_model': 8, 'num_layers': 2, 'num_heads': 2, 'context': 4}
+    model = build(ModelConfig(kind=kind, **sizes), key=jax.random.key(0))
+    assert len(decompositions(means, model)) == 1
+    stacked_PNDD = np.ones((3, 2, 8, 8), np.float32)
+    for quantities in PROGRAMS:
+        program = functools.partial(of_matrices, quantities=quantities)
+        assert len(decompositions(program, stacked_PNDD)) == 1
 
 
 @pytest.mark.parametrize('circuit', ['score', 'value'])
@@ -216,33 +160,31 @@ def test_every_registered_variant_is_measured(circuit):
     for variant, name in (scores if circuit == 'score' else values).items():
         score, _, value = variant.partition('/')
         heads = 1 if 'full' in score else 2
-        model = abstract_model(
-            ModelConfig(**SIZES | {'num_heads': heads}, score=score, value=value)
-        )
-        found = jax.eval_shape(circuit_matrices, model)
-        missing = {of for (_, _, of), matrix in found.items() if matrix is None}
+        config = ModelConfig(**SIZES | {'num_heads': heads}, score=score, value=value)
+        matrices = jax.eval_shape(circuit_matrices, abstract_model(config))
+        missing = {key[2] for key, matrix in matrices.items() if matrix is None}
         assert missing == ({'A'} if name == 'nonlinear_query' else set()), variant
-        inputs = {'tokens_BT': TOKENS}
-        seen = jax.eval_shape(lambda m, i=inputs: attention_patterns(m, i), model)
-        assert [p.probabilities_BNTS.shape for p in seen.values()] == [(2, heads, 8, 8)] * 2, (
-            variant
-        )
+        patterns = jax.eval_shape(attention_patterns, abstract_model(config), {'tokens_BT': TOKENS})
+        shapes = [pattern.probabilities_BNTS.shape for pattern in patterns.values()]
+        assert shapes == [(2, heads, 8, 8)] * 2, variant
 
 
 @pytest.mark.parametrize(
-    ('window', 'want'), [(None, np.mean([1 / (t + 1) for t in range(4, 8)])), (3, 1 / 3)]
+    ('window', 'expected'), [(None, np.mean([1 / (t + 1) for t in range(4, 8)])), (3, 1 / 3)]
 )
-def test_attention_that_is_equal_over_all_keys_has_its_induction_score(window, want):
+def test_attention_that_is_equal_over_all_keys_has_its_induction_score(window, expected):
     model = make(window=window)
     model.blocks.attention.score.w_q_DNH[...] *= 0
-    found = analyze(model)
-    np.testing.assert_allclose(found.values('induction_score', 'pattern'), want, rtol=1e-5)
+    score_LN = analyze(model).values('induction_score', 'pattern')
+    np.testing.assert_allclose(score_LN, expected, rtol=1e-5)
 
 
 def test_gradient_norms_are_those_of_the_loss():
     model = make(num_layers=3, pattern='qk/vo,qk/no_v')
     batch = next_token_batch(model, TOKENS)
-    found = analyze(model, batch, induction=False)
+    assert batch['loss_weights_BT'].sum() == TOKENS[:, 1:].size
+    assert next_token_batch(make(kind='encoder'), TOKENS).keys() == {'tokens_BT'}
+    analysis = analyze(model, batch, induction=False)
 
     def loss(params):
         logits = with_params(model.config, params)(TOKENS)[:, :-1]
@@ -250,31 +192,14 @@ def test_gradient_norms_are_those_of_the_loss():
         return -chosen.mean()
 
     grads = jax.jit(jax.grad(loss))(nnx.to_pure_dict(nnx.state(model)))
-    norm = np.linalg.norm
-    stacks = grads['blocks']
-    want = [
-        norm(stacks[f'stack_{layer % 2}']['attention']['score']['w_q_DNH'][layer // 2])
-        for layer in range(3)
-    ]
-    got = found.values('gradient_norm', 'score/w_q_DNH')[:, 0]
-    np.testing.assert_allclose(got, want, rtol=1e-4)
-    got = found.values('gradient_norm', 'w_embedding_VD', 'model')
-    np.testing.assert_allclose(got[0, 0], norm(grads['w_embedding_VD']), rtol=1e-4)
+    scores = [grads['blocks'][f'stack_{number}']['attention']['score'] for number in range(2)]
+    expected = [np.linalg.norm(scores[i % 2]['w_q_DNH'][i // 2]) for i in range(3)]
+    norms = analysis.values('gradient_norm', 'score/w_q_DNH')[:, 0]
+    np.testing.assert_allclose(norms, expected, rtol=1e-4)
+    norm = analysis.values('gradient_norm', 'w_embedding_VD', 'model')[0, 0]
+    assert norm == pytest.approx(np.linalg.norm(grads['w_embedding_VD']), rel=1e-4)
     # The sum of squares over all factors is that of the whole gradient.
-    total = sum(row.value**2 for row in found.rows if row.quantity == 'gradient_norm')
-    whole = sum(float((g**2).sum()) for g in jax.tree.leaves(grads))
-    assert total == pytest.approx(whole, rel=1e-4)
-
-
-def test_next_tokens_are_targets_of_decoders_only():
-    batch = next_token_batch(make(), TOKENS)
-    np.testing.assert_array_equal(batch['targets_BT'][:, :-1], TOKENS[:, 1:])
-    assert batch['loss_weights_BT'].sum() == TOKENS[:, 1:].size
-    assert next_token_batch(make(kind='encoder'), TOKENS).keys() == {'tokens_BT'}
-
-
-def test_specs_of_watched_layers_stay_as_they_were():
-    spec = AttentionSpec(d_model=16, num_heads=2, kernel='blockwise')
-    layer = Attention(spec, key=jax.random.key(0))
-    see(layer, jnp.ones((1, 3, 16)), Mask(causal=True))
-    assert layer.spec == spec and layer.value.equation == 'W_V[n] W_O[n]'
+    total = sum(row.value**2 for row in analysis.rows if row.quantity == 'gradient_norm')
+    assert total == pytest.approx(
+        sum(float((g**2).sum()) for g in jax.tree.leaves(grads)), rel=1e-4
+    )

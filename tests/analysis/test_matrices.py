@@ -31,7 +31,7 @@ DIAGONAL = np.diag([3.0, 1.0, 0.0, 0.0])
     ],
 )
 def test_a_quantity_has_the_value_worked_out_by_hand(quantity, matrix, want):
-    got = matrices.OF_MATRICES[quantity](jnp.asarray(matrix, jnp.float32)[None])
+    got = matrices.MATRIX_QUANTITIES[quantity](jnp.asarray(matrix, jnp.float32)[None])
     np.testing.assert_allclose(got, [want], atol=1e-6)
 
 
@@ -69,7 +69,7 @@ def test_drift_is_relative_to_the_reference():
 
 
 def test_a_zero_matrix_has_a_norm_and_nothing_else():
-    got = {name: float(f(jnp.zeros((3, 3)))) for name, f in matrices.OF_MATRICES.items()}
+    got = {name: float(f(jnp.zeros((3, 3)))) for name, f in matrices.MATRIX_QUANTITIES.items()}
     assert got.pop('norm') == 0 and all(np.isnan(list(got.values())))
 
 
@@ -79,7 +79,7 @@ def test_quantities_do_not_depend_on_size_or_factorization():
     w_q, w_k = rng.standard_normal((2, 8, 3))
     gauge = rng.standard_normal((3, 3))
     a, same = w_q @ w_k.T, (w_q @ gauge) @ (w_k @ np.linalg.inv(gauge).T).T
-    for name, function in matrices.OF_MATRICES.items():
+    for name, function in matrices.MATRIX_QUANTITIES.items():
         got = [float(function(jnp.asarray(m, jnp.float32))) for m in (a, same, 7 * a)]
         want = [got[0], got[0], got[0] * (7 if name == 'norm' else 1)]
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-5, err_msg=name)

@@ -1,11 +1,16 @@
-"""Quantities of attention patterns against values worked out by hand."""
+"""Patterns of layers against the oracle of attention; their quantities, worked out by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from qkattn.analysis import patterns
-from qkattn.analysis.patterns import Pattern
+from qkattn.analysis.patterns import Pattern, pattern_of, walk
+from qkattn.attention import Mask, oracle, registry
+from qkattn.config import ModelConfig
+from qkattn.model import build
+from tests.attention import layers
 
 CAUSAL = np.tri(4, dtype=bool)[None]
 # One row, two heads: equal attention to all visible keys; all to the previous token.
@@ -20,59 +25,101 @@ def pattern(*heads, logits=None, mask=CAUSAL):
 
 
 BOTH = pattern(EQUAL, PREVIOUS)
+PADDED = CAUSAL & [True, True, True, False] & np.array([[True], [True], [True], [False]])
+# Tokens a b a b: position 2 attends to 1, position 3 to 2.
+REPEATS = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0.75, 0.25, 0], [0, 0, 0.5, 0]])
 
 
-def test_entropy_is_that_of_the_distributions_in_nats():
-    np.testing.assert_allclose(patterns.entropy(BOTH), [np.log([1, 2, 3, 4]).mean(), 0], atol=1e-6)
-    # Probabilities that do not sum to 1, as of sigmoid attention, are divided by their sum.
-    np.testing.assert_allclose(
-        patterns.entropy(pattern(0.5 * EQUAL)), np.log([1, 2, 3, 4]).mean(), atol=1e-6
-    )
-
-
-def test_mass_on_the_diagonal_and_on_the_previous_token():
-    np.testing.assert_allclose(
-        patterns.diagonal_mass(BOTH), [(1 + 1 / 2 + 1 / 3 + 1 / 4) / 4, 1 / 4]
-    )
-    # The first token has no previous one.
-    previous = patterns.previous_token_mass(BOTH)
-    np.testing.assert_allclose(previous, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1], rtol=1e-6)
-
-
-def test_queries_of_padding_do_not_count():
-    valid = np.array([True, True, True, False])
-    mask = CAUSAL & valid[:, None] & valid
-    got = patterns.entropy(pattern(EQUAL * mask[0], mask=mask))
-    np.testing.assert_allclose(got, np.log([1, 2, 3]).mean(), atol=1e-6)
-    got = patterns.previous_token_mass(pattern(EQUAL * mask[0], mask=mask))
-    np.testing.assert_allclose(got, (1 / 2 + 1 / 3) / 2, rtol=1e-6)
-
-
-def test_a_hidden_diagonal_has_no_mass():
-    mask = np.tri(4, k=-1, dtype=bool)[None]
-    assert float(patterns.diagonal_mass(pattern(PREVIOUS, mask=mask))[0]) == 0
-
-
-def test_a_mass_on_keys_that_no_query_sees_is_undefined():
-    alone = pattern(np.eye(4), mask=np.eye(4, dtype=bool)[None])
-    assert float(patterns.diagonal_mass(alone)[0]) == 1
-    assert np.isnan(patterns.previous_token_mass(alone)).all()
+@pytest.mark.parametrize(
+    ('quantity', 'measured', 'expected'),
+    [
+        ('entropy', BOTH, [np.log([1, 2, 3, 4]).mean(), 0]),
+        # Probabilities that do not sum to 1, as of sigmoid attention, are divided by their sum.
+        ('entropy', pattern(0.5 * EQUAL), [np.log([1, 2, 3, 4]).mean()]),
+        ('entropy', pattern(EQUAL * PADDED[0], mask=PADDED), [np.log([1, 2, 3]).mean()]),
+        ('diagonal_mass', BOTH, [(1 + 1 / 2 + 1 / 3 + 1 / 4) / 4, 1 / 4]),
+        ('diagonal_mass', pattern(PREVIOUS, mask=np.tri(4, k=-1, dtype=bool)[None]), [0]),
+        # The first token has no previous one.
+        ('previous_token_mass', BOTH, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1]),
+        ('previous_token_mass', pattern(EQUAL * PADDED[0], mask=PADDED), [(1 / 2 + 1 / 3) / 2]),
+        ('previous_token_mass', pattern(np.eye(4), mask=np.eye(4, dtype=bool)[None]), [np.nan]),
+    ],
+)
+def test_a_quantity_has_the_value_worked_out_by_hand(quantity, measured, expected):
+    np.testing.assert_allclose(getattr(patterns, quantity)(measured), expected, atol=1e-6)
 
 
 def test_the_induction_score_is_the_mass_after_the_previous_occurrence():
-    """Tokens a b a b: position 2 looks at 1, position 3 at 2."""
-    head = np.zeros((4, 4))
-    head[0, 0], head[1, 1], head[2, 1], head[2, 2], head[3, 2] = 1, 1, 0.75, 0.25, 0.5
-    score = patterns.induction_score(pattern(head, EQUAL), 2)
+    score = patterns.induction_score(pattern(REPEATS, EQUAL), 2)
     np.testing.assert_allclose(score, [(0.75 + 0.5) / 2, (1 / 3 + 1 / 4) / 2], rtol=1e-6)
 
 
 def test_the_size_of_logits_ignores_what_softmax_ignores():
     logits = np.array([[0, 9, 9], [1, 3, 9], [10, 10, 16]], float)[None, None]
-    mask = np.tri(3, dtype=bool)[None]
-    got = pattern(np.zeros((3, 3)), logits=logits, mask=mask)
-    # Variances 0, 1 and 8.
-    assert float(patterns.logit_deviation(got)[0]) == pytest.approx(3**0.5)
-    assert float(patterns.largest_logit(got)[0]) == 16
-    shifted = got._replace(logits_BNTS=got.logits_BNTS + 5)
-    assert float(patterns.logit_deviation(shifted)[0]) == pytest.approx(3**0.5)
+    one = pattern(np.zeros((3, 3)), logits=logits, mask=np.tri(3, dtype=bool)[None])
+    for shift in (0, 5):  # variances 0, 1 and 8
+        shifted = one._replace(logits_BNTS=one.logits_BNTS + shift)
+        assert float(patterns.logit_deviation(shifted)[0]) == pytest.approx(3**0.5)
+    assert float(patterns.largest_logit(one)[0]) == 16
+
+
+@pytest.mark.parametrize(
+    ('score', 'options'),
+    [
+        ('merged', {}),
+        ('query_free', {}),
+        ('shared_qk(self_mask=True)', {}),
+        ('qk', {'positions': 'alibi'}),
+        ('qk', {'normalizer': 'sigmoid', 'score_scale': 0.5}),
+        ('qk', {'logit_cap': 0.7, 'window': 3, 'kernel': 'blockwise'}),
+        ('qk', {'biases': True}),
+    ],
+)
+def test_a_pattern_is_that_of_the_oracle(score, options):
+    layer = layers.make((score, 'vo'), **options)
+    spec, value = layer.spec, layer.value
+    x_BTD, mask = layers.stream(), Mask(causal=True, window=spec.window)
+    measured = pattern_of(layer, x_BTD, mask)
+    assert layer.spec is spec and layer.value is value
+    scale = layer.score.scale * spec.score_scale
+    s_BNTS = oracle.logits(np.asarray(layer.score.matrix()), x_BTD, x_BTD, scale=scale)
+    if cap := spec.logit_cap:
+        s_BNTS = cap * np.tanh(s_BNTS / cap)
+    if options.get('positions') == 'alibi':
+        slopes = 2.0 ** (-8 * np.arange(1, layers.N + 1) / layers.N)
+        distance = np.arange(layers.T)[:, None] - np.arange(layers.T)
+        s_BNTS = s_BNTS - slopes[:, None, None] * np.abs(distance)
+    mask_BTS = np.array(mask.dense(layers.T, layers.T))
+    if layer.score.hides_self:  # but from the first token, which has nothing else to attend to
+        mask_BTS &= ~np.eye(layers.T, dtype=bool) | (np.arange(layers.T) == 0)[:, None]
+        np.testing.assert_allclose(patterns.diagonal_mass(measured), 1 / layers.T, rtol=1e-6)
+    np.testing.assert_array_equal(measured.mask_BTS, mask_BTS)
+    np.testing.assert_allclose(measured.logits_BNTS, s_BNTS * mask_BTS[:, None], atol=1e-4)
+    p_BNTS = oracle.probabilities(s_BNTS, mask_BTS, registry.find_normalizer(spec.normalizer))
+    np.testing.assert_allclose(measured.probabilities_BNTS, p_BNTS, atol=1e-5)
+
+
+@pytest.mark.parametrize('score', ['nonlinear_query', 'qk'])
+@pytest.mark.parametrize('options', [{}, {'positions': 'rope', 'qk_norm': True}])
+def test_the_mix_of_values_by_the_pattern_is_what_the_layer_returns(score, options):
+    """Of scores and options without A[n], too."""
+    layer = layers.make((score, 'vo'), **options)
+    x_BTD, y_BSD = layers.stream(), layers.stream(length=5, seed=6)
+    for y, mask in ((None, Mask(causal=True)), *(() if options else ((y_BSD, Mask()),))):
+        p_BNTS = np.asarray(pattern_of(layer, x_BTD, mask, y).probabilities_BNTS)
+        B_NDE = np.asarray(layer.value.matrix(layer.score))
+        expected = oracle.mix(p_BNTS, B_NDE, x_BTD if y is None else y)
+        np.testing.assert_allclose(layer(x_BTD, mask, y_BSD=y), expected, atol=1e-4)
+
+
+def test_a_walk_layer_by_layer_gives_what_the_model_computes():
+    sizes = {'d_model': 16, 'num_heads': 2, 'num_layers': 2, 'context': 8, 'vocab_size': 30}
+    config = ModelConfig(
+        **sizes, kind='encoder_decoder', cross_variant='merged/vo', norm_position='post'
+    )
+    model, tokens = build(config, key=jax.random.key(0)), np.arange(16).reshape(2, 8)
+    inputs, sites = {'tokens_BT': tokens, 'source_BS': tokens[:, :6]}, []
+    walked = jax.jit(lambda m, i: walk(m, i, lambda *at: sites.append(at[:2])))(model, inputs)
+    expected = jax.jit(lambda m, i: m.stream(**i))(model, inputs)
+    np.testing.assert_allclose(walked, expected, atol=2e-5)
+    assert sites[:2] == [('encoder/attention', 0), ('encoder/attention', 1)] and len(sites) == 6

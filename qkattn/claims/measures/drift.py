@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.analysis.matrices import drift
-from qkattn.analysis.watching import walk
+from qkattn.analysis.patterns import walk
 from qkattn.claims.protocol import language_model, pick
 from qkattn.config import Config
 from qkattn.data.pipeline import eval_batches, train_batch
