@@ -83,9 +83,13 @@ def beam_search(
     Raises:
       ConfigError: an option out of range.
     """
-    B, V = logits_BV.shape[0], logits_BV.shape[1] if vocab_size is None else vocab_size
-    K, T = beam, num_tokens
-    _check_options(K, T, separator, length_penalty, V, logits_BV.shape[1])
+    B, most = logits_BV.shape
+    K, T, V = beam, num_tokens, most if vocab_size is None else vocab_size
+    require(K >= 1, f'beam={K} must be at least 1')
+    require(T >= 1, f'num_tokens={T} must be at least 1')
+    require(math.isfinite(length_penalty), f'{length_penalty=} must be finite')
+    require(1 <= V <= most, f'vocab_size={V} must be from 1 to the {most} logits')
+    require(0 <= separator < V, f'{separator=} must be an id from 0 to {V - 1}')
     dtype = jnp.promote_types(logits_BV.dtype, jnp.float32)
     divisors_T = jnp.asarray(np.arange(1, T + 1) ** float(length_penalty), dtype)
 
@@ -139,6 +143,12 @@ def beam_search(
     return _best(finished, Hypotheses(alive.tokens_BKT, zeros_BK + T, scores_BK))
 
 
+def require(valid: Any, message: str) -> None:
+    """Raises ConfigError with the message unless an argument is valid."""
+    if not valid:
+        raise ConfigError(message)
+
+
 def _extensions(
     logits_BKV: jax.Array, nats_BK: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -183,23 +193,3 @@ def _rows(parents_BK: jax.Array) -> jax.Array:
     """Rows of the cache: hypothesis k of row b is row b * K + k."""
     B, K = parents_BK.shape
     return (jnp.arange(B)[:, None] * K + parents_BK).reshape(-1)
-
-
-def _check_options(
-    beam: int,
-    num_tokens: int,
-    separator: int,
-    length_penalty: float,
-    vocab_size: int,
-    num_logits: int,
-) -> None:
-    if beam < 1:
-        raise ConfigError(f'beam={beam} must be at least 1')
-    if num_tokens < 1:
-        raise ConfigError(f'num_tokens={num_tokens} must be at least 1')
-    if not math.isfinite(length_penalty):
-        raise ConfigError(f'length_penalty={length_penalty} must be finite')
-    if not 1 <= vocab_size <= num_logits:
-        raise ConfigError(f'vocab_size={vocab_size} must be from 1 to the {num_logits} logits')
-    if not 0 <= separator < vocab_size:
-        raise ConfigError(f'separator={separator} must be an id from 0 to {vocab_size - 1}')

@@ -1,6 +1,7 @@
 """Continuations of prompts by a language model: sampling, greedy decoding, beam search."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qkattn.decode.beam import Hypotheses, beam_search
+from qkattn.decode.beam import Hypotheses, beam_search, require
 from qkattn.decode.kv_cache import KVCache, decode_step, init_cache, prefill, take_rows
 from qkattn.errors import ConfigError
 from qkattn.model import Decoder
@@ -75,9 +76,14 @@ def generate(
         or more tokens than model.context. The last generated token needs no position, since it is
         not fed back.
     """
-    V = model.config.vocab_size if vocab_size is None else vocab_size
-    _check_options(key, temperature, top_k, top_p)
-    tokens_BT, start_B = _prepare(model, prompts, num_tokens, V)
+    finite = 0 <= temperature < math.inf
+    require(finite, f'{temperature=} must be 0 (greedy) or above, and finite')
+    require(not temperature or key is not None, f'key is required to sample at {temperature=}')
+    plain = (top_k, top_p) == (None, None)
+    require(temperature or plain, 'top_k and top_p have no effect at temperature=0; leave them out')
+    require(top_k is None or top_k >= 1, f'{top_k=} must be at least 1, or None')
+    require(top_p is None or 0 < top_p <= 1, f'{top_p=} must be above 0 and at most 1, or None')
+    tokens_BT, start_B, V = _prepare(model, prompts, num_tokens, vocab_size)
     return _generate(
         model,
         tokens_BT,
@@ -144,8 +150,7 @@ def search(
     Raises:
       ConfigError: as for `generate` and `beam_search`.
     """
-    V = model.config.vocab_size if vocab_size is None else vocab_size
-    tokens_BT, start_B = _prepare(model, prompts, num_tokens, V)
+    tokens_BT, start_B, V = _prepare(model, prompts, num_tokens, vocab_size)
     return _search(
         model,
         tokens_BT,
@@ -176,56 +181,32 @@ def _prepare(
     model: Decoder,
     prompts: Sequence[Sequence[int]] | np.ndarray,
     num_tokens: int,
-    vocab_size: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The padded prompts and their first slots; checks that they and `num_tokens` more fit."""
-    if model.config.kind != 'decoder':
-        raise ConfigError(
-            f'model.kind={model.config.kind!r} does not continue text; it must be decoder'
-        )
-    if num_tokens < 1:
-        raise ConfigError(f'num_tokens={num_tokens} must be at least 1')
-    if not 1 <= vocab_size <= model.config.vocab_size:
-        raise ConfigError(
-            f'vocab_size={vocab_size} must be from 1 to model.vocab_size={model.config.vocab_size}'
-        )
-    tokens_BT, start_B = _left_padded(prompts, model.config.vocab_size)
-    room, needed = model.config.context, tokens_BT.shape[1] + num_tokens - 1
-    if needed > room:
-        raise ConfigError(
-            f'a prompt of {tokens_BT.shape[1]} tokens and num_tokens={num_tokens} need {needed} '
-            f'positions, more than model.context={room}'
-        )
-    return tokens_BT, start_B
+    vocab_size: int | None,
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """The prompts, aligned on the last column, the column where each begins, and the vocabulary.
 
-
-def _left_padded(
-    prompts: Sequence[Sequence[int]] | np.ndarray, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts, aligned on the last column, and the column where each begins."""
-    rows = [np.asarray(prompt) for prompt in prompts]
-    if not rows or any(row.ndim != 1 or not row.size for row in rows):
-        raise ConfigError('prompts must hold at least one row, each of at least one token id')
+    Checks that the prompts and `num_tokens` more fit.
+    """
+    kind, most, context = model.config.kind, model.config.vocab_size, model.config.context
+    V, rows = most if vocab_size is None else vocab_size, [np.asarray(prompt) for prompt in prompts]
+    require(kind == 'decoder', f'model.kind={kind!r} does not continue text; it must be decoder')
+    require(num_tokens >= 1, f'{num_tokens=} must be at least 1')
+    require(1 <= V <= most, f'vocab_size={V} must be from 1 to model.vocab_size={most}')
+    require(
+        rows and all(row.ndim == 1 and row.size for row in rows),
+        'prompts must hold at least one row, each of at least one token id',
+    )
     for i, row in enumerate(rows):
-        if not np.issubdtype(row.dtype, np.integer):
-            raise ConfigError(f'prompts[{i}] is of {row.dtype}, but token ids are integers')
-        for unknown in row[(row < 0) | (row >= vocab_size)][:1]:
-            raise ConfigError(f'prompts[{i}] holds id {unknown}; ids are 0 to {vocab_size - 1}')
+        whole = np.issubdtype(row.dtype, np.integer)
+        require(whole, f'prompts[{i}] is of {row.dtype}, but token ids are integers')
+        for unknown in row[(row < 0) | (row >= most)]:
+            raise ConfigError(f'prompts[{i}] holds id {unknown}; ids are 0 to {most - 1}')
     T = max(len(row) for row in rows)
+    needed = T + num_tokens - 1
+    require(
+        needed <= context,
+        f'a prompt of {T} tokens and {num_tokens=} need {needed} positions, more than '
+        f'model.context={context}',
+    )
     tokens_BT = np.stack([np.pad(row.astype(np.int32), (T - len(row), 0)) for row in rows])
-    return tokens_BT, np.array([T - len(row) for row in rows], np.int32)
-
-
-def _check_options(
-    key: jax.Array | None, temperature: float, top_k: int | None, top_p: float | None
-) -> None:
-    if not 0 <= temperature < float('inf'):
-        raise ConfigError(f'temperature={temperature} must be 0 (greedy) or above, and finite')
-    if temperature and key is None:
-        raise ConfigError(f'key is required to sample at temperature={temperature}')
-    if temperature == 0 and (top_k, top_p) != (None, None):
-        raise ConfigError('top_k and top_p have no effect at temperature=0; leave them out')
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f'top_k={top_k} must be at least 1, or None')
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f'top_p={top_p} must be above 0 and at most 1, or None')
+    return tokens_BT, np.array([T - len(row) for row in rows], np.int32), V

@@ -39,7 +39,6 @@ class KVCache(NamedTuple):
 
 def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCache:
     """An empty cache of `length` slots for `batch` rows; the model may be abstract."""
-
     L, P = model.config.num_layers, len(stacks_of(model.blocks))
 
     def cached(model: Decoder | EncoderDecoder) -> list[Cache]:
@@ -110,24 +109,20 @@ def prefill(
                 updated[name] = jax.lax.dynamic_update_slice(
                     layers[number][name], array[None], start
                 )
-            own = {
+            layer_cache = {
                 name: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
                 for name, array in updated.items()
             }
-            return block.attention.attend_to(z_BTD, own, mask)
+            return block.attention.attend_to(z_BTD, layer_cache, mask)
 
-        def both(attends: list[Branch]) -> tuple[jax.Array, tuple[Cache, ...]]:
-            out_BTD = block.around(attends, x_BTD)
-            return out_BTD, (*layers[:number], updated, *layers[number + 1 :])
-
-        if not isinstance(block, CrossBlock):
-            return both([attend])
-        cross_attention, valid = block.cross_attention, Mask(valid_BS=cache.source_valid_BS)
-
-        def cross_attend(z_BTD: jax.Array) -> jax.Array:
-            return cross_attention.attend_to(z_BTD, source, valid, cross=True)
-
-        return both([attend, cross_attend])
+        attends: list[Branch] = [attend]
+        if isinstance(block, CrossBlock):
+            cross_attention, valid = block.cross_attention, Mask(valid_BS=cache.source_valid_BS)
+            attends.append(
+                lambda z_BTD: cross_attention.attend_to(z_BTD, source, valid, cross=True)
+            )
+        out_BTD = block.around(attends, x_BTD)
+        return out_BTD, (*layers[:number], updated, *layers[number + 1 :])
 
     # The whole cache is carried and updated in place; as an input of the scan it would be copied.
     x_BTD, layers = scan_layers(

@@ -1,6 +1,7 @@
-"""Translation of sentences with a trained encoder-decoder, and scores of a split."""
+"""Translation of sentences with a trained encoder-decoder; BLEU and chrF of a split."""
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,6 @@ from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokens import PairDataset
 from qkattn.decode.beam import Hypotheses, beam_search
 from qkattn.decode.kv_cache import decode_step, encode_source, prefill, take_rows
-from qkattn.decode.translation_scores import translation_scores
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement
 from qkattn.metrics import PREFIXES
@@ -66,19 +66,19 @@ def translate_ids(
         raise ConfigError(
             f'model.kind={model.config.kind!r} does not translate; it must be encoder_decoder'
         )
-    room = model.config.encoder.context
+    most = model.config.encoder.context
     for i, source in enumerate(sources):
-        if len(source) + 1 > room:
+        if len(source) + 1 > most:
             raise ConfigError(
-                f'source {i + 1} has {len(source)} tokens, but model.source_context={room} has '
-                f'room for {room - 1} and the separator'
+                f'source {i + 1} has {len(source)} tokens, but model.source_context={most} has '
+                f'room for {most - 1} and the separator'
             )
     by_length = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     batches = [by_length[at : at + BATCH_SIZE] for at in range(0, len(sources), BATCH_SIZE)]
     translations: dict[int, list[int]] = {}
     for chosen in batches[jax.process_index() :: jax.process_count()]:
         width = max(len(sources[i]) for i in chosen) + 1
-        width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, room)
+        width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, most)
         source_BS = np.zeros((BATCH_SIZE, width), np.int32)
         valid_BS = np.zeros((BATCH_SIZE, width), bool)
         for row, i in enumerate(chosen):
@@ -98,8 +98,8 @@ def translate_ids(
             ids = tokens_BT[row, : lengths_B[row]]
             translations[i] = ids[ids != separator].tolist()
     parts = agreement.from_all(list(translations.items()), limit=agreement.OWNER_LIMIT)
-    found = {i: ids for part in parts for i, ids in part}
-    return [np.array(found[i], np.int32) for i in range(len(sources))]
+    translations = dict(pair for part in parts for pair in part)
+    return [np.array(translations[i], np.int32) for i in range(len(sources))]
 
 
 @functools.partial(jax.jit, static_argnames=('beam', 'length_penalty', 'separator', 'vocab_size'))
@@ -134,25 +134,46 @@ def score_split(
     A source that is longer than model.source_context is truncated, so that the scores are still
     those of the whole split; the log says how many are.
     """
-    tokenizer = pairs.source.tokenizer
+    tokenizer, most = pairs.source.tokenizer, model.config.encoder.context - 1
     sources, targets = (side[: config.max_sources] for side in pairs.sentences(split))
-    room = model.config.encoder.context - 1
-    truncated = sum(len(source) > room for source in sources)
-    if truncated:
-        log.warning(
-            '%d of %d sources of split %r truncated to %d tokens',
-            truncated,
-            len(sources),
-            split,
-            room,
-        )
-    sources = [source[:room] for source in sources]
+    if truncated := sum(len(source) > most for source in sources):
+        text = '%d of %d sources of split %r truncated to %d tokens'
+        log.warning(text, truncated, len(sources), split, most)
+    sources = [source[:most] for source in sources]
     translations = translate_ids(model, sources, tokenizer.separator, config, tokenizer.vocab_size)
-    return translation_scores(
-        [tokenizer.decode(ids) for ids in translations],
-        [tokenizer.decode(ids) for ids in targets],
-        lowercase=lowercase,
-    )
+    hypotheses, references = (list(map(tokenizer.decode, ids)) for ids in (translations, targets))
+    return translation_scores(hypotheses, references, lowercase=lowercase)
+
+
+def translation_scores(
+    hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False
+) -> dict[str, float | int | str]:
+    """Scores of a whole test set of detokenized text, with one reference per sentence.
+
+    Args:
+      lowercase: whether all scores ignore case.
+
+    Returns:
+      bleu: corpus BLEU in percent (Papineni et al. 2002), as computed by sacrebleu (Post 2018).
+      chrf: corpus chrF2 in percent (Popović 2015), as computed by sacrebleu.
+      bleu_signature, chrf_signature: sacrebleu's settings; scores are comparable where they agree.
+      exact_match: fraction of the hypotheses that equal their reference, character by character.
+      num_sentences: number of sentences.
+    """
+    metrics = importlib.import_module('sacrebleu.metrics')  # slow, and seldom needed
+    bleu, chrf = metrics.BLEU(lowercase=lowercase), metrics.CHRF(lowercase=lowercase)
+    scores = {
+        'bleu': bleu.corpus_score(hypotheses, [references]).score,
+        'chrf': chrf.corpus_score(hypotheses, [references]).score,
+    }
+    cased = str.lower if lowercase else str
+    pairs = zip(map(cased, hypotheses), map(cased, references), strict=True)
+    return scores | {
+        'bleu_signature': str(bleu.get_signature()),
+        'chrf_signature': str(chrf.get_signature()),
+        'exact_match': sum(one == other for one, other in pairs) / len(hypotheses),
+        'num_sentences': len(hypotheses),
+    }
 
 
 def score_trial(

@@ -99,28 +99,28 @@ def plain_search(tree_NV, beam_size, length_penalty, num_tokens=T):
     return sorted(finished, key=lambda one: -one[0])[:beam_size]
 
 
-def check(got, b, want):
-    """Row b of the hypotheses found is the list of (score, tokens) `want`, and nothing more."""
-    num_tokens = got.tokens_BKT.shape[2]
-    assert np.all(got.scores_BK[b, len(want) :] == -np.inf)
-    assert np.all(got.lengths_BK[b, len(want) :] == 0)
-    assert np.all(got.tokens_BKT[b, len(want) :] == SEPARATOR)
-    for k, (score, tokens) in enumerate(want):
+def check(found, b, expected):
+    """Row b of the hypotheses found is the list of (score, tokens) `expected`, and nothing more."""
+    num_tokens = found.tokens_BKT.shape[2]
+    assert np.all(found.scores_BK[b, len(expected) :] == -np.inf)
+    assert np.all(found.lengths_BK[b, len(expected) :] == 0)
+    assert np.all(found.tokens_BKT[b, len(expected) :] == SEPARATOR)
+    for k, (score, tokens) in enumerate(expected):
         padded = tokens + [SEPARATOR] * (num_tokens - len(tokens))
-        assert got.tokens_BKT[b, k].tolist() == padded
+        assert found.tokens_BKT[b, k].tolist() == padded
         length = padded.index(SEPARATOR) + 1 if SEPARATOR in padded else num_tokens
-        assert got.lengths_BK[b, k] == length
-        np.testing.assert_allclose(got.scores_BK[b, k], score, rtol=2e-5)
+        assert found.lengths_BK[b, k] == length
+        np.testing.assert_allclose(found.scores_BK[b, k], score, rtol=2e-5)
 
 
 @pytest.mark.parametrize('length_penalty', only([-2.0, 0.6], [-2.0, 0.0, 0.6, 2.0]))
 def test_a_wide_beam_finds_every_hypothesis_in_order(length_penalty):
     tree_BNV = random_tree(0, batch=12)
-    got = search(tree_BNV, beam=V**T, length_penalty=length_penalty)
+    found = search(tree_BNV, beam=V**T, length_penalty=length_penalty)
     for b in range(12):
-        want = every_hypothesis(tree_BNV[b], length_penalty)
-        assert len(want) == 1 + 2 + 4 + 8 + 16
-        check(got, b, want)
+        expected = every_hypothesis(tree_BNV[b], length_penalty)
+        assert len(expected) == 1 + 2 + 4 + 8 + 16
+        check(found, b, expected)
 
 
 NARROW = [(2, 0.0), (5, 1.7), (1, 1.0), (3, 1.0)]
@@ -129,28 +129,24 @@ NARROW = [(2, 0.0), (5, 1.7), (1, 1.0), (3, 1.0)]
 @pytest.mark.parametrize(('beam_size', 'length_penalty'), only(NARROW[:2], NARROW))
 def test_a_narrow_beam_is_the_plain_algorithm_run_to_the_end(beam_size, length_penalty):
     tree_BNV = random_tree(7, batch=40, vocab=5, length=5)
-    got = search(tree_BNV, beam=beam_size, num_tokens=5, length_penalty=length_penalty)
-    assert len(np.unique(got.lengths_BK)) == 5
+    found = search(tree_BNV, beam=beam_size, num_tokens=5, length_penalty=length_penalty)
+    assert len(np.unique(found.lengths_BK)) == 5
     for b in range(40):
-        check(got, b, plain_search(tree_BNV[b], beam_size, length_penalty, 5))
-
-
-def greedy(tree_NV, num_tokens):
-    node, tokens = 0, []
-    while SEPARATOR not in tokens and len(tokens) < num_tokens:
-        tokens.append(int(tree_NV[node].argmax()))
-        node = child(node, tokens[-1], tree_NV.shape[1])
-    return tokens + [SEPARATOR] * (num_tokens - len(tokens))
+        check(found, b, plain_search(tree_BNV[b], beam_size, length_penalty, 5))
 
 
 def test_a_beam_of_one_is_greedy_to_the_last_bit():
     tree_BNV = random_tree(1, batch=50, vocab=6, scale=0.1)
     # Differences that are gone once the probabilities are normalized; and exact ties.
     tree_BNV[:25] = (np.round(tree_BNV[:25] * 10) + 0) * np.float32(2**-30)
-    got = search(tree_BNV, beam=1)
+    found = search(tree_BNV, beam=1)
     for b in range(50):
-        assert got.tokens_BKT[b, 0].tolist() == greedy(tree_BNV[b], T)
-    assert len(np.unique(got.lengths_BK)) == T
+        node, greedy = 0, []
+        while SEPARATOR not in greedy and len(greedy) < T:
+            greedy.append(int(tree_BNV[b, node].argmax()))
+            node = child(node, greedy[-1], 6)
+        assert found.tokens_BKT[b, 0].tolist() == greedy + [SEPARATOR] * (T - len(greedy))
+    assert len(np.unique(found.lengths_BK)) == T
 
 
 COUNTED = queue.SimpleQueue()  # one for all searches, so that each shape compiles once
@@ -162,11 +158,11 @@ def test_the_search_stops_when_all_rows_are_done(beam_size, steps):
     tree_BNV[:, :, SEPARATOR] += 20
     # The logits of the first token are given; where row 1 never ends, the last is not decoded from.
     for lengths, num_steps in ([1, 1, 1], steps), ([1, T, 1], T - 1):
-        got = search(tree_BNV, beam=beam_size, counted=COUNTED)
+        found = search(tree_BNV, beam=beam_size, counted=COUNTED)
         jax.effects_barrier()
         rows = [int(COUNTED.get()) for _ in range(COUNTED.qsize())]
         assert rows == [3 * beam_size] * num_steps
-        assert got.lengths_BK[:, 0].tolist() == lengths
+        assert found.lengths_BK[:, 0].tolist() == lengths
         tree_BNV[1, :, SEPARATOR] -= 40
 
 
@@ -176,57 +172,45 @@ def test_minus_infinity_is_never_chosen_and_never_nan():
     tree_BNV[rng.random(tree_BNV.shape) < 0.4] = -np.inf
     tree_BNV[0, 0] = -np.inf
     for beam_size in (1, 2, V**T):
-        got = search(tree_BNV, beam=beam_size, length_penalty=0.5)
-        assert not np.any(np.isnan(got.scores_BK))
+        found = search(tree_BNV, beam=beam_size, length_penalty=0.5)
         for b in range(12):
-            want = plain_search(tree_BNV[b], beam_size, 0.5)
-            check(got, b, [one for one in want if one[0] > -np.inf])
-        assert np.all(got.lengths_BK[0] == 0)
-
-
-@pytest.mark.parametrize('wrong', [np.nan, -np.nan, np.inf])
-def test_logits_that_are_not_finite_give_nan_scores(wrong):
-    tree_BNV = random_tree(3, batch=2)
-    tree_BNV[1, 0, 0] = wrong
-    got = search(tree_BNV, beam=2)
-    assert np.all(np.isfinite(got.scores_BK[0])) and np.all(np.isnan(got.scores_BK[1]))
+            expected = plain_search(tree_BNV[b], beam_size, 0.5)
+            check(found, b, [one for one in expected if one[0] > -np.inf])
+        assert np.all(found.lengths_BK[0] == 0)
+    for wrong in (np.nan, -np.nan, np.inf):
+        tree_BNV = random_tree(3, batch=2)
+        tree_BNV[1, 0, 0] = wrong
+        found = search(tree_BNV, beam=2)
+        assert np.all(np.isfinite(found.scores_BK[0])) and np.all(np.isnan(found.scores_BK[1]))
 
 
 def test_ties_go_to_the_lower_beam_then_to_the_lower_id():
     flat_BNV = np.zeros((1, 13, V), np.float32)
-    got = search(flat_BNV, separator=2, beam=2, num_tokens=2)
-    assert got.tokens_BKT[0].tolist() == [[0, 0], [0, 1]]
-    got = search(flat_BNV, separator=0, beam=2, num_tokens=2, length_penalty=0.0)
-    assert got.tokens_BKT[0].tolist() == [[0, 0], [1, 0]]
+    found = search(flat_BNV, separator=2, beam=2, num_tokens=2)
+    assert found.tokens_BKT[0].tolist() == [[0, 0], [0, 1]]
+    found = search(flat_BNV, separator=0, beam=2, num_tokens=2, length_penalty=0.0)
+    assert found.tokens_BKT[0].tolist() == [[0, 0], [1, 0]]
     # -log 3 a token, whatever the length: those that finished first come first.
-    got = search(flat_BNV, separator=0, beam=3, num_tokens=3)
-    assert got.tokens_BKT[0].tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
-    assert np.ptp(got.scores_BK) == 0
+    found = search(flat_BNV, separator=0, beam=3, num_tokens=3)
+    assert found.tokens_BKT[0].tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
+    assert np.ptp(found.scores_BK) == 0
 
 
-def test_ids_beyond_the_tokenizer_are_left_out_altogether():
-    tree_BNV = random_tree(5, vocab=6)
-    tree_BNV[:, :, V:] = 50
-    got = search(tree_BNV, beam=4, vocab_size=V)
-    tree_BNV[:, :, V:] = -np.inf
+def test_ids_beyond_the_tokenizer_are_left_out_and_bfloat16_is_added_up_in_float32():
+    tree_BNV = jnp.asarray(random_tree(5, vocab=6), jnp.bfloat16).at[:, :, V:].set(50)
+    found = search(tree_BNV, beam=4, vocab_size=V)
+    assert found.scores_BK.dtype == np.float32 and found.tokens_BKT.dtype == np.int32
+    tree_BNV = np.float32(tree_BNV.at[:, :, V:].set(-np.inf))
     for b in range(3):
-        check(got, b, plain_search(tree_BNV[b], 4, 1.0))
-
-
-def test_logits_in_bfloat16_are_added_up_in_float32():
-    tree_BNV = jnp.asarray(random_tree(6), jnp.bfloat16)
-    got = search(tree_BNV, beam=3)
-    assert got.scores_BK.dtype == np.float32 and got.tokens_BKT.dtype == np.int32
-    for b in range(3):
-        check(got, b, plain_search(np.float32(tree_BNV[b]), 3, 1.0))
+        check(found, b, plain_search(tree_BNV[b], 4, 1.0))
 
 
 def test_one_token_and_a_vocabulary_of_one():
-    got = search(random_tree(0), beam=5, num_tokens=1)
+    found = search(random_tree(0), beam=5, num_tokens=1)
     for b in range(3):
-        check(got, b, every_hypothesis(random_tree(0)[b], 1.0, num_tokens=1))
-    got = search(np.zeros((1, 4, 1), np.float32), separator=0, beam=2)
-    assert got.lengths_BK.tolist() == [[1, 0]] and got.scores_BK.tolist() == [[0, -np.inf]]
+        check(found, b, every_hypothesis(random_tree(0)[b], 1.0, num_tokens=1))
+    found = search(np.zeros((1, 4, 1), np.float32), separator=0, beam=2)
+    assert found.lengths_BK.tolist() == [[1, 0]] and found.scores_BK.tolist() == [[0, -np.inf]]
 
 
 @pytest.mark.parametrize(

@@ -44,18 +44,17 @@ def test_greedy_tokens_are_those_without_a_cache_and_of_a_beam_of_one(model):
 
 def test_continuations_are_the_same_where_64_bit_types_are_allowed(model):
     draws = {'key': jax.random.key(3), 'temperature': 1.0, 'top_k': 9, 'top_p': 0.9}
-    beam = {'separator': 3, 'beam': 2}
+    prompts = TOKENS[:, :4]
 
     def continued():
-        found = search(model, TOKENS[:, :4], 3, **beam)
-        return generate(model, TOKENS[:, :4], 3), generate(model, TOKENS[:, :4], 3, **draws), *found
+        found = search(model, prompts, 3, separator=3, beam=2)
+        return generate(model, prompts, 3), generate(model, prompts, 3, **draws), *found
 
     expected = continued()
     with jax.enable_x64(True):
-        actual = continued()
-    for one, other in zip(actual, expected, strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+        for one, other in zip(continued(), expected, strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def test_sampling_depends_on_the_key_and_on_nothing_else(model):
@@ -146,6 +145,7 @@ FITS = [
     ({'prompts': [[1.5]]}, r'prompts\[0\] is of float64'),
     ({'prompts': [[]]}, 'at least one token id'),
     ({'prompts': []}, 'at least one row'),
+    ({'model': abstract_model(dataclasses.replace(CONFIG, kind='encoder'))}, "='encoder' .* must"),
 ]
 SAMPLE = {'temperature': 1.0, 'key': jax.random.key(0)}
 BEAM = {'separator': 0, 'beam': 2}
@@ -163,17 +163,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(('function', 'change', 'message'), REFUSED)
-def test_bad_input_is_one_sentence(model, function, change, message):
-    arguments = {'prompts': TOKENS[:, :4], 'num_tokens': 2} | change
-    with pytest.raises(ConfigError, match=message) as refusal:
-        function(model, **arguments)
-    assert '\n' not in str(refusal.value)
-
-
-@pytest.mark.parametrize('kind', ['encoder', 'encoder_decoder'])
-def test_only_a_decoder_continues_text(kind):
-    model = abstract_model(dataclasses.replace(CONFIG, kind=kind))
-    for function, options in ((generate, {}), (search, BEAM)):
-        with pytest.raises(ConfigError, match=f"model.kind='{kind}' .* must be decoder"):
-            function(model, TOKENS[:, :4], 2, **options)
+def test_bad_input_is_one_sentence(model):
+    for function, change, message in REFUSED:
+        arguments = {'model': model, 'prompts': TOKENS[:, :4], 'num_tokens': 2} | change
+        with pytest.raises(ConfigError, match=message) as refusal:
+            function(**arguments)
+        assert '\n' not in str(refusal.value)

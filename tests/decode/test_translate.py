@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
+import math
+import socket
 
 import jax
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from qkattn.config import Config, DecodeConfig, ModelConfig
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.data.tokens import PairDataset
-from qkattn.decode import translate, translation_scores
+from qkattn.decode import translate
+from qkattn.decode.translate import translation_scores
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement
 from qkattn.model import EncoderDecoder, build
@@ -71,14 +73,6 @@ def uncached(model, tokens_BT, sources, vocab_size=45) -> np.ndarray:
     return np.asarray(_uncached(model, tokens_BT, source_BS, valid_BS))[..., :vocab_size]
 
 
-@pytest.mark.slow
-def test_translations_are_the_same_where_64_bit_types_are_allowed():
-    expected = translated(sources_of(3), beam=2)
-    with jax.enable_x64(True):
-        assert translated(sources_of(3), beam=2) == expected
-    assert any(expected)
-
-
 def test_greedy_translations_are_those_without_a_cache():
     sources = sources_of(150)  # two full batches and a part of one
     tokens_BT = np.full((150, 10), SEPARATOR)
@@ -92,26 +86,14 @@ def test_greedy_translations_are_those_without_a_cache():
     assert translated([]) == []
 
 
-@pytest.mark.parametrize('penalty', [0.0, 2.0])
-def test_a_beam_as_wide_as_the_space_finds_the_best_of_all_translations(monkeypatch, penalty):
-    """Of 4 ids and at most 3 tokens, scored by the uncached model."""
-    monkeypatch.setattr(translate, 'BATCH_SIZE', 8)
-    model, sources = make(context=3), sources_of(8)
-    inner = [ids for n in range(4) for ids in itertools.product(range(SEPARATOR), repeat=n)]
-    tokens_CT = np.array([[*ids, *[SEPARATOR] * (3 - len(ids))] for ids in inner])
-    inputs_CT = np.pad(tokens_CT, ((0, 0), (1, 0)), constant_values=SEPARATOR)[:, :3]
-    lengths_C = np.minimum([len(ids) + 1 for ids in inner], 3)
-    best = []
-    for source in sources:
-        logits_CTV = uncached(model, inputs_CT, [source] * len(inner), vocab_size=4)
-        nats_CTV = np.asarray(jax.nn.log_softmax(logits_CTV), np.float64)
-        nats_CT = np.take_along_axis(nats_CTV, tokens_CT[..., None], -1)[..., 0]
-        nats_C = (nats_CT * (np.arange(3) < lengths_C[:, None])).sum(1)
-        best.append(list(inner[(nats_C / lengths_C**penalty).argmax()]))
-    found = translated(sources, model, vocab_size=4, beam=4**3, length_penalty=penalty)
-    assert found == best
-    assert len({tuple(ids) for ids in best}) > 1
-    assert found != translated(sources, model, vocab_size=4, beam=1)
+def test_the_search_has_the_beam_and_the_length_penalty_of_the_settings():
+    sources, model = sources_of(8), make(context=5)
+    penalties = (-2.0, 0.0, 4.0)
+    lengths = [
+        sum(map(len, translated(sources, model, beam=8, length_penalty=a))) for a in penalties
+    ]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+    assert translated(sources, model, beam=8) != translated(sources, model, beam=1)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +134,11 @@ def test_a_split_is_scored_as_its_translations_are(monkeypatch):
     monkeypatch.setattr(translate.log, 'warning', lambda text, *args: warnings.append(text % args))
     for lowercase in (False, True):
         got = translate.score_split(model, pairs, 'validation', GREEDY, lowercase=lowercase)
-        assert got == translation_scores.translation_scores(found, targets, lowercase=lowercase)
+        assert got == translation_scores(found, targets, lowercase=lowercase)
     assert warnings == ["1 of 4 sources of split 'validation' truncated to 19 tokens"] * 2
     first = dataclasses.replace(GREEDY, max_sources=1)
     got = translate.score_split(model, pairs, 'validation', first, lowercase=False)
-    assert got == translation_scores.translation_scores(found[:1], targets[:1])
+    assert got == translation_scores(found[:1], targets[:1])
     assert got['num_sentences'] == 1 and len(warnings) == 2
 
 
@@ -184,3 +166,32 @@ def test_processes_share_the_batches_and_know_all_translations(monkeypatch):
 def test_only_translations_fetch_the_parameters_of_a_trial():
     """They may not fit on one device."""
     assert translate.score_trial(Config(), object(), lambda: pytest.fail('fetched')) is None
+
+
+def test_bleu_is_the_geometric_mean_of_clipped_precisions_and_the_brevity_penalty(monkeypatch):
+    monkeypatch.setattr(socket, 'socket', None)  # nothing is downloaded
+    # Pooled over both sentences. Matches of n = 1: the cat sat on (the second 'the' is clipped),
+    # a; n = 2: 'the cat', 'cat sat', 'sat on'; n = 3: 'the cat sat', 'cat sat on'; n = 4: one.
+    scores = translation_scores(['the cat sat on the', 'a b'], ['the cat sat on a mat', 'a c'])
+    precisions, brevity = [5 / 7, 3 / 5, 2 / 3, 1 / 2], math.exp(1 - 8 / 7)
+    assert scores['bleu'] == pytest.approx(100 * brevity * math.prod(precisions) ** (1 / 4))
+    assert scores['num_sentences'] == 2 and scores['exact_match'] == 0.0
+    # Punctuation is split off: of the 6 tokens all but the last match.
+    scores = translation_scores(['ja, das ist gut!'], ['ja, das ist gut.'])
+    precisions = [5 / 6, 4 / 5, 3 / 4, 2 / 3]
+    assert scores['bleu'] == pytest.approx(100 * math.prod(precisions) ** (1 / 4))
+    # 'ab' against 'abc': n = 1: 2 of 2, 2 of 3; n = 2: 1 of 1, 1 of 2; longer n are in neither.
+    precision, recall = 1.0, (2 / 3 + 1 / 2) / 2
+    f2 = 5 * precision * recall / (4 * precision + recall)
+    assert translation_scores(['ab'], ['abc'])['chrf'] == pytest.approx(100 * f2)
+
+
+def test_case_counts_unless_lowercase():
+    texts = ['EIN HUND LÄUFT HIER', 'ja'], ['Ein Hund läuft hier', 'nein']
+    cased, uncased = (translation_scores(*texts, lowercase=lower) for lower in (False, True))
+    assert (cased['exact_match'], uncased['exact_match']) == (0.0, 0.5)
+    for name in ('bleu', 'chrf'):
+        assert cased[name] < uncased[name]
+        assert '|case:mixed|' in cased[f'{name}_signature']
+        assert '|case:lc|' in uncased[f'{name}_signature']
+    assert '|tok:13a|' in cased['bleu_signature']
