@@ -218,36 +218,26 @@ def _sentences(bucket: str, task: str, opening: bool = False) -> Iterator[None]:
     _prepare()
     auth = load_extra('google.auth.exceptions', EXTRA)
     requests = load_extra('requests', EXTRA).exceptions
-    unreachable = (
-        requests.RequestException,
-        _api('RetryError'),
-        _api('ServiceUnavailable'),
-        auth.TransportError,
-    )
-    where = f'{SCHEME}{bucket}'
+    timeouts = _api('RetryError'), _api('ServiceUnavailable')
     try:
         yield
     except (FileNotFoundError, FileExistsError, ConnectionError, RunDirectoryError):
         raise
-    except _api('NotFound') as error:
-        raise RunDirectoryError(
-            f'{where} does not exist; create the bucket or give another'
-        ) from error
-    except (_api('Forbidden'), _api('Unauthorized')) as error:
-        raise RunDirectoryError(
-            f'{where} may not be used to {task}: give this account {ROLES} on the bucket'
-        ) from error
-    except unreachable as error:
-        raise kind(
-            f'{where} cannot be reached ({_first_line(error)}); check the network'
-            + (' and STORAGE_EMULATOR_HOST' if 'STORAGE_EMULATOR_HOST' in os.environ else '')
-        ) from error
-    except (OSError, auth.GoogleAuthError) as error:
-        raise kind(
-            f'{where} cannot be used ({_first_line(error)}); run `gcloud auth application-default '
-            'login` and set GOOGLE_CLOUD_PROJECT, or use a machine with a service account'
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip('.')
+    except Exception as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip('.')
+        if isinstance(error, _api('NotFound')):
+            kind, problem = RunDirectoryError, 'does not exist; create the bucket or give another'
+        elif isinstance(error, (_api('Forbidden'), _api('Unauthorized'))):
+            kind = RunDirectoryError
+            problem = f'may not be used to {task}: give this account {ROLES} on the bucket'
+        elif isinstance(error, (requests.RequestException, auth.TransportError, *timeouts)):
+            problem = f'cannot be reached ({line}); check the network'
+            problem += ' and STORAGE_EMULATOR_HOST' * ('STORAGE_EMULATOR_HOST' in os.environ)
+        elif isinstance(error, (OSError, auth.GoogleAuthError)):
+            problem = (
+                f'cannot be used ({line}); run `gcloud auth application-default login` and set '
+                'GOOGLE_CLOUD_PROJECT, or use a machine with a service account'
+            )
+        else:
+            raise
+        raise kind(f'{SCHEME}{bucket} {problem}') from error

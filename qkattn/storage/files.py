@@ -70,8 +70,8 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 # Directories
 
 
-def check_directory(path: str | os.PathLike[str]) -> Path:
-    """Returns `path` made absolute if files can be written there; creates nothing.
+def check_directory(path: str | os.PathLike[str], *, create: bool = False) -> Path:
+    """Returns `path` made absolute if files can be written there; creates it only if asked to.
 
     Raises:
       RunDirectoryError: neither `path` nor its nearest existing parent takes files, or the bucket
@@ -85,6 +85,9 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
     directory = Path('/' + os.path.abspath(path).lstrip('/'))
     try:
         str(directory).encode()  # orbax takes paths in UTF-8 alone
+        if create:
+            with disk_errors(directory, creates=True):
+                directory.mkdir(parents=True, exist_ok=True)
         existing = next(p for p in (directory, *directory.parents) if p.exists())
         with disk_errors(existing), tempfile.TemporaryFile(dir=existing):
             pass  # permissions alone do not say whether a file system takes files
@@ -95,20 +98,16 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
             'a locale of UTF-8'
         ) from error
     except OSError as error:
-        raise _unusable(directory, error) from error
+        raise RunDirectoryError(
+            f'workdir={directory} cannot be used ({error.strerror}); '
+            'give a directory that this user can write to'
+        ) from error
     return directory
 
 
 def make_directory(path: str | os.PathLike[str]) -> Path:
     """Creates `path`, unless it exists, and returns it absolute; raises as `check_directory`."""
-    directory = check_directory(path)
-    if not buckets.is_url(directory):
-        try:
-            with disk_errors(directory, creates=True):
-                directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unusable(directory, error) from error
-    return directory
+    return check_directory(path, create=True)
 
 
 def remove_tree(path: Path) -> None:
@@ -298,11 +297,4 @@ def _unwritable(
     return DiskError(
         f'{directory} cannot be written: {reason}; {advice} and run the same command again, which '
         'goes on from what is saved'
-    )
-
-
-def _unusable(directory: Path, error: OSError) -> RunDirectoryError:
-    return RunDirectoryError(
-        f'workdir={directory} cannot be used ({error.strerror}); '
-        'give a directory that this user can write to'
     )

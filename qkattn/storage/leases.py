@@ -1,8 +1,8 @@
 """Leases and locks: which process works on what, of many processes and hosts on shared storage.
 
-A lease is the right to train a run. Its holder renews it at regular intervals; one that was not
-renewed for `expiry` seconds has expired, and one whose holder was a process of this machine that is
-gone is free at once. Its content is JSON {host, process, pid, started, expiry}.
+A lease is the right to train a run: JSON {host, process, pid, started, expiry}. Its holder renews
+it at regular intervals. One that was not renewed for `expiry` seconds is free, and at once one
+whose holder was a process of this machine that is gone.
 
     leases/RUN.N   on a file system: lease number N = 0, 1, ... of a run, renewed by touching it
     leases/RUN     in a bucket: one object, renewed by writing it again
@@ -79,11 +79,10 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether another process holds the run, or soon may; stays True.
+        """Whether another process holds the run, or soon may; stays True, and as `release` left it.
 
         True once the run was taken over, the file was deleted or replaced, or no heartbeat
-        succeeded for 7/8 of the expiry (a paused process, an unreachable file system). `release`
-        freezes the value.
+        succeeded for 7/8 of the expiry (a paused process, an unreachable file system).
         """
         if os.getpid() != self._pid:
             return True
@@ -149,7 +148,7 @@ class Holder:
 
 
 def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | None:
-    """Acquires the lease of a run unless another process holds it.
+    """Acquires the lease of a run; None if another process holds it.
 
     Check afterwards whether the run is finished: its last holder may just have finished it.
 
@@ -158,9 +157,6 @@ def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | Non
       run: a name without slashes.
       expiry: seconds without a heartbeat after which others may take the run over. An existing
         lease expires by the value that its holder wrote.
-
-    Returns:
-      The lease; None if the run is held.
 
     Raises:
       ConfigError: `expiry` is not a positive number.
@@ -174,14 +170,11 @@ def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | Non
 
 
 def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, Holder]:
-    """Returns the holder of each run that is held.
+    """The holder of each run that is held; raises as `acquire`.
 
     Args:
-      directory: as for `acquire`; it need not exist.
+      directory: it need not exist.
       expiry: seconds, for leases whose holder died before it wrote its own.
-
-    Raises:
-      RunDirectoryError: `directory` cannot be read or written.
     """
     directory = as_path(directory)
     if not directory.exists():

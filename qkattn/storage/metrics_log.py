@@ -49,29 +49,30 @@ def _parse(path: Path) -> Lines:
     except OSError as error:
         raise damaged(path, error) from error
     parsed: list[tuple[dict[str, Any], bytes]] = []
-    last_step: int | None = None
     for number, line in enumerate(lines, start=1):
-        record, problem = None, 'is not a JSON object with an integer "step"'
+        record: Any = None
         with contextlib.suppress(ValueError):
             record = parse_json(line) if line.endswith(b'\n') else None
         if not isinstance(record, dict) and number == len(lines):
             break
-        if isinstance(record, dict):
-            try:
-                if CHECKSUM in record:
-                    remove_checksum(record)
-            except ValueError as error:
-                problem = f'is damaged ({error})'
-            else:
-                step = record.get('step')
-                if type(step) is int:
-                    if last_step is None or step >= last_step:
-                        parsed.append((record, line))
-                        last_step = step
-                        continue
-                    problem = f'goes back to step {step} from step {last_step}'
-        raise RunDirectoryError(f'{path}, line {number} {problem}; {ADVICE}')
+        if problem := _problem(record, parsed[-1][0]['step'] if parsed else None):
+            raise RunDirectoryError(f'{path}, line {number} {problem}; {ADVICE}')
+        parsed.append((record, line))
     return parsed
+
+
+def _problem(record: Any, last_step: int | None) -> str | None:
+    """What is wrong with a record, whose checksum is left out."""
+    if isinstance(record, dict) and CHECKSUM in record:
+        try:
+            remove_checksum(record)
+        except ValueError as error:
+            return f'is damaged ({error})'
+    if not isinstance(record, dict) or type(record.get('step')) is not int:
+        return 'is not a JSON object with an integer "step"'
+    if last_step is not None and record['step'] < last_step:
+        return f'goes back to step {record["step"]} from step {last_step}'
+    return None
 
 
 class _File(io.FileIO):

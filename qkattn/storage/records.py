@@ -167,13 +167,19 @@ def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any
 def parse_file(path: str | os.PathLike, schema: Any) -> Any:
     """As `read_json`, but for ValueError with the reason alone."""
     try:
-        value = parse_json(as_path(path).read_bytes())
+        value = _parse_checked(as_path(path).read_bytes())
     except OSError as error:
         raise ValueError(error.strerror or error) from error
+    check(value, schema)
+    return value
+
+
+def _parse_checked(text: bytes) -> Any:
+    """As `parse_json`; the checksums of objects that have one are checked and left out."""
+    value = parse_json(text)
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, dict) and CHECKSUM in item:
             remove_checksum(item)
-    check(value, schema)
     return value
 
 
@@ -212,10 +218,7 @@ def for_each_line(
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                value = parse_json(line)
-                if isinstance(value, dict) and CHECKSUM in value:
-                    remove_checksum(value)
-                take(value)
+                take(_parse_checked(line))
         except ValueError as error:
             problems.append(f'{label}:{number} was left out: {error}.')
 
