@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import os
-import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded
 from qkattn.storage.leases import locked
-from qkattn.storage.records import parse_file
+from qkattn.storage.records import parse_file, read
 
 T = TypeVar('T')
 
@@ -73,8 +72,8 @@ def read_description(path: Path, kind: type[T], expected: Mapping[str, Any]) -> 
       DamagedData: it cannot be read, or holds other values.
     """
     try:
-        described = kind(**parse_file(path, typing.get_type_hints(kind)))
-    except (ValueError, TypeError) as error:
+        described = read(kind, parse_file(path, {}))
+    except ValueError as error:
         raise DamagedData(f'{path} is damaged: it cannot be read ({error})') from error
     for field, value in expected.items():
         if (stored := getattr(described, field)) != value:

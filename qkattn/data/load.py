@@ -4,6 +4,8 @@ The cache holds a corpus in the format of `qkattn prepare_data`, a shard per spl
 `<data_dir>/tokens/<name>/<version>/<tokenizer>`.
 """
 
+import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -77,17 +79,23 @@ def _tokenizer(config: DataConfig, corpus: Corpus) -> Tokenizer:
 
 def _sides(config: DataConfig) -> list[TokenDataset]:
     corpus = find(config)
-    tokenizer, sides = _tokenizer(config, corpus), corpus.languages or (None,)
-    return [_cached(config, corpus, tokenizer, language) for language in sides]
+    tokenizer = _tokenizer(config, corpus)
+    sides = [_side(corpus, language) for language in corpus.languages] or [corpus]
+    return [_cached(config, side, tokenizer) for side in sides]
 
 
-def _cached(
-    config: DataConfig, corpus: Corpus, tokenizer: Tokenizer, language: str | None
-) -> TokenDataset:
+def _side(corpus: Corpus, language: str) -> Corpus:
+    """One language of parallel text as text."""
+    documents = functools.partial(corpus.documents, language)
+    name = f'{corpus.name}/{language}'
+    return dataclasses.replace(corpus, name=name, languages=(), documents=lambda _: documents())
+
+
+def _cached(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
     """The tokens of a corpus in the cache, which are written where they are missing or damaged."""
     dtype = str(np.min_scalar_type(tokenizer.vocab_size - 1))
     # One shard, however many tokens it has, is memory-mapped whole.
-    plan = planned(config.tokenizer, corpus, tokenizer, language, dtype=dtype, shard_tokens=2**62)
+    plan = planned(config.tokenizer, corpus, tokenizer, dtype=dtype, shard_tokens=2**62)
     root = data_root(config.data_dir)
     directory = root / 'tokens' / plan.name / plan.version / tokenizer.name
 
@@ -110,7 +118,7 @@ def _cached(
         for split, share in corpus.carved.items():
             percent = 100 * share
             log.info('%s has no %s split: %.0f %% of train are carved', plan.name, split, percent)
-        write_shards(directory, plan, corpus, tokenizer, language)
+        write_shards(directory, plan, corpus, tokenizer)
 
     return prepared_once(directory / 'lock', opened, write)
 

@@ -21,13 +21,7 @@ import numpy as np
 from qkattn.config import DataConfig
 from qkattn.data.cache import DamagedData
 from qkattn.data.corpora.corpus import SHARE, SPLITS, Corpus
-from qkattn.data.shard_files import (
-    Files,
-    Shard,
-    ShardTokens,
-    files_at,
-    shard_of,
-)
+from qkattn.data.shard_files import Files, Shard, ShardTokens, files_at, shard_of
 from qkattn.data.tokenizers.subwords import FileTokenizer
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import restored
@@ -57,24 +51,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexedSplit(SplitInfo):
-    """A split and its shards."""
-
-    shards: tuple[Shard, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What `index.json` holds.
+    """What `index.json` holds: corpus, tokenizer, layout, and when it is complete the splits.
 
     Attributes:
-      name, version, carved: of the corpus.
       tokenizer: as in data.tokenizer; of a file without its directory.
-      tokenizer_name, vocab_size, separator: of the tokenizer.
       model_sha256: of `tokenizer.json`; None where there is none.
       dtype: of an id, uint16 or uint32, and in the cache uint8.
       shard_tokens: tokens at which a shard is closed, behind the document that reaches them.
-      complete: whether all splits are there.
     """
 
     schema: int
@@ -89,7 +73,7 @@ class Index:
     dtype: str
     shard_tokens: int
     complete: bool
-    splits: Mapping[str, IndexedSplit]
+    splits: Mapping[str, SplitInfo]
 
     def text(self) -> str:
         """The file, which states the dtype once."""
@@ -107,10 +91,8 @@ class Index:
                 yield field.name, here, there
 
 
-def planned(
-    kind: str, corpus: Corpus, tokenizer: Tokenizer, language: str | None = None, **layout: Any
-) -> Index:
-    """The index, without splits, of a corpus or one side of parallel text that is to be written.
+def planned(kind: str, corpus: Corpus, tokenizer: Tokenizer, **layout: Any) -> Index:
+    """The index, without splits, of text that is to be written.
 
     Args:
       kind: data.tokenizer.
@@ -119,7 +101,7 @@ def planned(
     model = model_of(tokenizer)
     return Index(
         schema=SCHEMA,
-        name=corpus.name if language is None else f'{corpus.name}/{language}',
+        name=corpus.name,
         version=corpus.version,
         carved=dict(corpus.carved),
         tokenizer=_without_directory(kind),
@@ -162,7 +144,7 @@ def read_index(files: Files) -> Index:
         for split, entry in record['splits'].items():
             check(entry, {'shards': list})
             shards = tuple(read(Shard, s, dtype=record['dtype']) for s in entry['shards'])
-            splits[split] = info = read(IndexedSplit, entry, shards=shards)
+            splits[split] = info = read(SplitInfo, entry, shards=shards)
             named = info.document_names is None or len(info.document_names) == info.num_documents
             if not named or sum(shard.num_tokens for shard in shards) != info.num_tokens:
                 raise ValueError(f'counts of split {split!r} contradict each other')
@@ -197,8 +179,7 @@ def problems(files: Files, index: Index, *, tokens: bool) -> Iterator[str]:
 
 def indexed(files: Files, index: Index, tokenizer: Tokenizer) -> TokenDataset:
     """The dataset in the shards of an index."""
-    splits = {name: (ShardTokens(files, s.shards), s) for name, s in index.splits.items()}
-    return TokenDataset(index.name, index.version, tokenizer, splits, index.carved)
+    return TokenDataset(index.name, index.version, tokenizer, files, index.splits, index.carved)
 
 
 def open_shards(config: DataConfig) -> TokenDataset:
@@ -266,12 +247,14 @@ def _without_index(
         for shard in split_shards:
             head = hashlib.sha256(heads[shard.file]).hexdigest()
             digest.update(f'{shard.file} {shard.size} {head}\n'.encode())
-        tokens, count = ShardTokens(files, split_shards), len(split_shards)
-        splits[split] = tokens, SplitInfo(num_tokens=len(tokens), fingerprint=digest.hexdigest())
+        num_tokens, count = sum(shard.num_tokens for shard in split_shards), len(split_shards)
+        splits[split] = SplitInfo(
+            num_tokens=num_tokens, fingerprint=digest.hexdigest(), shards=tuple(split_shards)
+        )
         plural = 's' * (count > 1)
-        log.info('%s: %s of %d shard%s, %s tokens', name, split, count, plural, f'{len(tokens):,}')
+        log.info('%s: %s of %d shard%s, %s tokens', name, split, count, plural, f'{num_tokens:,}')
     log.info('%s has no index: its ids are taken for those of %s', name, tokenizer.name)
-    return TokenDataset(name, 'bin', tokenizer, splits)
+    return TokenDataset(name, 'bin', tokenizer, files, splits)
 
 
 def _splits_of(config: DataConfig, names: list[str]) -> tuple[str, dict[str, list[str]]]:
@@ -329,7 +312,7 @@ def _carved(dataset: TokenDataset, config: DataConfig) -> TokenDataset:
     tokens, info = dataset.split('train'), dataset.info('train')
     shares = 1 - SHARE * np.arange(len(missing), -1, -1)
     bounds = [0, *(_document_end(dataset, round(share * len(tokens))) for share in shares)]
-    splits = {split: (dataset.split(split), dataset.info(split)) for split in dataset.splits}
+    splits = {split: dataset.info(split) for split in dataset.splits}
     for split, low, high in zip(('train', *missing), bounds[:-1], bounds[1:], strict=True):
         if low >= high:
             raise ConfigError(
@@ -337,8 +320,8 @@ def _carved(dataset: TokenDataset, config: DataConfig) -> TokenDataset:
                 f'train, {len(tokens):,}, to carve one from; give it one.'
             )
         digest = hashlib.sha256(f'{info.fingerprint} {low} {high}'.encode()).hexdigest()
-        part = SplitInfo(num_tokens=high - low, fingerprint=digest)
-        splits[split] = tokens.part(low, high), part
+        shards = tokens.part(low, high)
+        splits[split] = SplitInfo(num_tokens=high - low, fingerprint=digest, shards=shards)
         if split != 'train':
             share = 100 * SHARE
             log.info('%s has no %s split: %.0f %% of train are carved', dataset.name, split, share)
@@ -346,6 +329,7 @@ def _carved(dataset: TokenDataset, config: DataConfig) -> TokenDataset:
         dataset.name,
         '-'.join((dataset.version, 'carved', *missing)),
         dataset.tokenizer,
+        dataset.files,
         {split: splits[split] for split in SPLITS if split in splits},
         {**dataset.carved, **dict.fromkeys(missing, SHARE)},
     )

@@ -89,10 +89,6 @@ def train_batches(
     """
     if not len(seeds):
         raise ConfigError('seeds=() names no trial; give at least one seed.')
-    counts = {'start_step': start_step, 'num_steps': num_steps, 'steps_per_read': steps_per_read}
-    for field, value in counts.items():
-        if value < (least := int(field == 'steps_per_read')):
-            raise ConfigError(f'{field}={value!r} is too small; it must be at least {least}.')
     unique_seeds, seed_of_trial = np.unique(np.asarray(seeds), return_inverse=True)
     steps = range(start_step, start_step + num_steps)
 
@@ -203,29 +199,26 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
       ConfigError: an evaluation split of which fewer than `minimum` documents are evaluated; no
         test split.
     """
+    name = f'data.name={data.name!r}{"" if data.path is None else f", data.path={data.path!r}"}'
     for split in rows.splits[1:]:
-        documents = rows.documents(split)
-        if documents is None:
+        if (documents := rows.documents(split)) is None:
             continue
         present = len(np.unique(documents[1]))
         evaluated = len(np.unique(clusters(rows, split, data.eval_sequences)[1]))
-        if evaluated >= minimum:
-            continue
-        path = '' if data.path is None else f', data.path={data.path!r},'
-        if present >= minimum:
+        if evaluated < minimum:
+            advice = (
+                'raise it, or set None for all'
+                if present >= minimum
+                else "choose a corpus of more documents, such as 'stdlib', 'packages', or 'text' "
+                'with a folder of files per split'
+            )
             raise ConfigError(
                 f'data.eval_sequences={data.eval_sequences} evaluates {evaluated} of {present} '
-                f'documents in split {split!r} of data.name={data.name!r}{path} but a study that '
-                f'decides between variants needs at least {minimum}; raise it, or set None for all.'
+                f'documents in split {split!r} of {name}, but a study that decides between '
+                f'variants needs at least {minimum}; {advice}.'
             )
-        raise ConfigError(
-            f'split {split!r} of data.name={data.name!r}{path} has {present} '
-            f'document{"s" * (present != 1)}, but a study that decides between variants needs '
-            f'at least {minimum}; choose a corpus of more documents, such as data.name='
-            "'stdlib' or 'packages', or data.name='text' with a folder of files per split."
-        )
     if 'test' not in rows.splits:
         raise ConfigError(
-            f'data.name={data.name!r} has no test split, by which a study decides between '
-            'variants; set data.carve_test=True to carve a tenth of its train split.'
+            f'{name} has no test split, by which a study decides between variants; set '
+            'data.carve_test=True to carve a tenth of its train split.'
         )

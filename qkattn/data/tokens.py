@@ -1,4 +1,4 @@
-"""A tokenized corpus: the token ids of its splits, and what is known of them."""
+"""A tokenized corpus: the token ids of its splits, and their counts."""
 
 import dataclasses
 import functools
@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from qkattn.data.shard_files import ShardTokens
+from qkattn.data.shard_files import Files, Shard, ShardTokens
 from qkattn.data.tokenizers.tokenizer import IdTokenizer, Tokenizer
 from qkattn.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """Counts and statistics of a split; None where nobody has counted.
+    """A split: where its tokens are, and its counts, None where nobody has counted.
 
     Attributes:
       num_documents: documents, each followed by a separator.
@@ -32,16 +32,18 @@ class SplitInfo:
     num_bytes: int | None = None
     unigram_nats_per_token: float | None = None
     fingerprint: str
+    shards: tuple[Shard, ...]
 
 
 class TokenDataset:
-    """Token ids of the splits of one corpus; what their infos leave out is counted when asked.
+    """Token ids of the splits of one corpus; counts that are missing are made when asked for.
 
     Attributes:
       name: e.g. 'stdlib'.
       version: of the text, e.g. 'py3.11.7-1.0.0'.
       tokenizer: turns ids back into text and counts their bytes.
       vocab_size: ids are in [0, vocab_size).
+      files: those of its shards.
       splits: their names, 'train' first.
       carved: the splits that were carved from train, and which part of it each is.
     """
@@ -51,36 +53,29 @@ class TokenDataset:
         name: str,
         version: str,
         tokenizer: Tokenizer,
-        splits: Mapping[str, tuple[ShardTokens, SplitInfo]],
+        files: Files,
+        splits: Mapping[str, SplitInfo],
         carved: Mapping[str, float] | None = None,
     ):
         self.name, self.version = name, version
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
-        self.carved = dict(carved or {})
-        self.splits = tuple(splits)
-        self._splits = dict(splits)
+        self.files, self.splits, self.carved = files, tuple(splits), dict(carved or {})
+        self._infos = dict(splits)
         self._counted = functools.cache(self._count)
         self._counted_bytes = functools.cache(self._count_bytes)
 
-    def _split(self, split: str) -> tuple[ShardTokens, SplitInfo]:
-        if split not in self._splits:
+    def info(self, split: str) -> SplitInfo:
+        """Shards and counts of a split; ConfigError for an unknown one."""
+        if split not in self._infos:
             raise ConfigError(
                 f'split={split!r} is not in dataset {self.name!r}; valid: '
-                f'{", ".join(map(repr, self._splits))}.'
+                f'{", ".join(map(repr, self.splits))}.'
             )
-        return self._splits[split]
+        return self._infos[split]
 
     def split(self, split: str) -> ShardTokens:
-        """Token ids of a split.
-
-        Raises:
-          ConfigError: for an unknown split.
-        """
-        return self._split(split)[0]
-
-    def info(self, split: str) -> SplitInfo:
-        """Counts and fingerprint of a split."""
-        return self._split(split)[1]
+        """Token ids of a split."""
+        return ShardTokens(self.files, self.info(split).shards)
 
     def windows(self, split: str, first_B: np.ndarray, size: int) -> np.ndarray:
         """Rows of `size` consecutive tokens from these positions on, int32 [B, size].
@@ -108,7 +103,7 @@ class TokenDataset:
 
     def identity(self) -> dict[str, Any]:
         """Identifies the data in results and checkpoints; JSON."""
-        fingerprints = {split: info.fingerprint for split, (_, info) in self._splits.items()}
+        fingerprints = {split: info.fingerprint for split, info in self._infos.items()}
         identity = {'name': self.name, 'version': self.version, 'tokenizer': self.tokenizer.name}
         carved = {'carved': self.carved} if self.carved else {}
         return {**identity, 'fingerprints': dict(sorted(fingerprints.items())), **carved}

@@ -25,11 +25,11 @@ import numpy as np
 
 from qkattn.data.cache import DamagedData
 from qkattn.data.corpora.corpus import Corpus
-from qkattn.data.open_shards import INDEX, MODEL, Index, IndexedSplit, model_of, read_index
+from qkattn.data.open_shards import INDEX, MODEL, Index, model_of, read_index
 from qkattn.data.shard_files import HEADER_BYTES, Shard, ShardTokens, files_at, shard_of
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import restored
-from qkattn.data.tokens import entropy
+from qkattn.data.tokens import SplitInfo, entropy
 from qkattn.errors import ConfigError
 from qkattn.storage.files import replacing, write_atomic
 
@@ -47,12 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def write_shards(
-    directory: Path,
-    plan: Index,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    language: str | None = None,
-    workers: int = 1,
+    directory: Path, plan: Index, corpus: Corpus, tokenizer: Tokenizer, workers: int = 1
 ) -> Index:
     """Tokenizes all splits of a corpus; the caller holds a lock on the directory.
 
@@ -60,7 +55,6 @@ def write_shards(
 
     Args:
       plan: an index without splits.
-      language: the side of parallel text.
       workers: processes that tokenize.
 
     Raises:
@@ -76,7 +70,7 @@ def write_shards(
         write_atomic(directory / MODEL, model)
     write_atomic(directory / INDEX, plan.text())
     with _reading(corpus.name):
-        documents = corpus.documents(language)
+        documents = corpus.documents(None)
     splits = {}
     with _encoder(tokenizer, plan, workers) as encode:
         for split in corpus.splits:
@@ -104,7 +98,7 @@ class _SplitWriter:
         encode: Callable[[Iterable[Chunk]], Iterable[Encoded]],
         names: tuple[str, ...] | None,
         keep: bool,
-    ) -> IndexedSplit:
+    ) -> SplitInfo:
         """Writes the documents behind those of the shards that are kept."""
         if keep:
             self._keep()
@@ -118,7 +112,7 @@ class _SplitWriter:
             self._write_shard(itertools.chain([first], documents))
         if not self._shards:
             raise ConfigError(f'{self._source} has no document; give it text')
-        return IndexedSplit(
+        return SplitInfo(
             num_documents=self._total('num_documents'),
             document_names=names,
             num_tokens=self._total('num_tokens'),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qkattn.data.shard_files import MAGIC, Shard, ShardTokens
+from qkattn.data.shard_files import MAGIC, Shard
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokens import SplitInfo, TokenDataset
@@ -27,15 +27,14 @@ def token_dataset(
     """A dataset of version '1'; the fingerprint of a split is made of the two names."""
     made = {}
     for split, tokens in splits.items():
-        info = SplitInfo(
+        made[split] = SplitInfo(
             num_tokens=len(tokens),
             num_bytes=bytes_per_token * len(tokens),
             unigram_nats_per_token=float(np.log(max(len(tokens), 1))),
             fingerprint=name + split,
+            shards=(Shard(file=split, num_tokens=len(tokens), dtype=str(tokens.dtype)),),
         )
-        shard = Shard(file=split, num_tokens=len(tokens), dtype=str(tokens.dtype))
-        made[split] = ShardTokens(Arrays(splits), [shard]), info
-    return TokenDataset(name, '1', tokenizer, made)
+    return TokenDataset(name, '1', tokenizer, Arrays(splits), made)
 
 
 def read_rows(

@@ -58,7 +58,7 @@ def test_windows_go_over_the_ends_of_shards_and_read_only_what_is_asked_for(toke
         ('b.bin', 2, 5),
         ('c.bin', 0, 2),
     ]
-    part = tokens.part(8, 40).part(1, 30)
+    part = ShardTokens(tokens.files, ShardTokens(tokens.files, tokens.part(8, 40)).part(1, 30))
     assert len(part) == 29 and part.windows(np.array([2]), 3).tolist() == [[11, 12, 13]]
     monkeypatch.setattr('qkattn.data.shard_files.BLOCK', 12)
     assert np.concatenate(list(part.blocks())).tolist() == list(range(9, 38))

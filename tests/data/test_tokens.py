@@ -41,8 +41,8 @@ def test_an_id_that_is_not_in_the_vocabulary_is_refused():
 def test_identity_tells_data_apart():
     def identity(name='a', version='1', split='train', carved=None):
         dataset = token_dataset(name, ByteTokenizer(), {split: TEXT, 'test': TEXT})
-        parts = {s: (dataset.split(s), dataset.info(s)) for s in dataset.splits}
-        return TokenDataset(name, version, ByteTokenizer(), parts, carved).identity()
+        infos = {split: dataset.info(split) for split in dataset.splits}
+        return TokenDataset(name, version, ByteTokenizer(), dataset.files, infos, carved).identity()
 
     assert identity(carved={'test': 0.1}) == {
         'name': 'a',
