@@ -105,7 +105,7 @@ NEEDS_BOTH = ('encoder_variant', 'qk/vo'), ('cross_variant', 'qk/vo'), ('num_enc
             'model.attention_gain=False needs model.norm_position=pre',
         ),
         ({'model': {'num_heads': 2**14, 'head_size': 2**11}}, 'must be at most 16777216'),
-        ({'mesh': {'data': 3}}, 'mesh.data * mesh.fsdp = 3 must divide the microbatch of 16'),
+        ({'mesh': {'fsdp': 3}}, 'mesh.data * mesh.fsdp = 3 must divide the microbatch of 16'),
         (
             {'optimizer': {'schedule': 'inverse_sqrt', 'warmup_steps': 0}},
             'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt',

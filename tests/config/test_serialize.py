@@ -9,9 +9,11 @@ import pytest
 
 from qkattn.config import (
     Config,
+    DataConfig,
     MeshConfig,
     ModelConfig,
     Study,
+    TrainConfig,
     TrialsConfig,
     fingerprint,
     fingerprint_of,
@@ -20,6 +22,7 @@ from qkattn.config import (
     serialize,
     to_config_dict,
     to_json,
+    with_machine_of,
 )
 from qkattn.errors import ConfigError
 
@@ -64,7 +67,14 @@ def test_optional_fields_take_overrides_of_their_type():
 
 def test_the_fingerprint_is_of_what_is_computed_not_of_where():
     assert fingerprint(Config()) == '5c6b1299941b'  # of the defaults of schema 1
-    assert fingerprint(Config(mesh=MeshConfig(data=8))) == fingerprint(Config())
+    elsewhere = Config(
+        mesh=MeshConfig(data=8),
+        data=DataConfig(data_dir='a', manual_dir='b'),
+        train=TrainConfig(sinks=('wandb',)),
+        model=ModelConfig(kernel='einsum'),
+    )
+    assert fingerprint(elsewhere) == fingerprint(Config())
+    assert with_machine_of(Config(), elsewhere) == elsewhere
     others = Config(trials=TrialsConfig(seeds=(1,))), Config(model=ModelConfig(value='no_v'))
     assert len({*map(fingerprint, (Config(), *others))}) == 3
 
@@ -131,10 +141,13 @@ def test_every_field_has_a_frozen_default(cls):
 
 def test_committed_runs_are_named_by_the_hash_of_their_configs():
     results = Path(__file__).parents[2] / 'experiments/results'
-    for study in results.glob('*/study.json'):
+    assert (studies := [*results.rglob('study.json')])
+    for study in studies:
         declared = json.loads(study.read_text())
         assert fingerprint_of(declared['base']) == declared['base_hash'], study
-        for line in (study.with_name('plan.jsonl')).read_text().splitlines():
-            run = json.loads(line)
-            assert fingerprint_of(run['config']) == run['run'], (study, run['run'])
-            assert to_json(from_json(Config, run['config'])) == run['config']
+        _, *runs = study.with_name('runs.jsonl').read_text().splitlines()
+        for run in (json.loads(line)['plan'] for line in runs):
+            sections = run['config'].items()  # what differs from the base
+            config = {name: declared['base'][name] | fields for name, fields in sections}
+            assert fingerprint_of(config) == run['run'], (study, run['run'])
+            assert to_json(from_json(Config, config)) == config
