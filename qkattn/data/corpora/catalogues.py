@@ -179,7 +179,7 @@ def _corpus(
     elif languages and set(languages) <= set(texts):
         fitting = [languages]  # a feature for each language
     if len(fitting) != 1:
-        known = [f'{name} ({", ".join(sides)})' for name, sides in translations.items()]
+        known = [f'{name} ({", ".join(sorted(sides))})' for name, sides in translations.items()]
         raise ConfigError(
             f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name '
             f'one text of {where}; its texts are {", ".join(sorted(texts)) or "none"}, its '

@@ -1,18 +1,16 @@
 """Datasets that are downloaded once, checked by sha256: Tiny Shakespeare and Multi30k."""
 
 import gzip
-import shutil
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import hashlib
 from typing import NamedTuple
 
 import requests
 
 from qkattn.config import DataConfig
-from qkattn.data.cache import check_sha256, data_root, prepared_once, sha256_of
+from qkattn.data.cache import check_sha256, data_root, prepared_once
 from qkattn.data.corpora.corpus import Corpus, parse_languages
 from qkattn.errors import ConfigError
-from qkattn.storage.files import expanded, replacing
+from qkattn.storage.files import expanded, write_atomic
 
 # Seconds to connect, and of silence while reading, after which a download counts as failed.
 TIMEOUT = (10, 60)
@@ -59,8 +57,7 @@ def tiny_shakespeare(config: DataConfig) -> Corpus:
     """
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
-        (path,) = fetch('tiny_shakespeare', [PLAYS], config)
-        text = path.read_bytes().decode()
+        text = fetched('tiny_shakespeare', PLAYS, config).decode()
         cut = int(0.9 * len(text))
         return {'train': [text[:cut].encode()], 'validation': [text[cut:].encode()]}
 
@@ -90,15 +87,14 @@ def multi30k(config: DataConfig) -> Corpus:
                 "'de', 'en', 'fr'."
             )
 
-    def documents(language: str | None) -> Mapping[str, Iterable[bytes]]:
-        names = [f'{part}.{side}' for part in CAPTION_PARTS.values() for side in sorted(languages)]
-        paths = dict(zip(names, fetch('multi30k', map(CAPTIONS.get, names), config), strict=True))
-        texts = {
-            split: gzip.decompress(paths[f'{part}.{language}'].read_bytes())
-            for split, part in CAPTION_PARTS.items()
-        }
+    def documents(language: str | None) -> dict[str, list[bytes]]:
+        files = {split: CAPTIONS[f'{part}.{language}'] for split, part in CAPTION_PARTS.items()}
+        texts = {split: fetched('multi30k', file, config) for split, file in files.items()}
         # Not splitlines, which would also cut at other characters than the end of a line.
-        return {split: text.removesuffix(b'\n').split(b'\n') for split, text in texts.items()}
+        return {
+            split: gzip.decompress(text).removesuffix(b'\n').split(b'\n')
+            for split, text in texts.items()
+        }
 
     return Corpus(
         name='multi30k-' + '-'.join(languages),
@@ -109,54 +105,42 @@ def multi30k(config: DataConfig) -> Corpus:
     )
 
 
-def fetch(dataset: str, files: Iterable[SourceFile], config: DataConfig) -> list[Path]:
-    """The paths of the files under the data directory; fetches them where they are missing.
+def fetched(dataset: str, file: SourceFile, config: DataConfig) -> bytes:
+    """The content of a file, which is kept under the data directory once it is there.
 
-    They are copied from `config.manual_dir` where that is given, and downloaded otherwise.
+    It is copied from `config.manual_dir` where that is given, and downloaded otherwise.
 
     Raises:
       ConfigError: a file that is missing, cannot be downloaded or has another sha256.
     """
-    files = list(files)
     directory = data_root(config.data_dir) / 'downloads' / dataset
-    names = ', '.join(file.name for file in files)
+    path = directory / file.name
 
-    def fetched(file: SourceFile) -> Path:
-        path = directory / file.name
+    def opened() -> bytes:
+        content = path.read_bytes()
+        check_sha256(path, file.sha256)
+        return content
 
-        def opened() -> Path:
-            if not path.exists():
-                raise FileNotFoundError(path)
-            check_sha256(path, file.sha256)
-            return path
-
-        def get() -> None:
-            origin = file.url
-            advice = f'fetch the files by hand and set data.manual_dir to the directory of {names}'
+    def get() -> None:
+        origin = file.url
+        advice = 'fetch it by hand and set data.manual_dir to the directory that holds it'
+        try:
             if config.manual_dir is not None:
                 source = expanded(config.manual_dir) / file.name
                 origin = f'data.manual_dir={config.manual_dir!r}: {str(source)!r}'
                 advice = f'put the file {file.url} there, unchanged'
-            with replacing(path) as temporary:
-                try:
-                    if config.manual_dir is not None:
-                        shutil.copyfile(source, temporary)
-                    else:
-                        _download(file.url, temporary)
-                except OSError as error:  # which requests' errors are
-                    # Without the two layers of urllib3 that repeat the address.
-                    cause = getattr(error.args[0], 'reason', error) if error.args else error
-                    reason = error.strerror or str(cause).split('): ', 1)[-1]
-                    raise ConfigError(f'{origin} cannot be read ({reason}); {advice}.') from error
-                if (sha256 := sha256_of(temporary)) != file.sha256:
-                    raise ConfigError(f'{origin} has sha256 {sha256}, not {file.sha256}; {advice}.')
+                content = source.read_bytes()
+            else:
+                response = requests.get(file.url, timeout=TIMEOUT)
+                response.raise_for_status()
+                content = response.content
+        except OSError as error:  # which requests' errors are
+            # Without the two layers of urllib3 that repeat the address.
+            cause = getattr(error.args[0], 'reason', error) if error.args else error
+            reason = error.strerror or str(cause).split('): ', 1)[-1]
+            raise ConfigError(f'{origin} cannot be read ({reason}); {advice}.') from error
+        if (sha256 := hashlib.sha256(content).hexdigest()) != file.sha256:
+            raise ConfigError(f'{origin} has sha256 {sha256}, not {file.sha256}; {advice}.')
+        write_atomic(path, content)
 
-        return prepared_once(directory / 'lock', opened, get)
-
-    return [fetched(file) for file in files]
-
-
-def _download(url: str, path: Path) -> None:
-    with requests.get(url, stream=True, timeout=TIMEOUT) as response, path.open('wb') as file:
-        response.raise_for_status()
-        file.writelines(response.iter_content(1 << 20))
+    return prepared_once(directory / 'lock', opened, get)

@@ -12,7 +12,7 @@ from qkattn.config import DataConfig
 from qkattn.data.cache import sha256_of
 from qkattn.data.corpora import downloads
 from qkattn.data.corpora.corpus_registry import find
-from qkattn.data.corpora.downloads import SourceFile, fetch
+from qkattn.data.corpora.downloads import SourceFile, fetched
 from tests.data.refusals import refused
 from tests.data.web import serving, unplug
 
@@ -27,8 +27,7 @@ def get(tmp_path):
     """Fetches one file into tmp_path/data; get(file, manual_dir=...)."""
 
     def get(file, **settings):
-        (path,) = fetch('lines', [file], DataConfig(data_dir=str(tmp_path / 'data'), **settings))
-        return path
+        return fetched('lines', file, DataConfig(data_dir=str(tmp_path / 'data'), **settings))
 
     return get
 
@@ -49,15 +48,15 @@ def left(tmp_path):
 
 def test_a_file_is_downloaded_once_and_again_if_it_is_damaged(tmp_path, get, served, warnings):
     origin, file = served
-    path = get(file)
-    assert path == tmp_path / 'data' / 'downloads' / 'lines' / 'lines.txt'
+    path = tmp_path / 'data' / 'downloads' / 'lines' / 'lines.txt'
+    assert get(file) == path.read_bytes() == TEXT
     path.write_bytes(b'one\n')
-    assert get(file).read_bytes() == TEXT
+    assert get(file) == path.read_bytes() == TEXT
     (warning,) = warnings
     assert f'{path} is damaged: its sha256 is' in warning
     origin.unlink()
     (path.parent / 'lock').unlink()
-    assert get(file) == path
+    assert get(file) == TEXT
     # Without the lock, so that the files may be on a read-only disk.
     assert left(tmp_path) == ['lines.txt']
 
@@ -70,7 +69,7 @@ def test_a_changed_and_a_missing_file_and_a_silent_server_are_refused(
     with refused(f'{file.url} has sha256 .* not {SHA256}; fetch'):
         get(file)
     assert left(tmp_path) == ['lock']
-    with refused(f'{file.url}.gz.*404.*; fetch the files by hand'):
+    with refused(f'{file.url}.gz.*404.*; fetch it by hand'):
         get(SourceFile(f'{file.url}.gz', SHA256))
     monkeypatch.setattr(downloads, 'TIMEOUT', (0.2, 0.2))
     with socket.create_server(('127.0.0.1', 0)) as silent:
@@ -83,7 +82,7 @@ def test_no_network_is_one_sentence_at_once_and_manual_files_help(tmp_path, get,
     asked = unplug(monkeypatch)
     with refused(
         r"^https://files.example.org/lines.txt cannot be read \(Failed to resolve '\S+' \(\[Errno "
-        r'-2\] Name or .* not known\)\); .* set data.manual_dir to the directory of lines.txt.$'
+        r'-2\] Name or .* not known\)\); .* set data.manual_dir to the directory that holds it.$'
     ):
         get(FAR)
     assert asked == ['files.example.org']
@@ -96,9 +95,9 @@ def test_no_network_is_one_sentence_at_once_and_manual_files_help(tmp_path, get,
         get(FAR, **manual)
     assert left(tmp_path) == ['lock']
     path.write_bytes(TEXT)
-    assert get(FAR, **manual).read_bytes() == TEXT
+    assert get(FAR, **manual) == TEXT
     path.unlink()
-    assert get(FAR).read_bytes() == TEXT
+    assert get(FAR) == TEXT
 
 
 @pytest.fixture
@@ -155,7 +154,7 @@ def test_the_sentence_says_what_to_fetch(corpus, tmp_path, monkeypatch):
     unplug(monkeypatch)
     with refused("no 'es'; valid: two of 'de', 'en', 'fr'"):
         corpus('multi30k', languages='en-es')
-    with refused(r'raw/train.en.gz cannot .* directory of train.en.gz, train.fr'):
+    with refused(r'raw/train.en.gz cannot be read .* data.manual_dir'):
         corpus('multi30k', languages='en-fr').documents('en')
     (tmp_path / 'input.txt').write_text('To be, or not to be')
     with refused('has sha256 .*, not 86c4e6aa'):
