@@ -101,7 +101,7 @@ def test_no_network_is_one_sentence_at_once_and_manual_files_help(tmp_path, get,
 
 
 @pytest.fixture
-def corpus(tmp_path):
+def opened(tmp_path):
     def make(name, **options):
         return find(DataConfig(name=name, data_dir=str(tmp_path / 'data'), **options))
 
@@ -127,38 +127,38 @@ def small(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('languages', ['en-de', 'de-en', 'fr-en'])
-def test_a_line_of_multi30k_is_a_document_in_either_direction(corpus, small, tmp_path, languages):
-    found = corpus('multi30k', languages=languages, manual_dir=small)
-    assert (found.name, found.splits) == (f'multi30k-{languages}', SPLITS)
-    assert found.languages == tuple(languages.split('-'))
+def test_a_line_of_multi30k_is_a_document_in_either_direction(opened, small, tmp_path, languages):
+    corpus = opened('multi30k', languages=languages, manual_dir=small)
+    assert (corpus.name, corpus.splits) == (f'multi30k-{languages}', SPLITS)
+    assert corpus.languages == tuple(languages.split('-'))
     assert not (tmp_path / 'data').exists()
     # Files of a third language are not needed.
-    (missing,) = {'de', 'en', 'fr'} - set(found.languages)
+    (missing,) = {'de', 'en', 'fr'} - set(corpus.languages)
     (tmp_path / f'train.{missing}.gz').unlink()
-    for language in found.languages:
-        texts = {split: list(texts) for split, texts in found.documents(language).items()}
+    for language in corpus.languages:
+        texts = {split: list(texts) for split, texts in corpus.documents(language).items()}
         for split, part in zip(SPLITS, ('train', 'val', 'test_2016_flickr'), strict=True):
             assert texts[split] == [f'{part}.{language}\u2028{i}'.encode() for i in range(3)]
 
 
-def test_first_nine_tenths_of_the_characters_of_the_play_train(corpus, small, tmp_path):
-    found = corpus('tiny_shakespeare', manual_dir=small)
-    assert (found.name, found.languages) == ('tiny_shakespeare', ())
-    assert (found.version, found.splits) == ('1.0.0', SPLITS[:2])
+def test_first_nine_tenths_of_the_characters_of_the_play_train(opened, small, tmp_path):
+    corpus = opened('tiny_shakespeare', manual_dir=small)
+    assert (corpus.name, corpus.languages) == ('tiny_shakespeare', ())
+    assert (corpus.version, corpus.splits) == ('1.0.0', SPLITS[:2])
     assert not (tmp_path / 'data').exists()
     parts = {'train': [('ä' * 90).encode()], 'validation': [('ö' * 11).encode()]}
-    assert found.documents(None) == parts
+    assert corpus.documents(None) == parts
 
 
-def test_the_sentence_says_what_to_fetch(corpus, tmp_path, monkeypatch):
+def test_the_sentence_says_what_to_fetch(opened, tmp_path, monkeypatch):
     unplug(monkeypatch)
     with refused("no 'es'; valid: two of 'de', 'en', 'fr'"):
-        corpus('multi30k', languages='en-es')
+        opened('multi30k', languages='en-es')
     with refused(r'raw/train.en.gz cannot be read .* data.manual_dir'):
-        corpus('multi30k', languages='en-fr').documents('en')
+        opened('multi30k', languages='en-fr').documents('en')
     (tmp_path / 'input.txt').write_text('To be, or not to be')
     with refused('has sha256 .*, not 86c4e6aa'):
-        corpus('tiny_shakespeare', manual_dir=str(tmp_path)).documents(None)
+        opened('tiny_shakespeare', manual_dir=str(tmp_path)).documents(None)
 
 
 @pytest.mark.skipif(
@@ -166,14 +166,14 @@ def test_the_sentence_says_what_to_fetch(corpus, tmp_path, monkeypatch):
     reason='set QKATTN_TEST_FILES=... to a directory with multi30k/train.en.gz and so on, and '
     'tiny_shakespeare/input.txt',
 )
-def test_the_real_files(corpus):
+def test_the_real_files(opened):
     root = Path(os.environ['QKATTN_TEST_FILES'])
     for file in downloads.CAPTIONS.values():
         assert sha256_of(root / 'multi30k' / file.name) == file.sha256
-    captions = corpus('multi30k', languages='de-en', manual_dir=str(root / 'multi30k'))
+    captions = opened('multi30k', languages='de-en', manual_dir=str(root / 'multi30k'))
     texts = {split: list(texts) for split, texts in captions.documents('de').items()}
     assert [len(texts[split]) for split in SPLITS] == [29000, 1014, 1000]
-    play = corpus('tiny_shakespeare', manual_dir=str(root / 'tiny_shakespeare')).documents(None)
+    play = opened('tiny_shakespeare', manual_dir=str(root / 'tiny_shakespeare')).documents(None)
     (train,), (validation,) = play['train'], play['validation']
     assert (len(train), len(validation)) == (1003854, 111540)
     assert train + validation == (root / 'tiny_shakespeare' / 'input.txt').read_bytes()

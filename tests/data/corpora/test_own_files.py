@@ -44,10 +44,9 @@ def test_file_is_cut_at_line_ends_90_5_5(tmp_path):
     lines = [f'line {i:03d}\n' for i in range(200)]
     corpus = text(write(tmp_path, {'book.txt': ''.join(lines)[:-1]}) / 'book.txt')
     assert (corpus.name, corpus.languages) == ('text', ())
-    assert corpus.splits == ('train', 'validation', 'test')
-    train, validation, test = (texts[0].decode() for texts in read(corpus).values())
-    assert [train, validation] == [''.join(lines[:180]), ''.join(lines[180:190])]
-    assert test == ''.join(lines[190:])[:-1]
+    parts = {split: [part.decode() for part in texts] for split, texts in read(corpus).items()}
+    cut = [''.join(lines[:180]), ''.join(lines[180:190]), ''.join(lines[190:])[:-1]]
+    assert parts == {s: [c] for s, c in zip(('train', 'validation', 'test'), cut, strict=True)}
 
 
 def test_a_split_may_be_a_folder_with_a_file_per_document(tmp_path):
@@ -68,30 +67,27 @@ def test_a_split_may_be_a_folder_with_a_file_per_document(tmp_path):
         text(tmp_path)
 
 
-def test_directory_has_a_file_per_split(tmp_path):
-    # A byte order mark is no text.
-    corpus = text(write(tmp_path, SPLIT | {'train.txt': '\ufeffa\nb\n'}))
-    assert corpus.splits == ('train', 'validation')
-    assert read(corpus) == {'train': [b'a\nb\n'], 'validation': [b'c\n']}
-    # Byte 0 is text for tokenizers that do not separate documents by it.
-    corpus = text(write(tmp_path, {'test.txt': 'd\0'}), tokenizer='characters')
-    assert read(corpus) == {'train': [b'a\nb\n'], 'validation': [b'c\n'], 'test': [b'd\0']}
-
-
-def test_the_version_is_that_of_the_text(tmp_path, monkeypatch):
-    changes = (SPLIT, {'train.txt': 'a\nB\n'}, {'test.txt': 'd'})
+def test_directory_has_a_file_per_split_and_its_version_is_that_of_the_text(tmp_path, monkeypatch):
+    path = write(tmp_path / 'x', SPLIT)
+    versions = [text(path).version]
+    parts = {'train': [b'a\nb\n'], 'validation': [b'c\n']}
+    assert read(text(path)) == parts and text(path).splits == tuple(parts)
     moved = {'test.txt': 'c\n', 'validation.txt': 'd'}
-    versions = [text(write(tmp_path / 'x', files)).version for files in (*changes, moved)]
+    for files in ({'train.txt': 'a\nB\n'}, {'test.txt': 'd'}, moved):
+        versions.append(text(write(path, files)).version)
     assert len(set(versions)) == 4
     assert all(version.startswith('sha256-') and len(version) == 7 + 16 for version in versions)
     # Unchanged files are not read again.
     with monkeypatch.context() as patched:
         patched.setattr(own_files, '_opened', None)
-        assert text(tmp_path / 'x').version == versions[-1]
+        assert text(path).version == versions[-1]
     packed = {f'{name}.gz': gzip.compress(data.encode()) for name, data in SPLIT.items()}
     compressed = text(write(tmp_path / 'packed', packed))
-    assert compressed.version == versions[0]
-    assert read(compressed) == {'train': [b'a\nb\n'], 'validation': [b'c\n']}
+    assert compressed.version == versions[0] and read(compressed) == parts
+    # A byte order mark is no text; byte 0 is, for tokenizers that do not separate documents by it.
+    marked = write(tmp_path / 'marked', {'train.txt': '\ufeffa\nb\n', 'test.txt': 'd\0'})
+    corpus = own_files.text(DataConfig(path=str(marked), tokenizer='characters'))
+    assert read(corpus) == {'train': [b'a\nb\n'], 'test': [b'd\0']}
 
 
 def test_a_file_may_be_in_a_bucket(bucket, tmp_path):
@@ -156,6 +152,8 @@ DAMAGED = (PACKED[:-20], b'not gzip', PACKED[:30] + b'????' + PACKED[34:])
         (None, {'train.de': None}, "train.de' is missing"),
         (None, {'train.de': ''}, "train.de' is empty"),
         (None, {'train.en': b'one\xff\ntwo\n'}, "train.en', line 1, is not UTF-8"),
+        ('x', {'x': 'grün\nblau\n'.encode() + b'gelb\xe4\nrot\n'}, 'line 3, is not UTF-8'),
+        ('x', {'x': b'a\nb\n' * 20 + b'\xc3'}, r'line 41, is not UTF-8 \(unexpected end'),
         (None, {'train.en': 'one\ntwo\0\n'}, "train.en', line 2, holds byte 0"),
     ],
 )
@@ -173,15 +171,3 @@ def test_files_and_directories_are_not_confused(tmp_path):
     (tmp_path / 'train.txt').mkdir()
     with refused(r"train.txt' cannot be read \(.*directory"):
         text(tmp_path)
-
-
-def test_line_that_is_not_utf_8_is_named(tmp_path):
-    for number, (content, says) in enumerate(
-        (
-            ('grün\nblau\n'.encode() + b'gelb\xe4\nrot\n', 'line 3, is not UTF-8'),
-            (b'aa' + '€'.encode() + b'\xe4\nb\n', 'line 1, is not UTF-8'),
-            (b'a\nb\n' * 20 + b'\xc3', r'line 41, is not UTF-8 \(unexpected end'),
-        )
-    ):
-        with refused(f"{number}', {says}"):
-            text(write(tmp_path, {str(number): content}) / str(number))

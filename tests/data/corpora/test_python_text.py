@@ -19,12 +19,16 @@ REQUIREMENTS = Path(__file__).parents[3] / 'requirements.txt'
 PACKAGES = DataConfig(name='packages')
 
 
-@pytest.mark.parametrize(('train', 'validation'), [(40, 30), (80, 10), (90, 5)])
-def test_splits_follow_the_name(train, validation):
+@pytest.mark.parametrize(
+    ('train', 'validation', 'digest'),
+    [(40, 30, '144b30107758'), (80, 10, '719736a937bf'), (90, 5, 'e74034508a0b')],
+)
+def test_splits_follow_the_name(train, validation, digest):
     splits = [split_of(f'package.module_{i}', train, validation) for i in range(4000)]
     assert splits.count('train') == pytest.approx(40 * train, abs=80)
     assert splits.count('validation') == pytest.approx(40 * validation, abs=80)
-    assert splits.count('test') == pytest.approx(40 * (100 - train - validation), abs=80)
+    # The same in every version of the package, or published results lose meaning.
+    assert hashlib.sha256(' '.join(splits).encode()).hexdigest()[:12] == digest
 
 
 def test_stdlib_is_the_library_without_tests_and_tables(tmp_path):

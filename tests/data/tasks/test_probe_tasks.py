@@ -127,17 +127,11 @@ def test_training_rows_follow_their_draws_and_evaluation_rows_their_numbers(name
         assert not np.array_equal(again['tokens_BT'][0], again['tokens_BT'][1])
 
 
-def test_rows_are_the_same_for_ever():
+def test_names_identities_and_rows_are_the_same_for_ever():
     # Written down, so that a library that draws differently does not go unnoticed.
     assert read(SMALL[0], count=1)['tokens_BT'].tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
-
-
-def test_names_and_identities():
-    assert probe_tasks.is_probe('copy') and probe_tasks.is_probe('copy(length=3)')
-    assert not probe_tasks.is_probe('stdlib')
-    assert [name for name in probe_tasks.PROBES if not probe_tasks.find(name)[1].causal] == [
-        'successor'
-    ]
+    assert [probe_tasks.is_probe(name) for name in ('copy(length=3)', 'stdlib')] == [True, False]
+    assert [name for name, probe in probe_tasks.PROBES.items() if not probe.causal] == ['successor']
     assert opened('copy()').identity() == opened('copy').identity()
     identity = opened('recall(pairs=5)').identity()
     options = {'pairs': 5, 'keys': 32, 'values': 32}

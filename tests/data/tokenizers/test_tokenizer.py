@@ -1,6 +1,5 @@
 """Bytes, characters, and ids alone."""
 
-import random
 import string
 
 import numpy as np
@@ -23,8 +22,6 @@ def test_bytes_round_trip():
     text = 'naïve → \N{SNOWMAN}\n\tdef f(): ...'
     ids = tokenizer.encode(text)
     assert (ids.dtype, list(ids)) == (np.uint8, list(text.encode()))
-    assert tokenizer.decode(ids.astype(np.int32)) == text
-    assert tokenizer.num_bytes(ids) == len(text.encode())
     # A character that is cut.
     assert tokenizer.decode(tokenizer.encode('aé')[:-1]) == 'a\N{REPLACEMENT CHARACTER}'
     with refused('byte 0 at byte 2', ValueError):
@@ -36,6 +33,9 @@ def test_ids_are_the_sorted_characters_then_unknown_then_separator(tokenizer):
     assert tokenizer.encode('\n ab😀').tolist() == [0, 1, 2, 3, 10]
     assert tokenizer.encode('xÖ').tolist() == [11, 11] == [tokenizer.unknown] * 2
     assert tokenizer.separator == 12
+    loaded = CharacterTokenizer.load(tokenizer.model())
+    assert (loaded.name, loaded.model()) == (tokenizer.name, tokenizer.model())
+    assert tokenizer.decode([]) == '' and tokenizer.num_bytes([]) == 0
     # The name tells character sets apart.
     assert CharacterTokenizer.train(reversed(TEXTS)).name == tokenizer.name
     assert CharacterTokenizer.train([*TEXTS, b'x']).name != tokenizer.name
@@ -46,17 +46,6 @@ def test_ids_are_the_sorted_characters_then_unknown_then_separator(tokenizer):
     wide = ''.join(map(chr, range(0x100, 0x300)))
     ids = CharacterTokenizer.train([wide.encode()]).encode(wide)
     assert (ids.dtype, ids.tolist()) == (np.uint16, list(range(512)))
-
-
-def test_text_of_known_characters_comes_back(tokenizer):
-    text = ''.join(random.Random(0).choices(KNOWN, k=500))
-    for trained in (tokenizer, CharacterTokenizer.load(tokenizer.model())):
-        assert (trained.name, trained.model()) == (tokenizer.name, tokenizer.model())
-        ids = trained.encode(text)
-        assert ids.dtype == np.uint8
-        assert trained.decode(ids) == trained.decode(ids.tolist()) == text
-        assert trained.num_bytes(ids) == len(text.encode())
-        assert trained.num_bytes([]) == 0 and trained.decode([]) == ''
 
 
 def test_separators_are_never_read_from_text_and_count_one_byte_like_the_unknown(tokenizer):
