@@ -128,8 +128,8 @@ def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
     assert largest_size([7] * 20) is largest_size([9] * 19) is largest_size([]) is None
     # Only evaluation splits, here to 180 / 19 = 9.47 bytes, and no character is cut in two.
     long, texts = 'ä'.encode() * 100, [b'b' * 9] * 20
-    result = capped(made([long], validation=[long, *texts]))
-    assert read(result) == {'train': [long], 'validation': ['ä'.encode() * 4, *texts]}
+    result = capped(made([long, *texts], validation=[long, *texts]))
+    assert read(result) == {'train': [long, *texts], 'validation': ['ä'.encode() * 4, *texts]}
 
 
 @pytest.mark.parametrize('name', ['stdlob', 'tfds', '', '9', 'multi30'])
@@ -147,8 +147,9 @@ def test_settings_that_are_needed_and_those_without_effect_are_named(name):
             with refused(f"data.{field}={value!r}: data.name='{name}' needs"):
                 find(DataConfig(name=name, **given | {field: value}))
     for field in SETTINGS.keys() - {*source.required, *source.optional}:
-        with refused(f"data.{field}='z' has no effect on data.name='{name}'"):
-            find(DataConfig(name=name, **given, **{field: 'z'}))
+        for value in ('z', ''):
+            with refused(f"data.{field}='{value}' has no effect on data.name='{name}'"):
+                find(DataConfig(name=name, **given, **{field: value}))
 
 
 def test_languages_are_two_names():

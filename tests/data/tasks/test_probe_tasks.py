@@ -4,7 +4,9 @@ import math
 import numpy as np
 import pytest
 
+from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.data.tasks import probe_tasks
+from qkattn.data.tasks.task_registry import rows_of
 from tests.data.datasets import check_shapes, read_rows
 from tests.data.refusals import refused
 
@@ -137,6 +139,9 @@ def test_names_identities_and_rows_are_the_same_for_ever():
     options = {'pairs': 5, 'keys': 32, 'values': 32}
     assert identity == {'name': 'recall', 'version': 1, 'options': options}
     assert json.loads(json.dumps(identity)) == identity
+    # A model may have as many ids as the task and no more.
+    model = ModelConfig(context=15, vocab_size=64)
+    assert rows_of(Config(model=model, data=DataConfig(name='recall(pairs=4)'))).vocab_size == 64
 
 
 @pytest.mark.parametrize(
