@@ -10,12 +10,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
+
+from qkattn.train import program, sharding
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob('qkattn/**/*.py'), *ROOT.glob('experiments/**/*.py')])
 MAX_LINES = 600
+
+# What a reader of one optimizer step has before them.
+STEP_MODULES, STEP_FILES, STEP_LINES = 55, 12, 900
+STEP_ROOMS = ('train', 'model')
 
 # Lowest first. Rooms of one layer do not import each other.
 LAYERS = ['errors', 'config', 'metrics, stats', 'jobs', 'storage', 'attention', 'model']
@@ -97,6 +104,65 @@ def test_the_bottom_of_a_verdict_and_contestants_import_without_jax():
     modules.append('experiments.benchmark.race')
     program = f'import sys, {", ".join(modules)}; sys.exit("jax" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', program], cwd=ROOT).returncode == 0
+
+
+def test_importing_a_training_step_loads_few_modules():
+    counted = "print(sum(name.startswith('qkattn') for name in sys.modules))"
+    command = [sys.executable, '-c', f'import sys, qkattn.train.step; {counted}']
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True)
+    assert int(loaded.stdout) <= STEP_MODULES
+
+
+def code_lines(path: Path, names: set[str]) -> int:
+    """Lines with code, and not docstrings or comments, of the functions with these names."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    docstrings = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    lines = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in names
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    text = source.splitlines()
+    return sum(text[n - 1].strip()[:1] not in ('', '#') for n in lines - docstrings)
+
+
+def test_a_training_step_is_read_in_few_files_and_lines(tiny):
+    """The functions of the loop, the stack and a step that are called from a batch to a gradient.
+
+    What an attention layer computes, `qkattn.attention`, is another read.
+    """
+    config = tiny()
+    mesh = sharding.make_mesh(config.mesh)
+    inputs = program.abstract_inputs(config, mesh)
+    called = {
+        'qkattn/train/loop.py': {'to_end', '_write', '_should_stop'},
+        'qkattn/train/trials.py': {'batches', 'place', 'train'},
+    }
+
+    codes = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        codes.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        program.lower(config, 'map', mesh, *inputs)
+    finally:
+        sys.setprofile(None)
+    for code in codes:
+        if code.co_filename.startswith(f'{ROOT}/qkattn'):
+            path = Path(code.co_filename).relative_to(ROOT).as_posix()
+            called.setdefault(path, set()).add(code.co_name)
+    read = {path: names for path, names in called.items() if path.split('/')[1] in STEP_ROOMS}
+    lines = sum(code_lines(ROOT / path, names) for path, names in read.items())
+    assert len(read) <= STEP_FILES and lines <= STEP_LINES, (lines, sorted(read))
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,11 @@ DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, and the learning rate over the steps: linear warm-up, then a schedule."""
+    """The optimizer, and its learning rate over the steps: linear warm-up, then a schedule.
+
+    The peak learning rate and the weight decay are those of a trial: trials.learning_rates and
+    trials.weight_decays.
+    """
 
     name: str = setting(
         'adamw',
