@@ -294,22 +294,3 @@ def _size_text(size: float) -> str:
 
 def _counted(count: int, noun: str) -> str:
     return f'{count:,} {noun}{"s" * (count != 1)}'
-
-
-@contextlib.contextmanager
-def _messages(logger: logging.Logger) -> Iterator[list[str]]:
-    """Keeps the messages of a logger, which are not printed."""
-    kept: list[str] = []
-
-    def keep(record: logging.LogRecord) -> bool:
-        kept.append(record.getMessage())
-        return False
-
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addFilter(keep)
-    try:
-        yield kept
-    finally:
-        logger.removeFilter(keep)
-        logger.setLevel(level)
