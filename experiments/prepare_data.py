@@ -38,11 +38,11 @@ def main() -> None:
     workers = len(os.sched_getaffinity(0)) if WORKERS.value is None else WORKERS.value
     data = cli.read_config(CONFIG).data
     index = prepare(data, OUT.value, workers=workers, shard_tokens=TOKENS.value)
-    for split, found in index.splits.items():
-        count = len(found.shards)
+    for split, info in index.splits.items():
+        count = len(info.shards)
         print(
-            f'{split}: {count:,} shard{"s" * (count > 1)}, {found.num_tokens:,} tokens, '
-            f'{found.num_documents:,} documents, {found.num_bytes:,} bytes'
+            f'{split}: {count:,} shard{"s" * (count > 1)}, {info.num_tokens:,} tokens, '
+            f'{info.num_documents:,} documents, {info.num_bytes:,} bytes'
         )
     print(f'{index.tokenizer_name}, {index.vocab_size:,} ids')
     print(f'to train: --config.data.name=shards --config.data.path={OUT.value}')

@@ -230,29 +230,25 @@ def _without_index(
     config: DataConfig, files: Files, names: list[str], sizes: Mapping[str, int]
 ) -> TokenDataset:
     name, files_by_split = _splits_of(config, names)
-    heads = dict(zip(names, files.read(names, HEAD), strict=True))
-    shards = {
-        split: [shard_of(file, sizes[file], heads[file], files.where) for file in split_files]
-        for split, split_files in files_by_split.items()
-    }
-    dtypes = sorted({shard.dtype for split_shards in shards.values() for shard in split_shards})
+    heads, splits = dict(zip(names, files.read(names, HEAD), strict=True)), {}
+    for split, split_files in files_by_split.items():
+        shards = [shard_of(file, sizes[file], heads[file], files.where) for file in split_files]
+        num_tokens, digest = sum(shard.num_tokens for shard in shards), hashlib.sha256()
+        for shard in shards:
+            head = hashlib.sha256(heads[shard.file]).hexdigest()
+            digest.update(f'{shard.file} {shard.size} {head}\n'.encode())
+        splits[split] = SplitInfo(
+            num_tokens=num_tokens, fingerprint=digest.hexdigest(), shards=tuple(shards)
+        )
+        count = f'{len(shards)} shard{"s" * (len(shards) > 1)}, {num_tokens:,} tokens'
+        log.info('%s: %s of %s', name, split, count)
+    dtypes = sorted({shard.dtype for info in splits.values() for shard in info.shards})
     if len(dtypes) > 1:
         raise ConfigError(
             f'data.path={config.path!r} holds shards of {" and ".join(dtypes)}, which have '
             'different vocabularies; name those of one with DIRECTORY/PATTERN.'
         )
-    tokenizer, splits = _tokenizer(config, dtypes[0]), {}
-    for split, split_shards in shards.items():
-        digest = hashlib.sha256()
-        for shard in split_shards:
-            head = hashlib.sha256(heads[shard.file]).hexdigest()
-            digest.update(f'{shard.file} {shard.size} {head}\n'.encode())
-        num_tokens, count = sum(shard.num_tokens for shard in split_shards), len(split_shards)
-        splits[split] = SplitInfo(
-            num_tokens=num_tokens, fingerprint=digest.hexdigest(), shards=tuple(split_shards)
-        )
-        plural = 's' * (count > 1)
-        log.info('%s: %s of %d shard%s, %s tokens', name, split, count, plural, f'{num_tokens:,}')
+    tokenizer = _tokenizer(config, dtypes[0])
     log.info('%s has no index: its ids are taken for those of %s', name, tokenizer.name)
     return TokenDataset(name, 'bin', tokenizer, files, splits)
 

@@ -8,7 +8,7 @@ import tokenizers
 
 from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.data.load import load_text, tokenizer_of, verify
-from qkattn.data.pipeline import clusters, train_batch
+from qkattn.data.pipeline import train_batch
 from qkattn.data.shard_files import ShardTokens
 from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.task_registry import rows_of
@@ -44,18 +44,11 @@ def test_shards_are_the_dataset_that_they_were_made_of(text, made):
     assert identity.pop('fingerprints').keys() == before.identity().pop('fingerprints').keys()
     assert identity == {'name': 'text', 'version': before.version, 'tokenizer': 'bytes'}
     assert tokenizer_of(shards(made)).name == 'bytes'
-
-
-def test_rows_and_clusters_of_shards_are_those_of_the_text(text, made):
-    decoder = ModelConfig(context=16)
     encoder = ModelConfig(context=16, kind='encoder', vocab_size=257)
-    for model in (decoder, encoder):
-        before, after = (rows_of(Config(model=model, data=d)) for d in (text, shards(made)))
-        (names, row_R), (same, same_R) = (clusters(rows, 'test', 9) for rows in (before, after))
-        assert names == same and np.array_equal(row_R, same_R)
-        batches = [train_batch(rows, seed=3, step=11, batch_size=8) for rows in (before, after)]
-        for name, array in batches[0].items():
-            assert np.array_equal(array, batches[1][name]) and array.dtype == batches[1][name].dtype
+    for model in (ModelConfig(context=16), encoder):
+        rows = [rows_of(Config(model=model, data=data)) for data in (text, shards(made))]
+        batch, same = (train_batch(r, seed=3, step=11, batch_size=8) for r in rows)
+        assert all(np.array_equal(array, same[name]) for name, array in batch.items())
 
 
 def test_shards_in_a_bucket_are_read_by_ranges_of_the_rows(made, bucket):
@@ -133,23 +126,6 @@ def test_what_is_damaged_or_missing_is_named(copy, file, damage, message):
     path.unlink() if damage is None else path.write_text(damage(content), 'latin-1')
     with refused(message):
         load_text(shards(copy))
-
-
-@pytest.mark.parametrize(
-    ('fields', 'message'),
-    [
-        ({'lowercase': True}, "data.lowercase=True has no effect on data.name='shards'"),
-        ({'tokenizer': 'bpe'}, "data.tokenizer='bpe' has no effect .* made with bytes; leave"),
-        ({'feature': 'x'}, "data.feature='x' has no effect"),
-        ({'path': None}, "data.path=None: data.name='shards' needs the file or directory"),
-        ({'path': 'absent'}, r"data.path='absent' cannot be read \(No such file"),
-        ({'path': 'memory://absent'}, "data.path='memory://absent' cannot be read .FileNotFound"),
-        ({'path': 'odd://x'}, "data.path='odd://x' needs a package that is not installed"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(made, fields, message):
-    with refused(message):
-        rows_of(Config(data=dataclasses.replace(shards(made), **fields)))
 
 
 def test_shards_without_an_index_are_read_as_they_are(tmp_path, caplog):
@@ -232,6 +208,7 @@ def test_the_vocabulary_of_shards_may_be_named(tmp_path):
 HEAD = np.array([20240520, 3, 5], '<i4').tobytes()
 EMPTY = np.array([20240520, 1, *[0] * 254], '<i4').tobytes()
 IDS = 'ids(vocab_size=2, separator=5)'
+WIDE = np.array([20240801, 7, 1, *[0] * 254], '<i4').tobytes()
 
 
 @pytest.mark.parametrize(
@@ -242,13 +219,30 @@ IDS = 'ids(vocab_size=2, separator=5)'
         ({'train.bin': b'abc'}, {}, 'train.bin is no shard of tokens: .* its 3 bytes have to be'),
         ({'train.bin': HEAD}, {}, 'train.bin has a header 20240520, version 3, which .* known are'),
         ({'train.bin': EMPTY}, {}, 'train.bin has a header of 0 tokens; remove it'),
+        ({'train.bin': b'ab', 'val.bin': WIDE[:-2]}, {}, 'val.bin is damaged: it has 1,026 bytes'),
+        ({'train.bin': b'ab', 'val.bin': WIDE}, {}, 'shards of uint16 and uint32'),
         ({'x_train_1.bin': b'ab', 'y_train_1.bin': b'ab'}, {}, "shards of 'x' and 'y'; name those"),
         ({'train.bin': b'abcd'}, {'tokenizer': 'bpe'}, "data.tokenizer='bpe' cannot be that of"),
         ({'train.bin': b'abcd'}, {'tokenizer': IDS}, 'separator=5 must'),
+        # Of shards with an index.
+        (None, {'lowercase': True}, "data.lowercase=True has no effect on data.name='shards'"),
+        (
+            None,
+            {'tokenizer': 'bpe'},
+            "data.tokenizer='bpe' has no effect .* made with bytes; leave",
+        ),
+        (None, {'feature': 'x'}, "data.feature='x' has no effect"),
+        (None, {'path': None}, "data.path=None: data.name='shards' needs the file or directory"),
+        (None, {'path': 'absent'}, r"data.path='absent' cannot be read \(No such file"),
+        (None, {'path': 'memory://absent'}, "='memory://absent' cannot be read .FileNotFound"),
+        (None, {'path': 'odd://x'}, "data.path='odd://x' needs a package that is not installed"),
     ],
 )
-def test_other_files_are_refused(tmp_path, files, fields, message):
-    for name, data in files.items():
+def test_other_files_and_settings_that_do_not_fit_are_refused(
+    made, tmp_path, files, fields, message
+):
+    for name, data in (files or {}).items():
         (tmp_path / name).write_bytes(data)
+    path = str(made if files is None else tmp_path)
     with refused(message):
-        load_text(shards(tmp_path, **fields))
+        rows_of(Config(data=DataConfig(**{'name': 'shards', 'path': path} | fields)))

@@ -1,7 +1,5 @@
 import dataclasses
-import errno
 import json
-import os
 import signal
 import sys
 
@@ -10,9 +8,6 @@ import pytest
 
 from qkattn.data import write_shards
 from qkattn.data.load import prepare, verify
-from qkattn.data.shard_files import Shard
-from qkattn.errors import DiskError
-from qkattn.storage import files
 from qkattn.storage.leases import locked
 from tests.data.datasets import contents
 from tests.data.refusals import refused
@@ -193,23 +188,3 @@ def latin(config): return made('latin', [bytes([228])] * 40, [b'a'])
 def test_a_second_process_is_refused(text, tmp_path):
     with locked(tmp_path / 'lock'), refused('is being prepared by another process; wait until'):
         prepare(text, str(tmp_path), **SETTINGS)
-
-
-def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
-    text, made, tmp_path, monkeypatch
-):
-    real, synced = Shard.header, []
-
-    def full(shard):
-        if shard.file == 'train_000003.bin':
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(shard)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Shard, 'header', full)
-        patched.setattr(files, '_sync', lambda path: synced.append(path.name))
-        with refused('cannot be written: the disk is full; make room', DiskError):
-            prepare(text, str(tmp_path), **SETTINGS)
-    assert not list(tmp_path.glob('*.tmp')) and 'train_000002.bin.tmp' in synced
-    prepare(text, str(tmp_path), **SETTINGS)
-    assert contents(tmp_path) == contents(made)
