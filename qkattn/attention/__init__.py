@@ -1,13 +1,13 @@
 """Attention layers, each the product of a Score (the QK circuit) and a Value (the OV circuit)."""
 
-from qkattn.attention.attend import attend
 from qkattn.attention.attention import Attention
+from qkattn.attention.kernels.choice import attend
+from qkattn.attention.maps import Cache
 from qkattn.attention.mask import Mask, visible
-from qkattn.attention.norm import rms_norm
 from qkattn.attention.normalizers import NORMALIZERS, Normalizer
-from qkattn.attention.parameters import bias, grouped, homogeneous, project, weight
+from qkattn.attention.parameters import bias, grouped, homogeneous, project, rms_norm, weight
 from qkattn.attention.registry import SCORES, VALUES, parse_variant
-from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.scores.score import Score, TwoMaps
 from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values.value import Factored, Value
 from qkattn.errors import SpecError
@@ -24,6 +24,7 @@ __all__ = [
     'Normalizer',
     'Score',
     'SpecError',
+    'TwoMaps',
     'Value',
     'attend',
     'bias',

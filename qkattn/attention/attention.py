@@ -9,25 +9,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import registry
-from qkattn.attention.attend import attend
-from qkattn.attention.kernels.call import Bias
+from qkattn.attention.kernels.choice import attend
+from qkattn.attention.kernels.einsum import Bias
+from qkattn.attention.maps import Cache
 from qkattn.attention.mask import Mask
-from qkattn.attention.norm import rms_norm
-from qkattn.attention.parameters import one_key, products_once
+from qkattn.attention.parameters import one_key, products_once, rms_norm
 from qkattn.attention.rope import linear_bias, rotate_last
-from qkattn.attention.scores.score import Cache
 from qkattn.attention.spec import AttentionSpec
 
 
 class Attention(nnx.Module):
     """out_t = sum_n sum_s softmax_s(scale * x_t A[n] y_s^T + b[n, t - s]) y_s B[n].
 
-    `spec.normalizer` may replace softmax. Between the projections and it act, in this order:
-    QK-norm, rotary positions, the scale, the logit cap, position biases, the mask. The cache holds
-    what the Score and the Value cache, before any of these; keys that serve as nothing else are
-    cached with their norm and rotation.
-
-    The parameters are drawn with a `key`, or with the stream 'params' of `rngs`.
+    Between the projections and softmax, or `spec.normalizer`, act in this order: QK-norm, rotary
+    positions, the scale, the logit cap, position biases, the mask. The parameters are drawn with a
+    `key`, or with the stream 'params' of `rngs`.
 
     Raises:
       SpecError: an unknown name, or a variant that cannot be built with these sizes and options.
@@ -63,6 +59,8 @@ class Attention(nnx.Module):
 
     def cached(self, y_BSD: jax.Array, first: int | jax.Array = 0) -> Cache:
         """The arrays [B, S, ...] from which keys and values are computed, for a decoding cache.
+
+        Keys that serve as nothing else are cached with their norm and rotation.
 
         Args:
           first: position of the first y.

@@ -1,8 +1,4 @@
-"""Normalizers: how the logits of a query become the probabilities with which it mixes values.
-
-A normalizer is named in `AttentionSpec.normalizer`, with options as in 'sigmoid(bias=-6.0)', or by
-the import path of a subclass of `Normalizer`.
-"""
+"""Normalizers: how the logits of a query become the probabilities with which it mixes values."""
 
 import functools
 import math
@@ -75,8 +71,6 @@ class SoftmaxOffByOne(Normalizer):
 class Sigmoid(Normalizer):
     """sigmoid(s + b), each key by itself; b = -log S makes the sum about 1 at initialization.
 
-    Ramapuram et al. 2024, arXiv 2409.04431.
-
     Args:
       bias: b; None is -log of the number of keys that the query sees, so that it depends on
         neither padding nor the slots of a decoding cache.
@@ -104,8 +98,7 @@ class Sigmoid(Normalizer):
 class Entmax15(Normalizer):
     """max(s / 2 - tau, 0)^2 with the tau at which the sum is 1: exact zeros, by sorting.
 
-    Peters et al. 2019, arXiv 1905.05702, algorithm 2. A query without visible keys has equal
-    probabilities for all keys.
+    Algorithm 2 of the source. A query without visible keys has equal probabilities for all keys.
     """
 
     source = 'Peters et al. 2019, arXiv 1905.05702'
@@ -125,10 +118,7 @@ class Entmax15(Normalizer):
 
 
 class Sparsemax(Entmax15):
-    """max(s - tau, 0) with the tau at which the sum is 1: exact zeros, by sorting.
-
-    Martins & Astudillo 2016, arXiv 1602.02068, algorithm 1.
-    """
+    """max(s - tau, 0) with the tau at which the sum is 1: exact zeros, by sorting (algorithm 1)."""
 
     source = 'Martins & Astudillo 2016, arXiv 1602.02068'
     alpha = 2.0

@@ -1,4 +1,4 @@
-"""Initialization and linear algebra of the parameters of Scores and Values."""
+"""Initialization of parameters, and the operations of which Scores and Values consist."""
 
 import contextlib
 import contextvars
@@ -7,6 +7,8 @@ import math
 import operator
 import zlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from qkattn.errors import SpecError
 # The initialization in force, and its factor for the group of parameters that is built.
 _initialization = contextvars.ContextVar('initialization', default=('fan_in', 1.0))
 
-# Whether only the shapes of matrices are asked for.
+# Whether only the shapes of matrices matter.
 _shapes_only = contextvars.ContextVar('shapes_only', default=False)
 
 # (stream, matrix, bias), trace and output of every `project` inside `products_once`.
@@ -29,28 +31,36 @@ NANOGPT_STD = 0.02
 
 
 @contextlib.contextmanager
-def initialization(init: str, factor: float) -> Iterator[None]:
+def _inside(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def initialization(init: str, factor: float) -> AbstractContextManager[None]:
     """The initialization of the matrices that `weight` draws inside the context.
 
     Args:
       init: 'fan_in', or 'nanogpt': std 0.02 whatever a matrix asks for (Radford et al. 2019).
       factor: on the standard deviation.
     """
-    token = _initialization.set((init, factor))
-    try:
-        yield
-    finally:
-        _initialization.reset(token)
+    return _inside(_initialization, (init, factor))
 
 
-@contextlib.contextmanager
-def shapes_only() -> Iterator[None]:
+def shapes_only() -> AbstractContextManager[None]:
     """Matrices are zeros inside, which `eval_shape` traces six times as fast as draws."""
-    token = _shapes_only.set(True)
-    try:
-        yield
-    finally:
-        _shapes_only.reset(token)
+    return _inside(_shapes_only, True)
+
+
+def products_once() -> AbstractContextManager[None]:
+    """Inside, `project` computes the product of one stream and one parameter once.
+
+    The compiler merges equal products. It cannot merge what their gradients cost, two products
+    more for each: there the sum over the uses comes first.
+    """
+    return _inside(_products, [])
 
 
 def one_key(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
@@ -66,18 +76,16 @@ def weight(
     """A matrix with entries from normal(0, (gain std)^2), in float32.
 
     The `initialization` in force may replace std, and multiplies it by its factor; `gain` is that
-    of the last matrix of a residual branch.
-
-    Entry (i, j, k) over its std depends on the key, the name and (i, j, k) alone, not on the shape:
-    tensors of one name and seed are slices of one draw, so that models of other widths, depths or
-    head counts, and factorizations that share a tensor, begin alike where they overlap.
+    of the last matrix of a residual branch. Entry (i, j, k) over its std depends on the key, the
+    name and (i, j, k) alone, not on the shape: models of other widths, depths or head counts, and
+    factorizations that share a tensor, begin alike where they overlap.
     """
     if _shapes_only.get():
         return nnx.Param(jnp.zeros(shape, jnp.float32))
-    own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
     init, factor = _initialization.get()
     std = NANOGPT_STD if init == 'nanogpt' else std
-    return nnx.Param(factor * (gain * std) * _normal(own_key, shape))
+    key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+    return nnx.Param(factor * (gain * std) * _normal(key, shape))
 
 
 @functools.partial(jax.jit, static_argnames='shape')
@@ -95,18 +103,32 @@ def bias(spec: AttentionSpec, shape: tuple[int, ...]) -> nnx.Param | None:
     return nnx.Param(jnp.zeros(shape, jnp.float32)) if spec.biases else None
 
 
-@contextlib.contextmanager
-def products_once() -> Iterator[None]:
-    """Inside, `project` computes the product of one stream and one parameter once.
+def affine(
+    spec: AttentionSpec,
+    key: jax.Array,
+    name: str,
+    std: float | None = None,
+    gain: float = 1.0,
+    **sizes: int,
+) -> tuple[nnx.Param, nnx.Param | None]:
+    """W and b of x W + b, in the shapes that the axes in the name of W say: see `weight`, `bias`.
 
-    The compiler merges equal products. It cannot merge what their gradients cost, two products
-    more for each: there the sum over the uses comes first.
+    Args:
+      std: None is D^-1/2, where D is the first axis.
+      sizes: of the axes that are not those of the spec.
     """
-    token = _products.set([])
-    try:
-        yield
-    finally:
-        _products.reset(token)
+    letters = spec.letters | sizes
+    shape = tuple(letters[axis] for axis in name.rpartition('_')[2])
+    w_DNH = weight(key, name, shape, shape[0] ** -0.5 if std is None else std, gain)
+    return w_DNH, bias(spec, shape[1:])
+
+
+def output_projection(
+    spec: AttentionSpec, key: jax.Array, name: str = 'w_o_NHD', **sizes: int
+) -> tuple[nnx.Param, nnx.Param | None]:
+    """W_O and b_O of a Value: W_O, which adds up N H channels, has std residual_gain (N H)^-1/2."""
+    N, H, D = ((spec.letters | sizes)[axis] for axis in name.rpartition('_')[2])
+    return weight(key, name, (N, H, D), (N * H) ** -0.5, spec.residual_gain), bias(spec, (D,))
 
 
 def project(
@@ -145,6 +167,16 @@ def product(
     x_RD = x_BTD.reshape(-1, *inner)
     out_RNH = jnp.tensordot(x_RD, w_DNH, axes=(last, contracted), preferred_element_type=dtype)
     return out_RNH.reshape(*rows, *outer)
+
+
+def rms_norm(x_BTD: jax.Array, *, epsilon: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + epsilon) over the last axis, without a gain.
+
+    Computed in float32 or wider and returned in the dtype of x. Zhang & Sennrich 2019.
+    """
+    wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+    scale_BT1 = jax.lax.rsqrt(jnp.square(wide_BTD).mean(-1, keepdims=True) + epsilon)
+    return (wide_BTD * scale_BT1).astype(x_BTD.dtype)
 
 
 def homogeneous(w_DNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:

@@ -11,18 +11,10 @@ import jax
 
 from qkattn.attention.normalizers import NORMALIZERS, Normalizer
 from qkattn.attention.parameters import initialization
-from qkattn.attention.scores import (
-    identity,
-    key_latents,
-    nonlinear,
-    qk,
-    rank,
-    shared_projections,
-    symmetric,
-)
-from qkattn.attention.scores.score import Score
-from qkattn.attention.spec import AttentionSpec
-from qkattn.attention.values import factored, hadamard, slices, tied, value_latents, vo
+from qkattn.attention.scores import identity, key_latents, qk, symmetric
+from qkattn.attention.scores.score import Circuit, Score
+from qkattn.attention.spec import AttentionSpec, require_slices
+from qkattn.attention.values import slices, tied, value_latents, vo
 from qkattn.attention.values.value import Value
 from qkattn.config.calls import Variant, resolve
 from qkattn.errors import SpecError
@@ -39,13 +31,13 @@ SCORES: dict[str, type[Score]] = {
     'neither': identity.Neither,
     'query_free_full': identity.QueryFreeFull,
     'neither_full': identity.NeitherFull,
-    'low_rank': rank.LowRank,
-    'full_size': rank.FullSize,
-    'gauge_fixed': rank.GaugeFixed,
-    'frozen': rank.Frozen,
-    'double': shared_projections.Double,
-    'collaborative': shared_projections.Collaborative,
-    'nonlinear_query': nonlinear.NonlinearQuery,
+    'low_rank': qk.LowRank,
+    'full_size': qk.FullSize,
+    'gauge_fixed': qk.GaugeFixed,
+    'frozen': qk.Frozen,
+    'double': qk.Double,
+    'collaborative': qk.Collaborative,
+    'nonlinear_query': identity.NonlinearQuery,
     'latent': key_latents.Latent,
 }
 
@@ -55,10 +47,10 @@ VALUES: dict[str, type[Value]] = {
     'no_o': slices.NoO,
     'no_vo': slices.NoVO,
     'merged_vo': vo.MergedVO,
-    'low_rank': factored.LowRank,
-    'gauge_fixed': factored.GaugeFixed,
-    'double': factored.Double,
-    'hadamard': hadamard.Hadamard,
+    'low_rank': vo.LowRank,
+    'gauge_fixed': vo.GaugeFixed,
+    'double': vo.Double,
+    'hadamard': slices.Hadamard,
     'k_is_v': tied.KIsV,
     'q_is_v': tied.QIsV,
     'v_is_k_transposed': tied.VIsKTransposed,
@@ -71,11 +63,7 @@ VALUES: dict[str, type[Value]] = {
 
 
 def find_score(text: str) -> tuple[type[Score], dict[str, Any]]:
-    """The class and the options that `text` names.
-
-    Raises:
-      SpecError: an unknown name or option; the message lists the known ones.
-    """
+    """The class and the options that `text` names; SpecError, with the known ones, for others."""
     return _find(text, SCORES, Score)
 
 
@@ -85,11 +73,7 @@ def find_value(text: str) -> tuple[type[Value], dict[str, Any]]:
 
 
 def find_normalizer(text: str) -> Normalizer:
-    """The Normalizer that `text` names, e.g. 'softmax' or 'sigmoid(bias=-6.0)'.
-
-    Raises:
-      SpecError: as `find_score`, or an option out of range.
-    """
+    """The Normalizer that `text` names, e.g. 'sigmoid(bias=-6.0)'; SpecError as in `find_score`."""
     cls, options = _find(text, NORMALIZERS, Normalizer)
     return cls(**options)
 
@@ -122,9 +106,9 @@ def check(spec: AttentionSpec) -> None:
     score, score_options = find_score(spec.score)
     value, value_options = find_value(spec.value)
     find_normalizer(spec.normalizer)
-    score.check(spec, **score_options)
+    _check_circuit(spec, spec.score, score, score_options)
     _check_sharing(spec, score, score_options, value)
-    value.check(spec, **value_options)
+    _check_circuit(spec, spec.value, value, value_options)
     if spec.num_kv_heads < spec.num_heads and not (score.uses_kv_heads or value.uses_kv_heads):
         raise SpecError(
             f'num_kv_heads={spec.num_kv_heads} changes nothing in {spec.variant}, '
@@ -139,19 +123,30 @@ def check(spec: AttentionSpec) -> None:
         raise SpecError(f'head_size={spec.head_size} must be even for positions=rope')
 
 
+def _check_circuit(
+    spec: AttentionSpec, text: str, circuit: type[Circuit], options: dict[str, Any]
+) -> None:
+    name = text.partition('(')[0]
+    if circuit.uses_slices:
+        require_slices(spec, name)
+    for option, value in options.items():
+        if option in circuit.options:
+            circuit.options[option](spec, name, option, value)
+    circuit.check(spec, **options)
+
+
 def _check_sharing(
     spec: AttentionSpec, score: type[Score], options: dict[str, Any], value: type[Value]
 ) -> None:
     """Raises SpecError where the Value shares a projection that the Score does not have."""
-    for which in value.shares:
-        if which not in score.shareable:
-            able = [name for name, known in SCORES.items() if which in known.shareable]
-            raise SpecError(
-                f'the value {spec.value} uses the {which} projection of its score, and '
-                f'{spec.score} has none to share; scores that have one are {", ".join(able)}'
-            )
     if not value.shares:
         return
+    for which in set(value.shares) - set(score.shareable):
+        able = [name for name, known in SCORES.items() if which in known.shareable]
+        raise SpecError(
+            f'the value {spec.value} uses the {which} projection of its score, and {spec.score} '
+            f'has none to share; scores that have one are {", ".join(able)}'
+        )
     if value.shares == ('query',) and score.shareable['query'] == score.shareable.get('key'):
         raise SpecError(
             f'in {spec.score} the query matrix is the key matrix: write '

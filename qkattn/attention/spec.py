@@ -1,7 +1,9 @@
-"""The specification of one attention layer."""
+"""The specification of one attention layer, and checks that Scores and Values share."""
 
 import dataclasses
-from typing import Literal
+import math
+from collections.abc import Callable
+from typing import Any, Literal
 
 from qkattn.config.calls import Variant
 from qkattn.errors import SpecError
@@ -11,30 +13,16 @@ from qkattn.errors import SpecError
 class AttentionSpec:
     """Sizes and options of one attention layer.
 
+    The fields are described in `ModelConfig`, except these.
+
     Attributes:
-      score: name of a Score, e.g. 'qk', with options as in 'low_rank(rank=8)', or an import path.
-      value: name of a Value, likewise.
-      d_model: D, width of the residual stream.
-      num_heads: N, query heads.
       num_kv_heads: K, key and value heads of the circuits that have them; divides N; None is N.
-      head_size: H, width of one head; None is D / N.
-      biases: whether every projection adds a bias.
+      head_size: H; None is D / N.
       residual_gain: factor on the initial standard deviation of the last matrix of the OV circuit,
         1/sqrt(2 L) in a network of L layers (Radford et al. 2019, section 2.3).
       init: 'fan_in', the standard deviations that Scores and Values document, or 'nanogpt': 0.02
         for every matrix, times residual_gain for the last one of the OV circuit.
-      init_qk, init_vo: factors on the initial standard deviations of the matrices of the Score, and
-        of those of the Value.
-      positions: position encoding inside the layer, 'rope', 'alibi' or 'none'; encodings that are
-        added to the stream belong to the model.
-      qk_norm: whether queries and keys are divided by their root mean square and multiplied by a
-        learned gain (Henry et al. 2020; Dehghani et al. 2023), before they are rotated.
-      score_scale: factor on the logits beside the Score's own scale.
-      logit_cap: c in c tanh(logit / c) (Gemma 2, 2024); None is off.
-      normalizer: name of a Normalizer, which takes the place of softmax, with options as in
-        'sigmoid(bias=-6.0)', or an import path.
-      window: a query attends to positions at distance |t - s| < window; None is all.
-      kernel: what computes probabilities and the mix of values; see `kernels.choice`.
+      positions: encoding inside the layer; encodings added to the stream belong to the model.
     """
 
     score: str = 'qk'
@@ -90,10 +78,60 @@ class AttentionSpec:
     @property
     def letters(self) -> dict[str, int]:
         """The sizes by the letters in array names."""
-        return {
-            'D': self.d_model,
-            'E': self.d_model,
-            'N': self.num_heads,
-            'K': self.num_kv_heads,
-            'H': self.head_size,
-        }
+        D, N, K, H = self.d_model, self.num_heads, self.num_kv_heads, self.head_size
+        return {'D': D, 'E': D, 'N': N, 'K': K, 'H': H}
+
+
+# Raises SpecError unless (spec, name, option, value) fit together.
+Check = Callable[[AttentionSpec, str, str, Any], None]
+
+
+def whole(low: int, top: str | None = None) -> Check:
+    """An option that is None or an int from `low`, up to `top`: 'd_model' or 'd_model // 2'."""
+
+    def check(spec: AttentionSpec, name: str, option: str, number: Any) -> None:
+        high = spec.d_model // (2 if top == 'd_model // 2' else 1) if top else math.inf
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if number is not None and not (is_whole and low <= number <= high):
+            valid = f'from {low} to {top}={high}' if top else f'of at least {low}'
+            raise SpecError(f'{name}({option}={number!r}) must be a whole number {valid}')
+
+    return check
+
+
+def one_of(*valid: Any) -> Check:
+    """An option with one of these values; 1 does not count as True."""
+
+    def check(spec: AttentionSpec, name: str, option: str, value: Any) -> None:
+        if not any(value == known and type(value) is type(known) for known in valid):
+            listed = ', '.join(map(repr, valid))
+            raise SpecError(f'{name}({option}={value!r}) must be one of {listed}')
+
+    return check
+
+
+def fixed_channels(heads: str) -> Check:
+    """An option that is None or H different indices below D for each of the heads in a field."""
+
+    def check(spec: AttentionSpec, name: str, option: str, fixed: Any) -> None:
+        D, H, count = spec.d_model, spec.head_size, getattr(spec, heads)
+        if fixed is None:
+            return
+        known = [sorted(set(channels) & set(range(D))) for channels in fixed]
+        given = [sorted(channels) for channels in fixed]
+        if known != given or [len(channels) for channels in given] != [H] * count:
+            raise SpecError(
+                f'{name}({option}={fixed!r}) must hold, for each of {heads}={count} heads, '
+                f'head_size={H} different {option} below d_model={D}'
+            )
+
+    return check
+
+
+def require_slices(spec: AttentionSpec, name: str) -> None:
+    """Raises SpecError unless the heads are slices of the stream, N H = D."""
+    if spec.num_heads * spec.head_size != spec.d_model:
+        raise SpecError(
+            f'{name} uses slices of the stream as heads, so num_heads * head_size must equal '
+            f'd_model={spec.d_model}, not {spec.num_heads} * {spec.head_size}'
+        )

@@ -105,11 +105,11 @@ class ModelConfig:
         'A query attends to positions at distance |t - s| < window; None is all.',
         least=1,
     )
-    kernel: Literal['auto', 'einsum', 'blockwise', 'dot_product', 'tokamax', 'splash'] = setting(
+    kernel: Literal['auto', 'einsum', 'blockwise', 'dot_product', 'splash'] = setting(
         'auto',
         "What computes attention probabilities and the mix of values: 'einsum', 'blockwise' (of "
-        "memory linear in the context), 'dot_product' (of jax.nn; cuDNN on GPUs), 'tokamax', "
-        "'splash' (on TPUs), or 'auto', which chooses and logs why. They differ in rounding only.",
+        "memory linear in the context), 'dot_product' (of jax.nn; cuDNN on GPUs), 'splash' (on "
+        "TPUs), or 'auto', which chooses and logs why. They differ in rounding only.",
     )
     biases: bool = setting(False, 'Biases in projections, MLP and layer norms.')
     tied_embeddings: bool = setting(True, 'The output matrix is the transposed input embedding.')

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.attention.attention import Attention
-from qkattn.attention.scores.rank import fixed_first, fixed_slices
+from qkattn.attention.scores.qk import fixed_first, fixed_slices
 from qkattn.convert.factors import (
     Factors,
     Truncation,

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from qkattn.attention import Cache, Mask
 from qkattn.model import Decoder, EncoderDecoder
-from qkattn.model.blocks import Block, Branch
-from qkattn.model.encoder_decoder import CrossBlock
+from qkattn.model.blocks import Block, Branch, CrossBlock
 from qkattn.model.stack import layer_of, scan_layers, stacks_of
 
 

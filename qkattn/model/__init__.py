@@ -1,8 +1,12 @@
 """Models built from attention variants."""
 
-from qkattn.model.build import abstract_model, build, with_params
-from qkattn.model.decoder import Decoder
-from qkattn.model.encoder import Encoder
-from qkattn.model.encoder_decoder import EncoderDecoder
+from qkattn.model.transformer import (
+    Decoder,
+    Encoder,
+    EncoderDecoder,
+    abstract_model,
+    build,
+    with_params,
+)
 
 __all__ = ['Decoder', 'Encoder', 'EncoderDecoder', 'abstract_model', 'build', 'with_params']

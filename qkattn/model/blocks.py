@@ -19,7 +19,6 @@ Branch = Callable[[jax.Array], jax.Array]
 class Norm(nnx.Module):
     """(x - mean) / sd * gain + bias ('layernorm') or x / rms * gain ('rmsnorm'), in float32.
 
-    Parameters: D for the gain, if any, and D for the bias of a layer norm with biases.
     Ba et al. 2016; Zhang & Sennrich 2019.
     """
 
@@ -39,10 +38,9 @@ class Norm(nnx.Module):
 
 
 def gelu(x_BTF: jax.Array) -> jax.Array:
-    """x Phi(x) with the normal distribution function Phi (Hendrycks & Gimpel 2016).
+    """x Phi(x) with the normal distribution function Phi, in float32 or wider.
 
-    Phi is computed in float32 or wider from erf. From erfc, as in jax.nn.gelu, a narrow dtype keeps
-    the tail, but on a CPU the MLP takes 1.1 to 1.5 times as long.
+    From erf: with erfc, as in jax.nn.gelu, an MLP on a CPU takes 1.1 to 1.5 times as long.
     """
     wide_BTF = x_BTF.astype(jnp.promote_types(x_BTF.dtype, jnp.float32))
     return (0.5 * wide_BTF * (1 + jax.lax.erf(wide_BTF * 0.5**0.5))).astype(x_BTF.dtype)
@@ -56,10 +54,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class MLP(nnx.Module):
-    """f(x W_in + b_in) W_out + b_out, where f is GELU (Hendrycks & Gimpel 2016) or ReLU.
-
-    Parameters: 2 D F, and F + D more with biases.
-    """
+    """f(x W_in + b_in) W_out + b_out, where f is GELU (Hendrycks & Gimpel 2016) or ReLU."""
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         D, F = config.d_model, config.mlp_width
@@ -101,12 +96,15 @@ class Block(nnx.Module):
         self, x_BTD: jax.Array, mask: Mask, dropout_key: jax.Array | None = None
     ) -> jax.Array:
         attention_key, *keys = split_key(dropout_key, 3)
-
-        def attend(y_BTD: jax.Array) -> jax.Array:
-            rate = self.config.probability_dropout
-            return self.attention(y_BTD, mask, dropout=rate, dropout_key=attention_key)
-
+        attend = self.attend(self.attention, mask, attention_key)
         return self.around([attend], x_BTD, keys)
+
+    def attend(
+        self, attention: Attention, mask: Mask, key: jax.Array | None, **stream: jax.Array
+    ) -> Branch:
+        """The function of an attention in its branch, with dropout of its probabilities."""
+        rate = self.config.probability_dropout
+        return lambda y_BTD: attention(y_BTD, mask, dropout=rate, dropout_key=key, **stream)
 
     def at(self, layer: int | jax.Array) -> 'Block':
         """The same block as layer number `layer`, from 0, of its stack."""
@@ -146,11 +144,41 @@ class Block(nnx.Module):
         return x_BTD + drop(branch(norm(x_BTD)), rate, key)
 
 
+class CrossBlock(Block):
+    """A Block that also cross-attends to the encoder's output, after its self-attention."""
+
+    def __init__(self, config: ModelConfig, *, key: jax.Array):
+        super().__init__(config, key=key)
+        self.cross_norm = Norm(config, gain=config.attention_gain)
+        self.cross_attention = Attention(
+            attention_spec(config.cross), key=module_key(key, 'cross_attention')
+        )
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        mask: Mask,
+        dropout_key: jax.Array | None = None,
+        *,
+        y_BSD: jax.Array | None = None,
+        cross_mask: Mask | None = None,
+    ) -> jax.Array:
+        """As Block; y_BSD is the encoder's output."""
+        attention_key, cross_key, *keys = split_key(dropout_key, 5)
+        attends = [
+            self.attend(self.attention, mask, attention_key),
+            self.attend(self.cross_attention, cross_mask, cross_key, y_BSD=y_BSD),
+        ]
+        return self.around(attends, x_BTD, keys)
+
+    def attention_norms(self) -> list[Norm]:
+        return [self.attention_norm, self.cross_norm]
+
+
 def module_key(key: jax.Array, name: str) -> jax.Array:
     """A key for a module whose parameters have the same names as another module's.
 
-    Parameters are initialized by name. The key is folded with the module's name, not with a small
-    number: fold_in(key, 1) is split(key, 2)[1], a layer's key.
+    Folded with the module's name, not with a small number: fold_in(key, 1) is a layer's key.
     """
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 

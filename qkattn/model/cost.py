@@ -18,7 +18,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from qkattn.config import ModelConfig
 from qkattn.model import Decoder, EncoderDecoder, abstract_model
-from qkattn.model.transformer import Transformer
 
 GROUPS = ('embedding', 'attention', 'mlp', 'norm')
 
@@ -44,22 +43,18 @@ def group_of(path: str) -> str:
 def count(config: ModelConfig) -> dict[str, int]:
     """Parameters per group and their total, as counted on the parameter tree."""
     parameters = dict.fromkeys(GROUPS, 0)
-    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(config)):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
         parameters[group_of(name)] += math.prod(leaf.shape)
-    total = sum(math.prod(leaf.shape) for _, leaf in leaves)
-    assert sum(parameters.values()) == total, (parameters, total)
-    return {**parameters, 'total': total}
+    return {**parameters, 'total': sum(parameters.values())}
 
 
 @functools.lru_cache(maxsize=1024)  # a run of a known config need not trace it again
 def flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations of all matrix products in one forward pass, per token.
 
-    Counted on the traced program at the full context, two per multiply-add, masked positions
-    included, whatever model.kernel is. In an encoder-decoder, per target token, the encoding of a
-    full source included.
+    Two per multiply-add at the full context, masked positions included, whatever model.kernel is.
+    In an encoder-decoder, per target token, with the encoding of a full source.
     """
     return _flops_per_token(config, lambda model, inputs: model(**inputs))
 
@@ -68,13 +63,10 @@ def training_flops_per_token(config: ModelConfig) -> float:
     """As `flops_per_token`, of one forward and backward pass.
 
     Three times as much, less the gradients of what is not trained, plus what model.remat computes
-    again. At equal width, batch and context the seconds of a training step are about proportional.
+    again.
     """
-
-    def loss(model: Transformer, inputs: dict) -> jax.Array:
-        return jnp.square(model(**inputs)).sum()
-
-    return _flops_per_token(config, jax.value_and_grad(loss))
+    loss = jax.value_and_grad(lambda model, inputs: jnp.square(model(**inputs)).sum())
+    return _flops_per_token(config, loss)
 
 
 def _flops_per_token(config: ModelConfig, program: Callable) -> float:

@@ -1,7 +1,6 @@
 """The attention layers of a model configuration: one specification per site."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -20,41 +19,26 @@ from qkattn.errors import ConfigError, SpecError
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:
     """The self-attention layer; SpecError where its sizes do not fit together."""
-    return AttentionSpec(
-        score=config.score,
-        value=config.value,
-        d_model=config.d_model,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        biases=config.biases,
-        residual_gain=config.num_branches**-0.5,
-        init=config.init,
-        init_qk=config.init_qk,
-        init_vo=config.init_vo,
-        positions=config.positions if config.positions in ('rope', 'alibi') else 'none',
-        qk_norm=config.qk_norm,
-        score_scale=config.score_scale,
-        logit_cap=config.logit_cap,
-        normalizer=config.normalizer,
-        window=config.window,
-        kernel=config.kernel,
-    )
+    names = {field.name for field in dataclasses.fields(AttentionSpec)} - {'residual_gain'}
+    fields = {name: getattr(config, name) for name in names}
+    if config.positions not in ('rope', 'alibi'):
+        fields['positions'] = 'none'  # added to the stream, outside of attention
+    return AttentionSpec(**fields, residual_gain=config.num_branches**-0.5)
 
 
 def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
     """The attention layers of a model: a function that makes each specification, by its setting."""
-    found = {'model': lambda: attention_spec(config)}
+    specs = {'model': lambda: attention_spec(config)}
+
+    def at_turn(turn: int) -> Callable[[], AttentionSpec]:
+        return lambda: attention_spec(config.cycle[turn])
+
     for turn in range(0 if config.pattern is None else len(split_pattern(config.pattern))):
-        found[f'model.pattern[{turn}]'] = functools.partial(_at_turn, config, turn)
+        specs[f'model.pattern[{turn}]'] = at_turn(turn)
     if config.kind == 'encoder_decoder':
-        found['model.encoder_variant'] = lambda: attention_spec(config.encoder)
-        found['model.cross_variant'] = lambda: attention_spec(config.cross)
-    return found
-
-
-def _at_turn(config: ModelConfig, turn: int) -> AttentionSpec:
-    return attention_spec(config.cycle[turn])
+        specs['model.encoder_variant'] = lambda: attention_spec(config.encoder)
+        specs['model.cross_variant'] = lambda: attention_spec(config.cross)
+    return specs
 
 
 def validate(config: Config) -> None:

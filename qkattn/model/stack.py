@@ -33,24 +33,24 @@ class Pattern(nnx.Module):
 
 Blocks = Block | Pattern
 
-# An activation and a letter per axis -> the activation.
-Place = Callable[[jax.Array, str], jax.Array]
-_place: contextvars.ContextVar[Place] = contextvars.ContextVar('place')
+# An activation and a letter per axis -> the activation, placed on the devices of a mesh.
+Placement = Callable[[jax.Array, str], jax.Array]
+_placement: contextvars.ContextVar[Placement] = contextvars.ContextVar('placement')
 
 
 @contextlib.contextmanager
-def placing(place: Place) -> Iterator[None]:
-    """Models traced in the block apply `place` to the stream around layers, logits, embeddings."""
-    token = _place.set(place)
+def placing(placement: Placement) -> Iterator[None]:
+    """Models traced inside apply the placement to the stream around layers, logits, embeddings."""
+    token = _placement.set(placement)
     try:
         yield
     finally:
-        _place.reset(token)
+        _placement.reset(token)
 
 
 def placed(array: jax.Array, letters: str) -> jax.Array:
-    """The array as the surrounding `placing` places it; itself without one."""
-    return _place.get(lambda array, letters: array)(array, letters)
+    """The array with the placement in force; itself without one."""
+    return _placement.get(lambda array, letters: array)(array, letters)
 
 
 def stacks_of(blocks: Blocks) -> list[Block]:
@@ -91,26 +91,26 @@ def scan_layers(
     *,
     config: ModelConfig,
 ) -> Any:
-    """The carry after `carry = step(carry, block, place, row)` for every layer in turn.
+    """The carry after `carry = step(carry, block, index, row)` for every layer in turn.
 
     One scan: a layer, or with a pattern one layer of each variant, is an iteration. Layers beyond
     the last whole iteration follow the scan.
 
     Args:
-      step: `place` is the number of the block's stack and the block's row in it; `row` is that of
-        the layer in `rows`.
+      step: `index` is the number of the block's stack and the block's index in it; `row` is that
+        of the layer in `rows`.
       rows: arrays [L, ...] in any tree.
     """
     stacks, L = stacks_of(blocks), config.num_layers
     P, inputs = len(stacks), []
     for number, stack in enumerate(stacks):
         layers = jnp.arange(number, L, P, dtype=jnp.int32)
-        own = rows if P == 1 else jax.tree.map(operator.itemgetter(slice(number, None, P)), rows)
-        inputs.append((stack, layers, jnp.arange(len(layers), dtype=jnp.int32), own))
+        part = rows if P == 1 else jax.tree.map(operator.itemgetter(slice(number, None, P)), rows)
+        inputs.append((stack, layers, jnp.arange(len(layers), dtype=jnp.int32), part))
 
     def cycle(carry: Any, inputs: list[tuple]) -> tuple[Any, None]:
-        for number, (block, layer, row, own) in enumerate(inputs):
-            carry = step(carry, block.at(layer), (number, row), own)
+        for number, (block, layer, index, row) in enumerate(inputs):
+            carry = step(carry, block.at(layer), (number, index), row)
         return carry, None
 
     whole, rest = divmod(L, P)

@@ -1,26 +1,23 @@
-"""What all models share: embedding, positions, a stack of blocks, and the output matrix."""
+"""Models: the decoder, the encoder and the encoder-decoder, and what they have in common."""
 
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import Attention, Mask
-from qkattn.attention.parameters import initialization, one_key, product, weight
+from qkattn.attention.parameters import initialization, one_key, product, shapes_only, weight
 from qkattn.attention.rope import sinusoids
 from qkattn.config import ModelConfig
-from qkattn.model.blocks import Block, Norm, drop, split_key
+from qkattn.model.blocks import Block, CrossBlock, Norm, drop, module_key, split_key
 from qkattn.model.stack import layer_of, placed, run_blocks, stack_blocks
 
 
 class Stream(nnx.Module):
-    """From tokens to the residual stream after the last block.
-
-    Parameters: V D (embedding) + T D (learned positions) + L blocks + the final norm (with pre-norm
-    only).
-    """
+    """Embedding, positions, blocks and final norm: from tokens to the residual stream."""
 
     def __init__(
         self,
@@ -111,10 +108,7 @@ class Stream(nnx.Module):
 
 
 class Transformer(Stream):
-    """A Stream and an output matrix.
-
-    Parameters: a Stream's, and D V more where the output matrix is not the transposed embedding.
-    """
+    """A Stream and an output matrix, which may be the transposed embedding."""
 
     def __init__(
         self,
@@ -145,6 +139,155 @@ class Transformer(Stream):
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
         logits_BTV = product(placed(x_BTD, 'BTD'), w_output_DV, dtype=dtype)
         return placed(logits_BTV, 'BTV')
+
+
+class Decoder(Transformer):
+    """Causal transformer (Radford et al. 2019): logits of the next token at every position."""
+
+    causal: ClassVar[bool] = True
+
+    def stream(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        valid_BT: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The normed stream x_BTD after the last block, of which `logits` are taken.
+
+        Args:
+          tokens_BT: token ids, T <= config.context.
+          valid_BT: False on padding, to which no position attends.
+          dropout_key: random key; without it dropout is off.
+
+        Raises:
+          ValueError: more tokens than config.context.
+        """
+        self.check_length(tokens_BT)
+        mask = Mask(causal=self.causal, valid_BS=valid_BT, window=self.config.window)
+        return self.run(self.embed(tokens_BT), mask, dropout_key)
+
+
+class Encoder(Decoder):
+    """Bidirectional transformer (Devlin et al. 2019): logits of the token at every position.
+
+    The head is the output matrix alone, without BERT's dense layer before it.
+    """
+
+    causal = False
+
+
+class EncoderDecoder(Transformer):
+    """Encodes a source, then predicts each target token from the source and the tokens before it.
+
+    Vaswani et al. 2017. Source and target rows may hold several sentence pairs, numbered by
+    segments; a token attends to its own pair only, and its position is counted from the beginning
+    of the pair.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        key: jax.Array | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        key = one_key(key, rngs)
+        super().__init__(config, key=key, block=CrossBlock)
+        self.encoder = Stream(
+            config.encoder,
+            key=module_key(key, 'encoder'),
+            own_embedding=not config.shared_embeddings,
+        )
+
+    def stream(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        source_BS: jax.Array,
+        source_segments_BS: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The normed stream x_BTD of the targets after the last block; its logits are those of the
+        next target token.
+
+        Args:
+          tokens_BT: target tokens, T <= config.context.
+          source_BS: source tokens, S <= config.encoder.context.
+          source_segments_BS, segments_BT: the pair that a token belongs to, from 1; 0 is padding.
+            The pairs of a row follow one another without gaps. None is one pair a row.
+          dropout_key: random key; without it dropout is off.
+
+        Raises:
+          ValueError: more tokens than config.context or config.encoder.context.
+        """
+        self.check_length(tokens_BT)
+        encoder_key, decoder_key = split_key(dropout_key, 2)
+        source_segments_BS = _one_pair(source_BS, source_segments_BS)
+        segments_BT = _one_pair(tokens_BT, segments_BT)
+        y_BSD = self.encode(source_BS, source_segments_BS, dropout_key=encoder_key)
+        window = self.config.window
+        return self.run(
+            self.embed(tokens_BT, positions_of(segments_BT)),
+            Mask(causal=True, window=window, segments_BT=segments_BT, segments_BS=segments_BT),
+            decoder_key,
+            y_BSD=y_BSD,
+            cross_mask=Mask(segments_BT=segments_BT, segments_BS=source_segments_BS),
+        )
+
+    def encode(
+        self,
+        source_BS: jax.Array,
+        source_segments_BS: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The encoder's output y_BSD; see `stream`."""
+        self.encoder.check_length(source_BS, 'model.source_context')
+        segments_BS = _one_pair(source_BS, source_segments_BS)
+        shared_VD = self.w_embedding_VD[...] if self.config.shared_embeddings else None
+        x_BSD = self.encoder.embed(source_BS, positions_of(segments_BS), w_embedding_VD=shared_VD)
+        window = self.config.window
+        mask = Mask(window=window, segments_BT=segments_BS, segments_BS=segments_BS)
+        return self.encoder.run(x_BSD, mask, dropout_key)
+
+
+def positions_of(segments_BT: jax.Array) -> jax.Array:
+    """Each token's position within its own segment."""
+    t_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1]), segments_BT.shape)
+    begins_BT = jnp.diff(segments_BT, axis=1, prepend=-1) != 0
+    return t_BT - jax.lax.cummax(jnp.where(begins_BT, t_BT, 0), axis=1)
+
+
+def _one_pair(tokens_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    return jnp.ones_like(tokens_BT) if segments_BT is None else segments_BT
+
+
+KINDS: dict[str, type[Transformer]] = {
+    'decoder': Decoder,
+    'encoder': Encoder,
+    'encoder_decoder': EncoderDecoder,
+}
+
+
+def build(
+    config: ModelConfig, *, key: jax.Array | None = None, rngs: nnx.Rngs | None = None
+) -> Transformer:
+    """A model of config.kind at initialization; its parameters are drawn with a key or rngs."""
+    return KINDS[config.kind](config, key=key, rngs=rngs)
+
+
+@functools.lru_cache(maxsize=4096)
+def abstract_model(config: ModelConfig) -> Transformer:
+    """The model with shapes in place of arrays; nothing is allocated."""
+    with shapes_only():
+        return nnx.eval_shape(lambda: build(config, key=jax.random.key(0)))
+
+
+def with_params(config: ModelConfig, params: dict) -> Transformer:
+    """The model with these parameters."""
+    return nnx.merge(nnx.graphdef(abstract_model(config)), params)
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:

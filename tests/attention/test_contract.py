@@ -69,6 +69,20 @@ def test_it_equals_the_oracle_in_float64(variant):
         assert_equals_oracle(layer, x_BTD, causal())
 
 
+def test_logits_are_those_of_the_matrix(score):
+    """Before the softmax, which hides what is added to all keys alike."""
+    with jax.enable_x64(True):
+        circuit, x_BTD, y_BSD = wide((make((score, 'vo'), biases=True).score, stream(), stream(5)))
+        q_BTNH, k_BSKH = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
+        k_BSNH = jnp.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
+        got = circuit.scale * jnp.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
+        if circuit.bilinear:
+            want = oracle.logits(circuit.matrix(), x_BTD, y_BSD, scale=circuit.scale)
+        else:
+            want = circuit.scale * circuit.reference_logits(x_BTD, y_BSD)
+        assert error(got, want) < 1e-12
+
+
 def test_no_position_depends_on_a_later_one(variant):
     gradients = in_float64(variant)[2]
     for t in (0, 3):

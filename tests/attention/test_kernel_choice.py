@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from qkattn.attention import Mask, SpecError, attend, registry
 from qkattn.attention.kernels import choice
-from qkattn.attention.kernels.call import Call, Target
+from qkattn.attention.kernels.einsum import Call, Target
 from qkattn.config import Config, ModelConfig, fingerprint
 from qkattn.errors import ConfigError
 from qkattn.model.sites import check_kernel, validate
@@ -94,12 +94,6 @@ def test_a_named_kernel_refuses_what_it_cannot_serve(kernel, target, options, wo
         choice.choose(kernel, call(**options), target)
     text = str(refusal.value)
     assert text.startswith(f'kernel={kernel!r} ') and words in text and '\n' not in text
-
-
-def test_a_kernel_without_its_package_names_what_to_install(monkeypatch):
-    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
-    with pytest.raises(SpecError, match=r"needs the package tokamax .* '\.\[kernels\]'"):
-        choice.choose('tokamax', call(), CPU)
 
 
 def test_attention_to_cached_keys_is_never_of_a_library():

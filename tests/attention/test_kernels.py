@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from qkattn.attention import Mask
 from qkattn.attention.kernels.blockwise import blockwise
-from qkattn.attention.kernels.call import Call, Target
-from qkattn.attention.kernels.einsum import einsum
+from qkattn.attention.kernels.einsum import Call, Target, einsum
 from qkattn.attention.normalizers import Softmax, SoftmaxOffByOne
 from qkattn.attention.rope import linear_bias
 from qkattn.config import MeshConfig

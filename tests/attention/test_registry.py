@@ -1,4 +1,4 @@
-"""Names, options and import paths; refusals in one sentence."""
+"""Names, options and import paths; what cannot be built is refused in one sentence."""
 
 import sys
 
@@ -7,6 +7,7 @@ import pytest
 
 from qkattn.attention import Attention, AttentionSpec, Score, parse_variant, registry
 from qkattn.errors import SpecError
+from tests.attention import examples  # noqa: F401, classes that an import path names
 from tests.attention.layers import SIZES
 
 OUTSIDE = """
@@ -27,22 +28,20 @@ def outside(tmp_path, monkeypatch):
     sys.modules.pop('outside_variants', None)
 
 
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(SpecError, match="unknown score 'qq'.*qk, merged, shared_qk"):
-        parse_variant('qq/vo')
-    with pytest.raises(SpecError, match="unknown value 'no_w', did you mean 'no_v'"):
-        parse_variant('qk/no_w')
-
-
-@pytest.mark.parametrize('text', ['qk', 'qk(rank=)/vo', 'qk(2)/vo'])
-def test_a_malformed_variant_says_how_to_write_it(text):
-    with pytest.raises(SpecError, match='must be written'):
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('qq/vo', "unknown score 'qq'.*qk, merged, shared_qk"),
+        ('qk/no_w', "unknown value 'no_w', did you mean 'no_v'"),
+        ('qk', 'must be written'),
+        ('qk(rank=)/vo', 'must be written'),
+        ('qk(2)/vo', 'must be written'),
+        ('qk(rank=3)/vo', "qk has no option 'rank'; it takes none"),
+    ],
+)
+def test_a_variant_that_names_nothing_is_refused(text, message):
+    with pytest.raises(SpecError, match=message):
         parse_variant(text)
-
-
-def test_an_unknown_option_lists_what_the_class_takes():
-    with pytest.raises(SpecError, match="qk has no option 'rank'; it takes none"):
-        parse_variant('qk(rank=3)/vo')
 
 
 def test_a_class_outside_the_package_takes_its_options(outside):
@@ -50,36 +49,97 @@ def test_a_class_outside_the_package_takes_its_options(outside):
     assert issubclass(cls, Score) and options == {'factor': 3.0}
     spec = AttentionSpec(score=f'{outside}:Scaled(factor=3.0)', **SIZES)
     assert Attention(spec, key=jax.random.key(0)).score.scale == 3.0 * 8**-0.5
-    with pytest.raises(SpecError, match='it takes factor'):
-        registry.find_score(f'{outside}:Scaled(rank=3)')
-
-
-@pytest.mark.parametrize(
-    ('path', 'message'),
-    [
+    for path, message in (
+        (f'{outside}:Scaled(rank=3)', 'it takes factor'),
         ('no_such_module:X', "no module named 'no_such_module'"),
-        ('outside_variants:Missing', "has no 'Missing'"),
-        ('outside_variants:NotAScore', 'not a subclass of qkattn.attention.Score'),
-    ],
-)
-def test_a_wrong_import_path_is_one_sentence(outside, path, message):
-    with pytest.raises(SpecError, match=message):
-        registry.find_score(path)
+        (f'{outside}:Missing', "has no 'Missing'"),
+        (f'{outside}:NotAScore', 'not a subclass of qkattn.attention.Score'),
+    ):
+        with pytest.raises(SpecError, match=message):
+            registry.find_score(path)
+
+
+ROPE = {'positions': 'rope'}
+WIDE = {'head_size': 16}
+WITHOUT_ROPE = 'symmetric symmetric_skew gauge_fixed collaborative query_free_full neither_full'
+REFUSED = [
+    ('qk/vo', {'num_kv_heads': 3}, 'num_kv_heads=3 must divide num_heads=4'),
+    ('qk/vo', {'num_heads': 0}, 'num_heads=0 must be a whole number'),
+    ('merged/no_v', {'num_kv_heads': 2}, 'num_kv_heads=2 changes nothing in merged/no_v'),
+    ('query_free/vo', WIDE, r'query_free uses .* must equal d_model=32, not 4 \* 16'),
+    *(
+        (variant, WIDE, f'{variant.replace("/vo", "").replace("qk/", "")} uses slices')
+        for variant in (
+            *('key_free/vo', 'neither/vo', 'nonlinear_query/vo', 'qk/no_v', 'qk/no_o', 'qk/no_vo'),
+            *('qk/hadamard', 'qk/v_is_k_transposed'),
+        )
+    ),
+    *((f'{score}/vo', ROPE, f'{score} has no rotary form') for score in WITHOUT_ROPE.split()),
+    ('merged(init="svd")/vo', {}, r"merged\(init='svd'\) must be one of 'dense', 'product'"),
+    ('low_rank(rank=0)/vo', {}, 'rank=0.*from 1 to d_model=32'),
+    ('low_rank(rank=33)/vo', {}, 'rank=33.*from 1 to d_model=32'),
+    ('low_rank(rank=2.0)/vo', {}, r'rank=2\.0.*whole number'),
+    ('low_rank(rank=True)/vo', {}, 'rank=True.*whole number'),
+    ('low_rank(rank=3)/vo', ROPE, 'rank=3.*even'),
+    ('full_size/vo', {**ROPE, 'd_model': 33}, 'd_model=33 must be even'),
+    ('shared_qk(key_norm=1)/vo', {}, 'key_norm=1.*must be one of False, True'),
+    ('shared_qk(self_mask="yes")/vo', {}, "self_mask='yes'.*must be one of False, True"),
+    ('shared_qk(temperature=0)/vo', {}, "temperature=0.*above 0, 'learned' or None"),
+    ('shared_qk(temperature="free")/vo', {}, "temperature='free'.*above 0"),
+    ('symmetric_skew(symmetric_rank=33)/vo', {}, 'symmetric_rank=33.*from 0 to d_model=32'),
+    ('symmetric_skew(skew_rank=17)/vo', {}, 'skew_rank=17.*d_model // 2=16'),
+    ('symmetric_skew(symmetric_rank=0, skew_rank=0)/vo', {}, 'above 0'),
+    ('double(size=0)/vo', {}, 'size=0.*of at least 1'),
+    ('double(which="v")/vo', {}, "which='v'.*'q', 'k', 'both'"),
+    ('collaborative(size=-1)/vo', {}, 'size=-1.*of at least 1'),
+    ('nonlinear_query(form="linear")/vo', {}, "form='linear'.*'residual', 'bottleneck'"),
+    ('nonlinear_query(rank=0)/vo', {}, 'rank=0.*of at least 1'),
+    ('latent(size=64)/vo', {}, 'size=64.*from 1 to d_model=32'),
+    ('latent(query_size=0)/vo', {}, 'query_size=0.*from 1 to d_model=32'),
+    ('latent(rope_size=4)/vo', {}, 'rope_size=4.*needs positions=rope, not none'),
+    ('latent(rope_size=5)/vo', ROPE, 'rope_size=5.*even'),
+    ('latent/vo', ROPE, r'positions=rope needs latent\(rope_size=G\)'),
+    ('gauge_fixed/vo', {'head_size': 64}, 'head_size=64 must be at most d_model=32'),
+    ('gauge_fixed(rows=((0, 1),))/vo', {}, 'for each of num_kv_heads=4 heads, head_size=8'),
+    ('qk/merged_vo(init="x")', {}, r"merged_vo\(init='x'\) must be one of 'dense', 'product'"),
+    ('qk/low_rank(rank=0)', {}, r'low_rank\(rank=0\) must be a whole number from 1 to d_model=32'),
+    ('qk/double(size=0)', {}, r'double\(size=0\) must be a whole number'),
+    ('qk/gauge_fixed', {'num_heads': 1, 'num_kv_heads': 1, 'head_size': 32}, 'below d_model'),
+    ('qk/gauge_fixed(init="x")', {}, "must be one of 'dense', 'product'"),
+    ('qk/gauge_fixed(columns=((0, 1),))', {}, 'for each of num_heads=4 heads, head_size=8'),
+    (f'qk/gauge_fixed(columns={((0,) * 8,) * 4})', {}, 'different columns below d_model=32'),
+    ('qk/hadamard', {'d_model': 24, 'head_size': 6}, 'power of two, not 24; the nearest are 16'),
+    ('qk/hadamard(odd="no")', {}, "must be one of 'refuse', 'dct'"),
+    ('merged/k_is_v', {}, 'k_is_v uses the key projection of its score, and merged has none'),
+    ('merged/q_is_v', {}, 'uses the query projection.*scores that have one are qk, shared_qk'),
+    ('symmetric/q_is_v', {}, 'uses the query projection'),
+    ('pairwise/q_is_v', {}, 'uses the query projection'),
+    ('key_free/subspace', {}, 'uses the key projection of its score.*have one are qk'),
+    ('shared_qk/q_is_v', {}, 'is the key matrix: write k_is_v in place of q_is_v'),
+    ('shared_qk/o_is_q', {}, 'is the key matrix: write o_is_k in place of o_is_q'),
+    ('shared_qk(key_norm=True)/k_is_v', {}, 'k_is_v .* cannot be used with .* not bilinear'),
+    ('qk/latent', {}, 'qk has none to share; scores that have one are latent'),
+    ('qk/v_is_k_transposed', {'num_kv_heads': 2}, 'num_kv_heads must be num_heads=4, not 2'),
+]
+
+
+@pytest.mark.parametrize(('variant', 'change', 'message'), REFUSED)
+def test_what_cannot_be_built_is_refused_in_one_sentence(variant, change, message):
+    with pytest.raises(SpecError, match=message) as refusal:
+        spec = {**SIZES, **parse_variant(variant)._asdict(), **change}
+        registry.check(AttentionSpec(**spec))
+    assert '\n' not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ('change', 'message'),
+    ('name', 'message'),
     [
-        ({'num_kv_heads': 3}, 'num_kv_heads=3 must divide num_heads=4'),
-        ({'num_heads': 0}, 'num_heads=0 must be a whole number'),
-        ({'score': 'query_free', 'head_size': 16}, 'must equal d_model=32, not 4 \\* 16'),
-        ({'score': 'key_free', 'head_size': 16}, 'key_free uses slices'),
-        ({'value': 'no_v', 'head_size': 16}, 'no_v uses slices'),
-        ({'value': 'no_o', 'head_size': 16}, 'no_o uses slices'),
-        ({'value': 'no_vo', 'head_size': 16}, 'no_vo uses slices'),
-        ({'score': 'merged', 'value': 'no_v', 'num_kv_heads': 2}, 'changes nothing'),
+        ('softmx', "unknown normalizer 'softmx', did you mean 'softmax'"),
+        ('softmax(heat=2)', "no option 'heat'"),
+        ("sigmoid(bias='low')", r"sigmoid\(bias='low'\) must be a finite number, or None"),
+        ('gated:Gated', 'is not a subclass of qkattn.attention.Normalizer'),
     ],
 )
-def test_a_variant_that_cannot_be_built_is_refused(change, message):
+def test_a_normalizer_that_cannot_be_built_is_refused(name, message):
     with pytest.raises(SpecError, match=message):
-        registry.check(AttentionSpec(**{**SIZES, **change}))
+        registry.check(AttentionSpec(normalizer=name, **SIZES))

@@ -98,26 +98,3 @@ def test_rematerialization_costs_another_forward_pass():
 )
 def test_cache(fields, floats):
     assert cost.cache_floats_per_token(dataclasses.replace(BASE, **fields)) == floats
-
-
-def test_what_can_be_made_equal():
-    total = cost.count(BASE)['total']
-    wanted = {
-        'total': total,
-        'non_embedding': total - 64 * 100 - 32 * 64,
-        'flops': cost.flops_per_token(BASE),
-        'cache': cost.cache_floats_per_token(BASE),
-    }
-    assert {which: cost.measured(BASE, which) for which in wanted} == wanted
-
-
-def test_an_unknown_measure_is_refused():
-    with pytest.raises(ValueError, match="which='memory' must be total, non_embedding, flops"):
-        cost.measured(BASE, 'memory')
-
-
-def test_a_config_is_measured_once(monkeypatch):
-    config = dataclasses.replace(BASE, d_ff=77)
-    first = cost.measured(config, 'flops')
-    monkeypatch.setattr(cost, 'flops_per_token', None)
-    assert cost.measured(dataclasses.replace(BASE, d_ff=77), 'flops') == first

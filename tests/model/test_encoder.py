@@ -159,10 +159,6 @@ def test_embeddings_are_dropped_too_and_only_with_a_key():
     np.testing.assert_array_equal(without_key, logits_of(make(), TOKENS))
 
 
-def test_a_deep_stack_keeps_its_scale_at_initialization():
-    assert 0.5 < logits_of(make(kind='decoder', num_layers=24), TOKENS).std() < 2
-
-
 @pytest.mark.parametrize(
     ('kind', 'tokens', 'source', 'message'),
     [

@@ -11,7 +11,6 @@ import pytest
 from qkattn.config import ModelConfig
 from qkattn.decode import kv_cache
 from qkattn.model import EncoderDecoder, abstract_model, build, cost
-from qkattn.study import matching
 from tests.model import slow_transformer as slow
 
 CONFIG = ModelConfig(
@@ -173,24 +172,6 @@ def test_packed_pairs_are_to_the_model_what_they_are_alone(fields):
     np.testing.assert_allclose(together[:target], bare[0], atol=2e-5 * np.abs(bare).max())
 
 
-@pytest.mark.parametrize(
-    ('fields', 'variants'),
-    [
-        (
-            {'encoder_variant': 'merged/no_vo', 'cross_variant': 'key_free/no_v'},
-            ['shared_qk/vo', 'merged/no_vo', 'key_free/no_v'],
-        ),
-        ({'positions': 'rope'}, ['shared_qk/vo'] * 3),
-    ],
-)
-def test_each_site_takes_its_own_variant(fields, variants):
-    model = abstract_model(dataclasses.replace(CONFIG, score='shared_qk', **fields))
-    sites = (model.blocks.attention, model.encoder.blocks.attention, model.blocks.cross_attention)
-    assert [str(site.spec.variant) for site in sites] == variants
-    positions = fields.get('positions', 'none')
-    assert [site.spec.positions for site in sites] == [positions, positions, 'none']
-
-
 D, F, V, T, S = 16, 24, 13, 10, 12
 
 
@@ -234,27 +215,6 @@ def test_parameters_by_hand(fields, attention, embedding, norm):
     assert cost.count(config) == parts | {'total': total}
     real = jax.tree.leaves(build(config, key=jax.random.key(0)))
     assert sum(leaf.size for leaf in real) == total
-
-
-@pytest.mark.parametrize(
-    'fields',
-    [
-        {'cross_variant': 'merged/vo'},
-        {'encoder_variant': 'key_free/no_v'},
-        {'score': 'shared_qk', 'encoder_variant': 'merged/vo', 'cross_variant': 'query_free/no_o'},
-        {'shared_embeddings': False, 'score': 'low_rank(rank=2)'},
-        {'cross_variant': 'qk/hadamard(odd="dct")'},
-    ],
-    ids=str,
-)
-def test_models_of_other_variants_are_made_equally_large(fields):
-    sizes = {'d_model': 64, 'd_ff': 256, 'num_heads': 1, 'vocab_size': 100}
-    base = dataclasses.replace(CONFIG, **sizes)
-    target = cost.count(base)['total']
-    found = matching.match(dataclasses.replace(base, **fields), target)
-    assert abs(found.parameters['total'] / target - 1) <= 1e-3
-    assert found.parameters == cost.count(found.config)
-    assert all(getattr(found.config, name) == value for name, value in fields.items())
 
 
 def test_no_two_parts_start_from_the_same_numbers():

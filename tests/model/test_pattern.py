@@ -97,34 +97,6 @@ def test_costs_are_sums_over_layers():
         assert cost.measured(CONFIG, which) == pytest.approx(rest + layers, rel=1e-12), which
 
 
-def test_a_pattern_of_one_variant_is_the_model_without():
-    alone = dataclasses.replace(CONFIG, pattern='qk/vo')
-    plain = dataclasses.replace(CONFIG, pattern=None)
-    one, other = (build(config, key=jax.random.key(0)) for config in (alone, plain))
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(one), jax.tree.leaves(other))
-
-
-@pytest.mark.parametrize('destination', ['d_model', 'd_ff', 'num_layers'])
-def test_a_pattern_is_matched(destination):
-    deep = 24 if destination == 'num_layers' else 4
-    base = ModelConfig(d_model=128, num_layers=deep, num_heads=4, context=128)
-    target = cost.measured(base, 'total')
-    config = dataclasses.replace(base, **parse_variant('qk/vo?pattern=qk/vo,qk/no_v'))
-    found = matching.match(config, target, destination=destination)
-    assert abs(found.residual) <= 1e-3
-    assert found.parameters['total'] == cost.measured(found.config, 'total')
-    assert getattr(found.config, destination) > (getattr(base, destination) or 512)
-
-
-def test_variants_are_separated_by_the_commas_outside_of_parentheses():
-    text = 'shared_qk(key_norm=True,self_mask=True)/vo, qk/low_rank(rank=(2)),a.b:C/no_v'
-    assert split_pattern(text) == [
-        'shared_qk(key_norm=True,self_mask=True)/vo',
-        'qk/low_rank(rank=(2))',
-        'a.b:C/no_v',
-    ]
-
-
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
@@ -146,6 +118,17 @@ def test_a_pattern_that_does_not_fit_is_refused_in_one_sentence(fields, message)
         build(config, key=jax.random.key(0))
 
 
-def test_conversions_refuse_a_pattern(model):
+def test_a_pattern_is_matched_and_not_converted():
+    base = ModelConfig(d_model=128, num_layers=4, num_heads=4, context=128)
+    config = dataclasses.replace(base, **parse_variant('qk/vo?pattern=qk/vo,qk/no_v'))
+    match = matching.match(config, cost.measured(base, 'total'), destination='d_model')
+    assert abs(match.residual) <= 1e-3 and match.config.d_model > 128
+    assert match.parameters['total'] == cost.measured(match.config, 'total')
     with pytest.raises(ConfigError, match="one variant, but model.pattern is 'qk/vo,low_rank"):
         convert_model('merge', CONFIG, {})
+
+
+def test_variants_are_separated_by_the_commas_outside_of_parentheses():
+    text = 'shared_qk(key_norm=True,self_mask=True)/vo, qk/low_rank(rank=(2)),a.b:C/no_v'
+    variants = ['shared_qk(key_norm=True,self_mask=True)/vo', 'qk/low_rank(rank=(2))', 'a.b:C/no_v']
+    assert split_pattern(text) == variants

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.attention.kernels.call import Target
+from qkattn.attention.kernels.einsum import Target
 from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, TrialsConfig
 from qkattn.storage.records import read_json
 from qkattn.train import program, sharding

@@ -1,1 +1,0 @@
-"""Implementations of attention beside the einsums, and the choice between them."""

@@ -6,16 +6,16 @@ saves the output and the log-sum-exp of every query, and the backward pass compu
 probabilities of each block again. Blocks that the mask rules out are not computed.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qkattn.attention.kernels.call import Call, Target
+from qkattn.attention.kernels.einsum import Call, Target
 from qkattn.attention.mask import Mask
 from qkattn.attention.normalizers import SoftmaxOffByOne
 
@@ -28,34 +28,26 @@ BLOCK_ELSEWHERE = 512
 HIDDEN = 1e30
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What is known when the program is traced.
-
-    Attributes:
-      pairs: (i, j) of each block of queries and block of keys that is computed.
-    """
+class _Options(NamedTuple):
+    """What is known when the program is traced."""
 
     scale: float
     logit_cap: float | None
-    off_by_one: bool
+    off_by_one: bool  # as if every query had one more key, of logit 0 and value 0
     dropout: float
-    pairs: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[int, int], ...]  # (i, j) of the blocks of queries and keys that are computed
 
 
 def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array:
     """o_BTNH as in `attend`, of softmax or softmax_off_by_one; 0 without visible keys.
 
-    The bias is evaluated once for each of the T + S - 1 distances. Dropout draws other random
-    numbers than `einsum` does.
+    Dropout draws other random numbers than `einsum` does.
 
     Args:
       block: queries, and keys, of a block at most; None is that of the platform.
     """
     B, T, N, H = call.q_BTNH.shape
-    S, mask, scale, q_BTNH = call.k_BSKH.shape[1], call.mask, call.scale, call.q_BTNH
-    if isinstance(scale, jax.Array):
-        q_BTNH, scale = q_BTNH * scale.astype(q_BTNH.dtype), 1.0
+    S, mask, (q_BTNH, scale) = call.k_BSKH.shape[1], call.mask, call.with_static_scale()
     block = block or BLOCK.get(target.platform, BLOCK_ELSEWHERE)
     i, j = -(-T // block), -(-S // block)
     t, s = -(-T // i), -(-S // j)
@@ -65,7 +57,6 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
     options = _Options(
         scale=scale,
         logit_cap=call.logit_cap,
-        # As if every query had one more key, of logit 0 and value 0.
         off_by_one=isinstance(call.normalizer, SoftmaxOffByOne),
         dropout=call.dropout,
         pairs=_pairs(mask, i, t, j, s),
@@ -171,17 +162,9 @@ def _kept(options: _Options, key: jax.Array, number: jax.Array, shape: tuple) ->
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    options: _Options,
-    q_IBNTH: jax.Array,
-    k_JBKSH: jax.Array,
-    v_JBKSH: jax.Array,
-    b_NR: jax.Array | None,
-    mask: Mask,
-    key: jax.Array | None,
-) -> jax.Array:
+def _attention(options: _Options, *operands: Any) -> jax.Array:
     """o_IBNTH of queries in I blocks and keys in J blocks."""
-    return _forward(options, q_IBNTH, k_JBKSH, v_JBKSH, b_NR, mask, key)[0]
+    return _forward(options, *operands)[0]
 
 
 def _forward(

@@ -1,4 +1,4 @@
-"""Which kernel computes an attention, and why.
+"""Attention probabilities and the mix of values, and which kernel computes them.
 
 model.kernel='auto' takes the first kernel of the platform's libraries that serves the attention.
 Else it is `blockwise` from a context on, below which `einsum` is as fast.
@@ -17,12 +17,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from qkattn.attention.kernels import library
 from qkattn.attention.kernels.blockwise import blockwise
-from qkattn.attention.kernels.call import Call, Target
-from qkattn.attention.kernels.einsum import einsum
-from qkattn.attention.normalizers import Softmax, SoftmaxOffByOne
+from qkattn.attention.kernels.einsum import Bias, Call, Target, einsum
+from qkattn.attention.mask import Mask
+from qkattn.attention.normalizers import Normalizer, Softmax, SoftmaxOffByOne
 from qkattn.errors import SpecError
 
 log = logging.getLogger(__name__)
+
+SOFTMAX = Softmax()
 
 # Contexts from which `blockwise` is chosen: where it is faster than `einsum`, measured on CPUs; on
 # accelerators, where the logits of a head begin to take much memory.
@@ -31,7 +33,6 @@ BLOCKWISE_FROM_ELSEWHERE = 2048
 
 LIBRARIES: dict[str, tuple[Callable, Callable]] = {
     'dot_product': (library.dot_product_obstacle, library.dot_product),
-    'tokamax': (library.tokamax_obstacle, library.tokamax),
     'splash': (library.splash_obstacle, library.splash),
 }
 # The libraries that 'auto' may choose, by platform.
@@ -41,9 +42,74 @@ KERNELS = ('auto', 'einsum', 'blockwise', *LIBRARIES)
 _target: contextvars.ContextVar[Target] = contextvars.ContextVar('target')
 
 
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask: Mask | jax.Array,
+    *,
+    scale: float | jax.Array,
+    bias: Bias | None = None,
+    logit_cap: float | None = None,
+    normalizer: Normalizer = SOFTMAX,
+    dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    kernel: str = 'auto',
+) -> jax.Array:
+    """o[t, n] = sum_s softmax_s(scale * q[t, n] . k[s]) v[s]; probabilities in float32 or wider.
+
+    Keys and values may have fewer heads than queries, each a number that divides N, and values may
+    have another head size. A shared head is not copied to the N query heads. What a query without
+    visible keys returns is finite, but without meaning.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH: queries, keys and values; K and H may differ between k and v.
+      mask: a Mask, or a mask_BTS, True where a query may attend to a key; B may be 1.
+      scale: factor on the logits.
+      bias: of the distances t - s, added to the scaled (and capped) logits.
+      logit_cap: c in c tanh(logit / c); None is off.
+      normalizer: what stands in place of softmax.
+      dropout: rate at which attention probabilities are dropped; off without a key.
+      dropout_key: random key of dropout.
+      kernel: 'auto', or the name of the kernel that computes it.
+
+    Returns:
+      o_BTNH with the head size and dtype of v.
+
+    Raises:
+      SpecError: the kernel cannot serve this attention.
+    """
+    call = Call(
+        q_BTNH=q_BTNH,
+        k_BSKH=k_BSKH,
+        v_BSKH=v_BSKH,
+        mask=Mask.of(mask),
+        scale=scale,
+        bias=bias,
+        logit_cap=logit_cap,
+        normalizer=normalizer,
+        dropout=0.0 if dropout_key is None else dropout,
+        dropout_key=dropout_key,
+    )
+    on_mesh, (T, S) = _target.get(None), call.lengths
+    if kernel == 'einsum' and not on_mesh:
+        return einsum(call)  # costs are counted before there are devices
+    target = on_mesh or Target.of(None)
+    name, reason = choose(kernel, call, target)
+    if target.platform is None:
+        return jnp.zeros((*q_BTNH.shape[:3], v_BSKH.shape[-1]), v_BSKH.dtype)
+    if on_mesh:
+        say_once(f'attention of {T:,} queries to {S:,} keys by {name}: {reason}')
+    if name == 'einsum':
+        return einsum(call)
+    if name == 'blockwise':
+        return blockwise(call, target)
+    return LIBRARIES[name][1](call, target)
+
+
 @contextlib.contextmanager
 def on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
-    """Attention traced in the block is for the devices of a mesh.
+    """Attention traced in the block is for the devices of a mesh; the choice is logged once.
 
     With None it is only checked, for devices that are not known yet: a named kernel that serves it
     on no platform is refused, and no device is asked for.
@@ -55,35 +121,8 @@ def on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
         _target.reset(token)
 
 
-def obstacle(kernel: str, call: Call, target: Target) -> str | None:
-    """Why a kernel cannot serve a call, as the end of a sentence; None where it can."""
-    if kernel == 'einsum':
-        return None
-    if kernel == 'blockwise':
-        return blockwise_obstacle(call)
-    if call.mask.first_query is not None:
-        return 'takes no cached keys'
-    return LIBRARIES[kernel][0](call, target)
-
-
-def blockwise_obstacle(call: Call) -> str | None:
-    normalizer = type(call.normalizer)
-    if normalizer not in (Softmax, SoftmaxOffByOne):
-        return f'computes softmax and softmax_off_by_one, not normalizer={normalizer.__name__}'
-    if normalizer is SoftmaxOffByOne and call.mask.hides_self:
-        return 'hides a token from itself with softmax only, not with softmax_off_by_one'
-    return None
-
-
 def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
-    """The kernel that computes the call, and the reason.
-
-    Args:
-      kernel: 'auto', or the name of one.
-
-    Raises:
-      SpecError: the named kernel cannot serve the call.
-    """
+    """The kernel that computes the call, and the reason; SpecError where the named one cannot."""
     if kernel != 'auto' and (kernel not in LIBRARIES or call.mask.first_query is None):
         if problem := obstacle(kernel, call, target):
             valid = [k for k in KERNELS[1:] if obstacle(k, call, target) is None]
@@ -92,29 +131,26 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
     for name in AUTO.get(target.platform, ()):
         if obstacle(name, call, target) is None:
             return name, f'the kernel of {target.platform} that serves it'
-    if problem := blockwise_obstacle(call):
+    if problem := obstacle('blockwise', call, target):
         return 'einsum', f'blockwise {problem}'
-    (T, S), least = call.lengths, BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
-    long = min(T, S) >= least
-    return ('blockwise', 'einsum')[not long], f'contexts are {"not " * long}below {least}'
+    least = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
+    if min(call.lengths) < least:
+        return 'einsum', f'contexts are below {least}'
+    return 'blockwise', f'contexts are not below {least}'
 
 
-def run(kernel: str, call: Call) -> jax.Array:
-    """o_BTNH by the chosen kernel; inside of `on` the choice is logged once."""
-    on_mesh, (T, S) = _target.get(None), call.lengths
-    if kernel == 'einsum' and not on_mesh:
-        return einsum(call)  # costs are counted before there are devices
-    target = on_mesh or Target.of(None)
-    name, reason = choose(kernel, call, target)
-    if target.platform is None:
-        return jnp.zeros((*call.q_BTNH.shape[:3], call.v_BSKH.shape[-1]), call.v_BSKH.dtype)
-    if on_mesh:
-        say_once(f'attention of {T:,} queries to {S:,} keys by {name}: {reason}')
-    if name == 'einsum':
-        return einsum(call)
-    if name == 'blockwise':
-        return blockwise(call, target)
-    return LIBRARIES[name][1](call, target)
+def obstacle(kernel: str, call: Call, target: Target) -> str | None:
+    """Why a kernel cannot serve a call, as the end of a sentence; None where it can."""
+    if kernel in LIBRARIES:
+        if call.mask.first_query is not None:
+            return 'takes no cached keys'
+        return LIBRARIES[kernel][0](call, target)
+    normalizer = type(call.normalizer)
+    if kernel == 'blockwise' and normalizer not in (Softmax, SoftmaxOffByOne):
+        return f'computes softmax and softmax_off_by_one, not normalizer={normalizer.__name__}'
+    if kernel == 'blockwise' and normalizer is SoftmaxOffByOne and call.mask.hides_self:
+        return 'hides a token from itself with softmax only, not with softmax_off_by_one'
+    return None
 
 
 @functools.cache

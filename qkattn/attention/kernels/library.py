@@ -3,16 +3,14 @@
 An obstacle is the end of the sentence 'kernel=NAME ...'; None means that the kernel serves a call.
 """
 
-import importlib.util
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from qkattn.attention.kernels.call import Call, Target
+from qkattn.attention.kernels.einsum import Call, Target
 from qkattn.attention.normalizers import Softmax
 from qkattn.config.calls import load_extra
 
@@ -22,15 +20,13 @@ SPLASH = 'jax.experimental.pallas.ops.tpu.splash_attention'
 SPLASH_BLOCKS = (512, 256, 128)
 
 
-def _plain_softmax(call: Call, *, capped: bool = False) -> str | None:
-    """What the kernels of all libraries lack."""
+def _common_obstacle(call: Call) -> str | None:
+    """What both kernels lack."""
     normalizer, k_heads, v_heads = call.normalizer, call.k_BSKH.shape[2], call.v_BSKH.shape[2]
     if type(normalizer) is not Softmax:
         return f'computes softmax, not normalizer={type(normalizer).__name__}'
     if k_heads != v_heads:
         return f'needs as many key as value heads, not {k_heads} and {v_heads}'
-    if call.logit_cap is not None and not capped:
-        return f'has no logit_cap, which is {call.logit_cap}'
     if call.bias is not None:
         return 'has no biases of positions (positions=alibi, or those of the score)'
     if call.dropout:
@@ -42,23 +38,18 @@ def _plain_softmax(call: Call, *, capped: bool = False) -> str | None:
     return None
 
 
-def _unpadded(call: Call) -> str | None:
-    padded = call.mask.valid_BS is not None or call.mask.segments_BS is not None
-    return 'takes no padding and no packed sequences' if padded else None
-
-
-def _equal_sizes(call: Call) -> str | None:
-    sizes = call.k_BSKH.shape[-1], call.v_BSKH.shape[-1]
-    if sizes[0] == sizes[1]:
-        return None
-    return f'needs keys and values of one size, not {sizes[0]} and {sizes[1]}'
-
-
 def dot_product_obstacle(call: Call, target: Target) -> str | None:
     """Of cuDNN on a GPU, and of the same function by XLA elsewhere."""
     mask, size, dtype = call.mask, call.q_BTNH.shape[-1], call.q_BTNH.dtype
-    if obstacle := _plain_softmax(call) or _unpadded(call) or _equal_sizes(call):
+    if obstacle := _common_obstacle(call):
         return obstacle
+    if call.logit_cap is not None:
+        return f'has no logit_cap, which is {call.logit_cap}'
+    if mask.valid_BS is not None or mask.segments_BS is not None:
+        return 'takes no padding and no packed sequences'
+    sizes = call.k_BSKH.shape[-1], call.v_BSKH.shape[-1]
+    if sizes[0] != sizes[1]:
+        return f'needs keys and values of one size, not {sizes[0]} and {sizes[1]}'
     if mask.window is not None and not mask.causal:
         return f'takes a window with a causal mask only, and window is {mask.window}'
     if target.platform != 'gpu':
@@ -75,8 +66,7 @@ def dot_product_obstacle(call: Call, target: Target) -> str | None:
 
 def dot_product(call: Call, target: Target) -> jax.Array:
     """jax.nn.dot_product_attention."""
-    mask = call.mask
-    q_BTNH, scale = _static_scale(call)
+    mask, (q_BTNH, scale) = call.mask, call.with_static_scale()
     return jax.nn.dot_product_attention(
         q_BTNH,
         call.k_BSKH,
@@ -88,36 +78,9 @@ def dot_product(call: Call, target: Target) -> jax.Array:
     )
 
 
-def tokamax_obstacle(call: Call, target: Target) -> str | None:
-    """Tokamax caps logits after it adds biases, Gemma and qkattn before."""
-    if importlib.util.find_spec('tokamax') is None:
-        return "needs the package tokamax and Python 3.12: pip install -e '.[kernels]'"
-    return _plain_softmax(call, capped=True) or _unpadded(call)
-
-
-def tokamax(call: Call, target: Target) -> jax.Array:
-    """Tokamax's attention, of whose implementations it takes the best for the platform."""
-    mask = call.mask
-    q_BTNH, scale = _static_scale(call)
-    reach = None if mask.window is None else mask.window - 1
-
-    def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, _: None) -> jax.Array:
-        return load_extra('tokamax', 'kernels').dot_product_attention(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            scale=scale,
-            is_causal=mask.causal,
-            local_window_size=None if reach is None else (reach, 0 if mask.causal else reach),
-            logits_soft_cap=call.logit_cap,
-        )
-
-    return _on_each_device(attention, target)(q_BTNH, call.k_BSKH, call.v_BSKH, None)
-
-
 def splash_obstacle(call: Call, target: Target) -> str | None:
     (T, S), block = call.lengths, SPLASH_BLOCKS[-1]
-    if obstacle := _plain_softmax(call, capped=True):
+    if obstacle := _common_obstacle(call):
         return obstacle
     if T % block or S % block:
         return f'needs contexts that are multiples of {block}, not {T} and {S}'
@@ -127,9 +90,12 @@ def splash_obstacle(call: Call, target: Target) -> str | None:
 
 
 def splash(call: Call, target: Target) -> jax.Array:
-    """JAX's splash attention, a Pallas kernel; interpreted where there is no TPU."""
+    """JAX's splash attention, a Pallas kernel; interpreted where there is no TPU.
+
+    XLA does not partition a Pallas kernel, so each device computes the rows and heads that it has.
+    """
     splash_attention = load_extra(SPLASH, 'tpu')
-    mask, (T, S) = call.mask, call.lengths
+    mask, mesh, (T, S) = call.mask, target.mesh, call.lengths
     if mask.window is None:
         one = (splash_attention.CausalMask if mask.causal else splash_attention.FullMask)((T, S))
     else:
@@ -151,19 +117,6 @@ def splash(call: Call, target: Target) -> jax.Array:
         heads_first = (jnp.swapaxes(array, 1, 2) for array in (q_BTNH, k_BSKH, v_BSKH))
         return jnp.swapaxes(jax.vmap(kernel)(*heads_first, segments), 1, 2)
 
-    q_BTNH = call.q_BTNH * jnp.asarray(call.scale, call.q_BTNH.dtype)
-    return _on_each_device(attention, target)(q_BTNH, call.k_BSKH, call.v_BSKH, _segments(call))
-
-
-def _on_each_device(attention: Callable, target: Target) -> Callable:
-    """`attention` of q, k, v and rows of segments, on the rows and heads that a device has.
-
-    XLA does not partition a Pallas kernel.
-    """
-    mesh = target.mesh
-    if mesh is None or mesh.size == 1:
-        return attention
-
     def partitioned(
         q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Any
     ) -> jax.Array:
@@ -180,7 +133,9 @@ def _on_each_device(attention: Callable, target: Target) -> Callable:
             check_vma=False,
         )(q_BTNH, k_BSKH, v_BSKH, segments)
 
-    return partitioned
+    q_BTNH = call.q_BTNH * jnp.asarray(call.scale, call.q_BTNH.dtype)
+    run = attention if mesh is None or mesh.size == 1 else partitioned
+    return run(q_BTNH, call.k_BSKH, call.v_BSKH, _segments(call))
 
 
 def _segments(call: Call) -> Any:
@@ -194,9 +149,3 @@ def _segments(call: Call) -> Any:
     if mask.valid_BS is not None:
         kv_BS = jnp.where(mask.valid_BS, kv_BS, -1)
     return load_extra(SPLASH, 'tpu').SegmentIds(q=q_BT, kv=kv_BS)
-
-
-def _static_scale(call: Call) -> tuple[jax.Array, float]:
-    if isinstance(call.scale, jax.Array):
-        return call.q_BTNH * call.scale.astype(call.q_BTNH.dtype), 1.0
-    return call.q_BTNH, call.scale

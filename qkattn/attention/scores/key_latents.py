@@ -4,21 +4,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from qkattn.attention.options import require_whole
-from qkattn.attention.parameters import bias, composed, homogeneous, project, weight
-from qkattn.attention.scores.score import Cache, Score
-from qkattn.attention.spec import AttentionSpec
+from qkattn.attention.maps import Cache, Projection
+from qkattn.attention.parameters import affine, homogeneous, project
+from qkattn.attention.scores.score import Score
+from qkattn.attention.spec import AttentionSpec, whole
 from qkattn.errors import SpecError
+
+_KEYS = Projection('w_k_RNH', 'b_k_NH', inner=Projection('w_down_DR', 'b_down_R'))
+_QUERY_LATENT = Projection('w_q_down_DC', 'b_q_down_C')
 
 
 class Latent(Score):
     """A[n] = W_Q[n] W_K[n]^T W_D^T: the keys of all heads are computed from one latent c = y W_D.
 
-    Parameters: D R + R N H for the keys and D N H for the queries, or D C + C N H through a query
-    latent of size C. With rope_size G every head has G more channels, which alone are rotated: D G
-    for one key that all heads share, D N G (or C N G) for the queries. Matrices that act on a
-    latent have std R^-1/2 or C^-1/2, its size in place of D.
+    A query latent of size C is optional. With rope_size G every head has G more channels, which
+    alone are rotated: one key for all heads, and queries of each. Matrices that act on a latent
+    have std R^-1/2 or C^-1/2, its size in place of D.
 
     The cache holds c, R floats per token ('latent_BSR'), and the shared rotary key before rotation,
     G floats ('rope_BSG'). `keys` writes out the keys of all heads, which is cheaper in training;
@@ -26,12 +29,11 @@ class Latent(Score):
     head, which is cheaper in decoding. A layer takes the form with fewer multiplications.
 
     QK-norm divides a head's H content and G rotary channels by one root mean square, which depends
-    on the content: the shared rotary key then gets another length in every head. The cache holds
-    what comes before the norm and keeps its R + G floats. There is no absorbed form under QK-norm.
+    on the content: the shared rotary key then gets another length in every head. There is no
+    absorbed form under QK-norm.
 
-    Latents are not normalized, so that the form stays bilinear. With selectors for W_K and R = K H
-    this is grouped `qk`. DeepSeek-AI 2024, arXiv 2405.04434, section 2.1 and appendix C, without
-    their norms on the latents.
+    With selectors for W_K and R = K H this is grouped `qk`. The norms on the latents of the source
+    (also its appendix C) are left out, so that the form stays bilinear.
 
     Args:
       size: R, 1 to D; None is D // 2.
@@ -42,15 +44,17 @@ class Latent(Score):
 
     equation = 'W_Q[n] W_K[n]^T W_D^T'
     source = 'DeepSeek-AI 2024, arXiv 2405.04434, section 2.1'
+    options = {
+        'size': whole(1, 'd_model'),
+        'query_size': whole(1, 'd_model'),
+        'rope_size': whole(2),
+    }
     shareable = {'latent': ('w_down_DR', 'b_down_R')}
+    w_q_down_DC: nnx.Param | None = None
+    w_k_rope_DG: nnx.Param | None = None
 
     @classmethod
-    def check(
-        cls, spec: AttentionSpec, *, size: Any = None, query_size: Any = None, rope_size: Any = None
-    ) -> None:
-        for option, number in (('size', size), ('query_size', query_size)):
-            if number is not None:
-                require_whole('latent', option, number, 1, spec.d_model, 'd_model')
+    def check(cls, spec: AttentionSpec, *, rope_size: int | None = None, **sizes: Any) -> None:
         if spec.positions == 'rope' and rope_size is None:
             raise SpecError(
                 'latent keys cannot be rotated themselves: positions=rope needs '
@@ -59,7 +63,6 @@ class Latent(Score):
             )
         if rope_size is None:
             return
-        require_whole('latent', 'rope_size', rope_size, 2, None, '')
         if rope_size % 2:
             raise SpecError(f'latent(rope_size={rope_size}) must be even')
         if spec.positions != 'rope':
@@ -77,24 +80,20 @@ class Latent(Score):
         query_size: int | None = None,
         rope_size: int | None = None,
     ):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        R, C, G = (max(1, D // 2) if size is None else size), query_size, rope_size
-        self.w_down_DR = weight(key, 'w_down_DR', (D, R), D**-0.5)
-        self.w_k_RNH = weight(key, 'w_k_RNH', (R, N, H), R**-0.5)
-        self.b_down_R = bias(spec, (R,))
-        self.b_k_NH = bias(spec, (N, H))
-        self.w_q_down_DC = weight(key, 'w_q_down_DC', (D, C), D**-0.5) if C else None
-        self.w_q_CNH = weight(key, 'w_q_CNH', (C, N, H), C**-0.5) if C else None
-        self.w_q_DNH = None if C else weight(key, 'w_q_DNH', (D, N, H), D**-0.5)
-        self.b_q_down_C = bias(spec, (C,)) if C else None
-        self.b_q_NH = bias(spec, (N, H))
-        both = C and G
-        self.w_q_rope_CNG = weight(key, 'w_q_rope_CNG', (C, N, G), C**-0.5) if both else None
-        self.w_q_rope_DNG = weight(key, 'w_q_rope_DNG', (D, N, G), D**-0.5) if G and not C else None
-        self.w_k_rope_DG = weight(key, 'w_k_rope_DG', (D, G), D**-0.5) if G else None
-        self.b_q_rope_NG = bias(spec, (N, G)) if G else None
-        self.b_k_rope_G = bias(spec, (G,)) if G else None
-        self.scale = (H + (G or 0)) ** -0.5
+        R, C, G = (max(1, spec.d_model // 2) if size is None else size), query_size, rope_size
+        self.w_down_DR, self.b_down_R = affine(spec, key, 'w_down_DR', R=R)
+        self.w_k_RNH, self.b_k_NH = affine(spec, key, 'w_k_RNH', R=R)
+        if C:
+            self.w_q_down_DC, self.b_q_down_C = affine(spec, key, 'w_q_down_DC', C=C)
+            self.w_q_CNH, self.b_q_NH = affine(spec, key, 'w_q_CNH', C=C)
+        else:
+            self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
+        if G:
+            self.w_k_rope_DG, self.b_k_rope_G = affine(spec, key, 'w_k_rope_DG', G=G)
+            name = 'w_q_rope_CNG' if C else 'w_q_rope_DNG'
+            w_q_rope, self.b_q_rope_NG = affine(spec, key, name, G=G, C=C or 0)
+            setattr(self, name, w_q_rope)
+        self.scale = (spec.head_size + (G or 0)) ** -0.5
         self.spec = spec
 
     @property
@@ -108,15 +107,19 @@ class Latent(Score):
     def rope_size(self) -> int | None:
         return None if self.w_k_rope_DG is None else self.w_k_rope_DG.shape[-1]
 
-    def queries(self, x_BTD: jax.Array) -> jax.Array:
-        w_q, w_rope = self.w_q_DNH, self.w_q_rope_DNG
+    def _query_maps(self) -> list[Projection]:
+        """Of the content and, where there are any, of the rotary channels."""
+        down, w_q, w_rope = None, 'w_q_DNH', 'w_q_rope_DNG'
         if self.w_q_down_DC is not None:
-            x_BTD = project(x_BTD, self.w_q_down_DC, self.b_q_down_C)
-            w_q, w_rope = self.w_q_CNH, self.w_q_rope_CNG
-        q_BTNH = project(x_BTD, w_q, self.b_q_NH)
-        if w_rope is None:
-            return q_BTNH
-        return jnp.concatenate([q_BTNH, project(x_BTD, w_rope, self.b_q_rope_NG)], axis=-1)
+            down, w_q, w_rope = _QUERY_LATENT, 'w_q_CNH', 'w_q_rope_CNG'
+        maps = [Projection(w_q, 'b_q_NH', inner=down)]
+        if self.rope_size is not None:
+            maps.append(Projection(w_rope, 'b_q_rope_NG', inner=down))
+        return maps
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        parts = [part(self, x_BTD) for part in self._query_maps()]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
     def cached(self, y_BSD: jax.Array) -> Cache:
         cache = {'latent_BSR': project(y_BSD, self.w_down_DR, self.b_down_R)}
@@ -159,20 +162,12 @@ class Latent(Score):
 
     def matrix(self) -> jax.Array:
         """A_NDD, with the rotary channels at distance 0."""
-        k_DNH = composed(homogeneous(self.w_down_DR, self.b_down_R), self.w_k_RNH, self.b_k_NH)
-        w_rope = self.w_q_rope_DNG
-        if self.w_q_down_DC is None:
-            q_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
-            q_DNG = None if w_rope is None else homogeneous(w_rope, self.b_q_rope_NG)
-        else:
-            down_DC, w_rope = homogeneous(self.w_q_down_DC, self.b_q_down_C), self.w_q_rope_CNG
-            q_DNH = composed(down_DC, self.w_q_CNH, self.b_q_NH)
-            q_DNG = None if w_rope is None else composed(down_DC, w_rope, self.b_q_rope_NG)
-        A_NDE = jnp.einsum('DNH,ENH->NDE', q_DNH, k_DNH)
-        if q_DNG is None:
+        content, *rotary = (part.matrix(self) for part in self._query_maps())
+        A_NDE = jnp.einsum('DNH,ENH->NDE', content, _KEYS.matrix(self))
+        if not rotary:
             return A_NDE
         k_DG = homogeneous(self.w_k_rope_DG, self.b_k_rope_G)
-        return A_NDE + jnp.einsum('DNG,EG->NDE', q_DNG, k_DG)
+        return A_NDE + jnp.einsum('DNG,EG->NDE', rotary[0], k_DG)
 
 
 def absorbing_is_cheaper(num_queries: int, latent_BSR: jax.Array, w_RNH: jax.Array) -> bool:

@@ -1,58 +1,238 @@
-"""Scores with two matrices, W_Q and W_K, or with their product as one matrix."""
+"""Scores W_Q W_K^T: of rank H or another, over-parameterized, merged, without redundancy, fixed."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from qkattn.attention.options import require_one_of
-from qkattn.attention.parameters import bias, grouped, homogeneous, project, weight
-from qkattn.attention.scores.score import Cache, Score
-from qkattn.attention.spec import AttentionSpec
+from qkattn.attention.maps import STREAM, Cache, Projection
+from qkattn.attention.parameters import affine, bias, homogeneous, project, weight
+from qkattn.attention.scores.score import Score, TwoMaps
+from qkattn.attention.spec import AttentionSpec, fixed_channels, one_of, whole
+from qkattn.errors import SpecError
+
+# The fixed channels of each head.
+Channels = tuple[tuple[int, ...], ...]
 
 
-class QK(Score):
+class QK(TwoMaps):
     """A[n] = W_Q[n] W_K[n]^T, rank <= H: standard multi-head attention.
 
-    Parameters: D N H + D K H. With K < N, groups of N / K query heads share a key head.
-    Vaswani et al. 2017, section 3.2.2; Shazeer 2019 (K = 1); Ainslie et al. 2023 (K < N).
+    With K < N, groups of N / K query heads share a key head.
     """
 
     equation = 'W_Q[n] W_K[n]^T'
     parameter_count = 'D*N*H + D*K*H'
-    source = 'Vaswani et al. 2017; Shazeer 2019; Ainslie et al. 2023'
+    source = 'Vaswani et al. 2017; Shazeer 2019; Ainslie et al. 2023'  # K = N, K = 1, K < N
     uses_kv_heads = True
     shareable = {'query': ('w_q_DNH', 'b_q_NH'), 'key': ('w_k_DKH', 'b_k_KH')}
+    query_map = Projection('w_q_DNH', 'b_q_NH')
+    key_map = Projection('w_k_DKH', 'b_k_KH', 'k_BSKH')
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
-        D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
-        self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), D**-0.5)
-        self.w_k_DKH = weight(key, 'w_k_DKH', (D, K, H), D**-0.5)
-        self.b_q_NH = bias(spec, (N, H))
+        self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
+        self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
+        self.scale = spec.head_size**-0.5
+
+
+class LowRank(TwoMaps):
+    """A[n] = W_Q[n] W_K[n]^T of rank <= R, where R is independent of the head size of the values.
+
+    R < H gives thin keys, R > H keys wider than the values, R = H is `qk`. Zero columns extend a
+    small R to a larger one exactly, up to the scale. Rotary positions need an even R.
+
+    Args:
+      rank: R, 1 to D; None is H // 2, but at least 1.
+    """
+
+    equation = 'W_Q[n] W_K[n]^T, rank R'
+    parameter_count = 'D*N*R + D*K*R'
+    source = 'Bhojanapalli et al. 2020, arXiv 2002.07028'
+    options = {'rank': whole(1, 'd_model')}
+    uses_kv_heads = True
+    query_map = Projection('w_q_DNR', 'b_q_NR')
+    key_map = Projection('w_k_DKR', 'b_k_KR', 'k_BSKR')
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, *, rank: int | None = None) -> None:
+        rank = cls.default_rank(spec) if rank is None else rank
+        if spec.positions == 'rope' and rank % 2:
+            raise SpecError(f'low_rank(rank={rank}) must have an even rank for positions=rope')
+
+    @staticmethod
+    def default_rank(spec: AttentionSpec) -> int:
+        return min(max(1, spec.head_size // 2), spec.d_model)
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array, rank: int | None = None):
+        R = self.default_rank(spec) if rank is None else rank
+        self.w_q_DNR, self.b_q_NR = affine(spec, key, 'w_q_DNR', R=R)
+        self.w_k_DKR, self.b_k_KR = affine(spec, key, 'w_k_DKR', R=R)
+        self.scale = R**-0.5
+
+
+class FullSize(LowRank):
+    """A[n] = W_Q[n] W_K[n]^T with query and key heads as wide as the stream: low_rank(rank=D).
+
+    The functions of `merged` at twice its parameters (K = N), with keys of width D for every key
+    head in the cache.
+    """
+
+    equation = 'W_Q[n] W_K[n]^T, rank D'
+    parameter_count = 'D*N*D + D*K*D'
+    source = 'Vaswani et al. 2017 with d_k = d_model'
+    key_map = Projection('w_k_DKR', 'b_k_KR', 'k_BSKD')
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, **options: Any) -> None:
+        if spec.positions == 'rope' and spec.d_model % 2:
+            raise SpecError(f'd_model={spec.d_model} must be even for full_size with rope')
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+        super().__init__(spec, key=key, rank=spec.d_model)
+
+
+class Frozen(TwoMaps):
+    """A[n] = W_Q[n] W_K[n]^T with both matrices fixed at their initial values.
+
+    The initial values are those of `qk` under the same seed, and none is trained. Biases do train:
+    a bias fixed at zero would be none.
+    """
+
+    equation = 'W_Q[n] W_K[n]^T, fixed'
+    parameter_count = 'D*N*H + D*K*H'
+    source = 'Dong et al. 2025, arXiv 2506.01115'
+    uses_kv_heads = True
+    query_map = Projection('w_q_DNH', 'b_q_NH')
+    key_map = Projection('w_k_DKH', 'b_k_KH', 'k_BSKH')
+    w_q_DNH = property(lambda self: jax.lax.stop_gradient(self.w_frozen_q_DNH[...]))
+    w_k_DKH = property(lambda self: jax.lax.stop_gradient(self.w_frozen_k_DKH[...]))
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array):
+        self.w_frozen_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
+        self.w_frozen_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
+        self.scale = spec.head_size**-0.5
+
+
+class GaugeFixed(TwoMaps):
+    """A[n] = W_Q[n] [I; F[n]]^T: an H x H block of W_K[n] is the identity and is not stored.
+
+    For any invertible M, W_Q M^T and W_K M^-1 have the same product, so H^2 parameters of each key
+    head of `qk` are redundant: this form has the same functions (where the block is invertible)
+    without them. Rotary positions do not commute with M, so with them the form would be a smaller
+    class than `qk`. Keys have variance 2 - H / D at initialization, so W_Q has std
+    D^-1/2 (2 - H / D)^-1/2. The source rewrites trained parameters.
+
+    Args:
+      rows: the H fixed rows of each key head; None is, for head n, the H that start at n H, modulo
+        D, so that heads copy different coordinates.
+    """
+
+    equation = 'W_Q[n] [I; F[n]]^T'
+    parameter_count = 'D*N*H + (D - H)*K*H'
+    source = 'MatShrink, github.com/OpenMachine-ai/transformer-tricks'
+    options = {'rows': fixed_channels('num_kv_heads')}
+    uses_kv_heads = True
+    supports_rope = False
+    query_map, key_map = QK.query_map, QK.key_map
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, **options: Any) -> None:
+        if spec.head_size > spec.d_model:
+            raise SpecError(
+                f'gauge_fixed needs an H x H block of a D x H matrix, so head_size='
+                f'{spec.head_size} must be at most d_model={spec.d_model}'
+            )
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array, rows: Channels | None = None):
+        D, K, H = spec.d_model, spec.num_kv_heads, spec.head_size
+        C, std = D - H, D**-0.5  # free rows of W_K
+        self.rows = rows or fixed_slices(spec, K)
+        self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH', std * (2 - H / D) ** -0.5)
+        self.w_k_free_CKH = weight(key, 'w_k_free_CKH', (C, K, H), std) if C else None
         self.b_k_KH = bias(spec, (K, H))
         self.scale = H**-0.5
+        self.spec = spec
 
-    def queries(self, x_BTD: jax.Array) -> jax.Array:
-        return project(x_BTD, self.w_q_DNH, self.b_q_NH)
-
-    def cached(self, y_BSD: jax.Array) -> Cache:
-        return {'k_BSKH': project(y_BSD, self.w_k_DKH, self.b_k_KH)}
-
-    def keys(self, cache: Cache) -> jax.Array:
-        return cache['k_BSKH']
-
-    def matrix(self) -> jax.Array:
-        q_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
-        k_DNH = grouped(homogeneous(self.w_k_DKH, self.b_k_KH), q_DNH.shape[1])
-        return jnp.einsum('DNH,ENH->NDE', q_DNH, k_DNH)
+    @property
+    def w_k_DKH(self) -> jax.Array:
+        """W_K with its identity blocks; the free rows of a head follow them, modulo D."""
+        K, H = self.spec.num_kv_heads, self.spec.head_size
+        w_DKH = jnp.broadcast_to(jnp.eye(H, dtype=self.w_q_DNH.dtype)[:, None], (H, K, H))
+        if self.w_k_free_CKH is not None:
+            w_DKH = jnp.concatenate([w_DKH, self.w_k_free_CKH[...]])
+        row_KD = np.argsort(fixed_first(self.rows, len(w_DKH)), axis=-1)
+        return jnp.take_along_axis(w_DKH, row_KD.T[:, :, None], axis=0)
 
 
-class Merged(Score):
+def fixed_slices(spec: AttentionSpec, num_heads: int) -> Channels:
+    """The default fixed channels: for head n the H that start at n H, modulo D."""
+    D, H = spec.d_model, spec.head_size
+    return tuple(tuple((n * H + h) % D for h in range(H)) for n in range(num_heads))
+
+
+def fixed_first(rows: Channels, d_model: int) -> np.ndarray:
+    """order_KD: the fixed rows of a head, then the free ones that follow the first, modulo D."""
+    orders = []
+    for fixed in rows:
+        cyclic_D = np.roll(np.arange(d_model), -fixed[0])
+        orders.append(np.append(fixed, cyclic_D[~np.isin(cyclic_D, fixed)]))
+    return np.stack(orders)
+
+
+class Double(TwoMaps):
+    """A[n] = (O_Q W_Q[n]) (O_K W_K[n])^T: a matrix shared by all heads, then one per head.
+
+    Each side folds into one matrix, O W[n], so that with R >= D the functions are those of `qk` and
+    only training differs; R < min(D, N H) also limits the rank across heads. W has std R^-1/2,
+    which keeps its output as large as its input. The cache holds the finished keys.
+
+    Args:
+      size: R; None is D.
+      which: 'q', 'k' or 'both', the sides that have a shared matrix; the other is that of `qk`.
+    """
+
+    equation = 'O_Q W_Q[n] (O_K W_K[n])^T'
+    source = 'over-parameterized linear maps, Arora et al. 2018, arXiv 1802.06509'
+    options = {'size': whole(1), 'which': one_of('q', 'k', 'both')}
+    uses_kv_heads = True
+    w_q_outer_DR: nnx.Param | None = None
+    w_k_outer_DR: nnx.Param | None = None
+
+    def __init__(
+        self, spec: AttentionSpec, *, key: jax.Array, size: int | None = None, which: str = 'both'
+    ):
+        R = spec.d_model if size is None else size
+        self.query_map, self.key_map = QK.query_map, QK.key_map
+        if which == 'k':
+            self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
+        else:
+            outer = Projection('w_q_outer_DR', 'b_q_outer_R')
+            self.w_q_outer_DR, self.b_q_outer_R = affine(spec, key, 'w_q_outer_DR', R=R)
+            self.w_q_RNH, self.b_q_NH = affine(spec, key, 'w_q_RNH', R=R)
+            self.query_map = Projection('w_q_RNH', 'b_q_NH', inner=outer)
+        if which == 'q':
+            self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
+        else:
+            outer = Projection('w_k_outer_DR', 'b_k_outer_R')
+            self.w_k_outer_DR, self.b_k_outer_R = affine(spec, key, 'w_k_outer_DR', R=R)
+            self.w_k_RKH, self.b_k_KH = affine(spec, key, 'w_k_RKH', R=R)
+            self.key_map = Projection('w_k_RKH', 'b_k_KH', 'k_BSKH', outer)
+        self.scale = spec.head_size**-0.5
+
+    @property
+    def parameter_count(self) -> str:
+        queries = 'D*N*H' if self.w_q_outer_DR is None else 'D*R + R*N*H'
+        return queries + ' + ' + ('D*K*H' if self.w_k_outer_DR is None else 'D*R + R*K*H')
+
+
+class Merged(TwoMaps):
     """A[n] = W_QK[n], one D x D matrix of full rank per head; the keys are the stream itself.
 
-    Parameters: N D^2, more than the 2 D N H of `qk` (K = N) whenever D > 2 H. All query heads read
-    one key head of width D. Luong et al. 2015, "general".
+    More parameters than `qk` (K = N) whenever D > 2 H. All query heads read one key head of
+    width D.
 
     Args:
       init: 'dense' draws every entry independently; 'product' starts from W_Q[n] W_K[n]^T of rank
@@ -62,11 +242,9 @@ class Merged(Score):
     equation = 'W_QK[n]'
     parameter_count = 'N*D*D'
     source = 'Luong et al. 2015, eq. 8 ("general")'
+    options = {'init': one_of('dense', 'product')}
     supports_rope = False
-
-    @classmethod
-    def check(cls, spec: AttentionSpec, *, init: str = 'dense') -> None:
-        require_one_of('merged', 'init', init, ('dense', 'product'))
+    query_map, key_map = Projection('w_qk_DNE', 'b_q_NE'), STREAM
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array, init: str = 'dense'):
         D, N = spec.d_model, spec.num_heads
@@ -79,17 +257,54 @@ class Merged(Score):
         self.b_q_NE = bias(spec, (N, D))
         self.scale = D**-0.5
 
-    def queries(self, x_BTD: jax.Array) -> jax.Array:
-        return project(x_BTD, self.w_qk_DNE, self.b_q_NE)
-
-    def cached(self, y_BSD: jax.Array) -> Cache:
-        return {'x_BSD': y_BSD}
-
-    def keys(self, cache: Cache) -> jax.Array:
-        return cache['x_BSD'][:, :, None, :]
-
     def matrix(self) -> jax.Array:
         A_NDE = jnp.moveaxis(homogeneous(self.w_qk_DNE, self.b_q_NE), 1, 0)
         if self.b_q_NE is None:
             return A_NDE
         return jnp.pad(A_NDE, ((0, 0), (0, 0), (0, 1)))  # keys have no bias
+
+
+class Collaborative(Score):
+    """A[n] = W_Q diag(m[n]) W_K^T: all heads share W_Q and W_K, and each has its own mixing m[n].
+
+    The cache holds one key of width R for all heads; the mixing acts on the queries. With R = N H
+    and m[n] the indicator of the n-th block of H columns this is `qk`, parameter for parameter,
+    since the scale is (R / N)^-1/2 as in the authors' library (their translation code keeps H^-1/2
+    at every R). m starts as random signs times N^-1/2, which gives every head the sum of squares of
+    an indicator and logits of the same size; the library draws normal(0, 0.2^2). It commutes with
+    rotary positions only where m[n] is equal on the two channels of a pair. Their content bias is a
+    bias on the queries here.
+
+    Args:
+      size: R; None is N H.
+    """
+
+    equation = 'W_Q diag(m[n]) W_K^T'
+    parameter_count = '2*D*R + N*R'
+    source = 'Cordonnier et al. 2020, arXiv 2006.16362'
+    options = {'size': whole(1)}
+    supports_rope = False
+
+    def __init__(self, spec: AttentionSpec, *, key: jax.Array, size: int | None = None):
+        N = spec.num_heads
+        R = N * spec.head_size if size is None else size
+        self.w_q_DR, self.b_q_R = affine(spec, key, 'w_q_DR', R=R)
+        self.w_k_DR, self.b_k_R = affine(spec, key, 'w_k_DR', R=R)
+        signs_NR = jnp.sign(weight(key, 'w_mixing_NR', (N, R), 1.0)[...])
+        self.w_mixing_NR = nnx.Param(N**-0.5 * signs_NR)
+        self.scale = (N / R) ** 0.5
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        q_BTR = project(x_BTD, self.w_q_DR, self.b_q_R)
+        return q_BTR[:, :, None, :] * self.w_mixing_NR[...]
+
+    def cached(self, y_BSD: jax.Array) -> Cache:
+        return {'k_BSR': project(y_BSD, self.w_k_DR, self.b_k_R)}
+
+    def keys(self, cache: Cache) -> jax.Array:
+        return cache['k_BSR'][:, :, None, :]
+
+    def matrix(self) -> jax.Array:
+        q_DR = homogeneous(self.w_q_DR, self.b_q_R)
+        k_DR = homogeneous(self.w_k_DR, self.b_k_R)
+        return jnp.einsum('DR,NR,ER->NDE', q_DR, self.w_mixing_NR[...], k_DR)

@@ -12,34 +12,31 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qkattn.attention.spec import AttentionSpec
+from qkattn.attention.maps import Cache, Map
+from qkattn.attention.parameters import grouped
+from qkattn.attention.spec import AttentionSpec, Check
 
-Cache = dict[str, jax.Array]
 
+class Circuit(nnx.Module):
+    """A Score or a Value: a factorization of A[n] or of B[n].
 
-class Score(nnx.Module):
-    """A factorization of A[n].
-
-    A subclass builds its parameters in `__init__(spec, *, key, **options)`, sets `scale`, and
-    overrides what differs from the defaults below. Parameters are named by role and axes: matrices
-    `w_q_DNH`, biases `b_q_NH`, gains `g_q_H`; the axes decide how they are sharded. Where options
-    do not change a property, a subclass may override it with a class attribute:
+    A subclass builds its parameters in `__init__`, with the key and its options as keyword-only
+    arguments, and overrides what differs from the defaults below. Parameters are named by role and
+    axes: matrices `w_q_DNH`, biases `b_q_NH`, gains `g_q_H`; the axes decide how they are sharded.
+    Where options do not change a property, a subclass may override it with a class attribute:
     `parameter_count = 'D*N*H'`.
 
     Attributes:
-      equation: A[n] as text.
+      equation: A[n] or B[n] as text.
       source: where the form comes from.
-      uses_kv_heads: whether num_kv_heads changes this Score.
-      supports_rope: whether queries and keys may be rotated by position; full-width merged and
-        identity maps have no canonical rotary form.
-      shareable: the projections that a Value may use, as the attribute names of matrix and bias:
-        'query' and 'key' for x W + b = queries(x) and y W + b = keys(cached(y)), 'latent' for a
-        latent y W + b that is cached as 'latent_BSR'.
-      scale: factor on q k^T.
-      uses_layer: whether this Score reads `layer`.
+      uses_kv_heads: whether num_kv_heads changes this circuit.
+      uses_slices: whether heads are slices of the stream, which needs N H = D.
+      options: what the value of an option has to be; `check` is for the rest.
+      uses_layer: whether this circuit reads `layer`.
       layer: index of the layer in its stack, from 0; an array in a stack that is scanned. It is
         known in every method but `__init__`, with `uses_layer`.
     """
@@ -47,16 +44,39 @@ class Score(nnx.Module):
     equation: ClassVar[str]
     source: ClassVar[str]
     uses_kv_heads: ClassVar[bool] = False
-    supports_rope: ClassVar[bool] = True
-    shareable: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    uses_slices: ClassVar[bool] = False
+    options: ClassVar[Mapping[str, Check]] = {}
     uses_layer: ClassVar[bool] = False
-    scale: float
     layer: int | jax.Array
 
     @property
     def parameter_count(self) -> str:
-        """The number of parameters without biases, in the letters of their axes: 'D*N*H'."""
+        """The number of parameters without biases, in the letters of their axes: 'D*N*H'.
+
+        What a Value shares with its Score counts in the Score.
+        """
         raise NotImplementedError
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, *args: Any, **options: Any) -> None:
+        """Raises SpecError where the circuit cannot be built with `spec` and these options."""
+
+
+class Score(Circuit):
+    """A factorization of A[n], built by `__init__(spec, *, key, **options)`.
+
+    Attributes:
+      scale: factor on q k^T, which `__init__` sets.
+      supports_rope: whether queries and keys may be rotated by position; full-width merged and
+        identity maps have no canonical rotary form.
+      shareable: the projections that a Value may use, as the attribute names of matrix and bias:
+        'query' and 'key' for x W + b = queries(x) and y W + b = keys(cached(y)), 'latent' for a
+        latent y W + b that is cached as 'latent_BSR'.
+    """
+
+    scale: float
+    supports_rope: ClassVar[bool] = True
+    shareable: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     @property
     def bilinear(self) -> bool:
@@ -72,10 +92,6 @@ class Score(nnx.Module):
     def hides_self(self) -> bool:
         """Whether a query attends to its own position only where no other one is visible."""
         return False
-
-    @classmethod
-    def check(cls, spec: AttentionSpec, *args: Any, **options: Any) -> None:
-        """Raises SpecError where this Score cannot be built with `spec` and these options."""
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """q_BTNH."""
@@ -119,3 +135,27 @@ class Score(nnx.Module):
         """Matrix and bias of a shareable projection; the bias is None without biases."""
         matrix, bias = self.shareable[which]
         return getattr(self, matrix), getattr(self, bias)
+
+
+class TwoMaps(Score):
+    """A Score of the form A[n] = Q[n] K[n]^T: the queries x Q[n] and the keys y K[n] are maps.
+
+    A subclass declares the maps, and overrides what it adds to them.
+    """
+
+    query_map: Map
+    key_map: Map
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        return self.query_map(self, x_BTD)
+
+    def cached(self, y_BSD: jax.Array) -> Cache:
+        return self.key_map.cached(self, y_BSD)
+
+    def keys(self, cache: Cache) -> jax.Array:
+        return self.key_map.heads(self, cache)
+
+    def matrix(self) -> jax.Array:
+        q_DNH = self.query_map.matrix(self)
+        k_DNH = grouped(self.key_map.matrix(self), q_DNH.shape[1])
+        return jnp.einsum('DNH,ENH->NDE', q_DNH, k_DNH)

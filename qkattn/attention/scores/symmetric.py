@@ -8,22 +8,30 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qkattn.attention.options import require_one_of, require_whole
-from qkattn.attention.parameters import bias, homogeneous, project, weight
-from qkattn.attention.scores.score import Cache, Score
-from qkattn.attention.spec import AttentionSpec
+from qkattn.attention import oracle
+from qkattn.attention.maps import Cache, Projection
+from qkattn.attention.parameters import affine, homogeneous, project, weight
+from qkattn.attention.scores.score import Score, TwoMaps
+from qkattn.attention.spec import AttentionSpec, one_of, whole
 from qkattn.errors import SpecError
 
 
-class SharedQK(Score):
+class Tied(TwoMaps):
+    """A Score whose queries are computed from its keys, y W[n] + b[n]."""
+
+    w_q_DNH: nnx.Param
+    b_q_NH: nnx.Param | None
+    shareable = {'key': ('w_q_DNH', 'b_q_NH')}
+    query_map = key_map = Projection('w_q_DNH', 'b_q_NH', 'k_BSNH')
+
+
+class SharedQK(Tied):
     """A[n] = W[n] W[n]^T, symmetric and positive semi-definite: one matrix for queries and keys.
 
-    Parameters: D N H, and N more with temperature='learned'. x W W^T y has variance
-    H (1 + H/D) std^4 D^2 for independent x and y, hence std = D^-1/2 (1 + H/D)^-1/4. A token's
-    logit with itself is |x W|^2 * scale, about sqrt(H) / sqrt(1 + H/D), so that at initialization
-    every token attends to itself first; the options counter that.
-    Kitaev et al. 2020 (Reformer), section 2, which uses key_norm and self_mask; Courtois et al.
-    2024 ("symmetric").
+    x W W^T y has variance H (1 + H/D) std^4 D^2 for independent x and y, hence
+    std = D^-1/2 (1 + H/D)^-1/4. A token's logit with itself is |x W|^2 * scale, about
+    sqrt(H) / sqrt(1 + H/D), so that at initialization every token attends to itself first; the
+    options counter that. Reformer uses key_norm and self_mask.
 
     Args:
       key_norm: whether keys are divided by their length, k = q / |q|, after the cache, which holds
@@ -36,19 +44,11 @@ class SharedQK(Score):
 
     equation = 'W_Q[n] W_Q[n]^T'
     source = 'Kitaev et al. 2020, section 2; Courtois et al. 2024 ("symmetric")'
+    options = {'key_norm': one_of(False, True), 'self_mask': one_of(False, True)}
     shareable = {'query': ('w_q_DNH', 'b_q_NH'), 'key': ('w_q_DNH', 'b_q_NH')}
 
     @classmethod
-    def check(
-        cls,
-        spec: AttentionSpec,
-        *,
-        key_norm: Any = False,
-        self_mask: Any = False,
-        temperature: Any = None,
-    ) -> None:
-        require_one_of('shared_qk', 'key_norm', key_norm, (False, True))
-        require_one_of('shared_qk', 'self_mask', self_mask, (False, True))
+    def check(cls, spec: AttentionSpec, *, temperature: Any = None, **options: Any) -> None:
         number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         positive = number and 0 < temperature < math.inf
         if not (temperature is None or temperature == 'learned' or positive):
@@ -67,8 +67,8 @@ class SharedQK(Score):
         temperature: float | str | None = None,
     ):
         D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), D**-0.5 * (1 + H / D) ** -0.25)
-        self.b_q_NH = bias(spec, (N, H))
+        std = D**-0.5 * (1 + H / D) ** -0.25
+        self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH', std)
         learned = temperature == 'learned'
         self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32)) if learned else None
         self.key_norm = key_norm
@@ -91,14 +91,11 @@ class SharedQK(Score):
         return self.self_mask
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        q_BTNH = project(x_BTD, self.w_q_DNH, self.b_q_NH)
+        q_BTNH = super().queries(x_BTD)
         return q_BTNH if self.g_temperature_N is None else q_BTNH * self.g_temperature_N[:, None]
 
-    def cached(self, y_BSD: jax.Array) -> Cache:
-        return {'k_BSNH': project(y_BSD, self.w_q_DNH, self.b_q_NH)}
-
     def keys(self, cache: Cache) -> jax.Array:
-        k_BSNH = cache['k_BSNH']
+        k_BSNH = super().keys(cache)
         if not self.key_norm:
             return k_BSNH
         wide_BSNH = k_BSNH.astype(jnp.promote_types(k_BSNH.dtype, jnp.float32))
@@ -115,86 +112,64 @@ class SharedQK(Score):
         return A_NDE * self.g_temperature_N[:, None, None]
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
-        w_DNH = np.asarray(self.w_q_DNH[...], np.float64)
-        N, H = w_DNH.shape[1:]
-        b_NH = np.zeros((N, H)) if self.b_q_NH is None else np.asarray(self.b_q_NH[...], np.float64)
-        gain_N = np.ones(N)
+        w_ENH = np.asarray(homogeneous(self.w_q_DNH, self.b_q_NH), np.float64)
+        q_BTNH, k_BSNH = (
+            np.einsum('BTE,ENH->BTNH', oracle.with_ones(z_BTD, len(w_ENH)), w_ENH)
+            for z_BTD in (x_BTD, y_BSD)
+        )
+        if self.key_norm:
+            k_BSNH = k_BSNH / np.sqrt((k_BSNH**2).sum(-1, keepdims=True) + 1e-12)
         if self.g_temperature_N is not None:
-            gain_N = np.asarray(self.g_temperature_N[...], np.float64)
-        x_BTD, y_BSD = np.asarray(x_BTD, np.float64), np.asarray(y_BSD, np.float64)
-        heads = []
-        for n in range(N):
-            q_BTH = x_BTD @ w_DNH[:, n] + b_NH[n]
-            k_BSH = y_BSD @ w_DNH[:, n] + b_NH[n]
-            if self.key_norm:
-                k_BSH = k_BSH / np.sqrt((k_BSH**2).sum(-1, keepdims=True) + 1e-12)
-            heads.append(gain_N[n] * (q_BTH @ np.swapaxes(k_BSH, 1, 2)))
-        return np.stack(heads, axis=1)
+            q_BTNH = q_BTNH * np.asarray(self.g_temperature_N[...], np.float64)[:, None]
+        return np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
 
 
-class Symmetric(Score):
+class Symmetric(Tied):
     """A[n] = W[n] L[n] W[n]^T, symmetric but not definite: L[n] is a learned signed diagonal.
 
-    Parameters: D N H + N H. L starts as +1, -1, +1, ..., so that a token does not prefer itself:
-    its logit with itself has mean 0 (H even) and variance 2. Every symmetric A[n] of rank <= H has
-    this form. Rotary positions keep it symmetric only where L is equal on the two channels of a
-    pair. The indefinite counterpart of Courtois et al. 2024 ("symmetric").
+    L starts as +1, -1, +1, ..., so that a token does not prefer itself: its logit with itself has
+    mean 0 (H even) and variance 2. Every symmetric A[n] of rank <= H has this form. Rotary
+    positions keep it symmetric only where L is equal on the two channels of a pair.
     """
 
     equation = 'W[n] L[n] W[n]^T'
     parameter_count = 'D*N*H + N*H'
     source = 'Courtois et al. 2024, arXiv 2406.06366, with a signed diagonal'
     supports_rope = False
-    shareable = {'key': ('w_q_DNH', 'b_q_NH')}
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), D**-0.5)
-        self.g_sign_NH = nnx.Param(_signs(N, H))
-        self.b_q_NH = bias(spec, (N, H))
-        self.scale = H**-0.5
+        self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
+        self.g_sign_NH = nnx.Param(_signs(spec.num_heads, spec.head_size))
+        self.scale = spec.head_size**-0.5
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        return project(x_BTD, self.w_q_DNH, self.b_q_NH) * self.g_sign_NH[...]
-
-    def cached(self, y_BSD: jax.Array) -> Cache:
-        return {'k_BSNH': project(y_BSD, self.w_q_DNH, self.b_q_NH)}
-
-    def keys(self, cache: Cache) -> jax.Array:
-        return cache['k_BSNH']
+        return super().queries(x_BTD) * self.g_sign_NH[...]
 
     def matrix(self) -> jax.Array:
         w_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
         return jnp.einsum('DNH,NH,ENH->NDE', w_DNH, self.g_sign_NH[...], w_DNH)
 
 
-class Pairwise(Score):
+class Pairwise(Tied):
     """A[n] = W[n] F[n] W[n]^T with a free H x H form F[n]: neither symmetric nor definite.
 
-    Parameters: D N H + N H^2. This is `qk` with W_Q[n] = W[n] F[n] and W_K[n] = W[n], which span
-    the same columns. F has std H^-1/2, which makes W F as large as W; with std 1, as in the paper's
-    code, logits are sqrt(H) times as large. F has no bias.
-    Courtois et al. 2024, arXiv 2406.06366 ("pairwise").
+    This is `qk` with W_Q[n] = W[n] F[n] and W_K[n] = W[n], which span the same columns. F has std
+    H^-1/2, which makes W F as large as W; with std 1, as in the source's code, logits are sqrt(H)
+    times as large. F has no bias.
     """
 
     equation = 'W[n] F[n] W[n]^T'
     parameter_count = 'D*N*H + N*H*H'
     source = 'Courtois et al. 2024, arXiv 2406.06366 ("pairwise")'
-    shareable = {'key': ('w_q_DNH', 'b_q_NH')}
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.w_q_DNH = weight(key, 'w_q_DNH', (D, N, H), D**-0.5)
+        N, H = spec.num_heads, spec.head_size
+        self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
         self.w_form_NHG = weight(key, 'w_form_NHG', (N, H, H), H**-0.5)
-        self.b_q_NH = bias(spec, (N, H))
         self.scale = H**-0.5
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        w_BTNH = project(x_BTD, self.w_q_DNH, self.b_q_NH)
-        return jnp.einsum('BTNH,NHG->BTNG', w_BTNH, self.w_form_NHG[...])
-
-    cached = Symmetric.cached
-    keys = Symmetric.keys
+        return jnp.einsum('BTNH,NHG->BTNG', super().queries(x_BTD), self.w_form_NHG[...])
 
     def matrix(self) -> jax.Array:
         w_DNH = homogeneous(self.w_q_DNH, self.b_q_NH)
@@ -204,10 +179,9 @@ class Pairwise(Score):
 class SymmetricSkew(Score):
     """A[n] = W L W^T + (U V^T - V U^T): a symmetric part, rank <= R, and a skew one, rank <= 2 C.
 
-    Parameters: D N R + N R + 2 D N C. The cache holds y W, y U and y V, N (R + 2 C) floats per
-    token. Every A[n] has this form at R = D and C = D / 2; a `qk` head of size H has it at R = 2 H
-    and C = H. L starts as +1, -1, ... as in `symmetric`; the skew part is 0 on the diagonal. Rotary
-    positions mix the two parts.
+    The cache holds y W, y U and y V. Every A[n] has this form at R = D and C = D / 2; a `qk` head
+    of size H has it at R = 2 H and C = H. L starts as +1, -1, ... as in `symmetric`; the skew part
+    is 0 on the diagonal. Rotary positions mix the two parts.
 
     Args:
       symmetric_rank: R, 0 to D; None is H.
@@ -217,25 +191,22 @@ class SymmetricSkew(Score):
 
     equation = 'W[n] L[n] W[n]^T + U[n] V[n]^T - V[n] U[n]^T'
     source = 'the split of a matrix into its symmetric and skew parts; no published use known'
+    options = {'symmetric_rank': whole(0, 'd_model'), 'skew_rank': whole(0, 'd_model // 2')}
     supports_rope = False
+    w_symmetric_DNR: nnx.Param | None = None
+    w_left_DNC: nnx.Param | None = None
 
     @classmethod
     def check(
         cls, spec: AttentionSpec, *, symmetric_rank: Any = None, skew_rank: Any = None
     ) -> None:
-        who, D = 'symmetric_skew', spec.d_model
-        if symmetric_rank is not None:
-            require_whole(who, 'symmetric_rank', symmetric_rank, 0, D, 'd_model')
-        if skew_rank is not None:
-            require_whole(who, 'skew_rank', skew_rank, 0, D // 2, 'd_model // 2')
         if cls._ranks(spec, symmetric_rank, skew_rank) == (0, 0):
             raise SpecError('symmetric_skew needs symmetric_rank or skew_rank above 0')
 
     @staticmethod
     def _ranks(spec: AttentionSpec, symmetric: int | None, skew: int | None) -> tuple[int, int]:
-        D, H = spec.d_model, spec.head_size
-        R = min(H, D) if symmetric is None else symmetric
-        return R, (min(H, D) // 2 if skew is None else skew)
+        R = C = min(spec.head_size, spec.d_model)
+        return R if symmetric is None else symmetric, C // 2 if skew is None else skew
 
     def __init__(
         self,
@@ -245,16 +216,13 @@ class SymmetricSkew(Score):
         symmetric_rank: int | None = None,
         skew_rank: int | None = None,
     ):
-        D, N = spec.d_model, spec.num_heads
         R, C = self._ranks(spec, symmetric_rank, skew_rank)
-        std = D**-0.5
-        self.w_symmetric_DNR = weight(key, 'w_symmetric_DNR', (D, N, R), std) if R else None
-        self.g_sign_NR = nnx.Param(_signs(N, R)) if R else None
-        self.w_left_DNC = weight(key, 'w_left_DNC', (D, N, C), std) if C else None
-        self.w_right_DNC = weight(key, 'w_right_DNC', (D, N, C), std) if C else None
-        self.b_symmetric_NR = bias(spec, (N, R)) if R else None
-        self.b_left_NC = bias(spec, (N, C)) if C else None
-        self.b_right_NC = bias(spec, (N, C)) if C else None
+        if R:
+            self.w_symmetric_DNR, self.b_symmetric_NR = affine(spec, key, 'w_symmetric_DNR', R=R)
+            self.g_sign_NR = nnx.Param(_signs(spec.num_heads, R))
+        if C:
+            self.w_left_DNC, self.b_left_NC = affine(spec, key, 'w_left_DNC', C=C)
+            self.w_right_DNC, self.b_right_NC = affine(spec, key, 'w_right_DNC', C=C)
         self.scale = (R + 2 * C) ** -0.5
 
     @property
@@ -262,28 +230,21 @@ class SymmetricSkew(Score):
         symmetric = [] if self.w_symmetric_DNR is None else ['D*N*R + N*R']
         return ' + '.join(symmetric + ([] if self.w_left_DNC is None else ['2*D*N*C']))
 
-    def _projections(self, x_BTD: jax.Array) -> list[jax.Array]:
-        """x W, x U and x V, without those of rank 0."""
-        named = (
-            (self.w_symmetric_DNR, self.b_symmetric_NR),
-            (self.w_left_DNC, self.b_left_NC),
-            (self.w_right_DNC, self.b_right_NC),
-        )
-        return [project(x_BTD, w, b) for w, b in named if w is not None]
-
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        parts = self._projections(x_BTD)
-        if self.g_sign_NR is not None:
-            parts[0] = parts[0] * self.g_sign_NR[...]
-        if self.w_right_DNC is not None:
-            parts[-1] = -parts[-1]
-        return jnp.concatenate(parts, axis=-1)
+        cache = self.cached(x_BTD)
+        if self.w_symmetric_DNR is not None:
+            cache['symmetric_BSNR'] = cache['symmetric_BSNR'] * self.g_sign_NR[...]
+        if self.w_left_DNC is not None:
+            cache['right_BSNC'] = -cache['right_BSNC']
+        return jnp.concatenate([*cache.values()], axis=-1)
 
     def cached(self, y_BSD: jax.Array) -> Cache:
-        parts = self._projections(y_BSD)
-        cache = {} if self.w_symmetric_DNR is None else {'symmetric_BSNR': parts[0]}
+        cache = {}
+        if self.w_symmetric_DNR is not None:
+            cache['symmetric_BSNR'] = project(y_BSD, self.w_symmetric_DNR, self.b_symmetric_NR)
         if self.w_left_DNC is not None:
-            cache['left_BSNC'], cache['right_BSNC'] = parts[-2:]
+            cache['left_BSNC'] = project(y_BSD, self.w_left_DNC, self.b_left_NC)
+            cache['right_BSNC'] = project(y_BSD, self.w_right_DNC, self.b_right_NC)
         return cache
 
     def keys(self, cache: Cache) -> jax.Array:

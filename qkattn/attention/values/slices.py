@@ -1,104 +1,137 @@
-"""Values with an identity in place of W_V, of W_O, or of both."""
+"""Values with an identity in place of W_V, of W_O, or of both; and one with a fixed W_O."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import scipy  # whose submodules are imported on first use
+from flax import nnx
 
-from qkattn.attention.options import require_slices
-from qkattn.attention.parameters import bias, grouped, heads_of, homogeneous, slices_DNH, weight
-from qkattn.attention.scores.score import Cache, Score
-from qkattn.attention.spec import AttentionSpec
-from qkattn.attention.values.value import Factored, Value
+from qkattn.attention.maps import SLICES, Map
+from qkattn.attention.parameters import affine, bias, output_projection, slices_DNH
+from qkattn.attention.scores.score import Score
+from qkattn.attention.spec import AttentionSpec, one_of
+from qkattn.attention.values.value import Factored
 from qkattn.attention.values.vo import VO
+from qkattn.errors import SpecError
 
 
 class NoV(Factored):
-    """B[n] = P[n] W_O[n]: no W_V; the value of head n is the n-th slice of the stream, y P[n].
-
-    Parameters: N H D. Needs N H = D. Hosseini & Hosseini 2024, arXiv 2403.01643 ("optimised").
-    """
+    """B[n] = P[n] W_O[n]: no W_V; the value of head n is the n-th slice of the stream, y P[n]."""
 
     equation = 'P[n] W_O[n]'
     parameter_count = 'N*H*D'
-    source = 'Hosseini & Hosseini 2024, arXiv 2403.01643'
-
-    @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
-        require_slices(spec, 'no_v')
+    source = 'Hosseini & Hosseini 2024, arXiv 2403.01643'  # "optimised"
+    uses_slices = True
+    value_map = SLICES
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), (N * H) ** -0.5, spec.residual_gain)
-        self.b_o_D = bias(spec, (D,))
+        self.w_o_NHD, self.b_o_D = output_projection(spec, key)
         self.spec = spec
 
-    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
-        return {'x_BSD': y_BSD}
 
-    def values(self, cache: Cache, score: Score) -> jax.Array:
-        return heads_of(cache['x_BSD'], self.spec.num_heads)
-
-    def value_matrix(self, score: Score) -> jax.Array:
-        return slices_DNH(self.spec)
-
-    def output_matrix(self, score: Score) -> jax.Array:
-        return self.w_o_NHD[...]
-
-
-class NoO(Value):
+class NoO(Factored):
     """B[n] = W_V[n] P[n]^T: no W_O; head n writes to the n-th slice of the stream.
 
-    Parameters: D K H. Needs N H = D. W_V has std residual_gain D^-1/2, as the last matrix of the
-    OV circuit.
+    W_V has std residual_gain D^-1/2, as the last matrix of the OV circuit.
     """
 
     equation = 'W_V[n] P[n]^T'
     parameter_count = 'D*K*H'
     source = 'Vaswani et al. 2017 without its last projection'
     uses_kv_heads = True
-
-    @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
-        require_slices(spec, 'no_o')
+    uses_slices = True
+    value_map: Map = VO.value_map
+    b_o_D = None
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
-        D, K, H = spec.d_model, spec.num_kv_heads, spec.head_size
-        self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), D**-0.5, spec.residual_gain)
-        self.b_v_KH = bias(spec, (K, H))
+        self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', gain=spec.residual_gain)
         self.spec = spec
-
-    cached = VO.cached
-    values = VO.values
 
     def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         return o_BTNH.reshape(*o_BTNH.shape[:-2], -1)
 
-    def matrix(self, score: Score) -> jax.Array:
-        v_DNH = grouped(homogeneous(self.w_v_DKH, self.b_v_KH), self.spec.num_heads)
-        return jnp.einsum('DNH,ENH->NDE', v_DNH, slices_DNH(self.spec)[: self.spec.d_model])
+    def output_matrix(self, score: Score) -> jax.Array:
+        return jnp.moveaxis(slices_DNH(self.spec)[: self.spec.d_model], 0, -1)
 
 
-class NoVO(Value):
+class NoVO(NoO):
     """B[n] = P[n] P[n]^T: neither W_V nor W_O; head n copies the n-th slice of the stream.
 
-    No parameters, and so no residual_gain. Needs N H = D.
-    He & Hofmann 2024, arXiv 2311.01906, remove both, in a block of another shape.
+    No parameters, and so no residual_gain. The source removes both in a block of another shape.
     """
 
     equation = 'P[n] P[n]^T'
     parameter_count = '0'
     source = 'He & Hofmann 2024, arXiv 2311.01906'
-
-    @classmethod
-    def check(cls, spec: AttentionSpec) -> None:
-        require_slices(spec, 'no_vo')
+    uses_kv_heads = False
+    value_map = SLICES
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         self.spec = spec
 
-    cached = NoV.cached
-    values = NoV.values
-    output = NoO.output
 
-    def matrix(self, score: Score) -> jax.Array:
-        P_DNH = slices_DNH(self.spec)
-        return jnp.einsum('DNH,ENH->NDE', P_DNH, P_DNH[: self.spec.d_model])
+class Hadamard(Factored):
+    """B[n] = W_V[n] T[n] diag(g): W_O is a fixed orthogonal transform T and a learned diagonal g.
+
+    T is the normalized Walsh-Hadamard matrix of the concatenated heads,
+    applied as two small factors in D (D1 + D2) multiplications per token, D1 D2 = D. g starts at
+    residual_gain. Needs a D that is a power of two, which limits the d_model that can match a
+    parameter count. The affine rescaling of the source is g with the bias b_O.
+
+    Args:
+      odd: for D = 2^a m with an odd m > 1, 'refuse', or 'dct' for the Kronecker product of the
+        Hadamard matrix of 2^a and the orthonormal cosine matrix of m: also fixed and orthogonal,
+        with entries of several magnitudes.
+    """
+
+    equation = 'W_V[n] T[n] diag(g)'
+    parameter_count = 'D*K*H + D'
+    source = 'Aggarwal & Kumar 2026, arXiv 2603.08343'
+    options = {'odd': one_of('refuse', 'dct')}
+    uses_kv_heads = True
+    uses_slices = True
+    value_map = VO.value_map
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, *, odd: str = 'refuse') -> None:
+        power = 1 << (spec.d_model.bit_length() - 1)
+        if odd == 'refuse' and power != spec.d_model:
+            raise SpecError(
+                f'hadamard needs a d_model that is a power of two, not {spec.d_model}; the nearest '
+                f'are {power} and {2 * power}, and hadamard(odd="dct") takes every d_model'
+            )
+
+    def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array, odd: str = 'refuse'):
+        self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH')
+        self.g_o_D = nnx.Param(jnp.full((spec.d_model,), spec.residual_gain, jnp.float32))
+        self.b_o_D = bias(spec, (spec.d_model,))
+        self.num_heads = spec.num_heads
+
+    def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
+        left, right = (jnp.asarray(f, o_BTNH.dtype) for f in factors(self.g_o_D.shape[0]))
+        grid = o_BTNH.reshape(*o_BTNH.shape[:2], len(left), len(right))
+        mixed = jnp.einsum('BTcd,ca,db->BTab', grid, left, right)
+        out_BTD = mixed.reshape(*o_BTNH.shape[:2], -1) * self.g_o_D[...]
+        return out_BTD if self.b_o_D is None else out_BTD + self.b_o_D[...]
+
+    def output_matrix(self, score: Score) -> jax.Array:
+        T_DE = jnp.asarray(transform(self.g_o_D.shape[0]), self.w_v_DKH.dtype)
+        return T_DE.reshape(self.num_heads, -1, T_DE.shape[-1]) * self.g_o_D[...]
+
+
+def transform(d_model: int) -> np.ndarray:
+    """The orthogonal D x D matrix T, in float64."""
+    return np.kron(*factors(d_model))
+
+
+@functools.cache
+def factors(d_model: int) -> tuple[np.ndarray, np.ndarray]:
+    """T as a Kronecker product of two orthogonal matrices of about equal size, in float64."""
+    twos = (d_model & -d_model).bit_length() - 1
+    odd = d_model >> twos
+    first = min(twos, round(np.log2(d_model) / 2))
+    left, right = (scipy.linalg.hadamard(1 << n) / 2 ** (n / 2) for n in (first, twos - first))
+    cosines = scipy.fft.dct(np.eye(odd), norm='ortho') if odd > 1 else np.eye(1)
+    return left, np.kron(right, cosines)

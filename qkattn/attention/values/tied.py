@@ -3,37 +3,42 @@
 import jax
 import jax.numpy as jnp
 
-from qkattn.attention.options import require_slices
-from qkattn.attention.parameters import bias, grouped, homogeneous, project, weight
-from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.maps import Cache
+from qkattn.attention.parameters import (
+    affine,
+    bias,
+    grouped,
+    homogeneous,
+    output_projection,
+    project,
+)
+from qkattn.attention.scores.score import Score
 from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values.value import Factored
+from qkattn.attention.values.vo import VO
 from qkattn.errors import SpecError
 
 
-def _transposed(w_DKH: jax.Array) -> jax.Array:
-    """o_KHD: each head's matrix transposed, W[n]^T."""
-    return jnp.moveaxis(w_DKH, 0, -1)
+def _outward(w_DKH: jax.Array, num_heads: int) -> jax.Array:
+    """o_NHD: the transposed matrix of each query head, W[n]^T."""
+    return jnp.moveaxis(grouped(w_DKH[...], num_heads), 0, -1)
 
 
 class KIsV(Factored):
     """B[n] = W_K[n] W_O[n]: the values are the cached keys (K = V).
 
-    Parameters: N H D beside those of the Score; no cache of its own. Keys are cached before they
-    are rotated or normalized, so the values are neither. With the score `shared_qk` this is
-    Q = K = V (as in the code of CRATE, Yu et al. 2023, arXiv 2306.01129).
-    Kayyam et al. 2026, arXiv 2606.04032 (Q-K=V and Q=K=V).
+    There is no cache of its own. Keys are cached before they are rotated or normalized, so the
+    values are neither. With the score `shared_qk` this is Q = K = V (as in the code of CRATE, Yu
+    et al. 2023, arXiv 2306.01129).
     """
 
     equation = 'W_K[n] W_O[n]'
     parameter_count = 'N*H*D'
-    source = 'Kayyam et al. 2026, arXiv 2606.04032'
+    source = 'Kayyam et al. 2026, arXiv 2606.04032'  # Q-K=V and Q=K=V
     shares = ('key',)
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), (N * H) ** -0.5, spec.residual_gain)
-        self.b_o_D = bias(spec, (D,))
+        self.w_o_NHD, self.b_o_D = output_projection(spec, key)
 
     def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         return {}
@@ -44,46 +49,45 @@ class KIsV(Factored):
     def value_matrix(self, score: Score) -> jax.Array:
         return homogeneous(*score.shared('key'))
 
-    def output_matrix(self, score: Score) -> jax.Array:
-        return self.w_o_NHD[...]
 
-
-class QIsV(KIsV):
+class QIsV(Factored):
     """B[n] = W_Q[n] W_O[n]: the values are the queries of the attended positions (Q = V).
 
-    Parameters: N H D beside those of the Score; the cache holds N H floats per token more. The
-    fourth pair of the taxonomy, without a published run.
+    The fourth pair of the taxonomy, without a published run.
     """
 
     equation = 'W_Q[n] W_O[n]'
+    parameter_count = 'N*H*D'
     source = 'mirror image of k_is_v'
     shares = ('query',)
 
+    def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
+        self.w_o_NHD, self.b_o_D = output_projection(spec, key)
+
+    def projection(self, score: Score) -> tuple[jax.Array, jax.Array | None]:
+        """W_V and b_V."""
+        return score.shared('query')
+
     def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
-        return {'v_BSNH': project(y_BSD, *score.shared('query'))}
+        return {'v_BSNH': project(y_BSD, *self.projection(score))}
 
     def values(self, cache: Cache, score: Score) -> jax.Array:
         return cache['v_BSNH']
 
     def value_matrix(self, score: Score) -> jax.Array:
-        return homogeneous(*score.shared('query'))
+        return homogeneous(*self.projection(score))
 
 
-class VIsKTransposed(Factored):
-    """B[n] = (W_K^T)[n] W_O[n]: the D x D matrix W_V of all heads is the transpose of W_K.
-
-    Parameters: N H D beside those of the Score; the cache holds N H floats per token more. Needs
-    N H = D and K = N.
-    """
+class VIsKTransposed(QIsV):
+    """B[n] = (W_K^T)[n] W_O[n]: the D x D matrix W_V of all heads is the transpose of W_K."""
 
     equation = '(W_K^T)[n] W_O[n]'
-    parameter_count = 'N*H*D'
     source = 'transpose-tied counterpart of k_is_v'
     shares = ('key',)
+    uses_slices = True
 
     @classmethod
     def check(cls, spec: AttentionSpec) -> None:
-        require_slices(spec, 'v_is_k_transposed')
         if spec.num_kv_heads != spec.num_heads:
             raise SpecError(
                 f'v_is_k_transposed needs a square key matrix, so num_kv_heads must be '
@@ -91,67 +95,43 @@ class VIsKTransposed(Factored):
             )
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
-        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), (N * H) ** -0.5, spec.residual_gain)
-        self.b_v_NH = bias(spec, (N, H))
-        self.b_o_D = bias(spec, (D,))
+        super().__init__(spec, score, key=key)
+        self.b_v_NH = bias(spec, (spec.num_heads, spec.head_size))
 
-    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
-        return {'v_BSNH': project(y_BSD, self._w_v_DNH(score), self.b_v_NH)}
-
-    def values(self, cache: Cache, score: Score) -> jax.Array:
-        return cache['v_BSNH']
-
-    def value_matrix(self, score: Score) -> jax.Array:
-        return homogeneous(self._w_v_DNH(score), self.b_v_NH)
-
-    def output_matrix(self, score: Score) -> jax.Array:
-        return self.w_o_NHD[...]
-
-    def _w_v_DNH(self, score: Score) -> jax.Array:
+    def projection(self, score: Score) -> tuple[jax.Array, jax.Array | None]:
         w_k_DNH = score.shared('key')[0][...]
-        return w_k_DNH.reshape(len(w_k_DNH), -1).T.reshape(w_k_DNH.shape)
+        return w_k_DNH.reshape(len(w_k_DNH), -1).T.reshape(w_k_DNH.shape), self.b_v_NH
 
 
 class OIsV(Factored):
     """B[n] = W_V[n] W_V[n]^T, symmetric and positive semi-definite: a head writes where it reads.
 
-    Parameters: D K H; the cache holds K H floats per token. y W W^T has variance
-    H (D + H) std^4, summed over N heads, hence std = (residual_gain^2 / (N H (D + H)))^1/4. The
-    part of the output along y itself is about sqrt(H / (D + H)) of it.
+    y W W^T has variance H (D + H) std^4, summed over N heads, hence
+    std = (residual_gain^2 / (N H (D + H)))^1/4. The part of the output along y itself is about
+    sqrt(H / (D + H)) of it.
     """
 
     equation = 'W_V[n] W_V[n]^T'
     parameter_count = 'D*K*H'
     source = 'OV counterpart of shared_qk; Yu et al. 2023, arXiv 2306.01129 (MSSA)'
     uses_kv_heads = True
+    value_map = VO.value_map
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
-        D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
+        D, N, H = spec.d_model, spec.num_heads, spec.head_size
         std = (N * H * (D + H)) ** -0.25
-        self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), std, spec.residual_gain**0.5)
-        self.b_v_KH = bias(spec, (K, H))
+        self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', std, spec.residual_gain**0.5)
         self.b_o_D = bias(spec, (D,))
         self.num_heads = N
 
-    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
-        return {'v_BSKH': project(y_BSD, self.w_v_DKH, self.b_v_KH)}
-
-    def values(self, cache: Cache, score: Score) -> jax.Array:
-        return cache['v_BSKH']
-
-    def value_matrix(self, score: Score) -> jax.Array:
-        return homogeneous(self.w_v_DKH, self.b_v_KH)
-
     def output_matrix(self, score: Score) -> jax.Array:
-        return _transposed(grouped(self.w_v_DKH[...], self.num_heads))
+        return _outward(self.w_v_DKH, self.num_heads)
 
 
 class OIsK(Factored):
     """B[n] = W_V[n] W_K[n]^T: a head writes into the directions that its keys read.
 
-    Parameters: D K H beside those of the Score; the cache holds K H floats per token more. W_V has
-    std residual_gain (N H)^-1/2: the factor D^-1/2 of `vo` comes with W_K.
+    W_V has std residual_gain (N H)^-1/2: the factor D^-1/2 of `vo` comes with W_K.
     """
 
     equation = 'W_V[n] W_K[n]^T'
@@ -159,47 +139,39 @@ class OIsK(Factored):
     source = 'transpose-tied W_O and W_K'
     uses_kv_heads = True
     shares = ('key',)
+    value_map = VO.value_map
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
-        D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
-        self.w_v_DKH = weight(key, 'w_v_DKH', (D, K, H), (N * H) ** -0.5, spec.residual_gain)
-        self.b_v_KH = bias(spec, (K, H))
-        self.b_o_D = bias(spec, (D,))
+        N, H = spec.num_heads, spec.head_size
+        std = (N * H) ** -0.5
+        self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', std, spec.residual_gain)
+        self.b_o_D = bias(spec, (spec.d_model,))
         self.num_heads = N
-
-    cached = OIsV.cached
-    values = OIsV.values
-    value_matrix = OIsV.value_matrix
 
     def output_matrix(self, score: Score) -> jax.Array:
         (which,) = self.shares
-        return _transposed(grouped(score.shared(which)[0][...], self.num_heads))
+        return _outward(score.shared(which)[0], self.num_heads)
 
 
 class OIsQ(OIsK):
-    """B[n] = W_V[n] W_Q[n]^T: a head writes into the directions that its queries read.
-
-    Parameters: D K H beside those of the Score; the cache holds K H floats per token more.
-    """
+    """B[n] = W_V[n] W_Q[n]^T: a head writes into the directions that its queries read."""
 
     equation = 'W_V[n] W_Q[n]^T'
     source = 'transpose-tied W_O and W_Q'
     shares = ('query',)
 
 
-class Subspace(Factored):
+class Subspace(KIsV):
     """B[n] = c W_K[n] W_K[n]^T: keys, values and output are one matrix, owned by the Score.
 
-    No parameters and no cache of its own. With the score `shared_qk` all four matrices are one: the
-    multi-head subspace self-attention of CRATE, Yu et al. 2023, arXiv 2306.01129 (MSSA), which
-    contracts the stream onto the subspaces W[n]. c is the constant `residual_gain`, there the step
-    size; the size of the output follows from W_K, which the Score initializes.
+    With the score `shared_qk` all four matrices are one: the multi-head subspace self-attention of
+    CRATE, which contracts the stream onto the subspaces W[n]. c is the constant `residual_gain`,
+    there the step size; the size of the output follows from W_K, which the Score initializes.
     """
 
     equation = 'c W_K[n] W_K[n]^T'
     parameter_count = '0'
     source = 'Yu et al. 2023, arXiv 2306.01129 (MSSA)'
-    shares = ('key',)
     partner = 'shared_qk'
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
@@ -207,9 +179,5 @@ class Subspace(Factored):
         self.num_heads = spec.num_heads
         self.step = spec.residual_gain
 
-    cached = KIsV.cached
-    values = KIsV.values
-    value_matrix = KIsV.value_matrix
-
     def output_matrix(self, score: Score) -> jax.Array:
-        return self.step * _transposed(grouped(score.shared('key')[0][...], self.num_heads))
+        return self.step * _outward(score.shared('key')[0], self.num_heads)

@@ -8,53 +8,34 @@ have outputs whose sum has standard deviation `spec.residual_gain`, except where
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from qkattn.attention.maps import Cache, Map
 from qkattn.attention.parameters import grouped, project
-from qkattn.attention.scores.score import Cache, Score
-from qkattn.attention.spec import AttentionSpec
+from qkattn.attention.scores.score import Circuit, Score
 
 # o_BTNH, the Score and x_BTD -> out_BTD.
 Output = Callable[[jax.Array, Score, jax.Array], jax.Array]
 
 
-class Value(nnx.Module):
-    """A factorization of B[n].
-
-    A subclass builds its parameters in `__init__(spec, score, *, key, **options)` and overrides
-    what differs from the defaults below; parameters are named as in a Score.
+class Value(Circuit):
+    """A factorization of B[n], built by `__init__(spec, score, *, key, **options)`.
 
     Attributes:
-      equation: B[n] as text.
-      parameter_count: the number of parameters without biases, in letters. What the Score owns
-        counts there.
-      source: where the form comes from.
-      uses_kv_heads: whether num_kv_heads changes this Value.
       shares: the projections of the Score that this Value uses, as named in `Score.shareable`.
       partner: the registered Score with which the Value is documented.
       linear: whether the output is sum_n sum_s p[n, t, s] y_s B[n]; else `reference_output`
         replaces `matrix`.
-      uses_layer, layer: as in a Score.
     """
 
-    equation: ClassVar[str]
-    parameter_count: ClassVar[str]
-    source: ClassVar[str]
-    uses_kv_heads: ClassVar[bool] = False
     shares: ClassVar[tuple[str, ...]] = ()
     partner: ClassVar[str] = 'qk'
     linear: ClassVar[bool] = True
-    uses_layer: ClassVar[bool] = False
-    layer: int | jax.Array
-
-    @classmethod
-    def check(cls, spec: AttentionSpec, *args: Any, **options: Any) -> None:
-        """Raises SpecError where this Value cannot be built with `spec` and these options."""
 
     def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         """The arrays from which `values` are computed, beyond what the Score caches."""
@@ -92,18 +73,27 @@ class Value(nnx.Module):
 class Factored(Value):
     """A Value of the form B[n] = V[n] O[n], where the Score may own V or O.
 
-    A subclass defines `cached`, `values`, `value_matrix` and `output_matrix`, and owns b_o_D.
+    A subclass declares V[n] as `value_map`, or defines `cached`, `values` and `value_matrix`. It
+    owns w_o_NHD, or defines `output_matrix`, and b_o_D.
     """
 
+    value_map: Map
+    w_o_NHD: nnx.Param
     b_o_D: nnx.Param | None
+
+    def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
+        return self.value_map.cached(self, y_BSD)
+
+    def values(self, cache: Cache, score: Score) -> jax.Array:
+        return self.value_map.heads(self, cache)
 
     def value_matrix(self, score: Score) -> jax.Array:
         """v_DKH with y v = values(cached(y)); (D+1) rows with biases."""
-        raise NotImplementedError
+        return self.value_map.matrix(self)
 
     def output_matrix(self, score: Score) -> jax.Array:
         """o_NHD."""
-        raise NotImplementedError
+        return self.w_o_NHD[...]
 
     def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         return project(o_BTNH, self.output_matrix(score), self.b_o_D, axes=2)

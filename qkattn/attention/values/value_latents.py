@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from qkattn.attention.parameters import bias, composed, homogeneous, project, weight
+from qkattn.attention.maps import Cache
+from qkattn.attention.parameters import affine, composed, homogeneous, output_projection, project
 from qkattn.attention.scores.key_latents import absorbing_is_cheaper
-from qkattn.attention.scores.score import Cache, Score
+from qkattn.attention.scores.score import Score
 from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values.value import Factored, Output
 
@@ -13,11 +14,9 @@ from qkattn.attention.values.value import Factored, Output
 class Latent(Factored):
     """B[n] = W_D W_UV[n] W_O[n]: values are computed from the latent that the Score caches.
 
-    Parameters: R N H + N H D beside those of the Score, which owns W_D (D x R); no cache of its
-    own. W_UV has std R^-1/2, the latent's size in place of D. `values` writes out the values of
-    all heads; `absorbed_values` and `absorbed_output` are the same map with the latent as its only
+    W_UV has std R^-1/2, the latent's size in place of D. `values` writes out the values of all
+    heads; `absorbed_values` and `absorbed_output` are the same map with the latent as its only
     value head, which is cheaper in decoding.
-    DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2.
     """
 
     equation = 'W_D W_UV[n] W_O[n]'
@@ -27,12 +26,9 @@ class Latent(Factored):
     partner = 'latent'
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
         R = score.shared('latent')[0].shape[1]
-        self.w_up_v_RNH = weight(key, 'w_up_v_RNH', (R, N, H), R**-0.5)
-        self.w_o_NHD = weight(key, 'w_o_NHD', (N, H, D), (N * H) ** -0.5, spec.residual_gain)
-        self.b_v_NH = bias(spec, (N, H))
-        self.b_o_D = bias(spec, (D,))
+        self.w_up_v_RNH, self.b_v_NH = affine(spec, key, 'w_up_v_RNH', R=R)
+        self.w_o_NHD, self.b_o_D = output_projection(spec, key)
 
     def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         return {}
@@ -65,6 +61,3 @@ class Latent(Factored):
 
     def value_matrix(self, score: Score) -> jax.Array:
         return composed(homogeneous(*score.shared('latent')), self.w_up_v_RNH, self.b_v_NH)
-
-    def output_matrix(self, score: Score) -> jax.Array:
-        return self.w_o_NHD[...]

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from qkattn.attention import Attention, AttentionSpec, oracle
-from qkattn.attention.norm import rms_norm
+from qkattn.attention import Attention, AttentionSpec, oracle, rms_norm
 from qkattn.attention.parameters import shapes_only
 from qkattn.config.calls import Variant
 from qkattn.convert.factors import relative_error

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.attention import registry
-from qkattn.attention.scores import identity, qk, rank, shared_projections, symmetric
+from qkattn.attention.scores import identity, qk, symmetric
 from qkattn.claims import catalogue
 from qkattn.claims.checks import (
     double_projection,
@@ -201,7 +201,7 @@ def one_for_two(name, tensors):
     return found | {'q': found['k']}
 
 
-class Twice(shared_projections.Double):
+class Twice(qk.Double):
     """The queries of `double`, times 2."""
 
     def queries(self, x_BTD):
@@ -217,7 +217,7 @@ WRONG = {
         parameter_counts.merged_against_factored,
         registry.SCORES,
         'merged',
-        rank.FullSize,
+        qk.FullSize,
     ),
     'one pattern': (
         parameter_counts.heads_of_a_fixed_width,

@@ -1,0 +1,293 @@
+"""Options of Scores and Values: held to the same contract as the registered forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+
+from qkattn.attention import SCORES, Mask, attend
+from qkattn.attention.scores import key_latents
+from qkattn.attention.values import value_latents
+from qkattn.attention.values.slices import factors, transform
+from tests.attention import test_contract as contract
+from tests.attention.layers import (
+    D,
+    H,
+    N,
+    T,
+    assert_equals_oracle_in_float64,
+    causal,
+    error,
+    initial_logit_std,
+    make,
+    stream,
+    wide,
+)
+from tests.lanes import only, thinned
+
+ROWS = ((5, 0, 31, 7, 9, 30, 2, 3), *(tuple(range(8)),) * 3)
+SCORE_OPTIONS = [
+    'merged(init="product")',
+    'low_rank(rank=1)',
+    'low_rank(rank=32)',
+    'shared_qk(key_norm=True)',
+    'shared_qk(self_mask=True)',
+    'shared_qk(temperature="learned")',
+    'shared_qk(temperature=0.5, key_norm=True, self_mask=True)',
+    'symmetric_skew(symmetric_rank=0, skew_rank=3)',
+    'symmetric_skew(symmetric_rank=5, skew_rank=0)',
+    'symmetric_skew(symmetric_rank=5, skew_rank=3)',
+    f'gauge_fixed(rows={ROWS})',
+    'double(size=7, which="q")',
+    'double(which="k", size=40)',
+    'collaborative(size=9)',
+    'nonlinear_query(form="bottleneck")',
+    'nonlinear_query(rank=5)',
+    'latent(size=6)',
+    'latent(size=6, query_size=10)',
+]
+VALUE_OPTIONS = [
+    'merged_vo(init="product")',
+    'low_rank(rank=3)',
+    'low_rank(rank=20)',
+    'gauge_fixed(init="product")',
+    f'gauge_fixed(columns={ROWS})',
+    'double(size=5)',
+    'hadamard(odd="dct")',
+]
+VARIANTS = [(s, 'vo') for s in SCORE_OPTIONS] + [('qk', v) for v in VALUE_OPTIONS]
+ROTARY = ['latent(rope_size=4)', 'latent(rope_size=6, query_size=10, size=5)', 'low_rank(rank=2)']
+
+
+@pytest.mark.parametrize('variant', thinned([(pair,) for pair in VARIANTS], every=2))
+def test_an_option_keeps_the_contract(variant):
+    assert_equals_oracle_in_float64(make(variant, biases=True))
+    contract.test_it_equals_the_oracle(variant)
+    contract.test_the_parameter_count_is_as_declared(variant)
+
+
+@pytest.mark.parametrize('score', ROTARY)
+def test_an_option_keeps_its_meaning_under_rotation(score):
+    contract.test_rotary_positions_equal_the_complex_form(score)
+    layer = make((score, 'vo'), positions='rope')
+    near, far = (layer(stream(), causal()), layer(stream()[:, ::-1], causal()))
+    assert error(near[:, -1], np.asarray(far[:, -1])) > 1e-3  # positions are told apart
+
+
+@pytest.mark.parametrize(
+    ('d_model', 'num_heads'), [(64, 8), pytest.param(512, 1, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    'score',
+    thinned([s for s in SCORE_OPTIONS if 'temperature=0.5' not in s and 'rows' not in s], 2),
+)
+def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
+    contract.test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads)
+
+
+def test_rotary_channels_are_part_of_the_scale():
+    sizes = {'d_model': 256, 'num_heads': 4, 'head_size': 32, 'positions': 'rope'}
+    assert 0.9 < initial_logit_std('latent(rope_size=64)', 'vo', num_seeds=1, **sizes) < 1.1
+
+
+def test_rotary_latents_can_be_cached():
+    contract.test_cached_decoding_equals_the_whole(('latent(rope_size=4)', 'vo'), 'rope')
+
+
+def test_values_are_not_rotated_with_the_keys():
+    contract.assert_rotation_is_the_complex_form(('qk', 'k_is_v'))
+
+
+@pytest.mark.parametrize(
+    ('which', 'score'),
+    [(w, s) for w in ('key', 'query') for s, c in SCORES.items() if w in c.shareable],
+)
+def test_a_shareable_projection_computes_keys_or_queries(which, score):
+    circuit = make((score, 'vo'), biases=True).score
+    y_BSD = stream()
+    w_DKH, b_KH = circuit.shared(which)
+    got = circuit.keys(circuit.cached(y_BSD)) if which == 'key' else circuit.queries(y_BSD)
+    want = np.einsum('BSD,DKH->BSKH', y_BSD, w_DKH[...]) + np.asarray(b_KH[...])
+    assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ('score', 'mean', 'std'),
+    [
+        ('shared_qk(key_norm=True)', 32**0.5 / (1 + 1 / 8) ** 0.5, 0.7),
+        ('neither', 32**0.5, 2**0.5),
+        ('neither_full', 256**0.5, 2**0.5),
+        ('symmetric', 0.0, 2**0.5),
+        ('symmetric_skew(symmetric_rank=0)', 0.0, 0.0),
+        ('pairwise', 0.0, 1.0),
+    ],
+)
+def test_the_diagonal_is_as_documented(score, mean, std):
+    """Initial logits of tokens with themselves."""
+    sizes = {'d_model': 256, 'num_heads': 8, 'num_kv_heads': 8, 'head_size': 32}
+    circuit = make((score, 'no_v'), moved=False, **sizes).score
+    x_BTD = stream(64, d_model=256)
+    q_BTNH, k_BSNH = circuit.queries(x_BTD), circuit.keys(circuit.cached(x_BTD))
+    logits = np.asarray(circuit.scale * (q_BTNH * jnp.broadcast_to(k_BSNH, q_BTNH.shape)).sum(-1))
+    assert abs(logits.mean() - mean) < 0.2 and abs(logits.std() - std) < 0.2, (logits.mean(),)
+
+
+def test_key_norm_makes_keys_of_length_one():
+    score = make(('shared_qk(key_norm=True)', 'vo'), biases=True).score
+    k_BSNH = score.keys(score.cached(stream()))
+    np.testing.assert_allclose(jnp.linalg.norm(k_BSNH, axis=-1), 1.0, rtol=1e-5)
+    score = make(('shared_qk(key_norm=True)', 'vo')).score
+    gradient = jax.grad(lambda y: score.keys(score.cached(y)).sum())(jnp.zeros((1, 1, D)))
+    assert np.isfinite(gradient).all()
+
+
+def test_a_token_hides_from_itself_only_beside_others():
+    layer, x_BTD = make(('shared_qk(self_mask=True)', 'no_vo')), stream()
+    out_BTD = layer(x_BTD, causal())
+    # no_vo copies the stream: the first token can read nobody else, the second only the first.
+    np.testing.assert_allclose(out_BTD[:, 0], x_BTD[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(out_BTD[:, 1], x_BTD[:, 0], rtol=1e-5)
+
+
+def test_a_temperature_divides_the_logits():
+    cold, plain = (make((f'shared_qk(temperature={t})', 'vo')).score for t in (4.0, None))
+    assert cold.scale == plain.scale / 4
+
+
+@pytest.mark.parametrize('score', ['nonlinear_query', 'shared_qk(key_norm=True)'])
+def test_what_is_not_bilinear_has_no_matrix(score):
+    circuit = make((score, 'vo')).score
+    assert not circuit.bilinear
+    with pytest.raises(NotImplementedError, match='not bilinear'):
+        circuit.matrix()
+
+
+def test_fixed_rows_and_columns_are_the_identity():
+    layer = make((f'gauge_fixed(rows={ROWS})', f'gauge_fixed(columns={ROWS})'))
+    w_k_DKH, w_o_NHD = layer.score.w_k_DKH, np.asarray(layer.value.output_matrix(None))
+    for n, fixed in enumerate(ROWS):
+        np.testing.assert_array_equal(w_k_DKH[list(fixed), n], np.eye(H))
+        np.testing.assert_array_equal(w_o_NHD[n][:, fixed], np.eye(H))
+        after = [d % D for d in range(fixed[0], fixed[0] + D) if d % D not in fixed]
+        np.testing.assert_array_equal(w_k_DKH[after, n], layer.score.w_k_free_CKH[:, n])
+        rest = [d for d in range(D) if d not in fixed]
+        np.testing.assert_array_equal(w_o_NHD[n][:, rest], layer.value.w_o_NHC[n])
+    wrapped = make(('gauge_fixed', 'vo'), d_model=10, num_heads=3, num_kv_heads=3, head_size=4)
+    assert wrapped.score.rows == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 0, 1))
+    whole = make(('gauge_fixed', 'vo'), num_heads=1, num_kv_heads=1, head_size=D).score
+    np.testing.assert_array_equal(whole.cached(stream())['k_BSKH'][:, :, 0], stream())
+
+
+@pytest.mark.parametrize('d_model', [8, 32, 256])
+def test_the_transform_is_that_of_hadamard(d_model):
+    T_DE = scipy.linalg.hadamard(d_model) / d_model**0.5
+    assert np.abs(transform(d_model) - T_DE).max() < 1e-15
+
+
+@pytest.mark.parametrize('d_model', [12, 33, 40, 96, 768])
+def test_the_transform_is_orthogonal_where_no_hadamard_matrix_is(d_model):
+    T_DE = transform(d_model)
+    assert np.abs(T_DE @ T_DE.T - np.eye(d_model)).max() < 1e-12
+    # Every output reads every head: no block of the transform is zero.
+    heads = next(n for n in range(2, d_model + 1) if d_model % n == 0)
+    assert (np.abs(T_DE.reshape(heads, -1, d_model)).max(1) > 1e-3).all()
+    left, right = factors(768)
+    assert len(left) * len(right) == 768 and max(len(left), len(right)) <= 48
+
+
+@pytest.mark.parametrize('d_model', only([8, 12], [8, 12, 20, 24]))
+def test_other_widths_write_by_the_transform(d_model):
+    options = {'d_model': d_model, 'head_size': d_model // N, 'biases': True}
+    with jax.enable_x64(True):
+        assert_equals_oracle_in_float64(make(('qk', 'hadamard(odd="dct")'), **options))
+        value = wide(make(('qk', 'hadamard(odd="dct")'), **options)).value
+        w_o_NHD = (transform(d_model) * value.g_o_D[...]).reshape(N, -1, d_model)
+        assert error(value.output_matrix(None), w_o_NHD) < 1e-12
+
+
+LATENTS = [
+    ('latent(size=6)', 'none'),
+    ('latent(size=6, query_size=10)', 'none'),
+    ('latent(size=6, query_size=10, rope_size=4)', 'rope'),
+]
+
+
+@pytest.mark.parametrize(('score', 'positions'), LATENTS)
+@pytest.mark.parametrize('biases', [False, True], ids=['plain', 'biases'])
+def test_the_absorbed_form_is_the_same_attention(score, positions, biases):
+    """One key head and one value head, both the latent, which with the rotary key is the cache."""
+    with jax.enable_x64(True):
+        layer = wide(make((score, 'latent'), positions=positions, biases=biases))
+        x_BTD, score, value = wide(stream()), layer.score, layer.value
+        cache = {**score.cached(x_BTD), **value.cached(x_BTD, score)}
+        floats = sum(a.shape[-1] for a in cache.values())
+        assert floats == 6 + (score.rope_size or 0)
+        plain = score.queries(x_BTD), score.keys(cache), value.values(cache, score)
+        absorbed = (
+            score.absorbed_queries(x_BTD),
+            score.absorbed_keys(cache),
+            value.absorbed_values(cache, score),
+        )
+        assert absorbed[1].shape == (2, T, 1, floats)
+        want, got = (attend(*qkv, causal(), scale=score.scale) for qkv in (plain, absorbed))
+        want = value.output(want, score, x_BTD)
+        assert error(value.absorbed_output(got, score, x_BTD), want) < 1e-12
+
+
+PLACED = [('latent(size=24)', 'rope'), ('latent(size=6)', 'none')]
+FORMS = [*PLACED, ('latent(size=24)', 'none'), ('latent(size=6)', 'rope')]
+
+
+@pytest.mark.parametrize(('score', 'positions'), only(PLACED, FORMS))
+def test_the_form_with_fewer_products_is_the_same_attention(score, positions, monkeypatch):
+    """R = 24 > H: absorbed for one query of seven keys; R = 6 < H: for all queries."""
+    if positions == 'rope':
+        score = score.replace(')', ', rope_size=4)')
+    with jax.enable_x64(True):
+        layer, x_BTD = wide((make((score, 'latent'), positions=positions), stream()))
+        cache = layer.cached(x_BTD)
+        with monkeypatch.context() as patch:
+            for module in (key_latents, value_latents):
+                patch.setattr(module, 'absorbing_is_cheaper', lambda *_: False)
+            full_BTD = layer(x_BTD)
+        last = Mask(causal=True, first_query=jnp.int32(T - 1))
+        heads = []
+        for z_BTD, mask in ((x_BTD, Mask(causal=True)), (x_BTD[:, -1:], last)):
+            _, k_BSKH = layer.score.queries_and_keys(z_BTD, cache)
+            v_BSKH, _ = layer.value.values_and_output(cache, layer.score, z_BTD.shape[1])
+            heads.append((k_BSKH.shape[2], v_BSKH.shape[2]))
+            got_BTD = layer.attend_to(z_BTD, cache, mask)
+            assert error(got_BTD, full_BTD[:, -z_BTD.shape[1] :]) < 1e-12
+        written_out = make((score, 'latent'), positions=positions, biases=True)
+    assert heads == [(1, 1) if '6' in score else (4, 4), (1, 1)]
+    with_biases = written_out.score.queries_and_keys(stream()[:, -1:], written_out.cached(stream()))
+    assert with_biases[1].shape[2] == 4
+
+
+@pytest.mark.parametrize(
+    ('d_model', 'num_heads', 'gain'),
+    [(64, 4, 0.25), pytest.param(256, 1, 1.0, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    'variant',
+    [
+        *(f'qk/{value}' for value in ('vo', 'no_v', 'no_o', 'merged_vo', 'gauge_fixed', 'double')),
+        *(f'qk/low_rank(rank={rank})' for rank in (3, 20)),
+        *(f'qk/{value}' for value in ('hadamard', 'o_is_v', 'k_is_v', 'q_is_v', 'o_is_k')),
+        *('qk/merged_vo(init="product")', 'qk/o_is_q', 'qk/v_is_k_transposed'),
+        *('latent/latent', 'qk/subspace'),
+    ],
+)
+def test_initial_outputs_have_the_residual_gain_as_standard_deviation(
+    variant, d_model, num_heads, gain
+):
+    """For heads that each attend to a unit-normal y of their own."""
+    sizes = {'d_model': d_model, 'num_heads': num_heads, 'num_kv_heads': num_heads}
+    head_size = d_model // 4 if variant == 'qk/gauge_fixed' else d_model // num_heads
+    score, value = variant.split('/')
+    layer = make((score, value), moved=False, head_size=head_size, residual_gain=gain, **sizes)
+    std = float(jnp.sqrt(jnp.square(layer.value.matrix(layer.score)).sum() / d_model))
+    # subspace has no matrix of its own: the size of its output is what W_K gives.
+    expected = gain * (1 + head_size / d_model) ** 0.5 if value == 'subspace' else gain
+    assert std == pytest.approx(expected, rel=0.1)
