@@ -26,10 +26,10 @@ def resolve(
     *,
     needs: str = 'a class or function',
     fits: Callable[[Any], bool] = callable,
-    call: Callable[[Any], Callable[..., Any]] = lambda found: found,
+    call: Callable[[Any], Callable[..., Any]] = lambda target: target,
     error: type[ValueError] = ConfigError,
 ) -> tuple[Any, dict[str, Any]]:
-    """What `text` names, a key of `known` or an import path, and the options behind it.
+    """The object that `text` names, a key of `known` or an import path, and the options behind it.
 
     Args:
       text: 'name', 'package.module:name', or either with options, as in 'low_rank(rank=8)'.
@@ -43,11 +43,11 @@ def resolve(
     """
     name, options = parse_call(text, field, error)
     if ':' in name:
-        found = _import(name, field, error)
-        if not fits(found):
+        target = _import(name, field, error)
+        if not fits(target):
             raise error(f'{field}={name!r} is not {needs}')
     elif name in known:
-        found = known[name]
+        target = known[name]
     else:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f', did you mean {near[0]!r}?' if near else ';'
@@ -55,21 +55,17 @@ def resolve(
             f'unknown {field} {name!r}{hint} known are {", ".join(known)}, '
             'or an import path package.module:name'
         )
-    if options:
-        accepted = options_of(call(found))
-        for option in options:
-            if option not in accepted:
-                raise error(
-                    f'{name} has no option {option!r}; it takes {", ".join(accepted) or "none"}'
-                )
-    return found, options
+    if unknown := [option for option in options if option not in options_of(call(target))]:
+        accepted = ', '.join(options_of(call(target))) or 'none'
+        raise error(f'{name} has no option {unknown[0]!r}; it takes {accepted}')
+    return target, options
 
 
 def called(field: str, text: str, call: Callable[[], T]) -> T:
-    """The result of `call`, to code that the import path `text` names.
+    """The result of a call into code that the import path `text` names.
 
     Raises:
-      ConfigError: as the code raises it, and in place of every other exception.
+      ConfigError: one that the code raises itself, or in place of any other exception.
     """
     try:
         return call()
@@ -89,9 +85,9 @@ def options_of(target: Callable[..., Any]) -> dict[str, Any]:
 def takes(*arguments: str) -> Callable[[Any], bool]:
     """A check for `resolve`: whether an object can be called with these positional arguments."""
 
-    def fits(found: Any) -> bool:
+    def fits(target: Any) -> bool:
         try:
-            inspect.signature(found).bind(*arguments)
+            inspect.signature(target).bind(*arguments)
         except (TypeError, ValueError):
             return False
         return True

@@ -101,9 +101,7 @@ class ModelConfig:
         "sparsemax, with options as in 'sigmoid(bias=-6.0)', or an import path.",
     )
     window: int | None = setting(
-        None,
-        'A query attends to positions at distance |t - s| < window; None is all.',
-        least=1,
+        None, 'A query attends to positions at distance |t - s| < window; None is all.', least=1
     )
     kernel: Literal['auto', 'einsum', 'blockwise', 'dot_product', 'splash'] = setting(
         'auto',

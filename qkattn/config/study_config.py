@@ -95,9 +95,7 @@ class Study:
     base: Config = Config()
     baseline: str = setting('qk/vo', 'The variant to which the others are matched and compared.')
     variants: tuple[str, ...] = setting(
-        ('qk/vo',),
-        "'score/value', with model fields as in 'qk/vo?num_kv_heads=1'.",
-        filled=True,
+        ('qk/vo',), "'score/value', with model fields as in 'qk/vo?num_kv_heads=1'.", filled=True
     )
     sizes: tuple[str, ...] = setting(
         ('d_model=128',),

@@ -219,11 +219,11 @@ class Checkpoints:
         self._on_owner(lambda: self._remove(f'{TRASH}/*', f'*{SET_ASIDE}'))
 
     def _on_owner(self, call: Callable[[], T]) -> T:
-        """What process 0 does with the directory; whoever only reads asks no other process."""
+        """The result of `call` in process 0, for all processes; if read only, in this one."""
         return call() if self._read_only else agreement.on_owner(call)
 
     def _tidy(self) -> None:
-        """Sets checkpoints aside whose description is damaged, with which orbax opens none."""
+        """Sets aside checkpoints with damaged descriptions: orbax would open no other either."""
         if not self._read_only:
             remove_tree(self.directory / TRASH)
         for path in self.directory.glob('[0-9]*'):
@@ -272,7 +272,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """A call of orbax, timed; it raises errors of any kind where its directory is gone."""
+        """Times calls of orbax, which raise errors of any kind where the directory is gone."""
         start = time.perf_counter()
         with disk_errors(self.directory):
             try:

@@ -65,7 +65,7 @@ class Trace:
             raise ConfigError(f'--profile={directory} cannot be used ({error.strerror})') from error
 
     def begin(self, config: Config, step: int, progress: Progress) -> None:
-        """The run goes on after `step` steps; raises ConfigError if the chosen ones are done."""
+        """Takes the steps done so far; raises ConfigError if the chosen ones are among them."""
         each, num_steps = config.train.steps_per_dispatch, config.train.num_steps
         if self._directory is None or not agreement.owner():
             return
@@ -79,7 +79,7 @@ class Trace:
             self._from, self._to = (self._steps[0] - 1) // each * each, self._steps[1]
 
     def at(self, step: int, state: Any) -> None:
-        """Called between dispatches, after `step` steps."""
+        """Starts or ends the trace between two dispatches, after `step` steps."""
         if self._first is None and self._from <= step < self._to:
             jax.block_until_ready(state)
             jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
