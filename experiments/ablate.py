@@ -65,7 +65,6 @@ def main() -> None:
         return importlib.import_module('qkattn.report')
 
     options: dict[str, Any] = {
-        'command': cli.command('ablate'),
         'expiry': EXPIRY.value,
         'accept_changes': ACCEPT_CHANGES.value,
     }

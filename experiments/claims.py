@@ -75,8 +75,7 @@ def main() -> None:
         _earlier(directory)
     failed = {}
     if TRAIN.value and names:
-        command = cli.command('claims')
-        failed = studies.train(claims, SCALE.value, directory, workers, command)
+        failed = studies.train(claims, SCALE.value, directory, workers)
     studies.report(names, directory)
     results = Results(directory)
     decided = []

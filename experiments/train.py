@@ -64,7 +64,7 @@ def main() -> None:
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
     trace = Trace(PROFILE.value, PROFILE_STEPS.value)
-    for result in train(config, WORKDIR.value, command=cli.command('train'), trace=trace):
+    for result in train(config, WORKDIR.value, trace=trace):
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
         at = '' if result.get('diverged_at') is None else f' at step {result["diverged_at"]:,}'
         print(f'{trial}: {result["status"]}{at}')

@@ -173,4 +173,4 @@ def _about(claim: Claim, results: Results, seconds: float) -> dict[str, Any]:
 
 @functools.cache
 def _here() -> dict[str, Any]:
-    return describe_start(None)
+    return describe_start()

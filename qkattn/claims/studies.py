@@ -67,7 +67,6 @@ def train(
     scale: str,
     directory: str | Path,
     workers: int | None,
-    command: list[str],
 ) -> dict[str, Exception]:
     """Trains each study of the claims once, then records measures; the same call resumes.
 
@@ -104,7 +103,7 @@ def train(
         log.info('study %s, %d of %d', name, place, len(studies))
         arms = functools.partial(build_arms, study)
         with going_on(name):
-            local_workers.run(study, arms, path / name, workers, command=command)
+            local_workers.run(study, arms, path / name, workers)
     # After all training: workers start from a process that has no threads of JAX yet.
     for name in names:
         if name not in failed:
@@ -138,5 +137,5 @@ def _record(claims: Iterable[Claim], name: str, scale: str, path: Path) -> None:
             record(path, scale)
             seconds = time.perf_counter() - started
             # It is exported: user, host and paths are left out.
-            start = describe_start(None)
+            start = describe_start()
             write_json(done, {'start': {key: start[key] for key in START}, 'seconds': seconds})

@@ -137,11 +137,6 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
         raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 
 
-def command(name: str) -> list[str]:
-    """The command line, as a user would type it again."""
-    return [*script(name).split(), *sys.argv[1:]]
-
-
 def script(name: str) -> str:
     """How another script is started, in the way in which this one was."""
     of_module = any(argument.startswith('experiments.') for argument in sys.orig_argv)

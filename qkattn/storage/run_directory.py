@@ -19,6 +19,7 @@ import os
 import platform
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,7 @@ class RunDirectory:
     _open: contextlib.ExitStack
 
     @classmethod
-    def open(
-        cls,
-        path: str | os.PathLike,
-        config: Config,
-        command: list[str] | None = None,
-    ) -> 'RunDirectory':
+    def open(cls, path: str | os.PathLike, config: Config) -> 'RunDirectory':
         """Creates or resumes a run directory; a context manager.
 
         Call it after `jax.distributed.initialize()`: the devices are recorded.
@@ -82,7 +78,6 @@ class RunDirectory:
         Args:
           path: the directory, on a mounted file system or in a bucket.
           config: the resolved configuration; its fingerprint decides whether the directory is its.
-          command: the command line, recorded; None: not recorded.
 
         Raises:
           InUseError: a live process holds it.
@@ -102,7 +97,7 @@ class RunDirectory:
             resumed = _check_config(directory, config)
             provenance = directory / 'provenance.json'
             starts = read_json(provenance, PROVENANCE)['starts'] if provenance.exists() else []
-            start = describe_start(command, imported(to_json(config)))
+            start = describe_start(imported(to_json(config)))
             write_json(provenance, {'starts': [*starts, start]})
             metrics = MetricsFile(directory / 'metrics.jsonl')
             stack.callback(metrics.close)
@@ -160,13 +155,16 @@ def _check_config(directory: Path, config: Config) -> bool:
     )
 
 
-def describe_start(
-    command: list[str] | None, imported: Mapping[str, str | None] | None = None
-) -> dict[str, Any]:
+def command_line() -> list[str]:
+    """The command of this process, as a user would type it again."""
+    first, *rest = sys.orig_argv[1:] or ['']
+    return ['qkattn', *rest] if Path(first).name == 'qkattn' else ['python', first, *rest]
+
+
+def describe_start(imported: Mapping[str, str | None] | None = None) -> dict[str, Any]:
     """Describes this process as it starts; asks jax for its devices.
 
     Args:
-      command: the command line; None: not recorded.
       imported: the sha256 of the source file of each import path in the config.
 
     Returns:
@@ -175,7 +173,7 @@ def describe_start(
     device = jax.devices()[0]
     return {
         'started': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-        'command': command,
+        'command': command_line(),
         'working_directory': os.getcwd(),
         'hostname': socket.gethostname(),
         'process': os.getpid(),

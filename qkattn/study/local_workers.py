@@ -220,7 +220,9 @@ class _Workers:
         self._screen.close()
 
     def _train(self, member: _Worker) -> None:
-        member.child.send(self._study, self._path, self._options, self._screen.terminal)
+        member.child.send(
+            self._study, self._path, self._options, sys.orig_argv, self._screen.terminal
+        )
 
     def _remove(self, member: _Worker) -> None:
         self._print(member, last=True)
@@ -392,7 +394,8 @@ def work(pipe: Connection) -> None:
 
     Progress.on_step = report
     try:
-        study, workdir, options, terminal = pipe.recv()
+        # The command that is recorded is that of the parent.
+        study, workdir, options, sys.orig_argv, terminal = pipe.recv()
         if terminal:
             Progress.make_screen = lambda: _ParentScreen(send)
         worker.run(study, workdir, tell=send, **options)

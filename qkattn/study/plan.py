@@ -19,6 +19,7 @@ from qkattn.config import Config, Study, TrialsConfig, fingerprint, to_json
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import FINISHED, to_jsonable
+from qkattn.storage.run_directory import command_line
 from qkattn.study.arms import Arm, base_of, controls_of, corpora_of, grids, is_tuned, looks_of
 from qkattn.study.place import LONGER, Place
 from qkattn.study.tuning import (
@@ -287,7 +288,7 @@ def _at_least(
     yield from verdict_runs(study, arm, middle)
 
 
-def declaration(study: Study, arms: list[Arm], command: list[str] | None) -> dict[str, Any]:
+def declaration(study: Study, arms: list[Arm]) -> dict[str, Any]:
     """The content of study.json."""
     values = to_json(study)
     matched = values.pop('match')
@@ -304,7 +305,7 @@ def declaration(study: Study, arms: list[Arm], command: list[str] | None) -> dic
         'tuning': tuning,
         'base_hash': fingerprint(study.base),
         'arms': [arm.place._asdict() for arm in arms],
-        'command': ' '.join(command) if command else None,
+        'command': ' '.join(command_line()),
     }
 
 

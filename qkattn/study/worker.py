@@ -65,7 +65,6 @@ def run(
     study: Study,
     workdir: str | Path,
     *,
-    command: list[str] | None = None,
     expiry: float = leases.EXPIRY,
     accept_changes: bool = False,
     arms: list[Arm] | None = None,
@@ -94,12 +93,10 @@ def run(
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:
-        worker = owned(
-            lambda: _Worker(study, path, command, expiry, accept_changes, arms, stop, tell)
-        )
+        worker = owned(lambda: _Worker(study, path, expiry, accept_changes, arms, stop, tell))
         while (leased := agreement.on_owner(lambda: worker.lease_next(failed))) is not None:
             if leased:
-                _train(path, leased, command, worker, failed)
+                _train(path, leased, worker, failed)
             if agreement.any_process(stop.requested):
                 raise Stopped('stopped between two runs')
     if failed:
@@ -117,7 +114,6 @@ class _Worker:
         self,
         study: Study,
         path: Path,
-        command: list[str] | None,
         expiry: float,
         accept_changes: bool,
         arms: list[Arm] | None,
@@ -144,7 +140,7 @@ class _Worker:
             if study.tuning.seeds:
                 check_documents(rows, run.config.data)
         make_directory(path)
-        self._declared = to_jsonable(plan.declaration(study, self._arms, command))
+        self._declared = to_jsonable(plan.declaration(study, self._arms))
         changes = declaration.replaced(path, runs, left)
         declaration.declare(path, study, self._declared, changes, accept_changes)
 
@@ -194,7 +190,6 @@ class _Worker:
 def _train(
     path: Path,
     leased: dict[str, Any],
-    command: list[str] | None,
     worker: _Worker,
     failed: dict[str, str],
 ) -> None:
@@ -205,7 +200,6 @@ def _train(
             train(
                 from_json(Config, leased['config']),
                 path / leased['directory'],
-                command=command,
                 label=leased['label'],
                 study=StudyLeft(**leased['left']),
                 lost=lambda: lease.lost,

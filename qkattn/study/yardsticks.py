@@ -106,7 +106,7 @@ def record(directory: str | Path) -> list[str]:
         except ConfigError as error:
             problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
     if made != {name: list(before.get(name, ())) for name in made}:
-        start = describe_start(None)
+        start = describe_start()
         about = {'recorded': start['started'], 'start': {key: start[key] for key in START}}
         seconds = before.get('seconds', 0.0) + time.perf_counter() - started
         write_json(path / YARDSTICKS, about | {'seconds': seconds} | to_jsonable(made))

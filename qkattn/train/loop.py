@@ -54,7 +54,6 @@ def train(
     config: Config,
     workdir: str | Path,
     *,
-    command: list[str] | None = None,
     label: str = 'train',
     study: StudyLeft | None = None,
     lost: Callable[[], bool] = lambda: False,
@@ -67,7 +66,6 @@ def train(
 
     Args:
       workdir: the run directory.
-      command: the command line, for the record.
       label, study: what the progress display calls the run, and what follows it.
       lost: whether another process has taken over the run; called after every dispatch, in
         process 0 of a job.
@@ -94,7 +92,7 @@ def train(
         with progress.phase('preparing data'):
             rows = owner_first(lambda: rows_of(config))
         agreement.require_same('dataset', json.dumps(rows.identity()))
-        directory = exits.enter_context(owned(lambda: RunDirectory.open(path, config, command)))
+        directory = exits.enter_context(owned(lambda: RunDirectory.open(path, config)))
         stop = exits.enter_context(StopRequest())
         sinks = exits.enter_context(contextlib.closing(owned(lambda: Sinks(config, path))))
         require_shared(path)

@@ -71,7 +71,7 @@ def small(monkeypatch):
 def test_studies_are_trained_once_and_measures_recorded_once(small, tmp_path):
     claims = [claim('Z1', 'first'), claim('Z2', 'first')]
     for _ in range(2):
-        failed = studies.train(claims, 'smoke', tmp_path, 1, ['test'])
+        failed = studies.train(claims, 'smoke', tmp_path, 1)
         assert list(failed) == ['broken'] and 'multi30k' in str(failed['broken'])
         assert RECORDED == [('first', True), ('own', True)]
     results = Results(tmp_path)
@@ -96,9 +96,9 @@ def test_what_stops_the_other_studies(small, tmp_path, monkeypatch, error, other
     monkeypatch.setattr(studies.local_workers, 'run', run)
     claims = [claim('Z1', 'first')]
     if others:
-        assert studies.train(claims, 'smoke', tmp_path, 1, [])['last'] is error
+        assert studies.train(claims, 'smoke', tmp_path, 1)['last'] is error
         assert trained == ['first', 'broken', 'last']
     else:
         with pytest.raises(DiskError):
-            studies.train(claims, 'smoke', tmp_path, 1, [])
+            studies.train(claims, 'smoke', tmp_path, 1)
         assert trained == ['first']

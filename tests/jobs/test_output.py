@@ -61,16 +61,3 @@ def test_a_wrong_setting_keeps_its_exit_code(unread, monkeypatch):
 def test_text_on_a_terminal_is_short_and_obeys_nothing():
     assert output.short('qk/vo', 5) == 'qk/vo' and output.short('shared_qk/vo', 7) == 'sha…/vo'
     assert output.visible('a\x1b[2J\u202e é') == 'a\\x1b[2J\\u202e é'
-
-
-@pytest.mark.parametrize(
-    ('typed', 'want'),
-    [
-        (['python3', '-m', 'experiments.train'], ['python', '-m', 'experiments.train']),
-        (['/bin/python3', '/bin/qkattn', 'train'], ['qkattn', 'train']),
-    ],
-)
-def test_the_command_is_the_one_that_was_typed(monkeypatch, typed, want):
-    monkeypatch.setattr(sys, 'orig_argv', [*typed, '--workdir=w'])
-    monkeypatch.setattr(sys, 'argv', ['changed by the start', '--workdir=w'])
-    assert cli.command('train') == [*want, '--workdir=w']

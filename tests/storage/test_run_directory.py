@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -152,11 +153,14 @@ def test_a_directory_without_its_config_is_not_adopted(tmp_path, name, content, 
         RunDirectory.open(tmp_path, CONFIG)
 
 
-def test_provenance_gains_one_entry_per_start(tmp_path):
-    RunDirectory.open(tmp_path, CONFIG, ['train', '--first']).close()
-    RunDirectory.open(tmp_path, CONFIG, ['train', '--second']).close()
+def test_provenance_gains_one_entry_per_start(tmp_path, monkeypatch):
+    for typed in (['-m', 'experiments.train', '--workdir=w'], ['/bin/qkattn', 'train']):
+        monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])
+        RunDirectory.open(tmp_path, CONFIG).close()
     starts = json.loads((tmp_path / 'provenance.json').read_text())['starts']
-    assert [start['command'] for start in starts] == [['train', '--first'], ['train', '--second']]
+    first, second = (start['command'] for start in starts)
+    assert first == ['python', '-m', 'experiments.train', '--workdir=w']
+    assert second == ['qkattn', 'train']
     assert starts[0]['versions']['numpy'] == np.__version__
     assert set(starts[0]['versions']) == set(run_directory.RECORDED_VERSIONS)
     assert starts[0]['devices']['count'] >= 1
@@ -166,7 +170,7 @@ def test_provenance_gains_one_entry_per_start(tmp_path):
 def test_provenance_has_the_source_of_what_comes_from_outside(tmp_path, outside):
     named = OptimizerConfig(name='lion:lion(b2=0.9)', schedule='wsd:wsd')
     importlib.import_module('lion')
-    RunDirectory.open(tmp_path / 'run', Config(optimizer=named), None).close()
+    RunDirectory.open(tmp_path / 'run', Config(optimizer=named)).close()
     (start,) = json.loads((tmp_path / 'run' / 'provenance.json').read_text())['starts']
     # Only modules that have been imported, which a run has done with all of them.
     sha256 = hashlib.sha256((outside / 'lion.py').read_bytes()).hexdigest()

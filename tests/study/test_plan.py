@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 
 import pytest
 
@@ -163,7 +164,7 @@ def test_every_scale_of_initialization_is_a_knob_with_a_program_per_value(arms):
             scaled = [run for run in plan.runs(wanted, arms[:1], known) if run.knob == name]
             assert [getattr(run.config.model, name) for run in scaled[:3]] == [0.5, 1.0, 2.0]
             assert all(len(run.config.trials.learning_rates) == 1 for run in scaled)
-        assert plan.declaration(wanted, arms, None)['tuning'][f'{name}s'] == (0.5, 1.0, 2.0)
+        assert plan.declaration(wanted, arms)['tuning'][f'{name}s'] == (0.5, 1.0, 2.0)
 
 
 def test_without_tuning_every_combination_is_one_run(arms):
@@ -174,7 +175,7 @@ def test_without_tuning_every_combination_is_one_run(arms):
     assert runs[0].directory == f'runs/qk-vo-d_model=32-{runs[0].id}'
 
 
-def test_the_lines_of_the_plan_describe_its_runs(arms):
+def test_the_lines_of_the_plan_describe_its_runs(arms, monkeypatch):
     runs = plan.runs(STUDY, arms, landscape(2e-3))
     assert len({run.directory for run in runs}) == 4
     lines = [json.loads(line) for line in plan.lines(STUDY, runs).splitlines()]
@@ -186,10 +187,11 @@ def test_the_lines_of_the_plan_describe_its_runs(arms):
         assert line['config']['model']['score'] == run.config.model.score
         assert line['run'] == run.id == fingerprint(run.config) and line['trials'] in (3, 6)
         assert line['residual'] == run.arm.match.residual
-    declared = plan.declaration(STUDY, arms, ['python', '-m', 'x'])
+    monkeypatch.setattr(sys, 'orig_argv', ['python3', '-m', 'x', '--a'])
+    declared = plan.declaration(STUDY, arms)
     assert declared['arms'][1]['variant'] == 'shared_qk/vo'
     assert declared['tuning']['learning_rates'] == GRID
-    assert declared['seeds'] == (0, 1, 2) and declared['command'] == 'python -m x'
+    assert declared['seeds'] == (0, 1, 2) and declared['command'] == 'python -m x --a'
 
 
 def with_controls(**fields):
@@ -276,8 +278,8 @@ def test_every_arm_reaches_a_look_before_any_goes_on():
         )
         assert [run.config.trials.seeds for run in known if run.stage == 'verdict'] == 3 * [(0, 1)]
     assert len({run.id for run in everything}) == len(everything)
-    assert plan.declaration(study, arms, None)['looks'] == (2, 3)
-    assert plan.declaration(STUDY, arms[:2], None)['looks'] == (3,)
+    assert plan.declaration(study, arms)['looks'] == (2, 3)
+    assert plan.declaration(STUDY, arms[:2])['looks'] == (3,)
 
 
 def test_every_corpus_has_arms_and_longer_controls_of_its_own():
@@ -297,7 +299,7 @@ def test_every_corpus_has_arms_and_longer_controls_of_its_own():
         assert run.config.data.name == run.arm.place.corpus
     assert {run.arm.place.corpus for run in of_control(runs, 'longer')} == {'tiny_shakespeare'}
     assert len({run.id for run in runs}) == len(runs)
-    declared = plan.declaration(study, arms, None)
+    declared = plan.declaration(study, arms)
     assert declared['corpora'] == ('stdlib', 'tiny_shakespeare')
     assert declared['arms'][-1] == {
         'variant': 'query_free/vo',

@@ -69,7 +69,7 @@ def results_of(run):
 @pytest.fixture(scope='module')
 def directory(tmp_path_factory):
     path, arms = tmp_path_factory.mktemp('planned'), build_arms(STUDY)
-    declared = to_jsonable(plan.declaration(STUDY, arms, None))
+    declared = to_jsonable(plan.declaration(STUDY, arms))
     ledger.declare(path, declared)
     (path / 'study.json').write_text(json.dumps(declared))
     runs = plan.runs(STUDY, arms, results_of)
