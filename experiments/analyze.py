@@ -111,24 +111,24 @@ def main() -> None:
         other = loading.load(REFERENCE.value, num_heads=NUM_HEADS.value)
         reference, about['reference'] = chosen(other, trial if len(other.models) > 1 else 0)
     batch, words = batch_of(source, model)
-    found = analyze(model, batch, reference=reference)
+    analysis = analyze(model, batch, reference=reference)
     config = model.config
     print(f'{SOURCE.value}: {config.variant}, {config.num_layers} layers')
     if reference is not None:
         print(f'drift from {REFERENCE.value}: {reference.config.variant}')
-    print(table(found))
+    print(table(analysis))
     for circuit, why in (('A', 'not bilinear'), ('B', 'not linear in the values')):
-        places = [f'{site} {layer}' for site, layer, of in found.missing if of == circuit]
+        places = [f'{site} {layer}' for site, layer, name in analysis.missing if name == circuit]
         if places:
             print(f'{", ".join(places)}: {why}, so there is no matrix {circuit}[n]')
     if out is None:
         return
     make_directory(out)
-    write(out, found, about)
+    write(out, analysis, about)
     maps = {} if words is None else maps_of(model, batch)
     if maps:
         write_maps(out, maps, words)
-    for stem, figure in figures(found, maps, words).items():
+    for stem, figure in figures(analysis, maps, words).items():
         write_atomic(out / f'{stem}.png', figure)
     print(f'wrote {out}')
 
@@ -211,15 +211,15 @@ def check_ids(flag: str, ids: list[int], model: Transformer) -> None:
         raise ConfigError(f'{flag} must hold ids in [0, {config.vocab_size})')
 
 
-def table(found: Analysis) -> str:
+def table(analysis: Analysis) -> str:
     """A line for every attention layer; means over heads, of induction the best head."""
-    places = dict.fromkeys((row.site, row.layer) for row in found.rows if row.head is not None)
+    places = dict.fromkeys((row.site, row.layer) for row in analysis.rows if row.head is not None)
     cells: dict[tuple[str, int | None], list[str]] = {place: [] for place in places}
     titles = [('layer', True)]
     for heading, quantity, of in COLUMNS:
         over = np.max if quantity == 'induction_score' else np.mean
         values: dict[tuple[str, int | None], list[float]] = {}
-        for row in found.rows:
+        for row in analysis.rows:
             if (row.quantity, row.of) == (quantity, of):
                 values.setdefault((row.site, row.layer), []).append(row.value)
         if values:
@@ -230,18 +230,18 @@ def table(found: Analysis) -> str:
     return text_table(titles, lines)
 
 
-def write(out: Any, found: Analysis, about: Mapping[str, Any]) -> None:
+def write(out: Any, analysis: Analysis, about: Mapping[str, Any]) -> None:
     """analysis.csv and analysis.json."""
-    rows = pd.DataFrame([dataclasses.asdict(row) for row in found.rows], dtype=object)
+    rows = pd.DataFrame([dataclasses.asdict(row) for row in analysis.rows], dtype=object)
     write_atomic(out / 'analysis.csv', rows.to_csv(index=False, lineterminator='\n'))
     spectra = [
         {'site': site, 'layer': layer, 'of': of, 'singular_values': s_ND}
-        for (site, layer, of), s_ND in found.spectra.items()
+        for (site, layer, of), s_ND in analysis.spectra.items()
     ]
-    missing = [{'site': site, 'layer': layer, 'of': of} for site, layer, of in found.missing]
+    missing = [{'site': site, 'layer': layer, 'of': of} for site, layer, of in analysis.missing]
     write_json(
         out / 'analysis.json',
-        {**about, 'rows': found.rows, 'spectra': spectra, 'missing': missing},
+        {**about, 'rows': analysis.rows, 'spectra': spectra, 'missing': missing},
         indent=None,
     )
 
@@ -249,11 +249,11 @@ def write(out: Any, found: Analysis, about: Mapping[str, Any]) -> None:
 def maps_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, dict[int, np.ndarray]]:
     """Probabilities p_NTS of the first row, NaN at masked keys, by site and layer."""
     inputs = {name: batch[name] for name in ('tokens_BT', 'source_BS') if name in batch}
-    found: dict[str, dict[int, np.ndarray]] = {}
+    maps: dict[str, dict[int, np.ndarray]] = {}
     for (site, layer), pattern in jax.jit(attention_patterns)(model, inputs).items():
         p_NTS = np.asarray(pattern.probabilities_BNTS[0], np.float32)
-        found.setdefault(site, {})[layer] = np.where(pattern.mask_BTS[0], p_NTS, np.nan)
-    return found
+        maps.setdefault(site, {})[layer] = np.where(pattern.mask_BTS[0], p_NTS, np.nan)
+    return maps
 
 
 def write_maps(
@@ -277,7 +277,7 @@ def write_maps(
 
 
 def figures(
-    found: Analysis,
+    analysis: Analysis,
     maps: Mapping[str, Mapping[int, np.ndarray]],
     words: Mapping[str, Words] | None,
 ) -> dict[str, bytes]:
@@ -285,20 +285,20 @@ def figures(
     drawn = {}
     with style_sheet():
         spectra: dict[tuple[str, str], dict[int, np.ndarray]] = {}
-        for (site, layer, of), s_ND in found.spectra.items():
+        for (site, layer, of), s_ND in analysis.spectra.items():
             spectra.setdefault((site, of), {})[layer] = s_ND
         for (site, of), layers in spectra.items():
             figure = attention_figure.singular_values(layers, f'{of}[n]')
             drawn[f'singular_values_{of}{suffix(site)}'] = figure
-        for site in dict.fromkeys(row.site for row in found.rows if row.head is not None):
+        for site in dict.fromkeys(row.site for row in analysis.rows if row.head is not None):
             for name, chosen in FIGURES.items():
                 present = {}
                 for of, quantities in chosen.items():
                     measured = {
-                        row.quantity for row in found.rows if (row.site, row.of) == (site, of)
+                        row.quantity for row in analysis.rows if (row.site, row.of) == (site, of)
                     }
                     present |= {
-                        quantity.replace('_', ' '): found.values(quantity, of, site)
+                        quantity.replace('_', ' '): analysis.values(quantity, of, site)
                         for quantity in quantities
                         if quantity in measured
                     }

@@ -18,7 +18,6 @@ from qkattn.convert.conversions import (
     convert_model,
     logit_error,
     parse_conversion,
-    require_exact,
 )
 from qkattn.convert.loading import load_any
 from qkattn.errors import ConfigError, ConversionError
@@ -41,6 +40,9 @@ APPLY = flags.DEFINE_multi_string(
         ]
     ),
 )
+# Largest change of the logits, relative to the largest, that rounding explains.
+EXACT = 1e-3
+
 OUT = flags.DEFINE_string('out', None, 'Directory to write to.')
 
 
@@ -62,7 +64,11 @@ def main() -> None:
         try:
             config, params, errors = convert_model(text, config, params)
             change = logit_error(reference, (config, params), tokens_BT)
-            require_exact(text, change)
+            if not (errors or change <= EXACT):
+                raise ConversionError(
+                    f'it moves logits by {change:.1e} of the largest, and an exact conversion may '
+                    f'by {EXACT:.0e} at most'
+                )
         except ConversionError as error:
             raise ConfigError(f'{text} is refused: {error}') from error
         for layer, lost in enumerate(errors):

@@ -110,7 +110,7 @@ def sampled(model: Decoder, ids: list[int], vocab_size: int) -> list[int]:
 
 def searched(model: Decoder, ids: list[int], separator: int, vocab_size: int) -> list[int]:
     """The best continuation of `ids` by beam search, up to the separator."""
-    found = search(
+    hypotheses = search(
         model,
         [ids],
         num_tokens(model, ids),
@@ -119,7 +119,7 @@ def searched(model: Decoder, ids: list[int], separator: int, vocab_size: int) ->
         length_penalty=LENGTH_PENALTY.value,
         vocab_size=vocab_size,
     )
-    best_T = np.asarray(found.tokens_BKT[0, 0])
+    best_T = np.asarray(hypotheses.tokens_BKT[0, 0])
     return best_T[best_T != separator].tolist()
 
 

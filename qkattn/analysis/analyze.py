@@ -133,8 +133,8 @@ def analyze(
         for quantities in PROGRAMS:
             numbers |= jax.device_get(of_matrices(a_PNDD, quantities))
         spectra = dict(zip(present, numbers.pop(singular_values.__name__), strict=True))
-        for place, circuit in enumerate(present):
-            rows += _by_head(circuit, {name: values_P[place] for name, values_P in numbers.items()})
+        for p, circuit in enumerate(present):
+            rows += _by_head(circuit, {name: values_P[p] for name, values_P in numbers.items()})
     inputs = inputs_of(batch or {})
     measured = jax.device_get(_of_inputs(model, inputs)) if inputs else {}
     for (site, layer), numbers_N in measured.items():
@@ -169,9 +169,9 @@ def means(
         a_PNDD = jnp.stack(list(present.values()))
         numbers = {name: MATRIX_QUANTITIES[name](a_PNDD) for name in MEAN_OF_MATRICES}
     for circuit, matrix, part in (('qk', 'A', 'score'), ('ov', 'B', 'value')):
-        places = [place for place, (*_, which) in enumerate(present) if which == matrix]
+        indices = [p for p, (*_, which) in enumerate(present) if which == matrix]
         for name in MEAN_OF_MATRICES:
-            results[f'{circuit}_{name}'] = _mean(numbers[name][place] for place in places)
+            results[f'{circuit}_{name}'] = _mean(numbers[name][p] for p in indices)
         results[f'{circuit}_factor_norm'] = _mean(_norm(getattr(layer, part)) for layer in layers)
     if inputs is None:
         return results
@@ -295,9 +295,8 @@ def _of_repeats(model: Transformer, inputs: Mapping[str, Any], period: int) -> l
 
 
 def _by_head(key: Circuit, numbers: Mapping[str, np.ndarray]) -> list[Row]:
-    site, layer, of = key
     return [
-        Row(site, layer, head, of, name, float(value))
+        Row(*key[:2], head, key[2], name, float(value))
         for name, values_N in numbers.items()
         for head, value in enumerate(values_N)
     ]
@@ -320,8 +319,8 @@ def _norms(model: Transformer, quantity: str, tree: dict) -> list[Row]:
         period, number = len(stacks_of((model.encoder if prefix else model).blocks)), 0
         if period > 1:
             number = int(rest.pop(1).removeprefix('stack_'))
-        for place, weights in enumerate(leaf):
-            layer, size = number + place * period, float(np.linalg.norm(weights.ravel()))
+        for row, weights in enumerate(leaf):
+            layer, size = number + row * period, float(np.linalg.norm(weights.ravel()))
             rows.append(Row(prefix + rest[1], layer, None, '/'.join(rest[2:]), quantity, size))
     return rows
 

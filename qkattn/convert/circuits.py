@@ -176,8 +176,7 @@ def shared_rows(
 ) -> dict[str, Any]:
     """Options of gauge_fix_qk with which all layers become one variant."""
     if pivot and rows is None:
-        w_LDKH = np.stack([_factors_of_qk(layer).w_k_DKH for layer in layers])
-        rows = tuple(_best_rows(w_LDKH[:, :, k]) for k in range(w_LDKH.shape[2]))
+        rows = _best_rows(np.stack([_factors_of_qk(layer).w_k_DKH for layer in layers]))
     return {'rows': rows, 'pivot': pivot}
 
 
@@ -257,8 +256,7 @@ def shared_columns(
     """Options of gauge_fix_vo with which all layers become one variant."""
     if pivot and columns is None:
         w_LNHD = np.stack([_factors_of_vo(layer).w_o_NHD for layer in layers])
-        w_LDNH = np.moveaxis(w_LNHD, 3, 1)
-        columns = tuple(_best_rows(w_LDNH[:, :, n]) for n in range(w_LDNH.shape[2]))
+        columns = _best_rows(np.moveaxis(w_LNHD, 3, 1))
     return {'columns': columns, 'pivot': pivot}
 
 
@@ -341,23 +339,25 @@ def _eigenfactors(layer: Attention) -> tuple[np.ndarray, np.ndarray]:
     return np.moveaxis(vectors_NEF[..., :H] * np.sqrt(np.abs(kept_NH))[:, None], 0, 1), sign_NH
 
 
-def _best_rows(w_LDH: np.ndarray) -> tuple[int, ...]:
-    """H rows at which all L matrices, made orthonormal, have blocks far from singular.
+def _best_rows(w_LDNH: np.ndarray) -> Picks:
+    """H rows of each head at which all L matrices, made orthonormal, have blocks far from singular.
 
     Greedy: the next row has the largest product, over the matrices, of its distances from the span
     of the rows before. For L = 1 this is QR with column pivoting (Businger & Golub 1965).
     """
-    rest_LDH = np.linalg.qr(w_LDH)[0]
-    rows: list[int] = []
-    for _ in range(w_LDH.shape[2]):
-        length_LD = np.linalg.norm(rest_LDH, axis=-1)
-        length_LD[:, rows] = 0
-        with np.errstate(divide='ignore'):
-            row = int(np.log(length_LD).sum(0).argmax())
-        rows.append(row)
-        unit_LH = rest_LDH[:, row] / length_LD[:, row, None]
-        rest_LDH -= np.einsum('LDH,LH,LG->LDG', rest_LDH, unit_LH, unit_LH, optimize=True)
-    return tuple(sorted(rows))
+    picks = []
+    for rest_LDH in np.linalg.qr(np.moveaxis(w_LDNH, 2, 0))[0]:
+        rows: list[int] = []
+        for _ in range(rest_LDH.shape[2]):
+            length_LD = np.linalg.norm(rest_LDH, axis=-1)
+            length_LD[:, rows] = 0
+            with np.errstate(divide='ignore'):
+                row = int(np.log(length_LD).sum(0).argmax())
+            rows.append(row)
+            unit_LH = rest_LDH[:, row] / length_LD[:, row, None]
+            rest_LDH -= np.einsum('LDH,LH,LG->LDG', rest_LDH, unit_LH, unit_LH, optimize=True)
+        picks.append(tuple(sorted(rows)))
+    return tuple(picks)
 
 
 def _in_gauge(w_DH: np.ndarray, order_D: np.ndarray, layer: Attention, matrix: str) -> np.ndarray:

@@ -24,12 +24,8 @@ from qkattn.convert.factors import Truncation
 from qkattn.convert.target import require
 from qkattn.errors import ConfigError, ConversionError, SpecError
 from qkattn.model import with_params
-from qkattn.model.blocks import Norm
 from qkattn.model.sites import attention_spec
 from qkattn.model.transformer import Transformer
-
-# Largest change of the logits by a conversion that is exact but for rounding.
-EXACT = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +99,8 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
         CONVERSIONS,
         'conversion',
         needs='a Conversion',
-        fits=lambda found: isinstance(found, Conversion),
-        call=lambda found: found.function,
+        fits=lambda resolved: isinstance(resolved, Conversion),
+        call=lambda conversion: conversion.function,
     )
     for option, default in options_of(conversion.function).items():
         if default is inspect.Parameter.empty and option not in options:
@@ -142,14 +138,18 @@ def convert_model(
     )
     model = with_params(config, jax.tree.map(jnp.asarray, params))
     norm, sources = model.blocks.attention_norm, model.layers()
+    before: list[Any] = []
+    if conversion.takes_norm:
+        shape = config.num_layers, config.d_model
+        before = [np.ones(shape) if norm.g_D is None else np.array(norm.g_D)]
+        before += [] if norm.b_D is None else [np.array(norm.b_D)]
     if conversion.in_stack is not None:
         options = {**conversion.in_stack(sources, **options)}
     layers: list[Attention] = []
     errors: list[Truncation] = []
     for index, source in enumerate(sources):
         try:
-            of_norm = _gain_and_bias(norm, index, config) if conversion.takes_norm else ()
-            layer, truncation = conversion(source, *of_norm, **options)
+            layer, truncation = conversion(source, *(p[index] for p in before), **options)
         except (ConversionError, SpecError) as error:
             raise ConversionError(f'layer {index}: {error}') from error
         layers.append(layer)
@@ -185,24 +185,6 @@ def logit_error(
         model = with_params(config, jax.tree.map(jnp.asarray, params))
         logits.append(np.asarray(jax.jit(lambda m, t: m(t))(model, tokens_BT), np.float64))
     return float(np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max())
-
-
-def require_exact(text: str, change: float) -> None:
-    """Requires that an exact conversion moves no logit by more than 1e-3 of the largest.
-
-    Raises:
-      ConversionError: it does; a lossy conversion may.
-    """
-    require(
-        parse_conversion(text)[0].lossy or change <= EXACT,
-        f'it moves logits by {change:.1e} of the largest, and an exact conversion may by '
-        f'{EXACT:.0e} at most',
-    )
-
-
-def _gain_and_bias(norm: Norm, index: int, config: ModelConfig) -> tuple[Any, Any]:
-    gain_D = np.ones(config.d_model) if norm.g_D is None else np.asarray(norm.g_D[index])
-    return gain_D, None if norm.b_D is None else np.asarray(norm.b_D[index])
 
 
 def _config_with(config: ModelConfig, spec: AttentionSpec) -> ModelConfig:

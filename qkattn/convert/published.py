@@ -254,7 +254,7 @@ def _config_of(tensors: Tensors, num_heads: int, tied: bool | None) -> ModelConf
     unexpected = sorted(set(tensors) - set(expected) - ({HEAD} if tied else set()))
     if unexpected:
         biased = 'with' if config.biases else 'without'
-        raise LayoutError(f'tensor {unexpected[0]!r} has no place in a GPT-2 {biased} biases')
+        raise LayoutError(f'tensor {unexpected[0]!r} does not belong to a GPT-2 {biased} biases')
     return config
 
 

@@ -149,13 +149,10 @@ def standard_layer(source: Attention, factors: Factors, **changes: Any) -> Atten
 
 def _set_parameters(circuit: Score | Value, arrays: Arrays, dtype: np.dtype) -> None:
     parameters = {name: a for name, a in vars(circuit).items() if isinstance(a, nnx.Param)}
-    for name, array in arrays.items():
-        if name in parameters:
-            shape = parameters[name].shape
-            assert shape == array.shape, (name, shape, array.shape)
-            setattr(circuit, name, nnx.Param(jnp.array(array, dtype)))
-        else:
-            assert name.startswith('b_'), f'{type(circuit).__name__} has no parameter {name}'
-            require(not array.any(), f'{type(circuit).__name__} without biases cannot hold {name}')
-    missing = parameters.keys() - arrays.keys()
-    assert not missing, f'{type(circuit).__name__} still needs {sorted(missing)}'
+    for name, parameter in parameters.items():
+        assert parameter.shape == arrays[name].shape, (name, parameter.shape, arrays[name].shape)
+        setattr(circuit, name, nnx.Param(jnp.array(arrays[name], dtype)))
+    for name in arrays.keys() - parameters.keys():
+        assert name.startswith('b_'), f'{type(circuit).__name__} has no parameter {name}'
+        reason = f'{type(circuit).__name__} without biases has no parameter for {name}'
+        require(not arrays[name].any(), reason)

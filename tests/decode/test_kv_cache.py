@@ -111,20 +111,16 @@ def test_rows_move_with_their_padding():
     assert_close(prefill(model, TOKENS[::-1, 3:6], swapped)[0], np.asarray(expected)[::-1])
 
 
-def test_a_cache_in_bfloat16_stays_in_bfloat16():
+def test_a_cache_has_the_dtype_of_the_model():
     model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make())
     cache = kv_cache.init_cache(model, 2, 4)
     logits_BV, longer = jax.eval_shape(kv_cache.prefill, model, TOKENS[:, :2], cache)
     assert logits_BV.dtype == jnp.float32
     for (arrays,) in (cache.layers, longer.layers):
         assert {array.dtype for array in arrays.values()} == {jnp.dtype(jnp.bfloat16)}
-
-
-def test_a_model_in_float64_decodes_in_float64():
     with jax.enable_x64(True):
         model = jax.tree.map(lambda p: p.astype(jnp.float64), make(positions='rope'))
-        cache = kv_cache.init_cache(model, *TOKENS.shape)
-        logits = last_logits(model, TOKENS, cache)
+        logits = last_logits(model, TOKENS, kv_cache.init_cache(model, *TOKENS.shape))
         expected = np.asarray(uncached(model, TOKENS))[:, CHUNK - 1 :: CHUNK]
     assert logits.dtype == np.float64
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
