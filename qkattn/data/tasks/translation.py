@@ -175,20 +175,20 @@ def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) ->
     order = kept[np.argsort(np.random.Generator(np.random.Philox(key=0)).random(len(kept)))]
     num_rows = OPEN_ROWS
     row_O = np.arange(num_rows)
-    room_2O = np.repeat(np.array([capacity_2]).T, num_rows, axis=1)
+    free_2O = np.repeat(np.array([capacity_2]).T, num_rows, axis=1)
     rows = []
     for size_2 in sizes_2I.T[order]:
-        left_2O = room_2O - size_2[:, None]
+        left_2O = free_2O - size_2[:, None]
         left_O = np.where(left_2O.min(0) < 0, sum(capacity_2), left_2O.sum(0))
         slot = left_O.argmin()
-        # A sentence has a token at least, its separator, so a row it fits into has less room left.
+        # A sentence has a token at least, its separator, so a row it fits into has less space left.
         if left_O[slot] == sum(capacity_2):
             # The row that is closest to full on either side is closed, an empty one opened.
-            slot = room_2O.min(0).argmin()
-            room_2O[:, slot] = capacity_2
+            slot = free_2O.min(0).argmin()
+            free_2O[:, slot] = capacity_2
             row_O[slot] = num_rows
             num_rows += 1
-        room_2O[:, slot] -= size_2
+        free_2O[:, slot] -= size_2
         rows.append(row_O[slot])
     if not rows:
         return []
