@@ -70,6 +70,7 @@ class JobPeers:
         atexit.register(self._unwatch, thread)
 
     def meet(self, requested: bool) -> bool:
+        """Waits for every process; whether a stop was requested in one of them."""
         with self._moved:
             self._block += 1
             self._last, self._stop_after = -1, None
@@ -79,6 +80,7 @@ class JobPeers:
         return stop
 
     def should_stop(self, step: int, also: bool) -> bool:
+        """As `StopRequest.should_stop`."""
         with self._moved:
             self._also |= also
             self._moved.wait_for(lambda: not self._frozen or self._stop_after is not None)
@@ -88,6 +90,7 @@ class JobPeers:
             return False
 
     def announce(self, code: int, sentence: str) -> None:
+        """Tells the others that this process ends, and waits for them to end with it."""
         if self._exit_code is not None:
             time.sleep(0 if self._broken else _LINGER)  # another thread ends the process
             return

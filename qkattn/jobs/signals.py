@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn
 
 from qkattn.errors import Stopped
 
@@ -31,19 +31,6 @@ _NOTHING = 'stopped with nothing to save; the same command resumes'
 _PATIENCE = 10.0  # seconds that `end` waits for `no_interrupt`
 
 
-class Peers(Protocol):
-    """The other processes of a job (qkattn.jobs.peers), which stop at the same step."""
-
-    def meet(self, requested: bool) -> bool:
-        """Waits for every process; whether a stop was requested in one of them."""
-
-    def should_stop(self, step: int, also: bool) -> bool:
-        """As `StopRequest.should_stop`."""
-
-    def announce(self, code: int, sentence: str) -> None:
-        """Tells them that this process ends, with this exit code."""
-
-
 class StopRequest:
     """Turns SIGTERM and the first Ctrl-C into a flag, so that a loop can save and exit.
 
@@ -57,8 +44,8 @@ class StopRequest:
     SIGTERM is off there (qkattn.jobs.bootstrap).
     """
 
-    peers: ClassVar[Peers | None] = None
-    """The other processes of the job."""
+    peers: ClassVar[Any] = None
+    """The other processes of the job, a qkattn.jobs.peers.JobPeers; None without any."""
 
     _deferring: list['StopRequest'] = []
     _exits = False  # whether inside `exit_on_signal`
