@@ -73,13 +73,16 @@ def test_a_request_that_comes_too_late_inside_holds_outside():
 
 
 LEAVE = """
-    import os, signal, sys, time
+    import os, signal, sys, threading, time
     from pathlib import Path
     from qkattn.jobs import signals
     from qkattn.storage import files, leases
 
     def stopped_on_the_way(path, sync=files._sync):
-        os.kill(os.getpid(), signal.SIGTERM)
+        if 'by a thread' in sys.argv[2]:  # as for a peer that has failed
+            threading.Thread(target=signals.end, args=(signals.EXIT_REQUEUE, 'ended')).start()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)
         sync(path)
 
@@ -102,6 +105,7 @@ LEAVE = """
     [
         ('not held', EXIT_REQUEUE, ''),
         ('not held, unread', EXIT_REQUEUE, ''),
+        ('not held, by a thread', EXIT_REQUEUE, ''),
         ('held', 0, 'requested\n'),
     ],
 )
