@@ -115,6 +115,18 @@ def test_what_watch_does_next(module, monkeypatch, seen, verbs, code):
     assert (' '.join(done), ended, list(given)) == (verbs, code, [])
 
 
+def test_watch_gives_up_on_a_verb_that_keeps_failing(module, monkeypatch, capsys):
+    states = {'tpu-vm': 'qkattn h new\n', 'queued-resources': 'ACTIVE\n'}
+    monkeypatch.setattr(module, 'output_of', lambda command: states[command[3]])
+    monkeypatch.setattr(module, 'do', lambda _, verb: 1)
+    flags = ('--poll=0', '--retries=1')
+    options = module.read_options(['watch', *WHERE, KIND, *flags, '--', *TRAIN])
+    with pytest.raises(SystemExit) as ended:
+        module.watch(options)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == 'setup failed 2 times; the reason is above\n'
+
+
 # gcloud
 
 
@@ -200,19 +212,6 @@ def preempt(api: CloudApi, homes: list[Path]) -> None:
     for home in homes:
         kill_processes(home)
         shutil.rmtree(home)
-
-
-@needs_gcloud
-@pytest.mark.slow
-def test_watch_gives_up_on_a_command_that_does_not_start(cloud, folder):
-    _, hosts, env = cloud
-    (folder / 'venv.sh').write_text('#!/bin/sh\nexit 1\n')
-    words = ['git', '-C', str(folder.parent), '-c', 'user.name=t', '-c', 'user.email=t@t']
-    subprocess.run([*words, 'commit', '-qam', 'broken'], check=True)
-    flags = ['--poll=0', '--retries=1', KIND]
-    done = launch('tpu', 'watch', *WHERE, *flags, '--', *TRAIN, folder=folder, env=env)
-    assert done.returncode == 1
-    assert done.stderr.endswith('setup failed 2 times; the reason is above\n')
 
 
 @needs_gcloud
