@@ -329,7 +329,7 @@ def test_a_worker_stops_where_another_one_goes_on_with_other_settings(
     trained, train_first, tmp_path
 ):
     other = dataclasses.replace(STUDY, margin=0.05)
-    declared = to_jsonable(plan.declaration(other, build_arms(other), None))
+    declared = to_jsonable(plan.declaration(other, build_arms(other)))
     train_first(lambda *_: declaration.declare(tmp_path / 'out', other, declared, [], True))
     with pytest.raises(ConfigError, match='by --accept_changes: margin: 0.05 -> 0.005'):
         worker.run(STUDY, tmp_path / 'out')

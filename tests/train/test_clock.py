@@ -8,6 +8,8 @@ import pytest
 from qkattn.train import clock
 from qkattn.train.clock import PARTS, Clock
 
+RECORD = dict.fromkeys(PARTS, 0.0) | {'train_seconds': 40.0, 'logging_seconds': 2.0}
+
 
 @pytest.fixture
 def now(monkeypatch):
@@ -17,8 +19,8 @@ def now(monkeypatch):
     return now
 
 
-def test_input_is_the_wait_for_the_next_batch_and_not_what_is_done_with_it(now):
-    timed = Clock(dict.fromkeys(('train_seconds', *PARTS), 0.0))
+def test_parts_are_waits_for_input_and_logging_and_a_resumed_run_adds_to_them(now):
+    timed = Clock(RECORD | {'data': {}})
 
     def batches():
         for batch in range(3):
@@ -26,14 +28,19 @@ def test_input_is_the_wait_for_the_next_batch_and_not_what_is_done_with_it(now):
             yield batch
 
     for _ in timed.inputs(batches()):
-        now[0] += 7
-    assert timed.seconds['input_seconds'] == 6
+        now[0] += 7  # what is done with a batch is no wait
+    timed.start()
+    with timed.part('logging_seconds'):
+        now[0] += 0.5
+    timed.pause(tokens=10)
+    want = {'train_seconds': 40.5, 'input_seconds': 6, 'gap_seconds': 0, 'logging_seconds': 2.5}
+    assert timed.seconds == want and timed.tokens_per_second == 20
 
 
 def test_a_gap_is_from_the_end_of_a_dispatch_to_the_next_one(now, monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(clock.jax, 'block_until_ready', lambda _: ended.wait(5) or 1 / 0)
-    timed = Clock(dict.fromkeys(('train_seconds', *PARTS), 0.0))
+    timed = Clock(RECORD | {'train_seconds': 0.0})
     timed.start()
     timed.dispatching()
     timed.dispatched('running')
@@ -55,14 +62,3 @@ def test_a_gap_is_from_the_end_of_a_dispatch_to_the_next_one(now, monkeypatch):
     assert timed.seconds['gap_seconds'] == 3
     assert timed.seconds['train_seconds'] == 8 and timed.tokens_per_second == 50
     timed.close()
-
-
-def test_a_resumed_run_goes_on_from_the_seconds_of_its_checkpoint(now):
-    record = dict.fromkeys(PARTS, 0.0) | {'train_seconds': 40.0, 'logging_seconds': 2.0}
-    timed = Clock(record | {'data': {}})
-    timed.start()
-    with timed.part('logging_seconds'):
-        now[0] += 0.5
-    timed.pause(tokens=10)
-    assert timed.seconds['train_seconds'] == 40.5 and timed.seconds['logging_seconds'] == 2.5
-    assert timed.seconds['gap_seconds'] == 0 and timed.tokens_per_second == 20

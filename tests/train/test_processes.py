@@ -4,15 +4,12 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import signal
-import time
 
 import jax
 import numpy as np
 import pytest
 
 from qkattn.config import ControlsConfig, MeshConfig, Study, to_json
-from qkattn.jobs.signals import EXIT_REQUEUE
 from qkattn.storage import leases, ledger
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
@@ -154,7 +151,7 @@ MESHES = [
 
 @pytest.mark.slow
 def test_on_any_mesh_two_processes_are_one(small, tmp_path):
-    """With dropout, both liftings, steps that share a dispatch, and a loss that is not finite."""
+    """Dropout, both liftings, steps that share a dispatch, a loss that is not finite, sentences."""
     train_fields = [{}, {'lifting': 'vmap'}, {'steps_per_dispatch': 2, 'log_every': 2}]
     configs = {
         '-'.join(f'{axis}={n}' for axis, n in mesh.items()): small(
@@ -164,6 +161,19 @@ def test_on_any_mesh_two_processes_are_one(small, tmp_path):
     }
     configs['diverges'] = small(MESHES[2], trials={'learning_rates': (1e-2, 1e30)})
     measured = small(MESHES[3], train={'lifting': 'auto'})
+    files = tmp_path / 'text'
+    files.mkdir()
+    pairs = [(f'{a} {b}', f'{b} und {a}') for a in range(13) for b in range(20)]
+    for split, of_split in (('train', pairs[:160]), ('validation', pairs[160:])):
+        for side, language in enumerate(('en', 'de')):
+            (files / f'{split}.{language}').write_text(''.join(f'{p[side]}\n' for p in of_split))
+    configs['translates'] = small(  # more than one batch of sentences
+        MESHES[2],
+        {'accumulation': 1, 'num_steps': 4},
+        {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24, 'scan_unroll': 1},
+        data={'name': 'parallel', 'path': str(files), 'languages': 'en-de', 'eval_sequences': None},
+        decode={'beam': 2},
+    )
     job = start(
         tmp_path / 'job',
         [(config, tmp_path / 'two' / name) for name, config in configs.items()]
@@ -175,6 +185,10 @@ def test_on_any_mesh_two_processes_are_one(small, tmp_path):
     for name in configs:
         assert_same_run(tmp_path / 'two' / name, tmp_path / 'one' / name)
     assert [r['status'] for r in results_of(tmp_path / 'two/diverges')].count('diverged') == 2
+    scores = ('val_num_sentences', 'val_bleu', 'val_chrf', 'val_exact_match')
+    mine, other = (results_of(tmp_path / of_job / 'translates') for of_job in ('two', 'one'))
+    assert [[r[n] for n in scores] for r in mine] == [[r[n] for n in scores] for r in other]
+    assert mine[0]['val_num_sentences'] == 100
     # The lifting that process 0 has measured as the faster.
     lifting = read_json(tmp_path / 'measured/lifting.json', {})
     assert {r['lifting'] for r in found[-1]} == {lifting['lifting']}
@@ -188,31 +202,6 @@ def state_of(config, path):
     with contextlib.closing(Checkpoints(path / 'checkpoints', read_only=True)) as checkpoints:
         state, _ = checkpoints.restore(program.build(config, 'map').abstract_state)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-
-@pytest.mark.slow
-def test_two_processes_killed_or_stopped_resume_bitwise(small, tmp_path):
-    """Killed both, or asked to stop one."""
-    config = small({'trial': 2, 'data': 2, 'tensor': 2}, {'num_steps': 40}, {'dropout': 0.1})
-    straight, killed = tmp_path / 'straight', tmp_path / 'killed'
-    got(tmp_path / 'job', start(tmp_path / 'job', [(config, straight)]))
-    for target, stop in ((3, signal.SIGKILL), (9, signal.SIGTERM), (17, signal.SIGKILL)):
-        job = start(tmp_path / 'job', [(config, killed)])
-        last = 0
-        while last < target and job[0].poll() is None:
-            time.sleep(0.01)
-            path = killed / 'metrics.jsonl'
-            last = max((r['step'] for r in read_metrics(path)), default=0) if path.exists() else 0
-        for process in job if stop == signal.SIGKILL else job[1:]:
-            process.send_signal(stop)
-        ends = ended(job)
-        expected = EXIT_REQUEUE if stop == signal.SIGTERM else -stop
-        assert [code for code, *_ in ends] == [expected] * 2, ends
-    got(tmp_path / 'job', start(tmp_path / 'job', [(config, killed)]))
-    assert read_metrics(killed / 'metrics.jsonl') == read_metrics(straight / 'metrics.jsonl')
-    assert (killed / 'documents.json').read_text() == (straight / 'documents.json').read_text()
-    for mine, other in zip(*(state_of(config, path) for path in (killed, straight)), strict=True):
-        np.testing.assert_array_equal(mine, other)
 
 
 @pytest.mark.slow
@@ -262,32 +251,6 @@ def test_checkpoints_are_restored_by_other_numbers_of_processes_and_meshes(small
     job = start(tmp_path / 'job', [(small({'trial': 2, 'tensor': 2, 'data': 2}), four)], 4, 2)
     got(tmp_path / 'job', job)
     assert_same_run(four, tmp_path / 'two')
-
-
-@pytest.mark.slow
-def test_sentences_are_translated_by_all_processes(small, tmp_path):
-    """More than one batch of them; the scores are those of one process."""
-    files = tmp_path / 'text'
-    files.mkdir()
-    pairs = [(f'{a} {b}', f'{b} und {a}') for a in range(13) for b in range(20)]
-    for split, of_split in (('train', pairs[:160]), ('validation', pairs[160:])):
-        for side, language in enumerate(('en', 'de')):
-            (files / f'{split}.{language}').write_text(''.join(f'{p[side]}\n' for p in of_split))
-    config = small(
-        {'trial': 2, 'data': 4},
-        {'accumulation': 1, 'num_steps': 4},
-        {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24, 'scan_unroll': 1},
-        data={'name': 'parallel', 'path': str(files), 'languages': 'en-de', 'eval_sequences': None},
-        decode={'beam': 2},
-    )
-    job = start(tmp_path / 'job', [(config, tmp_path / 'two')])
-    train(config, tmp_path / 'one')
-    got(tmp_path / 'job', job)
-    assert_same_run(tmp_path / 'two', tmp_path / 'one')
-    for mine, other in zip(*map(results_of, (tmp_path / 'two', tmp_path / 'one')), strict=True):
-        assert mine['val_num_sentences'] == other['val_num_sentences'] == 100
-        for name in ('val_bleu', 'val_chrf', 'val_exact_match'):
-            assert mine[name] == other[name], name
 
 
 @pytest.mark.slow

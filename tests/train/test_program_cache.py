@@ -10,7 +10,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from qkattn.train import program, program_cache
-from qkattn.train.loop import train
 from qkattn.train.program_cache import keep_programs, without_cache
 
 OPTIONS = ('jax_compilation_cache_dir', 'jax_enable_compilation_cache')
@@ -170,19 +169,3 @@ def test_stages_of_an_arm_share_their_programs_which_are_the_same_to_the_last_bi
     jax.tree.map(np.testing.assert_array_equal, one_step(), compiled)
     found = count()
     assert found['compiled'] == 0 and found['loaded'] > 2
-
-
-@pytest.mark.slow
-def test_a_run_with_loaded_programs_is_bitwise_one_that_compiles(tiny, kept, count, tmp_path):
-    config = tiny(model={'num_layers': 1, 'd_model': 16})
-    with without_cache():
-        train(config, tmp_path / 'compiled')
-    keep_programs()
-    for name in ('keeps', 'loads'):
-        jax.clear_caches()
-        train(config, tmp_path / name)
-    assert count()['loaded'] > 2
-    compiled, loaded = (
-        (tmp_path / name / 'metrics.jsonl').read_bytes() for name in ('compiled', 'loads')
-    )
-    assert loaded == compiled
