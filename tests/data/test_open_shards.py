@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from qkattn.config import Config, DataConfig, ModelConfig
-from qkattn.data.load import load_text, tokenizer_of, verify
+from qkattn.data.load import load_text, prepare, tokenizer_of, verify
 from qkattn.data.pipeline import train_batch
 from qkattn.data.shard_files import ShardTokens
 from qkattn.data.tasks.language import LanguageRows
@@ -126,6 +126,16 @@ def test_what_is_damaged_or_missing_is_named(copy, file, damage, message):
     path.unlink() if damage is None else path.write_text(damage(content), 'latin-1')
     with refused(message):
         load_text(shards(copy))
+
+
+def test_a_damaged_vocabulary_is_named(text, tmp_path):
+    data = dataclasses.replace(text, tokenizer='characters')
+    prepare(data, str(tmp_path), workers=1, shard_tokens=10**6)
+    assert load_text(shards(tmp_path)).tokenizer.name == tokenizer_of(data).name
+    path = tmp_path / 'tokenizer.json'
+    path.write_bytes(path.read_bytes() + b' ')
+    with refused('tokenizer.json is damaged: its sha256 is not that in index.json; copy it again'):
+        load_text(shards(tmp_path))
 
 
 def test_shards_without_an_index_are_read_as_they_are(tmp_path, caplog):

@@ -19,8 +19,9 @@ def test_a_header_is_that_of_llm_c_and_keeps_the_counts(dtype, head):
         content = shard.header()
         assert len(content) == 1024 and shard_of('a.bin', shard.size, content, '/d') == shard
         assert np.frombuffer(content, '<u4')[:3].tolist() == [*head, num_tokens % 2**32]
-        with refused(f'/d/a.bin is damaged: it has {shard.size - 1:,} bytes, but its .*; fetch it'):
-            shard_of('a.bin', shard.size - 1, content, '/d')
+        for size in (shard.size - 1, shard.size + 1):
+            with refused(f'/d/a.bin is damaged: it has {size:,} bytes, but its .*; fetch it'):
+                shard_of('a.bin', size, content, '/d')
 
 
 @pytest.fixture(params=['local', 'memory://shards', 'gs://runs/shards'])

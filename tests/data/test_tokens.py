@@ -31,10 +31,10 @@ def test_what_an_info_leaves_out_is_counted(monkeypatch):
 
 def test_an_id_that_is_not_in_the_vocabulary_is_refused():
     tokenizer = ByteTokenizer()
-    tokenizer.vocab_size = 99
+    tokenizer.vocab_size = 100
     dataset = token_dataset('letters', tokenizer, {'train': TEXT})
     assert dataset.windows('train', np.array([0, 2]), 2).tolist() == [[97, 97], [98, 0]]
-    with refused("split 'train' of letters holds the id 100, but its tokenizer bytes has 99; set"):
+    with refused("split 'train' of letters holds the id 100, but its tokenizer bytes has 100; set"):
         dataset.windows('train', np.array([0, 5]), 2)
 
 

@@ -32,8 +32,12 @@ def test_shards_hold_whole_documents_up_to_their_size(text, made, tmp_path):
                 # The document that reaches the size is the last one.
                 assert len(ids) >= SIZE and (len(ends) == 1 or ends[-2] < SIZE)
     assert list(verify(str(made))) == []
+    # A shard that is filled exactly is closed.
+    ends = np.flatnonzero(np.fromfile(made / 'train_000000.bin', '<u2', offset=1024) == 0) + 1
+    exact = prepare(text, str(tmp_path / 'exact'), workers=1, shard_tokens=int(ends[9]))
+    assert exact.splits['train'].shards[0].num_documents == 10
     # The fingerprint does not depend on how the tokens are cut.
-    whole = prepare(text, str(tmp_path), workers=1, shard_tokens=10**6)
+    whole = prepare(text, str(tmp_path / 'whole'), workers=1, shard_tokens=10**6)
     for name, split in whole.splits.items():
         assert len(split.shards) == 1
         assert split.fingerprint == index['splits'][name]['fingerprint']
