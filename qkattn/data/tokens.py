@@ -61,6 +61,7 @@ class TokenDataset:
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
         self.files, self.splits, self.carved = files, tuple(splits), dict(carved or {})
         self._infos = dict(splits)
+        self._tokens = {split: ShardTokens(files, info.shards) for split, info in splits.items()}
         self._counted = functools.cache(self._count)
         self._counted_bytes = functools.cache(self._count_bytes)
 
@@ -75,7 +76,8 @@ class TokenDataset:
 
     def split(self, split: str) -> ShardTokens:
         """Token ids of a split."""
-        return ShardTokens(self.files, self.info(split).shards)
+        self.info(split)  # refuses an unknown one
+        return self._tokens[split]
 
     def windows(self, split: str, first_B: np.ndarray, size: int) -> np.ndarray:
         """Rows of `size` consecutive tokens from these positions on, int32 [B, size].

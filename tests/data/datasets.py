@@ -14,6 +14,8 @@ from qkattn.data.tokens import SplitInfo, TokenDataset
 class Arrays:
     """Arrays in the place of the files of shards."""
 
+    mapped = True
+
     def __init__(self, arrays: dict[str, np.ndarray]):
         self.arrays = arrays
 

@@ -74,3 +74,5 @@ def test_a_split_in_one_local_file_is_mapped(tmp_path):
     )
     first, second = np.asarray(tokens), np.asarray(tokens)
     assert np.shares_memory(first, second) and not first.flags.writeable
+    windows_BT = tokens.windows(np.array([5, 0]), 3)
+    assert windows_BT.tolist() == [[5, 6, 7], [0, 1, 2]] and windows_BT.dtype == np.int32
