@@ -76,8 +76,8 @@ def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:
     if judged and ledger.look(study.directory, study.files):
         study = load_study(study_dir)
     found = find(study)
-    drawn, narrow = figures(study, found), figures(study, found, narrow=True)
-    svg = write_plots(study.directory / 'plots', drawn, narrow)
+    drawn = figures(study, found)
+    svg = write_plots(study.directory / 'plots', drawn)
     for name, text in documents(study, found, drawn, svg).items():
         written = write_atomic(study.directory / name, text)
     return study, found, written

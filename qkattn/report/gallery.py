@@ -53,23 +53,23 @@ def read_gallery(directory: str | Path) -> Gallery:
 def write_gallery(directory: str | Path) -> Path:
     """Writes plots/ and claims.html beside a claims.json; returns the path of the page."""
     gallery = read_gallery(directory)
-    drawn, narrow = drawings(gallery), drawings(gallery, narrow=True)
-    svg = write_plots(gallery.directory / 'plots', drawn, narrow, kinds=('png',))
+    drawn = drawings(gallery)
+    svg = write_plots(gallery.directory / 'plots', drawn, kinds=('png',))
     return write_atomic(gallery.directory / PAGE, gallery_page(gallery, drawn, svg))
 
 
-def drawings(gallery: Gallery, *, narrow: bool = False) -> list[Drawing]:
+def drawings(gallery: Gallery) -> list[Drawing]:
     """That of all claims, those of each, and those of the scaling laws."""
-    first = overview(gallery.claims, narrow=narrow)
-    of_claims = [of for claim in gallery.claims for of in claim_figures(claim, narrow=narrow)]
-    return [*[first] * (first is not None), *of_claims, *_laws(gallery.scaling, narrow)]
+    first = overview(gallery.claims)
+    of_claims = [of for claim in gallery.claims for of in claim_figures(claim)]
+    return [*[first] * (first is not None), *of_claims, *_laws(gallery.scaling)]
 
 
-def _laws(scaling: tuple[Study, Findings] | None, narrow: bool) -> list[Drawing]:
+def _laws(scaling: tuple[Study, Findings] | None) -> list[Drawing]:
     if scaling is None:
         return []
     study, found = scaling
-    drawn = [of for of in figures(study, found, narrow=narrow) if of.stem in _LAWS]
+    drawn = [of for of in figures(study, found) if of.stem in _LAWS]
     return [Drawing(of.figure, f'{SCALING}_{of.stem}', described(study, found, of)) for of in drawn]
 
 

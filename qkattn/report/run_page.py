@@ -18,7 +18,6 @@ from qkattn.report.figures.style import (
     MUTED,
     WIDTH,
     Drawing,
-    Look,
     legend,
     render,
     style_sheet,
@@ -29,8 +28,6 @@ from qkattn.report.sheets import Heading
 from qkattn.storage.files import as_path, write_atomic
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import CONFIG, PROVENANCE, flat, read_json, read_results
-
-_WIDE, _NARROW = Look({}), Look({}, narrow=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +84,7 @@ def write_run_report(directory: str | Path) -> tuple[Path, list[Heading], list[l
     """Writes report.html into a run directory; returns its path and the table of its trials."""
     run = load_run(directory)
     with style_sheet():
-        wide, narrow = (Drawing(loss_curves(run, look), 'curves') for look in (_WIDE, _NARROW))
-        figure = render(wide, narrow)
+        figure = render(Drawing(loss_curves(run), 'curves'))
     titles, rows = trial_table(run)
     page = (
         environment(html=True)
@@ -156,9 +152,9 @@ def trial_table(run: Run) -> tuple[list[Heading], list[list[str]]]:
     return titles, rows
 
 
-def loss_curves(run: Run, look: Look = _WIDE) -> Figure:
+def loss_curves(run: Run) -> Figure:
     """Training loss (thin) and validation loss (a mark at each evaluation) by step."""
-    figure = look.figure(WIDTH + 1.2, 4.2)
+    figure = Figure(figsize=(WIDTH, 4.2))
     axes = figure.subplots()
     for x, name in enumerate(run.trials):
         colour = {'color': HUES[x] if len(run.trials) <= len(HUES) else MUTED}
@@ -176,11 +172,11 @@ def loss_curves(run: Run, look: Look = _WIDE) -> Figure:
         low, high = np.nanmin(losses), np.nanmax(losses)
         axes.set_ylim(low - 0.06 * (high - low) - 0.01, high + 0.06 * (high - low) + 0.01)
     if steps := [record['step'] for record in run.records if record['kind'] == 'eval']:
-        evaluation_ticks(axes, steps, 4 if look.narrow else 6)
+        evaluation_ticks(axes, steps, 4)
     axes.set_xlabel('training step')
     axes.set_ylabel('loss, nats/token')
     if len(run.trials) <= len(HUES):
-        legend(figure, 'right center')
+        legend(figure)
     return figure
 
 

@@ -88,6 +88,12 @@ def controlled(directory):
     return directory
 
 
+def row_names(ax):
+    """The names of the lines of a forest plot, from the top."""
+    name = ax.yaxis.get_major_formatter()
+    return [name(y, place) for place, y in enumerate(ax.get_yticks())]
+
+
 class Page(HTMLParser):
     """Collects tags, ids and text, and fails on tags that do not nest."""
 
@@ -140,9 +146,7 @@ def renamed(directory):
 def unrendered():
     """Pictures are no part of a check: they are not rendered."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            plots, 'render', lambda drawing, narrow: Rendered(b'', b'', '', '<svg></svg>')
-        )
+        patched.setattr(plots, 'render', lambda drawing: Rendered(b'', b'', '', '<svg></svg>'))
         yield
 
 

@@ -12,6 +12,7 @@ from qkattn.report.figures.claim_figures import claim_figures
 from qkattn.report.figures.style import style_sheet
 from qkattn.report.prose import END, environment, tidy
 from tests.decided_claims import of_claim
+from tests.report.conftest import row_names
 
 
 def claim_of(points, whats=('one', 'two', 'three'), steps=(0, 1, 32, 500)):
@@ -44,16 +45,15 @@ def said(claim):
     }
 
 
-def axes_of(claim, **look):
-    (drawing,) = claim_figures(claim, **look)
+def axes_of(claim):
+    (drawing,) = claim_figures(claim)
     with style_sheet():
         drawing.figure.draw_without_rendering()
     return drawing.figure.axes
 
 
-@pytest.mark.parametrize('narrow', [False, True])
-def test_many_lines_have_a_panel_for_each_value_of_a_context(narrow):
-    axes = axes_of(claim_of(PRECISIONS), narrow=narrow)
+def test_many_lines_have_a_panel_for_each_value_of_a_context():
+    axes = axes_of(claim_of(PRECISIONS))
     assert [ax.get_title(loc='left') for ax in axes] == ['fp64', 'fp32', 'bf16']
     assert [[line.get_label() for line in ax.lines] for ax in axes] == [['one', 'two', 'three']] * 3
     # The same line looks the same, on the same scale, in every panel, and the legend has it once.
@@ -64,15 +64,14 @@ def test_many_lines_have_a_panel_for_each_value_of_a_context(narrow):
     assert [table.headings[1][0] for table in tables] == ['one|fp64', 'one|fp32', 'one|bf16']
 
 
-@pytest.mark.parametrize('narrow', [False, True])
-def test_a_single_line_has_its_name_at_the_axis_and_counts_have_whole_ticks(narrow):
+def test_a_single_line_has_its_name_at_the_axis_and_counts_have_whole_ticks():
     counts = claim_of([('fp64', '8', 6), ('fp64', '8', 8)], ['arms'], (1, 3))
-    (ax,) = axes_of(dataclasses.replace(counts, rows=counts.rows[1:3]), narrow=narrow)
+    (ax,) = axes_of(dataclasses.replace(counts, rows=counts.rows[1:3]))
     assert ax.get_ylabel() == 'arms' and not ax.figure.legends
     assert [text.get_text() for text in ax.get_yticklabels()] == [f'{y:g}' for y in ax.get_yticks()]
     assert all(float(y).is_integer() for y in ax.get_yticks())
     losses = [dataclasses.replace(row, unit='nats/token') for row in counts.rows[1:3]]
-    (ax,) = axes_of(dataclasses.replace(counts, rows=losses), narrow=narrow)
+    (ax,) = axes_of(dataclasses.replace(counts, rows=losses))
     assert ax.get_ylabel() == 'arms (nats/token)'
 
 
@@ -167,7 +166,7 @@ def test_values_of_several_arms_are_told_apart():
     assert [name for name, _ in table.headings[:2]] == ['quantity', 'arm']
     assert [cells[:2] for cells in table.rows[:2]] == [['norm', arm] for arm in arms]
     (axes,) = axes_of(claim)
-    names = [text.get_text() for text in axes.get_yticklabels()]
+    names = row_names(axes)
     assert names == ['norm, qk/vo', 'norm, qk/double', 'qk/double']
     own = [dataclasses.replace(row, what=row.arm) for row in rows]
     (table,) = claim_sheets(dataclasses.replace(claim, rows=tuple(own)))
@@ -187,7 +186,7 @@ def test_a_context_that_repeats_what_is_compared_is_said_once():
         for place in ('d_ff', 'num_heads')
     ]
     (axes,) = axes_of(of_claim('E6', 'A claim.', 'undecided', rows))
-    labels = [text.get_text() for text in axes.get_yticklabels()]
+    labels = row_names(axes)
     assert labels == [
         f'{what}, {of}' for what in ('K = V', 'Q = K') for of in ('d_ff', 'num_heads')
     ]
@@ -200,17 +199,16 @@ def texts_of(ax):
     return [text.get_text() for text in ax.texts if text.get_text()]
 
 
-@pytest.mark.parametrize('narrow', [False, True])
-def test_verdicts_of_both_kinds_leave_room_for_the_panels(narrow):
+def test_verdicts_of_both_kinds_stand_in_one_line():
     of = Row('qk/no_o', Kind.REMOVED, {}, 0.1, Speaks.FOR, 'nats/token', 0.0, 0.2, word='worse')
     matched = dataclasses.replace(of, kind=Kind.MATCHED, word='undecided', speaks=Speaks.OPEN)
-    axes = axes_of(of_claim('E4', 'A claim.', 'undecided', [of, matched]), narrow=narrow)
-    assert ('worse / undecided' if narrow else 'worse /\nundecided') in texts_of(axes[-1])
+    axes = axes_of(of_claim('E4', 'A claim.', 'undecided', [of, matched]))
+    assert 'worse / undecided' in texts_of(axes[-1])
 
 
 def test_names_of_a_panel_tell_its_own_values_apart():
     loss = Row('arm', Kind.MEASURED, {'corpus': 'stdlib'}, 0.1, Speaks.OPEN, 'nats/token')
     rows = [loss, dataclasses.replace(loss, what='other'), Row('norm', Kind.MEASURED, {}, 1, 'for')]
     axes = axes_of(of_claim('D2', 'A claim.', 'undecided', rows))
-    names = [label.get_text() for ax in axes for label in ax.get_yticklabels()]
+    names = [name for ax in axes for name in row_names(ax)]
     assert sorted(names) == ['arm', 'norm', 'other']

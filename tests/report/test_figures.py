@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from qkattn.metrics import METRICS
 from qkattn.report.figures import figures
 from qkattn.report.figures.forest import Line, Panel, forest
-from qkattn.report.figures.style import Look, style_sheet, styles
+from qkattn.report.figures.style import style_sheet, styles
 from qkattn.report.page import described
 from qkattn.verdict import find, load_study
-from tests.report.conftest import BASE, SIZES, arms, scaled, shifted
+from tests.report.conftest import BASE, SIZES, arms, row_names, scaled, shifted
 from tests.studies import (
     RATES,
     edit_plan,
@@ -36,7 +36,7 @@ def texts(ax: Axes) -> list[str]:
 
 
 def labels(ax: Axes) -> list[str]:
-    return [label.get_text() for label in ax.get_yticklabels()]
+    return row_names(ax)
 
 
 def title(ax: Axes) -> list[str]:
@@ -135,14 +135,15 @@ def test_sweeps_show_screening_losses_fit_and_choice(study_dir):
     found, drawn = draw(write_tuned(study_dir, arms()))
     axes = drawn['sweep_learning_rate'].axes
     assert [title(ax)[0] for ax in axes[:5]] == [a.variant for a in found.arms]
-    assert [ax.get_visible() for ax in axes] == [True] * 5 + [False] * 3
+    assert [ax.get_visible() for ax in axes] == [True] * 5 + [False]
     assert len({ax.get_ylim() for ax in axes[:5]}) == 1
     at_bottom = [ax.xaxis.get_tick_params()['labelbottom'] for ax in axes[:5]]
-    assert at_bottom == [False] + [True] * 4
+    assert at_bottom == [False] * 3 + [True] * 2
     sweep = found.arms[0].sweeps['learning_rate']
     seen = [sorted(dots.get_offsets()[:, 1]) for dots in seeds(axes[0])]
     assert seen == [sorted(losses) for losses in sweep.losses]
-    assert title(axes[0])[1].startswith(f'{sweep.chosen:.3g} [{sweep.optimum_low:.3g}, ')
+    value, interval = title(axes[0])[1:]
+    assert value == f'{sweep.chosen:.3g}' and interval.startswith(f'[{sweep.optimum_low:.3g}, ')
     assert list(line(axes[0], 'mean').get_xdata()) == list(RATES)
     assert line(axes[0], 'chosen value').get_xdata()[0] == sweep.chosen
     # The records are an exact parabola: the curve goes through the means.
@@ -161,8 +162,8 @@ def test_sweeps_say_what_is_not_known(study_dir):
     ]
     _, drawn = draw(write_tuned(study_dir, records))
     by_title = {title(ax)[0]: ax for ax in drawn['sweep_learning_rate'].axes}
-    assert title(by_title['edge/vo'])[1].endswith(', not bracketed')
-    assert 'not bracketed' not in title(by_title['burst/vo'])[1]
+    assert title(by_title['edge/vo'])[-1].endswith(', not bracketed')
+    assert 'not bracketed' not in title(by_title['burst/vo'])[-1]
     crosses = line(by_title['burst/vo'], 'a seed diverged')
     assert list(crosses.get_xdata()) == list(RATES[3:])
     assert np.all(np.array(crosses.get_ydata()) > 0.9)
@@ -187,7 +188,7 @@ def test_scaling_draws_the_law_and_the_multiplier(study_dir):
     assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
     (worth,) = drawn['multipliers'].axes
     assert labels(worth) == ['b/vo']
-    assert texts(worth)[1].startswith('1.2')
+    assert any(text.startswith('1.2') for text in texts(worth))
 
 
 def test_no_law_no_curve(study_dir):
@@ -216,7 +217,7 @@ def test_retrieval_stands_beside_the_loss(study_dir):
 def test_a_line_without_a_mean_is_drawn():
     line = Line('a/vo', absent='no result yet')
     with style_sheet():
-        figure = forest([Panel([line], 'x')], Look(styles(['a/vo'], None)))
+        figure = forest([Panel([line], 'x')], styles(['a/vo'], None))
     (ax,) = figure.axes
     assert 'no result yet' in texts(ax) and labels(ax) == ['a/vo']
 
@@ -267,12 +268,12 @@ def test_many_variants_get_their_own_panels(study_dir):
     records = [probe_record(f'v{i}/vo', accuracy=0.5 + i / 100) for i in range(10)]
     _, drawn = draw(write_study(study_dir, records, baseline='v0/vo'))
     assert drawn['curves'].get_supylabel() == 'val loss (nats/token)'
-    assert [ax.get_visible() for ax in drawn['curves'].axes] == [True] * 9 + [False] * 3
+    assert [ax.get_visible() for ax in drawn['curves'].axes] == [True] * 9 + [False]
 
 
 def test_a_variant_without_scores_says_so(study_dir):
     _, drawn = draw(write_study(study_dir, [translation_record('qk/vo'), trial_record('b/vo')]))
-    assert texts(drawn['scores'].axes[0]) == ['not measured for every seed']
+    assert 'not measured for every seed' in texts(drawn['scores'].axes[0])
 
 
 @pytest.mark.parametrize('matched', ['total', 'non_embedding', None])
@@ -303,14 +304,13 @@ def test_learning_curves_have_ticks_at_the_evaluations(study_dir):
         study = load_study(write_study(directory, [trial_record('qk/vo')], num_evals=num_evals))
         steps = study.runs[0].curve.steps_E
         assert len(steps) == num_evals
-        for narrow, most in ((False, 6), (True, 4)):
-            made = {of.stem: of.figure for of in figures(study, find(study), narrow=narrow)}
-            (ax,) = made['curves'].axes
-            major, minor = sorted(ax.get_xticks()), sorted(ax.get_xticks(minor=True))
-            assert set(major) <= set(steps) and major[-1] == steps[-1] and len(major) <= most
-            assert labelled is None or major == labelled
-            assert num_evals > 60 or sorted({*major, *minor}) == list(steps)
-            assert num_evals <= 60 or minor == []
+        made = {of.stem: of.figure for of in figures(study, find(study))}
+        (ax,) = made['curves'].axes
+        major, minor = sorted(ax.get_xticks()), sorted(ax.get_xticks(minor=True))
+        assert set(major) <= set(steps) and major[-1] == steps[-1] and len(major) <= 4
+        assert labelled is None or major == labelled
+        assert num_evals > 60 or sorted({*major, *minor}) == list(steps)
+        assert num_evals <= 60 or minor == []
 
 
 def test_the_best_arm_is_at_the_top_where_lower_is_better(study_dir, monkeypatch):

@@ -21,7 +21,7 @@ from qkattn.report.gallery import (
 )
 from qkattn.report.verify import check_page
 from tests.decided_claims import HOSTILE, claims
-from tests.report.conftest import Page
+from tests.report.conftest import Page, row_names
 from tests.report.test_golden import described
 
 BLANK = Rendered(b'', b'', '', '<svg></svg>')
@@ -39,7 +39,7 @@ def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp('claims')
     write_claims(directory, claims())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plots, 'render', lambda drawing, narrow: BLANK)
+        patched.setattr(plots, 'render', lambda drawing: BLANK)
         write_gallery(directory)
     return directory
 
@@ -128,7 +128,7 @@ def test_what_is_missing_stands_at_the_top_and_in_its_section(written, html):
 
 
 def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, 'render', lambda drawing, narrow: BLANK)
+    monkeypatch.setattr(plots, 'render', lambda drawing: BLANK)
     described(tmp_path / 'scaling')
     write_claims(tmp_path, claims()[:1])
     html = write_gallery(tmp_path).read_text()
@@ -147,11 +147,11 @@ def test_text_is_escaped(written, html):
     assert '<b>' not in claims_markdown(written, '.')
 
 
-def test_a_figure_is_drawn_for_each_screen(tmp_path):
+def test_a_figure_is_drawn_in_the_colours_of_the_page(tmp_path):
     write_claims(tmp_path, [claim for claim in claims() if claim.name == 'C2'])
     html = write_gallery(tmp_path).read_text()
-    kinds = [attrs['class'] for tag, attrs in Page(html).tags if tag == 'svg']
-    assert kinds == ['wide', 'narrow'] * 2 and 'var(--hue-' in section(html, 'C2')
+    assert sum(tag == 'svg' for tag, _ in Page(html).tags) == 2
+    assert 'var(--hue-' in section(html, 'C2')
     assert (tmp_path / 'plots/c2_differences.png').read_bytes().startswith(b'\x89PNG')
 
 
@@ -177,7 +177,7 @@ def test_figures_show_the_numbers_of_the_rows(written):
     assert list(curves['bf16'][0]) == [0, 4e-3]
 
 
-def test_a_narrow_figure_holds_the_whole_context_of_a_row():
+def test_a_figure_holds_the_whole_context_of_a_row():
     (claim,) = (claim for claim in claims() if claim.name == 'B2')
     longer = [
         dataclasses.replace(row, what=what, context=row.context | {'steps': steps})
@@ -185,7 +185,7 @@ def test_a_narrow_figure_holds_the_whole_context_of_a_row():
         for steps in ('500', '2000')
         for row in claim.rows
     ]
-    (drawn,) = claim_figures(dataclasses.replace(claim, rows=tuple(longer)), narrow=True)
+    (drawn,) = claim_figures(dataclasses.replace(claim, rows=tuple(longer)))
     with style_sheet():
         drawn.figure.draw_without_rendering()
     box, (first, *_) = drawn.figure.get_tightbbox(), drawn.figure.axes
@@ -200,7 +200,7 @@ def test_the_figure_of_verdicts_shows_decided_claims_whole():
     far = [dataclasses.replace(row, value=2.0, low=1.0, high=3.0) for row in near.rows]
     open_claim = dataclasses.replace(near, name='C3', verdict=ClaimVerdict.UNDECIDED)
     drawn = overview([near, near, open_claim, dataclasses.replace(near, rows=tuple(far))])
-    names = [text.get_text() for text in drawn.figure.axes[0].get_yticklabels()]
+    names = row_names(drawn.figure.axes[0])
     assert names == ['C2 shared_qk/vo'] * 3
     assert all(ax.get_xlim()[1] > 3.0 for ax in drawn.figure.axes)
     assert overview([open_claim]) is None

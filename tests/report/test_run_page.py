@@ -47,7 +47,7 @@ def test_a_finished_run_has_curves_numbers_settings_and_provenance(tmp_path, mon
     assert lines[3].split()[:5] == ['seed', '3', 'finished', '1.5000', '1.6250']
     assert lines[4].split()[:7] == ['seed', '4', 'diverged', 'at', 'step', '201', '-']
     page = (tmp_path / 'run/report.html').read_text()
-    assert page.count('<svg class="wide"') == page.count('<svg class="narrow"') == 1
+    assert page.count('<svg') == 1
     assert 'http' not in page.split('<svg')[0]
     for shown in (
         '1.6250',

@@ -13,7 +13,7 @@ from qkattn.report.sheets import sheets
 from qkattn.report.tables import csv_table, report_text, settings, summary
 from qkattn.storage import ledger
 from qkattn.verdict import find, load_study
-from tests.report.conftest import controlled, shifted
+from tests.report.conftest import controlled, row_names, shifted
 from tests.studies import edit_plan, run_name, tuned_arm, write_tuned, write_yardsticks
 
 
@@ -51,7 +51,7 @@ def test_controls_are_no_contestants(of_controls):
     assert controls['qk/no_o']['control'] == 'longer' and len(found.controls) == 4
     assert 'equal shape' not in '\n'.join(summary(study, found))
     (forest,) = [drawing for drawing in figures(study, found) if drawing.stem == 'verdicts']
-    labels = [label.get_text() for label in forest.figure.axes[0].get_yticklabels()]
+    labels = row_names(forest.figure.axes[0])
     assert labels == ['qk/no_o', 'qk/no_v (post hoc)', 'shared_qk/vo']
     records = list(csv.DictReader(io.StringIO(csv_table(study, found))))
     assert [r['control'] for r in records] == [''] * 4 + ['equal_shape'] * 2 + ['longer'] * 2

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from qkattn.report import prose
 from qkattn.report.figures import forest
 from qkattn.report.figures.curve_figure import learning_curves, loss_against_parameters
-from qkattn.report.figures.style import Drawing, Look, style_sheet, styles
+from qkattn.report.figures.style import Drawing, Styles, style_sheet, styles
 from qkattn.report.figures.sweep_figure import sweep_panels
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict import measures
@@ -16,10 +16,10 @@ from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
 
-def figures(study: Study, found: Findings, *, narrow: bool = False) -> tuple[Drawing, ...]:
-    """All figures that the results allow, the main ones first; `narrow` ones suit a phone."""
+def figures(study: Study, found: Findings) -> tuple[Drawing, ...]:
+    """All figures that the results allow, the main ones first."""
     # Arms without a result have a style too: their place is in every figure.
-    look = Look(styles(study.variants, study.baseline), narrow)
+    look = styles(study.variants, study.baseline)
     with style_sheet():
         return tuple(
             Drawing(figure, stem, values)
@@ -29,7 +29,7 @@ def figures(study: Study, found: Findings, *, narrow: bool = False) -> tuple[Dra
 
 
 def _figures(
-    study: Study, found: Findings, look: Look
+    study: Study, found: Findings, look: Styles
 ) -> Iterator[tuple[Figure | None, str, Mapping[str, Any]]]:
     of_losses = {measure.split: measure for measure in measures.losses(found.arms)}
     loss = of_losses.get(found.split, measures.VAL_LOSS)

@@ -15,7 +15,6 @@ from qkattn.report.figures.style import (
     GRID,
     HUES,
     INK,
-    WIDTH,
     legend,
     panels,
 )
@@ -30,6 +29,7 @@ MAX_NUMBERS, MAX_CHARACTERS = 8, 36
 # Tokens that attention maps name, and the inches of each.
 MAX_TOKENS, TOKEN = 40, 0.085
 COLUMNS = 4
+_WIDTH = 6.6  # inches
 
 
 def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
@@ -37,7 +37,7 @@ def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
     shown = _spaced(sorted(layers), MAX_LAYERS)
     columns = min(COLUMNS, len(shown))
     rows = math.ceil(len(shown) / columns)
-    figure = Figure(figsize=(max(WIDTH, 1.9 * columns), 1.7 * rows + 1.0))
+    figure = Figure(figsize=(max(_WIDTH, 1.9 * columns), 1.7 * rows + 1.0))
     for ax, layer in zip(panels(figure, columns, len(shown), **_SHARED), shown, strict=True):
         heads = _spaced(range(len(layers[layer])), len(HUES) * len(DASHES))
         for place, head in enumerate(heads):
@@ -54,7 +54,7 @@ def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
         ax.yaxis.set_minor_formatter(NullFormatter())
     figure.supxlabel('index')
     figure.supylabel(f'singular value of {circuit}\n(largest = 1)')
-    legend(figure, 'upper center', ncols=6)
+    legend(figure)
     return figure
 
 
@@ -64,7 +64,7 @@ def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
     rows = math.ceil(len(quantities) / columns)
     (L, N) = next(iter(quantities.values())).shape
     height = min(max(0.28 * L, 1.2), 3.2)
-    figure = Figure(figsize=(WIDTH, rows * (height + 0.75)))
+    figure = Figure(figsize=(_WIDTH, rows * (height + 0.75)))
     for ax, (name, values_LN) in zip(
         panels(figure, columns, len(quantities)), quantities.items(), strict=True
     ):
@@ -99,7 +99,7 @@ def attention_maps(
     shown = _spaced(sorted(layers), MAX_LAYERS)
     heads = _spaced(range(len(layers[shown[0]])), MAX_HEADS)
     named = max(len(queries), len(keys)) <= MAX_TOKENS
-    size = max(0.62, min(1.6, WIDTH / len(heads)))
+    size = max(0.62, min(1.6, _WIDTH / len(heads)))
     width, height = (max(size, named * TOKEN * len(words)) for words in (keys, queries))
     figure = Figure(figsize=(max(width * len(heads) + 0.9, 3.6), height * len(shown) + 0.9))
     axes = figure.subplots(len(shown), len(heads), squeeze=False)

@@ -21,7 +21,6 @@ from qkattn.report.claim_rows import (
     quantity,
     varying,
 )
-from qkattn.report.figures.curve_figure import MAX_LINES
 from qkattn.report.figures.forest import Line, Panel, forest, limits_of
 from qkattn.report.figures.style import (
     DASHES,
@@ -30,7 +29,7 @@ from qkattn.report.figures.style import (
     REFERENCE,
     WIDTH,
     Drawing,
-    Look,
+    Styles,
     legend,
     panels,
     short,
@@ -49,9 +48,9 @@ _LONGEST, _WHAT, _LEGEND = 52, 22, 34
 _TICKS = 8
 
 
-def claim_figures(claim: ClaimResult, *, narrow: bool = False) -> tuple[Drawing, ...]:
+def claim_figures(claim: ClaimResult) -> tuple[Drawing, ...]:
     """The figures that its rows allow; of checks without a curve there is none."""
-    look = _look(claim.rows, narrow)
+    look = _look(claim.rows)
     stem = claim.name.lower()
     with style_sheet():
         differences = _differences(_named(compared(claim.rows)), look)
@@ -81,7 +80,7 @@ def _about(figure: Figure, points: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return {'about': about}
 
 
-def overview(claims: Sequence[ClaimResult], *, narrow: bool = False) -> Drawing | None:
+def overview(claims: Sequence[ClaimResult]) -> Drawing | None:
     """The decisive difference of every decided claim that rests on one; None where none does."""
     named = []
     for claim in claims:
@@ -93,12 +92,12 @@ def overview(claims: Sequence[ClaimResult], *, narrow: bool = False) -> Drawing 
                 named.append((f'{claim.name}  {of.what}', of, str(claim.verdict)))
     with style_sheet():
         rows = [row for claim in claims for row in claim.rows]
-        figure = _differences(named, _look(rows, narrow), far=math.inf)
+        figure = _differences(named, _look(rows), far=math.inf)
     return figure and Drawing(figure, OVERVIEW, {'kind': OVERVIEW})
 
 
-def _look(rows: Iterable[Row], narrow: bool) -> Look:
-    return Look(styles(list(dict.fromkeys(row.arm or '' for row in rows)), 'qk/vo'), narrow)
+def _look(rows: Iterable[Row]) -> Styles:
+    return styles(list(dict.fromkeys(row.arm or '' for row in rows)), 'qk/vo')
 
 
 def _named(of_claim: Sequence[Compared]) -> list[tuple[str, Compared, str]]:
@@ -112,7 +111,7 @@ def _named(of_claim: Sequence[Compared]) -> list[tuple[str, Compared, str]]:
 
 
 def _differences(
-    named: Sequence[tuple[str, Compared, str]], look: Look, **limits: float
+    named: Sequence[tuple[str, Compared, str]], look: Styles, **limits: float
 ) -> Figure | None:
     """A panel for each kind; that of reinvested parameters only where it decides."""
     kinds = [
@@ -128,15 +127,13 @@ def _differences(
         for name, of, word in named:
             row = of.rows.get(kind)
             right = word if kind == kinds[-1] else ''
-            if not look.narrow:  # two verdicts in a row would leave no room for the panels
-                right = right.replace(' / ', ' /\n')
             line = _line(row, name) if row else Line('', absent='not measured', name=name)
             lines.append(line._replace(right=right, is_decided=of.is_decided))
         units = dict.fromkeys(row.unit for _, of, _ in named for row in of.rows.values())
         of_panels.append(Panel(lines, f'difference ({", ".join(units)})', PARTS[kind], 0.0))
     every = [line for panel in of_panels for line in panel.lines]
     reach = limits_of(every, 0.0, **limits)
-    return forest(of_panels, look, len(kinds), 'no difference', None, reach, longest=_LONGEST)
+    return forest(of_panels, look, 'no difference', None, reach, longest=_LONGEST)
 
 
 def _drawn(row: Row) -> bool:
@@ -151,7 +148,7 @@ def _line(row: Row, name: str) -> Line:
     return Line(row.arm or '', row.value, row.low, row.high, name=name, reported=reported)
 
 
-def _levels(rows: Sequence[Row], look: Look) -> Figure | None:
+def _levels(rows: Sequence[Row], look: Styles) -> Figure | None:
     """Measured values that are no points of a curve, a panel for each unit."""
     rows = [row for row in rows if row.x is None]
     of_panels = []
@@ -171,7 +168,7 @@ def _unit(row: Row) -> str:
     return row.unit
 
 
-def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
+def _curves(rows: Sequence[Row], look: Styles) -> Figure | None:
     """Values against x, by `curves`; panels of one axis have one scale.
 
     What they share has its name at the axis, several lines have a legend.
@@ -180,15 +177,11 @@ def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
     if not found:
         return None
     alike = len({axis._replace(place='') for axis in found}) == 1 < len(found)
-    columns = 1 if look.narrow else min(2 + alike, len(found))
-    height = 2.2 if alike else 3.6 if columns == 1 else 3.0
     lines = {name: points for of in found.values() for name, points in of.items()}
-    below = alike or len(lines) > MAX_LINES
-    extra = 0.2 * sum(map(_num_lines, lines)) * (look.narrow or below)
-    width = WIDTH + 1.2 if columns == 1 else WIDTH + 3.0
-    figure = look.figure(width, height * -(-len(found) // columns) + extra + 0.3)
+    extra = 0.2 * sum(map(_num_lines, lines))
+    figure = Figure(figsize=(WIDTH, (2.2 if alike else 3.0) * len(found) + extra + 0.3))
     of_look = _line_styles(lines, look)
-    axes = panels(figure, columns, len(found), sharex=alike, sharey=alike)
+    axes = panels(figure, 1, len(found), sharex=alike, sharey=alike)
     for ax, (axis, of) in zip(axes, found.items(), strict=True):
         _curve_panel(ax, of, of_look)
         among = found.values() if alike else [of]
@@ -200,11 +193,11 @@ def _curves(rows: Sequence[Row], look: Look) -> Figure | None:
         if alike:
             ax.label_outer()
     if len(lines) > 1:
-        legend(figure, 'lower center' if below else 'right center', ncols=columns if below else 1)
+        legend(figure, 'lower')
     return figure
 
 
-def _line_styles(lines: Mapping[str, Sequence[Row]], look: Look) -> dict[str, dict]:
+def _line_styles(lines: Mapping[str, Sequence[Row]], look: Styles) -> dict[str, dict]:
     """Those of the arms where each line has an arm of its own, else hues in turn."""
     arms = [of[0].arm for of in lines.values()]
     if None not in arms and len(set(arms)) == len(arms):

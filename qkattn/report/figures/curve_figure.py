@@ -16,7 +16,7 @@ from qkattn.report.figures.style import (
     REFERENCE,
     SEEDS,
     WIDTH,
-    Look,
+    Styles,
     legend,
     panels,
     short,
@@ -30,7 +30,7 @@ from qkattn.verdict.measures import VAL_LOSS
 
 # More lines than this in one panel cannot be told apart: each variant then gets its own panel.
 MAX_LINES = 8
-COLUMNS = 4
+COLUMNS = 2
 # Learning curves of more evaluations have ticks at labelled ones only.
 MAX_TICKS = 60
 # Parameter counts within this ratio are equal.
@@ -38,7 +38,7 @@ EQUAL = 1.01
 
 
 def learning_curves(
-    study: Study, arms: Sequence[Arm], look: Look
+    study: Study, arms: Sequence[Arm], look: Styles
 ) -> tuple[Figure | None, dict[str, Any]]:
     """Val loss over training of one size: mean line and min-max band over seeds."""
     measure = VAL_LOSS
@@ -53,9 +53,8 @@ def learning_curves(
     last = curves.get(study.baseline)
     if small := len(curves) > MAX_LINES:
         variants = [variant for variant in curves if variant != study.baseline]
-        columns = 2 if look.narrow else COLUMNS
-        figure = look.figure(WIDTH + 1.2, 1.45 * -(-len(variants) // columns) + 0.7)
-        axes = panels(figure, columns, len(variants), sharex=True, sharey=True)
+        figure = Figure(figsize=(WIDTH, 1.45 * -(-len(variants) // COLUMNS) + 0.9))
+        axes = panels(figure, COLUMNS, len(variants), sharex=True, sharey=True)
         means = pd.concat([curve.mean(axis=1) for curve in curves.values()], axis=1).dropna()
         for ax, variant in zip(axes, variants, strict=True):
             band = {'color': GRID, 'linewidth': 0, 'zorder': 1, 'label': 'range of all means'}
@@ -63,11 +62,10 @@ def learning_curves(
             if last is not None:
                 _line(ax, last, look[study.baseline], f'baseline {short(study.baseline)}')
             _line(ax, curves[variant], look[variant], 'the variant named above')
-            width = 20 if look.narrow else 24
-            ax.set_title(short(names[variant], width), fontsize=8, fontweight='normal')
+            ax.set_title(short(names[variant], 20), fontsize=8, fontweight='normal')
             ax.grid(visible=False)
     else:
-        figure = look.figure(WIDTH + 1.2, 4.2)
+        figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(curves)))
         axes = [figure.subplots()]
         axes[0].margins(x=0.01)
         # The legend is in the order in which the lines end.
@@ -81,9 +79,9 @@ def learning_curves(
     steps = sorted({step for curve in curves.values() for step in curve.index})
     for ax in axes:
         ax.set_ylim(low - pad, high + pad)
-        evaluation_ticks(ax, steps, 2 if small else 4 if look.narrow else 6)
+        evaluation_ticks(ax, steps, 2 if small else 4)
         yardstick(ax, study, arms[0], fit=True)
-    legend(figure, 'upper center' if small else 'right center', **{'ncols': 3} if small else {})
+    legend(figure)
     figure.supxlabel('training tokens' if by_tokens else 'training step')
     figure.supylabel(measure.axis)
     banded = any(curve.shape[1] > 1 for curve in curves.values())
@@ -120,7 +118,7 @@ def evaluation_ticks(ax: Axes, steps: Sequence[float], most: int) -> None:
 
 
 def loss_against_parameters(
-    study: Study, found: Findings, look: Look
+    study: Study, found: Findings, look: Styles
 ) -> tuple[Figure | None, dict[str, bool]]:
     """Mean loss against total parameters, all sizes; with the fitted law where there is one.
 
@@ -134,8 +132,7 @@ def loss_against_parameters(
     for arm in sorted(found.arms, key=_total):
         if arm.chosen:
             points.setdefault(prose.on_corpus(study, arm), []).append(arm)
-    height = max(4.2, 0.2 * len(points) + 1.2)
-    figure = look.figure(WIDTH + 1.8, height + 0.2 * len(points) * look.narrow)
+    figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(points)))
     ax = figure.subplots()
     # The legend is in the order of the losses at the largest size.
     for name in sorted(points, key=lambda v: -_mean(points[v][-1])):
@@ -165,7 +162,7 @@ def loss_against_parameters(
         ax.yaxis.set_major_formatter('{x:g}')
     ax.set_ylabel(f'{found.split} loss (nats/token' + (', log scale)' if laws else ')'))
     _parameter_axis(ax, found.arms, targets)
-    legend(figure, 'right center')
+    legend(figure)
     return figure, {'targets': bool(targets), 'laws': bool(laws)}
 
 

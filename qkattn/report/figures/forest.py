@@ -18,7 +18,7 @@ from qkattn.report.figures.style import (
     SEEDS,
     SURFACE,
     WIDTH,
-    Look,
+    Styles,
     legend,
     panels,
     short,
@@ -32,10 +32,10 @@ from qkattn.verdict.measures import Measure
 
 # A difference or seed that is this many times further from zero than is usual is cut off.
 _FAR = 6.0
-# Seeds are drawn below the mean, on a wide and on a narrow screen; on top of it they would hide.
-_BELOW, _NARROW_BELOW = 0.28, 0.16
-# Where on a narrow screen name and text of a line stand, above its mean; and inches per line.
-_NAME, _TEXT, _NARROW_LINE = -0.53, -0.29, 0.66
+# Seeds are drawn below the mean; on top of it they would hide.
+_BELOW = 0.16
+# Where name and text of a line stand, above its mean; and inches per line.
+_NAME, _TEXT, _LINE = -0.53, -0.29, 0.66
 
 
 class Line(NamedTuple):
@@ -69,64 +69,44 @@ class Panel(NamedTuple):
 
 def forest(
     of_panels: Sequence[Panel],
-    look: Look,
-    columns: int = 1,
+    look: Styles,
     reference: str = '_',
     margin: float | None = None,
     limits: tuple[float, float] | None = None,
     dot: str = 'one seed',
-    longest: int = 34,
+    longest: int = 44,
 ) -> Figure:
-    """Panels in rows of `columns`, whose y axis a row shares.
-
-    On a narrow screen panels stand below each other, and name and text of a line above its mean.
+    """Panels below each other, in which name and text of a line stand above its mean.
 
     `reference` and `dot` are the names of the dashed line and of the small dots in the legend;
     marks beyond `limits` are drawn at the edge, as arrowheads; names beyond `longest` characters
     are cut in the middle.
     """
-    columns = 1 if look.narrow else columns
-    firsts = range(0, len(of_panels), columns)
-    counts = [max(len(panel.lines) for panel in of_panels[i : i + columns]) for i in firsts]
     has_right = any(line.right for panel in of_panels for line in panel.lines)
-    narrow_line = _NARROW_LINE if has_right else 0.7 * _NARROW_LINE
-    height = [
-        (narrow_line if look.narrow else 0.25 if count <= 15 else 0.2) * count + 0.7
-        for count in counts
-    ]
-    width = 2.0 + (4.6 if len(of_panels) == 1 else 2.3 + 0.9 * has_right) * columns
-    width += 1.5 * (has_right and len(of_panels) == 1)
-    lengths = [len(line.name or line.arm) for panel in of_panels for line in panel.lines]
-    width += 0.06 * max(0, min(max(lengths, default=0), longest) - 34)
-    figure = look.figure(width, sum(height) + 0.45)
-    grid = {'sharex': limits is not None, 'sharey': 'row', 'height_ratios': height}
-    for ax, panel in zip(panels(figure, columns, len(of_panels), **grid), of_panels, strict=True):
+    height = [(_LINE if has_right else 0.7 * _LINE) * len(p.lines) + 0.7 for p in of_panels]
+    figure = Figure(figsize=(WIDTH, sum(height) + 0.45))
+    grid = {'sharex': limits is not None, 'height_ratios': height}
+    for ax, panel in zip(panels(figure, 1, len(of_panels), **grid), of_panels, strict=True):
         if margin is not None:
             label = f'±{margin:g}, equivalent inside'
             ax.axvspan(-margin, margin, color=GRID, alpha=0.75, linewidth=0, zorder=0, label=label)
         if panel.reference is not None:
             ax.axvline(panel.reference, label=reference, **REFERENCE)
-        if any('[' in line.right for line in panel.lines) and not look.narrow:
-            _beside(ax, 1.02, -0.85, 'mean [95 % interval]', color=MUTED)
-        most = max(longest, 44) if look.narrow else longest
-        names = [short(line.name or line.arm, most) for line in panel.lines]
+        names = [short(line.name or line.arm, longest) for line in panel.lines]
         for y, (line, name) in enumerate(zip(panel.lines, names, strict=True)):
             _draw(ax, y, line, look, limits, dot)
             weight = {'weight': 'bold'} if line.is_decided else {'color': MUTED}
-            x, above = (0, _TEXT) if look.narrow else (1.02, 0)
-            _beside(ax, x, y + above, line.right, **weight)
-            _beside(ax, 0, y + (_NAME if line.right else 1.4 * _TEXT), name * look.narrow)
+            _beside(ax, 0, y + _TEXT, line.right, **weight)
+            _beside(ax, 0, y + (_NAME if line.right else 1.4 * _TEXT), name)
         ax.set_yticks(range(len(panel.lines)), names)
-        ax.tick_params(axis='y', length=0)
+        ax.tick_params(axis='y', length=0, labelleft=False)
         ax.tick_params(labelbottom=True)
-        if look.narrow:
-            ax.tick_params(labelleft=False)
-            ax.spines['left'].set_visible(False)
+        ax.spines['left'].set_visible(False)
         ax.grid(visible=False, axis='y')
-        ax.locator_params(axis='x', nbins=6 if len(of_panels) == 1 and not look.narrow else 3)
+        ax.locator_params(axis='x', nbins=3)
         ax.set(xlabel=panel.xlabel, title=short(panel.title))
-        ax.set(xlim=limits, ylim=(len(panel.lines) - 0.4, -0.85 if look.narrow else -0.6))
-    legend(figure, 'lower center', ncols=4 if width > WIDTH else 2)
+        ax.set(xlim=limits, ylim=(len(panel.lines) - 0.4, -0.85))
+    legend(figure, 'lower')
     return figure
 
 
@@ -134,7 +114,7 @@ def _draw(
     ax: Axes,
     y: int,
     line: Line,
-    look: Look,
+    look: Styles,
     limits: tuple[float, float] | None,
     dot: str,
 ) -> None:
@@ -146,7 +126,7 @@ def _draw(
         wide = {'color': MUTED, 'alpha': 0.35, 'linewidth': 9, 'label': 'reported'}
         wide['solid_capstyle'] = 'butt'
         ax.plot(np.clip(line.reported, low, high), [y, y], **wide)
-    colour, below = look[line.arm]['color'], _NARROW_BELOW if look.narrow else _BELOW
+    colour = look[line.arm]['color']
     if line.low is not None and line.high is not None:
         ax.hlines(
             y, *np.clip((line.low, line.high), low, high), colour, lw=2, label='95 % interval'
@@ -154,7 +134,7 @@ def _draw(
     mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': SURFACE, 'zorder': 4, 'label': 'mean'}
     seeds = SEEDS | {'label': dot}
     for values, at, marker, mark in (
-        (line.seeds, y + below, 'o', seeds),
+        (line.seeds, y + _BELOW, 'o', seeds),
         ([line.mean], y, look[line.arm]['marker'], mean),
     ):
         x = np.array(values)
@@ -209,11 +189,6 @@ def _by_where(
     ]
 
 
-def _columns(study: Study) -> int:
-    number = len(study.sizes) * len(study.corpora)
-    return 2 if number == 4 else min(number, 3)
-
-
 def _baseline(study: Study) -> str:
     return f'baseline mean ({short(study.baseline)})' if study.baseline else '_'
 
@@ -225,7 +200,7 @@ def _of_metric(arm: Arm, measure: Measure) -> Line:
     return Line(arm.variant, value.mean, value.low, value.high, measure.of_seeds(arm))
 
 
-def levels(study: Study, found: Findings, look: Look, measure: Measure) -> Figure:
+def levels(study: Study, found: Findings, look: Styles, measure: Measure) -> Figure:
     """A metric of every arm, with a line at the baseline's mean."""
     baselines = [arm for arm in found.arms if arm.is_baseline]
     means = {prose.where(study, arm): measure.over_seeds(arm) for arm in baselines}
@@ -239,10 +214,10 @@ def levels(study: Study, found: Findings, look: Look, measure: Measure) -> Figur
         with_baseline=True,
         direction=-1 if measure.metric.direction == 'higher' else 1,
     )
-    return forest(of_panels, look, _columns(study), _baseline(study))
+    return forest(of_panels, look, _baseline(study))
 
 
-def differences(study: Study, found: Findings, look: Look) -> Figure | None:
+def differences(study: Study, found: Findings, look: Styles) -> Figure | None:
     """Differences from the baseline, with verdicts and margin where the study is tuned.
 
     None where there is nothing to compare.
@@ -270,7 +245,7 @@ def differences(study: Study, found: Findings, look: Look) -> Figure | None:
         return None
     margin = study.margin if tuned else None
     limits = limits_of(lines, margin or 0.0)
-    return forest(of_panels, look, _columns(study), 'no difference', margin, limits)
+    return forest(of_panels, look, 'no difference', margin, limits)
 
 
 def limits_of(
@@ -289,7 +264,7 @@ def limits_of(
     return (min(shown) - pad, max(shown) + pad) if pad else None
 
 
-def multipliers(study: Study, found: Findings, look: Look) -> Figure | None:
+def multipliers(study: Study, found: Findings, look: Styles) -> Figure | None:
     """How many baseline parameters one of each arm's is worth, the best first; None if unknown."""
     known, unknown = [], []
     for of in found.scaling:
@@ -309,9 +284,9 @@ def multipliers(study: Study, found: Findings, look: Look) -> Figure | None:
 
 
 def retrieval(
-    study: Study, found: Findings, look: Look, loss: Measure, probes: Sequence[Measure]
+    study: Study, found: Findings, look: Styles, loss: Measure, probes: Sequence[Measure]
 ) -> Figure | None:
-    """Loss and probes side by side, a row of panels for each size; None where none was probed."""
+    """Loss and probes of each size, below each other; None where none was probed."""
     measures, of_panels = [loss, *probes], []
     probed = [arm for arm in found.arms if any(probe.over_seeds(arm) for probe in probes)]
     for name, of_group in prose.by_where(probed, study).items():
@@ -324,4 +299,4 @@ def retrieval(
             means = [line.mean for line, arm in zip(lines, arms, strict=True) if arm.is_baseline]
             title = name if measure is loss else ''
             of_panels.append(Panel(lines, measure.axis, title, *means))
-    return forest(of_panels, look, len(measures), _baseline(study)) if of_panels else None
+    return forest(of_panels, look, _baseline(study)) if of_panels else None

@@ -10,13 +10,9 @@ from qkattn.storage.files import write_atomic
 def write_plots(
     plots: Path,
     drawn: Sequence[Drawing],
-    narrow: Sequence[Drawing],
     kinds: Sequence[str] = ('png', 'pdf', 'svg'),
 ) -> dict[str, str]:
     """Writes figures into a directory, and removes those of before that are not drawn any more.
-
-    Args:
-      narrow: the same figures for a phone, which stand in the SVG of the page alone.
 
     Returns:
       The SVG of each figure for a page, by its stem.
@@ -25,8 +21,8 @@ def write_plots(
         if of.stem not in {drawing.stem for drawing in drawn}:
             of.unlink()
     svg = {}
-    for drawing, small in zip(drawn, narrow, strict=True):
-        rendered = render(drawing, small)
+    for drawing in drawn:
+        rendered = render(drawing)
         svg[drawing.stem] = rendered.svg
         for kind in kinds:
             content = rendered.paper_svg if kind == 'svg' else getattr(rendered, kind)

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.style
 from matplotlib.axes import Axes
@@ -42,30 +42,15 @@ DASHES: tuple[Any, ...] = (
     *((0, dashes) for dashes in ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (8, 2))),
     (0, (2.5, 1, 1, 1, 1, 1)),
 )
-# Inches of a figure with one panel, and of any figure on a narrow screen. The page draws the latter
-# at its size where 360 CSS pixels are free, as on a screen of 400, with text of 11 pixels or more.
-WIDTH, NARROW = 6.6, 3.6
-# Characters for which two columns of a narrow legend have room.
+# Inches of every figure, whose text then has 11 pixels or more on a screen of 400 CSS pixels.
+WIDTH = 3.6
+# Characters for which two columns of a legend have room.
 _LABELS = 38
+# The keywords of `Axes.plot` of each variant, the same in every figure of a report.
+Styles = Mapping[str, dict[str, Any]]
 # Keywords of a line at zero, at the baseline's mean, at a chosen value.
 REFERENCE: dict[str, Any] = {'color': INK, 'linewidth': 1, 'linestyle': (0, (4, 2)), 'zorder': 1}
 SEEDS: dict[str, Any] = {'s': 8, 'alpha': 0.6, 'linewidths': 0, 'zorder': 3, 'label': 'one seed'}
-
-
-@dataclasses.dataclass(frozen=True)
-class Look:
-    """How the figures of a report are drawn: as `styles` gives them, and for which screen."""
-
-    styles: Mapping[str, dict[str, Any]]
-    narrow: bool = False
-
-    def __getitem__(self, variant: str) -> dict[str, Any]:
-        """The variant's keywords of `Axes.plot`, the same in every figure."""
-        return self.styles[variant]
-
-    def figure(self, width: float, height: float) -> Figure:
-        """An empty figure, `width` inches wide on a wide screen."""
-        return Figure(figsize=(NARROW if self.narrow else width, height))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +64,9 @@ class Drawing:
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A figure as PNG, PDF and an SVG document on white, and as `svg`, elements of the page.
+    """A figure as PNG, PDF and an SVG document on white, and as `svg`, an element of the page.
 
-    The colours of `svg` are CSS variables, so that one figure reads on light and on dark; there are
-    two elements, one of them for narrow screens, of which the page shows one.
+    The colours of `svg` are CSS variables, so that one figure reads on light and on dark.
     """
 
     png: bytes
@@ -163,21 +147,19 @@ def yardstick(ax: Axes, study: Study, arm: Arm, *, fit: bool = False) -> None:
     ax.set_ylim(low, high)
 
 
-def legend(figure: Figure, loc: str, **keywords: Any) -> None:
+def legend(figure: Figure, loc: Literal['upper', 'lower'] = 'upper') -> None:
     """One entry for each label of the figure, drawn as where it occurs first."""
     handles: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    if figure.get_figwidth() == NARROW:
-        widths = sorted(max(map(len, label.splitlines())) for label in handles)
-        fits = sum(widths[-2:]) <= _LABELS
-        loc, keywords = loc.replace('right', 'upper'), {'ncols': 2 if fits else 1}
-    figure.legend(handles.values(), handles, loc=f'outside {loc}', **keywords)
+    widths = sorted(max(map(len, label.splitlines())) for label in handles)
+    columns = 2 if sum(widths[-2:]) <= _LABELS else 1
+    figure.legend(handles.values(), handles, loc=f'outside {loc} center', ncols=columns)
 
 
-def render(drawing: Drawing, narrow: Drawing | None = None) -> Rendered:
-    """All formats of a figure; the page shows `narrow` on narrow screens."""
+def render(drawing: Drawing) -> Rendered:
+    """All formats of a figure."""
     png, pdf = io.BytesIO(), io.BytesIO()
     with style_sheet():
         figure = drawing.figure
@@ -189,10 +171,7 @@ def render(drawing: Drawing, narrow: Drawing | None = None) -> Rendered:
         document = _svg(figure)
     page = '<rect width="100%" height="100%" fill="#ffffff"/>'
     paper = re.sub(r'<svg\b[^>]*>', rf'\g<0>\n {page}', document, count=1)
-    own = _inline(document, drawing.stem, 'wide' if narrow else 'any')
-    if narrow:
-        with style_sheet():
-            own += _inline(_svg(narrow.figure), f'narrow-{narrow.stem}', 'narrow')
+    own = _inline(document, drawing.stem)
     return Rendered(png.getvalue(), pdf.getvalue(), paper.replace(SURFACE, '#ffffff'), own)
 
 
@@ -202,7 +181,7 @@ def _svg(figure: Figure) -> str:
     return svg.getvalue().decode()
 
 
-def _inline(svg: str, stem: str, kind: str) -> str:
+def _inline(svg: str, stem: str) -> str:
     """An SVG document as an element of an HTML page: own ids, no outside names, themed colours."""
     svg = svg[svg.index('<svg') :]
     svg = re.sub(r'<!--.*?-->\s*|<metadata>.*?</metadata>\s*', '', svg, flags=re.DOTALL)
@@ -213,5 +192,5 @@ def _inline(svg: str, stem: str, kind: str) -> str:
         svg = re.sub(hue, f'var(--{name})', svg, flags=re.IGNORECASE)
     width = float(re.findall(r'<svg[^>]*\swidth="([\d.]+)pt"', svg)[0])
     # Its text stays near the page's on a wide screen, too.
-    size = f'<svg class="{kind}" style="max-width:{1.2 * width:.0f}pt"'
+    size = f'<svg style="max-width:{1.5 * width:.0f}pt"'
     return re.sub(r'\s(width|height)="[\d.]+pt"', '', svg, count=2).replace('<svg', size, 1).strip()

@@ -15,7 +15,7 @@ from qkattn.report.figures.style import (
     REFERENCE,
     SEEDS,
     WIDTH,
-    Look,
+    Styles,
     legend,
     panels,
     short,
@@ -26,23 +26,23 @@ from qkattn.stats.sweep import Sweep
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.load import Study
 
-COLUMNS = 4
+COLUMNS = 2
 # Panels share their y axis unless the ranges that show each sweep differ by more than this factor.
 MAX_RATIO = 5.0
 # The axis ends at this many times the rise within one grid step of the best value.
 CUT = 3.0
 
 
-def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Look) -> tuple[Figure, bool]:
+def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> tuple[Figure, bool]:
     """A panel for each of the arms, of one size and corpus; and whether they share their y axis."""
     sweeps = [arm.sweeps[knob] for arm in arms]
-    columns = min(2 if look.narrow else COLUMNS, len(arms))
+    columns = min(COLUMNS, len(arms))
     limits = [_limits(sweep) for sweep in sweeps]
     known = [own for own in limits if own] or [(0.0, 1.0)]
     low, high = min(low for low, _ in known), max(high for _, high in known)
     shared = high - low <= MAX_RATIO * statistics.median(b - a for a, b in known)
     rows = math.ceil(len(arms) / columns)
-    figure = look.figure(max(WIDTH, 2.1 * columns + 0.6), 1.9 * rows + 0.95)
+    figure = Figure(figsize=(WIDTH, 1.9 * rows + 0.95))
     axes = panels(figure, columns, len(arms), sharex=True, sharey=shared)
     values = sorted({value for sweep in sweeps for value in sweep.values})
     for ax, arm, sweep, own in zip(axes, arms, sweeps, limits, strict=True):
@@ -53,14 +53,13 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Look) -> tu
         ax.xaxis.set_minor_locator(FixedLocator(values))
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.locator_params(axis='y', nbins=4)
-        # A narrow panel has no room for value and interval on one line.
-        title = f'{short(shown(study, arm.place), 18 if look.narrow else 23)}\n{_chosen(sweep)}'
-        ax.set_title(title.replace(' [', '\n[') if look.narrow else title, fontsize=8)
+        title = f'{short(shown(study, arm.place), 18)}\n{_chosen(sweep)}'
+        ax.set_title(title.replace(' [', '\n['), fontsize=8)
         _draw(ax, sweep, look[arm.variant])
         yardstick(ax, study, arm)
     figure.supxlabel(f'{words(knob)} (log scale)')
     figure.supylabel('val loss (nats/token)')
-    legend(figure, 'upper center', ncols=4)
+    legend(figure)
     return figure, shared
 
 

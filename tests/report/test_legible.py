@@ -1,6 +1,5 @@
-"""Figures for narrow screens: drawn anew from the same numbers, legible, with verdicts in words."""
+"""Figures are legible on a screen of 400 pixels, and say verdicts in words."""
 
-import numpy as np
 import pytest
 from matplotlib.text import Text
 
@@ -13,50 +12,28 @@ from tests.studies import tuned_arm, write_tuned
 
 @pytest.fixture(scope='module')
 def drawn(tmp_path_factory):
-    """Figures of all common kinds, for a wide and for a narrow screen, with their layout."""
+    """Figures of all common kinds, with their layout."""
     records = [*arms()[:72], *tuned_arm(LONG, losses=shifted(0.006))]
     for record in records:
         record |= {'val_induction_gain': 3 - record['val_loss'], 'val_induction_accuracy': 0.5}
         if record['variant'] == 'bad/vo':
             record['parameters'] = record['parameters'] | {'total': 10**6}
     late = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
-    path = tmp_path_factory.mktemp('narrow') / 'study'
+    path = tmp_path_factory.mktemp('legible') / 'study'
     study = load_study(write_tuned(path, records, declared=[late], num_evals=4))
-    found = find(study)
-    made = {}
-    for narrow in (False, True):
-        made[narrow] = {of.stem: of.figure for of in figures(study, found, narrow=narrow)}
-    for figure in made[True].values():
+    made = {of.stem: of.figure for of in figures(study, find(study))}
+    for figure in made.values():
         with style_sheet():
             figure.draw_without_rendering()
     return made
 
 
-def marks(figure):
-    """Where means and seeds are drawn along the x axis, whatever the panel."""
-    return sorted(
-        (str(of.get_label()), *np.round(of.get_offsets()[:, 0], 9))
-        for ax in figure.axes
-        for of in ax.collections
-        if len(of.get_offsets()) > 0
-    )
-
-
-def test_a_narrow_figure_is_drawn_anew_from_the_same_numbers(drawn):
-    wide, narrow = drawn[False], drawn[True]
-    stems = {'verdicts', 'losses', 'sweep_learning_rate', 'curves', 'loss_parameters'}
-    assert wide.keys() == narrow.keys() == stems | {'retrieval'}
-    for stem, figure in narrow.items():
-        assert figure.get_figwidth() == 3.6 and wide[stem].get_figwidth() > 6
-        assert marks(wide[stem]) == marks(figure)
-        assert len(wide[stem].axes) - len(figure.axes) in range(4)
-    lines = [[len(ax.lines) for ax in of['curves'].axes] for of in (wide, narrow)]
-    assert lines[0] == lines[1] != [0]
-
-
-def test_text_of_narrow_figures_is_legible_and_inside(drawn):
+def test_text_is_legible_and_inside(drawn):
     """At least 11 pixels at 368 of 400, the rest of which is the margin of the page."""
-    for stem, figure in drawn[True].items():
+    stems = {'verdicts', 'losses', 'sweep_learning_rate', 'curves', 'loss_parameters'}
+    assert drawn.keys() == stems | {'retrieval'}
+    for stem, figure in drawn.items():
+        assert figure.get_figwidth() == 3.6
         seen = [text for text in figure.findobj(Text) if text.get_text().strip()]
         assert len(seen) > 5
         for text in seen:
@@ -66,8 +43,8 @@ def test_text_of_narrow_figures_is_legible_and_inside(drawn):
         assert -0.01 <= box.y0 and box.y1 <= whole.y1 + 0.01, stem
 
 
-def test_no_text_of_a_narrow_figure_lies_on_another_or_on_a_mark(drawn):
-    for stem, figure in drawn[True].items():
+def test_no_text_lies_on_another_or_on_a_mark(drawn):
+    for stem, figure in drawn.items():
         for ax in figure.axes:
             boxes = [text.get_window_extent() for text in ax.texts]
             dots = [ax.transData.transform(of.get_offsets()) for of in ax.collections]
@@ -80,8 +57,8 @@ def test_no_text_of_a_narrow_figure_lies_on_another_or_on_a_mark(drawn):
         assert len(boxes) < 2 or not boxes[0].overlaps(boxes[1]), stem
 
 
-def test_a_narrow_forest_says_the_verdicts_in_words(drawn):
-    (ax,) = drawn[True]['verdicts'].axes
+def test_a_forest_says_the_verdicts_in_words(drawn):
+    (ax,) = drawn['verdicts'].axes
     said = [text.get_text() for text in ax.texts]
     words = [text.split('  ')[1] for text in said if ']  ' in text]
     assert sorted(words) == ['better', 'equivalent', 'no verdict', 'worse (below margin)']
