@@ -60,17 +60,17 @@ start() {
 }
 
 status() {
-  local word=new
+  local state_name=new
   if is_running; then
-    word=running
+    state_name=running
   elif [[ -f $state/exit ]]; then
-    word="exit $(<"$state/exit")"
+    state_name="exit $(<"$state/exit")"
   elif [[ -f $state/pid ]]; then
-    word=lost
+    state_name=lost
   elif [[ -f $state/ready ]]; then
-    word=ready
+    state_name=ready
   fi
-  echo "qkattn $(hostname) $word"
+  echo "qkattn $(hostname) $state_name"
 }
 
 stop() {

@@ -80,7 +80,7 @@ def run(
       accept_changes: whether the study of the directory may have had other settings; the ledger
         lists them.
       arms: of the study, where they are known.
-      tell: of a crew, which shows what is left of the study: called as tell('lease', run, number of
+      tell: of a parent that shows what is left of the study: called as tell('lease', run, number of
         runs, work of each run that is left).
 
     Raises:
@@ -167,7 +167,7 @@ class _Worker:
             self._tell('lease', held, len(runs), {of.id: of.work for of in left})
         if self.lease is not None:
             workers = len(leases.holders(self._path / 'leases', expiry=self._expiry))
-            # A crew has a line for what is left.
+            # The parent has a row for what is left.
             after = _left_after(run, left, workers) if self._tell is None else StudyLeft(0, 0.0)
             return {
                 'run': run.id,

@@ -20,15 +20,15 @@ FLAGS = (
 )
 
 
-def wait_for(found, process):
-    """What `found` returns once that is something."""
+def wait_for(look, process):
+    """What `look` returns once that is something."""
     until = time.monotonic() + 300
     while time.monotonic() < until:
-        if (value := found()) is not None:
+        if (value := look()) is not None:
             return value
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    raise AssertionError('nothing was found')
+    raise AssertionError('nothing came')
 
 
 def saved_at(out, step):
@@ -46,19 +46,19 @@ def saved_at(out, step):
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(machine.usable_cores()) < 2, reason='needs two cores')
-def test_killed_and_stopped_a_crew_reaches_what_it_reaches_undisturbed(
+def test_killed_and_stopped_workers_reach_what_they_reach_undisturbed(
     start, script, tmp_path, monkeypatch
 ):
     # XLA splits loops by the number of cores, on which the last bits depend.
     monkeypatch.setenv('NPROC', '1')
     out = tmp_path / 'disturbed'
     flags = (*FLAGS, '--workdir=disturbed', '--workers=2')
-    crew = start('ablate', *flags)
-    os.kill(wait_for(lambda: saved_at(out, 20), crew), signal.SIGKILL)
-    wait_for(lambda: saved_at(out, 60), crew)
-    crew.send_signal(signal.SIGTERM)
-    _, errors = crew.communicate(timeout=100)
-    assert crew.returncode == 75, errors
+    parent = start('ablate', *flags)
+    os.kill(wait_for(lambda: saved_at(out, 20), parent), signal.SIGKILL)
+    wait_for(lambda: saved_at(out, 60), parent)
+    parent.send_signal(signal.SIGTERM)
+    _, errors = parent.communicate(timeout=100)
+    assert parent.returncode == 75, errors
     assert errors.count('was ended by signal 9; it is started again, retry 1 of 3') == 1
     assert 'the same command resumes' in errors
     again = script('ablate', *flags)

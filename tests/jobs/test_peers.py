@@ -8,7 +8,7 @@ import pytest
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
 from tests.jobs.jobs import ended, start_job
 
-# The main function of a script: `place` is where the processes are when something happens.
+# The main function of a script: `stage` is where the processes are when something happens.
 JOB = """
     import hashlib, os, sys, time
     import jax, numpy as np
@@ -17,7 +17,7 @@ JOB = """
     from qkattn.errors import ConfigError, Stopped
     from qkattn.jobs import cli, signals
 
-    place, failure = sys.argv[1:]
+    stage, failure = sys.argv[1:]
     bootstrap.HEARTBEAT = 8
 
     def native():
@@ -37,18 +37,18 @@ JOB = """
     def main():
         rank = bootstrap.start().process_id
         print('ready', flush=True, file=sys.__stdout__)
-        if place == 'compiling':
+        if stage == 'compiling':
             fail() if rank else native()
         with signals.StopRequest() as stop:
-            if place == 'arriving' and rank:
+            if stage == 'arriving' and rank:
                 native()
             stop.defer_exit()
             print('holding', flush=True, file=sys.__stdout__)
-            if place == 'collective' and rank:
+            if stage == 'collective' and rank:
                 fail()
-            if place == 'collective':
+            if stage == 'collective':
                 multihost_utils.process_allgather(np.arange(3))
-            if place == 'agreement':
+            if stage == 'agreement':
                 fail() if rank else agreement.barrier('there')
             for step in range(2, 10**6, 2):
                 time.sleep(0.01 * (rank + 1))
@@ -72,15 +72,15 @@ def until(process, line):
 
 
 @pytest.mark.parametrize(
-    ('place', 'to', 'number'),
+    ('stage', 'to', 'number'),
     [
         ('loop', [1], signal.SIGTERM),
         pytest.param('loop', [0], signal.SIGINT, marks=pytest.mark.slow),
         pytest.param('loop', [0, 1, 1], signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_all_stop_at_the_same_step(place, to, number):
-    processes = start_job(JOB, 2, place, 'none')
+def test_all_stop_at_the_same_step(stage, to, number):
+    processes = start_job(JOB, 2, stage, 'none')
     for process in processes:
         until(process, 'holding')
     for rank in to:
@@ -105,10 +105,10 @@ def test_a_process_that_exits_while_it_looks_at_the_others_exits_with_0():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('place', ['compiling', 'arriving'])
+@pytest.mark.parametrize('stage', ['compiling', 'arriving'])
 @pytest.mark.parametrize('to', [[0], [1], [0, 1]])
-def test_without_a_step_all_leave_at_once(place, to):
-    processes = start_job(JOB, 2, place, 'none')
+def test_without_a_step_all_leave_at_once(stage, to):
+    processes = start_job(JOB, 2, stage, 'none')
     for process in processes:
         until(process, 'ready')
     for rank in to:
@@ -119,7 +119,7 @@ def test_without_a_step_all_leave_at_once(place, to):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('place', ['compiling', 'collective', 'agreement'])
+@pytest.mark.parametrize('stage', ['compiling', 'collective', 'agreement'])
 @pytest.mark.parametrize(
     ('failure', 'code', 'words'),
     [
@@ -130,15 +130,15 @@ def test_without_a_step_all_leave_at_once(place, to):
         (signal.SIGSTOP, 1, 'process 1 died or hangs'),
     ],
 )
-def test_the_others_end_and_name_the_one_that_failed(place, failure, code, words):
-    processes = start_job(JOB, 2, place, getattr(failure, 'name', failure))
+def test_the_others_end_and_name_the_one_that_failed(stage, failure, code, words):
+    processes = start_job(JOB, 2, stage, getattr(failure, 'name', failure))
     for process in processes:
-        until(process, 'ready' if place == 'compiling' else 'holding')
+        until(process, 'ready' if stage == 'compiling' else 'holding')
     if not isinstance(failure, str):
         processes[1].send_signal(failure)
-    ((found, _, error),) = ended(processes[:1], timeout=60)
+    ((exit_code, _, error),) = ended(processes[:1], timeout=60)
     processes[1].kill()
-    assert (found, words in error) == (code, True), error
+    assert (exit_code, words in error) == (code, True), error
 
 
 @pytest.mark.slow
@@ -148,6 +148,6 @@ def test_the_others_end_without_the_coordinator(number):
     for process in processes:
         until(process, 'ready')
     processes[0].send_signal(number)
-    ((found, _, error),) = ended(processes[1:], timeout=60)
+    ((exit_code, _, error),) = ended(processes[1:], timeout=60)
     processes[0].kill()
-    assert (found, 'process 0 died or hangs' in error) == (1, True), error
+    assert (exit_code, 'process 0 died or hangs' in error) == (1, True), error

@@ -26,13 +26,13 @@ def unknown(given, seen, at='') -> list[str]:
 
 
 def problems(manifest: dict) -> list[str]:
-    jobs, found = [manifest], []
+    jobs, errors = [manifest], []
     if manifest['kind'] == 'JobSet':
         try:
             seen = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(manifest)).to_dict()
-            found = unknown(manifest, seen)
+            errors = unknown(manifest, seen)
         except ValueError as error:
-            found = [str(error)]
+            errors = [str(error)]
         templates = [one['template'] for one in manifest['spec']['replicatedJobs']]
         jobs = [
             {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'x'}, **template}
@@ -42,8 +42,8 @@ def problems(manifest: dict) -> list[str]:
         try:
             kubernetes_validate.validate(job, '1.34', strict=True)
         except kubernetes_validate.ValidationError as error:
-            found.append(f'{".".join(map(str, error.path))}: {error.message}')
-    return found
+            errors.append(f'{".".join(map(str, error.path))}: {error.message}')
+    return errors
 
 
 documents = [yaml.safe_load(text) for text in json.load(sys.stdin)]

@@ -125,12 +125,12 @@ def test_workers_that_end_in_any_way(tmp_path):
         'done': (0, 3),
     }, ends
     assert (tmp_path / 'done' / 'meanwhile').exists()
-    said = {work: end[2] for work, end in ends.items()}
-    assert '[0] RuntimeError: broken 0\n' in said['crash'] and 'retry 1 of 2' in said['crash']
-    assert said['crash'].count('no retry is left of 2') == 1
-    assert said['wrong'].count('d_model=90 is wrong') == 1
-    assert 'and the workers have saved; the same command resumes' in said['asked']
-    assert said['done'].count('3 of 3 runs done\n') == 1 and '[2] no end of line\n' in said['done']
+    logs = {work: end[2] for work, end in ends.items()}
+    assert '[0] RuntimeError: broken 0\n' in logs['crash'] and 'retry 1 of 2' in logs['crash']
+    assert logs['crash'].count('no retry is left of 2') == 1
+    assert logs['wrong'].count('d_model=90 is wrong') == 1
+    assert 'and the workers have saved; the same command resumes' in logs['asked']
+    assert logs['done'].count('3 of 3 runs done\n') == 1 and '[2] no end of line\n' in logs['done']
 
 
 @pytest.fixture
