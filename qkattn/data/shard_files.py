@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from qkattn.errors import ConfigError
 from qkattn.storage import buckets
 from qkattn.storage.files import expanded
 
-HEADER_BYTES = 1024
+HEADER, HEADER_BYTES = struct.Struct('<iiIIq32sI'), 1024
 # (magic, version) by dtype of the ids.
 MAGIC = {'uint8': (20240520, 8), 'uint16': (20240520, 1), 'uint32': (20240801, 7)}
 DTYPES = {magic: dtype for dtype, magic in MAGIC.items()}
@@ -69,12 +70,9 @@ class Shard:
 
     def header(self) -> bytes:
         """The first bytes of the file."""
-        values = np.zeros(HEADER_BYTES // 4, '<u4')
-        values[:4] = [*MAGIC[self.dtype], self.num_tokens % 2**32, self.num_documents]
-        values[4:6] = np.array([self.num_bytes], '<i8').view('<u4')
-        values[6:14] = np.frombuffer(bytes.fromhex(self.sha256), '<u4')
-        values[14] = self.num_tokens >> 32
-        return values.tobytes()
+        high, low = divmod(self.num_tokens, 2**32)
+        counts = (low, self.num_documents, self.num_bytes, bytes.fromhex(self.sha256), high)
+        return HEADER.pack(*MAGIC[self.dtype], *counts).ljust(HEADER_BYTES, b'\0')
 
 
 def shard_of(file: str, size: int, head: bytes, where: str) -> Shard:
@@ -83,8 +81,8 @@ def shard_of(file: str, size: int, head: bytes, where: str) -> Shard:
     Raises:
       ConfigError: a layout that is not known, a size that is not that of its header.
     """
-    values = np.frombuffer(head[:HEADER_BYTES].ljust(HEADER_BYTES, b'\0'), '<u4')
-    magic, version, num_tokens, num_documents = values[:4].tolist()
+    values = HEADER.unpack(head[: HEADER.size].ljust(HEADER.size, b'\0'))
+    magic, version, low, num_documents, num_bytes, sha256, high = values
     if magic not in (20240520, 20240801, 20240522):  # the last is of questions, which are no text
         if size % 2 or not size:
             raise ConfigError(
@@ -98,10 +96,10 @@ def shard_of(file: str, size: int, head: bytes, where: str) -> Shard:
             f'known are {" and ".join(f"{m}, version {v}" for m, v in DTYPES)}'
         )
     shard = Shard(
-        num_tokens=num_tokens + (int(values[14]) << 32),
+        num_tokens=2**32 * high + low,
         num_documents=num_documents,
-        num_bytes=int(values[4:6].view('<i8')[0]),
-        sha256=values[6:14].tobytes().hex(),
+        num_bytes=num_bytes,
+        sha256=sha256.hex(),
         file=file,
         dtype=DTYPES[magic, version],
     )
