@@ -96,7 +96,10 @@ def train(
         stop = exits.enter_context(StopRequest())
         sinks = exits.enter_context(contextlib.closing(owned(lambda: Sinks(config, path))))
         require_shared(path)
-        finished = agreement.on_owner(lambda: _finished(path, config))
+        results_path, trials = path / 'result.json', config.trials.trials()
+        finished = agreement.on_owner(
+            lambda: read_results(results_path, trials) if results_path.exists() else None
+        )
         resumed = agreement.on_owner(lambda: directory.resumed)
         trace.check(config, resumed=resumed, finished=finished is not None)
         if finished is not None:
@@ -124,18 +127,12 @@ def train(
         return agreement.on_owner(write)
 
 
-def _finished(path: Path, config: Config) -> list[dict[str, Any]] | None:
-    """The results of a finished run; None for one that is not finished."""
-    results_path = path / 'result.json'
-    return read_results(results_path, config.trials.trials()) if results_path.exists() else None
-
-
 def _tokens_per_step(config: Config) -> int:
     """Training tokens of a step, summed over trials."""
     return len(config.trials.trials()) * config.train.batch_size * config.model.context
 
 
-# What a start begins with: settings and files that all processes share, programs, state
+# A start: settings and files that all processes share, the program, the state
 
 
 def require_same_settings(settings: Config | Study) -> None:
@@ -223,10 +220,12 @@ def pauses(train: TrainConfig, step: int, splits: Sequence[str]) -> dict[str, in
 
 
 class Divergences:
-    """The trials that have diverged, and their first step without a finite loss and gradient."""
+    """The trials that have diverged, and their first step without a finite loss and gradient.
+
+    A step that the record of a checkpoint lacks stays unknown, None.
+    """
 
     def __init__(self, alive_X: np.ndarray, steps: Sequence[int | None] | None = None):
-        """Takes `alive` and `record()` of a checkpoint; steps that it lacks stay unknown, None."""
         steps = [None] * len(alive_X) if steps is None else steps
         self._steps = {x: at for x, at in enumerate(steps) if not alive_X[x]}
         self._number = len(alive_X)

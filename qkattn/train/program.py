@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -145,8 +145,7 @@ def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, di
         name: jax.ShapeDtypeStruct((trials,), dtype, sharding=over_trials)
         for name, dtype in HYPER.items()
     }
-    seeds = jax.ShapeDtypeStruct((trials,), HYPER['seed'])
-    state = jax.eval_shape(lambda seeds: init_stack(config, seeds), seeds)
+    state = jax.eval_shape(functools.partial(init_stack, config), hyper['seed'])
     state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
         state,
@@ -163,11 +162,7 @@ def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, di
 def lower(
     config: Config, lifting: str, mesh: Mesh, state: dict, hyper: dict, batch: Any
 ) -> jax.stages.Lowered:
-    """The train program, traced on abstract inputs, ready to compile for the mesh's devices.
-
-    Raises:
-      ConfigError: model.kernel cannot serve the model on these devices.
-    """
+    """The train program, traced on abstract inputs; ConfigError if model.kernel cannot serve it."""
     check_kernel(config.model, mesh)
     shardings = jax.tree.map(lambda a: a.sharding, state), NamedSharding(mesh, P())
     steps = jax.jit(train_steps(config, lifting, mesh), donate_argnums=0, out_shardings=shardings)
@@ -199,7 +194,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
         for name, wanted in abstract_hyper.items()
     }
     init = jax.jit(
-        lambda seeds: init_stack(config, seeds),
+        functools.partial(init_stack, config),
         out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
         compiler_options=_quick_to_compile(mesh),
     )
@@ -220,8 +215,12 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
             seconds = seconds_per_dispatch(run, lambda: (init(hyper['seed']), hyper, scratch))
             measured[kind] = seconds / config.train.steps_per_dispatch
         measured = agreement.on_owner(lambda: measured)
-        log.info('%s', measured_text(measured))
-    chosen = min(measured, key=lambda kind: measured[kind]) if measured else kinds[0]
+        texts = [
+            f'{LIFTINGS[kind]} ({kind}): {measured[kind]:.3g} s per step'
+            for kind in sorted(measured, key=measured.__getitem__)
+        ]
+        log.info('trials are trained %s', '; '.join(texts))
+    chosen = min(measured, key=measured.__getitem__) if measured else kinds[0]
     steps, compile_seconds = programs[chosen]
     return Program(
         mesh=mesh,
@@ -245,12 +244,7 @@ def constant_batch(config: Config, mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
-    """The faster of two timed calls of `steps`.
-
-    Args:
-      steps: (state, *others) -> (state, metrics).
-      inputs: makes the arguments of the first call.
-    """
+    """The faster of two timed calls of steps(state, *others) -> (state, metrics)."""
     state, *others = jax.block_until_ready(inputs())
     seconds = []
     for _ in range(2):
@@ -259,13 +253,6 @@ def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-def measured_text(seconds: Mapping[str, float]) -> str:
-    """The measured seconds per step by lifting, the fastest first, in a sentence."""
-    kinds = sorted(seconds, key=lambda kind: seconds[kind])
-    parts = [f'{LIFTINGS[kind]} ({kind}): {seconds[kind]:.3g} s per step' for kind in kinds]
-    return f'trials are trained {"; ".join(parts)}'
 
 
 def warm_up(config: Config) -> tuple[float, float]:
