@@ -78,16 +78,12 @@ class Mask:
             segments_B1S = cut(self.segments_BS, begin, num_keys, 1)[:, None, :]
             mask_BTS = mask_BTS & (segments_BT1 == segments_B1S) & (segments_B1S > 0)
         if self.mask_BTS is not None:
-            own_BTS = cut(cut(self.mask_BTS, first, num_queries, 1), begin, num_keys, 2)
-            mask_BTS = mask_BTS & own_BTS
+            rows_BTS = cut(self.mask_BTS, first, num_queries, 1)
+            mask_BTS = mask_BTS & cut(rows_BTS, begin, num_keys, 2)
         return mask_BTS
 
     def padded(self, num_queries: int, queries: int, num_keys: int, keys: int) -> 'Mask':
-        """The mask of T and S more queries and keys at the end, where no query sees the keys.
-
-        Args:
-          queries, keys: the numbers T and S with the additional ones.
-        """
+        """The mask with further queries and keys at the end, up to these numbers, all hidden."""
 
         def pad(array: jax.Array | None, *more: int) -> jax.Array | None:
             return None if array is None else jnp.pad(array, [(0, 0), *((0, n) for n in more)])

@@ -1,7 +1,7 @@
-"""The slow reference: attention from its two equations, one head and one query at a time.
+"""The slow reference in float64 numpy: attention from its two equations, head by head.
 
 It shares no code with the fast path and reads only A[n], B[n], the scale and the slow form of the
-normalizer, in float64 numpy.
+normalizer.
 """
 
 import numpy as np

@@ -154,8 +154,8 @@ def product(
 ) -> jax.Array:
     """x W: contracts the last `axes` axes of x with the first ones of W; `dtype` is of the sums.
 
-    The other axes of x, batch and positions, are flattened: with more than one of them, XLA's CPU
-    backend transposes what it multiplies for the gradient of W, at the price of another product.
+    The other axes of x are flattened: with more than one of them, XLA's CPU backend transposes what
+    it multiplies for the gradient of W, at the price of another product.
     """
     rows, inner, outer = x_BTD.shape[:-axes], w_DNH.shape[:axes], w_DNH.shape[axes:]
     first, last = tuple(range(axes)), tuple(range(-axes, 0))

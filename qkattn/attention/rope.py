@@ -38,11 +38,9 @@ def linear_bias(num_heads: int, distance_TS: jax.Array) -> jax.Array:
 
 
 def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
-    """Fixed absolute positions_TD of unit variance: sqrt(2) times sin and cos halves.
+    """Fixed absolute positions_TD of unit variance: sqrt(2) times sin and cos, side by side.
 
-    T may be any number of axes.
-
-    Vaswani et al. 2017, section 3.5, with the halves side by side.
+    T may be any number of axes. Vaswani et al. 2017, section 3.5.
     """
     half = (d_model + 1) // 2
     frequency_D = 10_000.0 ** (-np.arange(half) / half)

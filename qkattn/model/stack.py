@@ -61,11 +61,7 @@ def stacks_of(blocks: Blocks) -> list[Block]:
 
 
 def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block] = Block) -> Blocks:
-    """L blocks: every parameter has a leading axis of the layers of one variant, L without pattern.
-
-    Raises:
-      SpecError: a pattern that does not fit.
-    """
+    """L blocks: every parameter has a leading axis of the layers of one variant."""
     keys, cycle = jax.random.split(key, config.num_layers), config.cycle
     if len(cycle) == 1:
         return jax.vmap(lambda key: kind(cycle[0], key=key))(keys)
@@ -129,11 +125,7 @@ def run_blocks(
     dropout_key: jax.Array | None = None,
     **shared: Any,
 ) -> jax.Array:
-    """Passes x through all layers.
-
-    Args:
-      shared: further arguments of the blocks, the same for all layers.
-    """
+    """Passes x through all layers; `shared` are further arguments, the same for all of them."""
 
     def layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
         x_BTD = placed(x_BTD, 'BTD')

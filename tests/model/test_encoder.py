@@ -128,16 +128,12 @@ def test_dropout_acts_on_whole_branches():
     assert np.abs(both[left] - 2 * want[left]).max() > 1e-2
 
 
-def test_dropout_of_probabilities_acts_on_attention_alone():
-    fields = {'dropout': 0.0, 'attention_dropout': 0.5}
+def test_dropout_of_probabilities_and_of_activations_act_on_one_branch_each():
     key = jax.random.key(7)
+    fields = {'dropout': 0.0, 'attention_dropout': 0.5}
     np.testing.assert_array_equal(branch('mlp', key, **fields), branch('mlp', None))
     assert np.abs(branch('attention', key, **fields) - branch('attention', None)).max() > 1e-2
-
-
-def test_dropout_of_activations_acts_on_the_hidden_layer_alone():
     fields = {'activation_dropout': 0.5}
-    key = jax.random.key(7)
     np.testing.assert_array_equal(branch('attention', key, **fields), branch('attention', None))
     hidden = branch('mlp', None)
     assert 0.3 < is_a_part_of(branch('mlp', key, **fields), hidden) < 0.7

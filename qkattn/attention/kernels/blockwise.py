@@ -1,9 +1,8 @@
 """Attention in blocks of queries and keys, whose memory is linear in the context.
 
-Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867; Rabe & Staats 2021, arXiv 2112.05682)
-with the backward pass of Dao et al. 2022 and 2023 (arXiv 2205.14135, 2307.08691): the forward pass
-saves the output and the log-sum-exp of every query, and the backward pass computes the
-probabilities of each block again. Blocks that the mask rules out are not computed.
+Online softmax (Rabe & Staats 2021, arXiv 2112.05682) with the backward pass of Dao et al. 2022 and
+2023 (arXiv 2205.14135, 2307.08691), which computes the probabilities of a block again from the
+log-sum-exp of every query. Blocks that the mask rules out are not computed.
 """
 
 import functools
