@@ -9,7 +9,6 @@ from flax import nnx
 
 from qkattn.attention import attend
 from tests.attention.layers import D, H, N, causal, error, make, stream, wide
-from tests.lanes import thinned
 
 GAIN = 0.5  # a residual gain other than 1, which `subspace` applies as its step size
 P_DNH = np.eye(D).reshape(D, N, H)
@@ -124,13 +123,11 @@ def standard(w_q_DNH, w_k_DKH, w_v_DKH, w_o_NHD, *, x_BTD, scale):
     return jnp.einsum('BTNH,NHD->BTD', o_BTNH, w_o_NHD)
 
 
-VARIANTS = [*(f'{score}/vo' for score in SCORES), *VALUES]
+VARIANTS = [(text, N) for text in (*(f'{score}/vo' for score in SCORES), *VALUES)]
 GROUPED = [('qk/k_is_v', 2), ('gauge_fixed/vo', 2), ('qk/double(size=5)', 2)]
 
 
-@pytest.mark.parametrize(
-    ('text', 'num_kv_heads'), [*thinned([(text, N) for text in VARIANTS], every=2), *GROUPED]
-)
+@pytest.mark.parametrize(('text', 'num_kv_heads'), [*VARIANTS, *GROUPED])
 def test_it_is_standard_attention_with_these_matrices(text, num_kv_heads):
     """The gradient of a matrix with several uses is the sum over all of them."""
     score, value = text.split('/')
