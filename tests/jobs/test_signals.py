@@ -73,16 +73,13 @@ def test_a_request_that_comes_too_late_inside_holds_outside():
 
 
 LEAVE = """
-    import os, signal, sys, threading, time
+    import os, signal, sys, time
     from pathlib import Path
     from qkattn.jobs import signals
     from qkattn.storage import files, leases
 
     def stopped_on_the_way(path, sync=files._sync):
-        if 'by a thread' in sys.argv[2]:  # as for a peer that has failed
-            threading.Thread(target=signals.end, args=(signals.EXIT_REQUEUE, 'ended')).start()
-        else:
-            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)
         sync(path)
 
@@ -105,7 +102,6 @@ LEAVE = """
     [
         ('not held', EXIT_REQUEUE, ''),
         ('not held, unread', EXIT_REQUEUE, ''),
-        ('not held, by a thread', EXIT_REQUEUE, ''),
         ('held', 0, 'requested\n'),
     ],
 )
@@ -127,3 +123,23 @@ def test_a_request_before_it_is_held_stops():
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Stopped, match='nothing to save'):
             stop.defer_exit()
+
+
+END = """
+    import sys, threading, time
+    from pathlib import Path
+    from qkattn.jobs import signals
+
+    with signals.no_interrupt:
+        threading.Thread(target=signals.end, args=(signals.EXIT_REQUEUE, 'ended')).start()
+        time.sleep(0.5)
+        Path(sys.argv[1]).write_text('whole')
+    time.sleep(60)
+"""
+
+
+def test_a_thread_that_ends_the_process_waits_for_a_write(tmp_path):
+    process = start_python(END, tmp_path / 'file')
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (EXIT_REQUEUE, 'ended\n')
+    assert (tmp_path / 'file').read_text() == 'whole'

@@ -44,7 +44,7 @@ if work == 'crash' and number in (0, 3, 4):
 if work == 'wrong':
     pipe.send(('error', 'd_model=90 is wrong'))
     sys.exit(2)
-time.sleep(100 if work in ('asked', 'killed') else 1)
+time.sleep(1000 if work in ('asked', 'killed') else 1)
 (path / 'done').touch()
 print('no end of line', end='')
 """
