@@ -1,6 +1,7 @@
 import contextlib
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -113,6 +114,7 @@ def test_one_thread_reads_ahead_within_bounds_shares_seeds_and_ends_when_closed(
         assert threading.main_thread() not in {thread for *_, thread in rows.reads}
         threads = set(threading.enumerate()) - before
         (thread,) = [thread for thread in threads if 'prefetch' in thread.name]
+        time.sleep(0.2)
         assert len(rows.reads) <= 2 * 5
         assert [read[:2] for read in rows.reads[:4]] == [(1, 0), (3, 0), (1, 4), (3, 4)]
     thread.join(10)
@@ -120,11 +122,14 @@ def test_one_thread_reads_ahead_within_bounds_shares_seeds_and_ends_when_closed(
 
 
 def test_an_error_reaches_the_consumer_at_its_step():
+    before = set(threading.enumerate())
     batches = pipeline.train_batches(Draws(), seeds=(0,), num_steps=99, start_step=7, batch_size=4)
     assert [int(next(batches)['draws'][0, 0, 0, 1]) for _ in range(2)] == [28, 32]
-    with pytest.raises(RuntimeError, match='cannot read position 36'):
+    (thread,) = [t for t in set(threading.enumerate()) - before if 'prefetch' in t.name]
+    with pytest.raises(RuntimeError, match='cannot read position 36') as caught:
         next(batches)
-    assert list(batches) == []
+    thread.join(10)
+    assert caught and not thread.is_alive() and list(batches) == []
 
 
 def test_eval_predicts_every_token_once_and_pads_the_last_batch(numbers):
