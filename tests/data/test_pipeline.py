@@ -114,7 +114,7 @@ def test_one_thread_reads_ahead_within_bounds_shares_seeds_and_ends_when_closed(
         assert threading.main_thread() not in {thread for *_, thread in rows.reads}
         threads = set(threading.enumerate()) - before
         (thread,) = [thread for thread in threads if 'prefetch' in thread.name]
-        time.sleep(0.2)
+        time.sleep(0.5)
         assert len(rows.reads) <= 2 * 5
         assert [read[:2] for read in rows.reads[:4]] == [(1, 0), (3, 0), (1, 4), (3, 4)]
     thread.join(10)
