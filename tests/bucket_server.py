@@ -154,15 +154,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return data
 
     def _get(self, bucket: str, name: str) -> Stored:
-        found = self.server.buckets[bucket].get(name)
-        if found is None:
+        stored = self.server.buckets[bucket].get(name)
+        if stored is None:
             raise Refused(404)
-        return found
+        return stored
 
     def _precondition(self, bucket: str, name: str, query: dict[str, str] | None = None) -> None:
         query = self.query if query is None else query
-        found = self.server.buckets[bucket].get(name)
-        generation = found.generation if found else 0
+        stored = self.server.buckets[bucket].get(name)
+        generation = stored.generation if stored else 0
         if 'ifGenerationMatch' in query and int(query['ifGenerationMatch']) != generation:
             raise Refused(412)
         if 'ifGenerationNotMatch' in query and int(query['ifGenerationNotMatch']) == generation:
@@ -170,19 +170,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _about(self, bucket: str, name: str) -> dict[str, Any]:
         self._precondition(bucket, name)
-        found = self._get(bucket, name)
-        updated = found.updated.isoformat(timespec='milliseconds').replace('+00:00', 'Z')
+        stored = self._get(bucket, name)
+        updated = stored.updated.isoformat(timespec='milliseconds').replace('+00:00', 'Z')
         return {
             'kind': 'storage#object',
             'bucket': bucket,
             'name': name,
-            'size': str(len(found.data)),
-            'generation': str(found.generation),
+            'size': str(len(stored.data)),
+            'generation': str(stored.generation),
             'metageneration': '1',
             'updated': updated,
             'timeCreated': updated,
-            'md5Hash': base64.b64encode(hashlib.md5(found.data).digest()).decode(),
-            'crc32c': base64.b64encode(google_crc32c.Checksum(found.data).digest()).decode(),
+            'md5Hash': base64.b64encode(hashlib.md5(stored.data).digest()).decode(),
+            'crc32c': base64.b64encode(google_crc32c.Checksum(stored.data).digest()).decode(),
         }
 
     def _list(self, bucket: str) -> None:
@@ -209,20 +209,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _download(self, bucket: str, name: str) -> None:
         self._precondition(bucket, name)
-        found = self._get(bucket, name)
-        headers = {'x-goog-generation': str(found.generation)}
+        stored = self._get(bucket, name)
+        headers = {'x-goog-generation': str(stored.generation)}
         wanted = re.fullmatch(r'bytes=(\d*)-(\d*)', self.headers.get('Range', ''))
         if wanted is None:
-            self._answer(found.data, 200, headers)
+            self._answer(stored.data, 200, headers)
             return
-        size = len(found.data)
+        size = len(stored.data)
         first, last = wanted.groups()
         start = int(first) if first else max(0, size - int(last))
         stop = min(size, int(last) + 1) if first and last else size
         if start >= size:
             raise Refused(416)
         headers['Content-Range'] = f'bytes {start}-{stop - 1}/{size}'
-        self._answer(found.data[start:stop], 206, headers)
+        self._answer(stored.data[start:stop], 206, headers)
 
     def _upload(self, bucket: str) -> None:
         kind, query = self.query.get('uploadType'), self.query

@@ -11,7 +11,7 @@ T = TypeVar('T')
 EVERY = 24  # cases, of which one is tried in the quick tests, from one of the first twelve
 SOME = [pytest.param(1, marks=pytest.mark.slow, id='all'), pytest.param(EVERY, id='some')]
 NESTED = '[' * 100_000
-WHOLE: dict[str, Callable[[bytes], bytes]] = {
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     'empty': lambda content: b'',
     'half': lambda content: content[: len(content) // 2],
     'without its end': lambda content: content[:-3],
@@ -49,7 +49,7 @@ def replace(path: Path, content: bytes | None) -> None:
 
 def whole(content: bytes) -> Iterator[tuple[str, bytes | None]]:
     """(name, damaged content) of a file, None for a directory in its place."""
-    for name, damage in WHOLE.items():
+    for name, damage in DAMAGES.items():
         if (damaged := damage(content)) != content:
             yield name, damaged
     yield 'a directory', None

@@ -24,7 +24,7 @@ def with_sinks(*names: str, config: Config = CONFIG) -> Config:
 def events(directory: Path) -> dict[str, dict[int, float]]:
     """{name: {step: value}} of the event files of a trial, as TensorBoard reads them."""
     tensorboardx = pytest.importorskip('tensorboardX')
-    found: dict[str, dict[int, float]] = {}
+    series: dict[str, dict[int, float]] = {}
     for path in sorted(directory.glob('events.*'), key=lambda path: path.stat().st_mtime_ns):
         content, offset = path.read_bytes(), 0
         while offset < len(content):
@@ -33,13 +33,13 @@ def events(directory: Path) -> dict[str, dict[int, float]]:
             event = tensorboardx.proto.event_pb2.Event.FromString(record)
             offset += 16 + length
             if event.HasField('session_log'):
-                for values in found.values():
+                for values in series.values():
                     for step in [step for step in values if step >= event.step]:
                         del values[step]
             for value in event.summary.value:
-                assert event.step not in found.setdefault(value.tag, {})
-                found[value.tag][event.step] = value.simple_value
-    return found
+                assert event.step not in series.setdefault(value.tag, {})
+                series[value.tag][event.step] = value.simple_value
+    return series
 
 
 class Writes:

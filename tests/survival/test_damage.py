@@ -144,10 +144,10 @@ def test_a_damaged_file_of_a_study_is_named_and_nothing_is_made_again(study, cap
     unnamed = []
     for label, damaged in damages.some(cases, name, every):
         caplog.clear()
-        said = []
+        messages = []
         for command in (report, resume):
             damages.replace(file, damaged)
-            said += sentences(command, study)
+            messages += sentences(command, study)
             after, kept = contents(study), {**before, file: damaged}
             assert not [
                 path
@@ -156,11 +156,13 @@ def test_a_damaged_file_of_a_study_is_named_and_nothing_is_made_again(study, cap
             ], label
             for path in {file, *(study / derived for derived in DERIVED)}:
                 damages.replace(path, before[path])
-        if not any(file.name in sentence for sentence in (*said, caplog.text)):
+        if not any(file.name in sentence for sentence in (*messages, caplog.text)):
             unnamed.append(label)
-        assert not [s for s in said if '\n' in s.partition('holds a study of other settings')[0]]
+        assert not [
+            s for s in messages if '\n' in s.partition('holds a study of other settings')[0]
+        ]
     if name in (*DERIVED, 'metrics.jsonl'):  # not every field is read
-        assert {label for label in unnamed if label in damages.WHOLE} <= {'twice', 'empty'}
+        assert {label for label in unnamed if label in damages.DAMAGES} <= {'twice', 'empty'}
     else:
         assert set(unnamed) <= {'0: without crc32'}
 
