@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from absl import flags
 
+from experiments import variants
+from qkattn.attention import SCORES, VALUES
 from qkattn.config import Study, from_config_dict
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.model.sites import validate
 from qkattn.report.printed_numbers import check_numbers
-from qkattn.study import catalogue
 from qkattn.study.arms import build_arms
 from tests.attention import examples
 from tests.experiments.conftest import added_flags_removed
@@ -49,14 +50,13 @@ def between(text: str, begin: str, end: str) -> str:
 
 
 def test_the_tables_are_generated():
-    assert between(VARIANTS, catalogue.BEGIN, catalogue.END) == catalogue.markdown().strip()
-    equations = ROOT / 'qkattn/report/equations.json'  # python -m experiments.variants --equations
-    assert equations.read_text().strip() == catalogue.equations()
+    made = variants.markdown(variants.stored()).strip()
+    assert between(VARIANTS, variants.BEGIN, variants.END) == made
     excerpt = [x for x in between(README, '## Variants', '## ').splitlines() if x[:3] == '| `']
     rows = VARIANTS.splitlines()
     assert len(excerpt) == 6 and all(line in rows for line in excerpt)
     counted = re.search(r'Six of (\d+) scores and values', README)
-    assert int(counted[1]) == len(catalogue.SCORES) + len(catalogue.VALUES)
+    assert int(counted[1]) == len(SCORES) + len(VALUES)
 
 
 def test_the_readme_is_short():

@@ -1,6 +1,6 @@
 """The two matrices of an attention variant, by the names of its Score and its Value.
 
-equations.json is generated from the registries: python -m experiments.variants --equations
+equations.json is the catalogue of variants: python -m experiments.variants --measure
 """
 
 import functools

@@ -1,9 +1,10 @@
-"""The catalogue of Scores and Values: their declarations, and what is measured on real layers."""
+"""The catalogue of Scores and Values: their declarations, and what is measured on real layers.
+
+`experiments.variants --measure` stores it as JSON, which that command and reports read.
+"""
 
 import dataclasses
-import json
-from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,6 @@ from qkattn.attention import (
     VALUES,
     Attention,
     AttentionSpec,
-    Score,
-    Value,
     registry,
     visible,
 )
@@ -26,45 +25,32 @@ from qkattn.errors import ConversionError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 
-Kind = Literal['Score', 'Value']
-
 # A power of two, N H = D, an even head size: a size at which every Score and Value can be built.
 REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
-BEGIN, END = '<!-- catalogue: python -m experiments.variants --markdown -->', '<!-- end -->'
 
+def measured(with_conversions: bool = True) -> dict[str, dict[str, dict[str, Any]]]:
+    """By kind and name, what every registered Score and Value declares and what is measured on it.
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One Score or Value.
-
-    Attributes:
-      name: in the registry.
-      variant: the (score, value) in which it is documented.
-      options: keyword arguments of the class with their defaults.
-      equation: A[n] or B[n].
-      parameters: parameter count in letters.
-      count: parameter count at the reference size.
-      cache: floats per token in letters; of a Value, those beyond what its Score caches.
-      rope: whether rotary positions may be used, for a Score.
-      source: where the form comes from.
+    equation   A[n] or B[n]
+    options    keyword arguments of the class with their defaults
+    parameters, count    number of parameters in letters, and at the reference size
+    flops      of a forward pass of a one-layer model, per token
+    cache      floats per token in letters; of a Value, those beyond what its Score caches
+    rope       whether rotary positions may be used
+    exact      conversions that keep the function, if asked for: a second each
+    source     where the form comes from
     """
-
-    kind: Kind
-    name: str
-    variant: tuple[str, str]
-    options: str
-    equation: str
-    parameters: str
-    count: int
-    cache: str
-    rope: bool
-    source: str
-
-
-def entries() -> list[Entry]:
-    """Every registered Score, then every Value."""
-    return [_entry('Score', name) for name in SCORES] + [_entry('Value', name) for name in VALUES]
+    found: dict[str, dict[str, dict[str, Any]]] = {
+        'Score': {name: _entry(name, 'vo', is_score=True) for name in SCORES},
+        'Value': {name: _entry(cls.partner, name, is_score=False) for name, cls in VALUES.items()},
+    }
+    if with_conversions:
+        for name, entry in found['Score'].items():
+            entry['exact'] = exact(conversions(name, 'vo'))
+        for name, entry in found['Value'].items():
+            entry['exact'] = exact(conversions(VALUES[name].partner, name))
+    return found
 
 
 def documented_variants() -> list[tuple[str, str]]:
@@ -84,69 +70,6 @@ def buildable_variants() -> list[tuple[str, str]]:
                 continue
             found.append((score, value))
     return found
-
-
-def table(kind: Kind, names: Collection[str] | None = None) -> str:
-    """A Markdown table of Scores or of Values.
-
-    Args:
-      names: which rows; None is all.
-    """
-    matrix = 'A[n]' if kind == 'Score' else 'B[n]'
-    columns = [kind, matrix, 'parameters', 'cache, floats per token']
-    rows = []
-    for entry in entries():
-        if entry.kind == kind and (names is None or entry.name in names):
-            rows.append([f'`{entry.name}`', entry.equation, entry.parameters, entry.cache])
-            if kind == 'Score':
-                rows[-1].append('yes' if entry.rope else 'no')
-    columns += ['RoPE'] if kind == 'Score' else []
-    lines = [f'| {" | ".join(cells)} |' for cells in (columns, *rows)]
-    lines.insert(1, '|---' * len(columns) + '|')
-    return '\n'.join(lines).replace('*', '·')
-
-
-def markdown() -> str:
-    """The tables of all Scores and all Values."""
-    return f'{table("Score")}\n\n{table("Value")}\n'
-
-
-def equations() -> str:
-    """JSON: by kind and name, the equation and the default options; reports read it without jax."""
-    found: dict[str, Mapping[str, type[Score] | type[Value]]] = {'Score': SCORES, 'Value': VALUES}
-    described = {
-        kind: {
-            name: {'equation': cls.equation, 'options': options_of(cls)}
-            for name, cls in registered.items()
-        }
-        for kind, registered in found.items()
-    }
-    return json.dumps(described, indent=1)
-
-
-def text() -> str:
-    """The whole catalogue for a terminal, a paragraph per Score or Value."""
-    lines = [
-        f'reference: d_model D={REFERENCE.d_model}, heads N=K={REFERENCE.num_heads}, '
-        f'head size H={attention_spec(REFERENCE).head_size}, context {REFERENCE.context}; '
-        'FLOPs are those of a forward pass of a one-layer model',
-    ]
-    for entry in entries():
-        score, value = entry.variant
-        flops = cost.flops_per_token(dataclasses.replace(REFERENCE, score=score, value=value))
-        beyond = '' if entry.kind == 'Score' else ' beyond those of the Score'
-        lines += [
-            '',
-            f'{entry.kind} {entry.name}' + (f'({entry.options})' if entry.options else ''),
-            f'  equation    {entry.equation}',
-            f'  parameters  {entry.parameters} = {entry.count:,}',
-            f'  FLOPs       {flops:,.0f} per token',
-            f'  cache       {entry.cache} floats per token{beyond}',
-            *([f'  RoPE        {"yes" if entry.rope else "no"}'] if entry.kind == 'Score' else []),
-            f'  exact       {", ".join(exact(conversions(score, value))) or "no conversion"}',
-            f'  source      {entry.source}',
-        ]
-    return '\n'.join(lines)
 
 
 def conversion_table() -> str:
@@ -224,25 +147,22 @@ def reference_spec(score: str, value: str) -> AttentionSpec:
     return attention_spec(dataclasses.replace(REFERENCE, score=score, value=value))
 
 
-def _entry(kind: Kind, name: str) -> Entry:
-    is_score = kind == 'Score'
-    cls = SCORES[name] if is_score else VALUES[name]
-    variant = (name, 'vo') if is_score else (VALUES[name].partner, name)
-    spec = reference_spec(*variant)
+def _entry(score: str, value: str, *, is_score: bool) -> dict[str, Any]:
+    spec = reference_spec(score, value)
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     circuit = layer.score if is_score else layer.value
-    return Entry(
-        kind=kind,
-        name=name,
-        variant=variant,
-        options=', '.join(f'{k}={v!r}' for k, v in options_of(cls).items()),
-        equation=cls.equation,
-        parameters=circuit.parameter_count,
-        count=sum(leaf.size for leaf in jax.tree.leaves(circuit)),
-        cache=_cache(layer, is_score),
-        rope=SCORES[variant[0]].supports_rope,
-        source=cls.source,
-    )
+    cls = SCORES[score] if is_score else VALUES[value]
+    model = dataclasses.replace(REFERENCE, score=score, value=value)
+    return {
+        'equation': cls.equation,
+        'options': options_of(cls),
+        'parameters': circuit.parameter_count,
+        'count': sum(leaf.size for leaf in jax.tree.leaves(circuit)),
+        'flops': cost.flops_per_token(model),
+        'cache': _cache(layer, is_score),
+        'rope': SCORES[score].supports_rope,
+        'source': cls.source,
+    }
 
 
 def _cache(layer: Attention, is_score: bool) -> str:

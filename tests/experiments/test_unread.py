@@ -21,7 +21,7 @@ def test_help_ends_quietly(name, script_here, unread, monkeypatch):
 QUICK = ['experiments.report --help', 'qkattn --help']
 
 
-@pytest.mark.parametrize('command', only(QUICK, ['experiments.variants --equations', *QUICK]))
+@pytest.mark.parametrize('command', only(QUICK, ['experiments.variants --markdown', *QUICK]))
 def test_a_process_ends_quietly(command, unread):
     line = [sys.executable, '-m', *command.split()]
     done = subprocess.run(line, cwd=ROOT, stdout=unread, stderr=subprocess.PIPE)

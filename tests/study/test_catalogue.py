@@ -1,11 +1,13 @@
 """The catalogue repeats the declarations of the classes, and these agree with the real arrays."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments import variants
 from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, Score
 from qkattn.attention.parameters import weight
 from qkattn.model import cost
@@ -28,41 +30,46 @@ def test_letters_are_sizes_and_contradictions_are_errors():
 
 
 @pytest.fixture(scope='module')
-def entries():
-    return catalogue.entries()
+def measured():
+    return catalogue.measured(with_conversions=False)
 
 
-def test_every_score_and_value_is_described(entries):
-    assert [e.name for e in entries] == [*SCORES, *VALUES]
-    assert [e.kind for e in entries] == ['Score'] * len(SCORES) + ['Value'] * len(VALUES)
-    assert all(e.equation and e.source for e in entries)
-    options = {(e.kind, e.name): e.options for e in entries}
-    assert options['Score', 'qk'] == options['Value', 'vo'] == ''
-    assert options['Value', 'hadamard'] == "odd='refuse'"
-    variants = catalogue.documented_variants()
-    assert set(variants) == {e.variant for e in entries} and len(variants) == len(set(variants))
+def test_the_stored_catalogue_is_what_is_measured(measured):
+    stored = variants.stored()
+    for entries in stored.values():
+        for entry in entries.values():
+            assert entry.pop('exact')
+    assert json.loads(json.dumps(measured)) == stored
+    assert {kind: [*entries] for kind, entries in measured.items()} == {
+        'Score': [*SCORES],
+        'Value': [*VALUES],
+    }
+    described = catalogue.documented_variants()
+    assert len(described) == len(set(described))
+    assert {name for name, _ in described} >= {*SCORES}
+    assert {name for _, name in described} >= {*VALUES}
 
 
-def test_a_table_has_the_chosen_rows():
-    header, rule, *rows = catalogue.table('Score', ('qk', 'merged')).splitlines()
+def test_a_table_has_the_chosen_rows(measured):
+    header, rule, *rows = variants.table(measured, 'Score', ('qk', 'merged')).splitlines()
     assert header == '| Score | A[n] | parameters | cache, floats per token | RoPE |'
     assert rule == '|---|---|---|---|---|'
     assert rows == [
         '| `qk` | W_Q[n] W_K[n]^T | D·N·H + D·K·H | K·H | yes |',
         '| `merged` | W_QK[n] | N·D·D | D | no |',
     ]
-    assert len(catalogue.table('Value').splitlines()) == 2 + len(VALUES)
+    assert len(variants.table(measured, 'Value').splitlines()) == 2 + len(VALUES)
 
 
 @pytest.mark.parametrize('name', [*SCORES])
-def test_counts_in_letters_are_those_of_the_arrays(entries, name):
-    (entry,) = [e for e in entries if e.name == name and e.kind == 'Score']
+def test_counts_in_letters_are_those_of_the_arrays(measured, name):
+    entry = measured['Score'][name]
     model = dataclasses.replace(catalogue.REFERENCE, score=name, value='vo')
     spec = catalogue.reference_spec(name, 'vo')
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     letters = catalogue.letters(layer.score, spec)
-    assert eval(entry.parameters, letters) == entry.count
-    shown = eval(entry.cache, letters)
+    assert eval(entry['parameters'], letters) == entry['count']
+    shown = eval(entry['cache'], letters)
     y_BSD = jax.ShapeDtypeStruct((1, 1, model.d_model), jnp.float32)
     held = jax.eval_shape(lambda layer, y: layer.score.cached(y), layer, y_BSD)
     assert shown == sum(a.size for a in held.values())
@@ -70,6 +77,11 @@ def test_counts_in_letters_are_those_of_the_arrays(entries, name):
     both = cost.cache_floats_per_token(dataclasses.replace(model, value='no_vo'))
     assert both == (shown if 'x_BSD' in held else shown + model.d_model)
     assert cost.flops_per_token(model) > 0
+
+
+@pytest.mark.slow
+def test_the_stored_conversions_are_those_that_are_exact():
+    assert json.loads(json.dumps(catalogue.measured())) == variants.stored()
 
 
 def test_exact_conversions_are_measured():
