@@ -180,6 +180,7 @@ def test_attention_metrics_are_logged_and_nothing_else_changes(small, tmp_path):
     off, on = (read_metrics(tmp_path / name / 'metrics.jsonl') for name in ('off', 'on'))
     extra = on[-2].keys() - off[-2].keys()
     assert [{n: v for n, v in r.items() if n not in extra} for r in on] == off
+    assert not TrainConfig().attention_metrics
     # What a score does not have is null.
     assert on[-2]['qk_effective_rank'] == [None, None] and None not in on[-2]['ov_effective_rank']
     assert all(0 < value < 1 for value in on[-2]['attention_diagonal_mass'])

@@ -32,6 +32,13 @@ def test_a_single_trial_is_computed_without_an_axis(lifting):
     assert product.outvars[0].aval.shape == (4, 5) and not loops(jaxpr)
 
 
+@pytest.mark.parametrize('lifting', ['vmap', 'map'])
+def test_trials_keep_their_order_over_the_slices_of_a_mesh(lifting):
+    double = program.lift(lambda a: 2 * a, lifting, sharding.make_mesh(MeshConfig(trial=2)))
+    x_XD = np.arange(12.0).reshape(4, 3)
+    np.testing.assert_array_equal(jax.jit(double)(x_XD), 2 * x_XD)
+
+
 def test_map_takes_all_steps_of_a_trial_before_those_of_the_next(tiny):
     config = tiny(
         trials={'seeds': (0, 1, 2, 3, 4)}, train={'steps_per_dispatch': 3, 'log_every': 3}
