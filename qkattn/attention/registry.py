@@ -166,6 +166,6 @@ def _find(text: str, known: dict[str, type], base: type) -> tuple[type, dict[str
         known,
         base.__name__.lower(),
         needs=f'a subclass of qkattn.attention.{base.__name__}',
-        fits=lambda found: inspect.isclass(found) and issubclass(found, base),
+        fits=lambda member: inspect.isclass(member) and issubclass(member, base),
         error=SpecError,
     )

@@ -149,15 +149,15 @@ def test_logits_that_all_heads_have_in_common_are_computed_once(
 
 
 @pytest.mark.parametrize(
-    ('variant', 'held'),
+    ('variant', 'finished'),
     [(('qk', 'vo'), {'k_BSKH'}), (('qk', 'k_is_v'), set()), (('neither', 'no_v'), set())],
     ids=str,
 )
-def test_keys_that_are_nothing_else_are_cached_rotated(variant, held):
+def test_keys_that_are_nothing_else_are_cached_rotated(variant, finished):
     layer, plain = (make(variant, positions=p) for p in ('rope', 'none'))
     x_BTD = stream()
     cache, ahead, bare = layer.cached(x_BTD), layer.cached(x_BTD[:, 3:], 3), plain.cached(x_BTD)
-    assert {name for name in bare if not np.array_equal(cache[name], bare[name])} == held
+    assert {name for name in bare if not np.array_equal(cache[name], bare[name])} == finished
     for name, array in cache.items():
         np.testing.assert_allclose(ahead[name], array[:, 3:], rtol=1e-6, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Which kernel computes an attention, what is said about it, and what a named one refuses."""
+"""Which kernel computes an attention, what is logged, and what a named one refuses."""
 
 import logging
 import os
@@ -142,8 +142,8 @@ def test_the_choice_is_logged_once(caplog):
         for _ in range(2):
             with choice.on(mesh):
                 attend(x_BTNH, x_BTNH, x_BTNH, Mask(causal=True), scale=1.0)
-    said = [record.message for record in caplog.records if 'attention' in record.message]
-    assert said == ['attention of 3 queries to 3 keys by einsum: contexts are below 256']
+    messages = [record.message for record in caplog.records if 'attention' in record.message]
+    assert messages == ['attention of 3 queries to 3 keys by einsum: contexts are below 256']
 
 
 def test_settings_are_checked_without_devices():

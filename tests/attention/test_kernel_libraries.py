@@ -45,7 +45,7 @@ def for_cuda(kernel, mask, K):
 @pytest.mark.parametrize(('mask', 'K'), PLAIN)
 def test_cudnn_is_one_call_for_all_trials_forward_and_one_backward(cudnn, mask, K):
     text = for_cuda(library.dot_product, mask, K)
-    assert [text.count(f'@__cudnn$fmhaSoftmax{way}(') for way in ('', 'Backward')] == [1, 1]
+    assert [text.count(f'@__cudnn$fmhaSoftmax{suffix}(') for suffix in ('', 'Backward')] == [1, 1]
     assert 'dot_general' not in text and 'stablehlo.while' not in text
 
 

@@ -184,8 +184,8 @@ def test_blocks_beyond_the_mask_are_not_computed():
         jaxpr = jax.make_jaxpr(lambda x: in_blocks(call([x, x, x, None], mask=mask)))(array)
         return int(str(jaxpr).split('length=')[1].split()[0])
 
-    found = [blocks(Mask(causal=c, window=w)) for c, w in ((0, None), (1, None), (1, 9), (0, 9))]
-    assert found == [64, 36, 15, 22]
+    counts = [blocks(Mask(causal=c, window=w)) for c, w in ((0, None), (1, None), (1, 9), (0, 9))]
+    assert counts == [64, 36, 15, 22]
 
 
 @pytest.mark.parametrize('K', [N, 1])

@@ -58,9 +58,9 @@ def unpacked(batch) -> dict[str, np.ndarray]:
     out = {name: np.zeros((3, array.shape[1]), int) for name, array in batch.items()}
     for tokens, segments in [('source_BS', 'source_segments_BS'), ('tokens_BT', 'segments_BT')]:
         for i in range(3):
-            own = batch[tokens][batch[segments] == i + 1]
-            out[tokens][i, : len(own)] = own
-            out[segments][i, : len(own)] = 1
+            pair = batch[tokens][batch[segments] == i + 1]
+            out[tokens][i, : len(pair)] = pair
+            out[segments][i, : len(pair)] = 1
     return out
 
 
@@ -250,11 +250,11 @@ def test_the_cache_is_what_decoding_holds(fields, floats):
         ),
         abstract_model(config),
     )
-    held = [
+    per_token = [
         sum(math.prod(array.shape) for array in jax.tree.leaves(arrays)) / (3 * length)
         for arrays, length in ((cache.layers, 7), (cache.source, 5))
     ]
-    assert sum(held) == floats
+    assert sum(per_token) == floats
 
 
 def test_dropout_acts_on_both_sides_with_numbers_of_their_own():
