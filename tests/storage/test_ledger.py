@@ -155,6 +155,15 @@ def test_a_ledger_that_does_not_exist_or_is_empty_says_what_to_do(directory):
         ledger.look(directory)
 
 
+def test_a_missing_last_line_shows_in_the_files_alone(directory):
+    """The chain of what is left is whole; study.json is not what its last line declares."""
+    path = directory / 'ledger.jsonl'
+    path.write_text(''.join(path.read_text().splitlines(keepends=True)[:2]))
+    study = json.loads((directory / 'study.json').read_text())
+    assert ledger.read(path).declaration == ledger.digest(STUDY) != ledger.digest(study)
+    assert ledger.digest(STUDY) != ledger.digest(STUDY | {'margin': 0.01})
+
+
 def run_of(directory, name, loss=2.0):
     """Writes a planned run with a result and logs."""
     for file, line in (
