@@ -98,6 +98,8 @@ def test_a_dry_run_prints_what_would_be_started():
     _, second = text.splitlines()
     assert second.startswith('[worker 1]')
     assert '--gpus_per_process=2 --retries=3 --grace=300 --first_gpu=2 -- ablate' in second
+    text = dry_run('local', '--first_gpu=2', '--gpus_per_process=1', command=ABLATE, **variables)
+    assert 'CUDA_VISIBLE_DEVICES=6 ' in text
 
 
 @pytest.mark.parametrize(
