@@ -66,6 +66,9 @@ def test_sampling_depends_on_the_key_and_on_nothing_else(model):
     assert np.any(first != other)
     same = generate(model, np.stack([TOKENS[0, :4]] * 2), 6, **draws)
     assert np.any(same[0] != same[1])
+    flat = make()
+    flat.w_output_DV[...] *= 0
+    assert len(np.unique(generate(flat, TOKENS[:1, :4], 6, **draws))) > 1  # at every step anew
 
 
 def reference_probabilities(logits_V, temperature, top_k, top_p):
