@@ -93,7 +93,7 @@ class ModelConfig:
         1.0, "Factor on the logits of attention beside the Score's own scale.", above=0
     )
     logit_cap: float | None = setting(
-        None, 'c in c tanh(logit / c) (Gemma 2, 2024); None is off.', above=0
+        None, 'c in c tanh(logit / c) (Gemma 2, 2024); None is off.', above=0, most=1e9
     )
     normalizer: str = setting(
         'softmax',
