@@ -132,14 +132,38 @@ def error(got: Any, want: Any) -> float:
     return float(np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max())
 
 
+def assert_close(got: Any, want: Any, tolerance: float, about: str) -> None:
+    """Fails with the error, the tolerance and the worst index; `about` says what was compared."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f'{about}: shape {got.shape}, expected {want.shape}'
+    worst = np.unravel_index(np.nanargmax(np.abs(got - want)), want.shape)
+    where = tuple(map(int, worst))
+    found = error(got, want)
+    assert found < tolerance, (
+        f'{about}: error {found:.2e}, tolerance {tolerance:g}; worst at {where}: '
+        f'{got[worst]:.8g}, expected {want[worst]:.8g}'
+    )
+
+
+def described(spec: AttentionSpec) -> str:
+    """The variant with the options that a comparison is made under."""
+    shown = {'biases': spec.biases, 'positions': spec.positions, 'qk_norm': spec.qk_norm}
+    options = ', '.join(
+        f'{name}={value}' for name, value in shown.items() if value not in (False, 'none')
+    )
+    heads = f'{spec.num_heads} heads, {spec.num_kv_heads} key/value heads'
+    return f'{spec.variant} ({", ".join(filter(None, [heads, options]))})'
+
+
 def assert_equals_oracle(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array) -> None:
     """Self-attention and cross-attention, to 1e-5 in float32 and to 1e-12 in float64."""
     computed = compute(layer, x_BTD, mask_BTS)
     assert computed.out_BTD.dtype == computed.across_BTD.dtype == x_BTD.dtype
     tolerance = {'float32': 1e-5, 'float64': 1e-12}[x_BTD.dtype.name]
     want_BTD, across_BTD = expected(layer, computed, x_BTD, mask_BTS)
-    assert error(computed.out_BTD, want_BTD) < tolerance
-    assert error(computed.across_BTD, across_BTD) < tolerance
+    about = described(layer.spec)
+    assert_close(computed.out_BTD, want_BTD, tolerance, f'self-attention of {about}')
+    assert_close(computed.across_BTD, across_BTD, tolerance, f'cross-attention of {about}')
 
 
 def assert_equals_oracle_in_float64(layer: Attention) -> None:

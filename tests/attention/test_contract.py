@@ -24,9 +24,11 @@ from tests.attention.layers import (
     Computed,
     N,
     T,
+    assert_close,
     assert_equals_oracle,
     causal,
     compute,
+    described,
     error,
     hide_self,
     initial_logit_std,
@@ -80,7 +82,7 @@ def test_logits_are_those_of_the_matrix(score):
             want = oracle.logits(circuit.matrix(), x_BTD, y_BSD, scale=circuit.scale)
         else:
             want = circuit.scale * circuit.reference_logits(x_BTD, y_BSD)
-        assert error(got, want) < 1e-12
+        assert_close(got, want, 1e-12, f'logits of {score}, from keys that are cached')
 
 
 def test_no_position_depends_on_a_later_one(variant):
@@ -200,7 +202,8 @@ def test_stacked_and_sharded_trials_equal_single_ones(some):
     stacked = jax.tree_util.tree_map_with_path(stack, *layers)
     run = jax.jit(jax.vmap(lambda layer, x_BTD: layer(x_BTD, causal()), (0, None), axis_size=2))
     for got_BTD, layer in zip(run(stacked, x_BTD), layers, strict=True):
-        assert error(got_BTD, layer(x_BTD, causal())) < 1e-5
+        want_BTD = layer(x_BTD, causal())
+        assert_close(got_BTD, want_BTD, 1e-5, f'stacked and sharded, {described(layer.spec)}')
 
 
 def may_refuse_rope(score: str) -> bool:
@@ -269,7 +272,8 @@ def assert_options_are_honoured(variant: tuple[str, str], options: dict) -> None
     s_BNTS = logits_with_options(layer, computed)
     mask_BTS = hide_self(layer.score, mask_BTS)
     want = mixed(layer, computed.B_NDE, s_BNTS, x_BTD, x_BTD, mask_BTS)
-    assert error(computed.out_BTD, want) < 1e-5
+    about = ', '.join(f'{name}={value}' for name, value in options.items())
+    assert_close(computed.out_BTD, want, 1e-5, f'{"/".join(variant)} with {about}')
 
 
 OPTIONS = {'qk_norm': True, 'score_scale': 2.0, 'logit_cap': 3.0, 'window': 3, 'positions': 'alibi'}
@@ -297,7 +301,7 @@ def assert_rotation_is_the_complex_form(variant: tuple[str, str]) -> None:
     s_BNTS = s_BNTS + relative_bias(score, T, T)
     mask_BTS = hide_self(score, causal())
     want = mixed(layer, computed.B_NDE, s_BNTS, x_BTD, x_BTD, mask_BTS)
-    assert error(computed.out_BTD, want) < 1e-5
+    assert_close(computed.out_BTD, want, 1e-5, f'{"/".join(variant)} with RoPE')
 
 
 def test_rotary_positions_equal_the_complex_form(score):
