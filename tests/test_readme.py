@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from absl import flags
 
-from experiments import variants
 from qkattn.attention import SCORES, VALUES
 from qkattn.config import Study, from_config_dict
 from qkattn.data.tasks.task_registry import rows_of
@@ -22,6 +21,7 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.model.sites import validate
 from qkattn.report.printed_numbers import check_numbers
+from qkattn.study import variant_tables
 from qkattn.study.arms import build_arms
 from tests.attention import examples
 from tests.experiments.conftest import added_flags_removed
@@ -50,8 +50,8 @@ def between(text: str, begin: str, end: str) -> str:
 
 
 def test_the_tables_are_generated():
-    made = variants.markdown(variants.stored()).strip()
-    assert between(VARIANTS, variants.BEGIN, variants.END) == made
+    made = variant_tables.markdown(variant_tables.stored()).strip()
+    assert between(VARIANTS, variant_tables.BEGIN, variant_tables.END) == made
     excerpt = [x for x in between(README, '## Variants', '## ').splitlines() if x[:3] == '| `']
     rows = VARIANTS.splitlines()
     assert len(excerpt) == 6 and all(line in rows for line in excerpt)

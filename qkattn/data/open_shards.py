@@ -155,6 +155,7 @@ def read_index(files: Files) -> Index:
 
 def finished_index(files: Files) -> Index:
     """The index of a directory that has all splits; else ConfigError."""
+    files.sizes()  # which names a directory that cannot be read
     try:
         index = read_index(files)
     except DamagedData as error:

@@ -1,16 +1,15 @@
 """The two matrices of an attention variant, by the names of its Score and its Value.
 
-equations.json is the catalogue of variants: python -m experiments.variants --measure
+Both are read from the stored catalogue of variants.
 """
 
 import functools
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from qkattn.config.calls import parse_call
+from qkattn.study import variant_tables
 
 
 class Form(NamedTuple):
@@ -63,4 +62,4 @@ def _part(kind: str, text: str) -> tuple[str, str | None, bool]:
 
 @functools.cache
 def _known() -> dict[str, dict[str, dict[str, Any]]]:
-    return json.loads(Path(__file__).with_suffix('.json').read_text('utf-8'))
+    return variant_tables.stored()

@@ -60,7 +60,7 @@ CASES = [
     ('train', ['--config=run.py', '--workdir=w', 'extra'], "unknown argument 'extra'"),
     ('train', ['--config=run.py', '--workdri=w'], 'workdri'),
     ('translate', ['--text=a'], '--source=DIRECTORY is required'),
-    ('translate', ['--source=absent', '--text=a'], '--source=absent is not the directory of a'),
+    ('translate', ['--source=absent', '--text=a'], 'absent does not exist'),
     ('generate', [], '--source=DIRECTORY is required'),
     ('generate', ['--source=absent'], 'absent does not exist'),
     ('convert', [], '--source is required; conversions are to_standard, merge'),

@@ -14,7 +14,6 @@ import pytest
 import experiments
 from qkattn.jobs import display, machine, signals
 from qkattn.jobs.display import Progress
-from qkattn.study import catalogue
 from tests.lanes import only
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -49,11 +48,11 @@ def test_slow_imports_are_named(tmp_path, command):
 def test_the_main_function_runs_without_the_display(script_here, monkeypatch):
     shown = []
 
-    def text():
+    def text(catalogue):
         shown.append(Progress._shown)
         return 'a catalogue'
 
-    monkeypatch.setattr(catalogue, 'text', text)
+    monkeypatch.setattr('qkattn.study.variant_tables.text', text)
     before = {*threading.enumerate()}
     display.show_starting()
     (thread,) = {*threading.enumerate()} - before

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import variants
 from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, Score
 from qkattn.attention.parameters import weight
 from qkattn.model import cost
-from qkattn.study import catalogue
+from qkattn.study import catalogue, variant_tables
 
 SPEC = AttentionSpec(d_model=32, num_heads=4, num_kv_heads=2, head_size=8)
 
@@ -35,7 +34,7 @@ def measured():
 
 
 def test_the_stored_catalogue_is_what_is_measured(measured):
-    stored = variants.stored()
+    stored = variant_tables.stored()
     for entries in stored.values():
         for entry in entries.values():
             del entry['exact']
@@ -51,14 +50,14 @@ def test_the_stored_catalogue_is_what_is_measured(measured):
 
 
 def test_a_table_has_the_chosen_rows(measured):
-    header, rule, *rows = variants.table(measured, 'Score', ('qk', 'merged')).splitlines()
+    header, rule, *rows = variant_tables.table(measured, 'Score', ('qk', 'merged')).splitlines()
     assert header == '| Score | A[n] | parameters | cache, floats per token | RoPE |'
     assert rule == '|---|---|---|---|---|'
     assert rows == [
         '| `qk` | W_Q[n] W_K[n]^T | D·N·H + D·K·H | K·H | yes |',
         '| `merged` | W_QK[n] | N·D·D | D | no |',
     ]
-    assert len(variants.table(measured, 'Value').splitlines()) == 2 + len(VALUES)
+    assert len(variant_tables.table(measured, 'Value').splitlines()) == 2 + len(VALUES)
 
 
 @pytest.mark.parametrize('name', [*SCORES])
@@ -81,7 +80,7 @@ def test_counts_in_letters_are_those_of_the_arrays(measured, name):
 
 @pytest.mark.slow
 def test_the_stored_conversions_are_those_that_are_exact():
-    assert json.loads(json.dumps(catalogue.measured())) == variants.stored()
+    assert json.loads(json.dumps(catalogue.measured())) == variant_tables.stored()
 
 
 def test_exact_conversions_are_measured():

@@ -1,0 +1,67 @@
+"""The stored catalogue of Scores and Values as text and tables, without JAX."""
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+STORED = Path(__file__).with_name('catalogue.json')
+BEGIN, END = '<!-- catalogue: python -m experiments.variants --markdown -->', '<!-- end -->'
+Catalogue = dict[str, dict[str, dict[str, Any]]]
+
+
+def stored() -> Catalogue:
+    """What `qkattn.study.catalogue.measured` gave, as the package holds it."""
+    return json.loads(STORED.read_text('utf-8'))
+
+
+def write(catalogue: Catalogue) -> None:
+    """Stores what was measured."""
+    STORED.write_text(json.dumps(catalogue, indent=1) + '\n', 'utf-8')
+
+
+def text(catalogue: Catalogue) -> str:
+    """The whole catalogue for a terminal, a paragraph per Score or Value."""
+    return '\n\n'.join(_paragraphs(catalogue))
+
+
+def _paragraphs(catalogue: Catalogue) -> Iterator[str]:
+    yield (
+        'reference: d_model D=64, heads N=K=4, head size H=16, context 128; FLOPs are those of a '
+        'forward pass of a one-layer model'
+    )
+    for kind, entries in catalogue.items():
+        for name, entry in entries.items():
+            options = ', '.join(f'{key}={value!r}' for key, value in entry['options'].items())
+            lines = {
+                'equation': entry['equation'],
+                'parameters': f'{entry["parameters"]} = {entry["count"]:,}',
+                'FLOPs': f'{entry["flops"]:,.0f} per token',
+                'cache': f'{entry["cache"]} floats per token'
+                + ' beyond those of the Score' * (kind == 'Value'),
+                'RoPE': 'yes' if entry['rope'] else 'no',
+                'exact': ', '.join(entry['exact']) or 'no conversion',
+                'source': entry['source'],
+            }
+            if kind == 'Value':
+                del lines['RoPE']
+            title = f'{kind} {name}' + (f'({options})' if options else '')
+            yield '\n'.join([title, *(f'  {key:<11} {line}' for key, line in lines.items())])
+
+
+def table(catalogue: Catalogue, kind: str, names: Collection[str] | None = None) -> str:
+    """A Markdown table of the Scores or the Values with these names; None is all."""
+    rows = [[kind, 'A[n]' if kind == 'Score' else 'B[n]', 'parameters', 'cache, floats per token']]
+    rows[0] += ['RoPE'] * (kind == 'Score')
+    for name, entry in catalogue[kind].items():
+        if names is None or name in names:
+            rows.append([f'`{name}`', *(entry[key] for key in ('equation', 'parameters', 'cache'))])
+            rows[-1] += ['yes' if entry['rope'] else 'no'] * (kind == 'Score')
+    lines = [f'| {" | ".join(cells)} |' for cells in rows]
+    lines.insert(1, '|---' * len(rows[0]) + '|')
+    return '\n'.join(lines).replace('*', '·')
+
+
+def markdown(catalogue: Catalogue) -> str:
+    """The tables of all Scores and all Values."""
+    return f'{table(catalogue, "Score")}\n\n{table(catalogue, "Value")}\n'
