@@ -33,6 +33,8 @@ from tests.jobs.jobs import free_port
 
 FORKS = multiprocessing.get_context('forkserver')
 FORKS.set_forkserver_preload(['tests.survival.runs'])
+# Threads of TensorStore, which writes to buckets, are not made for forks.
+SPAWNS = multiprocessing.get_context('spawn')
 
 # The phases that a run reports; a checkpoint is being saved while its unfinished directory exists.
 STARTING, PREPARING, COMPILING = 'starting', 'preparing data', 'compiling'
@@ -111,9 +113,10 @@ class Job:
 
     def __init__(self, kind: Kind, name: str, logs: Path):
         self.workdir, self.logs = as_path(kind.at(name)), logs
-        self._phase, address = FORKS.Value('i', 0), f'127.0.0.1:{free_port()}'
+        context = SPAWNS if is_url(self.workdir) else FORKS
+        self._phase, address = context.Value('i', 0), f'127.0.0.1:{free_port()}'
         self.processes = [
-            FORKS.Process(
+            context.Process(
                 target=to_end,
                 args=(kind, kind.at(name), f'{logs}/{rank}.log', self._phase, rank, address),
             )
