@@ -44,6 +44,19 @@ _HELP_WIDTH = 100
 # Flags
 
 
+class _WholeParser(flags.IntegerParser):
+    """A parser of whole numbers, which may be written as 1e3."""
+
+    def convert(self, argument: Any) -> int:
+        try:
+            return super().convert(argument)
+        except ValueError:
+            number = float(argument) if isinstance(argument, str) else argument
+            if not isinstance(number, float) or not number.is_integer():
+                raise
+            return int(number)
+
+
 class _OrNone(flags.ArgumentParser):
     """A parser that takes None too; where a setting is not optional, validation refuses it."""
 
@@ -57,7 +70,7 @@ class _OrNone(flags.ArgumentParser):
         return self.parser.flag_type()
 
 
-config_flags.register_flag_parser_for_type(int, _OrNone(flags.IntegerParser()))
+config_flags.register_flag_parser_for_type(int, _OrNone(_WholeParser()))
 config_flags.register_flag_parser_for_type(float, _OrNone(flags.FloatParser()))
 config_flags.register_flag_parser_for_type(str, _OrNone(flags.ArgumentParser()))
 
@@ -113,9 +126,13 @@ def read_config(flag: flags.FlagHolder) -> Any:
     except OSError as error:  # config_flags loads the file on first access
         path = config_flags.get_config_filename(flags.FLAGS['config'])
         reason = str(error).strip().splitlines()[-1].strip()
+        of_claims = [f'claims/{name}' for name in shipped('configs/claims')]
+        known = [*shipped('configs'), *of_claims]
+        near = difflib.get_close_matches(path.partition(':')[0], known, n=1)
+        meant = f'; did you mean --config={near[0]}?' if near else ''
         raise ConfigError(
             f'--config={path} cannot be loaded: {reason}; configs that come with qkattn are '
-            f'{", ".join(shipped("configs"))}'
+            f'{", ".join(known)}{meant}'
         ) from error
     if not isinstance(config, kind := _kind()):
         other = script('ablate' if isinstance(config, Study) else 'train')
