@@ -43,8 +43,10 @@ def require_devices(config: MeshConfig) -> None:
     """
     wanted, present = math.prod(dataclasses.astuple(config)), len(jax.devices())
     if wanted > present:
+        on_cpu = jax.default_backend() == 'cpu'
         raise ConfigError(
             f'mesh {dataclasses.asdict(config)} needs {wanted} devices, but there are {present}'
+            + f'; launch/local.py --devices_per_process={wanted} makes as many of a CPU' * on_cpu
         )
     if wanted < present and jax.process_count() > 1:
         raise ConfigError(

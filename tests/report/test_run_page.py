@@ -10,6 +10,7 @@ from qkattn.errors import ReportError
 from qkattn.report import show_run_report
 from qkattn.report.run_page import load_run, loss_curves, trial_table
 from qkattn.storage.records import write_json
+from qkattn.verdict import load_study
 from tests.studies import result_record
 
 CONFIG = Config(train=TrainConfig(num_steps=400), trials=TrialsConfig(seeds=(3, 4)))
@@ -103,3 +104,9 @@ def test_what_is_no_run_with_a_log_is_refused(steps, sentence, tmp_path):
         written(path, steps, finished=False)
     with pytest.raises(ReportError, match=sentence):
         show_run_report(path)
+
+
+def test_a_run_that_is_given_as_a_study_is_named(tmp_path):
+    path = written(tmp_path / 'run')
+    with pytest.raises(ReportError, match='is the directory of a run; give it as --run'):
+        load_study(path)
