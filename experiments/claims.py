@@ -11,15 +11,15 @@ from pathlib import Path
 
 from absl import flags
 
-from qkattn.claims import catalogue, costs, export, studies
+from qkattn.claims import catalogue, export, studies
 from qkattn.claims.claim import Claim
+from qkattn.claims.decided import NAME, ClaimResult, read_claims, write_claims
 from qkattn.claims.deciding import decide
 from qkattn.claims.protocol import SCALES
 from qkattn.claims.results import Results
 from qkattn.errors import ConfigError, ProcessError
 from qkattn.jobs import cli, signals
 from qkattn.jobs.display import waiting
-from qkattn.report.claim_results import NAME, ClaimResult, read_claims, write_claims
 from qkattn.storage.buckets import is_url
 from qkattn.study import local_workers
 from qkattn.train.program_cache import keep_programs
@@ -58,7 +58,7 @@ def main() -> None:
             print(f'{claim.name:<3} {claim.statement}')
         return
     if DRY_RUN.value:
-        for line in costs.lines(claims, SCALE.value, FLOPS.value):
+        for line in studies.cost_lines(claims, SCALE.value, FLOPS.value):
             print(line, flush=True)
         return
     names = studies.names_of(claims)

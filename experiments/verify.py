@@ -11,12 +11,13 @@ from typing import Any
 from absl import flags
 
 from experiments.benchmark import record
-from qkattn.claims import export
+from qkattn.claims import decided, export
+from qkattn.claims.pages import BLOCKS
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ConfigError, ReportError
 from qkattn.jobs import cli
 from qkattn.model import cost
-from qkattn.report import claim_results, verify
+from qkattn.report import verify
 from qkattn.report.printed_numbers import check_numbers, uncovered
 from qkattn.report.prose import counted
 from qkattn.verdict import load_findings
@@ -73,7 +74,7 @@ def main() -> None:
         if not Path(page).is_file():
             raise ConfigError(f'--pages: {page!r} is not a file')
     if WRITE.value:
-        count = sum(verify.check_page(page, write=True) for page in PAGES.value)
+        count = sum(verify.check_page(page, BLOCKS, write=True) for page in PAGES.value)
         print(f'{counted(count, "block")} of results written')
         count = sum(record.check_page(page, write=True) for page in PAGES.value)
         print(f'{counted(count, "table")} of benchmarks written')
@@ -88,7 +89,7 @@ def main() -> None:
             f'{declaration.parent.name}: {count:,} numbers agree with the logs, the costs of '
             f'{counted(models, "run")} with the configs'
         )
-    for path in sorted(results.glob(f'claims/*/{claim_results.NAME}')):
+    for path in sorted(results.glob(f'claims/*/{decided.NAME}')):
         rows = export.check(path.parent)
         print(
             f'claims at {path.parent.name} scale: {counted(rows, "row")} of {path.name} agree with '
@@ -112,7 +113,7 @@ def _pages() -> list[str]:
 
 
 def _check_pages(pages: list[str]) -> None:
-    counts = {page: verify.check_page(page) for page in pages}
+    counts = {page: verify.check_page(page, BLOCKS) for page in pages}
     if not any(counts.values()):
         raise ReportError(f'--pages={",".join(counts)} contain no block of results')
     for page, count in counts.items():

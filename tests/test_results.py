@@ -16,10 +16,11 @@ import pytest
 from scipy import stats
 
 from qkattn.claims import catalogue, export
+from qkattn.claims.decided import read_claims
 from qkattn.claims.deciding import decide
+from qkattn.claims.pages import BLOCKS
 from qkattn.claims.results import Results
 from qkattn.report import tables, verify
-from qkattn.report.claim_results import read_claims
 from qkattn.study import stored
 from qkattn.verdict import load_findings
 from tests.disturbed import disturbed
@@ -92,7 +93,7 @@ def test_claims_and_pages_agree_where_the_last_bits_differ():
     assert len(compared) > 10
     with disturbed():
         for page in ('README.md', 'docs/claims.md', 'docs/protocol.md'):
-            assert verify.check_page(ROOT / page) == 1
+            assert verify.check_page(ROOT / page, BLOCKS) == 1
         results = Results(CLAIMS)
         for claim in compared:
             again = decide(declared[claim.name], claim.scale, results)

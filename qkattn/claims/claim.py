@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from qkattn.report.claim_results import Kind, Row, Speaks
+from qkattn.claims.decided import Kind, Row, Speaks
 
 Check = Callable[[], list[Row]]
 """An exact check, decided in seconds; verification runs it again."""
@@ -90,12 +90,13 @@ class Claim:
     @property
     def studies(self) -> tuple[str, ...]:
         """The names of its studies, in the order of its declaration."""
-        expected = (of.study for of in self.expectations)
-        return tuple(dict.fromkeys((*expected, *(of.study for of in self.measures))))
+        expected = (expectation.study for expectation in self.expectations)
+        measured = (measure.study for measure in self.measures)
+        return tuple(dict.fromkeys((*expected, *measured)))
 
     def expected_at(self, scale: str) -> tuple[Expectation, ...]:
         """The expectations that a scale has arms for."""
-        return tuple(of for of in self.expectations if not of.scales or scale in of.scales)
+        return tuple(e for e in self.expectations if not e.scales or scale in e.scales)
 
 
 def exact(

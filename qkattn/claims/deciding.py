@@ -1,21 +1,27 @@
 """Decides a claim from its checks and from the studies of a directory."""
 
 import functools
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from qkattn.claims import rules
 from qkattn.claims.claim import Claim
+from qkattn.claims.decided import ClaimResult, ClaimVerdict, Row, Speaks
 from qkattn.claims.evidence import Evidence, evidence, number_of_rows
-from qkattn.claims.needs import needed, planned
 from qkattn.claims.results import Results
 from qkattn.claims.studies import study_of
-from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Row, Speaks
-from qkattn.report.prose import NOT_RECORDED, SPLITS, device
+from qkattn.config import Study
+from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
+from qkattn.stats.inference import LEVEL
+from qkattn.stats.planning import to_find
 from qkattn.storage.run_directory import describe_start
+from qkattn.verdict import Decision
 from qkattn.verdict.trained import standings
+
+_BELOW_MARGIN = (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN)
 
 
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
@@ -31,16 +37,16 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     missing = [*results.missing(claim, scale), *lacking]
 
     def rows_of(family: int) -> tuple[list[Row], list[Evidence], list[str]]:
-        found, beside, unfinished = _expected(claim, scale, results, family)
-        rows = [*exact, *(of.row for of in found), *beside, *measured]
-        return [_undecided(row) for row in rows] if scale == 'smoke' else rows, found, unfinished
+        decided, beside, unfinished = _expected(claim, scale, results, family)
+        rows = [*exact, *(item.row for item in decided), *beside, *measured]
+        return [_undecided(row) for row in rows] if scale == 'smoke' else rows, decided, unfinished
 
     # All rows together are one test at the error rate; single ones are tested at their share.
     rows, decided, unfinished = rows_of(1)
     verdict = rules.verdict(rows, complete=not missing + unfinished)
     if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
         expectations = claim.expected_at(scale)
-        number = sum(number_of_rows(of, results.study(of.study)) for of in expectations)
+        number = sum(number_of_rows(e, results.study(e.study)) for e in expectations)
         rows, decided, unfinished = rows_of(max(1, number))
         verdict = rules.verdict(rows, complete=not missing + unfinished)
     missing += unfinished
@@ -77,13 +83,13 @@ def _expected(
     for expected in claim.expected_at(scale):
         if (loaded := results.study(expected.study)) is None:
             continue
-        found, beside, lacking = evidence(expected, loaded, family)
-        decided += found
+        items, beside, lacking = evidence(expected, loaded, family)
+        decided += items
         also += [row for row in beside if row not in also]
         missing += [
-            f'study {expected.study}: {place.variant} at {place.size} on {place.corpus} has no '
+            f'study {expected.study}: {arm.variant} at {arm.size} on {arm.corpus} has no '
             'difference from the baseline yet'
-            for place in lacking
+            for arm in lacking
         ]
     return decided, also, missing
 
@@ -143,7 +149,57 @@ def _needed(claim: Claim, scale: str, results: Results, decided: list[Evidence])
     else:
         wanted = 'gpu'
     studies = {name: study_of(name, wanted) for name in lacking or claim.studies}
-    return planned({name: study for name, study in studies.items() if study}, wanted)
+    return _planned({name: study for name, study in studies.items() if study}, wanted)
+
+
+def _planned(studies: Mapping[str, Study], scale: str) -> str | None:
+    """What studies by name use at a scale; None for no studies."""
+    parts = []
+    for name, study in studies.items():
+        base = study.base
+        tokens = base.train.num_steps * base.train.batch_size * base.model.context
+        parts.append(
+            f'{name} with {len(base.trials.seeds)} seeds of {tokens:,} tokens at '
+            f'{" and ".join(study.sizes)}'
+        )
+    return f'--scale={scale}: {"; ".join(parts)}' if parts else None
+
+
+def needed(items: Iterable[Evidence]) -> str | None:
+    """What would decide the open arms, by the one that takes most; None without an open arm.
+
+    The seeds find a difference of the measured size, at least of the margin, with probability 0.8
+    at the errors measured; of an arm below the margin, the distance from the margin.
+    """
+    needs = [_needed_by(item) for item in items if item.row.speaks == Speaks.OPEN]
+    return max(needs)[1] if needs else None
+
+
+def _needed_by(item: Evidence) -> tuple[float, str]:
+    """What would decide an arm, behind a number that grows with it."""
+    row, arm, verdict, difference = item
+    trial = arm.example
+    point = f' at {row.x_label} {row.x:g}' if row.x is not None else ''
+    where = (
+        f'{row.what}{point} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
+        f'parameters and {trial.num_tokens:,} tokens a run'
+    )
+    if verdict.decision is Decision.NO_VERDICT:
+        return math.inf, f'a verdict of {where}, withheld: {reasons(item) or "not tuned"}'
+    if verdict.decision in _BELOW_MARGIN:
+        size = abs(abs(difference.mean) - difference.margin)
+        what = f'{difference.mean:+.2g} from the margin of {difference.margin:g} nats/token'
+        about = f'to tell a difference of {what} in {where}'
+    else:
+        size = max(abs(difference.mean), difference.margin)
+        about = f'to find a difference of {size:.2g} nats/token in {where}'
+    alpha = (verdict.alpha or 1 - LEVEL) / max(1, verdict.num_comparisons)
+    if (scale := to_find(difference, size, alpha)) is None:
+        hidden = difference.tuning_low + difference.tuning_high
+        return 1e9, f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'
+    seeds, documents = scale
+    more = f' and {documents:.2g} times as many held-out documents' if documents > 1 else ''
+    return seeds, f'{seeds:,} seeds in place of {difference.n}{more}, {about}'
 
 
 def _about(claim: Claim, results: Results, seconds: float) -> dict[str, Any]:
@@ -157,16 +213,18 @@ def _about(claim: Claim, results: Results, seconds: float) -> dict[str, Any]:
     ]
     # A measure without a study has its own training.
     measured = [
-        of
+        recorded
         for measure in claim.measures
-        if results.study(measure.study) is None and (of := results.provenance(measure))
+        if results.study(measure.study) is None and (recorded := results.provenance(measure))
     ]
-    starts = [*(trial.provenance for trial in trials), *(of['start'] for of in measured)]
-    started = starts or [_here()]
-    spent = [trial.train_seconds or 0.0 for trial in trials] + [of['seconds'] for of in measured]
+    starts = [trial.provenance for trial in trials] + [recorded['start'] for recorded in measured]
+    starts = starts or [_here()]
+    spent = [trial.train_seconds or 0.0 for trial in trials]
+    spent += [recorded['seconds'] for recorded in measured]
+    commits = {(start['git']['commit'] or NOT_RECORDED)[:12] for start in starts}
     return {
-        'commit': ', '.join(sorted({(of['git']['commit'] or NOT_RECORDED)[:12] for of in started})),
-        'hardware': ', '.join(sorted(set(map(device, started)))),
+        'commit': ', '.join(sorted(commits)),
+        'hardware': ', '.join(sorted(set(map(device, starts)))),
         'seconds': round(sum(spent) + seconds, 1),
     }
 

@@ -6,17 +6,16 @@ from typing import NamedTuple
 
 from qkattn.claims import rules
 from qkattn.claims.claim import Expectation
+from qkattn.claims.decided import Kind, Row, Speaks
+from qkattn.claims.results import UNIT, Loaded
 from qkattn.errors import ConfigError
-from qkattn.report.claim_results import Kind, Row, Speaks
 from qkattn.stats.inference import Difference
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
-from qkattn.verdict import Decision, Findings, Study
+from qkattn.verdict import Decision
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import Comparison, Verdict
 from qkattn.verdict.comparison import compare
 from qkattn.verdict.judging import judge
-
-UNIT = 'nats/token'
 
 
 class Evidence(NamedTuple):
@@ -26,28 +25,6 @@ class Evidence(NamedTuple):
     arm: Arm
     verdict: Verdict
     difference: Difference
-
-
-class Loaded(NamedTuple):
-    """A study with its findings."""
-
-    study: Study
-    found: Findings
-
-    def names(self, label: str, variant: str) -> bool:
-        """Whether a variant, with or without a destination, names the arm of a label."""
-        return variant in (label, self.study.bare(label))
-
-    def context(self, arm: Arm) -> dict[str, str]:
-        """Where an arm is compared: the kind of its model, its size, corpus and steps."""
-        context = {
-            'model': self.study.base['model']['kind'].replace('_', '-'),
-            'size': arm.size,
-            'corpus': arm.corpus,
-            'steps': str(arm.example.planned_steps),
-        }
-        destination = arm.variant.removeprefix(self.study.bare(arm.variant)).strip(' []')
-        return context | ({'destination': destination} if destination else {})
 
 
 def evidence(
@@ -82,8 +59,8 @@ def evidence(
         if loaded.study.matched is None:
             kind = Kind.MEASURED  # neither removed nor at equal parameter count
         row = _row(arm, comparison, kind, context, expected)
-        word, said = rules.said(row, expected.relation, verdict, comparison)
-        row = dataclasses.replace(row, relation=expected.relation, word=word, speaks=said)
+        word, speaks = rules.finding(row, expected.relation, verdict, comparison)
+        row = dataclasses.replace(row, relation=expected.relation, word=word, speaks=speaks)
         decided.append(Evidence(row, arm, verdict, comparison.difference))
         if arm.control != LONGER:
             beside += _beside(arm, kind, expected, loaded)
@@ -116,27 +93,28 @@ def _declared(expected: Expectation, loaded: Loaded) -> list[Place]:
 
 def _beside(arm: Arm, kind: Kind, expected: Expectation, loaded: Loaded) -> Iterator[Row]:
     """The parts of an arm's difference but for `kind`; of a pair, all of both from the baseline."""
-    parts = {of.place: of for of in loaded.found.decomposition}
+    parts = {part.place: part for part in loaded.found.decomposition}
     for primary in loaded.found.arms:
         if (primary.size, primary.corpus) != (arm.size, arm.corpus):
             continue
         variant, shown, context = loaded.study.bare(primary.variant), expected, expected.context
         if expected.versus:
             pair = (expected.variant, expected.versus)
-            if not any(loaded.names(primary.variant, of) for of in pair):
+            if not any(loaded.names(primary.variant, each) for each in pair):
                 continue
             shown, context = Expectation(expected.study, variant, expected.relation), {}
         elif primary.place != arm.place and (arm.control != EQUAL_SHAPE or variant != arm.variant):
             continue
         part = parts.get(primary.place)
-        found = {
+        comparisons = {
             Kind.REMOVED: part.removing if part else None,
             Kind.REINVESTED: part.reinvesting if part else None,
             Kind.MATCHED: primary.comparison if loaded.study.matched is not None else None,
         }
-        for name, of in found.items():
-            if of is not None and (expected.versus or name != kind):
-                yield _row(primary, of, name, loaded.context(primary) | dict(context), shown)
+        for name, comparison in comparisons.items():
+            if comparison is not None and (expected.versus or name != kind):
+                where = loaded.context(primary) | dict(context)
+                yield _row(primary, comparison, name, where, shown)
 
 
 def _row(

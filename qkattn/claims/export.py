@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.claims import catalogue
+from qkattn.claims.decided import NAME, ClaimResult, Kind, Row, read_claims, write_claims
 from qkattn.claims.deciding import decide
+from qkattn.claims.pages import SCALING, write_page
 from qkattn.claims.results import MEASURES, Results
 from qkattn.errors import ReportError
-from qkattn.report.claim_results import NAME, ClaimResult, Kind, Row, read_claims, write_claims
 from qkattn.report.export import export as export_study
-from qkattn.report.gallery import SCALING, write_gallery
 from qkattn.report.verify import difference, near
 
 # What another machine or commit changes.
@@ -20,7 +20,7 @@ _OF_MACHINE = ('command', 'commit', 'hardware', 'seconds', 'rows')
 
 
 def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> Path:
-    """Writes claims.json, its gallery and the studies behind it; returns the page's path.
+    """Writes claims.json, claims.md and the studies behind them; returns the path of the page.
 
     The scaling study, which belongs to no claim, is kept where the directory has it.
 
@@ -36,7 +36,7 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
         if (source / MEASURES).is_dir():
             shutil.copytree(source / MEASURES, destination / name / MEASURES, dirs_exist_ok=True)
     write_claims(destination, decided)
-    return write_gallery(destination)
+    return write_page(destination)
 
 
 def check(directory: str | Path) -> int:
@@ -54,8 +54,8 @@ def check(directory: str | Path) -> int:
             'differ'
         )
     for old in stored:
-        if found := mismatch(old, decide(declared[old.name], old.scale, results)):
-            raise ReportError(f'{path}: {found}')
+        if difference := mismatch(old, decide(declared[old.name], old.scale, results)):
+            raise ReportError(f'{path}: {difference}')
     return sum(len(claim.rows) for claim in stored)
 
 

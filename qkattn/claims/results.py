@@ -3,19 +3,42 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkattn.claims.claim import Claim, Measure, Recorder
-from qkattn.claims.evidence import Loaded
+from qkattn.claims.decided import Row
 from qkattn.errors import ReportError
-from qkattn.report.claim_results import Row
 from qkattn.report.prose import counted
 from qkattn.storage.records import START, read_json
 from qkattn.study.stored import RUNS
-from qkattn.verdict import load_findings
+from qkattn.verdict import Findings, Study, load_findings
+from qkattn.verdict.arms import Arm
 
+UNIT = 'nats/token'
 MEASURES = 'measures'
 """The directory, inside that of a study, of the files that measures record."""
+
+
+class Loaded(NamedTuple):
+    """A study with its findings."""
+
+    study: Study
+    found: Findings
+
+    def names(self, label: str, variant: str) -> bool:
+        """Whether a variant, with or without a destination, names the arm of a label."""
+        return variant in (label, self.study.bare(label))
+
+    def context(self, arm: Arm) -> dict[str, str]:
+        """Where an arm is compared: the kind of its model, its size, corpus and steps."""
+        context = {
+            'model': self.study.base['model']['kind'].replace('_', '-'),
+            'size': arm.size,
+            'corpus': arm.corpus,
+            'steps': str(arm.example.planned_steps),
+        }
+        destination = arm.variant.removeprefix(self.study.bare(arm.variant)).strip(' []')
+        return context | ({'destination': destination} if destination else {})
 
 
 def marker(study: Path, record: Recorder) -> Path:
@@ -42,8 +65,8 @@ class Results:
                 self._read[name] = load(self.directory / name)
             except ReportError as error:
                 self._read[name] = error
-        found = self._read[name]
-        return None if isinstance(found, ReportError) else found
+        loaded = self._read[name]
+        return None if isinstance(loaded, ReportError) else loaded
 
     def has(self, name: str) -> bool:
         """Whether there are results of a study, or files that a measure recorded there."""

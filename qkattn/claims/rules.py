@@ -26,7 +26,7 @@ so the test of their intersection errs at most at that rate (Berger 1982, Techno
 import itertools
 from collections.abc import Iterable, Sequence
 
-from qkattn.report.claim_results import ClaimVerdict, Row, Speaks, is_theorem
+from qkattn.claims.decided import ClaimVerdict, Row, Speaks, is_theorem
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, ReasonCode, Verdict
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
@@ -59,8 +59,10 @@ ONE_SIDED = {
 }
 
 
-def said(row: Row, relation: str, verdict: Verdict, comparison: Comparison) -> tuple[str, Speaks]:
-    """The word or the one-sided finding about the arm of a row, and what it says."""
+def finding(
+    row: Row, relation: str, verdict: Verdict, comparison: Comparison
+) -> tuple[str, Speaks]:
+    """The decision or the one-sided finding about the arm of a row, and what it says."""
     word = verdict.decision.value
     if relation == AS_REPORTED:
         return word, as_reported(row, verdict, comparison)
@@ -84,13 +86,13 @@ def one_sided(relation: str, verdict: Verdict, comparison: Comparison) -> tuple[
     """
     if relation not in ONE_SIDED or verdict.decision is not Decision.UNDECIDED:
         return None
-    found, said = ONE_SIDED[relation]
+    side, speaks = ONE_SIDED[relation]
     difference = comparison.difference
-    sign, p = (1, difference.p_not_worse) if found == NOT_WORSE else (-1, difference.p_not_better)
+    sign, p = (1, difference.p_not_worse) if side == NOT_WORSE else (-1, difference.p_not_better)
     if p is None or verdict.alpha is None or _diverged(verdict):
         return None
     shown = p <= verdict.alpha / max(1, verdict.num_comparisons)
-    return (found, said) if shown and sign * comparison.validation < difference.margin else None
+    return (side, speaks) if shown and sign * comparison.validation < difference.margin else None
 
 
 def _diverged(verdict: Verdict) -> bool:
@@ -107,7 +109,8 @@ def as_reported(row: Row, verdict: Verdict, comparison: Comparison) -> Speaks:
     if withheld or None in (row.low, row.high, row.expected, row.tolerance):
         return Speaks.OPEN
     low, high = row.expected - row.tolerance, row.expected + row.tolerance
-    sides = {(of > high) - (of < low) for of in (row.low, row.high, comparison.validation)}
+    values = row.low, row.high, comparison.validation
+    sides = {(value > high) - (value < low) for value in values}
     if len(sides) > 1:
         return Speaks.OPEN
     return Speaks.FOR if sides == {0} else Speaks.AGAINST
@@ -118,13 +121,13 @@ def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
 
     Rows that stand beside others decide nothing.
     """
-    found: dict[Context, set[str]] = {}
+    spoken: dict[Context, set[str]] = {}
     for row in rows:
         if row.speaks != Speaks.BESIDE:
-            place = {row.x_label: f'{row.x:g}'} if row.x_label else {}
-            found.setdefault(tuple({**row.context, **place}.items()), set()).add(row.speaks)
+            point = {row.x_label: f'{row.x:g}'} if row.x_label else {}
+            spoken.setdefault(tuple({**row.context, **point}.items()), set()).add(row.speaks)
     order = (Speaks.AGAINST, Speaks.OPEN, Speaks.FOR)
-    return {context: next(s for s in order if s in said) for context, said in found.items()}
+    return {context: next(s for s in order if s in each) for context, each in spoken.items()}
 
 
 def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
@@ -136,13 +139,13 @@ def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
       complete: whether all contexts have results; otherwise a claim neither holds nor fails.
     """
     rows = list(rows)
-    found = set(truths(rows).values())
-    if {Speaks.FOR, Speaks.AGAINST} <= found:
+    spoken = set(truths(rows).values())
+    if {Speaks.FOR, Speaks.AGAINST} <= spoken:
         return ClaimVerdict.HOLDS_ONLY_IF
-    if not complete or len(found) != 1 or Speaks.OPEN in found:
+    if not complete or len(spoken) != 1 or Speaks.OPEN in spoken:
         return ClaimVerdict.UNDECIDED
     enough = is_theorem(rows) or len(settings(rows)) > 1
-    if found == {Speaks.FOR}:
+    if spoken == {Speaks.FOR}:
         return ClaimVerdict.HOLDS if enough else ClaimVerdict.HOLDS_HERE
     return ClaimVerdict.FAILS if enough else ClaimVerdict.FAILS_HERE
 
@@ -161,15 +164,16 @@ def condition(rows: Iterable[Row], truth: Speaks = Speaks.FOR) -> str:
 
     A factor suffices if the claim has this truth wherever the factor has one of some values.
     """
-    found = truths(rows)
-    true = [dict(context) for context, said in found.items() if said == truth]
-    other = [dict(context) for context, said in found.items() if said != truth]
+    by_context = truths(rows)
+    true = [dict(context) for context, speaks in by_context.items() if speaks == truth]
+    other = [dict(context) for context, speaks in by_context.items() if speaks != truth]
     for factor in true[0] if true else ():
-        holds = [of.get(factor) for of in true]
-        if None not in holds and not {*holds} & {of.get(factor) for of in other}:
+        holds = [context.get(factor) for context in true]
+        if None not in holds and not {*holds} & {context.get(factor) for context in other}:
             values = list(dict.fromkeys(map(str, holds)))
             return f'{factor}: {"; ".join(values)}'
-    return '; '.join(', '.join(f'{n}: {of}' for n, of in part) for part in _covering(true, other))
+    parts = _covering(true, other)
+    return '; '.join(', '.join(f'{name}: {value}' for name, value in part) for part in parts)
 
 
 def _covering(true: Sequence[dict], other: Sequence[dict]) -> list[Context]:
@@ -177,22 +181,22 @@ def _covering(true: Sequence[dict], other: Sequence[dict]) -> list[Context]:
 
     Greedy: next is that of most contexts left, with the fewest factors.
     """
-    left, found = list(true), []
+    left, covering = list(true), []
     while left:
         parts = [
             part
             for size in range(1, len(left[0]) + 1)
             for part in itertools.combinations(left[0].items(), size)
-            if size == len(left[0]) or not any(of.items() >= {*part} for of in other)
+            if size == len(left[0]) or not any(context.items() >= {*part} for context in other)
         ]
-        found.append(max(parts, key=lambda part: sum(of.items() >= {*part} for of in left)))
-        left = [of for of in left if not of.items() >= {*found[-1]}]
-    return found
+        covering.append(max(parts, key=lambda part: sum(c.items() >= {*part} for c in left)))
+        left = [context for context in left if not context.items() >= {*covering[-1]}]
+    return covering
 
 
-def decisive(rows: Sequence[Row], found: ClaimVerdict) -> int | None:
+def decisive(rows: Sequence[Row], verdict: ClaimVerdict) -> int | None:
     """The place of the first row that speaks as the verdict does."""
     wanted = dict.fromkeys((ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE), Speaks.AGAINST)
     wanted[ClaimVerdict.UNDECIDED] = Speaks.OPEN
-    places = [i for i, row in enumerate(rows) if row.speaks == wanted.get(found, Speaks.FOR)]
+    places = [i for i, row in enumerate(rows) if row.speaks == wanted.get(verdict, Speaks.FOR)]
     return places[0] if places else None

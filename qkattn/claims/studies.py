@@ -1,6 +1,7 @@
 """The studies of claims: their configs at a scale, and their training."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import runpy
@@ -8,6 +9,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
+
+import jax
 
 from qkattn.claims.claim import Claim
 from qkattn.claims.protocol import SCALES
@@ -20,8 +23,11 @@ from qkattn.report import write_report
 from qkattn.storage.files import check_directory, make_directory
 from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start
-from qkattn.study import declaration, local_workers, yardsticks
+from qkattn.study import declaration, estimate, local_workers, plan, yardsticks
 from qkattn.study.arms import build_arms
+from qkattn.study.estimate import Cost, Speed
+
+_HEAD = f'{"study":<20}{"claims":<14}{"runs":>6}{"trials":>8}{"tokens":>10}{"FLOPs":>10}  time'
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +61,7 @@ def check_workdir(directory: Path, names: Iterable[str], scale: str) -> None:
         if stored == fingerprint(study.base):
             continue
         for other in SCALES:
-            if (of := study_of(name, other)) and stored == fingerprint(of.base):
+            if (study := study_of(name, other)) and stored == fingerprint(study.base):
                 raise ConfigError(
                     f'workdir={directory} holds study {name} at scale {other}; give another '
                     f'workdir, or --scale={other}'
@@ -99,8 +105,8 @@ def train(
             log.error('study %s: %s', name, error)
 
     studies = {name: study for name in names if (study := study_of(name, scale))}
-    for place, (name, study) in enumerate(studies.items(), start=1):
-        log.info('study %s, %d of %d', name, place, len(studies))
+    for number, (name, study) in enumerate(studies.items(), start=1):
+        log.info('study %s, %d of %d', name, number, len(studies))
         arms = functools.partial(build_arms, study)
         with going_on(name):
             local_workers.run(study, arms, path / name, workers)
@@ -127,8 +133,8 @@ def report(names: Iterable[str], directory: Path) -> None:
 
 def _record(claims: Iterable[Claim], name: str, scale: str, path: Path) -> None:
     """Records the measures of a study that are not recorded yet."""
-    measures = (of.record for claim in claims for of in claim.measures if of.study == name)
-    for record in dict.fromkeys(of for of in measures if of):
+    measures = [m for claim in claims for m in claim.measures if m.study == name]
+    for record in dict.fromkeys(measure.record for measure in measures if measure.record):
         done = marker(path, record)
         if not done.exists():
             log.info('study %s: recording %s', name, done.stem)
@@ -139,3 +145,60 @@ def _record(claims: Iterable[Claim], name: str, scale: str, path: Path) -> None:
             # It is exported: user, host and paths are left out.
             start = describe_start()
             write_json(done, {'start': {key: start[key] for key in START}, 'seconds': seconds})
+
+
+def cost_lines(
+    claims: Iterable[Claim], scale: str, flops_per_second: float | None = None
+) -> Iterator[str]:
+    """The plan of the studies of claims, a line each and one of their sum, as it is made.
+
+    Time is that of this machine's device, or of one GPU: FLOPs over the speed of a warm-up at the
+    smallest size of each study, and the compilation of each run. Arms that are trained longer are
+    counted as if all were.
+
+    Args:
+      flops_per_second: instead of a warm-up. At scale gpu, a CPU cannot warm up for a GPU: without
+        this number there is no time.
+    """
+    claims = list(claims)
+    yield _HEAD
+    total = Cost(0, 0, 0, 0.0, 0.0)
+    timed = flops_per_second is not None or scale != 'gpu' or jax.default_backend() != 'cpu'
+    for name in names_of(claims):
+        if (study := study_of(name, scale)) is None:
+            continue
+        cost = _cost(study, flops_per_second, timed)
+        serves = ','.join(claim.name for claim in claims if name in claim.studies)
+        yield _line(name, serves, cost, timed)
+        pairs = zip(dataclasses.astuple(total), dataclasses.astuple(cost), strict=True)
+        total = Cost(*(a + b for a, b in pairs))
+    yield _line('total', '', total, timed)
+    device = jax.devices()[0].device_kind
+    if flops_per_second is not None:
+        yield f'hours of one device that trains at {flops_per_second:.3g} FLOP/s'
+    elif timed:
+        yield f'hours of one process on {device}, from a warm-up of each study'
+    else:
+        yield (
+            f'time takes a warm-up on a GPU, and this device is {device}: give the command there, '
+            'or --flops_per_second'
+        )
+
+
+def _cost(study: Study, flops_per_second: float | None, timed: bool) -> Cost:
+    arms = build_arms(study)
+    runs = [*plan.least(study, arms), *plan.lengthened(study, arms)]
+    if flops_per_second is not None or not timed:
+        speed = Speed(flops_per_second or float('inf'), 0.0)
+    else:
+        speed = estimate.measure(min(runs, key=lambda run: run.arm.match.target))
+    return estimate.cost(runs, dict.fromkeys(study.sizes, speed))
+
+
+def _line(name: str, serves: str, cost: Cost, timed: bool) -> str:
+    hours = cost.seconds / 3600
+    took = f'{hours:,.1f} h' if hours >= 1 else f'{cost.seconds / 60:,.1f} min'
+    return (
+        f'{name:<20}{serves:<14}{cost.runs:>6,}{cost.trials:>8,}{cost.tokens:>10.3g}'
+        f'{cost.flops:>10.3g}  {took if timed else "not measured"}'
+    )

@@ -50,10 +50,9 @@ def report_page(
     )
 
 
-def style(*more: str) -> dict[str, Any]:
-    """What the macro `head` needs: colours and style sheets, `more` of them behind the common."""
-    templates = Path(__file__).with_name('templates')
-    css = ''.join(templates.joinpath(name).read_text('utf-8') for name in ('style.css', *more))
+def style() -> dict[str, Any]:
+    """What the macro `head` needs: the colours and the style sheet."""
+    css = Path(__file__).with_name('templates').joinpath('style.css').read_text('utf-8')
     return {'light': LIGHT, 'dark': DARK, 'num_hues': len(HUES), 'css': css}
 
 

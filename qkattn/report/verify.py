@@ -32,13 +32,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
-from qkattn.report import claim_results, gallery, run_checks, tables
+from qkattn.report import run_checks, tables
 from qkattn.report.prose import DIGITS, rounded
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
@@ -58,7 +59,6 @@ NOT_COVERED = (
     'a study whose results, logs, report and ledger are all written again with matching hashes',
 )
 
-BLOCK = re.compile(r'(<!-- (headline|claims|verdicts): (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 NUMBER = re.compile(r'\d+(?:[.,]\d+)*')
 PRINT = re.compile(r'(?:< )?[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?')
 WIDTH = re.compile(r'([ -])\1+')
@@ -91,14 +91,28 @@ def check_study(directory: str | Path) -> int:
     return count
 
 
-def check_page(path: str | Path, *, write: bool = False) -> int:
+class Block(NamedTuple):
+    """What stands between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page.
+
+    Attributes:
+      text: of the directory, whose path as the page has it is the second argument.
+      study: where, below that directory, the study lies whose derived numbers are printed.
+    """
+
+    text: Callable[[Path, str], str]
+    study: str = '.'
+
+
+HEADLINE = {'headline': Block(lambda directory, _: tables.headline(*load_findings(directory)))}
+
+
+def check_page(
+    path: str | Path, more: Mapping[str, Block] = MappingProxyType({}), *, write: bool = False
+) -> int:
     """Checks the blocks of results in a Markdown page and returns how many there are.
 
-    A block stands between `<!-- headline: DIRECTORY -->` (relative to the page) and `<!-- end -->`:
-    the headline of a study, or `claims`, all of a directory's claims, or `verdicts`, a table of
-    them. Those are empty where the directory has no claims.json.
-
     Args:
+      more: blocks by name, beside `headline`, that of a study.
       write: replaces the blocks by what the directories give.
 
     Raises:
@@ -110,40 +124,25 @@ def check_page(path: str | Path, *, write: bool = False) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
 
-    def made(match: re.Match[str]) -> str:
-        text = _BLOCKS[match[2]](path.parent / match[3], match[3])
-        return f'{match[1]}{text}{match[5]}'
+    blocks = HEADLINE | dict(more)
+    names = '|'.join(blocks)
+    block = re.compile(rf'(<!-- ({names}): (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 
-    expected = BLOCK.sub(made, text)
+    def made(match: re.Match[str]) -> str:
+        return f'{match[1]}{blocks[match[2]].text(path.parent / match[3], match[3])}{match[5]}'
+
+    def studies() -> Iterator[tuple[Study, Findings]]:
+        for match in block.finditer(text):
+            directory = path.parent / match[3] / blocks[match[2]].study
+            if (directory / 'study.json').is_file():
+                yield load_findings(directory)
+
+    expected = block.sub(made, text)
     if write and expected != text:
         write_atomic(path, expected)
-    elif place := difference(text, expected, boundaries(lambda: _studies(path, text))):
+    elif place := difference(text, expected, boundaries(studies)):
         raise ReportError(f'{path} is not what its studies give, {place}')
-    return len(BLOCK.findall(text))
-
-
-def _studies(path: Path, text: str) -> Iterator[tuple[Study, Findings]]:
-    """The studies whose derived numbers the blocks of a page print; claims.json has its own."""
-    for match in BLOCK.finditer(text):
-        of_claims = Path(gallery.SCALING) if match[2] != 'headline' else Path()
-        directory = path.parent / match[3] / of_claims
-        if (directory / 'study.json').is_file():
-            yield load_findings(directory)
-
-
-def _headline(directory: Path, _: str) -> str:
-    return tables.headline(*load_findings(directory))
-
-
-def _of_claims(made: Callable[[Path, str], str], directory: Path, base: str) -> str:
-    return made(directory, base) if (directory / claim_results.NAME).is_file() else ''
-
-
-_BLOCKS: Mapping[str, Callable[[Path, str], str]] = {
-    'headline': _headline,
-    'claims': functools.partial(_of_claims, gallery.claims_markdown),
-    'verdicts': functools.partial(_of_claims, gallery.verdicts_markdown),
-}
+    return len(block.findall(text))
 
 
 def _unlike_its_ledger(study: Study) -> Iterator[str]:

@@ -6,11 +6,11 @@ import pytest
 
 from qkattn.claims import catalogue, declared
 from qkattn.claims.claim import Claim, Expectation, exact
+from qkattn.claims.decided import Speaks
 from qkattn.claims.protocol import SCALES
 from qkattn.claims.rules import AS_REPORTED, RELATIONS
 from qkattn.claims.studies import study_of
 from qkattn.errors import ConfigError
-from qkattn.report.claim_results import Speaks
 
 FILE = """
 from qkattn.claims.claim import Claim, exact

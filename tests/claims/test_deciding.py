@@ -6,12 +6,11 @@ import shutil
 import pytest
 
 from qkattn.claims.claim import Claim, Expectation, Measure, exact
-from qkattn.claims.deciding import decide
-from qkattn.claims.evidence import UNIT, Loaded, evidence, number_of_rows
-from qkattn.claims.needs import needed
-from qkattn.claims.results import Results
+from qkattn.claims.decided import ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.deciding import decide, needed
+from qkattn.claims.evidence import evidence, number_of_rows
+from qkattn.claims.results import UNIT, Loaded, Results
 from qkattn.errors import ConfigError
-from qkattn.report.claim_results import ClaimVerdict, Kind, Row, Speaks
 from qkattn.storage.records import write_json
 from qkattn.verdict import Decision
 from tests.claims.conftest import PLAIN, REFORMER

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qkattn.claims.decided import Speaks
 from qkattn.claims.measures import drift
 from qkattn.model import with_params
-from qkattn.report.claim_results import Speaks
 from qkattn.storage.records import parse_file, write_json
 from qkattn.train.step import init_trial
 

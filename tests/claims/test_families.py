@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qkattn.claims import rules
-from qkattn.report.claim_results import ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.decided import ClaimVerdict, Kind, Row, Speaks
 from qkattn.stats import decision, inference
 from qkattn.verdict.codes import Comparison, Verdict
 
@@ -18,7 +18,7 @@ def row(differences, size, relation, family):
     verdict = Verdict(judged.decision, num_comparisons=family, alpha=0.05)
     compared = Comparison('test', {}, difference, difference.mean, None, 100)
     plain = Row('x', Kind.MATCHED, {'size': size}, difference.mean, Speaks.BESIDE)
-    word, speaks = rules.said(plain, relation, verdict, compared)
+    word, speaks = rules.finding(plain, relation, verdict, compared)
     return Row('x', Kind.MATCHED, {'size': size}, difference.mean, speaks, word=word)
 
 

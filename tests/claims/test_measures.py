@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 
+from qkattn.claims.decided import Speaks
 from qkattn.claims.measures import crossover, drift, factor_norms
 from qkattn.claims.measures.curves import early, growth
 from qkattn.claims.measures.untuned import at_one_rate
 from qkattn.claims.results import load
 from qkattn.errors import RunDirectoryError
-from qkattn.report.claim_results import Speaks
 from tests.claims.conftest import PLAIN
 
 pytestmark = pytest.mark.stored

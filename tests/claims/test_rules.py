@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from qkattn.claims import rules
-from qkattn.report.claim_results import ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.decided import ClaimVerdict, Kind, Row, Speaks
 from qkattn.stats import inference
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
@@ -89,11 +89,11 @@ def test_no_side_is_excluded_otherwise(relation, of):
 def test_a_reported_number_needs_the_validation_split(low, high, validation, expected):
     verdict, compared = arm(0.0125, validation)
     of = dataclasses.replace(row(OPEN), low=low, high=high, expected=0.0125, tolerance=0.0025)
-    assert rules.said(of, 'as_reported', verdict, compared) == ('undecided', expected)
+    assert rules.finding(of, 'as_reported', verdict, compared) == ('undecided', expected)
     diverged = dataclasses.replace(verdict, reasons=(Reason(ReasonCode.DIVERGED),))
     withheld = dataclasses.replace(verdict, decision=Decision.NO_VERDICT)
     for verdict in (diverged, withheld):
-        assert rules.said(of, 'as_reported', verdict, compared)[1] == OPEN
+        assert rules.finding(of, 'as_reported', verdict, compared)[1] == OPEN
 
 
 def test_every_relation_is_tested():

@@ -8,10 +8,10 @@ import pytest
 
 from qkattn.claims import export
 from qkattn.claims.claim import Claim, Expectation, exact
+from qkattn.claims.decided import ClaimVerdict, read_claims, write_claims
 from qkattn.claims.studies import study_of
 from qkattn.config import fingerprint
 from qkattn.errors import ReportError
-from qkattn.report.claim_results import ClaimVerdict, read_claims, write_claims
 from qkattn.storage.records import write_json
 from tests.studies import beat_yardsticks
 
@@ -99,7 +99,7 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     script_here, workdir, tmp_path, monkeypatch
 ):
     drawn = []
-    monkeypatch.setattr(export, 'write_gallery', drawn.append)
+    monkeypatch.setattr(export, 'write_page', drawn.append)
     kept = tmp_path / 'kept'
     shutil.copytree(workdir / 'fair_small', workdir / 'scaling')  # belongs to no claim
     arguments = ['--notrain', f'--workdir={workdir}', f'--export={kept}']

@@ -22,9 +22,9 @@ from qkattn.claims.checks.small_layers import (
     stream,
 )
 from qkattn.claims.claim import exact
+from qkattn.claims.decided import Row
 from qkattn.convert.factors import extract_factors, relative_error
 from qkattn.convert.target import empty_layer, fill, logit_scale
-from qkattn.report.claim_results import Row
 
 SINGLE: dict[str, Any] = {'layer': 'single head'}
 BEST = "error of the best W_K', relative to the softmax input"

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from qkattn.attention import Attention, AttentionSpec
 from qkattn.claims.checks.small_layers import curve
 from qkattn.claims.claim import exact
+from qkattn.claims.decided import Row
 from qkattn.config import ModelConfig
 from qkattn.model import cost
-from qkattn.report.claim_results import Row
 
 WHERE = 'first T at which one matrix costs more, D = 64'
 

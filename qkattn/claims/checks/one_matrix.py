@@ -22,11 +22,11 @@ from qkattn.claims.checks.small_layers import (
     stream,
 )
 from qkattn.claims.claim import exact
+from qkattn.claims.decided import Row
 from qkattn.config import ModelConfig
 from qkattn.convert.circuits import merge
 from qkattn.convert.conversions import converted
 from qkattn.model import Decoder, build
-from qkattn.report.claim_results import Row
 
 BETWEEN = 'between W_Q and W_K'
 NOTHING: dict[str, Any] = {BETWEEN: 'nothing'}

@@ -18,8 +18,8 @@ from qkattn.claims.checks.small_layers import (
     stream,
 )
 from qkattn.claims.claim import exact
+from qkattn.claims.decided import Row
 from qkattn.config.calls import Variant
-from qkattn.report.claim_results import Row
 
 WIDTHS = (8, 12, 32, 64)
 

@@ -12,9 +12,9 @@ from qkattn.attention import Attention, oracle
 from qkattn.claims.checks.parameter_counts import count
 from qkattn.claims.checks.small_layers import D, H, N, T, difference, float64, layer, output, stream
 from qkattn.claims.claim import exact
+from qkattn.claims.decided import Row
 from qkattn.config import ModelConfig
 from qkattn.convert.published import TRANSPOSED, load_gpt2, load_nanogpt, shapes
-from qkattn.report.claim_results import Row
 
 CONFIG = ModelConfig(d_model=D, num_layers=1, num_heads=N, context=T, vocab_size=16)
 ENTRIES: dict[str, Any] = {'optimizer': 'Adam, entry by entry'}

@@ -11,9 +11,9 @@ from jax.flatten_util import ravel_pytree
 
 from qkattn.attention import Attention, AttentionSpec, oracle, rms_norm
 from qkattn.attention.parameters import shapes_only
+from qkattn.claims.decided import Row
 from qkattn.config.calls import Variant
 from qkattn.convert.factors import relative_error
-from qkattn.report.claim_results import Row
 
 # Decorates a check: what it computes is in float64.
 float64 = jax.enable_x64(True)

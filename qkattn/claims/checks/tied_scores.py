@@ -26,7 +26,7 @@ from qkattn.claims.checks.small_layers import (
     stream,
 )
 from qkattn.claims.claim import exact
-from qkattn.report.claim_results import Row, Speaks
+from qkattn.claims.decided import Row, Speaks
 from qkattn.stats import inference
 
 NAMES = ('shared_qk', 'qk')

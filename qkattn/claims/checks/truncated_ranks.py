@@ -8,8 +8,8 @@ import numpy as np
 from qkattn.attention import Attention
 from qkattn.claims.checks.small_layers import curve, difference, float64, layer, rank
 from qkattn.claims.claim import exact
+from qkattn.claims.decided import Row
 from qkattn.convert.circuits import truncate, unmerge
-from qkattn.report.claim_results import Row
 
 D = 16
 FORM: dict[str, Any] = {'form': 'W_QK in factors of head size r'}

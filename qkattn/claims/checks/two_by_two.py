@@ -26,7 +26,7 @@ from qkattn.claims.checks.small_layers import (
     stream,
 )
 from qkattn.claims.claim import exact
-from qkattn.report.claim_results import Row
+from qkattn.claims.decided import Row
 
 # Free numbers of A[n] over all heads, and of B[n], with one head of H = 2 and with two of H = 1.
 FREE_A = {

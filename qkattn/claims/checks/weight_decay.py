@@ -17,8 +17,8 @@ from scipy import optimize
 
 from qkattn.claims.checks.small_layers import curve, float64
 from qkattn.claims.claim import exact
+from qkattn.claims.decided import Row
 from qkattn.convert.factors import balanced_factors
-from qkattn.report.claim_results import Row
 
 L2: dict[str, Any] = {'decay': 'in the loss'}
 DECOUPLED: dict[str, Any] = {'decay': 'AdamW without gradient noise'}

@@ -10,8 +10,8 @@ import jax
 
 from qkattn.attention import Attention, AttentionSpec
 from qkattn.claims.checks.multiply_adds import factored, merged, scores
+from qkattn.claims.decided import Kind, Row, Speaks
 from qkattn.claims.protocol import pick
-from qkattn.report.claim_results import Kind, Row, Speaks
 from qkattn.stats import inference
 from qkattn.storage.records import read_json, write_json
 

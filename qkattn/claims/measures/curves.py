@@ -4,9 +4,8 @@ import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from qkattn.claims.evidence import UNIT, Loaded
-from qkattn.claims.results import load
-from qkattn.report.claim_results import Kind, Row, Speaks
+from qkattn.claims.decided import Kind, Row, Speaks
+from qkattn.claims.results import UNIT, Loaded, load
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference

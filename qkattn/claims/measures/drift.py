@@ -23,6 +23,7 @@ import numpy as np
 
 from qkattn.analysis.matrices import drift
 from qkattn.analysis.patterns import walk
+from qkattn.claims.decided import Kind, Row, Speaks
 from qkattn.claims.protocol import language_model, pick
 from qkattn.config import Config
 from qkattn.data.pipeline import eval_batches, train_batch
@@ -30,7 +31,6 @@ from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
 from qkattn.model import with_params
-from qkattn.report.claim_results import Kind, Row, Speaks
 from qkattn.storage.records import read_json, write_json
 from qkattn.train.optimizer import optimizer
 from qkattn.train.step import init_trial, train_trial

@@ -5,9 +5,9 @@ from pathlib import Path
 import jax
 
 from qkattn.analysis import means
+from qkattn.claims.decided import Kind, Row, Speaks
 from qkattn.convert import loading
 from qkattn.model.transformer import Transformer
-from qkattn.report.claim_results import Kind, Row, Speaks
 from qkattn.stats.inference import estimate
 from qkattn.storage.records import read_json, write_json
 from qkattn.study.tuning import SCREENING

@@ -5,9 +5,8 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from qkattn.claims.evidence import UNIT
-from qkattn.claims.results import load
-from qkattn.report.claim_results import Kind, Row, Speaks
+from qkattn.claims.decided import Kind, Row, Speaks
+from qkattn.claims.results import UNIT, load
 from qkattn.stats.inference import Difference
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.comparison import compare

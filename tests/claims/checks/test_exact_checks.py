@@ -20,9 +20,9 @@ from qkattn.claims.checks import (
     two_by_two,
     weight_decay,
 )
+from qkattn.claims.decided import Speaks
 from qkattn.convert import circuits, whole_layer
 from qkattn.convert.factors import Factors, extract_factors
-from qkattn.report.claim_results import Speaks
 
 FOR, AGAINST = Speaks.FOR, Speaks.AGAINST
 TRUE = {'': FOR}

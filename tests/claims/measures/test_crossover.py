@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from qkattn.claims.decided import Speaks
 from qkattn.claims.measures import crossover
-from qkattn.report.claim_results import Speaks
 
 
 @pytest.fixture

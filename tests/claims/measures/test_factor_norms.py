@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from qkattn.claims.decided import Speaks
 from qkattn.claims.measures import factor_norms
 from qkattn.config import ModelConfig
 from qkattn.model import build
-from qkattn.report.claim_results import Speaks
 
 SIZES = {'d_model': 8, 'num_layers': 1, 'num_heads': 1, 'context': 4, 'vocab_size': 5}
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from qkattn.claims.decided import NAME, ClaimVerdict, Kind, Speaks, read_claims, write_claims
 from qkattn.errors import ReportError, RunDirectoryError
-from qkattn.report.claim_results import NAME, ClaimVerdict, Kind, Speaks, read_claims, write_claims
-from tests.decided_claims import claims
+from tests.claims.decided_claims import claims
 
 
 def test_claims_are_read_as_they_were_written(tmp_path):

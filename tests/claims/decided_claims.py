@@ -2,7 +2,7 @@
 
 import math
 
-from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Kind, Row, Speaks, stored
+from qkattn.claims.decided import ClaimResult, ClaimVerdict, Kind, Row, Speaks, stored
 
 SIZES = ('d_model=64', 'd_model=128')
 CORPORA = ('stdlib', 'multi30k')

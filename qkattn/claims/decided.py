@@ -1,4 +1,4 @@
-"""Decided claims as data: what claims.json holds, and what pages and figures of claims show."""
+"""Decided claims as data: what claims.json holds, and what their tables and figures show."""
 
 import dataclasses
 import enum
@@ -135,11 +135,6 @@ class ClaimResult:
             raise ValueError(f'decisive is {self.decisive}, but there are {len(self.rows)} rows')
 
     @property
-    def anchor(self) -> str:
-        """The id of its section."""
-        return f'claim-{self.name.lower()}'
-
-    @property
     def is_theorem(self) -> bool:
         """Whether algebra alone decides it, and no training."""
         return is_theorem(self.rows)
@@ -150,7 +145,7 @@ class ClaimResult:
 
 
 def is_theorem(rows: Iterable[Row]) -> bool:
-    """Whether there are rows that decide, each of them an exact check."""
+    """Whether there are rows that decide, all of them exact checks."""
     kinds = {row.kind for row in rows if row.speaks != Speaks.BESIDE}
     return kinds == {Kind.EXACT}
 
@@ -161,13 +156,13 @@ def write_claims(directory: str | Path, claims: Iterable[ClaimResult]) -> Path:
     Numbers of rows have the digits of `rounded`.
     """
     path = Path(directory) / NAME
-    write_json(path, [replace(of, rows=tuple(map(stored, of.rows))) for of in claims])
+    write_json(path, [replace(claim, rows=tuple(map(stored, claim.rows))) for claim in claims])
     return path
 
 
 def stored(row: Row) -> Row:
     """The row with the digits that claims.json has."""
-    return replace(row, **{name: rounded(of) for name, of in vars(row).items()})
+    return replace(row, **{name: rounded(value) for name, value in vars(row).items()})
 
 
 def read_claims(directory: str | Path, advice: str | None = None) -> tuple[ClaimResult, ...]:

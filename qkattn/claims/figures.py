@@ -10,14 +10,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qkattn.report.claim_results import ClaimResult, ClaimVerdict, Kind, Row, Speaks
-from qkattn.report.claim_rows import (
+from qkattn.claims.decided import ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.shown import (
     PARTS,
     Compared,
     compared,
     curves,
     has_several_arms,
-    places,
+    located,
     quantity,
     varying,
 )
@@ -50,34 +50,38 @@ _TICKS = 8
 
 def claim_figures(claim: ClaimResult) -> tuple[Drawing, ...]:
     """The figures that its rows allow; of checks without a curve there is none."""
-    look = _look(claim.rows)
-    stem = claim.name.lower()
+    arm_styles = _arm_styles(claim.rows)
+    measured = [row for row in claim.rows if row.kind == Kind.MEASURED]
     with style_sheet():
-        differences = _differences(_named(compared(claim.rows)), look)
-        levels = _levels([row for row in claim.rows if row.kind == Kind.MEASURED], look)
-        lines = _curves(claim.rows, look)
-    made = {'differences': differences, 'levels': levels, 'curves': lines}
+        made = {
+            'differences': _differences(_named(compared(claim.rows)), arm_styles),
+            'levels': _levels(measured, arm_styles),
+            'curves': _curves(claim.rows, arm_styles),
+        }
     points = [row for row in claim.rows if row.x is not None]
     return tuple(
-        Drawing(figure, f'{stem}_{kind}', {'kind': kind, 'claim': claim} | _about(figure, points))
+        Drawing(
+            figure,
+            f'{claim.name.lower()}_{kind}',
+            {'kind': kind, 'claim': claim, 'about': _about(figure, points)},
+        )
         for kind, figure in made.items()
         if figure is not None
     )
 
 
-def _about(figure: Figure, points: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def _about(figure: Figure, points: Sequence[Row]) -> dict[str, Any]:
     """What a heading and a caption say of a figure, and of the points of curves in it."""
     labels = {label for ax in figure.axes for label in ax.get_legend_handles_labels()[1]}
-    of_log = [line for ax in figure.axes if ax.get_yscale() == 'log' for line in ax.lines]
-    about = {
+    on_log = [line for ax in figure.axes if ax.get_yscale() == 'log' for line in ax.lines]
+    return {
         'y': quantity(points, most=2),
         'x': listed(dict.fromkeys(row.x_label or 'x' for row in points)),
         'is_banded': any(row.low is not None for row in points),
         'has_intervals': '95 % interval' in labels,
         'has_reported': 'reported' in labels,
-        'hides_zeros': any(0 in line.get_ydata() for line in of_log),
+        'hides_zeros': any(0 in line.get_ydata() for line in on_log),
     }
-    return {'about': about}
 
 
 def overview(claims: Sequence[ClaimResult]) -> Drawing | None:
@@ -87,53 +91,56 @@ def overview(claims: Sequence[ClaimResult]) -> Drawing | None:
         if claim.verdict == ClaimVerdict.UNDECIDED:
             continue
         row = claim.decisive_row
-        for of in compared(claim.rows):
-            if row in of.rows.values():
-                named.append((f'{claim.name}  {of.what}', of, str(claim.verdict)))
+        for line in compared(claim.rows):
+            if row in line.rows.values():
+                named.append((f'{claim.name}  {line.what}', line, str(claim.verdict)))
     with style_sheet():
         rows = [row for claim in claims for row in claim.rows]
-        figure = _differences(named, _look(rows), far=math.inf)
+        figure = _differences(named, _arm_styles(rows), far=math.inf)
     return figure and Drawing(figure, OVERVIEW, {'kind': OVERVIEW})
 
 
-def _look(rows: Iterable[Row]) -> Styles:
+def _arm_styles(rows: Iterable[Row]) -> Styles:
     return styles(list(dict.fromkeys(row.arm or '' for row in rows)), 'qk/vo')
 
 
-def _named(of_claim: Sequence[Compared]) -> list[tuple[str, Compared, str]]:
-    """What is compared, each under the name that tells it from the others."""
-    names = varying(of_claim)
-    several = len({of.what for of in of_claim}) > 1 or not names
+def _named(lines: Sequence[Compared]) -> list[tuple[str, Compared, str]]:
+    """What is compared, under the name that tells it from the others, with its decision."""
+    names = varying(lines)
+    several = len({line.what for line in lines}) > 1 or not names
     return [
-        (', '.join([*[short(of.what, _WHAT)] * several, *places(of, names)]), of, of.word)
-        for of in of_claim
+        (
+            ', '.join([*[short(line.what, _WHAT)] * several, *located(line, names)]),
+            line,
+            line.decision,
+        )
+        for line in lines
     ]
 
 
 def _differences(
-    named: Sequence[tuple[str, Compared, str]], look: Styles, **limits: float
+    named: Sequence[tuple[str, Compared, str]], arm_styles: Styles, **limits: float
 ) -> Figure | None:
     """A panel for each kind; that of reinvested parameters only where it decides."""
     kinds = [
         kind
         for kind in PARTS
-        if any(kind in of.rows and _drawn(of.rows[kind]) for _, of, _ in named)
+        if any(kind in each.rows and _drawn(each.rows[kind]) for _, each, _ in named)
     ]
     if not kinds:
         return None
-    of_panels = []
+    units = dict.fromkeys(row.unit for _, each, _ in named for row in each.rows.values())
+    drawn = []
     for kind in kinds:
         lines = []
-        for name, of, word in named:
-            row = of.rows.get(kind)
-            right = word if kind == kinds[-1] else ''
+        for name, each, decision in named:
+            row = each.rows.get(kind)
             line = _line(row, name) if row else Line('', absent='not measured', name=name)
-            lines.append(line._replace(right=right, is_decided=of.is_decided))
-        units = dict.fromkeys(row.unit for _, of, _ in named for row in of.rows.values())
-        of_panels.append(Panel(lines, f'difference ({", ".join(units)})', PARTS[kind], 0.0))
-    every = [line for panel in of_panels for line in panel.lines]
-    reach = limits_of(every, 0.0, **limits)
-    return forest(of_panels, look, 'no difference', None, reach, longest=_LONGEST)
+            right = decision if kind == kinds[-1] else ''
+            lines.append(line._replace(right=right, is_decided=each.is_decided))
+        drawn.append(Panel(lines, f'difference ({", ".join(units)})', PARTS[kind], 0.0))
+    reach = limits_of([line for panel in drawn for line in panel.lines], 0.0, **limits)
+    return forest(drawn, arm_styles, 'no difference', None, reach, longest=_LONGEST)
 
 
 def _drawn(row: Row) -> bool:
@@ -148,47 +155,48 @@ def _line(row: Row, name: str) -> Line:
     return Line(row.arm or '', row.value, row.low, row.high, name=name, reported=reported)
 
 
-def _levels(rows: Sequence[Row], look: Styles) -> Figure | None:
+def _levels(rows: Sequence[Row], arm_styles: Styles) -> Figure | None:
     """Measured values that are no points of a curve, a panel for each unit."""
-    rows = [row for row in rows if row.x is None]
-    of_panels = []
-    for unit, group in itertools.groupby(sorted(rows, key=_unit), key=_unit):
-        of_unit, lines = list(group), []
-        names, several = varying(of_unit), has_several_arms(of_unit)
-        for row in of_unit:
+    rows = sorted((row for row in rows if row.x is None), key=_unit)
+    drawn = []
+    for unit, group in itertools.groupby(rows, key=_unit):
+        members, lines = list(group), []
+        names, several = varying(members), has_several_arms(members)
+        for row in members:
             decided = row.speaks in (Speaks.FOR, Speaks.AGAINST)
-            about = [row.what, *[row.arm or ''] * several, *places(row, names)]
+            about = [row.what, *[row.arm or ''] * several, *located(row, names)]
             name = ', '.join(filter(None, dict.fromkeys(about)))
             lines.append(_line(row, name)._replace(is_decided=decided))
-        of_panels.append(Panel(lines, unit or 'value'))
-    return forest(of_panels, look, longest=_LONGEST) if of_panels else None
+        drawn.append(Panel(lines, unit or 'value'))
+    return forest(drawn, arm_styles, longest=_LONGEST) if drawn else None
 
 
 def _unit(row: Row) -> str:
     return row.unit
 
 
-def _curves(rows: Sequence[Row], look: Styles) -> Figure | None:
+def _curves(rows: Sequence[Row], arm_styles: Styles) -> Figure | None:
     """Values against x, by `curves`; panels of one axis have one scale.
 
     What they share has its name at the axis, several lines have a legend.
     """
-    found = curves(rows)
-    if not found:
+    by_axis = curves(rows)
+    if not by_axis:
         return None
-    alike = len({axis._replace(place='') for axis in found}) == 1 < len(found)
-    lines = {name: points for of in found.values() for name, points in of.items()}
+    alike = len({axis._replace(context='') for axis in by_axis}) == 1 < len(by_axis)
+    lines = {name: points for of_axis in by_axis.values() for name, points in of_axis.items()}
     extra = 0.2 * sum(map(_num_lines, lines))
-    figure = Figure(figsize=(WIDTH, (2.2 if alike else 3.0) * len(found) + extra + 0.3))
-    of_look = _line_styles(lines, look)
-    axes = panels(figure, 1, len(found), sharex=alike, sharey=alike)
-    for ax, (axis, of) in zip(axes, found.items(), strict=True):
-        _curve_panel(ax, of, of_look)
-        among = found.values() if alike else [of]
-        _scales(ax, [row for of in among for points in of.values() for row in points])
-        kind = PARTS.get(axis.kind, '') * (len({axis.kind for axis in found}) > 1)
-        title = ', '.join(filter(None, [axis.place, kind]))
-        y_label = _wrapped(quantity(row for points in of.values() for row in points))
+    figure = Figure(figsize=(WIDTH, (2.2 if alike else 3.0) * len(by_axis) + extra + 0.3))
+    line_styles = _line_styles(lines, arm_styles)
+    axes = panels(figure, 1, len(by_axis), sharex=alike, sharey=alike)
+    for ax, (axis, of_axis) in zip(axes, by_axis.items(), strict=True):
+        for name, points in of_axis.items():
+            _draw_line(ax, name, points, line_styles[name])
+        sharing = by_axis.values() if alike else [of_axis]
+        _scales(ax, [row for each in sharing for points in each.values() for row in points])
+        kind = PARTS.get(axis.kind, '') * (len({axis.kind for axis in by_axis}) > 1)
+        title = ', '.join(filter(None, [axis.context, kind]))
+        y_label = _wrapped(quantity(row for points in of_axis.values() for row in points))
         ax.set(xlabel=axis.x_label, ylabel=y_label, title=short(title))
         if alike:
             ax.label_outer()
@@ -197,27 +205,25 @@ def _curves(rows: Sequence[Row], look: Styles) -> Figure | None:
     return figure
 
 
-def _line_styles(lines: Mapping[str, Sequence[Row]], look: Styles) -> dict[str, dict]:
-    """Those of the arms where each line has an arm of its own, else hues in turn."""
-    arms = [of[0].arm for of in lines.values()]
+def _line_styles(lines: Mapping[str, Sequence[Row]], arm_styles: Styles) -> dict[str, dict]:
+    """Arm styles if every line is a different arm, else the palette in order."""
+    arms = [points[0].arm for points in lines.values()]
     if None not in arms and len(set(arms)) == len(arms):
-        return {name: look[of[0].arm or ''] for name, of in lines.items()}
-    looks = [
+        return {name: arm_styles[points[0].arm or ''] for name, points in lines.items()}
+    palette = [
         {'color': hue, 'marker': marker, 'linestyle': dashes}
         for dashes in DASHES
         for hue, marker in zip(HUES, MARKERS, strict=True)
     ]
-    return dict(zip(lines, itertools.cycle(looks), strict=False))
+    return dict(zip(lines, itertools.cycle(palette), strict=False))
 
 
-def _curve_panel(ax: Axes, lines: Mapping[str, Sequence[Row]], of_look: Mapping) -> None:
-    for name, points in lines.items():
-        x, y = ([getattr(row, of) for row in points] for of in ('x', 'value'))
-        ax.plot(x, y, label=_wrapped(name), zorder=3, **of_look[name])
-        bounded = [row for row in points if row.low is not None]
-        if bounded:
-            ends = ([getattr(row, of) for row in bounded] for of in ('x', 'low', 'high'))
-            ax.fill_between(*ends, color=of_look[name]['color'], alpha=0.18, linewidth=0)
+def _draw_line(ax: Axes, name: str, points: Sequence[Row], line_style: Mapping[str, Any]) -> None:
+    x, y = ([getattr(row, field) for row in points] for field in ('x', 'value'))
+    ax.plot(x, y, label=_wrapped(name), zorder=3, **line_style)
+    if bounded := [row for row in points if row.low is not None]:
+        band = ([getattr(row, field) for row in bounded] for field in ('x', 'low', 'high'))
+        ax.fill_between(*band, color=line_style['color'], alpha=0.18, linewidth=0)
 
 
 def _wrapped(name: str) -> str:

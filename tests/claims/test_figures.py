@@ -5,13 +5,12 @@ import itertools
 
 import pytest
 
-from qkattn.report.claim_results import Kind, Row, Speaks
-from qkattn.report.claim_rows import curves
-from qkattn.report.claim_sheets import claim_sheets
-from qkattn.report.figures.claim_figures import claim_figures
+from qkattn.claims.decided import Kind, Row, Speaks
+from qkattn.claims.figures import claim_figures
+from qkattn.claims.shown import claim_sheets, curves, macros
 from qkattn.report.figures.style import style_sheet
-from qkattn.report.prose import END, environment, tidy
-from tests.decided_claims import of_claim
+from qkattn.report.prose import END, tidy
+from tests.claims.decided_claims import of_claim
 from tests.report.conftest import row_names
 
 
@@ -37,7 +36,7 @@ PRECISIONS = [('fp64', '8', 1e-14), ('fp32', '8', 1e-6), ('bf16', '8', 1e-1)]
 
 def said(claim):
     """Title and caption of each figure of a claim."""
-    module = environment(html=False).get_template('claims.j2').make_module()
+    module = macros()
     return {
         kind: [tidy(part) for part in getattr(module, kind)(of.values['about']).split(END)]
         for of in claim_figures(claim)
@@ -78,7 +77,7 @@ def test_a_single_line_has_its_name_at_the_axis_and_counts_have_whole_ticks():
 def test_panels_are_of_the_context_of_fewest_values():
     points = [(p, size, 1.0) for p in ('fp64', 'fp32', 'bf16') for size in ('8', '16')]
     found = curves(claim_of(points).rows)
-    assert [axis.place for axis in found] == ['size 8', 'size 16']
+    assert [axis.context for axis in found] == ['size 8', 'size 16']
     assert [len(lines) for lines in found.values()] == [9, 9]
     assert 'two, fp32' in [*found.values()][0]
 
