@@ -15,7 +15,7 @@ from qkattn import report
 from qkattn.errors import ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
-from qkattn.report.export import export
+from qkattn.report import export
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 

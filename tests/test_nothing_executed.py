@@ -20,7 +20,7 @@ from qkattn.convert.published import load_gpt2, load_nanogpt
 from qkattn.data.load import load
 from qkattn.errors import CheckpointError, ConfigError, SpecError
 from qkattn.model.cost import abstract_params
-from qkattn.report import show_run_report, terminal
+from qkattn.report import show_run_report, tables
 from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.verdict import find, load_study
@@ -217,6 +217,6 @@ def test_a_terminal_gets_no_control_characters(study_dir):
         study_dir, [trial_record('qk/vo'), trial_record(hostile)], name=hostile, question=hostile
     )
     study = load_study(study_dir)
-    text = terminal.terminal_text(study, find(study), Path('report.html'), 100)
+    text = tables.terminal_text(study, find(study), Path('report.html'), 100)
     assert 'evil' in text
     assert not {'\x1b', '\x07', '\x9b'} & set(text)

@@ -12,7 +12,7 @@ from qkattn.claims.deciding import decide
 from qkattn.claims.pages import SCALING, write_page
 from qkattn.claims.results import MEASURES, Results
 from qkattn.errors import ReportError
-from qkattn.report.export import export as export_study
+from qkattn.report import export as export_study
 from qkattn.report.verify import difference, near
 
 # What another machine or commit changes.

@@ -12,8 +12,7 @@ from qkattn.claims.decided import NAME, ClaimResult, ClaimVerdict, read_claims
 from qkattn.claims.figures import claim_figures, overview
 from qkattn.claims.shown import amount, claim_sheets, described_row, macros
 from qkattn.report.figures import figures
-from qkattn.report.figures.plots import write_plots
-from qkattn.report.figures.style import Drawing
+from qkattn.report.figures.style import Drawing, write_plots
 from qkattn.report.page import described
 from qkattn.report.prose import END, NONE, environment, tidy
 from qkattn.report.sheets import Heading, sheets

@@ -92,7 +92,8 @@ def has_several_arms(rows: Iterable[Row]) -> bool:
 def quantity(rows: Iterable[Row], most: int = 1) -> str:
     """'rank of A', 'loss (nats/token)'; 'values' of more than `most` things."""
     rows = list(rows)
-    whats, units = ([*dict.fromkeys(getattr(row, of) for row in rows)] for of in ('what', 'unit'))
+    whats = list(dict.fromkeys(row.what for row in rows))
+    units = list(dict.fromkeys(row.unit for row in rows))
     name = listed(whats) if len(whats) <= most else 'values'
     return name + (f' ({units[0]})' if len(units) == 1 and units[0] else '')
 

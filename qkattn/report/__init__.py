@@ -3,22 +3,32 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from qkattn.errors import ReportError
 from qkattn.report.figures import figures
-from qkattn.report.figures.plots import write_plots
-from qkattn.report.figures.style import Drawing
-from qkattn.report.latex import latex_table
+from qkattn.report.figures.style import Drawing, write_plots
 from qkattn.report.page import report_page
 from qkattn.report.run_page import write_run_report
-from qkattn.report.tables import csv_table, headline, report_markdown, report_text
-from qkattn.report.terminal import fitted, terminal_text, width_of_terminal
-from qkattn.report.trials import trials_csv
+from qkattn.report.tables import (
+    csv_table,
+    fitted,
+    headline,
+    latex_table,
+    report_markdown,
+    report_text,
+    terminal_text,
+    trials_csv,
+    width_of_terminal,
+)
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
+from qkattn.storage.records import parse_file
+from qkattn.study import stored
 from qkattn.study.tuning import SCREENING
-from qkattn.verdict import Findings, Study, find, load_study
+from qkattn.verdict import Findings, Study, find, load_findings, load_study
 
 __all__ = [
     'documents',
+    'export',
     'headline',
     'report_text',
     'show_report',
@@ -81,3 +91,41 @@ def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:
     for name, text in documents(study, found, drawn, svg).items():
         written = write_atomic(study.directory / name, text)
     return study, found, written
+
+
+def export(study_dir: str | Path, destination: str | Path) -> Path:
+    """Writes a study's stored form (see `qkattn.study.stored`), table.md and table.csv.
+
+    `experiments.report --study` makes the rest of a report from it. A copy of an export is a
+    working directory, in which the study goes on with the runs that have no result.
+
+    Raises:
+      ReportError: no study, or `destination` holds something else.
+    """
+    (study, found), destination = load_findings(study_dir), Path(destination)
+    _check_destination(study, destination)
+    stored.pack(study.files, destination)
+    write_atomic(destination / 'table.md', report_markdown(study, found))
+    write_atomic(destination / 'table.csv', csv_table(study, found))
+    return destination
+
+
+def _check_destination(study: Study, destination: Path) -> None:
+    """Raises unless it is empty, absent, or holds an earlier export of the same study."""
+    if destination.resolve() == study.directory.resolve():
+        raise ReportError(f'{str(destination)!r} is the study itself; give another directory.')
+    if destination.exists() and not destination.is_dir():
+        raise ReportError(f'{str(destination)!r} is a file; give a directory.')
+    if not destination.is_dir() or not any(destination.iterdir()):
+        return
+    try:
+        name = parse_file(destination / 'study.json', {'name': str})['name']
+    except ValueError:
+        name = None
+    if name != study.name:
+        raise ReportError(
+            f'{str(destination)!r} holds something else than study {study.name!r}; '
+            'give an empty directory.'
+        )
+    if (destination / 'plan.jsonl').exists():
+        raise ReportError(f'{str(destination)!r} holds a study that was run there; give another.')

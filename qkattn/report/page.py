@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.report.figures.style import DARK, HUES, LIGHT, Drawing
-from qkattn.report.prose import environment, plain, said, sentences
+from qkattn.report.prose import environment, macro_sentences, plain, sentences
 from qkattn.report.sheets import sheets
 from qkattn.report.tables import headed, notes, printed, settings, summary
 from qkattn.storage.records import flat
@@ -25,7 +25,9 @@ def report_page(
     study: Study, found: Findings, drawn: Sequence[Drawing], svg: Mapping[str, str]
 ) -> str:
     """The whole report as an HTML document; a figure without an SVG is left empty."""
-    figures = [described(study, found, of) | {'svg': svg.get(of.stem, '')} for of in drawn]
+    figures = [
+        described(study, found, drawing) | {'svg': svg.get(drawing.stem, '')} for drawing in drawn
+    ]
     by_stem = {figure['stem']: figure for figure in figures}
     facts = sentences('facts.j2', study=study, found=found)
     of_study = headed(study, found)
@@ -59,7 +61,7 @@ def style() -> dict[str, Any]:
 def described(study: Study, found: Findings, figure: Drawing) -> dict[str, Any]:
     """A figure as the page shows it: its kind names a macro of figures.j2."""
     kind = next(name for name in KINDS if figure.stem.startswith(name))
-    title, caption = said('figures.j2', kind, study, found=found, **figure.values)
+    title, caption = macro_sentences('figures.j2', kind, study, found=found, **figure.values)
     return {'stem': figure.stem, 'kind': kind, 'title': title, 'caption': caption}
 
 

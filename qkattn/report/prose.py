@@ -46,7 +46,7 @@ QUANTITIES = {
 def rounded(value: Any) -> Any:
     """A number as it is stored, and numbers in lists: to DIGITS digits, whole ones as they are."""
     if isinstance(value, list):
-        return [rounded(of) for of in value]
+        return list(map(rounded, value))
     if not isinstance(value, float) or value.is_integer():
         return value
     # Digits before the point stay: they may be those of a count.
@@ -150,15 +150,15 @@ def placed(place: Place, study: Study | None = None) -> str:
     return f'{place.variant} at {place.size}{corpus}{kind}'
 
 
-def where(study: Study, of: Any) -> str:
+def where(study: Study, group: Any) -> str:
     """What tells a group of arms apart: 'd_model=128', 'stdlib', 'd_model=128, stdlib', ''."""
-    several = (of.size, study.sizes), (of.corpus, study.corpora)
+    several = (group.size, study.sizes), (group.corpus, study.corpora)
     return ', '.join(name for name, among in several if len(among) > 1)
 
 
-def on_corpus(study: Study, of: Any) -> str:
+def on_corpus(study: Study, arm: Any) -> str:
     """A variant of the study, with the corpus if there are several."""
-    return of.variant + (f', {of.corpus}' if len(study.corpora) > 1 else '')
+    return arm.variant + (f', {arm.corpus}' if len(study.corpora) > 1 else '')
 
 
 def is_post_hoc(study: Study, place: Place) -> bool:
@@ -178,9 +178,9 @@ def remark(found: Remark, study: Study | None = None) -> str:
     return f'{subject or text[0].upper()}{text if subject else text[1:]}.'
 
 
-def reasons(of: Any) -> str:
+def reasons(judged: Any) -> str:
     """Why an arm has its verdict, or a variant its one over all corpora."""
-    return '; '.join(clause(why, of.verdict.num_comparisons) for why in of.verdict.reasons)
+    return '; '.join(clause(why, judged.verdict.num_comparisons) for why in judged.verdict.reasons)
 
 
 def progress(missing: Missing) -> str:
@@ -208,7 +208,7 @@ def sentences(template: str, *, html: bool = False, **values: Any) -> list[str]:
     return [Markup(line) for line in lines] if html else lines
 
 
-def said(template: str, name: str, study: Study, /, **values: Any) -> list[str]:
+def macro_sentences(template: str, name: str, study: Study, /, **values: Any) -> list[str]:
     """The sentences of a macro, whose first argument is the study, as plain text."""
     module = environment(html=False).get_template(template).make_module({'study': study})
     return [tidy(part) for part in getattr(module, name)(study, **values).split(END)]
@@ -258,24 +258,24 @@ def _optima(arms: Iterable[Arm]) -> list[dict[str, Any]]:
 
 def by_size(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
     """Arms, which stand size by size, of each size."""
-    return {size: list(of) for size, of in itertools.groupby(arms, key=lambda arm: arm.size)}
+    return {size: list(group) for size, group in itertools.groupby(arms, key=lambda arm: arm.size)}
 
 
 def by_where(arms: Iterable[Arm], study: Study) -> dict[str, list[Arm]]:
     """Arms, which stand size by size and corpus by corpus, of each of both."""
     groups = itertools.groupby(arms, key=lambda arm: where(study, arm))
-    return {name: list(of) for name, of in groups}
+    return {name: list(group) for name, group in groups}
 
 
 def _forms(arms: Iterable[Arm], study: Study) -> dict[str, str]:
     """The forms of the variants, by name, whose name leaves options at their defaults."""
     made = {shown(study, arm.place): form(study.by_name[arm.example.run].config) for arm in arms}
-    return {name: of.name for name, of in made.items() if of.abridged}
+    return {name: written.name for name, written in made.items() if written.abridged}
 
 
 @jinja2.pass_context
-def _place(context: jinja2.runtime.Context, of: Any) -> str:
-    return placed(of if isinstance(of, Place) else of.place, context.get('study'))
+def _place(context: jinja2.runtime.Context, arm: Any) -> str:
+    return placed(arm if isinstance(arm, Place) else arm.place, context.get('study'))
 
 
 def _details(measure: Measure, arms: Iterable[Arm]) -> dict[str, list]:
@@ -308,13 +308,15 @@ def environment(html: bool) -> jinja2.Environment:
         'rates': _rates,
         'forms': _forms,
         'withholding': lambda remarks: [
-            of for of in remarks if of.blocks and not (of.arm and of.arm.control)
+            remark
+            for remark in remarks
+            if remark.blocks and not (remark.arm and remark.arm.control)
         ],
         'optima': _optima,
         'details': _details,
         'by_size': by_size,
         'by_difference': functools.partial(
-            sorted, key=lambda of: of.comparison.difference.mean if of.comparison else 0.0
+            sorted, key=lambda arm: arm.comparison.difference.mean if arm.comparison else 0.0
         ),
         'g': lambda value, spec='g': f'{value:{spec}}',
         'integers': lambda values: [f'{value:,}' for value in values],

@@ -158,13 +158,13 @@ def loss_curves(run: Run) -> Figure:
     axes = figure.subplots()
     for x, name in enumerate(run.trials):
         colour = {'color': HUES[x] if len(run.trials) <= len(HUES) else MUTED}
-        for kind, field, own in (
+        for kind, field, look in (
             ('train', 'loss', {'linewidth': 0.8, 'alpha': 0.6, 'label': f'{name}, training'}),
             ('eval', 'val_loss', {'marker': MARKERS[0], 'label': f'{name}, validation'}),
         ):
             records = [record for record in run.records if record['kind'] == kind]
             losses = np.array([record[field][x] for record in records], np.float64)
-            axes.plot([record['step'] for record in records], losses, **colour, **own)
+            axes.plot([record['step'] for record in records], losses, **colour, **look)
     # The first steps are far above the rest.
     late = [r['loss'] for r in run.records if r['kind'] == 'train' and r['step'] > 0.1 * run.steps]
     losses = np.array(late or [np.nan], np.float64)

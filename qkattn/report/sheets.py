@@ -55,7 +55,7 @@ def sheets(study: Study, found: Findings) -> list[Sheet]:
         'ledger': _ledger(study),
     }
     return [
-        Sheet(name, *table, *prose.said('sheets.j2', name, study, found=found))
+        Sheet(name, *table, *prose.macro_sentences('sheets.j2', name, study, found=found))
         for name, table in made.items()
         if table[1]
     ]
@@ -66,9 +66,9 @@ def _places(study: Study) -> tuple[list[Heading], Any]:
     fields = [('size', study.sizes), ('corpus', study.corpora)]
     shown = [name for name, among in fields if len(among) > 1]
 
-    def cells(of: Any) -> list[str]:
-        name = prose.shown(study, of.place) if isinstance(of, Arm) else of.variant
-        return [name, *(getattr(of, field) for field in shown if hasattr(of, field))]
+    def cells(row: Any) -> list[str]:
+        name = prose.shown(study, row.place) if isinstance(row, Arm) else row.variant
+        return [name, *(getattr(row, field) for field in shown if hasattr(row, field))]
 
     return [('variant', True), *((name, True) for name in shown)], cells
 
@@ -76,25 +76,25 @@ def _places(study: Study) -> tuple[list[Heading], Any]:
 def _parts(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
     """Removing and reinvesting, which add up to the difference, and the longer budget."""
     headings, cells = _places(study)
-    of_arm = {of.place: of for of in found.decomposition}
+    by_arm = {parts.place: parts for parts in found.decomposition}
     longer = study.controls['longer']
     names = ['removing|equal shape - baseline', 'reinvesting|matched - equal shape']
     names += ['both|matched - baseline']
     names += [f'at {longer} x the steps|matched - baseline'] if longer else []
     rows = []
-    for arm in found.arms if of_arm else ():
+    for arm in found.arms if by_arm else ():
         if arm.is_baseline:
             continue
-        of = of_arm.get(arm.place)
-        parts = [of and of.removing, of and of.reinvesting, arm.comparison]
-        parts += [of and of.longer] if longer else []
+        names_of_parts = ['removing', 'reinvesting', *['longer'] * bool(longer)]
+        parts = [getattr(by_arm.get(arm.place), name, None) for name in names_of_parts]
+        parts.insert(2, arm.comparison)
         texts = [interval(part.difference) if part else NONE for part in parts]
         rows.append([*cells(arm), *texts])
     return [*headings, *((name, False) for name in names)], rows
 
 
 def _overall(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
-    """The word of each variant over all corpora, beside that of each corpus."""
+    """The verdict on each variant over all corpora, beside that on each corpus."""
     several = len(study.sizes) > 1
     left = ['variant', *['size'] * several]
     names = [f'difference in {found.split} loss,|nats/token [95 % interval]']
@@ -102,10 +102,10 @@ def _overall(study: Study, found: Findings) -> tuple[list[Heading], list[list[st
     headings = [(name, True) for name in left] + [(names[0], False), ('verdict', True)]
     headings += [(name, False) for name in tests] + [(name, True) for name in study.corpora]
     rows = []
-    for of in found.overall:
-        difference = interval(of.comparison.difference if of.comparison else None)
-        verdict, by_corpus = of.verdict, {arm.corpus: arm.verdict for arm in of.arms}
-        row = [of.variant, *[of.size] * several, difference, verdict.decision.value]
+    for overall in found.overall:
+        difference = interval(overall.comparison.difference if overall.comparison else None)
+        verdict, by_corpus = overall.verdict, {arm.corpus: arm.verdict for arm in overall.arms}
+        row = [overall.variant, *[overall.size] * several, difference, verdict.decision.value]
         row += [p_value(verdict.p_holm), p_value(verdict.p_margin_holm)]
         rows.append([*row, *(by_corpus[corpus].decision.value for corpus in study.corpora)])
     return headings, rows
@@ -122,18 +122,21 @@ def yardsticks(study: Study, found: Findings) -> tuple[list[Heading], list[list[
     names = ['trained|enough', 'tokens|seen', f'{SPLITS[found.split]}|loss', 'best counts|of these']
     names += ['their|loss', 'gain by|position', 'BLEU', 'worth of|sources']
     rows = []
-    for of in trained.standings(study, (*found.arms, *found.controls)):
-        task, loss = of.yardstick.task if of.yardstick else None, of.arm.loss
+    for standing in trained.standings(study, (*found.arms, *found.controls)):
+        arm, yardstick, best = standing.arm, standing.yardstick, standing.best
 
-        def recorded(value: float | None, spec: str, own: str, task: str | None = task) -> str:
-            return NONE if task != own else NOT_RECORDED if value is None else f'{value:{spec}}'
+        def recorded(
+            value: float | None, spec: str, task: str, actual: Any = yardstick and yardstick.task
+        ) -> str:
+            return NONE if actual != task else NOT_RECORDED if value is None else f'{value:{spec}}'
 
-        row = [of.arm.size, of.arm.corpus, 'no' if of.remarks else 'yes']
-        row.append(si(of.yardstick.seen) if of.yardstick else NOT_RECORDED)
-        row.append(f'{loss.mean:.3f}' if loss else NONE)
-        row += (of.best[0], f'{of.best[1]:.3f}') if of.best else (NONE, NONE)
-        row += [recorded(of.gain, '.3f', 'language'), recorded(of.bleu, '.1f', 'translation')]
-        rows.append([*row, recorded(of.sources, '.3f', 'translation')])
+        row = [arm.size, arm.corpus, 'no' if standing.remarks else 'yes']
+        row.append(si(yardstick.seen) if yardstick else NOT_RECORDED)
+        row.append(f'{arm.loss.mean:.3f}' if arm.loss else NONE)
+        row += (best[0], f'{best[1]:.3f}') if best else (NONE, NONE)
+        row.append(recorded(standing.gain, '.3f', 'language'))
+        row.append(recorded(standing.bleu, '.1f', 'translation'))
+        rows.append([*row, recorded(standing.sources, '.3f', 'translation')])
     return [('size', True), ('corpus', True), *((name, False) for name in names)], rows
 
 
@@ -146,10 +149,10 @@ def _positions(study: Study, found: Findings) -> tuple[list[Heading], list[list[
     names = list(dict.fromkeys(name for trial in trials for name in trial.positions))
     rows = []
     for arm in arms:
-        own = measured[arm.place]
-        columns = [[of.positions.get(name) for of in own] for name in names]
-        columns.append([of.shuffled for of in own])
-        means = [NONE if None in of else f'{statistics.fmean(of):.3f}' for of in columns]
+        of_arm = measured[arm.place]
+        by_name = [[trial.positions.get(name) for trial in of_arm] for name in names]
+        by_name.append([trial.shuffled for trial in of_arm])
+        means = [NONE if None in x else f'{statistics.fmean(x):.3f}' for x in by_name]
         rows.append([*cells(arm), words(arm.control or NONE), *means])
     headings = [*headings, ('control', True), *((name, False) for name in names)]
     return [*headings, ('sources|shuffled', False)], rows
@@ -161,9 +164,9 @@ def _laws(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]
     left = [heading for heading in headings if heading[0] != 'size']  # a law is over sizes
     numbers = ('E,|nats/token', 'A', 'a', 'R²', 'baseline parameters|per parameter')
     rows = []
-    for of in found.scaling:
-        law, worth = of.fit, of.multiplier
-        row = cells(of)
+    for scaling in found.scaling:
+        law, worth = scaling.fit, scaling.multiplier
+        row = cells(scaling)
         if law.problem:
             row += [NONE] * 4
         else:
@@ -182,8 +185,8 @@ def _forms(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]
     headings = [('variant', True), ('form', True), ('A[n]', True), ('B[n]', True)]
     rows = []
     for name, arm in arms.items():
-        of = form(study.by_name[arm.example.run].config)
-        rows.append([name, of.name, of.score or NONE, of.value or NONE])
+        written = form(study.by_name[arm.example.run].config)
+        rows.append([name, written.name, written.score or NONE, written.value or NONE])
     return headings, rows
 
 
@@ -193,8 +196,8 @@ def _ledger(study: Study) -> tuple[list[Heading], list[list[str]]]:
     rows = []
     for entry in entries:
         arms = [Place(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
-        (what,) = prose.said('sheets.j2', 'entered', study, entry=entry, arms=arms)
+        (sentence,) = prose.macro_sentences('sheets.j2', 'entered', study, entry=entry, arms=arms)
         time = str(entry['time']).removesuffix('+00:00').replace('T', ' ')
         numbers = [str(entry[name]) if name in entry else NONE for name in ('look', 'family')]
-        rows.append([time, words(entry['event']), *numbers, what])
+        rows.append([time, words(entry['event']), *numbers, sentence])
     return [*headings, ('what', True)], rows

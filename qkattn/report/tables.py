@@ -1,22 +1,29 @@
-"""One data frame, of the columns of `qkattn.report.columns`, as CSV, text and Markdown."""
+"""A report as text: table.txt, .md, .csv and .tex, trials.csv, and what a terminal shows."""
 
 import math
 import re
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
 
 from qkattn.jobs.output import visible
+from qkattn.metrics import result_fields
 from qkattn.report import prose
-from qkattn.report.column import Column
-from qkattn.report.columns import columns, measured
-from qkattn.report.prose import one_line, rounded, sentences
-from qkattn.report.sheets import Heading, sheets
+from qkattn.report.columns import Column, columns, measured
+from qkattn.report.figures.style import short
+from qkattn.report.prose import environment, one_line, rounded, sentences
+from qkattn.report.sheets import Heading, sheets, yardsticks
 from qkattn.stats.inference import LEVEL, POWER
+from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
+from qkattn.verdict.runs import PlannedRun, Trial
 
 
 def frame(study: Study, found: Findings) -> pd.DataFrame:
@@ -89,8 +96,8 @@ def headline(study: Study, found: Findings) -> str:
         return groups.index(prose.where(study, arm)), not arm.is_baseline, difference
 
     rows = printed(of_study, sorted(found.arms, key=rank))
-    said = sentences('headline.j2', study=study, found=found)
-    text = markdown(' '.join([*said, summary(study, found)[-1]]))
+    lines = sentences('headline.j2', study=study, found=found)
+    text = markdown(' '.join([*lines, summary(study, found)[-1]]))
     return f'{markdown_table(headings(of_study), rows)}\n\n{text}\n'
 
 
@@ -98,8 +105,9 @@ def settings(study: Study, found: Findings) -> list[tuple[str, str]]:
     """Names and values of the settings that all arms share, of the runs that results are from."""
     runs = [study.by_name[arm.example.run] for arm in found.arms]
     models = [run.config['model'] for run in runs]
-    said = sentences('settings.j2', study=study, found=found, config=runs[0].config, models=models)
-    return [(name, value) for name, _, value in (line.partition(': ') for line in said)]
+    config = runs[0].config
+    lines = sentences('settings.j2', study=study, found=found, config=config, models=models)
+    return [(name, value) for name, _, value in (line.partition(': ') for line in lines)]
 
 
 def summary(study: Study, found: Findings, html: bool = False) -> list[str]:
@@ -130,7 +138,7 @@ def report_text(study: Study, found: Findings) -> str:
     parts = [*heading, '', *summary(study, found), '', table, '', *notes(study, found), *problems]
     for sheet in sheets(study, found):
         parts += ['', sheet.title, '', text_table(sheet.headings, sheet.rows), '', sheet.note]
-    parts += ['', 'Settings', '', *(f'{name}: {of}' for name, of in settings(study, found))]
+    parts += ['', 'Settings', '', *(f'{name}: {value}' for name, value in settings(study, found))]
     return '\n'.join(visible(line) for part in parts for line in part.split('\n')) + '\n'
 
 
@@ -150,3 +158,139 @@ def report_markdown(study: Study, found: Findings) -> str:
 
 def _bullets(items: Iterable[str]) -> str:
     return '\n'.join(f'- {markdown(item)}' for item in items)
+
+
+_LATEX = {
+    '\\': r'\textbackslash{}',
+    **{character: f'\\{character}' for character in '{}$&#%_'},
+    '^': r'\textasciicircum{}',
+    '~': r'\textasciitilde{}',
+    '<': r'\textless{}',
+    '>': r'\textgreater{}',
+    '|': r'\textbar{}',
+    '"': "''",
+    '±': r'\ensuremath{\pm}',
+    '→': r'\ensuremath{\rightarrow}',
+    '×': r'\ensuremath{\times}',
+    '–': r'\textendash{}',
+    '…': r'\ldots{}',
+}
+LAST_LATIN = 0x17F
+
+
+def latex_table(study: Study, found: Findings) -> str:
+    """A table environment with a row per arm; what all arms have in common is in its caption."""
+    of_study = [column for column in columns(study, found) if column.headline]
+    rows = [list(map(latex, row)) for row in printed(of_study, found.arms)]
+    names = [latex(column.heading.replace('|', ' ')) for column in of_study]
+    caption = environment(html=False).get_template('table.tex.j2').render(study=study, found=found)
+    text = (
+        pd.DataFrame(rows, columns=names)
+        .style.hide(axis='index')
+        .to_latex(
+            caption=latex(caption.strip()),
+            column_format=f'@{{}}{"".join("l" if c.left else "r" for c in of_study)}@{{}}',
+            hrules=True,
+            position_float='centering',
+        )
+    )
+    return f'% needs \\usepackage{{booktabs}}\n{text}'
+
+
+def latex(text: str) -> str:
+    """`text` for LaTeX's text mode, on one line; a sign before a digit becomes a minus.
+
+    A character outside of what LaTeX's default fonts hold is written as its code point.
+    """
+
+    def escape(character: str) -> str:
+        code = ord(character)
+        return _LATEX.get(character, character if code <= LAST_LATIN else f'[U+{code:04X}]')
+
+    pieces = re.split(r'(?<![\w.])-(?=\d)', re.sub('[ \t\n]+', ' ', text))
+    # Ligatures would join the hyphens of a name.
+    escaped = (''.join(map(escape, piece)).replace('--', '-{}-') for piece in pieces)
+    return r'\ensuremath{-}'.join(escaped)
+
+
+WIDTH = 100
+"""Columns of a terminal that a report fits into."""
+
+
+def width_of_terminal() -> int:
+    """The columns of this terminal, at most WIDTH, which is that of a log, too."""
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
+
+
+def terminal_text(study: Study, found: Findings, page: Path, width: int) -> str:
+    """What was found, the table of the headline, problems, and where the rest is."""
+    # The headline's columns come first, then those of both the full and the brief table.
+    of_study = [c for c in columns(study, found) if c.headline or (c.brief and c.full)]
+    of_study.sort(key=lambda column: not column.headline)
+    table = fitted(headings(of_study), printed(of_study, found.arms), width)
+    problems = [f'! {problem}' for problem in study.problems]
+    lines = [f'study {study.name}', *([study.question] if study.question else []), '']
+    lines += [*summary(study, found), *problems]
+    more = f'all columns, notes and settings: {page.with_name("table.txt")}'
+    lines = [wrapped(visible(one_line(line)), width) for line in lines]
+    beside = yardsticks(study, found)
+    measured = ['', fitted(*beside, width)] if beside[1] else []
+    return '\n'.join([*lines, '', table, *measured, '', more, f'report: {page}'])
+
+
+def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int) -> str:
+    """A table of the columns that fit, in their order.
+
+    The first column, a name, loses its middle where it takes more than a quarter of the width.
+    """
+    kept = [0]
+    rows = [[short(visible(row[0]), width // 4), *row[1:]] for row in rows]
+
+    def table(places: Sequence[int]) -> str:
+        of_rows = [[row[place] for place in places] for row in rows]
+        return text_table([titles[place] for place in places], of_rows)
+
+    for place in range(1, len(titles)):
+        if max(map(len, table([*kept, place]).splitlines())) <= width:
+            kept.append(place)
+    return table(kept)
+
+
+def wrapped(text: str, width: int) -> str:
+    """`text` in lines of a terminal; a path is not broken."""
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def trials_csv(study: Study, found: Findings) -> str:
+    """CSV with one row per trial, in the order of the plan: arm, settings, end, metrics, run.
+
+    Numbers are unrounded, in the unit of the result files; an empty field where there is no such
+    number. What no trial has is left out. `chosen` is 1 for the trials that the results of
+    an arm are the mean of.
+    """
+    chosen = {id(trial) for arm in (*found.arms, *found.controls) for trial in arm.chosen}
+    rows = [
+        _row(run, trial) | {'chosen': int(id(trial) in chosen), 'directory': run.directory}
+        for run in study.runs
+        for trial in run.trials
+    ]
+    table = pd.DataFrame(rows, dtype=object)
+    optional = ('diverged_at', *result_fields())
+    unmeasured = [name for name in optional if table[name].isna().all()]
+    return table.drop(columns=unmeasured).to_csv(index=False, lineterminator='\n')
+
+
+def _row(run: PlannedRun, trial: Trial) -> dict[str, Any]:
+    return {
+        **trial.place._asdict(),
+        **{name: getattr(trial, name) for name in ('stage', 'knob', 'seed')},
+        **dict(zip(KNOBS, trial.at, strict=True)),
+        **{
+            name: getattr(trial, name)
+            for name in ('status', 'diverged_at', 'num_steps', 'num_tokens')
+        },
+        'parameters': trial.parameters['total'],
+        **{name: getattr(trial, name) for name in ('target_parameters', 'residual')},
+        **trial.metrics,
+        'run': run.name,
+    }

@@ -179,7 +179,7 @@ def _of_runs(study: Study) -> Iterator[str]:
 
 def near(stored: float, number: float) -> bool:
     """Whether a number within TOLERANCE of `number` is stored as `stored`."""
-    return stored in {rounded(number * (1 + of)) for of in (-TOLERANCE, 0, TOLERANCE)}
+    return stored in {rounded(number * (1 + shift)) for shift in (-TOLERANCE, 0, TOLERANCE)}
 
 
 def same_print(one: str, other: str, at_boundary: Callable[[float], bool]) -> bool:
@@ -198,7 +198,7 @@ def same_print(one: str, other: str, at_boundary: Callable[[float], bool]) -> bo
     if math.isclose(a, b, rel_tol=last_bits) and not is_count:
         return True
     low, high = sorted(map(Decimal, texts), key=abs)
-    last = min(int(of.as_tuple().exponent) for of in (low, high))
+    last = min(int(x.as_tuple().exponent) for x in (low, high))
     if abs(high - low) > Decimal(1).scaleb(last):
         return False
     has_all_digits = low.adjusted() - last + 1 >= DIGITS and not is_count
@@ -215,29 +215,29 @@ def boundaries(
 
     @functools.cache
     def logarithms() -> list[float]:
-        numbers = (of for pair in studies() for of in _numbers((pair[1], tables.frame(*pair))))
-        return [math.log10(abs(of)) for of in {*numbers} if of and math.isfinite(of)]
+        numbers = {x for pair in studies() for x in _numbers((pair[1], tables.frame(*pair)))}
+        return [math.log10(abs(x)) for x in numbers if x and math.isfinite(x)]
 
     def at_boundary(boundary: float) -> bool:
         if not boundary:
             return False
         place = math.log10(abs(boundary))
-        apart = (abs(math.remainder(of - place, 1)) for of in logarithms())
-        return any(of <= math.log10(1 + TOLERANCE) for of in apart)
+        apart = (abs(math.remainder(x - place, 1)) for x in logarithms())
+        return any(x <= math.log10(1 + TOLERANCE) for x in apart)
 
     return at_boundary
 
 
-def _numbers(of: Any) -> Iterator[float]:
+def _numbers(value: Any) -> Iterator[float]:
     """All numbers of dataclasses, mappings, sequences and tables within each other."""
-    if isinstance(of, float):
-        yield of
-    elif dataclasses.is_dataclass(of):
-        yield from _numbers(vars(of))
-    elif isinstance(of, Mapping):
-        yield from _numbers([*of.values()])
-    elif isinstance(of, list | tuple | pd.DataFrame):
-        for part in of.to_numpy().ravel() if isinstance(of, pd.DataFrame) else of:
+    if isinstance(value, float):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        yield from _numbers(vars(value))
+    elif isinstance(value, Mapping):
+        yield from _numbers([*value.values()])
+    elif isinstance(value, list | tuple | pd.DataFrame):
+        for part in value.to_numpy().ravel() if isinstance(value, pd.DataFrame) else value:
             yield from _numbers(part)
 
 

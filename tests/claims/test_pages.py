@@ -11,7 +11,7 @@ from qkattn.claims.figures import claim_figures, overview
 from qkattn.claims.pages import BLOCKS, claims_markdown, drawings, duration, write_page
 from qkattn.claims.shown import amount, compared, expected
 from qkattn.errors import ReportError, RunDirectoryError
-from qkattn.report.figures import plots
+from qkattn.report.figures import style
 from qkattn.report.figures.style import Rendered, style_sheet
 from qkattn.report.verify import check_page
 from tests.claims.decided_claims import claims
@@ -33,7 +33,7 @@ def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp('claims')
     write_claims(directory, claims())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plots, 'render', lambda drawing: BLANK)
+        patched.setattr(style, 'render', lambda drawing: BLANK)
         write_page(directory)
     return directory
 
@@ -122,7 +122,7 @@ def test_figures_show_the_numbers_of_the_rows(written, tmp_path):
     files = sorted(path.name for path in (written / 'plots').iterdir())
     assert files == sorted(f'{stem}.png' for stem in [*stems, 'verdicts'])
     drawn = {drawing.stem: drawing for drawing in drawings(read_claims(written))}
-    plots.write_plots(tmp_path, [drawn['c2_differences']], kinds=('png',))
+    style.write_plots(tmp_path, [drawn['c2_differences']], kinds=('png',))
     assert (tmp_path / 'c2_differences.png').read_bytes().startswith(b'\x89PNG')
     means = [
         points.get_offsets()[0][0]

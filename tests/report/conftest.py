@@ -9,8 +9,8 @@ import pytest
 
 from qkattn import report
 from qkattn.config import fingerprint_of
-from qkattn.report.export import export
-from qkattn.report.figures import plots
+from qkattn.report import export
+from qkattn.report.figures import style
 from qkattn.report.figures.style import Rendered
 from qkattn.storage import ledger
 from qkattn.study import stored
@@ -146,7 +146,7 @@ def renamed(directory):
 def unrendered():
     """Pictures are no part of a check: they are not rendered."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plots, 'render', lambda drawing: Rendered(b'', b'', '', '<svg></svg>'))
+        patched.setattr(style, 'render', lambda drawing: Rendered(b'', b'', '', '<svg></svg>'))
         yield
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from qkattn.report.latex import latex, latex_table
+from qkattn.report.tables import latex, latex_table
 from qkattn.verdict import find, load_study
 from tests.report.conftest import HOSTILE
 from tests.studies import tuned_arm, write_tuned

@@ -20,9 +20,9 @@ from qkattn.report.tables import (
     printed,
     report_markdown,
     report_text,
+    terminal_text,
     text_table,
 )
-from qkattn.report.terminal import terminal_text
 from qkattn.verdict import find, load_study
 from tests.studies import (
     edit_plan,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qkattn.report.terminal import WIDTH, fitted, terminal_text, width_of_terminal
+from qkattn.report.tables import WIDTH, fitted, terminal_text, width_of_terminal
 from qkattn.verdict import find, load_study
 
 

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 
-from qkattn.report.trials import trials_csv
+from qkattn.report.tables import trials_csv
 from qkattn.verdict import find, load_study
 from tests.report.conftest import controlled
 from tests.studies import RATES, tuned_arm, write_tuned

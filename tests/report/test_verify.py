@@ -9,7 +9,7 @@ import pytest
 
 from qkattn import report
 from qkattn.errors import ReportError
-from qkattn.report.export import export
+from qkattn.report import export
 from qkattn.report.verify import boundaries, check_page, check_study, difference, same_print
 from qkattn.storage import ledger
 from qkattn.verdict import load_findings

@@ -29,8 +29,8 @@ def folded() -> list[Row]:
     """Output of a double layer after `fold_double`, whatever else the layer has."""
     rows, x_BTD = [], stream()
     for name, options in LAYERS.items():
-        of = layer('double/double', **options)
-        change = difference(output(fold_double(of), x_BTD), output(of, x_BTD))
+        attention = layer('double/double', **options)
+        change = difference(output(fold_double(attention), x_BTD), output(attention, x_BTD))
         rows.append(exact(f'change of the output by folding, {name}', change, 0, 1e-12, **WIDE))
     return rows
 
@@ -38,12 +38,14 @@ def folded() -> list[Row]:
 @float64
 def unfolded() -> list[Row]:
     """One matrix per head as a double one, with the identity as what is shared."""
-    of, x_BTD = layer(), stream()
-    w_q_DNH, w_k_DNH = (np.asarray(w[...]) for w in (of.score.w_q_DNH, of.score.w_k_DKH))
+    attention, x_BTD = layer(), stream()
+    w_q_DNH, w_k_DNH = (
+        np.asarray(w[...]) for w in (attention.score.w_q_DNH, attention.score.w_k_DKH)
+    )
     eye = np.eye(D)
     score = {'w_q_outer_DR': eye, 'w_q_RNH': w_q_DNH, 'w_k_outer_DR': eye, 'w_k_RKH': w_k_DNH}
-    double = fill(empty_layer(of, score='double'), of, score=score)
-    change = difference(output(double, x_BTD), output(of, x_BTD))
+    double = fill(empty_layer(attention, score='double'), attention, score=score)
+    change = difference(output(double, x_BTD), output(attention, x_BTD))
     return [exact('change of the output, shared W_Q = I', change, 0, 1e-12, **WIDE)]
 
 
@@ -52,8 +54,8 @@ def reach() -> list[Row]:
     """The numbers that all W_Q[n] together are free in, by the width R of the shared projection."""
     rows = []
     for R, context in ((8, WIDE), (12, WIDE), (5, NARROW), (3, NARROW)):
-        of = layer(f"double(size={R},which='q')/vo", d_model=8, num_heads=2)
-        free = freedom(queries_of, of.score)
+        attention = layer(f"double(size={R},which='q')/vo", d_model=8, num_heads=2)
+        free = freedom(queries_of, attention.score)
         rows.append(exact(f'numbers that W_Q is free in, D = 8, R = {R}', free, 8 * 8, **context))
     return rows
 

@@ -30,23 +30,25 @@ SINGLE: dict[str, Any] = {'layer': 'single head'}
 BEST = "error of the best W_K', relative to the softmax input"
 
 
-def without_w_q(of: Attention) -> Attention:
+def without_w_q(attention: Attention) -> Attention:
     """The layer with queries X and keys of D x D matrices W_K'[n] = W_K[n] W_Q[n]^T."""
-    factors = extract_factors(of)
-    target = empty_layer(of, score='query_free_full')
+    factors = extract_factors(attention)
+    target = empty_layer(attention, score='query_free_full')
     scale = factors.scale / logit_scale(target)
     w_k_DNE = scale * np.einsum('DNH,ENH->DNE', factors.w_k_DKH, factors.w_q_DNH)
-    return fill(target, of, score={'w_k_DNE': w_k_DNE, 'b_k_NE': np.zeros(w_k_DNE.shape[1:])})
+    return fill(
+        target, attention, score={'w_k_DNE': w_k_DNE, 'b_k_NE': np.zeros(w_k_DNE.shape[1:])}
+    )
 
 
 @float64
 def single_head() -> list[Row]:
     """Q = X in place of X W_Q, and back, and the parameters."""
-    of, x_BTD = layer(num_heads=1), stream()
-    without = without_w_q(of)
-    change = difference(softmax_input(without, x_BTD), softmax_input(of, x_BTD))
+    attention, x_BTD = layer(num_heads=1), stream()
+    without = without_w_q(attention)
+    change = difference(softmax_input(without, x_BTD), softmax_input(attention, x_BTD))
     rows = [exact('change of the softmax input, W_Q removed', change, 0, 1e-12, **SINGLE)]
-    change = difference(output(without, x_BTD), output(of, x_BTD))
+    change = difference(output(without, x_BTD), output(attention, x_BTD))
     rows.append(exact('change of the output, W_Q removed', change, 0, 1e-12, **SINGLE))
     free = layer('query_free/vo', num_heads=1)
     back = fill(
@@ -87,16 +89,16 @@ def up_to_constants(pairs_BTSDE: jax.Array, s_BTS: np.ndarray) -> float:
 @float64
 def many_heads() -> list[Row]:
     """N heads need N matrices of D x D; slices of X leave most of A[n] out of reach."""
-    rows, x_BTD, of = [], stream(), layer()
+    rows, x_BTD, attention = [], stream(), layer()
     context: dict[str, Any] = {'layer': 'many heads, all read X'}
-    change = difference(output(without_w_q(of), x_BTD), output(of, x_BTD))
+    change = difference(output(without_w_q(attention), x_BTD), output(attention, x_BTD))
     rows.append(exact('change of the output, W_Q removed', change, 0, 1e-12, **context))
     for heads in (2, 4, 8):
         ratio = parameters('query_free_full/vo', heads) / parameters('qk/vo', heads)
         what = f'share of the attention parameters that is left, N = {heads}'
         rows.append(exact(what, ratio, 3 / 4, **context))
-    A_NDE = np.asarray(of.score.matrix())
-    P_DNH = np.asarray(slices_DNH(of.spec))
+    A_NDE = np.asarray(attention.score.matrix())
+    P_DNH = np.asarray(slices_DNH(attention.spec))
     reached_NDE = np.einsum('DNH,ENH,NEF->NDF', P_DNH, P_DNH, A_NDE)
     context = {'layer': 'many heads, head n reads slice n of X'}
     error = relative_error(reached_NDE, A_NDE)

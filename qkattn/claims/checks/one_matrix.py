@@ -46,12 +46,12 @@ def same_function() -> list[Row]:
     """Softmax input and output of layers, and logits of a model, after `merge`."""
     rows = []
     for name, options in LAYERS.items():
-        of, x_BTD = layer(**options), stream()
-        merged = merge(of)
-        change = difference(output(merged, x_BTD), output(of, x_BTD))
+        attention, x_BTD = layer(**options), stream()
+        merged = merge(attention)
+        change = difference(output(merged, x_BTD), output(attention, x_BTD))
         rows.append(exact(f'change of the output, {name}', change, 0, 1e-12, **NOTHING))
         if not options:
-            change = difference(softmax_input(merged, x_BTD), softmax_input(of, x_BTD))
+            change = difference(softmax_input(merged, x_BTD), softmax_input(attention, x_BTD))
             rows.insert(0, exact('change of the softmax input', change, 0, 1e-12, **NOTHING))
     model, tokens_BT = trained(), jnp.arange(16).reshape(2, 8)
     logits = [jax.jit(lambda m: m(tokens_BT))(m) for m in (converted(model, 'merge'), model)]
@@ -70,7 +70,7 @@ def ranks() -> list[Row]:
     spectrum_ND = np.linalg.svd(layer().score.matrix(), compute_uv=False)
     rest = float((spectrum_ND[:, H] / spectrum_ND[:, 0]).max())
     rows.append(exact('singular value H + 1 over the first', rest, 0, 1e-13, **NOTHING))
-    found = max(rank(of.score.matrix()) for of in trained().layers())
+    found = max(rank(attention.score.matrix()) for attention in trained().layers())
     rows.append(exact('rank of W_Q W_K^T after training, H = 8', found, 8, **NOTHING))
     return rows
 
@@ -85,16 +85,16 @@ def what_stands_between() -> list[Row]:
     }
     what = 'error of the best W_QK, relative to the softmax input'
     return [
-        exact(what, best_matrix_error(of), 0, 1e-12, **{BETWEEN: name})
-        for name, of in found.items()
+        exact(what, best_matrix_error(attention), 0, 1e-12, **{BETWEEN: name})
+        for name, attention in found.items()
     ]
 
 
-def best_matrix_error(of: Attention) -> float:
+def best_matrix_error(attention: Attention) -> float:
     """min over A of |x A x^T - s| / |s|, by least squares over all pairs of 24 tokens, N = 1."""
-    x_BTD = stream(24, d_model=of.spec.d_model)
+    x_BTD = stream(24, d_model=attention.spec.d_model)
     pairs = np.einsum('BTD,BSE->BTSDE', x_BTD, x_BTD)
-    return fit_error(pairs, softmax_input(of, x_BTD))
+    return fit_error(pairs, softmax_input(attention, x_BTD))
 
 
 @functools.cache

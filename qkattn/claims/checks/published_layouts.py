@@ -56,12 +56,12 @@ def imported(name: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 
 def in_heads(square: dict[str, np.ndarray]) -> Attention:
     """The layer in float64 whose heads are slices of the square matrices."""
-    of = layer()
-    of.score.w_q_DNH[...] = square['q'].reshape(D, N, H)
-    of.score.w_k_DKH[...] = square['k'].reshape(D, N, H)
-    of.value.w_v_DKH[...] = square['v'].reshape(D, N, H)
-    of.value.w_o_NHD[...] = square['o'].reshape(N, H, D)
-    return of
+    attention = layer()
+    attention.score.w_q_DNH[...] = square['q'].reshape(D, N, H)
+    attention.score.w_k_DKH[...] = square['k'].reshape(D, N, H)
+    attention.value.w_v_DKH[...] = square['v'].reshape(D, N, H)
+    attention.value.w_o_NHD[...] = square['o'].reshape(N, H, D)
+    return attention
 
 
 @float64
@@ -69,16 +69,16 @@ def side_by_side() -> list[Row]:
     """Square matrices against N rectangular ones: the function, by the oracle, and the count."""
     square, x_BTD = published()[1], np.asarray(stream())
     squared_BTD = [square_attention(x_TD, square, N) for x_TD in x_BTD]
-    of = in_heads(square)
-    A_NDE, B_NDE = map(np.asarray, of.matrix())
+    attention = in_heads(square)
+    A_NDE, B_NDE = map(np.asarray, attention.matrix())
     mask_BTS = np.tri(T, dtype=bool)[None]
-    oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=of.score.scale)
+    oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=attention.score.scale)
     what = 'change of the output, D x D against N of D x H'
     rows = [
         exact(f'{what}, by A[n] and B[n]', difference(oracle_BTD, squared_BTD), 0, 1e-12),
         exact(
             f'{what}, by the layer',
-            difference(output(of, jnp.asarray(x_BTD)), squared_BTD),
+            difference(output(attention, jnp.asarray(x_BTD)), squared_BTD),
             0,
             1e-12,
         ),

@@ -29,7 +29,7 @@ def layer(variant: str = 'qk/vo', *, seed: int = 0, **options: Any) -> Attention
     with shapes_only():
         shapes = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     std = spec.d_model**-0.5
-    return jax.tree.map(lambda of: jnp.asarray(std * rng.standard_normal(of.shape)), shapes)
+    return jax.tree.map(lambda leaf: jnp.asarray(std * rng.standard_normal(leaf.shape)), shapes)
 
 
 @jax.jit

@@ -35,8 +35,8 @@ NAMES = ('shared_qk', 'qk')
 @float64
 def symmetry() -> list[Row]:
     """A[n] and the softmax input equal their transposes."""
-    of = layer('shared_qk/vo')
-    A_NDE, s_BNTS = np.asarray(of.score.matrix()), softmax_input(of, stream())
+    attention = layer('shared_qk/vo')
+    A_NDE, s_BNTS = np.asarray(attention.score.matrix()), softmax_input(attention, stream())
     rows = []
     for what, found in (('A[n]', A_NDE), ('the softmax input', s_BNTS)):
         apart = np.abs(found - np.swapaxes(found, -1, -2)).max() / np.abs(found).max()
@@ -80,14 +80,14 @@ def half_the_pattern() -> list[Row]:
 
 def pattern_freedom(name: str, T: int, *, causal: bool) -> int:
     """Independent directions of softmax(x A x^T) of T tokens."""
-    of, x_BTD = layer(f'{name}/vo', d_model=8, num_heads=1), stream(T, d_model=8)[:1]
+    attention, x_BTD = layer(f'{name}/vo', d_model=8, num_heads=1), stream(T, d_model=8)[:1]
     seen_TS = jnp.tri(T, dtype=bool) if causal else jnp.ones((T, T), bool)
 
     def pattern(score: Score) -> jax.Array:
         s_BNTS = jnp.einsum('BTD,NDE,BSE->BNTS', x_BTD, score.matrix(), x_BTD)
         return jax.nn.softmax(jnp.where(seen_TS, score.scale * s_BNTS, -jnp.inf))
 
-    return freedom(pattern, of.score)
+    return freedom(pattern, attention.score)
 
 
 def dominant_diagonal() -> list[Row]:
@@ -116,8 +116,8 @@ def diagonal_shares(name: str, H: int, T: int, seed: int) -> tuple[float, float,
     diagonal, and of rows whose diagonal is at least the sum of the others, at D = 256.
     """
     spec = AttentionSpec(score=name, d_model=256, num_heads=1, head_size=H)
-    of = Attention(spec, key=jax.random.key(seed))
-    s_BNTS = softmax_input(of, stream(T, d_model=256, seed=seed))
+    attention = Attention(spec, key=jax.random.key(seed))
+    s_BNTS = softmax_input(attention, stream(T, d_model=256, seed=seed))
     diagonal_BNT = np.diagonal(s_BNTS, axis1=2, axis2=3)
     others_BNT = np.abs(s_BNTS).sum(-1) - np.abs(diagonal_BNT)
     return (

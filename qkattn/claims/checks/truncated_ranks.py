@@ -17,10 +17,10 @@ FORM: dict[str, Any] = {'form': 'W_QK in factors of head size r'}
 
 def of_rank(r: int) -> Attention:
     """A `merged` layer whose W_QK[n] have rank r."""
-    of = layer('merged/vo', d_model=D, num_heads=2)
+    attention = layer('merged/vo', d_model=D, num_heads=2)
     left_DNR, right_ENR = np.random.default_rng(r).normal(size=(2, D, 2, r))
-    of.score.w_qk_DNE[...] = jnp.einsum('DNR,ENR->DNE', left_DNR, right_ENR) / D
-    return of
+    attention.score.w_qk_DNE[...] = jnp.einsum('DNR,ENR->DNE', left_DNR, right_ENR) / D
+    return attention
 
 
 @float64
@@ -28,10 +28,10 @@ def every_rank() -> list[Row]:
     """r from 1 to D: factors of head size r compute the function of a W_QK of rank r."""
     rows = []
     for r in range(1, D + 1):
-        of = of_rank(r)
-        factored = unmerge(of, rank=r)
+        attention = of_rank(r)
+        factored = unmerge(attention, rank=r)
         A_NDE = np.asarray(factored.score.matrix())
-        before_NDE = of.score.scale * np.asarray(of.score.matrix())
+        before_NDE = attention.score.scale * np.asarray(attention.score.matrix())
         change = difference(factored.score.scale * A_NDE, before_NDE)
         at_r = (
             exact('change of A by factors of size r', change, 0, 1e-12, **FORM),
@@ -44,12 +44,12 @@ def every_rank() -> list[Row]:
 @float64
 def least_error() -> list[Row]:
     """The error of truncating a W_QK of full rank, which fitted factors reach and do not beat."""
-    of = layer('merged/vo', d_model=D, num_heads=2)
-    A_NDE = of.score.scale * np.asarray(of.score.matrix())
+    attention = layer('merged/vo', d_model=D, num_heads=2)
+    A_NDE = attention.score.scale * np.asarray(attention.score.matrix())
     s_NR = np.linalg.svd(A_NDE, compute_uv=False)
     rows = []
     for r in range(1, D):
-        lost = truncate(of, rank=r)[1].relative
+        lost = truncate(attention, rank=r)[1].relative
         least = float(np.linalg.norm(s_NR[:, r:]) / np.linalg.norm(s_NR))
         row = exact('error of truncating W_QK to rank r', lost, least, 1e-12, **FORM)
         rows.append(curve(row, r, 'r'))

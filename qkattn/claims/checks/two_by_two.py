@@ -53,12 +53,12 @@ def small(variant: str = 'qk/vo', **options: Any) -> Attention:
 
 def free_numbers(variant: str, num_heads: int, circuit: str) -> int:
     """In which A[n] or B[n] of all heads move when the parameters do."""
-    of = small(variant, num_heads=num_heads)
-    if not jax.tree.leaves(getattr(of, circuit)):
+    attention = small(variant, num_heads=num_heads)
+    if not jax.tree.leaves(getattr(attention, circuit)):
         return 0
     if circuit == 'score':
-        return freedom(lambda score: score.matrix(), of.score)
-    return freedom(lambda value: value.matrix(of.score), of.value)
+        return freedom(lambda score: score.matrix(), attention.score)
+    return freedom(lambda value: value.matrix(attention.score), attention.value)
 
 
 @float64
@@ -104,14 +104,16 @@ def worked_by_hand() -> list[Row]:
 @float64
 def gauge() -> list[Row]:
     """W_Q M and W_K M^-T, or W_V M and M^-1 W_O, are the same function."""
-    of, x_BTD, rows = small(), stream(2, d_model=2), []
+    attention, x_BTD, rows = small(), stream(2, d_model=2), []
     M_HH = np.array([[2.0, 1.0], [-1.0, 1.0]])
-    inverse_HH, w = np.linalg.inv(M_HH), matrices(of)
+    inverse_HH, w = np.linalg.inv(M_HH), matrices(attention)
     for what, moved in {
         'W_Q M and W_K M^-T': {'w_q': w['w_q'] @ M_HH, 'w_k': w['w_k'] @ inverse_HH.T},
         'W_V M and M^-1 W_O': {'w_v': w['w_v'] @ M_HH, 'w_o': inverse_HH @ w['w_o']},
     }.items():
-        change = difference(output(with_matrices(small(), w | moved), x_BTD), output(of, x_BTD))
+        change = difference(
+            output(with_matrices(small(), w | moved), x_BTD), output(attention, x_BTD)
+        )
         rows.append(exact(f'change of the output, {what}', change, 0, 1e-12))
     return rows
 
@@ -121,10 +123,10 @@ def where_and_what() -> list[Row]:
     """The pattern, solved from the output of T = D tokens: W_V and W_O have no part in it."""
     rows = []
     for D in (2, 3, 4):
-        of, x_TD = small(d_model=D), stream(D, d_model=D)[0]
+        attention, x_TD = small(d_model=D), stream(D, d_model=D)[0]
         w = matrices(small(d_model=D, seed=1))
         other = with_matrices(small(d_model=D), {name: w[name] for name in ('w_v', 'w_o')})
-        P_TS = pattern(of, x_TD)
+        P_TS = pattern(attention, x_TD)
         change = difference(pattern(other, x_TD), P_TS)
         row = exact('change of the pattern by another W_V and W_O', change, 0, 1e-10)
         rows.append(curve(row, D, 'tokens and dimensions'))
@@ -137,19 +139,19 @@ def where_and_what() -> list[Row]:
     return rows
 
 
-def pattern(of: Attention, x_TD: jax.Array) -> np.ndarray:
+def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
     """P_TS of a layer with one head, from out = P (x B), all positions visible."""
-    out_TD = output(of, x_TD[None], jnp.ones((1, len(x_TD), len(x_TD)), bool))[0]
-    return np.linalg.solve((x_TD @ of.matrix()[1][0]).T, out_TD.T).T
+    out_TD = output(attention, x_TD[None], jnp.ones((1, len(x_TD), len(x_TD)), bool))[0]
+    return np.linalg.solve((x_TD @ attention.matrix()[1][0]).T, out_TD.T).T
 
 
 @float64
 def one_way() -> list[Row]:
     """[[0, 1], [0, 0]], by which token 1 attends to token 2 and not the reverse, as W W^T."""
-    of, A_DE = small('shared_qk/vo'), np.array([[0.0, 1.0], [0.0, 0.0]])
+    attention, A_DE = small('shared_qk/vo'), np.array([[0.0, 1.0], [0.0, 0.0]])
 
     def squared_error(w_P: np.ndarray) -> float:
-        fitted_DE = np.asarray(with_matrices(of, {'w_q': w_P}).score.matrix()[0])
+        fitted_DE = np.asarray(with_matrices(attention, {'w_q': w_P}).score.matrix()[0])
         return float(((fitted_DE - A_DE) ** 2).sum())
 
     least = optimize.minimize(squared_error, np.array([0.5, 0.1, 0.4, -0.2])).fun
@@ -157,19 +159,19 @@ def one_way() -> list[Row]:
     return [exact(what, least**0.5, 0.75**0.5, 1e-6)]
 
 
-def matrices(of: Attention) -> dict[str, np.ndarray]:
+def matrices(attention: Attention) -> dict[str, np.ndarray]:
     """The D x D matrices of a layer with one head, 'w_q' to 'w_o'."""
-    named = {**vars(of.score), **vars(of.value)}
-    shape = 2 * (of.spec.d_model,)
+    named = {**vars(attention.score), **vars(attention.value)}
+    shape = 2 * (attention.spec.d_model,)
     return {
         name[:3]: np.asarray(w[...]).reshape(shape) for name, w in named.items() if 'w_' in name
     }
 
 
-def with_matrices(of: Attention, given: dict[str, np.ndarray]) -> Attention:
+def with_matrices(attention: Attention, given: dict[str, np.ndarray]) -> Attention:
     """The layer with one head and these of its matrices."""
-    for circuit in (of.score, of.value):
+    for circuit in (attention.score, attention.value):
         for name, w in vars(circuit).items():
             if name[:3] in given:
                 w[...] = given[name[:3]].reshape(w.shape)
-    return of
+    return attention

@@ -69,9 +69,9 @@ def read(directory: Path) -> list[Row]:
         return []
     found = read_json(path, _SCHEMA)
     rows, against, clear = [], 0, 0
-    for of in found['measured']:
-        T, D, H = of['T'], of['D'], of['H']
-        ratio = inference.estimate([math.log(ratio) for ratio in of['ratios']])
+    for measured in found['measured']:
+        T, D, H = measured['T'], measured['D'], measured['H']
+        ratio = inference.estimate([math.log(ratio) for ratio in measured['ratios']])
         mean, low, high = (math.exp(log) for log in (ratio.mean, ratio.low, ratio.high))
         counted = merged(T, D) / factored(T, D, H)
         rows.append(

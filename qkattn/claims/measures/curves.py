@@ -28,26 +28,27 @@ def early(directory: Path) -> list[Row]:
     """
     loaded = load(directory)
     by_arm = dict(_differences(loaded))
-    fractions = sorted({f for pairs in by_arm.values() for of in pairs for f in of} - {1.0})
+    fractions = sorted({f for seeds in by_arm.values() for seed in seeds for f in seed} - {1.0})
     annealed = _words(
-        loaded, {place: [of[1.0] for of in found if 1.0 in of] for place, found in by_arm.items()}
+        loaded,
+        {arm: [seed[1.0] for seed in seeds if 1.0 in seed] for arm, seeds in by_arm.items()},
     )
     rows = []
     for fraction in fractions:
         pairs = {
-            place: [(of[fraction], of[1.0]) for of in found if {fraction, 1.0} <= of.keys()]
-            for place, found in by_arm.items()
+            arm: [(seed[fraction], seed[1.0]) for seed in seeds if {fraction, 1.0} <= seed.keys()]
+            for arm, seeds in by_arm.items()
         }
-        words = _words(loaded, {place: [one for one, _ in of] for place, of in pairs.items()})
-        change = _words(loaded, {place: [a - b for a, b in of] for place, of in pairs.items()})
-        sides = [(SIDES.get(words[place]), SIDES.get(annealed[place])) for place in words]
+        words = _words(loaded, {arm: [early for early, _ in both] for arm, both in pairs.items()})
+        change = _words(loaded, {arm: [a - b for a, b in both] for arm, both in pairs.items()})
+        sides = [(SIDES.get(words[arm]), SIDES.get(annealed[arm])) for arm in words]
         changed = sum(word in (Decision.BETTER, Decision.WORSE) for word in change.values())
         same = all(word is Decision.EQUIVALENT for word in change.values())
-        said = Speaks.FOR if changed else Speaks.AGAINST if same and change else Speaks.OPEN
-        turned = sum(None not in of and of[0] != of[1] for of in sides)
-        gained = sum((of[0] is None) != (of[1] is None) for of in sides)
+        speaks = Speaks.FOR if changed else Speaks.AGAINST if same and change else Speaks.OPEN
+        turned = sum(None not in pair and pair[0] != pair[1] for pair in sides)
+        gained = sum((early is None) != (late is None) for early, late in sides)
         counts = (
-            ('differences that change by more than the margin', changed, said),
+            ('differences that change by more than the margin', changed, speaks),
             ('verdicts that turn', turned, Speaks.BESIDE),
             ('verdicts gained or lost', gained, Speaks.BESIDE),
         )
@@ -57,13 +58,13 @@ def early(directory: Path) -> list[Row]:
                 kind=Kind.MEASURED,
                 context={'arms': str(len(words))},
                 value=float(count),
-                speaks=speaks,
+                speaks=spoken,
                 unit='arms',
                 x=fraction,
                 x_label='fraction of the steps',
                 study=directory.name,
             )
-            for what, count, speaks in counts
+            for what, count, spoken in counts
         ]
     return rows
 
@@ -85,7 +86,7 @@ def growth(directory: Path, variant: str) -> list[Row]:
         first, last = (min(pairs[0]), max(pairs[0])) if pairs else (1.0, 1.0)
         if first == last:
             continue
-        grown = inference.paired([of[last] - of[first] for of in pairs], loaded.study.margin)
+        grown = inference.paired([seed[last] - seed[first] for seed in pairs], loaded.study.margin)
         rows.append(
             Row(
                 what=f'growth of the difference from {first:.0%} of the steps on',
@@ -126,10 +127,10 @@ def _differences(loaded: Loaded) -> Iterator[tuple[Place, list[Losses]]]:
 
 def _pairs(loaded: Loaded, arm: Arm, baseline: Arm) -> Iterator[Losses]:
     """For each seed that both finished, the differences by fraction of the steps."""
-    own, other = _losses(loaded, arm), _losses(loaded, baseline)
-    for seed in sorted(own.keys() & other.keys()):
-        fractions = sorted(own[seed].keys() & other[seed].keys())
-        yield {f: own[seed][f] - other[seed][f] for f in fractions}
+    losses, others = _losses(loaded, arm), _losses(loaded, baseline)
+    for seed in sorted(losses.keys() & others.keys()):
+        fractions = sorted(losses[seed].keys() & others[seed].keys())
+        yield {f: losses[seed][f] - others[seed][f] for f in fractions}
 
 
 def _losses(loaded: Loaded, arm: Arm) -> dict[int, Losses]:
@@ -150,8 +151,8 @@ def _words(loaded: Loaded, differences: Mapping[Place, list[float]]) -> dict[Pla
     """The words of the tests of a verdict, without the errors of documents and tuning."""
     margin = loaded.study.margin
     tested = {
-        place: inference.paired(of, margin, resamples=None) if of else None
-        for place, of in differences.items()
+        arm: inference.paired(values, margin, resamples=None) if values else None
+        for arm, values in differences.items()
     }
     judged = decision.judge(tested, planned=loaded.found.num_comparisons)
-    return {place: of.decision for place, of in judged.items()}
+    return {arm: verdict.decision for arm, verdict in judged.items()}

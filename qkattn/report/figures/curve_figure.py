@@ -92,13 +92,13 @@ def learning_curves(
 def _curve(study: Study, arm: Arm, field: str) -> pd.DataFrame:
     """`field` of the arm's chosen trials, [steps, seeds], at the steps that all share."""
     chosen = set(map(id, arm.chosen))
-    found = [
+    losses = [
         pd.Series(run.curve.values_EX[field][:, index], run.curve.steps_E)
         for run in study.runs
         for index, trial in enumerate(run.trials)
         if run.curve is not None and id(trial) in chosen
     ]
-    return pd.concat(found, axis=1, join='inner') if found else pd.DataFrame()
+    return pd.concat(losses, axis=1, join='inner') if losses else pd.DataFrame()
 
 
 def _line(ax: Axes, curve: pd.DataFrame, style: dict[str, Any], label: str) -> None:
@@ -127,7 +127,7 @@ def loss_against_parameters(
     totals = [*map(_total, found.arms)]
     if max(totals) <= EQUAL * min(totals):
         return None, {}
-    laws = {prose.on_corpus(study, of): of.fit for of in found.scaling if not of.fit.problem}
+    laws = {prose.on_corpus(study, law): law.fit for law in found.scaling if not law.fit.problem}
     points: dict[str, list[Arm]] = {}
     for arm in sorted(found.arms, key=_total):
         if arm.chosen:
@@ -177,11 +177,11 @@ def _total(arm: Arm) -> int:
 
 
 def _parameter_axis(ax: Axes, arms: Sequence[Arm], targets: Sequence[float]) -> None:
-    totals = [[_total(arm) for arm in of_size] for of_size in by_size(arms).values()]
+    totals = [[_total(arm) for arm in group] for group in by_size(arms).values()]
     digits = 3
     if several := len(totals) > 1:
         ax.set_xscale('log')
-        ax.set_xticks([float(np.median(of_size)) for of_size in totals])
+        ax.set_xticks([float(np.median(group)) for group in totals])
         ax.xaxis.set_minor_locator(NullLocator())
     else:
         counts = [*totals[0], *targets]

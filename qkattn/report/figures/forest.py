@@ -68,7 +68,7 @@ class Panel(NamedTuple):
 
 
 def forest(
-    of_panels: Sequence[Panel],
+    drawn: Sequence[Panel],
     look: Styles,
     reference: str = '_',
     margin: float | None = None,
@@ -82,11 +82,11 @@ def forest(
     marks beyond `limits` are drawn at the edge, as arrowheads; names beyond `longest` characters
     are cut in the middle.
     """
-    has_right = any(line.right for panel in of_panels for line in panel.lines)
-    height = [(_LINE if has_right else 0.7 * _LINE) * len(p.lines) + 0.7 for p in of_panels]
+    has_right = any(line.right for panel in drawn for line in panel.lines)
+    height = [(_LINE if has_right else 0.7 * _LINE) * len(p.lines) + 0.7 for p in drawn]
     figure = Figure(figsize=(WIDTH, sum(height) + 0.45))
     grid = {'sharex': limits is not None, 'height_ratios': height}
-    for ax, panel in zip(panels(figure, 1, len(of_panels), **grid), of_panels, strict=True):
+    for ax, panel in zip(panels(figure, 1, len(drawn), **grid), drawn, strict=True):
         if margin is not None:
             label = f'±{margin:g}, equivalent inside'
             ax.axvspan(-margin, margin, color=GRID, alpha=0.75, linewidth=0, zorder=0, label=label)
@@ -142,8 +142,8 @@ def _draw(
         for shape, where in {marker: (x >= low) & (x <= high), **outside}.items():
             if where.any():
                 # A mark at the edge of the axes is drawn whole.
-                shown, own = np.clip(x[where], low, high), mark | {'marker': shape}
-                ax.scatter(shown, [at] * len(shown), color=colour, clip_on=False, **own)
+                shown, style = np.clip(x[where], low, high), mark | {'marker': shape}
+                ax.scatter(shown, [at] * len(shown), color=colour, clip_on=False, **style)
 
 
 def _beside(ax: Axes, x: float, y: float, text: str, **font: Any) -> None:
@@ -182,7 +182,7 @@ def _by_where(
         return direction * statistics.fmean(means) if means else math.inf
 
     order = sorted(lines, key=rank)
-    titles = [prose.where(study, Place('', *of)) for of in places]
+    titles = [prose.where(study, Place('', *place)) for place in places]
     return [
         Panel([lines[variant][i] for variant in order], xlabel, title, reference(title))
         for i, title in enumerate(titles)
@@ -193,7 +193,7 @@ def _baseline(study: Study) -> str:
     return f'baseline mean ({short(study.baseline)})' if study.baseline else '_'
 
 
-def _of_metric(arm: Arm, measure: Measure) -> Line:
+def _metric_line(arm: Arm, measure: Measure) -> Line:
     value = measure.over_seeds(arm)
     if value is None:
         return Line(arm.variant, absent='not measured')
@@ -204,17 +204,17 @@ def levels(study: Study, found: Findings, look: Styles, measure: Measure) -> Fig
     """A metric of every arm, with a line at the baseline's mean."""
     baselines = [arm for arm in found.arms if arm.is_baseline]
     means = {prose.where(study, arm): measure.over_seeds(arm) for arm in baselines}
-    of_panels = _by_where(
+    drawn = _by_where(
         study,
         found,
-        lambda arm: _of_metric(arm, measure),
+        lambda arm: _metric_line(arm, measure),
         measure.axis,
         'not measured for every seed',
         reference=lambda name: value.mean if (value := means.get(name)) else None,
         with_baseline=True,
         direction=-1 if measure.metric.direction == 'higher' else 1,
     )
-    return forest(of_panels, look, _baseline(study))
+    return forest(drawn, look, _baseline(study))
 
 
 def differences(study: Study, found: Findings, look: Styles) -> Figure | None:
@@ -229,23 +229,21 @@ def differences(study: Study, found: Findings, look: Styles) -> Figure | None:
     def line(arm: Arm) -> Line:
         decision = arm.verdict.decision if arm.verdict else None
         word, is_decided = decision.value if decision else '', decision in WORDS
-        if (found := arm.difference) is None:
+        if (difference := arm.difference) is None:
             return Line(arm.variant, right=word, is_decided=is_decided)
-        texts = [prose.interval(found) * single, word]
+        texts = [prose.interval(difference) * single, word]
         texts += [f'{arm.num_diverged} diverged'] * (single and arm.num_diverged > 0)
         right = '  '.join(filter(None, texts))
-        mean, seeds = (found.mean, found.low, found.high), arm.differences
-        return Line(arm.variant, *mean, seeds, right=right, is_decided=is_decided)
+        mean = difference.mean, difference.low, difference.high
+        return Line(arm.variant, *mean, arm.differences, right=right, is_decided=is_decided)
 
-    of_panels = _by_where(
-        study, found, line, f'difference in {found.split} loss (nats/token)', absent
-    )
-    lines = [line for panel in of_panels for line in panel.lines]
+    drawn = _by_where(study, found, line, f'difference in {found.split} loss (nats/token)', absent)
+    lines = [line for panel in drawn for line in panel.lines]
     if not lines or not (tuned or any(arm.difference for arm in found.arms)):
         return None
     margin = study.margin if tuned else None
     limits = limits_of(lines, margin or 0.0)
-    return forest(of_panels, look, 'no difference', margin, limits)
+    return forest(drawn, look, 'no difference', margin, limits)
 
 
 def limits_of(
@@ -256,10 +254,11 @@ def limits_of(
     Beyond, an interval would flatten the others.
     """
     values = [[x for x in (*line[1:4], *line.seeds) if x is not None] for line in lines]
-    reaches = [max(map(abs, of)) for of in values if of]
+    reaches = [max(map(abs, line)) for line in values if line]
     limit = max(4 * margin, far * statistics.median(reaches or [0.0]))
     limit = limit if max(reaches, default=0.0) > limit else math.inf
-    shown = np.clip([x for of in values for x in of] + [-1.5 * margin, 1.5 * margin], -limit, limit)
+    every = [x for line in values for x in line] + [-1.5 * margin, 1.5 * margin]
+    shown = np.clip(every, -limit, limit)
     pad = 0.05 * (max(shown) - min(shown))
     return (min(shown) - pad, max(shown) + pad) if pad else None
 
@@ -267,16 +266,15 @@ def limits_of(
 def multipliers(study: Study, found: Findings, look: Styles) -> Figure | None:
     """How many baseline parameters one of each arm's is worth, the best first; None if unknown."""
     known, unknown = [], []
-    for of in found.scaling:
-        if of.multiplier is not None and of.multiplier.problem:
-            unknown.append(
-                Line(of.variant, absent='see the table', name=prose.on_corpus(study, of))
-            )
-        elif of.multiplier is not None:
-            worth = of.multiplier
-            line = Line(of.variant, worth.value, worth.low, worth.high, worth.by_size)
-            right = prose.bracketed(worth)
-            known.append(line._replace(right=right, name=prose.on_corpus(study, of)))
+    for law in found.scaling:
+        if (worth := law.multiplier) is None:
+            continue
+        name = prose.on_corpus(study, law)
+        if worth.problem:
+            unknown.append(Line(law.variant, absent='see the table', name=name))
+        else:
+            line = Line(law.variant, worth.value, worth.low, worth.high, worth.by_size)
+            known.append(line._replace(right=prose.bracketed(worth), name=name))
     known.sort(key=lambda line: -line.mean)
     xlabel = 'baseline parameters per parameter of the arm'
     panel = Panel([*known, *unknown], xlabel, reference=1.0)
@@ -287,16 +285,16 @@ def retrieval(
     study: Study, found: Findings, look: Styles, loss: Measure, probes: Sequence[Measure]
 ) -> Figure | None:
     """Loss and probes of each size, below each other; None where none was probed."""
-    measures, of_panels = [loss, *probes], []
+    measures, drawn = [loss, *probes], []
     probed = [arm for arm in found.arms if any(probe.over_seeds(arm) for probe in probes)]
-    for name, of_group in prose.by_where(probed, study).items():
-        arms = sorted(of_group, key=lambda arm: arm.loss.mean if arm.loss else math.inf)
+    for name, group in prose.by_where(probed, study).items():
+        arms = sorted(group, key=lambda arm: arm.loss.mean if arm.loss else math.inf)
         for measure in measures:
             lines = [
-                _of_metric(arm, measure)._replace(name=prose.shown(study, arm.place))
+                _metric_line(arm, measure)._replace(name=prose.shown(study, arm.place))
                 for arm in arms
             ]
             means = [line.mean for line, arm in zip(lines, arms, strict=True) if arm.is_baseline]
             title = name if measure is loss else ''
-            of_panels.append(Panel(lines, measure.axis, title, *means))
-    return forest(of_panels, look, _baseline(study)) if of_panels else None
+            drawn.append(Panel(lines, measure.axis, title, *means))
+    return forest(drawn, look, _baseline(study)) if drawn else None

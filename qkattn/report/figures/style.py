@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qkattn.report.equations import places
+from qkattn.storage.files import write_atomic
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import VALIDATION
 from qkattn.verdict.load import Study
@@ -88,14 +89,15 @@ def styles(variants: Sequence[str], baseline: str | None) -> dict[str, dict[str,
     chosen: dict[str, dict[str, Any]] = {}
     turns: collections.Counter[str] = collections.Counter()
     for variant in variants:
-        own = {'color': colour(variant), 'linestyle': 'solid'}
+        style = {'color': colour(variant), 'linestyle': 'solid'}
         if variant == baseline:
-            chosen[variant] = own | {'marker': 'D', 'linewidth': 2.0}
+            chosen[variant] = style | {'marker': 'D', 'linewidth': 2.0}
             continue
-        turn, more = turns[own['color']], turns[own['color']] // len(MARKERS)
-        turns[own['color']] += 1
-        own['linestyle'] = DASHES[(turn + more) % len(DASHES)]
-        chosen[variant] = own | {'marker': MARKERS[turn % len(MARKERS)], 'linewidth': 1.5}
+        turn = turns[style['color']]
+        more = turn // len(MARKERS)
+        turns[style['color']] += 1
+        style['linestyle'] = DASHES[(turn + more) % len(DASHES)]
+        chosen[variant] = style | {'marker': MARKERS[turn % len(MARKERS)], 'linewidth': 1.5}
     return chosen
 
 
@@ -105,9 +107,9 @@ def colour(variant: str) -> str:
     if not (score or value or rest):
         return INK
     # Scores beside `vo` and Values beside `qk` start at opposite ends; options never keep the hue.
-    own = score + (value and value + len(HUES) // 2)
+    registered = score + (value and value + len(HUES) // 2)
     other = 1 + (zlib.crc32(rest.encode()) >> 16) % (len(HUES) - 1) if rest else 0
-    return HUES[(own + other) % len(HUES)]
+    return HUES[(registered + other) % len(HUES)]
 
 
 def short(name: str, limit: int = 34) -> str:
@@ -171,8 +173,8 @@ def render(drawing: Drawing) -> Rendered:
         document = _svg(figure)
     page = '<rect width="100%" height="100%" fill="#ffffff"/>'
     paper = re.sub(r'<svg\b[^>]*>', rf'\g<0>\n {page}', document, count=1)
-    own = _inline(document, drawing.stem)
-    return Rendered(png.getvalue(), pdf.getvalue(), paper.replace(SURFACE, '#ffffff'), own)
+    inline = _inline(document, drawing.stem)
+    return Rendered(png.getvalue(), pdf.getvalue(), paper.replace(SURFACE, '#ffffff'), inline)
 
 
 def _svg(figure: Figure) -> str:
@@ -194,3 +196,26 @@ def _inline(svg: str, stem: str) -> str:
     # Its text stays near the page's on a wide screen, too.
     size = f'<svg style="max-width:{1.5 * width:.0f}pt"'
     return re.sub(r'\s(width|height)="[\d.]+pt"', '', svg, count=2).replace('<svg', size, 1).strip()
+
+
+def write_plots(
+    plots: Path,
+    drawn: Sequence[Drawing],
+    kinds: Sequence[str] = ('png', 'pdf', 'svg'),
+) -> dict[str, str]:
+    """Writes figures into a directory, and removes those of before that are not drawn any more.
+
+    Returns:
+      The SVG of each figure for a page, by its stem.
+    """
+    for file in plots.glob('*.*'):
+        if file.stem not in {drawing.stem for drawing in drawn}:
+            file.unlink()
+    svg = {}
+    for drawing in drawn:
+        rendered = render(drawing)
+        svg[drawing.stem] = rendered.svg
+        for kind in kinds:
+            content = rendered.paper_svg if kind == 'svg' else getattr(rendered, kind)
+            write_atomic(plots / f'{drawing.stem}.{kind}', content)
+    return svg

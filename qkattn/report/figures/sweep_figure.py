@@ -38,15 +38,15 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
     sweeps = [arm.sweeps[knob] for arm in arms]
     columns = min(COLUMNS, len(arms))
     limits = [_limits(sweep) for sweep in sweeps]
-    known = [own for own in limits if own] or [(0.0, 1.0)]
+    known = [pair for pair in limits if pair] or [(0.0, 1.0)]
     low, high = min(low for low, _ in known), max(high for _, high in known)
     shared = high - low <= MAX_RATIO * statistics.median(b - a for a, b in known)
     rows = math.ceil(len(arms) / columns)
     figure = Figure(figsize=(WIDTH, 1.9 * rows + 0.95))
     axes = panels(figure, columns, len(arms), sharex=True, sharey=shared)
     values = sorted({value for sweep in sweeps for value in sweep.values})
-    for ax, arm, sweep, own in zip(axes, arms, sweeps, limits, strict=True):
-        ax.set(xscale='log', ylim=(low, high) if shared else own or known[0])
+    for ax, arm, sweep, pair in zip(axes, arms, sweeps, limits, strict=True):
+        ax.set(xscale='log', ylim=(low, high) if shared else pair or known[0])
         # A panel has room for three labels.
         ax.set_xticks(values[::-1][:: math.ceil(len(values) / 3)])
         ax.xaxis.set_major_formatter('{x:.3g}')
