@@ -4,11 +4,9 @@ python -m experiments.prepare_data --config=configs/small.py --out=tokens/stdlib
 python -m experiments.train --config=configs/small.py --workdir=runs/shards
     --config.data.name=shards --config.data.path=tokens/stdlib
 
-Of the config only the fields of data are read. The same command goes on after an interruption, and
-what it writes does not depend on --workers. --verify compares all shards with their sha256.
+Of the config only the fields of data are read. The same command goes on after an interruption.
+--verify compares all shards with their sha256.
 """
-
-import os
 
 from absl import flags
 
@@ -19,11 +17,13 @@ from qkattn.jobs import cli, signals
 
 CONFIG = cli.define_config(Config)
 OUT = flags.DEFINE_string('out', None, 'Directory of the shards; the same directory goes on.')
-WORKERS = flags.DEFINE_integer('workers', None, 'Processes that tokenize; default: one per core.')
 TOKENS = flags.DEFINE_integer(
-    'shard_tokens', 100_000_000, 'A shard ends with the document that reaches so many tokens.'
+    'shard_tokens',
+    100_000_000,
+    'A shard ends with the document that reaches so many tokens.',
+    lower_bound=1,
 )
-VERIFY = flags.DEFINE_bool('verify', False, 'Check the shards in --out, which may be a URL.')
+VERIFY = flags.DEFINE_bool('verify', False, 'Compare the shards in --out with their sha256.')
 
 
 @signals.exit_on_signal()
@@ -31,13 +31,12 @@ def main() -> None:
     if OUT.value is None:
         raise ConfigError('--out=DIRECTORY is required')
     if VERIFY.value:
-        if problems := list(verify(OUT.value)):
+        if problems := verify(OUT.value):
             raise ConfigError('; '.join(problems))
         print(f'{OUT.value}: all shards have their sha256')
         return
-    workers = len(os.sched_getaffinity(0)) if WORKERS.value is None else WORKERS.value
     data = cli.read_config(CONFIG).data
-    index = prepare(data, OUT.value, workers=workers, shard_tokens=TOKENS.value)
+    index = prepare(data, OUT.value, shard_tokens=TOKENS.value)
     for split, info in index.splits.items():
         count = len(info.shards)
         print(

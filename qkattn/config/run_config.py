@@ -30,7 +30,7 @@ class DataConfig:
     )
     path: str | None = setting(
         None,
-        "The files of 'text', 'parallel', 'hf' and 'shards'; of 'shards' also a URL.",
+        "The files of 'text', 'parallel', 'hf' and 'shards'.",
         path=True,
     )
     languages: str | None = setting(
@@ -44,8 +44,7 @@ class DataConfig:
         'bytes',
         "'bytes', 'characters' or 'bpe', of which the latter two are learned from the training "
         'split, and for translation from both languages together; the path of a .json file of the '
-        'Hugging Face tokenizers library; an import path; or, of shards without an index, '
-        "'ids(vocab_size=50257, separator=50256)'. Shards with an index have their own.",
+        'Hugging Face tokenizers library; or an import path. Shards have their own.',
         path=True,
     )
     tokenizer_size: int = setting(

@@ -17,23 +17,24 @@ T = TypeVar('T')
 log = logging.getLogger(__name__)
 
 
-class DamagedData(Exception):
+class DamagedData(ConfigError):
     """A file is not what its description states, or one of the two cannot be read."""
 
 
-def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The directory for prepared data: `data_dir`, else $QKATTN_DATA, else ~/.cache/qkattn.
-
-    Raises:
-      ConfigError: for a bucket URL; token files are memory-mapped and have to be local.
-    """
-    chosen = os.fspath(data_dir) if data_dir is not None else os.environ.get('QKATTN_DATA')
-    if chosen and '://' in chosen:
+def local_directory(path: str | os.PathLike[str], field: str) -> Path:
+    """The directory of token files, which are memory-mapped; ConfigError for a bucket URL."""
+    if '://' in os.fspath(path):
         raise ConfigError(
-            f'data_dir={chosen!r} is a URL, but token files are memory-mapped; name a local or '
-            "mounted directory, or read shards from a bucket with data.name='shards'."
+            f'{field}={path} is a URL, but token files are memory-mapped; give a local or mounted '
+            'directory'
         )
-    return expanded(chosen or '~/.cache/qkattn').absolute()
+    return expanded(path)
+
+
+def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
+    """The directory for prepared data: `data_dir`, else $QKATTN_DATA, else ~/.cache/qkattn."""
+    chosen = data_dir if data_dir is not None else os.environ.get('QKATTN_DATA')
+    return local_directory(chosen or '~/.cache/qkattn', 'data.data_dir').absolute()
 
 
 def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], object]) -> T:

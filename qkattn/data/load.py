@@ -9,31 +9,28 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from qkattn.config import DataConfig
-from qkattn.data.cache import DamagedData, data_root, prepared_once
+from qkattn.data.cache import DamagedData, data_root, local_directory, prepared_once
 from qkattn.data.corpora.corpus import Corpus
 from qkattn.data.corpora.corpus_registry import find
-from qkattn.data.open_shards import (
+from qkattn.data.shards import (
     INDEX,
     Index,
-    finished_index,
-    indexed,
+    map_shard,
+    open_index,
     open_shards,
     planned,
-    problems,
     read_index,
 )
-from qkattn.data.shard_files import files_at
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import open_tokenizer
 from qkattn.data.tokens import PairDataset, TokenDataset
 from qkattn.data.write_shards import write_shards
 from qkattn.errors import ConfigError
-from qkattn.storage.files import expanded
 from qkattn.storage.leases import locked
 
 log = logging.getLogger(__name__)
@@ -67,14 +64,21 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
 
 def _tokenizer(config: DataConfig, corpus: Corpus) -> Tokenizer:
     sides = corpus.languages or (None,)
-    return open_tokenizer(
-        data_root(config.data_dir),
-        kind=config.tokenizer,
-        size=config.tokenizer_size,
-        name=corpus.name,
-        version=corpus.version,
-        texts=lambda: itertools.chain.from_iterable(corpus.documents(x)['train'] for x in sides),
-    )
+    try:
+        return open_tokenizer(
+            data_root(config.data_dir),
+            kind=config.tokenizer,
+            size=config.tokenizer_size,
+            name=corpus.name,
+            version=corpus.version,
+            texts=lambda: itertools.chain.from_iterable(
+                corpus.documents(side)['train'] for side in sides
+            ),
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:  # text that is not valid UTF-8
+        raise ConfigError(f'data.name={config.name!r} cannot be tokenized: {error}') from error
 
 
 def _sides(config: DataConfig) -> list[TokenDataset]:
@@ -94,7 +98,7 @@ def _side(corpus: Corpus, language: str) -> Corpus:
 def _cached(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
     """The tokens of a corpus in the cache, which are written where they are missing or damaged."""
     dtype = str(np.min_scalar_type(tokenizer.vocab_size - 1))
-    # One shard, however many tokens it has, is memory-mapped whole.
+    # One shard, however many tokens it has.
     plan = planned(config.tokenizer, corpus, tokenizer, dtype=dtype, shard_tokens=2**62)
     root = data_root(config.data_dir)
     directory = root / 'tokens' / plan.name / plan.version / tokenizer.name
@@ -103,15 +107,12 @@ def _cached(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> TokenDa
         # os.path, because Path.exists raises where a directory may not be entered.
         if not os.path.exists(directory / INDEX):
             raise FileNotFoundError(directory)
-        files = files_at(str(directory))
-        index = read_index(files)
-        for field, stored, expected in index.differences(plan):
-            raise DamagedData(f'{directory} has {field}={stored!r}, not {expected!r}')
+        index = read_index(directory)
+        if difference := index.difference(plan):
+            raise DamagedData(f'{directory} has {difference}')
         if not index.complete:
             raise FileNotFoundError(directory)
-        for problem in problems(files, index, tokens=True):
-            raise DamagedData(problem)
-        return indexed(files, index, tokenizer)
+        return open_index(directory, index, tokenizer, compare=True)
 
     def write() -> None:
         log.info('Writing tokens of %s %s to %s', plan.name, plan.version, directory)
@@ -123,67 +124,56 @@ def _cached(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> TokenDa
     return prepared_once(directory / 'lock', opened, write)
 
 
-def prepare(config: DataConfig, out: str, *, workers: int, shard_tokens: int) -> Index:
-    """Tokenizes all splits of a dataset into shards below `out`, or goes on with that.
+def prepare(config: DataConfig, out: str, *, shard_tokens: int) -> Index:
+    """Tokenizes all splits of a dataset into shards in the directory `out`, or goes on with that.
 
     Args:
-      workers: processes that tokenize.
       shard_tokens: a shard is closed behind the document that reaches so many.
 
     Raises:
       ConfigError: a dataset that cannot be read, is a translation set, or lacks text; a directory
         that cannot be written, holds other shards, or is being prepared by another process.
     """
-    if '://' in out:
-        raise ConfigError(
-            f'--out={out} is a URL; prepare the shards in a local directory and copy it, for '
-            f'example with gcloud storage cp -r DIRECTORY {out}'
-        )
-    for flag, value in (('workers', workers), ('shard_tokens', shard_tokens)):
-        if value < 1:
-            raise ConfigError(f'--{flag}={value} must be at least 1')
+    directory = local_directory(out, '--out')
     if config.languages:
         raise ConfigError(
             f'data.languages={config.languages!r} is a translation set; shards hold text in one '
             'language'
         )
-    try:
-        corpus = find(config)
-        tokenizer = _tokenizer(config, corpus)
-    except ConfigError:
-        raise
-    except ValueError as error:  # a tokenizer that cannot be learned from the text
-        raise ConfigError(f'data.name={config.name!r} cannot be tokenized: {error}') from error
+    corpus = find(config)
+    tokenizer = _tokenizer(config, corpus)
     dtype = 'uint16' if tokenizer.vocab_size <= 2**16 else 'uint32'  # those that llm.c reads
     plan = planned(config.tokenizer, corpus, tokenizer, dtype=dtype, shard_tokens=shard_tokens)
-    directory = expanded(out)
     try:
         with locked(directory / 'lock', wait=False):
-            files = files_at(str(directory))
-            if INDEX in files.sizes():
-                index = read_index(files)
-                for field, stored, expected in index.differences(plan):
+            if (directory / INDEX).exists():
+                index = read_index(directory)
+                if difference := index.difference(plan):
                     raise ConfigError(
-                        f'--out={directory} holds shards with {field}={stored!r}, not '
-                        f'{expected!r}; give another directory'
+                        f'--out={out} holds shards with {difference}; give another directory'
                     )
-                if index.complete and not any(problems(files, index, tokens=True)):
-                    log.info('%s is complete', directory)
+                if not verify(out):
+                    log.info('%s is complete', out)
                     return index
-            return write_shards(directory, plan, corpus, tokenizer, workers=workers)
-    except DamagedData as error:
-        raise ConfigError(f'{error}; copy it again, or give another directory') from error
+            return write_shards(directory, plan, corpus, tokenizer)
     except BlockingIOError as error:
         raise ConfigError(
             f'--out={out} is being prepared by another process; wait until it has finished'
         ) from error
 
 
-def verify(out: str) -> Iterator[str]:
-    """Reads all shards; yields a sentence for each that is missing or damaged.
+def verify(out: str | Path) -> list[str]:
+    """Compares all shards with their sha256; a sentence for each that is missing or damaged.
 
     Raises:
-      ConfigError: the index cannot be read, or is not complete.
+      ConfigError: the index cannot be read.
     """
-    files = files_at(out)
-    yield from problems(files, finished_index(files), tokens=True)
+    directory = local_directory(out, '--out')
+    index, problems = read_index(directory), []
+    for info in index.splits.values():
+        for shard in info.shards:
+            try:
+                map_shard(directory, index, shard, compare=True)
+            except DamagedData as error:
+                problems.append(str(error))
+    return problems if index.complete else [*problems, f'{directory} is not finished']

@@ -48,12 +48,10 @@ def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part
       part: the rows of the global batch that this host reads; None is all.
 
     Raises:
-      ConfigError: for a value out of range, and for a train split without rows.
+      ConfigError: a seed out of range, a part without rows, a train split without rows.
     """
     if not 0 <= seed < 2**32:
         raise ConfigError(f'seed={seed!r} is out of range; it must be in [0, 2**32).')
-    if step < 0:
-        raise ConfigError(f'step={step!r} is negative; it must be at least 0.')
     positions_B = int(step) * batch_size + chosen(batch_size, part)
     order = _train_order(rows.count('train'), int(seed))
     rows_B = np.array([order[position] for position in positions_B.tolist()])
@@ -85,10 +83,8 @@ def train_batches(
     shorter where `steps_per_read` does not divide `num_steps`. There is no state but the step.
 
     Raises:
-      ConfigError: at the call, for a value out of range and for a train split without rows.
+      ConfigError: at the call, as `train_batch`.
     """
-    if not len(seeds):
-        raise ConfigError('seeds=() names no trial; give at least one seed.')
     unique_seeds, seed_of_trial = np.unique(np.asarray(seeds), return_inverse=True)
     steps = range(start_step, start_step + num_steps)
 
@@ -136,7 +132,7 @@ def eval_batches(
       part: the rows of each global batch that this host reads; None is all.
 
     Raises:
-      ConfigError: at the call, for a value out of range, an unknown split and one without rows.
+      ConfigError: at the call, for an unknown split and one without rows.
     """
     numbers_B = chosen(batch_size, part)
     evaluated_R = eval_rows(rows, split, max_rows)
@@ -159,18 +155,12 @@ def eval_rows(rows: Rows, split: str, max_rows: int | None = None) -> np.ndarray
     available = rows.count(split)
     if max_rows is None:
         return np.arange(available)
-    if max_rows < 1:
-        raise ConfigError(
-            f'max_rows={max_rows!r} is too small; it must be at least 1, or None for all.'
-        )
     count = min(max_rows, available)
     return np.arange(count) * available // count
 
 
 def chosen(batch_size: int, part: Part) -> np.ndarray:
     """The numbers of the rows of a batch that `part` selects."""
-    if batch_size < 1:
-        raise ConfigError(f'batch_size={batch_size!r} is too small; it must be at least 1.')
     numbers = np.arange(batch_size)[... if part is None else part]
     if not numbers.size:
         raise ConfigError(f'part={part!r} selects no row of a batch of {batch_size}.')
@@ -201,21 +191,15 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
     """
     name = f'data.name={data.name!r}{"" if data.path is None else f", data.path={data.path!r}"}'
     for split in rows.splits[1:]:
-        if (documents := rows.documents(split)) is None:
-            continue
-        present = len(np.unique(documents[1]))
+        documents = rows.documents(split)
         evaluated = len(np.unique(clusters(rows, split, data.eval_sequences)[1]))
-        if evaluated < minimum:
-            advice = (
-                'raise it, or set None for all'
-                if present >= minimum
-                else "choose a corpus of more documents, such as 'stdlib', 'packages', or 'text' "
-                'with a folder of files per split'
-            )
+        if documents is not None and evaluated < minimum:
             raise ConfigError(
-                f'data.eval_sequences={data.eval_sequences} evaluates {evaluated} of {present} '
-                f'documents in split {split!r} of {name}, but a study that decides between '
-                f'variants needs at least {minimum}; {advice}.'
+                f'data.eval_sequences={data.eval_sequences} evaluates {evaluated} of '
+                f'{len(np.unique(documents[1]))} documents in split {split!r} of {name}, but a '
+                f'study that decides between variants needs at least {minimum}; raise it, or '
+                "choose a corpus of more documents, such as 'stdlib', 'packages', or 'text' with a "
+                'folder of files per split.'
             )
     if 'test' not in rows.splits:
         raise ConfigError(

@@ -1,21 +1,40 @@
-"""A tokenized corpus: the token ids of its splits, and their counts."""
+"""Tokenized corpora: the token ids of their splits, and the counts of each split."""
 
+import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qkattn.data.shard_files import Files, Shard, ShardTokens
-from qkattn.data.tokenizers.tokenizer import IdTokenizer, Tokenizer
+from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
+
+# Ids that are read at a time where a split is read through.
+BLOCK = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A file of whole documents.
+
+    Attributes:
+      num_bytes: of text, one per separator.
+      sha256: of the tokens, without the header.
+    """
+
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+    sha256: str
+    file: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """A split: where its tokens are, and its counts, None where nobody has counted.
+    """The shards of a split, and its counts.
 
     Attributes:
       num_documents: documents, each followed by a separator.
@@ -26,24 +45,61 @@ class SplitInfo:
       fingerprint: sha256 of all tokens, however they are cut into shards.
     """
 
-    num_documents: int | None = None
+    num_documents: int
     document_names: tuple[str, ...] | None = None
     num_tokens: int
-    num_bytes: int | None = None
-    unigram_nats_per_token: float | None = None
+    num_bytes: int
+    unigram_nats_per_token: float
     fingerprint: str
     shards: tuple[Shard, ...]
 
 
+class ShardTokens:
+    """The ids of a split, in arrays one after another; of memory maps only those asked for are
+    read.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self._arrays = arrays
+        self._starts = [0, *itertools.accumulate(map(len, arrays))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def windows(self, first_B: np.ndarray, size: int) -> np.ndarray:
+        """Rows of `size` consecutive ids from these positions on, int32 [B, size]."""
+        if len(self._arrays) == 1:  # faster than a slice for each row
+            return self._arrays[0][first_B[:, None] + np.arange(size)].astype(np.int32)
+        rows = [self._slice(first, first + size) for first in first_B.tolist()]
+        return np.stack(rows).astype(np.int32)
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """All ids in order, a few million at a time."""
+        for ids in self._arrays:
+            for first in range(0, len(ids), BLOCK):
+                yield ids[first : first + BLOCK]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        ids = self._arrays[0] if len(self._arrays) == 1 else np.concatenate(self._arrays)
+        return ids if dtype is None else ids.astype(dtype)
+
+    def _slice(self, first: int, stop: int) -> np.ndarray:
+        number, parts = bisect.bisect(self._starts, first) - 1, []
+        while first < stop:
+            start = self._starts[number]
+            parts.append(self._arrays[number][first - start : stop - start])
+            number, first = number + 1, first + len(parts[-1])
+        return np.concatenate(parts)
+
+
 class TokenDataset:
-    """Token ids of the splits of one corpus; counts that are missing are made when asked for.
+    """Token ids of the splits of one corpus.
 
     Attributes:
       name: e.g. 'stdlib'.
       version: of the text, e.g. 'py3.11.7-1.0.0'.
-      tokenizer: turns ids back into text and counts their bytes.
+      tokenizer: turns ids back into text.
       vocab_size: ids are in [0, vocab_size).
-      files: those of its shards.
       splits: their names, 'train' first.
       carved: the splits that were carved from train, and which part of it each is.
     """
@@ -53,17 +109,15 @@ class TokenDataset:
         name: str,
         version: str,
         tokenizer: Tokenizer,
-        files: Files,
-        splits: Mapping[str, SplitInfo],
+        infos: Mapping[str, SplitInfo],
+        tokens: Mapping[str, ShardTokens],
         carved: Mapping[str, float] | None = None,
     ):
         self.name, self.version = name, version
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
-        self.files, self.splits, self.carved = files, tuple(splits), dict(carved or {})
-        self._infos = dict(splits)
-        self._tokens = {split: ShardTokens(files, info.shards) for split, info in splits.items()}
-        self._counted = functools.cache(self._count)
-        self._counted_bytes = functools.cache(self._count_bytes)
+        self.splits, self.carved = tuple(infos), dict(carved or {})
+        self._infos, self._tokens = infos, tokens
+        self._ends = functools.cache(self._document_ends)
 
     def info(self, split: str) -> SplitInfo:
         """Shards and counts of a split; ConfigError for an unknown one."""
@@ -80,28 +134,17 @@ class TokenDataset:
         return self._tokens[split]
 
     def windows(self, split: str, first_B: np.ndarray, size: int) -> np.ndarray:
-        """Rows of `size` consecutive tokens from these positions on, int32 [B, size].
-
-        Raises:
-          ConfigError: an id that is not in the vocabulary.
-        """
-        tokens_BT = self.split(split).windows(first_B, size)
-        if tokens_BT.size and (highest := int(tokens_BT.max())) >= self.vocab_size:
-            raise ConfigError(
-                f'split {split!r} of {self.name} holds the id {highest}, but its tokenizer '
-                f'{self.tokenizer.name} has {self.vocab_size}; set data.tokenizer to '
-                "'ids(vocab_size=N)', or fetch the shards again if they are damaged."
-            )
-        return tokens_BT
+        """Rows of `size` consecutive tokens from these positions on, int32 [B, size]."""
+        return self.split(split).windows(first_B, size)
 
     def document_ends(self, split: str) -> np.ndarray:
         """The position after each document's separator, ascending."""
-        return self._counted(split)[0]
+        return self._ends(split)
 
     def document_names(self, split: str) -> list[str]:
         """Names of a split's documents in order; their numbers where the corpus names none."""
-        names = self.info(split).document_names
-        return list(names or map(str, range(len(self.document_ends(split)))))
+        info = self.info(split)
+        return list(info.document_names or map(str, range(info.num_documents)))
 
     def identity(self) -> dict[str, Any]:
         """Identifies the data in results and checkpoints; JSON."""
@@ -112,31 +155,18 @@ class TokenDataset:
 
     def unigram_nats(self, split: str) -> float:
         """Entropy of the token frequencies of a split, in nats per token."""
-        known = self.info(split).unigram_nats_per_token
-        return self._counted(split)[1] if known is None else known
+        return self.info(split).unigram_nats_per_token
 
-    def bytes_per_token(self, split: str) -> float | None:
-        """Bytes of text per token of a split, on average; None where ids have no text."""
-        num_bytes, num_tokens = self.info(split).num_bytes, self.info(split).num_tokens
-        if num_bytes is None and isinstance(self.tokenizer, IdTokenizer):
-            return None
-        return (self._counted_bytes(split) if num_bytes is None else num_bytes) / num_tokens
+    def bytes_per_token(self, split: str) -> float:
+        """Bytes of text per token of a split, on average."""
+        return self.info(split).num_bytes / self.info(split).num_tokens
 
-    def _count(self, split: str) -> tuple[np.ndarray, float]:
-        """The ends of the documents, and the entropy of the token frequencies."""
-        counts_V, ends, position = np.zeros(self.vocab_size, np.int64), [np.empty(0, np.int64)], 0
+    def _document_ends(self, split: str) -> np.ndarray:
+        ends, position = [np.zeros(0, np.int64)], 0
         for ids in self.split(split).blocks():
-            counts_V += np.bincount(ids, minlength=self.vocab_size)[: self.vocab_size]
             ends.append(np.flatnonzero(ids == self.tokenizer.separator) + position + 1)
             position += len(ids)
-        # A document whose separator is missing ends with the split.
-        open_end = [] if position in (0, *ends[-1][-1:]) else [position]
-        return np.concatenate([*ends, np.array(open_end, np.int64)]), entropy(counts_V)
-
-    def _count_bytes(self, split: str) -> int:
-        bounds = itertools.pairwise([0, *self.document_ends(split).tolist()])
-        documents = (self.windows(split, np.array([a]), b - a)[0] for a, b in bounds)
-        return sum(map(self.tokenizer.num_bytes, documents))
+        return np.concatenate(ends)
 
 
 class PairDataset:
@@ -147,16 +177,10 @@ class PairDataset:
       splits: those that both sides have.
 
     Raises:
-      ConfigError: sides with different tokenizers or unequally many sentences.
+      ConfigError: sides with unequally many sentences.
     """
 
     def __init__(self, source: TokenDataset, target: TokenDataset):
-        if source.tokenizer.name != target.tokenizer.name:
-            raise ConfigError(
-                f'source {source.name!r} and target {target.name!r} have the tokenizers '
-                f'{source.tokenizer.name!r} and {target.tokenizer.name!r}; both sides of parallel '
-                'text need the same one.'
-            )
         self.source, self.target = source, target
         self.splits = tuple(split for split in source.splits if split in target.splits)
         self.vocab_size, self.separator = source.vocab_size, source.tokenizer.separator
@@ -174,16 +198,9 @@ class PairDataset:
     def bounds(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Source and target bounds [pairs + 1]: pair i is tokens [bounds[i], bounds[i + 1]).
 
-        The last of these tokens is the separator.
-
-        Raises:
-          ConfigError: an unknown split.
+        The last of these tokens is the separator. Raises ConfigError for an unknown split.
         """
-        if split not in self._bounds:
-            raise ConfigError(
-                f'split={split!r} is not in parallel text {self.source.name!r}; valid: '
-                f'{", ".join(map(repr, self.splits))}.'
-            )
+        self.source.info(split)
         return self._bounds[split]
 
     def tokens(self, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -201,9 +218,3 @@ class PairDataset:
     def identity(self) -> dict[str, Any]:
         """Identifies the data in results and checkpoints; JSON."""
         return {'source': self.source.identity(), 'target': self.target.identity()}
-
-
-def entropy(counts_V: np.ndarray) -> float:
-    """Entropy of the frequencies of ids, in nats per token."""
-    frequencies = counts_V[counts_V > 0] / max(counts_V.sum(), 1)
-    return -float(np.sum(frequencies * np.log(frequencies)))

@@ -5,16 +5,13 @@ from qkattn.config import DataConfig
 from qkattn.data import cache
 from qkattn.data.load import load, prepare
 from qkattn.data.tokens import TokenDataset
-from tests.data.datasets import token_dataset, write_texts
+from tests.data.datasets import SHARD_TOKENS, token_dataset, write_texts
 
 
 class Numbers:
     """A tokenizer of numbers; token i of a split is i, so that a token tells its position."""
 
     name, vocab_size, separator = 'numbers', 65536, 0
-
-    def num_bytes(self, ids):
-        return 2 * np.size(ids)
 
 
 @pytest.fixture(scope='session')
@@ -51,7 +48,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def made(text, tmp_path_factory):
-    """Its shards of 2000 tokens, made in one process."""
+    """Its shards."""
     out = tmp_path_factory.mktemp('made') / 'shards'
-    prepare(text, str(out), workers=1, shard_tokens=2000)
+    prepare(text, str(out), shard_tokens=SHARD_TOKENS)
     return out

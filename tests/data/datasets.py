@@ -1,42 +1,34 @@
-"""Token datasets made of arrays, batches of their rows, and shards and texts on disk."""
+"""Token datasets made of arrays, batches of their rows, and texts on disk."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from qkattn.data.shard_files import MAGIC, Shard
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tokenizers.tokenizer import Tokenizer
-from qkattn.data.tokens import SplitInfo, TokenDataset
+from qkattn.data.tokens import ShardTokens, SplitInfo, TokenDataset
 
-
-class Arrays:
-    """Arrays in the place of the files of shards."""
-
-    mapped = True
-
-    def __init__(self, arrays: dict[str, np.ndarray]):
-        self.arrays = arrays
-
-    def tokens(self, pieces):
-        return [self.arrays[shard.file][low:high] for shard, low, high in pieces]
+SHARD_TOKENS = 2000
 
 
 def token_dataset(
     name: str, tokenizer: Tokenizer, splits: dict[str, np.ndarray], bytes_per_token: int = 2
 ) -> TokenDataset:
     """A dataset of version '1'; the fingerprint of a split is made of the two names."""
-    made = {}
-    for split, tokens in splits.items():
-        made[split] = SplitInfo(
+    infos = {
+        split: SplitInfo(
+            num_documents=np.count_nonzero(tokens == tokenizer.separator),
             num_tokens=len(tokens),
             num_bytes=bytes_per_token * len(tokens),
             unigram_nats_per_token=float(np.log(max(len(tokens), 1))),
             fingerprint=name + split,
-            shards=(Shard(file=split, num_tokens=len(tokens), dtype=str(tokens.dtype)),),
+            shards=(),
         )
-    return TokenDataset(name, '1', tokenizer, Arrays(splits), made)
+        for split, tokens in splits.items()
+    }
+    arrays = {split: ShardTokens([tokens]) for split, tokens in splits.items()}
+    return TokenDataset(name, '1', tokenizer, infos, arrays)
 
 
 def read_rows(
@@ -56,15 +48,6 @@ def check_shapes(batch: Batch, num_rows: int, length: int) -> None:
         'targets_BT': ((num_rows, length), 'int32'),
         'loss_weights_BT': ((num_rows, length), 'float32'),
     }
-
-
-def write_bin(path: Path, ids, dtype: str | None = 'uint16') -> Path:
-    """Writes ids as llm.c does; as nanoGPT does, without a header, where `dtype` is None."""
-    header = np.zeros(256 if dtype else 0, '<i4')
-    header[:3] = [*MAGIC[dtype], len(ids)] if dtype else []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(header.tobytes() + np.asarray(ids, dtype or 'uint16').tobytes())
-    return path
 
 
 def write_texts(directory: Path, count: int = 60) -> Path:

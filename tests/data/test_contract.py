@@ -3,6 +3,7 @@
 `--dataset=module:function`, `--tokenizer=module:Class` and `--task=module:Class` name one.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -14,7 +15,7 @@ from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.data.corpora.corpus_registry import find
 from qkattn.data.load import load_text, tokenizer_of
 from qkattn.data.tasks.rows import Rows
-from qkattn.data.tasks.task_registry import rows_of, task_of
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.vocabulary import KINDS
 from qkattn.errors import ConfigError
 from tests.data.datasets import read_rows
@@ -93,12 +94,8 @@ def rows(task, data) -> Rows:
     for kind in ('decoder', 'encoder'):
         model = ModelConfig(kind=kind, context=12, vocab_size=300)
         config = Config(model=model, data=dataclasses.replace(data, task=task))
-        try:
-            rows = rows_of(config)
-        except ConfigError:
-            continue
-        assert task_of(config) is type(rows)
-        return rows
+        with contextlib.suppress(ConfigError):
+            return rows_of(config)
     pytest.fail(f'{task} is no task of text in one language')
 
 
@@ -147,7 +144,6 @@ class Odd:
     ('fields', 'says'),
     [
         ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),
-        ({'name': 'fables:fables(size=1)'}, "has no option 'size'; it takes count"),
         ({'name': 'fables:fables(count="a")'}, 'fails, TypeError in .*fables.py, line 6: '),
         ({'tokenizer': 'odd:Odd'}, "tokenizer='odd:Odd' fails, KeyError in .*odd.py, line 8: 'x'"),
         ({'name': 'fables:Corpus'}, r"='fables:Corpus' is not a function \(config, \*, options\)"),
@@ -155,7 +151,6 @@ class Odd:
         ({'name': 'odd:slashed'}, "the name 'a/b' of its corpus must consist of letters"),
         ({'name': 'stdlib(count=2)'}, "stdlib has no option 'count'; it takes none"),
         ({'tokenizer': 'fables:fables'}, "='fables:fables' is not a class with encode, decode"),
-        ({'tokenizer': 'nibbles:Nibbles(size=1)'}, "has no option 'size'; it takes high_first"),
         ({'task': 'nibbles:Nibbles'}, "data.task='nibbles:Nibbles' is not a class with the attr"),
         ({'task': 'ahead:Ahead(far=1)'}, "has no option 'far'; it takes distance"),
         ({'task': 'languag'}, "unknown data.task 'languag', did you mean 'language'"),
@@ -163,7 +158,7 @@ class Odd:
         ({'task': 'causal_probe'}, 'causal probe, but .* is text in one language'),
     ],
 )
-def test_what_is_none_is_refused_in_one_sentence(outside, data, fields, says):
+def test_other_objects_are_refused_in_one_sentence(outside, data, fields, says):
     (outside / 'odd.py').write_text(OUTSIDE)
     with refused(says):
         rows_of(Config(data=dataclasses.replace(data, **fields)))

@@ -1,58 +1,44 @@
-import math
-
 import numpy as np
-import pytest
 
+from qkattn.data import tokens
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
-from qkattn.data.tokens import PairDataset, TokenDataset, entropy
+from qkattn.data.tokens import PairDataset, ShardTokens, TokenDataset
 from tests.data.datasets import token_dataset
 from tests.data.refusals import refused
 
-TEXT = np.frombuffer(b'aab\0c\0d', np.uint8)
+TEXT = np.frombuffer(b'aab\0c\0', np.uint8)
 
 
-def test_what_an_info_leaves_out_is_counted(monkeypatch):
-    dataset = token_dataset('letters', ByteTokenizer(), {'train': TEXT, 'test': TEXT[:0]})
-    assert dataset.unigram_nats('train') == math.log(7) and dataset.bytes_per_token('train') == 2
-    for field in ('num_bytes', 'unigram_nats_per_token'):
-        object.__setattr__(dataset.info('train'), field, None)
-    monkeypatch.setattr('qkattn.data.shard_files.BLOCK', 3)
-    # Frequencies 2, 1, 2, 1, 1 of 7.
-    nats = 4 / 7 * math.log(7 / 2) + 3 / 7 * math.log(7)
-    assert dataset.unigram_nats('train') == pytest.approx(nats, rel=1e-12)
-    assert dataset.bytes_per_token('train') == 1
-    # A document without a separator ends with the split.
-    assert dataset.document_ends('train').tolist() == [4, 6, 7]
-    assert dataset.document_ends('test').tolist() == [] and entropy(np.zeros(3)) == 0
-    assert dataset.document_names('train') == ['0', '1', '2']
-    with refused("split='val' is not in dataset 'letters'; valid: 'train', 'test'"):
-        dataset.split('val')
+def test_windows_go_over_the_ends_of_shards(monkeypatch):
+    ids, first_B = np.arange(100, dtype=np.uint16), np.array([0, 6, 9, 10, 83])
+    monkeypatch.setattr(tokens, 'BLOCK', 12)
+    for arrays in ([ids], [ids[:10], ids[10:15], ids[15:]]):
+        split = ShardTokens(arrays)
+        windows_BT = split.windows(first_B, 17)
+        assert windows_BT.dtype == np.int32 and len(split) == 100
+        assert (windows_BT == first_B[:, None] + np.arange(17)).all()
+        assert np.array_equal(np.concatenate(list(split.blocks())), ids)
+        assert max(map(len, split.blocks())) == 12
+        assert np.array_equal(np.asarray(split), ids) and np.asarray(split).dtype == ids.dtype
 
 
-def test_an_id_that_is_not_in_the_vocabulary_is_refused():
-    tokenizer = ByteTokenizer()
-    tokenizer.vocab_size = 100
-    dataset = token_dataset('letters', tokenizer, {'train': TEXT})
-    assert dataset.windows('train', np.array([0, 2]), 2).tolist() == [[97, 97], [98, 0]]
-    with refused("split 'train' of letters holds the id 100, but its tokenizer bytes has 100; set"):
-        dataset.windows('train', np.array([0, 5]), 2)
-
-
-def test_identity_tells_data_apart():
-    def identity(name='a', version='1', split='train', carved=None):
-        dataset = token_dataset(name, ByteTokenizer(), {split: TEXT, 'test': TEXT})
-        infos = {split: dataset.info(split) for split in dataset.splits}
-        return TokenDataset(name, version, ByteTokenizer(), dataset.files, infos, carved).identity()
-
-    assert identity(carved={'test': 0.1}) == {
+def test_identity_and_documents_of_datasets_and_pairs(monkeypatch):
+    monkeypatch.setattr(tokens, 'BLOCK', 3)
+    source, target = (token_dataset(n, ByteTokenizer(), {'train': TEXT}) for n in 'ab')
+    assert source.document_ends('train').tolist() == [4, 6]
+    assert source.document_names('train') == ['0', '1'] and source.bytes_per_token('train') == 2
+    with refused("split='val' is not in dataset 'a'; valid: 'train'"):
+        source.split('val')
+    infos = {'train': source.info('train'), 'test': target.info('train')}
+    carved = TokenDataset('a', '1', ByteTokenizer(), infos, {}, {'test': 0.1}).identity()
+    assert carved == {
         'name': 'a',
         'version': '1',
         'tokenizer': 'bytes',
-        'fingerprints': {'test': 'atest', 'train': 'atrain'},
+        'fingerprints': {'test': 'btrain', 'train': 'atrain'},
         'carved': {'test': 0.1},
     }
-    assert list(identity()['fingerprints']) == ['test', 'train'] and 'carved' not in identity()
-    source, target = (token_dataset(n, ByteTokenizer(), {'train': TEXT[:6]}) for n in 'ab')
+    assert list(carved['fingerprints']) == ['test', 'train'] and 'carved' not in source.identity()
     pairs = PairDataset(source, target)
     assert pairs.identity() == {'source': source.identity(), 'target': target.identity()}
     assert [ids.tobytes() for ids in pairs.sentences('train')[0]] == [b'aab', b'c']
