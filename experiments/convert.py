@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
+from qkattn.convert import loading
 from qkattn.convert.conversions import (
     CONVERSIONS,
     convert_model,
     logit_error,
     parse_conversion,
 )
-from qkattn.convert.loading import load_any
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.jobs import cli
 from qkattn.storage.files import as_path
@@ -27,7 +27,9 @@ from qkattn.train import exported
 from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Model to convert.')
-TRIAL = flags.DEFINE_integer('trial', 0, 'Index of the trial of a run.')
+TRIAL = flags.DEFINE_integer(
+    'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
+)
 NUM_HEADS = flags.DEFINE_integer('num_heads', None, 'Heads of published files without a config.')
 APPLY = flags.DEFINE_multi_string(
     'apply',
@@ -54,12 +56,15 @@ def main() -> None:
         parse_conversion(text)  # refuses a misspelled conversion before anything is loaded
     if OUT.value is not None and (as_path(OUT.value) / exported.PARAMETERS).exists():
         raise ConfigError(f'{OUT.value} already holds parameters; give another directory')
-    source = load_any(SOURCE.value, trial=TRIAL.value, num_heads=NUM_HEADS.value)
-    config, params = source
+    source = loading.load(SOURCE.value, num_heads=NUM_HEADS.value)
+    trial = source.check_trial(TRIAL.value)
+    config, params = reference = source.model_config, source.params[trial]
     length = min(config.context, 64)
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (4, length))
-    print(f'{SOURCE.value}: {config.variant}, {config.num_layers} layers')
-    reference = source
+    diverged = (
+        '' if source.alive[trial] else f'; trial {trial} diverged, its last finite parameters'
+    )
+    print(f'{SOURCE.value}: {config.variant}, {config.num_layers} layers{diverged}')
     for text in APPLY.value:
         try:
             config, params, errors = convert_model(text, config, params)
@@ -73,20 +78,19 @@ def main() -> None:
             raise ConfigError(f'{text} is refused: {error}') from error
         for layer, lost in enumerate(errors):
             print(
-                f'layer {layer}: rank {lost.rank} leaves out {lost.relative:.3e} of the norm of '
-                f'the matrices (Eckart-Young), measured error {lost.measured:.3e}'
+                f'layer {layer}: {text} leaves out {lost:.3e} of the norm of the matrices, the '
+                'least that any of this rank do (Eckart-Young)'
             )
         if errors:
             reference = config, params
         print(f'{text}: {config.variant}, largest relative logit change {change:.2e}')
     if OUT.value is None:
         return
-    origin = {'source': Path(SOURCE.value).name, 'trial': TRIAL.value, 'applied': APPLY.value}
+    origin = {'source': Path(SOURCE.value).name, 'trial': trial, 'applied': APPLY.value}
     exported.save(OUT.value, config, params, origin=origin)
-    print(
-        f'wrote {OUT.value} ({json.dumps({"score": config.score, "value": config.value})}); '
-        "without optimizer state: Adam's second moments do not transform with the parameters"
-    )
+    variant = json.dumps({'score': config.score, 'value': config.value})
+    without = 'without optimizer state: its moments do not transform with the parameters'
+    print(f'wrote {OUT.value} ({variant})' + (f'; {without}' if source.config else ''))
 
 
 if __name__ == '__main__':

@@ -13,7 +13,6 @@ rounding both factors by eps changes A[n] by at most about eps |W_K M^-1| of its
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,39 +21,24 @@ from qkattn.attention.attention import Attention
 from qkattn.attention.scores.qk import fixed_first, fixed_slices
 from qkattn.convert.factors import (
     Factors,
-    Truncation,
     balanced_factors,
-    extract_factors,
-    relative_error,
-    repeat_heads,
-)
-from qkattn.convert.target import (
     dtype_of,
     empty_layer,
+    extract_factors,
     fill,
     logit_scale,
     qk_factors,
     require,
-    require_multi_head,
-    tolerance,
 )
-
-# Rows or columns of each head.
-Picks = tuple[tuple[int, ...], ...]
 
 
 def merge(layer: Attention) -> Attention:
     """Any bilinear Score -> `merged`: W_QK[n] = W_Q[n] W_K[n]^T. Exact.
 
-    b_Q becomes W_K b_Q, one vector per head. b_K adds the same to all logits of a query and is
-    dropped.
-
-    Raises:
-      ConversionError: as `qk_factors`.
+    b_Q becomes W_K b_Q, one vector per head; b_K, which softmax ignores, is dropped.
     """
-    factors = qk_factors(layer)
-    target = empty_layer(layer, score='merged')
-    A_NED = factors.logit_matrices() / logit_scale(target)
+    factors, target = qk_factors(layer), empty_layer(layer, score='merged')
+    A_NED = factors.logit_matrices()[..., :-1] / logit_scale(target)
     arrays = {'w_qk_DNE': np.moveaxis(A_NED[:, :-1], 0, 1), 'b_q_NE': A_NED[:, -1]}
     return fill(target, layer, score=arrays)
 
@@ -62,122 +46,72 @@ def merge(layer: Attention) -> Attention:
 def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
     """Any bilinear Score -> `qk`, or `low_rank(rank=)` where `rank` is not the head size. Exact.
 
-    The factors are balanced, W_Q = U S^1/2 and W_K = V S^1/2 with A[n] = U S V^T: of all
-    factorizations the one with the smallest sum of squares.
-
-    Raises:
-      ConversionError: as `qk_factors`; or A[n] of a head has a higher rank (use `truncate`).
+    The factors are balanced: of all, those with the smallest sum of squares. Refused where A[n] of
+    a head has a higher rank (use `truncate`).
     """
-    target, lost = truncate(layer, rank=layer.spec.head_size if rank is None else rank)
-    return _lossless(target, lost, 'A[n]', 'truncate')
+    rank = layer.spec.head_size if rank is None else rank
+    return _lossless(*truncate(layer, rank=rank), f'A[n] has a rank above {rank}', 'truncate')
 
 
-def truncate(layer: Attention, *, rank: int) -> tuple[Attention, Truncation]:
-    """The best `qk` or `low_rank(rank=)` of that rank, and its error.
-
-    Raises:
-      ConversionError: as `qk_factors`, or shared key heads.
-    """
-    factors, spec = qk_factors(layer), layer.spec
-    require_multi_head(layer)
-    score = 'qk' if rank == spec.head_size else f'low_rank(rank={rank})'
-    target = empty_layer(layer, score=score)
-    D, N, E, scale = spec.d_model, spec.num_heads, spec.d_model + spec.biases, logit_scale(target)
-    rng = np.random.default_rng(0)
-    x_TE, y_SD = rng.normal(size=(128, E)), rng.normal(size=(128, D))
-    x_TE[:, D:] = 1
-    q_ENR, k_DNR, lost = _truncated(factors.logit_matrices()[:, :E], rank, x_TE, y_SD)
-    letter = 'H' if score == 'qk' else 'R'
-    arrays = {
-        f'w_q_DN{letter}': q_ENR[:D] / scale**0.5,
-        f'w_k_DK{letter}': k_DNR / scale**0.5,
-        f'b_q_N{letter}': q_ENR[D] / scale**0.5 if spec.biases else np.zeros((N, rank)),
-        f'b_k_K{letter}': np.zeros((N, rank)),
-    }
+def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
+    """The best `qk` or `low_rank(rank=)` of that rank, and its error."""
+    factors, (score, letter) = qk_factors(layer), _of_rank('qk', rank, layer)
+    target, D = empty_layer(layer, score=score), layer.spec.d_model
+    A_NED, root = factors.logit_matrices()[..., :D], logit_scale(target) ** 0.5
+    q_ENR, k_DNR, lost = balanced_factors(A_NED[:, : D + layer.spec.biases], rank)
+    arrays = {f'w_q_DN{letter}': q_ENR[:D] / root, f'w_k_DK{letter}': k_DNR / root}
+    zeros_NR = np.zeros(k_DNR.shape[1:])
+    b_q_NR = q_ENR[D] / root if layer.spec.biases else zeros_NR
+    arrays |= {f'b_q_N{letter}': b_q_NR, f'b_k_K{letter}': zeros_NR}
     return fill(target, layer, score=arrays), lost
 
 
 def to_collaborative(layer: Attention) -> Attention:
-    """`qk` -> `collaborative`, R = N H: W_Q side by side, mixing = indicators. Exact.
-
-    Raises:
-      ConversionError: as `qk_factors`; or a Score other than qk.
-    """
-    factors = _factors_of_qk(layer)
-    D, N, H = layer.spec.d_model, layer.spec.num_heads, layer.spec.head_size
-    target = empty_layer(layer, score='collaborative')
-    ratio = factors.scale / logit_scale(target)
+    """`qk` -> `collaborative`, R = N H: W_Q side by side, mixing = indicators. Exact."""
+    N, H = layer.spec.num_heads, layer.spec.head_size
+    factors, target = _factors_of_qk(layer), empty_layer(layer, score='collaborative')
+    ratio, factors = factors.scale / logit_scale(target), factors.with_kv_heads(N)
     arrays = {
-        'w_q_DR': ratio * factors.w_q_DNH.reshape(D, -1),
-        'w_k_DR': repeat_heads(factors.w_k_DKH, N).reshape(D, -1),
+        'w_q_DR': ratio * factors.w_q_DNH.reshape(-1, N * H),
+        'w_k_DR': factors.w_k_DKH.reshape(-1, N * H),
         'w_mixing_NR': np.repeat(np.eye(N), H, axis=1),
         'b_q_R': ratio * factors.b_q_NH.reshape(-1),
-        'b_k_R': repeat_heads(factors.b_k_KH, N).reshape(-1),
+        'b_k_R': factors.b_k_KH.reshape(-1),
     }
     return fill(target, layer, score=arrays)
 
 
-def to_symmetric(layer: Attention) -> Attention:
-    """Symmetric A[n] = U L U^T of rank <= H -> `symmetric`: W = U |L|^1/2, signs of L. Exact.
-
-    Raises:
-      ConversionError: as `qk_factors`; A[n] is not symmetric, or of higher rank.
-    """
-    w_ENH, sign_NH = _eigenfactors(layer)
-    return _with_one_matrix(layer, 'symmetric', w_ENH, g_sign_NH=sign_NH)
-
-
-def to_shared(layer: Attention) -> Attention:
-    """Symmetric positive semi-definite A[n] of rank <= H -> `shared_qk`. Exact.
-
-    Raises:
-      ConversionError: as `to_symmetric`; or an eigenvalue is negative.
-    """
-    w_ENH, sign_NH = _eigenfactors(layer)
-    require(
-        bool((sign_NH > 0).all()),
-        'A[n] has negative eigenvalues, and W W^T has none; use to_symmetric, which keeps them',
-    )
-    return _with_one_matrix(layer, 'shared_qk', w_ENH)
-
-
-def gauge_fix_qk(layer: Attention, *, pivot: bool = True, rows: Picks | None = None) -> Attention:
+def gauge_fix_qk(layers: Sequence[Attention], *, pivot: bool = True) -> list[Attention]:
     """`qk` -> `gauge_fixed`: W_Q M^T and W_K M^-1, which holds an identity block. Exact.
 
-    b_K adds the same to all logits of a query and becomes 0.
+    b_K, which softmax ignores, becomes 0.
 
     Args:
-      pivot: True picks the rows of each key head that keep W_K M^-1 small; they are an option of
-        the target. False takes the rows that `gauge_fixed` fixes by default.
-      rows: the rows of each key head; None is those of `pivot`.
+      layers: those of a model, which become one variant.
+      pivot: True picks the rows of each key head that keep W_K M^-1 small in all layers; they are
+        an option of the target. False takes the rows that `gauge_fixed` fixes by default.
 
     Raises:
       ConversionError: as `qk_factors`; a Score other than qk; or a block so close to singular that
         half of the digits of the parameters' dtype would be lost.
     """
-    rows = shared_rows([layer], pivot=pivot, rows=rows)['rows']
-    factors, spec = _factors_of_qk(layer), layer.spec
-    D, N, H, K = spec.d_model, spec.num_heads, spec.head_size, factors.w_k_DKH.shape[1]
-    w_q, b_q, free = factors.w_q_DNH, factors.b_q_NH, []
-    for k, order_D in enumerate(fixed_first(rows or fixed_slices(spec, K), D)):
-        w_DH = factors.w_k_DKH[:, k]
-        free.append(_in_gauge(w_DH, order_D, layer, f'W_K of key head {k}'))
-        heads, M_HH = slice(k * N // K, (k + 1) * N // K), w_DH[order_D[:H]]
-        w_q[:, heads], b_q[heads] = w_q[:, heads] @ M_HH.T, b_q[heads] @ M_HH.T
-    score = 'gauge_fixed' if rows is None else f'gauge_fixed(rows={rows})'
-    arrays = {'w_q_DNH': w_q, 'b_q_NH': b_q, 'b_k_KH': np.zeros((K, H))}
-    if H < D:
-        arrays['w_k_free_CKH'] = np.stack(free, axis=1)
-    return fill(empty_layer(layer, score=score), layer, score=arrays)
-
-
-def shared_rows(
-    layers: Sequence[Attention], *, pivot: bool = True, rows: Picks | None = None
-) -> dict[str, Any]:
-    """Options of gauge_fix_qk with which all layers become one variant."""
-    if pivot and rows is None:
-        rows = _best_rows(np.stack([_factors_of_qk(layer).w_k_DKH for layer in layers]))
-    return {'rows': rows, 'pivot': pivot}
+    factors = [_factors_of_qk(layer) for layer in layers]
+    (D, K, H), spec = factors[0].w_k_DKH.shape, layers[0].spec
+    score, rows = 'gauge_fixed', fixed_slices(spec, K)
+    if pivot:
+        rows = _best_rows(np.stack([layer.w_k_DKH for layer in factors]))
+        score = f'gauge_fixed(rows={rows})'
+    fixed = []
+    for layer, old in zip(layers, factors, strict=True):
+        M_KHH, free_CKH = _in_gauge(old.w_k_DKH, fixed_first(rows, D), layer, 'W_K of key head')
+        M_NHH = np.repeat(M_KHH, spec.num_heads // K, axis=0)
+        arrays = {
+            'w_q_DNH': np.einsum('DNH,NGH->DNG', old.w_q_DNH, M_NHH),
+            'b_q_NH': np.einsum('NH,NGH->NG', old.b_q_NH, M_NHH),
+            'b_k_KH': np.zeros((K, H)),
+        } | ({'w_k_free_CKH': free_CKH} if H < D else {})
+        fixed.append(fill(empty_layer(layer, score=score), layer, score=arrays))
+    return fixed
 
 
 def merge_vo(layer: Attention) -> Attention:
@@ -190,74 +124,57 @@ def merge_vo(layer: Attention) -> Attention:
 def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
     """Any Value -> `vo`, or `low_rank(rank=)` where `rank` is not the head size. Exact.
 
-    The factors are balanced, W_V = U S^1/2 and W_O = S^1/2 V^T with B[n] = U S V^T; b_V is 0.
-
-    Raises:
-      ConversionError: shared key heads, or B[n] of a head has a higher rank (use `truncate_vo`).
+    As `unmerge`; b_V is 0.
     """
-    target, lost = truncate_vo(layer, rank=layer.spec.head_size if rank is None else rank)
-    return _lossless(target, lost, 'B[n]', 'truncate_vo')
+    rank = layer.spec.head_size if rank is None else rank
+    return _lossless(*truncate_vo(layer, rank=rank), f'B[n] has a rank above {rank}', 'truncate_vo')
 
 
-def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, Truncation]:
-    """The best `vo` or `low_rank(rank=)` of that rank, and its error.
-
-    Raises:
-      ConversionError: shared key heads.
-    """
-    require_multi_head(layer)
-    D = layer.spec.d_model
-    value = 'vo' if rank == layer.spec.head_size else f'low_rank(rank={rank})'
+def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
+    """The best `vo` or `low_rank(rank=)` of that rank, and its error."""
+    value, letter = _of_rank('vo', rank, layer)
     target = empty_layer(layer, value=value)
     B_NDE, b_E = extract_factors(layer).output_matrices()
-    y_SD = np.random.default_rng(0).normal(size=(256, D))
-    left_DNR, right_ENR, lost = _truncated(B_NDE, rank, y_SD, np.eye(D))
-    letter = 'H' if value == 'vo' else 'R'
-    arrays = {
-        f'w_v_DK{letter}': left_DNR,
-        f'w_o_N{letter}D': np.moveaxis(right_ENR, 0, -1),
-        f'b_v_K{letter}': np.zeros(left_DNR.shape[1:]),
-        'b_o_D': b_E,
-    }
+    left_DNR, right_ENR, lost = balanced_factors(B_NDE, rank)
+    arrays = {f'w_v_DK{letter}': left_DNR, f'w_o_N{letter}D': np.moveaxis(right_ENR, 0, -1)}
+    arrays |= {f'b_v_K{letter}': np.zeros(left_DNR.shape[1:]), 'b_o_D': b_E}
     return fill(target, layer, value=arrays), lost
 
 
-def gauge_fix_vo(
-    layer: Attention, *, pivot: bool = True, columns: Picks | None = None
-) -> Attention:
+def gauge_fix_vo(layers: Sequence[Attention], *, pivot: bool = True) -> list[Attention]:
     """`vo` -> `gauge_fixed`: W_V M and M^-1 W_O, which holds an identity block. Exact.
 
-    Args:
-      pivot: True picks the columns of each head that keep M^-1 W_O small; they are an option of the
-        target. False takes the columns that `gauge_fixed` fixes by default.
-      columns: the columns of each head; None is those of `pivot`.
+    As `gauge_fix_qk`, with the columns of each head of W_O in place of the rows of W_K.
 
     Raises:
-      ConversionError: a Value other than vo; head_size = d_model; or a block so close to singular
-        that half of the digits of the parameters' dtype would be lost.
+      ConversionError: a Value other than vo; head_size = d_model; or a block too close to singular.
     """
-    columns = shared_columns([layer], pivot=pivot, columns=columns)['columns']
-    factors, spec = _factors_of_vo(layer), layer.spec
-    w_v, b_v, free = factors.w_v_DKH, factors.b_v_KH, []
-    for n, fixed in enumerate(columns or fixed_slices(spec, spec.num_heads)):
-        w_DH = factors.w_o_NHD[n].T
-        order_D = np.append(fixed, np.setdiff1d(np.arange(len(w_DH)), fixed))
-        free.append(_in_gauge(w_DH, order_D, layer, f'W_O of head {n}').T)
-        M_HH = w_DH[list(fixed)].T
-        w_v[:, n], b_v[n] = w_v[:, n] @ M_HH, b_v[n] @ M_HH
-    value = 'gauge_fixed' if columns is None else f'gauge_fixed(columns={columns})'
-    arrays = {'w_v_DNH': w_v, 'w_o_NHC': np.stack(free), 'b_v_NH': b_v, 'b_o_D': factors.b_o_D}
-    return fill(empty_layer(layer, value=value), layer, value=arrays)
-
-
-def shared_columns(
-    layers: Sequence[Attention], *, pivot: bool = True, columns: Picks | None = None
-) -> dict[str, Any]:
-    """Options of gauge_fix_vo with which all layers become one variant."""
-    if pivot and columns is None:
-        w_LNHD = np.stack([_factors_of_vo(layer).w_o_NHD for layer in layers])
-        columns = _best_rows(np.moveaxis(w_LNHD, 3, 1))
-    return {'columns': columns, 'pivot': pivot}
+    spec = layers[0].spec
+    D, N, H = spec.d_model, spec.num_heads, spec.head_size
+    require(spec.value == 'vo', f'it starts from the value vo, not {spec.value}')
+    require(
+        H < D,
+        f'head_size={H} at d_model={D} would leave no parameter of W_O free; convert to no_o by '
+        'hand',
+    )
+    factors = [extract_factors(layer).with_kv_heads(N) for layer in layers]
+    w_o_LDNH = np.stack([np.moveaxis(layer.w_o_NHD, 2, 0) for layer in factors])
+    value, columns = 'gauge_fixed', fixed_slices(spec, N)
+    if pivot:
+        columns = _best_rows(w_o_LDNH)
+        value = f'gauge_fixed(columns={columns})'
+    orders_ND = np.stack([np.append(c, np.setdiff1d(np.arange(D), c)) for c in columns])
+    fixed = []
+    for layer, old, w_o_DNH in zip(layers, factors, w_o_LDNH, strict=True):
+        M_NHH, free_CNH = _in_gauge(w_o_DNH, orders_ND, layer, 'W_O of head')
+        arrays = {
+            'w_v_DNH': np.einsum('DNH,NGH->DNG', old.w_v_DKH, M_NHH),
+            'w_o_NHC': np.moveaxis(free_CNH, 0, 2),
+            'b_v_NH': np.einsum('NH,NGH->NG', old.b_v_KH, M_NHH),
+            'b_o_D': old.b_o_D,
+        }
+        fixed.append(fill(empty_layer(layer, value=value), layer, value=arrays))
+    return fixed
 
 
 def _factors_of_qk(layer: Attention) -> Factors:
@@ -266,80 +183,28 @@ def _factors_of_qk(layer: Attention) -> Factors:
     return factors
 
 
-def _factors_of_vo(layer: Attention) -> Factors:
-    spec = layer.spec
-    require(spec.value == 'vo', f'it starts from the value vo, not {spec.value}')
+def _of_rank(full: str, rank: int, layer: Attention) -> tuple[str, str]:
+    """The variant of that rank of a circuit with its own key heads, and its letter for the rank."""
+    N, K = layer.spec.num_heads, layer.spec.num_kv_heads
     require(
-        spec.head_size < spec.d_model,
-        f'head_size={spec.head_size} at d_model={spec.d_model} would leave no parameter of W_O '
-        'free; convert to no_o by hand',
+        N == K,
+        f'every query head gets its own key head, and num_kv_heads={K} are shared among {N}; '
+        'apply gqa_to_mha first',
     )
-    return extract_factors(layer).with_kv_heads(spec.num_heads)
+    return (full, 'H') if rank == layer.spec.head_size else (f'low_rank(rank={rank})', 'R')
 
 
-def _truncated(
-    A_NED: np.ndarray, rank: int, x_TE: np.ndarray, y_SD: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, Truncation]:
-    """Balanced factors left_ENR and right_DNR, and their error, measured on x A[n] y^T."""
-    left_ENR, right_DNR, frobenius_N = balanced_factors(A_NED, rank)
-    exact_NTS = np.einsum('TE,NED,SD->NTS', x_TE, A_NED, y_SD, optimize=True)
-    cut_NTS = np.einsum('TE,ENR,DNR,SD->NTS', x_TE, left_ENR, right_DNR, y_SD, optimize=True)
-    relative = float(np.linalg.norm(frobenius_N) / np.linalg.norm(A_NED))
-    lost = Truncation(rank, frobenius_N, relative, relative_error(cut_NTS, exact_NTS))
-    return left_ENR, right_DNR, lost
-
-
-def _lossless(layer: Attention, lost: Truncation, matrix: str, lossy: str) -> Attention:
-    """The layer, where cutting its matrices lost rounding error only."""
+def _lossless(layer: Attention, lost: float, reason: str, lossy: str) -> Attention:
+    """The layer, where cutting its matrices lost rounding error only: 256 ulp of the parameters."""
     require(
-        lost.relative <= tolerance(layer),
-        f'{matrix} has a rank above {lost.rank}: cutting it there loses {lost.relative:.2e} of its '
-        f'norm; use a higher rank, or {lossy}, which reports the error',
+        lost <= 256 * float(jnp.finfo(dtype_of(layer)).eps),
+        f'{reason}: cutting it there loses {lost:.2e} of its norm; use a higher rank, or {lossy}, '
+        'which reports the error',
     )
     return layer
 
 
-def _with_one_matrix(
-    layer: Attention, score: str, w_ENH: np.ndarray, **arrays: np.ndarray
-) -> Attention:
-    target = empty_layer(layer, score=score)
-    w_ENH, D = w_ENH / logit_scale(target) ** 0.5, layer.spec.d_model
-    bias_NH = w_ENH[D] if layer.spec.biases else np.zeros(w_ENH.shape[1:])
-    return fill(target, layer, score={'w_q_DNH': w_ENH[:D], 'b_q_NH': bias_NH, **arrays})
-
-
-def _eigenfactors(layer: Attention) -> tuple[np.ndarray, np.ndarray]:
-    """w_ENH and sign_NH, scale A[n] = w[n] diag(sign[n]) w[n]^T; biases are a last row of w."""
-    factors, N, H = qk_factors(layer), layer.spec.num_heads, layer.spec.head_size
-    q_ENH, k_ENH = factors.w_q_DNH, repeat_heads(factors.w_k_DKH, N)
-    if layer.spec.biases:
-        q_ENH = np.concatenate([q_ENH, factors.b_q_NH[None]])
-        k_ENH = np.concatenate([k_ENH, repeat_heads(factors.b_k_KH, N)[None]])
-    A_NEF = np.einsum('ENH,FNH->NEF', q_ENH, k_ENH) * factors.scale
-    A_NFE = np.swapaxes(A_NEF, 1, 2)
-    asymmetry = np.linalg.norm(A_NEF - A_NFE) / np.linalg.norm(A_NEF)
-    require(
-        bool(asymmetry <= tolerance(layer)),
-        f'A[n] is not symmetric: |A - A^T| is {asymmetry:.2e} of |A|; only symmetric forms can be '
-        'written W L W^T',
-    )
-    values_NE, vectors_NEF = np.linalg.eigh((A_NEF + A_NFE) / 2)
-    order_NE = np.argsort(-np.abs(values_NE), axis=-1)
-    values_NE = np.take_along_axis(values_NE, order_NE, -1)
-    vectors_NEF = np.take_along_axis(vectors_NEF, order_NE[:, None], -1)
-    largest = np.abs(values_NE).max()
-    cut = np.abs(values_NE[:, H:]).max(initial=0) / largest
-    require(
-        bool(cut <= tolerance(layer)),
-        f'A[n] has a rank above head_size={H}: {cut:.2e} of it would be lost',
-    )
-    kept_NH = values_NE[:, :H]
-    # The sign of an eigenvalue that is rounding error means nothing.
-    sign_NH = np.where(kept_NH < -tolerance(layer) * largest, -1.0, 1.0)
-    return np.moveaxis(vectors_NEF[..., :H] * np.sqrt(np.abs(kept_NH))[:, None], 0, 1), sign_NH
-
-
-def _best_rows(w_LDNH: np.ndarray) -> Picks:
+def _best_rows(w_LDNH: np.ndarray) -> tuple[tuple[int, ...], ...]:
     """H rows of each head at which all L matrices, made orthonormal, have blocks far from singular.
 
     Greedy: the next row has the largest product, over the matrices, of its distances from the span
@@ -360,16 +225,21 @@ def _best_rows(w_LDNH: np.ndarray) -> Picks:
     return tuple(picks)
 
 
-def _in_gauge(w_DH: np.ndarray, order_D: np.ndarray, layer: Attention, matrix: str) -> np.ndarray:
-    """The free rows of W M^-1, in that order, where M holds the first H rows of the order."""
-    H, dtype = w_DH.shape[1], dtype_of(layer)
-    ordered_DH = np.linalg.qr(w_DH)[0][order_D]
-    smallest = np.linalg.svd(ordered_DH[:H], compute_uv=False)[-1]
+def _in_gauge(
+    w_DNH: np.ndarray, orders_ND: np.ndarray, layer: Attention, matrix: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """M_NHH, the H first rows of each W[n] in an order, and the other rows of W[n] M[n]^-1, CNH."""
+    H, dtype, blocks, free = w_DNH.shape[2], dtype_of(layer), [], []
     limit = float(jnp.finfo(dtype).eps) ** -0.5
-    require(
-        bool(smallest * limit > 1),
-        f'the block of {matrix} that becomes the identity is too close to singular: it would '
-        f'multiply rounding errors by {1 / max(smallest, 1e-300):.1e}, and the limit for {dtype} '
-        f'is {limit:.1e}; use pivot=True',
-    )
-    return ordered_DH[H:] @ np.linalg.inv(ordered_DH[:H])
+    for n, order_D in enumerate(orders_ND):
+        q_DH = np.linalg.qr(w_DNH[:, n])[0][order_D]
+        smallest = np.linalg.svd(q_DH[:H], compute_uv=False)[-1]
+        require(
+            bool(smallest * limit > 1),
+            f'the block of {matrix} {n} that becomes the identity is too close to singular: it '
+            f'would multiply rounding errors by {1 / max(smallest, 1e-300):.1e}, and the limit for '
+            f'{dtype} is {limit:.1e}; use pivot=True',
+        )
+        blocks.append(w_DNH[order_D[:H], n])
+        free.append(q_DH[H:] @ np.linalg.inv(q_DH[:H]))
+    return np.stack(blocks), np.stack(free, axis=1)

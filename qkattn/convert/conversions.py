@@ -16,16 +16,17 @@ import numpy as np
 from flax import nnx
 
 from qkattn.attention.attention import Attention
-from qkattn.attention.spec import AttentionSpec
 from qkattn.config import ModelConfig
 from qkattn.config.calls import options_of, resolve
 from qkattn.convert import circuits, whole_layer
-from qkattn.convert.factors import Truncation
-from qkattn.convert.target import require
+from qkattn.convert.factors import require
 from qkattn.errors import ConfigError, ConversionError, SpecError
 from qkattn.model import with_params
 from qkattn.model.sites import attention_spec
 from qkattn.model.transformer import Transformer
+
+# Fields of the model and of the spec of its layers that a conversion may change.
+CHANGED = ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +35,12 @@ class Conversion:
 
     Attributes:
       function: (layer, **options) -> the converted layer, which computes the same function in the
-        same dtype; where `lossy`, (layer, **options) -> (layer, Truncation). Options are its
-        keyword-only parameters.
+        same dtype. Options are its keyword-only parameters.
       circuit: the circuit that it rewrites.
-      lossy: whether it changes the function that the layer computes.
-      takes_norm: whether `function` also takes the gain and bias of the norm before attention.
-      in_stack: (layers, **options) -> options for each layer of a model, whose layers have to
-        remain one variant; None is the options as given.
+      lossy: `function` changes what the layer computes and returns (layer, error), the share of
+        the norm of A[n] (with its scale) or B[n] that is lost.
+      takes_norm: `function` also takes the gain and bias of the norm before attention.
+      of_stack: `function` takes and returns all layers of a model.
       example: options with which the catalogue measures a conversion that requires some.
     """
 
@@ -48,15 +48,15 @@ class Conversion:
     circuit: Literal['QK', 'OV', 'both']
     lossy: bool = False
     takes_norm: bool = False
-    in_stack: Callable[..., Mapping[str, Any]] | None = None
+    of_stack: bool = False
     example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __call__(
-        self, layer: Attention, *norm: Any, **options: Any
-    ) -> tuple[Attention, Truncation | None]:
-        """The converted layer, and the error of a lossy conversion."""
+    def __call__(self, layer: Attention, *norm: Any, **options: Any) -> tuple[Attention, float]:
+        """The converted layer, and the error of a lossy conversion, else 0."""
+        if self.of_stack:
+            return self.function([layer], **options)[0], 0.0
         result = self.function(layer, *norm, **options)
-        return result if self.lossy else (result, None)
+        return result if self.lossy else (result, 0.0)
 
     @property
     def summary(self) -> str:
@@ -73,10 +73,8 @@ CONVERSIONS: dict[str, Conversion] = {
     'merge_vo': Conversion(circuits.merge_vo, 'OV'),
     'unmerge_vo': Conversion(circuits.unmerge_vo, 'OV'),
     'truncate_vo': Conversion(circuits.truncate_vo, 'OV', lossy=True, example={'rank': 2}),
-    'gauge_fix_qk': Conversion(circuits.gauge_fix_qk, 'QK', in_stack=circuits.shared_rows),
-    'gauge_fix_vo': Conversion(circuits.gauge_fix_vo, 'OV', in_stack=circuits.shared_columns),
-    'to_symmetric': Conversion(circuits.to_symmetric, 'QK'),
-    'to_shared': Conversion(circuits.to_shared, 'QK'),
+    'gauge_fix_qk': Conversion(circuits.gauge_fix_qk, 'QK', of_stack=True),
+    'gauge_fix_vo': Conversion(circuits.gauge_fix_vo, 'OV', of_stack=True),
     'to_collaborative': Conversion(circuits.to_collaborative, 'QK'),
     'fold_double': Conversion(whole_layer.fold_double, 'both'),
     'fold_biases': Conversion(whole_layer.fold_biases, 'both'),
@@ -110,7 +108,7 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
 
 def convert_model(
     text: str, config: ModelConfig, params: dict[str, Any]
-) -> tuple[ModelConfig, dict[str, Any], list[Truncation]]:
+) -> tuple[ModelConfig, dict[str, Any], list[float]]:
     """Applies the conversion that `text` names to the attention of every layer.
 
     Returns:
@@ -122,14 +120,11 @@ def convert_model(
       ConversionError: a precondition does not hold.
     """
     conversion, options = parse_conversion(text)
-    if config.kind == 'encoder_decoder':
+    if config.kind == 'encoder_decoder' or config.pattern is not None:
+        field = 'kind' if config.pattern is None else 'pattern'
         raise ConfigError(
-            'conversions rewrite the single stack of a decoder or an encoder, but model.kind is '
-            'encoder_decoder'
-        )
-    if config.pattern is not None:
-        raise ConfigError(
-            f'conversions rewrite a stack of one variant, but model.pattern is {config.pattern!r}'
+            'conversions rewrite a decoder or an encoder, a stack of one variant, but '
+            f'model.{field} is {getattr(config, field)!r}'
         )
     require(
         not (conversion.takes_norm and config.norm_position == 'post'),
@@ -138,22 +133,23 @@ def convert_model(
     )
     model = with_params(config, jax.tree.map(jnp.asarray, params))
     norm, sources = model.blocks.attention_norm, model.layers()
-    before: list[Any] = []
-    if conversion.takes_norm:
-        shape = config.num_layers, config.d_model
-        before = [np.ones(shape) if norm.g_D is None else np.array(norm.g_D)]
-        before += [] if norm.b_D is None else [np.array(norm.b_D)]
-    if conversion.in_stack is not None:
-        options = {**conversion.in_stack(sources, **options)}
+    shape, no_norm = (config.num_layers, config.d_model), [()] * config.num_layers
+    gain_LD = np.ones(shape) if norm.g_D is None else np.array(norm.g_D)
+    bias_LD = np.zeros(shape) if norm.b_D is None else np.array(norm.b_D)
+    norms = zip(gain_LD, bias_LD, strict=True) if conversion.takes_norm else no_norm
     layers: list[Attention] = []
-    errors: list[Truncation] = []
-    for index, source in enumerate(sources):
+    errors: list[float] = []
+    for index, (source, before) in enumerate(zip(sources, norms, strict=True)):
         try:
-            layer, truncation = conversion(source, *(p[index] for p in before), **options)
-        except (ConversionError, SpecError) as error:
-            raise ConversionError(f'layer {index}: {error}') from error
+            if conversion.of_stack:
+                layers = conversion.function(sources, **options)
+                break
+            layer, error = conversion(source, *before, **options)
+        except (ConversionError, SpecError) as refusal:
+            raise ConversionError(f'layer {index}: {refusal}') from refusal
         layers.append(layer)
-        errors += [] if truncation is None else [truncation]
+        errors += [error] * conversion.lossy
+    for index, layer in enumerate(layers):
         require(
             layer.spec == layers[0].spec,
             f'layer {index} would become {layer.spec.variant} and layer 0 '
@@ -164,7 +160,10 @@ def convert_model(
         for parameter, initial in ((norm.g_D, 1.0), (norm.b_D, 0.0)):
             if parameter is not None:
                 parameter[...] = jnp.full_like(parameter[...], initial)
-    config = _config_with(config, layers[0].spec)
+    spec = layers[0].spec
+    changes: dict[str, Any] = {name: getattr(spec, name) for name in CHANGED}
+    config = dataclasses.replace(config, d_ff=config.mlp_width, **changes)
+    require(attention_spec(config) == spec, f'no model setting gives layers of {spec}')
     return config, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))), errors
 
 
@@ -185,12 +184,3 @@ def logit_error(
         model = with_params(config, jax.tree.map(jnp.asarray, params))
         logits.append(np.asarray(jax.jit(lambda m, t: m(t))(model, tokens_BT), np.float64))
     return float(np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max())
-
-
-def _config_with(config: ModelConfig, spec: AttentionSpec) -> ModelConfig:
-    """The model whose attention layers have `spec`."""
-    fields = ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
-    changes = {name: getattr(spec, name) for name in fields}
-    config = dataclasses.replace(config, d_ff=config.mlp_width, **changes)
-    require(attention_spec(config) == spec, f'no model setting gives layers of {spec}')
-    return config

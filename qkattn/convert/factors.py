@@ -1,16 +1,19 @@
-"""The factors W_Q, W_K, W_V, W_O of any linear variant, in float64, and those of low rank."""
+"""The factors W_Q, W_K, W_V, W_O of a layer in float64, and layers with given parameters."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from qkattn.attention import registry
 from qkattn.attention.attention import Attention
-from qkattn.attention.registry import find_normalizer
 from qkattn.errors import ConversionError
+
+Arrays = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,10 +21,8 @@ class Factors:
     """Queries x W_Q + b_Q, keys y W_K + b_K, values y W_V + b_V, output sum_n o_n W_O[n] + b_O.
 
     All arrays are float64, and the caller's to change. Numbers of heads and head sizes are those
-    that the variant computes with: `merged` has one key head of size D.
-
-    Attributes:
-      scale: factor on q k^T, the product of the Score's scale and the spec's score_scale.
+    that the variant computes with: `merged` has one key head of size D. `scale` is the factor on
+    q k^T: the Score's scale times the spec's score_scale.
     """
 
     w_q_DNH: np.ndarray
@@ -44,10 +45,12 @@ class Factors:
 
     def with_kv_heads(self, num_heads: int) -> 'Factors':
         """The factors with key and value heads repeated to that number of each."""
-        shared: dict[str, Any] = {
-            n: repeat_heads(a, num_heads) for n, a in vars(self).items() if 'K' in n
+        repeated: dict[str, Any] = {
+            name: np.repeat(array, num_heads // array.shape[-2], axis=-2)
+            for name, array in vars(self).items()
+            if 'K' in name
         }
-        return dataclasses.replace(self, **shared)
+        return dataclasses.replace(self, **repeated)
 
     def with_head_size(self, size: int) -> 'Factors':
         """The factors with zeros appended to every head, up to that size."""
@@ -59,19 +62,27 @@ class Factors:
         return dataclasses.replace(self, **padded)
 
     def logit_matrices(self) -> np.ndarray:
-        """A_NED of the logits (x, 1) A[n] y^T; row D + 1 comes from the bias of the queries.
+        """A_NEF of the logits (x, 1) A[n] (y, 1)^T, E = F = D + 1, with the scale.
 
-        The bias of the keys adds the same to all logits of a query, which softmax ignores.
+        The last row comes from the bias of the queries. The last column, from that of the keys,
+        adds the same to all logits of a query, which softmax ignores.
         """
+        heads = self.with_kv_heads(len(self.b_q_NH))
         q_ENH = np.concatenate([self.w_q_DNH, self.b_q_NH[None]])
-        k_DNH = repeat_heads(self.w_k_DKH, q_ENH.shape[1])
-        return self.scale * np.einsum('ENH,DNH->NED', q_ENH, k_DNH)
+        k_FNH = np.concatenate([heads.w_k_DKH, heads.b_k_KH[None]])
+        return self.scale * np.einsum('ENH,FNH->NEF', q_ENH, k_FNH)
 
     def output_matrices(self) -> tuple[np.ndarray, np.ndarray]:
         """B_NDE = W_V[n] W_O[n], and the output bias b_E = b_O + sum_n b_V[n] W_O[n]."""
         heads = self.with_kv_heads(len(self.w_o_NHD))
         B_NDE = np.einsum('DNH,NHE->NDE', heads.w_v_DKH, self.w_o_NHD)
         return B_NDE, self.b_o_D + np.einsum('NH,NHE->E', heads.b_v_KH, self.w_o_NHD)
+
+
+def require(condition: bool, reason: str) -> None:
+    """Raises ConversionError with the reason unless the condition holds."""
+    if not condition:
+        raise ConversionError(reason)
 
 
 def extract_factors(layer: Attention) -> Factors:
@@ -82,93 +93,155 @@ def extract_factors(layer: Attention) -> Factors:
         under a normalizer whose probabilities do not sum to 1.
     """
     spec, D, N = layer.spec, layer.spec.d_model, layer.spec.num_heads
-    if not layer.value.linear:
-        raise ConversionError(f'{spec.value} is not linear in the values, so it has no matrix B[n]')
-    if spec.biases and not find_normalizer(spec.normalizer).simplex:
-        raise ConversionError(
-            'conversions drop the bias of the keys and move that of the values, which softmax '
-            f'allows and normalizer={spec.normalizer} does not; only a layer without biases '
-            'can be converted'
-        )
+    require(layer.value.linear, f'{spec.value} is not linear in the values: it has no matrix B[n]')
+    require(
+        not spec.biases or registry.find_normalizer(spec.normalizer).simplex,
+        'conversions drop the bias of the keys and move that of the values, which softmax allows '
+        f'and normalizer={spec.normalizer} does not; only a layer without biases can be converted',
+    )
     with jax.enable_x64(True):
         layer = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), layer)
         score, value = layer.score, layer.value
-        w_q, b_q = _affine_map(score.queries, layer, 'queries')
-        w_k, b_k = _affine_map(lambda y_BSD: score.keys(score.cached(y_BSD)), layer, 'keys')
-        w_v, b_v = _affine_map(
-            lambda y_BSD: value.values(layer.cached(y_BSD), score), layer, 'values'
-        )
+
+        def affine_map(project: Callable[[jax.Array], jax.Array], name: str) -> list[np.ndarray]:
+            probe_SD = np.concatenate([np.zeros((1, D)), np.eye(D), 2 * np.ones((1, D))])
+            projected_SNH = np.array(project(jnp.asarray(probe_SD)[None]))[0]
+            b_NH, w_DNH = projected_SNH[0], projected_SNH[1:-1] - projected_SNH[0]
+            error = np.abs(projected_SNH[-1] - (2 * w_DNH.sum(0) + b_NH)).max()
+            require(
+                bool(error <= 1e-9 * (1 + np.abs(projected_SNH).max())),
+                f'the {name} of {spec.variant} are not linear in the stream and have no matrix',
+            )
+            return [w_DNH, b_NH]
+
+        w_q, b_q = affine_map(score.queries, 'queries')
+        w_k, b_k = affine_map(lambda y_BSD: score.keys(score.cached(y_BSD)), 'keys')
+        w_v, b_v = affine_map(lambda y_BSD: value.values(layer.cached(y_BSD), score), 'values')
         H = w_v.shape[-1]
         probe_TNH = np.concatenate([np.zeros((1, N * H)), np.eye(N * H)]).reshape(-1, N, H)
         zeros_BTD = jnp.zeros((1, len(probe_TNH), D))
         out_TD = np.array(value.output(jnp.asarray(probe_TNH)[None], score, zeros_BTD))[0]
-    return Factors(
-        w_q_DNH=w_q,
-        b_q_NH=b_q,
-        w_k_DKH=w_k,
-        b_k_KH=b_k,
-        w_v_DKH=w_v,
-        b_v_KH=b_v,
-        w_o_NHD=(out_TD[1:] - out_TD[0]).reshape(N, H, D),
-        b_o_D=out_TD[0],
-        scale=float(score.scale) * spec.score_scale,
-    )
+    w_o, scale = (out_TD[1:] - out_TD[0]).reshape(N, H, D), float(score.scale) * spec.score_scale
+    queries_and_keys = {'w_q_DNH': w_q, 'b_q_NH': b_q, 'w_k_DKH': w_k, 'b_k_KH': b_k}
+    values = {'w_v_DKH': w_v, 'b_v_KH': b_v, 'w_o_NHD': w_o, 'b_o_D': out_TD[0]}
+    return Factors(**queries_and_keys, **values, scale=scale)
 
 
-def _affine_map(
-    project: Callable[[jax.Array], jax.Array], layer: Attention, result: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """w_DNH and b_NH of project(x) = x w + b; ConversionError where it is not affine."""
-    D = layer.spec.d_model
-    probe_SD = np.concatenate([np.zeros((1, D)), np.eye(D), 2 * np.ones((1, D))])
-    projected_SNH = np.array(project(jnp.asarray(probe_SD)[None]))[0]
-    b_NH, w_DNH = projected_SNH[0], projected_SNH[1:-1] - projected_SNH[0]
-    expected_NH = 2 * w_DNH.sum(0) + b_NH
-    if np.abs(projected_SNH[-1] - expected_NH).max() > 1e-9 * (1 + np.abs(projected_SNH).max()):
-        raise ConversionError(
-            f'the {result} of {layer.spec.variant} are not linear in the stream, so they have no '
-            'matrix'
-        )
-    return w_DNH, b_NH
+def qk_factors(layer: Attention) -> Factors:
+    """The factors of a layer whose logits are scale x A[n] y^T, so that A[n] may be rewritten.
 
-
-def repeat_heads(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Each of the K heads on the last axis but one N / K times in a row."""
-    return np.repeat(array, num_heads // array.shape[-2], axis=-2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Truncation:
-    """The error of keeping the `rank` largest singular values of each head.
-
-    Attributes:
-      rank: singular values kept.
-      frobenius_N: norm of what is cut from A[n] (with its scale) or B[n], the least error of any
-        matrix of this rank (Eckart & Young 1936).
-      relative: the same over all heads, relative to the norm of all heads.
-      measured: root mean square error of the logits (QK circuit) or of the single-head outputs (OV
-        circuit) of unit-normal streams, relative to theirs.
+    Raises:
+      ConversionError: RoPE, QK-norm, a Score that is not bilinear, masks the diagonal or adds to
+        the logits, a Value that shares a matrix of the Score, or a logit cap together with a bias
+        of the keys.
     """
+    spec = layer.spec
+    require(
+        spec.positions != 'rope',
+        'RoPE rotates queries and keys between W_Q and W_K, so their product cannot be rewritten; '
+        'it can with positions none, learned, sinusoidal or alibi',
+    )
+    require(not spec.qk_norm, 'QK-norm divides by the length of queries and keys, which changes')
+    require_bilinear(layer)
+    require(
+        not layer.value.shares,
+        f'{spec.value} shares a matrix of {spec.score}, which is replaced; apply to_standard first',
+    )
+    factors = extract_factors(layer)
+    require(
+        spec.logit_cap is None or not factors.b_k_KH.any(),
+        'the bias of the keys, which is dropped, shifts all logits of a query alike; softmax '
+        f'ignores that, but logit_cap={spec.logit_cap} does not',
+    )
+    return factors
 
-    rank: int
-    frobenius_N: np.ndarray
-    relative: float
-    measured: float
+
+def require_bilinear(layer: Attention) -> None:
+    """Requires logits that are a bilinear form of x and y, for all pairs and nothing more."""
+    name, score = layer.spec.score, layer.score
+    bias_NTS = score.relative_bias(jnp.zeros((1, 1), int))
+    require(bias_NTS is None, f'{name} adds a learned bias to the logits; the target does not')
+    require(not score.hides_self, f'{name} masks the diagonal, which the target does not')
+    require(score.bilinear, f'{name} is not bilinear in x and y, so it has no matrix A[n]')
 
 
-def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """left_ENR = U S^1/2 and right_DNR = V S^1/2 of A[n] = U S V^T; and the norm_N of the rest.
+def dtype_of(layer: Attention) -> np.dtype:
+    """Dtype of the parameters; float32 for a layer without any."""
+    leaves = jax.tree.leaves(layer)
+    return leaves[0].dtype if leaves else np.dtype('float32')
 
-    Of all factorizations, the balanced one has the smallest sum of squares. Where `rank` exceeds
-    the size of A[n], zeros fill the last columns.
+
+def logit_scale(layer: Attention) -> float:
+    """The factor on q k^T."""
+    return layer.score.scale * layer.spec.score_scale
+
+
+def empty_layer(source: Attention, **changes: Any) -> Attention:
+    """A layer without values, of the spec of `source` with changes; it has its QK-norm gains.
+
+    num_kv_heads becomes num_heads where no circuit shares heads.
+
+    Raises:
+      ConversionError: queries get another size than the QK-norm gains have.
+    """
+    spec = dataclasses.replace(source.spec, **changes)
+    score, value = registry.find_score(spec.score)[0], registry.find_value(spec.value)[0]
+    if not (score.uses_kv_heads or value.uses_kv_heads):
+        spec = dataclasses.replace(spec, num_kv_heads=spec.num_heads)
+    layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
+    for name in ('g_q_H', 'g_k_H') if spec.qk_norm else ():
+        gain, (size,) = getattr(source, name), getattr(layer, name).shape
+        require(
+            gain.shape == (size,),
+            f'QK-norm acts on queries of size {len(gain)}; in {spec.variant} they have size {size}',
+        )
+        setattr(layer, name, nnx.Param(jnp.array(gain[...], dtype_of(source))))
+    return layer
+
+
+def fill(
+    layer: Attention, source: Attention, *, score: Arrays | None = None, value: Arrays | None = None
+) -> Attention:
+    """Sets every parameter of an empty layer, in the dtype of `source`, and returns the layer.
+
+    Args:
+      score: parameters of the Score by name; biases may be given where the Score has none, if
+        they are zero. None copies the Score of `source`.
+      value: the same for the Value.
+
+    Raises:
+      ConversionError: a non-zero bias where the circuit has no parameter for it.
+    """
+    for part, arrays in (('score', score), ('value', value)):
+        circuit = getattr(layer, part)
+        if arrays is None:
+            nnx.update(circuit, jax.tree.map(jnp.array, nnx.state(getattr(source, part))))
+            continue
+        parameters = {name: a for name, a in vars(circuit).items() if isinstance(a, nnx.Param)}
+        for name, parameter in parameters.items():
+            assert parameter.shape == arrays[name].shape, (name, arrays[name].shape)
+            setattr(circuit, name, nnx.Param(jnp.array(arrays[name], dtype_of(source))))
+        for name in arrays.keys() - parameters.keys():
+            assert name.startswith('b_'), f'{type(circuit).__name__} has no parameter {name}'
+            reason = f'{type(circuit).__name__} without biases has no parameter for {name}'
+            require(not arrays[name].any(), reason)
+    return layer
+
+
+def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """left_ENR = U S^1/2 and right_DNR = V S^1/2 of A[n] = U S V^T, and what cutting it loses.
+
+    Of all factorizations, the balanced one has the smallest sum of squares. The error, relative to
+    the norm of A over all heads, is the least of any matrix of this rank (Eckart & Young 1936).
+    Where `rank` exceeds the size of A[n], zeros fill the last columns.
     """
     left_NER, s_NR, right_NRD = np.linalg.svd(A_NED, full_matrices=False)
-    frobenius_N = np.sqrt((s_NR[:, rank:] ** 2).sum(-1))
+    lost = np.linalg.norm(s_NR[:, rank:]) / np.linalg.norm(A_NED)
     root_NR = np.sqrt(s_NR[:, :rank])
     left_ENR = np.moveaxis(left_NER[..., :rank] * root_NR[:, None], 0, 1)
     right_DNR = np.moveaxis(right_NRD[:, :rank], -1, 0) * root_NR
     padding = ((0, 0), (0, 0), (0, rank - root_NR.shape[1]))
-    return np.pad(left_ENR, padding), np.pad(right_DNR, padding), frobenius_N
+    return np.pad(left_ENR, padding), np.pad(right_DNR, padding), float(lost)
 
 
 def relative_error(approximate: np.ndarray, exact: np.ndarray) -> float:

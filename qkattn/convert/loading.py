@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import os
 from pathlib import Path
@@ -22,24 +23,32 @@ from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Loaded:
     """A run as its newest checkpoint has it, or a model without a run.
 
     Attributes:
       path: where it was loaded from.
-      models: one per trial, with parameters in the compute dtype.
-      trials: seed, learning rate and weight decay of each model; {} without a run.
+      model_config: the settings of its models.
+      params: the parameters of each trial, float32.
+      trials: seed, learning rate and weight decay of each trial; {} without a run.
       alive: False for trials that diverged, which have their last finite parameters.
       config, step: settings and optimizer steps of the run; None without one.
     """
 
     path: Path
-    models: list[Transformer]
+    model_config: ModelConfig
+    params: list[dict]
     trials: list[dict[str, Any]]
     alive: list[bool]
     config: Config | None = None
     step: int | None = None
+
+    @functools.cached_property
+    def models(self) -> list[Transformer]:
+        """One per trial, with parameters in the compute dtype."""
+        cast = functools.partial(jnp.asarray, dtype=self.model_config.compute_dtype)
+        return [with_params(self.model_config, jax.tree.map(cast, p)) for p in self.params]
 
     @property
     def trial(self) -> int:
@@ -53,63 +62,48 @@ class Loaded:
 
     def check_trial(self, trial: int | None) -> int:
         """`trial`, or the default where it is None; ConfigError where it is out of range."""
-        trial = self.trial if trial is None else trial
-        if not 0 <= trial < len(self.models):
-            raise ConfigError(
-                f'trial={trial} must be in [0, {len(self.models)}), the trials of {self.path}'
-            )
+        trial, number = self.trial if trial is None else trial, len(self.params)
+        if not 0 <= trial < number:
+            raise ConfigError(f'trial={trial} must be in [0, {number}), the trials of {self.path}')
         return trial
+
+    def __repr__(self) -> str:
+        model, step = self.model_config, ''
+        if self.config is not None:
+            step = f', step {self.step:,} of {self.config.train.num_steps:,}, trials: {self.trials}'
+        size = f'd_model={model.d_model}, num_layers={model.num_layers}'
+        return f'Loaded({model.kind} {model.variant}, {size}{step}, path: {self.path})'
 
 
 def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loaded:
-    """The run at `source`, or the one model of anything else that `load_any` reads.
-
-    Args:
-      num_heads: for published files without a config.
-
-    Raises:
-      ConfigError: as `load_any`.
-      CheckpointError: every checkpoint of the run is damaged.
-    """
-    path = as_path(source)
-    if not (path / 'config.json').exists() or not (path / 'checkpoints').is_dir():
-        return Loaded(path, [_model(*load_any(path, num_heads=num_heads))], [{}], [True])
-    config, step, stack = exported.load_stack(absolute(path))
-    trials = config.trials.trials()
-    params = [jax.tree.map(operator.itemgetter(i), stack['params']) for i in range(len(trials))]
-    models = [_model(config.model, one) for one in params]
-    return Loaded(path, models, trials, stack['alive'].tolist(), config, step)
-
-
-def load_any(
-    source: str | os.PathLike[str], *, trial: int = 0, num_heads: int | None = None
-) -> tuple[ModelConfig, dict]:
-    """The config and parameters of the model at `source`, whose kind follows from its files.
+    """The run or the one model at `source`, whose kind follows from its files.
 
     Args:
       source: a run directory or a directory of exported parameters; a directory or .safetensors
         file of a GPT-2 in the Hugging Face layout; a nanoGPT .pt checkpoint.
-      trial: index of the trial of a run.
       num_heads: for published files without a config.
 
     Raises:
       ConfigError: `source` is none of these, or it is damaged or of another layout.
+      CheckpointError: every checkpoint of the run is damaged.
     """
     path = as_path(source)
     if not path.exists():
         raise ConfigError(f'{path} does not exist')
+    if (path / 'config.json').exists() and (path / 'checkpoints').is_dir():
+        config, step, stack = exported.load_stack(absolute(path))
+        trials, alive = config.trials.trials(), stack['alive'].tolist()
+        params = [jax.tree.map(operator.itemgetter(x), stack['params']) for x in range(len(trials))]
+        return Loaded(path, config.model, params, trials, alive, config, step)
     if path.suffix == '.pt':
-        return load_nanogpt(path, num_heads=num_heads)
-    if path.is_file() or (
+        model = load_nanogpt(path, num_heads=num_heads)
+    elif path.is_file() or (
         not (path / exported.ABOUT).exists() and any(path.glob('*.safetensors*'))
     ):
-        return load_gpt2(path, num_heads=num_heads)
-    return exported.load(path, trial)
-
-
-def _model(config: ModelConfig, params: dict) -> Transformer:
-    dtype = jnp.dtype(config.compute_dtype)
-    return with_params(config, jax.tree.map(lambda p: jnp.asarray(p, dtype), params))
+        model = load_gpt2(path, num_heads=num_heads)
+    else:
+        model = exported.load(path)
+    return Loaded(path, model[0], [model[1]], [{}], [True])
 
 
 def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
@@ -138,7 +132,7 @@ def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
                 f'{source.path} was trained with the tokenizer {trained_with}, but its data has '
                 f'changed since then and gives {tokenizer.name}; restore the data'
             )
-    vocab_size = source.model.config.vocab_size
+    vocab_size = source.model_config.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and '

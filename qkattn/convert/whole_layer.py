@@ -1,17 +1,18 @@
 """Conversions of both circuits at once: standard form, folding, key and value heads."""
 
+from typing import Any
+
 import numpy as np
 
 from qkattn.attention.attention import Attention
-from qkattn.convert.factors import extract_factors
-from qkattn.convert.target import (
+from qkattn.convert.factors import (
+    Factors,
     empty_layer,
+    extract_factors,
     fill,
     qk_factors,
     require,
     require_bilinear,
-    require_standard,
-    standard_layer,
 )
 
 
@@ -52,40 +53,29 @@ def to_standard(layer: Attention) -> Attention:
     else:
         factors.w_q_DNH[...] *= ratio
         factors.b_q_NH[...] *= ratio
-    return standard_layer(layer, factors, num_kv_heads=K, head_size=size, score_scale=scale)
+    return _standard(layer, factors, num_kv_heads=K, head_size=size, score_scale=scale)
 
 
 def fold_double(layer: Attention) -> Attention:
-    """`double` -> qk, vo, or both: each pair of projections becomes its product. Exact.
-
-    Positions and QK-norm may be any.
-
-    Raises:
-      ConversionError: neither circuit is double.
-    """
-    spec, changes, arrays = layer.spec, {}, {}
-    if spec.score.partition('(')[0] == 'double':
-        changes['score'], arrays['score'] = 'qk', extract_factors(layer).qk()
-    if spec.value.partition('(')[0] == 'double':
-        changes['value'], arrays['value'] = 'vo', extract_factors(layer).vo()
-    require(bool(changes), f'{spec.variant} has no double projection to fold')
+    """`double` -> qk, vo, or both: each pair of projections becomes its product. Exact."""
+    factors, changes, arrays = extract_factors(layer), {}, {}
+    if layer.spec.score.partition('(')[0] == 'double':
+        changes['score'], arrays['score'] = 'qk', factors.qk()
+    if layer.spec.value.partition('(')[0] == 'double':
+        changes['value'], arrays['value'] = 'vo', factors.vo()
+    require(bool(changes), f'{layer.spec.variant} has no double projection to fold')
     return fill(empty_layer(layer, **changes), layer, **arrays)
 
 
-def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray | None = None) -> Attention:
+def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Attention:
     """Moves the gain and bias of the norm before self-attention into W_Q, W_K and W_V. Exact.
 
     layer(z * gain + bias) = result(z): W <- diag(gain) W, b <- b + bias W. The result has biases
-    where the norm has one. Positions, QK-norm and caps may be any.
-
-    Raises:
-      ConversionError: another variant than qk/vo. Where queries are slices of the stream
-        (`query_free`), no matrix can take the gain.
+    where the norm has one. Of qk/vo alone: where queries are slices of the stream (`query_free`),
+    no matrix can take the gain.
     """
-    require_standard(layer)
-    factors = extract_factors(layer)
-    gain_D = np.asarray(gain_D, np.float64)
-    bias_D = np.zeros_like(gain_D) if bias_D is None else np.asarray(bias_D, np.float64)
+    factors = _factors_of_standard(layer)
+    gain_D, bias_D = np.asarray(gain_D, np.float64), np.asarray(bias_D, np.float64)
     for w_DNH, b_NH in (
         (factors.w_q_DNH, factors.b_q_NH),
         (factors.w_k_DKH, factors.b_k_KH),
@@ -93,54 +83,42 @@ def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray | None =
     ):
         b_NH[...] += np.tensordot(bias_D, w_DNH, axes=1)
         w_DNH[...] *= gain_D[:, None, None]
-    return standard_layer(layer, factors, biases=layer.spec.biases or bool(bias_D.any()))
+    return _standard(layer, factors, biases=layer.spec.biases or bool(bias_D.any()))
 
 
-def fold_biases(layer: Attention, *, keys: bool = True) -> Attention:
-    """qk/vo -> the same with b_V = 0, added to b_O, and with `keys` also b_K = 0. Exact.
+def fold_biases(layer: Attention) -> Attention:
+    """qk/vo -> the same with b_V = 0, added to b_O, and b_K = 0. Exact.
 
-    b_V always folds: the probabilities of a head sum to 1 (so not with dropout on them). b_K adds
-    the same to all logits of a query, unless something acts between q k^T and the softmax.
-
-    Raises:
-      ConversionError: another variant; or, with `keys`, a b_K together with RoPE, QK-norm or a
-        logit cap.
+    b_V folds as the probabilities of a head sum to 1 (so not with dropout on them). b_K adds the
+    same to all logits of a query; it is refused under RoPE, QK-norm or a logit cap, which act
+    between q k^T and the softmax.
     """
-    require_standard(layer)
-    factors = extract_factors(layer)
-    if keys and factors.b_k_KH.any():
+    factors = _factors_of_standard(layer)
+    if factors.b_k_KH.any():
         qk_factors(layer)  # raises where the bias matters
-        factors.b_k_KH[...] = 0
+    factors.b_k_KH[...] = 0
     factors.b_o_D[...] = factors.output_matrices()[1]
     factors.b_v_KH[...] = 0
-    return standard_layer(layer, factors)
+    return _standard(layer, factors)
 
 
 def gqa_to_mha(layer: Attention) -> Attention:
-    """qk/vo with shared key and value heads -> one of each per query head, by copying. Exact.
-
-    Keys and values keep their numbers, so positions, QK-norm and caps may be any.
-
-    Raises:
-      ConversionError: another variant.
-    """
-    require_standard(layer)
+    """qk/vo with shared key and value heads -> one of each per query head, by copying. Exact."""
     N = layer.spec.num_heads
-    return standard_layer(layer, extract_factors(layer).with_kv_heads(N), num_kv_heads=N)
+    return _standard(layer, _factors_of_standard(layer).with_kv_heads(N), num_kv_heads=N)
 
 
 def gqa_to_latent(layer: Attention) -> Attention:
     """qk/vo with K key heads -> latent/latent: W_D = [W_K, W_V], and head selectors. Exact.
 
     The latent has R = 2 K H channels, so the key/value cache keeps its size. Keys keep their
-    numbers, so QK-norm and caps may stay. Meng et al. 2025, arXiv 2502.07864, section 3.
+    parameters, so QK-norm and caps may stay. Meng et al. 2025, arXiv 2502.07864, section 3.
 
     Raises:
       ConversionError: another variant; RoPE, which would have to act between W_D and W_K; or
         2 K H > d_model, a latent wider than the stream.
     """
-    require_standard(layer)
-    spec, factors = layer.spec, extract_factors(layer)
+    spec, factors = layer.spec, _factors_of_standard(layer)
     D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
     R = 2 * K * H
     require(
@@ -154,27 +132,34 @@ def gqa_to_latent(layer: Attention) -> Attention:
         f'd_model={D}',
     )
     target = empty_layer(layer, score=f'latent(size={R})', value='latent', num_kv_heads=N)
-    select_KHNH = np.zeros((K, H, N, H))
-    for n in range(N):
-        select_KHNH[n * K // N, :, n] = np.eye(H)
-    select_RNH, zeros_RNH = select_KHNH.reshape(K * H, N, H), np.zeros((K * H, N, H))
+    select_KN = np.repeat(np.eye(K), N // K, axis=1)  # the key head of each query head
+    select_RNH = np.einsum('KN,HG->KHNG', select_KN, np.eye(H)).reshape(K * H, N, H)
+    zeros_RNH, zeros_NH = np.zeros_like(select_RNH), np.zeros((N, H))
     keys_and_values = factors.w_k_DKH.reshape(D, -1), factors.w_v_DKH.reshape(D, -1)
-    biases = factors.b_k_KH.reshape(-1), factors.b_v_KH.reshape(-1)
-    return fill(
-        target,
-        layer,
-        score={
-            'w_down_DR': np.concatenate(keys_and_values, axis=1),
-            'b_down_R': np.concatenate(biases),
-            'w_k_RNH': np.concatenate([select_RNH, zeros_RNH]),
-            'b_k_NH': np.zeros((N, H)),
-            'w_q_DNH': factors.w_q_DNH,
-            'b_q_NH': factors.b_q_NH,
-        },
-        value={
-            'w_up_v_RNH': np.concatenate([zeros_RNH, select_RNH]),
-            'b_v_NH': np.zeros((N, H)),
-            'w_o_NHD': factors.w_o_NHD,
-            'b_o_D': factors.b_o_D,
-        },
-    )
+    score = {
+        'w_down_DR': np.concatenate(keys_and_values, axis=1),
+        'b_down_R': np.concatenate([factors.b_k_KH.ravel(), factors.b_v_KH.ravel()]),
+        'w_k_RNH': np.concatenate([select_RNH, zeros_RNH]),
+        'b_k_NH': zeros_NH,
+        'w_q_DNH': factors.w_q_DNH,
+        'b_q_NH': factors.b_q_NH,
+    }
+    value = {
+        'w_up_v_RNH': np.concatenate([zeros_RNH, select_RNH]),
+        'b_v_NH': zeros_NH,
+        'w_o_NHD': factors.w_o_NHD,
+        'b_o_D': factors.b_o_D,
+    }
+    return fill(target, layer, score=score, value=value)
+
+
+def _factors_of_standard(layer: Attention) -> Factors:
+    variant = str(layer.spec.variant)
+    require(variant == 'qk/vo', f'it starts from qk/vo, not {variant}; apply to_standard first')
+    return extract_factors(layer)
+
+
+def _standard(source: Attention, factors: Factors, **changes: Any) -> Attention:
+    """A layer qk/vo with those factors, otherwise of the spec of `source` with changes."""
+    layer = empty_layer(source, score='qk', value='vo', **changes)
+    return fill(layer, source, score=factors.qk(), value=factors.vo())

@@ -46,6 +46,8 @@ RECORD = {'data': dict, 'train_seconds': float}
 OVERHEAD = 2**20  # bytes of a checkpoint besides its state, at most
 
 log = logging.getLogger(__name__)
+# Orbax warns of every directory that it is asked to read only.
+logging.getLogger('absl').addFilter(lambda record: 'directory is read only' not in str(record.msg))
 
 
 class Checkpoints:

@@ -102,6 +102,11 @@ def test_drift_is_that_of_each_head_between_two_factorizations():
     analysis = analyze(converted(scaled, 'merge'), induction=False, reference=reference)
     np.testing.assert_allclose(analysis.values('drift', 'A'), [[0, 0.5]] * 2, atol=1e-5)
     np.testing.assert_array_equal(analysis.values('drift', 'B'), np.zeros((2, 2)))
+    scaled = make()  # gains act before A and B, and what is folded into them shows as drift
+    scaled.blocks.attention_norm.g_D[...] *= 2
+    analysis = analyze(converted(scaled, 'fold_gains', 'merge'), induction=False, reference=scaled)
+    for circuit, drift in (('A', 3), ('B', 1)):
+        np.testing.assert_allclose(analysis.values('drift', circuit), drift, rtol=1e-5)
     with pytest.raises(ConfigError, match='attention 1 is a layer of one model only'):
         analyze(make(), reference=make(num_layers=1))
     with pytest.raises(ConfigError, match='attention 0: A.* is .4, 16, 16. in the reference'):

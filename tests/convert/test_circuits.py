@@ -1,6 +1,5 @@
 """Conversions of layers keep the function exactly; where one is refused, it would not keep it."""
 
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,7 @@ from qkattn.attention import Attention
 from qkattn.config.calls import Variant
 from qkattn.convert.circuits import gauge_fix_qk, gauge_fix_vo, truncate, truncate_vo
 from qkattn.convert.conversions import parse_conversion
-from qkattn.convert.whole_layer import fold_biases, fold_gains, to_standard
+from qkattn.convert.whole_layer import fold_gains, to_standard
 from qkattn.errors import ConversionError
 from qkattn.study.catalogue import documented_variants
 from tests.attention.layers import N, causal, error, make, stream
@@ -38,8 +37,8 @@ def apply(conversions: str, layer: Attention) -> Attention:
     """Applies conversions, written as on the command line and separated by spaces."""
     for text in conversions.split(' '):
         conversion, options = parse_conversion(text)
-        layer, truncation = conversion(layer, **options)
-        assert truncation is None
+        layer, lost = conversion(layer, **options)
+        assert lost == 0
     return layer
 
 
@@ -51,25 +50,27 @@ def difference(converted: Attention, layer: Attention) -> float:
     return error(converted(x_BTD, causal()), np.asarray(layer(x_BTD, causal())))
 
 
-def low_rank_merged(rank: int) -> Attention:
+def merged_of_rank(rank: int) -> Attention:
     """`merged` whose A[n] have that rank, biases included."""
     layer = layer_of('merged/vo')
-    left_key, right_key = jax.random.split(jax.random.key(8))
-    left_ENR = jax.random.normal(left_key, (65, N, rank), jnp.float64)
-    right_DNR = jax.random.normal(right_key, (64, N, rank), jnp.float64) / 64
+    left_ENR, right_DNR = (
+        jax.random.normal(jax.random.key(key), (size, N, rank), jnp.float64) / 8
+        for key, size in ((8, 65), (9, 64))
+    )
     A_END = jnp.einsum('ENR,DNR->END', left_ENR, right_DNR)
-    layer.score.w_qk_DNE[...] = A_END[:-1]
-    layer.score.b_q_NE[...] = A_END[-1]
+    layer.score.w_qk_DNE[...], layer.score.b_q_NE[...] = A_END[:-1], A_END[-1]
     return layer
 
 
-def symmetric_merged(positive: int, negative: int = 0) -> Attention:
-    """`merged` without biases whose A[n] are symmetric with that many eigenvalues of each sign."""
-    layer = layer_of('merged/vo', biases=False)
-    signs_R = jnp.array([1.0] * positive + [-1.0] * negative)
-    w_DNR = jax.random.normal(jax.random.key(8), (64, N, len(signs_R)), jnp.float64) / 8
-    A_DNE = jnp.einsum('DNR,R,ENR->DNE', w_DNR, signs_R, w_DNR)
-    layer.score.w_qk_DNE[...] = (A_DNE + jnp.transpose(A_DNE, (2, 1, 0))) / 2
+def nearly_singular(growth: float) -> Attention:
+    """Default blocks of W_K and W_O that multiply rounding errors by about `growth`."""
+    layer = layer_of('qk/vo')
+    w_k_DKH, w_o_NHD = (np.array(w[...]) for w in (layer.score.w_k_DKH, layer.value.w_o_NHD))
+    for n in range(N):
+        first, second = 16 * n, 16 * n + 1
+        w_k_DKH[second, n] = w_k_DKH[first, n] + 50 / growth * w_k_DKH[second, n]
+        w_o_NHD[n, :, second] = w_o_NHD[n, :, first] + 50 / growth * w_o_NHD[n, :, second]
+    layer.score.w_k_DKH[...], layer.value.w_o_NHD[...] = w_k_DKH, w_o_NHD
     return layer
 
 
@@ -80,11 +81,8 @@ def singular() -> Attention:
 
 
 SPECIAL = {
-    'merged of rank 16': lambda: low_rank_merged(16),
-    'merged of rank 5': lambda: low_rank_merged(5),
-    'indefinite': lambda: symmetric_merged(9, 7),
-    'definite': lambda: symmetric_merged(16),
-    'symmetric of rank 17': lambda: symmetric_merged(17),
+    'merged of rank 16': lambda: merged_of_rank(16),
+    'merged of rank 5': lambda: merged_of_rank(5),
     'singular': singular,
 }
 
@@ -111,7 +109,6 @@ FLOAT32 = [
     ('gauge_fix_qk(pivot=False)', 'qk/vo', ALIBI, 'gauge_fixed/vo'),
     ('gauge_fix_qk', 'qk/vo', GROUPED, None),
     ('gauge_fix_qk', 'singular', {}, None),
-    ('to_symmetric', 'indefinite', {}, 'symmetric/vo'),
     ('merge_vo', 'qk/vo', NORMED, 'qk/merged_vo'),
     ('merge_vo unmerge_vo', 'qk/hadamard', ROPE, 'qk/vo'),
     ('gauge_fix_vo(pivot=False)', 'qk/vo', NORMED, 'qk/gauge_fixed'),
@@ -120,26 +117,18 @@ FLOAT32 = [
     ('gqa_to_latent', 'qk/vo', {**ALIBI, **GROUPED}, 'latent(size=64)/latent'),
 ]
 FLOAT64 = [
-    ('merge', 'qk/vo', GROUPED, 'merged/vo'),
     ('merge', 'pairwise/no_v', {}, 'merged/no_v'),
     ('merge unmerge', 'qk/vo', ALIBI, 'qk/vo'),
     ('unmerge(rank=5)', 'merged of rank 5', {}, 'low_rank(rank=5)/vo'),
     ('gauge_fix_qk(pivot=False)', 'qk/vo', GROUPED, 'gauge_fixed/vo'),
     ('gauge_fix_qk', 'qk/vo', {'d_model': 16, **GROUPED}, None),  # no free rows
-    ('to_symmetric', 'shared_qk/no_v', {}, 'symmetric/no_v'),
-    ('to_shared', 'definite', {}, 'shared_qk/vo'),
-    ('to_collaborative', 'qk/vo', {**ALIBI, **GROUPED}, 'collaborative/vo'),
-    ('to_collaborative unmerge', 'qk/vo', ALIBI, 'qk/vo'),
-    ('to_collaborative to_standard', 'qk/vo', {'score_scale': 0.7}, 'qk/vo'),
-    ('merge_vo', 'qk/vo', {**GROUPED, **ROPE}, 'qk/merged_vo'),
+    ('to_collaborative to_standard', 'qk/vo', {**GROUPED, 'score_scale': 0.7}, 'qk/vo'),
     ('merge_vo', 'qk/k_is_v', ROPE, 'qk/merged_vo'),
     ('merge_vo unmerge_vo(rank=5)', 'merged/low_rank(rank=5)', {}, 'merged/low_rank(rank=5)'),
     ('merge_vo unmerge', 'qk/vo', {'d_model': 8}, 'qk/merged_vo'),  # a rank above d_model
     ('fold_double', 'double(which="k")/no_o', ROPE, 'qk/no_o'),
-    ('fold_double', 'merged/double(size=9)', {}, 'merged/vo'),
     ('gqa_to_mha', 'qk/vo', {**NORMED, **GROUPED}, 'qk/vo'),
     ('fold_biases', 'qk/vo', {**ALIBI, **GROUPED}, 'qk/vo'),
-    ('fold_biases(keys=False)', 'qk/vo', NORMED, 'qk/vo'),
 ]
 
 
@@ -156,6 +145,8 @@ def test_the_target_computes_the_same_function(conversions, source, options, var
     assert difference(converted, layer) < 1e-12
     for a, b in zip(jax.tree.leaves(layer), before, strict=True):
         np.testing.assert_array_equal(a, b)
+    if conversions == 'fold_biases':
+        assert not converted.score.b_k_KH[...].any() and not converted.value.b_v_KH[...].any()
     if (conversions, source, options, variant) in FLOAT32:
         narrow = cast(layer, jnp.float32)
         converted = apply(conversions, narrow)
@@ -169,11 +160,10 @@ UNDOCUMENTED = [
     'latent(size=20, query_size=9)/latent',
     "shared_qk(temperature='learned')/k_is_v",
     'query_free/no_o',
-    'neither/no_vo',
     'qk/low_rank(rank=20)',
 ]
-ROTATED = ['shared_qk/k_is_v', 'shared_qk/subspace', 'query_free/no_v', 'double/o_is_v']
-ROTATED += ['qk/k_is_v', 'qk/low_rank(rank=5)', 'low_rank(rank=20)/vo']
+ROTATED = ['shared_qk/k_is_v', 'query_free/no_v', 'double/o_is_v', 'qk/k_is_v']
+ROTATED += ['qk/low_rank(rank=5)', 'low_rank(rank=20)/vo']
 STANDARD = [('qk/k_is_v', GROUPED), *((variant, CAPPED) for variant in LINEAR + UNDOCUMENTED)]
 STANDARD += [(variant, options) for variant in ROTATED for options in (ROPE, NORMED)]
 
@@ -187,18 +177,15 @@ def test_standard_attention_represents_every_linear_variant(variant, options):
     assert difference(target, layer) < 1e-12
 
 
-@pytest.mark.parametrize('biases', [False, True], ids=['plain', 'biases'])
-@pytest.mark.parametrize('options', [{}, NORMED], ids=['plain', 'rope, norm and cap'])
-def test_gains_and_biases_of_the_norm_fold_into_the_projections(biases, options):
-    layer = layer_of('qk/vo', **{'biases': biases, 'num_kv_heads': 2, **options})
+@pytest.mark.parametrize('options', [{'biases': False}, {'biases': True, **NORMED}], ids=str)
+def test_gains_and_biases_of_the_norm_fold_into_the_projections(options):
+    layer = layer_of('qk/vo', num_kv_heads=2, **options)
     rng = np.random.default_rng(3)
-    gain_D, bias_D = 1 + rng.normal(size=64) / 3, rng.normal(size=64)
-    x_BTD = stream(d_model=64).astype(jnp.float64)
-    for bias in (None, bias_D):
-        folded = fold_gains(layer, gain_D, bias)
-        assert folded.spec.biases == (biases or bias is not None)
-        scaled_BTD = x_BTD * gain_D + (0 if bias is None else bias)
-        expected = np.asarray(layer(scaled_BTD, causal()))
+    gain_D, x_BTD = 1 + rng.normal(size=64) / 3, stream(d_model=64).astype(jnp.float64)
+    for bias_D in (np.zeros(64), rng.normal(size=64)):
+        folded = fold_gains(layer, gain_D, bias_D)
+        assert folded.spec.biases == (options['biases'] or bias_D.any())
+        expected = np.asarray(layer(x_BTD * gain_D + bias_D, causal()))
         assert error(folded(x_BTD, causal()), expected) < 1e-12
         assert error(layer(x_BTD, causal()), expected) > 1e-2
 
@@ -211,66 +198,40 @@ def test_unmerged_factors_are_balanced():
         gram_NHH = np.einsum('DNH,DNG->NHG', w_DNH, w_DNH)
         assert np.abs(gram_NHH * (1 - np.eye(16))).max() < 1e-12 * np.abs(gram_NHH).max()
     np.testing.assert_allclose((q_DNH**2).sum(0), (k_DNH**2).sum(0), rtol=1e-11)
-    squares = (layer.score.w_q_DNH[...] ** 2).sum() + (layer.score.w_k_DKH[...] ** 2).sum()
-    assert (q_DNH**2).sum() + (k_DNH**2).sum() < squares
 
 
 @pytest.mark.parametrize('rank', [2, 15])
 def test_truncation_loses_what_eckart_and_young_prove(rank):
     layer = layer_of('qk/vo', biases=False)
-    score, lost_of_score = truncate(layer, rank=rank)
-    value, lost_of_value = truncate_vo(layer, rank=rank)
-    assert difference(score, layer) > 1e-2
+    (score, lost_qk), (value, lost_vo) = truncate(layer, rank=rank), truncate_vo(layer, rank=rank)
+    A_NDE, A_cut_NDE = (x.score.scale * x.score.matrix() for x in (layer, score))
     for exact_NDE, cut_NDE, lost in (
-        (
-            layer.score.scale * layer.score.matrix(),
-            score.score.scale * score.score.matrix(),
-            lost_of_score,
-        ),
-        (layer.value.matrix(None), value.value.matrix(None), lost_of_value),
+        (A_NDE, A_cut_NDE, lost_qk),
+        (layer.value.matrix(None), value.value.matrix(None), lost_vo),
     ):
         s_NR = np.linalg.svd(exact_NDE, compute_uv=False)
-        cut_N = np.linalg.norm(np.asarray(cut_NDE) - exact_NDE, axis=(1, 2))
-        np.testing.assert_allclose(lost.frobenius_N, cut_N, rtol=1e-9)
-        np.testing.assert_allclose(cut_N, np.sqrt((s_NR[:, rank:] ** 2).sum(-1)), rtol=1e-9)
-        assert lost.relative == pytest.approx(np.linalg.norm(cut_N) / np.linalg.norm(exact_NDE))
-        assert lost.measured == pytest.approx(lost.relative, rel=0.15)
+        assert lost == pytest.approx(np.linalg.norm(s_NR[:, rank:]) / np.linalg.norm(exact_NDE))
+        assert lost == pytest.approx(np.linalg.norm(cut_NDE - exact_NDE) / np.linalg.norm(s_NR))
 
 
 def test_gauge_fixing_removes_h_squared_parameters_a_head_and_pivoting_keeps_them_small():
     layer = layer_of('qk/vo', biases=False)
-    plain_qk, pivoted_qk = (gauge_fix_qk(layer, pivot=pivot) for pivot in (False, True))
-    plain_vo, pivoted_vo = (gauge_fix_vo(layer, pivot=pivot) for pivot in (False, True))
+    (plain_qk,), (pivoted_qk,) = (gauge_fix_qk([layer], pivot=pivot) for pivot in (False, True))
+    (plain_vo,), (pivoted_vo,) = (gauge_fix_vo([plain_qk], pivot=pivot) for pivot in (False, True))
     for pivoted, plain in (
         (pivoted_qk.score.w_k_free_CKH, plain_qk.score.w_k_free_CKH),
         (pivoted_vo.value.w_o_NHC, plain_vo.value.w_o_NHC),
     ):
         assert np.abs(pivoted[...]).max() < 4 < np.abs(plain[...]).max()
-    both = gauge_fix_vo(plain_qk)
-    sizes = [sum(a.size for a in jax.tree.leaves(one)) for one in (layer, both)]
+    sizes = [sum(a.size for a in jax.tree.leaves(one)) for one in (layer, pivoted_vo)]
     assert sizes[0] - sizes[1] == 2 * N * 16 * 16
-    assert difference(both, layer) < 1e-12
-
-
-def nearly_singular(growth: float) -> Attention:
-    """Default blocks of W_K and W_O that multiply rounding errors by about `growth`."""
-    layer = layer_of('qk/vo')
-    w_k_DKH, w_o_NHD = (np.array(w[...]) for w in (layer.score.w_k_DKH, layer.value.w_o_NHD))
-    for n in range(N):
-        first, second = 16 * n, 16 * n + 1
-        w_k_DKH[second, n] = w_k_DKH[first, n] + 50 / growth * w_k_DKH[second, n]
-        w_o_NHD[n, :, second] = w_o_NHD[n, :, first] + 50 / growth * w_o_NHD[n, :, second]
-    layer.score.w_k_DKH[...], layer.value.w_o_NHD[...] = w_k_DKH, w_o_NHD
-    return layer
 
 
 @pytest.mark.parametrize(
     ('growth', 'dtype', 'largest'),
     [
-        (100, jnp.float32, 1e-5),
         (1000, jnp.float32, 1e-5),
         (1e4, jnp.float32, None),
-        (5e7, jnp.float32, None),
         (1e4, jnp.float64, 1e-11),
         (1e7, jnp.float64, 1e-8),
         (1e9, jnp.float64, None),
@@ -282,41 +243,15 @@ def test_the_dtype_limits_how_singular_a_block_may_be(growth, dtype, largest):
     layer = cast(nearly_singular(growth), dtype)
     exact, small = cast(layer), {jnp.float32: 1e-5, jnp.float64: 1e-12}[dtype]
     for function in (gauge_fix_qk, gauge_fix_vo):
-        assert difference(cast(function(layer)), exact) < small
+        assert difference(cast(function([layer])[0]), exact) < small
         if largest is None:
             with pytest.raises(ConversionError, match='too close to singular: it would multiply'):
-                function(layer, pivot=False)
+                function([layer], pivot=False)
         else:
-            assert difference(cast(function(layer, pivot=False)), exact) < largest
+            assert difference(cast(function([layer], pivot=False)[0]), exact) < largest
 
 
-def under(layer: Attention, **options) -> Attention:
-    """The same parameters with other options of the layer, whatever that does to the function."""
-    spec = dataclasses.replace(layer.spec, **options)
-    target = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
-    return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(layer))
-
-
-def test_rewriting_the_qk_circuit_does_not_commute_with_rope_and_the_ov_circuit_does():
-    layer = layer_of('qk/vo', biases=False)
-    rotated = under(layer, **ROPE)
-    fixed = to_standard(gauge_fix_qk(layer, pivot=False))
-    assert difference(under(fixed, **ROPE), rotated) > 1e-2
-    assert difference(under(gauge_fix_vo(layer, pivot=False), **ROPE), rotated) < 1e-12
-
-
-def test_the_bias_of_the_keys_matters_under_rope_and_under_a_cap():
-    layer = layer_of('qk/vo')
-    folded = fold_biases(layer)
-    assert not folded.score.b_k_KH[...].any() and not folded.value.b_v_KH[...].any()
-    assert np.abs(folded.value.b_o_D[...]).max() > 0.01
-    layer.score.b_k_KH[...] = folded.score.b_k_KH[...] + 1.0
-    assert difference(fold_biases(layer), layer) < 1e-12
-    for options in (ROPE, {'logit_cap': 1.0}):
-        assert difference(under(folded, **options), under(layer, **options)) > 1e-2
-
-
-FREE_LOGITS = ('merge', 'unmerge', 'gauge_fix_qk', 'to_symmetric', 'to_shared', 'to_collaborative')
+FREE_LOGITS = ('merge', 'unmerge', 'gauge_fix_qk', 'to_collaborative')
 CAP, NORM = {'logit_cap': 2.0}, {'qk_norm': True}
 REFUSED = [
     *((c, 'qk/vo', ROPE, 'RoPE rotates queries and keys between') for c in FREE_LOGITS),
@@ -329,7 +264,6 @@ REFUSED = [
     ('merge', 'shared_qk(self_mask=True)/vo', {}, 'masks the diagonal'),
     ('to_standard', 'shared_qk(self_mask=True)/vo', {}, 'masks the diagonal'),
     ('merge', 'shared_qk(key_norm=True)/vo', {}, 'is not bilinear'),
-    ('to_standard', 'shared_qk(key_norm=True)/vo', {}, 'is not bilinear'),
     ('to_standard', 'nonlinear_query/vo', {}, 'is not bilinear'),
     ('unmerge', 'qk/vo', GROUPED, 'gqa_to_mha first'),
     ('unmerge_vo', 'qk/vo', GROUPED, 'gqa_to_mha first'),
@@ -337,9 +271,6 @@ REFUSED = [
     ('unmerge(rank=15)', 'qk/vo', {}, 'rank above 15'),
     ('unmerge_vo(rank=15)', 'qk/vo', {}, 'rank above 15'),
     ('unmerge_vo', 'qk/merged_vo', {}, 'rank above 16'),
-    ('to_symmetric', 'qk/vo', {}, r'A\[n\] is not symmetric'),
-    ('to_shared', 'indefinite', {}, 'negative eigenvalues'),
-    ('to_symmetric', 'symmetric of rank 17', {}, 'rank above head_size=16'),
     ('gauge_fix_qk', 'merged/vo', {}, 'starts from the score qk'),
     ('to_collaborative', 'merged/vo', {}, 'starts from the score qk'),
     ('gauge_fix_vo', 'qk/no_v', {}, 'starts from the value vo'),
@@ -353,9 +284,8 @@ REFUSED = [
 
 def test_a_refusal_names_the_reason_in_one_sentence():
     for conversion, source, options, reason in REFUSED:
-        layer = source_of(source, options)
         with pytest.raises(ConversionError, match=reason) as refusal:
-            apply(conversion, layer)
+            apply(conversion, source_of(source, options))
         assert '\n' not in str(refusal.value), conversion
     with pytest.raises(ConversionError, match='starts from qk/vo'):
-        fold_gains(layer_of('query_free/vo'), np.ones(64))
+        fold_gains(layer_of('query_free/vo'), np.ones(64), np.zeros(64))

@@ -19,7 +19,7 @@ from qkattn.convert.conversions import (
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.model import with_params
 from qkattn.model.cost import abstract_params
-from tests.lanes import only, thinned
+from tests.lanes import thinned
 
 CONFIG = ModelConfig(
     d_model=32, num_layers=3, num_heads=4, context=24, vocab_size=50, biases=True, scan_unroll=1
@@ -38,16 +38,25 @@ def params_of(config: ModelConfig) -> dict:
     return jax.tree_util.tree_map_with_path(draw, abstract_params(config))
 
 
+GROUPED, POST = {'num_kv_heads': 2}, {'norm_position': 'post'}
+TIED, DOUBLE = {'score': 'shared_qk', 'value': 'k_is_v'}, {'score': 'double', 'value': 'double'}
+# Every conversion once, half of them on post-norm models.
 KEPT = [
     ({}, ['fold_gains', 'fold_biases', 'merge', 'merge_vo'], 'merged/merged_vo'),
     ({}, ['gauge_fix_qk', 'gauge_fix_vo', 'merge', 'unmerge'], None),
     ({}, ['gauge_fix_qk(pivot=False)', 'gauge_fix_vo(pivot=False)'], 'gauge_fixed/gauge_fixed'),
-    ({'num_kv_heads': 2}, ['gqa_to_mha', 'merge'], 'merged/vo'),
-    ({'num_kv_heads': 2}, ['gqa_to_latent'], None),
-    ({'score': 'shared_qk', 'value': 'k_is_v'}, ['to_standard'], 'qk/vo'),
+    (GROUPED | POST, ['gqa_to_mha', 'merge_vo', 'unmerge_vo'], 'qk/vo'),
+    (GROUPED | POST, ['gqa_to_latent'], None),
+    (TIED | POST, ['to_standard', 'to_collaborative'], 'collaborative/vo'),
+    (DOUBLE | POST, ['fold_double'], 'qk/vo'),
+    (POST, ['truncate(rank=8)', 'truncate_vo(rank=8)'], 'qk/vo'),  # the head size
     ({'positions': 'rope'}, ['fold_gains', 'gauge_fix_vo(pivot=False)'], 'qk/gauge_fixed'),
     ({'attention_gain': False}, ['fold_gains', 'merge'], 'merged/vo'),
 ]
+
+
+def test_every_conversion_is_tried():
+    assert {step.partition('(')[0] for _, steps, _ in KEPT for step in steps} == {*CONVERSIONS}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +70,7 @@ def test_logits_are_kept(changes, steps, variant):
     before = config, params
     for step in steps:
         config, params, errors = convert_model(step, config, params)
-        assert errors == []
+        assert len(errors) == 3 * ('truncate' in step) and sum(errors) < 1e-6
     assert logit_error(before, (config, params), TOKENS) < 1e-4
     assert variant in (None, str(config.variant))
     if 'fold_gains' in steps:
@@ -71,46 +80,6 @@ def test_logits_are_kept(changes, steps, variant):
     again = converted(model, *steps)
     assert again.config == config and model.config == before[0]
     np.testing.assert_array_equal(again(TOKENS), with_params(config, params)(TOKENS))
-
-
-# The source of each conversion on a post-norm model; None where it is refused there.
-SOURCES: dict[str, dict | None] = {
-    'to_standard': {'score': 'shared_qk', 'value': 'k_is_v'},
-    'merge': {},
-    'unmerge': {},
-    'truncate(rank=8)': {},  # the head size
-    'merge_vo': {},
-    'unmerge_vo': {},
-    'truncate_vo(rank=8)': {},
-    'gauge_fix_qk': {},
-    'gauge_fix_vo': {},
-    'to_symmetric': {'score': 'shared_qk'},
-    'to_shared': {'score': 'symmetric'},
-    'to_collaborative': {},
-    'fold_double': {'score': 'double', 'value': 'double'},
-    'fold_biases': {},
-    'fold_gains': None,
-    'gqa_to_mha': {'num_kv_heads': 2},
-    'gqa_to_latent': {'num_kv_heads': 2},
-}
-
-
-def test_every_conversion_is_tried_on_a_post_norm_model():
-    assert [text.partition('(')[0] for text in SOURCES] == list(CONVERSIONS)
-
-
-@pytest.mark.parametrize('text', only([*list(SOURCES)[::3], 'fold_gains'], SOURCES))
-def test_a_post_norm_model_keeps_its_logits_or_is_refused(text):
-    changes = SOURCES[text] or {}
-    config = dataclasses.replace(CONFIG, num_layers=2, norm_position='post', **changes)
-    params = params_of(config)
-    if SOURCES[text] is None:
-        with pytest.raises(ConversionError, match='post-norm model the residual stream also'):
-            convert_model(text, config, params)
-        return
-    after, kept, _ = convert_model(text, config, params)
-    assert after != config or text in ('unmerge', 'unmerge_vo', 'fold_biases') or '(' in text
-    assert logit_error((config, params), (after, kept), TOKENS) < 1e-4
 
 
 @pytest.mark.parametrize('circuit', ['qk', 'vo'])
@@ -134,8 +103,7 @@ def test_layers_share_well_conditioned_blocks_where_the_default_ones_are_nearly_
 def test_truncation_reports_the_error_of_every_layer():
     params = params_of(CONFIG)
     config, truncated, errors = convert_model('truncate(rank=2)', CONFIG, params)
-    assert [error.rank for error in errors] == [2, 2, 2]
-    assert all(0.1 < error.relative < 1 and 0.1 < error.measured < 1 for error in errors)
+    assert len(errors) == 3 and all(0.1 < error < 1 for error in errors)
     assert logit_error((CONFIG, params), (config, truncated), TOKENS) > 1e-2
 
 
@@ -143,14 +111,13 @@ def test_truncation_reports_the_error_of_every_layer():
     ('text', 'changes', 'error', 'message'),
     [
         ('merge', {'positions': 'rope'}, ConversionError, 'layer 0: RoPE rotates'),
+        ('fold_gains', POST, ConversionError, 'post-norm model the residual stream also'),
         ('truncate(rank=0)', {}, ConversionError, 'layer 0: .*rank=0'),
-        ('merge', {'kind': 'encoder_decoder'}, ConfigError, 'model.kind is encoder_decoder'),
+        ('merge', {'kind': 'encoder_decoder'}, ConfigError, "model.kind is 'encoder_decoder'"),
         ('merg', {}, ConfigError, "unknown conversion 'merg', did you mean 'merge'"),
         ('truncate', {}, ConfigError, "truncate requires the option 'rank'"),
-        ('merge(rank=2)', {}, ConfigError, "merge has no option 'rank'; it takes none"),
         ('gauge_fix_qk(pivots=True)', {}, ConfigError, "no option 'pivots'; it takes pivot"),
         ('fold_gains(gain_D=1)', {}, ConfigError, "no option 'gain_D'"),
-        ('merge(', {}, ConfigError, 'must be written name'),
         ('math:pi', {}, ConfigError, "conversion='math:pi' is not a Conversion"),
     ],
 )
@@ -176,4 +143,3 @@ def test_the_registry_agrees_with_the_functions():
         assert conversion.function.__name__ == name
         options = ', '.join(f'{option}={value!r}' for option, value in conversion.example.items())
         assert parse_conversion(f'{name}({options})') == (conversion, dict(conversion.example))
-        assert conversion.lossy == name.startswith('truncate')

@@ -31,7 +31,7 @@ def trained(tiny, tmp_path_factory):
     return directory, config
 
 
-def test_a_run_loads_with_a_model_per_trial(trained):
+def test_a_run_loads_with_a_model_per_trial(trained, caplog):
     directory, config = trained
     run = load(directory)
     assert (run.path, run.config, run.step) == (directory, config, 4)
@@ -40,6 +40,9 @@ def test_a_run_loads_with_a_model_per_trial(trained):
     with pytest.raises(ConfigError, match=r'trial=2 must be in \[0, 2\)'):
         run.check_trial(2)
     assert run.model(np.zeros((1, 5), np.int32)).shape == (1, 5, 256)
+    about = f'decoder qk/vo, d_model=32, num_layers=1, step 4 of {config.train.num_steps}, trials: '
+    assert repr(run) == f'Loaded({about}{run.trials}, path: {directory})'
+    assert not caplog.records
 
 
 def test_exported_parameters_load_as_one_model(trained, tmp_path):

@@ -53,7 +53,8 @@ def test_a_converted_run_trains_on(script_here, trained_run, tmp_path):
 
 def test_a_gpt2_model_is_merged_and_generates_the_same_text(script_here, tmp_path):
     write(tmp_path / 'gpt2', make_tensors())
-    succeed(script_here('convert', '--source=gpt2', '--apply=merge', '--out=merged'))
+    printed = succeed(script_here('convert', '--source=gpt2', '--apply=merge', '--out=merged'))
+    assert 'wrote merged' in printed and 'optimizer' not in printed
     assert exported.load(tmp_path / 'merged')[0].score == 'merged'
     greedy = ('--prompt_tokens=5 17 20', '--num_tokens=7', '--temperature=0')
     text = succeed(script_here('generate', '--source=gpt2', *greedy))
@@ -61,9 +62,9 @@ def test_a_gpt2_model_is_merged_and_generates_the_same_text(script_here, tmp_pat
     assert succeed(script_here('generate', '--source=merged', *greedy)) == text
 
     printed = succeed(script_here('convert', '--source=gpt2', '--apply=truncate(rank=2)'))
-    assert 'layer 1: rank 2 leaves out' in printed and 'wrote' not in printed
-    done = script_here('convert', '--source=gpt2', '--apply=to_shared')
-    assert done.returncode == 2 and 'to_shared is refused: layer 0' in done.stderr
+    assert 'layer 1: truncate(rank=2) leaves out' in printed and 'wrote' not in printed
+    done = script_here('convert', '--source=gpt2', '--apply=unmerge(rank=1)')
+    assert done.returncode == 2 and 'unmerge(rank=1) is refused: layer 0' in done.stderr
 
 
 def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(

@@ -86,6 +86,6 @@ def test_the_stored_conversions_are_those_that_are_exact():
 def test_exact_conversions_are_measured():
     measured = catalogue.conversions('shared_qk', 'vo')
     exact = catalogue.exact(measured)
-    assert {'to_standard', 'merge', 'to_symmetric'} <= set(exact)
+    assert {'to_standard', 'merge', 'merge_vo'} <= set(exact)
     assert 'truncate' not in exact and measured['truncate'] > 1e-2
     assert 'double' in measured['fold_double']  # the message with which it is refused

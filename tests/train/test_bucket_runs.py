@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from qkattn.convert.loading import load_any
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.metrics import TIMES
 from qkattn.storage.files import as_path
@@ -68,14 +67,14 @@ def test_unfinished_and_damaged_checkpoints_are_left_behind(bucket, small, caplo
 
 
 def test_parameters_are_exported_to_a_bucket_and_read_from_there(bucket, local, tmp_path):
-    model, params = load_any(local[0])
+    model, params = exported.load(local[0])
     for directory in ('gs://runs/exported', tmp_path / 'exported'):
         assert exported.save(directory, model, params, origin={}) == as_path(directory)
     assert bucket.names('runs') == ['exported/model.safetensors', 'exported/qkattn.json']
     for name in ('model.safetensors', 'qkattn.json'):
         there = bucket.read('runs', f'exported/{name}')
         assert there == (tmp_path / 'exported' / name).read_bytes()
-    loaded, again = load_any('gs://runs/exported')
+    loaded, again = exported.load('gs://runs/exported')
     assert loaded == model
     jax.tree.map(np.testing.assert_array_equal, again, params)
     with pytest.raises(ConfigError, match='gs://runs/exported already holds parameters'):

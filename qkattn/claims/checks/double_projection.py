@@ -10,7 +10,7 @@ from qkattn.attention import Score
 from qkattn.claims.checks.small_layers import D, difference, float64, freedom, layer, output, stream
 from qkattn.claims.claim import exact
 from qkattn.claims.decided import Row
-from qkattn.convert.target import empty_layer, fill
+from qkattn.convert.factors import empty_layer, fill
 from qkattn.convert.whole_layer import fold_double
 
 WIDE: dict[str, Any] = {'width of the shared projection': 'R >= D'}

@@ -23,8 +23,13 @@ from qkattn.claims.checks.small_layers import (
 )
 from qkattn.claims.claim import exact
 from qkattn.claims.decided import Row
-from qkattn.convert.factors import extract_factors, relative_error
-from qkattn.convert.target import empty_layer, fill, logit_scale
+from qkattn.convert.factors import (
+    empty_layer,
+    extract_factors,
+    fill,
+    logit_scale,
+    relative_error,
+)
 
 SINGLE: dict[str, Any] = {'layer': 'single head'}
 BEST = "error of the best W_K', relative to the softmax input"

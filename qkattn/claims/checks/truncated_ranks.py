@@ -49,7 +49,7 @@ def least_error() -> list[Row]:
     s_NR = np.linalg.svd(A_NDE, compute_uv=False)
     rows = []
     for r in range(1, D):
-        lost = truncate(attention, rank=r)[1].relative
+        lost = truncate(attention, rank=r)[1]
         least = float(np.linalg.norm(s_NR[:, r:]) / np.linalg.norm(s_NR))
         row = exact('error of truncating W_QK to rank r', lost, least, 1e-12, **FORM)
         rows.append(curve(row, r, 'r'))
