@@ -1,9 +1,11 @@
-"""The printed tables: every number recomputed from the records; text, Markdown and CSV."""
+"""The printed tables, every number recomputed from the records; LaTeX, a terminal, trials.csv."""
 
 import csv
 import io
+import json
 import re
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +13,14 @@ import pytest
 from qkattn.report import headline
 from qkattn.report.columns import columns
 from qkattn.report.tables import (
+    WIDTH,
     csv_table,
+    fitted,
     frame,
     headed,
     headings,
+    latex,
+    latex_table,
     markdown_table,
     notes,
     printed,
@@ -22,9 +28,13 @@ from qkattn.report.tables import (
     report_text,
     terminal_text,
     text_table,
+    trials_csv,
+    width_of_terminal,
 )
 from qkattn.verdict import find, load_study
+from tests.report.conftest import HOSTILE, controlled
 from tests.studies import (
+    RATES,
     edit_plan,
     probe_record,
     run_name,
@@ -296,3 +306,136 @@ def test_text_tables_show_what_a_terminal_obeys(study_dir):
 def test_headings_of_a_study_without_baseline(study_dir):
     study, found = read(write_study(study_dir, [trial_record('a|b')], baseline=None))
     assert headline(study, found).splitlines()[0] == '| variant | test loss, nats/token mean ± sd |'
+
+
+# table.tex
+
+
+def test_a_table_of_hostile_names(study_dir):
+    records = tuned_arm('qk/vo', losses=LOSSES_OF_8)
+    name = HOSTILE + 'é→' + chr(0x4E00)
+    records += tuned_arm(name, losses=[x - 0.02 - 0.001 * i for i, x in enumerate(LOSSES_OF_8)])
+    study = load_study(write_tuned(study_dir, records, question='Are 100 % of W_O needed? {no}'))
+    table = latex_table(study, find(study))
+    assert_compiles(table)
+    minus = r'\ensuremath{-}'
+    assert f'{minus}0.0235 [{minus}0.0255, {minus}0.0215]' in table and '& better' in table
+    (caption,) = re.findall(r'\\caption\{(.*)\}\n', table)
+    for part in (
+        r'synthetic: Are 100 \% of W\_O needed? \{no\} Difference:',
+        r'Equal total parameters (820k, within 0.1 \%).',
+        'Learning rate tuned per arm on other seeds; 8 seeds',
+        'p corrected for 1 comparison; margin 0.005 nats/token.',
+    ):
+        assert part in ' '.join(caption.split())
+
+
+def assert_compiles(table):
+    """Braces balance, environments nest, nothing active is bare, rows have as many cells."""
+    plain = re.sub(r'\\[{}%&#$_\\]', '', table)
+    assert plain.count('{') == plain.count('}') and not re.search(r'[_#^~"|<>$]', plain)
+    opened = re.findall(r'\\(begin|end)\{(\w+)\}', table)
+    assert opened == [
+        *(('begin', 'table'), ('begin', 'tabular'), ('end', 'tabular'), ('end', 'table'))
+    ]
+    (places,) = re.findall(r'\{@\{\}([lr]+)@\{\}\}', table)
+    rows = [line for line in table.splitlines() if line.endswith(r'\\')]
+    assert len(rows) == 3
+    assert {len(re.split(r'(?<!\\)&', row)) for row in rows} == {len(places)}
+
+
+@pytest.mark.parametrize(
+    ('text', 'escaped'),
+    [
+        ('a_b', r'a\_b'),
+        ('50 %', r'50 \%'),
+        ('-0.1 [-0.2, +0.3]', r'\ensuremath{-}0.1 [\ensuremath{-}0.2, +0.3]'),
+        ('8-9 p-value', '8-9 p-value'),
+        ('a--b', 'a-{}-b'),
+        ('\\x{', r'\textbackslash{}x\{'),
+        ('a\n b', 'a b'),
+        ('1 ± 2', r'1 \ensuremath{\pm} 2'),
+        (chr(0x4E00), '[U+4E00]'),
+    ],
+)
+def test_latex_escapes(text, escaped):
+    assert latex(text) == escaped
+
+
+# What a terminal shows
+
+
+@pytest.mark.parametrize('width', [80, WIDTH])
+def test_a_study_fits_and_has_its_verdicts(study, width):
+    loaded = load_study(study)
+    text = terminal_text(loaded, find(loaded), Path('runs/study/report.html'), width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    (titles,) = (line for line in lines if line.startswith('variant  '))
+    assert 'difference in test loss' in titles and 'verdict' in titles
+    assert lines[-2:] == [
+        'all columns, notes and settings: runs/study/table.txt',
+        'report: runs/study/report.html',
+    ]
+
+
+@pytest.mark.parametrize('width', [60, 95, 100])
+def test_columns_that_do_not_fit_are_left_out_in_turn(width):
+    titles = [('name', True), ('a' * 30, False), ('b' * 36, False), ('c|d', False)]
+    table = fitted(titles, [['x' * 80, '1', '2', '3'], ['y', '4', '5', '6']], width)
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= width
+    assert ('b' * 36 in table) == (width >= 95)
+    assert 'a' * 30 in table and lines[-1].split() == [
+        'y',
+        *{60: '46', 95: '45', 100: '456'}[width],
+    ]
+    assert (
+        lines[-2].split()[0] == f'{"x" * ((width // 4 - 1) // 2)}…{"x" * ((width // 4 - 1) // 2)}'
+    )
+
+
+@pytest.mark.parametrize(('columns', 'width'), [('80', 80), ('200', 100)])
+def test_a_report_is_as_wide_as_the_terminal_up_to_100(columns, width, monkeypatch):
+    monkeypatch.setenv('COLUMNS', columns)
+    assert width_of_terminal() == width
+
+
+# trials.csv
+
+
+def rows(directory):
+    study = load_study(directory)
+    return list(csv.DictReader(io.StringIO(trials_csv(study, find(study)))))
+
+
+def test_a_row_for_every_trial_with_the_numbers_of_its_result(study_dir):
+    directory = controlled(study_dir)
+    results = [json.loads(line) for line in (directory / 'results.jsonl').read_text().splitlines()]
+    table = rows(directory)
+    assert len(table) == len(results)
+    for row, result in zip(table, results, strict=True):
+        for name in ('variant', 'size', 'corpus', 'stage', 'status', 'run'):
+            assert row[name] == result[name]
+        assert (row['control'], row['knob']) == (result['control'] or '', result['knob'] or '')
+        assert int(row['seed']) == result['trial']['seed']
+        for name in ('learning_rate', 'weight_decay'):
+            assert float(row[name]) == result['trial'][name]
+        for name in ('num_steps', 'val_loss', 'test_loss', 'test_bits_per_byte', 'residual'):
+            assert float(row[name]) == result[name]
+        assert (directory / row['directory']).is_dir()
+    assert {row['stage'] for row in table} == {'screening', 'verdict'}
+    assert {row['control'] for row in table} == {'', 'equal_shape', 'longer'}
+    assert float(table[0]['score_scale']) == 1.0
+    # Nothing has translated here.
+    assert not [name for name in table[0] if 'bleu' in name]
+
+
+def test_rows_of_diverged_trials_and_of_those_that_results_are_from(study_dir):
+    records = tuned_arm('qk/vo', losses=[2.0, None, 2.2], diverged_rates=RATES[-1:])
+    table = rows(write_tuned(study_dir, records))
+    verdict = [row for row in table if row['stage'] == 'verdict']
+    assert [row['status'] for row in verdict] == ['finished', 'diverged', 'finished']
+    assert [row['val_loss'] for row in verdict] == ['2.0', '', '2.2']
+    assert [row['chosen'] for row in verdict] == ['1', '0', '1']
+    assert {row['chosen'] for row in table if row['stage'] == 'screening'} == {'0'}
