@@ -49,16 +49,16 @@ _TICKS = 8
 
 
 def claim_figures(claim: ClaimResult) -> tuple[Drawing, ...]:
-    """The figures that its rows allow; of checks without a curve there is none."""
+    """The figures that its rows allow; exact checks are read in their table."""
     arm_styles = _arm_styles(claim.rows)
     measured = [row for row in claim.rows if row.kind == Kind.MEASURED]
+    points = [row for row in claim.rows if row.x is not None and row.kind != Kind.EXACT]
     with style_sheet():
         made = {
             'differences': _differences(_named(compared(claim.rows)), arm_styles),
             'levels': _levels(measured, arm_styles),
-            'curves': _curves(claim.rows, arm_styles),
+            'curves': _curves(points, arm_styles),
         }
-    points = [row for row in claim.rows if row.x is not None]
     return tuple(
         Drawing(
             figure,
@@ -105,12 +105,20 @@ def _arm_styles(rows: Iterable[Row]) -> Styles:
 
 
 def _named(lines: Sequence[Compared]) -> list[tuple[str, Compared, str]]:
-    """What is compared, under the name that tells it from the others, with its decision."""
-    names = varying(lines)
-    several = len({line.what for line in lines}) > 1 or not names
+    """What is compared, under the shortest name that tells it apart, with its decision."""
+    chosen = varying(lines)
+
+    def num_names(names: Sequence[str]) -> int:
+        return len({(line.what, *(line.context.get(name) for name in names)) for line in lines})
+
+    for name in reversed(chosen):
+        others = [other for other in chosen if other != name]
+        if num_names(others) == num_names(chosen):
+            chosen = others
+    several = len({line.what for line in lines}) > 1 or not chosen
     return [
         (
-            ', '.join([*[short(line.what, _WHAT)] * several, *located(line, names)]),
+            ', '.join([*[short(line.what, _WHAT)] * several, *located(line, chosen)]),
             line,
             line.decision,
         )
@@ -156,23 +164,29 @@ def _line(row: Row, name: str) -> Line:
 
 
 def _levels(rows: Sequence[Row], arm_styles: Styles) -> Figure | None:
-    """Measured values that are no points of a curve, a panel for each unit."""
-    rows = sorted((row for row in rows if row.x is None), key=_unit)
+    """Measured values that are no points of a curve, a panel for each unit or bare quantity.
+
+    A single value without an interval is read in the table.
+    """
+    rows = [row for row in rows if row.x is None]
+    several = has_several_arms(rows)
+    by_unit: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        by_unit.setdefault((row.unit, row.what * (several and not row.unit)), []).append(row)
     drawn = []
-    for unit, group in itertools.groupby(rows, key=_unit):
-        members, lines = list(group), []
-        names, several = varying(members), has_several_arms(members)
+    for (unit, _), members in by_unit.items():
+        lines = []
+        if len(members) == 1 and members[0].low is None:
+            continue
+        names, arms = varying(members), has_several_arms(members)
+        whats = len({row.what for row in members}) > 1 or not arms
         for row in members:
             decided = row.speaks in (Speaks.FOR, Speaks.AGAINST)
-            about = [row.what, *[row.arm or ''] * several, *located(row, names)]
+            about = [*[row.what] * whats, *[row.arm or ''] * arms, *located(row, names)]
             name = ', '.join(filter(None, dict.fromkeys(about)))
             lines.append(_line(row, name)._replace(is_decided=decided))
-        drawn.append(Panel(lines, unit or 'value'))
+        drawn.append(Panel(lines, unit or (members[0].what if arms and not whats else 'value')))
     return forest(drawn, arm_styles, longest=_LONGEST) if drawn else None
-
-
-def _unit(row: Row) -> str:
-    return row.unit
 
 
 def _curves(rows: Sequence[Row], arm_styles: Styles) -> Figure | None:

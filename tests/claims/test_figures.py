@@ -146,7 +146,8 @@ def test_a_caption_is_about_the_rows_that_are_shown():
     claim = of_claim('B2', 'A claim.', 'undecided', [difference, growth, point])
     captions = {kind: caption for kind, (_, caption) in said(claim).items()}
     assert captions['differences'].endswith(' Grey: the reported number.')
-    assert captions['levels'] == '' and captions['curves'] == 'Marks are measured points.'
+    # A single value without an interval has no figure.
+    assert 'levels' not in captions and captions['curves'] == 'Marks are measured points.'
     assert [sheet.note for sheet in claim_sheets(claim)] == ['', '', '']
     expected = dataclasses.replace(growth, expected=0.0, low=0.0, high=0.02)
     claim = dataclasses.replace(claim, rows=(expected,))
@@ -164,9 +165,8 @@ def test_values_of_several_arms_are_told_apart():
     (table,) = claim_sheets(claim)
     assert [name for name, _ in table.headings[:2]] == ['quantity', 'arm']
     assert [cells[:2] for cells in table.rows[:2]] == [['norm', arm] for arm in arms]
-    (axes,) = axes_of(claim)
-    names = row_names(axes)
-    assert names == ['norm, qk/vo', 'norm, qk/double', 'qk/double']
+    (axes,) = axes_of(claim)  # a quantity without a unit has a panel of its own
+    assert row_names(axes) == list(arms) and axes.get_xlabel() == 'norm'
     own = [dataclasses.replace(row, what=row.arm) for row in rows]
     (table,) = claim_sheets(dataclasses.replace(claim, rows=tuple(own)))
     assert 'arm' not in [name for name, _ in table.headings]
@@ -207,7 +207,23 @@ def test_verdicts_of_both_kinds_stand_in_one_line():
 
 def test_names_of_a_panel_tell_its_own_values_apart():
     loss = Row('arm', Kind.MEASURED, {'corpus': 'stdlib'}, 0.1, Speaks.OPEN, 'nats/token')
-    rows = [loss, dataclasses.replace(loss, what='other'), Row('norm', Kind.MEASURED, {}, 1, 'for')]
+    norm = Row('norm', Kind.MEASURED, {}, 1, Speaks.FOR, low=0, high=2)
+    rows = [loss, dataclasses.replace(loss, what='other'), norm]
     axes = axes_of(of_claim('D2', 'A claim.', 'undecided', rows))
     names = [name for ax in axes for name in row_names(ax)]
     assert sorted(names) == ['arm', 'norm', 'other']
+
+
+def test_exact_checks_have_tables_and_no_curve():
+    rows = [dataclasses.replace(row, kind=Kind.EXACT) for row in claim_of(PRECISIONS).rows]
+    claim = of_claim('A1', 'A claim.', 'holds', rows)
+    assert claim_figures(claim) == () and claim_sheets(claim)
+
+
+def test_names_hold_no_more_than_tells_lines_apart():
+    about = {'kind': Kind.MATCHED, 'value': 0.1, 'speaks': Speaks.OPEN, 'unit': 'nats/token'}
+    contexts = [{'model': m, 'size': s, 'of': m} for m, s in (('a', '1'), ('b', '2'), ('b', '3'))]
+    claim = of_claim(
+        'B4', 'A claim.', 'undecided', [Row('x', context=c, **about) for c in contexts]
+    )
+    assert row_names(axes_of(claim)[0]) == ['size 1', 'size 2', 'size 3']

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from qkattn.errors import ReportError
 from qkattn.report import documents, write_report
 from qkattn.report.figures import figures
-from qkattn.report.figures.style import DARK, HUES, INK, LIGHT, short, styles
+from qkattn.report.figures.style import DARK, HUES, INK, LIGHT, colour, short, styles
 from qkattn.verdict import find, load_study
 from tests.report.conftest import BASE, HOSTILE, LONG, Page, arms, scaled, shifted
 from tests.studies import (
@@ -86,8 +86,8 @@ def test_page_is_well_formed_and_self_contained(html):
 def test_figures_follow_the_theme(html):
     svg = html[html.index('<svg') :]
     assert 'var(--ink)' in svg and re.search(r'var\(--hue-\d\)', svg)
-    for name, colour in LIGHT.items():
-        assert colour not in svg
+    for name, value in LIGHT.items():
+        assert value not in svg
         assert html.count(f'--{name}:#') == 3  # light, dark, print
 
 
@@ -220,35 +220,35 @@ def test_hues_stand_out_from_the_page(palette):
         assert (high + 0.05) / (low + 0.05) >= 3
 
 
-def test_a_variant_has_one_colour_in_all_studies():
+def test_a_variant_has_the_colour_of_its_name_unless_an_arm_before_it_has():
     # A Score or Value that is registered between others would change colours: append it.
     names = {
         'qk/vo': INK,
         'qk/no_v': HUES[4],
         'qk/no_o': HUES[5],
-        'qk/k_is_v': HUES[0],
         'shared_qk/vo': HUES[2],
         'query_free/vo': HUES[0],
         'key_free/vo': HUES[1],
-        'shared_qk/no_o': HUES[1],
     }
-    for own, baseline in ((list(names), 'qk/vo'), ([*names][::-1], 'qk/no_v'), ([*names], None)):
-        look = styles([LONG, *own], baseline)
+    for order, baseline in ((list(names), 'qk/vo'), ([*names][::-1], 'qk/no_v')):
+        look = styles(order, baseline)
         assert {name: look[name]['color'] for name in names} == names
-        assert look[LONG]['color'] == styles([LONG], None)[LONG]['color'] != INK
+    twins = ('key_free/vo', 'merged/vo')
+    assert len({colour(name) for name in twins}) == 1
+    look = styles(['qk/vo', *twins], 'qk/vo')
+    assert [look[name]['color'] for name in twins] == [HUES[1], HUES[2]]
     # Options change the colour, too.
     kinds = ['shared_qk/vo', 'shared_qk(self_mask=True)/vo', 'shared_qk/vo?num_kv_heads=1']
-    look = styles(kinds, 'qk/vo')
-    assert HUES[2] not in {look[kind]['color'] for kind in kinds[1:]}
+    assert HUES[2] not in {colour(kind) for kind in kinds[1:]}
 
 
-def test_variants_of_one_colour_differ_in_marker_and_dashes():
+def test_variants_differ_in_colour_or_in_marker_and_dashes():
     look = styles(['qk/vo', *map(str, range(99))], 'qk/vo')
-    kinds = {(of['color'], of['marker'], str(of['linestyle'])) for of in look.values()}
+    kinds = {(x['color'], x['marker'], str(x['linestyle'])) for x in look.values()}
     assert len(kinds) == 100
-    few = styles(['qk/vo', 'query_free/vo', 'qk/k_is_v', 'qk/no_o'], 'qk/vo')
-    assert [few[name]['marker'] for name in few] == ['D', 'o', 's', 'o']
-    assert few['query_free/vo']['linestyle'] == 'solid' != few['qk/k_is_v']['linestyle']
+    few = list(look.values())[: 1 + len(HUES)]
+    assert len({style['color'] for style in few}) == len({s['marker'] for s in few}) == len(few)
+    assert {style['linestyle'] for style in few} == {'solid'}
 
 
 def test_long_names_keep_both_ends():

@@ -82,27 +82,38 @@ def style_sheet() -> AbstractContextManager[None]:
 
 
 def styles(variants: Sequence[str], baseline: str | None) -> dict[str, dict[str, Any]]:
-    """A style for each variant: its own colour, and what tells it from others of that colour.
+    """A style for each variant: a colour, and what tells it from others of that colour.
 
-    The baseline has a marker of its own and a thick line.
+    A variant has the colour of its name, or the next that no variant before it has while there is
+    one. The baseline has a marker of its own and a thick line.
     """
     chosen: dict[str, dict[str, Any]] = {}
     turns: collections.Counter[str] = collections.Counter()
     for variant in variants:
-        style = {'color': colour(variant), 'linestyle': 'solid'}
+        hue, first = colour(variant), 0
+        if hue in HUES:
+            first = HUES.index(hue)
+            ordered = [*HUES[first:], *HUES[:first]]
+            taken = {style['color'] for style in chosen.values()}
+            hue = next((other for other in ordered if other not in taken), hue)
+            first = HUES.index(hue)
         if variant == baseline:
-            chosen[variant] = style | {'marker': 'D', 'linewidth': 2.0}
+            plain = {'color': hue, 'linestyle': 'solid'}
+            chosen[variant] = plain | {'marker': 'D', 'linewidth': 2.0}
             continue
-        turn = turns[style['color']]
-        more = turn // len(MARKERS)
-        turns[style['color']] += 1
-        style['linestyle'] = DASHES[(turn + more) % len(DASHES)]
-        chosen[variant] = style | {'marker': MARKERS[turn % len(MARKERS)], 'linewidth': 1.5}
+        turn = turns[hue]
+        turns[hue] += 1
+        chosen[variant] = {
+            'color': hue,
+            'linestyle': DASHES[(turn + turn // len(MARKERS)) % len(DASHES)],
+            'marker': MARKERS[(first + turn) % len(MARKERS)],
+            'linewidth': 1.5,
+        }
     return chosen
 
 
 def colour(variant: str) -> str:
-    """The colour of a variant in all studies: ink for qk/vo, otherwise a hue by its name."""
+    """The colour of a variant where it is free: ink for qk/vo, else a hue by its name."""
     score, value, rest = places(variant)
     if not (score or value or rest):
         return INK
