@@ -3,14 +3,13 @@
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded
 from qkattn.storage.leases import locked
-from qkattn.storage.records import parse_file, read
 
 T = TypeVar('T')
 
@@ -64,22 +63,6 @@ def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], obj
                 log.warning('%s; it is prepared again', error)
             prepare()
             return opened()
-
-
-def read_description(path: Path, kind: type[T], expected: Mapping[str, Any]) -> T:
-    """The dataclass `kind` in a JSON file, some of whose fields must have the `expected` values.
-
-    Raises:
-      DamagedData: it cannot be read, or holds other values.
-    """
-    try:
-        described = read(kind, parse_file(path, {}))
-    except ValueError as error:
-        raise DamagedData(f'{path} is damaged: it cannot be read ({error})') from error
-    for field, value in expected.items():
-        if (stored := getattr(described, field)) != value:
-            raise DamagedData(f'{path} is damaged: {field} is {stored!r}, not {value!r}')
-    return described
 
 
 def sha256_of(path: Path) -> str:

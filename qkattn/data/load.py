@@ -66,14 +66,10 @@ def _tokenizer(config: DataConfig, corpus: Corpus) -> Tokenizer:
     sides = corpus.languages or (None,)
     try:
         return open_tokenizer(
-            data_root(config.data_dir),
-            kind=config.tokenizer,
-            size=config.tokenizer_size,
-            name=corpus.name,
-            version=corpus.version,
-            texts=lambda: itertools.chain.from_iterable(
-                corpus.documents(side)['train'] for side in sides
-            ),
+            data_root(config.data_dir) / 'tokenizers' / corpus.name / corpus.version,
+            config.tokenizer,
+            config.tokenizer_size,
+            lambda: itertools.chain.from_iterable(corpus.documents(x)['train'] for x in sides),
         )
     except ConfigError:
         raise

@@ -4,7 +4,6 @@ A document is an example; a set without a validation split has one carved. Examp
 sets whose text is missing or empty are left out.
 """
 
-import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ import tensorflow_datasets as tfds
 from qkattn.config import DataConfig
 from qkattn.config.calls import load_extra
 from qkattn.data.cache import data_root, sha256_of
-from qkattn.data.corpora.corpus import Corpus, parse_languages
+from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded
 
@@ -27,105 +26,72 @@ SPLIT_NAMES = {'train': ['train'], 'validation': ['validation', 'dev', 'valid'],
 
 
 def tfds_set(config: DataConfig) -> Corpus:
-    """The corpus 'tfds:NAME' or 'tfds:NAME/CONFIG': the newest version under `config.data_dir`.
-
-    Raises:
-      ConfigError: a set that is not prepared, or has no train split; a language or feature that it
-        does not have; while documents are read, files that are damaged or of another format.
-    """
-    match = re.fullmatch(r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)', config.name)
-    if match is None:
-        raise ConfigError(
-            f"data.name={config.name!r} is not of the form 'tfds:NAME' or 'tfds:NAME/CONFIG'."
-        )
+    """The corpus 'tfds:NAME' or 'tfds:NAME/CONFIG': the newest version under `config.data_dir`."""
+    (name,) = _matched(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
     version, root = tfds.core.Version, data_root(config.data_dir)
-    prepared = [path.parent for path in (root / match[1]).glob('*/dataset_info.json')]
+    prepared = [path.parent for path in (root / name).glob('*/dataset_info.json')]
     prepared = [path for path in prepared if version.is_valid(path.name)]
     if not prepared:
         raise ConfigError(
-            f'data.name={config.name!r} is not prepared; run `tfds build {match[1]} '
-            f'--data_dir={root} --file_format=array_record`, which needs TensorFlow, or copy the '
-            'set from a machine that has it.'
+            f'data.name={config.name!r} is not prepared; copy it, or with TensorFlow run `tfds '
+            f'build {name} --data_dir={root} --file_format=array_record`.'
         )
-    builder = tfds.builder_from_directory(max(prepared, key=lambda path: version(path.name)))
+    directory = max(prepared, key=lambda path: version(path.name))
+    builder = tfds.builder_from_directory(directory)
 
     def examples(split: str, columns: list[str]) -> Iterator[Any]:
-        try:
+        advice = 'delete it and prepare it again as array_record'
+        with readable(str(directory), advice, NotImplementedError, RuntimeError):
             source = builder.as_data_source(split)
             for start in range(0, len(source), READ_TOGETHER):
-                yield from source.__getitems__(
-                    range(start, min(start + READ_TOGETHER, len(source)))
-                )
-        except (NotImplementedError, RuntimeError) as error:
-            raise ConfigError(
-                f'The prepared set at {str(builder.data_dir)!r} cannot be read: it is damaged, or '
-                f'not in the format array_record ({_line(error)}); delete that directory and '
-                'prepare it again.'
-            ) from error
+                numbers = range(len(source))[start : start + READ_TOGETHER]
+                yield from source.__getitems__(numbers)
 
     features = dict(builder.info.features.items())
-    texts = [name for name, feature in features.items() if isinstance(feature, tfds.features.Text)]
-    languages = {
-        name: list(feature.keys())
-        for name, feature in features.items()
-        if isinstance(feature, tfds.features.Translation)
-    }
-    splits = builder.info.splits
-    return _corpus(config, 'name', str(builder.version), splits, texts, languages, examples)
+    kinds = tfds.features
+    texts = [name for name, feature in features.items() if isinstance(feature, kinds.Text)]
+    pairs = {n: list(f.keys()) for n, f in features.items() if isinstance(f, kinds.Translation)}
+    return _corpus(config, str(builder.version), builder.info.splits, texts, pairs, examples)
 
 
 def published(config: DataConfig) -> Corpus:
-    """The corpus 'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG'; fetched the first time.
-
-    The library keeps it in a cache of its own ($HF_HOME).
-
-    Raises:
-      ConfigError: a set that cannot be opened, or that has no train split; a language or a column
-        that it does not have; `datasets` is not installed.
-    """
-    match = re.fullmatch(r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?', config.name)
-    if match is None:
-        raise ConfigError(
-            f"data.name={config.name!r} is not of the form 'hf:OWNER/NAME' or "
-            "'hf:OWNER/NAME/CONFIG'."
-        )
+    """The corpus 'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG', from the library's cache ($HF_HOME)."""
+    names = _matched(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
     library = load_extra('datasets', 'datasets')
-    try:
-        sets = library.load_dataset(*filter(None, match.groups()))
-    except Exception as error:
-        raise ConfigError(
-            f'data.name={config.name!r} cannot be opened ({_line(error)}); check its name and the '
-            "network, or save it elsewhere with save_to_disk and set data.name='hf' and data.path."
-        ) from error
+    advice = "check name and network, or save it with save_to_disk and set data.name='hf'"
+    with readable(f'data.name={config.name!r}', advice, Exception):
+        sets = library.load_dataset(*filter(None, names))
     first = next(iter(sets.values()))
     # The directory of a published set is named by its revision.
     revision = Path(first.cache_files[0]['filename']).parent.name
-    return _hugging_face(sets, config, 'name', f'{first.info.version}-{revision}')
+    return _hugging_face(sets, config, f'{first.info.version}-{revision}')
 
 
 def saved(config: DataConfig) -> Corpus:
-    """The corpus 'hf': the directory `config.path`, which `save_to_disk` wrote.
-
-    Raises:
-      ConfigError: as `published`; a directory of something else.
-    """
+    """The corpus 'hf': the directory `config.path`, which `save_to_disk` wrote."""
     library = load_extra('datasets', 'datasets')
-    try:
+    advice = 'name a directory that save_to_disk wrote'
+    with readable(f'data.path={config.path!r}', advice, Exception):
         sets = library.load_from_disk(str(expanded(config.path)))
-    except Exception as error:
-        raise ConfigError(
-            f'data.path={config.path!r} cannot be opened ({_line(error)}); it must be a directory '
-            'that save_to_disk wrote.'
-        ) from error
     sets = sets if isinstance(sets, Mapping) else {'train': sets}
     digest = hashlib.sha256()
     for split, rows in sets.items():
-        for path in (Path(file['filename']) for file in rows.cache_files):
-            digest.update(f'{split} {_sha256(path, path.stat().st_mtime_ns)}\n'.encode())
-    return _hugging_face(sets, config, 'path', f'sha256-{digest.hexdigest()[:16]}')
+        for file in rows.cache_files:
+            digest.update(f'{split} {sha256_of(Path(file["filename"]))}\n'.encode())
+    return _hugging_face(sets, config, f'sha256-{digest.hexdigest()[:16]}')
 
 
-def _hugging_face(sets: Mapping[str, Any], config: DataConfig, field: str, version: str) -> Corpus:
+def _matched(config: DataConfig, pattern: str) -> tuple[str, ...]:
+    match = re.fullmatch(pattern, config.name)
+    if match is None:
+        raise ConfigError(
+            f"data.name={config.name!r} must be written 'tfds:NAME', 'tfds:NAME/CONFIG', "
+            "'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG'."
+        )
+    return match.groups()
+
+
+def _hugging_face(sets: Mapping[str, Any], config: DataConfig, version: str) -> Corpus:
     features = next(iter(sets.values())).features
     strings = ('string', 'large_string')
     texts = [name for name, f in features.items() if getattr(f, 'dtype', None) in strings]
@@ -133,17 +99,14 @@ def _hugging_face(sets: Mapping[str, Any], config: DataConfig, field: str, versi
     nested = {name: getattr(f, 'languages', f) for name, f in features.items()}
     nested = {name: list(f) for name, f in nested.items() if isinstance(f, Mapping | list | tuple)}
 
-    def examples(split: str, columns: list[str]) -> Iterator[dict[str, Any]]:
-        for batch in sets[split].select_columns(columns).iter(READ_TOGETHER):
-            for values in zip(*map(batch.get, columns), strict=True):
-                yield dict(zip(columns, values, strict=True))
+    def examples(split: str, columns: list[str]) -> Iterator[Any]:
+        return iter(sets[split].select_columns(columns))
 
-    return _corpus(config, field, version, sets, texts, nested, examples)
+    return _corpus(config, version, sets, texts, nested, examples)
 
 
 def _corpus(
     config: DataConfig,
-    field: str,
     version: str,
     available: Iterable[str],
     texts: list[str],
@@ -153,23 +116,16 @@ def _corpus(
     """The corpus of the one text, or the one translation, that the settings name.
 
     Args:
-      field: the setting that holds the name of the set.
-      available: its splits.
+      available: the splits of the set.
       texts: its features that are text.
       translations: the languages of each of its features that holds sentences by language.
       examples: the examples of a split, with these features at least.
     """
-    where = f'data.{field}={getattr(config, field)!r}'
     splits = {
-        split: next(name for name in names if name in available)
+        split: name
         for split, names in SPLIT_NAMES.items()
-        if any(name in available for name in names)
+        if (name := next((name for name in names if name in available), None))
     }
-    if 'train' not in splits:
-        raise ConfigError(
-            f'{where} has no train split, only {", ".join(map(repr, available))}; choose a set '
-            'that has one.'
-        )
     languages = parse_languages(config) if config.languages else ()
     fitting: list[tuple[str, ...]] = [(name,) for name in texts]
     if languages:
@@ -182,7 +138,7 @@ def _corpus(
         known = [f'{name} ({", ".join(sorted(sides))})' for name, sides in translations.items()]
         raise ConfigError(
             f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name '
-            f'one text of {where}; its texts are {", ".join(sorted(texts)) or "none"}, its '
+            f'one text of {config.name}; its texts are {", ".join(sorted(texts)) or "none"}, its '
             f'translations {", ".join(known) or "none"}.'
         )
     (columns,) = fitting
@@ -203,13 +159,3 @@ def _corpus(
         splits=tuple(splits),
         documents=lambda language: {split: read(name, language) for split, name in splits.items()},
     )
-
-
-# A run opens its corpus more than once.
-@functools.lru_cache
-def _sha256(path: Path, mtime_ns: int) -> str:
-    return sha256_of(path)
-
-
-def _line(error: Exception) -> str:
-    return f'{type(error).__name__}: {" ".join(str(error).split())}'.rstrip('.')

@@ -1,9 +1,8 @@
 """Translation pairs from Unicode's locale data (CLDR): no download, in any two of its languages.
 
-Babel formats the same date, interval, delay, amount, measure, name or list in both languages. Word
-order, inflection and vocabulary differ as in real text, and each source has one correct
-translation. It is a test bed, not a benchmark of machine translation. Texts depend on Babel's
-version, which is therefore part of the corpus version.
+Babel formats the same date, interval, delay, amount, measure, name or list in both languages. It is
+a test bed, not a benchmark of machine translation: each source has one correct translation. Texts
+depend on Babel's version, which is therefore part of the corpus version.
 """
 
 import datetime
@@ -18,12 +17,10 @@ import babel
 from babel import Locale, UnknownLocaleError, dates, lists, localedata, numbers, units
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import SPLITS, Corpus, hash64, parse_languages, split_of
-from qkattn.errors import ConfigError
+from qkattn.data.corpora.corpus import SPLITS, Corpus, hash64, parse_languages, readable, split_of
 
-# Of the nine categories and the split by the sha256 of the source text.
 VERSION = f'babel{babel.__version__}-1.0.0'
-# Longer texts on either side are left out; fewer than 1 % are.
+# Longer texts, fewer than 1 %, are left out.
 MAX_BYTES = 120
 
 # Formats one value in the language of a locale: phrase(locale=...).
@@ -31,10 +28,12 @@ Phrase = Callable[..., str]
 Pair = tuple[Locale, Locale]
 
 # Without weeks of the year, which start on different days, and time zones.
+WIDTHS = ('full', 'long', 'medium', 'short')
 SKELETONS = (
     *('yMMMEd', 'yMMMd', 'yMMMM', 'yMMM', 'yQQQQ', 'yMEd', 'yMd', 'MMMEd', 'MMMMd', 'MMMd', 'MEd'),
     *('GyMMMEd', 'GyMMMd', 'Gy'),
 )
+TIME_WIDTHS = ('full', 'medium', 'short')
 TIME_SKELETONS = ('EHm', 'EBhm', 'Ehm', 'Bhm', 'Bh', 'h')
 INTERVALS = ('yMMMEd', 'yMMMd', 'yMMMM', 'yMEd', 'MMMEd', 'MMMd', 'MEd')
 TIME_INTERVALS = ('Hm', 'hm', 'h', 'H')
@@ -60,23 +59,20 @@ def _moment(rng: Random) -> datetime.datetime:
 
 # Every value is formatted in every form, one form after another: where two forms read alike in the
 # source, the first gives the translation of all values, so that there is a rule to learn.
-def _dates(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    skeletons = _shared(pair, 'datetime_skeletons', SKELETONS)
-    for _ in range(800):
+def _moments(
+    count: int,
+    formatted: Callable[..., str],
+    widths: Sequence[str],
+    skeletons: Sequence[str],
+    rng: Random,
+    pair: Pair,
+) -> Iterator[Phrase]:
+    known = _shared(pair, 'datetime_skeletons', skeletons)
+    for _ in range(count):
         moment = _moment(rng)
-        for width in ('full', 'long', 'medium', 'short'):
-            yield partial(dates.format_date, moment, width)
-        for skeleton in skeletons:
-            yield partial(dates.format_skeleton, skeleton, moment)
-
-
-def _times(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    skeletons = _shared(pair, 'datetime_skeletons', TIME_SKELETONS)
-    for _ in range(600):
-        moment = _moment(rng)
-        for width in ('full', 'medium', 'short'):
-            yield partial(dates.format_datetime, moment, width)
-        for skeleton in skeletons:
+        for width in widths:
+            yield partial(formatted, moment, width)
+        for skeleton in known:
             yield partial(dates.format_skeleton, skeleton, moment)
 
 
@@ -185,8 +181,8 @@ def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {
-    'dates': _dates,
-    'times': _times,
+    'dates': partial(_moments, 800, dates.format_date, WIDTHS, SKELETONS),
+    'times': partial(_moments, 600, dates.format_datetime, TIME_WIDTHS, TIME_SKELETONS),
     'intervals': _intervals,
     'deltas': _deltas,
     'amounts': _amounts,
@@ -198,10 +194,7 @@ CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {
 
 
 def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str, str]]:
-    """Category, source text and target text; every source text once, none equal to its target.
-
-    The result depends on the languages and Babel's version only.
-    """
+    """Category, source text and target text; every source text once, none equal to its target."""
     locales = Locale.parse(source_language), Locale.parse(target_language)
     seen = set()
     for category, phrases in CATEGORIES.items():
@@ -220,10 +213,7 @@ def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str
 # Each side is read for the vocabulary and again for its tokens.
 @functools.lru_cache(maxsize=1)
 def _ordered(languages: tuple[str, str]) -> list[tuple[str, int, str, str]]:
-    """Split, hash, source and target of all pairs; split 90/5/5 by the source text.
-
-    The hash mixes the categories, so that any stretch of a split is a sample of it.
-    """
+    """Split 90/5/5 by the source text, hash, which mixes the categories, source and target."""
     return sorted(
         (split_of(source, 90, 5), hash64(source.encode()), source, target)
         for _, source, target in pairs(*languages)
@@ -231,34 +221,18 @@ def _ordered(languages: tuple[str, str]) -> list[tuple[str, int, str, str]]:
 
 
 def corpus(config: DataConfig) -> Corpus:
-    """The corpus of a pair of languages, source first; composed when it is read.
-
-    Raises:
-      ConfigError: for a language that Babel does not know.
-    """
-
-    def spelled(language: str) -> str:
-        """Babel's own spelling, so that a language has one name: 'EN' -> 'en'."""
-        try:
-            return str(Locale.parse(language))
-        except (ValueError, UnknownLocaleError) as error:
-            raise ConfigError(
-                f'data.languages={config.languages!r}: CLDR has no {language!r}; valid: two of '
-                "Babel's locales, such as 'en', 'de', 'fr', 'pt_BR' or 'zh_Hans'."
-            ) from error
-
-    languages = parse_languages(config, spelled)
+    """The corpus of a pair of languages that Babel knows; composed when it is read."""
+    field = f'data.languages={config.languages!r}'
+    advice = "name two of Babel's locales, such as en, de, fr, pt_BR or zh_Hans"
+    with readable(field, advice, ValueError, UnknownLocaleError):
+        # In Babel's own spelling, so that a language has one name.
+        languages = parse_languages(config, lambda code: str(Locale.parse(code)))
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
-        texts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
-        for split, _, *sides in _ordered(languages):
-            texts[split].append(sides[languages.index(str(language))].encode())
-        return texts
+        side, rows = 2 + languages.index(str(language)), _ordered(languages)
+        return {s: [str(row[side]).encode() for row in rows if row[0] == s] for s in SPLITS}
 
+    name = '-'.join(('cldr', *languages))
     return Corpus(
-        name='cldr-' + '-'.join(languages),
-        version=VERSION,
-        languages=languages,
-        splits=SPLITS,
-        documents=documents,
+        name=name, version=VERSION, languages=languages, splits=SPLITS, documents=documents
     )

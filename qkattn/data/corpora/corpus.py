@@ -1,5 +1,6 @@
 """A dataset before it is tokenized: its texts, and splits that are carved from its train split."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -45,6 +46,19 @@ class Corpus:
     carved: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+@contextlib.contextmanager
+def readable(name: str, advice: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raises a ConfigError in place of an OSError, or one of `errors`, while `name` is read."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, *errors) as error:  # type: ignore[misc]
+        reason = ' '.join(str(error).split()).rstrip('.')
+        reason = f'{type(error).__name__}: {reason}'
+        raise ConfigError(f'{name} cannot be read ({reason}); {advice}.') from error
+
+
 def hash64(key: bytes) -> int:
     """The first 64 bits of the sha256."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8])
@@ -65,13 +79,12 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     than 20 documents each is cut at the ends of the lines that reach 80 % and 90 % of its bytes.
 
     Raises:
-      ConfigError: while documents are read, too few sentence pairs, or a text without enough lines.
+      ConfigError: no train split; while documents are read, as `cut_at_lines`.
     """
     missing = tuple(split for split in SPLITS[1:] if split not in corpus.splits)
     if 'train' not in corpus.splits:
-        raise ConfigError(
-            f'{corpus.name} has no train split, only {", ".join(map(repr, corpus.splits))}.'
-        )
+        splits = ', '.join(corpus.splits) or 'none'
+        raise ConfigError(f'{corpus.name} has no train split; its splits are {splits}.')
     if not missing or (missing == ('test',) and not test):
         return corpus
 
@@ -91,15 +104,10 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
         texts, assigned = dict(corpus.documents(language)), split_of_document()
-        if assigned is None and corpus.languages:
-            raise ConfigError(
-                f'{corpus.name} has no {missing[0]} split, and fewer than {SHARES} sentence pairs '
-                'to carve one from; give it one.'
-            )
-        percents = (80, 90)[-len(missing) :]
         for part, split in enumerate(('train', *missing)):
             train = corpus.documents(language)['train']
             if assigned is None:
+                percents = (80, 90)[-len(missing) :]
                 cuts = (cut_at_lines(text, percents, corpus.name) for text in train)
                 texts[split] = map(operator.itemgetter(part), cuts)
             else:
@@ -136,18 +144,16 @@ def capped(corpus: Corpus) -> Corpus:
         again = corpus.documents(language)
         for split in corpus.splits[1:]:
             size = largest_size([len(text) for text in again[split]])
-            if size is not None:
-                texts[split] = cut(texts[split], size)
+            texts[split] = texts[split] if size is None else cut(texts[split], size)
         return texts
 
     return dataclasses.replace(corpus, documents=documents)
 
 
 def largest_size(sizes: Sequence[int]) -> int | None:
-    """The size to cut documents to, so that none is more than 1 / SHARES of what is left.
+    """The c that solves SHARES * c = sum_i min(sizes[i], c), to cut documents to.
 
-    It solves SHARES * c = sum_i min(sizes[i], c). None where nothing has to be cut, and for fewer
-    than SHARES documents, which cannot all be so small a part.
+    None where nothing has to be cut, and for fewer than SHARES documents, which cannot be so small.
     """
     ordered = sorted(sizes, reverse=True)
     rest = sum(ordered)
@@ -159,53 +165,21 @@ def largest_size(sizes: Sequence[int]) -> int | None:
     return None
 
 
-def lowered(corpus: Corpus) -> Corpus:
-    """The corpus in lower case, which its version names."""
-
-    def documents(language: str | None) -> dict[str, Iterable[bytes]]:
-        return {
-            split: (text.decode().lower().encode() for text in texts)
-            for split, texts in corpus.documents(language).items()
-        }
-
-    return dataclasses.replace(corpus, version=f'{corpus.version}-lower', documents=documents)
-
-
 def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]:
-    """The text cut at the ends of the lines that reach these percentages of its bytes.
-
-    Raises:
-      ConfigError: a part would be empty.
-    """
+    """The text cut at the ends of the lines that reach these percentages of its bytes."""
     ends = [text.find(b'\n', len(text) * percent // 100) + 1 for percent in percents]
     bounds = list(itertools.pairwise([0, *ends, len(text)]))
     if any(high <= low for low, high in bounds):
         raise ConfigError(
-            f'{name} is too small to be cut at line ends into train, validation and test '
-            f'({len(text)} bytes); give more text, or a split of its own for each.'
+            f'{name} has too few lines to be cut into its splits; give more text, or each split.'
         )
     return [text[low:high] for low, high in bounds]
 
 
 def parse_languages(config: DataConfig, spelled: Callable[[str], str] = str) -> tuple[str, str]:
-    """Source and target of `config.languages`: 'en-de' -> ('en', 'de').
-
-    Args:
-      spelled: gives the one spelling of a language, or raises ConfigError.
-
-    Raises:
-      ConfigError: unless they are two different names of letters, digits and underscores.
-    """
-    parts = (config.languages or '').split('-')
-    if len(parts) != 2 or not all(re.fullmatch(r'[A-Za-z0-9_]+', part) for part in parts):
-        raise ConfigError(
-            f'data.languages={config.languages!r} is not a pair; write source and target with a '
-            "hyphen between, as in 'en-de'."
-        )
-    source, target = map(spelled, parts)
-    if source == target:
-        raise ConfigError(
-            f'data.languages={config.languages!r} names one language twice; source and target must '
-            'differ.'
-        )
-    return source, target
+    """Source and target of `config.languages`, 'en-de' -> ('en', 'de'), as they are `spelled`."""
+    if re.fullmatch(r'\w+-\w+', config.languages or '', re.ASCII):
+        source, target = map(spelled, config.languages.split('-'))
+        if source != target:
+            return source, target
+    raise ConfigError(f'data.languages={config.languages!r} must be two languages, as in en-de.')

@@ -2,24 +2,18 @@
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from qkattn.config import DataConfig
 from qkattn.config.calls import called, digest, resolve, takes
 from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
-from qkattn.data.corpora.corpus import Corpus, capped, carved, lowered
+from qkattn.data.corpora.corpus import Corpus, capped, carved
 from qkattn.errors import ConfigError
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Opens a corpus.
-
-    Attributes:
-      required, optional: the settings among SETTINGS that it takes. Others are refused, because a
-        setting without effect would still stand in the record of a run.
-    """
+class Source(NamedTuple):
+    """Opens a corpus; required and optional are the settings among SETTINGS that it takes."""
 
     corpus: Callable[[DataConfig], Corpus]
     required: tuple[str, ...] = ()
@@ -44,12 +38,7 @@ CORPORA = {
     'tfds:NAME': Source(catalogues.tfds_set, optional=('languages', 'feature')),
     'hf:NAME': Source(catalogues.published, optional=('languages', 'feature')),
 }
-SETTINGS = {
-    'path': 'the file or directory of your texts or shards',
-    'languages': "source and target, as in 'en-de'",
-    'feature': 'the name of a text feature or column',
-    'manual_dir': 'a directory of files fetched by hand',
-}
+SETTINGS = ('path', 'languages', 'feature', 'manual_dir')
 
 
 def in_catalogue(name: str) -> bool:
@@ -58,11 +47,7 @@ def in_catalogue(name: str) -> bool:
 
 
 def check(config: DataConfig) -> Source:
-    """The source that `config` names; reads no data.
-
-    Raises:
-      ConfigError: an unknown dataset; a setting that it requires or does not take.
-    """
+    """The source that `config` names; ConfigError for a setting it lacks or does not take."""
     if in_catalogue(config.name):
         source = CORPORA[f'{config.name.partition(":")[0]}:NAME']
     else:
@@ -75,47 +60,46 @@ def check(config: DataConfig) -> Source:
             call=lambda target: getattr(target, 'corpus', target),
         )
         if not isinstance(source, Source):
-            corpus = functools.partial(_from_outside, functools.partial(source, **options))
-            source = Source(corpus, optional=tuple(SETTINGS))
-    for setting, meaning in SETTINGS.items():
-        value = getattr(config, setting)
-        if value is not None and setting not in source.required + source.optional:
-            raise ConfigError(
-                f'data.{setting}={value!r} has no effect on data.name={config.name!r}; leave it '
-                'None.'
-            )
-        if not value and setting in source.required:
-            raise ConfigError(
-                f'data.{setting}={value!r}: data.name={config.name!r} needs {meaning}.'
-            )
+            source = Source(functools.partial(_from_outside, source, options), optional=SETTINGS)
+    taken = (*source.required, *source.optional)
+    refuse_unused(config, [field for field in SETTINGS if field not in taken])
+    for field in source.required:
+        if not getattr(config, field):
+            raise ConfigError(f'data.name={config.name!r} needs data.{field}.')
     return source
+
+
+def refuse_unused(config: DataConfig, fields: Iterable[str]) -> None:
+    """Refuses settings without effect, because they would still stand in the record of a run."""
+    for field in fields:
+        if (value := getattr(config, field)) != getattr(DataConfig, field):
+            raise ConfigError(f'data.{field}={value!r} has no effect on data.name={config.name!r}.')
 
 
 def find(config: DataConfig) -> Corpus:
     """The corpus that `config` names, with a validation split, carved from train if need be.
 
-    Nothing is downloaded before its `documents` are read, except for 'hf:...': which splits such a
-    set has is known only once it is there.
-
-    Raises:
-      ConfigError: as `check`; a setting that the dataset cannot use.
+    Nothing but a set of 'hf:...' is downloaded before `documents` are read. ConfigError as `check`.
     """
-    corpus = check(config).corpus(config)
-    corpus = carved(corpus, config.carve_test)
+    corpus = carved(check(config).corpus(config), config.carve_test)
     if config.lowercase:
-        corpus = lowered(corpus)
+        lower = functools.partial(_lower, corpus)
+        corpus = dataclasses.replace(corpus, version=f'{corpus.version}-lower', documents=lower)
     return corpus if corpus.languages else capped(corpus)
 
 
-def _from_outside(function: Callable[[DataConfig], Corpus], config: DataConfig) -> Corpus:
+def _lower(corpus: Corpus, language: str | None) -> dict[str, Iterable[bytes]]:
+    documents = corpus.documents(language).items()
+    return {split: (text.decode().lower().encode() for text in texts) for split, texts in documents}
+
+
+def _from_outside(
+    function: Callable[..., Corpus], options: dict[str, Any], config: DataConfig
+) -> Corpus:
     """The corpus of an import path; its version includes a digest of options and source."""
-    corpus = called('data.name', config.name, lambda: function(config))
-    if not isinstance(corpus, Corpus):
-        raise ConfigError(f'data.name={config.name!r} must return a Corpus, not {corpus!r}')
-    for field in ('name', 'version'):
-        if not re.fullmatch(r'[\w.-]*\w[\w.-]*', str(getattr(corpus, field))):
-            raise ConfigError(
-                f'data.name={config.name!r}: the {field} {getattr(corpus, field)!r} of its corpus '
-                'must consist of letters, digits, points, hyphens and underscores'
-            )
-    return dataclasses.replace(corpus, version=f'{corpus.version}-{digest(config.name)}')
+
+    def versioned() -> Corpus:
+        corpus = function(config, **options)
+        return dataclasses.replace(corpus, version=f'{corpus.version}-{digest(config.name)}')
+
+    return called('data.name', config.name, versioned)

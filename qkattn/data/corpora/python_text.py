@@ -9,14 +9,12 @@ import functools
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import SPLITS, Corpus, split_of
-from qkattn.errors import ConfigError
+from qkattn.data.corpora.corpus import SPLITS, Corpus, readable, split_of
 
 # Of the standard library. Tests, vendored and site packages; what distributions put into packages
 # of their own or leave out; generated tables.
@@ -37,9 +35,9 @@ DISTRIBUTIONS = (
 )
 # Text files (.txt) of these distributions are lists of labels and checksums.
 SUFFIXES = {'.py', '.md', '.rst'}
-# Tests and their data; copies of other packages.
+# Scripts; tests and their data; copies of other packages.
 LEFT_OUT = {
-    *('_testing', '_vendor', 'benchmarks', 'internal_test_util', 'test', 'testing', 'tests'),
+    *('..', '_testing', '_vendor', 'benchmarks', 'internal_test_util', 'test', 'testing', 'tests'),
     'vendor',
 }
 # Tests; files that are generated, that differ between platforms, or that are in most distributions.
@@ -51,137 +49,84 @@ FILES_LEFT_OUT = (
 MIN_BYTES = 500
 
 
-class Document(NamedTuple):
-    """A file; `name` is its path inside the library or the installation."""
-
-    name: str
-    path: Path
-
-
 def stdlib(config: DataConfig) -> Corpus:
     """The standard library; a file is a document, in the order of the paths.
 
     The splits of about 40/30/30 follow from a module's name and not its bytes, so that a module
-    that one interpreter validates on is not trained on in another. There are some 380 modules:
-    smaller evaluation splits would be a few dozen documents.
+    that one interpreter validates on is not trained on in another.
     """
-    root = Path(sysconfig.get_path('stdlib'))
     version = '.'.join(map(str, sys.version_info[:3]))
-    # Once: the library's directory also holds all that is installed.
-    documents = functools.cache(lambda: [Document(name, root / name) for name in modules(root)])
-    return _corpus(
-        'stdlib', f'py{version}-2.0.0', documents, lambda path: split_of(module_name(path), 40, 30)
-    )
+    return _corpus('stdlib', f'py{version}-2.0.0', modules, _stdlib_split)
 
 
 def packages(config: DataConfig) -> Corpus:
-    """The distributions' texts; a file is a document, in the order of the names, split 80/10/10.
-
-    Raises:
-      ConfigError: a distribution that is not installed.
-    """
-    pins = []
-    for name in DISTRIBUTIONS:
-        try:
-            pins.append(f'{name}=={metadata.version(name)}')
-        except metadata.PackageNotFoundError as error:
-            raise ConfigError(
-                f"data.name='packages' holds the sources of {name}, which is not installed; "
-                'install requirements.txt.'
-            ) from error
-    version = f'1.0.0-{hashlib.sha256(" ".join(pins).encode()).hexdigest()[:12]}'
-    documents = functools.partial(_installed, tuple(pins))
-    return _corpus('packages', version, documents, lambda name: split_of(name, 80, 10))
+    """The distributions' texts; a file is a document, in the order of the names, split 80/10/10."""
+    with readable("data.name='packages'", 'install requirements.txt', ImportError):
+        pins = ' '.join(f'{name}=={metadata.version(name)}' for name in DISTRIBUTIONS)
+    version = f'1.0.0-{hashlib.sha256(pins.encode()).hexdigest()[:12]}'
+    return _corpus('packages', version, _installed, lambda name: split_of(name, 80, 10))
 
 
 def _corpus(
-    name: str, version: str, documents: Callable[[], list[Document]], split: Callable[[str], str]
+    name: str, version: str, files: Callable[[], dict[str, Path]], split: Callable[[str], str]
 ) -> Corpus:
-    def chosen(wanted: str) -> list[Document]:
-        return [document for document in documents() if split(document.name) == wanted]
+    """The corpus of files by name, in their order."""
 
-    return Corpus(
-        name=name,
-        version=version,
-        splits=SPLITS,
-        documents=lambda language: {
-            split: (document.path.read_bytes() for document in chosen(split)) for split in SPLITS
-        },
-        names=lambda split: [document.name for document in chosen(split)],
-    )
+    def names(wanted: str) -> list[str]:
+        return [name for name in files() if split(name) == wanted]
+
+    def texts(language: str | None) -> dict[str, Iterator[bytes]]:
+        return {split: (files()[n].read_bytes() for n in names(split)) for split in SPLITS}
+
+    return Corpus(name=name, version=version, splits=SPLITS, documents=texts, names=names)
 
 
-def module_name(path: str) -> str:
-    """Dotted module name of a file: 'json/decoder.py' -> 'json.decoder'."""
+def _stdlib_split(path: str) -> str:
+    """By the module: 'json/decoder.py' is json.decoder."""
     parts = PurePosixPath(path).with_suffix('').parts
-    return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+    return split_of('.'.join(parts[:-1] if parts[-1] == '__init__' else parts), 40, 30)
 
 
 def _left_out(path: PurePosixPath, directories: set[str], files: tuple[str, ...]) -> bool:
     return bool(directories.intersection(path.parts[:-1])) or any(map(path.match, files))
 
 
-def modules(root: Path) -> list[str]:
-    """Sorted paths, relative to `root`, of the files of the standard library that belong to it.
-
-    Raises:
-      FileNotFoundError: there are none (a standard library in a zip file, for example).
-    """
-    files = (PurePosixPath(path.relative_to(root).as_posix()) for path in root.rglob('*.py'))
-    paths = sorted(
-        str(path)
-        for path in files
+# Once: the library's directory also holds all that is installed.
+@functools.cache
+def modules() -> dict[str, Path]:
+    """The files of the standard library that belong to it, by their paths inside, sorted."""
+    root = Path(sysconfig.get_path('stdlib'))
+    names = (PurePosixPath(path.relative_to(root).as_posix()) for path in root.rglob('*.py'))
+    kept = (
+        str(name)
+        for name in names
         # A directory that is no package (config-3.x-<platform>, lib-dynload) is generated.
-        if all(part.isidentifier() for part in path.parts[:-1])
-        and not _left_out(path, STDLIB_LEFT_OUT, STDLIB_FILES_LEFT_OUT)
+        if all(part.isidentifier() for part in name.parts[:-1])
+        and not _left_out(name, STDLIB_LEFT_OUT, STDLIB_FILES_LEFT_OUT)
     )
-    if not paths:
-        raise FileNotFoundError(
-            f'The standard library at {str(root)!r} holds no source files (*.py); run with an '
-            'interpreter that has its library unpacked on disk.'
-        )
-    return paths
+    return {name: root / name for name in sorted(kept)}
 
 
-def belongs(path: PurePosixPath) -> bool:
-    """Whether a file of a distribution, by its path in the installation, is text of `packages`."""
-    # Scripts lie outside; descriptions name the licences of what a platform's wheel includes.
-    elsewhere = path.parts[0] == '..' or path.parts[0].endswith('.dist-info')
-    return (
-        path.suffix in SUFFIXES and not elsewhere and not _left_out(path, LEFT_OUT, FILES_LEFT_OUT)
-    )
-
-
-# Read for the names and twice for the texts.
-@functools.lru_cache(maxsize=1)
-def _installed(pins: tuple[str, ...]) -> list[Document]:
-    """All documents by name, without those that are not UTF-8, almost empty or copies of another.
-
-    Raises:
-      ConfigError: a distribution without a list of its files, or without one of them.
-    """
-    documents = []
-    for name in DISTRIBUTIONS:
-        if (files := metadata.files(name)) is None:
-            raise ConfigError(
-                f"data.name='packages': {name} was installed without a list of its files; install "
-                'it with pip.'
-            )
-        documents += [
-            Document(file.as_posix(), Path(str(file.locate()))) for file in files if belongs(file)
-        ]
-    kept: dict[bytes, Document] = {}
-    for document in sorted(documents):
+# Once: read for the names and twice for the texts.
+@functools.cache
+def _installed() -> dict[str, Path]:
+    """Documents by name, without those that are not UTF-8, almost empty or copies of another."""
+    files = {
+        file.as_posix(): Path(str(file.locate()))
+        for name in DISTRIBUTIONS
+        for file in metadata.files(name) or ()
+        # Descriptions name the licences of what a platform's wheel includes.
+        if file.suffix in SUFFIXES
+        and not file.parts[0].endswith('.dist-info')
+        and not _left_out(file, LEFT_OUT, FILES_LEFT_OUT)
+    }
+    kept: dict[bytes, str] = {}
+    for name in sorted(files):
+        text = files[name].read_bytes()
         try:
-            text = document.path.read_bytes()
             text.decode()
         except UnicodeDecodeError:
             continue
-        except OSError as error:
-            raise ConfigError(
-                f"data.name='packages': {str(document.path)!r} cannot be read ({error.strerror}); "
-                'install requirements.txt again.'
-            ) from error
         if len(text) >= MIN_BYTES and 0 not in text:
-            kept.setdefault(hashlib.sha256(b' '.join(text.split())).digest(), document)
-    return list(kept.values())
+            kept.setdefault(hashlib.sha256(b' '.join(text.split())).digest(), name)
+    return {name: files[name] for name in kept.values()}

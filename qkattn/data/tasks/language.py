@@ -17,8 +17,6 @@ class TextRows(Rows):
     data: ClassVar[DataForm] = 'text in one language'
 
     def __init__(self, dataset: TokenDataset, length: int):
-        if length < 1:
-            raise ConfigError(f'model.context={length!r} is too small; it must be at least 1.')
         self.dataset, self.length = dataset, length
         self.splits = dataset.splits
         self.vocab_size = dataset.vocab_size
@@ -26,9 +24,8 @@ class TextRows(Rows):
     def _check_length(self, split: str, longest: int) -> None:
         if self.length > longest:
             raise ConfigError(
-                f'model.context={self.length!r} is too long for split {split!r} of dataset '
-                f'{self.dataset.name!r} with {len(self.dataset.split(split))} tokens; it must be '
-                f'at most {max(longest, 0)}.'
+                f'model.context={self.length} is too long for split {split!r} of '
+                f'{self.dataset.name}; it must be at most {max(longest, 0)}.'
             )
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray]:
@@ -62,8 +59,8 @@ class LanguageRows(TextRows):
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        data = config.data
-        return cls(load_text(data), config.model.context, shift=data.shift_windows)
+        data, length = config.data, config.model.context
+        return cls(load_text(data), length, shift=data.shift_windows)
 
     def __init__(self, dataset: TokenDataset, length: int, *, shift: bool = False):
         super().__init__(dataset, length)
@@ -98,12 +95,6 @@ class MaskedRows(TextRows):
     becomes the mask with probability 0.8 and a random token with probability 0.1 (any but the
     separator, so possibly itself); otherwise it stays. A row that is read again is masked
     differently in training, and always the same in an evaluation.
-
-    Attributes:
-      mask: the id of a hidden token, the one after the tokenizer's.
-
-    Raises:
-      ConfigError: a mask_rate or a length out of range.
     """
 
     kind: ClassVar[str] = 'encoder'
@@ -114,13 +105,9 @@ class MaskedRows(TextRows):
 
     def __init__(self, dataset: TokenDataset, length: int, mask_rate: float = 0.15):
         super().__init__(dataset, length)
-        if not 0 < mask_rate < 1:
-            raise ConfigError(
-                f'data.mask_rate={mask_rate!r} is out of range; it must lie between 0 and 1.'
-            )
         self.mask_rate = mask_rate
         self.num_masked = max(1, round(mask_rate * length))
-        self.mask = dataset.vocab_size
+        self.mask = dataset.vocab_size  # the id of a hidden token, after the tokenizer's
         self.vocab_size = dataset.vocab_size + 1
 
     def count(self, split: str) -> int:

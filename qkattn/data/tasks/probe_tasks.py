@@ -8,25 +8,20 @@ import abc
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from qkattn.config import Config, DataConfig
+from qkattn.config import Config
 from qkattn.config.calls import digest, parse_call, resolve
 from qkattn.data.corpora.corpus import SPLITS
-from qkattn.data.corpora.corpus_registry import in_catalogue
+from qkattn.data.corpora.corpus_registry import SETTINGS, in_catalogue, refuse_unused
 from qkattn.data.tasks.rows import Batch, DataForm, Rows, token_batch, uniform
 from qkattn.errors import ConfigError
 
 # Changes whenever the same draws would make other rows.
 VERSION = 1
 TRAIN_ROWS, EVAL_ROWS = 2**24, 1024
-# Settings of text that a probe has no use for.
-TEXT_SETTINGS: tuple[str, ...] = (
-    *('manual_dir', 'path', 'languages', 'feature', 'lowercase', 'tokenizer', 'carve_test'),
-)
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -43,14 +38,16 @@ class Sizes(NamedTuple):
 class Probe(abc.ABC):
     """A synthetic task; the fields of the dataclass are its options, whole numbers.
 
-    Attributes:
-      causal: whether the row is a sequence whose next tokens a decoder predicts, or a set of tokens
-        that an encoder labels.
-      least: the smallest value of each option, which may depend on the options before it.
+    A causal one is a sequence whose next tokens a decoder predicts, another one a set of tokens
+    that an encoder labels.
     """
 
     causal: ClassVar[bool] = True
-    least: ClassVar[Mapping[str, int] | property]
+
+    @property
+    @abc.abstractmethod
+    def least(self) -> dict[str, int]:
+        """The smallest value of each option, which may depend on the options before it."""
 
     @property
     @abc.abstractmethod
@@ -75,17 +72,12 @@ def _predict(sequence_BT1: np.ndarray, predicted: np.ndarray) -> Arrays:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copy(Probe):
-    """x_1 .. x_n, a separator, x_1 .. x_n; the second half is predicted.
-
-    Args:
-      length: n.
-      symbols: what the x are drawn from, independently.
-    """
+    """x_1 .. x_n, a separator, x_1 .. x_n; the second half is predicted."""
 
     least = {'length': 1, 'symbols': 2}
     step: ClassVar[int] = 1
-    length: int = 16
-    symbols: int = 64
+    length: int = 16  # n
+    symbols: int = 64  # that the x are drawn from, independently
 
     @property
     def sizes(self) -> Sizes:
@@ -110,37 +102,29 @@ class Induction(Probe):
 
     All other symbols of a row occur once, so that the answer is what followed the only earlier a
     (Olsson et al. 2022). Bigrams do not overlap; their two places in the row are random.
-
-    Args:
-      repeats: bigrams that occur twice.
-      length: tokens of a row.
-      symbols: what the symbols of a row are drawn from, without replacement.
     """
 
-    length: int = 32
-    repeats: int = 4
-    symbols: int = 64
+    length: int = 32  # tokens of a row
+    repeats: int = 4  # bigrams that occur twice
+    symbols: int = 64  # that those of a row are drawn from, without replacement
 
     @property
-    def least(self) -> dict[str, int]:  # type: ignore[override]
-        return {
-            'repeats': 1,
-            'length': 4 * self.repeats - 1,
-            'symbols': self.length + 1 - 2 * self.repeats,
-        }
+    def least(self) -> dict[str, int]:
+        units = self.length + 1 - 2 * self.repeats
+        return {'repeats': 1, 'length': 4 * self.repeats - 1, 'symbols': units}
 
     @property
     def sizes(self) -> Sizes:
-        units = self.length + 1 - 2 * self.repeats
-        return Sizes(vocabulary=self.symbols, answers=self.symbols, draws=self.symbols + units)
+        draws = self.symbols + self.least['symbols']
+        return Sizes(vocabulary=self.symbols, answers=self.symbols, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
-        B, R = len(u_BU), self.repeats
+        R = self.repeats
         symbols_BV = np.argsort(u_BU[:, : self.symbols], axis=1)
         # Units 0 .. 2R - 1 are the R bigrams twice, symbols 2r and 2r + 1; others are single.
         units_BN = np.argsort(u_BU[:, self.symbols :], axis=1)
         lengths = np.where(units_BN.ravel() < 2 * R, 2, 1)
-        units_BT1 = np.repeat(units_BN, lengths).reshape(B, self.length + 1)
+        units_BT1 = np.repeat(units_BN, lengths).reshape(len(u_BU), self.length + 1)
         second_BT1 = np.diff(units_BT1, axis=1, prepend=-1) == 0
         symbol_BT1 = np.where(units_BT1 < 2 * R, units_BT1 % R * 2 + second_BT1, units_BT1)
         sequence_BT1 = np.take_along_axis(symbols_BV, symbol_BT1, axis=1)
@@ -154,19 +138,14 @@ class Recall(Probe):
     """Key-value pairs, then every key again in a random order, each followed by its value.
 
     The values of the second half are predicted: multi-query associative recall (Arora et al. 2023).
-
-    Args:
-      pairs: keys in a row, all different.
-      keys: what the keys are drawn from.
-      values: what the values are drawn from, independently; other ids than the keys'.
     """
 
-    pairs: int = 8
-    keys: int = 32
-    values: int = 32
+    pairs: int = 8  # keys in a row, all different
+    keys: int = 32  # that those of a row are drawn from
+    values: int = 32  # that the values are drawn from, independently; other ids than the keys'
 
     @property
-    def least(self) -> dict[str, int]:  # type: ignore[override]
+    def least(self) -> dict[str, int]:
         return {'pairs': 1, 'keys': self.pairs, 'values': 2}
 
     @property
@@ -196,26 +175,21 @@ class Successor(Probe):
     The task tells directions apart. To read its successor and not its predecessor, every k needs
     s(k, k + 1) > s(k, k - 1). A symmetric score has s(k, k - 1) = s(k - 1, k), so that the scores
     would have to grow with every step around the circle, which ends where it began. One head with
-    a symmetric score, without positions, thus points at the successors of all keys but one, at
-    best, and guesses the last label: accuracy 1 - (1 - 1 / payloads) / keys. Only an MLP that takes
-    a mixture of both neighbours' values apart gets further. It was learned within a thousand steps
-    with 6 keys at width 64 and with 8 at width 128, but not with 16 keys at either width: few keys
-    in a wide model do not tell the scores apart.
-
-    Args:
-      keys: on the circle, and tokens of a row.
-      payloads: what the payloads are drawn from, independently.
+    a symmetric score, without positions, thus finds the successors of all keys but one, at best:
+    accuracy 1 - (1 - 1 / payloads) / keys. Only an MLP that takes a mixture of both neighbours'
+    values apart gets further: within a thousand steps with 6 keys at width 64 and with 8 at width
+    128, but not with 16 keys at either width.
     """
 
     causal = False
     least = {'keys': 3, 'payloads': 2}
-    keys: int = 16
-    payloads: int = 16
+    keys: int = 16  # on the circle, and tokens of a row
+    payloads: int = 16  # that those of a row are drawn from, independently
 
     @property
     def sizes(self) -> Sizes:
-        vocabulary, draws = self.keys * self.payloads, 2 * self.keys
-        return Sizes(vocabulary=vocabulary, answers=self.payloads, draws=draws)
+        vocabulary = self.keys * self.payloads
+        return Sizes(vocabulary=vocabulary, answers=self.payloads, draws=2 * self.keys)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
         u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
@@ -226,21 +200,15 @@ class Successor(Probe):
         return tokens_BT, targets_BT, np.ones(keys_BT.shape)
 
 
-PROBES: dict[str, type[Probe]] = {
-    'copy': Copy,
-    'reversal': Reversal,
-    'induction': Induction,
-    'recall': Recall,
-    'successor': Successor,
-}
+PROBES = {cls.__name__.lower(): cls for cls in (Copy, Reversal, Induction, Recall, Successor)}
 
 
 def is_probe(text: str) -> bool:
     """Whether `text` names a probe, with options or without; ConfigError as `resolve`."""
     name, _ = parse_call(text, 'data.name')
-    if name in PROBES or ':' not in name or in_catalogue(name):
-        return name in PROBES
-    return _is_probe(resolve(name, PROBES, 'data.name')[0])
+    if ':' in name and not in_catalogue(name):
+        return _is_probe(resolve(name, PROBES, 'data.name')[0])
+    return name in PROBES
 
 
 def _is_probe(target: Any) -> bool:
@@ -248,22 +216,14 @@ def _is_probe(target: Any) -> bool:
 
 
 def find(text: str) -> tuple[str, Probe]:
-    """The name and the task of a probe, e.g. of 'recall(pairs=8)'.
-
-    Raises:
-      ConfigError: an unknown probe or option, or an option out of range.
-    """
+    """The name and the task of a probe, e.g. of 'recall(pairs=8)'; ConfigError if unknown."""
     kind, options = resolve(text, PROBES, 'data.name', needs='a subclass of Probe', fits=_is_probe)
-    for option, value in options.items():
-        if type(value) is not int:
-            raise ConfigError(f'data.name={text!r}: {option}={value!r} must be a whole number.')
+    if any(type(value) is not int for value in options.values()):
+        raise ConfigError(f'data.name={text!r}: options of probes are whole numbers.')
     probe = kind(**options)
     for option, least in probe.least.items():
         if (value := getattr(probe, option)) < least:
-            raise ConfigError(
-                f'data.name={text!r}: {option}={value!r} must be a whole number of at least '
-                f'{least}.'
-            )
+            raise ConfigError(f'data.name={text!r}: {option}={value} must be at least {least}.')
     return text.partition('(')[0], probe
 
 
@@ -272,58 +232,41 @@ class ProbeRows(Rows):
 
     A training row is a function of its draws only, an evaluation row of its split and number; the
     three splits read different parts of their generators' streams.
-
-    Attributes:
-      length: tokens of a row.
-      options: of the task, all of them.
     """
 
     splits: tuple[str, ...] = SPLITS
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        data, model = config.data, config.model
-        for field in TEXT_SETTINGS:
-            value, default = getattr(data, field), getattr(DataConfig, field)
-            if value != default:
-                raise ConfigError(
-                    f'data.{field}={value!r} has no effect on data.name={data.name!r}; leave it '
-                    f'{default!r}.'
-                )
-        rows = cls(*find(data.name))
-        if rows.length != model.context:
+        refuse_unused(config.data, (*SETTINGS, 'lowercase', 'tokenizer', 'carve_test'))
+        rows = cls(*find(config.data.name))
+        if rows.length != config.model.context:
             raise ConfigError(
-                f'model.context={model.context} must equal the length of the rows of '
-                f'{data.name!r}, {rows.length}.'
+                f'model.context={config.model.context} must equal the length of the rows of '
+                f'{config.data.name!r}, {rows.length}.'
             )
         return rows
 
     def __init__(self, name: str, probe: Probe):
         self.name, self._probe = name, probe
-        self.options = dataclasses.asdict(probe)
         self.vocab_size = probe.sizes.vocabulary
         self.length = self.read('test', np.arange(1), np.zeros((1, 2)))['tokens_BT'].shape[1]
 
     def count(self, split: str) -> int:
-        return EVAL_ROWS if self._part(split) else TRAIN_ROWS
-
-    def _part(self, split: str) -> int:
         if split not in SPLITS:
-            raise ConfigError(
-                f'split={split!r} is not in probe {self.name!r}; valid: '
-                f'{", ".join(map(repr, SPLITS))}.'
-            )
-        return SPLITS.index(split)
+            raise ConfigError(f'split={split!r} must be one of {", ".join(SPLITS)}.')
+        return TRAIN_ROWS if split == 'train' else EVAL_ROWS
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        part = self._part(split)
-        if part:
+        if split != 'train':
             draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1)
-        return token_batch(*self._probe.make(uniform(draws_B2, (self._probe.sizes.draws,), part)))
+        u_BU = uniform(draws_B2, (self._probe.sizes.draws,), SPLITS.index(split))
+        return token_batch(*self._probe.make(u_BU))
 
     def identity(self) -> dict[str, Any]:
         version = f'{VERSION}-{digest(self.name)}' if ':' in self.name else VERSION
-        return {'name': self.name, 'version': version, 'options': self.options}
+        options = dataclasses.asdict(self._probe)
+        return {'name': self.name, 'version': version, 'options': options}
 
     def unigram_nats(self, split: str) -> float:
         return math.log(self._probe.sizes.answers)

@@ -8,7 +8,7 @@ import numpy as np
 from qkattn.data.pipeline import Part, chosen, eval_batches, eval_rows
 from qkattn.data.tasks.rows import Batch, Rows, token_batch
 
-# Upper bound, of sequences and of the validation rows that their tokens come from.
+# Sequences, and validation rows that their tokens come from, at most.
 NUM_ROWS = 64
 # Copies in shorter rows have too few tokens to be recognized.
 MIN_LENGTH = 8
@@ -21,13 +21,11 @@ def sequences(rows: Rows) -> np.ndarray | None:
     """r_BH, H = (T + 1) // 2: validation tokens in a random order, int32.
 
     The tokens of up to NUM_ROWS rows, evenly spaced over the split, are shuffled across all of
-    them, which keeps the corpus's token frequencies but neither its order nor its topics. The
-    result depends on the rows only, so it is the same for every model that is trained on them.
+    them, which keeps the corpus's token frequencies but neither its order nor its topics.
 
     Returns:
-      None where T < MIN_LENGTH, and where the rows are not plain next-token prediction: they have
-      inputs besides the tokens, targets that are not the tokens that follow, or targets with loss
-      weight 0 (as in all causal probes), which the model never learned to predict.
+      None where T < MIN_LENGTH, and where the rows are not plain next-token prediction: inputs
+      besides the tokens, targets that do not follow, or targets with loss weight 0 (as in probes).
     """
     count = len(eval_rows(rows, 'validation', NUM_ROWS))
     batch = next(eval_batches(rows, 'validation', batch_size=count, max_rows=NUM_ROWS))
@@ -51,13 +49,8 @@ def batches(
     """Batches of rows r_1 .. r_H r_1 .. r_H, of which one copy's r_2 .. r_H are targets.
 
     The first token of the second copy cannot be predicted, so r_1 is a target of neither. Rows that
-    pad the last batch to `batch_size` hold zeros, loss weights included.
-
-    Args:
-      r_BH: the sequences that are shown twice.
-      length: T of the batches, 2 H - 1 or 2 H; in 2 H, the last position predicts nothing.
-      copy: 'first' or 'second'; tokens and targets are the same for both.
-      part: the rows of each batch that this host reads; None is all.
+    pad the last batch to `batch_size` hold zeros, loss weights included. T is 2 H - 1 or 2 H; in
+    2 H, the last position predicts nothing. `part` is as in `eval_batches`.
     """
     (count, half), wanted = r_BH.shape, chosen(batch_size, part)
     twice_BT1 = np.zeros((-(-count // batch_size) * batch_size, length + 1), np.int32)

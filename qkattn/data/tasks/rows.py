@@ -17,19 +17,12 @@ INT, FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class Rows(Protocol):
-    """A task: a dataset, cut into rows for a kind of model.
+    """A task: a dataset, cut into rows for a kind of model."""
 
-    Attributes:
-      kind: the model.kind that the task trains.
-      data: the form of data that it reads.
-      splits: 'train', 'validation' and, where the data has one, 'test'.
-      vocab_size: ids are in [0, vocab_size).
-    """
-
-    kind: ClassVar[str]
-    data: ClassVar[DataForm]
-    splits: tuple[str, ...]
-    vocab_size: int
+    kind: ClassVar[str]  # the model.kind that it trains
+    data: ClassVar[DataForm]  # that it reads
+    splits: tuple[str, ...]  # 'train', 'validation' and, where the data has one, 'test'
+    vocab_size: int  # ids are in [0, vocab_size)
 
     @staticmethod
     def array_shapes(model: ModelConfig) -> ArrayShapes:
@@ -39,18 +32,10 @@ class Rows(Protocol):
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        """The rows of a configuration whose data has the form `data`.
-
-        Raises:
-          ConfigError: data that cannot be opened, or that does not fit the model.
-        """
+        """The rows of a configuration; ConfigError if its data cannot be opened or does not fit."""
 
     def count(self, split: str) -> int:
-        """Rows in a split; of 'train', the rows of an epoch.
-
-        Raises:
-          ConfigError: an unknown split, or one without a single row.
-        """
+        """Rows in a split, of 'train' those of an epoch; ConfigError if there are none."""
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         """Reads rows by number, as arrays [B, length] of `array_shapes`.
@@ -65,10 +50,7 @@ class Rows(Protocol):
         """
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray] | None:
-        """Names of the split's documents, and the index of the one that each row belongs to.
-
-        None where rows are independent of each other.
-        """
+        """Names of the split's documents, and the index of each row's; None if independent."""
         return None
 
     def identity(self) -> dict[str, Any]:

@@ -23,29 +23,18 @@ INTERFACE = ('kind', 'data', *(name for name in vars(Rows) if not name.startswit
 
 
 def task_of(config: Config) -> type[Rows]:
-    """The task that trains this kind of model on this form of data; reads no data.
-
-    Raises:
-      ConfigError: an unknown dataset, tokenizer or task, or setting of it; data of no use to this
-        kind of model, or to data.task.
-    """
+    """The task for this kind of model and form of data, which is not read; else ConfigError."""
     return _task(config)[0]
 
 
 def rows_of(config: Config) -> Rows:
-    """Opens the rows that the configured model trains on.
-
-    Raises:
-      ConfigError: as `task_of`; data that cannot be opened or does not fit the model; a vocabulary
-        that is larger than the model's; a split that is too short.
-    """
+    """Opens the rows that the configured model trains on; ConfigError if they do not fit it."""
     task, options = _task(config)
     rows = task.open(config, **options)
     if rows.vocab_size > config.model.vocab_size:
         raise ConfigError(
-            f'model.vocab_size={config.model.vocab_size} is too small for data.name='
-            f'{config.data.name!r}, whose rows hold {rows.vocab_size} different ids; set it to at '
-            f'least {rows.vocab_size}.'
+            f'model.vocab_size={config.model.vocab_size} must be at least {rows.vocab_size} for '
+            f'data.name={config.data.name!r}.'
         )
     for split in rows.splits:
         rows.count(split)  # Raises for a split that is too short.
@@ -53,7 +42,6 @@ def rows_of(config: Config) -> Rows:
 
 
 def _task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
-    """The task and its options."""
     form, kind, name = _form(config.data), config.model.kind, config.data.name
     if config.data.task is not None:
         task, options = resolve(

@@ -1,7 +1,6 @@
 """Translation: sentence pairs packed into rows of a fixed shape for an encoder-decoder."""
 
 import copy
-import logging
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -17,8 +16,6 @@ PACKING = 1
 # Rows that are being filled at a time; more pack a little tighter, and each pair looks at them all.
 OPEN_ROWS = 64
 
-log = logging.getLogger(__name__)
-
 
 class TranslationRows(Rows):
     """Rows of several sentence pairs each, the target predicted from the source.
@@ -30,13 +27,8 @@ class TranslationRows(Rows):
     every pair is in exactly one row.
 
     Args:
-      pairs: the parallel text.
-      source_length: S, tokens of a row of sources.
-      length: T, tokens of a row of targets.
-      drop_long: leaves out, of every split, the pairs that are longer than a row.
-
-    Raises:
-      ConfigError: a length out of range; a pair longer than a row, unless `drop_long`.
+      source_length, length: S and T, tokens of a row of sources and of targets.
+      drop_long: leaves out, of every split, the pairs longer than a row; else a ConfigError.
     """
 
     kind: ClassVar[str] = 'encoder_decoder'
@@ -56,9 +48,6 @@ class TranslationRows(Rows):
     def __init__(
         self, pairs: PairDataset, source_length: int, length: int, *, drop_long: bool = False
     ):
-        for field, value in (('model.source_context', source_length), ('model.context', length)):
-            if value < 1:
-                raise ConfigError(f'{field}={value!r} is too small; it must be at least 1.')
         self.pairs, self.source_length, self.length = pairs, source_length, length
         self.splits, self.vocab_size = pairs.splits, pairs.vocab_size
         self._sources: dict[str, np.ndarray] = {}
@@ -70,63 +59,47 @@ class TranslationRows(Rows):
             self.num_dropped[split] = int(np.sum(~fits_I))
             self._packed[split] = pack(sizes_2I, np.flatnonzero(fits_I), (source_length, length))
         if any(self.num_dropped.values()) and not drop_long:
-            sizes_2I = np.concatenate([*sizes.values()], axis=1)
+            source, target = np.concatenate([*sizes.values()], axis=1).max(1)
             raise ConfigError(
-                f'{sum(self.num_dropped.values())} of {sizes_2I.shape[1]} sentence pairs are '
-                f'longer than model.source_context={source_length} or model.context={length} '
-                f'tokens; the longest source has {sizes_2I[0].max()} and the longest target '
-                f'{sizes_2I[1].max()} with their separators, so raise the two, or leave such pairs '
-                'out, of evaluation too, with data.drop_long=True.'
+                f'{sum(self.num_dropped.values())} sentence pairs do not fit into '
+                f'model.source_context={source_length} and model.context={length}; {source} and '
+                f'{target} hold all, data.drop_long=True leaves such pairs out, of evaluation too.'
             )
-        if any(self.num_dropped.values()):
-            for split, dropped in self.num_dropped.items():
-                log.info(
-                    'drop_long: %d of %d pairs of split %r are left out of training and evaluation',
-                    dropped,
-                    sizes[split].shape[1],
-                    split,
-                )
-
-    def _rows(self, split: str) -> list[np.ndarray]:
-        num_pairs = len(self.pairs.bounds(split)[0]) - 1  # refuses an unknown split
-        if not self._packed[split]:
-            raise ConfigError(
-                f'split {split!r} of parallel text {self.pairs.source.name!r} has no sentence pair '
-                f'that fits into model.source_context={self.source_length} and '
-                f'model.context={self.length} tokens, of {num_pairs}.'
-            )
-        return self._packed[split]
 
     def count(self, split: str) -> int:
-        return len(self._rows(split))
+        self.pairs.bounds(split)  # refuses an unknown split
+        if not self._packed[split]:
+            raise ConfigError(
+                f'split {split!r} of {self.pairs.source.name} has no sentence pair that fits into '
+                f'model.source_context={self.source_length} and model.context={self.length}.'
+            )
+        return len(self._packed[split])
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        packed = self._rows(split)
-        pairs = [packed[row] for row in rows_B]
+        pairs = [self._packed[split][row] for row in rows_B]
         pair_P = np.concatenate(pairs)
         row_P = np.repeat(np.arange(len(pairs)), [len(row) for row in pairs])
         segment_P = np.concatenate([np.arange(len(row)) + 1 for row in pairs])
 
         def lay_out(
             tokens: np.ndarray, bounds: np.ndarray, pair_P: np.ndarray, length: int
-        ) -> tuple[np.ndarray, np.ndarray]:
-            """One side of the batch: tokens and segments."""
+        ) -> np.ndarray:
+            """Tokens and segments of one side."""
             starts_P, ends_P = bounds[pair_P], bounds[pair_P + 1]
             sizes_B = np.bincount(row_P, ends_P - starts_P, len(pairs))
             filled_BT = np.arange(length) < sizes_B[:, None]
-            tokens_BT, segments_BT = np.zeros((2, len(pairs), length), INT)
+            both_2BT = np.zeros((2, len(pairs), length), INT)
             sentences = [tokens[a:b] for a, b in zip(starts_P, ends_P, strict=True)]
-            tokens_BT[filled_BT] = np.concatenate(sentences)
-            segments_BT[filled_BT] = np.repeat(segment_P, ends_P - starts_P)
-            return tokens_BT, segments_BT
+            both_2BT[0, filled_BT] = np.concatenate(sentences)
+            both_2BT[1, filled_BT] = np.repeat(segment_P, ends_P - starts_P)
+            return both_2BT
 
         source, target = self.pairs.tokens(split)
         source_bounds, target_bounds = self.pairs.bounds(split)
         source_P = self._sources[split][pair_P] if split in self._sources else pair_P
         source_BS, source_segments_BS = lay_out(source, source_bounds, source_P, self.source_length)
         targets_BT, segments_BT = lay_out(target, target_bounds, pair_P, self.length)
-        # Each pair's target ends with the separator, so shifting the row by one puts a separator
-        # before the next pair's first token; the row's own first is put there by hand.
+        # Each target ends with the separator, which shifting puts before the next pair's tokens.
         tokens_BT = np.roll(targets_BT, 1, axis=1)
         tokens_BT[:, 0] = self.pairs.separator
         used_BT = segments_BT > 0
@@ -156,17 +129,14 @@ class TranslationRows(Rows):
         return shuffled
 
     def identity(self) -> dict[str, Any]:
-        """The two sides, how pairs are packed, and how many `drop_long` left out per split."""
         lengths = {'source_length': self.source_length, 'length': self.length}
         packing = {'packing': {'version': PACKING} | lengths, 'dropped_pairs': self.num_dropped}
         return self.pairs.identity() | packing
 
     def bytes_per_token(self, split: str) -> float:
-        """Of the whole target side of the split."""
         return self.pairs.target.bytes_per_token(split)
 
     def unigram_nats(self, split: str) -> float:
-        """Of the whole target side of the split."""
         return self.pairs.target.unigram_nats(split)
 
 

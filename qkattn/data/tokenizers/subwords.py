@@ -8,7 +8,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from qkattn.data.tokenizers.tokenizer import Ids, Tokenizer, valid_text
+from qkattn.data.corpora.corpus import readable
+from qkattn.data.tokenizers.tokenizer import Ids, Tokenizer, text_of
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded
 
@@ -18,11 +19,31 @@ SEPARATOR = '\0'
 MIN_SIZE, MAX_SIZE = 257, 2**20
 # Lines that are encoded at a time; an encoded line takes about 100 times its bytes.
 LINES = 10_000
-# The token between documents in vocabularies of GPT-2 and Llama 3.
-DOCUMENT_ENDS = ('<|endoftext|>', '<|begin_of_text|>')
 
 
-class BPETokenizer(Tokenizer):
+class Subwords(Tokenizer):
+    """A vocabulary of the library; special tokens are neither added to a text nor read from it."""
+
+    def __init__(self, model: bytes):
+        """Args: model: a tokenizer.json."""
+        self._model = model
+        self._tokenizer = tokenizers.Tokenizer.from_buffer(model)
+        self._tokenizer.encode_special_tokens = True  # as the text that they are
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._sha256 = hashlib.sha256(model).hexdigest()[:12]
+
+    @classmethod
+    def load(cls, model: bytes) -> Self:
+        """Restores the tokenizer from the bytes that `model` returned."""
+        return cls(model)
+
+    def model(self) -> bytes:
+        """The tokenizer.json."""
+        return self._model
+
+
+class BPETokenizer(Subwords):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), lossless.
 
     Ids: 0 is the separator, 1 to 256 are the bytes, then the learned sub-words in the order of
@@ -31,12 +52,9 @@ class BPETokenizer(Tokenizer):
     """
 
     def __init__(self, model: bytes):
-        """Args: model: a tokenizer.json that `train` made."""
-        self._model = model
-        self._tokenizer = tokenizers.Tokenizer.from_buffer(model)
-        self._tokenizer.encode_special_tokens = True  # special tokens are not read from text
+        super().__init__(model)
         self.vocab_size = self._tokenizer.get_vocab_size()
-        self.name = f'byte-bpe{self.vocab_size}-{hashlib.sha256(model).hexdigest()[:12]}'
+        self.name = f'byte-bpe{self.vocab_size}-{self._sha256}'
         self.separator = self._tokenizer.token_to_id(SEPARATOR)
         # The library writes each byte of a sub-word as one character.
         pieces = map(self._tokenizer.id_to_token, range(self.vocab_size))
@@ -45,17 +63,9 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[bytes], size: int) -> Self:
-        """Learns a vocabulary of `size` ids; the same texts give the same vocabulary.
-
-        Raises:
-          ConfigError: a size below 257 or above what the texts support.
-          ValueError: a text that is not valid UTF-8.
-        """
+        """Learns a vocabulary of `size` ids; the same texts give the same vocabulary."""
         if not MIN_SIZE <= size <= MAX_SIZE:
-            raise ConfigError(
-                f'data.tokenizer_size={size} must be at least {MIN_SIZE}, for the bytes and the '
-                f'separator, and at most {MAX_SIZE}.'
-            )
+            raise ConfigError(f'data.tokenizer_size={size} must be in [{MIN_SIZE}, {MAX_SIZE}].')
         tokenizer = tokenizers.Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -66,26 +76,14 @@ class BPETokenizer(Tokenizer):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        lines = (line for text in texts for line in _lines(valid_text(text)))
+        lines = (line for text in texts for line in _lines(text.decode()))
         tokenizer.train_from_iterator(lines, trainer)
-        if tokenizer.get_vocab_size() < size:
-            raise ConfigError(
-                f'data.tokenizer_size={size} is more than the training text supports; it must be '
-                f'at most {tokenizer.get_vocab_size()}.'
-            )
+        if (most := tokenizer.get_vocab_size()) < size:
+            raise ConfigError(f'data.tokenizer_size={size} must be at most {most} for this text.')
         return cls(tokenizer.to_str().encode())
 
-    @classmethod
-    def load(cls, model: bytes) -> Self:
-        """Restores the tokenizer from the bytes that `model` returned."""
-        return cls(model)
-
-    def model(self) -> bytes:
-        """The tokenizer.json of the library."""
-        return self._model
-
     def encode(self, text: str | bytes) -> np.ndarray:
-        lines = _lines(valid_text(text))
+        lines = _lines(text_of(text))
         ids = [np.empty(0, self._dtype)]
         for start in range(0, len(lines), LINES):
             encodings = self._tokenizer.encode_batch_fast(lines[start : start + LINES])
@@ -108,61 +106,29 @@ def _lines(text: str) -> list[str]:
     return [line + '\n' for line in lines] + ([last] if last else [])
 
 
-class FileTokenizer(Tokenizer):
+class FileTokenizer(Subwords):
     """The vocabulary of a file, and one more id, the separator, which decodes to U+0000.
 
-    Special tokens are neither added to a text nor read from it, and count no bytes. Its name holds
-    the sha256 of the file. Documents are encoded whole, which takes about 100 times their bytes.
+    Special tokens count no bytes. Its name holds the sha256 of the file. Documents are encoded
+    whole, which takes about 100 times their bytes.
     """
 
-    def __init__(self, path: str, content: bytes | None = None):
-        """Reads the file, unless its content is given.
-
-        Raises:
-          ConfigError: it cannot be read, or is not of the library.
-        """
-        library = 'a tokenizer.json of the Hugging Face tokenizers library'
-        try:
-            content = expanded(path).read_bytes() if content is None else content
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except OSError as error:
-            raise ConfigError(
-                f'data.tokenizer={path!r} cannot be read ({error.strerror}); it must be {library}.'
-            ) from error
-        except Exception as error:  # the library raises this class itself
-            reason = ' '.join(str(error).split())
-            raise ConfigError(f'data.tokenizer={path!r} is not {library} ({reason}).') from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # special tokens are not read from text
-        self._content = content
-        self.name = f'file-{hashlib.sha256(content).hexdigest()[:12]}'
+    def __init__(self, model: bytes):
+        super().__init__(model)
+        self.name = f'file-{self._sha256}'
         self.separator = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.vocab_size = self.separator + 1
         self._dtype = np.min_scalar_type(self.separator)
 
     @classmethod
-    def of_shards(cls, path: str) -> Self:
-        """The vocabulary of shards that others made: documents end with a token of the file."""
-        tokenizer = cls(path)
-        for end in map(tokenizer._tokenizer.token_to_id, DOCUMENT_ENDS):
-            if end is not None:
-                tokenizer.vocab_size, tokenizer.separator = tokenizer.separator, end
-                tokenizer.name = f'{tokenizer.name}-{end}'
-                break
-        return tokenizer
-
-    @classmethod
-    def load(cls, model: bytes) -> Self:
-        """Restores the tokenizer from the bytes that `model` returned."""
-        return cls('tokenizer.json', model)
-
-    def model(self) -> bytes:
-        """The file."""
-        return self._content
+    def open(cls, path: str) -> Self:
+        """The tokenizer of a file; ConfigError if it cannot be read, or is not of the library."""
+        advice = 'give a tokenizer.json of the Hugging Face tokenizers library'
+        with readable(f'data.tokenizer={path!r}', advice, Exception):  # which the library raises
+            return cls(expanded(path).read_bytes())
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        encoding = self._tokenizer.encode(valid_text(text), add_special_tokens=False)
+        encoding = self._tokenizer.encode(text_of(text), add_special_tokens=False)
         return np.array(encoding.ids, self._dtype)
 
     def decode(self, ids: Ids) -> str:
@@ -175,9 +141,5 @@ class FileTokenizer(Tokenizer):
     def _texts(self, ids: Ids, skip_special_tokens: bool = False) -> list[str]:
         ids = np.asarray(ids, np.int64)
         parts = np.split(ids, np.flatnonzero(ids == self.separator))
-        return [
-            self._tokenizer.decode(
-                part[part != self.separator].tolist(), skip_special_tokens=skip_special_tokens
-            )
-            for part in parts
-        ]
+        texts = [part[part != self.separator].tolist() for part in parts]
+        return self._tokenizer.decode_batch(texts, skip_special_tokens=skip_special_tokens)

@@ -1,35 +1,22 @@
-"""Tokenizers by kind: trained on a corpus the first time, cached, checked whenever opened.
+"""Tokenizers by kind: trained on a corpus the first time, and cached.
 
-On disk, `<data_dir>/tokenizers/<name>/<version>/<kind>/` (bpe: `byte-bpe-<size>`) holds the trained
-`tokenizer.json` and `about.json`, which describes it, with its sha256.
-
-A tokenizer from outside is a class that has the attributes of `Tokenizer`, with keyword-only
-options. One that is learned has `train(texts, *, options)`, `load(model)` and `model()` besides.
+A trained one is `<data_dir>/tokenizers/<name>/<version>/<kind>/tokenizer.json` (bpe:
+`byte-bpe-<size>`). A tokenizer from outside is a class that has the attributes of `Tokenizer`, with
+keyword-only options. One that is learned has `train(texts, *, options)`, `load(model)` and
+`model()` besides.
 """
 
-import contextlib
-import dataclasses
-import hashlib
 import inspect
-import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from qkattn.config.calls import called, digest, resolve
-from qkattn.data.cache import DamagedData, check_sha256, prepared_once, read_description
+from qkattn.data.cache import DamagedData, prepared_once
 from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
-from qkattn.data.tokenizers.tokenizer import (
-    ByteTokenizer,
-    CharacterTokenizer,
-    IdTokenizer,
-    Tokenizer,
-)
-from qkattn.errors import ConfigError
+from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
 from qkattn.storage.files import write_atomic
 
 KINDS: dict[str, Any] = {
@@ -37,32 +24,16 @@ KINDS: dict[str, Any] = {
     'characters': CharacterTokenizer,
     'bpe': BPETokenizer,
     'PATH.json': FileTokenizer,
-    'ids': IdTokenizer,
 }
 METHODS = ('encode', 'decode', 'num_bytes')
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class About:
-    """Where a cached vocabulary is from; size is None where the text alone decides it."""
-
-    kind: str
-    size: int | None
-    text_sha256: str
-    model_sha256: str
-    trained_by: str
-
-
 def check(kind: str) -> tuple[Any, dict[str, Any]]:
-    """The class and the options that `data.tokenizer` names; that of a file is not opened.
-
-    Raises:
-      ConfigError: an unknown name or option, or an import path of something else.
-    """
+    """The class and the options that `data.tokenizer` names; ConfigError for an unknown one."""
     if kind.endswith('.json'):
-        return FileTokenizer, {'path': kind}
+        return FileTokenizer, {}
     return resolve(
         kind,
         KINDS,
@@ -74,101 +45,52 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
 
 
 def open_tokenizer(
-    data_dir: Path,
-    *,
-    kind: str,
-    size: int,
-    name: str,
-    version: str,
-    texts: Callable[[], Iterable[bytes]],
+    directory: Path, kind: str, size: int, texts: Callable[[], Iterable[bytes]]
 ) -> Tokenizer:
-    """The tokenizer of a corpus; trains it under `data_dir` the first time.
-
-    A damaged cache is logged as a warning and trained again. Any number of processes may call this
-    at the same time; one of them trains.
+    """The tokenizer of a kind; trained below `directory`, that of the corpus, the first time.
 
     Args:
-      kind: as in `check`. Those without `train` need no training and no cache.
       size: ids, of 'bpe' only.
-      name, version: of the corpus.
       texts: the training texts, always the same; called only to train.
-
-    Raises:
-      ConfigError: for an unknown kind; for a size that the text cannot fill; if there is something
-        to train and `data_dir` cannot be written; if a damaged cache cannot be restored as it was.
-      ValueError: if a training text is not valid UTF-8.
     """
     cls, options = check(kind)
     if not hasattr(cls, 'train'):
         return restored(kind, None)
-    expected: dict[str, Any] = {'kind': kind, 'size': None}
-    folder, trained_by = kind, 'qkattn'
+    folder = kind
     if kind == 'bpe':
-        options, expected['size'] = {'size': size}, size
-        folder, trained_by = f'byte-bpe-{size}', f'tokenizers {tokenizers.__version__}'
+        folder, options = f'byte-bpe-{size}', {'size': size}
     elif ':' in kind:
         folder = f'{kind.partition("(")[0].replace(":", ".")}-{digest(kind)}'
-    directory = data_dir / 'tokenizers' / name / version / folder
-    model_path, about_path = directory / 'tokenizer.json', directory / 'about.json'
+    path = directory / folder / 'tokenizer.json'
 
     def opened() -> Tokenizer:
         # os.path, because Path.exists raises where a directory may not be entered.
-        if not os.path.exists(about_path) and not os.path.exists(model_path):
-            raise FileNotFoundError(about_path)
-        about = read_description(about_path, About, expected)
-        check_sha256(model_path, about.model_sha256)
-        return restored(kind, model_path.read_bytes())
+        if not os.path.exists(path):
+            raise FileNotFoundError(path)
+        try:
+            return restored(kind, path.read_bytes())
+        except Exception as error:  # the class that the library of subwords raises
+            raise DamagedData(f'{path} is damaged: {error}') from error
 
     def train() -> None:
-        log.info('Training the %s tokenizer of %s %s to %s', kind, name, version, directory)
-        text_sha256 = hashlib.sha256()
+        log.info('Training the %s tokenizer in %s', kind, path.parent)
+        write_atomic(path, cls.train(texts(), **options).model())
 
-        def hashed() -> Iterator[bytes]:
-            for text in texts():
-                # With its length, so that where one text ends and the next begins counts too.
-                text_sha256.update(len(text).to_bytes(8))
-                text_sha256.update(text)
-                yield text
-
-        model = cls.train(hashed(), **options).model()
-        about = About(
-            **expected,
-            text_sha256=text_sha256.hexdigest(),
-            model_sha256=hashlib.sha256(model).hexdigest(),
-            trained_by=trained_by,
-        )
-        with contextlib.suppress(DamagedData):
-            before = read_description(about_path, About, expected)
-            if before.model_sha256 != about.model_sha256:
-                # Ids would mean something else than in the results and models that exist.
-                same = about.text_sha256 == before.text_sha256
-                learned = f'{trained_by} learns another one from the same text than'
-                changed = 'the training text has changed'
-                reason = f'{learned} {before.trained_by}' if same else changed
-                raise ConfigError(
-                    f'data.tokenizer={kind!r}: the damaged vocabulary in {str(directory)!r} cannot '
-                    f'be restored, because {reason}; delete that directory to train another one.'
-                )
-        write_atomic(model_path, model)
-        # Last, because a description stands for a finished model.
-        write_atomic(about_path, json.dumps(dataclasses.asdict(about), indent=2) + '\n')
-
-    return prepared_once(directory / 'lock', opened, train)
+    return prepared_once(path.with_name('lock'), opened, train)
 
 
 def restored(kind: str, model: bytes | None) -> Tokenizer:
     """The tokenizer of a kind, as in `check`, from the bytes that its `model` returned, if any.
 
     The name of one from outside includes a digest of its options and source.
-
-    Raises:
-      ConfigError: for an unknown kind, or one whose class fails.
     """
     cls, options = check(kind)
-    if model is None:
-        tokenizer = called('data.tokenizer', kind, lambda: cls(**options))
-    else:
+    if model is not None:
         tokenizer = cls.load(model)
-    if ':' in kind and not isinstance(tokenizer, FileTokenizer):
+    elif cls is FileTokenizer:
+        tokenizer = cls.open(kind)
+    else:
+        tokenizer = called('data.tokenizer', kind, lambda: cls(**options))
+    if ':' in kind and cls is not FileTokenizer:
         tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
     return tokenizer

@@ -6,19 +6,12 @@ import numpy as np
 import pytest
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import (
-    Corpus,
-    capped,
-    carved,
-    largest_size,
-    lowered,
-    parse_languages,
-)
+from qkattn.data.corpora import corpus_registry
+from qkattn.data.corpora.corpus import Corpus, capped, carved, largest_size, parse_languages
 from qkattn.data.corpora.corpus_registry import CORPORA, SETTINGS, find
 from tests.data.refusals import refused
 
 TEXTS = [f'document {number}\n'.encode() for number in range(200)]
-BOTH = {'validation': 0.1, 'test': 0.1}
 
 
 def made(texts=TEXTS, names=None, languages=(), **others) -> Corpus:
@@ -44,7 +37,8 @@ def read(corpus, language=None):
 
 def test_a_tenth_of_the_documents_each_whatever_their_order():
     both = carved(made(), test=False)
-    assert (both.splits, both.carved) == (('train', 'validation', 'test'), BOTH)
+    assert both.splits == ('train', 'validation', 'test')
+    assert both.carved == {'validation': 0.1, 'test': 0.1}
     assert both.version == '1-carved-validation-test'
     splits = read(both)
     assert [len(texts) for texts in splits.values()] == [160, 20, 20]
@@ -82,8 +76,6 @@ def test_both_sides_of_a_translation_are_carved_alike():
         assert [text[2:] for text in english[split]] == [text[2:] for text in german[split]]
     assert len(english['test']) == 20
     assert read(carved(made(languages=('de', 'en')), test=False), 'en') == english
-    with refused('fox has no validation split, and fewer than 20 sentence pairs to carve'):
-        read(carved(made(TEXTS[:19], languages=('en', 'de')), test=False), 'en')
 
 
 def test_few_documents_are_cut_at_line_ends():
@@ -94,7 +86,7 @@ def test_few_documents_are_cut_at_line_ends():
             if split not in others:
                 assert parts[split] == [b''.join(lines[low:high])] * 2
     assert carved(made([b'x'], names=lambda split: ['a']), test=False).names('test') == ['a']
-    with refused(r'fox is too small to be cut at line ends .*\(4 bytes\)'):
+    with refused('fox has too few lines'):
         list(read(carved(made([b'a\nb\n']), test=False))['test'])
 
 
@@ -106,13 +98,6 @@ def test_a_validation_split_stays_and_a_test_split_is_carved_when_asked_for():
     assert read(result)['validation'] == [b'v\n'] and len(read(result)['test']) == 20
     whole = made(validation=[b'v'], test=[b't'])
     assert carved(whole, test=True) is whole
-    with refused("fox has no train split, only 'test'"):
-        carved(Corpus(**vars(made()) | {'splits': ('test',)}), test=False)
-
-
-def test_lower_case_shows_in_the_version():
-    lower = lowered(made(['Ärger, ΣΑΣ\n'.encode()]))
-    assert (lower.version, read(lower)) == ('1-lower', {'train': ['ärger, σας\n'.encode()]})
 
 
 def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
@@ -132,11 +117,12 @@ def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
     assert read(result) == {'train': [long, *texts], 'validation': ['ä'.encode() * 4, *texts]}
 
 
-@pytest.mark.parametrize('name', ['stdlob', 'tfds', '', '9', 'multi30'])
-def test_unknown_names_are_refused_with_the_known(name):
-    near = 'did you mean' if name.startswith(('st', 'mu', 'tf')) else 'known are stdlib, .* tfds:'
-    with refused(f"unknown data.name '{name}'.*{near}"):
-        find(DataConfig(name=name))
+def test_lower_case_shows_in_the_version(monkeypatch):
+    corpus = made(['Ärger, ΣΑΣ\n'.encode()], validation=[], test=[])
+    source = corpus_registry.Source(lambda config: corpus)
+    monkeypatch.setitem(CORPORA, 'stdlib', source)
+    lower = find(DataConfig(lowercase=True))
+    assert (lower.version, read(lower)['train']) == ('1-lower', ['ärger, σας\n'.encode()])
 
 
 @pytest.mark.parametrize('name', CORPORA)
@@ -144,9 +130,9 @@ def test_settings_that_are_needed_and_those_without_effect_are_named(name):
     source, given = CORPORA[name], dict.fromkeys(CORPORA[name].required, 'x-y')
     for field in source.required:
         for value in (None, ''):
-            with refused(f"data.{field}={value!r}: data.name='{name}' needs"):
+            with refused(f"data.name='{name}' needs data.{field}"):
                 find(DataConfig(name=name, **given | {field: value}))
-    for field in SETTINGS.keys() - {*source.required, *source.optional}:
+    for field in {*SETTINGS} - {*source.required, *source.optional}:
         for value in ('z', ''):
             with refused(f"data.{field}='{value}' has no effect on data.name='{name}'"):
                 find(DataConfig(name=name, **given, **{field: value}))
@@ -154,8 +140,6 @@ def test_settings_that_are_needed_and_those_without_effect_are_named(name):
 
 def test_languages_are_two_names():
     assert parse_languages(DataConfig(languages='en-pt_BR')) == ('en', 'pt_BR')
-    for languages in ('en', 'en-de-fr', 'en-', '-', 'en - de', 'en/de', '../x-de', 'en-d\u00e9'):
-        with refused(f"data.languages='{languages}' is not a pair"):
+    for languages in ('en', 'en-de-fr', 'en-', 'en - de', '../x-de', 'en-d\u00e9', 'en-en'):
+        with refused(f"data.languages='{languages}' must be two languages"):
             parse_languages(DataConfig(languages=languages))
-    with refused("'en-en' names one language twice"):
-        parse_languages(DataConfig(languages='en-en'))

@@ -4,9 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.data.tasks import probe_tasks
-from qkattn.data.tasks.task_registry import rows_of
 from tests.data.datasets import check_shapes, read_rows
 from tests.data.refusals import refused
 
@@ -20,8 +18,8 @@ SMALL = [
 # At the least that an option may be.
 TIGHT = [
     *('induction(length=15)', 'induction(symbols=25)', 'recall(pairs=32)'),
-    *('induction(length=3, repeats=1, symbols=2)', 'recall(pairs=1, keys=1, values=2)'),
-    *('successor(keys=3, payloads=2)', 'copy(length=1, symbols=2)'),
+    *('recall(pairs=1, keys=1, values=2)', 'successor(keys=3, payloads=2)'),
+    'copy(length=1, symbols=2)',
 ]
 
 
@@ -29,34 +27,29 @@ def opened(name: str) -> probe_tasks.ProbeRows:
     return probe_tasks.ProbeRows(*probe_tasks.find(name))
 
 
-def read(name, split='train', count=300, seed=5):
-    return read_rows(opened(name), split, range(count), seed)
-
-
 def examples(name):
     """Per row the lists tokens, targets, and the positions that are predicted."""
-    batch = read(name)
+    batch = read_rows(opened(name), 'train', range(300))
     for tokens, targets, weights in zip(*batch.values(), strict=True):
         yield tokens.tolist(), targets.tolist(), np.flatnonzero(weights).tolist()
 
 
-@pytest.mark.parametrize('name', [*probe_tasks.PROBES, *SMALL, *TIGHT])
+@pytest.mark.parametrize('name', [*SMALL, *TIGHT])
 def test_shapes_types_and_range(name):
-    rows, batch = opened(name), read(name)
+    rows = opened(name)
+    batch = read_rows(rows, 'train', range(300))
     check_shapes(batch, 300, rows.length)
     # Every row asks the same number of questions, and weights are 0 or 1.
     weights_BT = batch['loss_weights_BT']
     assert set(np.unique(weights_BT)) <= {0, 1}
     assert len(set(weights_BT.sum(1))) == 1 and weights_BT.any()
-    used = np.union1d(batch['tokens_BT'], batch['targets_BT'])
+    answers = np.unique(batch['targets_BT'][weights_BT == 1])
+    used = np.union1d(batch['tokens_BT'], answers)
     assert 0 <= used.min() and used.max() < rows.vocab_size
     if name in SMALL:
         # Every id and every answer turns up.
-        answers = np.unique(batch['targets_BT'][weights_BT == 1])
-        used = np.union1d(batch['tokens_BT'], answers)
         assert used.tolist() == list(range(rows.vocab_size))
         assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
-    assert rows.bytes_per_token('train') is None
     if probe_tasks.find(name)[1].causal:
         assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
 
@@ -83,8 +76,7 @@ def test_induction_asks_what_followed_the_only_earlier_occurrence():
         counts = sorted(sequence.count(symbol) for symbol in set(sequence))
         assert counts == [1] * 12 + [2] * 6
     assert len(places) > 100
-    assert min(s for s, _ in places) == 0
-    assert max(t for _, t in places) == 22
+    assert min(s for s, _ in places) == 0 and max(t for _, t in places) == 22
 
 
 def test_recall_asks_for_every_key_once():
@@ -117,7 +109,7 @@ def test_successor_labels_with_the_payload_of_the_next_key():
 def test_training_rows_follow_their_draws_and_evaluation_rows_their_numbers(name):
     rows = opened(name)
     assert [rows.count(split) for split in rows.splits] == [2**24, 1024, 1024]
-    batches = {split: read(name, split, count=50) for split in rows.splits}
+    batches = {split: read_rows(rows, split, range(50), seed=5) for split in rows.splits}
     # 50 rows each, and no row in two splits.
     tokens = np.concatenate([batch['tokens_BT'] for batch in batches.values()])
     assert len(np.unique(tokens, axis=0)) == 150
@@ -129,43 +121,32 @@ def test_training_rows_follow_their_draws_and_evaluation_rows_their_numbers(name
         assert not np.array_equal(again['tokens_BT'][0], again['tokens_BT'][1])
 
 
-def test_names_identities_and_rows_are_the_same_for_ever():
+def test_identities_and_rows_are_the_same_for_ever():
     # Written down, so that a library that draws differently does not go unnoticed.
-    assert read(SMALL[0], count=1)['tokens_BT'].tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
-    assert [probe_tasks.is_probe(name) for name in ('copy(length=3)', 'stdlib')] == [True, False]
-    assert [name for name, probe in probe_tasks.PROBES.items() if not probe.causal] == ['successor']
-    assert opened('copy()').identity() == opened('copy').identity()
+    tokens_BT = read_rows(opened(SMALL[0]), 'train', [0], seed=5)['tokens_BT']
+    assert tokens_BT.tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
     identity = opened('recall(pairs=5)').identity()
     options = {'pairs': 5, 'keys': 32, 'values': 32}
     assert identity == {'name': 'recall', 'version': 1, 'options': options}
     assert json.loads(json.dumps(identity)) == identity
-    # A model may have as many ids as the task and no more.
-    model = ModelConfig(context=15, vocab_size=64)
-    assert rows_of(Config(model=model, data=DataConfig(name='recall(pairs=4)'))).vocab_size == 64
 
 
 @pytest.mark.parametrize(
     ('name', 'says'),
     [
         ('recal(pairs=2)', "unknown data.name 'recal', did you mean 'recall'"),
-        ('xyz', "unknown data.name 'xyz'; known are copy, reversal"),
-        ('copy(', r"data.name='copy\(' must be written name\(option=value"),
         ('copy(size=3)', "copy has no option 'size'; it takes length, symbols"),
-        ('copy(length=0)', 'length=0 must be a whole number of at least 1'),
-        ('copy(length=2.5)', 'length=2.5 must be a whole number'),
-        ('copy(length=True)', 'length=True must be a whole number'),
-        ('copy(symbols=1)', 'symbols=1 must be a whole number of at least 2'),
-        ('induction(length=14)', 'length=14 must be a whole number of at least 15'),
-        ('induction(symbols=24)', 'symbols=24 must be a whole number of at least 25'),
-        ('recall(pairs=33)', 'keys=32 must be a whole number of at least 33'),
-        ('successor(keys=2)', 'keys=2 must be a whole number of at least 3'),
+        ('copy(length=0)', 'length=0 must be at least 1'),
+        ('copy(length=True)', 'whole numbers'),
+        ('induction(length=14)', 'length=14 must be at least 15'),
+        ('induction(symbols=24)', 'symbols=24 must be at least 25'),
+        ('recall(pairs=33)', 'keys=32 must be at least 33'),
+        ('successor(keys=2)', 'keys=2 must be at least 3'),
     ],
 )
 def test_bad_names_are_one_sentence(name, says):
     with refused(says):
         probe_tasks.find(name)
-    with refused("split='dev' is not in probe 'copy'; valid: 'train'"):
-        opened('copy').count('dev')
 
 
 OUTSIDE = """
@@ -180,17 +161,12 @@ class Other: pass
 
 def test_a_probe_from_outside_is_named_by_import_path(outside):
     (outside / 'short_copy.py').write_text(OUTSIDE)
-    assert probe_tasks.is_probe('short_copy:Short(symbols=5)') and not probe_tasks.is_probe(
-        'fables:fables'
-    )
-    assert not probe_tasks.is_probe('tfds:squad')
+    assert probe_tasks.is_probe('short_copy:Short(symbols=5)')
+    for name in ('fables:fables', 'tfds:squad', 'stdlib'):
+        assert not probe_tasks.is_probe(name)
     rows = opened('short_copy:Short(symbols=5)')
-    assert (rows.length, rows.identity()['options']) == (6, {'length': 3, 'symbols': 5})
-    assert rows.identity()['name'] == 'short_copy:Short'
-    assert rows.identity()['version'].startswith(f'{probe_tasks.VERSION}-')
+    identity = rows.identity()
+    assert (rows.length, identity['options']) == (6, {'length': 3, 'symbols': 5})
+    assert identity['name'] == 'short_copy:Short' and identity['version'].startswith('1-')
     with refused("data.name='short_copy:Other' is not a subclass of Probe"):
         opened('short_copy:Other')
-    with refused('short_copy:Short has no option .size.; it takes length, symbols'):
-        opened('short_copy:Short(size=1)')
-    with refused('length=0 must be a whole number of at least 1'):
-        opened('short_copy:Short(length=0)')

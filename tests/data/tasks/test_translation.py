@@ -1,6 +1,3 @@
-import json
-import logging
-
 import numpy as np
 import pytest
 
@@ -20,11 +17,10 @@ class Words:
 
 
 def side(name: str, sentences: dict[str, list[np.ndarray]]) -> TokenDataset:
-    tokens = {
-        split: np.concatenate([np.zeros(0, int), *(np.append(x, SEPARATOR) for x in documents)])
+    splits = {
+        split: np.concatenate([np.append(ids, SEPARATOR) for ids in documents]).astype(np.uint16)
         for split, documents in sentences.items()
     }
-    splits = {split: ids.astype(np.uint16) for split, ids in tokens.items()}
     return token_dataset(name, Words(), splits, bytes_per_token=3)
 
 
@@ -106,63 +102,30 @@ def test_the_packing_is_fixed_and_shuffled(parallel, rows):
     in_file_order = [[*s, SEPARATOR] for s in parallel.sentences('validation')[0]]
     # Written down, so that a library that draws differently does not go unnoticed.
     assert [in_file_order.index(source) for source in first[:8]] == [0, 43, 38, 9, 21, 33, 4, 2]
-
-
-def test_long_pairs_are_refused_or_dropped_counted_and_said(parallel, rows, caplog):
-    splits = {split: list(zip(*parallel.sentences(split), strict=True)) for split in rows.splits}
-    long = sum(len(source) > 21 for pairs in splits.values() for source, _ in pairs)
-    with refused(
-        f'^{long} of 550 sentence pairs are longer than model.source_context=22 or model.context=20'
-        ' tokens; the longest source has 24 and the longest target 20 .*data.drop_long=True'
-    ):
-        TranslationRows(parallel, 22, LENGTH)
-    with caplog.at_level(logging.INFO, 'qkattn.data.tasks.translation'):
-        short = TranslationRows(parallel, 22, 16, drop_long=True)
-    dropped, messages = {}, []
-    for split, pairs in splits.items():
-        kept = [[*s, SEPARATOR] for s, t in pairs if len(s) < 22 and len(t) < 16]
-        assert sorted(source for source, _, _ in unpack(read(short, split))) == sorted(kept)
-        dropped[split] = len(pairs) - len(kept)
-        messages.append(
-            f'drop_long: {dropped[split]} of {len(pairs)} pairs of split {split!r} are left out of '
-            'training and evaluation'
-        )
-    assert min(dropped.values()) > 0
-    assert short.identity()['dropped_pairs'] == dropped
-    assert caplog.messages == messages
-    assert rows.identity()['dropped_pairs'] == {'train': 0, 'validation': 0}
-
-
-def test_identity_and_units(parallel, rows):
-    identity = rows.identity()
-    assert json.loads(json.dumps(identity)) == identity
-    assert identity['source']['fingerprints']['train'] == 'atrain'
-    assert identity['target']['fingerprints']['train'] == 'btrain'
-    assert identity != TranslationRows(parallel, SOURCE_LENGTH, LENGTH + 1).identity()
-    assert (rows.splits, rows.vocab_size) == (('train', 'validation'), 60_000)
+    lengths = {'source_length': SOURCE_LENGTH, 'length': LENGTH}
+    assert rows.identity() == parallel.identity() | {
+        'packing': {'version': 1, **lengths},
+        'dropped_pairs': {'train': 0, 'validation': 0},
+    }
     assert rows.bytes_per_token('train') == 3
     assert rows.unigram_nats('train') == parallel.target.unigram_nats('train')
 
 
-NINE = {'train': [np.arange(10, 19)], 'validation': []}
-FIVE, FOUR = ({'train': sentences(n, 9, 0)} for n in (5, 4))
-
-
-@pytest.mark.parametrize(
-    ('source', 'target', 'lengths', 'split', 'says'),
-    [
-        (NINE, side('b', NINE), (0, 9), 'train', 'model.source_context=0 is'),
-        (NINE, side('b', NINE), (9, 0), 'train', 'model.context=0 is'),
-        (NINE, side('b', NINE), (9, 9), 'test', "'test' is not in .* valid: 'train', 'validation'"),
-        (NINE, side('b', NINE), (9, 9), 'validation', "'validation' .* has no sentence pair"),
-        (NINE, side('b', NINE), (9, 9), 'train', r"split 'train' .* has no .* fits .* of 1\."),
-        (FIVE, side('b', FOUR), (9, 9), 'train', "has 5 sentences in source 'a' but 4 in .* 'b'"),
-    ],
-)
-def test_bad_settings_are_one_sentence(source, target, lengths, split, says):
-    with refused(says):
-        rows = TranslationRows(PairDataset(side('a', source), target), *lengths, drop_long=True)
-        rows.count(split)
+def test_long_pairs_are_refused_or_dropped_and_counted(parallel, rows):
+    splits = {split: list(zip(*parallel.sentences(split), strict=True)) for split in rows.splits}
+    long = sum(len(source) > 21 for pairs in splits.values() for source, _ in pairs)
+    with refused(f'^{long} sentence pairs .*source_context=22 .*context=20; 24 and 20 hold all'):
+        TranslationRows(parallel, 22, LENGTH)
+    short = TranslationRows(parallel, 22, 16, drop_long=True)
+    for split, pairs in splits.items():
+        kept = [[*s, SEPARATOR] for s, t in pairs if len(s) < 22 and len(t) < 16]
+        assert sorted(source for source, _, _ in unpack(read(short, split))) == sorted(kept)
+        assert short.identity()['dropped_pairs'][split] == len(pairs) - len(kept) > 0
+    with refused("split 'train' of a has no sentence pair"):
+        TranslationRows(parallel, 0, 0, drop_long=True).count('train')
+    five, four = ({'train': sentences(count, 9, 0)} for count in (5, 4))
+    with refused("5 sentences in source 'a' but 4 in"):
+        PairDataset(side('a', five), side('b', four))
 
 
 def test_shuffled_sources_are_those_of_other_pairs_of_equal_length(rows):
