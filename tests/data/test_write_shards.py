@@ -111,7 +111,7 @@ def test_a_finished_directory_is_left_as_it_is_and_a_damaged_one_repaired(
         (
             {'name': 'source:latin', 'path': None, 'tokenizer': 'bpe'},
             {'out': 'new'},
-            'cannot be tokenized: text',
+            'cannot be tokenized',
         ),
         (
             {'name': 'source:latin', 'path': None, 'lowercase': True},
