@@ -7,8 +7,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from qkattn.explore import structure
-from qkattn.explore.bench import Bench, Parameter, grid, sympy
+from qkattn.explore.bench import Bench, Parameter, dimension, grid, kind, named, rank, sympy, ties
 
 POWERS = {'^-1': '^{-1}', '^-2': '^{-2}', '^-T': r'^{-\top}', '^T': r'^{\top}'}
 
@@ -52,22 +51,22 @@ def _facts(bench: Bench) -> dict[str, Any]:
         'bench': bench,
         'circuits': circuits,
         'scores': list(zip(s_NTS.flat, ((e, [*entries, *x]) for e in scores.flat), strict=True)),
-        'equal': [[s_NTS[place] for place in group] for group in structure.ties(scores)],
+        'equal': [[s_NTS[place] for place in group] for group in ties(scores)],
         'output': list(
             zip(out_TE.flat, ((e, [*entries, *x, *B_NDE.flat]) for e in output.flat), strict=True)
         ),
-        'dimension': structure.dimension(*bench.AB),
+        'dimension': dimension(*bench.AB),
         'scaled': '' if bench.scale == 1 else bench.scale,
     }
 
 
 def _circuit(bench: Bench, name: str, circuit: str, matrices: np.ndarray) -> dict[str, Any]:
     parameters = bench.of(circuit)
-    named = structure.named(name.lower(), matrices)
+    entries = named(name.lower(), matrices)
     order = [entry for parameter in _all(bench) for entry in parameter.symbols.flat]
     definitions = {
         label: (entry, order)
-        for label, entry in zip(named.flat, matrices.flat, strict=True)
+        for label, entry in zip(entries.flat, matrices.flat, strict=True)
         if label.is_Symbol
     }
     cls = type(getattr(bench.layer, circuit))
@@ -77,11 +76,11 @@ def _circuit(bench: Bench, name: str, circuit: str, matrices: np.ndarray) -> dic
         'equation': cls.equation,
         'parameters': parameters,
         'count': sum(parameter.initial.size for parameter in parameters),
-        'named': named,
+        'named': entries,
         'definitions': definitions,
         'heads': [
-            {'kind': structure.kind(M_DE), 'rank': structure.rank(M_DE), 'rows': rows.tolist()}
-            for M_DE, rows in zip(matrices, named, strict=True)
+            {'kind': kind(M_DE), 'rank': rank(M_DE), 'rows': rows.tolist()}
+            for M_DE, rows in zip(matrices, entries, strict=True)
         ],
     }
 

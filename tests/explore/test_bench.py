@@ -8,9 +8,8 @@ import pytest
 from qkattn.attention import SCORES, VALUES, Mask, oracle
 from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError, SpecError
-from qkattn.explore.bench import Bench, exact, grid
+from qkattn.explore.bench import Bench, dimension, exact, grid, kind, named, point, rank, ties
 from qkattn.explore.interpreter import evaluate
-from qkattn.explore.structure import dimension, kind, named, point, rank, ties
 
 sympy = pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
 

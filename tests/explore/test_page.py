@@ -11,7 +11,7 @@ import pytest
 
 from qkattn.attention import Mask, oracle
 from qkattn.explore.bench import Bench
-from qkattn.explore.table import table
+from qkattn.explore.page import table
 from tests.explore.explorer import CHOOSE, READ
 
 pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
