@@ -55,9 +55,11 @@ def resolve(
             f'unknown {field} {name!r}{hint} known are {", ".join(known)}, '
             'or an import path package.module:name'
         )
-    if unknown := [option for option in options if option not in options_of(call(target))]:
-        accepted = ', '.join(options_of(call(target))) or 'none'
-        raise error(f'{name} has no option {unknown[0]!r}; it takes {accepted}')
+    accepted = options_of(call(target))
+    for option in options:
+        if option not in accepted:
+            names = ', '.join(accepted) or 'none'
+            raise error(f'{name} has no option {option!r}; it takes {names}')
     return target, options
 
 
@@ -87,10 +89,9 @@ def takes(*arguments: str) -> Callable[[Any], bool]:
 
     def fits(target: Any) -> bool:
         try:
-            inspect.signature(target).bind(*arguments)
+            return bool(inspect.signature(target).bind(*arguments))
         except (TypeError, ValueError):
             return False
-        return True
 
     return fits
 
@@ -129,9 +130,8 @@ def parse_call(
             raise ValueError
         return name, options
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise error(
-            f'{field}={text!r} must be written name(option=value, ...) with literal values'
-        ) from None
+        form = 'name(option=value, ...) with literal values'
+        raise error(f'{field}={text!r} must be written {form}') from None
 
 
 class Variant(NamedTuple):
@@ -183,6 +183,5 @@ def load_extra(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as missing:
-        raise ConfigError(
-            f"{extra} needs the package {missing.name}: pip install -e '.[{extra}]'"
-        ) from missing
+        install = f"pip install -e '.[{extra}]'"
+        raise ConfigError(f'{extra} needs the package {missing.name}: {install}') from missing

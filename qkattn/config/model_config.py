@@ -8,6 +8,7 @@ from qkattn.config.setting import setting
 from qkattn.errors import SpecError
 
 RATE = {'least': 0, 'below': 1}
+COUNT, WIDTH = {'least': 1, 'most': 2**14}, {'least': 1, 'most': 2**17}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,45 +16,32 @@ class ModelConfig:
     """A transformer."""
 
     kind: Literal['decoder', 'encoder', 'encoder_decoder'] = setting(
-        'decoder',
-        "'decoder' (causal language model), 'encoder' (bidirectional; masked language model or "
-        "labels) or 'encoder_decoder' (translation).",
+        'decoder', "Causal 'decoder', bidirectional 'encoder', or 'encoder_decoder' (translation)."
     )
     score: str = setting(
-        'qk',
-        'Score of the attention variant: a name, with options as in low_rank(rank=8), or an '
-        "import path. In an encoder-decoder, of the decoder's self-attention.",
+        'qk', 'Score of the attention: a name, with options as in low_rank(rank=8), or import path.'
     )
     value: str = setting('vo', 'Value of the attention variant, written as score is.')
     encoder_variant: str | None = setting(
-        None,
-        "'score/value' of the self-attention in the encoder of an encoder-decoder; None is that "
-        'of the decoder.',
+        None, "'score/value' in the encoder of an encoder-decoder; None is that of the decoder."
     )
     cross_variant: str | None = setting(
-        None,
-        "'score/value' of the cross-attention in an encoder-decoder; None is that of the "
-        "decoder's self-attention.",
+        None, "'score/value' of the cross-attention; None is that of the decoder's self-attention."
     )
     pattern: str | None = setting(
         None,
-        "Variants of the layers in turn, as in 'qk/vo,qk/no_v', repeated up to num_layers; the "
-        'first is score/value. None is score/value in every layer. In decoders and encoders.',
+        "Variants of the layers in turn, as in 'qk/vo,qk/no_v', the first of which is score/value; "
+        'None is score/value in every layer. In decoders and encoders.',
     )
-    d_model: int = setting(128, 'D, width of the residual stream.', least=1, most=2**17)
-    num_layers: int = setting(4, 'L, number of layers.', least=1, most=2**14)
+    d_model: int = setting(128, 'D, width of the residual stream.', **WIDTH)
+    num_layers: int = setting(4, 'L, number of layers.', **COUNT)
     num_encoder_layers: int | None = setting(
-        None,
-        'Layers of the encoder in an encoder-decoder; None is num_layers.',
-        least=1,
-        most=2**14,
+        None, 'Layers of the encoder in an encoder-decoder; None is num_layers.', **COUNT
     )
-    num_heads: int = setting(4, 'N, query heads.', least=1, most=2**14)
-    num_kv_heads: int | None = setting(
-        None, 'K, key and value heads; None is num_heads.', least=1, most=2**14
-    )
+    num_heads: int = setting(4, 'N, query heads.', **COUNT)
+    num_kv_heads: int | None = setting(None, 'K, key and value heads; None is num_heads.', **COUNT)
     head_size: int | None = setting(
-        None, 'H, width of a head; None is d_model / num_heads.', least=1, most=2**17
+        None, 'H, width of a head; None is d_model / num_heads.', **WIDTH
     )
     d_ff: int | None = setting(None, 'F, width of the MLP; None is 4 d_model.', least=1, most=2**20)
     context: int = setting(128, 'Longest sequence, in tokens.', least=1)
@@ -70,28 +58,23 @@ class ModelConfig:
         'norm(x + f(x)) (Vaswani et al. 2017).',
     )
     activation: Literal['gelu', 'gelu_tanh', 'relu'] = setting(
-        'gelu_tanh',
-        "Of the MLP: 'gelu' (exact), 'gelu_tanh' (its tanh form, as in GPT-2) or 'relu'.",
+        'gelu_tanh', "Of the MLP: 'gelu' (exact), 'gelu_tanh' (as in GPT-2) or 'relu'."
     )
     positions: Literal['learned', 'sinusoidal', 'rope', 'alibi', 'none'] = setting(
         'learned',
-        "'learned' or 'sinusoidal' embeddings added to the tokens, 'rope' or 'alibi' inside "
-        "attention, or 'none'.",
+        "'learned' or 'sinusoidal' embeddings, 'rope' or 'alibi' inside attention, or 'none'.",
     )
     attention_gain: bool = setting(
         True,
-        'The norms before attention have a learned gain. It is an undecayed diagonal factor of '
-        "W_Q, W_K and W_V; without it, 'query_free' has no trained part of W_Q left. Only "
-        'pre-norm can go without.',
+        'The norms before attention have a learned gain, an undecayed diagonal factor of W_Q, W_K '
+        'and W_V; only pre-norm can go without.',
     )
     qk_norm: bool = setting(
         False,
         'Queries and keys are divided by their root mean square and multiplied by a learned gain '
         '(Henry et al. 2020; Dehghani et al. 2023).',
     )
-    score_scale: float = setting(
-        1.0, "Factor on the logits of attention beside the Score's own scale.", above=0
-    )
+    score_scale: float = setting(1.0, "Factor on the logits beside the Score's own scale.", above=0)
     logit_cap: float | None = setting(
         None, 'c in c tanh(logit / c) (Gemma 2, 2024); None is off.', above=0, most=1e9
     )
@@ -105,9 +88,8 @@ class ModelConfig:
     )
     kernel: Literal['auto', 'einsum', 'blockwise', 'dot_product', 'splash'] = setting(
         'auto',
-        "What computes attention probabilities and the mix of values: 'einsum', 'blockwise' (of "
-        "memory linear in the context), 'dot_product' (of jax.nn; cuDNN on GPUs), 'splash' (on "
-        "TPUs), or 'auto', which chooses and logs why. They differ in rounding only.",
+        "What computes attention: 'einsum', 'blockwise' (memory linear in the context), "
+        "'dot_product' (cuDNN on GPUs), 'splash' (TPUs), or 'auto'. They differ in rounding only.",
     )
     biases: bool = setting(False, 'Biases in projections, MLP and layer norms.')
     tied_embeddings: bool = setting(True, 'The output matrix is the transposed input embedding.')
@@ -115,34 +97,21 @@ class ModelConfig:
         True, 'Encoder and decoder of an encoder-decoder read one embedding.'
     )
     scale_embeddings: bool = setting(
-        False,
-        'Embeddings are multiplied by sqrt(D), positions included. This gives them unit variance '
-        '(Vaswani et al. 2017, section 3.4).',
+        False, 'Embeddings, positions included, are multiplied by sqrt(D) (Vaswani et al. 2017).'
     )
     init: Literal['fan_in', 'nanogpt'] = setting(
         'fan_in',
-        "Initial standard deviations: 'fan_in', with which a matrix has outputs as large as its "
-        "inputs, or 'nanogpt', 0.02 for all matrices and embeddings (Radford et al. 2019). With "
-        "'fan_in', embeddings have D^-1/2; see Score and Value for attention. In both, the last "
-        'matrix of every branch has a factor (2 L)^-1/2, gains start at 1 and biases at 0.',
+        "Initial standard deviations: 'fan_in' (outputs as large as inputs; embeddings D^-1/2) or "
+        "'nanogpt' (0.02); the last matrix of a branch has a factor (2 L)^-1/2.",
     )
     init_embedding: float = setting(
-        1.0,
-        'Factor on the initial standard deviation of the embeddings (tokens, positions, output '
-        'matrix).',
-        above=0,
+        1.0, 'Factor on the initial standard deviation of the embeddings.', above=0
     )
     init_qk: float = setting(
-        1.0,
-        'Factor on the initial standard deviation of the matrices of Scores. A matrix that a '
-        "Value shares with its Score is the Score's.",
-        above=0,
+        1.0, 'Factor on the initial standard deviation of the matrices of Scores.', above=0
     )
     init_vo: float = setting(
-        1.0,
-        'Factor on the initial standard deviation of the matrices of Values. Initial values that '
-        "are not random stay: gains, and the size of the signs in 'collaborative'.",
-        above=0,
+        1.0, 'Factor on the initial standard deviation of the matrices of Values alone.', above=0
     )
     init_mlp: float = setting(
         1.0, 'Factor on the initial standard deviation of the matrices of MLPs.', above=0
@@ -154,15 +123,13 @@ class ModelConfig:
     activation_dropout: float = setting(0.0, 'Rate on the hidden layer of the MLP.', **RATE)
     remat: Literal['none', 'full', 'dots'] = setting(
         'none',
-        "Which activations of a layer the backward pass computes again: 'none', 'full' (all), or "
+        "Activations of a layer that the backward pass computes again: 'none', 'full' (all), or "
         "'dots' (all but the outputs of its weight matrices).",
     )
     scan_unroll: int | None = setting(
         None,
-        'Layers unrolled per iteration of the scan over layers. None unrolls all of them below 12 '
-        'layers (a rolled scan costs speed) and none from 12 on (it saves compile time).',
-        least=1,
-        most=2**14,
+        'Layers unrolled per iteration of the scan; None is all below 12 layers, else 1.',
+        **COUNT,
     )
     compute_dtype: Literal['float32', 'bfloat16'] = setting(
         'float32', "'float32' or 'bfloat16'; parameters stay in float32."
@@ -192,9 +159,7 @@ class ModelConfig:
 
     @property
     def unroll(self) -> int:
-        if self.scan_unroll is not None:
-            return self.scan_unroll
-        return self.num_layers if self.num_layers < 12 else 1
+        return self.scan_unroll or (self.num_layers if self.num_layers < 12 else 1)
 
     @property
     def cycle(self) -> tuple['ModelConfig', ...]:
@@ -209,9 +174,8 @@ class ModelConfig:
         if self.kind == 'encoder_decoder':
             raise SpecError(f'{where} is a setting of a decoder or an encoder, not of both')
         if len(variants) > self.num_layers:
-            raise SpecError(
-                f'{where} has {len(variants)} variants for num_layers={self.num_layers}'
-            )
+            count = f'{len(variants)} variants for num_layers={self.num_layers}'
+            raise SpecError(f'{where} has {count}')
         if variants[0] != str(self.variant):
             raise SpecError(f'{where} must begin with the variant of the model, {self.variant}')
         return tuple(dataclasses.replace(self, pattern=None, **_fields(v)) for v in variants)
@@ -219,18 +183,17 @@ class ModelConfig:
     @property
     def encoder(self) -> 'ModelConfig':
         """The encoder of an encoder-decoder as a model of its own."""
-        layers, length = self.num_encoder_layers, self.source_context
         return dataclasses.replace(
             self,
             kind='encoder',
-            num_layers=self.num_layers if layers is None else layers,
-            context=self.context if length is None else length,
+            num_layers=self.num_encoder_layers or self.num_layers,
+            context=self.source_context or self.context,
             **_fields(self.encoder_variant),
         )
 
     @property
     def cross(self) -> 'ModelConfig':
-        """The sizes and options of the decoder's attention to the encoder.
+        """The decoder's attention to the encoder.
 
         It has no positions inside attention, which mean different things in the two streams.
         """

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from qkattn.config.model_config import ModelConfig
+from qkattn.config.model_config import RATE, ModelConfig
 from qkattn.config.setting import check_section, setting
 from qkattn.errors import ConfigError
 
@@ -15,11 +15,9 @@ class DataConfig:
 
     name: str = setting(
         'stdlib',
-        "'stdlib', 'packages', 'tiny_shakespeare', 'text' or 'shards' for language models; "
-        "'multi30k', 'cldr' or 'parallel' for translation; 'tfds:NAME', 'tfds:NAME/CONFIG', "
-        "'hf:OWNER/NAME', 'hf:OWNER/NAME/CONFIG', 'hf' with data.path, or an import path, as in "
-        "'my_package.my_module:corpus', for either; or a probe with its options, as in "
-        "'recall(pairs=8)'. See docs/data.md.",
+        "A corpus ('stdlib', 'packages', 'tiny_shakespeare', 'text', 'shards'), translation set "
+        "('multi30k', 'cldr', 'parallel'), 'tfds:NAME', 'hf:OWNER/NAME', import path, or probe "
+        "with options, as in 'recall(pairs=8)'. See docs/data.md.",
         path=True,
     )
     data_dir: str | None = setting(
@@ -28,11 +26,7 @@ class DataConfig:
     manual_dir: str | None = setting(
         None, 'Directory of files that were downloaded by hand.', path=True
     )
-    path: str | None = setting(
-        None,
-        "The files of 'text', 'parallel', 'hf' and 'shards'.",
-        path=True,
-    )
+    path: str | None = setting(None, "Files of 'text', 'parallel', 'hf' and 'shards'.", path=True)
     languages: str | None = setting(
         None, "Source and target of a translation set, as in 'en-de'.", path=True
     )
@@ -42,37 +36,27 @@ class DataConfig:
     lowercase: bool = setting(False, 'Text is lower-cased before it is tokenized.')
     tokenizer: str = setting(
         'bytes',
-        "'bytes', 'characters' or 'bpe', of which the latter two are learned from the training "
-        'split, and for translation from both languages together; the path of a .json file of the '
-        'Hugging Face tokenizers library; or an import path. Shards have their own.',
+        "'bytes', 'characters' or 'bpe' (both learned from the training split), a .json file of "
+        'Hugging Face tokenizers, or an import path. Shards have their own.',
         path=True,
     )
     tokenizer_size: int = setting(
         8192, "Number of ids of a 'bpe' vocabulary, at least 257.", least=1
     )
     carve_test: bool = setting(
-        False,
-        'Whether a corpus with a validation but without a test split gets one, a tenth of train. '
-        'One without both always gets both.',
+        False, 'A corpus with a validation but no test split gets one, a tenth of train.'
     )
     task: str | None = setting(
-        None,
-        'What is predicted: the import path of a task; None is the one for model.kind and the '
-        'data.',
-        path=True,
+        None, 'Import path of a task; None is the one for model.kind and the data.', path=True
     )
     mask_rate: float = setting(
         0.15, 'Fraction of the tokens that an encoder has to restore.', above=0, below=1
     )
     shift_windows: bool = setting(
-        False,
-        'Windows of text begin at an offset drawn for every epoch, so that the context of a token '
-        'varies.',
+        False, 'Windows of text begin at an offset that is drawn for every epoch.'
     )
     drop_long: bool = setting(
-        False,
-        'Leaves out sentence pairs that do not fit into the model, in evaluation too; otherwise '
-        'they are an error.',
+        False, 'Sentence pairs that do not fit into the model are left out, else they are an error.'
     )
     eval_sequences: int | None = setting(
         None, 'Rows per evaluation, evenly spaced over the split; None is all.', least=1
@@ -95,16 +79,15 @@ class OptimizerConfig:
 
     name: str = setting(
         'adamw',
-        "'adamw' (Loshchilov & Hutter 2019), 'muon' (Jordan et al. 2024; parameters outside the "
-        "blocks, biases and gains by Adam), 'sgd' (with momentum), or the import path of a "
-        "function, as in 'my_package.my_module:lion(b1=0.9)'.",
+        "'adamw' (Loshchilov & Hutter 2019), 'muon' (Jordan et al. 2024; all but the matrices of "
+        "blocks by Adam), 'sgd' (with momentum), or an import path as in 'my.module:lion(b1=0.9)'.",
     )
     warmup_steps: int = setting(100, 'Steps from 0 to the peak learning rate.', least=0)
     schedule: str = setting(
         'linear',
-        "'linear' or 'cosine' decay to final_fraction of the peak at the last step, 'constant', or "
-        "'inverse_sqrt', sqrt(W / step) after a warm-up of W steps (Vaswani et al. 2017, section "
-        '5.3), which does not depend on num_steps; or the import path of a function.',
+        "'linear' or 'cosine' decay to final_fraction of the peak at the last step, 'constant', "
+        "'inverse_sqrt', sqrt(W / step) after W warm-up steps (Vaswani et al. 2017), or an import "
+        'path.',
     )
     final_fraction: float = setting(
         0.0,
@@ -124,12 +107,9 @@ class OptimizerConfig:
     decay: Literal['independent', 'coupled'] = setting(
         'independent',
         "'independent' subtracts fraction(step) * weight_decay * p in each step, whatever the peak "
-        'learning rate, so that arms tuned to different rates decay alike (Wortsman et al. 2023, '
-        "section 3.2.2); 'coupled' subtracts learning_rate(step) * weight_decay * p, as in PyTorch "
-        'and optax. fraction(step) is the schedule, from 0 to 1. Matrices and embeddings decay; '
-        'biases and gains do not. The gain of the norm before attention is then an undecayed '
-        'diagonal factor of W_Q, W_K and W_V, and the only one where one of them is the identity; '
-        'model.attention_gain=False removes it.',
+        'learning rate (Wortsman et al. 2023, section 3.2.2), where fraction is the schedule, 0 to '
+        "1; 'coupled' subtracts learning_rate(step) * weight_decay * p, as in optax. Biases and "
+        'gains do not decay.',
     )
 
     @property
@@ -151,11 +131,7 @@ class TrainConfig:
     batch_size: int = setting(16, 'Sequences per step and trial.', least=1)
     accumulation: int = setting(1, 'Microbatches per step, weighted by their tokens.', least=1)
     label_smoothing: float = setting(
-        0.0,
-        'Weight of the uniform distribution in the training target (Szegedy et al. 2016, section '
-        '7); not used in evaluation.',
-        least=0,
-        below=1,
+        0.0, 'Weight of the uniform distribution in the training target.', **RATE
     )
     steps_per_dispatch: int = setting(10, 'Steps compiled into one program call.', least=1)
     log_every: int = setting(
@@ -170,29 +146,21 @@ class TrainConfig:
     lifting: Literal['auto', 'vmap', 'map'] = setting(
         'auto',
         "How the step is lifted over trials: 'vmap' (side by side), 'map' (one after another "
-        "inside the program), or 'auto': the faster in a short measurement, recorded and kept.",
+        "inside the program), or 'auto', the faster in a short measurement.",
     )
     attention_metrics: bool = setting(
-        False,
-        'An evaluation also measures attention: rank, symmetry and norms of its matrices, entropy '
-        'of its patterns. They are fields of metrics.jsonl; see docs/analysis.md.',
+        False, 'An evaluation also measures matrices and patterns of attention (docs/analysis.md).'
     )
     logits_chunk: int | None = setting(
-        None,
-        'Positions whose logits are held at a time, in training and evaluation; the backward pass '
-        'computes them again. None is all: B T V numbers in float32.',
-        least=1,
+        None, 'Positions whose logits are held at a time; None is all, B T V floats.', least=1
     )
     init_from: str | None = setting(
         None,
-        'Exported parameters, or a run directory (its first trial), from which all trials start; '
-        'None initializes from the seeds.',
+        'Exported parameters, or a run directory (its first trial), from which all trials start.',
         path=True,
     )
     sinks: tuple[str, ...] = setting(
-        (),
-        "Where the logged numbers go besides metrics.jsonl: 'tensorboard', 'wandb' or the import "
-        'path of a class. See docs/outside.md.',
+        (), "Further logs: 'tensorboard', 'wandb' or the import path of a class (docs/outside.md)."
     )
 
 
@@ -208,8 +176,7 @@ class TrialsConfig:
     )
     weight_decays: tuple[float, ...] = setting(
         (5e-4,),
-        'Weight decays of matrices and embeddings, as optimizer.decay says. Independent ones are '
-        'fractions lost per step at the peak of the schedule.',
+        'Weight decays of matrices and embeddings; see optimizer.decay.',
         least=0,
         filled=True,
     )
@@ -282,7 +249,7 @@ def _conflicts(config: Config) -> Iterator[str]:
         if value is not None and model.kind != 'encoder_decoder':
             yield (
                 f'model.{name}={value!r} is a setting of an encoder-decoder, but model.kind is '
-                f'{model.kind!r}; leave it None or set model.kind to encoder_decoder'
+                f'{model.kind!r}'
             )
     if train.batch_size % train.accumulation:
         yield f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
@@ -293,27 +260,21 @@ def _conflicts(config: Config) -> Iterator[str]:
         if steps % multiple:
             yield f'train.{name}={steps} must be a multiple of train.{unit}={multiple}'
     if optimizer.warmup_steps >= train.num_steps:
-        yield (
-            f'optimizer.warmup_steps={optimizer.warmup_steps} must be below '
-            f'train.num_steps={train.num_steps}'
-        )
+        steps = f'train.num_steps={train.num_steps}'
+        yield f'optimizer.warmup_steps={optimizer.warmup_steps} must be below {steps}'
     if optimizer.schedule == 'inverse_sqrt' and not optimizer.warmup_steps:
-        yield (
-            'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt, '
-            'whose unit is the warm-up'
-        )
+        yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
     if optimizer.decay == 'independent' and max(config.trials.weight_decays) >= 0.1:
         yield (
             f'trials.weight_decays={config.trials.weight_decays} must be below 0.1 with '
-            "optimizer.decay='independent', which subtracts this fraction in every step at the "
-            'peak, e.g. 5e-4; for a published decay that is multiplied by the learning rate, set '
-            "optimizer.decay='coupled'"
+            "optimizer.decay='independent', which subtracts this fraction in every step; for one "
+            "that is multiplied by the learning rate, set optimizer.decay='coupled'"
         )
     trials, microbatch = len(config.trials.trials()), train.batch_size // train.accumulation
     if trials % mesh.trial:
         yield f'mesh.trial={mesh.trial} must divide the number of trials, {trials}'
-    if microbatch % (mesh.data * mesh.fsdp):
+    if microbatch % (parts := mesh.data * mesh.fsdp):
         yield (
-            f'mesh.data * mesh.fsdp = {mesh.data * mesh.fsdp} must divide the microbatch of '
-            f'{microbatch} sequences (train.batch_size / train.accumulation)'
+            f'mesh.data * mesh.fsdp = {parts} must divide the microbatch of {microbatch} sequences '
+            '(train.batch_size / train.accumulation)'
         )

@@ -3,9 +3,8 @@
 schema.json numbers the fields of stored configs: {number: {class: {field: default}}}, with the
 defaults that fields had when they were introduced. The fields of schema 1 are stored and hashed
 always; those of a later number only where they differ from their default there. So a field that is
-added with a default changes no hash, no run directory and no plan, and a stored config without it
-keeps its meaning when the default of the dataclass changes. A number is never edited: a field is
-added under the newest one, or the next.
+added changes no hash, and a stored config without it keeps its meaning when the default of the
+dataclass changes. A number is never edited: a field is added under the newest one, or the next.
 """
 
 import dataclasses
@@ -28,9 +27,7 @@ FILE = Path(__file__).with_name('schema.json')
 SCHEMAS: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text(encoding='utf-8'))
 # {field: {value: as it is stored}}, of values that schema 1 wrote in another form.
 STORED_AS: dict[str, dict[str, Any]] = {'remat': {'none': False, 'full': True}}
-# Settings that do not change what a run computes, of which each worker of a study may have its own:
-# devices, where the data lies, whose contents a run checks by fingerprints of their own, where the
-# logs go, and what computes attention.
+# Settings that do not change what a run computes, of which each worker of a study may have its own.
 OF_MACHINE = ('mesh', 'data.data_dir', 'data.manual_dir', 'train.sinks', 'model.kernel')
 
 
@@ -44,21 +41,14 @@ def defaults(cls: Any) -> dict[str, Any]:
         f.name: {} if dataclasses.is_dataclass(f.default) else f.default
         for f in dataclasses.fields(cls)
     }
-    frozen = {n: v for number in SCHEMAS for n, v in _introduced(number, cls).items()}
+    frozen = {n: v for number in SCHEMAS for n, v in introduced(number, cls).items()}
     return json.loads(json.dumps(present | {n: v for n, v in frozen.items() if n in present}))
 
 
-def always_stored(cls: Any) -> set[str]:
-    """The fields of schema 1."""
-    return set(_introduced('1', cls))
-
-
-def _introduced(number: str, cls: Any) -> dict[str, Any]:
+def introduced(number: str, cls: Any) -> dict[str, Any]:
     """The fields that a schema introduced, those of base classes included."""
-    fields: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        fields |= SCHEMAS[number].get(base.__name__, {})
-    return fields
+    bases = [SCHEMAS[number].get(base.__name__, {}) for base in reversed(cls.__mro__)]
+    return {name: default for fields in bases for name, default in fields.items()}
 
 
 def to_json(config: Any) -> dict[str, Any]:
@@ -71,7 +61,7 @@ def to_json(config: Any) -> dict[str, Any]:
         elif isinstance(value, str):
             value = STORED_AS.get(field.name, {}).get(value, value)
         value = json.loads(json.dumps(value))
-        if field.name in always_stored(cls) or value != defaults(cls)[field.name]:
+        if field.name in introduced('1', cls) or value != defaults(cls)[field.name]:
             values[field.name] = value
     return values
 
@@ -109,10 +99,7 @@ def fingerprint(config: Config) -> str:
 
 
 def fingerprint_of(values: Mapping[str, Any]) -> str:
-    """The fingerprint of a config as it is stored; `fingerprint` gave it when it was written.
-
-    That of the same config may be another one today, where the config lacks fields of schema 1.
-    """
+    """The fingerprint of a config as it is stored, which may lack fields of schema 1."""
     values = json.loads(json.dumps(values))
     for name in OF_MACHINE:
         section, _, field = name.rpartition('.')
@@ -128,8 +115,8 @@ def with_machine_of(config: Any, other: Any) -> Any:
         section, _, field = name.partition('.')
         value = getattr(other, section)
         if field:
-            changed = {field: getattr(value, field)}
-            value = dataclasses.replace(getattr(config, section), **changed)
+            change = {field: getattr(value, field)}
+            value = dataclasses.replace(getattr(config, section), **change)
         config = dataclasses.replace(config, **{section: value})
     return config
 

@@ -36,23 +36,20 @@ class Bounds:
     def admit(self, kind: type, value: Any) -> bool:
         """Whether a value of type `kind` is valid."""
         if kind is str:
-            return self._admit_text(value)
-        most = FLOAT_MAX if self.most is None else self.most
+            try:
+                parts = [part.encode() for part in value.split('/')]
+            except UnicodeEncodeError:  # half of a surrogate pair
+                return False
+            is_path = len(value.splitlines()) <= 1 and max(map(len, parts)) < PART_END
+            sound = len(b'/'.join(parts)) < TEXT_END and '\0' not in value
+            return sound and (is_path or not self.path)
+        most, end = FLOAT_MAX if self.most is None else self.most, self._end(kind)
         return kind is bool or (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
-            and (self._end(kind) is None or value < self._end(kind))
+            and (end is None or value < end)
             and -most <= value <= most
         )
-
-    def _admit_text(self, text: str) -> bool:
-        try:
-            parts = [part.encode() for part in text.split('/')]
-        except UnicodeEncodeError:  # half of a surrogate pair
-            return False
-        one_line = len(text.splitlines()) <= 1
-        fits = not self.path or (one_line and max(map(len, parts)) < PART_END)
-        return fits and len(b'/'.join(parts)) < TEXT_END and '\0' not in text
 
     def _end(self, kind: type) -> float | None:
         return INT_END if kind is int and self.most is self.below is None else self.below
@@ -62,20 +59,18 @@ class Bounds:
         if kind is str:
             words = ['Unicode text without null characters', f'below {TEXT_END} bytes']
             return ', '.join(words + [f'one line, parts below {PART_END} bytes'] * self.path)
-        low = {'at least': self.least, 'above': self.above}
-        bounds = low | {'at most': self.most, 'below': self._end(kind)}
-        words = [f'{word} {_number(end)}' for word, end in bounds.items() if end is not None]
-        return ' and '.join(words + ['finite in float32'] * (self.most is self._end(kind) is None))
+        low, end = {'at least': self.least, 'above': self.above}, self._end(kind)
+        words = []
+        for word, bound in (low | {'at most': self.most, 'below': end}).items():
+            power = isinstance(bound, int) and bound >= 2**16 and bound.bit_count() == 1
+            number = f'2**{int(bound).bit_length() - 1}' if power else f'{bound}'
+            words += [] if bound is None else [f'{word} {number}']
+        return ' and '.join(words + ['finite in float32'] * (self.most is end is None))
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A field of the settings.
-
-    Attributes:
-      kind: its annotation.
-      doc: its description; the first sentence stands alone.
-    """
+    """A field of the settings: its annotation, default, description and bounds."""
 
     name: str
     kind: Any
@@ -120,14 +115,20 @@ def check_section(where: str, section: Any) -> None:
     kinds = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
         name, value, kind = f'{where}{field.name}', getattr(section, field.name), kinds[field.name]
-        if 'bounds' in field.metadata:
-            if expected := _expected(value, kind, field.metadata['bounds']):
-                optional = ', or None' if type(None) in concrete_types(kind) else ''
-                raise ConfigError(f'{name}={_shown(value)} must {expected}{optional}')
-        elif isinstance(value, kind):
+        if 'bounds' not in field.metadata and isinstance(value, kind):
             check_section(f'{name}.', value)
-        else:
-            raise ConfigError(f'{name}={_shown(value)} must be a {kind.__name__}')
+            continue
+        expected: str | None = f'be a {getattr(kind, "__name__", "")}'
+        if 'bounds' in field.metadata:
+            expected = _expected(value, kind, field.metadata['bounds'])
+        if expected:
+            try:
+                shown = repr(value)
+            except ValueError:  # Python prints integers of up to 4,300 digits
+                shown = 'an integer of over 4,300 digits'
+            shown = shown if len(shown) <= 200 else f'{shown[:100]}...{shown[-50:]}'
+            optional = ', or None' if type(None) in concrete_types(kind) else ''
+            raise ConfigError(f'{name}={shown} must {expected}{optional}')
 
 
 def _expected(value: Any, kind: Any, bounds: Bounds) -> str | None:
@@ -135,17 +136,19 @@ def _expected(value: Any, kind: Any, bounds: Bounds) -> str | None:
     several, options = typing.get_origin(kind) is tuple, concrete_types(kind)
     if value is None and type(None) in options:
         return None
+    entries = (value,)
     if several and isinstance(value, tuple):
-        options = concrete_types(typing.get_args(kind)[0])
-    entries, entry_type = value if several and isinstance(value, tuple) else (value,), options[0]
-    if not all(_is_a(entry_type, entry) for entry in entries):
-        name = entry_type.__name__
-        return f'hold {name} values' if several else f'be of type {name}'
+        entries, options = value, concrete_types(typing.get_args(kind)[0])
+    for entry in entries:  # an int counts as a float, True and False as no number
+        types_of_entry = (int, float) if options[0] is float else options[0]
+        if isinstance(entry, bool) != (options[0] is bool) or not isinstance(entry, types_of_entry):
+            name = options[0].__name__
+            return f'hold {name} values' if several else f'be of type {name}'
     literals = _literals(kind)
     if literals and not set(entries) <= set(literals):
         return f'{"hold" if several else "be one of"} {", ".join(literals)}'
-    if not all(bounds.admit(entry_type, entry) for entry in entries):
-        return f'{"hold values that are" if several else "be"} {bounds.words(entry_type)}'
+    if not all(bounds.admit(options[0], entry) for entry in entries):
+        return f'{"hold values that are" if several else "be"} {bounds.words(options[0])}'
     if bounds.filled and not entries:
         return 'hold at least one value, none twice'
     return 'hold no value twice' if len(set(entries)) < len(entries) else None
@@ -155,24 +158,3 @@ def _literals(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) is Literal:
         return typing.get_args(annotation)
     return tuple(v for arm in typing.get_args(annotation) for v in _literals(arm))
-
-
-def _is_a(kind: type, value: Any) -> bool:
-    """Whether `value` is of this type; an int counts as a float, True and False as no number."""
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def _shown(value: Any) -> str:
-    """The value in a message, cut where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python prints integers of up to 4,300 digits
-        return 'an integer of over 4,300 digits'
-    return text if len(text) <= 200 else f'{text[:100]}...{text[-50:]}'
-
-
-def _number(end: Any) -> str:
-    power = isinstance(end, int) and end >= 2**16 and end.bit_count() == 1
-    return f'2**{end.bit_length() - 1}' if power else f'{end}'

@@ -24,40 +24,32 @@ class TuningConfig:
 
     seeds: tuple[int, ...] = setting(
         (),
-        'Seeds of the screening trials; none of trials.seeds, which are for the verdict. Empty: '
-        'nothing is tuned, every combination is run with trials.seeds, and there is no verdict.',
+        'Seeds of the screening trials, none of trials.seeds, which are for the verdict; empty is '
+        'no tuning and no verdict.',
         least=0,
     )
     max_points: int = setting(
-        9,
-        'Largest number of values per setting; an arm that needs more is reported as not '
-        'bracketed.',
-        least=1,
-        most=1000,
+        9, 'Most values per setting; an arm that needs more is not bracketed.', least=1, most=1000
     )
     max_seeds: int = setting(
         6,
-        'Largest number of screening seeds; those after seeds, max(seeds) + 1, + 2, ..., are drawn '
-        'while the best value of a setting is not significantly better than both sides.',
+        'Most screening seeds; max(seeds) + 1, ... are drawn while the best value of a setting is '
+        'not significantly better than both sides.',
         least=1,
         most=1000,
     )
     choice: Choice = setting(
         'vertex',
-        'What is chosen of a swept setting: the vertex of the fitted parabola, or the value whose '
-        'loss is bounded closest to that of the optimum, whatever the skew of the sweep (minimax).',
+        "What is chosen of a sweep: the 'vertex' of the fitted parabola, or 'minimax', the value "
+        'whose loss is bounded closest to that of the optimum, whatever the skew.',
     )
-    score_scales: tuple[float, ...] = setting(
-        (), 'Grid of model.score_scale; empty is not tuned.', above=0
-    )
+    score_scales: tuple[float, ...] = setting((), 'Grid of model.score_scale, if any.', above=0)
     init_embeddings: tuple[float, ...] = setting(
-        (), 'Grid of model.init_embedding; empty is not tuned.', above=0
+        (), 'Grid of model.init_embedding, if any.', above=0
     )
-    init_qks: tuple[float, ...] = setting((), 'Grid of model.init_qk; empty is not tuned.', above=0)
-    init_vos: tuple[float, ...] = setting((), 'Grid of model.init_vo; empty is not tuned.', above=0)
-    init_mlps: tuple[float, ...] = setting(
-        (), 'Grid of model.init_mlp; empty is not tuned.', above=0
-    )
+    init_qks: tuple[float, ...] = setting((), 'Grid of model.init_qk, if any.', above=0)
+    init_vos: tuple[float, ...] = setting((), 'Grid of model.init_vo, if any.', above=0)
+    init_mlps: tuple[float, ...] = setting((), 'Grid of model.init_mlp, if any.', above=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,19 +57,16 @@ class ControlsConfig:
     """Arms that say what a difference is due to; only in a study with tuning."""
 
     equal_shape: bool = setting(
-        True,
-        "Each variant that saves cost is also trained at the baseline's shape. This separates "
-        'removing a matrix from spending what it saved.',
+        True, "Each variant that saves cost is also trained at the baseline's shape."
     )
     longer: int | None = setting(
         4,
-        'The baseline and the arms that differ from it, or are equivalent, by the tests on the '
-        'test split, are also trained this many times as many steps; None is off. Warm-up and the '
-        'intervals of evaluations and checkpoints grow alike; the learning rate is tuned anew.',
+        'The baseline and the decided arms are also trained this many times as long, with learning '
+        'rates tuned anew; None is off.',
         least=2,
     )
     longer_seeds: tuple[int, ...] = setting(
-        (), 'Seeds of the verdict of longer training; empty for trials.seeds.', least=0
+        (), 'Seeds of the verdict of longer training; empty is trials.seeds.', least=0
     )
 
 
@@ -98,48 +87,39 @@ class Study:
         ('qk/vo',), "'score/value', with model fields as in 'qk/vo?num_kv_heads=1'.", filled=True
     )
     sizes: tuple[str, ...] = setting(
-        ('d_model=128',),
-        "Model fields of the baseline at each size, as in 'd_model=128&num_layers=2'.",
-        filled=True,
+        ('d_model=128',), "The baseline's sizes, as in 'd_model=128&num_layers=2'.", filled=True
     )
     corpora: tuple[str, ...] = setting(
-        (),
-        'Names of data sets, as in data.name, each with arms of its own; empty for base.data.name '
-        'alone.',
-        path=True,
+        (), 'Data sets, as in data.name, each with its arms; empty is base.data.name.', path=True
     )
     match: Literal['total', 'non_embedding', 'flops', 'cache'] | None = setting(
         'total',
-        "The cost made equal: 'total' or 'non_embedding' parameters, 'flops' per token, 'cache' "
-        'floats per token, or None for equal shapes.',
+        "The cost made equal: 'total' or 'non_embedding' parameters, 'flops' or 'cache' floats per "
+        'token, or None for equal shapes.',
     )
     destinations: tuple[Destination, ...] = setting(
         ('d_model',),
-        'Where the parameters go that a variant saves, each an arm of its own: to d_model, d_ff, '
-        "num_heads (of the baseline's size) or num_layers.",
+        'Where the parameters go that a variant saves, each an arm: d_model, d_ff, num_heads (of '
+        "the baseline's size) or num_layers.",
         filled=True,
     )
     fill: Literal['d_ff'] | None = setting(
         'd_ff', "The dimension that absorbs the rounding residual: 'd_ff' or None."
     )
-    tolerance: float = setting(
-        1e-3, 'Largest |residual| accepted, relative to the target.', above=0
-    )
+    tolerance: float = setting(1e-3, 'Largest |residual|, relative to the target.', above=0)
     tuning: TuningConfig = TuningConfig()
     controls: ControlsConfig = ControlsConfig()
     looks: tuple[int, ...] = setting(
         (),
         'Numbers of verdict seeds at which the study may be looked at, ascending, the last one all '
-        'of them. Every arm is trained up to one look before any goes on. Empty: one look.',
+        'of them; empty is one look.',
         least=1,
     )
     margin: float = setting(
-        0.005,
-        'Margin of equivalence: largest difference in loss that counts as none, in nats per token.',
-        above=0,
+        0.005, 'Largest difference in loss that counts as none, in nats per token.', above=0
     )
     expected: tuple[str, ...] = setting(
         (),
-        "Positive controls: known effects that the study has to find, as in 'qk/vo?num_heads=1 is "
-        "worse' or 'shared_qk/vo is worse at equal shape'. A study that does not is said so first.",
+        "Positive controls: known effects that the study has to show, as in 'qk/vo?num_heads=1 is "
+        "worse' or 'shared_qk/vo is worse at equal shape'.",
     )

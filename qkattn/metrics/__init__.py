@@ -1,7 +1,7 @@
 """Every metric of a trial, declared once: result files, tables and figures follow from METRICS.
 
-An evaluated metric is one `Metric` with its sums and its line below. A metric that is measured when
-a run ends is declared likewise, without sums, and computed by `train.results`.
+An evaluated metric is one `Metric` with its value, from the sums of `row_sums`. One that is
+measured when a run ends is declared without a value, and computed by `train.results`.
 """
 
 import dataclasses
@@ -34,50 +34,52 @@ class Predictions:
     correct_BT: Any
 
 
-# Sums over each row of a batch, [B], with array methods only: runs on numpy and inside jax.jit.
-RowSum = Callable[[Predictions], Any]
-# Sums of R rows and X trials by the name of the RowSum, each [R, X] in float64.
+# `row_sums` of R rows and X trials, each [R, X] in float64.
 Sums = Mapping[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Metric:
     """A number that is measured for every trial of a run, and how it is printed.
 
     Attributes:
       name: in result files, after the prefix of a split: 'loss' is val_loss and test_loss.
-      label: in tables and figures.
-      unit: of the printed number; None where it has none.
-      direction: whether a lower or a higher value is better.
-      description: one line for documentation and captions.
       role: 'loss'; 'score' (a result that is no loss); 'probe' (a property of the trained model);
         'error' (the uncertainty of another metric).
+      description: one line for documentation and captions.
+      label: in tables and figures; the name by default.
+      unit: of the printed number; None where it has none.
       scale: factor on the stored value where it is printed.
       decimals: digits after the point where it is printed.
       prefixes: the splits that it is measured on.
       logged: whether an evaluation during training writes it to metrics.jsonl (val_ only).
       for_text: whether reports show it for text, for which there are bits per byte.
       details: further fields of the same measurement and their types.
-      sums: what `value` needs of every row. Empty where the metric is not an evaluation of the
-        loss targets but measured by `train.results`.
       value: (sums, bytes per target, if targets are text) -> value of every trial [X], or None
-        where it is not defined.
+        where it is not defined; None for a metric that `train.results` measures.
     """
 
     name: str
-    label: str
-    unit: str | None = None
-    direction: Literal['lower', 'higher']
-    description: str
     role: Literal['loss', 'score', 'probe', 'error']
+    description: str
+    _: dataclasses.KW_ONLY
+    label: str = ''
+    unit: str | None = None
     scale: float = 1.0
     decimals: int = 4
     prefixes: tuple[str, ...] = ('val', 'test')
     logged: bool = False
     for_text: bool = True
     details: Mapping[str, type] = dataclasses.field(default_factory=dict)
-    sums: tuple[RowSum, ...] = ()
     value: Callable[[Sums, float | None], np.ndarray | None] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, 'label', self.label or self.name.replace('_', ' '))
+
+    @property
+    def direction(self) -> Literal['lower', 'higher']:
+        """Whether a lower or a higher value is better."""
+        return 'lower' if self.role in ('loss', 'error') else 'higher'
 
     def field(self, prefix: str) -> str:
         """The metric's field in a result: field('val') is 'val_loss'.
@@ -100,17 +102,19 @@ class Metric:
         return f'{self.label} {self.scale * value:.{self.decimals}f}{unit}'
 
 
-def nats(p: Predictions) -> Any:
-    return (p.nats_BT * p.loss_weights_BT).sum(-1)
+def row_sums(p: Predictions) -> dict[str, Any]:
+    """Sums over each row of a batch, [B], by name; for numpy and inside jax.jit.
 
-
-def weight(p: Predictions) -> Any:
-    return p.loss_weights_BT.sum(-1)
-
-
-def rows(p: Predictions) -> Any:
-    """1 for a row with at least one target."""
-    return p.loss_weights_BT.any(-1)
+    'rows' is True for a row with at least one target, 'solved' where all of them are right.
+    """
+    weights_BT, rows_B = p.loss_weights_BT, p.loss_weights_BT.any(-1)
+    return {
+        'nats': (p.nats_BT * weights_BT).sum(-1),
+        'weight': weights_BT.sum(-1),
+        'rows': rows_B,
+        'correct': (p.correct_BT * weights_BT).sum(-1),
+        'solved': rows_B & (p.correct_BT | (weights_BT == 0)).all(-1),
+    }
 
 
 def mean_loss(sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
@@ -157,15 +161,6 @@ def _bits_per_byte(sums: Sums, bytes_per_target: float | None) -> np.ndarray | N
     return np.array([bits_per_byte(loss, bytes_per_target) for loss in mean_loss(sums)])
 
 
-def correct(p: Predictions) -> Any:
-    return (p.correct_BT * p.loss_weights_BT).sum(-1)
-
-
-def solved(p: Predictions) -> Any:
-    right_B = (p.correct_BT | (p.loss_weights_BT == 0)).all(-1)
-    return p.loss_weights_BT.any(-1) & right_B
-
-
 # Each is a mean over layers and heads, null where there is none: a score that is not bilinear has
 # no A[n], a value that is not linear no B[n]. Patterns are those of the first validation batch.
 ATTENTION = {
@@ -195,156 +190,101 @@ TIMES = {
 }
 
 
+NATS: dict[str, Any] = {'unit': 'nats/token'}
+PERCENT: dict[str, Any] = {'unit': '%', 'scale': 100.0, 'decimals': 2}
+OF_TARGETS: dict[str, Any] = {**PERCENT, 'logged': True, 'for_text': False}
+BLEU: dict[str, Any] = {'label': 'BLEU', 'details': {'num_sentences': int, 'bleu_signature': str}}
+CHRF: dict[str, Any] = {'label': 'chrF', 'details': {'chrf_signature': str}}
 # In the order in which they are printed: the main score first.
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        Metric(
-            name='loss',
-            label='loss',
-            unit='nats/token',
-            direction='lower',
-            description='Mean cross-entropy of the targets.',
-            role='loss',
-            logged=True,
-            sums=(nats, weight),
-            value=mean_loss,
-        ),
-        Metric(
-            name='bits_per_byte',
-            label='bits/byte',
-            unit='bits/byte',
-            direction='lower',
-            description='The loss per byte of text, which compares across tokenizers.',
-            role='loss',
-            logged=True,
-            sums=(nats, weight),
-            value=_bits_per_byte,
-        ),
-        Metric(
-            name='perplexity',
-            label='perplexity',
-            direction='lower',
-            description='Exponential of the loss.',
-            role='loss',
-            decimals=2,
-            sums=(nats, weight),
-            value=lambda sums, _: np.array([perplexity(loss) for loss in mean_loss(sums)]),
-        ),
-        Metric(
-            name='loss_se',
-            label='standard error of the loss',
-            unit='nats/token',
-            direction='lower',
-            description='Standard error of the loss over the evaluated rows.',
-            role='error',
-            sums=(nats, weight, rows),
-            value=standard_error,
-        ),
-        Metric(
-            name='bleu',
-            label='BLEU',
-            direction='higher',
-            description='Corpus BLEU of the translations, in percent (sacrebleu).',
-            role='score',
-            decimals=2,
-            details={'num_sentences': int, 'bleu_signature': str},
-        ),
-        Metric(
-            name='chrf',
-            label='chrF',
-            direction='higher',
-            description='Corpus chrF2 of the translations, in percent (sacrebleu).',
-            role='score',
-            decimals=2,
-            details={'chrf_signature': str},
-        ),
-        Metric(
-            name='exact_match',
-            label='exact match',
-            unit='%',
-            direction='higher',
-            description='Fraction of the translations that are their reference, '
-            'character by character.',
-            role='score',
-            scale=100.0,
-            decimals=2,
-        ),
-        Metric(
-            name='accuracy',
-            label='accuracy',
-            unit='%',
-            direction='higher',
-            description='Fraction of the targets that are the argmax prediction.',
-            role='score',
-            scale=100.0,
-            decimals=2,
-            logged=True,
-            for_text=False,
-            sums=(correct, weight),
-            value=lambda sums, _: sums['correct'].sum(0) / sums['weight'].sum(0),
-        ),
-        Metric(
-            name='solved',
-            label='solved',
-            unit='%',
-            direction='higher',
-            description='Fraction of the rows whose targets are all the argmax prediction.',
-            role='score',
-            scale=100.0,
-            decimals=2,
-            logged=True,
-            for_text=False,
-            sums=(solved, rows),
-            value=lambda sums, _: sums['solved'].sum(0) / sums['rows'].sum(0),
-        ),
-        Metric(
-            name='induction_gain',
-            label='induction gain',
-            unit='nats/token',
-            direction='higher',
-            description='How much lower the loss is on the second copy of random tokens than on '
-            'the first.',
-            role='probe',
-            decimals=3,
-            prefixes=('val',),
-        ),
-        Metric(
-            name='induction_accuracy',
-            label='induction accuracy',
-            unit='%',
-            direction='higher',
-            description='Accuracy on the second copy of random tokens.',
-            role='probe',
-            scale=100.0,
-            decimals=1,
-            prefixes=('val',),
-        ),
-    )
-}
+_METRICS = (
+    Metric(
+        'loss', 'loss', 'Mean cross-entropy of the targets.', **NATS, logged=True, value=mean_loss
+    ),
+    Metric(
+        'bits_per_byte',
+        'loss',
+        'The loss per byte of text, which compares across tokenizers.',
+        label='bits/byte',
+        unit='bits/byte',
+        logged=True,
+        value=_bits_per_byte,
+    ),
+    Metric(
+        'perplexity',
+        'loss',
+        'Exponential of the loss.',
+        decimals=2,
+        value=lambda sums, _: np.array([perplexity(loss) for loss in mean_loss(sums)]),
+    ),
+    Metric(
+        'loss_se',
+        'error',
+        'Standard error of the loss over the evaluated rows.',
+        **NATS,
+        label='standard error of the loss',
+        value=standard_error,
+    ),
+    Metric(
+        'bleu',
+        'score',
+        'Corpus BLEU of the translations, in percent (sacrebleu).',
+        decimals=2,
+        **BLEU,
+    ),
+    Metric(
+        'chrf',
+        'score',
+        'Corpus chrF2 of the translations, in percent (sacrebleu).',
+        decimals=2,
+        **CHRF,
+    ),
+    Metric(
+        'exact_match',
+        'score',
+        'Fraction of the translations that are their reference, character by character.',
+        **PERCENT,
+    ),
+    Metric(
+        'accuracy',
+        'score',
+        'Fraction of the targets that are the argmax prediction.',
+        **OF_TARGETS,
+        value=lambda sums, _: sums['correct'].sum(0) / sums['weight'].sum(0),
+    ),
+    Metric(
+        'solved',
+        'score',
+        'Fraction of the rows whose targets are all the argmax prediction.',
+        **OF_TARGETS,
+        value=lambda sums, _: sums['solved'].sum(0) / sums['rows'].sum(0),
+    ),
+    Metric(
+        'induction_gain',
+        'probe',
+        'How much lower the loss is on the second copy of random tokens than on the first.',
+        **NATS,
+        decimals=3,
+        prefixes=('val',),
+    ),
+    Metric(
+        'induction_accuracy',
+        'probe',
+        'Accuracy on the second copy of random tokens.',
+        unit='%',
+        scale=100.0,
+        decimals=1,
+        prefixes=('val',),
+    ),
+)
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
 EVALUATED = {name: metric for name, metric in METRICS.items() if metric.value is not None}
 # The fields of an evaluation in metrics.jsonl, one value a trial.
 LOGGED = tuple(metric.field('val') for metric in METRICS.values() if metric.logged)
 
-_ROW_SUMS = {
-    function.__name__: function
-    for functions in ((weight, rows), *(metric.sums for metric in EVALUATED.values()))
-    for function in functions
-}
-
-
-def row_sums(predictions: Predictions) -> dict[str, Any]:
-    """What an evaluation needs of each row of a batch, [B], for all evaluated metrics, by name."""
-    return {name: function(predictions) for name, function in _ROW_SUMS.items()}
-
 
 def values(sums: Sums, bytes_per_target: float | None) -> dict[str, np.ndarray | None]:
     """Every evaluated metric for X trials, from the sums of R rows, each [R, X]."""
-    return {
-        name: value(sums, bytes_per_target)
-        for name, metric in EVALUATED.items()
-        if (value := metric.value) is not None
-    }
+    return {n: m.value(sums, bytes_per_target) for n, m in METRICS.items() if m.value is not None}
 
 
 def result_fields() -> dict[str, type]:

@@ -118,7 +118,7 @@ def _extended(
       ConfigError: what was declared before is not known here.
     """
     kind: Any = type(study)
-    defaults, stored = serialize.defaults(kind), serialize.always_stored(kind)
+    defaults, stored = serialize.defaults(kind), serialize.introduced('1', kind)
     later = {name: value for name, value in defaults.items() if name not in stored}
     earlier = later | earlier
     missing = declared.keys() - earlier.keys()

@@ -33,12 +33,14 @@ def named(text, **options):
 
 def test_a_name_or_an_import_path_with_options():
     assert named('constant') == (len, {})
-    found, options = named('outside_calls:quadratic(power=-1.5)')
-    assert found.__name__ == 'quadratic' and options == {'power': -1.5}
-    found, options = named('outside_calls:Linear(slope=(1, 2))')
-    assert found.__name__ == 'Linear' and options == {'slope': (1, 2)}
+    for text, name, expected in (
+        ('outside_calls:quadratic(power=-1.5)', 'quadratic', {'power': -1.5}),
+        ('outside_calls:Linear(slope=(1, 2))', 'Linear', {'slope': (1, 2)}),
+    ):
+        target, options = named(text)
+        assert target.__name__ == name and options == expected
     # Options of something that is called through another function.
-    call = {'call': lambda found: lambda *, rank: None}
+    call = {'call': lambda target: lambda *, rank: None}
     assert named('outside_calls:Linear(rank=3)', **call)[1] == {'rank': 3}
 
 
@@ -49,33 +51,21 @@ def test_a_name_or_an_import_path_with_options():
         ('', "^unknown optimizer.schedule ''; known are constant, or an import path"),
         *(
             (text, '^optimizer.schedule=.* must be written package.module:name to be')
-            for text in ('..:x', ':b', 'a:', 'a:b:c', '.a:b', 'a..b:c', 'a b:c', '../a:b', 'a:b/c')
+            for text in ('..:x', ':b', 'a:', 'a:b:c', '.a:b', 'a b:c', 'a:b/c', 'a\0:b')
         ),
-        ('a\0:b', 'must be written package.module:name'),
         *(
-            (f'outside_calls:quadratic{text}', r'must be written name\(option=value, ...\) with')
-            for text in (
-                '(',
-                '(2)',
-                '(power=)',
-                '(power=x)',
-                '(power=1, power=2)',
-                '(power=1)(a=2)',
-            )
+            (f'constant({text}', r'must be written name\(option=value, ...\) with')
+            for text in ('', '2)', 'a=)', 'a=x)', 'a=1, a=2)', 'a=1)(a=2)', '**{"a": 1})')
+            + ('a={[]: 1})', f'a={"(" * 500})')
         ),
-        ('constant(**{"a": 1})', 'must be written name'),
-        ('constant(a={[]: 1})', 'must be written name'),
-        (f'constant(a={"(" * 500})', 'must be written name'),
         ('no_such_module:x', "schedule='no_such_module:x': no module named 'no_such_module'"),
         ('no.such.module:x', "no module named 'no'"),
         ('outside_missing:x', "no module named 'no_such_library'"),
         ('outside_calls:missing', "outside_calls has no 'missing'"),
         ('outside_broken:x', 'outside_broken cannot be imported, SyntaxError in .*line'),
         ('outside_failing:x', r'ZeroDivisionError in .*outside_failing.py, line 2: division'),
-        (f'{"a" * 5000}:b', 'no module named|cannot be imported'),
         ('outside_calls:NUMBER', "='outside_calls:NUMBER' is not a function of two"),
         ('outside_calls:Linear', 'is not a function of two'),
-        ('math:pi', 'is not a function of two'),
         ('outside_calls:quadratic(slope=1)', "no option 'slope'; it takes power"),
     ],
 )

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from qkattn.config import Config, Study, TuningConfig
+from qkattn.config import Config, Study
 from qkattn.config.setting import check_section, settings
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
@@ -42,11 +42,8 @@ VARIANTS = {'encoder_variant': 'merged/no_vo', 'cross_variant': 'low_rank(rank=2
         {'model': BOTH | VARIANTS | {'num_encoder_layers': 1, 'source_context': 300}},
         # The cross-attention has no rotary positions, whatever the model's are.
         {'model': BOTH | {'positions': 'rope', 'cross_variant': 'merged/vo'}},
-        {'model': {'dropout': 0.1, 'attention_dropout': 0.0, 'activation_dropout': 0.5}},
-        {'train': {'label_smoothing': 0}},
+        {'train': {'label_smoothing': 0}, 'optimizer': {'warmup_steps': 0}},
         {'optimizer': {'schedule': 'inverse_sqrt', 'warmup_steps': 1}},
-        {'optimizer': {'schedule': 'linear', 'warmup_steps': 0}},
-        {'data': {'mask_rate': 0.99, 'tokenizer': 'bpe', 'tokenizer_size': 1}},
     ],
     ids=str,
 )
@@ -55,7 +52,6 @@ def test_what_can_work_is_let_through(sections):
 
 
 NAN, INF = float('nan'), float('inf')
-RATE = 'must be at least 0 and below 1'
 
 
 @pytest.mark.parametrize(
@@ -65,27 +61,23 @@ RATE = 'must be at least 0 and below 1'
         ('model.num_kv_heads', 3, 'must divide num_heads=4'),
         ('model.d_model', 130, 'must be a multiple of num_heads=4'),
         ('model.d_model', 128.0, 'must be of type int'),
-        ('model.num_layers', 0, 'must be at least 1'),
         ('model.num_layers', True, 'must be of type int'),
         ('model.d_ff', 0, 'must be at least 1 and at most 2**20, or None'),
         ('model.biases', 1, 'must be of type bool'),
         ('model.activation_dropout', None, 'must be of type float'),
-        *(('model.dropout', rate, RATE) for rate in (-0.1, 1.0, NAN)),
-        *(('model.init_qk', f, 'must be above 0 and finite') for f in (0.0, -1.0, INF, NAN)),
+        *(('model.dropout', r, 'must be at least 0 and below 1') for r in (-0.1, 1.0, NAN)),
+        *(('model.init_qk', f, 'must be above 0 and finite') for f in (0.0, INF, NAN)),
         ('train.accumulation', 3, 'must divide batch_size=16'),
         ('train.log_every', 15, 'must be a multiple of train.steps_per_dispatch=10'),
         ('train.eval_every', 25, 'must be a multiple of train.log_every=10'),
         ('optimizer.warmup_steps', 1000, 'must be below train.num_steps=1000'),
         ('optimizer.clip_norm', 0.0, 'must be above 0 and finite in float32, or None'),
-        ('optimizer.beta2', 1.5, 'must be at least 0 and at most 1'),
         ('trials.seeds', (), 'must hold at least one value'),
         ('trials.seeds', (1, 1), 'must hold no value twice'),
         ('trials.seeds', (-1,), 'must hold values that are at least 0 and below 2**31'),
         ('trials.seeds', (0.5,), 'must hold int values'),
-        ('trials.learning_rates', (NAN,), 'must hold values that are at least 0 and finite'),
         ('trials.weight_decays', (0.0, 0.1), 'must be below 0.1 with optimizer.decay='),
         ('mesh.trial', 2, 'must divide the number of trials, 1'),
-        ('decode.max_sources', -1, 'must be at least 1 and below 2**31, or None'),
         ('data.name', 'a\nb', 'must be Unicode text'),
     ],
 )
@@ -117,21 +109,11 @@ NEEDS_BOTH = ('encoder_variant', 'qk/vo'), ('cross_variant', 'qk/vo'), ('num_enc
         *(
             ({'model': BOTH | fields}, message)
             for fields, message in (
-                ({'score': 'qqk'}, "model: unknown score 'qqk'"),
                 ({'encoder_variant': 'qqk/vo'}, "model.encoder_variant: unknown score 'qqk'"),
                 ({'encoder_variant': 'qk'}, "encoder_variant: variant 'qk' must be writ"),
-                ({'cross_variant': 'qk/ov'}, "model.cross_variant: unknown value 'ov'"),
-                (
-                    {'encoder_variant': 'merged/vo', 'positions': 'rope'},
-                    'model.encoder_variant: merged has no rotary form',
-                ),
                 (
                     {'cross_variant': 'merged/no_v', 'num_kv_heads': 1},
                     'model.cross_variant: num_kv_heads=1 changes nothing',
-                ),
-                (
-                    {'cross_variant': 'low_rank(rank=0)/vo'},
-                    'model.cross_variant: low_rank(rank=0) must be',
                 ),
             )
         ),
@@ -146,9 +128,3 @@ def refused(sections: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         validate(changed(sections))
     assert '\n' not in str(caught.value)
-
-
-@pytest.mark.parametrize('field', ['max_seeds', 'max_points'])
-def test_the_numbers_of_trials_that_tuning_adds_are_bounded(field):
-    with pytest.raises(ConfigError, match=f'{field}=1001 must be at least 1 and at most 1000'):
-        check_section('tuning.', TuningConfig(**{field: 1001}))
