@@ -15,8 +15,7 @@ from qkattn.claims.results import Results
 from qkattn.claims.studies import study_of
 from qkattn.config import Study
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
-from qkattn.stats.inference import LEVEL
-from qkattn.stats.planning import to_find
+from qkattn.stats.inference import LEVEL, to_find
 from qkattn.storage.run_directory import describe_start
 from qkattn.verdict import Decision
 from qkattn.verdict.trained import standings

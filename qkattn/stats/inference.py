@@ -4,6 +4,7 @@ A difference is an arm's loss minus the baseline's, in nats per token: below zer
 pair the two where both arms saw the same data order and the same initial draws.
 """
 
+import bisect
 import dataclasses
 import math
 import statistics
@@ -24,6 +25,7 @@ MIN_DOCUMENTS = 100  # of text in an evaluation; fewer do not stand for the text
 RESAMPLES = 9999
 
 _MANY = 1e6  # degrees of freedom: a t variable is normal
+_MOST_PAIRS = 1_000_000
 ROUNDING = 1e-12  # a spread below this fraction of the mean is that of rounding, and taken as 0
 P_VALUES = ('p', 'p_margin', 'p_equivalence', 'p_not_better', 'p_not_worse')
 
@@ -382,3 +384,39 @@ def _difference(
         ends = bootstrap(*groups, resamples=resamples)
         fields |= {'bootstrap_low': ends[0], 'bootstrap_high': ends[1]}
     return Difference(**fields)
+
+
+def to_find(
+    difference: Difference, size: float, alpha: float = 1 - LEVEL
+) -> tuple[int, float] | None:
+    """Pairs, and times as many documents, at which `detectable_difference` is at most `size`.
+
+    n pairs have error_seeds = sd / sqrt(n), k times as many documents error_evaluation / sqrt(k);
+    the errors of tuning stay. k is 1 where pairs suffice; otherwise each error gets half of the
+    variance. The pairs that do not lie apart (`Difference.typical`) vary less, so they suffice too.
+
+    Args:
+      difference: of the pairs there are.
+      size: nats per token.
+      alpha: the level of the test.
+
+    Returns:
+      None without a spread to plan with (one pair), and if tuning alone may hide `size`.
+    """
+    sd, evaluation = difference.sd, difference.error_evaluation
+    rest = size - difference.tuning_low - difference.tuning_high
+    if sd is None or evaluation is None or rest <= 0:
+        return None
+
+    def pairs(documents: float) -> int:
+        def enough(n: int) -> bool:
+            seeds, total = sd**2 / n, sd**2 / n + evaluation**2 / documents
+            df = (n - 1) * (total / seeds) ** 2 if seeds else math.inf  # Satterthwaite
+            return detectable_difference(total**0.5, min(df, _MOST_PAIRS), alpha) <= rest
+
+        return bisect.bisect_left(range(_MOST_PAIRS), True, lo=MIN_PAIRS, key=enough)
+
+    if (number := pairs(1.0)) < _MOST_PAIRS:
+        return number, 1.0
+    documents = 2 * (evaluation * detectable_difference(1.0, _MOST_PAIRS, alpha) / rest) ** 2
+    return pairs(documents), documents

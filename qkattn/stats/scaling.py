@@ -10,6 +10,9 @@ has an interval, and none is given where the data do not determine it: `problem`
 
 The fit is by least squares on the mean losses, with equal weights. It is not robust as Hoffmann's
 Huber loss is: with so few sizes an outlier cannot be told from a wrong curve, and R^2 rejects both.
+For a given exponent, E and A solve a linear problem in closed form, so only the exponent is
+searched (variable projection, Golub and Pereyra 1973): on a grid over its whole range, which finds
+the global minimum, then by scipy's bracketing minimizer, for many rows of losses at once.
 """
 
 import dataclasses
@@ -18,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.optimize import elementwise
 
 from qkattn.stats.inference import LEVEL
-from qkattn.stats.power_law import MAX_EXPONENT, Law, Table, least_squares, table
 
 MIN_SIZES = 4
 MIN_SPAN = 4.0
@@ -29,6 +32,9 @@ MIN_EXPONENT = 0.02
 REACH = 2.0  # how far beyond the baseline's sizes its law is used, as a factor of parameters
 REPLICATES = 2000
 
+MAX_EXPONENT = 4.0
+
+_LOG_EXPONENTS = np.log(np.geomspace(1e-3, MAX_EXPONENT, 48))
 _SAME_SIZE = 0.05  # arms whose parameters differ by less than this fraction are of one size
 
 
@@ -130,7 +136,7 @@ def fit(
     Raises:
       ValueError: parameters or losses that are not a table of positive and finite numbers.
     """
-    return _fit(table('fit', parameters, losses), replicates)[0]
+    return _fit(_table('fit', parameters, losses), replicates)[0]
 
 
 def multiplier(
@@ -156,7 +162,7 @@ def multiplier(
     Raises:
       ValueError: as `fit`.
     """
-    own, other = table('arm', *arm), table('baseline', *baseline)
+    own, other = _table('arm', *arm), _table('baseline', *baseline)
     curve, replica = _fit(other, replicates)
     if replica is None:
         return _refused(ProblemCode.NO_BASELINE_LAW, problem=curve.problem)
@@ -190,23 +196,127 @@ def _refused(code: ProblemCode, **data: Any) -> Multiplier:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Table:
+    """Losses by size, ascending in parameters; `df`: degrees of freedom of the seeds' variance."""
+
+    parameters: np.ndarray
+    losses: tuple[np.ndarray, ...]
+
+    @property
+    def means(self) -> np.ndarray:
+        return np.array([values.mean() for values in self.losses])
+
+    @property
+    def df(self) -> int:
+        return sum(len(values) - 1 for values in self.losses)
+
+    def variance(self) -> float:
+        """Of a mean loss over seeds, nats^2, averaged over sizes; 0 if every size has one seed."""
+        squares = sum(np.square(values - values.mean()).sum() for values in self.losses)
+        return squares / max(self.df, 1) * np.mean([1 / len(values) for values in self.losses])
+
+    def deviations(self) -> list[np.ndarray]:
+        """From the mean, unbiased in variance, by size; those of all sizes for a single seed."""
+        own = [(v - v.mean()) * np.sqrt(len(v) / max(len(v) - 1, 1)) for v in self.losses]
+        pool = [values for values in own if len(values) > 1] or [np.zeros(1)]
+        return [values if len(values) > 1 else np.concatenate(pool) for values in own]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Law:
+    """E + A (N / reference)^-a; columns with one row per fitted row of losses."""
+
+    E: np.ndarray
+    A: np.ndarray
+    a: np.ndarray
+    log_reference: float
+
+    @property
+    def numbers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """E in nats, A in nats * parameters^a, a."""
+        return self.E, self.A * np.exp(self.a * self.log_reference), self.a
+
+    def loss(self, parameters: np.ndarray) -> np.ndarray:
+        return self.E + self.A * np.exp(-self.a * (np.log(parameters) - self.log_reference))
+
+    def log_parameters(self, loss: np.ndarray) -> np.ndarray:
+        """ln N at which the law has `loss`: inf at and below E, -inf where the law is flat."""
+        above = loss - self.E
+        with np.errstate(divide='ignore', invalid='ignore'):
+            log_ratio = np.where(above > 0, np.log(self.A / above), np.inf)
+        return self.log_reference + log_ratio / self.a
+
+
+def _least_squares(parameters: np.ndarray, losses_XN: np.ndarray) -> _Law:
+    """The law of every row, one column each: the best exponent of a grid, then refined."""
+    log_reference = float(np.log(parameters).mean())
+    log_N = np.log(parameters) - log_reference
+
+    def error(log_a: np.ndarray, *y: np.ndarray) -> np.ndarray:
+        x, y_N = np.exp(-np.exp(log_a)[..., None] * log_N), np.stack(y, -1)
+        E, A = _linear(x, y_N)
+        return np.square(y_N - E[..., None] - A[..., None] * x).sum(-1)
+
+    columns = tuple(losses_XN.T)
+    best_X = error(_LOG_EXPONENTS[:, None], *columns).argmin(0)
+    log_a_X = _LOG_EXPONENTS[best_X]
+    inner = (best_X > 0) & (best_X < len(_LOG_EXPONENTS) - 1)
+    if inner.any():
+        bracket = tuple(_LOG_EXPONENTS[best_X[inner] + step] for step in (-1, 0, 1))
+        refined = elementwise.find_minimum(error, bracket, args=tuple(y[inner] for y in columns))
+        log_a_X[inner] = np.where(refined.success, refined.x, log_a_X[inner])
+    a_X = np.exp(log_a_X)
+    E_X, A_X = _linear(np.exp(-a_X[:, None] * log_N), losses_XN)
+    return _Law(E_X[:, None], A_X[:, None], a_X[:, None], log_reference)
+
+
+def _linear(x_N: np.ndarray, y_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """E >= 0, A >= 0 with the least squared error of E + A x over the last axis."""
+    centred_N = x_N - x_N.mean(-1, keepdims=True)
+    A = (y_N * centred_N).sum(-1) / np.square(centred_N).sum(-1)
+    E = y_N.mean(-1) - A * x_N.mean(-1)
+    A = np.where(E < 0, (x_N * y_N).sum(-1) / np.square(x_N).sum(-1), A)
+    return np.where(A < 0, y_N.mean(-1), np.maximum(E, 0)), np.maximum(A, 0)
+
+
+def _table(name: str, sizes: Sequence[float], losses: Sequence[Sequence[float]]) -> _Table:
+    """Checks parameters and losses per size and seed; ValueError begins with `name`."""
+    if len(sizes) != len(losses) or not len(sizes):
+        raise ValueError(
+            f'{name}: every size needs parameters and losses, not {len(sizes)} parameters and '
+            f'{len(losses)} rows of losses'
+        )
+    parameters, rows = np.asarray(sizes, float), [np.asarray(row, float) for row in losses]
+    for number, row in zip(parameters, rows, strict=True):
+        if not (np.isfinite(number) and number > 0):
+            raise ValueError(f'{name}: parameters must be positive and finite, not {number}')
+        if row.ndim != 1 or not row.size or not np.isfinite(row).all():
+            raise ValueError(
+                f'{name}: losses at {number:,.0f} parameters must be one finite number per seed, '
+                f'not {row.tolist()}'
+            )
+    order = np.argsort(parameters, kind='stable')
+    return _Table(parameters[order], tuple(rows[i] for i in order))
+
+
+@dataclasses.dataclass(frozen=True)
 class _Replica:
     """A law, its refits, and the draws of seeds that an arm shares with them."""
 
-    law: Law
-    laws: Law
+    law: _Law
+    laws: _Law
     residuals: np.ndarray
     picks: list[np.ndarray]
     tail_X: np.ndarray
     rng: np.random.Generator
 
 
-def _fit(data: Table, replicates: int) -> tuple[Fit, _Replica | None]:
+def _fit(data: _Table, replicates: int) -> tuple[Fit, _Replica | None]:
     means_N = data.means
     sizes, losses = tuple(data.parameters.tolist()), tuple(means_N.tolist())
     if problem := _too_little(data):
         return Fit(sizes, losses, problem), None
-    law = least_squares(data.parameters, means_N[None])
+    law = _least_squares(data.parameters, means_N[None])
     fitted_N = law.loss(data.parameters)[0]
     residuals = means_N - fitted_N
     r_squared = float(1 - np.square(residuals).sum() / np.square(means_N - means_N.mean()).sum())
@@ -218,7 +328,7 @@ def _fit(data: Table, replicates: int) -> tuple[Fit, _Replica | None]:
     picks, tail_X = _picks(data, replicates, rng), _tail(data.df, replicates, rng)
     noise_XN = tail_X[:, None] * _seeds_noise(data, picks)
     noise_XN += _size_noise(residuals, len(residuals) - 3, data.variance(), noise_XN.shape, rng)
-    laws = least_squares(data.parameters, fitted_N + noise_XN)
+    laws = _least_squares(data.parameters, fitted_N + noise_XN)
     E, A, a = (
         _interval(float(one[0, 0]), many[:, 0])
         for one, many in zip(law.numbers, laws.numbers, strict=True)
@@ -231,7 +341,7 @@ def _fit(data: Table, replicates: int) -> tuple[Fit, _Replica | None]:
     return result, _Replica(law, laws, residuals, picks, tail_X, rng)
 
 
-def _too_little(data: Table) -> Problem | None:
+def _too_little(data: _Table) -> Problem | None:
     """Why no law at all can be fitted to these losses."""
     number, ends = len(np.unique(data.parameters)), data.parameters[[0, -1]].tolist()
     if number < MIN_SIZES:
@@ -245,13 +355,13 @@ def _too_little(data: Table) -> Problem | None:
     return None
 
 
-def _picks(data: Table, replicates: int, rng: np.random.Generator) -> list[np.ndarray]:
+def _picks(data: _Table, replicates: int, rng: np.random.Generator) -> list[np.ndarray]:
     """The deviations that make the mean of each replicate, by size: (replicates, seeds)."""
     sizes = zip(data.losses, data.deviations(), strict=True)
     return [rng.integers(len(from_), size=(replicates, len(v))) for v, from_ in sizes]
 
 
-def _seeds_noise(data: Table, picks: list[np.ndarray]) -> np.ndarray:
+def _seeds_noise(data: _Table, picks: list[np.ndarray]) -> np.ndarray:
     sizes = zip(data.deviations(), picks, strict=True)
     return np.stack([from_[pick].mean(1) for from_, pick in sizes], axis=1)
 
@@ -275,7 +385,7 @@ def _tail(df: int, replicates: int, rng: np.random.Generator) -> np.ndarray:
     return np.sqrt(df / rng.chisquare(df, replicates)) if df else np.ones(replicates)
 
 
-def _arm_noise(arm: Table, baseline: Table, replica: _Replica, value: float) -> np.ndarray:
+def _arm_noise(arm: _Table, baseline: _Table, replica: _Replica, value: float) -> np.ndarray:
     """Noise of the arm's means, nats, (replicates, sizes); `value` is its multiplier."""
     rng, replicates = replica.rng, len(replica.tail_X)
     picks = _picks(arm, replicates, rng)

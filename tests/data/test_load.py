@@ -170,7 +170,12 @@ def test_the_kind_of_model_says_what_the_rows_are(config_of, kind, form):
     ('kind', 'form', 'fields', 'says'),
     [
         ('decoder', 'a causal probe', {'context': 8}, 'model.context=8 must equal .*, 7.$'),
-        ('decoder', 'a causal probe', {'vocab_size': 7}, 'vocab_size=7 must be at least 8 .*recall'),
+        (
+            'decoder',
+            'a causal probe',
+            {'vocab_size': 7},
+            'vocab_size=7 must be at least 8 .*recall',
+        ),
         ('encoder', TEXT, {'vocab_size': 256}, 'vocab_size=256 must be at least 257'),
         ('decoder', 'a causal probe', {'lowercase': True}, 'data.lowercase=True has no effect'),
         ('encoder', 'a labelling probe', {'path': 'x'}, "data.path='x' has no effect"),
