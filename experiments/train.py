@@ -14,11 +14,11 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.metrics import METRICS, PREFIXES
 from qkattn.storage.files import as_path
-from qkattn.train import dry_run, pods
+from qkattn.train import dry_run
 from qkattn.train.loop import train
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.results import FINISHED
-from qkattn.train.trace import Trace
+from qkattn.train.timing import Trace
 
 CONFIG = cli.define_config(Config)
 DRY_RUN = flags.DEFINE_bool(
@@ -35,7 +35,7 @@ TOPOLOGY = flags.DEFINE_string(
 LOG = flags.DEFINE_string('dry_run_log', None, 'CSV file to which --dry_run appends a row.')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')
 PROFILE = flags.DEFINE_string(
-    'profile', None, 'Empty directory for a trace of some steps, which slows them down.'
+    'profile', None, 'Directory for a trace of some steps, which slows them down.'
 )
 PROFILE_STEPS = flags.DEFINE_string(
     'profile_steps',
@@ -52,8 +52,7 @@ def main() -> None:
     if DRY_RUN.value:
         if LOG.value is not None:
             dry_run.check_log(LOG.value)
-        pod = None if TOPOLOGY.value is None else pods.pod_of(TOPOLOGY.value)
-        described = dry_run.describe(config, pod)
+        described = dry_run.describe(config, TOPOLOGY.value)
         if agreement.owner():
             print(dry_run.text(described))
             if LOG.value is not None:
@@ -63,7 +62,7 @@ def main() -> None:
         raise ConfigError('--topology needs --dry_run')
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
-    trace = Trace(PROFILE.value, PROFILE_STEPS.value)
+    trace = Trace(PROFILE.value, PROFILE_STEPS.value, config.train)
     for result in train(config, WORKDIR.value, trace=trace):
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
         at = '' if result.get('diverged_at') is None else f' at step {result["diverged_at"]:,}'

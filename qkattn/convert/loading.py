@@ -90,7 +90,7 @@ def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loa
     path = as_path(source)
     if not path.exists():
         raise ConfigError(f'{path} does not exist')
-    if (path / 'config.json').exists() and (path / 'checkpoints').is_dir():
+    if exported.is_run(path):
         config, step, stack = exported.load_stack(absolute(path))
         trials, alive = config.trials.trials(), stack['alive'].tolist()
         params = [jax.tree.map(operator.itemgetter(x), stack['params']) for x in range(len(trials))]
@@ -123,9 +123,9 @@ def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
         tokenizer = tokenizer_of(source.config.data)
         directory = absolute(source.path) / 'checkpoints'
         with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
-            record = checkpoints.record()
-        assert record is not None  # the checkpoint that was loaded
-        data = record['data']
+            restored = checkpoints.restore({})
+        assert restored is not None  # the checkpoint that was loaded
+        data = restored[1]['data']
         trained_with = data.get('source', data)['tokenizer']
         if tokenizer.name != trained_with:
             raise ConfigError(

@@ -1,23 +1,32 @@
 """Checkpoints that are whole or absent: orbax, plus the checksums that it does not keep.
 
-checkpoints/N/state/   orbax: the arrays, and `checksums`, the sums of `train.checksums`
+checkpoints/N/state/   orbax: the arrays, and their `checksums`
 checkpoints/N/record/  JSON: step, time and data of the run; format, version and crc32
+
+The checksum of an array x of M elements with the bit patterns b_0 ... b_(M-1), in row-major order:
+
+    sum_i h(b_i xor h(i))  mod 2^32,     h: the finalizer of MurmurHash3
+
+h permutes the 32-bit numbers, so that a change of one element always changes the sum; any other
+change is missed with probability 2^-32. Integer addition is exact in any order: the sums, computed
+on the devices, do not depend on mesh or processes. Elements of 8 bytes count as two of 4 bytes.
 """
 
 import contextlib
 import functools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from qkattn import __version__
@@ -32,7 +41,6 @@ from qkattn.storage.files import (
     require_same_directory,
 )
 from qkattn.storage.records import check, parse_file, parse_json, remove_checksum, with_checksum
-from qkattn.train import checksums
 
 T = TypeVar('T')
 FORMAT = 2
@@ -63,10 +71,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, *, read_only: bool = False):
         """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves."""
-        self.directory = directory
-        self.stall_seconds = 0.0
-        self._read_only = read_only
-        self._emptying = threading.Thread()
+        self.directory, self.stall_seconds, self._read_only = directory, 0.0, read_only
         if not read_only:
             drop_echoes()
         newest = preservation_policy.LatestN(2)
@@ -85,15 +90,12 @@ class Checkpoints:
         with disk_errors(directory):
             self._manager = ocp.CheckpointManager(directory, options=options)
             watched = agreement.owner() and not read_only and not buckets.is_url(directory)
+            # Of a directory on a disk that this process writes.
             self._status = directory.stat() if watched else None
 
     def steps(self) -> list[int]:
         """The steps that are complete, oldest first."""
         return sorted(self._manager.all_steps())
-
-    def prepare(self, state: dict) -> None:
-        """Compiles what a save computes, for which training would wait at the first one."""
-        checksums.sums(state)
 
     def save(self, step: int, state: dict, record: dict[str, Any], val_loss: float | None) -> None:
         """Saves `state` and the JSON `record` under `step`, unless that step is there already.
@@ -111,24 +113,23 @@ class Checkpoints:
         size = OVERHEAD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._on_owner(lambda: require_room(self.directory, size))
         with self._waiting():
-            sums = checksums.sums(state)  # computed while the state is copied
+            sums = checksums(state)  # computed while the state is copied
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave({**state, SUMS: sums}),
                 record=ocp.args.JsonSave(with_checksum({**record, **about})),
             )
             self._manager.save(step, args=items, metrics=metrics)
-        if agreement.owner() and not buckets.is_url(self.directory):
-            self._emptying = threading.Thread(target=self._empty_when_saved, daemon=True)
-            self._emptying.start()
 
-    def _empty_when_saved(self) -> None:
-        """Deletes what a save has superseded, once it is complete, while training goes on.
+    def wait(self) -> None:
+        """Waits for the last save, and deletes what it supersedes.
 
-        The trash itself stays: orbax may be moving a step there.
+        Raises:
+          DiskError: the save could not be written.
         """
-        with contextlib.suppress(Exception):  # of the save, which `wait` raises
+        with self._waiting():
             self._manager.wait_until_finished()
-            self._remove(f'{TRASH}/*')
+            if self._status is not None:
+                self._remove(f'{TRASH}/*')
 
     def _remove(self, *patterns: str) -> None:
         """Deletes what matches below the directory."""
@@ -139,30 +140,20 @@ class Checkpoints:
         """The newest sound checkpoint as (state, record), placed like `target`; None if none.
 
         Args:
-          target: ShapeDtypeStructs with the shardings of the current mesh.
+          target: ShapeDtypeStructs with the shardings of the current mesh; {}: the record alone.
 
         Raises:
           CheckpointError: there are checkpoints, and every one of them is damaged, or a later
             version wrote the newest one.
         """
-        if (newest := self._newest(target)) is not None:
-            self.stall_seconds = newest[1].get('checkpoint_seconds', 0.0)
-        return newest
-
-    def record(self) -> dict[str, Any] | None:
-        """The record of the newest sound checkpoint, without its state; raises as `restore`."""
-        newest = self._newest()
-        return None if newest is None else newest[1]
-
-    def _newest(self, target: dict | None = None) -> tuple[dict, dict[str, Any]] | None:
-        """State (empty without a target) and record of the newest checkpoint that is sound."""
         steps = self._on_owner(self.steps)
         for step in reversed(steps):
             state: dict = {}
             record, damage = self._on_owner(functools.partial(self._record_of, step))
-            if target is not None and damage is None:
+            if target and damage is None:
                 state, damage = self._state_of(step, target)
             if damage is None:
+                self.stall_seconds = record.get('checkpoint_seconds', 0.0)
                 return state, record
             _name_damaged(step, damage)
         aside = self._on_owner(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
@@ -193,8 +184,8 @@ class Checkpoints:
 
     def _state_of(self, step: int, target: dict) -> tuple[dict, str | None]:
         """(state, None), or (state, what is wrong with it in any of the processes)."""
-        names, placed = checksums.names(target), jax.tree.leaves(target)[0].sharding
-        sharding = placed and checksums.replicated(placed)
+        names, placed = leaf_names(target), jax.tree.leaves(target)[0].sharding
+        sharding = placed and _replicated(placed)
         sums = jax.ShapeDtypeStruct((len(names),), 'uint32', sharding=sharding)
         state, damage = {}, None
         try:
@@ -208,7 +199,7 @@ class Checkpoints:
         for rank, damage in enumerate(damages):
             if damage is not None:
                 return state, f'process {rank}: {damage}' if len(damages) > 1 else damage
-        differ = np.asarray(state.pop(SUMS)) != np.asarray(checksums.sums(state))
+        differ = np.asarray(state.pop(SUMS)) != np.asarray(checksums(state))
         return state, f'checksum of {names[differ.argmax()]}' if differ.any() else None
 
     def discard_after(self, step: int) -> None:
@@ -246,17 +237,6 @@ class Checkpoints:
                     ) from error
                 _name_damaged(path.name, error)
                 path.rename(path.with_name(path.name + SET_ASIDE))
-
-    def wait(self) -> None:
-        """Waits for the last save and for what it supersedes to be deleted.
-
-        Raises:
-          DiskError: the save could not be written.
-        """
-        with self._waiting():
-            self._manager.wait_until_finished()
-            if self._emptying.ident is not None:
-                self._emptying.join()
 
     def close(self) -> None:
         """Waits for the last save; a save that could not be finished is removed.
@@ -296,3 +276,52 @@ def _rank(metrics: dict[str, Any]) -> float:
     """Diverged runs rank last; NaN would rank best."""
     loss = metrics['val_loss']
     return math.inf if loss is None or math.isnan(loss) else loss
+
+
+def checksums(tree: Any) -> jax.Array:
+    """Those of arrays on one mesh or device, uint32 [leaves], in the order of `leaf_names`."""
+    leaves = jax.tree.leaves(tree)
+    return _program(_replicated(leaves[0].sharding))(leaves)
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """The paths of the leaves of a tree, as in 'trials/params/w_embedding_VD'."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
+
+
+def _replicated(placed: Sharding) -> Sharding:
+    return NamedSharding(placed.mesh, PartitionSpec()) if hasattr(placed, 'mesh') else placed
+
+
+@functools.cache
+def _program(placed: Sharding) -> Callable[[list[jax.Array]], jax.Array]:
+    return jax.jit(lambda leaves: jnp.stack([checksum(a) for a in leaves]), out_shardings=placed)
+
+
+def checksum(a: jax.Array) -> jax.Array:
+    """The checksum of one array, uint32 []."""
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a = jax.random.key_data(a)
+    if a.dtype == jnp.bool:
+        bits = a.astype(jnp.uint32)
+    elif a.dtype.itemsize > 4:
+        bits = jax.lax.bitcast_convert_type(a, jnp.uint32)  # with another axis, of 2
+    else:
+        unsigned = f'uint{8 * a.dtype.itemsize}'
+        bits = jax.lax.bitcast_convert_type(a, unsigned).astype(jnp.uint32)
+    position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+    for axis in reversed(range(bits.ndim)):
+        along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        position += along * np.uint32(stride % 2**32)
+        stride *= bits.shape[axis]
+    return _mixed(bits ^ _mixed(position)).sum(dtype=jnp.uint32)
+
+
+def _mixed(h: jax.Array) -> jax.Array:
+    """The finalizer of MurmurHash3 (Appleby 2011)."""
+    h ^= h >> 16
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> 13
+    h *= np.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

@@ -7,10 +7,13 @@ exact, temporaries are those of the CPU compiler.
 
 import contextlib
 import dataclasses
+import difflib
 import importlib.util
+import itertools
 import logging
 import math
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +29,9 @@ from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.train import program, sharding
 from qkattn.train.optimizer import check_optimizer
-from qkattn.train.pods import Pod, chip_of
 from qkattn.train.program_cache import without_cache
 
-# What the CPU client of one process allows.
-MOST_FAKE_DEVICES = 2048
+MOST_FAKE_DEVICES = 2048  # that the CPU client of one process allows
 # LLVM's optimizations take half the time and change nothing that is described.
 UNOPTIMIZED: dict[str, str | bool] = {
     'xla_backend_optimization_level': '0',
@@ -38,30 +39,138 @@ UNOPTIMIZED: dict[str, str | bool] = {
 }
 REMEDIES = 'larger mesh.fsdp or mesh.tensor, train.accumulation and model.remat take less'
 HEADER = 'run,compiler,devices,tokens,state_gb,memory_gb,model_tflop\n'  # of a log
-WIDTH = 100
+GB, GIB = 10**9, 2**30
 
-log = logging.getLogger(__name__)
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """An accelerator, and the pods that it comes in.
+
+    Attributes:
+      kind: a part of JAX's device kind.
+      hbm, flops: bytes, and dense bf16 FLOP/s.
+      sides: dimensions of the torus of TPUs; 0 for GPUs, whose pods are hosts x GPUs.
+      most: chips in the largest slice of TPUs, or hosts of GPUs.
+      devices: JAX devices per chip.
+    """
+
+    name: str
+    kind: str
+    hbm: int
+    flops: float
+    sides: int = 0
+    most: int = 4096
+    devices: int = 1
+
+
+# The chips by the first part of a pod's name; figures from docs.cloud.google.com/tpu/docs/NAME and
+# nvidia.com/en-us/data-center/NAME.
+CHIPS = {
+    'v4': Chip('v4', 'TPU v4', 32 * GIB, 275e12, sides=3),
+    'v5e': Chip('v5e', 'TPU v5 lite', 16 * GIB, 197e12, sides=2, most=256),
+    'v5p': Chip('v5p', 'TPU v5', 95 * GIB, 459e12, sides=3, most=6144),
+    'v6e': Chip('v6e', 'TPU v6 lite', 32 * GIB, 918e12, sides=2, most=256),
+    'tpu7x': Chip('tpu7x', 'TPU7x', 192 * GIB, 2307e12, sides=3, most=9216, devices=2),
+    'a2': Chip('A100', 'A100-SXM4-40', 40 * GB, 312e12),
+    'a2ultra': Chip('A100 80GB', 'A100-SXM4-80', 80 * GB, 312e12),
+    'h100': Chip('H100', 'H100', 80 * GB, 989e12),
+    'h200': Chip('H200', 'H200', 141 * GB, 989e12),
+    'b200': Chip('B200', 'B200', 180 * GB, 2250e12),
+}
+_SAME = {
+    'v5e': ('v5litepod',),
+    'a2': ('p4d',),
+    'a2ultra': ('p4de',),
+    'h100': ('a3', 'a3mega', 'p5'),
+    'h200': ('a3ultra', 'p5en'),
+    'b200': ('a4', 'p6'),
+}
+CHIPS |= {other: CHIPS[name] for name, others in _SAME.items() for other in others}
+
+_SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_BELOW_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pod:
+    """A named topology: chips along each side of the torus, or (hosts, GPUs per host)."""
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def devices(self) -> int:
+        return self.chips * self.chip.devices
+
+    @property
+    def hosts(self) -> int:
+        if not self.chip.sides:
+            return self.shape[0]
+        single = 8 if self.chip.sides == 2 else 4  # chips of a slice that is one host
+        return 1 if self.chips <= single else self.chips // 4
+
+
+def pod_of(name: str) -> Pod:
+    """The pod of a name, such as v5p-64 (a slice of 64 TensorCores), v5p-2x4x4 or a3-16x8.
+
+    Raises:
+      ConfigError: an unknown name, or a size that does not exist.
+    """
+    kind, _, size = name.lower().partition('-')
+    if kind not in CHIPS or not re.fullmatch(r'\d+(x\d+)*', size):
+        near = difflib.get_close_matches(kind, CHIPS, n=1, cutoff=0.5)
+        raise ConfigError(
+            f'topology {name!r} is unknown{f", did you mean {near[0]}?" if near else ";"} known '
+            'are slices of TPUs by number or shape, as in v5p-64 and v5p-2x4x4, and hosts x GPUs, '
+            f'as in a3-16x8, of {", ".join(CHIPS)}'
+        )
+    chip, sizes = CHIPS[kind], tuple(map(int, size.split('x')))
+    if not chip.sides:
+        if len(sizes) != 2 or not 1 <= sizes[0] <= chip.most or sizes[1] not in (1, 2, 4, 8):
+            valid = f'{kind}-16x8: 1 to {chip.most:,} hosts of 1, 2, 4 or 8 GPUs'
+            raise ConfigError(f'topology {name!r} must be hosts x GPUs of a host, as in {valid}')
+        return Pod(name, chip, sizes)
+    cores = 2 if chip.sides == 3 else 1  # that a name counts per chip
+    counts = {shape: math.prod(shape) * cores for shape in _shapes(chip)}
+    for shape, count in counts.items():
+        if sizes == (count,) or sorted(sizes) == sorted(shape):
+            return Pod(name, chip, shape)
+    wanted = sizes[0] if len(sizes) == 1 else math.prod(sizes) * cores
+    closest = min(counts.values(), key=lambda count: abs(count - wanted))
+    counted = 'TensorCores, 2 per chip' if cores == 2 else 'chips'
+    raise ConfigError(
+        f'topology {name!r} does not exist: names of {kind} count {counted}; the closest slice is '
+        f'{kind}-{closest}'
+    )
+
+
+def _shapes(chip: Chip) -> tuple[tuple[int, ...], ...]:
+    """The shapes of slices of a TPU, by size; of those of equal size the compact ones first."""
+    if chip.sides == 2:
+        return _SQUARES
+    sides = range(4, chip.most // 16 + 1, 4)
+    tori = itertools.combinations_with_replacement(sides, 3)
+    fitting = [shape for shape in tori if math.prod(shape) <= chip.most]
+    return (*_BELOW_A_CUBE, *sorted(fitting, key=lambda shape: (math.prod(shape), sum(shape))))
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A run on its devices; bytes and FLOPs are per device.
+    """A run on its devices; bytes and FLOPs are per device, tokens of all trials in a step.
 
-    Attributes:
-      program: scan over layers, lifting, steps per dispatch; what computes attention.
-      parameters: of one trial.
-      tokens: of a step, all trials together.
-      memory: bytes by kind.
-      capacity: bytes of a device's HBM; None where it is not known.
-      flops: of the model's matrix products in a step, forward and backward, shared out evenly.
-      seconds: of these at the peak rate of the chip; None where it is not known.
+    `seconds` is the time of the FLOPs at the peak rate of the chip; it and `capacity`, the bytes of
+    HBM, are None where they are not known.
     """
 
     name: str
-    where: str
     compiler: str
     mesh: dict[str, int]
-    program: tuple[str, ...]
+    notes: tuple[str, ...]
     trials: int
     parameters: int
     tokens: int
@@ -69,30 +178,31 @@ class Description:
     capacity: int | None
     flops: float
     seconds: float | None
-    warnings: tuple[str, ...]
 
 
-def describe(config: Config, pod: Pod | None = None) -> Description:
+def describe(config: Config, topology: str | None = None) -> Description:
     """Compiles the train program for a pod, or for the present devices, and describes it.
 
     Raises:
-      ConfigError: an invalid setting, a mesh that does not fit, too many devices, or a program that
-        the compiler refuses for its memory.
+      ConfigError: an invalid setting, a mesh that does not fit, or too many devices.
     """
+    pod = None if topology is None else pod_of(topology)
     if pod is not None:
         _require_fit(config, pod)
     validate(config)
     check_optimizer(config.optimizer, config.train.num_steps)
     model, train, trials = config.model, config.train, len(config.trials.trials())
     if pod is None:
-        devices = jax.devices()
+        devices, chip = jax.devices(), None
         name = compiler = devices[0].device_kind
-        where, chip = f'{len(devices)} devices ({name})', chip_of(name)
+        capacity = (devices[0].memory_stats() or {}).get('bytes_limit')
+        where = f'{len(devices)} devices ({name})'
     else:
         devices, compiler = _devices(pod)
         name, chip, shape = pod.name, pod.chip, 'x'.join(map(str, pod.shape))
+        capacity = chip.hbm // chip.devices
         chips = f'{pod.chips:,} {chip.name} {"TPU" if chip.sides else "GPU"} chips'
-        where = f'{name}: {chips} on {_counted(pod.hosts, "host")} ({shape})'
+        where = f'{name}: {chips} on {pod.hosts:,} host{"s" * (pod.hosts != 1)} ({shape})'
     mesh = sharding.make_mesh(config.mesh, devices if pod else None)
     lifting = 'vmap' if train.lifting == 'auto' else train.lifting
     sharding.say_once.cache_clear()
@@ -101,39 +211,30 @@ def describe(config: Config, pod: Pod | None = None) -> Description:
         state, hyper, batch = program.abstract_inputs(config, mesh)
         lowered = program.lower(config, lifting, mesh, state, hyper, batch)
     with without_cache():
-        try:
-            compiled = lowered.compile(compiler_options=UNOPTIMIZED if 'fake' in compiler else None)
-        except jax.errors.JaxRuntimeError as error:
-            if 'RESOURCE_EXHAUSTED' not in str(error):
-                raise
-            reason = ' '.join(str(error).split()).removeprefix('RESOURCE_EXHAUSTED: ')[:200]
-            raise ConfigError(f'the compiler refuses the program: {reason}; {REMEDIES}') from error
+        compiled = lowered.compile(compiler_options=UNOPTIMIZED if 'fake' in compiler else None)
     memory = _memory(compiled, state, batch)
-    stats = devices[0].memory_stats() if pod is None else None
-    capacity = (stats or {}).get('bytes_limit') or (chip.hbm // chip.devices if chip else None)
-    warnings = [f'replication or another axis: {message}' for message in fallbacks]
-    if capacity and (total := sum(memory.values())) > 0.9 * capacity:
-        much = 'DOES NOT FIT' if total > capacity else 'hardly fits'
-        sizes = f'{_size_text(total)} for {_size_text(capacity)} of HBM per device'
-        warnings.insert(0, f'the program {much}: {sizes}; {REMEDIES}')
     tokens = trials * train.batch_size * model.context
     flops = 3 * cost.flops_per_token(model) * tokens / mesh.size
     scan = f'{model.num_layers} layers, {model.unroll} in an iteration of the scan'
     dispatch = f'trials by {lifting}; {train.steps_per_dispatch} steps per dispatch'
+    notes = [where, f'compiled by {compiler}', f'mesh {_axes(mesh.shape)}', f'{scan}; {dispatch}']
+    notes += kernels
+    if capacity and (total := sum(memory.values())) > capacity:
+        sizes = f'{_size_text(total)} for {_size_text(capacity)} of HBM per device'
+        notes.append(f'WARNING the program DOES NOT FIT: {sizes}; {REMEDIES}')
+    notes += [f'WARNING replication or another axis: {message}' for message in fallbacks]
     return Description(
         name=name,
-        where=where,
         compiler=compiler,
         mesh=dict(mesh.shape),
-        program=(f'{scan}; {dispatch}', *kernels),
+        notes=tuple(notes),
         trials=trials,
         parameters=cost.count(model)['total'],
+        tokens=tokens,
         memory=memory,
         capacity=capacity,
         flops=flops,
         seconds=flops * chip.devices / chip.flops if chip else None,
-        tokens=tokens,
-        warnings=tuple(warnings),
     )
 
 
@@ -157,22 +258,17 @@ def _messages(logger: logging.Logger) -> Iterator[list[str]]:
 
 def _require_fit(config: Config, pod: Pod) -> None:
     """Raises ConfigError unless the mesh has exactly the devices of the pod."""
-    mesh, used = config.mesh, math.prod(dataclasses.astuple(config.mesh))
+    mesh, train, used = config.mesh, config.train, math.prod(dataclasses.astuple(config.mesh))
     if used == pod.devices:
         return
-    others = mesh.trial * mesh.fsdp * mesh.tensor
-    rest = pod.devices // others
-    if others * rest != pod.devices:
-        others, rest = 1, pod.devices
-    valid = f'--config.mesh.data={rest}'
-    for axis in ('trial', 'fsdp', 'tensor'):
-        if others == 1 and getattr(mesh, axis) > 1:
-            valid += f' --config.mesh.{axis}=1'
-    rows, train = rest * (1 if others == 1 else mesh.fsdp), config.train
-    if train.batch_size // train.accumulation % rows:
-        valid += f' --config.train.batch_size={rows * train.accumulation}'
+    data, left = divmod(pod.devices, used // mesh.data)
+    valid = f'--config.mesh.data={data}'
+    if left:
+        valid = f'a mesh whose sizes multiply to {pod.devices:,}'
+    elif train.batch_size // train.accumulation % (data * mesh.fsdp):
+        valid += f' --config.train.batch_size={data * mesh.fsdp * train.accumulation}'
     raise ConfigError(
-        f'mesh {dataclasses.asdict(mesh)} has {_counted(used, "device")}, but topology '
+        f'mesh {dataclasses.asdict(mesh)} has {used:,} device{"s" * (used != 1)}, but topology '
         f'{pod.name!r} has {pod.devices:,}; valid is, for example, {valid}'
     )
 
@@ -183,31 +279,21 @@ def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
     Raises:
       ConfigError: more fake devices than one process has, or than JAX has started with.
     """
-    wanted = min(pod.devices, MOST_FAKE_DEVICES)
-    try:
-        jax.config.update('jax_num_cpu_devices', wanted)
+    with contextlib.suppress(RuntimeError):  # JAX has started
+        jax.config.update('jax_num_cpu_devices', min(pod.devices, MOST_FAKE_DEVICES))
         jax.config.update('jax_platforms', 'cpu')
-    except RuntimeError as started:
-        if len(jax.devices('cpu')) < wanted:
-            raise ConfigError(
-                f'JAX has started with {len(jax.devices("cpu"))} CPU devices, but the dry run '
-                f'needs {wanted:,}; run it in a process of its own'
-            ) from started
     if pod.chip.sides and importlib.util.find_spec('libtpu') is not None:
         os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')  # libtpu asks no metadata server
         slice_name = f'{pod.chip.name}:{"x".join(map(str, pod.shape))}'
-        try:
-            devices = topologies.get_topology_desc(slice_name, 'tpu').devices
-            return devices, f'XLA for TPU {pod.chip.name} (libtpu)'
-        except jax.errors.JaxRuntimeError as error:
-            log.warning('libtpu has no %s: %s', slice_name, error)
-    if pod.devices > MOST_FAKE_DEVICES:
-        raise ConfigError(
-            f'topology {pod.name!r} has {pod.devices:,} devices, more than the '
-            f'{MOST_FAKE_DEVICES:,} fake ones of a process; TPU slices of this size need libtpu: '
-            "pip install -e '.[tpu]'"
-        )
+        devices = topologies.get_topology_desc(slice_name, 'tpu').devices
+        return devices, f'XLA for TPU {pod.chip.name} (libtpu)'
     fake = jax.devices('cpu')[: pod.devices]
+    if len(fake) < pod.devices:
+        raise ConfigError(
+            f'topology {pod.name!r} has {pod.devices:,} devices, more than the {len(fake):,} fake '
+            f'ones of this process, which may have {MOST_FAKE_DEVICES:,}; slices of more TPUs need '
+            "libtpu: pip install -e '.[tpu]'"
+        )
     return fake, f'XLA for CPU, partitioned over {pod.devices:,} fake devices'
 
 
@@ -215,21 +301,18 @@ def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str,
     """Bytes of a device by kind: arguments by their shardings, the rest by XLA."""
 
     def on_device(tree: Any) -> int:
-        return sum(
-            math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-            for a in jax.tree.leaves(tree)
-        )
+        leaves = jax.tree.leaves(tree)
+        return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
 
-    stats, trials = compiled.memory_analysis(), state['trials']
+    stats = compiled.memory_analysis()
     kinds = {
-        'parameters': on_device(trials['params']),
-        'optimizer state': on_device(trials['opt_state']),
+        'parameters': on_device(state['trials']['params']),
+        'optimizer state': on_device(state['trials']['opt_state']),
         'batch': on_device(batch),
     }
-    others = stats.argument_size_in_bytes - sum(kinds.values())
     return {
         **kinds,
-        'step, hyperparameters, padding': others,
+        'step, hyperparameters, padding': stats.argument_size_in_bytes - sum(kinds.values()),
         'gradients and temporaries': stats.temp_size_in_bytes,
         'output': stats.output_size_in_bytes - stats.alias_size_in_bytes,
         'program': stats.generated_code_size_in_bytes,
@@ -238,12 +321,9 @@ def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str,
 
 def text(run: Description) -> str:
     """The description as a page of at most 100 columns."""
-    mesh = ' '.join(f'{axis}={size}' for axis, size in run.mesh.items())
-    warnings = (f'WARNING {warning}' for warning in run.warnings)
-    head = run.where, f'compiled by {run.compiler}', f'mesh {mesh}', *run.program, *warnings
-    total, stack = sum(run.memory.values()), f'of {_counted(run.trials, "trial")} each'
+    total = sum(run.memory.values())
     rows: list[tuple[str, float, str]] = [
-        ('parameters', run.parameters, stack),
+        ('parameters', run.parameters, f'of {run.trials} trial{"s" * (run.trials > 1)} each'),
         ('tokens', run.tokens, 'per step'),
         *((kind, size, _size_text(size)) for kind, size in run.memory.items()),
         ('memory per device', total, _size_text(total)),
@@ -253,7 +333,7 @@ def text(run: Description) -> str:
         rows.append(('HBM per device', run.capacity, share))
     peak = '' if run.seconds is None else f'{1e3 * run.seconds:,.3g} ms at the peak bfloat16 rate'
     rows.append(('FLOPs per device and step', run.flops, peak))
-    lines = [row for line in head for row in textwrap.wrap(line, WIDTH, subsequent_indent='  ')]
+    lines = [row for note in run.notes for row in textwrap.wrap(note, 100, subsequent_indent='  ')]
     return '\n'.join([*lines, '', *(f'{n:<31}{x:>23,.0f}  {note}'.rstrip() for n, x, note in rows)])
 
 
@@ -267,30 +347,21 @@ def check_log(path: str | Path) -> None:
 
 
 def append_to_log(run: Description, path: str | Path) -> None:
-    """Appends a row to a CSV file that `check_log` has accepted; 1 GB is 1e9 bytes.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
-    mesh = ' '.join(f'{axis}={n}' for axis, n in run.mesh.items() if n > 1) or 'data=1'
-    name, devices = (
-        f'{run.name} {mesh} {run.trials} x {run.parameters}',
-        math.prod(run.mesh.values()),
-    )
+    """Appends a row to a CSV file; 1 GB is 1e9 bytes."""
+    axes = {axis: size for axis, size in run.mesh.items() if size > 1} or {'data': 1}
+    name = f'{run.name} {_axes(axes)} {run.trials} x {run.parameters}'
     state = (run.memory['parameters'] + run.memory['optimizer state']) / 1e9
     sizes = f'{state:.6g},{sum(run.memory.values()) / 1e9:.6g},{run.flops / 1e12:.6g}'
-    try:
-        with open(path, 'a') as file:
-            file.write('' if file.tell() else HEADER)
-            file.write(f'{name},"{run.compiler}",{devices},{run.tokens},{sizes}\n')
-    except OSError as error:
-        raise ConfigError(f'--dry_run_log={path} cannot be written: {error.strerror}') from error
+    with open(path, 'a') as file:
+        file.write('' if file.tell() else HEADER)
+        devices = math.prod(run.mesh.values())
+        file.write(f'{name},"{run.compiler}",{devices},{run.tokens},{sizes}\n')
+
+
+def _axes(mesh: Any) -> str:
+    return ' '.join(f'{axis}={size}' for axis, size in mesh.items())
 
 
 def _size_text(size: float) -> str:
     unit = min(int(math.log(max(size, 1), 1024)), 4)
     return f'{size / 1024**unit:,.{2 if unit else 0}f} {("B", "KiB", "MiB", "GiB", "TiB")[unit]}'
-
-
-def _counted(count: int, noun: str) -> str:
-    return f'{count:,} {noun}{"s" * (count != 1)}'

@@ -64,16 +64,26 @@ def load(path: str | os.PathLike, trial: int = 0) -> tuple[ModelConfig, dict]:
     """
     path = absolute(path)
     if (path / ABOUT).exists():
-        model, params = _load_directory(path)
-    elif (path / 'config.json').exists() and (path / 'checkpoints').exists():
+        about = read_json(path / ABOUT, {'model': dict})
+        model = from_json(ModelConfig, about['model'], 'model.')
+        try:
+            with local_copy(path / PARAMETERS) as file:
+                flat = safetensors.numpy.load_file(file)
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise ConfigError(f'{path / PARAMETERS} cannot be read: {error}') from error
+        sums = _crc32s(flat)
+        if about.get('parameters_crc32', sums) != sums:
+            raise ConfigError(
+                f'{path / PARAMETERS} is damaged (its checksums are not those of {ABOUT}); restore '
+                'it from a copy or export the model again'
+            )
+        params = traverse_util.unflatten_dict(flat, sep='.')
+    elif is_run(path):
         config, _, stack = load_stack(path)
-        if not 0 <= trial < len(stack['alive']):
-            count = len(stack['alive'])
+        if not 0 <= trial < (count := len(stack['alive'])):
             raise ConfigError(f'trial={trial} must be in [0, {count}), the trials of {path}')
         if not stack['alive'][trial]:
-            log.warning(
-                'trial %d of %s diverged; these are its last finite parameters', trial, path
-            )
+            log.warning('trial %d of %s diverged; its last finite parameters', trial, path)
         model, params = config.model, jax.tree.map(lambda a: np.asarray(a[trial]), stack['params'])
     elif (path / 'study.json').exists():
         runs = sorted((path / 'runs').glob('*'))
@@ -88,6 +98,11 @@ def load(path: str | os.PathLike, trial: int = 0) -> tuple[ModelConfig, dict]:
     return model, params
 
 
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run with checkpoints."""
+    return (path / 'config.json').exists() and (path / 'checkpoints').is_dir()
+
+
 def check(model: ModelConfig, params: dict, where: str) -> None:
     """Raises ConfigError where names or shapes of `params` are not those of `model`."""
     expected = traverse_util.flatten_dict(abstract_params(model), sep='.')
@@ -98,23 +113,6 @@ def check(model: ModelConfig, params: dict, where: str) -> None:
     for name, leaf in expected.items():
         if leaf.shape != actual[name].shape:
             raise ConfigError(f'{where}: {name} is {actual[name].shape}, not {leaf.shape}')
-
-
-def _load_directory(path: Path) -> tuple[ModelConfig, dict]:
-    about = read_json(path / ABOUT, {'model': dict})
-    model = from_json(ModelConfig, about['model'], 'model.')
-    try:
-        with local_copy(path / PARAMETERS) as file:
-            flat = safetensors.numpy.load_file(file)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise ConfigError(f'{path / PARAMETERS} cannot be read: {error}') from error
-    actual = _crc32s(flat)
-    if about.get('parameters_crc32', actual) != actual:
-        raise ConfigError(
-            f'{path / PARAMETERS} is damaged (its checksums are not those of {ABOUT}); restore it '
-            'from a copy or export the model again'
-        )
-    return model, traverse_util.unflatten_dict(flat, sep='.')
 
 
 def _crc32s(flat: dict[str, np.ndarray]) -> dict[str, int]:

@@ -30,10 +30,9 @@ from qkattn.storage.run_directory import RunDirectory
 from qkattn.storage.sinks import Sinks, check_sinks
 from qkattn.train import exported, program, results, sharding
 from qkattn.train.checkpoint import Checkpoints
-from qkattn.train.clock import PARTS, Clock
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.program import Program
-from qkattn.train.trace import Trace
+from qkattn.train.timing import PARTS, Clock, Trace
 from qkattn.train.trials import Evaluation, Stack
 
 SEEN_WITHIN = 60.0
@@ -81,13 +80,13 @@ def train(
     require_same_settings(config)
     check_optimizer(config.optimizer, config.train.num_steps)
     check_sinks(config.train.sinks)
-    path, trace = check_directory(workdir), trace or Trace()
+    path, trials = check_directory(workdir), config.trials.trials()
     sharding.require_devices(config.mesh)
     agreement.on_owner(lambda: sharding.require_memory(config))
-    total, tokens_per_step = config.train.num_steps, _tokens_per_step(config)
+    total, tokens = config.train.num_steps, _tokens_per_step(config)
     with contextlib.ExitStack() as exits:
         progress = exits.enter_context(
-            owned(lambda: Progress(label, total, tokens_per_step=tokens_per_step, study=study))
+            owned(lambda: Progress(label, total, tokens_per_step=tokens, study=study))
         )
         with progress.phase('preparing data'):
             rows = owner_first(lambda: rows_of(config))
@@ -96,17 +95,14 @@ def train(
         stop = exits.enter_context(StopRequest())
         sinks = exits.enter_context(contextlib.closing(owned(lambda: Sinks(config, path))))
         require_shared(path)
-        results_path, trials = path / 'result.json', config.trials.trials()
+        results_path = path / 'result.json'
         finished = agreement.on_owner(
             lambda: read_results(results_path, trials) if results_path.exists() else None
         )
-        resumed = agreement.on_owner(lambda: directory.resumed)
-        trace.check(config, resumed=resumed, finished=finished is not None)
         if finished is not None:
             return finished
         with progress.phase('compiling'):
             compiled = build_program(config, path)
-        log_of_run = _Log(directory.metrics, sinks, progress)
 
         def taken_over() -> bool:
             return agreement.owner() and (lost() or directory.lost())
@@ -114,15 +110,26 @@ def train(
         with contextlib.closing(Checkpoints(path / 'checkpoints')) as checkpoints:
             with progress.phase('initializing'):
                 stack, record = start_stack(config, compiled, rows, checkpoints)
-            run = _Run(path, stack, log_of_run, checkpoints, stop, taken_over)
+            trace = trace or Trace(None, None, config.train)
+            metrics = directory.metrics
+            run = _Run(path, stack, metrics, sinks, progress, checkpoints, stop, taken_over)
             trial_results, documents = run.to_end(record, trace)
 
         def write() -> list[dict[str, Any]]:
+            """Writes what a run ends with; a start that finds no results makes all of it again."""
             if taken_over():
                 raise Lost(f'{path} was taken over before its results were written')
             for result in trial_results:
                 result['checkpoint_seconds'] = checkpoints.stall_seconds
-            return log_of_run.end(path, trial_results, documents)
+            metrics.check()
+            write_json(path / 'documents.json', documents, indent=None)
+            final = results.final_record(trial_results)
+            metrics.append(final)
+            metrics.flush()
+            write_json(results_path, trial_results)
+            sinks.write(final)
+            results.warn_of_diverged(path, trial_results)
+            return trial_results
 
         return agreement.on_owner(write)
 
@@ -191,9 +198,7 @@ def start_stack(
     """
     restored = checkpoints.restore(built.abstract_state)
     if restored is None:
-        state = built.init()
-        checkpoints.prepare(state)
-        return Stack(config, built, rows, state), _FIRST
+        return Stack(config, built, rows, built.init()), _FIRST
     state, record = restored
     if changes := differences(record['data'], rows.identity()):
         raise CheckpointError(
@@ -219,79 +224,33 @@ def pauses(train: TrainConfig, step: int, splits: Sequence[str]) -> dict[str, in
 # The steps
 
 
-class Divergences:
-    """The trials that have diverged, and their first step without a finite loss and gradient.
-
-    A step that the record of a checkpoint lacks stays unknown, None.
-    """
-
-    def __init__(self, alive_X: np.ndarray, steps: Sequence[int | None] | None = None):
-        steps = [None] * len(alive_X) if steps is None else steps
-        self._steps = {x: at for x, at in enumerate(steps) if not alive_X[x]}
-        self._number = len(alive_X)
-
-    def add(self, done: int, loss_CX: np.ndarray) -> None:
-        """Enters the losses of a dispatch, after which `done` steps are done."""
-        for x, loss_C in enumerate(loss_CX.T):
-            bad_steps = np.flatnonzero(~np.isfinite(loss_C))
-            if bad_steps.size:
-                self._steps.setdefault(x, done - len(loss_C) + int(bad_steps[0]) + 1)
-
-    def record(self) -> list[int | None]:
-        """The steps by trial; None for one that has not diverged."""
-        return [self._steps.get(x) for x in range(self._number)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Log:
-    """What a run writes and shows as it goes."""
-
-    metrics: MetricsFile
-    sinks: Sinks
-    progress: Progress
-
-    def record(self, record: dict[str, Any]) -> None:
-        self.metrics.append(record)
-        self.sinks.write(record)
-
-    def end(
-        self, path: Path, trial_results: list[dict[str, Any]], documents: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Writes what a run ends with; a start that finds no results makes all of it again."""
-        self.metrics.check()
-        write_json(path / 'documents.json', documents, indent=None)
-        final = results.final_record(trial_results)
-        self.metrics.append(final)
-        self.metrics.flush()
-        write_json(path / 'result.json', trial_results)
-        self.sinks.write(final)
-        results.warn_of_diverged(path, trial_results)
-        return trial_results
-
-
 @dataclasses.dataclass
 class _Run:
     """One start of a run, from a checkpoint to the last step."""
 
     path: Path
     stack: Stack
-    log: _Log
+    metrics: MetricsFile
+    sinks: Sinks
+    progress: Progress
     checkpoints: Checkpoints
     stop: StopRequest
     lost: Callable[[], bool]
     asked: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     validated: tuple[int, Evaluation] | None = None  # the newest, and its step
+    diverged_at: dict[int, int | None] = dataclasses.field(default_factory=dict)  # by trial
 
     def to_end(self, record: dict[str, Any], trace: Trace) -> tuple[list[dict], dict[str, Any]]:
         """Trains from the checkpoint of `record` on; the results of trials and documents."""
-        stack, train, step = self.stack, self.stack.config.train, self.stack.step
+        stack, config, step = self.stack, self.stack.config, self.stack.step
+        train, alive_X = config.train, stack.alive_X
         kept = {'evaluated': record['evaluated'], 'written': record['metrics']}
-        agreement.on_owner(lambda: self.log.metrics.rewind(step, train.log_every, **kept))
-        self.log.sinks.open(step)
-        clock, diverged = Clock(record), Divergences(stack.alive_X, record['diverged_at'])
-        tokens_per_step = _tokens_per_step(stack.config)
-        val_loss, unwritten = math.inf, None
-        trace.begin(stack.config, step, self.log.progress)
+        agreement.on_owner(lambda: self.metrics.rewind(step, train.log_every, **kept))
+        self.sinks.open(step)
+        # A step that the record of a checkpoint lacks stays unknown, None.
+        steps_X = record['diverged_at'] or [None] * len(alive_X)
+        self.diverged_at = {x: at for x, at in enumerate(steps_X) if not alive_X[x]}
+        clock, val_loss, unwritten = Clock(record), math.inf, None
         with (
             contextlib.closing(stack.batches()) as batches,
             contextlib.closing(clock),
@@ -300,7 +259,7 @@ class _Run:
             self.stop.defer_exit()
             if not record['evaluated'] and (val_loss := self._validate(step)) is None:
                 raise Stopped(self._stopped(step))
-            self.log.progress.begin(step, **pauses(train, step, stack.rows.splits))
+            self.progress.begin(step, **pauses(train, step, stack.rows.splits))
             since = step
             clock.start()
             for batch in clock.inputs(map(stack.place, batches)):
@@ -309,7 +268,7 @@ class _Run:
                 metrics = stack.train(batch)
                 clock.dispatched(metrics)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
-                self._write(unwritten, diverged, clock)
+                self._write(unwritten, clock)
                 step += train.steps_per_dispatch
                 unwritten = step, metrics
                 lost = self.lost()
@@ -320,29 +279,29 @@ class _Run:
                     raise Lost(f'{self.path} was taken over at step {step}')
                 if not (evaluating or saving):
                     continue
-                self._write(unwritten, diverged, clock)
+                self._write(unwritten, clock)
                 unwritten = None
                 jax.block_until_ready(stack.state)
-                clock.pause((step - since) * tokens_per_step)
+                clock.pause((step - since) * _tokens_per_step(config))
                 if evaluating and not stopping:
                     val_loss = self._validate(step)
                     stopping = val_loss is None
                 if saving or stopping:
                     record = {
                         # On the disk before the checkpoint: a resumed file has no gap.
-                        'metrics': agreement.on_owner(self.log.metrics.flush),
+                        'metrics': agreement.on_owner(self.metrics.flush),
                         'data': stack.rows.identity(),
                         **clock.seconds,
-                        'diverged_at': diverged.record(),
+                        'diverged_at': [self.diverged_at.get(x) for x in range(len(alive_X))],
                         'evaluated': not (evaluating and stopping),
                     }
-                    with self.log.progress.phase('saving'):
+                    with self.progress.phase('saving'):
                         self.checkpoints.save(step, stack.state, record, val_loss)
                 if stopping:
                     raise Stopped(self._stopped(step))
                 since = step
                 clock.start()
-        return self._results(clock, diverged)
+        return self._results(clock)
 
     def _should_stop(self, also: bool = False) -> bool:
         """Whether to stop here: the same in all processes, which ask equally often."""
@@ -357,17 +316,19 @@ class _Run:
         if evaluation is None:
             return None
         self.validated = step, evaluation
-        self.log.record(results.eval_record(step, evaluation))
-        self.log.progress.evaluated(step, evaluation.values['loss'])
+        self._record(results.eval_record(step, evaluation))
+        self.progress.evaluated(step, evaluation.values['loss'])
         return float(np.mean(evaluation.values['loss']))
 
     def _evaluate(self, split: str, *should_stop: Callable[[], bool]) -> Evaluation | None:
-        with self.log.progress.phase('evaluating'):
+        with self.progress.phase('evaluating'):
             return self.stack.evaluate(split, *should_stop)
 
-    def _write(
-        self, unwritten: tuple[int, dict] | None, diverged: Divergences, clock: Clock
-    ) -> None:
+    def _record(self, record: dict[str, Any]) -> None:
+        self.metrics.append(record)
+        self.sinks.write(record)
+
+    def _write(self, unwritten: tuple[int, dict] | None, clock: Clock) -> None:
         """Shows and logs the metrics of a dispatch: means over its steps by trial."""
         if unwritten is None:
             return
@@ -375,15 +336,15 @@ class _Run:
         jax.block_until_ready(metrics)
         with clock.part('logging_seconds'):
             loss_CX = np.asarray(metrics['loss'], np.float64)
-            diverged.add(step, loss_CX)
+            for x, loss_C in enumerate(loss_CX.T):
+                if (bad_steps := np.flatnonzero(~np.isfinite(loss_C))).size:
+                    self.diverged_at.setdefault(x, step - len(loss_C) + int(bad_steps[0]) + 1)
             if step % self.stack.config.train.log_every == 0:
                 means = {n: np.asarray(v_CX, np.float64).mean(0) for n, v_CX in metrics.items()}
-                self.log.record({'kind': 'train', 'step': step, **means})
-        self.log.progress.update(step, loss_CX.mean(0))
+                self._record({'kind': 'train', 'step': step, **means})
+        self.progress.update(step, loss_CX.mean(0))
 
-    def _results(
-        self, clock: Clock, diverged: Divergences
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def _results(self, clock: Clock) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The results of the trials, and of the documents that they were evaluated on."""
         stack = self.stack
         self.checkpoints.wait()
@@ -403,8 +364,8 @@ class _Run:
             'lifting': stack.program.lifting,
         }
         provenance = agreement.on_owner(lambda: results.software_of(self.path))
-        with self.log.progress.phase('measuring'):
+        with self.progress.phase('measuring'):
             trial_results = results.trial_results(
-                stack, evaluations, costs, provenance, diverged.record()
+                stack, evaluations, costs, provenance, self.diverged_at
             )
         return trial_results, results.document_results(stack, evaluations, trial_results)

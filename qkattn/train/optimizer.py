@@ -1,13 +1,13 @@
 """Optimizers and schedules by name, with learning rate and weight decay as arrays.
 
-An optimizer is one function and one line in OPTIMIZERS, a schedule one function and one line in
-SCHEDULES, or either a function named by import path; options in the name are its keyword-only
-arguments.
+An optimizer is one function and one line in OPTIMIZERS, a schedule one entry of SCHEDULES, or
+either a function named by import path; options in the name are its keyword-only arguments.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def optimizer(
     clip = optax.identity()
     if config.clip_norm is not None:
         clip = optax.clip_by_global_norm(jnp.float32(config.clip_norm))
-    rate, named = learning_rate * fraction, _named_optimizer(config)
+    rate, named = learning_rate * fraction, _named(config, 'name', OPTIMIZERS)
     if config.decay == 'coupled':
         return optax.chain(clip, named(config, rate, weight_decay))
     decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decayed)
@@ -52,11 +52,11 @@ def optimizer(
 def decayed(params: dict) -> dict:
     """True for matrices and embeddings (w_...) that train, False for biases, gains and frozen."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key.startswith('w_') and not is_frozen(path), params
+        lambda path, _: path[-1].key.startswith('w_') and not _is_frozen(path), params
     )
 
 
-def is_frozen(path: tuple) -> bool:
+def _is_frozen(path: tuple) -> bool:
     """Whether a parameter never trains (w_frozen_...): its gradient is 0 and it does not decay."""
     return path[-1].key.startswith('w_frozen_')
 
@@ -92,8 +92,7 @@ def muon(
     """Muon for the matrices of the blocks (Jordan et al. 2024), Adam for all other parameters.
 
     Both with Nesterov momentum, as in optax. Updates of matrices are scaled to the root mean square
-    of Adam's (Liu et al. 2025, 'Muon is scalable for LLM training'), so that learning rates
-    compare. Each head is a matrix of its own.
+    of Adam's (Liu et al. 2025), so that learning rates compare. Each head is a matrix of its own.
     """
     return optax.chain(
         optax.contrib.muon(
@@ -121,7 +120,7 @@ def matrix_axes(params: dict) -> dict:
         name = path[-1].key
         letters = name.rpartition('_')[2]
         in_block = any(entry.key == 'blocks' for entry in path)
-        if not (in_block and name.startswith('w_') and len(letters) > 1) or is_frozen(path):
+        if not (in_block and name.startswith('w_') and len(letters) > 1) or _is_frozen(path):
             return None
         first = leaf.ndim - len(letters)
         kept = [i for i, letter in enumerate(letters) if letter not in 'NK']
@@ -132,10 +131,20 @@ def matrix_axes(params: dict) -> dict:
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    'adamw': adamw,
-    'muon': muon,
-    'sgd': sgd,
+OPTIMIZERS: dict[str, Callable[..., Any]] = {'adamw': adamw, 'muon': muon, 'sgd': sgd}
+
+
+def _inverse_sqrt(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+    warmup = config.warmup_steps
+    return lambda steps: jnp.sqrt(warmup / (warmup + jnp.maximum(steps, 0)))
+
+
+# (config, number of steps after the warm-up) -> fraction of the peak at each of these steps.
+SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
+    'linear': lambda config, steps: optax.linear_schedule(1.0, config.final_fraction, steps),
+    'cosine': lambda config, steps: optax.cosine_decay_schedule(1.0, steps, config.final_fraction),
+    'constant': lambda config, steps: optax.constant_schedule(1.0),
+    'inverse_sqrt': _inverse_sqrt,
 }
 
 
@@ -146,74 +155,38 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     reaches final_fraction after the last step, except 'inverse_sqrt', which is sqrt(W / s).
     """
     warmup = config.warmup_steps
-    decay = _named_schedule(config)(config, num_steps - warmup)
+    decay = _named(config, 'schedule', SCHEDULES)(config, num_steps - warmup)
     if not warmup:
         return decay
-    rise = optax.schedules.linear_schedule(1 / (warmup + 1), 1.0, warmup)
-    return optax.schedules.join_schedules([rise, decay], [warmup])
+    return optax.join_schedules(
+        [optax.linear_schedule(1 / (warmup + 1), 1.0, warmup), decay], [warmup]
+    )
 
 
-def linear(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
-    return optax.schedules.linear_schedule(1.0, config.final_fraction, decay_steps)
-
-
-def cosine(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
-    return optax.schedules.cosine_decay_schedule(1.0, decay_steps, config.final_fraction)
-
-
-def constant(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
-    return optax.schedules.constant_schedule(1.0)
-
-
-def inverse_sqrt(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
-    warmup = config.warmup_steps
-    return lambda steps: jnp.sqrt(warmup / (warmup + jnp.maximum(steps, 0)))
-
-
-# (config, number of steps after the warm-up) -> fraction of the peak at each of these steps.
-SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
-    'linear': linear,
-    'cosine': cosine,
-    'constant': constant,
-    'inverse_sqrt': inverse_sqrt,
-}
-
-
-def _named_optimizer(config: OptimizerConfig) -> Callable[..., optax.GradientTransformation]:
-    needs = 'a function (config, learning_rate, weight_decay, *, options)'
-    fits = takes('config', 'learning_rate', 'weight_decay')
-    function, options = resolve(config.name, OPTIMIZERS, 'optimizer.name', needs=needs, fits=fits)
-    return functools.partial(function, **options)
-
-
-def _named_schedule(config: OptimizerConfig) -> Callable[[OptimizerConfig, int], optax.Schedule]:
-    needs, fits = 'a function (config, decay_steps, *, options)', takes('config', 'decay_steps')
+def _named(config: OptimizerConfig, field: str, known: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function that a field of the config names, with its options."""
+    arguments = ('learning_rate', 'weight_decay') if field == 'name' else ('decay_steps',)
+    needs, fits = f'a function (config, {", ".join(arguments)}, *, options)', takes('', *arguments)
     function, options = resolve(
-        config.schedule, SCHEDULES, 'optimizer.schedule', needs=needs, fits=fits
+        getattr(config, field), known, f'optimizer.{field}', needs=needs, fits=fits
     )
     return functools.partial(function, **options)
 
 
 def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
-    """Raises ConfigError for an optimizer or schedule that is unknown or not what it has to be.
-
-    A schedule from outside has to end at the final_fraction that decides whether a run anneals.
-    """
-    named, decay = _named_optimizer(config), _named_schedule(config)
+    """Raises ConfigError for an optimizer or schedule that is unknown or not what it has to be."""
+    named, decay = _named(config, 'name', OPTIMIZERS), _named(config, 'schedule', SCHEDULES)
     if ':' in config.name:
         made = called('optimizer.name', config.name, lambda: named(config, 1e-3, 0.0))
         if not isinstance(made, optax.GradientTransformation):
-            raise ConfigError(
-                f'optimizer.name={config.name!r} must return an optax.GradientTransformation, '
-                f'not {made!r}'
-            )
+            needed = f'must return an optax.GradientTransformation, not {made!r}'
+            raise ConfigError(f'optimizer.name={config.name!r} {needed}')
     if ':' in config.schedule:
-        steps = num_steps - config.warmup_steps
-        end = called(
-            'optimizer.schedule', config.schedule, lambda: float(decay(config, steps)(steps))
-        )
+        text, steps = config.schedule, num_steps - config.warmup_steps
+        end = called('optimizer.schedule', text, lambda: float(decay(config, steps)(steps)))
+        # final_fraction decides whether a run anneals.
         if not math.isclose(end, config.final_fraction, abs_tol=1e-3):
             raise ConfigError(
                 f'optimizer.final_fraction={config.final_fraction} must be {end:.4g}, where '
-                f'optimizer.schedule={config.schedule!r} ends'
+                f'optimizer.schedule={text!r} ends'
             )

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 import operator
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ from qkattn.train.sharding import leading_shape
 from qkattn.train.step import init_stack, train_trial
 
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
-LIFTINGS = {'map': 'one after another', 'vmap': 'side by side'}
+LIFTINGS = ('map', 'vmap')
 
 log = logging.getLogger(__name__)
 
@@ -38,20 +37,15 @@ class Program:
     """A run's train program on its mesh.
 
     Attributes:
-      mesh: (trial, data, fsdp, tensor).
-      lifting: 'vmap' or 'map'.
       abstract_state: ShapeDtypeStructs with shardings, the target of a restore.
-      hyper: seed, learning_rate and weight_decay of each trial, on the mesh.
       train: (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]); donates its state.
       init: () -> state before step 0.
-      compile_seconds: time to compile `train`.
       measured: seconds per step by lifting, where it was chosen by measurement.
     """
 
     mesh: Mesh
     lifting: str
     abstract_state: dict
-    hyper: dict[str, jax.Array]
     train: Callable[[dict, dict], tuple[dict, dict]]
     init: Callable[[], dict]
     compile_seconds: float
@@ -120,11 +114,7 @@ def stack_program(
     mesh: Mesh,
     measure: Callable[[Config, dict, dict], dict[str, jax.Array]],
 ) -> Callable[[dict, dict], dict[str, jax.Array]]:
-    """The program (params of X trials, one batch [B, ...]) -> `measure` of each, stacked.
-
-    Args:
-      measure: (config, params of a trial, batch) -> arrays by name.
-    """
+    """The program (params of X trials, one batch [B, ...]) -> `measure` of each, stacked."""
 
     def measured(params: dict, batch: dict) -> dict[str, jax.Array]:
         batch = jax.lax.with_sharding_constraint(batch, sharding.row_sharding(mesh))
@@ -173,31 +163,27 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
     """Compiles the run's train program.
 
     Args:
-      config: validated.
       lifting: the choice that an earlier start of the same run recorded; None follows
         config.train.lifting, with a measurement where that is 'auto'.
       params: initial parameters of all trials; None draws them from the seeds.
-
-    Raises:
-      ConfigError: the mesh needs more devices than there are.
     """
     keep_freed_memory()
     mesh = sharding.make_mesh(config.mesh)
     trials = config.trials.trials()
     abstract, abstract_hyper, batch = abstract_inputs(config, mesh)
     hyper: dict[str, jax.Array] = {
-        name: jax.make_array_from_callback(
-            wanted.shape,
-            wanted.sharding,
-            np.array([trial[name] for trial in trials], wanted.dtype).__getitem__,
-        )
+        name: _placed(np.array([trial[name] for trial in trials]), wanted)
         for name, wanted in abstract_hyper.items()
     }
-    init = jax.jit(
-        functools.partial(init_stack, config),
-        out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
-        compiler_options=_quick_to_compile(mesh),
-    )
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    initial = jax.jit(functools.partial(init_stack, config), out_shardings=shardings)
+
+    def init() -> dict:
+        state = initial(hyper['seed'])
+        if params is not None:
+            drawn = state['trials'].pop('params')
+            state['trials']['params'] = jax.tree.map(_placed, params, drawn)
+        return state
 
     def compiled(kind: str) -> tuple[Callable, float]:
         start = time.perf_counter()
@@ -206,38 +192,39 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
 
     kinds: tuple[str, ...] = (lifting or config.train.lifting,)
     if kinds == ('auto',):
-        kinds = tuple(LIFTINGS) if len(trials) > 1 else ('vmap',)
-    programs = {kind: compiled(kind) for kind in kinds}
-    measured: dict[str, float] = {}
+        kinds = LIFTINGS if len(trials) > 1 else ('vmap',)
+    programs, measured = {kind: compiled(kind) for kind in kinds}, {}
     if len(kinds) > 1:
         scratch = constant_batch(config, mesh)
         for kind, (run, _) in programs.items():
-            seconds = seconds_per_dispatch(run, lambda: (init(hyper['seed']), hyper, scratch))
+            seconds = seconds_per_dispatch(run, lambda: (init(), hyper, scratch))
             measured[kind] = seconds / config.train.steps_per_dispatch
         measured = agreement.on_owner(lambda: measured)
-        texts = [
-            f'{LIFTINGS[kind]} ({kind}): {measured[kind]:.3g} s per step'
-            for kind in sorted(measured, key=measured.__getitem__)
-        ]
-        log.info('trials are trained %s', '; '.join(texts))
+        each = ', '.join(f'{kind} {seconds:.3g}' for kind, seconds in measured.items())
+        log.info('seconds per step by lifting: %s', each)
     chosen = min(measured, key=measured.__getitem__) if measured else kinds[0]
     steps, compile_seconds = programs[chosen]
     return Program(
         mesh=mesh,
         lifting=chosen,
         abstract_state=abstract,
-        hyper=hyper,
         train=lambda state, batch: steps(state, hyper, batch),
-        init=lambda: _start_from(params, init(hyper['seed'])),
+        init=init,
         compile_seconds=compile_seconds,
         measured=measured,
     )
 
 
+def _placed(value: np.ndarray, like: Any) -> jax.Array:
+    """An array of the shape, dtype and sharding of `like`, to which `value` is broadcast."""
+    whole = np.broadcast_to(np.asarray(value, like.dtype), like.shape)
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
+
+
 def constant_batch(config: Config, mesh: Mesh) -> dict[str, jax.Array]:
     """A global batch of ones, for timing."""
-    share = sharding.local_share(config, mesh)
-    leading = (config.train.steps_per_dispatch, len(share.trials), len(share.rows))
+    held = sharding.local_share(config, mesh)
+    leading = (config.train.steps_per_dispatch, *map(len, held))
     shapes = task_of(config).array_shapes(config.model)
     local = {name: np.ones((*leading, length), dtype) for name, (length, dtype) in shapes.items()}
     return sharding.place_batch(config, mesh, local)
@@ -267,28 +254,3 @@ def warm_up(config: Config) -> tuple[float, float]:
         seconds = seconds_per_dispatch(program.train, lambda: (program.init(), batch))
         per_step = seconds / config.train.steps_per_dispatch
     return agreement.on_owner(lambda: (per_step, program.compile_seconds))
-
-
-def _quick_to_compile(mesh: Mesh) -> dict[str, int] | None:
-    """Options for a program that is run once: on a CPU its compilation is what it costs.
-
-    With them drawing the parameters gives the same bits in the same time.
-    """
-    options = {'xla_backend_optimization_level': 1, 'xla_cpu_parallel_codegen_split_count': 1}
-    chosen = os.environ.get('XLA_FLAGS', '')
-    if mesh.devices.flat[0].platform != 'cpu':
-        return None
-    return {name: value for name, value in options.items() if name not in chosen}
-
-
-def _start_from(params: dict | None, state: dict) -> dict:
-    """The initial state, with `params` in every trial."""
-    if params is None:
-        return state
-
-    def place(given: np.ndarray, fresh: jax.Array) -> jax.Array:
-        stacked = np.broadcast_to(np.asarray(given, fresh.dtype), fresh.shape)
-        return jax.make_array_from_callback(fresh.shape, fresh.sharding, lambda i: stacked[i])
-
-    placed = jax.tree.map(place, params, state['trials']['params'])
-    return {**state, 'trials': {**state['trials'], 'params': placed}}

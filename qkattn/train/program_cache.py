@@ -36,10 +36,9 @@ def directory() -> Path:
 
     Not of QKATTN_DATA, which users may share: programs are machine code that is executed.
     """
-    named, cache = os.environ.get(_NAMED), os.environ.get('XDG_CACHE_HOME', '')
-    if not os.path.isabs(cache):  # a directory that the standard tells to ignore
-        cache = '~/.cache'
-    path = expanded(named or f'{cache}/qkattn/compiled').absolute()
+    cache = os.environ.get('XDG_CACHE_HOME', '')
+    cache = cache if os.path.isabs(cache) else '~/.cache'  # the standard ignores relative ones
+    path = expanded(os.environ.get(_NAMED) or f'{cache}/qkattn/compiled').absolute()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     return path / f'{os.environ.get("NPROC") or cores}-cores'
 
@@ -61,8 +60,7 @@ def keep_programs() -> None:
         status = path.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise PermissionError(f'{path} is not a directory of this user alone, of mode 700')
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        tempfile.TemporaryFile(dir=path).close()
         if not os.environ.get(_NAMED):
             _delete_oldest(path.parent)
     except (OSError, ConfigError) as error:  # a user may have no home directory
@@ -77,9 +75,9 @@ def keep_programs() -> None:
 def without_cache() -> Iterator[None]:
     """Compiles afresh: XLA warns while it compiles."""
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    jax.config.update('jax_enable_compilation_cache', False)
-    compilation_cache.reset_cache()  # JAX decides once whether it uses the cache
     try:
+        jax.config.update('jax_enable_compilation_cache', False)
+        compilation_cache.reset_cache()  # JAX decides once whether it uses the cache
         yield
     finally:
         jax.config.update('jax_enable_compilation_cache', enabled)
@@ -88,10 +86,9 @@ def without_cache() -> Iterator[None]:
 
 def _delete_oldest(path: Path) -> None:
     """Deletes the programs used least recently, until what is left is within the limit."""
-    files = [(file.stat(), file) for file in path.glob('*/*-cache')]
-    total = sum(stat.st_size for stat, _ in files)
-    for stat, file in sorted(files, key=lambda entry: max(entry[0].st_atime, entry[0].st_mtime)):
-        if total <= LIMIT:
-            break
-        file.unlink(missing_ok=True)
-        total -= stat.st_size
+    stats = {file: file.stat() for file in path.glob('*/*-cache')}
+    total = sum(stat.st_size for stat in stats.values())
+    for file in sorted(stats, key=lambda file: max(stats[file].st_atime, stats[file].st_mtime)):
+        if total > LIMIT:
+            file.unlink(missing_ok=True)
+            total -= stats[file].st_size

@@ -17,9 +17,9 @@ from qkattn.model.sites import attention_spec
 from qkattn.storage.records import DIVERGED, FINISHED, PROVENANCE, START, read_json, to_jsonable
 from qkattn.train.trials import Evaluation, Stack
 
-log = logging.getLogger(__name__)
-
 MAX_NAMED = 4  # diverged trials in a warning; the others are counted
+
+log = logging.getLogger(__name__)
 
 
 def trial_results(
@@ -27,7 +27,7 @@ def trial_results(
     evaluations: Mapping[str, Evaluation],
     costs: Mapping[str, Any],
     provenance: Mapping[str, Any],
-    diverged_at: Sequence[int | None],
+    diverged_at: Mapping[int, int | None],
 ) -> list[dict[str, Any]]:
     """The results of a finished run, in trial order; JSON.
 
@@ -35,7 +35,7 @@ def trial_results(
       evaluations: the last one of each split but 'train'.
       costs: seconds, tokens per second and lifting, of the whole run.
       provenance: of the software and devices; user and host stay in provenance.json.
-      diverged_at: the step at which each trial diverged; None for those that did not.
+      diverged_at: the step at which a trial diverged, by its number.
     """
     num_steps = stack.step
     common = _common(stack, evaluations, costs) | {'provenance': provenance}
@@ -45,7 +45,7 @@ def trial_results(
     for x, trial in enumerate(stack.config.trials.trials()):
         # A finite gradient in the last step may still have left parameters with an infinite loss.
         finite = bool(alive_X[x] and np.isfinite(loss_X[x]))
-        at = num_steps if alive_X[x] and not finite else diverged_at[x]
+        at = num_steps if alive_X[x] and not finite else diverged_at.get(x)
         status = {'status': FINISHED if finite else DIVERGED, 'diverged_at': at}
         result = {'trial': trial, **status, **common}
         for split, prefix in PREFIXES.items():
@@ -55,9 +55,8 @@ def trial_results(
                 result[metric.field(prefix)] = None if value_X is None else float(value_X[x])
         result |= {name: float(v_X[x]) if finite else None for name, v_X in measured.items()}
         if finite:
-            result |= (
-                score_trial(stack.config, stack.rows, functools.partial(stack.params, x)) or {}
-            )
+            params = functools.partial(stack.params, x)
+            result |= score_trial(stack.config, stack.rows, params) or {}
         results.append(result)
     return to_jsonable(results)
 
@@ -98,31 +97,30 @@ def _common(
 
 
 def document_results(
-    stack: Stack,
-    evaluations: Mapping[str, Evaluation],
-    results: Sequence[Mapping[str, Any]],
+    stack: Stack, evaluations: Mapping[str, Evaluation], results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Targets and nats of every document of each split: {split: {documents, tokens, nats}}.
 
     `nats` [X, C] are null for a trial that diverged; of the others, sum(nats) / sum(tokens) is the
-    loss. A row counts as one of the document that it belongs to; rows that belong to none are dealt
-    out in turn.
+    loss. Rows that belong to no document are dealt out to clusters in turn.
     """
     splits = {}
     for split, evaluation in evaluations.items():
         max_rows = stack.config.data.eval_sequences
         names, document_R = pipeline.clusters(stack.rows, split, max_rows)
-        count, number = len(document_R), len(names)  # rows that pad the last batch follow
-        targets_C = np.bincount(document_R, evaluation.targets_R[:count], minlength=number)
+        count = len(document_R)  # rows that pad the last batch follow
+        sums = functools.partial(np.bincount, document_R, minlength=len(names))
+        targets_C = sums(weights=evaluation.targets_R[:count])
         present_C = targets_C > 0
-        nats_X: list[list[float] | None] = []
-        for nats_R, result in zip(evaluation.nats_RX.T, results, strict=True):
-            nats_C = np.bincount(document_R, nats_R[:count], minlength=number)[present_C]
-            nats_X.append(nats_C.tolist() if result['status'] == FINISHED else None)
         splits[split] = {
             'documents': [name for name, present in zip(names, present_C, strict=True) if present],
             'tokens': targets_C[present_C].astype(int).tolist(),
-            'nats': nats_X,
+            'nats': [
+                sums(weights=nats_R[:count])[present_C].tolist()
+                if result['status'] == FINISHED
+                else None
+                for nats_R, result in zip(evaluation.nats_RX.T, results, strict=True)
+            ],
         }
     return splits
 
@@ -156,18 +154,13 @@ def software_of(directory: Path) -> dict[str, Any]:
 
 def warn_of_diverged(directory: Path, results: Sequence[Mapping[str, Any]]) -> None:
     """Logs how many trials diverged, if any, at which seeds, learning rates and steps."""
-    diverged = [result for result in results if result['status'] == DIVERGED]
-    if not diverged:
-        return
-    number = len(results)
     named = [
-        f'seed {result["trial"]["seed"]} at learning rate {result["trial"]["learning_rate"]:g}'
-        + ('' if result['diverged_at'] is None else f' at step {result["diverged_at"]:,}')
-        for result in diverged[:MAX_NAMED]
+        f'seed {result["trial"]["seed"]} at learning rate {result["trial"]["learning_rate"]:g}, '
+        f'step {result["diverged_at"]}'
+        for result in results
+        if result['status'] == DIVERGED
     ]
-    named += [f'{len(diverged) - MAX_NAMED} more'] * (len(diverged) > MAX_NAMED)
-    who, advice = f'{len(diverged)} of {number} trials diverged', ''
-    if len(diverged) == number:
-        who = 'the only trial' if number == 1 else f'all {number} trials'
-        who, advice = f'{who} diverged, the run has no losses', '; lower trials.learning_rates'
-    log.warning('%s: %s: %s%s', directory, who, ', '.join(named), advice)
+    if named:
+        others = ['...'] * (len(named) > MAX_NAMED)
+        text = '; '.join(named[:MAX_NAMED] + others)
+        log.warning('%s: %s of %s trials diverged: %s', directory, len(named), len(results), text)

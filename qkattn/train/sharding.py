@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import jax
@@ -30,7 +29,6 @@ from qkattn.model import cost
 # 0.10.2 and 0.12.0 return wrong sums from a scan over microbatches on a mesh of all three axes.
 CANDIDATES = {'fsdp': 'VDERC', 'tensor': 'NKFHV'}
 JOINT = 'V'
-
 BATCH_AXES = ('data', 'fsdp')
 
 log = logging.getLogger(__name__)
@@ -60,57 +58,39 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
     Neighbours along the last axes are near each other: tensor and fsdp cross from one process, and
     from one slice (TPU) or node (GPU) to another, only where the axes before them are too short.
-
-    Raises:
-      ConfigError: more devices asked for than there are, or a mesh that does not fit the slices.
+    Raises ConfigError where more devices are asked for than there are.
     """
-    shape = (config.trial, config.data, config.fsdp, config.tensor)
     if devices is None:
         require_devices(config)
         devices = jax.devices()
-    wanted = math.prod(shape)
-    if wanted < len(devices):
-        log.warning('the mesh uses %d of %d devices', wanted, len(devices))
     names = ('trial', 'data', 'fsdp', 'tensor')
-    devices, types = devices[:wanted], (AxisType.Auto,) * 4
-    sizes = Counter(getattr(device, 'slice_index', 0) for device in devices).values()
-    if len(sizes) == 1:
-        # jax.make_mesh refuses a mesh such as 32 x 8 on a torus of 16 x 16 chips.
-        arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return Mesh(arranged, names, axis_types=types)
-    # Slices along each axis, as many as possible along the first ones.
-    outer, left = [], len(sizes)
-    for size in shape:
-        outer.append(math.gcd(size, left))
-        left //= outer[-1]
-    inner = [size // span for size, span in zip(shape, outer, strict=True)]
-    if left > 1 or len(set(sizes)) > 1:
-        raise ConfigError(
-            f'mesh {dataclasses.asdict(config)} cannot be laid over {len(sizes)} slices or nodes '
-            f'of {", ".join(map(str, sizes))} devices; each must have its equal part of the axes'
+    shape = tuple(getattr(config, axis) for axis in names)
+    if (size := math.prod(shape)) < len(devices):
+        log.warning('the mesh uses %d of %d devices', size, len(devices))
+    # jax.make_mesh refuses several slices, and a mesh such as 32 x 8 on a torus of 16 x 16 chips.
+    by_slice = sorted(devices[:size], key=_slice_of)
+    if _slice_of(by_slice[0]) == _slice_of(by_slice[-1]):
+        arranged = mesh_utils.create_device_mesh(
+            shape, devices[:size], allow_split_physical_axes=True
         )
-    arranged = mesh_utils.create_hybrid_device_mesh(
-        inner, outer, devices, allow_split_physical_axes=True
-    )
-    return Mesh(arranged, names, axis_types=types)
+    else:
+        arranged = np.array(by_slice).reshape(shape)
+    return Mesh(arranged, names, axis_types=(AxisType.Auto,) * 4)
 
 
-def letters(path: str, num_axes: int) -> str:
-    """One letter per axis: X for trials, L for layers, then those that the name ends with.
-
-    'params/blocks/mlp/w_in_DF' with 4 axes -> 'XLDF'. A leaf that is no parameter has only X.
-    """
-    match = re.search(r'(?:^|/)[wbg](?:_[a-z]+)*_([A-Z]+)$', path)
-    named = match[1] if match else ''
-    leading = 'XL' if re.search(r'(^|/)blocks/', path) and named else 'X'
-    return (leading + named).ljust(num_axes, '.')[:num_axes]
+def _slice_of(device: jax.Device) -> int:
+    return getattr(device, 'slice_index', 0)
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
-    """The partition of one leaf of the train state, whose first axis is X."""
-    names = letters(path, len(shape))
-    if len(names) != len(shape):
-        raise ValueError(f'{path} has shape {shape}, but its name says {names}')
+    """The partition of one leaf of the train state, by the letters of its axes.
+
+    These are X for trials, L for layers, then those that the name ends with: XLDF for
+    'params/blocks/mlp/w_in_DF'. A leaf that is no parameter has only X.
+    """
+    match = re.search(r'(?:^|/)[wbg](?:_[a-z]+)*_([A-Z]+)$', path)
+    names = 'X' + ('L' if match and re.search(r'(^|/)blocks/', path) else '')
+    names = (names + (match[1] if match else '')).ljust(len(shape), '.')[: len(shape)]
     axes: dict[str, tuple[str, ...]] = {'X': ('trial',)}
     for mesh_axis, candidates in CANDIDATES.items():
         present = [c for c in candidates if c in names and (c not in axes or c in JOINT)]
@@ -143,11 +123,11 @@ def say_once(message: str) -> None:
 def state_shardings(state: dict, mesh: Mesh | AbstractMesh) -> dict:
     """A NamedSharding for every leaf of an (abstract) train state; `step` is replicated."""
 
-    def of_leaf(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def placed(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator='/')
         return NamedSharding(mesh, P() if name == 'step' else spec(name, leaf.shape, mesh))
 
-    return jax.tree_util.tree_map_with_path(of_leaf, state)
+    return jax.tree_util.tree_map_with_path(placed, state)
 
 
 def place_activations(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, str], jax.Array]:
@@ -186,29 +166,20 @@ def row_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 def leading_shape(config: Config) -> tuple[int, int, int, int]:
     """[C, X, A, B] of one dispatch: steps, trials, microbatches, rows."""
-    train = config.train
-    trials, rows = len(config.trials.trials()), train.batch_size // train.accumulation
+    train, trials = config.train, len(config.trials.trials())
+    rows = train.batch_size // train.accumulation
     return train.steps_per_dispatch, trials, train.accumulation, rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What a process reads of a batch: the numbers of its trials, and of its rows of each."""
-
-    trials: np.ndarray
-    rows: np.ndarray
-
-
-def local_share(config: Config, mesh: Mesh) -> Share:
-    """The trials and rows of the global batch that this process's devices hold.
+def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
+    """The trials and rows of the global batch that this process's devices hold, ascending.
 
     Processes that share a slice of the batch axes over fsdp or tensor hold the same rows. Row r of
     a batch is row r // A of microbatch r % A.
     """
-    _, X, A, B = shape = leading_shape(config)
-    rows_B = _held(batch_sharding(mesh), shape, axis=3)
-    rows = (rows_B[:, None] * A + np.arange(A)).ravel()
-    return Share(_held(batch_sharding(mesh), shape, axis=1), rows)
+    _, _, A, _ = shape = leading_shape(config)
+    trials, rows_B = (_held(batch_sharding(mesh), shape, axis) for axis in (1, 3))
+    return trials, (rows_B[:, None] * A + np.arange(A)).ravel()
 
 
 def local_rows(config: Config, mesh: Mesh) -> np.ndarray:
@@ -222,13 +193,14 @@ def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dic
     The batch is cut into microbatches here rather than in the program, where the cut would move
     rows between devices.
     """
+    C, X, A, B = leading_shape(config)
 
     def place(local_CXBT: np.ndarray) -> jax.Array:
-        (C, X, _, T), (A, B) = local_CXBT.shape, leading_shape(config)[2:]
-        local_CXABT = np.swapaxes(local_CXBT.reshape(C, X, -1, A, T), 2, 3)
-        return _place(local_CXABT, batch_sharding(mesh), (C, leading_shape(config)[1], A, B, T))
+        _, held, _, T = local_CXBT.shape
+        local_CXABT = np.swapaxes(local_CXBT.reshape(C, held, -1, A, T), 2, 3)
+        return _place(local_CXABT, batch_sharding(mesh), (C, X, A, B, T))
 
-    return {name: place(array) for name, array in local.items()}
+    return jax.tree.map(place, local)
 
 
 def place_rows(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -274,8 +246,7 @@ def least_memory(config: Config) -> int:
 
 def require_memory(config: Config) -> None:
     """Raises ConfigError where the devices lack `least_memory`, however it is placed."""
-    trials, parameters = len(config.trials.trials()), cost.measured(config.model, 'total')
-    needed = least_memory(config)
+    needed, model, trials = least_memory(config), config.model, len(config.trials.trials())
     devices = jax.devices()[: math.prod(dataclasses.astuple(config.mesh))]
     here = [device for device in devices if device.process_index == jax.process_index()]
     limits = [stats['bytes_limit'] for device in here if (stats := device.memory_stats())]
@@ -284,9 +255,9 @@ def require_memory(config: Config) -> None:
     present *= len(devices) // len(here)  # of all processes, as that of this one
     if needed > present:
         raise ConfigError(
-            f'{trials} trial{"s" * (trials > 1)} of {parameters:,} parameters (model.vocab_size='
-            f'{config.model.vocab_size}, model.d_model={config.model.d_model}, model.num_layers='
-            f'{config.model.num_layers}) and batches of train.batch_size={config.train.batch_size} '
-            f'need {needed / 2**30:,.1f} GiB, more than the {present / 2**30:,.1f} GiB of the '
-            'devices; reduce these or use more devices'
+            f'{trials} trial{"s" * (trials > 1)} of {cost.measured(model, "total"):,} parameters '
+            f'(model.vocab_size={model.vocab_size}, model.d_model={model.d_model}, model.num_layers'
+            f'={model.num_layers}) and batches of train.batch_size={config.train.batch_size} need '
+            f'{needed / 2**30:,.1f} GiB, more than the {present / 2**30:,.1f} GiB of the devices; '
+            'reduce these or use more devices'
         )

@@ -35,11 +35,7 @@ def init_stack(config: Config, seeds: jax.Array) -> dict:
 
 
 def on_targets(
-    config: Config,
-    params: dict,
-    batch: dict,
-    measure: OnTargets,
-    dropout_key: jax.Array | None = None,
+    config: Config, params: dict, batch: dict, measure: OnTargets, key: jax.Array | None = None
 ) -> dict[str, jax.Array]:
     """`measure` of the logits and targets of a batch.
 
@@ -48,15 +44,11 @@ def on_targets(
     """
     dtype = jnp.dtype(config.model.compute_dtype)
     model = with_params(config.model, jax.tree.map(lambda p: p.astype(dtype), params))
-    x_BTD = model.stream(**inputs_of(batch), dropout_key=dropout_key)
+    x_BTD = model.stream(**inputs_of(batch), dropout_key=key)
     targets_BT, C = batch['targets_BT'], config.train.logits_chunk
     B, T = targets_BT.shape
-
-    def measured(x_BCD: jax.Array, targets_BC: jax.Array) -> dict[str, jax.Array]:
-        return measure(model.logits(x_BCD), targets_BC)
-
     if C is None or C >= T:
-        return measured(x_BTD, targets_BT)
+        return measure(model.logits(x_BTD), targets_BT)
     chunks = -(-T // C)
 
     def cut(a_BT: jax.Array) -> jax.Array:
@@ -64,30 +56,27 @@ def on_targets(
         padding = [(0, 0), (0, chunks * C - T)] + [(0, 0)] * (a_BT.ndim - 2)
         return jnp.moveaxis(jnp.pad(a_BT, padding).reshape(B, chunks, C, *a_BT.shape[2:]), 1, 0)
 
-    one = jax.checkpoint(lambda inputs: measured(*inputs), prevent_cse=False)
+    one = jax.checkpoint(lambda xt: measure(model.logits(xt[0]), xt[1]), prevent_cse=False)
     values = jax.lax.map(one, (cut(x_BTD), cut(targets_BT)))
     return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(B, -1)[:, :T], values)
 
 
-def smoothed(logits_BTV: jax.Array, targets_BT: jax.Array, epsilon: float) -> jax.Array:
-    """(1 - epsilon) times the cross-entropy plus epsilon times its mean over V tokens, nats_BT."""
-    nats_BT = cross_entropy(logits_BTV, targets_BT)
-    if not epsilon:
-        return nats_BT
-    uniform_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
-    return (1 - epsilon) * nats_BT + epsilon * uniform_BT
+def loss_sum(config: Config, params: dict, batch: dict, key: jax.Array | None = None) -> jax.Array:
+    """Sum over the batch of loss weight times loss, in nats.
 
+    With train.label_smoothing = epsilon the loss of a target is (1 - epsilon) times its
+    cross-entropy plus epsilon times the mean cross-entropy over all V tokens.
+    """
+    epsilon = config.train.label_smoothing
 
-def loss_sum(
-    config: Config, params: dict, batch: dict, dropout_key: jax.Array | None = None
-) -> jax.Array:
-    """Sum over the batch of loss weight times loss, in nats, with train.label_smoothing."""
+    def loss(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
+        nats_BT = cross_entropy(logits_BTV, targets_BT)
+        if epsilon:
+            uniform_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
+            nats_BT = (1 - epsilon) * nats_BT + epsilon * uniform_BT
+        return {'nats_BT': nats_BT}
 
-    def measure(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
-        epsilon = config.train.label_smoothing
-        return {'nats_BT': smoothed(logits_BTV, targets_BT, epsilon)}
-
-    nats_BT = on_targets(config, params, batch, measure, dropout_key)['nats_BT']
+    nats_BT = on_targets(config, params, batch, loss, key)['nats_BT']
     return jnp.sum(nats_BT * batch['loss_weights_BT'])
 
 
@@ -119,19 +108,16 @@ def gradients(
 def train_trial(
     config: Config, step: jax.Array, trial: dict, hyper: dict, batch: dict
 ) -> tuple[dict, dict]:
-    """One step of one trial.
+    """One step of one trial, after `step` steps.
 
     Args:
-      step: number of steps done, the same for all trials.
-      trial: its state.
       hyper: 'seed', 'learning_rate' (peak), 'weight_decay', scalars.
-      batch: tokens_BT, targets_BT, loss_weights_BT and the model's other inputs, each with a
-        leading axis of microbatches.
+      batch: the model's inputs, targets_BT and loss_weights_BT, each with a leading axis of
+        microbatches.
 
     Returns:
       The next state, or the old one with alive=False where the loss or the gradient is not finite;
-      and the metrics: loss (nats per token, with label smoothing), the norms of gradient,
-      parameters and update, and the learning rate.
+      and the metrics, of which the loss is in nats per token, with label smoothing.
     """
     key = None
     if config.model.drops:

@@ -22,13 +22,10 @@ from qkattn.train.step import on_targets
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """X trials on one split.
+    """X trials on one split; NaN for trials that diverged.
 
     Attributes:
-      values: [X] by the name of a metric, NaN for trials that diverged; None where the metric is
-        not defined.
-      num_targets: evaluated targets; padding is none.
-      num_rows: rows with at least one target.
+      values: [X] by the name of a metric; None where it is not defined.
       nats_RX, targets_R: the loss summed over each evaluated row, and its targets, in row order.
       attention: `metrics.ATTENTION`, each [X], of the validation split; {} where that is off.
     """
@@ -43,11 +40,7 @@ class Evaluation:
 
 @dataclasses.dataclass
 class Stack:
-    """X trials on their mesh, and the rows that they are trained and evaluated on.
-
-    Attributes:
-      state: as in `train.step`; it changes with every dispatch.
-    """
+    """X trials on their mesh, in a `state` that changes, and the rows that they read."""
 
     config: Config
     program: Program
@@ -57,15 +50,15 @@ class Stack:
     def batches(self) -> Generator[Batch]:
         """What this process reads of the batches from the next step to the last; close it."""
         train, trials, step = self.config.train, self.config.trials.trials(), self.step
-        share = local_share(self.config, self.program.mesh)
+        held, rows = local_share(self.config, self.program.mesh)
         return pipeline.train_batches(
             self.rows,
-            seeds=[trials[x]['seed'] for x in share.trials],
+            seeds=[trials[x]['seed'] for x in held],
             batch_size=train.batch_size,
             start_step=step,
             num_steps=train.num_steps - step,
             steps_per_read=train.steps_per_dispatch,
-            part=share.rows,
+            part=rows,
         )
 
     def place(self, batch: Batch) -> dict[str, jax.Array]:
@@ -93,11 +86,7 @@ class Stack:
     def evaluate(
         self, split: str, should_stop: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
-        """Evaluates every trial on the split, or on data.eval_sequences rows of it.
-
-        Returns:
-          None where `should_stop`, which is called before every batch, has returned true.
-        """
+        """Evaluates every trial; None if `should_stop`, called before every batch, was true."""
         batches = self._eval_batches(split, self.config.data.eval_sequences)
         if (sums := self._sums(batches, should_stop)) is None:
             return None
@@ -113,13 +102,10 @@ class Stack:
         )
 
     def induction(self) -> dict[str, np.ndarray] | None:
-        """How the trials use what stands earlier in their context; NaN for trials that diverged.
+        """How the trials use what stands earlier in their context; None for rows without repeats.
 
         Random tokens are shown twice (Olsson et al. 2022, 'In-context learning and induction
         heads'); only a model that finds them again in its context does better on the second copy.
-
-        Returns:
-          None where the rows have no such `repeats.sequences`.
         """
         r_BH = repeats.sequences(self.rows)
         if r_BH is None:
@@ -181,18 +167,12 @@ def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
     """`metrics.row_sums` of one trial [B], without dropout or label smoothing."""
 
     def predicted(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
-        return {
-            'nats_BT': cross_entropy(logits_BTV, targets_BT),
-            'correct_BT': jnp.argmax(logits_BTV, -1) == targets_BT,
-        }
+        correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
+        return {'nats_BT': cross_entropy(logits_BTV, targets_BT), 'correct_BT': correct_BT}
 
-    return metrics.row_sums(
-        metrics.Predictions(
-            targets_BT=batch['targets_BT'],
-            loss_weights_BT=batch['loss_weights_BT'],
-            **on_targets(config, params, batch, predicted),
-        )
-    )
+    targets = {name: batch[name] for name in ('targets_BT', 'loss_weights_BT')}
+    predictions = on_targets(config, params, batch, predicted)
+    return metrics.row_sums(metrics.Predictions(**targets, **predictions))
 
 
 def attention_means(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import yaml
 
-from qkattn.train import pods
+from qkattn.train import dry_run as pods
 from tests.launch.launchers import (
     AWKWARD,
     LAUNCH,
@@ -209,7 +209,7 @@ def test_sizes_of_slices_are_those_of_the_dry_run(monkeypatch):
             name = f'{kind}-{cores * chips}'
             machine, pod = namespace['hardware'](name), pods.pod_of(name)
             assert tuple(map(int, topology.split('x'))) == pod.shape, name
-            assert (machine.hosts, machine.chips) == (pod.hosts, pod.per_host), name
+            assert (machine.hosts, machine.chips) == (pod.hosts, pod.chips // pod.hosts), name
             seen += 1
     assert seen == 36
     for kind in set(namespace['GPUS']) & set(pods.CHIPS):

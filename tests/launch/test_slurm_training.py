@@ -12,12 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from qkattn.config import Config, from_json
 from qkattn.storage.metrics_log import read_metrics
-from qkattn.storage.records import read_json
+from qkattn.train.exported import load_stack
 from tests.experiments.conftest import STUDY
 from tests.launch.slurm import ROOT, Jobs
-from tests.train.test_loop import final_state, outcome
+from tests.train.test_loop import outcome
 
 RUN = """
 from qkattn.config import *
@@ -97,8 +96,7 @@ def test_a_run_of_two_nodes_that_is_preempted_and_crashes_ends_bitwise_equal(tra
     assert f'job {job} is done' in log
     directories = [training.directory / name for name in ('undisturbed', 'disturbed')]
     assert outcome(directories[0]) == outcome(directories[1])
-    config = from_json(Config, read_json(directories[0] / 'config.json', {})['config'])
-    states = [final_state(config, directory) for directory in directories]
+    states = [load_stack(directory)[2] for directory in directories]
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 

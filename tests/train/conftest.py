@@ -1,14 +1,10 @@
-import contextlib
 import functools
-import math
 
-import numpy as np
 import pytest
 
 from qkattn.config import Config
 from qkattn.train import program
 from qkattn.train.loop import train
-from qkattn.train.program_cache import without_cache
 
 BUILD = program.build  # before any test replaces it
 
@@ -31,9 +27,8 @@ def built_once():
     kept = functools.cache(BUILD)
 
     def once(config, lifting=None, params=None):
-        if params is not None:
-            return BUILD(config, lifting, params)
-        return kept(config, lifting or config.train.lifting)
+        lifting = lifting or config.train.lifting
+        return kept(config, lifting) if params is None else BUILD(config, lifting, params)
 
     return once
 
@@ -59,19 +54,6 @@ def small_run(tiny, built_once, tmp_path_factory):
         patch.setattr(program, 'build', built_once)
         train(config, path)
     return config, path
-
-
-@pytest.fixture
-def without_rematerialization(capfd):
-    """A context in which XLA must not warn of an involuntary rematerialization."""
-
-    @contextlib.contextmanager
-    def compiling():
-        with without_cache():
-            yield
-        assert 'rematerialization' not in capfd.readouterr().err
-
-    return compiling
 
 
 @pytest.fixture(scope='session')
@@ -112,12 +94,3 @@ def task(tiny, pairs_files, tmp_path_factory):
         return tiny(**merged, **sections)
 
     return make
-
-
-def standard_error(nats_R, weights_R) -> float:
-    """Of a ratio of sums over rows, in float64; rows without targets do not count."""
-    nats_R, weights_R = np.asarray(nats_R, np.float64), np.asarray(weights_R, np.float64)
-    used = weights_R > 0
-    R, loss = used.sum(), nats_R.sum() / weights_R.sum()
-    squares = (nats_R - loss * weights_R)[used] ** 2
-    return math.sqrt(R / (R - 1) * squares.sum()) / weights_R.sum()

@@ -1,10 +1,19 @@
 """Checkpoints on every mesh and in several processes; damage costs at most its checkpoint."""
 
 import contextlib
+import errno
+import itertools
 import json
+import multiprocessing
+import os
+import resource
 import shutil
+import subprocess
+import time
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -13,32 +22,39 @@ from jax.sharding import PartitionSpec as P
 from qkattn import __version__
 from qkattn.config import MeshConfig
 from qkattn.errors import CheckpointError, DiskError
+from qkattn.storage import files
+from qkattn.storage.files import as_path
 from qkattn.storage.records import with_checksum
-from qkattn.train import checkpoint, checksums
-from qkattn.train.checkpoint import Checkpoints
+from qkattn.train import checkpoint
+from qkattn.train.checkpoint import Checkpoints, checksum, checksums, leaf_names
+from qkattn.train.loop import train
 from qkattn.train.sharding import make_mesh
 from tests import damages
 from tests.jobs.jobs import ended, start_job
+from tests.lanes import only
+from tests.train.test_loop import outcome
 
 RECORD = {'data': {'name': 'x'}, 'train_seconds': 2.5}
+KIB = 1024
+FORKS = multiprocessing.get_context('forkserver')
 
 
 def state_of(step: int) -> dict:
-    w_XDF = jax.numpy.asarray(np.random.default_rng(step).normal(size=(2, 32, 64)), 'float32')
+    w_XDF = jnp.asarray(np.random.default_rng(step).normal(size=(2, 32, 64)), 'float32')
     trials = {'params': {'w_XDF': w_XDF, 'b_XF': w_XDF[:, 0].astype('bfloat16')}}
-    return {'step': jax.numpy.int32(step), 'trials': trials | {'alive': w_XDF[:, 0, 0] > 0}}
+    return {'step': jnp.int32(step), 'trials': trials | {'alive': w_XDF[:, 0, 0] > 0}}
 
 
 def target_on(**axes: int) -> dict:
     """The target of a restore onto a mesh: trials over `trial`, D over `fsdp`, F over the rest."""
     specs = {1: P('trial'), 2: P('trial', 'tensor'), 3: P('trial', 'fsdp', ('data', 'tensor'))}
     mesh = make_mesh(MeshConfig(**axes))
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(
-            a.shape, a.dtype, sharding=NamedSharding(mesh, specs.get(a.ndim, P()))
-        ),
-        state_of(0),
-    )
+
+    def placed(a: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, specs.get(a.ndim, P()))
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, state_of(0))
 
 
 def save(directory, *steps: int, **axes: int) -> None:
@@ -56,6 +72,10 @@ def restored(directory, target: dict | None = None) -> tuple[dict, dict]:
 def rewrite_record(directory, change) -> None:
     path = directory / 'record/metadata'
     path.write_text(change(path.read_text()))
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 def test_a_checkpoint_is_restored_bit_for_bit_on_every_mesh(tmp_path):
@@ -82,92 +102,149 @@ def test_a_later_format_says_which_version_reads_it_and_nothing_is_deleted(tmp_p
     for _ in range(2):
         with pytest.raises(CheckpointError, match=message):
             restored(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['4', '8']
+    assert names_in(tmp_path) == ['4', '8']
 
 
-@pytest.mark.parametrize('change', [('2.5', '3.5'), ('"format": 2', '"format": 3'), ('"x"', '"y"')])
-def test_a_changed_record_costs_its_checkpoint(tmp_path, caplog, change):
-    save(tmp_path, 4, 8)
-    rewrite_record(tmp_path / '8', lambda text: text.replace(*change))
+@pytest.mark.parametrize('change', [('2.5', '3.5'), ('"format": 2', '"format": 3'), None])
+def test_a_changed_record_or_sum_costs_its_checkpoint(tmp_path, monkeypatch, caplog, change):
+    save(tmp_path, 4)
+    with monkeypatch.context() as patch:
+        if change is None:
+            patch.setattr(checkpoint, 'checksums', lambda state: checksums(state).at[1].add(1))
+        save(tmp_path, 8)
+    if change is not None:
+        rewrite_record(tmp_path / '8', lambda text: text.replace(*change))
     state, record = restored(tmp_path)
     assert (int(state['step']), record['train_seconds']) == (4, 2.5)
-    assert 'checkpoint 8 is damaged (record/metadata: its checksum is not' in caplog.text
-
-
-def test_changed_sums_cost_their_checkpoint(tmp_path, monkeypatch, caplog):
-    save(tmp_path, 4)
-    real = checksums.sums
-    with monkeypatch.context() as patch:
-        patch.setattr(checksums, 'sums', lambda state: real(state).at[1].add(1))
-        save(tmp_path, 8)
-    assert int(restored(tmp_path)[0]['step']) == 4
-    assert f'checksum of {checksums.names(state_of(0))[1]}' in caplog.text
-
-
-def test_a_save_after_prepare_compiles_nothing(tmp_path):
-    compiled = []
-
-    def listen(event: str, seconds: float, **_: object) -> None:
-        if 'backend_compile' in event:
-            compiled.append(seconds)
-
-    state = state_of(0)
-    state['trials']['w_XE'] = jax.numpy.zeros((2, 17))  # a tree that no other test sums
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        with contextlib.closing(Checkpoints(tmp_path)) as saved:
-            saved.prepare(state)
-            assert compiled
-            compiled.clear()
-            saved.save(1, state, RECORD, 2.0)
-            assert not compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    damage = f'checksum of {leaf_names(state_of(0))[1]}' if change is None else 'record/metadata: '
+    assert f'checkpoint 8 is damaged ({damage}' in caplog.text
 
 
 def test_the_time_that_training_waits_is_summed_over_starts(tmp_path):
     with contextlib.closing(Checkpoints(tmp_path)) as first:
-        assert first.stall_seconds == 0.0
         first.save(1, state_of(1), RECORD, 2.0)
         saved = first.stall_seconds
         first.save(2, state_of(2), RECORD, 2.0)
         assert 0 < saved < first.stall_seconds
     with contextlib.closing(Checkpoints(tmp_path)) as second:
-        second.restore(target_on())
-        assert second.stall_seconds == saved == second.record()['checkpoint_seconds']
+        assert second.stall_seconds == 0.0
+        second.restore({})
+        assert second.stall_seconds == saved
 
 
-def test_superseded_checkpoints_are_deleted_while_training_goes_on(tmp_path):
-    """The newest two and the best stay; a step that is written again can be superseded again."""
+def test_the_newest_two_and_the_best_stay(tmp_path):
+    """A step that is written again can be superseded again; diverged steps rank last."""
     save(tmp_path, 3, 5)
     rewrite_record(tmp_path / '5', lambda text: text.replace('2.5', '3.5'))
     with contextlib.closing(Checkpoints(tmp_path)) as saved:
         assert int(saved.restore(target_on())[0]['step']) == 3
         saved.discard_after(3)
         for step in range(4, 12):
-            saved.save(step, state_of(step), RECORD, float(step))
-            # Of the save before: the newest two, the best, the one being written, and no trash.
-            assert len(list(tmp_path.glob('[0-9]*'))) <= 4 and not list(tmp_path.glob('trash/*/*'))
+            saved.save(step, state_of(step), RECORD, float('nan') if step == 5 else float(step))
+            assert len(list(tmp_path.glob('[0-9]*'))) <= 4  # with the one being written
         saved.wait()
         assert not list(tmp_path.glob('trash/*'))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['10', '11', '3']
+    assert names_in(tmp_path) == ['10', '11', '3']
 
 
-@pytest.mark.parametrize('recreated', [False, True])
-def test_a_directory_that_is_gone_is_one_sentence(tmp_path, recreated):
+# Disks
+
+
+@pytest.mark.parametrize('how', ['moved', 'recreated', 'read only'])
+def test_a_directory_that_is_gone_or_read_only_is_one_sentence(tmp_path, monkeypatch, how):
     directory = tmp_path / 'run/checkpoints'
     saved = Checkpoints(directory)
     saved.save(1, state_of(1), RECORD, 2.0)
     saved.wait()
-    (tmp_path / 'run').rename(tmp_path / 'moved')
-    if recreated:
+    if how == 'read only':
+
+        def refuse(*_, **__):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(files.tempfile, 'TemporaryFile', refuse)
+        message = f'^{directory} cannot be written: .*; make it writable and'
+    else:
+        (tmp_path / 'run').rename(tmp_path / 'moved')
+        message = f'^{tmp_path / "run"} is gone: it was removed, renamed or unmounted'
+    if how == 'recreated':
         directory.mkdir(parents=True)
         saved._manager.save = lambda *_, **__: 1 / 0  # errors may be of any kind
-    gone = directory if recreated else tmp_path / 'run'
-    with pytest.raises(DiskError, match=f'^{gone} is gone: it was removed, renamed or unmounted'):
+        message = f'^{directory} is gone'
+    with pytest.raises(DiskError, match=message):
         saved.save(2, state_of(2), RECORD, 2.0)
     saved.close()
-    assert [p.name for p in (tmp_path / 'moved/checkpoints').iterdir()] == ['1']
+    kept = directory if how == 'read only' else tmp_path / 'moved/checkpoints'
+    assert names_in(kept) == ['1']
+
+
+def save_with_small_files(directory: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, resource.RLIM_INFINITY))
+    state, checkpoints = state_of(0), Checkpoints(directory)
+    checkpoints.save(1, {'step': state['step']}, {}, 1.0)
+    try:
+        checkpoints.save(2, {'w': jnp.arange(1e5)}, {}, 1.0)
+        checkpoints.close()
+    except DiskError as error:
+        (directory.parent / 'message').write_text(str(error))
+        checkpoints.close()
+
+
+def test_a_checkpoint_that_could_not_be_written_is_removed(tmp_path):
+    """orbax fails in its own threads, after `save` has returned."""
+    process = FORKS.Process(target=save_with_small_files, args=(tmp_path / 'checkpoints',))
+    process.start()
+    process.join(120)
+    message = (tmp_path / 'message').read_text()
+    assert message.startswith(f'{tmp_path}/checkpoints cannot be written: a file is larger than')
+    assert names_in(tmp_path / 'checkpoints') == ['1']
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 3 MiB of its own."""
+    mount = ['mount', '-t', 'tmpfs', '-o', 'size=3m', 'tmpfs', str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip('mounting a small disk needs root')
+    yield tmp_path
+    subprocess.run(['umount', '-l', str(tmp_path)], check=True)
+
+
+# When the disk is filled (dispatches of one step; checkpoints are every four), how many KiB are
+# left, what that is enough for, and the checkpoints that stay.
+@pytest.mark.parametrize(
+    ('step', 'left', 'directory', 'kept'),
+    [
+        (9, 0, 'run', ['4', '8']),  # half a record, where the log needs another page
+        (6, 512, 'run/checkpoints', ['4']),  # records, but no checkpoint
+    ],
+)
+@pytest.mark.usefixtures('programs_kept')
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(
+    small_run, disk, step, left, directory, kept
+):
+    (config, straight), asked = small_run, itertools.count(1)
+
+    def lost():
+        if next(asked) == step:
+            while not all((disk / 'run/checkpoints' / saved).exists() for saved in kept):
+                time.sleep(0.01)
+            with (disk / 'filler').open('wb', buffering=0) as file:
+                system = os.statvfs(disk)
+                os.posix_fallocate(file.fileno(), 0, system.f_bavail * system.f_frsize - left * KIB)
+        return False
+
+    with pytest.raises(DiskError) as refusal:
+        train(config, disk / 'run', lost=lost)
+    message = str(refusal.value)
+    assert message.startswith(f'{disk / directory} cannot be written: ') and '\n' not in message
+    assert names_in(disk / 'run/checkpoints') == kept
+    assert not [p for p in (disk / 'run').rglob('*') if p.name.endswith('tmp')]
+    (disk / 'filler').unlink()
+    train(config, disk / 'run')
+    assert outcome(disk / 'run') == outcome(straight)
+
+
+# Damage
 
 
 @pytest.fixture(scope='module')
@@ -189,8 +266,7 @@ FILES = (
 def test_a_damaged_file_costs_at_most_its_checkpoint(two, tmp_path, name, every):
     file = sorted((two / '8').glob(name))[0]
     for label, content in damages.some([*damages.whole(file.read_bytes())], name, every):
-        path = tmp_path / label
-        shutil.copytree(two, path)
+        path = shutil.copytree(two, tmp_path / label)
         damages.replace(path / file.relative_to(two), content)
         state, record = restored(path)
         assert int(state['step']) in (4, 8), label
@@ -204,11 +280,30 @@ def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, 
         (path / step / '_CHECKPOINT_METADATA').write_text('3')
     with pytest.raises(CheckpointError, match='c/[48] is damaged .*go'):
         Checkpoints(path, read_only=True)
-    assert sorted(p.name for p in path.iterdir()) == ['4', '8']
+    assert names_in(path) == ['4', '8']
     for _ in range(2):  # the same command again
         with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
             restored(path)
-    assert sorted(p.name for p in path.iterdir()) == ['4.damaged', '8.damaged']
+    assert names_in(path) == ['4.damaged', '8.damaged']
+
+
+@pytest.mark.slow
+def test_unfinished_and_damaged_checkpoints_in_a_bucket_are_left_behind(bucket, caplog):
+    url = as_path('gs://runs/c')
+    save(url, 4, 8)
+    del bucket.buckets['runs']['c/8/commit_success.txt']
+    assert int(restored(url)[0]['step']) == 4 and bucket.names('runs', 'c/8') == []
+    for name in bucket.names('runs', 'c/4/state/ocdbt.process_0/d/'):
+        data = bytearray(bucket.read('runs', name))
+        data[len(data) // 2] ^= 1
+        bucket.put('runs', name, bytes(data))
+    with pytest.raises(CheckpointError, match='every checkpoint in gs://runs/c is damaged'):
+        restored(url)
+    assert 'checkpoint 4 is damaged' in caplog.text
+    bucket.put('runs', 'c/4/metrics/metrics', b'{')
+    with pytest.raises(CheckpointError, match='damaged'):
+        restored(url)
+    assert bucket.names('runs', 'c/4.damaged/')
 
 
 JOB = """
@@ -218,8 +313,7 @@ JOB = """
     import numpy as np
     from qkattn.jobs import agreement, bootstrap
     from qkattn.errors import CheckpointError
-    from qkattn.train import checksums
-    from qkattn.train.checkpoint import Checkpoints
+    from qkattn.train.checkpoint import Checkpoints, checksums
     from tests.train.test_checkpoint import save, target_on
 
     bootstrap.start()
@@ -233,7 +327,7 @@ JOB = """
                 return str(error)
             if discard:
                 opened.discard_after(int(state['step']))
-            return [int(state['step']), np.asarray(checksums.sums(state)).tolist()]
+            return [int(state['step']), np.asarray(checksums(state)).tolist()]
 
     save(own, 4, 8, trial=2, fsdp=2)
     seen = {'own': restore(own), 'single': restore(single)}
@@ -257,13 +351,91 @@ JOB = """
 def test_two_processes_restore_the_same_checkpoint_whatever_one_of_them_finds(tmp_path):
     save(tmp_path / 'single', 4)
     flags = '--xla_force_host_platform_device_count=2'
-    job = start_job(JOB, 2, tmp_path / 'own', tmp_path / 'single', XLA_FLAGS=flags)
-    results = ended(job)
+    results = ended(start_job(JOB, 2, tmp_path / 'own', tmp_path / 'single', XLA_FLAGS=flags))
     assert [code for code, _, _ in results] == [0, 0], results
     seen, other = (json.loads(out.splitlines()[-1]) for _, out, _ in results)
-    sums = {step: checksums.sums(state_of(step)).tolist() for step in (4, 8)}
+    sums = {step: checksums(state_of(step)).tolist() for step in (4, 8)}
     assert seen['own'] == [8, sums[8]]
     assert seen['single'] == seen['one damaged'] == [4, sums[4]]
     assert seen['logged'][0].startswith('checkpoint 8 is damaged (process 1: ')
     assert 'every checkpoint' in seen['all damaged'] and seen['left'] == ['4']
     assert seen == other
+
+
+# Checksums
+
+DTYPES = ('bool', 'int8', 'int32', 'uint8', 'uint32', 'float16', 'bfloat16', 'float32')
+QUICK = ('bool', 'int32', 'bfloat16')  # one, four and two bytes
+
+
+def sums(*arrays) -> list[int]:
+    return np.asarray(checksums([jnp.asarray(a) for a in arrays])).tolist()
+
+
+def example(dtype: str, shape=(4, 8)) -> np.ndarray:
+    values = np.random.default_rng(0).normal(size=shape) * 100
+    return (values > 0) if dtype == 'bool' else values.astype(jnp.dtype(dtype))
+
+
+def flipped(a: np.ndarray, bit: int) -> np.ndarray:
+    """The array with one bit of its bytes inverted."""
+    content = bytearray(a.tobytes())
+    content[bit // 8] ^= 1 << bit % 8
+    return np.frombuffer(bytes(content), a.dtype).reshape(a.shape)
+
+
+@pytest.mark.parametrize('dtype', only(QUICK, DTYPES))
+def test_every_flipped_bit_and_every_swap_is_seen(dtype):
+    """Also swaps of elements whose difference is a multiple of a high power of two: 1.0 and 2.0."""
+    sound = example(dtype)
+    step = 8 if dtype == 'bool' else 1  # a boolean has one bit
+    cases = [sound, *(flipped(sound, bit) for bit in range(0, 8 * sound.nbytes, step))]
+    flat = np.ravel(sound).copy()
+    flat[:6] = np.array([1, 2, 1, 0, 0, 1]).astype(flat.dtype)
+    swaps = [flat]
+    for i, j in itertools.combinations(range(len(flat)), 2):
+        if flat[i] != flat[j]:
+            swaps.append(flat.copy())
+            swaps[-1][[i, j]] = flat[[j, i]]
+    for different in (cases, swaps):
+        seen = set(jax.vmap(checksum)(jnp.stack(different)).tolist())
+        assert len(seen) == len(different) > 10
+
+
+def test_the_sum_is_that_of_its_definition():
+    def mixed(h):
+        h ^= h >> 16
+        h = h * 0x85EBCA6B % 2**32
+        h ^= h >> 13
+        h = h * 0xC2B2AE35 % 2**32
+        return h ^ (h >> 16)
+
+    bits = example('float32').view(np.uint32).ravel().tolist()
+    total = sum(mixed(b ^ mixed(i)) for i, b in enumerate(bits)) % 2**32
+    assert sums(example('float32')) == [total]
+    wide = np.arange(6, dtype=np.uint64) << 30  # eight bytes count as two elements
+    with jax.enable_x64(True):
+        assert sums(wide) == sums(wide.view(np.uint32))
+    assert len({*sums(*jax.random.split(jax.random.key(0), 3))}) == 3
+
+
+MESHES = (
+    *({}, {'data': 2}, {'fsdp': 4}, {'trial': 2, 'data': 2, 'fsdp': 2}),
+    *({'data': 2, 'tensor': 4}, {'trial': 8}),
+)
+SPLITS = [(('data', 'tensor'), None, 'fsdp'), ('trial', 'fsdp', 'tensor'), (None, None, None)]
+
+
+@pytest.mark.parametrize('axes', only([(SPLITS[0],)], [(axes,) for axes in SPLITS]))
+def test_sums_are_equal_on_every_mesh_and_in_the_order_of_the_names(axes):
+    tree = {dtype: example(dtype, (8, 8, 8)) for dtype in DTYPES} | {'step': np.int32(7)}
+    expected = sums(*(tree[name] for name in leaf_names(tree)))
+    for sizes in MESHES:
+        mesh = make_mesh(MeshConfig(**sizes))
+        placed = {
+            name: jax.device_put(a, NamedSharding(mesh, P(*axes) if a.ndim else P()))
+            for name, a in tree.items()
+        }
+        actual = checksums(placed)
+        assert actual.is_fully_replicated and len(actual.sharding.device_set) == mesh.size
+        assert np.asarray(actual).tolist() == expected

@@ -1,4 +1,4 @@
-"""Dry runs: memory by the shardings, FLOPs, what falls back, and what does not fit."""
+"""Dry runs: names of pods, memory by the shardings, FLOPs, what falls back or does not fit."""
 
 import contextlib
 import csv
@@ -13,34 +13,72 @@ from qkattn.config import MeshConfig
 from qkattn.errors import ConfigError
 from qkattn.model import cost
 from qkattn.train import dry_run
-from qkattn.train.pods import CHIPS, pod_of
+from qkattn.train.dry_run import CHIPS, pod_of
+
+
+@pytest.mark.parametrize(
+    ('name', 'shape', 'devices', 'hosts'),
+    [
+        ('v5p-64', (2, 4, 4), 32, 8),  # 64 TensorCores, 2 per chip, 4 chips per host
+        ('v5p-8192', (16, 16, 16), 4096, 1024),
+        ('v4-8', (2, 2, 1), 4, 1),
+        ('v5p-4x2x4', (2, 4, 4), 32, 8),
+        ('v6e-256', (16, 16), 256, 64),
+        ('v5e-8', (2, 4), 8, 1),
+        ('v5litepod-16', (4, 4), 16, 4),
+        ('tpu7x-128', (4, 4, 4), 128, 16),  # 64 chips of 2 devices
+        ('a3-16x8', (16, 8), 128, 16),
+        ('A4-2x4', (2, 4), 8, 2),
+    ],
+)
+def test_names_of_pods(name, shape, devices, hosts):
+    pod = pod_of(name)
+    assert (pod.shape, pod.devices, pod.hosts) == (shape, devices, hosts)
+
+
+@pytest.mark.parametrize(
+    ('name', 'message'),
+    [
+        ('a3-2x8;touch x', r"'a3-2x8;touch x' is unknown, did you mean a3\?"),
+        ('cluster', r"'cluster' is unknown; known are .* of v4, v5e, .*"),
+        ('v5p-1' + '0' * 18, r'the closest slice is v5p-12288$'),
+        ('v5p-63', r'count TensorCores, 2 per chip; the closest slice is v5p-64$'),
+        ('v6e-100', r'count chips; the closest slice is v6e-128$'),
+        ('v5p-3x4x4', r'does not exist: .* the closest slice is v5p-64$'),
+        ('a3-16', r'must be hosts x GPUs of a host, as in a3-16x8'),
+        ('a3-16x9', r'1 to 4,096 hosts of 1, 2, 4 or 8 GPUs'),
+    ],
+)
+def test_an_unknown_pod_is_refused_with_the_closest_one(name, message):
+    with pytest.raises(ConfigError, match=message):
+        pod_of(name)
 
 
 @pytest.fixture(scope='module')
-def on_pod(tiny):
-    """Describes a run of one trial of one layer on a host of 8 GPUs."""
+def described(tiny):
+    """Describes a run of one trial of one layer, on a host of 8 GPUs."""
     assert len(jax.devices()) == 8  # JAX has started
 
-    def make(mesh, pod='h100-1x8', **model):
+    def make(topology='h100-1x8', model=(), **mesh):
         config = tiny(
             trials={'seeds': (0,)},
-            model={'tied_embeddings': False, 'num_layers': 1, **model},
+            model={'tied_embeddings': False, 'num_layers': 1, **dict(model)},
             train={'accumulation': 1, 'steps_per_dispatch': 2, 'log_every': 2, 'lifting': 'auto'},
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dry_run, 'without_cache', contextlib.nullcontext)
-            return dry_run.describe(dataclasses.replace(config, mesh=mesh), pod_of(pod))
+            return dry_run.describe(dataclasses.replace(config, mesh=MeshConfig(**mesh)), topology)
 
     return make
 
 
 @pytest.fixture(scope='module')
-def data_parallel(on_pod):
-    return on_pod(MeshConfig(data=8))
+def data_parallel(described):
+    return described(data=8)
 
 
-def test_memory_is_that_of_the_shardings(on_pod):
-    run = on_pod(MeshConfig(data=2, fsdp=2, tensor=2), qk_norm=True)
+def test_memory_is_that_of_the_shardings(described):
+    run = described(data=2, fsdp=2, tensor=2, model={'qk_norm': True})
     D, L, N, H, F, V, T = 32, 1, 2, 16, 128, 256, 16
     attention, mlp = 4 * D * N * H / (2 * 2), 2 * D * F / (2 * 2)
     norms = 2 * D / 2 + 2 * H / 2  # H of the gains of queries and keys is split over tensor
@@ -50,11 +88,11 @@ def test_memory_is_that_of_the_shardings(on_pod):
     counters = 4 * 2
     assert 0 <= run.memory['optimizer state'] - 8 * parameters <= counters
     assert run.memory['batch'] == 2 * 2 * T * (4 + 4 + 4)  # 2 steps, 2 of 8 rows, 3 arrays
-    assert run.capacity == 80 * 10**9 and not run.warnings
+    assert run.capacity == 80 * 10**9 and 'WARNING' not in dry_run.text(run)
 
 
-def test_fsdp_splits_the_state_and_leaves_the_work_as_it_is(on_pod, data_parallel):
-    run, whole = on_pod(MeshConfig(fsdp=8)), data_parallel
+def test_fsdp_splits_the_state_and_leaves_the_work_as_it_is(described, data_parallel):
+    run, whole = described(fsdp=8), data_parallel
     assert whole.memory['parameters'] == 4 * whole.parameters == 8 * run.memory['parameters']
     kind = 'gradients and temporaries'
     assert run.memory[kind] < whole.memory[kind]
@@ -63,57 +101,33 @@ def test_fsdp_splits_the_state_and_leaves_the_work_as_it_is(on_pod, data_paralle
     assert run.seconds == pytest.approx(run.flops / 989e12)
 
 
-@pytest.mark.slow
-def test_tensor_splits_the_logits(on_pod):
-    whole = on_pod(MeshConfig(data=2, fsdp=4), vocab_size=8192)
-    split = on_pod(MeshConfig(data=2, fsdp=2, tensor=2), vocab_size=8192)
-    kind = 'gradients and temporaries'
-    assert split.memory[kind] < 1.1 * whole.memory[kind]
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec('libtpu') is None, reason="libtpu is absent: pip install -e '.[tpu]'"
-)
-def test_a_tpu_slice_is_compiled_by_its_own_compiler(tiny):
-    config = tiny(
-        model={'tied_embeddings': False}, train={'accumulation': 1}, trials={'seeds': (0,)}
-    )
-    run = dry_run.describe(dataclasses.replace(config, mesh=MeshConfig(data=8)), pod_of('v5p-16'))
+@pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is absent')
+def test_a_tpu_slice_is_compiled_by_its_own_compiler(described):
+    run = described('v5p-16', data=8)
     assert run.compiler == 'XLA for TPU v5p (libtpu)' and run.memory['program'] > 0
-    assert run.memory['parameters'] == 4 * run.parameters and not run.warnings
+    assert run.memory['parameters'] == 4 * run.parameters
 
 
-def test_warnings_name_what_falls_back_and_a_program_that_does_not_fit(on_pod, monkeypatch):
-    small = dataclasses.replace(CHIPS['h100'], hbm=300_000)
-    monkeypatch.setitem(CHIPS, 'h100', small)
-    run = on_pod(MeshConfig(tensor=8), num_heads=4, head_size=8)
-    too_large, *fallbacks = run.warnings
-    assert too_large.startswith('the program DOES NOT FIT')
-    assert any('N=4 does not divide over tensor=8; split over H' in text for text in fallbacks)
-    page = dry_run.text(run)
-    assert 'WARNING the program DOES NOT FIT' in page
-    assert max(map(len, page.splitlines())) <= 100
+def test_warnings_name_what_falls_back_and_a_program_that_does_not_fit(described, monkeypatch):
+    monkeypatch.setitem(CHIPS, 'h100', dataclasses.replace(CHIPS['h100'], hbm=300_000))
+    page = dry_run.text(described(tensor=8, model={'num_heads': 4, 'head_size': 8}))
+    assert 'WARNING the program DOES NOT FIT' in page and max(map(len, page.splitlines())) <= 100
+    assert 'N=4 does not divide over tensor=8; split over H' in ' '.join(page.split())
 
 
 @pytest.mark.parametrize(
     ('mesh', 'pod', 'message'),
     [
-        (MeshConfig(), '1x8', "has 1 device, but topology 'h100-1x8' has 8; .*mesh.data=8$"),
-        (MeshConfig(fsdp=4), '1x8', 'has 4 devices.* --config.mesh.data=2$'),
-        (MeshConfig(tensor=16), '1x8', r'has 16 devices.*mesh.data=8 --config.mesh.tensor=1$'),
-        (MeshConfig(), '4x8', 'mesh.data=32 --config.train.batch_size=32$'),
-        (MeshConfig(data=8, tensor=2), '2x8', 'with 8 CPU devices, .* needs 16; run it in a proc'),
+        ({}, '1x8', "has 1 device, but topology 'h100-1x8' has 8; .*mesh.data=8$"),
+        ({'fsdp': 4}, '1x8', 'has 4 devices.* --config.mesh.data=2$'),
+        ({'tensor': 16}, '1x8', 'has 16 devices.* a mesh whose sizes multiply to 8$'),
+        ({}, '4x8', 'mesh.data=32 --config.train.batch_size=32$'),
+        ({'data': 8, 'tensor': 2}, '2x8', 'has 16 devices, more than the 8 fake ones of this proc'),
     ],
 )
-def test_a_mesh_or_pod_that_does_not_fit_is_refused(on_pod, mesh, pod, message):
+def test_a_mesh_or_pod_that_does_not_fit_is_refused(described, mesh, pod, message):
     with pytest.raises(ConfigError, match=message):
-        on_pod(mesh, f'h100-{pod}')
-
-
-def test_more_fake_devices_than_a_process_may_have_are_refused(on_pod, monkeypatch):
-    monkeypatch.setattr(dry_run, 'MOST_FAKE_DEVICES', 4)
-    with pytest.raises(ConfigError, match='has 8 devices, more than the 4 fake ones of a process'):
-        on_pod(MeshConfig(data=8))
+        described(f'h100-{pod}', **mesh)
 
 
 def test_without_a_topology_the_present_devices_are_described(tiny, monkeypatch):
@@ -121,7 +135,7 @@ def test_without_a_topology_the_present_devices_are_described(tiny, monkeypatch)
     config = dataclasses.replace(tiny(model={'num_layers': 1}), mesh=MeshConfig(trial=2, data=2))
     run = dry_run.describe(config)
     parameters = cost.count(config.model)['total']
-    assert run.where == '8 devices (cpu)' and math.prod(run.mesh.values()) == 4
+    assert run.notes[0] == '8 devices (cpu)' and math.prod(run.mesh.values()) == 4
     assert run.trials == 2 and run.memory['parameters'] == 4 * parameters
     kernel = 'attention of 16 queries to 16 keys by einsum: contexts are below 256'
     assert run.seconds is run.capacity is None and kernel in dry_run.text(run).splitlines()

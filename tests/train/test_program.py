@@ -1,7 +1,6 @@
 """From one trial to a stack: lifting, its choice, and what it becomes on a GPU."""
 
 import collections
-import logging
 import re
 
 import jax
@@ -25,15 +24,11 @@ def loops(jaxpr):
 
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
-def test_a_single_trial_is_computed_without_an_axis(lifting):
+def test_a_single_trial_has_no_axis_and_several_keep_their_order_over_slices(lifting):
     square = program.lift(lambda a, b: a @ b, lifting, sharding.make_mesh(MeshConfig()))
     jaxpr = jax.make_jaxpr(square)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
     (product,) = (e for e in jaxpr.eqns if e.primitive.name == 'dot_general')
     assert product.outvars[0].aval.shape == (4, 5) and not loops(jaxpr)
-
-
-@pytest.mark.parametrize('lifting', ['vmap', 'map'])
-def test_trials_keep_their_order_over_the_slices_of_a_mesh(lifting):
     double = program.lift(lambda a: 2 * a, lifting, sharding.make_mesh(MeshConfig(trial=2)))
     x_XD = np.arange(12.0).reshape(4, 3)
     np.testing.assert_array_equal(jax.jit(double)(x_XD), 2 * x_XD)
@@ -92,31 +87,23 @@ def test_cudnn_computes_the_attention_of_all_trials_at_once(monkeypatch, cudnn):
 
 
 def test_auto_measures_both_liftings_and_keeps_the_faster(
-    small, tmp_path, monkeypatch, evaluation_only, caplog
+    small, tmp_path, monkeypatch, evaluation_only
 ):
-    caplog.set_level(logging.INFO, 'qkattn')
     config = small(train={'lifting': 'auto'})
     built = program.build(config)
     assert set(built.measured) == {'map', 'vmap'}
     assert all(1e-6 < seconds < 600 for seconds in built.measured.values())
-    seconds = iter([0.2, 0.1 + 1 / 30000])
+    seconds = iter([0.2, 0.1])
     monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *a: next(seconds))
-    assert build_program(config, tmp_path).lifting == 'vmap'
-    recorded = {'lifting': 'vmap', 'seconds_per_step': {'map': 0.2, 'vmap': 0.1 + 1 / 30000}}
-    assert read_json(tmp_path / 'lifting.json', {}) == recorded
-    assert '(vmap): 0.1 s per step; one after another (map): 0.2 s' in caplog.messages[-1]
-    # A later start takes the recorded choice without measuring (the iterator is used up).
-    assert build_program(config, tmp_path).lifting == 'vmap'
+    recorded = {'lifting': 'vmap', 'seconds_per_step': {'map': 0.2, 'vmap': 0.1}}
+    for _ in range(2):  # a later start does not measure (the iterator is used up)
+        assert build_program(config, tmp_path).lifting == 'vmap'
+        assert read_json(tmp_path / 'lifting.json', {}) == recorded
     one = program.build(small(train={'lifting': 'auto'}, trials={'seeds': (0,)}))
     assert one.lifting == 'vmap' and one.measured == {}
 
 
-def test_initial_trials_are_those_of_their_seeds_however_quickly_compiled(
-    small, monkeypatch, evaluation_only
-):
+def test_initial_trials_are_those_of_their_seeds(small, evaluation_only):
     state = program.build(small(trials={'seeds': (3, 4)}), 'vmap').init()['trials']
     alone = program.build(small(trials={'seeds': (4,)}), 'vmap').init()['trials']
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[0]), state, alone)
-    monkeypatch.delenv('XLA_FLAGS')  # XLA has read it; it sets a level of the tests
-    quick = program.build(small(trials={'seeds': (3, 4)}), 'vmap').init()['trials']
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), quick, state)
