@@ -55,12 +55,11 @@ def save(
     return path
 
 
-def load(path: str | os.PathLike, trial: int = 0) -> tuple[ModelConfig, dict]:
-    """Settings and parameters (float32, numpy) from an export, or from one trial of a run.
+def load(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
+    """Settings and parameters (float32, numpy) from an export, or from the first trial of a run.
 
     Raises:
-      ConfigError: `path` holds neither, has no such trial, or the parameters do not fit the
-        settings.
+      ConfigError: `path` holds neither, or the parameters do not fit the settings.
     """
     path = absolute(path)
     if (path / ABOUT).exists():
@@ -80,11 +79,9 @@ def load(path: str | os.PathLike, trial: int = 0) -> tuple[ModelConfig, dict]:
         params = traverse_util.unflatten_dict(flat, sep='.')
     elif is_run(path):
         config, _, stack = load_stack(path)
-        if not 0 <= trial < (count := len(stack['alive'])):
-            raise ConfigError(f'trial={trial} must be in [0, {count}), the trials of {path}')
-        if not stack['alive'][trial]:
-            log.warning('trial %d of %s diverged; its last finite parameters', trial, path)
-        model, params = config.model, jax.tree.map(lambda a: np.asarray(a[trial]), stack['params'])
+        if not stack['alive'][0]:
+            log.warning('the first trial of %s diverged; its last finite parameters', path)
+        model, params = config.model, jax.tree.map(lambda a: np.asarray(a[0]), stack['params'])
     elif (path / 'study.json').exists():
         runs = sorted((path / 'runs').glob('*'))
         which = f'; give one of its runs, e.g. {runs[0]}' if runs else ' without runs yet'

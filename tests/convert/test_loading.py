@@ -46,7 +46,8 @@ def test_a_run_loads_with_a_model_per_trial(trained, caplog):
 
 
 def test_exported_parameters_load_as_one_model(trained, tmp_path):
-    model, params = exported.load(trained[0], trial=1)
+    run = load(trained[0])
+    model, params = run.model_config, run.params[1]
     exported.save(tmp_path / 'w', model, params, origin={})
     one = load(tmp_path / 'w')
     assert (one.config, one.step, one.trials, one.trial) == (None, None, [{}], 0)

@@ -44,8 +44,8 @@ def test_the_standard_error_is_that_of_a_ratio_over_rows(spread):
     weights_RT[71:] = 0  # rows of padding
 
     def error(nats_RT, weights_RT):
-        predictions = metrics.Predictions(None, weights_RT, nats_RT, np.zeros(nats_RT.shape, bool))
-        sums = jax.jit(metrics.row_sums)(predictions)
+        arrays = weights_RT, nats_RT, np.zeros(nats_RT.shape, bool)
+        sums = jax.jit(lambda *a: metrics.row_sums(metrics.Predictions(None, *a)))(*arrays)
         return metrics.standard_error({n: np.float64(a)[:, None] for n, a in sums.items()})
 
     want = standard_error((nats_RT.astype(np.float64) * weights_RT).sum(-1), weights_RT.sum(-1))
