@@ -2,8 +2,6 @@ import collections
 import hashlib
 import itertools
 import json
-import re
-from unittest import mock
 
 import babel
 import pytest
@@ -25,45 +23,32 @@ def test_texts_of_every_category_are_distinct_short_and_tidy(pairs):
     assert set(sizes) == set(cldr.CATEGORIES) and min(sizes.values()) > 800
     translations = {source: target for _, source, target in pairs}
     assert 40_000 < len(pairs) == len(translations) < 65_000
-    for source, target in translations.items():
-        assert source != target
-        for text in (source, target):
-            assert 0 < len(text.encode()) <= 120
-            # One kind of space, and no empty items.
-            assert text == ' '.join(text.split())
-            assert not re.search(r'[\s][^\S ]|[^\S ]', text)
-    # Written down from CLDR; they hold whatever is drawn.
-    known = {
-        'Germany': 'Deutschland',
-        'Central European Standard Time': 'Mitteleuropäische Normalzeit',
-        '1 kilometer': '1 Kilometer',
-        'in 5 months': 'in 5 Monaten',
-        '1 Swiss franc': '1 Schweizer Franken',
-    }
-    assert {source: translations.get(source) for source in known} == known
+    assert not any(source == target for source, target in translations.items())
+    for text in (*translations, *translations.values()):
+        # One kind of space, and no empty items.
+        assert 0 < len(text.encode()) <= 120 and text == ' '.join(text.split())
+    assert translations['in 5 months'] == 'in 5 Monaten'
     if babel.__version__ == '2.18.0':
         # Written down, so that texts do not change under the same version.
         digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
         assert digest == 'cfc420ea1d450ea950bfbf583cf003794b80a2008a6af4197871c769c3096796'
 
 
-# Languages of which little is known, too; of a few phrases of each category.
-@pytest.mark.parametrize('languages', ['fr-ja', 'zh_Hans-pt_BR', 'en-root', 'en-cic', 'en-agq'])
-def test_other_languages_have_a_corpus_too(languages):
+def test_languages_of_which_little_is_known_have_a_corpus_too(monkeypatch):
     few = {
         name: lambda *args, phrases=phrases: itertools.islice(phrases(*args), 0, None, 29)
         for name, phrases in cldr.CATEGORIES.items()
     }
-    with mock.patch.object(cldr, 'CATEGORIES', few):
-        assert len(list(cldr.pairs(*languages.split('-')))) > 200
+    monkeypatch.setattr(cldr, 'CATEGORIES', few)
+    for languages in (('fr', 'ja'), ('en', 'root'), ('en', 'cic'), ('en', 'agq')):
+        assert len(list(cldr.pairs(*languages))) > 200
 
 
 def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, monkeypatch):
     monkeypatch.setattr(cldr, 'pairs', lambda *languages: iter(pairs))
     cldr._ordered.cache_clear()
     corpus = find(DataConfig(name='cldr', languages='en-de'))
-    assert (corpus.name, corpus.languages) == ('cldr-en-de', ('en', 'de'))
-    assert corpus.version == f'babel{babel.__version__}-1.0.0'
+    assert (corpus.name, corpus.version) == ('cldr-en-de', f'babel{babel.__version__}-1.0.0')
     sides = [corpus.documents(language) for language in corpus.languages]
     categories = {source: category for category, source, _ in pairs}
     for split, share in (('train', 0.9), ('validation', 0.05), ('test', 0.05)):

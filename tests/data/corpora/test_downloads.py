@@ -2,14 +2,10 @@
 
 import gzip
 import hashlib
-import os
-from pathlib import Path
 
-import pytest
 import requests
 
 from qkattn.config import DataConfig
-from qkattn.data.cache import sha256_of
 from qkattn.data.corpora import downloads
 from qkattn.data.corpora.corpus_registry import find
 from tests.data.refusals import refused
@@ -18,57 +14,49 @@ TEXT = b'one\ntwo\n'
 URL = 'https://files.example.org/lines.txt'
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """What is served; nothing without content."""
+def test_a_file_is_fetched_once_checked_and_again_if_it_is_damaged(tmp_path, monkeypatch, warnings):
     served = {}
 
     def get(url, timeout):
-        if url not in served:
+        if not served:
             raise requests.ConnectionError('Name or service not known')
         response = requests.Response()
         response.status_code, response._content = served[url]
         return response
 
-    monkeypatch.setattr(requests, 'get', get)
-    monkeypatch.setitem(downloads.SHA256, 'lines.txt', hashlib.sha256(TEXT).hexdigest())
-    return served
-
-
-def test_a_file_is_fetched_once_checked_and_again_if_it_is_damaged(tmp_path, server, warnings):
-    def get(**settings):
+    def fetched(**settings):
         return downloads.fetched('lines', URL, DataConfig(data_dir=str(tmp_path), **settings))
 
-    for content, reason in (
-        (None, 'cannot be read .*not known'),
-        ((404, b''), 'cannot be read .*404'),
-        ((200, b'one\nten\n'), 'has sha256 .*, not'),
-    ):
-        server |= {URL: content} if content else {}
-        with refused(f'^{URL} {reason}.*; put {URL}, .* name it in data.manual_dir'):
-            get()
-    manual = tmp_path / 'manual'
-    manual.mkdir()
-    for content, reason in ((None, 'cannot be read'), (b'one\nten\n', 'has sha256')):
-        if content:
-            (manual / 'lines.txt').write_bytes(content)
-        with refused(f'{manual}/lines.txt {reason}'):
-            get(manual_dir=str(manual))
-    path = tmp_path / 'downloads' / 'lines' / 'lines.txt'
+    monkeypatch.setattr(requests, 'get', get)
+    monkeypatch.setitem(downloads.SHA256, 'lines.txt', hashlib.sha256(TEXT).hexdigest())
+    manual, path = tmp_path / 'lines.txt', tmp_path / 'downloads' / 'lines' / 'lines.txt'
+    by_hand = {'manual_dir': str(tmp_path)}
+    with refused(f'^{URL} cannot be read .*not known.*; put {URL}, .* name it in data.manual_dir'):
+        fetched()
+    with refused(f'^{manual} cannot be read'):
+        fetched(**by_hand)
+    manual.write_bytes(b'one\nten\n')
+    for settings in ({}, by_hand):
+        served[URL] = 200, manual.read_bytes()
+        with refused('has sha256 .*, not'):
+            fetched(**settings)
+    served[URL] = 404, TEXT
+    with refused('404'):
+        fetched()
     assert [file.name for file in path.parent.iterdir()] == ['lock']
-    server[URL] = 200, TEXT
-    assert get() == path.read_bytes() == TEXT
+    served[URL] = 200, TEXT
+    assert fetched() == path.read_bytes() == TEXT
     path.write_bytes(b'one\n')
-    assert get() == path.read_bytes() == TEXT
+    assert fetched() == path.read_bytes() == TEXT
     (warning,) = warnings
     assert f'{path} is damaged: its sha256 is' in warning
     # Without the lock, so that the files may be on a read-only disk.
     (path.parent / 'lock').unlink()
-    del server[URL]
-    assert get() == TEXT and not (path.parent / 'lock').exists()
+    served.clear()
+    assert fetched() == TEXT and not (path.parent / 'lock').exists()
     path.unlink()
-    (manual / 'lines.txt').write_bytes(TEXT)
-    assert get(manual_dir=str(manual)) == TEXT
+    manual.write_bytes(TEXT)
+    assert fetched(**by_hand) == TEXT
 
 
 def test_documents_of_multi30k_are_lines_and_the_play_is_cut_by_characters(tmp_path, monkeypatch):
@@ -101,15 +89,3 @@ def test_documents_of_multi30k_are_lines_and_the_play_is_cut_by_characters(tmp_p
     assert play.documents(None) == parts
     with refused("'en-es' must be two of de, en and fr"):
         opened('multi30k', languages='en-es')
-
-
-@pytest.mark.skipif(
-    'QKATTN_TEST_FILES' not in os.environ,
-    reason='set QKATTN_TEST_FILES=... to a directory with multi30k/train.en.gz and so on, and '
-    'tiny_shakespeare/input.txt',
-)
-def test_the_real_files():
-    files = {
-        path.name: sha256_of(path) for path in Path(os.environ['QKATTN_TEST_FILES']).glob('*/*')
-    }
-    assert downloads.SHA256.items() <= files.items()

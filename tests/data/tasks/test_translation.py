@@ -52,14 +52,11 @@ def read(rows, split='train'):
 
 def unpack(batch):
     """The pairs of a batch as (source, target input, target output), row after row."""
-    for row in range(len(batch['tokens_BT'])):
-        source_segments, segments = batch['source_segments_BS'][row], batch['segments_BT'][row]
+    names = ('source_BS', 'source_segments_BS', 'tokens_BT', 'targets_BT', 'segments_BT')
+    for source, source_segments, *target, segments in zip(*map(batch.get, names), strict=True):
         for segment in range(1, source_segments.max() + 1):
-            yield (
-                batch['source_BS'][row, source_segments == segment].tolist(),
-                batch['tokens_BT'][row, segments == segment].tolist(),
-                batch['targets_BT'][row, segments == segment].tolist(),
-            )
+            sides = (tokens[segments == segment].tolist() for tokens in target)
+            yield source[source_segments == segment].tolist(), *sides
 
 
 @pytest.mark.parametrize('split', ['train', 'validation'])
@@ -81,13 +78,10 @@ def test_rows_are_well_filled_and_padded_with_zeros_behind_the_pairs(rows):
     assert np.array_equal(batch['loss_weights_BT'], (batch['segments_BT'] > 0).astype(np.float32))
     # A pair takes 12 and 10 tokens on average, about two fit into a row.
     assert batch['loss_weights_BT'].mean() > 0.85
-    for segments, *arrays in (
-        (batch['source_segments_BS'], batch['source_BS']),
-        (batch['segments_BT'], batch['tokens_BT'], batch['targets_BT']),
-    ):
-        padding = segments == 0
-        assert padding.any()
-        assert not any(array[padding].any() for array in arrays)
+    sides = {'source_segments_BS': ['source_BS'], 'segments_BT': ['tokens_BT', 'targets_BT']}
+    for name, arrays in sides.items():
+        padding = (segments := batch[name]) == 0
+        assert padding.any() and not any(batch[array][padding].any() for array in arrays)
         # Segments count 1, 2, ..; once padding begins nothing follows.
         steps = np.diff(segments, axis=1)
         assert (segments[:, 0] == 1).all()
@@ -102,11 +96,9 @@ def test_the_packing_is_fixed_and_shuffled(parallel, rows):
     in_file_order = [[*s, SEPARATOR] for s in parallel.sentences('validation')[0]]
     # Written down, so that a library that draws differently does not go unnoticed.
     assert [in_file_order.index(source) for source in first[:8]] == [0, 43, 38, 9, 21, 33, 4, 2]
-    lengths = {'source_length': SOURCE_LENGTH, 'length': LENGTH}
-    assert rows.identity() == parallel.identity() | {
-        'packing': {'version': 1, **lengths},
-        'dropped_pairs': {'train': 0, 'validation': 0},
-    }
+    packing = {'version': 1, 'source_length': SOURCE_LENGTH, 'length': LENGTH}
+    identity = {'packing': packing, 'dropped_pairs': {'train': 0, 'validation': 0}}
+    assert rows.identity() == parallel.identity() | identity
     assert rows.bytes_per_token('train') == 3
     assert rows.unigram_nats('train') == parallel.target.unigram_nats('train')
 

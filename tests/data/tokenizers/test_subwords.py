@@ -1,13 +1,12 @@
 """Sub-words that are learned, and those of a tokenizer.json of the Hugging Face library."""
 
 import random
-import re
 import sys
 
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, normalizers, pre_tokenizers, processors
+from tokenizers import models, pre_tokenizers, processors
 
 from qkattn.data.corpora.python_text import modules
 from qkattn.data.tokenizers import subwords
@@ -19,9 +18,7 @@ CODE, HELD_OUT = TEXTS[:15], TEXTS[40:]
 ODD = [
     *('', '\n', '\n\n\n', ' ', '    ', ' \n ', '\n    x\n\n        y\n', 'a  b   c '),
     *('\t\tx\ty\t', 'a\r\nb\r', 'nul \0 nul'),
-    # How the library writes a space and a newline, and what may be special elsewhere.
     *('Ġ Ċ aĠb', '<|endoftext|> <unk> <0x41> <s> </s> [MASK]'),
-    # Unicode that normalization would change, and that few texts hold.
     'ä a\u0308 ﬁ ² Ⅳ \u00a0\u202f\u3000|',
     '😀 👩‍👩‍👧 日本語 עברית \ufeff\U0010ffff',
     '\x85 \u2028 \u2029 \x0b \x0c',
@@ -36,14 +33,11 @@ def tokenizer():
 
 def random_texts(pieces):
     rng = random.Random(0)
-    pools = [pieces, ODD, [' ', '\n', '\t', '\r', '\0', 'a']]
+    anything = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
+    pools = [pieces, ODD, [' ', '\n', '\t', '\r', '\0', 'a'], anything[:0x3000], anything]
     for _ in range(1500):
-        text = ''
-        for _ in range(rng.randrange(30)):
-            code = rng.randrange(rng.choice((128, 0x3000, sys.maxunicode + 1)))
-            anything = '' if 0xD800 <= code < 0xE000 else chr(code)
-            text += rng.choice([*map(rng.choice, pools), anything])
-        yield text
+        chosen = rng.choices(pools, k=rng.randrange(30))
+        yield ''.join(map(rng.choice, chosen))
 
 
 def test_every_text_comes_back_byte_for_byte(tokenizer):
@@ -57,24 +51,19 @@ def test_every_text_comes_back_byte_for_byte(tokenizer):
             assert trained.num_bytes(ids) == len(text.encode())
             assert ids.min(initial=99) > trained.separator == 0
             assert ids.max(initial=0) < trained.vocab_size
-    for text in code:
-        assert len(tokenizer.encode(text)) < len(text.encode()) / 1.4
     # Any ids are text, but not any bytes.
     assert tokenizer.decode([tokenizer.separator, *tokenizer.encode('x')]) == '\0x'
     half = tokenizer.encode('😀')[:2]
-    assert tokenizer.decode(half) == '\N{REPLACEMENT CHARACTER}'
-    assert tokenizer.num_bytes(half) == 2
+    assert (tokenizer.decode(half), tokenizer.num_bytes(half)) == ('\N{REPLACEMENT CHARACTER}', 2)
     with refused('byte 0xff in position 1', ValueError):
         tokenizer.encode(b'a\xff')
 
 
-def test_the_saved_file_is_the_librarys_and_encodes_whole_texts_alike(tokenizer, monkeypatch):
-    loaded = BPETokenizer.load(tokenizer.model())
+def test_whole_texts_are_encoded_as_by_the_library(tokenizer, monkeypatch):
     library = tokenizers.Tokenizer.from_buffer(tokenizer.model())
-    assert library.get_vocab_size() == 1000 and library.token_to_id('\0') == 0
     monkeypatch.setattr(subwords, 'LINES', 7)
     for text in (*CODE[:5], *HELD_OUT[:5], *(text.encode() for text in ODD if '\0' not in text)):
-        assert loaded.encode(text).tolist() == library.encode(text.decode()).ids
+        assert tokenizer.encode(text).tolist() == library.encode(text.decode()).ids
 
 
 def test_the_size_is_exact_and_every_training_learns_the_same(tokenizer):
@@ -84,7 +73,6 @@ def test_the_size_is_exact_and_every_training_learns_the_same(tokenizer):
         oddly_trained = BPETokenizer.train([text.encode() for text in ODD * 9], 340)
         assert oddly_trained.name == 'byte-bpe340-e53bcff4d710'
     assert BPETokenizer.train(CODE, 1000).name == tokenizer.name
-    assert re.fullmatch('byte-bpe1000-[0-9a-f]{12}', tokenizer.name)
     smallest = BPETokenizer.train([b'aaaa'], 257)
     assert smallest.vocab_size == 257 and smallest.encode('').size == 0
     for size, texts in ((256, None), (2**20 + 1, None), (300, [b'abc abc']), (300, [b''])):
@@ -93,8 +81,8 @@ def test_the_size_is_exact_and_every_training_learns_the_same(tokenizer):
             BPETokenizer.train(texts, size)
 
 
-def test_a_lossless_file_gives_the_text_back(tmp_path):
-    path = tmp_path / 'bpe.json'
+def test_the_vocabulary_of_a_file_neither_adds_nor_cuts_nor_counts_what_is_not_text(tmp_path):
+    path = tmp_path / 'a.json'
     learned = BPETokenizer.train([TEXT.encode()], 270)
     path.write_bytes(learned.model())
     tokenizer = FileTokenizer.open(str(path))
@@ -105,26 +93,21 @@ def test_a_lossless_file_gives_the_text_back(tmp_path):
     two = np.concatenate([ids, [270], ids, [270]])
     assert tokenizer.decode(two) == f'{TEXT}\0{TEXT}\0'
     assert tokenizer.num_bytes(two) == 2 * len(TEXT.encode()) + 2
-    for content in (None, '', '{"version": "1.0", "model": {"type": "None"}}'):
-        path.unlink(missing_ok=True)
-        if content is not None:
-            path.write_text(content)
-        with refused(f"data.tokenizer='{path}' cannot be read .*; give a tokenizer.json"):
-            FileTokenizer.open(str(path))
-
-
-def test_nothing_is_added_cut_or_counted_that_is_not_text():
-    """By a lossy vocabulary of words that marks the ends of texts and cuts them off."""
+    # A lossy vocabulary of words, which marks the ends of texts and cuts them off.
     vocabulary = {'[UNK]': 0, '[CLS]': 1, 'the': 2, 'fox': 3, 'saw': 7}
     words = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token='[UNK]'))
-    words.normalizer = normalizers.Lowercase()
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens(['[UNK]', '[CLS]'])
     words.post_processor = processors.TemplateProcessing('[CLS] $A', None, [('[CLS]', 1)])
     words.enable_truncation(3)
     words.enable_padding(length=9)
-    tokenizer = FileTokenizer(words.to_str().encode())
-    ids = tokenizer.encode('The fox saw [CLS] the grapes')
+    words.save(str(path))
+    tokenizer = FileTokenizer.open(str(path))
+    ids = tokenizer.encode('the fox saw [CLS] the grapes')
     assert ids.dtype == np.uint8 and tokenizer.separator == 8
     assert ids[:3].tolist() == [2, 3, 7] and ids[-2:].tolist() == [2, 0] and 1 not in ids
     assert tokenizer.num_bytes(ids) == len('the fox saw the')
+    for damage in (lambda: path.write_text('{"version": "1.0"}'), path.unlink):
+        damage()
+        with refused(f"data.tokenizer='{path}' cannot be read .*; give a tokenizer.json"):
+            FileTokenizer.open(str(path))
