@@ -77,7 +77,8 @@ def main() -> None:
     if PROMPT_TOKENS.value is not None:
         if BEAM.value is not None:
             raise ConfigError('--beam requires a tokenizer, so it excludes --prompt_tokens')
-        print(' '.join(map(str, sampled(model, token_ids(), model.config.vocab_size))))
+        vocab_size = model.config.vocab_size
+        print(' '.join(map(str, sampled(model, token_ids(vocab_size), vocab_size))))
         return
     tokenizer = loading.tokenizer_for(source, DATA.value, '--prompt_tokens')
     text = cli.text_of(PROMPT, PROMPT_FILE)
@@ -97,7 +98,7 @@ def sampled(model: Decoder, ids: list[int], vocab_size: int) -> list[int]:
     """Tokens sampled after `ids`, with the settings of the flags."""
     tokens_BT = generate(
         model,
-        [ids],
+        np.array([ids]),
         num_tokens(model, ids),
         key=jax.random.key(SEED.value),
         temperature=TEMPERATURE.value,
@@ -112,7 +113,7 @@ def searched(model: Decoder, ids: list[int], separator: int, vocab_size: int) ->
     """The best continuation of `ids` by beam search, up to the separator."""
     hypotheses = search(
         model,
-        [ids],
+        np.array([ids]),
         num_tokens(model, ids),
         separator=separator,
         beam=BEAM.value,
@@ -130,14 +131,15 @@ def num_tokens(model: Decoder, ids: list[int]) -> int:
     return max(1, min(256, model.config.context - len(ids) + 1))
 
 
-def token_ids() -> list[int]:
+def token_ids(vocab_size: int) -> list[int]:
     """The ids in --prompt_tokens."""
-    try:
-        return [int(word) for word in PROMPT_TOKENS.value.split()]
-    except ValueError as error:
+    words = PROMPT_TOKENS.value.split()
+    if not words or not all(word.isdecimal() and int(word) < vocab_size for word in words):
         raise ConfigError(
-            f'--prompt_tokens={PROMPT_TOKENS.value!r} must be whole numbers'
-        ) from error
+            f'--prompt_tokens={PROMPT_TOKENS.value!r} must be whole numbers from 0 to '
+            f'{vocab_size - 1}'
+        )
+    return [int(word) for word in words]
 
 
 if __name__ == '__main__':

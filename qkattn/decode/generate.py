@@ -1,18 +1,16 @@
-"""Continuations of prompts by a language model: sampling, greedy decoding, beam search."""
+"""Continuations of tokens by a model: sampling, greedy decoding, beam search."""
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from qkattn.decode.beam import Hypotheses, beam_search, require
-from qkattn.decode.kv_cache import KVCache, decode_step, init_cache, prefill, take_rows
+from qkattn.decode.beam import Hypotheses, Step, beam_search, decode
+from qkattn.decode.kv_cache import KVCache, encode_source, init_cache, prefill, take_rows
 from qkattn.errors import ConfigError
-from qkattn.model import Decoder
+from qkattn.model import Decoder, EncoderDecoder
 
 
 def choose(
@@ -26,8 +24,6 @@ def choose(
     """The next token of each row; ties go to the lower id.
 
     Args:
-      logits_BV: of the next token.
-      keys_B: a random key for each row.
       temperature: divides the logits; 0 takes the argmax.
       top_k: samples from the k most probable tokens only (Fan et al. 2018).
       top_p: samples, after top_k, from the smallest set of tokens whose renormalized probabilities
@@ -49,9 +45,12 @@ def choose(
     return jnp.take_along_axis(order_BV, ranks_B[:, None], -1)[:, 0]
 
 
+@functools.partial(
+    jax.jit, static_argnames=('num_tokens', 'temperature', 'top_k', 'top_p', 'vocab_size')
+)
 def generate(
     model: Decoder,
-    prompts: Sequence[Sequence[int]] | np.ndarray,
+    prompts_BT: jax.Array,
     num_tokens: int,
     *,
     key: jax.Array | None = None,
@@ -66,147 +65,100 @@ def generate(
     and the key only, not on the rest of the batch.
 
     Args:
-      prompts: token ids of each row; rows may differ in length.
       key: required unless the temperature is 0.
       temperature, top_k, top_p: see `choose`; temperature 0 is greedy decoding.
       vocab_size: ids from here on are never generated; None allows all ids of the model.
 
     Raises:
-      ConfigError: a model that is no decoder, an option out of range, an id outside the vocabulary,
-        or more tokens than model.context. The last generated token needs no position, since it is
-        not fed back.
+      ConfigError: an option out of range, or more tokens than model.context. The last generated
+        token needs no position, since it is not fed back.
     """
     finite = 0 <= temperature < math.inf
     require(finite, f'{temperature=} must be 0 (greedy) or above, and finite')
     require(not temperature or key is not None, f'key is required to sample at {temperature=}')
-    plain = (top_k, top_p) == (None, None)
-    require(temperature or plain, 'top_k and top_p have no effect at temperature=0; leave them out')
     require(top_k is None or top_k >= 1, f'{top_k=} must be at least 1, or None')
     require(top_p is None or 0 < top_p <= 1, f'{top_p=} must be above 0 and at most 1, or None')
-    tokens_BT, start_B, V = _prepare(model, prompts, num_tokens, vocab_size)
-    return _generate(
-        model,
-        tokens_BT,
-        start_B,
-        jax.random.key(0) if key is None else key,
-        num_tokens=num_tokens,
-        temperature=float(temperature),
-        top_k=None if top_k is None else min(top_k, V),
-        top_p=top_p,
-        vocab_size=V,
-    )
+    B = len(prompts_BT)
+    key = jax.random.key(0) if key is None else key
+
+    def pick(t: jax.Array, logits_BV: jax.Array, tokens_BT: jax.Array) -> tuple:
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, t), jnp.arange(B))
+        tokens_B = choose(logits_BV, keys_B, temperature=temperature, top_k=top_k, top_p=top_p)
+        tokens_B = tokens_B.astype(jnp.int32)
+        return tokens_BT.at[:, t].set(tokens_B), tokens_B, None
+
+    logits_BV, cache, step = _started(model, prompts_BT, num_tokens, vocab_size)
+    tokens_BT = jnp.zeros((B, num_tokens), jnp.int32)
+    return decode(logits_BV, cache, step, pick, tokens_BT, num_tokens)
 
 
 @functools.partial(
-    jax.jit, static_argnames=('num_tokens', 'temperature', 'top_k', 'top_p', 'vocab_size')
+    jax.jit, static_argnames=('num_tokens', 'separator', 'beam', 'length_penalty', 'vocab_size')
 )
-def _generate(
-    model: Decoder,
-    tokens_BT: jax.Array,
-    start_B: jax.Array,
-    key: jax.Array,
-    *,
-    num_tokens: int,
-    vocab_size: int,
-    **options: Any,
-) -> jax.Array:
-    B, T = tokens_BT.shape
-
-    def next_tokens(logits_BV: jax.Array, i: jax.Array) -> jax.Array:
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, i), jnp.arange(B))
-        return choose(logits_BV[:, :vocab_size], keys_B, **options).astype(jnp.int32)
-
-    def step(
-        carry: tuple[jax.Array, KVCache], i: jax.Array
-    ) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
-        tokens_B, cache = carry
-        logits_BV, cache = decode_step(model, tokens_B, cache)
-        tokens_B = next_tokens(logits_BV, i)
-        return (tokens_B, cache), tokens_B
-
-    cache = init_cache(model, B, T + num_tokens - 1)._replace(start_B=start_B)
-    logits_BV, cache = prefill(model, tokens_BT, cache)
-    first_B = next_tokens(logits_BV, jnp.int32(0))
-    _, rest_TB = jax.lax.scan(step, (first_B, cache), jnp.arange(1, num_tokens))
-    return jnp.concatenate([first_B[:, None], rest_TB.T], axis=1)
-
-
 def search(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]] | np.ndarray,
+    model: Decoder | EncoderDecoder,
+    prompts_BT: jax.Array,
     num_tokens: int,
+    source: tuple[jax.Array, jax.Array] | None = None,
     *,
     separator: int,
     beam: int,
     length_penalty: float = 1.0,
     vocab_size: int | None = None,
 ) -> Hypotheses:
-    """The best continuations of each prompt by beam search, up to `num_tokens` tokens.
+    """The best continuations of each prompt, up to `num_tokens` tokens: see `beam_search`.
 
     Args:
-      separator, beam, length_penalty: see `beam_search`.
-      vocab_size: see `generate`.
+      source: source_BS and valid_BS of an encoder-decoder; see `encode_source`.
+      vocab_size: ids from here on are never chosen and have no share of the probability.
 
     Raises:
-      ConfigError: as for `generate` and `beam_search`.
+      ConfigError: as `generate`.
     """
-    tokens_BT, start_B, V = _prepare(model, prompts, num_tokens, vocab_size)
-    return _search(
-        model,
-        tokens_BT,
-        start_B,
+    logits_BV, cache, step = _started(model, prompts_BT, num_tokens, vocab_size, source)
+    V = logits_BV.shape[1]
+    require(beam >= 1, f'{beam=} must be at least 1')
+    require(0 <= separator < V, f'{separator=} must be an id from 0 to {V - 1}')
+    copies_M = jnp.repeat(jnp.arange(len(prompts_BT)), beam)
+    return beam_search(
+        logits_BV[copies_M],
+        take_rows(cache, copies_M),
+        step,
+        beam=beam,
         num_tokens=num_tokens,
         separator=separator,
-        beam=beam,
         length_penalty=length_penalty,
-        vocab_size=V,
     )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=('num_tokens', 'separator', 'beam', 'length_penalty', 'vocab_size'),
-)
-def _search(
-    model: Decoder, tokens_BT: jax.Array, start_B: jax.Array, *, num_tokens: int, **options: Any
-) -> Hypotheses:
-    B, T = tokens_BT.shape
-    cache = init_cache(model, B, T + num_tokens - 1)._replace(start_B=start_B)
-    logits_BV, cache = prefill(model, tokens_BT, cache)
-    step = functools.partial(decode_step, model)
-    return beam_search(logits_BV, cache, step, take_rows, num_tokens=num_tokens, **options)
-
-
-def _prepare(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]] | np.ndarray,
+def _started(
+    model: Decoder | EncoderDecoder,
+    prompts_BT: jax.Array,
     num_tokens: int,
     vocab_size: int | None,
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """The prompts, aligned on the last column, the column where each begins, and the vocabulary.
-
-    Checks that the prompts and `num_tokens` more fit.
-    """
-    kind, most, context = model.config.kind, model.config.vocab_size, model.config.context
-    V, rows = most if vocab_size is None else vocab_size, [np.asarray(prompt) for prompt in prompts]
-    require(kind == 'decoder', f'model.kind={kind!r} does not continue text; it must be decoder')
+    source: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, KVCache, Step]:
+    """The logits of the first new token, the cache before it, and the step after it."""
+    (B, T), most, context = prompts_BT.shape, model.config.vocab_size, model.config.context
+    V, S = most if vocab_size is None else vocab_size, T + num_tokens - 1
     require(num_tokens >= 1, f'{num_tokens=} must be at least 1')
     require(1 <= V <= most, f'vocab_size={V} must be from 1 to model.vocab_size={most}')
-    require(
-        rows and all(row.ndim == 1 and row.size for row in rows),
-        'prompts must hold at least one row, each of at least one token id',
-    )
-    for i, row in enumerate(rows):
-        whole = np.issubdtype(row.dtype, np.integer)
-        require(whole, f'prompts[{i}] is of {row.dtype}, but token ids are integers')
-        for unknown in row[(row < 0) | (row >= most)]:
-            raise ConfigError(f'prompts[{i}] holds id {unknown}; ids are 0 to {most - 1}')
-    T = max(len(row) for row in rows)
-    needed = T + num_tokens - 1
-    require(
-        needed <= context,
-        f'a prompt of {T} tokens and {num_tokens=} need {needed} positions, more than '
-        f'model.context={context}',
-    )
-    tokens_BT = np.stack([np.pad(row.astype(np.int32), (T - len(row), 0)) for row in rows])
-    return tokens_BT, np.array([T - len(row) for row in rows], np.int32), V
+    fits = S <= context
+    require(fits, f'{T} tokens and {num_tokens=} need {S} positions; model.context={context}')
+    cache = init_cache(model, B, S) if source is None else encode_source(model, *source, S)
+    logits_BV, cache = prefill(model, prompts_BT, cache)
+
+    def step(
+        tokens_M: jax.Array, rows_M: jax.Array | None, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        cache = cache if rows_M is None else take_rows(cache, rows_M)
+        logits_MV, cache = prefill(model, tokens_M[:, None], cache)
+        return logits_MV[:, :V], cache
+
+    return logits_BV[:, :V], cache, step
+
+
+def require(valid: Any, message: str) -> None:
+    """Raises ConfigError with the message unless an argument is valid."""
+    if not valid:
+        raise ConfigError(message)

@@ -1,9 +1,4 @@
-"""Decoding with a key/value cache.
-
-The cache of a layer holds exactly what `Attention.cached` returns, so its size is that of the
-variant: keys and values, the stream itself where both are its slices, a latent where both are
-rebuilt from one.
-"""
+"""Decoding with a key/value cache, which holds what `Attention.cached` of each variant returns."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +17,6 @@ class KVCache(NamedTuple):
     Attributes:
       layers: arrays [L, B, S, ...] by name, with S slots for tokens; unfilled slots are zero. One
         for each variant of a pattern, of the layers that have it.
-      start_B: slot of each row's first token; slots before it are padding.
       length: number of filled slots.
       source: cached keys and values of the encoder's output for cross-attention, arrays
         [L, B, S, ...] by name; None without an encoder.
@@ -30,7 +24,6 @@ class KVCache(NamedTuple):
     """
 
     layers: tuple[Cache, ...]
-    start_B: jax.Array
     length: jax.Array
     source: Cache | None = None
     source_valid_BS: jax.Array | None = None
@@ -51,7 +44,7 @@ def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCa
         }
         for first, arrays in enumerate(jax.eval_shape(cached, model))
     )
-    return KVCache(layers, jnp.zeros(batch, jnp.int32), jnp.int32(0))
+    return KVCache(layers, jnp.int32(0))
 
 
 def encode_source(
@@ -59,8 +52,7 @@ def encode_source(
 ) -> KVCache:
     """Runs the encoder and caches its keys and values, with `length` slots for target tokens.
 
-    Args:
-      valid_BS: False on padding, which follows the tokens of a row.
+    valid_BS is False on padding, which follows the tokens of a row.
     """
     y_BSD = model.encode(source_BS, valid_BS.astype(jnp.int32))
     layers_L = jnp.arange(model.config.num_layers)
@@ -76,22 +68,16 @@ def prefill(
 ) -> tuple[jax.Array, KVCache]:
     """Appends T tokens to the cache in one pass.
 
-    Rows of different lengths are padded on the left, by `cache.start_B` slots each; a row's logits
-    do not depend on its padding.
-
     Returns:
       logits_BV of the token after the last one, in float32 or wider, and the longer cache. The
       cache needs T free slots: inside jit an overflow is not detected.
     """
     T = tokens_BT.shape[1]
-    S = jax.tree.leaves(cache.layers)[0].shape[2]
     # Under x64 a literal would be an int64, and the indices of a slice are of one type.
     first, zero = cache.length, jnp.zeros_like(cache.length)
-    slots_T = first + jnp.arange(T)
-    positions_BT = jnp.maximum(slots_T - cache.start_B[:, None], 0)
+    positions_BT = jnp.broadcast_to(first + jnp.arange(T), tokens_BT.shape)
     x_BTD = model.embed(tokens_BT, positions_BT)
-    valid_BS = jnp.arange(S) >= cache.start_B[:, None]
-    mask = Mask(causal=True, valid_BS=valid_BS, first_query=first, window=model.config.window)
+    mask = Mask(causal=True, first_query=first, window=model.config.window)
 
     def layer(
         carry: tuple[jax.Array, tuple[Cache, ...]],
@@ -131,13 +117,6 @@ def prefill(
     return logits_BV, cache._replace(layers=layers, length=first + T)
 
 
-def decode_step(
-    model: Decoder | EncoderDecoder, tokens_B: jax.Array, cache: KVCache
-) -> tuple[jax.Array, KVCache]:
-    """Appends one token per row; see `prefill`."""
-    return prefill(model, tokens_B[:, None], cache)
-
-
 def take_rows(cache: KVCache, rows_M: jax.Array) -> KVCache:
     """The cache whose row m is row rows_M[m].
 
@@ -148,7 +127,7 @@ def take_rows(cache: KVCache, rows_M: jax.Array) -> KVCache:
     def take(arrays: Any) -> Any:
         return jax.tree.map(lambda array: array[:, rows_M], arrays)
 
-    taken = cache._replace(layers=take(cache.layers), start_B=cache.start_B[rows_M])
-    if cache.source is None or len(rows_M) == len(cache.start_B):
+    taken = cache._replace(layers=take(cache.layers))
+    if cache.source is None or len(rows_M) == len(cache.source_valid_BS):
         return taken
     return taken._replace(source=take(cache.source), source_valid_BS=cache.source_valid_BS[rows_M])

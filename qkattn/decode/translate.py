@@ -1,13 +1,11 @@
 """Translation of sentences with a trained encoder-decoder; BLEU and chrF of a split."""
 
-import functools
 import importlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from qkattn.config import Config, DecodeConfig
@@ -15,8 +13,7 @@ from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokens import PairDataset
-from qkattn.decode.beam import Hypotheses, beam_search
-from qkattn.decode.kv_cache import decode_step, encode_source, prefill, take_rows
+from qkattn.decode.generate import search
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement
 from qkattn.metrics import PREFIXES
@@ -36,8 +33,7 @@ def translate(
     """The best hypothesis for each source, in the order of `sources`.
 
     Raises:
-      ConfigError: a model that is no encoder-decoder; a source that is empty, cannot be encoded or
-        is longer than model.source_context; an option of the search out of range.
+      ConfigError: a source that cannot be encoded or is longer than model.source_context.
     """
     encoded = []
     for i, source in enumerate(sources):
@@ -45,28 +41,20 @@ def translate(
             encoded.append(tokenizer.encode(source))
         except ValueError as error:
             raise ConfigError(f'source {i + 1} cannot be encoded: {error}') from error
-        if not len(encoded[-1]):
-            raise ConfigError(f'source {i + 1} is empty; it must hold at least one token')
-    translations = translate_ids(model, encoded, tokenizer.separator, config, tokenizer.vocab_size)
-    return [tokenizer.decode(ids) for ids in translations]
+    return translate_ids(model, tokenizer, encoded, config)
 
 
 def translate_ids(
     model: EncoderDecoder,
+    tokenizer: Tokenizer,
     sources: Sequence[np.ndarray],
-    separator: int,
     config: DecodeConfig,
-    vocab_size: int,
-) -> list[np.ndarray]:
-    """`translate` for token ids; neither sources nor translations end with the separator.
+) -> list[str]:
+    """`translate` for the token ids of the sources, without separators.
 
     The processes of a job share the batches; all of them call this with the same arguments.
     """
-    if not isinstance(model, EncoderDecoder):
-        raise ConfigError(
-            f'model.kind={model.config.kind!r} does not translate; it must be encoder_decoder'
-        )
-    most = model.config.encoder.context
+    most, separator = model.config.encoder.context, tokenizer.separator
     for i, source in enumerate(sources):
         if len(source) + 1 > most:
             raise ConfigError(
@@ -75,59 +63,34 @@ def translate_ids(
             )
     by_length = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     batches = [by_length[at : at + BATCH_SIZE] for at in range(0, len(sources), BATCH_SIZE)]
-    translations: dict[int, list[int]] = {}
+    translations: dict[int, str] = {}
     for chosen in batches[jax.process_index() :: jax.process_count()]:
-        width = max(len(sources[i]) for i in chosen) + 1
-        width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, most)
+        longest = len(sources[chosen[-1]]) + 1
+        width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, most)
         source_BS = np.zeros((BATCH_SIZE, width), np.int32)
         valid_BS = np.zeros((BATCH_SIZE, width), bool)
         for row, i in enumerate(chosen):
             ids = np.append(sources[i], separator)
             source_BS[row, : len(ids)], valid_BS[row, : len(ids)] = ids, True
-        best = _search(
+        best = search(
             model,
-            source_BS,
-            valid_BS,
+            np.full((BATCH_SIZE, 1), separator, np.int32),
+            model.config.context,
+            (source_BS, valid_BS),
+            separator=separator,
             beam=config.beam,
             length_penalty=config.length_penalty,
-            separator=separator,
-            vocab_size=vocab_size,
+            vocab_size=tokenizer.vocab_size,
         )
-        tokens_BT, lengths_B = np.asarray(best.tokens_BKT[:, 0]), np.asarray(best.lengths_BK[:, 0])
-        for row, i in enumerate(chosen):
-            ids = tokens_BT[row, : lengths_B[row]]
-            translations[i] = ids[ids != separator].tolist()
+        for i, ids in zip(chosen, np.asarray(best.tokens_BKT[:, 0]), strict=False):
+            translations[i] = tokenizer.decode(ids[ids != separator])
     parts = agreement.from_all(list(translations.items()), limit=agreement.OWNER_LIMIT)
     translations = dict(pair for part in parts for pair in part)
-    return [np.array(translations[i], np.int32) for i in range(len(sources))]
-
-
-@functools.partial(jax.jit, static_argnames=('beam', 'length_penalty', 'separator', 'vocab_size'))
-def _search(
-    model: EncoderDecoder,
-    source_BS: jax.Array,
-    valid_BS: jax.Array,
-    *,
-    separator: int,
-    **options: Any,
-) -> Hypotheses:
-    length = model.config.context
-    cache = encode_source(model, source_BS, valid_BS, length)
-    start_B1 = jnp.full((len(source_BS), 1), separator, jnp.int32)
-    logits_BV, cache = prefill(model, start_B1, cache)
-    step = functools.partial(decode_step, model)
-    return beam_search(
-        logits_BV, cache, step, take_rows, num_tokens=length, separator=separator, **options
-    )
+    return [translations[i] for i in range(len(sources))]
 
 
 def score_split(
-    model: EncoderDecoder,
-    pairs: PairDataset,
-    split: str,
-    config: DecodeConfig,
-    *,
-    lowercase: bool,
+    model: EncoderDecoder, pairs: PairDataset, split: str, config: DecodeConfig, *, lowercase: bool
 ) -> dict[str, Any]:
     """Translates the first `config.max_sources` sentences of a split: see `translation_scores`.
 
@@ -136,12 +99,11 @@ def score_split(
     """
     tokenizer, most = pairs.source.tokenizer, model.config.encoder.context - 1
     sources, targets = (side[: config.max_sources] for side in pairs.sentences(split))
-    if truncated := sum(len(source) > most for source in sources):
-        text = '%d of %d sources of split %r truncated to %d tokens'
-        log.warning(text, truncated, len(sources), split, most)
-    sources = [source[:most] for source in sources]
-    translations = translate_ids(model, sources, tokenizer.separator, config, tokenizer.vocab_size)
-    hypotheses, references = (list(map(tokenizer.decode, ids)) for ids in (translations, targets))
+    if long := sum(len(source) > most for source in sources):
+        of_all = f'{long} of {len(sources)} sources of split {split!r}'
+        log.warning('%s truncated to %d tokens', of_all, most)
+    hypotheses = translate_ids(model, tokenizer, [source[:most] for source in sources], config)
+    references = [*map(tokenizer.decode, targets)]
     return translation_scores(hypotheses, references, lowercase=lowercase)
 
 
@@ -154,10 +116,10 @@ def translation_scores(
       lowercase: whether all scores ignore case.
 
     Returns:
-      bleu: corpus BLEU in percent (Papineni et al. 2002), as computed by sacrebleu (Post 2018).
-      chrf: corpus chrF2 in percent (Popović 2015), as computed by sacrebleu.
+      bleu, chrf: corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in percent, as
+        computed by sacrebleu (Post 2018).
       bleu_signature, chrf_signature: sacrebleu's settings; scores are comparable where they agree.
-      exact_match: fraction of the hypotheses that equal their reference, character by character.
+      exact_match: fraction of the hypotheses that equal their reference.
       num_sentences: number of sentences.
     """
     metrics = importlib.import_module('sacrebleu.metrics')  # slow, and seldom needed
@@ -181,20 +143,14 @@ def score_trial(
 ) -> dict[str, Any] | None:
     """`score_split` of every split but 'train' with one trial's parameters, by result field.
 
-    Args:
-      fetch_params: brings the parameters to one device of each process.
-
-    Returns:
-      None where the rows are not parallel text.
+    None where the rows are not parallel text. `fetch_params` brings the parameters to one device of
+    each process.
     """
     if not isinstance(rows, TranslationRows):
         return None
-    model = with_params(config.model, fetch_params())
-    lowercase = config.data.lowercase
-    return {
-        f'{PREFIXES[split]}_{name}': value
-        for split in rows.splits[1:]
-        for name, value in score_split(
-            model, rows.pairs, split, config.decode, lowercase=lowercase
-        ).items()
-    }
+    model, scores = with_params(config.model, fetch_params()), {}
+    for split in rows.splits[1:]:
+        settings = {'lowercase': config.data.lowercase}
+        for name, value in score_split(model, rows.pairs, split, config.decode, **settings).items():
+            scores[f'{PREFIXES[split]}_{name}'] = value
+    return scores
