@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from qkattn.errors import ReportError
 from qkattn.report import documents, write_report
 from qkattn.report.figures import figures
-from qkattn.report.figures.style import DARK, HUES, INK, LIGHT, colour, short, styles
+from qkattn.report.figures.style import DARK, HUES, INK, LIGHT, colour, distinct, short, styles
 from qkattn.verdict import find, load_study
 from tests.report.conftest import BASE, HOSTILE, LONG, Page, arms, scaled, shifted
 from tests.studies import (
@@ -254,6 +254,15 @@ def test_variants_differ_in_colour_or_in_marker_and_dashes():
 def test_long_names_keep_both_ends():
     assert len(short(LONG)) <= 34
     assert short(LONG).startswith('my_package') and short(LONG).endswith('kv_heads=1')
+
+
+def test_long_names_are_cut_where_they_do_not_differ():
+    names = [f'qk/vo?normalizer=mine:{n}&num_kv_heads=1&window=8' for n in ('Square', 'Cubic')]
+    assert len({*map(short, names)}) == 1
+    cut = distinct(names)
+    assert len({*cut}) == 2 and max(map(len, cut)) <= 34 and cut[0].startswith('qk')
+    assert distinct(['qk/vo', 'x' * 40]) == ['qk/vo', short('x' * 40)]
+    assert distinct([names[0]] * 2) == [short(names[0])] * 2
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess:

@@ -17,6 +17,7 @@ from qkattn.report.figures.style import (
     SEEDS,
     WIDTH,
     Styles,
+    distinct,
     legend,
     panels,
     short,
@@ -45,7 +46,10 @@ def learning_curves(
     curves = {arm.variant: curve for arm in arms if len(curve := _curve(study, arm, measure.field))}
     if not curves:
         return None, {}
-    names = {arm.variant: prose.shown(study, arm.place) for arm in arms}
+    shown = distinct(
+        [prose.shown(study, arm.place) for arm in arms], 20 if len(curves) > MAX_LINES else 34
+    )
+    names = dict(zip((arm.variant for arm in arms), shown, strict=True))
     example = {arm.variant: arm.chosen[0] for arm in arms if arm.chosen}
     rates = {v: example[v].num_tokens / example[v].num_steps for v in curves}
     if by_tokens := max(rates.values()) - min(rates.values()) > 1e-6:
@@ -62,7 +66,7 @@ def learning_curves(
             if last is not None:
                 _line(ax, last, look[study.baseline], f'baseline {short(study.baseline)}')
             _line(ax, curves[variant], look[variant], 'the variant named above')
-            ax.set_title(short(names[variant], 20), fontsize=8, fontweight='normal')
+            ax.set_title(names[variant], fontsize=8, fontweight='normal')
             ax.grid(visible=False)
     else:
         figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(curves)))
@@ -70,7 +74,7 @@ def learning_curves(
         axes[0].margins(x=0.01)
         # The legend is in the order in which the lines end.
         for variant in sorted(curves, key=lambda v: -curves[v].iloc[-1].mean()):
-            _line(axes[0], curves[variant], look[variant], short(names[variant]))
+            _line(axes[0], curves[variant], look[variant], names[variant])
     # The last four fifths of training, where variants differ, are shown.
     low = min(curve.min(axis=None) for curve in curves.values())
     late = [curve[curve.index >= 0.2 * curve.index[-1]] for curve in curves.values()]
@@ -134,6 +138,7 @@ def loss_against_parameters(
             points.setdefault(prose.on_corpus(study, arm), []).append(arm)
     figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(points)))
     ax = figure.subplots()
+    labels = dict(zip(points, distinct([*points]), strict=True))
     # The legend is in the order of the losses at the largest size.
     for name in sorted(points, key=lambda v: -_mean(points[v][-1])):
         arms, law = points[name], laws.get(name)
@@ -141,7 +146,7 @@ def loss_against_parameters(
         thin = {'linewidth': 0.8, 'linestyle': 'none' if law else style['linestyle'], 'zorder': 4}
         late = ' (post hoc)' * any(prose.is_post_hoc(study, arm.place) for arm in arms)
         means = [*map(_mean, arms)]
-        ax.plot([*map(_total, arms)], means, label=short(name) + late, **style | thin)
+        ax.plot([*map(_total, arms)], means, label=labels[name] + late, **style | thin)
         for arm in arms:
             seeds = arm.losses(arm.split).values()
             dots = SEEDS | {'label': '_', 'color': style['color']}

@@ -19,6 +19,7 @@ from qkattn.report.figures.style import (
     SURFACE,
     WIDTH,
     Styles,
+    distinct,
     legend,
     panels,
     short,
@@ -92,7 +93,7 @@ def forest(
             ax.axvspan(-margin, margin, color=GRID, alpha=0.75, linewidth=0, zorder=0, label=label)
         if panel.reference is not None:
             ax.axvline(panel.reference, label=reference, **REFERENCE)
-        names = [short(line.name or line.arm, longest) for line in panel.lines]
+        names = distinct([line.name or line.arm for line in panel.lines], longest)
         for y, (line, name) in enumerate(zip(panel.lines, names, strict=True)):
             _draw(ax, y, line, look, limits, dot)
             weight = {'weight': 'bold'} if line.is_decided else {'color': MUTED}

@@ -130,6 +130,19 @@ def short(name: str, limit: int = 34) -> str:
     return name if len(name) <= limit else f'{name[:half]}…{name[-half:]}'
 
 
+def distinct(names: Sequence[str], limit: int = 34) -> list[str]:
+    """`short` names, cut elsewhere than in the middle where that tells different names apart."""
+    tails = sorted(range(4, limit - 4), key=lambda tail: abs(tail - (limit - 1) // 2))
+    for tail in tails:
+        cut = [
+            name if len(name) <= limit else f'{name[: limit - 1 - tail]}…{name[-tail:]}'
+            for name in (' '.join(name.split()) for name in names)
+        ]
+        if len({*cut}) == len({*names}):
+            return cut
+    return [short(name, limit) for name in names]
+
+
 def panels(figure: Figure, columns: int, count: int, **share: Any) -> list[Axes]:
     """The first `count` axes of a grid with `columns`; the others are hidden."""
     axes = list(figure.subplots(-(-count // columns), columns, squeeze=False, **share).flat)

@@ -16,9 +16,9 @@ from qkattn.report.figures.style import (
     SEEDS,
     WIDTH,
     Styles,
+    distinct,
     legend,
     panels,
-    short,
     yardstick,
 )
 from qkattn.report.prose import shown, words
@@ -45,7 +45,8 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
     figure = Figure(figsize=(WIDTH, 1.9 * rows + 0.95))
     axes = panels(figure, columns, len(arms), sharex=True, sharey=shared)
     values = sorted({value for sweep in sweeps for value in sweep.values})
-    for ax, arm, sweep, pair in zip(axes, arms, sweeps, limits, strict=True):
+    names = distinct([shown(study, arm.place) for arm in arms], 18)
+    for ax, arm, name, sweep, pair in zip(axes, arms, names, sweeps, limits, strict=True):
         ax.set(xscale='log', ylim=(low, high) if shared else pair or known[0])
         # A panel has room for three labels.
         ax.set_xticks(values[::-1][:: math.ceil(len(values) / 3)])
@@ -53,7 +54,7 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
         ax.xaxis.set_minor_locator(FixedLocator(values))
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.locator_params(axis='y', nbins=4)
-        title = f'{short(shown(study, arm.place), 18)}\n{_chosen(sweep)}'
+        title = f'{name}\n{_chosen(sweep)}'
         ax.set_title(title.replace(' [', '\n['), fontsize=8)
         _draw(ax, sweep, look[arm.variant])
         yardstick(ax, study, arm)
