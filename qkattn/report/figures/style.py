@@ -132,15 +132,14 @@ def short(name: str, limit: int = 34) -> str:
 
 def distinct(names: Sequence[str], limit: int = 34) -> list[str]:
     """`short` names, cut elsewhere than in the middle where that tells different names apart."""
-    tails = sorted(range(4, limit - 4), key=lambda tail: abs(tail - (limit - 1) // 2))
-    for tail in tails:
-        cut = [
-            name if len(name) <= limit else f'{name[: limit - 1 - tail]}…{name[-tail:]}'
-            for name in (' '.join(name.split()) for name in names)
-        ]
+    names = [' '.join(name.split()) for name in names]
+    cut = plain = [short(name, limit) for name in names]
+    for tail in sorted(range(4, limit - 4), key=lambda tail: abs(tail - limit // 2)):
         if len({*cut}) == len({*names}):
             return cut
-    return [short(name, limit) for name in names]
+        head = limit - 1 - tail
+        cut = [n if len(n) <= limit else f'{n[:head]}…{n[-tail:]}' for n in names]
+    return plain
 
 
 def panels(figure: Figure, columns: int, count: int, **share: Any) -> list[Axes]:
