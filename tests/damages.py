@@ -25,8 +25,6 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     'a list of null': lambda content: b'[null]\n',
     'a list of objects': lambda content: b'[{}]\n',
     'nested': lambda content: NESTED.encode(),
-    'nested less': lambda content: b'{"a":' * 900 + b'1' + b'}' * 900 + b'\n',
-    'nested inside': lambda content: content.replace(b': ', b': ' + b'[' * 900 + b']' * 900, 1),
     'twice': lambda content: content + content,
 }
 
@@ -41,7 +39,7 @@ def replace(path: Path, content: bytes | None) -> None:
     if path.is_dir():
         path.rmdir()
     if content is None:
-        path.unlink()
+        path.unlink(missing_ok=True)
         path.mkdir()
     else:
         path.write_bytes(content)

@@ -2,15 +2,13 @@
 
 import contextlib
 import errno
-import functools
 import os
 import shutil
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from etils import epath
 
@@ -19,47 +17,35 @@ from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
 
 _FAILED = {
-    errno.ENOSPC: 'the disk is full',
-    errno.EDQUOT: 'the quota of this user is used up',
-    errno.EFBIG: 'a file is larger than this process may write',
-    errno.EIO: 'the disk fails',
-    errno.ESTALE: 'its file system is gone',
-    errno.ENOTCONN: 'its file system is gone',
+    errno.ENOSPC: 'the disk is full; make room',
+    errno.EDQUOT: 'the quota of this user is used up; make room',
+    errno.EFBIG: 'a file is larger than this process may write; raise the limit',
+    errno.EIO: 'the disk fails; repair it',
+    errno.ESTALE: 'its file system is gone; mount it',
+    errno.ENOTCONN: 'its file system is gone; mount it',
+    errno.EROFS: 'its file system is read-only; make it writable',
+    errno.EACCES: 'this user may not write there; make it writable',
 }
-_DENIED = {
-    errno.EROFS: 'its file system is read-only',
-    errno.EACCES: 'this user may not write there',
-}
+_RESUME = 'and run the same command again, which goes on from what is saved'
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
     """The path that text names: in a bucket where it is a gs:// URL, else on a file system.
 
-    Raises:
-      RunDirectoryError: a URL of another kind, or a bucket that does not exist or is out of reach.
-      ConfigError: a bucket, and the extra `gcs` is not installed.
+    Raises RunDirectoryError for a URL of another kind, or a bucket that is out of reach.
     """
     return buckets.to_path(path) if buckets.is_url(path) else Path(path)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
     """`as_path`, absolute, as orbax needs it."""
-    path = as_path(path)
-    return path if buckets.is_url(path) else path.absolute()
+    return as_path(path) if buckets.is_url(path) else Path(path).absolute()
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """`as_path` with the home directory for ~, which an empty HOME does not set.
-
-    Raises:
-      ConfigError: this user has no home directory; else as `as_path`.
-    """
-    if buckets.is_url(path):
-        return as_path(path)
-    if not os.environ.get('HOME', 'unset'):
-        del os.environ['HOME']  # for libraries that have caches there, too
+    """`as_path` with the home directory for ~; ConfigError where this user has none."""
     try:
-        return Path(path).expanduser()
+        return as_path(path) if buckets.is_url(path) else Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
             f'{os.fspath(path)} has no meaning without a home directory; set HOME, or give another '
@@ -67,15 +53,10 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-# Directories
-
-
 def check_directory(path: str | os.PathLike[str], *, create: bool = False) -> Path:
-    """Returns `path` made absolute if files can be written there; creates it only if asked to.
+    """Returns `path` made absolute, and creates it if asked to.
 
-    Raises:
-      RunDirectoryError: neither `path` nor its nearest existing parent takes files, or the bucket
-        takes no objects.
+    Raises RunDirectoryError if neither it nor its nearest existing parent takes files.
     """
     if buckets.is_url(path):
         directory = as_path(path)
@@ -84,19 +65,11 @@ def check_directory(path: str | os.PathLike[str], *, create: bool = False) -> Pa
     # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
     directory = Path('/' + os.path.abspath(path).lstrip('/'))
     try:
-        str(directory).encode()  # orbax takes paths in UTF-8 alone
         if create:
-            with disk_errors(directory, creates=True):
-                directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
         existing = next(p for p in (directory, *directory.parents) if p.exists())
-        with disk_errors(existing), tempfile.TemporaryFile(dir=existing):
+        with tempfile.TemporaryFile(dir=existing):
             pass  # permissions alone do not say whether a file system takes files
-    except UnicodeEncodeError as error:
-        raise RunDirectoryError(
-            f'workdir={str(directory)!a} is not UTF-8 in this locale '
-            f'({sys.getfilesystemencoding()}); give a directory of another name, or set LC_ALL to '
-            'a locale of UTF-8'
-        ) from error
     except OSError as error:
         raise RunDirectoryError(
             f'workdir={directory} cannot be used ({error.strerror}); '
@@ -118,40 +91,35 @@ def remove_tree(path: Path) -> None:
         cast(epath.Path, path).rmtree(missing_ok=True)
 
 
-def require_room(directory: str | os.PathLike[str], size: int) -> None:
+def require_room(directory: Path, size: int) -> None:
     """Raises DiskError unless `directory` takes files of `size` bytes in all; a bucket does."""
     if buckets.is_url(directory):
         return
-    with disk_errors(directory, denied=True), tempfile.TemporaryFile(dir=directory):
-        pass
-    free = shutil.disk_usage(directory).free
-    if free < size:
-        raise _unwritable(directory, f'its disk has {free:,} of the {size:,} bytes that are needed')
+    with disk_errors(directory), tempfile.TemporaryFile(dir=directory):
+        if (free := shutil.disk_usage(directory).free) < size:
+            problem = f'its disk has {free:,} of the {size:,} bytes that are needed; make room'
+            raise DiskError(f'{directory} cannot be written: {problem} {_RESUME}')
 
 
-def require_same_directory(directory: Path, before: os.stat_result) -> None:
-    """Raises DiskError where a path is no longer the directory of which it had this status."""
-    with disk_errors(directory):
-        if not os.path.samestat(os.stat(directory), before):
-            raise _gone(directory)
-
-
-# Files
+def require_same(path: Path, before: os.stat_result) -> None:
+    """Raises DiskError where a path is no longer the file or directory that had this status."""
+    with disk_errors(path):
+        if not os.path.samestat(path.stat(), before):
+            raise _gone(path)
 
 
 def version_of(path: Path) -> tuple[int, int]:
     """What differs once the file is another one: its size, and when it changed."""
-    if buckets.is_url(path):
-        return 0, buckets.generation(path)
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
+    stat: Any = path.stat()
+    far = buckets.is_url(path)
+    return (stat.length, stat.mtime) if far else (stat.st_size, stat.st_mtime_ns)
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Writes `content` (text as UTF-8) to `path` and returns the path.
+    """Writes `content` (text as UTF-8) to `path`, whose directory is created, and returns `path`.
 
     A reader, or a crash, sees the old file or the whole of this one, which is on the disk when the
-    call returns. Several processes may write the same path. Missing directories are created.
+    call returns. Several processes may write the same path.
     """
     data = content.encode() if isinstance(content, str) else content
     path = as_path(path)
@@ -159,7 +127,7 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
         with no_interrupt:
             buckets.write(path, data)
         return path
-    with disk_errors(path.parent, creates=True):
+    with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     # Written by open(), not tempfile, so that the permissions are those that the umask allows.
     with no_interrupt, _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
@@ -168,13 +136,12 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path` that replaces it atomically when the block succeeds.
 
     For files that a library writes. The temporary name is fixed, so that the next writer overwrites
     what a killed one left; two writers need a lock. For a path in a bucket it is a local file.
     """
-    path = as_path(path)
     if buckets.is_url(path):
         with tempfile.TemporaryDirectory() as directory:
             yield (temporary := Path(directory, path.name))
@@ -224,77 +191,26 @@ def local_copy(path: Path) -> Iterator[Path]:
         yield local
 
 
-# Errors
-
-
 @contextlib.contextmanager
-def disk_errors(
-    path: str | os.PathLike[str], *, denied: bool = False, creates: bool = False
-) -> Iterator[None]:
-    """A block that writes at or below `path`.
-
-    Args:
-      creates: whether it creates `path`, which is then not gone where it does not exist.
-      denied: whether a directory that may not be written is one of these errors, too.
-
-    Raises:
-      DiskError: the block failed because the disk is full, over quota, or fails, or because the
-        directory is gone; what was on the disk before is still there, so that the same command goes
-        on once there is room.
-    """
+def disk_errors(path: Path) -> Iterator[None]:
+    """A block that writes at or below `path`; DiskError where the disk fails or `path` is gone."""
     try:
         yield
     except DiskError:
         raise
     except Exception as error:  # libraries raise many kinds, with the text of the system's error
-        path = as_path(path)
-        absent = not creates and not buckets.is_url(path) and _reason(error, {errno.ENOENT: 'gone'})
-        outermost_first = (*reversed(path.parents), path) if absent else ()
-        for missing in (p for p in outermost_first if not os.path.lexists(p)):
-            raise _gone(missing) from error
+        number = error.errno if isinstance(error, OSError) else None
+        text = '' if number else str(error)
+        absent = number == errno.ENOENT or os.strerror(errno.ENOENT) in text
+        if absent and not buckets.is_url(path):
+            for missing in (p for p in (*path.parents[::-1], path) if not os.path.lexists(p)):
+                raise _gone(missing) from error
         directory = path if os.path.isdir(path) else path.parent
-        if reason := _reason(error, _FAILED):
-            raise _unwritable(directory, reason) from error
-        if denied and (reason := _reason(error, _DENIED)):
-            raise _unwritable(directory, reason, 'make it writable') from error
+        for code, reason in _FAILED.items():
+            if code == number or os.strerror(code) in text:
+                raise DiskError(f'{directory} cannot be written: {reason} {_RESUME}') from error
         raise
 
 
-@functools.cache
-def drop_echoes() -> None:
-    """Keeps tensorstore from printing a traceback for each array that fails after the first.
-
-    The first one ends the event loop of a save, and is raised; the others call that loop in vain
-    from threads of C++.
-    """
-    hook = sys.unraisablehook
-
-    def without_echoes(unraisable: 'sys.UnraisableHookArgs') -> None:
-        if unraisable.object is not None or str(unraisable.exc_value) != 'Event loop is closed':
-            hook(unraisable)
-
-    sys.unraisablehook = without_echoes
-
-
-def _reason(error: BaseException, reasons: dict[int, str]) -> str | None:
-    number = error.errno if isinstance(error, OSError) else None
-    for code, reason in reasons.items():
-        if number == code or (number is None and os.strerror(code) in str(error)):
-            return reason
-    return None
-
-
-def _gone(directory: Path) -> DiskError:
-    return DiskError(
-        f'{directory} is gone: it was removed, renamed or unmounted; put it back and run the same '
-        'command again, which goes on from what is saved'
-    )
-
-
-def _unwritable(
-    directory: str | os.PathLike[str], reason: str, advice: str = 'make room'
-) -> DiskError:
-    return DiskError(
-        f'{directory} cannot be written: {reason}; {advice} and run the same command again, which '
-        'goes on from what is saved'
-    )
+def _gone(path: Path) -> DiskError:
+    return DiskError(f'{path} is gone: it was removed, renamed or unmounted; put it back {_RESUME}')

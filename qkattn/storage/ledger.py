@@ -3,18 +3,14 @@
     ledger.jsonl   a line per event: {event, time, ..., previous, hash}
 
 `hash` is the SHA-256 of the line's other fields, `previous` the hash of the line before it, so a
-line that is edited, moved or left out breaks the chain. A missing last line does not: it shows in
-the files that the last line describes. A ledger that is rewritten as a whole is not
-noticed: it protects from mistakes, not from fraud.
+line that is edited, moved or left out breaks the chain. A missing last line shows in the files that
+it describes. The ledger protects from mistakes, not from fraud.
 
     declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
                  looks, margin; again where a field that may change, such as the question, does
     arms_added   arms, family, post_hoc (whether a look came before), declaration
     changed      changes (settings and their old and new values), and as arms_added with all arms
-    looked       look (1, 2, ...), files: SHA-256 of study.json, plan.jsonl, results.jsonl and
-                 yardsticks.json, if it is recorded, and of the logs (evaluations and
-                 documents.json) of all planned runs together; runs: of the metrics and logs of each
-                 run with results
+    looked       look (1, 2, ...), files: `digests`; runs: `seen`
     accepted     code of what would withhold every verdict, and why it does not
 
 An arm is {variant, size, corpus, control}; the family is the number of primary arms (control null)
@@ -33,21 +29,13 @@ from typing import Any
 
 from qkattn.errors import ReportError
 from qkattn.metrics import result_fields
-from qkattn.storage.files import as_path, write_atomic
+from qkattn.storage.files import write_atomic
 from qkattn.storage.leases import locked
-from qkattn.storage.records import ARM_KEY, parse_json, to_jsonable
+from qkattn.storage.records import ARM_KEY, check, parse_json, to_jsonable
 
 NAME = 'ledger.jsonl'
 DECLARED, ARMS_ADDED, CHANGED = 'declared', 'arms_added', 'changed'
 LOOKED, ACCEPTED = 'looked', 'accepted'
-FIELDS = {
-    DECLARED: ('declaration', 'family', 'arms', 'seeds', 'looks', 'margin'),
-    ARMS_ADDED: ('arms', 'family', 'post_hoc', 'declaration'),
-    CHANGED: ('changes', 'arms', 'family', 'post_hoc', 'declaration'),
-    LOOKED: ('look', 'files', 'runs'),
-    ACCEPTED: ('code', 'why'),
-}
-_LATER = {'runs'}  # fields that lines of earlier versions lack
 # What may be accepted: runs of a checkout with uncommitted changes, runs of different commits.
 ACCEPTABLE = ('uncommitted', 'commits')
 YARDSTICKS = 'yardsticks.json'
@@ -99,7 +87,7 @@ class Ledger:
     def altered(self, runs: Mapping[str, str]) -> dict[str, int]:
         """The first look at each run that it has seen otherwise than `runs`, which are as `seen`.
 
-        A run is gone for a reason only where the settings of the study have changed.
+        A run may be gone only where the settings of the study have changed.
         """
         looks: dict[str, tuple[str, int]] = {}
         for entry in reversed(self.entries):
@@ -118,39 +106,32 @@ class Ledger:
         return {e['code']: e['why'] for e in self.entries if e['event'] == ACCEPTED}
 
 
-def read(path: str | Path) -> Ledger:
-    """Reads a ledger.
-
-    Raises:
-      ReportError: there is none, or a line of it is missing, damaged, edited or out of place.
-    """
-    path = as_path(path)
-    if not path.is_file():
-        why = 'is not a file' if path.exists() else 'does not exist'
-        raise ReportError(
-            f'{path} {why}, so what this study declared is not known; '
-            'restore it from a copy, or run the study in a new directory'
-        )
+def read(path: Path) -> Ledger:
+    """Reads a ledger; ReportError where a line is missing, damaged, edited or out of place."""
     entries: list[Entry] = []
-    lines = path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if problem := _problem(line, entries):
-            raise _broken(path, number, problem)
-    if not entries:
-        raise _broken(path, 1, 'is missing')
+    for number, line in enumerate(_lines(path, keepends=True), start=1):
+        try:
+            entry = parse_json(line)
+            check(entry, {'event': str, 'time': str, 'previous': str | None, 'hash': str})
+        except ValueError as error:
+            raise _broken(f'{path}, line {number} is damaged ({error})') from error
+        if entry['hash'] != digest_of_entry(entry) or not line.endswith(b'\n'):
+            raise _broken(f'{path}, line {number} was edited: its hash is not that of its content')
+        if entry['previous'] != (entries[-1]['hash'] if entries else None):
+            raise _broken(f'{path}, line {number} does not follow the line before it')
+        entries.append(entry)
+    if not entries or entries[0]['event'] != DECLARED:
+        raise _broken(f'{path} does not exist, or declares no study')
     return Ledger(tuple(entries))
 
 
-def append(path: str | Path, event: str, **data: Any) -> None:
-    """Appends a line of FIELDS[event], to a new ledger if there is none; raises as `read`."""
-    path = as_path(path)
+def append(path: Path, event: str, **data: Any) -> None:
+    """Appends a line, to a new ledger if there is none; raises as `read`."""
     entries = read(path).entries if path.exists() else ()
-    if data.keys() != set(FIELDS[event]):
-        raise ValueError(f'{event} needs {FIELDS[event]}, not {tuple(data)}')
     entry = {
         'event': event,
         'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-        **{name: to_jsonable(data[name]) for name in FIELDS[event]},
+        **to_jsonable(data),
         'previous': entries[-1]['hash'] if entries else None,
     }
     entry['hash'] = digest_of_entry(entry)
@@ -159,11 +140,9 @@ def append(path: str | Path, event: str, **data: Any) -> None:
 
 
 def declare(directory: Path, declared: Mapping[str, Any], changes: Sequence[str] = ()) -> None:
-    """Enters a study, or how it has changed since its last line, under the study's lock.
+    """Enters a study (the content of study.json), or how it has changed, under its lock.
 
-    Args:
-      declared: the content of study.json.
-      changes: of settings, as 'name: old -> new'.
+    `changes` are of settings, as 'name: old -> new'.
     """
     path = directory / NAME
     before = read(path) if path.exists() else None
@@ -206,7 +185,7 @@ def look(directory: Path, logs: Path | None = None) -> bool:
 
 
 def accept(directory: Path, code: str, why: str) -> None:
-    """Enters that verdicts are given although `code` holds of the results.
+    """Enters that verdicts are given although `code` holds of the results, unless it is entered.
 
     Raises:
       ReportError: a code that is not in ACCEPTABLE, or no reason; as `read`.
@@ -297,41 +276,16 @@ def _file_sha256(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines() if path.is_file() else []
+def _lines(path: Path, keepends: bool = False) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends) if path.is_file() else []
 
 
 def _sha256(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(to_jsonable(values), sort_keys=True).encode()).hexdigest()
 
 
-def _problem(line: bytes, entries: list[Entry]) -> str | None:
-    """What is wrong with the line after `entries`, to which it is added otherwise."""
-    try:
-        entry = parse_json(line)
-    except ValueError:
-        return 'is not JSON'
-    if not line.endswith(b'\n'):
-        return 'is cut off'
-    if not isinstance(entry, dict) or not {'event', 'time', 'previous', 'hash'} <= entry.keys():
-        return 'is not an entry of a ledger'
-    if entry['hash'] != digest_of_entry(entry):
-        return 'was edited: its hash is not that of its content'
-    if entry['previous'] != (entries[-1]['hash'] if entries else None):
-        return 'does not follow the line before it'
-    if entry['event'] not in FIELDS or not set(FIELDS[entry['event']]) - _LATER <= entry.keys():
-        return f'has the event {entry["event"]!r} without the fields of one that is known'
-    if not entries and entry['event'] != DECLARED:
-        return 'declares no study'
-    entries.append(entry)
-    return None
-
-
-def _broken(path: Path, number: int, problem: str) -> ReportError:
-    return ReportError(
-        f'{path}, line {number} {problem}; restore the file from a copy, or run the study in a new '
-        'directory'
-    )
+def _broken(problem: str) -> ReportError:
+    return ReportError(f'{problem}; restore it from a copy, or run the study in a new directory')
 
 
 def _arm_keys(entries: list[Entry]) -> ArmKeys:

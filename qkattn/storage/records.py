@@ -7,7 +7,6 @@ object; or a list of one schema for a list of such values that is not empty.
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
@@ -34,8 +33,6 @@ _RESULT_ADVICE = (
     'restore it from a copy, or remove it: the same command then makes it again from the newest '
     'checkpoint'
 )
-_MAX_DEPTH = 50
-_MAX_SHOWN = 80  # characters of a value in a message
 # What JSON has for a type; other types stand for themselves.
 _TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Mapping: (dict,)}
 
@@ -46,7 +43,7 @@ PROVENANCE = {'starts': [START]}
 # An entry of result.json; `check_result` adds the metrics.
 RESULT = {
     'trial': {'seed': int, 'learning_rate': float, 'weight_decay': float},
-    'status': str,
+    'status': typing.Literal['finished', 'diverged'],
     'num_steps': int,
     'num_tokens': int,
     'config_hash': str,
@@ -72,58 +69,36 @@ RUN_FILES = {'config.json': CONFIG, 'provenance.json': PROVENANCE, 'result.json'
 STUDY = {'base': dict, **dict.fromkeys(('variants', 'sizes', 'corpora', 'arms'), list)}
 ORPHAN = {'directory': str, 'run': str | None, 'config': dict | None, 'results': list | None}
 ARM_KEY = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
-_METRICS = result_fields()
-# Losses that every result holds, null if not measured.
+# Fields of results that may be null; losses are in every result, others came later or are times.
+_OPTIONAL = {**result_fields(), **dict.fromkeys(TIMES, float), 'diverged_at': int}
 _LOSSES = {f for m in METRICS.values() if m.role == 'loss' and m.logged for f in m.fields}
-
-
-# Writing
 
 
 def to_jsonable(value: Any) -> Any:
     """Returns `value` in JSON's own types; numbers that are not finite become None.
 
     Takes numbers, strings, None, mappings, sequences, paths, dataclasses, numpy and jax scalars and
-    arrays (any shape, as nested lists).
-
-    Raises:
-      TypeError: something else, e.g. a function or a complex number.
+    arrays (any shape, as nested lists); TypeError for others, e.g. a function or a complex number.
     """
     if hasattr(value, '__array__'):
-        listed = np.asarray(value).tolist()
-        if isinstance(listed, bool | int | float | str | list):
-            return to_jsonable(listed)
-    elif value is None or isinstance(value, bool | int | str):
+        value = np.asarray(value).tolist()
+    if value is None or isinstance(value, bool | int | str):
         return value
-    elif isinstance(value, float):
+    if isinstance(value, float):
         return value if math.isfinite(value) else None
-    elif isinstance(value, os.PathLike):
+    if isinstance(value, os.PathLike):
         return os.fspath(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {f.name: to_jsonable(getattr(value, f.name)) for f in fields}
-    elif isinstance(value, Mapping):
-        return {_key(k): to_jsonable(v) for k, v in value.items()}
-    elif isinstance(value, list | tuple):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
         return [to_jsonable(v) for v in value]
     raise TypeError(f'{value!r} of type {type(value).__name__} has no JSON form')
 
 
-def _key(key: Any) -> str:
-    if isinstance(key, str | int) and not isinstance(key, bool):
-        return str(key)
-    raise TypeError(f'{key!r} cannot be a JSON key; use a string or an integer')
-
-
 def write_json(path: str | os.PathLike, value: Any, *, indent: int | None = 2) -> None:
-    """Writes `to_jsonable(value)`, an object or a list of objects, replacing the file atomically.
-
-    Each object gets a field `crc32`, the checksum of its other fields, which `read_json` checks
-    and leaves out.
-
-    Raises:
-      TypeError: `value` has no JSON form; the file is untouched.
-    """
+    """Writes `to_jsonable(value)`, an object or a list of objects, atomically, with checksums."""
     plain = to_jsonable(value)
     summed = [*map(with_checksum, plain)] if isinstance(plain, list) else with_checksum(plain)
     write_atomic(path, json.dumps(summed, allow_nan=False, indent=indent) + '\n')
@@ -144,19 +119,10 @@ def _checksum(record: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-# Reading
-
-
 def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any:
-    """Reads a file written by `write_json`, or one without checksums by the same schema.
+    """Reads a file written by `write_json`, or one without checksums, and checks its schema.
 
-    Args:
-      schema: what `check` takes.
-      advice: what to do with a file that is damaged.
-
-    Raises:
-      RunDirectoryError: it cannot be read, is not JSON, does not fit the schema, or a checksum is
-        not that of the content; the message says what to do.
+    Raises RunDirectoryError where it is damaged, with the `advice`.
     """
     try:
         return parse_file(path, schema)
@@ -184,23 +150,13 @@ def _parse_checked(text: bytes) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON; ValueError where it is none, or nested deeper than anything written here.
-
-    Whatever reads JSON of a file reads it by this function.
-    """
+    """Parses JSON; ValueError where it is none. Whatever reads JSON of a file reads it so."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except RecursionError as error:
         raise ValueError('it is nested too deeply') from error
     except ValueError as error:
         raise ValueError(f'it is not JSON ({error})') from error
-    level: list[Any] = [[value]]
-    for _ in range(_MAX_DEPTH):
-        inner = itertools.chain(*(v.values() if isinstance(v, dict) else v for v in level))
-        level = [v for v in inner if isinstance(v, dict | list)]
-    if level:
-        raise ValueError('it is nested too deeply')
-    return value
 
 
 def for_each_line(
@@ -209,9 +165,6 @@ def for_each_line(
     """Calls `take` with the value of each line; where that raises ValueError, names the line."""
     try:
         lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        problems.append(f'{label} does not exist.')
-        return
     except OSError as error:
         problems.append(f'{label} cannot be read ({error.strerror}).')
         return
@@ -229,35 +182,23 @@ def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> 
     return RunDirectoryError(f'{path} is damaged ({reason}); {advice}.')
 
 
-# Results
-
-
-def read_results(path: Path, trials: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The results of a run's trials.
-
-    Raises:
-      RunDirectoryError: the file is damaged, or holds other trials.
-    """
-    return as_results(read_json(path, [{}], _RESULT_ADVICE), trials, path)
-
-
-def as_results(
-    results: list[dict[str, Any]], trials: Sequence[Mapping[str, Any]], path: Path
+def read_results(
+    path: Path, trials: Sequence[Mapping[str, Any]], results: list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """`results`, which were read from `path`, if they are those of the trials; raises likewise."""
+    """The results of a run's trials, read from `path`, or `results`, which came from there.
+
+    Raises RunDirectoryError where they are damaged, or of other trials.
+    """
+    if results is None:
+        results = read_json(path, [{}], _RESULT_ADVICE)
     try:
-        for number, result in enumerate(results):
-            try:
-                check_result(result)
-            except ValueError as error:
-                raise ValueError(f'trial {number}: {error}') from error
+        for result in results:
+            check_result(result)
         stored = [result['trial'] for result in results]
         # Settings that trials have gained since the file was written are not in it.
         known = [{n: v for n, v in trial.items() if n in stored[0]} for trial in trials]
         if stored != known:
-            raise ValueError(
-                f'it has results of {len(stored)} trials that are not those of the run'
-            )
+            raise ValueError(f'it has results of {len(stored)} trials that are not of the run')
     except ValueError as error:
         raise damaged(path, error, _RESULT_ADVICE) from error
     return results
@@ -266,29 +207,17 @@ def as_results(
 def check_result(record: Any) -> None:
     """Raises ValueError that names the field unless `record` is a result, or has more fields."""
     check(record, RESULT)
-    check(record, {n: hint | None for n, hint in _METRICS.items() if n in record or n in _LOSSES})
-    check(record, {name: float | None for name in TIMES if name in record})
-    if 'diverged_at' in record:  # later than the other fields
-        check(record, {'diverged_at': int | None})
-    if record['status'] not in (FINISHED, DIVERGED):
-        raise ValueError(
-            f"field 'status' is {record['status']!r}, expected {FINISHED} or {DIVERGED}"
-        )
+    names = [name for name in _OPTIONAL if name in record or name in _LOSSES]
+    check(record, {name: _OPTIONAL[name] | None for name in names})
     if record['status'] == FINISHED and record['val_loss'] is None:
         raise ValueError("field 'val_loss' of a finished trial is None")
 
 
-# Schemas
-
-
 def check(value: Any, schema: Any) -> None:
-    """Raises ValueError that names the field unless `value` is of this schema.
-
-    An object may have other fields, too.
-    """
+    """Raises ValueError that names the field unless `value` has at least what the schema says."""
     if isinstance(schema, list):
         if not isinstance(value, list) or not value:
-            raise ValueError(f'expected a list that is not empty, found {_kind(value)}')
+            raise ValueError('expected a list that is not empty')
         for number, item in enumerate(value):
             try:
                 check(item, schema[0])
@@ -296,15 +225,16 @@ def check(value: Any, schema: Any) -> None:
                 raise ValueError(f'entry {number}: {error}') from error
         return
     if not isinstance(value, dict):
-        raise ValueError(f'expected an object, found {_kind(value)}')
+        raise ValueError(f'expected an object, found {type(value).__name__}')
     for name, hint in schema.items():
         if name not in value:
             raise ValueError(f'field {name!r} is missing')
         kind = type(hint) if isinstance(hint, dict | list) else hint
         if not _fits(kind)(value[name]):
-            text = repr(value[name])
-            shown = text if len(text) <= _MAX_SHOWN else f'{text[:_MAX_SHOWN]}...'
-            raise ValueError(f'field {name!r} is {shown}, expected {_expected(kind)}')
+            expected = (
+                kind.__name__ if isinstance(kind, type) else str(kind).removeprefix('typing.')
+            )
+            raise ValueError(f'field {name!r} is {value[name]!r:.80}, expected {expected}')
         if isinstance(hint, dict | list):
             check(value[name], hint)
 
@@ -330,10 +260,6 @@ def flat(record: Mapping, separator: str = '.', prefix: str = '') -> Iterator[tu
             yield from flat(value, separator, f'{prefix}{name}{separator}')
         else:
             yield f'{prefix}{name}', value
-
-
-def _kind(value: Any) -> str:
-    return 'an empty list' if value == [] else type(value).__name__
 
 
 def _frozen(value: Any) -> Any:
@@ -367,18 +293,3 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
         return isinstance(value, allowed)
 
     return fits
-
-
-def _expected(hint: Any, joint: str = ' or ') -> str:
-    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind is types.UnionType:
-        return joint.join(_expected(option, joint) for option in parts)
-    if kind is typing.Literal:
-        return joint.join(map(repr, parts))
-    if kind is tuple:
-        return f'list of {_expected(parts[0], "/")}'
-    if kind is Mapping and parts and parts[1] is not Any:
-        return f'object of {_expected(parts[1], "/")}'
-    if kind is type(None):
-        return 'null'
-    return joint.join(option.__name__ for option in _TYPES.get(kind, (kind,)))

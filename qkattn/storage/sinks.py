@@ -1,7 +1,10 @@
 """Sinks: where the numbers of a run go besides metrics.jsonl.
 
-A sink is a class. `train.sinks` names it, as a key of SINKS or by import path, with its options,
-which are keyword-only parameters of the class.
+`train.sinks` names them, as a key of SINKS or a class by import path, with its keyword options.
+One is made of the run directory, the config and the steps done, and gets by `write(step, values)`
+the values of X trials [X] by name, as in 'train/loss': losses in nats/token, NaN of a trial that
+diverged. Steps never decrease, and those that a killed start has written come again. `close()` is
+called once, also when the run fails. An error ends the sink, not the run.
 """
 
 import contextlib
@@ -10,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,28 +24,6 @@ from qkattn.storage import buckets
 from qkattn.storage.files import write_atomic
 
 log = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """The methods of a sink; an error that one raises ends the sink, not the run."""
-
-    def __init__(self, directory: Path, config: Config, step: int):
-        """Opens the sink at the start of a run, or when it resumes.
-
-        Args:
-          directory: the run directory.
-          config: its settings; `config.trials.trials()` are the trials.
-          step: steps done; what was written of later ones will be written again.
-        """
-
-    def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """Writes the values of X trials [X] by name, as in 'train/loss' or 'eval/val_loss'.
-
-        Losses are in nats/token; NaN is the value of a trial that diverged. Steps never decrease.
-        """
-
-    def close(self) -> None:
-        """Ends the sink; called once, also when the run stops or fails."""
 
 
 def trial_names(config: Config) -> list[str]:
@@ -66,12 +47,10 @@ class TensorBoard:
             path = directory / 'tensorboard' / name
             path.mkdir(parents=True, exist_ok=True)
             # Two starts may fall into the same second, of which the file is named.
-            self._writers.append(events.EventsWriter(str(path / 'events'), f'.{step}'))
-        # As purge_step of a SummaryWriter, whose queue a kill would lose: readers drop what earlier
-        # files hold from this step on.
-        start = {'status': 1}
-        for writer in self._writers:
-            writer.write_event(self._event(step=step + 1, session_log=start))
+            self._writers.append(writer := events.EventsWriter(str(path / 'events'), f'.{step}'))
+            # As purge_step of a SummaryWriter, whose queue a kill would lose: readers drop what
+            # earlier files hold from this step on.
+            writer.write_event(self._event(step=step + 1, session_log={'status': 1}))
 
     def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         now = time.time()
@@ -87,11 +66,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, in wandb/ of the run directory; WANDB_MODE=offline works too.
-
-    A resumed run continues the same one: its id is that of the run directory, and Weights & Biases
-    drops steps that it has already.
-    """
+    """A run of Weights & Biases, also offline; a resumed run continues the same one."""
 
     package = 'wandb'
 
@@ -129,11 +104,11 @@ SINKS: dict[str, type[TensorBoard] | type[WandB]] = {'tensorboard': TensorBoard,
 def check_sinks(names: Sequence[str]) -> None:
     """Raises ConfigError for a sink that is unknown, is none, or lacks its package."""
     for name in names:
-        _find(name)
+        _resolve(name)
 
 
 class Sinks:
-    """The open sinks of a run; one that fails is dropped with a warning.
+    """The open sinks of a run, none before `open`; one that fails is dropped with a warning.
 
     Raises:
       ConfigError: the directory is in a bucket, where TensorBoard and W&B write nothing.
@@ -146,19 +121,17 @@ class Sinks:
                 'out, or give a directory on a file system'
             )
         self._config, self._directory = config, directory
-        self._open: dict[str, Sink] = {}
+        self._open: dict[str, Any] = {}
 
     def open(self, step: int) -> None:
-        """Opens `train.sinks` at `step`; until then, `write` and `close` do nothing."""
+        """Opens `train.sinks` at `step`."""
         for name in self._config.train.sinks:
             with self._guarded(name):
-                cls, options = _find(name)
+                cls, options = _resolve(name)
                 self._open[name] = cls(self._directory, self._config, step, **options)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes the values [X] of a record of metrics.jsonl."""
-        if not self._open:
-            return
         values = {
             f'{record["kind"]}/{name}': np.array(value, np.float64)
             for name, value in record.items()
@@ -183,16 +156,10 @@ class Sinks:
             log.warning('sink %s fails, and the run goes on without it: %s: %s', name, kind, error)
 
 
-def _find(text: str) -> tuple[type[Sink], dict[str, Any]]:
-    cls, options = resolve(
-        text,
-        SINKS,
-        'train.sinks',
-        needs='a class of (directory, config, step) with write and close',
-        fits=_is_sink,
-    )
-    name = text.partition('(')[0]
-    if name in SINKS:
+def _resolve(text: str) -> tuple[Any, dict[str, Any]]:
+    needs = 'a class of (directory, config, step) with write and close'
+    cls, options = resolve(text, SINKS, 'train.sinks', needs=needs, fits=_is_sink)
+    if (name := text.partition('(')[0]) in SINKS:
         load_extra(cls.package, name)
     return cls, options
 

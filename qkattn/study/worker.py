@@ -39,7 +39,6 @@ from qkattn.storage.files import check_directory, make_directory, write_atomic
 from qkattn.storage.leases import locked
 from qkattn.storage.records import (
     CONFIG,
-    as_results,
     check,
     damaged,
     parse_json,
@@ -235,7 +234,7 @@ def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
                 read[run.id] = read_results(directory / 'result.json', trials)
             elif _is_exported(directory) and run.id in exported():
                 results = plan.exported_results(study, run, exported()[run.id])
-                read[run.id] = as_results(results, trials, path / 'results.jsonl')
+                read[run.id] = read_results(path / 'results.jsonl', trials, results)
             else:
                 read[run.id] = None
         return read[run.id]

@@ -35,10 +35,9 @@ from qkattn.jobs import agreement
 from qkattn.storage import buckets
 from qkattn.storage.files import (
     disk_errors,
-    drop_echoes,
     remove_tree,
     require_room,
-    require_same_directory,
+    require_same,
 )
 from qkattn.storage.records import check, parse_file, parse_json, remove_checksum, with_checksum
 
@@ -72,8 +71,6 @@ class Checkpoints:
     def __init__(self, directory: Path, *, read_only: bool = False):
         """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves."""
         self.directory, self.stall_seconds, self._read_only = directory, 0.0, read_only
-        if not read_only:
-            drop_echoes()
         newest = preservation_policy.LatestN(2)
         best = preservation_policy.BestN(get_metric_fn=_rank, reverse=True, n=1)
         options = ocp.CheckpointManagerOptions(
@@ -261,7 +258,7 @@ class Checkpoints:
                 yield
             except Exception:
                 if self._status is not None:
-                    require_same_directory(self.directory, self._status)
+                    require_same(self.directory, self._status)
                 raise
             finally:
                 self.stall_seconds += time.perf_counter() - start

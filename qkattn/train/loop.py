@@ -91,7 +91,7 @@ def train(
         with progress.phase('preparing data'):
             rows = owner_first(lambda: rows_of(config))
         agreement.require_same('dataset', json.dumps(rows.identity()))
-        directory = exits.enter_context(owned(lambda: RunDirectory.open(path, config)))
+        directory = exits.enter_context(owned(lambda: RunDirectory(path, config)))
         stop = exits.enter_context(StopRequest())
         sinks = exits.enter_context(contextlib.closing(owned(lambda: Sinks(config, path))))
         require_shared(path)
@@ -245,7 +245,7 @@ class _Run:
         stack, config, step = self.stack, self.stack.config, self.stack.step
         train, alive_X = config.train, stack.alive_X
         kept = {'evaluated': record['evaluated'], 'written': record['metrics']}
-        agreement.on_owner(lambda: self.metrics.rewind(step, train.log_every, **kept))
+        agreement.on_owner(lambda: self.metrics.rewind(step, **kept))
         self.sinks.open(step)
         # A step that the record of a checkpoint lacks stays unknown, None.
         steps_X = record['diverged_at'] or [None] * len(alive_X)

@@ -55,7 +55,7 @@ def test_an_altered_number_is_found(tmp_path, number):
     [
         ('rows', {'speaks': 'yes'}, "claim B2: row 0: 'yes' is not a valid Speaks"),
         ('rows', {'kind': 'both'}, "claim B2: row 0: 'both' is not a valid Kind"),
-        ('rows', {'value': None}, "claim B2: row 0: field 'value' is None, expected int or float"),
+        ('rows', {'value': None}, "claim B2: row 0: field 'value' is None, expected float"),
         ('claim', {'verdict': 'true'}, "claim B2: 'true' is not a valid ClaimVerdict"),
         ('claim', {'decisive': 12}, 'claim B2: decisive is 12, but there are 12 rows'),
         ('claim', {'rule': 3}, "claim B2: field 'rule' is 3, expected str"),

@@ -38,13 +38,10 @@ def test_a_record_is_strict_json_with_a_checksum(path):
 
 def test_a_record_needs_an_integer_step_that_does_not_go_back(path):
     metrics = MetricsFile(path)
-    for record in ({}, {'step': None}, {'step': 1.0}, {'step': True}):
-        with pytest.raises(ValueError, match='integer "step"'):
-            metrics.append(record)
-    assert path.read_bytes() == b''
     metrics.append({'step': 3})
-    with pytest.raises(ValueError, match='step 2 would repeat'):
-        metrics.append({'step': 2})
+    for record in ({}, {'step': None}, {'step': 4.0}, {'step': True}, {'step': 2}):
+        with pytest.raises(ValueError, match='step'):
+            metrics.append(record)
     metrics.append({'step': 3, 'split': 'validation'})
     assert steps_of(path) == [3, 3]
 
@@ -54,7 +51,7 @@ def test_rewind_drops_later_steps_and_a_torn_line_and_no_byte_else(path, kept):
     write_steps(path, range(10, 60, 10), tail='{"step": 60, "lo')
     metrics = MetricsFile(path)
     assert metrics.last_step == 50
-    metrics.rewind(kept, every=10)
+    metrics.rewind(kept)
     assert metrics.last_step == (kept or None)
     expected = path.with_name('expected')
     write_steps(expected, range(10, kept + 10, 10))
@@ -66,20 +63,9 @@ def test_rewind_drops_later_steps_and_a_torn_line_and_no_byte_else(path, kept):
 def test_rewind_drops_the_final_record_and_an_evaluation_that_is_made_again(path):
     write_steps(path, [5, 10], tail='{"step": 10, "kind": "eval"}\n{"step": 10, "kind": "final"}\n')
     metrics = MetricsFile(path)
-    metrics.rewind(10, every=5)
+    metrics.rewind(10)
     assert steps_of(path) == [5, 10, 10]
     metrics.rewind(10, evaluated=False)
-    assert steps_of(path) == [5, 10]
-
-
-def test_rewind_detects_gaps(path):
-    write_steps(path, [5, 10, 20, 25])
-    metrics = MetricsFile(path)
-    for step, count in ((20, '1 step'), (30, '2 steps')):
-        with pytest.raises(RunDirectoryError, match=f'no record of {count} up to {step}.*at 15'):
-            metrics.rewind(step, every=5)
-    assert steps_of(path) == [5, 10, 20, 25]
-    metrics.rewind(14, every=5)
     assert steps_of(path) == [5, 10]
 
 
@@ -93,26 +79,17 @@ def test_opening_repairs_a_torn_end_so_that_appending_is_safe(path, tail):
     assert steps_of(path) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ('damage', 'message'),
-    [
-        ('{"step": 3, "lo\n', 'line 3 is not a JSON object'),
-        ('\n', 'line 3 is not a JSON object'),
-        ('[3]\n', 'line 3 is not a JSON object'),
-        ('{"loss": 1}\n', 'line 3 is not a JSON object with an integer "step"'),
-        ('{"step": 1}\n', 'line 3 goes back to step 1 from step 2'),
-    ],
-)
-def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_changed(path, damage, message):
-    write_steps(path, [1, 2], tail=damage + '{"step": 4}\n')
+@pytest.mark.parametrize('damage', ['{"step": 3, "lo', '', '[3]', '{"loss": 1}', '{"step": 1}'])
+def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_changed(path, damage):
+    write_steps(path, [1, 2], tail=damage + '\n{"step": 4}\n')
     before = path.read_bytes()
     for reader in (read_metrics, MetricsFile):
-        with pytest.raises(RunDirectoryError, match=rf'metrics\.jsonl, {message}'):
+        with pytest.raises(RunDirectoryError, match=r'metrics\.jsonl, line 3 is damaged'):
             reader(path)
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize('cut', [0.0, 0.4, 0.9])
+@pytest.mark.parametrize('cut', [0.0, 0.9])
 def test_a_full_disk_leaves_whole_lines_and_the_next_record_follows_them(path, monkeypatch, cut):
     write_steps(path, [1, 2])
     metrics = MetricsFile(path)
@@ -147,7 +124,7 @@ def test_a_log_is_rewound_to_what_a_checkpoint_has_kept(logged):
     path, kept = logged
     lines = path.read_bytes().splitlines(keepends=True)
     metrics = MetricsFile(path)
-    metrics.rewind(4, every=1, written=kept)
+    metrics.rewind(4, written=kept)
     assert path.read_bytes() == b''.join(lines[:5]) and metrics.flush() == kept
     metrics.append({'step': 5, 'loss': 1.5})
     assert path.read_bytes() == b''.join(lines[:6])
@@ -157,70 +134,44 @@ def test_a_log_is_rewound_to_what_a_checkpoint_has_kept(logged):
     ('damage', 'message'),
     [
         (lambda lines: [lines[0].replace(b'1.5', b'1.6'), *lines[1:]], 'line 1 is damaged .*check'),
-        (lambda lines: [lines[0].replace(b'1.5', b'NaN'), *lines[1:]], 'line 1 is damaged .*check'),
-        (lambda lines: [*lines[:4], *lines[5:]], 'lines 1 to 5 are not those that the run has'),
-        (lambda lines: lines[:4], 'has 4 of the 5 lines that the run has written'),
-        (lambda lines: [*lines[:2], b'{"step": 3}\n', *lines[3:]], 'lines 1 to 5 are not those'),
-        (lambda lines: [], 'has no record of 4 steps up to 4, the first at 1'),
-        (lambda lines: [b'\x80garbage'], 'has no record of 4 steps up to 4, the first at 1'),
+        (
+            lambda lines: [*lines[:4], *lines[5:]],
+            'its first 5 lines are not the 5 that the run has',
+        ),
+        (lambda lines: lines[:4], 'its first 4 lines are not the 5'),
+        (lambda lines: [*lines[:2], b'{"step": 3}\n', *lines[3:]], 'its first 5 lines are not'),
+        (lambda lines: [b'\x80garbage'], 'its first 0 lines are not the 5'),
     ],
-    ids=['digit', 'nan', 'no eval', 'cut', 'other', 'deleted', 'no log'],
+    ids=['digit', 'no eval', 'cut', 'other', 'no log'],
 )
 def test_a_log_that_is_not_what_was_written_is_refused_and_stays(logged, damage, message):
     path, kept = logged
     damaged = b''.join(damage(path.read_bytes().splitlines(keepends=True)))
     path.write_bytes(damaged)
-    with pytest.raises(RunDirectoryError, match=rf'metrics\.jsonl,? {message}') as refusal:
-        MetricsFile(path).rewind(4, every=1, written=kept)
-    assert 'checkpoints of this one are kept' in str(refusal.value)
+    with pytest.raises(RunDirectoryError, match=rf'metrics\.jsonl[,:] {message}'):
+        MetricsFile(path).rewind(4, written=kept)
     assert path.read_bytes() == damaged
 
 
-@pytest.mark.parametrize('replaced', [False, True])
-def test_a_log_that_is_removed_while_it_is_open_is_written_again(path, caplog, replaced):
-    metrics = MetricsFile(path)
-    metrics.append({'step': 1})
-    before = path.read_bytes()
-    path.unlink()
-    if replaced:
-        path.write_text('other\n')
-    metrics.append({'step': 2})
-    assert 'was removed or replaced' in caplog.text
-    assert path.read_bytes().startswith(before) and steps_of(path) == [1, 2]
-    for call in (metrics.check, metrics.close):
-        path.unlink()
-        call()
-    assert steps_of(path) == [1, 2]
-
-
-def test_a_log_that_is_changed_while_it_is_open_is_refused(path):
+@pytest.mark.parametrize('change', ['removed', 'replaced', 'moved', 'edited'])
+def test_a_log_that_is_changed_while_it_is_open_is_refused(tmp_path, change):
+    path = tmp_path / 'run' / 'metrics.jsonl'
+    path.parent.mkdir()
     metrics = MetricsFile(path)
     metrics.append({'step': 1, 'loss': 1.5})
-    metrics.append({'step': 2, 'loss': 1.5})
-    before = path.read_bytes()
-    with path.open('r+b') as file:
-        file.write(before.replace(b'1.5', b'1.6', 1))
-    with pytest.raises(RunDirectoryError, match='line 1 is damaged'):
+    if change == 'edited':
+        path.write_bytes(path.read_bytes().replace(b'1.5', b'1.6'))
+    elif change == 'moved':
+        path.parent.rename(tmp_path / 'moved')
+    else:
+        path.unlink()
+        if change == 'replaced':
+            path.write_text('other\n')
+    metrics.append({'step': 2})
+    gone = path.parent if change == 'moved' else path
+    message = 'line 1 is damaged' if change == 'edited' else f'^{gone} is gone'
+    with pytest.raises(RunDirectoryError, match=message):
         metrics.check()
-    with path.open('r+b') as file:
-        file.truncate(10)
-    with pytest.raises(RunDirectoryError, match=r'has 10 of the \d+ bytes that the run has writt'):
-        metrics.append({'step': 3})
-
-
-@pytest.mark.parametrize('recreated', [False, True])
-def test_a_log_whose_directory_is_gone_says_so(tmp_path, recreated):
-    directory = tmp_path / 'runs/a'
-    directory.mkdir(parents=True)
-    metrics = MetricsFile(directory / 'metrics.jsonl')
-    metrics.append({'step': 1})
-    directory.rename(tmp_path / 'b')
-    if recreated:
-        directory.mkdir()
-    for call in (lambda: metrics.append({'step': 2}), metrics.flush, metrics.close):
-        with pytest.raises(DiskError, match=f'^{directory} is gone'):
-            call()
-    assert metrics._file.closed and directory.exists() == recreated
 
 
 def test_a_directory_in_the_place_of_a_log_is_one_sentence(tmp_path):
@@ -244,7 +195,7 @@ def test_metrics_reach_a_bucket_at_flush_and_are_lost_to_another_writer(bucket):
     assert len(bucket.log) == uploads
     again = MetricsFile(path)
     assert again.last_step == 3
-    again.rewind(2, every=1)
+    again.rewind(2)
     again.append({'step': 3, 'again': True})
     again.close()
     assert read_metrics(path) == [{'step': 1}, {'step': 2}, {'step': 3, 'again': True}]

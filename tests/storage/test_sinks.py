@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import struct
 import sys
 from pathlib import Path
@@ -15,10 +14,17 @@ from qkattn.errors import ConfigError
 from qkattn.storage.sinks import Sinks, check_sinks, trial_names
 
 CONFIG = Config(trials=TrialsConfig(seeds=(0, 1), learning_rates=(1e-3, 2e-3)))
+WRITES = 'tests.storage.test_sinks:Writes'
+NO_SINK = 'is not a class of .directory, config, step. with write'
 
 
-def with_sinks(*names: str, config: Config = CONFIG) -> Config:
-    return dataclasses.replace(config, train=TrainConfig(sinks=names))
+def opened(directory: Path, *names: str, config: Config = CONFIG, step: int = 0) -> Sinks:
+    config = dataclasses.replace(config, train=TrainConfig(sinks=names))
+    assert fingerprint(config) == fingerprint(dataclasses.replace(config, train=TrainConfig()))
+    sinks = Sinks(config, directory)
+    sinks.write({'kind': 'train', 'step': step, 'loss': np.ones(4)})  # not open yet
+    sinks.open(step)
+    return sinks
 
 
 def events(directory: Path) -> dict[str, dict[int, float]]:
@@ -33,9 +39,8 @@ def events(directory: Path) -> dict[str, dict[int, float]]:
             event = tensorboardx.proto.event_pb2.Event.FromString(record)
             offset += 16 + length
             if event.HasField('session_log'):
-                for values in series.values():
-                    for step in [step for step in values if step >= event.step]:
-                        del values[step]
+                for name, values in series.items():
+                    series[name] = {s: v for s, v in values.items() if s < event.step}
             for value in event.summary.value:
                 assert event.step not in series.setdefault(value.tag, {})
                 series[value.tag][event.step] = value.simple_value
@@ -46,17 +51,18 @@ class Writes:
     """Keeps what it is given."""
 
     def __init__(self, directory, config, step, *, fails_at=None):
-        self.path, self.fails_at = directory / 'written', fails_at
+        self.file, self.fails_at = (directory / 'written').open('a'), fails_at
 
     def write(self, step, values):
         if step == self.fails_at:
             raise OSError('no room')
-        with self.path.open('a') as file:
-            file.write(json.dumps([step, {name: list(v_X) for name, v_X in values.items()}]) + '\n')
+        self.file.write(
+            json.dumps([step, {name: list(v_X) for name, v_X in values.items()}]) + '\n'
+        )
 
     def close(self):
-        with self.path.open('a') as file:
-            file.write('"closed"\n')
+        self.file.write('"closed"\n')
+        self.file.close()
 
 
 class NoSink:
@@ -65,51 +71,36 @@ class NoSink:
 
 
 def test_a_sink_gets_the_values_of_the_trials_and_is_closed(tmp_path):
-    sinks = Sinks(with_sinks('tests.storage.test_sinks:Writes'), tmp_path)
-    sinks.write({'kind': 'train', 'step': 1, 'loss': np.ones(4)})  # not open yet
-    sinks.open(0)
+    sinks = opened(tmp_path, WRITES)
     sinks.write({'kind': 'train', 'step': 2, 'loss': np.arange(4.0)})
     final = {'val_loss': [1.5, None, 2.5, 3.5], 'trials': CONFIG.trials.trials(), 'eval_tokens': 7}
     sinks.write({'kind': 'final', 'step': 2, **final, 'none': None})
     sinks.close()
-    lines = (tmp_path / 'written').read_text().splitlines()
-    assert json.loads(lines[0]) == [2, {'train/loss': [0, 1, 2, 3]}]
-    step, values = json.loads(lines[1])
-    assert (step, list(values)) == (2, ['final/val_loss'])
-    assert values['final/val_loss'][::2] == [1.5, 2.5] and math.isnan(values['final/val_loss'][1])
-    assert lines[2:] == ['"closed"']
+    written = [json.loads(line) for line in (tmp_path / 'written').read_text().splitlines()]
+    losses = [2, {'final/val_loss': [1.5, pytest.approx(np.nan, nan_ok=True), 2.5, 3.5]}]
+    assert written == [[2, {'train/loss': [0, 1, 2, 3]}], losses, 'closed']
 
 
 def test_a_sink_that_fails_is_dropped_once_and_the_others_go_on(tmp_path, caplog):
-    failing = 'tests.storage.test_sinks:Writes(fails_at=1)'
-    sinks = Sinks(with_sinks(failing, 'tensorboard'), tmp_path)
-    sinks.open(0)
+    sinks = opened(tmp_path, f'{WRITES}(fails_at=1)', 'tensorboard')
     for step in (1, 2):
         sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})
     sinks.close()
-    assert not (tmp_path / 'written').exists()
+    assert not (tmp_path / 'written').read_text()
     assert caplog.text.count('fails, and the run goes on without it: OSError: no room') == 1
     trial = tmp_path / 'tensorboard' / 'seed=1,learning_rate=0.002'
     assert events(trial) == {'train/loss': {1: 1.0, 2: 2.0}}
+    assert trial_names(Config()) == ['']
 
 
 def test_a_resumed_run_repeats_no_event(tmp_path):
-    config = with_sinks('tensorboard', config=Config())
-    for start, end in ((0, 6), (4, 8)):
-        sinks = Sinks(config, tmp_path)
-        sinks.open(start)
+    for start, end in ((0, 6), (4, 8)):  # the first start is killed
+        sinks = opened(tmp_path, 'tensorboard', config=Config(), step=start)
         for step in range(start + 1, end + 1):
             sinks.write({'kind': 'train', 'step': step, 'loss': [start + step / 10]})
-        if start:
-            sinks.close()  # the first start was killed
     values = events(tmp_path / 'tensorboard')['train/loss']
     assert list(values) == [1, 2, 3, 4, 5, 6, 7, 8]
     np.testing.assert_allclose([values[4], values[5]], [0.4, 4.5], rtol=1e-6)
-
-
-def test_trials_are_named_by_what_tells_them_apart():
-    assert trial_names(CONFIG)[1] == 'seed=1,learning_rate=0.001'
-    assert trial_names(Config()) == ['']
 
 
 @pytest.mark.parametrize(
@@ -118,36 +109,17 @@ def test_trials_are_named_by_what_tells_them_apart():
         ('tensorbord', "unknown train.sinks 'tensorbord', did you mean 'tensorboard'"),
         ('tensorboard(port=1)', "tensorboard has no option 'port'"),
         ('no_such_module:Sink', "no module named 'no_such_module'"),
-        (
-            'tests.storage.test_sinks:NoSink',
-            'is not a class of .directory, config, step. with write',
-        ),
-        (
-            'tests.storage.test_sinks:events',
-            'is not a class of .directory, config, step. with write',
-        ),
+        ('tests.storage.test_sinks:NoSink', NO_SINK),
+        ('tests.storage.test_sinks:events', NO_SINK),
+        ('tensorboard', 'needs the package tensorboardX: pip install'),
+        ('wandb(project="x")', 'needs the package wandb: pip install'),
     ],
 )
-def test_a_sink_that_cannot_be_opened_is_refused(name, sentence):
+def test_a_sink_that_cannot_be_opened_is_refused(name, sentence, monkeypatch):
+    for package in ('tensorboardX', 'wandb') if 'needs the package' in sentence else ():
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=sentence):
         check_sinks([name])
-
-
-@pytest.mark.parametrize(
-    ('name', 'package'), [('tensorboard', 'tensorboardX'), ('wandb(project="x")', 'wandb')]
-)
-def test_an_absent_package_is_named_with_what_installs_it(name, package, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    extra = name.partition('(')[0]
-    with pytest.raises(ConfigError) as refused:
-        check_sinks([name])
-    assert str(refused.value) == (
-        f"{extra} needs the package {package}: pip install -e '.[{extra}]'"
-    )
-
-
-def test_sinks_are_no_part_of_the_fingerprint():
-    assert fingerprint(with_sinks('tensorboard')) == fingerprint(CONFIG)
 
 
 def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch):
@@ -156,8 +128,7 @@ def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch)
     monkeypatch.setenv('WANDB_SILENT', 'true')
     ids = []
     for start in (0, 2):
-        sinks = Sinks(with_sinks('wandb(project="x")'), tmp_path)
-        sinks.open(start)
+        sinks = opened(tmp_path, 'wandb(project="x")', step=start)
         ids.append((wandb.run.id, wandb.run.project, wandb.run.config['model']['d_model']))
         for step in (start + 1, start + 2):  # a step is logged when the next one begins
             sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})

@@ -60,7 +60,7 @@ def result(variant='qk/vo', seed=2, **changes):
         ('results.jsonl', [1], 'expected an object, found list'),
         ('results.jsonl', {}, "field 'run' is missing"),
         ('results.jsonl', {'run': RUN}, "field 'variant' is missing"),
-        ('results.jsonl', result(val_loss=float('nan')), "'val_loss' is nan, expected int or floa"),
+        ('results.jsonl', result(val_loss=float('nan')), "'val_loss' is nan, expected float"),
         ('results.jsonl', result('other'), 'is not in plan.jsonl'),
         ('results.jsonl', result(residual=0.5), 'residual 0.5 contradicts plan.jsonl'),
         ('results.jsonl', result(), f'seed 2 is not one of run {RUN!r}, which has [0, 1]'),
@@ -85,13 +85,13 @@ def result(variant='qk/vo', seed=2, **changes):
         ('plan.jsonl', GOOD | {'config': {}}, "field 'model' is missing"),
         ('plan.jsonl', plan_line('b/vo', SIZE, name=RUN), 'is planned twice, differently'),
         (METRICS, {'kind': 'final', 'step': 401}, "field 'trials' is missing"),
-        (METRICS, FINAL | {'val_loss': 3}, "'val_loss' is 3, expected list of int/float/null"),
+        (METRICS, FINAL | {'val_loss': 3}, "'val_loss' is 3, expected tuple"),
         (METRICS, '{"kind": "ev', ' is not JSON'),
         (METRICS, EVALUATION | {'step': 400}, 'step 400 follows step 400'),
-        (METRICS, EVALUATION | {'val_loss': [1.0, 'x']}, 'expected list of int/float/null'),
+        (METRICS, EVALUATION | {'val_loss': [1.0, 'x']}, 'expected tuple'),
         (METRICS, EVALUATION | {'val_loss': [1.0]}, "'val_loss' has 1 values for 2 trials"),
         (METRICS, EVALUATION | {'val_bits_per_byte': [1.0]}, 'has 1 values for 2 trials'),
-        (METRICS, EVALUATION | {'val_bits_per_byte': 1.0}, 'is 1.0, expected list of int/float/nu'),
+        (METRICS, EVALUATION | {'val_bits_per_byte': 1.0}, 'is 1.0, expected tuple'),
     ],
 )
 def test_bad_lines_are_named_and_left_out(study_dir, path, record, message):
@@ -145,7 +145,7 @@ def test_nothing_to_report_is_one_sentence(tmp_path, study_dir):
     with pytest.raises(ReportError, match='has no results yet'):
         load_study(study_dir)
     (study_dir / 'plan.jsonl').unlink()
-    with pytest.raises(ReportError, match=r'no results yet \(plan.jsonl does not exist'):
+    with pytest.raises(ReportError, match=r'no results yet \(plan.jsonl cannot be read'):
         load_study(study_dir)
     (study_dir / 'study.json').write_text('{"name": "x"}')
     with pytest.raises(ReportError, match="field 'question' is missing"):
@@ -233,19 +233,19 @@ def test_a_second_verdict_of_an_arm_is_refused(study_dir):
 @pytest.mark.parametrize(
     ('changes', 'said'),
     [
-        ({'margin': None}, "field 'margin' is None, expected int or float"),
-        ({'margin': float('nan')}, "field 'margin' is nan, expected int or float"),
+        ({'margin': None}, "field 'margin' is None, expected float"),
+        ({'margin': float('nan')}, "field 'margin' is nan, expected float"),
         ({'margin': 0.0}, "field 'margin' is 0.0, expected nats per token above 0"),
         ({'tuning': {'seeds': [1]}}, "field 'max_points' is missing"),
         ({'tuning': TUNING | {'seeds': []}}, "field 'seeds' is [], expected at least one"),
-        ({'seeds': 3}, "field 'seeds' is 3, expected list of int"),
-        ({'looks': 3}, "field 'looks' is 3, expected list of int"),
+        ({'seeds': 3}, "field 'seeds' is 3, expected tuple"),
+        ({'looks': 3}, "field 'looks' is 3, expected tuple"),
         ({'controls': {'equal_shape': True}}, "field 'longer' is missing"),
-        ({'seeds': ['a']}, "field 'seeds' is ['a'], expected list of int"),
+        ({'seeds': ['a']}, "field 'seeds' is ['a'], expected tuple"),
         ({'tuning': TUNING | {'weight_decays': []}}, "'weight_decays' of its tuning is [], exp"),
         ({'tuning': TUNING | {'learning_rates': [2, 1]}}, 'is [2, 1], expected one value or sev'),
         ({'tuning': TUNING | {'weight_decays': [0, 1]}}, 'is [0, 1], expected one value or sever'),
-        ({'tuning': TUNING | {'score_scales': ['x']}}, "'score_scales' is ['x'], expected list"),
+        ({'tuning': TUNING | {'score_scales': ['x']}}, "'score_scales' is ['x'], expected tuple"),
         ({'looks': [4]}, "field 'looks' is [4], expected numbers of seeds that ascend to all 8"),
         ({'looks': [8, 4, 8]}, "field 'looks' is [8, 4, 8], expected"),
         ({'arms': [place('qk/vo', 'x')._asdict()]}, "an arm has control 'x', which is"),
@@ -277,7 +277,7 @@ def test_a_ledger_that_is_missing_or_was_edited_is_one_sentence(study_dir):
     assert load_study(study_dir).ledger.family == 0
     text = entries.read_text()
     entries.write_text(text.replace('"margin": 0.005', '"margin": 0.5'))
-    with pytest.raises(ReportError, match=r'ledger.jsonl, line 1 was edited.*; restore the file'):
+    with pytest.raises(ReportError, match=r'ledger.jsonl, line 1 was edited.*; restore it'):
         load_study(study_dir)
     entries.unlink()
     with pytest.raises(ReportError, match=r'ledger.jsonl does not exist.*; restore it from'):
@@ -339,5 +339,5 @@ def test_a_choice_is_one_of_its_names(study_dir):
     write_tuned(study_dir, records, tuning__choice='minimax')
     assert load_study(study_dir).tuning.choice == 'minimax'
     write_tuned(study_dir, records, tuning__choice='best')
-    with pytest.raises(ReportError, match="'choice' is 'best', expected 'vertex' or 'minimax'"):
+    with pytest.raises(ReportError, match="'choice' is 'best', expected"):
         load_study(study_dir)
