@@ -4,7 +4,6 @@ A shard appears under its name when it is whole, and then in the index, so a pre
 killed goes on behind the last one. What is written follows from text, tokenizer and `shard_tokens`.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from qkattn.data.cache import DamagedData
-from qkattn.data.corpora.corpus import Corpus
+from qkattn.data.corpora.corpus import Corpus, readable
 from qkattn.data.shards import (
     HEADER_BYTES,
     INDEX,
@@ -31,6 +30,7 @@ from qkattn.data.tokens import Shard, ShardTokens, SplitInfo
 from qkattn.errors import ConfigError
 from qkattn.storage.files import replacing, write_atomic
 
+RESTORE, ERRORS = 'restore the source', (RuntimeError, UnicodeError)
 # Ids of a document with its separator, and the bytes of its text.
 Document = tuple[np.ndarray, int]
 
@@ -55,7 +55,7 @@ def write_shards(directory: Path, plan: Index, corpus: Corpus, tokenizer: Tokeni
         kept = {}
     if (model := model_of(tokenizer)) is not None:
         write_atomic(directory / MODEL, model)
-    with _reading(corpus.name):
+    with readable(corpus.name, RESTORE, *ERRORS):
         documents = corpus.documents(None)
     splits: dict[str, SplitInfo] = {}
     for split in corpus.splits:
@@ -90,7 +90,7 @@ def _encoded(
     texts: Iterable[bytes], source: str, tokenizer: Tokenizer, dtype: str, skip: int
 ) -> Iterator[Document]:
     """The documents behind the first `skip`."""
-    with _reading(source):
+    with readable(source, RESTORE, *ERRORS):
         for number, text in enumerate(itertools.islice(texts, skip, None), start=skip + 1):
             try:
                 ids = np.append(tokenizer.encode(text), tokenizer.separator)
@@ -156,15 +156,3 @@ def _entropy(counts_V: np.ndarray) -> float:
     """Entropy of the frequencies of ids, in nats per token."""
     frequencies = counts_V[counts_V > 0] / counts_V.sum()
     return -float(np.sum(frequencies * np.log(frequencies)))
-
-
-@contextlib.contextmanager
-def _reading(source: str) -> Iterator[None]:
-    """A block that reads text; ConfigError where it cannot."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (OSError, RuntimeError, UnicodeError) as error:
-        reason = ' '.join(str(error).split())
-        raise ConfigError(f'{source} cannot be read ({reason}); restore the source') from error

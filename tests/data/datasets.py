@@ -1,10 +1,13 @@
 """Token datasets made of arrays, batches of their rows, and texts on disk."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from qkattn.data.corpora.corpus import Corpus
+from qkattn.data.corpora.corpus_registry import CORPORA, Source
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokens import ShardTokens, SplitInfo, TokenDataset
@@ -29,6 +32,18 @@ def token_dataset(
     }
     arrays = {split: ShardTokens([tokens]) for split, tokens in splits.items()}
     return TokenDataset(name, '1', tokenizer, infos, arrays)
+
+
+def register(monkeypatch: pytest.MonkeyPatch, name: str, texts: dict[str, Iterable[bytes]]):
+    """A corpus of these texts by split, each named by its number, as a dataset."""
+    corpus = Corpus(
+        name=name,
+        version='1',
+        splits=tuple(texts),
+        documents=lambda _: texts,
+        names=lambda split: [f'{split} {n}' for n, _ in enumerate(texts[split])],
+    )
+    monkeypatch.setitem(CORPORA, name, Source(lambda config: corpus))
 
 
 def read_rows(

@@ -1,6 +1,8 @@
-from qkattn.data.cache import data_root
+import concurrent.futures
+import time
+
+from qkattn.data.cache import data_root, prepared_once
 from tests.data.refusals import refused
-from tests.processes import start_python
 
 
 def test_data_root_prefers_the_argument_then_the_environment(monkeypatch, tmp_path):
@@ -14,33 +16,22 @@ def test_data_root_prefers_the_argument_then_the_environment(monkeypatch, tmp_pa
         data_root('gs://bucket/x')
 
 
-RACE = """
-    import os, sys, time
-    from pathlib import Path
-    from qkattn.data.cache import prepared_once
-    root = Path(sys.argv[1])
+def test_of_those_that_race_one_prepares_and_another_if_it_fails(tmp_path):
+    prepared = []
 
     def prepare():
-        with (root / 'prepared').open('a') as file:
-            file.write('x')
+        prepared.append(len(prepared))
         time.sleep(0.1)
-        if (root / 'prepared').read_text() == 'x':
-            os._exit(9)
-        (root / 'file').write_text('sound')
+        if prepared == [0]:
+            raise KeyError
+        (tmp_path / 'file').write_text('sound')
 
-    print('ready', flush=True)
-    while not (root / 'go').exists():
-        time.sleep(0.001)
-    print(prepared_once(root / 'lock', (root / 'file').read_text, prepare))
-"""
+    def opened(_):
+        try:
+            return prepared_once(tmp_path / 'lock', (tmp_path / 'file').read_text, prepare)
+        except KeyError:
+            return 'failed'
 
-
-def test_of_processes_that_race_one_prepares_and_another_if_it_is_killed(tmp_path):
-    processes = [start_python(RACE, tmp_path) for _ in range(3)]
-    for process in processes:
-        assert process.stdout.readline() == 'ready\n', process.communicate()
-    (tmp_path / 'go').touch()
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert sorted(outputs) == [('', ''), ('sound\n', ''), ('sound\n', '')]
-    assert sorted(process.returncode for process in processes) == [0, 0, 9]
-    assert (tmp_path / 'prepared').read_text() == 'xx'
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        assert sorted(threads.map(opened, range(3))) == ['failed', 'sound', 'sound']
+    assert prepared == [0, 1]

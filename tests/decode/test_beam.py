@@ -1,7 +1,6 @@
-"""Beam search against greedy decoding, plain Python, and every hypothesis there is."""
+"""Beam search against greedy decoding and plain Python."""
 
 import functools
-import itertools
 import queue
 
 import jax
@@ -48,26 +47,8 @@ def search(tree_BNV, separator=SEPARATOR, counted=None, **options):
 
 def nats(logits_V):
     """Log-probabilities; -inf where all logits are."""
-    largest = logits_V.max()
-    if largest == -np.inf:
-        return np.float64(logits_V)
-    shifted_V = np.float64(logits_V) - largest
-    return shifted_V - np.log(np.exp(shifted_V).sum())
-
-
-def every_hypothesis(tree_NV, length_penalty, num_tokens=T):
-    """(score, tokens) of all hypotheses, best first."""
-    hypotheses = []
-    for tokens in itertools.product(range(V), repeat=num_tokens):
-        length = tokens.index(SEPARATOR) + 1 if SEPARATOR in tokens else num_tokens
-        if any(token != SEPARATOR for token in tokens[length:]):
-            continue
-        node, total = 0, 0.0
-        for token in tokens[:length]:
-            total += nats(tree_NV[node])[token]
-            node = child(node, token, V)
-        hypotheses.append((total / length**length_penalty, list(tokens)))
-    return sorted(hypotheses, reverse=True)
+    total = np.logaddexp.reduce(np.float64(logits_V))
+    return np.float64(logits_V) - (0 if total == -np.inf else total)
 
 
 def plain_search(tree_NV, beam, length_penalty, num_tokens=T):
@@ -107,20 +88,10 @@ def check(best, b, expected):
         np.testing.assert_allclose(best.scores_BK[b, k], score, rtol=2e-5)
 
 
-@pytest.mark.parametrize('length_penalty', only([0.6], [-2.0, 0.0, 0.6, 2.0]))
-def test_a_wide_beam_finds_every_hypothesis_in_order(length_penalty):
-    tree_BNV = random_tree(0, batch=12)
-    best = search(tree_BNV, beam=V**T, length_penalty=length_penalty)
-    for b in range(12):
-        expected = every_hypothesis(tree_BNV[b], length_penalty)
-        assert len(expected) == 1 + 2 + 4 + 8 + 16
-        check(best, b, expected)
-
-
 @pytest.mark.parametrize(
-    ('beam', 'length_penalty'), only([(2, 0.0)], [(2, 0.0), (5, 1.7), (1, 1.0), (3, 1.0)])
+    ('beam', 'length_penalty'), only([(2, 0.0)], [(2, 0.0), (5, 1.7), (1, 1.0), (3, -2.0)])
 )
-def test_a_narrow_beam_is_the_plain_algorithm_run_to_the_end(beam, length_penalty):
+def test_the_search_is_the_plain_algorithm_run_to_the_end(beam, length_penalty):
     tree_BNV = random_tree(7, batch=40, vocab=5, length=5)
     best = search(tree_BNV, beam=beam, num_tokens=5, length_penalty=length_penalty)
     assert len(np.unique(best.lengths_BK)) == 5
@@ -187,6 +158,6 @@ def test_bfloat16_is_added_up_in_float32_and_a_vocabulary_may_be_one_token():
     best = search(tree_BNV, beam=4, num_tokens=1)
     assert best.scores_BK.dtype == np.float32 and best.tokens_BKT.dtype == np.int32
     for b in range(3):
-        check(best, b, every_hypothesis(np.float32(tree_BNV[b]), 1.0, num_tokens=1))
+        check(best, b, plain_search(np.float32(tree_BNV[b]), 4, 1.0, num_tokens=1))
     best = search(np.zeros((1, 4, 1), np.float32), separator=0, beam=2)
     assert best.lengths_BK.tolist() == [[1, 0]] and best.scores_BK.tolist() == [[0, -np.inf]]

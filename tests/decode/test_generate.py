@@ -36,11 +36,10 @@ def test_greedy_tokens_are_those_without_a_cache_and_of_a_beam_of_one(model):
 
 
 def test_continuations_are_the_same_where_64_bit_types_are_allowed(model):
-    draws = {'key': jax.random.key(3), 'temperature': 1.0, 'top_k': 9, 'top_p': 0.9}
-
     def continued():
+        draws = {'key': jax.random.key(3), 'temperature': 1.0, 'top_k': 9, 'top_p': 0.9}
         best = search(model, PROMPTS, 3, separator=3, beam=2)
-        return generate(model, PROMPTS, 3), generate(model, PROMPTS, 3, **draws), *best
+        return generate(model, PROMPTS, 3, **draws), *best
 
     expected = continued()
     with jax.enable_x64(True):
@@ -65,18 +64,13 @@ def test_sampling_depends_on_the_key_and_on_nothing_else(model):
 
 
 def reference_probabilities(logits_V, temperature, top_k, top_p):
-    """Top-k, then top-p on what is left, one token at a time."""
+    """Top-k, then top-p on what is left."""
     p_V = np.exp(np.float64(logits_V) / temperature)
-    order = sorted(range(len(p_V)), key=lambda i: (-p_V[i], i))[:top_k]
-    p_V = p_V / p_V[order].sum()
-    kept, mass = [], 0.0
-    for i in order:
-        if top_p is not None and mass >= top_p:
-            break
-        kept.append(i)
-        mass += p_V[i]
+    order = np.argsort(-p_V, kind='stable')[:top_k]
+    before = np.cumsum(p_V[order]) - p_V[order]
+    kept = order if top_p is None else order[before < top_p * p_V[order].sum()]
     out_V = np.zeros_like(p_V)
-    out_V[kept] = p_V[kept] / mass
+    out_V[kept] = p_V[kept] / p_V[kept].sum()
     return out_V
 
 
