@@ -18,7 +18,7 @@ from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
 from qkattn.stats.inference import LEVEL, to_find
 from qkattn.storage.run_directory import describe_start
 from qkattn.verdict import Decision
-from qkattn.verdict.trained import standings
+from qkattn.verdict.rules import standings
 
 _BELOW_MARGIN = (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN)
 

@@ -11,11 +11,9 @@ from qkattn.claims.results import UNIT, Loaded
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import Difference
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
-from qkattn.verdict import Decision
-from qkattn.verdict.arms import Arm
+from qkattn.verdict import judging
+from qkattn.verdict.arms import Arm, compare
 from qkattn.verdict.codes import Comparison, Verdict
-from qkattn.verdict.comparison import compare
-from qkattn.verdict.judging import judge
 
 
 class Evidence(NamedTuple):
@@ -157,17 +155,6 @@ def _cases(
         against = control if expected.versus or control == LONGER else None
         for arm in (arm for arm in mine if arm.control == control):
             other = others.get((arm.group, against))
-            if expected.versus is None:
-                yield arm, _judged(loaded, (arm, other), family), arm.comparison
-            elif other is not None:
-                yield arm, _judged(loaded, (arm, other), family), compare([(arm, other)], study)
-
-
-def _judged(loaded: Loaded, pair: tuple[Arm, Arm | None], family: int) -> Verdict:
-    study, found = loaded
-    if study.tuning is None:
-        return Verdict(Decision.NO_VERDICT)
-    if pair[0].control == LONGER:
-        seeds = tuple(study.controls['longer_seeds'])
-        study = dataclasses.replace(study, seeds=seeds, looks=(len(seeds),))
-    return judge(study, {None: [pair]}, found.blocks, family)[None]
+            if expected.versus is None or other is not None:
+                compared = compare([(arm, other)], study) if expected.versus else arm.comparison
+                yield arm, judging.pair(study, arm, other, found.blocks, family), compared

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qkattn.report import prose
+from qkattn.report.measures import Measure, losses, probes, scores
 from qkattn.report.prose import NONE, interval, mean_sd, one_line, p_value, reasons, si, words
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Estimate
@@ -20,7 +21,6 @@ from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
-from qkattn.verdict.measures import Measure, losses, probes, scores
 
 ESTIMATE = tuple(field.name for field in dataclasses.fields(Estimate))
 DIFFERENCE = (

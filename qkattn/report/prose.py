@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from qkattn.metrics import PREFIXES
 from qkattn.report.equations import form
+from qkattn.report.measures import Measure
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem
@@ -24,7 +25,6 @@ from qkattn.study.place import Place
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import NotScaled, Reason, Remark, RemarkCode
 from qkattn.verdict.load import Missing, Study
-from qkattn.verdict.measures import Measure
 from qkattn.verdict.runs import corpora
 
 NONE = '-'

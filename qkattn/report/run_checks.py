@@ -16,8 +16,7 @@ from qkattn.metrics import LOGGED, PREFIXES, bits_per_byte, perplexity, result_f
 from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.records import FINISHED, for_each_line
 from qkattn.verdict import Study
-from qkattn.verdict.documents import COUNTS
-from qkattn.verdict.runs import PlannedRun
+from qkattn.verdict.runs import COUNTS, PlannedRun
 
 
 def problems(study: Study, run: PlannedRun, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from qkattn.report.prose import (
 )
 from qkattn.storage import ledger
 from qkattn.study.place import Place
-from qkattn.verdict import trained
+from qkattn.verdict import rules
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
@@ -122,7 +122,7 @@ def yardsticks(study: Study, found: Findings) -> tuple[list[Heading], list[list[
     names = ['trained|enough', 'tokens|seen', f'{SPLITS[found.split]}|loss', 'best counts|of these']
     names += ['their|loss', 'gain by|position', 'BLEU', 'worth of|sources']
     rows = []
-    for standing in trained.standings(study, (*found.arms, *found.controls)):
+    for standing in rules.standings(study, (*found.arms, *found.controls)):
         arm, yardstick, best = standing.arm, standing.yardstick, standing.best
 
         def recorded(

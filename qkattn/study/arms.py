@@ -8,15 +8,13 @@ from typing import Any
 from qkattn.attention import registry
 from qkattn.config import Config, ControlsConfig, ModelConfig, Study
 from qkattn.config.setting import check_section
+from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError, SpecError
-from qkattn.model import cost
-from qkattn.model.sites import validate
+from qkattn.model import cost, sites
 from qkattn.storage.sinks import check_sinks
-from qkattn.study import matching
-from qkattn.study.matching import buildable
+from qkattn.study import matching, rules
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import MODEL_KNOBS
-from qkattn.study.validate_study import validate_study
 from qkattn.train.optimizer import check_optimizer
 
 
@@ -50,8 +48,7 @@ class Arm:
     @property
     def title(self) -> str:
         """Label, size and control, in words; the corpus is left out."""
-        control = self.place.control
-        return f'{self.label} {self.size}' + (f' {control}' if control else '')
+        return ' '.join(filter(None, (self.label, self.size, self.place.control)))
 
     @property
     def model(self) -> ModelConfig:
@@ -92,39 +89,17 @@ def build_arms(study: Study) -> list[Arm]:
     Raises:
       ConfigError: an impossible variant, size or setting; a MatchError where no model matches.
     """
-    validate_study(study)
+    rules.validate(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)
     check_sinks(study.base.train.sinks)
-    arms = []
+    for name in study.corpora:
+        data = dataclasses.replace(study.base.data, name=name)
+        try:
+            task_of(dataclasses.replace(study.base, data=data))
+        except ConfigError as error:
+            raise ConfigError(f'corpora={study.corpora}: {error}') from error
     first, *others = corpora_of(study)
-    for size in study.sizes:
-        at_size = parse_fields(size, f'size {size!r}')
-
-        def model(variant: str, at_size: dict = at_size) -> ModelConfig:
-            own = parse_variant(variant)
-            _check_fields(study, variant, own, at_size)
-            return dataclasses.replace(study.base.model, **at_size, **own)
-
-        baseline = model(study.baseline)
-        validate(dataclasses.replace(study.base, model=baseline))
-        if study.match is not None:
-            baseline = dataclasses.replace(baseline, d_ff=baseline.mlp_width)
-        target = cost.measured(baseline, study.match or 'total')
-        for variant in study.variants:
-            if variant == study.baseline:
-                exact = matching.Match(baseline, cost.count(baseline), target, 0.0, baseline)
-                arms.append(Arm(variant, None, Place(variant, size, first), exact))
-                continue
-            check_section(f'variant {variant!r}: model.', model(variant))
-            for destination in study.destinations:
-                match = _matched(study, model(variant), baseline, target, destination)
-                validate(dataclasses.replace(study.base, model=match.config))
-                label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
-                arms.append(Arm(variant, destination, Place(label, size, first), match))
-            control = _equal_shape(study, model(variant), baseline, target)
-            if control is not None and control.config not in [arm.model for arm in arms]:
-                place = Place(variant, size, first, EQUAL_SHAPE)
-                arms.append(Arm(variant, None, place, control))
+    arms = [arm for size in study.sizes for arm in _at_size(study, size, first)]
     seen: dict[ModelConfig, Arm] = {}
     for arm in arms:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
@@ -140,54 +115,64 @@ def build_arms(study: Study) -> list[Arm]:
     ]
 
 
-def _check_fields(study: Study, variant: str, own: dict, at_size: dict) -> None:
-    if twice := sorted(own.keys() & at_size.keys()):
-        raise ConfigError(f'variant {variant!r} and sizes both set {twice[0]}')
-    for name in MODEL_KNOBS:
-        if name in own and getattr(study.tuning, f'{name}s'):
-            raise ConfigError(f'variant {variant!r} sets {name}, which tuning.{name}s tunes')
+def _at_size(study: Study, size: str, corpus: str) -> list[Arm]:
+    at_size = parse_fields(size, f'size {size!r}')
 
+    def model(variant: str) -> ModelConfig:
+        fields = parse_variant(variant)
+        if twice := sorted(fields.keys() & at_size.keys()):
+            raise ConfigError(f'variant {variant!r} and sizes both set {twice[0]}')
+        for name in fields.keys() & set(MODEL_KNOBS):
+            if getattr(study.tuning, f'{name}s'):
+                raise ConfigError(f'variant {variant!r} sets {name}, which tuning.{name}s tunes')
+        return dataclasses.replace(study.base.model, **at_size, **fields)
 
-def _matched(
-    study: Study, model: ModelConfig, baseline: ModelConfig, target: float, destination: str
-) -> matching.Match:
-    if study.match is None:
-        reached = cost.measured(model, 'total')
-        return matching.Match(model, cost.count(model), target, reached / target - 1, model)
-    return matching.match(
-        model,
-        target,
-        which=study.match,
-        fill=study.fill,
-        tolerance=study.tolerance,
-        destination=destination,
-        baseline=baseline,
-    )
+    baseline = model(study.baseline)
+    sites.validate(dataclasses.replace(study.base, model=baseline))
+    if study.match is not None:
+        baseline = dataclasses.replace(baseline, d_ff=baseline.mlp_width)
+    target = cost.measured(baseline, study.match or 'total')
 
+    def unsolved(config: ModelConfig) -> matching.Match:
+        """The model as it is, and by how much it misses the target."""
+        residual = cost.measured(config, study.match or 'total') / target - 1
+        return matching.Match(config, cost.count(config), target, residual, config)
 
-def _equal_shape(
-    study: Study, model: ModelConfig, baseline: ModelConfig, target: float
-) -> matching.Match | None:
-    """A variant at the baseline's shape, if it costs less there and the study has such controls."""
-    if not controls_of(study).equal_shape:
-        return None
-    model = dataclasses.replace(model, d_ff=model.d_ff or baseline.d_ff)
-    if not buildable(model):
-        return None
-    saved = cost.measured(model, study.match) / target - 1
-    if saved >= 0:
-        return None
-    validate(dataclasses.replace(study.base, model=model))
-    return matching.Match(model, cost.count(model), target, saved, model)
+    arms: list[Arm] = []
+    for variant in study.variants:
+        if variant == study.baseline:
+            exact = dataclasses.replace(unsolved(baseline), residual=0.0)
+            arms.append(Arm(variant, None, Place(variant, size, corpus), exact))
+            continue
+        config = model(variant)
+        check_section(f'variant {variant!r}: model.', config)
+        for destination in study.destinations:
+            matched = unsolved(config) if study.match is None else None
+            matched = matched or matching.match(
+                config,
+                target,
+                which=study.match or 'total',
+                fill=study.fill,
+                tolerance=study.tolerance,
+                destination=destination,
+            )
+            sites.validate(dataclasses.replace(study.base, model=matched.config))
+            label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
+            arms.append(Arm(variant, destination, Place(label, size, corpus), matched))
+        # A variant at the baseline's shape, if it costs less there.
+        config = dataclasses.replace(config, d_ff=config.d_ff or baseline.d_ff)
+        if controls_of(study).equal_shape and matching.buildable(config):
+            control = unsolved(config)
+            if control.residual < 0 and config not in [arm.model for arm in arms]:
+                sites.validate(dataclasses.replace(study.base, model=config))
+                arms.append(Arm(variant, None, Place(variant, size, corpus, EQUAL_SHAPE), control))
+    return arms
 
 
 def grids(study: Study, arm: Arm) -> dict[str, tuple[float, ...]]:
     """The grid of each tuned setting; a single value is not tuned."""
     trials = study.base.trials
-    return {
-        'learning_rate': trials.learning_rates,
-        'weight_decay': trials.weight_decays,
-    } | {
+    return {'learning_rate': trials.learning_rates, 'weight_decay': trials.weight_decays} | {
         name: getattr(study.tuning, f'{name}s') or (getattr(arm.model, name),)
         for name in MODEL_KNOBS
     }

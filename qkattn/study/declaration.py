@@ -67,6 +67,7 @@ def declare(
         stored.unpack_in_place(path)
         file, entries = path / 'study.json', path / ledger.NAME
         changes: list[str] = []
+        known = {ledger.digest(declared)}
         if file.exists():
             earlier = read_json(file, {})
             declared, changes, gone = _extended(file, study, earlier, declared)
@@ -81,17 +82,14 @@ def declare(
                     + '\n  '.join([*changes, *gone])
                     + f'\nSet them back or give another workdir{"" if gone else flag}.'
                 )
-            hashes = {ledger.digest(study) for study in (earlier, declared)}
-            if ledger.read(entries).declaration not in hashes:
-                raise ConfigError(
-                    f'{file} is not what {entries} declares last; restore both from a copy, or '
-                    'give another workdir'
-                )
-        elif (path / 'runs').exists() or (
-            entries.exists() and ledger.read(entries).declaration != ledger.digest(declared)
+            known = {ledger.digest(study) for study in (earlier, declared)}
+        begun = file.exists() or entries.exists() or (path / 'runs').exists()
+        if begun and (
+            (not file.exists() and (path / 'runs').exists())
+            or ledger.read(entries).declaration not in known
         ):
             raise ConfigError(
-                f'workdir={path} holds runs or a ledger, but no study.json; restore it from a '
+                f'{file} is missing, or is not what {entries} declares last; restore both from a '
                 'copy, or give another workdir'
             )
         ledger.declare(path, declared, changes)
@@ -118,25 +116,21 @@ def _extended(
       ConfigError: what was declared before is not known here.
     """
     kind: Any = type(study)
-    defaults, stored = serialize.defaults(kind), serialize.introduced('1', kind)
-    later = {name: value for name, value in defaults.items() if name not in stored}
+    defaults, always = serialize.defaults(kind), serialize.introduced('1', kind)
+    later = {name: value for name, value in defaults.items() if name not in always}
     earlier = later | earlier
-    missing = declared.keys() - earlier.keys()
-    if missing or (unknown := earlier.keys() - (later | declared).keys()):
-        problem = f'no field {min(missing)!r}' if missing else f'a field {min(unknown)!r}'
+    if unlike := (declared.keys() - earlier.keys()) or (earlier.keys() - (later | declared).keys()):
+        problem = 'a field' if min(unlike) in earlier else 'no field'
         raise ConfigError(
-            f'{file} has {problem}, so it is not the declaration of a study that can be continued; '
-            'use the version of qkattn that wrote it, or give another workdir'
+            f'{file} has {problem} {min(unlike)!r}, so it is not the declaration of a study that '
+            'can be continued; use the version of qkattn that wrote it, or give another workdir'
         )
     try:
         check(earlier, STUDY)
-    except ValueError as error:
-        raise damaged(file, error) from error
-    try:
         before: Config = from_json(type(study.base), earlier['base'], 'base.')
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
-    except ConfigError as error:
+    except ValueError as error:  # a ConfigError, too
         raise damaged(file, error) from error
     now: Config = with_machine_of(study.base, before)
     gone = [
@@ -146,8 +140,8 @@ def _extended(
         if value not in declared[name]
     ]
 
-    def compared(of: Mapping[str, Any], base: Config) -> dict[str, Any]:
-        kept = {name: v for name, v in of.items() if name not in (*EXTENSIBLE, *DERIVED)}
+    def compared(fields: Mapping[str, Any], base: Config) -> dict[str, Any]:
+        kept = {name: v for name, v in fields.items() if name not in (*EXTENSIBLE, *DERIVED)}
         return kept | {'base': dataclasses.asdict(base)}
 
     changes = differences(compared(earlier, before), compared(later | declared, now))

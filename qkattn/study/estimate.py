@@ -49,16 +49,13 @@ def measure(run: PlannedRun) -> Speed:
 
 def cost(runs: list[PlannedRun], speeds: dict[str, Speed]) -> Cost:
     """The cost of `runs` at the baseline's speed, by size; without evaluation."""
+    timed = [(flops(run), speeds[run.arm.size]) for run in runs]
     return Cost(
         runs=len(runs),
         trials=sum(len(run.config.trials.trials()) for run in runs),
         tokens=sum(run.tokens for run in runs),
-        flops=sum(flops(run) for run in runs),
-        seconds=sum(
-            flops(run) / speeds[run.arm.size].flops_per_second
-            + speeds[run.arm.size].compile_seconds
-            for run in runs
-        ),
+        flops=sum(work for work, _ in timed),
+        seconds=sum(work / speed.flops_per_second + speed.compile_seconds for work, speed in timed),
     )
 
 
@@ -76,39 +73,36 @@ def text(study: Study, arms: list[Arm]) -> str:
     took = time.perf_counter() - started
     stages: dict[str, list[PlannedRun]] = {}
     for run in least:
-        control = f'{run.arm.place.control} ' if run.arm.place.control else ''
-        knob = f' ({run.knob})' if run.knob else ''
-        stages.setdefault(f'{control}{run.stage}{knob}', []).append(run)
+        knob = f'({run.knob})' if run.knob else None
+        name = ' '.join(filter(None, (run.arm.place.control, run.stage, knob)))
+        stages.setdefault(name, []).append(run)
     stages['total'] = least
     if longer := plan.lengthened(study, arms):
-        stages['longer, if every arm has a word'] = longer
+        stages['longer, if every arm is decided'] = longer
         stages['total with longer'] = least + longer
     width = max(map(len, stages)) + 2
-    lines = [f'{name:<{width}}{_cost_text(cost(runs, speeds))}' for name, runs in stages.items()]
+    lines = []
+    for name, runs in stages.items():
+        of_stage = cost(runs, speeds)
+        lines.append(
+            f'{name:<{width}}{of_stage.runs:>4} runs {of_stage.trials:>5} trials  '
+            f'{of_stage.tokens:>8.3g} tokens  {of_stage.flops:>8.3g} FLOPs  '
+            f'about {datetime.timedelta(seconds=round(of_stage.seconds))}'
+        )
     if is_tuned(study):
         seeds = len(study.tuning.seeds)
         of_trial = least[0].tokens // len(least[0].config.trials.trials())
         tuned = [values for values in grids(study, arms[0]).values() if len(values) > 1]
         more = sum(study.tuning.max_points - len(values) for values in tuned)
-        sentence = (
+        lines.append(
             f'each value that extends a grid adds {count(seeds, "trial")}, '
-            f'{seeds * of_trial:.3g} tokens; at most {count(more, "value")} per arm'
+            f'{seeds * of_trial:.3g} tokens; at most {count(more, "value")} per arm, and '
+            f'{count(study.tuning.max_seeds - seeds, "further seed")} of each while an optimum is '
+            'unclear'
         )
-        if further := study.tuning.max_seeds - seeds:
-            sentence += '; while an optimum is unclear, each of its values gets up to '
-            sentence += count(further, 'further seed')
-        lines.append(sentence)
     measured = ', '.join(f'{s.flops_per_second:.3g} FLOP/s at {z}' for z, s in speeds.items())
     lines.append(
-        f'time is for 1 worker on this machine, from a warm-up of '
-        f'{took:.0f} s ({measured}), without evaluation'
+        f'time is for 1 worker on this machine, from a warm-up of {took:.0f} s ({measured}), '
+        'without evaluation'
     )
     return '\n'.join(lines)
-
-
-def _cost_text(cost: Cost) -> str:
-    duration = datetime.timedelta(seconds=round(cost.seconds))
-    return (
-        f'{cost.runs:>4} runs {cost.trials:>5} trials  {cost.tokens:>8.3g} tokens  '
-        f'{cost.flops:>8.3g} FLOPs  about {duration}'
-    )

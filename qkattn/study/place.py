@@ -8,6 +8,8 @@ from qkattn.errors import ConfigError
 # Controls: a saving variant that stays at the baseline's shape, and an arm that is trained longer.
 EQUAL_SHAPE, LONGER = 'equal_shape', 'longer'
 CONTROLS = (EQUAL_SHAPE, LONGER)
+# The decisions that a positive control may expect.
+EXPECTED = ('better', 'worse', 'not better', 'not worse')
 
 
 class Place(NamedTuple):
@@ -32,30 +34,26 @@ class Place(NamedTuple):
         return self._replace(control=None) if self.control == LONGER else self
 
 
-# Words of a positive control.
-EXPECTED = ('better', 'worse', 'not better', 'not worse')
-
-
 class Expected(NamedTuple):
-    """A positive control: the word that a variant gets if the study finds a known effect.
+    """A positive control: what is decided on a variant if the study finds a known effect.
 
     Attributes:
       variant: its label.
-      word: one of EXPECTED.
+      decision: one of EXPECTED.
       equal_shape: whether the variant at the baseline's shape is meant, not the matched one.
     """
 
     variant: str
-    word: str
+    decision: str
     equal_shape: bool
 
 
 def parse_expected(text: str) -> Expected:
-    """'VARIANT is WORD' or 'VARIANT is WORD at equal shape'; ConfigError for anything else."""
+    """'VARIANT is DECISION' or 'VARIANT is DECISION at equal shape'; ConfigError otherwise."""
     pattern = rf'(\S+(?: \[\w+\])?) is ({"|".join(EXPECTED)})( at equal shape)?'
-    if (found := re.fullmatch(pattern, text)) is None:
+    if (match := re.fullmatch(pattern, text)) is None:
         raise ConfigError(
-            f'expected={text!r} must be a variant and a word, {", ".join(EXPECTED)}, as in '
+            f'expected={text!r} must be a variant and a decision, {", ".join(EXPECTED)}, as in '
             "'qk/vo?num_heads=1 is worse' or 'shared_qk/vo is worse at equal shape'"
         )
-    return Expected(found[1], found[2], found[3] is not None)
+    return Expected(match[1], match[2], match[3] is not None)

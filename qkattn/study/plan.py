@@ -37,6 +37,9 @@ from qkattn.study.tuning import (
 
 # The results of a run, one per trial; None until it is finished.
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
+Grids = Mapping[str, tuple[float, ...]]
+# Loss by seed; None for a diverged trial.
+Losses = Mapping[int, float | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,6 @@ class PlannedRun:
     """A run: an arm at one stage, trained as one stack of trials.
 
     Attributes:
-      arm: the arm.
       stage: 'screening', 'verdict' at the tuned settings, or 'single' in a study without tuning.
       knob: the setting that is screened.
       config: resolved.
@@ -67,8 +69,8 @@ class PlannedRun:
         if self.kept is not None:
             return self.kept
         stage = '' if self.stage == SINGLE else f' {self.stage}'
-        words = re.sub(r'[^\w.=]+', '-', self.arm.title + stage).strip('-')
-        return f'runs/{words}-{self.id}'
+        title = re.sub(r'[^\w.=]+', '-', self.arm.title + stage).strip('-')
+        return f'runs/{title}-{self.id}'
 
     @property
     def tokens(self) -> int:
@@ -83,13 +85,8 @@ class PlannedRun:
         return self.tokens * self.arm.match.target
 
 
-def single(study: Study, arm: Arm) -> PlannedRun:
-    """The run of an arm in a study without tuning: every combination of its settings."""
-    return PlannedRun(arm, SINGLE, None, base_of(study, arm))
-
-
 def screening(
-    study: Study, arm: Arm, grids: Mapping[str, tuple[float, ...]], results: Results
+    study: Study, arm: Arm, grids: Grids, results: Results
 ) -> tuple[list[PlannedRun], Settings | None]:
     """The screening runs known so far, and once all that are needed are finished, what they chose.
 
@@ -99,17 +96,26 @@ def screening(
     measured: dict[Settings, dict[int, float | None]] = {}
     while (tuning := tune(grids, study.tuning, measured)).knob is not None:
         stack = [tuning.at(value) for value in tuning.values]
-        new = screening_runs(study, arm, tuning.knob, stack, tuning.seeds)
+        new = _screening_runs(study, arm, tuning.knob, stack, tuning.seeds)
         runs += new
         finished = [results(run) for run in new]
         if None in finished:
             return runs, None
         for run, trials in zip(new, finished, strict=True):
-            _collect(measured, run, trials)
+            compiled_in = tuple(getattr(run.config.model, name) for name in MODEL_KNOBS)
+            for trial in trials or ():
+                settings = (*(trial['trial'][name] for name in TRIAL_KNOBS), *compiled_in)
+                losses = _losses([trial], 'val_loss')
+                measured[settings] = measured.get(settings, {}) | losses
     return runs, tuning.settings
 
 
-def screening_runs(
+def _losses(trials: Sequence[Mapping[str, Any]], field: str) -> dict[int, float | None]:
+    """A loss of results by seed; None for a diverged trial."""
+    return {t['trial']['seed']: t[field] if t['status'] == FINISHED else None for t in trials}
+
+
+def _screening_runs(
     study: Study, arm: Arm, knob: str, stack: list[Settings], seeds: tuple[int, ...]
 ) -> list[PlannedRun]:
     """One run for all values of a trial's knob; one for each value that is compiled in."""
@@ -117,7 +123,7 @@ def screening_runs(
     return [_run(study, arm, SCREENING, knob, settings, seeds) for settings in stacks]
 
 
-def verdict_runs(study: Study, arm: Arm, settings: Settings) -> list[PlannedRun]:
+def _verdict_runs(study: Study, arm: Arm, settings: Settings) -> list[PlannedRun]:
     """One run per look at the study, each with the seeds since the look before."""
     seeds = base_of(study, arm).trials.seeds
     looks = (len(seeds),) if arm.place.control == LONGER else looks_of(study)
@@ -144,71 +150,38 @@ def _run(
     return PlannedRun(arm, stage, knob, dataclasses.replace(base, model=model, trials=trials))
 
 
-def _collect(
-    measured: dict[Settings, dict[int, float | None]], run: PlannedRun, trials: list[dict[str, Any]]
-) -> None:
-    """Adds the loss by seed for each of the run's settings; None for a diverged trial."""
-    compiled_in = tuple(getattr(run.config.model, name) for name in MODEL_KNOBS)
-    for trial in trials:
-        of = trial['trial']
-        settings = (*(of[name] for name in TRIAL_KNOBS), *compiled_in)
-        loss = trial['val_loss'] if trial['status'] == FINISHED else None
-        measured.setdefault(settings, {})[of['seed']] = loss
-
-
-# Test loss by seed; None for a diverged trial.
-Losses = Mapping[int, float | None]
-
-
-def losses_of(trials: Sequence[Mapping[str, Any]]) -> Losses:
-    """Losses on the test split, of the results of an arm's verdict."""
-    return {
-        trial['trial']['seed']: trial['test_loss'] if trial['status'] == FINISHED else None
-        for trial in trials
-    }
-
-
-def lengthened_arm(arm: Arm) -> Arm:
-    """The arm, trained longer."""
-    return dataclasses.replace(arm, place=arm.place._replace(control=LONGER))
-
-
 def to_lengthen(
     study: Study, arms: Sequence[Arm], losses: Mapping[Place, Losses], comparisons: int
 ) -> list[Arm]:
-    """The baseline and the arms with a word, of primary arms of one size and corpus.
+    """The baseline and the decided arms, of primary arms of one size and corpus.
 
-    A word is one by the tests alone, on the test split, paired over seeds: other reasons against a
-    verdict are not known before the report.
+    They are decided by the tests alone, on the test split, paired over seeds: other reasons against
+    a verdict are not known before the report.
 
     Args:
+      losses: of the test split.
       comparisons: of the whole study, to correct for.
     """
     (baseline,) = (arm for arm in arms if arm.variant == study.baseline)
-    others = [arm for arm in arms if arm is not baseline]
-    of_baseline = losses[baseline.place]
     differences, diverged = {}, {}
-    for arm in others:
-        own = losses[arm.place]
-        pairs = [(own[seed], of_baseline[seed]) for seed in own]
+    for arm in (arm for arm in arms if arm is not baseline):
+        pairs = [(loss, losses[baseline.place][seed]) for seed, loss in losses[arm.place].items()]
         finished = [one - other for one, other in pairs if one is not None and other is not None]
-        differences[arm.place] = (
-            inference.paired(finished, study.margin, resamples=None) if finished else None
-        )
-        diverged[arm.place] = (
-            sum(one is None for one, _ in pairs),
-            sum(other is None for _, other in pairs),
-        )
+        test = inference.paired(finished, study.margin, resamples=None) if finished else None
+        differences[arm.place] = test
+        one, other = ([pair[side] for pair in pairs].count(None) for side in (0, 1))
+        diverged[arm.place] = one, other
     judged = decision.judge(differences, diverged=diverged, planned=comparisons)
     silent = (Decision.UNDECIDED, Decision.NO_VERDICT)
-    words = [arm for arm in others if judged[arm.place].decision not in silent]
-    return [baseline, *words] if words else []
+    decided = [arm for arm in arms if arm is not baseline]
+    decided = [arm for arm in decided if judged[arm.place].decision not in silent]
+    return [baseline, *decided] if decided else []
 
 
 def runs(study: Study, arms: list[Arm], results: Results) -> list[PlannedRun]:
     """Every run known so far."""
     if not is_tuned(study):
-        return [single(study, arm) for arm in arms]
+        return [PlannedRun(arm, SINGLE, None, base_of(study, arm)) for arm in arms]
     known: list[PlannedRun] = []
     settings: dict[Place, Settings] = {}
     verdicts: dict[Place, list[PlannedRun]] = {}
@@ -217,21 +190,25 @@ def runs(study: Study, arms: list[Arm], results: Results) -> list[PlannedRun]:
         known += screened
         if chosen is not None:
             settings[arm.place] = chosen
-            verdicts[arm.place] = verdict_runs(study, arm, chosen)
+            verdicts[arm.place] = _verdict_runs(study, arm, chosen)
             known.append(verdicts[arm.place][0])
     for look in range(1, len(looks_of(study))):
-        before = [of[look - 1] for of in verdicts.values()]
+        before = [of_arm[look - 1] for of_arm in verdicts.values()]
         if len(before) < len(arms) or None in map(results, before):
             break
-        known += [of[look] for of in verdicts.values()]
+        known += [of_arm[look] for of_arm in verdicts.values()]
     for arm in _to_lengthen(study, arms, verdicts, results):
         around = grids_around(grids(study, arm), settings[arm.place])
-        arm = lengthened_arm(arm)
+        arm = _lengthened(arm)
         screened, chosen = screening(study, arm, around, results)
         known += screened
         if chosen is not None:
-            known += verdict_runs(study, arm, chosen)
+            known += _verdict_runs(study, arm, chosen)
     return known
+
+
+def _lengthened(arm: Arm) -> Arm:
+    return dataclasses.replace(arm, place=arm.place._replace(control=LONGER))
 
 
 def _to_lengthen(
@@ -243,20 +220,19 @@ def _to_lengthen(
     """The primary arms to train longer, of each size and corpus whose verdict runs are finished."""
     if controls_of(study).longer is None:
         return
-    primary = [arm for arm in arms if arm.place.control is None]
-    comparisons = sum(arm.variant != study.baseline for arm in primary)
-    for where in dict.fromkeys((arm.place.corpus, arm.place.size) for arm in primary):
-        group = [arm for arm in primary if (arm.place.corpus, arm.place.size) == where]
-        finished = {
-            arm.place: [results(run) for run in verdicts.get(arm.place, ())] for arm in group
-        }
-        if not all(of and None not in of for of in finished.values()):
-            continue
-        losses = {
-            place: losses_of([trial for trials in of for trial in trials])
-            for place, of in finished.items()
-        }
-        yield from to_lengthen(study, group, losses, comparisons)
+    groups: dict[tuple[str, str], list[Arm]] = {}
+    for arm in arms:
+        if arm.place.control is None:
+            groups.setdefault((arm.place.corpus, arm.place.size), []).append(arm)
+    comparisons = sum(a.variant != study.baseline for group in groups.values() for a in group)
+    for group in groups.values():
+        finished = {a.place: [results(run) for run in verdicts.get(a.place, ())] for a in group}
+        if all(of_arm and None not in of_arm for of_arm in finished.values()):
+            losses = {
+                place: _losses([trial for trials in of_arm for trial in trials or ()], 'test_loss')
+                for place, of_arm in finished.items()
+            }
+            yield from to_lengthen(study, group, losses, comparisons)
 
 
 def least(study: Study, arms: list[Arm]) -> list[PlannedRun]:
@@ -267,25 +243,22 @@ def least(study: Study, arms: list[Arm]) -> list[PlannedRun]:
 
 
 def lengthened(study: Study, arms: list[Arm]) -> list[PlannedRun]:
-    """The minimum of longer runs if every arm has a word; () if none are made."""
-    primary = [arm for arm in arms if arm.place.control is None]
+    """The minimum of longer runs if every arm is decided; [] if none are made."""
     known: list[PlannedRun] = []
-    for arm in primary if controls_of(study).longer is not None else ():
-        middle = tune(grids(study, arm), study.tuning, {}).settings
-        around = grids_around(grids(study, arm), middle)
-        known += _at_least(study, lengthened_arm(arm), around)
+    for arm in arms if controls_of(study).longer is not None else ():
+        if arm.place.control is None:
+            middle = tune(grids(study, arm), study.tuning, {}).settings
+            known += _at_least(study, _lengthened(arm), grids_around(grids(study, arm), middle))
     return known
 
 
-def _at_least(
-    study: Study, arm: Arm, grid: Mapping[str, tuple[float, ...]]
-) -> Iterator[PlannedRun]:
+def _at_least(study: Study, arm: Arm, grid: Grids) -> Iterator[PlannedRun]:
     middle = tune(grid, study.tuning, {}).settings
     for knob, values in grid.items():
         if len(values) > 1:
             stack = [with_knob(middle, knob, value) for value in values]
-            yield from screening_runs(study, arm, knob, stack, study.tuning.seeds)
-    yield from verdict_runs(study, arm, middle)
+            yield from _screening_runs(study, arm, knob, stack, study.tuning.seeds)
+    yield from _verdict_runs(study, arm, middle)
 
 
 def declaration(study: Study, arms: list[Arm]) -> dict[str, Any]:
@@ -311,25 +284,21 @@ def declaration(study: Study, arms: list[Arm]) -> dict[str, Any]:
 
 def lines(study: Study, known: list[PlannedRun]) -> str:
     """plan.jsonl: a line per run, with its resolved config."""
-    return ''.join(
-        json.dumps(
-            to_jsonable(
-                {
-                    'run': run.id,
-                    **about(study, run),
-                    'destination': run.arm.destination,
-                    'directory': run.directory,
-                    'trials': len(run.config.trials.trials()),
-                    'config': to_json(run.config),
-                }
-            )
-        )
-        + '\n'
+    records = (
+        {
+            'run': run.id,
+            **_about(study, run),
+            'destination': run.arm.destination,
+            'directory': run.directory,
+            'trials': len(run.config.trials.trials()),
+            'config': to_json(run.config),
+        }
         for run in known
     )
+    return ''.join(json.dumps(to_jsonable(record)) + '\n' for record in records)
 
 
-def about(study: Study, run: PlannedRun) -> dict[str, Any]:
+def _about(study: Study, run: PlannedRun) -> dict[str, Any]:
     """The fields of a run that its own directory does not hold."""
     match = run.arm.match
     return {
@@ -345,20 +314,9 @@ def result_lines(study: Study, known: list[PlannedRun], results: Results) -> str
     """results.jsonl: a line per trial of every finished run."""
     text = []
     for run in known:
-        fields = _line(study, run)
+        fields = {'study': study.name, 'run': run.id, **_about(study, run)}
+        fields['target_parameters'] = fields.pop('target')
         # The hash of a config may have been another one when its run was made.
-        own = {} if run.kept is None else {'config_hash': run.id}
-        text += [json.dumps({**fields, **trial, **own}) + '\n' for trial in results(run) or []]
+        current = {} if run.kept is None else {'config_hash': run.id}
+        text += [json.dumps({**fields, **trial, **current}) + '\n' for trial in results(run) or []]
     return ''.join(text)
-
-
-def exported_results(study: Study, run: PlannedRun, lines: list[dict]) -> list[dict[str, Any]]:
-    """The results of a run as result.json holds them, of its lines in results.jsonl."""
-    fields = _line(study, run)
-    return [{name: v for name, v in line.items() if name not in fields} for line in lines]
-
-
-def _line(study: Study, run: PlannedRun) -> dict[str, Any]:
-    fields = {'study': study.name, 'run': run.id, **about(study, run)}
-    fields['target_parameters'] = fields.pop('target')
-    return fields

@@ -27,12 +27,14 @@ import numpy as np
 from qkattn.errors import ReportError
 from qkattn.storage.files import as_path, write_atomic
 from qkattn.storage.ledger import DOCUMENTS_SHA256, is_training, left_out_documents
-from qkattn.storage.records import parse_json
+from qkattn.storage.records import ARM_KEY, damaged, parse_json, write_json
 from qkattn.study.tuning import SCREENING
 
 RUNS, DOCUMENTS = 'runs.jsonl', 'documents.npz'
 WHOLE_FILES = ('study.json', 'ledger.jsonl', 'yardsticks.json', 'orphans.jsonl')
 _INDEXED = ('provenance', 'data')
+# What a line of results.jsonl has beside an entry of result.json.
+_OF_STUDY = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
 _FORMAT = 1
 Record = dict[str, Any]
 
@@ -150,11 +152,7 @@ def pack(study: Path, destination: Path) -> None:
 
 
 def unpack(stored: Path, destination: Path) -> None:
-    """Writes the directory of a stored study, in which the study can go on.
-
-    Raises:
-      ReportError: the stored study is damaged.
-    """
+    """Writes the directory of a stored study; ReportError where that is damaged."""
     for name, content in _files(stored):
         write_atomic(destination / name, content)
     for name in WHOLE_FILES:
@@ -163,7 +161,10 @@ def unpack(stored: Path, destination: Path) -> None:
 
 
 def unpack_in_place(directory: Path) -> None:
-    """Turns a stored study into a working directory, where there is one; may be repeated.
+    """Turns a stored study, where there is one, into a directory in which the study can go on.
+
+    Runs get the result.json that workers read; those without results begin anew, as nothing but
+    their logs is stored.
 
     Raises:
       ReportError: the stored study is damaged.
@@ -172,6 +173,23 @@ def unpack_in_place(directory: Path) -> None:
         unpack(directory, directory)
         (directory / DOCUMENTS).unlink()
         (directory / RUNS).unlink()
+    plan, results = directory / 'plan.jsonl', directory / 'results.jsonl'
+    left = []
+    for run in _lines(plan) if plan.is_file() else ():
+        path = directory / run['directory']
+        made = (path / 'config.json').exists() or (path / 'result.json').exists()
+        if not made and (path / 'metrics.jsonl').exists():
+            left.append((run['run'], path))
+    try:
+        lines = _lines(results) if left and results.is_file() else []
+    except ValueError as error:
+        raise damaged(results, error, 'restore it from a copy, or remove it') from error
+    for name, path in left:
+        if of_run := [line for line in lines if line['run'] == name]:
+            entries = [{n: v for n, v in line.items() if n not in _OF_STUDY} for line in of_run]
+            write_json(path / 'result.json', entries)
+        else:
+            (path / 'metrics.jsonl').unlink()
 
 
 def _files(stored: Path) -> Iterator[tuple[str, bytes]]:

@@ -6,8 +6,8 @@ the settings.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
 
+from qkattn.config import TuningConfig
 from qkattn.stats import sweep
 from qkattn.stats.sweep import Sweep
 
@@ -21,25 +21,11 @@ KNOBS = TRIAL_KNOBS + MODEL_KNOBS
 # What a run is for: screening values of one knob, the verdict at the chosen ones, or, in a study
 # without tuning, both.
 SCREENING, VERDICT, SINGLE = 'screening', 'verdict', 'single'
-STAGES = (SCREENING, VERDICT, SINGLE)
 
 # A value of every knob, in the order of KNOBS.
 Settings = tuple[float, ...]
 # Loss by seed at settings; None for a diverged trial.
 Measured = Mapping[Settings, Mapping[int, float | None]]
-
-
-class Limits(Protocol):
-    """Of the tuning of an arm: first seeds, most values of a knob, most seeds, what is chosen."""
-
-    @property
-    def seeds(self) -> tuple[int, ...]: ...
-    @property
-    def max_points(self) -> int: ...
-    @property
-    def max_seeds(self) -> int: ...
-    @property
-    def choice(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +50,9 @@ class Tuning:
         return with_knob(self.settings, self.knob, value)
 
 
-def tune(grids: Mapping[str, tuple[float, ...]], limits: Limits, measured: Measured) -> Tuning:
+def tune(
+    grids: Mapping[str, tuple[float, ...]], limits: TuningConfig, measured: Measured
+) -> Tuning:
     """Tunes as far as the measured losses allow.
 
     A grid is extended first; then, while its best value is not significantly better than both
@@ -73,6 +61,7 @@ def tune(grids: Mapping[str, tuple[float, ...]], limits: Limits, measured: Measu
 
     Args:
       grids: ascending values of each knob; a knob with a single value is not tuned.
+      limits: first seeds, most values of a knob, most seeds, and what is chosen.
       measured: may hold more settings and seeds than needed.
     """
     settings = tuple(grids[knob][len(grids[knob]) // 2] for knob in KNOBS)
@@ -83,24 +72,24 @@ def tune(grids: Mapping[str, tuple[float, ...]], limits: Limits, measured: Measu
             losses = {
                 v: _losses(measured.get(with_knob(settings, knob, v), {}), seeds) for v in values
             }
-            missing = {v: tuple(s for s in seeds if s not in of) for v, of in losses.items()}
+            missing = {v: tuple(s for s in seeds if s not in of_v) for v, of_v in losses.items()}
             if open_seeds := next(filter(None, missing.values()), ()):
                 together = tuple(v for v in values if missing[v] == open_seeds)
                 return Tuning(sweeps, settings, knob, together, open_seeds)
-            found = sweeps[knob] = sweep.fit(losses, limits.choice)
-            further = sweep.next_values(found, grids[knob][1] / grids[knob][0], limits.max_points)
+            swept = sweeps[knob] = sweep.fit(losses, limits.choice)
+            further = sweep.next_values(swept, grids[knob][1] / grids[knob][0], limits.max_points)
             if further:
                 values += further
-            elif found.needs_seeds and len(seeds) < limits.max_seeds:
+            elif swept.needs_seeds and len(seeds) < limits.max_seeds:
                 number = min(len(seeds) + len(limits.seeds), limits.max_seeds)
                 seeds = screening_seeds(limits, number)
             else:
-                settings = with_knob(settings, knob, found.chosen)
+                settings = with_knob(settings, knob, swept.chosen)
                 break
     return Tuning(sweeps, settings, None, (), ())
 
 
-def screening_seeds(limits: Limits, number: int | None = None) -> tuple[int, ...]:
+def screening_seeds(limits: TuningConfig, number: int | None = None) -> tuple[int, ...]:
     """The first `number` seeds of the screening, or all that it may draw."""
     more = (limits.max_seeds if number is None else number) - len(limits.seeds)
     return (*limits.seeds, *range(max(limits.seeds) + 1, max(limits.seeds) + 1 + more))

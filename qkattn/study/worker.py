@@ -6,7 +6,6 @@ processes, of which process 0 holds the leases and writes the files of the study
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import logging
@@ -39,9 +38,6 @@ from qkattn.storage.files import check_directory, make_directory, write_atomic
 from qkattn.storage.leases import locked
 from qkattn.storage.records import (
     CONFIG,
-    check,
-    damaged,
-    parse_json,
     read_json,
     read_results,
     to_jsonable,
@@ -49,8 +45,8 @@ from qkattn.storage.records import (
 from qkattn.study import declaration, plan
 from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun
+from qkattn.study.rules import validate
 from qkattn.study.tuning import SINGLE
-from qkattn.study.validate_study import validate_study
 from qkattn.train import sharding
 from qkattn.train.loop import require_same_settings, train
 from qkattn.train.sharding import require_memory
@@ -86,7 +82,7 @@ def run(
       ConfigError: an impossible setting or directory; at the end, if runs could not be trained.
       Stopped: on SIGTERM or Ctrl-C, with the state saved.
     """
-    validate_study(study)
+    validate(study)
     require_same_settings(study)
     jax.devices()  # which the processes of a job can only open together
     path = check_directory(workdir)
@@ -194,7 +190,6 @@ def _train(
 ) -> None:
     """Trains the run that `worker` holds the lease of; enters it in `failed` if it cannot."""
     with cast(leases.Lease, worker.lease) as lease:
-        agreement.on_owner(lambda: _begin_anew(path / leased['directory']))
         try:
             train(
                 from_json(Config, leased['config']),
@@ -217,7 +212,6 @@ def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
     """Returns every run known so far, those of them without a result, and the results."""
     read: dict[str, list[dict[str, Any]] | None] = {}
     before = declaration.planned(path)
-    exported = functools.cache(lambda: _exported(path))
 
     def kept(run: PlannedRun) -> PlannedRun:
         line = before.get(run.id)
@@ -228,44 +222,13 @@ def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
     def results(run: PlannedRun) -> list[dict[str, Any]] | None:
         # Each file is read once, so that the plan and the runs left are of the same moment.
         if run.id not in read:
-            directory = path / kept(run).directory
+            file = path / kept(run).directory / 'result.json'
             trials = run.config.trials.trials()
-            if (directory / 'result.json').exists():
-                read[run.id] = read_results(directory / 'result.json', trials)
-            elif _is_exported(directory) and run.id in exported():
-                results = plan.exported_results(study, run, exported()[run.id])
-                read[run.id] = read_results(path / 'results.jsonl', trials, results)
-            else:
-                read[run.id] = None
+            read[run.id] = read_results(file, trials) if file.exists() else None
         return read[run.id]
 
     runs = list(map(kept, plan.runs(study, arms, results)))
     return runs, [run for run in runs if results(run) is None], results
-
-
-def _is_exported(directory: Path) -> bool:
-    """Whether an export made the directory: it keeps the log of a run, but not its config."""
-    return (directory / 'metrics.jsonl').exists() and not (directory / 'config.json').exists()
-
-
-def _begin_anew(directory: Path) -> None:
-    """Removes the log of an unfinished run, of which an export leaves out the checkpoints."""
-    if _is_exported(directory):
-        (directory / 'metrics.jsonl').unlink()
-
-
-def _exported(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of results.jsonl by run: all that an export keeps of the result of a run."""
-    file = path / 'results.jsonl'
-    lines: dict[str, list[dict[str, Any]]] = {}
-    try:
-        for line in file.read_bytes().splitlines() if file.exists() else ():
-            record = parse_json(line)
-            check(record, {'run': str})
-            lines.setdefault(record['run'], []).append(record)
-    except ValueError as error:
-        raise damaged(file, error, 'restore it from a copy, or remove it') from error
-    return lines
 
 
 def _write_plan(

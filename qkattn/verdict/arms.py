@@ -1,19 +1,21 @@
-"""Arms of a study: their trials, and means and intervals over seeds."""
+"""Arms of a study: their trials, means over seeds, and the difference of one from another."""
 
 import dataclasses
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from qkattn.stats import inference
 from qkattn.stats.inference import Difference, Estimate, estimate
 from qkattn.stats.sweep import Sweep
 from qkattn.study import tuning
 from qkattn.study.place import CONTROLS, EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, NotScaled, Remark, Verdict
-from qkattn.verdict.documents import Documents
 from qkattn.verdict.load import Study
-from qkattn.verdict.runs import Trial
+from qkattn.verdict.runs import Documents, Trial
 
 
 class Group(NamedTuple):
@@ -30,7 +32,6 @@ class Arm:
 
     Attributes:
       is_baseline: of its size and corpus, at its length of training.
-      trials: all of them.
       verdict_trials: the trials that results are taken from: those of the verdict run, never of a
         screening run; in a study without tuning, all.
       chosen: the finished trials of verdict_trials, without tuning only those at the best setting;
@@ -73,8 +74,8 @@ class Arm:
 
     @property
     def group(self) -> Group:
-        """What it shares with its baseline: size, corpus, length of training."""
-        return group_of(self.place)
+        """What it shares with its baseline, as controls of equal shape do with the primary one."""
+        return Group(self.size, self.corpus, self.control == LONGER)
 
     @property
     def split(self) -> str:
@@ -103,9 +104,9 @@ class Arm:
 
     def documents(self, split: str, seeds: Sequence[int] = ()) -> list[Documents]:
         """Losses by document on a split, of these seeds (none: of all); [] if one has none."""
-        own = {trial.seed: trial for trial in self.chosen}
-        found = [own[seed].documents.get(split) for seed in seeds or sorted(own)]
-        return [] if None in found else [of for of in found if of is not None]
+        by_seed = {trial.seed: trial.documents.get(split) for trial in self.chosen}
+        documents = [by_seed[seed] for seed in seeds or sorted(by_seed)]
+        return [] if None in documents else [one for one in documents if one is not None]
 
     def reached(self, seeds: Collection[int]) -> bool:
         """Whether it has verdict trials with all of these seeds, diverged ones included."""
@@ -114,10 +115,9 @@ class Arm:
     def at(self, seeds: Collection[int]) -> 'Arm':
         """The arm with no other verdict trials than those of these seeds."""
         chosen = tuple(trial for trial in self.chosen if trial.seed in seeds)
-        own = tuple(trial for trial in self.verdict_trials if trial.seed in seeds)
         return dataclasses.replace(
             self,
-            verdict_trials=own,
+            verdict_trials=tuple(trial for trial in self.verdict_trials if trial.seed in seeds),
             chosen=chosen,
             val_loss=_mean(chosen, VALIDATION),
             test_loss=_mean(chosen, TEST),
@@ -167,11 +167,8 @@ class Arm:
     @property
     def unbounded(self) -> tuple[str, ...]:
         """The tuned knobs, bracketed, whose optimum the sweep does not bound."""
-        return tuple(
-            knob
-            for knob, sweep in self.sweeps.items()
-            if sweep.bracketed and sweep.at_worst is None
-        )
+        sweeps = self.sweeps.items()
+        return tuple(knob for knob, s in sweeps if s.bracketed and s.at_worst is None)
 
     @property
     def blocks(self) -> tuple[Remark, ...]:
@@ -204,11 +201,6 @@ class Arm:
         return [value for value in values.values() if value is not None]
 
 
-def group_of(place: Place) -> Group:
-    """What an arm shares with its baseline: an equal-shape control has that of the primary arms."""
-    return Group(place.size, place.corpus, place.control == LONGER)
-
-
 def arms_of(study: Study) -> tuple[Arm, ...]:
     """One arm per place with results: size by size, corpus by corpus, primary arms first.
 
@@ -224,9 +216,8 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
         return study.sizes.index(place.size), corpus, kind, place.variant != study.baseline
 
     declared = dict.fromkeys((*study.arms, *by_place))
-    places = sorted((place for place in declared if place in by_place), key=rank)
     arms: dict[Place, Arm] = {}
-    for place in places:
+    for place in sorted((place for place in declared if place in by_place), key=rank):
         primary = arms.get(place._replace(control=None))
         arms[place] = _arm(study, place, tuple(by_place[place]), primary)
     return tuple(arms.values())
@@ -241,23 +232,26 @@ def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     by_setting: dict[tuple, list[Trial]] = {}
     for trial in trials:
         by_setting.setdefault(trial.settings, []).append(trial)
-    complete = [of for of in by_setting.values() if all(trial.finished for trial in of)]
-    partial = [[trial for trial in of if trial.finished] for of in by_setting.values()]
-    candidates = complete or list(filter(None, partial))
+    complete = [group for group in by_setting.values() if all(t.finished for t in group)]
+    partial = [[t for t in group if t.finished] for group in by_setting.values()]
     return tuple(
-        min(candidates, key=lambda of: statistics.fmean(t.val_loss for t in of), default=())
+        min(
+            complete or list(filter(None, partial)),
+            key=lambda group: statistics.fmean(t.val_loss for t in group),
+            default=(),
+        )
     )
 
 
 def _arm(study: Study, place: Place, trials: tuple[Trial, ...], primary: Arm | None) -> Arm:
-    own = tuple(t for t in trials if t.stage == (VERDICT if study.tuning else SINGLE))
-    complete = tuple(t for t in own if t.finished and not t.stopped_early)
-    chosen = complete if study.tuning else best_setting(own)
+    judged = tuple(t for t in trials if t.stage == (VERDICT if study.tuning else SINGLE))
+    complete = tuple(t for t in judged if t.finished and not t.stopped_early)
+    chosen = complete if study.tuning else best_setting(judged)
     return Arm(
         place=place,
         is_baseline=place.variant == study.baseline and place.control != EQUAL_SHAPE,
         trials=trials,
-        verdict_trials=own,
+        verdict_trials=judged,
         chosen=chosen,
         val_loss=_mean(chosen, VALIDATION),
         test_loss=_mean(chosen, TEST),
@@ -274,9 +268,8 @@ def _mean(chosen: Sequence[Trial], split: str) -> Estimate | None:
 def _tuning(study: Study, place: Place, trials: Sequence[Trial], primary: Arm | None) -> Tuning:
     """The state of the tuning, from the results of the screening; `primary` is not a control."""
     screening = [trial for trial in trials if trial.stage == SCREENING]
-    own = dict(zip(tuning.KNOBS, (screening or trials)[0].at, strict=True))
-    declared = study.tuning.grids.items()
-    grids = {knob: values if len(values) > 1 else (own[knob],) for knob, values in declared}
+    of_arm = dict(zip(tuning.KNOBS, (screening or trials)[0].at, strict=True))
+    grids = {knob: v if len(v) > 1 else (of_arm[knob],) for knob, v in study.grids.items()}
     if place.control == LONGER and primary and primary.sweeps:
         grids = tuning.grids_around(grids, primary.tuning.settings)
     measured: dict[tuning.Settings, dict[int, float | None]] = {}
@@ -284,3 +277,88 @@ def _tuning(study: Study, place: Place, trials: Sequence[Trial], primary: Arm | 
         loss = trial.val_loss if trial.finished else None
         measured.setdefault(trial.at, {})[trial.seed] = loss
     return tuning.tune(grids, study.tuning, measured)
+
+
+# An arm and the one that it is compared with.
+Pair = tuple[Arm, Arm]
+
+
+def compare(
+    pairs: Sequence[Pair], study: Study, resamples: int | None = inference.RESAMPLES
+) -> Comparison | None:
+    """Compares the chosen trials of the pairs; None if an arm has none, or no seed is shared.
+
+    A single pair that shares no seed is compared unpaired. The interval includes the error over
+    documents, taken as independent between corpora, and the error of tuning: the arm may be better
+    than measured by what its own settings may be off, and worse by what the other's may be.
+
+    Where a study has losses by document, and these arms have none over the same documents, the
+    error over documents is not known: then there is no interval and no test.
+    """
+    if not pairs or not all(arm.chosen and other.chosen for arm, other in pairs):
+        return None
+    split = TEST if all(arm.split == other.split == TEST for arm, other in pairs) else VALIDATION
+    losses = {s: [(a.losses(s), b.losses(s)) for a, b in pairs] for s in (TEST, VALIDATION)}
+    seeds = sorted(set.intersection(*(set(arm) for pair in losses[split] for arm in pair)))
+    if not seeds and len(pairs) > 1:
+        return None
+    error, df, number = _evaluation_error(pairs, seeds, split, study.has_documents)
+    errors: dict[str, Any] = {
+        'evaluation_error': error,
+        'evaluation_df': df,
+        'tuning': (_tuning_error([a for a, _ in pairs]), _tuning_error([b for _, b in pairs])),
+        'resamples': resamples,
+    }
+    correlation = None
+    if seeds:
+        arm_S, other_S = (_means(losses[split], side, seeds) for side in (0, 1))
+        differences = dict(zip(seeds, (arm_S - other_S).tolist(), strict=True))
+        difference = inference.paired(list(differences.values()), study.margin, **errors)
+        validation = [_means(losses[VALIDATION], side, seeds) for side in (0, 1)]
+        if len(seeds) >= inference.MIN_PAIRS and np.ptp(arm_S) > 0 and np.ptp(other_S) > 0:
+            correlation = statistics.correlation(arm_S.tolist(), other_S.tolist())
+    else:
+        differences = {}
+        arm, other = (list(by_seed.values()) for by_seed in losses[split][0])
+        difference = inference.welch(arm, other, study.margin, **errors)
+        validation = [np.array(list(by_seed.values())) for by_seed in losses[VALIDATION][0]]
+    confirmed = float(validation[0].mean() - validation[1].mean())
+    return Comparison(split, differences, difference, confirmed, correlation, number)
+
+
+def _means(losses: Sequence[tuple], side: int, seeds: Sequence[int]) -> np.ndarray:
+    """The mean loss over the pairs of each seed, of the arms (0) or the others (1)."""
+    return np.mean([[pair[side][seed] for seed in seeds] for pair in losses], axis=0)
+
+
+def _tuning_error(arms: Sequence[Arm]) -> float:
+    """Nats by which the settings may be off, the sum over knobs; where unbounded, none is known."""
+    return statistics.fmean(sum(s.at_worst or 0.0 for s in arm.sweeps.values()) for arm in arms)
+
+
+def _evaluation_error(
+    pairs: Sequence[Pair], seeds: Sequence[int], split: str, expected: bool
+) -> tuple[float | None, float | None, int | None]:
+    """Standard error over documents, its degrees of freedom (Satterthwaite), number of documents.
+
+    Of one document only, 0, None and None. Without losses by document, or if those of the two arms
+    are of other targets, the error is None where losses by document are expected, else 0.
+    """
+    variances, dfs, number = [], [], 0
+    for arm, other in pairs:
+        sides = [arm.documents(split, seeds), other.documents(split, seeds)]
+        if not all(sides) or not all(d.alike(sides[0][0]) for side in sides for d in side):
+            return None if expected else 0.0, None, None
+        if len(sides[0][0].names) < 2:
+            return 0.0, None, None
+        arm_SC, other_SC = (np.array([d.nats_C for d in side]) for side in sides)
+        nats_SC = arm_SC - other_SC if seeds else (arm_SC.mean(0) - other_SC.mean(0))[None]
+        error, df = inference.evaluation_error(nats_SC, sides[0][0].tokens_C)
+        variances.append(error**2)
+        dfs.append(df)
+        number += nats_SC.shape[1]
+    total = sum(variances)
+    if not total:
+        return 0.0, None, number
+    df = total**2 / sum(v**2 / df for v, df in zip(variances, dfs, strict=True))
+    return total**0.5 / len(pairs), df, number

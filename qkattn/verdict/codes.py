@@ -17,7 +17,7 @@ TEST, VALIDATION = 'test', 'val'
 
 
 class RemarkCode(enum.Enum):
-    """A hygiene finding."""
+    """A hygiene finding; those of the protocol are broken rules of `qkattn.study.rules`."""
 
     # Of the study: its seeds, its evaluation, the software of its runs, its ledger.
     LEARNING_RATE_NOT_TUNED, SHARED_SEEDS, FEW_SEEDS, DIVERGED, EVALUATION = range(5)
@@ -28,26 +28,21 @@ class RemarkCode(enum.Enum):
     OVER_TOLERANCE, OTHER_PARAMETER_COUNT, DIFFERS_FROM_BASELINE = range(14, 17)
     OTHER_SEEDS, OTHER_SETTING, SEVERAL_SETTINGS = range(17, 20)
     NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(20, 23)
-    # Of an arm: the splits that it is measured on, and when it was declared.
-    NO_TEST, FEW_DOCUMENTS, POST_HOC = range(23, 26)
-    # Of an arm, or of the study where the run is no longer planned: what a look has seen.
-    ALTERED = 26
+    # Of an arm: its splits, when it was declared, and whether a look has seen another run.
+    NO_TEST, FEW_DOCUMENTS, POST_HOC, ALTERED = range(23, 27)
     # Of a baseline, or of the study: whether its models are trained enough to compare.
     NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(27, 30)
     LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(30, 33)
 
 
 class ReasonCode(enum.Enum):
-    """The reason of a verdict."""
+    """The reason of a verdict: the outcome of the tests, or what is missing."""
 
-    # The outcome of the tests.
     DIVERGED, FEW_PAIRS, EQUIVALENT, DIFFERENT, NOT_SHOWN = range(5)
     BEYOND_MARGIN, NOT_BEYOND_MARGIN = range(5, 7)
     DIFFERENT_WITHIN_MARGIN, DIFFERENT_BUT_DIVERGED, SPLITS_DISAGREE = range(7, 10)
-    # Missing results.
     NO_VERDICT_TRIALS, NO_BASELINE_TRIALS, BASELINE_BLOCKED, NO_DOCUMENTS = range(10, 14)
-    # The tests without the seeds that lie apart, which have to agree.
-    SEEDS_APART = 14
+    SEEDS_APART = 14  # the tests without these seeds, which have to agree
 
 
 class NotScaled(enum.Enum):

@@ -6,64 +6,47 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 import dataclasses
 import functools
 import hashlib
-import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from qkattn.stats import scaling
 from qkattn.storage.files import as_path
 from qkattn.study import stored
-from qkattn.study.place import EQUAL_SHAPE, Expected, Place, parse_expected
-from qkattn.verdict import hygiene, judging, parts, trained
-from qkattn.verdict.arms import Arm, Group, arms_of
-from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Decision, Remark, Verdict
-from qkattn.verdict.comparison import compare
+from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
+from qkattn.verdict import judging, rules
+from qkattn.verdict.arms import Arm, arms_of, compare
+from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, RemarkCode
+from qkattn.verdict.judging import Overall, PositiveControl
 from qkattn.verdict.load import Study, load_study
-from qkattn.verdict.parts import Decomposition
 
-# The verdicts with which a positive control passes.
-_PASSES = {
-    'better': judging.BELOW_ZERO,
-    'worse': judging.ABOVE_ZERO,
-    'not better': (Decision.EQUIVALENT, *judging.ABOVE_ZERO),
-    'not worse': (Decision.EQUIVALENT, *judging.BELOW_ZERO),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Overall:
-    """A variant at one size over all corpora of the study.
-
-    Attributes:
-      arms: one a corpus, in the order of the study.
-      comparison: the mean over corpora of the differences, seed by seed, whose error over documents
-        is that of the documents of all corpora; None if an arm or its baseline has no result.
-      verdict: one family of its own, of the variants and sizes.
-    """
-
-    variant: str
-    size: str
-    arms: tuple[Arm, ...]
-    comparison: Comparison | None
-    verdict: Verdict
+# Remarks that withhold a verdict and leave an estimate.
+UNSURE = (
+    *(RemarkCode.NOT_BRACKETED, RemarkCode.UNBOUNDED_OPTIMUM, RemarkCode.FEW_DOCUMENTS),
+    *(RemarkCode.NO_TEST, RemarkCode.POST_HOC, RemarkCode.NO_YARDSTICK, RemarkCode.BIMODAL_SEEDS),
+    *(RemarkCode.BELOW_YARDSTICK, RemarkCode.LITTLE_CONTEXT),
+    *(RemarkCode.LOW_BLEU, RemarkCode.SOURCES_UNUSED),
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class PositiveControl:
-    """A known effect that the study has to find, at one size and on one corpus.
+class Decomposition:
+    """The parts of an arm's difference from the baseline, and whether it lasts.
+
+    On shared seeds `removing` + `reinvesting` is the difference. These are estimates with 95 %
+    intervals, not corrected for their number, and give no verdict. A part is None while one of its
+    arms lacks results or breaks a rule; an arm that is only known badly (UNSURE) has a part.
 
     Attributes:
-      passed: whether the arm has the expected verdict; None while it has no verdict.
+      removing: its control of equal shape minus the baseline: the effect of the missing parameters.
+      reinvesting: the arm minus that control: the effect of spending them elsewhere.
+      longer: the arm minus the baseline, both trained longer. Only decided arms are, which favours
+        large differences where the seeds are those of the verdict.
     """
 
-    expected: Expected
-    arm: Arm
-    verdict: Verdict
-
-    @property
-    def passed(self) -> bool | None:
-        if self.verdict.decision is Decision.NO_VERDICT:
-            return None
-        return self.verdict.decision in _PASSES[self.expected.word]
+    place: Place
+    removing: Comparison | None
+    reinvesting: Comparison | None
+    longer: Comparison | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +75,7 @@ class Findings:
       remarks: all hygiene findings, the blocking ones first.
       scaling: one fit per variant and corpus, in the study's order, over the arms whose
         `not_scaled` is None; empty for fewer than two sizes and if a remark blocks every arm.
-      num_comparisons: the family of Holm's correction: the declared primary arms without the
-        baselines, or as many as ever were declared; 0 in a study without tuning.
+      num_comparisons: the family of Holm's correction; 0 in a study without tuning.
       decomposition: of the arms that have a control with results.
       overall: one for each variant but the baseline and size, if there are several corpora.
       positive: the positive controls, decided as a family of their own.
@@ -116,8 +98,8 @@ class Findings:
     @property
     def split(self) -> str:
         """The split of the differences: TEST, or VALIDATION where trials have no test loss."""
-        compared = [arm.comparison for arm in self.arms if arm.comparison]
-        return VALIDATION if any(of.split == VALIDATION for of in compared) else TEST
+        splits = {arm.comparison.split for arm in self.arms if arm.comparison}
+        return VALIDATION if VALIDATION in splits else TEST
 
     @property
     def lacks_scaling(self) -> bool:
@@ -153,102 +135,85 @@ def _load(directory: Path, files: tuple[tuple[str, bytes], ...]) -> tuple[Study,
 def find(study: Study) -> Findings:
     """Computes the findings of a study."""
     arms = arms_of(study)
-    remarks = hygiene.check(study, arms)
-    baselines = {arm.group: arm for arm in arms if arm.is_baseline}
+    remarks = rules.check(study, arms)
+    unremarked = {arm.group: arm for arm in arms if arm.is_baseline}
     arms = tuple(
         dataclasses.replace(
             arm,
-            comparison=_compared(study, arm, baselines.get(arm.group)),
+            comparison=None
+            if arm.is_baseline or arm.group not in unremarked
+            else compare([(arm, unremarked[arm.group])], study),
             remarks=tuple(remark for remark in remarks if remark.arm == arm.place),
         )
         for arm in arms
     )
-    baselines = {arm.group: arm for arm in arms if arm.is_baseline}
     primary = tuple(arm for arm in arms if arm.control is None)
-    found = Findings(primary, tuple(arm for arm in arms if arm.control), remarks)
+    findings = Findings(primary, tuple(arm for arm in arms if arm.control), remarks)
     if study.tuning:
-        compared = {a.place: [(a, baselines.get(a.group))] for a in primary if not a.is_baseline}
-        family = _family(study)
-        verdicts = judging.judge(study, compared, found.blocks, family)
+        baselines, blocks = {arm.group: arm for arm in arms if arm.is_baseline}, findings.blocks
+        verdicts = judging.primary(study, primary, baselines, blocks)
         primary = tuple(dataclasses.replace(a, verdict=verdicts.get(a.place)) for a in primary)
-        found = dataclasses.replace(found, arms=primary, num_comparisons=family)
-        overall = _overall(study, found, baselines)
-        positive = _positive(study, found, baselines)
-        found = dataclasses.replace(found, overall=overall, positive=positive)
-    shared = [remark for remark in found.blocks if remark.every_arm]
-    decomposition = parts.decompose(study, (*found.arms, *found.controls), shared)
-    return dataclasses.replace(found, scaling=_scaling(study, found), decomposition=decomposition)
-
-
-def _positive(
-    study: Study, found: Findings, baselines: dict[Group, Arm]
-) -> tuple[PositiveControl, ...]:
-    """The verdict of every arm of which an effect is expected."""
-    cases: dict[tuple[Expected, Place], list[tuple[Arm, Arm | None]]] = {}
-    for expected in map(parse_expected, study.expected):
-        control = EQUAL_SHAPE if expected.equal_shape else None
-        for arm in (*found.arms, *found.controls):
-            if (arm.variant, arm.control) == (expected.variant, control):
-                cases[expected, arm.place] = [(arm, baselines.get(arm.group))]
-    verdicts = judging.judge(study, cases, found.blocks, len(cases))
-    return tuple(
-        PositiveControl(key[0], cases[key][0][0], verdict) for key, verdict in verdicts.items()
-    )
-
-
-def _family(study: Study) -> int:
-    """How many primary arms are, or ever were, declared for comparison with a baseline."""
-    declared = sum(p.control is None and p.variant != study.baseline for p in study.arms)
-    return max(declared, study.ledger.family if study.ledger else 0)
-
-
-def _compared(study: Study, arm: Arm, baseline: Arm | None) -> Comparison | None:
-    if arm.is_baseline or baseline is None:
-        return None
-    return compare([(arm, baseline)], study)
-
-
-def _overall(study: Study, found: Findings, baselines: dict[Group, Arm]) -> tuple[Overall, ...]:
-    """The variants that have results on every corpus, at each size."""
-    number = len(study.corpora)
-    cases: dict[tuple[str, str], list[tuple[Arm, Arm | None]]] = {}
-    for arm in found.arms if number > 1 else ():
-        if not arm.is_baseline:
-            pair = arm, baselines.get(arm.group)
-            cases.setdefault((arm.variant, arm.size), []).append(pair)
-    cases = {key: pairs for key, pairs in cases.items() if len(pairs) == number}
-    family = math.ceil(found.num_comparisons / number)
-    verdicts = judging.judge(study, cases, found.blocks, family)
-    return tuple(
-        Overall(
-            *key,
-            arms=tuple(arm for arm, _ in pairs),
-            comparison=compare([(a, b) for a, b in pairs if b is not None], study)
-            if all(b is not None for _, b in pairs)
-            else None,
-            verdict=verdicts[key],
+        findings = dataclasses.replace(
+            findings,
+            arms=primary,
+            num_comparisons=judging.family_size(study),
+            overall=judging.overall(study, primary, baselines, blocks),
+            positive=judging.positive(study, (*primary, *findings.controls), baselines, blocks),
         )
-        for key, pairs in cases.items()
+    return dataclasses.replace(
+        findings,
+        scaling=_scaling(study, findings),
+        decomposition=_decomposed(study, findings),
     )
 
 
-def _scaling(study: Study, found: Findings) -> tuple[Scaling, ...]:
+def _decomposed(study: Study, findings: Findings) -> tuple[Decomposition, ...]:
+    """One for each primary arm but the baseline of which a control has results."""
+    by_place = {arm.place: arm for arm in (*findings.arms, *findings.controls)}
+    shared = [remark for remark in findings.blocks if remark.every_arm]
+
+    def part(one: Arm | None, other: Arm | None) -> Comparison | None:
+        if one is None or other is None:
+            return None
+        if any(remark.code not in UNSURE for remark in (*shared, *one.blocks, *other.blocks)):
+            return None
+        return compare([(one, other)], study, None)
+
+    parts = []
+    for arm in (arm for arm in findings.arms if not arm.is_baseline):
+        # A control of equal shape has no destination in its name.
+        bare = arm.place._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
+        same, longer = by_place.get(bare), by_place.get(arm.place._replace(control=LONGER))
+        if same or longer:
+            place = arm.place._replace(variant=study.baseline or '')
+            baseline, longest = by_place.get(place), by_place.get(place._replace(control=LONGER))
+            three = part(same, baseline), part(arm, same), part(longer, longest)
+            parts.append(Decomposition(arm.place, *three))
+    return tuple(parts)
+
+
+def _scaling(study: Study, findings: Findings) -> tuple[Scaling, ...]:
     """Scaling fits of all variants that have a size to use, at which models are trained enough."""
-    if found.blocks or len(study.sizes) < 2:
+    if findings.blocks or len(study.sizes) < 2:
         return ()
-    short = {of.arm.group for of in trained.standings(study, found.arms) if of.remarks}
-    curves = {}
-    for key in dict.fromkeys((arm.variant, arm.corpus) for arm in found.arms):
-        own = [arm for arm in found.arms if (arm.variant, arm.corpus) == key]
-        own = [arm for arm in own if arm.group not in short]
-        if usable := [arm for arm in own if arm.not_scaled is None]:
-            parameters = [arm.example.parameters['total'] for arm in usable]
-            curves[key] = parameters, [list(arm.losses(arm.split).values()) for arm in usable]
+    short = {s.arm.group for s in rules.standings(study, findings.arms) if s.remarks}
+    usable: dict[tuple[str, str], list[Arm]] = {}
+    for arm in findings.arms:
+        if arm.group not in short and arm.not_scaled is None:
+            usable.setdefault((arm.variant, arm.corpus), []).append(arm)
+    order = dict.fromkeys((arm.variant, arm.corpus) for arm in findings.arms)
+    curves = {key: _curve(usable[key]) for key in order if key in usable}
     made = []
     for (variant, corpus), curve in curves.items():
-        baseline = curves.get((study.baseline, corpus))
+        baseline = curves.get((study.baseline or '', corpus))
         multiplier = None
         if baseline and curve is not baseline:
             multiplier = scaling.multiplier(curve, baseline)
         made.append(Scaling(variant, corpus, scaling.fit(*curve), multiplier))
     return tuple(made)
+
+
+def _curve(arms: Sequence[Arm]) -> tuple[list[int], list[list[float]]]:
+    """The parameters of arms, and their losses by seed."""
+    losses = [list(arm.losses(arm.split).values()) for arm in arms]
+    return [arm.example.parameters['total'] for arm in arms], losses

@@ -1,23 +1,129 @@
-"""Decides on the arms of a study, look by look, on the test split; validation has to agree."""
+"""Decides on families of comparisons, look by look, on the test split; validation has to agree.
+
+A family is the comparisons that one correction is for: the primary arms, the means over corpora,
+the positive controls, and pairs of arms that a claim compares.
+"""
 
 import dataclasses
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Judgement
-from qkattn.verdict.arms import Arm
+from qkattn.study.place import EQUAL_SHAPE, LONGER, Expected, Place, parse_expected
+from qkattn.verdict.arms import Arm, Group, Pair, compare
 from qkattn.verdict.codes import Comparison, Decision, Reason, ReasonCode, Remark, Verdict
-from qkattn.verdict.comparison import Pair, compare
 from qkattn.verdict.load import Study
 
 Key = TypeVar('Key', bound=Hashable)
 # An arm and its baseline, which may be missing, on each of the corpora that count together.
 Case = Sequence[tuple[Arm, Arm | None]]
+Baselines = Mapping[Group, Arm]
 
 BELOW_ZERO = (Decision.BETTER, Decision.BETTER_BELOW_MARGIN)
 ABOVE_ZERO = (Decision.WORSE, Decision.WORSE_BELOW_MARGIN)
-WORDS = (*BELOW_ZERO, Decision.EQUIVALENT, *ABOVE_ZERO)
+DECIDED = (*BELOW_ZERO, Decision.EQUIVALENT, *ABOVE_ZERO)
+# The decisions with which a positive control passes.
+_PASSES = {
+    'better': BELOW_ZERO,
+    'worse': ABOVE_ZERO,
+    'not better': (Decision.EQUIVALENT, *ABOVE_ZERO),
+    'not worse': (Decision.EQUIVALENT, *BELOW_ZERO),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Overall:
+    """A variant at one size over all corpora of the study.
+
+    Attributes:
+      arms: one a corpus, in the order of the study.
+      comparison: the mean over corpora of the differences, seed by seed, whose error over documents
+        is that of the documents of all corpora; None if an arm or its baseline has no result.
+    """
+
+    variant: str
+    size: str
+    arms: tuple[Arm, ...]
+    comparison: Comparison | None
+    verdict: Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class PositiveControl:
+    """A known effect that the study has to find, at one size and on one corpus."""
+
+    expected: Expected
+    arm: Arm
+    verdict: Verdict
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the arm has the expected verdict; None while it has no verdict."""
+        if self.verdict.decision is Decision.NO_VERDICT:
+            return None
+        return self.verdict.decision in _PASSES[self.expected.decision]
+
+
+def family_size(study: Study) -> int:
+    """How many primary arms are, or ever were, declared for comparison with a baseline."""
+    declared = sum(p.control is None and p.variant != study.baseline for p in study.arms)
+    return max(declared, study.ledger.family if study.ledger else 0)
+
+
+def primary(
+    study: Study, arms: Sequence[Arm], baselines: Baselines, blocks: Sequence[Remark]
+) -> dict[Place, Verdict]:
+    """The verdicts of the primary arms, against their baselines."""
+    cases = {a.place: [(a, baselines.get(a.group))] for a in arms if not a.is_baseline}
+    return judge(study, cases, blocks, family_size(study))
+
+
+def overall(
+    study: Study, arms: Sequence[Arm], baselines: Baselines, blocks: Sequence[Remark]
+) -> tuple[Overall, ...]:
+    """The variants that have results on every one of several corpora, at each size."""
+    number = len(study.corpora)
+    cases: dict[tuple[str, str], list[tuple[Arm, Arm | None]]] = {}
+    for arm in arms if number > 1 else ():
+        if not arm.is_baseline:
+            pair = arm, baselines.get(arm.group)
+            cases.setdefault((arm.variant, arm.size), []).append(pair)
+    cases = {key: pairs for key, pairs in cases.items() if len(pairs) == number}
+    verdicts = judge(study, cases, blocks, math.ceil(family_size(study) / number))
+    made = []
+    for key, pairs in cases.items():
+        complete = [(arm, baseline) for arm, baseline in pairs if baseline is not None]
+        compared = compare(complete, study) if len(complete) == number else None
+        made.append(Overall(*key, tuple(arm for arm, _ in pairs), compared, verdicts[key]))
+    return tuple(made)
+
+
+def positive(
+    study: Study, arms: Sequence[Arm], baselines: Baselines, blocks: Sequence[Remark]
+) -> tuple[PositiveControl, ...]:
+    """The verdict of every arm of which an effect is expected."""
+    cases: dict[tuple[Expected, Place], list[tuple[Arm, Arm | None]]] = {}
+    for expected in map(parse_expected, study.expected):
+        control = EQUAL_SHAPE if expected.equal_shape else None
+        for arm in arms:
+            if (arm.variant, arm.control) == (expected.variant, control):
+                cases[expected, arm.place] = [(arm, baselines.get(arm.group))]
+    verdicts = judge(study, cases, blocks, len(cases))
+    return tuple(PositiveControl(k[0], cases[k][0][0], v) for k, v in verdicts.items())
+
+
+def pair(
+    study: Study, arm: Arm, other: Arm | None, blocks: Sequence[Remark], family: int
+) -> Verdict:
+    """The verdict of one arm against another, one of `family` comparisons; longer ones, too."""
+    if study.tuning is None:
+        return Verdict(Decision.NO_VERDICT)
+    if arm.control == LONGER:
+        seeds = tuple(study.controls['longer_seeds'])
+        study = dataclasses.replace(study, seeds=seeds, looks=(len(seeds),))
+    return judge(study, {None: [(arm, other)]}, blocks, family)[None]
 
 
 def judge(
@@ -26,14 +132,14 @@ def judge(
     """The verdict of every case; `blocks` withhold all of them.
 
     Each look is tested at its share of the error rate (`decision.spending`), corrected for `family`
-    comparisons, and the first look that gives a word decides. An arm is tested at the looks for
-    whose seeds it and its baseline have results.
+    comparisons, and the first look that decides counts. An arm is tested at the looks for whose
+    seeds it and its baseline have results.
     """
     verdicts: dict[Key, Verdict] = {}
     tested: dict[Key, list[Pair]] = {}
     for key, case in cases.items():
         if why := [*blocks, *(reason for pair in case for reason in _lacking(study, *pair))]:
-            distinct = tuple(of for place, of in enumerate(why) if of not in why[:place])
+            distinct = tuple(one for number, one in enumerate(why) if one not in why[:number])
             verdicts[key] = Verdict(Decision.NO_VERDICT, distinct)
         else:
             tested[key] = [(arm, baseline) for arm, baseline in case if baseline is not None]
@@ -44,8 +150,8 @@ def judge(
             for key, pairs in tested.items()
             if all(arm.reached(seeds) for pair in pairs for arm in pair)
         }
-        for key, verdict in _of_look(study, at_look, family, alpha):
-            if key not in verdicts or verdicts[key].decision not in WORDS:
+        for key, verdict in _at_look(study, at_look, family, alpha):
+            if key not in verdicts or verdicts[key].decision not in DECIDED:
                 verdicts[key] = dataclasses.replace(verdict, num_seeds=count)
     waiting = Verdict(Decision.NO_VERDICT, (Reason(ReasonCode.NO_VERDICT_TRIALS),))
     return {key: verdicts.get(key, waiting) for key in cases}
@@ -53,17 +159,17 @@ def judge(
 
 def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> Iterator[Reason | Remark]:
     """What blocks the arm or its baseline, and the results that a verdict needs of them."""
-    of_baseline = {'baseline': study.baseline}
     yield from arm.blocks
     if not arm.verdict_trials:
         yield Reason(ReasonCode.NO_VERDICT_TRIALS)
     if baseline is None or not baseline.verdict_trials:
-        yield Reason(ReasonCode.NO_BASELINE_TRIALS, of_baseline)
+        yield Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline})
     elif why := baseline.blocks:
-        yield Reason(ReasonCode.BASELINE_BLOCKED, of_baseline | {'remarks': why})
+        data = {'baseline': study.baseline, 'remarks': why}
+        yield Reason(ReasonCode.BASELINE_BLOCKED, data)
 
 
-def _of_look(
+def _at_look(
     study: Study, cases: Mapping[Key, list[Pair]], family: int, alpha: float
 ) -> Iterator[tuple[Key, Verdict]]:
     """The verdicts of the arms that have results at this look, and of these results alone."""
@@ -73,33 +179,32 @@ def _of_look(
         for key, pairs in cases.items()
     }
     judged = decision.judge(
-        {key: of.difference if of else None for key, of in compared.items()},
+        {key: one.difference if one else None for key, one in compared.items()},
         diverged=diverged,
         planned=family,
         alpha_of_look=alpha,
     )
-    for key, of in judged.items():
-        reasons = list(_outcome(compared[key], of, alpha, *diverged[key]))
-        word, found = of.decision, compared[key]
-        if found and found.num_documents is None:
-            reasons, word = [Reason(ReasonCode.NO_DOCUMENTS)], Decision.NO_VERDICT
-        elif found and not _agree(found, word):
-            means = {'test': found.difference.mean, 'validation': found.validation}
-            reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': word} | means))
-            word = Decision.UNDECIDED
-        numbers = vars(of) | {'decision': word, 'num_comparisons': family, 'alpha': alpha}
-        yield key, Verdict(reasons=tuple(reasons), **numbers)
+    for key, judgement in judged.items():
+        decided, comparison = judgement.decision, compared[key]
+        reasons = list(_outcome(comparison, judgement, alpha, *diverged[key]))
+        if comparison and comparison.num_documents is None:
+            reasons, decided = [Reason(ReasonCode.NO_DOCUMENTS)], Decision.NO_VERDICT
+        elif comparison and not _agree(comparison, decided):
+            means = {'test': comparison.difference.mean, 'validation': comparison.validation}
+            reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
+            decided = Decision.UNDECIDED
+        numbers = vars(judgement) | {'num_comparisons': family, 'alpha': alpha}
+        yield key, Verdict(**numbers | {'decision': decided, 'reasons': tuple(reasons)})
 
 
-def _agree(compared: Comparison, word: Decision) -> bool:
-    """Whether the validation split supports the word: the same side, or within the margin."""
-    if word in BELOW_ZERO:
+def _agree(compared: Comparison, decided: Decision) -> bool:
+    """Whether the validation split supports it: the same side, or within the margin."""
+    if decided in BELOW_ZERO:
         return compared.validation < 0
-    if word in ABOVE_ZERO:
+    if decided in ABOVE_ZERO:
         return compared.validation > 0
-    return word is not Decision.EQUIVALENT or (
-        abs(compared.validation) < compared.difference.margin
-    )
+    within = abs(compared.validation) < compared.difference.margin
+    return decided is not Decision.EQUIVALENT or within
 
 
 def _outcome(
@@ -121,7 +226,7 @@ def _outcome(
         if p <= alpha:
             data = {'side': side, 'margin': margin, 'p': p}
             yield Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data)
-    elif judged.decision in WORDS:
+    elif judged.decision in DECIDED:
         yield Reason(ReasonCode.DIFFERENT, {'p': p})
         beyond = judged.decision is side
         code = ReasonCode.BEYOND_MARGIN if beyond else ReasonCode.NOT_BEYOND_MARGIN

@@ -2,25 +2,26 @@
 
 A study is `study.json` (the declared arms), `plan.jsonl` (one object per run known so far),
 `results.jsonl` (one object per trial, those of a run in order), `ledger.jsonl` (what was declared
-and when), `orphans.jsonl` (runs outside the plan) and one directory per run with `metrics.jsonl`
-and `documents.json`; or the files of `qkattn.study.stored`, from which these are made.
+and when), `orphans.jsonl` (runs outside the plan), `yardsticks.json` and one directory per run with
+`metrics.jsonl` and `documents.json`; or the files of `qkattn.study.stored`, which give these.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qkattn.config.study_config import Choice
+from qkattn.config import TuningConfig
 from qkattn.errors import ReportError
+from qkattn.metrics import METRICS
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.ledger import Ledger
 from qkattn.storage.records import ORPHAN, RUN_FILES, check, for_each_line, parse_file, read
-from qkattn.study import stored
-from qkattn.study.place import CONTROLS, EQUAL_SHAPE, Place, parse_expected
-from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
-from qkattn.verdict.consistency import arm_problems, document_problems, named, score_problems
+from qkattn.study import rules, stored
+from qkattn.study.place import CONTROLS, Place, parse_expected
+from qkattn.study.tuning import KNOBS, SCREENING, SINGLE, VERDICT
 from qkattn.verdict.runs import (
     PlannedRun,
     Trial,
@@ -31,34 +32,65 @@ from qkattn.verdict.runs import (
     with_documents,
     with_log,
 )
-from qkattn.verdict.yardstick import Yardsticks, read_yardsticks
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning:
-    """The tuning of every arm: screening seeds and initial grids."""
+class Measured:
+    """A trial of a verdict run, measured from its checkpoint; nats/token on the last split.
 
-    seeds: tuple[int, ...]
-    max_points: int
-    max_seeds: int
-    learning_rates: tuple[float, ...]
-    weight_decays: tuple[float, ...]
-    score_scales: tuple[float, ...]
-    init_embeddings: tuple[float, ...]
-    init_qks: tuple[float, ...]
-    init_vos: tuple[float, ...]
-    init_mlps: tuple[float, ...]
-    choice: Choice = 'vertex'
+    Attributes:
+      positions: loss by position, '1', '2', '3', '4', '5-8', ...; None where no target is.
+      early, late: at position 4, and over the last half of the context; None where that is short.
+      shuffled: the loss with the sources of other pairs; None unless the task is a translation.
+    """
 
-    @property
-    def grids(self) -> dict[str, tuple[float, ...]]:
-        """The initial grid of each knob, in the order of tuning."""
-        return {knob: getattr(self, f'{knob}s') for knob in KNOBS}
+    seed: int
+    loss: float
+    positions: Mapping[str, float | None]
+    early: float | None
+    late: float | None
+    shuffled: float | None
 
-    @property
-    def knobs(self) -> tuple[str, ...]:
-        """The knobs that are tuned: those with more than one value."""
-        return tuple(knob for knob, values in self.grids.items() if len(values) > 1)
+
+@dataclasses.dataclass(frozen=True)
+class Yardstick:
+    """What the models of one size, corpus and length of training have to beat.
+
+    Attributes:
+      run: the baseline's run whose data it was counted on.
+      task: 'language', 'masked', 'translation' or 'probe'.
+      seen: tokens that the models of the group are trained on.
+      tokens: those of them that were counted; None where nothing was.
+      losses: nats/token by split ('val', 'test') and name; empty for a translation.
+    """
+
+    run: str
+    task: str
+    seen: int
+    tokens: int | None
+    losses: Mapping[str, Mapping[str, float]]
+
+    def best(self, split: str) -> tuple[str, float] | None:
+        """The name and the loss of the lowest on a split; None where nothing was counted."""
+        return min(self.losses.get(split, {}).items(), key=lambda item: item[1], default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Yardsticks:
+    """Of a study: by (size, corpus, whether trained longer), and by arm what was measured of it."""
+
+    groups: Mapping[tuple[str, str, bool], Yardstick]
+    measured: Mapping[Place, tuple[Measured, ...]]
+
+    def gain(self, place: Place) -> float | None:
+        """How much the loss falls from position 4 to the last half; None if not recorded."""
+        falls = [m.early - m.late for m in self.measured.get(place, ()) if m.early and m.late]
+        return statistics.fmean(falls) if falls else None
+
+    def sources(self, place: Place) -> float | None:
+        """How much the loss rises where sources are shuffled; None if not recorded."""
+        rises = [m.shuffled - m.loss for m in self.measured.get(place, ()) if m.shuffled]
+        return statistics.fmean(rises) if rises else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +117,8 @@ class Study:
 
     Attributes:
       variants: their names include the destination of saved parameters if there are several.
-      corpora: names of data sets, each with arms of its own.
       matched: None if nothing is matched.
-      tuning: None if nothing is tuned.
+      tuning, grids: None and empty if nothing is tuned; the initial grid of each knob.
       looks: numbers of verdict seeds at which arms are judged, ascending; all seeds are the last.
       controls: `equal_shape`, `longer` and `longer_seeds` of the config.
       expected: the positive controls, as in the config.
@@ -97,7 +128,6 @@ class Study:
       ledger: None in a study without tuning that has none.
       altered: the runs that are not what an earlier look saw, with the number of that look.
       orphans: directories of runs that are no part of the plan.
-      runs: those of the plan.
       yardsticks: None if they are not recorded.
       problems: sentences about what could not be read.
     """
@@ -112,7 +142,8 @@ class Study:
     margin: float
     destinations: tuple[str, ...]
     seeds: tuple[int, ...]
-    tuning: Tuning | None
+    tuning: TuningConfig | None
+    grids: Mapping[str, tuple[float, ...]]
     corpora: tuple[str, ...]
     looks: tuple[int, ...]
     controls: Mapping[str, Any]
@@ -141,19 +172,24 @@ class Study:
         return any(trial.documents for trial in self.trials)
 
     @property
+    def tuned_knobs(self) -> tuple[str, ...]:
+        """The knobs with more than one value, in the order of tuning."""
+        return tuple(knob for knob, values in self.grids.items() if len(values) > 1)
+
+    @property
     def missing(self) -> tuple[Missing, ...]:
         """Declared arms without results and planned runs that are not finished."""
         missing = []
         last = SINGLE if self.tuning is None else VERDICT
         for arm in dict.fromkeys((*self.arms, *(run.place for run in self.runs))):
-            own = [run for run in self.runs if run.place == arm]
-            waiting = [run for run in own if not run.trials]
+            of_arm = [run for run in self.runs if run.place == arm]
+            waiting = [run for run in of_arm if not run.trials]
             missing += [
                 Missing(run.name, arm, run.stage, run.knob, run.step, run.num_steps)
                 for run in waiting
             ]
-            if not waiting and not any(run.stage == last for run in own):
-                missing.append(Missing(None, arm, last if own else None))
+            if not waiting and not any(run.stage == last for run in of_arm):
+                missing.append(Missing(None, arm, last if of_arm else None))
         return tuple(missing)
 
     @property
@@ -165,6 +201,13 @@ class Study:
         for destination in self.destinations:
             variant = variant.removesuffix(f' [{destination}]')
         return variant
+
+
+def named(place: Place) -> str:
+    """'b/vo' at 'd_model=128' on 'stdlib' as a sentence names it, with its control if it is one."""
+    return f'{place.variant!r} at {place.size!r} on {place.corpus!r}' + (
+        f' ({place.control})' if place.control else ''
+    )
 
 
 def load_study(directory: str | Path) -> Study:
@@ -186,14 +229,10 @@ def load_study(directory: str | Path) -> Study:
     except ValueError as error:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
     problems: list[str] = []
-    planned = _read_plan(study, problems)
-    for run in planned.values():
-        problems += _damaged(files, run)
-    with_results = _with_results(files / 'results.jsonl', planned, problems)
-    problems += lost_logs(with_results, files)
-    runs = tuple(
-        with_documents(with_log(run, files, problems), files, problems) for run in with_results
-    )
+    runs = _with_results(files / 'results.jsonl', _read_plan(study, problems), problems)
+    problems += [problem for run in runs for problem in _damaged(files, run)]
+    problems += lost_logs(runs, files)
+    runs = [with_documents(with_log(run, files, problems), files, problems) for run in runs]
     if not any(run.trials for run in runs):
         detail = f' ({problems[0].removesuffix(".")})' if problems else ''
         raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
@@ -201,36 +240,31 @@ def load_study(directory: str | Path) -> Study:
     kept = ledger.read(entries) if study.tuning or entries.exists() else None
     study = dataclasses.replace(
         study,
-        runs=runs,
+        runs=tuple(runs),
         ledger=kept,
         altered=kept.altered(ledger.seen(files)) if kept else {},
         orphans=_read_orphans(files / 'orphans.jsonl', problems),
-        yardsticks=read_yardsticks(directory, problems),
+        yardsticks=_read_yardsticks(directory / ledger.YARDSTICKS, problems),
     )
-    problems += [
-        *arm_problems(study.trials),
-        *score_problems(study.trials),
-        *document_problems(study.trials),
-    ]
+    problems += _unlike(study.trials)
     return dataclasses.replace(study, problems=tuple(problems))
 
 
 def _declared(directory: Path, files: Path, record: Any) -> Study:
-    """A study as study.json declares it, without runs."""
-    schema = {'tuning': dict | None, 'arms': tuple[dict, ...], 'command': str | list | None}
-    check(record, {'name': str, 'question': str | None} | schema)
-    if not {'base', 'corpora', 'controls', 'looks'} <= record.keys():
-        raise ValueError(
-            "it is of an older format without 'base', 'corpora', 'controls' and 'looks'; run the "
-            'study again, or report it with the version that made it'
-        )
-    controls = {'equal_shape': bool, 'longer': float | None, 'longer_seeds': tuple[int, ...]}
-    check(record, {name: tuple[int, ...] for name in ('seeds', 'looks')} | {'controls': controls})
+    """A study as study.json declares it, without runs; ValueError names what is wrong."""
+    ints = tuple[int, ...]
+    controls = {'equal_shape': bool, 'longer': float | None, 'longer_seeds': ints}
+    fields = {'tuning': dict | None, 'arms': tuple[dict, ...], 'command': str | list | None}
+    check(record, {'controls': controls, 'seeds': ints, 'looks': ints} | fields)
     tuning, command = record['tuning'], record['command']
+    if tuning is not None:
+        check(tuning, {f'{knob}s': tuple[float, ...] for knob in KNOBS} | {'seeds': ints})
+    grids = {} if tuning is None else {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS}
     study = read(
         Study,
         record,
-        tuning=None if tuning is None else read(Tuning, tuning),
+        tuning=None if tuning is None else read(TuningConfig, tuning),
+        grids=grids,
         looks=tuple(record['looks']) or (len(record['seeds']),),
         arms=tuple(parse_place(arm) for arm in record['arms']),
         command=' '.join(command) if isinstance(command, list) else command,
@@ -243,29 +277,20 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
     )
     if not study.seeds or study.tuning and not study.tuning.seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
-    if study.looks[-1] != len(study.seeds) or list(study.looks) != sorted(set(study.looks)):
-        raise ValueError(
-            f"field 'looks' is {list(study.looks)}, expected numbers of seeds that ascend to all "
-            f'{len(study.seeds)}'
-        )
-    for text in study.expected:
-        if parse_expected(text).variant not in {arm.variant for arm in study.arms}:
-            raise ValueError(f"field 'expected' holds {text!r}, which is about no declared arm")
     if not study.margin > 0:
         raise ValueError(f"field 'margin' is {study.margin}, expected nats per token above 0")
+    broken = [*rules.looks(study.looks, len(study.seeds))]
+    broken += rules.grids({f'tuning.{knob}s': values for knob, values in grids.items()})
+    labels = tuple(dict.fromkeys(arm.variant for arm in study.arms))
+    for text in study.expected:
+        broken += rules.known(text, parse_expected(text).variant, labels, study.baseline)
+    for code, data in broken:
+        raise ValueError(rules.sentence(code, data))
     valid = {'size': study.sizes, 'corpus': study.corpora, 'control': (None, *CONTROLS)}
     for arm in study.arms:
-        of_arm = valid | ({} if arm.control == EQUAL_SHAPE else {'variant': study.variants})
-        for field, among in of_arm.items():
+        for field, among in valid.items():
             if (value := getattr(arm, field)) not in among:
                 raise ValueError(f'an arm has {field} {value!r}, which is not one of {list(among)}')
-    for knob, values in study.tuning.grids.items() if study.tuning else ():
-        ascending = tuple(sorted({value for value in values if value > 0}))
-        if len(values) != 1 and (not values or values != ascending):
-            raise ValueError(
-                f"field '{knob}s' of its tuning is {list(values)}, expected one value or several, "
-                'ascending from above 0'
-            )
     return study
 
 
@@ -280,13 +305,14 @@ def _read_plan(study: Study, problems: list[str]) -> dict[str, PlannedRun]:
             raise ValueError(f'{named(run.place)} is no arm that study.json declares')
         if planned.get(run.name, run) != run:
             raise ValueError(f'run {run.name!r} is planned twice, differently')
-        for seed in run.seeds if run.stage == VERDICT else ():
-            if (first := verdicts.get((run.place, seed), run.name)) != run.name:
+        judged = [(run.place, seed) for seed in run.seeds if run.stage == VERDICT]
+        for place, seed in judged:
+            if (first := verdicts.get((place, seed), run.name)) != run.name:
                 raise ValueError(
-                    f'{named(run.place)} has its verdict on seed {seed} in run {first!r} already, '
+                    f'{named(place)} has its verdict on seed {seed} in run {first!r} already, '
                     f'{run.name!r} would be a second one'
                 )
-        verdicts.update({(run.place, seed): run.name for seed in run.seeds if run.stage == VERDICT})
+        verdicts.update(dict.fromkeys(judged, run.name))
         planned[run.name] = run
 
     for_each_line(study.files / 'plan.jsonl', 'plan.jsonl', problems, add)
@@ -315,7 +341,7 @@ def _with_results(
         if (name := record['run']) not in planned:
             raise ValueError(f'run {name!r} is not in plan.jsonl')
         trial = parse_trial(record, planned[name])
-        if trials[name].setdefault(trial.key, trial) != trial:
+        if trials[name].setdefault((trial.seed, trial.settings), trial) != trial:
             raise ValueError(
                 f'run {name!r} seed {trial.seed} repeats an earlier line with other numbers'
             )
@@ -329,12 +355,73 @@ def _with_results(
 
 def _read_orphans(path: Path, problems: list[str]) -> tuple[str, ...]:
     """The directories of runs that are no part of the plan."""
-    found: list[str] = []
+    orphans: list[str] = []
 
     def add(record: Any) -> None:
         check(record, ORPHAN)
-        found.append(record['directory'])
+        orphans.append(record['directory'])
 
     if path.exists():
         for_each_line(path, path.name, problems, add)
-    return tuple(found)
+    return tuple(orphans)
+
+
+def _read_yardsticks(path: Path, problems: list[str]) -> Yardsticks | None:
+    """The yardsticks of a study; None if they are not recorded, or damaged, which is a problem."""
+    if not path.exists():
+        return None
+    try:
+        record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
+        groups: dict[tuple[str, str, bool], Yardstick] = {}
+        measured: dict[Place, tuple[Measured, ...]] = {}
+        for group in record['groups']:
+            check(group, {'size': str, 'corpus': str, 'longer': bool})
+            groups[group['size'], group['corpus'], group['longer']] = read(Yardstick, group)
+        for run in record['runs']:
+            check(run, {'trials': tuple[dict, ...] | None})
+            trials = tuple(read(Measured, trial) for trial in run['trials'] or ())
+            place = parse_place(run)
+            measured[place] = measured.get(place, ()) + trials
+    except (OSError, ValueError) as error:
+        problems.append(f'{path.name} is damaged: {error}.')
+        return None
+    return Yardsticks(groups, measured)
+
+
+def _unlike(trials: Iterable[Trial]) -> Iterator[str]:
+    """Trials that do not belong together, or whose numbers do not compare.
+
+    Raises:
+      ReportError: two runs hold one seed of an arm with the same settings.
+    """
+    firsts: dict[Hashable, tuple[Trial, Any]] = {}
+    differ: set[Hashable] = set()
+    for trial in trials:
+        for about, value in _comparable(trial):
+            first, expected = firsts.setdefault(about, (trial, value))
+            if about[0] == 'run' and first is not trial:
+                raise ReportError(
+                    f'runs {first.run!r} and {trial.run!r} both hold seed {trial.seed} of '
+                    f'{named(trial.place)} with the same settings; one seed cannot count twice.'
+                )
+            if value != expected and about not in differ:
+                differ.add(about)
+                yield (
+                    f'results are not comparable, {about[0]} differ: runs {first.run!r} '
+                    f'({named(first.place)}) and {trial.run!r} ({named(trial.place)}).'
+                )
+
+
+def _comparable(trial: Trial) -> Iterator[tuple[tuple, Any]]:
+    """Facts of a trial that are equal wherever their keys are: a name, and what shares it."""
+    if trial.stage == SINGLE:
+        yield ('run', trial.place, trial.seed, trial.settings), None
+    yield ('parameters or config', trial.place), (trial.parameters, trial.config)
+    for split, documents in trial.documents.items() if trial.stage != SCREENING else ():
+        group = trial.place.size, trial.place.corpus
+        yield (f'documents of {split}', *group), (documents.names, documents.tokens_C.tobytes())
+    for metric in METRICS.values():
+        for name, kind in metric.details.items():
+            for prefix in metric.prefixes:
+                if (value := trial.metrics[field := f'{prefix}_{name}']) is not None:
+                    yield (name if kind is str else field,), value

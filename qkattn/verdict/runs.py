@@ -1,10 +1,11 @@
-"""One run of a study: its line of plan.jsonl, its trials and its evaluations during training."""
+"""One run of a study: its line of plan.jsonl, its trials, and what its directory holds of them."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import GenericAlias
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,21 +13,43 @@ from qkattn.metrics import LOGGED, PREFIXES, result_fields
 from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.records import (
     ARM_KEY,
+    DOCUMENTS,
     FINAL,
     FINISHED,
     check,
     check_result,
     for_each_line,
+    parse_file,
     read,
 )
-from qkattn.study.place import CONTROLS, Place
-from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, STAGES, TRIAL_KNOBS, Settings
-from qkattn.verdict import documents
-from qkattn.verdict.documents import Documents
+from qkattn.study.place import Place
+from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, Settings
 
-SPLITS = tuple(PREFIXES.values())
-LOG, DOCUMENTS = 'metrics.jsonl', 'documents.json'
+LOG, DOCUMENTS_FILE = 'metrics.jsonl', 'documents.json'
+# The field of a result that counts the targets of a split.
+COUNTS = {'val': 'eval_tokens', 'test': 'test_tokens'}
 MAX_NAMED = 2  # bad lines of a log that are named; the others are counted
+_ROUNDING = 1e-5  # relative; losses are sums of the same numbers in another order
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Documents:
+    """One trial on one split: the names of C documents, their targets and their nats.
+
+    The split's loss is nats_C.sum() / tokens_C.sum().
+    """
+
+    names: tuple[str, ...]
+    tokens_C: np.ndarray
+    nats_C: np.ndarray
+
+    @property
+    def loss(self) -> float:
+        return float(self.nats_C.sum() / self.tokens_C.sum())
+
+    def alike(self, other: 'Documents') -> bool:
+        """Whether both are sums over the same targets."""
+        return self.names == other.names and np.array_equal(self.tokens_C, other.tokens_C)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +61,6 @@ class Trial:
       settings: all trial settings but the seed, sorted by name; trials of a run with the same
         settings are repetitions of each other.
       model_knobs, planned_steps: of the run's config; they are not among the trial settings.
-      status: FINISHED or DIVERGED.
       diverged_at: its first step without a finite loss and gradient; None if that is not known.
       metrics: all fields of `qkattn.metrics.result_fields()`; None if not measured or diverged.
       train_seconds, compile_seconds, tokens_per_second: of the run, all trials together.
@@ -94,11 +116,6 @@ class Trial:
         """The values of all knobs."""
         return (*(dict(self.settings)[knob] for knob in TRIAL_KNOBS), *self.model_knobs)
 
-    @property
-    def key(self) -> tuple:
-        """Identifies the trial within its run."""
-        return self.seed, self.settings
-
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
@@ -121,7 +138,7 @@ class PlannedRun:
 
     name: str
     place: Place
-    stage: str
+    stage: Literal['screening', 'verdict', 'single']
     knob: str | None
     directory: str
     num_trials: int
@@ -146,16 +163,10 @@ _CONFIG = {
     'optimizer': {'schedule': str, 'final_fraction': float},
     'train': {'num_steps': int},
     'trials': {'seeds': tuple[int, ...]},
-    'data': {'name': str},
-}
-# What both a trial and its planned run state: the field of Trial and that of PlannedRun.
-_SHARED = {name: name for name in ('stage', 'knob', 'residual')} | {
-    'run': 'name',
-    'target_parameters': 'target',
 }
 _METRIC_FIELDS = result_fields()
 _ROW = tuple[float | None, ...]
-_OF_TRIALS = {n: GenericAlias(tuple, (h | None, ...)) | None for n, h in _METRIC_FIELDS.items()}
+_COLUMNS = {n: GenericAlias(tuple, (h | None, ...)) | None for n, h in _METRIC_FIELDS.items()}
 
 
 def parse_place(record: Any) -> Place:
@@ -168,63 +179,42 @@ def parse_run(record: Any) -> PlannedRun:
     """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
     check(record, {'run': str, 'trials': int, 'config': _CONFIG})
     given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}
-    run = read(PlannedRun, record, place=parse_place(record), **given)
-    if run.stage not in STAGES:
-        raise ValueError(f"field 'stage' is {run.stage!r}, expected {', '.join(STAGES)}")
-    valid = KNOBS if run.stage == SCREENING else ('null',)
-    if (run.knob or 'null') not in valid:
-        listed = ', '.join(valid)
-        raise ValueError(f"field 'knob' is {run.knob!r}, expected {listed} at stage {run.stage!r}")
-    if run.place.control not in (None, *CONTROLS):
-        listed = ', '.join(CONTROLS)
-        raise ValueError(f"field 'control' is {run.place.control!r}, expected null, {listed}")
-    if run.config['data']['name'] != run.place.corpus:
-        raise ValueError(
-            f"field 'corpus' is {run.place.corpus!r}, but its config has data.name="
-            f'{run.config["data"]["name"]!r}'
-        )
-    if not run.seeds:
-        raise ValueError("field 'seeds' is [], expected at least one whole number")
-    return run
+    return read(PlannedRun, record, place=parse_place(record), **given)
 
 
 def parse_trial(record: Any, run: PlannedRun) -> Trial:
     """Reads a trial of `run`; ValueError names the field that is bad or contradicts the plan."""
-    check(record, dict.fromkeys((*ARM_KEY, *_SHARED), object))
-    shared = {field: getattr(run, name) for field, name in _SHARED.items()}
-    for field, planned in (run.place._asdict() | shared).items():
-        if record[field] != planned:
+    shared = {'stage': run.stage, 'knob': run.knob, 'residual': run.residual, 'run': run.name}
+    shared['target_parameters'] = run.target
+    planned = run.place._asdict() | shared | {'config_hash': run.name}
+    check(record, dict.fromkeys(planned, object))
+    for field, value in planned.items():
+        if record[field] != value:
             raise ValueError(
                 f'{field} {record[field]!r} contradicts plan.jsonl, where run {run.name!r} has '
-                f'{planned!r}'
+                f'{value!r}'
             )
     check_result(record)
     if 'source' in record['data'] or 'target' in record['data']:
         check(record['data'], {'source': dict, 'target': dict})
     for data in corpora(record['data']):
         check(data, {'name': str, 'version': str | int})
-    trial = read(
+    seed = record['trial']['seed']
+    if seed not in run.seeds:
+        raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
+    return read(
         Trial,
         record,
         **shared,
         place=run.place,
         documents={},
-        seed=record['trial']['seed'],
+        seed=seed,
         learning_rate=record['trial']['learning_rate'],
         settings=tuple(sorted((k, v) for k, v in record['trial'].items() if k != 'seed')),
         model_knobs=tuple(run.config['model'][knob] for knob in MODEL_KNOBS),
         planned_steps=run.num_steps,
-        metrics=dict.fromkeys(_METRIC_FIELDS)
-        | {name: record[name] for name in _METRIC_FIELDS if name in record},
+        metrics={name: record.get(name) for name in _METRIC_FIELDS},
     )
-    if record['config_hash'] != run.name:
-        raise ValueError(
-            f'its config_hash {record["config_hash"]!r} is not that of the planned run '
-            f'{run.name!r}, so it was trained with other settings'
-        )
-    if trial.seed not in run.seeds:
-        raise ValueError(f'seed {trial.seed} is not one of run {run.name!r}, which has {run.seeds}')
-    return trial
 
 
 def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -234,30 +224,65 @@ def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 def lost_logs(runs: Sequence[PlannedRun], directory: Path) -> Iterator[str]:
     """The logs that runs with results lack, of a kind that others of the study have."""
-    for name in (LOG, DOCUMENTS):
+    for name in (LOG, DOCUMENTS_FILE):
         absent = [not (directory / run.directory / name).exists() for run in runs]
         for run, is_absent in zip(runs, absent, strict=True):
-            left_out = name == DOCUMENTS and left_out_documents(directory / run.directory)
+            left_out = name == DOCUMENTS_FILE and left_out_documents(directory / run.directory)
             if run.trials and is_absent and not all(absent) and not left_out:
                 yield f'{run.directory} has results, but {name} is missing.'
 
 
 def with_documents(run: PlannedRun, directory: Path, problems: list[str]) -> PlannedRun:
     """The run whose trials have the losses of documents.json, if no result of it is missing."""
-    path = directory / run.directory / DOCUMENTS
+    path = directory / run.directory / DOCUMENTS_FILE
     if len(run.trials) < run.num_trials or not path.exists():
         return run
-    losses = [{split: t.metrics[f'{split}_loss'] for split in SPLITS} for t in run.trials]
-    counts = {split: getattr(run.trials[0], field) for split, field in documents.COUNTS.items()}
+    by_trial: list[dict[str, Documents]] = [{} for _ in run.trials]
     try:
-        found = documents.read(path, losses, counts)
+        record = parse_file(path, {'validation': DOCUMENTS})
+        for split, prefix in PREFIXES.items():
+            losses = [trial.metrics[f'{prefix}_loss'] for trial in run.trials]
+            if split in record:
+                count = getattr(run.trials[0], COUNTS[prefix])
+                for documents, parsed in zip(
+                    by_trial, _documents(record[split], split, losses, count), strict=True
+                ):
+                    documents |= {} if parsed is None else {prefix: parsed}
+            elif any(loss is not None for loss in losses):
+                raise ValueError(f'split {split!r} is missing, of which its results have losses')
     except ValueError as error:
         problems.append(f'{run.directory}/{path.name} was left out: {error}.')
         return run
-    pairs = zip(run.trials, found, strict=True)
-    return dataclasses.replace(
-        run, trials=tuple(dataclasses.replace(trial, documents=of) for trial, of in pairs)
-    )
+    pairs = zip(run.trials, by_trial, strict=True)
+    trials = [dataclasses.replace(trial, documents=documents) for trial, documents in pairs]
+    return dataclasses.replace(run, trials=tuple(trials))
+
+
+def _documents(
+    record: Any, split: str, losses: Sequence[float | None], count: int | None
+) -> list[Documents | None]:
+    """The documents of every trial, None for one without losses; they add up to its loss."""
+    check(record, DOCUMENTS)
+    names, tokens_C = tuple(record['documents']), np.array(record['tokens'], float)
+    rows = [None if row is None else np.array(row, float) for row in record['nats']]
+    if len(rows) != len(losses):
+        raise ValueError(f'split {split!r} has nats of {len(rows)} trials, not of {len(losses)}')
+    if any(row is not None and row.shape != (len(names),) for row in (tokens_C, *rows)):
+        raise ValueError(f'split {split!r} does not have one number for each of its documents')
+    if len(set(names)) < len(names) or not names or not (tokens_C > 0).all():
+        raise ValueError(f'split {split!r} repeats a document, or has one without targets')
+    if count not in (None, tokens := sum(record['tokens'])):
+        raise ValueError(f'it has {tokens} tokens of split {split!r}, but its results {count}')
+    parsed = [None if row is None else Documents(names, tokens_C, row) for row in rows]
+    for number, (documents, loss) in enumerate(zip(parsed, losses, strict=True)):
+        total = None if documents is None else documents.loss
+        close = math.isclose(total or math.nan, loss or math.nan, rel_tol=_ROUNDING)
+        if total != loss and not close:
+            raise ValueError(
+                f'trial {number} of split {split!r} has a loss of {total} nats/token over its '
+                f'documents, its result has {loss}'
+            )
+    return parsed
 
 
 def with_log(run: PlannedRun, directory: Path, problems: list[str]) -> PlannedRun:
@@ -265,29 +290,28 @@ def with_log(run: PlannedRun, directory: Path, problems: list[str]) -> PlannedRu
     path = directory / run.directory / LOG
     if not path.exists():
         return run
-    label, logged, kinds = f'{run.directory}/{path.name}', [0], ['']
+    label, steps, last_kind = f'{run.directory}/{path.name}', [0], ''
     rows: dict[int, dict[str, list]] = {}
     bad: list[str] = []
 
     def add(record: Any) -> None:
+        nonlocal last_kind
         check(record, {'kind': str, 'step': int})
-        logged.append(record['step'])
+        steps.append(record['step'])
         if record['kind'] == 'final':
-            check(record, FINAL | {n: hint for n, hint in _OF_TRIALS.items() if n in record})
-        if record['kind'] != 'eval':
-            kinds.append(record['kind'])
-            return
-        hints = {name: _ROW | None for name in LOGGED if name in record}
-        check(record, hints | {'val_loss': _ROW})
-        number = run.num_trials if run.trials else len(record['val_loss'])
-        row = {name: (name in hints and record[name]) or [None] * number for name in LOGGED}
-        for name, values in row.items():
-            if len(values) != number:
-                raise ValueError(f'field {name!r} has {len(values)} values for {number} trials')
-        if rows and record['step'] <= (last := max(rows)):
-            raise ValueError(f'step {record["step"]} follows step {last}')
-        rows[record['step']] = row
-        kinds.append('eval')
+            check(record, FINAL | {n: hint for n, hint in _COLUMNS.items() if n in record})
+        if record['kind'] == 'eval':
+            hints = {name: _ROW | None for name in LOGGED if name in record}
+            check(record, hints | {'val_loss': _ROW})
+            number = run.num_trials if run.trials else len(record['val_loss'])
+            row = {name: record.get(name) or [None] * number for name in LOGGED}
+            for name, values in row.items():
+                if len(values) != number:
+                    raise ValueError(f'field {name!r} has {len(values)} values for {number} trials')
+            if rows and record['step'] <= (last := max(rows)):
+                raise ValueError(f'step {record["step"]} follows step {last}')
+            rows[record['step']] = row
+        last_kind = record['kind']
 
     for_each_line(path, label, bad, add)
     problems += bad[:MAX_NAMED]
@@ -295,12 +319,12 @@ def with_log(run: PlannedRun, directory: Path, problems: list[str]) -> PlannedRu
         problems.append(f'{label}: {more} more lines were left out.')
     if run.trials and not bad and (not rows or max(rows) != run.trials[0].num_steps):
         problems.append(f'{label}: the run was not evaluated at its last step.')
-    elif run.trials and not bad and kinds[-1] != 'final':
+    elif run.trials and not bad and last_kind != 'final':
         problems.append(f'{label} has no final record at the end of its log.')
-    if not run.trials and kinds[-1] == 'final':
+    if not run.trials and last_kind == 'final':
         problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
     curve = None
     if rows and len(run.trials) == run.num_trials:
         values_EX = {n: np.array([row[n] for row in rows.values()], float) for n in LOGGED}
         curve = Curve(np.array(list(rows)), values_EX)
-    return dataclasses.replace(run, curve=curve, step=max(logged))
+    return dataclasses.replace(run, curve=curve, step=max(steps))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import pytest
 
@@ -31,10 +30,10 @@ SIZES = {
 
 def moves(base: ModelConfig, config: ModelConfig, which: str) -> int:
     """What d_model receives, all properties of the match checked; 0 where it is refused."""
-    at, target = make_dimension(config, 'd_model', None, which), cost.measured(base, which)
+    at, target = make_dimension(config, 'd_model', which), cost.measured(base, which)
     gap = cost.measured(config, which) / target - 1
     try:
-        found = matching.match(config, target, which=which, baseline=base)
+        found = matching.match(config, target, which=which)
     except MatchError as refusal:
         if which != 'cache':  # which d_ff does not fill
             assert 'd_model would' in str(refusal)
@@ -75,24 +74,6 @@ def moves(base: ModelConfig, config: ModelConfig, which: str) -> int:
 def test_the_width_of_a_saving_variant_grows_and_of_a_costly_one_shrinks(name, fields, sign):
     base = SIZES[name]
     assert moves(base, dataclasses.replace(base, **fields), 'total') * sign > 0
-
-
-def test_where_a_step_is_too_coarse_a_baseline_width_that_is_not_is_named():
-    config = dataclasses.replace(NARROW, num_layers=1, num_heads=8, value='no_v')
-    base = dataclasses.replace(config, value='vo')
-    target = cost.measured(base, 'total')
-    expected = (
-        r'^qk/no_v is -5.\d+% from the target and one step of d_model, to 72, 20.\d+%, so d_model '
-        r'would stay at 64 and d_ff absorb it all: use a baseline with d_model=(\d+) or the '
-        'destination d_ff$'
-    )
-    with pytest.raises(MatchError, match=expected) as refusal:
-        matching.match(config, target, baseline=base)
-    width = int(re.search(expected, str(refusal.value)).group(1))
-    wide = dataclasses.replace(base, d_model=width)
-    assert moves(wide, dataclasses.replace(config, d_model=width), 'total') == 8
-    below = dataclasses.replace(base, d_model=width - 8)
-    assert moves(below, dataclasses.replace(config, d_model=width - 8), 'total') == 0
 
 
 @pytest.mark.slow
@@ -213,45 +194,16 @@ def test_every_circuit_is_matched(score, value, made):
     assert abs(d_ff / d_model - 4) < 0.2
 
 
-@pytest.mark.parametrize(
-    ('fields', 'd_model'),
-    [
-        ({'num_heads': 3, 'd_model': 99}, None),
-        ({'num_heads': 3, 'd_model': 99, 'score': 'query_free'}, 132),
-        ({'num_heads': 6, 'num_kv_heads': 2, 'd_model': 90}, None),
-        ({'num_heads': 7, 'd_model': 70, 'score': 'shared_qk'}, None),
-        ({'num_heads': 8, 'num_kv_heads': 1, 'd_model': 128}, None),
-        ({'head_size': 24, 'score': 'merged'}, None),
-        ({'biases': True, 'tied_embeddings': False, 'norm': 'rmsnorm'}, None),
-        ({'positions': 'rope', 'score': 'shared_qk', 'd_model': 120}, None),
-    ],
-    ids=str,
-)
-def test_odd_shapes_are_matched(fields, d_model):
-    config = dataclasses.replace(SHALLOW, **fields)
-    found = matching.match(config, TARGET)
-    assert abs(found.residual) <= 1e-3
-    assert d_model in (None, found.config.d_model)
-    size = attention_spec(found.config).head_size
-    assert config.head_size or abs(size * config.num_heads - found.config.d_model) <= (
-        config.num_heads / (1 if config.positions == 'rope' else 2)
-    )
-    assert config.positions != 'rope' or size % 2 == 0
-
-
 def test_d_ff_absorbs_no_more_than_half_a_step_of_the_width():
     base = dataclasses.replace(DEEP, num_layers=2)
     config, target = dataclasses.replace(base, score='merged'), cost.count(base)['total']
     nearest = matching.match(config, target)
     assert abs(nearest.residual) > 1e-4
     # Two units more would do, if d_ff absorbed a whole step and a half.
-    with pytest.raises(MatchError, match='one step of d_ff is'):
+    with pytest.raises(MatchError, match='one step of d_ff'):
         matching.match(config, target, tolerance=1e-4)
     fine = matching.match(config, target, destination='num_heads', tolerance=1e-4)
     assert fine.config.num_heads < 4 and abs(fine.residual) <= 1e-4
-    # A step that is coarse is no fault where it meets the target.
-    exact = matching.match(SHALLOW, TARGET, fill=None, tolerance=1e-9, multiple_of=64)
-    assert exact.residual == 0
 
 
 @pytest.mark.parametrize(
@@ -293,7 +245,6 @@ ALL_SHARED = {
     [
         # One matrix widens the MLP by half a width: 2 L D d_ff = L D^2.
         ({}, {'score': 'query_free'}, 'd_ff', {}, {'d_ff': 384 + 96 // 2}),
-        ({}, {'score': 'query_free'}, 'd_ff', {'multiple_of': 16}, {'d_ff': 432}),
         # A head keeps its size: a fifth costs 3 D H, of which D^2 = 4 D H was saved.
         ({}, {'score': 'shared_qk'}, 'num_heads', {}, SHARED_HEADS),
         ({}, {'score': 'shared_qk', 'head_size': 16}, 'num_heads', {}, {'num_heads': 8}),
@@ -340,23 +291,15 @@ def test_a_destination_takes_exactly_what_is_saved(base, fields, destination, kw
     assert found.config == dataclasses.replace(config, **({'d_ff': 384} | expected))
 
 
-NO_SLICES = r'query_free/vo takes no other num_heads than 4: .* slices .* not 5 \* 24'
-TOO_LITTLE = 'is -7.30% .* step of num_layers, to 3, 40.24%, so num_layers would stay at 2 and d_ff'
-UNKNOWN = "destination='width' must be one of d_model, d_ff, num_heads, num_layers"
-SHARED, FULL = {'score': 'shared_qk'}, {'score': 'full_size'}
+FULL = {'score': 'full_size'}
+SHARED = {'score': 'shared_qk'}
 
 
 @pytest.mark.parametrize(
     ('base', 'fields', 'destination', 'kwargs', 'message'),
     [
         ({'d_model': 128}, SHARED, 'd_model', {'fill': None}, 'd_model alone is too coarse'),
-        (
-            {},
-            SHARED,
-            'd_model',
-            {'tolerance': 1e-7, 'target': 252385},
-            'one step of d_ff is .* param',
-        ),
+        ({}, SHARED, 'd_model', {'tolerance': 1e-7, 'target': 252385}, 'one step of d_ff, at'),
         ({}, {'score': 'query_free', 'value': 'low_rank(rank=0)'}, 'd_model', {}, 'built: .*rank'),
         ({'num_heads': 64}, {}, 'd_model', {'target': 500}, 'more than 500 .* at d_ff=1'),
         ({}, {'value': 'hadamard'}, 'd_model', {}, 'to 128, .* d_model would become 64 and d_ff'),
@@ -367,35 +310,15 @@ SHARED, FULL = {'score': 'shared_qk'}, {'score': 'full_size'}
             {},
             'is -7.54% .* takes no d_model above 128: use',
         ),
-        ({}, {'score': 'query_free'}, 'num_heads', {}, NO_SLICES),
+        ({}, {'score': 'query_free'}, 'num_heads', {}, 'takes no other num_heads than 4'),
         ({'num_kv_heads': 2}, {}, 'num_heads', {'which': 'cache'}, 'changes nothing in'),
-        ({}, SHARED, 'num_layers', {}, TOO_LITTLE),
-        ({'d_ff': 4}, FULL, 'd_ff', {}, 'd_ff would have to fall below 1'),
+        ({}, SHARED, 'num_layers', {}, 'to 3, 40.24%, so num_layers would stay at 2 and d_ff'),
+        ({'d_ff': 4}, FULL, 'd_ff', {}, 'only to .* at d_ff=1 '),
         ({'d_ff': 4, 'num_layers': 1}, FULL, 'num_layers', {}, 'at d_ff=1 and num_layers=1'),
-        ({}, SHARED, 'num_heads', {'fill': None}, 'num_heads alone is too coarse'),
-        (
-            {},
-            {**SHARED, 'num_kv_heads': 2},
-            'num_heads',
-            {'fill': None},
-            'num_heads=6 in steps of 2',
-        ),
-        (
-            {},
-            {'score': 'query_free'},
-            'd_ff',
-            {'multiple_of': 100},
-            'is 38400 parameters, 15.21% of',
-        ),
-        ({}, {'value': 'latent'}, 'd_ff', {}, 'qk/latent cannot be built: .*latent'),
-        ({}, {}, 'd_ff', {'which': 'cache'}, "'d_ff' changes nothing in the cache"),
-        ({}, FULL, 'num_layers', {'which': 'cache'}, 'too coarse, and d_ff changes'),
-        ({'kind': 'encoder'}, {}, 'd_model', {'which': 'cache', 'target': 1}, 'keeps no cache'),
-        ({}, {}, 'width', {}, UNKNOWN),
-        ({}, {}, 'd_ff', {'which': 'memory', 'target': 1}, "which='memory' must be one of total, "),
-        ({}, {}, 'd_ff', {'fill': 'd_model'}, "fill='d_model' must be one of d_ff, None"),
-        ({}, {}, 'd_ff', {'target': 0}, 'target=0 must be above 0'),
-        ({}, {'num_heads': 0}, 'num_heads', {}, 'num_heads=0 must be an integer of at least 1'),
+        ({}, {**SHARED, 'num_kv_heads': 2}, 'num_heads', {'fill': None}, 'num_heads=6 .steps of 2'),
+        ({}, FULL, 'num_layers', {'which': 'cache'}, 'too coarse'),
+        ({'kind': 'encoder'}, {}, 'd_model', {'which': 'cache', 'target': 1}, 'no cache'),
+        ({}, {}, 'd_ff', {'which': 'cache'}, 'no cache depends on d_ff'),
     ],
     ids=str,
 )
@@ -413,11 +336,8 @@ def test_a_request_that_cannot_be_met_names_the_constraint(
 
 def test_the_table_shows_the_shape_and_what_is_equal():
     found = matching.match(SMALL, cost.measured(SMALL, 'flops'), which='flops')
-    plain = matching.table({'qk/vo': found})
-    assert matching.table({'qk/vo': found}, 'flops') == f'equal: FLOP per token\n{plain}'
-    header, row = (line.split() for line in plain.splitlines())
-    shown = dict(zip(header, row, strict=True))
-    names = ('d_model', 'widened', 'd_ff', 'fill', 'heads', 'head_size', 'layers')
-    assert [shown[name] for name in names] == ['96', '+0', '384', '+0', '4', '24', '2']
-    costs = [shown[name] for name in ('FLOP/token', 'cache/token', 'total')]
-    assert costs == ['540,672', '384', '252,384']
+    equal, header, row = matching.table({'qk/vo': found}, 'flops').splitlines()
+    shown = dict(zip(header.split(), row.split(), strict=True))
+    names = ('d_model', 'widened', 'd_ff', 'fill', 'heads', 'head_size', 'FLOP/token', 'total')
+    expected = ['96', '+0', '384', '+0', '4', '24', '540,672', '252,384']
+    assert equal == 'equal: FLOP per token' and [shown[name] for name in names] == expected

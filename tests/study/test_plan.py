@@ -19,7 +19,7 @@ from qkattn.config import (
 )
 from qkattn.study import plan
 from qkattn.study.arms import build_arms
-from qkattn.study.plan import losses_of, to_lengthen
+from qkattn.study.plan import to_lengthen
 
 SEEDS = range(6)
 NOISE = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
@@ -45,8 +45,6 @@ def test_divergence_helps_nobody_to_a_word(arms):
     assert not to_lengthen(STUDY, arms, of, 1)
     of[arms[1].place] = dict.fromkeys(SEEDS)
     assert not to_lengthen(STUDY, arms, of, 1)
-    trial = {'trial': {'seed': 4}, 'status': 'diverged', 'test_loss': 1.0}
-    assert losses_of([trial]) == {4: None}
 
 
 STUDY = Study(
@@ -242,20 +240,6 @@ def test_arms_with_a_word_and_the_baseline_are_trained_longer_at_a_rate_of_their
     }
 
 
-def test_nothing_is_trained_longer_before_the_primary_verdicts_are_known():
-    study = with_controls(variants=('qk/vo', 'query_free/vo'))
-    arms = build_arms(study)
-    last = [r for r in plan.runs(study, arms, WORDS) if not r.arm.place.control][-1]
-    runs = plan.runs(study, arms, lambda run: None if run.id == last.id else WORDS(run))
-    assert not of_control(runs, 'longer') and of_control(runs, 'equal_shape')
-    alike = plan.runs(study, arms, landscape(2.5e-3, effect=lambda run, seed: 9e-2 * seed))
-    assert {run.arm.label for run in of_control(alike, 'longer')} == {'qk/vo', 'query_free/vo'}
-    noisy = landscape(2.5e-3, effect=lambda run, seed: math.sin(seed + 10 * len(run.arm.label)))
-    assert not of_control(plan.runs(study, arms, noisy), 'longer')
-    never = with_controls(variants=study.variants, controls=ControlsConfig(longer=None))
-    assert not of_control(plan.runs(never, arms, WORDS), 'longer')
-
-
 def test_longer_arms_have_seeds_of_their_own_if_declared():
     controls = ControlsConfig(longer=2, longer_seeds=(20, 21, 22, 23))
     study = with_controls(variants=('qk/vo', 'query_free/vo'), controls=controls)
@@ -280,35 +264,6 @@ def test_every_arm_reaches_a_look_before_any_goes_on():
     assert len({run.id for run in everything}) == len(everything)
     assert plan.declaration(study, arms)['looks'] == (2, 3)
     assert plan.declaration(STUDY, arms[:2])['looks'] == (3,)
-
-
-def test_every_corpus_has_arms_and_longer_controls_of_its_own():
-    study = with_controls(
-        corpora=('stdlib', 'tiny_shakespeare'), variants=('qk/vo', 'query_free/vo')
-    )
-    arms = build_arms(study)
-    assert [arm.place.corpus for arm in arms] == 3 * ['stdlib'] + 3 * ['tiny_shakespeare']
-    assert [arm.match for arm in arms[:3]] == [arm.match for arm in arms[3:]]
-
-    def effect(run, seed):
-        here = run.config.data.name == 'tiny_shakespeare'
-        return better_without_w_q(run, seed) if here else math.sin(seed + 10 * len(run.arm.label))
-
-    runs = plan.runs(study, arms, landscape(2.5e-3, effect=effect))
-    for run in runs:
-        assert run.config.data.name == run.arm.place.corpus
-    assert {run.arm.place.corpus for run in of_control(runs, 'longer')} == {'tiny_shakespeare'}
-    assert len({run.id for run in runs}) == len(runs)
-    declared = plan.declaration(study, arms)
-    assert declared['corpora'] == ('stdlib', 'tiny_shakespeare')
-    assert declared['arms'][-1] == {
-        'variant': 'query_free/vo',
-        'size': 'd_model=64',
-        'corpus': 'tiny_shakespeare',
-        'control': 'equal_shape',
-    }
-    assert declared['variants'] == list(study.variants)
-    assert declared['controls']['longer_seeds'] == list(STUDY.base.trials.seeds)
 
 
 def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish():

@@ -67,23 +67,6 @@ def test_what_an_earlier_knob_has_measured_is_not_asked_for_again():
     assert found.settings[2] == pytest.approx(1.1, rel=1e-9)
 
 
-def test_half_a_grid_says_what_is_missing():
-    first = (1e-3, 0.1, 1.0, *REST)
-    found = tune(GRIDS, limits(9), {first: losses(first, (2e-3, 0.1, 1.0))})
-    assert (found.knob, found.values, found.sweeps) == ('learning_rate', (2e-3, 4e-3), {})
-    assert dict(zip(KNOBS, found.settings, strict=True)) == dict.fromkeys(KNOBS, 1.0) | {
-        'learning_rate': 2e-3,
-        'weight_decay': 0.1,
-        'score_scale': 1.0,
-    }
-
-
-def test_settings_of_single_values_are_left_alone():
-    values = (3e-3, 0.0, 0.7, *REST)
-    grids = {knob: (value,) for knob, value in zip(KNOBS, values, strict=True)}
-    assert tune(grids, limits(1), {}) == Tuning({}, values, None, (), ())
-
-
 def screened(limits, sd, curvature=0.1, diverged=lambda rate, seed: False):
     """Screens until nothing is asked for: the tuning, its measurements, and what was asked for."""
     grids = {knob: values[:1] for knob, values in GRIDS.items()} | {
@@ -113,18 +96,6 @@ def test_further_seeds_are_drawn_until_the_bracket_is_significant():
     # All values of the grid get them, so that a seed's level cancels.
     assert {tuple(of) for of in measured.values()} == {tuple(range(10, drawn[-1][-1] + 1))}
     assert set(sweep.values) == {settings[0] for settings in measured}
-
-
-def test_further_seeds_end():
-    """A flat landscape is never bracketed: at most max_points values and max_seeds seeds."""
-    flat, measured, _ = screened(limits(4, max_seeds=5), sd=0.01, curvature=0.0)
-    assert len(measured) == 4 and {len(of) for of in measured.values()} <= {2, 4, 5}
-    assert all(set(of) <= set(range(10, 15)) for of in measured.values())
-    assert max(len(of) for of in measured.values()) == 5 and flat.settings[0] in flat.sweeps[
-        'learning_rate'
-    ].values + (flat.sweeps['learning_rate'].chosen,)
-    fixed, measured, _ = screened(limits(4, max_seeds=2), sd=0.01, curvature=0.0)
-    assert {len(of) for of in measured.values()} == {2} and fixed.knob is None
 
 
 def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():

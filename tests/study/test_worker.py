@@ -26,7 +26,6 @@ from qkattn.errors import (
     RunDirectoryError,
     Stopped,
 )
-from qkattn.jobs.signals import StopRequest
 from qkattn.storage import leases, ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.records import read_json, to_jsonable, write_json
@@ -45,14 +44,10 @@ def trained(monkeypatch):
         assert not lost()
         if (workdir / 'result.json').exists():
             return
-        trials = [
-            (trial, abs(trial['learning_rate'] - 4e-3) + trial['seed'])
-            for trial in config.trials.trials()
-        ]
-        results = [
-            result_record(trial=trial, **dict.fromkeys(('val_loss', 'test_loss'), loss))
-            for trial, loss in trials
-        ]
+        results = []
+        for trial in config.trials.trials():
+            loss = abs(trial['learning_rate'] - 4e-3) + trial['seed']
+            results.append(result_record(trial=trial, val_loss=loss, test_loss=loss))
         workdir.mkdir(parents=True, exist_ok=True)
         write_json(workdir / 'result.json', results)
         done.append(workdir.name)
@@ -82,7 +77,17 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
+def events(path):
+    return [entry['event'] for entry in ledger.read(path / 'ledger.jsonl').entries]
+
+
+def with_variants(*more):
+    return dataclasses.replace(STUDY, variants=(*STUDY.variants, *more))
+
+
+def test_a_worker_follows_every_chain_to_its_verdict(trained, train_first, tmp_path):
+    begun = []
+    train_first(lambda *_: begun.append(events(tmp_path / 'out')))
     path = worker.run(STUDY, tmp_path / 'out')
     planned = lines(path / 'plan.jsonl')
     stages = ('screening', 'screening', 'verdict')
@@ -93,23 +98,20 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     assert [result['run'] for result in lines(path / 'results.jsonl')] == [
         line['run'] for line in planned for _ in range(line['trials'])
     ]
-    assert read_json(path / 'study.json', {})['name'] == 'small'
-    assert not leases.holders(path / 'leases')
-    # The same study again has nothing to train, and a study may grow.
-    worker.run(STUDY, path)
-    assert len(trained) == len(planned)
-    worker.run(dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/k_is_v')), path)
-    assert len(trained) == 9
-
-
-def test_a_tuned_study_of_one_document_is_refused_before_anything_is_written(tmp_path):
-    text = tmp_path / 'book.txt'
-    text.write_text('line of text\n' * 4000)
-    data = DataConfig(name='text', path=str(text), data_dir=str(tmp_path / 'data'))
-    study = dataclasses.replace(STUDY, base=dataclasses.replace(STUDY.base, data=data))
-    with pytest.raises(ConfigError, match=r"1 of 1 documents .* of data.name='text', .*book.txt'"):
-        worker.run(study, tmp_path / 'out')
-    assert not (tmp_path / 'out').exists()
+    # The ledger is begun before the first run.
+    assert begun == [['declared']] * 6 and not leases.holders(path / 'leases')
+    entry = ledger.read(path / 'ledger.jsonl').entries[0]
+    assert (entry['family'], entry['seeds'], entry['margin']) == (1, [0, 1, 2], 0.005)
+    assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
+    # The same study again has nothing to train, and a study may grow and ask something else.
+    worker.run(dataclasses.replace(STUDY, question='Which?'), path)
+    assert len(trained) == len(planned) and events(path) == ['declared', 'declared']
+    worker.run(with_variants('qk/k_is_v'), path)
+    ledger.look(path)
+    worker.run(with_variants('qk/k_is_v', 'qk/o_is_v'), path)
+    assert len(trained) == 12 and events(path)[2:] == ['arms_added', 'looked', 'arms_added']
+    kept = ledger.read(path / 'ledger.jsonl')
+    assert kept.family == 3 and {variant for variant, *_ in kept.post_hoc} == {'qk/o_is_v'}
 
 
 @pytest.mark.parametrize('workers', [1, 2])
@@ -123,45 +125,37 @@ def test_the_directory_of_a_run_is_refused_before_anything_is_written(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ['config.json']
 
 
-@pytest.mark.parametrize('value', [10**5000, b'0.1'], ids=['too large', 'bytes'])
-def test_a_setting_that_has_no_json_form_is_refused_in_one_sentence(value, tmp_path):
-    with pytest.raises(ConfigError, match='tolerance') as refusal:
-        worker.run(dataclasses.replace(STUDY, tolerance=value), tmp_path / 'study')
-    assert '\n' not in str(refusal.value) and not (tmp_path / 'study').exists()
+def test_what_no_run_can_do_without_is_refused_before_anything_is_written(tmp_path):
+    """Of one document, a tuned study has no error over documents."""
+    text = tmp_path / 'book.txt'
+    text.write_text('line of text\n' * 4000)
+    data = DataConfig(name='text', path=str(text), data_dir=str(tmp_path / 'data'))
+    study = dataclasses.replace(STUDY, base=dataclasses.replace(STUDY.base, data=data))
+    with pytest.raises(ConfigError, match=r"1 of 1 documents .* of data.name='text', .*book.txt'"):
+        worker.run(study, tmp_path / 'out')
+    assert not (tmp_path / 'out').exists()
 
 
-def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path):
+def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path, monkeypatch):
     path = tmp_path / 'out'
     first = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
     held = leases.acquire(path / 'leases', first.id, expiry=600.0)
-    trained_before = []
-
-    def give_up(*_):
-        trained_before.append([*trained])
-        held.release()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, '_wait', give_up)
-        worker.run(STUDY, path, expiry=600.0)
+    monkeypatch.setattr(worker, '_wait', lambda *_: held.release())
+    worker.run(STUDY, path, expiry=600.0)
     # The other arm came first, to its end; then one look at the run that was given up sufficed.
     assert [name.startswith('shared_qk') for name in trained] == [True] * 3 + [False] * 3
-    assert trained_before == [trained[:3]]
 
 
-def test_workers_share_a_study_in_a_bucket(trained, bucket, caplog):
+def test_workers_share_a_study_in_a_bucket(trained, bucket, monkeypatch):
     path = as_path('gs://runs/out')
     first, second, *_ = plan.runs(STUDY, build_arms(STUDY), lambda run: None)
     held = leases.acquire(path / 'leases', first.id, expiry=60.0)
     far = json.dumps({'host': 'far', 'pid': 12, 'expiry': 60.0}).encode()
     bucket.put('runs', f'out/leases/{second.id}', far, age=61.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, '_wait', lambda *_: held.release())
-        assert worker.run(STUDY, path) == path
+    monkeypatch.setattr(worker, '_wait', lambda *_: held.release())
+    assert worker.run(STUDY, path) == path
     assert len(trained) == 6 and trained[-1].startswith('qk')
-    assert ledger.read(path / 'ledger.jsonl').family == 1
     assert not leases.holders(path / 'leases') and not (path / 'lock').exists()
-    worker.run(STUDY, path)
-    assert len(trained) == 6
     with pytest.raises(ConfigError, match='workdir=gs://runs/out holds a study of other settings'):
         worker.run(dataclasses.replace(STUDY, margin=0.5), path)
     names = {name.split('/')[1] for name in bucket.names('runs', 'out/')}
@@ -179,11 +173,8 @@ def test_a_run_that_is_in_use_or_lost_is_tried_again_later(
             refused.append(workdir.name)
             raise error
 
-    def shorter(path, left, expiry, *others):
-        return wait(path, left, 0.4, *others)
-
     train_first(once)
-    monkeypatch.setattr(worker, '_wait', shorter)
+    monkeypatch.setattr(worker, '_wait', lambda path, left, _, *rest: wait(path, left, 0.4, *rest))
     worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == 6 and trained.count(refused[0]) == 1 and trained[0] != refused[0]
 
@@ -198,42 +189,24 @@ def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
     assert not trained
 
 
-def test_who_holds_a_run_is_said_once(tmp_path, caplog):
-    caplog.set_level('INFO')
-    held: dict[str, str] = {}
-    with leases.acquire(tmp_path / 'leases', 'run', expiry=60.0):
-        for _ in range(3):
-            held = worker._wait(tmp_path, [], 0.1, StopRequest(), held)
-    assert caplog.text.count(f'waiting for run, held by process {os.getpid()} on ') == 1
-
-
-def test_a_request_between_runs_is_heard(trained, train_first, tmp_path):
-    train_first(lambda *_: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Stopped, match='between two runs'):
-        worker.run(STUDY, tmp_path / 'out')
-    assert len(trained) == 1 and not leases.holders(tmp_path / 'out/leases')
-
-
-def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, train_first, tmp_path):
+@pytest.mark.parametrize(
+    ('error', 'raised', 'number'),
+    [
+        (CheckpointError('every checkpoint is damaged'), ConfigError, 3),
+        (DiskError('the disk is full'), DiskError, 0),
+    ],
+)
+def test_a_run_that_cannot_be_trained_does_not_stop_the_others_but_a_full_disk_does(
+    trained, train_first, tmp_path, error, raised, number
+):
     def broken(config, workdir):
         if config.model.score == 'qk':
-            raise CheckpointError('every checkpoint is damaged')
+            raise error
 
     train_first(broken)
-    with pytest.raises(ConfigError, match='1 run could not be trained: .*damaged'):
+    with pytest.raises(raised, match=str(error)):
         worker.run(STUDY, tmp_path / 'out')
-    assert len(trained) == 3
-
-
-def test_a_full_disk_stops_the_worker_at_once(trained, train_first, tmp_path):
-    def full(config, workdir):
-        if len(trained) == 1:
-            raise DiskError('the disk is full')
-
-    train_first(full)
-    with pytest.raises(DiskError):
-        worker.run(STUDY, tmp_path / 'out')
-    assert len(trained) == 1 and not leases.holders(tmp_path / 'out/leases')
+    assert len(trained) == number and not leases.holders(tmp_path / 'out/leases')
 
 
 def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, monkeypatch):
@@ -264,78 +237,6 @@ def based(**parts):
     return {'base': base}
 
 
-@pytest.mark.parametrize(
-    ('fields', 'message'),
-    [
-        (
-            {'margin': 0.01},
-            r'other settings:\n  margin: 0.005 -> 0.01\nSet them back or give another .*accept',
-        ),
-        ({'tuning': TuningConfig(seeds=(10, 11))}, 'tuning.max_points: 6 -> 9'),
-        (
-            based(trials={'seeds': (0, 1, 2, 3)}),
-            r'base.trials.seeds: \[0, 1, 2\] -> \[0, 1, 2, 3\]\n  looks: \[3\] -> \[4\]\n',
-        ),
-        (based(train={'num_steps': 500}), r'\n  base.train.num_steps: 1000 -> 500\n'),
-        (based(train={'batch_size': 8}), 'base.train.batch_size: 16 -> 8'),
-        (based(optimizer={'schedule': 'cosine'}), 'base.optimizer.schedule: "linear" -> "cosine"'),
-        (based(data={'name': 'packages'}), 'base.data.name: "stdlib" -> "packages"'),
-        (based(data={'eval_sequences': 64}), 'base.data.eval_sequences: null -> 64'),
-        (
-            {'variants': ('qk/vo', 'qk/k_is_v')},
-            "\n  variants: 'shared_qk/vo' is left out, .*\nSet them back or give another workdir.$",
-        ),
-    ],
-    ids=[
-        *('margin', 'tuning', 'seeds', 'steps', 'batch', 'schedule', 'data', 'evaluation rows'),
-        'variants',
-    ],
-)
-def test_a_directory_keeps_the_study_that_it_began_with(trained, tmp_path, fields, message):
-    path = worker.run(STUDY, tmp_path / 'out')
-    before = {p: p.read_bytes() for p in path.glob('*.json*')}
-    with pytest.raises(ConfigError, match=message):
-        worker.run(dataclasses.replace(STUDY, **fields), path)
-    assert {p: p.read_bytes() for p in path.glob('*.json*')} == before and len(trained) == 6
-
-
-def test_another_setting_takes_a_flag_which_the_ledger_keeps(trained, tmp_path):
-    path = worker.run(STUDY, tmp_path / 'out')
-    old = set(path.glob('runs/*'))
-    other = dataclasses.replace(STUDY, **based(train={'num_steps': 500}))
-    worker.run(other, path, accept_changes=True)
-    entry = ledger.read(path / 'ledger.jsonl').entries[-1]
-    assert (entry['event'], entry['changes']) == ('changed', ['base.train.num_steps: 1000 -> 500'])
-    assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
-    assert len(entry['arms']) == 2 and entry['post_hoc'] is False
-    # Nothing is continued with other settings: all runs are others, and the old ones are kept.
-    assert len(trained) == len(set(trained)) == 12
-    assert {path / line['directory'] for line in lines(path / 'orphans.jsonl')} == old
-    worker.run(other, path)
-    assert len(trained) == 12 and events(path) == ['declared', 'changed']
-    # Arms whose settings changed after a look are post hoc, and arms are never left out.
-    ledger.look(path)
-    worker.run(dataclasses.replace(other, margin=0.05), path, accept_changes=True)
-    assert len(trained) == 12 and len(ledger.read(path / 'ledger.jsonl').post_hoc) == 2
-    with pytest.raises(
-        ConfigError,
-        match="\n  variants: 'shared_qk/vo' is left out, .*\nSet them back or .* workdir.$",
-    ):
-        fewer = dataclasses.replace(other, variants=('qk/vo',))
-        worker.run(fewer, path, accept_changes=True)
-
-
-def test_a_worker_stops_where_another_one_goes_on_with_other_settings(
-    trained, train_first, tmp_path
-):
-    other = dataclasses.replace(STUDY, margin=0.05)
-    declared = to_jsonable(plan.declaration(other, build_arms(other)))
-    train_first(lambda *_: declaration.declare(tmp_path / 'out', other, declared, [], True))
-    with pytest.raises(ConfigError, match='by --accept_changes: margin: 0.05 -> 0.005'):
-        worker.run(STUDY, tmp_path / 'out')
-    assert len(trained) == 1 and events(tmp_path / 'out') == ['declared', 'changed']
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaterModel(ModelConfig):
     added_later: str = setting('softmax', 'Of scores.')
@@ -356,57 +257,107 @@ class LaterStudy(Study):
     correction: str = setting('holm', 'For several comparisons.')
 
 
-def later(controls=(), model=(), **fields):
+def later(**fields):
     """The study as a version would have it whose configs have one field more in each section."""
     values = {f.name: getattr(STUDY, f.name) for f in dataclasses.fields(STUDY)}
-    model = LaterModel(**vars(STUDY.base.model), **dict(model))
-    values['base'] = LaterConfig(**vars(STUDY.base) | {'model': model})
-    values['controls'] = LaterControls(**vars(STUDY.controls), **dict(controls))
+    values['base'] = LaterConfig(
+        **vars(STUDY.base) | {'model': LaterModel(**vars(STUDY.base.model))}
+    )
+    values['controls'] = LaterControls(**vars(STUDY.controls))
     return LaterStudy(**values | fields)
 
 
-def test_a_field_that_is_added_trains_nothing_again(trained, tmp_path):
-    path = worker.run(STUDY, tmp_path / 'out')
-    ledger.look(path)
-    before = {p: p.read_bytes() for p in path.rglob('*.json*')}
-    worker.run(later(), path)
-    assert len(trained) == 6
-    assert {p: p.read_bytes() for p in path.rglob('*.json*')} == before
-    assert not ledger.look(path)  # the same files
+@pytest.fixture
+def finished(trained, tmp_path):
+    """The directory of the finished study."""
+    return worker.run(STUDY, tmp_path / 'out')
+
+
+def contents(path):
+    return {p: p.read_bytes() for p in path.rglob('*.json*')}
+
+
+FEWER = {'variants': ('qk/vo', 'qk/k_is_v')}
 
 
 @pytest.mark.parametrize(
     ('study', 'message'),
     [
-        (later(correction='none'), r'\n  correction: "holm" -> "none"\n'),
         (
-            later(model={'added_later': 'sigmoid'}),
-            r'\n  base.model.added_later: "softmax" -> "sigmoid"\n',
+            dataclasses.replace(STUDY, margin=0.01),
+            r'other settings:\n  margin: 0.005 -> 0.01\nSet them back or give another .*accept',
         ),
+        (
+            dataclasses.replace(STUDY, **based(trials={'seeds': (0, 1, 2, 3)})),
+            r'base.trials.seeds: \[0, 1, 2\] -> \[0, 1, 2, 3\]\n  looks: \[3\] -> \[4\]\n',
+        ),
+        (
+            dataclasses.replace(STUDY, **based(data={'eval_sequences': 64})),
+            'base.data.eval_sequences: null -> 64',
+        ),
+        (
+            dataclasses.replace(STUDY, **FEWER),
+            "\n  variants: 'shared_qk/vo' is left out, .*\nSet them back or give another workdir.$",
+        ),
+        (later(correction='none'), r'\n  correction: "holm" -> "none"\n'),
     ],
-    ids=['study', 'model'],
+    ids=['margin', 'seeds', 'evaluation rows', 'variants', 'added field'],
 )
-def test_an_added_field_with_another_value_is_a_change(trained, tmp_path, study, message):
-    path = worker.run(STUDY, tmp_path / 'out')
+def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study, message):
+    before = contents(finished)
     with pytest.raises(ConfigError, match=message):
-        worker.run(study, path)
-    assert len(trained) == 6
+        worker.run(study, finished)
+    assert contents(finished) == before and len(trained) == 6
 
 
-def test_a_plan_of_a_newer_version_names_the_field_that_is_not_known(trained, tmp_path):
-    path = worker.run(STUDY, tmp_path / 'out')
-    planned = lines(path / 'plan.jsonl')
-    planned[0]['config']['model']['lately'] = 3
-    (path / 'plan.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in planned))
-    with pytest.raises(ConfigError, match=r'plan\.jsonl has an unknown field model\.lately=3; use'):
-        worker.run(STUDY, path)
-    assert len(trained) == 6
+def test_a_field_that_is_added_and_a_setting_of_the_machine_train_nothing_again(trained, finished):
+    ledger.look(finished)
+    before = contents(finished)
+    machine = {'mesh': {'trial': 1, 'data': 1}, 'train': {'sinks': ('tensorboard',)}}
+    elsewhere = based(data={'data_dir': '/elsewhere'}, **machine)
+    worker.run(dataclasses.replace(STUDY, **elsewhere), finished)
+    worker.run(later(), finished)
+    assert len(trained) == 6 and contents(finished) == before
+    assert not ledger.look(finished)  # the same files
 
 
-def test_a_run_is_found_whatever_hash_named_it(trained, tmp_path):
+def test_another_setting_takes_a_flag_which_the_ledger_keeps(trained, finished):
+    path, old = finished, set(finished.glob('runs/*'))
+    other = dataclasses.replace(STUDY, **based(train={'num_steps': 500}))
+    worker.run(other, path, accept_changes=True)
+    entry = ledger.read(path / 'ledger.jsonl').entries[-1]
+    assert (entry['event'], entry['changes']) == ('changed', ['base.train.num_steps: 1000 -> 500'])
+    assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
+    assert len(entry['arms']) == 2 and entry['post_hoc'] is False
+    # Nothing is continued with other settings: all runs are others, and the old ones are kept.
+    assert len(trained) == len(set(trained)) == 12
+    assert {path / line['directory'] for line in lines(path / 'orphans.jsonl')} == old
+    worker.run(other, path)
+    assert len(trained) == 12 and events(path) == ['declared', 'changed']
+    # Arms whose settings changed after a look are post hoc, and arms are never left out.
+    ledger.look(path)
+    worker.run(dataclasses.replace(other, margin=0.05), path, accept_changes=True)
+    assert len(trained) == 12 and len(ledger.read(path / 'ledger.jsonl').post_hoc) == 2
+    with pytest.raises(ConfigError, match="\n  variants: 'shared_qk/vo' is left out, "):
+        fewer = dataclasses.replace(other, variants=('qk/vo',))
+        worker.run(fewer, path, accept_changes=True)
+
+
+def test_a_worker_stops_where_another_one_goes_on_with_other_settings(
+    trained, train_first, tmp_path
+):
+    other = dataclasses.replace(STUDY, margin=0.05)
+    declared = to_jsonable(plan.declaration(other, build_arms(other)))
+    train_first(lambda *_: declaration.declare(tmp_path / 'out', other, declared, [], True))
+    with pytest.raises(ConfigError, match='by --accept_changes: margin: 0.05 -> 0.005'):
+        worker.run(STUDY, tmp_path / 'out')
+    assert len(trained) == 1 and events(tmp_path / 'out') == ['declared', 'changed']
+
+
+def test_a_run_is_found_whatever_hash_named_it(trained, finished):
     """A study of a time when configs had a field less and hashes were others."""
-    path = worker.run(STUDY, tmp_path / 'out')
-    planned, study = lines(path / 'plan.jsonl'), read_json(path / 'study.json', {})
+    path, planned = finished, lines(finished / 'plan.jsonl')
+    study = read_json(path / 'study.json', {})
     for line in planned:
         named = 'runs/old-' + line['run'][::-1]
         (path / line['directory']).rename(path / named)
@@ -419,21 +370,21 @@ def test_a_run_is_found_whatever_hash_named_it(trained, tmp_path):
     ledger.declare(path, read_json(path / 'study.json', {}))
     worker.run(STUDY, path)
     assert len(trained) == 6 and not (path / 'orphans.jsonl').exists()
-    assert [line['directory'] for line in lines(path / 'plan.jsonl')] == [
-        line['directory'] for line in planned
-    ]
-    ids = {line['run'] for line in lines(path / 'plan.jsonl')}
+    again = lines(path / 'plan.jsonl')
+    assert [line['directory'] for line in again] == [line['directory'] for line in planned]
     assert {(r['run'], r['config_hash']) for r in lines(path / 'results.jsonl')} == {
-        (name, name) for name in ids
+        (line['run'], line['run']) for line in again
     }
-    assert events(path) == ['declared', 'declared']
+    # One of a later version names the field that is not known.
+    again[0]['config']['model']['lately'] = 3
+    (path / 'plan.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in again))
+    with pytest.raises(ConfigError, match=r'plan\.jsonl has an unknown field model\.lately=3; use'):
+        worker.run(STUDY, path)
 
 
 def test_a_finished_run_is_not_replaced_unasked_where_arms_come_out_otherwise(
-    trained, tmp_path, monkeypatch
+    trained, finished, monkeypatch
 ):
-    path = worker.run(STUDY, tmp_path / 'out')
-
     def other_arms(study):
         """As another version might match them."""
         for arm in build_arms(study):
@@ -443,76 +394,11 @@ def test_a_finished_run_is_not_replaced_unasked_where_arms_come_out_otherwise(
 
     monkeypatch.setattr(worker, 'build_arms', lambda study: list(other_arms(study)))
     with pytest.raises(ConfigError, match=r'\n  runs/shared_qk-vo.*: model.d_ff: \d+ -> \d+\nSet'):
-        worker.run(STUDY, path)
-    assert len(trained) == 6 and events(path) == ['declared']
-    worker.run(STUDY, path, accept_changes=True)
-    assert len(trained) == 9 and events(path) == ['declared', 'changed']
-    worker.run(STUDY, path)
-    assert len(trained) == 9 and events(path) == ['declared', 'changed']
-
-
-def test_a_worker_may_have_devices_and_data_directories_of_its_own(trained, tmp_path):
-    path = worker.run(STUDY, tmp_path / 'out')
-    before = [(path / name).read_bytes() for name in ('study.json', 'ledger.jsonl')]
-    machine = {'mesh': {'trial': 1, 'data': 1}, 'train': {'sinks': ('tensorboard',)}}
-    elsewhere = based(data={'data_dir': '/elsewhere'}, **machine)
-    worker.run(dataclasses.replace(STUDY, **elsewhere), path)
-    assert [(path / name).read_bytes() for name in ('study.json', 'ledger.jsonl')] == before
-
-
-def events(path):
-    return [entry['event'] for entry in ledger.read(path / 'ledger.jsonl').entries]
-
-
-def test_the_ledger_is_begun_before_the_first_run(trained, train_first, tmp_path):
-    seen = []
-    train_first(lambda *_: seen.append(events(tmp_path / 'out')))
-    path = worker.run(STUDY, tmp_path / 'out')
-    assert len(seen) == 6 and all(of == ['declared'] for of in seen)
-    entry = ledger.read(path / 'ledger.jsonl').entries[0]
-    assert (entry['family'], entry['seeds'], entry['margin']) == (1, [0, 1, 2], 0.005)
-    assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
-
-
-def test_arms_of_a_larger_study_are_entered_and_post_hoc_after_a_look(trained, tmp_path):
-    path = worker.run(STUDY, tmp_path / 'out')
-    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/k_is_v'))
-    worker.run(more, path)
-    ledger.look(path)
-    worker.run(dataclasses.replace(more, variants=(*more.variants, 'qk/o_is_v')), path)
-    assert events(path) == ['declared', 'arms_added', 'looked', 'arms_added']
-    kept = ledger.read(path / 'ledger.jsonl')
-    assert kept.family == 3 and {variant for variant, *_ in kept.post_hoc} == {'qk/o_is_v'}
-    assert [entry['post_hoc'] for entry in kept.entries[1::2]] == [False, True]
-
-
-def test_another_question_is_entered_too(trained, tmp_path):
-    path = worker.run(STUDY, tmp_path / 'out')
-    worker.run(dataclasses.replace(STUDY, question='Which?'), path)
-    assert events(path) == ['declared', 'declared'] and len(trained) == 6
-
-
-@pytest.mark.parametrize(
-    ('change', 'message'),
-    [
-        (lambda path: (path / 'ledger.jsonl').unlink(), r'ledger\.jsonl does not exist.*restore'),
-        (lambda path: (path / 'study.json').unlink(), 'runs or a ledger, but no study.json'),
-        (lambda path: edit(path, 'margin', 0.05), r'study\.json is not what .*ledger\.jsonl dec'),
-        (lambda path: edit(path, 'base', None), "study.json has no field 'base'.*another workdir"),
-        (lambda path: edit(path, 'steps', 5), "study.json has a field 'steps'.*another workdir"),
-    ],
-    ids=['no ledger', 'no study', 'edited study', 'old study', 'unknown study'],
-)
-def test_a_directory_without_a_whole_declaration_says_what_to_do(
-    trained, tmp_path, change, message
-):
-    path = worker.run(STUDY, tmp_path / 'out')
-    change(path)
-    before = {p: p.read_bytes() for p in path.glob('*.json*')}
-    wider = dataclasses.replace(STUDY, margin=0.05)
-    with pytest.raises(ConfigError, match=message):
-        worker.run(wider if 'is not what' in message else STUDY, path)
-    assert {p: p.read_bytes() for p in path.glob('*.json*')} == before
+        worker.run(STUDY, finished)
+    assert len(trained) == 6 and events(finished) == ['declared']
+    for _ in range(2):
+        worker.run(STUDY, finished, accept_changes=True)
+        assert len(trained) == 9 and events(finished) == ['declared', 'changed']
 
 
 def edit(path, name, value):
@@ -521,95 +407,75 @@ def edit(path, name, value):
     write_json(path / 'study.json', declared)
 
 
-def test_a_worker_that_died_between_ledger_and_declaration_is_resumed(trained, tmp_path):
-    path = worker.run(STUDY, tmp_path / 'out')
-    before = (path / 'study.json').read_bytes()
-    more = dataclasses.replace(STUDY, variants=(*STUDY.variants, 'qk/k_is_v'))
-    worker.run(more, path)
-    after = (path / 'study.json').read_bytes()
-    (path / 'study.json').write_bytes(before)
-    worker.run(more, path)
-    assert (path / 'study.json').read_bytes() == after
-    assert events(path) == ['declared', 'arms_added']
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (lambda path: (path / 'ledger.jsonl').unlink(), r'ledger\.jsonl does not exist.*restore'),
+        (lambda path: (path / 'study.json').unlink(), 'study.json is missing, or is not what'),
+        (lambda path: edit(path, 'margin', 0.05), r'is not what .*ledger\.jsonl declares'),
+        (lambda path: edit(path, 'base', None), "study.json has no field 'base'.*another workdir"),
+        (lambda path: edit(path, 'steps', 5), "study.json has a field 'steps'.*another workdir"),
+    ],
+    ids=['no ledger', 'no study', 'edited study', 'old study', 'unknown study'],
+)
+def test_a_directory_without_a_whole_declaration_says_what_to_do(finished, change, message):
+    change(finished)
+    before = contents(finished)
+    wider = dataclasses.replace(STUDY, margin=0.05)
+    with pytest.raises(ConfigError, match=message):
+        worker.run(wider if 'is not what' in message else STUDY, finished)
+    assert contents(finished) == before
 
 
-def test_an_exported_study_goes_on_where_it_was(trained, train_first, tmp_path):
-    """An export keeps logs and results.jsonl; of the runs that are left, nothing."""
+def test_a_worker_that_died_between_ledger_and_declaration_is_resumed(finished):
+    before = (finished / 'study.json').read_bytes()
+    worker.run(with_variants('qk/k_is_v'), finished)
+    after = (finished / 'study.json').read_bytes()
+    (finished / 'study.json').write_bytes(before)
+    worker.run(with_variants('qk/k_is_v'), finished)
+    assert (finished / 'study.json').read_bytes() == after
+    assert events(finished) == ['declared', 'arms_added']
 
-    def stop(config, workdir):
-        if len(trained) == 2:
-            raise Stopped('enough')
 
-    train_first(stop)
-    with pytest.raises(Stopped):
-        worker.run(STUDY, tmp_path)
-    before = lines(tmp_path / 'results.jsonl')
-    assert before and len({line['run'] for line in before}) == 2
-    for file in tmp_path.glob('runs/*/result.json'):
+def test_a_stored_study_goes_on_where_it_was(trained, finished):
+    """It has logs and results.jsonl; of the runs that are left, nothing counts."""
+    before = lines(finished / 'results.jsonl')
+    for file in finished.glob('runs/*/result.json'):
         (file.parent / 'metrics.jsonl').touch()
         file.unlink()
-    (unfinished, *_) = [
-        line
-        for line in lines(tmp_path / 'plan.jsonl')
-        if line['run'] not in {of['run'] for of in before}
-    ]
-    log = tmp_path / unfinished['directory'] / 'metrics.jsonl'
-    log.parent.mkdir()
-    log.touch()
-    train_first(lambda config, workdir: None)
-    worker.run(STUDY, tmp_path)
-    assert len(trained) == len(set(trained)) > 2 and not log.exists()
-    after = lines(tmp_path / 'results.jsonl')
-    assert [line for line in after if line in before] == before
-
-
-def test_results_that_an_export_lacks_are_named_and_those_of_a_run_are_not_taken(trained, tmp_path):
-    worker.run(STUDY, tmp_path)
-    kept = (tmp_path / 'results.jsonl').read_text()
-    (directory, *_) = (file.parent for file in tmp_path.glob('runs/*/result.json'))
-    (directory / 'result.json').unlink()
-    (directory / 'metrics.jsonl').touch()
-    (tmp_path / 'results.jsonl').write_text('{')
+    (finished / 'results.jsonl').write_text('{')
     with pytest.raises(RunDirectoryError, match=r'results.jsonl is damaged \(.* or remove it'):
-        worker.run(STUDY, tmp_path)
-    # A run whose config is there was not exported: without its result it is trained again.
-    (tmp_path / 'results.jsonl').write_text(kept)
-    (directory / 'config.json').touch()
-    worker.run(STUDY, tmp_path)
-    assert trained.count(directory.name) == 2
+        declaration.stored.unpack_in_place(finished)
+    lost = before[-1]['run']
+    kept = [line for line in before if line['run'] != lost]
+    (finished / 'results.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in kept))
+    worker.run(STUDY, finished)
+    assert len(trained) == 7 and trained[-1].endswith(lost)
+    assert not (finished / 'runs' / trained[-1] / 'metrics.jsonl').exists()
+    assert lines(finished / 'results.jsonl') == before
+    # A run whose config is there was not stored: without its result it is trained again.
+    name = next(name for name in trained if name.startswith('qk') and 'verdict' in name)
+    (finished / 'runs' / name / 'config.json').touch()
+    (finished / 'runs' / name / 'result.json').unlink()
+    worker.run(STUDY, finished)
+    assert trained.count(name) == 2
 
 
-def test_runs_outside_the_plan_are_listed_and_kept(trained, tmp_path, caplog):
-    path = worker.run(STUDY, tmp_path / 'out')
+def test_runs_outside_the_plan_are_listed_and_kept(finished, caplog):
+    path, runs = finished, sorted(finished.glob('runs/*'))
     assert not (path / 'orphans.jsonl').exists()
-    runs = sorted(path.glob('runs/*'))
+    expected = []
     for name, results in (('a', [{'val_loss': 1.5}]), ('b', None)):
         (path / 'runs' / name).mkdir()
         write_json(path / 'runs' / name / 'config.json', {'hash': name, 'config': {'model': {}}})
         if results:
             write_json(path / 'runs' / name / 'result.json', results)
+        about = {'directory': f'runs/{name}', 'run': name, 'config': {'model': {}}}
+        expected.append(about | {'results': results})
     worker.run(STUDY, path)
     assert '2 of the run directories' in caplog.text
-    assert lines(path / 'orphans.jsonl') == [
-        {'directory': f'runs/{name}', 'run': name, 'config': {'model': {}}, 'results': results}
-        for name, results in (('a', [{'val_loss': 1.5}]), ('b', None))
-    ]
+    assert lines(path / 'orphans.jsonl') == expected
     assert sorted(path.glob('runs/*')) == sorted([*runs, path / 'runs/a', path / 'runs/b'])
     caplog.clear()
     worker.run(STUDY, path)
     assert 'run directories' not in caplog.text  # named once
-
-
-def test_a_directory_that_takes_no_files_is_refused(trained):
-    with pytest.raises(RunDirectoryError, match='workdir=/proc cannot be used'):
-        worker.run(STUDY, '/proc')
-
-
-def test_what_no_run_can_do_without_is_said_once(trained, tmp_path, monkeypatch):
-    def absent(config):
-        raise ConfigError(f'no data {config.data.name}')
-
-    monkeypatch.setattr(worker, 'rows_of', absent)
-    with pytest.raises(ConfigError, match='^no data stdlib$'):
-        worker.run(STUDY, tmp_path / 'out')
-    assert not trained and not (tmp_path / 'out').exists()

@@ -1,209 +1,139 @@
-"""Verdicts: every number recomputed by hand, every decision with the codes of its reasons."""
+"""Arms, sweeps, scaling fits and the parts of a difference."""
 
+import dataclasses
 import itertools
+import json
+import math
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from qkattn.config import TuningConfig
+from qkattn.config import (
+    Config,
+    ControlsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Study,
+    TrainConfig,
+    TrialsConfig,
+    TuningConfig,
+)
+from qkattn.model import cost
 from qkattn.stats.sweep import fit
+from qkattn.storage import ledger
+from qkattn.storage.records import to_jsonable
+from qkattn.study import plan
+from qkattn.study.arms import build_arms
+from qkattn.study.place import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import KNOBS, tune
-from qkattn.verdict import Decision, NotScaled, ReasonCode, RemarkCode, find, load_study
+from qkattn.verdict import Decision, NotScaled, RemarkCode, find, load_study
 from tests.studies import (
     RATES,
     edit_plan,
     run_name,
     trial_record,
     tuned_arm,
+    write_documents,
     write_study,
     write_tuned,
+    write_yardsticks,
 )
 
-BETTER, BETTER_BELOW, EQUIVALENT, WORSE_BELOW, WORSE, UNDECIDED, NO_VERDICT = Decision
+SIZE = 'd_model=128'
 BASE = 2 + 0.05 * np.arange(8)
 NOISE = 0.001 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
-
-
-def found_in(directory):
-    return find(load_study(directory))
+PARTS = ('removing', 'reinvesting', 'longer')
 
 
 def arm(variant, delta, **keywords):
     return tuned_arm(variant, losses=list(BASE + delta + NOISE * (delta != 0)), **keywords)
 
 
-def decisions(found):
-    return {a.variant: a.verdict.decision for a in found.arms if a.verdict}
+def found_in(directory):
+    return find(load_study(directory))
 
 
-def verdict_of(found, variant):
-    (verdict,) = [a.verdict for a in found.arms if a.variant == variant]
-    return verdict
+def seeds_of(variant, losses, **changes):
+    return [trial_record(variant, seed=s, val_loss=v, **changes) for s, v in losses.items()]
 
 
-def codes(reasons):
-    return [reason.code for reason in reasons]
+# Arms
 
 
-@pytest.fixture
-def three(study_dir):
-    records = arm('qk/vo', 0) + arm('b/vo', -0.03) + arm('c/vo', 0.02) + arm('d/vo', 0.0004)
-    return write_tuned(study_dir, records)
+def test_means_and_intervals_over_shared_seeds(study_dir):
+    # The other variant's seeds come in another order than the baseline's.
+    base, other = {0: 2.00, 1: 2.10, 2: 2.30}, {2: 2.38, 0: 2.05, 1: 2.12, 9: 1.0}
+    records = seeds_of('qk/vo', base) + seeds_of('b/vo', other)
+    records += seeds_of('dead/vo', {0: None, 1: None})
+    baseline, arm, dead = found_in(write_study(study_dir, records)).arms
+    assert baseline.is_baseline and baseline.difference is None
+    assert baseline.val_loss.mean == pytest.approx(6.4 / 3) and arm.verdict is None
+    assert baseline.over_seeds('val_bits_per_byte').mean == pytest.approx(6.4 / 3 / math.log(2))
+    # Differences 0.05, 0.02, 0.08: mean 0.05, sd 0.03.
+    assert arm.differences == pytest.approx((0.05, 0.02, 0.08))
+    assert (arm.difference.mean, arm.difference.sd) == pytest.approx((0.05, 0.03))
+    half = stats.t.ppf(0.975, 2) * 0.03 / math.sqrt(3)
+    assert (arm.difference.low, arm.difference.high) == pytest.approx((0.05 - half, 0.05 + half))
+    correlation = np.corrcoef([2.0, 2.1, 2.3], [2.05, 2.12, 2.38])[0, 1]
+    assert arm.comparison.correlation == pytest.approx(correlation)
+    assert dead.val_loss is dead.learning_rate is dead.difference is None
+    assert dead.num_diverged == 2
 
 
-def test_verdicts_by_hand(three):
-    found = found_in(three)
-    assert decisions(found) == {'b/vo': BETTER, 'c/vo': WORSE, 'd/vo': EQUIVALENT}
-    b = found.arms[1]
-    differences = NOISE - 0.03
-    assert b.differences == pytest.approx(differences.tolist())
-    error = differences.std(ddof=1) / 8**0.5
-    half = stats.t.ppf(0.975, 7) * error
-    assert (b.difference.low, b.difference.high) == pytest.approx(
-        (differences.mean() - half, differences.mean() + half)
-    )
-    raw = [
-        2 * stats.t.sf(abs((NOISE + delta).mean()) / (NOISE.std(ddof=1) / 8**0.5), 7)
-        for delta in (-0.03, 0.02, 0.0004)
-    ]
-    # Holm: the smallest times 3, the next times 2, the largest as it is.
-    assert [a.verdict.p_holm for a in found.arms[1:]] == pytest.approx(
-        [3 * raw[0], 2 * raw[1], raw[2]], rel=1e-6
-    )
-    sweep = b.sweeps['learning_rate']
-    assert sweep.values == RATES and sweep.bracketed and len(sweep.losses[0]) == 2
-    assert sweep.optimum == pytest.approx(4e-3) and sweep.chosen == 4e-3
-    assert found.num_comparisons == 3 and found.arms[0].verdict is None and found.scaling == ()
-    reasons = [a.verdict.reasons for a in found.arms[1:]]
-    assert [codes(of) for of in reasons] == [
-        [ReasonCode.DIFFERENT, ReasonCode.BEYOND_MARGIN],
-        [ReasonCode.DIFFERENT, ReasonCode.BEYOND_MARGIN],
-        [ReasonCode.EQUIVALENT],
-    ]
-    assert reasons[0][0].data == {'p': b.verdict.p_holm}
-    assert reasons[0][1].data == {'margin': 0.005, 'p': b.verdict.p_margin_holm}
-    assert (b.verdict.alpha, b.verdict.num_seeds) == (pytest.approx(0.05), 8)
-    assert reasons[2][0].data == {'p': found.arms[3].verdict.p_equivalence_holm}
+def test_best_learning_rate_by_mean_val_loss(study_dir):
+    records = seeds_of('b/vo', {0: 9.0, 1: 9.0}) + seeds_of('b/vo', {0: 2.4}, learning_rate=3e-2)
+    for rate, values in {1e-3: (2.0, 2.4), 3e-3: (2.1, 2.2), 1e-2: (1.0, None)}.items():
+        records += seeds_of('qk/vo', dict(enumerate(values)), learning_rate=rate)
+    arm, other = found_in(write_study(study_dir, records)).arms
+    # 1e-3 holds the lowest single loss that finished everywhere, 1e-2 a lucky seed: neither wins.
+    assert arm.learning_rate == 3e-3 and arm.val_loss.mean == pytest.approx(2.15)
+    assert arm.learning_rates == (1e-3, 3e-3, 1e-2)
+    assert not arm.at_edge and arm.num_diverged == 1
+    assert other.at_edge and other.difference.mean == pytest.approx(0.3)
 
 
-def test_all_comparisons_of_all_sizes_are_one_family(study_dir):
-    records = [
-        record
-        for variant, d in itertools.product(('qk/vo', 'b/vo', 'c/vo'), (64, 128))
-        for record in arm(variant, 0 if variant == 'qk/vo' else 0.02, size=f's{d}', d_model=d)
-    ]
-    found = found_in(write_tuned(study_dir, records))
-    assert found.num_comparisons == 4
-    p = 2 * stats.t.sf(0.02 / (NOISE.std(ddof=1) / 8**0.5), 7)
-    assert NOISE.mean() == pytest.approx(0.000125)
-    assert found.arms[1].verdict.p_holm == pytest.approx(4 * p, rel=0.05)
-    assert found.scaling[0].fit.problem.data == {'sizes': 2, 'needed': 4}
-    assert [s.variant for s in found.scaling] == ['qk/vo', 'b/vo', 'c/vo']
+def test_only_trials_of_the_stage_that_decides_count(study_dir):
+    records = tuned_arm('qk/vo', losses=[2.0 + 0.01 * seed for seed in range(8)])
+    for record in records[:10]:
+        record['val_loss'] = 0.5  # far below the verdict's
+    records += seeds_of('qk/vo', dict.fromkeys(range(8), 1.0))  # of no screening and no verdict
+    (arm,) = found_in(write_tuned(study_dir / 'a', records)).arms
+    assert {trial.stage for trial in arm.chosen} == {'verdict'} and len(arm.trials) == 26
+    assert arm.val_loss.mean == pytest.approx(2.035) and arm.of_runs('train_seconds') == [12.5]
+    (arm,) = found_in(write_study(study_dir / 'b', records)).arms
+    assert arm.val_loss.mean == 1.0 and len(arm.chosen) == len(arm.verdict_trials) == 8
+    (arm,) = found_in(write_tuned(study_dir / 'c', records[:10])).arms
+    assert arm.chosen == arm.verdict_trials == () and arm.val_loss is None
 
 
-def scaled(widths, loose=None):
-    """Two arms by width on a scaling law; the baseline is not bracketed at the `loose` one."""
-    records = []
-    for d in widths:
-        parameters = trial_record('qk/vo', d_model=d)['parameters']['total']
-        for variant, worth in (('qk/vo', 1.0), ('b/vo', 1.5)):
-            law = 1.5 + 40 * (worth * parameters) ** -0.4
-            losses = list(law + 0.0002 * (np.arange(8) - 3.5))
-            optimum = 16e-3 if (variant, d) == ('qk/vo', loose) else 4e-3
-            records += tuned_arm(variant, f's{d}', losses, optimum, d_model=d)
-    return records
-
-
-def test_scaling_over_four_sizes(study_dir):
-    base, other = found_in(write_tuned(study_dir, scaled((32, 64, 128, 256)))).scaling
-    assert base.fit.problem is None and base.multiplier is None
-    assert base.fit.a.value == pytest.approx(0.4, rel=0.01)
-    assert other.multiplier.problem is None
-    assert other.multiplier.value == pytest.approx(1.5, rel=0.01)
-
-
-def test_sizes_that_are_not_bracketed_are_left_out_of_the_scaling(study_dir):
-    found = found_in(write_tuned(study_dir, scaled((32, 64, 128, 256, 512), loose=128)))
-    assert [len(scaling.fit.sizes) for scaling in found.scaling] == [4, 5]
-    (left_out,) = [a for a in found.arms if a.not_scaled]
-    assert (left_out.place, left_out.not_scaled) == (
-        ('qk/vo', 's128', 'stdlib', None),
-        NotScaled.NOT_BRACKETED,
-    )
-
-
-def test_a_scaling_fit_of_no_usable_size_is_lacking(study_dir):
-    diverged = [None, *BASE[1:]]
-    small, large = (tuned_arm('qk/vo', f's{d}', diverged, d_model=d) for d in (64, 128))
-    one = arm('qk/vo', 0, size='s64', d_model=64)
-    (scaling,) = found_in(write_tuned(study_dir / 'a', one + large)).scaling
-    assert len(scaling.fit.sizes) == 1
-    for number, (records, lacks) in enumerate(((small + large, True), (small, False))):
-        none = found_in(write_tuned(study_dir / str(number), records))
-        assert none.scaling == () and none.lacks_scaling == lacks
-
-
-def test_why_an_arm_is_left_out_of_scaling_fits(study_dir):
-    records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *BASE[1:]])
-    records += arm('c/vo', 0.1, optimum=16e-3) + arm('d/vo', 0.1)[:10]
-    records += arm('e/vo', 0.1, learning_rate=1e-3)
-    assert [a.not_scaled for a in found_in(write_tuned(study_dir, records)).arms] == [
-        None,
-        NotScaled.DIVERGED,
-        NotScaled.NOT_BRACKETED,
-        NotScaled.NO_LOSSES,
-        NotScaled.BLOCKED,
-    ]
-
-
-def test_scaling_without_tuning(study_dir):
-    verdicts = [r for r in scaled((32, 64, 128, 256)) if r['stage'] == 'verdict']
-    single = [r | {'stage': 'single', 'run': f'{r["run"]}-single'} for r in verdicts]
-    for record in single:
-        record['config_hash'] = record['run']
-    found = found_in(write_study(study_dir, single))
-    assert all(scaling.fit.problem is None for scaling in found.scaling)
+# Sweeps
 
 
 TUNED = {'learning_rate': RATES, 'weight_decay': (0.05, 0.1, 0.2), 'score_scale': (0.5, 1.0, 2.0)}
 GRIDS = dict.fromkeys(KNOBS, (1.0,)) | TUNED
-LIMITS = TuningConfig(seeds=(100, 101), max_points=5, max_seeds=2)
 OPTIMA = (4e-3, 0.3, 1.25)
 
 
-def write_chain(directory, variant='qk/vo'):
-    """Writes the trials of coordinate-wise tuning and the verdict at the chosen settings."""
-    runs, measured = {}, {}
-    while (tuned := tune(GRIDS, LIMITS, measured)).knob:
+def test_sweeps_and_settings_are_those_of_the_plan(study_dir):
+    """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
+    limits = TuningConfig(seeds=(100, 101), max_points=5, max_seeds=2)
+    runs, measured, records = {}, {}, []
+    while (tuned := tune(GRIDS, limits, measured)).knob:
         for at in map(tuned.at, tuned.values):
             away = sum(np.log(value / best) ** 2 for value, best in zip(at, OPTIMA, strict=False))
             measured[at] = {seed: 2 + 0.1 * away + 0.01 * seed for seed in (100, 101)}
             runs[at] = tuned.knob, measured[at]
     runs[tuned.settings] = None, dict(enumerate(BASE))
-    records = [
-        trial_record(
-            variant,
-            stage='screening' if knob else 'verdict',
-            knob=knob,
-            seed=seed,
-            val_loss=loss,
-            run=f'run {at}',
-            trial={'seed': seed, 'learning_rate': at[0], 'weight_decay': at[1]},
-        )
-        for at, (knob, of) in runs.items()
-        for seed, loss in of.items()
-    ]
+    for at, (knob, losses) in runs.items():
+        about = {'stage': 'screening' if knob else 'verdict', 'knob': knob, 'run': f'run {at}'}
+        for seed, loss in losses.items():
+            trial = {'seed': seed, 'learning_rate': at[0], 'weight_decay': at[1]}
+            records.append(trial_record('qk/vo', val_loss=loss, trial=trial, **about))
     grids = {f'tuning__{knob}s': values for knob, values in GRIDS.items()}
-    write_tuned(directory, records, **grids)
+    write_tuned(study_dir, records, **grids)
     for at in runs:
-        edit_plan(directory, f'run {at}', model__score_scale=at[2])
-    return tuned
-
-
-def test_sweeps_and_settings_are_those_of_the_plan(study_dir):
-    """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
-    tuned = write_chain(study_dir)
+        edit_plan(study_dir, f'run {at}', model__score_scale=at[2])
     (arm,) = found_in(study_dir).arms
     assert arm.sweeps == tuned.sweeps and list(arm.sweeps) == list(TUNED)
     assert arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -228,182 +158,251 @@ def test_trials_at_other_settings_or_seeds_enter_no_sweep(study_dir, seeds, tria
     assert sweep.values == RATES and sweep.best == 4e-3
 
 
-def test_values_that_lack_a_screening_seed_have_no_sweep(study_dir):
-    records = arm('qk/vo', 0)
-    del records[2]
-    found = found_in(write_tuned(study_dir, records)).arms[0]
-    assert found.sweeps == {}
-    (remark,) = found.blocks
-    assert remark.code is RemarkCode.SCREENING_INCOMPLETE
-    assert remark.data == {'knob': 'learning_rate', 'values': (0.002,)}
-
-
-def test_a_knob_of_one_value_is_at_the_value_of_the_arm(study_dir):
-    variant = 'b/vo?score_scale=2.0'
-    write_tuned(study_dir, arm('qk/vo', 0) + arm(variant, 0.02))
-    for stage, knob in (('screening', 'learning_rate'), ('verdict', None)):
-        name = run_name(variant, 'd_model=128', stage, knob)
-        edit_plan(study_dir, name, model__score_scale=2.0)
-    found = found_in(study_dir)
-    assert decisions(found) == {variant: WORSE} and found.arms[1].sweeps['learning_rate'].bracketed
-
-
-def noisy(records, sd):
-    """Screening losses with noise on the validation split, and the verdict at the chosen rate."""
-    for record, extra in zip(records[:10], np.random.default_rng(4).normal(0, sd, 10), strict=True):
-        record['val_loss'] += extra
-    losses = {}
-    for record in records[:10]:
-        of = record['trial']
-        losses.setdefault(of['learning_rate'], {})[of['seed']] = record['val_loss']
-    sweep = fit(losses)
-    for record in records[10:]:
-        record['trial']['learning_rate'] = sweep.chosen
-    return sweep
-
-
 @pytest.mark.parametrize(
-    ('whose', 'delta', 'decision'),
+    ('whose', 'delta', 'decided'),
     [
-        ('arm', -0.003, BETTER_BELOW),
-        ('baseline', -0.003, EQUIVALENT),
-        ('arm', 0.003, EQUIVALENT),
-        ('baseline', 0.003, WORSE_BELOW),
-        ('baseline', -0.02, BETTER),
+        ('arm', -0.003, Decision.BETTER_BELOW_MARGIN),
+        ('baseline', -0.003, Decision.EQUIVALENT),
+        ('arm', 0.003, Decision.EQUIVALENT),
+        ('baseline', 0.003, Decision.WORSE_BELOW_MARGIN),
     ],
 )
-def test_the_interval_includes_what_tuning_may_have_missed(study_dir, whose, delta, decision):
+def test_the_interval_includes_what_tuning_may_have_missed(study_dir, whose, delta, decided):
     records = {'baseline': arm('qk/vo', 0), 'arm': arm('b/vo', delta)}
-    sweep = noisy(records[whose], 0.012)
+    noisy, losses = records[whose], {}
+    for record, extra in zip(
+        noisy[:10], np.random.default_rng(4).normal(0, 0.012, 10), strict=True
+    ):
+        record['val_loss'] += extra
+        trial = record['trial']
+        losses.setdefault(trial['learning_rate'], {})[trial['seed']] = record['val_loss']
+    sweep = fit(losses)
+    for record in noisy[10:]:
+        record['trial']['learning_rate'] = sweep.chosen
     assert sweep.bracketed and 0.001 < sweep.at_worst < 0.01
     found = found_in(write_tuned(study_dir, records['baseline'] + records['arm']))
     other = next(a for a in found.arms if a.is_baseline == (whose == 'arm'))
-    errors = {whose: sweep.at_worst, 'other': other.sweeps['learning_rate'].at_worst}
-    low, high = (errors.get(side, errors['other']) for side in ('arm', 'baseline'))
+    errors = [sweep.at_worst, other.sweeps['learning_rate'].at_worst]
+    low, high = errors if whose == 'arm' else errors[::-1]
     difference = found.arms[1].difference
     assert (difference.tuning_low, difference.tuning_high) == pytest.approx((low, high))
     half = stats.t.ppf(0.975, 7) * NOISE.std(ddof=1) / 8**0.5
     mean = delta + NOISE.mean()
-    assert (difference.low, difference.high) == pytest.approx(
-        (mean - low - half, mean + high + half)
-    )
-    assert decisions(found) == {'b/vo': decision}
+    interval = mean - low - half, mean + high + half
+    assert (difference.low, difference.high) == pytest.approx(interval)
+    assert found.arms[1].verdict.decision is decided
 
 
-def test_a_word_that_a_bad_seed_withholds_says_so(study_dir):
-    """Seven of eight seeds are better, one is worse by far: the word has to hold both ways."""
-    records = arm('qk/vo', 0) + arm('b/vo', -0.03)
-    for split in ('val_loss', 'test_loss'):
-        records[-1][split] += 0.5
+# Scaling
+
+
+def scaled(widths, loose=None):
+    """Two arms by width on a scaling law; the baseline is not bracketed at the `loose` one."""
+    records = []
+    for d, (variant, worth) in itertools.product(widths, (('qk/vo', 1.0), ('b/vo', 1.5))):
+        parameters = trial_record('qk/vo', d_model=d)['parameters']['total']
+        law = 1.5 + 40 * (worth * parameters) ** -0.4
+        losses = list(law + 0.0002 * (np.arange(8) - 3.5))
+        optimum = 16e-3 if (variant, d) == ('qk/vo', loose) else 4e-3
+        records += tuned_arm(variant, f's{d}', losses, optimum, d_model=d)
+    return records
+
+
+def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
+    records = scaled((32, 64, 128, 256, 512), loose=128)
     found = found_in(write_tuned(study_dir, records))
-    assert decisions(found) == {'b/vo': UNDECIDED}
-    not_shown, apart = found.arms[1].verdict.reasons
-    assert [not_shown.code, apart.code] == [ReasonCode.NOT_SHOWN, ReasonCode.SEEDS_APART]
-    assert (apart.data['apart'], apart.data['n']) == (1, 8)
-    assert apart.data['typical'] < -0.02 < 0.02 < apart.data['mean'] and apart.data['p'] < 0.001
+    base, other = found.scaling
+    assert (len(base.fit.sizes), len(other.fit.sizes)) == (4, 5) and found.num_comparisons == 5
+    assert base.fit.problem is None and base.multiplier is None
+    assert base.fit.a.value == pytest.approx(0.4, rel=0.01)
+    assert other.multiplier.value == pytest.approx(1.5, rel=0.01)
+    (left_out,) = [a for a in found.arms if a.not_scaled]
+    assert (left_out.size, left_out.not_scaled) == ('s128', NotScaled.NOT_BRACKETED)
+    worst = max(a.loss.mean for a in found.arms if a.is_baseline)
+    write_yardsticks(study_dir, records, losses={'test': {'5-gram': worst - 1e-6}})
+    assert [len(scaling.fit.sizes) for scaling in found_in(study_dir).scaling] == [3, 4]
+    diverged = [r for d in (64, 128) for r in tuned_arm('qk/vo', f's{d}', [None, 2.0], d_model=d)]
+    none = found_in(write_tuned(study_dir / 'none', diverged))
+    assert none.scaling == () and none.lacks_scaling
 
 
-@pytest.mark.parametrize('whose', ['arm', 'baseline'])
-@pytest.mark.parametrize('delta', [0.02, -0.02, 0.0004])
-@pytest.mark.parametrize('code', [RemarkCode.NOT_BRACKETED, RemarkCode.UNBOUNDED_OPTIMUM])
-def test_an_optimum_that_is_not_known_withholds_the_word(study_dir, whose, delta, code):
-    """Whatever the word: beyond the grid, or bracketed by diverged values alone."""
-    loose = {RemarkCode.NOT_BRACKETED: {'optimum': 16e-3}}
-    loose[RemarkCode.UNBOUNDED_OPTIMUM] = {'diverged_rates': (1e-3, 2e-3, 8e-3, 16e-3)}
-    own = {'arm': {}, 'baseline': {}} | {whose: loose[code]}
-    records = arm('qk/vo', 0, **own['baseline']) + arm('b/vo', delta, **own['arm'])
-    found = found_in(write_tuned(study_dir, records))
-    assert decisions(found) == {'b/vo': NO_VERDICT}
-    (loose_arm,) = [a for a in found.arms if a.blocks]
-    assert loose_arm.is_baseline == (whose == 'baseline') and codes(loose_arm.blocks) == [code]
-    (reason,) = verdict_of(found, 'b/vo').reasons
-    assert reason.code is (ReasonCode.BASELINE_BLOCKED if whose == 'baseline' else code)
-
-
-@pytest.mark.parametrize(
-    ('loser', 'delta', 'decision', 'reason'),
-    [
-        ('b/vo', -0.03, UNDECIDED, ReasonCode.DIFFERENT_BUT_DIVERGED),
-        ('b/vo', 0.03, WORSE, ReasonCode.DIFFERENT),
-        ('qk/vo', 0.03, UNDECIDED, ReasonCode.DIFFERENT_BUT_DIVERGED),
-        ('qk/vo', -0.03, BETTER, ReasonCode.DIFFERENT),
-    ],
-)
-def test_divergence_never_helps(study_dir, loser, delta, decision, reason):
-    losses = {'qk/vo': list(BASE), 'b/vo': list(BASE + delta + NOISE)}
-    losses[loser][0] = None
-    records = [r for variant, of in losses.items() for r in tuned_arm(variant, losses=of)]
-    found = found_in(write_tuned(study_dir, records))
-    assert decisions(found) == {'b/vo': decision} and found.arms[1].difference.n == 7
-    assert [a.num_diverged for a in found.arms] == [loser == 'qk/vo', loser == 'b/vo']
-    reasons = verdict_of(found, 'b/vo').reasons
-    beyond = [ReasonCode.BEYOND_MARGIN] * (reason is ReasonCode.DIFFERENT)
-    assert codes(reasons) == [ReasonCode.DIVERGED, reason, *beyond]
-    assert reasons[0].data == {'arm': int(loser == 'b/vo'), 'baseline': int(loser == 'qk/vo')}
-
-
-@pytest.mark.parametrize(
-    ('base', 'losses', 'decision', 'reasons'),
-    [
-        (BASE, BASE + 0.002 + NOISE / 10, EQUIVALENT, ['EQUIVALENT', 'DIFFERENT_WITHIN_MARGIN']),
-        (BASE, BASE + 0.01 * (-1) ** np.arange(8), UNDECIDED, ['NOT_SHOWN']),
-        ([2.0, 2.1, *[None] * 6], BASE + 0.02 + NOISE, UNDECIDED, ['DIVERGED', 'FEW_PAIRS']),
-    ],
-)
-def test_reasons_of_small_noisy_and_few_differences(study_dir, base, losses, decision, reasons):
-    records = tuned_arm('qk/vo', losses=list(base)) + tuned_arm('b/vo', losses=list(losses))
-    verdict = verdict_of(found_in(write_tuned(study_dir, records)), 'b/vo')
-    assert verdict.decision is decision
-    assert [reason.code.name for reason in verdict.reasons] == reasons
-    p, p_same, detectable = verdict.p_holm, verdict.p_equivalence_holm, verdict.detectable
-    assert (p is None) == (detectable is None) == (reasons[-1] == 'FEW_PAIRS')
-    assert (
-        verdict.reasons[-1].data
-        == {
-            'DIFFERENT_WITHIN_MARGIN': {'side': WORSE, 'margin': 0.005, 'p': p},
-            'NOT_SHOWN': {'p': p, 'p_equivalence': p_same, 'detectable': detectable},
-            'FEW_PAIRS': {'n': 2, 'needed': 3},
-        }[reasons[-1]]
-    )
-
-
-def test_without_a_shared_seed_arms_are_compared_unpaired(study_dir):
-    records = arm('qk/vo', 0) + arm('b/vo', 0.5, seeds=range(20, 28))
-    found = found_in(write_tuned(study_dir, records))
-    difference = found.arms[1].difference
-    assert decisions(found) == {'b/vo': NO_VERDICT}
-    assert not difference.paired and found.arms[1].differences == ()
-    p = stats.ttest_ind(BASE + 0.5 + NOISE, BASE, equal_var=False).pvalue
-    assert difference.p == pytest.approx(p)
-
-
-def test_arms_without_their_verdict_run(study_dir):
-    records = arm('qk/vo', 0) + arm('b/vo', 0.02) + arm('c/vo', 0.02)[:10]
-    found = found_in(write_tuned(study_dir, records))
-    assert decisions(found) == {'b/vo': WORSE, 'c/vo': NO_VERDICT}
-    assert codes(verdict_of(found, 'c/vo').reasons) == [ReasonCode.NO_VERDICT_TRIALS]
-    # The arm that is still to come is corrected for already.
-    assert found.num_comparisons == verdict_of(found, 'b/vo').num_comparisons == 2
-    assert verdict_of(found, 'b/vo').p_holm == pytest.approx(2 * found.arms[1].difference.p)
-
-
-def test_no_verdict_before_the_baseline_has_its_own(study_dir):
-    found = found_in(write_tuned(study_dir, arm('qk/vo', 0)[:10] + arm('b/vo', 0.02)))
-    assert decisions(found) == {'b/vo': NO_VERDICT}
-    (reason,) = verdict_of(found, 'b/vo').reasons
-    assert reason.code is ReasonCode.NO_BASELINE_TRIALS and reason.data == {'baseline': 'qk/vo'}
-
-
-def test_a_study_without_tuning_has_differences_and_no_verdict(study_dir):
-    records = [
-        trial_record(variant, seed=seed, val_loss=loss + 0.01 * seed * place)
-        for place, (variant, loss) in enumerate((('qk/vo', 2.0), ('b/vo', 2.5), ('c/vo', 1.5)))
-        for seed in (0, 1)
-    ]
-    found = found_in(write_study(study_dir, records))
-    assert [a.difference and round(a.difference.mean, 3) for a in found.arms] == [
+def test_why_an_arm_is_left_out_of_scaling_fits(study_dir):
+    records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *BASE[1:]])
+    records += arm('d/vo', 0.1)[:10] + arm('e/vo', 0.1, learning_rate=1e-3)
+    assert [a.not_scaled for a in found_in(write_tuned(study_dir, records)).arms] == [
         None,
-        0.505,
-        -0.49,
+        NotScaled.DIVERGED,
+        NotScaled.NO_LOSSES,
+        NotScaled.BLOCKED,
     ]
-    assert all(a.verdict is None for a in found.arms) and found.num_comparisons == 0
+
+
+# Parts of a difference
+
+
+def controlled(removing=-0.02, total=-0.03, longer=-0.01):
+    """A baseline, an arm with both of its controls, and the baseline trained longer."""
+    rates = {'rates': (2e-3, 4e-3, 8e-3), 'control': LONGER, 'num_steps': 1600}
+    same_shape = arm('b/vo', removing, control=EQUAL_SHAPE)
+    for record in same_shape:
+        parameters = round(0.93 * record['target_parameters'])
+        record['parameters'] = record['parameters'] | {'total': parameters}
+        record['residual'] = parameters / record['target_parameters'] - 1
+    records = arm('qk/vo', 0) + arm('b/vo', total) + same_shape
+    records += tuned_arm('qk/vo', losses=list(BASE - 0.3), **rates)
+    return records + tuned_arm('b/vo', losses=list(BASE - 0.3 + longer + 2 * NOISE), **rates)
+
+
+def test_the_difference_is_the_sum_of_removing_and_reinvesting(study_dir):
+    found = found_in(write_tuned(study_dir, controlled()))
+    (parts,) = found.decomposition
+    removing, reinvesting = parts.removing, parts.reinvesting
+    assert removing.difference.mean == pytest.approx(-0.02 + NOISE.mean())
+    assert reinvesting.difference.mean == pytest.approx(-0.01, abs=1e-12)
+    sums = np.add(*(list(part.differences.values()) for part in (removing, reinvesting)))
+    assert sums.tolist() == pytest.approx(found.arms[1].differences)
+    interval = stats.t.interval(0.95, 7, np.mean(2 * NOISE) - 0.01, stats.sem(2 * NOISE))
+    longer = parts.longer.difference
+    assert (longer.low, longer.high) == pytest.approx(interval)
+    # Controls get no verdict, and their residual and steps are their own.
+    assert found.num_comparisons == 1 and not any(a.verdict for a in found.controls)
+    assert [a.place.control for a in found.controls] == [EQUAL_SHAPE, LONGER, LONGER]
+    assert [a.is_baseline for a in found.controls] == [False, True, False]
+    codes = {remark.code for remark in found.remarks}
+    assert codes == {RemarkCode.EVALUATION}
+    # A longer arm is tuned around the rate of the primary one.
+    assert [len(a.sweeps['learning_rate'].values) for a in found.controls] == [5, 3, 3]
+    # Baselines that are not trained enough leave parts without a verdict.
+    write_yardsticks(study_dir, controlled(), losses={'test': {'5-gram': 1.0}})
+    found = found_in(study_dir)
+    assert found.arms[1].verdict.decision is Decision.NO_VERDICT
+    assert None not in [getattr(found.decomposition[0], name) for name in PARTS]
+
+
+@pytest.mark.parametrize(
+    ('variant', 'control', 'lost'),
+    [
+        ('b/vo', EQUAL_SHAPE, {'removing', 'reinvesting'}),
+        ('qk/vo', LONGER, {'longer'}),
+        ('b/vo', None, {'reinvesting'}),
+        (None, None, set(PARTS)),
+    ],
+)
+def test_an_arm_that_breaks_a_rule_is_no_part(study_dir, variant, control, lost):
+    write_tuned(study_dir, controlled())
+    one = run_name(variant, SIZE, 'verdict', control=control) if variant else None
+    for run in load_study(study_dir).runs if one is None else ():
+        edit_plan(study_dir, run.name, optimizer__schedule='constant')
+    if one is not None:
+        edit_plan(study_dir, one, optimizer__schedule='constant')
+    found = found_in(study_dir)
+    (parts,) = found.decomposition
+    assert {name for name in PARTS if getattr(parts, name) is None} == lost
+    decided = Decision.NO_VERDICT if control is None else Decision.BETTER
+    assert found.arms[1].verdict.decision is decided
+
+
+def test_an_arm_that_is_known_badly_is_a_part(study_dir):
+    records = controlled()
+    for record in records:
+        if record['control'] == EQUAL_SHAPE:
+            if record['stage'] == 'screening':
+                record['val_loss'] = 2 - record['trial']['learning_rate']
+            else:
+                record['trial']['learning_rate'] = 16e-3
+    found = found_in(write_tuned(study_dir, records))
+    assert [r.code for r in found.controls[0].blocks] == [RemarkCode.NOT_BRACKETED]
+    mean = found.decomposition[0].removing.difference.mean
+    assert mean == pytest.approx(-0.02 + NOISE.mean())
+
+
+def test_arms_of_several_destinations_share_a_control_of_equal_shape(study_dir):
+    records = [*arm('qk/vo', 0), *arm('b/vo', -0.02, control=EQUAL_SHAPE)]
+    for destination, delta in (('d_model', -0.03), ('d_ff', -0.01)):
+        records += arm(f'b/vo [{destination}]', delta)
+    write_tuned(study_dir, records, destinations=['d_model', 'd_ff'])
+    first, second = found_in(study_dir).decomposition
+    assert first.reinvesting.difference.mean == pytest.approx(-0.01)
+    assert second.reinvesting.difference.mean == pytest.approx(0.01)
+    assert first.removing.difference.mean == second.removing.difference.mean
+
+
+# A study as the planner plans it, with made-up results
+
+STUDY = Study(
+    name='planned',
+    base=Config(
+        model=ModelConfig(num_layers=1, num_heads=2, context=16),
+        optimizer=OptimizerConfig(warmup_steps=2),
+        train=TrainConfig(num_steps=20, eval_every=10, checkpoint_every=10),
+        trials=TrialsConfig(seeds=tuple(range(6)), learning_rates=(1e-3, 2e-3, 4e-3)),
+    ),
+    variants=('qk/vo', 'shared_qk/vo'),
+    sizes=('d_model=32',),
+    corpora=('stdlib', 'packages'),
+    tolerance=1e-2,
+    tuning=TuningConfig(seeds=(10, 11), max_points=6, max_seeds=4),
+    controls=ControlsConfig(equal_shape=True, longer=2, longer_seeds=(20, 21, 22, 23)),
+    looks=(3, 6),
+)
+EFFECTS = {None: -0.03, EQUAL_SHAPE: -0.02, LONGER: -0.04}
+FIELDS = ('variant', 'size', 'corpus', 'control', 'stage', 'knob', 'run', 'study', 'residual')
+
+
+def results_of(run):
+    """Trials whose loss is a parabola in ln(learning rate) with a level and noise per seed."""
+    place, model, results = run.arm.place, run.config.model, []
+    for trial in run.config.trials.trials():
+        random = np.random.default_rng([trial['seed'], len(place.variant), len(place.corpus)])
+        loss = 2 + 0.01 * trial['seed'] + 0.1 * math.log(trial['learning_rate'] / 2e-3) ** 2
+        if place.variant != STUDY.baseline:
+            loss += EFFECTS[place.control] + random.normal(0, 0.0005)
+        record = trial_record(place.variant, val_loss=loss, corpus=place.corpus)
+        for name in (*FIELDS, 'target_parameters'):
+            del record[name]
+        shape = {'d_model': model.d_model, 'd_ff': model.mlp_width, 'num_layers': model.num_layers}
+        record |= {'trial': trial, 'num_steps': run.config.train.num_steps, 'config_hash': run.id}
+        record |= {'parameters': cost.count(model), 'config': shape}
+        results.append(record | {'data': {'name': place.corpus, 'version': '1'}})
+    return results
+
+
+def test_what_is_planned_is_read_and_judged(tmp_path):
+    arms = build_arms(STUDY)
+    declared = to_jsonable(plan.declaration(STUDY, arms))
+    ledger.declare(tmp_path, declared)
+    (tmp_path / 'study.json').write_text(json.dumps(declared))
+    runs = plan.runs(STUDY, arms, results_of)
+    (tmp_path / 'plan.jsonl').write_text(plan.lines(STUDY, runs))
+    (tmp_path / 'results.jsonl').write_text(plan.result_lines(STUDY, runs, results_of))
+    for run in runs:
+        (tmp_path / run.directory).mkdir(parents=True)
+        write_documents(tmp_path / run.directory, results_of(run))
+    results = (tmp_path / 'results.jsonl').read_text().splitlines()
+    write_yardsticks(tmp_path, [json.loads(line) for line in results])
+    study = load_study(tmp_path)
+    assert study.problems == () and study.missing == () and study.looks == (3, 6)
+    found = find(study)
+    assert {r.code for r in found.remarks} <= {RemarkCode.EVALUATION, RemarkCode.FEW_SEEDS}
+    verdicts = [a.verdict for a in found.arms if a.verdict]
+    assert {(v.decision, v.num_comparisons) for v in verdicts} == {(Decision.BETTER, 2)}
+    (overall,) = found.overall
+    assert overall.verdict.decision is Decision.BETTER and len(overall.arms) == 2
+    assert [parts.place.corpus for parts in found.decomposition] == ['stdlib', 'packages']
+    for parts in found.decomposition:
+        means = [getattr(parts, name).difference.mean for name in PARTS]
+        assert means == pytest.approx([-0.02, -0.01, -0.04], abs=0.002)
+        assert list(parts.longer.differences) == [20, 21, 22, 23]
+    longer = [a for a in found.controls if a.control == LONGER]
+    assert {a.example.planned_steps for a in longer} == {40} and len(longer) == 4
+    # With the results of a first look alone, verdicts are those of that look.
+    later = {run.name for run in study.runs if run.stage == 'verdict' and 5 in run.seeds}
+    of_look = tuple(
+        dataclasses.replace(run, trials=() if run.name in later else run.trials)
+        for run in study.runs
+        if run.place.control != LONGER
+    )
+    found = find(dataclasses.replace(study, runs=of_look))
+    assert {a.verdict.num_seeds for a in found.arms if a.verdict} == {3}
+    (remark,) = [r for r in found.remarks if r.code is RemarkCode.LOOK_IN_PROGRESS]
+    assert (remark.data['look'], remark.data['reached']) == (2, 0)

@@ -8,8 +8,7 @@ from pathlib import Path
 from qkattn.claims.decided import Kind, Row, Speaks
 from qkattn.claims.results import UNIT, load
 from qkattn.stats.inference import Difference
-from qkattn.verdict.arms import Arm
-from qkattn.verdict.comparison import compare
+from qkattn.verdict.arms import Arm, compare
 from qkattn.verdict.load import Study
 
 

@@ -5,13 +5,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from qkattn.report import prose
+from qkattn.report import measures, prose
 from qkattn.report.figures import forest
 from qkattn.report.figures.curve_figure import learning_curves, loss_against_parameters
 from qkattn.report.figures.style import Drawing, Styles, style_sheet, styles
 from qkattn.report.figures.sweep_figure import sweep_panels
 from qkattn.study.tuning import KNOBS
-from qkattn.verdict import measures
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 

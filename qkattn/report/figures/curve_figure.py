@@ -23,11 +23,11 @@ from qkattn.report.figures.style import (
     short,
     yardstick,
 )
+from qkattn.report.measures import VAL_LOSS
 from qkattn.report.prose import by_size, si
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
-from qkattn.verdict.measures import VAL_LOSS
 
 # More lines than this in one panel cannot be told apart: each variant then gets its own panel.
 MAX_LINES = 8

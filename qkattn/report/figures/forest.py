@@ -24,12 +24,12 @@ from qkattn.report.figures.style import (
     panels,
     short,
 )
+from qkattn.report.measures import Measure
 from qkattn.study.place import Place
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
-from qkattn.verdict.judging import WORDS
+from qkattn.verdict.judging import DECIDED
 from qkattn.verdict.load import Study
-from qkattn.verdict.measures import Measure
 
 # A difference or seed that is this many times further from zero than is usual is cut off.
 _FAR = 6.0
@@ -229,7 +229,7 @@ def differences(study: Study, found: Findings, look: Styles) -> Figure | None:
 
     def line(arm: Arm) -> Line:
         decision = arm.verdict.decision if arm.verdict else None
-        word, is_decided = decision.value if decision else '', decision in WORDS
+        word, is_decided = decision.value if decision else '', decision in DECIDED
         if (difference := arm.difference) is None:
             return Line(arm.variant, right=word, is_decided=is_decided)
         texts = [prose.interval(difference) * single, word]

@@ -2,9 +2,9 @@
 
 import pytest
 
+from qkattn.report.measures import losses, probes, scores
 from qkattn.verdict import load_study
 from qkattn.verdict.arms import arms_of
-from qkattn.verdict.measures import losses, probes, scores
 from tests.studies import probe_record, translation_record, trial_record, write_study
 
 NAMES = ('loss', 'bits_per_byte', 'accuracy', 'solved', 'bleu', 'chrf', 'exact_match')

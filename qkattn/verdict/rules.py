@@ -1,0 +1,390 @@
+"""The rules that a verdict depends on, applied to results: functions that give remarks.
+
+Those of the protocol are `qkattn.study.rules`. Results are validation and test measurements only;
+training losses are not read.
+"""
+
+import dataclasses
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from qkattn.config import OptimizerConfig
+from qkattn.config.serialize import OF_MACHINE
+from qkattn.stats.inference import MIN_DOCUMENTS
+from qkattn.storage import ledger
+from qkattn.storage.records import flat
+from qkattn.study import rules
+from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
+from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.codes import TEST, Remark, RemarkCode
+from qkattn.verdict.load import Study, Yardstick
+
+ENOUGH_SEEDS = 5
+# Nats/token that a language model gains between position 4 and the last half of its context.
+MIN_GAIN = 0.1
+MIN_BLEU = 15.0
+# Nats/token that a translation loses with the sources of other pairs.
+MIN_SOURCES = 0.5
+# How many times the median sd of the arms of its group an arm's losses may spread over seeds.
+MAX_SPREAD = 3.0
+# What an entry of the ledger accepts that would otherwise withhold every verdict.
+UNCOMMITTED, COMMITS = ledger.ACCEPTABLE
+# The factors of every study, and the shapes that matching solves for.
+_FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
+# Settings that do not affect results; trials with shared seeds are paired whatever the others are.
+_HARMLESS = (
+    *('train.steps_per_dispatch', 'train.log_every', 'train.eval_every', 'train.checkpoint_every'),
+    *('train.lifting', 'train.logits_chunk', 'model.remat', 'model.scan_unroll', 'trials.seeds'),
+)
+_MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens', 'target_parameters')
+_SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
+
+
+def check(study: Study, arms: Sequence[Arm]) -> tuple[Remark, ...]:
+    """The remarks of all rules, the blocking ones first; one that all arms share is one remark."""
+    remarks = [remark for rule in OF_STUDY for remark in rule(study, arms)]
+    for arm in arms:
+        of_arm = (*OF_ARM, *(OF_TUNED_ARM if study.tuning else ()))
+        remarks += [remark for rule in of_arm for remark in rule(study, arm)]
+    remarks += [remark for rule in OF_ARMS for remark in rule(study, arms)]
+    merged: list[Remark] = []
+    for remark in remarks:
+        alike = [r for r in remarks if r.arm and dataclasses.replace(r, arm=remark.arm) == remark]
+        if remark.arm and len({r.arm for r in alike}) == len(arms) > 1:
+            remark = dataclasses.replace(remark, arm=None, every_arm=True)
+        if remark not in merged:
+            merged.append(remark)
+    return tuple(sorted(merged, key=lambda remark: not remark.blocks))
+
+
+def _blocking(broken: rules.Broken, arm: Arm | None = None) -> Iterator[Remark]:
+    """Rules of the protocol that are broken, which withhold verdicts."""
+    for rule, data in broken:
+        yield Remark(RemarkCode[rule.name], data, True, arm.place if arm else None)
+
+
+def _tuning(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    if study.tuning is None:
+        return
+    yield from _blocking(rules.tuned(study.tuning, study.grids['learning_rate']))
+    seeds = {SCREENING: set(study.tuning.seeds), VERDICT: set(study.seeds), SINGLE: set()}
+    for trial in study.trials:
+        seeds[trial.stage].add(trial.seed)
+    yield from _blocking(rules.fresh(seeds[SCREENING], seeds[VERDICT]))
+
+
+def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """The study is what its ledger declares, and no run was left out of its plan."""
+    if study.ledger and study.ledger.declaration != study.declaration:
+        yield Remark(RemarkCode.OTHER_DECLARATION, {}, blocks=True)
+    for run, look in study.altered.items():
+        arm = study.by_name[run].place if run in study.by_name else None
+        yield Remark(RemarkCode.ALTERED, {'run': run, 'look': look}, True, arm)
+    if study.orphans:
+        yield Remark(RemarkCode.ORPHANED_RUNS, {'runs': study.orphans})
+
+
+def _training(study: Study, arm: Arm) -> Iterator[Remark]:
+    """Verdict trials are trained to the end of a schedule that anneals the learning rate."""
+    if short := [t for t in arm.verdict_trials if t.finished and t.stopped_early]:
+        counts = {'stopped': len(short), 'trials': len(arm.verdict_trials)}
+        steps = {'step': short[0].num_steps, 'num_steps': short[0].planned_steps}
+        blocks = len(short) == len(arm.verdict_trials)
+        yield Remark(RemarkCode.STOPPED_EARLY, counts | steps, blocks, arm.place)
+    planned = study.by_name[arm.example.run].config['optimizer']
+    schedule = {name: planned[name] for name in ('schedule', 'final_fraction')}
+    yield from _blocking(rules.anneals(OptimizerConfig(**schedule)), arm)
+
+
+def _results(study: Study, arm: Arm) -> Iterator[Remark]:
+    for run in (study.by_name[name] for name in dict.fromkeys(trial.run for trial in arm.trials)):
+        if len(run.trials) < run.num_trials:
+            counts = {'readable': len(run.trials), 'planned': run.num_trials}
+            about = {'stage': None if run.stage == SINGLE else run.stage, 'run': run.name}
+            blocks = run.stage == VERDICT
+            yield Remark(RemarkCode.MISSING_RESULTS, counts | about, blocks, arm.place)
+
+
+def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
+    residual = arm.example.residual
+    if study.matched is None or residual is None:
+        return
+    if abs(residual) > study.tolerance and arm.control != EQUAL_SHAPE:
+        data = {'matched': study.matched, 'residual': residual, 'tolerance': study.tolerance}
+        yield Remark(RemarkCode.OVER_TOLERANCE, data, True, arm.place)
+    parameters, target = arm.example.parameters['total'], arm.example.target_parameters
+    if study.matched == 'total' and abs(parameters / target - 1 - residual) > 1e-6:
+        data = {'parameters': parameters, 'target': target, 'residual': residual}
+        yield Remark(RemarkCode.OTHER_PARAMETER_COUNT, data, True, arm.place)
+
+
+def _post_hoc(study: Study, arm: Arm) -> Iterator[Remark]:
+    """An arm that was added after a look at results was chosen by them, and gets no verdict."""
+    if study.ledger and arm.place.declared in study.ledger.post_hoc:
+        data = {'first_look': study.ledger.first_look}
+        yield Remark(RemarkCode.POST_HOC, data, True, arm.place)
+
+
+def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
+    """The runs of a stage have the declared seeds, up to a look: they are not selected by results.
+
+    Screening seeds beyond the first ones count on from the last of these.
+    """
+    longer = arm.control == LONGER and study.controls['longer_seeds']
+    seeds = tuple(longer or study.seeds)
+    looks = [seeds] if longer else [seeds[:count] for count in study.looks]
+    first = len(study.tuning.seeds)
+    drawn = screening_seeds(study.tuning, max(first, study.tuning.max_seeds))
+    screening = [drawn[:number] for number in range(first, len(drawn) + 1)]
+    for stage, allowed in ((SCREENING, screening), (VERDICT, looks)):
+        runs = [r.seeds for r in study.runs if r.place == arm.place and r.stage == stage]
+        actual = tuple(dict.fromkeys(seed for of_run in runs for seed in of_run))
+        if actual and sorted(actual) not in map(sorted, allowed):
+            data = {'stage': stage, 'actual': actual, 'declared': allowed[-1]}
+            yield Remark(RemarkCode.OTHER_SEEDS, data, True, arm.place)
+
+
+def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
+    """The verdict is run at the settings that the screening chooses; these are known well."""
+    for knob in arm.not_bracketed:
+        values, best = arm.sweeps[knob].values, arm.sweeps[knob].best
+        data = {'knob': knob, 'low': values[0], 'high': values[-1], 'best': best}
+        yield Remark(RemarkCode.NOT_BRACKETED, data, True, arm.place)
+    for knob in arm.unbounded:
+        yield Remark(RemarkCode.UNBOUNDED_OPTIMUM, {'knob': knob}, True, arm.place)
+    if not arm.verdict_trials:
+        return
+    tuning, ran_at = arm.tuning, arm.verdict_trials[0].at
+    if tuning.knob is not None:
+        data = {'knob': tuning.knob, 'values': tuning.values}
+        yield Remark(RemarkCode.SCREENING_INCOMPLETE, data, True, arm.place)
+    else:
+        for knob, actual, expected in zip(KNOBS, ran_at, tuning.settings, strict=True):
+            if actual != expected:
+                data = {'knob': knob, 'actual': actual, 'expected': expected}
+                data |= {'tuned': knob in study.tuned_knobs}
+                yield Remark(RemarkCode.OTHER_SETTING, data, True, arm.place)
+    if len({trial.at for trial in arm.verdict_trials}) > 1:
+        yield Remark(RemarkCode.SEVERAL_SETTINGS, {}, True, arm.place)
+
+
+def _splits(study: Study, arm: Arm) -> Iterator[Remark]:
+    """The loss that decides is that of a test split, and splits of text have many documents."""
+    if arm.chosen and arm.split != TEST:
+        yield Remark(RemarkCode.NO_TEST, {}, True, arm.place)
+    for split, documents in arm.example.documents.items() if arm.chosen else ():
+        is_text = arm.example.metrics[f'{split}_bits_per_byte'] is not None
+        if is_text and (number := len(documents.names)) < MIN_DOCUMENTS:
+            data = {'split': split, 'documents': number, 'needed': MIN_DOCUMENTS}
+            yield Remark(RemarkCode.FEW_DOCUMENTS, data, True, arm.place)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """A baseline beside its yardstick; a number is None where it is not defined or not recorded.
+
+    Attributes:
+      yardstick: None if it is not recorded, or was for another run.
+      best: the lowest loss of counts on the baseline's split, and its name; None for a translation.
+      gain: by how much the loss falls from position 4 to the last half of the context.
+      bleu: on its split.
+      sources: by how much the loss rises with the sources of other pairs.
+      remarks: what it lacks.
+    """
+
+    arm: Arm
+    yardstick: Yardstick | None
+    best: tuple[str, float] | None
+    gain: float | None
+    bleu: float | None
+    sources: float | None
+    remarks: tuple[Remark, ...] = ()
+
+
+def standings(study: Study, arms: Sequence[Arm]) -> list[Standing]:
+    """One for each baseline that has results; none of a study whose yardsticks are not recorded."""
+    made: list[Standing] = []
+    for arm in arms if study.yardsticks else ():
+        if not arm.is_baseline or arm.loss is None or study.yardsticks is None:
+            continue
+        yardstick = study.yardsticks.groups.get(arm.group)
+        if yardstick and yardstick.run not in {trial.run for trial in arm.verdict_trials}:
+            yardstick = None
+        bleu = arm.over_seeds(f'{arm.split}_bleu')
+        standing = Standing(
+            arm,
+            yardstick,
+            best=yardstick.best(arm.split) if yardstick else None,
+            gain=study.yardsticks.gain(arm.place),
+            bleu=bleu.mean if bleu else None,
+            sources=study.yardsticks.sources(arm.place),
+        )
+        lacks = tuple(Remark(code, data, True, arm.place) for code, data in _lacks(standing))
+        made.append(dataclasses.replace(standing, remarks=lacks))
+    return made
+
+
+def _lacks(standing: Standing) -> Iterator[tuple[RemarkCode, dict]]:
+    arm, yardstick, best = standing.arm, standing.yardstick, standing.best
+    if yardstick is None:
+        yield RemarkCode.NO_YARDSTICK, {}
+        return
+    if best and arm.loss and arm.loss.mean >= best[1]:
+        data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
+        yield RemarkCode.BELOW_YARDSTICK, data | {'name': best[0], 'yardstick': best[1]}
+    if yardstick.task == 'language' and standing.gain is not None and standing.gain < MIN_GAIN:
+        yield RemarkCode.LITTLE_CONTEXT, {'gain': standing.gain, 'needed': MIN_GAIN}
+    if standing.bleu is not None and standing.bleu < MIN_BLEU:
+        yield RemarkCode.LOW_BLEU, {'bleu': standing.bleu, 'needed': MIN_BLEU}
+    if standing.sources is not None and standing.sources < MIN_SOURCES:
+        yield RemarkCode.SOURCES_UNUSED, {'cost': standing.sources, 'needed': MIN_SOURCES}
+
+
+def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """Baselines beat their yardsticks, and the seeds of an arm do not end far from each other."""
+    if study.tuning is None:
+        return
+    if study.yardsticks is None and any(arm.is_baseline and arm.chosen for arm in arms):
+        yield Remark(RemarkCode.NO_YARDSTICK, {}, blocks=True)
+    for standing in standings(study, arms):
+        yield from standing.remarks
+    for group in dict.fromkeys(arm.group for arm in arms):
+        spreads = [(a, a.loss.sd) for a in arms if a.group == group and a.loss and a.loss.sd]
+        usual = statistics.median(sd for _, sd in spreads) if spreads else 0.0
+        for arm, sd in spreads:
+            if sd > MAX_SPREAD * usual:
+                data = {'sd': sd, 'usual': usual, 'times': MAX_SPREAD}
+                yield Remark(RemarkCode.BIMODAL_SEEDS, data, True, arm.place)
+
+
+def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """Settings and data that differ between the arms of one baseline.
+
+    One remark for each setting or fact that differs, with its values and arms. If it can affect
+    results, each arm that differs from the baseline gets a blocking remark as well.
+    """
+    of_variants = [name for v in study.variants for name in re.findall(r'[?&](\w+)=', v)]
+    factors = {f'model.{name}' for name in (*_FACTORS, *of_variants)}
+    factors |= {f'model.{k}' if k in MODEL_KNOBS else f'trials.{k}s' for k in study.tuned_knobs}
+    for group in dict.fromkeys(arm.group for arm in arms):
+        members = [arm for arm in arms if arm.group == group and arm.verdict_trials]
+        yield from _unlike(study, {arm.place: _facts(study, arm, factors) for arm in members})
+
+
+def _facts(study: Study, arm: Arm, factors: set[str]) -> dict[str, Any]:
+    """Settings of the arm's run that are no factors, and the data it was measured on."""
+    settings = flat(study.by_name[arm.example.run].config)
+    return {
+        **{n: v for n, v in settings if n not in factors and not n.startswith(OF_MACHINE)},
+        **{f'data.{name}': value for name, value in flat(arm.example.data)},
+        **{n: getattr(arm.example, n) for n in _MEASURED},
+    }
+
+
+def _unlike(study: Study, facts: Mapping[Place, dict[str, Any]]) -> Iterator[Remark]:
+    for name in dict.fromkeys(name for of_arm in facts.values() for name in of_arm):
+        values = {place: of_arm.get(name, 'absent') for place, of_arm in facts.items()}
+        if len(set(map(repr, values.values()))) == 1:
+            continue
+        by_value: dict[str, tuple[str, ...]] = {}
+        for place, value in values.items():
+            label = f'{place.variant} ({place.control})' if place.control else place.variant
+            by_value[str(value)] = (*by_value.get(str(value), ()), label)
+        first = next(iter(values))
+        size = first.size if len(study.sizes) > 1 else None
+        corpus = first.corpus if len(study.corpora) > 1 else None
+        where = {'name': name, 'size': size, 'corpus': corpus}
+        data = where | {'values': by_value, 'harmless': name in _HARMLESS}
+        yield Remark(RemarkCode.DIFFERS, data)
+        baseline = [value for place, value in values.items() if place.variant == study.baseline]
+        for place, value in values.items() if name not in _HARMLESS and baseline else ():
+            if repr(value) != repr(baseline[0]):
+                data = {'name': name, 'value': str(value), 'baseline': str(baseline[0])}
+                yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, place)
+
+
+def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """Versions and devices, which seldom affect results; and the code, which may.
+
+    Results of several commits, or of changes that no commit holds, withhold every verdict unless
+    the ledger accepts them.
+    """
+    facts: dict[str, dict[str, set[tuple[Place, str]]]] = {}
+    for trial in (trial for arm in arms for trial in arm.trials):
+        for name, value in flat(trial.provenance):
+            where = trial.place, trial.stage
+            facts.setdefault(name, {}).setdefault(str(value), set()).add(where)
+    accepted = study.ledger.accepted if study.ledger else {}
+    for name, places in facts.items():
+        if len(places) > 1 and (name.startswith(('versions.', 'imported.')) or name in _SOFTWARE):
+            values = {value: tuple(sorted(where, key=str)) for value, where in places.items()}
+            is_code = name == 'git.commit' or name.startswith('imported.')
+            why = accepted.get(COMMITS) if is_code else None
+            data = {'name': name, 'values': values, 'accepted': why}
+            yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, is_code and why is None)
+    if 'True' in facts.get('git.dirty', ()):
+        why = accepted.get(UNCOMMITTED)
+        yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': why}, why is None)
+
+
+def _look(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """The next look, if some of the arms have results for it and others do not."""
+    primary = [place for place in study.arms if place.control is None]
+    for number, count in enumerate(study.looks if study.tuning else (), start=1):
+        seeds = study.seeds[:count]
+        reached = [arm.place for arm in arms if arm.control is None and arm.reached(seeds)]
+        if len(reached) < len(primary) and len(study.looks) > 1:
+            counts = {'look': number, 'looks': len(study.looks), 'seeds': count}
+            counts |= {'reached': len(reached), 'arms': len(primary)}
+            yield Remark(RemarkCode.LOOK_IN_PROGRESS, counts)
+            return
+
+
+def _few_seeds(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    few = [arm for arm in arms if arm.verdict_trials and len(arm.chosen) < ENOUGH_SEEDS]
+    if study.tuning and few:
+        counts = tuple(sorted({len(arm.chosen) for arm in few}))
+        places = None if len(few) == len(arms) else tuple(arm.place for arm in few)
+        data = {'counts': counts, 'enough': ENOUGH_SEEDS, 'arms': places}
+        yield Remark(RemarkCode.FEW_SEEDS, data)
+
+
+def _diverged(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    diverged = []
+    for arm in arms:
+        counts = tuple(
+            (
+                stage if arm.screening_trials else None,
+                sum(not t.finished for t in trials),
+                len(trials),
+                tuple(t.diverged_at for t in trials if t.diverged_at is not None),
+            )
+            for stage, trials in ((SCREENING, arm.screening_trials), (VERDICT, arm.verdict_trials))
+            if not all(trial.finished for trial in trials)
+        )
+        diverged += [(arm.place, counts)] if counts else []
+    if diverged:
+        yield Remark(RemarkCode.DIVERGED, {'arms': tuple(diverged)})
+
+
+def _evaluation(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """How much text losses are over; the error over documents is part of every interval."""
+    chosen = [trial for arm in arms for trial in arm.chosen]
+    data = {
+        'tokens': {trial.eval_tokens for trial in chosen},
+        'rows': {trial.eval_rows for trial in chosen},
+        'test_tokens': {trial.test_tokens for trial in chosen},
+        'documents': {len(d.names) for trial in chosen for d in trial.documents.values()},
+    }
+    if data['tokens'] - {None}:
+        counts = {name: tuple(sorted(values - {None})) for name, values in data.items()}
+        yield Remark(RemarkCode.EVALUATION, counts)
+
+
+OF_STUDY = (_tuning, _declaration)
+OF_ARM = (_training, _results, _matching)
+OF_TUNED_ARM = (_post_hoc, _seeds, _settings, _splits)
+OF_ARMS = (_trained, _differences, _software, _look, _few_seeds, _diverged, _evaluation)

@@ -1,0 +1,539 @@
+"""Every rule that a verdict has to keep: broken once, reported, and the verdict withheld."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from qkattn.storage import ledger
+from qkattn.study.place import LONGER, Place
+from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
+from qkattn.verdict.rules import standings
+from tests.studies import (
+    RATES,
+    SCREENING_SEEDS,
+    VERDICT_SEEDS,
+    edit_plan,
+    run_name,
+    translation_record,
+    trial_record,
+    tuned_arm,
+    write_lines,
+    write_study,
+    write_tuned,
+    write_yardsticks,
+)
+
+BASE = 2 + 0.05 * np.arange(8)
+MEAN = float(BASE.mean()) + 0.1  # of the test split
+SEEDS = VERDICT_SEEDS
+SIZE = 'd_model=128'
+B = Place('b/vo', SIZE, 'stdlib')
+VERDICT = {v: run_name(v, SIZE, 'verdict') for v in ('qk/vo', 'b/vo', 'c/vo')}
+SCREENING = run_name('b/vo', SIZE, 'screening', 'learning_rate')
+WORSE, NO_VERDICT = Decision.WORSE, Decision.NO_VERDICT
+JUDGED = {'b/vo': WORSE, 'c/vo': WORSE}
+WITHHELD = {'b/vo': NO_VERDICT, 'c/vo': WORSE}
+ALL_WITHHELD = {'b/vo': NO_VERDICT, 'c/vo': NO_VERDICT}
+EVALUATION = {'tokens': (65536,), 'rows': (512,), 'test_tokens': (32768,), 'documents': (100,)}
+
+
+def records_of(stage='verdict', variant='b/vo', **changes):
+    """Three arms; `changes` are of the trials of one of them at one stage (None: at all)."""
+    records = [
+        record
+        for place, name in enumerate(VERDICT)
+        for record in tuned_arm(name, losses=list(BASE + 0.02 * place))
+    ]
+    for record in records:
+        if record['variant'] == variant and stage in (None, record['stage']):
+            record |= changes
+    return records
+
+
+def two(**second):
+    """The baseline and b/vo, 0.02 nats worse."""
+    return tuned_arm('qk/vo', losses=list(BASE)) + tuned_arm(
+        'b/vo', **{'losses': list(BASE + 0.02)} | second
+    )
+
+
+def checked(directory):
+    """The findings, the decisions by variant, and the remarks but for that on the evaluation."""
+    found = find(load_study(directory))
+    decisions = {arm.variant: arm.verdict.decision for arm in found.arms if arm.verdict}
+    remarks = [r for r in found.remarks if r.code is not RemarkCode.EVALUATION]
+    return found, decisions, remarks
+
+
+def blocking(code, arm=B, **data):
+    return Remark(RemarkCode[code], data, True, arm)
+
+
+def test_a_sound_study_has_nothing_but_its_evaluation_to_report(study_dir):
+    found, decisions, remarks = checked(write_tuned(study_dir, records_of()))
+    assert decisions == JUDGED and remarks == []
+    assert found.remarks == (Remark(RemarkCode.EVALUATION, EVALUATION),)
+
+
+def differs(name, most, one, harmless=False):
+    values = {most: ('qk/vo', 'c/vo'), one: ('b/vo',)}
+    data = {'name': name, 'size': None, 'corpus': None, 'values': values, 'harmless': harmless}
+    return Remark(RemarkCode.DIFFERS, data)
+
+
+def unlike(name, most, one):
+    return blocking('DIFFERS_FROM_BASELINE', name=name, value=one, baseline=most)
+
+
+def not_annealed(schedule, final=None):
+    return blocking('NOT_ANNEALED', schedule=schedule, final_fraction=final, limit=0.1)
+
+
+def other_seeds(stage, actual, declared):
+    return blocking('OTHER_SEEDS', stage=stage, actual=actual, declared=declared)
+
+
+SHORT = {'stopped': 8, 'trials': 8, 'step': 400, 'num_steps': 800}
+SCREENED = (*SCREENING_SEEDS, 102)
+OTHER_DATA = {'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}
+
+
+@pytest.mark.parametrize(
+    ('changes', 'remark'),
+    [
+        ({'train__num_steps': 800}, blocking('STOPPED_EARLY', **SHORT)),
+        ({'optimizer__schedule': 'inverse_sqrt'}, not_annealed('inverse_sqrt')),
+        ({'optimizer__final_fraction': 0.2}, not_annealed('linear', 0.2)),
+        ({'trials__seeds': [*SEEDS, 8]}, other_seeds('verdict', (*SEEDS, 8), SEEDS)),
+        ({'screened': SCREENED}, other_seeds('screening', SCREENED, SCREENING_SEEDS)),
+        ({'train__num_steps': 200}, unlike('train.num_steps', '400', '200')),
+        ({'train__init_from': 'runs/a'}, unlike('train.init_from', 'None', 'runs/a')),
+        # A score scale or weight decay that is not tuned is no arm's own.
+        ({'model__score_scale': 2.0}, unlike('model.score_scale', '1.0', '2.0')),
+        ({'trials__weight_decays': [1]}, unlike('trials.weight_decays', '[0.1]', '[1]')),
+        ({'data': OTHER_DATA}, unlike('data.version', '3.11.7', '3.12')),
+        ({'eval_tokens': 4096}, unlike('eval_tokens', '65536', '4096')),
+    ],
+)
+def test_an_arm_that_breaks_a_rule_or_is_unlike_the_baseline_gets_no_verdict(
+    study_dir, changes, remark
+):
+    of_results = {name: changes[name] for name in changes if name in ('data', 'eval_tokens')}
+    of_plan = {name: value for name, value in changes.items() if '__' in name}
+    write_tuned(study_dir, records_of(**of_results))
+    edit_plan(study_dir, VERDICT['b/vo'], **of_plan)
+    edit_plan(study_dir, SCREENING, trials__seeds=changes.get('screened', SCREENING_SEEDS))
+    found, decisions, remarks = checked(study_dir)
+    blocks = found.arms[1].blocks
+    assert decisions == WITHHELD and found.arms[1].verdict.reasons == blocks
+    assert remarks[: len(blocks)] == list(blocks) == [r for r in remarks if r.blocks]
+    assert remark in blocks
+    assert (found.arms[1].chosen == ()) == (remark.code is RemarkCode.STOPPED_EARLY)
+    if remark.code is RemarkCode.DIFFERS_FROM_BASELINE:
+        name, one, most = remark.data.values()
+        assert differs(name, most, one) in remarks
+
+
+LIFTED = differs('train.lifting', 'auto', 'vmap', harmless=True)
+
+
+@pytest.mark.parametrize(
+    ('runs', 'changes', 'listed'),
+    [
+        (VERDICT, {'optimizer__final_fraction': 0.1}, []),
+        (['b/vo'], {'model__d_ff': 600, 'model__num_heads': 8, 'model__head_size': 3}, []),
+        (['b/vo'], {'model__score': 'x', 'model__value': 'y', 'model__d_model': 96}, []),
+        (['b/vo'], {'trials__learning_rates': [1.0], 'data__data_dir': '/elsewhere'}, []),
+        (['b/vo'], {'train__lifting': 'vmap'}, [LIFTED]),
+    ],
+)
+def test_what_may_differ_or_anneals_enough_is_judged(study_dir, runs, changes, listed):
+    write_tuned(study_dir, records_of())
+    for variant in runs:
+        edit_plan(study_dir, VERDICT[variant], **changes)
+    assert checked(study_dir)[1:] == (JUDGED, listed)
+
+
+def test_fields_of_a_variant_may_differ_and_values_are_of_one_size(study_dir):
+    records = []
+    for size, d_model in (('s64', 64), ('s128', 128)):
+        for variant in ('qk/vo', 'b/vo?norm=rmsnorm&num_kv_heads=1 [d_ff]'):
+            records += tuned_arm(variant, size, BASE, d_model=d_model, eval_tokens=d_model)
+    write_tuned(study_dir, records)
+    run = run_name(records[-1]['variant'], 's64', 'verdict')
+    changes = {'model__norm': 'rmsnorm', 'model__num_kv_heads': 1, 'train__lifting': 'vmap'}
+    edit_plan(study_dir, run, **changes)
+    named = [r.data for r in checked(study_dir)[2] if 'name' in r.data]
+    assert [(data['name'], data['size']) for data in named] == [('train.lifting', 's64')]
+
+
+def test_one_trial_that_stopped_early_is_left_out(study_dir):
+    records = records_of()
+    next(r for r in records if r['run'] == VERDICT['b/vo'])['num_steps'] = 100
+    write_tuned(study_dir, records)
+    edit_plan(study_dir, VERDICT['b/vo'], train__num_steps=400)
+    found, decisions, remarks = checked(study_dir)
+    assert decisions == JUDGED and found.arms[1].difference.n == 7
+    data = {'stopped': 1, 'trials': 8, 'step': 100, 'num_steps': 400}
+    assert remarks == [Remark(RemarkCode.STOPPED_EARLY, data, arm=B)]
+
+
+def test_what_blocks_the_baseline_blocks_every_arm(study_dir):
+    write_tuned(study_dir, records_of())
+    edit_plan(study_dir, VERDICT['qk/vo'], optimizer__schedule='constant')
+    found, decisions, _ = checked(study_dir)
+    assert decisions == ALL_WITHHELD
+    reason = found.arms[1].verdict.reasons[-1]
+    assert reason.code is ReasonCode.BASELINE_BLOCKED
+    assert reason.data == {'baseline': 'qk/vo', 'remarks': found.arms[0].blocks}
+
+
+def test_what_holds_for_every_arm_is_one_remark_and_leaves_no_scaling_law(study_dir):
+    records = tuned_arm('qk/vo', 's64', BASE, d_model=64) + tuned_arm('qk/vo', 's128', BASE)
+    records += tuned_arm('b/vo', 's64', BASE, d_model=64) + tuned_arm('b/vo', 's128', BASE)
+    write_tuned(study_dir, records)
+    assert len(checked(study_dir)[0].scaling) == 2
+    for run in {record['run'] for record in records if record['stage'] == 'verdict'}:
+        edit_plan(study_dir, run, optimizer__schedule='constant')
+    found, decisions, (remark,) = checked(study_dir)
+    assert decisions == {'b/vo': NO_VERDICT} and found.scaling == ()
+    assert found.blocks == (remark,) == found.arms[1].verdict.reasons
+    assert remark.code is RemarkCode.NOT_ANNEALED and remark.arm is None and remark.every_arm
+
+
+def test_software_that_differs_is_named_and_its_code_blocks(study_dir):
+    provenance = trial_record('x')['provenance']
+    provenance |= {'git': {'commit': 'f' * 40, 'dirty': True}, 'versions': {'jax': '0.12.0'}}
+    provenance['imported'] = {'x:y': '2', 'x:z': '1'}
+    records = records_of(provenance=provenance)
+    for record in records:  # the arm c/vo uses nothing from outside
+        if record['variant'] == 'qk/vo':
+            record['provenance'] = record['provenance'] | {'imported': {'x:y': '1', 'x:z': '1'}}
+    _, decisions, remarks = checked(write_tuned(study_dir, records))
+    assert decisions == ALL_WITHHELD
+    assert [(r.code.name, r.data.get('name'), r.blocks) for r in remarks] == [
+        ('SOFTWARE_DIFFERS', 'git.commit', True),
+        ('SOFTWARE_DIFFERS', 'imported.x:y', True),
+        ('UNCOMMITTED_CHANGES', None, True),
+        ('SOFTWARE_DIFFERS', 'versions.jax', False),
+    ]
+    assert remarks[0].data['values']['f' * 40] == ((B, 'verdict'),)
+    assert (B, 'screening') in remarks[-1].data['values']['0.10.2']
+
+
+@pytest.mark.parametrize(
+    ('git', 'code', 'accepted'),
+    [
+        ({'commit': 'abc1234', 'dirty': True}, 'UNCOMMITTED_CHANGES', 'uncommitted'),
+        ({'commit': 'def5678', 'dirty': False}, 'SOFTWARE_DIFFERS', 'commits'),
+    ],
+)
+def test_code_that_no_commit_holds_is_accepted_by_an_entry_alone(study_dir, git, code, accepted):
+    provenance = trial_record('qk/vo')['provenance'] | {'git': git}
+    write_tuned(study_dir, two(provenance=provenance))
+    found, decisions, _ = checked(study_dir)
+    assert decisions == {'b/vo': NO_VERDICT} and [r.code.name for r in found.blocks] == [code]
+    ledger.accept(study_dir, accepted, 'a comment only')
+    found, decisions, (remark,) = checked(study_dir)
+    assert decisions == {'b/vo': WORSE} and found.blocks == ()
+    assert (remark.code.name, remark.data['accepted']) == (code, 'a comment only')
+
+
+def lose(directory, run, **changes):
+    """Changes one result of a run."""
+    path = directory / 'results.jsonl'
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    [record for record in records if record['run'] == run][-1].update(changes)
+    write_lines(path, records)
+
+
+@pytest.mark.parametrize('loss', [float('nan'), None])
+@pytest.mark.parametrize(('variant', 'decisions'), [('b/vo', WITHHELD), ('qk/vo', ALL_WITHHELD)])
+def test_a_finished_trial_without_a_loss_withholds_the_verdict(study_dir, variant, decisions, loss):
+    """Dropped, it would leave the mean of the others: those that did well."""
+    write_tuned(study_dir, records_of())
+    lose(study_dir, VERDICT[variant], val_loss=loss)
+    _, judged, remarks = checked(study_dir)
+    data = {'readable': 7, 'planned': 8, 'stage': 'verdict', 'run': VERDICT[variant]}
+    assert judged == decisions
+    assert remarks == [Remark(RemarkCode.MISSING_RESULTS, data, True, B._replace(variant=variant))]
+
+
+def test_training_losses_are_not_read(study_dir):
+    write_tuned(study_dir, records_of())
+    before = checked(study_dir)[0]
+    for path in study_dir.glob('*/metrics.jsonl'):
+        path.write_text(re.sub('"loss": [^]]*]', '"loss": [0.0]', path.read_text()))
+    after = checked(study_dir)[0]
+    for number in ('difference', 'val_loss'):
+        assert [getattr(a, number) for a in after.arms] == [getattr(a, number) for a in before.arms]
+
+
+TARGET, RESIDUAL = (trial_record('b/vo')[name] for name in ('target_parameters', 'residual'))
+LARGE = round(1.004 * TARGET)
+OVER = {'matched': 'total', 'residual': LARGE / TARGET - 1, 'tolerance': 1e-3}
+OTHER_COUNT = {'parameters': 900000, 'target': TARGET, 'residual': RESIDUAL}
+EDGE = {'knob': 'learning_rate', 'low': 0.001, 'high': 0.016, 'best': 0.016}
+AT_RATE = {'knob': 'learning_rate', 'expected': 4e-3, 'tuned': True}
+AT_DECAY = {'knob': 'weight_decay', 'actual': 0.2, 'expected': 0.1, 'tuned': False}
+OTHER_DECAY = {'trial': {'seed': 7, 'learning_rate': 4e-3, 'weight_decay': 0.2}}
+ALL_DECAYS = [r | {'trial': r['trial'] | {'weight_decay': 0.2}} for r in two()[-8:]]
+DIVERGED = {'arms': ((B, (('screening', 2, 10, ()), ('verdict', 1, 8, ()))),)}
+
+
+def sized(total):
+    return trial_record('b/vo')['parameters'] | {'total': total}
+
+
+@pytest.mark.parametrize(
+    ('records', 'code', 'data'),
+    [
+        (
+            two(parameters=sized(LARGE), residual=LARGE / TARGET - 1),
+            'OVER_TOLERANCE',
+            OVER,
+        ),
+        (two(parameters=sized(900000)), 'OTHER_PARAMETER_COUNT', OTHER_COUNT),
+        (two(learning_rate=4.000001e-3), 'OTHER_SETTING', AT_RATE | {'actual': 4.000001e-3}),
+        (two()[:-8] + ALL_DECAYS, 'OTHER_SETTING', AT_DECAY),
+        ([*two()[:-1], two()[-1] | OTHER_DECAY], 'SEVERAL_SETTINGS', {}),
+        (
+            two()[:18] + two()[28:],
+            'SCREENING_INCOMPLETE',
+            {'knob': 'learning_rate', 'values': RATES},
+        ),
+        (two(optimum=16e-3), 'NOT_BRACKETED', EDGE),
+    ],
+)
+def test_results_that_break_a_rule_withhold_the_verdict(study_dir, records, code, data):
+    _, decisions, remarks = checked(write_tuned(study_dir, records))
+    assert blocking(code, **data) in remarks and decisions == {'b/vo': NO_VERDICT}
+
+
+def test_diverged_few_and_unmatched_results_are_judged(study_dir):
+    losses = [None, *(BASE[1:] + 0.02)]
+    diverged = two(losses=losses, diverged_rates=(16e-3,))
+    assert checked(write_tuned(study_dir / 'a', diverged))[1:] == (
+        {'b/vo': WORSE},
+        [Remark(RemarkCode.DIVERGED, DIVERGED)],
+    )
+    for seeds, few in ((4, True), (5, False)):
+        records = [r for r in two() if r['stage'] == 'screening' or r['trial']['seed'] < seeds]
+        path = write_tuned(study_dir / str(seeds), records, seeds=list(range(seeds)))
+        data = {'counts': (seeds,), 'enough': 5, 'arms': None}
+        remarks = [Remark(RemarkCode.FEW_SEEDS, data)] if few else []
+        assert checked(path)[1:] == ({'b/vo': WORSE}, remarks)
+    unmatched = [record | {'target_parameters': None, 'residual': None} for record in records_of()]
+    path = write_tuned(study_dir / 'unmatched', unmatched, matched=None)
+    assert checked(path)[1:] == (JUDGED, [])
+
+
+@pytest.mark.parametrize(
+    ('stage', 'old', 'new', 'declared'),
+    [('screening', 101, 7, [100, 7]), ('screening', 100, 3, [100, 101]), ('verdict', 3, 101, None)],
+)
+def test_seeds_of_both_screening_and_verdict_give_no_verdict(study_dir, stage, old, new, declared):
+    """Whether the study declares them or only the results share them."""
+    records = records_of()
+    for record in records:
+        if record['stage'] == stage and record['trial']['seed'] == old:
+            record['trial']['seed'] = new
+    write_tuned(study_dir, records, tuning__seeds=declared or SCREENING_SEEDS)
+    found, decisions, _ = checked(study_dir)
+    shared = Remark(RemarkCode.SHARED_SEEDS, {'seeds': (new,)}, True)
+    assert decisions == ALL_WITHHELD and shared in found.blocks
+    assert shared in found.arms[1].verdict.reasons
+
+
+def test_tuning_that_has_one_rate_or_has_not_ended_gives_no_verdict(study_dir):
+    grids = {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]}
+    found, decisions, _ = checked(write_tuned(study_dir / 'a', records_of(), **grids))
+    data = {'learning_rates': (4e-3,)}
+    assert found.blocks[0] == Remark(RemarkCode.LEARNING_RATE_NOT_TUNED, data, True)
+    assert decisions == ALL_WITHHELD
+    path = write_tuned(study_dir / 'b', two(optimum=16e-3), tuning__max_points=9)
+    _, decisions, remarks = checked(path)
+    incomplete = {'knob': 'learning_rate', 'values': (0.032,)}
+    assert blocking('SCREENING_INCOMPLETE', **incomplete) in remarks
+    assert decisions == {'b/vo': NO_VERDICT}
+
+
+def test_a_study_without_tuning_is_checked_too(study_dir):
+    records = [trial_record('qk/vo', seed=seed) for seed in (0, 1)]
+    changes = {'eval_tokens': 4096, 'val_loss': None}
+    records += [trial_record('b/vo', seed=seed, **changes) for seed in (0, 1)]
+    write_study(study_dir, records)
+    lose(study_dir, run_name('qk/vo', SIZE), val_loss=None)
+    remarks = {remark.code.name: remark for remark in checked(study_dir)[2]}
+    lost = {'readable': 1, 'planned': 2, 'stage': None, 'run': run_name('qk/vo', SIZE)}
+    expected = Remark(RemarkCode.MISSING_RESULTS, lost, arm=B._replace(variant='qk/vo'))
+    assert remarks['MISSING_RESULTS'] == expected
+    assert remarks['DIFFERS'].data['values'] == {'65536': ('qk/vo',), '4096': ('b/vo',)}
+    assert remarks['DIVERGED'].data == {'arms': ((B, ((None, 2, 2, ()),)),)}
+
+
+@pytest.mark.parametrize('looked', [False, True])
+def test_an_arm_that_was_added_after_a_look_gets_no_verdict(study_dir, looked):
+    records = records_of()
+    for variant in ('qk/vo', 'b/vo'):
+        records += tuned_arm(variant, losses=list(BASE), control=LONGER)
+    write_tuned(study_dir, records)
+    study = json.loads((study_dir / 'study.json').read_text())
+    (study_dir / ledger.NAME).unlink()
+    kept = [arm for arm in study['arms'] if arm['variant'] != 'b/vo']
+    ledger.declare(study_dir, study | {'arms': kept})
+    if looked:
+        ledger.look(study_dir)
+    ledger.declare(study_dir, study)
+    found, decisions, _ = checked(study_dir)
+    assert decisions == (WITHHELD if looked else JUDGED)
+    post_hoc = [remark for remark in found.remarks if remark.code is RemarkCode.POST_HOC]
+    assert [remark.arm for remark in post_hoc] == [B, B._replace(control=LONGER)] * looked
+    assert found.arms[1].difference.mean == pytest.approx(0.02)
+
+
+def test_a_margin_that_is_widened_later_withholds_every_verdict(study_dir):
+    write_tuned(study_dir, records_of())
+    declared = json.loads((study_dir / 'study.json').read_text())
+    for change, decisions in (({'margin': 0.1}, ALL_WITHHELD), ({'command': 'another'}, JUDGED)):
+        (study_dir / 'study.json').write_text(json.dumps(declared | change))
+        assert checked(study_dir)[1] == decisions
+
+
+def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
+    """Its numbers agree with each other; the arm without that run keeps its verdict."""
+    path = write_tuned(study_dir, records_of())
+    ledger.look(path)
+    entries = (path / ledger.NAME).read_text()
+    altered = [r for r in records_of() if r['run'] != VERDICT['b/vo']] + two(losses=BASE + 1)[-8:]
+    write_tuned(path, altered)
+    (path / ledger.NAME).write_text(entries)
+    found, decisions, _ = checked(path)
+    assert found.arms[-1].variant == 'c/vo' and decisions == WITHHELD
+    assert found.arms[1].blocks[-1] == blocking('ALTERED', look=1, run=VERDICT['b/vo'])
+    assert not ledger.look(path) and (path / ledger.NAME).read_text() == entries
+
+
+def test_runs_outside_the_plan_are_a_remark(study_dir):
+    write_tuned(study_dir, records_of())
+    orphan = {'directory': 'runs/x', 'run': 'x', 'config': None, 'results': None}
+    write_lines(study_dir / 'orphans.jsonl', [orphan])
+    remarks = [Remark(RemarkCode.ORPHANED_RUNS, {'runs': ('runs/x',)})]
+    assert checked(study_dir)[1:] == (JUDGED, remarks)
+
+
+@pytest.mark.parametrize(('number', 'few'), [(99, True), (100, False)])
+def test_texts_without_a_test_split_or_of_few_documents_give_no_verdict(study_dir, number, few):
+    records = records_of()
+    found, decisions, _ = checked(write_tuned(study_dir / 'a', records, num_documents=number))
+    data = {'documents': number, 'needed': 100}
+    assert list(found.blocks) == few * [
+        Remark(RemarkCode.FEW_DOCUMENTS, {'split': split} | data, True, every_arm=True)
+        for split in ('val', 'test')
+    ]
+    assert decisions == (ALL_WITHHELD if few else JUDGED)
+    for record in records:
+        record |= {'val_bits_per_byte': None, 'test_bits_per_byte': None}
+    probe = write_tuned(study_dir / 'probe', records, num_documents=number)
+    assert checked(probe)[1] == JUDGED
+    for record in records:
+        record['test_loss'] = None
+    found, decisions, _ = checked(write_tuned(study_dir / 'no_test', records))
+    assert found.split == 'val' and decisions == ALL_WITHHELD
+    assert found.blocks == (Remark(RemarkCode.NO_TEST, {}, True, every_arm=True),)
+
+
+# Yardsticks
+
+
+def losses(test):
+    return {'val': {'5-gram': 1.0}, 'test': {'4-gram': test + 0.3, '5-gram': test}}
+
+
+def measured(early=2.0, late=1.8, loss=1.9, shuffled=None):
+    by_position = {'positions': {'1': 2.6, '5-8': None}, 'early': early, 'late': late}
+    return {'seed': 0, 'loss': loss, 'shuffled': shuffled} | by_position
+
+
+def test_a_baseline_above_its_yardstick_withholds_every_verdict(study_dir):
+    path = write_tuned(study_dir, records_of(), yardsticks={'losses': losses(MEAN + 1e-6)})
+    assert checked(path)[1:] == (JUDGED, [])
+    write_yardsticks(path, records_of(), losses=losses(MEAN - 1e-6))
+    data = {'split': 'test', 'loss': pytest.approx(MEAN), 'name': '5-gram', 'tokens': 307200}
+    remark = blocking('BELOW_YARDSTICK', B._replace(variant='qk/vo'), **data, yardstick=MEAN - 1e-6)
+    found, decisions, remarks = checked(path)
+    assert (decisions, remarks) == (ALL_WITHHELD, [remark])
+    assert found.arms[1].difference.mean == pytest.approx(0.02)  # without a verdict
+    write_yardsticks(path, records_of(), run='another')
+    assert checked(path)[1:] == (
+        ALL_WITHHELD,
+        [blocking('NO_YARDSTICK', B._replace(variant='qk/vo'))],
+    )
+    (path / ledger.YARDSTICKS).unlink()
+    assert checked(path)[1:] == (ALL_WITHHELD, [blocking('NO_YARDSTICK', None)])
+    assert standings(load_study(path), find(load_study(path)).arms) == []
+    write_yardsticks(path, records_of(), losses={'test': {'a': 'x'}})
+    (problem,) = load_study(path).problems
+    assert problem.startswith("yardsticks.json is damaged: field 'losses' is")
+
+
+def test_a_corpus_is_measured_by_its_own_yardstick(study_dir):
+    other = [r for r in records_of() for r in [r | {'corpus': 'packages', 'run': r['run'] + 'p'}]]
+    for record in other:
+        record |= {'config_hash': record['run']}
+    path = write_tuned(study_dir, records_of() + other)
+    content = json.loads((path / ledger.YARDSTICKS).read_text())
+    content['groups'][1]['losses'] = losses(1.5)
+    (path / ledger.YARDSTICKS).write_text(json.dumps(content))
+    found, _, (remark,) = checked(path)
+    assert remark.code is RemarkCode.BELOW_YARDSTICK and remark.arm.corpus == 'packages'
+    assert {(a.corpus, a.verdict.decision) for a in found.arms if a.verdict} == {
+        ('stdlib', WORSE),
+        ('packages', NO_VERDICT),
+    }
+
+
+GAIN, COST = {'gain': 0.1, 'needed': 0.1}, {'cost': 0.5, 'needed': 0.5}
+TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
+
+
+@pytest.mark.parametrize(
+    ('changes', 'trial', 'bleu', 'expected'),
+    [
+        ({}, measured(early=2.0, late=1.9 + 1e-6), None, [('LITTLE_CONTEXT', GAIN)]),
+        ({}, measured(early=2.0, late=1.9 - 1e-6), None, []),
+        ({}, measured(early=None, late=None), None, []),
+        ({'task': 'masked'}, measured(early=2.0, late=2.0), None, []),
+        (TRANSLATION, measured(shuffled=2.4 + 1e-6), 15.0, []),
+        (TRANSLATION, measured(), 14.9, [('LOW_BLEU', {'bleu': 14.9, 'needed': 15.0})]),
+        (TRANSLATION, measured(shuffled=2.4 - 1e-6), 20.0, [('SOURCES_UNUSED', COST)]),
+    ],
+)
+def test_a_baseline_uses_its_context_or_its_sources(study_dir, changes, trial, bleu, expected):
+    records = records_of()
+    scores = {} if bleu is None else translation_record('qk/vo', bleu)
+    for record in records:
+        record |= {name: v for name, v in scores.items() if 'bleu' in name or 'chrf' in name}
+    trials = {'trials': {'qk/vo': [trial], 'b/vo': [measured(early=2.0, late=2.0)]}}
+    _, decisions, remarks = checked(write_tuned(study_dir, records, yardsticks=trials | changes))
+    assert [(r.code.name, r.data) for r in remarks] == [
+        (name, {key: pytest.approx(value, abs=1e-5) for key, value in data.items()})
+        for name, data in expected
+    ]
+    assert decisions == (ALL_WITHHELD if expected else JUDGED)
+
+
+@pytest.mark.parametrize('variant', ['b/vo', 'qk/vo'])
+def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, study_dir):
+    """Two of eight seeds stay on a plateau: of the baseline, that leaves no verdict to any arm."""
+    records = records_of() + tuned_arm('d/vo', losses=list(BASE + 0.06))
+    for record in records:
+        if record['variant'] == variant and record['trial']['seed'] in SEEDS[:2]:
+            record['test_loss'] += 2.0
+    _, decisions, remarks = checked(write_tuned(study_dir, records))
+    (bimodal,) = [r for r in remarks if r.code is RemarkCode.BIMODAL_SEEDS]
+    assert bimodal.arm.variant == variant and bimodal.data['sd'] > 3 * bimodal.data['usual']
+    withheld = {v for v, decision in decisions.items() if decision is NO_VERDICT}
+    assert withheld == ({'b/vo'} if variant == 'b/vo' else {'b/vo', 'c/vo', 'd/vo'})
