@@ -49,17 +49,6 @@ def test_the_stored_catalogue_is_what_is_measured(measured):
     assert {name for _, name in described} >= {*VALUES}
 
 
-def test_a_table_has_the_chosen_rows(measured):
-    header, rule, *rows = variant_tables.table(measured, 'Score', ('qk', 'merged')).splitlines()
-    assert header == '| Score | A[n] | parameters | cache, floats per token | RoPE |'
-    assert rule == '|---|---|---|---|---|'
-    assert rows == [
-        '| `qk` | W_Q[n] W_K[n]^T | D·N·H + D·K·H | K·H | yes |',
-        '| `merged` | W_QK[n] | N·D·D | D | no |',
-    ]
-    assert len(variant_tables.table(measured, 'Value').splitlines()) == 2 + len(VALUES)
-
-
 @pytest.mark.parametrize('name', [*SCORES])
 def test_counts_in_letters_are_those_of_the_arrays(measured, name):
     entry = measured['Score'][name]
@@ -81,11 +70,3 @@ def test_counts_in_letters_are_those_of_the_arrays(measured, name):
 @pytest.mark.slow
 def test_the_stored_conversions_are_those_that_are_exact():
     assert json.loads(json.dumps(catalogue.measured())) == variant_tables.stored()
-
-
-def test_exact_conversions_are_measured():
-    measured = catalogue.conversions('shared_qk', 'vo')
-    exact = catalogue.exact(measured)
-    assert {'to_standard', 'merge', 'merge_vo'} <= set(exact)
-    assert 'truncate' not in exact and measured['truncate'] > 1e-2
-    assert 'double' in measured['fold_double']  # the message with which it is refused

@@ -149,22 +149,6 @@ def test_weight_decay_and_score_scale_are_tuned_one_at_a_time(arms):
     assert (decay, scale) == pytest.approx((0.1, 1.0), rel=2e-2)
 
 
-def test_every_scale_of_initialization_is_a_knob_with_a_program_per_value(arms):
-    results = landscape(2.3e-3)
-    for name in ('init_embedding', 'init_qk', 'init_vo', 'init_mlp'):
-        grid = {f'{name}s': (0.5, 1.0, 2.0)}
-        wanted = dataclasses.replace(STUDY, tuning=dataclasses.replace(STUDY.tuning, **grid))
-
-        def unscaled(run, name=name):
-            return None if run.knob == name else results(run)
-
-        for known in (unscaled, results):
-            scaled = [run for run in plan.runs(wanted, arms[:1], known) if run.knob == name]
-            assert [getattr(run.config.model, name) for run in scaled[:3]] == [0.5, 1.0, 2.0]
-            assert all(len(run.config.trials.learning_rates) == 1 for run in scaled)
-        assert plan.declaration(wanted, arms)['tuning'][f'{name}s'] == (0.5, 1.0, 2.0)
-
-
 def test_without_tuning_every_combination_is_one_run(arms):
     single = dataclasses.replace(STUDY, tuning=TuningConfig())
     runs = plan.runs(single, arms, lambda run: None)
@@ -238,14 +222,6 @@ def test_arms_with_a_word_and_the_baseline_are_trained_longer_at_a_rate_of_their
     assert {(run.arm.place.variant, run.config.model) for run in longer} <= {
         (run.arm.place.variant, run.config.model) for run in primary
     }
-
-
-def test_longer_arms_have_seeds_of_their_own_if_declared():
-    controls = ControlsConfig(longer=2, longer_seeds=(20, 21, 22, 23))
-    study = with_controls(variants=('qk/vo', 'query_free/vo'), controls=controls)
-    *_, last = plan.runs(study, build_arms(study), WORDS)
-    assert last.arm.place.control == 'longer' and last.stage == 'verdict'
-    assert last.config.trials.seeds == (20, 21, 22, 23) and last.config.train.num_steps == 2000
 
 
 def test_every_arm_reaches_a_look_before_any_goes_on():

@@ -1,7 +1,6 @@
 """A stored study has a few files, from which its directory comes back byte for byte."""
 
 import hashlib
-import json
 import shutil
 
 import pytest
@@ -10,7 +9,7 @@ from qkattn.errors import ReportError
 from qkattn.storage import ledger
 from qkattn.study import stored
 from qkattn.verdict import load_findings
-from tests.studies import trial_record, tuned_arm, write_study, write_tuned
+from tests.studies import tuned_arm, write_tuned
 
 
 @pytest.fixture(scope='module')
@@ -74,20 +73,6 @@ def test_a_stored_study_becomes_a_working_directory_in_place(study, kept):
     stored.unpack_in_place(kept)  # again, where nothing is stored
 
 
-def test_training_records_of_unfinished_runs_are_kept(tmp_path):
-    study = write_study(tmp_path / 'study', [trial_record('qk/vo'), trial_record('qk/no_v')])
-    lines = (study / 'results.jsonl').read_text().splitlines(keepends=True)
-    (study / 'results.jsonl').write_text(lines[0])
-    stored.pack(study, tmp_path / 'kept')
-    again = stored.opened(tmp_path / 'kept')
-    finished, unfinished = (
-        json.loads(line)['directory'] for line in (study / 'plan.jsonl').read_text().splitlines()
-    )
-    assert b'"train"' not in (again / finished / 'metrics.jsonl').read_bytes()
-    log = f'{unfinished}/metrics.jsonl'
-    assert (again / log).read_bytes() == (study / log).read_bytes()
-
-
 def test_what_would_not_come_back_is_refused_and_nothing_is_written(study, tmp_path):
     copy = shutil.copytree(study, tmp_path / 'copy')
     documents = next(copy.glob('*verdict*/documents.json'))
@@ -111,12 +96,3 @@ def test_damage_is_one_sentence(kept, name, change):
     (kept / name).write_bytes(change((kept / name).read_bytes()))
     with pytest.raises(ReportError, match='the stored study .* is damaged .*; restore it'):
         load_findings(kept)
-
-
-def test_an_edited_number_is_found_by_the_ledger(kept):
-    path = kept / stored.RUNS
-    text = path.read_text()
-    assert '2.1' in text
-    path.write_text(text.replace('2.1', '2.2', 1))
-    looked = ledger.read(kept / ledger.NAME).looked_files
-    assert looked != ledger.digests(stored.opened(kept))

@@ -91,13 +91,10 @@ def test_what_is_recorded_is_kept(study, monkeypatch):
     yardsticks.record(path)
     before = (path / YARDSTICKS).read_bytes()
     (path / 'runs/a').unlink()  # as of a study that was copied without its checkpoints
-    monkeypatch.setattr(yardsticks, '_group', None)
-    assert yardsticks.record(path) == [] and (path / YARDSTICKS).read_bytes() == before
-
-
-def test_without_a_checkpoint_only_counts_are_recorded(study):
-    _, path = study
-    (path / 'runs/a').unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(yardsticks, '_group', None)
+        assert yardsticks.record(path) == [] and (path / YARDSTICKS).read_bytes() == before
+    (path / YARDSTICKS).unlink()  # without a checkpoint, only counts are recorded
     assert yardsticks.record(path) == []
     found = recorded(path)
     assert found['groups'][0]['losses']['test'] and found['start']['git']
@@ -145,20 +142,6 @@ def test_a_masked_text_is_counted_by_its_neighbours(tiny):
     losses = list(group['losses']['test'].values())
     assert isinstance(rows, MaskedRows) and group['task'] == 'masked' and group['tokens'] == 1536
     assert losses[1] < losses[0] - 0.1
-
-
-def test_a_hidden_left_neighbour_leaves_the_right_one():
-    class Rows:
-        mask, vocab_size = 4, 4
-
-    text_RT = np.array([[0, 1, 2], [0, 1, 2], [3, 1, 3]])
-    batch = {'tokens_BT': np.array([[4, 4, 2]]), 'targets_BT': np.array([[0, 1, 2]])}
-    (nats_OM,) = yardsticks._between(Rows(), text_RT, [batch])
-    unigram = (3 + 3 / 4 + 1 / 4) / (9 + 4)  # of the target 1, with 4 types
-    assert np.exp(-nats_OM[0, 1]) == pytest.approx(unigram)
-    # Two tokens stand to the left of a 2, both 1; one type.
-    assert np.exp(-nats_OM[1, 1]) == pytest.approx((2 + unigram) / (2 + 1))
-    assert nats_OM[2, 1] == nats_OM[1, 1]
 
 
 @pytest.mark.parametrize(
