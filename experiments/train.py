@@ -35,12 +35,7 @@ TOPOLOGY = flags.DEFINE_string(
 LOG = flags.DEFINE_string('dry_run_log', None, 'CSV file to which --dry_run appends a row.')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')
 PROFILE = flags.DEFINE_string(
-    'profile', None, 'Directory for a trace of some steps, which slows them down.'
-)
-PROFILE_STEPS = flags.DEFINE_string(
-    'profile_steps',
-    None,
-    'Steps of the trace, as FIRST:LAST; default: three dispatches after the first two.',
+    'profile', None, 'Directory for a trace of the third to fifth dispatch.'
 )
 
 
@@ -62,8 +57,7 @@ def main() -> None:
         raise ConfigError('--topology needs --dry_run')
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
-    trace = Trace(PROFILE.value, PROFILE_STEPS.value, config.train)
-    for result in train(config, WORKDIR.value, trace=trace):
+    for result in train(config, WORKDIR.value, trace=Trace(PROFILE.value)):
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
         at = '' if result.get('diverged_at') is None else f' at step {result["diverged_at"]:,}'
         print(f'{trial}: {result["status"]}{at}')

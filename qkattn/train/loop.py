@@ -110,10 +110,9 @@ def train(
         with contextlib.closing(Checkpoints(path / 'checkpoints')) as checkpoints:
             with progress.phase('initializing'):
                 stack, record = start_stack(config, compiled, rows, checkpoints)
-            trace = trace or Trace(None, None, config.train)
             metrics = directory.metrics
             run = _Run(path, stack, metrics, sinks, progress, checkpoints, stop, taken_over)
-            trial_results, documents = run.to_end(record, trace)
+            trial_results, documents = run.to_end(record, trace or Trace(None))
 
         def write() -> list[dict[str, Any]]:
             """Writes what a run ends with; a start that finds no results makes all of it again."""
@@ -128,7 +127,8 @@ def train(
             metrics.flush()
             write_json(results_path, trial_results)
             sinks.write(final)
-            results.warn_of_diverged(path, trial_results)
+            if diverged := sum(result['status'] != results.FINISHED for result in trial_results):
+                log.warning('%s: %s of %s trials diverged', path, diverged, len(trial_results))
             return trial_results
 
         return agreement.on_owner(write)
@@ -251,11 +251,7 @@ class _Run:
         steps_X = record['diverged_at'] or [None] * len(alive_X)
         self.diverged_at = {x: at for x, at in enumerate(steps_X) if not alive_X[x]}
         clock, val_loss, unwritten = Clock(record), math.inf, None
-        with (
-            contextlib.closing(stack.batches()) as batches,
-            contextlib.closing(clock),
-            contextlib.closing(trace),
-        ):
+        with contextlib.closing(stack.batches()) as batches, contextlib.closing(trace):
             self.stop.defer_exit()
             if not record['evaluated'] and (val_loss := self._validate(step)) is None:
                 raise Stopped(self._stopped(step))
@@ -263,10 +259,8 @@ class _Run:
             since = step
             clock.start()
             for batch in clock.inputs(map(stack.place, batches)):
-                trace.at(step, stack.state)
-                clock.dispatching()
+                trace.dispatching(stack.state)
                 metrics = stack.train(batch)
-                clock.dispatched(metrics)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
                 self._write(unwritten, clock)
                 step += train.steps_per_dispatch

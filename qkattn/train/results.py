@@ -1,7 +1,6 @@
 """What a run leaves for reports: an object per trial, per evaluation, and per document."""
 
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,6 @@ from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 from qkattn.storage.records import DIVERGED, FINISHED, PROVENANCE, START, read_json, to_jsonable
 from qkattn.train.trials import Evaluation, Stack
-
-MAX_NAMED = 4  # diverged trials in a warning; the others are counted
-
-log = logging.getLogger(__name__)
 
 
 def trial_results(
@@ -150,17 +145,3 @@ def software_of(directory: Path) -> dict[str, Any]:
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
     imported = {'imported': start['imported']} if start['imported'] else {}
     return {name: start[name] for name in START} | imported
-
-
-def warn_of_diverged(directory: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Logs how many trials diverged, if any, at which seeds, learning rates and steps."""
-    named = [
-        f'seed {result["trial"]["seed"]} at learning rate {result["trial"]["learning_rate"]:g}, '
-        f'step {result["diverged_at"]}'
-        for result in results
-        if result['status'] == DIVERGED
-    ]
-    if named:
-        others = ['...'] * (len(named) > MAX_NAMED)
-        text = '; '.join(named[:MAX_NAMED] + others)
-        log.warning('%s: %s of %s trials diverged: %s', directory, len(named), len(results), text)

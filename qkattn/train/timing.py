@@ -1,9 +1,7 @@
-"""Where the time of training goes: parts of it on a clock, and a profiler's trace of some steps."""
+"""Where the time of training goes: seconds of a run, and a profiler's trace of some steps."""
 
-import concurrent.futures
 import contextlib
 import logging
-import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,18 +10,16 @@ from typing import Any, TypeVar
 
 import jax
 
-from qkattn.config import TrainConfig
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement
 from qkattn.storage import buckets
 
 T = TypeVar('T')
 
-PARTS = ('input_seconds', 'gap_seconds', 'logging_seconds')
+PARTS = ('input_seconds', 'logging_seconds')
 """Of TIMES: parts of `train_seconds` in which the loop does other things than wait for steps."""
 
-SKIPPED, TRACED = 2, 3
-"""Dispatches of a start before the trace, and of it, where no steps are named."""
+SKIPPED, TRACED = 2, 3  # dispatches of a start before the trace, and of it
 
 log = logging.getLogger(__name__)
 
@@ -41,33 +37,16 @@ class Clock:
         self.seconds = {name: record[name] for name in ('train_seconds', *PARTS)}
         self.tokens_per_second: float | None = None
         self._before, self._since, self._tokens = self.seconds['train_seconds'], 0.0, 0
-        self._watch = concurrent.futures.ThreadPoolExecutor(1, 'clock')
-        self._ended: concurrent.futures.Future[float] | None = None
-        self.close = self._watch.shutdown
 
     def start(self) -> None:
         """The next dispatch is the first, or the first after a pause."""
-        self._since, self._ended = time.perf_counter(), None
+        self._since = time.perf_counter()
 
     def pause(self, tokens: int) -> None:
         """The steps since `start` have ended; `tokens` were trained in them."""
         self.seconds['train_seconds'] += time.perf_counter() - self._since
         self._tokens += tokens
         self.tokens_per_second = self._tokens / (self.seconds['train_seconds'] - self._before)
-
-    def dispatching(self) -> None:
-        """The next dispatch goes to the devices, which may have been without work."""
-        if self._ended is not None and self._ended.done():
-            self.seconds['gap_seconds'] += time.perf_counter() - self._ended.result()
-
-    def dispatched(self, outputs: Any) -> None:
-        """`outputs` are those of the dispatch."""
-
-        def end() -> float:
-            jax.block_until_ready(outputs)
-            return time.perf_counter()
-
-        self._ended = self._watch.submit(end)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -90,51 +69,33 @@ class Clock:
 
 
 class Trace:
-    """Traces the dispatches of the chosen steps, in process 0; none without a directory."""
+    """Traces three dispatches after the first two of a start, in process 0."""
 
-    def __init__(self, directory: str | None, steps: str | None, train: TrainConfig):
-        """Takes --profile, and --profile_steps: 'FIRST:LAST', counted from 1, both included.
-
-        Raises:
-          ConfigError: steps without a directory, of another form or beyond the run; a directory
-            that cannot be written, or is in a bucket.
-        """
-        self._directory, self._train, self._begun = directory, train, False
-        self._steps: range | None = None  # that are traced
-        if steps is not None:
-            parts = re.fullmatch(r'(\d+):(\d+)', steps)
-            if not parts or not 1 <= int(parts[1]) <= int(parts[2]) <= train.num_steps:
-                valid = f'FIRST:LAST with 1 <= FIRST <= LAST <= {train.num_steps}'
-                raise ConfigError(f'--profile_steps={steps} must be {valid}')
-            if directory is None:
-                raise ConfigError(f'--profile_steps={steps} needs --profile=DIRECTORY')
-            self._steps = range(int(parts[1]) - 1, int(parts[2]))
-        if buckets.is_url(directory or ''):
+    def __init__(self, directory: str | None):
+        """Takes --profile; raises ConfigError for a directory in a bucket or not to be written."""
+        self._directory, self._dispatches, self._begun = directory, 0, False
+        if directory is None:
+            return
+        if buckets.is_url(directory):
             raise ConfigError(f'--profile={directory} must be a directory on a file system')
-        if directory is not None:
-            try:
-                Path(directory).mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=directory).close()
-            except OSError as error:
-                reason = error.strerror
-                raise ConfigError(f'--profile={directory} cannot be used ({reason})') from error
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=directory).close()
+        except OSError as error:
+            raise ConfigError(f'--profile={directory} cannot be used ({error.strerror})') from error
 
-    def at(self, step: int, state: Any) -> None:
-        """Starts or ends the trace between two dispatches, after `step` steps."""
+    def dispatching(self, state: Any) -> None:
+        """Starts or ends the trace between two dispatches."""
+        self._dispatches += 1
         if self._directory is None or not agreement.owner():
             return
-        each = self._train.steps_per_dispatch
-        if self._steps is None:
-            first = max(step, min(step + SKIPPED * each, self._train.num_steps - each))
-            self._steps = range(first, first + TRACED * each)
-        inside = step < self._steps.stop and step + each > self._steps.start
-        if inside != self._begun:
+        if self._dispatches == SKIPPED + 1:
             jax.block_until_ready(state)
-            if inside:
-                jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
-                self._begun = True
-            else:
-                self.close()
+            jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
+            self._begun = True
+        elif self._dispatches == SKIPPED + TRACED + 1:
+            jax.block_until_ready(state)
+            self.close()
 
     def close(self) -> None:
         """Writes the trace, if one has begun."""

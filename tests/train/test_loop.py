@@ -32,7 +32,6 @@ from qkattn.train.trials import Stack
 from tests.experiments.conftest import STUDY
 from tests.lanes import only
 from tests.processes import start_python
-from tests.storage.test_sinks import events
 from tests.train.conftest import PAIRS
 
 pytestmark = pytest.mark.usefixtures('programs_kept')
@@ -90,9 +89,7 @@ def test_a_run_leaves_plausible_results_and_the_same_ones_again(task, name, tmp_
     first, second = (train(config, tmp_path / which) for which in 'ab')
     for a, b in zip(first, second, strict=True):
         assert {key for key in a if a[key] != b[key]} <= TIMES.keys() <= a.keys()
-        # Not their sum: devices may be without work because the input is late.
-        assert all(0 <= a[part] < a['train_seconds'] for part in PARTS)
-        assert any(a[part] for part in PARTS)
+        assert sum(a[part] for part in PARTS) < a['train_seconds']
     metrics = [(tmp_path / which / 'metrics.jsonl').read_text() for which in 'ab']
     assert metrics[0] == metrics[1] and first[0]['val_loss'] != first[1]['val_loss']
     probe, translation, rows = 'probe' in name, name == 'translation', rows_of(config)
@@ -101,13 +98,11 @@ def test_a_run_leaves_plausible_results_and_the_same_ones_again(task, name, tmp_
             prefix = {'validation': 'val', 'test': 'test'}[split]
             loss, size = result[f'{prefix}_loss'], result[f'{prefix}_bits_per_byte']
             assert 0.3 < loss < 1.3 * math.log(config.model.vocab_size)
-            assert 0 <= result[f'{prefix}_accuracy'] <= 1 and 0 <= result[f'{prefix}_solved'] <= 1
+            assert all(0 <= result[f'{prefix}_{name}'] <= 1 for name in ('accuracy', 'solved'))
             want = None if probe else bits_per_byte(loss, rows.bytes_per_token(split))
             assert size == (want and pytest.approx(want))
         assert (result['data']['unigram_bits_per_byte'] is None) == probe
-        names = {key for key in result if 'bleu' in key or 'exact' in key}
-        scores = {'val_bleu', 'val_bleu_signature', 'val_exact_match'}
-        assert names == (scores if translation else set())
+        assert ('val_bleu' in result) == translation
         if translation:
             assert result['val_num_sentences'] == 6 and 0 <= result['val_bleu'] <= 100
             assert result['test_loss'] is result['test_accuracy'] is None
@@ -116,8 +111,7 @@ def test_a_run_leaves_plausible_results_and_the_same_ones_again(task, name, tmp_
             assert result['eval_tokens'] == 8 * round(0.15 * 16)
     evaluated = [r for r in read_metrics(tmp_path / 'a/metrics.jsonl') if r['kind'] == 'eval']
     assert [r['step'] for r in evaluated] == [4, 8]
-    for field in ('val_loss', 'val_accuracy', 'val_solved'):
-        assert evaluated[-1][field] == [result[field] for result in first]
+    assert evaluated[-1]['val_solved'] == [result['val_solved'] for result in first]
 
 
 def test_the_display_and_evaluations_follow_the_plan_and_a_finished_run_is_not_touched(
@@ -183,8 +177,7 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes(small_run, tmp_path):
 def test_a_lost_run_saves_nothing_more_and_its_sinks_get_every_record_once(
     small, small_run, outside
 ):
-    sinks = ('tensorboard', 'csv_sink:CsvSink(digits=17)')
-    config, path = small(train={'sinks': sinks}), outside / 'run'
+    config, path = small(train={'sinks': ('csv_sink:CsvSink(digits=17)',)}), outside / 'run'
     with pytest.raises(Lost, match='taken over at step 7'):  # checkpoints are every four
         train(config, path, lost=at_dispatch(7, lambda: True))
     assert not (path / 'result.json').exists() and saved_steps(path) == [4]
@@ -197,15 +190,8 @@ def test_a_lost_run_saves_nothing_more_and_its_sinks_get_every_record_once(
         if isinstance(values, list) and name != 'trials'
         for trial, value in enumerate(values)
     }
-    lines = (path / 'log.csv').read_text().splitlines()
-    assert len(lines) == len(logged)
-    assert {key: float(value) for key, _, value in (x.rpartition(',') for x in lines)} == logged
-    for trial in (0, 1):
-        for name, values in events(path / f'tensorboard/seed={trial}').items():
-            want = {step: logged[f'{step},{name},{trial}'] for step in values}
-            assert values == pytest.approx(want, rel=1e-6)
-            steps = {'train': range(1, 13), 'eval': (4, 8, 12), 'final': (12,)}
-            assert list(values) == list(steps[name.partition('/')[0]])
+    lines = [line.rpartition(',') for line in (path / 'log.csv').read_text().splitlines()]
+    assert len(lines) == len(logged) and {key: float(v) for key, _, v in lines} == logged
 
 
 @pytest.mark.parametrize('step', only([8], [8, 12]))
@@ -282,10 +268,8 @@ def test_a_signal_before_the_first_step_ends_a_script_at_once(tmp_path, data_dir
         process.kill()
     assert process.returncode == EXIT_REQUEUE, errors
     assert 'stopped with nothing to save' in errors and 'Traceback' not in errors
-    for pattern in ('[1-9]*/state', 'result.json', '*.tmp'):
-        assert not list(workdir.rglob(pattern))
-    for path in workdir.rglob('*.json'):
-        json.loads(path.read_bytes())
+    assert not [*workdir.rglob('[1-9]*/state'), *workdir.rglob('*.tmp')]
+    assert all(json.loads(path.read_bytes()) for path in workdir.rglob('*.json'))
     assert list((workdir / 'leases').iterdir()) and not leases.holders(workdir / 'leases')
 
 
@@ -336,7 +320,7 @@ def test_a_run_restores_onto_another_mesh(unfinished, small_run):
         assert abs(g['val_loss'] - w['val_loss']) < 1e-4
 
 
-def test_a_diverged_trial_is_recorded_with_its_step_and_leaves_no_losses(small, tmp_path):
+def test_a_diverged_trial_is_recorded_with_its_step_and_leaves_no_losses(small, tmp_path, caplog):
     """Also when the run was resumed after it."""
     config = small(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)}, train={'num_steps': 8})
     with pytest.raises(Lost):
@@ -349,6 +333,7 @@ def test_a_diverged_trial_is_recorded_with_its_step_and_leaves_no_losses(small, 
     assert 1 < first < 4 and losses[first][0] is not None
     assert (fine['status'], fine['diverged_at']) == ('finished', None)
     assert (diverged['status'], diverged['diverged_at']) == ('diverged', first)
+    assert f'{tmp_path}: 1 of 2 trials diverged' in caplog.text
     for name in ('val_induction_gain', 'val_induction_accuracy', 'val_loss', 'test_loss_se'):
         assert math.isfinite(fine[name]) and diverged[name] is None
         assert final[name] == [fine[name], diverged[name]]

@@ -3,6 +3,8 @@
 `--optimizer=module:function` and `--schedule=module:function` name one of one's own.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +15,7 @@ from qkattn.config import ModelConfig, OptimizerConfig
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.train import optimizer as optimizers
-from qkattn.train.optimizer import (
-    OPTIMIZERS,
-    SCHEDULES,
-    check_optimizer,
-    decayed,
-    matrix_axes,
-)
+from qkattn.train.optimizer import OPTIMIZERS, SCHEDULES, check_optimizer, decayed, matrix_axes
 from tests.outside import chosen
 
 MODEL = ModelConfig(d_model=8, num_layers=2, num_heads=2, context=4, vocab_size=16, biases=True)
@@ -27,15 +23,14 @@ RATE, DECAY = 0.1, 0.5
 FRACTIONS = 1.0, 0.25  # of the peak, in the two steps
 
 
-def trees(model=MODEL, count=3):
+def trees(count=3):
     """Parameters and gradients."""
     rng = np.random.default_rng(0)
-    return [
-        jax.tree.map(
-            lambda a: jnp.asarray(rng.standard_normal(a.shape), jnp.float32), abstract_params(model)
-        )
-        for _ in range(count)
-    ]
+
+    def drawn(leaf):
+        return jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
+
+    return [jax.tree.map(drawn, abstract_params(MODEL)) for _ in range(count)]
 
 
 def two_steps(transforms, params, first, second):
@@ -141,16 +136,6 @@ def test_decay_is_of_matrices_and_embeddings_and_muon_trains_the_matrices_of_blo
     }
 
 
-@pytest.mark.parametrize('rate', [0.1, 0.4])
-@pytest.mark.parametrize('decay', ['independent', 'coupled'])
-def test_independent_decay_does_not_depend_on_the_peak_learning_rate(decay, rate):
-    params, zero = ({'w_in_DF': jnp.full((2, 3), value)} for value in (1.0, 0.0))
-    transform = optimizers.optimizer(OptimizerConfig(name='sgd', decay=decay), rate, 0.05, 0.5)
-    after = two_steps([transform, transform], params, zero, zero)
-    kept = (1 - 0.5 * 0.05 * (rate if decay == 'coupled' else 1)) ** 2
-    np.testing.assert_allclose(after['w_in_DF'], kept, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ('name', 'steps', 'want'),
     [
@@ -163,11 +148,10 @@ def test_independent_decay_does_not_depend_on_the_peak_learning_rate(decay, rate
 )
 def test_schedules(name, steps, want):
     config = OptimizerConfig(schedule=name, warmup_steps=4, final_fraction=0.2)
-    np.testing.assert_allclose(optimizers.schedule(config, 64)(jnp.array(steps)), want, rtol=1e-6)
-    if name == 'inverse_sqrt':  # independent of the length of the run
-        np.testing.assert_allclose(
-            optimizers.schedule(config, 50)(jnp.array(steps)), want, rtol=1e-6
-        )
+    # The length of the run does not matter to inverse_sqrt.
+    for length in (64, 50) if name == 'inverse_sqrt' else (64,):
+        fractions = optimizers.schedule(config, length)(jnp.array(steps))
+        np.testing.assert_allclose(fractions, want, rtol=1e-6)
 
 
 # What every optimizer and schedule keeps, registered or from outside
@@ -184,18 +168,12 @@ def pytest_generate_tests(metafunc):
 def descend(outside, optimizer):
     """descend(rate, weight_decay): parameters before and after eight steps down sum of squares."""
     config = OptimizerConfig(name=optimizer, clip_norm=None)
-    params = {
-        'w_embedding_VD': jnp.linspace(-1, 1, 12).reshape(4, 3),
-        'blocks': {
-            'w_in_DF': jnp.linspace(1, 2, 12).reshape(3, 4),
-            'w_frozen_DF': jnp.ones((3, 4)),
-            'b_in_F': jnp.ones(4),
-        },
-    }
+    rising = jnp.linspace(1, 2, 12).reshape(3, 4)
+    blocks = {'w_in_DF': rising, 'w_frozen_DF': jnp.ones((3, 4)), 'b_in_F': jnp.ones(4)}
+    before = {'w_embedding_VD': jnp.linspace(-1, 1, 12).reshape(4, 3), 'blocks': blocks}
 
     @jax.jit
-    def step(state, rate, weight_decay):
-        params, inner = state
+    def step(params, inner, rate, weight_decay):
         grads = jax.tree.map(lambda p: 2 * p, params)
         grads['blocks']['w_frozen_DF'] *= 0
         transform = optimizers.optimizer(config, rate, weight_decay, fraction=0.5)
@@ -204,21 +182,21 @@ def descend(outside, optimizer):
 
     def run(rate, weight_decay):
         # The state depends on none of the numbers.
-        state = params, optimizers.optimizer(config, 0.0, 0.0).init(params)
+        params, inner = before, optimizers.optimizer(config, 0.0, 0.0).init(before)
         for _ in range(8):
-            state = step(state, rate, weight_decay)
+            params, inner = step(params, inner, rate, weight_decay)
         assert step._cache_size() == 1
-        return params, state[0]
+        np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], 1)
+        return before, params
 
     return run
 
 
 def test_an_optimizer_descends_and_leaves_what_has_no_gradient(descend):
     before, after = descend(0.02, 0.0)
-    np.testing.assert_array_equal(after['blocks'].pop('w_frozen_DF'), 1)
-    del before['blocks']['w_frozen_DF']
-    squares = [[float(jnp.sum(p**2)) for p in jax.tree.leaves(tree)] for tree in (before, after)]
-    assert np.all(np.less(squares[1], squares[0]))
+    for path in (('w_embedding_VD',), ('blocks', 'w_in_DF'), ('blocks', 'b_in_F')):
+        first, last = (functools.reduce(dict.__getitem__, path, tree) for tree in (before, after))
+        assert jnp.sum(last**2) < jnp.sum(first**2)
 
 
 def test_without_a_learning_rate_only_independent_decay_moves_an_optimizer(descend):
@@ -226,7 +204,6 @@ def test_without_a_learning_rate_only_independent_decay_moves_an_optimizer(desce
     kept = (1 - 0.5 * 0.1) ** 8
     np.testing.assert_allclose(after['w_embedding_VD'], kept * before['w_embedding_VD'], rtol=1e-5)
     np.testing.assert_array_equal(after['blocks']['b_in_F'], before['blocks']['b_in_F'])
-    np.testing.assert_array_equal(after['blocks']['w_frozen_DF'], 1)
 
 
 def test_a_schedule_warms_up_to_the_peak_and_ends_where_it_says(outside, schedule):
@@ -255,14 +232,9 @@ def divides(config, decay_steps): return lambda steps: 1 / (steps - decay_steps)
         ({'name': 'best'}, "unknown optimizer.name 'best'; known are adamw, muon, sgd, or an imp"),
         ({'schedule': 'cosin'}, "unknown optimizer.schedule 'cosin', did you mean 'cosine'"),
         ({'name': 'adamw(b1=1.0)'}, "adamw has no option 'b1'; it takes none"),
-        ({'name': 'lion:lion(rank=1)'}, "has no option 'rank'; it takes b1, b2"),
         ({'name': 'wsd:wsd'}, r'is not a function \(config, learning_rate, weight_decay'),
-        ({'name': 'optax:adam'}, "name='optax:adam' fails, TypeError in .*, line "),
         ({'name': 'strange:returns_nothing'}, 'must return an optax.GradientT.*, not None'),
-        (
-            {'name': 'strange:fails'},
-            "optimizer.name='strange:fails' fails, KeyError in .*strange.py, line 4: 'x'",
-        ),
+        ({'name': 'strange:fails'}, "name='strange:fails' fails, KeyError in .*strange.py, line 4"),
         ({'schedule': 'lion:lion'}, r'is not a function \(config, decay_steps'),
         ({'schedule': 'strange:divides'}, 'fails, ZeroDivisionError in .*strange.py, line 6: '),
         ({'schedule': 'strange:ends_at_a_third'}, 'final_fraction=0.0 must be 0.3333, where opti'),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qkattn.config import ControlsConfig, MeshConfig, Study, to_json
-from qkattn.storage import leases, ledger
+from qkattn.storage import leases
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.study import worker
@@ -24,28 +24,25 @@ JOB = """
     import itertools, json, os, sys
     from pathlib import Path
     from qkattn.config import Config, Study, from_json
-    from qkattn.jobs import bootstrap
     from qkattn.errors import ConfigError, Lost
-    from qkattn.jobs import signals
+    from qkattn.jobs import bootstrap, signals
     from qkattn.study import worker
     from qkattn.train import loop
-    from qkattn.train.loop import train
 
     loop.SEEN_WITHIN = 1.0
-    lost_after, dispatches = int(os.environ.get('LOST_AFTER', 10**9)), itertools.count(1)
+    lost_after, dispatches = int(os.environ['LOST_AFTER']), itertools.count(1)
 
     def call(kind, settings, path):
-        if kind == 'Config':
-            lost = lambda: next(dispatches) >= lost_after
-            return train(from_json(Config, settings), path, lost=lost)
-        return str(worker.run(from_json(Study, settings), path))
+        if kind == 'Study':
+            return str(worker.run(from_json(Study, settings), path))
+        lost = lambda: next(dispatches) >= lost_after
+        return loop.train(from_json(Config, settings), path, lost=lost)
 
     @signals.exit_on_signal()
     @bootstrap.in_job
     def main():
         job, rank = Path(sys.argv[1]), bootstrap.start().process_id
-        own = job / f'runs{rank}.jsonl'
-        got = []
+        own, got = job / f'runs{rank}.jsonl', []
         for line in (own if own.exists() else job / 'runs.jsonl').read_text().splitlines():
             try:
                 got.append(call(*json.loads(line)))
@@ -100,14 +97,11 @@ def assert_same_run(one, other, tolerance=1e-5):
     for a, b in zip(results_of(one), results_of(other), strict=True):
         for name in ('val_loss', 'test_loss', 'val_induction_gain'):
             assert a.get(name) == pytest.approx(b.get(name), abs=tolerance), name
-        for name in ('eval_tokens', 'test_tokens', 'eval_rows', 'status', 'diverged_at'):
-            assert a[name] == b[name]
-        for name in ('val_num_sentences', 'val_bleu', 'val_chrf', 'val_exact_match'):
+        for name in ('eval_tokens', 'eval_rows', 'status', 'diverged_at', 'val_bleu', 'val_chrf'):
             assert a.get(name) == b.get(name)
     for a, b in zip(*(read_metrics(path / 'metrics.jsonl') for path in (one, other)), strict=True):
         assert (a['kind'], a['step']) == (b['kind'], b['step'])
-        for name in ('loss', 'val_loss'):
-            assert a.get(name) == pytest.approx(b.get(name), abs=tolerance)
+        assert a.get('loss') == pytest.approx(b.get('loss'), abs=tolerance)
     a, b = (json.loads((path / 'documents.json').read_text()) for path in (one, other))
     for split in a.keys() & {'validation', 'test'}:
         assert a[split]['tokens'] == b[split]['tokens']
@@ -177,15 +171,6 @@ def test_on_any_mesh_two_processes_are_one(small, pairs_files, tmp_path):
     assert {r['lifting'] for r in of_measured} == {lifting} == {min(seconds, key=seconds.get)}
 
 
-@pytest.mark.slow
-def test_a_run_that_process_0_loses_is_let_go_by_all(small, tmp_path):
-    config, path = small({'trial': 2, 'data': 4}), tmp_path / 'two'
-    job = start(tmp_path / 'job', [(config, path)], lost_after=5)
-    assert got(tmp_path / 'job', job) == [f'{path} was taken over at step 8']
-    assert sorted(p.name for p in (path / 'checkpoints').iterdir()) == ['4']
-    assert not (path / 'result.json').exists()
-
-
 def rewound(path, to):
     """A copy of a finished run as it was at step 4."""
     shutil.copytree(path, to)
@@ -199,15 +184,24 @@ def rewound(path, to):
 @pytest.mark.slow
 def test_checkpoints_are_restored_by_other_numbers_of_processes_and_meshes(small, tmp_path):
     mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
-    job = start(tmp_path / 'job', [(small(mesh), tmp_path / 'two')])
+    runs = [(small(mesh), tmp_path / name) for name in ('two', 'lost')]
+    job = start(tmp_path / 'job', runs, lost_after=13)  # process 0 of the second, after five
     train(small(mesh), tmp_path / 'one')
-    got(tmp_path / 'job', job)
+    assert got(tmp_path / 'job', job)[1] == f'{tmp_path / "lost"} was taken over at step 8'
+    assert sorted(p.name for p in (tmp_path / 'lost/checkpoints').iterdir()) == ['4']
     states = [load_stack(tmp_path / name)[2] for name in ('two', 'one')]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *states)
     for i, other in enumerate([{'trial': 2, 'fsdp': 4}, {'data': 4}, {}]):
         path = rewound(tmp_path / 'two', tmp_path / f'two-{i}')
         train(small(other), path)
         assert_same_run(path, tmp_path / 'two')
+    # A file of the newest checkpoint that process 1 has written, and process 0 does not read.
+    damaged = shutil.copytree(tmp_path / 'two', tmp_path / 'damaged')
+    (damaged / 'result.json').unlink()
+    for file in (damaged / 'checkpoints/8/state/ocdbt.process_1/d').iterdir():
+        file.unlink()
+    got(tmp_path / 'job', start(tmp_path / 'job', [(small(mesh), damaged)]))
+    assert_same_run(damaged, tmp_path / 'two')
     # Back, and to more processes: of one to two and of two to four; and as initial parameters.
     back = rewound(tmp_path / 'one', tmp_path / 'back')
     begun = small(mesh, {'init_from': str(tmp_path / 'one'), 'num_steps': 4})
@@ -241,5 +235,3 @@ def test_a_worker_of_two_processes_ends_a_study_as_one_process_does(small, tmp_p
         assert_same_run(two / line['directory'], one / line['directory'])
     assert len((two / 'results.jsonl').read_text().splitlines()) == 4
     assert not leases.holders(two / 'leases') and len(list((two / 'leases').iterdir())) == 2
-    entries = [ledger.read(path / ledger.NAME).entries for path in (two, one)]
-    assert [e['event'] for e in entries[0]] == [e['event'] for e in entries[1]]
