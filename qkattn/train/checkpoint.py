@@ -61,21 +61,17 @@ class Checkpoints:
     """The checkpoints of a run: the newest two and the one with the best validation loss.
 
     Saving is asynchronous: `save` returns when the state is copied, and a step exists once it is
-    complete on disk. `restore` checks the checksum of every array, in which a flipped bit would
-    otherwise go unnoticed.
-
-    Attributes:
-      stall_seconds: time that training has waited in `save` and `close`, over all starts.
+    complete on disk. `stall_seconds` is the time that training has waited, over all starts.
     """
 
     def __init__(self, directory: Path, *, read_only: bool = False):
         """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves."""
         self.directory, self.stall_seconds, self._read_only = directory, 0.0, read_only
-        newest = preservation_policy.LatestN(2)
         best = preservation_policy.BestN(get_metric_fn=_rank, reverse=True, n=1)
+        kept = preservation_policy.AnyPreservationPolicy([preservation_policy.LatestN(2), best])
         options = ocp.CheckpointManagerOptions(
             best_fn=_rank,  # without it no metrics are saved
-            preservation_policy=preservation_policy.AnyPreservationPolicy([newest, best]),
+            preservation_policy=kept,
             todelete_subdir=None if read_only else TRASH,
             save_interval_steps=0 if read_only else 1,
             create=not read_only,
@@ -90,17 +86,13 @@ class Checkpoints:
             # Of a directory on a disk that this process writes.
             self._status = directory.stat() if watched else None
 
-    def steps(self) -> list[int]:
-        """The steps that are complete, oldest first."""
-        return sorted(self._manager.all_steps())
-
     def save(self, step: int, state: dict, record: dict[str, Any], val_loss: float | None) -> None:
         """Saves `state` and the JSON `record` under `step`, unless that step is there already.
 
         Raises:
           DiskError: this save or the one before could not be written.
         """
-        if step in self.steps():
+        if step in self._manager.all_steps():
             return
         about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}
         metrics = {'val_loss': val_loss if _rank({'val_loss': val_loss}) < math.inf else None}
@@ -118,11 +110,7 @@ class Checkpoints:
             self._manager.save(step, args=items, metrics=metrics)
 
     def wait(self) -> None:
-        """Waits for the last save, and deletes what it supersedes.
-
-        Raises:
-          DiskError: the save could not be written.
-        """
+        """Waits for the last save, and deletes what it supersedes; raises as `save`."""
         with self._waiting():
             self._manager.wait_until_finished()
             if self._status is not None:
@@ -143,8 +131,8 @@ class Checkpoints:
           CheckpointError: there are checkpoints, and every one of them is damaged, or a later
             version wrote the newest one.
         """
-        steps = self._on_owner(self.steps)
-        for step in reversed(steps):
+        steps = self._on_owner(lambda: sorted(self._manager.all_steps(), reverse=True))
+        for step in steps:
             state: dict = {}
             record, damage = self._on_owner(functools.partial(self._record_of, step))
             if target and damage is None:
@@ -186,9 +174,9 @@ class Checkpoints:
         sums = jax.ShapeDtypeStruct((len(names),), 'uint32', sharding=sharding)
         state, damage = {}, None
         try:
-            args = ocp.args.StandardRestore({**target, SUMS: sums})
-            path = epath.Path(self.directory / str(step) / 'state')
             # Not by the manager, which waits for all processes, also for one whose files are bad.
+            path = epath.Path(self.directory / str(step) / 'state')
+            args = ocp.args.StandardRestore({**target, SUMS: sums})
             state = ocp.StandardCheckpointHandler().restore(path, args=args)
         except Exception as error:  # orbax and tensorstore raise many kinds on damaged files
             damage = str(error)
@@ -200,12 +188,11 @@ class Checkpoints:
         return state, f'checksum of {names[differ.argmax()]}' if differ.any() else None
 
     def discard_after(self, step: int) -> None:
-        """Deletes the (damaged) steps beyond `step`, which training will write again.
-
-        Also from the trash, where a step has to be free when it is superseded a second time.
-        """
-        for later in self._on_owner(lambda: [s for s in self.steps() if s > step]):
-            self._manager.delete(later)
+        """Deletes the (damaged) steps beyond `step`, which training will write again."""
+        for later in self._on_owner(lambda: sorted(self._manager.all_steps())):
+            if later > step:
+                self._manager.delete(later)
+        # A step has to be free in the trash when it is superseded a second time.
         self._on_owner(lambda: self._remove(f'{TRASH}/*', f'*{SET_ASIDE}'))
 
     def _on_owner(self, call: Callable[[], T]) -> T:
@@ -236,11 +223,7 @@ class Checkpoints:
                 path.rename(path.with_name(path.name + SET_ASIDE))
 
     def close(self) -> None:
-        """Waits for the last save; a save that could not be finished is removed.
-
-        Raises:
-          DiskError: the last save could not be written.
-        """
+        """Waits for the last save; removes it if it could not be finished, and raises as `save`."""
         try:
             self.wait()
         finally:
@@ -300,13 +283,7 @@ def checksum(a: jax.Array) -> jax.Array:
     """The checksum of one array, uint32 []."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a = jax.random.key_data(a)
-    if a.dtype == jnp.bool:
-        bits = a.astype(jnp.uint32)
-    elif a.dtype.itemsize > 4:
-        bits = jax.lax.bitcast_convert_type(a, jnp.uint32)  # with another axis, of 2
-    else:
-        unsigned = f'uint{8 * a.dtype.itemsize}'
-        bits = jax.lax.bitcast_convert_type(a, unsigned).astype(jnp.uint32)
+    bits = a.view(f'uint{8 * min(a.dtype.itemsize, 4)}').astype(jnp.uint32)
     position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
     for axis in reversed(range(bits.ndim)):
         along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)

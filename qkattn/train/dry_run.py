@@ -44,38 +44,29 @@ GB, GIB = 10**9, 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """An accelerator, and the pods that it comes in.
-
-    Attributes:
-      kind: a part of JAX's device kind.
-      hbm, flops: bytes, and dense bf16 FLOP/s.
-      sides: dimensions of the torus of TPUs; 0 for GPUs, whose pods are hosts x GPUs.
-      most: chips in the largest slice of TPUs, or hosts of GPUs.
-      devices: JAX devices per chip.
-    """
+    """An accelerator, and the pods that it comes in."""
 
     name: str
-    kind: str
-    hbm: int
-    flops: float
-    sides: int = 0
-    most: int = 4096
-    devices: int = 1
+    hbm: int  # bytes
+    flops: float  # dense bf16 FLOP/s
+    sides: int = 0  # dimensions of the torus of TPUs; 0 for GPUs, whose pods are hosts x GPUs
+    most: int = 4096  # chips in the largest slice of TPUs, or hosts of GPUs
+    devices: int = 1  # of JAX per chip
 
 
 # The chips by the first part of a pod's name; figures from docs.cloud.google.com/tpu/docs/NAME and
 # nvidia.com/en-us/data-center/NAME.
 CHIPS = {
-    'v4': Chip('v4', 'TPU v4', 32 * GIB, 275e12, sides=3),
-    'v5e': Chip('v5e', 'TPU v5 lite', 16 * GIB, 197e12, sides=2, most=256),
-    'v5p': Chip('v5p', 'TPU v5', 95 * GIB, 459e12, sides=3, most=6144),
-    'v6e': Chip('v6e', 'TPU v6 lite', 32 * GIB, 918e12, sides=2, most=256),
-    'tpu7x': Chip('tpu7x', 'TPU7x', 192 * GIB, 2307e12, sides=3, most=9216, devices=2),
-    'a2': Chip('A100', 'A100-SXM4-40', 40 * GB, 312e12),
-    'a2ultra': Chip('A100 80GB', 'A100-SXM4-80', 80 * GB, 312e12),
-    'h100': Chip('H100', 'H100', 80 * GB, 989e12),
-    'h200': Chip('H200', 'H200', 141 * GB, 989e12),
-    'b200': Chip('B200', 'B200', 180 * GB, 2250e12),
+    'v4': Chip('v4', 32 * GIB, 275e12, sides=3),
+    'v5e': Chip('v5e', 16 * GIB, 197e12, sides=2, most=256),
+    'v5p': Chip('v5p', 95 * GIB, 459e12, sides=3, most=6144),
+    'v6e': Chip('v6e', 32 * GIB, 918e12, sides=2, most=256),
+    'tpu7x': Chip('tpu7x', 192 * GIB, 2307e12, sides=3, most=9216, devices=2),
+    'a2': Chip('A100', 40 * GB, 312e12),
+    'a2ultra': Chip('A100 80GB', 80 * GB, 312e12),
+    'h100': Chip('H100', 80 * GB, 989e12),
+    'h200': Chip('H200', 141 * GB, 989e12),
+    'b200': Chip('B200', 180 * GB, 2250e12),
 }
 _SAME = {
     'v5e': ('v5litepod',),
@@ -116,11 +107,7 @@ class Pod:
 
 
 def pod_of(name: str) -> Pod:
-    """The pod of a name, such as v5p-64 (a slice of 64 TensorCores), v5p-2x4x4 or a3-16x8.
-
-    Raises:
-      ConfigError: an unknown name, or a size that does not exist.
-    """
+    """The pod of a name, such as v5p-64 (a slice of 64 TensorCores), v5p-2x4x4 or a3-16x8."""
     kind, _, size = name.lower().partition('-')
     if kind not in CHIPS or not re.fullmatch(r'\d+(x\d+)*', size):
         near = difflib.get_close_matches(kind, CHIPS, n=1, cutoff=0.5)
@@ -181,11 +168,7 @@ class Description:
 
 
 def describe(config: Config, topology: str | None = None) -> Description:
-    """Compiles the train program for a pod, or for the present devices, and describes it.
-
-    Raises:
-      ConfigError: an invalid setting, a mesh that does not fit, or too many devices.
-    """
+    """Compiles the train program for a pod, or for the present devices, and describes it."""
     pod = None if topology is None else pod_of(topology)
     if pod is not None:
         _require_fit(config, pod)
@@ -274,11 +257,7 @@ def _require_fit(config: Config, pod: Pod) -> None:
 
 
 def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
-    """The devices of a TPU slice, or as many fake ones of the CPU, and what compiles for them.
-
-    Raises:
-      ConfigError: more fake devices than one process has, or than JAX has started with.
-    """
+    """The devices of a TPU slice, or as many fake ones of the CPU, and what compiles for them."""
     with contextlib.suppress(RuntimeError):  # JAX has started
         jax.config.update('jax_num_cpu_devices', min(pod.devices, MOST_FAKE_DEVICES))
         jax.config.update('jax_platforms', 'cpu')

@@ -37,11 +37,7 @@ log = logging.getLogger(__name__)
 def save(
     directory: str | os.PathLike, model: ModelConfig, params: dict, *, origin: dict[str, Any]
 ) -> Path:
-    """Writes the parameters and the settings of a model to `directory`.
-
-    Raises:
-      ConfigError: the directory already holds exported parameters.
-    """
+    """Writes a model to `directory`; raises ConfigError where that already holds one."""
     path = absolute(directory)
     if (path / PARAMETERS).exists() or (path / ABOUT).exists():
         raise ConfigError(f'{path} already holds parameters; give another directory')
@@ -56,11 +52,7 @@ def save(
 
 
 def load(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
-    """Settings and parameters (float32, numpy) from an export, or from the first trial of a run.
-
-    Raises:
-      ConfigError: `path` holds neither, or the parameters do not fit the settings.
-    """
+    """Settings and parameters (float32, numpy) of an export, or of the first trial of a run."""
     path = absolute(path)
     if (path / ABOUT).exists():
         about = read_json(path / ABOUT, {'model': dict})
@@ -117,12 +109,7 @@ def _crc32s(flat: dict[str, np.ndarray]) -> dict[str, int]:
 
 
 def load_stack(path: Path) -> tuple[Config, int, dict]:
-    """Settings, step and trials (as in `train.step`, stacked) of a run's newest checkpoint.
-
-    Raises:
-      ConfigError: a damaged config, or no checkpoint.
-      CheckpointError: every checkpoint is damaged.
-    """
+    """Settings, step and trials (as in `train.step`, stacked) of a run's newest checkpoint."""
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
     seeds = jnp.zeros(len(config.trials.trials()), jnp.uint32)
     target = jax.eval_shape(lambda: init_stack(config, seeds))

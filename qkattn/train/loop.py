@@ -64,11 +64,9 @@ def train(
     checkpoint, bitwise as if it had never stopped (same devices, same versions).
 
     Args:
-      workdir: the run directory.
       label, study: what the progress display calls the run, and what follows it.
       lost: whether another process has taken over the run; called after every dispatch, in
         process 0 of a job.
-      trace: the steps that are profiled; None: none.
 
     Raises:
       ConfigError: an invalid setting, or a workdir that is in use or of another configuration.
@@ -191,11 +189,7 @@ def build_program(config: Config, directory: Path) -> Program:
 def start_stack(
     config: Config, built: Program, rows: Rows, checkpoints: Checkpoints
 ) -> tuple[Stack, dict[str, Any]]:
-    """The trials at the newest sound checkpoint, or before step 0, and the checkpoint's record.
-
-    Raises:
-      CheckpointError: every checkpoint is damaged, or they belong to other data.
-    """
+    """The trials at the newest sound checkpoint, or before step 0, and the checkpoint's record."""
     restored = checkpoints.restore(built.abstract_state)
     if restored is None:
         return Stack(config, built, rows, built.init()), _FIRST
@@ -253,8 +247,9 @@ class _Run:
         clock, val_loss, unwritten = Clock(record), math.inf, None
         with contextlib.closing(stack.batches()) as batches, contextlib.closing(trace):
             self.stop.defer_exit()
+            stopped = f'stopped at step %s of {train.num_steps}, state saved'
             if not record['evaluated'] and (val_loss := self._validate(step)) is None:
-                raise Stopped(self._stopped(step))
+                raise Stopped(stopped % step)
             self.progress.begin(step, **pauses(train, step, stack.rows.splits))
             since = step
             clock.start()
@@ -292,7 +287,7 @@ class _Run:
                     with self.progress.phase('saving'):
                         self.checkpoints.save(step, stack.state, record, val_loss)
                 if stopping:
-                    raise Stopped(self._stopped(step))
+                    raise Stopped(stopped % step)
                 since = step
                 clock.start()
         return self._results(clock)
@@ -300,9 +295,6 @@ class _Run:
     def _should_stop(self, also: bool = False) -> bool:
         """Whether to stop here: the same in all processes, which ask equally often."""
         return self.stop.should_stop(next(self.asked), also=also)
-
-    def _stopped(self, step: int) -> str:
-        return f'stopped at step {step} of {self.stack.config.train.num_steps}, state saved'
 
     def _validate(self, step: int) -> float | None:
         """Records an evaluation; its mean loss, None if a stop request came before its end."""

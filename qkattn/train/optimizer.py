@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from optax import GradientTransformation as Transformation
 
 from qkattn.config import OptimizerConfig
 from qkattn.config.calls import called, resolve, takes
 from qkattn.errors import ConfigError
+
 
 # Root mean square of Muon's updates, that of Adam's (Liu et al. 2025, section 2.2).
 UPDATE_RMS = 0.2
@@ -26,7 +28,7 @@ def optimizer(
     learning_rate: jax.Array,
     weight_decay: jax.Array,
     fraction: jax.Array | float = 1.0,
-) -> optax.GradientTransformation:
+) -> Transformation:
     """Clips by global norm, then takes a step along u, which config.name determines.
 
     p <- p - fraction (learning_rate u + weight_decay p) with config.decay = 'independent',
@@ -61,34 +63,22 @@ def _is_frozen(path: tuple) -> bool:
     return path[-1].key.startswith('w_frozen_')
 
 
-def adamw(
-    config: OptimizerConfig, learning_rate: jax.Array, weight_decay: jax.Array
-) -> optax.GradientTransformation:
+def adamw(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> Transformation:
     """AdamW (Loshchilov & Hutter 2019)."""
-    return optax.adamw(
-        learning_rate,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=weight_decay,
-        mask=decayed,
-    )
+    b1, b2, eps = config.beta1, config.beta2, config.epsilon
+    return optax.adamw(rate, b1, b2, eps, weight_decay=weight_decay, mask=decayed)
 
 
-def sgd(
-    config: OptimizerConfig, learning_rate: jax.Array, weight_decay: jax.Array
-) -> optax.GradientTransformation:
+def sgd(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> Transformation:
     """Gradient descent with momentum: u <- gradient + momentum u."""
     return optax.chain(
         optax.trace(config.momentum),
         optax.add_decayed_weights(weight_decay, mask=decayed),
-        optax.scale_by_learning_rate(learning_rate),
+        optax.scale_by_learning_rate(rate),
     )
 
 
-def muon(
-    config: OptimizerConfig, learning_rate: jax.Array, weight_decay: jax.Array
-) -> optax.GradientTransformation:
+def muon(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> Transformation:
     """Muon for the matrices of the blocks (Jordan et al. 2024), Adam for all other parameters.
 
     Both with Nesterov momentum, as in optax. Updates of matrices are scaled to the root mean square
@@ -105,7 +95,7 @@ def muon(
             consistent_rms=UPDATE_RMS,
         ),
         optax.add_decayed_weights(-weight_decay, mask=decayed),
-        optax.scale(learning_rate),
+        optax.scale(rate),
     )
 
 
@@ -158,9 +148,8 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     decay = _named(config, 'schedule', SCHEDULES)(config, num_steps - warmup)
     if not warmup:
         return decay
-    return optax.join_schedules(
-        [optax.linear_schedule(1 / (warmup + 1), 1.0, warmup), decay], [warmup]
-    )
+    rise = optax.linear_schedule(1 / (warmup + 1), 1.0, warmup)
+    return optax.join_schedules([rise, decay], [warmup])
 
 
 def _named(config: OptimizerConfig, field: str, known: Mapping[str, Any]) -> Callable[..., Any]:
@@ -178,7 +167,7 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
     named, decay = _named(config, 'name', OPTIMIZERS), _named(config, 'schedule', SCHEDULES)
     if ':' in config.name:
         made = called('optimizer.name', config.name, lambda: named(config, 1e-3, 0.0))
-        if not isinstance(made, optax.GradientTransformation):
+        if not isinstance(made, Transformation):
             needed = f'must return an optax.GradientTransformation, not {made!r}'
             raise ConfigError(f'optimizer.name={config.name!r} {needed}')
     if ':' in config.schedule:

@@ -27,7 +27,6 @@ from qkattn.train.sharding import leading_shape
 from qkattn.train.step import init_stack, train_trial
 
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
-LIFTINGS = ('map', 'vmap')
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +88,11 @@ def train_steps(
     """
 
     def steps_of_trial(step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
+        def one(trial: dict, inputs: tuple) -> tuple[dict, dict]:
+            return train_trial(config, inputs[0], trial, hyper, inputs[1])
+
         steps_C = step + jnp.arange(batches['targets_BT'].shape[0])
-        return jax.lax.scan(
-            lambda trial, inputs: train_trial(config, inputs[0], trial, hyper, inputs[1]),
-            trial,
-            (steps_C, batches),
-        )
+        return jax.lax.scan(one, trial, (steps_C, batches))
 
     def many_steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:
         swap = functools.partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))  # C and X
@@ -109,10 +107,7 @@ def train_steps(
 
 @functools.lru_cache(maxsize=16)  # those of a run are few, and those of runs before it are freed
 def stack_program(
-    config: Config,
-    lifting: str,
-    mesh: Mesh,
-    measure: Callable[[Config, dict, dict], dict[str, jax.Array]],
+    config: Config, lifting: str, mesh: Mesh, measure: Callable[[Config, dict, dict], dict]
 ) -> Callable[[dict, dict], dict[str, jax.Array]]:
     """The program (params of X trials, one batch [B, ...]) -> `measure` of each, stacked."""
 
@@ -129,30 +124,21 @@ def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, di
 
     On an AbstractMesh nothing needs a device: with these a step lowers for a pod from any machine.
     """
-    trials = len(config.trials.trials())
-    over_trials = NamedSharding(mesh, P('trial'))
-    hyper = {
-        name: jax.ShapeDtypeStruct((trials,), dtype, sharding=over_trials)
-        for name, dtype in HYPER.items()
-    }
+    leading, shapes = leading_shape(config), task_of(config).array_shapes(config.model)
+    over_trials, placed = NamedSharding(mesh, P('trial')), sharding.batch_sharding(mesh)
+    struct = jax.ShapeDtypeStruct
+    hyper = {n: struct(leading[1:2], dtype, sharding=over_trials) for n, dtype in HYPER.items()}
     state = jax.eval_shape(functools.partial(init_stack, config), hyper['seed'])
-    state = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-        state,
-        sharding.state_shardings(state, mesh),
-    )
-    placed = sharding.batch_sharding(mesh)
-    batch = {
-        name: jax.ShapeDtypeStruct((*leading_shape(config), length), dtype, sharding=placed)
-        for name, (length, dtype) in task_of(config).array_shapes(config.model).items()
-    }
+    shardings = sharding.state_shardings(state, mesh)
+    state = jax.tree.map(lambda a, s: struct(a.shape, a.dtype, sharding=s), state, shardings)
+    batch = {n: struct((*leading, size), d, sharding=placed) for n, (size, d) in shapes.items()}
     return state, hyper, batch
 
 
 def lower(
     config: Config, lifting: str, mesh: Mesh, state: dict, hyper: dict, batch: Any
 ) -> jax.stages.Lowered:
-    """The train program, traced on abstract inputs; ConfigError if model.kernel cannot serve it."""
+    """The train program on abstract inputs; raises ConfigError if model.kernel cannot serve it."""
     check_kernel(config.model, mesh)
     shardings = jax.tree.map(lambda a: a.sharding, state), NamedSharding(mesh, P())
     steps = jax.jit(train_steps(config, lifting, mesh), donate_argnums=0, out_shardings=shardings)
@@ -187,14 +173,14 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
 
     def compiled(kind: str) -> tuple[Callable, float]:
         start = time.perf_counter()
-        lowered = lower(config, kind, mesh, abstract, abstract_hyper, batch)
-        return lowered.compile(), time.perf_counter() - start
+        steps = lower(config, kind, mesh, abstract, abstract_hyper, batch).compile()
+        return steps, time.perf_counter() - start
 
-    kinds: tuple[str, ...] = (lifting or config.train.lifting,)
-    if kinds == ('auto',):
-        kinds = LIFTINGS if len(trials) > 1 else ('vmap',)
-    programs, measured = {kind: compiled(kind) for kind in kinds}, {}
-    if len(kinds) > 1:
+    chosen = lifting or config.train.lifting
+    auto = ('map', 'vmap') if len(trials) > 1 else ('vmap',)
+    programs = {kind: compiled(kind) for kind in (auto if chosen == 'auto' else (chosen,))}
+    measured: dict[str, float] = {}
+    if len(programs) > 1:
         scratch = constant_batch(config, mesh)
         for kind, (run, _) in programs.items():
             seconds = seconds_per_dispatch(run, lambda: (init(), hyper, scratch))
@@ -202,7 +188,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
         measured = agreement.on_owner(lambda: measured)
         each = ', '.join(f'{kind} {seconds:.3g}' for kind, seconds in measured.items())
         log.info('seconds per step by lifting: %s', each)
-    chosen = min(measured, key=measured.__getitem__) if measured else kinds[0]
+    chosen = min(programs, key=lambda kind: measured.get(kind, 0.0))
     steps, compile_seconds = programs[chosen]
     return Program(
         mesh=mesh,
@@ -236,8 +222,7 @@ def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
-        state, metrics = steps(state, *others)
-        jax.block_until_ready((state, metrics))
+        state, _ = jax.block_until_ready(steps(state, *others))
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
@@ -247,9 +232,8 @@ def warm_up(config: Config) -> tuple[float, float]:
     sharding.require_memory(config)
     with without_cache():
         program = build(config)
-    if program.measured:
-        per_step = program.measured[program.lifting]
-    else:
+    per_step = program.measured.get(program.lifting)
+    if per_step is None:
         batch = constant_batch(config, program.mesh)
         seconds = seconds_per_dispatch(program.train, lambda: (program.init(), batch))
         per_step = seconds / config.train.steps_per_dispatch

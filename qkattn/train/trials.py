@@ -132,12 +132,10 @@ class Stack:
         measured = self._measure(attention_means, batch)
         return {name: self._number_X() * fetch(values_X) for name, values_X in measured.items()}
 
-    def _eval_batches(self, split: str, max_rows: int | None) -> Iterator[Batch]:
-        """What this process reads of the batches over a split."""
+    def _eval_batches(self, split: str, rows: int | None) -> Iterator[Batch]:
+        """What this process reads of the batches over a split, or over `rows` of it."""
         size, part = self.config.train.batch_size, local_rows(self.config, self.program.mesh)
-        return pipeline.eval_batches(
-            self.rows, split, batch_size=size, max_rows=max_rows, part=part
-        )
+        return pipeline.eval_batches(self.rows, split, batch_size=size, max_rows=rows, part=part)
 
     def _measure(self, measure: Callable[..., dict], batch: Batch) -> dict[str, jax.Array]:
         mesh = self.program.mesh
