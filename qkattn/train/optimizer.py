@@ -18,7 +18,6 @@ from qkattn.config import OptimizerConfig
 from qkattn.config.calls import called, resolve, takes
 from qkattn.errors import ConfigError
 
-
 # Root mean square of Muon's updates, that of Adam's (Liu et al. 2025, section 2.2).
 UPDATE_RMS = 0.2
 

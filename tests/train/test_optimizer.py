@@ -1,7 +1,4 @@
-"""Optimizers by hand and against optax, schedules, and what those from outside keep.
-
-`--optimizer=module:function` and `--schedule=module:function` name one of one's own.
-"""
+"""Optimizers by hand and against optax, schedules, and what those from outside keep."""
 
 import functools
 
@@ -96,11 +93,8 @@ def test_two_steps_are_those_by_hand(name, decay):
         return two_steps(transforms, params, *grads)
 
     got = steps(RATE, DECAY, jnp.array(FRACTIONS), params, grads)
-    want = jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: by_hand(name, decay, path, *(np.float64(leaf) for leaf in leaves)),
-        params,
-        *grads,
-    )
+    exact = jax.tree.map(np.float64, (params, *grads))
+    want = jax.tree_util.tree_map_with_path(functools.partial(by_hand, name, decay), *exact)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-5), got, want)
 
 
@@ -110,9 +104,8 @@ def test_adamw_is_that_of_optax_and_gradients_are_clipped():
         optax.clip_by_global_norm(1.0),
         optax.adamw(RATE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=DECAY, mask=decayed),
     )
-    got = optimizers.optimizer(
-        OptimizerConfig(decay='coupled'), jnp.float32(RATE), jnp.float32(DECAY)
-    )
+    config = OptimizerConfig(decay='coupled')
+    got = optimizers.optimizer(config, jnp.float32(RATE), jnp.float32(DECAY))
     both = jax.jit(lambda *trees: [two_steps(2 * [which], *trees) for which in (got, want)])
     jax.tree.map(np.testing.assert_array_equal, *both(params, *grads))
 
@@ -130,33 +123,29 @@ def test_decay_is_of_matrices_and_embeddings_and_muon_trains_the_matrices_of_blo
     assert axes['blocks']['attention']['score']['w_q_DNH'] == ((1,), (3,))
     assert axes['blocks']['attention']['value']['w_o_NHD'] == ((2,), (3,))
     both = {'blocks': {'w_mixing_NR': jnp.zeros((5, 2, 3)), 'w_ov_NDE': jnp.zeros((5, 2, 4, 4))}}
-    assert matrix_axes(both)['blocks'] == {
-        'w_mixing_NR': ((1,), (2,)),
-        'w_ov_NDE': ((2,), (3,)),
-    }
+    want = {'w_mixing_NR': ((1,), (2,)), 'w_ov_NDE': ((2,), (3,))}
+    assert matrix_axes(both)['blocks'] == want
 
 
 @pytest.mark.parametrize(
-    ('name', 'steps', 'want'),
+    ('name', 'length', 'steps', 'want'),
     [
-        ('inverse_sqrt', [0, 1, 3, 4, 16, 64, 400], [1 / 5, 2 / 5, 4 / 5, 1, 1 / 2, 1 / 4, 1 / 10]),
-        ('linear', [0, 3, 4, 34, 64], [1 / 5, 4 / 5, 1, 0.6, 0.2]),
-        ('cosine', [0, 3, 4, 34, 64], [1 / 5, 4 / 5, 1, 0.6, 0.2]),
-        ('cosine', [19], [0.2 + 0.8 * (1 + np.cos(np.pi / 4)) / 2]),
-        ('constant', [0, 3, 4, 34, 64], [1 / 5, 4 / 5, 1, 1, 1]),
+        *(
+            ('inverse_sqrt', n, [0, 3, 4, 16, 64], [1 / 5, 4 / 5, 1, 1 / 2, 1 / 4])
+            for n in (64, 50)
+        ),
+        ('linear', 64, [0, 3, 4, 34, 64], [1 / 5, 4 / 5, 1, 0.6, 0.2]),
+        ('cosine', 64, [4, 19, 34], [1, 0.2 + 0.8 * (1 + np.cos(np.pi / 4)) / 2, 0.6]),
+        ('constant', 64, [0, 3, 4, 34, 64], [1 / 5, 4 / 5, 1, 1, 1]),
     ],
 )
-def test_schedules(name, steps, want):
+def test_schedules(name, length, steps, want):
     config = OptimizerConfig(schedule=name, warmup_steps=4, final_fraction=0.2)
-    # The length of the run does not matter to inverse_sqrt.
-    for length in (64, 50) if name == 'inverse_sqrt' else (64,):
-        fractions = optimizers.schedule(config, length)(jnp.array(steps))
-        np.testing.assert_allclose(fractions, want, rtol=1e-6)
+    fractions = optimizers.schedule(config, length)(jnp.array(steps))
+    np.testing.assert_allclose(fractions, want, rtol=1e-6)
 
 
 # What every optimizer and schedule keeps, registered or from outside
-
-STEPS, WARMUP = 60, 4
 
 
 def pytest_generate_tests(metafunc):
@@ -164,9 +153,10 @@ def pytest_generate_tests(metafunc):
     chosen(metafunc, 'schedule', [*SCHEDULES, 'wsd:wsd', 'wsd:wsd(decay=0.5)'])
 
 
-@pytest.fixture
-def descend(outside, optimizer):
-    """descend(rate, weight_decay): parameters before and after eight steps down sum of squares."""
+def test_an_optimizer_descends_and_only_independent_decay_needs_no_learning_rate(
+    outside, optimizer
+):
+    """Eight steps down the sum of squares, by one program; what is frozen stays."""
     config = OptimizerConfig(name=optimizer, clip_norm=None)
     rising = jnp.linspace(1, 2, 12).reshape(3, 4)
     blocks = {'w_in_DF': rising, 'w_frozen_DF': jnp.ones((3, 4)), 'b_in_F': jnp.ones(4)}
@@ -180,38 +170,28 @@ def descend(outside, optimizer):
         updates, inner = transform.update(grads, inner, params)
         return optax.apply_updates(params, updates), inner
 
-    def run(rate, weight_decay):
+    def after(rate, weight_decay):
         # The state depends on none of the numbers.
         params, inner = before, optimizers.optimizer(config, 0.0, 0.0).init(before)
         for _ in range(8):
             params, inner = step(params, inner, rate, weight_decay)
-        assert step._cache_size() == 1
         np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], 1)
-        return before, params
+        return [params['w_embedding_VD'], params['blocks']['w_in_DF'], params['blocks']['b_in_F']]
 
-    return run
-
-
-def test_an_optimizer_descends_and_leaves_what_has_no_gradient(descend):
-    before, after = descend(0.02, 0.0)
-    for path in (('w_embedding_VD',), ('blocks', 'w_in_DF'), ('blocks', 'b_in_F')):
-        first, last = (functools.reduce(dict.__getitem__, path, tree) for tree in (before, after))
+    w, w_in, b = before['w_embedding_VD'], rising, jnp.ones(4)
+    for first, last in zip((w, w_in, b), after(0.02, 0.0), strict=True):
         assert jnp.sum(last**2) < jnp.sum(first**2)
-
-
-def test_without_a_learning_rate_only_independent_decay_moves_an_optimizer(descend):
-    before, after = descend(0.0, 0.1)
-    kept = (1 - 0.5 * 0.1) ** 8
-    np.testing.assert_allclose(after['w_embedding_VD'], kept * before['w_embedding_VD'], rtol=1e-5)
-    np.testing.assert_array_equal(after['blocks']['b_in_F'], before['blocks']['b_in_F'])
+    w_decayed, _, b_kept = after(0.0, 0.1)
+    np.testing.assert_allclose(w_decayed, (1 - 0.5 * 0.1) ** 8 * w, rtol=1e-5)
+    np.testing.assert_array_equal(b_kept, b)
+    assert step._cache_size() == 1
 
 
 def test_a_schedule_warms_up_to_the_peak_and_ends_where_it_says(outside, schedule):
-    config = OptimizerConfig(schedule=schedule, warmup_steps=WARMUP, final_fraction=0.1)
-    check_optimizer(config, STEPS)
-    fraction = jax.jit(jax.vmap(optimizers.schedule(config, STEPS)))
-    fractions = np.asarray(fraction(jnp.arange(STEPS + 1)))
-    np.testing.assert_allclose(fractions[: WARMUP + 1], np.arange(1, 6) / 5, rtol=1e-5)
+    config = OptimizerConfig(schedule=schedule, warmup_steps=4, final_fraction=0.1)
+    check_optimizer(config, 60)
+    fractions = np.asarray(jax.vmap(optimizers.schedule(config, 60))(jnp.arange(61)))
+    np.testing.assert_allclose(fractions[:5], np.arange(1, 6) / 5, rtol=1e-5)
     assert np.all((fractions >= 0) & (fractions <= 1 + 1e-6))
     if config.decays:
         np.testing.assert_allclose(fractions[-1], 0.1, rtol=1e-5)
@@ -235,7 +215,6 @@ def divides(config, decay_steps): return lambda steps: 1 / (steps - decay_steps)
         ({'name': 'wsd:wsd'}, r'is not a function \(config, learning_rate, weight_decay'),
         ({'name': 'strange:returns_nothing'}, 'must return an optax.GradientT.*, not None'),
         ({'name': 'strange:fails'}, "name='strange:fails' fails, KeyError in .*strange.py, line 4"),
-        ({'schedule': 'lion:lion'}, r'is not a function \(config, decay_steps'),
         ({'schedule': 'strange:divides'}, 'fails, ZeroDivisionError in .*strange.py, line 6: '),
         ({'schedule': 'strange:ends_at_a_third'}, 'final_fraction=0.0 must be 0.3333, where opti'),
     ],

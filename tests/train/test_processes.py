@@ -129,35 +129,24 @@ def test_two_processes_are_one_with_all_their_devices(small, tmp_path):
     assert begun['devices'] == {'platform': 'cpu', 'kind': 'cpu', 'count': 4, 'processes': 2}
 
 
-MESHES = [
-    {'data': 8},
-    {'fsdp': 4, 'tensor': 2},
-    {'trial': 2, 'data': 4},
-    {'trial': 2, 'data': 2, 'tensor': 2},
-    {'trial': 2, 'data': 2, 'fsdp': 2},
-]
-
-
 @pytest.mark.slow
 def test_on_any_mesh_two_processes_are_one(small, pairs_files, tmp_path):
     """Dropout, both liftings, steps that share a dispatch, a loss that is not finite, sentences."""
-    train_fields = [{}, {'lifting': 'vmap'}, {'steps_per_dispatch': 2, 'log_every': 2}]
+    trial_mesh, shared = {'trial': 2, 'data': 4}, {'steps_per_dispatch': 2, 'log_every': 2}
     configs = {
-        '-'.join(f'{axis}={n}' for axis, n in mesh.items()): small(
-            mesh, train=train_fields[i % 3], model={'dropout': 0.1 * (i % 2)}
-        )
-        for i, mesh in enumerate(MESHES)
+        'data': small({'data': 8}, model={'dropout': 0.1}),
+        'fsdp': small({'fsdp': 4, 'tensor': 2}, {'lifting': 'vmap'}),
+        'trial': small({'trial': 2, 'data': 2, 'fsdp': 2}, shared, {'dropout': 0.1}),
+        'diverges': small(trial_mesh, trials={'learning_rates': (1e-2, 1e30)}),
+        'translates': small(
+            trial_mesh,
+            {'accumulation': 1, 'num_steps': 4},
+            {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24, 'scan_unroll': 1},
+            data={'name': 'parallel', 'path': str(pairs_files), 'languages': 'en-de'},
+            decode={'beam': 2},
+        ),
     }
-    configs['diverges'] = small(MESHES[2], trials={'learning_rates': (1e-2, 1e30)})
-    sizes = {'context': 32, 'source_context': 24, 'scan_unroll': 1}
-    configs['translates'] = small(
-        MESHES[2],
-        {'accumulation': 1, 'num_steps': 4},
-        {'kind': 'encoder_decoder', **sizes},
-        data={'name': 'parallel', 'path': str(pairs_files), 'languages': 'en-de'},
-        decode={'beam': 2},
-    )
-    measured = small(MESHES[3], train={'lifting': 'auto'})
+    measured = small({'trial': 2, 'data': 2, 'tensor': 2}, train={'lifting': 'auto'})
     runs = [(config, tmp_path / 'two' / name) for name, config in configs.items()]
     job = start(tmp_path / 'job', [*runs, (measured, tmp_path / 'measured')])
     for name, config in configs.items():
