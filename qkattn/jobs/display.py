@@ -3,15 +3,13 @@
 It is on standard error, with the messages of the program above it.
 """
 
-import collections
 import contextlib
 import dataclasses
 import logging
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TextIO, cast
 
 import numpy as np
@@ -30,8 +28,6 @@ _DRAWN_EVERY, _TICK = 0.2, 1.0
 _QUIET, _PLAIN_FRACTION = 4.0, 0.05
 _LABEL, _BAR = 24, 12
 _UNIT = ' nats/token'
-# Phases between steps, and what they make: the time left counts those to come.
-_PAUSES = {'evaluating': 'evaluation', 'saving': 'checkpoint'}
 
 _log = logging.getLogger(__name__)
 
@@ -186,12 +182,9 @@ class Progress:
         self._phase: tuple[str, float] | None = None  # name, start
         self._first: tuple[int, float] | None = None  # step and time of the first report
         self._last = (0, self._opened)
-        self._begun = self._step = self._shown_step = 0
+        self._step = self._shown_step = 0
         self._losses: dict[str, Any] = {'training': None, 'validation': None}  # newest
-        self._took: dict[str, list[float]] = collections.defaultdict(list)  # seconds by phase
         self._paused = 0.0  # seconds of phases since the first report
-        self._planned: dict[str, int] = {}  # _PAUSES after `begin`
-        self._to_come: collections.Counter[str] = collections.Counter()  # of these
         self._next_time = self._opened + _QUIET  # of a plain line
         # Reentrant: the program's log goes through here, too, and may come from anywhere.
         self._lock = threading.RLock()
@@ -210,17 +203,13 @@ class Progress:
             with self._lock:
                 seconds = self._clock() - start
                 self._phase = before
-                self._took[name].append(seconds)
                 self._paused += seconds if self._first else 0.0
-                self._to_come[name] -= self._to_come[name] > 0
                 self._screen.close()
             _log.debug('%s: %s took %.3f s', self._label, name, seconds)
 
-    def begin(self, step: int, *, evaluating: int = 0, saving: int = 0) -> None:
-        """Training starts or resumes after `step` steps; so many phases of these names follow."""
-        self._begun = self._step = self._shown_step = step
-        self._planned = {'evaluating': evaluating, 'saving': saving}
-        self._to_come = collections.Counter(self._planned)
+    def begin(self, step: int) -> None:
+        """Training starts or resumes after `step` steps."""
+        self._step = self._shown_step = step
         self._phase = 'first steps', self._clock()
 
     def update(self, step: int, loss: Any = None) -> None:
@@ -319,7 +308,7 @@ class Progress:
         self.print(f'{self._label}: step {step}, {text}')
 
     def _rate(self) -> float:
-        """Steps per second since the first report."""
+        """Steps per second since the first report, without evaluations and checkpoints."""
         first_step, first_time = self._first or self._last
         step, last_time = self._last
         return (step - first_step) / (last_time - first_time) if last_time > first_time else 0.0
@@ -327,26 +316,20 @@ class Progress:
     def _left(self, now: float) -> tuple[str, str, str]:
         """Time left of the run and of the study, and the study's runs; '' where over.
 
-        Evaluations and checkpoints take as long as those before them; without one, they are named.
+        The steps to come, with evaluations and checkpoints between them, take as long as those
+        since the first report.
         """
-        rate, study, of_run, of_study = self._rate(), self._study, '', ''
-        # The low median, since the first evaluation also compiles.
-        each = {name: statistics.median_low(took) for name, took in self._took.items()}
-        to_come = {name: number for name, number in self._to_come.items() if number}
-        untimed = {_PAUSES[name]: n for name, n in to_come.items() if name not in each}
-        if rate:
-            steps = (self._total - self._step) / rate - (now - self._paused - self._last[1])
-            left = max(0.0, steps) + sum(n * each.get(name, 0.0) for name, n in to_come.items())
-            if self._step < self._total or to_come:
-                of_run = f'{interval(left)} left{_plus(untimed)}'
+        of_run = of_study = ''
+        study, (step, time_of_first) = self._study, self._first or (self._step, now)
+        if self._step > step:
+            each = (self._last[1] + self._paused - time_of_first) / (self._step - step)
+            since = now - self._last[1] - self._paused  # of the step that is under way
+            left = max(0.0, (self._total - self._step) * each - since)
+            if self._step < self._total:
+                of_run = f'{interval(left)} left'
             if study and study.runs:
-                # A run also takes the time before its first step, which is mostly compilation.
-                before = self._first[1] - self._opened if self._first else 0.0
-                pauses = sum(n * each.get(name, 0.0) for name, n in self._planned.items())
-                pauses *= self._total / max(1, self._total - self._begun)
-                run = before + self._total / rate + pauses
-                over = 'over ' * bool(untimed)
-                of_study = f'study {over}{interval(left + study.work * run)} left'
+                run = time_of_first - self._opened + each * self._total
+                of_study = f'study {interval(left + study.work * run)} left'
         runs = f'{study.runs} run{"s" * (study.runs != 1)} left' if study and study.runs else ''
         return of_run, of_study, runs
 
@@ -368,11 +351,6 @@ def interval(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f'{hours}:{minutes:02d}:{seconds:02d}' if hours else f'{minutes:02d}:{seconds:02d}'
-
-
-def _plus(untimed: Mapping[str, int]) -> str:
-    counts = [f'{number} {noun}{"s" * (number != 1)}' for noun, number in untimed.items()]
-    return f' plus {" and ".join(counts)}' if counts else ''
 
 
 @contextlib.contextmanager

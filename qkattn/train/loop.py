@@ -7,14 +7,14 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from qkattn.config import Config, Study, TrainConfig, differences, to_json
+from qkattn.config import Config, Study, differences, to_json
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
@@ -206,18 +206,6 @@ def start_stack(
     return stack, _FIRST | record
 
 
-def pauses(train: TrainConfig, step: int, splits: Sequence[str]) -> dict[str, int]:
-    """How many evaluations and checkpoints follow `step`: each split but 'train' ends with one."""
-    each = {'evaluating': train.eval_every, 'saving': train.checkpoint_every}
-    count = {name: train.num_steps // every - step // every for name, every in each.items()}
-    count['evaluating'] += len(splits) - 1 - (train.num_steps % train.eval_every == 0)
-    count['saving'] += train.num_steps % train.checkpoint_every != 0
-    return count
-
-
-# The steps
-
-
 @dataclasses.dataclass
 class _Run:
     """One start of a run, from a checkpoint to the last step."""
@@ -250,7 +238,7 @@ class _Run:
             stopped = f'stopped at step %s of {train.num_steps}, state saved'
             if not record['evaluated'] and (val_loss := self._validate(step)) is None:
                 raise Stopped(stopped % step)
-            self.progress.begin(step, **pauses(train, step, stack.rows.splits))
+            self.progress.begin(step)
             since = step
             clock.start()
             for batch in clock.inputs(map(stack.place, batches)):

@@ -113,47 +113,26 @@ def test_every_line_shows_the_newest_loss(show, clock):
     assert shown == [('1', '3.9000')] + [(f'{n}', f'{4 - n / 10:.4f}') for n in range(1, 10)]
 
 
-def test_the_time_left_counts_the_evaluations_and_checkpoints_to_come(show, clock, monkeypatch):
+def test_the_time_left_counts_evaluations_and_the_runs_to_come(show, clock, monkeypatch):
     monkeypatch.setattr(display, '_PLAIN_FRACTION', 0.0)
     monkeypatch.setattr(display, '_QUIET', 1.0)
-    progress = show(stream := io.StringIO(), 'x', 40, tokens_per_step=10)
-    progress.begin(0, evaluating=5, saving=2)
-    for step in range(1, 41):
+    study = StudyLeft(1, work=2.0)
+    progress = show(stream := io.StringIO(), 'x', 41, tokens_per_step=10, study=study)
+    clock.seconds += 7
+    progress.begin(0)
+    for step in range(1, 42):
         clock.seconds += 2
         progress.update(step, 3.0)
-        if step % 10 == 0:
+        if step % 10 == 1:
             with progress.phase('evaluating'):
-                clock.seconds += 50 if step == 10 else 30  # the first one compiles
-        if step % 20 == 0:
-            with progress.phase('saving'):
-                clock.seconds += 1
+                clock.seconds += 30
     progress.close()
-    left = dict(re.findall(r'step (\d+)/40, .* 5 tokens/s, (.*)', stream.getvalue()))
-    assert {step: left[step] for step in ('2', '11', '20', '21', '31', '39', '40')} == {
-        '2': '01:16 left plus 5 evaluations and 2 checkpoints',
-        '11': '04:18 left plus 2 checkpoints',
-        '20': '04:00 left plus 2 checkpoints',
-        '21': '02:09 left',
-        '31': '01:19 left',
-        '39': '01:03 left',
-        '40': '01:01 left',
-    }
+    left = dict(re.findall(r'step (\d+)/41, .* 5 tokens/s, (.*)', stream.getvalue()))
+    # 20 steps took 100 s with their evaluations, so the 20 to come do, and a run 9 + 41 * 5 s.
+    assert left['21'] == '01:40 left, study 08:48 left, 1 run left'
+    assert left['41'] == 'study 07:08 left, 1 run left'
     # The speed is that of the steps alone.
     assert set(re.findall(r'(\S+) tokens/s', stream.getvalue())) == {'5'}
-
-
-def test_an_evaluation_before_the_first_step_is_a_measurement(show, clock):
-    progress = show(stream := io.StringIO(), 'x', 40, study=StudyLeft(1, work=2.0))
-    with progress.phase('evaluating'):
-        clock.seconds += 7
-    progress.begin(20, evaluating=3)
-    for step in (30, 40):
-        progress.update(step, 3.0)
-        clock.seconds += 10
-    progress.tick()
-    # A whole run takes 7 s before its first step, 40 steps, and twice as many evaluations.
-    assert 21 + 2 * (7 + 40 + 42) == 3 * 60 + 19
-    assert '00:21 left, study 03:19 left, 1 run left' in stream.getvalue()
 
 
 @pytest.mark.parametrize(
