@@ -12,10 +12,9 @@ from flax import nnx
 
 from qkattn.analysis.matrices import MATRIX_QUANTITIES, definiteness, drift, singular_values
 from qkattn.analysis.patterns import (
-    IN_ORDER,
-    PATTERN_QUANTITIES,
     attention_patterns,
     induction_score,
+    pattern_quantities,
     sites,
 )
 from qkattn.errors import ConfigError
@@ -37,7 +36,7 @@ MEAN_OF_MATRICES = ('norm', 'effective_rank', 'symmetric_share')
 MEAN_OF_PATTERNS = ('entropy', 'logit_deviation', 'diagonal_mass', 'previous_token_mass')
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One number.
 
@@ -47,8 +46,7 @@ class Row:
       layer, head: from 0; None of what has none.
       of: 'A' or 'B', the matrices of a head; 'pattern', its probabilities and logits; or the name
         of a parameter.
-      quantity: a name of MATRIX_QUANTITIES, PATTERN_QUANTITIES, IN_ORDER, or 'drift',
-        'induction_score', 'parameter_norm', 'gradient_norm'.
+      quantity: what is measured, as in docs/analysis.md.
       value: NaN where it is not defined, as the effective rank of a zero matrix.
     """
 
@@ -81,17 +79,14 @@ class Analysis:
         Raises:
           KeyError: the quantity was not measured there.
         """
-        chosen = [
-            row
-            for row in self.rows
-            if (row.quantity, row.site) == (quantity, site) and of in (None, row.of)
-        ]
+        at_site = [row for row in self.rows if row.site == site]
+        chosen = [row for row in at_site if row.quantity == quantity and of in (None, row.of)]
         if not chosen:
             raise KeyError(f'no {quantity} of {of} at {site}')
-        layers = [row.layer or 0 for row in self.rows if row.site == site]
+        layers = [row.layer or 0 for row in at_site]
         layers += [layer for where, layer, _ in self.missing if where == site]
-        heads = max(row.head or 0 for row in chosen) + 1
-        values_LN = np.full((max(layers) + 1, heads), np.nan)
+        shape = max(layers) + 1, max(row.head or 0 for row in chosen) + 1
+        values_LN = np.full(shape, np.nan)
         for row in chosen:
             values_LN[row.layer or 0, row.head or 0] = row.value
         return values_LN
@@ -103,7 +98,6 @@ def analyze(
     *,
     reference: Transformer | None = None,
     induction: bool = True,
-    seed: int = 0,
 ) -> Analysis:
     """Measures a model, all layers and heads.
 
@@ -115,7 +109,6 @@ def analyze(
         with targets_BT and loss_weights_BT also gradients. None measures matrices and parameters.
       reference: model from which the drift of A and B is measured.
       induction: whether random tokens are shown twice to a decoder or encoder.
-      seed: of these tokens.
 
     Raises:
       ConfigError: as `drifts`.
@@ -125,21 +118,17 @@ def analyze(
         for circuit, drift_N in jax.device_get(drifts(reference, model)).items():
             rows += _by_head(circuit, {drift.__name__: drift_N})
     matrices = jax.jit(circuit_matrices)(model)
-    present = [circuit for circuit, a_NDD in matrices.items() if a_NDD is not None]
-    spectra: dict[Circuit, np.ndarray] = {}
-    if present:
-        a_PNDD = jnp.stack([matrices[circuit] for circuit in present])
-        numbers: dict[str, np.ndarray] = {}
-        for quantities in PROGRAMS:
-            numbers |= jax.device_get(of_matrices(a_PNDD, quantities))
-        spectra = dict(zip(present, numbers.pop(singular_values.__name__), strict=True))
-        for p, circuit in enumerate(present):
-            rows += _by_head(circuit, {name: values_P[p] for name, values_P in numbers.items()})
-    inputs = inputs_of(batch or {})
-    measured = jax.device_get(_of_inputs(model, inputs)) if inputs else {}
-    for (site, layer), numbers_N in measured.items():
-        rows += _by_head((site, layer, 'pattern'), numbers_N)
-    if induction and (repeated := repeated_tokens(model, seed)) is not None:
+    present = {circuit: a_NDD for circuit, a_NDD in matrices.items() if a_NDD is not None}
+    numbers: dict[str, np.ndarray] = {singular_values.__name__: np.empty(0)}
+    for quantities in PROGRAMS if present else ():
+        numbers |= jax.device_get(of_matrices(jnp.stack([*present.values()]), quantities))
+    spectra = dict(zip(present, numbers.pop(singular_values.__name__), strict=True))
+    for p, circuit in enumerate(present):
+        rows += _by_head(circuit, {name: values_P[p] for name, values_P in numbers.items()})
+    if inputs := inputs_of(batch or {}):
+        for (site, layer), numbers_N in jax.device_get(_of_inputs(model, inputs)).items():
+            rows += _by_head((site, layer, 'pattern'), numbers_N)
+    if induction and (repeated := repeated_tokens(model)) is not None:
         period = repeated['tokens_BT'].shape[1] // 2
         for layer, score_N in enumerate(jax.device_get(_of_repeats(model, repeated, period))):
             rows += _by_head(('attention', layer, 'pattern'), {induction_score.__name__: score_N})
@@ -166,7 +155,7 @@ def means(
     present = {c: a_NDD for c, a_NDD in circuit_matrices(model).items() if a_NDD is not None}
     numbers = {}
     if present:  # all in one array, as `matrices` asks for
-        a_PNDD = jnp.stack(list(present.values()))
+        a_PNDD = jnp.stack([*present.values()])
         numbers = {name: MATRIX_QUANTITIES[name](a_PNDD) for name in MEAN_OF_MATRICES}
     for circuit, matrix, part in (('qk', 'A', 'score'), ('ov', 'B', 'value')):
         indices = [p for p, (*_, which) in enumerate(present) if which == matrix]
@@ -175,18 +164,14 @@ def means(
         results[f'{circuit}_factor_norm'] = _mean(_norm(getattr(layer, part)) for layer in layers)
     if inputs is None:
         return results
-    patterns = attention_patterns(model, inputs)
-    if rows_B is not None:
-        patterns = {
-            site: pattern._replace(mask_BTS=pattern.mask_BTS & rows_B[:, None, None])
-            for site, pattern in patterns.items()
-        }
+    rows_B11 = True if rows_B is None else rows_B[:, None, None]
+    measured = [
+        (pattern_quantities(site), pattern._replace(mask_BTS=pattern.mask_BTS & rows_B11))
+        for (site, _), pattern in attention_patterns(model, inputs).items()
+    ]
     for name in MEAN_OF_PATTERNS:
-        quantity = (PATTERN_QUANTITIES | IN_ORDER)[name]
         results[f'attention_{name}'] = _mean(
-            quantity(pattern)
-            for (site, _), pattern in patterns.items()
-            if name not in IN_ORDER or not site.endswith('cross_attention')
+            chosen[name](pattern) for chosen, pattern in measured if name in chosen
         )
     return results
 
@@ -224,21 +209,17 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Arra
     for site, layer, _ in sorted(theirs.keys() ^ ours.keys()):
         raise ConfigError(f'{site} {layer} is a layer of one model only; {needs}')
     changes = {}
-    for circuit, a_NDD in theirs.items():
-        b_NDD = ours[circuit]
-        if a_NDD is None or b_NDD is None:
-            continue
-        if a_NDD.shape != b_NDD.shape:
-            site, layer, matrix = circuit
-            raise ConfigError(
-                f'{site} {layer}: {matrix}[n] is {[*a_NDD.shape]} in the reference and '
-                f'{[*b_NDD.shape]} in the model; {needs}'
-            )
-        changes[circuit] = jax.vmap(drift)(a_NDD, b_NDD)
+    for (site, layer, matrix), a_NDD in theirs.items():
+        b_NDD = ours[site, layer, matrix]
+        if a_NDD is not None and b_NDD is not None:
+            if a_NDD.shape != b_NDD.shape:
+                shapes = f'{[*a_NDD.shape]} in the reference and {[*b_NDD.shape]} in the model'
+                raise ConfigError(f'{site} {layer}: {matrix}[n] is {shapes}; {needs}')
+            changes[site, layer, matrix] = jax.vmap(drift)(a_NDD, b_NDD)
     return changes
 
 
-def repeated_tokens(model: Transformer, seed: int) -> dict[str, np.ndarray] | None:
+def repeated_tokens(model: Transformer) -> dict[str, np.ndarray] | None:
     """tokens_BT of uniform random tokens r_1 .. r_H r_1 .. r_H, T <= context; None where T < 4.
 
     H <= window, so that a query sees the token after its previous occurrence. None of an
@@ -248,8 +229,7 @@ def repeated_tokens(model: Transformer, seed: int) -> dict[str, np.ndarray] | No
     half = min(config.context // 2, config.window or config.context)
     if half < 2 or isinstance(model, EncoderDecoder):
         return None
-    rng = np.random.default_rng(seed)
-    r_BH = rng.integers(0, config.vocab_size, (REPEATED_ROWS, half))
+    r_BH = np.random.default_rng(0).integers(0, config.vocab_size, (REPEATED_ROWS, half))
     return {'tokens_BT': np.tile(r_BH, 2)}
 
 
@@ -279,11 +259,10 @@ def of_matrices(a_PNDD: jax.Array, quantities: tuple[Callable, ...]) -> dict[str
 
 @jax.jit
 def _of_inputs(model: Transformer, inputs: Mapping[str, Any]) -> dict[tuple[str, int], dict]:
-    """Every quantity [N] by site and layer; IN_ORDER where t and s count one sequence."""
+    """Every quantity [N] by site and layer."""
     results = {}
     for (site, layer), pattern in attention_patterns(model, inputs).items():
-        in_order = {} if site.endswith('cross_attention') else IN_ORDER
-        chosen = PATTERN_QUANTITIES | in_order
+        chosen = pattern_quantities(site)
         results[site, layer] = {name: quantity(pattern) for name, quantity in chosen.items()}
     return results
 

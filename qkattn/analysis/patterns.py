@@ -93,10 +93,8 @@ def _shifted_mass(pattern: Pattern, distance: int) -> jax.Array:
     """Mean of p[t, t - distance] over the rows of the pattern."""
     T, S = pattern.probabilities_BNTS.shape[-2:]
     t_T, s_T = jnp.arange(T), jnp.arange(T) - distance
-    inside_T = (s_T >= 0) & (s_T < S)
-    s_T = jnp.clip(s_T, 0, S - 1)
-    visible_BT = pattern.mask_BTS[:, t_T, s_T] & inside_T
-    return _mean(pattern.probabilities_BNTS[..., t_T, s_T], visible_BT)
+    visible_BT = pattern.mask_BTS[:, t_T, jnp.clip(s_T, 0, S - 1)] & (s_T >= 0) & (s_T < S)
+    return _mean(pattern.probabilities_BNTS[..., t_T, jnp.clip(s_T, 0, S - 1)], visible_BT)
 
 
 def _mean(value_BNT: jax.Array, visible_BT: jax.Array) -> jax.Array:
@@ -105,14 +103,12 @@ def _mean(value_BNT: jax.Array, visible_BT: jax.Array) -> jax.Array:
     return (value_BNT * weight_B1T).sum((0, 2)) / weight_B1T.sum()
 
 
-# What an analysis measures of every head: everywhere, and where queries and keys have positions in
-# common.
-PATTERN_QUANTITIES: dict[str, Callable[[Pattern], jax.Array]] = {
-    function.__name__: function for function in (entropy, logit_deviation, largest_logit)
-}
-IN_ORDER: dict[str, Callable[[Pattern], jax.Array]] = {
-    function.__name__: function for function in (diagonal_mass, previous_token_mass)
-}
+def pattern_quantities(site: str) -> dict[str, Callable[[Pattern], jax.Array]]:
+    """What is measured of every head at a site; some where t and s count one sequence alone."""
+    functions = [entropy, logit_deviation, largest_logit]
+    if not site.endswith('cross_attention'):
+        functions += [diagonal_mass, previous_token_mass]
+    return {function.__name__: function for function in functions}
 
 
 def sites(model: Transformer) -> dict[str, list[Attention]]:
@@ -199,29 +195,20 @@ def _streams(model: Transformer) -> dict[str, Stream]:
 
 
 def _run(
-    stream: Stream,
-    prefix: str,
-    visit: Visit,
-    x_BTD: jax.Array,
-    mask: Mask,
-    dropout_key: None = None,
-    **shared: Any,
+    stream: Stream, prefix: str, visit: Visit, x_BTD: Any, mask: Any, _: None = None, **shared: Any
 ) -> jax.Array:
-    """`Stream.run` with a call of `visit` before every attention layer."""
+    """`Stream.run` without dropout, with a call of `visit` before every attention layer."""
 
-    def watched(attention: Attention, site: str, index: int) -> Callable[..., jax.Array]:
-        def attend(
-            x_BTD: jax.Array, mask: Mask, *, y_BSD: jax.Array | None = None, **dropout: Any
-        ) -> jax.Array:
-            visit(site, index, attention, x_BTD, mask, y_BSD)
-            return attention(x_BTD, mask, y_BSD=y_BSD, **dropout)
-
-        return attend
+    def attend(
+        watched: tuple[str, int, Attention], x_BTD: Any, mask: Any, *, y_BSD: Any = None, **key: Any
+    ) -> jax.Array:
+        visit(*watched, x_BTD, mask, y_BSD)
+        return watched[2](x_BTD, mask, y_BSD=y_BSD, **key)
 
     for index in range(stream.config.num_layers):
         block = layer_of(stream.blocks, index)
         for name, part in list(vars(block).items()):
             if isinstance(part, Attention):
-                setattr(block, name, watched(part, prefix + name, index))
+                setattr(block, name, functools.partial(attend, (prefix + name, index, part)))
         x_BTD = block(x_BTD, mask, **shared)
     return stream.normed(x_BTD)

@@ -29,59 +29,42 @@ class ModelConfig:
         None, "'score/value' of the cross-attention; None is that of the decoder's self-attention."
     )
     pattern: str | None = setting(
-        None,
-        "Variants of the layers in turn, as in 'qk/vo,qk/no_v', the first of which is score/value; "
-        'None is score/value in every layer. In decoders and encoders.',
+        None, "Variants of the layers in turn, as in 'qk/vo,qk/no_v'; None is score/value in all."
     )
     d_model: int = setting(128, 'D, width of the residual stream.', **WIDTH)
     num_layers: int = setting(4, 'L, number of layers.', **COUNT)
-    num_encoder_layers: int | None = setting(
-        None, 'Layers of the encoder in an encoder-decoder; None is num_layers.', **COUNT
-    )
+    num_encoder_layers: int | None = setting(None, 'Of the encoder; None is num_layers.', **COUNT)
     num_heads: int = setting(4, 'N, query heads.', **COUNT)
     num_kv_heads: int | None = setting(None, 'K, key and value heads; None is num_heads.', **COUNT)
-    head_size: int | None = setting(
-        None, 'H, width of a head; None is d_model / num_heads.', **WIDTH
-    )
+    head_size: int | None = setting(None, 'H, width of a head; None is D / N.', **WIDTH)
     d_ff: int | None = setting(None, 'F, width of the MLP; None is 4 d_model.', least=1, most=2**20)
     context: int = setting(128, 'Longest sequence, in tokens.', least=1)
-    source_context: int | None = setting(
-        None, 'Longest source of an encoder-decoder, in tokens; None is context.', least=1
-    )
+    source_context: int | None = setting(None, 'Longest source; None is context.', least=1)
     vocab_size: int = setting(256, 'V, size of the vocabulary.', least=1)
     norm: Literal['layernorm', 'rmsnorm'] = setting(
         'layernorm', "'layernorm' (Ba et al. 2016) or 'rmsnorm' (Zhang & Sennrich 2019)."
     )
     norm_position: Literal['pre', 'post'] = setting(
-        'pre',
-        "'pre', x + f(norm(x)), with a norm after the last block (Xiong et al. 2020), or 'post', "
-        'norm(x + f(x)) (Vaswani et al. 2017).',
+        'pre', "'pre', x + f(norm(x)), or 'post', norm(x + f(x)) (Vaswani et al. 2017)."
     )
     activation: Literal['gelu', 'gelu_tanh', 'relu'] = setting(
         'gelu_tanh', "Of the MLP: 'gelu' (exact), 'gelu_tanh' (as in GPT-2) or 'relu'."
     )
     positions: Literal['learned', 'sinusoidal', 'rope', 'alibi', 'none'] = setting(
-        'learned',
-        "'learned' or 'sinusoidal' embeddings, 'rope' or 'alibi' inside attention, or 'none'.",
+        'learned', "'learned' or 'sinusoidal' embeddings, 'rope' or 'alibi' in attention, 'none'."
     )
     attention_gain: bool = setting(
-        True,
-        'The norms before attention have a learned gain, an undecayed diagonal factor of W_Q, W_K '
-        'and W_V; only pre-norm can go without.',
+        True, 'Norms before attention have an undecayed gain; only pre-norm can go without.'
     )
     qk_norm: bool = setting(
-        False,
-        'Queries and keys are divided by their root mean square and multiplied by a learned gain '
-        '(Henry et al. 2020; Dehghani et al. 2023).',
+        False, 'Queries and keys have RMS 1, times a learned gain (Henry et al. 2020).'
     )
     score_scale: float = setting(1.0, "Factor on the logits beside the Score's own scale.", above=0)
     logit_cap: float | None = setting(
         None, 'c in c tanh(logit / c) (Gemma 2, 2024); None is off.', above=0, most=1e9
     )
     normalizer: str = setting(
-        'softmax',
-        'What turns logits into probabilities: softmax, softmax_off_by_one, sigmoid, entmax15, '
-        "sparsemax, with options as in 'sigmoid(bias=-6.0)', or an import path.",
+        'softmax', 'softmax, softmax_off_by_one, sigmoid, entmax15, sparsemax or import path.'
     )
     window: int | None = setting(
         None, 'A query attends to positions at distance |t - s| < window; None is all.', least=1
@@ -93,43 +76,26 @@ class ModelConfig:
     )
     biases: bool = setting(False, 'Biases in projections, MLP and layer norms.')
     tied_embeddings: bool = setting(True, 'The output matrix is the transposed input embedding.')
-    shared_embeddings: bool = setting(
-        True, 'Encoder and decoder of an encoder-decoder read one embedding.'
-    )
-    scale_embeddings: bool = setting(
-        False, 'Embeddings, positions included, are multiplied by sqrt(D) (Vaswani et al. 2017).'
-    )
+    shared_embeddings: bool = setting(True, 'Encoder and decoder read one embedding.')
+    scale_embeddings: bool = setting(False, 'Embeddings times sqrt(D) (Vaswani et al. 2017).')
     init: Literal['fan_in', 'nanogpt'] = setting(
         'fan_in',
         "Initial standard deviations: 'fan_in' (outputs as large as inputs; embeddings D^-1/2) or "
         "'nanogpt' (0.02); the last matrix of a branch has a factor (2 L)^-1/2.",
     )
-    init_embedding: float = setting(
-        1.0, 'Factor on the initial standard deviation of the embeddings.', above=0
-    )
-    init_qk: float = setting(
-        1.0, 'Factor on the initial standard deviation of the matrices of Scores.', above=0
-    )
-    init_vo: float = setting(
-        1.0, 'Factor on the initial standard deviation of the matrices of Values alone.', above=0
-    )
-    init_mlp: float = setting(
-        1.0, 'Factor on the initial standard deviation of the matrices of MLPs.', above=0
-    )
+    init_embedding: float = setting(1.0, 'Factor on the initial deviation of embeddings.', above=0)
+    init_qk: float = setting(1.0, 'Factor on the initial deviation of Score matrices.', above=0)
+    init_vo: float = setting(1.0, 'Factor on the initial deviation of Value matrices.', above=0)
+    init_mlp: float = setting(1.0, 'Factor on the initial deviation of MLP matrices.', above=0)
     dropout: float = setting(0.0, 'Rate on embeddings and on every branch of a block.', **RATE)
-    attention_dropout: float | None = setting(
-        None, 'Rate on attention probabilities; None is dropout.', **RATE
-    )
+    attention_dropout: float | None = setting(None, 'Of probabilities; None is dropout.', **RATE)
     activation_dropout: float = setting(0.0, 'Rate on the hidden layer of the MLP.', **RATE)
     remat: Literal['none', 'full', 'dots'] = setting(
         'none',
-        "Activations of a layer that the backward pass computes again: 'none', 'full' (all), or "
-        "'dots' (all but the outputs of its weight matrices).",
+        "What the backward pass computes again: 'none', 'full' or 'dots' (all but products).",
     )
     scan_unroll: int | None = setting(
-        None,
-        'Layers unrolled per iteration of the scan; None is all below 12 layers, else 1.',
-        **COUNT,
+        None, 'Layers per step of the scan; None is all below 12 layers, else 1.', **COUNT
     )
     compute_dtype: Literal['float32', 'bfloat16'] = setting(
         'float32', "'float32' or 'bfloat16'; parameters stay in float32."

@@ -23,16 +23,10 @@ class DataConfig:
     data_dir: str | None = setting(
         None, 'Where prepared data is cached; None is $QKATTN_DATA or ~/.cache/qkattn.', path=True
     )
-    manual_dir: str | None = setting(
-        None, 'Directory of files that were downloaded by hand.', path=True
-    )
+    manual_dir: str | None = setting(None, 'Directory of files downloaded by hand.', path=True)
     path: str | None = setting(None, "Files of 'text', 'parallel', 'hf' and 'shards'.", path=True)
-    languages: str | None = setting(
-        None, "Source and target of a translation set, as in 'en-de'.", path=True
-    )
-    feature: str | None = setting(
-        None, 'Which feature of a tfds set, or column of a hf set, is its text.'
-    )
+    languages: str | None = setting(None, "Of a translation set, as in 'en-de'.", path=True)
+    feature: str | None = setting(None, 'Text feature of a tfds set, column of a hf set.')
     lowercase: bool = setting(False, 'Text is lower-cased before it is tokenized.')
     tokenizer: str = setting(
         'bytes',
@@ -40,21 +34,13 @@ class DataConfig:
         'Hugging Face tokenizers, or an import path. Shards have their own.',
         path=True,
     )
-    tokenizer_size: int = setting(
-        8192, "Number of ids of a 'bpe' vocabulary, at least 257.", least=1
-    )
-    carve_test: bool = setting(
-        False, 'A corpus with a validation but no test split gets one, a tenth of train.'
-    )
+    tokenizer_size: int = setting(8192, "Ids of a 'bpe' vocabulary, at least 257.", least=1)
+    carve_test: bool = setting(False, 'Carves a missing test split, a tenth of train.')
     task: str | None = setting(
         None, 'Import path of a task; None is the one for model.kind and the data.', path=True
     )
-    mask_rate: float = setting(
-        0.15, 'Fraction of the tokens that an encoder has to restore.', above=0, below=1
-    )
-    shift_windows: bool = setting(
-        False, 'Windows of text begin at an offset that is drawn for every epoch.'
-    )
+    mask_rate: float = setting(0.15, 'Share of tokens that an encoder restores.', above=0, below=1)
+    shift_windows: bool = setting(False, 'Windows of text start at an offset drawn per epoch.')
     drop_long: bool = setting(
         False, 'Sentence pairs that do not fit into the model are left out, else they are an error.'
     )
@@ -90,20 +76,13 @@ class OptimizerConfig:
         'path.',
     )
     final_fraction: float = setting(
-        0.0,
-        "Learning rate at the end over the peak, of 'linear', 'cosine' and schedules from outside.",
-        least=0,
-        most=1,
+        0.0, 'Final learning rate over the peak, where the schedule decays.', least=0, most=1
     )
     beta1: float = setting(0.9, 'Decay of the first moment in Adam.', least=0, most=1)
     beta2: float = setting(0.99, 'Decay of the second moment in Adam.', least=0, most=1)
-    epsilon: float = setting(
-        1e-8, 'Added to the root of the second moment in Adam; Muon reads it too.', least=0
-    )
+    epsilon: float = setting(1e-8, 'Added to the root in Adam and Muon.', least=0)
     momentum: float = setting(0.95, "Momentum of 'muon' and 'sgd'.", least=0, most=1)
-    clip_norm: float | None = setting(
-        1.0, 'Gradients are scaled down to this global norm; None is off.', above=0
-    )
+    clip_norm: float | None = setting(1.0, 'Largest norm of the gradient; None is off.', above=0)
     decay: Literal['independent', 'coupled'] = setting(
         'independent',
         "'independent' subtracts fraction(step) * weight_decay * p in each step, whatever the peak "
@@ -130,23 +109,13 @@ class TrainConfig:
     num_steps: int = setting(1000, 'Optimizer steps.', least=1)
     batch_size: int = setting(16, 'Sequences per step and trial.', least=1)
     accumulation: int = setting(1, 'Microbatches per step, weighted by their tokens.', least=1)
-    label_smoothing: float = setting(
-        0.0, 'Weight of the uniform distribution in the training target.', **RATE
-    )
+    label_smoothing: float = setting(0.0, 'Weight of a uniform distribution in targets.', **RATE)
     steps_per_dispatch: int = setting(10, 'Steps compiled into one program call.', least=1)
-    log_every: int = setting(
-        10, 'Steps between two records of training; a multiple of steps_per_dispatch.', least=1
-    )
-    eval_every: int = setting(
-        100, 'Steps between two evaluations; a multiple of log_every.', least=1
-    )
-    checkpoint_every: int = setting(
-        100, 'Steps between two checkpoints; a multiple of log_every.', least=1
-    )
+    log_every: int = setting(10, 'Steps per record; a multiple of steps_per_dispatch.', least=1)
+    eval_every: int = setting(100, 'Steps per evaluation; a multiple of log_every.', least=1)
+    checkpoint_every: int = setting(100, 'Steps per checkpoint; a multiple of log_every.', least=1)
     lifting: Literal['auto', 'vmap', 'map'] = setting(
-        'auto',
-        "How the step is lifted over trials: 'vmap' (side by side), 'map' (one after another "
-        "inside the program), or 'auto', the faster in a short measurement.",
+        'auto', "Trials run as 'vmap' (at once), 'map' (in turn), or 'auto', as is faster."
     )
     attention_metrics: bool = setting(
         False, 'An evaluation also measures matrices and patterns of attention (docs/analysis.md).'
@@ -155,9 +124,7 @@ class TrainConfig:
         None, 'Positions whose logits are held at a time; None is all, B T V floats.', least=1
     )
     init_from: str | None = setting(
-        None,
-        'Exported parameters, or a run directory (its first trial), from which all trials start.',
-        path=True,
+        None, 'Exported parameters or a run (trial 0) to start all trials from.', path=True
     )
     sinks: tuple[str, ...] = setting(
         (), "Further logs: 'tensorboard', 'wandb' or the import path of a class (docs/outside.md)."
@@ -207,9 +174,7 @@ class MeshConfig:
 
     trial: int = setting(1, 'Devices over which the trials are split.', least=1)
     data: int = setting(1, 'Devices over which the sequences of a microbatch are split.', least=1)
-    fsdp: int = setting(
-        1, 'Devices over which sequences and, by their rows, parameters are split.', least=1
-    )
+    fsdp: int = setting(1, 'Devices over which sequences and parameters are split.', least=1)
     tensor: int = setting(1, 'Devices over which heads and the MLP are split.', least=1)
 
 

@@ -23,47 +23,36 @@ class TuningConfig:
     """
 
     seeds: tuple[int, ...] = setting(
-        (),
-        'Seeds of the screening trials, none of trials.seeds, which are for the verdict; empty is '
-        'no tuning and no verdict.',
-        least=0,
+        (), 'Screening seeds, none of trials.seeds; empty is no tuning and no verdict.', least=0
     )
     max_points: int = setting(
         9, 'Most values per setting; an arm that needs more is not bracketed.', least=1, most=1000
     )
     max_seeds: int = setting(
         6,
-        'Most screening seeds; max(seeds) + 1, ... are drawn while the best value of a setting is '
-        'not significantly better than both sides.',
+        'Most screening seeds, drawn while the best value is not significant.',
         least=1,
         most=1000,
     )
     choice: Choice = setting(
-        'vertex',
-        "What is chosen of a sweep: the 'vertex' of the fitted parabola, or 'minimax', the value "
-        'whose loss is bounded closest to that of the optimum, whatever the skew.',
+        'vertex', "Of a sweep: 'vertex' of the parabola, or 'minimax', with the best bounded loss."
     )
-    score_scales: tuple[float, ...] = setting((), 'Grid of model.score_scale, if any.', above=0)
-    init_embeddings: tuple[float, ...] = setting(
-        (), 'Grid of model.init_embedding, if any.', above=0
+    score_scales: tuple[float, ...] = setting(
+        (), 'Grid of model.score_scale; empty is not tuned.', above=0
     )
-    init_qks: tuple[float, ...] = setting((), 'Grid of model.init_qk, if any.', above=0)
-    init_vos: tuple[float, ...] = setting((), 'Grid of model.init_vo, if any.', above=0)
-    init_mlps: tuple[float, ...] = setting((), 'Grid of model.init_mlp, if any.', above=0)
+    init_embeddings: tuple[float, ...] = setting((), 'Grid of model.init_embedding.', above=0)
+    init_qks: tuple[float, ...] = setting((), 'Grid of model.init_qk.', above=0)
+    init_vos: tuple[float, ...] = setting((), 'Grid of model.init_vo.', above=0)
+    init_mlps: tuple[float, ...] = setting((), 'Grid of model.init_mlp.', above=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControlsConfig:
     """Arms that say what a difference is due to; only in a study with tuning."""
 
-    equal_shape: bool = setting(
-        True, "Each variant that saves cost is also trained at the baseline's shape."
-    )
+    equal_shape: bool = setting(True, "Variants also train at the baseline's shape.")
     longer: int | None = setting(
-        4,
-        'The baseline and the decided arms are also trained this many times as long, with learning '
-        'rates tuned anew; None is off.',
-        least=2,
+        4, 'The baseline and decided arms also train this many times as long; None is off.', least=2
     )
     longer_seeds: tuple[int, ...] = setting(
         (), 'Seeds of the verdict of longer training; empty is trials.seeds.', least=0
@@ -93,33 +82,23 @@ class Study:
         (), 'Data sets, as in data.name, each with its arms; empty is base.data.name.', path=True
     )
     match: Literal['total', 'non_embedding', 'flops', 'cache'] | None = setting(
-        'total',
-        "The cost made equal: 'total' or 'non_embedding' parameters, 'flops' or 'cache' floats per "
-        'token, or None for equal shapes.',
+        'total', 'Equal cost: total or non_embedding parameters, flops or cache a token; or None.'
     )
     destinations: tuple[Destination, ...] = setting(
         ('d_model',),
-        'Where the parameters go that a variant saves, each an arm: d_model, d_ff, num_heads (of '
-        "the baseline's size) or num_layers.",
+        'Where saved parameters go: d_model, d_ff, num_heads or num_layers.',
         filled=True,
     )
-    fill: Literal['d_ff'] | None = setting(
-        'd_ff', "The dimension that absorbs the rounding residual: 'd_ff' or None."
-    )
+    fill: Literal['d_ff'] | None = setting('d_ff', 'Absorbs the rounding residual; None is off.')
     tolerance: float = setting(1e-3, 'Largest |residual|, relative to the target.', above=0)
     tuning: TuningConfig = TuningConfig()
     controls: ControlsConfig = ControlsConfig()
     looks: tuple[int, ...] = setting(
-        (),
-        'Numbers of verdict seeds at which the study may be looked at, ascending, the last one all '
-        'of them; empty is one look.',
-        least=1,
+        (), 'Seeds at each interim analysis, ascending, at last all; empty is one look.', least=1
     )
     margin: float = setting(
         0.005, 'Largest difference in loss that counts as none, in nats per token.', above=0
     )
     expected: tuple[str, ...] = setting(
-        (),
-        "Positive controls: known effects that the study has to show, as in 'qk/vo?num_heads=1 is "
-        "worse' or 'shared_qk/vo is worse at equal shape'.",
+        (), "Positive controls: known effects, as in 'qk/vo?num_heads=1 is worse'."
     )
