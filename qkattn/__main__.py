@@ -31,7 +31,7 @@ def main() -> None:
         sys.argv = [f'qkattn {name}', *arguments]
         if not sys.flags.safe_path:
             sys.path.insert(0, '')  # as with -m: import paths name files of the working directory
-        sys.path.append(str(cli.shipped('experiments')['train'].parents[1]))  # of experiments
+        sys.path.append(str(scripts['train'].parents[1]))  # of experiments
         show_starting()
         runpy.run_path(str(scripts[name]), run_name='__main__')
     else:
@@ -39,21 +39,15 @@ def main() -> None:
 
 
 def _help(scripts: dict[str, Path]) -> str:
-    return '\n'.join(
-        [
-            'usage: qkattn COMMAND [--FLAG=VALUE ...]; qkattn COMMAND --help lists the flags',
-            '\ncommands',
-            *_first_lines(scripts),
-            '\nconfigs, as --config=NAME; --config=FILE.py is one of your own',
-            *_first_lines(cli.shipped('configs')),
-        ]
-    )
-
-
-def _first_lines(files: dict[str, Path]) -> list[str]:
-    """'name  first line of its docstring' for Python files, which are not run."""
-    texts = {n: ast.get_docstring(ast.parse(p.read_text('utf-8'))) for n, p in files.items()}
-    return [f'  {name:<18} {text.splitlines()[0] if text else ""}' for name, text in texts.items()]
+    """The commands and configs, each with the first line of its docstring; none is run."""
+    lines = ['usage: qkattn COMMAND [--FLAG=VALUE ...]; qkattn COMMAND --help lists the flags']
+    configs = 'configs, as --config=NAME; --config=FILE.py is one of your own'
+    for title, files in (('commands', scripts), (configs, cli.shipped('configs'))):
+        lines.append(f'\n{title}')
+        for name, path in files.items():
+            text = ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
+            lines.append(f'  {name:<18} ' + text.partition('\n')[0])
+    return '\n'.join(lines)
 
 
 if __name__ == '__main__':

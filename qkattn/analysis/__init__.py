@@ -1,7 +1,4 @@
-"""What trained attention is like: rank, symmetry and patterns of models, by layer and head.
-
-`analyze` measures a model; every quantity is one function on arrays of `matrices` or `patterns`.
-"""
+"""What trained attention is like: rank, symmetry and patterns of models, by layer and head."""
 
 from qkattn.analysis.analyze import Analysis, analyze, circuit_matrices, means
 from qkattn.analysis.patterns import attention_patterns, walk

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 
 from qkattn.analysis.matrices import MATRIX_QUANTITIES, definiteness, drift, singular_values
 from qkattn.analysis.patterns import (
@@ -16,16 +16,15 @@ from qkattn.analysis.patterns import (
     induction_score,
     pattern_quantities,
     sites,
+    streams,
 )
 from qkattn.errors import ConfigError
 from qkattn.model import Encoder, EncoderDecoder
-from qkattn.model.stack import stacks_of
+from qkattn.model.stack import layer_of
 from qkattn.model.transformer import Transformer, inputs_of, loss
 
 # Site, layer, and 'A' or 'B'.
 Circuit = tuple[str, int, str]
-# Rows of random tokens that are shown twice, for the induction score.
-REPEATED_ROWS = 8
 # What one program computes; the last one needs eigenvalues, see `matrices`.
 PROGRAMS: tuple[tuple[Callable, ...], ...] = (
     (*(q for q in MATRIX_QUANTITIES.values() if q is not definiteness), singular_values),
@@ -44,8 +43,7 @@ class Row:
       site: 'attention', 'cross_attention', 'encoder/attention'; of parameters also 'mlp', 'model'
         (outside the blocks) and the like.
       layer, head: from 0; None of what has none.
-      of: 'A' or 'B', the matrices of a head; 'pattern', its probabilities and logits; or the name
-        of a parameter.
+      of: 'A' or 'B', the matrices of a head; its 'pattern'; or the name of a parameter.
       quantity: what is measured, as in docs/analysis.md.
       value: NaN where it is not defined, as the effective rank of a zero matrix.
     """
@@ -63,10 +61,8 @@ class Analysis:
     """What was measured.
 
     Attributes:
-      rows: the numbers.
-      spectra: singular values [N, D] by (site, layer, 'A' or 'B').
-      missing: (site, layer, 'A' or 'B') of circuits that are no such matrix: scores that are not
-        bilinear, values that are not linear.
+      spectra: singular values [N, D] of every circuit that is one matrix a head.
+      missing: the others: scores that are not bilinear, values that are not linear.
     """
 
     rows: list[Row]
@@ -116,25 +112,25 @@ def analyze(
     rows: list[Row] = []
     if reference is not None:
         for circuit, drift_N in jax.device_get(drifts(reference, model)).items():
-            rows += _by_head(circuit, {drift.__name__: drift_N})
+            rows += _by_head(circuit, {'drift': drift_N})
     matrices = jax.jit(circuit_matrices)(model)
     present = {circuit: a_NDD for circuit, a_NDD in matrices.items() if a_NDD is not None}
-    numbers: dict[str, np.ndarray] = {singular_values.__name__: np.empty(0)}
+    numbers: dict[str, np.ndarray] = {'singular_values': np.empty(0)}
     for quantities in PROGRAMS if present else ():
         numbers |= jax.device_get(of_matrices(jnp.stack([*present.values()]), quantities))
-    spectra = dict(zip(present, numbers.pop(singular_values.__name__), strict=True))
+    spectra = dict(zip(present, numbers.pop('singular_values'), strict=True))
     for p, circuit in enumerate(present):
         rows += _by_head(circuit, {name: values_P[p] for name, values_P in numbers.items()})
-    if inputs := inputs_of(batch or {}):
-        for (site, layer), numbers_N in jax.device_get(_of_inputs(model, inputs)).items():
-            rows += _by_head((site, layer, 'pattern'), numbers_N)
-    if induction and (repeated := repeated_tokens(model)) is not None:
+    inputs, repeated = inputs_of(batch or {}), repeated_tokens(model) if induction else None
+    measured = [jax.device_get(_of_patterns(model, inputs))] if inputs else []
+    if repeated is not None:
         period = repeated['tokens_BT'].shape[1] // 2
-        for layer, score_N in enumerate(jax.device_get(_of_repeats(model, repeated, period))):
-            rows += _by_head(('attention', layer, 'pattern'), {induction_score.__name__: score_N})
-    rows += _norms(model, 'parameter_norm', nnx.to_pure_dict(nnx.state(model)))
+        measured.append(jax.device_get(_of_patterns(model, repeated, period)))
+    for (site, layer), numbers_N in (item for each in measured for item in each.items()):
+        rows += _by_head((site, layer, 'pattern'), numbers_N)
+    rows += _norms(model, 'parameter_norm')
     if batch is not None and 'targets_BT' in batch:
-        rows += _norms(model, 'gradient_norm', gradients(model, dict(batch)))
+        rows += _norms(jax.jit(jax.grad(loss))(model, dict(batch)), 'gradient_norm')
     return Analysis(rows, spectra, [circuit for circuit in matrices if circuit not in spectra])
 
 
@@ -145,10 +141,8 @@ def means(
 ) -> dict[str, jax.Array]:
     """Attention in a few numbers: means over sites, layers and heads; traceable by jit and vmap.
 
-    MEAN_OF_MATRICES of A[n] as 'qk_norm', of B[n] as 'ov_norm', and MEAN_OF_PATTERNS for these
-    inputs as 'attention_entropy'. 'qk_factor_norm' and 'ov_factor_norm' are those of all parameters
-    of the score and of the value of a layer. NaN for what the attention does not have; no inputs,
-    no patterns. `rows_B` is False for rows whose patterns do not count; None is all.
+    They are those of `metrics.ATTENTION`, of patterns only where there are inputs. NaN for what the
+    attention does not have. `rows_B` is False for rows whose patterns do not count; None is all.
     """
     results: dict[str, jax.Array] = {}
     layers = [layer for layers in sites(model).values() for layer in layers]
@@ -220,16 +214,15 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Arra
 
 
 def repeated_tokens(model: Transformer) -> dict[str, np.ndarray] | None:
-    """tokens_BT of uniform random tokens r_1 .. r_H r_1 .. r_H, T <= context; None where T < 4.
+    """tokens_BT of uniform random tokens r_1 .. r_H r_1 .. r_H; None of an encoder-decoder.
 
-    H <= window, so that a query sees the token after its previous occurrence. None of an
-    encoder-decoder, too, whose targets follow a source.
+    H <= window, so that a query sees the token after its previous occurrence; None where H < 2.
     """
     config = model.config
     half = min(config.context // 2, config.window or config.context)
     if half < 2 or isinstance(model, EncoderDecoder):
         return None
-    r_BH = np.random.default_rng(0).integers(0, config.vocab_size, (REPEATED_ROWS, half))
+    r_BH = np.random.default_rng(0).integers(0, config.vocab_size, (8, half))
     return {'tokens_BT': np.tile(r_BH, 2)}
 
 
@@ -243,34 +236,24 @@ def next_token_batch(model: Transformer, tokens_BT: np.ndarray) -> dict[str, np.
     return {'tokens_BT': tokens_BT, 'targets_BT': targets_BT, 'loss_weights_BT': weights_BT}
 
 
-@jax.jit
-def gradients(model: Transformer, batch: Mapping[str, jax.Array]) -> dict:
-    """The gradient of `loss`, nats per target, as a parameter tree."""
-    graph, params = nnx.split(model)
-    grads = jax.grad(lambda params: loss(nnx.merge(graph, params), batch))(params)
-    return nnx.to_pure_dict(grads)
-
-
 @functools.partial(jax.jit, static_argnames='quantities')
 def of_matrices(a_PNDD: jax.Array, quantities: tuple[Callable, ...]) -> dict[str, jax.Array]:
     """Quantities of P circuits by name, each [P, N]."""
     return {quantity.__name__: quantity(a_PNDD) for quantity in quantities}
 
 
-@jax.jit
-def _of_inputs(model: Transformer, inputs: Mapping[str, Any]) -> dict[tuple[str, int], dict]:
-    """Every quantity [N] by site and layer."""
+@functools.partial(jax.jit, static_argnames='period')
+def _of_patterns(
+    model: Transformer, inputs: Mapping[str, Any], period: int | None = None
+) -> dict[tuple[str, int], dict[str, jax.Array]]:
+    """Quantities [N] by site and layer; of tokens with a period the induction score alone."""
     results = {}
     for (site, layer), pattern in attention_patterns(model, inputs).items():
-        chosen = pattern_quantities(site)
-        results[site, layer] = {name: quantity(pattern) for name, quantity in chosen.items()}
+        quantities = pattern_quantities(site)
+        if period is not None:
+            quantities = {'induction_score': functools.partial(induction_score, period=period)}
+        results[site, layer] = {name: quantity(pattern) for name, quantity in quantities.items()}
     return results
-
-
-@functools.partial(jax.jit, static_argnames='period')
-def _of_repeats(model: Transformer, inputs: Mapping[str, Any], period: int) -> list[jax.Array]:
-    patterns = attention_patterns(model, inputs)
-    return [induction_score(pattern, period) for pattern in patterns.values()]
 
 
 def _by_head(key: Circuit, numbers: Mapping[str, np.ndarray]) -> list[Row]:
@@ -281,26 +264,24 @@ def _by_head(key: Circuit, numbers: Mapping[str, np.ndarray]) -> list[Row]:
     ]
 
 
-def _norms(model: Transformer, quantity: str, tree: dict) -> list[Row]:
-    """The root of the sum of squares of every array of a tree with the model's parameter paths.
+def _norms(model: Transformer, quantity: str) -> list[Row]:
+    """The root of the sum of squares of every parameter, in the blocks by layer.
 
-    Of 'blocks/attention/score/w_q_DNH' the site is 'attention', the factor 'score/w_q_DNH', and
-    there is one norm a layer; what is outside the blocks has no layer.
+    Of 'blocks/attention/score/w_q_DNH' the site is 'attention' and the factor 'score/w_q_DNH'.
     """
     rows = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(tree)):
-        parts = jax.tree_util.keystr(path, simple=True, separator='/').split('/')
-        prefix, *rest = ('encoder/', *parts[1:]) if parts[0] == 'encoder' else ('', *parts)
-        if rest[0] != 'blocks':
-            size = float(np.linalg.norm(leaf.ravel()))
-            rows.append(Row(f'{prefix}model', None, None, '/'.join(rest), quantity, size))
-            continue
-        period, number = len(stacks_of((model.encoder if prefix else model).blocks)), 0
-        if period > 1:
-            number = int(rest.pop(1).removeprefix('stack_'))
-        for row, weights in enumerate(leaf):
-            layer, size = number + row * period, float(np.linalg.norm(weights.ravel()))
-            rows.append(Row(prefix + rest[1], layer, None, '/'.join(rest[2:]), quantity, size))
+    for prefix, stream in streams(model).items():
+        layers = range(stream.config.num_layers)
+        trees = [(layer, layer_of(stream.blocks, layer)) for layer in layers]
+        for layer, tree in (*trees, (None, stream)):
+            arrays = jax.device_get(nnx.to_pure_dict(nnx.state(tree)))
+            for path, factor in traverse_util.flatten_dict(arrays, sep='/').items():
+                site, _, name = path.partition('/')
+                if layer is None and site in ('blocks', 'encoder'):
+                    continue
+                site, name = ('model', path) if layer is None else (site, name)
+                size = float(np.linalg.norm(factor.ravel()))
+                rows.append(Row(prefix + site, layer, None, name, quantity, size))
     return rows
 
 

@@ -33,15 +33,6 @@ def effective_rank(a_NDD: jax.Array) -> jax.Array:
     return jnp.exp(entr(s_ND / s_ND.sum(-1, keepdims=True)).sum(-1))
 
 
-def stable_rank(a_NDD: jax.Array) -> jax.Array:
-    """|A|_F^2 / |A|_2^2 = sum(s^2) / max(s)^2, from 1 to the rank.
-
-    Rudelson & Vershynin 2007, 'Sampling from large matrices'.
-    """
-    energy_ND = singular_values(a_NDD) ** 2
-    return energy_ND.sum(-1) / energy_ND[..., 0]
-
-
 def norm(a_NDD: jax.Array) -> jax.Array:
     """|A|_F, the root of the sum of squares."""
     return jnp.sqrt(_energy(a_NDD))
@@ -56,23 +47,17 @@ def symmetric_share(a_NDD: jax.Array) -> jax.Array:
     return _energy(_symmetric(a_NDD)) / _energy(a_NDD)
 
 
-def skew_share(a_NDD: jax.Array) -> jax.Array:
-    """|(A - A^T) / 2|_F^2 / |A|_F^2 = 1 - symmetric_share."""
-    return _energy(a_NDD - _symmetric(a_NDD)) / _energy(a_NDD)
-
-
-def directionality(a_NDD: jax.Array, deviations: float = 2.0) -> jax.Array:
+def directionality(a_NDD: jax.Array) -> jax.Array:
     """(c - r) / (c + r), from -1 (rows dominate) to 1 (columns dominate); 0 where c = r = 0.
 
-    r is the sum, over the norms of the rows, of what exceeds their mean by more than `deviations`
-    standard deviations; c is that of the columns. Rows of A act on queries, columns on keys: a
+    r is the sum, over the norms of the rows, of what exceeds their mean by more than two standard
+    deviations; c is that of the columns. Rows of A act on queries, columns on keys: a
     large column is a direction of the key that all queries look for. Saponati et al. 2025, arXiv
     2502.10927, who find it above 0 in autoregressive models.
     """
 
     def excess(norms_ND: jax.Array) -> jax.Array:
-        deviation_N = norms_ND.std(-1, ddof=1)
-        bound_N = norms_ND.mean(-1) + deviations * deviation_N
+        bound_N = norms_ND.mean(-1) + 2 * norms_ND.std(-1, ddof=1)
         return jnp.maximum(norms_ND - bound_N[..., None], 0).sum(-1)
 
     r_N, c_N = (excess(jnp.sqrt((a_NDD**2).sum(axis))) for axis in (-1, -2))
@@ -109,13 +94,5 @@ def _energy(a_NDD: jax.Array) -> jax.Array:
 # What an analysis measures of every A[n] and B[n].
 MATRIX_QUANTITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
     function.__name__: function
-    for function in (
-        norm,
-        effective_rank,
-        stable_rank,
-        symmetric_share,
-        skew_share,
-        directionality,
-        definiteness,
-    )
+    for function in (norm, effective_rank, symmetric_share, directionality, definiteness)
 }

@@ -42,10 +42,9 @@ class Pattern(NamedTuple):
 
 def entropy(pattern: Pattern) -> jax.Array:
     """-sum_s p log p of p / sum_s p, nats: 0 where one key has all, log S where all S are equal."""
-    p_BNTS, visible_BT = pattern.probabilities_BNTS, pattern.mask_BTS.any(-1)
-    total_BNT1 = p_BNTS.sum(-1, keepdims=True)
-    p_BNTS = p_BNTS / jnp.where(total_BNT1 > 0, total_BNT1, 1)
-    return _mean(entr(p_BNTS).sum(-1), visible_BT)
+    total_BNT1 = pattern.probabilities_BNTS.sum(-1, keepdims=True)
+    p_BNTS = pattern.probabilities_BNTS / jnp.where(total_BNT1 > 0, total_BNT1, 1)
+    return _mean(entr(p_BNTS).sum(-1), pattern.mask_BTS.any(-1))
 
 
 def diagonal_mass(pattern: Pattern) -> jax.Array:
@@ -82,11 +81,9 @@ def induction_score(pattern: Pattern, period: int) -> jax.Array:
     """Mean of p[t, t - period + 1] over t >= period, of tokens that repeat after `period`.
 
     The key is the token that followed the previous occurrence of token t, which an induction head
-    attends to (Olsson et al. 2022, 'In-context learning and induction heads': prefix matching).
-    Attention that is equal over S keys has 1 / S.
+    attends to (Olsson et al. 2022: prefix matching). Attention that is equal over S keys has 1 / S.
     """
-    late = Pattern(*(a[..., period:, :] for a in pattern))
-    return _shifted_mass(late, -1)
+    return _shifted_mass(Pattern(*(a[..., period:, :] for a in pattern)), -1)
 
 
 def _shifted_mass(pattern: Pattern, distance: int) -> jax.Array:
@@ -115,7 +112,7 @@ def sites(model: Transformer) -> dict[str, list[Attention]]:
     """All attention layers, first to last: 'attention', 'cross_attention', 'encoder/attention'."""
     return {
         prefix + name: stream.layers(name)
-        for prefix, stream in _streams(model).items()
+        for prefix, stream in streams(model).items()
         for name, part in vars(layer_of(stream.blocks, 0)).items()
         if isinstance(part, Attention)
     }
@@ -125,19 +122,15 @@ def attention_patterns(
     model: Transformer, inputs: Mapping[str, Any]
 ) -> dict[tuple[str, int], Pattern]:
     """The pattern of every attention layer by site and layer, in the order of computation."""
-    patterns: dict[tuple[str, int], Pattern] = {}
-
-    def visit(site: str, layer: int, attention: Attention, *read: Any) -> None:
-        patterns[site, layer] = pattern_of(attention, *read)
-
-    walk(model, inputs, visit)
-    return patterns
+    read: dict[tuple[str, int], tuple] = {}
+    walk(model, inputs, lambda site, layer, *rest: read.update({(site, layer): rest}))
+    return {place: pattern_of(*rest) for place, rest in read.items()}
 
 
 def walk(model: Transformer, inputs: Mapping[str, Any], visit: Visit) -> jax.Array:
     """`model.stream(**inputs)`, layer by layer, with a call of `visit` at every attention layer."""
     watched = jax.tree.map(lambda leaf: leaf, model)
-    for prefix, stream in _streams(watched).items():
+    for prefix, stream in streams(watched).items():
         stream.run = functools.partial(_run, stream, prefix, visit)  # type: ignore[method-assign]
     return watched.stream(**inputs)
 
@@ -188,7 +181,7 @@ class _Keys(Value):
         return o_BTNH
 
 
-def _streams(model: Transformer) -> dict[str, Stream]:
+def streams(model: Transformer) -> dict[str, Stream]:
     """The stacks of layers of a model by the beginning of their sites' names: '' or 'encoder/'."""
     encoder = getattr(model, 'encoder', None)
     return {'': model} | ({} if encoder is None else {'encoder/': encoder})

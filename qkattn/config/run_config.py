@@ -205,17 +205,11 @@ def _conflicts(config: Config) -> Iterator[str]:
     if width > MAX_HEADS_WIDTH:
         yield f'model.num_heads * model.head_size = {width} must be at most {MAX_HEADS_WIDTH}'
     if not model.attention_gain and model.norm_position == 'post':
-        yield (
-            'model.attention_gain=False needs model.norm_position=pre: with post, the norm before '
-            'attention also ends the branch before it'
-        )
+        yield 'model.attention_gain=False needs model.norm_position=pre'
     for name in ('encoder_variant', 'cross_variant', 'num_encoder_layers', 'source_context'):
         value = getattr(model, name)
         if value is not None and model.kind != 'encoder_decoder':
-            yield (
-                f'model.{name}={value!r} is a setting of an encoder-decoder, but model.kind is '
-                f'{model.kind!r}'
-            )
+            yield f'model.{name}={value!r} is a setting of an encoder-decoder, not of {model.kind}'
     if train.batch_size % train.accumulation:
         yield f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
     for name in ('num_steps', 'log_every', 'eval_every', 'checkpoint_every'):
@@ -232,14 +226,11 @@ def _conflicts(config: Config) -> Iterator[str]:
     if optimizer.decay == 'independent' and max(config.trials.weight_decays) >= 0.1:
         yield (
             f'trials.weight_decays={config.trials.weight_decays} must be below 0.1 with '
-            "optimizer.decay='independent', which subtracts this fraction in every step; for one "
-            "that is multiplied by the learning rate, set optimizer.decay='coupled'"
+            "optimizer.decay='independent', a fraction in every step; optimizer.decay='coupled' "
+            'multiplies by the learning rate'
         )
     trials, microbatch = len(config.trials.trials()), train.batch_size // train.accumulation
     if trials % mesh.trial:
         yield f'mesh.trial={mesh.trial} must divide the number of trials, {trials}'
     if microbatch % (parts := mesh.data * mesh.fsdp):
-        yield (
-            f'mesh.data * mesh.fsdp = {parts} must divide the microbatch of {microbatch} sequences '
-            '(train.batch_size / train.accumulation)'
-        )
+        yield f'mesh.data * mesh.fsdp = {parts} must divide the microbatch of {microbatch}'

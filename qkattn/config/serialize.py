@@ -33,16 +33,12 @@ OF_MACHINE = ('mesh', 'data.data_dir', 'data.manual_dir', 'train.sinks', 'model.
 
 @functools.cache
 def defaults(cls: Any) -> dict[str, Any]:
-    """The default with which each field was introduced, as JSON; {} for a section.
-
-    A field that is in no schema yet has that of the dataclass.
-    """
-    present: dict[str, Any] = {
-        f.name: {} if dataclasses.is_dataclass(f.default) else f.default
-        for f in dataclasses.fields(cls)
-    }
-    frozen = {n: v for number in SCHEMAS for n, v in introduced(number, cls).items()}
-    return json.loads(json.dumps(present | {n: v for n, v in frozen.items() if n in present}))
+    """The default with which each field was introduced (else its own), as JSON; {} of a section."""
+    present: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(cls)}
+    for number in SCHEMAS:
+        present |= {n: v for n, v in introduced(number, cls).items() if n in present}
+    sections: dict[str, Any] = {n: {} for n, v in present.items() if dataclasses.is_dataclass(v)}
+    return json.loads(json.dumps(present | sections))
 
 
 def introduced(number: str, cls: Any) -> dict[str, Any]:

@@ -7,9 +7,8 @@ Score, allow any positions, QK-norm and mask.
 Gauge fixing removes the H^2 redundant parameters of each head. W_Q M^T and W_K M^-1 have the same
 product for every invertible M, and so have W_V M and M^-1 W_O. M is a block of H rows of W_K, or of
 H columns of W_O, which becomes the identity and is not stored. With W_K = Q R and orthonormal Q,
-W_K M^-1 = Q Q_block^-1: no condition of W_K itself matters. As W_Q M^T holds columns of A[n],
-rounding both factors by eps changes A[n] by at most about eps |W_K M^-1| of its norm, where
-|W_K M^-1| = 1 / (smallest singular value of Q_block).
+W_K M^-1 = Q Q_block^-1. Rounding both factors by eps changes A[n] by at most about eps |W_K M^-1|
+of its norm, and |W_K M^-1| = 1 / (smallest singular value of Q_block).
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.attention.attention import Attention
-from qkattn.attention.scores.qk import fixed_first, fixed_slices
+from qkattn.attention.scores.qk import fixed_first
 from qkattn.convert.factors import (
-    Factors,
     balanced_factors,
     dtype_of,
     empty_layer,
@@ -46,8 +44,7 @@ def merge(layer: Attention) -> Attention:
 def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
     """Any bilinear Score -> `qk`, or `low_rank(rank=)` where `rank` is not the head size. Exact.
 
-    The factors are balanced: of all, those with the smallest sum of squares. Refused where A[n] of
-    a head has a higher rank (use `truncate`).
+    The factors are balanced. Refused where A[n] of a head has a higher rank (use `truncate`).
     """
     rank = layer.spec.head_size if rank is None else rank
     return _lossless(*truncate(layer, rank=rank), f'A[n] has a rank above {rank}', 'truncate')
@@ -66,51 +63,26 @@ def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     return fill(target, layer, score=arrays), lost
 
 
-def to_collaborative(layer: Attention) -> Attention:
-    """`qk` -> `collaborative`, R = N H: W_Q side by side, mixing = indicators. Exact."""
-    N, H = layer.spec.num_heads, layer.spec.head_size
-    factors, target = _factors_of_qk(layer), empty_layer(layer, score='collaborative')
-    ratio, factors = factors.scale / logit_scale(target), factors.with_kv_heads(N)
-    arrays = {
-        'w_q_DR': ratio * factors.w_q_DNH.reshape(-1, N * H),
-        'w_k_DR': factors.w_k_DKH.reshape(-1, N * H),
-        'w_mixing_NR': np.repeat(np.eye(N), H, axis=1),
-        'b_q_R': ratio * factors.b_q_NH.reshape(-1),
-        'b_k_R': factors.b_k_KH.reshape(-1),
-    }
-    return fill(target, layer, score=arrays)
-
-
-def gauge_fix_qk(layers: Sequence[Attention], *, pivot: bool = True) -> list[Attention]:
+def gauge_fix_qk(layers: Sequence[Attention]) -> list[Attention]:
     """`qk` -> `gauge_fixed`: W_Q M^T and W_K M^-1, which holds an identity block. Exact.
 
-    b_K, which softmax ignores, becomes 0.
-
-    Args:
-      layers: those of a model, which become one variant.
-      pivot: True picks the rows of each key head that keep W_K M^-1 small in all layers; they are
-        an option of the target. False takes the rows that `gauge_fixed` fixes by default.
+    The rows of the block keep W_K M^-1 small in all layers of a model, which become one variant;
+    they are an option of it. b_K, which softmax ignores, becomes 0.
 
     Raises:
       ConversionError: as `qk_factors`; a Score other than qk; or a block so close to singular that
         half of the digits of the parameters' dtype would be lost.
     """
-    factors = [_factors_of_qk(layer) for layer in layers]
-    (D, K, H), spec = factors[0].w_k_DKH.shape, layers[0].spec
-    score, rows = 'gauge_fixed', fixed_slices(spec, K)
-    if pivot:
-        rows = _best_rows(np.stack([layer.w_k_DKH for layer in factors]))
-        score = f'gauge_fixed(rows={rows})'
-    fixed = []
+    factors, score = [qk_factors(layer) for layer in layers], layers[0].spec.score
+    require(score == 'qk', f'it starts from the score qk, not {score}')
+    D, _, H = factors[0].w_k_DKH.shape
+    rows, fixed = _best_rows(np.stack([old.w_k_DKH for old in factors])), []
     for layer, old in zip(layers, factors, strict=True):
-        M_KHH, free_CKH = _in_gauge(old.w_k_DKH, fixed_first(rows, D), layer, 'W_K of key head')
-        M_NHH = np.repeat(M_KHH, spec.num_heads // K, axis=0)
-        arrays = {
-            'w_q_DNH': np.einsum('DNH,NGH->DNG', old.w_q_DNH, M_NHH),
-            'b_q_NH': np.einsum('NH,NGH->NG', old.b_q_NH, M_NHH),
-            'b_k_KH': np.zeros((K, H)),
-        } | ({'w_k_free_CKH': free_CKH} if H < D else {})
-        fixed.append(fill(empty_layer(layer, score=score), layer, score=arrays))
+        new = _in_gauge(old.w_k_DKH, old.w_q_DNH, old.b_q_NH, fixed_first(rows, D), layer, 'W_K')
+        arrays = {'w_q_DNH': new[0], 'b_q_NH': new[1], 'b_k_KH': np.zeros_like(old.b_k_KH)}
+        arrays |= {'w_k_free_CKH': new[2]} if H < D else {}
+        target = empty_layer(layer, score=f'gauge_fixed(rows={rows})')
+        fixed.append(fill(target, layer, score=arrays))
     return fixed
 
 
@@ -141,46 +113,23 @@ def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     return fill(target, layer, value=arrays), lost
 
 
-def gauge_fix_vo(layers: Sequence[Attention], *, pivot: bool = True) -> list[Attention]:
+def gauge_fix_vo(layers: Sequence[Attention]) -> list[Attention]:
     """`vo` -> `gauge_fixed`: W_V M and M^-1 W_O, which holds an identity block. Exact.
 
     As `gauge_fix_qk`, with the columns of each head of W_O in place of the rows of W_K.
-
-    Raises:
-      ConversionError: a Value other than vo; head_size = d_model; or a block too close to singular.
     """
-    spec = layers[0].spec
-    D, N, H = spec.d_model, spec.num_heads, spec.head_size
-    require(spec.value == 'vo', f'it starts from the value vo, not {spec.value}')
-    require(
-        H < D,
-        f'head_size={H} at d_model={D} would leave no parameter of W_O free; convert to no_o by '
-        'hand',
-    )
+    D, N, value = layers[0].spec.d_model, layers[0].spec.num_heads, layers[0].spec.value
+    require(value == 'vo', f'it starts from the value vo, not {value}')
     factors = [extract_factors(layer).with_kv_heads(N) for layer in layers]
-    w_o_LDNH = np.stack([np.moveaxis(layer.w_o_NHD, 2, 0) for layer in factors])
-    value, columns = 'gauge_fixed', fixed_slices(spec, N)
-    if pivot:
-        columns = _best_rows(w_o_LDNH)
-        value = f'gauge_fixed(columns={columns})'
+    w_o_LDNH = np.stack([np.moveaxis(old.w_o_NHD, 2, 0) for old in factors])
+    columns, fixed = _best_rows(w_o_LDNH), []
     orders_ND = np.stack([np.append(c, np.setdiff1d(np.arange(D), c)) for c in columns])
-    fixed = []
     for layer, old, w_o_DNH in zip(layers, factors, w_o_LDNH, strict=True):
-        M_NHH, free_CNH = _in_gauge(w_o_DNH, orders_ND, layer, 'W_O of head')
-        arrays = {
-            'w_v_DNH': np.einsum('DNH,NGH->DNG', old.w_v_DKH, M_NHH),
-            'w_o_NHC': np.moveaxis(free_CNH, 0, 2),
-            'b_v_NH': np.einsum('NH,NGH->NG', old.b_v_KH, M_NHH),
-            'b_o_D': old.b_o_D,
-        }
-        fixed.append(fill(empty_layer(layer, value=value), layer, value=arrays))
+        target = empty_layer(layer, value=f'gauge_fixed(columns={columns})')
+        new = _in_gauge(w_o_DNH, old.w_v_DKH, old.b_v_KH, orders_ND, layer, 'W_O')
+        arrays = {'w_v_DNH': new[0], 'b_v_NH': new[1], 'w_o_NHC': np.moveaxis(new[2], 0, 2)}
+        fixed.append(fill(target, layer, value=arrays | {'b_o_D': old.b_o_D}))
     return fixed
-
-
-def _factors_of_qk(layer: Attention) -> Factors:
-    factors, score = qk_factors(layer), layer.spec.score
-    require(score == 'qk', f'it starts from the score qk, not {score}')
-    return factors
 
 
 def _of_rank(full: str, rank: int, layer: Attention) -> tuple[str, str]:
@@ -226,20 +175,27 @@ def _best_rows(w_LDNH: np.ndarray) -> tuple[tuple[int, ...], ...]:
 
 
 def _in_gauge(
-    w_DNH: np.ndarray, orders_ND: np.ndarray, layer: Attention, matrix: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """M_NHH, the H first rows of each W[n] in an order, and the other rows of W[n] M[n]^-1, CNH."""
-    H, dtype, blocks, free = w_DNH.shape[2], dtype_of(layer), [], []
+    w_DKH: np.ndarray,
+    w_DNH: np.ndarray,
+    b_NH: np.ndarray,
+    orders_KD: np.ndarray,
+    layer: Attention,
+    matrix: str,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """w M^T and b M^T, and the other rows of W M^-1, CKH; M[k] are the first H rows in an order."""
+    H, dtype, blocks, free = w_DKH.shape[2], dtype_of(layer), [], []
     limit = float(jnp.finfo(dtype).eps) ** -0.5
-    for n, order_D in enumerate(orders_ND):
-        q_DH = np.linalg.qr(w_DNH[:, n])[0][order_D]
+    for k, order_D in enumerate(orders_KD):
+        q_DH = np.linalg.qr(w_DKH[:, k])[0][order_D]
         smallest = np.linalg.svd(q_DH[:H], compute_uv=False)[-1]
         require(
             bool(smallest * limit > 1),
-            f'the block of {matrix} {n} that becomes the identity is too close to singular: it '
-            f'would multiply rounding errors by {1 / max(smallest, 1e-300):.1e}, and the limit for '
-            f'{dtype} is {limit:.1e}; use pivot=True',
+            f'the block of {matrix}, head {k}, that becomes the identity is too close to singular '
+            f'for {dtype}: it would multiply rounding errors by {1 / max(smallest, 1e-300):.1e}, '
+            f'more than {limit:.1e}',
         )
-        blocks.append(w_DNH[order_D[:H], n])
+        blocks.append(w_DKH[order_D[:H], k])
         free.append(q_DH[H:] @ np.linalg.inv(q_DH[:H]))
-    return np.stack(blocks), np.stack(free, axis=1)
+    M_NHH = np.repeat(np.stack(blocks), w_DNH.shape[1] // len(blocks), axis=0)
+    w_DNH, b_NH = np.einsum('DNH,NGH->DNG', w_DNH, M_NHH), np.einsum('NH,NGH->NG', b_NH, M_NHH)
+    return w_DNH, b_NH, np.stack(free, axis=1)

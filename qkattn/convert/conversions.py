@@ -75,7 +75,6 @@ CONVERSIONS: dict[str, Conversion] = {
     'truncate_vo': Conversion(circuits.truncate_vo, 'OV', lossy=True, example={'rank': 2}),
     'gauge_fix_qk': Conversion(circuits.gauge_fix_qk, 'QK', of_stack=True),
     'gauge_fix_vo': Conversion(circuits.gauge_fix_vo, 'OV', of_stack=True),
-    'to_collaborative': Conversion(circuits.to_collaborative, 'QK'),
     'fold_double': Conversion(whole_layer.fold_double, 'both'),
     'fold_biases': Conversion(whole_layer.fold_biases, 'both'),
     'fold_gains': Conversion(whole_layer.fold_gains, 'both', takes_norm=True),
@@ -85,9 +84,7 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
-    """The conversion and options that `text` names, e.g. 'merge' or 'truncate(rank=8)'.
-
-    `text` may also be the import path of a Conversion.
+    """The conversion, by name or import path, and options of e.g. 'truncate(rank=8)'.
 
     Raises:
       ConfigError: an unknown conversion or option, or a missing option.
@@ -116,7 +113,7 @@ def convert_model(
       conversion.
 
     Raises:
-      ConfigError: an unknown conversion or option.
+      ConfigError: as `parse_conversion`, or a model that is no stack of one variant.
       ConversionError: a precondition does not hold.
     """
     conversion, options = parse_conversion(text)

@@ -16,13 +16,12 @@ from qkattn.errors import ConversionError
 Arrays = Mapping[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Factors:
     """Queries x W_Q + b_Q, keys y W_K + b_K, values y W_V + b_V, output sum_n o_n W_O[n] + b_O.
 
     All arrays are float64, and the caller's to change. Numbers of heads and head sizes are those
-    that the variant computes with: `merged` has one key head of size D. `scale` is the factor on
-    q k^T: the Score's scale times the spec's score_scale.
+    that the variant computes with: `merged` has one key head of size D. `scale` is that of logits.
     """
 
     w_q_DNH: np.ndarray
@@ -121,10 +120,9 @@ def extract_factors(layer: Attention) -> Factors:
         probe_TNH = np.concatenate([np.zeros((1, N * H)), np.eye(N * H)]).reshape(-1, N, H)
         zeros_BTD = jnp.zeros((1, len(probe_TNH), D))
         out_TD = np.array(value.output(jnp.asarray(probe_TNH)[None], score, zeros_BTD))[0]
-    w_o, scale = (out_TD[1:] - out_TD[0]).reshape(N, H, D), float(score.scale) * spec.score_scale
-    queries_and_keys = {'w_q_DNH': w_q, 'b_q_NH': b_q, 'w_k_DKH': w_k, 'b_k_KH': b_k}
-    values = {'w_v_DKH': w_v, 'b_v_KH': b_v, 'w_o_NHD': w_o, 'b_o_D': out_TD[0]}
-    return Factors(**queries_and_keys, **values, scale=scale)
+    w_o = (out_TD[1:] - out_TD[0]).reshape(N, H, D)
+    scale = float(score.scale) * spec.score_scale
+    return Factors(w_q, b_q, w_k, b_k, w_v, b_v, w_o, out_TD[0], scale)
 
 
 def qk_factors(layer: Attention) -> Factors:

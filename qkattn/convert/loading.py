@@ -68,11 +68,11 @@ class Loaded:
         return trial
 
     def __repr__(self) -> str:
-        model, step = self.model_config, ''
+        model, at = self.model_config, f'path: {self.path}'
         if self.config is not None:
-            step = f', step {self.step:,} of {self.config.train.num_steps:,}, trials: {self.trials}'
+            at = f'step {self.step} of {self.config.train.num_steps}, trials: {self.trials}, {at}'
         size = f'd_model={model.d_model}, num_layers={model.num_layers}'
-        return f'Loaded({model.kind} {model.variant}, {size}{step}, path: {self.path})'
+        return f'Loaded({model.kind} {model.variant}, {size}, {at})'
 
 
 def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loaded:
@@ -107,15 +107,13 @@ def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loa
 
 
 def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
-    """The tokenizer of a run, or that of a dataset for a model without a run.
+    """The tokenizer of a run, or that of the named dataset for a model without a run.
 
     Args:
-      dataset: its name.
       otherwise: the flag that takes token ids in the place of text.
 
     Raises:
-      ConfigError: it has more tokens than the model, or the data of the run, and its vocabulary
-        with it, has changed since the run.
+      ConfigError: it has more tokens than the model, or the data has changed since the run.
     """
     if source.config is None:
         tokenizer = tokenizer_of(DataConfig(name=dataset))
@@ -132,10 +130,8 @@ def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
                 f'{source.path} was trained with the tokenizer {trained_with}, but its data has '
                 f'changed since then and gives {tokenizer.name}; restore the data'
             )
-    vocab_size = source.model_config.vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and '
-            f'the model {vocab_size}; give {otherwise}'
-        )
+    size, known = tokenizer.vocab_size, source.model_config.vocab_size
+    if size > known:
+        sizes = f'tokenizer {tokenizer.name} has {size} tokens and the model {known}'
+        raise ConfigError(f'{sizes}; give {otherwise}')
     return tokenizer

@@ -30,19 +30,16 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 # By the name in Hugging Face's GPT-2, without the prefix `transformer.` and with * for the layer:
 # the axes of a tensor (C = 3 D), and the parameters that it concatenates along the last one.
 # Matrices are [inputs, outputs]; heads are in order.
-HEAD, SCORE, VALUE = 'lm_head.weight', 'blocks/attention/score', 'blocks/attention/value'
+HEAD, QK, VO = 'lm_head.weight', 'blocks/attention/score', 'blocks/attention/value'
 TENSORS: dict[str, tuple[str, tuple[str, ...]]] = {
     'wte.weight': ('VD', ('w_embedding_VD',)),
     'wpe.weight': ('TD', ('w_position_TD',)),
     'h.*.ln_1.weight': ('D', ('blocks/attention_norm/g_D',)),
     'h.*.ln_1.bias': ('D', ('blocks/attention_norm/b_D',)),
-    'h.*.attn.c_attn.weight': (
-        'DC',
-        (f'{SCORE}/w_q_DNH', f'{SCORE}/w_k_DKH', f'{VALUE}/w_v_DKH'),
-    ),
-    'h.*.attn.c_attn.bias': ('C', (f'{SCORE}/b_q_NH', f'{SCORE}/b_k_KH', f'{VALUE}/b_v_KH')),
-    'h.*.attn.c_proj.weight': ('DD', (f'{VALUE}/w_o_NHD',)),
-    'h.*.attn.c_proj.bias': ('D', (f'{VALUE}/b_o_D',)),
+    'h.*.attn.c_attn.weight': ('DC', (f'{QK}/w_q_DNH', f'{QK}/w_k_DKH', f'{VO}/w_v_DKH')),
+    'h.*.attn.c_attn.bias': ('C', (f'{QK}/b_q_NH', f'{QK}/b_k_KH', f'{VO}/b_v_KH')),
+    'h.*.attn.c_proj.weight': ('DD', (f'{VO}/w_o_NHD',)),
+    'h.*.attn.c_proj.bias': ('D', (f'{VO}/b_o_D',)),
     'h.*.ln_2.weight': ('D', ('blocks/mlp_norm/g_D',)),
     'h.*.ln_2.bias': ('D', ('blocks/mlp_norm/b_D',)),
     'h.*.mlp.c_fc.weight': ('DF', ('blocks/mlp/w_in_DF',)),
@@ -61,7 +58,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     'layer_norm_epsilon': (1e-5,),
     'scale_attn_weights': (True,),
     'scale_attn_by_inverse_layer_idx': (False,),
-    'add_cross_attention': (False,),
 }
 # Fields of ModelConfig by their names in config.json and in nanoGPT's model_args.
 FIELDS = {
@@ -83,15 +79,12 @@ MASKS = re.compile(r'h\.\d+\.attn\.(bias|masked_bias)')
 
 
 def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelConfig, dict]:
-    """Reads a GPT-2 in the Hugging Face layout; the parameters are float32.
-
-    Names may start with `transformer.`; saved attention masks are ignored; float16 and bfloat16
-    are widened. Dropout is not part of a trained model and is 0 in the config.
+    """Reads a GPT-2 in the Hugging Face layout; the parameters are float32, and dropout is 0.
 
     Args:
       source: a directory with model.safetensors (or its index) and config.json, a .safetensors
         file, beside which config.json is read where there is one, or a dictionary of numpy, jax
-        or torch arrays by name.
+        or torch arrays by name, in 16 or 32 bits.
       num_heads: N, required without a config.json, since the shapes do not determine it.
 
     Raises:
@@ -122,8 +115,7 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
 
     Args:
       source: a checkpoint .pt (requires torch, and loads tensors and plain values only), a
-        .safetensors file, or a dictionary: of arrays by name, or a whole checkpoint with 'model'
-        and 'model_args'. Arrays may be numpy, jax or torch.
+        .safetensors file, or a dictionary of arrays, alone or as 'model' beside 'model_args'.
       num_heads: N, required without 'model_args', since the shapes do not determine it.
 
     Raises:
@@ -206,9 +198,7 @@ def _decoder(
         if name not in tensors:
             raise LayoutError(f'tensor {name!r} is missing')
         if tensors[name].shape != shape:
-            hint = '; load_gpt2 expects [inputs, outputs], load_nanogpt the transpose'
-            hint = hint if tensors[name].shape == shape[::-1] else ''
-            raise LayoutError(f'tensor {name!r} has shape {tensors[name].shape}, not {shape}{hint}')
+            raise LayoutError(f'tensor {name!r} has shape {tensors[name].shape}, not {shape}')
     if unexpected := sorted(tensors.keys() - expected.keys() - {HEAD}):
         biased = 'with' if config.biases else 'without'
         raise LayoutError(f'tensor {unexpected[0]!r} does not belong to a GPT-2 {biased} biases')
@@ -253,10 +243,7 @@ def _read_torch(path: Path) -> dict[str, Any]:
     try:
         torch = importlib.import_module('torch')  # optional, and slow to import
     except ImportError as error:
-        raise LayoutError(
-            f'{path.name} can only be read with torch: install torch, or save the tensors as '
-            'safetensors or as a dictionary of numpy arrays'
-        ) from error
+        raise LayoutError(f'{path.name} can only be read with torch; install it') from error
     try:
         with local_copy(path) as file:
             return torch.load(file, map_location='cpu', weights_only=True)
@@ -266,11 +253,7 @@ def _read_torch(path: Path) -> dict[str, Any]:
 
 
 def _normalized(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors in float32, under GPT-2's names without prefixes; saved masks are left out.
-
-    Raises:
-      LayoutError: two tensors of one name, or one that does not hold 32- or 16-bit floats.
-    """
+    """The tensors in float32, under GPT-2's names without prefixes; saved masks are left out."""
     tensors: dict[str, np.ndarray] = {}
     for original, value in named.items():
         name = PREFIXES.sub('', original, count=1)

@@ -70,9 +70,8 @@ def fold_double(layer: Attention) -> Attention:
 def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Attention:
     """Moves the gain and bias of the norm before self-attention into W_Q, W_K and W_V. Exact.
 
-    layer(z * gain + bias) = result(z): W <- diag(gain) W, b <- b + bias W. The result has biases
-    where the norm has one. Of qk/vo alone: where queries are slices of the stream (`query_free`),
-    no matrix can take the gain.
+    layer(z * gain + bias) = result(z): W <- diag(gain) W, b <- b + bias W. Of qk/vo alone: where
+    queries are slices of the stream (`query_free`), no matrix can take the gain.
     """
     factors = _factors_of_standard(layer)
     gain_D, bias_D = np.asarray(gain_D, np.float64), np.asarray(bias_D, np.float64)
@@ -89,9 +88,8 @@ def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Atte
 def fold_biases(layer: Attention) -> Attention:
     """qk/vo -> the same with b_V = 0, added to b_O, and b_K = 0. Exact.
 
-    b_V folds as the probabilities of a head sum to 1 (so not with dropout on them). b_K adds the
-    same to all logits of a query; it is refused under RoPE, QK-norm or a logit cap, which act
-    between q k^T and the softmax.
+    The probabilities of a head sum to 1 (without dropout), and b_K adds the same to all logits of
+    a query; it is refused under RoPE, QK-norm or a logit cap, which act before the softmax.
     """
     factors = _factors_of_standard(layer)
     if factors.b_k_KH.any():
@@ -123,14 +121,10 @@ def gqa_to_latent(layer: Attention) -> Attention:
     R = 2 * K * H
     require(
         spec.positions != 'rope',
-        'RoPE would have to rotate between the latent and W_K, where the latent is shared by all '
-        'heads; only extra channels can be rotated there',
+        'RoPE would have to rotate between the latent and W_K, where all heads share the latent',
     )
-    require(
-        R <= D,
-        f'the latent has size 2 * num_kv_heads * head_size = {R}, wider than the stream, '
-        f'd_model={D}',
-    )
+    width = f'2 * num_kv_heads * head_size = {R}'
+    require(R <= D, f'the latent has size {width}, wider than the stream, d_model={D}')
     target = empty_layer(layer, score=f'latent(size={R})', value='latent', num_kv_heads=N)
     select_KN = np.repeat(np.eye(K), N // K, axis=1)  # the key head of each query head
     select_RNH = np.einsum('KN,HG->KHNG', select_KN, np.eye(H)).reshape(K * H, N, H)

@@ -21,11 +21,8 @@ PREFIXES = {'validation': 'val', 'test': 'test'}
 class Predictions:
     """What a model predicts for one batch; numpy or jax arrays.
 
-    Attributes:
-      targets_BT: target tokens.
-      loss_weights_BT: 0 where a position has no target.
-      nats_BT: cross-entropy of each target.
-      correct_BT: whether the target is the argmax prediction.
+    `loss_weights_BT` is 0 where a position has no target, `nats_BT` the cross-entropy of a target,
+    `correct_BT` whether it is the argmax prediction.
     """
 
     targets_BT: Any
@@ -44,14 +41,10 @@ class Metric:
 
     Attributes:
       name: in result files, after the prefix of a split: 'loss' is val_loss and test_loss.
-      role: 'loss'; 'score' (a result that is no loss); 'probe' (a property of the trained model);
-        'error' (the uncertainty of another metric).
-      description: one line for documentation and captions.
+      role: 'score' is a result that is no loss, 'probe' a property of the trained model, 'error'
+        the uncertainty of another metric.
       label: in tables and figures; the name by default.
-      unit: of the printed number; None where it has none.
       scale: factor on the stored value where it is printed.
-      decimals: digits after the point where it is printed.
-      prefixes: the splits that it is measured on.
       logged: whether an evaluation during training writes it to metrics.jsonl (val_ only).
       for_text: whether reports show it for text, for which there are bits per byte.
       details: further fields of the same measurement and their types.

@@ -187,7 +187,7 @@ def put(name, shape, dtype=np.float32):
         (remove('h.1.ln_2.bias'), "tensor 'h.1.ln_2.bias' is missing"),
         (remove('ln_f.bias'), "'h.0.attn.c_attn.bias' does not belong to a GPT-2 without"),
         (put('h.2.attn.q_norm.weight', (8,)), "'h.2.attn.q_norm.weight' does not"),
-        (put('h.1.attn.c_attn.weight', (48, 16)), r'\(48, 16\), not \(16, 48\); load_gpt2 expects'),
+        (put('h.1.attn.c_attn.weight', (48, 16)), r'c_attn.* \(48, 16\), not \(16, 48\)'),
         (put('wte.weight', (V, D), np.float64), "'wte.weight' is of float64"),
         (put('lm_head.weight', (V, D)), "'lm_head.weight' differs from 'wte.weight'"),
         (put('transformer.ln_f.bias', (D,)), "'ln_f.bias' occurs twice"),
