@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -13,11 +12,8 @@ from qkattn.data.corpora.corpus_registry import find
 from tests.data.refusals import refused
 
 SENTENCES = [{'en': f'number {i}', 'de': f'Nummer {i}', 'fr': f'le {i}'} for i in range(40)]
-VALUES = {
-    **{language: [sentence[language] for sentence in SENTENCES] for language in SENTENCES[0]},
-    'n': list(range(len(SENTENCES))),
-    'sentences': SENTENCES,
-}
+VALUES = {language: [sentence[language] for sentence in SENTENCES] for language in SENTENCES[0]}
+VALUES |= {'n': list(range(40)), 'sentences': SENTENCES}
 # Features and splits.
 SETS = {
     'own': (('en', 'n'), ('train', 'dev')),
@@ -29,33 +25,32 @@ SETS = {
 
 
 class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Splits of VALUES, with the name, features and splits of a subclass."""
+    """A set of SETS, which a subclass names."""
+
+    VERSION = tfds.core.Version('2.1.0')
 
     def _info(self):
         pairs = tfds.features.Translation(languages=['de', 'en', 'fr'])
         kinds = {'n': tfds.features.Scalar(np.int64), 'sentences': pairs}
-        features = {name: kinds.get(name, tfds.features.Text()) for name in self.FEATURES}
+        features = {name: kinds.get(name, tfds.features.Text()) for name in SETS[self.name][0]}
         features = pairs if len(features) == 3 else tfds.features.FeaturesDict(features)
         return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
 
     def _split_generators(self, dl_manager):
-        return {split: self._generate_examples() for split in self.SPLITS}
+        names = SETS[self.name][0]
+        examples = [{name: VALUES[name][number] for name in names} for number in range(40)]
+        return {split: enumerate(examples) for split in SETS[self.name][1]}
 
     def _generate_examples(self):
-        for number in range(len(SENTENCES)):
-            yield number, {name: VALUES[name][number] for name in self.FEATURES}
+        raise NotImplementedError
 
 
-def tfds_set(directory, name, version='2.1.0', config=None):
+def tfds_set(directory, name, **values):
     """As `tfds build` does, but for what needs TensorFlow."""
-    features, splits = SETS[name]
-    values = {'__module__': __name__, 'SPLITS': splits, 'FEATURES': features, 'name': name}
-    values['VERSION'] = tfds.core.Version(version)
-    values['BUILDER_CONFIGS'] = [tfds.core.BuilderConfig(name=config)] if config else []
+    values |= {'__module__': __name__, 'name': name}
     cls = type(Local)(name, (Local,), values, skip_registration=True)
     cls(data_dir=directory).download_and_prepare(file_format='array_record')
-    name = f'tfds:{name}/{config}' if config else f'tfds:{name}'
-    return DataConfig(name=name, data_dir=str(directory))
+    return DataConfig(name=f'tfds:{name}', data_dir=str(directory))
 
 
 def saved_set(directory, name, **changes):
@@ -107,13 +102,13 @@ def test_the_newest_whole_version_of_a_prepared_set_is_read(tmp_path):
     for name, says in (('tfds:own', 'run `tfds build own --data_dir=/'), ('tfds:../x', 'must be')):
         with refused(says):
             find(DataConfig(name=name, data_dir=str(tmp_path)))
-    config = tfds_set(tmp_path, 'own', '2.1.0', config='small.1')
-    assert config.name == 'tfds:own/small.1' and find(config).name == 'tfds-own-small.1-en'
     directory = tmp_path / 'own' / 'small.1'
-    (directory / '2.1.0').rename(directory / 'incomplete.A_11.0.0')
-    for version in ('10.0.0', '9.0.0'):
-        tfds_set(tmp_path, 'own', version, config='small.1')
-    assert find(config).version == '10.0.0'
+    for version in ('11.0.0', '10.0.0', '9.0.0'):
+        values = {'BUILDER_CONFIGS': [tfds.core.BuilderConfig(name='small.1')]}
+        tfds_set(tmp_path, 'own', VERSION=tfds.core.Version(version), **values)
+    (directory / '11.0.0').rename(directory / 'incomplete.A_11.0.0')
+    config = DataConfig(name='tfds:own/small.1', data_dir=str(tmp_path))
+    assert (find(config).name, find(config).version) == ('tfds-own-small.1-en', '10.0.0')
     (path,) = (directory / '10.0.0').glob('*-train.array_record*')
     path.write_bytes(path.read_bytes()[:100])
     with refused(f'{path.parent} cannot be read .*; delete it and prepare it again'):
@@ -123,8 +118,7 @@ def test_the_newest_whole_version_of_a_prepared_set_is_read(tmp_path):
 def test_rows_of_hugging_face_without_text_are_left_out_and_the_files_are_the_version(tmp_path):
     version = find(saved_set(tmp_path, 'own')).version
     corpus = find(saved_set(tmp_path, 'own', en=[None, '', *VALUES['en'][2:]]))
-    assert corpus.version != version
-    assert read(corpus)['train'] == VALUES['en'][2:]
+    assert corpus.version != version and read(corpus)['train'] == VALUES['en'][2:]
     empty = [{'en': '', 'de': 'a'}, {'en': None, 'de': 'b'}, *SENTENCES[2:]]
     config = dataclasses.replace(saved_set(tmp_path, 'inner', sentences=empty), languages='en-de')
     assert read(find(config), 'de')['test'] == VALUES['de'][2:]
@@ -132,27 +126,19 @@ def test_rows_of_hugging_face_without_text_are_left_out_and_the_files_are_the_ve
         find(DataConfig(name='hf', path='absent'))
 
 
-class Rows(list):
-    """As much of a `datasets.Dataset` as is read."""
+def test_a_published_set_is_asked_for_by_owner_name_and_config(tmp_path, monkeypatch):
+    path = saved_set(tmp_path, 'own').path
 
-    features = {'text': types.SimpleNamespace(dtype='string')}
-    info = types.SimpleNamespace(version='1.2.0')
-    cache_files = [{'filename': '/cache/owner___set/config/1.2.0/0123abc/set-train.arrow'}]
-
-    def select_columns(self, columns):
-        return [{'text': text} for text in self]
-
-
-def test_a_published_set_is_asked_for_by_owner_name_and_config(monkeypatch):
     def load_dataset(*names):
         if names != ('owner/set', 'config'):
             raise ConnectionError("Couldn't reach it\non the Hub.")
-        return {'train': Rows(VALUES['en'])}
+        return datasets.load_from_disk(path)
 
-    monkeypatch.setitem(sys.modules, 'datasets', types.SimpleNamespace(load_dataset=load_dataset))
+    datasets = pytest.importorskip('datasets')
+    monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
     corpus = find(DataConfig(name='hf:owner/set/config'))
-    assert corpus.name == 'hf-owner-set-config-text'
-    assert corpus.version == '1.2.0-0123abc-carved-validation-test'
+    # The files of a published set are in a directory that its revision names.
+    assert (corpus.name, corpus.version) == ('hf-owner-set-config-en', 'None-train')
     with refused(r"hf:squad' cannot be read \(ConnectionError: .*on the Hub\); check name"):
         find(DataConfig(name='hf:squad'))
     monkeypatch.setitem(sys.modules, 'datasets', None)

@@ -27,7 +27,6 @@ def test_texts_of_every_category_are_distinct_short_and_tidy(pairs):
     for text in (*translations, *translations.values()):
         # One kind of space, and no empty items.
         assert 0 < len(text.encode()) <= 120 and text == ' '.join(text.split())
-    assert translations['in 5 months'] == 'in 5 Monaten'
     if babel.__version__ == '2.18.0':
         # Written down, so that texts do not change under the same version.
         digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()

@@ -27,14 +27,14 @@ def test_shifted_windows_move_together_and_anew_in_every_epoch(numbers):
     rows = LanguageRows(numbers(train=105, validation=106), 7, shift=True)
     assert rows.count('train') == 14
     offsets = []
-    for seed, epoch in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (0, 0)]:
+    for seed, epoch in [*np.ndindex(3, 3), (0, 0)]:
         batch = read_rows(rows, 'train', range(14), seed, first_place=14 * epoch)
         starts = batch['tokens_BT'][:, 0]
         assert (np.diff(starts) == 7).all()
         assert (batch['targets_BT'] == batch['tokens_BT'] + 1).all()
         offsets.append(int(starts[0]))
-    assert set(offsets) <= set(range(7)) and len(set(offsets)) > 3
-    assert offsets[-1] == offsets[0]
+    assert set(offsets) <= set(range(7)) and len(set(offsets[:3])) > 1
+    assert len(set(offsets)) > 3 and offsets[-1] == offsets[0]
     # Evaluation is not shifted, and reads one window more.
     assert rows.count('validation') == 15
     assert read_rows(rows, 'validation', [0])['tokens_BT'][0, 0] == 0
@@ -50,8 +50,6 @@ def test_eighty_ten_ten_of_as_many_positions_in_every_row_all_equally_often(numb
     assert set(np.unique(weights_BT)) == {0, 1} and (weights_BT.sum(1) == 4).all()
     # 3000 rows, probability 0.2: standard deviation 0.0073.
     assert abs(weights_BT.mean(0) - 0.2).max() < 0.03
-    apart_TT = (weights_BT.T @ weights_BT / 3000)[~np.eye(LENGTH, dtype=bool)]
-    assert abs(apart_TT - 4 / 20 * 3 / 19).max() < 0.02
     tokens, targets = batch['tokens_BT'][chosen], batch['targets_BT'][chosen]
     masked, kept = tokens == rows.mask, tokens == targets
     # 12,000 choices: standard deviations 0.0037 and 0.0027.
@@ -84,14 +82,11 @@ def test_a_mask_is_a_function_of_the_draws_alone(numbers):
     assert MaskedRows(numbers(train=100), 10, 0.01).num_masked == 1
 
 
-@pytest.mark.parametrize(
-    ('task', 'settings', 'split', 'says'),
-    [
-        (LanguageRows, {'length': 30}, 'train', "=30 is too long for split 'train' .* at most 29"),
-        (LanguageRows, {'length': 16, 'shift': True}, 'train', 'context=16 is .* at most 15'),
-        (MaskedRows, {'length': 10}, 'validation', 'context=10 is .* at most 9'),
-    ],
-)
-def test_windows_that_do_not_fit_are_one_sentence(numbers, task, settings, split, says):
-    with refused(says):
-        task(numbers(train=30, validation=9), **settings).count(split)
+def test_windows_that_do_not_fit_are_one_sentence(numbers):
+    for rows, says in (
+        (LanguageRows(numbers(train=30), 30), "=30 is too long for split 'train' .* at most 29"),
+        (LanguageRows(numbers(train=30), 16, shift=True), 'context=16 is .* at most 15'),
+        (MaskedRows(numbers(train=9), 10), 'context=10 is .* at most 9'),
+    ):
+        with refused(says):
+            rows.count('train')
