@@ -104,7 +104,7 @@ ROWS = {
 
 
 def config_of(kind: str, form: str, **fields) -> Config:
-    model = {'kind': kind, 'context': LENGTHS[form], 'vocab_size': 300}
+    model = {'kind': kind, 'context': LENGTHS[form], 'vocab_size': 257}
     model |= {'source_context': 60} if kind == 'encoder_decoder' else {}
     data = FORMS[form] | {'data_dir': 'cache'}
     for field, value in fields.items():

@@ -9,8 +9,6 @@ from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from tests.data.datasets import read_rows, token_dataset
 from tests.data.refusals import refused
 
-LENGTH = 20
-
 
 # Of 70 tokens 69 are targets: the last starts no window.
 @pytest.mark.parametrize(('tokens', 'length', 'count'), [(71, 7, 10), (70, 7, 9), (30, 29, 1)])
@@ -42,7 +40,7 @@ def test_shifted_windows_move_together_and_anew_in_every_epoch(numbers):
 
 def test_eighty_ten_ten_of_as_many_positions_in_every_row_all_equally_often(numbers):
     """Every row of 60,000 tokens, masked once; a token that is its position is its original."""
-    rows = MaskedRows(numbers(train=60_010), LENGTH, 0.2)
+    rows = MaskedRows(numbers(train=60_010), 20, 0.2)
     batch = read_rows(rows, 'train', range(rows.count('train')))
     assert np.array_equal(batch['targets_BT'].ravel(), np.arange(60_000))
     weights_BT, chosen = batch['loss_weights_BT'], batch['loss_weights_BT'] == 1
@@ -67,7 +65,7 @@ def test_eighty_ten_ten_of_as_many_positions_in_every_row_all_equally_often(numb
 
 
 def test_a_mask_is_a_function_of_the_draws_alone(numbers):
-    rows = MaskedRows(numbers(train=2000, validation=2000), LENGTH, 0.3)
+    rows = MaskedRows(numbers(train=2000, validation=2000), 20, 0.3)
     draws_B2 = np.array([[7, 1], [7, 2], [7, 3], [1, 7]], np.uint64)
     batch = rows.read('train', np.array([5, 0, 5, 5]), draws_B2)
     assert len(np.unique(batch['loss_weights_BT'], axis=0)) == 4

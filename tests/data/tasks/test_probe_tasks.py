@@ -11,9 +11,8 @@ from tests.data.refusals import refused
 
 SMALL = [
     *('copy(length=5, symbols=7)', 'reversal(length=5, symbols=7)'),
+    *('recall(pairs=4, keys=6, values=3)', 'successor(keys=4, payloads=3)'),
     'induction(length=23, repeats=3, symbols=18)',
-    'recall(pairs=4, keys=6, values=3)',
-    'successor(keys=4, payloads=3)',
 ]
 # At the least that an option may be.
 TIGHT = [

@@ -8,13 +8,10 @@ from qkattn.data.tasks.language import LanguageRows
 from tests.data.datasets import check_shapes, read_rows
 
 
-@pytest.fixture
-def text(numbers):
-    """Rows of T tokens in which every token of the split is another number."""
-    return lambda length, tokens=3000: LanguageRows(numbers(train=100, validation=tokens), length)
+def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order(numbers):
+    def text(length, tokens=3000):
+        return LanguageRows(numbers(train=100, validation=tokens), length)
 
-
-def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order(text):
     rows = text(9)
     r_BH = repeats.sequences(rows)
     assert r_BH.shape == (64, 5)

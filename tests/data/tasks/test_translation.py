@@ -6,8 +6,7 @@ from qkattn.data.tokens import PairDataset, TokenDataset
 from tests.data.datasets import read_rows, token_dataset
 from tests.data.refusals import refused
 
-SEPARATOR = 3
-SOURCE_LENGTH, LENGTH = 24, 20
+SEPARATOR, SOURCE_LENGTH, LENGTH = 3, 24, 20
 
 
 class Words:

@@ -6,27 +6,21 @@ from qkattn.data.tokenizers.vocabulary import open_tokenizer
 from tests.data.refusals import refused
 
 TEXTS = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
-NAMES = {
-    'characters': CharacterTokenizer.train(TEXTS).name,
-    'bpe': BPETokenizer.train(TEXTS, 270).name,
-}
+FOLDERS = 'characters', 'byte-bpe-270'
+NAMES = CharacterTokenizer.train(TEXTS).name, BPETokenizer.train(TEXTS, 270).name
 
 
 def test_a_tokenizer_is_trained_once_and_again_if_it_is_damaged(tmp_path, warnings):
     def opened(kind, texts=TEXTS, size=270):
-        def read():
-            return iter(texts or pytest.fail('texts are read'))
-
-        return open_tokenizer(tmp_path, kind, size, read)
+        return open_tokenizer(tmp_path, kind, size, lambda: texts or pytest.fail('texts are read'))
 
     assert opened('bytes', None).name == 'bytes' and not list(tmp_path.iterdir())
-    for kind, folder in (('characters', 'characters'), ('bpe', 'byte-bpe-270')):
-        assert opened(kind).name == opened(kind, None).name == NAMES[kind]
+    for kind, folder, name in zip(('characters', 'bpe'), FOLDERS, NAMES, strict=True):
+        assert opened(kind).name == opened(kind, None).name == name and not warnings
         path = tmp_path / folder / 'tokenizer.json'
         model = path.read_bytes()
-        assert not warnings
         path.write_bytes(model[:-9])
-        assert opened(kind).name == NAMES[kind] and path.read_bytes() == model
+        assert opened(kind).name == name and path.read_bytes() == model
         assert warnings.pop().startswith(f'{path} is damaged')
     assert opened('bpe', size=265).vocab_size == 265 and opened('bpe', None).vocab_size == 270
     with refused("'words'; known are bytes, characters, bpe, PATH.json, or"):
