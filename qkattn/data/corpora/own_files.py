@@ -86,11 +86,13 @@ def _side(pair: list[Path], side: int) -> Iterator[bytes]:
 
 def _documents(directory: Path, split: str) -> dict[str, Path]:
     """The file of a split, or the text files of its folder, by the name of the document."""
-    files = sorted((directory / split).rglob('*.txt'))
-    if (file := directory / f'{split}.txt').exists():
-        if files:
-            raise ConfigError(f'{str(directory)!r} holds both {split} and {file.name}; keep one.')
-        return {split: file}
+    file, folder = directory / f'{split}.txt', directory / split
+    if not folder.exists():
+        return {split: file} if file.exists() else {}
+    if file.exists():
+        raise ConfigError(f'{str(directory)!r} holds both {split} and {file.name}; keep one.')
+    with readable(repr(str(folder)), 'give its text as a file', NotImplementedError):  # in a bucket
+        files = sorted(folder.rglob('*.txt'))
     return {file.relative_to(directory).as_posix(): file for file in files}
 
 

@@ -1,5 +1,3 @@
-"""Windows of text: next tokens, and hidden tokens."""
-
 import types
 
 import numpy as np

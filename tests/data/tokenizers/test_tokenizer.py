@@ -1,5 +1,3 @@
-"""Bytes and characters."""
-
 import numpy as np
 
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
