@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +25,6 @@ from qkattn.errors import (
     DiskError,
     InUseError,
     Lost,
-    RunDirectoryError,
     Stopped,
 )
 from qkattn.jobs import agreement
@@ -36,12 +35,7 @@ from qkattn.storage import leases
 from qkattn.storage.buckets import is_url
 from qkattn.storage.files import check_directory, make_directory, write_atomic
 from qkattn.storage.leases import locked
-from qkattn.storage.records import (
-    CONFIG,
-    read_json,
-    read_results,
-    to_jsonable,
-)
+from qkattn.storage.records import read_results, to_jsonable
 from qkattn.study import declaration, plan
 from qkattn.study.arms import Arm, build_arms
 from qkattn.study.plan import PlannedRun
@@ -102,29 +96,30 @@ def run(
     return path
 
 
+@dataclasses.dataclass
 class _Worker:
-    """What decides which run is trained next; in a job of several processes, process 0."""
+    """What decides which run is trained next; in a job of several processes, process 0.
 
-    def __init__(
-        self,
-        study: Study,
-        path: Path,
-        expiry: float,
-        accept_changes: bool,
-        arms: list[Arm] | None,
-        stop: StopRequest,
-        tell: Callable[..., None] | None,
-    ):
+    `lease` is that of the run that `lease_next` has returned.
+    """
+
+    study: Study
+    path: Path
+    expiry: float
+    accept_changes: bool
+    arms: list[Arm] | None
+    stop: StopRequest
+    tell: Callable[..., None] | None
+    lease: leases.Lease | None = None
+    _refused: set[str] = dataclasses.field(default_factory=set)
+    _held: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         """Checks and declares the study."""
-        self._study, self._path, self._expiry, self._stop = study, path, expiry, stop
-        self._tell = tell
-        self.lease: leases.Lease | None = None
-        """Of the run that `lease_next` has returned."""
-        self._refused: set[str] = set()
-        self._held: dict[str, str] = {}
+        study, path = self.study, self.path
         declaration.require_no_run(path)
         with waiting(study.name, 'matching parameters'):
-            self._arms = build_arms(study) if arms is None else arms
+            self._arms = build_arms(study) if self.arms is None else self.arms
         # Before the directory is created, so that a refused study leaves nothing behind.
         runs, left, _ = _known(study, self._arms, path)
         for run in {run.config.data: run for run in left}.values():
@@ -137,7 +132,7 @@ class _Worker:
         make_directory(path)
         self._declared = to_jsonable(plan.declaration(study, self._arms))
         changes = declaration.replaced(path, runs, left)
-        declaration.declare(path, study, self._declared, changes, accept_changes)
+        declaration.declare(path, study, self._declared, changes, self.accept_changes)
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
         """The next run, whose lease this process then holds; JSON.
@@ -148,22 +143,25 @@ class _Worker:
         Returns:
           {} after a while of waiting if others hold all runs that are left; None if none is left.
         """
-        runs, left = _write_plan(self._study, self._arms, self._path, self._declared)
+        runs, left = _write_plan(self.study, self._arms, self.path, self._declared)
         left = longest_first([run for run in left if run.id not in failed])
         self.lease = None
         for run in left:
             if run.id in self._refused:
                 continue
-            self.lease = leases.acquire(self._path / 'leases', run.id, expiry=self._expiry)
+            self.lease = leases.acquire(self.path / 'leases', run.id, expiry=self.expiry)
             if self.lease is not None:
                 break
-        if self._tell is not None:
+        if self.tell is not None:
             held = None if self.lease is None else run.id
-            self._tell('lease', held, len(runs), {of.id: of.work for of in left})
+            self.tell('lease', held, len(runs), {one.id: one.work for one in left})
         if self.lease is not None:
-            workers = len(leases.holders(self._path / 'leases', expiry=self._expiry))
+            workers = len(leases.holders(self.path / 'leases', expiry=self.expiry))
             # The parent has a row for what is left.
-            after = _left_after(run, left, workers) if self._tell is None else StudyLeft(0, 0.0)
+            after = StudyLeft(0, 0.0)
+            if self.tell is None:
+                others = sum(one.work for one in left) - run.work
+                after = StudyLeft(len(left) - 1, others / run.work / workers)
             return {
                 'run': run.id,
                 'config': to_json(run.config),
@@ -174,7 +172,7 @@ class _Worker:
         if not left:
             return None
         self._refused.clear()
-        self._held = _wait(self._path, left, self._expiry, self._stop, self._held)
+        self._held = _wait(self.path, left, self.expiry, self.stop, self._held)
         return {}
 
     def refuse(self, run: str) -> None:
@@ -246,42 +244,20 @@ def _write_plan(
 
 
 def _list_orphans(path: Path, planned: set[str]) -> None:
-    """Writes orphans.jsonl: the run directories that do not belong to the plan, and their results.
-
-    They are kept: a line has {directory, run, config, results}, null where nothing was written or
-    the file is damaged.
-    """
-    lines = []
-    for directory in sorted(path.glob('runs/*')):
-        if (name := directory.relative_to(path).as_posix()) not in planned:
-            about = _readable(directory / 'config.json', CONFIG)
-            about = about or {'hash': None, 'config': None}
-            line = {'directory': name, 'run': about['hash'], 'config': about['config']}
-            line['results'] = _readable(directory / 'result.json', [{'val_loss': float | None}])
-            lines.append(json.dumps(line) + '\n')
-    file, text = path / 'orphans.jsonl', ''.join(lines)
+    """Writes orphans.jsonl: the run directories that do not belong to the plan; they are kept."""
+    names = [directory.relative_to(path).as_posix() for directory in sorted(path.glob('runs/*'))]
+    orphans = [name for name in names if name not in planned]
+    # Earlier versions read three fields more.
+    empty = dict.fromkeys(('run', 'config', 'results'))
+    text = ''.join(json.dumps({'directory': name} | empty) + '\n' for name in orphans)
+    file = path / 'orphans.jsonl'
     if file.is_dir() or text.encode() != (file.read_bytes() if file.exists() else b''):
         write_atomic(file, text)
         log.warning(
             '%d of the run directories in %s do not belong to the plan; orphans.jsonl lists them',
-            len(lines),
+            len(orphans),
             path,
         )
-
-
-def _readable(path: Path, schema: Any) -> Any:
-    """The content of an orphan's file; None if there is none, or it is damaged, which is named."""
-    try:
-        return read_json(path, schema) if path.exists() else None
-    except RunDirectoryError as error:
-        log.warning('%s', error)
-        return None
-
-
-def _left_after(run: PlannedRun, left: list[PlannedRun], workers: int) -> StudyLeft:
-    """The runs but this one, whose work is shared by all workers."""
-    work = [of.work for of in (run, *left)]
-    return StudyLeft(len(left) - 1, (sum(work[1:]) - work[0]) / work[0] / workers)
 
 
 def longest_first(runs: list[PlannedRun]) -> list[PlannedRun]:
@@ -299,22 +275,17 @@ def _wait(
 ) -> dict[str, str]:
     """Waits until a result has come, a lease may have been given up, or 10 s have passed.
 
-    Returns who holds which run, which is said unless it is as `before`.
+    Returns who holds which run, which is logged unless it is as `before`.
     """
     holders = leases.holders(path / 'leases', expiry=expiry)
     held = {run: who.name for run, who in holders.items()}
     if held and held != before:
         log.info('waiting for %s', '; '.join(f'{run}, held by {held[run]}' for run in held))
-    results = [path / run.directory / 'result.json' for run in left]
-    looks = itertools.repeat(False) if is_url(path) else _any_exists(results)
+    results = [] if is_url(path) else [path / run.directory / 'result.json' for run in left]
     until = time.monotonic() + min(10.0 if held else 1.0, expiry / 4)
-    while time.monotonic() < until and not stop.requested and not next(looks):
+    turns = itertools.count()
+    while time.monotonic() < until and not stop.requested:
+        if next(turns) % 5 == 0 and any(result.exists() for result in results):
+            break
         time.sleep(0.1)
     return held
-
-
-def _any_exists(paths: list[Path]) -> Iterator[bool]:
-    """Whether a file exists, which is looked up every fifth time."""
-    while True:
-        yield any(path.exists() for path in paths)
-        yield from (False,) * 4

@@ -11,6 +11,7 @@ of the verdict runs that are still there:
                the last half of the context ('late'), and with the sources shuffled; or why not
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -74,35 +75,29 @@ def record(directory: str | Path) -> list[str]:
     path, started = absolute(directory), time.perf_counter()
     declared = read_json(path / 'study.json', {'baseline': str | None})
     plan, results = _lines(path / 'plan.jsonl'), _lines(path / 'results.jsonl')
-    finished = {r['run']: r for r in reversed(results) if r['status'] == FINISHED}
-    runs = [of for of in plan if of['stage'] != SCREENING and of['run'] in finished]
+    finished = {result['run'] for result in results if result['status'] == FINISHED}
     schema = {'groups': tuple[dict, ...], 'runs': tuple[dict, ...], 'seconds': float}
     before = read_json(path / YARDSTICKS, schema) if (path / YARDSTICKS).exists() else {}
-    groups = {of['run']: of for of in before.get('groups', ())}
-    measured = {of['run']: of for of in before.get('runs', ()) if of['trials'] is not None}
+    groups = {group['run']: group for group in before.get('groups', ())}
+    measured = {run['run']: run for run in before.get('runs', ()) if run['trials'] is not None}
     problems: dict[str, None] = {}
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[Any, _Record] = {}
-    for run in runs:
+    for run in (run for run in plan if run['stage'] != SCREENING and run['run'] in finished):
         name, config = run['run'], from_json(Config, run['config'])
-        own = [result for result in results if result['run'] == name]
-        of_group = {
-            'size': run['size'],
-            'corpus': run['corpus'],
-            'longer': run['control'] == LONGER,
-        }
+        of_run = [result for result in results if result['run'] == name]
+        group = {'size': run['size'], 'corpus': run['corpus'], 'longer': run['control'] == LONGER}
         is_baseline = run['variant'] == declared['baseline'] and run['control'] != EQUAL_SHAPE
         # What the losses of counts depend on.
         key = config.data, config.model.context, config.train.num_steps, config.trials.seeds[0]
         try:
-            if is_baseline and not any(of.items() >= of_group.items() for of in made['groups']):
+            if is_baseline and not any(one.items() >= group.items() for one in made['groups']):
                 if name not in groups and key not in counted:
-                    counted[key] = _group(config, own[0])
-                made['groups'].append(groups.get(name) or {'run': name} | of_group | counted[key])
+                    counted[key] = _group(config, of_run[0])
+                made['groups'].append(groups.get(name) or {'run': name} | group | counted[key])
             if run['stage'] == VERDICT:
-                place = {field: run[field] for field in ARM_KEY}
-                found = measured.get(name) or {'run': name} | place | _run(path, run, config, own)
-                made['runs'].append(found)
+                place = {'run': name} | {field: run[field] for field in ARM_KEY}
+                made['runs'].append(measured.get(name) or place | _run(path, run, config, of_run))
         except ConfigError as error:
             problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
     if made != {name: list(before.get(name, ())) for name in made}:
@@ -146,9 +141,12 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
     rows = _same_rows(config, result)
     if isinstance(rows, LanguageRows | MaskedRows):
         return about | _counted(config, rows)
-    chance = {PREFIXES[split]: rows.unigram_nats(split) for split in rows.splits[1:]}
+    chance = {split: rows.unigram_nats(split) for split in rows.splits[1:]}
     uniform = float(np.log(rows.vocab_size))
-    losses = {split: {'chance': uniform if of is None else of} for split, of in chance.items()}
+    losses = {
+        PREFIXES[split]: {'chance': uniform if nats is None else nats}
+        for split, nats in chance.items()
+    }
     return about | {'task': 'probe', 'losses': losses}
 
 
@@ -164,16 +162,6 @@ def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def _text(rows: LanguageRows | MaskedRows, seed: int, number: int) -> np.ndarray:
-    """The first `number` rows that a trial trains on, int32 [R, L]."""
-    size = min(number, 1024)
-    batches = (
-        pipeline.train_batch(rows, seed=seed, step=at, batch_size=size)
-        for at in range(-(-number // size))
-    )
-    return np.concatenate([_tokens(rows, batch) for batch in batches])[:number]
-
-
 def _tokens(rows: Rows, batch: Batch) -> np.ndarray:
     """The text of a batch, whatever of it is hidden."""
     if isinstance(rows, MaskedRows):
@@ -185,23 +173,29 @@ def _counted(config: Config, rows: LanguageRows | MaskedRows) -> _Record:
     """The training tokens of the first trial, each once, and what their counts give."""
     number = config.train.num_steps * config.train.batch_size
     number = min(number, rows.count('train'), max(MAX_TOKENS // rows.length, 1))
-    text_RL = _text(rows, config.trials.seeds[0], number)
+    size, seed = min(number, 1024), config.trials.seeds[0]
+    batches = (
+        pipeline.train_batch(rows, seed=seed, step=at, batch_size=size)
+        for at in range(-(-number // size))
+    )
+    text_RL = np.concatenate([_tokens(rows, batch) for batch in batches])[:number]
     splits = {}
     for split in rows.splits[1:]:
         most = config.data.eval_sequences
-        batches = list(pipeline.eval_batches(rows, split, batch_size=1024, max_rows=most))
-        splits[split] = {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
+        parts = list(pipeline.eval_batches(rows, split, batch_size=1024, max_rows=most))
+        splits[split] = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
     if isinstance(rows, MaskedRows):
         task, names = 'masked', ['frequencies', 'one neighbour', 'both neighbours']
         nats = _between(rows, text_RL, list(splits.values()))
     else:
         task, names = 'language', [f'{order}-gram' for order in range(1, ORDERS + 1)]
         counted = ngrams.preceding(text_RL, ORDERS - 1)
-        sets = [ngrams.preceding(_tokens(rows, of), ORDERS - 1) for of in splits.values()]
+        texts = [_tokens(rows, batch) for batch in splits.values()]
+        sets = [ngrams.preceding(text, ORDERS - 1) for text in texts]
         nats = ngrams.losses(*counted, sets, rows.vocab_size)
     losses = {}
-    for (split, of), nats_OM in zip(splits.items(), nats, strict=True):
-        means_O = np.average(nats_OM, axis=1, weights=of['loss_weights_BT'].ravel())
+    for (split, batch), nats_OM in zip(splits.items(), nats, strict=True):
+        means_O = np.average(nats_OM, axis=1, weights=batch['loss_weights_BT'].ravel())
         losses[PREFIXES[split]] = dict(zip(names, means_O.tolist(), strict=True))
     return {'task': task, 'tokens': number * rows.length, 'losses': losses}
 
@@ -209,42 +203,42 @@ def _counted(config: Config, rows: LanguageRows | MaskedRows) -> _Record:
 def _between(rows: MaskedRows, text_RT: np.ndarray, splits: list[Batch]) -> list[np.ndarray]:
     """Counts of a token's neighbours; of a target whose left one is hidden, of its right one."""
     sides, nats = ngrams.neighbours(text_RT), []
-    shown = [
-        np.where(of['tokens_BT'] == rows.mask, ngrams.MISSING, of['tokens_BT']) for of in splits
-    ]
-    known = [(ngrams.neighbours(shown_BT), of) for shown_BT, of in zip(shown, splits, strict=True)]
+    shown = [np.where(b['tokens_BT'] == rows.mask, ngrams.MISSING, b['tokens_BT']) for b in splits]
+    contexts = list(map(ngrams.neighbours, shown))
     for order in (slice(None), slice(None, None, -1)):
-        sets = [(contexts_KM[order], of['targets_BT'].ravel()) for contexts_KM, of in known]
+        pairs = zip(contexts, splits, strict=True)
+        sets = [(contexts_KM[order], batch['targets_BT'].ravel()) for contexts_KM, batch in pairs]
         nats.append(ngrams.losses(sides[order], text_RT.ravel(), sets, rows.vocab_size))
     return [
         np.where(contexts_KM[0] == ngrams.MISSING, right_OM, left_OM)
-        for (contexts_KM, _), left_OM, right_OM in zip(known, *nats, strict=True)
+        for contexts_KM, left_OM, right_OM in zip(contexts, *nats, strict=True)
     ]
 
 
 def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:
     """The trials of a verdict run, or why they are not measured."""
+
+    def refused(why: object) -> _Record:
+        return {'trials': None, 'why': str(why)}
+
     directory = path / run['directory']
     if not (directory / 'checkpoints').is_dir():
-        return {'trials': None, 'why': 'it has no checkpoint'}
+        return refused('it has no checkpoint')
     try:
         _, reached, stack = load_stack(directory)
     except (ConfigError, CheckpointError) as error:
-        return {'trials': None, 'why': str(error)}
+        return refused(error)
     if reached != config.train.num_steps:
-        return {'trials': None, 'why': f'its last checkpoint is of step {reached}'}
+        return refused(f'its last checkpoint is of step {reached}')
     rows = _same_rows(config, results[0])
     log.info('measuring the loss by position of %s', run['directory'])
-    trials = list(_trials(config, rows, stack['params']))
-    split = PREFIXES[rows.splits[-1]]
-    made = []
-    for result, trial in zip(results, trials, strict=True):
-        if result['status'] != FINISHED:
-            continue
-        if not np.isclose(trial['loss'], logged := result[f'{split}_loss'], atol=ROUNDING):
-            why = f'its checkpoint has a loss of {trial["loss"]:.4f}, its result {logged:.4f}'
-            return {'trials': None, 'why': why}
-        made.append({'seed': result['trial']['seed']} | trial)
+    split, made = PREFIXES[rows.splits[-1]], []
+    for result, trial in zip(results, _trials(config, rows, stack['params']), strict=True):
+        if result['status'] == FINISHED:
+            loss, logged = trial['loss'], result[f'{split}_loss']
+            if not np.isclose(loss, logged, atol=ROUNDING):
+                return refused(f'its checkpoint has a loss of {loss:.4f}, its result {logged:.4f}')
+            made.append({'seed': result['trial']['seed']} | trial)
     return {'trials': made, 'why': None}
 
 
@@ -257,31 +251,31 @@ def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
         nats, weights = _by_position(config, rows.with_shuffled_sources(), params)
         shuffled_X = (nats.sum(1) / weights.sum()).tolist()
     T = len(weight_T)
-    late = slice(T // 2, None)
+    is_long = 2 * EARLY <= T
     for nats_T, loss, shuffled in zip(nats_XT, loss_X, shuffled_X, strict=True):
 
-        def mean(of: slice, nats_T: np.ndarray = nats_T) -> float | None:
-            return float(nats_T[of].sum() / weight_T[of].sum()) if weight_T[of].any() else None
+        def mean(part: slice, nats_T: np.ndarray = nats_T) -> float | None:
+            weight = weight_T[part].sum()
+            return float(nats_T[part].sum() / weight) if weight_T[part].any() else None
 
         yield {
             'loss': float(loss),
-            'positions': {name: mean(of) for name, of in buckets(T).items()},
-            'early': mean(slice(EARLY - 1, EARLY)) if 2 * EARLY <= T else None,
-            'late': mean(late) if 2 * EARLY <= T else None,
+            'positions': {name: mean(part) for name, part in buckets(T).items()},
+            'early': mean(slice(EARLY - 1, EARLY)) if is_long else None,
+            'late': mean(slice(T // 2, None)) if is_long else None,
             'shuffled': shuffled,
         }
 
 
 def buckets(length: int) -> dict[str, slice]:
     """Positions 1, 2, 3, 4, 5-8, 9-16, ... of a row, as slices by name."""
-    ends = [1, 2, 3, 4]
+    ends = [0, 1, 2, 3, 4]
     while ends[-1] < length:
         ends.append(2 * ends[-1])
-    ends = [min(end, length) for end in ends]
+    ends = list(dict.fromkeys(min(end, length) for end in ends))
     return {
         str(end) if end - first == 1 else f'{first + 1}-{end}': slice(first, end)
-        for first, end in zip([0, *ends[:-1]], ends, strict=True)
-        if end > first
+        for first, end in itertools.pairwise(ends)
     }
 
 

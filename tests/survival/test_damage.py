@@ -124,12 +124,9 @@ def planned_run(study):
 
 
 @pytest.mark.parametrize('every', damages.SOME)
-@pytest.mark.parametrize(
-    'name', (*OF_STUDY, *OF_PLANNED, 'outside/config.json', 'outside/result.json')
-)
+@pytest.mark.parametrize('name', (*OF_STUDY, *OF_PLANNED))
 def test_a_damaged_file_of_a_study_is_named_and_nothing_is_made_again(study, caplog, name, every):
-    of_run = study / 'runs' if '/' in name else planned_run(study)
-    file = (study if name in OF_STUDY else of_run) / name
+    file = (study if name in OF_STUDY else planned_run(study)) / name
     files = [p for p in study.rglob('*') if p.is_file() and p.name != 'lock']
     before = {path: path.read_bytes() for path in files}
     cases = [*damages.whole(before[file]), *damages.fields(before[file])]

@@ -152,15 +152,6 @@ def test_documents_add_their_error_to_the_difference(study_dir, sd, decided):
     assert b.verdict.decision is decided
 
 
-def test_a_single_document_leaves_no_error_and_no_verdict(study_dir):
-    records = arm('qk/vo', 0) + arm('b/vo', -0.03)
-    for record in records:
-        record |= {'val_bits_per_byte': None, 'test_bits_per_byte': None}
-    b = found_in(study_dir, records, num_documents=1).arms[1]
-    assert (b.comparison.num_documents, b.difference.error_evaluation) == (None, 0.0)
-    assert codes(b.verdict.reasons) == ['NO_DOCUMENTS']
-
-
 def at_looks(directory, losses, looks=(4, 8), results=None):
     """A study whose verdict runs hold the seeds of one look each, as many as have `results`."""
     records = []

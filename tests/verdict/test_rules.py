@@ -1,7 +1,6 @@
 """Every rule that a verdict has to keep: broken once, reported, and the verdict withheld."""
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -261,16 +260,6 @@ def test_a_finished_trial_without_a_loss_withholds_the_verdict(study_dir, varian
     assert remarks == [Remark(RemarkCode.MISSING_RESULTS, data, True, B._replace(variant=variant))]
 
 
-def test_training_losses_are_not_read(study_dir):
-    write_tuned(study_dir, records_of())
-    before = checked(study_dir)[0]
-    for path in study_dir.glob('*/metrics.jsonl'):
-        path.write_text(re.sub('"loss": [^]]*]', '"loss": [0.0]', path.read_text()))
-    after = checked(study_dir)[0]
-    for number in ('difference', 'val_loss'):
-        assert [getattr(a, number) for a in after.arms] == [getattr(a, number) for a in before.arms]
-
-
 TARGET, RESIDUAL = (trial_record('b/vo')[name] for name in ('target_parameters', 'residual'))
 LARGE = round(1.004 * TARGET)
 OVER = {'matched': 'total', 'residual': LARGE / TARGET - 1, 'tolerance': 1e-3}
@@ -477,22 +466,6 @@ def test_a_baseline_above_its_yardstick_withholds_every_verdict(study_dir):
     write_yardsticks(path, records_of(), losses={'test': {'a': 'x'}})
     (problem,) = load_study(path).problems
     assert problem.startswith("yardsticks.json is damaged: field 'losses' is")
-
-
-def test_a_corpus_is_measured_by_its_own_yardstick(study_dir):
-    other = [r for r in records_of() for r in [r | {'corpus': 'packages', 'run': r['run'] + 'p'}]]
-    for record in other:
-        record |= {'config_hash': record['run']}
-    path = write_tuned(study_dir, records_of() + other)
-    content = json.loads((path / ledger.YARDSTICKS).read_text())
-    content['groups'][1]['losses'] = losses(1.5)
-    (path / ledger.YARDSTICKS).write_text(json.dumps(content))
-    found, _, (remark,) = checked(path)
-    assert remark.code is RemarkCode.BELOW_YARDSTICK and remark.arm.corpus == 'packages'
-    assert {(a.corpus, a.verdict.decision) for a in found.arms if a.verdict} == {
-        ('stdlib', WORSE),
-        ('packages', NO_VERDICT),
-    }
 
 
 GAIN, COST = {'gain': 0.1, 'needed': 0.1}, {'cost': 0.5, 'needed': 0.5}
