@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Runs a job of several processes, or the workers of a study, on this machine.
+"""Runs a job of several processes on this machine.
 
   launch/local.py --processes=2 -- train --config=NAME --workdir=DIRECTORY
-  launch/local.py --workers=4 --gpus_per_process=1 -- ablate --config=NAME --workdir=DIRECTORY
+  launch/local.py --processes=2 --gpus_per_process=1 -- ablate --config=NAME --workdir=DIRECTORY
 
 Lines of the log begin with the rank of their process. SIGTERM and Ctrl-C are passed on to all
 processes, which save and end; a second Ctrl-C kills them. A job that was stopped from elsewhere
 (75) is started again, one that crashed at most --retries times, one with a wrong setting (2) never.
 --dry_run prints the commands, and does nothing. Standard library only. QKATTN_VENV is the virtual
-environment (.venv in the repository). Exit code: that of the job; of several workers the first
-that failed.
+environment (.venv in the repository). Exit code: that of the job.
 """
 
 import argparse
@@ -26,7 +25,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from arguments import DRY_RUN, EXIT_CONFIG, WORKERS, flag, leave, read, require_command, whole
+from arguments import DRY_RUN, EXIT_CONFIG, flag, leave, read, require_command, whole
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv') / 'bin/python'
@@ -42,14 +41,10 @@ FLAGS = {
     '--processes': flag('processes of the job (1)', whole(1), 1),
     '--devices_per_process': flag('CPU devices of each process, to try things', whole(1)),
     '--gpus_per_process': flag('GPUs of each process; without it all see all', whole(1)),
-    '--workers': WORKERS,
     '--retries': flag('how often a crashed job is started again (3)', whole(0), 3),
     '--grace': flag('seconds from a stop to a kill (300)', whole(1), 300),
     '--dry_run': DRY_RUN,
-    '--first_gpu': flag(argparse.SUPPRESS, whole(0), 0),  # of this worker
 }
-PASSED_ON = ('processes', 'devices_per_process', 'gpus_per_process', 'retries', 'grace')
-
 Parts = dict[str, tuple[list[str], dict[str, str]]]
 """Command lines and additional variables of processes by label."""
 
@@ -66,11 +61,10 @@ class Group:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
 
-    def run(self, parts: Parts, together: bool) -> list[int]:
+    def run(self, parts: Parts) -> list[int]:
         """Runs processes to their end; exit codes in order of their end.
 
-        Args:
-          together: whether the others have only some time left once one has ended.
+        Once one has ended, the others have some time left.
         """
         if self.asked:
             return [EXIT_REQUEUE]
@@ -102,9 +96,8 @@ class Group:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)  # what it has started and left
                     codes.append(128 - code if code < 0 else code)
-                    if together:
-                        failed = codes[-1] not in (0, EXIT_REQUEUE)
-                        self._end_within(min(ALONE, self._grace) if failed else self._grace)
+                    failed = codes[-1] not in (0, EXIT_REQUEUE)
+                    self._end_within(min(ALONE, self._grace) if failed else self._grace)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._send(signal.SIGKILL)
             time.sleep(0.05)
@@ -163,7 +156,7 @@ def ranks(options: argparse.Namespace) -> Parts:
             flags += f'--xla_force_host_platform_device_count={devices}'
             variables |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': flags}
         if (gpus := options.gpus_per_process) is not None:
-            first = options.first_gpu + rank * gpus
+            first = rank * gpus
             visible = os.environ.get('CUDA_VISIBLE_DEVICES')
             all_gpus = visible.split(',') if visible else list(map(str, range(first + gpus)))
             if len(all_gpus) < first + gpus:
@@ -175,23 +168,11 @@ def ranks(options: argparse.Namespace) -> Parts:
     return parts
 
 
-def workers(options: argparse.Namespace) -> Parts:
-    """A launcher of its own for each worker, which is started again by itself."""
-    passed = {name: getattr(options, name) for name in PASSED_ON}
-    line = [sys.executable, __file__]
-    line += [f'--{name}={value}' for name, value in passed.items() if value is not None]
-    stride = options.processes * (options.gpus_per_process or 0)
-    return {
-        f'worker {k}': ([*line, f'--first_gpu={k * stride}', '--', *options.command], {})
-        for k in range(options.workers)
-    }
-
-
 def supervise(group: Group, options: argparse.Namespace) -> int:
     """Runs a job until it is done, wrong, stopped from here, or has crashed too often."""
     crashes = 0
     while True:
-        code = outcome(group.run(ranks(options), together=True))
+        code = outcome(group.run(ranks(options)))
         if code in (0, EXIT_CONFIG) or group.asked:
             return code
         if code == EXIT_REQUEUE:
@@ -214,16 +195,13 @@ def main() -> int:
     options = read(__doc__, FLAGS, sys.argv[1:])
     require_command(options)
     if options.dry_run:
-        for label, (line, variables) in (workers if options.workers else ranks)(options).items():
+        for label, (line, variables) in ranks(options).items():
             settings = [f'{name}={shlex.quote(value)}' for name, value in variables.items()]
             print(f'[{label}]', *settings, shlex.join(line))
         return 0
     if not PYTHON.exists():
         leave(f'{PYTHON} is missing; set QKATTN_VENV to the virtual environment of qkattn')
-    group = Group(options.grace)
-    if options.workers:
-        return outcome(group.run(workers(options), together=False))
-    return supervise(group, options)
+    return supervise(Group(options.grace), options)
 
 
 if __name__ == '__main__':

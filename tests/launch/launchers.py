@@ -9,11 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from tests.launch.cloud_api import ZONE
 from tests.processes import ROOT
 
 LAUNCH = ROOT / 'launch'
-WHERE = ('--name=qk', f'--zone={ZONE}')
+WHERE = ('--name=qk', '--zone=us-central2-b')
 STUDY = ('ablate', '--config=quickstart', '--workdir=gs://b/quickstart')
 TRAIN = ('train', '--config=small', '--workdir=gs://b/small')
 # Arguments on which a shell, or Kubernetes, could act.

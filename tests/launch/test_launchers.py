@@ -35,7 +35,8 @@ SHARED = [
     (('--workers=2', *TRAIN_SMALL), '--workers=2 train'),
 ]
 WRONG = [(name, (*RIGHT[name], *flags), words) for name in RIGHT for flags, words in SHARED]
-WRONG = [case for case in WRONG if case[0] != 'tpu' or '--workers=2' not in case[1]] + [
+ALONE = ('local', 'tpu')  # launchers of one job
+WRONG = [case for case in WRONG if case[0] not in ALONE or '--workers=2' not in case[1]] + [
     ('local', ('--processes=0', *TRAIN_SMALL), '--processes 0'),
     ('local', TRAIN_SMALL, '/v/bin/python missing QKATTN_VENV'),
     (

@@ -18,7 +18,6 @@ from tests.launch.launchers import LAUNCH, ROOT, dry_run, stand_in
 
 LAUNCHER = LAUNCH / 'local.py'
 TRAIN = ('train', '--config=small', '--workdir=runs/small')
-ABLATE = ('ablate', '--config=quickstart', '--workdir=runs/quickstart')
 
 # A process that reads what to do in its n-th start from plan.json: [[rank 0, rank 1], ...].
 PROCESS = """#!{python} -S
@@ -48,11 +47,11 @@ time.sleep(60)
 """
 
 
-def start(directory: Path, plan: list, *flags: str, command=TRAIN) -> subprocess.Popen:
+def start(directory: Path, plan: list, *flags: str) -> subprocess.Popen:
     (directory / 'plan.json').write_text(json.dumps(plan))
     stand_in(directory / 'venv/bin/python', PROCESS.format(python=sys.executable))
     return subprocess.Popen(
-        [sys.executable, LAUNCHER, *flags, '--', *command],
+        [sys.executable, LAUNCHER, *flags, '--', *TRAIN],
         cwd=directory,
         env={**os.environ, 'QKATTN_VENV': str(directory / 'venv')},
         stdout=subprocess.PIPE,
@@ -94,12 +93,6 @@ def test_a_dry_run_prints_what_would_be_started():
         f'/v/bin/python -m qkattn train --config=small --workdir=runs/small {quoted}'
         for rank, gpu in enumerate('45')
     ]
-    text = dry_run('local', '--workers=2', '--gpus_per_process=2', command=ABLATE)
-    _, second = text.splitlines()
-    assert second.startswith('[worker 1]')
-    assert '--gpus_per_process=2 --retries=3 --grace=300 --first_gpu=2 -- ablate' in second
-    text = dry_run('local', '--first_gpu=2', '--gpus_per_process=1', command=ABLATE, **variables)
-    assert 'CUDA_VISIBLE_DEVICES=6 ' in text
 
 
 @pytest.mark.parametrize(
@@ -155,25 +148,15 @@ def test_who_waits_for_a_process_that_ended_is_killed(tmp_path):
 
 def test_a_killed_launcher_leaves_no_process(tmp_path):
     plan = [[{'saves': 75}, {'saves': 75}]]
-    job = start(tmp_path, plan, '--processes=2', '--workers=2', command=ABLATE)
-    wait_until(tmp_path, 4)
+    job = start(tmp_path, plan, '--processes=2')
+    wait_until(tmp_path, 2)
     job.kill()
     deadline = time.monotonic() + 30
     while any(map(alive, pids(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(pids(tmp_path)) == 4
+    assert len(pids(tmp_path)) == 2
     assert not any(map(alive, pids(tmp_path)))
     job.communicate()
-
-
-def test_workers_are_restarted_by_themselves(tmp_path):
-    plan = [[{'exit': 0}]] * 2
-    job = start(tmp_path, plan, '--workers=2', command=ABLATE)
-    out, errors = job.communicate(timeout=60)
-    assert job.returncode == 0, errors
-    command = 'qkattn ablate --config=quickstart --workdir=runs/quickstart'
-    expected = [f'[worker {k}] [0] arguments {command}' for k in (0, 1)]
-    assert sorted(out.splitlines()) == expected
 
 
 def ranks_of(launcher: int) -> dict[str, int]:
