@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import tempfile
@@ -39,7 +40,8 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 def absolute(path: str | os.PathLike[str]) -> Path:
     """`as_path`, absolute, as orbax needs it."""
-    return as_path(path) if buckets.is_url(path) else Path(path).absolute()
+    path = as_path(path)
+    return path if buckets.is_url(path) else path.absolute()
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -78,9 +80,7 @@ def check_directory(path: str | os.PathLike[str], *, create: bool = False) -> Pa
     return directory
 
 
-def make_directory(path: str | os.PathLike[str]) -> Path:
-    """Creates `path`, unless it exists, and returns it absolute; raises as `check_directory`."""
-    return check_directory(path, create=True)
+make_directory = functools.partial(check_directory, create=True)
 
 
 def remove_tree(path: Path) -> None:

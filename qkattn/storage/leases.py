@@ -11,10 +11,9 @@ On a file system the highest number is in force, and whoever creates the next on
 exclusive creation succeeds in one process. In a bucket an object is created, renewed and taken over
 by the generation that it replaces.
 
-Ages are on the clock of the file system or bucket. The holder measures the time since its last
-heartbeat with a monotonic clock and gives up before anybody else may take over, so at most one
-process at a time sees its lease as not lost, unless the clock of a file system jumps by more than
-expiry / 8.
+Ages are on the clock of the file system or bucket. The holder gives up, by a monotonic clock,
+before anybody else may take over, so at most one process at a time sees its lease as not lost,
+unless the clock of a file system jumps by more than expiry / 8.
 """
 
 import contextlib
@@ -28,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from qkattn.errors import ConfigError
 from qkattn.jobs.signals import exit_hooks, no_interrupt
@@ -178,13 +176,6 @@ def _lease(directory: Path, run: str) -> Lease:
     return (_Object if buckets.is_url(directory) else _File)(directory, run)
 
 
-class Holder(NamedTuple):
-    """The process that holds a run; `alive` is None for one of another machine."""
-
-    name: str
-    alive: bool | None
-
-
 def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | None:
     """The lease of a run; None if another process holds it. DiskError where it cannot be written.
 
@@ -204,19 +195,19 @@ def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | Non
     return None
 
 
-def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, Holder]:
-    """The holder of each run that is held, where `directory` exists.
+def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, str]:
+    """The holder of each run that is held, as 'process 12 on host', where `directory` exists.
 
     `expiry` is for leases whose holder died before it wrote its own.
     """
     paths = directory.iterdir() if directory.exists() else ()
-    runs = {path.name if buckets.is_url(path) else path.stem for path in paths}
-    by_run = {run: _holder(_lease(directory, run), expiry) for run in sorted(runs)}
-    return {run: holder for run, holder in by_run.items() if holder is not None}
+    runs = sorted({path.name if buckets.is_url(path) else path.stem for path in paths})
+    held = {run: _holder(_lease(directory, run), expiry) for run in runs}
+    return {run: holder[0] for run, holder in held.items() if holder}
 
 
-def _holder(lease: Lease, expiry: float) -> Holder | None:
-    """The holder of a lease; None if there is none, or it expired, was released or is dead."""
+def _holder(lease: Lease, expiry: float) -> tuple[str, bool | None] | None:
+    """(name, whether it is a live process of this machine, None for another's); None if free."""
     if (current := lease.read()) is None:
         return None
     content, beat, now = current
@@ -228,7 +219,7 @@ def _holder(lease: Lease, expiry: float) -> Holder | None:
         process, here = about.get('process') or '', _process(os.getpid())
         if here and process.split()[:2] == here.split()[:2]:
             alive = _process(about['pid']) == process
-    return None if now - beat > expiry or alive is False else Holder(name, alive)
+    return None if now - beat > expiry or alive is False else (name, alive)
 
 
 def _process(pid: object) -> str | None:
@@ -284,15 +275,13 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
 
 def _leased(path: Path, wait: bool) -> Lease:
     """The lease of a lock in a bucket, once it is free."""
-    until = seconds() + LOCK_EXPIRY
-    told = False
+    until, told = seconds() + LOCK_EXPIRY, False
     while (lease := acquire(path.parent, path.name, expiry=LOCK_EXPIRY)) is None:
-        holder = _holder(_lease(path.parent, path.name), LOCK_EXPIRY)
-        if not wait and holder is not None:
-            if holder.alive or seconds() > until:
-                raise BlockingIOError(holder.name)
-            if not told:
-                log.warning('%s is held by %s; waiting until it counts as dead', path, holder.name)
+        name, alive = _holder(_lease(path.parent, path.name), LOCK_EXPIRY) or ('', None)
+        if not wait and (alive or seconds() > until):
+            raise BlockingIOError(name)
+        if not wait and not told:
+            log.warning('%s is held by %s; waiting until it counts as dead', path, name)
             told = True
         time.sleep(0.5)
     return lease

@@ -34,6 +34,7 @@ from qkattn.storage.leases import locked
 from qkattn.storage.records import ARM_KEY, check, parse_json, to_jsonable
 
 NAME = 'ledger.jsonl'
+ADVICE = 'restore it from a copy, or run the study in a new directory'
 DECLARED, ARMS_ADDED, CHANGED = 'declared', 'arms_added', 'changed'
 LOOKED, ACCEPTED = 'looked', 'accepted'
 # What may be accepted: runs of a checkout with uncommitted changes, runs of different commits.
@@ -62,12 +63,13 @@ class Ledger:
     @functools.cached_property
     def arms(self) -> ArmKeys:
         """Every arm ever declared."""
-        return _arm_keys([e for e in self.entries if 'arms' in e])
+        return frozenset(arm_key(a) for e in self.entries if 'arms' in e for a in e['arms'])
 
     @functools.cached_property
     def post_hoc(self) -> ArmKeys:
         """The arms that were added, or whose settings changed, after the first look."""
-        return _arm_keys([e for e in self.entries if e.get('post_hoc')])
+        later = [e for e in self.entries if e.get('post_hoc')]
+        return frozenset(arm_key(a) for e in later for a in e['arms'])
 
     @property
     def declaration(self) -> str:
@@ -114,14 +116,14 @@ def read(path: Path) -> Ledger:
             entry = parse_json(line)
             check(entry, {'event': str, 'time': str, 'previous': str | None, 'hash': str})
         except ValueError as error:
-            raise _broken(f'{path}, line {number} is damaged ({error})') from error
+            raise ReportError(f'{path}, line {number} is damaged ({error}); {ADVICE}') from error
         if entry['hash'] != digest_of_entry(entry) or not line.endswith(b'\n'):
-            raise _broken(f'{path}, line {number} was edited: its hash is not that of its content')
+            raise ReportError(f'{path}, line {number} was edited: its hash is another; {ADVICE}')
         if entry['previous'] != (entries[-1]['hash'] if entries else None):
-            raise _broken(f'{path}, line {number} does not follow the line before it')
+            raise ReportError(f'{path}, line {number} does not follow the one before; {ADVICE}')
         entries.append(entry)
     if not entries or entries[0]['event'] != DECLARED:
-        raise _broken(f'{path} does not exist, or declares no study')
+        raise ReportError(f'{path} does not exist, or declares no study; {ADVICE}')
     return Ledger(tuple(entries))
 
 
@@ -282,11 +284,3 @@ def _lines(path: Path, keepends: bool = False) -> list[bytes]:
 
 def _sha256(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(to_jsonable(values), sort_keys=True).encode()).hexdigest()
-
-
-def _broken(problem: str) -> ReportError:
-    return ReportError(f'{problem}; restore it from a copy, or run the study in a new directory')
-
-
-def _arm_keys(entries: list[Entry]) -> ArmKeys:
-    return frozenset(arm_key(arm) for entry in entries for arm in entry['arms'])

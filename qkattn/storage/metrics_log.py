@@ -7,7 +7,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ ADVICE = (
     'restore the file from a copy or use another run directory; the checkpoints of this one are '
     'kept, and convert --source exports their parameters'
 )
+Lines = list[tuple[dict[str, Any], bytes]]  # of a log: (record, line with its newline)
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -38,13 +39,13 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [record for record, _ in _parse(as_path(path))]
 
 
-def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """(record, line with its newline) of complete lines."""
+def _parse(path: Path) -> Lines:
+    """The complete lines."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise damaged(path, error) from error
-    parsed: list[tuple[dict[str, Any], bytes]] = []
+    parsed: Lines = []
     step = -math.inf
     for number, line in enumerate(lines, start=1):
         record: Any = None
@@ -169,12 +170,9 @@ class MetricsFile:
         dropped = ('final',) if evaluated else ('final', 'eval')
         lines = _parse(self.path) if written is None else self._first(written)
         # The dropped records are the last ones, so that what stays is the beginning of the file.
-        self._end_with(
-            (record, line)
-            for record, line in lines
-            if record['step'] < step
-            or (record['step'] == step and record.get('kind') not in dropped)
-        )
+        again = [r for r, _ in lines if r['step'] == step and r.get('kind') in dropped]
+        later = [r for r, _ in lines if r['step'] > step]
+        self._end_with(lines[: len(lines) - len(again) - len(later)])
         self._cut()
 
     def close(self) -> None:
@@ -185,7 +183,7 @@ class MetricsFile:
             finally:
                 self._file.close()
 
-    def _first(self, written: Mapping[str, int]) -> list[tuple[dict[str, Any], bytes]]:
+    def _first(self, written: Mapping[str, int]) -> Lines:
         """The lines that were written; RunDirectoryError where they are others."""
         number = written['lines']
         lines = _parse(self.path)[:number]
@@ -201,7 +199,7 @@ class MetricsFile:
         if self._file.seek(0, os.SEEK_END) > self._size:
             self._file.truncate(self._size)
 
-    def _end_with(self, lines: Iterable[tuple[dict[str, Any], bytes]]) -> None:
+    def _end_with(self, lines: Lines) -> None:
         self._lines = self._size = self._crc32 = 0
         self.last_step: int | None = None
         for record, line in lines:

@@ -29,10 +29,7 @@ T = TypeVar('T')
 FINISHED, DIVERGED = 'finished', 'diverged'
 CHECKSUM = 'crc32'
 ADVICE = 'restore it from a copy or use another run directory'
-_RESULT_ADVICE = (
-    'restore it from a copy, or remove it: the same command then makes it again from the newest '
-    'checkpoint'
-)
+_RESULT_ADVICE = 'restore it from a copy, or remove it: the same command then makes it again'
 # What JSON has for a type; other types stand for themselves.
 _TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Mapping: (dict,)}
 
@@ -106,17 +103,14 @@ def write_json(path: str | os.PathLike, value: Any, *, indent: int | None = 2) -
 
 def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
     """A JSON object with the field `crc32`, the checksum of its other fields."""
-    return record | {CHECKSUM: _checksum(record)}
+    return record | {CHECKSUM: zlib.crc32(json.dumps(record, sort_keys=True).encode())}
 
 
 def remove_checksum(record: dict[str, Any]) -> None:
     """Takes `crc32` out of an object; ValueError where it is not that of the other fields."""
-    if record.pop(CHECKSUM, None) != _checksum(record):
+    stored = record.pop(CHECKSUM, None)
+    if stored != with_checksum(record)[CHECKSUM]:
         raise ValueError('its checksum is not that of its content')
-
-
-def _checksum(record: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any:

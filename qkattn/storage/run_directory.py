@@ -147,9 +147,8 @@ def describe_start() -> dict[str, Any]:
 def git_state(directory: Path) -> dict[str, Any]:
     """The checkout that the package in `directory` belongs to.
 
-    {'commit': full hash, 'dirty': whether files differ from it or are untracked}; without such a
-    checkout {'commit': None, 'dirty': None, 'reason': why}. A package installed into an environment
-    inside another repository's checkout does not belong to it.
+    {'commit': full hash, 'dirty': whether files differ from it or are untracked}, or both None and
+    'reason'. A package in an environment inside another repository does not belong to that.
     """
     environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}
 

@@ -1,10 +1,9 @@
 """Sinks: where the numbers of a run go besides metrics.jsonl.
 
-`train.sinks` names them, as a key of SINKS or a class by import path, with its keyword options.
-One is made of the run directory, the config and the steps done, and gets by `write(step, values)`
-the values of X trials [X] by name, as in 'train/loss': losses in nats/token, NaN of a trial that
-diverged. Steps never decrease, and those that a killed start has written come again. `close()` is
-called once, also when the run fails. An error ends the sink, not the run.
+`train.sinks` names them: keys of SINKS, or import paths of classes of (directory, config, steps
+done), with options. `write(step, values)` takes the values of X trials [X] by name, as in
+'train/loss': nats/token, NaN of a trial that diverged. Steps never decrease, but those after the
+steps done come again. `close()` also follows a failure. An error ends the sink, not the run.
 """
 
 import contextlib

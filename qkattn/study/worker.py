@@ -277,8 +277,7 @@ def _wait(
 
     Returns who holds which run, which is logged unless it is as `before`.
     """
-    holders = leases.holders(path / 'leases', expiry=expiry)
-    held = {run: who.name for run, who in holders.items()}
+    held = leases.holders(path / 'leases', expiry=expiry)
     if held and held != before:
         log.info('waiting for %s', '; '.join(f'{run}, held by {held[run]}' for run in held))
     results = [] if is_url(path) else [path / run.directory / 'result.json' for run in left]

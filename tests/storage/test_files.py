@@ -3,20 +3,18 @@
 import errno
 import os
 import pwd
-import signal
 
 import pytest
 
 from qkattn.errors import ConfigError, DiskError, RunDirectoryError
 from qkattn.storage.files import (
     check_directory,
-    disk_errors,
     expanded,
     make_directory,
     replacing,
     write_atomic,
 )
-from tests.processes import start_python, umask
+from tests.processes import umask
 
 
 @pytest.fixture
@@ -71,22 +69,6 @@ def test_a_directory_in_the_place_of_a_file_is_left_alone_and_another_error_as_i
         raise ValueError('other')
 
 
-def test_what_a_killed_writer_leaves_is_overwritten(file):
-    source = """
-        import os, signal, sys
-        from pathlib import Path
-        from qkattn.storage.files import replacing
-        with replacing(Path(sys.argv[1])) as temporary:
-            temporary.write_text('half of it')
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    assert start_python(source, file).wait(120) == -signal.SIGKILL
-    assert file.read_text() == 'before' and len(names(file.parent)) == 2
-    with replacing(file) as temporary:
-        temporary.write_text('after')
-    assert file.read_text() == 'after' and names(file.parent) == ['file']
-
-
 @pytest.mark.parametrize('function', [check_directory, make_directory])
 @pytest.mark.parametrize(
     ('path', 'message'),
@@ -112,16 +94,6 @@ def test_a_directory_is_checked_without_a_trace_and_made_absolute(tmp_path):
     assert check_directory(doubled) == tmp_path / 'a' / 'run' and names(tmp_path) == []
     assert make_directory(doubled) == tmp_path / 'a' / 'run'
     assert names(tmp_path / 'a' / 'run') == []
-
-
-def test_a_directory_that_is_gone_is_named(tmp_path):
-    with (
-        pytest.raises(DiskError, match=f'^{tmp_path}/a is gone: .*; put it back and run the same'),
-        disk_errors(tmp_path / 'a/b'),
-    ):
-        (tmp_path / 'a/b/c').touch()
-    with pytest.raises(FileNotFoundError), disk_errors(tmp_path):
-        (tmp_path / 'c').stat()
 
 
 def test_a_home_directory_that_is_missing_is_named(monkeypatch):

@@ -56,9 +56,8 @@ class Writes:
     def write(self, step, values):
         if step == self.fails_at:
             raise OSError('no room')
-        self.file.write(
-            json.dumps([step, {name: list(v_X) for name, v_X in values.items()}]) + '\n'
-        )
+        lists = {name: list(v_X) for name, v_X in values.items()}
+        self.file.write(json.dumps([step, lists]) + '\n')
 
     def close(self):
         self.file.write('"closed"\n')
@@ -78,8 +77,8 @@ def test_a_sink_gets_the_values_of_the_trials_and_is_closed(tmp_path):
     sinks.write({'kind': 'final', 'step': 2, **final, 'none': None})
     sinks.close()
     written = [json.loads(line) for line in (tmp_path / 'written').read_text().splitlines()]
-    losses = [2, {'final/val_loss': [1.5, pytest.approx(np.nan, nan_ok=True), 2.5, 3.5]}]
-    assert written == [[2, {'train/loss': [0, 1, 2, 3]}], losses, 'closed']
+    losses = {'final/val_loss': [1.5, pytest.approx(np.nan, nan_ok=True), 2.5, 3.5]}
+    assert written == [[2, {'train/loss': [0, 1, 2, 3]}], [2, losses], 'closed']
 
 
 def test_a_sink_that_fails_is_dropped_once_and_the_others_go_on(tmp_path, caplog):

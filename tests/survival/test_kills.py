@@ -1,7 +1,7 @@
 """kill -9 and SIGTERM at random moments: what is finished is bitwise the undisturbed one.
 
 A run of one process, of two, in a bucket, and a study: the quick tests kill each once while it
-trains, and the slow ones again and again in every phase.
+trains, and the slow ones KILLS times, in any phase.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import time
@@ -36,18 +37,16 @@ from qkattn.train.exported import load_stack
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
 from tests.jobs.jobs import free_port
-from tests.train.conftest import pairs_files, task  # noqa: F401 (fixtures)
 
 # Processes are forked from one that imported all, but for buckets: threads of TensorStore, which
 # writes to them, are not made for forks.
 FORKS, SPAWNS = (multiprocessing.get_context(name) for name in ('forkserver', 'spawn'))
 FORKS.set_forkserver_preload([__name__])
 
-# What a run reports, and its weight among the moments of kills and of stops.
+# What a run reports, and its weight among the moments of disturbances.
 PHASES = {
-    **{'starting': (0, 0), 'preparing data': (0, 0), 'compiling': (1, 1), 'initializing': (1, 0)},
-    **{'training': (6, 3), 'saving': (6, 3), 'evaluating': (4, 4), 'measuring': (1, 2)},
-    'anywhere': (4, 2),
+    **{'starting': 0, 'preparing data': 0, 'compiling': 1, 'initializing': 1, 'training': 6},
+    **{'saving': 6, 'evaluating': 4, 'measuring': 1, 'anywhere': 4},
 }
 NAMES = list(PHASES)
 # Seconds that a run is left alone in a phase, at most.
@@ -66,36 +65,30 @@ class Kind:
 
 
 @pytest.fixture
-def make(tiny, tmp_path, request):
-    """make(name, steps): a kind of run of two trials with dropout, of one layer."""
-
-    def make(name: str, num_steps: int = 60) -> Kind:
-        config = tiny(
-            model={'dropout': 0.1, 'num_layers': 1, 'd_model': 16},
-            optimizer={'name': 'muon'},
-            train={'num_steps': num_steps, 'eval_every': 6, 'checkpoint_every': 4},
+def kind(tiny, tmp_path, request, name, often):
+    """A run of two trials with dropout, of one layer, or a study of two of them."""
+    config = tiny(
+        model={'dropout': 0.1, 'num_layers': 1, 'd_model': 16},
+        optimizer={'name': 'muon'},
+        train={'num_steps': 60 if often else 24, 'eval_every': 6, 'checkpoint_every': 4},
+    )
+    if name == 'two processes':
+        mesh = dataclasses.replace(config.mesh, data=2)
+        return Kind(dataclasses.replace(config, mesh=mesh), str(tmp_path), 2)
+    if name == 'bucket':
+        server = request.getfixturevalue('bucket')
+        return Kind(config, 'gs://runs', environment=server.environment())
+    if name == 'study':
+        study = Study(
+            name='small',
+            base=config,
+            variants=('qk/vo', 'shared_qk/vo'),
+            sizes=('d_model=16',),
+            tolerance=0.1,
+            controls=ControlsConfig(equal_shape=False, longer=None),
         )
-        if name == 'two processes':
-            mesh = dataclasses.replace(config.mesh, data=2)
-            return Kind(dataclasses.replace(config, mesh=mesh), str(tmp_path), 2)
-        if name == 'bucket':
-            server = request.getfixturevalue('bucket')
-            return Kind(config, 'gs://runs', environment=server.environment())
-        if name == 'decoding':
-            return Kind(request.getfixturevalue('task')('translation'), str(tmp_path))
-        if name == 'study':
-            study = Study(
-                name='small',
-                base=config,
-                variants=('qk/vo', 'shared_qk/vo'),
-                sizes=('d_model=16',),
-                tolerance=0.1,
-                controls=ControlsConfig(equal_shape=False, longer=None),
-            )
-            return Kind(study, str(tmp_path))
-        return Kind(config, str(tmp_path))
-
-    return make
+        return Kind(study, str(tmp_path))
+    return Kind(config, str(tmp_path))
 
 
 def to_end(kind: Kind, workdir: str, log: str, phase, rank: int, address: str) -> None:
@@ -180,12 +173,20 @@ class Job:
             time.sleep(0.001)
         return self.alive()
 
-    def signal(self, number: int, rng) -> None:
-        """Sends a signal to the processes, in any order."""
+    def disturb(self, number: int, rng) -> None:
+        """Sends a signal to the processes, in any order; a stop gives code 75, state saved."""
+        phase = self.phase()
         for process in rng.sample(self.processes, len(self.processes)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
             time.sleep(rng.uniform(0, 0.02) * (len(self.processes) > 1))
+        codes = self.codes()
+        if number == signal.SIGTERM and phase != 'starting':  # its main function may not be reached
+            assert codes in ({0}, {EXIT_REQUEUE}), codes
+            log = self.workdir / 'metrics.jsonl'
+            if phase in ('training', 'evaluating') and EXIT_REQUEUE in codes and log.exists():
+                step = read_metrics(log)[-1]['step']
+                assert (self.workdir / 'checkpoints' / str(step)).exists()
 
     def codes(self) -> set[int]:
         for process in self.processes:
@@ -193,8 +194,8 @@ class Job:
         return {process.exitcode for process in self.processes}
 
     def end(self) -> Path:
-        codes = self.codes()
-        assert codes == {0}, [path.read_text()[-3000:] for path in self.logs.glob('*.log')]
+        logs = self.logs.glob('*.log')
+        assert self.codes() == {0}, [path.read_text()[-3000:] for path in logs]
         return self.workdir
 
 
@@ -203,7 +204,8 @@ def require_equal(one: Path, other: Path) -> None:
     if (one / 'study.json').exists():
         plan, same = ((path / 'plan.jsonl').read_bytes() for path in (one, other))
         assert plan == same
-        require_same_results(*(read_lines(path / 'results.jsonl') for path in (one, other)))
+        lines = [(path / 'results.jsonl').read_text().splitlines() for path in (one, other)]
+        require_same_results(*(map(json.loads, results) for results in lines))
         for run in map(json.loads, plan.splitlines()):
             require_equal(one / run['directory'], other / run['directory'])
         return
@@ -219,83 +221,42 @@ def require_equal(one: Path, other: Path) -> None:
     assert not [name for name in left if name.endswith(('tmp', '.damaged', 'trash'))]
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def require_same_results(*records) -> None:
-    one, other = ([{k: v for k, v in r.items() if k not in TIMES} for r in rs] for rs in records)
+def require_same_results(*results) -> None:
+    one, other = ([{k: v for k, v in r.items() if k not in TIMES} for r in rs] for rs in results)
     assert one == other
 
 
-def disturb(kind: Kind, tmp_path: Path, moments: list[str], rng, disturbance) -> None:
-    """Starts a run or study again and again, disturbed once each, until it is finished and equal.
-
-    When it is finished before a moment, another one is begun.
-    """
-    logs, seen, number = tmp_path / 'logs', Counter(), 0
+@pytest.mark.parametrize('name', ['run', 'two processes', 'study', 'bucket'])
+@pytest.mark.parametrize(
+    ('often', 'number'),
+    [
+        pytest.param(True, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(True, signal.SIGTERM, marks=pytest.mark.slow),
+        (False, signal.SIGKILL),
+    ],
+)
+def test_what_is_disturbed_ends_as_if_undisturbed(kind, name, often, number, tmp_path):
+    """Started again and again, disturbed once each; when it is finished, another one is begun."""
+    rng = random.Random(seed := os.environ.get('SEED') or str(time.time_ns()))
+    print(f'SEED={seed}')
+    moments = ['training']
+    if often:
+        # No directory of a bucket shows that a checkpoint is being saved.
+        left_out = 'saving' if name == 'bucket' else None
+        weights = {phase: weight for phase, weight in PHASES.items() if phase != left_out}
+        kills = int(os.environ.get('KILLS', 20))
+        moments = rng.choices([*weights], [*weights.values()], k=kills)
+    logs, seen, finished = tmp_path / 'logs', Counter(), 0
     logs.mkdir()
     straight = Job(dataclasses.replace(kind, root=str(tmp_path)), 'straight', logs).end()
     while moments:
-        job = Job(kind, f'run-{number}', logs)
+        job = Job(kind, f'run-{finished}', logs)
         if job.linger(moments[0], rng):
             seen[job.phase()] += 1
-            disturbance(job, rng)
+            job.disturb(number, rng)
             moments.pop(0)
         else:
             require_equal(job.end(), straight)
-            number += 1
-    require_equal(Job(kind, f'run-{number}', logs).end(), straight)
-    print(dict(seen), 'runs:', number + 1)
-
-
-def drawn(count: int, which: int, rng, without: tuple[str, ...] = ()) -> list[str]:
-    """Phases, each at least once, the others by weight."""
-    weights = {name: PHASES[name][which] for name in PHASES if name not in without}
-    once = [name for name, weight in weights.items() if weight]
-    more = rng.choices([*weights], [*weights.values()], k=max(0, count - len(once)))
-    return rng.sample([*once, *more], len(once) + len(more))
-
-
-def killed(job: Job, rng) -> None:
-    job.signal(signal.SIGKILL, rng)
-    job.codes()
-
-
-@pytest.mark.parametrize('name', ['run', 'two processes', 'study', 'bucket'])
-@pytest.mark.parametrize('often', [pytest.param(True, marks=pytest.mark.slow), False])
-def test_what_is_killed_ends_as_if_undisturbed(name, often, make, tmp_path, rng, request):
-    moments = ['training']
-    if often:
-        kills = request.config.getoption('--kills', 100) // (
-            4 if name in ('study', 'bucket') else 1
-        )
-        # No directory of a bucket shows that a checkpoint is being saved.
-        moments = drawn(kills, 0, rng, ('saving',) if name == 'bucket' else ())
-    disturb(make(name, 60 if often else 24), tmp_path, moments, rng, killed)
-
-
-def stopped(job: Job, rng) -> None:
-    """Sends SIGTERM, and half of the times another one right after it: code 75, state saved."""
-    trained = job.phase() in ('training', 'evaluating')
-    # Before a process has reached its main function, a signal ends it as any other program.
-    early = {-signal.SIGTERM} if job.phase() == 'starting' else set()
-    job.signal(signal.SIGTERM, rng)
-    if rng.random() < 0.5:
-        time.sleep(rng.uniform(0, 0.1))
-        job.signal(signal.SIGTERM, rng)
-    codes = job.codes()
-    assert codes == {0} or codes <= {EXIT_REQUEUE} | early, codes
-    if trained and EXIT_REQUEUE in codes:
-        last = read_metrics(job.workdir / 'metrics.jsonl')[-1]['step']
-        assert str(last) in [path.name for path in (job.workdir / 'checkpoints').iterdir()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['run', 'two processes', 'decoding'])
-def test_what_is_stopped_loses_nothing(name, make, tmp_path, rng, request):
-    kills = request.config.getoption('--kills', 100)
-    moments = drawn(kills // 4, 1, rng)
-    if name == 'decoding':  # whose measurements take long
-        moments = rng.choices(['evaluating', 'measuring'], [1, 3], k=max(2, kills // 10))
-    disturb(make(name), tmp_path, moments, rng, stopped)
+            finished += 1
+    require_equal(Job(kind, f'run-{finished}', logs).end(), straight)
+    print(dict(seen), 'runs:', finished + 1)
