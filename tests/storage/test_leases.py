@@ -130,31 +130,44 @@ def test_of_two_that_find_a_lease_free_the_first_acquires_it(storage, monkeypatc
     assert storage.holders() == {'run': 'process 12 on far'}
 
 
-def test_a_holder_gives_up_before_its_lease_expires(disk, monkeypatch, clock, frequent):
-    """Retries a heartbeat that fails; one that came too late does not renew the lease."""
-    state, calls = {'fails': True, 'takes': 0.0}, {'failed': 0, 'renewed': 0}
+def test_a_holder_gives_up_before_its_lease_expires(disk, clock):
+    with disk.acquire(expiry=EXPIRY) as held:
+        clock[0] = 0.87 * EXPIRY
+        assert not held.lost
+        clock[0] = 0.88 * EXPIRY
+        assert held.lost
+        clock[0] = 0.0
+        assert held.lost
 
-    def slow_renewal(lease):
-        clock[0] += state['takes']
-        calls['failed' if state['fails'] else 'renewed'] += 1
-        if state['fails']:
+
+def test_a_heartbeat_is_retried_and_one_that_is_late_does_not_count(
+    disk, monkeypatch, clock, frequent
+):
+    renew, calls, failing, late = leases._File.renew, {True: 0, False: 0}, [True], [0.0]
+
+    def renewal(lease):
+        clock[0] += late[0]
+        calls[failing[0]] += 1
+        if failing[0]:
             raise OSError(errno.EIO, 'Input/output error')
         return renew(lease)
 
-    renew = leases._File.renew
-    monkeypatch.setattr(leases._File, 'renew', slow_renewal)
+    def wait_for(fails):
+        failing[0], end = fails, calls[fails] + 3
+        wait_until(lambda: calls[fails] >= end)
+
+    monkeypatch.setattr(leases._File, 'renew', renewal)
     with disk.acquire(expiry=EXPIRY) as held:
-        wait_until(lambda: calls['failed'] >= 3)
-        clock[0] = 0.5 * EXPIRY
+        wait_for(True)
+        clock[0] += 0.5 * EXPIRY
         assert not held.lost
-        state['fails'] = False
-        wait_until(lambda: calls['renewed'] >= 2)  # the first has been counted
-        clock[0] = 1.3 * EXPIRY  # since the last heartbeat before the failures
+        wait_for(False)
+        clock[0] += 0.9 * EXPIRY  # more than the expiry since the last heartbeat that failed
         assert not held.lost
-        state['takes'] = 1.1 * EXPIRY  # of the next heartbeats: lost although nobody took it
+        wait_for(True)
+        clock[0] += 0.9 * EXPIRY
+        late[0], failing[0] = 0.2 * EXPIRY, False
         wait_until(lambda: held.lost)
-        clock[0] = 0.0
-        assert held.lost
     assert not held._thread.is_alive() and disk.holders() == {}
 
 
@@ -200,7 +213,12 @@ def test_the_lease_of_a_killed_process_is_free_at_once(storage):
 
 @pytest.mark.parametrize(
     ('age', 'expiry', 'held'),
-    [(0, EXPIRY, True), (EXPIRY + 1, EXPIRY, False), (-HOUR, EXPIRY, True), (HOUR, 2 * HOUR, True)],
+    [
+        (0, EXPIRY, True),
+        (EXPIRY + 1, EXPIRY, False),
+        (-HOUR, EXPIRY, True),
+        (HOUR, 1.2 * HOUR, True),
+    ],
     ids=['held', 'expired', 'future', 'its expiry'],
 )
 def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry, held):
