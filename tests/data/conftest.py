@@ -9,14 +9,12 @@ from tests.data.datasets import SHARD_TOKENS, token_dataset, write_texts
 
 
 class Numbers:
-    """A tokenizer of numbers; token i of a split is i, so that a token tells its position."""
-
     name, vocab_size, separator = 'numbers', 65536, 0
 
 
 @pytest.fixture(scope='session')
 def numbers():
-    """Makes datasets whose splits are np.arange(size): numbers(train=100, validation=20)."""
+    """Makes datasets in which a token tells its position: numbers(train=100, validation=20)."""
 
     def make(**sizes: int) -> TokenDataset:
         splits = {split: np.arange(size, dtype=np.uint16) for split, size in sizes.items()}
@@ -49,6 +47,6 @@ def text(tmp_path_factory):
 @pytest.fixture(scope='session')
 def made(text, tmp_path_factory):
     """Its shards."""
-    out = tmp_path_factory.mktemp('made') / 'shards'
+    out = tmp_path_factory.mktemp('shards')
     prepare(text, str(out), shard_tokens=SHARD_TOKENS)
     return out

@@ -77,9 +77,6 @@ def test_a_damaged_or_missing_file_is_named(made, tmp_path, file, damage, messag
     [
         ({'lowercase': True}, 'data.lowercase=True has no effect on shards'),
         ({'tokenizer': 'bpe'}, "data.tokenizer='bpe' has no effect .* made with bytes .*; set it"),
-        ({'feature': 'x'}, "data.feature='x' has no effect"),
-        ({'path': None}, "data.name='shards' needs data.path"),
-        ({'path': 'absent'}, 'absent/index.json cannot be read'),
         ({'path': 'gs://b/x'}, 'data.path=gs://b/x is a URL, but .* local or mounted directory'),
     ],
 )
