@@ -36,10 +36,6 @@ class InUseError(RunDirectoryError):
     """A live process holds the run directory."""
 
 
-class LayoutError(ConfigError):
-    """A published model that cannot be read into, or written from, a `ModelConfig`."""
-
-
 class ReportError(ConfigError):
     """A directory that is no study, or a file in it that cannot be read."""
 

@@ -230,10 +230,10 @@ def next_token_batch(model: Transformer, tokens_BT: np.ndarray) -> dict[str, np.
     """Inputs of the model for tokens, and of a decoder as targets the tokens that follow."""
     if isinstance(model, Encoder | EncoderDecoder):
         return {'tokens_BT': tokens_BT}
-    targets_BT = np.roll(tokens_BT, -1, 1)
     weights_BT = np.ones(tokens_BT.shape, np.float32)
     weights_BT[:, -1] = 0
-    return {'tokens_BT': tokens_BT, 'targets_BT': targets_BT, 'loss_weights_BT': weights_BT}
+    targets = {'targets_BT': np.roll(tokens_BT, -1, 1), 'loss_weights_BT': weights_BT}
+    return {'tokens_BT': tokens_BT, **targets}
 
 
 @functools.partial(jax.jit, static_argnames='quantities')

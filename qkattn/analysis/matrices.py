@@ -25,10 +25,7 @@ def singular_values(a_NDD: jax.Array) -> jax.Array:
 
 
 def effective_rank(a_NDD: jax.Array) -> jax.Array:
-    """exp(H(p)) with p = s / sum(s), from 1 (rank 1) to D (equal singular values).
-
-    Roy & Vetterli 2007, 'The effective rank: a measure of effective dimensionality'.
-    """
+    """exp(H(p)), p = s / sum(s), from 1 to D (equal singular values). Roy & Vetterli 2007."""
     s_ND = singular_values(a_NDD)
     return jnp.exp(entr(s_ND / s_ND.sum(-1, keepdims=True)).sum(-1))
 
@@ -41,8 +38,8 @@ def norm(a_NDD: jax.Array) -> jax.Array:
 def symmetric_share(a_NDD: jax.Array) -> jax.Array:
     """|(A + A^T) / 2|_F^2 / |A|_F^2: 1 where A is symmetric, 0 where it is skew.
 
-    Of independent entries about 1/2, of W_Q W_K^T with independent factors too. Saponati et al.
-    2025, arXiv 2502.10927, who publish it, as 2 share - 1, of the sum of A[n] over the heads.
+    Of independent entries or factors about 1/2. Saponati et al. 2025, arXiv 2502.10927, publish
+    2 share - 1 of the sum of A[n] over the heads.
     """
     return _energy(_symmetric(a_NDD)) / _energy(a_NDD)
 
@@ -68,18 +65,15 @@ def directionality(a_NDD: jax.Array) -> jax.Array:
 def definiteness(a_NDD: jax.Array) -> jax.Array:
     """sum(max(e, 0)) / sum(|e|) over the eigenvalues e of (A + A^T) / 2.
 
-    1 where x A x^T >= 0 for all x, so that a token attends to what resembles it; 0 where A is
-    negative semidefinite; NaN where A is skew. W W^T gives 1.
+    1 where x A x^T >= 0 for all x, as of W W^T: a token attends to what resembles it; 0 where A is
+    negative semidefinite; NaN where A is skew.
     """
     e_ND = jnp.linalg.eigvalsh(_symmetric(a_NDD))
     return jnp.maximum(e_ND, 0).sum(-1) / jnp.abs(e_ND).sum(-1)
 
 
 def drift(reference: Array, other: Array) -> Array:
-    """|other - reference| / |reference|, root of the sum of squares over all entries.
-
-    0 where both are equal; sqrt(2) where they are orthogonal and of one norm.
-    """
+    """|other - reference| / |reference| in the Frobenius norm."""
     return (((other - reference) ** 2).sum() / (reference**2).sum()) ** 0.5
 
 

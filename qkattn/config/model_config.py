@@ -56,9 +56,7 @@ class ModelConfig:
     attention_gain: bool = setting(
         True, 'Norms before attention have an undecayed gain; only pre-norm can go without.'
     )
-    qk_norm: bool = setting(
-        False, 'Queries and keys have RMS 1, times a learned gain (Henry et al. 2020).'
-    )
+    qk_norm: bool = setting(False, 'Queries and keys have RMS 1, times a gain (Henry et al. 2020).')
     score_scale: float = setting(1.0, "Factor on the logits beside the Score's own scale.", above=0)
     logit_cap: float | None = setting(
         None, 'c in c tanh(logit / c) (Gemma 2, 2024); None is off.', above=0, most=1e9

@@ -138,9 +138,7 @@ class TrialsConfig:
     seeds: tuple[int, ...] = setting(
         (0,), 'Seeds of initialization, data order and dropout.', least=0, filled=True
     )
-    learning_rates: tuple[float, ...] = setting(
-        (2e-3,), 'Peak learning rates.', least=0, filled=True
-    )
+    learning_rates: tuple[float, ...] = setting((2e-3,), 'Rates at the peak.', least=0, filled=True)
     weight_decays: tuple[float, ...] = setting(
         (5e-4,),
         'Weight decays of matrices and embeddings; see optimizer.decay.',

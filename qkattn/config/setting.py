@@ -18,12 +18,8 @@ class Bounds:
     """What a field may hold beyond its type; in a tuple, what each entry may.
 
     Integers without an upper bound are below 2**31, floats without one are finite in float32, and
-    texts are Unicode without null characters, of less than 4,096 bytes.
-
-    Attributes:
-      least, most, above, below: of numbers.
-      path: the text is a path on one line, each part of which has less than 256 bytes.
-      filled: a tuple has at least one entry. No tuple has an entry twice.
+    texts are Unicode without null characters, of less than 4,096 bytes; a path is one line, each
+    part of less than 256 bytes. A tuple that is filled has an entry; none has one twice.
     """
 
     least: float | None = None

@@ -37,9 +37,7 @@ class TuningConfig:
     choice: Choice = setting(
         'vertex', "Of a sweep: 'vertex' of the parabola, or 'minimax', with the best bounded loss."
     )
-    score_scales: tuple[float, ...] = setting(
-        (), 'Grid of model.score_scale; empty is not tuned.', above=0
-    )
+    score_scales: tuple[float, ...] = setting((), 'Grid of model.score_scale, if any.', above=0)
     init_embeddings: tuple[float, ...] = setting((), 'Grid of model.init_embedding.', above=0)
     init_qks: tuple[float, ...] = setting((), 'Grid of model.init_qk.', above=0)
     init_vos: tuple[float, ...] = setting((), 'Grid of model.init_vo.', above=0)
@@ -63,9 +61,7 @@ class ControlsConfig:
 class Study:
     """An ablation at equal cost: variants x destinations x sizes x corpora, each arm tuned.
 
-    Attributes:
-      base: the settings that all arms share; trials.seeds are those of the verdict,
-        trials.learning_rates and trials.weight_decays the grids.
+    All arms share `base`, whose trials.seeds are those of the verdict.
     """
 
     name: str = setting('study', 'Name in the report.')
@@ -97,7 +93,7 @@ class Study:
         (), 'Seeds at each interim analysis, ascending, at last all; empty is one look.', least=1
     )
     margin: float = setting(
-        0.005, 'Largest difference in loss that counts as none, in nats per token.', above=0
+        0.005, 'Largest difference that counts as none, nats per token.', above=0
     )
     expected: tuple[str, ...] = setting(
         (), "Positive controls: known effects, as in 'qk/vo?num_heads=1 is worse'."

@@ -11,7 +11,7 @@ W_K M^-1 = Q Q_block^-1. Rounding both factors by eps changes A[n] by at most ab
 of its norm, and |W_K M^-1| = 1 / (smallest singular value of Q_block).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,8 +46,7 @@ def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
 
     The factors are balanced. Refused where A[n] of a head has a higher rank (use `truncate`).
     """
-    rank = layer.spec.head_size if rank is None else rank
-    return _lossless(*truncate(layer, rank=rank), f'A[n] has a rank above {rank}', 'truncate')
+    return _lossless(truncate, layer, rank, 'A[n]')
 
 
 def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
@@ -98,8 +97,7 @@ def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
 
     As `unmerge`; b_V is 0.
     """
-    rank = layer.spec.head_size if rank is None else rank
-    return _lossless(*truncate_vo(layer, rank=rank), f'B[n] has a rank above {rank}', 'truncate_vo')
+    return _lossless(truncate_vo, layer, rank, 'B[n]')
 
 
 def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
@@ -143,14 +141,21 @@ def _of_rank(full: str, rank: int, layer: Attention) -> tuple[str, str]:
     return (full, 'H') if rank == layer.spec.head_size else (f'low_rank(rank={rank})', 'R')
 
 
-def _lossless(layer: Attention, lost: float, reason: str, lossy: str) -> Attention:
-    """The layer, where cutting its matrices lost rounding error only: 256 ulp of the parameters."""
+def _lossless(
+    truncate: Callable[..., tuple[Attention, float]],
+    layer: Attention,
+    rank: int | None,
+    matrix: str,
+) -> Attention:
+    """The truncated layer, where that lost rounding error only: 256 ulp of the parameters."""
+    rank = layer.spec.head_size if rank is None else rank
+    target, lost = truncate(layer, rank=rank)
     require(
         lost <= 256 * float(jnp.finfo(dtype_of(layer)).eps),
-        f'{reason}: cutting it there loses {lost:.2e} of its norm; use a higher rank, or {lossy}, '
-        'which reports the error',
+        f'{matrix} has a rank above {rank}: cutting it there loses {lost:.2e} of its norm; use a '
+        f'higher rank, or {truncate.__name__}, which reports the error',
     )
-    return layer
+    return target
 
 
 def _best_rows(w_LDNH: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -25,9 +25,6 @@ from qkattn.model import with_params
 from qkattn.model.sites import attention_spec
 from qkattn.model.transformer import Transformer
 
-# Fields of the model and of the spec of its layers that a conversion may change.
-CHANGED = ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
-
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
@@ -125,27 +122,24 @@ def convert_model(
         )
     require(
         not (conversion.takes_norm and config.norm_position == 'post'),
-        'in a post-norm model the residual stream also reads what the norm before attention '
-        'writes, so its gain and bias have no place in the projections alone',
+        'in a post-norm model the residual stream also reads what the norm before attention writes',
     )
     model = with_params(config, jax.tree.map(jnp.asarray, params))
     norm, sources = model.blocks.attention_norm, model.layers()
-    shape, no_norm = (config.num_layers, config.d_model), [()] * config.num_layers
+    shape = config.num_layers, config.d_model
     gain_LD = np.ones(shape) if norm.g_D is None else np.array(norm.g_D)
     bias_LD = np.zeros(shape) if norm.b_D is None else np.array(norm.b_D)
-    norms = zip(gain_LD, bias_LD, strict=True) if conversion.takes_norm else no_norm
-    layers: list[Attention] = []
-    errors: list[float] = []
-    for index, (source, before) in enumerate(zip(sources, norms, strict=True)):
-        try:
-            if conversion.of_stack:
-                layers = conversion.function(sources, **options)
-                break
-            layer, error = conversion(source, *before, **options)
-        except (ConversionError, SpecError) as refusal:
-            raise ConversionError(f'layer {index}: {refusal}') from refusal
-        layers.append(layer)
-        errors += [error] * conversion.lossy
+    results: list[tuple[Attention, float]] = []
+    try:
+        if conversion.of_stack:
+            results = [(layer, 0.0) for layer in conversion.function(sources, **options)]
+        for index in range(len(results), config.num_layers):
+            before = (gain_LD[index], bias_LD[index]) if conversion.takes_norm else ()
+            results.append(conversion(sources[index], *before, **options))
+    except (ConversionError, SpecError) as refusal:
+        raise ConversionError(f'layer {len(results)}: {refusal}') from refusal
+    layers = [layer for layer, _ in results]
+    errors = [error for _, error in results] if conversion.lossy else []
     for index, layer in enumerate(layers):
         require(
             layer.spec == layers[0].spec,
@@ -158,7 +152,8 @@ def convert_model(
             if parameter is not None:
                 parameter[...] = jnp.full_like(parameter[...], initial)
     spec = layers[0].spec
-    changes: dict[str, Any] = {name: getattr(spec, name) for name in CHANGED}
+    fields = ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
+    changes: dict[str, Any] = {name: getattr(spec, name) for name in fields}
     config = dataclasses.replace(config, d_ff=config.mlp_width, **changes)
     require(attention_spec(config) == spec, f'no model setting gives layers of {spec}')
     return config, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))), errors

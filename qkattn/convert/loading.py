@@ -28,8 +28,6 @@ class Loaded:
     """A run as its newest checkpoint has it, or a model without a run.
 
     Attributes:
-      path: where it was loaded from.
-      model_config: the settings of its models.
       params: the parameters of each trial, float32.
       trials: seed, learning rate and weight decay of each trial; {} without a run.
       alive: False for trials that diverged, which have their last finite parameters.
@@ -81,7 +79,7 @@ def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loa
     Args:
       source: a run directory or a directory of exported parameters; a directory or .safetensors
         file of a GPT-2 in the Hugging Face layout; a nanoGPT .pt checkpoint.
-      num_heads: for published files without a config.
+      num_heads: of published files without a config.
 
     Raises:
       ConfigError: `source` is none of these, or it is damaged or of another layout.

@@ -20,7 +20,7 @@ from flax import traverse_util
 from safetensors.numpy import load_file
 
 from qkattn.config import ModelConfig
-from qkattn.errors import LayoutError
+from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.storage.files import as_path, local_copy
 from qkattn.storage.records import parse_json
@@ -50,8 +50,7 @@ TENSORS: dict[str, tuple[str, tuple[str, ...]]] = {
     'ln_f.bias': ('D', ('final_norm/b_D',)),
     HEAD: ('VD', ('w_output_DV',)),  # a second name of wte.weight where embeddings are tied
 }
-# The only values in config.json at which GPT-2 is the Decoder, the default of transformers first;
-# 'gelu_pytorch_tanh' is the same function. Published files often leave them out.
+# The only values in config.json at which GPT-2 is the Decoder, the default of transformers first.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     'model_type': ('gpt2',),
     'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
@@ -72,7 +71,7 @@ FIELDS = {
 }
 # torch.nn.Linear, and so nanoGPT, stores [outputs, inputs].
 TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
-# Prefixes of torch.compile, of DataParallel, and of the Hugging Face model with a head.
+# Of torch.compile, of DataParallel, and of the Hugging Face model with a head.
 PREFIXES = re.compile(r'(_orig_mod\.|module\.|transformer\.)*')
 # Causal masks that older versions saved among the parameters.
 MASKS = re.compile(r'h\.\d+\.attn\.(bias|masked_bias)')
@@ -88,7 +87,7 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
       num_heads: N, required without a config.json, since the shapes do not determine it.
 
     Raises:
-      LayoutError: the tensors or the config.json are not those of a GPT-2.
+      ConfigError: the tensors or the config.json are not those of a GPT-2.
       SpecError: its heads do not divide its width.
     """
     named: Any = source
@@ -101,7 +100,7 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
         named = _read_safetensors(path)
     for name, (default, *others) in SUPPORTED.items():
         if (value := described.get(name, default)) not in (default, *others):
-            raise LayoutError(f'config.json: {name}={value!r} is not supported, only {default!r}')
+            raise ConfigError(f'config.json: {name}={value!r} is not supported, only {default!r}')
     if described.get('n_inner', 0) is None:
         described['n_inner'] = 4 * described['n_embd']
     return _decoder(_normalized(named), described, 'config.json', num_heads)
@@ -119,7 +118,7 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
       num_heads: N, required without 'model_args', since the shapes do not determine it.
 
     Raises:
-      LayoutError: the tensors are not of this layout, or torch is required and missing.
+      ConfigError: the tensors are not of this layout, or torch is required and missing.
       SpecError: its heads do not divide its width.
     """
     named: Any = source
@@ -131,7 +130,7 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
         described, named = {**(named.get('model_args') or {})}, named['model']
         described.pop('dropout', None)  # no part of a trained model
     for name in described.keys() - FIELDS.keys():
-        raise LayoutError(f'model_args: {name}={described[name]!r} is not an argument of nanoGPT')
+        raise ConfigError(f'model_args: {name}={described[name]!r} is not an argument of nanoGPT')
     tensors = {
         name: np.ascontiguousarray(tensor.T) if name.endswith(TRANSPOSED) else tensor
         for name, tensor in _normalized(named).items()
@@ -171,17 +170,17 @@ def _decoder(
     All sizes but the number of heads follow from the shapes.
     """
     if num_heads is None and 'n_head' not in described:
-        raise LayoutError(
+        raise ConfigError(
             f'--num_heads=N (num_heads= in Python) is required where no {where} gives n_head'
         )
     for name in ('wte.weight', 'wpe.weight', 'h.0.mlp.c_fc.weight'):
         if name not in tensors or tensors[name].ndim != 2:
             problem = 'is not a matrix' if name in tensors else 'is missing'
-            raise LayoutError(f'tensor {name!r} {problem}')
+            raise ConfigError(f'tensor {name!r} {problem}')
     same = HEAD not in tensors or np.array_equal(tensors[HEAD], tensors['wte.weight'])
     tied = described.get('tie_word_embeddings', same)
     if tied and not same:
-        raise LayoutError(f"tensor {HEAD!r} differs from 'wte.weight', to which it should be tied")
+        raise ConfigError(f"tensor {HEAD!r} differs from 'wte.weight', to which it should be tied")
     numbers = [re.match(r'h\.(\d+)\.', name) for name in tensors]
     config = ModelConfig(
         d_model=tensors['wte.weight'].shape[1],
@@ -196,15 +195,15 @@ def _decoder(
     expected, flat = shapes(config), {}
     for name, shape in expected.items():
         if name not in tensors:
-            raise LayoutError(f'tensor {name!r} is missing')
+            raise ConfigError(f'tensor {name!r} is missing')
         if tensors[name].shape != shape:
-            raise LayoutError(f'tensor {name!r} has shape {tensors[name].shape}, not {shape}')
+            raise ConfigError(f'tensor {name!r} has shape {tensors[name].shape}, not {shape}')
     if unexpected := sorted(tensors.keys() - expected.keys() - {HEAD}):
         biased = 'with' if config.biases else 'without'
-        raise LayoutError(f'tensor {unexpected[0]!r} does not belong to a GPT-2 {biased} biases')
+        raise ConfigError(f'tensor {unexpected[0]!r} does not belong to a GPT-2 {biased} biases')
     for name, field in FIELDS.items():
         if name in described and described[name] != getattr(config, field):
-            raise LayoutError(
+            raise ConfigError(
                 f'{where}: {name}={described[name]!r} does not fit the tensors, which have '
                 f'{field}={getattr(config, field)!r}'
             )
@@ -229,27 +228,27 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         with local_copy(path) as file:
             return load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
-        raise LayoutError(f'{path} cannot be read as safetensors: {error}') from error
+        raise ConfigError(f'{path} cannot be read as safetensors: {error}') from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise LayoutError(f'{path} cannot be read: {error}') from error
+        raise ConfigError(f'{path} cannot be read: {error}') from error
 
 
 def _read_torch(path: Path) -> dict[str, Any]:
     try:
         torch = importlib.import_module('torch')  # optional, and slow to import
     except ImportError as error:
-        raise LayoutError(f'{path.name} can only be read with torch; install it') from error
+        raise ConfigError(f'{path.name} can only be read with torch; install it') from error
     try:
         with local_copy(path) as file:
             return torch.load(file, map_location='cpu', weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise LayoutError(f'{path} cannot be read as a torch checkpoint: {reason}') from error
+        raise ConfigError(f'{path} cannot be read as a torch checkpoint: {reason}') from error
 
 
 def _normalized(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -260,10 +259,10 @@ def _normalized(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if MASKS.fullmatch(name):
             continue
         if name in tensors:
-            raise LayoutError(f'tensor {name!r} occurs twice, the second time as {original!r}')
+            raise ConfigError(f'tensor {name!r} occurs twice, the second time as {original!r}')
         dtype = str(value.dtype).removeprefix('torch.')
         if dtype not in ('float32', 'float16', 'bfloat16'):
-            raise LayoutError(
+            raise ConfigError(
                 f'tensor {original!r} is of {dtype}; supported are float32, float16 and bfloat16'
             )
         if hasattr(value, 'detach'):  # of torch, whose bfloat16 numpy does not know

@@ -21,8 +21,7 @@ def to_standard(layer: Attention) -> Attention:
 
     Tied matrices are copied, fixed ones written out, factors multiplied. The head size is that of
     the wider circuit, and the other one is padded with zeros: `merged` gets heads of size D, which
-    `unmerge` makes smaller where the rank allows. Where keys and values have the same number of
-    heads, it stays.
+    `unmerge` makes smaller where the rank allows.
 
     Raises:
       ConversionError: a Score that is not linear or masks the diagonal; under RoPE or QK-norm, also

@@ -84,11 +84,6 @@ class Metric:
             raise ValueError(f'{self.name} has no prefix {prefix!r}, only {self.prefixes}')
         return f'{prefix}_{self.name}'
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Its fields on all splits."""
-        return tuple(map(self.field, self.prefixes))
-
     def text(self, value: float) -> str:
         """The value as printed, with its label and unit: 'loss 3.2189 nats/token'."""
         unit = '' if self.unit in (None, self.label) else f' {self.unit}'
@@ -129,10 +124,7 @@ def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndar
 
 
 def perplexity(nats_per_token: float) -> float:
-    """exp(nats per token), of a mean over all tokens of a data set; inf beyond the largest float.
-
-    The mean comes first: the mean of several batches' perplexities is larger.
-    """
+    """exp(nats per token), of a mean over all tokens; inf beyond the largest float."""
     with np.errstate(over='ignore'):
         return float(np.exp(np.float64(nats_per_token)))
 

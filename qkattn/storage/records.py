@@ -68,7 +68,9 @@ ORPHAN = {'directory': str, 'run': str | None, 'config': dict | None, 'results':
 ARM_KEY = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
 # Fields of results that may be null; losses are in every result, others came later or are times.
 _OPTIONAL = {**result_fields(), **dict.fromkeys(TIMES, float), 'diverged_at': int}
-_LOSSES = {f for m in METRICS.values() if m.role == 'loss' and m.logged for f in m.fields}
+_LOSSES = {
+    f for m in METRICS.values() if m.role == 'loss' and m.logged for f in map(m.field, m.prefixes)
+}
 
 
 def to_jsonable(value: Any) -> Any:

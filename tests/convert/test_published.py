@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from qkattn.config import ModelConfig
 from qkattn.convert.published import load_gpt2, load_nanogpt
-from qkattn.errors import LayoutError, SpecError
+from qkattn.errors import ConfigError, SpecError
 from qkattn.model import with_params
 from tests import damages
 
@@ -136,7 +136,7 @@ def test_dictionaries_and_files_hold_the_same(tmp_path):
         (load_nanogpt, named),
         (load_nanogpt, lone / 'nano.safetensors'),
     ):
-        with pytest.raises(LayoutError, match='--num_heads=N .* is required'):
+        with pytest.raises(ConfigError, match='--num_heads=N .* is required'):
             load(source)
         same(load(source, num_heads=4))
     expected = load_gpt2(tensors, num_heads=N)
@@ -206,13 +206,13 @@ def test_a_wrong_tensor_or_description_is_named(tmp_path, damage, message):
     if callable(damage):
         damage(tensors)
         described = {}
-    with pytest.raises((LayoutError, SpecError), match=message):
+    with pytest.raises((ConfigError, SpecError), match=message):
         load_gpt2(write(tmp_path, tensors, **described))
 
 
 def test_what_is_no_model_is_named(monkeypatch, tmp_path):
     def refused(message, source=tmp_path, load=load_gpt2, **options):
-        with pytest.raises(LayoutError, match=message):
+        with pytest.raises(ConfigError, match=message):
             load(source, **options)
 
     refused(r'config\.json cannot be read')
