@@ -109,38 +109,27 @@ def test_drift_is_that_of_each_head_between_two_factorizations():
 
 
 def test_trials_under_vmap_have_the_numbers_that_each_has_alone():
-    config = ModelConfig(**SIZES)
-    models = [build(config, key=jax.random.key(seed)) for seed in range(2)]
-    params = [nnx.to_pure_dict(nnx.state(model)) for model in models]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
-
-    def measured(params):
-        model = with_params(config, params)
-        return means(model), attention_patterns(model, {'tokens_BT': TOKENS})
-
-    together = jax.jit(jax.vmap(measured))(stacked)
-    for x in range(2):
+    models = [build(ModelConfig(**SIZES), key=jax.random.key(seed)) for seed in range(2)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
+    together = jax.jit(jax.vmap(lambda model: means(model, {'tokens_BT': TOKENS})))(stacked)
+    for x, model in enumerate(models):
         one = jax.tree.map(operator.itemgetter(x), together)
-        alone = jax.jit(measured)(params[x])
+        alone = jax.jit(means)(model, {'tokens_BT': TOKENS})
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), one, alone)
 
 
 @pytest.mark.parametrize('kind', ['decoder', 'encoder_decoder'])
 def test_a_program_decomposes_one_array(kind):
     """The calls of LAPACK in the compiled programs, which are for CPUs."""
-
-    def decompositions(function, *inputs):
-        with jax.default_device(jax.devices('cpu')[0]):
-            text = jax.jit(function).lower(*inputs).compile().as_text()
-        return re.findall(r'custom_call_target="(lapack_\w+)"', text)
-
     sizes = {'d_model': 8, 'num_layers': 2, 'num_heads': 2, 'context': 4}
     model = build(ModelConfig(kind=kind, **sizes), key=jax.random.key(0))
-    assert len(decompositions(means, model)) == 1
-    stacked_PNDD = np.ones((3, 2, 8, 8), np.float32)
-    for quantities in PROGRAMS:
-        program = functools.partial(of_matrices, quantities=quantities)
-        assert len(decompositions(program, stacked_PNDD)) == 1
+    programs = [
+        (functools.partial(of_matrices, quantities=q), np.ones((3, 2, 8, 8))) for q in PROGRAMS
+    ]
+    for function, argument in ((means, model), *programs):
+        with jax.default_device(jax.devices('cpu')[0]):
+            text = jax.jit(function).lower(argument).compile().as_text()
+        assert len(re.findall(r'custom_call_target="(lapack_\w+)"', text)) == 1
 
 
 def test_every_registered_variant_is_measured():
@@ -158,21 +147,16 @@ def test_every_registered_variant_is_measured():
         assert shapes == [(2, heads, 8, 8)] * 2, (score, value)
 
 
-@pytest.mark.parametrize(
-    ('window', 'expected'), [(None, np.mean([1 / (t + 1) for t in range(4, 8)])), (3, 1 / 3)]
-)
-def test_attention_that_is_equal_over_all_keys_has_its_induction_score(window, expected):
-    model = make(window=window)
-    model.blocks.attention.score.w_q_DNH[...] *= 0
-    score_LN = analyze(model).values('induction_score', 'pattern')
-    np.testing.assert_allclose(score_LN, expected, rtol=1e-5)
+def test_attention_that_is_equal_over_all_keys_has_its_induction_score():
+    for window, expected in ((None, np.mean([1 / (t + 1) for t in range(4, 8)])), (3, 1 / 3)):
+        model = make(window=window)
+        model.blocks.attention.score.w_q_DNH[...] *= 0
+        score_LN = analyze(model).values('induction_score', 'pattern')
+        np.testing.assert_allclose(score_LN, expected, rtol=1e-5)
 
 
 def test_gradient_norms_are_those_of_the_loss():
     model = make(num_layers=3, pattern='qk/vo,qk/no_v')
-    batch = next_token_batch(model, TOKENS)
-    assert batch['loss_weights_BT'].sum() == TOKENS[:, 1:].size
-    assert next_token_batch(make(kind='encoder'), TOKENS).keys() == {'tokens_BT'}
 
     def loss(params):
         logits = with_params(model.config, params)(TOKENS)[:, :-1]
@@ -181,7 +165,7 @@ def test_gradient_norms_are_those_of_the_loss():
 
     grads = jax.jit(jax.grad(loss))(nnx.to_pure_dict(nnx.state(model)))
     scores = [grads['blocks'][f'stack_{number}']['attention']['score'] for number in range(2)]
-    analysis = analyze(model, batch, induction=False)
+    analysis = analyze(model, next_token_batch(model, TOKENS), induction=False)
     norms = analysis.values('gradient_norm', 'score/w_q_DNH')[:, 0]
     expected = [np.linalg.norm(scores[i % 2]['w_q_DNH'][i // 2]) for i in range(3)]
     np.testing.assert_allclose(norms, expected, rtol=1e-4)
