@@ -3,13 +3,12 @@
 checkpoints/N/state/   orbax: the arrays, and their `checksums`
 checkpoints/N/record/  JSON: step, time and data of the run; format, version and crc32
 
-The checksum of an array x of M elements with the bit patterns b_0 ... b_(M-1), in row-major order:
+The checksum of an array with the bit patterns b_0 ... b_(M-1), in row-major order, is
 
-    sum_i h(b_i xor h(i))  mod 2^32,     h: the finalizer of MurmurHash3
+    sum_i h(b_i xor h(i))  mod 2^32,     h: the finalizer of MurmurHash3, a permutation
 
-h permutes the 32-bit numbers, so that a change of one element always changes the sum; any other
-change is missed with probability 2^-32. Integer addition is exact in any order: the sums, computed
-on the devices, do not depend on mesh or processes. Elements of 8 bytes count as two of 4 bytes.
+A change of one element always changes it, any other is missed with probability 2^-32. Integers add
+up exactly in any order: sums, computed on the devices, do not depend on mesh or processes.
 """
 
 import contextlib
@@ -44,8 +43,6 @@ SET_ASIDE = '.damaged'
 COMMITTED = 'commit_success.txt'  # the last object of a checkpoint in a bucket; no renaming there
 # What is read of a checkpoint besides its state.
 DESCRIPTIONS = {'_CHECKPOINT_METADATA': {}, 'metrics/metrics': {'val_loss': float | None}}
-RECORD = {'data': dict, 'train_seconds': float}
-OVERHEAD = 2**20  # bytes of a checkpoint besides its state, at most
 
 log = logging.getLogger(__name__)
 # Orbax warns of every directory that it is asked to read only.
@@ -94,7 +91,7 @@ class Checkpoints:
         self.wait()
         # Checked before: orbax logs a traceback for every leaf that it cannot write, and does not
         # end soon where it cannot make a directory.
-        size = OVERHEAD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        size = 2**20 + sum(leaf.nbytes for leaf in jax.tree.leaves(state))  # and a MiB for the rest
         self._on_owner(lambda: require_room(self.directory, size))
         with self._waiting():
             sums = checksums(state)  # computed while the state is copied
@@ -119,12 +116,8 @@ class Checkpoints:
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
         """The newest sound checkpoint as (state, record), placed like `target`; None if none.
 
-        Args:
-          target: ShapeDtypeStructs with the shardings of the current mesh; {}: the record alone.
-
-        Raises:
-          CheckpointError: there are checkpoints, and every one of them is damaged, or a later
-            version wrote the newest one.
+        Of a target {} it reads the record alone. Raises CheckpointError where every checkpoint is
+        damaged, or a later version wrote the newest one.
         """
         steps = self._on_owner(lambda: sorted(self._manager.all_steps(), reverse=True))
         for step in steps:
@@ -157,7 +150,7 @@ class Checkpoints:
                     f'{record["version"]}, but this is qkattn {__version__}, which reads format '
                     f'{FORMAT}; use qkattn {record["version"]} or later, or another workdir'
                 )
-            check(record, RECORD)
+            check(record, {'data': dict, 'train_seconds': float})
         except (OSError, ValueError) as error:
             return None, f'record/metadata: {error}'
         return record, None
@@ -243,7 +236,7 @@ class Checkpoints:
 
 
 def _name_damaged(step: int | str, damage: object) -> None:
-    reason = (str(damage).splitlines() or [''])[0]
+    reason = str(damage).partition('\n')[0]
     log.error('checkpoint %s is damaged (%s); trying the one before', step, reason)
 
 

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,6 @@ UNOPTIMIZED: dict[str, str | bool] = {
     'xla_backend_optimization_level': '0',
     'xla_llvm_disable_expensive_passes': True,
 }
-REMEDIES = 'larger mesh.fsdp or mesh.tensor, train.accumulation and model.remat take less'
-HEADER = 'run,compiler,devices,tokens,state_gb,memory_gb,model_tflop\n'  # of a log
 GB, GIB = 10**9, 2**30
 
 
@@ -82,28 +80,16 @@ _SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _BELOW_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
-@dataclasses.dataclass(frozen=True)
 class Pod:
     """A named topology: chips along each side of the torus, or (hosts, GPUs per host)."""
 
-    name: str
-    chip: Chip
-    shape: tuple[int, ...]
-
-    @property
-    def chips(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def devices(self) -> int:
-        return self.chips * self.chip.devices
-
-    @property
-    def hosts(self) -> int:
-        if not self.chip.sides:
-            return self.shape[0]
-        single = 8 if self.chip.sides == 2 else 4  # chips of a slice that is one host
-        return 1 if self.chips <= single else self.chips // 4
+    def __init__(self, name: str, chip: Chip, shape: tuple[int, ...]):
+        self.name, self.chip, self.shape, self.chips = name, chip, shape, math.prod(shape)
+        self.devices = self.chips * chip.devices
+        single = 8 if chip.sides == 2 else 4  # chips of a slice that is one host
+        self.hosts = 1 if self.chips <= single else self.chips // 4
+        if not chip.sides:
+            self.hosts = shape[0]
 
 
 def pod_of(name: str) -> Pod:
@@ -148,16 +134,12 @@ def _shapes(chip: Chip) -> tuple[tuple[int, ...], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A run on its devices; bytes and FLOPs are per device, tokens of all trials in a step.
-
-    `seconds` is the time of the FLOPs at the peak rate of the chip; it and `capacity`, the bytes of
-    HBM, are None where they are not known.
-    """
+    """A run on its devices; bytes, FLOPs and seconds at the peak rate are those of one device."""
 
     name: str
     compiler: str
     mesh: dict[str, int]
-    notes: tuple[str, ...]
+    notes: list[str]
     trials: int
     parameters: int
     tokens: int
@@ -204,20 +186,13 @@ def describe(config: Config, topology: str | None = None) -> Description:
     notes += kernels
     if capacity and (total := sum(memory.values())) > capacity:
         sizes = f'{_size_text(total)} for {_size_text(capacity)} of HBM per device'
-        notes.append(f'WARNING the program DOES NOT FIT: {sizes}; {REMEDIES}')
+        remedies = 'larger mesh.fsdp or mesh.tensor, train.accumulation and model.remat take less'
+        notes.append(f'WARNING the program DOES NOT FIT: {sizes}; {remedies}')
     notes += [f'WARNING replication or another axis: {message}' for message in fallbacks]
+    seconds = flops * chip.devices / chip.flops if chip else None
+    parameters, axes = cost.count(model)['total'], dict(mesh.shape)
     return Description(
-        name=name,
-        compiler=compiler,
-        mesh=dict(mesh.shape),
-        notes=tuple(notes),
-        trials=trials,
-        parameters=cost.count(model)['total'],
-        tokens=tokens,
-        memory=memory,
-        capacity=capacity,
-        flops=flops,
-        seconds=flops * chip.devices / chip.flops if chip else None,
+        name, compiler, axes, notes, trials, parameters, tokens, memory, capacity, flops, seconds
     )
 
 
@@ -318,11 +293,9 @@ def text(run: Description) -> str:
 
 def check_log(path: str | Path) -> None:
     """Raises ConfigError where a path is no file, nor a name for one in a directory."""
-    path = Path(path)
-    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
-        raise ConfigError(
-            f'--dry_run_log={path} must be a CSV file, or a name for one in a directory that exists'
-        )
+    if not Path(path).parent.is_dir() or (Path(path).exists() and not Path(path).is_file()):
+        valid = 'a CSV file, or a name for one in a directory that exists'
+        raise ConfigError(f'--dry_run_log={path} must be {valid}')
 
 
 def append_to_log(run: Description, path: str | Path) -> None:
@@ -332,12 +305,13 @@ def append_to_log(run: Description, path: str | Path) -> None:
     state = (run.memory['parameters'] + run.memory['optimizer state']) / 1e9
     sizes = f'{state:.6g},{sum(run.memory.values()) / 1e9:.6g},{run.flops / 1e12:.6g}'
     with open(path, 'a') as file:
-        file.write('' if file.tell() else HEADER)
+        if not file.tell():
+            file.write('run,compiler,devices,tokens,state_gb,memory_gb,model_tflop\n')
         devices = math.prod(run.mesh.values())
         file.write(f'{name},"{run.compiler}",{devices},{run.tokens},{sizes}\n')
 
 
-def _axes(mesh: Any) -> str:
+def _axes(mesh: Mapping[str, int]) -> str:
     return ' '.join(f'{axis}={size}' for axis, size in mesh.items())
 
 

@@ -64,25 +64,21 @@ def load(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
             raise ConfigError(f'{path / PARAMETERS} cannot be read: {error}') from error
         sums = _crc32s(flat)
         if about.get('parameters_crc32', sums) != sums:
-            raise ConfigError(
-                f'{path / PARAMETERS} is damaged (its checksums are not those of {ABOUT}); restore '
-                'it from a copy or export the model again'
-            )
+            advice = 'restore it from a copy or export the model again'
+            raise ConfigError(f'{path / PARAMETERS} is damaged (see {ABOUT}); {advice}')
         params = traverse_util.unflatten_dict(flat, sep='.')
     elif is_run(path):
         config, _, stack = load_stack(path)
         if not stack['alive'][0]:
-            log.warning('the first trial of %s diverged; its last finite parameters', path)
+            log.warning('the first trial of %s diverged', path)
         model, params = config.model, jax.tree.map(lambda a: np.asarray(a[0]), stack['params'])
     elif (path / 'study.json').exists():
         runs = sorted((path / 'runs').glob('*'))
         which = f'; give one of its runs, e.g. {runs[0]}' if runs else ' without runs yet'
         raise ConfigError(f'{path} is a study{which}')
     else:
-        raise ConfigError(
-            f'{path} holds neither exported parameters ({ABOUT}) nor a run with checkpoints '
-            '(config.json)'
-        )
+        needed = f'exported parameters ({ABOUT}) nor a run with checkpoints (config.json)'
+        raise ConfigError(f'{path} holds neither {needed}')
     check(model, params, str(path))
     return model, params
 

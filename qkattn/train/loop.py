@@ -35,16 +35,11 @@ from qkattn.train.program import Program
 from qkattn.train.timing import PARTS, Clock, Trace
 from qkattn.train.trials import Evaluation, Stack
 
-SEEN_WITHIN = 60.0
-"""Seconds within which a file that process 0 has written is seen by the others."""
+SEEN_WITHIN = 60.0  # seconds, for others to see a file that process 0 has written
 
-# The record of a checkpoint before step 0; checkpoints of earlier versions lack some of its fields.
-_FIRST = {
-    **dict.fromkeys(('train_seconds', *PARTS), 0.0),
-    'diverged_at': None,
-    'evaluated': True,
-    'metrics': None,
-}
+# The record before step 0; checkpoints of earlier versions lack some of its fields.
+_FIRST: dict[str, Any] = {'diverged_at': None, 'evaluated': True, 'metrics': None}
+_FIRST |= dict.fromkeys(('train_seconds', *PARTS), 0.0)
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +71,16 @@ def train(
     """
     validate(config)
     require_same_settings(config)
-    check_optimizer(config.optimizer, config.train.num_steps)
+    num_steps = config.train.num_steps
+    check_optimizer(config.optimizer, num_steps)
     check_sinks(config.train.sinks)
     path, trials = check_directory(workdir), config.trials.trials()
     sharding.require_devices(config.mesh)
     agreement.on_owner(lambda: sharding.require_memory(config))
-    total, tokens = config.train.num_steps, _tokens_per_step(config)
+    tokens = len(trials) * config.train.batch_size * config.model.context  # of a step
     with contextlib.ExitStack() as exits:
         progress = exits.enter_context(
-            owned(lambda: Progress(label, total, tokens_per_step=tokens, study=study))
+            owned(lambda: Progress(label, num_steps, tokens_per_step=tokens, study=study))
         )
         with progress.phase('preparing data'):
             rows = owner_first(lambda: rows_of(config))
@@ -109,7 +105,7 @@ def train(
             with progress.phase('initializing'):
                 stack, record = start_stack(config, compiled, rows, checkpoints)
             metrics = directory.metrics
-            run = _Run(path, stack, metrics, sinks, progress, checkpoints, stop, taken_over)
+            run = _Run(path, stack, tokens, metrics, sinks, progress, checkpoints, stop, taken_over)
             trial_results, documents = run.to_end(record, trace or Trace(None))
 
         def write() -> list[dict[str, Any]]:
@@ -130,11 +126,6 @@ def train(
             return trial_results
 
         return agreement.on_owner(write)
-
-
-def _tokens_per_step(config: Config) -> int:
-    """Training tokens of a step, summed over trials."""
-    return len(config.trials.trials()) * config.train.batch_size * config.model.context
 
 
 # A start: settings and files that all processes share, the program, the state
@@ -160,11 +151,11 @@ def require_shared(directory: Path) -> None:
     until = time.monotonic() + SEEN_WITHIN
     while not (seen := (directory / 'config.json').exists()) and time.monotonic() < until:
         time.sleep(0.1)
-    by_rank = agreement.from_all([seen, str(directory)])
+    (_, first), *_ = by_rank = agreement.from_all([seen, str(directory)])
     for rank, (sees, named) in enumerate(by_rank):
         if not sees:
             raise ConfigError(
-                f'workdir={named} of process {rank} is not {by_rank[0][1]} of process 0; give all '
+                f'workdir={named} of process {rank} is not {first} of process 0; give all '
                 'processes the same directory, on a file system that their hosts share'
             )
 
@@ -212,6 +203,7 @@ class _Run:
 
     path: Path
     stack: Stack
+    tokens_per_step: int
     metrics: MetricsFile
     sinks: Sinks
     progress: Progress
@@ -224,8 +216,8 @@ class _Run:
 
     def to_end(self, record: dict[str, Any], trace: Trace) -> tuple[list[dict], dict[str, Any]]:
         """Trains from the checkpoint of `record` on; the results of trials and documents."""
-        stack, config, step = self.stack, self.stack.config, self.stack.step
-        train, alive_X = config.train, stack.alive_X
+        stack, train, step = self.stack, self.stack.config.train, self.stack.step
+        alive_X = stack.alive_X
         kept = {'evaluated': record['evaluated'], 'written': record['metrics']}
         agreement.on_owner(lambda: self.metrics.rewind(step, **kept))
         self.sinks.open(step)
@@ -259,7 +251,7 @@ class _Run:
                 self._write(unwritten, clock)
                 unwritten = None
                 jax.block_until_ready(stack.state)
-                clock.pause((step - since) * _tokens_per_step(config))
+                clock.pause((step - since) * self.tokens_per_step)
                 if evaluating and not stopping:
                     val_loss = self._validate(step)
                     stopping = val_loss is None
@@ -286,17 +278,14 @@ class _Run:
 
     def _validate(self, step: int) -> float | None:
         """Records an evaluation; its mean loss, None if a stop request came before its end."""
-        evaluation = self._evaluate('validation', self._should_stop)
+        with self.progress.phase('evaluating'):
+            evaluation = self.stack.evaluate('validation', self._should_stop)
         if evaluation is None:
             return None
         self.validated = step, evaluation
         self._record(results.eval_record(step, evaluation))
         self.progress.evaluated(step, evaluation.values['loss'])
         return float(np.mean(evaluation.values['loss']))
-
-    def _evaluate(self, split: str, *should_stop: Callable[[], bool]) -> Evaluation | None:
-        with self.progress.phase('evaluating'):
-            return self.stack.evaluate(split, *should_stop)
 
     def _record(self, record: dict[str, Any]) -> None:
         self.metrics.append(record)
@@ -327,8 +316,9 @@ class _Run:
         for split in stack.rows.splits[1:]:
             if split == 'validation' and self.validated and self.validated[0] == stack.step:
                 evaluations[split] = self.validated[1]
-            else:
-                evaluations[split] = self._evaluate(split)
+                continue
+            with self.progress.phase('evaluating'):
+                evaluations[split] = stack.evaluate(split)
         if agreement.any_process(self.lost()):
             raise Lost(f'{self.path} was taken over after its last step')
         costs = {
@@ -337,9 +327,7 @@ class _Run:
             'tokens_per_second': clock.tokens_per_second,
             'lifting': stack.program.lifting,
         }
-        provenance = agreement.on_owner(lambda: results.software_of(self.path))
+        about = {'provenance': agreement.on_owner(lambda: results.software_of(self.path))}
         with self.progress.phase('measuring'):
-            trial_results = results.trial_results(
-                stack, evaluations, costs, provenance, self.diverged_at
-            )
-        return trial_results, results.document_results(stack, evaluations, trial_results)
+            by_trial = results.trial_results(stack, evaluations, costs, about, self.diverged_at)
+        return by_trial, results.document_results(stack, evaluations, by_trial)

@@ -18,9 +18,6 @@ from qkattn.config import OptimizerConfig
 from qkattn.config.calls import called, resolve, takes
 from qkattn.errors import ConfigError
 
-# Root mean square of Muon's updates, that of Adam's (Liu et al. 2025, section 2.2).
-UPDATE_RMS = 0.2
-
 
 def optimizer(
     config: OptimizerConfig,
@@ -34,11 +31,7 @@ def optimizer(
     p <- p - fraction learning_rate (u + weight_decay p) with 'coupled'.
 
     The state depends on none of the numbers, and all may be traced: built anew in each step, one
-    compiled program serves all trials and all points of the schedule.
-
-    Args:
-      learning_rate: the peak.
-      fraction: of the peak, at this step.
+    compiled program serves all trials and all fractions of the peak learning rate.
     """
     clip = optax.identity()
     if config.clip_norm is not None:
@@ -91,7 +84,7 @@ def muon(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> T
             adam_b1=config.beta1,
             adam_b2=config.beta2,
             muon_weight_dimension_numbers=matrix_axes,
-            consistent_rms=UPDATE_RMS,
+            consistent_rms=0.2,  # that of Adam's updates (section 2.2)
         ),
         optax.add_decayed_weights(-weight_decay, mask=decayed),
         optax.scale(rate),
@@ -99,10 +92,10 @@ def muon(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> T
 
 
 def matrix_axes(params: dict) -> dict:
-    """The two matrix axes of every parameter that Muon trains, None for the others.
+    """The two matrix axes of every matrix of the blocks, which Muon trains, None for the others.
 
-    They are the matrices of the blocks. Axes of layers (L) and heads (N, K), with at least two
-    letters besides, are batches of matrices: w_q_DNH is one [D, H] matrix a layer and head.
+    Axes of layers (L) and heads (N, K), with at least two letters besides, are batches of matrices:
+    w_q_DNH is one [D, H] matrix a layer and head.
     """
 
     def axes(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
@@ -140,8 +133,8 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Fraction of the peak learning rate at step 0, 1, ..., num_steps - 1.
 
-    Step s < W of the warm-up has (s + 1) / (W + 1), so that no step is wasted at zero; the decay
-    reaches final_fraction after the last step, except 'inverse_sqrt', which is sqrt(W / s).
+    Step s < W of the warm-up has (s + 1) / (W + 1): none is wasted at zero. The decay reaches
+    final_fraction after the last step, except 'inverse_sqrt', which is sqrt(W / s).
     """
     warmup = config.warmup_steps
     decay = _named(config, 'schedule', SCHEDULES)(config, num_steps - warmup)

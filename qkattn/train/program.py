@@ -33,22 +33,15 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A run's train program on its mesh.
-
-    Attributes:
-      abstract_state: ShapeDtypeStructs with shardings, the target of a restore.
-      train: (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]); donates its state.
-      init: () -> state before step 0.
-      measured: seconds per step by lifting, where it was chosen by measurement.
-    """
+    """A run's train program on its mesh."""
 
     mesh: Mesh
     lifting: str
-    abstract_state: dict
-    train: Callable[[dict, dict], tuple[dict, dict]]
-    init: Callable[[], dict]
+    abstract_state: dict  # ShapeDtypeStructs with shardings, the target of a restore
+    train: Callable[[dict, dict], tuple[dict, dict]]  # batch [C, X, A, B, ...], metrics [C, X]
+    init: Callable[[], dict]  # the state before step 0
     compile_seconds: float
-    measured: dict[str, float]
+    measured: dict[str, float]  # seconds per step by lifting, where that was chosen by measurement
 
 
 def lift(one: Callable, lifting: str, mesh: Mesh) -> Callable:
@@ -83,8 +76,7 @@ def train_steps(
 ) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
     """The program (state, hyper, batch [C, X, A, B, ...]) -> (state, metrics [C, X]) of C steps.
 
-    With 'map' a trial takes all C steps before the next one begins: its state stays near the
-    processor, and is copied once per dispatch.
+    With 'map' a trial takes all C steps before the next one: its state stays near the processor.
     """
 
     def steps_of_trial(step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
@@ -120,10 +112,7 @@ def stack_program(
 
 
 def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, dict, Any]:
-    """ShapeDtypeStructs with shardings of the train program's state, hyper and batch.
-
-    On an AbstractMesh nothing needs a device: with these a step lowers for a pod from any machine.
-    """
+    """ShapeDtypeStructs with shardings of the train program's state, hyper and batch."""
     leading, shapes = leading_shape(config), task_of(config).array_shapes(config.model)
     over_trials, placed = NamedSharding(mesh, P('trial')), sharding.batch_sharding(mesh)
     struct = jax.ShapeDtypeStruct
@@ -149,8 +138,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
     """Compiles the run's train program.
 
     Args:
-      lifting: the choice that an earlier start of the same run recorded; None follows
-        config.train.lifting, with a measurement where that is 'auto'.
+      lifting: what an earlier start of the run has chosen; None follows config.train.lifting.
       params: initial parameters of all trials; None draws them from the seeds.
     """
     keep_freed_memory()
@@ -190,15 +178,11 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
         log.info('seconds per step by lifting: %s', each)
     chosen = min(programs, key=lambda kind: measured.get(kind, 0.0))
     steps, compile_seconds = programs[chosen]
-    return Program(
-        mesh=mesh,
-        lifting=chosen,
-        abstract_state=abstract,
-        train=lambda state, batch: steps(state, hyper, batch),
-        init=init,
-        compile_seconds=compile_seconds,
-        measured=measured,
-    )
+
+    def train(state: dict, batch: dict) -> tuple[dict, dict]:
+        return steps(state, hyper, batch)
+
+    return Program(mesh, chosen, abstract, train, init, compile_seconds, measured)
 
 
 def _placed(value: np.ndarray, like: Any) -> jax.Array:

@@ -18,10 +18,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded
 
-LIMIT = 4 * 2**30
-"""Bytes in the user's cache beyond which programs are deleted, least recently used first."""
+LIMIT = 4 * 2**30  # bytes, beyond which programs are deleted, least recently used first
 
-_NAMED = 'JAX_COMPILATION_CACHE_DIR'
+_NAMED = 'JAX_COMPILATION_CACHE_DIR'  # a directory without a limit
 _SETTINGS = {  # JAX by default keeps no program that compiles within a second
     'jax_persistent_cache_min_compile_time_secs': 0,
     'jax_persistent_cache_min_entry_size_bytes': -1,
@@ -32,10 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def directory() -> Path:
-    """N-cores of JAX_COMPILATION_CACHE_DIR, else of qkattn/compiled in the user's cache.
-
-    Not of QKATTN_DATA, which users may share: programs are machine code that is executed.
-    """
+    """N-cores of JAX_COMPILATION_CACHE_DIR, else of qkattn/compiled in the user's cache."""
     cache = os.environ.get('XDG_CACHE_HOME', '')
     cache = cache if os.path.isabs(cache) else '~/.cache'  # the standard ignores relative ones
     path = expanded(os.environ.get(_NAMED) or f'{cache}/qkattn/compiled').absolute()
@@ -46,8 +42,7 @@ def directory() -> Path:
 def keep_programs() -> None:
     """Keeps what this process compiles from now on, and loads what another one has kept.
 
-    With JAX_ENABLE_COMPILATION_CACHE=false it compiles everything. A directory that cannot be
-    written, or into which others may write, is a warning, and nothing is kept.
+    A directory that cannot be written, or into which others may write, is a warning.
     """
     for name, value in _SETTINGS.items():
         if name.upper() not in os.environ:
@@ -85,7 +80,6 @@ def without_cache() -> Iterator[None]:
 
 
 def _delete_oldest(path: Path) -> None:
-    """Deletes the programs used least recently, until what is left is within the limit."""
     stats = {file: file.stat() for file in path.glob('*/*-cache')}
     total = sum(stat.st_size for stat in stats.values())
     for file in sorted(stats, key=lambda file: max(stats[file].st_atime, stats[file].st_mtime)):

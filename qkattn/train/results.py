@@ -21,19 +21,18 @@ def trial_results(
     stack: Stack,
     evaluations: Mapping[str, Evaluation],
     costs: Mapping[str, Any],
-    provenance: Mapping[str, Any],
+    about: Mapping[str, Any],
     diverged_at: Mapping[int, int | None],
 ) -> list[dict[str, Any]]:
     """The results of a finished run, in trial order; JSON.
 
     Args:
       evaluations: the last one of each split but 'train'.
-      costs: seconds, tokens per second and lifting, of the whole run.
-      provenance: of the software and devices; user and host stay in provenance.json.
+      costs, about: what else all results hold: time, lifting; provenance.
       diverged_at: the step at which a trial diverged, by its number.
     """
     num_steps = stack.step
-    common = _common(stack, evaluations, costs) | {'provenance': provenance}
+    common = {**_common(stack, evaluations, costs), **about}
     measured = stack.induction() or {}
     loss_X, alive_X = evaluations['validation'].values['loss'], stack.alive_X
     results = []
@@ -97,7 +96,7 @@ def document_results(
     """Targets and nats of every document of each split: {split: {documents, tokens, nats}}.
 
     `nats` [X, C] are null for a trial that diverged; of the others, sum(nats) / sum(tokens) is the
-    loss. Rows that belong to no document are dealt out to clusters in turn.
+    loss. Rows of no document are dealt out in turn.
     """
     splits = {}
     for split, evaluation in evaluations.items():

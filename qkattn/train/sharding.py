@@ -35,22 +35,16 @@ log = logging.getLogger(__name__)
 
 
 def require_devices(config: MeshConfig) -> None:
-    """Raises ConfigError where the mesh does not fit the devices.
-
-    One process may leave devices idle; of several, each has to have a part in every array.
-    """
+    """Raises ConfigError where the mesh needs more devices, or leaves some of a job idle."""
     wanted, present = math.prod(dataclasses.astuple(config)), len(jax.devices())
+    mesh, processes = f'mesh {dataclasses.asdict(config)}', jax.process_count()
     if wanted > present:
-        on_cpu = jax.default_backend() == 'cpu'
-        raise ConfigError(
-            f'mesh {dataclasses.asdict(config)} needs {wanted} devices, but there are {present}'
-            + f'; launch/local.py --devices_per_process={wanted} makes as many of a CPU' * on_cpu
-        )
-    if wanted < present and jax.process_count() > 1:
-        raise ConfigError(
-            f'mesh {dataclasses.asdict(config)} uses {wanted} of the {present} devices of '
-            f'{jax.process_count()} processes; it must use all of them'
-        )
+        advice = f'; launch/local.py --devices_per_process={wanted} makes as many of a CPU'
+        advice *= jax.default_backend() == 'cpu'
+        raise ConfigError(f'{mesh} needs {wanted} devices, but there are {present}{advice}')
+    if wanted < present and processes > 1:
+        devices = f'{wanted} of the {present} devices of {processes} processes'
+        raise ConfigError(f'{mesh} uses {devices}; it must use all of them')
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -58,7 +52,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
     Neighbours along the last axes are near each other: tensor and fsdp cross from one process, and
     from one slice (TPU) or node (GPU) to another, only where the axes before them are too short.
-    Raises ConfigError where more devices are asked for than there are.
     """
     if devices is None:
         require_devices(config)
@@ -68,25 +61,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     if (size := math.prod(shape)) < len(devices):
         log.warning('the mesh uses %d of %d devices', size, len(devices))
     # jax.make_mesh refuses several slices, and a mesh such as 32 x 8 on a torus of 16 x 16 chips.
-    by_slice = sorted(devices[:size], key=_slice_of)
-    if _slice_of(by_slice[0]) == _slice_of(by_slice[-1]):
-        arranged = mesh_utils.create_device_mesh(
-            shape, devices[:size], allow_split_physical_axes=True
-        )
+    devices = sorted(devices[:size], key=lambda device: getattr(device, 'slice_index', 0))
+    if len({getattr(device, 'slice_index', 0) for device in devices}) > 1:
+        arranged = np.array(devices).reshape(shape)
     else:
-        arranged = np.array(by_slice).reshape(shape)
+        arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(arranged, names, axis_types=(AxisType.Auto,) * 4)
-
-
-def _slice_of(device: jax.Device) -> int:
-    return getattr(device, 'slice_index', 0)
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     """The partition of one leaf of the train state, by the letters of its axes.
 
-    These are X for trials, L for layers, then those that the name ends with: XLDF for
-    'params/blocks/mlp/w_in_DF'. A leaf that is no parameter has only X.
+    'params/blocks/mlp/w_in_DF' has XLDF: trials, layers, D and F. Others than parameters have X.
     """
     match = re.search(r'(?:^|/)[wbg](?:_[a-z]+)*_([A-Z]+)$', path)
     names = 'X' + ('L' if match and re.search(r'(^|/)blocks/', path) else '')
@@ -133,10 +119,9 @@ def state_shardings(state: dict, mesh: Mesh | AbstractMesh) -> dict:
 def place_activations(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, str], jax.Array]:
     """States how activations are split, for `qkattn.model.stack.placing`.
 
-    Rows are split as those of the batch, V over tensor, and nothing else. Without fsdp XLA finds
-    this by itself; with it, it would split D as that of the parameters and copy the batch. For the
-    same reason embeddings that are stored split by D, those of positions and of a V that does not
-    divide, are gathered before they are looked up.
+    Rows are split as those of the batch, V over tensor, and nothing else. With fsdp XLA would split
+    D as that of the parameters and copy the batch. For the same reason embeddings that are stored
+    split by D, those of positions and of a V that does not divide, are gathered before their use.
     """
     if mesh.shape['fsdp'] == 1:
         return lambda array, letters: array
@@ -145,10 +130,9 @@ def place_activations(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, str], j
         if letters == 'VD' and array.shape[0] % mesh.shape['fsdp'] == 0:
             return array
         axes = {'B': BATCH_AXES} | ({'V': ('tensor',)} if mesh.shape['tensor'] > 1 else {})
-        split = [
-            axes[letter] if letter in axes and size % _devices(mesh, axes[letter]) == 0 else None
-            for letter, size in zip(letters, array.shape, strict=True)
-        ]
+        over = [axes.get(letter) for letter in letters]
+        sizes = zip(over, array.shape, strict=True)
+        split = [o if o and size % _devices(mesh, o) == 0 else None for o, size in sizes]
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*split)))
 
     return place
@@ -174,8 +158,7 @@ def leading_shape(config: Config) -> tuple[int, int, int, int]:
 def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
     """The trials and rows of the global batch that this process's devices hold, ascending.
 
-    Processes that share a slice of the batch axes over fsdp or tensor hold the same rows. Row r of
-    a batch is row r // A of microbatch r % A.
+    Row r of a batch is row r // A of microbatch r % A.
     """
     _, _, A, _ = shape = leading_shape(config)
     trials, rows_B = (_held(batch_sharding(mesh), shape, axis) for axis in (1, 3))
@@ -188,11 +171,8 @@ def local_rows(config: Config, mesh: Mesh) -> np.ndarray:
 
 
 def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """The global batch [C, X, A, B, ...] of one dispatch from the `local_share` of it.
-
-    The batch is cut into microbatches here rather than in the program, where the cut would move
-    rows between devices.
-    """
+    """The global batch [C, X, A, B, ...] of one dispatch from the `local_share` of it."""
+    # Cut into microbatches here, since a cut in the program would move rows between devices.
     C, X, A, B = leading_shape(config)
 
     def place(local_CXBT: np.ndarray) -> jax.Array:
@@ -254,10 +234,11 @@ def require_memory(config: Config) -> None:
     present = sum(limits) or os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     present *= len(devices) // len(here)  # of all processes, as that of this one
     if needed > present:
+        fields = ('vocab_size', 'd_model', 'num_layers')
+        sizes = ', '.join(f'model.{name}={getattr(model, name)}' for name in fields)
         raise ConfigError(
             f'{trials} trial{"s" * (trials > 1)} of {cost.measured(model, "total"):,} parameters '
-            f'(model.vocab_size={model.vocab_size}, model.d_model={model.d_model}, model.num_layers'
-            f'={model.num_layers}) and batches of train.batch_size={config.train.batch_size} need '
+            f'({sizes}) and batches of train.batch_size={config.train.batch_size} need '
             f'{needed / 2**30:,.1f} GiB, more than the {present / 2**30:,.1f} GiB of the devices; '
             'reduce these or use more devices'
         )

@@ -17,9 +17,6 @@ from qkattn.model import build, with_params
 from qkattn.model.transformer import cross_entropy, inputs_of
 from qkattn.train.optimizer import optimizer, schedule
 
-# (logits_BTV, targets_BT) -> values of every target, [B, T] each.
-OnTargets = Callable[[jax.Array, jax.Array], dict[str, jax.Array]]
-
 
 def init_trial(config: Config, seed: jax.Array) -> dict:
     """The state of one trial before step 0."""
@@ -35,12 +32,11 @@ def init_stack(config: Config, seeds: jax.Array) -> dict:
 
 
 def on_targets(
-    config: Config, params: dict, batch: dict, measure: OnTargets, key: jax.Array | None = None
+    config: Config, params: dict, batch: dict, measure: Callable, key: jax.Array | None = None
 ) -> dict[str, jax.Array]:
-    """`measure` of the logits and targets of a batch.
+    """`measure`(logits_BTV, targets_BT) of a batch: [B, T] by name.
 
-    With train.logits_chunk = C the logits of C positions are computed at a time, and once more in
-    the backward pass: B C V of them are held instead of B T V.
+    With train.logits_chunk = C, B C V logits are held instead of B T V, and computed twice.
     """
     dtype = jnp.dtype(config.model.compute_dtype)
     model = with_params(config.model, jax.tree.map(lambda p: p.astype(dtype), params))
@@ -85,8 +81,7 @@ def gradients(
 ) -> tuple[jax.Array, dict]:
     """Mean loss per token and its gradient over a batch whose leading axis is microbatches.
 
-    Sums of losses and gradients are accumulated and divided once by all tokens, so that a
-    microbatch counts in proportion to its tokens.
+    Their sums are divided once by all tokens: a microbatch counts in proportion to its own.
     """
     count = batch['loss_weights_BT'].shape[0]
     grad = jax.value_and_grad(functools.partial(loss_sum, config))
@@ -108,16 +103,14 @@ def gradients(
 def train_trial(
     config: Config, step: jax.Array, trial: dict, hyper: dict, batch: dict
 ) -> tuple[dict, dict]:
-    """One step of one trial, after `step` steps.
+    """One step of one trial, after `step` steps: its next state, and metrics.
+
+    The state is the old one with alive=False where the loss (nats per token, with label smoothing)
+    or the gradient is not finite.
 
     Args:
       hyper: 'seed', 'learning_rate' (peak), 'weight_decay', scalars.
-      batch: the model's inputs, targets_BT and loss_weights_BT, each with a leading axis of
-        microbatches.
-
-    Returns:
-      The next state, or the old one with alive=False where the loss or the gradient is not finite;
-      and the metrics, of which the loss is in nats per token, with label smoothing.
+      batch: the model's inputs, targets_BT and loss_weights_BT, each [microbatches, ...].
     """
     key = None
     if config.model.drops:

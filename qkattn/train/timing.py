@@ -16,24 +16,19 @@ from qkattn.storage import buckets
 
 T = TypeVar('T')
 
-PARTS = ('input_seconds', 'logging_seconds')
-"""Of TIMES: parts of `train_seconds` in which the loop does other things than wait for steps."""
-
+PARTS = ('input_seconds', 'logging_seconds')  # of train_seconds, without waiting for steps
 SKIPPED, TRACED = 2, 3  # dispatches of a start before the trace, and of it
 
 log = logging.getLogger(__name__)
 
 
 class Clock:
-    """Seconds of training steps, over all starts of a run.
+    """Seconds of training steps and their PARTS, over all starts of a run.
 
-    Attributes:
-      seconds: `train_seconds`, and its PARTS.
-      tokens_per_second: of this start; None before its first step.
+    It continues from the seconds in a checkpoint's record; tokens per second are of this start.
     """
 
     def __init__(self, record: Mapping[str, Any]):
-        """Continues from the seconds in a checkpoint's record."""
         self.seconds = {name: record[name] for name in ('train_seconds', *PARTS)}
         self.tokens_per_second: float | None = None
         self._before, self._since, self._tokens = self.seconds['train_seconds'], 0.0, 0
@@ -59,12 +54,13 @@ class Clock:
 
     def inputs(self, items: Iterable[T]) -> Iterator[T]:
         """Yields `items`; waiting for them is a part."""
-        iterator, end = iter(items), object()
+        iterator = iter(items)
         while True:
             with self.part('input_seconds'):
-                item: Any = next(iterator, end)
-            if item is end:
-                return
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
             yield item
 
 
@@ -72,7 +68,7 @@ class Trace:
     """Traces three dispatches after the first two of a start, in process 0."""
 
     def __init__(self, directory: str | None):
-        """Takes --profile; raises ConfigError for a directory in a bucket or not to be written."""
+        """Takes --profile; raises ConfigError for a directory that cannot be written."""
         self._directory, self._dispatches, self._begun = directory, 0, False
         if directory is None:
             return

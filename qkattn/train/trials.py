@@ -22,18 +22,12 @@ from qkattn.train.step import on_targets
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """X trials on one split; NaN for trials that diverged.
+    """X trials on one split; NaN for trials that diverged."""
 
-    Attributes:
-      values: [X] by the name of a metric; None where it is not defined.
-      nats_RX, targets_R: the loss summed over each evaluated row, and its targets, in row order.
-      attention: `metrics.ATTENTION`, each [X], of the validation split; {} where that is off.
-    """
-
-    values: Mapping[str, np.ndarray | None]
+    values: Mapping[str, np.ndarray | None]  # [X] by metric; None where it is not defined
     num_targets: int
     num_rows: int
-    nats_RX: np.ndarray
+    nats_RX: np.ndarray  # the loss summed over each evaluated row
     targets_R: np.ndarray
     attention: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -72,7 +66,6 @@ class Stack:
 
     @property
     def step(self) -> int:
-        """Number of steps done."""
         return int(self.state['step'])
 
     @property
@@ -157,7 +150,6 @@ class Stack:
         return {n: np.concatenate([p[n] for p in parts], 1).astype(np.float64).T for n in names}
 
     def _number_X(self) -> np.ndarray:
-        """1 for a trial, NaN for one that diverged."""
         return np.where(self.alive_X, 1.0, np.nan)
 
 
