@@ -71,14 +71,12 @@ def pairs_files(tmp_path_factory):
 def task(tiny, pairs_files, tmp_path_factory):
     """task('masked', model={...}): a tiny run of two trials."""
     cache = str(tmp_path_factory.getbasetemp() / 'task-data')
-    translation = {'name': 'parallel', 'path': str(pairs_files), 'languages': 'en-de'}
+    pairs = {'name': 'parallel', 'path': str(pairs_files), 'languages': 'en-de', 'data_dir': cache}
+    encoder = {'kind': 'encoder', 'vocab_size': 257}
     settings = {
         'language': ({}, {}),
-        'masked': ({'kind': 'encoder', 'vocab_size': 257}, {}),
-        'translation': (
-            {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24},
-            translation | {'data_dir': cache},
-        ),
+        'masked': (encoder, {}),
+        'translation': ({'kind': 'encoder_decoder', 'context': 32, 'source_context': 24}, pairs),
         'causal probe': ({'context': 7}, {'name': 'recall(pairs=2, keys=4, values=4)'}),
         'labelling probe': (
             {'kind': 'encoder', 'context': 4},

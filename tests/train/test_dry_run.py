@@ -73,22 +73,19 @@ def data_parallel(described):
 
 def test_memory_is_that_of_the_shardings(described):
     run = described(data=2, fsdp=2, tensor=2, model={'qk_norm': True})
-    D, L, N, H, F, V, T = 32, 1, 2, 16, 128, 256, 16
-    attention, mlp = 4 * D * N * H / (2 * 2), 2 * D * F / (2 * 2)
+    D, N, H, F, V, T = 32, 2, 16, 128, 256, 16
+    matrices = 4 * D * N * H / (2 * 2) + 2 * D * F / (2 * 2)
     norms = 2 * D / 2 + 2 * H / 2  # H of the gains of queries and keys is split over tensor
-    embeddings = 2 * V * D / (2 * 2) + T * D / 2
-    parameters = L * (attention + mlp + norms) + embeddings + D / 2
+    parameters = matrices + norms + 2 * V * D / (2 * 2) + T * D / 2 + D / 2
     assert run.memory['parameters'] == 4 * parameters
-    counters = 4 * 2
-    assert 0 <= run.memory['optimizer state'] - 8 * parameters <= counters
+    assert 0 <= run.memory['optimizer state'] - 8 * parameters <= 4 * 2  # counters
     assert run.memory['batch'] == 2 * 2 * T * (4 + 4 + 4)  # 2 steps, 2 of 8 rows, 3 arrays
     assert run.capacity == 80 * 10**9 and 'WARNING' not in dry_run.text(run)
 
 
 def test_fsdp_splits_the_state_and_leaves_the_work_as_it_is(described, data_parallel):
-    run, whole = described(fsdp=8), data_parallel
+    run, whole, kind = described(fsdp=8), data_parallel, 'gradients and temporaries'
     assert whole.memory['parameters'] == 4 * whole.parameters == 8 * run.memory['parameters']
-    kind = 'gradients and temporaries'
     assert run.memory[kind] < whole.memory[kind]
     assert run.flops == whole.flops and run.tokens == 8 * 16
     assert run.flops == pytest.approx(whole.parameters * 6 * 16, rel=0.5)  # 6 N per token
@@ -136,8 +133,7 @@ def test_the_log_is_a_table_with_a_row_per_run(data_parallel, tmp_path):
     path, run = tmp_path / 'log.csv', data_parallel
     for _ in range(2):
         dry_run.append_to_log(run, path)
-    with path.open() as file:
-        first, second = csv.DictReader(file)
+    first, second = csv.DictReader(path.read_text().splitlines())
     assert first == second and first['run'] == f'h100-1x8 data=8 1 x {run.parameters}'
     assert (first['compiler'], first['devices']) == (run.compiler, '8')
     assert float(first['state_gb']) == pytest.approx(12 * run.parameters / 1e9, rel=1e-3)

@@ -47,8 +47,7 @@ def test_training_goes_on_from_a_run_and_from_a_directory(small, tmp_path):
     assert model == config.model
     with umask(0o002):
         exported.save(tmp_path / 'w', model, params, origin={})
-        further = small(train={'num_steps': 8, 'init_from': str(tmp_path / 'w')})
-        train(further, tmp_path / 'second')
+        train(small(train={'num_steps': 8, 'init_from': f'{tmp_path}/w'}), tmp_path / 'second')
     for directory, mask in (('first', 0o077), ('w', 0o002), ('second', 0o002)):
         assert not other_modes(tmp_path / directory, mask)
     first, second = (

@@ -53,8 +53,7 @@ def test_a_metric_without_a_value_is_null_and_a_measurement_that_does_not_apply_
     (result,) = results_of(config, {'validation': one})
     assert result['val_loss_se'] is result['test_loss_se'] is result['val_bits_per_byte'] is None
     assert not [name for name in result if 'induction' in name or 'bleu' in name]
-    assert result['val_loss'] == 2.0 and result['eval_rows'] == 1
-    assert result['num_steps'] == 7 and result['status'] == 'finished'
+    assert (result['val_loss'], result['num_steps'], result['status']) == (2.0, 7, 'finished')
     assert result['parameters'] == cost.count(config.model)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 
 import jax
 import numpy as np
@@ -20,13 +19,8 @@ from qkattn.train import sharding
     ('path', 'shape', 'want'),
     [
         ('p/blocks/a/w_q_DNH', (2, 3, 32, 4, 8), P('trial', None, 'fsdp', 'tensor', None)),
-        (
-            'trials/opt_state/1/0/mu/blocks/mlp/w_in_DF',
-            (2, 3, 32, 64),
-            P('trial', None, 'fsdp', 'tensor'),
-        ),
+        ('s/0/mu/blocks/mlp/w_in_DF', (2, 3, 32, 64), P('trial', None, 'fsdp', 'tensor')),
         ('trials/opt_state/1/0/count', (2,), P('trial')),
-        ('trials/alive', (2,), P('trial')),
         ('p/final_norm/g_D', (2, 32), P('trial', 'fsdp')),
         ('p/w_embedding_VD', (2, 256, 32), P('trial', ('tensor', 'fsdp'), None)),
         ('p/w_output_DV', (2, 32, 256), P('trial', None, ('tensor', 'fsdp'))),
@@ -44,10 +38,6 @@ def test_rules_follow_the_letters_of_the_name(path, shape, want):
     mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
     spec = sharding.spec(path, shape, mesh)
     assert tuple(spec) == (*want, *[None] * (len(spec) - len(want)))
-    placed = jax.device_put(np.zeros(shape), NamedSharding(mesh, spec))
-    axes = [axis for over in want if over for axis in ((over,) if isinstance(over, str) else over)]
-    split = math.prod(mesh.shape[axis] for axis in axes)
-    assert placed.addressable_shards[0].data.size == placed.size // split
 
 
 def test_a_fallback_is_said_once_by_name(caplog):
