@@ -1,13 +1,16 @@
 """Names, options and import paths; what cannot be built is refused in one sentence."""
 
+import re
 import sys
 
 import jax
 import pytest
+from flax import nnx
 
-from qkattn.attention import Attention, AttentionSpec, Score, parse_variant, registry
+from qkattn.attention import Attention, AttentionSpec, Score, Value, parse_variant, registry
+from qkattn.attention.scores.score import Circuit
 from qkattn.errors import SpecError
-from tests.attention import examples  # noqa: F401, classes that an import path names
+from tests.attention import examples
 from tests.attention.layers import SIZES
 
 OUTSIDE = """
@@ -143,3 +146,18 @@ def test_what_cannot_be_built_is_refused_in_one_sentence(variant, change, messag
 def test_a_normalizer_that_cannot_be_built_is_refused(name, message):
     with pytest.raises(SpecError, match=message):
         registry.check(AttentionSpec(normalizer=name, **SIZES))
+
+
+def test_the_page_on_extending_names_every_member_of_the_interface():
+    page = (examples.PAGE.parent / 'extend.md').read_text()
+    _, both, scores, values = page.split('## The interface')[1].split('## ')[0].split('| member |')
+    tables = {Circuit: both, Score: both + scores, Value: both + values}
+    for cls, table in tables.items():
+        listed = set(re.findall(r'`(\w+)[`(]', re.sub(r'\|[^|]*\|[^|]*\|$', '', table, flags=re.M)))
+        members = {name for base in cls.__mro__ for name in {*vars(base), *annotations(base)}}
+        own = {name for name in members - {*dir(nnx.Module)} if not name.startswith('_')}
+        assert own <= listed, f'{cls.__name__} has {own - listed}'
+
+
+def annotations(cls):
+    return vars(cls).get('__annotations__', {}) if issubclass(cls, Circuit) else {}
