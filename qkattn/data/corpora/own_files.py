@@ -32,7 +32,7 @@ def text(config: DataConfig) -> Corpus:
         version = _version({'file': path})
         return Corpus(name='text', version=version, splits=SPLITS, documents=parts)
 
-    files = {split: named for split in SPLITS if (named := _documents(path, split))}
+    files = {split: texts for split in SPLITS if (texts := _documents(path, split))}
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         return {split: map(_read, files[split].values()) for split in files}
@@ -103,7 +103,7 @@ def _version(files: dict[str, Path]) -> str:
 
 def _scan(path: Path) -> tuple[str, int]:
     """The sha256 of a file and the number of its lines; ConfigError if it is not text."""
-    with readable(repr(str(path)), 'give text in UTF-8', UnicodeDecodeError):
+    with readable(f'data.path: {str(path)!r}', 'give text in UTF-8', UnicodeDecodeError):
         return _scan_version(path, version_of(path))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import SPLITS, Corpus, readable, split_of
+from qkattn.errors import ConfigError
 
 # Of the standard library. Tests, vendored and site packages; what distributions put into packages
 # of their own or leave out; generated tables.
@@ -82,7 +83,6 @@ def _corpus(
 
 
 def _stdlib_split(path: str) -> str:
-    """By the module: 'json/decoder.py' is json.decoder."""
     parts = PurePosixPath(path).with_suffix('').parts
     return split_of('.'.join(parts[:-1] if parts[-1] == '__init__' else parts), 40, 30)
 
@@ -111,10 +111,12 @@ def modules() -> dict[str, Path]:
 @functools.cache
 def _installed() -> dict[str, Path]:
     """Documents by name, without those that are not UTF-8, almost empty or copies of another."""
+    if unlisted := [name for name in DISTRIBUTIONS if metadata.files(name) is None]:
+        raise ConfigError(f"data.name='packages': pip has no list of files of {unlisted}.")
     files = {
         file.as_posix(): Path(str(file.locate()))
         for name in DISTRIBUTIONS
-        for file in metadata.files(name) or ()
+        for file in metadata.files(name)
         # Descriptions name the licences of what a platform's wheel includes.
         if file.suffix in SUFFIXES
         and not file.parts[0].endswith('.dist-info')

@@ -6,7 +6,6 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from qkattn.config import DataConfig
 from qkattn.data.corpora import python_text
@@ -21,8 +20,6 @@ PACKAGES = DataConfig(name='packages')
 
 def test_splits_follow_the_name():
     splits = [split_of(f'package.module_{i}', 40, 30) for i in range(4000)]
-    assert splits.count('train') == pytest.approx(1600, abs=80)
-    assert splits.count('validation') == pytest.approx(1200, abs=80)
     # The same in every version of the package, or published results lose meaning.
     assert hashlib.sha256(' '.join(splits).encode()).hexdigest()[:12] == '144b30107758'
 
@@ -54,7 +51,7 @@ def test_packages_are_text_that_is_neither_a_test_nor_made_for_a_platform():
     assert set(python_text.DISTRIBUTIONS) <= set(pinned)
     names = find(PACKAGES).names
     assert names('test') == sorted(set(names('test'))) and len(names('test')) >= 100
-    assert {'jax/_src/core.py', 'numpy/ma/README.rst'} <= {*names('train')}
+    assert 'jax/_src/core.py' in names('train')
     for name in ('numpy/__config__.py', 'jaxlib/version.py', 'scipy/stats/tests/test_rank.py'):
         assert not any(name in names(split) for split in ('train', 'validation', 'test'))
 
@@ -82,3 +79,6 @@ def test_copies_scripts_and_almost_empty_files_are_left_out(tmp_path, monkeypatc
     corpus = find(PACKAGES)
     assert sorted(sum(map(corpus.names, corpus.splits), [])) == ['a.py', 'f.md']
     assert corpus.version == f'1.0.0-{hashlib.sha256(b"a==1").hexdigest()[:12]}'
+    monkeypatch.setattr(metadata, 'files', lambda name: None)
+    with refused("no list of files of .'a'"):
+        corpus.names('train')
