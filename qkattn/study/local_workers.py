@@ -1,7 +1,7 @@
 """Several workers of a study on one machine, each on cores or GPUs of its own.
 
-The parent trains nothing. It starts the workers (python -m qkattn.study.local_workers), shows what
-they do, starts one that crashed again, and ends when the study has its results.
+The parent trains nothing. It starts the workers (python -m qkattn.study.local_workers), prints
+their lines and what is left, starts one that crashed again, and ends with the study.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import multiprocessing.connection
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import jax
 from qkattn.config import Study
 from qkattn.errors import ConfigError, ProcessError, Stopped
 from qkattn.jobs import children, cli, machine, signals
-from qkattn.jobs.display import Progress, Row, Screen, interval
+from qkattn.jobs.display import Row, Screen, interval
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
 from qkattn.storage.files import check_directory
 from qkattn.study import declaration, plan, worker
@@ -38,7 +38,6 @@ RETRIES = 3
 GRACE = 300.0
 """Seconds from a stop request to a kill."""
 _TICK = 0.2
-_REPORTED_EVERY = 0.5  # seconds, of a worker's steps
 # Memory of a worker: bytes of a process, and of training as a multiple of its least.
 _PROCESS, _TRAINING = 2**30, 4
 
@@ -165,7 +164,6 @@ class _Worker:
     start: Callable[[], children.Child]
     child: children.Child
     retries: int = 0
-    row: Row | None = None
 
 
 class _Workers:
@@ -185,7 +183,6 @@ class _Workers:
         self._screen = Screen()
         self._remaining = Remaining()
         self._stop_time: float | None = None  # when the workers were asked to stop
-        self._drawn = 0.0
         self._errors: list[str] = []
         self.failure = 'no worker is left'
 
@@ -207,7 +204,15 @@ class _Workers:
         for member in self._workers:
             self._train(member)
         while self._workers:
-            self._turn()
+            sources = [source for member in self._workers for source in member.child.sources()]
+            multiprocessing.connection.wait(sources, _TICK)
+            for member in self._workers[:]:
+                self._receive(member)
+            self._pass_on_stop()
+            done, runs = self._remaining.done()
+            if self._screen.terminal and runs:
+                text = self._remaining.text(time.monotonic())
+                self._screen.draw([Row(self._study.name, done / runs, text)])
         if self._stop_time is not None:
             raise Stopped('stopped, and the workers have saved')
         if self._errors:
@@ -220,58 +225,34 @@ class _Workers:
         self._screen.close()
 
     def _train(self, member: _Worker) -> None:
-        member.child.send(
-            self._study, self._path, self._options, sys.orig_argv, self._screen.terminal
-        )
+        member.child.send(self._study, self._path, self._options, sys.orig_argv)
 
     def _remove(self, member: _Worker) -> None:
         self._print(member, last=True)
         member.child.close()
-        member.row = None
         self._workers.remove(member)
-        self._remaining.ended(member.number)
 
     def _print(self, member: _Worker, last: bool = False) -> None:
         for line in member.child.lines(last):
             self._screen.print(f'[{member.number}] {line}')
 
-    def _turn(self) -> None:
-        """Waits for messages for a moment, and acts on them."""
-        sources = [source for member in self._workers for source in member.child.sources()]
-        multiprocessing.connection.wait(sources, _TICK)
-        for member in self._workers[:]:
-            code = member.child.ended()  # before what it has printed last is read
-            for message in member.child.messages():
-                self._receive(member, *message)
-            self._print(member)
-            if code is not None:
-                self._ended(member, code)
-        self._pass_on_stop()
-        if self._screen.terminal and time.monotonic() - self._drawn > _TICK:
-            self._drawn = time.monotonic()
-            done, runs = self._remaining.done()
-            first = Row(self._study.name, done / max(1, runs), self._remaining.text(self._drawn))
-            rows = [
-                dataclasses.replace(m.row, label=f'[{m.number}] {m.row.label}')
-                for m in self._workers
-                if m.row is not None
-            ]
-            self._screen.draw([first, *rows])
-
-    def _receive(self, member: _Worker, kind: str, *values: Any) -> None:
-        if kind == 'error':
-            self._errors.append(values[0])
-        elif kind == 'row':
-            member.row = values[0]
-        elif kind == 'lease':
-            before = self._remaining.done()
-            self._remaining.leased(member.number, *values)
-            if self._remaining.done() != before and not self._screen.terminal:
-                self.say(self._remaining.text(time.monotonic()))
-            if values[0] is None and self._meanwhile.ident is None:
-                self._meanwhile.start()
-        elif kind == 'step':
-            self._remaining.stepped(member.number, values[0], time.monotonic())
+    def _receive(self, member: _Worker) -> None:
+        """Acts on the messages, the lines and the end of a worker."""
+        code = member.child.ended()  # before what it has printed last is read
+        for kind, *values in member.child.messages():
+            if kind == 'error':
+                self._errors.append(values[0])
+            elif kind == 'lease':
+                before, now = self._remaining.done(), time.monotonic()
+                run, runs, left = values
+                self._remaining.leased(member.number, run, runs, left, now)
+                if self._remaining.done() != before and not self._screen.terminal:
+                    self.say(self._remaining.text(now))
+                if run is None and self._meanwhile.ident is None:
+                    self._meanwhile.start()
+        self._print(member)
+        if code is not None:
+            self._ended(member, code)
 
     def _ended(self, member: _Worker, code: int) -> None:
         """Leaves a worker out that has ended, or starts it again."""
@@ -307,97 +288,48 @@ class Remaining:
     """Runs and work (tokens x parameters) that workers have done, and how long the rest takes."""
 
     def __init__(self) -> None:
-        self._runs = 0
+        self._runs, self._done, self._since = 0, 0.0, 0.0
         self._left: dict[str, float] = {}
-        self._running: dict[int, tuple[str, float, float | None]] = {}  # run, work, fraction done
-        self._trained = 0.0  # since the first report
-        self._since: float | None = None
+        self._running: dict[int, tuple[str, float]] = {}  # run and work by worker
 
-    def leased(self, worker: int, run: str | None, runs: int, left: dict[str, float]) -> None:
+    def leased(
+        self, worker: int, run: str | None, runs: int, left: dict[str, float], now: float
+    ) -> None:
         """A worker begins a run, or waits (None); `left` is the work of all runs without result."""
-        self.ended(worker)
+        self._since = self._since or now
+        last, work = self._running.pop(worker, (None, 0.0))
+        self._done += 0.0 if last in left else work
         self._runs, self._left = runs, left
         if run is not None:
-            self._running[worker] = run, left[run], None
-
-    def stepped(self, worker: int, fraction: float, now: float) -> None:
-        """A worker has done this fraction of its run at a time in seconds."""
-        self._since = now if self._since is None else self._since
-        if worker in self._running:
-            run, work, before = self._running[worker]
-            # What a resumed run had done before tells nothing of the speed.
-            self._trained += 0.0 if before is None else work * (fraction - before)
-            self._running[worker] = run, work, fraction
-
-    def ended(self, worker: int) -> None:
-        """A worker does not train its run any more."""
-        self._running.pop(worker, None)
-
-    def seconds(self, now: float) -> float | None:
-        """At the speed since the first report; None before there is one."""
-        if self._since is None or now <= self._since or self._trained <= 0:
-            return None
-        running = self._running.values()
-        done = sum(work * (part or 0.0) for run, work, part in running if run in self._left)
-        return max(0.0, sum(self._left.values()) - done) * (now - self._since) / self._trained
+            self._running[worker] = run, left[run]
 
     def done(self) -> tuple[int, int]:
         """The number of runs that are done, and of all."""
         return self._runs - len(self._left), self._runs
 
     def text(self, now: float) -> str:
-        """'3 of 8 runs done, 02:10 left'; '' before anything is known."""
+        """'3 of 8 runs done, 02:10 left', by the work of the runs that have ended."""
         done, runs = self.done()
-        seconds = self.seconds(now) if self._left else None
-        left = '' if seconds is None else f', {interval(seconds)} left'
+        left = ''
+        if self._done and self._left:
+            seconds = (now - self._since) * sum(self._left.values()) / self._done
+            left = f', {interval(seconds)} left'
         return f'{done} of {runs} runs done{left}' if runs else ''
 
 
-# A worker
-
-
-class _ParentScreen(Screen):
-    """The terminal of the parent, to which a worker sends its row; it prints to a pipe."""
-
-    def __init__(self, send: Callable[..., None]):
-        super().__init__()
-        self.terminal, self._send = True, send
-        self._row: Row | None = None
-
-    def draw(self, rows: Sequence[Row]) -> None:
-        (self._row,) = rows
-        self._send('row', self._row)
-
-    def close(self, keep: bool = False) -> None:
-        if keep and self._row is not None:
-            self.print(str(self._row))
-        self._row = None
-        self._send('row', None)
-
-
 def work(pipe: Connection) -> None:
-    """Trains the study that the parent sends, and tells it of leases, steps and rows.
+    """Trains the study that the parent sends, and tells it of leases.
 
     An error that has a sentence is sent as ('error', sentence), and is the exit code.
     """
-    lock, reported = threading.Lock(), -_REPORTED_EVERY
 
     def send(*message: Any) -> None:
-        with lock, contextlib.suppress(OSError):  # the parent was killed
+        with contextlib.suppress(OSError):  # the parent was killed
             pipe.send(message)
 
-    def report(step: int, total: int) -> None:
-        nonlocal reported
-        if step == total or time.monotonic() - reported >= _REPORTED_EVERY:
-            reported = time.monotonic()
-            send('step', step / total)
-
-    Progress.on_step = report
     try:
         # The command that is recorded is that of the parent.
-        study, workdir, options, sys.orig_argv, terminal = pipe.recv()
-        if terminal:
-            Progress.make_screen = lambda: _ParentScreen(send)
+        study, workdir, options, sys.orig_argv = pipe.recv()
         worker.run(study, workdir, tell=send, **options)
     except Exception as error:
         if (expected := cli.outcome(error)) is None:

@@ -30,7 +30,6 @@ FORKS.set_forkserver_preload(['tests.study.test_local_workers'])
 WORKER = """
 import os, pathlib, sys, time
 from qkattn.jobs import children
-from qkattn.jobs.display import Row
 
 work, path, number = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 pipe = children.parent()
@@ -38,7 +37,6 @@ pipe = children.parent()
 pipe.recv()
 assert children.parent() is None
 pipe.send(('lease', None, 3, {}))
-pipe.send(('row', Row('qk/vo', 0.5, 'loss 2')))
 if work == 'crash' and number in (0, 3, 4):
     raise RuntimeError(f'broken {number}')
 if work == 'wrong':
@@ -185,28 +183,18 @@ def test_a_number_of_workers_that_is_none_is_refused(text):
     assert local_workers.parse('auto') is None and local_workers.parse('12') == 12
 
 
-def test_time_left_follows_from_the_work_done_since_the_first_report():
+def test_time_left_follows_from_the_work_that_is_done():
     remaining = Remaining()
-    assert remaining.text(0.0) == '' and remaining.seconds(0.0) is None
+    assert remaining.text(0.0) == ''
     left = {'a': 100.0, 'b': 100.0, 'c': 200.0}
-    remaining.leased(0, 'a', 3, left)
-    remaining.leased(1, 'c', 3, left)
-    assert remaining.text(1.0) == '0 of 3 runs done'
-    remaining.stepped(0, 0.5, 10.0)  # resumed: what was done before tells nothing of the speed
-    remaining.stepped(1, 0.0, 10.0)
-    assert remaining.seconds(12.0) is None
-    remaining.stepped(0, 1.0, 15.0)
-    remaining.stepped(1, 0.25, 15.0)
-    # 100 units in 5 s; left are b and three quarters of c.
-    assert remaining.seconds(15.0) == 250 * 5 / 100
-    remaining.leased(0, 'b', 3, {'b': 100.0, 'c': 200.0})
-    assert remaining.text(15.0) == '1 of 3 runs done, 00:12 left'
-    remaining.stepped(0, 0.0, 15.0)
-    # A run that a worker has left, or lost, is counted as left again.
-    remaining.ended(1)
-    assert remaining.seconds(15.0) == 300 * 5 / 100
-    # The plan may grow; its end has no time.
-    remaining.leased(0, 'd', 5, {'d': 4.0})
-    assert remaining.text(15.0) == '4 of 5 runs done, 00:00 left'
-    remaining.leased(0, None, 5, {})
-    assert remaining.done() == (5, 5) and remaining.text(15.0) == '5 of 5 runs done'
+    remaining.leased(0, 'a', 3, left, 10.0)
+    remaining.leased(1, 'c', 3, left, 10.0)
+    assert remaining.text(15.0) == '0 of 3 runs done'
+    remaining.leased(0, 'b', 3, {'b': 100.0, 'c': 200.0}, 20.0)
+    assert remaining.text(20.0) == '1 of 3 runs done, 00:30 left'
+    remaining.leased(1, 'c', 3, {'b': 100.0, 'c': 200.0}, 20.0)  # lost, and begun again
+    assert remaining.text(20.0) == '1 of 3 runs done, 00:30 left'
+    remaining.leased(0, 'd', 5, {'d': 10.0}, 40.0)  # the plan may grow
+    assert remaining.text(40.0) == '4 of 5 runs done, 00:01 left'
+    remaining.leased(0, None, 5, {}, 50.0)
+    assert remaining.done() == (5, 5) and remaining.text(50.0) == '5 of 5 runs done'
