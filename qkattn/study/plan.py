@@ -155,12 +155,8 @@ def to_lengthen(
 ) -> list[Arm]:
     """The baseline and the decided arms, of primary arms of one size and corpus.
 
-    They are decided by the tests alone, on the test split, paired over seeds: other reasons against
-    a verdict are not known before the report.
-
-    Args:
-      losses: of the test split.
-      comparisons: of the whole study, to correct for.
+    They are decided by the tests alone, on test losses paired over seeds, corrected for the
+    comparisons of the whole study: other reasons are not known before the report.
     """
     (baseline,) = (arm for arm in arms if arm.variant == study.baseline)
     differences, diverged = {}, {}

@@ -32,13 +32,9 @@ class Arm:
 
     Attributes:
       is_baseline: of its size and corpus, at its length of training.
-      verdict_trials: the trials that results are taken from: those of the verdict run, never of a
-        screening run; in a study without tuning, all.
-      chosen: the finished trials of verdict_trials, without tuning only those at the best setting;
-        empty if every trial diverged or none has run.
-      val_loss, test_loss: mean over `chosen`, nats/token; None if they are empty, and without test
-        losses.
-      tuning: the state of its tuning; None in a study without tuning.
+      verdict_trials: those of the verdict run; in a study without tuning, all.
+      chosen: the finished ones of verdict_trials, without tuning only those at the best setting.
+      val_loss, test_loss: mean over `chosen`, nats/token; None if there is none.
       comparison: with the baseline; None for the baseline and if either arm has no finished trial.
       verdict: None for the baseline, for controls and in a study without tuning.
       remarks: hygiene findings about this arm alone.
@@ -226,8 +222,7 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
 def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """The finished trials at the setting with the lowest mean val loss.
 
-    A setting with a diverged seed is considered only if every setting has one: its mean is over
-    the seeds that did not diverge, which is biased towards lower losses.
+    One with a diverged seed, whose mean is biased, is considered only if every setting has one.
     """
     by_setting: dict[tuple, list[Trial]] = {}
     for trial in trials:

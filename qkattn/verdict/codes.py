@@ -85,10 +85,8 @@ class Comparison:
       differences: on this split by seed, ascending; empty if no seed finished in all arms.
       difference: their mean with its tests; of independent samples if no seed is shared.
       validation: the mean difference on the validation split.
-      correlation: Pearson's, over seeds, between the losses of the two arms: the share of their
-        variance that pairing by seed removes. None with fewer than 3 seeds or without spread.
-      num_documents: evaluated documents behind the evaluation error in `difference`; None if the
-        trials have no losses by document, and there is no such error.
+      correlation: Pearson's, over seeds, between the losses of both; None without spread.
+      num_documents: behind the evaluation error in `difference`; None without losses by document.
     """
 
     split: str
@@ -105,15 +103,12 @@ class Verdict:
 
     Attributes:
       decision: from the first look that decides, else from the last one that was taken.
-      reasons: the outcome of the tests; without a verdict, what is missing and the remarks that
-        block it.
-      p_holm, p_margin_holm, p_equivalence_holm: p values after Holm's correction, of no difference,
-        of a difference of at most the margin and of one of at least the margin; None where nothing
-        was tested.
+      reasons: the outcome of the tests, or what is missing and the remarks that block it.
+      p_holm, p_margin_holm, p_equivalence_holm: after Holm's correction, of no difference, of one
+        of at most the margin and of one of at least the margin; None where nothing was tested.
       detectable: |difference| (nats/token) found with probability 0.8 after that correction.
       num_comparisons: the size of the family that Holm's correction is for.
-      alpha: the level of that look, which the p values are compared with.
-      num_seeds: the declared seeds at that look.
+      alpha, num_seeds: the level of that look, and the declared seeds at it.
     """
 
     decision: Decision

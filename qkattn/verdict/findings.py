@@ -32,15 +32,11 @@ UNSURE = (
 class Decomposition:
     """The parts of an arm's difference from the baseline, and whether it lasts.
 
-    On shared seeds `removing` + `reinvesting` is the difference. These are estimates with 95 %
-    intervals, not corrected for their number, and give no verdict. A part is None while one of its
-    arms lacks results or breaks a rule; an arm that is only known badly (UNSURE) has a part.
-
-    Attributes:
-      removing: its control of equal shape minus the baseline: the effect of the missing parameters.
-      reinvesting: the arm minus that control: the effect of spending them elsewhere.
-      longer: the arm minus the baseline, both trained longer. Only decided arms are, which favours
-        large differences where the seeds are those of the verdict.
+    On shared seeds `removing` (its control of equal shape minus the baseline) + `reinvesting` (the
+    arm minus that control) is the difference; `longer` is that of both trained longer, which only
+    decided arms are. These are estimates with 95 % intervals, not corrected for their number, and
+    give no verdict. A part is None while one of its arms lacks results or breaks a rule; an arm
+    that is only known badly (UNSURE) has a part.
     """
 
     place: Place
@@ -70,11 +66,10 @@ class Findings:
 
     Attributes:
       arms: the primary ones: size by size, corpus by corpus, the baseline first.
-      controls: the others, in the same order; compared with the baseline of their length of
-        training, and without a verdict.
+      controls: the others, in the same order, without a verdict.
       remarks: all hygiene findings, the blocking ones first.
-      scaling: one fit per variant and corpus, in the study's order, over the arms whose
-        `not_scaled` is None; empty for fewer than two sizes and if a remark blocks every arm.
+      scaling: one fit per variant and corpus over the arms whose `not_scaled` is None; empty for
+        fewer than two sizes and if a remark blocks every arm.
       num_comparisons: the family of Holm's correction; 0 in a study without tuning.
       decomposition: of the arms that have a control with results.
       overall: one for each variant but the baseline and size, if there are several corpora.

@@ -38,10 +38,8 @@ from qkattn.verdict.runs import (
 class Measured:
     """A trial of a verdict run, measured from its checkpoint; nats/token on the last split.
 
-    Attributes:
-      positions: loss by position, '1', '2', '3', '4', '5-8', ...; None where no target is.
-      early, late: at position 4, and over the last half of the context; None where that is short.
-      shuffled: the loss with the sources of other pairs; None unless the task is a translation.
+    By position ('1', ..., '5-8', ...), at position 4 (`early`), over the last half of the context
+    (`late`), and with the sources of other pairs; None where there is no such target.
     """
 
     seed: int
@@ -58,9 +56,7 @@ class Yardstick:
 
     Attributes:
       run: the baseline's run whose data it was counted on.
-      task: 'language', 'masked', 'translation' or 'probe'.
-      seen: tokens that the models of the group are trained on.
-      tokens: those of them that were counted; None where nothing was.
+      seen, tokens: those that the models of the group are trained on, and those counted, if any.
       losses: nats/token by split ('val', 'test') and name; empty for a translation.
     """
 
@@ -98,8 +94,7 @@ class Missing:
     """An arm or a planned run without results.
 
     Attributes:
-      name: of the run; None if none is planned yet.
-      stage, knob: of the run; None for an arm without planned runs.
+      name, stage, knob: of the run; None if none is planned yet.
       step: the last logged step, of `num_steps`; None if the run has not started.
     """
 
@@ -117,18 +112,13 @@ class Study:
 
     Attributes:
       variants: their names include the destination of saved parameters if there are several.
-      matched: None if nothing is matched.
       tuning, grids: None and empty if nothing is tuned; the initial grid of each knob.
       looks: numbers of verdict seeds at which arms are judged, ascending; all seeds are the last.
-      controls: `equal_shape`, `longer` and `longer_seeds` of the config.
-      expected: the positive controls, as in the config.
       arms: the declared ones, controls included but those that are trained longer.
       base, base_hash: the settings that all arms share, as JSON, and their fingerprint.
       directory, files: where reports go, and where logs are; two for a stored study.
-      ledger: None in a study without tuning that has none.
       altered: the runs that are not what an earlier look saw, with the number of that look.
       orphans: directories of runs that are no part of the plan.
-      yardsticks: None if they are not recorded.
       problems: sentences about what could not be read.
     """
 

@@ -186,13 +186,9 @@ def _splits(study: Study, arm: Arm) -> Iterator[Remark]:
 class Standing:
     """A baseline beside its yardstick; a number is None where it is not defined or not recorded.
 
-    Attributes:
-      yardstick: None if it is not recorded, or was for another run.
-      best: the lowest loss of counts on the baseline's split, and its name; None for a translation.
-      gain: by how much the loss falls from position 4 to the last half of the context.
-      bleu: on its split.
-      sources: by how much the loss rises with the sources of other pairs.
-      remarks: what it lacks.
+    `best` is the lowest loss of counts on the baseline's split with its name, `gain` how much the
+    loss falls from position 4 to the last half of the context, `sources` how much it rises with the
+    sources of other pairs, and `remarks` what the baseline lacks.
     """
 
     arm: Arm

@@ -57,10 +57,8 @@ class Trial:
     """One trained model: a line of results.jsonl.
 
     Attributes:
-      run, place, stage, knob, target_parameters, residual: of the trial's run.
-      settings: all trial settings but the seed, sorted by name; trials of a run with the same
-        settings are repetitions of each other.
-      model_knobs, planned_steps: of the run's config; they are not among the trial settings.
+      run, place, stage, knob, target_parameters, residual, model_knobs, planned_steps: of its run.
+      settings: all trial settings but the seed, sorted by name.
       diverged_at: its first step without a finite loss and gradient; None if that is not known.
       metrics: all fields of `qkattn.metrics.result_fields()`; None if not measured or diverged.
       train_seconds, compile_seconds, tokens_per_second: of the run, all trials together.

@@ -208,17 +208,6 @@ def test_a_bad_declaration_is_one_sentence(study_dir, changes, field):
     assert field in str(raised.value)
 
 
-def test_nothing_to_report_is_one_sentence(tmp_path, study_dir):
-    with pytest.raises(ReportError, match='does not exist'):
-        load_study(tmp_path / 'nowhere')
-    study_dir.mkdir()
-    with pytest.raises(ReportError, match='not a study directory'):
-        load_study(study_dir)
-    write_study(study_dir, [], declared=[('qk/vo', SIZE)])
-    with pytest.raises(ReportError, match='has no results yet'):
-        load_study(study_dir)
-
-
 def test_longer_runs_are_of_declared_arms_and_orphans_are_listed(study_dir):
     records = [trial_record('qk/vo'), trial_record('qk/vo', control='longer')]
     write_study(study_dir, records)
