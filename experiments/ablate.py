@@ -18,7 +18,7 @@ from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.jobs.display import waiting
 from qkattn.storage import leases
 from qkattn.study import estimate, local_workers, worker, yardsticks
-from qkattn.study.arms import Arm, build_arms, table
+from qkattn.study.arms import MatchedArm, build_arms, table
 from qkattn.train.program_cache import keep_programs
 
 CONFIG = cli.define_config(Study)
@@ -83,7 +83,7 @@ def main() -> None:
     print(f'\n{text}')
 
 
-def _matched(config: Study) -> list[Arm]:
+def _matched(config: Study) -> list[MatchedArm]:
     """The arms, which are printed."""
     with waiting(config.name, 'matching parameters'):
         arms = build_arms(config)

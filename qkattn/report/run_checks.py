@@ -16,10 +16,10 @@ from qkattn.metrics import LOGGED, PREFIXES, bits_per_byte, perplexity, result_f
 from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.records import FINISHED, for_each_line
 from qkattn.verdict import Study
-from qkattn.verdict.runs import COUNTS, PlannedRun
+from qkattn.verdict.runs import COUNTS, Run
 
 
-def problems(study: Study, run: PlannedRun, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def problems(study: Study, run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """What is wrong with a run, in sentences.
 
     Args:
@@ -42,7 +42,7 @@ def problems(study: Study, run: PlannedRun, records: Sequence[Mapping[str, Any]]
         yield f'run {run.name} has results, but {path.name} is missing'
 
 
-def _unlike_itself(study: Study, run: PlannedRun, record: Mapping[str, Any]) -> Iterator[str]:
+def _unlike_itself(study: Study, run: Run, record: Mapping[str, Any]) -> Iterator[str]:
     """Numbers of a result that do not follow from its others."""
     train, context = run.config['train'], run.config['model']['context']
     parameters = record['parameters']
@@ -76,14 +76,14 @@ def _unlike_itself(study: Study, run: PlannedRun, record: Mapping[str, Any]) -> 
             yield f'{name} {value}, which is {expected} by its other fields'
 
 
-def _per_byte(run: PlannedRun) -> Callable[[float], float] | None:
+def _per_byte(run: Run) -> Callable[[float], float] | None:
     """Bits per byte from nats per token where a token is a byte; None for other tokenizers."""
     if run.config['data']['tokenizer'] != 'bytes':
         return None
     return lambda nats: bits_per_byte(nats, 1.0)
 
 
-def _unlike_log(path: Path, run: PlannedRun, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _unlike_log(path: Path, run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Results that are not those of the last evaluation and of the final record."""
     if not path.is_file():
         yield f'run {run.name} has results, but {path.name} is missing'
@@ -111,7 +111,7 @@ def _unlike_log(path: Path, run: PlannedRun, records: Sequence[Mapping[str, Any]
 def _unlike_line(
     line: Mapping[str, Any],
     fields: Sequence[str],
-    run: PlannedRun,
+    run: Run,
     records: Sequence[Mapping[str, Any]],
 ) -> Iterator[str]:
     for name in fields:

@@ -23,7 +23,7 @@ from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
-from qkattn.verdict.runs import PlannedRun, Trial
+from qkattn.verdict.runs import Run, Trial
 
 
 def frame(study: Study, found: Findings) -> pd.DataFrame:
@@ -280,7 +280,7 @@ def trials_csv(study: Study, found: Findings) -> str:
     return table.drop(columns=unmeasured).to_csv(index=False, lineterminator='\n')
 
 
-def _row(run: PlannedRun, trial: Trial) -> dict[str, Any]:
+def _row(run: Run, trial: Trial) -> dict[str, Any]:
     return {
         **trial.place._asdict(),
         **{name: getattr(trial, name) for name in ('stage', 'knob', 'seed')},

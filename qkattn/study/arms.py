@@ -19,7 +19,7 @@ from qkattn.train.optimizer import check_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class MatchedArm:
     """A variant at one size, one corpus and one destination of the parameters it saves.
 
     Attributes:
@@ -83,7 +83,7 @@ def parse_variant(text: str) -> dict[str, Any]:
     return {**variant._asdict(), **parse_fields(fields, f'variant {text!r}')}
 
 
-def build_arms(study: Study) -> list[Arm]:
+def build_arms(study: Study) -> list[MatchedArm]:
     """Every arm, corpora outermost, then sizes, validated and matched; nothing compiles.
 
     Raises:
@@ -100,7 +100,7 @@ def build_arms(study: Study) -> list[Arm]:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
     first, *others = corpora_of(study)
     arms = [arm for size in study.sizes for arm in _at_size(study, size, first)]
-    seen: dict[ModelConfig, Arm] = {}
+    seen: dict[ModelConfig, MatchedArm] = {}
     for arm in arms:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
         if (same := seen.setdefault(explicit, arm)) is not arm:
@@ -115,7 +115,7 @@ def build_arms(study: Study) -> list[Arm]:
     ]
 
 
-def _at_size(study: Study, size: str, corpus: str) -> list[Arm]:
+def _at_size(study: Study, size: str, corpus: str) -> list[MatchedArm]:
     at_size = parse_fields(size, f'size {size!r}')
 
     def model(variant: str) -> ModelConfig:
@@ -138,11 +138,11 @@ def _at_size(study: Study, size: str, corpus: str) -> list[Arm]:
         residual = cost.measured(config, study.match or 'total') / target - 1
         return matching.Match(config, cost.count(config), target, residual, config)
 
-    arms: list[Arm] = []
+    arms: list[MatchedArm] = []
     for variant in study.variants:
         if variant == study.baseline:
             exact = dataclasses.replace(unsolved(baseline), residual=0.0)
-            arms.append(Arm(variant, None, Place(variant, size, corpus), exact))
+            arms.append(MatchedArm(variant, None, Place(variant, size, corpus), exact))
             continue
         config = model(variant)
         check_section(f'variant {variant!r}: model.', config)
@@ -158,18 +158,19 @@ def _at_size(study: Study, size: str, corpus: str) -> list[Arm]:
             )
             sites.validate(dataclasses.replace(study.base, model=matched.config))
             label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
-            arms.append(Arm(variant, destination, Place(label, size, corpus), matched))
+            arms.append(MatchedArm(variant, destination, Place(label, size, corpus), matched))
         # A variant at the baseline's shape, if it costs less there.
         config = dataclasses.replace(config, d_ff=config.d_ff or baseline.d_ff)
         if controls_of(study).equal_shape and matching.buildable(config):
             control = unsolved(config)
             if control.residual < 0 and config not in [arm.model for arm in arms]:
                 sites.validate(dataclasses.replace(study.base, model=config))
-                arms.append(Arm(variant, None, Place(variant, size, corpus, EQUAL_SHAPE), control))
+                place = Place(variant, size, corpus, EQUAL_SHAPE)
+                arms.append(MatchedArm(variant, None, place, control))
     return arms
 
 
-def grids(study: Study, arm: Arm) -> dict[str, tuple[float, ...]]:
+def grids(study: Study, arm: MatchedArm) -> dict[str, tuple[float, ...]]:
     """The grid of each tuned setting; a single value is not tuned."""
     trials = study.base.trials
     return {'learning_rate': trials.learning_rates, 'weight_decay': trials.weight_decays} | {
@@ -203,7 +204,7 @@ def controls_of(study: Study) -> ControlsConfig:
     )
 
 
-def base_of(study: Study, arm: Arm) -> Config:
+def base_of(study: Study, arm: MatchedArm) -> Config:
     """What the runs of an arm share: its model, its corpus, its steps, the seeds of its verdict."""
     data = dataclasses.replace(study.base.data, name=arm.place.corpus)
     base = dataclasses.replace(study.base, model=arm.model, data=data)
@@ -220,7 +221,7 @@ def base_of(study: Study, arm: Arm) -> Config:
     )
 
 
-def table(arms: list[Arm], equal: str | None) -> str:
+def table(arms: list[MatchedArm], equal: str | None) -> str:
     """Parameters, residual, FLOPs and cache of all arms, under a line that states what is equal."""
     one_size = len({arm.size for arm in arms}) == 1
     rows = {}

@@ -7,7 +7,7 @@ import time
 from qkattn.config import Study
 from qkattn.model import cost as model_cost
 from qkattn.study import plan
-from qkattn.study.arms import Arm, grids, is_tuned
+from qkattn.study.arms import MatchedArm, grids, is_tuned
 from qkattn.study.local_workers import count
 from qkattn.study.plan import PlannedRun
 from qkattn.train import program
@@ -59,7 +59,7 @@ def cost(runs: list[PlannedRun], speeds: dict[str, Speed]) -> Cost:
     )
 
 
-def text(study: Study, arms: list[Arm]) -> str:
+def text(study: Study, arms: list[MatchedArm]) -> str:
     """The cost of the plan by stage, and what may be added; compiles one program per size.
 
     Controls that are trained longer are counted apart, as their number depends on results.

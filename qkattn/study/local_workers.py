@@ -26,7 +26,7 @@ from qkattn.jobs.display import Row, Screen, interval
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
 from qkattn.storage.files import check_directory
 from qkattn.study import declaration, plan, worker
-from qkattn.study.arms import Arm
+from qkattn.study.arms import MatchedArm
 from qkattn.study.plan import PlannedRun
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.sharding import least_memory
@@ -71,7 +71,7 @@ def capacity(study: Study) -> tuple[int, str]:
 
 
 def limit(
-    study: Study, arms: list[Arm], wanted: int | None, left: list[PlannedRun]
+    study: Study, arms: list[MatchedArm], wanted: int | None, left: list[PlannedRun]
 ) -> tuple[int, str | None]:
     """The most workers that there is work and room for, and why they are fewer than wanted.
 
@@ -96,7 +96,7 @@ def limit(
     return most, f'--workers={wanted or AUTO}: there {reason}, so {count(most, "worker")} will do'
 
 
-def describe(study: Study, arms: list[Arm], wanted: int | None, workdir: str | None) -> str:
+def describe(study: Study, arms: list[MatchedArm], wanted: int | None, workdir: str | None) -> str:
     """What `run` would do, in a line."""
     left = plan.runs(study, arms, lambda run: None)
     if workdir is not None:
@@ -114,7 +114,7 @@ def _gpus() -> list[str] | None:
 
 def run(
     study: Study,
-    match: Callable[[], list[Arm]],
+    match: Callable[[], list[MatchedArm]],
     workdir: str | Path,
     wanted: int | None,
     meanwhile: Callable[[], object] = lambda: None,

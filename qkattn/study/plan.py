@@ -20,7 +20,15 @@ from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import FINISHED, to_jsonable
 from qkattn.storage.run_directory import command_line
-from qkattn.study.arms import Arm, base_of, controls_of, corpora_of, grids, is_tuned, looks_of
+from qkattn.study.arms import (
+    MatchedArm,
+    base_of,
+    controls_of,
+    corpora_of,
+    grids,
+    is_tuned,
+    looks_of,
+)
 from qkattn.study.place import LONGER, Place
 from qkattn.study.tuning import (
     KNOBS,
@@ -53,7 +61,7 @@ class PlannedRun:
       kept: the directory, where an earlier plan named it otherwise.
     """
 
-    arm: Arm
+    arm: MatchedArm
     stage: str
     knob: str | None
     config: Config
@@ -86,7 +94,7 @@ class PlannedRun:
 
 
 def screening(
-    study: Study, arm: Arm, grids: Grids, results: Results
+    study: Study, arm: MatchedArm, grids: Grids, results: Results
 ) -> tuple[list[PlannedRun], Settings | None]:
     """The screening runs known so far, and once all that are needed are finished, what they chose.
 
@@ -116,14 +124,14 @@ def _losses(trials: Sequence[Mapping[str, Any]], field: str) -> dict[int, float 
 
 
 def _screening_runs(
-    study: Study, arm: Arm, knob: str, stack: list[Settings], seeds: tuple[int, ...]
+    study: Study, arm: MatchedArm, knob: str, stack: list[Settings], seeds: tuple[int, ...]
 ) -> list[PlannedRun]:
     """One run for all values of a trial's knob; one for each value that is compiled in."""
     stacks = [stack] if knob in TRIAL_KNOBS else [[settings] for settings in stack]
     return [_run(study, arm, SCREENING, knob, settings, seeds) for settings in stacks]
 
 
-def _verdict_runs(study: Study, arm: Arm, settings: Settings) -> list[PlannedRun]:
+def _verdict_runs(study: Study, arm: MatchedArm, settings: Settings) -> list[PlannedRun]:
     """One run per look at the study, each with the seeds since the look before."""
     seeds = base_of(study, arm).trials.seeds
     looks = (len(seeds),) if arm.place.control == LONGER else looks_of(study)
@@ -135,7 +143,7 @@ def _verdict_runs(study: Study, arm: Arm, settings: Settings) -> list[PlannedRun
 
 def _run(
     study: Study,
-    arm: Arm,
+    arm: MatchedArm,
     stage: str,
     knob: str | None,
     stack: list[Settings],
@@ -151,8 +159,8 @@ def _run(
 
 
 def to_lengthen(
-    study: Study, arms: Sequence[Arm], losses: Mapping[Place, Losses], comparisons: int
-) -> list[Arm]:
+    study: Study, arms: Sequence[MatchedArm], losses: Mapping[Place, Losses], comparisons: int
+) -> list[MatchedArm]:
     """The baseline and the decided arms, of primary arms of one size and corpus.
 
     They are decided by the tests alone, on test losses paired over seeds, corrected for the
@@ -174,7 +182,7 @@ def to_lengthen(
     return [baseline, *decided] if decided else []
 
 
-def runs(study: Study, arms: list[Arm], results: Results) -> list[PlannedRun]:
+def runs(study: Study, arms: list[MatchedArm], results: Results) -> list[PlannedRun]:
     """Every run known so far."""
     if not is_tuned(study):
         return [PlannedRun(arm, SINGLE, None, base_of(study, arm)) for arm in arms]
@@ -203,20 +211,20 @@ def runs(study: Study, arms: list[Arm], results: Results) -> list[PlannedRun]:
     return known
 
 
-def _lengthened(arm: Arm) -> Arm:
+def _lengthened(arm: MatchedArm) -> MatchedArm:
     return dataclasses.replace(arm, place=arm.place._replace(control=LONGER))
 
 
 def _to_lengthen(
     study: Study,
-    arms: list[Arm],
+    arms: list[MatchedArm],
     verdicts: Mapping[Place, list[PlannedRun]],
     results: Results,
-) -> Iterator[Arm]:
+) -> Iterator[MatchedArm]:
     """The primary arms to train longer, of each size and corpus whose verdict runs are finished."""
     if controls_of(study).longer is None:
         return
-    groups: dict[tuple[str, str], list[Arm]] = {}
+    groups: dict[tuple[str, str], list[MatchedArm]] = {}
     for arm in arms:
         if arm.place.control is None:
             groups.setdefault((arm.place.corpus, arm.place.size), []).append(arm)
@@ -231,14 +239,14 @@ def _to_lengthen(
             yield from to_lengthen(study, group, losses, comparisons)
 
 
-def least(study: Study, arms: list[Arm]) -> list[PlannedRun]:
+def least(study: Study, arms: list[MatchedArm]) -> list[PlannedRun]:
     """The minimum of runs: the grids as declared, and the verdict of every arm."""
     if not is_tuned(study):
         return runs(study, arms, lambda run: None)
     return [run for arm in arms for run in _at_least(study, arm, grids(study, arm))]
 
 
-def lengthened(study: Study, arms: list[Arm]) -> list[PlannedRun]:
+def lengthened(study: Study, arms: list[MatchedArm]) -> list[PlannedRun]:
     """The minimum of longer runs if every arm is decided; [] if none are made."""
     known: list[PlannedRun] = []
     for arm in arms if controls_of(study).longer is not None else ():
@@ -248,7 +256,7 @@ def lengthened(study: Study, arms: list[Arm]) -> list[PlannedRun]:
     return known
 
 
-def _at_least(study: Study, arm: Arm, grid: Grids) -> Iterator[PlannedRun]:
+def _at_least(study: Study, arm: MatchedArm, grid: Grids) -> Iterator[PlannedRun]:
     middle = tune(grid, study.tuning, {}).settings
     for knob, values in grid.items():
         if len(values) > 1:
@@ -257,7 +265,7 @@ def _at_least(study: Study, arm: Arm, grid: Grids) -> Iterator[PlannedRun]:
     yield from _verdict_runs(study, arm, middle)
 
 
-def declaration(study: Study, arms: list[Arm]) -> dict[str, Any]:
+def declaration(study: Study, arms: list[MatchedArm]) -> dict[str, Any]:
     """The content of study.json."""
     values = to_json(study)
     matched = values.pop('match')

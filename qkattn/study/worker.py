@@ -37,7 +37,7 @@ from qkattn.storage.files import check_directory, make_directory, write_atomic
 from qkattn.storage.leases import locked
 from qkattn.storage.records import read_results, to_jsonable
 from qkattn.study import declaration, plan
-from qkattn.study.arms import Arm, build_arms
+from qkattn.study.arms import MatchedArm, build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.study.rules import validate
 from qkattn.study.tuning import SINGLE
@@ -56,7 +56,7 @@ def run(
     *,
     expiry: float = leases.EXPIRY,
     accept_changes: bool = False,
-    arms: list[Arm] | None = None,
+    arms: list[MatchedArm] | None = None,
     tell: Callable[..., None] | None = None,
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
@@ -107,7 +107,7 @@ class _Worker:
     path: Path
     expiry: float
     accept_changes: bool
-    arms: list[Arm] | None
+    arms: list[MatchedArm] | None
     stop: StopRequest
     tell: Callable[..., None] | None
     lease: leases.Lease | None = None
@@ -206,7 +206,7 @@ def _train(
             failed[leased['run']] = str(error)
 
 
-def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
+def _known(study: Study, arms: list[MatchedArm], path: Path) -> _Known:
     """Returns every run known so far, those of them without a result, and the results."""
     read: dict[str, list[dict[str, Any]] | None] = {}
     before = declaration.planned(path)
@@ -230,7 +230,7 @@ def _known(study: Study, arms: list[Arm], path: Path) -> _Known:
 
 
 def _write_plan(
-    study: Study, arms: list[Arm], path: Path, declared: dict[str, Any]
+    study: Study, arms: list[MatchedArm], path: Path, declared: dict[str, Any]
 ) -> tuple[list[PlannedRun], list[PlannedRun]]:
     """Writes what is known to plan.jsonl and results.jsonl; returns runs, those without result."""
     # Results are read and the files written under one lock, whoever else writes.
@@ -265,7 +265,7 @@ def longest_first(runs: list[PlannedRun]) -> list[PlannedRun]:
     return sorted(runs, key=lambda run: -run.work)
 
 
-def left_of(study: Study, arms: list[Arm], path: Path) -> list[PlannedRun]:
+def left_of(study: Study, arms: list[MatchedArm], path: Path) -> list[PlannedRun]:
     """The runs known so far that have no result, in the order in which workers take them."""
     return longest_first(_known(study, arms, path)[1])
 

@@ -23,7 +23,7 @@ from qkattn.study import rules, stored
 from qkattn.study.place import CONTROLS, Place, parse_expected
 from qkattn.study.tuning import KNOBS, SCREENING, SINGLE, VERDICT
 from qkattn.verdict.runs import (
-    PlannedRun,
+    Run,
     Trial,
     lost_logs,
     parse_place,
@@ -147,7 +147,7 @@ class Study:
     ledger: Ledger | None = None
     altered: Mapping[str, int] = dataclasses.field(default_factory=dict)
     orphans: tuple[str, ...] = ()
-    runs: tuple[PlannedRun, ...] = ()
+    runs: tuple[Run, ...] = ()
     problems: tuple[str, ...] = ()
     yardsticks: Yardsticks | None = None
     expected: tuple[str, ...] = ()
@@ -183,7 +183,7 @@ class Study:
         return tuple(missing)
 
     @property
-    def by_name(self) -> dict[str, PlannedRun]:
+    def by_name(self) -> dict[str, Run]:
         return {run.name: run for run in self.runs}
 
     def bare(self, variant: str) -> str:
@@ -284,9 +284,9 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
     return study
 
 
-def _read_plan(study: Study, problems: list[str]) -> dict[str, PlannedRun]:
+def _read_plan(study: Study, problems: list[str]) -> dict[str, Run]:
     """The planned runs by name, in the plan's order."""
-    planned: dict[str, PlannedRun] = {}
+    planned: dict[str, Run] = {}
     verdicts: dict[tuple[Place, int], str] = {}
 
     def add(record: Any) -> None:
@@ -309,7 +309,7 @@ def _read_plan(study: Study, problems: list[str]) -> dict[str, PlannedRun]:
     return planned
 
 
-def _damaged(directory: Path, run: PlannedRun) -> Iterator[str]:
+def _damaged(directory: Path, run: Run) -> Iterator[str]:
     """The damaged files of a run that no number of a report comes from."""
     for name, schema in RUN_FILES.items():
         path = directory / run.directory / name
@@ -320,9 +320,7 @@ def _damaged(directory: Path, run: PlannedRun) -> Iterator[str]:
             yield f'{run.directory}/{name} is damaged: {error}.'
 
 
-def _with_results(
-    path: Path, planned: dict[str, PlannedRun], problems: list[str]
-) -> list[PlannedRun]:
+def _with_results(path: Path, planned: dict[str, Run], problems: list[str]) -> list[Run]:
     """The runs with their trials, in the order of results.jsonl and of the columns of logs."""
     trials: dict[str, dict[tuple, Trial]] = {name: {} for name in planned}
 

@@ -127,7 +127,7 @@ class Curve:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedRun:
+class Run:
     """A planned run and its results.
 
     `directory` is relative to the study; `target` and `residual` are None if nothing is matched;
@@ -173,14 +173,14 @@ def parse_place(record: Any) -> Place:
     return Place(*(record[name] for name in ARM_KEY))
 
 
-def parse_run(record: Any) -> PlannedRun:
+def parse_run(record: Any) -> Run:
     """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
     check(record, {'run': str, 'trials': int, 'config': _CONFIG})
     given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}
-    return read(PlannedRun, record, place=parse_place(record), **given)
+    return read(Run, record, place=parse_place(record), **given)
 
 
-def parse_trial(record: Any, run: PlannedRun) -> Trial:
+def parse_trial(record: Any, run: Run) -> Trial:
     """Reads a trial of `run`; ValueError names the field that is bad or contradicts the plan."""
     shared = {'stage': run.stage, 'knob': run.knob, 'residual': run.residual, 'run': run.name}
     shared['target_parameters'] = run.target
@@ -220,7 +220,7 @@ def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return (data['source'], data['target']) if 'source' in data else (data,)
 
 
-def lost_logs(runs: Sequence[PlannedRun], directory: Path) -> Iterator[str]:
+def lost_logs(runs: Sequence[Run], directory: Path) -> Iterator[str]:
     """The logs that runs with results lack, of a kind that others of the study have."""
     for name in (LOG, DOCUMENTS_FILE):
         absent = [not (directory / run.directory / name).exists() for run in runs]
@@ -230,7 +230,7 @@ def lost_logs(runs: Sequence[PlannedRun], directory: Path) -> Iterator[str]:
                 yield f'{run.directory} has results, but {name} is missing.'
 
 
-def with_documents(run: PlannedRun, directory: Path, problems: list[str]) -> PlannedRun:
+def with_documents(run: Run, directory: Path, problems: list[str]) -> Run:
     """The run whose trials have the losses of documents.json, if no result of it is missing."""
     path = directory / run.directory / DOCUMENTS_FILE
     if len(run.trials) < run.num_trials or not path.exists():
@@ -283,7 +283,7 @@ def _documents(
     return parsed
 
 
-def with_log(run: PlannedRun, directory: Path, problems: list[str]) -> PlannedRun:
+def with_log(run: Run, directory: Path, problems: list[str]) -> Run:
     """The run with what metrics.jsonl holds: the last step and, if no trial is missing, a curve."""
     path = directory / run.directory / LOG
     if not path.exists():
