@@ -61,12 +61,10 @@ def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
 def test_a_dataset_becomes_tokens_that_results_name(dataset, data):
     config = dataclasses.replace(data, name=dataset)
     tokens = load_text(config)
-    assert load_text(config).identity() == tokens.identity()
     texts = find(config).documents(None)['validation']
     expected = b''.join(text + b'\0' for text in texts)
     assert np.asarray(tokens.split('validation'), np.uint8).tobytes() == expected
-    identity = json.loads(json.dumps(tokens.identity()))
-    assert set(identity['fingerprints']) == set(tokens.splits)
+    assert set(json.loads(json.dumps(tokens.identity()))['fingerprints']) == set(tokens.splits)
 
 
 def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
@@ -105,8 +103,8 @@ def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(
             row = read_rows(rows, split, [count - 1], first_place=1)
             np.testing.assert_array_equal(array[1:2], row[name])
         assert np.all(batch['loss_weights_BT'].sum(axis=1) > 0)
-        for name in ('tokens_BT', 'targets_BT'):
-            assert np.all((batch[name] >= 0) & (batch[name] < rows.vocab_size))
+        ids = np.stack([batch['tokens_BT'], batch['targets_BT']])
+        assert np.all((ids >= 0) & (ids < rows.vocab_size))
         if rows.documents(split) is not None:
             names, document_R = rows.documents(split)
             assert len(document_R) == count and np.all(document_R < len(names))
@@ -118,10 +116,8 @@ def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(
     [
         ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),
         ({'name': 'fables:fables(count="a")'}, 'fails, TypeError in .*fables.py, line 6: '),
-        ({'name': 'fables:Corpus'}, r"='fables:Corpus' is not a function \(config, \*, options\)"),
         ({'tokenizer': 'fables:fables'}, "='fables:fables' is not a class with encode, decode"),
         ({'task': 'nibbles:Nibbles'}, "data.task='nibbles:Nibbles' is not a class with the attr"),
-        ({'task': 'ahead:Ahead(far=1)'}, "has no option 'far'; it takes distance"),
         ({'task': 'masked'}, "'masked' trains model.kind='encoder' on text .*model.kind='decoder'"),
         ({'task': 'causal_probe'}, 'causal probe, but .* is text in one language'),
     ],

@@ -24,10 +24,11 @@ def child(node, token, vocab):
     return node * vocab + token + 1
 
 
-@functools.partial(jax.jit, static_argnames=('counted', 'separator', 'options'))
-def _search(tree_BNV, counted, separator, options):
-    options = {'num_tokens': T, 'length_penalty': 1.0} | dict(options)
-    row_M = jnp.repeat(jnp.arange(len(tree_BNV)), options['beam'])
+@functools.partial(
+    jax.jit, static_argnames=('beam', 'separator', 'num_tokens', 'length_penalty', 'counted')
+)
+def _search(tree_BNV, *, beam, separator=SEPARATOR, num_tokens=T, length_penalty=1.0, counted=None):
+    row_M = jnp.repeat(jnp.arange(len(tree_BNV)), beam)
 
     def step(tokens_M, rows_M, cache):
         row_M, node_M = (array[rows_M] for array in cache)
@@ -36,13 +37,13 @@ def _search(tree_BNV, counted, separator, options):
         node_M = child(node_M, tokens_M, tree_BNV.shape[2])
         return tree_BNV[row_M, node_M], (row_M, node_M)
 
+    options = dict(beam=beam, num_tokens=num_tokens, length_penalty=length_penalty)
     cache = row_M, jnp.zeros(len(row_M), jnp.int32)
     return beam_search(tree_BNV[row_M, 0], cache, step, separator=separator, **options)
 
 
-def search(tree_BNV, separator=SEPARATOR, counted=None, **options):
-    options = tuple(options.items())
-    return jax.tree.map(np.asarray, _search(jnp.asarray(tree_BNV), counted, separator, options))
+def search(tree_BNV, **options):
+    return jax.tree.map(np.asarray, _search(tree_BNV, **options))
 
 
 def nats(logits_V):
@@ -76,15 +77,13 @@ def plain_search(tree_NV, beam, length_penalty, num_tokens=T):
 
 def check(best, b, expected):
     """The hypotheses of row b are the list of (score, tokens) `expected`, and nothing more."""
-    num_tokens = best.tokens_BKT.shape[2]
-    assert np.all(best.scores_BK[b, len(expected) :] == -np.inf)
-    assert np.all(best.lengths_BK[b, len(expected) :] == 0)
-    assert np.all(best.tokens_BKT[b, len(expected) :] == SEPARATOR)
+    K, num_tokens = len(expected), best.tokens_BKT.shape[2]
+    assert np.all(best.scores_BK[b, K:] == -np.inf) and np.all(best.lengths_BK[b, K:] == 0)
+    assert np.all(best.tokens_BKT[b, K:] == SEPARATOR)
     for k, (score, tokens) in enumerate(expected):
+        assert best.lengths_BK[b, k] == len(tokens)
         padded = tokens + [SEPARATOR] * (num_tokens - len(tokens))
         assert best.tokens_BKT[b, k].tolist() == padded
-        length = padded.index(SEPARATOR) + 1 if SEPARATOR in padded else num_tokens
-        assert best.lengths_BK[b, k] == length
         np.testing.assert_allclose(best.scores_BK[b, k], score, rtol=2e-5)
 
 
