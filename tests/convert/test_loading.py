@@ -47,43 +47,34 @@ def test_a_run_loads_with_a_model_per_trial(trained, caplog):
 
 def test_exported_parameters_load_as_one_model(trained, tmp_path):
     run = load(trained[0])
-    model, params = run.model_config, run.params[1]
-    exported.save(tmp_path / 'w', model, params, origin={})
+    exported.save(tmp_path / 'w', run.model_config, run.params[1], origin={})
     one = load(tmp_path / 'w')
     assert (one.config, one.step, one.trials, one.trial) == (None, None, [{}], 0)
-    assert one.model.config == model
+    assert one.model.config == run.model_config
 
 
-def removed(pattern):
-    return lambda run: [shutil.rmtree(path) for path in run.glob(pattern)]
+@pytest.mark.parametrize(
+    ('removed', 'message'),
+    [
+        ('checkpoints', 'holds neither exported parameters'),
+        ('checkpoints/*/state', 'every checkpoint in .* is damaged'),
+        ('checkpoints/*', 'has no checkpoint yet'),
+        ('', 'does not exist'),
+    ],
+)
+def test_what_is_no_sound_run_is_named_in_one_sentence(trained, tmp_path, removed, message):
+    shutil.copytree(trained[0], tmp_path / 'run')
+    for path in tmp_path.glob(f'run/{removed}'):
+        shutil.rmtree(path)
+    with pytest.raises((ConfigError, CheckpointError), match=message) as raised:
+        load(tmp_path / 'run')
+    assert str(tmp_path / 'run') in str(raised.value) and '\n' not in str(raised.value)
 
 
-def test_what_is_no_sound_run_is_named_in_one_sentence(trained, tmp_path):
-    for number, (change, message) in enumerate(
-        (
-            (lambda run: (run / 'config.json').write_text(''), 'config.json'),
-            (lambda run: (run / 'config.json').write_text('[]'), 'config.json'),
-            (lambda run: (run / 'config.json').unlink(), 'holds neither exported parameters'),
-            (removed('checkpoints'), 'holds neither exported parameters'),
-            (removed('checkpoints/*/state'), 'every checkpoint in .* is damaged'),
-            (removed('checkpoints/*'), 'has no checkpoint yet'),
-            (lambda run: (run / 'qkattn.json').write_text('[]'), 'qkattn.json'),
-            (shutil.rmtree, 'does not exist'),
-        )
-    ):
-        run = tmp_path / str(number)
-        shutil.copytree(trained[0], run)
-        change(run)
-        if (run / 'qkattn.json').exists():
-            (run / 'config.json').unlink()
-        with pytest.raises((ConfigError, CheckpointError), match=message) as raised:
-            load(run)
-        assert str(run) in str(raised.value) and '\n' not in str(raised.value)
+def test_a_study_is_not_a_run(trained, tmp_path):
     (tmp_path / 'study.json').write_text('{}')
     with pytest.raises(ConfigError, match='is a study without runs yet'):
         load(tmp_path)
-    shutil.copytree(trained[0], tmp_path / 'runs' / 'qk-vo')
-    with pytest.raises(
-        ConfigError, match=f'a study; give one of its runs, e.g. {tmp_path}/runs/qk'
-    ):
+    shutil.copytree(trained[0], tmp_path / 'runs/qk-vo')
+    with pytest.raises(ConfigError, match=f'give one of its runs, e.g. {tmp_path}/runs/qk'):
         load(tmp_path)

@@ -15,14 +15,12 @@ from qkattn.config import ModelConfig
 from qkattn.convert.published import load_gpt2, load_nanogpt
 from qkattn.errors import ConfigError, SpecError
 from qkattn.model import with_params
-from tests import damages
 
 D, N, L, F, T, V = 16, 2, 3, 48, 10, 29
 TOKENS = np.random.default_rng(1).integers(0, V, (3, T))
-DESCRIPTION = {'model_type': 'gpt2', 'n_embd': D, 'n_head': N, 'n_inner': F, 'n_layer': L}
-DESCRIPTION |= {'n_positions': T, 'vocab_size': V}
-ARGUMENTS = {'n_layer': L, 'n_head': N, 'n_embd': D, 'block_size': T, 'vocab_size': V}
-ARGUMENTS |= {'dropout': 0.1, 'bias': True}
+SIZES = {'n_layer': L, 'n_head': N, 'n_embd': D, 'vocab_size': V}
+DESCRIPTION = SIZES | {'model_type': 'gpt2', 'n_inner': F, 'n_positions': T}
+ARGUMENTS = SIZES | {'block_size': T, 'dropout': 0.1, 'bias': True}
 
 
 def make_tensors(*, biases=True, width=F):
@@ -92,7 +90,6 @@ def as_nanogpt(tensors, prefix='_orig_mod.'):
 
 def check_logits(loaded, expected):
     logits = jax.jit(lambda model: model(TOKENS))(with_params(*loaded))
-    assert np.std(expected) > 1
     np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(expected).max())
 
 
@@ -103,7 +100,6 @@ def test_a_gpt2_has_the_logits_of_the_equations(tmp_path, tied):
     tensors |= {} if tied else {'lm_head.weight': head}
     named = {f'transformer.{name}': t for name, t in tensors.items()}
     named['transformer.h.0.attn.bias'] = np.tril(np.ones((1, 1, T, T), np.uint8))
-    named['transformer.h.0.attn.masked_bias'] = np.float32([-1e4])
     loaded = load_gpt2(write(tmp_path, named, tie_word_embeddings=tied))
     sizes = {'d_model': D, 'num_heads': N, 'num_layers': L, 'd_ff': F, 'context': T}
     assert loaded[0] == ModelConfig(**sizes, vocab_size=V, biases=True, tied_embeddings=tied)
@@ -152,28 +148,11 @@ def test_dictionaries_and_files_hold_the_same(tmp_path):
     same(load_gpt2(tmp_path))
 
 
-@pytest.mark.parametrize('dtype', [np.float16, ml_dtypes.bfloat16])
-def test_narrow_floats_are_widened_exactly(tmp_path, dtype):
-    narrow = {name: t.astype(dtype) for name, t in make_tensors().items()}
+def test_narrow_floats_are_widened_exactly(tmp_path):
+    narrow = {name: t.astype(ml_dtypes.bfloat16) for name, t in make_tensors().items()}
     params = load_gpt2(write(tmp_path, narrow))[1]
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
     np.testing.assert_array_equal(params['w_embedding_VD'], narrow['wte.weight'].astype(np.float32))
-
-
-def test_a_torch_checkpoint_is_read(tmp_path):
-    torch = pytest.importorskip('torch', reason='torch is optional; only .pt files need it')
-    tensors = make_tensors(width=4 * D)
-    narrow = {n: torch.from_numpy(t.copy()).bfloat16() for n, t in as_nanogpt(tensors).items()}
-    checkpoint = {'model': narrow, 'model_args': ARGUMENTS, 'best_val_loss': torch.tensor(1.0)}
-    torch.save(checkpoint, tmp_path / 'ckpt.pt')
-    config, params = load_nanogpt(tmp_path / 'ckpt.pt')
-    assert config.num_heads == N
-    expected = torch.from_numpy(tensors['wte.weight']).bfloat16().float().numpy()
-    np.testing.assert_array_equal(params['w_embedding_VD'], expected)
-
-
-def remove(name):
-    return lambda tensors: tensors.pop(name)
 
 
 def put(name, shape, dtype=np.float32):
@@ -183,10 +162,8 @@ def put(name, shape, dtype=np.float32):
 @pytest.mark.parametrize(
     ('damage', 'message'),
     [
-        (remove('wpe.weight'), "tensor 'wpe.weight' is missing"),
-        (remove('h.1.ln_2.bias'), "tensor 'h.1.ln_2.bias' is missing"),
-        (remove('ln_f.bias'), "'h.0.attn.c_attn.bias' does not belong to a GPT-2 without"),
-        (put('h.2.attn.q_norm.weight', (8,)), "'h.2.attn.q_norm.weight' does not"),
+        (lambda tensors: tensors.pop('wpe.weight'), "tensor 'wpe.weight' is missing"),
+        (put('h.0.x', (8,)), "'h.0.x' does not belong to a GPT-2 with"),
         (put('h.1.attn.c_attn.weight', (48, 16)), r'c_attn.* \(48, 16\), not \(16, 48\)'),
         (put('wte.weight', (V, D), np.float64), "'wte.weight' is of float64"),
         (put('lm_head.weight', (V, D)), "'lm_head.weight' differs from 'wte.weight'"),
@@ -195,10 +172,7 @@ def put(name, shape, dtype=np.float32):
         ({'n_inner': None}, 'n_inner=64 .* mlp_width=48'),
         ({'n_head': 3}, 'd_model=16 must be a multiple of num_heads=3'),
         ({'activation_function': 'gelu'}, "activation_function='gelu' is not supported"),
-        ({'layer_norm_epsilon': 1e-6}, 'layer_norm_epsilon=1e-06 is not supported'),
-        ({'scale_attn_weights': False}, 'scale_attn_weights=False'),
         ({'model_type': 'gptj'}, "model_type='gptj'"),
-        ({'tie_word_embeddings': False}, "tensor 'lm_head.weight' is missing"),
     ],
 )
 def test_a_wrong_tensor_or_description_is_named(tmp_path, damage, message):
@@ -216,22 +190,15 @@ def test_what_is_no_model_is_named(monkeypatch, tmp_path):
             load(source, **options)
 
     refused(r'config\.json cannot be read')
-    (tmp_path / 'config.json').write_text(damages.NESTED)
-    refused(r'config\.json cannot be read: it is nested too deeply')
-    write(tmp_path, make_tensors())
+    weights = write(tmp_path, make_tensors()) / 'model.safetensors'
     refused('n_head=2 .* num_heads=4', num_heads=4)
-    weights = tmp_path / 'model.safetensors'
     weights.write_bytes(weights.read_bytes()[:1000])
     refused(r'model\.safetensors cannot be read as safetensors')
-    weights.unlink()
-    refused(r'model\.safetensors cannot be read')
-
-    tensors = make_tensors(width=4 * D)
+    named = as_nanogpt(make_tensors(width=4 * D))
     for wrong, message in (
         ({'block_size': 11}, 'block_size=11 .* context=10'),
         ({'use_rmsnorm': True}, 'use_rmsnorm=True is not an argument of nanoGPT'),
     ):
-        checkpoint = {'model': as_nanogpt(tensors), 'model_args': ARGUMENTS | wrong}
-        refused(message, checkpoint, load_nanogpt)
+        refused(message, {'model': named, 'model_args': ARGUMENTS | wrong}, load_nanogpt)
     monkeypatch.setitem(sys.modules, 'torch', None)
     refused(r'ckpt\.pt can only be read with torch', tmp_path / 'ckpt.pt', load_nanogpt)
