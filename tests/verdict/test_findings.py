@@ -27,7 +27,7 @@ from qkattn.study import plan
 from qkattn.study.arms import build_arms
 from qkattn.study.place import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import KNOBS, tune
-from qkattn.verdict import Decision, NotScaled, RemarkCode, find, load_study
+from qkattn.verdict import Decision, NotScaled, RemarkCode, find, judging, load_study
 from tests.studies import (
     RATES,
     edit_plan,
@@ -395,6 +395,10 @@ def test_what_is_planned_is_read_and_judged(tmp_path):
         assert list(parts.longer.differences) == [20, 21, 22, 23]
     longer = [a for a in found.controls if a.control == LONGER]
     assert {a.example.planned_steps for a in longer} == {40} and len(longer) == 4
+    baseline = next(a for a in longer if a.is_baseline)
+    arm = next(a for a in longer if not a.is_baseline and a.corpus == baseline.corpus)
+    verdict = judging.pair(study, arm, baseline, (), 1)
+    assert (verdict.decision, verdict.num_seeds) == (Decision.BETTER, 4)
     # With the results of a first look alone, verdicts are those of that look.
     later = {run.name for run in study.runs if run.stage == 'verdict' and 5 in run.seeds}
     of_look = tuple(
