@@ -1,7 +1,6 @@
 """Variants x destinations x sizes become arms of equal cost."""
 
 import dataclasses
-import math
 
 import jax
 import numpy as np
@@ -59,15 +58,12 @@ SCALED['tuning'] = TuningConfig(seeds=(10, 11), score_scales=(0.5, 1.0))
         (STUDY, {'variants': ('qk',)}, 'must be written score/value'),
         (STUDY, {'variants': ('qk/vo?heads=3',)}, "'heads=3' must be a model field"),
         (STUDY, {'variants': ('qk/vo?num_heads',)}, "'num_heads' must be a model field"),
-        (STUDY, {'variants': ()}, 'variants'),
         (STUDY, {'variants': ('qk/vo', 'qk/vo?num_heads=4')}, 'are the same model'),
         (STUDY, {'variants': ('qk/vo', 'qk/vo?d_model=8')}, 'and sizes both set d_model'),
         (STUDY, {'variants': ('qk/vo', 'qk/vo?num_heads=[4]')}, r'num_heads=\[4\] must be of type'),
         (STUDY, {'variants': ('shared_qk/vo',), 'fill': None}, 'd_model alone is too coarse'),
         (STUDY, {'sizes': ('d_model=66',)}, 'd_model=66 must be a multiple of num_heads=4'),
         (STUDY, {'sizes': ('d_model=wide',)}, "model.d_model='wide' must be of type int"),
-        (STUDY, {'match': 'bytes'}, "='bytes' must be one of total, "),
-        (STUDY, {'margin': math.inf}, 'margin=inf must be above 0 and finite'),
         (TUNED, {'expected': ('shared_qk/vo is bad',)}, 'must be a variant and a decision'),
         (TUNED, {'corpora': ('stdlib', 'stdlub')}, r"corpora=\('stdlib', 'stdlub'\): .*'stdlub'"),
         (TUNED, SCALED, 'sets score_scale, which tuning.score_scales tunes'),
