@@ -21,7 +21,6 @@ from qkattn import __version__
 from qkattn.config import MeshConfig
 from qkattn.errors import CheckpointError, DiskError
 from qkattn.storage import files
-from qkattn.storage.files import as_path
 from qkattn.storage.records import with_checksum
 from qkattn.train import checkpoint
 from qkattn.train.checkpoint import Checkpoints, checksums, leaf_names
@@ -119,11 +118,9 @@ def test_the_time_that_training_waits_is_summed_over_starts(tmp_path):
         first.save(1, state_of(1), RECORD, 2.0)
         saved = first.stall_seconds
         first.save(2, state_of(2), RECORD, 2.0)
-        assert 0 < saved < first.stall_seconds
     with contextlib.closing(Checkpoints(tmp_path)) as second:
-        assert second.stall_seconds == 0.0
         second.restore({})
-        assert second.stall_seconds == saved
+        assert 0 < saved == second.stall_seconds < first.stall_seconds
 
 
 def test_the_newest_two_and_the_best_stay(tmp_path):
@@ -236,25 +233,6 @@ def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, 
         with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
             restored(path)
     assert names_in(path) == ['4.damaged', '8.damaged']
-
-
-@pytest.mark.slow
-def test_unfinished_and_damaged_checkpoints_in_a_bucket_are_left_behind(bucket, caplog):
-    url = as_path('gs://runs/c')
-    save(url, 4, 8)
-    del bucket.buckets['runs']['c/8/commit_success.txt']
-    assert int(restored(url)[0]['step']) == 4 and bucket.names('runs', 'c/8') == []
-    for name in bucket.names('runs', 'c/4/state/ocdbt.process_0/d/'):
-        data = bytearray(bucket.read('runs', name))
-        data[len(data) // 2] ^= 1
-        bucket.put('runs', name, bytes(data))
-    with pytest.raises(CheckpointError, match='every checkpoint in gs://runs/c is damaged'):
-        restored(url)
-    assert 'checkpoint 4 is damaged' in caplog.text
-    bucket.put('runs', 'c/4/metrics/metrics', b'{')
-    with pytest.raises(CheckpointError, match='damaged'):
-        restored(url)
-    assert bucket.names('runs', 'c/4.damaged/')
 
 
 # Checksums

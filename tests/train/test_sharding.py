@@ -1,7 +1,6 @@
 """The mesh, arrays by the letters of their names, batches by their rows, memory."""
 
 import dataclasses
-import logging
 
 import jax
 import numpy as np
@@ -38,16 +37,6 @@ def test_rules_follow_the_letters_of_the_name(path, shape, want):
     mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
     spec = sharding.spec(path, shape, mesh)
     assert tuple(spec) == (*want, *[None] * (len(spec) - len(want)))
-
-
-def test_a_fallback_is_said_once_by_name(caplog):
-    mesh = sharding.make_mesh(MeshConfig(tensor=4))
-    with caplog.at_level(logging.INFO, 'qkattn'):
-        for _ in range(2):
-            sharding.spec('p/blocks/said_once/w_q_DNH', (1, 2, 32, 6, 8), mesh)
-    assert [r.getMessage() for r in caplog.records if 'said_once' in r.getMessage()] == [
-        'p/blocks/said_once/w_q_DNH: N=6 does not divide over tensor=4; split over H'
-    ]
 
 
 @dataclasses.dataclass(frozen=True)

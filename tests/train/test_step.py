@@ -159,14 +159,12 @@ def test_dropout_depends_on_seed_and_step_only(four):
     assert np.abs(losses_CX[0] - losses_CX[1]).min() > 1e-4  # other units at another step
 
 
-@pytest.mark.parametrize('field', ['dropout', 'attention_dropout', 'activation_dropout'])
-def test_each_kind_of_dropout_alone_acts_in_training(four, field):
+def test_each_kind_of_dropout_alone_acts_in_training(four):
     batch, key = language_batch(tokens_XABT1(four())[0, 0]), jax.random.key(0)
-    plain, dropped = (
-        jax.jit(functools.partial(step.loss_sum, config))(params_of(four()), batch, key)
-        for config in (four(), four(**{field: 0.5}))
-    )
-    assert abs(dropped - plain) > 1e-3 and four(**{field: 0.5}).model.drops
+    for field in ('dropout', 'attention_dropout', 'activation_dropout'):
+        configs = [four(), four(**{field: 0.5})]
+        plain, dropped = (step.loss_sum(c, params_of(four()), batch, key) for c in configs)
+        assert abs(dropped - plain) > 1e-3 and configs[1].model.drops
 
 
 def test_remat_and_unroll_change_no_gradient_and_what_is_kept(four):
@@ -216,27 +214,24 @@ def test_padding_and_targets_of_no_weight_enter_no_loss_and_no_gradient(task, na
     batch = jax.tree.map(lambda a: np.concatenate([a, np.zeros_like(a)]), three)
     params, compute = params_of(config), jax.jit(functools.partial(step.gradients, config))
 
-    def losses_and_gradients(batch):
-        return compute(params, jax.tree.map(lambda a: a[None], batch))
+    def gradients(batch, **changed):
+        return compute(params, jax.tree.map(lambda a: a[None], batch | changed))
 
-    want = losses_and_gradients(batch)
+    want, used_BT = gradients(batch), batch['loss_weights_BT'] > 0
     # Each row twice is the same mean only if rows of padding add nothing to sum or weight.
     twice = jax.tree.map(lambda a: np.concatenate([a, a]), three)
-    assert_close(losses_and_gradients(twice), want, 1e-5)
-    used_BT = batch['loss_weights_BT'] > 0
-    ignored = batch | {'targets_BT': np.where(used_BT, batch['targets_BT'], np.int32(3))}
-    assert_close(losses_and_gradients(ignored), want, 0.0)
-    changed = batch | {'targets_BT': np.where(used_BT, 5, batch['targets_BT'])}
-    assert abs(losses_and_gradients(changed)[0] - want[0]) > 0.1
+    assert_close(gradients(twice), want, 1e-5)
+    ignored_BT = np.where(used_BT, batch['targets_BT'], np.int32(3))
+    assert_close(gradients(batch, targets_BT=ignored_BT), want, 0.0)
+    changed_BT = np.where(used_BT, 5, batch['targets_BT'])
+    assert abs(gradients(batch, targets_BT=changed_BT)[0] - want[0]) > 0.1
     if name == 'translation':
         padding_BT, padding_BS = batch['segments_BT'] == 0, batch['source_segments_BS'] == 0
         assert padding_BT[:3].any() and padding_BS[:3].any()
-        other = batch | {
-            'tokens_BT': np.where(padding_BT, 77, batch['tokens_BT']),
-            'source_BS': np.where(padding_BS, 55, batch['source_BS']),
-        }
+        tokens_BT = np.where(padding_BT, 77, batch['tokens_BT'])
+        source_BS = np.where(padding_BS, 55, batch['source_BS'])
         # Bitwise, but for the embeddings that padding looked up: their gradient is 0 anyhow.
-        assert_close(losses_and_gradients(other), want, 1e-6)
+        assert_close(gradients(batch, tokens_BT=tokens_BT, source_BS=source_BS), want, 1e-6)
 
 
 # Logits of a few positions at a time
