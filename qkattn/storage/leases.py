@@ -132,8 +132,12 @@ class _File(Lease):
 
     def take(self) -> None:
         self._number += 1
-        with open(self.path(), 'xb') as file:
-            file.write(self._content)
+        with open(self.path(), 'xb', buffering=0) as file:
+            try:
+                file.write(self._content)
+            except OSError:  # nobody has to wait until it expires
+                self.free()
+                raise
 
     def renew(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
@@ -216,7 +220,7 @@ def _holder(lease: Lease, expiry: float) -> tuple[str, bool | None] | None:
         about = parse_json(content)
         check(about, {'host': str, 'pid': int, 'expiry': float})
         name, expiry = f'process {about["pid"]} on {about["host"]}', about['expiry']
-        process, here = about.get('process') or '', _process(os.getpid())
+        process, here = str(about.get('process')), _process(os.getpid())
         if here and process.split()[:2] == here.split()[:2]:
             alive = _process(about['pid']) == process
     return None if now - beat > expiry or alive is False else (name, alive)

@@ -1,10 +1,4 @@
-"""The run directory: one owner, one configuration, provenance and metrics.
-
-    workdir/lock             held by the live process that uses the directory
-    workdir/config.json      {"hash": ..., "config": ...}, written once
-    workdir/provenance.json  {"starts": [...]}, one entry per start or resume
-    workdir/metrics.jsonl    one JSON object per line, steps never decreasing; the last is 'final'
-    workdir/documents.json   the final evaluations by document
+"""The run directory (its files: docs/resume.md): one owner, one configuration, metrics, provenance.
 
 Readers need no lock: they always see whole files, except for the last line of metrics.jsonl, which
 `read_metrics` leaves out while it is being written.

@@ -1,11 +1,10 @@
 """Paths, objects and errors of buckets, against a server on loopback."""
 
 import socket
-import sys
 
 import pytest
 
-from qkattn.errors import ConfigError, RunDirectoryError
+from qkattn.errors import RunDirectoryError
 from qkattn.storage import buckets
 from qkattn.storage.files import as_path, local_copy, make_directory, replacing, write_atomic
 
@@ -96,11 +95,3 @@ def test_a_bucket_that_is_lost_later_is_no_wrong_setting(bucket, monkeypatch):
     bucket.server_close()
     with pytest.raises(ConnectionError, match='gs://runs cannot be reached'):
         write_atomic(path, 'x')
-
-
-def test_the_extra_is_named_where_it_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'gcsfs', None)
-    buckets._open.cache_clear()
-    buckets._prepare.cache_clear()
-    with pytest.raises(ConfigError, match=r"gcsfs: pip install -e '.\[gcs\]'"):
-        as_path('gs://runs/a')

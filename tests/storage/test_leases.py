@@ -10,6 +10,7 @@ import datetime
 import errno
 import json
 import os
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from qkattn.errors import DiskError
 from qkattn.storage import leases
 from qkattn.storage.files import make_directory, write_atomic
 from qkattn.storage.leases import locked
@@ -113,8 +115,9 @@ def wait_until(condition) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize('here', [False, True], ids=['far', 'here'])
 @pytest.mark.parametrize('before', [None, HOUR], ids=['none', 'expired'])
-def test_of_two_that_find_a_lease_free_the_first_acquires_it(storage, monkeypatch, before):
+def test_of_two_that_find_a_lease_free_the_first_acquires_it(storage, monkeypatch, before, here):
     for number in (9, 10) if before else ():
         storage.write('run', before, number=number)
     kind = leases._Object if storage.server else leases._File
@@ -122,12 +125,16 @@ def test_of_two_that_find_a_lease_free_the_first_acquires_it(storage, monkeypatc
 
     def take_second(lease):
         if not raced:
-            raced.append(storage.write('run', number=11 if before else 0))
+            raced.append(None)  # the first one, which comes here, too, if it is of this process
+            number = 11 if before else 0
+            raced.append(storage.acquire() if here else storage.write('run', number=number))
         take(lease)
 
     monkeypatch.setattr(kind, 'take', take_second)
-    assert storage.acquire() is None and raced
-    assert storage.holders() == {'run': 'process 12 on far'}
+    assert storage.acquire() is None and raced[1] is not None
+    assert storage.holders()['run'].startswith(f'process {os.getpid() if here else 12} on ')
+    if here:
+        raced[1].release()
 
 
 def test_a_holder_gives_up_before_its_lease_expires(disk, clock):
@@ -235,11 +242,18 @@ def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry,
         lease.release()
 
 
-@pytest.mark.parametrize(
-    'content',
-    [b'', b'[' * 100_000, b'[]', b'{"host": "fa', b'{"pid": 1, "host": "x", "expiry": 1e999}'],
-    ids=range(5),
-)
+def test_a_lease_that_a_full_disk_cuts_holds_nothing(disk):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(DiskError, match='a file is larger than this process may write'):
+            disk.acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert disk.holders() == {}
+
+
+@pytest.mark.parametrize('content', [b'', b'[' * 100_000, b'[]', b'{"host": "fa'], ids=range(4))
 def test_a_damaged_lease_holds_for_the_usual_time(disk, content):
     path = disk.directory / 'run.0'
     path.write_bytes(content)
