@@ -148,10 +148,6 @@ class Progress:
     ones. In a job of several processes only process 0 should create one.
     """
 
-    make_screen: ClassVar[Callable[[], Screen]] = Screen
-    """Makes the screen of a display."""
-    on_step: ClassVar[Callable[[int, int], None]] = staticmethod(lambda step, total: None)
-    """Called by `update` of every display with the step and the last step."""
     _shown: ClassVar['Progress | None'] = None
 
     def __init__(
@@ -176,7 +172,7 @@ class Progress:
         """
         self._label, self._total = label, total_steps
         self._tokens_per_step, self._study = tokens_per_step, study
-        self._screen = Progress.make_screen() if screen is None else screen
+        self._screen = Screen() if screen is None else screen
         self._every = _DRAWN_EVERY if self._screen.terminal else _QUIET
         self._clock, self._opened = clock, clock()
         self._phase: tuple[str, float] | None = None  # name, start
@@ -226,7 +222,6 @@ class Progress:
             shown, self._first = self._first and now < self._next_time, self._first or (step, now)
             self._step, self._losses['training'] = step, loss
             self._last = step, now - self._paused
-            Progress.on_step(step, self._total)
             if not shown:
                 self._show(now)
 
