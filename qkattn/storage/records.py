@@ -178,15 +178,9 @@ def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> 
     return RunDirectoryError(f'{path} is damaged ({reason}); {advice}.')
 
 
-def read_results(
-    path: Path, trials: Sequence[Mapping[str, Any]], results: list[dict[str, Any]] | None = None
-) -> list[dict[str, Any]]:
-    """The results of a run's trials, read from `path`, or `results`, which came from there.
-
-    Raises RunDirectoryError where they are damaged, or of other trials.
-    """
-    if results is None:
-        results = read_json(path, [{}], _RESULT_ADVICE)
+def read_results(path: Path, trials: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The results of a run's trials; RunDirectoryError where damaged, or of other trials."""
+    results = read_json(path, [{}], _RESULT_ADVICE)
     try:
         for result in results:
             check_result(result)
