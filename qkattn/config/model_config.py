@@ -37,7 +37,9 @@ class ModelConfig:
     num_heads: int = setting(4, 'N, query heads.', **COUNT)
     num_kv_heads: int | None = setting(None, 'K, key and value heads; None is num_heads.', **COUNT)
     head_size: int | None = setting(None, 'H, width of a head; None is D / N.', **WIDTH)
-    d_ff: int | None = setting(None, 'F, width of the MLP; None is 4 d_model.', least=1, most=2**20)
+    d_ff: int | None = setting(
+        None, 'F, width of the MLP; None is 4 d_model, with a gate 8/3.', least=1, most=2**20
+    )
     context: int = setting(128, 'Longest sequence, in tokens.', least=1)
     source_context: int | None = setting(None, 'Longest source; None is context.', least=1)
     vocab_size: int = setting(256, 'V, size of the vocabulary.', least=1)
@@ -47,8 +49,10 @@ class ModelConfig:
     norm_position: Literal['pre', 'post'] = setting(
         'pre', "'pre', x + f(norm(x)), or 'post', norm(x + f(x)) (Vaswani et al. 2017)."
     )
-    activation: Literal['gelu', 'gelu_tanh', 'relu'] = setting(
-        'gelu_tanh', "Of the MLP: 'gelu' (exact), 'gelu_tanh' (as in GPT-2) or 'relu'."
+    activation: Literal['gelu', 'gelu_tanh', 'relu', 'geglu', 'swiglu', 'reglu'] = setting(
+        'gelu_tanh',
+        "Of the MLP: 'gelu' (exact), 'gelu_tanh' (as in GPT-2) or 'relu'; 'geglu', 'swiglu' and "
+        "'reglu' add a gate matrix (Shazeer 2020).",
     )
     positions: Literal['learned', 'sinusoidal', 'rope', 'alibi', 'none'] = setting(
         'learned', "'learned' or 'sinusoidal' embeddings, 'rope' or 'alibi' in attention, 'none'."
@@ -105,7 +109,15 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
-        return 4 * self.d_model if self.d_ff is None else self.d_ff
+        if self.d_ff is not None:
+            return self.d_ff
+        # Three matrices of this width have the parameters of two that are 4 d_model wide.
+        return (8 * self.d_model + 1) // 3 if self.has_gate else 4 * self.d_model
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the MLP is gated."""
+        return self.activation.endswith('glu')
 
     @property
     def num_branches(self) -> int:

@@ -50,11 +50,19 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     'gelu': gelu,
     'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
     'relu': jax.nn.relu,
+    # Of a gate.
+    'geglu': gelu,
+    'swiglu': jax.nn.silu,
+    'reglu': jax.nn.relu,
 }
 
 
 class MLP(nnx.Module):
-    """f(x W_in + b_in) W_out + b_out, where f is GELU (Hendrycks & Gimpel 2016) or ReLU."""
+    """f(x W_in + b_in) W_out + b_out, where f is GELU (Hendrycks & Gimpel 2016) or ReLU.
+
+    With a gate, (f(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out, where f is GELU, SiLU or
+    ReLU: GEGLU, SwiGLU, ReGLU (Shazeer 2020, arXiv 2002.05202), 3 D F parameters.
+    """
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
         D, F = config.d_model, config.mlp_width
@@ -62,13 +70,23 @@ class MLP(nnx.Module):
         with initialization(config.init, config.init_mlp):
             self.w_in_DF = weight(key, 'w_in_DF', (D, F), D**-0.5)
             self.w_out_FD = weight(key, 'w_out_FD', (F, D), F**-0.5, config.num_branches**-0.5)
+            gated = config.has_gate
+            self.w_gate_DF = weight(key, 'w_gate_DF', (D, F), D**-0.5) if gated else None
+        gate_bias = gated and config.biases
+        self.b_gate_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if gate_bias else None
         self.b_in_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if config.biases else None
         self.b_out_D = nnx.Param(jnp.zeros((D,), jnp.float32)) if config.biases else None
 
     def __call__(self, x_BTD: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        hidden_BTF = project(x_BTD, self.w_in_DF, self.b_in_F)
-        hidden_BTF = drop(ACTIVATIONS[self.activation](hidden_BTF), self.dropout, dropout_key)
-        return project(hidden_BTF, self.w_out_FD, self.b_out_D)
+        activation, hidden_BTF = (
+            ACTIVATIONS[self.activation],
+            project(x_BTD, self.w_in_DF, self.b_in_F),
+        )
+        if self.w_gate_DF is None:
+            hidden_BTF = activation(hidden_BTF)
+        else:
+            hidden_BTF = activation(project(x_BTD, self.w_gate_DF, self.b_gate_F)) * hidden_BTF
+        return project(drop(hidden_BTF, self.dropout, dropout_key), self.w_out_FD, self.b_out_D)
 
 
 def drop(x_BTD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

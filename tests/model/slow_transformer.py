@@ -16,6 +16,11 @@ ACTIVATIONS = {
     'gelu': lambda x: x * (1 + erf(x / 2**0.5)) / 2,
     'gelu_tanh': lambda x: x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
 }
+GATES = {
+    'reglu': ACTIVATIONS['relu'],
+    'geglu': ACTIVATIONS['gelu'],
+    'swiglu': lambda x: x / (1 + np.exp(-x)),
+}
 
 
 def shaken(model, size: float = 0.3):
@@ -40,7 +45,11 @@ def run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
 
         def mlp(z_BTD, block=block):
             hidden_BTF = z_BTD @ _array(block.mlp.w_in_DF) + _bias(block.mlp.b_in_F)
-            hidden_BTF = ACTIVATIONS[config.activation](hidden_BTF)
+            if config.activation in GATES:
+                gate_BTF = z_BTD @ _array(block.mlp.w_gate_DF) + _bias(block.mlp.b_gate_F)
+                hidden_BTF = GATES[config.activation](gate_BTF) * hidden_BTF
+            else:
+                hidden_BTF = ACTIVATIONS[config.activation](hidden_BTF)
             return hidden_BTF @ _array(block.mlp.w_out_FD) + _bias(block.mlp.b_out_D)
 
         branches = [(attend, block.attention_norm), (mlp, block.mlp_norm)]

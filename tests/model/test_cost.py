@@ -34,6 +34,10 @@ def test_options_add_what_they_should():
     assert extra(biases=True) - extra(biases=True, norm='rmsnorm') == 7 * 64
     assert extra(context=64) == 32 * 64
     assert extra(attention_gain=False) == -3 * 64  # a gain a layer
+    # A gate: three matrices, by default of 8/3 D in place of 4 D.
+    assert extra(activation='swiglu', d_ff=256) == 3 * 64 * 256
+    assert extra(activation='swiglu', d_ff=256, biases=True) == extra(biases=True) + 3 * 65 * 256
+    assert extra(activation='geglu') == 3 * 64 * (3 * 171 - 2 * 256)
     # one in a layer of the encoder, two in one of the decoder
     both = {'kind': 'encoder_decoder'}
     assert extra(**both, attention_gain=False) - extra(**both) == -9 * 64
@@ -57,9 +61,13 @@ PROJECTION, MLP, READ, UNEMBED = 2 * 64 * 64, 4 * 64 * 256, 2 * 32 * 64, 2 * 64 
         ({'score': 'merged'}, 3 * (6 * PROJECTION + MLP + 5 * READ) + UNEMBED),
         # one pattern of attention for all heads
         ({'score': 'neither_full'}, 3 * (2 * PROJECTION + MLP + 2 * READ) + UNEMBED),
+        (
+            {'activation': 'swiglu', 'd_ff': 256},
+            3 * (4 * PROJECTION + 3 * MLP // 2 + 2 * READ) + UNEMBED,
+        ),
         ({'scan_unroll': 1}, 3 * (4 * PROJECTION + MLP + 2 * READ) + UNEMBED),
     ],
-    ids=['qk', 'shared_qk', 'merged', 'neither_full', 'rolled'],
+    ids=['qk', 'shared_qk', 'merged', 'neither_full', 'swiglu', 'rolled'],
 )
 def test_flops(fields, flops):
     assert cost.flops_per_token(dataclasses.replace(BASE, **fields)) == flops

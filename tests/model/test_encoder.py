@@ -66,11 +66,11 @@ FIELDS = [
     {'norm_position': 'pre', 'activation': 'gelu', 'positions': 'learned'},
     SCALED | {'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
     SCALED | {'norm': 'rmsnorm', 'tied_embeddings': False},
-    {'norm_position': 'pre', 'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
+    {'norm_position': 'pre', 'activation': 'swiglu', 'positions': 'sinusoidal', 'biases': True},
     {'score': 'merged', 'value': 'no_v', 'biases': True, 'positions': 'none'},
     {'score': 'query_free', 'attention_gain': False},
     {'score': 't5_bias:T5Bias', 'value': 'differential:Differential', 'normalizer': 'sigmoid'},
-    {'value': 'gated:Gated', 'normalizer': 'entmax15', 'biases': True},
+    {'value': 'gated:Gated', 'normalizer': 'entmax15', 'biases': True, 'activation': 'geglu'},
 ]
 # Each with either kind; the quick tests have every third.
 PAIRS = [(f, k) for i, f in enumerate(FIELDS) for k in ('encoder', 'decoder')[:: (-1) ** i]]
