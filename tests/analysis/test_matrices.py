@@ -19,11 +19,9 @@ DIAGONAL = np.diag([3.0, 1.0, 0.0, 0.0])
         ('symmetric_share', SPLIT - SPLIT.T, 0),
         # p = (3/4, 1/4): exp(H) = 4 / 3^(3/4).
         ('effective_rank', DIAGONAL, 4 / 3**0.75),
-        ('effective_rank', -5 * np.eye(4), 4),
         ('effective_rank', np.ones((4, 4)), 1),
         # Eigenvalues (-1 +- sqrt(25)) / 2 of the symmetric part: 2 and -3.
         ('definiteness', SPLIT, 2 / 5),
-        ('definiteness', np.eye(3), 1),
         ('definiteness', -np.eye(3), 0),
         ('singular_values', np.diag([1.0, -4, 2]), [4, 2, 1]),
     ],

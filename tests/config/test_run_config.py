@@ -33,7 +33,6 @@ def test_every_field_declares_a_description_and_a_default_within_its_bounds(cls)
 
 
 BOTH = {'model.kind': 'encoder_decoder'}
-SIDES = {'model.encoder_variant': 'merged/no_vo', 'model.source_context': 300}
 NAN, INF = float('nan'), float('inf')
 
 
@@ -41,8 +40,7 @@ NAN, INF = float('nan'), float('inf')
     'fields',
     [
         {},
-        {'model.kind': 'encoder', 'model.window': 3, 'model.positions': 'alibi'},
-        BOTH | SIDES | {'model.cross_variant': 'low_rank(rank=2)/vo'},
+        BOTH | {'model.encoder_variant': 'merged/no_vo', 'model.source_context': 300},
         # The cross-attention has no rotary positions, whatever the model's are.
         BOTH | {'model.positions': 'rope', 'model.cross_variant': 'merged/vo'},
         {'train.label_smoothing': 0, 'optimizer.warmup_steps': 0},
@@ -60,11 +58,9 @@ def test_what_can_work_is_let_through(fields):
         ('model.kind', 'seq2seq', 'must be one of decoder, encoder,'),
         ('model.num_kv_heads', 3, 'must divide num_heads=4'),
         ('model.d_model', 130, 'must be a multiple of num_heads=4'),
-        ('model.d_model', 128.0, 'must be of type int'),
         ('model.num_layers', True, 'must be of type int'),
         ('model.d_ff', 0, 'must be at least 1 and at most 2**20, or None'),
         ('model.biases', 1, 'must be of type bool'),
-        ('model.activation_dropout', None, 'must be of type float'),
         *(('model.dropout', r, 'must be at least 0 and below 1') for r in (-0.1, 1.0, NAN)),
         *(('model.init_qk', f, 'must be above 0 and finite') for f in (0.0, INF, NAN)),
         ('train.accumulation', 3, 'must divide batch_size=16'),
@@ -75,7 +71,6 @@ def test_what_can_work_is_let_through(fields):
         ('trials.seeds', (), 'must hold at least one value'),
         ('trials.seeds', (1, 1), 'must hold no value twice'),
         ('trials.seeds', (-1,), 'must hold values that are at least 0 and below 2**31'),
-        ('trials.seeds', (0.5,), 'must hold int values'),
         ('trials.weight_decays', (0.0, 0.1), 'must be below 0.1 with optimizer.decay='),
         ('mesh.trial', 2, 'must divide the number of trials, 1'),
         ('data.name', 'a\nb', 'must be Unicode text'),

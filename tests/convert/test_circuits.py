@@ -149,11 +149,9 @@ def test_unmerged_factors_are_balanced():
 def test_truncation_loses_what_eckart_and_young_prove(rank):
     layer = layer_of('qk/vo', biases=False)
     (score, lost_qk), (value, lost_vo) = truncate(layer, rank=rank), truncate_vo(layer, rank=rank)
-    A_NDE, A_cut_NDE = (x.score.scale * x.score.matrix() for x in (layer, score))
-    for exact_NDE, cut_NDE, lost in (
-        (A_NDE, A_cut_NDE, lost_qk),
-        (layer.value.matrix(None), value.value.matrix(None), lost_vo),
-    ):
+    qk = [one.score.scale * one.score.matrix() for one in (layer, score)]
+    vo = [one.value.matrix(None) for one in (layer, value)]
+    for (exact_NDE, cut_NDE), lost in ((qk, lost_qk), (vo, lost_vo)):
         s_NR = np.linalg.svd(exact_NDE, compute_uv=False)
         assert lost == pytest.approx(np.linalg.norm(s_NR[:, rank:]) / np.linalg.norm(exact_NDE))
         assert lost == pytest.approx(np.linalg.norm(cut_NDE - exact_NDE) / np.linalg.norm(s_NR))

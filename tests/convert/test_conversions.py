@@ -103,7 +103,6 @@ def test_layers_share_a_block_that_suits_all_of_them(circuit):
         ('merge', {'kind': 'encoder_decoder'}, ConfigError, "model.kind is 'encoder_decoder'"),
         ('truncate', {}, ConfigError, "truncate requires the option 'rank'"),
         ('unmerge(ranks=2)', {}, ConfigError, "no option 'ranks'; it takes rank"),
-        ('fold_gains(gain_D=1)', {}, ConfigError, "no option 'gain_D'"),
         ('math:pi', {}, ConfigError, "conversion='math:pi' is not a Conversion"),
     ],
 )
