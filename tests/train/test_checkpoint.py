@@ -21,6 +21,7 @@ from qkattn import __version__
 from qkattn.config import MeshConfig
 from qkattn.errors import CheckpointError, DiskError
 from qkattn.storage import files
+from qkattn.storage.files import as_path
 from qkattn.storage.records import with_checksum
 from qkattn.train import checkpoint
 from qkattn.train.checkpoint import Checkpoints, checksums, leaf_names
@@ -233,6 +234,13 @@ def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, 
         with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
             restored(path)
     assert names_in(path) == ['4.damaged', '8.damaged']
+
+
+@pytest.mark.slow
+def test_an_unfinished_checkpoint_in_a_bucket_is_removed(bucket):
+    save(url := as_path('gs://runs/c'), 4, 8)
+    del bucket.buckets['runs']['c/8/commit_success.txt']
+    assert int(restored(url)[0]['step']) == 4 and bucket.names('runs', 'c/8') == []
 
 
 # Checksums

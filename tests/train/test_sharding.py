@@ -111,8 +111,6 @@ MESHES = [
     MeshConfig(data=8),
     MeshConfig(data=2, fsdp=2, tensor=2),
     MeshConfig(trial=2, data=4),
-    MeshConfig(trial=2, data=2, tensor=2),
-    MeshConfig(trial=4, tensor=2),
     MeshConfig(fsdp=4, tensor=2),
 ]
 # Devices by process: a block each; rows of devices that are not consecutive; one with other trials.
