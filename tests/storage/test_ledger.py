@@ -174,13 +174,3 @@ def test_runs_are_added_after_a_look_and_replaced_where_settings_change(looked):
     assert altered(looked) == {'a': 1}
     ledger.declare(looked, STUDY | {'margin': 0.01}, ['margin: 0.005 -> 0.01'])
     assert not altered(looked)
-
-
-def test_a_look_of_an_earlier_version_is_as_it_is(tmp_path):
-    ledger.declare(tmp_path, STUDY)
-    run_of(tmp_path, 'a')
-    files = ledger.digests(tmp_path)
-    ledger.append(tmp_path / 'ledger.jsonl', 'looked', look=1, files=files)  # without its runs
-    assert not ledger.look(tmp_path)
-    replace(tmp_path, 'results.jsonl', '2.0', '1.9')
-    assert not altered(tmp_path) and ledger.look(tmp_path)
