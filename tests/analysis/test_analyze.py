@@ -120,10 +120,8 @@ def test_a_program_decomposes_one_array(kind):
     """The calls of LAPACK in the compiled programs, which are for CPUs."""
     sizes = {'d_model': 8, 'num_layers': 2, 'num_heads': 2, 'context': 4}
     model = build(ModelConfig(kind=kind, **sizes), key=jax.random.key(0))
-    programs = [
-        (functools.partial(of_matrices, quantities=q), np.ones((3, 2, 8, 8))) for q in PROGRAMS
-    ]
-    for function, argument in ((means, model), *programs):
+    programs = [functools.partial(of_matrices, quantities=q) for q in PROGRAMS]
+    for function, argument in ((means, model), *((p, np.ones((3, 2, 8, 8))) for p in programs)):
         with jax.default_device(jax.devices('cpu')[0]):
             text = jax.jit(function).lower(argument).compile().as_text()
         assert len(re.findall(r'custom_call_target="(lapack_\w+)"', text)) == 1

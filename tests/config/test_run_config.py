@@ -78,36 +78,30 @@ def test_what_can_work_is_let_through(fields):
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value(name, value, words):
-    refused({name: value}, f'{name.partition(".")[2]}={value!r} {words}')
+    message = re.escape(f'{name.partition(".")[2]}={value!r} {words}')
+    with pytest.raises(ConfigError, match=message):
+        validate(changed({name: value}))
+
+
+POST = {'model.attention_gain': False, 'model.norm_position': 'post'}
+NO_WARMUP = {'optimizer.schedule': 'inverse_sqrt', 'optimizer.warmup_steps': 0}
+GROUPED = {'model.cross_variant': 'merged/no_v', 'model.num_kv_heads': 1}
 
 
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
-        (
-            {'model.attention_gain': False, 'model.norm_position': 'post'},
-            'model.attention_gain=False needs model.norm_position=pre',
-        ),
+        (POST, 'model.attention_gain=False needs model.norm_position=pre'),
         ({'model.num_heads': 2**14, 'model.head_size': 2**11}, 'must be at most 16777216'),
         ({'mesh.fsdp': 3}, 'mesh.data * mesh.fsdp = 3 must divide the microbatch of 16'),
-        (
-            {'optimizer.schedule': 'inverse_sqrt', 'optimizer.warmup_steps': 0},
-            'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt',
-        ),
+        (NO_WARMUP, 'must be at least 1 with optimizer.schedule=inverse_sqrt'),
         (BOTH | {'model.encoder_variant': 'qqk/vo'}, "encoder_variant: unknown score 'qqk'"),
         (BOTH | {'model.encoder_variant': 'qk'}, "encoder_variant: variant 'qk' must be writ"),
-        (
-            BOTH | {'model.cross_variant': 'merged/no_v', 'model.num_kv_heads': 1},
-            'model.cross_variant: num_kv_heads=1 changes nothing',
-        ),
+        (BOTH | GROUPED, 'model.cross_variant: num_kv_heads=1 changes nothing'),
     ],
     ids=str,
 )
 def test_settings_that_do_not_fit_each_other_are_refused(fields, message):
-    refused(fields, message)
-
-
-def refused(fields: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         validate(changed(fields))
     assert '\n' not in str(caught.value)

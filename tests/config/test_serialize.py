@@ -33,7 +33,7 @@ class WiderModel(ModelConfig):
     window: int | None = 64  # another default than that of schema 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Extra:
     rate: float = 0.5
 
