@@ -366,6 +366,8 @@ C_WITHHELD = {'b/vo': WORSE, 'c/vo': NO_VERDICT}
         (DOCUMENTS, of_test(lambda of: of['tokens'].__setitem__(0, 0)), 'without targ', WITHHELD),
         (DOCUMENTS, of_test(lambda of: of['tokens'].sort()), 'documents of test', WITHHELD),
         (DOCUMENTS, of_test(merge), 'documents of test', WITHHELD),
+        (DOCUMENTS, of_test(lambda of: of['nats'][1].__setitem__(0, 1e9)), 'its result', WITHHELD),
+        (DOCUMENTS, of_test(lambda of: of['tokens'].__setitem__(0, 1)), 'its results 3', WITHHELD),
     ],
 )  # fmt: skip
 def test_evidence_that_is_damaged_is_named_and_what_rests_on_it_is_withheld(
