@@ -13,7 +13,7 @@ from qkattn.attention.normalizers import NORMALIZERS, Normalizer
 from qkattn.attention.parameters import initialization
 from qkattn.attention.scores import identity, key_latents, qk, symmetric
 from qkattn.attention.scores.score import Circuit, Score
-from qkattn.attention.spec import AttentionSpec, require_slices
+from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values import slices, tied, value_latents, vo
 from qkattn.attention.values.value import Value
 from qkattn.config.calls import Variant, resolve
@@ -127,8 +127,11 @@ def _check_circuit(
     spec: AttentionSpec, text: str, circuit: type[Circuit], options: dict[str, Any]
 ) -> None:
     name = text.partition('(')[0]
-    if circuit.uses_slices:
-        require_slices(spec, name)
+    if circuit.uses_slices and spec.num_heads * spec.head_size != spec.d_model:
+        raise SpecError(
+            f'{name} uses slices of the stream as heads, so num_heads * head_size must equal '
+            f'd_model={spec.d_model}, not {spec.num_heads} * {spec.head_size}'
+        )
     for option, value in options.items():
         if option in circuit.options:
             circuit.options[option](spec, name, option, value)

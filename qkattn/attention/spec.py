@@ -126,12 +126,3 @@ def fixed_channels(heads: str) -> Check:
             )
 
     return check
-
-
-def require_slices(spec: AttentionSpec, name: str) -> None:
-    """Raises SpecError unless the heads are slices of the stream, N H = D."""
-    if spec.num_heads * spec.head_size != spec.d_model:
-        raise SpecError(
-            f'{name} uses slices of the stream as heads, so num_heads * head_size must equal '
-            f'd_model={spec.d_model}, not {spec.num_heads} * {spec.head_size}'
-        )

@@ -6,7 +6,6 @@ the arrays that a layer keeps, all by abstract evaluation.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from qkattn.config import ModelConfig
-from qkattn.model import Decoder, EncoderDecoder, abstract_model
+from qkattn.model.transformer import Transformer, abstract_model
 
 GROUPS = ('embedding', 'attention', 'mlp', 'norm')
 
@@ -115,22 +114,14 @@ def cache_floats_per_token(config: ModelConfig) -> int:
     """
     if config.kind == 'encoder':
         return 0
-    if config.pattern is not None:
-        cycle = [dataclasses.replace(layer, num_layers=1) for layer in config.cycle]
-        layers = itertools.islice(itertools.cycle(cycle), config.num_layers)
-        return sum(cache_floats_per_token(layer) for layer in layers)
-    one_layer = abstract_model(dataclasses.replace(config, num_layers=1))
+    sites = ['attention'] + ['cross_attention'] * (config.kind == 'encoder_decoder')
     y_BSD = jax.ShapeDtypeStruct((1, 1, config.d_model), jnp.float32)
 
-    def cached(model: Decoder | EncoderDecoder, y_BSD: jax.Array) -> list[dict]:
-        layer = jax.tree.map(lambda stacked: stacked[0], model.blocks)
-        attentions = [layer.attention]
-        if config.kind == 'encoder_decoder':
-            attentions.append(layer.cross_attention)
-        return [attention.cached(y_BSD) for attention in attentions]
+    def cached(model: Transformer, y_BSD: jax.Array) -> list[dict]:
+        return [layer.cached(y_BSD) for site in sites for layer in model.layers(site)]
 
-    arrays = jax.tree.leaves(jax.eval_shape(cached, one_layer, y_BSD))
-    return config.num_layers * sum(math.prod(array.shape) for array in arrays)
+    arrays = jax.tree.leaves(jax.eval_shape(cached, abstract_model(config), y_BSD))
+    return sum(math.prod(array.shape) for array in arrays)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -99,19 +99,15 @@ def assert_equal(got: list, want: list, tolerance: float) -> None:
         assert error(a, b) < tolerance if np.any(b) else not np.any(a), name
 
 
-@pytest.mark.parametrize('case', CASES)
-def test_blocks_equal_the_einsums(case):
-    options, sizes = CASES[case]
-    arrays, w_BTNH = inputs(sizes)
-    got, want = (with_gradients(k, arrays, w_BTNH, **options) for k in (in_blocks, einsum))
-    assert_equal(got, want, 1e-5)
-
-
 @pytest.mark.parametrize(
     ('case', 'dtype', 'tolerance'),
-    [('grouped', jnp.float64, 1e-12), ('learned', jnp.bfloat16, 0.03)],
+    [
+        *((case, jnp.float32, 1e-5) for case in CASES),
+        ('grouped', jnp.float64, 1e-12),
+        ('learned', jnp.bfloat16, 0.03),
+    ],
 )
-def test_blocks_equal_the_einsums_in_other_precisions(case, dtype, tolerance):
+def test_blocks_equal_the_einsums(case, dtype, tolerance):
     options, sizes = CASES[case]
     with jax.enable_x64(dtype == jnp.float64):
         arrays, w_BTNH = inputs(sizes, dtype)

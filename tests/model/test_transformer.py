@@ -12,7 +12,6 @@ from flax import nnx
 from qkattn.attention import visible
 from qkattn.attention.kernels import blockwise
 from qkattn.config import ModelConfig
-from qkattn.errors import SpecError
 from qkattn.model import EncoderDecoder, abstract_model, build
 from qkattn.model.blocks import gelu
 
@@ -86,16 +85,6 @@ def test_an_encoder_decoder_has_layers_at_three_sites():
     np.testing.assert_array_equal(cross(y_BSD, y_BSD=y_BSD), cross(y_BSD, mask_BTS, y_BSD=y_BSD))
     with pytest.raises(ValueError, match='known are attention, cross_attention'):
         model.layers('attend')
-
-
-@pytest.mark.parametrize('kind', ['decoder', 'encoder', 'encoder_decoder'])
-def test_a_model_takes_a_key_or_rngs(kind):
-    config = ModelConfig(kind=kind, num_layers=1, d_model=16, num_heads=2)
-    first = build(config, rngs=nnx.Rngs(3))
-    second = build(config, key=nnx.Rngs(3).params())
-    jax.tree.map(np.testing.assert_array_equal, first, second)
-    with pytest.raises(SpecError, match='one of them'):
-        build(config)
 
 
 SEGMENTS = jnp.array([[1] * 8 + [2] * 12, [1] * 13 + [2] * 4 + [0] * 3])

@@ -63,15 +63,11 @@ def attend(
     visible keys returns is finite, but without meaning.
 
     Args:
-      q_BTNH, k_BSKH, v_BSKH: queries, keys and values; K and H may differ between k and v.
       mask: a Mask, or a mask_BTS, True where a query may attend to a key; B may be 1.
-      scale: factor on the logits.
       bias: of the distances t - s, added to the scaled (and capped) logits.
       logit_cap: c in c tanh(logit / c); None is off.
       normalizer: what stands in place of softmax.
       dropout: rate at which attention probabilities are dropped; off without a key.
-      dropout_key: random key of dropout.
-      kernel: 'auto', or the name of the kernel that computes it.
 
     Returns:
       o_BTNH with the head size and dtype of v.

@@ -49,14 +49,11 @@ class Target(NamedTuple):
       platform: as JAX names it; None where it is not known yet, and nothing is computed.
       mesh: of the devices that share it; None is one device.
       capability: compute capability of CUDA devices; 0 of other GPUs.
-      rows, heads: axes of the mesh that split B, and N and K.
     """
 
     platform: str | None
     mesh: Mesh | AbstractMesh | None = None
     capability: float = 8.0
-    rows: tuple[str, ...] = ('data', 'fsdp')
-    heads: str = 'tensor'
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh | None) -> 'Target':

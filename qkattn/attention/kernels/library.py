@@ -3,7 +3,6 @@
 An obstacle is the end of the sentence 'kernel=NAME ...'; None means that the kernel serves a call.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -120,10 +119,10 @@ def splash(call: Call, target: Target) -> jax.Array:
     def partitioned(
         q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Any
     ) -> jax.Array:
-        over_rows = math.prod(mesh.shape[axis] for axis in target.rows)
-        rows = target.rows if len(q_BTNH) % over_rows == 0 else None
-        shards, (N, K) = mesh.shape[target.heads], (q_BTNH.shape[2], k_BSKH.shape[2])
-        q_heads = target.heads if N % shards == 0 and (K == 1 or K % shards == 0) else None
+        over_rows = mesh.shape['data'] * mesh.shape['fsdp']
+        rows = ('data', 'fsdp') if len(q_BTNH) % over_rows == 0 else None
+        shards, (N, K) = mesh.shape['tensor'], (q_BTNH.shape[2], k_BSKH.shape[2])
+        q_heads = 'tensor' if N % shards == 0 and (K == 1 or K % shards == 0) else None
         q_spec, k_spec = (P(rows, None, h) for h in (q_heads, q_heads if K > 1 else None))
         return jax.shard_map(
             attention,

@@ -21,11 +21,8 @@ class QueryFree(TwoMaps):
     The gain of the norm before attention acts as a free diagonal W_Q: W_K and W_V can absorb it,
     P[n] cannot, and gains have no weight decay.
 
-    The source also changes the scale to 1/(2 sqrt(H)) and weight decay from 0.1 to 2^-5 (0.03 in
-    the code). Under its initialization, std 0.02 at D = 768, the half brings the first logits from
-    standard deviation 0.55 to 0.28, near the 0.31 of its baseline; here all Scores start at 1, so
-    the scale stays H^-1/2. Its scale is `query_free/vo?score_scale=0.5`;
-    configs/query_free_recipe.py compares both.
+    The scale of the source, 1/(2 sqrt(H)), is `query_free/vo?score_scale=0.5`, and its weight decay
+    2^-5; configs/query_free_recipe.py compares both.
     """
 
     equation = 'P[n] W_K[n]^T'
@@ -62,9 +59,8 @@ class KeyFree(TwoMaps):
 class Neither(TwoMaps):
     """A[n] = P[n] P[n]^T: neither W_Q nor W_K; head n compares the n-th slices of x and y.
 
-    Logits are symmetric; a token's logit with itself is |x P[n]|^2 * scale, about sqrt(H), where
-    other logits have standard deviation 1. The control for `query_free` and `key_free`, of which it
-    has both identities.
+    A token's logit with itself is |x P[n]|^2 * scale, about sqrt(H). The control for `query_free`
+    and `key_free`.
     """
 
     equation = 'P[n] P[n]^T'
@@ -82,8 +78,7 @@ class QueryFreeFull(TwoMaps):
     """A[n] = W_K[n]^T with W_K[n] D x D: the query of every head is the whole stream.
 
     The same functions as `merged`, with the matrix on the side of the keys: each head caches a key
-    of its own, where `merged` caches the stream once. (A key-free Score of full width is `merged`
-    itself.) A bias on the keys moves all logits of a query alike, which the softmax ignores.
+    of its own, where `merged` caches the stream once.
     """
 
     equation = 'W_K[n]^T, D x D'
@@ -111,9 +106,8 @@ class QueryFreeFull(TwoMaps):
 class NeitherFull(TwoMaps):
     """A[n] = I: the logits are x y^T over the whole stream, the same for all heads.
 
-    All heads have one attention pattern, whose OV circuit is sum_n B[n]; N > 1 is allowed so that
-    num_heads can stay as in the other variants of a study. A token's logit with itself is
-    |x|^2 * scale, about sqrt(D).
+    All heads have one attention pattern, whose OV circuit is sum_n B[n]. A token's logit with
+    itself is |x|^2 * scale, about sqrt(D).
     """
 
     equation = 'I'

@@ -24,13 +24,12 @@ class Latent(Score):
     have std R^-1/2 or C^-1/2, its size in place of D.
 
     The cache holds c, R floats per token ('latent_BSR'), and the shared rotary key before rotation,
-    G floats ('rope_BSG'). `keys` writes out the keys of all heads, which is cheaper in training;
-    `absorbed_queries` and `absorbed_keys` are the same attention with the latent as its only key
-    head, which is cheaper in decoding. A layer takes the form with fewer multiplications.
+    G floats ('rope_BSG'). A layer takes the form with fewer multiplications: the keys of all heads,
+    or the absorbed form, with the cache as its only key head and q W_K[n]^T as queries.
 
     QK-norm divides a head's H content and G rotary channels by one root mean square, which depends
-    on the content: the shared rotary key then gets another length in every head. There is no
-    absorbed form under QK-norm.
+    on the content: the shared rotary key then gets another length in every head, and there is no
+    absorbed form.
 
     With selectors for W_K and R = K H this is grouped `qk`. The norms on the latents of the source
     (also its appendix C) are left out, so that the form stays bilinear.
@@ -138,27 +137,14 @@ class Latent(Score):
 
     def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
         cheaper = absorbing_is_cheaper(x_BTD.shape[1], cache['latent_BSR'], self.w_k_RNH)
-        # b_K is left out of the absorbed logits, which a softmax alone ignores.
-        if cheaper and not (self.spec.biases or self.spec.qk_norm):
-            return self.absorbed_queries(x_BTD), self.absorbed_keys(cache)
-        return super().queries_and_keys(x_BTD, cache)
-
-    def absorbed_queries(self, x_BTD: jax.Array) -> jax.Array:
-        """Queries for the latent as key, q W_K[n]^T: [B, T, N, R (+ G)].
-
-        b_K is left out: it moves all logits of a query alike, which the softmax ignores. QK-norm
-        cannot be applied to absorbed queries and keys, whose root mean square is another.
-        """
+        # Absorbed logits lack b_K, which a softmax alone ignores.
+        if not cheaper or self.spec.biases or self.spec.qk_norm:
+            return super().queries_and_keys(x_BTD, cache)
         q_BTNH, H = self.queries(x_BTD), self.spec.head_size
         q_BTNR = jnp.einsum('BTNH,RNH->BTNR', q_BTNH[..., :H], self.w_k_RNH[...])
-        return jnp.concatenate([q_BTNR, q_BTNH[..., H:]], axis=-1)
-
-    def absorbed_keys(self, cache: Cache) -> jax.Array:
-        """The only key head of the absorbed form, the cache itself: [B, S, 1, R (+ G)]."""
-        parts = [cache['latent_BSR']]
-        if self.rope_size is not None:
-            parts.append(cache['rope_BSG'])
-        return jnp.concatenate(parts, axis=-1)[:, :, None, :]
+        parts = [cache[name] for name in ('latent_BSR', 'rope_BSG') if name in cache]
+        keys_BSR = jnp.concatenate(parts, axis=-1)
+        return jnp.concatenate([q_BTNR, q_BTNH[..., H:]], axis=-1), keys_BSR[:, :, None, :]
 
     def matrix(self) -> jax.Array:
         """A_NDD, with the rotary channels at distance 0."""

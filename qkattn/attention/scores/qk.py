@@ -268,12 +268,9 @@ class Collaborative(Score):
     """A[n] = W_Q diag(m[n]) W_K^T: all heads share W_Q and W_K, and each has its own mixing m[n].
 
     The cache holds one key of width R for all heads; the mixing acts on the queries. With R = N H
-    and m[n] the indicator of the n-th block of H columns this is `qk`, parameter for parameter,
-    since the scale is (R / N)^-1/2 as in the authors' library (their translation code keeps H^-1/2
-    at every R). m starts as random signs times N^-1/2, which gives every head the sum of squares of
-    an indicator and logits of the same size; the library draws normal(0, 0.2^2). It commutes with
-    rotary positions only where m[n] is equal on the two channels of a pair. Their content bias is a
-    bias on the queries here.
+    and m[n] the indicator of the n-th block of H columns this is `qk`, with the scale (R / N)^-1/2.
+    m starts as random signs times N^-1/2, of which a head has the sum of squares of an indicator;
+    the authors' library draws normal(0, 0.2^2).
 
     Args:
       size: R; None is N H.

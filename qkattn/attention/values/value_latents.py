@@ -14,9 +14,8 @@ from qkattn.attention.values.value import Factored, Output
 class Latent(Factored):
     """B[n] = W_D W_UV[n] W_O[n]: values are computed from the latent that the Score caches.
 
-    W_UV has std R^-1/2, the latent's size in place of D. `values` writes out the values of all
-    heads; `absorbed_values` and `absorbed_output` are the same map with the latent as its only
-    value head, which is cheaper in decoding.
+    W_UV has std R^-1/2, the latent's size in place of D. The absorbed form, with the latent as its
+    only value head and W_UV after the average, is cheaper in decoding.
     """
 
     equation = 'W_D W_UV[n] W_O[n]'
@@ -39,24 +38,14 @@ class Latent(Factored):
     def values_and_output(
         self, cache: Cache, score: Score, num_queries: int
     ) -> tuple[jax.Array, Output]:
-        # b_V is added once to averages whose probabilities sum to 1, which not all do.
+        # b_V is left to the other form: not all probabilities sum to 1.
         cheaper = absorbing_is_cheaper(num_queries, cache['latent_BSR'], self.w_up_v_RNH)
-        if cheaper and self.b_v_NH is None:
-            return self.absorbed_values(cache, score), self.absorbed_output
-        return super().values_and_output(cache, score, num_queries)
+        if not cheaper or self.b_v_NH is not None:
+            return super().values_and_output(cache, score, num_queries)
+        return cache['latent_BSR'][:, :, None, :], self._absorbed_output
 
-    def absorbed_values(self, cache: Cache, score: Score) -> jax.Array:
-        """The only value head of the absorbed form, the latent itself: [B, S, 1, R]."""
-        return cache['latent_BSR'][:, :, None, :]
-
-    def absorbed_output(self, o_BTNR: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
-        """out_BTD from averaged latents.
-
-        b_V is added after averaging, which is the same where the probabilities of a query sum to 1,
-        that is with a simplex normalizer and without dropout on them.
-        """
+    def _absorbed_output(self, o_BTNR: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         o_BTNH = jnp.einsum('BTNR,RNH->BTNH', o_BTNR, self.w_up_v_RNH[...])
-        o_BTNH = o_BTNH if self.b_v_NH is None else o_BTNH + self.b_v_NH[...]
         return self.output(o_BTNH, score, x_BTD)
 
     def value_matrix(self, score: Score) -> jax.Array:
