@@ -24,12 +24,15 @@ from qkattn.verdict import load_findings
 
 ROOT = Path(__file__).parents[1]
 
+COMMITTED = ROOT / 'experiments/results'  # not part of an installation
 RESULTS = flags.DEFINE_string(
-    'results', str(ROOT / 'experiments/results'), 'Directory of study directories.'
+    'results',
+    str(COMMITTED) if COMMITTED.is_dir() else None,
+    'Directory of study directories; by default the committed ones.',
 )
 PAGES = flags.DEFINE_list(
     'pages',
-    [str(path) for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))],
+    [str(path) for path in (*ROOT.glob('README.md'), *sorted((ROOT / 'docs').glob('*.md')))],
     'Markdown pages, at least one of them with a block of results; --pages= checks none.',
 )
 NUMBERS = flags.DEFINE_string(
@@ -73,6 +76,8 @@ def main() -> None:
     for page in PAGES.value:
         if not Path(page).is_file():
             raise ConfigError(f'--pages: {page!r} is not a file')
+    if RESULTS.value is None:
+        raise ConfigError('--results=DIRECTORY is required: an installation has no results')
     if WRITE.value:
         count = sum(verify.check_page(page, BLOCKS, write=True) for page in PAGES.value)
         print(f'{counted(count, "block")} of results written')

@@ -154,8 +154,12 @@ def test_an_installation_has_the_commands_and_the_configs(tmp_path, hook):
         below = site / 'qkattn' / ('' if folder == 'qkattn' else folder)
         files = [path for path in (source / folder).rglob('*') if path.is_file()]
         assert not [f for f in files if not (below / f.relative_to(source / folder)).exists()]
-    refused = qkattn('prepare_data', '--config=small')
-    assert refused == (2, '--out=DIRECTORY is required\n')
+    for arguments, flag in (
+        (('prepare_data', '--config=small'), '--out'),
+        (('verify',), '--results'),
+    ):
+        code, text = qkattn(*arguments)
+        assert code == 2 and text.startswith(f'{flag}=DIRECTORY is required'), text
 
 
 # launch/venv.sh, with a python that makes environments out of itself and a pip that only counts

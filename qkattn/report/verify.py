@@ -73,7 +73,9 @@ def check_study(directory: str | Path) -> int:
     """
     study, found = load_findings(directory)
     for problem in itertools.chain(study.problems, _of_runs(study), _unlike_its_ledger(study)):
-        raise ReportError(f'{study.directory}: {problem}')
+        edited = ' and '.join(_changed_files(study))
+        note = f' ({edited} changed since the last look)' if edited not in problem else ''
+        raise ReportError(f'{study.directory}: {problem}{note}')
     made = {
         'table.md': tables.report_markdown(study, found),
         'table.csv': tables.csv_table(study, found),
@@ -155,17 +157,21 @@ def _unlike_its_ledger(study: Study) -> Iterator[str]:
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
     if kept.arms != {ledger.arm_key(arm) for arm in declared['arms']}:
         yield f'study.json has other arms than {ledger.NAME}'
-    if not any(run.stage != SCREENING and run.trials for run in study.runs):
-        return
-    if kept.looked_files != (files := ledger.digests(study.files)):
-        either = {**kept.looked_files, **files}
-        unlike = [name for name in either if kept.looked_files.get(name) != files.get(name)]
+    if unlike := _changed_files(study):
         altered = [f'run {run} is not what look {n} saw; ' for run, n in study.altered.items()]
         yield (
             f'{" and ".join(unlike)} changed since the last look in {ledger.NAME}; '
             f'{"".join(altered)}restore what was edited, or make the report again where results '
             'were added'
         )
+
+
+def _changed_files(study: Study) -> list[str]:
+    """The files that are not those of the last look, if there was one on more than screening."""
+    if not any(run.stage != SCREENING and run.trials for run in study.runs):
+        return []
+    looked, files = study.ledger.looked_files if study.ledger else {}, ledger.digests(study.files)
+    return [name for name in {**looked, **files} if looked.get(name) != files.get(name)]
 
 
 def _of_runs(study: Study) -> Iterator[str]:
