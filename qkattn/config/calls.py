@@ -55,7 +55,7 @@ def resolve(
             f'unknown {field} {name!r}{hint} known are {", ".join(known)}, '
             'or an import path package.module:name'
         )
-    accepted = options_of(call(target))
+    accepted = options_of(call(target)) if options else ()
     for option in options:
         if option not in accepted:
             names = ', '.join(accepted) or 'none'
