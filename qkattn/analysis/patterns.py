@@ -1,8 +1,7 @@
 """Attention patterns: what the layers of a model compute for a batch, and quantities of it.
 
 A quantity is a function from a `Pattern` to one number a head [N]. Means are over the queries of
-all rows that may attend to the key in question, or to any key where there is none in question, so
-that padding does not count. They are NaN where there is no such query.
+all rows that may attend to the key in question, or to any key; NaN where there is no such query.
 """
 
 import dataclasses

@@ -64,11 +64,7 @@ def resolve(
 
 
 def called(field: str, text: str, call: Callable[[], T]) -> T:
-    """The result of a call into code that the import path `text` names.
-
-    Raises:
-      ConfigError: one that the code raises itself, or in place of any other exception.
-    """
+    """The result of a call into code that `text` names; ConfigError in place of an exception."""
     try:
         return call()
     except ConfigError:

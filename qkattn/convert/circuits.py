@@ -93,10 +93,7 @@ def merge_vo(layer: Attention) -> Attention:
 
 
 def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
-    """Any Value -> `vo`, or `low_rank(rank=)` where `rank` is not the head size. Exact.
-
-    As `unmerge`; b_V is 0.
-    """
+    """Any Value -> `vo`, or `low_rank(rank=)` where `rank` is not the head size. Exact."""
     return _lossless(truncate_vo, layer, rank, 'B[n]')
 
 

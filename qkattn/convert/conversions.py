@@ -103,11 +103,7 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
 def convert_model(
     text: str, config: ModelConfig, params: dict[str, Any]
 ) -> tuple[ModelConfig, dict[str, Any], list[float]]:
-    """Applies the conversion that `text` names to the attention of every layer.
-
-    Returns:
-      The config and parameters of the converted model, and the error in each layer of a lossy
-      conversion.
+    """The model with every layer converted as `text` says, and the errors of a lossy conversion.
 
     Raises:
       ConfigError: as `parse_conversion`, or a model that is no stack of one variant.

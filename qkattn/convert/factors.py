@@ -88,8 +88,7 @@ def extract_factors(layer: Attention) -> Factors:
     """The factors of a layer, measured by applying its projections to a basis of the stream.
 
     Raises:
-      ConversionError: queries, keys, values or the output are not linear in the stream; or biases
-        under a normalizer whose probabilities do not sum to 1.
+      ConversionError: a map is not linear, or biases under probabilities that do not sum to 1.
     """
     spec, D, N = layer.spec, layer.spec.d_model, layer.spec.num_heads
     require(layer.value.linear, f'{spec.value} is not linear in the values: it has no matrix B[n]')

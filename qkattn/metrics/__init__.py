@@ -44,7 +44,6 @@ class Metric:
       role: 'score' is a result that is no loss, 'probe' a property of the trained model, 'error'
         the uncertainty of another metric.
       label: in tables and figures; the name by default.
-      scale: factor on the stored value where it is printed.
       logged: whether an evaluation during training writes it to metrics.jsonl (val_ only).
       for_text: whether reports show it for text, for which there are bits per byte.
       details: further fields of the same measurement and their types.
