@@ -8,12 +8,10 @@ import pytest
 from qkattn.attention import Mask
 from qkattn.attention.scores import key_latents
 from qkattn.attention.values import value_latents
-from qkattn.attention.values.slices import factors, transform
 from tests.attention import test_contract as contract
 from tests.attention.layers import (
     D,
     H,
-    N,
     T,
     assert_equals_oracle_in_float64,
     causal,
@@ -53,7 +51,6 @@ VALUE_OPTIONS = [
     'gauge_fixed(init="product")',
     f'gauge_fixed(columns={ROWS})',
     'double(size=5)',
-    'hadamard(odd="dct")',
 ]
 VARIANTS = [(s, 'vo') for s in SCORE_OPTIONS] + [('qk', v) for v in VALUE_OPTIONS]
 ROTARY = ['latent(rope_size=4)', 'latent(rope_size=6, query_size=10, size=5)', 'low_rank(rank=2)']
@@ -163,27 +160,6 @@ def test_fixed_rows_and_columns_are_the_identity():
     assert wrapped.score.rows == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 0, 1))
     whole = make(('gauge_fixed', 'vo'), num_heads=1, num_kv_heads=1, head_size=D).score
     np.testing.assert_array_equal(whole.cached(stream())['k_BSKH'][:, :, 0], stream())
-
-
-@pytest.mark.parametrize('d_model', [12, 33, 40, 96, 768])
-def test_the_transform_is_orthogonal_where_no_hadamard_matrix_is(d_model):
-    T_DE = transform(d_model)
-    assert np.abs(T_DE @ T_DE.T - np.eye(d_model)).max() < 1e-12
-    # Every output reads every head: no block of the transform is zero.
-    heads = next(n for n in range(2, d_model + 1) if d_model % n == 0)
-    assert (np.abs(T_DE.reshape(heads, -1, d_model)).max(1) > 1e-3).all()
-    left, right = factors(768)
-    assert len(left) * len(right) == 768 and max(len(left), len(right)) <= 48
-
-
-@pytest.mark.parametrize('d_model', only([8, 12], [8, 12, 20, 24]))
-def test_other_widths_write_by_the_transform(d_model):
-    options = {'d_model': d_model, 'head_size': d_model // N, 'biases': True}
-    with jax.enable_x64(True):
-        assert_equals_oracle_in_float64(make(('qk', 'hadamard(odd="dct")'), **options))
-        value = wide(make(('qk', 'hadamard(odd="dct")'), **options)).value
-        w_o_NHD = (transform(d_model) * value.g_o_D[...]).reshape(N, -1, d_model)
-        assert error(value.output_matrix(None), w_o_NHD) < 1e-12
 
 
 PLACED = [('latent(size=24, query_size=10)', 'rope'), ('latent(size=6)', 'none')]

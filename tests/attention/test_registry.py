@@ -112,7 +112,6 @@ REFUSED = [
     ('qk/gauge_fixed(columns=((0, 1),))', {}, 'for each of num_heads=4 heads, head_size=8'),
     (f'qk/gauge_fixed(columns={((0,) * 8,) * 4})', {}, 'different columns below d_model=32'),
     ('qk/hadamard', {'d_model': 24, 'head_size': 6}, 'power of two, not 24; the nearest are 16'),
-    ('qk/hadamard(odd="no")', {}, "must be one of 'refuse', 'dct'"),
     ('merged/k_is_v', {}, 'k_is_v uses the key projection of its score, and merged has none'),
     ('merged/q_is_v', {}, 'uses the query projection.*scores that have one are qk, shared_qk'),
     ('symmetric/q_is_v', {}, 'uses the query projection'),

@@ -11,7 +11,7 @@ from flax import nnx
 from qkattn.attention.maps import SLICES, Map
 from qkattn.attention.parameters import affine, bias, output_projection, slices_DNH
 from qkattn.attention.scores.score import Score
-from qkattn.attention.spec import AttentionSpec, one_of
+from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values.value import Factored
 from qkattn.attention.values.vo import VO
 from qkattn.errors import SpecError
@@ -79,31 +79,25 @@ class Hadamard(Factored):
     applied as two small factors in D (D1 + D2) multiplications per token, D1 D2 = D. g starts at
     residual_gain. Needs a D that is a power of two, which limits the d_model that can match a
     parameter count. The affine rescaling of the source is g with the bias b_O.
-
-    Args:
-      odd: for D = 2^a m with an odd m > 1, 'refuse', or 'dct' for the Kronecker product of the
-        Hadamard matrix of 2^a and the orthonormal cosine matrix of m: also fixed and orthogonal,
-        with entries of several magnitudes.
     """
 
     equation = 'W_V[n] T[n] diag(g)'
     parameter_count = 'D*K*H + D'
     source = 'Aggarwal & Kumar 2026, arXiv 2603.08343'
-    options = {'odd': one_of('refuse', 'dct')}
     uses_kv_heads = True
     uses_slices = True
     value_map = VO.value_map
 
     @classmethod
-    def check(cls, spec: AttentionSpec, *, odd: str = 'refuse') -> None:
+    def check(cls, spec: AttentionSpec) -> None:
         power = 1 << (spec.d_model.bit_length() - 1)
-        if odd == 'refuse' and power != spec.d_model:
+        if power != spec.d_model:
             raise SpecError(
                 f'hadamard needs a d_model that is a power of two, not {spec.d_model}; the nearest '
-                f'are {power} and {2 * power}, and hadamard(odd="dct") takes every d_model'
+                f'are {power} and {2 * power}'
             )
 
-    def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array, odd: str = 'refuse'):
+    def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH')
         self.g_o_D = nnx.Param(jnp.full((spec.d_model,), spec.residual_gain, jnp.float32))
         self.b_o_D = bias(spec, (spec.d_model,))
@@ -117,21 +111,14 @@ class Hadamard(Factored):
         return out_BTD if self.b_o_D is None else out_BTD + self.b_o_D[...]
 
     def output_matrix(self, score: Score) -> jax.Array:
-        T_DE = jnp.asarray(transform(self.g_o_D.shape[0]), self.w_v_DKH.dtype)
+        T_DE = jnp.asarray(np.kron(*factors(self.g_o_D.shape[0])), self.w_v_DKH.dtype)
         return T_DE.reshape(self.num_heads, -1, T_DE.shape[-1]) * self.g_o_D[...]
-
-
-def transform(d_model: int) -> np.ndarray:
-    """The orthogonal D x D matrix T, in float64."""
-    return np.kron(*factors(d_model))
 
 
 @functools.cache
 def factors(d_model: int) -> tuple[np.ndarray, np.ndarray]:
     """T as a Kronecker product of two orthogonal matrices of about equal size, in float64."""
-    twos = (d_model & -d_model).bit_length() - 1
-    odd = d_model >> twos
-    first = min(twos, round(np.log2(d_model) / 2))
+    twos = d_model.bit_length() - 1
+    first = round(twos / 2)
     left, right = (scipy.linalg.hadamard(1 << n) / 2 ** (n / 2) for n in (first, twos - first))
-    cosines = scipy.fft.dct(np.eye(odd), norm='ortho') if odd > 1 else np.eye(1)
-    return left, np.kron(right, cosines)
+    return left, right
