@@ -149,6 +149,15 @@ def test_narrow_floats_are_widened_exactly(tmp_path):
     np.testing.assert_array_equal(params['w_embedding_VD'], narrow['wte.weight'].astype(np.float32))
 
 
+def test_a_torch_checkpoint_is_read(tmp_path):
+    torch = pytest.importorskip('torch', reason='torch is optional; only .pt files need it')
+    named = as_nanogpt(make_tensors(width=4 * D))
+    narrow = {n: torch.from_numpy(t.copy()).bfloat16() for n, t in named.items()}
+    torch.save({'model': narrow, 'model_args': ARGUMENTS}, tmp_path / 'ckpt.pt')
+    embedding = load_nanogpt(tmp_path / 'ckpt.pt')[1]['w_embedding_VD']
+    np.testing.assert_array_equal(embedding, narrow['_orig_mod.lm_head.weight'].float().numpy())
+
+
 def put(name, shape, dtype=np.float32):
     return lambda tensors: tensors.update({name: np.zeros(shape, dtype)})
 
