@@ -4,9 +4,10 @@ import contextlib
 import functools
 import os
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 
@@ -65,8 +66,10 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
             return main()
         try:
             # Process 0 speaks for the job; messages and errors of all go to standard error.
-            with contextlib.nullcontext() if agreement.owner() else _silence():
-                main()
+            with open(os.devnull, 'w') as nowhere:
+                printed = sys.stdout if agreement.owner() else nowhere
+                with contextlib.redirect_stdout(printed):
+                    main()
             # Whoever is early waits here, where it still answers the others.
             agreement.barrier('the end', limit=agreement.OWNER_LIMIT)
         except BaseException as error:
@@ -86,13 +89,6 @@ def _from_jax(error: BaseException | None) -> bool:
     if error is None or isinstance(error, jax.errors.JaxRuntimeError):
         return error is not None
     return _from_jax(error.__cause__ or error.__context__)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """A block that prints nothing to standard output."""
-    with open(os.devnull, 'w') as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
 
 
 def meet(job: Job, seconds: float) -> None:

@@ -49,12 +49,7 @@ class Screen:
     """A stream of whole lines, below which a terminal shows rows that are redrawn."""
 
     def __init__(self, stream: TextIO | None = None, columns: int | None = None):
-        """Draws nothing.
-
-        Args:
-          stream: where to write; None: standard error.
-          columns: of the terminal; None: as wide as it is.
-        """
+        """Draws nothing on a stream (None: standard error) of so many columns (None: its own)."""
         self._stream = sys.stderr if stream is None else stream
         self._columns = columns
         self._live: Live | None = None
@@ -130,15 +125,11 @@ def _table(rows: Sequence[Row], width: int) -> Table:
 
 @dataclasses.dataclass(frozen=True)
 class StudyLeft:
-    """What is left of a study after a run, as far as its plan is known.
-
-    Attributes:
-      runs: further runs without a result.
-      work: of these runs for one of the workers, as a multiple of this run's.
-    """
+    """The runs of a study without a result after this one, as far as its plan is known."""
 
     runs: int
     work: float
+    """Of these runs for one of the workers, as a multiple of this run's."""
 
 
 class Progress:
@@ -163,12 +154,8 @@ class Progress:
         """Shows nothing until a phase lasts, or until the first `update`.
 
         Args:
-          label: of the run; a terminal shows its beginning and its end.
-          total_steps: the last step of the run.
           tokens_per_step: summed over trials; None: not shown.
           study: what follows the run; None: nothing, and every evaluation is printed.
-          screen: where to draw; None: standard error.
-          clock: seconds, from any origin.
         """
         self._label, self._total = label, total_steps
         self._tokens_per_step, self._study = tokens_per_step, study
@@ -209,12 +196,9 @@ class Progress:
         self._phase = 'first steps', self._clock()
 
     def update(self, step: int, loss: Any = None) -> None:
-        """Updates the display.
+        """Takes the steps done, resumed ones too, and the training loss in nats per token.
 
-        Args:
-          step: steps done since the start of the run, including resumed ones.
-          loss: training loss of the step in nats per token; a number, or an array over trials,
-            whose range is shown.
+        An array of losses has one for each trial; their range is shown.
         """
         with self._lock:
             now, self._phase = self._clock(), None

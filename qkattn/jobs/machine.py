@@ -76,8 +76,7 @@ def cpu() -> str:
 def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | None:
     """The GPUs that CUDA may use; [] on a CPU; None for others, which one process drives together.
 
-    Args:
-      platforms: of jax, as in JAX_PLATFORMS; None takes whatever there is.
+    `platforms` are those of JAX_PLATFORMS; None takes whatever there is.
     """
     if platforms == 'cpu':
         return []

@@ -37,9 +37,7 @@ _ROOT, _BEATS = 'qkattn/job/', 'qkattn/beats/'
 class JobPeers:
     """Watches the others of a job; `StopRequest.peers` of each of its processes.
 
-    Args:
-      job: of several processes.
-      heartbeat: seconds of silence after which jax takes a process for dead.
+    After `heartbeat` seconds of silence jax takes a process for dead.
     """
 
     def __init__(self, job: Job, heartbeat: int):

@@ -5,8 +5,6 @@ import socket
 import threading
 import time
 
-import pytest
-
 from qkattn.errors import ConfigError
 from qkattn.jobs.bootstrap import meet
 from qkattn.jobs.detection import Job
@@ -36,13 +34,7 @@ def job_of(rank, count, port):
     return Job(count, rank, 'explicit', f'127.0.0.1:{port}')
 
 
-@pytest.mark.parametrize('order', [(0, 1, 2), (2, 1, 0)])
-def test_all_meet_in_any_order(order):
-    port = free_port()
-    assert meeting(*(job_of(rank, 3, port) for rank in order), delay=0.3) == [None] * 3
-
-
-def test_strangers_and_restarted_processes_do_not_count():
+def test_all_meet_in_any_order_without_strangers_and_killed_processes():
     port = free_port()
     first = threading.Thread(target=meeting, args=(job_of(0, 3, port),))
     first.start()
@@ -51,6 +43,8 @@ def test_strangers_and_restarted_processes_do_not_count():
             stranger.sendall(hello)
     assert meeting(job_of(2, 3, port), job_of(1, 3, port), delay=0.3) == [None] * 2
     first.join()
+    port = free_port()
+    assert meeting(*(job_of(rank, 3, port) for rank in (2, 1, 0)), delay=0.3) == [None] * 3
 
 
 def connected(port):
@@ -60,24 +54,12 @@ def connected(port):
         time.sleep(0.05)
 
 
-def test_the_missing_are_named():
+def test_the_missing_and_an_unreachable_coordinator_are_named():
     port = free_port()
     first, third = meeting(job_of(0, 4, port), job_of(2, 4, port), seconds=1)
-    assert first == (
-        f'processes 1, 3 of 4 did not reach the coordinator 127.0.0.1:{port} within 1 s'
-    )
-    assert third.startswith('process 2 does not reach the coordinator ')
-
-
-def test_an_unreachable_coordinator():
-    port = free_port()
+    assert first.startswith('processes 1, 3 of 4 ') and third.startswith('process 2 does not reach')
     (error,) = meeting(job_of(1, 2, port), seconds=0.5)
-    assert error == (
-        f'process 1 does not reach the coordinator 127.0.0.1:{port}, or not all 2 processes do, '
-        'within 0.5 s (Connection refused)'
-    )
-    (error,) = meeting(Job(2, 1, 'explicit', 'nowhere.invalid:1'), seconds=0.1)
-    assert 'nowhere.invalid:1' in error
+    assert f'127.0.0.1:{port}' in error and 'Connection refused' in error
 
 
 def test_processes_that_disagree_on_their_number():
@@ -90,7 +72,4 @@ def test_a_port_in_use():
     with socket.create_server(('', 0)) as other:
         port = other.getsockname()[1]
         (error,) = meeting(job_of(0, 2, port), seconds=0.5)
-    assert error == (
-        f'the coordinator cannot listen on port {port} (Address already in use); give the job '
-        'another one'
-    )
+    assert f'port {port} (Address already in use)' in error

@@ -176,7 +176,8 @@ class Cluster:
     def logs(self) -> str:
         """The last lines of every daemon's log."""
         files = sorted([*self.root.glob('*.log'), self.root / 'daemons.out'])
-        return '\n'.join(f'{p.name}\n' + '\n'.join(tail(p)) for p in files if p.exists())
+        texts = {p.name: p.read_text(errors='replace') for p in files if p.exists()}
+        return '\n'.join('\n'.join([n, *text.splitlines()[-15:]]) for n, text in texts.items())
 
 
 class Jobs:
@@ -208,8 +209,3 @@ class Jobs:
         high = self.cluster.call(*command, cwd=self.directory).strip()
         self.cluster.wait(job, lambda fields: fields['JobState'] == 'PENDING')
         self.cluster.call('scancel', high)
-
-
-def tail(path: Path, lines: int = 15) -> list[str]:
-    """The last lines of a text file."""
-    return path.read_text(errors='replace').splitlines()[-lines:]

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from qkattn.config import to_config_dict
-from qkattn.storage.metrics_log import read_metrics
-from tests.launch.launchers import LAUNCH, ROOT, dry_run, stand_in
+from tests.launch.launchers import LAUNCH, dry_run, stand_in
 
 LAUNCHER = LAUNCH / 'local.py'
 TRAIN = ('train', '--config=small', '--workdir=runs/small')
@@ -129,20 +127,20 @@ def test_a_stop_reaches_all_who_save(number, tmp_path):
     assert (job.returncode, out.count('saved')) == (75, 2), errors
 
 
-def test_who_does_not_end_is_killed_after_the_grace_period(tmp_path):
-    plan = [[{'saves': 75}, {'ignores': True}]]
-    job = start(tmp_path, plan, '--processes=2', '--grace=1')
-    wait_until(tmp_path, 2)
-    job.terminate()
+@pytest.mark.parametrize(
+    ('plan', 'stopped', 'code'),
+    [
+        ([{'saves': 75}, {'ignores': True}], True, 128 + signal.SIGKILL),
+        ([{}, {'exit': 1}], False, 1),  # the first waits for a process that has ended
+    ],
+)
+def test_who_does_not_end_is_killed_after_the_grace_period(plan, stopped, code, tmp_path):
+    job = start(tmp_path, [plan], '--processes=2', '--grace=1', '--retries=0')
+    if stopped:
+        wait_until(tmp_path, 2)
+        job.terminate()
     out, _ = job.communicate(timeout=60)
-    assert (job.returncode, out.count('saved')) == (128 + signal.SIGKILL, 1)
-
-
-def test_who_waits_for_a_process_that_ended_is_killed(tmp_path):
-    plan = [[{}, {'exit': 1}]]
-    job = start(tmp_path, plan, '--processes=2', '--grace=1', '--retries=0')
-    job.communicate(timeout=60)
-    assert job.returncode == 1
+    assert (job.returncode, out.count('saved')) == (code, int(stopped))
     assert not any(map(alive, pids(tmp_path)))
 
 
@@ -157,52 +155,3 @@ def test_a_killed_launcher_leaves_no_process(tmp_path):
     assert len(pids(tmp_path)) == 2
     assert not any(map(alive, pids(tmp_path)))
     job.communicate()
-
-
-def ranks_of(launcher: int) -> dict[str, int]:
-    """The processes of a launcher by rank."""
-    children = subprocess.run(['pgrep', '-P', str(launcher)], capture_output=True, text=True)
-    environs = {int(p): Path(f'/proc/{p}/environ').read_bytes() for p in children.stdout.split()}
-    return {re.search(rb'JAX_PROCESS_ID=(\d+)', e)[1].decode(): p for p, e in environs.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
-def test_training_resumes_after_a_process_died_or_hangs(number, tiny, tmp_path):
-    config = tiny(
-        model={'num_layers': 1, 'd_model': 16},
-        train={'num_steps': 300, 'checkpoint_every': 20, 'eval_every': 100},
-        mesh={'data': 2},
-    )
-    settings = to_config_dict(config).to_dict()
-    source = (
-        'from ml_collections import ConfigDict\n\n\n'
-        f'def get_config():\n    return ConfigDict({settings!r})\n'
-    )
-    (tmp_path / 'own.py').write_text(source)
-    run = tmp_path / 'run'
-    job = subprocess.Popen(
-        [sys.executable, LAUNCHER, '--processes=2', '--devices_per_process=1', '--', 'train']
-        + [f'--config={tmp_path}/own.py', f'--workdir={run}'],
-        env={**os.environ, 'QKATTN_VENV': sys.prefix, 'PYTHONPATH': str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=(tmp_path / 'log').open('w'),
-        text=True,
-    )
-    log = tmp_path / 'log'
-    try:
-        while not (run / 'checkpoints/40').exists():
-            assert job.poll() is None, log.read_text()
-            time.sleep(0.1)
-        os.kill(ranks_of(job.pid)['1'], number)
-        out, _ = job.communicate(timeout=500)
-    finally:
-        job.terminate()
-    assert job.returncode == 0, log.read_text()
-    for words in ('process 1 died or hangs', 'retry 1 of 3', 'resuming at step'):
-        assert words in log.read_text()
-    printed = [line for line in out.splitlines() if '[Gloo]' not in line]
-    assert printed
-    assert all(line.startswith('[0] ') for line in printed)
-    steps = [r['step'] for r in read_metrics(run / 'metrics.jsonl') if r['kind'] == 'train']
-    assert steps == list(range(1, 301))

@@ -7,26 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.launch import launchers
-from tests.launch.launchers import ROOT, dry_run
+from tests.launch.launchers import AWKWARD, ROOT, dry_run
 from tests.launch.slurm import Jobs
 
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
-
-# What a shell, a launcher or sbatch could change on the way to the processes.
-ARGUMENTS = [
-    'two words',
-    "it's",
-    '"quoted"',
-    '$HOME `id` $(id)',
-    '*',
-    'a\\b\\n',
-    '',
-    '-x',
-    '#!',
-    '&;|',
-]
-ARGUMENTS += ['one\ntwo\n', '%j %%', 'ünï', '--', '--config.variants=(\'qk/vo\', "qk/no_o")']
-
 
 # Command lines, without Slurm
 
@@ -49,21 +33,17 @@ def submitted(tmp_path: Path, *arguments: str) -> tuple[dict[str, str], list[str
 
 def test_a_dry_run_prints_the_script_and_a_command_that_a_shell_can_run(tmp_path):
     flags = ['--nodes=2', '--gpus_per_node=8', '--processes_per_node=4', '--job_name=a b']
-    variables, arguments = submitted(tmp_path, *flags, *TRAIN, *ARGUMENTS)
+    variables, arguments = submitted(tmp_path, *flags, *TRAIN, *AWKWARD)
     assert variables['QKATTN_VENV'] == str(tmp_path / 'a venv')
     assert variables['QKATTN_RETRIES'] == '3'
     options = ['--nodes=2', '--ntasks-per-node=4', '--gpus-per-node=8', '--job-name=a b']
     script = str(ROOT / 'launch/slurm.sbatch')
-    assert arguments == [*options, script, *TRAIN[1:], *ARGUMENTS]
-
-
-def test_workers_are_an_array(tmp_path):
-    variables, arguments = submitted(
-        tmp_path, '--workers=8', '--retries=0', '--', 'ablate', '--workdir', 'runs/study'
-    )
+    assert arguments == [*options, script, *TRAIN[1:], *AWKWARD]
+    study = ('--', 'ablate', '--workdir', 'runs/study')
+    variables, arguments = submitted(tmp_path, '--workers=8', '--retries=0', *study)
     assert variables['QKATTN_RETRIES'] == '0'
     assert arguments[:3] == ['--nodes=1', '--ntasks-per-node=1', '--array=1-8']
-    assert arguments[4:] == ['ablate', '--workdir', 'runs/study']
+    assert arguments[4:] == list(study[1:])
 
 
 # Jobs
@@ -108,14 +88,14 @@ def started(jobs: Jobs, job: str, restart: int = 0, processes: int = 2) -> None:
 
 def test_every_process_gets_the_arguments_unchanged(stand_in):
     behave(stand_in, 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID')
-    jobs = [stand_in.submit('--nodes=2', *TRAIN, *ARGUMENTS) for _ in range(2)]
+    jobs = [stand_in.submit('--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
     ports = Counter()
     for job in jobs:
         assert stand_in.cluster.end(job) == ('COMPLETED', '0:0', 0), stand_in.log(job)
         for rank in range(2):
             text = (stand_in.directory / f'{job}-{rank}').read_text()
             *arguments, port, _ = text.split('\0')
-            assert arguments == [*TRAIN[1:], *ARGUMENTS]
+            assert arguments == [*TRAIN[1:], *AWKWARD]
             ports[int(port)] += 1
     assert list(ports.values()) == [2, 2], 'one port per job'
     assert 1024 < min(ports) and max(ports) < 32768

@@ -1,7 +1,6 @@
 """Training under launch/slurm.sbatch on a private Slurm: preempted, killed, requeued, finished."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -12,9 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from qkattn.storage.metrics_log import read_metrics
 from qkattn.train.exported import load_stack
-from tests.experiments.conftest import STUDY
 from tests.launch.slurm import ROOT, Jobs
 from tests.train.test_loop import outcome
 
@@ -98,30 +95,3 @@ def test_a_run_of_two_nodes_that_is_preempted_and_crashes_ends_bitwise_equal(tra
     assert outcome(directories[0]) == outcome(directories[1])
     states = [load_stack(directory)[2] for directory in directories]
     jax.tree.map(np.testing.assert_array_equal, *states)
-
-
-@pytest.mark.slow
-def test_a_study_of_an_array_survives_the_kill_of_a_worker(training):
-    (training.directory / 'study.py').write_text(STUDY)
-    flags = ('--config=study.py', '--workdir=study', '--lease_expiry=8')
-    array = training.submit('--workers=3', '--', 'ablate', *flags)
-    leases = training.directory / 'study/leases'
-
-    def holders() -> list[dict]:
-        return [json.loads(path.read_text()) for path in leases.glob('*.*') if path.stat().st_size]
-
-    training.cluster.wait(f'{array}_1', lambda _: len(holders()) >= 2)
-    os.kill(holders()[0]['pid'], signal.SIGKILL)
-    ends = [training.cluster.end(f'{array}_{worker}') for worker in (1, 2, 3)]
-    logs = [training.log(f'{array}_{worker}') for worker in (1, 2, 3)]
-    assert {state for state, _, _ in ends} == {'COMPLETED'}, logs
-    assert sorted(restarts for _, _, restarts in ends) == [0, 0, 1], logs
-    study = training.directory / 'study'
-    plan = [json.loads(line) for line in (study / 'plan.jsonl').read_text().splitlines()]
-    for planned in plan:
-        records = read_metrics(study / planned['directory'] / 'metrics.jsonl')
-        steps = [record['step'] for record in records if record['kind'] == 'train']
-        assert steps == list(range(5, 41, 5)), planned
-    trials = [json.loads(line) for line in (study / 'results.jsonl').read_text().splitlines()]
-    assert len(trials) == sum(planned['trials'] for planned in plan) == 6
-    assert (study / 'report.html').exists()
