@@ -147,13 +147,12 @@ def test_dropped_probabilities_are_as_many_and_the_same_in_the_backward_pass():
     (dv_BSKH,) = pull_back(w_BTNH)
     assert abs(float((dv_BSKH * arrays[2]).sum() - (run(arrays[2]) * w_BTNH).sum())) < 1e-3
     step = 1e-2 * arrays[0]
-    moved = [run_with(arrays[0] + sign * step, arrays, options, w_BTNH) for sign in (1, -1)]
+    moved = [
+        (in_blocks(call([arrays[0] + change, *arrays[1:]], **options)) * w_BTNH).sum()
+        for change in (step, -step)
+    ]
     dq_BTNH = with_gradients(in_blocks, arrays, w_BTNH, **options)[1]
     np.testing.assert_allclose((moved[0] - moved[1]) / 2, (dq_BTNH * step).sum(), rtol=2e-2)
-
-
-def run_with(q_BTNH: jax.Array, arrays: list, options: dict, w_BTNH: jax.Array) -> jax.Array:
-    return (in_blocks(call([q_BTNH, *arrays[1:]], **options)) * w_BTNH).sum()
 
 
 def gradient_program(kernel: Any, mask: Mask) -> Any:

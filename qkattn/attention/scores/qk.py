@@ -41,8 +41,7 @@ class QK(TwoMaps):
 class LowRank(TwoMaps):
     """A[n] = W_Q[n] W_K[n]^T of rank <= R, where R is independent of the head size of the values.
 
-    R < H gives thin keys, R > H keys wider than the values, R = H is `qk`. Zero columns extend a
-    small R to a larger one exactly, up to the scale. Rotary positions need an even R.
+    R = H is `qk`. Rotary positions need an even R.
 
     Args:
       rank: R, 1 to D; None is H // 2, but at least 1.
@@ -76,8 +75,7 @@ class LowRank(TwoMaps):
 class FullSize(LowRank):
     """A[n] = W_Q[n] W_K[n]^T with query and key heads as wide as the stream: low_rank(rank=D).
 
-    The functions of `merged` at twice its parameters (K = N), with keys of width D for every key
-    head in the cache.
+    The functions of `merged` at twice its parameters (K = N).
     """
 
     equation = 'W_Q[n] W_K[n]^T, rank D'
@@ -97,8 +95,7 @@ class FullSize(LowRank):
 class Frozen(TwoMaps):
     """A[n] = W_Q[n] W_K[n]^T with both matrices fixed at their initial values.
 
-    The initial values are those of `qk` under the same seed, and none is trained. Biases do train:
-    a bias fixed at zero would be none.
+    The initial values are those of `qk` under the same seed. Biases do train.
     """
 
     equation = 'W_Q[n] W_K[n]^T, fixed'
@@ -120,10 +117,8 @@ class GaugeFixed(TwoMaps):
     """A[n] = W_Q[n] [I; F[n]]^T: an H x H block of W_K[n] is the identity and is not stored.
 
     For any invertible M, W_Q M^T and W_K M^-1 have the same product, so H^2 parameters of each key
-    head of `qk` are redundant: this form has the same functions (where the block is invertible)
-    without them. Rotary positions do not commute with M, so with them the form would be a smaller
-    class than `qk`. Keys have variance 2 - H / D at initialization, so W_Q has std
-    D^-1/2 (2 - H / D)^-1/2. The source rewrites trained parameters.
+    head of `qk` are redundant (but with rotary positions, which do not commute with M). Keys have
+    variance 2 - H / D at initialization, so W_Q has std D^-1/2 (2 - H / D)^-1/2.
 
     Args:
       rows: the H fixed rows of each key head; None is, for head n, the H that start at n H, modulo
@@ -186,8 +181,7 @@ class Double(TwoMaps):
     """A[n] = (O_Q W_Q[n]) (O_K W_K[n])^T: a matrix shared by all heads, then one per head.
 
     Each side folds into one matrix, O W[n], so that with R >= D the functions are those of `qk` and
-    only training differs; R < min(D, N H) also limits the rank across heads. W has std R^-1/2,
-    which keeps its output as large as its input. The cache holds the finished keys.
+    only training differs. W has std R^-1/2.
 
     Args:
       size: R; None is D.
@@ -230,9 +224,6 @@ class Double(TwoMaps):
 
 class Merged(TwoMaps):
     """A[n] = W_QK[n], one D x D matrix of full rank per head; the keys are the stream itself.
-
-    More parameters than `qk` (K = N) whenever D > 2 H. All query heads read one key head of
-    width D.
 
     Args:
       init: 'dense' draws every entry independently; 'product' starts from W_Q[n] W_K[n]^T of rank

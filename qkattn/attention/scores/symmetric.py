@@ -153,9 +153,8 @@ class Symmetric(Tied):
 class Pairwise(Tied):
     """A[n] = W[n] F[n] W[n]^T with a free H x H form F[n]: neither symmetric nor definite.
 
-    This is `qk` with W_Q[n] = W[n] F[n] and W_K[n] = W[n], which span the same columns. F has std
-    H^-1/2, which makes W F as large as W; with std 1, as in the source's code, logits are sqrt(H)
-    times as large. F has no bias.
+    F has std H^-1/2, which makes W F as large as W; with std 1, as in the source's code, logits are
+    sqrt(H) times as large. F has no bias.
     """
 
     equation = 'W[n] F[n] W[n]^T'
@@ -179,9 +178,8 @@ class Pairwise(Tied):
 class SymmetricSkew(Score):
     """A[n] = W L W^T + (U V^T - V U^T): a symmetric part, rank <= R, and a skew one, rank <= 2 C.
 
-    The cache holds y W, y U and y V. Every A[n] has this form at R = D and C = D / 2; a `qk` head
-    of size H has it at R = 2 H and C = H. L starts as +1, -1, ... as in `symmetric`; the skew part
-    is 0 on the diagonal. Rotary positions mix the two parts.
+    Every A[n] has this form at R = D and C = D / 2; a `qk` head of size H has it at R = 2 H and
+    C = H. L starts as in `symmetric`. Rotary positions mix the two parts.
 
     Args:
       symmetric_rank: R, 0 to D; None is H.

@@ -75,10 +75,8 @@ class NoVO(NoO):
 class Hadamard(Factored):
     """B[n] = W_V[n] T[n] diag(g): W_O is a fixed orthogonal transform T and a learned diagonal g.
 
-    T is the normalized Walsh-Hadamard matrix of the concatenated heads,
-    applied as two small factors in D (D1 + D2) multiplications per token, D1 D2 = D. g starts at
-    residual_gain. Needs a D that is a power of two, which limits the d_model that can match a
-    parameter count. The affine rescaling of the source is g with the bias b_O.
+    T is the normalized Walsh-Hadamard matrix of the concatenated heads, applied as two factors; D
+    is a power of two. g starts at residual_gain.
     """
 
     equation = 'W_V[n] T[n] diag(g)'

@@ -27,9 +27,8 @@ def _outward(w_DKH: jax.Array, num_heads: int) -> jax.Array:
 class KIsV(Factored):
     """B[n] = W_K[n] W_O[n]: the values are the cached keys (K = V).
 
-    There is no cache of its own. Keys are cached before they are rotated or normalized, so the
-    values are neither. With the score `shared_qk` this is Q = K = V (as in the code of CRATE, Yu
-    et al. 2023, arXiv 2306.01129).
+    Keys are cached before they are rotated or normalized, so the values are neither. With the score
+    `shared_qk` this is Q = K = V.
     """
 
     equation = 'W_K[n] W_O[n]'
@@ -51,10 +50,7 @@ class KIsV(Factored):
 
 
 class QIsV(Factored):
-    """B[n] = W_Q[n] W_O[n]: the values are the queries of the attended positions (Q = V).
-
-    The fourth pair of the taxonomy, without a published run.
-    """
+    """B[n] = W_Q[n] W_O[n]: the values are the queries of the attended positions (Q = V)."""
 
     equation = 'W_Q[n] W_O[n]'
     parameter_count = 'N*H*D'
@@ -165,8 +161,7 @@ class Subspace(KIsV):
     """B[n] = c W_K[n] W_K[n]^T: keys, values and output are one matrix, owned by the Score.
 
     With the score `shared_qk` all four matrices are one: the multi-head subspace self-attention of
-    CRATE, which contracts the stream onto the subspaces W[n]. c is the constant `residual_gain`,
-    there the step size; the size of the output follows from W_K, which the Score initializes.
+    CRATE. c is the constant `residual_gain`, there the step size.
     """
 
     equation = 'c W_K[n] W_K[n]^T'

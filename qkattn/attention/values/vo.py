@@ -60,11 +60,9 @@ class LowRank(Factored):
 class GaugeFixed(Factored):
     """B[n] = W_V[n] [I, W_O[n]]: H of the D columns of each W_O[n] are the identity.
 
-    Only the C = D - H free columns are stored. W_V[n] M and M^-1 W_O[n] have the same product for
-    every invertible H x H matrix M, so H^2 parameters of each head of `vo` are redundant: this form
-    has the same functions (where that block of W_O[n] is invertible) without them, with any
-    positions. M is free per head only where the head has its own W_V, so there are always N value
-    heads. The source rewrites trained parameters.
+    W_V[n] M and M^-1 W_O[n] have the same product for every invertible M, so H^2 parameters of each
+    head of `vo` are redundant, with any positions. M is free per head only where the head has its
+    own W_V, so there are always N value heads.
 
     Args:
       init: 'dense' draws the free columns with std H^-1/2, which gives them the norm of the fixed
@@ -131,9 +129,8 @@ class GaugeFixed(Factored):
 class Double(Factored):
     """B[n] = O_V W_V[n] W_O[n]: all heads read one shared projection, then their own.
 
-    O_V (D x R) and W_V[n] (R x H) fold into one matrix, so that with R >= D the functions are those
-    of `vo` and only training differs. W_V has std R^-1/2, which keeps its output as large as its
-    input.
+    O_V and W_V[n] fold into one matrix, so that with R >= D the functions are those of `vo` and
+    only training differs. W_V has std R^-1/2.
 
     Args:
       size: R; None is D.
@@ -160,8 +157,7 @@ class Double(Factored):
 class MergedVO(Factored):
     """B[n] = W_OV[n], one D x D matrix of full rank per head; the values are the stream itself.
 
-    More parameters than `vo` (K = N) whenever D > 2 H. The cache holds the stream, shared with a
-    Score that caches it too; all query heads read one value head of width D. W_OV has std
+    The cache holds the stream, shared with a Score that caches it too. W_OV has std
     residual_gain (D N)^-1/2, since N heads of D channels add up.
 
     Args:
