@@ -126,7 +126,7 @@ class Transformer(Stream):
             self.w_output_DV = None if tied else weight(key, 'w_output_DV', (D, V), D**-0.5)
 
     def stream(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """The normed stream x_BTD after the last block; every kind of model has its own inputs."""
+        """The normed stream x_BTD after the last block, of which `logits` are taken."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
@@ -156,9 +156,8 @@ class Decoder(Transformer):
         """The normed stream x_BTD after the last block, of which `logits` are taken.
 
         Args:
-          tokens_BT: token ids, T <= config.context.
           valid_BT: False on padding, to which no position attends.
-          dropout_key: random key; without it dropout is off.
+          dropout_key: without it dropout is off.
 
         Raises:
           ValueError: more tokens than config.context.
@@ -213,11 +212,9 @@ class EncoderDecoder(Transformer):
         next target token.
 
         Args:
-          tokens_BT: target tokens, T <= config.context.
-          source_BS: source tokens, S <= config.encoder.context.
           source_segments_BS, segments_BT: the pair that a token belongs to, from 1; 0 is padding.
             The pairs of a row follow one another without gaps. None is one pair a row.
-          dropout_key: random key; without it dropout is off.
+          dropout_key: without it dropout is off.
 
         Raises:
           ValueError: more tokens than config.context or config.encoder.context.

@@ -27,12 +27,9 @@ class Latent(Score):
     G floats ('rope_BSG'). A layer takes the form with fewer multiplications: the keys of all heads,
     or the absorbed form, with the cache as its only key head and q W_K[n]^T as queries.
 
-    QK-norm divides a head's H content and G rotary channels by one root mean square, which depends
-    on the content: the shared rotary key then gets another length in every head, and there is no
-    absorbed form.
-
-    With selectors for W_K and R = K H this is grouped `qk`. The norms on the latents of the source
-    (also its appendix C) are left out, so that the form stays bilinear.
+    QK-norm divides a head's content and rotary channels by one root mean square, so that it has no
+    absorbed form. With selectors for W_K and R = K H this is grouped `qk`. The norms on the latents
+    of the source are left out, so that the form stays bilinear.
 
     Args:
       size: R, 1 to D; None is D // 2.

@@ -103,8 +103,7 @@ class OIsV(Factored):
     """B[n] = W_V[n] W_V[n]^T, symmetric and positive semi-definite: a head writes where it reads.
 
     y W W^T has variance H (D + H) std^4, summed over N heads, hence
-    std = (residual_gain^2 / (N H (D + H)))^1/4. The part of the output along y itself is about
-    sqrt(H / (D + H)) of it.
+    std = (residual_gain^2 / (N H (D + H)))^1/4.
     """
 
     equation = 'W_V[n] W_V[n]^T'
