@@ -40,10 +40,25 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
     """
     if client() is None:
         return [_through_json(value)]
-    key = f'qkattn/from/{next(_numbers)}'
+    key = f'qkattn/agreed/{next(_numbers)}'
     if not owner():
-        _set(f'{key}/{distributed.global_state.process_id}', value)
-    return on_owner(lambda: _gathered(key, value, limit), limit=limit)
+        _set(f'{key}/from/{distributed.global_state.process_id}', value)
+        return _published(key, limit)
+    deadline = time.monotonic() + limit
+    answer, missing = {'value': [_through_json(value)]}, []
+    for rank in range(1, distributed.global_state.num_processes):
+        try:
+            text = _get(f'{key}/from/{rank}', deadline - time.monotonic())
+            answer['value'].append(json.loads(text))
+        except TimeoutError:
+            missing.append(rank)
+    if missing:
+        text = f'{named(missing)} did not arrive within {limit:g} s, while the others waited'
+        return _publish(key, {'error': 'ProcessError', 'text': text})
+    for old in _published_keys:  # which all have read
+        client().key_value_delete(old)
+    _published_keys.clear()
+    return _publish(key, answer)
 
 
 def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
@@ -58,24 +73,15 @@ def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
         return _through_json(call())
     key = f'qkattn/agreed/{next(_numbers)}'
     if not owner():
-        try:
-            answer = json.loads(_get(key, limit + _GRACE))
-        except TimeoutError:
-            text = f'process 0 did not arrive within {limit:g} s, while the others waited'
-            raise ProcessError(text) from None
-        if 'error' in answer:
-            raise getattr(errors, answer['error'])(answer['text'])
-        return answer['value']
+        return _published(key, limit)
     try:
-        value = call()
+        answer = {'value': call()}
     except Exception as error:
         known = getattr(errors, type(error).__name__, None) is type(error)
         text = str(error) if known else f'process 0 raised {type(error).__name__}: {error}'
         _set(key, {'error': type(error).__name__ if known else 'ProcessError', 'text': text})
         raise
-    _set(key, {'value': value})
-    _published_keys.append(key)
-    return _through_json(value)
+    return _publish(key, answer)
 
 
 def any_process(flag: bool) -> bool:
@@ -157,22 +163,25 @@ class _Nothing:
         pass
 
 
-def _gathered(key: str, value: Any, limit: float) -> list[Any]:
-    """In process 0: the values of all; deletes their keys, and the answers that all have read."""
-    deadline = time.monotonic() + limit
-    values, missing = [value], []
-    for rank in range(1, distributed.global_state.num_processes):
-        try:
-            values.append(json.loads(_get(f'{key}/{rank}', deadline - time.monotonic())))
-        except TimeoutError:
-            missing.append(rank)
-    if missing:
-        text = f'{named(missing)} did not arrive within {limit:g} s, while the others waited'
-        raise ProcessError(text)
-    for old in (key, *_published_keys):
-        client().key_value_delete(old)
-    _published_keys.clear()
-    return values
+def _publish(key: str, answer: dict[str, Any]) -> Any:
+    """In process 0: gives the others an answer, and returns what they get."""
+    _set(key, answer)
+    _published_keys.append(key)
+    return _unpacked(answer)
+
+
+def _published(key: str, limit: float) -> Any:
+    try:
+        return _unpacked(json.loads(_get(key, limit + _GRACE)))
+    except TimeoutError:
+        text = f'process 0 did not arrive within {limit:g} s, while the others waited'
+        raise ProcessError(text) from None
+
+
+def _unpacked(answer: dict[str, Any]) -> Any:
+    if 'error' in answer:
+        raise getattr(errors, answer['error'])(answer['text'])
+    return _through_json(answer['value'])
 
 
 def _through_json(value: Any) -> Any:

@@ -50,7 +50,7 @@ JOB = """
     time.sleep(3 * (rank == 2))
     seen['late'] = attempt(lambda: agreement.barrier('late', limit=1))
     agreement.barrier('end')
-    seen['keys'] = len(client.key_value_dir_get('qkattn'))
+    seen['keys'] = len(client.key_value_dir_get('qkattn/agreed'))
     seen['called'] = called
     print(json.dumps(seen))
 """
