@@ -16,12 +16,9 @@ from qkattn.errors import ConfigError, ProcessError
 
 T = TypeVar('T')
 
-LIMIT = 600.0
-"""Seconds that processes wait for the last of them; longer than one compiles alone."""
-
-OWNER_LIMIT = 86_400.0
-"""Seconds that they wait for what process 0 does for all, such as to prepare data."""
-
+# Seconds that processes wait for the last of them, longer than one compiles alone; and for what
+# process 0 does for all, such as to prepare data.
+LIMIT, OWNER_LIMIT = 600.0, 86_400.0
 _GRACE = 10.0  # by which process 0, which knows who is missing, gives up first
 _numbers = itertools.count()
 _published_keys: list[str] = []  # that process 0 has not deleted yet
@@ -33,11 +30,7 @@ def owner() -> bool:
 
 
 def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
-    """The JSON-able values of all processes, by rank.
-
-    Raises:
-      ProcessError: a process, which is named, did not arrive within `limit` seconds.
-    """
+    """The JSON-able values of all, by rank; ProcessError names who is late by `limit` seconds."""
     if client() is None:
         return [_through_json(value)]
     key = f'qkattn/agreed/{next(_numbers)}'
@@ -64,10 +57,8 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
 def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
     """What `call` returns in process 0, JSON-able; nothing is called in the others.
 
-    Raises:
-      The error of qkattn that `call` raised in process 0, with its text, in every process.
-      ProcessError: in the others, if process 0 raised something else or was not done in `limit`
-        seconds.
+    Raises in all processes the error of qkattn that `call` raised in process 0, and ProcessError in
+    the others for any other error, or if process 0 was not done in `limit` seconds.
     """
     if client() is None:
         return _through_json(call())
@@ -90,21 +81,13 @@ def any_process(flag: bool) -> bool:
 
 
 def barrier(name: str, *, limit: float = LIMIT) -> None:
-    """Returns once every process is here.
-
-    Raises:
-      ProcessError: processes are elsewhere, or did not arrive within `limit` seconds.
-    """
+    """Returns once all are here; ProcessError if some are elsewhere, or late by `limit` seconds."""
     if len(names := set(from_all(name, limit=limit))) > 1:
         raise ProcessError(f'the processes wait at different places: {", ".join(sorted(names))}')
 
 
 def require_same(name: str, value: str) -> None:
-    """Refuses a job whose processes differ in a value, such as the hash of the config.
-
-    Raises:
-      ConfigError: names the ranks that differ from process 0.
-    """
+    """Raises ConfigError, with the ranks, where processes differ in a value, such as a hash."""
     values = from_all(value)
     if others := [rank for rank, other in enumerate(values) if other != values[0]]:
         raise ConfigError(
@@ -116,8 +99,7 @@ def require_same(name: str, value: str) -> None:
 def owned(make: Callable[[], T]) -> T:
     """What `make` makes in process 0; in every other process, an object that does nothing.
 
-    For what is written or shown and returns nothing that the run depends on: the run directory, its
-    metrics, the display. All processes raise the error that `make` raises.
+    For what is written or shown, such as metrics. All processes raise the error that `make` raises.
     """
     made: list[T] = []
     on_owner(lambda: made.append(make()))
@@ -156,8 +138,7 @@ class _Nothing:
     def __call__(self, *_: Any, **__: Any) -> '_Nothing':
         return self
 
-    def __enter__(self) -> '_Nothing':
-        return self
+    __enter__ = __call__
 
     def __exit__(self, *exc_info: object) -> None:
         pass

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -16,9 +17,7 @@ from qkattn.jobs import agreement, cli, signals
 from qkattn.jobs.detection import Job, connect_seconds, detect
 from qkattn.jobs.peers import EXIT_CRASH, JobPeers
 
-HEARTBEAT = 30
-"""Seconds without a sign of life after which jax ends the others of a job."""
-
+HEARTBEAT = 30  # seconds without a sign of life after which jax ends the others of a job
 _ECHO = 5
 _HELLO = 5.0  # seconds that a process may take to say who it is, once connected
 _AGAIN = 0.2  # seconds between two attempts
@@ -28,8 +27,7 @@ _AGAIN = 0.2  # seconds between two attempts
 def start() -> Job:
     """Joins the job that the environment describes, before anything else of jax; idempotent.
 
-    Raises:
-      ConfigError: variables that contradict, or processes that did not come in time.
+    ConfigError if its variables contradict each other, or processes do not come in time.
     """
     job = detect()
     if job.engine == 'single':
@@ -94,11 +92,8 @@ def _from_jax(error: BaseException | None) -> bool:
 def meet(job: Job, seconds: float) -> None:
     """Returns once all processes are at the coordinator's port, where jax then starts its service.
 
-    jax ends a process by abort() if one of them is missing, and does not say which.
-
-    Raises:
-      ConfigError: the coordinator is not reached, or processes are missing, after `seconds`; or
-        they disagree on how many they are.
+    jax ends a process by abort() if one of them is missing, and does not say which. ConfigError if
+    some are missing after `seconds`, or disagree on how many they are.
     """
     deadline = time.monotonic() + seconds
     host, _, port = str(job.coordinator).rpartition(':')
@@ -111,16 +106,16 @@ def meet(job: Job, seconds: float) -> None:
 def _receive(job: Job, port: int, seconds: float, deadline: float) -> None:
     """In process 0: waits for the others, then lets them go on."""
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listen(port, deadline))
+        listener, total = stack.enter_context(_listen(port, deadline)), job.num_processes
         arrived: dict[int, socket.socket] = {}
-        while len(arrived) < job.num_processes - 1:
+        while len(arrived) < total - 1:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 connection = stack.enter_context(listener.accept()[0])
             except TimeoutError:
-                missing = [rank for rank in range(1, job.num_processes) if rank not in arrived]
+                missing = [rank for rank in range(1, total) if rank not in arrived]
                 raise ConfigError(
-                    f'{agreement.named(missing)} of {job.num_processes} did not reach the '
+                    f'{agreement.named(missing)} of {total} did not reach the '
                     f'coordinator {job.coordinator} within {seconds:g} s'
                 ) from None
             connection.settimeout(_HELLO)
@@ -128,9 +123,8 @@ def _receive(job: Job, port: int, seconds: float, deadline: float) -> None:
                 rank, count = map(int, connection.recv(64).split())
             except (OSError, ValueError):  # not one of ours
                 continue
-            if count != job.num_processes:
-                answer = f'process {rank} is one of {count} processes, but process 0 one of '
-                answer += str(job.num_processes)
+            if count != total:
+                answer = f'process {rank} is one of {count} processes, but process 0 one of {total}'
                 connection.sendall(answer.encode())
                 raise ConfigError(answer)
             connection.setblocking(False)
@@ -155,11 +149,10 @@ def _is_open(connection: socket.socket) -> bool:
 def _listen(port: int, deadline: float) -> socket.socket:
     ipv6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    options: dict[str, Any] = {'family': family, 'backlog': 4096, 'dualstack_ipv6': ipv6}
     while True:
         try:
-            return socket.create_server(
-                ('', port), family=family, backlog=4096, dualstack_ipv6=ipv6
-            )
+            return socket.create_server(('', port), **options)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(

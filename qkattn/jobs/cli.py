@@ -126,8 +126,7 @@ def read_config(flag: flags.FlagHolder) -> Any:
     except OSError as error:  # config_flags loads the file on first access
         path = config_flags.get_config_filename(flags.FLAGS['config'])
         reason = str(error).strip().splitlines()[-1].strip()
-        of_claims = [f'claims/{name}' for name in shipped('configs/claims')]
-        known = [*shipped('configs'), *of_claims]
+        known = [*shipped('configs'), *(f'claims/{name}' for name in shipped('configs/claims'))]
         near = difflib.get_close_matches(path.partition(':')[0], known, n=1)
         meant = f'; did you mean --config={near[0]}?' if near else ''
         raise ConfigError(
@@ -164,15 +163,12 @@ def script(name: str) -> str:
 
 
 def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) -> None:
-    """Runs `main` under absl with the exit codes that launchers act on.
+    """Runs `main` under absl; the value of the flag `positional` may be given without its name.
 
-    The value of the flag `positional` may be given without its name.
-
-    0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
+    Exit codes: 0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
     impossible setting or workdir (do not retry); 141 done as far as anybody read what it printed,
     as in `... | head`; 1 anything else.
     """
-
     end_starting()
 
     def wrapped(argv: list[str]) -> None:
@@ -225,8 +221,8 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, Lost | ProcessError):
         return str(error), 1
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
-        reason = f'{error.filename} cannot be used ({error.strerror}); give another path'
-        return reason, EXIT_CONFIG
+        text = f'{error.filename} cannot be used ({error.strerror}); give another path'
+        return text, EXIT_CONFIG
     return None
 
 
@@ -282,12 +278,9 @@ def _sections(kind: Any, prefix: str = 'config.') -> Iterator[str]:
         heading = f'{prefix[:-1]}: {inspect.getdoc(kind)}'.splitlines()[0]
         yield from ('', *textwrap.wrap(heading, _HELP_WIDTH))
     for field in fields:
-        valid = _valid(field)
-        yield from _entry(
-            f'--{prefix}{field.name}: {_type(field.kind)}{", " * bool(valid)}{valid}; '
-            f'default {field.default!r}',
-            field.doc,
-        )
+        kind_and_bounds = ', '.join(filter(None, [_type(field.kind), _valid(field)]))
+        head = f'--{prefix}{field.name}: {kind_and_bounds}; default {field.default!r}'
+        yield from _entry(head, field.doc)
     for name, section in sections.items():
         yield from _sections(section, f'{prefix}{name}.')
 
@@ -296,14 +289,9 @@ def _entry(head: str, description: str | None) -> list[str]:
     """A flag, and what it does; line breaks of a description are kept."""
     lines = []
     for indent, text in ((2, head), *((6, part) for part in (description or '').splitlines())):
-        lines += textwrap.wrap(
-            text,
-            _HELP_WIDTH,
-            initial_indent=' ' * indent,
-            subsequent_indent=' ' * (indent + 2),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        options: dict[str, Any] = {'break_long_words': False, 'break_on_hyphens': False}
+        options |= {'initial_indent': ' ' * indent, 'subsequent_indent': ' ' * (indent + 2)}
+        lines += textwrap.wrap(text, _HELP_WIDTH, **options)
     return lines
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from typing import Any
 
 from jax._src.clusters import ClusterEnv, OmpiCluster, SlurmCluster
 from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
@@ -12,9 +13,8 @@ from qkattn.errors import ConfigError
 TRIPLE = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 PORT = 'JAX_COORDINATOR_PORT'
 
+# The variable for the seconds within which all processes of a job must have started.
 CONNECT = 'QKATTN_CONNECT_SECONDS'
-"""The variable for the seconds within which all processes of a job must have started."""
-_CONNECT_SECONDS = 300
 # The ports from which a job takes one by its number, as jax does.
 _PORTS, _FIRST_PORT = 2**12, 2**16 - 2**12
 _TPU_PORT = 8482
@@ -22,21 +22,13 @@ _TPU_PORT = 8482
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The processes that train together, and which of them this one is.
-
-    Attributes:
-      num_processes: 1 or more.
-      process_id: the rank of this process; 0 is the coordinator and owns the run directory.
-      engine: what started the processes: 'single', 'explicit', 'slurm', 'openmpi', 'gke', 'tpu'.
-      coordinator: 'host:port' of process 0; None for a single process.
-      local_device_ids: the GPUs of this process among those that it sees; None: all.
-    """
+    """The processes that train together, and which of them this one is."""
 
     num_processes: int = 1
-    process_id: int = 0
-    engine: str = 'single'
-    coordinator: str | None = None
-    local_device_ids: tuple[int, ...] | None = None
+    process_id: int = 0  # the rank; 0 is the coordinator and owns the run directory
+    engine: str = 'single'  # or 'explicit', 'slurm', 'openmpi', 'gke', 'tpu'
+    coordinator: str | None = None  # 'host:port' of process 0; None for a single process
+    local_device_ids: tuple[int, ...] | None = None  # GPUs among those that it sees; None: all
 
     def __post_init__(self) -> None:
         if not 0 <= self.process_id < self.num_processes:
@@ -46,9 +38,8 @@ class Job:
             )
         host, _, port = (self.coordinator or 'host:1').rpartition(':')
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-            raise ConfigError(
-                f'the coordinator {self.coordinator!r} ({self.engine}) is not HOST:PORT'
-            )
+            text = f'the coordinator {self.coordinator!r} ({self.engine}) is not HOST:PORT'
+            raise ConfigError(text)
 
 
 def detect() -> Job:
@@ -57,10 +48,7 @@ def detect() -> Job:
     In this order: the triple JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID; a Slurm
     step of several tasks; Open MPI; GKE; the metadata server of a TPU VM. JAX_COORDINATOR_PORT
     replaces the port that an engine's job gets by its number, and JAX_COORDINATOR_ADDRESS alone the
-    whole address.
-
-    Raises:
-      ConfigError: variables that are incomplete, malformed or contradict each other.
+    whole address. ConfigError if variables are incomplete, malformed or contradict each other.
     """
     if any(name in os.environ for name in TRIPLE[1:]):
         if missing := [name for name in TRIPLE if name not in os.environ]:
@@ -85,7 +73,7 @@ def detect() -> Job:
 
 def connect_seconds() -> int:
     """The seconds that CONNECT grants."""
-    text = os.environ.get(CONNECT, str(_CONNECT_SECONDS))
+    text = os.environ.get(CONNECT, '300')
     if not text.isdecimal() or not 1 <= int(text) <= 86_400:
         raise ConfigError(f'{CONNECT}={text!r} is not a number of seconds in 1 .. 86400')
     return int(text)
@@ -101,11 +89,7 @@ def _integer(name: str) -> int:
 
 
 def _slurm() -> Job | None:
-    """A task of a step; a batch script itself is a process of its own.
-
-    Unlike jax, which counts the tasks of the allocation, gives its steps one port, and a task one
-    GPU.
-    """
+    # jax counts the tasks of the allocation, gives its steps one port, and a task one GPU.
     if os.environ.get('SLURM_STEP_NUM_TASKS', '1') == '1':
         return None
     number = _integer('SLURM_JOB_ID') + 61 * _integer('SLURM_STEP_ID')
@@ -129,11 +113,7 @@ def _open_mpi() -> Job | None:
 
 
 def _launched(
-    engine: str,
-    cluster: type[ClusterEnv],
-    count: int,
-    port: str | None,
-    devices: tuple[int, ...] | None,
+    engine: str, cluster: type[ClusterEnv], count: int, port: str | None, devices: Any
 ) -> Job:
     """A job whose rank, and whose coordinator unless it is set, jax reads."""
     try:
@@ -168,10 +148,7 @@ def _block(local: int, tasks: int, on_node: str | None) -> tuple[int, ...] | Non
 
 
 def _gke() -> Job | None:
-    """A host of one or more TPU slices, as GKE describes them.
-
-    Unlike jax, which looks up the coordinator's address and asks the metadata server for slices.
-    """
+    # jax looks up the coordinator's address, and asks the metadata server for slices.
     text = os.environ.get('TPU_PROCESS_ADDRESSES') or os.environ.get('TPU_WORKER_HOSTNAMES') or ''
     hosts = [host for host in text.split(',') if host]
     slices = _integer('MEGASCALE_NUM_SLICES') if 'MEGASCALE_NUM_SLICES' in os.environ else 1

@@ -65,11 +65,9 @@ class Screen:
     def draw(self, rows: Sequence[Row]) -> None:
         """Shows these rows; for a terminal only."""
         if self._live is None:
+            file = cast(TextIO, _Stream(self._stream))
             console = _Console(
-                file=cast(TextIO, _Stream(self._stream)),
-                force_terminal=True,
-                force_jupyter=False,
-                width=self._columns,
+                file=file, force_terminal=True, force_jupyter=False, width=self._columns
             )
             self._live = Live(
                 console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
@@ -128,16 +126,11 @@ class StudyLeft:
     """The runs of a study without a result after this one, as far as its plan is known."""
 
     runs: int
-    work: float
-    """Of these runs for one of the workers, as a multiple of this run's."""
+    work: float  # of these runs for one of the workers, as a multiple of this run's
 
 
 class Progress:
-    """Phase or step, training loss and time left of a run.
-
-    `update` may be called after every step, with numbers of the host: every line shows the newest
-    ones. In a job of several processes only process 0 should create one.
-    """
+    """Phase or step, training loss and time left of a run; for process 0 alone."""
 
     _shown: ClassVar['Progress | None'] = None
 
@@ -153,9 +146,7 @@ class Progress:
     ):
         """Shows nothing until a phase lasts, or until the first `update`.
 
-        Args:
-          tokens_per_step: summed over trials; None: not shown.
-          study: what follows the run; None: nothing, and every evaluation is printed.
+        Tokens per step are summed over trials. Without a study every evaluation is printed.
         """
         self._label, self._total = label, total_steps
         self._tokens_per_step, self._study = tokens_per_step, study
@@ -196,10 +187,7 @@ class Progress:
         self._phase = 'first steps', self._clock()
 
     def update(self, step: int, loss: Any = None) -> None:
-        """Takes the steps done, resumed ones too, and the training loss in nats per token.
-
-        An array of losses has one for each trial; their range is shown.
-        """
+        """Takes the steps done, resumed ones too, and the training loss of trials, in nats."""
         with self._lock:
             now, self._phase = self._clock(), None
             # Rates are measured from the first report: the time before it is mostly compilation.
@@ -273,8 +261,10 @@ class Progress:
         self._shown_step = self._step
         self._wait(now)
         step, left = f'{self._step:,}/{self._total:,}', self._left(now)
-        rate = self._rate() * (self._tokens_per_step or 0)
-        speed = f'{rate:,.0f} tokens/s' if rate else ''
+        # Since the first report, without evaluations and checkpoints.
+        steps, seconds = np.subtract(self._last, self._first or self._last)
+        tokens = steps * (self._tokens_per_step or 0)
+        speed = f'{tokens / seconds:,.0f} tokens/s' if tokens and seconds > 0 else ''
         unit = '' if self._screen.terminal else _UNIT
         loss, val = (None if x is None else loss_text(x, unit) for x in self._losses.values())
         if self._screen.terminal:
@@ -285,12 +275,6 @@ class Progress:
         losses = [loss and f'training loss {loss}', val and f'validation loss {val}']
         text = ', '.join(filter(None, [*losses, speed, *left]))
         self.print(f'{self._label}: step {step}, {text}')
-
-    def _rate(self) -> float:
-        """Steps per second since the first report, without evaluations and checkpoints."""
-        first_step, first_time = self._first or self._last
-        step, last_time = self._last
-        return (step - first_step) / (last_time - first_time) if last_time > first_time else 0.0
 
     def _left(self, now: float) -> tuple[str, str, str]:
         """Time left of the run and of the study, and the study's runs; '' where over.

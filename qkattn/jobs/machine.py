@@ -23,10 +23,8 @@ _MMAP_THRESHOLDS = (2**30, 2**25)
 
 def usable_cores() -> list[int]:
     """The cores by number: as many as the affinity and the quota of the control groups leave."""
-    if hasattr(os, 'sched_getaffinity'):
-        cores = sorted(os.sched_getaffinity(0))
-    else:
-        cores = list(range(os.cpu_count() or 1))
+    affinity = getattr(os, 'sched_getaffinity', lambda _: range(os.cpu_count() or 1))
+    cores = sorted(affinity(0))
     wanted = max(1, math.floor(min(len(cores), quota())))
     return [cores[i * len(cores) // wanted] for i in range(wanted)]
 

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
+# Nobody reads standard output: what a shell reports of a command that SIGPIPE ended.
 EXIT_UNREAD = 128 + signal.SIGPIPE
-"""Nobody reads standard output any more: what a shell reports of a command that SIGPIPE ended."""
-
 # What a terminal obeys instead of showing it: control codes and changes of the reading direction.
 _OBEYED = re.compile(r'[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]')
 

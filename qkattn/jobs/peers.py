@@ -21,16 +21,9 @@ from qkattn.jobs.detection import Job
 from qkattn.jobs.signals import EXIT_REQUEUE, StopRequest
 
 EXIT_CRASH = 1
-
-_INTERVAL = 0.5
-"""Seconds between two readings of the coordinator's keys; more in a job of over 256 processes."""
-
-_LINGER = 20.0
-"""Seconds that a process which ends waits for the others to end with it."""
-
-_MEET_LIMIT = 3600.0
-"""Seconds between the first and the last process that is ready to train."""
-
+# Seconds between two readings of the coordinator's keys, more in a job of over 256 processes; that
+# a process which ends waits for the others to; between the first and the last ready to train.
+_INTERVAL, _LINGER, _MEET_LIMIT = 0.5, 20.0, 3600.0
 _ROOT, _BEATS = 'qkattn/job/', 'qkattn/beats/'
 
 
@@ -62,8 +55,7 @@ class JobPeers:
     def watch(self) -> None:
         """Starts to watch; all processes are connected."""
         StopRequest.peers = self
-        thread = threading.Thread(target=self._run, name='peers', daemon=True)
-        thread.start()
+        (thread := threading.Thread(target=self._run, name='peers', daemon=True)).start()
         # Python unwinds the stack of a daemon thread when it exits, and jax's code there aborts.
         atexit.register(self._unwatch, thread)
 
@@ -177,7 +169,7 @@ class JobPeers:
         if code != EXIT_REQUEUE:
             signals.end(code, f'process {rank} has ended with code {code}: {sentence}')
         # All are in a block or none is, so who left before it began will never come.
-        if not (StopRequest.deferred() and self._confirmed):
+        if not (StopRequest.deferring and self._confirmed):
             signals.end(code, f'process {rank} has {sentence}')
 
 

@@ -10,20 +10,14 @@ from typing import Any, ClassVar, NoReturn
 
 from qkattn.errors import Stopped
 
-EXIT_CONFIG = 2
-"""An impossible setting or directory: launchers must not retry."""
-
-EXIT_REQUEUE = 75
-"""Stopped on request with nothing lost: launchers run the same command again."""
-
+EXIT_CONFIG = 2  # an impossible setting or directory: launchers must not retry
+EXIT_REQUEUE = 75  # stopped on request with nothing lost: launchers run the same command again
+# The scripts of experiments that `exit_on_signal`; SIGTERM and Ctrl-C kill the others.
 RESUMABLE = ('ablate', 'claims', 'prepare_data', 'train')
-"""The scripts of experiments that `exit_on_signal`; SIGTERM and Ctrl-C kill the others."""
-
+# Held while something is written that `exit_on_signal` must not cut.
 no_interrupt = threading.RLock()
-"""Held while something is written that `exit_on_signal` must not cut."""
-
+# What `end` calls, latest first, such as the release of a lease; guarded by `no_interrupt`.
 exit_hooks: list[Callable[[], None]] = []
-"""What `end` calls, latest first, such as the release of a lease; guarded by `no_interrupt`."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAVED = 'stopped after the last step, state saved'
@@ -44,15 +38,12 @@ class StopRequest:
     SIGTERM is off there (qkattn.jobs.bootstrap).
     """
 
-    peers: ClassVar[Any] = None
-    """The other processes of the job, a qkattn.jobs.peers.JobPeers; None without any."""
-
-    _deferring: list['StopRequest'] = []
+    peers: ClassVar[Any] = None  # the others of the job, a qkattn.jobs.peers.JobPeers
+    deferring: ClassVar[list['StopRequest']] = []  # those with something to save
     _exits = False  # whether inside `exit_on_signal`
 
     def __init__(self) -> None:
-        self.requested = False
-        """Whether a signal has arrived."""
+        self.requested = False  # whether a signal has arrived
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> 'StopRequest':
@@ -73,23 +64,17 @@ class StopRequest:
     def defer_exit(self) -> None:
         """From here to the end of the block there is something to save: no signal exits at once.
 
-        Every process of a job calls it, and waits for the others.
-
-        Raises:
-          Stopped: a signal has arrived before, in any process.
+        All processes of a job call it. Raises Stopped if a signal has come before, in any of them.
         """
         with no_interrupt:
-            self._deferring.append(self)
+            self.deferring.append(self)
         if self.requested if self.peers is None else self.peers.meet(self.requested):
             raise Stopped('stopped with nothing to save')
 
     def allow_exit(self) -> None:
         """Everything is saved: from here on signals exit at once again.
 
-        Every process of a job calls it, and waits for the others.
-
-        Raises:
-          Stopped: a signal has arrived before, in any process.
+        All processes of a job call it. Raises Stopped if a signal has come before, in any of them.
         """
         stop = self.peers is not None and self.peers.meet(self.requested)
         with no_interrupt:
@@ -100,27 +85,18 @@ class StopRequest:
             raise Stopped(_SAVED)
 
     def should_stop(self, step: int, also: bool = False) -> bool:
-        """Whether to stop after `step` steps: the same at that step in all processes.
-
-        Args:
-          also: whether this process has another reason to stop.
-        """
+        """Whether to stop after `step` steps, as all do; `also`: this one has another reason to."""
         if self.peers is None:
             return self.requested or also
         return self.peers.should_stop(step, also)
 
     @classmethod
-    def deferred(cls) -> bool:
-        """Whether there is something to save."""
-        return bool(cls._deferring)
-
-    @classmethod
     def pending(cls) -> bool:
         """Whether a stop was requested in this process while there is something to save."""
-        return any(stop.requested for stop in cls._deferring)
+        return any(stop.requested for stop in cls.deferring)
 
     def _undefer(self) -> None:
-        self._deferring[:] = [other for other in self._deferring if other is not self]
+        self.deferring[:] = [other for other in self.deferring if other is not self]
 
     def _enclosing(self) -> list['StopRequest']:
         handlers = [getattr(handler, '__self__', None) for handler in self._previous.values()]
@@ -129,7 +105,7 @@ class StopRequest:
     def _handle(self, number: int, frame: Any) -> None:
         self.requested = True
         if number == signal.SIGINT:
-            if self._deferring or not self._exits:
+            if self.deferring or not self._exits:
                 _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -217,9 +193,9 @@ def _watch(reading: int) -> None:
     while number := os.read(reading, 1):
         if number[0] in _SIGNALS:
             with no_interrupt:
-                for stop in StopRequest._deferring:
+                for stop in StopRequest.deferring:
                     stop.requested = True  # the handler may have to wait for native code
-                if not StopRequest._deferring:
+                if not StopRequest.deferring:
                     end(EXIT_REQUEUE, _NOTHING)
     os.close(reading)
 

@@ -55,21 +55,19 @@ def test_exit_codes_are_those_that_launchers_know():
     assert (EXIT_CONFIG, EXIT_REQUEUE) == (2, 75)
 
 
-def test_a_request_to_an_enclosing_one_holds_inside():
-    with StopRequest() as outer:
+def test_a_request_holds_inside_and_one_that_comes_too_late_outside():
+    with StopRequest():
         with StopRequest() as inner:
             assert not inner.requested
         signal.raise_signal(signal.SIGTERM)
         with StopRequest() as inner:
             assert inner.requested
-        assert outer.requested
-
-
-def test_a_request_that_comes_too_late_inside_holds_outside():
     with StopRequest() as outer:
         with StopRequest():
             signal.raise_signal(signal.SIGTERM)
         assert outer.requested
+        with pytest.raises(Stopped, match='nothing to save'):
+            outer.defer_exit()
 
 
 LEAVE = """
@@ -116,13 +114,6 @@ def test_exit_on_signal_cuts_no_file_and_keeps_no_lease(held, exit_code, printed
     assert (tmp_path / 'file').read_text() == 'whole'
     (lease,) = (tmp_path / 'leases').iterdir()
     assert (lease.stat().st_mtime == 0) == ('not' in held)  # released
-
-
-def test_a_request_before_it_is_held_stops():
-    with StopRequest() as stop:
-        signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(Stopped, match='nothing to save'):
-            stop.defer_exit()
 
 
 END = """

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -89,11 +88,6 @@ def until(holds, seconds: float = 30) -> None:
     while not holds():
         assert time.monotonic() < end, 'it did not happen'
         time.sleep(0.05)
-
-
-def kill_processes(home: Path) -> None:
-    """Kills a host's command and its supervisor."""
-    os.killpg(int((home / 'qkattn-run' / 'pid').read_text()), signal.SIGKILL)
 
 
 def on_host(host: Path, command: str) -> subprocess.CompletedProcess:

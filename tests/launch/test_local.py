@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launchers import LAUNCH, dry_run, stand_in
+from tests.launch.launchers import LAUNCH, dry_run, stand_in, until
 
 LAUNCHER = LAUNCH / 'local.py'
 TRAIN = ('train', '--config=small', '--workdir=runs/small')
@@ -62,14 +62,6 @@ def pids(directory: Path) -> list[int]:
     return [int(line) for path in directory.glob('starts.*') for line in path.read_text().split()]
 
 
-def wait_until(directory: Path, count: int) -> None:
-    """Until as many processes have installed their handlers, which they print."""
-    deadline = time.monotonic() + 60
-    while len(pids(directory)) < count and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.3)
-
-
 def alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z'
@@ -110,48 +102,31 @@ def test_a_job_is_started_again_by_its_exit_code(plan, code, starts, words, tmp_
     job = start(tmp_path, plan, '--processes=2', '--retries=1')
     out, errors = job.communicate(timeout=60)
     assert (job.returncode, words in errors) == (code, True), errors
-    assert [len((tmp_path / f'starts.{rank}').read_text().split()) for rank in (0, 1)] == [
-        starts
-    ] * 2
+    assert len(pids(tmp_path)) == 2 * starts
     arguments = 'arguments qkattn train --config=small --workdir=runs/small'
     assert sorted(out.splitlines()) == sorted([f'[{r}] {arguments}' for r in (0, 1)] * starts)
     assert {'[0] error', '[1] error'} <= set(errors.splitlines())
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_reaches_all_who_save(number, tmp_path):
-    job = start(tmp_path, [[{'saves': 75}, {'saves': 75}]], '--processes=2')
-    wait_until(tmp_path, 2)
-    job.send_signal(number)
-    out, errors = job.communicate(timeout=60)
-    assert (job.returncode, out.count('saved')) == (75, 2), errors
+SAVES = {'saves': 75}
 
 
 @pytest.mark.parametrize(
-    ('plan', 'stopped', 'code'),
+    ('plan', 'number', 'code', 'saved'),
     [
-        ([{'saves': 75}, {'ignores': True}], True, 128 + signal.SIGKILL),
-        ([{}, {'exit': 1}], False, 1),  # the first waits for a process that has ended
+        ([SAVES, SAVES], signal.SIGTERM, 75, 2),
+        ([SAVES, SAVES], signal.SIGINT, 75, 2),
+        ([SAVES, {'ignores': True}], signal.SIGTERM, 128 + signal.SIGKILL, 1),
+        ([{}, {'exit': 1}], None, 1, 0),  # the first waits for a process that has ended
+        ([SAVES, SAVES], signal.SIGKILL, -signal.SIGKILL, 0),
     ],
 )
-def test_who_does_not_end_is_killed_after_the_grace_period(plan, stopped, code, tmp_path):
-    job = start(tmp_path, [plan], '--processes=2', '--grace=1', '--retries=0')
-    if stopped:
-        wait_until(tmp_path, 2)
-        job.terminate()
-    out, _ = job.communicate(timeout=60)
-    assert (job.returncode, out.count('saved')) == (code, int(stopped))
-    assert not any(map(alive, pids(tmp_path)))
-
-
-def test_a_killed_launcher_leaves_no_process(tmp_path):
-    plan = [[{'saves': 75}, {'saves': 75}]]
-    job = start(tmp_path, plan, '--processes=2')
-    wait_until(tmp_path, 2)
-    job.kill()
-    deadline = time.monotonic() + 30
-    while any(map(alive, pids(tmp_path))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(pids(tmp_path)) == 2
-    assert not any(map(alive, pids(tmp_path)))
-    job.communicate()
+def test_all_may_save_and_who_does_not_end_in_time_is_killed(plan, number, code, saved, tmp_path):
+    job = start(tmp_path, [plan], '--processes=2', '--grace=2', '--retries=0')
+    until(lambda: len(pids(tmp_path)) == 2)
+    time.sleep(0.3)  # they install their handlers
+    if number is not None:
+        job.send_signal(number)
+    out, errors = job.communicate(timeout=60)
+    assert (job.returncode, out.count('saved')) == (code, saved), errors
+    until(lambda: not any(map(alive, pids(tmp_path))))

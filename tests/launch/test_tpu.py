@@ -5,13 +5,7 @@ import sys
 
 import pytest
 
-from tests.launch.launchers import (
-    LAUNCH,
-    TRAIN,
-    WHERE,
-    gcloud_commands,
-    remote,
-)
+from tests.launch.launchers import LAUNCH, TRAIN, WHERE, gcloud_commands, remote
 
 KIND = '--accelerator=v6e-16'
 
@@ -29,9 +23,6 @@ def test_a_dry_run_prints_each_command():
     assert '--worker=3' in gcloud_commands('logs', *WHERE, '--worker=3')[0]
     watched = gcloud_commands('watch', *WHERE, KIND, command=TRAIN)
     assert [words[4] for words in watched] == ['create', 'scp', 'ssh', 'ssh', 'list', 'ssh']
-
-
-# watch
 
 
 @pytest.fixture
