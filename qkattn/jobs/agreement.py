@@ -57,8 +57,8 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
 def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
     """What `call` returns in process 0, JSON-able; nothing is called in the others.
 
-    Raises in all processes the error of qkattn that `call` raised in process 0, and ProcessError in
-    the others for any other error, or if process 0 was not done in `limit` seconds.
+    Raises in all the error of qkattn that `call` raised in process 0; in the others ProcessError
+    for any other error, or if process 0 was not done in `limit` seconds.
     """
     if client() is None:
         return _through_json(call())
@@ -97,10 +97,7 @@ def require_same(name: str, value: str) -> None:
 
 
 def owned(make: Callable[[], T]) -> T:
-    """What `make` makes in process 0; in every other process, an object that does nothing.
-
-    For what is written or shown, such as metrics. All processes raise the error that `make` raises.
-    """
+    """What `make` makes in process 0, or raises in all; in the others, an object without effect."""
     made: list[T] = []
     on_owner(lambda: made.append(make()))
     return made[0] if made else cast(T, _Nothing())
@@ -109,8 +106,7 @@ def owned(make: Callable[[], T]) -> T:
 def owner_first(make: Callable[[], T]) -> T:
     """What `make` makes in each process; the others follow process 0, and use what it prepared.
 
-    Returns once all have it: hosts without a common disk prepare their own. All processes raise the
-    error that `make` raises in process 0.
+    Returns once all have it, as hosts may have no common disk; what it raises in 0, all raise.
     """
     made: list[T] = []
     on_owner(lambda: made.append(make()))

@@ -54,8 +54,7 @@ def start() -> Job:
 def in_job(main: Callable[[], None]) -> Callable[[], None]:
     """Makes a script's main function one of a job: it joins the others, and ends with them.
 
-    With several processes, one that fails prints its traceback and ends at once, with os._exit,
-    since Python's own exit waits for peers that wait for this process.
+    One that fails ends at once, with os._exit: Python's exit waits for peers, which wait for it.
     """
 
     @functools.wraps(main)
@@ -99,14 +98,9 @@ def meet(job: Job, seconds: float) -> None:
     host, _, port = str(job.coordinator).rpartition(':')
     if job.process_id:
         _report(job, (host.strip('[]'), int(port)), seconds, deadline)
-    else:
-        _receive(job, int(port), seconds, deadline)
-
-
-def _receive(job: Job, port: int, seconds: float, deadline: float) -> None:
-    """In process 0: waits for the others, then lets them go on."""
+        return
     with contextlib.ExitStack() as stack:
-        listener, total = stack.enter_context(_listen(port, deadline)), job.num_processes
+        listener, total = stack.enter_context(_listen(int(port), deadline)), job.num_processes
         arrived: dict[int, socket.socket] = {}
         while len(arrived) < total - 1:
             listener.settimeout(max(0.01, deadline - time.monotonic()))

@@ -29,10 +29,7 @@ def parent() -> Connection | None:
 
 
 class Child:
-    """A process on its own cores, with a pipe for messages and one for what it prints.
-
-    Ctrl-C does not reach it; if this process is killed it gets SIGTERM (on Linux).
-    """
+    """A process on its own cores, which Ctrl-C does not reach; gets SIGTERM if this is killed."""
 
     def __init__(self, line: Sequence[str], cores: Sequence[int], variables: Mapping[str, str]):
         """Starts the command line on these cores, with variables beside those of this process."""
@@ -55,10 +52,7 @@ class Child:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         theirs.close()
         os.close(written)
-
-    def sources(self) -> list[Any]:
-        """What `multiprocessing.connection.wait` waits for."""
-        return [self.pipe, self._output]
+        self.sources: list[Any] = [self.pipe, self._output]  # for `multiprocessing.connection.wait`
 
     def ended(self) -> int | None:
         """The exit code, below zero for a signal; None while it runs."""

@@ -41,9 +41,6 @@ MALFORMED = (
 _HELP_WIDTH = 100
 
 
-# Flags
-
-
 class _WholeParser(flags.IntegerParser):
     """A parser of whole numbers, which may be written as 1e3."""
 
@@ -134,10 +131,11 @@ def read_config(flag: flags.FlagHolder) -> Any:
             f'{", ".join(known)}{meant}'
         ) from error
     if not isinstance(config, kind := _kind()):
-        other = script('ablate' if isinstance(config, Study) else 'train')
-        raise ConfigError(
-            f'this config is a {type(config).__name__}, not a {kind.__name__}; run it with {other}'
+        other, name = (
+            script('ablate' if isinstance(config, Study) else 'train'),
+            type(config).__name__,
         )
+        raise ConfigError(f'this config is a {name}, not a {kind.__name__}; run it with {other}')
     return config
 
 
@@ -157,9 +155,6 @@ def script(name: str) -> str:
     """How another script is started, in the way in which this one was."""
     of_module = any(argument.startswith('experiments.') for argument in sys.orig_argv)
     return f'python -m experiments.{name}' if of_module else f'qkattn {name}'
-
-
-# Running a script
 
 
 def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) -> None:
@@ -243,9 +238,6 @@ def _log_to_stderr() -> None:
     logger.addHandler(handler)
     logger.setLevel(os.environ.get('QKATTN_LOG', 'INFO'))
     logger.propagate = False
-
-
-# --help: the flags of a script, and every field of its config by section
 
 
 class _HelpFlag(app.HelpFlag):

@@ -1,7 +1,4 @@
-"""The display of a run or of several workers: rows that a terminal redraws, plain lines elsewhere.
-
-It is on standard error, with the messages of the program above it.
-"""
+"""The display of runs on standard error: rows that a terminal redraws, plain lines elsewhere."""
 
 import contextlib
 import dataclasses
@@ -50,8 +47,7 @@ class Screen:
 
     def __init__(self, stream: TextIO | None = None, columns: int | None = None):
         """Draws nothing on a stream (None: standard error) of so many columns (None: its own)."""
-        self._stream = sys.stderr if stream is None else stream
-        self._columns = columns
+        self._stream, self._columns = stream or sys.stderr, columns
         self._live: Live | None = None
         self.terminal = self._stream.isatty() and not Console(force_terminal=True).is_dumb_terminal
 
@@ -89,20 +85,20 @@ class _Console(Console):
         return False
 
 
+@dataclasses.dataclass
 class _Stream:
     """A stream whose reader may be gone."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    stream: TextIO
 
     def write(self, text: str) -> None:
-        say(text, self._stream)
+        say(text, self.stream)
 
     def flush(self) -> None:
         """Nothing is left: `write` flushes."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 def _table(rows: Sequence[Row], width: int) -> Table:
@@ -129,7 +125,7 @@ class StudyLeft:
     work: float  # of these runs for one of the workers, as a multiple of this run's
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager['Progress']):
     """Phase or step, training loss and time left of a run; for process 0 alone."""
 
     _shown: ClassVar['Progress | None'] = None
@@ -239,9 +235,6 @@ class Progress:
             elif self._first and (self._screen.terminal or now >= self._next_time):
                 self._show(now)
 
-    def __enter__(self) -> 'Progress':
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -277,11 +270,8 @@ class Progress:
         self.print(f'{self._label}: step {step}, {text}')
 
     def _left(self, now: float) -> tuple[str, str, str]:
-        """Time left of the run and of the study, and the study's runs; '' where over.
-
-        The steps to come, with evaluations and checkpoints between them, take as long as those
-        since the first report.
-        """
+        """Time left of the run and of the study, and the study's runs; '' where over."""
+        # Steps to come, with what is between them, take as long as those since the first report.
         of_run = of_study = ''
         study, (step, time_of_first) = self._study, self._first or (self._step, now)
         if self._step > step:
@@ -331,9 +321,8 @@ def show_starting() -> None:
     _starting.enter_context(waiting('qkattn', 'starting'))
 
 
-def end_starting() -> None:
-    """The script has something else to say; may be called without `show_starting`."""
-    _starting.close()
+# The script has something else to say; may be called without `show_starting`.
+end_starting = _starting.close
 
 
 class LogHandler(logging.Handler):

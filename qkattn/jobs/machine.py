@@ -1,7 +1,6 @@
-"""The cores, accelerators and memory that this process may use. Standard library only.
+"""The cores, accelerators and memory that the machine, affinity and control groups leave.
 
-Each limit is the narrowest of the machine's, of this process's affinity, and of the control groups
-that it runs in.
+Standard library only.
 """
 
 import ctypes
@@ -90,20 +89,16 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
 def keep_freed_memory() -> None:
     """Memory that is freed stays with this process, which takes it again without page faults.
 
-    By default glibc returns large blocks at once. XLA's CPU backend takes the temporaries of a
-    program anew for every call, and the kernel clears every page of them again: as long as a small
-    model computes. Nothing happens without glibc, or where its variables say something else.
-
-    Call it before any thread starts: one that takes memory has an arena of its own, which keeps no
-    block above 64 MiB, and later threads share out the arenas that there are.
+    By default glibc returns large blocks at once, and XLA's CPU backend takes temporaries anew for
+    every call: clearing their pages takes as long as a small model computes. To be called before
+    any thread has an arena of its own; does nothing without glibc, or if its variables are set.
     """
     set_by_user = any(n.startswith('MALLOC_') or n == 'GLIBC_TUNABLES' for n in os.environ)
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
-    if set_by_user or mallopt is None:
-        return
-    mallopt(_M_ARENA_MAX, 1)
-    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    any(mallopt(_M_MMAP_THRESHOLD, value) for value in _MMAP_THRESHOLDS)
+    if mallopt is not None and not set_by_user:
+        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        any(mallopt(_M_MMAP_THRESHOLD, value) for value in _MMAP_THRESHOLDS)
 
 
 def _settings(name: str, groups: Path, membership: Path) -> Iterator[str]:

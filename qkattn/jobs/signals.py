@@ -34,8 +34,6 @@ class StopRequest:
             while not stop.requested: ...
 
     A second Ctrl-C interrupts at once. Previous handlers are restored on exit. For the main thread.
-    In a job of several processes `should_stop` stops them at the same step; jax's own handling of
-    SIGTERM is off there (qkattn.jobs.bootstrap).
     """
 
     peers: ClassVar[Any] = None  # the others of the job, a qkattn.jobs.peers.JobPeers
@@ -114,14 +112,12 @@ class StopRequest:
 def exit_on_signal() -> Iterator[None]:
     """A block in which SIGTERM and Ctrl-C end the process unless a `StopRequest` defers that.
 
-    For the main function of a script, which owns its process. It exits with EXIT_REQUEUE from
-    within a compilation, too: XLA compiles in C++, and Python runs no handler before that returns,
-    but a thread is told of the signal by the wake-up descriptor.
+    A thread reads the wake-up descriptor: no handler runs while XLA compiles, which is in C++.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     previous_descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    # The descriptor is written for signals that have a handler in Python.
+    # It is written for signals that have a handler in Python.
     previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
     threading.Thread(target=_watch, args=(reading,), name='signals', daemon=True).start()
     StopRequest._exits = True
@@ -135,10 +131,7 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def exit_while_starting(script: str) -> None:
-    """Lets signals end the process of a script, in one line, from here to its main function.
-
-    The imports between take seconds, and may swallow a KeyboardInterrupt or crash on it.
-    """
+    """Lets signals end a script in one line while it imports, which may swallow an interrupt."""
     if script in RESUMABLE:
         for number in _SIGNALS:
             signal.signal(number, lambda *_: end(EXIT_REQUEUE, _NOTHING))

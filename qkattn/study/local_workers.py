@@ -204,7 +204,7 @@ class _Workers:
         for member in self._workers:
             self._train(member)
         while self._workers:
-            sources = [source for member in self._workers for source in member.child.sources()]
+            sources = [source for member in self._workers for source in member.child.sources]
             multiprocessing.connection.wait(sources, _TICK)
             for member in self._workers[:]:
                 self._receive(member)

@@ -83,10 +83,10 @@ def remote(command: list[str]) -> str:
     return text.removeprefix('--command=')
 
 
-def until(holds, seconds: float = 30) -> None:
+def until(holds, seconds: float = 30, why=lambda: 'it did not happen') -> None:
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, 'it did not happen'
+        assert time.monotonic() < end, why()
         time.sleep(0.05)
 
 

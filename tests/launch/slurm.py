@@ -10,15 +10,13 @@ import re
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from getpass import getuser
 from pathlib import Path
 
 from tests.jobs.jobs import free_port
-from tests.processes import ROOT
+from tests.launch.launchers import LAUNCH, until
 
-LAUNCHER = ROOT / 'launch/slurm.py'
 PROGRAMS = ('slurmctld', 'slurmd', 'slurmstepd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
 SEARCHED = os.pathsep.join([os.environ.get('PATH', ''), '/usr/sbin', '/sbin'])
 
@@ -60,20 +58,8 @@ def missing() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
 
 
-def until(condition: Callable[[], object], what: Callable[[], str], seconds: float = 900) -> None:
-    """Waits for a condition, and fails with `what()` after a time that no healthy machine needs."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what()
-        time.sleep(0.1)
-
-
 class Cluster:
-    """A started cluster; a context that stops it with everything that still runs on it.
-
-    Its nodes have 2 CPUs each. A job in the partition `high` preempts those of `low`, which is the
-    default; preempted jobs are sent SIGTERM and requeued.
-    """
+    """A started cluster of nodes with 2 CPUs; a context that stops it with all that runs on it."""
 
     def __init__(self, root: Path, nodes: int = 2):
         self.root, self.nodes = root, nodes
@@ -104,7 +90,7 @@ class Cluster:
             self._start('slurmd', '-D', '-d', stepd, '-N', f'127.0.0.{n}')
         idle = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
         try:
-            until(lambda: self.call(*idle, check=False).strip() == str(self.nodes), self.logs, 60)
+            until(lambda: self.call(*idle, check=False).strip() == str(self.nodes), 60, self.logs)
         except BaseException:
             self.__exit__()
             raise
@@ -114,22 +100,16 @@ class Cluster:
         # A test run that is killed takes its daemons with it.
         tied = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
         with open(self.root / 'daemons.out', 'ab') as out:
-            self.daemons.append(
-                subprocess.Popen(
-                    [*tied, str(shutil.which(program, path=SEARCHED)), *arguments],
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                )
-            )
+            command = [*tied, str(shutil.which(program, path=SEARCHED)), *arguments]
+            streams = {'stdin': subprocess.DEVNULL, 'stdout': out, 'stderr': out}
+            self.daemons.append(subprocess.Popen(command, env=self.environment, **streams))
 
     def __exit__(self, *exc_info: object) -> None:
         jobs = self.call('squeue', '-h', '-o', '%A', check=False).split()
         if jobs:
             self.call('scancel', '--signal=KILL', '--full', *jobs, check=False)
             self.call('scancel', *jobs, check=False)
-            until(lambda: not self.call('squeue', '-h', check=False).strip(), self.logs, 30)
+            until(lambda: not self.call('squeue', '-h', check=False).strip(), 30, self.logs)
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:
@@ -164,7 +144,7 @@ class Cluster:
                 self.call('scontrol', 'update', f'JobId={job}', 'StartTime=now+2', check=False)
             return condition(fields)
 
-        until(met, lambda: f'{self.job(job)}\n{self.logs()}')
+        until(met, 900, lambda: f'{self.job(job)}\n{self.logs()}')
         return self.job(job)
 
     def end(self, job: object) -> tuple[str, str, int]:
@@ -187,14 +167,10 @@ class Jobs:
         self.cluster, self.directory = cluster, directory
         self.environment = cluster.environment | {'QKATTN_VENV': str(venv)}
 
-    def submit(self, *arguments: object, **variables: object) -> str:
+    def submit(self, *arguments: object) -> str:
         """Runs the launcher, and returns the job's number."""
-        text = self.cluster.call(
-            LAUNCHER,
-            *arguments,
-            cwd=self.directory,
-            env=self.environment | {name: str(value) for name, value in variables.items()},
-        )
+        command = [LAUNCH / 'slurm.py', *arguments]
+        text = self.cluster.call(*command, cwd=self.directory, env=self.environment)
         assert text.startswith('Submitted batch job ')
         return text.split()[-1]
 

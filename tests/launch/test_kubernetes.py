@@ -62,13 +62,9 @@ def pod_of(manifest: dict) -> dict:
     return job_of(manifest)['template']['spec']
 
 
-# What Kubernetes does with the manifests
-
-
 def outcome(manifest: dict, code: int, disrupted: bool = False) -> str:
     """What follows when a pod ends: the rules, as the controllers of Job and JobSet apply them."""
-    job = job_of(manifest)
-    action, message = 'Count', ''
+    job, action, message = job_of(manifest), 'Count', ''
     for k, rule in enumerate(job['podFailurePolicy']['rules']):
         if code in rule.get('onExitCodes', {'values': []})['values']:
             action, message = rule['action'], f'failed with exit code {code}'
@@ -92,10 +88,8 @@ def outcome(manifest: dict, code: int, disrupted: bool = False) -> str:
 def expanded(text: str, env: dict[str, str]) -> str:
     """An argument as the kubelet passes it on: $(NAME) replaced, $$ a dollar sign."""
 
-    def replace(match: re.Match) -> str:
-        return '$' if match[1] is None else env.get(match[1], match[0])
-
-    return re.sub(r'\$\$|\$\(([^)]*)\)', replace, text)
+    pattern = r'\$\$|\$\(([^)]*)\)'
+    return re.sub(pattern, lambda m: '$' if m[1] is None else env.get(m[1], m[0]), text)
 
 
 @needs_schemas
@@ -134,25 +128,21 @@ def test_arguments_arrive_unchanged_and_pods_have_time_to_save(case):
 
 
 def test_hosts_and_accelerators():
-    manifests = {case: content(case) for case in CASES}
-    sizes = {
-        case: (
-            job_of(one)['parallelism'],
-            job_of(one)['completions'],
-            *pod_of(one)['containers'][0]['resources']['limits'].items(),
-        )
-        for case, one in manifests.items()
-    }
+    sizes, nodes = {}, {}
+    for case in CASES:
+        job, pod = job_of(content(case)), pod_of(content(case))
+        ((chip, count),) = pod['containers'][0]['resources']['limits'].items()
+        sizes[case] = job['parallelism'], job['completions'], chip, count
+        nodes[case] = pod['nodeSelector']
     assert sizes == {
-        'tpu': (4, 4, ('google.com/tpu', 4)),
-        'tpu host': (1, 1, ('google.com/tpu', 8)),
-        'v5p': (8, 8, ('google.com/tpu', 4)),
-        'gpu': (2, 2, ('nvidia.com/gpu', 8)),
-        'any gpu': (3, 3, ('nvidia.com/gpu', 4)),
-        'study': (5, 5, ('google.com/tpu', 8)),
-        'gpu study': (2, 2, ('nvidia.com/gpu', 2)),
+        'tpu': (4, 4, 'google.com/tpu', 4),
+        'tpu host': (1, 1, 'google.com/tpu', 8),
+        'v5p': (8, 8, 'google.com/tpu', 4),
+        'gpu': (2, 2, 'nvidia.com/gpu', 8),
+        'any gpu': (3, 3, 'nvidia.com/gpu', 4),
+        'study': (5, 5, 'google.com/tpu', 8),
+        'gpu study': (2, 2, 'nvidia.com/gpu', 2),
     }
-    nodes = {case: pod_of(one)['nodeSelector'] for case, one in manifests.items()}
     gke = 'cloud.google.com/gke-'
     assert nodes['tpu'] == {
         f'{gke}tpu-accelerator': 'tpu-v6e-slice',

@@ -12,8 +12,6 @@ from tests.launch.slurm import Jobs
 
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
 
-# Command lines, without Slurm
-
 
 def submitted(tmp_path: Path, *arguments: str) -> tuple[dict[str, str], list[str]]:
     """Variables and arguments of the sbatch that a dry run prints, as a shell reads its line."""
@@ -44,9 +42,6 @@ def test_a_dry_run_prints_the_script_and_a_command_that_a_shell_can_run(tmp_path
     assert variables['QKATTN_RETRIES'] == '0'
     assert arguments[:3] == ['--nodes=1', '--ntasks-per-node=1', '--array=1-8']
     assert arguments[4:] == list(study[1:])
-
-
-# Jobs
 
 
 @pytest.fixture
@@ -101,21 +96,20 @@ def test_every_process_gets_the_arguments_unchanged(stand_in):
     assert 1024 < min(ports) and max(ports) < 32768
 
 
-def test_a_crash_of_one_process_is_retried_a_bounded_number_of_times(stand_in):
-    behave(stand_in, fails(rank=1, code=1))
+@pytest.mark.parametrize(
+    ('rank', 'code', 'restarts', 'words'),
+    [(1, 1, 1, 'crashed 2 times'), (0, 2, 0, 'has a wrong setting or directory')],
+)
+def test_a_crash_of_one_process_is_retried_and_a_wrong_setting_is_not(
+    rank, code, restarts, words, stand_in
+):
+    behave(stand_in, fails(rank, code))
     job = stand_in.submit('--nodes=2', '--retries=1', *TRAIN)
-    assert stand_in.cluster.end(job) == ('FAILED', '1:0', 1), stand_in.log(job)
+    assert stand_in.cluster.end(job) == ('FAILED', f'{code}:0', restarts), stand_in.log(job)
     log = stand_in.log(job)
-    assert log.count('process 1 on 127.0.0.2 ended with exit code 1') == 2
-    assert f'job {job} crashed (1 of at most 2 times) and is requeued' in log
-    assert f'job {job} crashed 2 times and is not requeued' in log
-
-
-def test_a_wrong_setting_that_one_process_sees_is_never_retried(stand_in):
-    behave(stand_in, fails(rank=0, code=2))
-    job = stand_in.submit('--nodes=2', *TRAIN)
-    assert stand_in.cluster.end(job) == ('FAILED', '2:0', 0), stand_in.log(job)
-    assert f'job {job} has a wrong setting or directory and is not requeued' in stand_in.log(job)
+    assert log.count('process 1 on 127.0.0.2 ended with exit code 1\n') == 2 * restarts
+    assert log.count(f'job {job} crashed (1 of at most 2 times) and is requeued') == restarts
+    assert f'job {job} {words} and is not requeued' in log
 
 
 def test_a_job_that_is_asked_to_stop_or_preempted_goes_on_and_may_still_crash(stand_in):

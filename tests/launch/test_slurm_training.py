@@ -12,23 +12,22 @@ import numpy as np
 import pytest
 
 from qkattn.train.exported import load_stack
-from tests.launch.slurm import ROOT, Jobs
+from tests.launch.launchers import ROOT
+from tests.launch.slurm import Jobs
 from tests.train.test_loop import outcome
 
 RUN = """
 from qkattn.config import *
 
 def get_config():
-    return to_config_dict(
-        Config(
-            model=ModelConfig(d_model=16, num_layers=1, num_heads=2, context=16),
-            data=DataConfig(eval_sequences=8),
-            optimizer=OptimizerConfig(warmup_steps=2),
-            train=TrainConfig(num_steps=2000, batch_size=4, steps_per_dispatch=1, log_every=10,
-                              eval_every=500, checkpoint_every=500, lifting='map'),
-            mesh=MeshConfig(data=2),
-        )
-    )
+    return to_config_dict(Config(
+        model=ModelConfig(d_model=16, num_layers=1, num_heads=2, context=16),
+        data=DataConfig(eval_sequences=8),
+        optimizer=OptimizerConfig(warmup_steps=2),
+        train=TrainConfig(num_steps=2000, batch_size=4, steps_per_dispatch=1, log_every=10,
+                          eval_every=500, checkpoint_every=500, lifting='map'),
+        mesh=MeshConfig(data=2),
+    ))
 """
 
 
@@ -70,11 +69,12 @@ def test_a_run_of_two_nodes_that_is_preempted_and_crashes_ends_bitwise_equal(tra
     job = submit('disturbed')
     metrics = training.directory / 'disturbed/metrics.jsonl'
 
+    def lines() -> int:
+        return metrics.read_bytes().count(b'\n') if metrics.exists() else 0
+
     def steps_on() -> None:
-        lines = metrics.read_bytes().count(b'\n') if metrics.exists() else 0
-        training.cluster.wait(
-            job, lambda _: metrics.exists() and metrics.read_bytes().count(b'\n') > lines + 5
-        )
+        before = lines()
+        training.cluster.wait(job, lambda _: lines() > before + 5)
 
     steps_on()
     training.preempt(job)
