@@ -17,22 +17,19 @@ def free_port() -> int:
 
 def start_job(source: str, count: int, *arguments: object, **variables: str) -> list:
     """Starts `count` processes of a job that run `source`, as a job of the explicit triple."""
-    address = f'127.0.0.1:{free_port()}'
+    job = {
+        'PYTHONPATH': str(ROOT),
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{free_port()}',
+        'JAX_NUM_PROCESSES': str(count),
+    }
     return [
         subprocess.Popen(
             [sys.executable, '-c', textwrap.dedent(source), *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={
-                **os.environ,
-                'PYTHONPATH': str(ROOT),
-                'JAX_PLATFORMS': 'cpu',
-                'JAX_COORDINATOR_ADDRESS': address,
-                'JAX_NUM_PROCESSES': str(count),
-                'JAX_PROCESS_ID': str(rank),
-                **variables,
-            },
+            env={**os.environ, **job, 'JAX_PROCESS_ID': str(rank), **variables},
         )
         for rank in range(count)
     ]
@@ -41,12 +38,8 @@ def start_job(source: str, count: int, *arguments: object, **variables: str) -> 
 def ended(processes: list, timeout: float = 120) -> list[tuple[int, str, str]]:
     """Exit code, standard output and standard error of each process of a job."""
     try:
-        return [
-            (code, out, err)
-            for process in processes
-            for out, err in [process.communicate(timeout=timeout)]
-            for code in [process.returncode]
-        ]
+        texts = [process.communicate(timeout=timeout) for process in processes]
+        return [(one.returncode, *text) for one, text in zip(processes, texts, strict=True)]
     finally:
         for process in processes:
             process.kill()

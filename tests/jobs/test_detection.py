@@ -3,13 +3,9 @@
 import pytest
 
 from qkattn.errors import ConfigError
-from qkattn.jobs.detection import Job, detect
+from qkattn.jobs.detection import TRIPLE, Job, detect
 
-EXPLICIT = {
-    'JAX_COORDINATOR_ADDRESS': '10.0.0.1:1234',
-    'JAX_NUM_PROCESSES': '4',
-    'JAX_PROCESS_ID': '3',
-}
+EXPLICIT = dict(zip(TRIPLE, ('10.0.0.1:1234', '4', '3'), strict=True))
 SLURM = {
     'SLURM_JOB_ID': '5000',
     'SLURM_STEP_ID': '0',
@@ -36,8 +32,7 @@ SLICES = GKE | {
 }
 IPV6 = {'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp6://[fe80::b9b,2620:10d::2]:43370'}
 PORT = {'JAX_COORDINATOR_PORT': '7777'}
-# jax's port of this Open MPI job.
-MPI_PORT = 61440 + 1531576320 // 4096 % 4096
+MPI_PORT = 61440 + 1531576320 // 4096 % 4096  # jax's, of this job
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,26 +40,17 @@ class Terminal(io.StringIO):
         return [line.rstrip() for line in rows]
 
 
-class Clock:
-    seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return types.SimpleNamespace(seconds=100.0)
 
 
 @pytest.fixture
 def show(clock):
     """show(stream, label, steps, ...) -> a display on a stream, 80 columns wide."""
-
-    def make(stream, *arguments, columns=80, **settings) -> Progress:
-        return Progress(*arguments, screen=Screen(stream, columns), clock=clock, **settings)
-
-    return make
+    return lambda stream, *arguments, columns=80, **settings: Progress(
+        *arguments, screen=Screen(stream, columns), clock=lambda: clock.seconds, **settings
+    )
 
 
 def test_plain_lines_stand_at_intervals(show, clock):

@@ -65,33 +65,30 @@ JOB = """
 """
 
 
-def until(process, line):
-    for text in process.stdout:
-        if text == f'{line}\n':
-            return
-    raise AssertionError(process.stderr.read())
+def job_at(line, stage, failure='none'):
+    """Two processes, each of which has printed a line."""
+    processes = start_job(JOB, 2, stage, failure)
+    for process in processes:
+        assert f'{line}\n' in process.stdout, process.stderr.read()
+    return processes
 
 
 @pytest.mark.parametrize(
-    ('stage', 'to', 'number'),
+    ('to', 'number'),
     [
-        ('loop', [1], signal.SIGTERM),
-        pytest.param('loop', [0], signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param('loop', [0, 1, 1], signal.SIGTERM, marks=pytest.mark.slow),
+        ([1], signal.SIGTERM),
+        pytest.param([0], signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param([0, 1, 1], signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_all_stop_at_the_same_step(stage, to, number):
-    processes = start_job(JOB, 2, stage, 'none')
-    for process in processes:
-        until(process, 'holding')
+def test_all_stop_at_the_same_step(to, number):
+    processes = job_at('holding', 'loop')
     for rank in to:
         processes[rank].send_signal(number)
     results = ended(processes)
     assert [code for code, _, _ in results] == [EXIT_REQUEUE] * 2, results
-    steps = {
-        step for _, _, error in results for step in re.findall(r'stopped at step (\d+)', error)
-    }
-    assert len(steps) == 1, results
+    errors = ''.join(error for _, _, error in results)
+    assert len(set(re.findall(r'stopped at step (\d+)', errors))) == 1, results
     assert results[1][1] == ''  # process 0 alone prints results
 
 
@@ -110,9 +107,7 @@ def test_a_process_that_exits_while_it_looks_at_the_others_exits_with_0():
 @pytest.mark.parametrize('stage', ['compiling', 'arriving'])
 @pytest.mark.parametrize('to', [[0], [1], [0, 1]])
 def test_without_a_step_all_leave_at_once(stage, to):
-    processes = start_job(JOB, 2, stage, 'none')
-    for process in processes:
-        until(process, 'ready')
+    processes = job_at('ready', stage)
     for rank in to:
         processes[rank].send_signal(signal.SIGTERM)
     results = ended(processes)
@@ -133,9 +128,8 @@ def test_without_a_step_all_leave_at_once(stage, to):
     ],
 )
 def test_the_others_end_and_name_the_one_that_failed(stage, failure, code, words):
-    processes = start_job(JOB, 2, stage, getattr(failure, 'name', failure))
-    for process in processes:
-        until(process, 'ready' if stage == 'compiling' else 'holding')
+    line = 'ready' if stage == 'compiling' else 'holding'
+    processes = job_at(line, stage, getattr(failure, 'name', failure))
     if not isinstance(failure, str):
         processes[1].send_signal(failure)
     ((exit_code, _, error),) = ended(processes[:1], timeout=60)
@@ -146,9 +140,7 @@ def test_the_others_end_and_name_the_one_that_failed(stage, failure, code, words
 @pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
 def test_the_others_end_without_the_coordinator(number):
-    processes = start_job(JOB, 2, 'compiling', 'none')
-    for process in processes:
-        until(process, 'ready')
+    processes = job_at('ready', 'compiling')
     processes[0].send_signal(number)
     ((exit_code, _, error),) = ended(processes[1:], timeout=60)
     processes[0].kill()
