@@ -79,12 +79,15 @@ def places(workdir: str) -> dict[str, str]:
 
 
 def summary(result: dict[str, Any]) -> dict[str, list[str]]:
-    """The printed metrics of a finished trial by split."""
+    """The printed metrics of a finished trial by split, as in reports: of text, bits per byte."""
     texts: dict[str, list[str]] = {split: [] for split in PREFIXES}
+    is_text = result.get('val_bits_per_byte') is not None
     for metric in METRICS.values():
+        if metric.role == 'error' or (is_text and not metric.for_text):
+            continue
         for split, prefix in PREFIXES.items():
             field = f'{prefix}_{metric.name}'
-            if metric.role != 'error' and field in result and result[field] is not None:
+            if result.get(field) is not None:
                 texts[split].append(metric.text(result[field]))
     return {split: text for split, text in texts.items() if text}
 

@@ -38,7 +38,6 @@ MALFORMED = (
     *(flags.Error, AttributeError, KeyError, TypeError, ValueError),
     *(SyntaxError, MemoryError, RecursionError),
 )
-_HELP_WIDTH = 100
 
 
 class _WholeParser(flags.IntegerParser):
@@ -253,7 +252,11 @@ class _HelpFlag(app.HelpFlag):
     def parse(self, argument: Any) -> None:
         if not self.parser.parse(argument):
             return
-        lines = [*inspect.cleandoc(self._doc).splitlines(), '', 'flags:']
+        lines, width = [], flags.get_help_width()
+        for paragraph in inspect.cleandoc(self._doc).split('\n\n'):
+            command = paragraph.lstrip().startswith('python')
+            lines += [paragraph if command else textwrap.fill(paragraph, width), '']
+        lines.append('flags:')
         for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
             head = f'--{flag.name}: {flag.flag_type()}; default {flag.default!r}'
             lines += _entry(head, flag.help)
@@ -268,7 +271,7 @@ def _sections(kind: Any, prefix: str = 'config.') -> Iterator[str]:
     fields = [s for name, s in settings(kind).items() if '.' not in name]
     if fields:
         heading = f'{prefix[:-1]}: {inspect.getdoc(kind)}'.splitlines()[0]
-        yield from ('', *textwrap.wrap(heading, _HELP_WIDTH))
+        yield from ('', *textwrap.wrap(heading, flags.get_help_width()))
     for field in fields:
         kind_and_bounds = ', '.join(filter(None, [_type(field.kind), _valid(field)]))
         head = f'--{prefix}{field.name}: {kind_and_bounds}; default {field.default!r}'
@@ -283,7 +286,7 @@ def _entry(head: str, description: str | None) -> list[str]:
     for indent, text in ((2, head), *((6, part) for part in (description or '').splitlines())):
         options: dict[str, Any] = {'break_long_words': False, 'break_on_hyphens': False}
         options |= {'initial_indent': ' ' * indent, 'subsequent_indent': ' ' * (indent + 2)}
-        lines += textwrap.wrap(text, _HELP_WIDTH, **options)
+        lines += textwrap.wrap(text, flags.get_help_width(), **options)
     return lines
 
 

@@ -12,6 +12,9 @@ from qkattn.errors import MatchError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec, sites
 
+# What absorbs a residual that no step of the destination takes.
+_BY_D_FF = 'the destination d_ff (--config.destinations=\'("d_ff",)\')'
+
 # The costs that can be made equal, and their units.
 UNITS = {
     'total': 'parameters',
@@ -279,13 +282,13 @@ def _check_moved(match: Match, dimension: Dimension, which: str, tolerance: floa
     if other is None:
         raise MatchError(
             f'{variant} is {gap:+.2%} from the target and takes no {name} '
-            f'{"above" if gap < 0 else "below"} {given}: use the destination d_ff'
+            f'{"above" if gap < 0 else "below"} {given}: use {_BY_D_FF}'
         )
     step = abs(cost.measured(dimension.at(other), which) / match.target - 1 - gap)
     raise MatchError(
         f'{variant} is {gap:+.2%} from the target and one step of {name}, to {other}, {step:.2%}, '
         f'so {name} would {"stay at" if value == given else "become"} {value} and d_ff absorb it '
-        'all: use the destination d_ff, or a baseline of another size'
+        f'all: use {_BY_D_FF}, or a baseline of another size'
     )
 
 
